@@ -1,0 +1,27 @@
+"""Dyno, a dynamometer for inference engines: `Study(...).run()` measures, `load(folder)` reads what was measured.
+
+This file is also imported inside workers, under other Pythons: it imports nothing until a name is asked for.
+"""
+
+from __future__ import annotations
+
+import typing
+
+if typing.TYPE_CHECKING:
+    from dyno.result import Result as Result
+    from dyno.result import load as load
+    from dyno.study import Study as Study
+    from dyno.worker.spec import UserError as UserError
+
+__version__ = "0.1.0"
+__all__ = ["Result", "Study", "UserError", "load"]
+
+_HOMES = {"Study": "dyno.study", "Result": "dyno.result", "load": "dyno.result", "UserError": "dyno.worker.spec"}
+
+
+def __getattr__(name: str) -> typing.Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'dyno' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,0 +1,1 @@
+"""Pure functions of stored records: statistics, comparison, tables, charts, the report."""

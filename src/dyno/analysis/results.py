@@ -1,0 +1,368 @@
+"""Stored records, read back: a run folder becomes trials, each with its rounds and arrays loaded when asked for.
+
+JSON is read into plain dicts and only what a table needs is touched, because `dyno show` opens thousands of records.
+"""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from dyno.worker.record import STATUSES
+from dyno.worker.spec import PRECISIONS, SCHEMA, Job, Trial, UserError, from_json
+
+# A trial is as bad as its worst round; "unfinished" is a trial of which no round has left a record.
+SEVERITY = ("ok", "unfinished", "skipped", "failed", "timeout", "oom", "crashed")
+LATENCIES = ("model", "all")
+
+
+@dataclass
+class Round:
+    """One process that ran a trial: `raw` is its record.json, the arrays beside it are read when asked for."""
+
+    folder: Path
+    number: int
+    raw: dict[str, Any]
+
+    @property
+    def status(self) -> str:
+        return str(self.raw["status"])
+
+    @property
+    def ok(self) -> bool:
+        return self.status == "ok"
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return self.raw.get("facts") or {}
+
+    @property
+    def warnings(self) -> list[str]:
+        return [str(w) for w in self.raw.get("warnings") or ()]
+
+    def measurement(self, tag: str, boundary: str = "") -> dict[str, Any]:
+        """The measurement of that tag and boundary as stored, or an empty dict."""
+        for m in self.raw.get("measurements") or ():
+            if m["tag"] == tag and m.get("boundary", "") == boundary:
+                return cast(dict[str, Any], m)
+        return {}
+
+    def value(self, tag: str, boundary: str = "") -> float | None:
+        """The single value measured under this tag and boundary (SI), or None."""
+        value = self.measurement(tag, boundary).get("value")
+        return None if value is None else float(value)
+
+    def samples(self, tag: str, boundary: str) -> np.ndarray:
+        """Raw samples (seconds for a latency, images/s for throughput), float64; empty when there are none."""
+        name = self.measurement(tag, boundary).get("samples") or ""
+        return self._samples.get(name, np.empty(0)) if name else np.empty(0)
+
+    @cached_property
+    def _samples(self) -> dict[str, np.ndarray]:
+        return self.arrays("samples.npz")
+
+    def arrays(self, file: str, names: Sequence[str] | None = None) -> dict[str, np.ndarray]:
+        """Arrays of one of the round's npz files (only `names`, or all); empty when the file is missing or damaged."""
+        try:
+            with np.load(self.folder / file, allow_pickle=False) as stored:
+                wanted = stored.files if names is None else [n for n in names if n in stored.files]
+                return {name: stored[name] for name in wanted}
+        except (OSError, ValueError, zipfile.BadZipFile):  # absent, truncated, or not an npz
+            return {}
+
+    @cached_property
+    def answers(self) -> dict[str, np.ndarray]:
+        """A classifier's answers: topk_index and topk_score [N, k], label [N], sample [N], as far as stored."""
+        return self.arrays("outputs.npz", ("topk_index", "topk_score", "label", "sample"))
+
+    def outputs(self) -> dict[str, np.ndarray]:
+        """Raw model outputs by name, [N, ...], in input order; not kept, because they can be large."""
+        found = self.arrays("outputs.npz")
+        return {name[len("output:") :]: a for name, a in found.items() if name.startswith("output:")}
+
+
+@dataclass
+class TrialResult:
+    """A trial and all of its rounds; `job` is the stored job.json, `trial` the same as a dataclass."""
+
+    id: str
+    job: dict[str, Any]
+    rounds: list[Round] = field(default_factory=list)
+
+    @cached_property
+    def trial(self) -> Trial:
+        return cast(Trial, from_json(Job, self.job).trial)
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        return cast(dict[str, Any], self.job["trial"])
+
+    @property
+    def model(self) -> str:
+        return str(self.spec["model"]["name"])
+
+    @property
+    def backend(self) -> str:
+        return str(self.spec["backend"])
+
+    @property
+    def precision(self) -> str:
+        return str(self.spec["precision"])
+
+    @property
+    def batch(self) -> int:
+        return int(self.spec["dims"]["batch"])
+
+    @property
+    def size(self) -> str:
+        height, width = self.spec["dims"]["height"], self.spec["dims"]["width"]
+        return str(height) if height == width else f"{height}x{width}"
+
+    @property
+    def device(self) -> str:
+        return str(self.spec.get("runtime", {}).get("device", "cpu"))
+
+    @property
+    def runtime(self) -> str:
+        return str(self.spec.get("runtime", {}).get("name", "main"))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return self.spec.get("options") or {}
+
+    @property
+    def group(self) -> tuple[str, str, int, str]:
+        """What must be equal for two speeds to be compared: model, size, batch and device."""
+        return self.model, self.size, self.batch, self.device
+
+    @property
+    def way(self) -> str:
+        """Backend and precision, and the runtime and options where they aren't the usual ones."""
+        extra = [] if self.runtime == "main" else [self.runtime]
+        extra += [f"{k}={v}" for k, v in self.options.items()]
+        return f"{self.backend} {self.precision}" + (f" ({', '.join(extra)})" if extra else "")
+
+    @property
+    def label(self) -> str:
+        return f"{self.model} {self.way} b{self.batch} {self.size}"
+
+    @property
+    def good(self) -> list[Round]:
+        return [r for r in self.rounds if r.ok]
+
+    @property
+    def worst(self) -> Round | None:
+        return max(self.rounds, key=lambda r: SEVERITY.index(r.status), default=None)
+
+    @property
+    def status(self) -> str:
+        return self.worst.status if self.worst else "unfinished"
+
+    @property
+    def reason(self) -> str:
+        """Why the trial isn't ok, one line, with the stage it reached and how many rounds are good all the same."""
+        worst = self.worst
+        if worst is None:
+            return "no round has left a record; the same `dyno run` again finishes it"
+        if worst.ok:
+            return ""
+        stage = str(worst.raw.get("stage") or "")
+        text = " ".join(str(worst.raw.get("reason") or "no reason recorded").split())
+        text = f"{stage}: {text}" if stage and worst.status != "skipped" else text
+        return f"{text} ({len(self.good)} of {len(self.rounds)} rounds good)" if self.good else text
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Facts of the first good round, else of the first round at all."""
+        rounds = self.good or self.rounds
+        return rounds[0].facts if rounds else {}
+
+    @property
+    def artifact(self) -> dict[str, Any]:
+        return next((r.raw["artifact"] for r in self.good if r.raw.get("artifact")), {})
+
+    @property
+    def answers(self) -> dict[str, np.ndarray]:
+        """The classifier's answers of the first good round that has any."""
+        return next((r.answers for r in self.good if r.answers), {})
+
+    def outputs(self) -> dict[str, np.ndarray]:
+        """Raw outputs of the first good round that has any."""
+        return next((found for r in self.good if (found := r.outputs())), {})
+
+    def warnings(self) -> list[str]:
+        """Warnings of all rounds and of the file's makers, each once, in order."""
+        made = self.artifact.get("made_by") or {}
+        every = [w for r in self.rounds for w in r.warnings] + [str(w) for w in made.get("warnings") or ()]
+        return list(dict.fromkeys(every))
+
+    def value(self, tag: str, boundary: str = "") -> float | None:
+        """Median of a single value over the good rounds, or None."""
+        found = sorted(v for r in self.good if (v := r.value(tag, boundary)) is not None)
+        return (found[len(found) // 2] + found[(len(found) - 1) // 2]) / 2 if found else None
+
+    def samples(self, tag: str, boundary: str) -> np.ndarray:
+        """Samples of all good rounds together, float64, in SI units."""
+        parts = [s for r in self.good if (s := r.samples(tag, boundary)).size]
+        return np.concatenate(parts) if parts else np.empty(0)
+
+    def medians(self, boundary: str) -> list[float]:
+        """Median latency of each good round in seconds: what a comparison between processes is made from."""
+        return [float(np.median(s)) for r in self.good if (s := r.samples("latency", boundary)).size]
+
+
+@dataclass
+class Results:
+    """A run folder: its trials in a stable order, its environment, and what in it could not be read."""
+
+    folder: Path
+    trials: list[TrialResult]
+    environment: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    study: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+    def __iter__(self) -> Iterator[TrialResult]:
+        return iter(self.trials)
+
+    def trial(self, id: str) -> TrialResult:
+        """The trial with that id, or with an id that begins so."""
+        found = [t for t in self.trials if t.id.startswith(id)]
+        if len(found) != 1:
+            raise UserError(f"{len(found) or 'no'} trials in {self.folder} have an id that begins with {id!r}")
+        return found[0]
+
+
+def load(run: Path) -> Results:
+    """Read a run folder.
+
+    A record that is broken or written by a newer Dyno becomes one line in `problems` and the rest is shown. Raises
+    UserError, one line, when the folder is no run folder, is empty, or holds nothing that can be read.
+    """
+    run = Path(run)
+    if not run.is_dir():
+        raise UserError(f"{run} is no folder; give the folder that `dyno run` wrote, such as runs/demo")
+    if not (run / "trials").is_dir():
+        raise UserError(f"{run} is no run folder: it has no trials/; give the folder that `dyno run` wrote")
+    problems: list[str] = []
+    trials = [t for folder in sorted((run / "trials").iterdir()) if (t := _trial(folder, problems))]
+    if not trials and problems:
+        raise UserError(f"nothing in {run} can be read: {problems[0]}")
+    if not trials:
+        raise UserError(f"{run} has no trials yet; run the study first")
+    study = run / "study.toml"
+    return Results(
+        folder=run,
+        trials=sorted(trials, key=_order),
+        environment=_json(run / "environment.json", problems) or {},
+        problems=problems,
+        study=study.read_text(encoding="utf-8", errors="replace") if study.is_file() else "",
+    )
+
+
+def references(results: Results, wanted: str | None = None) -> dict[str, TrialResult]:
+    """The trial that each trial is compared to, by trial id: same model, size, batch and device.
+
+    `wanted` is a backend, `BACKEND:PRECISION`, or the beginning of a trial id (its backend, precision and options then
+    count in every group). By default pytorch fp32 where the group has it, else the group's first trial that ran.
+    A group without the wanted one has no reference.
+    """
+    groups: dict[tuple[str, str, int, str], list[TrialResult]] = {}
+    for t in results.trials:
+        groups.setdefault(t.group, []).append(t)
+    if wanted is None:
+        chosen = {g: _usual(ts) for g, ts in groups.items()}
+    else:
+        chosen = _named(results, groups, wanted)
+    return {t.id: ref for t in results.trials if (ref := chosen.get(t.group)) is not None}
+
+
+def incomparable(a: TrialResult, b: TrialResult) -> str:
+    """Why two trials must not be compared (other weights or inputs, seen by their sha256), or ""."""
+    for key, words in (("weights_sha256", "other weights"), ("inputs_sha256", "other inputs")):
+        left, right = a.facts.get(key), b.facts.get(key)
+        if left and right and left != right:
+            return words
+    return ""
+
+
+def _usual(trials: list[TrialResult]) -> TrialResult | None:
+    ran = [t for t in trials if t.good]
+    plain = [t for t in ran if (t.backend, t.precision) == ("pytorch", "fp32")]
+    # Options are extra work on top of the plain way, so the plain way is the yardstick.
+    return min(plain, key=lambda t: len(t.options)) if plain else next(iter(ran), None)
+
+
+def _named(results: Results, groups: dict[Any, list[TrialResult]], wanted: str) -> dict[Any, TrialResult | None]:
+    backend, _, precision = wanted.partition(":")
+    way = next((t.way for t in results.trials if t.id.startswith(wanted)), None) if len(wanted) >= 4 else None
+
+    def fits(t: TrialResult) -> bool:
+        return t.way == way if way else t.backend == backend and precision in ("", t.precision)
+
+    chosen = {g: next((t for t in ts if fits(t) and t.good), None) for g, ts in groups.items()}
+    if not any(chosen.values()):
+        ways = sorted({f"{t.backend}:{t.precision}" for t in results.trials if t.good})
+        raise UserError(f"no trial that ran fits the reference {wanted!r}; there are {', '.join(ways) or 'none'}")
+    return chosen
+
+
+def _trial(folder: Path, problems: list[str]) -> TrialResult | None:
+    job: dict[str, Any] | None = None
+    rounds = []
+    for path in sorted(folder.glob("r[0-9]*"), key=lambda p: (len(p.name), p.name)):
+        if job is None:
+            job = _job(path / "job.json", problems)
+        raw = _json(path / "record.json", problems)
+        if raw and raw.get("status") in STATUSES:
+            rounds.append(Round(path, int(raw.get("round", 0)), raw))
+        elif raw:
+            problems.append(f"{path / 'record.json'} has no status that is known; it is left out")
+    return TrialResult(folder.name, job, rounds) if job else None
+
+
+def _job(path: Path, problems: list[str]) -> dict[str, Any] | None:
+    job = _json(path, problems)
+    if job is None:
+        return None
+    try:
+        trial = job["trial"]
+        _ = trial["model"]["name"], trial["backend"], trial["precision"], trial["dims"]["batch"], trial["dims"]["height"]
+    except (KeyError, TypeError):
+        problems.append(f"{path} describes no trial; it is left out")
+        return None
+    return job
+
+
+def _json(path: Path, problems: list[str]) -> dict[str, Any] | None:
+    try:
+        data = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as e:
+        problems.append(f"{path} can't be read ({e}); it is left out")
+        return None
+    if not isinstance(data, dict):
+        problems.append(f"{path} is no JSON object; it is left out")
+        return None
+    schema = data.get("schema", SCHEMA)
+    if not isinstance(schema, int) or schema > SCHEMA:
+        problems.append(f"{path} was written by a newer Dyno (schema {schema}, this one reads {SCHEMA}); update Dyno")
+        return None
+    return data
+
+
+def _order(t: TrialResult) -> tuple[Any, ...]:
+    dims = t.spec["dims"]
+    precision = PRECISIONS.index(t.precision) if t.precision in PRECISIONS else len(PRECISIONS)
+    return (t.model, dims["height"], dims["width"], t.batch, t.backend != "pytorch", t.backend, precision, t.way, t.id)

@@ -1,0 +1,143 @@
+"""Where things lie: run folders with their lock, and the cache of made files, keyed by all that shaped them."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+from dyno.worker import system
+from dyno.worker.record import Record, read_record, write_json, write_record
+from dyno.worker.spec import Artifact, Job, Recipe, Runtime, Trial, UserError, digest, to_json
+
+
+def cache_dir() -> Path:
+    """DYNO_CACHE, or `dyno` in the user's cache folder."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(os.environ.get("DYNO_CACHE") or Path(base) / "dyno")
+
+
+class Run:
+    """The folder of one study: what is asked for, and each round's job folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def round_folder(self, trial: Trial, number: int) -> Path:
+        """Where that round of the trial lies."""
+        return self.folder / "trials" / trial.id / f"r{number}"
+
+    def record(self, trial: Trial, number: int) -> Record | None:
+        """The stored record of that round, or None when it was not finished."""
+        return read_record(self.round_folder(trial, number))
+
+    def fresh(self, trial: Trial, number: int) -> Path:
+        """An empty folder for that round: what an interrupted job left there is removed."""
+        folder = self.round_folder(trial, number)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        return folder
+
+    def store(self, trial: Trial, number: int, record: Record) -> None:
+        """Store a record that no job wrote (a refused trial, a file that could not be made)."""
+        folder = self.fresh(trial, number)
+        write_json(folder / "job.json", to_json(Job("run", trial.runtime, trial, number)))
+        write_record(folder, replace(record, trial=trial.id, round=number))
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the folder for one study; a second one is told so. The lock ends with the process, however it ends."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with open(self.folder / "lock", "a+") as f:
+            try:
+                fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                f.seek(0)
+                owner = f.read().strip() or "unknown"
+                raise UserError(
+                    f"{self.folder} is in use by another dyno (process {owner}); wait for it or give another --out"
+                ) from None
+            f.truncate(0)
+            f.write(str(os.getpid()))
+            f.flush()
+            yield
+
+
+def sha256_of(path: Path) -> str:
+    """sha256 of a file's content."""
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+@lru_cache(maxsize=64)
+def versions(python: str, distributions: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
+    """Installed version of each distribution in that interpreter ("" is this one)."""
+    if not python:
+        return tuple(system.versions(distributions).items())
+    code = (
+        "import json,sys\nfrom importlib import metadata as m\nfound={}\nfor n in sys.argv[1:]:\n"
+        " try: found[n]=m.version(n)\n except m.PackageNotFoundError: pass\nprint(json.dumps(found))"
+    )
+    try:
+        done = subprocess.run([python, "-c", code, *distributions], capture_output=True, text=True, check=True, timeout=60)
+    except (OSError, subprocess.SubprocessError) as e:
+        raise UserError(f"the interpreter {python} can't be used: {e}") from e
+    return tuple(json.loads(done.stdout).items())
+
+
+class Cache:
+    """Made files by everything that shaped them: recipe, weights, calibration data, library versions, processor."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = (folder or cache_dir()) / "artifacts"
+
+    def key(self, recipe: Recipe, requires: tuple[str, ...]) -> str:
+        """The recipe's hash together with the versions of its maker's libraries and the processor's features."""
+        shaped_by = {
+            "recipe": digest(recipe),
+            "versions": versions(recipe.runtime.python, requires),
+            "machine": [platform.machine(), system.describe()["cpu_flags"]],
+        }
+        return hashlib.sha256(json.dumps(shaped_by, sort_keys=True).encode()).hexdigest()[:24]
+
+    def find(self, key: str) -> tuple[Artifact | None, str]:
+        """The file made under this key, and why there is none: "" (never made) or what is wrong with what lies there."""
+        record = read_record(self.folder / key)
+        if record is None or record.artifact is None:
+            return None, ""
+        made = record.artifact
+        path = self.folder / key / made.path if not Path(made.path).is_absolute() else Path(made.path)
+        if not path.is_file():
+            return None, f"{path.name} is gone from the cache"
+        if sha256_of(path) != made.sha256:
+            return None, f"{path.name} in the cache was changed or cut short after it was made"
+        return replace(made, path=str(path)), ""
+
+    @contextmanager
+    def making(self, key: str) -> Iterator[Path]:
+        """A folder to make the file in; it takes its place in the cache when the block ends with a good record there."""
+        folder = self.folder / f".{key}.{os.getpid()}"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        yield folder
+        record = read_record(folder)
+        if record is None or record.status != "ok" or record.artifact is None:
+            return
+        write_record(folder, replace(record, artifact=_relative(record.artifact, folder)))
+        shutil.rmtree(self.folder / key, ignore_errors=True)
+        folder.rename(self.folder / key)
+
+
+def _relative(artifact: Artifact, folder: Path) -> Artifact:
+    path = Path(artifact.path)
+    inside = path.is_relative_to(folder) or path.is_relative_to(folder.resolve())
+    return replace(artifact, path=path.name) if inside else artifact

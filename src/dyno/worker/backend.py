@@ -1,0 +1,131 @@
+"""What a backend offers, and how one is found: by the name of its class among the files in `backends/`."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dyno.worker import backends
+from dyno.worker.spec import Artifact, Recipe, Tensor, Trial, UserError
+
+Arrays = Mapping[str, np.ndarray]
+
+
+class Session:
+    """A loaded model that the timing loop drives: bind inputs, run, wait, fetch outputs.
+
+    `slots` is how many batches can be in flight at once (throughput uses them all, latency only slot 0). `run` may
+    return before the work is done; `wait` may not. `stream` is the GPU stream the work is queued on, None on a CPU.
+    """
+
+    inputs: tuple[Tensor, ...] = ()
+    outputs: tuple[Tensor, ...] = ()
+    slots: int = 1
+    stream: Any = None
+
+    def bind(self, feeds: Arrays, slot: int = 0) -> None:
+        """Put the inputs (host arrays by name) where `run` reads them; on a GPU this is the copy to the device."""
+        raise NotImplementedError
+
+    def run(self, slot: int = 0) -> None:
+        """Start one inference on what is bound."""
+        raise NotImplementedError
+
+    def wait(self, slot: int = 0) -> None:
+        """Return only when the slot's inference is done."""
+
+    def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
+        """The slot's outputs as host arrays by name; valid until the slot runs again."""
+        raise NotImplementedError
+
+    def facts(self) -> dict[str, Any]:
+        """What the engine says of itself, asked after timing: `layers`, `layers_by_type`, `nodes_by_provider`,
+        `parameters`, `options`, `weights_sha256`, `build_s`… as far as it knows."""
+        return {}
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+class Backend:
+    """One way to run models (`load`), or to make files (`make`), or both.
+
+    `requires` are the distributions whose versions shape its results; `precisions` and `devices` what it can be asked
+    for. Everything a backend does with its library happens in the worker; `refuse` and `recipe` are pure and run
+    anywhere.
+    """
+
+    name: str = ""
+    requires: tuple[str, ...] = ()
+    precisions: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ("cpu",)
+    runs: bool = True
+
+    def refuse(self, trial: Trial) -> str:
+        """One line why this backend can't run the trial, or "" when nothing speaks against trying."""
+        if trial.precision not in self.precisions:
+            return f"{self.name} has no {trial.precision} here (it has {', '.join(self.precisions)})"
+        if trial.runtime.device.split(":")[0] not in self.devices:
+            return f"{self.name} can't run on {trial.runtime.device} (it runs on {', '.join(self.devices)})"
+        return ""
+
+    def recipe(self, trial: Trial) -> Recipe | None:
+        """How the file that `load` needs is made; None when it needs no file."""
+        return None
+
+    def probe(self) -> dict[str, Any]:
+        """Import the library and run one operation: its version and devices. Raises `Unavailable` with what to install."""
+        raise NotImplementedError
+
+    def load(self, trial: Trial, artifact: Artifact | None) -> Session:
+        """Load the model for the trial's dims, precision, threads and device. Raises `Unavailable` or `UserError`."""
+        raise NotImplementedError
+
+    def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
+        """Make the recipe's file in the folder."""
+        raise NotImplementedError
+
+
+def find(name: str) -> Backend:
+    """The backend of that name, or the class at `module:Class`; unknown names are a `UserError` with the nearest one."""
+    if ":" in name:
+        module, _, attribute = name.partition(":")
+        try:
+            made: Backend = getattr(importlib.import_module(module), attribute)()
+        except (ImportError, AttributeError) as e:
+            raise UserError(f"backend {name!r} can't be loaded: {e}") from e
+        return made
+    if name not in _all():
+        near = difflib.get_close_matches(name, names(), 1)
+        hint = f"did you mean {near[0]!r}?" if near else "known: " + ", ".join(names())
+        raise UserError(f"unknown backend {name!r}; {hint}")
+    return _all()[name]()
+
+
+def names() -> list[str]:
+    """Names of the backends that run models, in alphabetical order; scripted ones (`fake`) left out."""
+    return sorted(name for name, cls in _all().items() if cls.runs and not name.startswith("fake"))
+
+
+@lru_cache(maxsize=1)
+def _all() -> dict[str, type[Backend]]:
+    return {cls.name: cls for module in _modules() for cls in _classes(module)}
+
+
+def _modules() -> Iterator[Any]:
+    for info in pkgutil.iter_modules(backends.__path__):
+        yield importlib.import_module(f"{backends.__name__}.{info.name}")
+
+
+def _classes(module: Any) -> Iterator[type[Backend]]:
+    for _, cls in inspect.getmembers(module, inspect.isclass):
+        if issubclass(cls, Backend) and cls.name and cls.__module__.startswith(module.__name__):
+            yield cls

@@ -1,0 +1,1 @@
+"""One file per backend, found by its name; a backend imports its library inside its methods."""

@@ -1,0 +1,101 @@
+"""A backend without a library: scripted latency, noise and failures, so that everything around it can be tested."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from typing import Any
+
+import numpy as np
+
+from dyno.worker.backend import Arrays, Backend, Session
+from dyno.worker.spec import Artifact, Tensor, Trial, Unavailable
+
+CLASSES = 10
+
+
+class Fake(Backend):
+    """Sleeps as long as it is told and fails as it is told.
+
+    Options: `latency_ms` per batch (default 1), `noise` (relative standard deviation), `drift` (relative difference
+    between processes), `fail` (exception, skip, segfault, exit, hang, oom, killed, nan) and `at` (load, run, fetch).
+    """
+
+    name = "fake"
+    precisions = ("fp32", "fp16", "int8")
+
+    def probe(self) -> dict[str, Any]:
+        return {"version": "1", "devices": ["cpu"], "detail": "scripted"}
+
+    def load(self, trial: Trial, artifact: Artifact | None) -> Session:
+        return FakeSession(trial)
+
+
+class FakeSession(Session):
+    """Outputs are a fixed linear function of the inputs, rounded harder the lower the precision."""
+
+    def __init__(self, trial: Trial) -> None:
+        self.options = trial.options
+        self.rng = np.random.default_rng()
+        drift = 1 + float(self.options.get("drift", 0)) * self.rng.standard_normal()
+        self.latency_s = float(self.options.get("latency_ms", 1)) / 1e3 * drift
+        dims = trial.dims
+        self.inputs = (Tensor("input", "float32", (dims.batch, trial.model.channels, dims.height, dims.width)),)
+        self.outputs = (Tensor("output", "float32", (dims.batch, CLASSES)),)
+        features = trial.model.channels * dims.height * dims.width
+        self.weights = np.random.default_rng(0).standard_normal((features, CLASSES)).astype(np.float32)
+        self.decimals = {"fp32": 7, "fp16": 3, "int8": 1}[trial.precision]
+        self._fail("load")
+
+    def _fail(self, at: str) -> None:
+        kind = str(self.options.get("fail", ""))
+        if kind and kind != "nan" and self.options.get("at", "run") == at:
+            FAILURES[kind]()
+
+    def bind(self, feeds: Arrays, slot: int = 0) -> None:
+        self.bound = feeds["input"]
+
+    def run(self, slot: int = 0) -> None:
+        self._fail("run")
+        noise = 1 + float(self.options.get("noise", 0)) * abs(self.rng.standard_normal())
+        end = time.perf_counter() + self.latency_s * noise
+        while time.perf_counter() < end:  # sleep() would be late by more than many a latency
+            pass
+
+    def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
+        self._fail("fetch")
+        flat = self.bound.reshape(len(self.bound), -1)
+        output = np.round(flat @ self.weights, self.decimals)
+        return {"output": output * np.float32(np.nan) if self.options.get("fail") == "nan" else output}
+
+    def facts(self) -> dict[str, Any]:
+        return {"layers": 1, "layers_by_type": {"float32": 1}, "weights_sha256": "0" * 64}
+
+
+def _exception() -> None:
+    raise RuntimeError("scripted failure")
+
+
+def _skip() -> None:
+    raise Unavailable("scripted: this machine lacks it; install nothing")
+
+
+def _hang() -> None:
+    time.sleep(3600)
+
+
+def _oom() -> None:
+    np.empty(2**60, np.uint8)
+
+
+FAILURES: dict[str, Any] = {
+    "exception": _exception,
+    "skip": _skip,
+    "segfault": lambda: ctypes.string_at(0),
+    "exit": lambda: os._exit(7),
+    "hang": _hang,
+    "oom": _oom,
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+}

@@ -1,0 +1,241 @@
+"""One job folder in, one record out: `python main.py FOLDER` reads job.json there and writes record.json.
+
+The launcher starts this file by its path, under any interpreter, so it finds its own package without help from the
+interpreter's path, and leaves that path as it would be without it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+
+def _enter() -> None:
+    """Make `dyno` importable from beside this file, and only that.
+
+    This file's folder is what Python put first on the path; modules named like a library's would shadow it from there.
+    """
+    del sys.path[0]
+    root = Path(__file__).resolve().parents[1]
+    spec = importlib.util.spec_from_file_location("dyno", root / "__init__.py", submodule_search_locations=[str(root)])
+    assert spec is not None and spec.loader is not None
+    package = importlib.util.module_from_spec(spec)
+    sys.modules["dyno"] = package
+    spec.loader.exec_module(package)
+
+
+if __name__ == "__main__":
+    _enter()
+
+import json
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import datetime, timezone
+from typing import Any
+
+import numpy as np
+
+from dyno.worker import evaluate, inputs, measure, system
+from dyno.worker.backend import Session, find
+from dyno.worker.record import Measurement, Record, write_json, write_record
+from dyno.worker.spec import SCHEMA, Artifact, Job, Trial, Unavailable, UserError, from_json, to_json
+
+
+class Journal:
+    """What the job has found so far, on disk after every stage, so that a crash later loses nothing."""
+
+    def __init__(self, folder: Path, job: Job) -> None:
+        self.folder = folder
+        self.record = Record("crashed", started=datetime.now(timezone.utc).isoformat(timespec="seconds"), round=job.round)
+        if job.trial is not None:
+            self.record = replace(self.record, trial=job.trial.id)
+        self.samples: dict[str, np.ndarray] = {}
+
+    def stage(self, name: str) -> None:
+        """Say what comes next, for the progress display and for whoever reads the record of a crash."""
+        self.record = replace(self.record, stage=name)
+        (self.folder / "stage").write_text(name)
+
+    def add(self, *found: Measurement) -> None:
+        """Keep measurements; they are on disk before the next stage begins."""
+        self.record = replace(self.record, measurements=(*self.record.measurements, *found))
+        write_json(self.folder / "partial.json", to_json(self.record))
+
+    def sampled(self, tag: str, boundary: str, unit: str, hint: str, found: measure.Sampling) -> None:
+        """Keep raw samples and the measurement that names them."""
+        name = tag if tag == boundary else f"{tag}_{boundary}"
+        self.samples[name] = found.samples
+        np.savez(self.folder / "samples.npz", **self.samples)
+        self.add(Measurement(tag, unit, hint, found.value, name, boundary, "host", found.stopped))
+
+    def timed(self, tag: str, stage: str, action: Callable[[], Any]) -> Any:
+        """Run the action as a stage and keep its seconds under the tag."""
+        self.stage(stage)
+        start = time.perf_counter()
+        result = action()
+        self.add(Measurement(tag, "s", "duration", time.perf_counter() - start, clock="host"))
+        return result
+
+    def facts(self, found: dict[str, Any]) -> None:
+        """Merge what the engine says of itself."""
+        self.record = replace(self.record, facts={**self.record.facts, **found})
+
+    def warn(self, sentence: str) -> None:
+        """Keep a warning for the reader of the numbers."""
+        self.record = replace(self.record, warnings=(*self.record.warnings, sentence))
+
+
+def run_trial(job: Job, trial: Trial, journal: Journal) -> None:
+    """Load, time at every boundary of the plan, then evaluate (round 0 only: outputs don't change between rounds)."""
+    backend = find(trial.backend)
+    journal.record = replace(journal.record, system=system.describe(("numpy", *backend.requires)))
+    session: Session = journal.timed("load", "load", lambda: backend.load(trial, job.artifact))
+    feeds = list(inputs.batches(trial.data, trial.model.preprocess, session.inputs, trial.dims, inputs.FEEDS))
+    journal.facts({"inputs_sha256": inputs.fingerprint(feeds), "threads": trial.runtime.threads})
+    session.bind(feeds[0])
+    journal.timed("first_call", "first call", lambda: (session.run(), session.wait()))
+    _time(session, trial, feeds, journal)
+    journal.add(Measurement("peak_memory", "B", "bytes", float(system.peak_memory())))
+    if job.round == 0:
+        journal.stage("evaluate")
+        _evaluate(session, trial, journal)
+    journal.stage("inspect")
+    _inspect(session, job, journal)
+    session.close()
+
+
+def _time(session: Session, trial: Trial, feeds: list[dict[str, np.ndarray]], journal: Journal) -> None:
+    for boundary in trial.plan.boundaries:
+        once = measure.step(session, "all" if boundary == "throughput" else boundary, feeds)
+        journal.stage(f"warm up {boundary}")
+        if not measure.warm_up(once, trial.plan):
+            journal.warn(f"{boundary}: the median was not steady after {trial.plan.warmup_s:g} s of warm-up")
+        journal.stage(f"time {boundary}")
+        if boundary == "throughput":
+            found = measure.throughput(session, feeds, trial.dims.batch, trial.plan)
+            journal.sampled("throughput", boundary, "1/s", "rate", found)
+        else:
+            journal.sampled("latency", boundary, "s", "duration", measure.latency(once, trial.plan))
+
+
+def _evaluate(session: Session, trial: Trial, journal: Journal) -> None:
+    arrays = evaluate.outputs(session, trial)
+    np.savez(journal.folder / "outputs.npz", **arrays)
+    shown = {"name": trial.data.name, "split": trial.data.split, "count": len(arrays["sample"])}
+    journal.facts({"data": shown})
+    bad = [name[7:] for name, a in arrays.items() if name.startswith("output:") and not np.isfinite(a).all()]
+    if bad:
+        journal.warn(f"output {', '.join(bad)} has values that are not finite")
+        journal.facts({"finite": False})
+
+
+def _inspect(session: Session, job: Job, journal: Journal) -> None:
+    made_by = job.artifact.made_by if job.artifact else {}
+    known = {key: made_by[key] for key in ("weights_sha256", "parameters") if key in made_by}
+    facts = {**known, **session.facts()}
+    for tag, unit, hint in (("parameters", "1", "count"), ("layers", "1", "count"), ("build_s", "s", "duration")):
+        if tag in facts:
+            journal.add(Measurement(tag.removesuffix("_s"), unit, hint, float(facts[tag])))
+    if job.artifact:
+        journal.add(Measurement("file_size", "B", "bytes", float(job.artifact.bytes)))
+    truth = facts.get("precision_truth", {})
+    if truth and not truth.get("ok", True):
+        journal.warn(str(truth.get("sentence", "the engine does not run in the precision it was asked for")))
+    journal.facts(facts)
+
+
+def make_file(job: Job, journal: Journal) -> None:
+    """Make the recipe's file and describe it, with the steps that led to it."""
+    assert job.recipe is not None
+    maker = find(job.recipe.maker)
+    journal.record = replace(journal.record, system=system.describe(("numpy", *maker.requires)))
+    journal.stage(f"make {job.recipe.format} {job.recipe.precision}")
+    start = time.perf_counter()
+    made: Artifact = maker.make(job.recipe, job.artifact, journal.folder)
+    seconds = time.perf_counter() - start
+    step = {
+        "maker": job.recipe.maker,
+        "format": made.format,
+        "precision": made.precision,
+        "seconds": seconds,
+        "bytes": made.bytes,
+    }
+    before = job.artifact.made_by if job.artifact else {}
+    inherited = {key: before[key] for key in ("weights_sha256", "parameters") if key in before}
+    made_by = {**inherited, **made.made_by, "steps": [*before.get("steps", []), step]}
+    journal.record = replace(journal.record, artifact=replace(made, seconds=seconds, made_by=made_by))
+
+
+def probe(job: Job, journal: Journal) -> None:
+    """One real operation of the backend: its version and devices."""
+    backend = find(job.backend)
+    journal.stage("probe")
+    journal.record = replace(journal.record, system=system.describe(("numpy", *backend.requires)))
+    journal.facts(backend.probe())
+
+
+def train_model(job: Job, journal: Journal) -> None:
+    """Train a model on the data set named in the job; the weights lie in the job's folder."""
+    from dyno.worker import train
+
+    assert job.trial is not None
+    journal.record = replace(journal.record, system=system.describe(("torch", "torchvision")))
+    found = train.train(job.options, job.trial.data, job.trial.model, journal.folder, progress=journal.stage)
+    journal.facts(found)
+
+
+def perform(job: Job, journal: Journal) -> Record:
+    """Do the job; every way it can fail inside Python becomes a status with one line of reason."""
+    try:
+        journal.facts({"affinity": system.pin(job.runtime.threads)})
+        journal.stage("import")
+        if job.kind == "run":
+            assert job.trial is not None
+            run_trial(job, job.trial, journal)
+        else:
+            {"make": make_file, "probe": probe, "train": train_model}[job.kind](job, journal)
+        return replace(journal.record, status="ok", stage="done")
+    except Unavailable as e:
+        return _ended(journal, "skipped", str(e))
+    except UserError as e:
+        return _ended(journal, "failed", str(e))
+    except MemoryError as e:
+        traceback.print_exc()
+        return _ended(journal, "oom", f"out of memory: {_one_line(e)}" if str(e) else "out of memory")
+    except Exception as e:  # the border: whatever a library raises is this row's reason, never the study's end
+        traceback.print_exc()
+        return _ended(journal, "failed", f"{type(e).__name__}: {_one_line(e)}")
+
+
+def _ended(journal: Journal, status: str, reason: str) -> Record:
+    return replace(journal.record, status=status, reason=reason)
+
+
+def _one_line(e: BaseException) -> str:
+    lines = [line.strip() for line in str(e).splitlines() if line.strip()]
+    return lines[0][:300] if lines else "(no message)"
+
+
+def main(folder: Path) -> int:
+    """Read the job, do it, write the record; 0 when a record was written, whatever it says."""
+    begin = time.perf_counter()
+    system.die_with_parent()
+    data = json.loads((folder / "job.json").read_text(encoding="utf-8"))
+    if data.get("schema") != SCHEMA:
+        print(f"job.json has schema {data.get('schema')}, this worker reads {SCHEMA}", file=sys.stderr)
+        return 2
+    job = from_json(Job, data)
+    journal = Journal(folder, job)
+    record = perform(job, journal)
+    write_record(folder, replace(record, seconds=time.perf_counter() - begin))
+    (folder / "partial.json").unlink(missing_ok=True)
+    return 0
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python main.py FOLDER   (the folder holds job.json; record.json is written there)")
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,84 @@
+"""What was measured: a record is a list of self-describing values and says how the job ended."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dyno.worker.spec import SCHEMA, Artifact, from_json, to_json
+
+STATUSES = ("ok", "skipped", "failed", "oom", "timeout", "crashed")
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One value, or the name of an array of raw samples in samples.npz.
+
+    `tag` names what was measured (latency, throughput, load, first_call, build, file_size, parameters, peak_memory…),
+    `unit` is SI (s, B, 1/s, 1), `hint` tells a printer how to show it (duration, bytes, rate, count, percentage),
+    `boundary` is model, all or throughput, `clock` is host or gpu, `stopped` says what ended the sampling.
+    """
+
+    tag: str
+    unit: str
+    hint: str
+    value: float | None = None
+    samples: str = ""
+    boundary: str = ""
+    clock: str = ""
+    stopped: str = ""
+
+
+@dataclass(frozen=True)
+class Record:
+    """How one job ended and all that it measured; written once, never changed.
+
+    `stage` is where it was when it ended, `reason` one line that says why it isn't ok. `system` is the machine and
+    versions, `facts` what the engine says of itself (layers by type, nodes per provider, options taken, hashes).
+    """
+
+    status: str
+    stage: str = ""
+    reason: str = ""
+    trial: str = ""
+    round: int = 0
+    started: str = ""
+    seconds: float = 0.0
+    measurements: tuple[Measurement, ...] = ()
+    warnings: tuple[str, ...] = ()
+    system: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    artifact: Artifact | None = None
+    schema: int = SCHEMA
+
+    def value(self, tag: str, boundary: str = "") -> float | None:
+        """The single value measured under this tag and boundary, or None."""
+        found = (m.value for m in self.measurements if m.tag == tag and m.boundary == boundary)
+        return next(found, None)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write beside, flush to disk, rename into place: a reader sees the whole file or none."""
+    beside = path.with_name(path.name + ".part")
+    with open(beside, "w", encoding="utf-8") as f:
+        json.dump(value, f, indent=1)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(beside, path)
+
+
+def write_record(folder: Path, record: Record) -> None:
+    """Store the record as FOLDER/record.json, atomically."""
+    write_json(folder / "record.json", to_json(record))
+
+
+def read_record(folder: Path) -> Record | None:
+    """The record in the folder, or None when the job left none."""
+    try:
+        text = (folder / "record.json").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    return from_json(Record, json.loads(text))

@@ -1,0 +1,263 @@
+"""What is to be run: frozen data that travels between processes as JSON.
+
+A `Trial` says everything about itself and its id is the hash of that, so two studies that ask for the same
+thing ask for the same id. Paths are left out of the hash where a sha256 stands for the content.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import types
+import typing
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, Union
+
+SCHEMA = 1
+PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "int8", "fp8")
+BOUNDARIES = ("model", "all", "throughput")
+
+Option = Union[str, int, float, bool]
+T = TypeVar("T")
+
+
+class UserError(Exception):
+    """One line that says what is wrong with the user's input and what to do about it (exit code 2)."""
+
+
+class Unavailable(Exception):
+    """A backend, device or precision that this machine doesn't have; the trial becomes *skipped* with this reason."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One input or output: `shape` holds a number per fixed dimension and a name per free one."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
+class Preprocess:
+    """How 8-bit pixels become the model's input: `(pixel / 255 - mean) / std` per channel, after a resize.
+
+    `resize` is the length of the shorter side before the centre crop, as a multiple of the crop (0: straight to the
+    crop's size, aspect ratio ignored).
+    """
+
+    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
+    std: tuple[float, ...] = (0.229, 0.224, 0.225)
+    resize: float = 256 / 224
+    interpolation: str = "bilinear"
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A network and its weights.
+
+    `source` is `torchvision:NAME`, `timm:NAME`, `MODULE:FUNCTION`, `FILE.py:FUNCTION` or `file:PATH` (.onnx, .xml).
+    `weights` is a checkpoint's path and `weights_sha256` its content; without either, `pretrained` decides between the
+    library's published weights and random ones drawn from `seed`. `source_sha256` is the content of a file source.
+    """
+
+    name: str
+    source: str
+    source_sha256: str = ""
+    weights: str = ""
+    weights_sha256: str = ""
+    pretrained: bool = False
+    seed: int = 0
+    channels: int = 3
+    classes: int | None = None
+    preprocess: Preprocess = Preprocess()
+
+    @property
+    def file(self) -> str:
+        """Path of the exported file that is the model, or "" when the model is a PyTorch module."""
+        return self.source[len("file:") :] if self.source.startswith("file:") else ""
+
+
+@dataclass(frozen=True)
+class Dims:
+    """Batch and image size of a run; `shapes` fixes the inputs by name where batch and size can't say it."""
+
+    batch: int
+    height: int
+    width: int
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def size(self) -> str:
+        """The size as tables show it: `224`, or `480x640` (height x width)."""
+        return str(self.height) if self.height == self.width else f"{self.height}x{self.width}"
+
+
+@dataclass(frozen=True)
+class DataSpec:
+    """Inputs of a run: a decoded data set (see `dyno.datasets`), or `count` seeded random ones when `folder` is empty.
+
+    `folder` holds images.npy (uint8, N x C x H x W), labels.npy (int64) and one index array per split, `SPLIT.npy`.
+    """
+
+    name: str = "random"
+    folder: str = ""
+    sha256: str = ""
+    split: str = "test"
+    count: int = 32
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """The interpreter and device of a job: `python` "" is the one that runs Dyno; `env` is added to its environment."""
+
+    name: str = "main"
+    python: str = ""
+    env: dict[str, str] = field(default_factory=dict)
+    device: str = "cpu"
+    threads: int = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long to measure: seconds are per boundary, and `interval` is the relative half-width of the median's 95 %
+    interval at which sampling stops early. `rounds` and `timeout_s` don't change a number, so they aren't hashed."""
+
+    boundaries: tuple[str, ...] = BOUNDARIES
+    warmup_s: float = 1.0
+    seconds: float = 3.0
+    min_samples: int = 30
+    max_samples: int = 100_000
+    interval: float = 0.005
+    rounds: int = 3
+    timeout_s: float = 600.0
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a file is made: `maker` (a backend with `make`) turns the model, or the parent's file, into `format`."""
+
+    maker: str
+    format: str
+    precision: str
+    model: ModelSpec
+    dims: Dims
+    options: dict[str, Option] = field(default_factory=dict)
+    data: DataSpec | None = None
+    parent: Recipe | None = None
+    runtime: Runtime = Runtime()
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A file that was made, with everything needed to trust it. `path` is relative to nothing: it is where it lies now."""
+
+    format: str
+    path: str
+    sha256: str
+    bytes: int
+    precision: str
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    seconds: float
+    parent_sha256: str = ""
+    made_by: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One way to run one model: a row of every table."""
+
+    model: ModelSpec
+    backend: str
+    precision: str
+    dims: Dims
+    options: dict[str, Option] = field(default_factory=dict)
+    recipe: Recipe | None = None
+    data: DataSpec = DataSpec()
+    runtime: Runtime = Runtime()
+    plan: Plan = Plan()
+
+    @property
+    def id(self) -> str:
+        """First 12 hex digits of the trial's hash: also the name of its folder."""
+        return digest(self)[:12]
+
+    @property
+    def label(self) -> str:
+        """Short text for progress and messages, e.g. `resnet18 onnxruntime int8 b8 224`."""
+        return f"{self.model.name} {self.backend} {self.precision} b{self.dims.batch} {self.dims.size}"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One process: `run` a trial, `make` a file, `probe` a backend or `train` a model."""
+
+    kind: str
+    runtime: Runtime = Runtime()
+    trial: Trial | None = None
+    round: int = 0
+    recipe: Recipe | None = None
+    artifact: Artifact | None = None
+    backend: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    schema: int = SCHEMA
+
+
+# Where a thing lies, what it is called and how often it is repeated do not change what is measured.
+UNHASHED = {
+    ModelSpec: {"name", "weights"},
+    DataSpec: {"folder", "name"},
+    Plan: {"rounds", "timeout_s"},
+    Runtime: {"name"},
+}
+
+
+def digest(value: Any) -> str:
+    """sha256 over the value's canonical JSON, less the fields that don't change what is measured."""
+    return hashlib.sha256(json.dumps(_identity(value), sort_keys=True).encode()).hexdigest()
+
+
+def _identity(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        hidden = set(UNHASHED.get(type(value), ()))
+        if isinstance(value, ModelSpec) and value.file:
+            hidden.add("source")
+        return {f.name: _identity(getattr(value, f.name)) for f in dataclasses.fields(value) if f.name not in hidden}
+    if isinstance(value, dict):
+        return {k: _identity(v) for k, v in value.items()}
+    return [_identity(v) for v in value] if isinstance(value, (tuple, list)) else value
+
+
+def to_json(value: Any) -> Any:
+    """The dataclass as plain dicts, lists, strings and numbers."""
+    return dataclasses.asdict(value)
+
+
+def from_json(cls: type[T], data: Any) -> T:
+    """Rebuild a dataclass from `to_json`'s output; an unknown or missing key is a `UserError` that names it."""
+    return typing.cast(T, _build(cls, data, cls.__name__))
+
+
+def _build(kind: Any, data: Any, where: str) -> Any:
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (Union, types.UnionType):
+        inner = [a for a in args if a is not type(None)]
+        return None if data is None else _build(inner[0], data, where) if len(inner) == 1 else data
+    if origin is tuple:
+        return tuple(_build(args[0], item, where) for item in data)
+    if origin is dict:
+        return {key: _build(args[1], item, f"{where}.{key}") for key, item in data.items()}
+    if not dataclasses.is_dataclass(kind):
+        return data
+    hints = typing.get_type_hints(kind)
+    known = {f.name: f for f in dataclasses.fields(kind)}
+    unknown = sorted(set(data) - set(known))
+    if unknown:
+        raise UserError(f"{where} has an unknown key {unknown[0]!r}; known keys: {', '.join(known)}")
+    try:
+        return kind(**{key: _build(hints[key], item, f"{where}.{key}") for key, item in data.items()})
+    except TypeError as e:
+        raise UserError(f"{where} is incomplete: {e}") from e

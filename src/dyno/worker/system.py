@@ -1,0 +1,107 @@
+"""The machine a job ran on, as far as the standard library sees it, and the threads it may use."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import resource
+import signal
+import sys
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8", "asimd")
+PR_SET_PDEATHSIG = 1
+
+
+def cores() -> list[int]:
+    """Logical processors this process may use, one of each physical core first."""
+    allowed = sorted(os.sched_getaffinity(0))
+    first = [cpu for cpu in allowed if cpu == min(_siblings(cpu, allowed))]
+    return first + [cpu for cpu in allowed if cpu not in first]
+
+
+def _siblings(cpu: int, allowed: list[int]) -> list[int]:
+    try:
+        text = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
+    except OSError:
+        return [cpu]
+    ranges = [part.split("-") for part in text.strip().split(",")]
+    same = [n for r in ranges for n in range(int(r[0]), int(r[-1]) + 1)]
+    return [n for n in same if n in allowed] or [cpu]
+
+
+def pin(threads: int) -> list[int]:
+    """Keep this process on as many processors as it has threads; returns which."""
+    chosen = cores()[: max(1, threads)]
+    os.sched_setaffinity(0, chosen)
+    return chosen
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when the one that started it dies: no orphan disturbs the next study."""
+    if sys.platform == "linux":
+        parent = os.getppid()
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def peak_memory() -> int:
+    """Highest resident set size of this process so far, in bytes."""
+    # The kernel's own mark starts anew at exec; getrusage's starts at the parent's size on Linux.
+    mark = _proc("/proc/self/status").get("VmHWM", "")
+    if mark:
+        return int(mark.split()[0]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def versions(distributions: Iterable[str]) -> dict[str, str]:
+    """Installed version of each distribution; absent ones are left out."""
+    found = {}
+    for name in distributions:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def describe(distributions: Iterable[str] = ()) -> dict[str, Any]:
+    """Processor, memory, operating system, interpreter and the versions of the distributions."""
+    info = _proc("/proc/cpuinfo")
+    flags = set(info.get("flags", info.get("Features", "")).split())
+    return {
+        "cpu": info.get("model name", platform.processor() or platform.machine()),
+        "cpu_flags": [flag for flag in CPU_FLAGS if flag in flags],
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "os": f"{platform.system()} {platform.release()}",
+        "machine": platform.machine(),
+        "governor": _first_line("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
+        "load_average": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        "versions": versions(distributions),
+    }
+
+
+def _proc(path: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError:
+        return found
+    for line in lines:
+        key, _, value = line.partition(":")
+        found.setdefault(key.strip(), value.strip())
+    return found
+
+
+def _first_line(path: str) -> str:
+    try:
+        return Path(path).read_text().splitlines()[0]
+    except (OSError, IndexError):
+        return ""
