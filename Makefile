@@ -1,0 +1,77 @@
+# Everything from a fresh clone: needs python3 (3.11 or newer), make and a package index, nothing else.
+PYTHON ?= python3
+VENV := .venv
+OTHER := .venv-other
+BIN := $(VENV)/bin
+UV := $(BIN)/uv
+READY := $(VENV)/.ready
+OTHER_READY := $(OTHER)/.ready
+RUNS ?= runs
+
+# A PYTHONPATH or an activated environment of the caller's must not decide what is tested here.
+unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV CONDA_PREFIX
+export UV_PYTHON_DOWNLOADS := never
+export UV_HTTP_TIMEOUT ?= 300
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check bench format clean distclean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(READY) $(OTHER_READY)  ## make .venv with everything in it, and .venv-other where another Python is found
+
+demo: $(READY)  ## the whole job on scikit-learn's digits, into runs/demo
+	$(BIN)/dyno demo
+
+test: setup  ## every test
+	$(BIN)/python -m pytest
+
+check: setup  ## format, lint, types and the fast tests: under two minutes
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q -m "not slow and not gpu"
+
+format: $(READY)  ## put the code into its format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: setup  ## the benchmarks, one after the other
+	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python "$$file" || exit 1; done
+
+clean:  ## remove caches and what was built; results and environments stay
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean  ## remove the environments too
+	rm -rf $(VENV) $(OTHER)
+
+# uv reads the registry's own metadata, so it takes the CUDA build of torch that the pins mean.
+# Byte-code is compiled once here: where writing it later is switched off, every import would take 2-3 times as long.
+$(READY): pyproject.toml | $(UV)
+	$(UV) pip install --python $(BIN)/python --compile-bytecode -e '.[all,dev]'
+	@touch $@
+
+$(UV):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "Dyno needs Python 3.11 or newer, but '$(PYTHON)' is $$($(PYTHON) --version 2>&1): make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { \
+	  echo "'$(PYTHON)' can't make virtual environments: install its venv package (on Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+
+# A second interpreter, for the test that a worker runs in a foreign Python. None found: that test is skipped and says so.
+$(OTHER_READY): | $(READY)
+	@main=$$($(BIN)/python -c 'import sys; print("%d.%d" % sys.version_info[:2])'); \
+	for version in 3.10 3.12 3.13 3.11; do \
+	  [ $$version = $$main ] && continue; \
+	  for python in "$$(command -v python$$version)" "$$($(UV) python find $$version 2>/dev/null)" \
+	      "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/$$version.*/bin/python; do \
+	    [ -n "$$python" ] && "$$python" -c 'import ssl, ctypes' 2>/dev/null || continue; \
+	    $(UV) venv --quiet --clear --python "$$python" $(OTHER) \
+	      && $(UV) pip install --quiet --compile-bytecode --python $(OTHER)/bin/python numpy 'onnxruntime<1.31' \
+	      && touch $@ && echo "$(OTHER): Python $$version, from $$python" && exit 0; \
+	  done; \
+	done; \
+	rm -rf $(OTHER); echo "no CPython besides $$main found (3.10, 3.12 or 3.13): the test of a foreign Python will be skipped"

@@ -1,0 +1,275 @@
+"""The rules of the architecture, as tests; each checker is also shown a bad sample, so that it is known to fail."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SRC = ROOT / "src"
+HOST_WORKER = ("dyno.worker.spec", "dyno.worker.record", "dyno.worker.backend", "dyno.worker.system")
+MAX_FILE, MAX_FUNCTION = 400, 60
+
+# Module prefix -> what it may import of dyno; the longest prefix decides.
+MAY_IMPORT: dict[str, tuple[str, ...]] = {
+    "dyno.worker": ("dyno.worker",),
+    "dyno.worker.spec": (),
+    "dyno.worker.record": ("dyno.worker.spec",),
+    "dyno.analysis": ("dyno.analysis", "dyno.worker.spec", "dyno.worker.record"),
+    "dyno.datasets": ("dyno.datasets", "dyno.worker.spec"),
+    "dyno.telemetry": ("dyno.worker.spec", "dyno.worker.record"),
+    "dyno.launch": ("dyno.telemetry", *HOST_WORKER),
+    "dyno.store": HOST_WORKER,
+    "dyno.cli": ("dyno",),
+    "dyno.__main__": ("dyno.cli",),
+}
+# Any other module of the host: everything but the command line and the inside of the worker.
+NOT_FOR_HOST = ("dyno.cli", "dyno.worker")
+
+# Gone from, or not yet in, the standard library of some Python between 3.10 and today.
+NOT_EVERYWHERE = {"tomllib", "distutils", "imp", "asyncore", "asynchat", "smtpd"}
+LIBRARIES = set(
+    "numpy torch torchvision timm onnx onnxruntime onnxscript onnxconverter_common openvino tensorrt tensorrt_rtx "
+    "torch_tensorrt modelopt cuda ultralytics pandas scipy matplotlib jinja2 sklearn skimage PIL cv2 av typer rich "
+    "psutil pynvml tomli_w safetensors yaml".split()
+)
+HEAVY = set("torch pandas scipy matplotlib onnx onnxruntime onnxscript openvino sklearn PIL timm torchvision".split())
+
+# Written with brackets so that the pattern doesn't find itself.
+MACHINE = re.compile(rb"p[y]pi\.org|python[h]osted|/wor[k]/|/roo[t]/|registry\.n[p]m|deb\.d[e]bian")
+
+
+def module_name(path: Path) -> str:
+    """Dotted name of a file below src/."""
+    parts = path.relative_to(SRC).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(nodes: list[ast.AST], package: str) -> Iterator[tuple[int, str]]:
+    """Line and full dotted name of everything these nodes import; relative imports count from `package`."""
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
+            base = ".".join([*above, node.module] if node.module else above)
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+
+
+def at_module_level(tree: ast.AST) -> Iterator[ast.AST]:
+    """Nodes that run when the module is imported: not those in functions, nor under `if TYPE_CHECKING`."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        yield node
+        yield from at_module_level(node)
+
+
+def inside(name: str, prefixes: tuple[str, ...]) -> bool:
+    return any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes)
+
+
+def foreign_to_worker(source: str, module: str, package: str) -> list[str]:
+    """Module-level imports that would stop the worker in a Python that has numpy alone."""
+    bad = []
+    for line, name in imports(list(at_module_level(ast.parse(source))), package):
+        first = name.split(".")[0]
+        standard = first in sys.stdlib_module_names and first not in NOT_EVERYWHERE
+        if not (standard or first == "numpy" or inside(name, ("dyno.worker",))):
+            bad.append(f"{module}:{line} imports {name}")
+    return bad
+
+
+def against_direction(source: str, module: str, package: str) -> list[str]:
+    """Imports of dyno, anywhere in the module, that run against the architecture."""
+    bad = []
+    rule = max((prefix for prefix in MAY_IMPORT if inside(module, (prefix,))), key=len, default=None)
+    for line, name in imports(list(ast.walk(ast.parse(source))), package):
+        if name.split(".")[0] != "dyno":
+            continue
+        if rule is not None:
+            fine = inside(name, MAY_IMPORT[rule])
+        else:
+            fine = inside(name, HOST_WORKER) or not inside(name, NOT_FOR_HOST)
+        if not fine:
+            bad.append(f"{module}:{line} imports {name}")
+    return bad
+
+
+def newer_than_310(source: str) -> str:
+    """What Python 3.10's grammar says against the source, or ""."""
+    try:
+        ast.parse(source, feature_version=(3, 10))
+    except SyntaxError as e:
+        return str(e)
+    return ""
+
+
+def too_long(source: str, name: str) -> list[str]:
+    """The file and those of its functions that have too many lines."""
+    lines = source.count("\n")
+    bad = [f"{name} has {lines} lines"] if lines > MAX_FILE else []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length > MAX_FUNCTION:
+                bad.append(f"{name}: {node.name} has {length} lines")
+    return bad
+
+
+def shadows(names: list[str], imported: set[str]) -> list[str]:
+    """Module names that would hide another library from whoever runs a file beside them."""
+    return sorted(set(names) & (set(sys.stdlib_module_names) | LIBRARIES | imported))
+
+
+def heavy_after(code: str) -> set[str]:
+    """Heavy libraries loaded after the code ran in a fresh interpreter."""
+    code += "\nimport sys; print('loaded:', *{m.split('.')[0] for m in sys.modules}, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    return HEAVY & set(done.stderr.rpartition("loaded:")[2].split())
+
+
+def sources(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def each(check: Callable[[str, Path], list[str]], *folders: str) -> list[str]:
+    return [line for path in sources(*folders) for line in check(path.read_text(encoding="utf-8"), path)]
+
+
+def package_of(path: Path) -> str:
+    name = module_name(path)
+    return name if path.name == "__init__.py" else name.rpartition(".")[0]
+
+
+def test_worker_needs_numpy_alone() -> None:
+    assert sources("src/dyno/worker"), "the folder moved"
+    assert not each(lambda text, path: foreign_to_worker(text, module_name(path), package_of(path)), "src/dyno/worker")
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "import torch",
+        "from onnx import helper",
+        "import tomllib",
+        "try:\n    import pandas\nexcept ImportError:\n    pandas = None",
+        "class A:\n    import psutil",
+        "from dyno import store",
+        "from dyno.launch import spawn",
+    ],
+)
+def test_a_foreign_import_is_seen(bad: str) -> None:
+    assert len(foreign_to_worker(bad, "dyno.worker.x", "dyno.worker")) == 1
+
+
+def test_imports_in_functions_are_the_worker_s_own_business() -> None:
+    good = "import json\nimport numpy as np\nfrom dyno.worker import spec\ndef load():\n    import torch\n"
+    assert foreign_to_worker(good, "dyno.worker.x", "dyno.worker") == []
+
+
+def test_worker_is_python_310() -> None:
+    assert not each(lambda text, path: [f"{path}: {e}"] if (e := newer_than_310(text)) else [], "src/dyno/worker")
+    assert newer_than_310("try:\n    pass\nexcept* ValueError:\n    pass")
+
+
+def test_worker_imports_in_another_python(other_python: str) -> None:
+    names = [module_name(path) for path in sources("src/dyno/worker")]
+    code = f"import sys; sys.path.insert(0, {str(SRC)!r})\nfor name in {names!r}: __import__(name)"
+    done = subprocess.run([other_python, "-I", "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_imports_run_one_way() -> None:
+    assert not each(lambda text, path: against_direction(text, module_name(path), package_of(path)), "src/dyno")
+
+
+@pytest.mark.parametrize(
+    ("module", "bad"),
+    [
+        ("dyno.analysis.tables", "from dyno import launch"),
+        ("dyno.analysis.tables", "def f():\n    from dyno.worker.backend import find"),
+        ("dyno.analysis.tables", "from ..store import Runs"),
+        ("dyno.worker.main", "from dyno.study import Study"),
+        ("dyno.worker.spec", "from dyno.worker.record import Record"),
+        ("dyno.datasets.folders", "import dyno.worker.record"),
+        ("dyno.datasets", "from dyno.worker import backend"),
+        ("dyno.study", "from dyno.cli import main"),
+        ("dyno.study", "from dyno.worker import measure"),
+        ("dyno.execute", "import dyno.worker.backends.pytorch"),
+        ("dyno", "from dyno import cli"),
+    ],
+)
+def test_an_import_against_the_direction_is_seen(module: str, bad: str) -> None:
+    assert len(against_direction(bad, module, module.rpartition(".")[0])) == 1
+
+
+def test_allowed_directions_pass() -> None:
+    assert against_direction("from dyno.worker.spec import Trial", "dyno.analysis.tables", "dyno.analysis") == []
+    assert against_direction("from dyno.worker import backend, spec", "dyno.study", "dyno") == []
+    assert against_direction("from dyno import analysis, study", "dyno.cli", "dyno") == []
+    assert against_direction("from .spec import Trial", "dyno.worker.measure", "dyno.worker") == []
+
+
+def test_no_module_hides_another() -> None:
+    files = sources("src/dyno")
+    names = [path.stem for path in files if path.name != "__init__.py"]
+    names += [path.parent.name for path in files if path.name == "__init__.py" and path.parent != SRC / "dyno"]
+    roots = {
+        name.split(".")[0]
+        for path in files
+        for _, name in imports(list(ast.walk(ast.parse(path.read_text("utf-8")))), package_of(path))
+    }
+    assert shadows(names, roots - {"dyno"}) == []
+    assert shadows(["types", "onnxruntime", "stats", "somelib"], {"somelib"}) == ["onnxruntime", "somelib", "types"]
+
+
+def test_no_file_or_function_is_too_long() -> None:
+    assert not each(lambda text, path: too_long(text, str(path.relative_to(ROOT))), "src", "tests", "benchmarks")
+
+
+def test_a_long_file_and_a_long_function_are_seen() -> None:
+    body = "    x = 1\n" * MAX_FUNCTION
+    assert too_long("def f():\n" + body, "a.py") == [f"a.py: f has {MAX_FUNCTION + 1} lines"]
+    assert too_long("class A:\n    async def g(self):\n" + "        x = 1\n" * MAX_FUNCTION, "a.py")
+    assert too_long("x = 1\n" * (MAX_FILE + 1), "a.py") == [f"a.py has {MAX_FILE + 1} lines"]
+    assert too_long("def f():\n    x = 1\n" * (MAX_FILE // 2), "a.py") == []
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = "import sys; sys.argv = ['dyno', '--help']\nfrom dyno.cli import main\ntry: main()\nexcept SystemExit: pass"
+    assert heavy_after(code) == set()
+    assert heavy_after("import pandas") >= {"pandas"}
+
+
+def git(*words: str) -> bytes:
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, check=True, timeout=60).stdout
+
+
+def test_no_file_names_a_machine() -> None:
+    names = git("ls-files", "-z", "--cached", "--others", "--exclude-standard").decode().split("\0")
+    files = [path for name in names if name and (path := ROOT / name).is_file()]
+    assert files, "git lists no file"
+    found = {str(path.relative_to(ROOT)): m.group() for path in files if (m := MACHINE.search(path.read_bytes()))}
+    assert not found
+
+
+@pytest.mark.parametrize("bad", [b"https://p" + b"ypi.org/simple", b"cd /wor" + b"k/main", b"see /roo" + b"t/.cache"])
+def test_a_machine_s_path_is_seen(bad: bytes) -> None:
+    assert MACHINE.search(b"text before " + bad + b" and after")
+
+
+def test_lock_file_stays_out_of_git() -> None:
+    assert git("ls-files", "uv.lock", "**/uv.lock") == b""
+    assert git("check-ignore", "uv.lock").strip() == b"uv.lock"
