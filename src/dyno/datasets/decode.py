@@ -1,0 +1,122 @@
+"""From an image file to pixels: what torchvision's Resize and CenterCrop do to PIL images, in parallel."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dyno.worker.spec import Preprocess, Unavailable, UserError
+
+Progress = Callable[[int, int], None]
+Row = np.ndarray | str
+
+# The formats that Pillow may open, whatever a file is called: others run foreign programs (EPS) or hold no photographs.
+FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "TIFF", "PPM")
+INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming")
+IN_FLIGHT_BYTES = 64 << 20
+
+
+class Transform:
+    """How an image becomes uint8 of `shape` (channels, height, width); `identity` is all that shapes the pixels."""
+
+    def __init__(self, size: tuple[int, int], preprocess: Preprocess, channels: int) -> None:
+        if preprocess.interpolation not in INTERPOLATIONS:
+            known = ", ".join(INTERPOLATIONS)
+            raise UserError(f"unknown interpolation {preprocess.interpolation!r}; known: {known}")
+        if preprocess.resize != 0 and preprocess.resize < 1:
+            raise UserError(f"resize {preprocess.resize} would leave less than the crop; give 0, or 1 and more")
+        if min(size) < 1 or channels not in (1, 3):
+            raise UserError(f"images can't become {size[0]} x {size[1]} pixels of {channels} channels (1 or 3)")
+        self.shape = (channels, *size)
+        self.identity: dict[str, Any] = {
+            "size": list(size),
+            "channels": channels,
+            "preprocess": {"resize": preprocess.resize, "interpolation": preprocess.interpolation},
+        }
+        self._resize = preprocess.resize
+        self._method = preprocess.interpolation.upper()
+
+    def pixels(self, image: Any) -> np.ndarray:
+        """The PIL image as uint8, channels x height x width."""
+        from PIL import Image
+
+        channels, height, width = self.shape
+        image = _in_colours(image, channels).resize(self._before_crop(*image.size), Image.Resampling[self._method])
+        left, top = round((image.width - width) / 2), round((image.height - height) / 2)
+        pixels = np.asarray(image.crop((left, top, left + width, top + height)))
+        return np.ascontiguousarray(pixels.reshape(height, width, channels).transpose(2, 0, 1))
+
+    def _before_crop(self, width: int, height: int) -> tuple[int, int]:
+        """Width and height to resize to: one side is exact, the other follows, truncated as in torchvision."""
+        _, crop_height, crop_width = self.shape
+        if not self._resize:
+            return crop_width, crop_height
+        wanted_width, wanted_height = round(crop_width * self._resize), round(crop_height * self._resize)
+        if width * wanted_height <= height * wanted_width:
+            return wanted_width, wanted_width * height // width
+        return wanted_height * width // height, wanted_height
+
+    def read(self, path: Path) -> Row:
+        """The file's pixels, or why it can't be read."""
+        from PIL import Image, UnidentifiedImageError
+
+        try:
+            if not path.is_file():
+                return "not a file"
+            with Image.open(path, formats=FORMATS) as image:
+                return self.pixels(image)
+        except UnidentifiedImageError:
+            return "not an image of a known format"
+        except Exception as e:  # decoders raise nearly everything (OSError, SyntaxError, struct.error…) on bad data
+            return str(e).replace(str(path), path.name) or type(e).__name__
+
+
+def _in_colours(image: Any, channels: int) -> Any:
+    if image.mode.startswith("I;16"):  # Pillow's own conversion would clip at 255 and leave a white image
+        from PIL import Image
+
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    elif image.mode in ("I", "F"):
+        raise ValueError(f"pixels of mode {image.mode} have no known range")
+    elif image.mode == "P" and "transparency" in image.info:
+        image = image.convert("RGBA")
+    return image.convert("L" if channels == 1 else "RGB")
+
+
+def decoded(paths: list[Path], transform: Transform, progress: Progress | None = None) -> Iterator[Row]:
+    """Each file's pixels, or why it can't be read, in order.
+
+    Threads do, because Pillow decodes and resizes outside the interpreter's lock.
+    """
+    _register_formats()
+    workers = len(os.sched_getaffinity(0))
+    row_bytes = int(np.prod(transform.shape))
+    chunk = max(2 * workers, IN_FLIGHT_BYTES // row_bytes)
+    chunk = min(chunk, 64 * workers)
+    report = progress or (lambda done, total: None)
+    with ThreadPoolExecutor(workers) as pool:
+        for start in range(0, len(paths), chunk):
+            for offset, row in enumerate(pool.map(transform.read, paths[start : start + chunk])):
+                yield row
+                report(start + offset + 1, len(paths))
+
+
+def _register_formats() -> None:
+    """Let Pillow register its decoders now: the first of several threads to open an image would do it for all."""
+    from PIL import Image
+
+    Image.init()
+
+
+def library_version(distribution: str) -> str:
+    """Version of a library that shapes the pixels; raises `Unavailable` with what to install."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError as e:
+        raise Unavailable(f"reading images needs {distribution}: pip install 'inference-dyno[data]'") from e
