@@ -6,8 +6,8 @@ JSON is read into plain dicts and only what a table needs is touched, because `d
 from __future__ import annotations
 
 import json
-import zipfile
-from collections.abc import Iterator, Sequence
+import tomllib
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from dyno.analysis.arrays import read_npz
 from dyno.worker.record import STATUSES
 from dyno.worker.spec import PRECISIONS, SCHEMA, Job, Trial, UserError, from_json
 
@@ -30,6 +31,7 @@ class Round:
     folder: Path
     number: int
     raw: dict[str, Any]
+    _medians: dict[str, float | None] = field(default_factory=dict)
 
     @property
     def status(self) -> str:
@@ -64,17 +66,22 @@ class Round:
         name = self.measurement(tag, boundary).get("samples") or ""
         return self._samples.get(name, np.empty(0)) if name else np.empty(0)
 
+    def median(self, boundary: str) -> float | None:
+        """Median latency in seconds, None where that boundary wasn't measured."""
+        if boundary not in self._medians:
+            samples = self.samples("latency", boundary)
+            self._medians[boundary] = float(np.median(samples)) if samples.size else None
+        return self._medians[boundary]
+
     @cached_property
     def _samples(self) -> dict[str, np.ndarray]:
         return self.arrays("samples.npz")
 
-    def arrays(self, file: str, names: Sequence[str] | None = None) -> dict[str, np.ndarray]:
+    def arrays(self, file: str, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
         """Arrays of one of the round's npz files (only `names`, or all); empty when the file is missing or damaged."""
         try:
-            with np.load(self.folder / file, allow_pickle=False) as stored:
-                wanted = stored.files if names is None else [n for n in names if n in stored.files]
-                return {name: stored[name] for name in wanted}
-        except (OSError, ValueError, zipfile.BadZipFile):  # absent, truncated, or not an npz
+            return read_npz(self.folder / file, names)
+        except (OSError, ValueError):  # absent, truncated, or not an npz
             return {}
 
     @cached_property
@@ -143,17 +150,21 @@ class TrialResult:
         return self.model, self.size, self.batch, self.device
 
     @property
+    def variant(self) -> str:
+        """The backend with its options and its runtime where they aren't the usual ones, as `Trial.variant` has it."""
+        named = self.options if self.runtime == "main" else {**self.options, "runtime": self.runtime}
+        return self.backend + "".join(f"@{key}={value}" for key, value in sorted(named.items()))
+
+    @property
     def way(self) -> str:
-        """Backend and precision, and the runtime and options where they aren't the usual ones."""
-        extra = [] if self.runtime == "main" else [self.runtime]
-        extra += [f"{k}={v}" for k, v in self.options.items()]
-        return f"{self.backend} {self.precision}" + (f" ({', '.join(extra)})" if extra else "")
+        """How the model is run: variant and precision."""
+        return f"{self.variant} {self.precision}"
 
     @property
     def label(self) -> str:
         return f"{self.model} {self.way} b{self.batch} {self.size}"
 
-    @property
+    @cached_property
     def good(self) -> list[Round]:
         return [r for r in self.rounds if r.ok]
 
@@ -186,9 +197,10 @@ class TrialResult:
 
     @property
     def artifact(self) -> dict[str, Any]:
-        return next((r.raw["artifact"] for r in self.good if r.raw.get("artifact")), {})
+        """The file the trial ran, as stored in its job (or its records); empty when it needs none."""
+        return self.job.get("artifact") or next((a for r in self.rounds if (a := r.raw.get("artifact"))), {})
 
-    @property
+    @cached_property
     def answers(self) -> dict[str, np.ndarray]:
         """The classifier's answers of the first good round that has any."""
         return next((r.answers for r in self.good if r.answers), {})
@@ -215,7 +227,7 @@ class TrialResult:
 
     def medians(self, boundary: str) -> list[float]:
         """Median latency of each good round in seconds: what a comparison between processes is made from."""
-        return [float(np.median(s)) for r in self.good if (s := r.samples("latency", boundary)).size]
+        return [m for r in self.good if (m := r.median(boundary)) is not None]
 
 
 @dataclass
@@ -227,6 +239,14 @@ class Results:
     environment: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     study: str = ""
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """study.toml as a table; empty when there is none or it can't be read."""
+        try:
+            return tomllib.loads(self.study)
+        except tomllib.TOMLDecodeError:
+            return {}
 
     @property
     def name(self) -> str:
@@ -270,53 +290,6 @@ def load(run: Path) -> Results:
     )
 
 
-def references(results: Results, wanted: str | None = None) -> dict[str, TrialResult]:
-    """The trial that each trial is compared to, by trial id: same model, size, batch and device.
-
-    `wanted` is a backend, `BACKEND:PRECISION`, or the beginning of a trial id (its backend, precision and options then
-    count in every group). By default pytorch fp32 where the group has it, else the group's first trial that ran.
-    A group without the wanted one has no reference.
-    """
-    groups: dict[tuple[str, str, int, str], list[TrialResult]] = {}
-    for t in results.trials:
-        groups.setdefault(t.group, []).append(t)
-    if wanted is None:
-        chosen = {g: _usual(ts) for g, ts in groups.items()}
-    else:
-        chosen = _named(results, groups, wanted)
-    return {t.id: ref for t in results.trials if (ref := chosen.get(t.group)) is not None}
-
-
-def incomparable(a: TrialResult, b: TrialResult) -> str:
-    """Why two trials must not be compared (other weights or inputs, seen by their sha256), or ""."""
-    for key, words in (("weights_sha256", "other weights"), ("inputs_sha256", "other inputs")):
-        left, right = a.facts.get(key), b.facts.get(key)
-        if left and right and left != right:
-            return words
-    return ""
-
-
-def _usual(trials: list[TrialResult]) -> TrialResult | None:
-    ran = [t for t in trials if t.good]
-    plain = [t for t in ran if (t.backend, t.precision) == ("pytorch", "fp32")]
-    # Options are extra work on top of the plain way, so the plain way is the yardstick.
-    return min(plain, key=lambda t: len(t.options)) if plain else next(iter(ran), None)
-
-
-def _named(results: Results, groups: dict[Any, list[TrialResult]], wanted: str) -> dict[Any, TrialResult | None]:
-    backend, _, precision = wanted.partition(":")
-    way = next((t.way for t in results.trials if t.id.startswith(wanted)), None) if len(wanted) >= 4 else None
-
-    def fits(t: TrialResult) -> bool:
-        return t.way == way if way else t.backend == backend and precision in ("", t.precision)
-
-    chosen = {g: next((t for t in ts if fits(t) and t.good), None) for g, ts in groups.items()}
-    if not any(chosen.values()):
-        ways = sorted({f"{t.backend}:{t.precision}" for t in results.trials if t.good})
-        raise UserError(f"no trial that ran fits the reference {wanted!r}; there are {', '.join(ways) or 'none'}")
-    return chosen
-
-
 def _trial(folder: Path, problems: list[str]) -> TrialResult | None:
     job: dict[str, Any] | None = None
     rounds = []
@@ -337,7 +310,8 @@ def _job(path: Path, problems: list[str]) -> dict[str, Any] | None:
         return None
     try:
         trial = job["trial"]
-        _ = trial["model"]["name"], trial["backend"], trial["precision"], trial["dims"]["batch"], trial["dims"]["height"]
+        _ = trial["model"]["name"], trial["backend"], trial["precision"]
+        _ = trial["dims"]["batch"], trial["dims"]["height"], trial["dims"]["width"]
     except (KeyError, TypeError):
         problems.append(f"{path} describes no trial; it is left out")
         return None

@@ -6,8 +6,9 @@ Heavy parts of scipy are not imported: `scipy.special` holds every distribution 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -50,7 +51,7 @@ class Speedup(Interval):
 
 
 def summary(samples: np.ndarray) -> Summary:
-    """Summary of raw samples; percentiles by linear interpolation, trimmed values without the fastest and slowest 10 %."""
+    """Summary of raw samples; percentiles interpolate linearly, trimmed values lack the fastest and slowest 10 %."""
     if not len(samples):
         raise ValueError("no samples to summarise")
     x = np.sort(samples)
@@ -84,10 +85,11 @@ def median_interval(samples: np.ndarray, confidence: float = CONFIDENCE) -> Inte
     if n < 3:
         return Interval(float(np.median(x)) if n else math.nan, math.nan, math.nan)
     k = np.arange(1, n + 1)
-    need = n // 2 + 1  # this many of the resample at or below x[k-1] put its median there
-    at_most = 1.0 - bdtr(need - 1, n, k / n)
+    # This many of the resample at or below x[k-1] put its median there; of an even count's two middle ones the lower
+    # serves the lower limit and the upper the upper, so that the interval is no narrower than asked.
+    lower, upper = (1.0 - bdtr(need - 1, n, k / n) for need in ((n + 1) // 2, n // 2 + 1))
     tail = (1 - confidence) / 2
-    low, high = np.searchsorted(at_most, [tail, 1 - tail])
+    low, high = int(np.searchsorted(lower, tail)), int(np.searchsorted(upper, 1 - tail))
     return Interval(_at(x, 0.5), float(x[low]), float(x[min(high, n - 1)]))
 
 
@@ -152,6 +154,9 @@ def paired_difference(gained: float, lost: float, count: float, confidence: floa
         return Interval(math.nan, math.nan, math.nan)
     z = _z(confidence)
     value = (gained - lost) / count
+    if not gained and not lost:
+        bound = z * z / (count + z * z)
+        return Interval(0.0, -bound, bound)
     low = _solve(lambda d: _tango(gained, lost, count, d) - z, -1.0, value)
     high = _solve(lambda d: _tango(gained, lost, count, d) + z, value, 1.0)
     return Interval(value, low, high)
@@ -170,7 +175,7 @@ def _tango(gained: float, lost: float, count: float, difference: float) -> float
     return score / math.sqrt(variance)
 
 
-def _solve(falling, low: float, high: float) -> float:  # type: ignore[no-untyped-def]
+def _solve(falling: Callable[[float], float], low: float, high: float) -> float:
     """Root of a falling function by bisection to 1e-7, finer than any share of countable images."""
     while high - low > 1e-7:
         middle = (low + high) / 2
@@ -178,12 +183,14 @@ def _solve(falling, low: float, high: float) -> float:  # type: ignore[no-untype
     return (low + high) / 2
 
 
+@lru_cache
 def _z(confidence: float) -> float:
     from scipy.special import ndtri
 
     return float(ndtri((1 + confidence) / 2))
 
 
+@lru_cache
 def _t(confidence: float, freedom: float) -> float:
     from scipy.special import stdtrit
 

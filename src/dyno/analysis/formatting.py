@@ -1,0 +1,70 @@
+"""One formatter for every printed number, chosen by a measurement's hint and nothing else."""
+
+from __future__ import annotations
+
+import math
+import re
+
+DURATIONS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+SIZES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
+
+
+def significant(value: float, digits: int = 3) -> str:
+    """A number to that many significant digits, never in powers of ten up to a million: 0.813, 18.8, 1,020."""
+    if not math.isfinite(value):
+        return "" if math.isnan(value) else str(value)
+    if value == 0:
+        return "0"
+    places = digits - 1 - math.floor(math.log10(abs(value)))
+    rounded = round(value, places)
+    if abs(rounded) < 1e-4:
+        return f"{rounded:.{digits - 1}e}"
+    # Rounding may have carried into the next decade (0.9996 -> 1.00), which costs a decimal place.
+    places = digits - 1 - math.floor(math.log10(abs(rounded)))
+    return f"{rounded:,.{max(0, places)}f}"
+
+
+def show(value: float | None, hint: str, digits: int = 3) -> str:
+    """A value in SI units as text with a unit that suits its size; `hint` as in Measurement, "" for None or NaN.
+
+    `percentage` takes a share (0.5 is 50 %).
+    """
+    if value is None or math.isnan(value):
+        return ""
+    if hint == "duration":
+        return _minutes(value) if value >= 120 else _scaled(value, DURATIONS, digits)
+    if hint == "bytes":
+        return _scaled(value, SIZES, digits)
+    if hint == "percentage":
+        return f"{significant(100 * value, digits)} %"
+    if hint == "count":
+        return f"{value:,.0f}"
+    return significant(value, digits) + ("/s" if hint == "rate" else "")
+
+
+def _scaled(value: float, units: tuple[tuple[float, str], ...], digits: int) -> str:
+    scale, unit = next(((s, u) for s, u in units if abs(value) >= s), units[-1])
+    return f"{significant(value / scale, digits)} {unit}"
+
+
+def _minutes(seconds: float) -> str:
+    whole = round(seconds)
+    return f"{whole // 60} min {whole % 60} s" if whole < 7200 else f"{whole / 3600:.1f} h"
+
+
+def points(share: float) -> str:
+    """A difference of shares in signed percentage points: -0.28."""
+    value = 100 * share
+    return "0.00" if abs(value) < 0.005 else f"{value:+.2f}"
+
+
+def plain(text: object) -> str:
+    """Text for one line of a terminal: control characters (escape sequences, line ends) become spaces."""
+    return "".join(c if c.isprintable() else " " for c in str(text)).strip()
+
+
+def markdown(text: object) -> str:
+    """Text for a Markdown table cell: nothing in it is taken for a column, for emphasis, a link or HTML."""
+    escaped = re.sub(r"([\\`*\[\]|])", r"\\\1", plain(text))
+    escaped = re.sub(r"(?<!\w)_|_(?!\w)", r"\\_", escaped)  # an underscore inside a word means nothing in Markdown
+    return escaped.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("$", "&#36;")

@@ -1,0 +1,55 @@
+"""Which trial each trial is held against, and whether two trials may be compared at all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dyno.analysis.results import Results, TrialResult
+from dyno.worker.spec import UserError
+
+
+def references(results: Results, wanted: str | None = None) -> dict[str, TrialResult]:
+    """The trial that each trial is compared to, by trial id: same model, size, batch and device.
+
+    `wanted` is a backend (with `@option=value`s or without), `BACKEND/PRECISION`, or the beginning of a trial id (its
+    backend, precision and options then count in every group). By default pytorch fp32 where the group has it, else the
+    group's first trial that ran. A group without the wanted one has no reference.
+    """
+    groups: dict[tuple[str, str, int, str], list[TrialResult]] = {}
+    for t in results.trials:
+        groups.setdefault(t.group, []).append(t)
+    if wanted is None:
+        chosen = {g: _usual(ts) for g, ts in groups.items()}
+    else:
+        chosen = _named(results, groups, wanted)
+    return {t.id: ref for t in results.trials if (ref := chosen.get(t.group)) is not None}
+
+
+def incomparable(a: TrialResult, b: TrialResult) -> str:
+    """Why two trials must not be compared (other weights or inputs, seen by their sha256), or ""."""
+    for key, words in (("weights_sha256", "other weights"), ("inputs_sha256", "other inputs")):
+        left, right = a.facts.get(key), b.facts.get(key)
+        if left and right and left != right:
+            return words
+    return ""
+
+
+def _usual(trials: list[TrialResult]) -> TrialResult | None:
+    ran = [t for t in trials if t.good]
+    plain = [t for t in ran if (t.backend, t.precision) == ("pytorch", "fp32")]
+    # Options are extra work on top of the plain way, so the plain way is the yardstick.
+    return min(plain, key=lambda t: len(t.options)) if plain else next(iter(ran), None)
+
+
+def _named(results: Results, groups: dict[Any, list[TrialResult]], wanted: str) -> dict[Any, TrialResult | None]:
+    backend, _, precision = wanted.replace("/", ":").replace(" ", ":").partition(":")
+    way = next((t.way for t in results.trials if t.id.startswith(wanted)), None) if len(wanted) >= 4 else None
+
+    def fits(t: TrialResult) -> bool:
+        return t.way == way if way else backend in (t.backend, t.variant) and precision in ("", t.precision)
+
+    chosen = {g: next((t for t in ts if fits(t) and t.good), None) for g, ts in groups.items()}
+    if not any(chosen.values()):
+        ways = sorted({f"{t.backend}/{t.precision}" for t in results.trials if t.good})
+        raise UserError(f"no trial that ran fits the reference {wanted!r}; there are {', '.join(ways) or 'none'}")
+    return chosen

@@ -1,0 +1,206 @@
+"""The table as text: for a terminal, as Markdown, CSV or JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dyno.analysis.formatting import markdown, plain, points, significant
+from dyno.analysis.tables import COLUMNS, EXTRAS
+from dyno.worker.spec import UserError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+FORMATS = ("text", "markdown", "csv", "json")
+IDENTITY = ("model", "size", "batch", "device", "backend", "precision", "runtime", "options")
+GROUPS = ("model", "size", "batch")
+WIDTH = 100
+LONGEST = 32  # characters of a name in a terminal cell
+
+Row = dict[str, Any]
+Table = tuple[str, "list[Column]", list[Row]]
+
+
+@dataclass(frozen=True)
+class Column:
+    """A printed column: `rank` 0 always stays, higher ones are the first to go when the terminal is too narrow."""
+
+    title: str
+    cell: Callable[[Row], str]
+    rank: int = 0
+    right: bool = True
+    sort: str = ""  # the frame's column with the number behind the text
+
+
+def _name(column: str) -> Column:
+    cell = _precision if column == "precision" else lambda r: str(r[column])
+    return Column(column, cell, right=column == "batch", sort=column)
+
+
+def _number(title: str, column: str, rank: int, digits: int = 3) -> Column:
+    return Column(title, lambda r: _significant(r[column], digits), rank, sort=column)
+
+
+def _significant(value: float, digits: int = 3) -> str:
+    return "" if _missing(value) else significant(float(value), digits)
+
+
+def _accuracy(r: Row) -> str:
+    if _missing(r["top1"]):
+        return ""
+    return f"{r['top1']:.2f} [{r['top1_low']:.1f}, {r['top1_high']:.1f}]"
+
+
+def _change(r: Row) -> str:
+    if _missing(r["top1_diff_low"]):
+        return ""
+    low, value, high = (points(r[f"top1_diff{x}"] / 100) for x in ("_low", "", "_high"))
+    return f"{value} [{low}, {high}]"
+
+
+def _speedup(r: Row) -> str:
+    if _missing(r["speedup"]):
+        return ""
+    if _missing(r["speedup_low"]):
+        return f"{r['speedup']:.2f}x"
+    return f"{r['speedup']:.2f}x [{r['speedup_low']:.2f}, {r['speedup_high']:.2f}]"
+
+
+def _precision(r: Row) -> str:
+    """The precision, with the truth beside it when the engine did something else."""
+    precision, types, share = str(r["precision"]), str(r["ran_as"]), r["asked_share"]
+    if r["precision_ok"] != "no":
+        return precision
+    if not types:
+        return f"{precision} (unconfirmed)"
+    return f"{precision} ({share:.0%} {precision})" if share else f"{precision} (ran {types.split()[1].strip(',')})"
+
+
+def _verdict(r: Row) -> str:
+    return str(r["verdict"] if r["status"] == "ok" else r["status"])
+
+
+PRINTED = (
+    _number("median ms", "latency_model_ms_median", 0),
+    _number("p95 ms", "latency_model_ms_p95", 4),
+    _number("all ms", "latency_all_ms_median", 3),
+    _number("images/s", "throughput_ips", 1),
+    Column("speed-up", _speedup, 0, sort="speedup"),
+    Column("verdict", _verdict, 0, right=False, sort="verdict"),
+    Column("top-1 %", lambda r: "" if _missing(r["top1"]) else f"{r['top1']:.2f}", 0, sort="top1"),
+    Column("change, points", _change, 6, sort="top1_diff"),
+    Column("budget", lambda r: r["budget"], 0, right=False, sort="budget"),
+    _number("size MB", "size_mb", 5),
+    _number("build s", "build_s", 5),
+    Column("ran as", lambda r: r["ran_as"], 7, right=False, sort="ran_as"),
+)
+
+
+def render(frame: pd.DataFrame, format: str = "text", by: str | Sequence[str] | None = None, width: int = WIDTH) -> str:
+    """The frame in one of FORMATS; `csv` and `json` hold every column, `text` and `markdown` the ones worth reading.
+
+    `by` names the columns (comma-separated, or a sequence) that make one table each; text drops its least important
+    columns until it fits `width` characters. UserError for an unknown format or column.
+    """
+    if format not in FORMATS:
+        raise UserError(f"unknown format {format!r}; known: {', '.join(FORMATS)}")
+    if format == "csv":
+        return str(frame.to_csv(index=False))
+    if format == "json":
+        return json_text(frame)
+    tables = list(grouped(frame, by))
+    if format == "markdown":
+        return "\n".join(_markdown(*t) for t in tables)
+    return "\n".join(_text(*t, width=width) for t in tables)
+
+
+def json_text(frame: pd.DataFrame) -> str:
+    """A list of objects, one per trial; null where a value doesn't apply, text as UTF-8."""
+    rows = [{k: _json_value(v) for k, v in r.items()} for r in frame.to_dict("records")]
+    return json.dumps(rows, ensure_ascii=False, indent=1, allow_nan=False) + "\n"
+
+
+def _json_value(value: Any) -> Any:
+    if _missing(value) or value == "" or (isinstance(value, float) and math.isinf(value)):
+        return None
+    return value.item() if hasattr(value, "item") else value
+
+
+def grouped(frame: pd.DataFrame, by: str | Sequence[str] | None = None) -> Iterator[Table]:
+    """The tables to print: a title, the columns that hold anything, and the rows as dicts."""
+    keys = _keys(frame, by)
+    tables: dict[tuple[Any, ...], list[Row]] = {}
+    for r in frame.to_dict("records"):
+        tables.setdefault(tuple(r[k] for k in keys), []).append(r)
+    shown = [k for k in IDENTITY if k not in keys and (k in ("backend", "precision") or frame[k].nunique() > 1)]
+    for values, rows in tables.items():
+        title = ", ".join(plain(v) if k == "model" else f"{k} {plain(v)}" for k, v in zip(keys, values, strict=True))
+        columns = [_name(k) for k in shown] + [c for c in PRINTED if any(c.cell(r) for r in rows)]
+        yield title, columns, rows
+
+
+def _keys(frame: pd.DataFrame, by: str | Sequence[str] | None) -> list[str]:
+    if not by:
+        return [*GROUPS, "device"] if frame["device"].nunique() > 1 else list(GROUPS)
+    keys = [k.strip() for k in by.split(",")] if isinstance(by, str) else list(by)
+    unknown = [k for k in keys if k not in frame.columns]
+    if unknown:
+        raise UserError(f"can't group by {unknown[0]!r}; columns are {', '.join((*COLUMNS, *EXTRAS))}")
+    return keys
+
+
+def failures(rows: list[Row]) -> list[tuple[str, str]]:
+    """The way and the reason of every row that isn't ok."""
+    return [(f"{r['backend']} {r['precision']}", f"{r['status']}: {r['reason']}") for r in rows if r["status"] != "ok"]
+
+
+def _markdown(title: str, columns: list[Column], rows: list[Row]) -> str:
+    names = len([c for c in columns if c.title in IDENTITY])
+    rule = ["---:" if c.right else "---" for c in columns]
+    lines = [[c.title for c in columns], rule]
+    lines += [[markdown(c.cell(r)) if i < names else c.cell(r) for i, c in enumerate(columns)] for r in rows]
+    text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    notes = "".join(f"\n- {markdown(way)} {markdown(why)}" for way, why in failures(rows))
+    return f"### {markdown(title)}\n\n{text}\n" + (notes + "\n" if notes else "")
+
+
+def _text(title: str, columns: list[Column], rows: list[Row], width: int) -> str:
+    cells = {c.title: [c.title, *(_short(c.cell(r)) for r in rows)] for c in columns}
+    widths = {name: max(map(_cells, column)) for name, column in cells.items()}
+    kept = list(columns)
+    while sum(widths[c.title] + 2 for c in kept) - 2 > width and any(c.rank for c in kept):
+        kept.remove(max(reversed(kept), key=lambda c: c.rank))
+    lines = ["  ".join(_pad(cells[c.title][i], widths[c.title], c.right) for c in kept).rstrip()
+             for i in range(len(rows) + 1)]  # fmt: skip
+    rule = "─" * (sum(widths[c.title] + 2 for c in kept) - 2)
+    notes = [f"  {plain(way)} {plain(why)}" for way, why in failures(rows)]
+    hidden = ", ".join(c.title for c in columns if c not in kept)
+    more = [f"  not shown at this width: {hidden}"] if hidden else []
+    return "\n".join([title, rule, lines[0], rule, *lines[1:], rule, *notes, *more]) + "\n"
+
+
+def _short(text: str) -> str:
+    clean = plain(text)
+    return clean if len(clean) <= LONGEST else clean[: LONGEST - 1] + "…"
+
+
+def _cells(text: str) -> int:
+    if text.isascii():
+        return len(text)
+    from rich.cells import cell_len
+
+    return cell_len(text)
+
+
+def _pad(text: str, width: int, right: bool) -> str:
+    gap = " " * (width - _cells(text))
+    return gap + text if right else text + gap
+
+
+def _missing(value: Any) -> bool:
+    # pandas' NA compares as NA, so it is told by its type; NaN is the value that isn't itself.
+    return value is None or type(value).__name__ == "NAType" or (isinstance(value, float) and math.isnan(value))

@@ -1,0 +1,188 @@
+"""The one tidy table that everything else reads: a row per trial, plain numbers, empty where a thing does not apply."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dyno.analysis import accuracy, stats
+from dyno.analysis.precision import truth
+from dyno.analysis.references import incomparable, references
+from dyno.analysis.results import LATENCIES, Results, TrialResult
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+REFERENCE = "reference"
+STATISTICS = ("mean", "median", "p90", "p95", "p99", "max", "std", "trimmed")
+COLUMNS = (
+    "model", "backend", "precision", "batch", "size", "device", "status", "reason",
+    *(f"latency_{b}_ms_{s}" for b in ("all", "model") for s in STATISTICS),
+    "throughput_ips", "top1", "top1_low", "top1_high", "top5", "size_mb", "layers", "parameters", "gpu_memory_mb",
+    "build_s", "first_call_ms", "speedup", "speedup_low", "speedup_high", "verdict",
+)  # fmt: skip
+# After the promised columns: what identifies a row, what the comparison was, and the decision.
+EXTRAS = (
+    "trial", "runtime", "options", "reference", "boundary", "latency_ms", "latency_ms_low", "latency_ms_high",
+    "rounds", "images", "top1_diff", "top1_diff_low", "top1_diff_high", "budget", "more_images", "ran_as",
+    "asked_share", "precision_ok", "trimmed_std_ms", "load_s", "memory_mb", "warnings",
+)  # fmt: skip
+WHOLE = ("batch", "layers", "parameters", "rounds", "images", "more_images", "warnings")
+TEXT = ("model", "backend", "precision", "size", "device", "status", "reason", "verdict", "trial", "runtime", "options",
+        "reference", "boundary", "budget", "ran_as",
+        "precision_ok")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a row is held against: the reference trial (None: there is none) and the accuracy budgets, if any."""
+
+    reference: TrialResult | None
+    budgets: tuple[accuracy.Budget, ...] = ()
+
+
+def frame(
+    results: Results, reference: str | None = None, budget: str | Mapping[str, float] | None = None
+) -> pd.DataFrame:
+    """The run as a DataFrame, one row per trial, columns COLUMNS + EXTRAS.
+
+    Times are in ms where the name says so (a latency is per batch, samples of all good rounds pooled), top1, top5 and
+    their differences in percent and percentage points, sizes in MB (1e6 bytes). `reference` as in
+    `references.references`; `budget` as in `accuracy.budgets`; without them the study's own count. `latency_ms` with
+    its limits is the latency over processes that `speedup` compares, at the `boundary` named. UserError for a reference
+    or budget that makes no sense.
+    """
+    import pandas as pd
+
+    limits = accuracy.budgets(budget or results.settings.get("budget"))
+    chosen = references(results, reference or results.settings.get("reference"))
+    rows = [row(t, Comparison(chosen.get(t.id), limits)) for t in results.trials]
+    table = pd.DataFrame.from_records(rows, columns=[*COLUMNS, *EXTRAS])
+    table = table.astype(dict.fromkeys(WHOLE, "Int64") | dict.fromkeys(TEXT, object))
+    numbers = [c for c in table.columns if c not in (*WHOLE, *TEXT)]
+    table[numbers] = table[numbers].astype(float)
+    return table
+
+
+def row(t: TrialResult, against: Comparison) -> dict[str, Any]:
+    """One trial as a dict of COLUMNS + EXTRAS; a column that doesn't apply is missing, None or NaN."""
+    found: dict[str, Any] = dict.fromkeys(TEXT, "")
+    found |= {
+        "model": t.model, "backend": t.backend, "precision": t.precision, "batch": t.batch, "size": t.size,
+        "device": t.device, "status": t.status, "reason": t.reason, "trial": t.id, "runtime": t.runtime,
+        "options": " ".join(f"{k}={v}" for k, v in t.options.items()), "rounds": len(t.good),
+        "warnings": len(t.warnings()),
+    }  # fmt: skip
+    if t.good:
+        found |= _latencies(t) | _values(t) | _accuracy(t, against) | _speed(t, against.reference)
+        found |= _precision(t)
+    return found
+
+
+def _precision(t: TrialResult) -> dict[str, Any]:
+    found = truth(t)
+    if found is None:
+        return {}
+    share = found.share if found.known else None
+    return {"ran_as": str(found), "asked_share": share, "precision_ok": "yes" if found.ok else "no"}
+
+
+def exit_code(table: pd.DataFrame) -> int:
+    """What a study's process ends with: 0 good, 1 every trial that was held against the budget is over it, 3 some
+    trials did not finish (a skipped one was never started, so it doesn't count)."""
+    if not set(table["status"]) <= {"ok", "skipped"}:
+        return 3
+    judged = [b for b, v in zip(table["budget"], table["verdict"], strict=True) if b and v != REFERENCE]
+    return 1 if judged and all(b == accuracy.OVER for b in judged) else 0
+
+
+def compared_boundary(t: TrialResult, reference: TrialResult | None = None) -> str:
+    """The boundary at which a trial (and its reference) have latencies: model before all, "" for none."""
+    return next((b for b in LATENCIES if t.medians(b) and (reference is None or reference.medians(b))), "")
+
+
+def _latencies(t: TrialResult) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for boundary in LATENCIES:
+        samples = t.samples("latency", boundary)
+        if samples.size:
+            s = stats.summary(samples)
+            found |= {f"latency_{boundary}_ms_{name}": 1e3 * getattr(s, name) for name in STATISTICS}
+            if boundary == "model":
+                found["trimmed_std_ms"] = 1e3 * s.trimmed_std
+    return found
+
+
+def _values(t: TrialResult) -> dict[str, Any]:
+    size = t.value("file_size")
+    return {
+        "throughput_ips": t.value("throughput", "throughput"),
+        "size_mb": _scale(t.artifact.get("bytes") if size is None else size, 1e-6),
+        "layers": t.value("layers"),
+        "parameters": t.value("parameters"),
+        "gpu_memory_mb": _scale(t.value("gpu_memory"), 1e-6),
+        "memory_mb": _scale(t.value("peak_memory"), 1e-6),
+        "build_s": build_seconds(t),
+        "first_call_ms": _scale(t.value("first_call"), 1e3),
+        "load_s": t.value("load"),
+    }
+
+
+def build_seconds(t: TrialResult) -> float | None:
+    """Seconds that making this trial ready cost: the whole chain of files, and compilation inside the process.
+
+    Later rounds may find the compiler's cache warm, so only rounds that really compiled count, where there are any.
+    """
+    made = t.artifact.get("made_by") or {}
+    steps = [float(s.get("seconds") or 0) for s in made.get("steps") or ()]
+    chain = sum(steps) if steps else t.artifact.get("seconds")
+    compiled = [r for r in t.good if r.value("build") is not None]
+    fresh = [r for r in compiled if not r.facts.get("build_cached")] or compiled
+    inside = max((v for r in fresh if (v := r.value("build")) is not None), default=None)
+    return None if chain is None and inside is None else float(chain or 0) + float(inside or 0)
+
+
+def _accuracy(t: TrialResult, against: Comparison) -> dict[str, Any]:
+    own = accuracy.of(t)
+    if own is None:
+        return {}
+    found: dict[str, Any] = {
+        "top1": 100 * own.top1.value, "top1_low": 100 * own.top1.low, "top1_high": 100 * own.top1.high,
+        "top5": 100 * own.top5.value if own.top5 else None, "images": own.count,
+    }  # fmt: skip
+    if against.reference is None or (incomparable(t, against.reference) == "other weights"):
+        return found
+    pair = accuracy.paired(t, against.reference)
+    if pair is None:
+        return found
+    if t is against.reference:
+        return found | {"top1_diff": 0.0, "budget": accuracy.WITHIN if against.budgets else ""}
+    d = pair.difference
+    found |= {"top1_diff": 100 * d.value, "top1_diff_low": 100 * d.low, "top1_diff_high": 100 * d.high}
+    if decision := accuracy.decide_all(t, against.reference, against.budgets):
+        found |= {"budget": decision.verdict, "more_images": decision.more}
+    return found
+
+
+def _speed(t: TrialResult, reference: TrialResult | None) -> dict[str, Any]:
+    boundary = compared_boundary(t, reference) or compared_boundary(t)
+    own = stats.center(t.medians(boundary)) if boundary else None
+    found: dict[str, Any] = {"boundary": boundary}
+    if own is None:
+        return found
+    found |= {"latency_ms": 1e3 * own.value, "latency_ms_low": 1e3 * own.low, "latency_ms_high": 1e3 * own.high}
+    if reference is None or not reference.medians(boundary):
+        return found
+    found["reference"] = reference.id
+    if t is reference:
+        return found | {"speedup": 1.0, "verdict": REFERENCE}
+    if why := incomparable(t, reference):
+        return found | {"verdict": f"not comparable: {why}"}
+    s = stats.speedup(t.medians(boundary), reference.medians(boundary))
+    return found | {"speedup": s.value, "speedup_low": s.low, "speedup_high": s.high, "verdict": s.verdict}
+
+
+def _scale(value: Any, factor: float) -> float:
+    return math.nan if value is None else float(value) * factor
