@@ -72,10 +72,20 @@ class Run:
             yield
 
 
+def parts(path: Path) -> list[Path]:
+    """The files that belong together: an OpenVINO .xml and its .bin, any other file alone."""
+    return [path, path.with_suffix(".bin")] if path.suffix == ".xml" else [path]
+
+
 def sha256_of(path: Path) -> str:
-    """sha256 of a file's content."""
-    with open(path, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
+    """sha256 of a file's content; of an OpenVINO .xml and its .bin, one after the other."""
+    hashed = hashlib.sha256()
+    for part in parts(path):
+        if part.is_file():
+            with open(part, "rb") as f:
+                while block := f.read(1 << 20):
+                    hashed.update(block)
+    return hashed.hexdigest()
 
 
 @lru_cache(maxsize=64)

@@ -8,6 +8,7 @@ import numpy as np
 
 from dyno.worker import inputs
 from dyno.worker.backend import Session
+from dyno.worker.shapes import static_shapes
 from dyno.worker.spec import Trial
 
 RAW_BYTES = 64 * 2**20  # raw outputs kept per trial; classes and scores are kept for every image
@@ -37,7 +38,7 @@ def outputs(session: Session, trial: Trial) -> dict[str, np.ndarray]:
 
 
 def _batch(session: Session, trial: Trial) -> int:
-    first = next(iter(inputs.shapes(session.inputs, trial.dims).values()))
+    first = next(iter(static_shapes(session.inputs, trial.dims).values()))
     return first[0] if first else 1
 
 

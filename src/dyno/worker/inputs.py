@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from dyno.worker.shapes import static_shapes
 from dyno.worker.spec import DataSpec, Dims, Preprocess, Tensor, UserError
 
 FEEDS = 4  # different batches that timing with copies rotates through, so that no cache serves one batch for ever
@@ -42,26 +43,6 @@ class Images:
         return pixels
 
 
-def shapes(tensors: Sequence[Tensor], dims: Dims) -> dict[str, tuple[int, ...]]:
-    """Every input's concrete shape: free dimensions become the batch (first) or the image size (last two of four)."""
-    known = {t.name for t in tensors}
-    unknown = sorted(set(dims.shapes) - known)
-    if unknown:
-        raise UserError(f"the model has no input {unknown[0]!r}; its inputs: {', '.join(sorted(known))}")
-    return {t.name: dims.shapes.get(t.name) or _concrete(t, dims) for t in tensors}
-
-
-def _concrete(tensor: Tensor, dims: Dims) -> tuple[int, ...]:
-    image = {2: dims.height, 3: dims.width} if len(tensor.shape) == 4 else {}
-    sizes: dict[int, int] = {0: dims.batch, **image}
-    shape = []
-    for axis, length in enumerate(tensor.shape):
-        if isinstance(length, str) and axis not in sizes:
-            raise UserError(f"input {tensor.name!r} has a free dimension {length!r}; fix it with --shapes {tensor.name}:1x…")
-        shape.append(sizes[axis] if isinstance(length, str) else length)
-    return tuple(shape)
-
-
 def batches(
     data: DataSpec, preprocess: Preprocess, tensors: Sequence[Tensor], dims: Dims, count: int
 ) -> Iterator[dict[str, np.ndarray]]:
@@ -70,7 +51,7 @@ def batches(
     Real images go to the model's one image input. Random numbers are standard normal for floating-point inputs,
     0..255 for uint8 and 0..1 for other integers (token ids and masks that every vocabulary has).
     """
-    wanted = shapes(tensors, dims)
+    wanted = static_shapes(tensors, dims)
     if data.folder:
         name, shape = _image_input(tensors, wanted)
         images = Images(data, preprocess)

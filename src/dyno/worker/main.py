@@ -105,6 +105,9 @@ def run_trial(job: Job, trial: Trial, journal: Journal) -> None:
     journal.stage("inspect")
     _inspect(session, job, journal)
     session.close()
+    if not journal.record.facts.get("finite", True):
+        journal.stage("evaluate")
+        raise UserError("the outputs are not finite (NaN or infinity): this engine is wrong, or its precision overflows")
 
 
 def _time(session: Session, trial: Trial, feeds: list[dict[str, np.ndarray]], journal: Journal) -> None:
@@ -177,6 +180,16 @@ def probe(job: Job, journal: Journal) -> None:
     journal.facts(backend.probe())
 
 
+def look_at(job: Job, journal: Journal) -> None:
+    """Build the model once and say what it takes."""
+    from dyno.worker.look import look
+
+    assert job.trial is not None
+    journal.stage("look at the model")
+    shapes = {name: tuple(shape) for name, shape in job.options["shapes"].items()}
+    journal.facts(look(job.trial.model, job.options["sizes"], shapes))
+
+
 def train_model(job: Job, journal: Journal) -> None:
     """Train a model on the data set named in the job; the weights lie in the job's folder."""
     from dyno.worker import train
@@ -196,7 +209,7 @@ def perform(job: Job, journal: Journal) -> Record:
             assert job.trial is not None
             run_trial(job, job.trial, journal)
         else:
-            {"make": make_file, "probe": probe, "train": train_model}[job.kind](job, journal)
+            {"make": make_file, "probe": probe, "look": look_at, "train": train_model}[job.kind](job, journal)
         return replace(journal.record, status="ok", stage="done")
     except Unavailable as e:
         return _ended(journal, "skipped", str(e))

@@ -186,9 +186,15 @@ class Trial:
         return digest(self)[:12]
 
     @property
+    def variant(self) -> str:
+        """The backend as tables show it: its name, then its options and its runtime where they aren't the usual ones."""
+        named = {**self.options, **({"runtime": self.runtime.name} if self.runtime.name != "main" else {})}
+        return self.backend + "".join(f"@{key}={value}" for key, value in sorted(named.items()))
+
+    @property
     def label(self) -> str:
         """Short text for progress and messages, e.g. `resnet18 onnxruntime int8 b8 224`."""
-        return f"{self.model.name} {self.backend} {self.precision} b{self.dims.batch} {self.dims.size}"
+        return f"{self.model.name} {self.variant} {self.precision} b{self.dims.batch} {self.dims.size}"
 
 
 @dataclass(frozen=True)

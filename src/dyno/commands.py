@@ -1,0 +1,221 @@
+"""What the commands that run or read studies do: flags become a `Study`, records become tables."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from dyno.study import Study, model_name, parse_budget
+from dyno.worker.spec import UserError
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import typer
+
+LISTS = {"backends": "backends", "precision": "precisions", "batch": "batches", "size": "sizes"}
+PLAIN = (
+    "shapes weights pretrained channels seed data calibration unreadable compared reference device threads rounds "
+    "seconds warmup samples timeout"
+).split()
+USUAL = {".onnx": "onnxruntime", ".xml": "openvino"}
+
+
+def given(ctx: typer.Context) -> dict[str, Any]:
+    """Study fields for the flags that the user wrote, by the study's own names; defaults are left to the study."""
+    # By name: typer brings a click of its own, whose enumeration is another object than click's.
+    sources = {name: ctx.get_parameter_source(name) for name in ctx.params}
+    flags = {name: ctx.params[name] for name, source in sources.items() if source and source.name == "COMMANDLINE"}
+    found: dict[str, Any] = {name: flags[name] for name in PLAIN if name in flags}
+    for flag, field in LISTS.items():
+        if flag in flags:
+            found[field] = tuple(part.strip() for part in flags[flag].split(",") if part.strip())
+    if "batches" in found:
+        found["batches"] = tuple(_batch(text) for text in found["batches"])
+    if flags.get("classes"):
+        found["classes"] = flags["classes"]
+    if "budget" in flags:
+        found["budget"] = parse_budget(flags["budget"])
+    if "python" in flags:
+        found["runtime"] = pythons(flags["python"])
+    return found
+
+
+def _batch(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(f"batch {text!r} is not a whole number from 1 on")
+    return int(text)
+
+
+def pythons(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """`[runtime]` tables from `BACKEND=/path/to/python`."""
+    found: dict[str, dict[str, Any]] = {}
+    for text in texts:
+        name, _, path = text.partition("=")
+        if not name or not path:
+            raise UserError(f"--python {text!r} is not BACKEND=PATH, e.g. onnxruntime=/usr/bin/python3.10")
+        if not Path(path).is_file():
+            raise UserError(f"--python {name}: there is no interpreter {path}")
+        found[name] = {"python": str(Path(path).absolute())}
+    return found
+
+
+def study(ctx: typer.Context, models: Sequence[str], **defaults: Any) -> Study:
+    """The study that the command line describes: a TOML file with flags on top, or models and flags."""
+    flags = {**defaults, **given(ctx)}
+    files = [model for model in models if model.endswith(".toml")]
+    if not files:
+        return Study(models=tuple(models), **flags)
+    if len(models) > 1:
+        raise UserError(f"give either one study file or models, not {files[0]} and {len(models) - 1} more")
+    return Study.from_toml(Path(files[0]), **flags)
+
+
+def folder(ctx: typer.Context, study: Study) -> Path:
+    """`--out`, else runs/NAME: the study file's name, else the models' names."""
+    if ctx.params.get("out"):
+        return Path(ctx.params["out"])
+    models = ctx.params["models"]
+    if len(models) == 1 and models[0].endswith(".toml"):
+        path = Path(models[0])
+        return path.parent if path.name == "study.toml" else Path("runs") / path.stem
+    return study.folder
+
+
+def dry_run(study: Study) -> int:
+    """List the trials and why any is refused."""
+    from dyno.expand import expand
+
+    planned = expand(study)
+    table = Table(box=None, pad_edge=False)
+    for heading in ("trial", "model", "backend", "precision", "batch", "size", "file", "refused because"):
+        table.add_column(heading, overflow="fold")
+    for one in planned:
+        t = one.trial
+        made = f"{t.recipe.format} {t.recipe.precision}" if t.recipe else ""
+        table.add_row(t.id, t.model.name, t.variant, t.precision, str(t.dims.batch), t.dims.size, made, one.refusal)
+    console = Console()
+    console.print(table)
+    refused = sum(1 for one in planned if one.refusal)
+    console.print(f"{len(planned)} trials, {refused} refused; {study.rounds} rounds each. Nothing was run.")
+    return 0
+
+
+def run(study: Study, folder: Path) -> int:
+    """Run the study, print its tables, write its report; exit code 0, 1 (no trial within budget) or 3 (unfinished)."""
+    study.run(folder)
+    return finish(folder)
+
+
+def finish(folder: Path) -> int:
+    """Tables, verdict and report of a study that has just ended, and its exit code."""
+    from dyno.analysis import verdict
+    from dyno.analysis.render import render
+    from dyno.result import Result
+
+    result = Result(folder)
+    frame = result.to_pandas()
+    print(render(frame))
+    for sentence in verdict.sentences(result.records, frame):
+        print(sentence)
+    frame.to_csv(folder / "results.csv", index=False)
+    try:
+        print(f"\nreport: {result.report()}")
+    except ImportError as e:
+        print(f"\nno report: {e.name} is not installed; pip install 'inference-dyno[report]'")
+    return exit_code(frame)
+
+
+def exit_code(frame: pd.DataFrame) -> int:
+    """3 when a trial did not finish, 1 when a budget was set and no trial is within it, else 0."""
+    if not frame["status"].isin(("ok", "skipped")).all():
+        return 3
+    decided = frame["budget"][frame["budget"] != ""]
+    return 1 if len(decided) and not decided.str.startswith("within").any() else 0
+
+
+def settings(folder: Path, reference: str, budget: Sequence[str]) -> tuple[str | None, str | None]:
+    """Reference and budget to show a run with: as given, else as its study says."""
+    path = folder / "study.toml"
+    said = tomllib.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    limits = parse_budget(budget) or said.get("budget", {})
+    first = next((f"{name}={points:g}" for name, points in limits.items()), None)
+    return reference or said.get("reference") or None, first
+
+
+def show(run: Path, format: str, by: str, reference: str, budget: Sequence[str]) -> None:
+    """Print the tables of a stored run."""
+    from dyno.analysis import results, tables
+    from dyno.analysis.render import render
+
+    loaded = results.load(run)
+    frame = tables.frame(loaded, *settings(run, reference, budget))
+    print(render(frame, format, by or None), end="")
+    for problem in loaded.problems:
+        Console(stderr=True).print(f"dyno: {problem}", style="yellow", soft_wrap=True)
+
+
+def report(runs: Sequence[Path], out: Path) -> None:
+    """Write the report of one or several runs."""
+    from dyno.analysis import report as page
+    from dyno.analysis import results
+
+    print(page.write([results.load(run) for run in runs], out))
+
+
+def _alone(command: str, models: Sequence[str]) -> Path:
+    """A folder of its own for a command that always measures anew."""
+    name = "-".join(model_name(model) for model in models)[:60]
+    return Path("runs") / command / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def _single(ctx: typer.Context, models: Sequence[str], command: str, **defaults: Any) -> Path:
+    """Measure each model under the backend its kind of file is for (or the ones asked for), in a folder of its own."""
+    out = Path(ctx.params["out"]) if ctx.params.get("out") else _alone(command, models)
+    asked = given(ctx)
+    for model in models:
+        usual = USUAL.get(Path(model).suffix, "pytorch")
+        flags = {"backends": (usual,), "precisions": ("fp32",), "rounds": 1, **defaults, **asked}
+        one = Study(models=(model,), **flags)
+        one.run(out if len(models) == 1 else out / model_name(model))
+    return out
+
+
+def time(ctx: typer.Context, models: Sequence[str], format: str) -> int:
+    """Time each model and print its rows."""
+    return _print_runs(_single(ctx, models, "time"), models, format)
+
+
+def evaluate(ctx: typer.Context, models: Sequence[str], format: str) -> int:
+    """Accuracy of each model on labelled images, beside its speed."""
+    return _print_runs(_single(ctx, models, "eval", batches=(8,), seconds=2.0), models, format)
+
+
+def _print_runs(out: Path, models: Sequence[str], format: str) -> int:
+    import pandas as pd
+
+    from dyno.analysis import results, tables
+    from dyno.analysis.render import render
+
+    folders = [out] if len(models) == 1 else [out / model_name(model) for model in models]
+    frames = [tables.frame(results.load(folder), *settings(folder, "", ())) for folder in folders]
+    frame = pd.concat(frames, ignore_index=True)
+    print(render(frame, format), end="")
+    return exit_code(frame)
+
+
+def agree(ctx: typer.Context, models: Sequence[str], rtol: float, atol: float, least: float, format: str) -> int:
+    """Outputs of every model and backend against the first one's."""
+    from dyno.analysis import agreement_table
+
+    out = _single(ctx, models, "agree", boundaries=())
+    folders = [out] if len(models) == 1 else [out / model_name(model) for model in models]
+    return agreement_table.show(folders, rtol, atol, least, format)
+
+

@@ -1,0 +1,71 @@
+"""`dyno doctor`: every backend in every Python it was told of, after one real operation in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from dyno.commands import pythons
+from dyno.launch import launch
+from dyno.worker import backend, system
+from dyno.worker.record import Record
+from dyno.worker.spec import Job, Runtime, UserError
+
+TIMEOUT_S = 120.0
+FORMATS = ("text", "json")
+
+
+def examine(others: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row per backend and interpreter: name, python, status, version, devices, detail or reason."""
+    threads = len(system.cores())
+    places = [(name, Runtime(threads=threads)) for name in backend.names()]
+    places += [(name, Runtime(name=name, python=table["python"], threads=threads)) for name, table in others.items()]
+    with tempfile.TemporaryDirectory() as scratch:
+        return [_row(name, place, Path(scratch) / str(i)) for i, (name, place) in enumerate(places)]
+
+
+def _row(name: str, runtime: Runtime, folder: Path) -> dict[str, Any]:
+    backend.find(name)
+    record: Record = launch(Job("probe", runtime, backend=name), folder, TIMEOUT_S)
+    return {
+        "backend": name,
+        "python": record.system.get("python", "") + (f" ({runtime.python})" if runtime.python else ""),
+        "status": record.status,
+        "version": record.facts.get("version", ""),
+        "devices": ", ".join(record.facts.get("devices", ())),
+        "detail": record.facts.get("detail", "") if record.status == "ok" else record.reason,
+    }
+
+
+def doctor(texts: Sequence[str], format: str) -> int:
+    """Print the rows; 0 when at least one backend works, 3 when none does."""
+    if format not in FORMATS:
+        raise UserError(f"unknown format {format!r}; known: {', '.join(FORMATS)}")
+    rows = examine(pythons(texts))
+    if format == "json":
+        print(json.dumps(rows, indent=1))
+    else:
+        _show(rows)
+    return 0 if any(row["status"] == "ok" for row in rows) else 3
+
+
+def _show(rows: list[dict[str, Any]]) -> None:
+    table = Table(box=None, pad_edge=False)
+    for heading in rows[0]:
+        table.add_column(heading, overflow="fold")
+    for row in rows:
+        colour = {"ok": "green", "skipped": "yellow"}.get(row["status"], "red")
+        table.add_row(*(f"[{colour}]{value}[/]" if key == "status" else str(value) for key, value in row.items()))
+    console = Console()
+    console.print(table)
+    found = system.describe()
+    console.print(
+        f"{found['cpu']}, {found['cores']} logical processors, {found['memory_bytes'] / 2**30:.0f} GiB, "
+        f"{' '.join(found['cpu_flags'])}; {found['os']}"
+    )

@@ -1,0 +1,120 @@
+"""Run a study: make the files first, then every trial in several fresh processes, in shuffled, interleaved rounds."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import tomli_w
+
+from dyno.expand import Planned, expand
+from dyno.launch import launch
+from dyno.progress import Progress
+from dyno.store import Cache, Run
+from dyno.study import Study
+from dyno.worker import backend, system
+from dyno.worker.record import Record, write_json
+from dyno.worker.spec import Artifact, Job, Recipe, Trial, UserError
+
+MAKE_TIMEOUT_S = 3600.0
+DISTRIBUTIONS = ("inference-dyno", "numpy", "torch", "torchvision", "timm", "onnx", "onnxruntime", "openvino")
+# What may differ when the same command is given again: neither changes a number that is already stored.
+REPEATABLE = ("rounds", "timeout", "budget", "reference")
+
+
+def execute(study: Study, folder: Path, progress: Progress) -> None:
+    """Measure whatever the folder doesn't hold yet; nothing that is stored is measured again."""
+    planned = expand(study)
+    run = Run(folder)
+    with run.locked():
+        _settle(study, run)
+        for one in planned:
+            if one.refusal and run.record(one.trial, 0) is None:
+                run.store(one.trial, 0, Record("skipped", "plan", one.refusal))
+        todo = [one.trial for one in planned if not one.refusal]
+        with progress.running(study.rounds, todo):
+            made = Files(run, progress).all(todo, study)
+            for number in range(study.rounds):
+                for trial in _shuffled(todo, number):
+                    _round(run, trial, number, made.get(trial.id), progress)
+        for trial in todo:
+            shutil.rmtree(run.round_folder(trial, 0).parent / "compiler", ignore_errors=True)
+
+
+def _settle(study: Study, run: Run) -> None:
+    """Write down what this folder is for, or refuse when it already holds something else."""
+    path = run.folder / "study.toml"
+    if path.exists():
+        before = Study.from_toml(path)
+        changed = {name: getattr(study, name) for name in REPEATABLE}
+        if replace(before, **changed) != study:
+            raise UserError(f"{run.folder} holds another study (see its study.toml); give another --out or remove it")
+    path.write_text(tomli_w.dumps(study.to_table()), encoding="utf-8")
+    write_json(run.folder / "environment.json", system.describe(DISTRIBUTIONS))
+
+
+def _shuffled(trials: list[Trial], number: int) -> list[Trial]:
+    order = list(trials)
+    random.Random(number).shuffle(order)
+    return order
+
+
+def _round(run: Run, trial: Trial, number: int, made: Artifact | Record | None, progress: Progress) -> None:
+    """One round of one trial, unless it is stored already or an earlier round showed that it can't run."""
+    earlier = [run.record(trial, k) for k in range(number + 1)]
+    if earlier[-1] is not None or any(r is not None and r.status != "ok" for r in earlier):
+        progress.done(trial, earlier[-1] or next(r for r in earlier if r is not None), stored=True)
+        return
+    if isinstance(made, Record):
+        run.store(trial, number, made)
+        progress.done(trial, made)
+        return
+    folder = run.fresh(trial, number)
+    progress.start(trial, number)
+    job = Job("run", trial.runtime, trial, number, artifact=made)
+    progress.done(trial, launch(job, folder, trial.plan.timeout_s, progress.tick))
+
+
+class Files:
+    """Makes the files that trials need, each once, or takes them from the cache."""
+
+    def __init__(self, run: Run | None, progress: Progress) -> None:
+        self.run = run
+        self.progress = progress
+        self.cache = Cache()
+        self.made: dict[str, Artifact | Record] = {}
+
+    def all(self, trials: list[Trial], study: Study) -> dict[str, Artifact | Record]:
+        """The file of each trial by the trial's id; a record that says why where it could not be made."""
+        missing = [t for t in trials if self.run is None or self.run.record(t, study.rounds - 1) is None]
+        return {trial.id: self.file(trial.recipe) for trial in missing if trial.recipe is not None}
+
+    def file(self, recipe: Recipe) -> Artifact | Record:
+        """The file this recipe makes, from the cache when everything that shaped it is the same."""
+        key = self.cache.key(recipe, backend.find(recipe.maker).requires)
+        if key not in self.made:
+            self.made[key] = self._make(recipe, key)
+        return self.made[key]
+
+    def _make(self, recipe: Recipe, key: str) -> Artifact | Record:
+        found, wrong = self.cache.find(key)
+        if found is not None:
+            return found
+        parent = self.file(recipe.parent) if recipe.parent else None
+        if isinstance(parent, Record):
+            return parent
+        self.progress.making(recipe, wrong)
+        with self.cache.making(key) as folder:
+            job = Job("make", recipe.runtime, recipe=recipe, artifact=parent)
+            record = launch(job, folder, MAKE_TIMEOUT_S, self.progress.tick)
+        if record.status != "ok":
+            return Record(record.status, record.stage, record.reason, system=record.system)
+        made, wrong = self.cache.find(key)
+        return made or Record("failed", record.stage, wrong or "the file was made but is not in the cache")
+
+
+def refused(planned: list[Planned]) -> list[Planned]:
+    """The trials that will not run."""
+    return [one for one in planned if one.refusal]

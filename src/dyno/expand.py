@@ -1,0 +1,190 @@
+"""A study becomes trials: models are looked at, images decoded, every combination listed, refusals given their reason."""
+
+from __future__ import annotations
+
+import importlib.util
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dyno import datasets
+from dyno.launch import launch
+from dyno.store import cache_dir, sha256_of, versions
+from dyno.study import Choice, Study, model_name, parse_shapes, parse_size, runtimes
+from dyno.worker import backend, system
+from dyno.worker.record import read_record
+from dyno.worker.spec import DataSpec, Dims, Job, ModelSpec, Preprocess, Runtime, Trial, UserError, digest, from_json
+
+LOOK_TIMEOUT_S = 600
+LOOK_LIBRARIES = ("torch", "torchvision", "timm", "onnx", "openvino")
+EXPORTED = (".onnx", ".xml")
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A trial, and why it will not be run ("" when it will)."""
+
+    trial: Trial
+    refusal: str = ""
+
+
+def expand(study: Study) -> list[Planned]:
+    """Every trial of the study in a fixed order; input that can't be used is a `UserError` before anything runs."""
+    choices = [Choice.parse(text) for text in study.backends] or [Choice(name) for name in installed()]
+    for choice in choices:
+        backend.find(choice.name)
+        runtimes(study, choice)
+    threads = study.threads or len(system.cores())
+    planned = []
+    for source in study.models:
+        model, found = look(model_spec(study, source), study)
+        for height, width in _sizes(study, found):
+            data = prepared(study, model, (height, width))
+            for batch in _batches(study, found):
+                dims = Dims(batch, height, width, parse_shapes(study.shapes))
+                planned += [_trial(study, c, model, p, dims, data, threads) for c in choices for p in _precisions(study, c)]
+    return list({p.trial.id: p for p in planned}.values())
+
+
+def installed() -> list[str]:
+    """The backends whose libraries this Python has."""
+    return [name for name in backend.names() if not missing(name, "")]
+
+
+def missing(name: str, python: str) -> str:
+    """The first library that the backend needs and that interpreter lacks, or ""."""
+    requires = backend.find(name).requires
+    have = dict(versions(python, requires))
+    return next((library for library in requires if library not in have), "")
+
+
+def _precisions(study: Study, choice: Choice) -> tuple[str, ...]:
+    return choice.precisions or study.precisions
+
+
+def _trial(
+    study: Study, choice: Choice, model: ModelSpec, precision: str, dims: Dims, data: DataSpec, threads: int
+) -> Planned:
+    table = runtimes(study, choice)
+    runtime = Runtime(
+        name=choice.runtime or "main",
+        python=str(table.get("python", "")),
+        env={str(k): str(v) for k, v in table.get("env", {}).items()},
+        device=study.device,
+        threads=threads,
+    )
+    trial = Trial(model, choice.name, precision, dims, choice.options, None, data, runtime, study.plan)
+    engine = backend.find(choice.name)
+    lacks = missing(choice.name, runtime.python)
+    if lacks:
+        where = f"in {runtime.python}" if runtime.python else "in this Python"
+        return Planned(trial, f"{lacks} is not installed {where}; pip install {lacks}")
+    refusal = engine.refuse(trial)
+    return Planned(trial, refusal) if refusal else Planned(replace(trial, recipe=engine.recipe(trial)))
+
+
+def model_spec(study: Study, source: str) -> ModelSpec:
+    """The model as the user named it, with the hashes of every file that decides what it is."""
+    common: dict[str, Any] = {
+        "name": model_name(source),
+        "pretrained": study.pretrained,
+        "seed": study.seed,
+        "classes": study.classes,
+        "channels": study.channels,
+    }
+    if study.weights:
+        path = _existing(study.weights, "weights file")
+        common |= {"weights": str(path.resolve()), "weights_sha256": sha256_of(path)}
+        if study.pretrained:
+            raise UserError("--weights and --pretrained are two different sets of weights; give one of them")
+    if source.endswith(EXPORTED):
+        path = _existing(source, "model file")
+        return ModelSpec(source=f"file:{path.resolve()}", source_sha256=sha256_of(path), **common)
+    if ":" not in source:
+        raise UserError(f"model {source!r} says not where it comes from; write torchvision:{source} or timm:{source}")
+    return ModelSpec(source=_absolute(source), source_sha256=_code_sha256(source), **common)
+
+
+def _existing(text: str, what: str) -> Path:
+    path = Path(text)
+    if not path.is_file():
+        raise UserError(f"there is no {what} {text}")
+    return path
+
+
+def _absolute(source: str) -> str:
+    path, _, function = source.rpartition(":")
+    return f"{_existing(path, 'Python file').resolve()}:{function}" if path.endswith(".py") else source
+
+
+def _code_sha256(source: str) -> str:
+    """Hash of the code of a `MODULE:FUNCTION` or `FILE.py:FUNCTION` source; libraries are known by their version."""
+    place = source.rpartition(":")[0]
+    if place.endswith(".py"):
+        return sha256_of(Path(place))
+    try:
+        found = importlib.util.find_spec(place) if "." not in place or place.startswith("dyno.") else None
+    except (ImportError, ValueError):
+        return ""
+    return sha256_of(Path(found.origin)) if found and found.origin and Path(found.origin).is_file() else ""
+
+
+def look(model: ModelSpec, study: Study) -> tuple[ModelSpec, dict[str, Any]]:
+    """Build the model once in a process of its own: does it exist, do its weights fit, does it take these sizes?
+
+    Returns the model with its own preprocessing, and what was found: `size` [h, w], `batch` (0: any). Cached by content.
+    """
+    if model.source.startswith("fake:"):
+        return model, {"size": [8, 8], "batch": 0}
+    options = {"sizes": [list(parse_size(size)) for size in study.sizes], "shapes": {name: list(shape) for name, shape in parse_shapes(study.shapes).items()}}
+    key = digest([model, options, versions("", LOOK_LIBRARIES)])[:24]
+    folder = cache_dir() / "looks" / key
+    record = read_record(folder)
+    if record is None or record.status != "ok":
+        with tempfile.TemporaryDirectory() as scratch:
+            runtime = Runtime(threads=study.threads or len(system.cores()))
+            trial = Trial(model, "", "fp32", Dims(1, 0, 0), runtime=runtime)
+            record = launch(Job("look", runtime, trial, options=options), Path(scratch) / "look", LOOK_TIMEOUT_S)
+            if record.status != "ok":
+                raise UserError(f"{model.name}: {record.reason}")
+            _keep(Path(scratch) / "look", folder)
+    found = record.facts
+    return replace(model, preprocess=from_json(Preprocess, found["preprocess"])), found
+
+
+def _keep(made: Path, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "record.json").write_bytes((made / "record.json").read_bytes())
+
+
+def _sizes(study: Study, found: dict[str, Any]) -> list[tuple[int, int]]:
+    fixed = tuple(found["size"]) if found.get("fixed_size") else None
+    asked = [parse_size(size) for size in study.sizes]
+    wrong = [size for size in asked if fixed and size != fixed]
+    if wrong and fixed:
+        raise UserError(f"the file's image size is fixed at {fixed[0]}x{fixed[1]}; {wrong[0][0]}x{wrong[0][1]} needs another export")
+    return asked or [(int(found["size"][0]), int(found["size"][1]))]
+
+
+def _batches(study: Study, found: dict[str, Any]) -> tuple[int, ...]:
+    fixed = int(found.get("batch", 0))
+    wrong = [batch for batch in study.batches if fixed and batch != fixed]
+    if wrong:
+        raise UserError(f"the file's batch is fixed at {fixed}, not {wrong[0]}; export it again with --batch dynamic")
+    return study.batches or (fixed or 1,)
+
+
+def prepared(study: Study, model: ModelSpec, size: tuple[int, int]) -> DataSpec:
+    """The study's images decoded for this model and size, or random inputs when it has none."""
+    if not study.data:
+        return DataSpec(count=study.compared, seed=study.seed)
+    cache = cache_dir() / "datasets"
+    if study.data == "digits":
+        if size[0] != size[1]:
+            raise UserError(f"digits are square, not {size[0]}x{size[1]}")
+        return datasets.digits(cache, size[0])
+    more: dict[str, Any] = {"calibration": Path(study.calibration)} if study.calibration else {}
+    return datasets.class_folders(
+        Path(study.data), cache, size, model.preprocess, on_unreadable=study.unreadable, channels=model.channels, **more
+    )

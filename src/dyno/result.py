@@ -1,0 +1,48 @@
+"""A study's stored result, as Python users see it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from dyno.analysis.results import Results
+
+
+class Result:
+    """What lies in a run folder; every method reads the stored records, nothing is measured."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+
+    @property
+    def records(self) -> Results:
+        """Trials, rounds, raw samples and outputs."""
+        from dyno.analysis.results import load
+
+        return load(self.folder)
+
+    def to_pandas(self) -> pd.DataFrame:
+        """One row per trial, with the columns that `results.csv` has."""
+        from dyno.analysis import tables
+
+        return tables.frame(self.records)
+
+    def report(self, out: str | Path | None = None) -> Path:
+        """Write report.html, the charts and results.csv into the folder (default: the run's own); returns the page."""
+        from dyno.analysis import report
+
+        return report.write([self.records], Path(out) if out else self.folder)
+
+    def _repr_html_(self) -> Any:
+        return self.to_pandas().to_html()
+
+    def __repr__(self) -> str:
+        return f"Result({str(self.folder)!r})"
+
+
+def load(folder: str | Path) -> Result:
+    """The result of an earlier study; a folder that isn't one is a `UserError` as soon as it is read."""
+    return Result(folder)

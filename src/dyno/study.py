@@ -1,0 +1,249 @@
+"""What is to be compared: flags or a TOML file become a list of trials that are fair to compare.
+
+One study compares runs of the same weights on the same input bytes at the same boundaries; what can't be compared is
+refused with a sentence, as a row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dyno.worker.spec import BOUNDARIES, PRECISIONS, Option, Plan, UserError
+
+if TYPE_CHECKING:
+    from dyno.result import Result
+
+BUDGETS = ("top1", "top5")
+RESERVED = ("precision", "runtime")  # options of a backend that say which trials and which interpreter, not how
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One backend as asked for: `NAME@option=value@…`; `precision` and `runtime` are options that Dyno itself reads."""
+
+    name: str
+    options: dict[str, Option] = field(default_factory=dict)
+    precisions: tuple[str, ...] = ()
+    runtime: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Choice:
+        """Read `compile@mode=max-autotune` or `onnxruntime@runtime=old`; a broken option is a `UserError`."""
+        name, *parts = text.split("@")
+        found: dict[str, str] = {}
+        for part in parts:
+            key, equals, value = part.partition("=")
+            if not (key and equals and value):
+                raise UserError(f"backend option {part!r} in {text!r} is not NAME=VALUE")
+            found[key] = value
+        precisions = tuple(found["precision"].split("+")) if "precision" in found else ()
+        options = {key: _value(value) for key, value in found.items() if key not in RESERVED}
+        return cls(name, options, precisions, found.get("runtime", ""))
+
+
+def _value(text: str) -> Option:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+@dataclass(frozen=True)
+class Study:
+    """Models x backends x precisions x batches x sizes, and how to measure them.
+
+    `models`: sources (`torchvision:resnet18`, `timm:NAME`, `MODULE:FUNCTION`, `FILE.py:FUNCTION`, `FILE.onnx`,
+    `FILE.xml`). `backends` empty means every one found on this machine. `sizes` are `224` or `480x640`; empty sizes
+    and batches mean the model's own. `data` is a folder of class folders (or `digits`); `calibration` images for INT8, else some are taken
+    out of `data` and never tested on. `budget` maps top1/top5 to the points an engine may lose. `runtime` maps a
+    backend's name to `{python, env}` for another interpreter. Seconds are per trial, round and boundary.
+    """
+
+    models: tuple[str, ...]
+    backends: tuple[str, ...] = ()
+    precisions: tuple[str, ...] = ("fp32",)
+    batches: tuple[int, ...] = ()
+    sizes: tuple[str, ...] = ()
+    shapes: tuple[str, ...] = ()
+    weights: str = ""
+    pretrained: bool = False
+    classes: int | None = None
+    channels: int = 3
+    seed: int = 0
+    data: str = ""
+    calibration: str = ""
+    unreadable: str = "refuse"
+    compared: int = 32
+    budget: dict[str, float] = field(default_factory=dict)
+    reference: str = ""
+    device: str = "cpu"
+    threads: int = 0
+    rounds: int = 3
+    seconds: float = 3.0
+    warmup: float = 1.0
+    samples: int = 0
+    interval: float = 0.005
+    timeout: float = 600.0
+    boundaries: tuple[str, ...] = BOUNDARIES
+    runtime: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("models", "backends", "precisions", "batches", "sizes", "shapes", "boundaries"):
+            object.__setattr__(self, name, _tuple(getattr(self, name)))
+        object.__setattr__(self, "sizes", tuple(str(size) for size in self.sizes))
+        self._check()
+
+    def _check(self) -> None:
+        if not self.models:
+            raise UserError("no model given; name one, e.g. torchvision:resnet18 or model.onnx")
+        for name in (*self.precisions, *(p for b in self.backends for p in Choice.parse(b).precisions)):
+            _known("precision", name, PRECISIONS)
+        for name in self.boundaries:
+            _known("boundary", name, BOUNDARIES)
+        for name in self.budget:
+            _known("budget", name, BUDGETS)
+        _known("unreadable", self.unreadable, ("refuse", "skip"))
+        for size in self.sizes:
+            parse_size(size)
+        for name, least in (("rounds", 1), ("compared", 1), ("samples", 0), ("threads", 0)):
+            if getattr(self, name) < least:
+                raise UserError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        for name in ("seconds", "warmup", "interval", "timeout"):
+            if getattr(self, name) <= 0:
+                raise UserError(f"{name} is {getattr(self, name)}; it must be more than 0")
+        if any(not isinstance(batch, int) or batch < 1 for batch in self.batches):
+            raise UserError(f"batch sizes are whole numbers from 1 on, not {', '.join(map(str, self.batches))}")
+        if self.budget and not self.data:
+            raise UserError("an accuracy budget needs labelled images; give --data")
+
+    @classmethod
+    def from_toml(cls, path: Path, **changes: Any) -> Study:
+        """Read a study file; `changes` (flags that were given) win over the file. Unknown keys are a `UserError`."""
+        try:
+            table = tomllib.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise UserError(f"there is no study file {path}") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+            raise UserError(f"{path} is not valid TOML: {e}") from e
+        known = {f.name: f for f in dataclasses.fields(cls)}
+        for key in table:
+            _known(f"key in {path.name}", key, tuple(known))
+        try:
+            return cls(**{**table, **changes})
+        except TypeError as e:
+            raise UserError(f"{path}: {e}") from e
+
+    def to_table(self) -> dict[str, Any]:
+        """The study as a TOML table: everything that isn't at its default."""
+        defaults = {f.name: f.default for f in dataclasses.fields(self) if f.default is not dataclasses.MISSING}
+        table = {}
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if value not in ({}, None) and value != defaults.get(f.name):
+                table[f.name] = list(value) if isinstance(value, tuple) else value
+        return table
+
+    @property
+    def plan(self) -> Plan:
+        """How long each trial is measured; a fixed number of samples switches the other stopping rules off."""
+        fixed = self.samples > 0
+        return Plan(
+            boundaries=self.boundaries,
+            warmup_s=self.warmup,
+            seconds=1e6 if fixed else self.seconds,
+            min_samples=self.samples if fixed else 30,
+            max_samples=self.samples if fixed else 100_000,
+            interval=self.interval,
+            rounds=self.rounds,
+            timeout_s=self.timeout,
+        )
+
+    def run(self, out: str | Path | None = None, *, quiet: bool = False) -> Result:
+        """Measure every trial that is not stored yet in the folder `out` (default `runs/NAME`) and return the result."""
+        from dyno.execute import execute
+        from dyno.progress import Progress
+        from dyno.result import Result
+
+        folder = Path(out) if out else self.folder
+        execute(self, folder, Progress(quiet=quiet))
+        return Result(folder)
+
+    @property
+    def folder(self) -> Path:
+        """Where the study lies when no folder is given: `runs/` and the models' names."""
+        return Path("runs") / "-".join(model_name(model) for model in self.models)[:80]
+
+
+def _tuple(value: Any) -> tuple[Any, ...]:
+    return (value,) if isinstance(value, (str, int)) else tuple(value)
+
+
+def _known(what: str, name: str, known: Iterable[str]) -> None:
+    known = tuple(known)
+    if name not in known:
+        near = difflib.get_close_matches(str(name), known, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+        raise UserError(f"unknown {what} {name!r}; {hint}")
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """Height and width from `224` or `480x640`."""
+    height, _, width = text.lower().partition("x")
+    try:
+        found = int(height), int(width or height)
+    except ValueError:
+        found = (0, 0)
+    if min(found) < 1:
+        raise UserError(f"image size {text!r} is not a number of pixels like 224, or HEIGHTxWIDTH like 480x640")
+    return found
+
+
+def parse_shapes(texts: Iterable[str]) -> dict[str, tuple[int, ...]]:
+    """Input shapes from `NAME:1x3x224x224`."""
+    found = {}
+    for text in texts:
+        name, _, numbers = text.rpartition(":")
+        try:
+            shape = tuple(int(n) for n in numbers.lower().split("x"))
+        except ValueError:
+            shape = ()
+        if not name or not shape or min(shape) < 1:
+            raise UserError(f"shape {text!r} is not NAME:1x3x224x224")
+        found[name] = shape
+    return found
+
+
+def parse_budget(texts: Iterable[str]) -> dict[str, float]:
+    """Points an engine may lose, from `top1=0.5`."""
+    found = {}
+    for text in texts:
+        name, _, points = text.partition("=")
+        try:
+            found[name] = float(points)
+        except ValueError:
+            raise UserError(f"budget {text!r} is not NAME=POINTS, e.g. top1=0.5") from None
+    return found
+
+
+def model_name(source: str) -> str:
+    """The model's name in tables and folders: what stands behind the colon, or the file's stem."""
+    if source.endswith((".onnx", ".xml")):
+        return Path(source).stem
+    return source.rpartition(":")[2]
+
+
+def runtimes(study: Study, choice: Choice) -> Mapping[str, Any]:
+    """The `[runtime.…]` table a backend runs under: the one it names, else the one of its own name, else none."""
+    if choice.runtime and choice.runtime not in study.runtime:
+        raise UserError(f"backend {choice.name!r} asks for runtime {choice.runtime!r}, which the study does not define")
+    return study.runtime.get(choice.runtime or choice.name, {})

@@ -1,0 +1,75 @@
+"""A first look at a model: does it exist, do its weights fit, what does it take, does it take what is asked?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dyno.worker import models
+from dyno.worker.backends import onnx_export
+from dyno.worker.shapes import static_shapes
+from dyno.worker.spec import Dims, ModelSpec, Tensor, UserError, to_json
+
+DEFAULT_SIZE = 224
+
+
+def look(model: ModelSpec, sizes: list[list[int]], shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    """What Dyno needs to know before it lists trials.
+
+    Returns `preprocess`, `size` [h, w] (the model's own), `batch` (0: any), `fixed_size` (a file that takes one only)
+    and, for a module, `parameters`. A model, checkpoint or size that doesn't work is a `UserError`.
+    """
+    return _file(model, shapes) if model.file else _module(model, sizes)
+
+
+def _module(model: ModelSpec, sizes: list[list[int]]) -> dict[str, Any]:
+    preprocess = models.preprocess(model)
+    own = models.image_size(model) or (DEFAULT_SIZE, DEFAULT_SIZE)
+    parameters = 0
+    for height, width in sizes or [list(own)]:
+        module = models.load(model, Dims(1, height, width))
+        parameters = sum(p.numel() for p in module.parameters())
+        _try(module, model, height, width)
+    return {"preprocess": to_json(preprocess), "size": list(own), "batch": 0, "parameters": parameters}
+
+
+def _try(module: Any, model: ModelSpec, height: int, width: int) -> None:
+    import torch
+
+    try:
+        with torch.inference_mode():
+            module(torch.zeros(1, model.channels, height, width))
+    except (RuntimeError, ValueError, AssertionError, TypeError, IndexError, ZeroDivisionError) as e:
+        reason = (str(e).strip() or type(e).__name__).splitlines()[0]
+        raise UserError(f"the model refuses 1x{model.channels}x{height}x{width}: {reason}") from e
+
+
+def _file(model: ModelSpec, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    tensors = _read(model.file)
+    image = next((t for t in tensors if len(t.shape) == 4), None)
+    found: dict[str, Any] = {"preprocess": to_json(model.preprocess), "batch": _fixed(tensors, 0), "size": [0, 0]}
+    if image is not None:
+        size = [_number(image.shape[2]), _number(image.shape[3])]
+        found["size"] = [side or DEFAULT_SIZE for side in size]
+        found["fixed_size"] = all(size)
+    if shapes:
+        found["batch"] = next(iter(shapes.values()))[0]
+    static_shapes(tensors, Dims(found["batch"] or 1, *found["size"], shapes))
+    return found
+
+
+def _read(path: str) -> tuple[Tensor, ...]:
+    if path.endswith(".xml"):
+        from dyno.worker.backends import open_vino
+
+        return open_vino.read_io(path)[0]
+    return onnx_export.read_io(path)[0]
+
+
+def _fixed(tensors: tuple[Tensor, ...], axis: int) -> int:
+    """The fixed length of that axis in every input, 0 where it is free in any."""
+    lengths = [_number(t.shape[axis]) for t in tensors if len(t.shape) > axis]
+    return min(lengths, default=0)
+
+
+def _number(length: int | str) -> int:
+    return length if isinstance(length, int) else 0

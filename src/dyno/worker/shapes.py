@@ -1,0 +1,61 @@
+"""From a file's free dimensions to the shapes of one trial, and from a feed to the array an engine reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from dyno.worker.spec import Dims, Tensor, UserError
+
+Shape = tuple[int, ...]
+
+
+def static_shapes(inputs: Iterable[Tensor], dims: Dims) -> dict[str, Shape]:
+    """The shape of every input in this trial: free dimensions filled from batch, height and width, or from `dims.shapes`.
+
+    A file that is fixed at another batch or size, or has a free dimension nobody gave, is a `UserError`.
+    """
+    tensors = list(inputs)
+    unknown = sorted(set(dims.shapes) - {tensor.name for tensor in tensors})
+    if unknown:
+        names = ", ".join(tensor.name for tensor in tensors)
+        raise UserError(f"the model has no input {unknown[0]!r}; its inputs: {names}")
+    return {tensor.name: _static(tensor, dims) for tensor in tensors}
+
+
+def _static(tensor: Tensor, dims: Dims) -> Shape:
+    given = dims.shapes.get(tensor.name)
+    image = len(tensor.shape) == 4
+    wanted: dict[int, tuple[str, int]] = {0: ("batch", dims.batch)}
+    if image:
+        wanted |= {2: ("height", dims.height), 3: ("width", dims.width)}
+    if given is not None:
+        if len(given) != len(tensor.shape):
+            raise UserError(f"input {tensor.name!r} has {len(tensor.shape)} dimensions, but {_text(given)} was asked for")
+        wanted = {axis: (f"dimension {axis} of {tensor.name!r}", size) for axis, size in enumerate(given)}
+    return tuple(_size(tensor, axis, known, wanted, image or given is not None) for axis, known in enumerate(tensor.shape))
+
+
+def _size(tensor: Tensor, axis: int, known: int | str, wanted: dict[int, tuple[str, int]], strict: bool) -> int:
+    what, size = wanted.get(axis, ("", 0))
+    if isinstance(known, str):
+        if not what:
+            raise UserError(f"input {tensor.name!r} has a free dimension {known or axis!r}; say how long it is with --shapes")
+        return size
+    # A fixed first dimension need not be the batch, unless the input is an image or its shape was asked for by name.
+    if strict and what and known != size:
+        how = "--batch dynamic" if what == "batch" else "the size you want"
+        raise UserError(f"the file has a fixed {what} {known}, not {size}; export it with {how}")
+    return known
+
+
+def fitted(feed: np.ndarray, tensor: Tensor, shape: Shape) -> np.ndarray:
+    """The feed in the engine's type and C order, without a copy where it is so already; a wrong shape is a `UserError`."""
+    if feed.shape != shape:
+        raise UserError(f"input {tensor.name!r} wants {_text(shape)}, but got {_text(feed.shape)}")
+    return np.ascontiguousarray(feed, dtype=tensor.dtype)
+
+
+def _text(shape: Iterable[int]) -> str:
+    return "x".join(str(size) for size in shape)
