@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,9 +83,22 @@ def _flat(name: str, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 
 def of(trial: TrialResult, reference: TrialResult, rtol: float = RTOL, atol: float = ATOL) -> Agreement | None:
-    """Agreement of two stored trials over the inputs both have, None when either stored no outputs."""
-    own, other = trial.outputs(), reference.outputs()
-    return agree(own, other, rtol, atol) if own and other else None
+    """Agreement of two stored trials over the inputs both have; None when either stored no outputs of that shape.
+
+    Files name their outputs as they like, so what counts is their order.
+    """
+    own, other = (dict(enumerate_names(t.outputs())) for t in (trial, reference))
+    if not own or not other or len(own) != len(other):
+        return None
+    try:
+        return agree(own, other, rtol, atol)
+    except UserError:  # other shapes: a way of running that gives something else has its own row and its own reason
+        return None
+
+
+def enumerate_names(outputs: Mapping[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
+    """The outputs by their position instead of their name."""
+    return ((f"output {i}", array) for i, array in enumerate(outputs.values()))
 
 
 def ranks(own: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray]) -> list[Rank]:

@@ -43,7 +43,7 @@ def _row(trial: TrialResult, reference: TrialResult, rtol: float, atol: float) -
         raise UserError(f"{_name(trial)} has {len(own)} outputs, {_name(reference)} has {len(other)}")
     numbered = [{str(i): array for i, array in enumerate(arrays)} for arrays in (own, other)]
     found = agreement.agree(numbered[0], numbered[1], rtol, atol)
-    ranks = agreement.ranks(trial.answers(), reference.answers())
+    ranks = agreement.ranks(trial.answers, reference.answers)
     return {
         "trial": _name(trial),
         "reference": _name(reference),

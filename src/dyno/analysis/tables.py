@@ -61,6 +61,7 @@ def frame(
     rows = [row(t, Comparison(chosen.get(t.id), limits)) for t in results.trials]
     table = pd.DataFrame.from_records(rows, columns=[*COLUMNS, *EXTRAS])
     table = table.astype(dict.fromkeys(WHOLE, "Int64") | dict.fromkeys(TEXT, object))
+    table.attrs["budget"] = ", ".join(map(str, limits))
     numbers = [c for c in table.columns if c not in (*WHOLE, *TEXT)]
     table[numbers] = table[numbers].astype(float)
     return table

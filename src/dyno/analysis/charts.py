@@ -1,0 +1,248 @@
+"""Charts of the table: each function takes the frame and returns a matplotlib Figure, or None with nothing to draw."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from dyno.analysis import frontier
+from dyno.analysis.formatting import plain, show
+from dyno.analysis.frontier import LATENCY, THROUGHPUT, way
+from dyno.analysis.style import HATCHES, INK, LINES, WIDTH, color, marker, styled
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+MOST_BARS = 80  # rows in one figure; what is beyond stands in results.csv
+MOST_PANELS = 6
+MOST_NAMED = 4
+LONGEST = 44  # characters of a name on an axis
+ROW = 0.27  # inches a bar takes
+
+Group = tuple[str, "pd.DataFrame"]
+
+
+def everything(frame: pd.DataFrame) -> dict[str, Any]:
+    """All figures that have something to draw, by file name, in the order a reader wants them."""
+    drawn = {
+        "latency": latency(frame),
+        "speedup": speedup(frame),
+        "accuracy-latency": accuracy(frame, LATENCY),
+        "accuracy-throughput": accuracy(frame, THROUGHPUT),
+        "throughput-batch": scaling(frame, "batch"),
+        "throughput-size": scaling(frame, "size"),
+    }
+    return {name: figure for name, figure in drawn.items() if figure is not None}
+
+
+def latency(frame: pd.DataFrame) -> Any:
+    """Bars of the latency per batch with its interval between processes, one panel per model, size and batch (R15)."""
+    rows = frame.dropna(subset=[LATENCY])
+    return _rows_figure(rows, _latency_panel, "latency per batch, ms", lambda r: show(r[LATENCY] * 1e-3, "duration"))
+
+
+def speedup(frame: pd.DataFrame) -> Any:
+    """Speed-ups over the reference with their intervals, one panel per model, size and batch."""
+    rows = frame.dropna(subset=["speedup"])
+    rows = rows[rows.groupby("reference")["trial"].transform("count") > 1] if len(rows) else rows
+    return _rows_figure(rows, _speedup_panel, "times as fast as the reference", lambda r: f"{r['speedup']:.2f}x")
+
+
+def _latency_panel(axes: Any, rows: pd.DataFrame) -> None:
+    limit = 1.2 * rows[LATENCY].max()
+    for y, (_, r) in enumerate(rows.iterrows()):
+        hatch = HATCHES.get(r["precision"], "")
+        axes.barh(y, r[LATENCY], 0.72, color=color(r["backend"]), hatch=hatch, edgecolor="white", linewidth=0)
+        if not math.isnan(r["latency_ms_low"]):
+            _whisker(axes, r["latency_ms_low"], min(r["latency_ms_high"], limit), y)
+    axes.set_xlim(0, limit)
+
+
+def _speedup_panel(axes: Any, rows: pd.DataFrame) -> None:
+    axes.axvline(1, color=INK, lw=1)
+    limit = 1.2 * max(rows["speedup"].max(), 1)
+    for y, (_, r) in enumerate(rows.iterrows()):
+        axes.plot(r["speedup"], y, marker(r["precision"]), color=color(r["backend"]), mec="white", mew=0.7, ms=9)
+        if not math.isnan(r["speedup_low"]):
+            _whisker(axes, r["speedup_low"], min(r["speedup_high"], limit), y)
+    axes.set_xlim(0, limit)
+
+
+def _whisker(axes: Any, low: float, high: float, y: float) -> None:
+    axes.plot([low, high], [y, y], color=INK, lw=1.1)
+    axes.plot([low, high], [y, y], "|", color=INK, ms=5, mew=1.1)
+
+
+def _rows_figure(rows: pd.DataFrame, draw: Any, axis: str, value: Any) -> Any:
+    """Panels of horizontal rows, best first, names on the left and numbers on the right, where nothing can overlap."""
+    groups, left_out = _fitting(list(_groups(rows)))
+    if not groups:
+        return None
+    heights = [max(len(g), 2) * ROW for _, g in groups]
+    total = sum(heights) + 0.62 * len(groups) + 0.35
+    with styled() as figure_class:
+        figure = figure_class((WIDTH, total))
+        grid = figure.add_gridspec(
+            len(groups), 1, height_ratios=heights, hspace=0.62 / (sum(heights) / len(heights)),
+            left=0.3, right=0.88, top=1 - 0.3 / total, bottom=0.5 / total,
+        )  # fmt: skip
+        for i, (title, group) in enumerate(groups):
+            ordered = group.sort_values(LATENCY, ascending=True, kind="stable")
+            axes = figure.add_subplot(grid[i])
+            draw(axes, ordered)
+            _name_rows(axes, ordered, value)
+            axes.set_title(title, x=0 if len(title) < 60 else -0.4)
+        axes.set_xlabel(axis)
+        if left_out:
+            figure.text(0.88, 0, f"{left_out} more groups are in results.csv", ha="right", va="bottom", fontsize=8)
+    return figure
+
+
+def _name_rows(axes: Any, rows: pd.DataFrame, value: Any) -> None:
+    axes.set_yticks(range(len(rows)), [_short(way(r)) for _, r in rows.iterrows()])
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(False, axis="y")
+    for y, (_, r) in enumerate(rows.iterrows()):
+        axes.text(1.015, y, value(r), transform=axes.get_yaxis_transform(), va="center", fontweight="bold")
+
+
+def accuracy(frame: pd.DataFrame, speed: str = LATENCY) -> Any:
+    """Top-1 against latency or throughput with 95 % intervals on both axes and the frontier drawn."""
+    rows = frontier.usable(frame).dropna(subset=[speed, "top1"])
+    groups = [(title, g) for title, g in _groups(rows) if len(g) > 1][:MOST_PANELS]
+    if not groups:
+        return None
+    with styled() as figure_class:
+        figure = figure_class((WIDTH, 3.9 * len(groups) + 0.5), layout="constrained")
+        panels = figure.subplots(len(groups), 1, squeeze=False)[:, 0]
+        for axes, (title, group) in zip(panels, groups, strict=True):
+            edge = frontier.pareto(group, speed)
+            _accuracy_panel(axes, group, edge, speed)
+            axes.set_title(title, pad=20)
+            axes.text(0, 1.03, _named_frontier(edge), transform=axes.transAxes, fontsize=8.5)
+        _legend(figure, rows)
+    return figure
+
+
+def _named_frontier(edge: pd.DataFrame) -> str:
+    """The frontier in words: names beside crowded points would cover them."""
+    names = [_short(way(r)) for _, r in edge.iterrows()]
+    more = f", and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return "frontier (ringed), fastest first: " + ", ".join(names[:MOST_NAMED]) + more
+
+
+def _accuracy_panel(axes: Any, group: pd.DataFrame, edge: pd.DataFrame, speed: str) -> None:
+    steps = "steps-post" if speed == LATENCY else "steps-pre"
+    axes.plot(edge[speed], edge["top1"], drawstyle=steps, color=INK, lw=1, ls=(0, (4, 2)), zorder=1)
+    chosen = set(edge["trial"])
+    for _, r in group.iterrows():
+        tone = color(r["backend"])
+        if speed == LATENCY and not math.isnan(r["latency_ms_low"]):
+            axes.plot([r["latency_ms_low"], r["latency_ms_high"]], [r["top1"]] * 2, color=tone, lw=1.1, alpha=0.8)
+        axes.plot([r[speed]] * 2, [r["top1_low"], r["top1_high"]], color=tone, lw=1.1, alpha=0.8)
+        ring = {"mec": INK, "mew": 1.6, "ms": 11} if r["trial"] in chosen else {"mec": "white", "mew": 0.8, "ms": 9}
+        axes.plot(r[speed], r["top1"], marker(r["precision"]), color=tone, zorder=3, **ring)
+    axes.margins(x=0.1, y=0.12)
+    axes.set_xlim(left=max(0.0, axes.get_xlim()[0]))
+    axes.set_xlabel(
+        "latency per batch, ms (95 % interval between processes)" if speed == LATENCY else "images per second"
+    )
+    axes.set_ylabel("top-1, % (95 % interval)")
+
+
+def scaling(frame: pd.DataFrame, axis: str) -> Any:
+    """Throughput, and FPS from latency, against batch or image size (R35)."""
+    rows = frontier.usable(frame).dropna(subset=[LATENCY])
+    rows = rows.assign(fps=frontier.fps(rows), place=[_place(v) for v in rows[axis]])
+    keys = [k for k in ("model", "size", "batch", "device") if k != axis]
+    groups = [(_title(k, v), g) for k, v, g in _split(rows, keys) if g["place"].nunique() > 1][:MOST_PANELS]
+    if not groups:
+        return None
+    with styled() as figure_class:
+        figure = figure_class((WIDTH, 2.9 * len(groups) + 0.9), layout="constrained")
+        panels = figure.subplots(len(groups), 2, squeeze=False)
+        for pair, (title, group) in zip(panels, groups, strict=True):
+            for axes, (column, what) in zip(
+                pair, ((THROUGHPUT, "throughput"), ("fps", "FPS, batch after batch")), strict=True
+            ):
+                _lines(axes, group, axis, column)
+                axes.set_title(title if column == THROUGHPUT else "", loc="left")
+                axes.set_ylabel(f"{what}, images/s")
+        _legend(figure, rows, lines=True)
+    return figure
+
+
+def _lines(axes: Any, group: pd.DataFrame, axis: str, column: str) -> None:
+    for _, series in group.groupby(list(frontier.SERIES[3:]), sort=False):
+        first, ordered = series.iloc[0], series.dropna(subset=[column]).sort_values("place")
+        axes.plot(
+            ordered["place"], ordered[column], color=color(first["backend"]), marker=marker(first["precision"]),
+            ls=LINES.get(first["precision"], "-"), lw=1.6, ms=6, mec="white", mew=0.6,
+        )  # fmt: skip
+    ticks = sorted(set(group["place"]))
+    names = {_place(v): str(v) for v in group[axis]}
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [names[t] for t in ticks], minor=False)
+    axes.minorticks_off()
+    axes.set_xlabel("batch" if axis == "batch" else "image size, pixels")
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(lambda v, _: f"{v:,.0f}" if v >= 10 else f"{v:g}")
+
+
+def _legend(figure: Any, rows: pd.DataFrame, lines: bool = False) -> None:
+    from matplotlib.lines import Line2D
+
+    ways = dict.fromkeys(zip(rows["backend"], rows["precision"], strict=True))
+    handles = [
+        Line2D(
+            [],
+            [],
+            color=color(b),
+            marker=marker(p),
+            ls=LINES.get(p, "-") if lines else "",
+            mec="white",
+            ms=8,
+            label=f"{b} {p}",
+        )
+        for b, p in ways
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, handlelength=2.6 if lines else 1.2)
+
+
+def _groups(rows: pd.DataFrame) -> Iterator[Group]:
+    keys = ["model", "size", "batch", "device"]
+    return ((_title(keys, values), group) for _, values, group in _split(rows, keys))
+
+
+def _split(rows: pd.DataFrame, keys: list[str]) -> Iterator[tuple[list[str], tuple[Any, ...], pd.DataFrame]]:
+    return ((keys, values, group) for values, group in rows.groupby(keys, sort=False))
+
+
+def _title(keys: list[str], values: tuple[Any, ...]) -> str:
+    named = dict(zip(keys, values, strict=True))
+    parts = [_short(str(named["model"]))] + [f"{k} {named[k]}" for k in ("size", "batch") if k in named]
+    return ", ".join(parts + ([named["device"]] if named["device"] != "cpu" else []))
+
+
+def _fitting(groups: list[Group]) -> tuple[list[Group], int]:
+    kept: list[Group] = []
+    bars = 0
+    for title, group in groups:
+        if bars + len(group) > MOST_BARS and kept:
+            break
+        kept.append((title, group.nsmallest(MOST_BARS, LATENCY)))
+        bars += len(group)
+    return kept, len(groups) - len(kept)
+
+
+def _place(value: Any) -> float:
+    """Where a batch or a size lies on its axis; a size that isn't square at the side of the square of its area."""
+    height, _, width = str(value).partition("x")
+    return math.sqrt(float(height) * float(width or height))
+
+
+def _short(text: str) -> str:
+    clean = plain(text)
+    return clean if len(clean) <= LONGEST else clean[: LONGEST - 1] + "…"

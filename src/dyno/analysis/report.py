@@ -1,0 +1,118 @@
+"""The report: one HTML page that needs nothing beside it, with PNG charts and results.csv for other uses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dyno.analysis import charts, sections, style, tables, verdict
+from dyno.analysis.results import Results
+from dyno.worker.spec import UserError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+CAPTIONS = {
+    "latency": "Latency per batch. Bars are medians over the rounds, whiskers the 95 % interval between processes.",
+    "speedup": "Speed-up over the reference of the same model, size and batch, with its 95 % interval.",
+    "accuracy-latency": "Accuracy against latency, with 95 % intervals on both axes. Ringed: nothing is both "
+    "faster and more accurate.",
+    "accuracy-throughput": "Accuracy against throughput.",
+    "throughput-batch": "Throughput (batches overlap) and FPS (one batch after another) against the batch.",
+    "throughput-size": "Throughput and FPS against the image size.",
+}
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart inside the page: its caption and the <svg> element, which matplotlib has escaped."""
+
+    caption: str
+    svg: Any
+
+
+@dataclass(frozen=True)
+class Section:
+    """All that the page says about one run."""
+
+    results: Results
+    findings: list[verdict.Finding]
+    method: list[tuple[str, str]]
+    machine: list[tuple[str, str]]
+    tables: list[sections.Table]
+    charts: list[Chart]
+    saturation: sections.Table | None
+    accuracy: sections.Table | None
+    agreement: list[sections.Table]
+    complaints: list[tuple[str, str, str]]
+    details: list[sections.Detail]
+
+
+def write(results: list[Results], out: Path) -> Path:
+    """Write OUT/report.html, OUT/charts/*.png and OUT/results.csv; returns the page's path.
+
+    Several runs become sections of one page. UserError when the folder can't be written.
+    """
+    import pandas as pd
+
+    out = Path(out)
+    frames = [tables.frame(r) for r in results]
+    try:
+        (out / "charts").mkdir(parents=True, exist_ok=True)
+        parts = [
+            _section(r, f, out / "charts", i, len(results))
+            for i, (r, f) in enumerate(zip(results, frames, strict=True))
+        ]
+        together = frames[0] if len(frames) == 1 else pd.concat(_named(results, frames), ignore_index=True)
+        together.to_csv(out / "results.csv", index=False)
+        page = out / "report.html"
+        page.write_text(_html(parts), encoding="utf-8")
+    except OSError as e:
+        raise UserError(f"the report can't be written to {out}: {e.strerror or e}; give another folder") from e
+    return page
+
+
+def _named(results: Sequence[Results], frames: Sequence[pd.DataFrame]) -> list[pd.DataFrame]:
+    return [frame.assign(run=r.name) for r, frame in zip(results, frames, strict=True)]
+
+
+def _section(results: Results, frame: pd.DataFrame, folder: Path, index: int, runs: int) -> Section:
+    return Section(
+        results=results,
+        findings=verdict.findings(results, frame),
+        method=sections.method(results),
+        machine=sections.machine(results.environment),
+        tables=sections.results_tables(frame),
+        charts=_charts(frame, folder, f"r{index}", results.name if runs > 1 else ""),
+        saturation=sections.saturation_table(frame),
+        accuracy=sections.accuracy_table(results, frame),
+        agreement=sections.agreement_tables(results),
+        complaints=sections.complaints(results),
+        details=sections.details(results),
+    )
+
+
+def _charts(frame: pd.DataFrame, folder: Path, prefix: str, run: str) -> list[Chart]:
+    from markupsafe import Markup
+
+    found = []
+    for name, figure in charts.everything(frame).items():
+        file = re.sub(r"[^\w.-]+", "_", f"{run}-{name}" if run else name)
+        style.save(figure, folder / f"{file}.png")
+        found.append(Chart(CAPTIONS[name], Markup(style.svg(figure, f"{prefix}-{name}"))))
+    return found
+
+
+def _html(parts: list[Section]) -> str:
+    from importlib import resources
+
+    from jinja2 import BaseLoader, Environment, StrictUndefined
+
+    environment = Environment(
+        loader=BaseLoader(), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    source = resources.files("dyno.analysis").joinpath("report.html.j2").read_text(encoding="utf-8")
+    return environment.from_string(source).render(sections=parts, most_details=sections.MOST_DETAILS)

@@ -1,0 +1,275 @@
+"""The parts of a report as plain data: what the template prints, computed from stored records alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from dyno.analysis import accuracy, agreement, stats
+from dyno.analysis.formatting import points, show, significant
+from dyno.analysis.frontier import SATURATED, saturation
+from dyno.analysis.precision import truth
+from dyno.analysis.references import references
+from dyno.analysis.render import failures, grouped
+from dyno.analysis.results import LATENCIES, Results, Round, TrialResult
+from dyno.analysis.tables import build_seconds
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+MOST_DETAILS = 300  # trials with a section of their own, and pairs whose raw outputs are compared
+STOPPED = {"interval": "narrow enough", "seconds": "time was up", "samples": "enough samples"}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Text of a table cell and what it is sorted by; `number` right-aligns it."""
+
+    text: str
+    sort: str = ""
+    number: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """A titled table; `notes` are printed below it."""
+
+    title: str
+    head: list[str]
+    rows: list[list[Cell]]
+    notes: list[str] = field(default_factory=list)
+
+
+def text(value: object) -> Cell:
+    """A cell of text, sorted by that text."""
+    return Cell(str(value), str(value))
+
+
+def number(value: float | None, shown: str | None = None) -> Cell:
+    """A cell of a number, sorted by it; empty for None and NaN."""
+    if value is None or value != value:
+        return Cell("", "", True)
+    return Cell(significant(value) if shown is None else shown, repr(float(value)), True)
+
+
+def results_tables(frame: pd.DataFrame) -> list[Table]:
+    """The tables of `render`, for the page."""
+    found = []
+    for title, columns, rows in grouped(frame):
+        cells = [[Cell(c.cell(r), _key(r, c.sort), c.right) for c in columns] for r in rows]
+        notes = [f"{way} {why}" for way, why in failures(rows)]
+        found.append(Table(title, [c.title for c in columns], cells, notes))
+    return found
+
+
+def _key(row: dict[str, Any], column: str) -> str:
+    value = str(row[column])
+    return "" if value in ("nan", "<NA>", "None") else value
+
+
+def method(results: Results) -> list[tuple[str, str]]:
+    """How the numbers were made, as terms and sentences."""
+    trials = results.trials
+    plans = [t.spec.get("plan") or {} for t in trials]
+    threads = _each(t.spec.get("runtime", {}).get("threads") for t in trials)
+    data = [d for t in trials if (d := t.facts.get("data"))] or [t.spec.get("data") or {} for t in trials]
+    inputs = _each(f"{d.get('name')} ({d.get('split', '')}, {d.get('count', 0)} images)" for d in data)
+    return [
+        ("latency, model", "inputs already where the engine reads them, outputs left there; one batch at a time"),
+        ("latency, all", "from host memory to host memory, copies included; one batch at a time"),
+        ("throughput", "batches queued so that copies and computing overlap, as far as the engine can"),
+        ("rounds", f"{_each(p.get('rounds') for p in plans)}, each in a fresh process, in shuffled, interleaved order"),
+        ("warm-up", f"at least {_each(p.get('warmup_s') for p in plans)} s, until the median is steady"),
+        ("sampling ends", _stopping(plans, trials)),
+        ("threads", f"{threads} for every backend, pinned to the same cores"),
+        ("inputs", inputs),
+        ("“faster”", "Welch's t interval of the log medians of the rounds, so the spread between processes decides"),
+        (
+            "accuracy",
+            "Wilson's interval for one trial, Tango's score interval for the paired difference to the reference",
+        ),
+        ("trimmed mean", "without the fastest and the slowest 10 % of the samples"),
+    ]
+
+
+def _stopping(plans: list[dict[str, Any]], trials: list[TrialResult]) -> str:
+    ended = Counter(
+        STOPPED.get(m["stopped"], m["stopped"])
+        for t in trials for r in t.good for m in r.raw.get("measurements") or () if m.get("stopped")
+    )  # fmt: skip
+    counts = ", ".join(f"{n} × {why}" for why, n in ended.most_common())
+    interval = _each(f"{100 * p['interval']:g} %" for p in plans if "interval" in p)
+    limit = f"when the median is known to ±{interval} or after {_each(p.get('seconds') for p in plans)} s per boundary"
+    return limit + (f"; seen: {counts}" if counts else "")
+
+
+def _each(values: Iterable[Any]) -> str:
+    """The different values, in order, as one phrase."""
+    return ", ".join(dict.fromkeys(f"{v:g}" if isinstance(v, float) else str(v) for v in values if v is not None))
+
+
+def machine(environment: dict[str, Any]) -> list[tuple[str, str]]:
+    """The environment as terms and values; nested tables become one row each."""
+    return [(key.removesuffix("_bytes").replace("_", " "), _value(key, v)) for key, v in environment.items() if v]
+
+
+def _value(key: str, value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{k} {_value(k, v)}" for k, v in value.items())
+    if isinstance(value, (list, tuple)):
+        return ", ".join(str(v) for v in value)
+    return show(float(value), "bytes") if key.endswith("_bytes") else str(value)
+
+
+def saturation_table(frame: pd.DataFrame) -> Table | None:
+    """Where throughput saturates with the batch, and the best batch (R37), for each way of running a model."""
+    rows = [
+        [
+            text(f"{s.model} {s.way}"), number(float(s.size.split("x")[0]), s.size),
+            number(s.batch, f"batch {s.batch}" if s.batch < s.largest else f"still rising at {s.largest}"),
+            number(s.images_per_s), number(s.best_batch, str(s.best_batch)), number(s.best_images_per_s),
+        ]
+        for s in saturation(frame)
+    ]  # fmt: skip
+    head = ["trial", "size", f"{100 * SATURATED:.0f} % of the best at", "images/s there", "best batch", "best images/s"]
+    return Table("Where throughput saturates", head, rows) if rows else None
+
+
+def accuracy_table(results: Results, frame: pd.DataFrame) -> Table | None:
+    """Top-1 and top-5 with intervals, what was gained and lost against the reference, and the budget decision."""
+    rows, chosen = [], {t.id: t for t in results}
+    for _, r in frame[frame["top1"].notna()].iterrows():
+        t, reference = chosen[r["trial"]], chosen.get(r["reference"])
+        pair = accuracy.paired(t, reference) if reference is not None and reference is not t else None
+        rows.append([text(t.label), number(float(r["images"]), f"{r['images']:,}"), *_shares(r), *_change(r, pair)])
+    head = ["trial", "images", "top-1 %", "95 % interval", "top-5 %", "gained", "lost", "change, points",
+            "95 % interval", "budget", "images to settle"]  # fmt: skip
+    return Table("Accuracy", head, rows) if rows else None
+
+
+def _shares(r: pd.Series) -> list[Cell]:
+    interval = Cell(f"{r['top1_low']:.2f} to {r['top1_high']:.2f}", repr(r["top1_low"]), True)
+    return [number(r["top1"], f"{r['top1']:.2f}"), interval, number(r["top5"], f"{r['top5']:.2f}")]
+
+
+def _change(r: pd.Series, pair: accuracy.Paired | None) -> list[Cell]:
+    if pair is None:
+        return [Cell("", "", True)] * 4 + [text(r["budget"]), Cell("", "", True)]
+    d = pair.difference
+    more = (
+        Cell("", "", True)
+        if str(r["more_images"]) == "<NA>"
+        else number(float(r["more_images"]), f"{r['more_images']:,}")
+    )
+    spread = Cell(f"{points(d.low)} to {points(d.high)}", repr(d.low), True)
+    counts = [number(pair.gained, str(pair.gained)), number(pair.lost, str(pair.lost))]
+    return [*counts, number(d.value, points(d.value)), spread, text(r["budget"]), more]
+
+
+def agreement_tables(results: Results, reference: str | None = None) -> list[Table]:
+    """Outputs against the reference's: isclose share and errors (R7, R23), and the ranks' table (R8)."""
+    chosen = references(results, reference or results.settings.get("reference"))
+    values: list[list[Cell]] = []
+    ranks: list[list[Cell]] = []
+    for t in results.trials:
+        other = chosen.get(t.id)
+        if other is None or other is t or not t.good or len(values) >= MOST_DETAILS:
+            continue
+        if found := agreement.of(t, other):
+            values.append([text(t.label), text(other.way), *_agreement_cells(found)])
+        if rows := agreement.ranks(t.answers, other.answers):
+            cells = [number(r.disagreement, f"{significant(r.mae, 2)} / {100 * r.disagreement:.2f} %") for r in rows]
+            ranks.append([text(t.label), *cells])
+    close = f"close, % (rtol {agreement.RTOL:g}, atol {agreement.ATOL:g})"
+    head = ["trial", "against", "values", close, "max abs", "mean abs", "max rel", "not finite"]
+    tables = [Table("Outputs against the reference", head, values)] if values else []
+    if ranks:
+        longest = max(map(len, ranks)) - 1
+        padded = [row + [Cell("")] * (longest + 1 - len(row)) for row in ranks]
+        title = "Ranks: mean absolute error of the score / inputs whose class at that rank differs"
+        tables.append(Table(title, ["trial", *(f"rank {i + 1}" for i in range(longest))], padded))
+    return tables
+
+
+def _agreement_cells(a: agreement.Agreement) -> list[Cell]:
+    errors = [number(v) for v in (a.max_abs, a.mean_abs, a.max_rel)]
+    close = number(100 * a.close, f"{100 * a.close:.2f}")
+    return [number(a.count, f"{a.count:,}"), close, *errors, number(a.nonfinite, str(a.nonfinite))]
+
+
+def complaints(results: Results) -> list[tuple[str, str, str]]:
+    """Failures first, then warnings: kind, trial, and one line."""
+    bad = [(t.status, t.label, t.reason) for t in results if t.status != "ok"]
+    warned = [("warning", t.label, " ".join(w.split())) for t in results for w in t.warnings()]
+    return [*(("unreadable", "", p) for p in results.problems), *bad, *warned]
+
+
+@dataclass(frozen=True)
+class Detail:
+    """One trial's own section: facts as terms and values, and a table of its rounds."""
+
+    label: str
+    id: str
+    status: str
+    facts: list[tuple[str, str]]
+    rounds: Table
+
+
+def details(results: Results) -> list[Detail]:
+    """A section per trial, at most MOST_DETAILS."""
+    return [Detail(t.label, t.id, t.status, list(_facts(t)), _rounds(t)) for t in results.trials[:MOST_DETAILS]]
+
+
+def _facts(t: TrialResult) -> Iterator[tuple[str, str]]:
+    if t.reason:
+        yield "reason", t.reason
+    found = truth(t)
+    known: list[tuple[str, Any]] = [
+        ("options", t.facts.get("options") or t.options),
+        ("layers by type", str(found) if found else ""),
+        ("precision", found.sentence if found else ""),
+        ("nodes by provider", t.facts.get("nodes_by_provider")),
+        ("threads", t.facts.get("threads")),
+        ("notes", "; ".join(str(n) for n in t.facts.get("notes") or ())),
+        ("made by", _steps(t)),
+        ("ready after", show(build_seconds(t), "duration")),
+        ("load", show(t.value("load"), "duration")),
+        ("first call", show(t.value("first_call"), "duration")),
+        ("peak memory", show(t.value("peak_memory"), "bytes")),
+        ("weights sha256", str(t.facts.get("weights_sha256") or "")[:16]),
+        ("inputs sha256", str(t.facts.get("inputs_sha256") or "")[:16]),
+    ]
+    yield from ((name, _value("", value)) for name, value in known if value)
+
+
+def _steps(t: TrialResult) -> str:
+    steps = (t.artifact.get("made_by") or {}).get("steps") or ()
+    return " → ".join(
+        f"{s.get('maker')}: {s.get('format')} {s.get('precision')} in {show(s.get('seconds'), 'duration')}"
+        f" ({show(s.get('bytes'), 'bytes')})"
+        for s in steps
+    )
+
+
+def _rounds(t: TrialResult) -> Table:
+    rows = [
+        [number(r.number, str(r.number)), text(r.status), text(boundary), *_sampling(r, boundary)]
+        for r in t.rounds for boundary in LATENCIES if r.measurement("latency", boundary)
+    ]  # fmt: skip
+    head = ["round", "status", "boundary", "samples", "median", "95 % interval", "mean", "p99", "max", "ended because"]
+    return Table("", head, rows)
+
+
+def _sampling(r: Round, boundary: str) -> list[Cell]:
+    samples = r.samples("latency", boundary)
+    stopped = str(r.measurement("latency", boundary).get("stopped") or "")
+    if not samples.size:
+        return [Cell("", "", True)] * 6 + [text(STOPPED.get(stopped, stopped))]
+    s, interval = stats.summary(samples), stats.median_interval(samples)
+    spread = f"{show(interval.low, 'duration')} to {show(interval.high, 'duration')}"
+    times = [number(v, show(v, "duration")) for v in (s.mean, s.p99, s.max)]
+    median = number(s.median, show(s.median, "duration", 4))
+    return [number(s.count, f"{s.count:,}"), median, Cell(spread, repr(interval.low), True), *times,
+            text(STOPPED.get(stopped, stopped))]  # fmt: skip

@@ -1,0 +1,87 @@
+"""How every chart looks: one colour per backend, one marker and hatch per precision."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+# Okabe and Ito's palette, told apart by colour-blind readers too.
+COLORS = {
+    "pytorch": "#0072B2",
+    "compile": "#56B4E9",
+    "onnxruntime": "#E69F00",
+    "openvino": "#009E73",
+    "tensorrt": "#D55E00",
+    "torch_trt": "#CC79A7",
+    "fake": "#8A8A8A",
+}
+SPARE = ("#CC79A7", "#B8A800", "#7A5195", "#5C4B3B", "#8A8A8A")
+MARKERS = {"fp32": "o", "tf32": "D", "fp16": "^", "bf16": "s", "int8": "v", "fp8": "P"}
+HATCHES = {"fp32": "", "tf32": "..", "fp16": "//", "bf16": "\\\\", "int8": "xx", "fp8": "++"}
+LINES = {
+    "fp32": "-",
+    "tf32": (0, (1, 1)),
+    "fp16": (0, (5, 2)),
+    "bf16": (0, (5, 1, 1, 1)),
+    "int8": (0, (2, 1)),
+    "fp8": ":",
+}
+INK, FAINT = "#1c2430", "#d5dae1"
+WIDTH = 8.2  # inches
+SETTINGS = {
+    "font.family": ["DejaVu Sans"], "font.size": 9.5, "axes.titlesize": 10.5, "axes.titleweight": "bold",
+    "axes.titlelocation": "left", "axes.edgecolor": "#9aa3af", "axes.labelcolor": INK, "text.color": INK,
+    "xtick.color": INK, "ytick.color": INK, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
+    "grid.color": FAINT, "grid.linewidth": 0.6, "axes.axisbelow": True, "hatch.linewidth": 0.7, "legend.frameon": False,
+    "legend.fontsize": 8.5, "text.parse_math": False, "svg.fonttype": "none", "svg.hashsalt": "dyno",
+    "figure.facecolor": "white", "savefig.facecolor": "white",
+}  # fmt: skip
+
+
+def color(backend: str) -> str:
+    """The backend's colour, the same in every chart and every run."""
+    return COLORS.get(backend) or SPARE[hashlib.sha256(backend.encode()).digest()[0] % len(SPARE)]
+
+
+def marker(precision: str) -> str:
+    """The precision's marker."""
+    return MARKERS.get(precision, "X")
+
+
+@contextmanager
+def styled() -> Iterator[Any]:
+    """matplotlib.pyplot-free drawing with Dyno's settings; gives the Figure class."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context(SETTINGS):
+        yield Figure
+
+
+def save(figure: Any, path: Any) -> None:
+    """Write the figure as PNG, 150 dots per inch."""
+    import matplotlib as mpl
+
+    with mpl.rc_context(SETTINGS):
+        figure.savefig(path, dpi=150, bbox_inches="tight", format="png")
+
+
+def svg(figure: Any, prefix: str) -> str:
+    """The figure as an <svg> element to be placed inside a page; ids begin with `prefix`, so two never meet."""
+    import matplotlib as mpl
+
+    stream = io.StringIO()
+    with mpl.rc_context(SETTINGS):
+        figure.savefig(stream, format="svg", bbox_inches="tight", metadata={"Date": None, "Creator": None})
+    text = stream.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = text.replace("'DejaVu Sans'", "'DejaVu Sans', Verdana, sans-serif")  # a phone may not have the first
+    text = re.sub(r'(?<=\bid=")', f"{prefix}-", text)
+    text = re.sub(r'(?<=href="#)|(?<=url\(#)', f"{prefix}-", text)
+    # A browser scales the drawing by its viewBox; a fixed size in points would not fit a phone.
+    return re.sub(r'(<svg[^>]*?) (?:height|width)="[^"]*"(.*?) (?:height|width)="[^"]*"', r"\1\2", text, count=1)
