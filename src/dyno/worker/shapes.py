@@ -12,7 +12,7 @@ Shape = tuple[int, ...]
 
 
 def static_shapes(inputs: Iterable[Tensor], dims: Dims) -> dict[str, Shape]:
-    """The shape of every input in this trial: free dimensions filled from batch, height and width, or from `dims.shapes`.
+    """The shape of every input in this trial: free dimensions come from batch, height, width, or `dims.shapes`.
 
     A file that is fixed at another batch or size, or has a free dimension nobody gave, is a `UserError`.
     """
@@ -32,16 +32,20 @@ def _static(tensor: Tensor, dims: Dims) -> Shape:
         wanted |= {2: ("height", dims.height), 3: ("width", dims.width)}
     if given is not None:
         if len(given) != len(tensor.shape):
-            raise UserError(f"input {tensor.name!r} has {len(tensor.shape)} dimensions, but {_text(given)} was asked for")
+            raise UserError(f"input {tensor.name!r} has {len(tensor.shape)} dimensions, not {_text(given)}")
         wanted = {axis: (f"dimension {axis} of {tensor.name!r}", size) for axis, size in enumerate(given)}
-    return tuple(_size(tensor, axis, known, wanted, image or given is not None) for axis, known in enumerate(tensor.shape))
+    return tuple(
+        _size(tensor, axis, known, wanted, image or given is not None) for axis, known in enumerate(tensor.shape)
+    )
 
 
 def _size(tensor: Tensor, axis: int, known: int | str, wanted: dict[int, tuple[str, int]], strict: bool) -> int:
     what, size = wanted.get(axis, ("", 0))
     if isinstance(known, str):
         if not what:
-            raise UserError(f"input {tensor.name!r} has a free dimension {known or axis!r}; say how long it is with --shapes")
+            raise UserError(
+                f"input {tensor.name!r} has a free dimension {known or axis!r}; give its shape with --shapes"
+            )
         return size
     # A fixed first dimension need not be the batch, unless the input is an image or its shape was asked for by name.
     if strict and what and known != size:
@@ -51,7 +55,7 @@ def _size(tensor: Tensor, axis: int, known: int | str, wanted: dict[int, tuple[s
 
 
 def fitted(feed: np.ndarray, tensor: Tensor, shape: Shape) -> np.ndarray:
-    """The feed in the engine's type and C order, without a copy where it is so already; a wrong shape is a `UserError`."""
+    """The feed in the engine's type and C order, copied only where it isn't so; a wrong shape is a `UserError`."""
     if feed.shape != shape:
         raise UserError(f"input {tensor.name!r} wants {_text(shape)}, but got {_text(feed.shape)}")
     return np.ascontiguousarray(feed, dtype=tensor.dtype)

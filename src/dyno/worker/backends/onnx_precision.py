@@ -1,0 +1,156 @@
+"""ONNX graphs in a lower precision: FP16 by mixed-precision conversion, INT8 as Q/DQ calibrated on real images.
+
+The conversions themselves are in `onnx_fp16` and `onnx_int8`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dyno.worker.backend import Backend
+from dyno.worker.calibration import NO_DATA, SAMPLES, example
+from dyno.worker.onnx_fp16 import to_fp16
+from dyno.worker.onnx_int8 import METHOD, to_int8
+from dyno.worker.spec import Artifact, DataSpec, Option, Recipe, Runtime, Trial, Unavailable, UserError
+
+QUANTISED = set(
+    "QuantizeLinear DequantizeLinear DynamicQuantizeLinear QLinearConv QLinearMatMul QGemm ConvInteger "
+    "MatMulInteger".split()
+)
+
+
+def converted(trial: Trial, target: str, batch: int = 0) -> Recipe:
+    """The recipe of the ONNX file this trial needs: exported, then converted to its precision for the target engine.
+
+    The export has a free batch unless one is given, so that all batches of a study share one file and one calibration;
+    engines fix it. Trial options `samples`, `method` and `percentile` reach the calibration, `exporter` and `opset` the
+    export. Pure; int8 without data is a `UserError`.
+    """
+    from dyno.worker.backends.onnx_export import exported
+
+    # Files are made in the Python that has the model, whichever the trial runs in.
+    parent: Recipe = exported(trial.model, replace(trial.dims, batch=batch), Runtime(), trial.options)
+    if trial.precision in ("fp32", "tf32"):
+        return parent
+    options: dict[str, Option] = {}
+    data = None
+    if trial.precision == "int8":
+        if not trial.data.folder:
+            raise UserError(NO_DATA)
+        options = {"target": target, "samples": SAMPLES, "method": METHOD}
+        options |= {key: value for key, value in trial.options.items() if key in ("samples", "method", "percentile")}
+        data = DataSpec(trial.data.name, trial.data.folder, trial.data.sha256, split="calibration")
+    return replace(
+        parent, maker=OnnxPrecision.name, precision=trial.precision, options=options, data=data, parent=parent
+    )
+
+
+class OnnxPrecision(Backend):
+    """Makes an ONNX file of lower precision from one in FP32."""
+
+    name = "onnx_precision"
+    requires = ("onnx", "onnxruntime", "onnxconverter-common")
+    precisions = ("fp16", "int8")
+    runs = False
+
+    def recipe(self, trial: Trial) -> Recipe:
+        """The file for the engine named by the option `target`, with a free batch where the trial's is 0."""
+        return converted(trial, str(trial.options.get("target", "onnxruntime")), trial.dims.batch)
+
+    def probe(self) -> dict[str, Any]:
+        """Versions of the libraries; `Unavailable` says which one to install."""
+        versions = _versions(self.requires)
+        return {"version": versions["onnxconverter-common"], "devices": ["cpu"], "detail": f"{versions}"}
+
+    def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
+        """Convert the parent's file and check it: ONNX's checker, then one run in ONNX Runtime with finite outputs.
+
+        Raises `UserError` for a model that is quantised already, calibration data that is missing or of another shape,
+        an unknown method or target, and a result that overflows.
+        """
+        started = time.perf_counter()
+        versions = _versions(self.requires)
+        convert = {"fp16": to_fp16, "int8": to_int8}.get(recipe.precision)
+        if convert is None:
+            has = ", ".join(self.precisions)
+            raise UserError(f"an ONNX graph can't be made {recipe.precision} here (it can be made {has})")
+        if parent is None:
+            raise UserError(f"{recipe.precision} is made from an ONNX file in fp32: give one, or a PyTorch model")
+        model, path = _read(parent.path), folder / "model.onnx"
+        made_by: dict[str, Any] = {"backend": self.name, "options": dict(recipe.options), "versions": versions}
+        made_by["parameters"] = parent.made_by.get("parameters", _parameters(model))
+        made_by |= convert(model, recipe, parent, path)
+        made_by["check"] = _check(path, recipe, parent)
+        content = path.read_bytes()
+        return Artifact(
+            format="onnx",
+            path=str(path),
+            sha256=hashlib.sha256(content).hexdigest(),
+            bytes=len(content),
+            precision=recipe.precision,
+            inputs=parent.inputs,
+            outputs=parent.outputs,
+            seconds=time.perf_counter() - started,
+            parent_sha256=parent.sha256,
+            made_by=made_by,
+        )
+
+
+def _versions(distributions: tuple[str, ...]) -> dict[str, str]:
+    try:
+        return {name: importlib.metadata.version(name) for name in distributions}
+    except importlib.metadata.PackageNotFoundError as e:
+        raise Unavailable(f"{e.name} is not installed in this Python; pip install {e.name}") from e
+
+
+def _read(path: str) -> Any:
+    import onnx
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+
+    try:
+        model = onnx.load(path)
+    except (OSError, DecodeError) as e:
+        raise UserError(f"{path} is not a readable ONNX file: {' '.join(str(e).split())[:200]}") from e
+    present = sorted({node.op_type for node in model.graph.node} & QUANTISED)
+    if present:
+        raise UserError(
+            f"{path} is quantised already (it has {present[0]} nodes): "
+            "run it as fp32, which leaves the file as it is, or give the float model"
+        )
+    return model
+
+
+def _parameters(model: Any) -> int:
+    """Number of floating-point weights, batch-norm statistics included where they were not folded."""
+    import onnx
+
+    floats = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.DOUBLE)
+    return sum(int(np.prod(t.dims, dtype=np.int64)) for t in model.graph.initializer if t.data_type in floats)
+
+
+def _check(path: Path, recipe: Recipe, parent: Artifact) -> dict[str, Any]:
+    """Run parent and result once on the same input: outputs must stay finite; says how far they are apart."""
+    feeds = example(recipe, parent)
+    before, after = (_outputs(p, feeds) for p in (parent.path, str(path)))
+    if all(np.isfinite(b).all() for b in before) and not all(np.isfinite(a).all() for a in after):
+        raise UserError(
+            f"{recipe.model.name} overflows in {recipe.precision}: outputs are not finite; use bf16 or fp32"
+        )
+    apart = max(float(np.abs(a - b).max(initial=0)) for a, b in zip(after, before, strict=True))
+    return {"max_difference": apart, "max_output": max(float(np.abs(b).max(initial=0)) for b in before)}
+
+
+def _outputs(path: str, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    return [np.asarray(output, np.float64) for output in session.run(None, feeds)]

@@ -1,0 +1,313 @@
+"""ONNX Runtime: an .onnx file on its CPU provider, with input and output memory bound once.
+
+`load` and `facts` need numpy and onnxruntime alone, so they work in any Python from 3.10 on.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dyno.worker.backend import Arrays, Backend, Session
+from dyno.worker.backends.onnx_precision import converted
+from dyno.worker.calibration import NO_DATA
+from dyno.worker.shapes import Shape, fitted, static_shapes
+from dyno.worker.spec import Artifact, Option, Recipe, Tensor, Trial, Unavailable, UserError
+from dyno.worker.truth import precision_truth, why_not_faster
+
+ENGINE = "ONNX Runtime"
+PROVIDERS = {"cpu": "CPUExecutionProvider"}
+OPTIMIZATION = {
+    "all": "ORT_ENABLE_ALL",
+    "extended": "ORT_ENABLE_EXTENDED",
+    "basic": "ORT_ENABLE_BASIC",
+    "disable": "ORT_DISABLE_ALL",
+}
+NUMPY_TYPES = {"float": "float32", "double": "float64"}
+TYPE_NAMES = {"float": "float32", "uint8": "int8", "double": "float64"}
+COMPUTE = re.compile("Conv|Gemm|MatMul|Attention|LSTM|GRU|RNN")
+PROFILED_RUNS = 3
+CONVERTERS = ("QuantizeLinear", "DequantizeLinear", "Cast", "ReorderInput", "ReorderOutput")
+# An ONNX file of one node, y = x + x on a float scalar, so that `probe` needs no onnx.
+ONE_ADD = bytes.fromhex(
+    "08083a2f0a0e0a01780a0178120179220341646412036164645a0b0a017812060a0408011200620b0a017912060a040801120042040a00100d"
+)
+
+
+class OnnxRuntime(Backend):
+    """Runs ONNX files. Options: `optimization` (all, extended, basic, disable) and `spinning` (default true)."""
+
+    name = "onnxruntime"
+    requires = ("onnxruntime",)
+    precisions = ("fp32", "fp16", "int8")
+    devices = tuple(PROVIDERS)
+
+    def refuse(self, trial: Trial) -> str:
+        """The base class's reasons, int8 without data, and a model file of another format."""
+        if why := super().refuse(trial):
+            return why
+        if trial.model.file and not trial.model.file.endswith(".onnx"):
+            return f"onnxruntime reads .onnx files, not {Path(trial.model.file).name}"
+        return NO_DATA if trial.precision == "int8" and not trial.data.folder else ""
+
+    def recipe(self, trial: Trial) -> Recipe:
+        """An ONNX export, converted to the trial's precision as ONNX Runtime wants it."""
+        return converted(trial, self.name)
+
+    def probe(self) -> dict[str, Any]:
+        """Add two numbers on the CPU provider."""
+        ort = _library()
+        session = ort.InferenceSession(ONE_ADD, _quiet(ort), providers=["CPUExecutionProvider"])
+        (out,) = session.run(None, {"x": np.asarray(2, np.float32)})
+        providers = ort.get_available_providers()
+        devices = [device for device, provider in PROVIDERS.items() if provider in providers and out == 4]
+        return {"version": ort.__version__, "devices": devices, "detail": ", ".join(providers)}
+
+    def load(self, trial: Trial, artifact: Artifact | None) -> Session:
+        """A session with the trial's threads, and shapes that are static even where the file's batch is free.
+
+        Raises `Unavailable` without the library or a kernel, `UserError` for a missing, corrupt or ill-fitting file,
+        `MemoryError` when memory runs out.
+        """
+        ort = _library()
+        path = artifact.path if artifact else trial.model.file
+        if not Path(path).is_file():
+            raise UserError(f"{path or 'the ONNX file'} does not exist")
+        if Path(path).stat().st_size == 0:
+            raise UserError(f"{path} is empty, not an ONNX file")
+        known = artifact.inputs if artifact else ()
+        try:
+            return OnnxRuntimeSession(ort, path, trial, known or _described(ort, path))
+        except _errors() as e:
+            raise _meaning(e, f"{path} can't be loaded") from e
+
+
+class OnnxRuntimeSession(Session):
+    """One InferenceSession; inputs are read from, and outputs written to, host memory without a copy."""
+
+    def __init__(self, ort: Any, path: str, trial: Trial, known: tuple[Tensor, ...]) -> None:
+        self._ort, self._path, self._asked = ort, path, trial.precision
+        self._provider = PROVIDERS[trial.runtime.device.split(":")[0]]
+        self._shapes = static_shapes(known, trial.dims)
+        self._overrides = _overrides(known, self._shapes)
+        self._settings = _settings(trial)
+        self._session = ort.InferenceSession(path, self._options(), providers=[self._provider])
+        self.inputs = tuple(_tensor(arg) for arg in self._session.get_inputs())
+        self.outputs = tuple(_tensor(arg) for arg in self._session.get_outputs())
+        self._errors = _errors()
+        self._feeds: dict[str, np.ndarray] = {}
+        self._bind_outputs()
+
+    def _options(self) -> Any:
+        options = _quiet(self._ort)
+        options.intra_op_num_threads = self._settings["intra_op_threads"]
+        options.inter_op_num_threads = self._settings["inter_op_threads"]
+        options.execution_mode = self._ort.ExecutionMode.ORT_SEQUENTIAL
+        level = OPTIMIZATION[self._settings["optimization"]]
+        options.graph_optimization_level = getattr(self._ort.GraphOptimizationLevel, level)
+        options.add_session_config_entry("session.intra_op.allow_spinning", str(int(self._settings["spinning"])))
+        for name, size in self._overrides.items():
+            options.add_free_dimension_override_by_name(name, size)
+        return options
+
+    def _bind_outputs(self) -> None:
+        """Give each output a place to be written to; one whose shape only a run can tell is left to the library."""
+        self._binding = self._session.io_binding()
+        self._outputs: dict[str, np.ndarray] = {}
+        for tensor in self.outputs:
+            sizes = [size for size in tensor.shape if isinstance(size, int)]
+            if len(sizes) == len(tensor.shape):
+                place = self._outputs[tensor.name] = np.empty(sizes, tensor.dtype)
+                self._binding.bind_output(tensor.name, "cpu", 0, place.dtype.type, place.shape, place.ctypes.data)
+        self._unplaced = [tensor.name for tensor in self.outputs if tensor.name not in self._outputs]
+
+    def bind(self, feeds: Arrays, slot: int = 0) -> None:
+        """Point the session at the feeds, which are held until the next `bind`; copied only to change their type."""
+        for tensor in self.inputs:
+            if tensor.name not in feeds:
+                raise UserError(f"input {tensor.name!r} was not fed, only {', '.join(feeds) or 'nothing'}")
+            feed = fitted(feeds[tensor.name], tensor, self._shapes[tensor.name])
+            self._binding.bind_input(tensor.name, "cpu", 0, feed.dtype.type, feed.shape, feed.ctypes.data)
+            self._feeds[tensor.name] = feed
+        for name in self._unplaced:  # what another input made there may have another shape
+            self._binding.bind_output(name, "cpu")
+
+    def run(self, slot: int = 0) -> None:
+        """Run to the end. Raises `MemoryError` when memory runs out."""
+        try:
+            self._session.run_with_iobinding(self._binding)
+        except self._errors as e:
+            _raise_if_memory(e, f"{self._path} stopped while running")
+            raise
+
+    def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
+        """The bound output arrays themselves: valid until the next run."""
+        if not self._unplaced:
+            return dict(self._outputs)
+        values = self._binding.get_outputs()
+        return {t.name: self._outputs.get(t.name, values[k].numpy()) for k, t in enumerate(self.outputs)}
+
+    def facts(self) -> dict[str, Any]:
+        """Layers, types, providers and time by operator, from ONNX Runtime's profile of a second, short session."""
+        nodes = _Profile(self._profile())
+        return {
+            "layers": len(nodes.seen),
+            "layers_by_type": nodes.by_type(),
+            "nodes_by_provider": nodes.by_provider(),
+            "operators": nodes.operators(),
+            "time_by_operator": nodes.time_by_operator(),
+            "precision_truth": precision_truth(self._asked, nodes.by_type(), ENGINE),
+            "threads": self._settings["intra_op_threads"],
+            "options": dict(self._settings),
+            "notes": nodes.notes(self._asked),
+        }
+
+    def _profile(self) -> list[dict[str, Any]]:
+        rng = np.random.default_rng(0)
+        made = {t.name: rng.standard_normal(self._shapes[t.name]).astype(t.dtype) for t in self.inputs}
+        with tempfile.TemporaryDirectory() as scratch:
+            options = self._options()
+            options.enable_profiling = True
+            options.profile_file_prefix = f"{scratch}/profile"
+            session = self._ort.InferenceSession(self._path, options, providers=[self._provider])
+            for _ in range(PROFILED_RUNS):
+                session.run(None, made | self._feeds)
+            events: list[dict[str, Any]] = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
+        return events
+
+    def close(self) -> None:
+        """Free the session and what was bound to it."""
+        self._feeds.clear()
+        self._outputs.clear()
+        del self._binding, self._session
+
+
+class _Profile:
+    """What ran, from the events of a profile; the first run is left out, it allocates and packs weights."""
+
+    def __init__(self, events: list[dict[str, Any]]) -> None:
+        runs = sorted(e["ts"] for e in events if e["name"] == "model_run")
+        since = runs[1] if len(runs) > 1 else 0
+        nodes = [e for e in events if e["cat"] == "Node" and e["ts"] >= since]
+        kernels = [e for e in nodes if e["name"].endswith("_kernel_time")]
+        self.seen = {(e["name"], e["args"].get("node_index")): e["args"] for e in kernels}
+        self.seconds: dict[str, float] = defaultdict(float)
+        for event in kernels:
+            self.seconds[event["args"]["op_name"]] += event["dur"] * 1e-6
+
+    def compute(self) -> list[dict[str, Any]]:
+        """Convolutions, matrix products and the like; all nodes of a model that has none."""
+        return [node for node in self.seen.values() if COMPUTE.search(node["op_name"])] or list(self.seen.values())
+
+    def by_type(self) -> dict[str, int]:
+        """Compute nodes by the type of their first input, 8-bit ones signed or not as `int8`."""
+        return dict(Counter(_computed_in(node) for node in self.compute()))
+
+    def by_provider(self) -> dict[str, int]:
+        """Nodes by execution provider."""
+        return dict(Counter(node["provider"] for node in self.seen.values()))
+
+    def operators(self) -> dict[str, int]:
+        """Nodes by operator, after optimisation."""
+        return dict(Counter(node["op_name"] for node in self.seen.values()).most_common())
+
+    def time_by_operator(self) -> dict[str, float]:
+        """Share of the time in kernels, by operator, largest first."""
+        total = sum(self.seconds.values()) or 1.0
+        return {op: round(s / total, 4) for op, s in sorted(self.seconds.items(), key=lambda kv: -kv[1])}
+
+    def notes(self, asked: str) -> list[str]:
+        """Sentences about what keeps a lowered precision from being faster."""
+        compute = [(node["op_name"], _computed_in(node)) for node in self.compute()]
+        return why_not_faster(asked, compute, self.time_by_operator(), CONVERTERS)
+
+
+def _computed_in(node: dict[str, Any]) -> str:
+    if "Integer" in node["op_name"] or node["op_name"].startswith("DynamicQuantize"):
+        return "int8"
+    kind = next((name for typed in node.get("input_type_shape", []) for name in typed), "unknown")
+    return TYPE_NAMES.get(kind, kind)
+
+
+def _library() -> Any:
+    try:
+        import onnxruntime
+    except ImportError as e:
+        raise Unavailable("onnxruntime is not installed in this Python; pip install onnxruntime") from e
+    # From 1.31 on the library looks up a telemetry host unless told not to.
+    if hasattr(onnxruntime, "disable_telemetry_events"):
+        onnxruntime.disable_telemetry_events()
+    return onnxruntime
+
+
+def _quiet(ort: Any) -> Any:
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    return options
+
+
+def _settings(trial: Trial) -> dict[str, Any]:
+    level: Option = trial.options.get("optimization", "all")
+    if level not in OPTIMIZATION:
+        raise UserError(f"unknown optimization {level!r} of onnxruntime; known: {', '.join(OPTIMIZATION)}")
+    return {
+        "optimization": level,
+        "spinning": bool(trial.options.get("spinning", True)),
+        "intra_op_threads": trial.runtime.threads,
+        "inter_op_threads": 1,
+        "execution_mode": "sequential",
+    }
+
+
+def _described(ort: Any, path: str) -> tuple[Tensor, ...]:
+    """Inputs of a file nobody has described: an unoptimised session is the cheapest way to read them without onnx."""
+    options = _quiet(ort)
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    return tuple(_tensor(arg) for arg in session.get_inputs())
+
+
+def _tensor(arg: Any) -> Tensor:
+    kind = re.fullmatch(r"tensor\((\w+)\)", arg.type)
+    if kind is None or kind[1] in ("string", "bfloat16"):
+        raise UserError(f"{arg.name!r} is a {arg.type}, which can't be fed from or read into an array")
+    # A free dimension without a name comes as None.
+    return Tensor(arg.name, NUMPY_TYPES.get(kind[1], kind[1]), tuple(size or "" for size in arg.shape))
+
+
+def _overrides(inputs: tuple[Tensor, ...], shapes: dict[str, Shape]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for tensor in inputs:
+        for name, size in zip(tensor.shape, shapes[tensor.name], strict=True):
+            if isinstance(name, str) and name and found.setdefault(name, size) != size:
+                raise UserError(f"dimension {name!r} can't be both {found[name]} and {size}; make the --shapes agree")
+    return found
+
+
+def _errors() -> tuple[type[Exception], ...]:
+    from onnxruntime.capi import onnxruntime_pybind11_state as state
+
+    names = "Fail InvalidArgument NoSuchFile InvalidProtobuf InvalidGraph NotImplemented RuntimeException EPFail"
+    # With IO binding, a run's own errors come as a plain RuntimeError.
+    return (RuntimeError, *(getattr(state, name) for name in names.split() if hasattr(state, name)))
+
+
+def _raise_if_memory(error: Exception, what: str) -> None:
+    if re.search("[Ff]ailed to allocate memory|bad_alloc|[Oo]ut of memory", str(error)):
+        text = " ".join(str(error).split())
+        raise MemoryError(f"{what}: ONNX Runtime could not allocate memory ({text[-120:]})") from error
+
+
+def _meaning(error: Exception, what: str) -> Exception:
+    """A loading error of the library as one of ours, in one line."""
+    _raise_if_memory(error, what)
+    text = " ".join(str(error).split())
+    if type(error).__name__ == "NotImplemented":
+        return Unavailable(f"{what}: ONNX Runtime has no kernel for it here ({text[:300]})")
+    return UserError(f"{what}: {text.split(' : ', 3)[-1][:300]}")

@@ -1,0 +1,332 @@
+"""OpenVINO on the CPU: an ONNX file becomes an IR (.xml and .bin), compiled for the trial's shape and precision."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import re
+import sys
+import time
+from collections import Counter, defaultdict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dyno.worker.backend import Arrays, Backend, Session
+from dyno.worker.backends.onnx_precision import converted
+from dyno.worker.calibration import NO_DATA
+from dyno.worker.shapes import fitted, static_shapes
+from dyno.worker.spec import Artifact, Recipe, Runtime, Tensor, Trial, Unavailable, UserError
+from dyno.worker.truth import precision_truth, why_not_faster
+
+ENGINE = "OpenVINO"
+# Left to itself OpenVINO computes an FP32 model in bfloat16 where the CPU can, so every precision is asked for by name.
+HINTS = {"fp32": "f32", "bf16": "bf16", "fp16": "f16", "int8": "f32"}
+# What the CPU plugin must be able to do before a hint is more than a wish.
+CAPABILITIES = {"bf16": "BF16", "fp16": "FP16"}
+TYPE_NAMES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "i8": "int8", "u8": "int8", "f64": "float64"}
+COMPUTE = re.compile("Convolution|Deconvolution|FullyConnected|MatMul|MHA|ScaledDotProduct|QKVProj|LLMMLP|LSTM|GRU|RNN")
+NOT_LAYERS = {"Const", "Input", "Output"}
+PROFILED_RUNS = 3
+CONVERTERS = ("FakeQuantize", "Convert", "Reorder")
+SETTINGS = "INFERENCE_PRECISION_HINT INFERENCE_NUM_THREADS NUM_STREAMS PERFORMANCE_HINT ENABLE_CPU_PINNING".split()
+INHERITED = ("parameters", "weights_sha256", "scheme", "target", "calibration", "check")
+
+
+class OpenVino(Backend):
+    """Makes and runs OpenVINO IR. Options: `streams` (default 1: all threads on one batch) and `pinning` (default as
+    OpenVINO decides)."""
+
+    name = "openvino"
+    requires = ("openvino",)
+    precisions = ("fp32", "bf16", "fp16", "int8")
+
+    def refuse(self, trial: Trial) -> str:
+        """The base class's reasons, int8 without data, and a model file of another format."""
+        if why := super().refuse(trial):
+            return why
+        file = trial.model.file
+        if file and not file.endswith((".onnx", ".xml")):
+            return f"openvino reads .onnx and .xml files, not {Path(file).name}"
+        needs_data = trial.precision == "int8" and not file.endswith(".xml")
+        return NO_DATA if needs_data and not trial.data.folder else ""
+
+    def recipe(self, trial: Trial) -> Recipe | None:
+        """ONNX to IR; None for a model that is an IR already.
+
+        FP32, BF16 and FP16 share one IR: which of them is computed in is decided when it is compiled.
+        """
+        if trial.model.file.endswith(".xml"):
+            return None
+        kept = "int8" if trial.precision == "int8" else "fp32"
+        parent = converted(replace(trial, precision=kept), self.name)
+        # The conversion runs where OpenVINO is, which may be another Python than the one that exports.
+        runtime = Runtime(name=trial.runtime.name, python=trial.runtime.python, env=trial.runtime.env)
+        return replace(
+            parent,
+            maker=self.name,
+            format="openvino",
+            precision=kept,
+            options={},
+            data=None,
+            parent=parent,
+            runtime=runtime,
+        )
+
+    def probe(self) -> dict[str, Any]:
+        """Add two numbers on the CPU device."""
+        ov = _library()
+        x = ov.opset13.parameter([], np.float32)
+        compiled = ov.Core().compile_model(ov.Model([ov.opset13.add(x, x)], [x]), "CPU")
+        out = next(iter(compiled([np.asarray(2, np.float32)]).values()))
+        core = ov.Core()
+        can = " ".join(core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"))
+        detail = f"{core.get_property('CPU', 'FULL_DEVICE_NAME')}: {can}"
+        return {"version": _version(), "devices": ["cpu"] if out == 4 else [], "detail": detail}
+
+    def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
+        """Convert the parent's ONNX file to model.xml and model.bin, weights as they are.
+
+        The sha256 is over both files, .xml first. Raises `UserError` for a file that OpenVINO can't read.
+        """
+        ov = _library()
+        if parent is None:
+            raise UserError("an OpenVINO IR is made from an ONNX file: give one, or a PyTorch model")
+        started = time.perf_counter()
+        path = folder / "model.xml"
+        ov.save_model(_read(ov, parent.path), path, compress_to_fp16=False)
+        seconds = time.perf_counter() - started
+        content = [path.read_bytes(), path.with_suffix(".bin").read_bytes()]
+        versions = {"openvino": _version()}
+        made_by = {"backend": self.name, "options": dict(recipe.options), "versions": versions, "warnings": []}
+        made_by |= {key: parent.made_by[key] for key in INHERITED if key in parent.made_by}
+        return Artifact(
+            format="openvino",
+            path=str(path),
+            sha256=hashlib.sha256(b"".join(content)).hexdigest(),
+            bytes=sum(map(len, content)),
+            precision=recipe.precision,
+            inputs=parent.inputs,
+            outputs=parent.outputs,
+            seconds=seconds,
+            parent_sha256=parent.sha256,
+            made_by=made_by,
+        )
+
+    def load(self, trial: Trial, artifact: Artifact | None) -> Session:
+        """Compile for the trial's static shapes, precision and threads.
+
+        Raises `Unavailable` without the library or the instructions, `UserError` for a missing, corrupt or ill-fitting
+        file, `MemoryError` when memory runs out.
+        """
+        ov = _library()
+        capability, can = CAPABILITIES.get(trial.precision), ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+        if capability and capability not in can:
+            raise Unavailable(f"OpenVINO doesn't compute in {trial.precision} on this CPU (it has {', '.join(can)})")
+        model = _read(ov, artifact.path if artifact else trial.model.file)
+        try:
+            return OpenVinoSession(ov, model, trial)
+        except RuntimeError as e:
+            raise _meaning(e, f"{trial.model.name} can't be compiled") from e
+
+
+class OpenVinoSession(Session):
+    """One compiled model and a request per stream; inputs are read in place."""
+
+    def __init__(self, ov: Any, model: Any, trial: Trial) -> None:
+        self._ov, self._model, self._asked = ov, model, trial.precision
+        ports = tuple(_tensor(port) for port in model.inputs)
+        self._shapes = static_shapes(ports, trial.dims)
+        model.reshape({port: list(self._shapes[t.name]) for port, t in zip(model.inputs, ports, strict=True)})
+        self._settings = _settings(trial)
+        self._compiled = ov.Core().compile_model(model, "CPU", self._settings)
+        self.inputs = tuple(_tensor(port) for port in model.inputs)
+        self.outputs = tuple(_tensor(port) for port in model.outputs)
+        self.slots = int(self._settings["NUM_STREAMS"])
+        self._requests = [self._compiled.create_infer_request() for _ in range(self.slots)]
+        # A shared tensor does not own its memory: the arrays live here until the slot is bound again.
+        self._held: list[dict[str, tuple[np.ndarray, Any]]] = [{} for _ in range(self.slots)]
+
+    def bind(self, feeds: Arrays, slot: int = 0) -> None:
+        """Point the slot's request at the feeds, held until its next `bind`; copied only to change their type."""
+        for port, tensor in zip(self._compiled.inputs, self.inputs, strict=True):
+            if tensor.name not in feeds:
+                raise UserError(f"input {tensor.name!r} was not fed, only {', '.join(feeds) or 'nothing'}")
+            feed = fitted(feeds[tensor.name], tensor, self._shapes[tensor.name])
+            shared = self._ov.Tensor(feed, shared_memory=True)
+            self._requests[slot].set_tensor(port, shared)
+            self._held[slot][tensor.name] = (feed, shared)
+
+    def run(self, slot: int = 0) -> None:
+        """Start the slot's request; the work is done in OpenVINO's threads."""
+        self._requests[slot].start_async()
+
+    def wait(self, slot: int = 0) -> None:
+        """Until the slot's request is done. Raises `MemoryError` when memory runs out."""
+        try:
+            self._requests[slot].wait()
+        except RuntimeError as e:
+            _raise_if_memory(e, "the model stopped while running")
+            raise
+
+    def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
+        """The request's own output memory as arrays: valid until the slot runs again."""
+        request = self._requests[slot]
+        ports = zip(self._compiled.outputs, self.outputs, strict=True)
+        return {tensor.name: request.get_tensor(port).data for port, tensor in ports}
+
+    def facts(self) -> dict[str, Any]:
+        """Layers, their types and time, from OpenVINO's execution graph of a second compilation that counts time."""
+        graph = _ExecutionGraph(self._profile())
+        settings = {name: _plain(self._compiled.get_property(name)) for name in SETTINGS}
+        return {
+            "layers": len(graph.layers),
+            "layers_by_type": graph.by_type(),
+            "nodes_by_provider": {"CPU": len(graph.layers)},
+            "operators": dict(Counter(layer["layerType"] for layer in graph.layers).most_common()),
+            "kernels": dict(Counter(layer["primitiveType"] for layer in graph.compute()).most_common()),
+            "time_by_operator": graph.time_by_operator(),
+            "precision_truth": precision_truth(self._asked, graph.by_type(), ENGINE),
+            "threads": settings["INFERENCE_NUM_THREADS"],
+            "options": settings,
+            "notes": graph.notes(self._asked),
+        }
+
+    def _profile(self) -> Any:
+        compiled = self._ov.Core().compile_model(self._model, "CPU", self._settings | {"PERF_COUNT": True})
+        request = compiled.create_infer_request()
+        rng = np.random.default_rng(0)
+        for port, tensor in zip(compiled.inputs, self.inputs, strict=True):
+            held = self._held[0].get(tensor.name)
+            feed = held[0] if held else rng.standard_normal(self._shapes[tensor.name]).astype(tensor.dtype)
+            request.set_tensor(port, self._ov.Tensor(feed))
+        for _ in range(PROFILED_RUNS):
+            request.infer()
+        return compiled.get_runtime_model()
+
+    def close(self) -> None:
+        """Free the requests, the compiled model and what was bound."""
+        self._held.clear()
+        self._requests.clear()
+        del self._compiled, self._model
+
+
+class _ExecutionGraph:
+    """What OpenVINO made of the model: fused layers with the type and kernel each one runs in."""
+
+    def __init__(self, runtime_model: Any) -> None:
+        ops = runtime_model.get_ordered_ops()
+        infos = [{key: str(_plain(value)) for key, value in op.get_rt_info().items()} for op in ops]
+        # What was folded into constants or into memory layout stays in the graph, marked as not executed.
+        self.layers = [
+            info
+            for info in infos
+            if info.get("layerType", "Const") not in NOT_LAYERS and info.get("execTimeMcs") != "not_executed"
+        ]
+
+    def compute(self) -> list[dict[str, str]]:
+        """Convolutions, matrix products and the like; all layers of a model that has none."""
+        return [layer for layer in self.layers if COMPUTE.search(layer["layerType"])] or self.layers
+
+    def by_type(self) -> dict[str, int]:
+        """Compute layers by the type they ran in, 8-bit ones signed or not as `int8`."""
+        return dict(Counter(_computed_in(layer) for layer in self.compute()))
+
+    def time_by_operator(self) -> dict[str, float]:
+        """Share of the time in layers, by kind, largest first."""
+        spent: dict[str, float] = defaultdict(float)
+        for layer in self.layers:
+            spent[layer["layerType"]] += _number(layer.get("execTimeMcs", ""))
+        total = sum(spent.values()) or 1.0
+        return {kind: round(t / total, 4) for kind, t in sorted(spent.items(), key=lambda kv: -kv[1]) if t}
+
+    def notes(self, asked: str) -> list[str]:
+        """Sentences about what keeps a lowered precision from being faster."""
+        compute = [(layer["layerType"], _computed_in(layer)) for layer in self.compute()]
+        return why_not_faster(asked, compute, self.time_by_operator(), CONVERTERS)
+
+
+def _computed_in(layer: dict[str, str]) -> str:
+    return TYPE_NAMES.get(layer["runtimePrecision"], layer["runtimePrecision"])
+
+
+def _number(text: str) -> float:
+    return float(text) if text.replace(".", "", 1).isdigit() else 0.0
+
+
+def _plain(value: Any) -> Any:
+    """A property or rt_info value as a string, number or bool, for JSON."""
+    value = getattr(value, "value", value)
+    if isinstance(value, (bool, int, float, str)):
+        return value
+    return value.get_type_name() if hasattr(value, "get_type_name") else getattr(value, "name", str(value))
+
+
+def _library() -> Any:
+    # openvino.tools sends usage data when openvino_telemetry can be imported, and works without it when it can't.
+    # This is the one way to switch it off that neither asks nor writes into the user's home.
+    sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
+    try:
+        import openvino
+    except ImportError as e:
+        raise Unavailable("openvino is not installed in this Python; pip install openvino") from e
+    return openvino
+
+
+def _version() -> str:
+    return importlib.metadata.version("openvino")
+
+
+def _read(ov: Any, path: str) -> Any:
+    if not Path(path).is_file():
+        raise UserError(f"{path or 'the model file'} does not exist")
+    weights = Path(path).with_suffix(".bin")
+    if path.endswith(".xml") and not weights.is_file():
+        raise UserError(f"{path} needs its weights beside it: {weights.name} is missing")
+    try:
+        return ov.Core().read_model(path) if path.endswith(".xml") else ov.convert_model(path)
+    # convert_model wraps what its front ends throw in its own class, which derives from Exception alone.
+    except Exception as e:
+        raise _meaning(e, f"{path} can't be read") from e
+
+
+def _settings(trial: Trial) -> dict[str, Any]:
+    streams = trial.options.get("streams", 1)
+    most = max(trial.runtime.threads, 1)
+    if not isinstance(streams, int) or not 1 <= streams <= most:
+        raise UserError(f"openvino's streams are from 1 to the threads it is given ({most}), not {streams!r}")
+    settings: dict[str, Any] = {
+        "INFERENCE_PRECISION_HINT": HINTS[trial.precision],
+        "INFERENCE_NUM_THREADS": trial.runtime.threads,
+        "NUM_STREAMS": streams,
+        "PERFORMANCE_HINT": "LATENCY" if streams == 1 else "THROUGHPUT",
+    }
+    if "pinning" in trial.options:
+        settings["ENABLE_CPU_PINNING"] = bool(trial.options["pinning"])
+    return settings
+
+
+def _tensor(port: Any) -> Tensor:
+    """A port's name, NumPy type and shape; a free dimension has no name in an IR.
+
+    A port has the name of every tensor that was merged into it; its node keeps the one the file gave it.
+    """
+    given = port.get_node().get_friendly_name().removesuffix("/sink_port_0")
+    name = given if given in port.get_names() else port.get_any_name()
+    shape = tuple("" if dim.is_dynamic else dim.get_length() for dim in port.get_partial_shape())
+    return Tensor(name, port.get_element_type().to_dtype().name, shape)
+
+
+def _raise_if_memory(error: Exception, what: str) -> None:
+    if isinstance(error, MemoryError) or re.search("bad_alloc|[Ff]ailed to allocate|[Oo]ut of memory", str(error)):
+        raise MemoryError(f"{what}: OpenVINO could not allocate memory") from error
+
+
+def _meaning(error: Exception, what: str) -> Exception:
+    """A loading error of the library as one of ours, in one line; its last line says the most."""
+    _raise_if_memory(error, what)
+    lines = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()]
+    text = next((line for line in reversed(lines) if not line.startswith("Exception from")), str(error))
+    return UserError(f"{what}: {text[:300]}")

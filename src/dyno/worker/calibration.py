@@ -1,0 +1,99 @@
+"""The images that an INT8 calibration sees: real ones, from the split of the data that no accuracy is measured on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dyno.worker.inputs import Images, batches
+from dyno.worker.spec import Artifact, DataSpec, Recipe, Tensor, UserError
+
+SAMPLES = 128
+NO_DATA = "int8 needs real calibration images: give --data"
+
+
+class CalibrationImages:
+    """Batches of the recipe's data as the model reads them: float32 NCHW, normalised, at most option `samples` images.
+
+    The batch is the file's own, 1 where it is free. Images are spread evenly over the split, so that a split sorted by
+    class still shows every class. No data, or data of another shape than the model reads, is a `UserError`.
+    """
+
+    def __init__(self, recipe: Recipe, parent: Artifact) -> None:
+        if recipe.data is None or not recipe.data.folder:
+            raise UserError(NO_DATA)
+        self.data, self.input = recipe.data, _image_input(parent)
+        if not (Path(self.data.folder) / f"{self.data.split}.npy").is_file():
+            raise UserError(f"the data set {self.data.name} has no {self.data.split} split, which int8 needs")
+        self._images = Images(self.data, recipe.model.preprocess)
+        _check_shape(self.input, self._images.shape, self.data.name)
+        self.found, self.count = len(self._images), min(len(self._images), _samples(recipe))
+        if not self.count:
+            raise UserError(f"the {self.data.split} split of {self.data.name} is empty; {NO_DATA}")
+        self._images.index = self._images.index[np.linspace(0, self.found - 1, self.count).astype(np.int64)]
+        first = self.input.shape[0]
+        self.batch = first if isinstance(first, int) else 1
+
+    def __len__(self) -> int:
+        """Number of batches; the last is filled up with images seen already, which leaves the ranges as they are."""
+        return -(-self.count // self.batch)
+
+    def feeds(self, start: int, end: int) -> Iterator[dict[str, np.ndarray]]:
+        """Feeds of the batches from start up to end."""
+        for k in range(start, end):
+            yield {self.input.name: self._images.batch(k * self.batch, self.batch)}
+
+
+def _samples(recipe: Recipe) -> int:
+    samples = recipe.options.get("samples", SAMPLES)
+    if not isinstance(samples, int) or samples < 1:
+        raise UserError(f"int8 calibrates on a whole number of samples from 1 on, not {samples!r}")
+    return samples
+
+
+def _image_input(parent: Artifact) -> Tensor:
+    if len(parent.inputs) != 1 or len(parent.inputs[0].shape) != 4:
+        names = ", ".join(t.name for t in parent.inputs)
+        raise UserError(f"int8 calibration feeds one image input (N x C x H x W); this model has {names or 'none'}")
+    return parent.inputs[0]
+
+
+def _check_shape(tensor: Tensor, shape: tuple[int, ...], name: str) -> None:
+    if any(isinstance(want, int) and want != have for want, have in zip(tensor.shape[1:], shape, strict=True)):
+        has, wants = ("x".join(map(str, sizes)) for sizes in (shape, tensor.shape[1:]))
+        raise UserError(
+            f"the calibration images of {name} are {has}, but the model reads {wants}; give the --size it wants"
+        )
+
+
+def example(recipe: Recipe, parent: Artifact) -> dict[str, np.ndarray]:
+    """One batch of the calibration data, or of seeded random numbers where the recipe has no data."""
+    if recipe.data is not None:
+        return next(CalibrationImages(recipe, parent).feeds(0, 1))
+    first = parent.inputs[0].shape[0]
+    dims = replace(recipe.dims, batch=first if isinstance(first, int) else 1)
+    return next(batches(DataSpec(), recipe.model.preprocess, parent.inputs, dims, 1))
+
+
+def reader(feeds: Callable[[int, int], Iterator[dict[str, np.ndarray]]], count: int) -> Any:
+    """`feeds(start, end)` in the form the quantiser asks for them."""
+    from onnxruntime.quantization import CalibrationDataReader
+
+    class Reader(CalibrationDataReader):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self._feeds = feeds(0, count)
+
+        def get_next(self) -> dict[str, np.ndarray] | None:
+            return next(self._feeds, None)
+
+        def set_range(self, start_index: int, end_index: int) -> None:
+            self._feeds = feeds(start_index, end_index)
+
+        def __len__(self) -> int:
+            return count
+
+    return Reader()

@@ -1,0 +1,109 @@
+"""FP16 ONNX graphs: onnxconverter-common's mixed-precision conversion, with what FP16 can't hold kept in FP32."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dyno.worker.calibration import example, reader
+from dyno.worker.spec import Artifact, Recipe, UserError
+
+# Softmax, normalisations and exponentials lose the most in half precision: their values span too many magnitudes.
+SENSITIVE = (
+    "Softmax LogSoftmax LayerNormalization InstanceNormalization GroupNormalization Exp Log Pow "
+    "ReduceSum ReduceSumSquare ReduceL2 ReduceLogSumExp"
+).split()
+
+
+def to_fp16(model: Any, recipe: Recipe, parent: Artifact, path: Path) -> dict[str, Any]:
+    """Write the mixed-precision graph; returns its scheme and warnings, nodes kept for their large values included."""
+    import onnx
+    from onnxconverter_common import float16
+
+    if any(t.data_type == onnx.TensorProto.FLOAT16 for t in model.graph.initializer):
+        raise UserError(f"{parent.path} is in float16 already: run it as fp32, which leaves the file as it is")
+    for number, node in enumerate(model.graph.node):
+        node.name = node.name or f"{node.op_type}_{number}"
+    large = _too_large(model, example(recipe, parent), path.parent)
+    kept = [*float16.DEFAULT_OP_BLOCK_LIST, *SENSITIVE]
+    _own_weights(model.graph, [node for node in model.graph.node if node.op_type in kept or node.name in large])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        # The library's own limits, 1e-7 and 1e4, would change weights that half precision holds.
+        made = float16.convert_float_to_float16(
+            model,
+            min_positive_val=float(np.finfo(np.float16).smallest_subnormal),
+            max_finite_val=float(np.finfo(np.float16).max),
+            keep_io_types=True,
+            op_block_list=kept,
+            node_block_list=large,
+        )
+    _skip_round_trips(made.graph)
+    onnx.checker.check_model(made, full_check=True)
+    onnx.save(made, path)
+    said = sorted({str(w.message) for w in caught if issubclass(w.category, UserWarning)})[:10]
+    if large:
+        said.insert(0, f"kept in FP32, as their values exceed what FP16 holds: {', '.join(large[:10])}")
+    return {"scheme": "mixed FP16; inputs, outputs and sensitive nodes in FP32", "warnings": said}
+
+
+def _own_weights(graph: Any, kept: list[Any]) -> None:
+    """Give nodes that stay in FP32 their own copy of a weight that others read too.
+
+    The converter makes a shared weight of one type for all, and the graph is invalid.
+    """
+    readers = Counter(name for node in graph.node for name in set(node.input))
+    shared = {t.name: t for t in graph.initializer if readers[t.name] > 1}
+    for node in kept:
+        for k, name in enumerate(node.input):
+            if name in shared:
+                node.input[k] = f"{name}_of_{node.name}"
+                copy = graph.initializer.add()
+                copy.CopyFrom(shared[name])
+                copy.name = node.input[k]
+
+
+def _skip_round_trips(graph: Any) -> None:
+    """Let a node in FP32 read another one's FP32 output itself, not what FP16 left of it.
+
+    The converter leaves such a pair of casts behind a tensor with more than one reader: large values overflow there.
+    """
+    import onnx
+
+    def cast(to: int) -> dict[str, str]:
+        return {n.output[0]: n.input[0] for n in graph.node if n.op_type == "Cast" and n.attribute[0].i == to}
+
+    down, up = cast(onnx.TensorProto.FLOAT16), cast(onnx.TensorProto.FLOAT)
+    for node in graph.node:
+        for k, name in enumerate(node.input):
+            if up.get(name) in down:
+                node.input[k] = down[up[name]]
+    # Without readers, the second cast of a pair goes first, then the first one.
+    for pair in (up, down):
+        read = {name for node in graph.node for name in node.input} | {out.name for out in graph.output}
+        for node in [n for n in graph.node if n.output[0] in pair and n.output[0] not in read]:
+            graph.node.remove(node)
+    del graph.value_info[:]  # describes tensors that are gone
+
+
+def _too_large(model: Any, feeds: dict[str, np.ndarray], scratch: Path) -> list[str]:
+    """Names of the nodes that read or write values beyond FP16's range on this input.
+
+    Looked for in the FP32 model: a CPU without FP16 kernels computes the converted one in FP32 and shows no overflow.
+    """
+    import onnx
+    from onnxruntime.quantization.calibrate import create_calibrator
+
+    with tempfile.TemporaryDirectory(dir=scratch) as folder:
+        onnx.save(model, f"{folder}/source.onnx")
+        calibrator = create_calibrator(Path(folder) / "source.onnx", None, f"{folder}/augmented.onnx")
+        calibrator.collect_data(reader(lambda start, end: iter([feeds]), 1))
+        ranges = calibrator.compute_data().data
+    limit = float(np.finfo(np.float16).max)
+    large = {name for name, seen in ranges.items() if np.abs([*seen.range_value]).max() > limit}
+    return [node.name for node in model.graph.node if large & {*node.input, *node.output}]

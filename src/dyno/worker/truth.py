@@ -1,0 +1,63 @@
+"""Precision truth: did the engine compute in the type it was asked for?"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+TYPES = {
+    "fp32": "float32",
+    "tf32": "float32",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "int8": "int8",
+    "fp8": "float8",
+}
+# A lower precision keeps sensitive layers higher on purpose; IEEE FP32 has no such excuse.
+LEAST_SHARE = {"fp32": 1.0, "tf32": 1.0}
+LEAST_SHARE_LOWERED = 0.5
+# Below this share of the layers, or of the time, a cause is too small to be worth a sentence.
+NOTEWORTHY = 0.1
+
+
+def precision_truth(asked: str, layers_by_type: Mapping[str, int], engine: str) -> dict[str, Any]:
+    """What `facts["precision_truth"]` holds: asked, share of compute layers by type, ok, and one sentence.
+
+    `ok` needs every compute layer for fp32 and at least half of them for a lowered precision. An engine that says
+    nothing of its layers is not ok either: what isn't known isn't true.
+    """
+    total, wanted = sum(layers_by_type.values()), TYPES[asked]
+    share = {kind: count / total for kind, count in sorted(layers_by_type.items())} if total else {}
+    ok = total > 0 and share.get(wanted, 0.0) >= LEAST_SHARE.get(asked, LEAST_SHARE_LOWERED)
+    return {"asked": asked, "share": share, "ok": ok, "sentence": _sentence(asked, wanted, layers_by_type, engine)}
+
+
+def _sentence(asked: str, wanted: str, layers: Mapping[str, int], engine: str) -> str:
+    total = sum(layers.values())
+    if not total:
+        return f"{engine} says nothing of the types its layers ran in, so {asked} is not confirmed"
+    here = layers.get(wanted, 0)
+    others = ", ".join(f"{count} in {kind}" for kind, count in sorted(layers.items()) if kind != wanted)
+    ran = f"asked for {asked}: {engine} ran {here} of {total} compute layers in {wanted}"
+    return f"{ran}, {others}" if others else ran
+
+
+def why_not_faster(
+    asked: str, compute: Iterable[tuple[str, str]], time_by_operator: Mapping[str, float], converters: Iterable[str]
+) -> list[str]:
+    """Sentences about what keeps a lowered precision from being faster, from operator and type of the compute layers.
+
+    `converters` are the operators that only change types or layouts; shares of time are from 0 to 1.
+    """
+    if asked == "fp32":
+        return []
+    found, layers = [], list(compute)
+    wide = Counter(operator for operator, kind in layers if kind == "float32")
+    if wide.total() > NOTEWORTHY * len(layers):
+        which = ", ".join(f"{count} {operator}" for operator, count in wide.items())
+        found.append(f"{wide.total()} of {len(layers)} compute layers stayed in float32 ({which})")
+    spent = {operator: time_by_operator[operator] for operator in converters if time_by_operator.get(operator, 0) > 0}
+    if sum(spent.values()) > NOTEWORTHY:
+        found.append(f"{sum(spent.values()):.0%} of the time goes into changing types and layouts ({', '.join(spent)})")
+    return found

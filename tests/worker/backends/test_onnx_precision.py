@@ -1,0 +1,221 @@
+"""Lower precisions as files: accurate, of the scheme the target wants, and traceable to what shaped them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from dyno.worker import onnx_int8
+from dyno.worker.backends import onnx_precision
+from dyno.worker.backends.onnx_precision import OnnxPrecision, converted
+from dyno.worker.spec import Artifact, DataSpec, Dims, Recipe, Trial, UserError
+
+
+def recipe(digits: Any, precision: str = "int8", target: str = "onnxruntime", **options: Any) -> Recipe:
+    data = replace(digits.data, split="calibration") if precision == "int8" else None
+    options = {"target": target, **options} if precision == "int8" else options
+    return Recipe("onnx_precision", "onnx", precision, digits.model, Dims(0, 8, 8), options, data)
+
+
+def make(digits: Any, folder: Path, *args: Any, **options: Any) -> tuple[Artifact, Counter[int], Any]:
+    """The file, how many tensors each zero-point type has, and the graph."""
+    made = OnnxPrecision().make(recipe(digits, *args, **options), digits.artifact, folder)
+    model = onnx.load(made.path)
+    points = Counter(t.data_type for t in model.graph.initializer if t.name.endswith("zero_point"))
+    return made, points, model.graph
+
+
+def test_onnx_runtime_gets_unsigned_activations_and_signed_weights_per_channel(digits: Any, tmp_path: Path) -> None:
+    made, points, graph = make(digits, tmp_path)
+    kinds = onnx.TensorProto
+    assert points[kinds.UINT8] >= 4
+    weights = [t for t in graph.initializer if t.data_type == kinds.INT8 and len(t.dims) == 4]
+    scales = {t.name: list(t.dims) for t in graph.initializer if t.name.endswith("weight_scale")}
+    assert len(weights) == 3
+    assert sorted(map(tuple, scales.values()))[-1] == (32,)
+    assert points[kinds.INT32] or any(t.data_type == kinds.INT32 for t in graph.initializer)
+    assert made.made_by["scheme"].startswith("U8S8")
+
+
+def test_tensorrt_gets_signed_symmetric_and_no_quantised_bias(digits: Any, tmp_path: Path) -> None:
+    made, points, graph = make(digits, tmp_path, target="tensorrt")
+    assert set(points) == {onnx.TensorProto.INT8}
+    assert not any(t.data_type == onnx.TensorProto.INT32 for t in graph.initializer)
+    zero = [onnx.numpy_helper.to_array(t) for t in graph.initializer if t.name.endswith("zero_point")]
+    assert all((points == 0).all() for points in zero)
+    assert made.made_by["scheme"].startswith("S8S8")
+
+
+def test_openvino_gets_float_biases(digits: Any, tmp_path: Path) -> None:
+    _, points, graph = make(digits, tmp_path, target="openvino")
+    assert points[onnx.TensorProto.UINT8] >= 4
+    assert not any(t.data_type == onnx.TensorProto.INT32 for t in graph.initializer)
+
+
+def test_the_record_says_what_shaped_the_file(digits: Any, tmp_path: Path) -> None:
+    made, *_ = make(digits, tmp_path, samples=40)
+    assert made.made_by["calibration"] == {"samples": 40, "method": "minmax", "data_sha256": "d161"}
+    assert made.made_by["target"] == "onnxruntime"
+    assert made.made_by["parameters"] == 1234
+    assert 0 < made.made_by["check"]["max_difference"] < 0.1 * made.made_by["check"]["max_output"]
+    assert made.parent_sha256 == digits.artifact.sha256
+    assert made.bytes < 0.5 * digits.artifact.bytes
+    assert [p.name for p in tmp_path.iterdir()] == ["model.onnx"]
+
+
+def test_fewer_calibration_images_than_asked_for_is_a_warning(digits: Any, tmp_path: Path) -> None:
+    made, *_ = make(digits, tmp_path, samples=5000)
+    assert made.made_by["calibration"]["samples"] == 200
+    assert made.made_by["warnings"] == ["calibrated on 200 images, all that digits has for it"]
+
+
+@pytest.mark.parametrize("method", ["entropy", "percentile"])
+def test_the_other_methods_give_other_ranges(digits: Any, tmp_path: Path, method: str) -> None:
+    def scales(*, method: str) -> np.ndarray:
+        folder = tmp_path / method
+        folder.mkdir()
+        *_, graph = make(digits, folder, samples=24, method=method)
+        found = {t.name: onnx.numpy_helper.to_array(t) for t in graph.initializer if t.name.endswith("output_0_scale")}
+        return np.asarray([found[name] for name in sorted(found)])
+
+    usual, other = scales(method="minmax"), scales(method=method)
+    assert (other <= usual * 1.01).all()
+    assert (other < usual * 0.999).any()
+
+
+def test_a_file_with_a_fixed_batch_is_calibrated_at_that_batch(digits: Any, static_file: Path, tmp_path: Path) -> None:
+    parent = digits.described(static_file, batch=1)
+    made = OnnxPrecision().make(recipe(digits, samples=10), parent, tmp_path)
+    assert made.inputs[0].shape == (1, 1, 8, 8)
+
+
+def test_seven_bit_weights_where_the_cpu_would_overflow(
+    digits: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(onnx_int8, "_saturates", lambda: True)
+    made, _, graph = make(digits, tmp_path)
+    weights = [onnx.numpy_helper.to_array(t) for t in graph.initializer if t.data_type == onnx.TensorProto.INT8]
+    assert max(int(np.abs(w).max()) for w in weights) <= 64
+    assert "7 bits" in made.made_by["scheme"]
+
+
+def test_fp16_halves_the_file_and_keeps_float32_feeds(digits: Any, tmp_path: Path) -> None:
+    made, _, graph = make(digits, tmp_path, "fp16")
+    assert made.bytes < 0.6 * digits.artifact.bytes
+    assert graph.input[0].type.tensor_type.elem_type == onnx.TensorProto.FLOAT
+    assert {t.data_type for t in graph.initializer if len(t.dims) == 4} == {onnx.TensorProto.FLOAT16}
+    assert made.made_by["check"]["max_difference"] < 0.02 * made.made_by["check"]["max_output"]
+
+
+def test_fp16_keeps_softmax_in_fp32_and_weights_that_half_precision_holds(
+    digits: Any, onnx_file: Callable[..., Path], tmp_path: Path
+) -> None:
+    h, kind = onnx.helper, onnx.TensorProto.FLOAT
+    io = [h.make_tensor_value_info(name, kind, ["batch", 1, 8, 8]) for name in ("input", "output")]
+    big = onnx.numpy_helper.from_array(np.float32([30000.0]), "big")
+    nodes = [h.make_node("Mul", ["input", "big"], ["scaled"]), h.make_node("Softmax", ["scaled"], ["output"])]
+    path = onnx_file(nodes, io[:1], io[1:], [big])
+    parent = replace(digits.artifact, path=str(path))
+    folder = tmp_path / "made"
+    folder.mkdir()
+    graph = onnx.load(OnnxPrecision().make(recipe(digits, "fp16"), parent, folder).path).graph
+    (weight,) = (onnx.numpy_helper.to_array(t) for t in graph.initializer)
+    assert weight.dtype == np.float16
+    assert weight == 30000
+    producers = {name: node.op_type for node in graph.node for name in node.output}
+    softmax = next(node for node in graph.node if node.op_type == "Softmax")
+    assert producers[softmax.input[0]] == "Cast"
+
+
+def test_nodes_whose_values_fp16_cannot_hold_stay_in_fp32(
+    digits: Any, onnx_file: Callable[..., Path], tmp_path: Path
+) -> None:
+    h, kind = onnx.helper, onnx.TensorProto.FLOAT
+    io = [h.make_tensor_value_info(name, kind, ["batch", 1, 8, 8]) for name in ("input", "output")]
+    weights = [onnx.numpy_helper.from_array(np.float32([v]), n) for n, v in (("big", 60000.0), ("small", 1e-4))]
+    nodes = [
+        h.make_node("Mul", ["input", "big"], ["large"], name="up"),
+        h.make_node("Mul", ["large", "small"], ["one"], name="down"),
+        h.make_node("Mul", ["large", "small"], ["two"], name="down_too"),
+        h.make_node("Add", ["one", "two"], ["three"], name="sum"),
+        h.make_node("Mul", ["three", "small"], ["output"], name="last"),
+    ]
+    parent = replace(digits.artifact, path=str(onnx_file(nodes, io[:1], io[1:], weights)))
+    folder = tmp_path / "made"
+    folder.mkdir()
+    made = OnnxPrecision().make(recipe(digits, "fp16"), parent, folder)
+    assert made.made_by["warnings"][0].endswith("exceed what FP16 holds: up, down, down_too")
+    graph = onnx.shape_inference.infer_shapes(onnx.load(made.path)).graph
+    large = next(node for node in graph.node if node.name == "up").output[0]
+    assert [node.op_type for node in graph.node if large in node.input] == ["Mul", "Mul"]
+    kinds = {v.name: v.type.tensor_type.elem_type for v in graph.value_info}
+    assert kinds[large] == kind
+    assert kinds[next(node for node in graph.node if node.name == "sum").output[0]] == onnx.TensorProto.FLOAT16
+
+
+def test_a_result_that_overflows_is_refused(digits: Any, onnx_file: Callable[..., Path]) -> None:
+    h, kind = onnx.helper, onnx.TensorProto.FLOAT
+    io = [h.make_tensor_value_info(name, kind, ["batch", 1, 8, 8]) for name in ("input", "output")]
+    zero = onnx.numpy_helper.from_array(np.float32([0.0]), "zero")
+    infinite = onnx_file([h.make_node("Div", ["input", "zero"], ["output"])], io[:1], io[1:], [zero])
+    with pytest.raises(UserError, match="digits overflows in fp16"):
+        onnx_precision._check(infinite, recipe(digits, "fp16"), digits.artifact)
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp16"])
+def test_a_quantised_file_is_not_quantised_twice(digits: Any, tmp_path: Path, precision: str) -> None:
+    once, *_ = make(digits, tmp_path)
+    with pytest.raises(UserError, match="quantised already"):
+        OnnxPrecision().make(recipe(digits, precision), once, tmp_path)
+
+
+def test_what_cannot_be_made_is_one_line(digits: Any, tmp_path: Path) -> None:
+    good = recipe(digits)
+    bad = {
+        "give --data": replace(good, data=None),
+        "unknown calibration method 'maximum'": replace(good, options={"target": "openvino", "method": "maximum"}),
+        "unknown int8 target 'tpu'": replace(good, options={"target": "tpu"}),
+        "whole number of samples": replace(good, options={"target": "openvino", "samples": 0}),
+        "has no tuning split": replace(good, data=replace(digits.data, split="tuning")),
+        "can't be made bf16": replace(good, precision="bf16"),
+    }
+    for said, wrong in bad.items():
+        with pytest.raises(UserError, match=said) as caught:
+            OnnxPrecision().make(wrong, digits.artifact, tmp_path)
+        assert "\n" not in str(caught.value)
+
+
+def test_calibration_images_of_another_size_are_refused(digits: Any, tmp_path: Path) -> None:
+    np.save(tmp_path / "images.npy", np.zeros((4, 1, 9, 9), np.uint8))
+    for name in ("labels", "calibration"):
+        np.save(tmp_path / f"{name}.npy", np.arange(4))
+    wrong = replace(recipe(digits), data=DataSpec("nines", str(tmp_path), split="calibration"))
+    with pytest.raises(UserError, match="nines are 1x9x9, but the model reads 1x8x8"):
+        OnnxPrecision().make(wrong, digits.artifact, tmp_path)
+
+
+def test_all_batches_share_one_chain_and_targets_only_what_does_not_depend_on_them(digits: Any) -> None:
+    def chain(precision: str, target: str, batch: int = 1, **options: Any) -> Recipe:
+        trial: Trial = digits.trial(target, precision, batch, **options)
+        return converted(trial, target)
+
+    assert chain("fp32", "openvino").maker == "onnx_export"
+    assert chain("fp16", "openvino") == chain("fp16", "tensorrt", batch=8)
+    int8 = chain("int8", "openvino", batch=1, method="entropy", streams=2)
+    assert int8 == chain("int8", "openvino", batch=8, method="entropy", streams=1)
+    assert int8 != chain("int8", "onnxruntime", method="entropy")
+    assert int8.options == {"target": "openvino", "samples": 128, "method": "entropy"}
+    assert int8.data is not None and int8.data.split == "calibration"
+    assert int8.parent is not None and int8.parent.maker == "onnx_export" and int8.parent.dims.batch == 0
+
+
+def test_int8_without_data_has_no_recipe(digits: Any) -> None:
+    with pytest.raises(UserError, match="give --data"):
+        converted(replace(digits.trial("openvino", "int8"), data=DataSpec()), "openvino")

@@ -1,0 +1,217 @@
+"""ONNX Runtime: right answers at every batch and precision, the truth about types, and bad files in one line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from dyno.worker.backends.onnx_precision import OnnxPrecision
+from dyno.worker.backends.onnx_runtime import OnnxRuntime
+from dyno.worker.spec import Artifact, DataSpec, Dims, ModelSpec, Recipe, Runtime, Trial, UserError
+
+H, FLOAT = onnx.helper, onnx.TensorProto.FLOAT
+
+
+def load(digits: Any, artifact: Artifact | None = None, precision: str = "fp32", batch: int = 1, **options: Any) -> Any:
+    return OnnxRuntime().load(digits.trial("onnxruntime", precision, batch, **options), artifact or digits.artifact)
+
+
+def quantised(digits: Any, folder: Path, target: str = "onnxruntime") -> Artifact:
+    data = replace(digits.data, split="calibration")
+    recipe = Recipe("onnx_precision", "onnx", "int8", digits.model, Dims(0, 8, 8), {"target": target}, data)
+    return OnnxPrecision().make(recipe, digits.artifact, folder)
+
+
+@pytest.fixture(scope="module")
+def int8(digits: Any, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return quantised(digits, tmp_path_factory.mktemp("int8"))
+
+
+def file_trial(path: Path | str, batch: int = 1, **shapes: tuple[int, ...]) -> Trial:
+    dims = Dims(batch, 8, 8, shapes)
+    return Trial(ModelSpec("made", f"file:{path}"), "onnxruntime", "fp32", dims, runtime=Runtime(threads=1))
+
+
+def test_a_real_operation_answers_the_probe() -> None:
+    found = OnnxRuntime().probe()
+    assert found["devices"] == ["cpu"]
+    assert "CPUExecutionProvider" in found["detail"]
+
+
+def test_outputs_are_those_of_a_plain_run_at_every_batch(digits: Any) -> None:
+    import onnxruntime
+
+    images, _ = digits.images()
+    plain = onnxruntime.InferenceSession(digits.artifact.path, providers=["CPUExecutionProvider"])
+    for batch in (1, 3, 8):
+        session = load(digits, batch=batch)
+        assert session.inputs[0].shape == (batch, 1, 8, 8)
+        assert session.outputs[0].shape == (batch, 10)
+        found = digits.outputs(session, images[:batch])["output"]
+        np.testing.assert_allclose(found, plain.run(None, {"input": images[:batch]})[0], atol=1e-4)
+        session.close()
+
+
+def test_int8_is_as_accurate_as_fp32_within_a_point(digits: Any, int8: Artifact) -> None:
+    reference, lowered = (digits.accuracy(load(digits, a, p), 1) for a, p in ((None, "fp32"), (int8, "int8")))
+    assert reference > 0.95
+    assert lowered > reference - 0.01
+
+
+def test_each_run_reads_what_was_bound_last_and_needs_no_float32(digits: Any) -> None:
+    images, _ = digits.images()
+    session = load(digits)
+    first = digits.outputs(session, images[:1])["output"].copy()
+    again = digits.outputs(session, images[1:2].astype(np.float64))["output"].copy()
+    assert np.abs(first - again).max() > 0.1
+    np.testing.assert_allclose(digits.outputs(session, images[:1])["output"], first)
+
+
+def test_the_feed_may_be_forgotten_by_its_owner(digits: Any) -> None:
+    images, _ = digits.images()
+    session = load(digits, batch=4)
+    expected = digits.outputs(session, images[:4])["output"].copy()
+    session.bind({"input": images[:4].copy()})
+    for _ in range(20):  # would be written where the feed lay, had the session not kept it
+        np.full((4, 1, 8, 8), np.nan, np.float32)
+    session.run()
+    np.testing.assert_array_equal(session.fetch()["output"], expected)
+
+
+def test_facts_tell_layers_types_providers_and_settings(digits: Any) -> None:
+    facts = load(digits, optimization="basic", spinning=False).facts()
+    assert facts["layers_by_type"] == {"float32": 4}
+    assert facts["nodes_by_provider"] == {"CPUExecutionProvider": facts["layers"]}
+    assert facts["operators"]["Conv"] == 3
+    assert facts["precision_truth"]["ok"]
+    assert facts["threads"] == 2
+    assert facts["options"]["optimization"] == "basic"
+    assert facts["options"]["spinning"] is False
+    assert sum(facts["time_by_operator"].values()) == pytest.approx(1, abs=0.01)
+
+
+def test_int8_runs_in_int8_and_signed_activations_show_why_they_are_not_faster(
+    digits: Any, int8: Artifact, tmp_path: Path
+) -> None:
+    facts = load(digits, int8, "int8").facts()
+    assert facts["layers_by_type"] == {"int8": 4}
+    assert facts["precision_truth"]["ok"]
+    unfused = load(digits, int8, "int8", optimization="disable").facts()
+    assert not unfused["precision_truth"]["ok"]
+    assert any("4 of 4 compute layers stayed in float32" in note for note in unfused["notes"])
+    assert any("QuantizeLinear" in note for note in unfused["notes"])
+
+
+def test_fp16_on_a_cpu_without_such_kernels_is_said(digits: Any, tmp_path: Path) -> None:
+    recipe = Recipe("onnx_precision", "onnx", "fp16", digits.model, Dims(0, 8, 8))
+    session = load(digits, OnnxPrecision().make(recipe, digits.artifact, tmp_path), "fp16")
+    truth = session.facts()["precision_truth"]
+    # Which is right depends on the CPU; the sentence must agree with the counts either way.
+    assert truth["ok"] == (truth["share"].get("float16", 0) >= 0.5)
+    assert digits.accuracy(session, 1) > 0.95
+
+
+def test_a_fixed_batch_is_run_as_it_is_and_refused_otherwise(digits: Any, static_file: Path) -> None:
+    artifact = digits.described(static_file, batch=1)
+    assert digits.accuracy(load(digits, artifact), 1) > 0.95
+    with pytest.raises(UserError, match="fixed batch 1, not 4; export it with --batch dynamic"):
+        load(digits, artifact, batch=4)
+
+
+def test_a_file_without_description_says_its_shapes_itself(digits: Any) -> None:
+    session = OnnxRuntime().load(digits.trial("onnxruntime", batch=2), None)
+    assert session.inputs[0].shape == (2, 1, 8, 8)
+
+
+def test_token_ids_and_free_lengths(onnx_file: Callable[..., Path]) -> None:
+    table = onnx.numpy_helper.from_array(np.arange(20, dtype=np.float32).reshape(10, 2), "table")
+    ids = H.make_tensor_value_info("ids", onnx.TensorProto.INT64, ["batch", "length"])
+    out = H.make_tensor_value_info("output", FLOAT, ["batch", "length", 2])
+    path = onnx_file([H.make_node("Gather", ["table", "ids"], ["output"])], [ids], [out], [table])
+    with pytest.raises(UserError, match="'ids' has a free dimension 'length'"):
+        OnnxRuntime().load(file_trial(path), None)
+    session = OnnxRuntime().load(file_trial(path, ids=(1, 3)), None)
+    session.bind({"ids": np.array([[1.0, 0.0, 2.0]], np.float32)})
+    session.run()
+    np.testing.assert_array_equal(session.fetch()["output"], [[[2, 3], [0, 1], [4, 5]]])
+
+
+def test_an_output_whose_shape_only_the_run_knows(onnx_file: Callable[..., Path]) -> None:
+    x = H.make_tensor_value_info("x", FLOAT, ["batch", 4])
+    out = H.make_tensor_value_info("where", onnx.TensorProto.INT64, [2, "found"])
+    session = OnnxRuntime().load(file_trial(onnx_file([H.make_node("NonZero", ["x"], ["where"])], [x], [out])), None)
+    for row, count in (([0, 1, 0, 1], 2), ([1, 1, 1, 0], 3)):
+        session.bind({"x": np.array([row], np.float32)})
+        session.run()
+        assert session.fetch()["where"].shape == (2, count)
+
+
+def test_memory_that_runs_out_is_a_memory_error(onnx_file: Callable[..., Path]) -> None:
+    size = onnx.numpy_helper.from_array(np.array([1 << 44]), "size")
+    nodes = [
+        H.make_node("ConstantOfShape", ["size"], ["huge"]),
+        H.make_node("ReduceSum", ["huge"], ["sum"], keepdims=0),
+        H.make_node("Add", ["x", "sum"], ["output"]),
+    ]
+    io = [H.make_tensor_value_info(name, FLOAT, ["batch", 2]) for name in ("x", "output")]
+    session = OnnxRuntime().load(file_trial(onnx_file(nodes, io[:1], io[1:], [size])), None)
+    session.bind({"x": np.zeros((1, 2), np.float32)})
+    with pytest.raises(MemoryError, match="could not allocate memory"):
+        session.run()
+
+
+def test_bad_files_and_feeds_are_one_line(digits: Any, tmp_path: Path) -> None:
+    whole = Path(digits.artifact.path).read_bytes()
+    cases = {"text.onnx": b"not a model", "empty.onnx": b"", "short.onnx": whole[: len(whole) // 2]}
+    for name, content in cases.items():
+        (tmp_path / name).write_bytes(content)
+    for name in (*cases, "missing.onnx"):
+        with pytest.raises(UserError, match=name) as caught:
+            OnnxRuntime().load(file_trial(tmp_path / name), None)
+        assert "\n" not in str(caught.value)
+    session = load(digits)
+    with pytest.raises(UserError, match="wants 1x1x8x8, but got 2x1x8x8"):
+        session.bind({"input": np.zeros((2, 1, 8, 8), np.float32)})
+    with pytest.raises(UserError, match="'input' was not fed"):
+        session.bind({"image": np.zeros((1, 1, 8, 8), np.float32)})
+    with pytest.raises(UserError, match="unknown optimization 'most'"):
+        load(digits, optimization="most")
+
+
+def test_what_speaks_against_a_trial(digits: Any) -> None:
+    engine = OnnxRuntime()
+    good = digits.trial("onnxruntime", "int8")
+    assert engine.refuse(good) == ""
+    assert "give --data" in engine.refuse(replace(good, data=DataSpec()))
+    assert "no bf16" in engine.refuse(replace(good, precision="bf16"))
+    assert "can't run on cuda:0" in engine.refuse(replace(good, runtime=Runtime(device="cuda:0")))
+    assert "reads .onnx files, not model.xml" in engine.refuse(replace(good, model=ModelSpec("m", "file:/a/model.xml")))
+
+
+SCRIPT = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import numpy as np
+from dyno.worker.backends.onnx_runtime import OnnxRuntime
+from dyno.worker.spec import Dims, ModelSpec, Runtime, Trial
+trial = Trial(ModelSpec("m", "file:" + sys.argv[2]), "onnxruntime", "fp32", Dims(2, 8, 8), runtime=Runtime(threads=1))
+session = OnnxRuntime().load(trial, None)
+session.bind({"input": np.zeros((2, 1, 8, 8), np.float32)})
+session.run()
+session.fetch()
+session.facts()
+print(json.dumps(sorted({name.split(".")[0] for name in sys.modules} & {"onnx", "torch", "onnxconverter_common"})))
+"""
+
+
+def test_loading_and_facts_need_numpy_and_onnxruntime_alone(digits: Any, root: Path) -> None:
+    command = [sys.executable, "-c", SCRIPT, str(root / "src"), digits.artifact.path]
+    assert subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip() == "[]"

@@ -1,0 +1,247 @@
+"""OpenVINO: the precision that was asked for and no other, an IR on the way, and not a word to anyone."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from dyno.worker.backends.onnx_precision import OnnxPrecision
+from dyno.worker.backends.open_vino import HINTS, OpenVino, _library
+from dyno.worker.spec import Artifact, DataSpec, Dims, ModelSpec, Recipe, Trial, Unavailable, UserError
+
+
+def ir(digits: Any, folder: Path, parent: Artifact | None = None) -> Artifact:
+    parent = parent or digits.artifact
+    recipe = Recipe("openvino", "openvino", parent.precision, digits.model, Dims(0, 8, 8))
+    return OpenVino().make(recipe, parent, folder)
+
+
+@pytest.fixture(scope="module")
+def fp32(digits: Any, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return ir(digits, tmp_path_factory.mktemp("fp32"))
+
+
+@pytest.fixture(scope="module")
+def int8(digits: Any, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    folder, data = tmp_path_factory.mktemp("int8"), replace(digits.data, split="calibration")
+    recipe = Recipe("onnx_precision", "onnx", "int8", digits.model, Dims(0, 8, 8), {"target": "openvino"}, data)
+    return ir(digits, folder, OnnxPrecision().make(recipe, digits.artifact, folder))
+
+
+def load(digits: Any, artifact: Artifact | None, precision: str = "fp32", batch: int = 1, **options: Any) -> Any:
+    return OpenVino().load(digits.trial("openvino", precision, batch, **options), artifact)
+
+
+def capabilities() -> list[str]:
+    return list(_library().Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"))
+
+
+def test_a_real_operation_answers_the_probe() -> None:
+    found = OpenVino().probe()
+    assert found["devices"] == ["cpu"]
+    assert "FP32" in found["detail"]
+
+
+def test_the_ir_is_described_and_keeps_its_weights_whole(digits: Any, fp32: Artifact) -> None:
+    path = Path(fp32.path)
+    both = path.read_bytes() + path.with_suffix(".bin").read_bytes()
+    assert fp32.bytes == len(both) > 4 * 18_000
+    assert fp32.sha256 == hashlib.sha256(both).hexdigest()
+    assert fp32.inputs == digits.artifact.inputs
+    assert fp32.seconds > 0
+    assert fp32.made_by["parameters"] == 1234
+    assert fp32.parent_sha256 == digits.artifact.sha256
+
+
+def test_outputs_are_those_of_onnx_runtime_at_every_batch(digits: Any, fp32: Artifact) -> None:
+    import onnxruntime
+
+    images, _ = digits.images()
+    plain = onnxruntime.InferenceSession(digits.artifact.path, providers=["CPUExecutionProvider"])
+    for batch in (1, 3, 8):
+        session = load(digits, fp32, batch=batch)
+        assert session.inputs[0].shape == (batch, 1, 8, 8)
+        assert session.outputs[0].shape == (batch, 10)
+        found = digits.outputs(session, images[:batch])["output"]
+        np.testing.assert_allclose(found, plain.run(None, {"input": images[:batch]})[0], atol=1e-3)
+        session.close()
+
+
+def test_fp32_is_float32_on_every_cpu(digits: Any, fp32: Artifact) -> None:
+    facts = load(digits, fp32).facts()
+    assert facts["layers_by_type"] == {"float32": 4}
+    assert facts["precision_truth"] == {
+        "asked": "fp32",
+        "share": {"float32": 1.0},
+        "ok": True,
+        "sentence": "asked for fp32: OpenVINO ran 4 of 4 compute layers in float32",
+    }
+    assert facts["options"]["INFERENCE_PRECISION_HINT"] == "f32"
+    assert facts["options"]["NUM_STREAMS"] == 1
+    assert facts["threads"] == 2
+    assert facts["operators"]["Convolution"] == 3
+    assert sum(facts["time_by_operator"].values()) == pytest.approx(1, abs=0.01)
+
+
+def test_fp32_that_ran_in_bfloat16_is_found_out(digits: Any, fp32: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "BF16" not in capabilities():
+        pytest.skip("this CPU has no bfloat16 for OpenVINO to slip into")
+    monkeypatch.setitem(HINTS, "fp32", "bf16")
+    truth = load(digits, fp32).facts()["precision_truth"]
+    assert not truth["ok"]
+    assert "4 in bfloat16" in truth["sentence"]
+
+
+@pytest.mark.parametrize(
+    ("precision", "capability", "kind"), [("bf16", "BF16", "bfloat16"), ("fp16", "FP16", "float16")]
+)
+def test_16_bits_run_in_16_bits_or_are_unavailable(
+    digits: Any, fp32: Artifact, precision: str, capability: str, kind: str
+) -> None:
+    if capability not in capabilities():
+        with pytest.raises(Unavailable, match=f"doesn't compute in {precision} on this CPU"):
+            load(digits, fp32, precision)
+        return
+    session = load(digits, fp32, precision)
+    assert session.facts()["layers_by_type"] == {kind: 4}
+    assert digits.accuracy(session, 1) > 0.95
+
+
+def test_int8_runs_in_int8_and_is_as_accurate_within_a_point(digits: Any, fp32: Artifact, int8: Artifact) -> None:
+    session = load(digits, int8, "int8")
+    facts = session.facts()
+    assert facts["layers_by_type"] == {"int8": 4}
+    assert facts["precision_truth"]["ok"]
+    assert digits.accuracy(session, 1) > digits.accuracy(load(digits, fp32), 1) - 0.01
+    assert int8.made_by["calibration"]["samples"] == 128
+    assert int8.made_by["scheme"].startswith("U8S8")
+
+
+def test_int8_asked_of_a_float_graph_is_found_out(digits: Any, fp32: Artifact) -> None:
+    facts = load(digits, fp32, "int8").facts()
+    assert not facts["precision_truth"]["ok"]
+    assert any("stayed in float32" in note for note in facts["notes"])
+
+
+def test_streams_are_slots_that_work_at_the_same_time(digits: Any, fp32: Artifact) -> None:
+    images, _ = digits.images()
+    session = load(digits, fp32, batch=2, streams=2)
+    assert session.slots == 2
+    for slot in (0, 1):
+        session.bind({"input": images[2 * slot : 2 * slot + 2].copy()}, slot)
+        session.run(slot)
+    for slot in (0, 1):
+        session.wait(slot)
+    both = np.concatenate([session.fetch(slot)["output"] for slot in (0, 1)])
+    alone = load(digits, fp32, batch=4)
+    np.testing.assert_allclose(both, digits.outputs(alone, images[:4])["output"], atol=1e-3)
+    with pytest.raises(UserError, match="streams are from 1 to the threads"):
+        load(digits, fp32, streams=3)
+
+
+def test_an_ir_is_a_model_too_but_not_without_its_weights(digits: Any, fp32: Artifact, tmp_path: Path) -> None:
+    copy = tmp_path / "mine.xml"
+    shutil.copy(fp32.path, copy)
+    trial = replace(digits.trial("openvino"), model=ModelSpec("mine", f"file:{copy}"))
+    assert OpenVino().refuse(trial) == ""
+    assert OpenVino().recipe(trial) is None
+    with pytest.raises(UserError, match=r"mine\.bin is missing"):
+        OpenVino().load(trial, None)
+    shutil.copy(Path(fp32.path).with_suffix(".bin"), tmp_path / "mine.bin")
+    session = OpenVino().load(trial, None)
+    assert session.inputs[0].name == "input"
+    assert digits.accuracy(session, 1) > 0.95
+
+
+def test_bad_files_are_one_line(digits: Any, fp32: Artifact, tmp_path: Path) -> None:
+    text = Path(fp32.path).read_text()
+    weights = Path(fp32.path).with_suffix(".bin").read_bytes()
+    files = {
+        "cut.xml": (text[: len(text) // 2], weights),
+        "empty.xml": ("", b""),
+        "short.xml": (text, weights[:1000]),
+        "text.onnx": ("not a model", None),
+    }
+    for name, (content, binary) in files.items():
+        (tmp_path / name).write_text(content)
+        if binary is not None:
+            (tmp_path / name).with_suffix(".bin").write_bytes(binary)
+    for name in (*files, "missing.xml"):
+        trial = replace(digits.trial("openvino"), model=ModelSpec("bad", f"file:{tmp_path / name}"))
+        with pytest.raises(UserError, match=name) as caught:
+            OpenVino().load(trial, None)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_fixed_batch_is_refused_at_another(digits: Any, static_file: Path, tmp_path: Path) -> None:
+    artifact = ir(digits, tmp_path, digits.described(static_file, batch=1))
+    assert digits.accuracy(load(digits, artifact), 1) > 0.95
+    with pytest.raises(UserError, match="fixed batch 1, not 4"):
+        load(digits, artifact, batch=4)
+
+
+def test_memory_that_runs_out_is_a_memory_error(digits: Any, onnx_file: Any) -> None:
+    h, kind = onnx.helper, onnx.TensorProto.FLOAT
+    size = onnx.numpy_helper.from_array(np.array([1 << 44]), "size")
+    nodes = [
+        h.make_node("ConstantOfShape", ["size"], ["huge"]),
+        h.make_node("ReduceSum", ["huge"], ["sum"], keepdims=0),
+        h.make_node("Add", ["input", "sum"], ["output"]),
+    ]
+    io = [h.make_tensor_value_info(name, kind, ["batch", 1, 8, 8]) for name in ("input", "output")]
+    path = onnx_file(nodes, io[:1], io[1:], [size])
+    trial: Trial = replace(digits.trial("openvino"), model=ModelSpec("huge", f"file:{path}"))
+    with pytest.raises(MemoryError, match="could not allocate memory"):
+        OpenVino().load(trial, None)
+
+
+def test_what_speaks_against_a_trial(digits: Any) -> None:
+    good = digits.trial("openvino", "int8")
+    assert OpenVino().refuse(good) == ""
+    assert "give --data" in OpenVino().refuse(replace(good, data=DataSpec()))
+    assert "no tf32" in OpenVino().refuse(replace(good, precision="tf32"))
+    assert "not model.pt" in OpenVino().refuse(replace(good, model=ModelSpec("m", "file:/a/model.pt")))
+
+
+SILENT = """
+import socket, sys, time
+sys.path.insert(0, sys.argv[1])
+asked = []
+def nobody(*args, **kwargs):
+    asked.append(args[0])
+    raise socket.gaierror("no such host")
+socket.getaddrinfo = nobody
+from pathlib import Path
+import numpy as np
+from dyno.worker.backends.open_vino import OpenVino
+from dyno.worker.spec import Artifact, Dims, ModelSpec, Recipe, Runtime, Trial
+onnx = Artifact("onnx", sys.argv[2], "", 0, "fp32", (), (), 0.0)
+model = ModelSpec("m", "file:m.onnx")
+made = OpenVino().make(Recipe("openvino", "openvino", "fp32", model, Dims(0, 8, 8)), onnx, Path(sys.argv[3]))
+session = OpenVino().load(Trial(model, "openvino", "fp32", Dims(1, 8, 8), runtime=Runtime(threads=1)), made)
+session.bind({"input": np.zeros((1, 1, 8, 8), np.float32)})
+session.run()
+session.wait()
+session.facts()
+time.sleep(0.5)  # the telemetry thread would ask now
+print(asked)
+"""
+
+
+def test_no_host_is_looked_up_and_nothing_written_at_home(digits: Any, root: Path, tmp_path: Path) -> None:
+    home, out = tmp_path / "home", tmp_path / "out"
+    home.mkdir()
+    out.mkdir()
+    command = [sys.executable, "-c", SILENT, str(root / "src"), digits.artifact.path, str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120, env={"HOME": str(home)})
+    assert done.stdout.strip() == "[]"
+    assert list(home.iterdir()) == []
