@@ -1,0 +1,93 @@
+"""The sentences: who wins, how sure that is, and what is not what it says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import synthetic
+from synthetic import Way
+
+from dyno.analysis import tables, verdict
+from dyno.analysis.results import Results, load
+
+
+def said(results: Results, budget: str | None = None) -> str:
+    return "\n".join(verdict.sentences(results, tables.frame(results, budget=budget)))
+
+
+def study(path: Path, *ways: Way, budget: str | None = None, count: int = 360) -> str:
+    return said(load(synthetic.write_run(path / "run", list(ways), samples=50, count=count)), budget)
+
+
+def test_the_demo_in_words(demo: Results) -> None:
+    text = said(demo, "top1=1.2")
+    first = text.splitlines()[0]
+    assert first.startswith("digits at size 64: fastest within the budget top1=1.2 is openvino bf16, 1.2")
+    assert "at batch 1: 3.3" in first
+    assert first.endswith("as fast as pytorch fp32.")
+    assert "The runner-up is openvino fp32; the difference is real: 1.5" in text
+    assert "openvino int8 is faster (816 µs) but whether it is within top1=1.2 is undecided" in text
+    assert "more images would settle it" in text
+    assert "Precision: 13 of 17 trials ran in the type they were asked for." in text
+    assert "openvino fp32 (batch 1, 8) is not what it says: asked for fp32, 0 of 21 layers ran in it." in text
+    assert "onnxruntime int8 is not faster than onnxruntime fp32 (batch 1, 8: 0.9" in text
+    assert "11 of 20 convolutions were not fused into QLinearConv." in text
+    assert "3 of 20 trials did not finish: 1 crashed, 1 timeout, 1 oom" in text
+    assert "1 of 20 trials were skipped" in text
+    assert "2 of 20 trials have warnings" in text
+
+
+def test_without_a_budget_the_fastest_wins(demo: Results) -> None:
+    assert "fastest is openvino int8" in said(demo).splitlines()[0]
+    assert "most images per second with openvino int8 at batch 8" in said(demo)
+
+
+def test_a_close_race_is_called_one(tmp_path: Path) -> None:
+    text = study(tmp_path, Way("pytorch", seconds=0.01), Way("a", spread=0.05, seconds=0.005), Way("b", seconds=0.0051))
+    assert "It is not distinguishable from the runner-up" in text
+
+
+def test_one_round_proves_nothing(tmp_path: Path) -> None:
+    text = study(tmp_path, Way("pytorch", statuses=("ok",)), Way("a", seconds=0.005, statuses=("ok",)))
+    assert "(one round only, so unproven)" in text
+    assert "nobody knows whether that is real" in text
+
+
+def test_a_fast_engine_that_lost_its_accuracy_does_not_win(tmp_path: Path) -> None:
+    ways = Way("pytorch"), Way("openvino", "int8", 0.001, flips=0.2)
+    text = study(tmp_path, *ways, budget="top1=1.5")
+    assert "fastest within the budget top1=1.5 is pytorch fp32" in text
+    assert "openvino int8 is faster (1.0" in text
+    assert "loses more than top1=1.5 allows (-" in text
+
+
+def test_preparation_is_counted_in_images(tmp_path: Path) -> None:
+    text = study(tmp_path, Way("pytorch", seconds=0.010, spread=0), Way("a", seconds=0.005, spread=0, build=10.0))
+    assert re.search(r"Making it takes 10.0 s, which pays off after about (1,9|2,0)00 images\.", text)
+
+
+def test_nothing_that_ended_well_is_said_first(tmp_path: Path) -> None:
+    text = study(tmp_path, Way("a", statuses=("failed",), reason="no"))
+    assert text.splitlines()[0] == "digits at size 64: no trial ended well."
+
+
+def test_unreadable_records_are_findings(tmp_path: Path) -> None:
+    folder = synthetic.write_run(tmp_path / "run", [Way("pytorch")], samples=5)
+    next(folder.glob("trials/*/r1/record.json")).write_text("{")
+    assert "r1/record.json can't be read" in said(load(folder))
+
+
+@pytest.mark.parametrize("budget", [None, "top1=1"])
+def test_outputs_without_timings_have_no_winner(tmp_path: Path, budget: str | None) -> None:
+    folder = synthetic.write_run(tmp_path / "run", [Way("pytorch"), Way("a")], samples=5)
+    for path in folder.glob("trials/*/r*/samples.npz"):
+        path.unlink()
+    text = said(load(folder), budget)
+    assert "fastest" not in text
+    assert "no trial" not in text
+
+
+def test_names_cannot_drive_the_terminal(tmp_path: Path) -> None:
+    assert "\x1b" not in study(tmp_path, Way("pytorch", model="\x1b[2Jx"))
