@@ -18,7 +18,8 @@ from dyno.analysis.formatting import markdown, plain, points, show, significant
 from dyno.analysis.results import Results, load
 from dyno.worker.spec import UserError
 
-PROMISED = """model, backend, precision, batch, size, device, status, reason, latency_all_ms_mean, latency_all_ms_median,
+PROMISED = """model, backend, precision, batch, size, device, status, reason, latency_all_ms_mean,
+latency_all_ms_median,
 latency_all_ms_p90, latency_all_ms_p95, latency_all_ms_p99, latency_all_ms_max, latency_all_ms_std,
 latency_all_ms_trimmed, latency_model_ms_mean, latency_model_ms_median, latency_model_ms_p90,
 latency_model_ms_p95, latency_model_ms_p99, latency_model_ms_max, latency_model_ms_std,
