@@ -1,0 +1,363 @@
+"""From a PyTorch module, or a file that is there already, to an ONNX graph in FP32 that was run and compared."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import inspect
+import io
+import math
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dyno.worker import models
+from dyno.worker.backend import Backend
+from dyno.worker.spec import Artifact, Dims, ModelSpec, Option, Recipe, Runtime, Tensor, Trial, Unavailable, UserError
+from dyno.worker.torch_support import first_line, import_torch, memory_errors, named_outputs, tensors
+
+EXPORTERS = ("auto", "dynamo", "torchscript")
+OPSET = 18  # the newest that every engine here reads, and the oldest that dynamo writes
+EXAMPLE_BATCH = 2  # torch.export takes a batch of 0 or 1 for a constant
+OTHER_BATCHES = (1, 3)
+RELATIVE, ABSOLUTE = 1e-3, 1e-4  # the second as a share of the largest output
+PROTOBUF_LIMIT = 2**31 - 2**26  # a protobuf file ends at 2 GiB; the rest is room for the graph
+
+
+class Wrong(Exception):
+    """An exported graph that doesn't do what the module does; the message says how."""
+
+
+def exported(model: ModelSpec, dims: Dims, runtime: Runtime, options: Mapping[str, Option] | None = None) -> Recipe:
+    """The recipe of a model's ONNX file. Pure.
+
+    `dims.batch` 0 leaves the batch free, so that one file serves every batch. Of the options, `exporter` (auto, dynamo,
+    torchscript) and `opset` are kept; a device is not: a file is exported on the CPU.
+    """
+    kept = {key: value for key, value in (options or {}).items() if key in ("exporter", "opset")}
+    return Recipe("onnx_export", "onnx", "fp32", model, dims, kept, runtime=replace(runtime, device="cpu"))
+
+
+def read_io(path: str) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Inputs and outputs of an ONNX file; a free dimension has the file's name for it, else INPUT_AXIS.
+
+    Raises `UserError` for a file that is missing, empty, cut short or not ONNX.
+    """
+    graph = _read(path).graph
+    constants = {tensor.name for tensor in graph.initializer}
+    inputs = tuple(_tensor(value) for value in graph.input if value.name not in constants)
+    return inputs, tuple(_tensor(value) for value in graph.output)
+
+
+class OnnxExport(Backend):
+    """Exports a module with a free or a fixed batch, compares the graph with it, and reads ONNX files as they are."""
+
+    name = "onnx_export"
+    requires = ("torch", "onnx", "onnxscript", "onnxruntime")
+    precisions = ("fp32",)
+    runs = False
+
+    def recipe(self, trial: Trial) -> Recipe:
+        """The export of the trial's model with a free batch."""
+        return exported(trial.model, replace(trial.dims, batch=0), trial.runtime, trial.options)
+
+    def probe(self) -> dict[str, Any]:
+        """Export one linear layer with the older exporter, which takes no time."""
+        torch = import_torch()
+        _onnx()
+        content = io.BytesIO()
+        with _quiet():
+            torch.onnx.export(torch.nn.Linear(2, 2).eval(), (torch.randn(1, 2),), content, dynamo=False)
+        found = _versions(self.requires)
+        return {
+            "version": found["onnx"],
+            "devices": ["cpu"],
+            "detail": f"opset {OPSET}, {len(content.getvalue())} bytes",
+        }
+
+    def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
+        """Write FOLDER/model.onnx, or check the model's own file and point to it.
+
+        The graph is run in ONNX Runtime at two batches that weren't exported and compared with the module; when it is
+        wrong the other exporter is tried. Raises `UserError` when neither is right, or the file is not whole.
+        """
+        if recipe.model.file:
+            return _given(recipe.model.file)
+        started = time.perf_counter()
+        with memory_errors():
+            made_by = _export(recipe, folder / "model.onnx")
+        made_by = {"backend": self.name, "versions": _versions(self.requires), **made_by}
+        return _artifact(str(folder / "model.onnx"), time.perf_counter() - started, made_by)
+
+
+@dataclass(frozen=True)
+class Source:
+    """The module, one example input, the names of its outputs, and inputs with the outputs they must give."""
+
+    module: Any
+    example: Any
+    outputs: tuple[str, ...]
+    expected: tuple[tuple[np.ndarray, dict[str, np.ndarray]], ...]
+    free_batch: bool
+
+
+def _export(recipe: Recipe, path: Path) -> dict[str, Any]:
+    torch = import_torch()
+    _onnx()
+    exporters, opset = _options(recipe.options)
+    torch.set_num_threads(recipe.runtime.threads)
+    module = models.load(recipe.model, recipe.dims)
+    made_by = {
+        "options": dict(recipe.options),
+        "weights_sha256": models.weights_sha256(module),
+        "parameters": sum(p.numel() for p in module.parameters()),
+    }
+    source = _source(torch, module, recipe)
+    notes: list[str] = []
+    for exporter in exporters:
+        try:
+            _write(torch, source, exporter, opset, path)
+            checked = _check(path, source)
+        except Wrong as e:
+            notes.append(f"the {exporter} exporter: {e}")
+            continue
+        if not checked:
+            notes.append("the graph was not verified: onnxruntime is not installed (pip install onnxruntime)")
+        return {**made_by, "exporter": exporter, "opset": _opset(path), "verified": checked, "warnings": notes}
+    remedy = "export with a fixed batch (--batch 1)" if source.free_batch else "try another --opset"
+    raise UserError(f"{recipe.model.name} can't be exported right, {remedy}; {'; '.join(notes)}")
+
+
+def _options(options: Mapping[str, Option]) -> tuple[tuple[str, ...], int]:
+    exporter, opset = options.get("exporter", "auto"), options.get("opset", OPSET)
+    if exporter not in EXPORTERS:
+        raise UserError(f"unknown exporter {exporter!r}; it is one of {', '.join(EXPORTERS)}")
+    if not isinstance(opset, int) or not 7 <= opset <= 30:
+        raise UserError(f"opset is {opset!r}; it must be a whole number, and {OPSET} is a good one")
+    chosen = EXPORTERS[1:] if exporter == "auto" else (str(exporter),)
+    return chosen, opset
+
+
+def _source(torch: Any, module: Any, recipe: Recipe) -> Source:
+    dims, generator = recipe.dims, torch.Generator().manual_seed(0)
+    shape = dims.shapes.get("input", (dims.batch, recipe.model.channels, dims.height, dims.width))
+    batches = OTHER_BATCHES if not dims.batch else (shape[0],)
+    expected = []
+    for batch in batches:
+        x = torch.randn(batch, *shape[1:], generator=generator)
+        try:
+            with torch.no_grad():
+                found = named_outputs(module(x))
+        except (RuntimeError, ValueError, AssertionError, TypeError, IndexError, ZeroDivisionError) as e:
+            refused = "x".join(str(n) for n in x.shape)
+            raise UserError(f"{recipe.model.name} refuses {refused}: {first_line(e)}") from e
+        expected.append((x.numpy(), {name: tensor.numpy() for name, tensor in found.items()}))
+    example = torch.randn(shape[0] or EXAMPLE_BATCH, *shape[1:], generator=generator)
+    return Source(_flat(torch, module, example), example, tuple(expected[0][1]), tuple(expected), not dims.batch)
+
+
+def _flat(torch: Any, module: Any, example: Any) -> Any:
+    """The module itself where it returns a tensor; else around it one that returns a tuple of tensors.
+
+    Wrapped only then, because the names of the graph's weights are those of the module's parts.
+    """
+    with torch.no_grad():
+        result = module(example)
+    if isinstance(result, torch.Tensor):
+        return module
+
+    class Flat(torch.nn.Module):  # type: ignore[misc]  # torch has no types here
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = module
+
+        def forward(self, x: Any) -> tuple[Any, ...]:
+            return tuple(tensors(self.model(x)))
+
+    return Flat().eval()
+
+
+def _write(torch: Any, source: Source, exporter: str, opset: int, path: Path) -> None:
+    known = inspect.signature(torch.onnx.export).parameters
+    dynamo = exporter == "dynamo"
+    if dynamo and "dynamo" not in known:
+        raise Wrong(f"PyTorch {torch.__version__} doesn't have it")
+    options: dict[str, Any] = {"dynamo": dynamo, "verbose": False, "external_data": dynamo and _is_huge(source.module)}
+    if source.free_batch and dynamo:
+        options["dynamic_shapes"] = ({0: torch.export.Dim("batch")},)
+    elif source.free_batch:
+        options["dynamic_axes"] = {name: {0: "batch"} for name in ("input", *source.outputs)}
+    options = {key: value for key, value in options.items() if key in known}
+    names = {"input_names": ["input"], "output_names": list(source.outputs), "opset_version": opset}
+    try:
+        with _quiet(), torch.no_grad():
+            torch.onnx.export(source.module, (source.example,), str(path), **names, **options)
+    except MemoryError:
+        raise
+    except Exception as e:  # each exporter has its own families of errors, and all of them mean "not this one"
+        raise Wrong(f"failed, {_last_line(e)}") from e
+
+
+def _check(path: Path, source: Source) -> dict[str, Any]:
+    """Compare the graph with the module; `Wrong` where they differ, {} where nothing is there to run it."""
+    _, outputs = read_io(str(path))
+    names = tuple(output.name for output in outputs)
+    if names != source.outputs:
+        raise Wrong(f"wrote the outputs {', '.join(names)} instead of {', '.join(source.outputs)}")
+    if source.free_batch:
+        x, found = source.expected[-1]
+        fixed = [o for o in outputs if o.shape and isinstance(o.shape[0], int) and len(found[o.name]) == len(x)]
+        if fixed:
+            raise Wrong(f"wrote the batch {fixed[0].shape[0]} into {fixed[0].name}, which follows the input's")
+    try:
+        import onnxruntime
+    except ImportError:
+        return {}
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    try:
+        session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        pairs = [(want, session.run(list(source.outputs), {"input": x})) for x, want in source.expected]
+    except Exception as e:  # ONNX Runtime's errors have no common base but this one
+        raise Wrong(f"wrote a graph that ONNX Runtime refuses, {first_line(e)}") from e
+    worst = max(_difference(name, want[name], got[i]) for want, got in pairs for i, name in enumerate(source.outputs))
+    largest = max(float(np.abs(a).max(initial=0)) for _, found in source.expected for a in found.values())
+    return {
+        "batches": [len(x) for x, _ in source.expected],
+        "max_abs_error": worst,
+        "max_abs_output": largest,
+        "rtol": RELATIVE,
+        "atol": ABSOLUTE * largest,
+    }
+
+
+def _difference(name: str, want: np.ndarray, got: np.ndarray) -> float:
+    if want.shape != got.shape:
+        raise Wrong(f"wrote a graph whose {name} is {list(got.shape)} where the module's is {list(want.shape)}")
+    want, got = want.astype(np.float64), got.astype(np.float64)
+    finite = want[np.isfinite(want)]
+    scale = float(np.abs(finite).max(initial=0.0))
+    worst = float(np.abs(want - got)[np.isfinite(want)].max(initial=0.0))
+    if not np.allclose(got, want, RELATIVE, ABSOLUTE * scale, equal_nan=True):
+        raise Wrong(f"wrote a graph whose {name} is off by {worst:.3g} where the module's largest is {scale:.3g}")
+    return worst
+
+
+def _given(path: str) -> Artifact:
+    onnx = _onnx()
+    model = _read(path)
+    try:
+        onnx.checker.check_model(path)
+    except onnx.checker.ValidationError as e:
+        raise UserError(f"{path} is not a valid ONNX graph: {first_line(e)}") from e
+    made_by = {
+        "backend": "given",
+        "opset": _opset(Path(path)),
+        "parameters": sum(math.prod(t.dims) for t in model.graph.initializer),
+        "weights_sha256": _digest(path),
+        "warnings": [],
+    }
+    return _artifact(path, 0.0, made_by)
+
+
+def _artifact(path: str, seconds: float, made_by: dict[str, Any]) -> Artifact:
+    inputs, outputs = read_io(path)
+    size = sum(file.stat().st_size for file in (Path(path), *_external(path)))
+    return Artifact("onnx", path, _digest(path), size, "fp32", inputs, outputs, seconds, made_by=made_by)
+
+
+def _read(path: str) -> Any:
+    onnx = _onnx()
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+
+    file = Path(path)
+    if not file.is_file():
+        raise UserError(f"model file {path} doesn't exist")
+    if file.stat().st_size == 0:
+        raise UserError(f"model file {path} is empty")
+    try:
+        model = onnx.load(path, format="protobuf", load_external_data=False)
+    except DecodeError as e:
+        raise UserError(f"{path} is not a whole ONNX file (cut short, or of another kind); export it again") from e
+    if not model.graph.node or not model.graph.output:
+        raise UserError(f"{path} is not an ONNX file, or one without a graph; export it again")
+    return model
+
+
+def _tensor(value: Any) -> Tensor:
+    onnx = _onnx()
+    kind = value.type.tensor_type
+    shape = tuple(
+        dim.dim_value if dim.HasField("dim_value") else dim.dim_param or f"{value.name}_{axis}"
+        for axis, dim in enumerate(kind.shape.dim)
+    )
+    known = kind.elem_type != onnx.TensorProto.UNDEFINED
+    return Tensor(value.name, str(onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type)) if known else "", shape)
+
+
+def _external(path: str) -> list[Path]:
+    """The files beside the graph that hold its larger weights."""
+    graph = _read(path).graph
+    names = {e.value for t in graph.initializer for e in t.external_data if e.key == "location"}
+    return [Path(path).parent / name for name in sorted(names)]
+
+
+def _digest(path: str) -> str:
+    total = hashlib.sha256()
+    for file in (Path(path), *_external(path)):
+        try:
+            with open(file, "rb") as f:
+                while chunk := f.read(1 << 20):
+                    total.update(chunk)
+        except FileNotFoundError as e:
+            raise UserError(f"{path} keeps weights in {file}, which doesn't exist; put it back beside it") from e
+    return total.hexdigest()
+
+
+def _opset(path: Path) -> int:
+    found = {entry.domain: int(entry.version) for entry in _read(str(path)).opset_import}
+    return found.get("", found.get("ai.onnx", 0))
+
+
+def _is_huge(module: Any) -> bool:
+    size: int = sum(t.numel() * t.element_size() for t in module.state_dict().values())
+    return size > PROTOBUF_LIMIT
+
+
+def _last_line(e: BaseException) -> str:
+    """The cause in one line: exporters wrap it in pages of advice."""
+    while e.__cause__ is not None:
+        e = e.__cause__
+    return f"{type(e).__name__}: {first_line(e)}"[:200]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    # The exporters talk to standard output, and warn about their own internals and about each other.
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _onnx() -> Any:
+    try:
+        import onnx
+        import onnx.checker
+        import onnx.helper
+    except ImportError as e:
+        raise Unavailable(f"onnx can't be imported ({e}); install it with: pip install onnx onnxscript") from e
+    return onnx
+
+
+def _versions(names: tuple[str, ...]) -> dict[str, str]:
+    found = {}
+    for name in names:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found

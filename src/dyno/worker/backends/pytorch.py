@@ -1,0 +1,308 @@
+"""PyTorch, as it is (`pytorch`) and compiled by inductor (`compile`), on the CPU and on NVIDIA GPUs."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from dyno.worker import models
+from dyno.worker.backend import Arrays, Backend, Session
+from dyno.worker.spec import Artifact, Tensor, Trial, Unavailable, UserError
+from dyno.worker.torch_support import (
+    compiler_errors,
+    compute_layers,
+    configure,
+    device_named,
+    first_line,
+    import_torch,
+    is_memory_error,
+    kernels,
+    memory_errors,
+    named_outputs,
+    need_compiler,
+    notes,
+    tensors,
+)
+from dyno.worker.truth import precision_truth
+
+TYPES = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+MODES = ("default", "reduce-overhead", "max-autotune")
+GRAPH_MODES = ("reduce-overhead", "max-autotune")  # these replay CUDA graphs, whose outputs the next run overwrites
+
+
+class PyTorch(Backend):
+    """Eager PyTorch: the reference that everything else is compared with.
+
+    Options: `channels_last` (bool; default: on for a GPU in fp16 and bf16), `cudnn_benchmark` (bool, default off).
+    """
+
+    name = "pytorch"
+    requires = ("torch",)
+    precisions = ("fp32", "tf32", "fp16", "bf16")
+    devices = ("cpu", "cuda")
+    options: tuple[str, ...] = ("channels_last", "cudnn_benchmark")
+
+    def refuse(self, trial: Trial) -> str:
+        """See `Backend.refuse`; besides, a file holds no module, and TF32 exists on NVIDIA's GPUs alone."""
+        if trial.model.file:
+            return f"there is no PyTorch module in {'an ONNX' if trial.model.file.endswith('.onnx') else 'that'} file"
+        if trial.precision == "tf32" and trial.runtime.device == "cpu":
+            return "tf32 is a mode of NVIDIA GPUs; a CPU has none"
+        return super().refuse(trial)
+
+    def probe(self) -> dict[str, Any]:
+        """Run one convolution on each device."""
+        torch = import_torch()
+        devices = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+        for device in devices:
+            self._convolve(torch, device)
+        gpus = [torch.cuda.get_device_name(device) for device in devices[1:]]
+        detail = ", ".join([f"CPU kernels for {torch.backends.cpu.get_cpu_capability()}", *gpus])
+        return {"version": torch.__version__, "devices": devices, "detail": detail}
+
+    def _convolve(self, torch: Any, device: str) -> None:
+        x, weight = torch.randn(1, 3, 8, 8, device=device), torch.randn(4, 3, 3, 3, device=device)
+        with torch.inference_mode():
+            torch.nn.functional.conv2d(x, weight).cpu()
+
+    def load(self, trial: Trial, artifact: Artifact | None) -> Session:
+        """The module in the trial's type, on its device."""
+        with memory_errors():
+            return TorchSession(trial, self.checked(trial))
+
+    def checked(self, trial: Trial) -> dict[str, Any]:
+        """The trial's options with the defaults filled in; an unknown one is a `UserError`."""
+        unknown = sorted(set(trial.options) - set(self.options))
+        if unknown:
+            raise UserError(f"{self.name} has no option {unknown[0]!r}; it has {', '.join(self.options)}")
+        on_gpu = trial.runtime.device.startswith("cuda")
+        defaults = {"channels_last": on_gpu and trial.precision in ("fp16", "bf16"), "cudnn_benchmark": False}
+        return {**defaults, **trial.options}
+
+
+class Compile(PyTorch):
+    """torch.compile with inductor, compiled inside `load` for the trial's one shape.
+
+    Options besides those of `pytorch`: `mode` (default, reduce-overhead, max-autotune) and `freeze` (bool, default on
+    for a CPU: weights become constants of the compiled code, folded and packed, which about halves the latency).
+    """
+
+    name = "compile"
+    precisions = ("fp32", "tf32", "fp16", "bf16")
+    options = ("channels_last", "cudnn_benchmark", "mode", "freeze")
+
+    def _convolve(self, torch: Any, device: str) -> None:
+        need_compiler()
+        weight = torch.randn(4, 3, 3, 3, device=device)
+        compiled = torch.compile(lambda x: torch.nn.functional.conv2d(x, weight).relu(), dynamic=False)
+        with torch.inference_mode(), compiler_errors():
+            compiled(torch.randn(1, 3, 8, 8, device=device)).cpu()
+
+    def load(self, trial: Trial, artifact: Artifact | None) -> Session:
+        """Compile with random input of the trial's shape; its seconds are `build_s` in the session's facts."""
+        options = self.checked(trial)
+        need_compiler()
+        with memory_errors():
+            return CompiledSession(trial, options)
+
+    def checked(self, trial: Trial) -> dict[str, Any]:
+        """See `PyTorch.checked`; an unknown mode is a `UserError`."""
+        defaults = {"mode": "default", "freeze": trial.runtime.device == "cpu"}
+        options = {**defaults, **super().checked(trial)}
+        if options["mode"] not in MODES:
+            raise UserError(f"compile has no mode {options['mode']!r}; it has {', '.join(MODES)}")
+        return options
+
+
+class TorchSession(Session):
+    """A module on its device: inputs are copied into one tensor per slot, outputs stay as the module returned them."""
+
+    def __init__(self, trial: Trial, options: dict[str, Any]) -> None:
+        self._torch = import_torch()
+        self._trial, self._options = trial, options
+        self._device = device_named(self._torch, trial.runtime.device)
+        configure(self._torch, trial, bool(options["cudnn_benchmark"]))
+        module = models.load(trial.model, trial.dims)
+        self._weights = models.weights_sha256(module)  # before the cast: "same weights" is about what was given
+        self._layout = self._torch.channels_last if options["channels_last"] else self._torch.contiguous_format
+        dtype = getattr(self._torch, TYPES[trial.precision])
+        self._module = module.to(self._device, dtype, memory_format=self._layout)
+        self._call: Any = self._module
+        self.slots = 2 if self._on_gpu else 1
+        self._queue: Any = None
+        self._copies: Any = None
+        if self._on_gpu:
+            self._open_streams()
+        self._allocate(dtype)
+        self._ran = False
+
+    def _open_streams(self) -> None:
+        """One stream computes and one copies, so that a slot's copies overlap with the other slot's work."""
+        cuda = self._torch.cuda
+        self._queue, self._copies = cuda.Stream(self._device), cuda.Stream(self._device)
+        self.stream = self._queue.cuda_stream
+        self._there, self._done = ([cuda.Event() for _ in range(self.slots)] for _ in range(2))
+
+    @property
+    def _on_gpu(self) -> bool:
+        return bool(self._device.type == "cuda")
+
+    def _allocate(self, dtype: Any) -> None:
+        dims = self._trial.dims
+        default = (dims.batch, self._trial.model.channels, dims.height, dims.width)
+        shape = dims.shapes.get("input", default)
+        self.inputs = (Tensor("input", "float32", shape),)
+        empty, slots = self._torch.empty, range(self.slots)
+        self._hosts = [empty(shape, pin_memory=self._on_gpu) for _ in slots]
+        self._arrays = [host.numpy() for host in self._hosts]
+        layout = self._layout if len(shape) == 4 else self._torch.contiguous_format
+        self._bound = [empty(shape, dtype=dtype, device=self._device, memory_format=layout) for _ in slots]
+        self._out: list[Any] = [None] * self.slots
+
+    @contextmanager
+    def _on(self, stream: Any) -> Iterator[None]:
+        """Inference, on that stream; None, which a CPU has, changes nothing."""
+        with self._torch.inference_mode(), self._torch.cuda.stream(stream):
+            yield
+
+    def bind(self, feeds: Arrays, slot: int = 0) -> None:
+        """Copy to the device (through pinned memory), casting to the module's type."""
+        feed = feeds["input"]
+        if feed.shape != self._arrays[slot].shape:
+            raise UserError(f"input 'input' wants {self._arrays[slot].shape}, but got {feed.shape}")
+        np.copyto(self._arrays[slot], feed)
+        with self._on(self._copies):
+            self._bound[slot].copy_(self._hosts[slot], non_blocking=True)
+            if self._copies:
+                self._there[slot].record(self._copies)
+
+    def run(self, slot: int = 0) -> None:
+        """One forward pass; what the module says of an input it doesn't take is a `UserError`."""
+        try:
+            with self._on(self._queue):
+                if self._queue:
+                    self._queue.wait_event(self._there[slot])
+                self._out[slot] = self._call(self._bound[slot])
+                if self._queue:
+                    self._done[slot].record(self._queue)
+        except Exception as e:  # the module is anyone's code: whatever it raises is its word on the input
+            raise self._explained(e) from e
+        self._ran = True
+
+    def _explained(self, e: Exception) -> Exception:
+        if is_memory_error(e):
+            return MemoryError(first_line(e))
+        if self._ran or isinstance(e, (UserError, Unavailable, MemoryError)) or "CUDA error" in str(e):
+            return e
+        shape = "x".join(str(n) for n in self.inputs[0].shape)
+        return UserError(f"{self._trial.model.name} refuses {shape} in {self._trial.precision}: {first_line(e)}")
+
+    def wait(self, slot: int = 0) -> None:
+        """Wait for the slot's work; a CPU has finished when `run` returns."""
+        if self._queue:
+            self._done[slot].synchronize()
+
+    def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
+        """Outputs by name, as float32; dicts, lists and tuples are flattened in their order."""
+        with self._on(self._copies):
+            found = {name: t.float().cpu().numpy() for name, t in named_outputs(self._out[slot]).items()}
+        self.outputs = tuple(Tensor(name, "float32", a.shape) for name, a in found.items())
+        return found
+
+    def facts(self) -> dict[str, Any]:
+        """Parameters, options, and the layers by the type of their results, seen in one more forward pass."""
+        layers, kinds = self._layers()
+        truth = precision_truth(self._trial.precision, kinds, "PyTorch")
+        return {**self._common(), "layers": layers, "layers_by_type": kinds, "precision_truth": truth}
+
+    def _common(self) -> dict[str, Any]:
+        cuda = self._torch.backends.cuda.matmul
+        return {
+            "parameters": sum(p.numel() for p in self._module.parameters()),
+            "weights_sha256": self._weights,
+            "options": {**self._options, "allow_tf32": bool(cuda.allow_tf32)},
+            "threads": self._torch.get_num_threads(),
+            "notes": notes(self._trial),
+        }
+
+    def _layers(self) -> tuple[int, dict[str, int]]:
+        seen: dict[Any, str] = {}
+        compute = compute_layers(self._torch)
+
+        def keep(module: Any, args: Any, result: Any) -> None:
+            tensor = next(iter(tensors(result)), None)
+            seen[module] = "" if tensor is None else str(tensor.dtype).removeprefix("torch.")
+
+        leaves = [m for m in self._module.modules() if isinstance(m, compute) or not list(m.children())]
+        hooks = [m.register_forward_hook(keep) for m in leaves]
+        try:
+            with self._on(self._queue):
+                self._module(self._bound[0])
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return len(seen), dict(Counter(kind for m, kind in seen.items() if isinstance(m, compute)))
+
+    def close(self) -> None:
+        """Drop the module and the tensors, and give the GPU's memory back."""
+        self._module = self._call = None
+        self._out, self._bound, self._hosts, self._arrays = [], [], [], []
+        if self._on_gpu:
+            self._torch.cuda.empty_cache()
+
+
+class CompiledSession(TorchSession):
+    """A module behind torch.compile, compiled before the constructor returns."""
+
+    def __init__(self, trial: Trial, options: dict[str, Any]) -> None:
+        super().__init__(trial, options)
+        graphs = options["mode"] in GRAPH_MODES
+        self.slots = 1 if graphs else self.slots
+        rng = np.random.default_rng(0)
+        self.bind({"input": rng.standard_normal(self._arrays[0].shape, dtype=np.float32)})
+        self._once()  # eager first: a shape the module refuses is said in its own words, not the compiler's
+        # What can go wrong from here on is the compiler's doing, not the input's.
+        self._compile(calls=3 if graphs else 1)  # the second call records a CUDA graph, the third replays it
+
+    def _once(self) -> None:
+        self.run()
+        self.wait()
+
+    def _compile(self, calls: int) -> None:
+        from torch._dynamo import reset
+        from torch._dynamo.utils import counters
+        from torch._inductor import config
+
+        reset()
+        counters.clear()
+        config.freezing = bool(self._options["freeze"])
+        mode = None if self._options["mode"] == "default" else self._options["mode"]
+        self._call = self._torch.compile(self._module, backend="inductor", dynamic=False, mode=mode)
+        before, started = kernels(), time.perf_counter()
+        with compiler_errors():
+            for _ in range(calls):
+                self._once()
+        self._build_s = time.perf_counter() - started
+        self._counters = {key: dict(value) for key, value in counters.items()}
+        self._cached = bool(before) and not kernels() - before
+
+    def facts(self) -> dict[str, Any]:
+        """What compilation took and whether it was whole; the types are those that the code was compiled for."""
+        compute = compute_layers(self._torch)
+        layers: list[Any] = [m for m in self._module.modules() if isinstance(m, compute)]
+        weights: list[Any] = [next(m.parameters(), None) for m in layers]
+        kinds = dict(Counter(str(w.dtype).removeprefix("torch.") for w in weights if w is not None))
+        return {
+            **self._common(),
+            "layers_by_type": kinds,
+            "precision_truth": precision_truth(self._trial.precision, kinds, "torch.compile"),
+            "build_s": self._build_s,
+            "build_cached": self._cached,
+            "graph_breaks": sum(self._counters.get("graph_break", {}).values()),
+            "graphs": self._counters.get("stats", {}).get("unique_graphs", 0),
+        }

@@ -1,0 +1,272 @@
+"""PyTorch's sessions compute what the module computes, in the type asked for, and fail in one line."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dyno.worker import models, torch_support
+from dyno.worker.backend import Session, find
+from dyno.worker.spec import Dims, ModelSpec, Runtime, Trial, Unavailable, UserError
+
+DIGITS = ModelSpec("digits", "dyno.worker.digits:resnet18", channels=1)
+NETS = '''
+import torch
+from torch import nn
+
+class Several(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.unused = nn.Linear(2, 2)
+    def forward(self, x):
+        y = self.conv(x)
+        return {"map": y, "parts": [y.mean((2, 3)), (y.amax((2, 3)), 7)]}
+
+class Mixed(nn.Module):
+    """Leaves its convolution in float32 whatever it is asked for."""
+    def __init__(self):
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(3, 4, 3), nn.Linear(4, 2)
+    def forward(self, x):
+        return self.fc(self.conv.float()(x.float()).mean((2, 3)).to(x.dtype))
+
+class Huge(nn.Module):
+    def forward(self, x):
+        return x.new_empty(1 << 46)
+
+class Broken(nn.Module):
+    """Breaks the graph in the middle."""
+    def forward(self, x):
+        x = x * 2
+        torch._dynamo.graph_break()
+        return x + 1
+
+def several(): return Several()
+def mixed(): return Mixed()
+def huge(): return Huge()
+def broken(): return Broken()
+def nothing(): return nn.ModuleList()
+'''
+
+
+@pytest.fixture(scope="module")
+def nets(tmp_path_factory) -> Path:
+    file = tmp_path_factory.mktemp("nets") / "nets.py"
+    file.write_text(NETS)
+    return file
+
+
+def trial(model: ModelSpec = DIGITS, precision: str = "fp32", batch: int = 2, size: int = 64, **rest: Any) -> Trial:
+    options = {key: rest.pop(key) for key in list(rest) if key not in ("backend", "runtime")}
+    backend = rest.pop("backend", "pytorch")
+    runtime = rest.pop("runtime", Runtime(threads=2))
+    return Trial(model, backend, precision, Dims(batch, size, size), options=options, runtime=runtime)
+
+
+def feeds(session: Session) -> dict[str, np.ndarray]:
+    shape = [int(n) for n in session.inputs[0].shape]
+    return {"input": np.random.default_rng(1).standard_normal(shape, dtype=np.float32)}
+
+
+def outputs(session: Session, feed: dict[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
+    session.bind(feed or feeds(session))
+    session.run()
+    session.wait()
+    return session.fetch()
+
+
+def reference(asked: Trial, x: np.ndarray) -> np.ndarray:
+    """The module's output computed in float64."""
+    with torch.inference_mode():
+        result: np.ndarray = models.load(asked.model, asked.dims).double()(torch.from_numpy(x).double()).numpy()
+    return result
+
+
+@pytest.mark.parametrize(("precision", "error"), [("fp32", 1e-5), ("bf16", 0.05), ("fp16", 0.01)])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_eager_computes_in_the_type_asked_for(precision, error, channels_last):
+    asked = trial(precision=precision, channels_last=channels_last)
+    session = find("pytorch").load(asked, None)
+    got = outputs(session)
+    want = reference(asked, feeds(session)["input"])
+    worst = np.abs(got["output"] - want).max() / np.abs(want).max()
+    assert list(got) == ["output"]
+    assert got["output"].dtype == np.float32
+    assert worst < error
+    assert precision == "fp32" or worst > 1e-5  # it was not float32 in disguise
+    facts = session.facts()
+    kind = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[precision]
+    assert facts["layers_by_type"] == {kind: 21}
+    assert facts["precision_truth"]["ok"]
+    assert facts["parameters"] == 701_818
+    assert facts["weights_sha256"] == models.weights_sha256(models.load(DIGITS))
+    assert facts["options"]["channels_last"] is channels_last
+    session.close()
+
+
+def test_bind_copies_so_that_the_caller_may_reuse_its_array():
+    session = find("pytorch").load(trial(), None)
+    feed = feeds(session)
+    want = outputs(session, feed)["output"].copy()
+    session.bind(feed)
+    feed["input"][:] = 0
+    session.run()
+    assert np.array_equal(session.fetch()["output"], want)
+    with pytest.raises(UserError, match="wants"):
+        session.bind({"input": feed["input"][:1]})
+
+
+def test_threads_and_tf32_are_set_as_the_trial_says():
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    torch.set_float32_matmul_precision("medium")  # on a CPU this would mean bfloat16
+    session = find("pytorch").load(trial(runtime=Runtime(threads=1)), None)
+    assert torch.get_num_threads() == session.facts()["threads"] == 1
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert not torch.backends.cuda.matmul.allow_tf32
+    assert not torch.backends.cudnn.allow_tf32
+
+
+def test_outputs_in_dicts_and_lists_get_names(nets):
+    session = find("pytorch").load(trial(ModelSpec("several", f"{nets}:several"), size=8), None)
+    got = outputs(session)
+    assert {name: a.shape for name, a in got.items()} == {
+        "output": (2, 4, 6, 6),
+        "output_1": (2, 4),
+        "output_2": (2, 4),
+    }
+    assert [t.name for t in session.outputs] == list(got)
+    assert session.facts()["layers"] == 1  # the unused layer doesn't count
+
+
+def test_layers_that_stay_in_float32_are_seen(nets):
+    session = find("pytorch").load(trial(ModelSpec("mixed", f"{nets}:mixed"), "bf16", size=8), None)
+    outputs(session)
+    assert session.facts()["layers_by_type"] == {"float32": 1, "bfloat16": 1}
+
+
+def test_what_the_model_refuses_is_one_line_in_its_own_words():
+    session = find("pytorch").load(trial(ModelSpec("vit", "torchvision:vit_b_16"), size=8), None)
+    with pytest.raises(UserError, match="vit refuses 2x3x8x8 in fp32: Wrong image height! Expected 224 but got 8!"):
+        outputs(session)
+
+
+def test_no_memory_is_a_memory_error(nets):
+    session = find("pytorch").load(trial(ModelSpec("huge", f"{nets}:huge"), size=8), None)
+    with pytest.raises(MemoryError, match="allocate memory"):
+        outputs(session)
+    with pytest.raises(MemoryError, match="allocate memory"):
+        find("pytorch").load(trial(batch=1 << 20, size=1 << 13), None)
+
+
+@pytest.mark.parametrize("backend", ["pytorch", "compile"])
+def test_refusals_need_no_library(backend):
+    asked = trial(backend=backend)
+    refuse = find(backend).refuse
+    assert refuse(asked) == ""
+    assert "tf32 is a mode of NVIDIA GPUs" in refuse(trial(precision="tf32"))
+    assert "has no int8" in refuse(trial(precision="int8"))
+    onnx = replace(DIGITS, source="file:m.onnx")
+    assert refuse(trial(onnx)) == "there is no PyTorch module in an ONNX file"
+    assert "can't run on xpu" in refuse(trial(runtime=Runtime(device="xpu")))
+    with pytest.raises(UserError, match="has no option 'chanels_last'"):
+        find(backend).load(trial(backend=backend, chanels_last=True), None)
+
+
+def test_a_device_that_is_not_there_is_unavailable():
+    with pytest.raises(Unavailable, match="cuda:99"):
+        find("pytorch").load(trial(runtime=Runtime(device="cuda:99", threads=2)), None)
+
+
+def test_a_missing_library_is_unavailable(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(Unavailable, match="pip install torch"):
+        find("pytorch").load(trial(), None)
+
+
+def test_a_missing_compiler_is_unavailable(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(Unavailable, match=r"found no no-such-compiler.*apt-get install g\+\+"):
+        find("compile").load(trial(backend="compile"), None)
+    with pytest.raises(UserError, match="has no mode 'fast'"):
+        find("compile").load(trial(backend="compile", mode="fast"), None)
+
+
+def test_probe_runs_a_convolution():
+    found = find("pytorch").probe()
+    assert found["version"] == torch.__version__
+    assert found["devices"][0] == "cpu"
+
+
+def test_slow_types_are_explained(monkeypatch):
+    monkeypatch.setattr(torch_support, "_cpu_flags", lambda: ["avx2", "avx512_bf16"])
+    assert torch_support.notes(trial(precision="bf16")) == []
+    assert "no fp16 arithmetic" in torch_support.notes(trial(precision="fp16"))[0]
+
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++")
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    """An empty cache of compiled code."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    return tmp_path / "inductor"
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_compiled_code_agrees_and_says_what_it_took(cache):
+    asked = trial(backend="compile")
+    first = find("compile").load(asked, None)
+    want = reference(asked, feeds(first)["input"])
+    np.testing.assert_allclose(outputs(first)["output"], want, 1e-3, 1e-4 * np.abs(want).max())
+    facts = first.facts()
+    assert facts["build_s"] > 1
+    assert (facts["build_cached"], facts["graph_breaks"], facts["graphs"]) == (False, 0, 1)
+    assert facts["options"]["freeze"]
+    assert facts["layers_by_type"] == {"float32": 21}
+    again = find("compile").load(asked, None).facts()
+    assert again["build_cached"]
+    assert again["build_s"] < facts["build_s"]
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_graph_breaks_are_counted(cache, nets):
+    asked = trial(ModelSpec("broken", f"{nets}:broken"), backend="compile", size=8, freeze=False)
+    assert find("compile").load(asked, None).facts()["graph_breaks"] == 1
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_compile_refuses_in_the_models_words(cache):
+    with pytest.raises(UserError, match="vit refuses 2x3x8x8 in fp32: Wrong image height"):
+        find("compile").load(trial(ModelSpec("vit", "torchvision:vit_b_16"), size=8, backend="compile"), None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["pytorch", "compile"])
+@pytest.mark.parametrize(("precision", "error"), [("fp32", 1e-5), ("tf32", 1e-2), ("fp16", 0.02), ("bf16", 0.1)])
+def test_gpu_computes_in_the_type_asked_for(backend, precision, error):
+    asked = trial(precision=precision, backend=backend, runtime=Runtime(device="cuda:0", threads=2))
+    session = find(backend).load(asked, None)
+    want = reference(asked, feeds(session)["input"])
+    for slot in range(session.slots):
+        session.bind(feeds(session), slot)
+        session.run(slot)
+    for slot in range(session.slots):
+        session.wait(slot)
+        worst = np.abs(session.fetch(slot)["output"] - want).max() / np.abs(want).max()
+        assert worst < error
+        assert precision == "fp32" or worst > 1e-5
+    assert session.stream
+    assert session.facts()["precision_truth"]["ok"]
+    session.close()
