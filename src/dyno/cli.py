@@ -32,6 +32,8 @@ Weights = Annotated[str, typer.Option(help="Checkpoint: .safetensors, or .pt/.pt
 Pretrained = Annotated[bool, typer.Option("--pretrained", help="The library's published weights.")]
 Classes = Annotated[int, typer.Option(help="Number of classes to build the model with (0: its own).")]
 Channels = Annotated[int, typer.Option(help="Channels of the input image.")]
+Mean = Annotated[str, typer.Option(help="Per channel, of pixels in 0..1: 0.485,0.456,0.406 (default: the model's).")]
+Std = Annotated[str, typer.Option(help="Per channel, like --mean.")]
 Seed = Annotated[int, typer.Option(help="Of random weights and random inputs.")]
 Data = Annotated[str, typer.Option(help="Folder of class folders, or 'digits'.")]
 Calibration = Annotated[str, typer.Option(help="Images that INT8 is calibrated on; never tested on.")]
@@ -79,6 +81,8 @@ def run(
     pretrained: Pretrained = False,
     classes: Classes = 0,
     channels: Channels = 3,
+    mean: Mean = "",
+    std: Std = "",
     seed: Seed = 0,
     data: Data = "",
     calibration: Calibration = "",
@@ -138,11 +142,15 @@ def export(
     size: Annotated[str, typer.Option(help="Image size: 224, or HEIGHTxWIDTH.")] = "",
     shape: Annotated[str, typer.Option(help="The input as N,C,H,W instead; -1 for a dynamic batch.")] = "",
     precision: Annotated[str, typer.Option(help="fp32, fp16 or int8.")] = "fp32",
-    target: Annotated[str, typer.Option(help="Which engine int8 is for: onnxruntime, openvino or tensorrt.")] = "onnxruntime",
+    target: Annotated[
+        str, typer.Option(help="Which engine int8 is for: onnxruntime, openvino or tensorrt.")
+    ] = "onnxruntime",
     weights: Weights = "",
     pretrained: Pretrained = False,
     classes: Classes = 0,
     channels: Channels = 3,
+    mean: Mean = "",
+    std: Std = "",
     seed: Seed = 0,
     data: Data = "",
     calibration: Calibration = "",
@@ -185,6 +193,8 @@ def time(
     pretrained: Pretrained = False,
     classes: Classes = 0,
     channels: Channels = 3,
+    mean: Mean = "",
+    std: Std = "",
     data: Data = "",
     calibration: Calibration = "",
     device: Device = "cpu",
@@ -216,6 +226,8 @@ def agree(
     pretrained: Pretrained = False,
     classes: Classes = 0,
     channels: Channels = 3,
+    mean: Mean = "",
+    std: Std = "",
     seed: Seed = 0,
     data: Data = "",
     calibration: Calibration = "",
@@ -246,6 +258,8 @@ def eval(
     pretrained: Pretrained = False,
     classes: Classes = 0,
     channels: Channels = 3,
+    mean: Mean = "",
+    std: Std = "",
     calibration: Calibration = "",
     unreadable: Unreadable = "refuse",
     budget: Budget = [],  # noqa: B006
@@ -272,11 +286,14 @@ def doctor(
     raise typer.Exit(module.doctor(python, format))
 
 
+INTERRUPTED = 130
 OS_ERRORS = {
-    errno.ENOSPC: "the disk is full; free some space and run the same command again, what was measured is stored",
-    errno.EDQUOT: "the disk quota is used up; free some space and run the same command again, what was measured is stored",
+    errno.ENOSPC: "the disk is full; free some space and run again, what was measured is stored",
+    errno.EDQUOT: "the disk quota is used up; free some space and run again, what was measured is stored",
     errno.EROFS: "the file system is read-only; give a folder that can be written with --out",
     errno.EACCES: "permission denied; give a folder that can be written with --out",
+    errno.EEXIST: "is a file where a folder is needed; give another --out",
+    errno.EISDIR: "is a folder where a file is needed; give another --out",
     errno.ENOTDIR: "is a file where a folder is needed; give another --out",
 }
 
@@ -287,9 +304,11 @@ def main() -> None:
         app()
     except UserError as e:
         _fail(str(e))
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as e:
+        if isinstance(e, SystemExit) and e.code != INTERRUPTED:  # what typer makes of an interrupt
+            raise
         print("dyno: stopped; what was measured is stored, the same command goes on from there", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
     except OSError as e:
         if e.errno not in OS_ERRORS:
             raise
@@ -297,7 +316,7 @@ def main() -> None:
 
 
 def _fail(line: str) -> None:
-    print(f"dyno: {line}", file=sys.stderr)
+    print("dyno: " + " ".join(line.splitlines()), file=sys.stderr)
     sys.exit(2)
 
 

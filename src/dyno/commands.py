@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Sequence
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from dyno.study import Study, model_name, parse_budget
 from dyno.worker.spec import UserError
 
 if TYPE_CHECKING:
-    import pandas as pd
     import typer
 
 LISTS = {"backends": "backends", "precision": "precisions", "batch": "batches", "size": "sizes"}
@@ -38,6 +36,9 @@ def given(ctx: typer.Context) -> dict[str, Any]:
             found[field] = tuple(part.strip() for part in flags[flag].split(",") if part.strip())
     if "batches" in found:
         found["batches"] = tuple(_batch(text) for text in found["batches"])
+    for name in ("mean", "std"):
+        if name in flags:
+            found[name] = tuple(_number(text) for text in flags[name].split(","))
     if flags.get("classes"):
         found["classes"] = flags["classes"]
     if "budget" in flags:
@@ -51,6 +52,13 @@ def _batch(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise UserError(f"batch {text!r} is not a whole number from 1 on")
     return int(text)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise UserError(f"{text!r} is not a number; mean and std are numbers such as 0.485,0.456,0.406") from None
 
 
 def pythons(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -99,7 +107,8 @@ def dry_run(study: Study) -> int:
     for one in planned:
         t = one.trial
         made = f"{t.recipe.format} {t.recipe.precision}" if t.recipe else ""
-        table.add_row(t.id, t.model.name, t.variant, t.precision, str(t.dims.batch), t.dims.size, made, one.refusal)
+        row = (t.id, t.model.name, t.variant, t.precision, str(t.dims.batch), t.dims.size, made, one.refusal)
+        table.add_row(*map(escape, row))  # a model may be called what rich takes for markup
     console = Console()
     console.print(table)
     refused = sum(1 for one in planned if one.refusal)
@@ -115,7 +124,7 @@ def run(study: Study, folder: Path) -> int:
 
 def finish(folder: Path) -> int:
     """Tables, verdict and report of a study that has just ended, and its exit code."""
-    from dyno.analysis import verdict
+    from dyno.analysis import tables, verdict
     from dyno.analysis.render import render
     from dyno.result import Result
 
@@ -129,24 +138,7 @@ def finish(folder: Path) -> int:
         print(f"\nreport: {result.report()}")
     except ImportError as e:
         print(f"\nno report: {e.name} is not installed; pip install 'inference-dyno[report]'")
-    return exit_code(frame)
-
-
-def exit_code(frame: pd.DataFrame) -> int:
-    """3 when a trial did not finish, 1 when a budget was set and no trial is within it, else 0."""
-    if not frame["status"].isin(("ok", "skipped")).all():
-        return 3
-    decided = frame["budget"][frame["budget"] != ""]
-    return 1 if len(decided) and not decided.str.startswith("within").any() else 0
-
-
-def settings(folder: Path, reference: str, budget: Sequence[str]) -> tuple[str | None, str | None]:
-    """Reference and budget to show a run with: as given, else as its study says."""
-    path = folder / "study.toml"
-    said = tomllib.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    limits = parse_budget(budget) or said.get("budget", {})
-    first = next((f"{name}={points:g}" for name, points in limits.items()), None)
-    return reference or said.get("reference") or None, first
+    return tables.exit_code(frame)
 
 
 def show(run: Path, format: str, by: str, reference: str, budget: Sequence[str]) -> None:
@@ -155,7 +147,7 @@ def show(run: Path, format: str, by: str, reference: str, budget: Sequence[str])
     from dyno.analysis.render import render
 
     loaded = results.load(run)
-    frame = tables.frame(loaded, *settings(run, reference, budget))
+    frame = tables.frame(loaded, reference or None, parse_budget(budget) or None)
     print(render(frame, format, by or None), end="")
     for problem in loaded.problems:
         Console(stderr=True).print(f"dyno: {problem}", style="yellow", soft_wrap=True)
@@ -204,10 +196,10 @@ def _print_runs(out: Path, models: Sequence[str], format: str) -> int:
     from dyno.analysis.render import render
 
     folders = [out] if len(models) == 1 else [out / model_name(model) for model in models]
-    frames = [tables.frame(results.load(folder), *settings(folder, "", ())) for folder in folders]
+    frames = [tables.frame(results.load(folder)) for folder in folders]
     frame = pd.concat(frames, ignore_index=True)
     print(render(frame, format), end="")
-    return exit_code(frame)
+    return tables.exit_code(frame)
 
 
 def agree(ctx: typer.Context, models: Sequence[str], rtol: float, atol: float, least: float, format: str) -> int:
@@ -217,5 +209,3 @@ def agree(ctx: typer.Context, models: Sequence[str], rtol: float, atol: float, l
     out = _single(ctx, models, "agree", boundaries=())
     folders = [out] if len(models) == 1 else [out / model_name(model) for model in models]
     return agreement_table.show(folders, rtol, atol, least, format)
-
-

@@ -68,5 +68,3 @@ def demo(out: Path, *, rounds: int, quick: bool) -> int:
     )
     study.run(out)
     return finish(out)
-
-

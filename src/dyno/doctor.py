@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from dyno.commands import pythons
@@ -61,7 +62,9 @@ def _show(rows: list[dict[str, Any]]) -> None:
         table.add_column(heading, overflow="fold")
     for row in rows:
         colour = {"ok": "green", "skipped": "yellow"}.get(row["status"], "red")
-        table.add_row(*(f"[{colour}]{value}[/]" if key == "status" else str(value) for key, value in row.items()))
+        table.add_row(
+            *(f"[{colour}]{value}[/]" if key == "status" else escape(str(value)) for key, value in row.items())
+        )
     console = Console()
     console.print(table)
     found = system.describe()

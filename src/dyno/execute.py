@@ -15,7 +15,7 @@ from dyno.progress import Progress
 from dyno.store import Cache, Run
 from dyno.study import Study
 from dyno.worker import backend, system
-from dyno.worker.record import Record, write_json
+from dyno.worker.record import Record, read_record, write_json
 from dyno.worker.spec import Artifact, Job, Recipe, Trial, UserError
 
 MAKE_TIMEOUT_S = 3600.0
@@ -30,9 +30,7 @@ def execute(study: Study, folder: Path, progress: Progress) -> None:
     run = Run(folder)
     with run.locked():
         _settle(study, run)
-        for one in planned:
-            if one.refusal and run.record(one.trial, 0) is None:
-                run.store(one.trial, 0, Record("skipped", "plan", one.refusal))
+        _refuse(run, planned)
         todo = [one.trial for one in planned if not one.refusal]
         with progress.running(study.rounds, todo):
             made = Files(run, progress).all(todo, study)
@@ -43,6 +41,18 @@ def execute(study: Study, folder: Path, progress: Progress) -> None:
             shutil.rmtree(run.round_folder(trial, 0).parent / "compiler", ignore_errors=True)
 
 
+def _refuse(run: Run, planned: list[Planned]) -> None:
+    """Store a row for each trial that will not run; rows whose reason is gone (a library was installed) go too."""
+    refused = {one.trial.id: one for one in planned if one.refusal}
+    for folder in (run.folder / "trials").glob("*/r0"):
+        if folder.parent.name not in refused and (record := read_record(folder)) and record.stage == "plan":
+            shutil.rmtree(folder.parent)
+    for one in refused.values():
+        stored = run.record(one.trial, 0)
+        if stored is None or (stored.stage == "plan" and stored.reason != one.refusal):
+            run.store(one.trial, 0, Record("skipped", "plan", one.refusal))
+
+
 def _settle(study: Study, run: Run) -> None:
     """Write down what this folder is for, or refuse when it already holds something else."""
     path = run.folder / "study.toml"
@@ -51,7 +61,10 @@ def _settle(study: Study, run: Run) -> None:
         changed = {name: getattr(study, name) for name in REPEATABLE}
         if replace(before, **changed) != study:
             raise UserError(f"{run.folder} holds another study (see its study.toml); give another --out or remove it")
-    path.write_text(tomli_w.dumps(study.to_table()), encoding="utf-8")
+    # Beside first: a study killed here must not find half a file when it is started again.
+    beside = path.with_name(path.name + ".part")
+    beside.write_text(tomli_w.dumps(study.to_table()), encoding="utf-8")
+    beside.replace(path)
     write_json(run.folder / "environment.json", system.describe(DISTRIBUTIONS))
 
 

@@ -1,4 +1,4 @@
-"""A study becomes trials: models are looked at, images decoded, every combination listed, refusals given their reason."""
+"""A study becomes trials: models looked at, images decoded, every combination listed, refusals given a reason."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from dyno import datasets
 from dyno.launch import launch
 from dyno.store import cache_dir, sha256_of, versions
-from dyno.study import Choice, Study, model_name, parse_shapes, parse_size, runtimes
+from dyno.study import Choice, Study, check_known, model_name, parse_shapes, parse_size, runtimes
 from dyno.worker import backend, system
 from dyno.worker.record import read_record
 from dyno.worker.spec import DataSpec, Dims, Job, ModelSpec, Preprocess, Runtime, Trial, UserError, digest, from_json
@@ -33,7 +33,9 @@ def expand(study: Study) -> list[Planned]:
     """Every trial of the study in a fixed order; input that can't be used is a `UserError` before anything runs."""
     choices = [Choice.parse(text) for text in study.backends] or [Choice(name) for name in installed()]
     for choice in choices:
-        backend.find(choice.name)
+        known = backend.find(choice.name).options
+        for option in choice.options:
+            check_known(f"option of {choice.name}", option, known)
         runtimes(study, choice)
     threads = study.threads or len(system.cores())
     planned = []
@@ -43,7 +45,9 @@ def expand(study: Study) -> list[Planned]:
             data = prepared(study, model, (height, width))
             for batch in _batches(study, found):
                 dims = Dims(batch, height, width, parse_shapes(study.shapes))
-                planned += [_trial(study, c, model, p, dims, data, threads) for c in choices for p in _precisions(study, c)]
+                planned += [
+                    _trial(study, c, model, p, dims, data, threads) for c in choices for p in _precisions(study, c)
+                ]
     return list({p.trial.id: p for p in planned}.values())
 
 
@@ -92,6 +96,7 @@ def model_spec(study: Study, source: str) -> ModelSpec:
         "seed": study.seed,
         "classes": study.classes,
         "channels": study.channels,
+        "preprocess": _normalised(Preprocess(), study),
     }
     if study.weights:
         path = _existing(study.weights, "weights file")
@@ -104,6 +109,15 @@ def model_spec(study: Study, source: str) -> ModelSpec:
     if ":" not in source:
         raise UserError(f"model {source!r} says not where it comes from; write torchvision:{source} or timm:{source}")
     return ModelSpec(source=_absolute(source), source_sha256=_code_sha256(source), **common)
+
+
+def _normalised(preprocess: Preprocess, study: Study) -> Preprocess:
+    """The study's own mean and std; one that does not fit the channels becomes 0.5, so that pixels lie in -1..1."""
+    if study.mean:
+        return replace(preprocess, mean=study.mean, std=study.std)
+    if len(preprocess.mean) == study.channels:
+        return preprocess
+    return replace(preprocess, mean=(0.5,) * study.channels, std=(0.5,) * study.channels)
 
 
 def _existing(text: str, what: str) -> Path:
@@ -133,11 +147,14 @@ def _code_sha256(source: str) -> str:
 def look(model: ModelSpec, study: Study) -> tuple[ModelSpec, dict[str, Any]]:
     """Build the model once in a process of its own: does it exist, do its weights fit, does it take these sizes?
 
-    Returns the model with its own preprocessing, and what was found: `size` [h, w], `batch` (0: any). Cached by content.
+    Returns the model with its own preprocessing, and what was found: `size` [h, w], `batch` (0: any). Cached.
     """
     if model.source.startswith("fake:"):
         return model, {"size": [8, 8], "batch": 0}
-    options = {"sizes": [list(parse_size(size)) for size in study.sizes], "shapes": {name: list(shape) for name, shape in parse_shapes(study.shapes).items()}}
+    options = {
+        "sizes": [list(parse_size(size)) for size in study.sizes],
+        "shapes": {name: list(shape) for name, shape in parse_shapes(study.shapes).items()},
+    }
     key = digest([model, options, versions("", LOOK_LIBRARIES)])[:24]
     folder = cache_dir() / "looks" / key
     record = read_record(folder)
@@ -150,7 +167,7 @@ def look(model: ModelSpec, study: Study) -> tuple[ModelSpec, dict[str, Any]]:
                 raise UserError(f"{model.name}: {record.reason}")
             _keep(Path(scratch) / "look", folder)
     found = record.facts
-    return replace(model, preprocess=from_json(Preprocess, found["preprocess"])), found
+    return replace(model, preprocess=_normalised(from_json(Preprocess, found["preprocess"]), study)), found
 
 
 def _keep(made: Path, folder: Path) -> None:
@@ -163,7 +180,9 @@ def _sizes(study: Study, found: dict[str, Any]) -> list[tuple[int, int]]:
     asked = [parse_size(size) for size in study.sizes]
     wrong = [size for size in asked if fixed and size != fixed]
     if wrong and fixed:
-        raise UserError(f"the file's image size is fixed at {fixed[0]}x{fixed[1]}; {wrong[0][0]}x{wrong[0][1]} needs another export")
+        raise UserError(
+            f"the file's image size is fixed at {fixed[0]}x{fixed[1]}; {wrong[0][0]}x{wrong[0][1]} needs another export"
+        )
     return asked or [(int(found["size"][0]), int(found["size"][1]))]
 
 
@@ -185,6 +204,5 @@ def prepared(study: Study, model: ModelSpec, size: tuple[int, int]) -> DataSpec:
             raise UserError(f"digits are square, not {size[0]}x{size[1]}")
         return datasets.digits(cache, size[0])
     more: dict[str, Any] = {"calibration": Path(study.calibration)} if study.calibration else {}
-    return datasets.class_folders(
-        Path(study.data), cache, size, model.preprocess, on_unreadable=study.unreadable, channels=model.channels, **more
-    )
+    more["on_unreadable"] = study.unreadable
+    return datasets.class_folders(Path(study.data), cache, size, model.preprocess, channels=model.channels, **more)

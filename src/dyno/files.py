@@ -26,10 +26,10 @@ TARGETS = ("onnxruntime", "openvino", "tensorrt")
 ENGINES = {".xml": "openvino"}
 
 
-def export(ctx: typer.Context, model: str, out: Path, *, batch: str, shape: str, precision: str, target: str) -> Artifact:
+def export(
+    ctx: typer.Context, model: str, out: Path, *, batch: str, shape: str, precision: str, target: str
+) -> Artifact:
     """Write the model as ONNX; `shape` "N,C,H,W" says batch (-1: dynamic), channels and size in one."""
-    from dyno.worker.backends.onnx_precision import converted
-
     if out.suffix != ".onnx":
         raise UserError(f"export writes .onnx files, not {out.name}; `dyno build` writes engines")
     if target not in TARGETS:
@@ -38,7 +38,9 @@ def export(ctx: typer.Context, model: str, out: Path, *, batch: str, shape: str,
     if shape:
         batch, flags["channels"], flags["sizes"] = _shape(shape)
     study = Study(models=(model,), **{**flags, "precisions": (precision,)})
-    return _make(converted(_trial(study, precision), target, _number(batch)), out)
+    trial = _trial(study, precision)
+    dims = replace(trial.dims, batch=_number(batch))
+    return _make(find("onnx_precision").recipe(replace(trial, dims=dims, options={"target": target})), out)
 
 
 def build(ctx: typer.Context, model: str, out: Path, *, precision: str) -> Artifact:
@@ -82,8 +84,9 @@ def _trial(study: Study, precision: str) -> Trial:
     return Trial(model, "", precision, Dims(0, *size), data=data, runtime=runtime)
 
 
-def _make(recipe: Recipe, out: Path) -> Artifact:
+def _make(recipe: Recipe | None, out: Path) -> Artifact:
     """Make the file through the cache and copy it, with all its parts, to where the user wants it."""
+    assert recipe is not None
     made = Files(None, Progress()).file(recipe)
     if isinstance(made, Record):
         raise UserError(f"{recipe.model.name}: {made.reason}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,7 +66,7 @@ def launch(job: Job, folder: Path, timeout_s: float, tick: Tick | None = None) -
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                env=environment(job.runtime),
+                env={**environment(job.runtime), "DYNO_LAUNCHER": str(os.getpid())},
                 start_new_session=True,
             )
         except OSError as e:
@@ -76,6 +78,8 @@ def launch(job: Job, folder: Path, timeout_s: float, tick: Tick | None = None) -
             _kill_group(process)
             telemetry.stop(folder / "telemetry.npz")
     record = read_record(folder)
+    if record is None and process.returncode == os.EX_CANTCREAT:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
     if record is None:
         record = _ended_without(job, folder, process.returncode, timed_out, timeout_s, _kernel_kills() > kills)
         write_record(folder, record)
@@ -99,10 +103,8 @@ def _watch(process: subprocess.Popen[bytes], folder: Path, timeout_s: float, tic
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
     # The group outlives its leader when a library left a child behind, so it is killed in every case.
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 

@@ -9,6 +9,7 @@ import os
 import platform
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from dyno.worker import system
 from dyno.worker.record import Record, read_record, write_json, write_record
-from dyno.worker.spec import Artifact, Job, Recipe, Runtime, Trial, UserError, digest, to_json
+from dyno.worker.spec import Artifact, Job, Recipe, Trial, UserError, digest, to_json
 
 
 def cache_dir() -> Path:
@@ -98,10 +99,15 @@ def versions(python: str, distributions: tuple[str, ...]) -> tuple[tuple[str, st
         " try: found[n]=m.version(n)\n except m.PackageNotFoundError: pass\nprint(json.dumps(found))"
     )
     try:
-        done = subprocess.run([python, "-c", code, *distributions], capture_output=True, text=True, check=True, timeout=60)
-    except (OSError, subprocess.SubprocessError) as e:
-        raise UserError(f"the interpreter {python} can't be used: {e}") from e
-    return tuple(json.loads(done.stdout).items())
+        # -E: a PYTHONPATH of ours would lend it our distributions, which its jobs will not see.
+        command = [python, "-E", "-c", code, *distributions]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        return tuple(json.loads(done.stdout).items())
+    except subprocess.CalledProcessError as e:
+        said = (e.stderr.strip().splitlines() or [f"exit code {e.returncode}"])[-1]
+        raise UserError(f"the interpreter {python} can't be used: {said}") from e
+    except (OSError, subprocess.TimeoutExpired, ValueError) as e:
+        raise UserError(f"the interpreter {python} can't be used: it is no Python, or does not answer") from e
 
 
 class Cache:
@@ -120,8 +126,11 @@ class Cache:
         return hashlib.sha256(json.dumps(shaped_by, sort_keys=True).encode()).hexdigest()[:24]
 
     def find(self, key: str) -> tuple[Artifact | None, str]:
-        """The file made under this key, and why there is none: "" (never made) or what is wrong with what lies there."""
-        record = read_record(self.folder / key)
+        """The file made under this key, and why there is none: "" (never made) or what is wrong with it."""
+        try:
+            record = read_record(self.folder / key)
+        except UserError:
+            return None, "the record in the cache is damaged"
         if record is None or record.artifact is None:
             return None, ""
         made = record.artifact
@@ -134,17 +143,19 @@ class Cache:
 
     @contextmanager
     def making(self, key: str) -> Iterator[Path]:
-        """A folder to make the file in; it takes its place in the cache when the block ends with a good record there."""
-        folder = self.folder / f".{key}.{os.getpid()}"
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        yield folder
-        record = read_record(folder)
-        if record is None or record.status != "ok" or record.artifact is None:
-            return
-        write_record(folder, replace(record, artifact=_relative(record.artifact, folder)))
-        shutil.rmtree(self.folder / key, ignore_errors=True)
-        folder.rename(self.folder / key)
+        """A folder to make the file in; it joins the cache when the block ends with a good record there."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{key}.", dir=self.folder, ignore_cleanup_errors=True) as scratch:
+            folder = Path(scratch) / key
+            folder.mkdir()
+            yield folder
+            record = read_record(folder)
+            if record is None or record.status != "ok" or record.artifact is None:
+                return
+            write_record(folder, replace(record, artifact=_relative(record.artifact, folder)))
+            if self.find(key)[0] is None:  # another study may have made it meanwhile, and be reading it
+                shutil.rmtree(self.folder / key, ignore_errors=True)
+                folder.rename(self.folder / key)
 
 
 def _relative(artifact: Artifact, folder: Path) -> Artifact:

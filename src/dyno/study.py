@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import tomllib
+import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,7 +65,9 @@ class Study:
 
     `models`: sources (`torchvision:resnet18`, `timm:NAME`, `MODULE:FUNCTION`, `FILE.py:FUNCTION`, `FILE.onnx`,
     `FILE.xml`). `backends` empty means every one found on this machine. `sizes` are `224` or `480x640`; empty sizes
-    and batches mean the model's own. `data` is a folder of class folders (or `digits`); `calibration` images for INT8, else some are taken
+    and batches mean the model's own. `mean` and `std` normalise pixels
+    in 0..1 (default: what the model's library says, else ImageNet's, or 0.5 for images that aren't RGB). `data` is a
+    folder of class folders (or `digits`); `calibration` images for INT8, else some are taken
     out of `data` and never tested on. `budget` maps top1/top5 to the points an engine may lose. `runtime` maps a
     backend's name to `{python, env}` for another interpreter. Seconds are per trial, round and boundary.
     """
@@ -79,6 +82,8 @@ class Study:
     pretrained: bool = False
     classes: int | None = None
     channels: int = 3
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
     seed: int = 0
     data: str = ""
     calibration: str = ""
@@ -98,21 +103,24 @@ class Study:
     runtime: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("models", "backends", "precisions", "batches", "sizes", "shapes", "boundaries"):
+        for name in ("models", "backends", "precisions", "batches", "sizes", "shapes", "mean", "std", "boundaries"):
             object.__setattr__(self, name, _tuple(getattr(self, name)))
         object.__setattr__(self, "sizes", tuple(str(size) for size in self.sizes))
+        for name, kind in typing.get_type_hints(type(self)).items():
+            if not _fits(getattr(self, name), kind):
+                raise UserError(f"{name} is {_shown(getattr(self, name))}; it must be {_kind(kind)}")
         self._check()
 
     def _check(self) -> None:
         if not self.models:
             raise UserError("no model given; name one, e.g. torchvision:resnet18 or model.onnx")
         for name in (*self.precisions, *(p for b in self.backends for p in Choice.parse(b).precisions)):
-            _known("precision", name, PRECISIONS)
+            check_known("precision", name, PRECISIONS)
         for name in self.boundaries:
-            _known("boundary", name, BOUNDARIES)
+            check_known("boundary", name, BOUNDARIES)
         for name in self.budget:
-            _known("budget", name, BUDGETS)
-        _known("unreadable", self.unreadable, ("refuse", "skip"))
+            check_known("budget", name, BUDGETS)
+        check_known("unreadable", self.unreadable, ("refuse", "skip"))
         for size in self.sizes:
             parse_size(size)
         for name, least in (("rounds", 1), ("compared", 1), ("samples", 0), ("threads", 0)):
@@ -123,6 +131,8 @@ class Study:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be more than 0")
         if any(not isinstance(batch, int) or batch < 1 for batch in self.batches):
             raise UserError(f"batch sizes are whole numbers from 1 on, not {', '.join(map(str, self.batches))}")
+        if bool(self.mean) != bool(self.std) or (self.mean and {len(self.mean), len(self.std)} != {self.channels}):
+            raise UserError(f"mean and std go together, one number for each of the {self.channels} channels")
         if self.budget and not self.data:
             raise UserError("an accuracy budget needs labelled images; give --data")
 
@@ -137,7 +147,7 @@ class Study:
             raise UserError(f"{path} is not valid TOML: {e}") from e
         known = {f.name: f for f in dataclasses.fields(cls)}
         for key in table:
-            _known(f"key in {path.name}", key, tuple(known))
+            check_known(f"key in {path.name}", key, tuple(known))
         try:
             return cls(**{**table, **changes})
         except TypeError as e:
@@ -169,7 +179,7 @@ class Study:
         )
 
     def run(self, out: str | Path | None = None, *, quiet: bool = False) -> Result:
-        """Measure every trial that is not stored yet in the folder `out` (default `runs/NAME`) and return the result."""
+        """Measure every trial that the folder `out` (default `runs/NAME`) lacks, and return the result."""
         from dyno.execute import execute
         from dyno.progress import Progress
         from dyno.result import Result
@@ -185,14 +195,44 @@ class Study:
 
 
 def _tuple(value: Any) -> tuple[Any, ...]:
-    return (value,) if isinstance(value, (str, int)) else tuple(value)
+    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, (str, Mapping)) else (value,)
 
 
-def _known(what: str, name: str, known: Iterable[str]) -> None:
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value, perhaps from a TOML file, is of the annotated type."""
+    args = typing.get_args(kind)
+    if typing.get_origin(kind) is tuple:
+        return all(_fits(item, args[0]) for item in value)
+    if typing.get_origin(kind) is dict:
+        return isinstance(value, dict) and all(_fits(item, args[1]) for item in value.values())
+    if args:
+        return any(_fits(value, one) for one in args)
+    if kind in (int, float):
+        return isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
+    return kind is Any or isinstance(value, kind)
+
+
+def _shown(value: Any) -> str:
+    return ", ".join(map(repr, value)) if isinstance(value, tuple) else repr(value)
+
+
+def _kind(kind: Any) -> str:
+    """An annotation in words."""
+    args = typing.get_args(kind)
+    if typing.get_origin(kind) is tuple:
+        return f"one or several of: {_kind(args[0])}"
+    if typing.get_origin(kind) is dict:
+        return f"a table of: {_kind(args[1])}"
+    words = {str: "text", int: "a whole number", float: "a number", bool: "true or false", Any: "any value"}
+    return words[args[0] if args else kind]
+
+
+def check_known(what: str, name: str, known: Iterable[str]) -> None:
+    """A `UserError` with the nearest spelling when the name is not known."""
     known = tuple(known)
     if name not in known:
         near = difflib.get_close_matches(str(name), known, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known) or 'none'}"
         raise UserError(f"unknown {what} {name!r}; {hint}")
 
 

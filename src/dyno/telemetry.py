@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import psutil
 
+from dyno.worker.record import save_arrays
+
 PERIOD_S = 0.25
 
 
@@ -32,7 +34,7 @@ class Telemetry:
         self._thread.join()
         columns = np.asarray(self._rows, np.float64).reshape(-1, 5)
         names = ("at", "rss", "cpu", "others", "frequency")
-        np.savez(path, **{name: columns[:, i] for i, name in enumerate(names)})
+        save_arrays(path, {name: columns[:, i] for i, name in enumerate(names)})
 
     def _sample(self) -> None:
         begin = before = time.monotonic()

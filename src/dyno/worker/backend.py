@@ -58,8 +58,8 @@ class Session:
 class Backend:
     """One way to run models (`load`), or to make files (`make`), or both.
 
-    `requires` are the distributions whose versions shape its results; `precisions` and `devices` what it can be asked
-    for. Everything a backend does with its library happens in the worker; `refuse` and `recipe` are pure and run
+    `requires` are the distributions whose versions shape its results; `precisions`, `devices` and `options` what it can
+    be asked for. Everything a backend does with its library happens in the worker; `refuse` and `recipe` are pure and run
     anywhere.
     """
 
@@ -67,6 +67,7 @@ class Backend:
     requires: tuple[str, ...] = ()
     precisions: tuple[str, ...] = ()
     devices: tuple[str, ...] = ("cpu",)
+    options: tuple[str, ...] = ()
     runs: bool = True
 
     def refuse(self, trial: Trial) -> str:
@@ -82,7 +83,7 @@ class Backend:
         return None
 
     def probe(self) -> dict[str, Any]:
-        """Import the library and run one operation: its version and devices. Raises `Unavailable` with what to install."""
+        """Import the library and run one operation: version and devices, or `Unavailable` with what to install."""
         raise NotImplementedError
 
     def load(self, trial: Trial, artifact: Artifact | None) -> Session:
@@ -95,13 +96,16 @@ class Backend:
 
 
 def find(name: str) -> Backend:
-    """The backend of that name, or the class at `module:Class`; unknown names are a `UserError` with the nearest one."""
+    """The backend of that name, or the class at `module:Class`; an unknown name is a `UserError` with the nearest."""
     if ":" in name:
         module, _, attribute = name.partition(":")
         try:
-            made: Backend = getattr(importlib.import_module(module), attribute)()
-        except (ImportError, AttributeError) as e:
-            raise UserError(f"backend {name!r} can't be loaded: {e}") from e
+            made = getattr(importlib.import_module(module), attribute)()
+        except Exception as e:  # someone else's code: whatever it raises is what is wrong with it
+            reason = (str(e).strip() or type(e).__name__).splitlines()[0]
+            raise UserError(f"backend {name!r} can't be loaded: {reason}") from e
+        if not isinstance(made, Backend):
+            raise UserError(f"backend {name!r} is not a dyno.worker.backend.Backend")
         return made
     if name not in _all():
         near = difflib.get_close_matches(name, names(), 1)

@@ -24,7 +24,9 @@ class Images:
             self.labels = np.load(folder / "labels.npy")
             self.index = np.load(folder / f"{data.split}.npy")
         except (OSError, ValueError) as e:
-            raise UserError(f"the decoded data set in {folder} can't be read ({e}); remove the folder to decode again") from e
+            raise UserError(
+                f"the decoded data set in {folder} can't be read ({e}); remove the folder to decode again"
+            ) from e
         channels = self._pixels.shape[1]
         self._mean = np.resize(np.asarray(preprocess.mean, np.float32), channels).reshape(1, channels, 1, 1)
         self._std = np.resize(np.asarray(preprocess.std, np.float32), channels).reshape(1, channels, 1, 1)
@@ -36,7 +38,7 @@ class Images:
     def batch(self, start: int, count: int) -> np.ndarray:
         """`count` images from `start` on, wrapping around: float32, N x C x H x W."""
         chosen = self.index[np.arange(start, start + count) % len(self.index)]
-        pixels = self._pixels[chosen].astype(np.float32)
+        pixels: np.ndarray = self._pixels[chosen].astype(np.float32)
         pixels /= 255
         pixels -= self._mean
         pixels /= self._std

@@ -53,7 +53,7 @@ def _file(model: ModelSpec, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any
         found["fixed_size"] = all(size)
     if shapes:
         found["batch"] = next(iter(shapes.values()))[0]
-    static_shapes(tensors, Dims(found["batch"] or 1, *found["size"], shapes))
+    static_shapes(tensors, Dims(found["batch"] or 1, found["size"][0], found["size"][1], shapes))
     return found
 
 

@@ -16,8 +16,9 @@ def _enter() -> None:
 
     This file's folder is what Python put first on the path; modules named like a library's would shadow it from there.
     """
-    del sys.path[0]
     root = Path(__file__).resolve().parents[1]
+    if sys.path[0] == str(Path(__file__).parent):  # not so under PYTHONSAFEPATH
+        del sys.path[0]
     spec = importlib.util.spec_from_file_location("dyno", root / "__init__.py", submodule_search_locations=[str(root)])
     assert spec is not None and spec.loader is not None
     package = importlib.util.module_from_spec(spec)
@@ -28,7 +29,9 @@ def _enter() -> None:
 if __name__ == "__main__":
     _enter()
 
+import errno
 import json
+import os
 import time
 import traceback
 from collections.abc import Callable
@@ -40,8 +43,12 @@ import numpy as np
 
 from dyno.worker import evaluate, inputs, measure, system
 from dyno.worker.backend import Session, find
-from dyno.worker.record import Measurement, Record, write_json, write_record
+from dyno.worker.record import Measurement, Record, save_arrays, write_json, write_record
 from dyno.worker.spec import SCHEMA, Artifact, Job, Trial, Unavailable, UserError, from_json, to_json
+
+CROWDED = 0.2  # processors that others may keep busy before a timing carries a warning
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+INHERITED = ("weights_sha256", "parameters")  # what a file made from another says of the model they share
 
 
 class Journal:
@@ -49,7 +56,9 @@ class Journal:
 
     def __init__(self, folder: Path, job: Job) -> None:
         self.folder = folder
-        self.record = Record("crashed", started=datetime.now(timezone.utc).isoformat(timespec="seconds"), round=job.round)
+        self.record = Record(
+            "crashed", started=datetime.now(timezone.utc).isoformat(timespec="seconds"), round=job.round
+        )
         if job.trial is not None:
             self.record = replace(self.record, trial=job.trial.id)
         self.samples: dict[str, np.ndarray] = {}
@@ -68,7 +77,7 @@ class Journal:
         """Keep raw samples and the measurement that names them."""
         name = tag if tag == boundary else f"{tag}_{boundary}"
         self.samples[name] = found.samples
-        np.savez(self.folder / "samples.npz", **self.samples)
+        save_arrays(self.folder / "samples.npz", self.samples)
         self.add(Measurement(tag, unit, hint, found.value, name, boundary, "host", found.stopped))
 
     def timed(self, tag: str, stage: str, action: Callable[[], Any]) -> Any:
@@ -95,8 +104,7 @@ def run_trial(job: Job, trial: Trial, journal: Journal) -> None:
     session: Session = journal.timed("load", "load", lambda: backend.load(trial, job.artifact))
     feeds = list(inputs.batches(trial.data, trial.model.preprocess, session.inputs, trial.dims, inputs.FEEDS))
     journal.facts({"inputs_sha256": inputs.fingerprint(feeds), "threads": trial.runtime.threads})
-    session.bind(feeds[0])
-    journal.timed("first_call", "first call", lambda: (session.run(), session.wait()))
+    journal.timed("first_call", "first call", measure.step(session, "model", feeds))
     _time(session, trial, feeds, journal)
     journal.add(Measurement("peak_memory", "B", "bytes", float(system.peak_memory())))
     if job.round == 0:
@@ -107,7 +115,9 @@ def run_trial(job: Job, trial: Trial, journal: Journal) -> None:
     session.close()
     if not journal.record.facts.get("finite", True):
         journal.stage("evaluate")
-        raise UserError("the outputs are not finite (NaN or infinity): this engine is wrong, or its precision overflows")
+        raise UserError(
+            "the outputs are not finite (NaN or infinity): this engine is wrong, or its precision overflows"
+        )
 
 
 def _time(session: Session, trial: Trial, feeds: list[dict[str, np.ndarray]], journal: Journal) -> None:
@@ -117,16 +127,19 @@ def _time(session: Session, trial: Trial, feeds: list[dict[str, np.ndarray]], jo
         if not measure.warm_up(once, trial.plan):
             journal.warn(f"{boundary}: the median was not steady after {trial.plan.warmup_s:g} s of warm-up")
         journal.stage(f"time {boundary}")
+        neighbours = system.Neighbours()
         if boundary == "throughput":
             found = measure.throughput(session, feeds, trial.dims.batch, trial.plan)
             journal.sampled("throughput", boundary, "1/s", "rate", found)
         else:
             journal.sampled("latency", boundary, "s", "duration", measure.latency(once, trial.plan))
+        if (busy := neighbours.busy()) > CROWDED:
+            journal.warn(f"{boundary}: other programs kept {busy:.1f} of {os.cpu_count()} processors busy meanwhile")
 
 
 def _evaluate(session: Session, trial: Trial, journal: Journal) -> None:
     arrays = evaluate.outputs(session, trial)
-    np.savez(journal.folder / "outputs.npz", **arrays)
+    save_arrays(journal.folder / "outputs.npz", arrays)
     shown = {"name": trial.data.name, "split": trial.data.split, "count": len(arrays["sample"])}
     journal.facts({"data": shown})
     bad = [name[7:] for name, a in arrays.items() if name.startswith("output:") and not np.isfinite(a).all()]
@@ -137,7 +150,7 @@ def _evaluate(session: Session, trial: Trial, journal: Journal) -> None:
 
 def _inspect(session: Session, job: Job, journal: Journal) -> None:
     made_by = job.artifact.made_by if job.artifact else {}
-    known = {key: made_by[key] for key in ("weights_sha256", "parameters") if key in made_by}
+    known: dict[str, Any] = {key: made_by[key] for key in INHERITED if key in made_by}
     facts = {**known, **session.facts()}
     for tag, unit, hint in (("parameters", "1", "count"), ("layers", "1", "count"), ("build_s", "s", "duration")):
         if tag in facts:
@@ -167,7 +180,7 @@ def make_file(job: Job, journal: Journal) -> None:
         "bytes": made.bytes,
     }
     before = job.artifact.made_by if job.artifact else {}
-    inherited = {key: before[key] for key in ("weights_sha256", "parameters") if key in before}
+    inherited: dict[str, Any] = {key: before[key] for key in INHERITED if key in before}
     made_by = {**inherited, **made.made_by, "steps": [*before.get("steps", []), step]}
     journal.record = replace(journal.record, artifact=replace(made, seconds=seconds, made_by=made_by))
 
@@ -218,6 +231,11 @@ def perform(job: Job, journal: Journal) -> Record:
     except MemoryError as e:
         traceback.print_exc()
         return _ended(journal, "oom", f"out of memory: {_one_line(e)}" if str(e) else "out of memory")
+    except OSError as e:
+        if e.errno in DISK_FULL:
+            raise
+        traceback.print_exc()
+        return _ended(journal, "failed", f"{type(e).__name__}: {_one_line(e)}")
     except Exception as e:  # the border: whatever a library raises is this row's reason, never the study's end
         traceback.print_exc()
         return _ended(journal, "failed", f"{type(e).__name__}: {_one_line(e)}")
@@ -235,15 +253,22 @@ def _one_line(e: BaseException) -> str:
 def main(folder: Path) -> int:
     """Read the job, do it, write the record; 0 when a record was written, whatever it says."""
     begin = time.perf_counter()
-    system.die_with_parent()
+    # Run by hand there is no launcher to name itself, and whoever is the parent now will do.
+    system.die_with_parent(int(os.environ.pop("DYNO_LAUNCHER", os.getppid())))
     data = json.loads((folder / "job.json").read_text(encoding="utf-8"))
     if data.get("schema") != SCHEMA:
         print(f"job.json has schema {data.get('schema')}, this worker reads {SCHEMA}", file=sys.stderr)
         return 2
     job = from_json(Job, data)
     journal = Journal(folder, job)
-    record = perform(job, journal)
-    write_record(folder, replace(record, seconds=time.perf_counter() - begin))
+    try:
+        record = perform(job, journal)
+        write_record(folder, replace(record, seconds=time.perf_counter() - begin))
+    except OSError as e:
+        if e.errno not in DISK_FULL:
+            raise
+        print(f"dyno: {e}", file=sys.stderr)
+        return os.EX_CANTCREAT  # says nothing about the trial: no record, so that it is measured once there is room
     (folder / "partial.json").unlink(missing_ok=True)
     return 0
 

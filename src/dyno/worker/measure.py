@@ -133,7 +133,7 @@ def throughput(session: Session, feeds: Feeds, batch: int, plan: Plan) -> Sampli
     with _no_garbage_collection():
         begin = now()
         deadline = begin + int(plan.seconds * 1e9)
-        while now() < deadline or turn < LEAST_SAMPLES:
+        while turn < LEAST_SAMPLES or (turn < plan.max_samples and now() < deadline):
             slot = turn % slots
             if turn >= slots:
                 _finish(session, slot, done)
@@ -143,7 +143,8 @@ def throughput(session: Session, feeds: Feeds, batch: int, plan: Plan) -> Sampli
         for late in range(max(0, turn - slots), turn):
             _finish(session, late % slots, done)
     rate = batch * len(done) / ((done[-1] - begin) / 1e9)
-    return Sampling(_rates(done, begin, batch), "seconds", rate)
+    stopped = "samples" if turn >= plan.max_samples else "seconds"
+    return Sampling(_rates(done, begin, batch), stopped, rate)
 
 
 def _finish(session: Session, slot: int, done: list[int]) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dyno.worker.spec import SCHEMA, Artifact, from_json, to_json
+import numpy as np
+
+from dyno.worker.spec import SCHEMA, Artifact, UserError, from_json, to_json
 
 STATUSES = ("ok", "skipped", "failed", "oom", "timeout", "crashed")
 
@@ -70,15 +73,26 @@ def write_json(path: Path, value: Any) -> None:
     os.replace(beside, path)
 
 
+def save_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
+    """Store arrays by name as an npz file, beside first and then renamed into place."""
+    beside = path.with_name(path.name + ".part")
+    with open(beside, "wb") as f:
+        np.savez(f, **arrays)
+    os.replace(beside, path)
+
+
 def write_record(folder: Path, record: Record) -> None:
     """Store the record as FOLDER/record.json, atomically."""
     write_json(folder / "record.json", to_json(record))
 
 
 def read_record(folder: Path) -> Record | None:
-    """The record in the folder, or None when the job left none."""
+    """The record in the folder, or None when the job left none; one that can't be read is a `UserError`."""
     try:
         text = (folder / "record.json").read_text(encoding="utf-8")
     except FileNotFoundError:
         return None
-    return from_json(Record, json.loads(text))
+    try:
+        return from_json(Record, json.loads(text))
+    except ValueError as e:
+        raise UserError(f"{folder / 'record.json'} is damaged ({e}); remove that folder to measure it again") from e

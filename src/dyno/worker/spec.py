@@ -152,7 +152,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Artifact:
-    """A file that was made, with everything needed to trust it. `path` is relative to nothing: it is where it lies now."""
+    """A file that was made, with everything needed to trust it; `path` is where it lies now."""
 
     format: str
     path: str
@@ -187,7 +187,7 @@ class Trial:
 
     @property
     def variant(self) -> str:
-        """The backend as tables show it: its name, then its options and its runtime where they aren't the usual ones."""
+        """The backend as tables show it: its name, its options, and its runtime where that isn't the usual one."""
         named = {**self.options, **({"runtime": self.runtime.name} if self.runtime.name != "main" else {})}
         return self.backend + "".join(f"@{key}={value}" for key, value in sorted(named.items()))
 
@@ -248,6 +248,7 @@ def from_json(cls: type[T], data: Any) -> T:
 
 
 def _build(kind: Any, data: Any, where: str) -> Any:
+    """`data` as the annotation `kind` says: dataclass, tuple, dict, optional or plain value."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (Union, types.UnionType):
         inner = [a for a in args if a is not type(None)]
@@ -258,12 +259,13 @@ def _build(kind: Any, data: Any, where: str) -> Any:
         return {key: _build(args[1], item, f"{where}.{key}") for key, item in data.items()}
     if not dataclasses.is_dataclass(kind):
         return data
+    make: Any = kind
     hints = typing.get_type_hints(kind)
     known = {f.name: f for f in dataclasses.fields(kind)}
     unknown = sorted(set(data) - set(known))
     if unknown:
         raise UserError(f"{where} has an unknown key {unknown[0]!r}; known keys: {', '.join(known)}")
     try:
-        return kind(**{key: _build(hints[key], item, f"{where}.{key}") for key, item in data.items()})
+        return make(**{key: _build(hints[key], item, f"{where}.{key}") for key, item in data.items()})
     except TypeError as e:
         raise UserError(f"{where} is incomplete: {e}") from e

@@ -8,12 +8,24 @@ import platform
 import resource
 import signal
 import sys
+import time
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8", "asimd")
+CPU_FLAGS = (
+    "avx2",
+    "avx512f",
+    "avx512_vnni",
+    "avx_vnni",
+    "avx512_bf16",
+    "avx512_fp16",
+    "amx_tile",
+    "amx_bf16",
+    "amx_int8",
+    "asimd",
+)
 PR_SET_PDEATHSIG = 1
 
 
@@ -41,13 +53,35 @@ def pin(threads: int) -> list[int]:
     return chosen
 
 
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when the one that started it dies: no orphan disturbs the next study."""
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel to kill this process when the one that started it dies: no orphan disturbs the next study.
+
+    `parent` is who started it; a parent that died before this was asked is seen by that, too.
+    """
     if sys.platform == "linux":
-        parent = os.getppid()
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Neighbours:
+    """How many processors everything else kept busy, the hypervisor's other guests included, since this was made."""
+
+    def __init__(self) -> None:
+        self._since, self._all, self._own = time.monotonic(), _busy_seconds(), time.process_time()
+
+    def busy(self) -> float:
+        """Processors, on average; 0 where the system doesn't say."""
+        span = time.monotonic() - self._since
+        others = (_busy_seconds() - self._all) - (time.process_time() - self._own)
+        return max(0.0, others / span) if span > 0 else 0.0
+
+
+def _busy_seconds() -> float:
+    # user, nice, system, irq, softirq and steal of all processors; idle, iowait and guests (counted in user) left out.
+    fields = _first_line("/proc/stat").split()
+    ticks = [int(fields[i]) for i in (1, 2, 3, 6, 7, 8) if i < len(fields)]
+    return sum(ticks) / os.sysconf("SC_CLK_TCK")
 
 
 def peak_memory() -> int:

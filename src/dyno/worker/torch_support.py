@@ -14,7 +14,13 @@ from dyno.worker.spec import Trial, Unavailable, UserError
 NATIVE = {"bf16": ("avx512_bf16", "amx_bf16", "bf16"), "fp16": ("avx512_fp16", "amx_fp16", "fphp")}
 NO_COMPILER = "torch.compile needs a C++ compiler and found no {}; install one (Debian: apt-get install g++)"
 NO_HEADERS = "torch.compile needs Python's headers; install them (Debian: apt-get install python3-dev)"
-NO_MEMORY = ("can't allocate memory", "CUDA out of memory", "CUDNN_STATUS_ALLOC_FAILED", "bad_alloc")
+NO_MEMORY = (
+    "can't allocate memory",
+    "CUDA out of memory",
+    "CUDA error: out of memory",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "bad_alloc",
+)
 
 
 def configure(torch: Any, trial: Trial, benchmark: bool = False) -> None:

@@ -25,6 +25,7 @@ class Fake(Backend):
 
     name = "fake"
     precisions = ("fp32", "fp16", "int8")
+    options = ("latency_ms", "noise", "drift", "fail", "at")
 
     def probe(self) -> dict[str, Any]:
         return {"version": "1", "devices": ["cpu"], "detail": "scripted"}

@@ -20,6 +20,7 @@ from dyno.worker.onnx_fp16 import to_fp16
 from dyno.worker.onnx_int8 import METHOD, to_int8
 from dyno.worker.spec import Artifact, DataSpec, Option, Recipe, Runtime, Trial, Unavailable, UserError
 
+PREPARATION = ("samples", "method", "percentile", "exporter", "opset")  # options of a trial that shape its file
 QUANTISED = set(
     "QuantizeLinear DequantizeLinear DynamicQuantizeLinear QLinearConv QLinearMatMul QGemm ConvInteger "
     "MatMulInteger".split()

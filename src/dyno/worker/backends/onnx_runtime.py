@@ -9,13 +9,14 @@ import json
 import re
 import tempfile
 from collections import Counter, defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dyno.worker.backend import Arrays, Backend, Session
-from dyno.worker.backends.onnx_precision import converted
+from dyno.worker.backends.onnx_precision import PREPARATION, converted
 from dyno.worker.calibration import NO_DATA
 from dyno.worker.shapes import Shape, fitted, static_shapes
 from dyno.worker.spec import Artifact, Option, Recipe, Tensor, Trial, Unavailable, UserError
@@ -47,6 +48,7 @@ class OnnxRuntime(Backend):
     requires = ("onnxruntime",)
     precisions = ("fp32", "fp16", "int8")
     devices = tuple(PROVIDERS)
+    options = ("optimization", "spinning", *PREPARATION)
 
     def refuse(self, trial: Trial) -> str:
         """The base class's reasons, int8 without data, and a model file of another format."""
@@ -98,7 +100,7 @@ class OnnxRuntimeSession(Session):
         self._overrides = _overrides(known, self._shapes)
         self._settings = _settings(trial)
         self._session = ort.InferenceSession(path, self._options(), providers=[self._provider])
-        self.inputs = tuple(_tensor(arg) for arg in self._session.get_inputs())
+        self.inputs = tuple(replace(t, shape=self._shapes[t.name]) for t in map(_tensor, self._session.get_inputs()))
         self.outputs = tuple(_tensor(arg) for arg in self._session.get_outputs())
         self._errors = _errors()
         self._feeds: dict[str, np.ndarray] = {}

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.backend import Arrays, Backend, Session
-from dyno.worker.backends.onnx_precision import converted
+from dyno.worker.backends.onnx_precision import PREPARATION, converted
 from dyno.worker.calibration import NO_DATA
 from dyno.worker.shapes import fitted, static_shapes
 from dyno.worker.spec import Artifact, Recipe, Runtime, Tensor, Trial, Unavailable, UserError
@@ -42,6 +42,7 @@ class OpenVino(Backend):
     name = "openvino"
     requires = ("openvino",)
     precisions = ("fp32", "bf16", "fp16", "int8")
+    options = ("streams", "pinning", *PREPARATION)
 
     def refuse(self, trial: Trial) -> str:
         """The base class's reasons, int8 without data, and a model file of another format."""
@@ -330,3 +331,9 @@ def _meaning(error: Exception, what: str) -> Exception:
     lines = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()]
     text = next((line for line in reversed(lines) if not line.startswith("Exception from")), str(error))
     return UserError(f"{what}: {text[:300]}")
+
+
+def read_io(path: str) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Inputs and outputs of an OpenVINO IR; a missing or corrupt file is a `UserError`."""
+    model = _read(_library(), path)
+    return tuple(map(_tensor, model.inputs)), tuple(map(_tensor, model.outputs))
