@@ -40,7 +40,7 @@ def exported(model: ModelSpec, dims: Dims, runtime: Runtime, options: Mapping[st
     `dims.batch` 0 leaves the batch free, so that one file serves every batch. Of the options, `exporter` (auto, dynamo,
     torchscript) and `opset` are kept; a device is not: a file is exported on the CPU.
     """
-    kept = {key: value for key, value in (options or {}).items() if key in ("exporter", "opset")}
+    kept = {key: value for key, value in (options or {}).items() if key in OnnxExport.options}
     return Recipe("onnx_export", "onnx", "fp32", model, dims, kept, runtime=replace(runtime, device="cpu"))
 
 
@@ -61,6 +61,7 @@ class OnnxExport(Backend):
     name = "onnx_export"
     requires = ("torch", "onnx", "onnxscript", "onnxruntime")
     precisions = ("fp32",)
+    options = ("exporter", "opset")
     runs = False
 
     def recipe(self, trial: Trial) -> Recipe:
