@@ -171,12 +171,17 @@ def _single(ctx: typer.Context, models: Sequence[str], command: str, **defaults:
     """Measure each model under the backend its kind of file is for (or the ones asked for), in a folder of its own."""
     out = Path(ctx.params["out"]) if ctx.params.get("out") else _alone(command, models)
     asked = given(ctx)
-    for model in models:
+    for number, model in enumerate(models):
         usual = USUAL.get(Path(model).suffix, "pytorch")
-        flags = {"backends": (usual,), "precisions": ("fp32",), "rounds": 1, **defaults, **asked}
+        flags = {"backends": (usual,), "rounds": 1, **defaults, **asked}
         one = Study(models=(model,), **flags)
-        one.run(out if len(models) == 1 else out / model_name(model))
+        one.run(_part(out, models, number))
     return out
+
+
+def _part(out: Path, models: Sequence[str], number: int) -> Path:
+    """The run folder of one of several models: two files may have one name."""
+    return out if len(models) == 1 else out / f"{number}-{model_name(models[number])}"
 
 
 def time(ctx: typer.Context, models: Sequence[str], format: str) -> int:
@@ -195,7 +200,7 @@ def _print_runs(out: Path, models: Sequence[str], format: str) -> int:
     from dyno.analysis import results, tables
     from dyno.analysis.render import render
 
-    folders = [out] if len(models) == 1 else [out / model_name(model) for model in models]
+    folders = [_part(out, models, number) for number in range(len(models))]
     frames = [tables.frame(results.load(folder)) for folder in folders]
     frame = pd.concat(frames, ignore_index=True)
     print(render(frame, format), end="")
@@ -207,5 +212,5 @@ def agree(ctx: typer.Context, models: Sequence[str], rtol: float, atol: float, l
     from dyno.analysis import agreement_table
 
     out = _single(ctx, models, "agree", boundaries=())
-    folders = [out] if len(models) == 1 else [out / model_name(model) for model in models]
+    folders = [_part(out, models, number) for number in range(len(models))]
     return agreement_table.show(folders, rtol, atol, least, format)

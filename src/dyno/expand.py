@@ -45,9 +45,9 @@ def expand(study: Study) -> list[Planned]:
             data = prepared(study, model, (height, width))
             for batch in _batches(study, found):
                 dims = Dims(batch, height, width, parse_shapes(study.shapes))
-                planned += [
-                    _trial(study, c, model, p, dims, data, threads) for c in choices for p in _precisions(study, c)
-                ]
+                for choice in choices:
+                    for precision in choice.precisions or study.precisions or (model.precision or "fp32",):
+                        planned.append(_trial(study, choice, model, precision, dims, data, threads))
     return list({p.trial.id: p for p in planned}.values())
 
 
@@ -61,10 +61,6 @@ def missing(name: str, python: str) -> str:
     requires = backend.find(name).requires
     have = dict(versions(python, requires))
     return next((library for library in requires if library not in have), "")
-
-
-def _precisions(study: Study, choice: Choice) -> tuple[str, ...]:
-    return choice.precisions or study.precisions
 
 
 def _trial(
@@ -167,7 +163,8 @@ def look(model: ModelSpec, study: Study) -> tuple[ModelSpec, dict[str, Any]]:
                 raise UserError(f"{model.name}: {record.reason}")
             _keep(Path(scratch) / "look", folder)
     found = record.facts
-    return replace(model, preprocess=_normalised(from_json(Preprocess, found["preprocess"]), study)), found
+    preprocess = _normalised(from_json(Preprocess, found["preprocess"]), study)
+    return replace(model, preprocess=preprocess, precision=found.get("precision", "")), found
 
 
 def _keep(made: Path, folder: Path) -> None:

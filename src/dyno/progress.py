@@ -49,7 +49,7 @@ class Progress:
 
     def making(self, recipe: Recipe, wrong: str = "") -> None:
         """A file is being made; `wrong` says why the cached one was not taken."""
-        what = "export" if recipe.parent is None else "make"
+        what = "check" if recipe.model.file and recipe.parent is None else "export" if recipe.parent is None else "make"
         self._begin(f"{what} {recipe.model.name} {recipe.format} {recipe.precision}")
         if wrong:
             self._say(Text(f"{wrong}; making it again", "yellow"))

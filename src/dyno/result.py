@@ -32,9 +32,9 @@ class Result:
 
     def report(self, out: str | Path | None = None) -> Path:
         """Write report.html, the charts and results.csv into the folder (default: the run's own); returns the page."""
-        from dyno.analysis import report
+        from dyno.analysis.report import write
 
-        return report.write([self.records], Path(out) if out else self.folder)
+        return write([self.records], Path(out) if out else self.folder)
 
     def _repr_html_(self) -> Any:
         return self.to_pandas().to_html()

@@ -64,17 +64,17 @@ class Study:
     """Models x backends x precisions x batches x sizes, and how to measure them.
 
     `models`: sources (`torchvision:resnet18`, `timm:NAME`, `MODULE:FUNCTION`, `FILE.py:FUNCTION`, `FILE.onnx`,
-    `FILE.xml`). `backends` empty means every one found on this machine. `sizes` are `224` or `480x640`; empty sizes
-    and batches mean the model's own. `mean` and `std` normalise pixels
-    in 0..1 (default: what the model's library says, else ImageNet's, or 0.5 for images that aren't RGB). `data` is a
-    folder of class folders (or `digits`); `calibration` images for INT8, else some are taken
-    out of `data` and never tested on. `budget` maps top1/top5 to the points an engine may lose. `runtime` maps a
-    backend's name to `{python, env}` for another interpreter. Seconds are per trial, round and boundary.
+    `FILE.xml`). `backends` empty means every one found on this machine. `sizes` are `224` or `480x640`; empty
+    precisions, batches and sizes mean the model's own (fp32, 1, what it was trained for). `mean` and `std` normalise
+    pixels in 0..1 (default: what the model's library says, else ImageNet's, or 0.5 for images that aren't RGB). `data`
+    is a folder of class folders (or `digits`); `calibration` images are for INT8, else some are taken out of `data` and
+    never tested on. `budget` maps top1/top5 to the points an engine may lose. `runtime` maps a backend's name to
+    `{python, env}` for another interpreter. Seconds are per trial, round and boundary.
     """
 
     models: tuple[str, ...]
     backends: tuple[str, ...] = ()
-    precisions: tuple[str, ...] = ("fp32",)
+    precisions: tuple[str, ...] = ()
     batches: tuple[int, ...] = ()
     sizes: tuple[str, ...] = ()
     shapes: tuple[str, ...] = ()

@@ -83,23 +83,28 @@ def _markdown(frame: pd.DataFrame) -> str:
 def _print(rows: list[dict[str, Any]], bad: list[str], rtol: float, atol: float) -> None:
     console = Console()
     first = rows[0]
-    console.print(f"against {first['reference']}, {first['inputs']} inputs, {first['values']} values")
+    console.print(
+        f"against {first['reference']}: {first['inputs']} inputs, {first['values']} values; "
+        f"close is |a - b| <= {atol:g} + {rtol:g} |b|",
+        soft_wrap=True,
+    )
     table = Table(box=None, pad_edge=False)
-    for heading in ("trial", f"close (rtol {rtol:g}, atol {atol:g})", "max abs", "mean abs", "max rel", "not finite"):
-        table.add_column(heading, justify="left" if heading == "trial" else "right")
+    for heading in ("trial", "close", "max abs", "mean abs", "max rel", "not finite"):
+        table.add_column(heading, justify="left" if heading == "trial" else "right", no_wrap=True)
     for row in rows:
         numbers = (f"{row[key]:.3g}" for key in ("max_abs", "mean_abs", "max_rel"))
         table.add_row(row["trial"], f"{row['close']:.2%}", *numbers, str(row["nonfinite"]))
     console.print(table)
     for row in rows:
         if row["ranks"]:
+            console.print(f"\n{row['trial']}: scores and classes by rank", soft_wrap=True)
             console.print(_rank_table(row))
     for line in bad:
         console.print(f"no outputs from {line}", style="red", soft_wrap=True)
 
 
 def _rank_table(row: dict[str, Any]) -> Table:
-    table = Table(title=f"{row['trial']}: scores and classes by rank", box=None, pad_edge=False, title_justify="left")
+    table = Table(box=None, pad_edge=False)
     for heading in ("rank", "mean abs error", "other class"):
         table.add_column(heading, justify="right")
     for rank in row["ranks"]:

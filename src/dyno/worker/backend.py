@@ -59,8 +59,7 @@ class Backend:
     """One way to run models (`load`), or to make files (`make`), or both.
 
     `requires` are the distributions whose versions shape its results; `precisions`, `devices` and `options` what it can
-    be asked for. Everything a backend does with its library happens in the worker; `refuse` and `recipe` are pure and run
-    anywhere.
+    be asked for. What a backend does with its library happens in the worker; `refuse` and `recipe` are pure.
     """
 
     name: str = ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,21 +79,12 @@ def example(recipe: Recipe, parent: Artifact) -> dict[str, np.ndarray]:
     return next(batches(DataSpec(), recipe.model.preprocess, parent.inputs, dims, 1))
 
 
-def reader(feeds: Callable[[int, int], Iterator[dict[str, np.ndarray]]], count: int) -> Any:
-    """`feeds(start, end)` in the form the quantiser asks for them."""
+def reader(feeds: Iterator[dict[str, np.ndarray]]) -> Any:
+    """The feeds in the form that onnxruntime.quantization asks for them."""
     from onnxruntime.quantization import CalibrationDataReader
 
     class Reader(CalibrationDataReader):  # type: ignore[misc]
-        def __init__(self) -> None:
-            self._feeds = feeds(0, count)
-
         def get_next(self) -> dict[str, np.ndarray] | None:
-            return next(self._feeds, None)
-
-        def set_range(self, start_index: int, end_index: int) -> None:
-            self._feeds = feeds(start_index, end_index)
-
-        def __len__(self) -> int:
-            return count
+            return next(feeds, None)
 
     return Reader()

@@ -44,9 +44,10 @@ def _try(module: Any, model: ModelSpec, height: int, width: int) -> None:
 
 
 def _file(model: ModelSpec, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
-    tensors = _read(model.file)
+    tensors: tuple[Tensor, ...] = _reader(model.file).read_io(model.file)[0]
     image = next((t for t in tensors if len(t.shape) == 4), None)
     found: dict[str, Any] = {"preprocess": to_json(model.preprocess), "batch": _fixed(tensors, 0), "size": [0, 0]}
+    found["precision"] = _reader(model.file).read_precision(model.file)
     if image is not None:
         size = [_number(image.shape[2]), _number(image.shape[3])]
         found["size"] = [side or DEFAULT_SIZE for side in size]
@@ -57,12 +58,13 @@ def _file(model: ModelSpec, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any
     return found
 
 
-def _read(path: str) -> tuple[Tensor, ...]:
+def _reader(path: str) -> Any:
+    """The backend module that reads this kind of file."""
     if path.endswith(".xml"):
         from dyno.worker.backends import open_vino
 
-        return open_vino.read_io(path)[0]
-    return onnx_export.read_io(path)[0]
+        return open_vino
+    return onnx_export
 
 
 def _fixed(tensors: tuple[Tensor, ...], axis: int) -> int:

@@ -26,7 +26,7 @@ def to_fp16(model: Any, recipe: Recipe, parent: Artifact, path: Path) -> dict[st
     from onnxconverter_common import float16
 
     if any(t.data_type == onnx.TensorProto.FLOAT16 for t in model.graph.initializer):
-        raise UserError(f"{parent.path} is in float16 already: run it as fp32, which leaves the file as it is")
+        raise UserError(f"{parent.path} is in float16 already: run it as fp16, which leaves the file as it is")
     for number, node in enumerate(model.graph.node):
         node.name = node.name or f"{node.op_type}_{number}"
     large = _too_large(model, example(recipe, parent), path.parent)
@@ -46,10 +46,17 @@ def to_fp16(model: Any, recipe: Recipe, parent: Artifact, path: Path) -> dict[st
     _skip_round_trips(made.graph)
     onnx.checker.check_model(made, full_check=True)
     onnx.save(made, path)
-    said = sorted({str(w.message) for w in caught if issubclass(w.category, UserWarning)})[:10]
+    said = _summary([str(w.message) for w in caught if issubclass(w.category, UserWarning)])
     if large:
         said.insert(0, f"kept in FP32, as their values exceed what FP16 holds: {', '.join(large[:10])}")
     return {"scheme": "mixed FP16; inputs, outputs and sensitive nodes in FP32", "warnings": said}
+
+
+def _summary(said: list[str]) -> list[str]:
+    """The library warns of every single weight it rounds to the nearest FP16 can hold: how many is enough."""
+    rounded = [message for message in said if "truncated" in message]
+    others = sorted(set(said) - set(rounded))
+    return [*([f"{len(rounded)} weights are beyond FP16's range and were cut to it"] if rounded else []), *others]
 
 
 def _own_weights(graph: Any, kept: list[Any]) -> None:
@@ -102,7 +109,7 @@ def _too_large(model: Any, feeds: dict[str, np.ndarray], scratch: Path) -> list[
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         onnx.save(model, f"{folder}/source.onnx")
         calibrator = create_calibrator(Path(folder) / "source.onnx", None, f"{folder}/augmented.onnx")
-        calibrator.collect_data(reader(lambda start, end: iter([feeds]), 1))
+        calibrator.collect_data(reader(iter([feeds])))
         ranges = calibrator.compute_data().data
     limit = float(np.finfo(np.float16).max)
     large = {name for name, seen in ranges.items() if np.abs([*seen.range_value]).max() > limit}

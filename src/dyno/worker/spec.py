@@ -59,7 +59,8 @@ class ModelSpec:
 
     `source` is `torchvision:NAME`, `timm:NAME`, `MODULE:FUNCTION`, `FILE.py:FUNCTION` or `file:PATH` (.onnx, .xml).
     `weights` is a checkpoint's path and `weights_sha256` its content; without either, `pretrained` decides between the
-    library's published weights and random ones drawn from `seed`. `source_sha256` is the content of a file source.
+    library's published weights and random ones drawn from `seed`. `source_sha256` is the content of a file source, and
+    `precision` what a file's graph is in already ("" for a module).
     """
 
     name: str
@@ -72,6 +73,7 @@ class ModelSpec:
     channels: int = 3
     classes: int | None = None
     preprocess: Preprocess = Preprocess()
+    precision: str = ""
 
     @property
     def file(self) -> str:
@@ -228,13 +230,22 @@ def digest(value: Any) -> str:
 
 def _identity(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        hidden = set(UNHASHED.get(type(value), ()))
-        if isinstance(value, ModelSpec) and value.file:
-            hidden.add("source")
-        return {f.name: _identity(getattr(value, f.name)) for f in dataclasses.fields(value) if f.name not in hidden}
+        hidden = UNHASHED.get(type(value), set())
+        found = {f.name: _identity(getattr(value, f.name)) for f in dataclasses.fields(value) if f.name not in hidden}
+        if isinstance(value, ModelSpec):
+            found["source"] = _placeless(value.source)
+        return found
     if isinstance(value, dict):
         return {k: _identity(v) for k, v in value.items()}
     return [_identity(v) for v in value] if isinstance(value, (tuple, list)) else value
+
+
+def _placeless(source: str) -> str:
+    """The source less the path of a file, whose content is known by its sha256."""
+    place, _, function = source.rpartition(":")
+    if source.startswith("file:"):
+        return "file"
+    return function if place.endswith(".py") else source
 
 
 def to_json(value: Any) -> Any:

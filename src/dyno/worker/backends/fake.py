@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.backend import Arrays, Backend, Session
+from dyno.worker.shapes import fitted
 from dyno.worker.spec import Artifact, Tensor, Trial, Unavailable
 
 CLASSES = 10
@@ -43,7 +44,8 @@ class FakeSession(Session):
         drift = 1 + float(self.options.get("drift", 0)) * self.rng.standard_normal()
         self.latency_s = float(self.options.get("latency_ms", 1)) / 1e3 * drift
         dims = trial.dims
-        self.inputs = (Tensor("input", "float32", (dims.batch, trial.model.channels, dims.height, dims.width)),)
+        self.shape = (dims.batch, trial.model.channels, dims.height, dims.width)
+        self.inputs = (Tensor("input", "float32", self.shape),)
         self.outputs = (Tensor("output", "float32", (dims.batch, CLASSES)),)
         features = trial.model.channels * dims.height * dims.width
         self.weights = np.random.default_rng(0).standard_normal((features, CLASSES)).astype(np.float32)
@@ -56,7 +58,8 @@ class FakeSession(Session):
             FAILURES[kind]()
 
     def bind(self, feeds: Arrays, slot: int = 0) -> None:
-        self.bound = feeds["input"]
+        (tensor,) = self.inputs
+        self.bound = fitted(feeds[tensor.name], tensor, self.shape)
 
     def run(self, slot: int = 0) -> None:
         self._fail("run")

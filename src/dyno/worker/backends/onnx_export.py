@@ -9,6 +9,7 @@ import io
 import math
 import time
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -22,6 +23,10 @@ from dyno.worker.backend import Backend
 from dyno.worker.spec import Artifact, Dims, ModelSpec, Option, Recipe, Runtime, Tensor, Trial, Unavailable, UserError
 from dyno.worker.torch_support import first_line, import_torch, memory_errors, named_outputs, tensors
 
+QUANTISED = set(
+    "QuantizeLinear DequantizeLinear DynamicQuantizeLinear QLinearConv QLinearMatMul QGemm ConvInteger "
+    "MatMulInteger".split()
+)
 EXPORTERS = ("auto", "dynamo", "torchscript")
 OPSET = 18  # the newest that every engine here reads, and the oldest that dynamo writes
 EXAMPLE_BATCH = 2  # torch.export takes a batch of 0 or 1 for a constant
@@ -53,6 +58,20 @@ def read_io(path: str) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     constants = {tensor.name for tensor in graph.initializer}
     inputs = tuple(_tensor(value) for value in graph.input if value.name not in constants)
     return inputs, tuple(_tensor(value) for value in graph.output)
+
+
+def read_precision(path: str) -> str:
+    """What an ONNX file's graph is in: int8 when it has quantised nodes, else what most weights are."""
+    import onnx
+
+    graph = _read(path).graph
+    if any(node.op_type in QUANTISED for node in graph.node):
+        return "int8"
+    weights = Counter[int]()
+    for tensor in graph.initializer:
+        weights[tensor.data_type] += math.prod(tensor.dims)
+    names = {onnx.TensorProto.FLOAT16: "fp16", onnx.TensorProto.BFLOAT16: "bf16"}
+    return names.get(weights.most_common(1)[0][0], "fp32") if weights else "fp32"
 
 
 class OnnxExport(Backend):

@@ -15,16 +15,13 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.backend import Backend
+from dyno.worker.backends.onnx_export import QUANTISED, exported
 from dyno.worker.calibration import NO_DATA, SAMPLES, example
 from dyno.worker.onnx_fp16 import to_fp16
 from dyno.worker.onnx_int8 import METHOD, to_int8
 from dyno.worker.spec import Artifact, DataSpec, Option, Recipe, Runtime, Trial, Unavailable, UserError
 
 PREPARATION = ("samples", "method", "percentile", "exporter", "opset")  # options of a trial that shape its file
-QUANTISED = set(
-    "QuantizeLinear DequantizeLinear DynamicQuantizeLinear QLinearConv QLinearMatMul QGemm ConvInteger "
-    "MatMulInteger".split()
-)
 
 
 def converted(trial: Trial, target: str, batch: int = 0) -> Recipe:
@@ -34,12 +31,10 @@ def converted(trial: Trial, target: str, batch: int = 0) -> Recipe:
     engines fix it. Trial options `samples`, `method` and `percentile` reach the calibration, `exporter` and `opset` the
     export. Pure; int8 without data is a `UserError`.
     """
-    from dyno.worker.backends.onnx_export import exported
-
     # Files are made in the Python that has the model, whichever the trial runs in.
     parent: Recipe = exported(trial.model, replace(trial.dims, batch=batch), Runtime(), trial.options)
-    if trial.precision in ("fp32", "tf32"):
-        return parent
+    if trial.precision in ("fp32", "tf32") or trial.precision == trial.model.precision:
+        return replace(parent, precision=trial.model.precision or "fp32")
     options: dict[str, Option] = {}
     data = None
     if trial.precision == "int8":
@@ -123,7 +118,7 @@ def _read(path: str) -> Any:
     if present:
         raise UserError(
             f"{path} is quantised already (it has {present[0]} nodes): "
-            "run it as fp32, which leaves the file as it is, or give the float model"
+            "run it as int8, which leaves the file as it is, or give the float model"
         )
     return model
 

@@ -56,7 +56,9 @@ class OnnxRuntime(Backend):
             return why
         if trial.model.file and not trial.model.file.endswith(".onnx"):
             return f"onnxruntime reads .onnx files, not {Path(trial.model.file).name}"
-        return NO_DATA if trial.precision == "int8" and not trial.data.folder else ""
+        if trial.precision == "fp32" and trial.model.precision not in ("", "fp32"):
+            return f"the file's graph is {trial.model.precision} already; give the fp32 file, or --precision"
+        return NO_DATA if trial.precision == "int8" != trial.model.precision and not trial.data.folder else ""
 
     def recipe(self, trial: Trial) -> Recipe:
         """An ONNX export, converted to the trial's precision as ONNX Runtime wants it."""

@@ -51,7 +51,9 @@ class OpenVino(Backend):
         file = trial.model.file
         if file and not file.endswith((".onnx", ".xml")):
             return f"openvino reads .onnx and .xml files, not {Path(file).name}"
-        needs_data = trial.precision == "int8" and not file.endswith(".xml")
+        if file.endswith(".xml") and trial.precision == "int8" != trial.model.precision:
+            return "an IR can't be quantised here; give the ONNX file or the module it was made from"
+        needs_data = trial.precision == "int8" != trial.model.precision
         return NO_DATA if needs_data and not trial.data.folder else ""
 
     def recipe(self, trial: Trial) -> Recipe | None:
@@ -331,6 +333,12 @@ def _meaning(error: Exception, what: str) -> Exception:
     lines = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()]
     text = next((line for line in reversed(lines) if not line.startswith("Exception from")), str(error))
     return UserError(f"{what}: {text[:300]}")
+
+
+def read_precision(path: str) -> str:
+    """What an IR is in: int8 when it is quantised, else fp32, whatever type its weights are stored in."""
+    kinds = {op.get_type_name() for op in _read(_library(), path).get_ops()}
+    return "int8" if "FakeQuantize" in kinds else "fp32"
 
 
 def read_io(path: str) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:

@@ -1,0 +1,107 @@
+"""What Dyno itself costs: `dyno --help`, `dyno show` on 1,000 stored trials, and a job beyond importing its library.
+
+Each is set beside the least that the same thing could cost, in alternation: an empty Python for `--help` and for
+`show`, and for the job a Python that imports the same library and runs the same number of inferences.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from dyno.launch import launch
+from dyno.worker.record import Measurement, Record, write_json, write_record
+from dyno.worker.spec import Artifact, Dims, Job, ModelSpec, Plan, Runtime, Tensor, Trial, to_json
+
+ROUNDS = 7
+STORED = 1000
+LIMITS = {"dyno --help": 0.3, "dyno show, 1,000 trials": 2.0, "job beyond its library": 0.3}
+DYNO = (sys.executable, "-m", "dyno.cli")
+INNER = "import onnxruntime as o, numpy as n\ns=o.InferenceSession({path!r})\ns.run(None, {{'x': n.zeros((1, 4), 'float32')}})"
+
+
+def seconds(command: Sequence[str]) -> float:
+    """Wall time of a command that must succeed."""
+    start = time.perf_counter()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return time.perf_counter() - start
+
+
+def stored(folder: Path) -> None:
+    """A run folder with STORED trials of one round, with samples as a study leaves them."""
+    rng = np.random.default_rng(0)
+    model = ModelSpec("network", "torchvision:resnet18")
+    for i in range(STORED):
+        trial = Trial(model, ("pytorch", "onnxruntime")[i % 2], "fp32", Dims(1 + i // 2, 224, 224))
+        place = folder / "trials" / trial.id / "r0"
+        place.mkdir(parents=True)
+        write_json(place / "job.json", to_json(Job("run", trial=trial)))
+        kinds = (("latency", "model", "s"), ("latency", "all", "s"), ("throughput", "throughput", "1/s"))
+        samples = {f"{tag}_{at}" if tag != at else tag: rng.gamma(50, 1e-4, 300) for tag, at, _ in kinds}
+        np.savez(place / "samples.npz", **samples)  # type: ignore[arg-type]
+        found = [
+            Measurement(tag, unit, "duration", 100.0, name, at, "host")
+            for (tag, at, unit), name in zip(kinds, samples, strict=True)
+        ]
+        write_record(place, Record("ok", "done", trial=trial.id, measurements=tuple(found)))
+
+
+def tiny_onnx(folder: Path) -> Artifact:
+    """An ONNX file with one addition, so that a job is nothing but its own cost."""
+    import onnx
+    from onnx import TensorProto, helper
+
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 4]) for name in ("x", "y")]
+    graph = helper.make_graph([helper.make_node("Add", ["x", "x"], ["y"])], "tiny", ends[:1], ends[1:])
+    path = folder / "tiny.onnx"
+    onnx.save(helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)]), path)
+    sides = [(Tensor(name, "float32", (1, 4)),) for name in ("x", "y")]
+    return Artifact("onnx", str(path), "", path.stat().st_size, "fp32", sides[0], sides[1], 0.0)
+
+
+def job(artifact: Artifact, folder: Path) -> float:
+    """Wall time of a whole job that times nothing: start, load, first call, record."""
+    model = ModelSpec("tiny", f"file:{artifact.path}")
+    trial = Trial(model, "onnxruntime", "fp32", Dims(1, 1, 1), runtime=Runtime(threads=1), plan=Plan(boundaries=()))
+    start = time.perf_counter()
+    record = launch(Job("run", trial.runtime, trial, 1, artifact=artifact), folder, 60)
+    assert record.status == "ok", record.reason
+    return time.perf_counter() - start
+
+
+def main() -> int:
+    """Print the three figures; 1 when one is above its limit."""
+    with tempfile.TemporaryDirectory() as scratch:
+        run = Path(scratch) / "run"
+        stored(run)
+        artifact = tiny_onnx(Path(scratch))
+        empty, show, help_, jobs, bare = [], [], [], [], []
+        for i in range(ROUNDS):
+            empty.append(seconds((sys.executable, "-c", "pass")))
+            help_.append(seconds((*DYNO, "--help")))
+            show.append(seconds((*DYNO, "show", str(run))))
+            bare.append(seconds((sys.executable, "-c", INNER.format(path=artifact.path))))
+            jobs.append(job(artifact, Path(scratch) / f"job{i}"))
+    medians = {name: statistics.median(found) for name, found in zip(LIMITS, (help_, show, jobs), strict=True)}
+    nothing, library = statistics.median(empty), statistics.median(bare)
+    beyond = statistics.median(a - b for a, b in zip(jobs, bare, strict=True))
+    print(f"empty Python            {nothing:.3f} s")
+    for name in list(LIMITS)[:2]:
+        print(
+            f"{name:23} {medians[name]:.3f} s   {medians[name] / nothing:.1f} x an empty Python   limit {LIMITS[name]} s"
+        )
+    print(f"the library alone       {library:.3f} s")
+    print(f"{'job beyond its library':23} {beyond:.3f} s   job {medians['job beyond its library']:.3f} s   limit 0.3 s")
+    over = [medians["dyno --help"] > 0.3, medians["dyno show, 1,000 trials"] > 2.0, beyond > 0.3]
+    return int(any(over))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
