@@ -101,6 +101,8 @@ def dry_run(study: Study) -> int:
     from dyno.expand import expand
 
     planned = expand(study)
+    from dyno.analysis.formatting import console
+
     table = Table(box=None, pad_edge=False)
     for heading in ("trial", "model", "backend", "precision", "batch", "size", "file", "refused because"):
         table.add_column(heading, overflow="fold")
@@ -109,10 +111,10 @@ def dry_run(study: Study) -> int:
         made = f"{t.recipe.format} {t.recipe.precision}" if t.recipe else ""
         row = (t.id, t.model.name, t.variant, t.precision, str(t.dims.batch), t.dims.size, made, one.refusal)
         table.add_row(*map(escape, row))  # a model may be called what rich takes for markup
-    console = Console()
-    console.print(table)
+    out = console()
+    out.print(table)
     refused = sum(1 for one in planned if one.refusal)
-    console.print(f"{len(planned)} trials, {refused} refused; {study.rounds} rounds each. Nothing was run.")
+    out.print(f"{len(planned)} trials, {refused} refused; {study.rounds} rounds each. Nothing was run.")
     return 0
 
 

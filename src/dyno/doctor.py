@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from dyno.analysis.formatting import console
 from dyno.commands import pythons
 from dyno.launch import launch
 from dyno.worker import backend, system
@@ -65,10 +65,10 @@ def _show(rows: list[dict[str, Any]]) -> None:
         table.add_row(
             *(f"[{colour}]{value}[/]" if key == "status" else escape(str(value)) for key, value in row.items())
         )
-    console = Console()
-    console.print(table)
+    out = console()
+    out.print(table)
     found = system.describe()
-    console.print(
+    out.print(
         f"{found['cpu']}, {found['cores']} logical processors, {found['memory_bytes'] / 2**30:.0f} GiB, "
         f"{' '.join(found['cpu_flags'])}; {found['os']}"
     )

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from rich.console import Console
 from rich.table import Table
 
 from dyno.analysis import agreement, results
+from dyno.analysis.formatting import console
 from dyno.analysis.results import TrialResult
 from dyno.worker.spec import UserError
 
@@ -81,9 +81,9 @@ def _markdown(frame: pd.DataFrame) -> str:
 
 
 def _print(rows: list[dict[str, Any]], bad: list[str], rtol: float, atol: float) -> None:
-    console = Console()
+    out = console()
     first = rows[0]
-    console.print(
+    out.print(
         f"against {first['reference']}: {first['inputs']} inputs, {first['values']} values; "
         f"close is |a - b| <= {atol:g} + {rtol:g} |b|",
         soft_wrap=True,
@@ -94,13 +94,13 @@ def _print(rows: list[dict[str, Any]], bad: list[str], rtol: float, atol: float)
     for row in rows:
         numbers = (f"{row[key]:.3g}" for key in ("max_abs", "mean_abs", "max_rel"))
         table.add_row(row["trial"], f"{row['close']:.2%}", *numbers, str(row["nonfinite"]))
-    console.print(table)
+    out.print(table)
     for row in rows:
         if row["ranks"]:
-            console.print(f"\n{row['trial']}: scores and classes by rank", soft_wrap=True)
-            console.print(_rank_table(row))
+            out.print(f"\n{row['trial']}: scores and classes by rank", soft_wrap=True)
+            out.print(_rank_table(row))
     for line in bad:
-        console.print(f"no outputs from {line}", style="red", soft_wrap=True)
+        out.print(f"no outputs from {line}", style="red", soft_wrap=True)
 
 
 def _rank_table(row: dict[str, Any]) -> Table:

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import math
 import re
+import sys
+from typing import Any
 
+PIPED_WIDTH = 160
 DURATIONS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 SIZES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
+
+
+def console() -> Any:
+    """A rich console as wide as the terminal, and wide enough for whole rows where there is none (a file, a pipe)."""
+    from rich.console import Console
+
+    return Console() if sys.stdout.isatty() else Console(width=PIPED_WIDTH)
 
 
 def significant(value: float, digits: int = 3) -> str:

@@ -41,33 +41,35 @@ def _name(column: str) -> Column:
     return Column(column, cell, right=column == "batch", sort=column)
 
 
-def _number(title: str, column: str, rank: int, digits: int = 3) -> Column:
+def number(title: str, column: str, rank: int, digits: int = 3) -> Column:
+    """A column of numbers to that many significant digits."""
     return Column(title, lambda r: _significant(r[column], digits), rank, sort=column)
 
 
 def _significant(value: float, digits: int = 3) -> str:
-    return "" if _missing(value) else significant(float(value), digits)
+    return "" if missing(value) else significant(float(value), digits)
 
 
 def _accuracy(r: Row) -> str:
-    if _missing(r["top1"]):
+    if missing(r["top1"]):
         return ""
     return f"{r['top1']:.2f} [{r['top1_low']:.1f}, {r['top1_high']:.1f}]"
 
 
-def _change(r: Row) -> str:
-    if _missing(r["top1_diff_low"]):
+def change(r: Row) -> str:
+    """The paired difference of top-1 in points, with its interval."""
+    if missing(r["top1_diff_low"]):
         return ""
     low, value, high = (points(r[f"top1_diff{x}"] / 100) for x in ("_low", "", "_high"))
     return f"{value} [{low}, {high}]"
 
 
-def _speedup(r: Row) -> str:
-    if _missing(r["speedup"]):
+def ratio(r: Row, column: str, places: int = 2) -> str:
+    """A ratio with its interval, from the columns NAME, NAME_low and NAME_high."""
+    if missing(r[column]):
         return ""
-    if _missing(r["speedup_low"]):
-        return f"{r['speedup']:.2f}x"
-    return f"{r['speedup']:.2f}x [{r['speedup_low']:.2f}, {r['speedup_high']:.2f}]"
+    value, low, high = (r[column + end] for end in ("", "_low", "_high"))
+    return f"{value:.{places}f}x" + ("" if missing(low) else f" [{low:.{places}f}, {high:.{places}f}]")
 
 
 def _precision(r: Row) -> str:
@@ -85,23 +87,29 @@ def _verdict(r: Row) -> str:
 
 
 PRINTED = (
-    _number("median ms", "latency_model_ms_median", 0),
-    _number("p95 ms", "latency_model_ms_p95", 4),
-    _number("all ms", "latency_all_ms_median", 3),
-    _number("images/s", "throughput_ips", 1),
-    Column("speed-up", _speedup, 0, sort="speedup"),
+    number("median ms", "latency_model_ms_median", 0),
+    number("p95 ms", "latency_model_ms_p95", 4),
+    number("all ms", "latency_all_ms_median", 3),
+    number("images/s", "throughput_ips", 1),
+    Column("speed-up", lambda r: ratio(r, "speedup"), 0, sort="speedup"),
     Column("verdict", _verdict, 0, right=False, sort="verdict"),
-    Column("top-1 %", lambda r: "" if _missing(r["top1"]) else f"{r['top1']:.2f}", 0, sort="top1"),
-    Column("change, points", _change, 6, sort="top1_diff"),
+    Column("top-1 %", lambda r: "" if missing(r["top1"]) else f"{r['top1']:.2f}", 0, sort="top1"),
+    Column("change, points", change, 6, sort="top1_diff"),
     Column("budget", lambda r: r["budget"], 0, right=False, sort="budget"),
-    _number("size MB", "size_mb", 5),
-    _number("build s", "build_s", 5),
+    number("size MB", "size_mb", 5),
+    number("build s", "build_s", 5),
     Column("ran as", lambda r: r["ran_as"], 7, right=False, sort="ran_as"),
 )
 
 
-def render(frame: pd.DataFrame, format: str = "text", by: str | Sequence[str] | None = None, width: int = WIDTH) -> str:
-    """The frame in one of FORMATS; `csv` and `json` hold every column, `text` and `markdown` the ones worth reading.
+def render(
+    frame: pd.DataFrame,
+    format: str = "text",
+    by: str | Sequence[str] | None = None,
+    width: int = WIDTH,
+    printed: Sequence[Column] = PRINTED,
+) -> str:
+    """The frame in one of FORMATS; `csv` and `json` hold every column, `text` and `markdown` those that are `printed`.
 
     `by` names the columns (comma-separated, or a sequence) that make one table each; text drops its least important
     columns until it fits `width` characters. UserError for an unknown format or column.
@@ -112,7 +120,7 @@ def render(frame: pd.DataFrame, format: str = "text", by: str | Sequence[str] | 
         return str(frame.to_csv(index=False))
     if format == "json":
         return json_text(frame)
-    tables = list(grouped(frame, by))
+    tables = list(grouped(frame, by, printed))
     if format == "markdown":
         return "\n".join(_markdown(*t) for t in tables)
     return "\n".join(_text(*t, width=width) for t in tables)
@@ -125,12 +133,14 @@ def json_text(frame: pd.DataFrame) -> str:
 
 
 def _json_value(value: Any) -> Any:
-    if _missing(value) or value == "" or (isinstance(value, float) and math.isinf(value)):
+    if missing(value) or value == "" or (isinstance(value, float) and math.isinf(value)):
         return None
     return value.item() if hasattr(value, "item") else value
 
 
-def grouped(frame: pd.DataFrame, by: str | Sequence[str] | None = None) -> Iterator[Table]:
+def grouped(
+    frame: pd.DataFrame, by: str | Sequence[str] | None = None, printed: Sequence[Column] = PRINTED
+) -> Iterator[Table]:
     """The tables to print: a title, the columns that hold anything, and the rows as dicts."""
     keys = _keys(frame, by)
     tables: dict[tuple[Any, ...], list[Row]] = {}
@@ -139,7 +149,7 @@ def grouped(frame: pd.DataFrame, by: str | Sequence[str] | None = None) -> Itera
     shown = [k for k in IDENTITY if k not in keys and (k in ("backend", "precision") or frame[k].nunique() > 1)]
     for values, rows in tables.items():
         title = ", ".join(plain(v) if k == "model" else f"{k} {plain(v)}" for k, v in zip(keys, values, strict=True))
-        columns = [_name(k) for k in shown] + [c for c in PRINTED if any(c.cell(r) for r in rows)]
+        columns = [_name(k) for k in shown] + [c for c in printed if any(c.cell(r) for r in rows)]
         yield title, columns, rows
 
 
@@ -201,6 +211,7 @@ def _pad(text: str, width: int, right: bool) -> str:
     return gap + text if right else text + gap
 
 
-def _missing(value: Any) -> bool:
+def missing(value: Any) -> bool:
+    """Whether a value of a frame is none: None, NaN or pandas' NA."""
     # pandas' NA compares as NA, so it is told by its type; NaN is the value that isn't itself.
     return value is None or type(value).__name__ == "NAType" or (isinstance(value, float) and math.isnan(value))

@@ -18,6 +18,7 @@ from dyno.analysis.results import Results, TrialResult
 if TYPE_CHECKING:
     import pandas as pd
 
+CROWDED = 0.2  # processors that others may keep busy, as in the worker's own warning
 MOST_GROUPS = 8  # model x size pairs that get sentences of their own; the rest stands in the tables
 BEST, NOTE, WARNING, FAILURE = "best", "note", "warning", "failure"
 LOWERED = ("fp16", "bf16", "int8", "fp8")
@@ -142,7 +143,7 @@ def _left_out(first: pd.DataFrame, ranked: pd.DataFrame, budget: str) -> Iterato
 
 def _most_images(where: str, group: pd.DataFrame) -> Iterator[Finding]:
     ranked = frontier.ranked(frontier.within(group), THROUGHPUT)
-    if ranked.empty:
+    if ranked.empty or group["batch"].nunique() < 2:
         return
     best = ranked.iloc[0]
     text = (
@@ -192,11 +193,24 @@ def _outcome(results: Results) -> Iterator[Finding]:
         yield Finding(FAILURE, f"{sum(bad.values())} of {total} trials did not finish: {each}; the reasons are below.")
     if count["skipped"]:
         yield Finding(NOTE, f"{count['skipped']} of {total} trials were skipped, each with its reason.")
+    yield from _crowded(results)
     warned = sum(1 for t in results if t.warnings())
     if warned:
         yield Finding(WARNING, f"{warned} of {total} trials have warnings; they are listed below.")
     for problem in results.problems:
         yield Finding(FAILURE, problem)
+
+
+def _crowded(results: Results) -> Iterator[Finding]:
+    """Timings taken while other programs used the processors are of the machine's load as much as of the engine."""
+    busy = [max((r.facts.get("others_busy") or {"": 0.0}).values()) for t in results for r in t.good]
+    over = [processors for processors in busy if processors > CROWDED]
+    if over:
+        yield Finding(
+            WARNING,
+            f"Other programs kept up to {max(over):.1f} processors busy during {len(over)} of {len(busy)} timings: those "
+            "latencies are too long and their order may be wrong; measure again on a quiet machine.",
+        )
 
 
 def _places(trials: list[TrialResult]) -> str:

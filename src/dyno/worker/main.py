@@ -133,8 +133,14 @@ def _time(session: Session, trial: Trial, feeds: list[dict[str, np.ndarray]], jo
             journal.sampled("throughput", boundary, "1/s", "rate", found)
         else:
             journal.sampled("latency", boundary, "s", "duration", measure.latency(once, trial.plan))
-        if (busy := neighbours.busy()) > CROWDED:
-            journal.warn(f"{boundary}: other programs kept {busy:.1f} of {os.cpu_count()} processors busy meanwhile")
+        _crowd(boundary, neighbours.busy(), journal)
+
+
+def _crowd(boundary: str, busy: float, journal: Journal) -> None:
+    """Keep what others did to this timing, and warn when it was enough to change it."""
+    journal.facts({"others_busy": {**journal.record.facts.get("others_busy", {}), boundary: round(busy, 3)}})
+    if busy > CROWDED:
+        journal.warn(f"{boundary}: other programs kept {busy:.1f} of {os.cpu_count()} processors busy meanwhile")
 
 
 def _evaluate(session: Session, trial: Trial, journal: Journal) -> None:

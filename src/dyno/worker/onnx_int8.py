@@ -53,9 +53,9 @@ class Scheme:
 
 
 # Chosen by measuring. ONNX Runtime's x86 kernels want unsigned activations: S8 leaves half the convolutions unfused and
-# gains nothing. OpenVINO's CPU plugin computes wrong values where a zero point isn't 0 (MobileNetV3-Small: outputs 89 %
-# off, ONNX Runtime 4 % off with the same file) and is faster with U8 than with S8 after a ReLU. TensorRT takes symmetric
-# S8 alone and rejects an INT32 bias.
+# gains nothing. OpenVINO's dense layers on the CPU compute wrong values where a zero point isn't 0 (MobileNetV3-Small's
+# outputs are 89 % off, 4 % in ONNX Runtime with the same file), and U8 after a ReLU is faster than S8. TensorRT takes
+# symmetric S8 alone and rejects an INT32 bias.
 SCHEMES = {
     "onnxruntime": Scheme("U8", quantise_bias=True),
     "openvino": Scheme("U8 or S8", quantise_bias=False),
