@@ -53,7 +53,7 @@ class Scheme:
 
 
 # Chosen by measuring. ONNX Runtime's x86 kernels want unsigned activations: S8 leaves half the convolutions unfused and
-# gains nothing. OpenVINO's dense layers on the CPU compute wrong values where a zero point isn't 0 (MobileNetV3-Small's
+# gains nothing. OpenVINO's CPU plugin computes some networks wrong where zero points aren't 0 (MobileNetV3-Small's
 # outputs are 89 % off, 4 % in ONNX Runtime with the same file), and U8 after a ReLU is faster than S8. TensorRT takes
 # symmetric S8 alone and rejects an INT32 bias.
 SCHEMES = {

@@ -59,6 +59,19 @@ class Digits:
         made_by = {"backend": "onnx_export", "parameters": 1234}
         return Artifact("onnx", str(path), digest, len(content), precision, inputs, made_outputs, 0.0, made_by=made_by)
 
+    @staticmethod
+    def export(net: Any, path: Path, shape: tuple[int, ...] = (1, SIZE, SIZE)) -> None:
+        """Write the network as ONNX with a free batch."""
+        import torch
+
+        free = {"input": {0: "batch"}, "output": {0: "batch"}}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.onnx.export(
+                net, (torch.zeros(1, *shape),), path, input_names=["input"], output_names=["output"],
+                dynamic_axes=free, opset_version=17, dynamo=False,
+            )  # fmt: skip
+
     def accuracy(self, session: Session, batch: int) -> float:
         """Share of test images that the session gets right."""
         images, labels = self.images()
@@ -75,7 +88,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Digits:
     model = ModelSpec("digits", "file:digits.onnx", channels=1, preprocess=Preprocess((0.5,), (0.5,), 0.0))
     made = Digits(data, model, Artifact("onnx", "", "", 0, "fp32", (), (), 0.0))
     path = folder / "digits.onnx"
-    export(_trained(*made.images("train")), path)
+    made.export(_trained(*made.images("train")), path)
     return replace(made, artifact=made.described(path), model=replace(model, source=f"file:{path}"))
 
 
@@ -144,16 +157,3 @@ def _trained(images: np.ndarray, labels: np.ndarray) -> Any:
             nn.functional.cross_entropy(net(x[part]), y[part]).backward()
             optimiser.step()
     return net.eval()
-
-
-def export(net: Any, path: Path) -> None:
-    """Write the network as ONNX with a free batch."""
-    import torch
-
-    free = {"input": {0: "batch"}, "output": {0: "batch"}}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.onnx.export(
-            net, (torch.zeros(1, 1, SIZE, SIZE),), path, input_names=["input"], output_names=["output"],
-            dynamic_axes=free, opset_version=17, dynamo=False,
-        )  # fmt: skip

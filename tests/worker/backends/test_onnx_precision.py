@@ -53,10 +53,42 @@ def test_tensorrt_gets_signed_symmetric_and_no_quantised_bias(digits: Any, tmp_p
     assert made.made_by["scheme"].startswith("S8S8")
 
 
-def test_openvino_gets_float_biases(digits: Any, tmp_path: Path) -> None:
-    _, points, graph = make(digits, tmp_path, target="openvino")
-    assert points[onnx.TensorProto.UINT8] >= 4
+def test_openvino_gets_zero_points_of_0_unsigned_where_nothing_is_negative(digits: Any, tmp_path: Path) -> None:
+    made, points, graph = make(digits, tmp_path, target="openvino")
+    assert points[onnx.TensorProto.UINT8] >= 2
+    zero = [onnx.numpy_helper.to_array(t) for t in graph.initializer if t.name.endswith("zero_point")]
+    assert all((points == 0).all() for points in zero)
+    (seen,) = (t for t in graph.initializer if t.name == "input_zero_point")
+    assert seen.data_type == onnx.TensorProto.INT8
     assert not any(t.data_type == onnx.TensorProto.INT32 for t in graph.initializer)
+    assert made.made_by["scheme"].startswith("U8S8 or S8S8, zero-point 0")
+
+
+def test_attention_and_residual_sums_of_a_transformer_stay_in_float(
+    digits: Any, onnx_file: Callable[..., Path], tmp_path: Path
+) -> None:
+    h, kind = onnx.helper, onnx.TensorProto.FLOAT
+    io = [h.make_tensor_value_info(name, kind, ["batch", 1, 8, 8]) for name in ("input", "output")]
+    rng = np.random.default_rng(0)
+    weights = [onnx.numpy_helper.from_array(rng.standard_normal((8, 8)).astype(np.float32), n) for n in ("wq", "wk")]
+    nodes = [
+        h.make_node("MatMul", ["input", "wq"], ["q"], name="query"),
+        h.make_node("MatMul", ["input", "wk"], ["k"], name="key"),
+        h.make_node("MatMul", ["q", "k"], ["scores"], name="product"),
+        h.make_node("Softmax", ["scores"], ["attention"], name="softmax"),
+        h.make_node("Add", ["input", "attention"], ["output"], name="residual"),
+    ]
+    parent = replace(digits.artifact, path=str(onnx_file(nodes, io[:1], io[1:], weights)))
+    folder = tmp_path / "made"
+    folder.mkdir()
+    made = OnnxPrecision().make(recipe(digits), parent, folder)
+    graph = onnx.load(made.path).graph
+    producers = {name: node.op_type for node in graph.node for name in node.output}
+    fed_by = {node.name: {producers.get(name) for name in node.input} for node in graph.node}
+    assert fed_by["query"] == fed_by["key"] == {"DequantizeLinear"}
+    assert fed_by["softmax"] == {"MatMul"}
+    assert producers["output"] == "Add"
+    assert made.made_by["kept_float"] == 1
 
 
 def test_the_record_says_what_shaped_the_file(digits: Any, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from dyno.worker.backends.onnx_precision import OnnxPrecision
 from dyno.worker.backends.onnx_runtime import OnnxRuntime
-from dyno.worker.spec import Artifact, DataSpec, Dims, ModelSpec, Recipe, Runtime, Trial, UserError
+from dyno.worker.spec import Artifact, DataSpec, Dims, ModelSpec, Recipe, Runtime, Tensor, Trial, UserError
 
 H, FLOAT = onnx.helper, onnx.TensorProto.FLOAT
 
@@ -129,6 +129,18 @@ def test_a_fixed_batch_is_run_as_it_is_and_refused_otherwise(digits: Any, static
 def test_a_file_without_description_says_its_shapes_itself(digits: Any) -> None:
     session = OnnxRuntime().load(digits.trial("onnxruntime", batch=2), None)
     assert session.inputs[0].shape == (2, 1, 8, 8)
+
+
+def test_a_free_dimension_without_a_name_is_fixed_too(onnx_file: Callable[..., Path]) -> None:
+    io = [H.make_tensor_value_info(name, FLOAT, [None, 3]) for name in ("x", "output")]
+    path = onnx_file([H.make_node("Relu", ["x"], ["output"])], io[:1], io[1:])
+    described = Artifact("onnx", str(path), "", 0, "fp32", (Tensor("x", "float32", ("x_0", 3)),), (), 0.0)
+    for artifact in (None, described):
+        session = OnnxRuntime().load(file_trial(path, batch=2), artifact)
+        assert session.inputs[0].shape == (2, 3)
+        session.bind({"x": np.array([[-1, 2, -3], [4, -5, 6]], np.float32)})
+        session.run()
+        np.testing.assert_array_equal(session.fetch()["output"], [[0, 2, 0], [4, 0, 6]])
 
 
 def test_token_ids_and_free_lengths(onnx_file: Callable[..., Path]) -> None:

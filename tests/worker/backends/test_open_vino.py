@@ -16,13 +16,19 @@ import pytest
 
 from dyno.worker.backends.onnx_precision import OnnxPrecision
 from dyno.worker.backends.open_vino import HINTS, OpenVino, _library
-from dyno.worker.spec import Artifact, DataSpec, Dims, ModelSpec, Recipe, Trial, Unavailable, UserError
+from dyno.worker.spec import Artifact, DataSpec, Dims, ModelSpec, Recipe, Tensor, Trial, Unavailable, UserError
 
 
 def ir(digits: Any, folder: Path, parent: Artifact | None = None) -> Artifact:
     parent = parent or digits.artifact
     recipe = Recipe("openvino", "openvino", parent.precision, digits.model, Dims(0, 8, 8))
     return OpenVino().make(recipe, parent, folder)
+
+
+def quantised(digits: Any, folder: Path, parent: Artifact) -> Artifact:
+    data = replace(digits.data, split="calibration")
+    recipe = Recipe("onnx_precision", "onnx", "int8", digits.model, Dims(0, 8, 8), {"target": "openvino"}, data)
+    return OnnxPrecision().make(recipe, parent, folder)
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +38,8 @@ def fp32(digits: Any, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 
 @pytest.fixture(scope="module")
 def int8(digits: Any, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
-    folder, data = tmp_path_factory.mktemp("int8"), replace(digits.data, split="calibration")
-    recipe = Recipe("onnx_precision", "onnx", "int8", digits.model, Dims(0, 8, 8), {"target": "openvino"}, data)
-    return ir(digits, folder, OnnxPrecision().make(recipe, digits.artifact, folder))
+    folder = tmp_path_factory.mktemp("int8")
+    return ir(digits, folder, quantised(digits, folder, digits.artifact))
 
 
 def load(digits: Any, artifact: Artifact | None, precision: str = "fp32", batch: int = 1, **options: Any) -> Any:
@@ -124,6 +129,31 @@ def test_int8_runs_in_int8_and_is_as_accurate_within_a_point(digits: Any, fp32: 
     assert digits.accuracy(session, 1) > digits.accuracy(load(digits, fp32), 1) - 0.01
     assert int8.made_by["calibration"]["samples"] == 128
     assert int8.made_by["scheme"].startswith("U8S8")
+
+
+def test_int8_is_right_on_a_network_that_asymmetric_activations_break(digits: Any, tmp_path: Path) -> None:
+    """With zero points that aren't 0, OpenVINO's outputs for this network are more than 100 % off."""
+    import torch
+    from torchvision.models import mobilenet_v3_small
+
+    torch.manual_seed(0)
+    digits.export(mobilenet_v3_small(num_classes=10).eval(), tmp_path / "mobilenet.onnx", (3, 32, 32))
+    rng = np.random.default_rng(0)
+    np.save(tmp_path / "images.npy", rng.integers(0, 256, (12, 3, 32, 32), dtype=np.uint8))
+    for name in ("labels", "calibration"):
+        np.save(tmp_path / f"{name}.npy", np.arange(12))
+    model, dims = ModelSpec("mobilenet", "file:mobilenet.onnx"), Dims(1, 32, 32)
+    parent = replace(
+        digits.described(tmp_path / "mobilenet.onnx"), inputs=(Tensor("input", "float32", ("n", 3, 32, 32)),)
+    )
+    data = DataSpec("noise", str(tmp_path), split="calibration")
+    recipe = Recipe("onnx_precision", "onnx", "int8", model, dims, {"target": "openvino"}, data)
+    image = rng.standard_normal((1, 3, 32, 32)).astype(np.float32)
+    outputs = []
+    for file, precision in ((parent, "fp32"), (OnnxPrecision().make(recipe, parent, tmp_path), "int8")):
+        session = OpenVino().load(Trial(model, "openvino", precision, dims), file)
+        outputs.append(digits.outputs(session, image)["output"].copy())
+    assert np.abs(outputs[1] - outputs[0]).mean() < 0.2 * np.abs(outputs[0]).mean()
 
 
 def test_int8_asked_of_a_float_graph_is_found_out(digits: Any, fp32: Artifact) -> None:
