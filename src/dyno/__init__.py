@@ -9,14 +9,21 @@ import typing
 
 if typing.TYPE_CHECKING:
     from dyno.result import Result as Result
+    from dyno.result import compare as compare
     from dyno.result import load as load
     from dyno.study import Study as Study
     from dyno.worker.spec import UserError as UserError
 
 __version__ = "0.1.0"
-__all__ = ["Result", "Study", "UserError", "load"]
+__all__ = ["Result", "Study", "UserError", "compare", "load"]
 
-_HOMES = {"Study": "dyno.study", "Result": "dyno.result", "load": "dyno.result", "UserError": "dyno.worker.spec"}
+_HOMES = {
+    "Study": "dyno.study",
+    "Result": "dyno.result",
+    "UserError": "dyno.worker.spec",
+    "compare": "dyno.result",
+    "load": "dyno.result",
+}
 
 
 def __getattr__(name: str) -> typing.Any:

@@ -53,6 +53,7 @@ Out = Annotated[str, typer.Option("--out", "-o", help="Run folder (default: runs
 Format = Annotated[str, typer.Option("--format", help="text, markdown, csv or json.")]
 Rtol = Annotated[float, typer.Option(help="Relative tolerance.")]
 Atol = Annotated[float, typer.Option(help="Absolute tolerance.")]
+Least = Annotated[float, typer.Option(help="Exit 1 when a smaller share of values agrees (0 to 1).")]
 RunFolder = Annotated[Path, typer.Argument(help="A run folder.", metavar="RUN")]
 
 
@@ -120,6 +121,24 @@ def show(
     from dyno import commands
 
     commands.show(run, format, by, reference, budget)
+
+
+@app.command()
+def compare(
+    run_a: Annotated[Path, typer.Argument(help="The run to compare with.", metavar="RUN_A")],
+    run_b: Annotated[Path, typer.Argument(help="The run to judge.", metavar="RUN_B")],
+    fail_on: Annotated[
+        str, typer.Option(help="Exit 1 on any of: slower, less-accurate, disagree (needs --least), status.")
+    ] = "slower,less-accurate,status",
+    tolerance: Annotated[float, typer.Option(help="Relative slow-down that is still fine.")] = 0.02,
+    least: Least = 0.0,
+    rtol: Rtol = 1e-3,
+    format: Format = "text",
+) -> None:
+    """Judge each trial that two runs share: speed, accuracy, outputs, status; exit 1 when B got worse."""
+    from dyno import commands
+
+    raise typer.Exit(commands.compare(run_a, run_b, format, fail_on, tolerance, least, rtol))
 
 
 @app.command()
@@ -234,7 +253,7 @@ def agree(
     compared: Compared = 32,
     rtol: Rtol = 1e-3,
     atol: Atol = 1e-8,
-    least: Annotated[float, typer.Option(help="Exit 1 when a smaller share of values agrees (0 to 1).")] = 0.0,
+    least: Least = 0.0,
     python: Pythons = [],  # noqa: B006
     out: Out = "",
     format: Format = "text",

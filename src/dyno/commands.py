@@ -155,6 +155,23 @@ def show(run: Path, format: str, by: str, reference: str, budget: Sequence[str])
         Console(stderr=True).print(f"dyno: {problem}", style="yellow", soft_wrap=True)
 
 
+def compare(run_a: Path, run_b: Path, format: str, fail_on: str, tolerance: float, least: float, rtol: float) -> int:
+    """Hold a stored run against another; exit code 1 when a condition failed, 2 when a trial can't be compared."""
+    from dyno.analysis import compare as module
+    from dyno.analysis import results
+    from dyno.analysis.render import render
+
+    conditions = tuple(name.strip() for name in fail_on.split(",") if name.strip())
+    rules = module.Rules(conditions, tolerance, least, rtol)
+    frame = module.compare(results.load(run_a), results.load(run_b), rules)
+    print(render(frame, format, printed=module.PRINTED), end="")
+    if format in ("text", "markdown"):
+        print("\n" + "\n".join(module.sentences(frame)))
+    for note in frame.attrs["notes"]:
+        Console(stderr=True).print(f"dyno: {escape(note)}", style="yellow", soft_wrap=True)
+    return module.exit_code(frame)
+
+
 def report(runs: Sequence[Path], out: Path) -> None:
     """Write the report of one or several runs."""
     from dyno.analysis import report as page

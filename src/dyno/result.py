@@ -46,3 +46,16 @@ class Result:
 def load(folder: str | Path) -> Result:
     """The result of an earlier study; a folder that isn't one is a `UserError` as soon as it is read."""
     return Result(folder)
+
+
+def compare(a: Result | str | Path, b: Result | str | Path, **rules: Any) -> pd.DataFrame:
+    """Each trial that both runs have, B against A, one row per trial: ratio of latencies, accuracy, agreement, verdict.
+
+    `rules` are fields of `dyno.analysis.compare.Rules`: fail_on, tolerance, least, rtol, atol. The column `failed`
+    names the conditions a row breaks, `attrs["notes"]` says what else may explain a difference. UserError when the runs
+    share no trial or can't be compared.
+    """
+    from dyno.analysis import compare as module
+
+    before, after = (one if isinstance(one, Result) else Result(one) for one in (a, b))
+    return module.compare(before.records, after.records, module.Rules(**rules))

@@ -116,7 +116,8 @@ def compare(a: Results, b: Results, rules: Rules | None = None) -> pd.DataFrame:
     table = table.astype(dict.fromkeys(WHOLE, "Int64") | dict.fromkeys(TEXT, object))
     numbers = [c for c in COLUMNS if c not in (*WHOLE, *TEXT)]
     table[numbers] = table[numbers].astype(float)
-    table.attrs["notes"] = list(_notes(a, b, shared))
+    left_out = [f"{plain(y.label)} is {r['verdict']}" for (_, y), r in zip(shared, rows, strict=True) if r in refused]
+    table.attrs["notes"] = [*_notes(a, b, shared), *left_out]
     return table
 
 
@@ -239,7 +240,7 @@ def _agreement(a: TrialResult, b: TrialResult, rules: Rules) -> dict[str, Any]:
 
 def _fails(condition: str, r: Row, rules: Rules, both_ran: bool) -> bool:
     if condition == STATUS:
-        return r["status_a"] == "ok" and r["status"] != "ok"
+        return bool(r["status_a"] == "ok" and r["status"] != "ok")
     if condition == SLOWER:
         return bool(r["verdict"] == stats.SLOWER)
     if condition == LESS_ACCURATE:
