@@ -7,8 +7,6 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import tomli_w
-
 from dyno.expand import Planned, expand
 from dyno.launch import launch
 from dyno.progress import Progress
@@ -63,7 +61,7 @@ def _settle(study: Study, run: Run) -> None:
             raise UserError(f"{run.folder} holds another study (see its study.toml); give another --out or remove it")
     # Beside first: a study killed here must not find half a file when it is started again.
     beside = path.with_name(path.name + ".part")
-    beside.write_text(tomli_w.dumps(study.to_table()), encoding="utf-8")
+    beside.write_text(study.to_toml(), encoding="utf-8")
     beside.replace(path)
     write_json(run.folder / "environment.json", system.describe(DISTRIBUTIONS))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import tomllib
 import typing
 from collections.abc import Iterable, Mapping
@@ -163,6 +164,10 @@ class Study:
                 table[f.name] = list(value) if isinstance(value, tuple) else value
         return table
 
+    def to_toml(self) -> str:
+        """The study as a TOML document that `from_toml` reads back."""
+        return "".join(f"{key} = {_toml(value)}\n" for key, value in self.to_table().items())
+
     @property
     def plan(self) -> Plan:
         """How long each trial is measured; a fixed number of samples switches the other stopping rules off."""
@@ -225,6 +230,17 @@ def _kind(kind: Any) -> str:
         return f"a table of: {_kind(args[1])}"
     words = {str: "text", int: "a whole number", float: "a number", bool: "true or false", Any: "any value"}
     return words[args[0] if args else kind]
+
+
+def _toml(value: Any) -> str:
+    """A value in TOML; text as JSON writes it, which is TOML too but for one control character."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_toml(str(key))} = {_toml(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def check_known(what: str, name: str, known: Iterable[str]) -> None:

@@ -208,8 +208,8 @@ def _crowded(results: Results) -> Iterator[Finding]:
     if over:
         yield Finding(
             WARNING,
-            f"Other programs kept up to {max(over):.1f} processors busy during {len(over)} of {len(busy)} timings: those "
-            "latencies are too long and their order may be wrong; measure again on a quiet machine.",
+            f"Other programs kept up to {max(over):.1f} processors busy during {len(over)} of {len(busy)} timings: "
+            "those latencies are too long and their order may be wrong; measure again on a quiet machine.",
         )
 
 
