@@ -108,7 +108,8 @@ def test_the_ratio_is_that_of_the_rounds_medians(judge: Judge, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("tolerance", "verdict", "failed"), [(0.0, "slower", "slower"), (0.3, "slower, tolerated", "")]
+    ("tolerance", "verdict", "failed"),
+    [(0.0, "slower", "slower"), (0.19, "slower, tolerated", ""), (0.3, "slower, tolerated", "")],
 )
 def test_a_slow_down_within_the_tolerance_is_fine(judge: Judge, tolerance: float, verdict: str, failed: str) -> None:
     first = judge(*changed(seconds=0.0048), tolerance=tolerance).iloc[0]
@@ -155,6 +156,15 @@ def test_outputs_that_no_longer_agree_fail_when_asked(judge: Judge, tmp_path: Pa
     assert list(frame["failed"]) == ["disagree", ""]
     assert f"only {100 * first['close']:.2f} % of values agree" in compare.sentences(frame)[1]
     assert compare.exit_code(compare.compare(*runs, Rules(least=0.9, rtol=1e9))) == 0
+
+
+def test_agreement_is_relative_to_the_first_run(judge: Judge, tmp_path: Path) -> None:
+    first = judge(*changed(flips=0.1), rtol=0.1).iloc[0]
+    a, b = (load(tmp_path / name).trials[0].outputs()["output"] for name in "ab")
+    forth, back = np.isclose(b, a, rtol=0.1).mean(), np.isclose(a, b, rtol=0.1).mean()
+    assert first["close"] == pytest.approx(forth)
+    assert forth != back
+    assert first["max_abs"] == pytest.approx(np.abs(a.astype(float) - b).max())
 
 
 def test_outputs_of_another_shape_do_not_agree(tmp_path: Path) -> None:

@@ -1,0 +1,129 @@
+"""Make the golden run folder anew, or only what is expected of it.
+
+    python tests/golden/make.py              measures (about a minute) and replaces run/ and the expected files
+    python tests/golden/make.py --expected   keeps run/ and writes what today's code prints of it
+
+The second is for a deliberate change of statistics or tables: look at the difference before committing it. The first is
+needed only when the stored format changes, and then the old folder must stay readable or the schema number must rise.
+
+What is stored is what `dyno run` left there, less what belongs to the machine: an absolute path keeps its last part
+alone (no id depends on where a thing lies), logs are left out (a crash prints the paths of its stack), and so is the
+name of the operating system's build.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tomli_w
+
+GOLDEN = Path(__file__).resolve().parent
+RUN = GOLDEN / "run"
+IMAGES = 60
+KEPT = ("job.json", "record.json", "stage", "samples.npz", "outputs.npz", "telemetry.npz")
+LIMIT = 300_000  # bytes of the whole folder
+
+
+def measure(scratch: Path) -> Path:
+    """A small study of every kind of row: real engines, INT8, a scripted one, a crash and a refusal."""
+    from dyno import Study
+    from dyno.demo import MODEL, trained
+    from dyno.progress import Progress
+
+    weights, _ = trained(Progress(quiet=True))
+    study = Study(
+        models=(MODEL,),
+        backends=("pytorch", "onnxruntime", "fake@latency_ms=0.5@precision=fp32", "fake@fail=segfault@precision=fp32"),
+        precisions=("fp32", "int8"),
+        sizes=("64",),
+        channels=1,
+        weights=str(weights),
+        data=str(images(scratch / "digits")),
+        budget={"top1": 5.0},
+        threads=1,
+        rounds=2,
+        samples=20,
+        warmup=0.2,
+    )
+    return study.run(scratch / "run", quiet=True).folder
+
+
+def images(folder: Path) -> Path:
+    """Class folders of scikit-learn's digits as PNG files, the same number of each class."""
+    from PIL import Image
+    from sklearn.datasets import load_digits
+
+    pixels, labels = load_digits(return_X_y=True)
+    for digit in range(10):
+        (folder / str(digit)).mkdir(parents=True)
+        for n, image in enumerate(pixels[labels == digit][-IMAGES // 10 :]):
+            small = Image.fromarray((image.reshape(8, 8) * 255 / 16).astype(np.uint8))
+            small.resize((64, 64), Image.Resampling.BILINEAR).save(folder / str(digit) / f"{n}.png")
+    return folder
+
+
+def scrubbed(value: Any) -> Any:
+    """The value with absolute paths cut to their last part, through dicts and lists."""
+    if isinstance(value, dict):
+        return {key: scrubbed(inner) for key, inner in value.items() if key != "os"}
+    if isinstance(value, list):
+        return [scrubbed(inner) for inner in value]
+    return Path(value).name if isinstance(value, str) and value.startswith("/") else value
+
+
+def keep(run: Path) -> None:
+    """Copy what belongs to the format into RUN, scrubbed."""
+    shutil.rmtree(RUN, ignore_errors=True)
+    RUN.mkdir()
+    table = tomllib.loads((run / "study.toml").read_text(encoding="utf-8"))
+    (RUN / "study.toml").write_text(tomli_w.dumps(scrubbed(table)), encoding="utf-8")
+    stored = [path for name in KEPT for path in run.glob(f"trials/*/*/{name}")]
+    for path in [run / "environment.json", *stored]:
+        place = RUN / path.relative_to(run)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".json":
+            place.write_text(json.dumps(scrubbed(json.loads(path.read_bytes())), indent=1) + "\n", encoding="utf-8")
+        else:
+            shutil.copy(path, place)
+
+
+def printed() -> dict[str, str]:
+    """What today's code prints of the stored folder, by the name of the file that holds it."""
+    from dyno.analysis import results, tables
+    from dyno.analysis.render import render
+
+    frame = tables.frame(results.load(RUN))
+    formats = {"results.csv": "csv", "results.md": "markdown", "results.json": "json"}
+    return {name: render(frame, format) for name, format in formats.items()}
+
+
+def check(scratch: Path) -> None:
+    """Stop when a path of this machine is left, or when the folder is too large to be kept in the repository."""
+    files = [path for path in RUN.rglob("*") if path.is_file()]
+    places = [str(place).encode() for place in (scratch, Path.home(), Path(sys.prefix), GOLDEN.parents[1])]
+    found = [path for path in files if any(place in path.read_bytes() for place in places)]
+    size = sum(path.stat().st_size for path in files)
+    if found or size > LIMIT:
+        sys.exit(f"{size} bytes; files that name a place on this machine: {found or 'none'}")
+    print(f"{len(files)} files, {size} bytes")
+
+
+def main() -> None:
+    """As the module says."""
+    if "--expected" not in sys.argv:
+        with tempfile.TemporaryDirectory() as scratch:
+            keep(measure(Path(scratch)))
+            check(Path(scratch))
+    for name, text in printed().items():
+        (GOLDEN / name).write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""A run folder that was stored once, read by today's code: what it prints changes only when somebody means it to.
+
+`tests/golden/make.py --expected` writes the expected files anew, after a deliberate change.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import io
+import json
+import math
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from dyno.analysis import tables
+from dyno.analysis.render import FORMATS, render
+from dyno.analysis.results import Results, load
+from dyno.worker.record import STATUSES, Record, read_record, to_json
+from dyno.worker.spec import SCHEMA, Job, from_json
+
+GOLDEN = Path(__file__).parent / "golden"
+RUN = GOLDEN / "run"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+# Sums, logarithms and distribution functions differ in their last bits from one processor and library to the next.
+RELATIVE = 1e-9
+SAID = re.compile(r"(?i)schema\W{1,6}(?:(?:number|version|is|now|today)\W{1,6})*(\d+)\b")
+
+
+@pytest.fixture(scope="module")
+def results() -> Results:
+    return load(RUN)
+
+
+@pytest.fixture(scope="module")
+def make() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("golden_make", GOLDEN / "make.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def same(found: Any, expected: Any) -> bool:
+    """Equal as text, or numbers that are equal but for rounding."""
+    close = math.isclose(number(str(found)), number(str(expected)), rel_tol=RELATIVE)
+    return bool(str(found) == str(expected) or close)
+
+
+def differences(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> list[str]:
+    """Every cell that is not what was stored, after the shape of the table."""
+    assert [list(row) for row in found] == [list(row) for row in expected]
+    pairs = [(f, e) for f, e in zip(found, expected, strict=True)]
+    return [f"{f['trial']} {k}: {f[k]!r}, not {e[k]!r}" for f, e in pairs for k in e if not same(f[k], e[k])]
+
+
+def rows(text: str) -> list[dict[str, Any]]:
+    return list(csv.DictReader(io.StringIO(text)))
+
+
+def test_the_markdown_table_is_the_stored_one(results: Results) -> None:
+    found = render(tables.frame(results), "markdown")
+    assert found == (GOLDEN / "results.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("name", "read"), [("results.csv", rows), ("results.json", json.loads)])
+def test_the_tables_for_machines_are_the_stored_ones(results: Results, name: str, read: Callable[..., Any]) -> None:
+    found = render(tables.frame(results), name.rpartition(".")[2])
+    assert differences(read(found), read((GOLDEN / name).read_text(encoding="utf-8"))) == []
+
+
+def test_a_changed_number_would_be_seen() -> None:
+    stored = rows((GOLDEN / "results.csv").read_text(encoding="utf-8"))
+    changed = [dict(row) for row in stored]
+    changed[0]["latency_ms"] = str(float(stored[0]["latency_ms"]) * (1 + 1e-6))
+    changed[1]["status"] = "ok"
+    assert len(differences(changed, stored)) == 2
+
+
+def test_the_folder_holds_every_kind_of_row(results: Results) -> None:
+    """Else the tests above prove less than they seem to."""
+    assert {t.status for t in results} == {"ok", "skipped", "crashed"}
+    assert {"pytorch", "onnxruntime", "fake"} == {t.backend for t in results}
+    assert {t.precision for t in results if t.good} == {"fp32", "int8"}
+    assert results.problems == []
+    assert results.settings["budget"] == {"top1": 5.0}
+    assert {*STATUSES} > {t.status for t in results}
+    frame = tables.frame(results)
+    for column in ("speedup_low", "top1_diff_low", "build_s", "throughput_ips", "budget", "size_mb"):
+        assert (frame[column].notna() & (frame[column] != "")).any(), column
+
+
+def test_ids_are_still_the_hash_of_the_trial(results: Results) -> None:
+    """Else a study that was stored earlier would be measured again instead of being resumed."""
+    assert [t.trial.id for t in results] == [t.id for t in results]
+
+
+def test_records_and_jobs_are_read_without_loss(results: Results) -> None:
+    stored = sorted(RUN.glob("trials/*/r*"))
+    assert len(stored) >= 8
+    for folder in stored:
+        raw, job = (json.loads((folder / name).read_text()) for name in ("record.json", "job.json"))
+        record = read_record(folder)
+        assert isinstance(record, Record)
+        assert json.loads(json.dumps(to_json(record))) == raw
+        assert json.loads(json.dumps(to_json(from_json(Job, job)))) == job
+        assert raw["schema"] == job["schema"] == SCHEMA
+
+
+def test_a_record_of_a_newer_schema_is_named_in_one_line(tmp_path: Path, dyno: Callable[..., Any]) -> None:
+    copy = Path(shutil.copytree(RUN, tmp_path / "run"))
+    path = next(iter(sorted(copy.glob("trials/*/r1/record.json"))))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "schema": SCHEMA + 1, "unheard": "of"}))
+    done = dyno("show", copy)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("fp32") >= 3
+    assert done.stderr.splitlines() == [
+        f"dyno: {path} was written by a newer Dyno (schema {SCHEMA + 1}, this one reads {SCHEMA}); update Dyno"
+    ]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_command_prints_what_the_library_renders(results: Results, dyno: Callable[..., Any], format: str) -> None:
+    done = dyno("show", RUN, "--format", format)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == render(tables.frame(results), format)
+
+
+def test_nothing_stored_names_a_place_on_a_machine() -> None:
+    texts = [path for path in GOLDEN.rglob("*") if path.suffix in (".json", ".toml", ".csv", ".md")]
+    assert len(texts) > 20
+    found = [(str(path), m.group()) for path in texts if (m := re.search(r'"(/|[A-Z]:\\)[^"]*"', path.read_text()))]
+    assert found == []
+    assert sum(path.stat().st_size for path in GOLDEN.rglob("*") if path.is_file()) < 300_000
+
+
+def test_what_belongs_to_the_machine_is_scrubbed(make: ModuleType) -> None:
+    stored = {"folder": "/some/where/data", "list": ["/a/b", "c/d"], "os": "Linux 6", "number": 3, "source": "file:x"}
+    assert make.scrubbed(stored) == {"folder": "data", "list": ["b", "c/d"], "number": 3, "source": "file:x"}
+
+
+@pytest.mark.parametrize(
+    "text", ["schema 7", '"schema": 7,', "`schema` is `7`", "Schema number: **7**", "schema (now 7)"]
+)
+def test_a_schema_number_is_found_in_prose(text: str) -> None:
+    assert SAID.findall(f"before {text} after") == ["7"]
+    assert SAID.findall("the schema of Python 3.10") == []
+
+
+def test_the_documented_schema_is_the_one_that_is_written() -> None:
+    texts = {path.name: path.read_text(encoding="utf-8") for path in sorted(DOCS.rglob("*.md"))}
+    if not texts:
+        pytest.skip("docs/ has no pages yet")
+    said = [(name, int(n)) for name, text in texts.items() for n in SAID.findall(text)]
+    assert said, 'no page in docs/ says which schema records have; write "schema number 1" or `"schema": 1`'
+    assert {n for _, n in said} == {SCHEMA}, said
