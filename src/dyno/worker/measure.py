@@ -91,10 +91,10 @@ def latency(once: Callable[[], None], plan: Plan) -> Sampling:
     """
     times: list[int] = []
     append, check = times.append, max(plan.min_samples, LEAST_SAMPLES)
-    begin = now()
-    deadline, earliest = begin + int(plan.seconds * 1e9), begin + int(plan.seconds * 0.25e9)
     stopped = ""
     with _no_garbage_collection():
+        begin = now()
+        deadline, earliest = begin + int(plan.seconds * 1e9), begin + int(plan.seconds * 0.25e9)
         while not stopped:
             start = now()
             once()
