@@ -1,15 +1,70 @@
-"""What many tests share: a second interpreter, and a reason to skip where a GPU is missing."""
+"""What many tests share: a cache of their own, quick fake trials, the command line, a second interpreter."""
 
 from __future__ import annotations
 
 import os
 import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from dyno import Study
+from dyno.worker.spec import DataSpec, Dims, ModelSpec, Plan, Runtime, Trial
+
 ROOT = Path(__file__).resolve().parents[1]
+QUICK = Plan(boundaries=("model", "all"), warmup_s=0.02, seconds=0.04, min_samples=5, rounds=1, timeout_s=30.0)
+Command = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The user's cache is neither read nor filled by the tests, nor by the processes they start."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DYNO_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session")
+def fake_trial() -> Callable[..., Trial]:
+    """Trials of the scripted backend that take no time; keyword arguments are its options."""
+
+    def make(backend: str = "fake", *, plan: Plan = QUICK, runtime: Runtime | None = None, **options: Any) -> Trial:
+        model = ModelSpec("net", "fake:net", channels=1)
+        options = {"latency_ms": 0.1, **options}
+        runtime = runtime or Runtime(threads=1)
+        return Trial(
+            model, backend, "fp32", Dims(2, 4, 4), options=options, data=DataSpec(count=5), runtime=runtime, plan=plan
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def fake_study() -> Callable[..., Study]:
+    """Studies of the scripted backend that take no time; keyword arguments are fields of `Study`."""
+
+    def make(**fields: Any) -> Study:
+        usual = {"backends": ("fake@latency_ms=0.1",), "rounds": 1, "seconds": 0.04, "warmup": 0.02, "threads": 1}
+        return Study(**{"models": ("fake:net",), "channels": 1, "boundaries": ("model",), **usual, **fields})
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def dyno() -> Command:
+    """The command line in a process of its own: `dyno("run", "fake:net", cwd=..., env=...)`."""
+
+    def run(*words: object, cwd: Path | None = None, env: dict[str, str] | None = None, timeout: float = 120.0) -> Any:
+        command = [sys.executable, "-m", "dyno.cli", *map(str, words)]
+        return subprocess.run(
+            command, capture_output=True, text=True, cwd=cwd, env={**os.environ, **(env or {})}, timeout=timeout
+        )
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,212 @@
+"""What the timing loop relies on, asked of every backend that runs models; a new backend is asked too."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dyno.execute import Files
+from dyno.expand import missing, model_spec
+from dyno.progress import Progress
+from dyno.study import Study
+from dyno.worker import backend
+from dyno.worker.backend import Session
+from dyno.worker.record import Record
+from dyno.worker.spec import Dims, Runtime, Tensor, Trial, Unavailable, UserError
+
+CLASSES, SIZE, THREADS = 10, 32, 1
+COMPILES = ("compile",)  # half a minute of C++ for each model
+NET = """
+from torch import nn
+
+def net(num_classes=10, channels=3):
+    stem = [nn.Conv2d(channels, 8, 3, 2, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU()]
+    body = [nn.Conv2d(8, 16, 3, 2, 1), nn.ReLU()]
+    return nn.Sequential(*stem, *body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, num_classes))
+"""
+
+
+def every() -> list[Any]:
+    names = [*backend.names(), "fake"]
+    return [pytest.param(name, marks=pytest.mark.slow) if name in COMPILES else name for name in names]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("contract") / "small.py"
+    path.write_text(NET)
+    return f"{path}:net"
+
+
+@pytest.fixture(scope="module", params=every())
+def load(request: pytest.FixtureRequest, source: str) -> Iterator[Callable[..., tuple[Trial, Session]]]:
+    """Loads the backend's session for a batch; what this machine lacks is a skip with the reason."""
+    name = request.param
+    if lacks := missing(name, ""):
+        pytest.skip(f"{name}: {lacks} is not installed")
+    sessions: dict[int, tuple[Trial, Session]] = {}
+    affinity = os.sched_getaffinity(0)
+
+    def make(batch: int = 2) -> tuple[Trial, Session]:
+        if batch not in sessions:
+            trial = Trial(
+                model_spec(Study(models=(source,)), source), name, "fp32", Dims(batch, SIZE, SIZE),
+                runtime=Runtime(threads=THREADS),
+            )  # fmt: skip
+            recipe = backend.find(name).recipe(trial)
+            made = Files(None, Progress(quiet=True)).file(recipe) if recipe else None
+            if isinstance(made, Record):
+                (pytest.skip if made.status == "skipped" else pytest.fail)(f"{name}: {made.reason}")
+            try:
+                sessions[batch] = (trial, backend.find(name).load(trial, made))
+            except Unavailable as e:
+                pytest.skip(f"{name}: {e}")
+        return sessions[batch]
+
+    yield make
+    for _, session in sessions.values():
+        session.close()
+    os.sched_setaffinity(0, affinity)
+
+
+def images(count: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((count, 3, SIZE, SIZE), dtype=np.float32)
+
+
+def outputs(session: Session, batch: np.ndarray, slot: int = 0) -> np.ndarray:
+    """A copy of the first output for one batch."""
+    session.bind({"input": batch}, slot)
+    session.run(slot)
+    session.wait(slot)
+    (first, *_) = session.fetch(slot).values()
+    return np.array(first)
+
+
+Load = Callable[..., tuple[Trial, Session]]
+
+
+def test_it_says_what_goes_in_and_out(load: Load) -> None:
+    _, session = load()
+    assert session.inputs == (Tensor("input", session.inputs[0].dtype, (2, 3, SIZE, SIZE)),)
+    assert session.slots >= 1
+    for out in session.outputs:  # none where only a run can tell
+        assert (out.name, out.shape) == ("output", (2, CLASSES))
+
+
+def test_outputs_are_float32_by_name(load: Load) -> None:
+    _, session = load()
+    session.bind({"input": images(2)})
+    session.run()
+    session.wait()
+    (got,) = session.fetch().items()
+    assert got[0] == "output"
+    assert (got[1].shape, got[1].dtype) == ((2, CLASSES), np.float32)
+    assert np.isfinite(got[1]).all() and got[1].std() > 0
+
+
+def test_the_same_in_gives_the_same_out_and_other_in_other_out(load: Load) -> None:
+    _, session = load()
+    first, other, again = (outputs(session, images(2, seed)) for seed in (0, 1, 0))
+    np.testing.assert_array_equal(first, again)
+    assert not np.allclose(first, other, rtol=1e-3, atol=1e-4)
+    swapped = outputs(session, np.ascontiguousarray(images(2)[::-1]))
+    np.testing.assert_allclose(swapped, first[::-1], rtol=1e-4, atol=1e-4)
+
+
+def test_the_inputs_are_left_as_they_are(load: Load) -> None:
+    _, session = load()
+    batch = images(2)
+    outputs(session, batch)
+    np.testing.assert_array_equal(batch, images(2))
+
+
+def test_an_input_in_another_order_of_memory(load: Load) -> None:
+    _, session = load()
+    turned = np.ascontiguousarray(images(2).transpose(0, 2, 3, 1)).transpose(0, 3, 1, 2)
+    assert not turned.flags.c_contiguous
+    np.testing.assert_allclose(outputs(session, turned), outputs(session, images(2)), rtol=1e-4, atol=1e-4)
+
+
+def test_another_batch_is_the_same_function(load: Load) -> None:
+    _, two = load(2)
+    _, three = load(3)
+    both = np.concatenate([outputs(two, images(4)[:2]), outputs(two, images(4)[2:])])
+    np.testing.assert_allclose(outputs(three, images(4)[:3]), both[:3], rtol=1e-4, atol=1e-4)
+
+
+def test_every_slot_keeps_its_own_batch(load: Load) -> None:
+    _, session = load()
+    alone = [outputs(session, images(2, slot)) for slot in range(session.slots)]
+    for slot in range(session.slots):
+        session.bind({"input": images(2, slot)}, slot)
+        session.run(slot)
+    for slot, expected in enumerate(alone):
+        session.wait(slot)
+        np.testing.assert_allclose(session.fetch(slot)["output"], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_it_computes_what_pytorch_computes(load: Load, source: str) -> None:
+    trial, session = load()
+    if trial.backend == "fake":
+        pytest.skip("fake computes a function of its own")
+    torch = pytest.importorskip("torch")
+    from dyno.worker import models
+
+    module = models.load(model_spec(Study(models=(source,)), source))
+    with torch.inference_mode():
+        expected = module(torch.from_numpy(images(2))).numpy()
+    np.testing.assert_allclose(outputs(session, images(2)), expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 3, SIZE, SIZE), (3, 3, SIZE, SIZE), (2, 3, SIZE, SIZE - 1), (2, 3 * SIZE * SIZE)]
+)
+def test_a_wrong_shape_is_the_user_s_error_and_no_more(load: Load, shape: tuple[int, ...]) -> None:
+    _, session = load()
+    before = outputs(session, images(2))
+    with pytest.raises(UserError) as caught:
+        session.bind({"input": np.ones(shape, np.float32)})
+    assert "\n" not in str(caught.value)
+    np.testing.assert_array_equal(outputs(session, images(2)), before)
+
+
+def test_facts_say_what_ran(load: Load) -> None:
+    trial, session = load()
+    before = outputs(session, images(2))
+    facts = session.facts()
+    assert json.loads(json.dumps(facts)) == facts, "facts travel as JSON"
+    assert sum(facts["layers_by_type"].values()) > 0
+    assert set(facts["layers_by_type"]) == {"float32"}, "fp32 was asked for"
+    if trial.backend != "fake":
+        assert facts["precision_truth"]["ok"], facts["precision_truth"]["sentence"]
+        assert facts["threads"] == THREADS
+    np.testing.assert_array_equal(outputs(session, images(2)), before)
+
+
+def test_refusals_are_one_line(load: Load) -> None:
+    trial, _ = load()
+    engine = backend.find(trial.backend)
+    assert engine.refuse(trial) == ""
+    for wrong in (replace(trial, precision="fp3"), replace(trial, runtime=Runtime(device="abacus:0"))):
+        reason = engine.refuse(wrong)
+        assert reason and "\n" not in reason
+
+
+def test_the_probe_works_where_loading_works(load: Load) -> None:
+    trial, _ = load()
+    found = backend.find(trial.backend).probe()
+    assert found["version"] and "cpu" in found["devices"]
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_no_backend_is_left_out() -> None:
+    asked = {p if isinstance(p, str) else p.values[0] for p in every()}
+    assert asked == {*backend.names(), "fake"}
+    assert Path(backend.backends.__path__[0], "fake.py").is_file()

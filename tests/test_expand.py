@@ -1,0 +1,161 @@
+"""Studies become trials: every combination, each refusal with its reason, ids that mean the same tomorrow."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dyno import Study, UserError
+from dyno.expand import expand, installed, missing, model_spec
+from dyno.worker import backend
+from dyno.worker.backend import Backend
+from dyno.worker.spec import Runtime, Trial, digest
+
+Studies = Callable[..., Study]
+GOLDEN = "6bdde0d082e2"
+
+
+def trials(study: Study) -> list[Trial]:
+    return [one.trial for one in expand(study)]
+
+
+def test_every_combination_in_a_fixed_order(fake_study: Studies) -> None:
+    study = fake_study(
+        models=("fake:a", "fake:b"), backends=("fake", "fake@noise=0.1"), precisions=("fp32", "int8"),
+        batches=(1, 8), sizes=("8", "8x16"),
+    )  # fmt: skip
+    found = trials(study)
+    assert len(found) == len({t.id for t in found}) == 2 * 2 * 2 * 2 * 2
+    assert found == trials(study)
+    assert [t.label for t in found[:3]] == ["a fake fp32 b1 8", "a fake int8 b1 8", "a fake@noise=0.1 fp32 b1 8"]
+
+
+def test_an_unknown_option_stops_the_study(fake_study: Studies) -> None:
+    with pytest.raises(UserError, match=r"unknown option of fake 'latency'; did you mean 'latency_ms'\?"):
+        expand(fake_study(backends=("fake@latency=3",)))
+
+
+def test_backends_are_asked_for_their_own_precisions(fake_study: Studies) -> None:
+    found = trials(fake_study(backends=("fake@precision=fp16", "fake@noise=1"), precisions=("fp32", "int8")))
+    assert [(t.variant, t.precision) for t in found] == [
+        ("fake", "fp16"), ("fake@noise=1", "fp32"), ("fake@noise=1", "int8"),
+    ]  # fmt: skip
+
+
+def test_what_is_asked_twice_runs_once(fake_study: Studies) -> None:
+    assert len(trials(fake_study(backends=("fake", "fake"), batches=(1, 1), sizes=("8", "8x8")))) == 1
+
+
+def test_a_precision_that_is_not_there_is_a_refusal(fake_study: Studies) -> None:
+    refused = [one for one in expand(fake_study(precisions=("fp32", "fp8", "bf16"))) if one.refusal]
+    assert [one.refusal for one in refused] == [
+        f"fake has no {p} here (it has fp32, fp16, int8)" for p in ("fp8", "bf16")
+    ]
+
+
+def test_a_device_that_is_not_there_is_a_refusal(fake_study: Studies) -> None:
+    (one,) = expand(fake_study(device="cuda:0"))
+    assert one.refusal == "fake can't run on cuda:0 (it runs on cpu)"
+
+
+def test_an_unknown_backend_stops_the_study(fake_study: Studies) -> None:
+    with pytest.raises(UserError, match=r"unknown backend 'openvin'; did you mean 'openvino'\?"):
+        expand(fake_study(backends=("openvin",)))
+
+
+class Lacking(Backend):
+    name, requires, precisions = "lacking", ("no-such-distribution", "numpy"), ("fp32",)
+
+
+def test_a_library_that_is_not_there_is_a_refusal(fake_study: Studies, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {**backend._all(), "lacking": Lacking}
+    monkeypatch.setattr(backend, "_all", lambda: known)
+    (here,) = expand(fake_study(backends=("lacking",)))
+    assert here.refusal == "no-such-distribution is not installed in this Python; pip install no-such-distribution"
+    tables = {"lacking": {"python": sys.executable}}
+    (there,) = expand(fake_study(backends=("lacking",), runtime=tables))
+    assert f"is not installed in {sys.executable}; pip install" in there.refusal
+    assert "lacking" in backend.names() and "lacking" not in installed()
+    assert missing("fake", "") == ""
+
+
+def test_runtimes_reach_the_trial(fake_study: Studies) -> None:
+    tables = {"old": {"python": sys.executable, "env": {"N": 1}}}
+    main, other = trials(fake_study(backends=("fake", "fake@runtime=old"), runtime=tables, threads=1))
+    assert main.runtime == Runtime(threads=1)
+    assert other.runtime == Runtime("old", sys.executable, {"N": "1"}, threads=1)
+    assert other.variant == "fake@runtime=old"
+    assert main.id != other.id
+
+
+@pytest.mark.parametrize("python", ["/bin/true", "/bin/false", "/no/such/python3"])
+def test_an_interpreter_that_is_none_stops_the_study(fake_study: Studies, python: str) -> None:
+    with pytest.raises(UserError, match=rf"^the interpreter {python} can't be used: ") as caught:
+        expand(fake_study(runtime={"fake": {"python": python}}, backends=("fake", "onnxruntime")))
+    assert "\n" not in str(caught.value)
+
+
+def test_our_path_lends_nothing_to_another_interpreter(
+    fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "borrowed-1.0.dist-info").mkdir()
+    (tmp_path / "borrowed-1.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: borrowed\nVersion: 1.0\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(Lacking, "requires", ("borrowed",))
+    known = {**backend._all(), "lacking": Lacking}
+    monkeypatch.setattr(backend, "_all", lambda: known)
+    assert missing("lacking", sys.executable) == "borrowed"
+
+
+def test_the_golden_id(fake_study: Studies) -> None:
+    """Runs stored earlier are found again by this; when it must change, say so in the changelog."""
+    (one,) = trials(fake_study(backends=("fake@latency_ms=2",), batches=(4,), seconds=0.5, warmup=0.25))
+    assert one.id == GOLDEN
+
+
+@pytest.mark.parametrize("fields", [{"rounds": 7}, {"timeout": 1.0}, {"budget": {}}, {"reference": "x"}])
+def test_repetition_does_not_change_ids(fake_study: Studies, fields: dict) -> None:
+    assert [t.id for t in trials(fake_study(**fields))] == [t.id for t in trials(fake_study())]
+
+
+@pytest.mark.parametrize("fields", [{"seconds": 0.5}, {"seed": 1}, {"threads": 2}, {"compared": 5}, {"channels": 3}])
+def test_what_shapes_a_number_changes_ids(fake_study: Studies, fields: dict) -> None:
+    assert not {t.id for t in trials(fake_study(**fields))} & {t.id for t in trials(fake_study())}
+
+
+def test_files_are_known_by_content_wherever_they_lie(fake_study: Studies, tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "net.py").write_text("def net(): ...\n")
+        (tmp_path / folder / "w.pt").write_bytes(b"same")
+    one, two = (
+        model_spec(Study(models=("x:y",), weights=str(tmp_path / f / "w.pt")), f"{tmp_path / f / 'net.py'}:net")
+        for f in ("a", "b")
+    )
+    assert one != two and digest(one) == digest(two)
+    (tmp_path / "b/net.py").write_text("def net(): return 1\n")
+    changed = model_spec(Study(models=("x:y",), weights=two.weights), f"{tmp_path / 'b/net.py'}:net")
+    assert digest(changed) != digest(two)
+    (tmp_path / "a/w.pt").write_bytes(b"other")
+    other = model_spec(Study(models=("x:y",), weights=one.weights), one.source)
+    assert digest(other) != digest(one)
+
+
+@pytest.mark.parametrize(
+    ("source", "fields", "message"),
+    [
+        ("resnet18", {}, "model 'resnet18' says not where it comes from; write torchvision:resnet18 or timm:resnet18"),
+        ("none.onnx", {}, "there is no model file none.onnx"),
+        ("none.xml", {}, "there is no model file none.xml"),
+        ("none.py:net", {}, "there is no Python file none.py"),
+        ("torchvision:resnet18", {"weights": "none.pt"}, "there is no weights file none.pt"),
+        ("torchvision:resnet18", {"weights": __file__, "pretrained": True}, "--weights and --pretrained are two"),
+    ],
+)
+def test_models_that_are_not_there(source: str, fields: dict, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        model_spec(Study(models=(source,), **fields), source)
+    assert str(caught.value).startswith(message)

@@ -1,0 +1,183 @@
+"""A worker needs nothing but its folder: it runs under another Python, by hand, and beside files with its own names."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dyno import Study
+from dyno.launch import MAIN
+from dyno.worker.record import Record, read_record, write_json
+from dyno.worker.spec import Job, Trial, to_json
+
+Command = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="module")
+def onnx_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small network with a free batch: convolution, pooling, ten classes."""
+    onnx = pytest.importorskip("onnx")
+    helper, rng = onnx.helper, np.random.default_rng(0)
+    nodes = [
+        helper.make_node("Conv", ["input", "w"], ["c"], pads=[1, 1, 1, 1]),
+        helper.make_node("Relu", ["c"], ["r"]),
+        helper.make_node("GlobalAveragePool", ["r"], ["p"]),
+        helper.make_node("Flatten", ["p"], ["f"]),
+        helper.make_node("Gemm", ["f", "m"], ["output"]),
+    ]
+    weights = {"w": (16, 3, 3, 3), "m": (16, 10)}
+    stored = [
+        onnx.numpy_helper.from_array(rng.standard_normal(shape).astype(np.float32), name)
+        for name, shape in weights.items()
+    ]
+    image = helper.make_tensor_value_info("input", onnx.TensorProto.FLOAT, ["batch", 3, 16, 16])
+    out = helper.make_tensor_value_info("output", onnx.TensorProto.FLOAT, ["batch", 10])
+    graph = helper.make_graph(nodes, "net", [image], [out], stored)
+    path = tmp_path_factory.mktemp("isolated") / "net.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), path)
+    return path
+
+
+def found(folder: Path) -> dict[str, tuple[dict[str, Any], Record, np.ndarray]]:
+    """Job, record and outputs of each trial's first round, by the name of its runtime."""
+    made = {}
+    for path in folder.glob("trials/*/r0"):
+        job, record = json.loads((path / "job.json").read_text()), read_record(path)
+        assert record is not None and record.status == "ok", record
+        with np.load(path / "outputs.npz") as arrays:
+            made[job["runtime"]["name"]] = (job, record, arrays["output:output"])
+    return made
+
+
+def check(folder: Path, other_python: str) -> None:
+    both = found(folder)
+    (ours, record, outputs), (theirs, other, others) = both.pop("main"), both.popitem()[1]
+    assert (ours["runtime"]["python"], theirs["runtime"]["python"]) == ("", other_python)
+    assert record.system["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert record.system["python"].split(".")[:2] != other.system["python"].split(".")[:2]
+    assert record.system["versions"]["onnxruntime"] and other.system["versions"]["onnxruntime"]
+    assert record.facts["inputs_sha256"] == other.facts["inputs_sha256"], "both were fed the same bytes"
+    np.testing.assert_allclose(outputs, others, rtol=1e-4, atol=1e-4)
+    for one in (record, other):
+        assert len([m for m in one.measurements if m.tag == "latency"]) == 2
+        assert one.facts["threads"] == 1
+
+
+@pytest.fixture
+def quick() -> dict[str, Any]:
+    return {"batches": (2,), "rounds": 1, "seconds": 0.1, "warmup": 0.05, "threads": 1}
+
+
+def test_two_pythons_in_one_study(other_python: str, onnx_file: Path, tmp_path: Path, quick: dict[str, Any]) -> None:
+    backends = ("onnxruntime", "onnxruntime@runtime=elsewhere")
+    tables = {"elsewhere": {"python": other_python}}
+    study = Study(models=(str(onnx_file),), backends=backends, runtime=tables, **quick)
+    study.run(tmp_path / "run", quiet=True)
+    check(tmp_path / "run", other_python)
+
+
+@pytest.mark.slow
+def test_another_python_from_flags(other_python: str, onnx_file: Path, tmp_path: Path, dyno: Command) -> None:
+    usual = "--rounds 1 --seconds 0.1 --warmup 0.05 --threads 1 --backends onnxruntime".split()
+    done = dyno("run", onnx_file, *usual, "--python", f"onnxruntime={other_python}", "--out", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    ((job, record, _),) = found(tmp_path / "run").values()
+    assert job["runtime"]["python"] == other_python
+    assert other_python_version(other_python) == record.system["python"]
+
+
+def other_python_version(python: str) -> str:
+    code = "import platform; print(platform.python_version())"
+    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_our_environment_does_not_reach_another_python(
+    other_python: str, onnx_file: Path, tmp_path: Path, quick: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A PYTHONPATH with a numpy that breaks is ours alone."""
+    (tmp_path / "numpy.py").write_text("raise ImportError('the wrong numpy')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    tables = {"onnxruntime": {"python": other_python}}
+    study = Study(models=(str(onnx_file),), backends=("onnxruntime",), runtime=tables, boundaries=(), **quick)
+    with monkeypatch.context() as patch:  # looking at the file is a job of the main interpreter
+        patch.delenv("PYTHONPATH")
+        from dyno.expand import expand
+
+        expand(study)
+    study.run(tmp_path / "run", quiet=True)
+    ((_, record, _),) = found(tmp_path / "run").values()
+    assert record.system["python"] == other_python_version(other_python)
+
+
+SHADOWS = "record types spec backend system measure json dataclasses numpy shapes main models".split()
+
+
+def test_files_beside_the_caller_do_not_disturb_it(fake_trial: Callable[..., Trial], tmp_path: Path) -> None:
+    for name in SHADOWS:
+        (tmp_path / f"{name}.py").write_text(f"raise RuntimeError('{name} of the current folder')")
+    (tmp_path / "job").mkdir()
+    write_json(tmp_path / "job/job.json", to_json(Job("run", trial=fake_trial())))
+    done = subprocess.run([sys.executable, str(MAIN), "job"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    record = read_record(tmp_path / "job")
+    assert record is not None and record.status == "ok"
+
+
+SPY = """
+import sys
+from dyno.worker.backends.fake import Fake
+
+class Spy(Fake):
+    name = "spy"
+
+    def load(self, trial, artifact):
+        self.path = list(sys.path)
+        return super().load(trial, artifact)
+
+    def probe(self):
+        import json, os, record
+        return {"path": sys.path, "record": record.__file__, "launcher": os.environ.get("DYNO_LAUNCHER", "")}
+"""
+
+
+@pytest.mark.parametrize("safe", [False, True])
+def test_the_path_is_left_clean(tmp_path: Path, safe: bool) -> None:
+    """Another `record` is imported, never the worker's; also under PYTHONSAFEPATH, which puts no folder first."""
+    (tmp_path / "spy.py").write_text(SPY)
+    (tmp_path / "record.py").write_text("")
+    (tmp_path / "job").mkdir()
+    write_json(tmp_path / "job/job.json", to_json(Job("probe", backend="spy:Spy")))
+    env = {**os.environ, "PYTHONPATH": str(tmp_path), **({"PYTHONSAFEPATH": "1"} if safe else {})}
+    done = subprocess.run([sys.executable, str(MAIN), str(tmp_path / "job")], env=env, timeout=60, check=False)
+    assert done.returncode == 0
+    record = read_record(tmp_path / "job")
+    assert record is not None and record.status == "ok", record
+    assert record.facts["record"] == str(tmp_path / "record.py")
+    assert not [p for p in record.facts["path"] if p.startswith(str(MAIN.parent))]
+    code = "import sys, json; print(json.dumps(sys.path))"
+    plain = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
+    assert [p for p in json.loads(plain) if p] == record.facts["path"]
+
+
+def test_a_stored_job_runs_again_by_hand(
+    fake_study: Callable[..., Study], tmp_path: Path, fake_trial: Callable[..., Trial]
+) -> None:
+    fake_study().run(tmp_path / "run", quiet=True)
+    (folder,) = tmp_path.glob("run/trials/*/r0")
+    before = (folder / "record.json").stat().st_mtime_ns
+    digest = hashlib.sha256((folder / "job.json").read_bytes()).hexdigest()
+    done = subprocess.run([sys.executable, str(MAIN), str(folder)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert (folder / "record.json").stat().st_mtime_ns > before
+    assert hashlib.sha256((folder / "job.json").read_bytes()).hexdigest() == digest
+    record = read_record(folder)
+    assert record is not None and record.status == "ok" and record.trial == folder.parent.name

@@ -1,0 +1,198 @@
+"""A study from flags, TOML or Python says what is wrong with it in one line, before anything runs."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dyno import Study, UserError
+from dyno.study import Choice, model_name, parse_budget, parse_shapes, parse_size, runtimes
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("onnxruntime", Choice("onnxruntime")),
+        ("compile@mode=max-autotune", Choice("compile", {"mode": "max-autotune"})),
+        (
+            "fake@latency_ms=2.5@n=3@on=true@off=False",
+            Choice("fake", {"latency_ms": 2.5, "n": 3, "on": True, "off": False}),
+        ),
+        ("openvino@precision=fp32+int8@runtime=old", Choice("openvino", {}, ("fp32", "int8"), "old")),
+        ("mine.engine:Class@k=a=b", Choice("mine.engine:Class", {"k": "a=b"})),
+    ],
+)
+def test_a_backend_with_options(text: str, expected: Choice) -> None:
+    assert Choice.parse(text) == expected
+
+
+@pytest.mark.parametrize("text", ["a@", "a@x", "a@x=", "a@=1"])
+def test_a_broken_option_is_named(text: str) -> None:
+    with pytest.raises(UserError, match="is not NAME=VALUE"):
+        Choice.parse(text)
+
+
+def test_one_thing_need_not_be_a_list() -> None:
+    study = Study(models="fake:net", backends="fake", batches=4, sizes=224)  # type: ignore[arg-type]
+    assert (study.models, study.backends, study.batches, study.sizes) == (("fake:net",), ("fake",), (4,), ("224",))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"models": ()}, "no model given; name one, e.g. torchvision:resnet18"),
+        ({"precisions": ("fp23",)}, "unknown precision 'fp23'; did you mean 'fp32'?"),
+        ({"precisions": ("double",)}, "unknown precision 'double'; known: fp32, tf32, fp16, bf16, int8, fp8"),
+        ({"backends": ("fake@precision=fp32+in8",)}, "unknown precision 'in8'; did you mean 'int8'?"),
+        ({"boundaries": ("modle",)}, "unknown boundary 'modle'; did you mean 'model'?"),
+        ({"budget": {"top2": 1}, "data": "d"}, "unknown budget 'top2'; did you mean 'top5'?"),
+        ({"budget": {"top1": 1}}, "an accuracy budget needs labelled images; give --data"),
+        ({"unreadable": "ignore"}, "unknown unreadable 'ignore'; known: refuse, skip"),
+        ({"sizes": ("big",)}, "image size 'big' is not a number of pixels like 224, or HEIGHTxWIDTH like 480x640"),
+        ({"sizes": (0,)}, "image size '0' is not a number"),
+        ({"sizes": ("480x",)}, ""),
+        ({"batches": (0,)}, "batch sizes are whole numbers from 1 on, not 0"),
+        ({"batches": ("8",)}, "batches is '8'; it must be one or several of: a whole number"),
+        ({"batches": (True,)}, "batches is True; it must be"),
+        ({"rounds": 0}, "rounds is 0; it must be at least 1"),
+        ({"rounds": "3"}, "rounds is '3'; it must be a whole number"),
+        ({"threads": -1}, "threads is -1; it must be at least 0"),
+        ({"seconds": 0}, "seconds is 0; it must be more than 0"),
+        ({"timeout": -5.0}, "timeout is -5.0; it must be more than 0"),
+        ({"models": (3,)}, "models is 3; it must be one or several of: text"),
+        ({"channels": "a"}, "channels is 'a'; it must be a whole number"),
+        ({"pretrained": "yes"}, "pretrained is 'yes'; it must be true or false"),
+        ({"budget": 5}, "budget is 5; it must be a table of: a number"),
+        ({"runtime": {"fake": "python3"}}, "runtime is {'fake': 'python3'}; it must be a table of: a table of"),
+    ],
+)
+def test_wrong_fields_are_one_line(fields: dict[str, Any], message: str) -> None:
+    if not message:
+        assert Study(models=("fake:net",), **fields).sizes == ("480x",), "a missing width is the height"
+        return
+    with pytest.raises(UserError) as caught:
+        Study(**{"models": ("fake:net",), **fields})
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+TABLE = """
+models = ["torchvision:resnet18", "m.onnx"]
+backends = ["onnxruntime", "openvino@precision=int8"]
+precisions = ["fp32", "int8"]
+batches = [1, 8]
+sizes = [224, "480x640"]
+data = "images"
+rounds = 5
+seconds = 1
+
+[budget]
+top1 = 0.5
+
+[runtime.old]
+python = "/opt/python3.10"
+env = { LD_LIBRARY_PATH = "/opt/lib" }
+"""
+
+
+def test_toml_is_read(tmp_path: Path) -> None:
+    (tmp_path / "s.toml").write_text(TABLE)
+    study = Study.from_toml(tmp_path / "s.toml", rounds=2)
+    assert study.sizes == ("224", "480x640") and study.batches == (1, 8)
+    assert study.budget == {"top1": 0.5}
+    assert study.rounds == 2, "a flag wins over the file"
+    assert study.runtime["old"]["env"] == {"LD_LIBRARY_PATH": "/opt/lib"}
+
+
+def test_a_study_comes_back_from_its_own_toml(tmp_path: Path) -> None:
+    (tmp_path / "s.toml").write_text(TABLE)
+    study = Study.from_toml(tmp_path / "s.toml")
+    (tmp_path / "t.toml").write_text(study.to_toml())
+    assert Study.from_toml(tmp_path / "t.toml") == study
+    assert Study(models=("fake:net",)).to_table() == {"models": ["fake:net"]}
+
+
+words = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=6)
+positive = st.floats(1e-9, 1e12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(models=st.lists(words, min_size=1), env=st.dictionaries(words, words, max_size=2), seconds=positive, name=words)
+def test_any_study_comes_back_from_its_own_toml(
+    models: list[str], env: dict[str, str], seconds: float, name: str
+) -> None:
+    runtime = {name: {"python": name, "env": env, "n": 1, "on": True}}
+    study = Study(models=tuple(models), runtime=runtime, seconds=seconds, batches=(1, 8), pretrained=True)
+    assert Study(**tomllib.loads(study.to_toml())) == study
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("models = ['fake:net']\nbatchs = [1]", "unknown key in s.toml 'batchs'; did you mean 'batches'?"),
+        ("models = ['fake:net'", "s.toml is not valid TOML: "),
+        ("backends = ['fake']", ""),
+        ("models = 'fake:net'\nbudget = 5", "budget is 5; it must be a table"),
+        ("models = 'fake:net'\nrounds = '3'", "rounds is '3'"),
+        ("\udcff", "s.toml is not valid TOML"),
+    ],
+)
+def test_broken_toml_is_one_line(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "s.toml").write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(UserError) as caught:
+        Study.from_toml(tmp_path / "s.toml")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_file_and_no_model(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"there is no study file .*none\.toml"):
+        Study.from_toml(tmp_path / "none.toml")
+
+
+def test_a_fixed_number_of_samples_switches_the_other_rules_off() -> None:
+    plan = Study(models=("fake:net",), samples=50, seconds=3).plan
+    assert plan.min_samples == plan.max_samples == 50
+    assert plan.seconds > 1e5
+    assert Study(models=("fake:net",), seconds=2).plan.seconds == 2
+
+
+def test_sizes_shapes_and_budgets() -> None:
+    assert parse_size("224") == (224, 224)
+    assert parse_size("480X640") == (480, 640)
+    assert parse_shapes(["a:1x3", "onnx::x:2x4x8"]) == {"a": (1, 3), "onnx::x": (2, 4, 8)}
+    assert parse_budget(["top1=0.5", "top5=1"]) == {"top1": 0.5, "top5": 1.0}
+
+
+@pytest.mark.parametrize("text", ["1x3", "a:", "a:1xb", ":1x3", "a:0x3", "a:-1x3"])
+def test_a_broken_shape_is_named(text: str) -> None:
+    with pytest.raises(UserError, match="is not NAME:1x3x224x224"):
+        parse_shapes([text])
+
+
+@pytest.mark.parametrize("text", ["top1", "top1=", "top1=much"])
+def test_a_broken_budget_is_named(text: str) -> None:
+    with pytest.raises(UserError, match="is not NAME=POINTS"):
+        parse_budget([text])
+
+
+def test_names_and_folders() -> None:
+    assert model_name("torchvision:resnet18") == "resnet18"
+    assert model_name("a/b.c/net.onnx") == "net"
+    assert Study(models=("timm:a", "m.onnx")).folder == Path("runs/a-m")
+    assert len(Study(models=("fake:" + "x" * 300,)).folder.name) == 80
+
+
+def test_the_runtime_of_a_backend() -> None:
+    tables = {"old": {"python": "/old"}, "onnxruntime": {"python": "/ort"}}
+    study = Study(models=("fake:net",), runtime=tables)
+    assert runtimes(study, Choice("onnxruntime")) == {"python": "/ort"}
+    assert runtimes(study, Choice("onnxruntime", runtime="old")) == {"python": "/old"}
+    assert runtimes(study, Choice("openvino")) == {}
+    with pytest.raises(UserError, match="'openvino' asks for runtime 'new', which the study does not define"):
+        runtimes(study, Choice("openvino", runtime="new"))

@@ -1,0 +1,216 @@
+"""What a worker does with a job: measurements, facts and warnings end in the record, whatever happens."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dyno.worker import backend, main
+from dyno.worker.backend import Backend
+from dyno.worker.backends.fake import Fake, FakeSession
+from dyno.worker.main import Journal, perform
+from dyno.worker.record import Record, read_record, write_json
+from dyno.worker.spec import SCHEMA, Artifact, Dims, Job, Recipe, Tensor, Trial, Unavailable, UserError, to_json
+
+Trials = Callable[..., Trial]
+TENSORS = (Tensor("input", "float32", (1, 1, 4, 4)),)
+
+
+@pytest.fixture(autouse=True)
+def _affinity() -> Iterator[None]:
+    """`perform` pins the process it runs in; here that is the tests'."""
+    before = os.sched_getaffinity(0)
+    yield
+    os.sched_setaffinity(0, before)
+
+
+def done(job: Job, folder: Path) -> Record:
+    return perform(job, Journal(folder, job))
+
+
+def use(monkeypatch: pytest.MonkeyPatch, **found: type[Backend]) -> None:
+    """Let `find` know these classes, beside the ones in the folder."""
+    known = {**backend._all(), **found}
+    monkeypatch.setattr(backend, "_all", lambda: known)
+
+
+def test_a_run_measures_every_boundary(fake_trial: Trials, tmp_path: Path) -> None:
+    trial = fake_trial(latency_ms=1)
+    trial = replace(trial, plan=replace(trial.plan, boundaries=("model", "all", "throughput")))
+    record = done(Job("run", trial.runtime, trial), tmp_path)
+    assert (record.status, record.stage) == ("ok", "done")
+    kept = {(m.tag, m.boundary): m for m in record.measurements}
+    assert [*kept][:5] == [
+        ("load", ""), ("first_call", ""), ("latency", "model"), ("latency", "all"), ("throughput", "throughput"),
+    ]  # fmt: skip
+    assert {m.unit for m in kept.values()} == {"s", "1/s", "B", "1"}
+    with np.load(tmp_path / "samples.npz") as samples:
+        for boundary in ("model", "all"):
+            m = kept["latency", boundary]
+            assert m.stopped in ("interval", "seconds") and m.value is None
+            assert np.median(samples[m.samples]) == pytest.approx(1e-3, rel=0.5)
+            assert samples[m.samples].min() >= 1e-3
+        rate = kept["throughput", "throughput"]
+        assert samples[rate.samples].dtype == np.float64
+        assert 0 < (rate.value or 0) <= 2 / 1e-3
+
+
+def test_boundaries_are_those_of_the_plan(fake_trial: Trials, tmp_path: Path) -> None:
+    trial = fake_trial()
+    record = done(Job("run", trial.runtime, replace(trial, plan=replace(trial.plan, boundaries=()))), tmp_path)
+    assert record.status == "ok"
+    assert not [m for m in record.measurements if m.samples]
+    assert (tmp_path / "outputs.npz").exists()
+
+
+def test_what_the_engine_says_becomes_facts_and_measurements(
+    fake_trial: Trials, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Built(FakeSession):
+        def facts(self) -> dict[str, Any]:
+            lie = {"ok": False, "sentence": "asked for fp32: it ran 0 of 1 compute layers in float32"}
+            return {"layers": 21, "build_s": 2.5, "precision_truth": lie, "notes": ["slow"]}
+
+    class Maker(Fake):
+        name = "maker"
+
+        def load(self, trial: Trial, artifact: Artifact | None) -> FakeSession:
+            return Built(trial)
+
+    use(monkeypatch, maker=Maker)
+    made_by = {"backend": "x", "weights_sha256": "ab", "parameters": 77}
+    artifact = Artifact("onnx", "/x", "cd", 1234, "fp32", TENSORS, TENSORS, 1.0, made_by=made_by)
+    trial = fake_trial("maker")
+    record = done(Job("run", trial.runtime, trial, artifact=artifact), tmp_path)
+    values = {m.tag: m.value for m in record.measurements if m.value is not None}
+    assert values.items() >= {"layers": 21.0, "build": 2.5, "parameters": 77.0, "file_size": 1234.0}.items()
+    assert record.facts["weights_sha256"] == "ab"
+    assert record.facts["data"] == {"name": "random", "split": "test", "count": 5}
+    assert "asked for fp32: it ran 0 of 1 compute layers in float32" in record.warnings
+
+
+def test_a_made_file_remembers_the_whole_chain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Writer(Backend):
+        name, runs = "writer", False
+
+        def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
+            path = folder / "made.bin"
+            path.write_bytes(b"12345" * (2 if parent else 1))
+            made_by = {"backend": "writer", "weights_sha256": "ab"} if parent is None else {"backend": "writer"}
+            size = path.stat().st_size
+            return Artifact("bin", str(path), "ab", size, recipe.precision, TENSORS, TENSORS, 0.0, made_by=made_by)
+
+    use(monkeypatch, writer=Writer)
+    from dyno.worker.spec import ModelSpec
+
+    first = Recipe("writer", "bin", "fp32", ModelSpec("m", "fake:m"), Dims(1, 4, 4))
+    parent = done(Job("make", recipe=first), tmp_path).artifact
+    assert parent is not None
+    second = replace(first, precision="int8", parent=first)
+    record = done(Job("make", recipe=second, artifact=parent), tmp_path)
+    made = record.artifact
+    assert made is not None and made.seconds > 0
+    assert [(s["maker"], s["precision"], s["bytes"]) for s in made.made_by["steps"]] == [
+        ("writer", "fp32", 5), ("writer", "int8", 10),
+    ]  # fmt: skip
+    assert made.made_by["weights_sha256"] == "ab", "what is known of the model goes down the chain"
+    assert record.stage == "done" and (tmp_path / "stage").read_text() == "make bin int8"
+
+
+def test_a_probe_says_what_the_backend_says(tmp_path: Path) -> None:
+    record = done(Job("probe", backend="fake"), tmp_path)
+    assert (record.status, record.facts["version"], record.facts["devices"]) == ("ok", "1", ["cpu"])
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "reason"),
+    [
+        (Unavailable("no such card; install it"), "skipped", "no such card; install it"),
+        (UserError("wrong size; give --size"), "failed", "wrong size; give --size"),
+        (MemoryError(), "oom", "out of memory"),
+        (MemoryError("8 TB\nmore"), "oom", "out of memory: 8 TB"),
+        (ValueError("a\nb"), "failed", "ValueError: a"),
+        (KeyError(), "failed", "KeyError: (no message)"),
+        (
+            FileNotFoundError(errno.ENOENT, "No such file", "x"),
+            "failed",
+            "FileNotFoundError: [Errno 2] No such file: 'x'",
+        ),
+        (RuntimeError("x" * 5000), "failed", "RuntimeError: " + "x" * 300),
+    ],
+)
+def test_errors_become_one_line(
+    fake_trial: Trials, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, status: str, reason: str
+) -> None:
+    class Raises(Fake):
+        def load(self, trial: Trial, artifact: Artifact | None) -> FakeSession:
+            raise error
+
+    use(monkeypatch, raises=Raises)
+    record = done(Job("run", trial=fake_trial("raises")), tmp_path)
+    assert (record.status, record.stage, record.reason) == (status, "load", reason)
+
+
+def test_a_full_disk_is_not_the_trial_s_fault(
+    fake_trial: Trials, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(main, "save_arrays", full)
+    with pytest.raises(OSError, match="No space"):
+        done(Job("run", trial=fake_trial()), tmp_path)
+
+
+def test_an_unknown_backend_is_a_row(fake_trial: Trials, tmp_path: Path) -> None:
+    record = done(Job("run", trial=fake_trial("fakee")), tmp_path)
+    assert (record.status, record.stage) == ("failed", "import")
+    assert record.reason.startswith("unknown backend 'fakee'")
+
+
+def test_an_unsteady_model_is_said_to_be(fake_trial: Trials, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(main.measure, "warm_up", lambda *_: False)
+    record = done(Job("run", trial=fake_trial()), tmp_path)
+    said = [f"{boundary}: the median was not steady after 0.02 s of warm-up" for boundary in ("model", "all")]
+    assert [w for w in record.warnings if "other programs" not in w] == said
+
+
+def test_other_programs_are_told_of(fake_trial: Trials, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(main.system.Neighbours, "busy", lambda _: 1.5)
+    record = done(Job("run", trial=fake_trial()), tmp_path)
+    assert record.facts["others_busy"] == {"model": 1.5, "all": 1.5}
+    assert record.warnings[-1] == f"all: other programs kept 1.5 of {os.cpu_count()} processors busy meanwhile"
+
+
+def by_hand(*words: object, **more: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, main.__file__, *map(str, words)], capture_output=True, text=True, timeout=60, **more
+    )
+
+
+def test_usage_and_schema_are_checked(fake_trial: Trials, tmp_path: Path) -> None:
+    none = by_hand()
+    assert none.returncode == 1 and none.stderr.startswith("usage: python main.py FOLDER")
+    write_json(tmp_path / "job.json", {**to_json(Job("run", trial=fake_trial())), "schema": SCHEMA + 1})
+    old = by_hand(tmp_path)
+    assert (old.returncode, old.stderr.strip()) == (2, f"job.json has schema {SCHEMA + 1}, this worker reads {SCHEMA}")
+    assert read_record(tmp_path) is None
+
+
+def test_a_stored_job_runs_again_by_hand(fake_trial: Trials, tmp_path: Path) -> None:
+    write_json(tmp_path / "job.json", to_json(Job("run", trial=fake_trial())))
+    assert by_hand(tmp_path).returncode == 0
+    record = read_record(tmp_path)
+    assert record is not None and record.status == "ok"
+    assert not (tmp_path / "partial.json").exists()
+    assert json.loads((tmp_path / "record.json").read_text())["seconds"] > 0

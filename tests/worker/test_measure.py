@@ -1,0 +1,228 @@
+"""The timing loop against sessions whose times are known."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from dyno.worker import measure
+from dyno.worker.backend import Session
+from dyno.worker.spec import Plan
+
+PLAN = Plan(warmup_s=0.05, seconds=0.2, min_samples=10, interval=1e-9)
+FEEDS = [{"input": np.full((2, 1), i, np.float32)} for i in range(3)]
+
+
+class Clock:
+    """A clock that only moves when told to: no test waits, and none depends on how busy the machine is."""
+
+    def __init__(self) -> None:
+        self.ns = 0
+
+    def __call__(self) -> int:
+        return self.ns
+
+    def sleep(self, seconds: float) -> None:
+        self.ns += round(seconds * 1e9)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(measure, "now", made)
+    return made
+
+
+class Scripted(Session):
+    """Takes `seconds` per run, notes what it is asked to do."""
+
+    def __init__(self, seconds: float = 0.0, slots: int = 1, sleep=time.sleep) -> None:
+        self.seconds, self.slots, self.sleep = seconds, slots, sleep
+        self.calls: list[str] = []
+        self.fed: list[float] = []
+
+    def bind(self, feeds, slot=0):
+        self.calls.append(f"bind{slot}")
+        self.fed.append(float(feeds["input"][0, 0]))
+
+    def run(self, slot=0):
+        self.calls.append(f"run{slot}")
+        self.sleep(self.seconds)
+
+    def wait(self, slot=0):
+        self.calls.append(f"wait{slot}")
+
+    def fetch(self, slot=0):
+        self.calls.append(f"fetch{slot}")
+        return {}
+
+
+class Asynchronous(Scripted):
+    """`run` returns at once; the work of a slot is over `seconds` later, and only `wait` knows."""
+
+    def __init__(self, seconds: float, slots: int = 1) -> None:
+        super().__init__(seconds, slots)
+        self.ends: dict[int, threading.Timer] = {}
+
+    def run(self, slot=0):
+        assert slot not in self.ends, "the slot is still busy"
+        self.ends[slot] = threading.Timer(self.seconds, lambda: None)
+        self.ends[slot].start()
+
+    def wait(self, slot=0):
+        self.ends.pop(slot).join()
+
+
+def test_model_binds_once_and_all_copies_every_time() -> None:
+    session = Scripted()
+    once = measure.step(session, "model", FEEDS)
+    once(), once()
+    assert session.calls == ["bind0", "run0", "wait0", "run0", "wait0"]
+
+    session = Scripted()
+    once = measure.step(session, "all", FEEDS)
+    for _ in range(4):
+        once()
+    assert session.calls == ["bind0", "run0", "wait0", "fetch0"] * 4
+    assert session.fed == [0, 1, 2, 0]
+
+
+@pytest.mark.parametrize("boundary", ["model", "all"])
+def test_a_run_that_returns_early_is_waited_for(boundary: str) -> None:
+    found = measure.latency(measure.step(Asynchronous(0.01), boundary, FEEDS), PLAN)
+    assert found.samples.min() >= 0.0099
+    assert len(found.samples) <= 20
+
+
+def test_samples_are_seconds_of_one_inference(clock: Clock) -> None:
+    found = measure.latency(measure.step(Scripted(0.01, sleep=clock.sleep), "model", FEEDS), PLAN)
+    assert found.samples.dtype == np.float64
+    assert found.samples.tolist() == [0.01] * PLAN.min_samples
+    assert found.stopped == "interval"
+
+
+def test_real_time_is_measured() -> None:
+    found = measure.latency(measure.step(Scripted(0.005), "model", FEEDS), PLAN)
+    assert 0.005 <= np.median(found.samples) < 0.05
+
+
+@pytest.mark.parametrize(("interval", "stopped"), [(0.05, "interval"), (0.0005, "seconds")])
+def test_sampling_stops_when_the_interval_is_narrow(clock: Clock, interval: float, stopped: str) -> None:
+    rng = np.random.default_rng(0)
+    plan = replace(PLAN, seconds=4.0, interval=interval)
+    found = measure.latency(lambda: clock.sleep(rng.uniform(0.008, 0.012)), plan)
+    assert found.stopped == stopped
+    assert (measure.half_width(found.samples) <= interval) == (stopped == "interval")
+    assert clock.ns >= 1e9, "not before a quarter of the time, so that a burst can't end it"
+    assert (clock.ns < 2e9) == (stopped == "interval")
+
+
+def test_sampling_stops_at_the_number_of_samples(clock: Clock) -> None:
+    plan = replace(PLAN, seconds=1e6, min_samples=17, max_samples=17)
+    found = measure.latency(lambda: clock.sleep(0.001), plan)
+    assert (len(found.samples), found.stopped) == (17, "samples")
+
+
+def test_one_run_longer_than_the_budget_still_gives_samples(clock: Clock) -> None:
+    found = measure.latency(lambda: clock.sleep(0.02), replace(PLAN, seconds=0.01))
+    assert (len(found.samples), found.stopped) == (measure.LEAST_SAMPLES, "seconds")
+
+
+def test_half_width_is_the_widest_side_of_the_order_statistics() -> None:
+    times = np.concatenate([np.full(50, 1.0), np.linspace(1, 2, 50)])
+    low, high = np.sort(times)[[50 - 10, 50 + 10]]  # 0.98 * sqrt(100) = 9.8
+    median = np.median(times)
+    assert measure.half_width(list(times)) == pytest.approx(max(high - median, median - low) / median, rel=1e-6)
+    assert measure.half_width([5.0] * 40) == 0
+    assert measure.half_width([0.0] * 40) == float("inf")
+
+
+@pytest.mark.parametrize("count", [30, 101, 1000])
+def test_half_width_covers_the_median_as_often_as_it_says(count: int) -> None:
+    """Exact coverage of the order statistics that are taken, from the binomial distribution."""
+    # Evenly spaced values show which order statistics bound the interval.
+    wide = measure.half_width(list(np.arange(count) + 1e6)) * (np.median(np.arange(count)) + 1e6)
+    reach = round(float(wide))
+    middle = (count - 1) / 2
+    low, high = round(middle - reach), round(middle + reach)
+    covered = stats.binom.cdf(high, count, 0.5) - stats.binom.cdf(low, count, 0.5)
+    assert 0.94 <= covered <= 0.99
+
+
+def test_the_interval_covers_a_known_median() -> None:
+    rng = np.random.default_rng(0)
+    true = float(stats.lognorm.median(0.3))
+    hits = 0
+    for _ in range(400):
+        times = stats.lognorm.rvs(0.3, size=200, random_state=rng)
+        median = float(np.median(times))
+        hits += abs(median - true) <= measure.half_width(list(times)) * median
+    assert hits / 400 >= 0.93
+
+
+def test_warm_up_ends_when_steady(clock: Clock) -> None:
+    calls = iter(range(10**9))
+    plan = replace(PLAN, warmup_s=2.0)
+    assert measure.warm_up(lambda: clock.sleep(0.002 + 0.02 * 0.9 ** next(calls)), plan)
+    assert next(calls) > 50, "it ended while the times still fell"
+    assert clock.ns < 1.5e9, "it went on after it was steady"
+
+
+def test_warm_up_says_when_it_was_never_steady(clock: Clock) -> None:
+    delays = iter(range(10**9))
+    assert not measure.warm_up(lambda: clock.sleep(0.001 * 1.02 ** next(delays)), replace(PLAN, warmup_s=0.5))
+    assert 0.5e9 <= clock.ns < 0.7e9
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_throughput_keeps_every_slot_in_flight(slots: int) -> None:
+    session = Asynchronous(0.02, slots)
+    found = measure.throughput(session, FEEDS, 2, replace(PLAN, seconds=0.3))
+    assert not session.ends, "a batch was left in flight"
+    one = 2 / 0.0199  # what one slot can do at most
+    assert found.value is not None and one * (slots - 1) < found.value <= one * slots
+    assert {call for call in session.calls if call.startswith("bind")} == {f"bind{k}" for k in range(slots)}
+
+
+def test_throughput_samples_are_rates_of_windows(clock: Clock) -> None:
+    found = measure.throughput(Scripted(0.01, sleep=clock.sleep), FEEDS, 4, replace(PLAN, seconds=0.5))
+    assert (found.stopped, found.value) == ("seconds", pytest.approx(400))
+    assert found.samples == pytest.approx([400] * 5)
+
+
+def test_throughput_of_a_fixed_number_of_samples_ends(clock: Clock) -> None:
+    session = Scripted(0.001, sleep=clock.sleep)
+    found = measure.throughput(session, FEEDS, 2, replace(PLAN, seconds=1e6, max_samples=25))
+    assert (session.calls.count("run0"), session.calls.count("fetch0"), found.stopped) == (25, 25, "samples")
+
+
+def test_throughput_of_batches_longer_than_the_budget(clock: Clock) -> None:
+    found = measure.throughput(Scripted(0.05, sleep=clock.sleep), FEEDS, 8, replace(PLAN, seconds=0.01))
+    assert found.value == pytest.approx(8 / 0.05)
+    assert len(found.samples) >= 1
+
+
+def test_garbage_is_not_collected_in_a_sample_and_is_again_after() -> None:
+    seen = []
+
+    def once() -> None:
+        seen.append(gc.isenabled())
+
+    measure.latency(once, replace(PLAN, max_samples=5, min_samples=5))
+    assert seen == [False] * 5
+    assert gc.isenabled()
+
+
+def test_a_failure_leaves_the_garbage_collector_on() -> None:
+    def fails() -> None:
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        measure.latency(fails, PLAN)
+    assert gc.isenabled()

@@ -1,0 +1,79 @@
+"""Records are written whole or not at all, and read back as they were."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dyno.worker import record as module
+from dyno.worker.record import Measurement, Record, read_record, save_arrays, write_json, write_record
+from dyno.worker.spec import Artifact, Tensor, UserError
+
+RECORD = Record(
+    "ok",
+    "done",
+    trial="ab12",
+    round=2,
+    seconds=1.25,
+    measurements=(
+        Measurement("load", "s", "duration", 0.5, clock="host"),
+        Measurement("latency", "s", "duration", None, "latency_model", "model", "host", "interval"),
+        Measurement("throughput", "1/s", "rate", 812.0, "throughput", "throughput", "host", "seconds"),
+    ),
+    warnings=("hot",),
+    facts={"layers_by_type": {"float32": 21}},
+    artifact=Artifact("onnx", "m.onnx", "ab", 5, "fp32", (Tensor("input", "float32", ("n", 3)),), (), 0.5),
+)
+
+
+def test_a_record_comes_back_the_same(tmp_path: Path) -> None:
+    write_record(tmp_path, RECORD)
+    assert read_record(tmp_path) == RECORD
+    assert [f.name for f in tmp_path.iterdir()] == ["record.json"]
+
+
+def test_no_record_is_none(tmp_path: Path) -> None:
+    assert read_record(tmp_path) is None
+    assert read_record(tmp_path / "nowhere") is None
+
+
+def test_values_are_found_by_tag_and_boundary() -> None:
+    assert RECORD.value("load") == 0.5
+    assert RECORD.value("throughput", "throughput") == 812.0
+    assert RECORD.value("throughput") is None
+    assert RECORD.value("latency", "model") is None
+
+
+@pytest.mark.parametrize("text", ["", '{"status": "o', "\0\0\0"])
+def test_a_damaged_record_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "record.json").write_text(text)
+    with pytest.raises(UserError, match=r"record.json is damaged \(.*\); remove that folder to measure it again"):
+        read_record(tmp_path)
+
+
+def test_a_record_of_another_version_is_the_user_s_error(tmp_path: Path) -> None:
+    (tmp_path / "record.json").write_text('{"status": "ok", "colour": 1}')
+    with pytest.raises(UserError, match="unknown key 'colour'"):
+        read_record(tmp_path)
+
+
+def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_record(tmp_path, RECORD)
+    save_arrays(tmp_path / "a.npz", {"x": np.arange(3)})
+    with pytest.raises(TypeError):
+        write_json(tmp_path / "record.json", {"x": object()})
+    with monkeypatch.context() as patch:
+        patch.setattr(module.np, "savez", lambda f, **_: (f.write(b"half"), 1 / 0))
+        with pytest.raises(ZeroDivisionError):
+            save_arrays(tmp_path / "a.npz", {"x": np.arange(4)})
+    assert read_record(tmp_path) == RECORD
+    with np.load(tmp_path / "a.npz") as arrays:
+        assert arrays["x"].tolist() == [0, 1, 2]
+
+
+def test_text_is_utf8(tmp_path: Path) -> None:
+    write_json(tmp_path / "x.json", {"class": "猫 Ωμέγα"})
+    assert json.loads((tmp_path / "x.json").read_text(encoding="utf-8")) == {"class": "猫 Ωμέγα"}

@@ -1,0 +1,82 @@
+"""What is said of the machine, and the threads a job may use."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from dyno.worker import system
+
+
+@pytest.fixture
+def _affinity() -> Iterator[None]:
+    before = os.sched_getaffinity(0)
+    yield
+    os.sched_setaffinity(0, before)
+
+
+def test_the_description_is_plain_data() -> None:
+    found = system.describe(("numpy", "no-such-distribution"))
+    assert json.loads(json.dumps(found)) == found
+    assert found["versions"] == {"numpy": np.__version__}
+    assert found["cores"] == len(os.sched_getaffinity(0))
+    assert found["memory_bytes"] == psutil.virtual_memory().total
+    assert found["cpu"] and found["python"].startswith("3.")
+
+
+def test_flags_are_those_of_the_processor() -> None:
+    info = Path("/proc/cpuinfo")
+    if not info.exists():
+        pytest.skip("no /proc/cpuinfo here")
+    words = set(info.read_text().split())
+    assert set(system.describe()["cpu_flags"]) == words & set(system.CPU_FLAGS)
+
+
+@pytest.mark.usefixtures("_affinity")
+def test_pinning_takes_as_many_processors_as_threads() -> None:
+    allowed = os.sched_getaffinity(0)
+    assert sorted(system.cores()) == sorted(allowed)
+    for threads in (len(allowed), 1):
+        chosen = system.pin(threads)
+        assert len(chosen) == min(threads, len(allowed))
+        assert os.sched_getaffinity(0) == set(chosen)
+
+
+@pytest.mark.usefixtures("_affinity")
+def test_more_threads_than_processors_take_all() -> None:
+    assert len(system.pin(10_000)) == len(os.sched_getaffinity(0))
+
+
+def test_physical_cores_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    siblings = {0: "0,4", 1: "1,5", 2: "2-2", 4: "0,4", 5: "1,5"}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(siblings))
+    monkeypatch.setattr(Path, "read_text", lambda path: siblings[int(path.parts[-3].removeprefix("cpu"))] + "\n")
+    assert system.cores() == [0, 1, 2, 4, 5]
+
+
+def test_peak_memory_is_the_highest_so_far_and_not_the_parent_s() -> None:
+    code = (
+        "from dyno.worker.system import peak_memory as peak; a = peak(); b = bytearray(50_000_000); "
+        "b = None; print(a, peak())"
+    )
+    held = bytearray(300_000_000)  # of the parent: a fork starts with as much
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    before, after = map(int, done.stdout.split())
+    assert 5e6 < before < len(held) / 2
+    assert after - before > 40e6
+
+
+def test_a_process_whose_parent_is_gone_already_ends() -> None:
+    code = "import sys; from dyno.worker.system import die_with_parent as die; die(int(sys.argv[1])); print('alive')"
+    alive = subprocess.run([sys.executable, "-c", code, str(os.getpid())], capture_output=True, text=True, timeout=60)
+    assert (alive.returncode, alive.stdout) == (0, "alive\n")
+    gone = subprocess.run([sys.executable, "-c", code, "999999999"], capture_output=True, text=True, timeout=60)
+    assert (gone.returncode, gone.stdout) == (-9, "")
