@@ -1,0 +1,246 @@
+"""The documents are held to the code: commands and options exist, tables are complete, examples run, links resolve."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import dyno
+from dyno.analysis import tables
+from dyno.study import Study
+from dyno.worker import backend
+from dyno.worker.record import STATUSES, Measurement, Record
+from dyno.worker.spec import Artifact, DataSpec, Dims, Job, ModelSpec, Plan, Recipe, Trial
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [*sorted(ROOT.glob("*.md")), *DOCS]
+OTHER_PROGRAMS = {"cp", "python"}
+EXAMPLES = ROOT / "examples"
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+
+
+def lines(block: str) -> list[list[str]]:
+    """The words of each command, less comments and variables set in front of it."""
+    commands = [shlex.split(line, comments=True) for line in block.replace("\\\n", " ").splitlines()]
+    return [words[next(i for i, w in enumerate(words) if "=" not in w) :] for words in commands if words]
+
+
+@cache
+def options(command: str) -> set[str]:
+    """What `dyno COMMAND --help` lists; empty for an unknown command."""
+    environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
+    words = [sys.executable, "-m", "dyno.cli", command, "--help"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, env=environment)
+    return set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", done.stdout)) if done.returncode == 0 else set()
+
+
+@cache
+def commands() -> frozenset[str]:
+    """The commands that `dyno --help` lists."""
+    done = subprocess.run([sys.executable, "-m", "dyno.cli", "--help"], capture_output=True, text=True, timeout=60)
+    return frozenset(re.findall(r"^│ ([a-z]+) ", done.stdout.partition("Commands")[2], re.M))
+
+
+def wrong(words: list[str]) -> list[str]:
+    """What in one command line of a document doesn't exist."""
+    program, *rest = words
+    if program == "make":
+        return [target for target in rest if not re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M)]
+    if program != "dyno":
+        return [] if program in OTHER_PROGRAMS else [program]
+    if not rest or rest[0] not in commands():
+        return [" ".join(words[:2])]
+    asked = [word.partition("=")[0] for word in rest[1:] if re.match("--?[a-z]", word)]
+    return [f"{rest[0]} {option}" for option in asked if option not in options(rest[0])]
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "bash")], ids=name)
+def test_commands_and_their_options_exist(page: Path) -> None:
+    found = [words for block in blocks(page, "bash") for words in lines(block)]
+    assert found
+    assert [bad for words in found for bad in wrong(words)] == []
+
+
+@pytest.mark.parametrize(
+    ("line", "bad"),
+    [
+        ("dyno runn torchvision:resnet18", ["dyno runn"]),
+        ("A=1 dyno run net --bakends pytorch  # why", ["run --bakends"]),
+        ("dyno show runs/x --seconds 3", ["show --seconds"]),
+        ("make everything", ["everything"]),
+        ("rm -rf runs", ["rm"]),
+        ("dyno run net -o runs/x --batch=1 \\\n --size 64", []),
+    ],
+)
+def test_a_wrong_command_is_seen(line: str, bad: list[str]) -> None:
+    (words,) = lines(line)
+    assert wrong(words) == bad
+
+
+def test_the_tour_has_every_command() -> None:
+    shown = {words[1] for block in blocks(ROOT / "docs/tour.md", "bash") for words in lines(block) if len(words) > 1}
+    assert commands() and commands() <= shown
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=name)
+def test_python_compiles(page: Path) -> None:
+    for block in blocks(page, "python"):
+        compile(block, name(page), "exec")
+
+
+def test_python_names_exist() -> None:
+    text = "\n".join(blocks(ROOT / "docs/python.md", "python"))
+    used = set(re.findall(r"\bdyno\.(\w+)", text))
+    assert used and used <= set(dyno.__all__)
+    fields = {f.name for f in dataclasses.fields(Study)}
+    asked = re.search(r"dyno\.Study\((.*?)\n\)", text, re.S)
+    assert asked and set(re.findall(r"^    (\w+)=", asked[1], re.M)) <= fields
+    columns = {c for names in re.findall(r"table?\[\[?([^\]]*)\]", text) for c in re.findall(r'"(\w+)"', names)}
+    assert columns and columns <= {*tables.COLUMNS, *tables.EXTRAS}
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "toml")], ids=name)
+def test_study_files_are_valid(page: Path, tmp_path: Path) -> None:
+    for block in blocks(page, "toml"):
+        path = tmp_path / "study.toml"
+        path.write_text(block, encoding="utf-8")
+        assert Study.from_toml(path).models
+
+
+def test_every_key_of_a_study_is_described() -> None:
+    text = section("docs/file-format.md", "study.toml")
+    assert first_cells(text) == {f.name for f in dataclasses.fields(Study)}
+    flags = set(re.findall(r"`(--[a-z-]+)`", text))
+    assert flags and flags <= options("run")
+
+
+def test_every_column_is_described() -> None:
+    assert first_cells(section("docs/file-format.md", "results.csv")) == {*tables.COLUMNS, *tables.EXTRAS}
+
+
+@pytest.mark.parametrize("kind", [Job, Trial, Recipe, Artifact, ModelSpec, DataSpec, Dims, Plan, Record, Measurement])
+def test_every_field_of_a_job_and_a_record_is_described(kind: type) -> None:
+    text = section("docs/file-format.md", "job.json") + section("docs/file-format.md", "record.json")
+    missing = [f.name for f in dataclasses.fields(kind) if f"`{f.name}`" not in text]  # type: ignore[arg-type]
+    assert missing == []
+
+
+def test_every_status_is_described() -> None:
+    assert set(STATUSES) <= first_cells(section("docs/file-format.md", "Statuses and exit codes"))
+
+
+@pytest.mark.parametrize("backend_name", backend.names())
+def test_every_backend_is_in_the_matrix(backend_name: str) -> None:
+    engine = backend.find(backend_name)
+    rows = [
+        row for row in (ROOT / "docs/backends.md").read_text(encoding="utf-8").splitlines() if f"`{engine.name}`" in row
+    ]
+    for option in engine.options:
+        assert any(f"| `{option}` |" in row for row in rows), f"{engine.name} has an option {option}"
+    words = section("docs/backends.md", "The matrix")
+    (row,) = [line for line in words.splitlines() if line.startswith(f"| `{engine.name}` |")]
+    if engine.name != "compile":  # "as pytorch"
+        assert [p for p in engine.precisions if p not in row] == []
+
+
+def section(page: str, title: str) -> str:
+    """The text below a second-level heading, up to the next one."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    found = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", text, re.M | re.S)
+    assert found, f"{page} has no section {title}"
+    return found[1]
+
+
+def first_cells(text: str) -> set[str]:
+    """The names in the first cells of a section's tables."""
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    return {found for cell in rows for found in re.findall(r"`(\w+)`", cell)}
+
+
+def slug(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def links(page: Path) -> Iterator[str]:
+    """Targets of the page's links and images that are not on the web."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    yield from (t for t in re.findall(r"\]\(([^)\s]+)\)", text) if not re.match(r"[a-z]+:", t))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_resolve(page: Path) -> None:
+    for target in links(page):
+        path, _, anchor = target.partition("#")
+        there = (page.parent / path).resolve() if path else page
+        assert there.exists(), f"{target} is not there"
+        assert there.is_relative_to(ROOT), f"{target} leads out of the repository"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", there.read_text(encoding="utf-8"), re.M)
+            assert anchor in map(slug, headings), f"{target}: no such heading"
+
+
+def test_the_numpy_backend_runs_from_outside(tmp_path: Path) -> None:
+    words = [
+        "run",
+        str(EXAMPLES / "numpy_backend.py:net"),
+        "--channels",
+        "1",
+        "--size",
+        "8",
+        "--precision",
+        "fp32,int8",
+    ]
+    words += ["--backends", "numpy_backend:NumpyNet@order=F", "--inputs", "3", "--rounds", "1", "--seconds", "0.05"]
+    done = python("-m", "dyno.cli", *words, "--warmup", "0.05", "--out", "runs", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = dyno.load(tmp_path / "runs").to_pandas().set_index("precision")
+    assert dict(rows["status"]) == {"fp32": "ok", "int8": "skipped"}
+    assert rows.loc["fp32", "ran_as"] == "3 fp32"
+    assert rows.loc["fp32", "parameters"] == 16 * 9 + 2 * 16 + 32 * 16 * 9 + 32 + 32 * 10 + 10
+    assert rows.loc["fp32", "latency_model_ms_median"] > 0
+
+
+@pytest.mark.slow
+def test_the_numpy_backend_keeps_the_contract_as_a_file_of_dyno(tmp_path: Path) -> None:
+    for folder in ("src", "tests"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    shutil.copy(EXAMPLES / "numpy_backend.py", tmp_path / "src/dyno/worker/backends")
+    words = ["-m", "pytest", "-q", "tests/test_contract.py", "-k", "numpy_net or left_out", "-p", "no:cacheprovider"]
+    done = python(*words, cwd=tmp_path, path=tmp_path / "src")
+    assert done.returncode == 0, done.stdout[-2000:]
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed and int(passed[1]) > 10 and "skipped" not in done.stdout
+
+
+@pytest.mark.slow
+def test_the_python_example_runs(tmp_path: Path) -> None:
+    done = python(str(EXAMPLES / "compare_backends.py"), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "reference" in done.stdout and "samples, fastest" in done.stdout
+    assert (tmp_path / "runs/example/report.html").is_file()
+
+
+def python(*words: str, cwd: Path, path: Path = EXAMPLES) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(path)}
+    return subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, cwd=cwd, env=environment, timeout=240
+    )
