@@ -50,7 +50,7 @@ def by_hand(once: Callable[[], None]) -> list[float]:
 
 def compare(name: str, model: ModelSpec, size: int, onnx: Artifact) -> float:
     """Print both medians and return their ratio."""
-    trial = Trial(model, name, "fp32", Dims(1, size, size), runtime=Runtime(threads=len(system.cores())))
+    trial = Trial(model, name, "fp32", Dims(1, size, size), runtime=Runtime(threads=system.physical_cores()))
     session = find(name).load(trial, onnx)
     feed = {"input": np.random.default_rng(0).standard_normal((1, model.channels, size, size), dtype=np.float32)}
     step = measure.step(session, "model", [feed])
@@ -68,7 +68,7 @@ def compare(name: str, model: ModelSpec, size: int, onnx: Artifact) -> float:
 
 def main() -> int:
     """Print the ratios; 1 when one is above the limit."""
-    system.pin(len(system.cores()))
+    system.pin(system.physical_cores())
     ratios = []
     for model, size in MODELS:
         with tempfile.TemporaryDirectory() as scratch:

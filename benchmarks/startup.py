@@ -24,7 +24,10 @@ ROUNDS = 7
 STORED = 1000
 LIMITS = {"dyno --help": 0.3, "dyno show, 1,000 trials": 2.0, "job beyond its library": 0.3}
 DYNO = (sys.executable, "-m", "dyno.cli")
-INNER = "import onnxruntime as o, numpy as n\ns=o.InferenceSession({path!r})\ns.run(None, {{'x': n.zeros((1, 4), 'float32')}})"
+INNER = """import onnxruntime, numpy
+session = onnxruntime.InferenceSession({path!r})
+session.run(None, {{'x': numpy.zeros((1, 4), 'float32')}})
+"""
 
 
 def seconds(command: Sequence[str]) -> float:
@@ -94,9 +97,8 @@ def main() -> int:
     beyond = statistics.median(a - b for a, b in zip(jobs, bare, strict=True))
     print(f"empty Python            {nothing:.3f} s")
     for name in list(LIMITS)[:2]:
-        print(
-            f"{name:23} {medians[name]:.3f} s   {medians[name] / nothing:.1f} x an empty Python   limit {LIMITS[name]} s"
-        )
+        times = medians[name] / nothing
+        print(f"{name:23} {medians[name]:.3f} s   {times:.1f} x an empty Python   limit {LIMITS[name]} s")
     print(f"the library alone       {library:.3f} s")
     print(f"{'job beyond its library':23} {beyond:.3f} s   job {medians['job beyond its library']:.3f} s   limit 0.3 s")
     over = [medians["dyno --help"] > 0.3, medians["dyno show, 1,000 trials"] > 2.0, beyond > 0.3]

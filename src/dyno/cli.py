@@ -190,8 +190,14 @@ def build(
     size: Size = "",
     weights: Weights = "",
     pretrained: Pretrained = False,
+    classes: Classes = 0,
+    channels: Channels = 3,
+    mean: Mean = "",
+    std: Std = "",
+    seed: Seed = 0,
     data: Data = "",
     calibration: Calibration = "",
+    unreadable: Unreadable = "refuse",
 ) -> None:
     """Build an engine's own file from ONNX (OpenVINO IR)."""
     from dyno import files
@@ -214,6 +220,7 @@ def time(
     channels: Channels = 3,
     mean: Mean = "",
     std: Std = "",
+    seed: Seed = 0,
     data: Data = "",
     calibration: Calibration = "",
     device: Device = "cpu",
@@ -241,6 +248,7 @@ def agree(
     precision: Precision = "fp32",
     batch: Batch = "1",
     size: Size = "",
+    shapes: Shapes = [],  # noqa: B006
     weights: Weights = "",
     pretrained: Pretrained = False,
     classes: Classes = 0,
@@ -251,6 +259,8 @@ def agree(
     data: Data = "",
     calibration: Calibration = "",
     compared: Compared = 32,
+    device: Device = "cpu",
+    threads: Threads = 0,
     rtol: Rtol = 1e-3,
     atol: Atol = 1e-8,
     least: Least = 0.0,

@@ -32,7 +32,7 @@ TIMEOUT_S = 600.0
 def trained(progress: Progress) -> tuple[Path, float]:
     """The digits network's weights and their top-1 on the test half; trained once, then taken from the cache."""
     data = datasets.digits(cache_dir() / "datasets", SIZE)
-    runtime = Runtime(threads=len(system.cores()))
+    runtime = Runtime(threads=system.physical_cores())
     model = model_spec(Study(models=(MODEL,), channels=1), MODEL)
     trial = Trial(model, "", "fp32", Dims(1, SIZE, SIZE), data=data, runtime=runtime)
     key = digest([model, data, TRAINING, versions("", ("torch", "torchvision"))])[:24]
@@ -63,8 +63,8 @@ def demo(out: Path, *, rounds: int, quick: bool) -> int:
         data="digits",
         budget={"top1": 1.0},
         rounds=1 if quick else rounds,
-        seconds=0.3 if quick else 2.0,
-        warmup=0.3 if quick else 1.0,
+        seconds=0.3 if quick else 1.0,
+        warmup=0.3 if quick else 0.5,
     )
     study.run(out)
     return finish(out)

@@ -24,9 +24,11 @@ FORMATS = ("text", "json")
 
 def examine(others: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """One row per backend and interpreter: name, python, status, version, devices, detail or reason."""
-    threads = len(system.cores())
+    threads = system.physical_cores()
     places = [(name, Runtime(threads=threads)) for name in backend.names()]
-    places += [(name, Runtime(name=name, python=table["python"], threads=threads)) for name, table in others.items()]
+    for name, table in others.items():
+        there = Runtime(name=name, python=table["python"], threads=threads)
+        places += [(one, there) for one in ([name] if name in backend.names() else backend.names())]
     with tempfile.TemporaryDirectory() as scratch:
         return [_row(name, place, Path(scratch) / str(i)) for i, (name, place) in enumerate(places)]
 

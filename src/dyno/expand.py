@@ -37,10 +37,14 @@ def expand(study: Study) -> list[Planned]:
         for option in choice.options:
             check_known(f"option of {choice.name}", option, known)
         runtimes(study, choice)
-    threads = study.threads or len(system.cores())
+    for name in study.runtime:
+        check_known("backend of a runtime", name, {n for choice in choices for n in (choice.runtime, choice.name) if n})
+    threads = study.threads or system.physical_cores()
     planned = []
     for source in study.models:
         model, found = look(model_spec(study, source), study)
+        if [model_name(other) for other in study.models].count(model.name) > 1:
+            model = replace(model, name=source)  # two models of one name would share a table and a reference
         for height, width in _sizes(study, found):
             data = prepared(study, model, (height, width))
             for batch in _batches(study, found):
@@ -156,7 +160,7 @@ def look(model: ModelSpec, study: Study) -> tuple[ModelSpec, dict[str, Any]]:
     record = read_record(folder)
     if record is None or record.status != "ok":
         with tempfile.TemporaryDirectory() as scratch:
-            runtime = Runtime(threads=study.threads or len(system.cores()))
+            runtime = Runtime(threads=study.threads or system.physical_cores())
             trial = Trial(model, "", "fp32", Dims(1, 0, 0), runtime=runtime)
             record = launch(Job("look", runtime, trial, options=options), Path(scratch) / "look", LOOK_TIMEOUT_S)
             if record.status != "ok":

@@ -52,10 +52,9 @@ def build(ctx: typer.Context, model: str, out: Path, *, precision: str) -> Artif
     trial = replace(_trial(study, precision), backend=engine.name)
     if refusal := engine.refuse(trial):
         raise UserError(refusal)
-    recipe = engine.recipe(trial)
-    if recipe is None:
+    if Path(trial.model.file).suffix == out.suffix:
         raise UserError(f"{model} is what build would write already")
-    return _make(recipe, out)
+    return _make(engine.recipe(trial), out)
 
 
 def _shape(text: str) -> tuple[str, int, tuple[str]]:
@@ -80,7 +79,7 @@ def _trial(study: Study, precision: str) -> Trial:
     model, found = look(model_spec(study, study.models[0]), study)
     size = parse_size(study.sizes[0]) if study.sizes else (int(found["size"][0]), int(found["size"][1]))
     data = prepared(study, model, size) if study.data else DataSpec(count=1)
-    runtime = Runtime(threads=len(system.cores()))
+    runtime = Runtime(threads=system.physical_cores())
     return Trial(model, "", precision, Dims(0, *size), data=data, runtime=runtime)
 
 

@@ -50,6 +50,11 @@ def environment(runtime: Runtime, base: Mapping[str, str] | None = None) -> dict
     return env
 
 
+def _own(folder: Path) -> dict[str, str]:
+    """A compiler cache that the rounds of one trial share: the first build of a study is cold, whatever ran before."""
+    return {"TORCHINDUCTOR_CACHE_DIR": str(folder.parent.resolve() / "compiler")}
+
+
 def launch(job: Job, folder: Path, timeout_s: float, tick: Tick | None = None) -> Record:
     """Run the job in the folder and return its record; a crash, a hang or an out-of-memory kill is a record too.
 
@@ -66,7 +71,7 @@ def launch(job: Job, folder: Path, timeout_s: float, tick: Tick | None = None) -
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                env={**environment(job.runtime), "DYNO_LAUNCHER": str(os.getpid())},
+                env={**_own(folder), **environment(job.runtime), "DYNO_LAUNCHER": str(os.getpid())},
                 start_new_session=True,
             )
         except OSError as e:

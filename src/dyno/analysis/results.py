@@ -6,6 +6,7 @@ JSON is read into plain dicts and only what a table needs is touched, because `d
 from __future__ import annotations
 
 import json
+import statistics
 import tomllib
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
@@ -217,8 +218,13 @@ class TrialResult:
 
     def value(self, tag: str, boundary: str = "") -> float | None:
         """Median of a single value over the good rounds, or None."""
-        found = sorted(v for r in self.good if (v := r.value(tag, boundary)) is not None)
-        return (found[len(found) // 2] + found[(len(found) - 1) // 2]) / 2 if found else None
+        found = [v for r in self.good if (v := r.value(tag, boundary)) is not None]
+        return statistics.median(found) if found else None
+
+    def count(self, tag: str) -> int | None:
+        """A count that may differ between builds: the median round's, the lower of two in the middle; or None."""
+        found = [v for r in self.good if (v := r.value(tag)) is not None]
+        return int(statistics.median_low(found)) if found else None
 
     def samples(self, tag: str, boundary: str) -> np.ndarray:
         """Samples of all good rounds together, float64, in SI units."""

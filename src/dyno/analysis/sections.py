@@ -81,7 +81,7 @@ def method(results: Results) -> list[tuple[str, str]]:
         ("latency, all", "from host memory to host memory, copies included; one batch at a time"),
         ("throughput", "batches queued so that copies and computing overlap, as far as the engine can"),
         ("rounds", f"{_each(p.get('rounds') for p in plans)}, each in a fresh process, in shuffled, interleaved order"),
-        ("warm-up", f"at least {_each(p.get('warmup_s') for p in plans)} s, until the median is steady"),
+        ("warm-up", f"until the median is steady, {_each(p.get('warmup_s') for p in plans)} s at most"),
         ("sampling ends", _stopping(plans, trials)),
         ("threads", f"{threads} for every backend, pinned to the same cores"),
         ("inputs", inputs),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,7 @@ class Comparison:
 
     reference: TrialResult | None
     budgets: tuple[accuracy.Budget, ...] = ()
+    alone: bool = False
 
 
 def frame(
@@ -58,7 +60,8 @@ def frame(
 
     limits = accuracy.budgets(budget or results.settings.get("budget"))
     chosen = references(results, reference or results.settings.get("reference"))
-    rows = [row(t, Comparison(chosen.get(t.id), limits)) for t in results.trials]
+    company = Counter(t.group for t in results.trials)  # a trial alone in its group has nothing to be compared with
+    rows = [row(t, Comparison(chosen.get(t.id), limits, company[t.group] == 1)) for t in results.trials]
     table = pd.DataFrame.from_records(rows, columns=[*COLUMNS, *EXTRAS])
     table = table.astype(dict.fromkeys(WHOLE, "Int64") | dict.fromkeys(TEXT, object))
     table.attrs["budget"] = ", ".join(map(str, limits))
@@ -77,7 +80,9 @@ def row(t: TrialResult, against: Comparison) -> dict[str, Any]:
         "warnings": len(t.warnings()),
     }  # fmt: skip
     if t.good:
-        found |= _latencies(t) | _values(t) | _accuracy(t, against) | _speed(t, against.reference)
+        found |= (
+            _latencies(t) | _values(t) | _accuracy(t, against) | _speed(t, None if against.alone else against.reference)
+        )
         found |= _precision(t)
     return found
 
@@ -92,8 +97,8 @@ def _precision(t: TrialResult) -> dict[str, Any]:
 
 def exit_code(table: pd.DataFrame) -> int:
     """What a study's process ends with: 0 good, 1 every trial that was held against the budget is over it, 3 some
-    trials did not finish (a skipped one was never started, so it doesn't count)."""
-    if not set(table["status"]) <= {"ok", "skipped"}:
+    trials did not finish (a skipped one was never started, so it doesn't count) or none ran."""
+    if not set(table["status"]) <= {"ok", "skipped"} or "ok" not in set(table["status"]):
         return 3
     judged = [b for b, v in zip(table["budget"], table["verdict"], strict=True) if b and v != REFERENCE]
     return 1 if judged and all(b == accuracy.OVER for b in judged) else 0
@@ -121,8 +126,8 @@ def _values(t: TrialResult) -> dict[str, Any]:
     return {
         "throughput_ips": t.value("throughput", "throughput"),
         "size_mb": _scale(t.artifact.get("bytes") if size is None else size, 1e-6),
-        "layers": t.value("layers"),
-        "parameters": t.value("parameters"),
+        "layers": t.count("layers"),
+        "parameters": t.count("parameters"),
         "gpu_memory_mb": _scale(t.value("gpu_memory"), 1e-6),
         "memory_mb": _scale(t.value("peak_memory"), 1e-6),
         "build_s": build_seconds(t),

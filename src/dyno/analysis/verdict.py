@@ -181,7 +181,9 @@ def _slow_precisions(results: Results) -> Iterator[Finding]:
     for (name, why), slow in found.items():
         ratio = _ratio(slow[0][1].value, slow[0][1].low, slow[0][1].high)
         places = _places([t for t, _ in slow])
-        yield Finding(WARNING, f"{name} is not faster than {slow[0][0].variant} fp32 ({places}: {ratio}): {why}.")
+        sure = all(gain.verdict == stats.SLOWER or gain.high <= 1 for _, gain in slow)
+        word = "not faster" if sure else "not shown to be faster"
+        yield Finding(WARNING, f"{name} is {word} than {slow[0][0].variant} fp32 ({places}: {ratio}): {why}.")
 
 
 def _outcome(results: Results) -> Iterator[Finding]:
@@ -190,13 +192,13 @@ def _outcome(results: Results) -> Iterator[Finding]:
     total = len(results.trials)
     if bad:
         each = ", ".join(f"{n} {status}" for status, n in bad.items())
-        yield Finding(FAILURE, f"{sum(bad.values())} of {total} trials did not finish: {each}; the reasons are below.")
+        yield Finding(FAILURE, f"{sum(bad.values())} of {total} trials did not finish: {each}; each has its reason.")
     if count["skipped"]:
         yield Finding(NOTE, f"{count['skipped']} of {total} trials were skipped, each with its reason.")
     yield from _crowded(results)
     warned = sum(1 for t in results if t.warnings())
     if warned:
-        yield Finding(WARNING, f"{warned} of {total} trials have warnings; they are listed below.")
+        yield Finding(WARNING, f"{warned} of {total} trials have warnings; the report lists them.")
     for problem in results.problems:
         yield Finding(FAILURE, problem)
 

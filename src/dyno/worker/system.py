@@ -36,6 +36,12 @@ def cores() -> list[int]:
     return first + [cpu for cpu in allowed if cpu not in first]
 
 
+def physical_cores() -> int:
+    """How many physical cores this process may use."""
+    allowed = sorted(os.sched_getaffinity(0))
+    return len({min(_siblings(cpu, allowed)) for cpu in allowed})
+
+
 def _siblings(cpu: int, allowed: list[int]) -> list[int]:
     try:
         text = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()

@@ -183,10 +183,14 @@ def test_an_ir_is_a_model_too_but_not_without_its_weights(digits: Any, fp32: Art
     shutil.copy(fp32.path, copy)
     trial = replace(digits.trial("openvino"), model=ModelSpec("mine", f"file:{copy}"))
     assert OpenVino().refuse(trial) == ""
-    assert OpenVino().recipe(trial) is None
-    with pytest.raises(UserError, match=r"mine\.bin is missing"):
-        OpenVino().load(trial, None)
+    recipe = OpenVino().recipe(trial)
+    for fails in (lambda: OpenVino().load(trial, None), lambda: OpenVino().make(recipe, None, tmp_path)):
+        with pytest.raises(UserError, match=r"mine\.bin is missing"):
+            fails()
     shutil.copy(Path(fp32.path).with_suffix(".bin"), tmp_path / "mine.bin")
+    given = OpenVino().make(recipe, None, tmp_path)
+    assert given.path == str(copy)
+    assert given.bytes == copy.stat().st_size + (tmp_path / "mine.bin").stat().st_size
     session = OpenVino().load(trial, None)
     assert session.inputs[0].name == "input"
     assert digits.accuracy(session, 1) > 0.95

@@ -56,17 +56,17 @@ class OpenVino(Backend):
         needs_data = trial.precision == "int8" != trial.model.precision
         return NO_DATA if needs_data and not trial.data.folder else ""
 
-    def recipe(self, trial: Trial) -> Recipe | None:
-        """ONNX to IR; None for a model that is an IR already.
+    def recipe(self, trial: Trial) -> Recipe:
+        """ONNX to IR; a model that is an IR already stays the file it is.
 
         FP32, BF16 and FP16 share one IR: which of them is computed in is decided when it is compiled.
         """
-        if trial.model.file.endswith(".xml"):
-            return None
-        kept = "int8" if trial.precision == "int8" else "fp32"
-        parent = converted(replace(trial, precision=kept), self.name)
         # The conversion runs where OpenVINO is, which may be another Python than the one that exports.
         runtime = Runtime(name=trial.runtime.name, python=trial.runtime.python, env=trial.runtime.env)
+        kept = "int8" if trial.precision == "int8" else "fp32"
+        if trial.model.file.endswith(".xml"):
+            return Recipe(self.name, "openvino", kept, trial.model, replace(trial.dims, batch=0), runtime=runtime)
+        parent = converted(replace(trial, precision=kept), self.name)
         return replace(
             parent,
             maker=self.name,
@@ -95,6 +95,8 @@ class OpenVino(Backend):
         The sha256 is over both files, .xml first. Raises `UserError` for a file that OpenVINO can't read.
         """
         ov = _library()
+        if recipe.model.file.endswith(".xml"):
+            return _given(recipe)
         if parent is None:
             raise UserError("an OpenVINO IR is made from an ONNX file: give one, or a PyTorch model")
         started = time.perf_counter()
@@ -333,6 +335,17 @@ def _meaning(error: Exception, what: str) -> Exception:
     lines = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()]
     text = next((line for line in reversed(lines) if not line.startswith("Exception from")), str(error))
     return UserError(f"{what}: {text[:300]}")
+
+
+def _given(recipe: Recipe) -> Artifact:
+    """The user's own IR as an artifact: nothing is made, both files are read for size and hash."""
+    path = Path(recipe.model.file)
+    inputs, outputs = read_io(str(path))
+    content = [path.read_bytes(), path.with_suffix(".bin").read_bytes()]
+    sha256 = hashlib.sha256(b"".join(content)).hexdigest()
+    made_by = {"backend": "openvino", "options": {}, "versions": {"openvino": _version()}, "weights_sha256": sha256}
+    size = sum(map(len, content))
+    return Artifact("openvino", str(path), sha256, size, recipe.precision, inputs, outputs, 0.0, "", made_by)
 
 
 def read_precision(path: str) -> str:
