@@ -60,7 +60,7 @@ RunFolder = Annotated[Path, typer.Argument(help="A run folder.", metavar="RUN")]
 @app.command()
 def demo(
     out: Out = "runs/demo",
-    rounds: Rounds = 2,
+    rounds: Rounds = 3,
     quick: Annotated[bool, typer.Option("--quick", help="One short round, without torch.compile.")] = False,
 ) -> None:
     """The whole job on handwritten digits: train, export, quantise, measure, compare, report."""

@@ -30,10 +30,10 @@ def execute(study: Study, folder: Path, progress: Progress) -> None:
         _settle(study, run)
         _refuse(run, planned)
         todo = [one.trial for one in planned if not one.refusal]
-        with progress.running(study.rounds, todo):
-            made = Files(run, progress).all(todo, study)
-            for number in range(study.rounds):
-                for trial in _shuffled(todo, number):
+        with progress.running(todo):
+            made = Files(run, progress).all(todo)
+            for number in range(max((trial.plan.rounds for trial in todo), default=0)):
+                for trial in _shuffled([trial for trial in todo if number < trial.plan.rounds], number):
                     _round(run, trial, number, made.get(trial.id), progress)
         for trial in todo:
             shutil.rmtree(run.round_folder(trial, 0).parent / "compiler", ignore_errors=True)
@@ -97,9 +97,9 @@ class Files:
         self.cache = Cache()
         self.made: dict[str, Artifact | Record] = {}
 
-    def all(self, trials: list[Trial], study: Study) -> dict[str, Artifact | Record]:
+    def all(self, trials: list[Trial]) -> dict[str, Artifact | Record]:
         """The file of each trial by the trial's id; a record that says why where it could not be made."""
-        missing = [t for t in trials if self.run is None or self.run.record(t, study.rounds - 1) is None]
+        missing = [t for t in trials if self.run is None or self.run.record(t, t.plan.rounds - 1) is None]
         return {trial.id: self.file(trial.recipe) for trial in missing if trial.recipe is not None}
 
     def file(self, recipe: Recipe) -> Artifact | Record:

@@ -78,7 +78,8 @@ def _trial(
         device=study.device,
         threads=threads,
     )
-    trial = Trial(model, choice.name, precision, dims, choice.options, None, data, runtime, study.plan)
+    plan = replace(study.plan, rounds=choice.rounds or study.rounds)
+    trial = Trial(model, choice.name, precision, dims, choice.options, None, data, runtime, plan)
     engine = backend.find(choice.name)
     lacks = missing(choice.name, runtime.python)
     if lacks:

@@ -36,9 +36,9 @@ class Progress:
         self.since = time.monotonic()
 
     @contextmanager
-    def running(self, rounds: int, trials: list[Trial]) -> Iterator[None]:
+    def running(self, trials: list[Trial]) -> Iterator[None]:
         """Show the study while the block runs."""
-        self.left = list(trials) * rounds
+        self.left = [trial for trial in trials for _ in range(trial.plan.rounds)]
         self.total = len(self.left)
         if self.quiet or not self.console.is_terminal:
             yield

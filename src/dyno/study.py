@@ -22,17 +22,18 @@ if TYPE_CHECKING:
     from dyno.result import Result
 
 BUDGETS = ("top1", "top5")
-RESERVED = ("precision", "runtime")  # options of a backend that say which trials and which interpreter, not how
+RESERVED = ("precision", "runtime", "rounds")  # options that say which trials, where and how often, not how
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One backend as asked for: `NAME@option=value@…`; `precision` and `runtime` are options that Dyno itself reads."""
+    """One backend as asked for, `NAME@option=value@…`; `precision`, `runtime` and `rounds` are for Dyno itself."""
 
     name: str
     options: dict[str, Option] = field(default_factory=dict)
     precisions: tuple[str, ...] = ()
     runtime: str = ""
+    rounds: int = 0
 
     @classmethod
     def parse(cls, text: str) -> Choice:
@@ -46,7 +47,10 @@ class Choice:
             found[key] = value
         precisions = tuple(found["precision"].split("+")) if "precision" in found else ()
         options = {key: _value(value) for key, value in found.items() if key not in RESERVED}
-        return cls(name, options, precisions, found.get("runtime", ""))
+        rounds = found.get("rounds", "")
+        if rounds and (not rounds.isdecimal() or int(rounds) < 1):
+            raise UserError(f"rounds={rounds} in {text!r} is not a whole number from 1 on")
+        return cls(name, options, precisions, found.get("runtime", ""), int(rounds or 0))
 
 
 def _value(text: str) -> Option:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 CROWDED = 0.2  # processors that others may keep busy, as in the worker's own warning
 MOST_GROUPS = 8  # model x size pairs that get sentences of their own; the rest stands in the tables
 BEST, NOTE, WARNING, FAILURE = "best", "note", "warning", "failure"
+SILENT = {stats.SLOWER: "the engine gives no reason", stats.SAME: "the spread between processes hides any gain"}
 LOWERED = ("fp16", "bf16", "int8", "fp8")
 
 
@@ -176,7 +177,7 @@ def _slow_precisions(results: Results) -> Iterator[Finding]:
             continue
         gain = stats.speedup(t.medians("model"), other.medians("model"))
         if gain.verdict in (stats.SLOWER, stats.SAME):
-            why = "; ".join(str(n) for n in t.facts.get("notes") or ()) or "the engine gives no reason"
+            why = "; ".join(str(n) for n in t.facts.get("notes") or ()) or SILENT[gain.verdict]
             found.setdefault((t.way, why), []).append((t, gain))
     for (name, why), slow in found.items():
         ratio = _ratio(slow[0][1].value, slow[0][1].low, slow[0][1].high)
