@@ -44,6 +44,7 @@ def _two_threads():
     torch.set_num_threads(2)
 
 
+@pytest.mark.slow
 def test_digits_reach_98_percent_and_the_weights_load(digits, tmp_path):
     told: list[str] = []
     found = train({}, digits, NET, tmp_path, progress=told.append)

@@ -50,28 +50,35 @@ def speedup(frame: pd.DataFrame) -> Any:
 
 
 def _latency_panel(axes: Any, rows: pd.DataFrame) -> None:
-    limit = 1.2 * rows[LATENCY].max()
+    limit = _limit(rows[LATENCY].max(), rows["latency_ms_high"].max())
     for y, (_, r) in enumerate(rows.iterrows()):
         hatch = HATCHES.get(r["precision"], "")
         axes.barh(y, r[LATENCY], 0.72, color=color(r["backend"]), hatch=hatch, edgecolor="white", linewidth=0)
         if not math.isnan(r["latency_ms_low"]):
-            _whisker(axes, r["latency_ms_low"], min(r["latency_ms_high"], limit), y)
+            _whisker(axes, r["latency_ms_low"], r["latency_ms_high"], y, limit)
     axes.set_xlim(0, limit)
 
 
 def _speedup_panel(axes: Any, rows: pd.DataFrame) -> None:
     axes.axvline(1, color=INK, lw=1)
-    limit = 1.2 * max(rows["speedup"].max(), 1)
+    limit = _limit(max(rows["speedup"].max(), 1), rows["speedup_high"].max())
     for y, (_, r) in enumerate(rows.iterrows()):
         axes.plot(r["speedup"], y, marker(r["precision"]), color=color(r["backend"]), mec="white", mew=0.7, ms=9)
         if not math.isnan(r["speedup_low"]):
-            _whisker(axes, r["speedup_low"], min(r["speedup_high"], limit), y)
+            _whisker(axes, r["speedup_low"], r["speedup_high"], y, limit)
     axes.set_xlim(0, limit)
 
 
-def _whisker(axes: Any, low: float, high: float, y: float) -> None:
-    axes.plot([low, high], [y, y], color=INK, lw=1.1)
-    axes.plot([low, high], [y, y], "|", color=INK, ms=5, mew=1.1)
+def _limit(value: float, high: float) -> float:
+    """Where an axis ends: behind the widest interval, but never so far that the values themselves are squeezed."""
+    return float(min(max(1.2 * value, 1.05 * high) if high == high else 1.2 * value, 2 * value))
+
+
+def _whisker(axes: Any, low: float, high: float, y: float, limit: float) -> None:
+    axes.plot([low, min(high, limit)], [y, y], color=INK, lw=1.1)
+    axes.plot([low], [y], "|", color=INK, ms=5, mew=1.1)
+    # An arrow where the interval goes on beyond the axis: an end drawn there would be read as its end.
+    axes.plot([min(high, limit)], [y], "|" if high <= limit else ">", color=INK, ms=5, mew=1.1, clip_on=False)
 
 
 def _rows_figure(rows: pd.DataFrame, draw: Any, axis: str, value: Any) -> Any:

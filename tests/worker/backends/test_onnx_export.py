@@ -84,6 +84,7 @@ def test_the_recipe_is_pure_and_keeps_only_what_shapes_the_file():
     assert "onnx_export" not in names()
 
 
+@pytest.mark.slow
 def test_a_free_batch_serves_every_batch(tmp_path, capfd):
     artifact = make(tmp_path)
     assert capfd.readouterr().out == ""
