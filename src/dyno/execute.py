@@ -30,11 +30,11 @@ def execute(study: Study, folder: Path, progress: Progress) -> None:
         _settle(study, run)
         _refuse(run, planned)
         todo = [one.trial for one in planned if not one.refusal]
-        with progress.running(todo):
+        order = _order(todo)
+        with progress.running([trial for trial, _ in order]):
             made = Files(run, progress).all(todo)
-            for number in range(max((trial.plan.rounds for trial in todo), default=0)):
-                for trial in _shuffled([trial for trial in todo if number < trial.plan.rounds], number):
-                    _round(run, trial, number, made.get(trial.id), progress)
+            for trial, number in order:
+                _round(run, trial, number, made.get(trial.id), progress)
         for trial in todo:
             shutil.rmtree(run.round_folder(trial, 0).parent / "compiler", ignore_errors=True)
 
@@ -66,9 +66,13 @@ def _settle(study: Study, run: Run) -> None:
     write_json(run.folder / "environment.json", system.describe(DISTRIBUTIONS))
 
 
-def _shuffled(trials: list[Trial], number: int) -> list[Trial]:
-    order = list(trials)
-    random.Random(number).shuffle(order)
+def _order(trials: list[Trial]) -> list[tuple[Trial, int]]:
+    """Every job of the study: round by round, each round shuffled in its own way, the same on every machine."""
+    order = []
+    for number in range(max((trial.plan.rounds for trial in trials), default=0)):
+        jobs = [(trial, number) for trial in trials if number < trial.plan.rounds]
+        random.Random(number).shuffle(jobs)
+        order += jobs
     return order
 
 

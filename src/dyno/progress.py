@@ -36,9 +36,9 @@ class Progress:
         self.since = time.monotonic()
 
     @contextmanager
-    def running(self, trials: list[Trial]) -> Iterator[None]:
-        """Show the study while the block runs."""
-        self.left = [trial for trial in trials for _ in range(trial.plan.rounds)]
+    def running(self, jobs: list[Trial]) -> Iterator[None]:
+        """Show the study while the block runs; `jobs` is the trial of each job, in the order they come."""
+        self.left = list(jobs)
         self.total = len(self.left)
         if self.quiet or not self.console.is_terminal:
             yield
