@@ -128,8 +128,3 @@ class Files:
             return Record(record.status, record.stage, record.reason, system=record.system)
         made, wrong = self.cache.find(key)
         return made or Record("failed", record.stage, wrong or "the file was made but is not in the cache")
-
-
-def refused(planned: list[Planned]) -> list[Planned]:
-    """The trials that will not run."""
-    return [one for one in planned if one.refusal]

@@ -112,9 +112,3 @@ def ranks(own: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray]) ->
     error = np.abs(own["topk_score"][here, :k].astype(np.float64) - reference["topk_score"][there, :k])
     differs = own["topk_index"][here, :k] != reference["topk_index"][there, :k]
     return [Rank(i + 1, float(error[:, i].mean()), float(differs[:, i].mean())) for i in range(k)]
-
-
-def topk(scores: np.ndarray, k: int = RANKS) -> dict[str, np.ndarray]:
-    """`topk_index` and `topk_score` [N, k] of class scores [N, classes]; ties go to the lower class."""
-    order = np.argsort(-scores, axis=1, kind="stable")[:, :k].astype(np.int32)
-    return {"topk_index": order, "topk_score": np.take_along_axis(scores, order, axis=1)}

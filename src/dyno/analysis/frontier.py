@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dyno.analysis.accuracy import OVER, WITHIN
+from dyno.analysis.accuracy import WITHIN
 from dyno.analysis.formatting import significant
 
 if TYPE_CHECKING:
@@ -79,12 +79,6 @@ def within(frame: pd.DataFrame) -> pd.DataFrame:
     """Usable rows that are within the accuracy budget with confidence; all usable rows when there was no budget."""
     rows = usable(frame)
     return rows[rows["budget"] == WITHIN] if (rows["budget"] != "").any() else rows
-
-
-def not_over(frame: pd.DataFrame) -> pd.DataFrame:
-    """Usable rows that are not over the budget: within it or undecided."""
-    rows = usable(frame)
-    return rows[rows["budget"] != OVER]
 
 
 def ranked(frame: pd.DataFrame, speed: str = LATENCY) -> pd.DataFrame:
