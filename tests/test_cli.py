@@ -324,6 +324,7 @@ def test_a_budget_is_judged_against_the_reference(call: Callable[..., Any], phot
     assert "within" in Path("r/results.csv").read_text()
 
 
+@pytest.mark.slow
 def test_too_little_agreement_is_exit_1(call: Callable[..., Any]) -> None:
     words = ["agree", "fake:net", "--channels", 1, "--backends", "fake", "--precision", "fp32,int8"]
     assert call(*words, "--out", "a")[0] == 0
@@ -374,6 +375,7 @@ def test_an_unknown_command_is_exit_2(call: Callable[..., Any]) -> None:
     assert call("run")[0] == 2
 
 
+@pytest.mark.slow
 def test_it_is_installed_as_a_command(dyno: Command, tmp_path: Path) -> None:
     done = dyno(*FAKE, "--out", tmp_path / "r")
     assert done.returncode == 0, done.stderr

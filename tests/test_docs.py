@@ -197,6 +197,7 @@ def test_links_resolve(page: Path) -> None:
             assert anchor in map(slug, headings), f"{target}: no such heading"
 
 
+@pytest.mark.slow
 def test_the_numpy_backend_runs_from_outside(tmp_path: Path) -> None:
     words = [
         "run",

@@ -77,6 +77,7 @@ def quick() -> dict[str, Any]:
     return {"batches": (2,), "rounds": 1, "seconds": 0.1, "warmup": 0.05, "threads": 1}
 
 
+@pytest.mark.slow
 def test_two_pythons_in_one_study(other_python: str, onnx_file: Path, tmp_path: Path, quick: dict[str, Any]) -> None:
     backends = ("onnxruntime", "onnxruntime@runtime=elsewhere")
     tables = {"elsewhere": {"python": other_python}}

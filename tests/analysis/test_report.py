@@ -90,6 +90,7 @@ def test_every_name_is_escaped(hostile: Results, tmp_path: Path) -> None:
     assert "<img src=x onerror=alert(1)> | нет" in page.text
 
 
+@pytest.mark.slow
 def test_several_runs_are_sections_of_one_page(demo: Results, hostile: Results, tmp_path: Path) -> None:
     page = Page(report.write([demo, hostile], tmp_path))
     ids = [v for name, v in page.attributes if name == "id"]
@@ -136,6 +137,7 @@ def browse(chromium: str, page: Path, profile: Path, *options: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_browser_sorts_the_tables_and_a_narrow_one_never_scrolls_sideways(
     written: Path, chromium: str, tmp_path: Path
 ) -> None:
@@ -164,6 +166,7 @@ def test_a_browser_sorts_the_tables_and_a_narrow_one_never_scrolls_sideways(
     assert int(re.search(r'"rules":(\d+)', title)[1]) > 20
 
 
+@pytest.mark.slow
 def test_a_screenshot_shows_the_report(written: Path, chromium: str, tmp_path: Path) -> None:
     shot = tmp_path / "shot.png"
     browse(chromium, written, tmp_path / "profile", "--window-size=1280,3200", f"--screenshot={shot}")

@@ -110,6 +110,7 @@ def test_a_fixed_batch_stays_fixed(tmp_path):
     same(artifact, DIGITS, 4, 64)
 
 
+@pytest.mark.slow
 def test_the_other_exporter_takes_over(tmp_path, nets):
     model = ModelSpec("branch", f"{nets}:branch")
     artifact = make(tmp_path, model, Dims(0, 4, 4))
@@ -124,6 +125,7 @@ def test_a_graph_with_the_batch_written_into_it_is_refused(tmp_path, nets):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_outputs_in_dicts_and_lists_get_names(tmp_path, nets):
     artifact = make(tmp_path, ModelSpec("several", f"{nets}:several"), Dims(0, 8, 8))
     assert [(t.name, t.shape) for t in artifact.outputs] == [

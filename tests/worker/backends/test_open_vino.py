@@ -131,6 +131,7 @@ def test_int8_runs_in_int8_and_is_as_accurate_within_a_point(digits: Any, fp32: 
     assert int8.made_by["scheme"].startswith("U8S8")
 
 
+@pytest.mark.slow
 def test_int8_is_right_on_a_network_that_asymmetric_activations_break(digits: Any, tmp_path: Path) -> None:
     """With zero points that aren't 0, OpenVINO's outputs for this network are more than 100 % off."""
     import torch
