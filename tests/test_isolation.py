@@ -15,9 +15,12 @@ import numpy as np
 import pytest
 
 from dyno import Study
+from dyno.execute import Files
+from dyno.expand import expand
 from dyno.launch import MAIN
+from dyno.progress import Progress
 from dyno.worker.record import Record, read_record, write_json
-from dyno.worker.spec import Job, Trial, to_json
+from dyno.worker.spec import Artifact, Job, Trial, to_json
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -109,11 +112,11 @@ def test_our_environment_does_not_reach_another_python(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     tables = {"onnxruntime": {"python": other_python}}
     study = Study(models=(str(onnx_file),), backends=("onnxruntime",), runtime=tables, boundaries=(), **quick)
-    with monkeypatch.context() as patch:  # looking at the file is a job of the main interpreter
+    with monkeypatch.context() as patch:  # looking at the file and checking it are jobs of the main interpreter
         patch.delenv("PYTHONPATH")
-        from dyno.expand import expand
-
-        expand(study)
+        (planned,) = expand(study)
+        assert planned.trial.recipe is not None
+        assert isinstance(Files(None, Progress(quiet=True)).file(planned.trial.recipe), Artifact)
     study.run(tmp_path / "run", quiet=True)
     ((_, record, _),) = found(tmp_path / "run").values()
     assert record.system["python"] == other_python_version(other_python)
