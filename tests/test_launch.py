@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -233,3 +234,10 @@ def test_another_schema_is_not_read(fake_trial: Trials, tmp_path: Path) -> None:
     trial = fake_trial()
     record = launch(replace(Job("run", trial.runtime, trial), schema=99), tmp_path, 30.0)
     assert (record.status, record.reason.endswith("job.json has schema 99, this worker reads 1")) == ("crashed", True)
+
+
+def test_a_record_that_an_earlier_job_left_is_not_taken_for_this_one_s(fake_trial: Any, tmp_path: Path) -> None:
+    first = fake_trial()
+    assert launch(Job("run", first.runtime, first), tmp_path, 60).status == "ok"
+    second = fake_trial(fail="exit", at="load")
+    assert launch(Job("run", second.runtime, second), tmp_path, 60).status == "crashed"

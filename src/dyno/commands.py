@@ -98,11 +98,10 @@ def folder(ctx: typer.Context, study: Study) -> Path:
 
 def dry_run(study: Study) -> int:
     """List the trials and why any is refused."""
+    from dyno.analysis.formatting import console
     from dyno.expand import expand
 
     planned = expand(study)
-    from dyno.analysis.formatting import console
-
     table = Table(box=None, pad_edge=False)
     for heading in ("trial", "model", "backend", "precision", "batch", "size", "file", "refused because"):
         table.add_column(heading, overflow="fold")
@@ -193,6 +192,8 @@ def _single(ctx: typer.Context, models: Sequence[str], command: str, **defaults:
     for number, model in enumerate(models):
         usual = USUAL.get(Path(model).suffix, "pytorch")
         flags = {"backends": (usual,), "rounds": 1, **defaults, **asked}
+        if Path(model).suffix in USUAL and "batches" not in asked:
+            flags.pop("batches", None)  # a file may take one batch only, and knows which
         one = Study(models=(model,), **flags)
         one.run(_part(out, models, number))
     return out

@@ -61,6 +61,9 @@ def launch(job: Job, folder: Path, timeout_s: float, tick: Tick | None = None) -
     `tick` is called about twenty times a second with the job's stage and its seconds so far.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    # What an earlier job left there must not pass for this one's.
+    for stale in ("record.json", "partial.json", "stage"):
+        (folder / stale).unlink(missing_ok=True)
     write_json(folder / "job.json", to_json(job))
     python = job.runtime.python or sys.executable
     kills = _kernel_kills()
