@@ -31,6 +31,10 @@ class Session:
     slots: int = 1
     stream: Any = None
 
+    def stage(self, feeds: Arrays) -> Arrays:
+        """The feeds where `bind` reads them fastest (on a GPU: page-locked memory); asked once, before any timing."""
+        return feeds
+
     def bind(self, feeds: Arrays, slot: int = 0) -> None:
         """Put the inputs (host arrays by name) where `run` reads them; on a GPU this is the copy to the device."""
         raise NotImplementedError
@@ -45,6 +49,10 @@ class Session:
     def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
         """The slot's outputs as host arrays by name; valid until the slot runs again."""
         raise NotImplementedError
+
+    def parts(self, feeds: Arrays) -> dict[str, float]:
+        """Seconds of one inference from host to host, part by part; empty where they can't be told apart."""
+        return {}
 
     def facts(self) -> dict[str, Any]:
         """What the engine says of itself, asked after timing: `layers`, `layers_by_type`, `nodes_by_provider`,

@@ -41,7 +41,7 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker import evaluate, inputs, measure, system
+from dyno.worker import evaluate, gpu, inputs, measure, system
 from dyno.worker.backend import Session, find
 from dyno.worker.record import Measurement, Record, save_arrays, write_json, write_record
 from dyno.worker.spec import SCHEMA, Artifact, Job, Trial, Unavailable, UserError, from_json, to_json
@@ -74,11 +74,23 @@ class Journal:
         write_json(self.folder / "partial.json", to_json(self.record))
 
     def sampled(self, tag: str, boundary: str, unit: str, hint: str, found: measure.Sampling) -> None:
-        """Keep raw samples and the measurement that names them."""
+        """Keep raw samples, when they were taken, and the measurements that name them."""
         name = tag if tag == boundary else f"{tag}_{boundary}"
+        self.facts({"timed": {**self.record.facts.get("timed", {}), boundary: list(found.window)}})
+        made = [Measurement(tag, unit, hint, found.value, name, boundary, "host", found.stopped)]
         self.samples[name] = found.samples
+        if found.gpu is not None:
+            self.samples[f"{name}_gpu"] = found.gpu
+            made.append(Measurement(tag, unit, hint, None, f"{name}_gpu", boundary, "gpu", found.stopped))
         save_arrays(self.folder / "samples.npz", self.samples)
-        self.add(Measurement(tag, unit, hint, found.value, name, boundary, "host", found.stopped))
+        self.add(*made)
+
+    def parted(self, found: dict[str, np.ndarray]) -> None:
+        """Keep the parts of one inference from host to host."""
+        self.samples.update(found)
+        save_arrays(self.folder / "samples.npz", self.samples)
+        clocks = {name: "host" if name == "enqueue" else "gpu" for name in found}
+        self.add(*(Measurement(name, "s", "duration", None, name, "all", clocks[name]) for name in found))
 
     def timed(self, tag: str, stage: str, action: Callable[[], Any]) -> Any:
         """Run the action as a stage and keep its seconds under the tag."""
@@ -102,8 +114,9 @@ def run_trial(job: Job, trial: Trial, journal: Journal) -> None:
     backend = find(trial.backend)
     journal.record = replace(journal.record, system=system.describe(("numpy", *backend.requires)))
     session: Session = journal.timed("load", "load", lambda: backend.load(trial, job.artifact))
-    feeds = list(inputs.batches(trial.data, trial.model.preprocess, session.inputs, trial.dims, inputs.FEEDS))
-    journal.facts({"inputs_sha256": inputs.fingerprint(feeds), "threads": trial.runtime.threads})
+    fed = list(inputs.batches(trial.data, trial.model.preprocess, session.inputs, trial.dims, inputs.FEEDS))
+    journal.facts({"inputs_sha256": inputs.fingerprint(fed), "threads": trial.runtime.threads})
+    feeds = [session.stage(feed) for feed in fed]
     journal.timed("first_call", "first call", measure.step(session, "model", feeds))
     _time(session, trial, feeds, journal)
     journal.add(Measurement("peak_memory", "B", "bytes", float(system.peak_memory())))
@@ -120,9 +133,10 @@ def run_trial(job: Job, trial: Trial, journal: Journal) -> None:
         )
 
 
-def _time(session: Session, trial: Trial, feeds: list[dict[str, np.ndarray]], journal: Journal) -> None:
+def _time(session: Session, trial: Trial, feeds: measure.Feeds, journal: Journal) -> None:
     for boundary in trial.plan.boundaries:
-        once = measure.step(session, "all" if boundary == "throughput" else boundary, feeds)
+        watch = _watch(session, boundary, journal)
+        once = measure.step(session, "all" if boundary == "throughput" else boundary, feeds, watch)
         journal.stage(f"warm up {boundary}")
         if not measure.warm_up(once, trial.plan):
             journal.warn(f"{boundary}: the median was not steady after {trial.plan.warmup_s:g} s of warm-up")
@@ -132,8 +146,21 @@ def _time(session: Session, trial: Trial, feeds: list[dict[str, np.ndarray]], jo
             found = measure.throughput(session, feeds, trial.dims.batch, trial.plan)
             journal.sampled("throughput", boundary, "1/s", "rate", found)
         else:
-            journal.sampled("latency", boundary, "s", "duration", measure.latency(once, trial.plan))
+            journal.sampled("latency", boundary, "s", "duration", measure.latency(once, trial.plan, watch))
         _crowd(boundary, neighbours.busy(), journal)
+    if "all" in trial.plan.boundaries and (parts := measure.parts(session, feeds, trial.plan)):
+        journal.parted(parts)
+
+
+def _watch(session: Session, boundary: str, journal: Journal) -> gpu.Stopwatch | None:
+    """A clock of the GPU for what runs on its stream; without one the host's clock has to do, and it is said."""
+    if session.stream is None or boundary != "model":
+        return None
+    try:
+        return gpu.Stopwatch(session.stream)
+    except Unavailable as e:
+        journal.warn(f"{boundary}: timed by the host's clock alone, because {e}")
+        return None
 
 
 def _crowd(boundary: str, busy: float, journal: Journal) -> None:

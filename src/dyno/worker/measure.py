@@ -15,37 +15,55 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dyno.worker.backend import Session
+from dyno.worker.backend import Arrays, Session
+from dyno.worker.gpu import Stopwatch
 from dyno.worker.spec import Plan
 
-Feeds = Sequence[dict[str, np.ndarray]]
+Feeds = Sequence[Arrays]
 now = time.perf_counter_ns
 
 LEAST_SAMPLES = 3  # even when one run outlasts the whole budget
 STEADY = 0.02  # warm-up ends when the medians of two consecutive windows differ by less than this
 RATE_WINDOW_S = 0.1
+PARTS_SHARE = 0.1  # of the seconds per boundary: parts explain a number, they aren't one
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Raw samples (seconds for latencies, images/s for throughput) and what ended them: interval, seconds, samples."""
+    """Raw samples (seconds for latencies, images/s for throughput) and what ended them: interval, seconds, samples.
+
+    `gpu` holds the same runs as the GPU's own clock saw them, where they were watched; `window` is when all this was,
+    in seconds of the monotonic clock.
+    """
 
     samples: np.ndarray
     stopped: str
     value: float | None = None
+    gpu: np.ndarray | None = None
+    window: tuple[float, float] = (0.0, 0.0)
 
 
-def step(session: Session, boundary: str, feeds: Feeds) -> Callable[[], None]:
-    """One inference as the boundary counts it: `model` (inputs bound before) or `all` (host memory to host memory)."""
+def step(session: Session, boundary: str, feeds: Feeds, watch: Stopwatch | None = None) -> Callable[[], None]:
+    """One inference as the boundary counts it: `model` (inputs bound before) or `all` (host memory to host memory).
+
+    `watch` times the model's work on the GPU as well; it is read by `latency`.
+    """
     run, wait = session.run, session.wait
     if boundary == "model":
         session.bind(feeds[0])
+
+        def watched() -> None:
+            assert watch is not None
+            watch.start()
+            run()
+            watch.stop()
+            wait()
 
         def on_device() -> None:
             run()
             wait()
 
-        return on_device
+        return watched if watch else on_device
 
     turn = 0
 
@@ -83,13 +101,14 @@ def _window(once: Callable[[], None], length_ns: int) -> list[int]:
     return times
 
 
-def latency(once: Callable[[], None], plan: Plan) -> Sampling:
-    """Seconds per inference, one sample each.
+def latency(once: Callable[[], None], plan: Plan, watch: Stopwatch | None = None) -> Sampling:
+    """Seconds per inference, one sample each, by the host's clock and by the GPU's where `once` is watched.
 
     Sampling ends when the median's 95 % interval is within `plan.interval` of it on both sides (and a quarter of the
     time is used, so that a burst can't end it), when `plan.seconds` are over, or at `plan.max_samples`.
     """
     times: list[int] = []
+    gpu: list[float] = []
     append, check = times.append, max(plan.min_samples, LEAST_SAMPLES)
     stopped = ""
     with _no_garbage_collection():
@@ -100,6 +119,8 @@ def latency(once: Callable[[], None], plan: Plan) -> Sampling:
             once()
             end = now()
             append(end - start)
+            if watch:
+                gpu.append(watch.seconds())
             count = len(times)
             if count >= plan.max_samples:
                 stopped = "samples"
@@ -107,8 +128,22 @@ def latency(once: Callable[[], None], plan: Plan) -> Sampling:
                 stopped = "seconds"
             elif count >= check and end >= earliest:
                 check = int(count * 1.5)
-                stopped = "interval" if half_width(times) <= plan.interval else ""
-    return Sampling(np.asarray(times, np.float64) / 1e9, stopped)
+                stopped = "interval" if half_width(gpu or times) <= plan.interval else ""
+    window = (begin / 1e9, end / 1e9)
+    return Sampling(np.asarray(times, np.float64) / 1e9, stopped, gpu=np.asarray(gpu) if watch else None, window=window)
+
+
+def parts(session: Session, feeds: Feeds, plan: Plan) -> dict[str, np.ndarray]:
+    """Raw seconds of each part of one inference from host to host, as far as the session tells parts apart."""
+    found: dict[str, list[float]] = {}
+    deadline, turn = now() + int(plan.seconds * PARTS_SHARE * 1e9), 0
+    while turn < LEAST_SAMPLES or (turn < plan.max_samples and now() < deadline):
+        for name, seconds in session.parts(feeds[turn % len(feeds)]).items():
+            found.setdefault(name, []).append(seconds)
+        turn += 1
+        if not found:
+            break
+    return {name: np.asarray(seconds, np.float64) for name, seconds in found.items()}
 
 
 def half_width(times: Sequence[float]) -> float:
@@ -144,7 +179,7 @@ def throughput(session: Session, feeds: Feeds, batch: int, plan: Plan) -> Sampli
             _finish(session, late % slots, done)
     rate = batch * len(done) / ((done[-1] - begin) / 1e9)
     stopped = "samples" if turn >= plan.max_samples else "seconds"
-    return Sampling(_rates(done, begin, batch), stopped, rate)
+    return Sampling(_rates(done, begin, batch), stopped, rate, window=(begin / 1e9, done[-1] / 1e9))
 
 
 def _finish(session: Session, slot: int, done: list[int]) -> None:

@@ -1,0 +1,161 @@
+"""A session whose inputs and outputs lie on a GPU: copies, slots and their order, for every engine that only enqueues.
+
+Three streams (in, compute, out) and one set of buffers per slot, so that a slot's copies overlap with another's work.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from functools import cached_property
+
+import numpy as np
+
+from dyno.worker.backend import Arrays, Session
+from dyno.worker.gpu import Device, Stopwatch, call
+from dyno.worker.shapes import Shape, fitted
+from dyno.worker.spec import Tensor, UserError
+
+PARTS = ("enqueue", "h2d", "compute", "d2h")
+
+
+class Slot:
+    """Where one batch lies: device addresses and page-locked host arrays by tensor name, and the events of its way."""
+
+    def __init__(self, device: Device) -> None:
+        self.addresses: dict[str, int] = {}
+        self.hosts: dict[str, np.ndarray] = {}
+        self.bound, self.done = device.event(), device.event()
+        self.fresh = False  # whether a copy to the device was queued since the last run
+
+
+class DeviceSession(Session):
+    """Copies and order of `slots` batches in flight; a subclass says what to `enqueue`.
+
+    `bind` copies straight from arrays that `stage` made, through page-locked memory from all others. Outputs are read
+    by `fetch` into page-locked memory.
+    """
+
+    def __init__(self, device: Device, slots: int) -> None:
+        self.device, self.slots = device, slots
+        self._cuda = device.cuda
+        self._in, self._compute, self._out = device.stream(), device.stream(), device.stream()
+        self.stream = int(self._compute)
+        self._slots = [Slot(device) for _ in range(slots)]
+        self._staged: dict[int, np.ndarray] = {}
+        self._shapes: dict[str, Shape] = {}
+
+    def enqueue(self, slot: int) -> None:
+        """Queue one inference of the slot on the compute stream."""
+        raise NotImplementedError
+
+    def place(self, inputs: Mapping[str, Shape], room: Mapping[str, int]) -> None:
+        """Allocate every slot's memory: `inputs` are the shapes that are fed, `room` the bytes of every tensor."""
+        self._shapes = dict(inputs)
+        for slot in self._slots:
+            slot.addresses = {name: self.device.allocate(size) for name, size in room.items()}
+            slot.hosts = {}
+
+    def stage(self, feeds: Arrays) -> Arrays:
+        """The feeds in page-locked memory and in the engine's types."""
+        return {tensor.name: self._locked(tensor, self._fed(tensor, feeds)) for tensor in self.inputs}
+
+    def _locked(self, tensor: Tensor, feed: np.ndarray) -> np.ndarray:
+        locked = self.device.pinned(feed.shape, feed.dtype)
+        np.copyto(locked, feed)
+        self._staged[locked.ctypes.data] = locked
+        return locked
+
+    def _fed(self, tensor: Tensor, feeds: Arrays) -> np.ndarray:
+        if tensor.name not in feeds:
+            raise UserError(f"input {tensor.name!r} was not fed, only {', '.join(feeds) or 'nothing'}")
+        return fitted(feeds[tensor.name], tensor, self._shapes[tensor.name])
+
+    def bind(self, feeds: Arrays, slot: int = 0) -> None:
+        """Queue the copies to the device; the next `run` of the slot waits for them."""
+        place = self._slots[slot]
+        for tensor in self.inputs:
+            feed = self._fed(tensor, feeds)
+            if feed.ctypes.data not in self._staged:
+                locked = self._room(place, tensor.name, feed.nbytes)
+                np.copyto(locked.view(feed.dtype).reshape(feed.shape), feed)
+                feed = locked
+            call(self._cuda.cuMemcpyHtoDAsync, place.addresses[tensor.name], feed.ctypes.data, feed.nbytes, self._in)
+        call(self._cuda.cuEventRecord, place.bound, self._in)
+        place.fresh = True
+
+    def run(self, slot: int = 0) -> None:
+        """Queue one inference, after the slot's copies."""
+        place = self._slots[slot]
+        if place.fresh:
+            call(self._cuda.cuStreamWaitEvent, self._compute, place.bound, 0)
+            place.fresh = False
+        self.enqueue(slot)
+        if self.slots > 1:
+            self._cuda.cuEventRecord(place.done, self._compute)
+
+    def wait(self, slot: int = 0) -> None:
+        """Return when the slot's work is done; a fault on the GPU is raised here."""
+        if self.slots > 1:
+            call(self._cuda.cuEventSynchronize, self._slots[slot].done)
+        else:
+            call(self._cuda.cuStreamSynchronize, self._compute)
+
+    def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
+        """Outputs in page-locked memory, valid until the slot is fetched again."""
+        found = self._read(slot)
+        call(self._cuda.cuStreamSynchronize, self._out)
+        return found
+
+    def _read(self, slot: int) -> dict[str, np.ndarray]:
+        """Queue the copies to the host; the arrays hold the outputs once these are done."""
+        place = self._slots[slot]
+        found = {}
+        for name, (shape, dtype, address) in self.results(slot).items():
+            host = self._room(place, name, int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize)
+            if host.nbytes:
+                call(self._cuda.cuMemcpyDtoHAsync, host.ctypes.data, address, host.nbytes, self._out)
+            found[name] = host.view(dtype).reshape(shape)
+        return found
+
+    def _room(self, place: Slot, name: str, size: int) -> np.ndarray:
+        """The tensor's host memory, made when it is first needed and again when it needs more."""
+        if name not in place.hosts or place.hosts[name].nbytes < size:
+            place.hosts[name] = self.device.pinned((size,), np.uint8)
+        return place.hosts[name][:size]
+
+    def results(self, slot: int) -> dict[str, tuple[Shape, str, int]]:
+        """Shape, type and device address of every output of the slot's last run."""
+        addresses = self._slots[slot].addresses
+        return {t.name: (tuple(map(int, t.shape)), t.dtype, addresses[t.name]) for t in self.outputs}
+
+    def parts(self, feeds: Arrays) -> dict[str, float]:
+        """Seconds of one inference from host to host, part by part as trtexec names them: see `PARTS`.
+
+        `enqueue` is the host's time to queue the inference; the others are the GPU's, by CUDA events.
+        """
+        h2d, compute, d2h = self._watches
+        h2d.start()
+        self.bind(feeds)
+        h2d.stop()
+        h2d.seconds()
+        compute.start()
+        begin = time.perf_counter_ns()
+        self.run()
+        enqueue = (time.perf_counter_ns() - begin) / 1e9
+        compute.stop()
+        self.wait()
+        d2h.start()
+        self._read(0)
+        d2h.stop()
+        return dict(zip(PARTS, (enqueue, h2d.seconds(), compute.seconds(), d2h.seconds()), strict=True))
+
+    @cached_property
+    def _watches(self) -> tuple[Stopwatch, ...]:
+        return tuple(Stopwatch(int(stream)) for stream in (self._in, self._compute, self._out))
+
+    def close(self) -> None:
+        """Free the device's memory; a subclass frees its engine first."""
+        self._staged.clear()
+        self._slots.clear()
+        self.device.close()

@@ -1,0 +1,176 @@
+"""NVIDIA GPUs by way of CUDA's driver API: memory, streams, events and graphs.
+
+The driver API works beside whatever CUDA runtime an engine brings along: everything here lies in the device's primary
+context, which TensorRT, ONNX Runtime and PyTorch use too. Needs cuda-bindings, from Python 3.10 on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from dyno.worker.spec import Unavailable
+
+OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
+
+
+class CudaError(RuntimeError):
+    """A call of the CUDA driver that failed."""
+
+
+@lru_cache(maxsize=1)
+def driver() -> Any:
+    """The driver API, initialised; `Unavailable` without cuda-bindings, a driver or a GPU."""
+    try:
+        from cuda.bindings import driver as cuda
+    except ImportError as e:
+        raise Unavailable("cuda-bindings is not installed in this Python; pip install cuda-bindings") from e
+    try:
+        (error,) = cuda.cuInit(0)
+    except RuntimeError as e:  # there is no libcuda to load
+        raise Unavailable("there is no NVIDIA driver on this machine") from e
+    if error:
+        raise Unavailable(f"the NVIDIA driver finds no GPU it can use ({_meaning(cuda, error)})")
+    return cuda
+
+
+def _meaning(cuda: Any, error: Any) -> str:
+    name, text = cuda.cuGetErrorName(error)[1], cuda.cuGetErrorString(error)[1]
+    return f"{name.decode()}: {text.decode()}" if name and text else f"error {int(error)}"
+
+
+def call(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call the driver and return what it returns; `MemoryError` when the GPU's memory ran out, else `CudaError`."""
+    error, *found = function(*arguments)
+    if error:
+        text = f"{function.__name__}: {_meaning(driver(), error)}"
+        raise MemoryError(f"the GPU's memory ran out ({text})") if int(error) == OUT_OF_MEMORY else CudaError(text)
+    return found[0] if len(found) == 1 else found
+
+
+class Device:
+    """One GPU by its name (`cuda:0`), its primary context made current; what it gave out is freed by `close`."""
+
+    def __init__(self, name: str) -> None:
+        self.cuda = driver()
+        self.index = int(name.partition(":")[2] or 0)
+        count = call(self.cuda.cuDeviceGetCount)
+        if self.index >= count:
+            raise Unavailable(f"there is no {name}: this machine has {count} GPU{'s' * (count != 1)}")
+        self._handle = call(self.cuda.cuDeviceGet, self.index)
+        call(self.cuda.cuCtxSetCurrent, call(self.cuda.cuDevicePrimaryCtxRetain, self._handle))
+        self._freed_by: list[tuple[Callable[..., Any], Any]] = []
+
+    @property
+    def capability(self) -> str:
+        """Compute capability, e.g. 9.0."""
+        wanted = self.cuda.CUdevice_attribute
+        parts = (
+            wanted.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+            wanted.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+        )
+        return ".".join(str(call(self.cuda.cuDeviceGetAttribute, part, self._handle)) for part in parts)
+
+    @property
+    def model(self) -> str:
+        """What the card is called, e.g. `NVIDIA H200`."""
+        name: bytes = call(self.cuda.cuDeviceGetName, 256, self._handle)
+        return name.split(b"\0")[0].decode()
+
+    def memory(self) -> tuple[int, int]:
+        """Free and total bytes of the card's memory, other programs' use counted."""
+        free, total = call(self.cuda.cuMemGetInfo)
+        return int(free), int(total)
+
+    def allocate(self, size: int) -> int:
+        """Address of `size` bytes on the card."""
+        pointer = call(self.cuda.cuMemAlloc, max(size, 1))
+        self._freed_by.append((self.cuda.cuMemFree, pointer))
+        return int(pointer)
+
+    def pinned(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        """An array in page-locked host memory, which the card reads and writes without a detour."""
+        size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        address = int(call(self.cuda.cuMemHostAlloc, max(size, 1), 0))
+        self._freed_by.append((self.cuda.cuMemFreeHost, address))
+        raw = (ctypes.c_byte * size).from_address(address)
+        return np.frombuffer(raw, dtype=dtype).reshape(shape)
+
+    def stream(self) -> Any:
+        """A stream that doesn't wait for the legacy default stream."""
+        made = call(self.cuda.cuStreamCreate, int(self.cuda.CUstream_flags.CU_STREAM_NON_BLOCKING))
+        self._freed_by.append((self.cuda.cuStreamDestroy, made))
+        return made
+
+    def event(self, timed: bool = False) -> Any:
+        """An event; one without a time is cheaper and orders streams all the same."""
+        flags = self.cuda.CUevent_flags
+        made = call(self.cuda.cuEventCreate, int(flags.CU_EVENT_DEFAULT if timed else flags.CU_EVENT_DISABLE_TIMING))
+        self._freed_by.append((self.cuda.cuEventDestroy, made))
+        return made
+
+    def synchronize(self) -> None:
+        """Wait for everything queued on the card by this process."""
+        call(self.cuda.cuCtxSynchronize)
+
+    def close(self) -> None:
+        """Free all that was given out, newest first, and let the context go."""
+        while self._freed_by:
+            function, thing = self._freed_by.pop()
+            function(thing)  # after a fault every call fails; the process ends soon and takes it all along
+        self.cuda.cuDevicePrimaryCtxRelease(self._handle)
+
+
+class Stopwatch:
+    """GPU time between two points of a stream, by CUDA events (resolution about 0.5 us)."""
+
+    def __init__(self, stream: int) -> None:
+        self._cuda = driver()
+        self._stream = self._cuda.CUstream(int(stream))
+        kind = int(self._cuda.CUevent_flags.CU_EVENT_DEFAULT)
+        self._begin, self._end = call(self._cuda.cuEventCreate, kind), call(self._cuda.cuEventCreate, kind)
+        self._record = self._cuda.cuEventRecord
+
+    def start(self) -> None:
+        """Mark the point from which to measure."""
+        self._record(self._begin, self._stream)
+
+    def stop(self) -> None:
+        """Mark the point up to which to measure."""
+        self._record(self._end, self._stream)
+
+    def seconds(self) -> float:
+        """Time between the two points; waits for the second."""
+        call(self._cuda.cuEventSynchronize, self._end)
+        return float(call(self._cuda.cuEventElapsedTime, self._begin, self._end)) / 1e3
+
+
+class Graph:
+    """What `work` queues on a stream, captured once and replayed as one launch."""
+
+    def __init__(self, stream: Any, work: Callable[[], None]) -> None:
+        self._cuda = driver()
+        self._stream = stream
+        mode = self._cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        call(self._cuda.cuStreamBeginCapture, stream, mode)
+        try:
+            work()
+        finally:
+            graph = call(self._cuda.cuStreamEndCapture, stream)
+        self._made = call(self._cuda.cuGraphInstantiate, graph, 0)
+        call(self._cuda.cuGraphDestroy, graph)
+        self._launch = self._cuda.cuGraphLaunch
+
+    def launch(self) -> None:
+        """Queue the whole graph."""
+        (error,) = self._launch(self._made, self._stream)
+        if error:
+            raise CudaError(f"cuGraphLaunch: {_meaning(self._cuda, error)}")
+
+    def close(self) -> None:
+        """Free the graph."""
+        self._cuda.cuGraphExecDestroy(self._made)
