@@ -49,7 +49,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> str:
 def load(request: pytest.FixtureRequest, source: str) -> Iterator[Callable[..., tuple[Trial, Session]]]:
     """Loads the backend's session for a batch; what this machine lacks is a skip with the reason."""
     name = request.param
-    if lacks := missing(name, ""):
+    if lacks := missing(name):
         pytest.skip(f"{name}: {lacks} is not installed")
     sessions: dict[int, tuple[Trial, Session]] = {}
     affinity = os.sched_getaffinity(0)

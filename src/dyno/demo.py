@@ -35,7 +35,7 @@ def trained(progress: Progress) -> tuple[Path, float]:
     runtime = Runtime(threads=system.physical_cores())
     model = model_spec(Study(models=(MODEL,), channels=1), MODEL)
     trial = Trial(model, "", "fp32", Dims(1, SIZE, SIZE), data=data, runtime=runtime)
-    key = digest([model, data, TRAINING, versions("", ("torch", "torchvision"))])[:24]
+    key = digest([model, data, TRAINING, versions(Runtime(), ("torch", "torchvision"))])[:24]
     folder = cache_dir() / "trained" / key
     record = read_record(folder)
     weights = folder / "weights.safetensors"

@@ -18,7 +18,9 @@ from dyno.worker.spec import DataSpec, Dims, Job, ModelSpec, Preprocess, Runtime
 
 LOOK_TIMEOUT_S = 600
 LOOK_LIBRARIES = ("torch", "torchvision", "timm", "onnx", "openvino")
-EXPORTED = (".onnx", ".xml")
+ENGINES = (".engine", ".plan")
+EXPORTED = (".onnx", ".xml", *ENGINES)
+HERE = Runtime()
 
 
 @dataclass(frozen=True)
@@ -57,36 +59,40 @@ def expand(study: Study) -> list[Planned]:
 
 def installed() -> list[str]:
     """The backends whose libraries this Python has."""
-    return [name for name in backend.names() if not missing(name, "")]
+    return [name for name in backend.names() if not missing(name)]
 
 
-def missing(name: str, python: str) -> str:
-    """The first library that the backend needs and that interpreter lacks, or ""."""
+def missing(name: str, runtime: Runtime = HERE) -> str:
+    """The first library that the backend needs and that runtime lacks, or ""."""
     requires = backend.find(name).requires
-    have = dict(versions(python, requires))
-    return next((library for library in requires if library not in have), "")
+    have = versions(runtime, requires)
+    return next((either.split("|")[0] for either in requires if not have.keys() & set(either.split("|"))), "")
 
 
 def _trial(
     study: Study, choice: Choice, model: ModelSpec, precision: str, dims: Dims, data: DataSpec, threads: int
 ) -> Planned:
-    table = runtimes(study, choice)
-    runtime = Runtime(
-        name=choice.runtime or "main",
-        python=str(table.get("python", "")),
-        env={str(k): str(v) for k, v in table.get("env", {}).items()},
-        device=study.device,
-        threads=threads,
-    )
+    runtime = replace(runtime_of(study, choice), threads=threads)
     plan = replace(study.plan, rounds=choice.rounds or study.rounds)
     trial = Trial(model, choice.name, precision, dims, choice.options, None, data, runtime, plan)
     engine = backend.find(choice.name)
-    lacks = missing(choice.name, runtime.python)
+    lacks = missing(choice.name, runtime)
     if lacks:
         where = f"in {runtime.python}" if runtime.python else "in this Python"
         return Planned(trial, f"{lacks} is not installed {where}; pip install {lacks}")
     refusal = engine.refuse(trial)
     return Planned(trial, refusal) if refusal else Planned(replace(trial, recipe=engine.recipe(trial)))
+
+
+def runtime_of(study: Study, choice: Choice) -> Runtime:
+    """The interpreter, environment and device that the study has for a backend."""
+    table = runtimes(study, choice)
+    return Runtime(
+        name=choice.runtime or "main",
+        python=str(table.get("python", "")),
+        env={str(k): str(v) for k, v in table.get("env", {}).items()},
+        device=study.device,
+    )
 
 
 def model_spec(study: Study, source: str) -> ModelSpec:
@@ -156,20 +162,40 @@ def look(model: ModelSpec, study: Study) -> tuple[ModelSpec, dict[str, Any]]:
         "sizes": [list(parse_size(size)) for size in study.sizes],
         "shapes": {name: list(shape) for name, shape in parse_shapes(study.shapes).items()},
     }
-    key = digest([model, options, versions("", LOOK_LIBRARIES)])[:24]
+    where = _looking(model, study)
+    key = digest([model, options, where, versions(HERE, LOOK_LIBRARIES)])[:24]
     folder = cache_dir() / "looks" / key
     record = read_record(folder)
     if record is None or record.status != "ok":
         with tempfile.TemporaryDirectory() as scratch:
-            runtime = Runtime(threads=study.threads or system.physical_cores())
-            trial = Trial(model, "", "fp32", Dims(1, 0, 0), runtime=runtime)
-            record = launch(Job("look", runtime, trial, options=options), Path(scratch) / "look", LOOK_TIMEOUT_S)
+            trial = Trial(model, "", "fp32", Dims(1, 0, 0), runtime=where)
+            record = launch(Job("look", where, trial, options=options), Path(scratch) / "look", LOOK_TIMEOUT_S)
             if record.status != "ok":
                 raise UserError(f"{model.name}: {record.reason}")
             _keep(Path(scratch) / "look", folder)
     found = record.facts
     preprocess = _normalised(from_json(Preprocess, found["preprocess"]), study)
     return replace(model, preprocess=preprocess, precision=found.get("precision", "")), found
+
+
+def _looking(model: ModelSpec, study: Study) -> Runtime:
+    """Where a model is looked at: here, but for an engine, which only its own library on its own GPU can read."""
+    threads = study.threads or system.physical_cores()
+    name = engine_backend(Path(model.file)) if model.file.endswith(ENGINES) else ""
+    if not name:
+        return Runtime(threads=threads)
+    named = next((choice for choice in map(Choice.parse, study.backends) if choice.name == name), Choice(name))
+    if lacks := missing(name, runtime := replace(runtime_of(study, named), threads=threads)):
+        raise UserError(f"{model.name} is an engine of {name}: {lacks} is not installed; give its Python with --python")
+    if runtime.device == "cpu":
+        raise UserError(f"{model.name} is an engine for a GPU; say which with --device cuda:0")
+    return runtime
+
+
+def engine_backend(path: Path) -> str:
+    """The backend whose engine the file is, by its first bytes; TensorRT's where they say nothing."""
+    with open(path, "rb") as f:
+        return "tensorrt_rtx" if f.read(4) == b"vtrt" else "tensorrt"
 
 
 def _keep(made: Path, folder: Path) -> None:

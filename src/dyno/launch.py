@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dyno.telemetry import Telemetry
+from dyno.worker import system
 from dyno.worker.record import Record, read_record, write_json, write_record
 from dyno.worker.spec import Job, Runtime, UserError, from_json, to_json
 
@@ -31,8 +32,6 @@ SILENCE = {
     "ORT_DISABLE_TELEMETRY": "1",
     "NO_ALBUMENTATIONS_UPDATE": "1",
 }
-# What belongs to this interpreter and would lead another one astray.
-OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONSTARTUP")
 
 Tick = Callable[[str, float], None]
 
@@ -41,7 +40,7 @@ def environment(runtime: Runtime, base: Mapping[str, str] | None = None) -> dict
     """The job's environment: threads fixed alike for every BLAS and OpenMP, telemetry off, the runtime's own on top."""
     env = dict(os.environ if base is None else base)
     if runtime.python:
-        env = {key: value for key, value in env.items() if key not in OURS}
+        env = {key: value for key, value in env.items() if key not in system.PYTHON_VARIABLES}
     env.update(SILENCE)
     env.update({name: str(runtime.threads) for name in THREAD_VARIABLES})
     env["PYTHONUNBUFFERED"] = "1"
@@ -67,6 +66,7 @@ def launch(job: Job, folder: Path, timeout_s: float, tick: Tick | None = None) -
     write_json(folder / "job.json", to_json(job))
     python = job.runtime.python or sys.executable
     kills = _kernel_kills()
+    telemetry = Telemetry(job.runtime.device, environment(job.runtime))
     with open(folder / "stdout.log", "wb") as out, open(folder / "stderr.log", "wb") as err:
         try:
             process = subprocess.Popen(
@@ -79,7 +79,7 @@ def launch(job: Job, folder: Path, timeout_s: float, tick: Tick | None = None) -
             )
         except OSError as e:
             raise UserError(f"the interpreter {python} can't be started ({e.strerror}); give another --python") from e
-        telemetry = Telemetry(process.pid)
+        telemetry.watch(process.pid)
         try:
             timed_out = _watch(process, folder, timeout_s, tick)
         finally:

@@ -9,6 +9,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,9 +17,10 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
+from dyno.gpu_telemetry import find_gpu
 from dyno.worker import system
 from dyno.worker.record import Record, read_record, write_json, write_record
-from dyno.worker.spec import Artifact, Job, Recipe, Trial, UserError, digest, to_json
+from dyno.worker.spec import Artifact, Job, Recipe, Runtime, Trial, UserError, digest, to_json
 
 
 def cache_dir() -> Path:
@@ -89,19 +91,30 @@ def sha256_of(path: Path) -> str:
     return hashed.hexdigest()
 
 
+def versions(runtime: Runtime, distributions: tuple[str, ...]) -> dict[str, str]:
+    """Installed version of each distribution (`a|b`: of either) where the runtime's jobs run."""
+    if not runtime.python and not runtime.env:
+        return system.versions(distributions)
+    return dict(_versions_there(runtime.python, tuple(sorted(runtime.env.items())), distributions))
+
+
 @lru_cache(maxsize=64)
-def versions(python: str, distributions: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
-    """Installed version of each distribution in that interpreter ("" is this one)."""
-    if not python:
-        return tuple(system.versions(distributions).items())
+def _versions_there(
+    python: str, env: tuple[tuple[str, str], ...], distributions: tuple[str, ...]
+) -> tuple[tuple[str, str], ...]:
     code = (
         "import json,sys\nfrom importlib import metadata as m\nfound={}\nfor n in sys.argv[1:]:\n"
         " try: found[n]=m.version(n)\n except m.PackageNotFoundError: pass\nprint(json.dumps(found))"
     )
+    python = python or sys.executable
+    # A PYTHONPATH of ours would lend another interpreter our distributions, which its jobs will not see.
+    clean = {name: value for name, value in os.environ.items() if name not in system.PYTHON_VARIABLES}
+    names = [one for either in distributions for one in either.split("|")]
     try:
-        # -E: a PYTHONPATH of ours would lend it our distributions, which its jobs will not see.
-        command = [python, "-E", "-c", code, *distributions]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        done = subprocess.run(
+            [python, "-c", code, *names],
+            env={**clean, **dict(env)}, capture_output=True, text=True, check=True, timeout=60,
+        )  # fmt: skip
         return tuple(json.loads(done.stdout).items())
     except subprocess.CalledProcessError as e:
         said = (e.stderr.strip().splitlines() or [f"exit code {e.returncode}"])[-1]
@@ -110,18 +123,31 @@ def versions(python: str, distributions: tuple[str, ...]) -> tuple[tuple[str, st
         raise UserError(f"the interpreter {python} can't be used: it is no Python, or does not answer") from e
 
 
+@lru_cache(maxsize=8)
+def _card(device: str) -> str:
+    """The GPU's model and driver: an engine is made for the one, and its kernels come in part from the other."""
+    gpu = find_gpu(device, os.environ)
+    if gpu is None:
+        return ""
+    try:
+        return f"{gpu.name} {gpu.driver}"
+    finally:
+        gpu.close()
+
+
 class Cache:
-    """Made files by everything that shaped them: recipe, weights, calibration data, library versions, processor."""
+    """Made files by everything that shaped them: recipe, weights, calibration data, versions, processor, GPU."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = (folder or cache_dir()) / "artifacts"
 
     def key(self, recipe: Recipe, requires: tuple[str, ...]) -> str:
-        """The recipe's hash together with the versions of its maker's libraries and the processor's features."""
+        """The recipe's hash together with the versions of its maker's libraries, and the processor or GPU it is for."""
+        device = recipe.runtime.device
         shaped_by = {
             "recipe": digest(recipe),
-            "versions": versions(recipe.runtime.python, requires),
-            "machine": [platform.machine(), system.describe()["cpu_flags"]],
+            "versions": versions(recipe.runtime, requires),
+            "machine": [platform.machine(), *([_card(device)] if device != "cpu" else system.describe()["cpu_flags"])],
         }
         return hashlib.sha256(json.dumps(shaped_by, sort_keys=True).encode()).hexdigest()[:24]
 

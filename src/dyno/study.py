@@ -297,7 +297,7 @@ def parse_budget(texts: Iterable[str]) -> dict[str, float]:
 
 def model_name(source: str) -> str:
     """The model's name in tables and folders: what stands behind the colon, or the file's stem."""
-    if source.endswith((".onnx", ".xml")):
+    if source.endswith((".onnx", ".xml", ".engine", ".plan")):
         return Path(source).stem
     return source.rpartition(":")[2]
 

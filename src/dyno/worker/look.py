@@ -44,10 +44,11 @@ def _try(module: Any, model: ModelSpec, height: int, width: int) -> None:
 
 
 def _file(model: ModelSpec, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
-    tensors: tuple[Tensor, ...] = _reader(model.file).read_io(model.file)[0]
+    reader = _reader(model.file)
+    tensors: tuple[Tensor, ...] = reader.read_io(model.file)[0]
     image = next((t for t in tensors if len(t.shape) == 4), None)
     found: dict[str, Any] = {"preprocess": to_json(model.preprocess), "batch": _fixed(tensors, 0), "size": [0, 0]}
-    found["precision"] = _reader(model.file).read_precision(model.file)
+    found["precision"] = reader.read_precision(model.file)
     if image is not None:
         size = [_number(image.shape[2]), _number(image.shape[3])]
         found["size"] = [side or DEFAULT_SIZE for side in size]
@@ -64,6 +65,10 @@ def _reader(path: str) -> Any:
         from dyno.worker.backends import open_vino
 
         return open_vino
+    if path.endswith((".engine", ".plan")):
+        from dyno.worker.backends.tensor_rt import run
+
+        return run
     return onnx_export
 
 

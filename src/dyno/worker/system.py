@@ -27,6 +27,8 @@ CPU_FLAGS = (
     "asimd",
 )
 PR_SET_PDEATHSIG = 1
+# What belongs to one interpreter and would lead another one astray.
+PYTHON_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONSTARTUP")
 
 
 def cores() -> list[int]:
@@ -100,9 +102,9 @@ def peak_memory() -> int:
 
 
 def versions(distributions: Iterable[str]) -> dict[str, str]:
-    """Installed version of each distribution; absent ones are left out."""
+    """Installed version of each distribution (`a|b`: of either); absent ones are left out."""
     found = {}
-    for name in distributions:
+    for name in (one for either in distributions for one in either.split("|")):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

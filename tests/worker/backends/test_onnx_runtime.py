@@ -204,7 +204,7 @@ def test_what_speaks_against_a_trial(digits: Any) -> None:
     assert engine.refuse(good) == ""
     assert "give --data" in engine.refuse(replace(good, data=DataSpec()))
     assert "no bf16" in engine.refuse(replace(good, precision="bf16"))
-    assert "can't run on cuda:0" in engine.refuse(replace(good, runtime=Runtime(device="cuda:0")))
+    assert "can't run on tpu:0" in engine.refuse(replace(good, runtime=Runtime(device="tpu:0")))
     assert "reads .onnx files, not model.xml" in engine.refuse(replace(good, model=ModelSpec("m", "file:/a/model.xml")))
 
 

@@ -1,4 +1,4 @@
-"""ONNX Runtime: an .onnx file on its CPU provider, with input and output memory bound once.
+"""ONNX Runtime: an .onnx file on its CPU provider, or on a GPU, with input and output memory bound once.
 
 `load` and `facts` need numpy and onnxruntime alone, so they work in any Python from 3.10 on.
 """
@@ -8,22 +8,24 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from collections import Counter, defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dyno.worker import onnx_runtime_cuda as cuda
 from dyno.worker.backend import Arrays, Backend, Session
 from dyno.worker.backends.onnx_precision import PREPARATION, converted
 from dyno.worker.calibration import NO_DATA
+from dyno.worker.onnx_runtime_cuda import OPTIONS as CUDA_OPTIONS
+from dyno.worker.onnx_runtime_profile import Profile
 from dyno.worker.shapes import Shape, fitted, static_shapes
 from dyno.worker.spec import Artifact, Option, Recipe, Tensor, Trial, Unavailable, UserError
-from dyno.worker.truth import precision_truth, why_not_faster
+from dyno.worker.truth import precision_truth
 
 ENGINE = "ONNX Runtime"
-PROVIDERS = {"cpu": "CPUExecutionProvider"}
+PROVIDERS = ["CPUExecutionProvider"]
 OPTIMIZATION = {
     "all": "ORT_ENABLE_ALL",
     "extended": "ORT_ENABLE_EXTENDED",
@@ -31,10 +33,7 @@ OPTIMIZATION = {
     "disable": "ORT_DISABLE_ALL",
 }
 NUMPY_TYPES = {"float": "float32", "double": "float64"}
-TYPE_NAMES = {"float": "float32", "uint8": "int8", "double": "float64"}
-COMPUTE = re.compile("Conv|Gemm|MatMul|Attention|LSTM|GRU|RNN")
 PROFILED_RUNS = 3
-CONVERTERS = ("QuantizeLinear", "DequantizeLinear", "Cast", "ReorderInput", "ReorderOutput")
 # An ONNX file of one node, y = x + x on a float scalar, so that `probe` needs no onnx.
 ONE_ADD = bytes.fromhex(
     "08083a2f0a0e0a01780a0178120179220341646412036164645a0b0a017812060a0408011200620b0a017912060a040801120042040a00100d"
@@ -42,13 +41,17 @@ ONE_ADD = bytes.fromhex(
 
 
 class OnnxRuntime(Backend):
-    """Runs ONNX files. Options: `optimization` (all, extended, basic, disable) and `spinning` (default true)."""
+    """Runs ONNX files. Options: `optimization` (all, extended, basic, disable) and `spinning` (default true).
+
+    On a GPU besides: `provider` (cuda, tensorrt), `slots` (batches in flight, default 3), `conv_search` (EXHAUSTIVE,
+    HEURISTIC, DEFAULT) and `nhwc` (default false).
+    """
 
     name = "onnxruntime"
-    requires = ("onnxruntime",)
-    precisions = ("fp32", "fp16", "int8")
-    devices = tuple(PROVIDERS)
-    options = ("optimization", "spinning", *PREPARATION)
+    requires = ("onnxruntime|onnxruntime-gpu",)
+    precisions = ("fp32", "tf32", "fp16", "int8")
+    devices = ("cpu", "cuda")
+    options = ("optimization", "spinning", *CUDA_OPTIONS, *PREPARATION)
 
     def refuse(self, trial: Trial) -> str:
         """The base class's reasons, int8 without data, and a model file of another format."""
@@ -56,6 +59,8 @@ class OnnxRuntime(Backend):
             return why
         if trial.model.file and not trial.model.file.endswith(".onnx"):
             return f"onnxruntime reads .onnx files, not {Path(trial.model.file).name}"
+        if trial.precision == "tf32" and trial.runtime.device == "cpu":
+            return "tf32 is a mode of NVIDIA GPUs; a CPU has none"
         if trial.precision == "fp32" and trial.model.precision not in ("", "fp32"):
             return f"the file's graph is {trial.model.precision} already; give the fp32 file, or --precision"
         return NO_DATA if trial.precision == "int8" != trial.model.precision and not trial.data.folder else ""
@@ -65,13 +70,14 @@ class OnnxRuntime(Backend):
         return converted(trial, self.name)
 
     def probe(self) -> dict[str, Any]:
-        """Add two numbers on the CPU provider."""
+        """Add two numbers on the CPU provider, and on the first GPU where there is one."""
         ort = _library()
-        session = ort.InferenceSession(ONE_ADD, _quiet(ort), providers=["CPUExecutionProvider"])
+        session = ort.InferenceSession(ONE_ADD, _quiet(ort), providers=PROVIDERS)
         (out,) = session.run(None, {"x": np.asarray(2, np.float32)})
-        providers = ort.get_available_providers()
-        devices = [device for device, provider in PROVIDERS.items() if provider in providers and out == 4]
-        return {"version": ort.__version__, "devices": devices, "detail": ", ".join(providers)}
+        devices = ["cpu"] if out == 4 else []
+        if cuda.CUDA in ort.get_available_providers() and cuda.adds(ort, ONE_ADD, _quiet(ort)):
+            devices.append("cuda:0")
+        return {"version": ort.__version__, "devices": devices, "detail": ", ".join(ort.get_available_providers())}
 
     def load(self, trial: Trial, artifact: Artifact | None) -> Session:
         """A session with the trial's threads, and shapes that are static even where the file's batch is free.
@@ -87,38 +93,74 @@ class OnnxRuntime(Backend):
             raise UserError(f"{path} is empty, not an ONNX file")
         known = artifact.inputs if artifact else ()
         try:
-            return OnnxRuntimeSession(ort, path, trial, known or _described(ort, path))
+            file = OnnxFile(ort, path, trial, known or _described(ort, path))
+            return cuda.CudaSession(file, trial, _tensor) if trial.runtime.device != "cpu" else OnnxRuntimeSession(file)
         except _errors() as e:
             raise _meaning(e, f"{path} can't be loaded") from e
 
 
-class OnnxRuntimeSession(Session):
-    """One InferenceSession; inputs are read from, and outputs written to, host memory without a copy."""
+class OnnxFile:
+    """An .onnx file and how the trial wants it opened; says of itself what ONNX Runtime made of it."""
 
     def __init__(self, ort: Any, path: str, trial: Trial, known: tuple[Tensor, ...]) -> None:
-        self._ort, self._path, self._asked = ort, path, trial.precision
-        self._provider = PROVIDERS[trial.runtime.device.split(":")[0]]
-        self._shapes = static_shapes(known, trial.dims)
-        self._overrides = _overrides(known, self._shapes)
-        self._settings = _settings(trial)
-        self._session = ort.InferenceSession(path, self._options(), providers=[self._provider])
-        self.inputs = tuple(replace(t, shape=self._shapes[t.name]) for t in map(_tensor, self._session.get_inputs()))
+        self.ort, self.path, self.asked = ort, path, trial.precision
+        self.shapes = static_shapes(known, trial.dims)
+        self._overrides = _overrides(known, self.shapes)
+        self.settings = _settings(trial)
+
+    def open(self, providers: Any, profile: str = "") -> Any:
+        """An InferenceSession; `profile` is the prefix of the file its profile goes to."""
+        options = _quiet(self.ort)
+        options.intra_op_num_threads = self.settings["intra_op_threads"]
+        options.inter_op_num_threads = self.settings["inter_op_threads"]
+        options.execution_mode = self.ort.ExecutionMode.ORT_SEQUENTIAL
+        level = OPTIMIZATION[self.settings["optimization"]]
+        options.graph_optimization_level = getattr(self.ort.GraphOptimizationLevel, level)
+        options.add_session_config_entry("session.intra_op.allow_spinning", str(int(self.settings["spinning"])))
+        for name, size in self._overrides.items():
+            options.add_free_dimension_override_by_name(name, size)
+        if profile:
+            options.enable_profiling, options.profile_file_prefix = True, profile
+        return self.ort.InferenceSession(self.path, options, providers=providers)
+
+    def facts(self, providers: Any, feeds: Arrays) -> dict[str, Any]:
+        """Layers, types, providers and time by operator, from ONNX Runtime's profile of a second, short session."""
+        nodes = Profile(self._profile(providers, feeds))
+        return {
+            "layers": len(nodes.seen),
+            "layers_by_type": nodes.by_type(),
+            "nodes_by_provider": nodes.by_provider(),
+            "operators": nodes.operators(),
+            "time_by_operator": nodes.time_by_operator(),
+            "precision_truth": precision_truth(self.asked, nodes.by_type(), ENGINE),
+            "threads": self.settings["intra_op_threads"],
+            "options": dict(self.settings),
+            "notes": nodes.notes(self.asked),
+        }
+
+    def _profile(self, providers: Any, feeds: Arrays) -> list[dict[str, Any]]:
+        rng = np.random.default_rng(0)
+        with tempfile.TemporaryDirectory() as scratch:
+            session = self.open(providers, f"{scratch}/profile")
+            inputs = [_tensor(arg) for arg in session.get_inputs()]
+            made = {t.name: rng.standard_normal(self.shapes[t.name]).astype(t.dtype) for t in inputs}
+            for _ in range(PROFILED_RUNS):
+                session.run(None, made | dict(feeds))
+            events: list[dict[str, Any]] = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
+        return events
+
+
+class OnnxRuntimeSession(Session):
+    """One InferenceSession on the CPU; inputs are read from, and outputs written to, host memory without a copy."""
+
+    def __init__(self, file: OnnxFile) -> None:
+        self._file = file
+        self._session = file.open(PROVIDERS)
+        self.inputs = tuple(replace(t, shape=file.shapes[t.name]) for t in map(_tensor, self._session.get_inputs()))
         self.outputs = tuple(_tensor(arg) for arg in self._session.get_outputs())
         self._errors = _errors()
         self._feeds: dict[str, np.ndarray] = {}
         self._bind_outputs()
-
-    def _options(self) -> Any:
-        options = _quiet(self._ort)
-        options.intra_op_num_threads = self._settings["intra_op_threads"]
-        options.inter_op_num_threads = self._settings["inter_op_threads"]
-        options.execution_mode = self._ort.ExecutionMode.ORT_SEQUENTIAL
-        level = OPTIMIZATION[self._settings["optimization"]]
-        options.graph_optimization_level = getattr(self._ort.GraphOptimizationLevel, level)
-        options.add_session_config_entry("session.intra_op.allow_spinning", str(int(self._settings["spinning"])))
-        for name, size in self._overrides.items():
-            options.add_free_dimension_override_by_name(name, size)
-        return options
 
     def _bind_outputs(self) -> None:
         """Give each output a place to be written to; one whose shape only a run can tell is left to the library."""
@@ -136,7 +178,7 @@ class OnnxRuntimeSession(Session):
         for tensor in self.inputs:
             if tensor.name not in feeds:
                 raise UserError(f"input {tensor.name!r} was not fed, only {', '.join(feeds) or 'nothing'}")
-            feed = fitted(feeds[tensor.name], tensor, self._shapes[tensor.name])
+            feed = fitted(feeds[tensor.name], tensor, self._file.shapes[tensor.name])
             self._binding.bind_input(tensor.name, "cpu", 0, feed.dtype.type, feed.shape, feed.ctypes.data)
             self._feeds[tensor.name] = feed
         for name in self._unplaced:  # what another input made there may have another shape
@@ -147,7 +189,7 @@ class OnnxRuntimeSession(Session):
         try:
             self._session.run_with_iobinding(self._binding)
         except self._errors as e:
-            _raise_if_memory(e, f"{self._path} stopped while running")
+            _raise_if_memory(e, f"{self._file.path} stopped while running")
             raise
 
     def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
@@ -158,85 +200,14 @@ class OnnxRuntimeSession(Session):
         return {t.name: self._outputs.get(t.name, values[k].numpy()) for k, t in enumerate(self.outputs)}
 
     def facts(self) -> dict[str, Any]:
-        """Layers, types, providers and time by operator, from ONNX Runtime's profile of a second, short session."""
-        nodes = _Profile(self._profile())
-        return {
-            "layers": len(nodes.seen),
-            "layers_by_type": nodes.by_type(),
-            "nodes_by_provider": nodes.by_provider(),
-            "operators": nodes.operators(),
-            "time_by_operator": nodes.time_by_operator(),
-            "precision_truth": precision_truth(self._asked, nodes.by_type(), ENGINE),
-            "threads": self._settings["intra_op_threads"],
-            "options": dict(self._settings),
-            "notes": nodes.notes(self._asked),
-        }
-
-    def _profile(self) -> list[dict[str, Any]]:
-        rng = np.random.default_rng(0)
-        made = {t.name: rng.standard_normal(self._shapes[t.name]).astype(t.dtype) for t in self.inputs}
-        with tempfile.TemporaryDirectory() as scratch:
-            options = self._options()
-            options.enable_profiling = True
-            options.profile_file_prefix = f"{scratch}/profile"
-            session = self._ort.InferenceSession(self._path, options, providers=[self._provider])
-            for _ in range(PROFILED_RUNS):
-                session.run(None, made | self._feeds)
-            events: list[dict[str, Any]] = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
-        return events
+        """See `OnnxFile.facts`."""
+        return self._file.facts(PROVIDERS, self._feeds)
 
     def close(self) -> None:
         """Free the session and what was bound to it."""
         self._feeds.clear()
         self._outputs.clear()
         del self._binding, self._session
-
-
-class _Profile:
-    """What ran, from the events of a profile; the first run is left out, it allocates and packs weights."""
-
-    def __init__(self, events: list[dict[str, Any]]) -> None:
-        runs = sorted(e["ts"] for e in events if e["name"] == "model_run")
-        since = runs[1] if len(runs) > 1 else 0
-        nodes = [e for e in events if e["cat"] == "Node" and e["ts"] >= since]
-        kernels = [e for e in nodes if e["name"].endswith("_kernel_time")]
-        self.seen = {(e["name"], e["args"].get("node_index")): e["args"] for e in kernels}
-        self.seconds: dict[str, float] = defaultdict(float)
-        for event in kernels:
-            self.seconds[event["args"]["op_name"]] += event["dur"] * 1e-6
-
-    def compute(self) -> list[dict[str, Any]]:
-        """Convolutions, matrix products and the like; all nodes of a model that has none."""
-        return [node for node in self.seen.values() if COMPUTE.search(node["op_name"])] or list(self.seen.values())
-
-    def by_type(self) -> dict[str, int]:
-        """Compute nodes by the type of their first input, 8-bit ones signed or not as `int8`."""
-        return dict(Counter(_computed_in(node) for node in self.compute()))
-
-    def by_provider(self) -> dict[str, int]:
-        """Nodes by execution provider."""
-        return dict(Counter(node["provider"] for node in self.seen.values()))
-
-    def operators(self) -> dict[str, int]:
-        """Nodes by operator, after optimisation."""
-        return dict(Counter(node["op_name"] for node in self.seen.values()).most_common())
-
-    def time_by_operator(self) -> dict[str, float]:
-        """Share of the time in kernels, by operator, largest first."""
-        total = sum(self.seconds.values()) or 1.0
-        return {op: round(s / total, 4) for op, s in sorted(self.seconds.items(), key=lambda kv: -kv[1])}
-
-    def notes(self, asked: str) -> list[str]:
-        """Sentences about what keeps a lowered precision from being faster."""
-        compute = [(node["op_name"], _computed_in(node)) for node in self.compute()]
-        return why_not_faster(asked, compute, self.time_by_operator(), CONVERTERS)
-
-
-def _computed_in(node: dict[str, Any]) -> str:
-    if "Integer" in node["op_name"] or node["op_name"].startswith("DynamicQuantize"):
-        return "int8"
-    kind = next((name for typed in node.get("input_type_shape", []) for name in typed), "unknown")
-    return TYPE_NAMES.get(kind, kind)
 
 
 def _library() -> Any:

@@ -1,0 +1,60 @@
+"""What ONNX Runtime ran, from the events of its own profile."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from typing import Any
+
+from dyno.worker.truth import why_not_faster
+
+TYPE_NAMES = {"float": "float32", "uint8": "int8", "double": "float64"}
+COMPUTE = re.compile("Conv|Gemm|MatMul|Attention|LSTM|GRU|RNN")
+CONVERTERS = ("QuantizeLinear", "DequantizeLinear", "Cast", "ReorderInput", "ReorderOutput")
+
+
+class Profile:
+    """What ran, from the events of a profile; the first run is left out, it allocates and packs weights."""
+
+    def __init__(self, events: list[dict[str, Any]]) -> None:
+        runs = sorted(e["ts"] for e in events if e["name"] == "model_run")
+        since = runs[1] if len(runs) > 1 else 0
+        nodes = [e for e in events if e["cat"] == "Node" and e["ts"] >= since]
+        kernels = [e for e in nodes if e["name"].endswith("_kernel_time")]
+        self.seen = {(e["name"], e["args"].get("node_index")): e["args"] for e in kernels}
+        self.seconds: dict[str, float] = defaultdict(float)
+        for event in kernels:
+            self.seconds[event["args"]["op_name"]] += event["dur"] * 1e-6
+
+    def compute(self) -> list[dict[str, Any]]:
+        """Convolutions, matrix products and the like; all nodes of a model that has none."""
+        return [node for node in self.seen.values() if COMPUTE.search(node["op_name"])] or list(self.seen.values())
+
+    def by_type(self) -> dict[str, int]:
+        """Compute nodes by the type of their first input, 8-bit ones signed or not as `int8`."""
+        return dict(Counter(_computed_in(node) for node in self.compute()))
+
+    def by_provider(self) -> dict[str, int]:
+        """Nodes by execution provider."""
+        return dict(Counter(node["provider"] for node in self.seen.values()))
+
+    def operators(self) -> dict[str, int]:
+        """Nodes by operator, after optimisation."""
+        return dict(Counter(node["op_name"] for node in self.seen.values()).most_common())
+
+    def time_by_operator(self) -> dict[str, float]:
+        """Share of the time in kernels, by operator, largest first."""
+        total = sum(self.seconds.values()) or 1.0
+        return {op: round(s / total, 4) for op, s in sorted(self.seconds.items(), key=lambda kv: -kv[1])}
+
+    def notes(self, asked: str) -> list[str]:
+        """Sentences about what keeps a lowered precision from being faster."""
+        compute = [(node["op_name"], _computed_in(node)) for node in self.compute()]
+        return why_not_faster(asked, compute, self.time_by_operator(), CONVERTERS)
+
+
+def _computed_in(node: dict[str, Any]) -> str:
+    if "Integer" in node["op_name"] or node["op_name"].startswith("DynamicQuantize"):
+        return "int8"
+    kind = next((name for typed in node.get("input_type_shape", []) for name in typed), "unknown")
+    return TYPE_NAMES.get(kind, kind)
