@@ -79,7 +79,7 @@ def test_a_library_that_is_not_there_is_a_refusal(fake_study: Studies, monkeypat
     (there,) = expand(fake_study(backends=("lacking",), runtime=tables))
     assert f"is not installed in {sys.executable}; pip install" in there.refusal
     assert "lacking" in backend.names() and "lacking" not in installed()
-    assert missing("fake", "") == ""
+    assert missing("fake") == ""
 
 
 def test_runtimes_reach_the_trial(fake_study: Studies) -> None:
@@ -107,7 +107,7 @@ def test_our_path_lends_nothing_to_another_interpreter(
     monkeypatch.setattr(Lacking, "requires", ("borrowed",))
     known = {**backend._all(), "lacking": Lacking}
     monkeypatch.setattr(backend, "_all", lambda: known)
-    assert missing("lacking", sys.executable) == "borrowed"
+    assert missing("lacking", Runtime(python=sys.executable)) == "borrowed"
 
 
 def test_the_golden_id(fake_study: Studies) -> None:

@@ -106,13 +106,13 @@ def _versions_there(
         "import json,sys\nfrom importlib import metadata as m\nfound={}\nfor n in sys.argv[1:]:\n"
         " try: found[n]=m.version(n)\n except m.PackageNotFoundError: pass\nprint(json.dumps(found))"
     )
-    python = python or sys.executable
     # A PYTHONPATH of ours would lend another interpreter our distributions, which its jobs will not see.
-    clean = {name: value for name, value in os.environ.items() if name not in system.PYTHON_VARIABLES}
+    ours = system.PYTHON_VARIABLES if python else ()
+    clean = {name: value for name, value in os.environ.items() if name not in ours}
     names = [one for either in distributions for one in either.split("|")]
     try:
         done = subprocess.run(
-            [python, "-c", code, *names],
+            [python or sys.executable, "-c", code, *names],
             env={**clean, **dict(env)}, capture_output=True, text=True, check=True, timeout=60,
         )  # fmt: skip
         return tuple(json.loads(done.stdout).items())
