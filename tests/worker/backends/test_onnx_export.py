@@ -144,6 +144,13 @@ def test_a_size_or_option_that_does_not_work_is_one_line(tmp_path):
         make(tmp_path, opset="new")
 
 
+def test_dynamo_is_brought_down_to_an_opset_it_does_not_write(tmp_path) -> None:
+    artifact = make(tmp_path, exporter="dynamo", opset=17)
+    assert (artifact.made_by["exporter"], artifact.made_by["opset"]) == ("dynamo", 17)
+    onnx.checker.check_model(artifact.path, full_check=True)
+    same(artifact, DIGITS, 5, 64)
+
+
 def test_a_file_is_taken_as_it_is(tmp_path):
     path = make(tmp_path, exporter="torchscript").path
     given = make(tmp_path / "elsewhere", ModelSpec("m", f"file:{path}"))

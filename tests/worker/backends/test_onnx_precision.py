@@ -239,7 +239,7 @@ def test_all_batches_share_one_chain_and_targets_only_what_does_not_depend_on_th
         return converted(trial, target)
 
     assert chain("fp32", "openvino").maker == "onnx_export"
-    assert chain("fp16", "openvino") == chain("fp16", "tensorrt", batch=8)
+    assert chain("fp16", "openvino") == chain("fp16", "onnxruntime", batch=8)
     int8 = chain("int8", "openvino", batch=1, method="entropy", streams=2)
     assert int8 == chain("int8", "openvino", batch=8, method="entropy", streams=1)
     assert int8 != chain("int8", "onnxruntime", method="entropy")
@@ -251,3 +251,12 @@ def test_all_batches_share_one_chain_and_targets_only_what_does_not_depend_on_th
 def test_int8_without_data_has_no_recipe(digits: Any) -> None:
     with pytest.raises(UserError, match="give --data"):
         converted(replace(digits.trial("openvino", "int8"), data=DataSpec()), "openvino")
+
+
+def test_tensorrt_gets_an_opset_that_its_oldest_parser_reads(digits: Any) -> None:
+    def opset(target: str, **options: Any) -> Any:
+        made = converted(digits.trial(target, "fp16", **options), target)
+        assert made.parent is not None
+        return made.parent.options.get("opset")
+
+    assert (opset("tensorrt"), opset("tensorrt", opset=20), opset("openvino")) == (17, 20, None)

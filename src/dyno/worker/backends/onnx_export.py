@@ -20,6 +20,7 @@ import numpy as np
 
 from dyno.worker import models
 from dyno.worker.backend import Backend
+from dyno.worker.onnx_opset import in_opset
 from dyno.worker.spec import Artifact, Dims, ModelSpec, Option, Recipe, Runtime, Tensor, Trial, Unavailable, UserError
 from dyno.worker.torch_support import first_line, import_torch, memory_errors, named_outputs, tensors
 
@@ -222,6 +223,16 @@ def _write(torch: Any, source: Source, exporter: str, opset: int, path: Path) ->
         raise
     except Exception as e:  # each exporter has its own families of errors, and all of them mean "not this one"
         raise Wrong(f"failed, {_last_line(e)}") from e
+    if _opset(path) > opset:  # dynamo writes 18 at least, whatever it is asked for
+        _lower(path, opset)
+
+
+def _lower(path: Path, opset: int) -> None:
+    onnx = _onnx()
+    try:
+        onnx.save(in_opset(onnx.load(path), opset), path)
+    except (UserError, ValueError) as e:  # ValueError: over 2 GiB
+        raise Wrong(f"wrote opset {_opset(path)}, not {opset}; {first_line(e)}") from e
 
 
 def _check(path: Path, source: Source) -> dict[str, Any]:

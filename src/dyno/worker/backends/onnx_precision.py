@@ -22,17 +22,20 @@ from dyno.worker.onnx_int8 import METHOD, to_int8
 from dyno.worker.spec import Artifact, DataSpec, Option, Recipe, Runtime, Trial, Unavailable, UserError
 
 PREPARATION = ("samples", "method", "percentile", "exporter", "opset")  # options of a trial that shape its file
+# The last opset of an engine's oldest parser that is served: TensorRT 8.6's. The others read what is exported anyway.
+OPSETS: dict[str, Option] = {"tensorrt": 17}
 
 
 def converted(trial: Trial, target: str, batch: int = 0) -> Recipe:
     """The recipe of the ONNX file this trial needs: exported, then converted to its precision for the target engine.
 
     The export has a free batch unless one is given, so that all batches of a study share one file and one calibration;
-    engines fix it. Trial options `samples`, `method` and `percentile` reach the calibration, `exporter` and `opset` the
-    export. Pure; int8 without data is a `UserError`.
+    engines fix it. Trial options `samples`, `method` and `percentile` reach the calibration, `exporter` and `opset` (17
+    for TensorRT) the export. Pure; int8 without data is a `UserError`.
     """
     # Files are made in the Python that has the model, whichever the trial runs in.
-    parent: Recipe = exported(trial.model, replace(trial.dims, batch=batch), Runtime(), trial.options)
+    wanted = {"opset": OPSETS[target], **trial.options} if target in OPSETS else trial.options
+    parent: Recipe = exported(trial.model, replace(trial.dims, batch=batch), Runtime(), wanted)
     if trial.precision in ("fp32", "tf32") or trial.precision == trial.model.precision:
         return replace(parent, precision=trial.model.precision or "fp32")
     options: dict[str, Option] = {}

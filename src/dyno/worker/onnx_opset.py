@@ -1,0 +1,39 @@
+"""ONNX graphs in another opset, for engines whose parser ends below it or types that begin above it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dyno.worker.spec import UserError
+
+DOMAINS = ("", "ai.onnx")
+
+
+def opset(model: Any) -> int:
+    """The opset of ONNX's own operators that the graph is written in; 0 when it uses none."""
+    return next((int(entry.version) for entry in model.opset_import if entry.domain in DOMAINS), 0)
+
+
+def in_opset(model: Any, wanted: int) -> Any:
+    """The same graph in the wanted opset, checked; a `UserError` where an operator has no form there."""
+    import onnx
+    import onnx.version_converter
+
+    if opset(model) == wanted:
+        return model
+    _drop_defaults(model.graph)
+    try:
+        made = onnx.version_converter.convert_version(model, wanted)
+        onnx.checker.check_model(made, full_check=True)
+    except (RuntimeError, onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as e:
+        reason = " ".join(str(e).split())[:160]
+        raise UserError(f"the graph can't be written in opset {wanted} instead of {opset(model)}: {reason}") from e
+    return made
+
+
+def _drop_defaults(graph: Any) -> None:
+    """Take out `noop_with_empty_axes=0`: it says nothing, and ONNX's converter carries it to where it isn't known."""
+    for node in graph.node:
+        for attribute in list(node.attribute):
+            if attribute.name == "noop_with_empty_axes" and attribute.i == 0:
+                node.attribute.remove(attribute)
