@@ -24,9 +24,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "dyno.worker.record": ("dyno.worker.spec",),
     "dyno.analysis": ("dyno.analysis", "dyno.worker.spec", "dyno.worker.record"),
     "dyno.datasets": ("dyno.datasets", "dyno.worker.spec"),
-    "dyno.telemetry": ("dyno.worker.spec", "dyno.worker.record"),
+    "dyno.telemetry": ("dyno.gpu_telemetry", "dyno.worker.spec", "dyno.worker.record"),
+    "dyno.gpu_telemetry": (),
     "dyno.launch": ("dyno.telemetry", *HOST_WORKER),
-    "dyno.store": HOST_WORKER,
+    "dyno.store": ("dyno.gpu_telemetry", *HOST_WORKER),
     "dyno.cli": ("dyno",),
     "dyno.__main__": ("dyno.cli",),
 }

@@ -18,7 +18,8 @@ from dyno.analysis.formatting import plain, points
 from dyno.analysis.frontier import way
 from dyno.analysis.references import incomparable
 from dyno.analysis.render import Column, Row, change, missing, number, ratio
-from dyno.analysis.results import LATENCIES, Results, TrialResult
+from dyno.analysis.results import Results, TrialResult, clock_of
+from dyno.analysis.rounds import LATENCIES
 from dyno.worker.spec import UserError
 
 if TYPE_CHECKING:
@@ -204,7 +205,8 @@ def _data(*trials: TrialResult) -> list[dict[str, Any]]:
 
 def _speed(a: TrialResult, b: TrialResult, tolerance: float) -> dict[str, Any]:
     boundary = tables.compared_boundary(b, a)
-    before, after = a.medians(boundary), b.medians(boundary)
+    clock = clock_of(boundary, a, b)
+    before, after = a.medians(boundary, clock), b.medians(boundary, clock)
     if not (before and after):
         return {}
     # Turned round on purpose: how many times faster A is, is how many times longer B takes.

@@ -98,6 +98,9 @@ PRINTED = (
     Column("budget", lambda r: r["budget"], 0, right=False, sort="budget"),
     number("size MB", "size_mb", 5),
     number("build s", "build_s", 5),
+    number("GPU MB", "gpu_memory_mb", 6),
+    number("GPU %", "gpu_util", 8),
+    Column("clock limited by", lambda r: str(r["throttle"]), 9, right=False, sort="throttle"),
     Column("ran as", lambda r: r["ran_as"], 7, right=False, sort="ran_as"),
 )
 

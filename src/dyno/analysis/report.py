@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dyno.analysis import charts, sections, style, tables, verdict
+from dyno.analysis import charts, gpu_charts, sections, style, tables, verdict
 from dyno.analysis.results import Results
 from dyno.worker.spec import UserError
 
@@ -23,6 +23,8 @@ CAPTIONS = {
     "accuracy-throughput": "Accuracy against throughput.",
     "throughput-batch": "Throughput (batches overlap) and FPS (one batch after another) against the batch.",
     "throughput-size": "Throughput and FPS against the image size.",
+    "gpu": "The GPU while each job ran (its first round), from outside the job: memory above what was used before, and "
+    "SM utilisation. Shaded: timing.",
 }
 
 
@@ -48,6 +50,7 @@ class Section:
     accuracy: sections.Table | None
     agreement: list[sections.Table]
     complaints: list[tuple[str, str, str]]
+    gpu: sections.Table | None
     details: list[sections.Detail]
 
 
@@ -86,20 +89,21 @@ def _section(results: Results, frame: pd.DataFrame, folder: Path, index: int, ru
         method=sections.method(results),
         machine=sections.machine(results.environment),
         tables=sections.results_tables(frame),
-        charts=_charts(frame, folder, f"r{index}", results.name if runs > 1 else ""),
+        charts=_charts(results, frame, folder, f"r{index}", results.name if runs > 1 else ""),
         saturation=sections.saturation_table(frame),
         accuracy=sections.accuracy_table(results, frame),
         agreement=sections.agreement_tables(results),
         complaints=sections.complaints(results),
+        gpu=sections.gpu_table(results),
         details=sections.details(results),
     )
 
 
-def _charts(frame: pd.DataFrame, folder: Path, prefix: str, run: str) -> list[Chart]:
+def _charts(results: Results, frame: pd.DataFrame, folder: Path, prefix: str, run: str) -> list[Chart]:
     from markupsafe import Markup
 
     found = []
-    for name, figure in charts.everything(frame).items():
+    for name, figure in {**charts.everything(frame), **gpu_charts.everything(results, frame)}.items():
         file = re.sub(r"[^\w.-]+", "_", f"{run}-{name}" if run else name)
         style.save(figure, folder / f"{file}.png")
         found.append(Chart(CAPTIONS[name], Markup(style.svg(figure, f"{prefix}-{name}"))))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import statistics
 import tomllib
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -16,84 +16,13 @@ from typing import Any, cast
 
 import numpy as np
 
-from dyno.analysis.arrays import read_npz
+from dyno.analysis import gpu_trace, gpu_words
+from dyno.analysis.rounds import GPU, HOST, Round
 from dyno.worker.record import STATUSES
 from dyno.worker.spec import PRECISIONS, SCHEMA, Job, Trial, UserError, from_json
 
 # A trial is as bad as its worst round; "unfinished" is a trial of which no round has left a record.
 SEVERITY = ("ok", "unfinished", "skipped", "failed", "timeout", "oom", "crashed")
-LATENCIES = ("model", "all")
-
-
-@dataclass
-class Round:
-    """One process that ran a trial: `raw` is its record.json, the arrays beside it are read when asked for."""
-
-    folder: Path
-    number: int
-    raw: dict[str, Any]
-    _medians: dict[str, float | None] = field(default_factory=dict)
-
-    @property
-    def status(self) -> str:
-        return str(self.raw["status"])
-
-    @property
-    def ok(self) -> bool:
-        return self.status == "ok"
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        return self.raw.get("facts") or {}
-
-    @property
-    def warnings(self) -> list[str]:
-        return [str(w) for w in self.raw.get("warnings") or ()]
-
-    def measurement(self, tag: str, boundary: str = "") -> dict[str, Any]:
-        """The measurement of that tag and boundary as stored, or an empty dict."""
-        for m in self.raw.get("measurements") or ():
-            if m["tag"] == tag and m.get("boundary", "") == boundary:
-                return cast(dict[str, Any], m)
-        return {}
-
-    def value(self, tag: str, boundary: str = "") -> float | None:
-        """The single value measured under this tag and boundary (SI), or None."""
-        value = self.measurement(tag, boundary).get("value")
-        return None if value is None else float(value)
-
-    def samples(self, tag: str, boundary: str) -> np.ndarray:
-        """Raw samples (seconds for a latency, images/s for throughput), float64; empty when there are none."""
-        name = self.measurement(tag, boundary).get("samples") or ""
-        return self._samples.get(name, np.empty(0)) if name else np.empty(0)
-
-    def median(self, boundary: str) -> float | None:
-        """Median latency in seconds, None where that boundary wasn't measured."""
-        if boundary not in self._medians:
-            samples = self.samples("latency", boundary)
-            self._medians[boundary] = float(np.median(samples)) if samples.size else None
-        return self._medians[boundary]
-
-    @cached_property
-    def _samples(self) -> dict[str, np.ndarray]:
-        return self.arrays("samples.npz")
-
-    def arrays(self, file: str, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
-        """Arrays of one of the round's npz files (only `names`, or all); empty when the file is missing or damaged."""
-        try:
-            return read_npz(self.folder / file, names)
-        except (OSError, ValueError):  # absent, truncated, or not an npz
-            return {}
-
-    @cached_property
-    def answers(self) -> dict[str, np.ndarray]:
-        """A classifier's answers: topk_index and topk_score [N, k], label [N], sample [N], as far as stored."""
-        return self.arrays("outputs.npz", ("topk_index", "topk_score", "label", "sample"))
-
-    def outputs(self) -> dict[str, np.ndarray]:
-        """Raw model outputs by name, [N, ...], in input order; not kept, because they can be large."""
-        found = self.arrays("outputs.npz")
-        return {name[len("output:") :]: a for name, a in found.items() if name.startswith("output:")}
 
 
 @dataclass
@@ -135,7 +64,7 @@ class TrialResult:
 
     @property
     def device(self) -> str:
-        return str(self.spec.get("runtime", {}).get("device", "cpu"))
+        return _device(self.job)
 
     @property
     def runtime(self) -> str:
@@ -214,7 +143,17 @@ class TrialResult:
         """Warnings of all rounds and of the file's makers, each once, in order."""
         made = self.artifact.get("made_by") or {}
         every = [w for r in self.rounds for w in r.warnings] + [str(w) for w in made.get("warnings") or ()]
-        return list(dict.fromkeys(every))
+        return list(dict.fromkeys([*every, *gpu_words.warnings(self)]))
+
+    def notes(self) -> list[str]:
+        """What explains the numbers: the engine's own notes, and what the GPU's clock and telemetry say."""
+        return [*(str(n) for n in self.facts.get("notes") or ()), *gpu_words.notes(self)]
+
+    @cached_property
+    def gpu(self) -> gpu_trace.Summary | None:
+        """What the GPU did in the good rounds; None on a CPU, and where nothing was stored."""
+        known = [(r.trace, list(gpu_trace.windows(r.facts).values())) for r in self.good if r.trace is not None]
+        return gpu_trace.together([gpu_trace.summary(trace, timed) for trace, timed in known])
 
     def value(self, tag: str, boundary: str = "") -> float | None:
         """Median of a single value over the good rounds, or None."""
@@ -226,14 +165,23 @@ class TrialResult:
         found = [v for r in self.good if (v := r.value(tag)) is not None]
         return int(statistics.median_low(found)) if found else None
 
-    def samples(self, tag: str, boundary: str) -> np.ndarray:
-        """Samples of all good rounds together, float64, in SI units."""
-        parts = [s for r in self.good if (s := r.samples(tag, boundary)).size]
+    def samples(self, tag: str, boundary: str, clock: str = "") -> np.ndarray:
+        """Samples of all good rounds together, float64, in SI units; latencies by the trial's own clock unless told."""
+        clock = clock or (clock_of(boundary, self) if tag == "latency" else "")
+        parts = [s for r in self.good if (s := r.samples(tag, boundary, clock)).size]
         return np.concatenate(parts) if parts else np.empty(0)
 
-    def medians(self, boundary: str) -> list[float]:
+    def medians(self, boundary: str, clock: str = "") -> list[float]:
         """Median latency of each good round in seconds: what a comparison between processes is made from."""
-        return [m for r in self.good if (m := r.median(boundary)) is not None]
+        clock = clock or clock_of(boundary, self)
+        return [m for r in self.good if (m := r.median(boundary, clock)) is not None]
+
+
+def clock_of(boundary: str, *trials: TrialResult) -> str:
+    """The clock by which these trials' latencies are told and held against each other: GPU where every round has it,
+    else HOST, so that a time with the launch in it never meets one without."""
+    timed = [r for t in trials for r in t.good if r.measurement("latency", boundary)]
+    return GPU if timed and all(r.measurement("latency", boundary, GPU) for r in timed) else HOST
 
 
 @dataclass
@@ -304,10 +252,14 @@ def _trial(folder: Path, problems: list[str]) -> TrialResult | None:
             job = _job(path / "job.json", problems)
         raw = _json(path / "record.json", problems)
         if raw and raw.get("status") in STATUSES:
-            rounds.append(Round(path, int(raw.get("round", 0)), raw))
+            rounds.append(Round(path, int(raw.get("round", 0)), raw, _device(job)))
         elif raw:
             problems.append(f"{path / 'record.json'} has no status that is known; it is left out")
     return TrialResult(folder.name, job, rounds) if job else None
+
+
+def _device(job: dict[str, Any] | None) -> str:
+    return str(((job or {}).get("trial") or {}).get("runtime", {}).get("device", "cpu"))
 
 
 def _job(path: Path, problems: list[str]) -> dict[str, Any] | None:

@@ -7,13 +7,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from dyno.analysis import accuracy, agreement, stats
+from dyno.analysis import accuracy, agreement, gpu_words, stats
 from dyno.analysis.formatting import points, show, significant
 from dyno.analysis.frontier import SATURATED, saturation
+from dyno.analysis.gpu_trace import Summary
 from dyno.analysis.precision import truth
 from dyno.analysis.references import references
 from dyno.analysis.render import failures, grouped
-from dyno.analysis.results import LATENCIES, Results, Round, TrialResult
+from dyno.analysis.results import Results, TrialResult
+from dyno.analysis.rounds import GPU, HOST, LATENCIES, Round
 from dyno.analysis.tables import build_seconds
 
 if TYPE_CHECKING:
@@ -79,6 +81,7 @@ def method(results: Results) -> list[tuple[str, str]]:
     return [
         ("latency, model", "inputs already where the engine reads them, outputs left there; one batch at a time"),
         ("latency, all", "from host memory to host memory, copies included; one batch at a time"),
+        *_gpu_method(trials),
         ("throughput", "batches queued so that copies and computing overlap, as far as the engine can"),
         ("rounds", f"{_each(p.get('rounds') for p in plans)}, each in a fresh process, in shuffled, interleaved order"),
         ("warm-up", f"until the median is steady, {_each(p.get('warmup_s') for p in plans)} s at most"),
@@ -91,6 +94,23 @@ def method(results: Results) -> list[tuple[str, str]]:
             "Wilson's interval for one trial, Tango's score interval for the paired difference to the reference",
         ),
         ("trimmed mean", "without the fastest and the slowest 10 % of the samples"),
+    ]
+
+
+def _gpu_method(trials: list[TrialResult]) -> list[tuple[str, str]]:
+    if all(t.device == "cpu" for t in trials):
+        return []
+    return [
+        (
+            "GPU’s clock",
+            "latency, model is by CUDA events on the engine's own stream, from its first kernel to its last, gaps "
+            "included; by the host's clock where a group has an engine without them; latency, all is the host's",
+        ),
+        (
+            "GPU telemetry",
+            "by NVML from outside the job, ten times a second; memory is the peak less what was used before the job; "
+            "samples taken while the card was too hot or its supply gave out are dropped and counted",
+        ),
     ]
 
 
@@ -232,7 +252,8 @@ def _facts(t: TrialResult) -> Iterator[tuple[str, str]]:
         ("precision", found.sentence if found else ""),
         ("nodes by provider", t.facts.get("nodes_by_provider")),
         ("threads", t.facts.get("threads")),
-        ("notes", "; ".join(str(n) for n in t.facts.get("notes") or ())),
+        ("notes", "; ".join(t.notes())),
+        ("GPU meanwhile", _gpu_words(t)),
         ("made by", _steps(t)),
         ("ready after", show(build_seconds(t), "duration")),
         ("load", show(t.value("load"), "duration")),
@@ -253,18 +274,59 @@ def _steps(t: TrialResult) -> str:
     )
 
 
+def gpu_table(results: Results) -> Table | None:
+    """What each trial did to its GPU, and what of its time lay outside the GPU's work."""
+    rows = [_gpu_row(t, t.gpu) for t in results if t.gpu is not None]
+    head = ["trial", "memory, MB", "SM utilisation, %", "SM clock, MHz", "lowest", "power, W", "hottest, °C",
+            "clock limited by", "throttled samples", "others", "outside GPU, ms"]  # fmt: skip
+    note = "While timing, but memory and temperature of the whole job. Memory is the peak less what was used before."
+    return Table("GPU", head, rows, [note]) if rows else None
+
+
+def _gpu_row(t: TrialResult, found: Summary) -> list[Cell]:
+    hit = sum(each.hit for each in gpu_words.throttled(t))
+    launch = gpu_words.launch(t)
+    plain = [1e-6 * found.memory, found.utilisation, found.clock, found.clock_min, found.power, found.temperature]
+    return [text(t.label), *(number(value, show(value, "count")) for value in plain), text(found.throttle),
+            number(hit, f"{hit:,}"), number(found.others, str(found.others)),
+            number(1e3 * launch.outside if launch else None)]  # fmt: skip
+
+
+def _gpu_words(t: TrialResult) -> str:
+    if t.gpu is None:
+        return ""
+    known = [(f"{show(t.gpu.memory, 'bytes')} of memory", t.gpu.memory), (f"{t.gpu.utilisation:.0f} % of its "
+             "multiprocessors in use", t.gpu.utilisation), (f"{t.gpu.clock:,.0f} MHz", t.gpu.clock),
+             (f"{t.gpu.power:.0f} W", t.gpu.power), (f"{t.gpu.temperature:.0f} °C", t.gpu.temperature)]  # fmt: skip
+    words = [each for each, value in known if value == value]
+    return ", ".join([*words, *([f"clock limited by {t.gpu.throttle}"] if t.gpu.throttle else [])])
+
+
 def _rounds(t: TrialResult) -> Table:
     rows = [
-        [number(r.number, str(r.number)), text(r.status), text(boundary), *_sampling(r, boundary)]
-        for r in t.rounds for boundary in LATENCIES if r.measurement("latency", boundary)
+        [number(r.number, str(r.number)), text(r.status), text(boundary), text(clock), *_sampling(r, boundary, clock)]
+        for r in t.rounds for boundary in LATENCIES for clock in (GPU, HOST)
+        if r.measurement("latency", boundary, clock)
     ]  # fmt: skip
-    head = ["round", "status", "boundary", "samples", "median", "95 % interval", "mean", "p99", "max", "ended because"]
+    head = [
+        "round",
+        "status",
+        "boundary",
+        "clock",
+        "samples",
+        "median",
+        "95 % interval",
+        "mean",
+        "p99",
+        "max",
+        "ended because",
+    ]
     return Table("", head, rows)
 
 
-def _sampling(r: Round, boundary: str) -> list[Cell]:
-    samples = r.samples("latency", boundary)
-    stopped = str(r.measurement("latency", boundary).get("stopped") or "")
+def _sampling(r: Round, boundary: str, clock: str) -> list[Cell]:
+    samples = r.samples("latency", boundary, clock)
+    stopped = str(r.measurement("latency", boundary, clock).get("stopped") or "")
     if not samples.size:
         return [Cell("", "", True)] * 6 + [text(STOPPED.get(stopped, stopped))]
     s, interval = stats.summary(samples), stats.median_interval(samples)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from dyno.analysis import accuracy, stats
+from dyno.analysis import accuracy, gpu_words, stats
 from dyno.analysis.precision import truth
 from dyno.analysis.references import incomparable, references
-from dyno.analysis.results import LATENCIES, Results, TrialResult
+from dyno.analysis.results import Results, TrialResult, clock_of
+from dyno.analysis.rounds import LATENCIES
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -29,20 +30,24 @@ EXTRAS = (
     "trial", "runtime", "options", "reference", "boundary", "latency_ms", "latency_ms_low", "latency_ms_high",
     "rounds", "images", "top1_diff", "top1_diff_low", "top1_diff_high", "budget", "more_images", "ran_as",
     "asked_share", "precision_ok", "trimmed_std_ms", "load_s", "memory_mb", "warnings",
+    "clock", "outside_gpu_ms", "gpu_util", "gpu_clock_mhz", "gpu_power_w", "gpu_temperature_c", "throttle",
+    "throttled_samples", "gpu_others",
 )  # fmt: skip
-WHOLE = ("batch", "layers", "parameters", "rounds", "images", "more_images", "warnings")
+WHOLE = ("batch", "layers", "parameters", "rounds", "images", "more_images", "warnings", "throttled_samples",
+         "gpu_others")  # fmt: skip
 TEXT = ("model", "backend", "precision", "size", "device", "status", "reason", "verdict", "trial", "runtime", "options",
-        "reference", "boundary", "budget", "ran_as",
-        "precision_ok")  # fmt: skip
+        "reference", "boundary", "budget", "ran_as", "precision_ok", "clock",
+        "throttle")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a row is held against: the reference trial (None: there is none) and the accuracy budgets, if any."""
+    """What a row is held against: the reference trial (None: there is none), the accuracy budgets, if any, and the
+    clock of each boundary that all trials it competes with have (missing: the trial's own)."""
 
     reference: TrialResult | None
     budgets: tuple[accuracy.Budget, ...] = ()
-    alone: bool = False
+    clocks: Mapping[str, str] = field(default_factory=dict)
 
 
 def frame(
@@ -53,15 +58,21 @@ def frame(
     Times are in ms where the name says so (a latency is per batch, samples of all good rounds pooled), top1, top5 and
     their differences in percent and percentage points, sizes in MB (1e6 bytes). `reference` as in
     `references.references`; `budget` as in `accuracy.budgets`; without them the study's own count. `latency_ms` with
-    its limits is the latency over processes that `speedup` compares, at the `boundary` named. UserError for a reference
-    or budget that makes no sense.
+    its limits is the latency over processes that `speedup` compares, at the `boundary` and by the `clock` named.
+    UserError for a reference or budget that makes no sense.
     """
     import pandas as pd
 
     limits = accuracy.budgets(budget or results.settings.get("budget"))
     chosen = references(results, reference or results.settings.get("reference"))
-    company = Counter(t.group for t in results.trials)  # a trial alone in its group has nothing to be compared with
-    rows = [row(t, Comparison(chosen.get(t.id), limits, company[t.group] == 1)) for t in results.trials]
+    company: dict[Any, list[TrialResult]] = defaultdict(list)
+    for t in results.trials:
+        company[t.group].append(t)
+    clocks = {group: {b: clock_of(b, *trials) for b in LATENCIES} for group, trials in company.items()}
+    alone = {t.id for trials in company.values() for t in trials if len(trials) == 1}  # has nothing to be compared with
+    rows = [
+        row(t, Comparison(chosen.get(t.id), limits, clocks[t.group]), compare=t.id not in alone) for t in results.trials
+    ]
     table = pd.DataFrame.from_records(rows, columns=[*COLUMNS, *EXTRAS])
     table = table.astype(dict.fromkeys(WHOLE, "Int64") | dict.fromkeys(TEXT, object))
     table.attrs["budget"] = ", ".join(map(str, limits))
@@ -70,7 +81,7 @@ def frame(
     return table
 
 
-def row(t: TrialResult, against: Comparison) -> dict[str, Any]:
+def row(t: TrialResult, against: Comparison, compare: bool = True) -> dict[str, Any]:
     """One trial as a dict of COLUMNS + EXTRAS; a column that doesn't apply is missing, None or NaN."""
     found: dict[str, Any] = dict.fromkeys(TEXT, "")
     found |= {
@@ -80,10 +91,8 @@ def row(t: TrialResult, against: Comparison) -> dict[str, Any]:
         "warnings": len(t.warnings()),
     }  # fmt: skip
     if t.good:
-        found |= (
-            _latencies(t) | _values(t) | _accuracy(t, against) | _speed(t, None if against.alone else against.reference)
-        )
-        found |= _precision(t)
+        found |= _latencies(t) | _values(t) | _accuracy(t, against) | _speed(t, against, compare)
+        found |= _precision(t) | _gpu(t)
     return found
 
 
@@ -128,12 +137,24 @@ def _values(t: TrialResult) -> dict[str, Any]:
         "size_mb": _scale(t.artifact.get("bytes") if size is None else size, 1e-6),
         "layers": t.count("layers"),
         "parameters": t.count("parameters"),
-        "gpu_memory_mb": _scale(t.value("gpu_memory"), 1e-6),
+        "gpu_memory_mb": _scale(t.gpu.memory if t.gpu else t.value("gpu_memory"), 1e-6),
         "memory_mb": _scale(t.value("peak_memory"), 1e-6),
         "build_s": build_seconds(t),
         "first_call_ms": _scale(t.value("first_call"), 1e3),
         "load_s": t.value("load"),
     }
+
+
+def _gpu(t: TrialResult) -> dict[str, Any]:
+    launch = gpu_words.launch(t) if t.device != "cpu" else None
+    found: dict[str, Any] = {"outside_gpu_ms": 1e3 * launch.outside} if launch else {}
+    if t.gpu is None:
+        return found
+    return found | {
+        "gpu_util": t.gpu.utilisation, "gpu_clock_mhz": t.gpu.clock, "gpu_power_w": t.gpu.power,
+        "gpu_temperature_c": t.gpu.temperature, "throttle": t.gpu.throttle, "gpu_others": t.gpu.others,
+        "throttled_samples": sum(each.hit for each in gpu_words.throttled(t)),
+    }  # fmt: skip
 
 
 def build_seconds(t: TrialResult) -> float | None:
@@ -172,21 +193,23 @@ def _accuracy(t: TrialResult, against: Comparison) -> dict[str, Any]:
     return found
 
 
-def _speed(t: TrialResult, reference: TrialResult | None) -> dict[str, Any]:
+def _speed(t: TrialResult, against: Comparison, compare: bool) -> dict[str, Any]:
+    reference = against.reference if compare else None
     boundary = compared_boundary(t, reference) or compared_boundary(t)
-    own = stats.center(t.medians(boundary)) if boundary else None
-    found: dict[str, Any] = {"boundary": boundary}
+    clock = against.clocks.get(boundary) or clock_of(boundary, t)
+    own = stats.center(t.medians(boundary, clock)) if boundary else None
+    found: dict[str, Any] = {"boundary": boundary, "clock": clock if boundary else ""}
     if own is None:
         return found
     found |= {"latency_ms": 1e3 * own.value, "latency_ms_low": 1e3 * own.low, "latency_ms_high": 1e3 * own.high}
-    if reference is None or not reference.medians(boundary):
+    if reference is None or not reference.medians(boundary, clock):
         return found
     found["reference"] = reference.id
     if t is reference:
         return found | {"speedup": 1.0, "verdict": REFERENCE}
     if why := incomparable(t, reference):
         return found | {"verdict": f"not comparable: {why}"}
-    s = stats.speedup(t.medians(boundary), reference.medians(boundary))
+    s = stats.speedup(t.medians(boundary, clock), reference.medians(boundary, clock))
     return found | {"speedup": s.value, "speedup_low": s.low, "speedup_high": s.high, "verdict": s.verdict}
 
 

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from math import isnan
 from typing import TYPE_CHECKING
 
-from dyno.analysis import frontier, stats
+from dyno.analysis import frontier, gpu_words, stats
 from dyno.analysis.accuracy import OVER, UNDECIDED
 from dyno.analysis.formatting import plain, points, show, significant
 from dyno.analysis.frontier import LATENCY, THROUGHPUT, way
 from dyno.analysis.precision import truth
-from dyno.analysis.results import Results, TrialResult
+from dyno.analysis.results import Results, TrialResult, clock_of
+from dyno.analysis.rounds import GPU
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -85,7 +86,8 @@ def _runner_up(ranked: pd.DataFrame, trials: dict[str, TrialResult]) -> Iterator
         return
     first, second = (trials[ranked.iloc[i]["trial"]] for i in (0, 1))
     boundary = str(ranked.iloc[0]["boundary"])
-    against = stats.speedup(first.medians(boundary), second.medians(boundary))
+    clock = str(ranked.iloc[0]["clock"])
+    against = stats.speedup(first.medians(boundary, clock), second.medians(boundary, clock))
     ratio = _ratio(against.value, against.low, against.high)
     if against.verdict == stats.FASTER:
         yield Finding(NOTE, f"The runner-up is {second.way}; the difference is real: {ratio}.")
@@ -175,9 +177,10 @@ def _slow_precisions(results: Results) -> Iterator[Finding]:
         other = plain.get((t.group, t.variant))
         if t.precision not in LOWERED or not t.good or other is None:
             continue
-        gain = stats.speedup(t.medians("model"), other.medians("model"))
+        clock = clock_of("model", t, other)
+        gain = stats.speedup(t.medians("model", clock), other.medians("model", clock))
         if gain.verdict in (stats.SLOWER, stats.SAME):
-            why = "; ".join(str(n) for n in t.facts.get("notes") or ()) or SILENT[gain.verdict]
+            why = "; ".join(t.notes()) or SILENT[gain.verdict]
             found.setdefault((t.way, why), []).append((t, gain))
     for (name, why), slow in found.items():
         ratio = _ratio(slow[0][1].value, slow[0][1].low, slow[0][1].high)
@@ -197,6 +200,7 @@ def _outcome(results: Results) -> Iterator[Finding]:
     if count["skipped"]:
         yield Finding(NOTE, f"{count['skipped']} of {total} trials were skipped, each with its reason.")
     yield from _crowded(results)
+    yield from _gpu(results)
     warned = sum(1 for t in results if t.warnings())
     if warned:
         yield Finding(WARNING, f"{warned} of {total} trials have warnings; the report lists them.")
@@ -214,6 +218,40 @@ def _crowded(results: Results) -> Iterator[Finding]:
             f"Other programs kept up to {max(over):.1f} processors busy during {len(over)} of {len(busy)} timings: "
             "those latencies are too long and their order may be wrong; measure again on a quiet machine.",
         )
+
+
+def _gpu(results: Results) -> Iterator[Finding]:
+    """What the GPU's telemetry and its clock say against the numbers."""
+    trials = [t for t in results if t.gpu is not None]
+    if shared := [t for t in trials if gpu_words.others(t)]:
+        yield Finding(
+            WARNING,
+            f"Others used the GPU during {len(shared)} of {len(trials)} trials (first: {shared[0].label}: "
+            f"{gpu_words.others(shared[0])}): those times may be too long; measure again on a free GPU.",
+        )
+    if held := [(t, found) for t in trials if (found := gpu_words.throttled(t))]:
+        hit, lost = (sum(getattr(f, name) for _, found in held for f in found) for name in ("hit", "dropped"))
+        why = ", ".join(dict.fromkeys(f.why for _, found in held for f in found))
+        yield Finding(
+            WARNING,
+            f"The GPU was throttled ({why}) during {len(held)} of {len(trials)} trials: {lost:,} of the {hit:,} "
+            "samples taken meanwhile were dropped.",
+        )
+    yield from _launch_bound(results)
+    mixed = {t.group for t in results if t.good and clock_of("model", t) == GPU} & {
+        t.group for t in results if t.medians("model") and t.device != "cpu" and clock_of("model", t) != GPU
+    }
+    if mixed:
+        yield Finding(NOTE, "Where an engine gave no GPU times, all of its group are compared by the host's clock.")
+
+
+def _launch_bound(results: Results) -> Iterator[Finding]:
+    """The ways of running that lose most of their time to launching, worst first."""
+    known = [(t, found) for t in results if t.device != "cpu" and (found := gpu_words.launch(t)) and found.sentence]
+    if known:
+        t, found = max(known, key=lambda each: each[1].share)
+        others = f"; {len(known) - 1} more trials say so too" if len(known) > 1 else ""
+        yield Finding(NOTE, f"{t.label}: {found.sentence}{others}.")
 
 
 def _places(trials: list[TrialResult]) -> str:

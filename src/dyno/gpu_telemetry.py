@@ -1,0 +1,116 @@
+"""What NVML says of the GPU a job runs on, asked from outside the job; no setting of the card is ever changed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import Any
+
+Ask = Callable[[], float]
+
+# PCIe throughput is left out: NVML measures it while the caller waits, 20 ms a direction.
+COLUMNS = (
+    "gpu_memory", "gpu_util", "gpu_clock", "gpu_memory_clock", "gpu_power", "gpu_temperature", "gpu_throttle",
+    "gpu_processes", "gpu_own",
+)  # fmt: skip
+
+
+class Gpu:
+    """One NVML device; `look` reads it, and what NVML doesn't tell is NaN."""
+
+    def __init__(self, nvml: Any, handle: Any) -> None:
+        self._nvml, self._handle = nvml, handle
+        self.name = _text(partial(nvml.nvmlDeviceGetName, handle), nvml)
+        self.driver = _text(nvml.nvmlSystemGetDriverVersion, nvml)
+        self.uuid = _text(partial(nvml.nvmlDeviceGetUUID, handle), nvml)
+        self._asks: tuple[Ask, ...] = (
+            self._first(
+                # The second version leaves out what the driver keeps for itself; an old driver has the first alone.
+                lambda: nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2).used,
+                lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used,
+            ),
+            lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu,
+            lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
+            lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM),
+            lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
+            lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
+            self._first(
+                lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(handle),
+                lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle),  # its name before driver 535
+            ),
+        )
+
+    def look(self, own: Collection[int]) -> tuple[float, ...]:
+        """COLUMNS now: B, %, MHz, MHz, W, degrees C, NVML's bit mask of reasons, compute processes, and how many of
+        these are among `own`."""
+        return (*(self._ask(ask) for ask in self._asks), *self._processes(own))
+
+    def close(self) -> None:
+        """Let go of NVML."""
+        self._ask(self._nvml.nvmlShutdown)
+
+    def _processes(self, own: Collection[int]) -> tuple[float, float]:
+        try:
+            found = {p.pid for p in self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)}
+        except self._nvml.NVMLError:
+            return math.nan, math.nan
+        return float(len(found)), float(len(found.intersection(own)))
+
+    def _ask(self, ask: Callable[[], Any]) -> float:
+        try:
+            return float(ask() or 0)
+        except self._nvml.NVMLError:
+            return math.nan
+
+    def _first(self, *asks: Ask) -> Ask:
+        """The first of several ways to ask that is answered; decided once, so that a column has one meaning."""
+        return next((ask for ask in asks if not math.isnan(self._ask(ask))), asks[-1])
+
+
+def find_gpu(device: str, environment: Mapping[str, str]) -> Gpu | None:
+    """The GPU that a job with this environment knows as `cuda:N`; None for a CPU, and where NVML or the GPU is missing.
+
+    CUDA_VISIBLE_DEVICES is honoured (numbers, UUIDs and beginnings of UUIDs). Numbers count in the order of the PCI
+    bus, as NVML's do; CUDA counts the fastest first, which is another order where GPUs of several kinds are mixed.
+    """
+    kind, _, number = device.partition(":")
+    if kind != "cuda" or not (number or "0").isdigit():
+        return None
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    try:
+        return Gpu(pynvml, _handle(pynvml, int(number or 0), environment.get("CUDA_VISIBLE_DEVICES")))
+    except (LookupError, pynvml.NVMLError):
+        pynvml.nvmlShutdown()
+        return None
+
+
+def _handle(nvml: Any, number: int, visible: str | None) -> Any:
+    """NVML's handle of the job's device; LookupError when the job sees no such device."""
+    if visible is None:
+        return nvml.nvmlDeviceGetHandleByIndex(number)
+    chosen = visible.split(",")[number].strip()
+    if chosen.isdigit():
+        return nvml.nvmlDeviceGetHandleByIndex(int(chosen))
+    if chosen.startswith("MIG-"):
+        return nvml.nvmlDeviceGetHandleByUUID(chosen)
+    every = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+    fits = [h for h in every if chosen and _text(partial(nvml.nvmlDeviceGetUUID, h), nvml).startswith(chosen)]
+    if len(fits) != 1:
+        raise LookupError(chosen)
+    return fits[0]
+
+
+def _text(ask: Callable[[], Any], nvml: Any) -> str:
+    try:
+        found = ask()
+    except nvml.NVMLError:
+        return ""
+    return found.decode() if isinstance(found, bytes) else str(found)
