@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import platform
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.calibration import SAMPLES, CalibrationImages, reader
+from dyno.worker.onnx_placement import LINEAR, OBSERVED, place
 from dyno.worker.spec import Artifact, Recipe, UserError
 
 METHODS = {"minmax": "MinMax", "entropy": "Entropy", "percentile": "Percentile"}
@@ -22,7 +24,7 @@ PERCENTILE = 99.99
 # Histograms need every intermediate tensor: so many batches at a time, or they fill the memory.
 HISTOGRAM_BATCHES = 8
 
-LINEAR = {"Conv", "ConvTranspose", "Gemm", "MatMul"}
+Ranges = dict[str, tuple[float, float]]
 # Eight bits cost these much accuracy and bring no speed; what selects by index must not be rounded at all.
 NOT_QUANTISED = set(
     "Softmax LayerNormalization InstanceNormalization BatchNormalization EmbedLayerNormalization CumSum TopK ArgMax "
@@ -38,10 +40,12 @@ class Scheme:
 
     `activations` of values that are never negative and of others: unsigned with any zero point (`U8`), signed and
     symmetric (`S8`), or unsigned with zero point 0 and signed for the others (`U8 or S8`).
+    `fused`: Q/DQ nodes stand only where `onnx_placement` puts them.
     """
 
     activations: str
     quantise_bias: bool
+    fused: bool = False
 
     @property
     def text(self) -> str:
@@ -59,41 +63,31 @@ class Scheme:
 SCHEMES = {
     "onnxruntime": Scheme("U8", quantise_bias=True),
     "openvino": Scheme("U8 or S8", quantise_bias=False),
-    "tensorrt": Scheme("S8", quantise_bias=False),
+    "tensorrt": Scheme("S8", quantise_bias=False, fused=True),
 }
 
 
 def to_int8(model: Any, recipe: Recipe, parent: Artifact, path: Path) -> dict[str, Any]:
     """Write the quantised graph; returns what shaped it: scheme, target, calibration and warnings."""
     import onnx
-    from onnxruntime import quantization
 
     target, method = str(recipe.options.get("target", "")), str(recipe.options.get("method", METHOD))
     scheme, images = _known(target, SCHEMES, "int8 target"), CalibrationImages(recipe, parent)
     _known(method, METHODS, "calibration method")
     narrow = target == "onnxruntime" and _saturates()
-    kinds = quantization.QuantType
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         scratch = Path(folder)
-        types, excluded = _chosen(_prepared(model, scratch))
+        prepared = _prepared(model, scratch)
+        excluded, transformer = _attention(prepared)
+        types = OBSERVED if scheme.fused else LINEAR if transformer else _every_type()
         ranges = _calibrated(scratch, types, images, recipe)
-        quantization.quantize_static(
-            scratch / "prepared.onnx",
-            path,
-            quant_format=quantization.QuantFormat.QDQ,
-            op_types_to_quantize=types,
-            nodes_to_exclude=excluded,
-            activation_type=quantization.QuantType.QInt8
-            if scheme.activations == "S8"
-            else quantization.QuantType.QUInt8,
-            weight_type=kinds.QInt8,
-            per_channel=True,
-            reduce_range=narrow,
-            calibrate_method=quantization.CalibrationMethod[METHODS[method]],
-            calibration_cache_path=scratch / "ranges.json",
-            extra_options=_extra_options(scheme, ranges),
-        )
-    onnx.checker.check_model(str(path))
+        if scheme.fused:
+            place(prepared, ranges, excluded, transformer)
+            onnx.save(prepared, path)
+        else:
+            settings = {"reduce_range": narrow, "extra_options": _extra_options(scheme, ranges)}
+            _quantise(scratch, path, METHODS[method], sorted(types), sorted(excluded), **settings)
+    onnx.checker.check_model(str(path), full_check=True)
     few = f"calibrated on {images.count} images, all that {images.data.name} has for it"
     return {
         "scheme": scheme.text + (", weights in 7 bits because this CPU has no VNNI" if narrow else ""),
@@ -102,6 +96,26 @@ def to_int8(model: Any, recipe: Recipe, parent: Artifact, path: Path) -> dict[st
         "kept_float": len(excluded),
         "warnings": [few] if images.found < int(recipe.options.get("samples", SAMPLES)) else [],
     }
+
+
+def _quantise(scratch: Path, path: Path, method: str, types: list[str], excluded: list[str], **settings: Any) -> None:
+    """onnxruntime's static quantisation, with the ranges that were calibrated before it."""
+    from onnxruntime import quantization
+
+    kinds = quantization.QuantType
+    quantization.quantize_static(
+        scratch / "prepared.onnx",
+        path,
+        quant_format=quantization.QuantFormat.QDQ,
+        op_types_to_quantize=types,
+        nodes_to_exclude=excluded,
+        activation_type=kinds.QUInt8,
+        weight_type=kinds.QInt8,
+        per_channel=True,
+        calibrate_method=quantization.CalibrationMethod[method],
+        calibration_cache_path=scratch / "ranges.json",
+        **settings,
+    )
 
 
 def _known(name: str, choices: dict[str, Any], what: str) -> Any:
@@ -126,24 +140,27 @@ def _prepared(model: Any, scratch: Path) -> Any:
     return prepared
 
 
-def _chosen(model: Any) -> tuple[list[str], list[str]]:
-    """Operator types to quantise, and names of nodes that stay in float nonetheless.
-
-    Products of two activations (attention) stay: ONNX Runtime would fuse the Softmax between them into a quantised one,
-    which puts ViT-Tiny's outputs 57 % off. Where there is attention or layer normalisation only the layers with weights
-    are quantised: residual sums and GELUs in eight bits add a 31 % error there, and a convolutional network none.
-    """
+def _every_type() -> set[str]:
     from onnxruntime.quantization.registry import QDQRegistry, QLinearOpsRegistry
 
+    return (set(QDQRegistry) | set(QLinearOpsRegistry)) - NOT_QUANTISED
+
+
+def _attention(model: Any) -> tuple[set[str], bool]:
+    """Names of products of two activations, which stay in float, and whether the network is a transformer.
+
+    ONNX Runtime would fuse the Softmax between such products into a quantised one, which puts ViT-Tiny's outputs 57 %
+    off. Where there is attention or layer normalisation only the layers with weights are quantised: residual sums and
+    GELUs in eight bits add a 31 % error there, and a convolutional network none.
+    """
     weights = {tensor.name for tensor in model.graph.initializer}
-    products = [n for n in model.graph.node if n.op_type in ("MatMul", "Gemm") and not weights & set(n.input[:2])]
-    transformer = products or any(node.op_type == "LayerNormalization" for node in model.graph.node)
-    types = LINEAR if transformer else (set(QDQRegistry) | set(QLinearOpsRegistry)) - NOT_QUANTISED
-    return sorted(types), [node.name for node in products]
+    products = [n for n in model.graph.node if n.op_type in LINEAR and n.input[1] not in weights]
+    attention = any(node.op_type in ("MatMul", "Gemm") for node in products)
+    return {n.name for n in products}, attention or any(n.op_type == "LayerNormalization" for n in model.graph.node)
 
 
-def _calibrated(scratch: Path, types: list[str], images: CalibrationImages, recipe: Recipe) -> dict[str, float]:
-    """Collect the ranges of all tensors into ranges.json; returns the lowest value of each."""
+def _calibrated(scratch: Path, types: Iterable[str], images: CalibrationImages, recipe: Recipe) -> Ranges:
+    """Collect the ranges of all tensors into ranges.json; returns the lowest and highest value of each."""
     from onnxruntime.quantization import CalibrationMethod
     from onnxruntime.quantization.calibrate import create_calibrator, save_tensors_data
 
@@ -151,7 +168,7 @@ def _calibrated(scratch: Path, types: list[str], images: CalibrationImages, reci
     percentile = {"percentile": float(recipe.options.get("percentile", PERCENTILE))} if method == "Percentile" else {}
     calibrator = create_calibrator(
         scratch / "prepared.onnx",
-        types,
+        sorted(types),
         str(scratch / "augmented.onnx"),
         calibrate_method=CalibrationMethod[method],
         extra_options=percentile,
@@ -159,22 +176,22 @@ def _calibrated(scratch: Path, types: list[str], images: CalibrationImages, reci
     for start in range(0, len(images), HISTOGRAM_BATCHES):
         end = min(start + HISTOGRAM_BATCHES, len(images))
         calibrator.collect_data(reader(images.feeds(start, end)))
-    ranges = calibrator.compute_data()
-    save_tensors_data(ranges, scratch / "ranges.json")
-    return {name: float(np.min(seen.range_value[0])) for name, seen in ranges.items()}
+    found = calibrator.compute_data()
+    save_tensors_data(found, scratch / "ranges.json")
+    return {name: (float(np.min(s.range_value[0])), float(np.max(s.range_value[1]))) for name, s in found.items()}
 
 
-def _extra_options(scheme: Scheme, lowest: dict[str, float]) -> dict[str, Any]:
+def _extra_options(scheme: Scheme, ranges: Ranges) -> dict[str, Any]:
     from onnxruntime.quantization import QuantType
 
     extra: dict[str, Any] = {
-        "ActivationSymmetric": scheme.activations == "S8",
+        "ActivationSymmetric": False,
         "WeightSymmetric": True,
         "QuantizeBias": scheme.quantise_bias,
     }
     if scheme.activations == "U8 or S8":
         signed = {"quant_type": QuantType.QInt8, "symmetric": True}
-        extra["TensorQuantOverrides"] = {name: [signed] for name, low in lowest.items() if low < 0}
+        extra["TensorQuantOverrides"] = {name: [signed] for name, (low, _) in ranges.items() if low < 0}
     return extra
 
 

@@ -1,0 +1,145 @@
+"""Q/DQ nodes where TensorRT fuses them: at the inputs of what computes in INT8, and nowhere else.
+
+Placement as NVIDIA recommends it for explicit quantisation (TensorRT developer guide, "Q/DQ placement"): convolutions,
+matrix products and average pools read quantised inputs; nothing stands between a convolution and the bias, activation
+or residual sum behind it; of such a sum the branch that isn't fused is quantised, so that the sum is a part of the
+convolution. onnxruntime's own tool puts a pair on a tensor for all its readers, which breaks those fusions.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+LINEAR = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+OBSERVED = (
+    *LINEAR,
+    "AveragePool",
+    "GlobalAveragePool",
+    "ReduceMean",
+    "Add",
+)  # the operators whose inputs' ranges `place` needs
+LARGEST = 127.0
+
+
+def place(model: Any, ranges: Mapping[str, tuple[float, float]], excluded: set[str], transformer: bool) -> None:
+    """Insert the pairs: symmetric, zero point 0, one scale per activation and per output channel of a weight.
+
+    `ranges` maps tensors to the lowest and highest value seen in calibration. Nodes named in `excluded` stay in float,
+    and so do the sums and pools of a transformer. Weights stay float32 in front of their pair: TensorRT 8 reads no
+    INT8 initializers.
+    """
+    graph = model.graph
+    weights = {tensor.name: tensor for tensor in graph.initializer}
+    chosen = [node for node in graph.node if node.op_type in LINEAR and node.name not in excluded]
+    wanted = [(node, 0) for node in chosen] + ([] if transformer else [*_pools(graph), *_residuals(graph)])
+    before: dict[str, list[Any]] = {}
+    for node, k in wanted:
+        low, high = ranges[node.input[k]]
+        before.setdefault(node.name, []).extend(_pair(graph, node, k, np.float32(max(-low, high))))
+    for node in chosen:
+        axis = _channel_axis(node, len(weights[node.input[1]].dims))
+        before[node.name].extend(_pair(graph, node, 1, _channel_peaks(weights[node.input[1]], axis), axis))
+    nodes = [new for node in graph.node for new in (*before.get(node.name, ()), node)]
+    del graph.node[:]
+    graph.node.extend(nodes)
+
+
+def _pools(graph: Any) -> Iterator[tuple[Any, int]]:
+    """Average pools, and the means over a whole image that end a network.
+
+    A mean whose input others read too gates channels (squeeze and excitation): that tensor stays float for the others.
+    """
+    readers = Counter(name for node in graph.node for name in node.input)
+    constants = {tensor.name: tensor for tensor in graph.initializer}
+    for node in graph.node:
+        last = readers[node.input[0]] == 1 if node.input else False
+        if node.op_type == "AveragePool" or (last and _means_image(node, constants)):
+            yield node, 0
+
+
+def _means_image(node: Any, constants: Mapping[str, Any]) -> bool:
+    import onnx
+
+    if node.op_type != "ReduceMean":
+        return bool(node.op_type == "GlobalAveragePool")
+    axes = next(([*a.ints] for a in node.attribute if a.name == "axes"), [])
+    if len(node.input) > 1 and node.input[1] in constants:  # from opset 18 on
+        axes = onnx.numpy_helper.to_array(constants[node.input[1]]).tolist()
+    return sorted(axes) in ([2, 3], [-2, -1])
+
+
+def _residuals(graph: Any) -> Iterator[tuple[Any, int]]:
+    """Sums that a convolution can take in, and which of their two inputs comes from the other branch."""
+    makers = {name: node for node in graph.node for name in node.output}
+    readers = Counter(name for node in graph.node for name in node.input)
+    depth = _depths(graph)
+    constants = {tensor.name for tensor in graph.initializer}
+    for node in graph.node:
+        if node.op_type != "Add" or constants & {*node.input} or node.input[0] == node.input[1]:
+            continue
+        fused = [
+            k
+            for k, name in enumerate(node.input)
+            if name in makers and makers[name].op_type == "Conv" and readers[name] == 1
+        ]
+        if fused:
+            # Where both branches end in a convolution, the longer one runs last and takes the sum in.
+            yield node, 1 - max(fused, key=lambda k: depth[node.input[k]])
+
+
+def _depths(graph: Any) -> dict[str, int]:
+    depth: dict[str, int] = {}
+    for node in graph.node:
+        reached = 1 + max((depth.get(name, 0) for name in node.input), default=0)
+        depth.update(dict.fromkeys(node.output, reached))
+    return depth
+
+
+def _channel_axis(node: Any, dimensions: int) -> int | None:
+    """The axis of a weight's output channels; None where one scale has to serve the whole weight."""
+    given = {attribute.name: attribute.i for attribute in node.attribute}
+    if node.op_type == "Gemm":
+        return 0 if given.get("transB") else 1
+    if node.op_type == "MatMul":
+        return 1 if dimensions == 2 else None
+    if node.op_type == "ConvTranspose":
+        return 1 if given.get("group", 1) == 1 else None
+    return 0
+
+
+def _channel_peaks(weight: Any, axis: int | None) -> Any:
+    import onnx
+
+    values = np.abs(onnx.numpy_helper.to_array(weight))
+    return values.max(axis=tuple(k for k in range(values.ndim) if k != axis) if axis is not None else None)
+
+
+def _pair(graph: Any, node: Any, k: int, peak: Any, axis: int | None = None) -> list[Any]:
+    """The two nodes between a tensor and the node that reads it as input k; a pair of its own for every reader.
+
+    Shared pairs would force one decision on all readers; TensorRT merges what is equal.
+    """
+    import onnx
+
+    name, read = node.input[k], f"{node.input[k]}_for_{node.name}_{k}"
+    scale, zero = f"{read}_scale", f"{read}_zero_point"
+    # A channel of zeros has no range, and a scale must be positive.
+    scales = np.where(peak > 0, peak, LARGEST).astype(np.float32) / np.float32(LARGEST)
+    graph.initializer.extend(
+        [
+            onnx.numpy_helper.from_array(np.asarray(scales), scale),
+            onnx.numpy_helper.from_array(np.zeros(np.shape(scales), np.int8), zero),
+        ]
+    )
+    node.input[k] = f"{read}_dequantised"
+    more = {} if axis is None else {"axis": axis}
+    return [
+        onnx.helper.make_node("QuantizeLinear", [name, scale, zero], [f"{read}_quantised"], f"{read}_quantise", **more),
+        onnx.helper.make_node(
+            "DequantizeLinear", [f"{read}_quantised", scale, zero], [node.input[k]], f"{read}_dequantise", **more
+        ),
+    ]
