@@ -1,0 +1,177 @@
+"""TensorRT and TensorRT-RTX: an ONNX file becomes an engine, built for the trial's shapes, precision and GPU.
+
+Where types come from is the route: `graph` (the ONNX file's own types, the way of every version), `flags` (builder
+flags on an FP32 graph) or `calibrator` (INT8 flags and TensorRT's own calibration); the last two end with TensorRT 10.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dyno.worker.backend import Backend, Session
+from dyno.worker.backends.onnx_precision import PREPARATION, converted
+from dyno.worker.backends.onnx_runtime import ONE_ADD
+from dyno.worker.backends.tensor_rt import library, profiles, settings
+from dyno.worker.backends.tensor_rt.build import build
+from dyno.worker.backends.tensor_rt.given import given
+from dyno.worker.backends.tensor_rt.settings import Settings
+from dyno.worker.calibration import NO_DATA
+from dyno.worker.spec import (
+    Artifact,
+    DataSpec,
+    Dims,
+    ModelSpec,
+    Option,
+    Recipe,
+    Runtime,
+    Tensor,
+    Trial,
+    Unavailable,
+    UserError,
+)
+
+ENGINES = (".engine", ".plan")
+
+
+class TensorRT(Backend):
+    """Builds and runs TensorRT engines, 8.6 to 11. Options: see `settings.Settings` and `run.TensorRTSession`."""
+
+    name = "tensorrt"
+    product = "tensorrt"
+    requires: tuple[str, ...] = ("tensorrt",)
+    precisions = ("fp32", "tf32", "fp16", "bf16", "int8", "fp8")
+    devices = ("cuda",)
+    options = (*settings.NAMES, *settings.RUNNING, *PREPARATION)
+
+    def refuse(self, trial: Trial) -> str:
+        """The base class's reasons, options and batches that can't be, int8 without data, a file of another format."""
+        if why := super().refuse(trial):
+            return why
+        file = trial.model.file
+        if file.endswith(ENGINES):
+            return ""
+        if file and not file.endswith(".onnx"):
+            return f"{self.name} reads .onnx, {' and '.join(ENGINES)} files, not {Path(file).name}"
+        if trial.precision in ("fp32", "tf32") and trial.model.precision not in ("", "fp32"):
+            return f"the file's graph is {trial.model.precision} already; give the fp32 file, or --precision"
+        try:
+            asked = Settings.of(trial.options)
+            if why := profiles.outside(asked.profile, trial.dims.batch) if trial.dims.batch else "":
+                return why
+            self._route(trial, asked)
+        except UserError as e:
+            return str(e)
+        return NO_DATA if trial.precision == "int8" != trial.model.precision and not trial.data.folder else ""
+
+    def _route(self, trial: Trial, asked: Settings) -> str:
+        """Where types come from; `auto` is the graph: which version will build isn't known here, and all read it."""
+        route = "graph" if asked.route == "auto" else asked.route
+        if route == "calibrator" and trial.precision != "int8":
+            raise UserError(f"route=calibrator is for int8, not {trial.precision}")
+        if route == "flags" and trial.precision in ("int8", "fp8") and trial.precision != trial.model.precision:
+            raise UserError(
+                f"route=flags has no ranges for {trial.precision}; give route=graph or, for int8, calibrator"
+            )
+        return "graph" if trial.precision in ("fp32", "tf32") else route
+
+    def recipe(self, trial: Trial) -> Recipe:
+        """ONNX to engine, built where it runs; a model that is an engine already stays the file it is.
+
+        A dynamic profile leaves the trial's batch out, so that all batches share one engine.
+        """
+        if trial.model.file.endswith(ENGINES):
+            dims = replace(trial.dims, batch=0)
+            return Recipe(self.name, "engine", trial.precision, trial.model, dims, runtime=trial.runtime)
+        asked = Settings.of(trial.options)
+        route = self._route(trial, asked)
+        parent = converted(trial if route == "graph" else replace(trial, precision="fp32"), "tensorrt")
+        options = replace(asked, route="auto" if route == "graph" else route).options()
+        data = None
+        if route == "calibrator":
+            if not trial.data.folder:
+                raise UserError(NO_DATA)
+            options |= {key: trial.options[key] for key in ("samples",) if key in trial.options}
+            data = DataSpec(trial.data.name, trial.data.folder, trial.data.sha256, split="calibration")
+        static = asked.profile == settings.STATIC
+        return Recipe(
+            maker=self.name,
+            format="engine",
+            precision=trial.precision,
+            model=trial.model,
+            dims=trial.dims if static else replace(trial.dims, batch=0),
+            options=options,
+            data=data,
+            parent=parent,
+            runtime=trial.runtime,
+        )
+
+    def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
+        """Build FOLDER/model.engine, or describe the model's own engine; see `build.build` for what can go wrong.
+
+        While it builds, FOLDER/stage says how far it is.
+        """
+        if recipe.model.file.endswith(ENGINES):
+            return given(self.product, recipe)
+        if parent is None:
+            raise UserError("an engine is built from an ONNX file: give one, or a PyTorch model")
+        stage = folder / "stage"
+        return build(
+            self.product, recipe, parent, folder, lambda text: _say(stage, f"build {recipe.precision}: {text}")
+        )
+
+    def load(self, trial: Trial, artifact: Artifact | None) -> Session:
+        """An execution context per slot, on the trial's GPU; see `run.TensorRTSession` for what can go wrong."""
+        from dyno.worker.backends.tensor_rt.run import TensorRTSession
+
+        return TensorRTSession(trial, artifact, self.product)
+
+    def probe(self) -> dict[str, Any]:
+        """Build y = x + x and run it where there is a GPU that the library takes."""
+        trt = library.load(self.product)
+        with tempfile.TemporaryDirectory() as scratch:
+            trial, parent = _one_add(self.name, Path(scratch))
+            made = build(self.product, self.recipe(trial), parent, Path(scratch))
+            gpu = made.made_by["gpu"]
+            detail = f"{gpu['model']}, compute capability {gpu['capability']}" if gpu else ""
+            try:
+                devices = ["cuda"] if _doubles(self.load(trial, made)) else []
+            except (Unavailable, UserError) as e:
+                devices, detail = [], f"builds engines but can't run them here: {e}"
+        return {"version": trt.__version__, "devices": devices, "detail": detail}
+
+
+class TensorRTRTX(TensorRT):
+    """The same for TensorRT-RTX, which builds without a GPU and runs on RTX ones."""
+
+    name = "tensorrt_rtx"
+    product = "tensorrt_rtx"
+    requires = ("tensorrt-rtx",)
+
+
+def _say(path: Path, text: str) -> None:
+    path.write_text(text)
+
+
+def _one_add(backend: str, folder: Path) -> tuple[Trial, Artifact]:
+    path = folder / "add.onnx"
+    path.write_bytes(ONE_ADD)
+    ends = (Tensor("x", "float32", ()),), (Tensor("y", "float32", ()),)
+    parent = Artifact("onnx", str(path), hashlib.sha256(ONE_ADD).hexdigest(), len(ONE_ADD), "fp32", *ends, 0.0)
+    options: dict[str, Option] = {"timing_cache": False}
+    runtime = Runtime(device="cuda:0")
+    return Trial(ModelSpec("add", f"file:{path}"), backend, "fp32", Dims(1, 0, 0), options, runtime=runtime), parent
+
+
+def _doubles(session: Session) -> bool:
+    session.bind({"x": np.asarray(2, np.float32)})
+    session.run()
+    session.wait()
+    right = bool(session.fetch()["y"] == 4)
+    session.close()
+    return right

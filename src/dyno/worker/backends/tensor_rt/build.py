@@ -1,0 +1,283 @@
+"""From an ONNX file to an engine: parse, fix shapes or add profiles, choose types, build, list the layers, check them.
+
+`model.engine` is a plain plan that trtexec loads too; `layers.json` lies beside it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dyno.worker.backends.tensor_rt import layers, library, profiles
+from dyno.worker.backends.tensor_rt.calibrator import calibrator, images_for
+from dyno.worker.backends.tensor_rt.settings import Settings
+from dyno.worker.backends.tensor_rt.timing import TimingCache
+from dyno.worker.gpu import Device
+from dyno.worker.spec import Artifact, Recipe, Tensor, Unavailable, UserError
+
+Tell = Callable[[str], None]
+INHERITED = ("parameters", "weights_sha256", "scheme", "target", "calibration", "check")
+SHOWN = 5  # so many names in a sentence, so many warnings in a record
+RTX_TIME = "TensorRT-RTX compiles its kernels on the device that runs them: this build time is no TensorRT build time"
+
+
+@dataclass
+class Build:
+    """What one build has at hand."""
+
+    trt: Any
+    log: Any
+    recipe: Recipe
+    parent: Artifact
+    folder: Path
+    settings: Settings
+    device: Device | None
+    builder: Any
+    network: Any
+    config: Any
+    typed: bool
+    shapes: list[profiles.Profile] = field(default_factory=list)
+    flags: list[str] = field(default_factory=list)
+
+    @property
+    def route(self) -> str:
+        """Where types come from: graph, flags or calibrator."""
+        return "graph" if self.settings.route == "auto" else self.settings.route
+
+
+def build(product: str, recipe: Recipe, parent: Artifact, folder: Path, tell: Tell | None = None) -> Artifact:
+    """Build the recipe's engine from the parent's ONNX file into FOLDER/model.engine.
+
+    `tell` is called with the phase the build is in, where the library says it. Raises `UserError` for a file, shapes or
+    options that can't be, and for an engine that isn't in the precision asked for (unless option `allow_mixed`);
+    `Unavailable` for what this version or machine lacks; `MemoryError`.
+    """
+    started = time.perf_counter()
+    with _opened(product, recipe, parent, folder) as job:
+        _parse(job)
+        job.shapes = profiles.profiles(job.settings.profile, _inputs(job), recipe.dims)
+        _set_shapes(job)
+        library.configure(job.trt, job.config, job.settings)
+        job.flags = library.allow_types(job.trt, job.config, recipe.precision, job.typed)
+        _calibrate(job)
+        timings = TimingCache.open(job.trt, job.config, _gpu(job).get("model", ""), job.settings.timing_cache)
+        plan, seconds = _built(job, tell or (lambda text: None))
+        timings.save(job.trt, job.config)
+        path = folder / "model.engine"
+        path.write_bytes(plan)
+        listed = _layers(job, path)
+        (folder / "layers.json").write_text(json.dumps(layers.as_json(listed), indent=1), encoding="utf-8")
+        made_by = _made_by(job, listed) | {"build_s": seconds, "timing_cache": timings.told(job.log)}
+        _hold_to(job, made_by)
+        inputs, outputs = _ends(job)
+    return Artifact(
+        format="engine",
+        path=str(path),
+        sha256=hashlib.sha256(plan).hexdigest(),
+        bytes=len(plan),
+        precision=recipe.precision,
+        inputs=inputs,
+        outputs=outputs,
+        seconds=time.perf_counter() - started,
+        parent_sha256=parent.sha256,
+        made_by=made_by,
+    )
+
+
+@contextmanager
+def _opened(product: str, recipe: Recipe, parent: Artifact, folder: Path) -> Iterator[Build]:
+    trt = library.load(product)
+    settings = Settings.of(recipe.options)
+    device = _device(trt, recipe.runtime.device)
+    log = library.Log(trt)
+    builder = trt.Builder(log)
+    typed = library.is_typed(trt, "graph" if settings.route == "auto" else settings.route)
+    network = library.new_network(trt, builder, typed)
+    config = builder.create_builder_config()
+    try:
+        yield Build(trt, log, recipe, parent, folder, settings, device, builder, network, config, typed)
+    finally:
+        if device is not None:
+            device.close()
+
+
+def _device(trt: Any, name: str) -> Device | None:
+    """The GPU to build on, or None where TensorRT-RTX builds without one."""
+    try:
+        return Device(name)
+    except Unavailable:
+        if library.is_rtx(trt):
+            return None
+        raise
+
+
+def _parse(job: Build) -> None:
+    path = Path(job.parent.path)
+    if not path.is_file():
+        raise UserError(f"the ONNX file {path} does not exist")
+    if not path.stat().st_size:
+        raise UserError(f"{path} is empty, not an ONNX file")
+    parser = job.trt.OnnxParser(job.network, job.log)
+    # By its path, so that weights in files beside it are found.
+    if not parser.parse_from_file(str(path)):
+        reason = library.parse_error(parser, job.log)
+        raise _failure(f"{library.title(job.trt)} can't read {path.name}: {reason}", reason)
+    if not job.network.num_outputs:
+        raise UserError(f"{path.name} has no outputs: it is not a whole ONNX file; export it again")
+
+
+def _inputs(job: Build) -> tuple[Tensor, ...]:
+    return tuple(_tensor(job, job.network.get_input(i)) for i in range(job.network.num_inputs))
+
+
+def _ends(job: Build) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """The engine's inputs and outputs."""
+    outputs = tuple(_tensor(job, job.network.get_output(i)) for i in range(job.network.num_outputs))
+    return _inputs(job), outputs
+
+
+def _tensor(job: Build, tensor: Any) -> Tensor:
+    """A tensor of the network; a free dimension has the name that the ONNX file gave it."""
+    told = {t.name: t.shape for t in (*job.parent.inputs, *job.parent.outputs)}.get(tensor.name, ())
+    sizes = [int(n) for n in tensor.shape]
+    names = [n if isinstance(n, str) and n else f"{tensor.name}_{axis}" for axis, n in enumerate(told)]
+    names += [f"{tensor.name}_{axis}" for axis in range(len(names), len(sizes))]
+    shape = tuple(size if size >= 0 else name for size, name in zip(sizes, names, strict=False))
+    return Tensor(tensor.name, library.dtype_name(tensor.dtype), shape)
+
+
+def _set_shapes(job: Build) -> None:
+    """Fix in the network what all profiles agree on; what is left free needs the profiles."""
+    for index in range(job.network.num_inputs):
+        tensor = job.network.get_input(index)
+        if tensor.is_shape_tensor:
+            raise UserError(
+                f"input {tensor.name!r} decides the shapes of others (a shape tensor); export it as a constant"
+            )
+        shape = profiles.fixed(job.shapes, tensor.name)
+        if tuple(tensor.shape) != shape:
+            tensor.shape = shape
+    if profiles.is_static(job.shapes):
+        return
+    for profile in job.shapes:
+        made = job.builder.create_optimization_profile()
+        for name, (low, opt, high) in profile.items():
+            made.set_shape(name, low, opt, high)
+        if job.config.add_optimization_profile(made) < 0:
+            raise UserError(f"TensorRT doesn't take the profile: {job.log.reason()}")
+
+
+def _calibrate(job: Build) -> None:
+    if job.route != "calibrator":
+        return
+    if job.device is None:
+        raise Unavailable("a calibrator needs a GPU")
+    (ends,) = job.shapes[0].values()
+    images = images_for(job.recipe, job.parent, ends[1])
+    # Held by the config from here on; kept alive by the build's own reference.
+    job.config.int8_calibrator = calibrator(job.trt, job.device, job.settings.calibrator, images, job.folder)
+
+
+def _built(job: Build, tell: Tell) -> tuple[bytes, float]:
+    """The serialised engine and the seconds it took."""
+    stop = threading.Event()
+    watched = library.watch(job.trt, job.config, tell, stop.is_set)
+    begin = time.perf_counter()
+    with _interruptible(stop, watched):
+        plan = job.builder.build_serialized_network(job.network, job.config)
+    seconds = time.perf_counter() - begin
+    if stop.is_set():
+        raise KeyboardInterrupt
+    if plan is None:
+        reason = job.log.reason()
+        raise _failure(f"{library.title(job.trt)} can't build {job.recipe.model.name}: {reason}", reason)
+    return bytes(plan), seconds
+
+
+@contextmanager
+def _interruptible(stop: threading.Event, watched: bool) -> Iterator[None]:
+    """Let an interrupt end the build.
+
+    The builder calls back into Python, and an exception there would tear the process down from inside the library. So
+    it is asked to stop where it can be; where it can't, the interrupt ends the process as it would a program in C.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, (lambda *_: stop.set()) if watched else signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _failure(sentence: str, reason: str) -> Exception:
+    return MemoryError(sentence) if library.MEMORY.search(reason) else UserError(sentence)
+
+
+def _layers(job: Build, path: Path) -> list[layers.Layer]:
+    if library.is_rtx(job.trt):
+        return layers.from_log(job.log.listing)
+    from dyno.worker.backends.tensor_rt.run import deserialised
+
+    _, engine = deserialised(job.trt, job.log, str(path))
+    return layers.inspect(job.trt, engine)
+
+
+def _made_by(job: Build, listed: Sequence[layers.Layer]) -> dict[str, Any]:
+    found = layers.summary(listed, job.recipe.precision)
+    inherited = {key: job.parent.made_by[key] for key in INHERITED if key in job.parent.made_by}
+    if "parameters" not in inherited and "engine_parameters" in found:
+        inherited["parameters"] = found["engine_parameters"]
+    rtx = library.is_rtx(job.trt)
+    return {
+        "backend": job.recipe.maker,
+        "route": job.route,
+        "typed": "strongly" if job.typed else "weakly",
+        "flags": job.flags,
+        "options": dict(job.recipe.options),
+        "profiles": profiles.as_text(job.shapes),
+        "versions": {library.INSTALL[job.trt.__name__]: job.trt.__version__},
+        "gpu": _gpu(job),
+        "warnings": _warnings(job),
+        "notes": [*([RTX_TIME] if rtx else []), *layers.notes(listed, job.recipe.precision)],
+        **inherited,
+        **found,
+    }
+
+
+def _gpu(job: Build) -> dict[str, str]:
+    return {"model": job.device.model, "capability": job.device.capability} if job.device else {}
+
+
+def _warnings(job: Build) -> list[str]:
+    """What the library warned of, each kind once."""
+    said = dict.fromkeys(" ".join(w.split())[:200] for w in job.log.warnings)
+    short = [w for w in said if not library.MEMORY.search(w)]
+    tactics = sum(bool(library.MEMORY.search(w)) for w in job.log.warnings)
+    found = (
+        [f"{tactics} tactics were left out for want of GPU memory; a larger workspace may be faster"] if tactics else []
+    )
+    return found + short[:SHOWN] + ([f"and {len(short) - SHOWN} more warnings"] if len(short) > SHOWN else [])
+
+
+def _hold_to(job: Build, made_by: dict[str, Any]) -> None:
+    """An engine that isn't what was asked for is an error; one whose types aren't told carries a warning."""
+    truth = made_by["precision_truth"]
+    if truth["ok"]:
+        return
+    known = set(made_by["layers_by_type"]) - {"unknown"}
+    if not known or job.settings.allow_mixed:
+        made_by["warnings"].insert(0, truth["sentence"])
+        return
+    wide = made_by.get("kept_float32", [])
+    names = f" ({', '.join(wide[:SHOWN])}{' …' if len(wide) > SHOWN else ''})" if wide else ""
+    raise UserError(f"{truth['sentence']}{names}; give allow_mixed=true to take the engine as it is")

@@ -1,0 +1,253 @@
+"""What a built engine is made of: its layers, their types and formats, in one form for every version.
+
+From the engine inspector's JSON where the engine can be deserialised; else (TensorRT-RTX, which builds without a GPU)
+from the listing that a verbose build ends with.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dyno.worker.spec import UserError
+from dyno.worker.truth import NOTEWORTHY, precision_truth, why_not_faster
+
+ENGINE = "TensorRT"
+# A type by the words for it in "Thirty-two wide channel vectorized row major Int8 format", "Half", "FP16"…
+DTYPES = {
+    "bfloat16": "BF16|BFloat16",
+    "float16": "FP16|Half|Float16",
+    "float8": "FP8|Float8|E4M3",
+    "float4": "FP4|E2M1",
+    "uint8": "UInt8",
+    "int8": "Int8",
+    "int4": "Int4",
+    "int64": "Int64",
+    "int32": "Int32",
+    "bool": "Bool",
+    "float32": "FP32|Float32|Float|TF32",
+}
+BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "float8": 8, "int8": 8, "int4": 4, "float4": 4}
+COMPUTE = re.compile(
+    r"conv|correlation|gemm|matmul|matrix_?multiply|fullyconnected|mha|attention|lstm|gru|rnn|einsum|moe", re.I
+)
+# The compiler names a fused kernel by what it does: __myl_FcAdd_myl0_25, __myl_CastMulConv…
+KERNEL = re.compile(r"^__my[el]l?\w*?_([A-Z][A-Za-z0-9]*)_my")
+COMPUTE_PARTS = {"Fc", "Mm", "Bmm", "Gemm", "Conv", "Corr", "Mha", "Attn", "Dot", "Einsum"}
+MOVING_PARTS = {"Move", "Mov", "Tran", "Cast", "Resh", "Copy"}
+OPAQUE = re.compile("myelin|foreign", re.I)  # a whole subgraph in one layer, in versions that don't open it
+
+
+@dataclass(frozen=True)
+class Port:
+    """One tensor that a layer reads or writes; -1 is a dimension that the run decides."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    format: str
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Type and number of a layer's weights."""
+
+    dtype: str
+    count: int
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer of the engine; `nodes` are the ONNX nodes it came from, where the library says."""
+
+    name: str
+    type: str
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    tactic: str
+    weights: Weights | None = None
+    bias: Weights | None = None
+    nodes: tuple[str, ...] = ()
+
+    @property
+    def computes(self) -> bool:
+        """Convolutions, matrix products, attention and the like."""
+        if COMPUTE.search(self.type):
+            return True
+        return bool(COMPUTE_PARTS & set(self._parts))
+
+    @property
+    def moves(self) -> bool:
+        """Whether it only changes types or layouts."""
+        parts = self._parts
+        return "reformat" in self.type.lower() or (bool(parts) and set(parts) <= MOVING_PARTS)
+
+    @property
+    def _parts(self) -> list[str]:
+        found = KERNEL.match(self.name)
+        return re.findall("[A-Z][a-z0-9]*", found[1]) if found else []
+
+    @property
+    def computed_in(self) -> str:
+        """The type it multiplies in: its input's or its weights', whichever is wider, as a kernel that reads two types
+        converts the narrower one; `unknown` for a subgraph that the library doesn't open."""
+        if OPAQUE.search(self.type):
+            return "unknown"
+        told = [port.dtype for port in self.inputs[:1]] + ([self.weights.dtype] if self.weights else [])
+        known = [kind for kind in told if kind in BITS]
+        return max(known, key=lambda kind: BITS[kind]) if known else (told[0] if told and told[0] else "unknown")
+
+
+def inspect(trt: Any, engine: Any) -> list[Layer]:
+    """The layers of a deserialised engine; complete where it was built with detailed profiling verbosity, as here."""
+    text = engine.create_engine_inspector().get_engine_information(trt.LayerInformationFormat.JSON)
+    return from_json(text)
+
+
+def from_json(text: str) -> list[Layer]:
+    """The engine inspector's JSON. A layer of which only the name is told has the type ""."""
+    try:
+        listed = json.loads(text).get("Layers", [])
+    except ValueError as e:
+        raise UserError(f"the engine's layer information is not JSON ({e})") from e
+    return [_layer(one) if isinstance(one, dict) else Layer(str(one), "", (), (), "") for one in listed]
+
+
+def _layer(told: dict[str, Any]) -> Layer:
+    return Layer(
+        name=str(told.get("Name", "")),
+        type=str(told.get("LayerType", "")),
+        inputs=tuple(map(_port, told.get("Inputs") or ())),
+        outputs=tuple(map(_port, told.get("Outputs") or ())),
+        tactic=str(told.get("TacticName") or told.get("TacticValue") or ""),
+        weights=_weights(told.get("Weights")) or _largest(map(_port, told.get("Constants") or ())),
+        bias=_weights(told.get("Bias")),
+        nodes=_nodes(str(told.get("Metadata", ""))),
+    )
+
+
+def _port(told: dict[str, Any]) -> Port:
+    described = str(told.get("Format/Datatype", told.get("Format", "")))
+    dtype = str(told.get("Datatype", "")) or described
+    return Port(str(told.get("Name", "")), tuple(told.get("Dimensions", ())), dtype_of(dtype), described)
+
+
+def _weights(told: Any) -> Weights | None:
+    if not isinstance(told, dict) or not told.get("Count"):
+        return None
+    return Weights(dtype_of(str(told.get("Type", ""))), int(told["Count"]))
+
+
+def dtype_of(text: str) -> str:
+    """The type that a description of a format names, as NumPy calls it; "" when it names none."""
+    return next((name for name, words in DTYPES.items() if re.search(rf"(?<![a-zA-Z])({words})\b", text, re.I)), "")
+
+
+def _nodes(metadata: str) -> tuple[str, ...]:
+    return tuple(re.findall(r"\[ONNX Layer: (.*?)\](?=\[|$|\x1e|\s)", metadata))
+
+
+def from_log(text: str) -> list[Layer]:
+    """The listing in the verbose log of a build: one `Name: …, LayerType: …, Inputs: [ … ]` a line."""
+    return [_logged(line) for line in text.splitlines() if line.startswith("Name: ") and ", LayerType: " in line]
+
+
+LINE = re.compile(
+    r"Name: (?P<name>.*?), LayerType: (?P<type>[^,]*), Inputs: \[(?P<inputs>.*?)\], "
+    r"(?:Constants: \[(?P<constants>.*?)\], )?"
+    r"Outputs: \[(?P<outputs>.*?)\], TacticName: (?P<tactic>.*?), StreamId: .*?(?:Metadata: (?P<metadata>.*))?$"
+)
+PORT = re.compile(
+    r"\{ Name: (?P<name>.*?), Dimensions: \[(?P<shape>[^\]]*)\],.*?"
+    r"Datatype: (?P<dtype>\w+), Format: (?P<format>[^}]*)\}"
+)
+
+
+def _logged(line: str) -> Layer:
+    found = LINE.match(line)
+    if found is None:
+        return Layer(line.removeprefix("Name: ").partition(", LayerType: ")[0], "", (), (), "")
+    return Layer(
+        name=found["name"],
+        type=found["type"],
+        inputs=_ports(found["inputs"]),
+        outputs=_ports(found["outputs"]),
+        tactic=found["tactic"],
+        weights=_largest(_ports(found["constants"] or "")),
+        nodes=_nodes(found["metadata"] or ""),
+    )
+
+
+def _ports(text: str) -> tuple[Port, ...]:
+    return tuple(
+        Port(
+            one["name"],
+            tuple(int(n) for n in one["shape"].split(",") if n.strip().lstrip("-").isdigit()),
+            dtype_of(one["dtype"]),
+            one["format"].strip(),
+        )
+        for one in PORT.finditer(text)
+    )
+
+
+def _largest(constants: Iterable[Port]) -> Weights | None:
+    """The largest constant with more than one dimension above 1: scales, biases and scalars are no weights."""
+    many = [port for port in constants if sum(size > 1 for size in port.shape) > 1]
+    best = max(many, key=lambda port: math.prod(port.shape), default=None)
+    return Weights(best.dtype, math.prod(best.shape)) if best else None
+
+
+def compute(listed: Sequence[Layer]) -> list[Layer]:
+    """Convolutions, matrix products and the like, opaque subgraphs too; all layers of an engine that has none."""
+    return [layer for layer in listed if layer.computes or OPAQUE.search(layer.type)] or list(listed)
+
+
+def by_type(listed: Sequence[Layer]) -> dict[str, int]:
+    """Compute layers by the type they run in."""
+    return dict(Counter(layer.computed_in for layer in compute(listed) if layer.type))
+
+
+def kept_wide(listed: Sequence[Layer]) -> list[str]:
+    """Names of the compute layers that stayed in float32."""
+    return [layer.name for layer in compute(listed) if layer.computed_in == "float32"]
+
+
+def summary(listed: Sequence[Layer], asked: str) -> dict[str, Any]:
+    """Facts of a record: `layers`, `layers_by_type`, `reformats`, `operators`, `precision_truth`.
+
+    Also `kept_float32` where a lower precision was asked for, and `engine_parameters` (weights and biases) where the
+    library counts them.
+    """
+    found: dict[str, Any] = {
+        "layers": len(listed),
+        "layers_by_type": by_type(listed),
+        "reformats": sum(layer.moves for layer in listed),
+        "operators": dict(Counter(layer.type for layer in listed if layer.type).most_common()),
+        "precision_truth": precision_truth(asked, by_type(listed), ENGINE),
+    }
+    if asked not in ("fp32", "tf32"):
+        found["kept_float32"] = kept_wide(listed)
+    # Only the older inspectors count weights and biases; constants of a listing are padded for the kernel.
+    counted = [one.count for layer in listed if layer.bias for one in (layer.weights, layer.bias) if one]
+    if counted:
+        found["engine_parameters"] = sum(counted)
+    return found
+
+
+def notes(listed: Sequence[Layer], asked: str) -> list[str]:
+    """Sentences about what keeps the engine from being faster."""
+    said = why_not_faster(asked, [(layer.type, layer.computed_in) for layer in compute(listed)], {}, ())
+    moving = sum(layer.moves for layer in listed)
+    if moving > NOTEWORTHY * len(listed):
+        said.append(f"{moving} of {len(listed)} layers only change types or layouts")
+    return said
+
+
+def as_json(listed: Sequence[Layer]) -> list[dict[str, Any]]:
+    """The layers for layers.json."""
+    return [asdict(layer) for layer in listed]

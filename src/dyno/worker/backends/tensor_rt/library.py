@@ -1,0 +1,305 @@
+"""TensorRT 8.6, 10 and 11 and TensorRT-RTX: one place for everything in which they differ.
+
+The rest of the package asks here by what it wants; what a version lacks is `Unavailable` with the version's name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+from dyno.worker.backends.tensor_rt.settings import Settings
+from dyno.worker.spec import Unavailable, UserError
+
+NAMES = {"tensorrt": "TensorRT", "tensorrt_rtx": "TensorRT-RTX"}  # by module
+INSTALL = {"tensorrt": "tensorrt", "tensorrt_rtx": "tensorrt-rtx"}
+MEMORY = re.compile("out of ?memory|bad_alloc|MemoryAllocation|cudaError 2:|insufficient memory", re.IGNORECASE)
+NO_DRIVER = re.compile(
+    "cudaError (35|100):"
+)  # RTX builds without a GPU, and reports beside every error that none is there
+# What a builder of weakly typed networks may use for a precision; 8-bit networks keep layers that can't be quantised.
+FLAGS = {"fp16": ("FP16",), "bf16": ("BF16",), "int8": ("INT8", "FP16"), "fp8": ("FP8", "FP16")}
+# TensorRT 8 may call these three; newer ones don't by default, and a library less to load is memory and time saved.
+EXTERNAL_TACTICS = ("CUBLAS", "CUBLAS_LT", "CUDNN")
+TYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "FP8": "float8", "FP4": "float4"}
+
+
+@lru_cache(maxsize=2)
+def load(product: str) -> Any:
+    """The library's module (`tensorrt` or `tensorrt_rtx`); `Unavailable` says what to install."""
+    flags = sys.getdlopenflags()
+    # TensorRT 8's plugin library names functions of cuBLAS and cuDNN that are never called here.
+    sys.setdlopenflags(os.RTLD_LAZY)
+    try:
+        return importlib.import_module(product)
+    except ImportError as e:
+        if e.name == product:
+            raise Unavailable(
+                f"{INSTALL[product]} is not installed in this Python; pip install {INSTALL[product]}"
+            ) from e
+        reason = " ".join(str(e).split())[:200]
+        raise Unavailable(f"{product} can't be imported ({reason}); is its folder of libraries on the path?") from e
+    finally:
+        sys.setdlopenflags(flags)
+
+
+def title(trt: Any) -> str:
+    """What a reader calls it, e.g. `TensorRT 8.6.0`."""
+    return f"{NAMES[trt.__name__]} {trt.__version__}"
+
+
+def is_rtx(trt: Any) -> bool:
+    """TensorRT-RTX builds without a GPU and compiles kernels on the device that runs the engine."""
+    return bool(trt.__name__ == "tensorrt_rtx")
+
+
+class Log:
+    """What the library said: `Log(trt)` is its logger, emptied.
+
+    All builders, parsers and runtimes of a process share the first logger given, so there is one for each library.
+    `errors` and `warnings` are kept in order; `listing` is the layer listing of the last build, where the library logs
+    one; `timed` counts the tactics it timed. Nothing is printed.
+    """
+
+    errors: list[str]
+    warnings: list[str]
+    listing: str
+    timed: int
+
+    def __new__(cls, trt: Any) -> Any:
+        """The library's one logger, emptied."""
+        log = _logger(trt)
+        log.clear()
+        return log
+
+
+@lru_cache(maxsize=2)
+def _logger(trt: Any) -> Any:
+    severity = trt.ILogger.Severity
+    grave = (severity.INTERNAL_ERROR, severity.ERROR)
+
+    class Logger(trt.ILogger):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+            self.clear()
+
+        def clear(self) -> None:
+            self.errors: list[str] = []
+            self.warnings: list[str] = []
+            self.listing, self.timed = "", 0
+
+        def log(self, level: Any, message: str) -> None:
+            if level in grave:
+                self.errors.append(message)
+            elif level == severity.WARNING:
+                self.warnings.append(message)
+            elif message.startswith("Layers:"):
+                self.listing = message
+            elif message.startswith("Tactic") and " Time: " in message:
+                self.timed += 1
+
+        def reason(self) -> str:
+            return reason(self.errors)
+
+    return Logger()
+
+
+def reason(errors: list[str]) -> str:
+    """One line from an action's errors: the first that tells of memory, else the first, which caused the others."""
+    told = [e for e in errors if not NO_DRIVER.search(e)] or errors
+    first = next((e for e in told if MEMORY.search(e)), told[0] if told else "the library gave no reason")
+    text = " ".join(first.split())
+    text = re.sub(r"^(\d+: )?(\[\S+\] )?(I\w+::\w+: )?(Error Code \d+: )?", "", text)  # where in its sources, and codes
+    text = re.sub(r"\.? ?In \w+ at \S+?:\d+", "", text)
+    return text[:300]
+
+
+def new_network(trt: Any, builder: Any, typed: bool) -> Any:
+    """An empty network: strongly typed (types are the graph's) where that is asked for, batch explicit in all."""
+    known = trt.NetworkDefinitionCreationFlag
+    flags = 0
+    if typed:
+        flags |= 1 << int(known.STRONGLY_TYPED)
+    if hasattr(known, "EXPLICIT_BATCH"):  # before TensorRT 10 it had to be asked for; from 11 on it can't be
+        flags |= 1 << int(known.EXPLICIT_BATCH)
+    return builder.create_network(flags)
+
+
+def is_typed(trt: Any, route: str) -> bool:
+    """Whether a network of that route is strongly typed: TensorRT 8 has none, and flags need one that isn't."""
+    return route == "graph" and hasattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED")
+
+
+def allow_types(trt: Any, config: Any, precision: str, typed: bool) -> list[str]:
+    """Set the builder's flags for a precision and return their names; TF32 is off unless it is what was asked for.
+
+    `Unavailable` where the version has no such flag, or can't compute in it.
+    """
+    flag = trt.BuilderFlag
+    config.clear_flag(flag.TF32)
+    if precision == "tf32":
+        config.set_flag(flag.TF32)
+        return ["TF32"]
+    wanted = () if typed else FLAGS.get(precision, ())
+    if not typed and precision == "fp8" and _major(trt) < 9:
+        raise Unavailable(f"{title(trt)} has no fp8; TensorRT 9 or newer has, on GPUs of compute capability 8.9 on")
+    for name in wanted:
+        if not hasattr(flag, name):
+            other = "" if _major(trt) < 9 and not is_rtx(trt) else "; give route=graph"
+            raise Unavailable(f"{title(trt)} has no builder flag for {name.lower()}{other}")
+        config.set_flag(getattr(flag, name))
+    return list(wanted)
+
+
+def _major(trt: Any) -> int:
+    # RTX counts its own versions, and began where TensorRT 10 was.
+    return 10 if is_rtx(trt) else int(trt.__version__.split(".")[0])
+
+
+def configure(trt: Any, config: Any, settings: Settings) -> None:
+    """Set everything of the builder that is neither types nor shapes."""
+    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+    config.builder_optimization_level = settings.optimization
+    if settings.workspace_mb:
+        config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, settings.workspace_mb << 20)
+    _tactics(trt, config, settings.tactics)
+    wanted = {
+        "VERSION_COMPATIBLE": settings.version_compatible,
+        "REFIT": settings.refit,
+        "WEIGHT_STREAMING": settings.weight_streaming,
+    }
+    for name in (name for name, asked in wanted.items() if asked):
+        if not hasattr(trt.BuilderFlag, name):
+            raise Unavailable(f"{title(trt)} has no {name.lower()}")
+        config.set_flag(getattr(trt.BuilderFlag, name))
+    if settings.hardware_compatible:
+        config.hardware_compatibility_level = _compatibility(trt, settings.hardware_compatible)
+    if hasattr(trt, "PreviewFeature") and hasattr(trt.PreviewFeature, "PROFILE_SHARING_0806"):
+        # Several contexts of one dynamic engine; newer versions do so unasked.
+        config.set_preview_feature(trt.PreviewFeature.PROFILE_SHARING_0806, True)
+
+
+def _tactics(trt: Any, config: Any, asked: str) -> None:
+    known = dict(trt.TacticSource.__members__)
+    if asked:
+        chosen = [] if asked == "none" else asked.upper().split("+")
+        if unknown := [name for name in chosen if name not in known]:
+            names = ", ".join(known)
+            raise UserError(f"{title(trt)} has no tactic source {unknown[0]}; it has {names} (or none)")
+        config.set_tactic_sources(sum(1 << int(known[name]) for name in chosen))
+    elif _major(trt) < 10:
+        external = sum(1 << int(known[name]) for name in EXTERNAL_TACTICS if name in known)
+        config.set_tactic_sources(config.get_tactic_sources() & ~external)
+
+
+def _compatibility(trt: Any, asked: str) -> Any:
+    known = dict(trt.HardwareCompatibilityLevel.__members__)
+    if asked.upper() not in known:
+        names = ", ".join(name.lower() for name in known)
+        raise UserError(f"{title(trt)} has no hardware compatibility level {asked!r}; it has {names}")
+    return known[asked.upper()]
+
+
+def calibrator_class(trt: Any, method: str) -> Any:
+    """The library's calibrator of that method (entropy, minmax); `Unavailable` from TensorRT 11 on and in RTX."""
+    name = {"entropy": "IInt8EntropyCalibrator2", "minmax": "IInt8MinMaxCalibrator"}[method]
+    if not hasattr(trt, name):
+        raise Unavailable(f"{title(trt)} has no calibrator; give route=graph")
+    return getattr(trt, name)
+
+
+def watch(trt: Any, config: Any, tell: Callable[[str], None], stopped: Callable[[], bool]) -> bool:
+    """Say how far the build is and end it when `stopped`; False where the library can't (before TensorRT 10)."""
+    if not hasattr(trt, "IProgressMonitor"):
+        return False
+
+    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.IProgressMonitor.__init__(self)
+            self.steps: dict[str, int] = {}
+
+        def phase_start(self, phase: str, parent: str | None, steps: int) -> None:
+            self.steps[phase] = steps
+            tell(phase)
+
+        def step_complete(self, phase: str, step: int) -> bool:
+            tell(f"{phase} {step + 1}/{self.steps.get(phase, 0)}")
+            return not stopped()
+
+        def phase_finish(self, phase: str) -> None:
+            self.steps.pop(phase, None)
+
+    monitor = Monitor()
+    config.progress_monitor = monitor
+    return True
+
+
+def parse_error(parser: Any, log: Any) -> str:
+    """Why the parser gave up, in one line that names the node and its operator where it was at one."""
+    if not parser.num_errors:
+        return str(log.reason())
+    error, said = parser.get_error(0), "\n".join(log.errors)
+    text = " ".join(str(error.desc()).split())
+    at = re.search(r'While parsing node number (\d+) \[(\w+)(?: -> "([^"]*)")?', said)
+    if at is None:
+        return text[:300]
+    name = re.search(r'Node name: (.*)|^(?:.*\s)?name: "([^"]*)"', said, re.MULTILINE)
+    node = next((part for part in (name.groups() if name else ()) if part), "") or f"number {at[1]}"
+    if re.search("UNSUPPORTED_NODE$", str(error.code())) or "Plugin not found" in text or text == "false":
+        return f"it has no operator {at[2]} as node {node!r} wants it"
+    return f"node {node!r} ({at[2]}): {text[:200]}"
+
+
+def dtype_name(kind: Any) -> str:
+    """A tensor's type as NumPy calls it, e.g. float16; types that NumPy lacks by their usual name."""
+    return TYPES.get(kind.name, kind.name.lower())
+
+
+def timing_cache(trt: Any, config: Any, content: bytes) -> Any:
+    """A timing cache with that content set in the config, or None where it doesn't fit or the library keeps none."""
+    if is_rtx(trt):
+        return None
+    cache = config.create_timing_cache(content)
+    return cache if cache is not None and config.set_timing_cache(cache, False) else None
+
+
+def new_runtime(trt: Any, log: Any) -> Any:
+    """A runtime that also takes version-compatible engines, which bring code of their own."""
+    runtime = trt.Runtime(log)
+    if hasattr(runtime, "engine_host_code_allowed"):
+        runtime.engine_host_code_allowed = True
+    return runtime
+
+
+def device_memory(engine: Any) -> int:
+    """Bytes of scratch memory that one execution context needs."""
+    name = "device_memory_size_v2" if hasattr(engine, "device_memory_size_v2") else "device_memory_size"
+    return int(getattr(engine, name))
+
+
+def output_allocator(trt: Any, device: Any) -> Any:
+    """Gives an output whose size only the run can tell its memory; `address` and `shape` are those of the last run."""
+
+    class Allocator(trt.IOutputAllocator):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.IOutputAllocator.__init__(self)
+            self.address, self.size = 0, 0
+            self.shape: tuple[int, ...] = ()
+
+        def reallocate_output(self, name: str, memory: int, size: int, alignment: int) -> int:
+            if size > self.size or not self.address:
+                self.address, self.size = device.allocate(max(size, 1)), size
+            return self.address
+
+        def reallocate_output_async(self, name: str, memory: int, size: int, alignment: int, stream: int) -> int:
+            return self.reallocate_output(name, memory, size, alignment)
+
+        def notify_shape(self, name: str, shape: Any) -> None:
+            self.shape = tuple(int(n) for n in shape)
+
+    return Allocator()

@@ -1,0 +1,148 @@
+"""Shapes of an engine: static, or optimisation profiles of min, opt and max.
+
+Text forms: `static` (the trial's own shapes), a batch range `1:8:16` (min:opt:max; `8` is `8:8:8`), or shapes
+`x:1x3x224x224,8x3x224x224,16x3x224x224` (min,opt,max; one shape for all three), `;` between inputs. `|` stands between
+profiles in either form.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from dyno.worker.backends.tensor_rt.settings import STATIC
+from dyno.worker.shapes import Shape, static_shapes
+from dyno.worker.spec import Dims, Tensor, UserError
+
+Range = tuple[Shape, Shape, Shape]
+Profile = dict[str, Range]
+BATCHES = re.compile(r"\d+(:\d+)*")
+SHAPE = re.compile(r"\d+(x\d+)*")
+
+
+def profiles(text: str, inputs: Sequence[Tensor], dims: Dims) -> list[Profile]:
+    """The profiles that the text asks for, with a range for every input.
+
+    Sizes the text leaves open come from `dims`, a free batch (`dims.batch` 0) from the file's own. Raises `UserError`
+    for text that is no profile, min > opt or opt > max, the wrong rank, an unknown input, a fixed dimension given
+    another size.
+    """
+    if text == STATIC:
+        return [_static(inputs, dims)]
+    found = []
+    for part in text.split("|"):
+        batches = batch_range(part)
+        found.append(_of_batches(batches, inputs, dims) if batches else _of_shapes(part, inputs, dims))
+    return found
+
+
+def batch_range(text: str) -> tuple[int, int, int] | None:
+    """Min, opt and max of one profile in the batch form, None for the other forms."""
+    if not BATCHES.fullmatch(text):
+        return None
+    sizes = [int(size) for size in text.split(":")]
+    if len(sizes) == 1:
+        sizes *= 3
+    if len(sizes) != 3:
+        raise UserError(f"profile {text!r} is not MIN:OPT:MAX, three batches such as 1:8:16")
+    low, opt, high = sizes
+    if not 1 <= low <= opt <= high:
+        raise UserError(f"profile {text!r} is out of order: it must be 1 <= min <= opt <= max")
+    return low, opt, high
+
+
+def outside(text: str, batch: int) -> str:
+    """One line why no profile of the text takes the batch, or "" when one does or only the engine can tell. Pure."""
+    if text == STATIC:
+        return ""
+    ranges = [batch_range(part) for part in text.split("|")]
+    known = [r for r in ranges if r is not None]
+    if len(known) < len(ranges) or any(low <= batch <= high for low, _, high in known):
+        return ""
+    allowed = " or ".join(str(low) if low == high else f"{low} to {high}" for low, _, high in known)
+    return f"batch {batch} is outside the engine's profile (batches {allowed})"
+
+
+def fixed(found: Sequence[Profile], name: str) -> tuple[int, ...]:
+    """The input's shape as the network has it: a size where all profiles agree on one, -1 where they don't."""
+    ends = [shape for profile in found for shape in profile[name]]
+    return tuple(sizes[0] if len(set(sizes)) == 1 else -1 for sizes in zip(*ends, strict=True))
+
+
+def is_static(found: Sequence[Profile]) -> bool:
+    """Whether every size is fixed, so that the engine needs no profile."""
+    return all(-1 not in fixed(found, name) for name in found[0])
+
+
+def as_text(found: Sequence[Profile]) -> list[dict[str, list[list[int]]]]:
+    """The profiles for a record: min, opt and max by input."""
+    return [{name: [list(shape) for shape in ends] for name, ends in profile.items()} for profile in found]
+
+
+def _static(inputs: Sequence[Tensor], dims: Dims) -> Profile:
+    if not dims.batch:
+        dims = replace(dims, batch=_own_batch(inputs, dims))
+    return {name: (shape, shape, shape) for name, shape in static_shapes(inputs, dims).items()}
+
+
+def _own_batch(inputs: Sequence[Tensor], dims: Dims) -> int:
+    for tensor in inputs:
+        if tensor.shape and tensor.name not in dims.shapes and isinstance(tensor.shape[0], str):
+            raise UserError(
+                f"the batch of {tensor.name!r} is free: say which one, or a range MIN:OPT:MAX such as 1:8:16"
+            )
+    return next((int(t.shape[0]) for t in inputs if t.shape and t.name not in dims.shapes), 1)
+
+
+def _of_batches(batches: tuple[int, int, int], inputs: Sequence[Tensor], dims: Dims) -> Profile:
+    low, opt, high = (static_shapes(inputs, replace(dims, batch=batch)) for batch in batches)
+    return {name: (low[name], opt[name], high[name]) for name in opt}
+
+
+def _of_shapes(text: str, inputs: Sequence[Tensor], dims: Dims) -> Profile:
+    given = dict(_named(part) for part in text.split(";"))
+    names = ", ".join(tensor.name for tensor in inputs)
+    if unknown := next((name for name in given if name not in {t.name for t in inputs}), None):
+        raise UserError(f"the model has no input {unknown!r}; its inputs: {names}")
+    return {tensor.name: _checked(tensor, given.get(tensor.name) or _only(tensor)) for tensor in inputs}
+
+
+def _named(part: str) -> tuple[str, Range]:
+    name, _, shapes = part.rpartition(":")
+    found = [tuple(map(int, s.split("x"))) for s in shapes.split(",") if SHAPE.fullmatch(s)]
+    if not name or len(found) != shapes.count(",") + 1 or len(found) not in (1, 3):
+        raise UserError(
+            f"profile {part!r} is neither MIN:OPT:MAX batches nor NAME:MIN,OPT,MAX shapes like x:1x3,8x3,16x3"
+        )
+    low, opt, high = found if len(found) == 3 else found * 3
+    return name, (low, opt, high)
+
+
+def _only(tensor: Tensor) -> Range:
+    shape = tuple(size for size in tensor.shape if isinstance(size, int))
+    if len(shape) < len(tensor.shape):
+        raise UserError(f"no shape is given for input {tensor.name!r}, which is {_text(tensor.shape)}")
+    return shape, shape, shape
+
+
+def _checked(tensor: Tensor, ends: Range) -> Range:
+    for shape in ends:
+        if len(shape) != len(tensor.shape):
+            raise UserError(
+                f"input {tensor.name!r} has {len(tensor.shape)} dimensions, {_text(shape)} has {len(shape)}"
+            )
+        if any(isinstance(own, int) and own != size for own, size in zip(tensor.shape, shape, strict=True)):
+            raise UserError(
+                f"the file has input {tensor.name!r} fixed at {_text(tensor.shape)}, not {_text(shape)}; "
+                "export it again with --batch dynamic"
+            )
+    low, opt, high = ends
+    if not all(1 <= a <= b <= c for a, b, c in zip(low, opt, high, strict=True)):
+        wrong = ",".join(map(_text, ends))
+        raise UserError(f"profile {tensor.name}:{wrong} is out of order: it must be 1 <= min <= opt <= max everywhere")
+    return ends
+
+
+def _text(shape: Sequence[int | str]) -> str:
+    return "x".join(str(size) for size in shape)

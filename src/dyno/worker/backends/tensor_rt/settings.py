@@ -1,0 +1,84 @@
+"""The options of a trial that shape its engine: what each may be, and what it is when nobody says."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dyno.worker.spec import Option, UserError
+
+RUNNING = ("graph", "slots")  # options of the runner: the same engine whatever they are
+ROUTES = ("auto", "graph", "flags", "calibrator")
+CALIBRATORS = ("entropy", "minmax")
+STATIC = "static"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How an engine is built, with the defaults.
+
+    `profile`: see `profiles`. `optimization` 0-5 is the builder's level, `workspace_mb` its scratch memory (0: all the
+    GPU has), `tactics` its tactic sources joined by `+` ("": the default of TensorRT 10, `none`: none of them).
+    `route` says where types come from: the graph, builder flags, or flags and a calibrator. `build` tells builds apart
+    that are otherwise the same.
+    """
+
+    profile: str = STATIC
+    optimization: int = 3
+    workspace_mb: int = 0
+    tactics: str = ""
+    timing_cache: bool = True
+    version_compatible: bool = False
+    hardware_compatible: str = ""
+    refit: bool = False
+    weight_streaming: bool = False
+    route: str = "auto"
+    calibrator: str = "entropy"
+    allow_mixed: bool = False
+    build: int = 0
+
+    @classmethod
+    def of(cls, options: Mapping[str, Option]) -> Settings:
+        """The settings among a trial's or a recipe's options; a value that can't be is a `UserError`."""
+        found: dict[str, Any] = {}
+        for field in dataclasses.fields(cls):
+            if field.name in options:
+                found[field.name] = _typed(field.name, options[field.name], field.default)
+        made = cls(**found)
+        _among("route", made.route, ROUTES)
+        _among("calibrator", made.calibrator, CALIBRATORS)
+        if not 0 <= made.optimization <= 5:
+            raise UserError(f"optimization is a level from 0 to 5, not {made.optimization}")
+        if made.workspace_mb < 0:
+            raise UserError(f"workspace_mb is a size in MiB, not {made.workspace_mb}")
+        return made
+
+    def options(self) -> dict[str, Option]:
+        """What differs from the defaults, as options of a recipe."""
+        defaults = Settings()
+        return {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != getattr(defaults, field.name)
+        }
+
+
+NAMES = tuple(field.name for field in dataclasses.fields(Settings))
+
+
+def _typed(name: str, value: Option, default: Any) -> Option:
+    if name == "hardware_compatible" and isinstance(value, bool):
+        return "ampere_plus" if value else ""
+    if isinstance(default, str):
+        return str(value)  # the command line reads `profile=8` as a number
+    if type(value) is not type(default):
+        kind = {bool: "true or false", int: "a whole number"}[type(default)]
+        raise UserError(f"{name} is {kind}, not {value!r}")
+    return value
+
+
+def _among(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise UserError(f"unknown {name} {value!r}; known: {', '.join(known)}")

@@ -1,0 +1,68 @@
+"""The timing cache: how long each tactic took in earlier builds with this version on this GPU."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dyno.worker.backends.tensor_rt import library
+
+FOLDER = "DYNO_TIMING"  # where jobs may keep timing caches between each other; unset: nowhere
+
+
+@dataclass
+class TimingCache:
+    """The file for a version and GPU, and what it held when this build began.
+
+    `set` says whether the builder took it: one that is damaged or of another build of the library is left unused, and
+    written anew.
+    """
+
+    path: Path | None
+    before: bytes = b""
+    set: bool = False
+
+    @classmethod
+    def open(cls, trt: Any, config: Any, gpu: str, wanted: bool) -> TimingCache:
+        """Give the builder what earlier builds found; without a folder, or where the library keeps none, nothing."""
+        folder = os.environ.get(FOLDER, "")
+        if not (folder and wanted and gpu) or library.is_rtx(trt):
+            return cls(None)
+        name = re.sub(r"[^\w.-]+", "-", f"{trt.__name__}-{trt.__version__}-{gpu}")
+        made = cls(Path(folder) / f"{name}.timing")
+        made.before = made._read()
+        made.set = library.timing_cache(trt, config, made.before) is not None
+        if not made.set:
+            library.timing_cache(trt, config, b"")
+        return made
+
+    def _read(self) -> bytes:
+        try:
+            return self.path.read_bytes() if self.path else b""
+        except FileNotFoundError:
+            return b""
+
+    def save(self, trt: Any, config: Any) -> None:
+        """Add what this build found to the file, which another build may have written meanwhile."""
+        cache = config.get_timing_cache() if self.path else None
+        if self.path is None or cache is None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.path.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            now = self._read()
+            if now and now != self.before:
+                other = config.create_timing_cache(now)
+                if other is not None:
+                    cache.combine(other, False)
+            beside = self.path.with_suffix(".part")
+            beside.write_bytes(bytes(cache.serialize()))
+            beside.replace(self.path)
+
+    def told(self, log: Any) -> dict[str, Any]:
+        """For the record: whether earlier timings were used, and how many tactics had to be timed."""
+        return {"used": self.set and bool(self.before), "file": self.path.name if self.path else "", "timed": log.timed}
