@@ -1,0 +1,267 @@
+"""What trtexec measured, read from its log or from the times it exports.
+
+Forms and definitions are those of NVIDIA's TensorRT documentation ("Command-Line Programs", section trtexec, and
+"Performance Benchmarking"), releases 8.6 and 10. A query is one inference of the whole batch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from dyno.worker.spec import UserError
+
+LINE = re.compile(r"\[[VIWEF]\] (.*)")
+RUNNING = re.compile(r"&&&& RUNNING \S+ (?:\[TensorRT v(\d+)\])?.*?# (.*)")
+VALUE = re.compile(r"([a-z]+(?:\([\d.]+%\))?) = (\S+) ms")
+EXPORTED = re.compile(r"\s*\[\s*[{\]]")
+SUMMARY = "=== Performance summary ==="
+METRICS = {
+    "Latency": "latency",
+    "Enqueue Time": "enqueue",
+    "H2D Latency": "h2d",
+    "GPU Compute Time": "compute",
+    "D2H Latency": "d2h",
+}
+# trtexec says so, in either of two ways, when it could not record the graph it was asked for.
+NO_GRAPH = ("--useCudaGraph flag has been ignored", "graph capture on the stream has failed")
+ENGINE_FLAGS = ("loadEngine", "saveEngine")
+HELP = "give the log that trtexec prints, or the file it writes with --exportTimes"
+
+
+@dataclass(frozen=True)
+class Spread:
+    """One of trtexec's metrics over all queries, in seconds; percentiles by their number (90.0, 95.0, 99.0)."""
+
+    median: float
+    mean: float
+    min: float
+    max: float
+    percentiles: dict[float, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Report:
+    """One run of trtexec; what the file doesn't tell is None, or empty.
+
+    `rate` is queries/s. `graph`, `transfers` (host-device copies) and `spin` (spin-wait) are how it was run, `streams`
+    how many inferences were in flight side by side. `onnx` is set where it built the engine itself. `clock`, the GPU's
+    in MHz, is known only to someone who watched: the rates in a log are the card's, not the run's.
+    """
+
+    compute: Spread
+    latency: Spread | None = None
+    enqueue: Spread | None = None
+    h2d: Spread | None = None
+    d2h: Spread | None = None
+    rate: float | None = None
+    graph: bool | None = None
+    transfers: bool | None = None
+    spin: bool | None = None
+    streams: int = 1
+    engine: str = ""
+    onnx: str = ""
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    device: str = ""
+    version: str = ""
+    clock: float | None = None
+    warnings: tuple[str, ...] = ()
+
+
+def read(path: Path) -> Report:
+    """The log or the exported times in the file; anything else is a `UserError`."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as e:
+        raise UserError(f"{path} can't be read ({e.strerror}); {HELP}") from e
+    except UnicodeDecodeError as e:
+        raise UserError(f"{path} is no text file; {HELP}") from e
+    return parse(text, str(path))
+
+
+def parse(text: str, name: str = "the file") -> Report:
+    """The report in a log's or an exported file's text; `name` is what errors call it."""
+    return _times(text, name) if EXPORTED.match(text) else _log(text, name)
+
+
+def _log(text: str, name: str) -> Report:
+    said = [found[1].rstrip() for line in text.splitlines() if (found := LINE.search(line))]
+    runs = said.count(SUMMARY)
+    if runs != 1:
+        raise UserError(f"{name} {_why_none(text) if not runs else f'holds {runs} runs of trtexec; give one of them'}")
+    start = said.index(SUMMARY)
+    metrics = dict(_metrics(said[start:], name))
+    if "compute" not in metrics:
+        raise UserError(f"{name} ends before trtexec's summary does; run trtexec again")
+    running = RUNNING.search(text)
+    flags = _flags(running[2]) if running else {}
+    return Report(
+        compute=metrics.pop("compute"),
+        **cast(dict[str, Any], metrics),
+        **_how(flags, said),
+        rate=_rate(said[start:], name),
+        engine=next(filter(None, (_echo(said, "Load engine"), *(flags.get(f) for f in ENGINE_FLAGS))), ""),
+        onnx=flags.get("onnx") or _echo(said, "Model"),
+        shapes=_shapes(said, flags),
+        device=_echo(said, "Selected Device"),
+        version=_echo(said, "TensorRT version") or _version(running[1] if running else None),
+        warnings=_warnings(said[start:]),
+    )
+
+
+def _why_none(text: str) -> str:
+    """Why a log has no summary, as the end of a sentence."""
+    error = re.search(r"^\[.*?\] \[E\] (.*)", text, re.M)
+    if error or re.search("^&&&& FAILED", text, re.M):
+        return f"is the log of a run that failed: {error[1].strip() if error else 'trtexec gives no reason'}"
+    if re.search("^&&&& RUNNING", text, re.M):
+        return "is a trtexec log without a performance summary: it was cut off, or only an engine was built"
+    return f"is neither a trtexec log (8.x or 10.x) nor its exported times; {HELP}"
+
+
+def _metrics(lines: Iterable[str], name: str) -> Iterable[tuple[str, Spread]]:
+    for line in lines:
+        label, _, rest = line.partition(": ")
+        if label in METRICS:
+            yield METRICS[label], _spread({key: _number(text, name) / 1e3 for key, text in VALUE.findall(rest)}, name)
+
+
+def _spread(values: Mapping[str, float], name: str) -> Spread:
+    if missing := [key for key in ("median", "mean", "min", "max") if key not in values]:
+        raise UserError(f"{name} has a metric without {missing[0]}; {HELP}")
+    shares = {float(key[len("percentile(") : -2]): v for key, v in values.items() if key.startswith("percentile(")}
+    return Spread(values["median"], values["mean"], values["min"], values["max"], shares)
+
+
+def _number(text: Any, name: str) -> float:
+    """A finite number that isn't negative."""
+    try:
+        value = float(text)
+    except (TypeError, ValueError):
+        value = math.nan
+    if not math.isfinite(value) or value < 0:
+        raise UserError(f"{name} has {str(text)[:40]!r} where trtexec writes a time; {HELP}")
+    return value
+
+
+def _rate(lines: Iterable[str], name: str) -> float | None:
+    found = (re.fullmatch(r"Throughput: (\S+) qps", line) for line in lines)
+    return next((_number(match[1], name) for match in found if match), None)
+
+
+def _flags(command: str) -> dict[str, str]:
+    """Options of the command line that the log repeats; a flag without a value is "". Values may hold spaces."""
+    return {key: (value or "").strip() for key, value in re.findall(r"--(\w+)(?:=(.*?))?(?=\s--|\s*$)", command)}
+
+
+def _echo(said: Iterable[str], key: str) -> str:
+    """What the log repeats of an option under its section's heading, "" where it says nothing."""
+    return next((line[len(key) + 1 :].strip() for line in said if line.startswith(key + ":")), "")
+
+
+def _how(flags: Mapping[str, str], said: list[str]) -> dict[str, Any]:
+    """How the queries were run: the log's own list of options first, then the command line."""
+
+    def told(echo: str, flag: str, with_flag: bool) -> bool | None:
+        answer = _echo(said, echo)
+        if answer in ("Enabled", "Disabled"):
+            return answer == "Enabled"
+        return (flag in flags) == with_flag if flags else None
+
+    graph = told("CUDA Graph", "useCudaGraph", True)
+    if flags.get("rtxCudaGraphStrategy", "disable").startswith("whole"):
+        graph = True
+    if any(sentence in line for line in said for sentence in NO_GRAPH):
+        graph = False
+    streams = _echo(said, "Inference Streams") or _echo(said, "Streams") or flags.get("infStreams", "")
+    return {
+        "graph": graph,
+        "transfers": told("Data transfers", "noDataTransfers", False),
+        "spin": told("Spin-wait", "useSpinWait", True),
+        "streams": int(streams) if streams.isdecimal() else 1,
+    }
+
+
+def _shapes(said: Iterable[str], flags: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+    """Input shapes: of the bindings that were made, else as asked for by `--shapes`."""
+    bound = (re.match(r"Input binding for (.+) with dimensions ([\dx]+) is created", line) for line in said)
+    found = {match[1]: _dims(match[2]) for match in bound if match}
+    asked = re.findall(r"([^,]+):([\dx]+)(?:,|$)", flags.get("shapes", ""))
+    return found or {name.strip("'\\"): _dims(text) for name, text in asked}
+
+
+def _dims(text: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in text.split("x") if n)
+
+
+def _version(code: str | None) -> str:
+    """8601 is 8.6.1, 101300 is 10.13.0."""
+    if not code:
+        return ""
+    number = int(code)
+    if number < 10_000:
+        return f"{number // 1000}.{number // 100 % 10}.{number % 100}"
+    return f"{number // 10_000}.{number // 100 % 100}.{number % 100}"
+
+
+def _warnings(lines: Iterable[str]) -> tuple[str, ...]:
+    """What the summary warns of (`* Throughput may be bound by…`), without the advice below each."""
+    return tuple(line[2:].strip() for line in lines if line.startswith("* "))
+
+
+def _times(text: str, name: str) -> Report:
+    """Exported times: one object per query. The file tells neither shapes nor engine nor flags."""
+    try:
+        rows = json.loads(text)
+    except ValueError as e:
+        raise UserError(f"{name} is no whole JSON file ({e}); run trtexec again") from e
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+        raise UserError(f"{name} holds no times; {HELP}")
+    columns = {key: _column(rows, key, name) for key in ("enq", "h2d", "compute", "d2h")}
+    if columns["compute"] is None:
+        raise UserError(f"{name} holds no computeMs, so trtexec did not write it; {HELP}")
+    parts = [values for key in ("h2d", "compute", "d2h") if (values := columns[key]) is not None]
+    moved = [values for key in ("h2d", "d2h") if (values := columns[key]) is not None]
+    found = {key: None if values is None else _summary(values) for key, values in columns.items()}
+    return Report(
+        _summary(columns["compute"]),
+        latency=_summary(np.sum(parts, axis=0)),
+        enqueue=found["enq"],
+        h2d=found["h2d"],
+        d2h=found["d2h"],
+        rate=_exported_rate(rows),
+        transfers=any(values.any() for values in moved) if moved else None,
+    )
+
+
+def _column(rows: list[dict[str, Any]], key: str, name: str) -> np.ndarray | None:
+    """Seconds per query of one part: its own duration, or from start and end; None where the file lacks it."""
+    title = key.capitalize()
+    spans = {"enq": "enqueueMs"}.get(key, f"{key}Ms"), f"start{title}Ms", f"end{title}Ms"
+    if all(spans[0] in row for row in rows):
+        values = [_number(row[spans[0]], name) for row in rows]
+    elif all(spans[1] in row and spans[2] in row for row in rows):
+        values = [_number(row[spans[2]], name) - _number(row[spans[1]], name) for row in rows]
+    else:
+        return None
+    return np.asarray(values, np.float64) / 1e3
+
+
+def _summary(values: np.ndarray) -> Spread:
+    shares = {p: float(np.percentile(values, p)) for p in (90.0, 95.0, 99.0)}
+    return Spread(float(np.median(values)), float(values.mean()), float(values.min()), float(values.max()), shares)
+
+
+def _exported_rate(rows: list[dict[str, Any]]) -> float | None:
+    """Queries/s from the first copy in to the last copy out, as trtexec computes its own."""
+    first, last = rows[0].get("startH2dMs"), rows[-1].get("endD2hMs")
+    if not isinstance(first, (int, float)) or not isinstance(last, (int, float)) or last <= first:
+        return None
+    return 1e3 * len(rows) / (last - first)

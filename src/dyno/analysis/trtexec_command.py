@@ -1,0 +1,152 @@
+"""The trtexec commands that time an engine, or build it, as Dyno did.
+
+Options are those of NVIDIA's documentation: "Command-Line Programs" of TensorRT 8.6 and 10, "Migrating trtexec Usage"
+for what 10 and 11 dropped, and "Best Practices" of TensorRT for RTX, whose tool is `tensorrt_rtx`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dyno.analysis.results import TrialResult
+from dyno.worker.spec import UserError
+
+FP16, BF16, INT8, FP8 = "--fp16", "--bf16", "--int8", "--fp8"
+# Weakly typed builds: what each precision switches on. INT8 alone would leave FP32 as its only alternative.
+FLAGS = {"fp16": (FP16,), "bf16": (BF16,), "int8": (INT8, FP16), "fp8": (FP8, FP16), "best": ("--best",)}
+PERCENTILES = "90,95,99"
+TIMES = "times.json"
+
+
+def tool(trial: TrialResult) -> str:
+    """The program's name: TensorRT for RTX has its own."""
+    return "tensorrt_rtx" if is_rtx(trial) else "trtexec"
+
+
+def is_rtx(trial: TrialResult) -> bool:
+    """Whether the engine is one of TensorRT for RTX."""
+    return "rtx" in trial.backend or trial.options.get("product") == "tensorrt_rtx"
+
+
+def graph_flag(trial: TrialResult) -> str:
+    """The option that makes it replay a CUDA graph."""
+    return "--rtxCudaGraphStrategy=wholeGraph" if is_rtx(trial) else "--useCudaGraph"
+
+
+def version(trial: TrialResult) -> str:
+    """TensorRT's version as the job found it, "" where it isn't stored."""
+    for one in trial.rounds:
+        found = (one.raw.get("system") or {}).get("versions") or {}
+        if name := next((name for name in found if name.startswith("tensorrt")), ""):
+            return str(found[name])
+    return ""
+
+
+def engine(trial: TrialResult) -> str:
+    """Path of the engine that was run: the artifact's, else the file the user named."""
+    source = str(trial.spec["model"].get("source", ""))
+    named = source.removeprefix("file:") if source.startswith("file:") else ""
+    return str(trial.artifact.get("path") or named)
+
+
+def shapes(trial: TrialResult) -> dict[str, tuple[int, ...]]:
+    """The shapes that were fed, by input; empty where the record has neither shapes nor a described file."""
+    if ran := trial.facts.get("shapes"):
+        return {name: tuple(int(n) for n in shape) for name, shape in ran.items()}
+    dims = trial.spec["dims"]
+    given = {name: tuple(int(n) for n in shape) for name, shape in (dims.get("shapes") or {}).items()}
+    described = {t["name"]: tuple(t["shape"]) for t in trial.artifact.get("inputs") or ()}
+    return {name: given.get(name) or _static(shape, dims) for name, shape in described.items()} or given
+
+
+def _static(shape: tuple[int | str, ...], dims: Mapping[str, Any]) -> tuple[int, ...]:
+    """Free dimensions filled in as a session does: batch first, height and width of images last."""
+    known = {0: dims["batch"]} | ({2: dims["height"], 3: dims["width"]} if len(shape) == 4 else {})
+    return tuple(int(n) if isinstance(n, int) else int(known.get(axis, 1)) for axis, n in enumerate(shape))
+
+
+def dynamic(trial: TrialResult) -> bool:
+    """Whether the engine takes more than one shape."""
+    said = (trial.facts.get("options") or {}).get("dynamic")
+    if said is not None:
+        return bool(said)
+    return any(isinstance(n, str) for t in trial.artifact.get("inputs") or () for n in t["shape"])
+
+
+def timing(trial: TrialResult, boundary: str = "model", times: str = TIMES) -> list[str]:
+    """The words of the command that times the same engine in the same way; `boundary` is `model` or `all`."""
+    path = engine(trial)
+    if not path:
+        raise UserError(f"{trial.label}: the record names no engine file, so there is nothing for trtexec to load")
+    plan, ran = trial.spec.get("plan") or {}, trial.facts.get("options") or {}
+    words = [tool(trial), f"--loadEngine={path}"]
+    if dynamic(trial):
+        words.append(f"--shapes={spec(shapes(trial)) or 'INPUT:NxCxHxW'}")
+    words.append(f"--device={trial.device.partition(':')[2] or 0}")
+    if ran.get("graph", True):
+        words.append(graph_flag(trial))
+    if boundary == "model":
+        words.append("--noDataTransfers")
+    return [
+        *words,
+        "--useSpinWait",
+        f"--warmUp={1e3 * plan.get('warmup_s', 1.0):.0f}",
+        f"--duration={plan.get('seconds', 3.0):g}",
+        f"--iterations={plan.get('min_samples', 30)}",
+        f"--percentile={PERCENTILES}",
+        f"--exportTimes={times}",
+    ]
+
+
+def spec(found: Mapping[str, Sequence[int]]) -> str:
+    """Shapes as trtexec takes them: `x:8x3x224x224,y:8x2`."""
+    return ",".join(f"{name}:{'x'.join(map(str, shape))}" for name, shape in found.items())
+
+
+@dataclass(frozen=True)
+class Build:
+    """An engine's build, as far as a command line can repeat it.
+
+    `typed`: the types are in the graph (strongly typed, from TensorRT 10 on; always so in 11 and for RTX), else builder
+    flags ask for them, and `best` for all of them. `calibration` is a calibrator's cache for an INT8 graph without Q/DQ
+    nodes. `profile` is (min, opt, max) per input, `workspace` in bytes.
+    """
+
+    onnx: str
+    out: str
+    precision: str
+    version: str = ""
+    rtx: bool = False
+    typed: bool = True
+    profile: Mapping[str, Sequence[Sequence[int]]] = field(default_factory=dict)
+    level: int | None = None
+    workspace: int | None = None
+    timing_cache: str = ""
+    calibration: str = ""
+
+    def command(self) -> list[str]:
+        """The words of the command."""
+        words = ["tensorrt_rtx" if self.rtx else "trtexec", f"--onnx={self.onnx}", f"--saveEngine={self.out}"]
+        words += self._precision()
+        for number, name in enumerate(("min", "opt", "max")):
+            if self.profile:
+                words.append(f"--{name}Shapes={spec({key: ranges[number] for key, ranges in self.profile.items()})}")
+        if self.level is not None and not self.rtx:
+            words.append(f"--builderOptimizationLevel={self.level}")
+        if self.workspace is not None:
+            words.append(f"--memPoolSize=workspace:{self.workspace / 2**20:g}")  # in MiB where no unit is given
+        if self.timing_cache and not self.rtx:
+            words.append(f"--timingCacheFile={self.timing_cache}")
+        return [*words, "--skipInference"]
+
+    def _precision(self) -> list[str]:
+        major = int(self.version.partition(".")[0] or 10)
+        exact = ["--noTF32"] if self.precision == "fp32" else []
+        if self.rtx or major >= 11:
+            return exact  # every network is strongly typed, and the flags are gone
+        if self.typed and major == 10:
+            return [*exact, "--stronglyTyped"]
+        calibrated = [f"--calib={self.calibration}"] if self.calibration else []
+        return [*exact, *FLAGS.get(self.precision, ()), *calibrated]

@@ -1,0 +1,98 @@
+"""The commands name the same engine, shapes, flags and times as the trial."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import engine_run
+import pytest
+
+from dyno.analysis import trtexec_command as command
+from dyno.analysis.trtexec_command import Build
+from dyno.worker.spec import UserError
+
+
+def test_a_dynamic_engine_at_latency_model(tmp_path: Path) -> None:
+    assert command.timing(engine_run.trial(tmp_path / "run")) == [
+        "trtexec",
+        "--loadEngine=/cache/net b8.engine",
+        "--shapes=input:8x3x64x64",
+        "--device=1",
+        "--useCudaGraph",
+        "--noDataTransfers",
+        "--useSpinWait",
+        "--warmUp=1000",
+        "--duration=3",
+        "--iterations=30",
+        "--percentile=90,95,99",
+        "--exportTimes=times.json",
+    ]
+
+
+def test_latency_all_needs_the_transfers(tmp_path: Path) -> None:
+    assert "--noDataTransfers" not in command.timing(engine_run.trial(tmp_path / "run"), "all")
+
+
+def test_a_static_engine_takes_no_shapes(tmp_path: Path) -> None:
+    trial = engine_run.trial(tmp_path / "run", shape=(8, 3, 64, 64))
+    assert not [word for word in command.timing(trial) if word.startswith("--shapes")]
+
+
+def test_without_a_graph_there_is_no_flag(tmp_path: Path) -> None:
+    assert "--useCudaGraph" not in command.timing(engine_run.trial(tmp_path / "run", graph=False))
+
+
+def test_rtx_has_its_own_tool_and_flag(tmp_path: Path) -> None:
+    words = command.timing(engine_run.trial(tmp_path / "run", backend="tensorrt_rtx"))
+    assert words[0] == "tensorrt_rtx"
+    assert "--rtxCudaGraphStrategy=wholeGraph" in words
+    assert "--useCudaGraph" not in words
+
+
+def test_a_record_without_an_engine_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="names no engine"):
+        command.timing(engine_run.trial(tmp_path / "run", engine=""))
+
+
+@pytest.mark.parametrize(
+    ("precision", "version", "typed", "flags"),
+    [
+        ("fp32", "8.6.1", False, ["--noTF32"]),
+        ("tf32", "8.6.1", False, []),
+        ("fp16", "8.6.1", True, ["--fp16"]),  # 8.6 knows no strongly typed networks
+        ("int8", "8.6.1", False, ["--int8", "--fp16"]),
+        ("best", "8.6.1", False, ["--best"]),
+        ("fp32", "10.13.0", True, ["--noTF32", "--stronglyTyped"]),
+        ("fp16", "10.13.0", True, ["--stronglyTyped"]),
+        ("bf16", "10.13.0", False, ["--bf16"]),
+        ("fp8", "", False, ["--fp8", "--fp16"]),
+        ("fp16", "11.0.0", False, []),
+        ("fp32", "11.0.0", True, ["--noTF32"]),
+    ],
+)
+def test_precisions_by_release(precision: str, version: str, typed: bool, flags: list[str]) -> None:
+    build = Build("m.onnx", "m.engine", precision, version=version, typed=typed)
+    assert build.command() == ["trtexec", "--onnx=m.onnx", "--saveEngine=m.engine", *flags, "--skipInference"]
+
+
+def test_every_option_of_a_build() -> None:
+    profile = {"x": [(1, 3, 8, 8), (4, 3, 8, 8), (8, 3, 8, 8)], "y": [(1, 2), (4, 2), (8, 2)]}
+    made = {"level": 4, "workspace": 2**31, "timing_cache": "t.cache", "calibration": "c.cache"}
+    words = Build("m.onnx", "m.engine", "int8", version="8.6.1", typed=False, profile=profile, **made).command()
+    assert words[3:] == [
+        "--int8",
+        "--fp16",
+        "--calib=c.cache",
+        "--minShapes=x:1x3x8x8,y:1x2",
+        "--optShapes=x:4x3x8x8,y:4x2",
+        "--maxShapes=x:8x3x8x8,y:8x2",
+        "--builderOptimizationLevel=4",
+        "--memPoolSize=workspace:2048",
+        "--timingCacheFile=t.cache",
+        "--skipInference",
+    ]
+
+
+def test_rtx_has_neither_precision_flags_nor_levels_nor_timing_caches() -> None:
+    words = Build("m.onnx", "m.engine", "fp16", version="1.7", rtx=True, level=3, timing_cache="t").command()
+    assert words == ["tensorrt_rtx", "--onnx=m.onnx", "--saveEngine=m.engine", "--skipInference"]
