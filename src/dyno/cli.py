@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from dyno import flags
 from dyno.worker.spec import UserError
 
 app = typer.Typer(
@@ -20,47 +21,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-MODEL_HELP = "torchvision:NAME, timm:NAME, MODULE:FUNCTION, FILE.py:FUNCTION, FILE.onnx or FILE.xml"
-Models = Annotated[list[str], typer.Argument(help=MODEL_HELP, metavar="MODEL...")]
-Model = Annotated[str, typer.Argument(help=MODEL_HELP, metavar="MODEL")]
-Backends = Annotated[str, typer.Option(help="Comma-separated, NAME@option=value for options. Default: all found here.")]
-Precision = Annotated[str, typer.Option(help="Comma-separated: fp32, tf32, fp16, bf16, int8, fp8.")]
-Batch = Annotated[str, typer.Option(help="Comma-separated batch sizes.")]
-Size = Annotated[str, typer.Option(help="Comma-separated image sizes: 224, or HEIGHTxWIDTH.")]
-Shapes = Annotated[list[str], typer.Option(help="NAME:1x3x224x224, for inputs that batch and size can't describe.")]
-Weights = Annotated[str, typer.Option(help="Checkpoint: .safetensors, or .pt/.pth read without running code.")]
-Pretrained = Annotated[bool, typer.Option("--pretrained", help="The library's published weights.")]
-Classes = Annotated[int, typer.Option(help="Number of classes to build the model with (0: its own).")]
-Channels = Annotated[int, typer.Option(help="Channels of the input image.")]
-Mean = Annotated[str, typer.Option(help="Per channel, of pixels in 0..1: 0.485,0.456,0.406 (default: the model's).")]
-Std = Annotated[str, typer.Option(help="Per channel, like --mean.")]
-Seed = Annotated[int, typer.Option(help="Of random weights and random inputs.")]
-Data = Annotated[str, typer.Option(help="Folder of class folders, or 'digits'.")]
-Calibration = Annotated[str, typer.Option(help="Images that INT8 is calibrated on; never tested on.")]
-Unreadable = Annotated[str, typer.Option(help="Images that can't be read: refuse or skip.")]
-Compared = Annotated[int, typer.Option("--inputs", help="Random inputs to compare outputs on, without --data.")]
-Budget = Annotated[list[str], typer.Option(help="Points of accuracy that may be lost, e.g. top1=0.5.")]
-Reference = Annotated[str, typer.Option(help="Trial that speed-ups are against (its id, or BACKEND/PRECISION).")]
-Device = Annotated[str, typer.Option(help="Where to run.")]
-Threads = Annotated[int, typer.Option(help="Threads of every backend (0: one per physical core).")]
-Rounds = Annotated[int, typer.Option(help="Fresh processes per trial.")]
-Seconds = Annotated[float, typer.Option(help="Most seconds of sampling per trial, round and boundary.")]
-Warmup = Annotated[float, typer.Option(help="Most seconds of warm-up per boundary.")]
-Samples = Annotated[int, typer.Option(help="Exactly this many samples (0: until the interval is narrow enough).")]
-Timeout = Annotated[float, typer.Option(help="Seconds after which a job is killed.")]
-Pythons = Annotated[list[str], typer.Option("--python", help="Another interpreter for one backend: NAME=PATH.")]
-Out = Annotated[str, typer.Option("--out", "-o", help="Run folder (default: runs/NAME).")]
-Format = Annotated[str, typer.Option("--format", help="text, markdown, csv or json.")]
-Rtol = Annotated[float, typer.Option(help="Relative tolerance.")]
-Atol = Annotated[float, typer.Option(help="Absolute tolerance.")]
-Least = Annotated[float, typer.Option(help="Exit 1 when a smaller share of values agrees (0 to 1).")]
-RunFolder = Annotated[Path, typer.Argument(help="A run folder.", metavar="RUN")]
-
 
 @app.command()
 def demo(
-    out: Out = "runs/demo",
-    rounds: Rounds = 3,
+    out: flags.Out = "runs/demo",
+    rounds: flags.Rounds = 3,
     quick: Annotated[bool, typer.Option("--quick", help="One short round, without torch.compile.")] = False,
 ) -> None:
     """The whole job on handwritten digits: train, export, quantise, measure, compare, report."""
@@ -72,34 +37,34 @@ def demo(
 @app.command()
 def run(
     ctx: typer.Context,
-    models: Annotated[list[str], typer.Argument(help=MODEL_HELP + "; or STUDY.toml", metavar="MODEL...|STUDY.toml")],
-    backends: Backends = "",
-    precision: Precision = "fp32",
-    batch: Batch = "1",
-    size: Size = "",
-    shapes: Shapes = [],  # noqa: B006  (typer copies it)
-    weights: Weights = "",
-    pretrained: Pretrained = False,
-    classes: Classes = 0,
-    channels: Channels = 3,
-    mean: Mean = "",
-    std: Std = "",
-    seed: Seed = 0,
-    data: Data = "",
-    calibration: Calibration = "",
-    unreadable: Unreadable = "refuse",
-    compared: Compared = 32,
-    budget: Budget = [],  # noqa: B006
-    reference: Reference = "",
-    device: Device = "cpu",
-    threads: Threads = 0,
-    rounds: Rounds = 3,
-    seconds: Seconds = 3.0,
-    warmup: Warmup = 1.0,
-    samples: Samples = 0,
-    timeout: Timeout = 600.0,
-    python: Pythons = [],  # noqa: B006
-    out: Out = "",
+    models: flags.Studied,
+    backends: flags.Backends = "",
+    precision: flags.Precision = "fp32",
+    batch: flags.Batch = "1",
+    size: flags.Size = "",
+    shapes: flags.Shapes = [],  # noqa: B006  (typer copies it)
+    weights: flags.Weights = "",
+    pretrained: flags.Pretrained = False,
+    classes: flags.Classes = 0,
+    channels: flags.Channels = 3,
+    mean: flags.Mean = "",
+    std: flags.Std = "",
+    seed: flags.Seed = 0,
+    data: flags.Data = "",
+    calibration: flags.Calibration = "",
+    unreadable: flags.Unreadable = "refuse",
+    compared: flags.Compared = 32,
+    budget: flags.Budget = [],  # noqa: B006
+    reference: flags.Reference = "",
+    device: flags.Device = "cpu",
+    threads: flags.Threads = 0,
+    rounds: flags.Rounds = 3,
+    seconds: flags.Seconds = 3.0,
+    warmup: flags.Warmup = 1.0,
+    samples: flags.Samples = 0,
+    timeout: flags.Timeout = 600.0,
+    python: flags.Pythons = [],  # noqa: B006
+    out: flags.Out = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the trials and why any is refused.")] = False,
 ) -> None:
     """Measure models every way that is asked for; the same command again resumes."""
@@ -111,11 +76,11 @@ def run(
 
 @app.command()
 def show(
-    run: RunFolder,
-    format: Format = "text",
+    run: flags.RunFolder,
+    format: flags.Format = "text",
     by: Annotated[str, typer.Option(help="Columns to group by, e.g. backend,batch.")] = "",
-    reference: Reference = "",
-    budget: Budget = [],  # noqa: B006
+    reference: flags.Reference = "",
+    budget: flags.Budget = [],  # noqa: B006
 ) -> None:
     """Print the tables of a run."""
     from dyno import commands
@@ -131,9 +96,9 @@ def compare(
         str, typer.Option(help="Exit 1 on any of: slower, less-accurate, disagree (needs --least), status.")
     ] = "slower,less-accurate,status",
     tolerance: Annotated[float, typer.Option(help="Relative slow-down that is still fine.")] = 0.02,
-    least: Least = 0.0,
-    rtol: Rtol = 1e-3,
-    format: Format = "text",
+    least: flags.Least = 0.0,
+    rtol: flags.Rtol = 1e-3,
+    format: flags.Format = "text",
 ) -> None:
     """Judge each trial that two runs share: speed, accuracy, outputs, status; exit 1 when B got worse."""
     from dyno import commands
@@ -155,7 +120,7 @@ def report(
 @app.command()
 def export(
     ctx: typer.Context,
-    model: Model,
+    model: flags.Model,
     out: Annotated[Path, typer.Option("--out", "-o", help="File to write: .onnx")],
     batch: Annotated[str, typer.Option(help="A number, or 'dynamic'.")] = "dynamic",
     size: Annotated[str, typer.Option(help="Image size: 224, or HEIGHTxWIDTH.")] = "",
@@ -164,16 +129,16 @@ def export(
     target: Annotated[
         str, typer.Option(help="Which engine int8 is for: onnxruntime, openvino or tensorrt.")
     ] = "onnxruntime",
-    weights: Weights = "",
-    pretrained: Pretrained = False,
-    classes: Classes = 0,
-    channels: Channels = 3,
-    mean: Mean = "",
-    std: Std = "",
-    seed: Seed = 0,
-    data: Data = "",
-    calibration: Calibration = "",
-    unreadable: Unreadable = "refuse",
+    weights: flags.Weights = "",
+    pretrained: flags.Pretrained = False,
+    classes: flags.Classes = 0,
+    channels: flags.Channels = 3,
+    mean: flags.Mean = "",
+    std: flags.Std = "",
+    seed: flags.Seed = 0,
+    data: flags.Data = "",
+    calibration: flags.Calibration = "",
+    unreadable: flags.Unreadable = "refuse",
 ) -> None:
     """Export a model to ONNX, checked against the module at other batches; quantise it on real images for int8."""
     from dyno import files
@@ -185,88 +150,104 @@ def export(
 def build(
     ctx: typer.Context,
     model: Annotated[str, typer.Argument(help="An ONNX file, or any model.", metavar="FILE.onnx")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="File to write: .xml (OpenVINO)")],
-    precision: Annotated[str, typer.Option(help="fp32, fp16 or int8.")] = "fp32",
-    size: Size = "",
-    weights: Weights = "",
-    pretrained: Pretrained = False,
-    classes: Classes = 0,
-    channels: Channels = 3,
-    mean: Mean = "",
-    std: Std = "",
-    seed: Seed = 0,
-    data: Data = "",
-    calibration: Calibration = "",
-    unreadable: Unreadable = "refuse",
+    out: Annotated[Path, typer.Option("--out", "-o", help="File to write: .engine (TensorRT) or .xml (OpenVINO)")],
+    backend: Annotated[str, typer.Option(help="Whose engine (default: by the file's suffix), e.g. tensorrt_rtx.")] = "",
+    precision: Annotated[str, typer.Option(help="fp32, tf32, fp16, bf16, int8 or fp8.")] = "fp32",
+    static: Annotated[int, typer.Option("--batch", help="The one batch of a static engine.")] = 1,
+    low: Annotated[int, typer.Option("--min", help="Smallest batch of a dynamic engine.")] = 0,
+    opt: Annotated[int, typer.Option(help="The batch that a dynamic engine is tuned for.")] = 0,
+    high: Annotated[int, typer.Option("--max", help="Largest batch of a dynamic engine.")] = 0,
+    profile: Annotated[str, typer.Option("--shapes", help="NAME:MIN,OPT,MAX, e.g. x:1x3x224x224,8x3x224x224,…")] = "",
+    option: Annotated[list[str], typer.Option(help="NAME=VALUE of the backend, e.g. optimization=5.")] = [],  # noqa: B006
+    repeat: Annotated[int, typer.Option(help="Build so many times and compare the engines.")] = 1,
+    device: flags.Device = "cpu",
+    python: flags.Pythons = [],  # noqa: B006
+    size: flags.Size = "",
+    weights: flags.Weights = "",
+    pretrained: flags.Pretrained = False,
+    classes: flags.Classes = 0,
+    channels: flags.Channels = 3,
+    mean: flags.Mean = "",
+    std: flags.Std = "",
+    seed: flags.Seed = 0,
+    data: flags.Data = "",
+    calibration: flags.Calibration = "",
+    unreadable: flags.Unreadable = "refuse",
 ) -> None:
-    """Build an engine's own file from ONNX (OpenVINO IR)."""
+    """Build an engine's own file from ONNX or any model: a TensorRT engine, an OpenVINO IR."""
     from dyno import files
 
-    files.build(ctx, model, out, precision=precision)
+    how = files.Build(backend, precision, static, files.profile(profile, low, opt, high), tuple(option), repeat)
+    raise typer.Exit(files.build(ctx, model, out, how))
 
 
 @app.command()
 def time(
     ctx: typer.Context,
-    models: Models,
-    backends: Backends = "",
-    precision: Precision = "fp32",
-    batch: Batch = "1",
-    size: Size = "",
-    shapes: Shapes = [],  # noqa: B006
-    weights: Weights = "",
-    pretrained: Pretrained = False,
-    classes: Classes = 0,
-    channels: Channels = 3,
-    mean: Mean = "",
-    std: Std = "",
-    seed: Seed = 0,
-    data: Data = "",
-    calibration: Calibration = "",
-    device: Device = "cpu",
-    threads: Threads = 0,
-    rounds: Rounds = 1,
-    seconds: Seconds = 3.0,
-    warmup: Warmup = 1.0,
-    samples: Samples = 0,
-    timeout: Timeout = 600.0,
-    python: Pythons = [],  # noqa: B006
-    out: Out = "",
-    format: Format = "text",
+    models: flags.Models,
+    backends: flags.Backends = "",
+    precision: flags.Precision = "fp32",
+    batch: flags.Batch = "1",
+    size: flags.Size = "",
+    shapes: flags.Shapes = [],  # noqa: B006
+    weights: flags.Weights = "",
+    pretrained: flags.Pretrained = False,
+    classes: flags.Classes = 0,
+    channels: flags.Channels = 3,
+    mean: flags.Mean = "",
+    std: flags.Std = "",
+    seed: flags.Seed = 0,
+    data: flags.Data = "",
+    calibration: flags.Calibration = "",
+    device: flags.Device = "cpu",
+    threads: flags.Threads = 0,
+    rounds: flags.Rounds = 1,
+    seconds: flags.Seconds = 3.0,
+    warmup: flags.Warmup = 1.0,
+    samples: flags.Samples = 0,
+    timeout: flags.Timeout = 600.0,
+    python: flags.Pythons = [],  # noqa: B006
+    out: flags.Out = "",
+    format: flags.Format = "text",
+    kinds: Annotated[str, typer.Option("--batches", help="Hard test instead: min,opt,max,random or numbers.")] = "",
+    iterations: Annotated[int, typer.Option(help="Batches of each kind of the hard test.")] = 10_000,
+    trtexec: Annotated[str, typer.Option(help="A trtexec log, or its exported times, to compare with.")] = "",
 ) -> None:
-    """Time any module, ONNX file or OpenVINO IR on generated or real data."""
+    """Time any module, ONNX file, engine or OpenVINO IR on generated or real data."""
     from dyno import commands
 
-    raise typer.Exit(commands.time(ctx, models, format))
+    if kinds:
+        raise typer.Exit(commands.endure(ctx, models, kinds, iterations))
+    raise typer.Exit(commands.time(ctx, models, format, Path(trtexec) if trtexec else None))
 
 
 @app.command()
 def agree(
     ctx: typer.Context,
-    models: Models,
-    backends: Backends = "",
-    precision: Precision = "fp32",
-    batch: Batch = "1",
-    size: Size = "",
-    shapes: Shapes = [],  # noqa: B006
-    weights: Weights = "",
-    pretrained: Pretrained = False,
-    classes: Classes = 0,
-    channels: Channels = 3,
-    mean: Mean = "",
-    std: Std = "",
-    seed: Seed = 0,
-    data: Data = "",
-    calibration: Calibration = "",
-    compared: Compared = 32,
-    device: Device = "cpu",
-    threads: Threads = 0,
-    rtol: Rtol = 1e-3,
-    atol: Atol = 1e-8,
-    least: Least = 0.0,
-    python: Pythons = [],  # noqa: B006
-    out: Out = "",
-    format: Format = "text",
+    models: flags.Models,
+    backends: flags.Backends = "",
+    precision: flags.Precision = "fp32",
+    batch: flags.Batch = "1",
+    size: flags.Size = "",
+    shapes: flags.Shapes = [],  # noqa: B006
+    weights: flags.Weights = "",
+    pretrained: flags.Pretrained = False,
+    classes: flags.Classes = 0,
+    channels: flags.Channels = 3,
+    mean: flags.Mean = "",
+    std: flags.Std = "",
+    seed: flags.Seed = 0,
+    data: flags.Data = "",
+    calibration: flags.Calibration = "",
+    compared: flags.Compared = 32,
+    device: flags.Device = "cpu",
+    threads: flags.Threads = 0,
+    rtol: flags.Rtol = 1e-3,
+    atol: flags.Atol = 1e-8,
+    least: flags.Least = 0.0,
+    python: flags.Pythons = [],  # noqa: B006
+    out: flags.Out = "",
+    format: flags.Format = "text",
 ) -> None:
     """Compare the outputs of several files or backends with the first: errors, share that agrees, top-10 table."""
     from dyno import commands
@@ -277,26 +258,26 @@ def agree(
 @app.command()
 def eval(
     ctx: typer.Context,
-    models: Models,
+    models: flags.Models,
     data: Annotated[str, typer.Option(help="Folder of class folders, or 'digits'.")],
-    backends: Backends = "",
-    precision: Precision = "fp32",
-    batch: Batch = "8",
-    size: Size = "",
-    weights: Weights = "",
-    pretrained: Pretrained = False,
-    classes: Classes = 0,
-    channels: Channels = 3,
-    mean: Mean = "",
-    std: Std = "",
-    calibration: Calibration = "",
-    unreadable: Unreadable = "refuse",
-    budget: Budget = [],  # noqa: B006
-    threads: Threads = 0,
-    seconds: Seconds = 2.0,
-    python: Pythons = [],  # noqa: B006
-    out: Out = "",
-    format: Format = "text",
+    backends: flags.Backends = "",
+    precision: flags.Precision = "fp32",
+    batch: flags.Batch = "8",
+    size: flags.Size = "",
+    weights: flags.Weights = "",
+    pretrained: flags.Pretrained = False,
+    classes: flags.Classes = 0,
+    channels: flags.Channels = 3,
+    mean: flags.Mean = "",
+    std: flags.Std = "",
+    calibration: flags.Calibration = "",
+    unreadable: flags.Unreadable = "refuse",
+    budget: flags.Budget = [],  # noqa: B006
+    threads: flags.Threads = 0,
+    seconds: flags.Seconds = 2.0,
+    python: flags.Pythons = [],  # noqa: B006
+    out: flags.Out = "",
+    format: flags.Format = "text",
 ) -> None:
     """Accuracy on labelled images with intervals, beside latency and throughput."""
     from dyno import commands
@@ -306,8 +287,8 @@ def eval(
 
 @app.command()
 def doctor(
-    python: Pythons = [],  # noqa: B006
-    format: Format = "text",
+    python: flags.Pythons = [],  # noqa: B006
+    format: flags.Format = "text",
 ) -> None:
     """Every backend in every Python it was told of: its version after a real operation, or why not."""
     from dyno import doctor as module

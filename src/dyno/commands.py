@@ -22,7 +22,7 @@ PLAIN = (
     "shapes weights pretrained channels seed data calibration unreadable compared reference device threads rounds "
     "seconds warmup samples timeout"
 ).split()
-USUAL = {".onnx": "onnxruntime", ".xml": "openvino"}
+FILES = (".onnx", ".xml", ".engine", ".plan")
 
 
 def given(ctx: typer.Context) -> dict[str, Any]:
@@ -188,15 +188,21 @@ def _alone(command: str, models: Sequence[str]) -> Path:
 def _single(ctx: typer.Context, models: Sequence[str], command: str, **defaults: Any) -> Path:
     """Measure each model under the backend its kind of file is for (or the ones asked for), in a folder of its own."""
     out = Path(ctx.params["out"]) if ctx.params.get("out") else _alone(command, models)
-    asked = given(ctx)
     for number, model in enumerate(models):
-        usual = USUAL.get(Path(model).suffix, "pytorch")
-        flags = {"backends": (usual,), "rounds": 1, **defaults, **asked}
-        if Path(model).suffix in USUAL and "batches" not in asked:
-            flags.pop("batches", None)  # a file may take one batch only, and knows which
-        one = Study(models=(model,), **flags)
-        one.run(_part(out, models, number))
+        alone(ctx, model, **defaults).run(_part(out, models, number))
     return out
+
+
+def alone(ctx: typer.Context, model: str, **defaults: Any) -> Study:
+    """The study of one model under the backend its kind of file is for, or the ones asked for."""
+    from dyno.expand import usual
+
+    asked = given(ctx)
+    backend, device = usual(model)
+    flags = {"backends": (backend,), "device": device, "rounds": 1, **defaults, **asked}
+    if Path(model).suffix in FILES and "batches" not in asked:
+        flags.pop("batches", None)  # a file may take one batch only, and knows which
+    return Study(models=(model,), **flags)
 
 
 def _part(out: Path, models: Sequence[str], number: int) -> Path:
@@ -204,9 +210,32 @@ def _part(out: Path, models: Sequence[str], number: int) -> Path:
     return out if len(models) == 1 else out / f"{number}-{model_name(models[number])}"
 
 
-def time(ctx: typer.Context, models: Sequence[str], format: str) -> int:
-    """Time each model and print its rows."""
-    return _print_runs(_single(ctx, models, "time"), models, format)
+def time(ctx: typer.Context, models: Sequence[str], format: str, trtexec: Path | None) -> int:
+    """Time each model and print its rows; an engine's number is explained in trtexec's terms."""
+    from dyno.analysis import results
+    from dyno.cross_check import cross_check
+
+    out = _single(ctx, models, "time")
+    code = _print_runs(out, models, format)
+    for number in range(len(models)):
+        trials = results.load(_part(out, models, number)).trials
+        engines = [t for t in trials if t.good and t.backend.startswith("tensorrt")]
+        if trtexec or (engines and format == "text"):
+            print("\n".join(cross_check(engines, trtexec)))
+    return code
+
+
+def endure(ctx: typer.Context, models: Sequence[str], kinds: str, iterations: int) -> int:
+    """The hard test of each model's engine."""
+    from dyno import endurance
+
+    out = Path(ctx.params["out"]) if ctx.params.get("out") else _alone("time", models)
+    asked = endurance.kinds_of(kinds)
+    codes = [
+        endurance.run(alone(ctx, model), asked, iterations, _part(out, models, number))
+        for number, model in enumerate(models)
+    ]
+    return max(codes)
 
 
 def evaluate(ctx: typer.Context, models: Sequence[str], format: str) -> int:

@@ -168,7 +168,8 @@ def look(model: ModelSpec, study: Study) -> tuple[ModelSpec, dict[str, Any]]:
     record = read_record(folder)
     if record is None or record.status != "ok":
         with tempfile.TemporaryDirectory() as scratch:
-            trial = Trial(model, "", "fp32", Dims(1, 0, 0), runtime=where)
+            reader = engine_backend(Path(model.file)) if model.file.endswith(ENGINES) else ""
+            trial = Trial(model, reader, "fp32", Dims(1, 0, 0), runtime=where)
             record = launch(Job("look", where, trial, options=options), Path(scratch) / "look", LOOK_TIMEOUT_S)
             if record.status != "ok":
                 raise UserError(f"{model.name}: {record.reason}")
@@ -190,6 +191,14 @@ def _looking(model: ModelSpec, study: Study) -> Runtime:
     if runtime.device == "cpu":
         raise UserError(f"{model.name} is an engine for a GPU; say which with --device cuda:0")
     return runtime
+
+
+def usual(model: str) -> tuple[str, str]:
+    """The backend and the device that a model is timed on when nobody says: by the kind of file it is."""
+    path = Path(model)
+    if path.suffix in ENGINES and path.is_file():
+        return engine_backend(path), "cuda:0"
+    return {".onnx": "onnxruntime", ".xml": "openvino"}.get(path.suffix, "pytorch"), "cpu"
 
 
 def engine_backend(path: Path) -> str:

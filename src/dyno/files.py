@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import shutil
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dyno import commands
+from dyno import builds, commands
 from dyno.execute import Files
-from dyno.expand import look, model_spec, prepared
+from dyno.expand import look, missing, model_spec, prepared, runtime_of
 from dyno.progress import Progress
 from dyno.store import parts
-from dyno.study import Study, parse_size
+from dyno.study import Choice, Study, check_known, parse_size
 from dyno.worker import system
 from dyno.worker.backend import find
 from dyno.worker.record import Record
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import typer
 
 TARGETS = ("onnxruntime", "openvino", "tensorrt")
-ENGINES = {".xml": "openvino"}
+ENGINES = {".engine": "tensorrt", ".plan": "tensorrt", ".xml": "openvino"}
 
 
 def export(
@@ -43,18 +43,56 @@ def export(
     return _make(find("onnx_precision").recipe(replace(trial, dims=dims, options={"target": target})), out)
 
 
-def build(ctx: typer.Context, model: str, out: Path, *, precision: str) -> Artifact:
-    """Write an engine's own file, named by what the engine reads (.xml: OpenVINO IR)."""
+@dataclass(frozen=True)
+class Build:
+    """What `dyno build` is asked for: `backend` "" goes by the file's suffix, `profile` "" is a static `batch`."""
+
+    backend: str
+    precision: str
+    batch: int
+    profile: str
+    options: tuple[str, ...]
+    repeat: int
+
+
+def profile(shapes: str, low: int, opt: int, high: int) -> str:
+    """An engine's option `profile` from `--shapes`, or from the batches of `--min --opt --max`; "" for neither."""
+    if shapes and (low or opt or high):
+        raise UserError("--shapes says what --min, --opt and --max say; give one or the other")
+    if not (low or opt or high):
+        return shapes
+    if not high:
+        raise UserError("a dynamic engine needs --max, its largest batch (--min is 1 and --opt is --max unless given)")
+    return f"{low or 1}:{opt or high}:{high}"
+
+
+def build(ctx: typer.Context, model: str, out: Path, how: Build) -> int:
+    """Write an engine's own file; with `repeat`, build it several times and say whether the builds differ."""
     if out.suffix not in ENGINES:
-        raise UserError(f"build writes {', '.join(ENGINES)} (OpenVINO IR), not {out.name}; `dyno export` writes .onnx")
-    study = Study(models=(model,), **{**commands.given(ctx), "precisions": (precision,)})
-    engine = find(ENGINES[out.suffix])
-    trial = replace(_trial(study, precision), backend=engine.name)
+        raise UserError(f"build writes {', '.join(ENGINES)}, not {out.name}; `dyno export` writes .onnx")
+    if Path(model).suffix == out.suffix:
+        raise UserError(f"{model} is what build would write already")
+    engine = find(how.backend or ENGINES[out.suffix])
+    choice = Choice.parse("@".join((engine.name, *how.options)))
+    for option in choice.options:
+        check_known(f"option of {engine.name}", option, engine.options)
+    on_gpu = "cuda" in engine.devices
+    flags = {"device": "cuda:0" if on_gpu else "cpu", **commands.given(ctx)}
+    study = Study(models=(model,), **{**flags, "precisions": (how.precision,), "batches": ()})
+    options = {**choice.options, **({"profile": how.profile} if how.profile else {})}
+    runtime = runtime_of(study, choice)
+    if lacks := missing(engine.name, runtime):
+        raise UserError(f"{engine.name} needs {lacks}, which is not installed; give its Python with --python")
+    if how.repeat > 1:
+        return builds.compare(study, engine, options, how.batch, how.repeat, out)
+    trial = _trial(study, how.precision)
+    dims = replace(trial.dims, batch=how.batch if on_gpu else 0)
+    runtime = replace(runtime, threads=trial.runtime.threads)
+    trial = replace(trial, backend=engine.name, options=options, runtime=runtime, dims=dims)
     if refusal := engine.refuse(trial):
         raise UserError(refusal)
-    if Path(trial.model.file).suffix == out.suffix:
-        raise UserError(f"{model} is what build would write already")
-    return _make(engine.recipe(trial), out)
+    _make(engine.recipe(trial), out)
+    return 0
 
 
 def _shape(text: str) -> tuple[str, int, tuple[str]]:

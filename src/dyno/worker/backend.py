@@ -54,6 +54,19 @@ class Session:
         """Seconds of one inference from host to host, part by part; empty where they can't be told apart."""
         return {}
 
+    @property
+    def batches(self) -> tuple[int, int, int] | None:
+        """Smallest, best and largest batch that this session takes, None where nothing limits it."""
+        return None
+
+    def reshape(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Take inputs of these shapes from now on; a `UserError` where they are fixed."""
+        raise UserError("this engine's shapes are fixed; load it with a free batch")
+
+    def device_memory(self) -> int:
+        """Bytes in use on the session's GPU, by everyone; 0 on a CPU."""
+        return 0
+
     def facts(self) -> dict[str, Any]:
         """What the engine says of itself, asked after timing: `layers`, `layers_by_type`, `nodes_by_provider`,
         `parameters`, `options`, `weights_sha256`, `build_s`… as far as it knows."""

@@ -42,7 +42,7 @@ class DeviceSession(Session):
         self._in, self._compute, self._out = device.stream(), device.stream(), device.stream()
         self.stream = int(self._compute)
         self._slots = [Slot(device) for _ in range(slots)]
-        self._staged: dict[int, np.ndarray] = {}
+        self._staged: list[np.ndarray] = []
         self._shapes: dict[str, Shape] = {}
 
     def enqueue(self, slot: int) -> None:
@@ -58,13 +58,17 @@ class DeviceSession(Session):
 
     def stage(self, feeds: Arrays) -> Arrays:
         """The feeds in page-locked memory and in the engine's types."""
-        return {tensor.name: self._locked(tensor, self._fed(tensor, feeds)) for tensor in self.inputs}
+        return {name: self._locked(t, feeds[name]) for t in self.inputs if (name := t.name) in feeds}
 
     def _locked(self, tensor: Tensor, feed: np.ndarray) -> np.ndarray:
-        locked = self.device.pinned(feed.shape, feed.dtype)
+        locked = self.device.pinned(feed.shape, tensor.dtype)
         np.copyto(locked, feed)
-        self._staged[locked.ctypes.data] = locked
+        self._staged.append(locked)
         return locked
+
+    def _is_staged(self, feed: np.ndarray) -> bool:
+        begin = feed.ctypes.data
+        return any(0 <= begin - one.ctypes.data <= one.nbytes - feed.nbytes for one in self._staged)
 
     def _fed(self, tensor: Tensor, feeds: Arrays) -> np.ndarray:
         if tensor.name not in feeds:
@@ -76,7 +80,7 @@ class DeviceSession(Session):
         place = self._slots[slot]
         for tensor in self.inputs:
             feed = self._fed(tensor, feeds)
-            if feed.ctypes.data not in self._staged:
+            if not self._is_staged(feed):
                 locked = self._room(place, tensor.name, feed.nbytes)
                 np.copyto(locked.view(feed.dtype).reshape(feed.shape), feed)
                 feed = locked
@@ -153,6 +157,11 @@ class DeviceSession(Session):
     @cached_property
     def _watches(self) -> tuple[Stopwatch, ...]:
         return tuple(Stopwatch(int(stream)) for stream in (self._in, self._compute, self._out))
+
+    def device_memory(self) -> int:
+        """Bytes in use on the card, by everyone."""
+        free, total = self.device.memory()
+        return total - free
 
     def close(self) -> None:
         """Free the device's memory; a subclass frees its engine first."""

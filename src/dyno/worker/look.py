@@ -7,18 +7,18 @@ from typing import Any
 from dyno.worker import models
 from dyno.worker.backends import onnx_export
 from dyno.worker.shapes import static_shapes
-from dyno.worker.spec import Dims, ModelSpec, Tensor, UserError, to_json
+from dyno.worker.spec import Dims, ModelSpec, Tensor, Trial, UserError, to_json
 
 DEFAULT_SIZE = 224
 
 
-def look(model: ModelSpec, sizes: list[list[int]], shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+def look(trial: Trial, sizes: list[list[int]], shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
     """What Dyno needs to know before it lists trials.
 
     Returns `preprocess`, `size` [h, w] (the model's own), `batch` (0: any), `fixed_size` (a file that takes one only)
     and, for a module, `parameters`. A model, checkpoint or size that doesn't work is a `UserError`.
     """
-    return _file(model, shapes) if model.file else _module(model, sizes)
+    return _file(trial, shapes) if trial.model.file else _module(trial.model, sizes)
 
 
 def _module(model: ModelSpec, sizes: list[list[int]]) -> dict[str, Any]:
@@ -43,8 +43,8 @@ def _try(module: Any, model: ModelSpec, height: int, width: int) -> None:
         raise UserError(f"the model refuses 1x{model.channels}x{height}x{width}: {reason}") from e
 
 
-def _file(model: ModelSpec, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
-    reader = _reader(model.file)
+def _file(trial: Trial, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    model, reader = trial.model, _reader(trial)
     tensors: tuple[Tensor, ...] = reader.read_io(model.file)[0]
     image = next((t for t in tensors if len(t.shape) == 4), None)
     found: dict[str, Any] = {"preprocess": to_json(model.preprocess), "batch": _fixed(tensors, 0), "size": [0, 0]}
@@ -59,16 +59,17 @@ def _file(model: ModelSpec, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any
     return found
 
 
-def _reader(path: str) -> Any:
-    """The backend module that reads this kind of file."""
+def _reader(trial: Trial) -> Any:
+    """What reads this kind of file: `read_io` and `read_precision` of its path."""
+    path = trial.model.file
     if path.endswith(".xml"):
         from dyno.worker.backends import open_vino
 
         return open_vino
     if path.endswith((".engine", ".plan")):
-        from dyno.worker.backends.tensor_rt import run
+        from dyno.worker.backends.tensor_rt.given import Reader
 
-        return run
+        return Reader(trial.backend, trial.runtime.device)
     return onnx_export
 
 

@@ -196,6 +196,26 @@ def _inspect(session: Session, job: Job, journal: Journal) -> None:
     journal.facts(facts)
 
 
+def endure_trial(job: Job, journal: Journal) -> None:
+    """The hard test of a dynamic engine; every stretch is on disk before the next begins."""
+    from dyno.worker.endure import TOLERANCE, endure
+
+    assert job.trial is not None
+    trial, backend = job.trial, find(job.trial.backend)
+    journal.record = replace(journal.record, system=system.describe(("numpy", *backend.requires)))
+    session: Session = journal.timed("load", "load", lambda: backend.load(trial, job.artifact))
+    journal.stage("first stretch")
+    for found in endure(session, trial, job.options["batches"], int(job.options["iterations"])):
+        told = found.told(TOLERANCE[trial.precision])
+        journal.facts({"endurance": {**journal.record.facts.get("endurance", {}), found.kind: told}})
+        name = f"latency_{found.kind}"
+        journal.samples[name] = found.seconds
+        save_arrays(journal.folder / "samples.npz", journal.samples)
+        journal.add(Measurement("latency", "s", "duration", None, name, found.kind, "host", "samples"))
+        journal.stage(f"after {found.kind}")
+    session.close()
+
+
 def make_file(job: Job, journal: Journal) -> None:
     """Make the recipe's file and describe it, with the steps that led to it."""
     assert job.recipe is not None
@@ -233,7 +253,7 @@ def look_at(job: Job, journal: Journal) -> None:
     assert job.trial is not None
     journal.stage("look at the model")
     shapes = {name: tuple(shape) for name, shape in job.options["shapes"].items()}
-    journal.facts(look(job.trial.model, job.options["sizes"], shapes))
+    journal.facts(look(job.trial, job.options["sizes"], shapes))
 
 
 def train_model(job: Job, journal: Journal) -> None:
@@ -246,6 +266,9 @@ def train_model(job: Job, journal: Journal) -> None:
     journal.facts(found)
 
 
+OTHER_JOBS = {"make": make_file, "probe": probe, "look": look_at, "train": train_model, "endure": endure_trial}
+
+
 def perform(job: Job, journal: Journal) -> Record:
     """Do the job; every way it can fail inside Python becomes a status with one line of reason."""
     try:
@@ -255,7 +278,7 @@ def perform(job: Job, journal: Journal) -> Record:
             assert job.trial is not None
             run_trial(job, job.trial, journal)
         else:
-            {"make": make_file, "probe": probe, "look": look_at, "train": train_model}[job.kind](job, journal)
+            OTHER_JOBS[job.kind](job, journal)
         return replace(journal.record, status="ok", stage="done")
     except Unavailable as e:
         return _ended(journal, "skipped", str(e))

@@ -17,6 +17,7 @@ from typing import Any, TypeVar, Union
 SCHEMA = 1
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "int8", "fp8")
 BOUNDARIES = ("model", "all", "throughput")
+STRETCHES = ("min", "opt", "max", "random")  # batches of the hard test, by name
 
 Option = Union[str, int, float, bool]
 T = TypeVar("T")

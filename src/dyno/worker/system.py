@@ -92,6 +92,12 @@ def _busy_seconds() -> float:
     return sum(ticks) / os.sysconf("SC_CLK_TCK")
 
 
+def memory() -> int:
+    """Resident set size of this process now, in bytes; 0 where the system doesn't say."""
+    pages = _first_line("/proc/self/statm").split()
+    return int(pages[1]) * os.sysconf("SC_PAGE_SIZE") if pages else 0
+
+
 def peak_memory() -> int:
     """Highest resident set size of this process so far, in bytes."""
     # The kernel's own mark starts anew at exec; getrusage's starts at the parent's size on Linux.

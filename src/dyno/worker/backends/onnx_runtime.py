@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -104,8 +105,10 @@ class OnnxFile:
 
     def __init__(self, ort: Any, path: str, trial: Trial, known: tuple[Tensor, ...]) -> None:
         self.ort, self.path, self.asked = ort, path, trial.precision
-        self.shapes = static_shapes(known, trial.dims)
-        self._overrides = _overrides(known, self.shapes)
+        # With batch 0 the batch stays free, and may change from run to run.
+        self.free = trial.dims.batch == 0
+        self.shapes = static_shapes(known, replace(trial.dims, batch=trial.dims.batch or 1))
+        self._overrides = {} if self.free else _overrides(known, self.shapes)
         self.settings = _settings(trial)
 
     def open(self, providers: Any, profile: str = "") -> Any:
@@ -156,7 +159,8 @@ class OnnxRuntimeSession(Session):
     def __init__(self, file: OnnxFile) -> None:
         self._file = file
         self._session = file.open(PROVIDERS)
-        self.inputs = tuple(replace(t, shape=file.shapes[t.name]) for t in map(_tensor, self._session.get_inputs()))
+        found = tuple(map(_tensor, self._session.get_inputs()))
+        self.inputs = found if file.free else tuple(replace(t, shape=file.shapes[t.name]) for t in found)
         self.outputs = tuple(_tensor(arg) for arg in self._session.get_outputs())
         self._errors = _errors()
         self._feeds: dict[str, np.ndarray] = {}
@@ -172,6 +176,12 @@ class OnnxRuntimeSession(Session):
                 place = self._outputs[tensor.name] = np.empty(sizes, tensor.dtype)
                 self._binding.bind_output(tensor.name, "cpu", 0, place.dtype.type, place.shape, place.ctypes.data)
         self._unplaced = [tensor.name for tensor in self.outputs if tensor.name not in self._outputs]
+
+    def reshape(self, shapes: Mapping[str, Shape]) -> None:
+        """See `Session.reshape`."""
+        if not self._file.free and dict(shapes) != self._file.shapes:
+            super().reshape(shapes)
+        self._file.shapes = dict(shapes)
 
     def bind(self, feeds: Arrays, slot: int = 0) -> None:
         """Point the session at the feeds, which are held until the next `bind`; copied only to change their type."""

@@ -1,0 +1,45 @@
+"""The flags that several commands share: each with its type and its help, written once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+MODEL_HELP = "torchvision:NAME, timm:NAME, MODULE:FUNCTION, FILE.py:FUNCTION, FILE.onnx, FILE.xml or FILE.engine"
+Studied = Annotated[list[str], typer.Argument(help=MODEL_HELP + "; or STUDY.toml", metavar="MODEL...|STUDY.toml")]
+Models = Annotated[list[str], typer.Argument(help=MODEL_HELP, metavar="MODEL...")]
+Model = Annotated[str, typer.Argument(help=MODEL_HELP, metavar="MODEL")]
+Backends = Annotated[str, typer.Option(help="Comma-separated, NAME@option=value for options. Default: all found here.")]
+Precision = Annotated[str, typer.Option(help="Comma-separated: fp32, tf32, fp16, bf16, int8, fp8.")]
+Batch = Annotated[str, typer.Option(help="Comma-separated batch sizes.")]
+Size = Annotated[str, typer.Option(help="Comma-separated image sizes: 224, or HEIGHTxWIDTH.")]
+Shapes = Annotated[list[str], typer.Option(help="NAME:1x3x224x224, for inputs that batch and size can't describe.")]
+Weights = Annotated[str, typer.Option(help="Checkpoint: .safetensors, or .pt/.pth read without running code.")]
+Pretrained = Annotated[bool, typer.Option("--pretrained", help="The library's published weights.")]
+Classes = Annotated[int, typer.Option(help="Number of classes to build the model with (0: its own).")]
+Channels = Annotated[int, typer.Option(help="Channels of the input image.")]
+Mean = Annotated[str, typer.Option(help="Per channel, of pixels in 0..1: 0.485,0.456,0.406 (default: the model's).")]
+Std = Annotated[str, typer.Option(help="Per channel, like --mean.")]
+Seed = Annotated[int, typer.Option(help="Of random weights and random inputs.")]
+Data = Annotated[str, typer.Option(help="Folder of class folders, or 'digits'.")]
+Calibration = Annotated[str, typer.Option(help="Images that INT8 is calibrated on; never tested on.")]
+Unreadable = Annotated[str, typer.Option(help="Images that can't be read: refuse or skip.")]
+Compared = Annotated[int, typer.Option("--inputs", help="Random inputs to compare outputs on, without --data.")]
+Budget = Annotated[list[str], typer.Option(help="Points of accuracy that may be lost, e.g. top1=0.5.")]
+Reference = Annotated[str, typer.Option(help="Trial that speed-ups are against (its id, or BACKEND/PRECISION).")]
+Device = Annotated[str, typer.Option(help="Where to run.")]
+Threads = Annotated[int, typer.Option(help="Threads of every backend (0: one per physical core).")]
+Rounds = Annotated[int, typer.Option(help="Fresh processes per trial.")]
+Seconds = Annotated[float, typer.Option(help="Most seconds of sampling per trial, round and boundary.")]
+Warmup = Annotated[float, typer.Option(help="Most seconds of warm-up per boundary.")]
+Samples = Annotated[int, typer.Option(help="Exactly this many samples (0: until the interval is narrow enough).")]
+Timeout = Annotated[float, typer.Option(help="Seconds after which a job is killed.")]
+Pythons = Annotated[list[str], typer.Option("--python", help="Another interpreter for one backend: NAME=PATH.")]
+Out = Annotated[str, typer.Option("--out", "-o", help="Run folder (default: runs/NAME).")]
+Format = Annotated[str, typer.Option("--format", help="text, markdown, csv or json.")]
+Rtol = Annotated[float, typer.Option(help="Relative tolerance.")]
+Atol = Annotated[float, typer.Option(help="Absolute tolerance.")]
+Least = Annotated[float, typer.Option(help="Exit 1 when a smaller share of values agrees (0 to 1).")]
+RunFolder = Annotated[Path, typer.Argument(help="A run folder.", metavar="RUN")]

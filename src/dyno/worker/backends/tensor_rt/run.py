@@ -1,0 +1,288 @@
+"""Run a TensorRT engine: deserialise, check its tensors, replay it as a CUDA graph, a context per batch in flight.
+
+Needs numpy, cuda-bindings and TensorRT alone. A static engine keeps its shapes and its graphs; a dynamic one may change
+its shapes between runs, within its profile, and records its graph anew when a shape comes a second time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dyno.worker.backends.tensor_rt import layers, library
+from dyno.worker.device_session import DeviceSession
+from dyno.worker.gpu import Device, Graph
+from dyno.worker.shapes import Shape, static_shapes
+from dyno.worker.spec import Artifact, Tensor, Trial, UserError
+
+SLOTS = 3  # one batch computes, one is on its way to the GPU, one on its way back
+MEMORY = re.compile("out of memory|OutOfMemory|std::bad_alloc|cudaErrorMemoryAllocation", re.IGNORECASE)
+
+
+class TensorRTSession(DeviceSession):
+    """One engine with `slots` execution contexts.
+
+    Options of the trial: `graph` (default true: replay a CUDA graph) and `slots` (default 3). Raises `UserError` for an
+    engine that this library or GPU refuses, or whose tensors are not the trial's.
+    """
+
+    def __init__(self, trial: Trial, artifact: Artifact | None, product: str) -> None:
+        self._trt = library.load(product)
+        self._trial, self._log = trial, library.Log(self._trt)
+        device = Device(trial.runtime.device)
+        self._runtime, self._engine = deserialised(
+            self._trt, self._log, artifact.path if artifact else trial.model.file
+        )
+        self._graphed = bool(trial.options.get("graph", True))
+        known = self._described(artifact)
+        wanted = self._wanted(known, trial)
+        super().__init__(device, max(1, int(trial.options.get("slots", SLOTS))))
+        self._contexts = self._made_contexts()
+        self._profile = self._chosen_profile(wanted)
+        self._allocators: list[dict[str, Any]] = [{} for _ in self._contexts]
+        self._graphs: list[Graph | None] = [None] * self.slots
+        self._runs = [0] * self.slots
+        self.place(wanted, self._room_of(wanted))
+        for slot in range(self.slots):
+            self._prepare(slot)
+        self.reshape(wanted)
+
+    def _described(self, artifact: Artifact | None) -> tuple[Tensor, ...]:
+        """The engine's inputs; what the artifact's record says must be so, or the file is another one."""
+        found = tensors(self._trt, self._engine)
+        if artifact and artifact.inputs:
+            theirs = {t.name: (t.dtype, len(t.shape)) for t in (*artifact.inputs, *artifact.outputs)}
+            ours = {t.name: (t.dtype, len(t.shape)) for side in found for t in side}
+            for name in sorted(set(theirs) | set(ours)):
+                if theirs.get(name) != ours.get(name):
+                    raise UserError(f"tensor {name!r} of the engine is {_told(ours, name)}, not {_told(theirs, name)}")
+        self.inputs, self.outputs = found
+        return found[0]
+
+    def _wanted(self, known: tuple[Tensor, ...], trial: Trial) -> dict[str, Shape]:
+        """The shapes of the trial, where the engine's profiles have them."""
+        dims = trial.dims
+        if not dims.batch:  # any batch of the profile will do: begin with the one it was tuned for
+            dims = replace(dims, batch=int(self._engine.get_tensor_profile_shape(known[0].name, 0)[1][0]))
+        shapes = static_shapes(known, dims)
+        for tensor in known:
+            ranges = [self._engine.get_tensor_profile_shape(tensor.name, p) for p in range(self._profiles)]
+            fitting = any(_between(shapes[tensor.name], low, high) for low, _, high in ranges)
+            if any(isinstance(n, str) for n in tensor.shape) and not fitting:
+                allowed = " or ".join(f"{_text(low)} to {_text(high)}" for low, _, high in ranges)
+                raise UserError(
+                    f"{tensor.name!r} as {_text(shapes[tensor.name])} is outside the engine's profile ({allowed}); "
+                    "build it with a wider one"
+                )
+        return shapes
+
+    @property
+    def _profiles(self) -> int:
+        return max(1, int(self._engine.num_optimization_profiles))
+
+    @property
+    def batches(self) -> tuple[int, int, int]:
+        """Of the profile in use; a static engine's one batch three times."""
+        name, shape = next(iter(self._shapes.items()))
+        if not self._dynamic:
+            return shape[0], shape[0], shape[0]
+        low, opt, high = (int(s[0]) for s in self._engine.get_tensor_profile_shape(name, self._profile))
+        return low, opt, high
+
+    def _made_contexts(self) -> list[Any]:
+        """As many contexts as there are slots; fewer where the memory or a profile that can't be shared allows."""
+        made: list[Any] = []
+        for _ in range(self.slots):
+            context = self._engine.create_execution_context()
+            if context is None:
+                break
+            made.append(context)
+        if not made:
+            self._raise(f"{self._trial.label}: no execution context can be made")
+        self.slots = len(made)
+        return made
+
+    def _chosen_profile(self, shapes: Mapping[str, Shape]) -> int:
+        """The first profile that has the shapes, set in every context."""
+        profile = next(p for p in range(self._profiles) if self._in_profile(p, shapes))
+        if not self._dynamic:
+            return profile
+        for number, context in enumerate(self._contexts):
+            if not context.set_optimization_profile_async(profile, self.stream):
+                if not number:
+                    self._raise(f"profile {profile} can't be used")
+                self.slots = number  # the engine was built so that one context has a profile for itself
+                break
+        self.device.synchronize()
+        del self._contexts[self.slots :]
+        return profile
+
+    def _in_profile(self, profile: int, shapes: Mapping[str, Shape]) -> bool:
+        if not self._dynamic:
+            return True
+        ranges = {name: self._engine.get_tensor_profile_shape(name, profile) for name in shapes}
+        return all(_between(shapes[name], low, high) for name, (low, _, high) in ranges.items())
+
+    @property
+    def _dynamic(self) -> bool:
+        return any(isinstance(n, str) for tensor in self.inputs for n in tensor.shape)
+
+    def _room_of(self, shapes: Mapping[str, Shape]) -> dict[str, int]:
+        """Bytes of every tensor at its largest: what its profile allows, so that a change of shape needs no memory."""
+        context = self._contexts[0]
+        for name, shape in shapes.items():
+            context.set_input_shape(name, self._largest(name, shape))
+        room = {}
+        for tensor in (*self.inputs, *self.outputs):
+            shape = tuple(context.get_tensor_shape(tensor.name))
+            if min(shape, default=1) >= 0:  # else only a run can tell, and an allocator gives it what it asks for
+                room[tensor.name] = int(np.prod(shape, dtype=np.int64)) * np.dtype(tensor.dtype).itemsize
+        return room
+
+    def _largest(self, name: str, shape: Shape) -> Shape:
+        return tuple(self._engine.get_tensor_profile_shape(name, self._profile)[2]) if self._dynamic else shape
+
+    def _prepare(self, slot: int) -> None:
+        """Tell the context where its tensors lie; outputs of unknown size get an allocator."""
+        addresses, context = self._slots[slot].addresses, self._contexts[slot]
+        for name, address in addresses.items():
+            context.set_tensor_address(name, address)
+        for tensor in self.outputs:
+            if tensor.name not in addresses:
+                allocator = library.output_allocator(self._trt, self.device)
+                context.set_output_allocator(tensor.name, allocator)
+                self._allocators[slot][tensor.name] = allocator
+                self._graphed = False  # memory can't be asked for inside a graph
+
+    def reshape(self, shapes: Mapping[str, Shape]) -> None:
+        """Run with these input shapes from now on; outside the profile is a `UserError`."""
+        if dict(shapes) == self._shapes and self._runs[0]:
+            return
+        for tensor in self.inputs:
+            shape = shapes[tensor.name]
+            for context in self._contexts:
+                if not context.set_input_shape(tensor.name, shape):
+                    raise UserError(f"the engine doesn't take {tensor.name!r} as {_text(shape)}: {self._log.reason()}")
+        self._shapes = dict(shapes)
+        for slot in range(self.slots):
+            self._forget(slot)
+
+    def _forget(self, slot: int) -> None:
+        graph, self._graphs[slot], self._runs[slot] = self._graphs[slot], None, 0
+        if graph is not None:
+            graph.close()
+
+    def enqueue(self, slot: int) -> None:
+        """Replay the slot's graph; the first run of a shape is launched directly, the second records the graph."""
+        graph = self._graphs[slot]
+        if graph is not None:
+            graph.launch()
+            return
+        if self._graphed and self._runs[slot] == 1:
+            self._graphs[slot] = Graph(self._compute, lambda: self._launch(slot))
+            self._runs[slot] += 1
+            self._graphs[slot].launch()  # type: ignore[union-attr]
+            return
+        self._runs[slot] += 1
+        self._launch(slot)
+
+    def _launch(self, slot: int) -> None:
+        if not self._contexts[slot].execute_async_v3(self.stream):
+            self._raise(f"{self._trial.label} can't be run")
+
+    def results(self, slot: int) -> dict[str, tuple[Shape, str, int]]:
+        """Shapes as the context knows them for the shapes that are fed; see `DeviceSession.results`."""
+        found = {}
+        for tensor in self.outputs:
+            allocator = self._allocators[slot].get(tensor.name)
+            shape = allocator.shape if allocator else self._contexts[slot].get_tensor_shape(tensor.name)
+            address = allocator.address if allocator else self._slots[slot].addresses[tensor.name]
+            found[tensor.name] = (tuple(int(n) for n in shape), tensor.dtype, address)
+        return found
+
+    def _raise(self, what: str) -> None:
+        reason = self._log.reason()
+        if MEMORY.search(reason):
+            raise MemoryError(f"{what}: the GPU's memory ran out ({reason[:160]})")
+        raise UserError(f"{what}: {reason}")
+
+    def facts(self) -> dict[str, Any]:
+        """What the engine says of itself: layers and their types, memory, and how it was run."""
+        listed = layers.inspect(self._trt, self._engine)
+        return {
+            **layers.summary(listed, self._trial.precision),
+            "options": {
+                "graph": any(self._graphs),
+                "slots": self.slots,
+                "profile": self._profile,
+                "dynamic": self._dynamic,
+                **{key: value for key, value in self._trial.options.items() if key not in ("graph", "slots")},
+            },
+            "engine_memory": library.device_memory(self._engine),
+            "notes": layers.notes(listed, self._trial.precision),
+        }
+
+    def close(self) -> None:
+        """Free graphs, contexts and the engine before the memory they use."""
+        self.device.synchronize()
+        for slot in range(self.slots):
+            self._forget(slot)
+        self._contexts.clear()
+        self._allocators.clear()
+        self._engine = self._runtime = None
+        super().close()
+
+
+def deserialised(trt: Any, log: Any, path: str) -> tuple[Any, Any]:
+    """The runtime and the engine in the file; a file that it refuses is a `UserError` with TensorRT's own reason.
+
+    An engine is executable content: this is called for files from the cache, whose hash was checked, and for files that
+    the user named.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise UserError(f"{path or 'the engine file'} does not exist")
+    content = file.read_bytes()
+    if not content:
+        raise UserError(f"{path} is empty, not an engine")
+    runtime = trt.Runtime(log)
+    engine = runtime.deserialize_cuda_engine(content)
+    if engine is None:
+        reason = log.reason()
+        if MEMORY.search(reason):
+            raise MemoryError(f"{path} can't be loaded: the GPU's memory ran out ({reason[:160]})")
+        raise UserError(
+            f"{path} is no engine that TensorRT {trt.__version__} takes on this GPU ({reason}); build it again here"
+        )
+    return runtime, engine
+
+
+def tensors(trt: Any, engine: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Inputs and outputs of an engine; a free dimension is named by its axis: `batch` for the first, else `dim1`…"""
+    found: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for index in range(engine.num_io_tensors):
+        name = engine.get_tensor_name(index)
+        shape = tuple(
+            int(n) if n >= 0 else ("batch" if axis == 0 else f"dim{axis}")
+            for axis, n in enumerate(engine.get_tensor_shape(name))
+        )
+        one = Tensor(name, library.dtype_name(engine.get_tensor_dtype(name)), shape)
+        found[engine.get_tensor_mode(name) == trt.TensorIOMode.OUTPUT].append(one)
+    return tuple(found[0]), tuple(found[1])
+
+
+def _between(shape: Shape, low: Any, high: Any) -> bool:
+    return len(shape) == len(low) and all(a <= n <= b for a, n, b in zip(low, shape, high, strict=True))
+
+
+def _text(shape: Any) -> str:
+    return "x".join(str(int(n)) for n in shape)
+
+
+def _told(tensors: Mapping[str, tuple[str, int]], name: str) -> str:
+    return f"{tensors[name][0]} with {tensors[name][1]} dimensions" if name in tensors else "not there"
