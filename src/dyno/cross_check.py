@@ -55,12 +55,11 @@ def boundaries(trial: TrialResult) -> list[str]:
 
 
 def command_lines(trial: TrialResult) -> list[str]:
-    """The shell commands that should give the trial's numbers, one per boundary, each with what it stands for."""
-    lines = [
-        f"{shlex.join(trtexec_command.timing(trial, boundary))}    # for latency/{boundary}"
-        for boundary in boundaries(trial)
-    ]
-    return ["The same by hand:", *(f"  {line}" for line in lines)]
+    """The shell commands that should give the trial's numbers, and its engine where Dyno built it."""
+    named = [(trtexec_command.timing(trial, boundary), f"latency/{boundary}") for boundary in boundaries(trial)]
+    if build := trtexec_command.built(trial):
+        named.append((build.command(), "such an engine"))
+    return ["The same by hand:", *(f"  {shlex.join(words)}    # for {what}" for words, what in named)]
 
 
 def _run_all(trial: TrialResult) -> Iterator[str]:

@@ -29,7 +29,8 @@ SHAPE = ("batch", 3, "height", "width")
 def trial(folder: Path, medians: dict[tuple[str, str, str], float] | None = None, **changes: Any) -> TrialResult:
     """The trial of a run folder written to `folder`.
 
-    `changes`: backend, engine, graph, clock (MHz), device, version, shape (of the file's input), boundaries.
+    `changes`: backend, engine, graph, clock (MHz), device, version, shape (of the file's input), boundaries,
+    made_by (of the engine), source (of the model).
     """
     write(folder, MEDIANS if medians is None else medians, **changes)
     return load(folder).trials[0]
@@ -38,27 +39,28 @@ def trial(folder: Path, medians: dict[tuple[str, str, str], float] | None = None
 def write(folder: Path, medians: dict[tuple[str, str, str], float], **changes: Any) -> None:
     """Write the run folder; see `trial`."""
     image = Tensor("input", "float32", changes.get("shape", SHAPE))
-    engine = Artifact("engine", changes.get("engine", "/cache/net b8.engine"), "e" * 64, 10, "fp16", (image,), (), 1.0)
+    path, made_by = changes.get("engine", "/cache/net b8.engine"), changes.get("made_by", {})
+    engine = Artifact("engine", path, "e" * 64, 10, "fp16", (image,), (), 1.0, made_by=made_by)
     ran = Trial(
-        ModelSpec("net", "torchvision:resnet18"),
+        ModelSpec("net", changes.get("source", "torchvision:resnet18")),
         changes.get("backend", "tensorrt"),
         "fp16",
         Dims(BATCH, 64, 64),
         runtime=Runtime(device="cuda:1"),
         plan=Plan(boundaries=changes.get("boundaries", ("model", "all", "throughput"))),
     )
-    path = folder / "trials" / ran.id / "r0"
-    path.mkdir(parents=True)
-    write_json(path / "job.json", to_json(Job("run", ran.runtime, ran, artifact=engine)))
+    there = folder / "trials" / ran.id / "r0"
+    there.mkdir(parents=True)
+    write_json(there / "job.json", to_json(Job("run", ran.runtime, ran, artifact=engine)))
     arrays = {"_".join(key): np.full(9, value) for key, value in medians.items()}
-    np.savez(path / "samples.npz", **arrays)
+    np.savez(there / "samples.npz", **arrays)
     measured = [Measurement(k[0], "s", "duration", None, "_".join(k), k[1], k[2]) for k in medians]
     rate = Measurement("throughput", "1/s", "rate", RATE, "", "throughput", "host")
     facts = {"options": {"graph": changes.get("graph", True), "slots": 3}, "timed": {"model": [100.0, 103.0]}}
     system = {"versions": {"numpy": "2.3", "tensorrt": changes.get("version", "8.6.1")}}
     measurements = (*measured, rate) if medians else ()
-    write_record(path, Record("ok", "done", trial=ran.id, measurements=measurements, facts=facts, system=system))
-    telemetry(path, changes.get("clock", 1980.0), changes.get("device", "NVIDIA Example"))
+    write_record(there, Record("ok", "done", trial=ran.id, measurements=measurements, facts=facts, system=system))
+    telemetry(there, changes.get("clock", 1980.0), changes.get("device", "NVIDIA Example"))
 
 
 def telemetry(folder: Path, clock: float, device: str, epoch: float = 99.0) -> None:

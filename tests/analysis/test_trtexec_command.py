@@ -96,3 +96,44 @@ def test_every_option_of_a_build() -> None:
 def test_rtx_has_neither_precision_flags_nor_levels_nor_timing_caches() -> None:
     words = Build("m.onnx", "m.engine", "fp16", version="1.7", rtx=True, level=3, timing_cache="t").command()
     assert words == ["tensorrt_rtx", "--onnx=m.onnx", "--saveEngine=m.engine", "--skipInference"]
+
+
+def made_by(**changes: object) -> dict[str, object]:
+    """What the builder keeps of an engine with one profile."""
+    profile = {"input": [[1, 3, 64, 64], [8, 3, 64, 64], [16, 3, 64, 64]]}
+    made = {"route": "flags", "typed": "weakly", "options": {"optimization": 5, "workspace_mb": 512}}
+    return {**made, "profiles": [profile], "versions": {"tensorrt": "8.6.1"}, **changes}
+
+
+def test_an_engine_that_dyno_built_is_repeated(tmp_path: Path) -> None:
+    build = command.built(engine_run.trial(tmp_path / "run", made_by=made_by(), source="file:m/net.onnx"))
+    assert build and build.command() == [
+        "trtexec",
+        "--onnx=m/net.onnx",
+        "--saveEngine=net b8.engine",
+        "--fp16",
+        "--minShapes=input:1x3x64x64",
+        "--optShapes=input:8x3x64x64",
+        "--maxShapes=input:16x3x64x64",
+        "--builderOptimizationLevel=5",
+        "--memPoolSize=workspace:512",
+        "--skipInference",
+    ]
+
+
+def test_types_in_the_graph_need_the_converted_file(tmp_path: Path) -> None:
+    typed = made_by(route="graph", typed="strongly")
+    build = command.built(
+        engine_run.trial(tmp_path / "run", made_by=typed, source="file:m/net.onnx", version="10.13.0")
+    )
+    assert build and build.command()[1:4] == ["--onnx=net.fp16.onnx", "--saveEngine=net b8.engine", "--stronglyTyped"]
+
+
+def test_a_static_file_takes_no_shapes(tmp_path: Path) -> None:
+    static = made_by(profiles=[{"input": [[8, 3, 64, 64]] * 3}])
+    build = command.built(engine_run.trial(tmp_path / "run", made_by=static))
+    assert build and not build.profile
+
+
+def test_a_given_engine_has_no_build(tmp_path: Path) -> None:
+    assert command.built(engine_run.trial(tmp_path / "run")) is None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Any
 
 from dyno.analysis.results import TrialResult
@@ -150,3 +151,43 @@ class Build:
             return [*exact, "--stronglyTyped"]
         calibrated = [f"--calib={self.calibration}"] if self.calibration else []
         return [*exact, *FLAGS.get(self.precision, ()), *calibrated]
+
+
+def built(trial: TrialResult) -> Build | None:
+    """The build of the trial's engine; None where Dyno didn't build it.
+
+    Where the types are in the graph, `onnx` is the converted file, which lies in Dyno's cache: it gets the name that
+    `converted` makes.
+    """
+    made = trial.artifact.get("made_by") or {}
+    if "typed" not in made:
+        return None
+    asked, source = made.get("options") or {}, str(trial.spec["model"].get("source", ""))
+    given = source.removeprefix("file:") if source.endswith(".onnx") else ""
+    same = made.get("route") != "graph" or trial.precision in ("fp32", "tf32", trial.spec["model"].get("precision"))
+    return Build(
+        onnx=given if given and same else converted(trial, "fp32" if same else trial.precision),
+        out=PurePath(engine(trial) or "model.engine").name,
+        precision=trial.precision,
+        version=version(trial) or next(iter((made.get("versions") or {}).values()), ""),
+        rtx=is_rtx(trial),
+        typed=made["typed"] == "strongly",
+        profile=_profile(trial, made.get("profiles") or []),
+        level=asked.get("optimization"),
+        workspace=int(asked["workspace_mb"]) * 2**20 if asked.get("workspace_mb") else None,
+        calibration="calibration.cache" if made.get("route") == "calibrator" else "",
+    )
+
+
+def converted(trial: TrialResult, precision: str) -> str:
+    """What the ONNX file is called that `dyno export --precision PRECISION --target tensorrt` writes."""
+    return f"{trial.model}.{precision}.onnx"
+
+
+def _profile(trial: TrialResult, profiles: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The engine's first profile; none for a static ONNX file, to which trtexec takes no shapes."""
+    if not profiles:
+        return {}
+    parent = (trial.spec.get("recipe") or {}).get("parent") or {}
+    free = parent.get("dims", {}).get("batch") == 0
+    return profiles[0] if free or any(low != high for low, _, high in profiles[0].values()) else {}
