@@ -1,0 +1,84 @@
+"""What the tests on a GPU share: the Pythons that have its libraries, and a small network that builds in seconds.
+
+DYNO_TENSORRT_PYTHON, DYNO_ORTGPU_PYTHON and DYNO_TORCHTRT_PYTHON name interpreters other than this one.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+NET = """
+from torch import nn
+
+def net(num_classes=10, channels=3):
+    stem = [nn.Conv2d(channels, 32, 3, 2, 1, bias=False), nn.BatchNorm2d(32), nn.ReLU()]
+    body = [nn.Conv2d(32, 64, 3, 2, 1), nn.ReLU(), nn.Conv2d(64, 64, 3, 1, 1), nn.ReLU()]
+    return nn.Sequential(*stem, *body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, num_classes))
+"""
+SIZE = 64
+Gpu = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def python_with(module: str, variable: str) -> str:
+    """The interpreter that has the module; skips when none is known."""
+    python = os.environ.get(variable, sys.executable)
+    tried = subprocess.run([python, "-c", f"import {module}"], capture_output=True, text=True, timeout=300)
+    if tried.returncode:
+        pytest.skip(f"{module} is not in {python}; name a Python that has it in {variable}")
+    return python
+
+
+@pytest.fixture(scope="session")
+def tensorrt_python() -> str:
+    return python_with("tensorrt", "DYNO_TENSORRT_PYTHON")
+
+
+@pytest.fixture(scope="session")
+def ortgpu_python() -> str:
+    python = python_with("onnxruntime", "DYNO_ORTGPU_PYTHON")
+    code = "import onnxruntime as o, sys; sys.exit('CUDAExecutionProvider' not in o.get_available_providers())"
+    if subprocess.run([python, "-c", code], timeout=300).returncode:
+        pytest.skip("no onnxruntime with CUDA; name a Python that has it in DYNO_ORTGPU_PYTHON")
+    return python
+
+
+@pytest.fixture(scope="session")
+def net(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("net") / "small.py"
+    path.write_text(NET)
+    return f"{path}:net"
+
+
+@pytest.fixture(scope="session")
+def onnx(dyno: Any, net: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The network with a free batch."""
+    path = tmp_path_factory.mktemp("onnx") / "small.onnx"
+    done = dyno("export", net, "-o", path, "--size", SIZE)
+    assert done.returncode == 0, done.stderr
+    return path
+
+
+@pytest.fixture(scope="session")
+def trt(dyno: Any, tensorrt_python: str) -> Gpu:
+    """The command line with TensorRT's Python."""
+
+    def run(*words: object, timeout: float = 300.0) -> Any:
+        return dyno(*words, "--python", f"tensorrt={tensorrt_python}", timeout=timeout)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def engine(trt: Gpu, onnx: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dynamic engine in FP16, batches 1 to 8."""
+    path = tmp_path_factory.mktemp("engine") / "small.engine"
+    done = trt("build", onnx, "-o", path, "--precision", "fp16", "--min", 1, "--opt", 4, "--max", 8)
+    assert done.returncode == 0, done.stderr
+    return path

@@ -1,0 +1,196 @@
+"""TensorRT for real, by the command line: build, time, agree, test hard, and every way it can go wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dyno import Study
+from dyno.store import cache_dir
+from dyno.study import Choice
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+SIZE = 64
+QUICK = ("--seconds", 0.1, "--warmup", 0.1, "--rounds", 1)
+
+
+def rows(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
+    assert done.stdout.strip(), done.stderr
+    return json.loads(done.stdout)
+
+
+def line(done: subprocess.CompletedProcess[str]) -> str:
+    """The one line of an error."""
+    assert done.returncode == 2, (done.returncode, done.stdout, done.stderr)
+    last = [text for text in done.stderr.splitlines() if text.startswith("dyno: ")]
+    assert len(last) == 1 and "Traceback" not in done.stderr, done.stderr
+    return last[0]
+
+
+@pytest.fixture(scope="module")
+def study(net: str, tensorrt_python: str) -> Any:
+    def make(*backends: str, **fields: Any) -> Study:
+        usual = {"sizes": (str(SIZE),), "rounds": 1, "seconds": 0.2, "warmup": 0.1, "device": "cuda:0", "compared": 8}
+        named = {Choice.parse(one).name for one in backends}
+        tables = {name: {"python": tensorrt_python} for name in named if name == "tensorrt"}
+        return Study(models=(net,), backends=backends, runtime=tables, **{**usual, **fields})
+
+    return make
+
+
+def test_every_precision_is_what_it_says(study: Any, tmp_path: Path) -> None:
+    ways = ("pytorch@precision=fp32", "tensorrt@precision=fp32+tf32+fp16", "tensorrt@precision=fp16@route=flags")
+    result = study(*ways, batches=(2,)).run(tmp_path / "run", quiet=True)
+    frame = result.to_pandas()
+    assert set(frame["status"]) == {"ok"}, frame[["backend", "precision", "status", "reason"]].to_string()
+    truths = {
+        (t.backend, t.precision): t.facts["precision_truth"] for t in result.records if "precision_truth" in t.facts
+    }
+    assert all(truth["ok"] for truth in truths.values()), truths
+    assert truths["tensorrt", "fp16"]["share"].get("float16", 0) >= 0.5
+    outputs = {(t.backend, t.precision): next(iter(t.outputs().values())) for t in result.records}
+    want = outputs["pytorch", "fp32"]
+    scale = abs(want).max()
+    assert abs(outputs["tensorrt", "fp32"] - want).max() < 1e-4 * scale
+    assert abs(outputs["tensorrt", "fp16"] - want).max() < 2e-2 * scale
+    for trial in result.records:
+        samples = trial.samples("latency", "model", "gpu"), trial.samples("latency", "model", "host")
+        assert all(len(s) for s in samples)
+        assert (
+            min(samples[0]) > 1e-6
+            and sorted(samples[0])[len(samples[0]) // 2] < sorted(samples[1])[len(samples[1]) // 2]
+        )
+    assert (frame["layers"] > 0).all() and (frame["gpu_memory_mb"] > 0).all()
+
+
+def test_int8_by_graph_and_by_calibrator(study: Any, tmp_path: Path) -> None:
+    ways = ("pytorch@precision=fp32", "tensorrt@precision=int8", "tensorrt@precision=int8@route=calibrator",
+            "tensorrt@precision=int8@route=calibrator@calibrator=minmax")  # fmt: skip
+    digits = {"data": "digits", "sizes": ("32",), "batches": (4,), "channels": 1}
+    result = study(*ways, **digits).run(tmp_path / "run", quiet=True)
+    frame = result.to_pandas()
+    assert set(frame["status"]) == {"ok"}, frame[["backend", "status", "reason"]].to_string()
+    int8 = [t.facts["precision_truth"]["share"].get("int8", 0) for t in result.records if t.precision == "int8"]
+    assert len(int8) == 3 and min(int8) >= 0.5, int8
+
+
+def test_dynamic_and_static_agree(trt: Any, onnx: Path, engine: Path, tmp_path: Path) -> None:
+    static = tmp_path / "static.engine"
+    assert trt("build", onnx, "-o", static, "--precision", "fp16", "--min", 4, "--opt", 4, "--max", 4).returncode == 0
+    done = trt(
+        "agree", static, engine, "--batch", 4, "--rtol", 1e-2, "--atol", 1e-2, "--least", 0.99, "--format", "json"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (fixed, _) = (trt("time", path, "--batch", 4, *QUICK, "--format", "json") for path in (static, engine))
+    assert rows(fixed)[0]["status"] == "ok"
+    assert "fixed batch 4" in line(trt("time", static, "--batch", 2)) or "fixed at 4" in line(
+        trt("time", static, "--batch", 2)
+    )
+
+
+def test_time_speaks_trtexec(trt: Any, engine: Path) -> None:
+    done = trt("time", engine, "--batch", 8, *QUICK)
+    assert done.returncode == 0, done.stderr
+    assert "trtexec" in done.stdout and "--loadEngine" in done.stdout and "Enqueue" in done.stdout
+
+
+def test_hard(trt: Any, engine: Path) -> None:
+    done = trt("time", engine, "--batches", "min,opt,max,random", "--iterations", 300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("every output right") == 4
+
+
+def test_builds_are_compared(trt: Any, onnx: Path, tmp_path: Path) -> None:
+    done = trt("build", onnx, "-o", tmp_path / "best.engine", "--repeat", 2, "--batch", 2, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "p = " in done.stdout and (tmp_path / "best.engine").stat().st_size > 1000
+
+
+def test_graph_and_slots_change_nothing(study: Any, tmp_path: Path) -> None:
+    ways = ("tensorrt", "tensorrt@graph=false", "tensorrt@slots=1", "tensorrt@profile=1:2:8")
+    result = study(*ways, batches=(2,)).run(tmp_path / "run", quiet=True)
+    outputs = [next(iter(t.outputs().values())) for t in result.records if t.good]
+    assert len(outputs) == 4
+    for other in outputs[1:]:
+        assert abs(other - outputs[0]).max() < 1e-4 * abs(outputs[0]).max()
+
+
+def test_a_batch_outside_the_profile(trt: Any, engine: Path) -> None:
+    assert "outside the engine's profile" in line(trt("time", engine, "--batch", 16))
+    assert "outside the engine's profile" in trt("time", engine, "--batches", "9", "--iterations", 1).stdout
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "text"])
+def test_an_engine_that_is_none(trt: Any, engine: Path, tmp_path: Path, damage: str) -> None:
+    content = engine.read_bytes()
+    bad = tmp_path / "bad.engine"
+    bad.write_bytes(
+        {"cut": content[: len(content) // 2], "flipped": b"\xff" * 64 + content[64:], "text": b"no engine"}[damage]
+    )
+    assert "is no engine that TensorRT" in line(trt("time", bad))
+
+
+def test_a_file_cut_short_in_the_cache_is_built_again(study: Any, tmp_path: Path) -> None:
+    study("tensorrt", batches=(3,)).run(tmp_path / "a", quiet=True)
+    kept = list((cache_dir() / "artifacts").glob("*/model.engine"))
+    for path in kept:
+        path.write_bytes(path.read_bytes()[:1000])
+    result = study("tensorrt", batches=(3,)).run(tmp_path / "b", quiet=True)
+    assert [t.status for t in result.records] == ["ok"]
+
+
+def test_an_operator_nobody_knows(trt: Any, onnx: Path, tmp_path: Path) -> None:
+    import onnx as library
+
+    model = library.load(str(onnx))
+    model.graph.node[0].op_type, model.graph.node[0].name = "Unheard", "the_first_node"
+    path = tmp_path / "odd.onnx"
+    library.save(model, str(path))
+    said = trt("build", path, "-o", tmp_path / "odd.engine")
+    assert said.returncode == 2 and "Unheard" in said.stderr
+
+
+def test_a_static_file_given_other_shapes(dyno: Any, trt: Any, net: str, tmp_path: Path) -> None:
+    fixed = tmp_path / "fixed.onnx"
+    assert dyno("export", net, "-o", fixed, "--size", SIZE, "--batch", 2).returncode == 0
+    assert "export it again" in line(trt("build", fixed, "-o", tmp_path / "x.engine", "--max", 8))
+    assert trt("build", fixed, "-o", tmp_path / "y.engine", "--batch", 2).returncode == 0
+
+
+def test_memory_that_runs_out_is_a_row_and_comes_back(study: Any, tmp_path: Path) -> None:
+    import pynvml
+
+    pynvml.nvmlInit()
+    handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+    before = pynvml.nvmlDeviceGetMemoryInfo(handle).used
+    huge = study("pytorch@precision=fp32", batches=(200_000,), sizes=("512",), compared=1)
+    result = huge.run(tmp_path / "run", quiet=True)
+    assert [t.status for t in result.records] == ["oom"], [t.reason for t in result.records]
+    after = study("tensorrt", batches=(2,)).run(tmp_path / "after", quiet=True)
+    assert [t.status for t in after.records] == ["ok"]
+    assert pynvml.nvmlDeviceGetMemoryInfo(handle).used < before + 2**30
+
+
+def test_a_builder_past_its_time_and_a_killed_one(study: Any, tmp_path: Path) -> None:
+    result = study("pytorch@precision=fp32", batches=(1,), timeout=0.5).run(tmp_path / "run", quiet=True)
+    assert [t.status for t in result.records] == ["timeout"]
+
+
+def test_onnx_runtime_on_the_gpu(net: str, ortgpu_python: str, tmp_path: Path) -> None:
+    asked = Study(
+        models=(net,), backends=("onnxruntime@precision=fp32+fp16+tf32", "pytorch@precision=fp32"), sizes=(str(SIZE),),
+        batches=(4,), device="cuda:0", rounds=1, seconds=0.2, warmup=0.1, compared=8,
+        runtime={"onnxruntime": {"python": ortgpu_python}},
+    )  # fmt: skip
+    result = asked.run(tmp_path / "run", quiet=True)
+    assert {t.status for t in result.records} == {"ok"}, [t.reason for t in result.records]
+    outputs = {(t.backend, t.precision): next(iter(t.outputs().values())) for t in result.records}
+    want = outputs["pytorch", "fp32"]
+    assert abs(outputs["onnxruntime", "fp32"] - want).max() < 1e-4 * abs(want).max()
+    for trial in result.records:
+        if trial.backend == "onnxruntime":
+            assert set(trial.facts["nodes_by_provider"]) == {"CUDAExecutionProvider"}, trial.facts
