@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -113,7 +114,7 @@ def memory_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def compiler_errors() -> Iterator[None]:
-    """A C++ compiler that is missing, or lacks Python's headers, as `Unavailable`."""
+    """A C++ compiler that is missing, lacks Python's headers, or a library that inductor imports, as `Unavailable`."""
     try:
         yield
     except Exception as e:  # inductor wraps the compiler's failure in types of its own, which change between versions
@@ -122,6 +123,12 @@ def compiler_errors() -> Iterator[None]:
             raise Unavailable(NO_COMPILER.format(_compiler())) from e
         if "Python.h" in text:
             raise Unavailable(NO_HEADERS) from e
+        lacks = re.search(r"ModuleNotFoundError: No module named '(\w+)'", text)
+        if lacks:  # torch 2.2 imports setuptools to compile for a CPU
+            raise Unavailable(f"torch.compile needs {lacks[1]} here; install it with: pip install {lacks[1]}") from e
+        inner = getattr(e, "inner_exception", None)  # the wrapper's own first line says only that something failed
+        if inner is not None:
+            raise RuntimeError(f"inductor failed: {type(inner).__name__}: {first_line(inner)}") from e
         raise
 
 

@@ -1,0 +1,69 @@
+"""torch 2.2 under Python 3.10 serves as the newest does: same weights, same outputs.
+
+DYNO_TORCH22_PYTHON names an interpreter that has torch 2.2, torchvision 0.17 and numpy 1.26.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dyno.worker import main
+from dyno.worker.record import Record, read_record, write_json
+from dyno.worker.spec import DataSpec, Dims, Job, ModelSpec, Plan, Runtime, Trial, to_json
+
+PYTHON = os.environ.get("DYNO_TORCH22_PYTHON", "")
+pytestmark = pytest.mark.skipif(not PYTHON, reason="DYNO_TORCH22_PYTHON names no interpreter with torch 2.2")
+
+PLAN = Plan(boundaries=("model", "all"), warmup_s=0.05, seconds=0.05, rounds=1)
+MODELS = (
+    ModelSpec("resnet18", "torchvision:resnet18"),
+    ModelSpec("mobilenet", "torchvision:mobilenet_v3_small"),
+    ModelSpec("swin", "torchvision:swin_t"),  # truncated normal weights, attention
+    ModelSpec("digits", "dyno.worker.digits:resnet18", channels=1),
+)
+
+
+def run(python: str, folder: Path, model: ModelSpec, backend: str = "pytorch", precision: str = "fp32") -> Record:
+    """The trial as a job of its own in that interpreter."""
+    runtime = Runtime(python=python, threads=1)
+    trial = Trial(model, backend, precision, Dims(2, 64, 64), data=DataSpec(count=2), runtime=runtime, plan=PLAN)
+    folder.mkdir()
+    write_json(folder / "job.json", to_json(Job("run", trial.runtime, trial)))
+    subprocess.run([python, main.__file__, str(folder)], check=True, timeout=300)
+    record = read_record(folder)
+    assert record is not None
+    return record
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+def test_the_same_seed_gives_the_same_weights_and_outputs(tmp_path: Path, model: ModelSpec) -> None:
+    old, new = run(PYTHON, tmp_path / "old", model), run(sys.executable, tmp_path / "new", model)
+    assert (old.status, old.reason) == ("ok", "")
+    assert old.system["versions"]["torch"].startswith("2.2.")
+    for fact in ("weights_sha256", "inputs_sha256", "parameters", "layers_by_type"):
+        assert old.facts[fact] == new.facts[fact], fact
+    with np.load(tmp_path / "old" / "outputs.npz") as a, np.load(tmp_path / "new" / "outputs.npz") as b:
+        worst = np.abs(a["output:output"] - b["output:output"]).max() / np.abs(b["output:output"]).max()
+    assert worst < 1e-4
+
+
+@pytest.mark.slow
+def test_lower_precision_runs_in_its_type(tmp_path: Path) -> None:
+    record = run(PYTHON, tmp_path / "bf16", MODELS[3], precision="bf16")
+    assert (record.status, record.facts["layers_by_type"]) == ("ok", {"bfloat16": 21})
+
+
+@pytest.mark.slow
+def test_compile_runs_or_says_what_is_missing(tmp_path: Path) -> None:
+    record = run(PYTHON, tmp_path / "compile", MODELS[3], "compile")
+    if record.status == "ok":
+        assert record.facts["graphs"] == 1
+    else:
+        assert record.status == "skipped" and "install" in record.reason
