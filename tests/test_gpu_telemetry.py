@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+import threading
 import time
 import types
 from collections.abc import Iterator
@@ -222,8 +223,10 @@ def test_a_driver_that_hangs_does_not_hold_up_the_study(
     nvml: Nvml, monkeypatch: pytest.MonkeyPatch, child: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
     monkeypatch.setattr("dyno.telemetry.PATIENCE_S", 0.2)
+    running = set(threading.enumerate())
     telemetry = Telemetry("cuda:0", {})
-    monkeypatch.setattr(nvml, "nvmlDeviceGetPowerUsage", lambda handle: time.sleep(3))
+    answer = threading.Event()
+    monkeypatch.setattr(nvml, "nvmlDeviceGetPowerUsage", lambda handle: answer.wait(10))
     telemetry.watch(child.pid)
     time.sleep(0.3)
     begin = time.monotonic()
@@ -232,6 +235,9 @@ def test_a_driver_that_hangs_does_not_hold_up_the_study(
     with np.load(tmp_path / "t.npz") as stored:
         assert len(stored["gpu_power"]) == 0
     assert nvml.open == 1  # still in use by the thread that hangs
+    answer.set()
+    for thread in set(threading.enumerate()) - running:
+        thread.join(5)
 
 
 @pytest.mark.gpu

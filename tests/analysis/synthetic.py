@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from synthetic_card import Card
 
 from dyno.worker.record import Measurement, Record, write_json, write_record
 from dyno.worker.spec import Artifact, DataSpec, Dims, Job, ModelSpec, Plan, Runtime, Tensor, Trial, to_json
@@ -37,6 +38,7 @@ class Way:
     build: float = 0.0
     labelled: bool = True
     facts: dict[str, Any] = field(default_factory=dict)
+    card: Card | None = None
 
     @property
     def trial(self) -> Trial:
@@ -47,7 +49,7 @@ class Way:
             dims=Dims(self.batch, self.size, self.size),
             options=self.options,
             data=DataSpec(name="digits", sha256="d" * 64, count=0),
-            runtime=Runtime(threads=2),
+            runtime=Runtime(threads=2, device="cuda:0" if self.card else "cpu"),
             plan=Plan(seconds=1.0, rounds=len(self.statuses)),
         )
 
@@ -120,9 +122,12 @@ def _write_round(folder: Path, way: Way, number: int, status: str, rng: np.rando
         write_record(folder, replace(record, reason=way.reason))
         return
     arrays = _timings(way, rng, samples)
+    facts = _facts(way)
+    if way.card:
+        facts["timed"] = _on_card(folder, way.card, number, arrays)
     np.savez(folder / "samples.npz", **arrays)
     np.savez(folder / "outputs.npz", **_outputs(way, rng, labels, scores))
-    done = replace(record, stage="done", measurements=_measurements(way, arrays), facts=_facts(way))
+    done = replace(record, stage="done", measurements=_measurements(way, arrays), facts=facts)
     write_record(folder, replace(done, artifact=_artifact(way) if way.build else None))
 
 
@@ -131,6 +136,19 @@ def _timings(way: Way, rng: np.random.Generator, samples: int) -> dict[str, np.n
     noise = 1 + rng.exponential(0.03, (2, samples))
     return {"latency_model": seconds * noise[0], "latency_all": (seconds + 2e-4) * noise[1],
             "throughput": way.batch / seconds * (1 + rng.normal(0, 0.01, 10))}  # fmt: skip
+
+
+def _on_card(folder: Path, card: Card, number: int, arrays: dict[str, np.ndarray]) -> dict[str, tuple[float, float]]:
+    """Add the GPU's clock to the timings and telemetry to the folder; returns the windows."""
+    if card.events:
+        arrays["latency_model_gpu"] = arrays["latency_model"].copy()
+        arrays["latency_model"] += card.gap
+    if card.enqueue:
+        arrays["enqueue_all"] = np.full(20, card.enqueue)
+    spans = {b: 1.02 * float(arrays[f"latency_{b}"].sum()) for b in ("model", "all")} | {"throughput": 0.5}
+    timed = card.timed(spans, number)
+    np.savez(folder / "telemetry.npz", **card.telemetry(timed, number))
+    return timed
 
 
 def _outputs(way: Way, rng: np.random.Generator, labels: np.ndarray, scores: np.ndarray) -> dict[str, np.ndarray]:
@@ -144,7 +162,12 @@ def _outputs(way: Way, rng: np.random.Generator, labels: np.ndarray, scores: np.
 
 
 def _measurements(way: Way, arrays: dict[str, np.ndarray]) -> tuple[Measurement, ...]:
+    gpu = {
+        "latency_model_gpu": Measurement("latency", "s", "duration", None, "latency_model_gpu", "model", "gpu"),
+        "enqueue_all": Measurement("enqueue", "s", "duration", None, "enqueue_all", "all", "host"),
+    }
     return (
+        *(measurement for name, measurement in gpu.items() if name in arrays),
         Measurement("latency", "s", "duration", None, "latency_model", "model", "host", "interval"),
         Measurement("latency", "s", "duration", None, "latency_all", "all", "host", "seconds"),
         Measurement("throughput", "1/s", "rate", float(np.median(arrays["throughput"])), "throughput", "throughput"),

@@ -47,7 +47,7 @@ def timeline(results: Results, frame: pd.DataFrame) -> Any:
             for column, each in zip(panels.T, shown, strict=True):
                 _panel(column, *each)
             panels[0, 0].set_ylabel("memory, GB")
-            panels[1, 0].set_ylabel("SM in use, %")
+            panels[1, 0].set_ylabel("utilisation, %")
             panels[1, 0].set_ylim(0, 105)
             panels[0, 0].set_ylim(bottom=0)
             part.supxlabel("seconds since the job began", fontsize=9)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ REASONS = {
 THROTTLED = 0x8 | 0x20 | 0x40 | 0x80
 POWER_CAP = REASONS[0x4]
 UNREMARKABLE = 0x1  # a card that waits for its next launch is idle between two looks
+READ = ("at", "epoch", "gpu_before_memory", "gpu_before_processes", "gpu_memory", "gpu_util", "gpu_clock", "gpu_power",
+        "gpu_temperature", "gpu_throttle", "gpu_processes", "gpu_own")  # fmt: skip
 LEAST_KEPT = 3  # samples; fewer make no number
 QUIET_LOOKS = 3  # before the job takes memory; NVML's utilisation is an average that still holds what ran before
 GREW = 32e6  # bytes above the start from which the job itself is on the GPU
@@ -54,10 +57,20 @@ class Trace:
         found = self.columns.get(f"gpu_{name}")
         return np.full(len(self.at), math.nan) if found is None else found
 
-    @property
+    @cached_property
     def reasons(self) -> np.ndarray:
         """The bit masks of each look, int64; 0 where NVML told none."""
         return np.asarray(np.nan_to_num(self.column("throttle")), np.int64)
+
+    @cached_property
+    def held_back(self) -> list[Window]:
+        """Stretches in which the card throttled itself (THROTTLED), from the last look before to the first after."""
+        flagged = (self.reasons & THROTTLED) != 0
+        if not flagged.any():
+            return []
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], flagged, [False]]).astype(np.int8)))
+        ends = np.concatenate([[-math.inf], self.at, [math.inf]])
+        return [(float(ends[first]), float(ends[last + 1])) for first, last in edges.reshape(-1, 2)]
 
     def inside(self, windows: Iterable[Window]) -> np.ndarray:
         """Which looks fall into one of the windows, bool [looks]."""
@@ -98,7 +111,7 @@ class Summary:
 def read(folder: Path) -> Trace | None:
     """The GPU's part of FOLDER/telemetry.npz; None when there is none."""
     try:
-        stored = read_npz(folder / "telemetry.npz")
+        stored = read_npz(folder / "telemetry.npz", READ)
     except (OSError, ValueError):  # absent, truncated, or not an npz
         return None
     if "gpu_memory" not in stored or "epoch" not in stored:
@@ -182,17 +195,9 @@ def _busy_before(trace: Trace) -> float:
     return _over(np.min, trace.column("util")[:quiet]) if quiet >= QUIET_LOOKS else math.nan
 
 
-def held_back(trace: Trace) -> list[Window]:
-    """Stretches in which the card throttled itself (THROTTLED), from the last look before to the first look after."""
-    flagged = (trace.reasons & THROTTLED) != 0
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], flagged, [False]]).astype(np.int8)))
-    ends = np.concatenate([[-math.inf], trace.at, [math.inf]])
-    return [(float(ends[first]), float(ends[last + 1])) for first, last in edges.reshape(-1, 2)]
-
-
 def why_held_back(trace: Trace, window: Window) -> str:
     """The throttle reasons seen in or right beside the window, in words."""
-    near = [s for s in held_back(trace) if s[0] < window[1] and s[1] > window[0]]
+    near = [s for s in trace.held_back if s[0] < window[1] and s[1] > window[0]]
     seen = int(np.bitwise_or.reduce(trace.reasons[trace.inside(near)]))
     return ", ".join(words for bit, words in REASONS.items() if bit & THROTTLED & seen)
 

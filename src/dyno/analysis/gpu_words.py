@@ -88,6 +88,8 @@ class Throttled:
 
 def throttled(t: TrialResult) -> list[Throttled]:
     """What throttling cost each boundary of a trial, where it cost anything."""
+    if not any(r.trace is not None and r.trace.held_back for r in t.good):
+        return []
     found = (_throttled(t, boundary) for boundary in ("model", "all"))
     return [each for each in found if each.hit]
 

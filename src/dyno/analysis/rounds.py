@@ -65,18 +65,21 @@ class Round:
         return self._samples.get(name, np.empty(0)) if name else np.empty(0)
 
     def samples(self, tag: str, boundary: str, clock: str = "") -> np.ndarray:
-        """The samples that count: `raw_samples` less those taken while the GPU was throttled, if any are left then."""
+        """The samples that count: `raw_samples`, latencies less those taken while the GPU was throttled, if enough are
+        left then."""
         taken = self.raw_samples(tag, boundary, clock)
+        if tag != "latency":
+            return taken
         clean = self._clean(taken, boundary)
         return taken if clean.sum() < gpu_trace.LEAST_KEPT or clean.all() else taken[clean]
 
     def _clean(self, taken: np.ndarray, boundary: str) -> np.ndarray:
         window = gpu_trace.windows(self.facts).get(boundary)
-        if self.trace is None or window is None or boundary not in LATENCIES:
+        if self.trace is None or window is None or not self.trace.held_back:
             return np.ones(len(taken), bool)
-        # The host's samples fill the window; the GPU's of the same turns leave out what is between them.
+        # The host's samples fill the window; the GPU's, of the same turns, leave out what is between them.
         turns = self.raw_samples("latency", boundary, HOST)
-        return gpu_trace.clean(turns if len(turns) == len(taken) else taken, window, gpu_trace.held_back(self.trace))
+        return gpu_trace.clean(turns if len(turns) == len(taken) else taken, window, self.trace.held_back)
 
     def throttled(self, boundary: str) -> tuple[int, int, int]:
         """Latencies taken at a boundary, those of them taken while the GPU was throttled, and those dropped for it."""

@@ -295,8 +295,8 @@ def _gpu_row(t: TrialResult, found: Summary) -> list[Cell]:
 def _gpu_words(t: TrialResult) -> str:
     if t.gpu is None:
         return ""
-    known = [(f"{show(t.gpu.memory, 'bytes')} of memory", t.gpu.memory), (f"{t.gpu.utilisation:.0f} % of its "
-             "multiprocessors in use", t.gpu.utilisation), (f"{t.gpu.clock:,.0f} MHz", t.gpu.clock),
+    known = [(f"{show(t.gpu.memory, 'bytes')} of memory", t.gpu.memory), (f"busy for {t.gpu.utilisation:.0f} % of "
+             "the timing", t.gpu.utilisation), (f"{t.gpu.clock:,.0f} MHz", t.gpu.clock),
              (f"{t.gpu.power:.0f} W", t.gpu.power), (f"{t.gpu.temperature:.0f} °C", t.gpu.temperature)]  # fmt: skip
     words = [each for each, value in known if value == value]
     return ", ".join([*words, *([f"clock limited by {t.gpu.throttle}"] if t.gpu.throttle else [])])
