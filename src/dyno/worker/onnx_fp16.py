@@ -23,33 +23,53 @@ SENSITIVE = (
 def to_fp16(model: Any, recipe: Recipe, parent: Artifact, path: Path) -> dict[str, Any]:
     """Write the mixed-precision graph; returns its scheme and warnings, nodes kept for their large values included."""
     import onnx
+
+    refuse_half(model, parent)
+    large = _too_large(model, example(recipe, parent), path.parent)
+    made, said = mixed(model, set(), large)
+    onnx.checker.check_model(made, full_check=True)
+    onnx.save(made, path)
+    if large:
+        said.insert(0, f"kept in FP32, as their values exceed what FP16 holds: {', '.join(large[:10])}")
+    return {"scheme": "mixed FP16; inputs, outputs and sensitive nodes in FP32", "warnings": said}
+
+
+def refuse_half(model: Any, parent: Artifact) -> None:
+    """A `UserError` for a graph with weights in half precision already."""
+    import onnx
+
+    names = {onnx.TensorProto.FLOAT16: ("float16", "fp16"), onnx.TensorProto.BFLOAT16: ("bfloat16", "bf16")}
+    kind = next((names[t.data_type] for t in model.graph.initializer if t.data_type in names), None)
+    if kind:
+        raise UserError(f"{parent.path} is in {kind[0]} already: run it as {kind[1]}, which leaves the file as it is")
+
+
+def mixed(model: Any, blocked: set[str], large: list[str]) -> tuple[Any, list[str]]:
+    """The graph in FP16 but for sensitive operators, blocked ones and the nodes named; and what is to be said of it."""
+    import onnx
     from onnxconverter_common import float16
 
-    if any(t.data_type == onnx.TensorProto.FLOAT16 for t in model.graph.initializer):
-        raise UserError(f"{parent.path} is in float16 already: run it as fp16, which leaves the file as it is")
     for number, node in enumerate(model.graph.node):
         node.name = node.name or f"{node.op_type}_{number}"
-    large = _too_large(model, example(recipe, parent), path.parent)
-    kept = [*float16.DEFAULT_OP_BLOCK_LIST, *SENSITIVE]
+    kept = sorted({*float16.DEFAULT_OP_BLOCK_LIST, *SENSITIVE, *blocked})
     _own_weights(model.graph, [node for node in model.graph.node if node.op_type in kept or node.name in large])
+    # The converter overlooks casts to float that the graph has of itself: what reads them would get two types.
+    own_casts = [n.name for n in model.graph.node if n.op_type == "Cast" and n.attribute[0].i == onnx.TensorProto.FLOAT]
+    copy = type(model).FromString(model.SerializeToString())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         # The library's own limits, 1e-7 and 1e4, would change weights that half precision holds.
         made = float16.convert_float_to_float16(
-            model,
+            copy,
             min_positive_val=float(np.finfo(np.float16).smallest_subnormal),
             max_finite_val=float(np.finfo(np.float16).max),
             keep_io_types=True,
             op_block_list=kept,
-            node_block_list=large,
+            node_block_list=[*large, *own_casts],
         )
     _skip_round_trips(made.graph)
-    onnx.checker.check_model(made, full_check=True)
-    onnx.save(made, path)
-    said = _summary([str(w.message) for w in caught if issubclass(w.category, UserWarning)])
-    if large:
-        said.insert(0, f"kept in FP32, as their values exceed what FP16 holds: {', '.join(large[:10])}")
-    return {"scheme": "mixed FP16; inputs, outputs and sensitive nodes in FP32", "warnings": said}
+    _keep_outputs(made.graph, model.graph)
+    return made, _summary([str(w.message) for w in caught if issubclass(w.category, UserWarning)])
 
 
 def _summary(said: list[str]) -> list[str]:
@@ -96,6 +116,15 @@ def _skip_round_trips(graph: Any) -> None:
         for node in [n for n in graph.node if n.output[0] in pair and n.output[0] not in read]:
             graph.node.remove(node)
     del graph.value_info[:]  # describes tensors that are gone
+
+
+def _keep_outputs(graph: Any, original: Any) -> None:
+    """Give outputs their own type again: the converter loses it where an operator kept in FP32 comes last."""
+    kinds = {out.name: out.type.tensor_type.elem_type for out in original.output}
+    makers = {name: node for node in graph.node for name in node.output}
+    for out in graph.output:
+        if out.type.tensor_type.elem_type != kinds[out.name] and makers[out.name].op_type == "Cast":
+            makers[out.name].attribute[0].i = out.type.tensor_type.elem_type = kinds[out.name]
 
 
 def _too_large(model: Any, feeds: dict[str, np.ndarray], scratch: Path) -> list[str]:

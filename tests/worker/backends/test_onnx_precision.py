@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from dyno.worker import onnx_int8
 from dyno.worker.backends import onnx_precision
 from dyno.worker.backends.onnx_precision import OnnxPrecision, converted
+from dyno.worker.onnx_bf16 import emulated
 from dyno.worker.spec import Artifact, DataSpec, Dims, Recipe, Trial, UserError
 
 
@@ -158,6 +160,7 @@ def test_fp16_keeps_softmax_in_fp32_and_weights_that_half_precision_holds(
     folder = tmp_path / "made"
     folder.mkdir()
     graph = onnx.load(OnnxPrecision().make(recipe(digits, "fp16"), parent, folder).path).graph
+    assert graph.output[0].type.tensor_type.elem_type == kind, "what was asked to stay FP32 is FP32 to the end"
     (weight,) = (onnx.numpy_helper.to_array(t) for t in graph.initializer)
     assert weight.dtype == np.float16
     assert weight == 30000
@@ -192,6 +195,78 @@ def test_nodes_whose_values_fp16_cannot_hold_stay_in_fp32(
     assert kinds[next(node for node in graph.node if node.name == "sum").output[0]] == onnx.TensorProto.FLOAT16
 
 
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_a_cast_that_the_graph_has_of_itself_meets_the_type_around_it(
+    digits: Any, onnx_file: Callable[..., Path], tmp_path: Path, precision: str
+) -> None:
+    h, kind = onnx.helper, onnx.TensorProto.FLOAT
+    io = [h.make_tensor_value_info(name, kind, ["batch", 1, 8, 8]) for name in ("input", "output")]
+    size = onnx.numpy_helper.from_array(np.int64([4]), "size")
+    nodes = [h.make_node("Cast", ["size"], ["float"], to=kind), h.make_node("Mul", ["input", "float"], ["output"])]
+    parent = replace(digits.artifact, path=str(onnx_file(nodes, io[:1], io[1:], [size])))
+    folder = tmp_path / "made"
+    folder.mkdir()
+    made = OnnxPrecision().make(recipe(digits, precision), parent, folder)
+    assert made.made_by["check"]["max_difference"] < 0.01 * made.made_by["check"]["max_output"]
+
+
+def test_bf16_computes_in_bfloat16_from_the_weights_own_values(digits: Any, tmp_path: Path) -> None:
+    made, _, graph = make(digits, tmp_path, "bf16")
+    assert made.bytes < 0.6 * digits.artifact.bytes
+    assert onnx.load(made.path).opset_import[0].version == 22
+    assert graph.input[0].type.tensor_type.elem_type == onnx.TensorProto.FLOAT
+    weights = [t for t in graph.initializer if len(t.dims) == 4]
+    assert {t.data_type for t in weights} == {onnx.TensorProto.BFLOAT16}
+    exact = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(digits.artifact.path).graph.initializer}
+    for tensor in weights:
+        want = exact[tensor.name]
+        got = onnx.numpy_helper.to_array(tensor).astype(np.float32)
+        assert (np.abs(got - want) <= np.abs(want) * 2**-8).all()
+    check = made.made_by["check"]
+    assert 0 < check["max_difference"] < 0.02 * check["max_output"]
+    assert "rounded" in check["ran"]
+
+
+def test_bf16_holds_what_fp16_overflows_on_and_keeps_softmax_in_fp32(
+    digits: Any, onnx_file: Callable[..., Path], tmp_path: Path
+) -> None:
+    h, kind = onnx.helper, onnx.TensorProto.FLOAT
+    io = [h.make_tensor_value_info(name, kind, ["batch", 1, 8, 8]) for name in ("input", "output")]
+    weights = [onnx.numpy_helper.from_array(np.float32([v]), n) for n, v in (("big", 3e38), ("tiny", 1e-38))]
+    nodes = [
+        h.make_node("Mul", ["input", "tiny"], ["less"]),
+        h.make_node("Mul", ["less", "big"], ["more"]),
+        h.make_node("Softmax", ["more"], ["output"]),
+    ]
+    parent = replace(digits.artifact, path=str(onnx_file(nodes, io[:1], io[1:], weights)))
+    folder = tmp_path / "made"
+    folder.mkdir()
+    made = OnnxPrecision().make(recipe(digits, "bf16"), parent, folder)
+    model = onnx.shape_inference.infer_shapes(onnx.load(made.path))
+    kinds = {v.name: v.type.tensor_type.elem_type for v in model.graph.value_info}
+    assert kinds[next(node for node in model.graph.node if "less" in node.output[0]).output[0]] == 16
+    softmax = next(node for node in model.graph.node if node.op_type == "Softmax")
+    assert kinds[softmax.input[0]] == onnx.TensorProto.FLOAT
+    assert made.made_by["check"]["max_difference"] < 0.02
+
+
+def test_the_emulation_rounds_every_bfloat16_result() -> None:
+    h = onnx.helper
+    x, y = (h.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1]) for name in "xy")
+    third = onnx.numpy_helper.from_array(np.asarray([1 / 3], ml_dtypes.bfloat16), "third")
+    nodes = [
+        h.make_node("Cast", ["x"], ["x16"], to=onnx.TensorProto.BFLOAT16),
+        h.make_node("Mul", ["x16", "third"], ["y16"]),
+        h.make_node("Cast", ["y16"], ["y"], to=onnx.TensorProto.FLOAT),
+    ]
+    graph = h.make_graph(nodes, "third", [x], [y], [third])
+    model = h.make_model(graph, opset_imports=[h.make_opsetid("", 22)], ir_version=10)
+    onnx.checker.check_model(model, full_check=True)
+    (found,) = onnx_precision._outputs(emulated(model).SerializeToString(), {"x": np.float32([1.01])}, plain=True)
+    x16, third16 = (np.asarray(v, ml_dtypes.bfloat16) for v in (1.01, 1 / 3))
+    assert found == float((x16.astype(np.float32) * third16.astype(np.float32)).astype(ml_dtypes.bfloat16))
+
+
 def test_a_result_that_overflows_is_refused(digits: Any, onnx_file: Callable[..., Path]) -> None:
     h, kind = onnx.helper, onnx.TensorProto.FLOAT
     io = [h.make_tensor_value_info(name, kind, ["batch", 1, 8, 8]) for name in ("input", "output")]
@@ -201,7 +276,7 @@ def test_a_result_that_overflows_is_refused(digits: Any, onnx_file: Callable[...
         onnx_precision._check(infinite, recipe(digits, "fp16"), digits.artifact)
 
 
-@pytest.mark.parametrize("precision", ["int8", "fp16"])
+@pytest.mark.parametrize("precision", ["int8", "fp16", "bf16"])
 def test_a_quantised_file_is_not_quantised_twice(digits: Any, tmp_path: Path, precision: str) -> None:
     once, *_ = make(digits, tmp_path)
     with pytest.raises(UserError, match="quantised already"):
@@ -216,7 +291,7 @@ def test_what_cannot_be_made_is_one_line(digits: Any, tmp_path: Path) -> None:
         "unknown int8 target 'tpu'": replace(good, options={"target": "tpu"}),
         "whole number of samples": replace(good, options={"target": "openvino", "samples": 0}),
         "has no tuning split": replace(good, data=replace(digits.data, split="tuning")),
-        "can't be made bf16": replace(good, precision="bf16"),
+        "can't be made fp8": replace(good, precision="fp8"),
     }
     for said, wrong in bad.items():
         with pytest.raises(UserError, match=said) as caught:

@@ -1,6 +1,6 @@
-"""ONNX graphs in a lower precision: FP16 by mixed-precision conversion, INT8 as Q/DQ calibrated on real images.
+"""ONNX graphs in a lower precision: FP16 and BF16 by mixed-precision conversion, INT8 as Q/DQ calibrated on images.
 
-The conversions themselves are in `onnx_fp16` and `onnx_int8`.
+The conversions themselves are in `onnx_fp16`, `onnx_bf16` and `onnx_int8`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 from dyno.worker.backend import Backend
 from dyno.worker.backends.onnx_export import QUANTISED, exported
 from dyno.worker.calibration import NO_DATA, SAMPLES, example
+from dyno.worker.onnx_bf16 import EMULATION, emulated, to_bf16
 from dyno.worker.onnx_fp16 import to_fp16
 from dyno.worker.onnx_int8 import METHOD, to_int8
 from dyno.worker.spec import Artifact, DataSpec, Option, Recipe, Runtime, Trial, Unavailable, UserError
@@ -56,7 +57,7 @@ class OnnxPrecision(Backend):
 
     name = "onnx_precision"
     requires = ("onnx", "onnxruntime", "onnxconverter-common")
-    precisions = ("fp16", "int8")
+    precisions = ("fp16", "bf16", "int8")
     runs = False
 
     def recipe(self, trial: Trial) -> Recipe:
@@ -76,7 +77,7 @@ class OnnxPrecision(Backend):
         """
         started = time.perf_counter()
         versions = _versions(self.requires)
-        convert = {"fp16": to_fp16, "int8": to_int8}.get(recipe.precision)
+        convert = {"fp16": to_fp16, "bf16": to_bf16, "int8": to_int8}.get(recipe.precision)
         if convert is None:
             has = ", ".join(self.precisions)
             raise UserError(f"an ONNX graph can't be made {recipe.precision} here (it can be made {has})")
@@ -135,21 +136,32 @@ def _parameters(model: Any) -> int:
 
 
 def _check(path: Path, recipe: Recipe, parent: Artifact) -> dict[str, Any]:
-    """Run parent and result once on the same input: outputs must stay finite; says how far they are apart."""
+    """Run parent and result once on the same input: outputs must stay finite; says how far they are apart, and `ran`
+    how the result was run."""
     feeds = example(recipe, parent)
-    before, after = (_outputs(p, feeds) for p in (parent.path, str(path)))
+    bf16 = recipe.precision == "bf16"
+    before, after = _outputs(parent.path, feeds), _outputs(_emulated(path) if bf16 else str(path), feeds, plain=bf16)
     if all(np.isfinite(b).all() for b in before) and not all(np.isfinite(a).all() for a in after):
         raise UserError(
             f"{recipe.model.name} overflows in {recipe.precision}: outputs are not finite; use bf16 or fp32"
         )
     apart = max(float(np.abs(a - b).max(initial=0)) for a, b in zip(after, before, strict=True))
-    return {"max_difference": apart, "max_output": max(float(np.abs(b).max(initial=0)) for b in before)}
+    largest = max(float(np.abs(b).max(initial=0)) for b in before)
+    return {"max_difference": apart, "max_output": largest, "ran": EMULATION if bf16 else "as it is"}
 
 
-def _outputs(path: str, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
+def _emulated(path: Path) -> bytes:
+    import onnx
+
+    return bytes(emulated(onnx.load(path)).SerializeToString())
+
+
+def _outputs(model: str | bytes, feeds: dict[str, np.ndarray], plain: bool = False) -> list[np.ndarray]:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    if plain:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     return [np.asarray(output, np.float64) for output in session.run(None, feeds)]
