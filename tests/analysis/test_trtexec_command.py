@@ -59,20 +59,21 @@ def test_a_record_without_an_engine_is_refused(tmp_path: Path) -> None:
     [
         ("fp32", "8.6.1", False, ["--noTF32"]),
         ("tf32", "8.6.1", False, []),
-        ("fp16", "8.6.1", True, ["--fp16"]),  # 8.6 knows no strongly typed networks
-        ("int8", "8.6.1", False, ["--int8", "--fp16"]),
-        ("best", "8.6.1", False, ["--best"]),
+        ("fp16", "8.6.1", True, ["--noTF32", "--fp16"]),  # 8.6 knows no strongly typed networks
+        ("int8", "8.6.1", False, ["--noTF32", "--int8", "--fp16"]),
+        ("best", "8.6.1", False, ["--noTF32", "--best"]),
         ("fp32", "10.13.0", True, ["--noTF32", "--stronglyTyped"]),
-        ("fp16", "10.13.0", True, ["--stronglyTyped"]),
-        ("bf16", "10.13.0", False, ["--bf16"]),
-        ("fp8", "", False, ["--fp8", "--fp16"]),
-        ("fp16", "11.0.0", False, []),
+        ("fp16", "10.13.0", True, ["--noTF32", "--stronglyTyped"]),
+        ("bf16", "10.13.0", False, ["--noTF32", "--bf16"]),
+        ("fp8", "", False, ["--noTF32", "--fp8", "--fp16"]),
+        ("tf32", "11.0.0", False, []),
         ("fp32", "11.0.0", True, ["--noTF32"]),
     ],
 )
 def test_precisions_by_release(precision: str, version: str, typed: bool, flags: list[str]) -> None:
     build = Build("m.onnx", "m.engine", precision, version=version, typed=typed)
-    assert build.command() == ["trtexec", "--onnx=m.onnx", "--saveEngine=m.engine", *flags, "--skipInference"]
+    words = [word for word in build.command() if not word.startswith("--tacticSources")]
+    assert words == ["trtexec", "--onnx=m.onnx", "--saveEngine=m.engine", *flags, "--skipInference"]
 
 
 def test_every_option_of_a_build() -> None:
@@ -80,6 +81,7 @@ def test_every_option_of_a_build() -> None:
     made = {"level": 4, "workspace": 2**31, "timing_cache": "t.cache", "calibration": "c.cache"}
     words = Build("m.onnx", "m.engine", "int8", version="8.6.1", typed=False, profile=profile, **made).command()
     assert words[3:] == [
+        "--noTF32",
         "--int8",
         "--fp16",
         "--calib=c.cache",
@@ -88,6 +90,7 @@ def test_every_option_of_a_build() -> None:
         "--maxShapes=x:8x3x8x8,y:8x2",
         "--builderOptimizationLevel=4",
         "--memPoolSize=workspace:2048",
+        "--tacticSources=-CUBLAS,-CUBLAS_LT,-CUDNN",
         "--timingCacheFile=t.cache",
         "--skipInference",
     ]
@@ -95,7 +98,7 @@ def test_every_option_of_a_build() -> None:
 
 def test_rtx_has_neither_precision_flags_nor_levels_nor_timing_caches() -> None:
     words = Build("m.onnx", "m.engine", "fp16", version="1.7", rtx=True, level=3, timing_cache="t").command()
-    assert words == ["tensorrt_rtx", "--onnx=m.onnx", "--saveEngine=m.engine", "--skipInference"]
+    assert words == ["tensorrt_rtx", "--onnx=m.onnx", "--saveEngine=m.engine", "--noTF32", "--skipInference"]
 
 
 def made_by(**changes: object) -> dict[str, object]:
@@ -111,12 +114,14 @@ def test_an_engine_that_dyno_built_is_repeated(tmp_path: Path) -> None:
         "trtexec",
         "--onnx=m/net.onnx",
         "--saveEngine=net b8.engine",
+        "--noTF32",
         "--fp16",
         "--minShapes=input:1x3x64x64",
         "--optShapes=input:8x3x64x64",
         "--maxShapes=input:16x3x64x64",
         "--builderOptimizationLevel=5",
         "--memPoolSize=workspace:512",
+        "--tacticSources=-CUBLAS,-CUBLAS_LT,-CUDNN",
         "--skipInference",
     ]
 
@@ -126,7 +131,7 @@ def test_types_in_the_graph_need_the_converted_file(tmp_path: Path) -> None:
     build = command.built(
         engine_run.trial(tmp_path / "run", made_by=typed, source="file:m/net.onnx", version="10.13.0")
     )
-    assert build and build.command()[1:4] == ["--onnx=net.fp16.onnx", "--saveEngine=net b8.engine", "--stronglyTyped"]
+    assert build and build.command()[1:4] == ["--onnx=net.fp16.onnx", "--saveEngine=net b8.engine", "--noTF32"]
 
 
 def test_a_static_file_takes_no_shapes(tmp_path: Path) -> None:
@@ -137,3 +142,8 @@ def test_a_static_file_takes_no_shapes(tmp_path: Path) -> None:
 
 def test_a_given_engine_has_no_build(tmp_path: Path) -> None:
     assert command.built(engine_run.trial(tmp_path / "run")) is None
+
+
+def test_tactic_sources_that_were_asked_for_stay_on() -> None:
+    words = Build("m.onnx", "m.engine", "fp16", version="8.6.1", tactics=("CUDNN",)).command()
+    assert "--tacticSources=-CUBLAS,-CUBLAS_LT,+CUDNN" in words

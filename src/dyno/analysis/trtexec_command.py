@@ -17,6 +17,7 @@ from dyno.worker.spec import UserError
 FP16, BF16, INT8, FP8 = "--fp16", "--bf16", "--int8", "--fp8"
 # Weakly typed builds: what each precision switches on. INT8 alone would leave FP32 as its only alternative.
 FLAGS = {"fp16": (FP16,), "bf16": (BF16,), "int8": (INT8, FP16), "fp8": (FP8, FP16), "best": ("--best",)}
+EXTERNAL = ("CUBLAS", "CUBLAS_LT", "CUDNN")  # tactic sources that TensorRT 8 may call and Dyno switches off
 PERCENTILES = "90,95,99"
 TIMES = "times.json"
 
@@ -112,7 +113,7 @@ class Build:
 
     `typed`: the types are in the graph (strongly typed, from TensorRT 10 on; always so in 11 and for RTX), else builder
     flags ask for them, and `best` for all of them. `calibration` is a calibrator's cache for an INT8 graph without Q/DQ
-    nodes. `profile` is (min, opt, max) per input, `workspace` in bytes.
+    nodes. `profile` is (min, opt, max) per input, `workspace` in bytes, `tactics` the sources that were asked for.
     """
 
     onnx: str
@@ -124,6 +125,7 @@ class Build:
     profile: Mapping[str, Sequence[Sequence[int]]] = field(default_factory=dict)
     level: int | None = None
     workspace: int | None = None
+    tactics: Sequence[str] = ()
     timing_cache: str = ""
     calibration: str = ""
 
@@ -138,13 +140,19 @@ class Build:
             words.append(f"--builderOptimizationLevel={self.level}")
         if self.workspace is not None:
             words.append(f"--memPoolSize=workspace:{self.workspace / 2**20:g}")  # in MiB where no unit is given
+        if self._major < 10 and not self.rtx:
+            words.append("--tacticSources=" + ",".join(("+" if n in self.tactics else "-") + n for n in EXTERNAL))
         if self.timing_cache and not self.rtx:
             words.append(f"--timingCacheFile={self.timing_cache}")
         return [*words, "--skipInference"]
 
+    @property
+    def _major(self) -> int:
+        return int(self.version.partition(".")[0] or 10)
+
     def _precision(self) -> list[str]:
-        major = int(self.version.partition(".")[0] or 10)
-        exact = ["--noTF32"] if self.precision == "fp32" else []
+        major = self._major
+        exact = ["--noTF32"] if self.precision != "tf32" else []  # Dyno allows it where it was asked for alone
         if self.rtx or major >= 11:
             return exact  # every network is strongly typed, and the flags are gone
         if self.typed and major == 10:
@@ -175,6 +183,7 @@ def built(trial: TrialResult) -> Build | None:
         profile=_profile(trial, made.get("profiles") or []),
         level=asked.get("optimization"),
         workspace=int(asked["workspace_mb"]) * 2**20 if asked.get("workspace_mb") else None,
+        tactics=str(asked.get("tactics", "")).upper().split("+"),
         calibration="calibration.cache" if made.get("route") == "calibrator" else "",
     )
 
