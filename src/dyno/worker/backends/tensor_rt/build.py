@@ -46,6 +46,7 @@ class Build:
     typed: bool
     shapes: list[profiles.Profile] = field(default_factory=list)
     flags: list[str] = field(default_factory=list)
+    calibrator: Any = None
 
     @property
     def route(self) -> str:
@@ -97,6 +98,8 @@ def _opened(product: str, recipe: Recipe, parent: Artifact, folder: Path) -> Ite
     trt = library.load(product)
     settings = Settings.of(recipe.options)
     device = _device(trt, recipe.runtime.device)
+    if settings.refit and device is None:
+        raise Unavailable(f"{library.title(trt)} builds engines that can be refitted only where there is a GPU")
     log = library.Log(trt)
     builder = trt.Builder(log)
     typed = library.is_typed(trt, "graph" if settings.route == "auto" else settings.route)
@@ -182,8 +185,8 @@ def _calibrate(job: Build) -> None:
         raise Unavailable("a calibrator needs a GPU")
     (ends,) = job.shapes[0].values()
     images = images_for(job.recipe, job.parent, ends[1])
-    # Held by the config from here on; kept alive by the build's own reference.
-    job.config.int8_calibrator = calibrator(job.trt, job.device, job.settings.calibrator, images, job.folder)
+    job.calibrator = calibrator(job.trt, job.device, job.settings.calibrator, images, job.folder)
+    job.config.int8_calibrator = job.calibrator
 
 
 def _built(job: Build, tell: Tell) -> tuple[bytes, float]:
@@ -196,6 +199,8 @@ def _built(job: Build, tell: Tell) -> tuple[bytes, float]:
     seconds = time.perf_counter() - begin
     if stop.is_set():
         raise KeyboardInterrupt
+    if job.calibrator and job.calibrator.failure:
+        raise job.calibrator.failure
     if plan is None:
         reason = job.log.reason()
         raise _failure(f"{library.title(job.trt)} can't build {job.recipe.model.name}: {reason}", reason)
@@ -220,6 +225,8 @@ def _interruptible(stop: threading.Event, watched: bool) -> Iterator[None]:
 
 
 def _failure(sentence: str, reason: str) -> Exception:
+    if "Unable to load library" in reason:  # a part of the library that its package may leave out
+        return Unavailable(sentence)
     return MemoryError(sentence) if library.MEMORY.search(reason) else UserError(sentence)
 
 

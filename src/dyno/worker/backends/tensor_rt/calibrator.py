@@ -17,6 +17,7 @@ from dyno.worker.spec import Artifact, Recipe, UserError
 def calibrator(trt: Any, device: Any, method: str, images: CalibrationImages, folder: Path) -> Any:
     """A calibrator (entropy: IInt8EntropyCalibrator2, minmax: IInt8MinMaxCalibrator) that is shown the images.
 
+    `failure` is what stopped it: the library swallows what a callback raises, and would go on with the ranges so far.
     It reads no cache: which scales an engine has is decided by the recipe alone, so none can be stale. What it found is
     kept as FOLDER/calibration.cache.
     """
@@ -27,15 +28,20 @@ def calibrator(trt: Any, device: Any, method: str, images: CalibrationImages, fo
     class Calibrator(kind):  # type: ignore[misc]
         def __init__(self) -> None:
             kind.__init__(self)
+            self.failure: Exception | None = None
 
         def get_batch_size(self) -> int:
             return images.batch
 
         def get_batch(self, names: list[str]) -> list[int] | None:
-            feed = next(feeds, None)
-            if feed is None:
+            try:
+                feed = next(feeds, None)
+                return None if feed is None else self.placed(np.ascontiguousarray(feed[names[0]], np.float32))
+            except Exception as e:  # raised again where the build ends
+                self.failure = e
                 return None
-            array = np.ascontiguousarray(feed[names[0]], np.float32)
+
+        def placed(self, array: np.ndarray) -> list[int]:
             if not address:
                 address.append(device.allocate(array.nbytes))
             call(device.cuda.cuMemcpyHtoD, address[0], array.ctypes.data, array.nbytes)

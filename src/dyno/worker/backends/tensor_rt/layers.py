@@ -203,13 +203,14 @@ def _largest(constants: Iterable[Port]) -> Weights | None:
 
 
 def compute(listed: Sequence[Layer]) -> list[Layer]:
-    """Convolutions, matrix products and the like, opaque subgraphs too; all layers of an engine that has none."""
-    return [layer for layer in listed if layer.computes or OPAQUE.search(layer.type)] or list(listed)
+    """Convolutions, matrix products and the like, opaque subgraphs too; without any, all layers with a type."""
+    found = [layer for layer in listed if layer.computes or OPAQUE.search(layer.type)]
+    return found or [layer for layer in listed if layer.computed_in in BITS]
 
 
 def by_type(listed: Sequence[Layer]) -> dict[str, int]:
     """Compute layers by the type they run in."""
-    return dict(Counter(layer.computed_in for layer in compute(listed) if layer.type))
+    return dict(Counter(layer.computed_in for layer in compute(listed)))
 
 
 def kept_wide(listed: Sequence[Layer]) -> list[str]:

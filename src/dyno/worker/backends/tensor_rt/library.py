@@ -257,7 +257,8 @@ def parse_error(parser: Any, log: Any) -> str:
 
 def dtype_name(kind: Any) -> str:
     """A tensor's type as NumPy calls it, e.g. float16; types that NumPy lacks by their usual name."""
-    return TYPES.get(kind.name, kind.name.lower())
+    name = str(kind.name)
+    return TYPES.get(name, name.lower())
 
 
 def timing_cache(trt: Any, config: Any, content: bytes) -> Any:

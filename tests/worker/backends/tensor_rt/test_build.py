@@ -1,0 +1,289 @@
+"""Real engines: TensorRT-RTX's builder works without a GPU, and shares its interface with TensorRT 10 and 11."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import re
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dyno.worker.backend import find
+from dyno.worker.backends.tensor_rt import library
+from dyno.worker.backends.tensor_rt.build import build
+from dyno.worker.spec import Artifact, Dims, ModelSpec, Recipe, Runtime, Tensor, Trial, Unavailable, UserError
+
+onnx = pytest.importorskip("onnx")
+NAME = "tensorrt_rtx"
+GPU = Runtime(device="cuda:0")
+
+pytestmark = pytest.mark.skipif(not importlib.util.find_spec(NAME), reason="tensorrt-rtx is not installed")
+
+
+def recipe(precision: str = "fp32", batch: int = 4, size: int = 8, **options: Any) -> Recipe:
+    """A recipe on whichever file it is given."""
+    model = ModelSpec("net", "file:net.onnx", precision="" if precision in ("fp32", "tf32") else precision)
+    trial = Trial(model, NAME, precision, Dims(batch, size, size), options, runtime=GPU)
+    made = find(NAME).recipe(trial)
+    assert made is not None
+    return made
+
+
+def make(parent: Artifact, folder: Path, precision: str = "fp32", batch: int = 4, **options: Any) -> Artifact:
+    return find(NAME).make(recipe(precision, batch, **options), parent, folder)
+
+
+def described(path: Path) -> Artifact:
+    """The file as the exporter describes it."""
+    from dyno.worker.backends.onnx_export import read_io
+
+    return Artifact("onnx", str(path), "abc", path.stat().st_size, "fp32", *read_io(str(path)), 0.0)
+
+
+def layers_of(folder: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((folder / "layers.json").read_text())
+    return found
+
+
+def test_a_dynamic_file_becomes_a_static_engine(digits: Any, tmp_path: Path) -> None:
+    made = make(digits.artifact, tmp_path)
+    content = (tmp_path / "model.engine").read_bytes()
+    assert (made.format, made.bytes, made.sha256) == ("engine", len(content), hashlib.sha256(content).hexdigest())
+    assert made.inputs == (Tensor("input", "float32", (4, 1, 8, 8)),)
+    assert made.outputs == (Tensor("output", "float32", (4, 10)),)
+    assert made.parent_sha256 == digits.artifact.sha256
+    assert made.made_by["parameters"] == 1234, "the model's, from the file's maker"
+
+
+def test_a_dynamic_engine_keeps_the_file_s_name_for_its_batch(digits: Any, tmp_path: Path) -> None:
+    made = make(digits.artifact, tmp_path, profile="1:8:16")
+    assert made.inputs == (Tensor("input", "float32", ("batch", 1, 8, 8)),)
+    assert made.outputs == (Tensor("output", "float32", ("batch", 10)),)
+    assert made.made_by["profiles"] == [{"input": [[1, 1, 8, 8], [8, 1, 8, 8], [16, 1, 8, 8]]}]
+
+
+def test_min_opt_and_max_alike_are_static(digits: Any, tmp_path: Path) -> None:
+    made = make(digits.artifact, tmp_path, profile="input:2x1x8x8")
+    assert made.inputs == (Tensor("input", "float32", (2, 1, 8, 8)),)
+
+
+def test_several_profiles(digits: Any, tmp_path: Path) -> None:
+    made = make(digits.artifact, tmp_path, profile="1|16:32:64")
+    assert [sorted(p) for p in made.made_by["profiles"]] == [["input"], ["input"]]
+    assert made.inputs[0].shape == ("batch", 1, 8, 8)
+
+
+def test_the_layers_are_listed(digits: Any, tmp_path: Path) -> None:
+    made = make(digits.artifact, tmp_path)
+    listed, told = layers_of(tmp_path), made.made_by
+    assert told["layers"] == len(listed) > 5
+    assert told["operators"]["correlation"] == 3, "three convolutions"
+    assert told["layers_by_type"] == {"float32": 4}, "and a matrix product"
+    assert told["precision_truth"]["ok"]
+    convolutions = [one for one in listed if one["type"] == "correlation"]
+    assert convolutions[0]["inputs"][0]["shape"] == [4, 1, 8, 8]
+    assert {one["weights"]["dtype"] for one in convolutions} == {"float32"}
+    assert any("Conv" in node for node in convolutions[0]["nodes"])
+
+
+def test_the_record_says_how_it_was_made(digits: Any, tmp_path: Path) -> None:
+    told = make(digits.artifact, tmp_path, optimization=1).made_by
+    assert json.loads(json.dumps(told)) == told
+    assert (told["backend"], told["route"], told["typed"], told["flags"]) == (NAME, "graph", "strongly", [])
+    assert told["options"] == {"optimization": 1}
+    assert told["versions"] == {"tensorrt-rtx": library.load(NAME).__version__}
+    assert told["build_s"] > 0 and not told["timing_cache"]["used"]
+    assert any("no TensorRT build time" in note for note in told["notes"])
+
+
+def test_tf32_is_off_unless_it_is_asked_for(digits: Any, tmp_path: Path) -> None:
+    assert make(digits.artifact, tmp_path, "tf32").made_by["flags"] == ["TF32"]
+
+
+def lowered(digits: Any, precision: str, folder: Path) -> Artifact:
+    """The digits' file in another precision for TensorRT."""
+    maker = find("onnx_precision")
+    trial = digits.trial(NAME, precision, batch=0, target="tensorrt", samples=32)
+    return maker.make(maker.recipe(trial), digits.artifact, folder)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("precision", "kind"), [("fp16", "float16"), ("int8", "int8")])
+def test_the_graph_s_types_are_the_engine_s(digits: Any, tmp_path: Path, precision: str, kind: str) -> None:
+    parent = lowered(digits, precision, tmp_path)
+    made = make(parent, tmp_path, precision)
+    told = made.made_by
+    assert told["precision_truth"]["ok"], told["precision_truth"]["sentence"]
+    assert told["layers_by_type"].get(kind, 0) >= 3
+    assert made.inputs[0].dtype == "float32" and made.precision == precision
+    assert told["scheme"] == parent.made_by["scheme"], "what shaped the file is told of the engine too"
+
+
+def test_an_engine_that_is_not_what_was_asked_for_is_an_error(digits: Any, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        make(digits.artifact, tmp_path, "fp16")
+    said = str(caught.value)
+    assert "ran 0 of 4 compute layers in float16, 4 in float32" in said
+    assert "Conv" in said and said.endswith("give allow_mixed=true to take the engine as it is") and "\n" not in said
+
+
+def test_mixed_precision_can_be_allowed(digits: Any, tmp_path: Path) -> None:
+    told = make(digits.artifact, tmp_path, "fp16", allow_mixed=True).made_by
+    assert len(told["kept_float32"]) == 4
+    assert told["warnings"][0] == told["precision_truth"]["sentence"]
+
+
+@pytest.mark.parametrize("route", ["flags", "calibrator"])
+def test_a_route_that_ended_with_tensorrt_10(digits: Any, tmp_path: Path, route: str) -> None:
+    precision = "fp16" if route == "flags" else "int8"
+    asked = replace(recipe(), precision=precision, options={"route": route}, data=digits.data)
+    with pytest.raises(Unavailable, match=r"TensorRT-RTX .* has no builder flag for .*; give route=graph"):
+        find(NAME).make(asked, digits.artifact, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "is empty, not an ONNX file"),
+        (b"no protobuf", "Failed to parse the ONNX model"),
+        (b"\x08\x08", "no outputs"),
+    ],
+)
+def test_a_file_that_is_not_onnx(digits: Any, tmp_path: Path, content: bytes, said: str) -> None:
+    path = tmp_path / "broken.onnx"
+    path.write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        make(replace(digits.artifact, path=str(path)), tmp_path)
+    assert said in str(caught.value) and "broken.onnx" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_file_cut_short(digits: Any, tmp_path: Path) -> None:
+    path = tmp_path / "short.onnx"
+    path.write_bytes(Path(digits.artifact.path).read_bytes()[:-4000])
+    with pytest.raises(UserError, match=r"can't read short\.onnx") as caught:
+        make(replace(digits.artifact, path=str(path)), tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_file() -> None:
+    with pytest.raises(UserError, match="an engine is built from an ONNX file"):
+        find(NAME).make(recipe(), None, Path())
+
+
+def value(name: str, shape: list[Any], kind: str = "FLOAT") -> Any:
+    return onnx.helper.make_tensor_value_info(name, getattr(onnx.TensorProto, kind), shape)
+
+
+def test_an_operator_that_it_lacks_is_named_with_its_node(onnx_file: Callable[..., Path], tmp_path: Path) -> None:
+    nodes = [
+        onnx.helper.make_node("Relu", ["x"], ["z"], "first"),
+        onnx.helper.make_node("Det", ["z"], ["y"], "odd_one"),
+    ]
+    path = onnx_file(nodes, [value("x", ["n", 4, 4])], [value("y", ["n"])])
+    with pytest.raises(UserError, match=r"can't read made\.onnx: it has no operator Det as node 'odd_one' wants it"):
+        make(described(path), tmp_path, profile="4", size=4)
+
+
+def test_a_node_that_can_t_be_is_named(onnx_file: Callable[..., Path], tmp_path: Path) -> None:
+    weights = onnx.numpy_helper.from_array(np.ones((4, 4), np.float16), "w")
+    path = onnx_file(
+        [onnx.helper.make_node("MatMul", ["x", "w"], ["y"], "mixed")],
+        [value("x", ["n", 4])],
+        [value("y", ["n", 4])],
+        [weights],
+    )
+    with pytest.raises(UserError, match=r"node 'mixed' \(MatMul\).*same input types") as caught:
+        make(described(path), tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_input_that_decides_shapes(onnx_file: Callable[..., Path], tmp_path: Path) -> None:
+    nodes = [onnx.helper.make_node("Reshape", ["x", "sizes"], ["y"], "reshape")]
+    path = onnx_file(nodes, [value("x", ["n", 4]), value("sizes", [2], "INT64")], [value("y", ["a", "b"])])
+    with pytest.raises(UserError, match="input 'sizes' decides the shapes of others"):
+        make(described(path), tmp_path)
+
+
+def test_int64_inputs(onnx_file: Callable[..., Path], tmp_path: Path) -> None:
+    nodes = [onnx.helper.make_node("Gather", ["table", "ids"], ["y"], "lookup")]
+    table = onnx.numpy_helper.from_array(np.ones((10, 4), np.float32), "table")
+    path = onnx_file(nodes, [value("ids", ["n", 3], "INT64")], [value("y", ["n", 3, 4])], [table])
+    made = make(described(path), tmp_path, profile="ids:1x3,2x3,8x3")
+    assert made.inputs == (Tensor("ids", "int64", ("n", 3)),)
+    assert made.outputs == (Tensor("y", "float32", ("n", 3, 4)),)
+
+
+def test_a_static_file_takes_no_other_batch(static_file: Path, tmp_path: Path) -> None:
+    parent = described(static_file)
+    assert make(parent, tmp_path, batch=1).inputs[0].shape == (1, 1, 8, 8)
+    for options in ({"batch": 2}, {"profile": "1:2:4"}, {"profile": "input:2x1x8x8"}):
+        with pytest.raises(UserError, match=r"fixed.*export it") as caught:
+            make(parent, tmp_path, **options)  # type: ignore[arg-type]
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"tactics": "cublas"}, "has no tactic source CUBLAS; it has "),
+        ({"hardware_compatible": "turing"}, "has no hardware compatibility level 'turing'; it has none, ampere_plus"),
+    ],
+)
+def test_options_that_this_version_lacks(digits: Any, tmp_path: Path, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        make(digits.artifact, tmp_path, **options)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("option", ["version_compatible", "refit"])
+def test_what_a_machine_lacks_for_an_option(digits: Any, tmp_path: Path, option: str) -> None:
+    try:
+        made = make(digits.artifact, tmp_path, **{option: True})
+    except Unavailable as e:
+        reason = str(e)
+    else:
+        reason = "" if made.made_by["options"] == {option: True} else "the option was lost"
+    assert reason == "" or re.search("TensorRT-RTX .*(Unable to load library|only where there is a GPU)", reason)
+
+
+def test_a_build_says_how_far_it_is_and_can_be_interrupted(digits: Any, tmp_path: Path) -> None:
+    said: list[str] = []
+    build(NAME, recipe(), digits.artifact, tmp_path, said.append)
+    assert any(text.startswith("Building engine ") for text in said)
+
+    def interrupt(text: str) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        build(NAME, recipe(), digits.artifact, tmp_path, interrupt)
+    assert signal.getsignal(signal.SIGINT) is before
+    assert build(NAME, recipe(), digits.artifact, tmp_path).bytes, "the library is as good as before"
+
+
+def test_the_job_s_stage_shows_the_phase(digits: Any, tmp_path: Path) -> None:
+    make(digits.artifact, tmp_path)
+    assert (tmp_path / "stage").read_text().startswith("build fp32: ")
+
+
+def test_the_probe_builds(tmp_path: Path) -> None:
+    found = find(NAME).probe()
+    assert found["version"] == library.load(NAME).__version__
+    assert json.loads(json.dumps(found)) == found
+    assert found["devices"] or found["detail"].startswith("builds engines but can't run them here: ")
+
+
+def test_a_given_engine_needs_a_gpu_to_be_read(digits: Any, tmp_path: Path) -> None:
+    made = make(digits.artifact, tmp_path)
+    model = ModelSpec("net", f"file:{made.path}", "abc")
+    asked = find(NAME).recipe(Trial(model, NAME, "fp32", Dims(4, 8, 8), runtime=GPU))
+    assert asked is not None
+    with pytest.raises((Unavailable, UserError)) as caught:  # no GPU, or one that RTX doesn't take
+        find(NAME).make(asked, None, tmp_path)
+    assert "\n" not in str(caught.value)

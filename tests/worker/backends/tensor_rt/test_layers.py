@@ -1,0 +1,182 @@
+"""Layer listings of every version in one form: the older inspector's JSON, the newer one's, and the log of RTX."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from dyno.worker.backends.tensor_rt import layers
+from dyno.worker.spec import UserError
+
+HALF = "Channel major FP16 format where channel % 8 == 0"
+BYTE = "Thirty-two wide channel vectorized row major Int8 format"
+PLAIN = "Row major linear FP32"
+
+
+def tensor(name: str, form: str) -> dict[str, Any]:
+    return {"Name": name, "Location": "Device", "Dimensions": [1, 64, 56, 56], "Format/Datatype": form}
+
+
+def layer(name: str, kind: str, read: str, written: str, **more: Any) -> dict[str, Any]:
+    return {"Name": name, "LayerType": kind, "Inputs": [tensor("a", read)], "Outputs": [tensor("b", written)], **more}
+
+
+def convolution(name: str, form: str, kind: str) -> dict[str, Any]:
+    more = {
+        "ParameterType": "Convolution",
+        "Weights": {"Type": kind, "Count": 9408},
+        "Bias": {"Type": kind, "Count": 64},
+    }
+    return layer(name, "CaskConvolution", form, form, TacticName="sm80_xmma_fprop", **more)
+
+
+OLDER = [
+    layer("Reformatting CopyNode for Input Tensor 0", "Reformat", PLAIN, HALF, TacticValue="0x3e8"),
+    convolution("conv1 + relu", HALF, "Half"),
+    convolution("conv2", PLAIN, "Float"),
+    convolution("conv3", BYTE, "Int8"),
+    layer("pool", "CaskPooling", HALF, HALF),
+]
+
+
+def older(listed: list[Any]) -> list[layers.Layer]:
+    return layers.from_json(json.dumps({"Layers": listed, "Bindings": ["x", "y"]}))
+
+
+def test_an_older_inspector() -> None:
+    reformat, first, *_ = listed = older(OLDER)
+    assert [one.computed_in for one in listed[1:4]] == ["float16", "float32", "int8"]
+    assert (first.name, first.type, first.tactic) == ("conv1 + relu", "CaskConvolution", "sm80_xmma_fprop")
+    assert first.inputs == (layers.Port("a", (1, 64, 56, 56), "float16", HALF),)
+    assert first.weights == layers.Weights("float16", 9408) and first.bias == layers.Weights("float16", 64)
+    assert reformat.moves and reformat.tactic == "0x3e8" and not reformat.computes
+
+
+def test_summary_counts_compute_layers_and_what_stayed_wide() -> None:
+    found = layers.summary(older(OLDER), "fp16")
+    assert found["layers"] == 5 and found["reformats"] == 1
+    assert found["layers_by_type"] == {"float16": 1, "float32": 1, "int8": 1}
+    assert found["kept_float32"] == ["conv2"]
+    assert found["engine_parameters"] == 3 * (9408 + 64)
+    assert found["operators"]["CaskConvolution"] == 3
+    assert not found["precision_truth"]["ok"]
+    assert "kept_float32" not in layers.summary(older(OLDER[2:3]), "fp32")
+    assert layers.summary(older(OLDER[2:3]), "fp32")["precision_truth"]["ok"]
+
+
+def test_layers_of_which_only_names_are_told_confirm_nothing() -> None:
+    found = layers.summary(older(["conv1 + relu", "pool"]), "fp16")
+    assert (found["layers"], found["layers_by_type"], found["precision_truth"]["ok"]) == (2, {}, False)
+
+
+def test_an_opaque_subgraph_is_unknown() -> None:
+    listed = older([layer("{ForeignNode[a...b]}", "Myelin", PLAIN, PLAIN)])
+    assert layers.by_type(listed) == {"unknown": 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        (PLAIN, "float32"),
+        (HALF, "float16"),
+        (BYTE, "int8"),
+        ("Two wide channel vectorized row major FP16 format", "float16"),
+        ("Row major linear BOOL", "bool"),
+        ("Row major linear INT32", "int32"),
+        ("Row major linear BF16 format", "bfloat16"),
+        ("Row major linear FP8 format", "float8"),
+        ("BFloat16", "bfloat16"),
+        ("UInt8", "uint8"),
+        ("Float", "float32"),
+        ("Half", "float16"),
+        ("N/A due to dynamic shapes", ""),
+    ],
+)
+def test_types_of_formats(text: str, name: str) -> None:
+    assert layers.dtype_of(text) == name
+
+
+def port(name: str, shape: str, kind: str) -> str:
+    form = "(NHWC) Channel major format"
+    strides = "Strides: [8,1], StrideOrder: [1,0]"
+    return f"{{ Name: {name}, Dimensions: [{shape}], {strides}, Datatype: {kind}, Format: {form} }}"
+
+
+def line(name: str, kind: str, read: list[str], constants: list[str], written: list[str], nodes: str = "") -> str:
+    parts = (f"[ {', '.join(ports)}]" if ports else "[]" for ports in (read, constants, written))
+    told = dict(zip(("Inputs", "Constants", "Outputs"), parts, strict=True))
+    middle = ", ".join(f"{key}: {value}" for key, value in told.items())
+    return f"Name: {name}, LayerType: {kind}, {middle}, TacticName: __myl_{kind}_0x1, StreamId: 0, Metadata: {nodes}"
+
+
+LOG = "\n".join(
+    [
+        "Layers:",
+        line("__mye9_0_myl0_0", "shape_call", [], [], []),
+        line("__myl_Move_myl0_1", "kgen", [port("x", "-1,3,8,8", "Float")], [], [port("a", "-1,3,8,8", "Float")]),
+        line(
+            "conv_myl0_2",
+            "correlation",
+            [port("a", "-1,3,8,8", "Half")],
+            [port("bias", "1,64,1,1", "Float"), port("w, twice", "64,3,7,7", "Half"), port("pad", "1,1,8,8", "Float")],
+            [port("b", "-1,64,8,8", "Half")],
+            "[ONNX Layer: node_Conv_1][ONNX Layer: relu[0]]",
+        ),
+        line(
+            "__myl_FcAddCast_myl0_3", "runtime_fusion", [port("b", "-1,64", "Half")], [], [port("y", "-1,10", "Float")]
+        ),
+        "",
+        "I/O Tensors:",
+        " Name: x, IOMode: Input, DataType: Float",
+    ]
+)
+
+
+def test_the_log_of_a_build() -> None:
+    shape, move, conv, fused = listed = layers.from_log(LOG)
+    assert [one.name for one in listed] == [
+        "__mye9_0_myl0_0",
+        "__myl_Move_myl0_1",
+        "conv_myl0_2",
+        "__myl_FcAddCast_myl0_3",
+    ]
+    assert shape.inputs == () and not shape.computes
+    assert move.moves and move.inputs[0].shape == (-1, 3, 8, 8)
+    assert conv.weights == layers.Weights("float16", 64 * 3 * 7 * 7), "neither bias nor padding"
+    assert conv.outputs[0].format == "(NHWC) Channel major format" and conv.tactic == "__myl_correlation_0x1"
+    assert conv.nodes == ("node_Conv_1", "relu[0]")
+    assert fused.computes and fused.computed_in == "float16"
+    assert layers.by_type(listed) == {"float16": 2}
+
+
+def test_a_line_of_another_form_keeps_its_name() -> None:
+    (odd,) = layers.from_log("Name: new_kind, LayerType: gemm, Inputs: none")
+    assert (odd.name, odd.type) == ("new_kind", "")
+
+
+def test_a_kernel_that_reads_two_types_computes_in_the_wider() -> None:
+    weights_only = line("g", "gemm", [port("a", "4,8", "Half")], [port("w", "8,8", "Int8")], [])
+    cast_inside = line("g", "gemm", [port("a", "4,8", "Half")], [port("w", "8,8", "Float")], [])
+    assert [layers.from_log(text)[0].computed_in for text in (weights_only, cast_inside)] == ["float16", "float32"]
+
+
+def test_layers_json_is_json() -> None:
+    told = json.loads(json.dumps(layers.as_json(older(OLDER))))
+    assert told[1]["weights"] == {"dtype": "float16", "count": 9408}
+    assert told[1]["inputs"][0]["shape"] == [1, 64, 56, 56]
+
+
+def test_notes_say_what_keeps_an_engine_slow() -> None:
+    said = layers.notes(older(OLDER), "fp16")
+    assert said == [
+        "1 of 3 compute layers stayed in float32 (1 CaskConvolution)",
+        "1 of 5 layers only change types or layouts",
+    ]
+    assert layers.notes(older(OLDER[1:2]), "fp16") == []
+
+
+def test_information_that_is_no_json() -> None:
+    with pytest.raises(UserError, match="not JSON"):
+        layers.from_json("Layers: conv1")
