@@ -13,6 +13,7 @@ import numpy as np
 from dyno.worker import models
 from dyno.worker.backend import Arrays, Backend, Session
 from dyno.worker.spec import Artifact, Tensor, Trial, Unavailable, UserError
+from dyno.worker.torch_copies import Copies
 from dyno.worker.torch_support import (
     compiler_errors,
     compute_layers,
@@ -32,6 +33,7 @@ from dyno.worker.truth import precision_truth
 
 TYPES = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 MODES = ("default", "reduce-overhead", "max-autotune")
+SLOTS = 3  # on a GPU: one computes while the next is copied in and the host has the last
 GRAPH_MODES = ("reduce-overhead", "max-autotune")  # these replay CUDA graphs, whose outputs the next run overwrites
 
 
@@ -133,20 +135,14 @@ class TorchSession(Session):
         dtype = getattr(self._torch, TYPES[trial.precision])
         self._module = module.to(self._device, dtype, memory_format=self._layout)
         self._call: Any = self._module
-        self.slots = 2 if self._on_gpu else 1
+        self.slots = self._slots_wanted()
+        self._copies: Copies | None = None
         self._queue: Any = None
-        self._copies: Any = None
-        if self._on_gpu:
-            self._open_streams()
         self._allocate(dtype)
         self._ran = False
 
-    def _open_streams(self) -> None:
-        """One stream computes and one copies, so that a slot's copies overlap with the other slot's work."""
-        cuda = self._torch.cuda
-        self._queue, self._copies = cuda.Stream(self._device), cuda.Stream(self._device)
-        self.stream = self._queue.cuda_stream
-        self._there, self._done = ([cuda.Event() for _ in range(self.slots)] for _ in range(2))
+    def _slots_wanted(self) -> int:
+        return SLOTS if self._on_gpu else 1
 
     @property
     def _on_gpu(self) -> bool:
@@ -155,14 +151,16 @@ class TorchSession(Session):
     def _allocate(self, dtype: Any) -> None:
         dims = self._trial.dims
         default = (dims.batch, self._trial.model.channels, dims.height, dims.width)
-        shape = dims.shapes.get("input", default)
-        self.inputs = (Tensor("input", "float32", shape),)
+        self._shape = tuple(dims.shapes.get("input", default))
+        self.inputs = (Tensor("input", "float32", self._shape),)
         empty, slots = self._torch.empty, range(self.slots)
-        self._hosts = [empty(shape, pin_memory=self._on_gpu) for _ in slots]
-        self._arrays = [host.numpy() for host in self._hosts]
-        layout = self._layout if len(shape) == 4 else self._torch.contiguous_format
-        self._bound = [empty(shape, dtype=dtype, device=self._device, memory_format=layout) for _ in slots]
+        layout = self._layout if len(self._shape) == 4 else self._torch.contiguous_format
+        self._bound = [empty(self._shape, dtype=dtype, device=self._device, memory_format=layout) for _ in slots]
         self._out: list[Any] = [None] * self.slots
+        if self._on_gpu:
+            self._copies = Copies(self._torch, self._bound)
+            self._queue = self._copies.compute
+            self.stream = self._queue.cuda_stream
 
     @contextmanager
     def _on(self, stream: Any) -> Iterator[None]:
@@ -170,26 +168,31 @@ class TorchSession(Session):
         with self._torch.inference_mode(), self._torch.cuda.stream(stream):
             yield
 
+    def stage(self, feeds: Arrays) -> Arrays:
+        """On a GPU, copies of the feeds in page-locked memory, which `bind` reads without a copy in between."""
+        copies = self._copies
+        return feeds if copies is None else {name: copies.stage(feed) for name, feed in feeds.items()}
+
     def bind(self, feeds: Arrays, slot: int = 0) -> None:
-        """Copy to the device (through pinned memory), casting to the module's type."""
+        """Copy to the device, where the type and the layout become the module's."""
         feed = feeds["input"]
-        if feed.shape != self._arrays[slot].shape:
-            raise UserError(f"input 'input' wants {self._arrays[slot].shape}, but got {feed.shape}")
-        np.copyto(self._arrays[slot], feed)
-        with self._on(self._copies):
-            self._bound[slot].copy_(self._hosts[slot], non_blocking=True)
-            if self._copies:
-                self._there[slot].record(self._copies)
+        if feed.shape != self._shape:
+            raise UserError(f"input 'input' wants {self._shape}, but got {feed.shape}")
+        with self._on(None):
+            if self._copies is None:
+                self._bound[slot].copy_(self._torch.from_numpy(np.ascontiguousarray(feed)))
+            else:
+                self._copies.bind(feed, slot)
 
     def run(self, slot: int = 0) -> None:
         """One forward pass; what the module says of an input it doesn't take is a `UserError`."""
         try:
             with self._on(self._queue):
-                if self._queue:
-                    self._queue.wait_event(self._there[slot])
+                if self._copies:
+                    self._copies.arrive(slot)
                 self._out[slot] = self._call(self._bound[slot])
-                if self._queue:
-                    self._done[slot].record(self._queue)
+                if self._copies:
+                    self._copies.leave(slot)
         except Exception as e:  # the module is anyone's code: whatever it raises is its word on the input
             raise self._explained(e) from e
         self._ran = True
@@ -204,15 +207,37 @@ class TorchSession(Session):
 
     def wait(self, slot: int = 0) -> None:
         """Wait for the slot's work; a CPU has finished when `run` returns."""
-        if self._queue:
-            self._done[slot].synchronize()
+        if self._copies:
+            self._copies.wait(slot)
 
     def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
         """Outputs by name, as float32; dicts, lists and tuples are flattened in their order."""
-        with self._on(self._copies):
-            found = {name: t.float().cpu().numpy() for name, t in named_outputs(self._out[slot]).items()}
+        named = named_outputs(self._out[slot])
+        with self._on(None):
+            if self._copies is None:
+                found = {name: tensor.float().numpy() for name, tensor in named.items()}
+            else:
+                found = self._copies.fetch(named, slot)
         self.outputs = tuple(Tensor(name, "float32", a.shape) for name, a in found.items())
         return found
+
+    def parts(self, feeds: Arrays) -> dict[str, float]:
+        """See `Session.parts`; a CPU has none."""
+        if self._copies is None:
+            return {}
+        with self._on(None):
+            return self._copies.parts(lambda: self.bind(feeds), self.run, lambda: named_outputs(self._out[0]))
+
+    def try_eager(self) -> None:
+        """Run the module as it is on random input, before it is compiled: a shape it refuses is said in its own words,
+        and what goes wrong later is the compiler's doing."""
+        rng = np.random.default_rng(0)
+        self.bind({"input": rng.standard_normal(self._shape, dtype=np.float32)})
+        self._once()
+
+    def _once(self) -> None:
+        self.run()
+        self.wait()
 
     def facts(self) -> dict[str, Any]:
         """Parameters, options, and the layers by the type of their results, seen in one more forward pass."""
@@ -251,7 +276,7 @@ class TorchSession(Session):
     def close(self) -> None:
         """Drop the module and the tensors, and give the GPU's memory back."""
         self._module = self._call = None
-        self._out, self._bound, self._hosts, self._arrays = [], [], [], []
+        self._out, self._bound, self._copies = [], [], None
         if self._on_gpu:
             self._torch.cuda.empty_cache()
 
@@ -261,17 +286,12 @@ class CompiledSession(TorchSession):
 
     def __init__(self, trial: Trial, options: dict[str, Any]) -> None:
         super().__init__(trial, options)
-        graphs = options["mode"] in GRAPH_MODES
-        self.slots = 1 if graphs else self.slots
-        rng = np.random.default_rng(0)
-        self.bind({"input": rng.standard_normal(self._arrays[0].shape, dtype=np.float32)})
-        self._once()  # eager first: a shape the module refuses is said in its own words, not the compiler's
-        # What can go wrong from here on is the compiler's doing, not the input's.
-        self._compile(calls=3 if graphs else 1)  # the second call records a CUDA graph, the third replays it
+        self.try_eager()
+        # The second call records a CUDA graph, the third replays it.
+        self._compile(calls=3 if options["mode"] in GRAPH_MODES else 1)
 
-    def _once(self) -> None:
-        self.run()
-        self.wait()
+    def _slots_wanted(self) -> int:
+        return 1 if self._options["mode"] in GRAPH_MODES else super()._slots_wanted()
 
     def _compile(self, calls: int) -> None:
         from torch._dynamo import reset
