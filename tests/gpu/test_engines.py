@@ -70,7 +70,7 @@ def test_every_precision_is_what_it_says(study: Any, tmp_path: Path) -> None:
 def test_int8_by_graph_and_by_calibrator(study: Any, tmp_path: Path) -> None:
     ways = ("pytorch@precision=fp32", "tensorrt@precision=int8", "tensorrt@precision=int8@route=calibrator",
             "tensorrt@precision=int8@route=calibrator@calibrator=minmax")  # fmt: skip
-    digits = {"data": "digits", "sizes": ("32",), "batches": (4,), "channels": 1}
+    digits = {"data": "digits", "sizes": ("32",), "batches": (4,)}
     result = study(*ways, **digits).run(tmp_path / "run", quiet=True)
     frame = result.to_pandas()
     assert set(frame["status"]) == {"ok"}, frame[["backend", "status", "reason"]].to_string()

@@ -109,7 +109,7 @@ class OnnxExport(Backend):
         wrong the other exporter is tried. Raises `UserError` when neither is right, or the file is not whole.
         """
         if recipe.model.file:
-            return _given(recipe.model.file)
+            return _given(recipe.model.file, recipe.options.get("opset"), folder)
         started = time.perf_counter()
         with memory_errors():
             made_by = _export(recipe, folder / "model.onnx")
@@ -280,7 +280,8 @@ def _difference(name: str, want: np.ndarray, got: np.ndarray) -> float:
     return worst
 
 
-def _given(path: str) -> Artifact:
+def _given(path: str, wanted: Option | None, folder: Path) -> Artifact:
+    """The user's own file; a copy in the `wanted` opset where it is in a later one, which the engine may misread."""
     onnx = _onnx()
     model = _read(path)
     try:
@@ -294,6 +295,14 @@ def _given(path: str) -> Artifact:
         "weights_sha256": _digest(path),
         "warnings": [],
     }
+    copy = folder / "model.onnx"
+    if isinstance(wanted, int) and _opset(Path(path)) > wanted and not _external(path):
+        try:
+            onnx.save(in_opset(model, wanted), copy)
+        except UserError as e:  # a later engine may read it all the same, and one that doesn't will say so
+            made_by["warnings"] = [str(e)]
+        else:
+            made_by["opset"], path = wanted, str(copy)
     return _artifact(path, 0.0, made_by)
 
 

@@ -63,7 +63,10 @@ class Weights:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer of the engine; `nodes` are the ONNX nodes it came from, where the library says."""
+    """One layer of the engine; `nodes` are the ONNX nodes it came from, where the library says.
+
+    `parameters` counts weights and bias where the library does: constants of a listing are padded for the kernel.
+    """
 
     name: str
     type: str
@@ -73,6 +76,7 @@ class Layer:
     weights: Weights | None = None
     bias: Weights | None = None
     nodes: tuple[str, ...] = ()
+    parameters: int = 0
 
     @property
     def computes(self) -> bool:
@@ -112,22 +116,24 @@ def inspect(trt: Any, engine: Any) -> list[Layer]:
 def from_json(text: str) -> list[Layer]:
     """The engine inspector's JSON. A layer of which only the name is told has the type ""."""
     try:
-        listed = json.loads(text).get("Layers", [])
+        listed = json.loads(text, strict=False).get("Layers", [])
     except ValueError as e:
         raise UserError(f"the engine's layer information is not JSON ({e})") from e
     return [_layer(one) if isinstance(one, dict) else Layer(str(one), "", (), (), "") for one in listed]
 
 
 def _layer(told: dict[str, Any]) -> Layer:
+    weights, bias = _weights(told.get("Weights")), _weights(told.get("Bias"))
     return Layer(
         name=str(told.get("Name", "")),
         type=str(told.get("LayerType", "")),
         inputs=tuple(map(_port, told.get("Inputs") or ())),
         outputs=tuple(map(_port, told.get("Outputs") or ())),
         tactic=str(told.get("TacticName") or told.get("TacticValue") or ""),
-        weights=_weights(told.get("Weights")) or _largest(map(_port, told.get("Constants") or ())),
-        bias=_weights(told.get("Bias")),
+        weights=weights or _largest(map(_port, told.get("Constants") or ())),
+        bias=bias,
         nodes=_nodes(str(told.get("Metadata", ""))),
+        parameters=sum(one.count for one in (weights, bias) if one),
     )
 
 
@@ -233,10 +239,8 @@ def summary(listed: Sequence[Layer], asked: str) -> dict[str, Any]:
     }
     if asked not in ("fp32", "tf32"):
         found["kept_float32"] = kept_wide(listed)
-    # Only the older inspectors count weights and biases; constants of a listing are padded for the kernel.
-    counted = [one.count for layer in listed if layer.bias for one in (layer.weights, layer.bias) if one]
-    if counted:
-        found["engine_parameters"] = sum(counted)
+    if counted := sum(layer.parameters for layer in listed):
+        found["engine_parameters"] = counted
     return found
 
 
