@@ -114,7 +114,7 @@ def lowered(digits: Any, precision: str, folder: Path) -> Artifact:
     return maker.make(maker.recipe(trial), digits.artifact, folder)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("precision", "kind"), [("fp16", "float16"), ("int8", "int8")])
+@pytest.mark.parametrize(("precision", "kind"), [("fp16", "float16"), ("bf16", "bfloat16"), ("int8", "int8")])
 def test_the_graph_s_types_are_the_engine_s(digits: Any, tmp_path: Path, precision: str, kind: str) -> None:
     parent = lowered(digits, precision, tmp_path)
     made = make(parent, tmp_path, precision)

@@ -66,6 +66,12 @@ def test_summary_counts_compute_layers_and_what_stayed_wide() -> None:
     assert layers.summary(older(OLDER[2:3]), "fp32")["precision_truth"]["ok"]
 
 
+def test_a_convolution_without_bias_counts() -> None:
+    bare = convolution("conv", HALF, "Half") | {"Bias": {"Type": "Half", "Count": 0}}
+    assert layers.summary(older([bare]), "fp16")["engine_parameters"] == 9408
+    assert "engine_parameters" not in layers.summary(layers.from_log(LOG), "fp16")
+
+
 def test_layers_of_which_only_names_are_told_confirm_nothing() -> None:
     found = layers.summary(older(["conv1 + relu", "pool"]), "fp16")
     assert (found["layers"], found["layers_by_type"], found["precision_truth"]["ok"]) == (2, {}, False)
