@@ -77,6 +77,11 @@ def test_layers_of_which_only_names_are_told_confirm_nothing() -> None:
     assert (found["layers"], found["layers_by_type"], found["precision_truth"]["ok"]) == (2, {}, False)
 
 
+def test_control_characters_between_nodes() -> None:
+    (one,) = layers.from_json('{"Layers": [{"Name": "a", "Metadata": "[ONNX Layer: x]\x1e[ONNX Layer: y]"}]}')
+    assert one.nodes == ("x", "y")
+
+
 def test_an_opaque_subgraph_is_unknown() -> None:
     listed = older([layer("{ForeignNode[a...b]}", "Myelin", PLAIN, PLAIN)])
     assert layers.by_type(listed) == {"unknown": 1}
