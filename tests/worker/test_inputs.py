@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -53,9 +54,30 @@ def test_random_inputs_are_never_zeros_and_always_the_same() -> None:
 
     first, again, other = fed(0), fed(0), fed(1)
     assert all(feed["input"].shape == (3, 3, 4, 4) and feed["input"].dtype == np.float32 for feed in first)
-    assert abs(np.mean([f["input"] for f in first])) < 0.1 and 0.9 < np.std([f["input"] for f in first]) < 1.1
+    assert 0.5 < np.std([f["input"] for f in first]) < 2
     assert not np.array_equal(first[0]["input"], first[1]["input"]), "the rotation needs different batches"
     assert fingerprint(first) == fingerprint(again) != fingerprint(other)
+
+
+def test_a_float_and_a_uint8_input_see_the_same_random_picture() -> None:
+    raw = list(batches(DataSpec(), PREPROCESS, [replace(IMAGE, dtype="uint8")], DIMS, 2))
+    ready = list(batches(DataSpec(), PREPROCESS, [IMAGE], DIMS, 2))
+    assert {feed["input"].dtype.name for feed in raw} == {"uint8"}
+    mean, std = (np.float32(v).reshape(1, 3, 1, 1) for v in (PREPROCESS.mean, PREPROCESS.std))
+    for pixels, image in zip(raw, ready, strict=True):
+        np.testing.assert_allclose((pixels["input"] / 255.0 - mean) / std, image["input"], rtol=1e-5, atol=1e-6)
+    assert fingerprint(raw, PREPROCESS) == fingerprint(ready, PREPROCESS) == fingerprint(ready) != fingerprint(raw)
+
+
+def test_a_uint8_input_gets_the_pixels_of_the_data_themselves(data: DataSpec) -> None:
+    raw = next(batches(data, PREPROCESS, [replace(IMAGE, dtype="uint8")], DIMS, 1))["input"]
+    assert raw.dtype == np.uint8
+    np.testing.assert_array_equal(raw, np.load(Path(data.folder) / "images.npy")[[8, 2, 5]])
+
+
+def test_a_feature_map_is_no_picture() -> None:
+    (feed,) = batches(DataSpec(), PREPROCESS, [Tensor("map", "float32", ("batch", 64, 4, 4))], Dims(8, 4, 4), 1)
+    assert abs(feed["map"].mean()) < 0.1 and 0.9 < feed["map"].std() < 1.1
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ NO_DATA = "int8 needs real calibration images: give --data"
 
 
 class CalibrationImages:
-    """Batches of the recipe's data as the model reads them: float32 NCHW, normalised, at most option `samples` images.
+    """Batches of the recipe's data as the model reads them: NCHW, normalised or uint8, at most option `samples` images.
 
     The batch is the file's own, 1 where it is free. Images are spread evenly over the split, so that a split sorted by
     class still shows every class. No data, or data of another shape than the model reads, is a `UserError`.
@@ -45,7 +45,7 @@ class CalibrationImages:
     def feeds(self, start: int, end: int) -> Iterator[dict[str, np.ndarray]]:
         """Feeds of the batches from start up to end."""
         for k in range(start, end):
-            yield {self.input.name: self._images.batch(k * self.batch, self.batch)}
+            yield {self.input.name: self._images.batch(k * self.batch, self.batch, self.input.dtype)}
 
 
 def _samples(recipe: Recipe) -> int:

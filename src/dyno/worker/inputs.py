@@ -12,6 +12,7 @@ from dyno.worker.shapes import static_shapes
 from dyno.worker.spec import DataSpec, Dims, Preprocess, Tensor, UserError
 
 FEEDS = 4  # different batches that timing with copies rotates through, so that no cache serves one batch for ever
+MOST_CHANNELS = 4  # of an image; an input N x C x H x W with more is something else
 
 
 class Images:
@@ -27,22 +28,34 @@ class Images:
             raise UserError(
                 f"the decoded data set in {folder} can't be read ({e}); remove the folder to decode again"
             ) from e
-        channels = self._pixels.shape[1]
-        self._mean = np.resize(np.asarray(preprocess.mean, np.float32), channels).reshape(1, channels, 1, 1)
-        self._std = np.resize(np.asarray(preprocess.std, np.float32), channels).reshape(1, channels, 1, 1)
+        self._preprocess = preprocess
         self.shape = tuple(int(n) for n in self._pixels.shape[1:])
 
     def __len__(self) -> int:
         return len(self.index)
 
-    def batch(self, start: int, count: int) -> np.ndarray:
-        """`count` images from `start` on, wrapping around: float32, N x C x H x W."""
+    def batch(self, start: int, count: int, dtype: str = "float32") -> np.ndarray:
+        """`count` images from `start` on, wrapping around: N x C x H x W, float32, or the pixels as uint8."""
         chosen = self.index[np.arange(start, start + count) % len(self.index)]
-        pixels: np.ndarray = self._pixels[chosen].astype(np.float32)
-        pixels /= 255
-        pixels -= self._mean
-        pixels /= self._std
-        return pixels
+        return _as_read(self._pixels[chosen], self._preprocess, dtype)
+
+
+def normalisation(preprocess: Preprocess, channels: int) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and standard deviation of each channel as float32, 1 x C x 1 x 1; one value serves every channel."""
+    mean, std = (np.resize(np.asarray(v, np.float32), channels) for v in (preprocess.mean, preprocess.std))
+    return mean.reshape(1, channels, 1, 1), std.reshape(1, channels, 1, 1)
+
+
+def _as_read(pixels: np.ndarray, preprocess: Preprocess, dtype: str) -> np.ndarray:
+    """The pixels as an input of that type reads them: themselves in uint8, else normalised to float32."""
+    if dtype == "uint8":
+        return np.ascontiguousarray(pixels)
+    mean, std = normalisation(preprocess, pixels.shape[1])
+    made: np.ndarray = pixels.astype(np.float32)
+    made /= 255
+    made -= mean
+    made /= std
+    return made
 
 
 def batches(
@@ -50,23 +63,25 @@ def batches(
 ) -> Iterator[dict[str, np.ndarray]]:
     """The first `count` batches of the data, as feeds by input name.
 
-    Real images go to the model's one image input. Random numbers are standard normal for floating-point inputs,
+    Images, real or random, go to an input as it reads them: raw to one in uint8, else normalised, so that both see the
+    same picture. Random images are uniform pixels; other random numbers are standard normal for floating-point inputs,
     0..255 for uint8 and 0..1 for other integers (token ids and masks that every vocabulary has).
     """
     wanted = static_shapes(tensors, dims)
     if data.folder:
         name, shape = _image_input(tensors, wanted)
+        dtype = tensors[0].dtype
         images = Images(data, preprocess)
         if images.shape != shape[1:]:
             has, wants = ("x".join(map(str, s)) for s in (images.shape, shape[1:]))
             raise UserError(f"the images are {has} but the model's input {name!r} is {wants}; give the --size it wants")
         for i in range(count):
-            yield {name: images.batch(i * shape[0], shape[0])}
+            yield {name: images.batch(i * shape[0], shape[0], dtype)}
         return
     rng = np.random.default_rng(data.seed)
     kinds = {t.name: t.dtype for t in tensors}
     for _ in range(count):
-        yield {name: _random(rng, kinds[name], shape) for name, shape in wanted.items()}
+        yield {name: _random(rng, kinds[name], shape, preprocess) for name, shape in wanted.items()}
 
 
 def _image_input(tensors: Sequence[Tensor], wanted: dict[str, tuple[int, ...]]) -> tuple[str, tuple[int, ...]]:
@@ -76,19 +91,28 @@ def _image_input(tensors: Sequence[Tensor], wanted: dict[str, tuple[int, ...]]) 
     return tensors[0].name, wanted[tensors[0].name]
 
 
-def _random(rng: np.random.Generator, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    if dtype.startswith(("float", "bfloat")):
+def _random(rng: np.random.Generator, dtype: str, shape: tuple[int, ...], preprocess: Preprocess) -> np.ndarray:
+    floating = dtype.startswith(("float", "bfloat"))
+    if len(shape) == 4 and shape[1] <= MOST_CHANNELS and (floating or dtype == "uint8"):
+        return _as_read(rng.integers(0, 256, shape, np.uint8), preprocess, dtype)
+    if floating:
         return rng.standard_normal(shape, dtype=np.float32)
     if dtype == "bool":
         return rng.integers(0, 2, shape).astype(bool)
     return rng.integers(0, 256 if dtype == "uint8" else 2, shape).astype(dtype)
 
 
-def fingerprint(feeds: Sequence[dict[str, np.ndarray]]) -> str:
-    """sha256 of the feeds' bytes: two runs with the same value were fed the same."""
+def fingerprint(feeds: Sequence[dict[str, np.ndarray]], preprocess: Preprocess | None = None) -> str:
+    """sha256 of the feeds' bytes: two runs with the same value were fed the same.
+
+    With `preprocess`, raw images count as what their normalisation makes of them: one picture, one value.
+    """
     hashed = hashlib.sha256()
     for feed in feeds:
         for name in sorted(feed):
+            array = feed[name]
+            if preprocess is not None and array.ndim == 4 and array.dtype == np.uint8:
+                array = _as_read(array, preprocess, "float32")
             hashed.update(name.encode())
-            hashed.update(np.ascontiguousarray(feed[name]).tobytes())
+            hashed.update(np.ascontiguousarray(array).tobytes())
     return hashed.hexdigest()

@@ -115,7 +115,7 @@ def run_trial(job: Job, trial: Trial, journal: Journal) -> None:
     journal.record = replace(journal.record, system=system.describe(("numpy", *backend.requires)))
     session: Session = journal.timed("load", "load", lambda: backend.load(trial, job.artifact))
     fed = list(inputs.batches(trial.data, trial.model.preprocess, session.inputs, trial.dims, inputs.FEEDS))
-    journal.facts({"inputs_sha256": inputs.fingerprint(fed), "threads": trial.runtime.threads})
+    journal.facts({"inputs_sha256": inputs.fingerprint(fed, trial.model.preprocess), "threads": trial.runtime.threads})
     feeds = [session.stage(feed) for feed in fed]
     journal.timed("first_call", "first call", measure.step(session, "model", feeds))
     _time(session, trial, feeds, journal)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from dyno.worker.spec import UserError
@@ -29,6 +30,18 @@ def in_opset(model: Any, wanted: int) -> Any:
         reason = " ".join(str(e).split())[:160]
         raise UserError(f"the graph can't be written in opset {wanted} instead of {opset(model)}: {reason}") from e
     return made
+
+
+def lower_file(path: Path, wanted: int) -> None:
+    """Rewrite the file in the wanted opset where it is in a later one; a `UserError` where that can't be."""
+    import onnx
+
+    if opset(onnx.load(path, load_external_data=False)) <= wanted:
+        return
+    try:
+        onnx.save(in_opset(onnx.load(path), wanted), path)
+    except ValueError as e:  # protobuf's own limit, where weights lie beside the graph
+        raise UserError(f"a graph over 2 GiB can't be brought down to opset {wanted}") from e
 
 
 def _drop_defaults(graph: Any) -> None:

@@ -13,11 +13,10 @@ import numpy as np
 import onnx
 import pytest
 
-from dyno.worker import onnx_int8
+from dyno.worker import onnx_check, onnx_int8
 from dyno.worker.backends import onnx_precision
 from dyno.worker.backends.onnx_precision import OnnxPrecision, converted
-from dyno.worker.onnx_bf16 import emulated
-from dyno.worker.spec import Artifact, DataSpec, Dims, Recipe, Trial, UserError
+from dyno.worker.spec import Artifact, DataSpec, Dims, Preprocess, Recipe, Trial, UserError
 
 
 def recipe(digits: Any, precision: str = "int8", target: str = "onnxruntime", **options: Any) -> Recipe:
@@ -185,7 +184,9 @@ def test_nodes_whose_values_fp16_cannot_hold_stay_in_fp32(
     parent = replace(digits.artifact, path=str(onnx_file(nodes, io[:1], io[1:], weights)))
     folder = tmp_path / "made"
     folder.mkdir()
-    made = OnnxPrecision().make(recipe(digits, "fp16"), parent, folder)
+    asked = recipe(digits, "fp16")
+    bright = replace(asked.model, preprocess=Preprocess((0.5,), (0.1,)))  # pixels from -5 to 5
+    made = OnnxPrecision().make(replace(asked, model=bright), parent, folder)
     assert made.made_by["warnings"][0].endswith("exceed what FP16 holds: up, down, down_too")
     graph = onnx.shape_inference.infer_shapes(onnx.load(made.path)).graph
     large = next(node for node in graph.node if node.name == "up").output[0]
@@ -250,7 +251,7 @@ def test_bf16_holds_what_fp16_overflows_on_and_keeps_softmax_in_fp32(
     assert made.made_by["check"]["max_difference"] < 0.02
 
 
-def test_the_emulation_rounds_every_bfloat16_result() -> None:
+def test_the_emulation_rounds_every_bfloat16_result(tmp_path: Path) -> None:
     h = onnx.helper
     x, y = (h.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1]) for name in "xy")
     third = onnx.numpy_helper.from_array(np.asarray([1 / 3], ml_dtypes.bfloat16), "third")
@@ -262,7 +263,8 @@ def test_the_emulation_rounds_every_bfloat16_result() -> None:
     graph = h.make_graph(nodes, "third", [x], [y], [third])
     model = h.make_model(graph, opset_imports=[h.make_opsetid("", 22)], ir_version=10)
     onnx.checker.check_model(model, full_check=True)
-    (found,) = onnx_precision._outputs(emulated(model).SerializeToString(), {"x": np.float32([1.01])}, plain=True)
+    onnx.save(model, tmp_path / "third.onnx")
+    (found,) = onnx_check.outputs(str(tmp_path / "third.onnx"), {"x": np.float32([1.01])}, "bf16")[0]
     x16, third16 = (np.asarray(v, ml_dtypes.bfloat16) for v in (1.01, 1 / 3))
     assert found == float((x16.astype(np.float32) * third16.astype(np.float32)).astype(ml_dtypes.bfloat16))
 

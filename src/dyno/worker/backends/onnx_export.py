@@ -20,7 +20,8 @@ import numpy as np
 
 from dyno.worker import models
 from dyno.worker.backend import Backend
-from dyno.worker.onnx_opset import in_opset
+from dyno.worker.onnx_opset import in_opset, lower_file
+from dyno.worker.onnx_opset import opset as opset_of
 from dyno.worker.spec import Artifact, Dims, ModelSpec, Option, Recipe, Runtime, Tensor, Trial, Unavailable, UserError
 from dyno.worker.torch_support import first_line, import_torch, memory_errors, named_outputs, tensors
 
@@ -223,16 +224,10 @@ def _write(torch: Any, source: Source, exporter: str, opset: int, path: Path) ->
         raise
     except Exception as e:  # each exporter has its own families of errors, and all of them mean "not this one"
         raise Wrong(f"failed, {_last_line(e)}") from e
-    if _opset(path) > opset:  # dynamo writes 18 at least, whatever it is asked for
-        _lower(path, opset)
-
-
-def _lower(path: Path, opset: int) -> None:
-    onnx = _onnx()
     try:
-        onnx.save(in_opset(onnx.load(path), opset), path)
-    except (UserError, ValueError) as e:  # ValueError: over 2 GiB
-        raise Wrong(f"wrote opset {_opset(path)}, not {opset}; {first_line(e)}") from e
+        lower_file(path, opset)  # dynamo writes 18 at least, whatever it is asked for
+    except UserError as e:
+        raise Wrong(str(e)) from e
 
 
 def _check(path: Path, source: Source) -> dict[str, Any]:
@@ -361,8 +356,7 @@ def _digest(path: str) -> str:
 
 
 def _opset(path: Path) -> int:
-    found = {entry.domain: int(entry.version) for entry in _read(str(path)).opset_import}
-    return found.get("", found.get("ai.onnx", 0))
+    return opset_of(_read(str(path)))
 
 
 def _is_huge(module: Any) -> bool:

@@ -16,13 +16,22 @@ import numpy as np
 
 from dyno.worker.backend import Backend
 from dyno.worker.backends.onnx_export import QUANTISED, exported
+from dyno.worker.backends.onnx_input import reading_pixels, wants_pixels
 from dyno.worker.calibration import NO_DATA, SAMPLES, example
-from dyno.worker.onnx_bf16 import EMULATION, emulated, to_bf16
+from dyno.worker.onnx_bf16 import to_bf16
+from dyno.worker.onnx_check import compared, outputs
 from dyno.worker.onnx_fp16 import to_fp16
 from dyno.worker.onnx_int8 import METHOD, to_int8
 from dyno.worker.spec import Artifact, DataSpec, Option, Recipe, Runtime, Trial, Unavailable, UserError
 
-PREPARATION = ("samples", "method", "percentile", "exporter", "opset")  # options of a trial that shape its file
+PREPARATION = (
+    "samples",
+    "method",
+    "percentile",
+    "exporter",
+    "opset",
+    "input",
+)  # options of a trial that shape its file
 # The last opset of an engine's oldest parser that is served: TensorRT 8.6's. The others read what is exported anyway.
 OPSETS: dict[str, Option] = {"tensorrt": 17}
 
@@ -32,11 +41,15 @@ def converted(trial: Trial, target: str, batch: int = 0) -> Recipe:
 
     The export has a free batch unless one is given, so that all batches of a study share one file and one calibration;
     engines fix it. Trial options `samples`, `method` and `percentile` reach the calibration, `exporter` and `opset` (17
-    for TensorRT) the export. Pure; int8 without data is a `UserError`.
+    for TensorRT) the export; `input=uint8` makes the file read raw pixels. Pure; int8 without data is a `UserError`.
     """
     # Files are made in the Python that has the model, whichever the trial runs in.
     wanted = {"opset": OPSETS[target], **trial.options} if target in OPSETS else trial.options
-    parent: Recipe = exported(trial.model, replace(trial.dims, batch=batch), Runtime(), wanted)
+    made = _lowered(trial, target, exported(trial.model, replace(trial.dims, batch=batch), Runtime(), wanted))
+    return reading_pixels(made) if wants_pixels(trial.options) else made
+
+
+def _lowered(trial: Trial, target: str, parent: Recipe) -> Recipe:
     if trial.precision in ("fp32", "tf32") or trial.precision == trial.model.precision:
         return replace(parent, precision=trial.model.precision or "fp32")
     options: dict[str, Option] = {}
@@ -136,32 +149,8 @@ def _parameters(model: Any) -> int:
 
 
 def _check(path: Path, recipe: Recipe, parent: Artifact) -> dict[str, Any]:
-    """Run parent and result once on the same input: outputs must stay finite; says how far they are apart, and `ran`
-    how the result was run."""
+    """Run parent and result once on the same input: outputs must stay finite; says how far they are apart."""
     feeds = example(recipe, parent)
-    bf16 = recipe.precision == "bf16"
-    before, after = _outputs(parent.path, feeds), _outputs(_emulated(path) if bf16 else str(path), feeds, plain=bf16)
-    if all(np.isfinite(b).all() for b in before) and not all(np.isfinite(a).all() for a in after):
-        raise UserError(
-            f"{recipe.model.name} overflows in {recipe.precision}: outputs are not finite; use bf16 or fp32"
-        )
-    apart = max(float(np.abs(a - b).max(initial=0)) for a, b in zip(after, before, strict=True))
-    largest = max(float(np.abs(b).max(initial=0)) for b in before)
-    return {"max_difference": apart, "max_output": largest, "ran": EMULATION if bf16 else "as it is"}
-
-
-def _emulated(path: Path) -> bytes:
-    import onnx
-
-    return bytes(emulated(onnx.load(path)).SerializeToString())
-
-
-def _outputs(model: str | bytes, feeds: dict[str, np.ndarray], plain: bool = False) -> list[np.ndarray]:
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    if plain:
-        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-    return [np.asarray(output, np.float64) for output in session.run(None, feeds)]
+    before, _ = outputs(parent.path, feeds)
+    after, ran = outputs(str(path), feeds, recipe.precision)
+    return compared(before, after, f"{recipe.model.name} overflows in {recipe.precision}", ran)
