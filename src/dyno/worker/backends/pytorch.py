@@ -44,9 +44,9 @@ class PyTorch(Backend):
     """
 
     name = "pytorch"
-    requires = ("torch",)
-    precisions = ("fp32", "tf32", "fp16", "bf16")
-    devices = ("cpu", "cuda")
+    requires: tuple[str, ...] = ("torch",)
+    precisions: tuple[str, ...] = ("fp32", "tf32", "fp16", "bf16")
+    devices: tuple[str, ...] = ("cpu", "cuda")
     options: tuple[str, ...] = ("channels_last", "cudnn_benchmark")
 
     def refuse(self, trial: Trial) -> str:

@@ -1,0 +1,285 @@
+"""Torch-TensorRT: a module whose operators became TensorRT engines, called as the module was."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from dyno.worker.backend import Session
+from dyno.worker.backends.pytorch import PyTorch, TorchSession
+from dyno.worker.backends.tensor_rt import layers
+from dyno.worker.backends.tensor_rt.profiles import batch_range, outside
+from dyno.worker.backends.tensor_rt.settings import STATIC
+from dyno.worker.backends.tensor_rt.timing import FOLDER
+from dyno.worker.spec import Artifact, Trial, Unavailable, UserError
+from dyno.worker.torch_support import (
+    compute_layers,
+    device_named,
+    first_line,
+    import_torch,
+    is_memory_error,
+    memory_errors,
+)
+from dyno.worker.torch_trt_program import engines, left_in_pytorch
+from dyno.worker.truth import NOTEWORTHY, precision_truth
+
+ROUTES = ("ts", "dynamo")
+NO_INT8 = "torch_tensorrt has no int8 here: its calibrator is gone from newer versions; take tensorrt for int8"
+LEVELS = range(6)
+CALLS = 20  # that the engine's own time is the mean of
+HEAD_START = 50_000_000  # GPU clock cycles (25 ms on an H200) in which the host queues those calls
+
+
+class TorchTensorRT(PyTorch):
+    """Torch-TensorRT 2.2 and newer, compiled inside `load`.
+
+    Options: `ir` (ts, dynamo), `profile` (static, or min:opt:max batches), `optimization` (builder level 0 to 5, Dynamo
+    alone), `workspace_mb`, `min_block_size` (operators in a row that are worth an engine). There is no memory layout to
+    choose: the runtime makes every input contiguous.
+    """
+
+    name = "torch_tensorrt"
+    requires = ("torch", "torch_tensorrt", "tensorrt|tensorrt-cu12|tensorrt-cu13")
+    precisions = ("fp32", "tf32", "fp16")
+    devices = ("cuda",)
+    options = ("ir", "profile", "optimization", "workspace_mb", "min_block_size")
+
+    def refuse(self, trial: Trial) -> str:
+        """See `Backend.refuse`; besides, options that don't fit together and batches outside the profile."""
+        if trial.precision == "int8":
+            return NO_INT8
+        return super().refuse(trial) or _misfit(trial)
+
+    def probe(self) -> dict[str, Any]:
+        """Compile one convolution and run it on the first GPU."""
+        torch = import_torch()
+        device = device_named(torch, "cuda:0")
+        library = import_torch_tensorrt()
+        module = torch.nn.Conv2d(3, 4, 3).eval().to(device)
+        x = torch.randn(1, 3, 8, 8, device=device)
+        with torch.no_grad():
+            made = compiled(library, module, x, "fp32", {"ir": ROUTES[0], "profile": STATIC, "min_block_size": 1})
+            if not torch.allclose(made(x), module(x), rtol=1e-3, atol=1e-3):
+                raise UserError("Torch-TensorRT computes a convolution wrongly on this GPU")
+        devices = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+        gpus = ", ".join(torch.cuda.get_device_name(one) for one in devices)
+        detail = f"TensorRT {importlib.import_module('tensorrt').__version__}, torch {torch.__version__}, {gpus}"
+        return {"version": library.__version__, "devices": devices, "detail": detail}
+
+    def load(self, trial: Trial, artifact: Artifact | None) -> Session:
+        """Compile for the trial's shape or profile; its seconds are `build_s` in the session's facts."""
+        options = self.checked(trial)
+        with memory_errors():
+            return TorchTensorRTSession(trial, options)
+
+    def checked(self, trial: Trial) -> dict[str, Any]:
+        """See `PyTorch.checked`; options that don't fit are a `UserError`."""
+        options = {"ir": ROUTES[0], "profile": STATIC, **super().checked(trial), "channels_last": False}
+        if why := _misfit(trial):
+            raise UserError(why)
+        return options
+
+
+def _misfit(trial: Trial) -> str:
+    """One line about options that can't be, or ""."""
+    asked = trial.options
+    route, level = asked.get("ir", ROUTES[0]), asked.get("optimization")
+    if route not in ROUTES:
+        return f"torch_tensorrt has no ir {route!r}; it has {', '.join(ROUTES)}"
+    if level is not None and route == "ts":
+        return "the TorchScript route has no optimization level; give ir=dynamo, or leave optimization out"
+    if level is not None and level not in LEVELS:
+        return f"torch_tensorrt's optimization is 0 to {LEVELS[-1]}, not {level!r}"
+    for name, least in (("workspace_mb", 0), ("min_block_size", 1)):
+        value = asked.get(name, least)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            return f"torch_tensorrt's {name} is a whole number from {least} on, not {value!r}"
+    profile = str(asked.get("profile", STATIC))
+    try:
+        if profile != STATIC and batch_range(profile) is None:
+            return f"torch_tensorrt's profile is {STATIC}, or batches MIN:OPT:MAX such as 1:8:16, not {profile!r}"
+        return outside(profile, trial.dims.batch)
+    except UserError as e:
+        return str(e)
+
+
+def import_torch_tensorrt() -> Any:
+    """The library, or `Unavailable` with what to install."""
+    try:
+        return importlib.import_module("torch_tensorrt")
+    except (ImportError, OSError, RuntimeError) as e:  # the last two: libraries that don't load, no GPU to ask
+        raise Unavailable(
+            f"torch_tensorrt can't be imported ({first_line(e)}); install it with: pip install torch-tensorrt, "
+            "and let LD_LIBRARY_PATH lead to TensorRT's libraries"
+        ) from e
+
+
+def compiled(library: Any, module: Any, example: Any, precision: str, options: Mapping[str, Any]) -> Any:
+    """The module compiled for inputs like `example`; all that differs between versions of the library is here.
+
+    Types are the module's own where the version can be told so (from 2.5 on), else flags allow the builder to use them.
+    """
+    import torch
+
+    route = options["ir"]
+    frontend = getattr(library, route, None)
+    if frontend is None:
+        raise UserError(f"Torch-TensorRT {library.__version__} was built without its {route} route; give the other ir")
+    takes = inspect.signature(frontend.compile).parameters
+    kept: dict[str, Any] = {"device": example.device, "disable_tf32": precision != "tf32"}
+    # TensorRT 8.6 has neither type; constants such as shapes and scales come in them.
+    kept |= {name: True for name in ("truncate_long_and_double", "truncate_double") if name in takes}
+    kept |= {"use_explicit_typing": True} if "use_explicit_typing" in takes else {"enabled_precisions": {example.dtype}}
+    kept |= {"workspace_size": options["workspace_mb"] << 20} if options.get("workspace_mb") else {}
+    given = {"min_block_size": "min_block_size", "optimization": "optimization_level"}
+    kept |= {name: options[option] for option, name in given.items() if option in options}
+    with tempfile.TemporaryDirectory() as scratch, _layer_types_kept():
+        if "timing_cache_path" in takes:  # by default a file that all programs of this machine share
+            folder = os.environ.get(FOLDER, scratch)
+            kept["timing_cache_path"] = str(Path(folder) / f"torch_tensorrt-{library.__version__}.timing")
+        if route == "ts":  # traced, as scripting refuses many modules; what it computes is compared by its outputs
+            module = torch.jit.trace(module, example, strict=False, check_trace=False)
+        return library.compile(module, ir=route, inputs=[_input(library, module, example, options["profile"])], **kept)
+
+
+def _input(library: Any, module: Any, example: Any, profile: str) -> Any:
+    batches = batch_range(profile) if profile != STATIC else None
+    if batches is None or batches[0] == batches[-1]:
+        return library.Input(shape=tuple(example.shape), dtype=example.dtype)
+    ranges = zip(("min_shape", "opt_shape", "max_shape"), batches, strict=True)
+    shapes: dict[str, Any] = {name: (batch, *example.shape[1:]) for name, batch in ranges}
+    name = next(iter(inspect.signature(module.forward).parameters))  # what Dynamo knows a free dimension by
+    return library.Input(**shapes, dtype=example.dtype, name=name)
+
+
+@contextmanager
+def _layer_types_kept() -> Iterator[None]:
+    """Let engines keep what their layers compute in, whatever verbosity is asked for while this lasts.
+
+    Torch-TensorRT asks for names alone, unless it is debugged, which changes more than that. The TorchScript route sets
+    it in C++, out of reach from here.
+    """
+    tensorrt = importlib.import_module("tensorrt")
+    config, name = tensorrt.IBuilderConfig, "profiling_verbosity"
+    told = vars(config).get(name)
+    if not isinstance(told, property) or told.fset is None:
+        yield
+        return
+    write = told.fset
+    setattr(config, name, property(told.fget, lambda self, _: write(self, tensorrt.ProfilingVerbosity.DETAILED)))
+    try:
+        yield
+    finally:
+        setattr(config, name, told)
+
+
+class TorchTensorRTSession(TorchSession):
+    """A compiled module, called as its users call it; the engine inside is timed on its own for the facts."""
+
+    def __init__(self, trial: Trial, options: dict[str, Any]) -> None:
+        super().__init__(trial, options)
+        self._library = import_torch_tensorrt()
+        self.try_eager()
+        self._torch.cuda.empty_cache()  # room for the builder
+        started = time.perf_counter()
+        try:
+            with self._torch.no_grad(), self._torch.cuda.device(self._device):
+                self._call = compiled(self._library, self._module, self._bound[0], trial.precision, options)
+            self._build_s = time.perf_counter() - started
+            self._once()
+        except Exception as e:  # two compilers' errors, of any type: Python's, PyTorch's, TensorRT's
+            raise self._refusal(e) from e
+
+    def _refusal(self, e: Exception) -> Exception:
+        if is_memory_error(e) or "out of memory" in str(e).lower():
+            return MemoryError(first_line(e))
+        if isinstance(e, (UserError, Unavailable, MemoryError)):
+            return e
+        shape = "x".join(map(str, self._shape))
+        return UserError(
+            f"Torch-TensorRT {self._library.__version__} (ir={self._options['ir']}) can't compile "
+            f"{self._trial.model.name} for {shape} in {self._trial.precision}: {first_line(e)}"
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """What became engines and what didn't, their layers, and the engine's own time beside that of a call."""
+        found = engines(self._call)
+        common, told, times = self._common(), self._told(found), self._times(found)
+        left = left_in_pytorch(self._call)
+        notes = [*common["notes"], *told.pop("notes"), *_about_calls(times), *_about_operators(left, len(found))]
+        return {
+            **common,
+            **told,
+            **times,
+            "engines": len(found),
+            "operators_in_pytorch": left,
+            "build_s": self._build_s,
+            "notes": notes,
+        }
+
+    def _told(self, found: list[Any]) -> dict[str, Any]:
+        """Layers by type from the engines' own information, else from what the module was compiled for."""
+        listed = [layer for engine in found for layer in layers.from_json(engine.get_engine_layer_info())]
+        if any(layer.type for layer in listed):
+            asked = self._trial.precision
+            return {**layers.summary(listed, asked), "notes": layers.notes(listed, asked)}
+        given: list[Any] = [m for m in self._module.modules() if isinstance(m, compute_layers(self._torch))]
+        weights: list[Any] = [next(m.parameters(), None) for m in given]
+        kinds = dict(Counter(str(w.dtype).removeprefix("torch.") for w in weights if w is not None))
+        truth = precision_truth(self._trial.precision, kinds, "Torch-TensorRT")
+        truth["sentence"] = (
+            f"asked for {self._trial.precision}: {sum(kinds.values())} compute layers were compiled for "
+            f"{' and '.join(kinds)}; these engines tell no types, so what each layer ran in is not confirmed"
+        )
+        return {"layers": len(listed), "layers_by_type": kinds, "precision_truth": truth, "notes": []}
+
+    def _times(self, found: list[Any]) -> dict[str, float]:
+        """Seconds of a call by the host's clock and, where the module became one engine, the engine's alone."""
+        calls = []
+        for _ in range(CALLS):
+            start = time.perf_counter()
+            self._once()
+            calls.append(time.perf_counter() - start)
+        if len(found) != 1:
+            return {"call_s": median(calls)}
+        engine = self._engine_seconds(found[0])
+        return {"call_s": median(calls), "engine_s": engine, "call_overhead_s": max(median(calls) - engine, 0.0)}
+
+    def _engine_seconds(self, engine: Any) -> float:
+        """Mean GPU time of the engine alone, by CUDA events around calls that were all queued before the first ran."""
+        cuda, execute, feeds = self._torch.cuda, self._torch.ops.tensorrt.execute_engine, [self._bound[0]]
+        begin, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+        with self._on(self._queue):
+            execute(feeds, engine)
+            cuda._sleep(HEAD_START)
+            begin.record(self._queue)
+            for _ in range(CALLS):
+                execute(feeds, engine)
+            end.record(self._queue)
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3 / CALLS
+
+
+def _about_calls(times: Mapping[str, float]) -> list[str]:
+    call, engine = times["call_s"], times.get("engine_s")
+    if engine is None:
+        return ["not one engine alone: what the calls between them and PyTorch cost is not told apart"]
+    if call - engine <= NOTEWORTHY * engine:
+        return []
+    return [f"a call takes {call * 1e3:.3g} ms for an engine of {engine * 1e3:.3g} ms: the rest is launching it"]
+
+
+def _about_operators(left: Mapping[str, int], count: int) -> list[str]:
+    if not count:
+        return ["nothing became an engine: all of it runs in PyTorch"]
+    named = ", ".join(sorted(left)[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
+    return [f"{sum(left.values())} operators still run in PyTorch ({named})"] if left else []

@@ -1,0 +1,60 @@
+"""What Torch-TensorRT made of a module: the engines inside, and the operators it left to PyTorch.
+
+A program is a `ScriptModule` (the TorchScript route), or an `ExportedProgram` or `GraphModule` (the Dynamo route, by
+version).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+ENGINE = "torch.classes.tensorrt.Engine"
+
+
+def engines(program: Any) -> list[Any]:
+    """The `torch.classes.tensorrt.Engine` objects that it runs."""
+    if hasattr(program, "inlined_graph"):
+        return [program._c.getattr(name) for name in attributes(program, ENGINE)]
+    found = {id(value): value for value in _values(program) if hasattr(value, "get_engine_layer_info")}
+    return list(found.values())
+
+
+def attributes(program: Any, kind: str) -> list[str]:
+    """Names of the script module's attributes of that type that its graph reads."""
+    nodes = program.graph.findAllNodes("prim::GetAttr")
+    return sorted({node.s("name") for node in nodes if str(node.output().type()).endswith(kind)})
+
+
+def _values(program: Any) -> Iterator[Any]:
+    """Everything that a graph module and its parts hold, as attributes or written into the graph itself."""
+    for part in _parts(program):
+        yield from vars(part).values()
+        for node in _nodes(part):
+            yield from node.args
+
+
+def left_in_pytorch(program: Any) -> dict[str, int]:
+    """How often each operator still runs in PyTorch; empty when all of the module became engines."""
+    if hasattr(program, "inlined_graph"):
+        kinds = (node.kind() for node in _scripted(program.inlined_graph))
+        return dict(Counter(kind for kind in kinds if kind.startswith("aten::")))
+    called = (node.target for part in _parts(program) for node in _nodes(part) if node.op == "call_function")
+    names = (target._schema.name for target in called if hasattr(target, "_schema"))
+    return dict(Counter(name for name in names if not name.startswith("tensorrt::")))
+
+
+def _scripted(block: Any) -> Iterator[Any]:
+    for node in block.nodes():
+        yield node
+        for inner in node.blocks():
+            yield from _scripted(inner)
+
+
+def _parts(program: Any) -> Iterator[Any]:
+    yield from getattr(program, "graph_module", program).modules()
+
+
+def _nodes(part: Any) -> Any:
+    return part.graph.nodes if hasattr(part, "graph") else ()
