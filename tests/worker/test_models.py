@@ -181,6 +181,19 @@ def test_code_in_a_checkpoint_is_never_run(new_format, tmp_path):
     assert mark.exists()
 
 
+class BuiltIn:
+    """Calls a function that pickles without a module to its name."""
+
+    def __reduce__(self):
+        return print, ("ran",)
+
+
+def test_a_built_in_function_is_code_too(tmp_path, capsys):
+    torch.save({"state_dict": BuiltIn()}, tmp_path / "w.pt")
+    assert "runs code when it is read" in refusal(spec(channels=1, weights=str(tmp_path / "w.pt")))
+    assert "ran" not in capsys.readouterr().out
+
+
 def test_pickled_objects_and_programs_are_refused(tmp_path, trained):
     torch.save({"args": argparse.Namespace(lr=1), "model": trained.state_dict()}, tmp_path / "args.pt")
     assert "(argparse.Namespace)" in refusal(spec(weights=str(tmp_path / "args.pt")))

@@ -108,8 +108,9 @@ def _is_zip(file: Path) -> bool:
 
 def _refusal(file: Path, reason: str) -> str:
     """Code in the pickle is told from bytes that are no pickle: torch raises the same error for both."""
-    # "Unsupported global: GLOBAL a.b", "unsupported GLOBAL a.b whose module…"; torch 2.2 has "Unsupported class a.b"
-    found = re.search(r"[Uu]nsupported (?:global: |class )?(?:GLOBAL )?([\w.]+\.[\w.]*\w)", reason)
+    # "Unsupported global: GLOBAL a.b", "unsupported GLOBAL a.b whose module…", a built-in without its module;
+    # torch 2.2 has "Unsupported class a.b", and "Unsupported operand 118" for bytes that are no pickle
+    found = re.search(r"[Uu]nsupported (?:(?:global: )?GLOBAL|class) ([\w.]*\w)", reason)
     code = found is not None or any(text in reason for text in ("Trying to call", "Trying to instantiate", "blocked"))
     if not code:
         return f"checkpoint {file} is no checkpoint that torch can read; {SAVE_AGAIN}"
