@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,10 @@ def examine(others: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     for name, table in others.items():
         there = Runtime(name=name, python=table["python"], threads=threads)
         places += [(one, there) for one in ([name] if name in backend.names() else backend.names())]
-    with tempfile.TemporaryDirectory() as scratch:
-        return [_row(name, place, Path(scratch) / str(i)) for i, (name, place) in enumerate(places)]
+    # Side by side: nothing is timed here, and most of a probe is spent importing a library.
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(threads) as pool:
+        folders = [Path(scratch) / str(i) for i in range(len(places))]
+        return list(pool.map(_row, (name for name, _ in places), (place for _, place in places), folders))
 
 
 def _row(name: str, runtime: Runtime, folder: Path) -> dict[str, Any]:

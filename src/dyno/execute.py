@@ -123,7 +123,8 @@ class Files:
         self.progress.making(recipe, wrong)
         with self.cache.making(key) as folder:
             job = Job("make", recipe.runtime, recipe=recipe, artifact=parent)
-            record = launch(job, folder, MAKE_TIMEOUT_S, self.progress.tick)
+            timing = {"DYNO_TIMING": str(self.cache.timing)}
+            record = launch(job, folder, MAKE_TIMEOUT_S, self.progress.tick, timing)
         if record.status != "ok":
             return Record(record.status, record.stage, record.reason, system=record.system)
         made, wrong = self.cache.find(key)

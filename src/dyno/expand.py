@@ -14,13 +14,26 @@ from dyno.store import cache_dir, sha256_of, versions
 from dyno.study import Choice, Study, check_known, model_name, parse_shapes, parse_size, runtimes
 from dyno.worker import backend, system
 from dyno.worker.record import read_record
-from dyno.worker.spec import DataSpec, Dims, Job, ModelSpec, Preprocess, Runtime, Trial, UserError, digest, from_json
+from dyno.worker.spec import (
+    DataSpec,
+    Dims,
+    Job,
+    ModelSpec,
+    Preprocess,
+    Recipe,
+    Runtime,
+    Trial,
+    UserError,
+    digest,
+    from_json,
+)
 
 LOOK_TIMEOUT_S = 600
 LOOK_LIBRARIES = ("torch", "torchvision", "timm", "onnx", "openvino")
 ENGINES = (".engine", ".plan")
 EXPORTED = (".onnx", ".xml", *ENGINES)
 HERE = Runtime()
+STEPS = ("modelopt",)  # what a file is made with on its way may have an interpreter too
 
 
 @dataclass(frozen=True)
@@ -40,7 +53,8 @@ def expand(study: Study) -> list[Planned]:
             check_known(f"option of {choice.name}", option, known)
         runtimes(study, choice)
     for name in study.runtime:
-        check_known("backend of a runtime", name, {n for choice in choices for n in (choice.runtime, choice.name) if n})
+        users = {n for choice in choices for n in (choice.runtime, choice.name) if n}
+        check_known("backend of a runtime", name, {*users, *STEPS})
     threads = study.threads or system.physical_cores()
     planned = []
     for source in study.models:
@@ -81,7 +95,18 @@ def _trial(
         where = f"in {runtime.python}" if runtime.python else "in this Python"
         return Planned(trial, f"{lacks} is not installed {where}; pip install {lacks}")
     refusal = engine.refuse(trial)
-    return Planned(trial, refusal) if refusal else Planned(replace(trial, recipe=engine.recipe(trial)))
+    return Planned(trial, refusal) if refusal else Planned(replace(trial, recipe=_placed(engine.recipe(trial), study)))
+
+
+def _placed(recipe: Recipe | None, study: Study) -> Recipe | None:
+    """The recipe with each step in the interpreter that the study has for the name of its runtime."""
+    if recipe is None:
+        return None
+    place = recipe.runtime
+    if place.name in study.runtime:
+        named = runtime_of(study, Choice(place.name))
+        place = replace(place, python=named.python, env=named.env)
+    return replace(recipe, parent=_placed(recipe.parent, study), runtime=place)
 
 
 def runtime_of(study: Study, choice: Choice) -> Runtime:

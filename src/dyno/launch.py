@@ -54,10 +54,13 @@ def _own(folder: Path) -> dict[str, str]:
     return {"TORCHINDUCTOR_CACHE_DIR": str(folder.parent.resolve() / "compiler")}
 
 
-def launch(job: Job, folder: Path, timeout_s: float, tick: Tick | None = None) -> Record:
+def launch(
+    job: Job, folder: Path, timeout_s: float, tick: Tick | None = None, extra: Mapping[str, str] | None = None
+) -> Record:
     """Run the job in the folder and return its record; a crash, a hang or an out-of-memory kill is a record too.
 
-    `tick` is called about twenty times a second with the job's stage and its seconds so far.
+    `tick` is called about twenty times a second with the job's stage and its seconds so far; `extra` is added to the
+    job's environment.
     """
     folder.mkdir(parents=True, exist_ok=True)
     # What an earlier job left there must not pass for this one's.
@@ -74,7 +77,7 @@ def launch(job: Job, folder: Path, timeout_s: float, tick: Tick | None = None) -
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                env={**_own(folder), **environment(job.runtime), "DYNO_LAUNCHER": str(os.getpid())},
+                env={**_own(folder), **environment(job.runtime), **(extra or {}), "DYNO_LAUNCHER": str(os.getpid())},
                 start_new_session=True,
             )
         except OSError as e:

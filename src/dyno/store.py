@@ -140,6 +140,7 @@ class Cache:
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = (folder or cache_dir()) / "artifacts"
+        self.timing = (folder or cache_dir()) / "timing"  # what builders remember of kernels they timed
 
     def key(self, recipe: Recipe, requires: tuple[str, ...]) -> str:
         """The recipe's hash together with the versions of its maker's libraries, and the processor or GPU it is for."""

@@ -18,6 +18,22 @@ SIZE = 64
 QUICK = ("--seconds", 0.1, "--warmup", 0.1, "--rounds", 1)
 
 
+# Wants 400 GB, on a GPU only: the look at the model happens on the CPU.
+HUNGRY = """
+import torch
+
+class Hungry(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(1))
+    def forward(self, x):
+        return (x * self.scale).flatten(1).repeat(8_000_000 if x.is_cuda else 1, 1)[:1, :10]
+
+def net():
+    return Hungry()
+"""
+
+
 def rows(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
     assert done.stdout.strip(), done.stderr
     return json.loads(done.stdout)
@@ -37,7 +53,7 @@ def study(net: str, tensorrt_python: str) -> Any:
         usual = {"sizes": (str(SIZE),), "rounds": 1, "seconds": 0.2, "warmup": 0.1, "device": "cuda:0", "compared": 8}
         named = {Choice.parse(one).name for one in backends}
         tables = {name: {"python": tensorrt_python} for name in named if name == "tensorrt"}
-        return Study(models=(net,), backends=backends, runtime=tables, **{**usual, **fields})
+        return Study(**{"models": (net,), "backends": backends, "runtime": tables, **usual, **fields})
 
     return make
 
@@ -70,8 +86,14 @@ def test_every_precision_is_what_it_says(study: Any, tmp_path: Path) -> None:
 def test_int8_by_graph_and_by_calibrator(study: Any, tmp_path: Path) -> None:
     ways = ("pytorch@precision=fp32", "tensorrt@precision=int8", "tensorrt@precision=int8@route=calibrator",
             "tensorrt@precision=int8@route=calibrator@calibrator=minmax")  # fmt: skip
-    digits = {"data": "digits", "sizes": ("32",), "batches": (4,)}
-    result = study(*ways, **digits).run(tmp_path / "run", quiet=True)
+    net = {
+        "models": ("dyno.worker.digits:resnet18",),
+        "channels": 1,
+        "sizes": ("64",),
+        "data": "digits",
+        "batches": (4,),
+    }
+    result = study(*ways, **net).run(tmp_path / "run", quiet=True)
     frame = result.to_pandas()
     assert set(frame["status"]) == {"ok"}, frame[["backend", "status", "reason"]].to_string()
     int8 = [t.facts["precision_truth"]["share"].get("int8", 0) for t in result.records if t.precision == "int8"]
@@ -167,9 +189,12 @@ def test_memory_that_runs_out_is_a_row_and_comes_back(study: Any, tmp_path: Path
     pynvml.nvmlInit()
     handle = pynvml.nvmlDeviceGetHandleByIndex(0)
     before = pynvml.nvmlDeviceGetMemoryInfo(handle).used
-    huge = study("pytorch@precision=fp32", batches=(200_000,), sizes=("512",), compared=1)
-    result = huge.run(tmp_path / "run", quiet=True)
-    assert [t.status for t in result.records] == ["oom"], [t.reason for t in result.records]
+    (tmp_path / "hungry.py").write_text(HUNGRY)
+    running = study("pytorch@precision=fp32", models=(f"{tmp_path}/hungry.py:net",), batches=(1,))
+    building = study("tensorrt@profile=1:1:1000000", batches=(1,), sizes=("256",))
+    for name, hungry in (("running", running), ("building", building)):
+        result = hungry.run(tmp_path / name, quiet=True)
+        assert [t.status for t in result.records] == ["oom"], [t.reason for t in result.records]
     after = study("tensorrt", batches=(2,)).run(tmp_path / "after", quiet=True)
     assert [t.status for t in after.records] == ["ok"]
     assert pynvml.nvmlDeviceGetMemoryInfo(handle).used < before + 2**30

@@ -31,12 +31,19 @@ class CalibrationImages:
             raise UserError(f"the data set {self.data.name} has no {self.data.split} split, which int8 needs")
         self._images = Images(self.data, recipe.model.preprocess)
         _check_shape(self.input, self._images.shape, self.data.name)
-        self.found, self.count = len(self._images), min(len(self._images), _samples(recipe))
+        self._asked = _samples(recipe)
+        self.found, self.count = len(self._images), min(len(self._images), self._asked)
         if not self.count:
             raise UserError(f"the {self.data.split} split of {self.data.name} is empty; {NO_DATA}")
         self._images.index = self._images.index[np.linspace(0, self.found - 1, self.count).astype(np.int64)]
         first = self.input.shape[0]
         self.batch = first if isinstance(first, int) else 1
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the reader of a record should know: fewer images than were asked for."""
+        few = f"calibrated on {self.count} images, all that {self.data.name} has for it"
+        return [few] if self.found < self._asked else []
 
     def __len__(self) -> int:
         """Number of batches; the last is filled up with images seen already, which leaves the ranges as they are."""

@@ -5,6 +5,7 @@ Three streams (in, compute, out) and one set of buffers per slot, so that a slot
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from functools import cached_property
@@ -77,14 +78,24 @@ class DeviceSession(Session):
 
     def bind(self, feeds: Arrays, slot: int = 0) -> None:
         """Queue the copies to the device; the next `run` of the slot waits for them."""
-        place = self._slots[slot]
+        self._send(slot, self._sources(feeds, slot))
+
+    def _sources(self, feeds: Arrays, slot: int) -> list[tuple[int, int, int]]:
+        """Device address, host address and bytes of every copy to the device."""
+        place, found = self._slots[slot], []
         for tensor in self.inputs:
             feed = self._fed(tensor, feeds)
             if not self._is_staged(feed):
                 locked = self._room(place, tensor.name, feed.nbytes)
                 np.copyto(locked.view(feed.dtype).reshape(feed.shape), feed)
                 feed = locked
-            call(self._cuda.cuMemcpyHtoDAsync, place.addresses[tensor.name], feed.ctypes.data, feed.nbytes, self._in)
+            found.append((place.addresses[tensor.name], feed.ctypes.data, feed.nbytes))
+        return found
+
+    def _send(self, slot: int, sources: list[tuple[int, int, int]]) -> None:
+        place = self._slots[slot]
+        for device, host, size in sources:
+            call(self._cuda.cuMemcpyHtoDAsync, device, host, size, self._in)
         call(self._cuda.cuEventRecord, place.bound, self._in)
         place.fresh = True
 
@@ -107,20 +118,23 @@ class DeviceSession(Session):
 
     def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
         """Outputs in page-locked memory, valid until the slot is fetched again."""
-        found = self._read(slot)
+        found = self._targets(slot)
+        self._receive(found)
         call(self._cuda.cuStreamSynchronize, self._out)
+        return {name: array for name, (array, _) in found.items()}
+
+    def _targets(self, slot: int) -> dict[str, tuple[np.ndarray, int]]:
+        """Host array and device address of every output."""
+        place, found = self._slots[slot], {}
+        for name, (shape, dtype, address) in self.results(slot).items():
+            host = self._room(place, name, math.prod(shape) * np.dtype(dtype).itemsize)
+            found[name] = (host.view(dtype).reshape(shape), address)
         return found
 
-    def _read(self, slot: int) -> dict[str, np.ndarray]:
-        """Queue the copies to the host; the arrays hold the outputs once these are done."""
-        place = self._slots[slot]
-        found = {}
-        for name, (shape, dtype, address) in self.results(slot).items():
-            host = self._room(place, name, int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize)
-            if host.nbytes:
-                call(self._cuda.cuMemcpyDtoHAsync, host.ctypes.data, address, host.nbytes, self._out)
-            found[name] = host.view(dtype).reshape(shape)
-        return found
+    def _receive(self, targets: Mapping[str, tuple[np.ndarray, int]]) -> None:
+        for array, address in targets.values():
+            if array.nbytes:
+                call(self._cuda.cuMemcpyDtoHAsync, array.ctypes.data, address, array.nbytes, self._out)
 
     def _room(self, place: Slot, name: str, size: int) -> np.ndarray:
         """The tensor's host memory, made when it is first needed and again when it needs more."""
@@ -139,8 +153,9 @@ class DeviceSession(Session):
         `enqueue` is the host's time to queue the inference; the others are the GPU's, by CUDA events.
         """
         h2d, compute, d2h = self._watches
+        sources = self._sources(feeds, 0)
         h2d.start()
-        self.bind(feeds)
+        self._send(0, sources)
         h2d.stop()
         h2d.seconds()
         compute.start()
@@ -149,8 +164,9 @@ class DeviceSession(Session):
         enqueue = (time.perf_counter_ns() - begin) / 1e9
         compute.stop()
         self.wait()
+        targets = self._targets(0)
         d2h.start()
-        self._read(0)
+        self._receive(targets)
         d2h.stop()
         return dict(zip(PARTS, (enqueue, h2d.seconds(), compute.seconds(), d2h.seconds()), strict=True))
 

@@ -234,7 +234,9 @@ def make_file(job: Job, journal: Journal) -> None:
     }
     before = job.artifact.made_by if job.artifact else {}
     inherited: dict[str, Any] = {key: before[key] for key in INHERITED if key in before}
-    made_by = {**inherited, **made.made_by, "steps": [*before.get("steps", []), step]}
+    # A file that the user gave was described, not made: nobody knows what it took.
+    steps = [step] if Path(made.path).resolve().is_relative_to(journal.folder.resolve()) else []
+    made_by = {**inherited, **made.made_by, "steps": [*before.get("steps", []), *steps]}
     journal.record = replace(journal.record, artifact=replace(made, seconds=seconds, made_by=made_by))
 
 

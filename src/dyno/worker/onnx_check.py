@@ -21,7 +21,9 @@ def compared(before: list[np.ndarray], after: list[np.ndarray], what: str, ran: 
     return {"max_difference": apart, "max_output": max(float(np.abs(b).max(initial=0)) for b in before), "ran": ran}
 
 
-def outputs(path: str, feeds: Feeds, precision: str = "fp32") -> tuple[list[np.ndarray], str]:
+def outputs(
+    path: str, feeds: Feeds, precision: str = "fp32", *, optimised: bool = True
+) -> tuple[list[np.ndarray], str]:
     """The file's outputs as float64, and how it was run: as it is, or a BF16 one emulated."""
     import onnx
     import onnxruntime
@@ -29,7 +31,7 @@ def outputs(path: str, feeds: Feeds, precision: str = "fp32") -> tuple[list[np.n
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     bf16 = precision == "bf16"
-    if bf16:
+    if bf16 or not optimised:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     model = emulated(onnx.load(path)).SerializeToString() if bf16 else path
     session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker.calibration import SAMPLES, CalibrationImages, reader
+from dyno.worker.calibration import CalibrationImages, reader
 from dyno.worker.onnx_placement import LINEAR, OBSERVED, place
 from dyno.worker.spec import Artifact, Recipe, UserError
 
@@ -88,13 +88,12 @@ def to_int8(model: Any, recipe: Recipe, parent: Artifact, path: Path) -> dict[st
             settings = {"reduce_range": narrow, "extra_options": _extra_options(scheme, ranges)}
             _quantise(scratch, path, METHODS[method], sorted(types), sorted(excluded), **settings)
     onnx.checker.check_model(str(path), full_check=True)
-    few = f"calibrated on {images.count} images, all that {images.data.name} has for it"
     return {
         "scheme": scheme.text + (", weights in 7 bits because this CPU has no VNNI" if narrow else ""),
         "target": target,
         "calibration": {"samples": images.count, "method": method, "data_sha256": images.data.sha256},
         "kept_float": len(excluded),
-        "warnings": [few] if images.found < int(recipe.options.get("samples", SAMPLES)) else [],
+        "warnings": images.warnings,
     }
 
 

@@ -29,6 +29,7 @@ QUANTISED = set(
     "QuantizeLinear DequantizeLinear DynamicQuantizeLinear QLinearConv QLinearMatMul QGemm ConvInteger "
     "MatMulInteger".split()
 )
+FLOAT8 = range(17, 21)  # onnx.TensorProto's four types of it
 EXPORTERS = ("auto", "dynamo", "torchscript")
 OPSET = 18  # the newest that every engine here reads, and the oldest that dynamo writes
 EXAMPLE_BATCH = 2  # torch.export takes a batch of 0 or 1 for a constant
@@ -63,12 +64,12 @@ def read_io(path: str) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
 
 
 def read_precision(path: str) -> str:
-    """What an ONNX file's graph is in: int8 when it has quantised nodes, else what most weights are."""
+    """What an ONNX file's graph is in: int8 or fp8 when it has quantised nodes, else what most weights are."""
     import onnx
 
     graph = _read(path).graph
     if any(node.op_type in QUANTISED for node in graph.node):
-        return "int8"
+        return "fp8" if any(tensor.data_type in FLOAT8 for tensor in graph.initializer) else "int8"
     weights = Counter[int]()
     for tensor in graph.initializer:
         weights[tensor.data_type] += math.prod(tensor.dims)

@@ -17,6 +17,7 @@ import numpy as np
 from dyno.worker.backend import Backend
 from dyno.worker.backends.onnx_export import QUANTISED, exported
 from dyno.worker.backends.onnx_input import reading_pixels, wants_pixels
+from dyno.worker.backends.onnx_modelopt import quantised
 from dyno.worker.calibration import NO_DATA, SAMPLES, example
 from dyno.worker.onnx_bf16 import to_bf16
 from dyno.worker.onnx_check import compared, outputs
@@ -24,14 +25,9 @@ from dyno.worker.onnx_fp16 import to_fp16
 from dyno.worker.onnx_int8 import METHOD, to_int8
 from dyno.worker.spec import Artifact, DataSpec, Option, Recipe, Runtime, Trial, Unavailable, UserError
 
-PREPARATION = (
-    "samples",
-    "method",
-    "percentile",
-    "exporter",
-    "opset",
-    "input",
-)  # options of a trial that shape its file
+# Options of a trial that shape its file.
+PREPARATION = ("samples", "method", "percentile", "quantizer", "exporter", "opset", "input")
+QUANTIZERS = ("onnxruntime", "modelopt")
 # The last opset of an engine's oldest parser that is served: TensorRT 8.6's. The others read what is exported anyway.
 OPSETS: dict[str, Option] = {"tensorrt": 17}
 
@@ -40,8 +36,9 @@ def converted(trial: Trial, target: str, batch: int = 0) -> Recipe:
     """The recipe of the ONNX file this trial needs: exported, then converted to its precision for the target engine.
 
     The export has a free batch unless one is given, so that all batches of a study share one file and one calibration;
-    engines fix it. Trial options `samples`, `method` and `percentile` reach the calibration, `exporter` and `opset` (17
-    for TensorRT) the export; `input=uint8` makes the file read raw pixels. Pure; int8 without data is a `UserError`.
+    engines fix it. Trial options `samples`, `method`, `percentile` and `quantizer` reach the calibration,
+    `exporter` and `opset` (17 for TensorRT) the export; `input=uint8` makes the file read raw pixels. Pure; int8 or fp8
+    without data is a `UserError`.
     """
     # Files are made in the Python that has the model, whichever the trial runs in.
     wanted = {"opset": OPSETS[target], **trial.options} if target in OPSETS else trial.options
@@ -50,19 +47,24 @@ def converted(trial: Trial, target: str, batch: int = 0) -> Recipe:
 
 
 def _lowered(trial: Trial, target: str, parent: Recipe) -> Recipe:
-    if trial.precision in ("fp32", "tf32") or trial.precision == trial.model.precision:
+    precision, quantizer = trial.precision, str(trial.options.get("quantizer", QUANTIZERS[0]))
+    if quantizer not in QUANTIZERS:
+        raise UserError(f"unknown quantizer {quantizer!r}; it is one of {', '.join(QUANTIZERS)}")
+    if precision in ("fp32", "tf32") or precision == trial.model.precision:
         return replace(parent, precision=trial.model.precision or "fp32")
-    options: dict[str, Option] = {}
-    data = None
-    if trial.precision == "int8":
-        if not trial.data.folder:
-            raise UserError(NO_DATA)
-        options = {"target": target, "samples": SAMPLES, "method": METHOD}
-        options |= {key: value for key, value in trial.options.items() if key in ("samples", "method", "percentile")}
-        data = DataSpec(trial.data.name, trial.data.folder, trial.data.sha256, split="calibration")
-    return replace(
-        parent, maker=OnnxPrecision.name, precision=trial.precision, options=options, data=data, parent=parent
-    )
+    if precision not in ("int8", "fp8"):
+        return replace(parent, maker=OnnxPrecision.name, precision=precision, options={}, parent=parent)
+    if not trial.data.folder:
+        raise UserError(NO_DATA.replace("int8", precision))
+    given = {key: value for key, value in trial.options.items() if key in ("samples", "method", "percentile")}
+    options: dict[str, Option] = {"samples": SAMPLES, "method": METHOD, **given}
+    data = DataSpec(trial.data.name, trial.data.folder, trial.data.sha256, split="calibration")
+    if precision == "fp8" or quantizer == "modelopt":
+        if target != "tensorrt":
+            raise UserError(f"{precision} by nvidia-modelopt is for TensorRT; {target} has no use for it")
+        return quantised(parent, precision, data, options)
+    options = {"target": target, **options}
+    return replace(parent, maker=OnnxPrecision.name, precision=precision, options=options, data=data, parent=parent)
 
 
 class OnnxPrecision(Backend):

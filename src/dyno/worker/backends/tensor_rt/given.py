@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 from dyno.worker.backends.tensor_rt import layers, library
 from dyno.worker.gpu import Device
-from dyno.worker.spec import Artifact, Recipe
+from dyno.worker.spec import Artifact, Recipe, Tensor
+from dyno.worker.truth import TYPES
 
 
 def given(product: str, recipe: Recipe) -> Artifact:
@@ -16,29 +19,70 @@ def given(product: str, recipe: Recipe) -> Artifact:
     Raises `UserError` with the library's reason for one of another version or GPU, or no engine at all; `Unavailable`
     without a GPU, as only there an engine can be read.
     """
-    from dyno.worker.backends.tensor_rt.run import deserialised, tensors
-
-    trt, device = library.load(product), Device(recipe.runtime.device)
-    try:
-        path = Path(recipe.model.file)
-        runtime, engine = deserialised(trt, library.Log(trt), str(path))
-        listed = layers.inspect(trt, engine)
-        inputs, outputs = tensors(trt, engine)
-        del engine, runtime
-        gpu = {"model": device.model, "capability": device.capability}
-    finally:
-        device.close()
+    path = Path(recipe.model.file)
+    opened = Reader(product, recipe.runtime.device).read(str(path))
     content = path.read_bytes()
     sha256 = hashlib.sha256(content).hexdigest()
-    found = layers.summary(listed, recipe.precision)
+    found = layers.summary(opened.layers, recipe.precision)
     made_by = {
         "backend": recipe.maker,
         "options": {},
-        "versions": {library.INSTALL[product]: trt.__version__},
-        "gpu": gpu,
+        "versions": {library.INSTALL[product]: opened.version},
+        "gpu": opened.gpu,
         "weights_sha256": sha256,  # nobody knows what it was made of: it is comparable with itself alone
         "warnings": [] if found["precision_truth"]["ok"] else [found["precision_truth"]["sentence"]],
-        "notes": layers.notes(listed, recipe.precision),
+        "notes": layers.notes(opened.layers, recipe.precision),
         **found,
     }
-    return Artifact("engine", str(path), sha256, len(content), recipe.precision, inputs, outputs, 0.0, "", made_by)
+    return Artifact(
+        "engine", str(path), sha256, len(content), recipe.precision, opened.inputs, opened.outputs, 0.0, "", made_by
+    )
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What an engine says of itself."""
+
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    layers: list[layers.Layer]
+    version: str
+    gpu: dict[str, str]
+
+
+class Reader:
+    """Reads engine files on one GPU, each once."""
+
+    def __init__(self, product: str, device: str) -> None:
+        self._product, self._device = product, device
+        self._opened: dict[str, Opened] = {}
+
+    def read(self, path: str) -> Opened:
+        """The file's tensors and layers; see `given` for what can go wrong."""
+        if path not in self._opened:
+            self._opened[path] = self._read(path)
+        return self._opened[path]
+
+    def _read(self, path: str) -> Opened:
+        from dyno.worker.backends.tensor_rt.run import deserialised, tensors
+
+        trt, device = library.load(self._product), Device(self._device)
+        try:
+            runtime, engine = deserialised(trt, library.Log(trt), path)
+            gpu = {"model": device.model, "capability": device.capability}
+            found = Opened(*tensors(trt, engine), layers.inspect(trt, engine), trt.__version__, gpu)
+            del engine, runtime
+        finally:
+            device.close()
+        return found
+
+    def read_io(self, path: str) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Inputs and outputs of the engine."""
+        opened = self.read(path)
+        return opened.inputs, opened.outputs
+
+    def read_precision(self, path: str) -> str:
+        """What most of its compute layers run in; fp32 where the engine doesn't say."""
+        kinds: Counter[str] = Counter(layers.by_type(self.read(path).layers))
+        usual = next(iter(kinds.most_common(1)), ("float32", 0))[0]
+        return next((name for name, kind in TYPES.items() if kind == usual), "fp32")

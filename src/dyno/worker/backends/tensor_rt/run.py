@@ -47,6 +47,7 @@ class TensorRTSession(DeviceSession):
         self._allocators: list[dict[str, Any]] = [{} for _ in self._contexts]
         self._graphs: list[Graph | None] = [None] * self.slots
         self._runs = [0] * self.slots
+        self._results: list[dict[str, tuple[Shape, str, int]]] = [{} for _ in self._contexts]
         self.place(wanted, self._room_of(wanted))
         for slot in range(self.slots):
             self._prepare(slot)
@@ -174,6 +175,7 @@ class TensorRTSession(DeviceSession):
 
     def _forget(self, slot: int) -> None:
         graph, self._graphs[slot], self._runs[slot] = self._graphs[slot], None, 0
+        self._results[slot] = {}
         if graph is not None:
             graph.close()
 
@@ -197,6 +199,14 @@ class TensorRTSession(DeviceSession):
 
     def results(self, slot: int) -> dict[str, tuple[Shape, str, int]]:
         """Shapes as the context knows them for the shapes that are fed; see `DeviceSession.results`."""
+        if not self._results[slot]:
+            self._results[slot] = self._asked(slot)
+        found = self._results[slot]
+        if self._allocators[slot]:  # only a run can tell their shape, and the next may tell another
+            self._results[slot] = {}
+        return found
+
+    def _asked(self, slot: int) -> dict[str, tuple[Shape, str, int]]:
         found = {}
         for tensor in self.outputs:
             allocator = self._allocators[slot].get(tensor.name)
@@ -250,7 +260,7 @@ def deserialised(trt: Any, log: Any, path: str) -> tuple[Any, Any]:
     content = file.read_bytes()
     if not content:
         raise UserError(f"{path} is empty, not an engine")
-    runtime = trt.Runtime(log)
+    runtime = library.new_runtime(trt, log)
     engine = runtime.deserialize_cuda_engine(content)
     if engine is None:
         reason = log.reason()
