@@ -91,6 +91,24 @@ def test_runtimes_reach_the_trial(fake_study: Studies) -> None:
     assert main.id != other.id
 
 
+def test_a_step_with_an_interpreter_of_its_own_runs_there(fake_study: Studies) -> None:
+    tables = {"modelopt": {"python": sys.executable, "env": {"N": 1}}}
+    asked = {"backends": ("tensorrt_rtx@precision=fp8@input=uint8",), "data": "digits", "device": "cuda:0"}
+    if missing("tensorrt_rtx"):
+        pytest.skip("tensorrt-rtx is not installed")
+    (one,) = expand(fake_study(**asked, runtime=tables))
+    step, makers = one.trial.recipe, {}
+    while step:
+        makers[step.maker] = (step.runtime.name, step.runtime.python, step.runtime.device)
+        step = step.parent
+    assert makers == {
+        "tensorrt_rtx": ("main", "", "cuda:0"),
+        "onnx_input": ("main", "", "cpu"),
+        "onnx_modelopt": ("modelopt", sys.executable, "cpu"),
+        "onnx_export": ("main", "", "cpu"),
+    }
+
+
 @pytest.mark.parametrize("python", ["/bin/true", "/bin/false", "/no/such/python3"])
 def test_an_interpreter_that_is_none_stops_the_study(fake_study: Studies, python: str) -> None:
     with pytest.raises(UserError, match=rf"^the interpreter {python} can't be used: ") as caught:

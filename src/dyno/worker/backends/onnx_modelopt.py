@@ -1,0 +1,155 @@
+"""FP8 and INT8 Q/DQ graphs for TensorRT by NVIDIA's Model Optimizer, in an environment of its own.
+
+nvidia-modelopt pins older onnx and onnxruntime than Dyno does, so this step runs in the interpreter that the study has
+for the name `modelopt` (`--python modelopt=PATH`). It needs no GPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dyno.worker.backend import Backend
+from dyno.worker.calibration import CalibrationImages, example
+from dyno.worker.onnx_check import compared, outputs
+from dyno.worker.spec import Artifact, DataSpec, Option, Recipe, Runtime, Trial, Unavailable, UserError
+
+RUNTIME = "modelopt"  # the name that an interpreter is given for this step
+METHODS = {"minmax": "max", "entropy": "entropy"}
+REST = "fp16"  # what isn't quantised: TensorRT 10 takes types from the graph, and this is the fast one
+HERE = "give a Python that has it, --python modelopt=PATH (there: pip install nvidia-modelopt[onnx])"
+
+
+def quantised(parent: Recipe, precision: str, data: DataSpec, options: dict[str, Option]) -> Recipe:
+    """The recipe of the parent's file in fp8 or int8; options `samples` and `method`. Pure."""
+    return replace(
+        parent,
+        maker=OnnxModelopt.name,
+        precision=precision,
+        options=options,
+        data=data,
+        parent=parent,
+        runtime=Runtime(name=RUNTIME),
+    )
+
+
+class OnnxModelopt(Backend):
+    """Makes a Q/DQ file for TensorRT 10 and later from one in FP32: matrix products and convolutions in FP8 or INT8,
+    the rest in FP16."""
+
+    name = "onnx_modelopt"
+    requires = ("nvidia-modelopt", "onnx", "onnxruntime")
+    precisions = ("fp8", "int8")
+    options = ("samples", "method")
+    runs = False
+
+    def recipe(self, trial: Trial) -> Recipe | None:
+        """Nothing of its own: a step of the recipes that `onnx_precision` has."""
+        return None
+
+    def probe(self) -> dict[str, Any]:
+        """Import the quantiser; `Unavailable` says where it has to be."""
+        _library()
+        versions = {name: importlib.metadata.version(name) for name in self.requires}
+        return {"version": versions["nvidia-modelopt"], "devices": ["cpu"], "detail": f"{versions}"}
+
+    def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
+        """Quantise the parent's file, calibrated on the recipe's data, and run it once beside its parent.
+
+        Raises `Unavailable` without nvidia-modelopt, `UserError` for calibration data that is missing or of another
+        shape, and for a result that isn't finite.
+        """
+        started = time.perf_counter()
+        if parent is None:
+            raise UserError(f"{recipe.precision} is made from an ONNX file in fp32: give one, or a PyTorch model")
+        method = str(recipe.options.get("method", "minmax"))
+        if method not in METHODS:
+            raise UserError(f"nvidia-modelopt has no calibration method {method!r}; it has {', '.join(METHODS)}")
+        images, path = CalibrationImages(recipe, parent), folder / "model.onnx"
+        _quantise(parent, recipe.precision, METHODS[method], images, path)
+        content = path.read_bytes()
+        made_by = {
+            "backend": self.name,
+            "options": dict(recipe.options),
+            "versions": {name: importlib.metadata.version(name) for name in self.requires},
+            "scheme": f"nvidia-modelopt: Q/DQ in {recipe.precision} as it places them, the rest in {REST}",
+            "target": "tensorrt",
+            "calibration": {"samples": images.count, "method": method, "data_sha256": images.data.sha256},
+            "check": _check(path, recipe, parent),
+            "warnings": images.warnings,
+        }
+        made_by |= {key: parent.made_by[key] for key in ("parameters", "weights_sha256") if key in parent.made_by}
+        return replace(
+            parent,
+            path=str(path),
+            sha256=hashlib.sha256(content).hexdigest(),
+            bytes=len(content),
+            precision=recipe.precision,
+            seconds=time.perf_counter() - started,
+            parent_sha256=parent.sha256,
+            made_by=made_by,
+        )
+
+
+def _library() -> Any:
+    try:
+        from modelopt.onnx.quantization import quantize
+    except ImportError as e:
+        raise Unavailable(f"nvidia-modelopt can't be imported in this Python ({e}); {HERE}") from e
+    return quantize
+
+
+def _quantise(parent: Artifact, precision: str, method: str, images: CalibrationImages, path: Path) -> None:
+    quantize = _library()
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        # It writes files beside the one it reads.
+        source = shutil.copy(parent.path, Path(scratch) / "source.onnx")
+        quantize(
+            str(source),
+            quantize_mode=precision,
+            calibration_data_reader=Feeds(images),
+            calibration_method=method,
+            calibration_eps=["cpu"],
+            high_precision_dtype=REST,
+            output_path=str(Path(scratch) / "made.onnx"),
+            log_level="ERROR",
+        )
+        shutil.move(Path(scratch) / "made.onnx", path)
+
+
+class Feeds:
+    """The calibration images as nvidia-modelopt asks for them: one batch after the other, and from the start again."""
+
+    def __init__(self, images: CalibrationImages) -> None:
+        self.images = images
+        self.left: Iterator[dict[str, np.ndarray]] = iter(())
+        self.rewind()
+
+    def get_next(self) -> dict[str, np.ndarray] | None:
+        """The next batch, None after the last."""
+        return next(self.left, None)
+
+    def get_first(self) -> dict[str, np.ndarray]:
+        """The first batch, whatever was read."""
+        return next(self.images.feeds(0, 1))
+
+    def rewind(self) -> None:
+        """Begin again."""
+        self.left = self.images.feeds(0, len(self.images))
+
+
+def _check(path: Path, recipe: Recipe, parent: Artifact) -> dict[str, Any]:
+    """Parent and result on one batch. ONNX Runtime's optimiser changes what such graphs compute, so it is off."""
+    feeds = example(recipe, parent)
+    before, _ = outputs(parent.path, feeds)
+    after, ran = outputs(str(path), feeds, recipe.precision, optimised=False)
+    return compared(before, after, f"{recipe.model.name} in {recipe.precision}", f"{ran}, without graph optimisation")

@@ -1,0 +1,115 @@
+"""What is written for TensorRT is accepted: TensorRT-RTX builds it, in the types that the file asks for."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from dyno.worker.backend import find
+from dyno.worker.backends.onnx_precision import converted
+from dyno.worker.spec import Artifact, DataSpec, Dims, ModelSpec, Recipe, Runtime, Tensor, Trial, UserError
+
+NAME = "tensorrt_rtx"
+needs_builder = pytest.mark.skipif(not importlib.util.find_spec(NAME), reason="tensorrt-rtx is not installed")
+
+
+def made(recipe: Recipe | None, folder: Path) -> Artifact:
+    """The recipe's file with all that it is made from."""
+    assert recipe is not None
+    parent = made(recipe.parent, folder) if recipe.parent else None
+    place = folder / f"{len(list(folder.iterdir()))}"
+    place.mkdir()
+    return find(recipe.maker).make(recipe, parent, place)
+
+
+def trial(model: ModelSpec, precision: str, size: int, data: DataSpec, **options: Any) -> Trial:
+    return Trial(model, NAME, precision, Dims(2, size, size), options, data=data, runtime=Runtime(device="cuda:0"))
+
+
+@pytest.fixture(scope="module")
+def noise(tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
+    folder = tmp_path_factory.mktemp("noise")
+    np.save(folder / "images.npy", np.random.default_rng(0).integers(0, 256, (8, 3, 64, 64), dtype=np.uint8))
+    np.save(folder / "labels.npy", np.arange(8) % 2)
+    np.save(folder / "calibration.npy", np.arange(8))
+    return DataSpec("noise", str(folder), "n015e", count=8)
+
+
+@needs_builder
+@pytest.mark.parametrize(("precision", "kind"), [("fp16", "float16"), ("bf16", "bfloat16"), ("int8", "int8")])
+def test_raw_pixels_and_a_lower_precision_build(digits: Any, tmp_path: Path, precision: str, kind: str) -> None:
+    engine = made(find(NAME).recipe(trial(digits.model, precision, 8, digits.data, input="uint8")), tmp_path)
+    assert engine.inputs == (Tensor("input", "uint8", (2, 1, 8, 8)),)
+    assert engine.made_by["layers_by_type"] == {kind: 4}, "three convolutions and a matrix product"
+
+
+@needs_builder
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("source", "size", "convolutions", "products"),
+    [
+        ("torchvision:resnet18", 64, 20, 1),
+        ("torchvision:mobilenet_v2", 64, 52, 1),
+        ("timm:vit_tiny_patch16_224", 224, 1, 49),
+    ],
+)
+def test_every_layer_with_weights_is_int8(
+    noise: DataSpec, tmp_path: Path, source: str, size: int, convolutions: int, products: int
+) -> None:
+    if size != 64:
+        noise = grown(noise, size, tmp_path)
+    folder = tmp_path / "made"
+    folder.mkdir()
+    model = ModelSpec(source.rpartition(":")[2], source)
+    engine = made(find(NAME).recipe(trial(model, "int8", size, noise)), folder)
+    assert engine.made_by["layers_by_type"]["int8"] == convolutions + products
+
+
+def grown(data: DataSpec, size: int, folder: Path) -> DataSpec:
+    place = folder / "grown"
+    place.mkdir()
+    for path in Path(data.folder).iterdir():
+        np.save(place / path.name, np.load(path))
+    np.save(place / "images.npy", np.random.default_rng(0).integers(0, 256, (8, 3, size, size), dtype=np.uint8))
+    return replace(data, folder=str(place))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@pytest.mark.parametrize("name", ["resnet18", "resnet50", "mobilenet_v2"])
+def test_networks_come_in_the_opset_that_8_6_reads(tmp_path: Path, name: str, exporter: str) -> None:
+    model = ModelSpec(name, f"torchvision:{name}")
+    asked = trial(model, "fp32", 64, DataSpec(), exporter=exporter)
+    file = made(converted(asked, "tensorrt"), tmp_path)
+    assert (file.made_by["exporter"], file.made_by["opset"]) == (exporter, 17)
+    onnx.checker.check_model(file.path, full_check=True)
+
+
+@pytest.mark.parametrize("precision", ["int8"])
+@pytest.mark.parametrize(
+    ("images", "calibration", "said"),
+    [
+        (None, 4, "the data set nines has no calibration split, which int8 needs"),
+        ((4, 1, 8, 8), 0, "the calibration split of nines is empty; int8 needs real calibration images: give --data"),
+        ((4, 1, 9, 9), 4, "nines are 1x9x9, but the model reads 1x8x8; give the --size it wants"),
+        ((4, 3, 8, 8), 4, "nines are 3x8x8, but the model reads 1x8x8; give the --size it wants"),
+    ],
+)
+def test_calibration_data_that_is_not_there_or_does_not_fit(
+    digits: Any, tmp_path: Path, precision: str, images: tuple[int, ...] | None, calibration: int, said: str
+) -> None:
+    if images:
+        np.save(tmp_path / "images.npy", np.zeros(images, np.uint8))
+        np.save(tmp_path / "labels.npy", np.arange(4))
+        np.save(tmp_path / "calibration.npy", np.arange(calibration))
+    data = DataSpec("nines", str(tmp_path), "9")
+    step = converted(replace(digits.trial("tensorrt", precision), data=data), "tensorrt")
+    with pytest.raises(UserError, match=said) as caught:
+        find(step.maker).make(step, digits.artifact, tmp_path)
+    assert "\n" not in str(caught.value)
