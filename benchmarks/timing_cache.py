@@ -1,0 +1,58 @@
+"""How much faster the second build of a TensorRT engine is, with the timing cache that the first one left: at least 5 x.
+
+    python benchmarks/timing_cache.py [MODEL] [--precision fp16] [--batch 1] [--python PATH]
+
+Both builds run in a cache folder of their own, so that nothing built before can help the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from dyno.execute import Files
+from dyno.expand import expand
+from dyno.progress import Progress
+from dyno.study import Study
+from dyno.worker.record import Record
+
+WANTED = 5.0
+
+
+def build_seconds(study: Study, files: Files, number: int) -> float:
+    """Seconds that TensorRT took for build `number`."""
+    (planned,) = expand(replace(study, backends=(f"{study.backends[0]}@build={number}",)))
+    if planned.refusal or planned.trial.recipe is None:
+        sys.exit(f"not measured: {planned.refusal}")
+    made = files.file(planned.trial.recipe)
+    if isinstance(made, Record):
+        sys.exit(f"not measured: {made.reason}")
+    return float(made.made_by["build_s"])
+
+
+def main() -> int:
+    """Print both times and their ratio; 1 when it misses the limit."""
+    args = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    args.add_argument("model", nargs="?", default="torchvision:resnet18")
+    args.add_argument("--precision", default="fp16")
+    args.add_argument("--batch", type=int, default=1)
+    args.add_argument("--python", default=os.environ.get("DYNO_TENSORRT_PYTHON", ""))
+    given = args.parse_args()
+    study = Study(
+        models=(given.model,), backends=("tensorrt",), precisions=(given.precision,), batches=(given.batch,),
+        device="cuda:0", runtime={"tensorrt": {"python": given.python}} if given.python else {},
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["DYNO_CACHE"] = cache
+        files = Files(None, Progress(quiet=True))
+        first, second = (build_seconds(study, files, k) for k in (1, 2))
+    print(f"first build {first:.2f} s, second {second:.2f} s: {first / second:.1f} x faster (wanted {WANTED:g})")
+    return int(first / second < WANTED)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
