@@ -89,7 +89,7 @@ Refused = Callable[..., str]
         (["export", "fake:n", "-o", "m.onnx", "--shape", "1,3,224"], "shape '1,3,224' is not four numbers N,C,H,W"),
         (["export", "fake:n", "-o", "m.onnx", "--target", "openvno"], "unknown target 'openvno'"),
         (["build", "none.onnx", "-o", "m.xml"], "there is no model file none.onnx"),
-        (["build", "none.onnx", "-o", "m.exe"], "build writes .xml (OpenVINO IR), not m.exe"),
+        (["build", "none.onnx", "-o", "m.exe"], "build writes .engine, .plan, .xml, not m.exe"),
         (["time", "none.onnx"], "there is no model file none.onnx"),
         (["agree", "none.onnx", "none.xml"], "there is no model file none.onnx"),
         (["eval", "none.onnx", "--data", "d"], "there is no model file none.onnx"),

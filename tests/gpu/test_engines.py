@@ -59,7 +59,11 @@ def study(net: str, tensorrt_python: str) -> Any:
 
 
 def test_every_precision_is_what_it_says(study: Any, tmp_path: Path) -> None:
-    ways = ("pytorch@precision=fp32", "tensorrt@precision=fp32+tf32+fp16", "tensorrt@precision=fp16@route=flags")
+    ways = (
+        "pytorch@precision=fp32",
+        "tensorrt@precision=fp32+tf32+fp16",
+        "tensorrt@precision=fp16@route=flags@allow_mixed=true",
+    )
     result = study(*ways, batches=(2,)).run(tmp_path / "run", quiet=True)
     frame = result.to_pandas()
     assert set(frame["status"]) == {"ok"}, frame[["backend", "precision", "status", "reason"]].to_string()
@@ -83,7 +87,7 @@ def test_every_precision_is_what_it_says(study: Any, tmp_path: Path) -> None:
     assert (frame["layers"] > 0).all() and (frame["gpu_memory_mb"] > 0).all()
 
 
-def test_int8_by_graph_and_by_calibrator(study: Any, tmp_path: Path) -> None:
+def test_int8_by_graph_and_by_calibrator(study: Any, net: str, tmp_path: Path) -> None:
     ways = ("pytorch@precision=fp32", "tensorrt@precision=int8", "tensorrt@precision=int8@route=calibrator",
             "tensorrt@precision=int8@route=calibrator@calibrator=minmax")  # fmt: skip
     net = {

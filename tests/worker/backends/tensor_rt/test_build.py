@@ -6,7 +6,8 @@ import hashlib
 import importlib.util
 import json
 import re
-import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +18,7 @@ import pytest
 
 from dyno.worker.backend import find
 from dyno.worker.backends.tensor_rt import library
-from dyno.worker.backends.tensor_rt.build import build
-from dyno.worker.spec import Artifact, Dims, ModelSpec, Recipe, Runtime, Tensor, Trial, Unavailable, UserError
+from dyno.worker.spec import Artifact, Dims, ModelSpec, Recipe, Runtime, Tensor, Trial, Unavailable, UserError, to_json
 
 onnx = pytest.importorskip("onnx")
 NAME = "tensorrt_rtx"
@@ -252,19 +252,33 @@ def test_what_a_machine_lacks_for_an_option(digits: Any, tmp_path: Path, option:
     assert reason == "" or re.search("TensorRT-RTX .*(Unable to load library|only where there is a GPU)", reason)
 
 
-def test_a_build_says_how_far_it_is_and_can_be_interrupted(digits: Any, tmp_path: Path) -> None:
-    said: list[str] = []
-    build(NAME, recipe(), digits.artifact, tmp_path, said.append)
-    assert any(text.startswith("Building engine ") for text in said)
+INTERRUPTED = """
+import json, signal, sys
+from pathlib import Path
 
-    def interrupt(text: str) -> None:
-        signal.raise_signal(signal.SIGINT)
+from dyno.worker.spec import Artifact, Recipe, from_json
 
-    before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
-        build(NAME, recipe(), digits.artifact, tmp_path, interrupt)
+name, told, folder = sys.argv[1], json.loads(Path(sys.argv[2]).read_text()), Path(sys.argv[3])
+recipe, parent, said = from_json(Recipe, told["recipe"]), from_json(Artifact, told["parent"]), []
+build(name, recipe, parent, folder, said.append)
+assert any(text.startswith("Building engine ") for text in said), said
+before = signal.getsignal(signal.SIGINT)
+try:
+    build(name, recipe, parent, folder, lambda text: signal.raise_signal(signal.SIGINT))
+except KeyboardInterrupt:
     assert signal.getsignal(signal.SIGINT) is before
-    assert build(NAME, recipe(), digits.artifact, tmp_path).bytes, "the library is as good as before"
+    assert build(name, recipe, parent, folder).bytes, "the library is as good as before"
+    sys.exit(42)
+"""
+
+
+def test_a_build_says_how_far_it_is_and_can_be_interrupted(digits: Any, tmp_path: Path) -> None:
+    """In a process of its own, as every build: with OpenVINO loaded beside it, an interrupted build tears it down."""
+    told = {"recipe": to_json(recipe()), "parent": to_json(digits.artifact)}
+    (tmp_path / "told.json").write_text(json.dumps(told))
+    command = [sys.executable, "-c", INTERRUPTED, NAME, str(tmp_path / "told.json"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 42, done.stderr
 
 
 def test_the_job_s_stage_shows_the_phase(digits: Any, tmp_path: Path) -> None:

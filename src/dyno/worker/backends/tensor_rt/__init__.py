@@ -68,7 +68,8 @@ class TensorRT(Backend):
             self._route(trial, asked)
         except UserError as e:
             return str(e)
-        return NO_DATA if trial.precision == "int8" != trial.model.precision and not trial.data.folder else ""
+        quantised = trial.precision in ("int8", "fp8") and trial.precision != trial.model.precision
+        return NO_DATA.replace("int8", trial.precision) if quantised and not trial.data.folder else ""
 
     def _route(self, trial: Trial, asked: Settings) -> str:
         """Where types come from; `auto` is the graph: which version will build isn't known here, and all read it."""

@@ -18,13 +18,13 @@ FOLDER = "DYNO_TIMING"  # where jobs may keep timing caches between each other; 
 class TimingCache:
     """The file for a version and GPU, and what it held when this build began.
 
-    `set` says whether the builder took it: one that is damaged or of another build of the library is left unused, and
+    `used` says whether the builder took it: one that is damaged or of another build of the library is left unused, and
     written anew.
     """
 
     path: Path | None
     before: bytes = b""
-    set: bool = False
+    used: bool = False
 
     @classmethod
     def open(cls, trt: Any, config: Any, gpu: str, wanted: bool) -> TimingCache:
@@ -35,9 +35,11 @@ class TimingCache:
         name = re.sub(r"[^\w.-]+", "-", f"{trt.__name__}-{trt.__version__}-{gpu}")
         made = cls(Path(folder) / f"{name}.timing")
         made.before = made._read()
-        made.set = library.timing_cache(trt, config, made.before) is not None
-        if not made.set:
-            library.timing_cache(trt, config, b"")
+        empty = library.timing_cache(trt, config, b"")
+        if made.before and empty is not None:
+            # 8.6 takes content that it can't read for an empty cache, without a word.
+            taken = library.timing_cache(trt, config, made.before)
+            made.used = taken is not None and taken.serialize().nbytes > empty.serialize().nbytes
         return made
 
     def _read(self) -> bytes:
@@ -65,4 +67,4 @@ class TimingCache:
 
     def told(self, log: Any) -> dict[str, Any]:
         """For the record: whether earlier timings were used, and how many tactics had to be timed."""
-        return {"used": self.set and bool(self.before), "file": self.path.name if self.path else "", "timed": log.timed}
+        return {"used": self.used, "file": self.path.name if self.path else "", "timed": log.timed}
