@@ -256,6 +256,7 @@ INTERRUPTED = """
 import json, signal, sys
 from pathlib import Path
 
+from dyno.worker.backends.tensor_rt.build import build
 from dyno.worker.spec import Artifact, Recipe, from_json
 
 name, told, folder = sys.argv[1], json.loads(Path(sys.argv[2]).read_text()), Path(sys.argv[3])

@@ -39,7 +39,7 @@ class TimingCache:
         if made.before and empty is not None:
             # 8.6 takes content that it can't read for an empty cache, without a word.
             taken = library.timing_cache(trt, config, made.before)
-            made.used = taken is not None and taken.serialize().nbytes > empty.serialize().nbytes
+            made.used = taken is not None and len(bytes(taken.serialize())) > len(bytes(empty.serialize()))
         return made
 
     def _read(self) -> bytes:
