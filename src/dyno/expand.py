@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -253,7 +254,13 @@ def _batches(study: Study, found: dict[str, Any]) -> tuple[int, ...]:
     wrong = [batch for batch in study.batches if fixed and batch != fixed]
     if wrong:
         raise UserError(f"the file's batch is fixed at {fixed}, not {wrong[0]}; export it again with --batch dynamic")
-    return study.batches or (fixed or 1,)
+    low, best, high = found.get("batches", (1, 1, math.inf))
+    outside = [batch for batch in study.batches if not low <= batch <= high]
+    if outside:
+        raise UserError(
+            f"batch {outside[0]} is outside the engine's profile, {low} to {high}; build it with a wider one"
+        )
+    return study.batches or (fixed or best,)
 
 
 def prepared(study: Study, model: ModelSpec, size: tuple[int, int]) -> DataSpec:

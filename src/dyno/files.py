@@ -86,7 +86,7 @@ def build(ctx: typer.Context, model: str, out: Path, how: Build) -> int:
     if how.repeat > 1:
         return builds.compare(study, engine, options, how.batch, how.repeat, out)
     trial = _trial(study, how.precision)
-    dims = replace(trial.dims, batch=how.batch if on_gpu else 0)
+    dims = replace(trial.dims, batch=how.batch if on_gpu and not how.profile else 0)
     runtime = replace(runtime, threads=trial.runtime.threads)
     trial = replace(trial, backend=engine.name, options=options, runtime=runtime, dims=dims)
     if refusal := engine.refuse(trial):

@@ -148,6 +148,7 @@ def test_graph_and_slots_change_nothing(study: Any, tmp_path: Path) -> None:
 def test_a_batch_outside_the_profile(trt: Any, engine: Path) -> None:
     assert "outside the engine's profile" in line(trt("time", engine, "--batch", 16))
     assert "outside the engine's profile" in trt("time", engine, "--batches", "9", "--iterations", 1).stdout
+    assert rows(trt("time", engine, *QUICK, "--format", "json"))[0]["batch"] == 4, "the batch it was tuned for"
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "text"])
@@ -183,7 +184,7 @@ def test_an_operator_nobody_knows(trt: Any, onnx: Path, tmp_path: Path) -> None:
 def test_a_static_file_given_other_shapes(dyno: Any, trt: Any, net: str, tmp_path: Path) -> None:
     fixed = tmp_path / "fixed.onnx"
     assert dyno("export", net, "-o", fixed, "--size", SIZE, "--batch", 2).returncode == 0
-    assert "export it again" in line(trt("build", fixed, "-o", tmp_path / "x.engine", "--max", 8))
+    assert "export it with --batch dynamic" in line(trt("build", fixed, "-o", tmp_path / "x.engine", "--max", 8))
     assert trt("build", fixed, "-o", tmp_path / "y.engine", "--batch", 2).returncode == 0
 
 

@@ -15,8 +15,9 @@ DEFAULT_SIZE = 224
 def look(trial: Trial, sizes: list[list[int]], shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
     """What Dyno needs to know before it lists trials.
 
-    Returns `preprocess`, `size` [h, w] (the model's own), `batch` (0: any), `fixed_size` (a file that takes one only)
-    and, for a module, `parameters`. A model, checkpoint or size that doesn't work is a `UserError`.
+    Returns `preprocess`, `size` [h, w] (the model's own), `batch` (0: any), `batches` (an engine's smallest, best and
+    largest), `fixed_size` (a file that takes one only) and, for a module, `parameters`. A model, checkpoint or size that
+    doesn't work is a `UserError`.
     """
     return _file(trial, shapes) if trial.model.file else _module(trial.model, sizes)
 
@@ -53,9 +54,13 @@ def _file(trial: Trial, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
         size = [_number(image.shape[2]), _number(image.shape[3])]
         found["size"] = [side or DEFAULT_SIZE for side in size]
         found["fixed_size"] = all(size)
+    if hasattr(reader, "read_batches"):  # an engine knows which batches it was built for
+        found["batches"] = list(reader.read_batches(model.file))
     if shapes:
         found["batch"] = next(iter(shapes.values()))[0]
-    static_shapes(tensors, Dims(found["batch"] or 1, found["size"][0], found["size"][1], shapes))
+    static_shapes(
+        tensors, Dims(found["batch"] or found.get("batches", [1, 1])[1], found["size"][0], found["size"][1], shapes)
+    )
     return found
 
 

@@ -6,6 +6,7 @@ import hashlib
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dyno.worker.backends.tensor_rt import layers, library
 from dyno.worker.gpu import Device
@@ -45,6 +46,7 @@ class Opened:
 
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
+    batches: tuple[int, int, int]
     layers: list[layers.Layer]
     version: str
     gpu: dict[str, str]
@@ -70,7 +72,7 @@ class Reader:
         try:
             runtime, engine = deserialised(trt, library.Log(trt), path)
             gpu = {"model": device.model, "capability": device.capability}
-            found = Opened(*tensors(trt, engine), layers.inspect(trt, engine), trt.__version__, gpu)
+            found = Opened(*tensors(trt, engine), _batches(engine), layers.inspect(trt, engine), trt.__version__, gpu)
             del engine, runtime
         finally:
             device.close()
@@ -81,8 +83,22 @@ class Reader:
         opened = self.read(path)
         return opened.inputs, opened.outputs
 
+    def read_batches(self, path: str) -> tuple[int, int, int]:
+        """Smallest, best and largest batch that the engine takes."""
+        return self.read(path).batches
+
     def read_precision(self, path: str) -> str:
         """What most of its compute layers run in; fp32 where the engine doesn't say."""
         kinds: Counter[str] = Counter(layers.by_type(self.read(path).layers))
         usual = next(iter(kinds.most_common(1)), ("float32", 0))[0]
         return next((name for name, kind in TYPES.items() if kind == usual), "fp32")
+
+
+def _batches(engine: Any) -> tuple[int, int, int]:
+    """Over all profiles; the best is the first profile's. A static engine's one batch three times."""
+    name = engine.get_tensor_name(0)
+    fixed = int(engine.get_tensor_shape(name)[0]) if len(engine.get_tensor_shape(name)) else 1
+    if fixed >= 0:
+        return fixed, fixed, fixed
+    ranges = [engine.get_tensor_profile_shape(name, k) for k in range(engine.num_optimization_profiles)]
+    return min(int(r[0][0]) for r in ranges), int(ranges[0][1][0]), max(int(r[2][0]) for r in ranges)

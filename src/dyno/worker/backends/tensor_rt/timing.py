@@ -14,6 +14,15 @@ from dyno.worker.backends.tensor_rt import library
 FOLDER = "DYNO_TIMING"  # where jobs may keep timing caches between each other; unset: nowhere
 
 
+def _size(config: Any, content: bytes) -> int:
+    cache = config.create_timing_cache(content)
+    return 0 if cache is None else len(bytes(cache.serialize()))
+
+
+def _set(trt: Any, config: Any, content: bytes) -> bool:
+    return library.timing_cache(trt, config, content) is not None
+
+
 @dataclass
 class TimingCache:
     """The file for a version and GPU, and what it held when this build began.
@@ -35,11 +44,10 @@ class TimingCache:
         name = re.sub(r"[^\w.-]+", "-", f"{trt.__name__}-{trt.__version__}-{gpu}")
         made = cls(Path(folder) / f"{name}.timing")
         made.before = made._read()
-        empty = library.timing_cache(trt, config, b"")
-        if made.before and empty is not None:
-            # 8.6 takes content that it can't read for an empty cache, without a word.
-            taken = library.timing_cache(trt, config, made.before)
-            made.used = taken is not None and len(bytes(taken.serialize())) > len(bytes(empty.serialize()))
+        # 8.6 takes content that it can't read for an empty cache, without a word.
+        made.used = _size(config, made.before) > _size(config, b"") and _set(trt, config, made.before)
+        if not made.used:
+            _set(trt, config, b"")
         return made
 
     def _read(self) -> bytes:
