@@ -16,8 +16,8 @@ def look(trial: Trial, sizes: list[list[int]], shapes: dict[str, tuple[int, ...]
     """What Dyno needs to know before it lists trials.
 
     Returns `preprocess`, `size` [h, w] (the model's own), `batch` (0: any), `batches` (an engine's smallest, best and
-    largest), `fixed_size` (a file that takes one only) and, for a module, `parameters`. A model, checkpoint or size that
-    doesn't work is a `UserError`.
+    largest), `fixed_size` (a file that takes one only) and, for a module, `parameters`. A model, checkpoint or size
+    that doesn't work is a `UserError`.
     """
     return _file(trial, shapes) if trial.model.file else _module(trial.model, sizes)
 
