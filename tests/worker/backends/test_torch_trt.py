@@ -23,8 +23,21 @@ import torch
 from dyno.worker import main, models
 from dyno.worker.backend import find
 from dyno.worker.backends import torch_trt
+from dyno.worker.inputs import batches
 from dyno.worker.record import Record, read_record, write_json
-from dyno.worker.spec import DataSpec, Dims, Job, ModelSpec, Plan, Runtime, Trial, Unavailable, UserError, to_json
+from dyno.worker.spec import (
+    DataSpec,
+    Dims,
+    Job,
+    ModelSpec,
+    Plan,
+    Runtime,
+    Tensor,
+    Trial,
+    Unavailable,
+    UserError,
+    to_json,
+)
 from dyno.worker.torch_trt_program import attributes, engines, left_in_pytorch
 
 PYTHON = os.environ.get("DYNO_TORCH_TENSORRT_PYTHON", sys.executable)
@@ -164,6 +177,9 @@ def test_each_version_is_asked_in_its_own_words(tensorrt: Any, monkeypatch: pyte
     assert new.asked["inputs"] == [{**shapes, "dtype": torch.float32, "name": "input"}]
 
     torch_trt.compiled(new, module, x, "fp32", {"ir": "ts", "profile": "static"})
+    torch_trt.compiled(new, module, x, "fp32", {"ir": "ts", "profile": "1:2:4"})
+    (given,) = new.asked["inputs"]
+    assert given["min_shape"][0] == 1 and given["name"] == "input", "read before the module is traced"
     assert isinstance(new.asked["module"], torch.jit.ScriptModule)
     assert new.asked["enabled_precisions"] == {torch.float32}
     del new.ts
@@ -236,8 +252,9 @@ def run(folder: Path, asked: Trial | None, kind: str = "run") -> Record:
 def worst(folder: Path, asked: Trial) -> float:
     """Largest difference from float64, as a share of the largest value."""
     shape = (2, asked.model.channels, asked.dims.height, asked.dims.width)
-    rng = np.random.default_rng(0)
-    x = np.concatenate([rng.standard_normal(shape, dtype=np.float32) for _ in range(2)])
+    tensors = (Tensor("input", "float32", shape),)
+    fed = list(batches(asked.data, asked.model.preprocess, tensors, asked.dims, 2))
+    x = np.concatenate([feed["input"] for feed in fed])
     with torch.inference_mode():
         want = models.load(asked.model).double()(torch.from_numpy(x).double()).numpy()
     with np.load(folder / "outputs.npz") as got:

@@ -142,13 +142,14 @@ def compiled(library: Any, module: Any, example: Any, precision: str, options: M
     kept |= {"workspace_size": options["workspace_mb"] << 20} if options.get("workspace_mb") else {}
     given = {"min_block_size": "min_block_size", "optimization": "optimization_level"}
     kept |= {name: options[option] for option, name in given.items() if option in options}
+    kept["inputs"] = [_input(library, module, example, options["profile"])]  # a traced module has no signature any more
     with tempfile.TemporaryDirectory() as scratch, _layer_types_kept():
         if "timing_cache_path" in takes:  # by default a file that all programs of this machine share
             folder = os.environ.get(FOLDER, scratch)
             kept["timing_cache_path"] = str(Path(folder) / f"torch_tensorrt-{library.__version__}.timing")
         if route == "ts":  # traced, as scripting refuses many modules; what it computes is compared by its outputs
             module = torch.jit.trace(module, example, strict=False, check_trace=False)
-        return library.compile(module, ir=route, inputs=[_input(library, module, example, options["profile"])], **kept)
+        return library.compile(module, ir=route, **kept)
 
 
 def _input(library: Any, module: Any, example: Any, profile: str) -> Any:

@@ -109,7 +109,9 @@ class Layer:
 
 def inspect(trt: Any, engine: Any) -> list[Layer]:
     """The layers of a deserialised engine; complete where it was built with detailed profiling verbosity, as here."""
-    text = engine.create_engine_inspector().get_engine_information(trt.LayerInformationFormat.JSON)
+    inspector = engine.create_engine_inspector()
+    text = inspector.get_engine_information(trt.LayerInformationFormat.JSON)
+    del inspector  # TensorRT complains when the engine goes first
     return from_json(text)
 
 
