@@ -1,6 +1,6 @@
 """What the tests on a GPU share: the Pythons that have its libraries, and a small network that builds in seconds.
 
-DYNO_TENSORRT_PYTHON, DYNO_ORTGPU_PYTHON and DYNO_TORCHTRT_PYTHON name interpreters other than this one.
+DYNO_TENSORRT_PYTHON and DYNO_ORTGPU_PYTHON name interpreters other than this one.
 """
 
 from __future__ import annotations
