@@ -1,0 +1,56 @@
+"""`dyno time FILE --batches …` on a real dynamic file, by the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+NET = """
+from torch import nn
+
+def net(num_classes=4, channels=3):
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, num_classes)]
+    return nn.Sequential(nn.Conv2d(channels, 4, 3), nn.ReLU(), *head)
+"""
+
+
+@pytest.fixture(scope="module")
+def onnx(dyno: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hard")
+    (folder / "small.py").write_text(NET)
+    done = dyno("export", f"{folder}/small.py:net", "-o", folder / "small.onnx", "--size", 16)
+    assert done.returncode == 0, done.stderr
+    fixed = dyno("export", f"{folder}/small.py:net", "-o", folder / "fixed.onnx", "--size", 16, "--batch", 2)
+    assert fixed.returncode == 0, fixed.stderr
+    return folder / "small.onnx"
+
+
+@pytest.mark.slow
+def test_every_output_right(dyno: Any, onnx: Path, tmp_path: Path) -> None:
+    words = ("--batches", "1,4,random", "--iterations", 50, "--size", 16, "--threads", 1)
+    done = dyno("time", onnx, *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("every output right") == 3 and " 1-4 " in done.stdout
+
+
+@pytest.mark.slow
+def test_a_test_that_can_t_be_done(dyno: Any, onnx: Path, tmp_path: Path) -> None:
+    nothing = dyno("time", onnx, "--batches", "min,opt", "--size", 16, cwd=tmp_path)
+    assert nothing.returncode == 3 and "give numbers such as --batches 1,8,random" in " ".join(nothing.stdout.split())
+    fixed = dyno("time", onnx.with_name("fixed.onnx"), "--batches", "2,3", "--size", 16, cwd=tmp_path)
+    assert fixed.returncode == 3 and "fixed" in fixed.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("--batches", "some"), "--batches takes min, opt, max, random and numbers from 1 on, not some"),
+        (("--batches", ","), "not nothing"),
+        (("--batches", "2", "--iterations", "0"), "--iterations is 0; it must be at least 1"),
+    ],
+)
+def test_nonsense_is_one_line(dyno: Any, tmp_path: Path, words: tuple[str, ...], line: str) -> None:
+    done = dyno("time", "fake:net", *words, cwd=tmp_path)
+    assert done.returncode == 2 and line in done.stderr and "Traceback" not in done.stderr
