@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from dyno import Study, UserError
-from dyno.expand import expand, installed, missing, model_spec
+from dyno import Study, UserError, store
+from dyno.expand import _batches, expand, installed, missing, model_spec, usual
 from dyno.worker import backend
 from dyno.worker.backend import Backend
-from dyno.worker.spec import Runtime, Trial, digest
+from dyno.worker.spec import Dims, ModelSpec, Recipe, Runtime, Trial, digest
 
 Studies = Callable[..., Study]
 GOLDEN = "6bdde0d082e2"
@@ -177,3 +177,31 @@ def test_models_that_are_not_there(source: str, fields: dict, message: str) -> N
     with pytest.raises(UserError) as caught:
         model_spec(Study(models=(source,), **fields), source)
     assert str(caught.value).startswith(message)
+
+
+def test_an_engine_s_batches_are_known_before_anything_runs(fake_study: Studies) -> None:
+    found = {"batch": 0, "batches": [1, 4, 8]}
+    assert _batches(fake_study(), found) == (4,), "what it was tuned for"
+    assert _batches(fake_study(batches=(1, 8)), found) == (1, 8)
+    with pytest.raises(UserError, match="batch 16 is outside the engine's profile, 1 to 8"):
+        _batches(fake_study(batches=(2, 16)), found)
+
+
+def test_engines_are_known_by_their_first_bytes(tmp_path: Path) -> None:
+    for name, content, whose in (("a.engine", b"ftrt...", "tensorrt"), ("b.plan", b"vtrt...", "tensorrt_rtx")):
+        (tmp_path / name).write_bytes(content)
+        assert usual(str(tmp_path / name)) == (whose, "cuda:0")
+    assert usual("m.onnx") == ("onnxruntime", "cpu") and usual("torchvision:resnet18") == ("pytorch", "cpu")
+
+
+def test_a_file_for_a_gpu_is_another_for_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def key(card: str, device: str) -> str:
+        monkeypatch.setattr(store, "_card", lambda device: card)
+        recipe = Recipe(
+            "fake", "engine", "fp16", ModelSpec("net", "fake:net"), Dims(1, 4, 4), runtime=Runtime(device=device)
+        )
+        return store.Cache().key(recipe, ())
+
+    assert key("H200 580", "cuda:0") != key("L4 580", "cuda:0")
+    assert key("H200 580", "cuda:0") == key("H200 580", "cuda:0")
+    assert key("H200 580", "cpu") == key("L4 580", "cpu")

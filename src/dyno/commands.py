@@ -213,8 +213,11 @@ def _part(out: Path, models: Sequence[str], number: int) -> Path:
 def time(ctx: typer.Context, models: Sequence[str], format: str, trtexec: Path | None) -> int:
     """Time each model and print its rows; an engine's number is explained in trtexec's terms."""
     from dyno.analysis import results
+    from dyno.analysis import trtexec as logs
     from dyno.cross_check import cross_check
 
+    if trtexec:
+        logs.read(trtexec)  # a file that is none is said before anything is timed
     out = _single(ctx, models, "time")
     code = _print_runs(out, models, format)
     for number in range(len(models)):

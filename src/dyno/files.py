@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     import typer
 
 TARGETS = ("onnxruntime", "openvino", "tensorrt")
-ENGINES = {".engine": "tensorrt", ".plan": "tensorrt", ".xml": "openvino"}
+TENSORRT = ("tensorrt", "tensorrt_rtx")
+ENGINES = {".engine": TENSORRT, ".plan": TENSORRT, ".xml": ("openvino",)}  # the first is the usual one
 
 
 def export(
@@ -72,7 +73,10 @@ def build(ctx: typer.Context, model: str, out: Path, how: Build) -> int:
         raise UserError(f"build writes {', '.join(ENGINES)}, not {out.name}; `dyno export` writes .onnx")
     if Path(model).suffix == out.suffix:
         raise UserError(f"{model} is what build would write already")
-    engine = find(how.backend or ENGINES[out.suffix])
+    makers = ENGINES[out.suffix]
+    engine = find(how.backend or makers[0])
+    if engine.name not in makers:
+        raise UserError(f"{engine.name} builds no {out.suffix} files; {' or '.join(makers)} does")
     choice = Choice.parse("@".join((engine.name, *how.options)))
     for option in choice.options:
         check_known(f"option of {engine.name}", option, engine.options)
