@@ -295,6 +295,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", folder], check=True)
 
 
+@pytest.mark.slow
 def test_a_full_disk_keeps_what_was_measured(call: Callable[..., Any], small_disk: Path) -> None:
     words = [*FAKE, "--batch", "1,2,3,4", "--out", small_disk]
     code, _, err = call(*words)

@@ -22,7 +22,8 @@ from dyno.worker.record import Record
 from dyno.worker.spec import Dims, Runtime, Tensor, Trial, Unavailable, UserError
 
 CLASSES, SIZE, THREADS = 10, 32, 1
-COMPILES = ("compile",)  # half a minute of C++ for each model
+# Half a minute of C++ for each model, or a build.
+COMPILES = ("compile", "tensorrt", "tensorrt_rtx", "torch_tensorrt")
 NET = """
 from torch import nn
 

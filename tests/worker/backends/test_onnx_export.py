@@ -119,6 +119,7 @@ def test_the_other_exporter_takes_over(tmp_path, nets):
     same(artifact, model, 7, 4)
 
 
+@pytest.mark.slow
 def test_a_graph_with_the_batch_written_into_it_is_refused(tmp_path, nets):
     with pytest.raises(UserError, match=r"fixed batch \(--batch 1\).*torchscript exporter: wrote") as caught:
         make(tmp_path, ModelSpec("baked", f"{nets}:baked"), Dims(0, 4, 4))
@@ -144,6 +145,7 @@ def test_a_size_or_option_that_does_not_work_is_one_line(tmp_path):
         make(tmp_path, opset="new")
 
 
+@pytest.mark.slow
 def test_dynamo_is_brought_down_to_an_opset_it_does_not_write(tmp_path) -> None:
     artifact = make(tmp_path, exporter="dynamo", opset=17)
     assert (artifact.made_by["exporter"], artifact.made_by["opset"]) == ("dynamo", 17)
