@@ -78,7 +78,7 @@ def test_a_library_that_is_not_there_is_a_refusal(fake_study: Studies, monkeypat
     tables = {"lacking": {"python": sys.executable}}
     (there,) = expand(fake_study(backends=("lacking",), runtime=tables))
     assert f"is not installed in {sys.executable}; pip install" in there.refusal
-    assert "lacking" in backend.names() and "lacking" not in installed()
+    assert "lacking" in backend.names() and "lacking" not in installed("cpu")
     assert missing("fake") == ""
 
 

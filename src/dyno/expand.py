@@ -47,7 +47,7 @@ class Planned:
 
 def expand(study: Study) -> list[Planned]:
     """Every trial of the study in a fixed order; input that can't be used is a `UserError` before anything runs."""
-    choices = [Choice.parse(text) for text in study.backends] or [Choice(name) for name in installed()]
+    choices = [Choice.parse(text) for text in study.backends] or [Choice(name) for name in installed(study.device)]
     for choice in choices:
         known = backend.find(choice.name).options
         for option in choice.options:
@@ -72,9 +72,10 @@ def expand(study: Study) -> list[Planned]:
     return list({p.trial.id: p for p in planned}.values())
 
 
-def installed() -> list[str]:
-    """The backends whose libraries this Python has."""
-    return [name for name in backend.names() if not missing(name)]
+def installed(device: str) -> list[str]:
+    """The backends that run on the device and whose libraries this Python has."""
+    kind = device.split(":")[0]
+    return [name for name in backend.names() if kind in backend.find(name).devices and not missing(name)]
 
 
 def missing(name: str, runtime: Runtime = HERE) -> str:
