@@ -182,13 +182,10 @@ class TensorRTSession(DeviceSession):
     def enqueue(self, slot: int) -> None:
         """Replay the slot's graph; the first run of a shape is launched directly, the second records the graph."""
         graph = self._graphs[slot]
+        if graph is None and self._graphed and self._runs[slot]:
+            graph = self._graphs[slot] = Graph(self._compute, lambda: self._launch(slot))
         if graph is not None:
             graph.launch()
-            return
-        if self._graphed and self._runs[slot] == 1:
-            self._graphs[slot] = Graph(self._compute, lambda: self._launch(slot))
-            self._runs[slot] += 1
-            self._graphs[slot].launch()  # type: ignore[union-attr]
             return
         self._runs[slot] += 1
         self._launch(slot)
