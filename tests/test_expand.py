@@ -196,7 +196,7 @@ def test_engines_are_known_by_their_first_bytes(tmp_path: Path) -> None:
 
 def test_a_file_for_a_gpu_is_another_for_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def key(card: str, device: str) -> str:
-        monkeypatch.setattr(store, "_card", lambda device: card)
+        monkeypatch.setattr(store, "card", lambda device: card)
         recipe = Recipe(
             "fake", "engine", "fp16", ModelSpec("net", "fake:net"), Dims(1, 4, 4), runtime=Runtime(device=device)
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 from dyno.expand import Planned, expand
 from dyno.launch import launch
 from dyno.progress import Progress
-from dyno.store import Cache, Run
+from dyno.store import Cache, Run, card
 from dyno.study import Study
 from dyno.worker import backend, system
 from dyno.worker.record import Record, read_record, write_json
@@ -63,7 +63,8 @@ def _settle(study: Study, run: Run) -> None:
     beside = path.with_name(path.name + ".part")
     beside.write_text(study.to_toml(), encoding="utf-8")
     beside.replace(path)
-    write_json(run.folder / "environment.json", system.describe(DISTRIBUTIONS))
+    gpu = {"gpu": card(study.device)} if study.device != "cpu" else {}
+    write_json(run.folder / "environment.json", {**system.describe(DISTRIBUTIONS), **gpu})
 
 
 def _order(trials: list[Trial]) -> list[tuple[Trial, int]]:

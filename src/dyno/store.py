@@ -124,13 +124,13 @@ def _versions_there(
 
 
 @lru_cache(maxsize=8)
-def _card(device: str) -> str:
-    """The GPU's model and driver: an engine is made for the one, and its kernels come in part from the other."""
+def card(device: str) -> str:
+    """The GPU's model and driver, "" where NVML knows none of that name: an engine is made for both."""
     gpu = find_gpu(device, os.environ)
     if gpu is None:
         return ""
     try:
-        return f"{gpu.name} {gpu.driver}"
+        return f"{gpu.name}, driver {gpu.driver}"
     finally:
         gpu.close()
 
@@ -148,7 +148,7 @@ class Cache:
         shaped_by = {
             "recipe": digest(recipe),
             "versions": versions(recipe.runtime, requires),
-            "machine": [platform.machine(), *([_card(device)] if device != "cpu" else system.describe()["cpu_flags"])],
+            "machine": [platform.machine(), *([card(device)] if device != "cpu" else system.describe()["cpu_flags"])],
         }
         return hashlib.sha256(json.dumps(shaped_by, sort_keys=True).encode()).hexdigest()[:24]
 
