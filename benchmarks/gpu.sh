@@ -18,7 +18,7 @@ python3 -m pytest -c /dev/null --rootdir . --import-mode=importlib -q -m gpu -p 
   tee "$out/tests.log" | tail -n 15
 dyno doctor "${pythons[@]}" | tee "$out/doctor.txt"
 
-python3 benchmarks/photos.py "$runs/photos"
+python3 studies/photos.py "$runs/photos"
 dyno run studies/gpu-classifiers.toml --data "$runs/photos" "${pythons[@]}" --out "$runs/classifiers" 2>&1 | tee "$out/run.log" | tail -n 60
 dyno show "$runs/classifiers" --format markdown >"$out/classifiers.md"
 dyno show "$runs/classifiers" --format csv >"$out/classifiers.csv"

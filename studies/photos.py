@@ -1,4 +1,4 @@
-"""A small data set of real images for studies on machines without one: python benchmarks/photos.py FOLDER
+"""A small data set of real images for studies on machines without one: python studies/photos.py FOLDER
 
 Crops of the photographs that ship with scikit-image, in class folders named after them.
 """
