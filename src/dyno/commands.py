@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from dyno.study import Study, model_name, parse_budget
-from dyno.worker.spec import UserError
+from dyno.worker.spec import MODEL_FILES, UserError
 
 if TYPE_CHECKING:
     import typer
@@ -22,7 +22,6 @@ PLAIN = (
     "shapes weights pretrained channels seed data calibration unreadable compared reference device threads rounds "
     "seconds warmup samples timeout"
 ).split()
-FILES = (".onnx", ".xml", ".engine", ".plan")
 
 
 def given(ctx: typer.Context) -> dict[str, Any]:
@@ -200,7 +199,7 @@ def alone(ctx: typer.Context, model: str, **defaults: Any) -> Study:
     asked = given(ctx)
     backend, device = usual(model)
     flags = {"backends": (backend,), "device": device, "rounds": 1, **defaults, **asked}
-    if Path(model).suffix in FILES and "batches" not in asked:
+    if Path(model).suffix in MODEL_FILES and "batches" not in asked:
         flags.pop("batches", None)  # a file may take one batch only, and knows which
     return Study(models=(model,), **flags)
 

@@ -16,6 +16,8 @@ from dyno.study import Choice, Study, check_known, model_name, parse_shapes, par
 from dyno.worker import backend, system
 from dyno.worker.record import read_record
 from dyno.worker.spec import (
+    ENGINE_FILES,
+    MODEL_FILES,
     DataSpec,
     Dims,
     Job,
@@ -31,8 +33,6 @@ from dyno.worker.spec import (
 
 LOOK_TIMEOUT_S = 600
 LOOK_LIBRARIES = ("torch", "torchvision", "timm", "onnx", "openvino")
-ENGINES = (".engine", ".plan")
-EXPORTED = (".onnx", ".xml", *ENGINES)
 HERE = Runtime()
 STEPS = ("modelopt",)  # what a file is made with on its way may have an interpreter too
 
@@ -137,7 +137,7 @@ def model_spec(study: Study, source: str) -> ModelSpec:
         common |= {"weights": str(path.resolve()), "weights_sha256": sha256_of(path)}
         if study.pretrained:
             raise UserError("--weights and --pretrained are two different sets of weights; give one of them")
-    if source.endswith(EXPORTED):
+    if source.endswith(MODEL_FILES):
         path = _existing(source, "model file")
         return ModelSpec(source=f"file:{path.resolve()}", source_sha256=sha256_of(path), **common)
     if ":" not in source:
@@ -189,13 +189,14 @@ def look(model: ModelSpec, study: Study) -> tuple[ModelSpec, dict[str, Any]]:
         "sizes": [list(parse_size(size)) for size in study.sizes],
         "shapes": {name: list(shape) for name, shape in parse_shapes(study.shapes).items()},
     }
-    where = _looking(model, study)
-    key = digest([model, options, where, versions(HERE, LOOK_LIBRARIES)])[:24]
+    reader = engine_backend(Path(model.file)) if model.file.endswith(ENGINE_FILES) else ""
+    where = _looking(model, reader, study)
+    libraries = backend.find(reader).requires if reader else LOOK_LIBRARIES
+    key = digest([model, options, where, versions(where, libraries)])[:24]
     folder = cache_dir() / "looks" / key
     record = read_record(folder)
     if record is None or record.status != "ok":
         with tempfile.TemporaryDirectory() as scratch:
-            reader = engine_backend(Path(model.file)) if model.file.endswith(ENGINES) else ""
             trial = Trial(model, reader, "fp32", Dims(1, 0, 0), runtime=where)
             record = launch(Job("look", where, trial, options=options), Path(scratch) / "look", LOOK_TIMEOUT_S)
             if record.status != "ok":
@@ -206,10 +207,9 @@ def look(model: ModelSpec, study: Study) -> tuple[ModelSpec, dict[str, Any]]:
     return replace(model, preprocess=preprocess, precision=found.get("precision", "")), found
 
 
-def _looking(model: ModelSpec, study: Study) -> Runtime:
-    """Where a model is looked at: here, but for an engine, which only its own library on its own GPU can read."""
+def _looking(model: ModelSpec, name: str, study: Study) -> Runtime:
+    """Where a model is looked at: here, but for an engine, which only the backend of that name on its GPU can read."""
     threads = study.threads or system.physical_cores()
-    name = engine_backend(Path(model.file)) if model.file.endswith(ENGINES) else ""
     if not name:
         return Runtime(threads=threads)
     named = next((choice for choice in map(Choice.parse, study.backends) if choice.name == name), Choice(name))
@@ -223,7 +223,7 @@ def _looking(model: ModelSpec, study: Study) -> Runtime:
 def usual(model: str) -> tuple[str, str]:
     """The backend and the device that a model is timed on when nobody says: by the kind of file it is."""
     path = Path(model)
-    if path.suffix in ENGINES and path.is_file():
+    if path.suffix in ENGINE_FILES and path.is_file():
         return engine_backend(path), "cuda:0"
     return {".onnx": "onnxruntime", ".xml": "openvino"}.get(path.suffix, "pytorch"), "cpu"
 
@@ -251,16 +251,16 @@ def _sizes(study: Study, found: dict[str, Any]) -> list[tuple[int, int]]:
 
 
 def _batches(study: Study, found: dict[str, Any]) -> tuple[int, ...]:
-    fixed = int(found.get("batch", 0))
-    wrong = [batch for batch in study.batches if fixed and batch != fixed]
-    if wrong:
-        raise UserError(f"the file's batch is fixed at {fixed}, not {wrong[0]}; export it again with --batch dynamic")
     low, best, high = found.get("batches", (1, 1, math.inf))
     outside = [batch for batch in study.batches if not low <= batch <= high]
     if outside:
         raise UserError(
             f"batch {outside[0]} is outside the engine's profile, {low} to {high}; build it with a wider one"
         )
+    fixed = int(found.get("batch", 0))
+    wrong = [batch for batch in study.batches if fixed and batch != fixed]
+    if wrong:
+        raise UserError(f"the file's batch is fixed at {fixed}, not {wrong[0]}; export it again with --batch dynamic")
     return study.batches or (fixed or best,)
 
 

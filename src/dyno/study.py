@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dyno.worker.spec import BOUNDARIES, PRECISIONS, Option, Plan, UserError
+from dyno.worker.spec import BOUNDARIES, MODEL_FILES, PRECISIONS, Option, Plan, UserError
 
 if TYPE_CHECKING:
     from dyno.result import Result
@@ -297,7 +297,7 @@ def parse_budget(texts: Iterable[str]) -> dict[str, float]:
 
 def model_name(source: str) -> str:
     """The model's name in tables and folders: what stands behind the colon, or the file's stem."""
-    if source.endswith((".onnx", ".xml", ".engine", ".plan")):
+    if source.endswith(MODEL_FILES):
         return Path(source).stem
     return source.rpartition(":")[2]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dyno.worker.device_session import PARTS, DeviceSession
+from dyno.worker.device_session import DeviceSession
 from dyno.worker.gpu import Device, Graph, Stopwatch, call
-from dyno.worker.spec import Tensor, Unavailable, UserError
+from dyno.worker.spec import PARTS, Tensor, Unavailable, UserError
 
 pytestmark = pytest.mark.gpu
 SHAPE = (4, 1024)

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from dyno.worker.backend import Session, find
-from dyno.worker.spec import Dims, ModelSpec, Runtime, Trial
-from dyno.worker.torch_copies import PARTS
+from dyno.worker.spec import PARTS, Dims, ModelSpec, Runtime, Trial
 
 pytestmark = [
     pytest.mark.gpu,

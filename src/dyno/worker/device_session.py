@@ -15,9 +15,7 @@ import numpy as np
 from dyno.worker.backend import Arrays, Session
 from dyno.worker.gpu import Device, Stopwatch, call
 from dyno.worker.shapes import Shape, fitted
-from dyno.worker.spec import Tensor, UserError
-
-PARTS = ("enqueue", "h2d", "compute", "d2h")
+from dyno.worker.spec import PARTS, Tensor, UserError
 
 
 class Slot:

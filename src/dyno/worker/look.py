@@ -7,7 +7,7 @@ from typing import Any
 from dyno.worker import models
 from dyno.worker.backends import onnx_export
 from dyno.worker.shapes import static_shapes
-from dyno.worker.spec import Dims, ModelSpec, Tensor, Trial, UserError, to_json
+from dyno.worker.spec import ENGINE_FILES, Dims, ModelSpec, Tensor, Trial, UserError, to_json
 
 DEFAULT_SIZE = 224
 
@@ -71,7 +71,7 @@ def _reader(trial: Trial) -> Any:
         from dyno.worker.backends import open_vino
 
         return open_vino
-    if path.endswith((".engine", ".plan")):
+    if path.endswith(ENGINE_FILES):
         from dyno.worker.backends.tensor_rt.given import Reader
 
         return Reader(trial.backend, trial.runtime.device)

@@ -17,6 +17,9 @@ from typing import Any, TypeVar, Union
 SCHEMA = 1
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "int8", "fp8")
 BOUNDARIES = ("model", "all", "throughput")
+PARTS = ("enqueue", "h2d", "compute", "d2h")  # of one inference from host to host on a GPU
+ENGINE_FILES = (".engine", ".plan")
+MODEL_FILES = (".onnx", ".xml", *ENGINE_FILES)
 STRETCHES = ("min", "opt", "max", "random")  # batches of the hard test, by name
 
 Option = Union[str, int, float, bool]
@@ -202,7 +205,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Job:
-    """One process: `run` a trial, `make` a file, `probe` a backend or `train` a model."""
+    """One process: `run` or `endure` a trial, `make` a file, `probe` a backend, `look` at a model or `train` one."""
 
     kind: str
     runtime: Runtime = Runtime()

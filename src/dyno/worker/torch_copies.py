@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-PARTS = ("enqueue", "h2d", "compute", "d2h")
+from dyno.worker.spec import PARTS
 
 
 class Copies:

@@ -24,6 +24,7 @@ from dyno.worker.backends.tensor_rt.given import given
 from dyno.worker.backends.tensor_rt.settings import Settings
 from dyno.worker.calibration import NO_DATA
 from dyno.worker.spec import (
+    ENGINE_FILES,
     Artifact,
     DataSpec,
     Dims,
@@ -36,8 +37,6 @@ from dyno.worker.spec import (
     Unavailable,
     UserError,
 )
-
-ENGINES = (".engine", ".plan")
 
 
 class TensorRT(Backend):
@@ -55,10 +54,10 @@ class TensorRT(Backend):
         if why := super().refuse(trial):
             return why
         file = trial.model.file
-        if file.endswith(ENGINES):
+        if file.endswith(ENGINE_FILES):
             return ""
         if file and not file.endswith(".onnx"):
-            return f"{self.name} reads .onnx, {' and '.join(ENGINES)} files, not {Path(file).name}"
+            return f"{self.name} reads .onnx, {' and '.join(ENGINE_FILES)} files, not {Path(file).name}"
         if trial.precision in ("fp32", "tf32") and trial.model.precision not in ("", "fp32"):
             return f"the file's graph is {trial.model.precision} already; give the fp32 file, or --precision"
         try:
@@ -87,7 +86,7 @@ class TensorRT(Backend):
 
         A dynamic profile leaves the trial's batch out, so that all batches share one engine.
         """
-        if trial.model.file.endswith(ENGINES):
+        if trial.model.file.endswith(ENGINE_FILES):
             dims = replace(trial.dims, batch=0)
             return Recipe(self.name, "engine", trial.precision, trial.model, dims, runtime=trial.runtime)
         asked = Settings.of(trial.options)
@@ -118,7 +117,7 @@ class TensorRT(Backend):
 
         While it builds, FOLDER/stage says how far it is.
         """
-        if recipe.model.file.endswith(ENGINES):
+        if recipe.model.file.endswith(ENGINE_FILES):
             return given(self.product, recipe)
         if parent is None:
             raise UserError("an engine is built from an ONNX file: give one, or a PyTorch model")
