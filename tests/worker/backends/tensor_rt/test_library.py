@@ -199,3 +199,13 @@ def test_a_nameless_node_has_its_number() -> None:
 def test_types_by_name(rtx: Any) -> None:
     names = {library.dtype_name(kind) for kind in rtx.DataType.__members__.values()}
     assert {"float32", "float16", "bfloat16", "float8", "int8", "int32", "int64", "uint8", "bool"} <= names
+
+
+def test_what_every_build_says_is_told_from_a_warning() -> None:
+    said = (
+        "onnx2trt_utils.cpp:374: Your ONNX model has been generated with INT64 weights, while TensorRT does not natively "
+        "support INT64. Attempting to cast down to INT32."
+    )
+    assert library.USUAL.search(said)
+    assert not library.USUAL.search("One or more weights outside the range of INT32 was clamped")
+    assert not library.USUAL.search("- 53 weights are affected by this issue: Detected subnormal FP16 values.")

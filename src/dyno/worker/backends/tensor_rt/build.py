@@ -266,9 +266,9 @@ def _gpu(job: Build) -> dict[str, str]:
 
 
 def _warnings(job: Build) -> list[str]:
-    """What the library warned of, each kind once."""
+    """What the library warned of, each kind once; a warning that comes with every build would hide the others."""
     said = dict.fromkeys(" ".join(w.split())[:200] for w in job.log.warnings)
-    short = [w for w in said if not library.MEMORY.search(w)]
+    short = [w for w in said if not library.MEMORY.search(w) and not library.USUAL.search(w)]
     tactics = sum(bool(library.MEMORY.search(w)) for w in job.log.warnings)
     found = (
         [f"{tactics} tactics were left out for want of GPU memory; a larger workspace may be faster"] if tactics else []

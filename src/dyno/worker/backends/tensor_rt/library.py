@@ -18,6 +18,9 @@ from dyno.worker.spec import Unavailable, UserError
 
 NAMES = {"tensorrt": "TensorRT", "tensorrt_rtx": "TensorRT-RTX"}  # by module
 INSTALL = {"tensorrt": "tensorrt", "tensorrt_rtx": "tensorrt-rtx"}
+# What 8.6 says of every exported file (its shapes are INT64; weights that don't fit are warned of apart), and how it
+# goes on after a warning that names the number of weights.
+USUAL = re.compile("generated with INT64 weights|^If this is not the desired behavior|^Check verbose logs")
 MEMORY = re.compile("out of ?memory|bad_alloc|MemoryAllocation|cudaError 2:|insufficient memory", re.IGNORECASE)
 NO_DRIVER = re.compile(
     "cudaError (35|100):"
