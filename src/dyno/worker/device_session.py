@@ -15,7 +15,17 @@ import numpy as np
 from dyno.worker.backend import Arrays, Session
 from dyno.worker.gpu import Device, Stopwatch, call
 from dyno.worker.shapes import Shape, fitted
-from dyno.worker.spec import PARTS, Tensor, UserError
+from dyno.worker.spec import PARTS, Tensor, Trial, UserError
+
+SLOTS = 3  # one batch computes, one is on its way to the GPU, one on its way back
+
+
+def slots_of(trial: Trial) -> int:
+    """The trial's option `slots`; anything but a whole number from 1 on is a `UserError`."""
+    slots = trial.options.get("slots", SLOTS)
+    if not isinstance(slots, int) or slots < 1:
+        raise UserError(f"slots is a whole number of batches in flight from 1 on, not {slots!r}")
+    return slots
 
 
 class Slot:

@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker.device_session import DeviceSession
+from dyno.worker.device_session import DeviceSession, slots_of
 from dyno.worker.gpu import Device
 from dyno.worker.shapes import Shape
 from dyno.worker.spec import Option, Tensor, Trial, Unavailable, UserError
 
-SLOTS = 3
 CUDA, TENSORRT = "CUDAExecutionProvider", "TensorrtExecutionProvider"
 KINDS = {"cuda": CUDA, "tensorrt": TENSORRT}
 OPTIONS = ("provider", "slots", "conv_search", "nhwc")
@@ -64,7 +63,7 @@ class CudaSession(DeviceSession):
     def __init__(self, file: Any, trial: Trial, tensor: Callable[[Any], Tensor]) -> None:
         device = Device(trial.runtime.device)
         providers = Providers(file.ort, trial, device)
-        super().__init__(device, max(1, int(trial.options.get("slots", SLOTS))))
+        super().__init__(device, slots_of(trial))
         self._file, self._providers = file, providers.list()
         self._session = file.open(providers.list(self.stream))
         providers.check(self._session)

@@ -203,8 +203,8 @@ def test_types_by_name(rtx: Any) -> None:
 
 def test_what_every_build_says_is_told_from_a_warning() -> None:
     said = (
-        "onnx2trt_utils.cpp:374: Your ONNX model has been generated with INT64 weights, while TensorRT does not natively "
-        "support INT64. Attempting to cast down to INT32."
+        "onnx2trt_utils.cpp:374: Your ONNX model has been generated with INT64 weights, while TensorRT does not "
+        "natively support INT64. Attempting to cast down to INT32."
     )
     assert library.USUAL.search(said)
     assert not library.USUAL.search("One or more weights outside the range of INT32 was clamped")

@@ -6,7 +6,6 @@ its shapes between runs, within its profile, and records its graph anew when a s
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +14,10 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.backends.tensor_rt import layers, library
-from dyno.worker.device_session import DeviceSession
+from dyno.worker.device_session import DeviceSession, slots_of
 from dyno.worker.gpu import Device, Graph
 from dyno.worker.shapes import Shape, static_shapes
 from dyno.worker.spec import Artifact, Tensor, Trial, UserError
-
-SLOTS = 3  # one batch computes, one is on its way to the GPU, one on its way back
-MEMORY = re.compile("out of memory|OutOfMemory|std::bad_alloc|cudaErrorMemoryAllocation", re.IGNORECASE)
 
 
 class TensorRTSession(DeviceSession):
@@ -41,7 +37,7 @@ class TensorRTSession(DeviceSession):
         self._graphed = bool(trial.options.get("graph", True))
         known = self._described(artifact)
         wanted = self._wanted(known, trial)
-        super().__init__(device, max(1, int(trial.options.get("slots", SLOTS))))
+        super().__init__(device, slots_of(trial))
         self._contexts = self._made_contexts()
         self._profile = self._chosen_profile(wanted)
         self._allocators: list[dict[str, Any]] = [{} for _ in self._contexts]
@@ -214,7 +210,7 @@ class TensorRTSession(DeviceSession):
 
     def _raise(self, what: str) -> None:
         reason = self._log.reason()
-        if MEMORY.search(reason):
+        if library.MEMORY.search(reason):
             raise MemoryError(f"{what}: the GPU's memory ran out ({reason[:160]})")
         raise UserError(f"{what}: {reason}")
 
@@ -261,7 +257,7 @@ def deserialised(trt: Any, log: Any, path: str) -> tuple[Any, Any]:
     engine = runtime.deserialize_cuda_engine(content)
     if engine is None:
         reason = log.reason()
-        if MEMORY.search(reason):
+        if library.MEMORY.search(reason):
             raise MemoryError(f"{path} can't be loaded: the GPU's memory ran out ({reason[:160]})")
         raise UserError(
             f"{path} is no engine that TensorRT {trt.__version__} takes on this GPU ({reason}); build it again here"
