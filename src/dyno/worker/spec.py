@@ -20,6 +20,7 @@ BOUNDARIES = ("model", "all", "throughput")
 PARTS = ("enqueue", "h2d", "compute", "d2h")  # of one inference from host to host on a GPU
 ENGINE_FILES = (".engine", ".plan")
 MODEL_FILES = (".onnx", ".xml", *ENGINE_FILES)
+TASKS = ("classify", "detect", "segment", "pose")
 STRETCHES = ("min", "opt", "max", "random")  # batches of the hard test, by name
 
 Option = Union[str, int, float, bool]
@@ -48,13 +49,15 @@ class Preprocess:
     """How 8-bit pixels become the model's input: `(pixel / 255 - mean) / std` per channel, after a resize.
 
     `resize` is the length of the shorter side before the centre crop, as a multiple of the crop (0: straight to the
-    crop's size, aspect ratio ignored).
+    crop's size, aspect ratio ignored). With `letterbox` the longer side becomes the size instead and the rest is filled
+    with grey (114), evenly on both sides, as detectors want it.
     """
 
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
     resize: float = 256 / 224
     interpolation: str = "bilinear"
+    letterbox: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,8 @@ class ModelSpec:
     `source` is `torchvision:NAME`, `timm:NAME`, `MODULE:FUNCTION`, `FILE.py:FUNCTION` or `file:PATH` (.onnx, .xml).
     `weights` is a checkpoint's path and `weights_sha256` its content; without either, `pretrained` decides between the
     library's published weights and random ones drawn from `seed`. `source_sha256` is the content of a file source, and
-    `precision` what a file's graph is in already ("" for a module).
+    `precision` what a file's graph is in already ("" for a module). `task` is one of TASKS, `classes` how many it tells
+    apart (None: the library's own number), and `keypoints` how many points a pose has and the values of each, (17, 3).
     """
 
     name: str
@@ -78,6 +82,8 @@ class ModelSpec:
     classes: int | None = None
     preprocess: Preprocess = Preprocess()
     precision: str = ""
+    task: str = "classify"
+    keypoints: tuple[int, ...] = ()
 
     @property
     def file(self) -> str:
@@ -104,7 +110,8 @@ class Dims:
 class DataSpec:
     """Inputs of a run: a decoded data set (see `dyno.datasets`), or `count` seeded random ones when `folder` is empty.
 
-    `folder` holds images.npy (uint8, N x C x H x W), labels.npy (int64) and one index array per split, `SPLIT.npy`.
+    `folder` holds images.npy (uint8, N x C x H x W), labels.npy (int64) and one index array per split, `SPLIT.npy`; for
+    detection and its kin also sizes.npy (int32, N x 2: height and width before the letterbox).
     """
 
     name: str = "random"
@@ -225,6 +232,8 @@ UNHASHED = {
     Plan: {"rounds", "timeout_s"},
     Runtime: {"name"},
 }
+# Fields that came later count only where they say something, so that the ids of what was stored before them hold.
+LATER = {ModelSpec: {"task", "keypoints"}, Preprocess: {"letterbox"}}
 
 
 def digest(value: Any) -> str:
@@ -235,6 +244,8 @@ def digest(value: Any) -> str:
 def _identity(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         hidden = UNHASHED.get(type(value), set())
+        later = {f.name: f.default for f in dataclasses.fields(value) if f.name in LATER.get(type(value), set())}
+        hidden = hidden | {name for name, default in later.items() if getattr(value, name) == default}
         found = {f.name: _identity(getattr(value, f.name)) for f in dataclasses.fields(value) if f.name not in hidden}
         if isinstance(value, ModelSpec):
             found["source"] = _placeless(value.source)
