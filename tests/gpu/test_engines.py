@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -194,13 +197,31 @@ def test_memory_that_runs_out_is_a_row_and_comes_back(study: Any, tmp_path: Path
     before = pynvml.nvmlDeviceGetMemoryInfo(handle).used
     (tmp_path / "hungry.py").write_text(HUNGRY)
     running = study("pytorch@precision=fp32", models=(f"{tmp_path}/hungry.py:net",), batches=(1,))
-    building = study("tensorrt@profile=1:1:1000000", batches=(1,), sizes=("256",))
-    for name, hungry in (("running", running), ("building", building)):
-        result = hungry.run(tmp_path / name, quiet=True)
+    running = running.run(tmp_path / "running", quiet=True)
+    with hogged():
+        building = study("tensorrt@profile=1:64:4096", batches=(64,), sizes=("128",))
+        building = building.run(tmp_path / "building", quiet=True)
+    for result in (running, building):
         assert [t.status for t in result.records] == ["oom"], [t.reason for t in result.records]
     after = study("tensorrt", batches=(2,)).run(tmp_path / "after", quiet=True)
     assert [t.status for t in after.records] == ["ok"]
     assert pynvml.nvmlDeviceGetMemoryInfo(handle).used < before + 2**30
+
+
+@contextmanager
+def hogged() -> Iterator[None]:
+    """Another process has all of the GPU's memory but what a context needs."""
+    code = (
+        "import torch; free = torch.cuda.mem_get_info()[0] - 900 * 2**20;"
+        "kept = torch.empty(free, dtype=torch.uint8, device='cuda'); print('held', flush=True); input()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        yield
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_a_job_past_its_time(study: Any, tmp_path: Path) -> None:

@@ -80,3 +80,15 @@ def test_a_process_whose_parent_is_gone_already_ends() -> None:
     assert (alive.returncode, alive.stdout) == (0, "alive\n")
     gone = subprocess.run([sys.executable, "-c", code, "999999999"], capture_output=True, text=True, timeout=60)
     assert (gone.returncode, gone.stdout) == (-9, "")
+
+
+def test_the_launcher_s_own_work_is_known() -> None:
+    code = (
+        "import time\nfrom dyno.worker.system import _launcher_seconds as seconds\n"
+        "before = seconds(); print('ready', flush=True); time.sleep(0.6); print(seconds() - before)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None and child.stdout.readline() == "ready\n"
+    while child.poll() is None:  # busy, as a launcher that samples is
+        pass
+    assert 0.05 < float(child.stdout.read()) < 5

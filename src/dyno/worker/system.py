@@ -73,15 +73,18 @@ def die_with_parent(parent: int) -> None:
 
 
 class Neighbours:
-    """How many processors everything else kept busy, the hypervisor's other guests included, since this was made."""
+    """How many processors everything else kept busy, the hypervisor's other guests included, since this was made.
+
+    Whoever launched this process is no neighbour: its sampling of the GPU and of this process is part of every job.
+    """
 
     def __init__(self) -> None:
-        self._since, self._all, self._own = time.monotonic(), _busy_seconds(), time.process_time()
+        self._since, self._all, self._own = time.monotonic(), _busy_seconds(), _own_seconds()
 
     def busy(self) -> float:
         """Processors, on average; 0 where the system doesn't say."""
         span = time.monotonic() - self._since
-        others = (_busy_seconds() - self._all) - (time.process_time() - self._own)
+        others = (_busy_seconds() - self._all) - (_own_seconds() - self._own)
         return max(0.0, others / span) if span > 0 else 0.0
 
 
@@ -90,6 +93,17 @@ def _busy_seconds() -> float:
     fields = _first_line("/proc/stat").split()
     ticks = [int(fields[i]) for i in (1, 2, 3, 6, 7, 8) if i < len(fields)]
     return sum(ticks) / os.sysconf("SC_CLK_TCK")
+
+
+def _own_seconds() -> float:
+    return time.process_time() + _launcher_seconds()
+
+
+def _launcher_seconds() -> float:
+    """Processor seconds of the parent so far; 0 where the system doesn't say."""
+    # The name, in brackets, may hold spaces; what follows it doesn't.
+    fields = _first_line(f"/proc/{os.getppid()}/stat").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if len(fields) > 12 else 0.0
 
 
 def memory() -> int:

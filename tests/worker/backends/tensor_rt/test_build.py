@@ -302,3 +302,17 @@ def test_a_given_engine_needs_a_gpu_to_be_read(digits: Any, tmp_path: Path) -> N
     with pytest.raises((Unavailable, UserError)) as caught:  # no GPU, or one that RTX doesn't take
         find(NAME).make(asked, None, tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_want_of_memory_is_known_by_what_was_tried() -> None:
+    from types import SimpleNamespace
+
+    from dyno.worker.backends.tensor_rt.build import _failure
+
+    none_left = "Error Code 10: Internal Error (Could not find any implementation for node conv.)"
+    skipped = "Skipping tactic 2 due to insufficient memory on requested size of 4294967296 detected"
+    starved, sated = SimpleNamespace(warnings=[skipped]), SimpleNamespace(warnings=[])
+    assert isinstance(_failure(starved, "can't", none_left), MemoryError)
+    assert isinstance(_failure(sated, "can't", none_left), UserError)
+    assert isinstance(_failure(starved, "can't", "API Usage Error"), UserError)
+    assert isinstance(_failure(sated, "can't", "Cuda Runtime (out of memory)"), MemoryError)

@@ -132,7 +132,7 @@ def _parse(job: Build) -> None:
     # By its path, so that weights in files beside it are found.
     if not parser.parse_from_file(str(path)):
         reason = library.parse_error(parser, job.log)
-        raise _failure(f"{library.title(job.trt)} can't read {path.name}: {reason}", reason)
+        raise _failure(job.log, f"{library.title(job.trt)} can't read {path.name}: {reason}", reason)
     if not job.network.num_outputs:
         raise UserError(f"{path.name} has no outputs: it is not a whole ONNX file; export it again")
 
@@ -203,7 +203,7 @@ def _built(job: Build, tell: Tell) -> tuple[bytes, float]:
         raise job.calibrator.failure
     if plan is None:
         reason = job.log.reason()
-        raise _failure(f"{library.title(job.trt)} can't build {job.recipe.model.name}: {reason}", reason)
+        raise _failure(job.log, f"{library.title(job.trt)} can't build {job.recipe.model.name}: {reason}", reason)
     return bytes(plan), seconds
 
 
@@ -224,10 +224,15 @@ def _interruptible(stop: threading.Event, watched: bool) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _failure(sentence: str, reason: str) -> Exception:
+def _failure(log: Any, sentence: str, reason: str) -> Exception:
     if "Unable to load library" in reason:  # a part of the library that its package may leave out
         return Unavailable(sentence)
-    return MemoryError(sentence) if library.MEMORY.search(reason) else UserError(sentence)
+    if library.MEMORY.search(reason):
+        return MemoryError(sentence)
+    # Kernels that didn't fit are warnings; that none is left is the error, and it says nothing of memory.
+    if "any implementation" in reason and any(library.MEMORY.search(w) for w in log.warnings):
+        return MemoryError(f"{sentence}; what was tried did not fit into the GPU's memory")
+    return UserError(sentence)
 
 
 def _layers(job: Build, path: Path) -> list[layers.Layer]:
