@@ -97,6 +97,28 @@ def test_split_layout(tmp_path: Path, make: Make) -> None:
         make(folder)
 
 
+def test_the_training_images_are_decoded_when_they_are_asked_for(tmp_path: Path, make: Make) -> None:
+    folder = tmp_path / "d"
+    fill(folder / "train", {"a": 12, "b": 4})
+    fill(folder / "test", {"a": 3, "b": 3}, seed=100)
+    shutil.copy(folder / "test/a/001.jpg", folder / "train/a/copy of a test image.jpg")
+    found = arrays(make(folder, calibration=6, train=True))
+    assert (len(found["test"]), len(found["train"]), len(found["calibration"]), len(found["images"])) == (6, 16, 6, 22)
+    assert not set(found["test"]) & set(found["train"])
+    assert set(found["calibration"]) < set(found["train"])
+    assert np.bincount(found["labels"][found["train"]]).tolist() == [12, 4]
+    assert sorted(found["labels"][found["train"][:4]]) == [0, 0, 0, 1], "any beginning holds the classes in proportion"
+    without = arrays(make(folder, calibration=6))
+    assert "train" not in without
+    assert len(without["images"]) == 12
+    other = fill(tmp_path / "other", {"": 5}, seed=50)
+    found = arrays(make(folder, calibration=other, train=True))
+    assert (len(found["train"]), len(found["calibration"])) == (16, 5)
+    assert not set(found["calibration"]) & set(found["train"])
+    with pytest.raises(UserError, match="has no train/; put the images to learn from there"):
+        make(folder / "train", train=True)
+
+
 def test_calibration_folder_never_holds_a_test_image(tmp_path: Path, make: Make) -> None:
     folder = fill(tmp_path / "d", {"a": 4, "b": 4})
     other = fill(tmp_path / "other", {"": 5}, seed=50)
@@ -191,7 +213,7 @@ def test_unreadable_images_are_refused_or_skipped(tmp_path: Path, make: Make) ->
     assert sorted(found["test"]) == list(range(7))
     for path in (folder / "b").iterdir():
         path.write_bytes(b"gone")
-    with pytest.raises(UserError, match="no image of class 'b' can be read"):
+    with pytest.raises(UserError, match="no test image of class 'b' can be read"):
         make(folder, on_unreadable="skip")
 
 

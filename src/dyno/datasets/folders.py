@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,42 +16,53 @@ CALIBRATION_SHARE = 5  # at most one image in five is taken from the test images
 
 @dataclass(frozen=True)
 class Photo:
-    """One image file: `name` is its printable path below the data folder, `label` its class's index or -1."""
+    """One image file: `name` is its printable path below the data folder, `label` its class's index or -1.
+
+    `split` is where it belongs: test, train or calibration; `tunes`: a training image that is for calibration too.
+    """
 
     path: Path
     name: str
     label: int
     split: str
+    tunes: bool = False
 
 
 @dataclass(frozen=True)
 class Listing:
-    """Test images in class order, then calibration images; `own_calibration`: those came from a folder of their own."""
+    """Test images in class order, then the others; `own_calibration`: calibration images are from their own folder."""
 
     classes: list[str]
     photos: list[Photo]
     own_calibration: bool = False
 
 
-def scan(folder: Path, calibration: int | Path, seed: int) -> Listing:
-    """List the folder's images; raises `UserError` when it is missing, or has no class folders or an empty one."""
+def scan(folder: Path, calibration: int | Path, seed: int, train: bool = False) -> Listing:
+    """List the folder's images; raises `UserError` when it is missing, or has no class folders or an empty one.
+
+    With `train` all images of train/ are listed, and those for calibration are marked among them.
+    """
     if not folder.is_dir():
         raise UserError(f"no data folder {folder}" if not folder.exists() else f"{folder} is not a folder")
     if isinstance(calibration, int) and calibration < 0:
         raise UserError(f"the number of calibration images can't be {calibration}")
     try:
         test_root, train_root = _roots(folder)
+        if train and train_root is None:
+            raise UserError(f"{folder} has no train/; put the images to learn from there and the others into test/")
         classes = _folders(train_root or test_root)
         test = _photos(folder, test_root, classes, "test")
+        learnt = _photos(folder, train_root, classes, "train") if train_root and train else []
         if isinstance(calibration, Path):
-            return Listing(classes, test + _loose(calibration), own_calibration=True)
+            return Listing(classes, test + learnt + _loose(calibration), own_calibration=True)
         if train_root is None:
             return Listing(classes, _carve(test, calibration, seed))
-        train = _photos(folder, train_root, classes, "calibration")
+        learnt = learnt or _photos(folder, train_root, classes, "calibration")
     except PermissionError as e:
         raise UserError(f"{e.filename} can't be listed: permission denied") from e
-    order = spread(np.array([photo.label for photo in train]), seed)
-    return Listing(classes, test + [train[i] for i in sorted(order[:calibration])])
+    chosen = set(spread(np.array([photo.label for photo in learnt]), seed)[:calibration].tolist())
+    marked = [replace(photo, tunes=i in chosen) for i, photo in enumerate(learnt)]
+    return Listing(classes, test + [photo for photo in marked if train or photo.tunes])
 
 
 def spread(labels: np.ndarray, seed: int) -> np.ndarray:
