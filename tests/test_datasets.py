@@ -347,7 +347,7 @@ def test_full_disk_and_unwritable_cache(tmp_path: Path, make: Make, monkeypatch:
 
 
 def test_abandoned_parts_are_removed(tmp_path: Path, make: Make) -> None:
-    for name, age in ((".part-old", 2 * 24 * 3600), (".part-new", 60)):
+    for name, age in ((".part-old", 8 * 24 * 3600), (".part-new", 24 * 3600)):
         (tmp_path / "cache" / name).mkdir(parents=True)
         then = (tmp_path / "cache" / name).stat().st_mtime - age
         os.utime(tmp_path / "cache" / name, (then, then))

@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "dyno.worker.spec": (),
     "dyno.worker.record": ("dyno.worker.spec",),
     "dyno.analysis": ("dyno.analysis", "dyno.worker.spec", "dyno.worker.record"),
-    "dyno.datasets": ("dyno.datasets", "dyno.worker.spec"),
+    "dyno.datasets": ("dyno.datasets", "dyno.worker.spec", "dyno.worker.letterbox"),
     "dyno.telemetry": ("dyno.gpu_telemetry", "dyno.worker.spec", "dyno.worker.record"),
     "dyno.gpu_telemetry": (),
     "dyno.launch": ("dyno.telemetry", *HOST_WORKER),

@@ -8,6 +8,8 @@ that any beginning of it holds the classes in their proportions.
 from __future__ import annotations
 
 import dataclasses
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +18,7 @@ import numpy as np
 from dyno.datasets import cache as store
 from dyno.datasets.decode import Progress, Transform, decoded, library_version
 from dyno.datasets.folders import Listing, printable, scan, spread
+from dyno.datasets.rows import Timed
 from dyno.worker.spec import DataSpec, Preprocess, Unavailable, UserError
 
 DIGITS = Preprocess(mean=(0.5,), std=(0.5,), resize=0.0)
@@ -43,8 +46,13 @@ def digits(cache: Path, size: int = 64) -> DataSpec:
         train = order[DIGITS_TEST:]
         splits = {"test": order[:DIGITS_TEST], "train": train, "calibration": train[:DIGITS_CALIBRATION]}
         about = {"name": "digits", "classes": [str(n) for n in range(10)], "made_by": made_by, **transform.identity}
-        rows = (transform.pixels(image) for image in small)
-        found = store.write(cache, key, store.Content(rows, transform.shape, labels, splits, about))
+
+        def rows(start: int) -> Iterator[Timed]:
+            for image in small[start:]:
+                began = time.perf_counter()
+                yield transform.pixels(image), time.perf_counter() - began
+
+        found = store.write(cache, key, store.Content(rows, transform.shape, {"labels": labels}, splits, about))
     return _spec("digits", found)
 
 
@@ -66,7 +74,8 @@ def class_folders(
     in the folders' order by Unicode code point; train/ decides the order where there is one. Calibration images are
     never test images: a number is taken from train/, or where there is none out of the test images (at most a fifth of
     them); a path is a folder of images of its own. With `train` every image of train/ is decoded too, calibration ones
-    among them, and listed in train.npy; copies of test images are left out. `progress` is called with images done and in all.
+    among them, and listed in train.npy. Copies of test images are left out of both. `progress` is called with images
+    done and in all.
 
     The shorter side becomes `size * preprocess.resize`, then the centre is cropped (resize 0: straight to the size),
     with antialiasing and without JPEG's reduced-scale decoding, which would change the pixels. As in torchvision's
@@ -88,7 +97,7 @@ def class_folders(
         classes = [printable(name) for name in listing.classes]
         about = {"name": printable(folder.name), "classes": classes, "made_by": made_by, **transform.identity}
         found = store.write(cache, key, _content(listing, transform, about, on_unreadable, progress, seed))
-    elif on_unreadable == "refuse":
+    if on_unreadable == "refuse":
         _refuse(store.meta(found)["unreadable"], len(listing.photos))
     return _spec(printable(folder.name), found)
 
@@ -151,8 +160,10 @@ def _content(
                 raise UserError(f"no {split} image of class {listing.classes[label]!r} can be read, e.g. {lines[0]}")
         return lines
 
-    rows = decoded([photo.path for photo in photos], transform, progress)
-    return store.Content(rows, transform.shape, labels, splits, about, check)
+    def rows(start: int) -> Iterator[Timed]:
+        return decoded([photo.path for photo in photos], transform, progress, start)
+
+    return store.Content(rows, transform.shape, {"labels": labels}, splits, about, check)
 
 
 def _refuse(unreadable: list[str], count: int) -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
-import io
 import json
 import os
 import shutil
 import stat
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -20,29 +20,33 @@ from typing import Any
 
 import numpy as np
 
-from dyno.datasets.decode import Row
+from dyno.datasets import rows
+from dyno.datasets.rows import Source
 from dyno.worker.spec import UserError
 
-FORMAT = 1  # of the data set folder; part of every key
+FORMAT = 2  # of the data set folder; part of every key
 UNSURE_NS = (
     2_000_000_000  # a file changed this shortly before it was hashed may have changed again with the same time stamp
 )
-STALE_S = 24 * 3600
+STALE_S = 7 * 24 * 3600  # a killed run can be gone on with for so long
 
 
 @dataclass(frozen=True)
 class Content:
-    """What a data set is made of. `rows` yields an image, or why it can't be read, for every label.
+    """What a data set is made of. `rows` gives an image, or why it can't be read, for each row from the one named on.
 
-    `check` is told the reasons by row; it raises, or returns them as the lines that meta.json lists.
+    `columns` has an array of as many rows for each further file, `labels` among them. `check` is told the reasons by
+    row; it raises, or returns them as the lines that meta.json lists. `beside` makes further JSON files by name from
+    the rows that were kept.
     """
 
-    rows: Iterable[Row]
+    rows: Source
     shape: tuple[int, ...]
-    labels: np.ndarray
+    columns: dict[str, np.ndarray]
     splits: dict[str, np.ndarray]
     meta: dict[str, Any]
     check: Callable[[dict[int, str]], list[str]] = lambda unreadable: list(unreadable.values())
+    beside: Callable[[np.ndarray], dict[str, Any]] = lambda kept: {}
 
 
 def key_of(*parts: Any) -> str:
@@ -56,7 +60,7 @@ def find(cache: Path, key: str) -> Path | None:
     try:
         found = meta(folder)
         whole = (folder / "images.npy").stat().st_size == found["bytes"]
-        whole = whole and all((folder / f"{name}.npy").exists() for name in ("labels", *found["splits"]))
+        whole = whole and all((folder / name).exists() for name in found["files"])
     except (OSError, ValueError, KeyError):
         return None
     return folder if whole else None
@@ -71,96 +75,106 @@ def meta(folder: Path) -> dict[str, Any]:
 def write(cache: Path, key: str, content: Content) -> Path:
     """Store the data set under its key and return its folder; raises `UserError` on a full disk or an unwritable cache.
 
-    Two processes may do this at once: each writes its own copy, the first to be done stays.
+    Only one process does this at a time, and another waits for what it makes. A run that was killed is gone on with.
     """
-    needed = len(content.labels) * int(np.prod(content.shape))
+    needed = len(content.columns["labels"]) * int(np.prod(content.shape))
     with _explained(cache, needed):
         cache.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(cache)
-        if shutil.disk_usage(cache).free < needed:
-            raise OSError(errno.ENOSPC, "")
-        part = cache / f".part-{key}-{uuid.uuid4().hex}"
-        part.mkdir()
-        try:
-            _fill(part, content)
-            return _into_place(part, cache / key, cache)
-        finally:
+        part = cache / f".part-{key}"
+        with _alone(part):
+            try:
+                target = find(cache, key) or _made(part, cache / key, content, needed)
+            except OSError:
+                shutil.rmtree(part, ignore_errors=True)
+                raise
             shutil.rmtree(part, ignore_errors=True)
+            return target
 
 
-def _fill(part: Path, content: Content) -> None:
-    sha = hashlib.sha256()
-    unreadable = _write_images(part / "images.npy", content, sha)
+@contextmanager
+def _alone(part: Path) -> Iterator[None]:
+    """Hold the folder in which a data set is made; the lock ends with the process, however it ends."""
+    while True:
+        part.mkdir(exist_ok=True)
+        try:
+            lock = os.open(part / "lock", os.O_CREAT | os.O_RDWR)
+        except FileNotFoundError:
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            # Whoever held it before has removed the folder when it was done, and the lock in it.
+            if _same(lock, part / "lock"):
+                yield
+                return
+        finally:
+            os.close(lock)
+
+
+def _same(opened: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(opened), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _made(part: Path, target: Path, content: Content, needed: int) -> Path:
+    folder = part / "made"
+    folder.mkdir(exist_ok=True)
+    there = sum(path.stat().st_size for path in folder.iterdir())
+    if shutil.disk_usage(part).free < needed - there:
+        raise OSError(errno.ENOSPC, "")
+    _fill(folder, part / "journal", content)
+    return _into_place(folder, target)
+
+
+def _fill(folder: Path, journal: Path, content: Content) -> None:
+    count = len(content.columns["labels"])
+    written = rows.write(folder / "images.npy", journal, content.shape, count, content.rows)
+    sha, unreadable = written.sha, written.unreadable
     lines = content.check(unreadable) if unreadable else []
-    kept = np.array([i for i in range(len(content.labels)) if i not in unreadable], np.int64)
-    new_place = np.full(len(content.labels), -1, np.int64)
+    kept = np.array([i for i in range(count) if i not in unreadable], np.int64)
+    new_place = np.full(count, -1, np.int64)
     new_place[kept] = np.arange(len(kept))
     splits = {name: place[place >= 0] for name, index in content.splits.items() if len(place := new_place[index])}
-    for name, array in {"labels": content.labels[kept], **splits}.items():
+    files = ["images.npy"]
+    for name, array in {**{name: column[kept] for name, column in content.columns.items()}, **splits}.items():
         sha.update(f"{name} {array.shape}".encode() + array.astype("<i8").tobytes())
-        np.save(part / f"{name}.npy", array)
+        np.save(folder / f"{name}.npy", array)
+        files.append(f"{name}.npy")
+    for name, value in content.beside(kept).items():
+        text = json.dumps(value)
+        sha.update(f"{name} {text}".encode())
+        (folder / name).write_text(text, encoding="utf-8")
+        files.append(name)
     about = {
         **content.meta,
         "sha256": sha.hexdigest(),
         "count": len(kept),
         "splits": {name: len(index) for name, index in splits.items()},
         "unreadable": lines,
-        "bytes": (part / "images.npy").stat().st_size,
+        "decode_s": written.seconds / max(written.kept, 1),
+        "files": files,
+        "bytes": (folder / "images.npy").stat().st_size,
     }
-    with open(part / "meta.json", "w", encoding="utf-8") as f:
+    with open(folder / "meta.json", "w", encoding="utf-8") as f:
         json.dump(about, f, indent=1)
         f.flush()
         os.fsync(f.fileno())
 
 
-def _write_images(path: Path, content: Content, sha: Any) -> dict[int, str]:
-    """Append the images that can be read; returns why the others can't, by row. Plain writes, because writing to mapped
-    memory on a full disk would kill the process."""
-    unreadable: dict[int, str] = {}
-    kept = 0
-    with open(path, "wb") as f:
-        f.write(_header(len(content.labels), content.shape))
-        for i, row in enumerate(content.rows):
-            if isinstance(row, str):
-                unreadable[i] = row
-                continue
-            sha.update(row.data)
-            f.write(row.data)
-            kept += 1
-        f.seek(0)
-        f.write(_header(kept, content.shape))
-        f.flush()
-        os.fsync(f.fileno())
-    sha.update(f"{kept} {content.shape}".encode())
-    return unreadable
-
-
-def _header(count: int, shape: tuple[int, ...]) -> bytes:
-    """The .npy header; numpy pads it so that its length doesn't depend on the first axis."""
-    beginning = io.BytesIO()
-    about = {"descr": "|u1", "fortran_order": False, "shape": (count, *shape)}
-    np.lib.format.write_array_header_1_0(beginning, about)
-    return beginning.getvalue()
-
-
-def _into_place(part: Path, target: Path, cache: Path) -> Path:
-    try:
-        part.rename(target)
-    except OSError as e:
-        if e.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
-        if find(cache, target.name) is None:  # what lies there is damaged
-            target.rename(part.with_name(part.name + "-damaged"))
-            shutil.rmtree(part.with_name(part.name + "-damaged"), ignore_errors=True)
-            part.rename(target)
+def _into_place(folder: Path, target: Path) -> Path:
+    if target.exists():  # what lies there is damaged
+        target.rename(folder.with_name("damaged"))
+    folder.rename(target)
     return target
 
 
 def _remove_abandoned(cache: Path) -> None:
-    """Remove what killed processes left behind: parts in which nothing has been written for a day."""
+    """Remove what killed processes left behind: parts in which nothing has been written for a week."""
     for part in cache.glob(".part-*"):
         with suppress(OSError):
-            touched = max(path.stat().st_mtime for path in (part, *part.iterdir()))
+            touched = max(path.stat().st_mtime for path in (part, *part.rglob("*")))
             if time.time() - touched > STALE_S:
                 shutil.rmtree(part, ignore_errors=True)
 

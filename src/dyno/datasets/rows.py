@@ -1,0 +1,113 @@
+"""Decoded images written one after the other beside a journal of them, so that a killed run goes on where it stopped.
+
+The journal has a line for each row: the seconds it took and the CRC of its pixels, or why it can't be read. What the
+journal says is held against what lies there before anything is added; the first row that isn't whole ends it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+Row = np.ndarray | str
+Timed = tuple[Row, float]  # an image or why it can't be read, and the seconds that one thread spent on it
+Source = Callable[[int], Iterable[Timed]]  # the rows from that one on
+
+
+@dataclass
+class Written:
+    """What lies in images.npy: a sha256 of its pixels, how many rows it has, why the others aren't there, seconds."""
+
+    sha: Any = field(default_factory=hashlib.sha256)
+    kept: int = 0
+    unreadable: dict[int, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def done(self) -> int:
+        """Rows that were tried."""
+        return self.kept + len(self.unreadable)
+
+    def add(self, row: Row, seconds: float) -> None:
+        """Count one more row."""
+        if isinstance(row, str):
+            self.unreadable[self.done] = row
+            return
+        self.sha.update(row.data)
+        self.kept += 1
+        self.seconds += seconds
+
+
+def write(images: Path, journal: Path, shape: tuple[int, ...], count: int, rows: Source) -> Written:
+    """Write `count` rows of `shape` to images.npy, going on from what a killed run left there.
+
+    Plain writes, because writing to mapped memory on a full disk would kill the process.
+    """
+    written = Written()
+    for path in (images, journal):
+        path.touch()
+    with open(images, "r+b") as pixels, open(journal, "r+b") as lines:
+        pixels.write(header(count, shape))
+        _stored(pixels, lines, shape, written)
+        for row, seconds in rows(written.done):
+            if not isinstance(row, str):
+                pixels.write(row.data)
+                pixels.flush()
+            lines.write(_line(row, seconds))
+            lines.flush()
+            written.add(row, seconds)
+        pixels.seek(0)
+        pixels.write(header(written.kept, shape))
+        pixels.flush()
+        os.fsync(pixels.fileno())
+    written.sha.update(f"{written.kept} {shape}".encode())
+    return written
+
+
+def header(count: int, shape: tuple[int, ...]) -> bytes:
+    """The .npy header; numpy pads it so that its length doesn't depend on the first axis."""
+    beginning = io.BytesIO()
+    about = {"descr": "|u1", "fortran_order": False, "shape": (count, *shape)}
+    np.lib.format.write_array_header_1_0(beginning, about)
+    return beginning.getvalue()
+
+
+def _stored(pixels: BinaryIO, lines: BinaryIO, shape: tuple[int, ...], written: Written) -> None:
+    """Count the rows that both files have whole, and cut both behind them."""
+    whole = pixels.tell(), 0
+    for row, seconds in _whole(pixels, lines, shape):
+        written.add(row, seconds)
+        whole = pixels.tell(), lines.tell()
+    for file, end in zip((pixels, lines), whole, strict=True):
+        file.seek(end)
+        file.truncate()
+
+
+def _whole(pixels: BinaryIO, lines: BinaryIO, shape: tuple[int, ...]) -> Iterator[Timed]:
+    size = int(np.prod(shape))
+    while (line := lines.readline()).endswith(b"\n"):
+        try:
+            seconds, seal = json.loads(line)
+        except ValueError:
+            return
+        if isinstance(seal, str):
+            yield seal, seconds
+            continue
+        row = pixels.read(size)
+        if len(row) < size or zlib.crc32(row) != seal:
+            return
+        yield np.frombuffer(row, np.uint8), seconds
+
+
+def _line(row: Row, seconds: float) -> bytes:
+    seal = row if isinstance(row, str) else zlib.crc32(row.data)
+    return json.dumps([round(seconds, 9), seal]).encode() + b"\n"

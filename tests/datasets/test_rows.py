@@ -1,0 +1,141 @@
+"""Decoding that is killed goes on where it stopped, with whole rows only, and two processes don't do it twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dyno import datasets
+from dyno.datasets import rows
+from dyno.datasets.decode import Transform
+from dyno.worker.spec import DataSpec, Preprocess
+
+COUNT = 120
+SLOW = (
+    "import sys, time; from pathlib import Path; from dyno import datasets\n"
+    "from dyno.datasets.decode import Transform\n"
+    "from dyno.worker.spec import Preprocess\n"
+    "read = Transform.read\n"
+    "def slow(self, path):\n    time.sleep(0.02)\n    return read(self, path)\n"
+    "Transform.read = slow\n"
+    "datasets.class_folders(Path(sys.argv[1]), Path(sys.argv[2]), (48, 48), Preprocess())"
+)
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    rng = np.random.default_rng(0)
+    for i in range(COUNT):
+        path = tmp_path / "photos" / "ab"[i % 2] / f"{i:03}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (60, 80, 3), np.uint8)).save(path)
+    (tmp_path / "photos/a/004.jpg").write_bytes(b"no image")
+    return tmp_path / "photos"
+
+
+def prepared(folder: Path, cache: Path) -> DataSpec:
+    return datasets.class_folders(folder, cache, (48, 48), Preprocess(), on_unreadable="skip")
+
+
+def start_and_kill(photos: Path, cache: Path) -> int:
+    """Rows that a process had written when it was killed."""
+    process = subprocess.Popen([sys.executable, "-c", SLOW, str(photos), str(cache)])
+    deadline = time.monotonic() + 60
+    lines = 0
+    while lines < COUNT // 3 and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.01)
+        lines = sum(path.read_bytes().count(b"\n") for path in cache.glob(".part-*/journal"))
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL, "it was done before it could be killed"
+    return next(cache.glob(".part-*/journal")).read_bytes().count(b"\n")
+
+
+def test_what_was_decoded_before_a_kill_is_not_decoded_again(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = prepared(photos, tmp_path / "other")
+    done = start_and_kill(photos, tmp_path / "cache")
+    assert COUNT // 3 <= done < COUNT
+    read, read_again = Transform.read, []
+
+    def counting(self: Transform, path: Path) -> rows.Row:
+        read_again.append(path)
+        return read(self, path)
+
+    monkeypatch.setattr(Transform, "read", counting)
+    seen: list[tuple[int, int]] = []
+    found = datasets.class_folders(
+        photos, tmp_path / "cache", (48, 48), Preprocess(), on_unreadable="skip", progress=lambda *at: seen.append(at)
+    )
+    assert len(read_again) == COUNT - done
+    assert seen[0] == (done + 1, COUNT)
+    assert found.sha256 == whole.sha256
+    for name in ("images", "labels", "test", "calibration"):
+        assert np.array_equal(np.load(f"{found.folder}/{name}.npy"), np.load(f"{whole.folder}/{name}.npy"))
+    assert sorted(p.name for p in (tmp_path / "cache").iterdir()) == sorted([Path(found.folder).name, "hashes"])
+
+
+def test_what_is_decoded_stays_when_unreadable_images_are_refused(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(datasets.UserError, match=r"1 of 120 images can't be read: a/004.jpg"):
+        datasets.class_folders(photos, tmp_path, (48, 48), Preprocess())
+    monkeypatch.setattr(Transform, "read", lambda *_: pytest.fail("decoded again"))
+    assert prepared(photos, tmp_path).count == COUNT - COUNT // 5 - 1
+
+
+def some(count: int, start: int = 0) -> list[rows.Timed]:
+    """Rows of which the third can't be read."""
+    return [("torn" if i == 2 else np.full((1, 2, 3), i, np.uint8), 0.5) for i in range(start, count)]
+
+
+@pytest.mark.parametrize("harm", ["a torn line", "a line too many", "a torn row", "another pixel", "no images", "none"])
+def test_only_whole_rows_are_gone_on_from(tmp_path: Path, harm: str) -> None:
+    images, journal = tmp_path / "images.npy", tmp_path / "journal"
+    rows.write(images, journal, (1, 2, 3), 5, lambda start: some(5, start))
+    pixels, lines = images.read_bytes(), journal.read_bytes()
+    kept = {"a torn line": 4, "a line too many": 5, "a torn row": 4, "another pixel": 3, "no images": 0, "none": 5}
+    if harm == "a torn line":
+        journal.write_bytes(lines[:-2])
+    elif harm == "a line too many":
+        journal.write_bytes(lines + lines[-10:])
+    elif harm == "a torn row":
+        images.write_bytes(pixels[:-1])
+    elif harm == "another pixel":
+        images.write_bytes(pixels[:-8] + b"\xff" + pixels[-7:])
+    elif harm == "no images":
+        images.unlink()
+    asked: list[int] = []
+
+    def source(start: int) -> list[rows.Timed]:
+        asked.append(start)
+        return some(8, start)
+
+    written = rows.write(images, journal, (1, 2, 3), 8, source)
+    assert asked == [kept[harm]]
+    assert (written.done, written.kept, written.unreadable, written.seconds) == (8, 7, {2: "torn"}, 3.5)
+    assert np.load(images)[:, 0, 0, 0].tolist() == [0, 1, 3, 4, 5, 6, 7]
+    assert len(journal.read_text().splitlines()) == 8
+    fresh = rows.write(tmp_path / "fresh.npy", tmp_path / "fresh", (1, 2, 3), 8, lambda start: some(8, start))
+    assert fresh.sha.hexdigest() == written.sha.hexdigest()
+
+
+def test_seconds_per_image_are_kept(photos: Path, tmp_path: Path) -> None:
+    about = json.loads(Path(prepared(photos, tmp_path).folder, "meta.json").read_text())
+    assert 1e-5 < about["decode_s"] < 0.1
+    path = next(photos.glob("b/*.jpg"))
+    took = []
+    for _ in range(20):
+        began = time.perf_counter()
+        Transform((48, 48), Preprocess(), 3).read(path)
+        took.append(time.perf_counter() - began)
+    assert about["decode_s"] < 50 * np.median(took)
