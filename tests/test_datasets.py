@@ -20,7 +20,7 @@ from PIL import Image
 from dyno import datasets
 from dyno.datasets import cache as store
 from dyno.datasets.decode import Transform
-from dyno.datasets.folders import spread
+from dyno.datasets.photos import spread
 from dyno.worker.spec import DataSpec, Preprocess, UserError
 
 STRAIGHT = Preprocess(resize=0)

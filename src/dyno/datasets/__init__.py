@@ -11,21 +11,21 @@ import dataclasses
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from dyno.datasets import cache as store
-from dyno.datasets.decode import Progress, Transform, decoded, library_version
-from dyno.datasets.folders import Listing, printable, scan, spread
+from dyno.datasets import coco, yolo
+from dyno.datasets.decode import Progress, Transform, library_version
+from dyno.datasets.folders import scan
+from dyno.datasets.kinds import kind as kind
+from dyno.datasets.photos import CALIBRATION, How, OnUnreadable, spec, spread, stored
 from dyno.datasets.rows import Timed
 from dyno.worker.spec import DataSpec, Preprocess, Unavailable, UserError
 
 DIGITS = Preprocess(mean=(0.5,), std=(0.5,), resize=0.0)
 DIGITS_TEST, DIGITS_CALIBRATION = 900, 128
-CALIBRATION = 128
-
-OnUnreadable = Literal["refuse", "skip"]
 
 
 def digits(cache: Path, size: int = 64) -> DataSpec:
@@ -53,7 +53,7 @@ def digits(cache: Path, size: int = 64) -> DataSpec:
                 yield transform.pixels(image), time.perf_counter() - began
 
         found = store.write(cache, key, store.Content(rows, transform.shape, {"labels": labels}, splits, about))
-    return _spec("digits", found)
+    return spec("digits", found)
 
 
 def class_folders(
@@ -84,32 +84,53 @@ def class_folders(
     The cache is found by the content of the images and the transform. Images that can't be read are refused together,
     counted and named; with "skip" they are left out and listed in meta.json. Raises `UserError`, one line each.
     """
-    transform = Transform(size, preprocess, channels)
-    made_by = {"pillow": library_version("pillow")}
-    folder, cache = Path(folder).resolve(), Path(cache)
-    listing = scan(folder, calibration, seed, train)
-    hashes = store.content_hashes([photo.path for photo in listing.photos], cache, folder)
-    listing, hashes = _without_test_copies(listing, hashes)
-    identity = [(p.split, p.name, p.label, p.tunes, sha) for p, sha in zip(listing.photos, hashes, strict=True)]
-    key = store.key_of(listing.classes, identity, transform.identity, made_by, seed)
-    found = store.find(cache, key)
-    if found is None:
-        classes = [printable(name) for name in listing.classes]
-        about = {"name": printable(folder.name), "classes": classes, "made_by": made_by, **transform.identity}
-        found = store.write(cache, key, _content(listing, transform, about, on_unreadable, progress, seed))
-    if on_unreadable == "refuse":
-        _refuse(store.meta(found)["unreadable"], len(listing.photos))
-    return _spec(printable(folder.name), found)
+    how = How(Path(cache), Transform(size, preprocess, channels), on_unreadable, progress, seed)
+    folder = Path(folder).resolve()
+    return stored(scan(folder, calibration, seed, train), folder, how)
+
+
+def annotated(
+    folder: Path,
+    cache: Path,
+    size: tuple[int, int],
+    preprocess: Preprocess,
+    calibration: int | Path = CALIBRATION,
+    on_unreadable: OnUnreadable = "refuse",
+    progress: Progress | None = None,
+    channels: int = 3,
+    seed: int = 0,
+    task: str = "",
+    classes: int = 0,
+) -> DataSpec:
+    """Images with boxes, masks or keypoints in COCO's or YOLO's format, letterboxed to `size` (height, width).
+
+    `folder` is a folder of either format, COCO's .json or YOLO's data.yaml. Images of val are tested on, else those of
+    test; calibration images are taken from train where there is one, as for class folders. Each image is turned as its
+    EXIF orientation says, and resized as ultralytics' LetterBox does it, within a grey level. `task` chooses between
+    two annotation files of COCO, and `classes` is how many the model tells apart, where YOLO's labels have no names.
+
+    sizes.npy has the height and width of the originals and truth.json COCO's ground truth of the test images, in
+    original pixels. Annotations are checked when the images are decoded: raises `UserError`, one line each.
+    """
+    path = Path(folder).resolve()
+    if isinstance(calibration, int) and calibration < 0:
+        raise UserError(f"the number of calibration images can't be {calibration}")
+    found = kind(path)
+    if found not in ("coco", "yolo"):
+        raise UserError(
+            f"{path} holds no annotations: neither annotations/*.json (COCO) nor data.yaml or labels/ (YOLO)"
+        )
+    transform = Transform(size, dataclasses.replace(preprocess, letterbox=True), channels, upright=True)
+    how = How(Path(cache), transform, on_unreadable, progress, seed)
+    listing = (
+        coco.scan(path, calibration, seed, task) if found == "coco" else yolo.scan(path, calibration, seed, classes)
+    )
+    return stored(listing, path, how)
 
 
 def meta(data: DataSpec) -> dict[str, Any]:
     """What meta.json says of a decoded data set: name, sha256, classes, size, count, splits, unreadable, preprocess."""
     return store.meta(Path(data.folder))
-
-
-def _spec(name: str, folder: Path) -> DataSpec:
-    found = store.meta(folder)
-    return DataSpec(name, str(folder.resolve()), found["sha256"], "test", found["splits"]["test"])
 
 
 def _small_digits() -> tuple[list[Any], np.ndarray]:
@@ -121,54 +142,3 @@ def _small_digits() -> tuple[list[Any], np.ndarray]:
     pixels, labels = load_digits(return_X_y=True)
     shades = np.rint(pixels.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
     return [Image.fromarray(image) for image in shades], labels.astype(np.int64)
-
-
-def _without_test_copies(listing: Listing, hashes: list[str]) -> tuple[Listing, list[str]]:
-    """Leave out other images that are copies of test images: nothing is trained or tuned on what it is tested on."""
-    tested = {sha for photo, sha in zip(listing.photos, hashes, strict=True) if photo.split == "test" and sha}
-    keep = [i for i, p in enumerate(listing.photos) if p.split == "test" or hashes[i] not in tested]
-    left = dataclasses.replace(listing, photos=[listing.photos[i] for i in keep])
-    if listing.own_calibration and all(photo.split != "calibration" for photo in left.photos):
-        raise UserError("every calibration image is also a test image; give a folder with other images")
-    return left, [hashes[i] for i in keep]
-
-
-def _content(
-    listing: Listing,
-    transform: Transform,
-    about: dict[str, Any],
-    on_unreadable: OnUnreadable,
-    progress: Progress | None,
-    seed: int,
-) -> store.Content:
-    photos = listing.photos
-    labels = np.array([photo.label for photo in photos], np.int64)
-    splits = {}
-    for split in ("test", "train", "calibration"):
-        belongs = [photo.split == split or (photo.tunes and split == "calibration") for photo in photos]
-        if len(chosen := np.flatnonzero(belongs)):
-            splits[split] = chosen[spread(labels[chosen], seed)]
-
-    def check(unreadable: dict[int, str]) -> list[str]:
-        lines = [f"{photos[i].name} ({reason})" for i, reason in unreadable.items()]
-        if on_unreadable == "refuse":
-            _refuse(lines, len(photos))
-        for split in ("test", "train"):
-            wanted = {photo.label for photo in photos if photo.split == split}
-            left = {photo.label for i, photo in enumerate(photos) if photo.split == split and i not in unreadable}
-            for label in sorted(wanted - left):
-                raise UserError(f"no {split} image of class {listing.classes[label]!r} can be read, e.g. {lines[0]}")
-        return lines
-
-    def rows(start: int) -> Iterator[Timed]:
-        return decoded([photo.path for photo in photos], transform, progress, start)
-
-    return store.Content(rows, transform.shape, {"labels": labels}, splits, about, check)
-
-
-def _refuse(unreadable: list[str], count: int) -> None:
-    if unreadable:
-        named = ", ".join(unreadable[:3]) + (", …" if len(unreadable) > 3 else "")
-        raise UserError(
-            f"{len(unreadable)} of {count} images can't be read: {named}; remove them, or skip what is unreadable"
-        )

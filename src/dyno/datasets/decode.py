@@ -22,13 +22,18 @@ Progress = Callable[[int, int], None]
 FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "TIFF", "PPM")
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming")
 IN_FLIGHT_BYTES = 64 << 20
+EXIF_ORIENTATION = 0x0112
+TURNED = (5, 6, 7, 8)  # orientations in which the stored image lies on its side
 GREY = 114  # around a letterboxed image
 
 
 class Transform:
-    """How an image becomes uint8 of `shape` (channels, height, width); `identity` is all that shapes the pixels."""
+    """How an image becomes uint8 of `shape` (channels, height, width); `identity` is all that shapes the pixels.
 
-    def __init__(self, size: tuple[int, int], preprocess: Preprocess, channels: int) -> None:
+    `upright` turns it first as its EXIF orientation says.
+    """
+
+    def __init__(self, size: tuple[int, int], preprocess: Preprocess, channels: int, upright: bool = False) -> None:
         if preprocess.interpolation not in INTERPOLATIONS:
             known = ", ".join(INTERPOLATIONS)
             raise UserError(f"unknown interpolation {preprocess.interpolation!r}; known: {known}")
@@ -47,6 +52,9 @@ class Transform:
         self._letterbox = preprocess.letterbox
         if preprocess.letterbox:
             self.identity["preprocess"] = {"letterbox": True}
+        self._upright = upright
+        if upright:
+            self.identity["upright"] = True
 
     def pixels(self, image: Any) -> np.ndarray:
         """The PIL image as uint8, channels x height x width."""
@@ -90,17 +98,28 @@ class Transform:
 
     def read(self, path: Path) -> Row:
         """The file's pixels, or why it can't be read."""
-        from PIL import Image, UnidentifiedImageError
+        from PIL import Image, ImageOps, UnidentifiedImageError
 
         try:
             if not path.is_file():
                 return "not a file"
             with Image.open(path, formats=FORMATS) as image:
-                return self.pixels(image)
+                return self.pixels(ImageOps.exif_transpose(image) if self._upright else image)
         except UnidentifiedImageError:
             return "not an image of a known format"
         except Exception as e:  # decoders raise nearly everything (OSError, SyntaxError, struct.error…) on bad data
             return str(e).replace(str(path), path.name) or type(e).__name__
+
+    def size_of(self, path: Path) -> tuple[int, int] | None:
+        """Height and width of the file's image before any of this, from its header; None where it can't be read."""
+        from PIL import Image
+
+        try:
+            with Image.open(path, formats=FORMATS) as image:
+                turned = self._upright and image.getexif().get(EXIF_ORIENTATION, 1) in TURNED
+                return (image.width, image.height) if turned else (image.height, image.width)
+        except Exception:  # as above; `read` says why
+            return None
 
 
 def _in_colours(image: Any, channels: int) -> Any:
@@ -138,6 +157,13 @@ def decoded(
             for offset, row in enumerate(pool.map(timed, paths[first : first + chunk])):
                 yield row
                 report(first + offset + 1, len(paths))
+
+
+def image_sizes(paths: list[Path], transform: Transform) -> list[tuple[int, int] | None]:
+    """Each file's height and width, None where they can't be read."""
+    _register_formats()
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        return list(pool.map(transform.size_of, paths))
 
 
 def _register_formats() -> None:

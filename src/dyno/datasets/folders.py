@@ -3,38 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+from dyno.datasets.photos import EXTENSIONS, Listing, Photo, carve, images, loose, name_below, printable, spread
 from dyno.worker.spec import UserError
-
-EXTENSIONS = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm", ".pnm"}
-CALIBRATION_SHARE = 5  # at most one image in five is taken from the test images
-
-
-@dataclass(frozen=True)
-class Photo:
-    """One image file: `name` is its printable path below the data folder, `label` its class's index or -1.
-
-    `split` is where it belongs: test, train or calibration; `tunes`: a training image that is for calibration too.
-    """
-
-    path: Path
-    name: str
-    label: int
-    split: str
-    tunes: bool = False
-
-
-@dataclass(frozen=True)
-class Listing:
-    """Test images in class order, then the others; `own_calibration`: calibration images are from their own folder."""
-
-    classes: list[str]
-    photos: list[Photo]
-    own_calibration: bool = False
 
 
 def scan(folder: Path, calibration: int | Path, seed: int, train: bool = False) -> Listing:
@@ -51,40 +26,19 @@ def scan(folder: Path, calibration: int | Path, seed: int, train: bool = False) 
         if train and train_root is None:
             raise UserError(f"{folder} has no train/; put the images to learn from there and the others into test/")
         classes = _folders(train_root or test_root)
+        named = printable(folder.name), [printable(name) for name in classes]
         test = _photos(folder, test_root, classes, "test")
         learnt = _photos(folder, train_root, classes, "train") if train_root and train else []
         if isinstance(calibration, Path):
-            return Listing(classes, test + learnt + _loose(calibration), own_calibration=True)
+            return Listing(*named, test + learnt + loose(calibration), own_calibration=True)
         if train_root is None:
-            return Listing(classes, _carve(test, calibration, seed))
+            return Listing(*named, carve(test, calibration, seed))
         learnt = learnt or _photos(folder, train_root, classes, "calibration")
     except PermissionError as e:
         raise UserError(f"{e.filename} can't be listed: permission denied") from e
     chosen = set(spread(np.array([photo.label for photo in learnt]), seed)[:calibration].tolist())
     marked = [replace(photo, tunes=i in chosen) for i, photo in enumerate(learnt)]
-    return Listing(classes, test + [photo for photo in marked if train or photo.tunes])
-
-
-def spread(labels: np.ndarray, seed: int) -> np.ndarray:
-    """A seeded order in which any beginning holds the classes in their proportions (systematic sampling by class)."""
-    rng = np.random.default_rng(seed)
-    values, inverse, counts = np.unique(labels, return_inverse=True, return_counts=True)
-    shuffled = rng.permutation(len(labels))
-    by_class = shuffled[np.argsort(inverse[shuffled], kind="stable")]
-    firsts = np.cumsum(counts) - counts
-    place = np.empty(len(labels))
-    place[by_class] = np.arange(len(labels)) - np.repeat(firsts, counts)
-    quota: np.ndarray = (place + rng.random(len(values))[inverse]) / counts[inverse]
-    return np.argsort(quota, kind="stable")
-
-
-def printable(name: str) -> str:
-    """The name on one line of valid Unicode: file names may hold line breaks and bytes of no encoding."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
-
-
-def _name(path: Path, folder: Path) -> str:
-    return printable(path.relative_to(folder).as_posix())
+    return Listing(*named, test + [photo for photo in marked if train or photo.tunes])
 
 
 def _roots(folder: Path) -> tuple[Path, Path | None]:
@@ -112,45 +66,10 @@ def _photos(folder: Path, root: Path, classes: list[str], split: str) -> list[Ph
     if strange := sorted(set(present) - set(classes)):
         raise UserError(f"class {strange[0]!r} is in {root} but not in {root.parent / 'train'}")
     label = {name: i for i, name in enumerate(classes)}
-    found = {name: _images(root / name) for name in present}
+    found = {name: images(root / name) for name in present}
     if not any(found.values()):
         raise UserError(f"no images in {root}; known formats: {', '.join(sorted(EXTENSIONS))}")
     if empty := [name for name in present if not found[name]]:
         more = f" (and {len(empty) - 1} more)" if len(empty) > 1 else ""
         raise UserError(f"class {empty[0]!r} has no images in {root}{more}; add some or remove the folder")
-    return [Photo(path, _name(path, folder), label[name], split) for name in present for path in found[name]]
-
-
-def _images(root: Path) -> list[Path]:
-    """Image files below the folder at any depth, in order; hidden files and folders are left out."""
-    found = []
-    for parent, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [Path(parent, name) for name in files if not name.startswith(".") and _is_image(name)]
-    return sorted(found)
-
-
-def _is_image(name: str) -> bool:
-    return Path(name).suffix.lower() in EXTENSIONS
-
-
-def _carve(test: list[Photo], wanted: int, seed: int) -> list[Photo]:
-    """Take some of the test images for calibration, no class's only image among them; test images come first."""
-    labels = np.array([photo.label for photo in test])
-    only = np.bincount(labels)[labels] == 1
-    order = [i for i in spread(labels, seed) if not only[i]]
-    taken = sorted(order[: min(wanted, len(test) // CALIBRATION_SHARE)])
-    moved = [Photo(test[i].path, test[i].name, test[i].label, "calibration") for i in taken]
-    gone = set(taken)
-    return [photo for i, photo in enumerate(test) if i not in gone] + moved
-
-
-def _loose(folder: Path) -> list[Photo]:
-    """All images of a calibration folder, in class folders or not; their labels don't matter."""
-    if not folder.is_dir():
-        raise UserError(f"no calibration folder {folder}")
-    paths = _images(folder.resolve())
-    if not paths:
-        raise UserError(f"no images in the calibration folder {folder}; known formats: {', '.join(sorted(EXTENSIONS))}")
-    base = folder.resolve().parent
-    return [Photo(path, _name(path, base), -1, "calibration") for path in paths]
+    return [Photo(path, name_below(path, folder), label[name], split) for name in present for path in found[name]]

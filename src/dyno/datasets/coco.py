@@ -1,0 +1,209 @@
+"""COCO's format: one JSON file with images, categories and annotations, beside the folder of the images.
+
+The format is https://cocodataset.org/#format-data; categories become classes in the order of their ids.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dyno.datasets.boxes import Found, Labels, checked_box, checked_polygon, polygon_area
+from dyno.datasets.photos import Annotations, Listing, Photo, Sizes, carve, images, loose, name_below, printable
+from dyno.worker.spec import UserError
+
+SPLITS = ("val", "test")  # of which images are tested on; COCO's own test images come without annotations
+OTHER = ("captions", "image_info", "panoptic", "stuff")  # files of COCO that hold no objects
+KINDS = {"pose": "person_keypoints", "": "instances", "detect": "instances", "segment": "instances"}
+SEEN = 20  # images that decide which folder they are all in
+
+
+def scan(path: Path, calibration: int | Path, seed: int, task: str = "") -> Listing:
+    """List the images of an annotation file, or of the folder above annotations/; `task` chooses between two files."""
+    file = path if path.is_file() else chosen(path, task)
+    about = _read(file)
+    folder = _image_folder(file, about.images)
+    shown = path if path.is_dir() else folder
+    found = [Photo(folder / image["file_name"], printable(image["file_name"]), -1, "test") for image in about.images]
+    if lost := [photo.name for photo in found if not photo.path.is_file()]:
+        raise UserError(f"{len(lost)} of {len(found)} images of {file.name} are not in {folder}, e.g. {lost[0]}")
+    own = isinstance(calibration, Path)
+    if isinstance(calibration, Path):
+        found = found + loose(calibration)
+    else:
+        others = _training(folder, shown, calibration, seed)
+        found = found + others if others else carve(found, calibration, seed)
+    name = printable(path.name if path.is_dir() else path.stem)
+    return Listing(name, about.classes, found, own, sources=[file], annotate=about.annotate)
+
+
+def chosen(folder: Path, task: str = "") -> Path:
+    """The annotation file below the folder that fits the task; a `UserError` when several do."""
+    files = [file for file in sorted((folder / "annotations").glob("*.json")) if not file.name.startswith(OTHER)]
+    if len(files) == 1:
+        return files[0]
+    for split in SPLITS:
+        here = [file for file in files if split in file.stem]
+        fitting = [file for file in here if file.name.startswith(KINDS[task])] or here
+        if len(fitting) == 1:
+            return fitting[0]
+        if fitting:
+            files = fitting
+            break
+    named = ", ".join(file.name for file in files[:4])
+    raise UserError(f"{folder / 'annotations'} has several files ({named}); give the path of the one to use")
+
+
+@dataclass
+class _File:
+    """An annotation file whose tables have been looked at."""
+
+    path: Path
+    images: list[dict[str, Any]]
+    categories: list[dict[str, Any]]
+    annotations: list[dict[str, Any]]
+
+    @property
+    def classes(self) -> list[str]:
+        return [printable(str(category["name"])) for category in self.categories]
+
+    def annotate(self, photos: list[Photo], sizes: Sizes) -> Annotations:
+        rows = {photo.name: row for row, photo in enumerate(photos) if photo.split == "test"}
+        by_id = {image["id"]: rows.get(printable(image["file_name"])) for image in self.images}
+        class_of = {category["id"]: i for i, category in enumerate(self.categories)}
+        self._check_sizes(rows, sizes)
+        names = self._keypoints()
+        labels = Labels(photos, sizes, self.classes, (len(names), 3) if names else (), names)
+        for number, found in enumerate(self.annotations):
+            where = f"{self.path.name}, annotation {found.get('id', number)}"
+            row = _looked_up(by_id, found, "image_id", "image", where)
+            category = _looked_up(class_of, found, "category_id", "category", where)
+            if row is not None and (size := sizes[row]) is not None:
+                where = f"{where} of {photos[row].name}"
+                labels.add(row, _object(found, category, size, names, where))
+        return labels.done()
+
+    def _check_sizes(self, rows: dict[str, int], sizes: Sizes) -> None:
+        for image in self.images:
+            row = rows.get(printable(image["file_name"]))
+            size = sizes[row] if row is not None else None
+            said = (image.get("height"), image.get("width"))
+            if size is not None and None not in said and said != size:
+                real = f"{image['file_name']} is {size[1]} x {size[0]} pixels"
+                raise UserError(f"{real}, but {self.path.name} says {said[1]} x {said[0]}")
+
+    def _keypoints(self) -> list[str]:
+        """Names of the keypoints, which all categories that have any must share."""
+        used = {found.get("category_id") for found in self.annotations if found.get("keypoints")}
+        named = {c["name"]: [str(n) for n in c["keypoints"]] for c in self.categories if c.get("keypoints")}
+        named = {c["name"]: named[c["name"]] for c in self.categories if c["id"] in used and c["name"] in named}
+        if len({len(points) for points in named.values()}) > 1:
+            shown = ", ".join(f"{name}: {len(points)}" for name, points in named.items())
+            raise UserError(f"{self.path.name}: classes have different numbers of keypoints ({shown})")
+        return next(iter(named.values()), [])
+
+
+def _read(file: Path) -> _File:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"there is no annotation file {file}") from None
+    except ValueError as e:
+        raise UserError(f"{file} is no JSON: {e}") from e
+    parts = {}
+    for part, needed in (("images", ("id", "file_name")), ("categories", ("id", "name")), ("annotations", ())):
+        parts[part] = found.get(part) if isinstance(found, dict) else None
+        if not isinstance(parts[part], list):
+            raise UserError(f"{file} is not in COCO's format: it has no list {part!r}")
+        for number, item in enumerate(parts[part]):
+            if not isinstance(item, dict) or any(key not in item for key in needed):
+                raise UserError(f"{file}: entry {number} of {part!r} lacks {' or '.join(needed) or 'its fields'}")
+    if not parts["images"] or not parts["categories"]:
+        raise UserError(f"{file} lists no {'images' if not parts['images'] else 'categories'}")
+    for part in ("images", "categories"):
+        if len({item["id"] for item in parts[part]}) < len(parts[part]):
+            raise UserError(f"{file}: two {part} have the same id")
+    return _File(file, parts["images"], sorted(parts["categories"], key=lambda c: c["id"]), parts["annotations"])
+
+
+def _image_folder(file: Path, listed: list[dict[str, Any]]) -> Path:
+    """The folder below which most of the first images lie."""
+    split = file.stem.rpartition("_")[2]
+    bases = [base / inner for base in (file.parent, file.parent.parent) for inner in ("", "images", split)]
+    bases.append(file.parent.parent / "images" / split)
+    names = [image["file_name"] for image in listed[:SEEN]]
+    hits = {base: sum((base / name).is_file() for name in names) for base in bases}
+    best = max(bases, key=lambda base: hits[base])
+    if not hits[best]:
+        looked = ", ".join(str(base) for base in dict.fromkeys(bases))
+        raise UserError(f"image {names[0]} of {file.name} is in none of {looked}")
+    return best
+
+
+def _training(folder: Path, shown: Path, wanted: int, seed: int) -> list[Photo]:
+    """Calibration images out of the training images beside these, whose annotations aren't needed for that."""
+    for split in SPLITS:
+        beside = folder.with_name(folder.name.replace(split, "train"))
+        if split in folder.name and beside.is_dir() and (paths := images(beside)):
+            order = np.random.default_rng(seed).permutation(len(paths))[:wanted]
+            return [Photo(paths[i], name_below(paths[i], shown), -1, "calibration") for i in sorted(order)]
+    return []
+
+
+def _looked_up(known: dict[Any, Any], found: Found, key: str, what: str, where: str) -> Any:
+    value = found.get(key)
+    if not isinstance(value, (int, str)) or value not in known:
+        raise UserError(f"{where}: there is no {what} with id {value!r}")
+    return known[value]
+
+
+def _object(found: Found, category: int, size: tuple[int, int], names: list[str], where: str) -> Found:
+    box = found.get("bbox")
+    if not _numbers(box) or len(box) != 4:
+        raise UserError(f"{where}: bbox is {box!r}, not [x, y, width, height]")
+    made: Found = {"category_id": category, "bbox": checked_box(box, size, where)}
+    made["iscrowd"] = int(bool(found.get("iscrowd", 0)))
+    mask = found.get("segmentation")
+    if mask:
+        made["segmentation"] = _mask(mask, size, where)
+    made["area"] = float(found["area"]) if _numbers([found.get("area")]) else _area(made)
+    if names:
+        points = found.get("keypoints") or [0] * (3 * len(names))
+        if not _numbers(points) or len(points) != 3 * len(names):
+            raise UserError(
+                f"{where}: keypoints has {len(points)} values; {len(names)} keypoints need {3 * len(names)}"
+            )
+        made["keypoints"] = points
+        made["num_keypoints"] = sum(1 for visible in points[2::3] if visible > 0)
+    return made
+
+
+def _mask(mask: Any, size: tuple[int, int], where: str) -> Any:
+    """Polygons, or a run-length encoding of the image's own size."""
+    if isinstance(mask, dict):
+        counts = mask.get("counts")
+        whole = isinstance(counts, str) or (_numbers(counts) and sum(counts) == size[0] * size[1])
+        if list(mask.get("size", [])) != list(size) or not whole:
+            raise UserError(f"{where}: the mask's run lengths don't fit an image of {size[1]} x {size[0]} pixels")
+        return mask
+    if not isinstance(mask, list) or not all(_numbers(points) for points in mask):
+        raise UserError(f"{where}: segmentation is neither a list of polygons nor a run-length encoding")
+    return [checked_polygon(points, size, where) for points in mask]
+
+
+def _area(made: Found) -> float:
+    """Square pixels that the object covers, for files that don't say."""
+    mask = made.get("segmentation")
+    if isinstance(mask, list):
+        return sum(polygon_area(points) for points in mask)
+    if mask and isinstance(mask["counts"], list):
+        return float(sum(mask["counts"][1::2]))
+    return float(made["bbox"][2] * made["bbox"][3])
+
+
+def _numbers(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values)

@@ -1,0 +1,231 @@
+"""Image files with their labels and splits, whatever the layout of their folder, and the decoded rows they become."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from dyno.datasets import cache as store
+from dyno.datasets.decode import Progress, Transform, decoded, image_sizes, library_version
+from dyno.datasets.rows import Timed
+from dyno.worker.spec import DataSpec, UserError
+
+EXTENSIONS = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm", ".pnm"}
+CALIBRATION = 128
+CALIBRATION_SHARE = 5  # at most one image in five is taken from the test images
+
+TRUTH = "truth.json"
+OnUnreadable = Literal["refuse", "skip"]
+
+
+@dataclass(frozen=True)
+class Photo:
+    """One image file: `name` is its printable path below the data folder, `label` its class's index or -1.
+
+    `split` is where it belongs: test, train or calibration; `tunes`: a training image that is for calibration too.
+    """
+
+    path: Path
+    name: str
+    label: int
+    split: str
+    tunes: bool = False
+
+
+@dataclass(frozen=True)
+class Annotations:
+    """What is in the images: `about` goes into meta.json, `truth` makes truth.json from the rows that were kept."""
+
+    about: dict[str, Any]
+    truth: Callable[[np.ndarray], dict[str, Any]]
+
+
+Sizes = list[tuple[int, int] | None]  # height and width of each image, None where they can't be read
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Test images first, then the others; `own_calibration`: calibration images are from a folder of their own.
+
+    `classes` are shown, one for each label. `about` goes into meta.json. Where labels are not by image, `annotate`
+    reads them, and `sources` are the files that it reads.
+    """
+
+    name: str
+    classes: list[str]
+    photos: list[Photo]
+    own_calibration: bool = False
+    about: dict[str, Any] = field(default_factory=dict)
+    sources: list[Path] = field(default_factory=list)
+    annotate: Callable[[list[Photo], Sizes], Annotations] | None = None
+
+
+@dataclass(frozen=True)
+class How:
+    """Where decoded images are kept, and how they are decoded."""
+
+    cache: Path
+    transform: Transform
+    on_unreadable: OnUnreadable = "refuse"
+    progress: Progress | None = None
+    seed: int = 0
+
+
+def stored(listing: Listing, folder: Path, how: How) -> DataSpec:
+    """The listed images below the folder, decoded unless the cache has them already."""
+    made_by = {"pillow": library_version("pillow")}
+    files = [*(photo.path for photo in listing.photos), *listing.sources]
+    hashes = store.content_hashes(files, how.cache, folder)
+    count = len(listing.photos)
+    listing, shas = _without_test_copies(listing, hashes[:count])
+    identity = [(p.split, p.name, p.label, p.tunes, sha) for p, sha in zip(listing.photos, shas, strict=True)]
+    key = store.key_of(listing.classes, identity, hashes[count:], how.transform.identity, made_by, how.seed)
+    found = store.find(how.cache, key)
+    if found is None:
+        about = {"name": listing.name, "classes": listing.classes, "made_by": made_by, **how.transform.identity}
+        found = store.write(how.cache, key, _content(listing, {**about, **listing.about}, how))
+    if how.on_unreadable == "refuse":
+        _refuse(store.meta(found)["unreadable"], len(listing.photos))
+    return spec(listing.name, found)
+
+
+def spec(name: str, folder: Path) -> DataSpec:
+    """The test split of the decoded data set in that folder."""
+    found = store.meta(folder)
+    return DataSpec(name, str(folder.resolve()), found["sha256"], "test", found["splits"]["test"])
+
+
+def spread(labels: np.ndarray, seed: int) -> np.ndarray:
+    """A seeded order in which any beginning holds the classes in their proportions (systematic sampling by class)."""
+    rng = np.random.default_rng(seed)
+    values, inverse, counts = np.unique(labels, return_inverse=True, return_counts=True)
+    shuffled = rng.permutation(len(labels))
+    by_class = shuffled[np.argsort(inverse[shuffled], kind="stable")]
+    firsts = np.cumsum(counts) - counts
+    place = np.empty(len(labels))
+    place[by_class] = np.arange(len(labels)) - np.repeat(firsts, counts)
+    quota: np.ndarray = (place + rng.random(len(values))[inverse]) / counts[inverse]
+    return np.argsort(quota, kind="stable")
+
+
+def printable(name: str) -> str:
+    """The name on one line of valid Unicode: file names may hold line breaks and bytes of no encoding."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
+
+
+def name_below(path: Path, folder: Path) -> str:
+    """The path as it is shown: below the folder where it lies there."""
+    if not path.is_relative_to(folder):
+        return printable(path.as_posix())
+    return printable(path.relative_to(folder).as_posix())
+
+
+def images(root: Path) -> list[Path]:
+    """Image files below the folder at any depth, in order; hidden files and folders are left out."""
+    found = []
+    for parent, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [Path(parent, name) for name in files if not name.startswith(".") and is_image(name)]
+    return sorted(found)
+
+
+def is_image(name: str) -> bool:
+    """Whether the file's suffix is one of the formats that are read."""
+    return Path(name).suffix.lower() in EXTENSIONS
+
+
+def carve(test: list[Photo], wanted: int, seed: int) -> list[Photo]:
+    """Take some of the test images for calibration, no class's only image among them; test images come first."""
+    labels = np.array([photo.label for photo in test])
+    _, inverse, counts = np.unique(labels, return_inverse=True, return_counts=True)
+    only = counts[inverse] == 1
+    order = [i for i in spread(labels, seed) if not only[i]]
+    taken = sorted(order[: min(wanted, len(test) // CALIBRATION_SHARE)])
+    moved = [Photo(test[i].path, test[i].name, test[i].label, "calibration") for i in taken]
+    gone = set(taken)
+    return [photo for i, photo in enumerate(test) if i not in gone] + moved
+
+
+def loose(folder: Path) -> list[Photo]:
+    """All images of a calibration folder, in class folders or not; their labels don't matter."""
+    if not folder.is_dir():
+        raise UserError(f"no calibration folder {folder}")
+    paths = images(folder.resolve())
+    if not paths:
+        raise UserError(f"no images in the calibration folder {folder}; known formats: {', '.join(sorted(EXTENSIONS))}")
+    base = folder.resolve().parent
+    return [Photo(path, name_below(path, base), -1, "calibration") for path in paths]
+
+
+def _without_test_copies(listing: Listing, hashes: list[str]) -> tuple[Listing, list[str]]:
+    """Leave out other images that are copies of test images: nothing is trained or tuned on what it is tested on."""
+    photos = listing.photos
+    tested = {sha for photo, sha in zip(photos, hashes, strict=True) if photo.split == "test" and sha}
+    keep = [i for i, photo in enumerate(photos) if photo.split == "test" or hashes[i] not in tested]
+    left = replace(listing, photos=[photos[i] for i in keep])
+    splits = {photo.split for photo in left.photos}
+    if listing.own_calibration and "calibration" not in splits:
+        raise UserError("every calibration image is also a test image; give a folder with other images")
+    if any(photo.split == "train" for photo in photos) and "train" not in splits:
+        raise UserError("every training image is also a test image; give others")
+    return left, [hashes[i] for i in keep]
+
+
+def _content(listing: Listing, about: dict[str, Any], how: How) -> store.Content:
+    photos = listing.photos
+    paths = [photo.path for photo in photos]
+    columns = {"labels": np.array([photo.label for photo in photos], np.int64)}
+    annotations = None
+    if listing.annotate:
+        sizes = image_sizes(paths, how.transform)
+        columns["sizes"] = np.array([size or (0, 0) for size in sizes], np.int32)
+        annotations = listing.annotate(photos, sizes)
+        about = {**about, **annotations.about, "truth": TRUTH}
+
+    def beside(kept: np.ndarray) -> dict[str, Any]:
+        return {TRUTH: annotations.truth(kept)} if annotations else {}
+
+    def check(unreadable: dict[int, str]) -> list[str]:
+        lines = [f"{photos[i].name} ({reason})" for i, reason in unreadable.items()]
+        if how.on_unreadable == "refuse":
+            _refuse(lines, len(photos))
+        _all_classes(listing, unreadable, lines[0])
+        return lines
+
+    def rows(start: int) -> Iterator[Timed]:
+        return decoded(paths, how.transform, how.progress, start)
+
+    return store.Content(rows, how.transform.shape, columns, _splits(photos, how.seed), about, check, beside)
+
+
+def _splits(photos: list[Photo], seed: int) -> dict[str, np.ndarray]:
+    labels = np.array([photo.label for photo in photos], np.int64)
+    splits = {}
+    for split in ("test", "train", "calibration"):
+        belongs = [photo.split == split or (photo.tunes and split == "calibration") for photo in photos]
+        if len(chosen := np.flatnonzero(belongs)):
+            splits[split] = chosen[spread(labels[chosen], seed)]
+    return splits
+
+
+def _all_classes(listing: Listing, unreadable: dict[int, str], example: str) -> None:
+    """Refuse a split of which a class is unreadable altogether."""
+    for split in ("test", "train"):
+        wanted = {photo.label for photo in listing.photos if photo.split == split}
+        readable = [photo for i, photo in enumerate(listing.photos) if i not in unreadable]
+        for label in sorted(wanted - {photo.label for photo in readable if photo.split == split}):
+            of = f" of class {listing.classes[label]!r}" if label >= 0 else ""
+            raise UserError(f"no {split} image{of} can be read, e.g. {example}")
+
+
+def _refuse(unreadable: list[str], count: int) -> None:
+    if unreadable:
+        named = ", ".join(unreadable[:3]) + (", …" if len(unreadable) > 3 else "")
+        raise UserError(
+            f"{len(unreadable)} of {count} images can't be read: {named}; remove them, or skip what is unreadable"
+        )

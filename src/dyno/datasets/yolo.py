@@ -1,0 +1,191 @@
+"""YOLO's format: a text file of labels for each image, in labels/ where the image is in images/.
+
+data.yaml names the classes and says where the images are; see https://docs.ultralytics.com/datasets/. Without it,
+folders named images and labels do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dyno.datasets.photos import (
+    Annotations,
+    Listing,
+    Photo,
+    Sizes,
+    carve,
+    images,
+    is_image,
+    loose,
+    name_below,
+    printable,
+)
+from dyno.datasets.yolo_labels import annotations, classes_used, label_file
+from dyno.worker.spec import Unavailable, UserError
+
+SPLITS = ("val", "valid", "test")  # of which images are tested on
+FILE = "data.yaml"
+BESIDE = ("classes.txt",)  # what labelling tools leave among the labels
+
+
+@dataclass(frozen=True)
+class _About:
+    """What data.yaml says, or what the folders say where there is none."""
+
+    folder: Path
+    names: list[str] = field(default_factory=list)
+    keypoints: tuple[int, ...] = ()
+    test: list[Path] = field(default_factory=list)
+    train: list[Path] = field(default_factory=list)
+    sources: list[Path] = field(default_factory=list)
+
+
+def scan(path: Path, calibration: int | Path, seed: int, classes: int = 0) -> Listing:
+    """List the images that data.yaml, or a folder with images/ and labels/, is about.
+
+    `classes` is how many the model tells apart; it counts where nothing names them.
+    """
+    about = _bare(path) if path.is_dir() and _yaml(path) is None else _described(_yaml(path) or path)
+    test = [Photo(file, name_below(file, about.folder), -1, "test") for file in about.test]
+    labels = {photo.path: label_file(photo.path) for photo in test}
+    present = [label for label in labels.values() if label.is_file()]
+    if not present:
+        raise UserError(f"none of the {len(test)} images in {path} has a label file, e.g. {labels[test[0].path]}")
+    _check_orphans(about.folder, labels)
+    if isinstance(calibration, Path):
+        photos = test + loose(calibration)
+    elif about.train:
+        order = np.random.default_rng(seed).permutation(len(about.train))[:calibration]
+        chosen = [about.train[i] for i in sorted(order)]
+        photos = test + [Photo(file, name_below(file, about.folder), -1, "calibration") for file in chosen]
+    else:
+        photos = carve(test, calibration, seed)
+    if not about.names:
+        about = dataclasses.replace(about, names=[str(i) for i in range(max(classes, classes_used(present)))])
+    name = printable(path.name if path.is_dir() else path.parent.name)
+
+    def annotate(photos: list[Photo], sizes: Sizes) -> Annotations:
+        return annotations(photos, sizes, about.names, about.keypoints, about.folder)
+
+    own = isinstance(calibration, Path)
+    sources = [*about.sources, *present]
+    return Listing(name, about.names, photos, own, {}, sources, annotate)
+
+
+def _yaml(path: Path) -> Path | None:
+    """The folder's data.yaml, or its only YAML file."""
+    if path.is_file():
+        return path
+    found = sorted([*path.glob("*.yaml"), *path.glob("*.yml")])
+    named = [file for file in found if file.stem == "data"]
+    return (named or found)[0] if named or len(found) == 1 else None
+
+
+def _described(file: Path) -> _About:
+    try:
+        import yaml
+    except ImportError as e:
+        raise Unavailable("reading YAML needs PyYAML: pip install 'inference-dyno[data]'") from e
+    try:
+        about = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"there is no file {file}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as e:
+        raise UserError(f"{file} is no YAML: {' '.join(str(e).split())}") from e
+    if not isinstance(about, dict) or not about.get("names"):
+        raise UserError(f"{file} names no classes; write names: [one, two]")
+    names = about["names"]
+    if isinstance(names, dict):
+        if sorted(names) != list(range(len(names))):
+            raise UserError(f"{file}: the classes in names are not numbered from 0 to {len(names) - 1}")
+        names = [names[i] for i in range(len(names))]
+    if not isinstance(names, list) or about.get("nc", len(names)) != len(names):
+        raise UserError(f"{file}: nc is {about.get('nc')}, but names has {len(names)} classes")
+    root = _root(file, about)
+    split = next((split for split in SPLITS if about.get(split)), None)
+    if split is None:
+        raise UserError(f"{file} says neither val nor test: which images are to be tested on?")
+    test = _listed(file, root, about[split])
+    train = _listed(file, root, about["train"], needed=False) if about.get("train") else []
+    train = sorted(set(train) - set(test))
+    shown = [printable(str(name)) for name in names]
+    return _About(file.parent.resolve(), shown, _shape(file, about), test, train, [file])
+
+
+def _shape(file: Path, about: dict[str, Any]) -> tuple[int, ...]:
+    shape = about.get("kpt_shape") or ()
+    if shape and not (isinstance(shape, list) and len(shape) == 2 and shape[0] > 0 and shape[1] in (2, 3)):
+        raise UserError(f"{file}: kpt_shape is {shape!r}, not [number of keypoints, 2 or 3]")
+    return tuple(int(n) for n in shape)
+
+
+def _root(file: Path, about: dict[str, Any]) -> Path:
+    """What the paths in data.yaml start from: its `path`, which may start from the file's own folder."""
+    path = Path(str(about.get("path") or ""))
+    for root in (file.parent / path, file.parent):
+        if root.is_dir():
+            return root.resolve()
+    raise UserError(f"{file}: there is no folder {path}")
+
+
+def _listed(file: Path, root: Path, entries: Any, needed: bool = True) -> list[Path]:
+    """The images of a split: of a folder, of a text file that lists them, or of several of those."""
+    found: list[Path] = []
+    for entry in entries if isinstance(entries, list) else [entries]:
+        # Exports of some tools say ../valid/images for the folder beside the file.
+        places = [root / str(entry), root / str(entry).removeprefix("../")]
+        place = next((place.resolve() for place in places if place.exists()), None)
+        if place is None and needed:
+            raise UserError(f"{file}: there is no {places[0]}")
+        if place is not None:
+            found += images(place) if place.is_dir() else _in_text(place, root)
+    if not found and needed:
+        raise UserError(
+            f"{file}: no images in {', '.join(map(str, entries if isinstance(entries, list) else [entries]))}"
+        )
+    return sorted(found)
+
+
+def _in_text(file: Path, root: Path) -> list[Path]:
+    lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    found = [next((p for p in (file.parent / line, root / line) if p.is_file()), root / line) for line in lines]
+    if lost := [path for path in found if not path.is_file() or not is_image(path.name)]:
+        raise UserError(f"{len(lost)} of {len(found)} images in {file} are missing, e.g. {lost[0]}")
+    return [path.resolve() for path in found]
+
+
+def _bare(folder: Path) -> _About:
+    """images/val or val/images, with labels beside; all of images/ where there are no splits."""
+    folder = folder.resolve()
+
+    def of(*splits: str) -> list[Path]:
+        for split in splits:
+            for place in (folder / "images" / split, folder / split / "images"):
+                if place.is_dir() and (found := images(place)):
+                    return found
+        return []
+
+    test, train = of(*SPLITS), of("train")
+    if not test and train:
+        raise UserError(f"{folder} has images to train on but none to test on; add images/val and labels/val")
+    test = test or images(folder / "images")
+    if not test:
+        raise UserError(f"no images in {folder / 'images'}")
+    return _About(folder, test=test, train=train)
+
+
+def _check_orphans(folder: Path, labels: dict[Path, Path]) -> None:
+    """Refuse label files whose image is missing; `labels` has the label file of each image."""
+    places = {label.parent: image.parent for image, label in labels.items() if "labels" in label.parts}
+    for place, beside in sorted(places.items()):
+        pictured = {image.stem for image in beside.iterdir() if is_image(image.name)}
+        files = sorted(place.glob("*.txt"))
+        orphans = [file for file in files if file.stem not in pictured and file.name not in BESIDE]
+        if orphans:
+            more = f" (and {len(orphans) - 1} more)" if len(orphans) > 1 else ""
+            raise UserError(f"there is no image for the label file {name_below(orphans[0], folder)}{more}")

@@ -1,0 +1,182 @@
+"""COCO's files become letterboxed images and ground truth by row and class; what is wrong in them is one line."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import drawn
+import numpy as np
+import pytest
+from pycocotools.coco import COCO
+
+from dyno import datasets
+from dyno.worker.spec import DataSpec, UserError
+
+Make = Callable[..., DataSpec]
+Folder = Callable[..., Path]
+
+
+def truth(data: DataSpec) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(Path(data.folder, "truth.json").read_text())
+    return found
+
+
+def test_the_truth_is_the_file_s_own(coco: Folder, make: Make, tmp_path: Path) -> None:
+    folder = coco()
+    data = make(folder)
+    about, found = datasets.meta(data), truth(data)
+    assert (datasets.kind(folder), data.name) == ("coco", "coco")
+    assert (about["classes"], about["task"], about["has"]) == (["disc", "triangle"], "segment", ["boxes", "masks"])
+    assert about["splits"] == {"test": 6, "calibration": 8}, "calibration images come out of train2017"
+    assert [category["id"] for category in found["categories"]] == [0, 1]
+    before = drawn.coco_file(6)
+    for image, one, was in zip(found["images"], found["annotations"], before["annotations"], strict=True):
+        assert one["image_id"] == image["id"] == was["image_id"] - 100
+        assert one["category_id"] == (7, 90).index(was["category_id"])
+        assert (one["bbox"], one["area"], one["segmentation"]) == (was["bbox"], was["area"], was["segmentation"])
+    assert min(one["id"] for one in found["annotations"]) == 1, "pycocotools takes 0 for no match"
+    read = COCO(Path(data.folder, "truth.json"))
+    assert read.annToMask(read.anns[1]).sum() == pytest.approx(0.2 * 96 * 64 * np.pi / 4, rel=0.1)
+    assert make(folder / "annotations/instances_val2017.json").sha256 == data.sha256
+
+
+def test_keypoints(coco: Folder, make: Make) -> None:
+    found = make(coco(keypoints=True, name="person_keypoints_val2017"))
+    about = datasets.meta(found)
+    assert (about["task"], about["has"], about["keypoints"]) == ("pose", ["boxes", "masks", "keypoints"], [3, 3])
+    one = truth(found)
+    assert one["annotations"][0]["num_keypoints"] == 2
+    assert one["categories"][0]["keypoints"] == ["a", "b", "c"]
+
+
+def test_the_task_chooses_between_files(coco: Folder, make: Make) -> None:
+    coco(name="captions_val2017")
+    coco(name="instances_train2017")
+    coco(keypoints=True, name="person_keypoints_val2017")
+    folder = coco()
+    assert datasets.meta(make(folder))["task"] == "segment"
+    assert datasets.meta(make(folder, task="detect"))["task"] == "segment"
+    assert datasets.meta(make(folder, task="pose"))["task"] == "pose"
+    (folder / "annotations/instances_val2017.json").rename(folder / "annotations/mine_val.json")
+    coco(name="yours_val")
+    (folder / "annotations/person_keypoints_val2017.json").unlink()
+    with pytest.raises(UserError, match=r"several files \(mine_val.json, yours_val.json\); give the path"):
+        make(folder)
+
+
+def test_without_training_images_some_are_carved_out(coco: Folder, make: Make) -> None:
+    data = make(coco(count=10, train=0))
+    assert datasets.meta(data)["splits"] == {"test": 8, "calibration": 2}
+    assert len(truth(data)["images"]) == len(truth(data)["annotations"]) == 8
+
+
+def test_masks_of_some_and_empty_classes_are_warned_of(coco: Folder, make: Make) -> None:
+    tables = drawn.coco_file(6)
+    tables["annotations"][0]["segmentation"] = []
+    tables["categories"].append({"id": 91, "name": "square"})
+    about = datasets.meta(make(coco(**tables)))
+    assert (about["task"], about["classes"]) == ("detect", ["disc", "triangle", "square"])
+    assert about["warnings"] == [
+        "1 of 6 objects have no mask, so the masks of the others are not used",
+        "class 'square' is in no image",
+    ]
+
+
+def test_run_lengths_and_crowds(coco: Folder, make: Make) -> None:
+    tables = drawn.coco_file(6)
+    one = tables["annotations"][0]
+    one |= {"segmentation": {"size": [64, 96], "counts": [100, 50, 64 * 96 - 150]}, "iscrowd": 1}
+    del one["area"]
+    found = truth(make(coco(**tables)))["annotations"][0]
+    assert (found["area"], found["iscrowd"], found["segmentation"]) == (50.0, 1, one["segmentation"])
+    one["segmentation"]["counts"][0] = 99
+    with pytest.raises(
+        UserError, match="annotation 0 of 000.jpg: the mask's run lengths don't fit an image of 96 x 64"
+    ):
+        make(coco(**tables))
+
+
+BAD = {
+    "annotation 2 of 002.jpg: the box [40, 10, 20, 25] lies outside its image of 50 x 50": {"bbox": [40, 10, 20, 25]},
+    "annotation 2 of 002.jpg: the box [5, 10, 20, 0] has no area": {"bbox": [5, 10, 20, 0]},
+    "annotation 2 of 002.jpg: bbox is [1, 2, 3], not": {"bbox": [1, 2, 3]},
+    "annotation 2 of 002.jpg: bbox is None": {"bbox": None},
+    "annotation 2: there is no category with id 3": {"category_id": 3},
+    "annotation 2: there is no image with id 999": {"image_id": 999},
+    "annotation 2 of 002.jpg: a polygon has 2 points; it needs three": {"segmentation": [[1, 1, 5, 5]]},
+    "annotation 2 of 002.jpg: the polygon's point (1, 88) lies outside": {"segmentation": [[1, 1, 5, 5, 1, 88]]},
+    "annotation 2 of 002.jpg: segmentation is neither": {"segmentation": "none"},
+    "annotation 2 of 002.jpg: keypoints has 6 values; 3 keypoints need 9": {"keypoints": [1, 1, 2, 3, 3, 2]},
+}
+
+
+@pytest.mark.parametrize("wrong", BAD)
+def test_a_bad_annotation_is_named(coco: Folder, make: Make, wrong: str) -> None:
+    tables = drawn.coco_file(6, keypoints=True)
+    tables["annotations"][2] |= copy.deepcopy(BAD[wrong])
+    with pytest.raises(UserError) as e:
+        make(coco(**tables))
+    assert str(e.value).startswith("instances_val2017.json, " + wrong)
+    assert "\n" not in str(e.value)
+
+
+def test_images_that_do_not_fit_are_named(coco: Folder, make: Make) -> None:
+    tables = drawn.coco_file(6)
+    tables["images"][1]["width"] = 640
+    with pytest.raises(UserError, match=r"001.jpg is 60 x 80 pixels, but instances_val2017.json says 640 x 80"):
+        make(coco(**tables))
+    folder = coco()
+    (folder / "val2017/004.jpg").unlink()
+    with pytest.raises(UserError, match=r"1 of 6 images of instances_val2017.json are not in .*val2017, e.g. 004.jpg"):
+        make(folder)
+    for path in (folder / "val2017").iterdir():
+        path.unlink()
+    with pytest.raises(UserError, match=r"image 000.jpg of instances_val2017.json is in none of "):
+        make(folder)
+
+
+def test_a_corrupt_image_in_the_middle(coco: Folder, make: Make) -> None:
+    folder = coco()
+    (folder / "val2017/002.jpg").write_bytes((folder / "val2017/002.jpg").read_bytes()[:650])
+    with pytest.raises(UserError, match=r"^1 of 14 images can't be read: 002.jpg \("):
+        make(folder)
+    found = truth(make(folder, on_unreadable="skip"))
+    assert [image["file_name"] for image in found["images"]] == ["000.jpg", "001.jpg", "003.jpg", "004.jpg", "005.jpg"]
+    assert [one["image_id"] for one in found["annotations"]] == [image["id"] for image in found["images"]]
+
+
+def test_files_that_are_not_coco_s(coco: Folder, make: Make) -> None:
+    folder = coco()
+    file = folder / "annotations/instances_val2017.json"
+    tables = drawn.coco_file(6)
+    for text, wrong in {
+        "{": "is no JSON",
+        "[]": "has no list 'images'",
+        '{"images": [], "annotations": [], "categories": []}': "lists no images",
+        json.dumps({**tables, "annotations": {}}): "has no list 'annotations'",
+        json.dumps({**tables, "images": [{"id": 3}]}): "entry 0 of 'images' lacks id or file_name",
+        json.dumps({**tables, "images": [tables["images"][0]] * 2}): "two images have the same id",
+    }.items():
+        file.write_text(text)
+        with pytest.raises(UserError, match=wrong) as e:
+            make(folder)
+        assert "\n" not in str(e.value)
+    with pytest.raises(UserError, match="no data folder"):
+        make(folder / "none.json")
+
+
+def test_formats_are_not_mixed(coco: Folder, make: Make, tmp_path: Path) -> None:
+    folder = coco()
+    (folder / "data.yaml").write_text("names: [a]")
+    with pytest.raises(UserError, match="holds COCO annotations and YOLO labels; give the .json or .yaml file"):
+        make(folder)
+    (tmp_path / "classes/cat").mkdir(parents=True)
+    assert datasets.kind(tmp_path / "classes") == "classes"
+    drawn.draw(tmp_path / "loose/a.jpg", 0)
+    assert datasets.kind(tmp_path / "loose") == "images"
+    with pytest.raises(UserError, match="is not a folder, nor a COCO file"):
+        datasets.kind(tmp_path / "loose/a.jpg")
