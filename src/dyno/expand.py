@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dyno import datasets
 from dyno.launch import launch
+from dyno.prepare import prepared as prepared
 from dyno.store import cache_dir, sha256_of, versions
 from dyno.study import Choice, Study, check_known, model_name, parse_shapes, parse_size, runtimes
 from dyno.worker import backend, system
@@ -63,7 +63,7 @@ def expand(study: Study) -> list[Planned]:
         if [model_name(other) for other in study.models].count(model.name) > 1:
             model = replace(model, name=source)  # two models of one name would share a table and a reference
         for height, width in _sizes(study, found):
-            data = prepared(study, model, (height, width))
+            data = prepared(study, model, (height, width), found.get("outputs", 0))
             for batch in _batches(study, found):
                 dims = Dims(batch, height, width, parse_shapes(study.shapes))
                 for choice in choices:
@@ -262,17 +262,3 @@ def _batches(study: Study, found: dict[str, Any]) -> tuple[int, ...]:
     if wrong:
         raise UserError(f"the file's batch is fixed at {fixed}, not {wrong[0]}; export it again with --batch dynamic")
     return study.batches or (fixed or best,)
-
-
-def prepared(study: Study, model: ModelSpec, size: tuple[int, int]) -> DataSpec:
-    """The study's images decoded for this model and size, or random inputs when it has none."""
-    if not study.data:
-        return DataSpec(count=study.compared, seed=study.seed)
-    cache = cache_dir() / "datasets"
-    if study.data == "digits":
-        if size[0] != size[1]:
-            raise UserError(f"digits are square, not {size[0]}x{size[1]}")
-        return datasets.digits(cache, size[0])
-    more: dict[str, Any] = {"calibration": Path(study.calibration)} if study.calibration else {}
-    more["on_unreadable"] = study.unreadable
-    return datasets.class_folders(Path(study.data), cache, size, model.preprocess, channels=model.channels, **more)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from dyno import builds, commands
 from dyno.execute import Files
-from dyno.expand import look, missing, model_spec, prepared, runtime_of
+from dyno.expand import look, missing, model_spec, runtime_of
+from dyno.prepare import prepared
 from dyno.progress import Progress
 from dyno.store import parts
 from dyno.study import Choice, Study, check_known, parse_size

@@ -95,7 +95,7 @@ def test_run_lengths_and_crowds(coco: Folder, make: Make) -> None:
     assert (found["area"], found["iscrowd"], found["segmentation"]) == (50.0, 1, one["segmentation"])
     one["segmentation"]["counts"][0] = 99
     with pytest.raises(
-        UserError, match="annotation 0 of 000.jpg: the mask's run lengths don't fit an image of 96 x 64"
+        UserError, match=r"annotation 0 of 000.jpg: the mask's run lengths don't fit an image of 96 x 64"
     ):
         make(coco(**tables))
 
@@ -172,7 +172,7 @@ def test_files_that_are_not_coco_s(coco: Folder, make: Make) -> None:
 def test_formats_are_not_mixed(coco: Folder, make: Make, tmp_path: Path) -> None:
     folder = coco()
     (folder / "data.yaml").write_text("names: [a]")
-    with pytest.raises(UserError, match="holds COCO annotations and YOLO labels; give the .json or .yaml file"):
+    with pytest.raises(UserError, match=r"holds COCO annotations and YOLO labels; give the .json or .yaml file"):
         make(folder)
     (tmp_path / "classes/cat").mkdir(parents=True)
     assert datasets.kind(tmp_path / "classes") == "classes"

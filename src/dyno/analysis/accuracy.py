@@ -88,6 +88,8 @@ def correct(answers: dict[str, np.ndarray], k: int) -> np.ndarray | None:
     index, label = answers.get("topk_index"), answers.get("label")
     if index is None or label is None or not len(label) or index.shape[1] < k or len(index) != len(label):
         return None
+    if label.max() < 0:  # images without labels
+        return None
     return np.asarray((index[:, :k] == label[:, None]).any(axis=1))
 
 

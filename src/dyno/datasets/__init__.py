@@ -17,10 +17,12 @@ import numpy as np
 
 from dyno.datasets import cache as store
 from dyno.datasets import coco, yolo
-from dyno.datasets.decode import Progress, Transform, library_version
+from dyno.datasets.decode import Progress as Progress
+from dyno.datasets.decode import Transform, library_version
 from dyno.datasets.folders import scan
 from dyno.datasets.kinds import kind as kind
-from dyno.datasets.photos import CALIBRATION, How, OnUnreadable, spec, spread, stored
+from dyno.datasets.photos import CALIBRATION, How, spec, spread, stored
+from dyno.datasets.photos import OnUnreadable as OnUnreadable
 from dyno.datasets.rows import Timed
 from dyno.worker.spec import DataSpec, Preprocess, Unavailable, UserError
 
@@ -67,15 +69,19 @@ def class_folders(
     channels: int = 3,
     seed: int = 0,
     train: bool = False,
+    outputs: int = 0,
 ) -> DataSpec:
     """Images in class folders, decoded to `size` (height, width) as torchvision does it on PIL images.
 
     Layouts: `DIR/<class>/…` or `DIR/{train,test|val}/<class>/…` (test before val). A label is the class folder's place
-    in the folders' order by Unicode code point; train/ decides the order where there is one. Calibration images are
-    never test images: a number is taken from train/, or where there is none out of the test images (at most a fifth of
-    them); a path is a folder of images of its own. With `train` every image of train/ is decoded too, calibration ones
-    among them, and listed in train.npy. Copies of test images are left out of both. `progress` is called with images
-    done and in all.
+    in the folders' order by Unicode code point; train/ decides the order where there is one. Where the model has 1,000
+    `outputs` and each folder is named by a synset of ImageNet's 1,000 classes, it is the place among those. Images in
+    `DIR` itself, without class folders, have the label -1.
+
+    Calibration images are never test images: a number is taken from train/, or where there is none out of the test
+    images (at most a fifth of them); a path is a folder of images of its own. With `train` every image of train/ is
+    decoded too, calibration ones among them, and listed in train.npy. Copies of test images are left out of both.
+    `progress` is called with images done and in all.
 
     The shorter side becomes `size * preprocess.resize`, then the centre is cropped (resize 0: straight to the size),
     with antialiasing and without JPEG's reduced-scale decoding, which would change the pixels. As in torchvision's
@@ -86,7 +92,7 @@ def class_folders(
     """
     how = How(Path(cache), Transform(size, preprocess, channels), on_unreadable, progress, seed)
     folder = Path(folder).resolve()
-    return stored(scan(folder, calibration, seed, train), folder, how)
+    return stored(scan(folder, calibration, seed, train, outputs), folder, how)
 
 
 def annotated(

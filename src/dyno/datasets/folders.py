@@ -8,14 +8,17 @@ from pathlib import Path
 
 import numpy as np
 
-from dyno.datasets.photos import EXTENSIONS, Listing, Photo, carve, images, loose, name_below, printable, spread
+from dyno.datasets.photos import EXTENSIONS, Listing, carve, images, loose, name_below, printable, spread
+from dyno.datasets.photos import Photo as Photo
+from dyno.datasets.standard import COUNT, all_known, readable, synsets
 from dyno.worker.spec import UserError
 
 
-def scan(folder: Path, calibration: int | Path, seed: int, train: bool = False) -> Listing:
+def scan(folder: Path, calibration: int | Path, seed: int, train: bool = False, outputs: int = 0) -> Listing:
     """List the folder's images; raises `UserError` when it is missing, or has no class folders or an empty one.
 
-    With `train` all images of train/ are listed, and those for calibration are marked among them.
+    With `train` all images of train/ are listed, and those for calibration are marked among them. `outputs` is how many
+    classes the model tells apart (0: not known).
     """
     if not folder.is_dir():
         raise UserError(f"no data folder {folder}" if not folder.exists() else f"{folder} is not a folder")
@@ -26,19 +29,40 @@ def scan(folder: Path, calibration: int | Path, seed: int, train: bool = False) 
         if train and train_root is None:
             raise UserError(f"{folder} has no train/; put the images to learn from there and the others into test/")
         classes = _folders(train_root or test_root)
-        named = printable(folder.name), [printable(name) for name in classes]
+        if not classes and images(test_root):
+            return _unlabelled(folder, calibration, seed)
+        standard = outputs == COUNT and all_known(classes)
         test = _photos(folder, test_root, classes, "test")
         learnt = _photos(folder, train_root, classes, "train") if train_root and train else []
         if isinstance(calibration, Path):
-            return Listing(*named, test + learnt + loose(calibration), own_calibration=True)
+            return _listing(folder, classes, standard, test + learnt + loose(calibration), own=True)
         if train_root is None:
-            return Listing(*named, carve(test, calibration, seed))
+            return _listing(folder, classes, standard, carve(test, calibration, seed))
         learnt = learnt or _photos(folder, train_root, classes, "calibration")
     except PermissionError as e:
         raise UserError(f"{e.filename} can't be listed: permission denied") from e
     chosen = set(spread(np.array([photo.label for photo in learnt]), seed)[:calibration].tolist())
     marked = [replace(photo, tunes=i in chosen) for i, photo in enumerate(learnt)]
-    return Listing(*named, test + [photo for photo in marked if train or photo.tunes])
+    return _listing(folder, classes, standard, test + [photo for photo in marked if train or photo.tunes])
+
+
+def _listing(folder: Path, classes: list[str], standard: bool, photos: list[Photo], own: bool = False) -> Listing:
+    """The photos labelled by their folder's place, or by its place among ImageNet's 1,000 classes."""
+    name, about = printable(folder.name), {"label_source": "imagenet1k" if standard else "folders"}
+    if not standard:
+        return Listing(name, [printable(one) for one in classes], photos, own, about)
+    order = list(synsets())
+    number = [order.index(synset) for synset in classes]
+    photos = [replace(photo, label=number[photo.label] if photo.label >= 0 else -1) for photo in photos]
+    return Listing(name, [readable(synset) for synset in order], photos, own, about)
+
+
+def _unlabelled(folder: Path, calibration: int | Path, seed: int) -> Listing:
+    """The images of a folder without class folders: fit to time and to compare outputs on, not to be right about."""
+    photos = [Photo(path, name_below(path, folder), -1, "test") for path in images(folder)]
+    own = isinstance(calibration, Path)
+    photos = photos + loose(calibration) if isinstance(calibration, Path) else carve(photos, calibration, seed)
+    return Listing(printable(folder.name), [], photos, own, {"label_source": "none"})
 
 
 def _roots(folder: Path) -> tuple[Path, Path | None]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from dyno.worker import models
 from dyno.worker.backends import onnx_export
 from dyno.worker.shapes import static_shapes
 from dyno.worker.spec import ENGINE_FILES, Dims, ModelSpec, Tensor, Trial, UserError, to_json
+from dyno.worker.torch_support import tensors as tensors_of
 
 DEFAULT_SIZE = 224
 
@@ -16,7 +18,8 @@ def look(trial: Trial, sizes: list[list[int]], shapes: dict[str, tuple[int, ...]
     """What Dyno needs to know before it lists trials.
 
     Returns `preprocess`, `size` [h, w] (the model's own), `batch` (0: any), `batches` (an engine's smallest, best and
-    largest), `fixed_size` (a file that takes one only) and, for a module, `parameters`. A model, checkpoint or size
+    largest), `fixed_size` (a file that takes one only), `outputs` (how many classes a classifier's scores are of, else
+    0) and, for a module, `parameters`. A model, checkpoint or size
     that doesn't work is a `UserError`.
     """
     return _file(trial, shapes) if trial.model.file else _module(trial.model, sizes)
@@ -25,30 +28,42 @@ def look(trial: Trial, sizes: list[list[int]], shapes: dict[str, tuple[int, ...]
 def _module(model: ModelSpec, sizes: list[list[int]]) -> dict[str, Any]:
     preprocess = models.preprocess(model)
     own = models.image_size(model) or (DEFAULT_SIZE, DEFAULT_SIZE)
-    parameters = 0
+    parameters, outputs = 0, 0
     for height, width in sizes or [list(own)]:
         module = models.load(model, Dims(1, height, width))
         parameters = sum(p.numel() for p in module.parameters())
-        _try(module, model, height, width)
-    return {"preprocess": to_json(preprocess), "size": list(own), "batch": 0, "parameters": parameters}
+        outputs = _classes(_try(module, model, height, width))
+    found = {"preprocess": to_json(preprocess), "size": list(own), "batch": 0, "parameters": parameters}
+    return {**found, "outputs": outputs}
 
 
-def _try(module: Any, model: ModelSpec, height: int, width: int) -> None:
+def _try(module: Any, model: ModelSpec, height: int, width: int) -> list[tuple[int, ...]]:
+    """Run the module once; the shapes of its outputs."""
     import torch
 
     try:
         with torch.inference_mode():
-            module(torch.zeros(1, model.channels, height, width))
+            result = module(torch.zeros(1, model.channels, height, width))
     except (RuntimeError, ValueError, AssertionError, TypeError, IndexError, ZeroDivisionError) as e:
         reason = (str(e).strip() or type(e).__name__).splitlines()[0]
         raise UserError(f"the model refuses 1x{model.channels}x{height}x{width}: {reason}") from e
+    return [tuple(tensor.shape) for tensor in tensors_of(result)]
+
+
+def _classes(shapes: Sequence[Sequence[int | str]]) -> int:
+    """How many classes a classifier's scores are of; 0 for any other output, or where a file doesn't say."""
+    if not shapes or len(shapes[0]) != 2 or not isinstance(shapes[0][1], int):
+        return 0
+    return shapes[0][1] if shapes[0][1] > 1 else 0
 
 
 def _file(trial: Trial, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
     model, reader = trial.model, _reader(trial)
-    tensors: tuple[Tensor, ...] = reader.read_io(model.file)[0]
+    tensors: tuple[Tensor, ...]
+    tensors, outputs = reader.read_io(model.file)
     image = next((t for t in tensors if len(t.shape) == 4), None)
     found: dict[str, Any] = {"preprocess": to_json(model.preprocess), "batch": _fixed(tensors, 0), "size": [0, 0]}
+    found["outputs"] = _classes([tensor.shape for tensor in outputs])
     found["precision"] = reader.read_precision(model.file)
     if image is not None:
         size = [_number(image.shape[2]), _number(image.shape[3])]

@@ -1,0 +1,123 @@
+"""A study's images decoded for a model and a size, with a bar meanwhile, and held against what the model is for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dyno import datasets
+from dyno.store import cache_dir
+from dyno.study import Study
+from dyno.worker.spec import DataSpec, ModelSpec, UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
+QUIET_S = 1.0  # decoding that is done sooner shows nothing
+FORMATS = {"coco": "COCO's format", "yolo": "YOLO's format", "classes": "class folders"}
+NEEDS = {"segment": "masks", "pose": "keypoints"}
+
+
+def prepared(study: Study, model: ModelSpec, size: tuple[int, int], outputs: int = 0) -> DataSpec:
+    """The study's images decoded for this model and size, or random inputs when it has none.
+
+    `outputs` is how many classes the model tells apart (0: not known). Raises `UserError` when the data is for another
+    task or has other classes.
+    """
+    if not study.data:
+        return DataSpec(count=study.compared, seed=study.seed)
+    cache = cache_dir() / "datasets"
+    if study.data == "digits":
+        return _digits(cache, model, size, outputs)
+    path, outputs = Path(study.data), outputs or model.classes or 0
+    kind = datasets.kind(path)
+    annotated = kind in ("coco", "yolo")
+    if kind != "images" and annotated != (model.task != "classify"):
+        wanted = "class folders" if annotated else "annotations in COCO's or YOLO's format"
+        raise UserError(f"{study.data} is in {FORMATS[kind]}, but {model.name} is for {model.task}; give {wanted}")
+    more: dict[str, Any] = {"calibration": Path(study.calibration)} if study.calibration else {}
+    more |= {"on_unreadable": study.unreadable, "channels": model.channels}
+    with decoding() as progress:
+        if annotated:
+            more |= {"task": model.task, "classes": outputs}
+            data = datasets.annotated(path, cache, size, model.preprocess, progress=progress, **more)
+        else:
+            data = datasets.class_folders(
+                path, cache, size, model.preprocess, progress=progress, outputs=outputs, **more
+            )
+    _check(study.data, datasets.meta(data), model, outputs)
+    return data
+
+
+def _digits(cache: Path, model: ModelSpec, size: tuple[int, int], outputs: int) -> DataSpec:
+    if size[0] != size[1]:
+        raise UserError(f"digits are square, not {size[0]}x{size[1]}")
+    data = datasets.digits(cache, size[0])
+    _check("digits", datasets.meta(data), model, outputs)
+    return data
+
+
+def _check(name: str, about: dict[str, Any], model: ModelSpec, outputs: int) -> None:
+    """Refuse labels that mean something else to the model."""
+    has, classes = about.get("has", []), len(about["classes"])
+    if (needed := NEEDS.get(model.task)) and has and needed not in has:
+        raise UserError(f"{model.name} is for {model.task}, but {name} has no {needed} for all objects")
+    if needed == "keypoints" and has and model.keypoints and tuple(about["keypoints"])[:1] != model.keypoints[:1]:
+        raise UserError(f"{name} has {about['keypoints'][0]} keypoints, but {model.name} gives {model.keypoints[0]}")
+    if not outputs or not classes or outputs == classes:
+        return
+    what = "class folders" if about.get("label_source") == "folders" else "classes"
+    line = f"{name} has {classes} {what}, but {model.name} tells {outputs} classes apart"
+    if has or classes > outputs:
+        raise UserError(f"{line}; give the data that it was trained for, or build it with --classes {classes}")
+    raise UserError(
+        f"{line}: which are these? Build it with --classes {classes}, name the folders by their ImageNet synsets "
+        "(n01440764), or put the images into one folder to use them without labels"
+    )
+
+
+@contextmanager
+def decoding(console: Console | None = None) -> Iterator[datasets.Progress]:
+    """What decoding reports to: a bar on stderr once it has taken a second, a line at the end where nobody watches."""
+    shown = _Bar(console)
+    try:
+        yield shown
+    finally:
+        shown.close()
+
+
+class _Bar:
+    def __init__(self, console: Console | None) -> None:
+        self._console, self._bar = console, None  # type: tuple[Console | None, Progress | None]
+        self._began, self._first, self._done = time.monotonic(), -1, 0
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._first < 0:
+            self._first = done - 1  # those before were decoded by a run that was stopped
+        self._done = done
+        if self._bar is None and time.monotonic() - self._began > QUIET_S:
+            self._bar = self._shown(total)
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=done)
+
+    def _shown(self, total: int) -> Progress:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        console = self._console = self._console or Console(stderr=True)
+        columns = TextColumn("decoding images"), BarColumn(30), MofNCompleteColumn(), TimeRemainingColumn()
+        bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        bar.add_task("", total=total, completed=self._first)
+        bar.start()
+        return bar
+
+    def close(self) -> None:
+        if self._bar is not None and self._console is not None:
+            self._bar.stop()
+            again = f", {self._first:,} before" if self._first else ""
+            took = time.monotonic() - self._began
+            self._console.print(f"decoded {self._done - self._first:,} images in {took:.1f} s{again}", highlight=False)
