@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from dyno import flags
+from dyno import data_commands, flags
 from dyno.worker.spec import UserError
 
 app = typer.Typer(
@@ -20,6 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(data_commands.app, name="data")
 
 
 @app.command()

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dyno import datasets
+from dyno.datasets import Progress
 from dyno.store import cache_dir
 from dyno.study import Study
 from dyno.worker.spec import DataSpec, ModelSpec, UserError
 
 if TYPE_CHECKING:
+    from rich import progress as bars
     from rich.console import Console
-    from rich.progress import Progress
 
 QUIET_S = 1.0  # decoding that is done sooner shows nothing
 FORMATS = {"coco": "COCO's format", "yolo": "YOLO's format", "classes": "class folders"}
@@ -81,9 +82,9 @@ def _check(name: str, about: dict[str, Any], model: ModelSpec, outputs: int) -> 
 
 
 @contextmanager
-def decoding(console: Console | None = None) -> Iterator[datasets.Progress]:
+def decoding(console: Console | None = None, verbs: tuple[str, str] = ("decoding", "decoded")) -> Iterator[Progress]:
     """What decoding reports to: a bar on stderr once it has taken a second, a line at the end where nobody watches."""
-    shown = _Bar(console)
+    shown = _Bar(console, verbs)
     try:
         yield shown
     finally:
@@ -91,8 +92,9 @@ def decoding(console: Console | None = None) -> Iterator[datasets.Progress]:
 
 
 class _Bar:
-    def __init__(self, console: Console | None) -> None:
-        self._console, self._bar = console, None  # type: tuple[Console | None, Progress | None]
+    def __init__(self, console: Console | None, verbs: tuple[str, str]) -> None:
+        self._console, self._verbs = console, verbs
+        self._bar: bars.Progress | None = None
         self._began, self._first, self._done = time.monotonic(), -1, 0
 
     def __call__(self, done: int, total: int) -> None:
@@ -104,13 +106,14 @@ class _Bar:
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=done)
 
-    def _shown(self, total: int) -> Progress:
+    def _shown(self, total: int) -> bars.Progress:
+        from rich import progress as bars
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         console = self._console = self._console or Console(stderr=True)
-        columns = TextColumn("decoding images"), BarColumn(30), MofNCompleteColumn(), TimeRemainingColumn()
-        bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        columns = bars.BarColumn(30), bars.MofNCompleteColumn(), bars.TimeRemainingColumn()
+        what = bars.TextColumn(f"{self._verbs[0]} images")
+        bar = bars.Progress(what, *columns, console=console, transient=True, disable=not console.is_terminal)
         bar.add_task("", total=total, completed=self._first)
         bar.start()
         return bar
@@ -119,5 +122,5 @@ class _Bar:
         if self._bar is not None and self._console is not None:
             self._bar.stop()
             again = f", {self._first:,} before" if self._first else ""
-            took = time.monotonic() - self._began
-            self._console.print(f"decoded {self._done - self._first:,} images in {took:.1f} s{again}", highlight=False)
+            line = f"{self._verbs[1]} {self._done - self._first:,} images in {time.monotonic() - self._began:.1f} s"
+            self._console.print(line + again, highlight=False)

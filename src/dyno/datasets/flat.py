@@ -1,0 +1,197 @@
+"""ImageNet's validation images as they are downloaded, in one folder, sorted into class folders.
+
+A file's label is the synset in its name, or comes from a table. Tables by place need care: the ids 1..1000 of the
+challenge's own development kit are in the order of its meta.mat, not of the synsets.
+"""
+
+from __future__ import annotations
+
+import csv
+import errno
+import os
+import re
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from dyno.datasets.photos import is_image
+from dyno.datasets.standard import COUNT, SYNSET, synsets
+from dyno.worker.spec import UserError
+
+How = Literal["link", "copy", "move"]
+ORDERS = ("synset", "synset-0", "synset-1")  # sorted synsets: from 0 or 1, whichever the numbers show, or as said
+NAMED = re.compile(r"_(n\d{8})$")
+PART = ".part"
+
+
+@dataclass
+class Sorted:
+    """What came of it: images put into their folder, those that were there, classes, and images that have no label."""
+
+    placed: int = 0
+    there: int = 0
+    classes: int = 0
+    unlabelled: list[str] = field(default_factory=list)
+
+    @property
+    def images(self) -> int:
+        """Images in their class folder now."""
+        return self.placed + self.there
+
+
+def sort(
+    folder: Path,
+    out: Path,
+    labels: Path | None = None,
+    order: str = "",
+    how: How = "link",
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Sorted:
+    """Put every image of the folder into `out/val/<synset>/`, as a hard link, a copy or moved there.
+
+    What lies there already is left as it is, so that a run that was stopped is gone on with. Raises `UserError` for a
+    folder, a table or a file that can't be used; images without a label are listed, not placed.
+    """
+    if order and order not in ORDERS:
+        raise UserError(f"unknown order {order!r}; known: {', '.join(ORDERS)}")
+    target = out / "val"
+    before = {path.name: path.parent.name for path in target.glob("n*/*") if is_image(path.name)}
+    names = sorted({*_images(folder), *before})  # what was moved before counts where labels go by place
+    if not names:
+        raise UserError(f"no images in {folder}; give the folder that holds the .JPEG files themselves")
+    label_of = _from_table(labels, names, order) if labels else {name: _from_name(name) for name in names}
+    _check(label_of, before, target)
+    wanted = {name: label for name, label in label_of.items() if label}
+    if not wanted:
+        raise UserError(f"no image in {folder} has a synset in its name, e.g. {names[0]}; give --labels")
+    done = Sorted(classes=len(set(wanted.values())), unlabelled=[name for name in names if name not in wanted])
+    for number, (name, label) in enumerate(wanted.items(), 1):
+        new = _place(folder / name, target / label / name, how)
+        done.placed, done.there = done.placed + new, done.there + (not new)
+        progress(number, len(wanted))
+    return done
+
+
+def _images(folder: Path) -> list[str]:
+    if not folder.is_dir():
+        raise UserError(f"there is no folder {folder}")
+    return [entry.name for entry in os.scandir(folder) if entry.is_file() and is_image(entry.name)]
+
+
+def _check(label_of: dict[str, str], before: dict[str, str], target: Path) -> None:
+    """Before anything is placed: every label is a class, and none contradicts what lies there."""
+    known = synsets()
+    for name, label in label_of.items():
+        if label and label not in known:
+            raise UserError(f"{name}: {label} is none of ImageNet's {COUNT:,} classes")
+        if before.get(name, label) != label:
+            raise UserError(
+                f"{name} lies in {target / before[name]} but its label is {label or 'unknown'}; which is it?"
+            )
+
+
+def _from_name(name: str) -> str:
+    found = NAMED.search(Path(name).stem)
+    return found.group(1) if found else ""
+
+
+def _from_table(file: Path, names: list[str], order: str) -> dict[str, str]:
+    """The synset of each image by a table: Kaggle's CSV, lines of a name and a synset, or a label for each in order."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f"the table of labels {file} can't be read: {getattr(e, 'strerror', None) or e}") from e
+    lines = [line.split() for line in text.splitlines() if line.strip()]
+    if not lines:
+        raise UserError(f"the table of labels {file} is empty")
+    if lines[0][0].startswith("ImageId,"):
+        table = {
+            row["ImageId"]: (row["PredictionString"] or "").split()[:1] for row in csv.DictReader(text.splitlines())
+        }
+        return _by_name(names, {name: first[0] for name, first in table.items() if first})
+    wrong = next((n for n, words in enumerate(lines, 1) if len(words) != len(lines[0]) or len(words) > 2), 0)
+    if wrong:
+        raise UserError(f"{file}, line {wrong} is neither a name and a label nor a label alone, like the first line")
+    found = _synsets_of(file, [words[-1] for words in lines], order)
+    if len(lines[0]) == 2:
+        named = [words[0] for words in lines]
+        if twice := [name for name, count in Counter(named).items() if count > 1]:
+            raise UserError(f"{file} has {twice[0]} twice")
+        return _by_name(names, dict(zip(named, found, strict=True)))
+    if len(lines) != len(names):
+        raise UserError(f"{file} has {len(lines)} labels for {len(names)} images; by place it needs one for each")
+    return dict(zip(names, found, strict=True))
+
+
+def _by_name(names: list[str], table: dict[str, str]) -> dict[str, str]:
+    """Each image's label by a table whose names may lack the suffix."""
+    stems = {Path(name).stem if is_image(name) else name: label for name, label in table.items()}
+    return {name: stems.get(Path(name).stem, "") for name in names}
+
+
+def _synsets_of(file: Path, labels: list[str], order: str) -> list[str]:
+    """The labels as synsets: themselves, or what their numbers count."""
+    wrong = next((n for n, label in enumerate(labels, 1) if not (SYNSET.fullmatch(label) or label.isdecimal())), 0)
+    if wrong:
+        raise UserError(f"{file}, line {wrong}: {labels[wrong - 1]!r} is neither a synset nor a number")
+    if not any(label.isdecimal() for label in labels):
+        return labels
+    if not all(label.isdecimal() for label in labels):
+        raise UserError(f"{file} mixes synsets and numbers")
+    numbers, every = [int(label) for label in labels], list(synsets())
+    first = _first(file, numbers, order)
+    if outside := [number for number in numbers if not first <= number < COUNT + first]:
+        raise UserError(f"{file}: there is no class {outside[0]}; the numbers are {first} to {COUNT - 1 + first}")
+    return [every[number - first] for number in numbers]
+
+
+def _first(file: Path, numbers: list[int], order: str) -> int:
+    """Whether the numbers begin with 0 or with 1; a `UserError` where they may be in another order."""
+    if order in ("synset-0", "synset-1"):
+        return int(order[-1])
+    if 0 in numbers:
+        return 0
+    if order == "synset" and COUNT in numbers:
+        return 1
+    if order == "synset":
+        raise UserError(f"{file} has neither class 0 nor class {COUNT}; give --order synset-0 or synset-1")
+    raise UserError(
+        f"{file} may hold the challenge's own ids 1 to {COUNT}, which are in another order (meta.mat): give synsets, or "
+        "--order synset when these numbers are in the order of the synsets"
+    )
+
+
+def _place(source: Path, target: Path, how: How) -> bool:
+    """Whether the file had to be put there; a half-written copy never has the target's name."""
+    if target.exists():
+        if source.exists() and not source.samefile(target):
+            if source.stat().st_size != target.stat().st_size:
+                raise UserError(f"{target} is another file than {source}; remove one of them")
+            if how == "move":  # stopped between copying and removing
+                source.unlink()
+        return False
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if how == "link":
+        try:
+            target.hardlink_to(source)
+        except OSError as e:
+            if e.errno in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP):
+                raise UserError(
+                    f"{target.parent} can't hold hard links to {source.parent}; use --copy or --move"
+                ) from e
+            raise
+        return True
+    if how == "move":
+        with suppress(OSError):
+            source.rename(target)
+            return True
+    beside = target.with_name(target.name + PART)
+    shutil.copy2(source, beside)
+    beside.replace(target)
+    if how == "move":
+        source.unlink()
+    return True
