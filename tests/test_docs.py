@@ -47,7 +47,7 @@ def lines(block: str) -> list[list[str]]:
 def options(command: str) -> set[str]:
     """What `dyno COMMAND --help` lists; empty for an unknown command."""
     environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
-    words = [sys.executable, "-m", "dyno.cli", command, "--help"]
+    words = [sys.executable, "-m", "dyno.cli", *command.split(), "--help"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, env=environment)
     return set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", done.stdout)) if done.returncode == 0 else set()
 
@@ -68,6 +68,8 @@ def wrong(words: list[str]) -> list[str]:
         return [] if program in OTHER_PROGRAMS else [program]
     if not rest or rest[0] not in commands():
         return [" ".join(words[:2])]
+    if rest[0] == "data":  # a group of commands
+        rest = [" ".join(rest[:2]), *rest[2:]]
     asked = [word.partition("=")[0] for word in rest[1:] if re.match("--?[a-z]", word)]
     return [f"{rest[0]} {option}" for option in asked if option not in options(rest[0])]
 

@@ -260,7 +260,7 @@ def agree(
 def eval(
     ctx: typer.Context,
     models: flags.Models,
-    data: Annotated[str, typer.Option(help="Folder of class folders, or 'digits'.")],
+    data: Annotated[str, typer.Option(help=flags.DATA_HELP)],
     backends: flags.Backends = "",
     precision: flags.Precision = "fp32",
     batch: flags.Batch = "8",

@@ -59,7 +59,8 @@ class Labels:
 
     def _truth(self, kept: np.ndarray) -> dict[str, Any]:
         """COCO's ground truth of the test images: an image's id is its row, a category's id its class."""
-        images, annotations = [], []
+        images: list[Found] = []
+        annotations: list[Found] = []
         for place, row in enumerate(kept.tolist()):
             photo, size = self.photos[row], self.sizes[row]
             if photo.split != "test" or size is None:

@@ -204,7 +204,10 @@ def content_hashes(paths: list[Path], cache: Path, folder: Path) -> list[str]:
         known = {}
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         entries = list(pool.map(lambda path: _entry(path, known.get(str(path))), paths))
+    # Entries of other files stay: with and without its training images, a folder is listed differently.
+    gone = {str(path) for path, entry in zip(paths, entries, strict=True) if not entry}
     fresh = {str(path): entry for path, entry in zip(paths, entries, strict=True) if entry}
+    fresh = {**{path: entry for path, entry in known.items() if path not in gone}, **fresh}
     if fresh != known:
         with _explained(Path(cache)):
             index.parent.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -114,12 +114,13 @@ def _read(file: Path) -> _File:
         raise UserError(f"there is no annotation file {file}") from None
     except ValueError as e:
         raise UserError(f"{file} is no JSON: {e}") from e
-    parts = {}
+    parts: dict[str, list[dict[str, Any]]] = {}
     for part, needed in (("images", ("id", "file_name")), ("categories", ("id", "name")), ("annotations", ())):
-        parts[part] = found.get(part) if isinstance(found, dict) else None
-        if not isinstance(parts[part], list):
+        entries = found.get(part) if isinstance(found, dict) else None
+        if not isinstance(entries, list):
             raise UserError(f"{file} is not in COCO's format: it has no list {part!r}")
-        for number, item in enumerate(parts[part]):
+        parts[part] = entries
+        for number, item in enumerate(entries):
             if not isinstance(item, dict) or any(key not in item for key in needed):
                 raise UserError(f"{file}: entry {number} of {part!r} lacks {' or '.join(needed) or 'its fields'}")
     if not parts["images"] or not parts["categories"]:
@@ -205,5 +206,5 @@ def _area(made: Found) -> float:
     return float(made["bbox"][2] * made["bbox"][3])
 
 
-def _numbers(values: Any) -> bool:
+def _numbers(values: Any) -> TypeGuard[list[float]]:
     return isinstance(values, list) and all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values)

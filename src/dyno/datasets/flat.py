@@ -160,8 +160,8 @@ def _first(file: Path, numbers: list[int], order: str) -> int:
     if order == "synset":
         raise UserError(f"{file} has neither class 0 nor class {COUNT}; give --order synset-0 or synset-1")
     raise UserError(
-        f"{file} may hold the challenge's own ids 1 to {COUNT}, which are in another order (meta.mat): give synsets, or "
-        "--order synset when these numbers are in the order of the synsets"
+        f"{file} may hold the challenge's own ids 1 to {COUNT}, which are in another order (meta.mat): give synsets, "
+        "or --order synset when these numbers are in the order of the synsets"
     )
 
 

@@ -25,7 +25,7 @@ from dyno.datasets.photos import (
     name_below,
     printable,
 )
-from dyno.datasets.yolo_labels import annotations, classes_used, label_file
+from dyno.datasets.yolo_labels import classes_used, label_file, read_labels
 from dyno.worker.spec import Unavailable, UserError
 
 SPLITS = ("val", "valid", "test")  # of which images are tested on
@@ -70,7 +70,7 @@ def scan(path: Path, calibration: int | Path, seed: int, classes: int = 0) -> Li
     name = printable(path.name if path.is_dir() else path.parent.name)
 
     def annotate(photos: list[Photo], sizes: Sizes) -> Annotations:
-        return annotations(photos, sizes, about.names, about.keypoints, about.folder)
+        return read_labels(photos, sizes, about.names, about.keypoints, about.folder)
 
     own = isinstance(calibration, Path)
     sources = [*about.sources, *present]

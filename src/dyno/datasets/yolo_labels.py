@@ -22,7 +22,7 @@ def label_file(image: Path) -> Path:
     return Path(*parts).with_suffix(".txt")
 
 
-def annotations(
+def read_labels(
     photos: list[Photo], sizes: Sizes, classes: list[str], keypoints: tuple[int, ...], folder: Path
 ) -> Annotations:
     """Read the label files of the test images; an image without one is background."""
