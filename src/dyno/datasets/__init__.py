@@ -47,7 +47,8 @@ def digits(cache: Path, size: int = 64) -> DataSpec:
         order = spread(labels, seed=0)
         train = order[DIGITS_TEST:]
         splits = {"test": order[:DIGITS_TEST], "train": train, "calibration": train[:DIGITS_CALIBRATION]}
-        about = {"name": "digits", "classes": [str(n) for n in range(10)], "made_by": made_by, **transform.identity}
+        about = {"name": "digits", "photographs": "digits", "classes": [str(n) for n in range(10)], "made_by": made_by}
+        about |= transform.identity
 
         def rows(start: int) -> Iterator[Timed]:
             for image in small[start:]:

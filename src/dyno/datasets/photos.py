@@ -88,6 +88,7 @@ def stored(listing: Listing, folder: Path, how: How) -> DataSpec:
     found = store.find(how.cache, key)
     if found is None:
         about = {"name": listing.name, "classes": listing.classes, "made_by": made_by, **how.transform.identity}
+        about["photographs"] = store.key_of(listing.classes, identity)
         found = store.write(how.cache, key, _content(listing, {**about, **listing.about}, how))
     if how.on_unreadable == "refuse":
         _refuse(store.meta(found)["unreadable"], len(listing.photos))
