@@ -4,49 +4,58 @@ from __future__ import annotations
 
 from typing import Any
 
-from dyno.worker import models
+from dyno.worker import models, task_facts, ultralytics_models
 from dyno.worker.backends import onnx_export
 from dyno.worker.shapes import static_shapes
 from dyno.worker.spec import ENGINE_FILES, Dims, ModelSpec, Tensor, Trial, UserError, to_json
+from dyno.worker.torch_support import tensors as tensors_of
 
 DEFAULT_SIZE = 224
 
 
-def look(trial: Trial, sizes: list[list[int]], shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+def look(trial: Trial, sizes: list[list[int]], shapes: dict[str, tuple[int, ...]], task: str = "") -> dict[str, Any]:
     """What Dyno needs to know before it lists trials.
 
     Returns `preprocess`, `size` [h, w] (the model's own), `batch` (0: any), `batches` (an engine's smallest, best and
-    largest), `fixed_size` (a file that takes one only) and, for a module, `parameters`. A model, checkpoint or size
+    largest), `fixed_size` (a file that takes one only) and, for a module, `parameters`; where it is known what the
+    network is for, `task`, `classes` and `keypoints`. `task` is the user's own word for it. A model, checkpoint or size
     that doesn't work is a `UserError`.
     """
-    return _file(trial, shapes) if trial.model.file else _module(trial.model, sizes)
+    return _file(trial, shapes, task) if trial.model.file else _module(trial.model, sizes, task)
 
 
-def _module(model: ModelSpec, sizes: list[list[int]]) -> dict[str, Any]:
+def _module(model: ModelSpec, sizes: list[list[int]], task: str) -> dict[str, Any]:
     preprocess = models.preprocess(model)
     own = models.image_size(model) or (DEFAULT_SIZE, DEFAULT_SIZE)
-    parameters = 0
+    yolo = models.parse(model.source)[0] == "ultralytics"
+    found: dict[str, Any] = {}
     for height, width in sizes or [list(own)]:
         module = models.load(model, Dims(1, height, width))
-        parameters = sum(p.numel() for p in module.parameters())
-        _try(module, model, height, width)
-    return {"preprocess": to_json(preprocess), "size": list(own), "batch": 0, "parameters": parameters}
+        found["parameters"] = sum(p.numel() for p in module.parameters())
+        said = ultralytics_models.facts(module) if yolo else {}
+        if yolo:
+            ultralytics_models.check_size(model.source, said["stride"], height, width)
+        outputs = _try(module, model, height, width)
+        found |= said if yolo and task in ("", said["task"]) else task_facts.facts(model, task, said, outputs)
+    return {"preprocess": to_json(preprocess), "size": list(own), "batch": 0, **found}
 
 
-def _try(module: Any, model: ModelSpec, height: int, width: int) -> None:
+def _try(module: Any, model: ModelSpec, height: int, width: int) -> list[tuple[int, ...]]:
+    """Run the module once; the shapes of its outputs."""
     import torch
 
     try:
         with torch.inference_mode():
-            module(torch.zeros(1, model.channels, height, width))
+            result = module(torch.zeros(1, model.channels, height, width))
     except (RuntimeError, ValueError, AssertionError, TypeError, IndexError, ZeroDivisionError) as e:
         reason = (str(e).strip() or type(e).__name__).splitlines()[0]
         raise UserError(f"the model refuses 1x{model.channels}x{height}x{width}: {reason}") from e
+    return [tuple(tensor.shape) for tensor in tensors_of(result)]
 
 
-def _file(trial: Trial, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+def _file(trial: Trial, shapes: dict[str, tuple[int, ...]], task: str) -> dict[str, Any]:
     model, reader = trial.model, _reader(trial)
-    tensors: tuple[Tensor, ...] = reader.read_io(model.file)[0]
+    tensors, outputs = reader.read_io(model.file)
     image = next((t for t in tensors if len(t.shape) == 4), None)
     found: dict[str, Any] = {"preprocess": to_json(model.preprocess), "batch": _fixed(tensors, 0), "size": [0, 0]}
     found["precision"] = reader.read_precision(model.file)
@@ -54,6 +63,8 @@ def _file(trial: Trial, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
         size = [_number(image.shape[2]), _number(image.shape[3])]
         found["size"] = [side or DEFAULT_SIZE for side in size]
         found["fixed_size"] = all(size)
+    said = task_facts.read(model.file) if reader is onnx_export else {}
+    found |= task_facts.facts(model, task, said, [t.shape for t in outputs])
     if hasattr(reader, "read_batches"):  # an engine knows which batches it was built for
         found["batches"] = list(reader.read_batches(model.file))
     if shapes:
