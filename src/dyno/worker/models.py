@@ -115,7 +115,7 @@ def _build(model: ModelSpec, dims: Dims | None, classes: int | None, state: Mapp
     if kind == "ultralytics":
         if model.source_sha256:
             _unchanged(rest, model.source_sha256, "model file")
-        return ultralytics_models.build(model, rest, state)
+        return ultralytics_models.build(model, rest, state, free_batch=dims is not None and not dims.batch)
     module = _call(_function(model), model)
     if not isinstance(module, torch.nn.Module):
         raise UserError(f"{model.source} returned a {type(module).__name__}; it must return a torch.nn.Module")

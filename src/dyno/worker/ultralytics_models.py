@@ -50,11 +50,12 @@ def library() -> Any:
         ) from e
 
 
-def build(model: ModelSpec, name: str, state: Mapping[str, Any] | None = None) -> Any:
+def build(model: ModelSpec, name: str, state: Mapping[str, Any] | None = None, *, free_batch: bool = False) -> Any:
     """The network of NAME.yaml with random weights, or of a checkpoint PATH.pt, with its raw outputs alone.
 
     `state` are the weights that will be loaded into it: they decide the number of classes and keypoints where `model`
-    doesn't. Raises `UserError` for what isn't there, doesn't fit, or isn't a YOLO that this project can read.
+    doesn't. With `free_batch` it can be exported for every batch. Raises `UserError` for what isn't there, doesn't fit,
+    or isn't a YOLO that this project can read.
     """
     tasks = library()
     if model.pretrained:
@@ -70,6 +71,7 @@ def build(model: ModelSpec, name: str, state: Mapping[str, Any] | None = None) -
             f"{model.source} {kind}, which can't be read here; take a YOLOv8 or YOLO11 ({', '.join(TASKS)})"
         )
     head.export = True  # the library's own switch for raw outputs alone
+    head.dynamic = free_batch  # else it compares shapes to keep its anchors, which fixes the batch in an exported graph
     return module
 
 
