@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from yolo_small import Trained, trained
 
 from dyno import Study
 from dyno.worker.spec import DataSpec, Dims, ModelSpec, Plan, Runtime, Trial
@@ -65,6 +66,14 @@ def dyno() -> Command:
         )
 
     return run
+
+
+@pytest.fixture(scope="session")
+def yolo(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trained]:
+    """A YOLO trained on drawn shapes for a task, once per session: `yolo("detect")`. For tests marked `slow`."""
+    pytest.importorskip("ultralytics", reason="no ultralytics (pip install 'inference-dyno[ultralytics]')")
+    folder = tmp_path_factory.mktemp("yolo")
+    return lru_cache(lambda task: trained(task, folder / task))
 
 
 @pytest.fixture(scope="session")

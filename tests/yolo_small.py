@@ -37,7 +37,7 @@ YAMLS = {
 }
 COUNTS = {"train": 192, "val": 48}
 EPOCHS = {"classify": 4}
-MOST_EPOCHS = 6
+MOST_EPOCHS = 7
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,15 @@ def main(task: str, folder: Path) -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
     data = shapes(folder / "data", task)
     network = YOLO(YAMLS[task])
-    same = {"imgsz": SIZE, "batch": 16, "workers": 0, "device": "cpu", "plots": False, "project": str(folder)}
+    same = {
+        "imgsz": SIZE,
+        "batch": 16,
+        "nbs": 16,
+        "workers": 0,
+        "device": "cpu",
+        "plots": False,
+        "project": str(folder),
+    }
     still = {"mosaic": 0, "hsv_h": 0, "hsv_s": 0, "hsv_v": 0, "scale": 0.2, "translate": 0.1, "erasing": 0}
     network.train(
         data=str(data), epochs=EPOCHS.get(task, MOST_EPOCHS), name="run", val=False, amp=False, seed=0,
