@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from yolo_small import Trained, trained
 
 from dyno import Study
 from dyno.worker.spec import DataSpec, Dims, ModelSpec, Plan, Runtime, Trial
+from yolo_small import Trained, trained
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICK = Plan(boundaries=("model", "all"), warmup_s=0.02, seconds=0.04, min_samples=5, rounds=1, timeout_s=30.0)

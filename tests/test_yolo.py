@@ -10,18 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-for library in ("ultralytics", "onnxruntime", "pycocotools"):
-    pytest.importorskip(library)
-
 import yolo_small
-from yolo_small import SIZE, Trained
-
 from dyno.worker import models, ultralytics_models
 from dyno.worker.backends.onnx_export import OnnxExport, exported
 from dyno.worker.backends.onnx_precision import OnnxPrecision, converted
 from dyno.worker.inputs import Images
 from dyno.worker.postprocess import Detections, detections
 from dyno.worker.spec import Artifact, DataSpec, Dims, ModelSpec, Runtime, Trial
+from yolo_small import SIZE, Trained
 
 pytestmark = pytest.mark.slow
 TASK = "segment"  # has everything: boxes, scores, coefficients and prototypes
@@ -52,6 +48,8 @@ class Network:
 @pytest.fixture(scope="module")
 def network(yolo: Callable[[str], Trained], tmp_path_factory: pytest.TempPathFactory) -> Network:
     torch = pytest.importorskip("torch")
+    for library in ("onnxruntime", "pycocotools"):
+        pytest.importorskip(library)
     trained = yolo(TASK)
     data = yolo_small.decoded(trained.data.parent, TASK)
     preprocess = ultralytics_models.preprocess(TASK)
