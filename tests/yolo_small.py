@@ -28,7 +28,7 @@ from dyno.worker.spec import DataSpec
 NAMES = ("circle", "square", "triangle")
 KEYPOINTS = (4, 3)  # the top, right, bottom and left end of each shape, all visible
 IMAGE_SIZES = ((96, 128), (128, 96), (112, 112), (80, 128))  # height and width
-SIZE = 96
+SIZE = 64
 YAMLS = {
     "detect": "yolov8n.yaml",
     "segment": "yolov8n-seg.yaml",
@@ -37,7 +37,7 @@ YAMLS = {
 }
 COUNTS = {"train": 192, "val": 48}
 EPOCHS = {"classify": 4}
-MOST_EPOCHS = 7
+MOST_EPOCHS = 12
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def picture(rng: np.random.Generator, height: int, width: int) -> tuple[Any, lis
     image = Image.fromarray(noise)
     draw, placed, found = ImageDraw.Draw(image), [], []
     for _ in range(int(rng.integers(1, 4))):
-        radius = rng.uniform(12, 24)
+        radius = rng.uniform(16, 28)
         x, y = rng.uniform(radius, width - radius), rng.uniform(radius, height - radius)
         if any(math.hypot(x - a, y - b) < radius + c for a, b, c in placed):
             continue
