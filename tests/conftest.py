@@ -70,9 +70,12 @@ def dyno() -> Command:
 
 @pytest.fixture(scope="session")
 def yolo(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trained]:
-    """A YOLO trained on drawn shapes for a task, once per session: `yolo("detect")`. For tests marked `slow`."""
+    """A YOLO trained on drawn shapes for a task, once per session: `yolo("detect")`. For tests marked `slow`.
+
+    DYNO_TEST_YOLO names a folder that keeps what was trained for the next session.
+    """
     pytest.importorskip("ultralytics", reason="no ultralytics (pip install 'inference-dyno[ultralytics]')")
-    folder = tmp_path_factory.mktemp("yolo")
+    folder = Path(os.environ.get("DYNO_TEST_YOLO") or tmp_path_factory.mktemp("yolo"))
     return lru_cache(lambda task: trained(task, folder / task))
 
 

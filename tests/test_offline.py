@@ -95,7 +95,8 @@ class Watch:
         self._notes = folder / "looked_up"
         (folder / "home").mkdir()
         self.env = {
-            "PYTHONPATH": os.pathsep.join((str(folder / "python"), os.environ.get("PYTHONPATH", ""))), "LOOKED_UP": str(self._notes),
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(folder / "python"), os.environ.get("PYTHONPATH")))),
+            "LOOKED_UP": str(self._notes),
             "HOME": str(folder / "home"), "DYNO_CACHE": str(folder / "cache"),
         }  # fmt: skip
         self.native = self._build(folder)

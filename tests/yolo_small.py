@@ -36,8 +36,7 @@ YAMLS = {
     "classify": "yolov8n-cls.yaml",
 }
 COUNTS = {"train": 192, "val": 48}
-EPOCHS = {"classify": 4}
-MOST_EPOCHS = 12
+EPOCHS = {"classify": 4, "detect": 6, "segment": 6, "pose": 12}
 
 
 @dataclass(frozen=True)
@@ -238,7 +237,7 @@ def main(task: str, folder: Path) -> None:
     }
     still = {"mosaic": 0, "hsv_h": 0, "hsv_s": 0, "hsv_v": 0, "scale": 0.2, "translate": 0.1, "erasing": 0}
     network.train(
-        data=str(data), epochs=EPOCHS.get(task, MOST_EPOCHS), name="run", val=False, amp=False, seed=0,
+        data=str(data), epochs=EPOCHS[task], name="run", val=False, amp=False, seed=0,
         optimizer="AdamW", lr0=0.003, lrf=0.05, warmup_epochs=0.5, exist_ok=True, auto_augment=None, **same, **still,
     )  # fmt: skip
     network = YOLO(str(folder / "run/weights/last.pt"))
