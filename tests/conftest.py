@@ -14,6 +14,7 @@ import pytest
 
 from dyno import Study
 from dyno.worker.spec import DataSpec, Dims, ModelSpec, Plan, Runtime, Trial
+from yolo_small import Trained, trained
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICK = Plan(boundaries=("model", "all"), warmup_s=0.02, seconds=0.04, min_samples=5, rounds=1, timeout_s=30.0)
@@ -65,6 +66,17 @@ def dyno() -> Command:
         )
 
     return run
+
+
+@pytest.fixture(scope="session")
+def yolo(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trained]:
+    """A YOLO trained on drawn shapes for a task, once per session: `yolo("detect")`. For tests marked `slow`.
+
+    DYNO_TEST_YOLO names a folder that keeps what was trained for the next session.
+    """
+    pytest.importorskip("ultralytics", reason="no ultralytics (pip install 'inference-dyno[ultralytics]')")
+    folder = Path(os.environ.get("DYNO_TEST_YOLO") or tmp_path_factory.mktemp("yolo"))
+    return lru_cache(lambda task: trained(task, folder / task))
 
 
 @pytest.fixture(scope="session")

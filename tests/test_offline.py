@@ -95,7 +95,8 @@ class Watch:
         self._notes = folder / "looked_up"
         (folder / "home").mkdir()
         self.env = {
-            "PYTHONPATH": str(folder / "python"), "LOOKED_UP": str(self._notes),
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(folder / "python"), os.environ.get("PYTHONPATH")))),
+            "LOOKED_UP": str(self._notes),
             "HOME": str(folder / "home"), "DYNO_CACHE": str(folder / "cache"),
         }  # fmt: skip
         self.native = self._build(folder)
@@ -145,6 +146,22 @@ def test_a_look_up_in_native_code_is_seen(watch: Watch) -> None:
     code = "import socket; s = socket.socket(); s.connect_ex(('192.0.2.1', 443))"
     subprocess.run([sys.executable, "-c", code], env={**os.environ, **watch.env}, timeout=60, check=True)
     assert watch.hosts("native")[-1] == "connect an address"
+
+
+@pytest.mark.slow
+def test_a_yolo_network_looks_nothing_up_and_leaves_the_home_alone(watch: Watch, dyno: Command, tmp_path: Path) -> None:
+    for library in ("ultralytics", "onnxruntime"):
+        pytest.importorskip(library)
+    short = ("--size", 32, "--seconds", 0.1, "--warmup", 0.05, "--backends", "pytorch,onnxruntime", "--rounds", 1)
+    done = dyno("run", "ultralytics:yolov8n-cls.yaml", *short, "--out", tmp_path / "run", env=watch.env, timeout=280)
+    assert done.returncode == 0, done.stderr + done.stdout
+    logs = "".join(log.read_text() for log in (tmp_path / "run").rglob("std*.log"))
+    assert "ltralytics" not in logs
+    assert not list((tmp_path / "home").rglob("*ltralytics*"))
+    assert watch.hosts("python") == []
+    if watch.native:
+        pytest.skip(watch.native)
+    assert watch.hosts("native") == []
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 LISTS = {"backends": "backends", "precision": "precisions", "batch": "batches", "size": "sizes"}
 PLAIN = (
     "shapes weights pretrained channels seed data calibration unreadable compared reference device threads rounds "
-    "seconds warmup samples timeout"
+    "seconds warmup samples timeout task"
 ).split()
 
 

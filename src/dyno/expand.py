@@ -32,7 +32,7 @@ from dyno.worker.spec import (
 )
 
 LOOK_TIMEOUT_S = 600
-LOOK_LIBRARIES = ("torch", "torchvision", "timm", "onnx", "openvino")
+LOOK_LIBRARIES = ("torch", "torchvision", "timm", "ultralytics", "onnx", "openvino")
 HERE = Runtime()
 STEPS = ("modelopt",)  # what a file is made with on its way may have an interpreter too
 
@@ -163,12 +163,16 @@ def _existing(text: str, what: str) -> Path:
 
 def _absolute(source: str) -> str:
     path, _, function = source.rpartition(":")
+    if path == "ultralytics":  # a name of the library's, or the user's own file
+        return f"{path}:{Path(function).resolve()}" if Path(function).is_file() else source
     return f"{_existing(path, 'Python file').resolve()}:{function}" if path.endswith(".py") else source
 
 
 def _code_sha256(source: str) -> str:
     """Hash of the code of a `MODULE:FUNCTION` or `FILE.py:FUNCTION` source; libraries are known by their version."""
-    place = source.rpartition(":")[0]
+    place, _, name = source.rpartition(":")
+    if place == "ultralytics":
+        return sha256_of(Path(name)) if Path(name).is_file() else ""
     if place.endswith(".py"):
         return sha256_of(Path(place))
     try:
@@ -188,6 +192,7 @@ def look(model: ModelSpec, study: Study) -> tuple[ModelSpec, dict[str, Any]]:
     options = {
         "sizes": [list(parse_size(size)) for size in study.sizes],
         "shapes": {name: list(shape) for name, shape in parse_shapes(study.shapes).items()},
+        "task": study.task,
     }
     reader = engine_backend(Path(model.file)) if model.file.endswith(ENGINE_FILES) else ""
     where = _looking(model, reader, study)
@@ -204,6 +209,8 @@ def look(model: ModelSpec, study: Study) -> tuple[ModelSpec, dict[str, Any]]:
             _keep(Path(scratch) / "look", folder)
     found = record.facts
     preprocess = _normalised(from_json(Preprocess, found["preprocess"]), study)
+    task, points = found.get("task", "classify"), tuple(found.get("keypoints", ()))
+    model = replace(model, task=task, classes=found.get("classes", model.classes), keypoints=points)
     return replace(model, preprocess=preprocess, precision=found.get("precision", "")), found
 
 

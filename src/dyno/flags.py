@@ -7,7 +7,10 @@ from typing import Annotated
 
 import typer
 
-MODEL_HELP = "torchvision:NAME, timm:NAME, MODULE:FUNCTION, FILE.py:FUNCTION, FILE.onnx, FILE.xml or FILE.engine"
+MODEL_HELP = (
+    "torchvision:NAME, timm:NAME, ultralytics:NAME.yaml, MODULE:FUNCTION, FILE.py:FUNCTION, FILE.onnx, FILE.xml or "
+    "FILE.engine"
+)
 Studied = Annotated[list[str], typer.Argument(help=MODEL_HELP + "; or STUDY.toml", metavar="MODEL...|STUDY.toml")]
 Models = Annotated[list[str], typer.Argument(help=MODEL_HELP, metavar="MODEL...")]
 Model = Annotated[str, typer.Argument(help=MODEL_HELP, metavar="MODEL")]
@@ -23,6 +26,7 @@ Channels = Annotated[int, typer.Option(help="Channels of the input image.")]
 Mean = Annotated[str, typer.Option(help="Per channel, of pixels in 0..1: 0.485,0.456,0.406 (default: the model's).")]
 Std = Annotated[str, typer.Option(help="Per channel, like --mean.")]
 Seed = Annotated[int, typer.Option(help="Of random weights and random inputs.")]
+Task = Annotated[str, typer.Option(help="classify, detect, segment or pose, for a file that doesn't say it.")]
 DATA_HELP = "Folder of class folders, of images, or in COCO's or YOLO's format; or 'digits'."
 Data = Annotated[str, typer.Option(help=DATA_HELP)]
 Calibration = Annotated[str, typer.Option(help="Images that INT8 is calibrated on; never tested on.")]

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dyno.worker.spec import BOUNDARIES, MODEL_FILES, PRECISIONS, Option, Plan, UserError
+from dyno.worker.spec import BOUNDARIES, MODEL_FILES, PRECISIONS, TASKS, Option, Plan, UserError
 
 if TYPE_CHECKING:
     from dyno.result import Result
@@ -68,10 +68,11 @@ def _value(text: str) -> Option:
 class Study:
     """Models x backends x precisions x batches x sizes, and how to measure them.
 
-    `models`: sources (`torchvision:resnet18`, `timm:NAME`, `MODULE:FUNCTION`, `FILE.py:FUNCTION`, `FILE.onnx`,
-    `FILE.xml`). `backends` empty means every one found on this machine. `sizes` are `224` or `480x640`; empty
-    precisions, batches and sizes mean the model's own (fp32, 1, what it was trained for). `mean` and `std` normalise
-    pixels in 0..1 (default: what the model's library says, else ImageNet's, or 0.5 for images that aren't RGB). `data`
+    `models`: sources (`torchvision:resnet18`, `timm:NAME`, `ultralytics:NAME.yaml`, `MODULE:FUNCTION`,
+    `FILE.py:FUNCTION`, `FILE.onnx`, `FILE.xml`). `backends` empty means every one found on this machine. `sizes` are
+    `224` or `480x640`; empty precisions, batches and sizes mean the model's own (fp32, 1, what it was trained for).
+    `mean` and `std` normalise pixels in 0..1 (default: what the model's library says, else ImageNet's, or 0.5 for
+    images that aren't RGB). `task` is what a file's network is for where nothing else says it (one of TASKS). `data`
     is a folder of class folders (or `digits`); `calibration` images are for INT8, else some are taken out of `data` and
     never tested on. `budget` maps top1/top5 to the points an engine may lose. `runtime` maps a backend's name to
     `{python, env}` for another interpreter. Seconds are per trial, round and boundary.
@@ -90,6 +91,7 @@ class Study:
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     seed: int = 0
+    task: str = ""
     data: str = ""
     calibration: str = ""
     unreadable: str = "refuse"
@@ -125,6 +127,8 @@ class Study:
             check_known("boundary", name, BOUNDARIES)
         for name in self.budget:
             check_known("budget", name, BUDGETS)
+        if self.task:
+            check_known("task", self.task, TASKS)
         check_known("unreadable", self.unreadable, ("refuse", "skip"))
         for size in self.sizes:
             parse_size(size)
@@ -297,6 +301,8 @@ def parse_budget(texts: Iterable[str]) -> dict[str, float]:
 
 def model_name(source: str) -> str:
     """The model's name in tables and folders: what stands behind the colon, or the file's stem."""
+    if source.startswith("ultralytics:"):
+        return Path(source.partition(":")[2]).stem
     if source.endswith(MODEL_FILES):
         return Path(source).stem
     return source.rpartition(":")[2]

@@ -35,6 +35,7 @@ def refusal(model: ModelSpec) -> str:
     [
         ("torchvision:resnet18", "torchvision", "resnet18"),
         ("timm:resnet18.a1_in1k", "timm", "resnet18.a1_in1k"),
+        ("ultralytics:yolov8n-cls.yaml", "ultralytics", "yolov8n-cls.yaml"),
         ("file:/a:b/m.onnx", "file", "/a:b/m.onnx"),
         ("torchvision.models:resnet18", "module", "torchvision.models:resnet18"),
         ("package.nets:Net.small", "module", "package.nets:Net.small"),
@@ -46,9 +47,7 @@ def test_parse_tells_sources_apart(source, kind, rest):
     assert models.parse(source) == (kind, rest)
 
 
-@pytest.mark.parametrize(
-    "source", ["resnet18", "torchvision:", "a b:net", "nets:2", "/a/b:net", "ultralytics:yolov8n-cls.yaml"]
-)
+@pytest.mark.parametrize("source", ["resnet18", "torchvision:", "a b:net", "nets:2", "/a/b:net", "ultralytics:"])
 def test_parse_refuses_what_is_no_source(source):
     with pytest.raises(UserError, match="torchvision:NAME"):
         models.parse(source)

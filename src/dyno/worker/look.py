@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dyno.worker import models
+from dyno.worker import models, task_facts, ultralytics_models
 from dyno.worker.backends import onnx_export
 from dyno.worker.shapes import static_shapes
 from dyno.worker.spec import ENGINE_FILES, Dims, ModelSpec, Tensor, Trial, UserError, to_json
@@ -14,27 +14,32 @@ from dyno.worker.torch_support import tensors as tensors_of
 DEFAULT_SIZE = 224
 
 
-def look(trial: Trial, sizes: list[list[int]], shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+def look(trial: Trial, sizes: list[list[int]], shapes: dict[str, tuple[int, ...]], task: str = "") -> dict[str, Any]:
     """What Dyno needs to know before it lists trials.
 
     Returns `preprocess`, `size` [h, w] (the model's own), `batch` (0: any), `batches` (an engine's smallest, best and
     largest), `fixed_size` (a file that takes one only), `outputs` (how many classes a classifier's scores are of, else
-    0) and, for a module, `parameters`. A model, checkpoint or size
-    that doesn't work is a `UserError`.
+    0) and, for a module, `parameters`; where it is known what the network is for, `task`, `classes` and `keypoints`.
+    `task` is the user's own word for it. A model, checkpoint or size that doesn't work is a `UserError`.
     """
-    return _file(trial, shapes) if trial.model.file else _module(trial.model, sizes)
+    return _file(trial, shapes, task) if trial.model.file else _module(trial.model, sizes, task)
 
 
-def _module(model: ModelSpec, sizes: list[list[int]]) -> dict[str, Any]:
+def _module(model: ModelSpec, sizes: list[list[int]], task: str) -> dict[str, Any]:
     preprocess = models.preprocess(model)
     own = models.image_size(model) or (DEFAULT_SIZE, DEFAULT_SIZE)
-    parameters, outputs = 0, 0
+    yolo = models.parse(model.source)[0] == "ultralytics"
+    found: dict[str, Any] = {}
     for height, width in sizes or [list(own)]:
         module = models.load(model, Dims(1, height, width))
-        parameters = sum(p.numel() for p in module.parameters())
-        outputs = _classes(_try(module, model, height, width))
-    found = {"preprocess": to_json(preprocess), "size": list(own), "batch": 0, "parameters": parameters}
-    return {**found, "outputs": outputs}
+        found["parameters"] = sum(p.numel() for p in module.parameters())
+        said = ultralytics_models.facts(module) if yolo else {}
+        if yolo:
+            ultralytics_models.check_size(model.source, said["stride"], height, width)
+        outputs = _try(module, model, height, width)
+        found["outputs"] = _classes(outputs)
+        found |= said if yolo and task in ("", said["task"]) else task_facts.facts(model, task, said, outputs)
+    return {"preprocess": to_json(preprocess), "size": list(own), "batch": 0, **found}
 
 
 def _try(module: Any, model: ModelSpec, height: int, width: int) -> list[tuple[int, ...]]:
@@ -57,9 +62,8 @@ def _classes(shapes: Sequence[Sequence[int | str]]) -> int:
     return shapes[0][1] if shapes[0][1] > 1 else 0
 
 
-def _file(trial: Trial, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+def _file(trial: Trial, shapes: dict[str, tuple[int, ...]], task: str) -> dict[str, Any]:
     model, reader = trial.model, _reader(trial)
-    tensors: tuple[Tensor, ...]
     tensors, outputs = reader.read_io(model.file)
     image = next((t for t in tensors if len(t.shape) == 4), None)
     found: dict[str, Any] = {"preprocess": to_json(model.preprocess), "batch": _fixed(tensors, 0), "size": [0, 0]}
@@ -69,6 +73,8 @@ def _file(trial: Trial, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
         size = [_number(image.shape[2]), _number(image.shape[3])]
         found["size"] = [side or DEFAULT_SIZE for side in size]
         found["fixed_size"] = all(size)
+    said = task_facts.read(model.file) if reader is onnx_export else {}
+    found |= task_facts.facts(model, task, said, [t.shape for t in outputs])
     if hasattr(reader, "read_batches"):  # an engine knows which batches it was built for
         found["batches"] = list(reader.read_batches(model.file))
     if shapes:

@@ -255,7 +255,7 @@ def look_at(job: Job, journal: Journal) -> None:
     assert job.trial is not None
     journal.stage("look at the model")
     shapes = {name: tuple(shape) for name, shape in job.options["shapes"].items()}
-    journal.facts(look(job.trial, job.options["sizes"], shapes))
+    journal.facts(look(job.trial, job.options["sizes"], shapes, str(job.options.get("task", ""))))
 
 
 def train_model(job: Job, journal: Journal) -> None:

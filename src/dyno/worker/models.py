@@ -1,4 +1,4 @@
-"""Where a module comes from: torchvision, timm, a Python function, with random, published or stored weights."""
+"""Where a module comes from: torchvision, timm, ultralytics or a function, with random, published or stored weights."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from dyno.worker import ultralytics_models
 from dyno.worker.checkpoint import apply, head_classes, read_checkpoint
 from dyno.worker.spec import Dims, ModelSpec, Preprocess, Unavailable, UserError
 
 LIBRARIES = ("torchvision", "timm")
-FORMS = "torchvision:NAME, timm:NAME, MODULE:FUNCTION, FILE.py:FUNCTION or file:PATH"
+FORMS = "torchvision:NAME, timm:NAME, ultralytics:NAME.yaml, MODULE:FUNCTION, FILE.py:FUNCTION or file:PATH"
 
 
 def parse(source: str) -> tuple[str, str]:
     """Tell sources apart without importing anything: (kind, rest).
 
-    Kinds are `torchvision` and `timm` (rest: the name), `file` (the path), `python` (FILE.py:FUNCTION) and `module`
-    (MODULE:FUNCTION). The function is what follows the last colon, so that a path may have colons of its own.
+    Kinds are `torchvision`, `timm` and `ultralytics` (rest: the name), `file` (the path), `python` (FILE.py:FUNCTION)
+    and `module` (MODULE:FUNCTION). The function is what follows the last colon, so that a path may have its own.
     Raises `UserError` when the text is none of these.
     """
     head, _, rest = source.partition(":")
-    if head in (*LIBRARIES, "file"):
+    if head in (*LIBRARIES, "ultralytics", "file"):
         if not rest:
             raise UserError(f"model {source!r} names nothing after the colon; it is one of {FORMS}")
         return head, rest
@@ -57,7 +58,7 @@ def load(model: ModelSpec, dims: Dims | None = None) -> Any:
     if model.weights:
         _unchanged(model.weights, model.weights_sha256, "checkpoint")
         state = read_checkpoint(model.weights)
-    module = _build(model, dims, model.classes)
+    module = _build(model, dims, model.classes, state)
     if state is not None:
         classes = head_classes(module, state)
         if model.classes is None and classes is not None and parse(model.source)[0] in LIBRARIES:
@@ -97,10 +98,13 @@ def _said(model: ModelSpec) -> tuple[Preprocess | None, tuple[int, int] | None]:
     kind, name = parse(model.source)
     if kind == "torchvision":
         return _torchvision_says(name)
+    if kind == "ultralytics":
+        task = ultralytics_models.task_of(model.source, name)
+        return ultralytics_models.preprocess(task, model.channels), ultralytics_models.size(task)
     return _timm_says(name) if kind == "timm" else (None, None)
 
 
-def _build(model: ModelSpec, dims: Dims | None, classes: int | None) -> Any:
+def _build(model: ModelSpec, dims: Dims | None, classes: int | None, state: Mapping[str, Any] | None = None) -> Any:
     torch = _library("torch")
     kind, rest = parse(model.source)
     torch.manual_seed(model.seed)
@@ -108,6 +112,10 @@ def _build(model: ModelSpec, dims: Dims | None, classes: int | None) -> Any:
         return _torchvision(model, rest, classes)
     if kind == "timm":
         return _timm(model, rest, dims, classes)
+    if kind == "ultralytics":
+        if model.source_sha256:
+            _unchanged(rest, model.source_sha256, "model file")
+        return ultralytics_models.build(model, rest, state, free_batch=dims is not None and not dims.batch)
     module = _call(_function(model), model)
     if not isinstance(module, torch.nn.Module):
         raise UserError(f"{model.source} returned a {type(module).__name__}; it must return a torch.nn.Module")

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.onnx_fp16 import SENSITIVE, mixed, refuse_half
+from dyno.worker.onnx_head import decoding
 from dyno.worker.onnx_opset import in_opset, opset
 from dyno.worker.spec import Artifact, Recipe
 
@@ -27,7 +28,9 @@ def to_bf16(model: Any, recipe: Recipe, parent: Artifact, path: Path) -> dict[st
     refuse_half(model, parent)
     model = in_opset(model, max(OPSET, opset(model)))
     lacking = {node.op_type for node in model.graph.node if not _has_bf16(node, opset(model))}
-    made, _ = mixed(model, lacking, [])  # what it says of weights beyond FP16's range is of no concern here
+    made, _ = mixed(
+        model, lacking, sorted(decoding(model.graph, recipe.model))
+    )  # what it says of weights beyond FP16's range is of no concern here
     _as_bf16(made.graph, {tensor.name: tensor for tensor in model.graph.initializer})
     onnx.checker.check_model(made, full_check=True)
     onnx.save(made, path)

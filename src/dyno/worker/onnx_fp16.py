@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.calibration import example, reader
+from dyno.worker.onnx_head import decoding
 from dyno.worker.spec import Artifact, Recipe, UserError
 
 # Softmax, normalisations and exponentials lose the most in half precision: their values span too many magnitudes.
@@ -25,13 +26,15 @@ def to_fp16(model: Any, recipe: Recipe, parent: Artifact, path: Path) -> dict[st
     import onnx
 
     refuse_half(model, parent)
+    head = decoding(model.graph, recipe.model)
     large = _too_large(model, example(recipe, parent), path.parent)
-    made, said = mixed(model, set(), large)
+    made, said = mixed(model, set(), sorted({*large, *head}))
     onnx.checker.check_model(made, full_check=True)
     onnx.save(made, path)
     if large:
         said.insert(0, f"kept in FP32, as their values exceed what FP16 holds: {', '.join(large[:10])}")
-    return {"scheme": "mixed FP16; inputs, outputs and sensitive nodes in FP32", "warnings": said}
+    what = "sensitive nodes and the detector's decoding" if head else "sensitive nodes"
+    return {"scheme": f"mixed FP16; inputs, outputs and {what} in FP32", "warnings": said}
 
 
 def refuse_half(model: Any, parent: Artifact) -> None:

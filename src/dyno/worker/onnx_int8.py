@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.calibration import CalibrationImages, reader
+from dyno.worker.onnx_head import decoding
 from dyno.worker.onnx_placement import LINEAR, OBSERVED, place
 from dyno.worker.spec import Artifact, Recipe, UserError
 
@@ -79,6 +80,7 @@ def to_int8(model: Any, recipe: Recipe, parent: Artifact, path: Path) -> dict[st
         scratch = Path(folder)
         prepared = _prepared(model, scratch)
         excluded, transformer = _attention(prepared)
+        excluded |= decoding(prepared.graph, recipe.model)
         types = OBSERVED if scheme.fused else LINEAR if transformer else _every_type()
         ranges = _calibrated(scratch, types, images, recipe)
         if scheme.fused:

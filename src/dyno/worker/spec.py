@@ -248,18 +248,18 @@ def _identity(value: Any) -> Any:
         hidden = hidden | {name for name, default in later.items() if getattr(value, name) == default}
         found = {f.name: _identity(getattr(value, f.name)) for f in dataclasses.fields(value) if f.name not in hidden}
         if isinstance(value, ModelSpec):
-            found["source"] = _placeless(value.source)
+            found["source"] = _placeless(value.source, bool(value.source_sha256))
         return found
     if isinstance(value, dict):
         return {k: _identity(v) for k, v in value.items()}
     return [_identity(v) for v in value] if isinstance(value, (tuple, list)) else value
 
 
-def _placeless(source: str) -> str:
+def _placeless(source: str, hashed: bool) -> str:
     """The source less the path of a file, whose content is known by its sha256."""
     place, _, function = source.rpartition(":")
-    if source.startswith("file:"):
-        return "file"
+    if source.startswith("file:") or (hashed and source.startswith("ultralytics:")):
+        return source.partition(":")[0]
     return function if place.endswith(".py") else source
 
 

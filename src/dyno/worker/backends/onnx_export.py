@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker import models
+from dyno.worker import models, task_facts
 from dyno.worker.backend import Backend
 from dyno.worker.onnx_opset import in_opset, lower_file
 from dyno.worker.onnx_opset import opset as opset_of
@@ -115,6 +115,7 @@ class OnnxExport(Backend):
         started = time.perf_counter()
         with memory_errors():
             made_by = _export(recipe, folder / "model.onnx")
+            task_facts.write(str(folder / "model.onnx"), recipe.model)
         made_by = {"backend": self.name, "versions": _versions(self.requires), **made_by}
         return _artifact(str(folder / "model.onnx"), time.perf_counter() - started, made_by)
 

@@ -1,0 +1,132 @@
+"""A YOLO that was trained for a moment keeps its mean average precision on every way through ONNX."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import yolo_small
+from dyno.worker import models, ultralytics_models
+from dyno.worker.backends.onnx_export import OnnxExport, exported
+from dyno.worker.backends.onnx_precision import OnnxPrecision, converted
+from dyno.worker.inputs import Images
+from dyno.worker.postprocess import Detections, detections
+from dyno.worker.spec import Artifact, DataSpec, Dims, ModelSpec, Runtime, Trial
+from yolo_small import SIZE, Trained
+
+pytestmark = pytest.mark.slow
+TASK = "segment"  # has everything: boxes, scores, coefficients and prototypes
+Command = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Network:
+    """The trained network, its data, its ONNX file, and what PyTorch makes of the images."""
+
+    trained: Trained
+    model: ModelSpec
+    data: DataSpec
+    images: np.ndarray
+    reference: list[np.ndarray]
+    artifact: Artifact
+
+    def found(self, outputs: list[np.ndarray]) -> list[Detections]:
+        """Detections in the original images."""
+        sizes = np.load(Path(self.data.folder) / "sizes.npy")[: len(self.images)]
+        return detections(TASK, outputs, sizes, (SIZE, SIZE), classes=3)
+
+    def scores(self, outputs: list[np.ndarray], kind: str = "bbox") -> tuple[float, float]:
+        """mAP50 and mAP50-95."""
+        return yolo_small.coco_map(self.data, self.found(outputs), kind)
+
+
+@pytest.fixture(scope="module")
+def network(yolo: Callable[[str], Trained], tmp_path_factory: pytest.TempPathFactory) -> Network:
+    torch = pytest.importorskip("torch")
+    for library in ("onnxruntime", "pycocotools"):
+        pytest.importorskip(library)
+    trained = yolo(TASK)
+    data = yolo_small.decoded(trained.data.parent, TASK)
+    preprocess = ultralytics_models.preprocess(TASK)
+    model = ModelSpec("y", trained.source, weights=str(trained.weights), task=TASK, classes=3, preprocess=preprocess)
+    images = Images(data, preprocess)
+    x = images.batch(0, len(images), "float32")
+    with torch.inference_mode():
+        reference = [t.numpy() for t in models.load(model)(torch.from_numpy(x))]
+    recipe = exported(model, Dims(0, SIZE, SIZE), Runtime())
+    artifact = OnnxExport().make(recipe, None, tmp_path_factory.mktemp("export"))
+    return Network(trained, model, data, x, reference, artifact)
+
+
+def run(path: str, images: np.ndarray, batch: int = 16) -> list[np.ndarray]:
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    parts = [session.run(None, {"input": images[i : i + batch]}) for i in range(0, len(images), batch)]
+    return [np.concatenate(part) for part in zip(*parts, strict=True)]
+
+
+def test_it_finds_shapes_and_the_library_agrees(network: Network) -> None:
+    """The metrics differ in how they interpolate precision, and masks in their resolution."""
+    said = network.trained.metrics
+    for kind, suffix in (("bbox", "B"), ("segm", "M")):
+        map50, map50_95 = network.scores(network.reference, kind)
+        assert map50 > 0.2
+        assert map50 == pytest.approx(said[f"metrics/mAP50({suffix})"], abs=0.05)
+        assert map50_95 == pytest.approx(said[f"metrics/mAP50-95({suffix})"], abs=0.08)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_the_exported_graph_is_right_at_every_batch(network: Network, batch: int) -> None:
+    assert network.artifact.made_by["exporter"] == "dynamo"
+    for got, want in zip(run(network.artifact.path, network.images[:6], batch), network.reference, strict=True):
+        np.testing.assert_allclose(got, want[:6], rtol=1e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("precision", "target", "pixels", "score"),
+    [
+        ("fp16", "onnxruntime", 1.0, 0.01),
+        ("int8", "onnxruntime", None, 0.15),
+        ("int8", "openvino", None, 0.15),
+        ("int8", "tensorrt", None, 0.15),
+    ],
+)
+def test_a_lower_precision_still_finds_them(
+    network: Network, tmp_path: Path, precision: str, target: str, pixels: float | None, score: float
+) -> None:
+    trial = Trial(network.model, "onnxruntime", precision, Dims(0, SIZE, SIZE), data=network.data)
+    made = OnnxPrecision().make(converted(trial, target), network.artifact, tmp_path)
+    got = run(made.path, network.images)
+    assert np.abs(got[0][:, 4:7] - network.reference[0][:, 4:7]).max() < score
+    if pixels:
+        assert np.abs(got[0][:, :4] - network.reference[0][:, :4]).max() < pixels
+    for kind in ("bbox", "segm"):
+        assert network.scores(got, kind)[1] > network.scores(network.reference, kind)[1] - 0.05
+
+
+def test_one_scale_for_all_of_the_output_would_find_nothing(network: Network, tmp_path: Path) -> None:
+    """The trap that keeping the decoding in FP32 avoids: without its task, the same network is quantised to its end."""
+    model = replace(network.model, task="classify")
+    trial = Trial(model, "onnxruntime", "int8", Dims(0, SIZE, SIZE), data=network.data)
+    made = OnnxPrecision().make(converted(trial, "onnxruntime"), network.artifact, tmp_path)
+    got = run(made.path, network.images)
+    assert sum(len(found.scores) for found in network.found(got)) == 0
+
+
+def test_every_backend_agrees_and_the_file_knows_its_task(network: Network, dyno: Command, tmp_path: Path) -> None:
+    words = (network.trained.source, "--weights", network.trained.weights, "--size", SIZE)
+    short = ("--threads", 1, "--inputs", 4, "--rtol", 1e-2, "--atol", 1e-2, "--least", 0.999)
+    backends = "pytorch,onnxruntime,openvino"
+    done = dyno("agree", *words, "--backends", backends, "--batch", 2, *short, "--out", tmp_path / "a", timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = dyno("export", *words, "-o", tmp_path / "shapes.onnx", timeout=280)
+    assert done.returncode == 0, done.stderr
+    done = dyno("time", tmp_path / "shapes.onnx", "--task", "pose", "--seconds", 0.1)
+    assert done.returncode == 2
+    assert "is a network for segment, not pose" in done.stderr
