@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from dyno import flags
+from dyno import flags, train_command
 from dyno.worker.spec import UserError
 
 app = typer.Typer(
@@ -283,6 +283,9 @@ def eval(
     from dyno import commands
 
     raise typer.Exit(commands.evaluate(ctx, models, format))
+
+
+app.command()(train_command.train)
 
 
 @app.command()

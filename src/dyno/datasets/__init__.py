@@ -58,13 +58,15 @@ def class_folders(
     progress: Progress | None = None,
     channels: int = 3,
     seed: int = 0,
+    train: bool = False,
 ) -> DataSpec:
     """Images in class folders, decoded to `size` (height, width) as torchvision does it on PIL images.
 
     Layouts: `DIR/<class>/…` or `DIR/{train,test|val}/<class>/…` (test before val). A label is the class folder's place
     in the folders' order by Unicode code point; train/ decides the order where there is one. Calibration images are
     never test images: a number is taken from train/, or where there is none out of the test images (at most a fifth of
-    them); a path is a folder of images of its own. `progress` is called with images done and in all.
+    them); a path is a folder of images of its own. With `train` the others of train/ are decoded, too, into
+    the split train; copies of test images are left out. `progress` is called with images done and in all.
 
     The shorter side becomes `size * preprocess.resize`, then the centre is cropped (resize 0: straight to the size),
     with antialiasing and without JPEG's reduced-scale decoding, which would change the pixels. As in torchvision's
@@ -76,7 +78,7 @@ def class_folders(
     transform = Transform(size, preprocess, channels)
     made_by = {"pillow": library_version("pillow")}
     folder, cache = Path(folder).resolve(), Path(cache)
-    listing = scan(folder, calibration, seed)
+    listing = scan(folder, calibration, seed, train)
     hashes = store.content_hashes([photo.path for photo in listing.photos], cache, folder)
     listing, hashes = _without_test_copies(listing, hashes)
     identity = [(photo.split, photo.name, photo.label, sha) for photo, sha in zip(listing.photos, hashes, strict=True)]
@@ -117,7 +119,7 @@ def _without_test_copies(listing: Listing, hashes: list[str]) -> tuple[Listing, 
     tested = {sha for photo, sha in zip(listing.photos, hashes, strict=True) if photo.split == "test" and sha}
     keep = [i for i, p in enumerate(listing.photos) if p.split == "test" or hashes[i] not in tested]
     left = dataclasses.replace(listing, photos=[listing.photos[i] for i in keep])
-    if listing.own_calibration and all(photo.split == "test" for photo in left.photos):
+    if listing.own_calibration and all(photo.split != "calibration" for photo in left.photos):
         raise UserError("every calibration image is also a test image; give a folder with other images")
     return left, [hashes[i] for i in keep]
 
@@ -133,7 +135,7 @@ def _content(
     photos = listing.photos
     labels = np.array([photo.label for photo in photos], np.int64)
     splits = {}
-    for split in ("test", "calibration"):
+    for split in ("test", "train", "calibration"):
         chosen = np.array([i for i, photo in enumerate(photos) if photo.split == split], np.int64)
         if len(chosen):
             splits[split] = chosen[spread(labels[chosen], seed)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +33,7 @@ class Listing:
     own_calibration: bool = False
 
 
-def scan(folder: Path, calibration: int | Path, seed: int) -> Listing:
+def scan(folder: Path, calibration: int | Path, seed: int, train: bool = False) -> Listing:
     """List the folder's images; raises `UserError` when it is missing, or has no class folders or an empty one."""
     if not folder.is_dir():
         raise UserError(f"no data folder {folder}" if not folder.exists() else f"{folder} is not a folder")
@@ -43,15 +43,19 @@ def scan(folder: Path, calibration: int | Path, seed: int) -> Listing:
         test_root, train_root = _roots(folder)
         classes = _folders(train_root or test_root)
         test = _photos(folder, test_root, classes, "test")
+        if train and train_root is None:
+            raise UserError(f"{folder} has no train/; put the images to learn from there and the others into test/")
         if isinstance(calibration, Path):
             return Listing(classes, test + _loose(calibration), own_calibration=True)
         if train_root is None:
             return Listing(classes, _carve(test, calibration, seed))
-        train = _photos(folder, train_root, classes, "calibration")
+        learnt = _photos(folder, train_root, classes, "calibration")
     except PermissionError as e:
         raise UserError(f"{e.filename} can't be listed: permission denied") from e
-    order = spread(np.array([photo.label for photo in train]), seed)
-    return Listing(classes, test + [train[i] for i in sorted(order[:calibration])])
+    order = spread(np.array([photo.label for photo in learnt]), seed)
+    tuned = set(order[:calibration].tolist())
+    others = [replace(photo, split="train") for i, photo in enumerate(learnt) if train and i not in tuned]
+    return Listing(classes, test + [learnt[i] for i in sorted(tuned)] + others)
 
 
 def spread(labels: np.ndarray, seed: int) -> np.ndarray:
