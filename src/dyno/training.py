@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
 from collections.abc import Sequence
@@ -13,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 from dyno import training_data
 from dyno.expand import look, model_spec
 from dyno.launch import launch
-from dyno.store import Run
+from dyno.store import Run, sha256_of
 from dyno.study import Study, model_name, parse_size
 from dyno.training_view import CURVES, Row, TrainingView, chart, history
 from dyno.worker import system
-from dyno.worker.record import Record, write_json
+from dyno.worker.record import Record, read_record, write_json
 from dyno.worker.spec import MODEL_FILES, DataSpec, Dims, Job, ModelSpec, Runtime, Trial, UserError, to_json
 from dyno.worker.train_options import TrainOptions, options
 
@@ -139,16 +140,32 @@ def _run(plan: Training, folder: Path, view: TrainingView) -> Record:
         f"training {plan.model.name} at {plan.size[0]}x{plan.size[1]} on {_count(plan.training)} images of "
         f"{len(plan.classes)} classes ({names}), testing on {_count(plan.test)}"
     )
+    job = plan.job()
+    if stored := _finished(job, folder):
+        view.say("trained already")
+        return stored
     begun = datetime.now(UTC).isoformat(timespec="seconds")
     _describe(plan, folder, {"status": "running", "started": begun})
     with view.running():
-        record = launch(plan.job(), folder, math.inf, view.tick)
+        record = launch(job, folder, math.inf, view.tick)
     if rows := history(folder):
         chart(rows, folder / CURVES)
     about = {"status": record.status, "reason": record.reason, "started": begun}
     _describe(plan, folder, {**about, "result": record.facts, "system": record.system})
     if record.status != "ok":
         raise UserError(_why(record, plan, len(rows)))
+    return record
+
+
+def _finished(job: Job, folder: Path) -> Record | None:
+    """The record of the very same training, when its weights are still there."""
+    try:
+        same = json.loads((folder / "job.json").read_text(encoding="utf-8")) == json.loads(json.dumps(to_json(job)))
+    except (OSError, ValueError):
+        return None
+    record = read_record(folder) if same else None
+    if record is None or record.status != "ok" or sha256_of(folder / record.facts["weights"]) != record.facts["sha256"]:
+        return None
     return record
 
 
