@@ -4,8 +4,9 @@
 
 Both train the same network on the same decoded photographs with the same optimiser, schedule, crops and mirroring,
 and the same number of DataLoader workers. The plain loop is what a torchvision tutorial has: a data set whose item is
-one image, transformed and normalised, and the default collation. Blocks of batches alternate; the ratio is that of the
-medians over the blocks. What Dyno writes after each epoch is timed apart.
+one image, transformed and normalised, and the default collation. Blocks of batches alternate; the ratio is the
+median over the blocks: of the wall's clock on a GPU or with workers, else of processor time, which other programs
+disturb less. What Dyno writes after each epoch is timed apart.
 """
 
 from __future__ import annotations
@@ -108,13 +109,22 @@ def dyno_epochs(split: train_data.Split, size: int, options: TrainOptions, loop:
             yield len(y)
 
 
-def seconds(steps: Iterator[int], batches: int, wait: Callable[[], None]) -> float:
-    """Seconds per image over so many batches."""
+def seconds(steps: Iterator[int], batches: int, wait: Callable[[], None]) -> tuple[float, float]:
+    """Seconds per image over so many batches, by the wall's clock and of this process's processors."""
     wait()
-    start = time.perf_counter()
+    start, busy = time.perf_counter(), time.process_time()
     images = sum(next(steps) for _ in range(batches))
     wait()
-    return (time.perf_counter() - start) / images
+    return (time.perf_counter() - start) / images, (time.process_time() - busy) / images
+
+
+def described(own: list[float], plain: list[float]) -> str:
+    """Both speeds and their ratio, with the range over the blocks."""
+    ratios = sorted(theirs / ours for ours, theirs in zip(own, plain, strict=True))
+    return (
+        f"dyno {1 / statistics.median(own):,.1f} images/s, plain {1 / statistics.median(plain):,.1f}; "
+        f"ratio {statistics.median(ratios):.3f} (blocks {ratios[0]:.3f} to {ratios[-1]:.3f})"
+    )
 
 
 def compare(given: argparse.Namespace) -> float:
@@ -134,17 +144,16 @@ def compare(given: argparse.Namespace) -> float:
     ours, theirs = dyno_epochs(split, given.size, options, loops[0]), plain_epochs(split, given.size, options, loops[1])
     for steps in (ours, theirs):
         seconds(steps, max(2, given.block // 4), wait)
-    own, plain = [], []
+    own: list[tuple[float, float]] = []
+    plain: list[tuple[float, float]] = []
     for block in range(given.blocks):
         for steps, found in ((ours, own), (theirs, plain))[:: 1 if block % 2 else -1]:
             found.append(seconds(steps, given.block, wait))
-    ratios = sorted(theirs / ours for ours, theirs in zip(own, plain, strict=True))
-    ratio = statistics.median(ratios)
-    print(
-        f"{given.model} {given.size} b{given.batch} {given.mixed_precision} {given.device} workers {given.workers}: "
-        f"dyno {1 / statistics.median(own):,.1f} images/s, plain {1 / statistics.median(plain):,.1f}; "
-        f"ratio {ratio:.3f} (blocks {ratios[0]:.3f} to {ratios[-1]:.3f})"
-    )
+    judged = 0 if cuda or given.workers else 1
+    print(f"{given.model} {given.size} b{given.batch} {given.mixed_precision} {given.device} workers {given.workers}:")
+    for clock, name in enumerate(("wall clock", "processor time")):
+        print(f"  {name}: {described([o[clock] for o in own], [p[clock] for p in plain])}")
+    ratio = statistics.median(p[judged] / o[judged] for o, p in zip(own, plain, strict=True))
     folder = Path(tempfile.mkdtemp())
     state = train_state.State({})
     state.add(dict.fromkeys(train_state.COLUMNS, 1.0))

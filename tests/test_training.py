@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -18,10 +19,13 @@ import numpy as np
 import pandas as pd
 import pytest
 from PIL import Image
+from rich.console import Console
 
 import dyno
-from dyno import cli, training_data, training_view
-from dyno.worker.spec import UserError
+from dyno import cli, training, training_data, training_view
+from dyno.worker.record import Record
+from dyno.worker.spec import DataSpec, UserError
+from dyno.worker.train_options import TrainOptions
 
 NAMES = ("ноль", "один", "два и три")
 NET = "dyno.worker.digits:resnet18"
@@ -116,7 +120,7 @@ def test_cyrillic_classes_become_weights_and_an_engine(flat: Path, call: Call, t
 
 @pytest.mark.slow
 def test_a_killed_training_ends_as_if_it_had_not_been(parted: Path, tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "dyno.cli", "train", str(parted), *QUICK, "--epochs", "25"]
+    words = [sys.executable, "-m", "dyno.cli", "train", str(parted), *QUICK, "--epochs", "12"]
 
     def run(out: str, *more: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([*words, "--out", out, *more], cwd=tmp_path, capture_output=True, text=True, timeout=120)
@@ -128,10 +132,10 @@ def test_a_killed_training_ends_as_if_it_had_not_been(parted: Path, tmp_path: Pa
     os.kill(killed.pid, signal.SIGKILL)
     killed.wait()
     done = len(training_view.history(folder))
-    assert 3 <= done < 25
+    assert 3 <= done < 12
     on = run("killed", "--resume")
     assert on.returncode == 0, on.stderr
-    assert re.search(r"going on after epoch \d+ of 25", on.stderr)
+    assert re.search(r"going on after epoch \d+ of 12", on.stderr)
     assert run("whole").returncode == 0
     assert (folder / "best.safetensors").read_bytes() == (tmp_path / "whole/best.safetensors").read_bytes()
     assert (folder / "last.safetensors").read_bytes() == (tmp_path / "whole/last.safetensors").read_bytes()
@@ -214,6 +218,34 @@ def test_a_layout_that_can_not_work_is_one_line(flat: Path, parted: Path, call: 
     assert "is not a number" in said(flat, "--mean", "grey", "--std", "1")
 
 
+def test_memory_that_ran_out_names_the_batch() -> None:
+    options = TrainOptions(batch=512)
+    plan = training.Training(None, None, (224, 320), DataSpec(), DataSpec(), options, [])  # type: ignore[arg-type]
+    said = training._why(Record("oom", reason="CUDA out of memory"), plan, 0)
+    assert said == "memory ran out at batch 512 and 224x320 pixels (CUDA out of memory); give a smaller --batch"
+
+
+def test_a_terminal_shows_a_bar_and_each_epoch_once(tmp_path: Path) -> None:
+    screen = io.StringIO()
+    view = training_view.TrainingView(tmp_path, 2, console=Console(file=screen, force_terminal=True, width=120))
+    table = "epoch,lr,train_loss,test_loss,top1,seconds,images_per_s\n"
+    with view.decoding() as progress:
+        assert progress is not None
+        progress(3, 7)
+    with view.running():
+        view.tick("build the model", 0.1)
+        (tmp_path / "history.csv").write_text(table + "1,0.1,2.0,1.5,50.0,1.0,10\n")
+        view.tick("epoch 2/2, batch 1/9", 0.2)
+        (tmp_path / "history.csv").write_text(table + "1,0.1,2.0,1.5,50.0,1.0,10\n2,0.1,1.0,1.25,75.0,1.0,10\n")
+    shown = screen.getvalue()
+    assert shown.count("top-1  50.00 %") == 1 == shown.count("top-1  75.00 %")
+    assert "epoch 2/2, batch 1/9" in shown
+    with training_view.TrainingView(tmp_path, 4, console=Console(file=screen)).running():
+        pass
+    assert "going on after epoch 2 of 4" in screen.getvalue()
+
+
+@pytest.mark.slow
 def test_a_model_that_can_not_work_is_one_line(flat: Path, tmp_path: Path) -> None:
     def said(data: Any, model: str, **settings: Any) -> str:
         with pytest.raises(UserError) as caught:

@@ -121,11 +121,11 @@ def _planned(study: Study, chosen: TrainOptions, holdout: float | None, folder: 
     source = study.models[0]
     if source.endswith(MODEL_FILES):
         raise UserError(f"{source} can't be trained; give the PyTorch model it was exported from")
+    study = replace(study, data=training_data.source(study.data, holdout, folder, chosen.seed))
     asked = model_spec(study, source)
     bare = replace(asked, weights="", weights_sha256="", pretrained=False)
     seen, found = look(bare, study)
     size = parse_size(study.sizes[0]) if study.sizes else (int(found["size"][0]), int(found["size"][1]))
-    study = replace(study, data=training_data.source(study.data, holdout, folder, chosen.seed))
     model = replace(asked, preprocess=seen.preprocess)
     with view.decoding() as progress:
         training, test = training_data.decoded(study, model, size, chosen, progress)

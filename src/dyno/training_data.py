@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from dyno import datasets
+from dyno.datasets.decode import Progress
 from dyno.datasets.folders import Photo, scan
 from dyno.expand import prepared
 from dyno.store import cache_dir
@@ -96,7 +97,7 @@ def _linked(split: dict[str, Path], where: Path, out: Path) -> Path:
 
 
 def decoded(
-    study: Study, model: ModelSpec, size: tuple[int, int], options: TrainOptions, progress: datasets.Progress | None
+    study: Study, model: ModelSpec, size: tuple[int, int], options: TrainOptions, progress: Progress | None
 ) -> tuple[DataSpec, DataSpec]:
     """Images to train on, larger than `size` (height, width) where the augmentation crops, and those to test on.
 

@@ -193,6 +193,26 @@ def test_the_best_epoch_is_kept_when_the_loss_diverges(digits, nets, tmp_path, m
     assert all(bool(value.isfinite().all()) for value in load_file(tmp_path / train_state.BEST).values())
 
 
+def test_memory_that_runs_out_is_told_as_that(digits, nets, tmp_path, monkeypatch):
+    def full(*given):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+
+    monkeypatch.setattr(train_model, "loss", full)
+    with pytest.raises(MemoryError, match="Tried to allocate 9 GiB"):
+        fit(digits, tmp_path, dataclasses.replace(NET, source=f"{nets}:two"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mixed", ["none", "fp16", "bf16"])
+def test_a_gpu_learns_and_goes_on(mixed, digits, tmp_path):
+    settings = {"device": "cuda:0", "mixed_precision": mixed, "epochs": 12, "workers": 2}
+    with pytest.raises(KeyboardInterrupt):
+        fit(digits, tmp_path, tell=interrupt("epoch 7/12, test"), **settings)
+    assert fit(digits, tmp_path, **settings)["top1"] > 60  # chance is 10
+    with pytest.raises(UserError, match=r"began with .*device cuda \(now cpu\)"):
+        fit(digits, tmp_path, **{**settings, "device": "cpu", "mixed_precision": "none"})
+
+
 def test_the_table_says_what_happened(digits, nets, tmp_path):
     found = fit(digits, tmp_path, dataclasses.replace(NET, source=f"{nets}:two"))
     rows = (tmp_path / train_state.HISTORY).read_text().splitlines()
