@@ -103,10 +103,9 @@ def test_cyrillic_classes_become_weights_and_an_engine(flat: Path, call: Call, t
     assert measured["top1"].tolist() == pytest.approx([told["result"]["top1"]] * 2)
     assert "onnxruntime" in out
 
-    (following,) = re.findall(r"^next: dyno (eval .*)$", said, re.M)
-    code, out, said = call(*shlex.split(following), "--seconds", "0.1", "--threads", "1", "--out", "again")
-    assert code == 0, said
-    assert dyno.load("again").to_pandas()["top1"].item() == pytest.approx(told["result"]["top1"])
+    (following,) = re.findall(r"^next: dyno (run .*)$", said, re.M)
+    code, out, said = call(*shlex.split(following), "--backends", "pytorch", "--threads", "1", "--dry-run")
+    assert code == 0 and "1 trials, 0 refused" in out, said
 
     code, _, said = call(*words[:-2])
     assert code == 0 and "trained already" in said
