@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src"
-HOST_WORKER = ("dyno.worker.spec", "dyno.worker.record", "dyno.worker.backend", "dyno.worker.system")
+HOST_WORKER = tuple(f"dyno.worker.{name}" for name in ("spec", "record", "backend", "system", "train_options"))
 MAX_FILE, MAX_FUNCTION = 400, 60
 
 # Module prefix -> what it may import of dyno; the longest prefix decides.

@@ -12,10 +12,12 @@ if typing.TYPE_CHECKING:
     from dyno.result import compare as compare
     from dyno.result import load as load
     from dyno.study import Study as Study
+    from dyno.training import TrainingResult as TrainingResult
+    from dyno.training import train as train
     from dyno.worker.spec import UserError as UserError
 
 __version__ = "0.1.0"
-__all__ = ["Result", "Study", "UserError", "compare", "load"]
+__all__ = ["Result", "Study", "TrainingResult", "UserError", "compare", "load", "train"]
 
 _HOMES = {
     "Study": "dyno.study",
@@ -23,6 +25,8 @@ _HOMES = {
     "UserError": "dyno.worker.spec",
     "compare": "dyno.result",
     "load": "dyno.result",
+    "train": "dyno.training",
+    "TrainingResult": "dyno.training",
 }
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from dyno import data_commands, flags
+from dyno import data_commands, flags, train_command
 from dyno.worker.spec import UserError
 
 app = typer.Typer(
@@ -290,6 +290,9 @@ def eval(
     from dyno import commands
 
     raise typer.Exit(commands.evaluate(ctx, models, format))
+
+
+app.command()(train_command.train)
 
 
 @app.command()

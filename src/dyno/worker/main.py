@@ -263,9 +263,11 @@ def train_model(job: Job, journal: Journal) -> None:
     from dyno.worker import train
 
     assert job.trial is not None
-    journal.record = replace(journal.record, system=system.describe(("torch", "torchvision")))
-    found = train.train(job.options, job.trial.data, job.trial.model, journal.folder, progress=journal.stage)
-    journal.facts(found)
+    trial = job.trial
+    journal.record = replace(journal.record, system=system.describe(("torch", "torchvision", "timm")))
+    options, images = train.job(job.options)
+    place = (journal.folder, journal.stage, trial.runtime.threads)
+    journal.facts(train.train(options, images, trial.data, trial.model, trial.dims, *place))
 
 
 OTHER_JOBS = {"make": make_file, "probe": probe, "look": look_at, "train": train_model, "endure": endure_trial}

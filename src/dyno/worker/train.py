@@ -1,240 +1,275 @@
-"""A small training loop: cross-entropy on a decoded data set, weights out."""
+"""The training loop: cross-entropy on a decoded data set, evaluated and stored after every epoch."""
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-import hashlib
-import json
+import contextlib
 import math
-import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from dyno.worker import models, train_data, train_model, train_state
+from dyno.worker.spec import DataSpec, Dims, ModelSpec, UserError, digest, to_json
+from dyno.worker.torch_support import device_named, import_torch, memory_errors
+from dyno.worker.train_options import TrainOptions
+from dyno.worker.train_state import State
 
-from dyno.worker import models
-from dyno.worker.spec import DataSpec, ModelSpec, Preprocess, UserError
-
-WEIGHTS = "weights.safetensors"
-
-
-@dataclass(frozen=True)
-class Options:
-    """How to train. `lr` is the peak of the one-cycle schedule; `shift` the largest random shift in pixels, and -1
-    stands for a tenth of the image. The defaults are those that the digits are trained with."""
-
-    epochs: int = 10
-    batch: int = 32
-    lr: float = 0.005
-    weight_decay: float = 0.01
-    optimizer: str = "adamw"
-    momentum: float = 0.9
-    smoothing: float = 0.1
-    shift: int = -1
-    seed: int = 0
-    device: str = "cpu"
-
-    def __post_init__(self) -> None:
-        if self.optimizer not in ("adamw", "sgd"):
-            raise UserError(f"unknown optimizer {self.optimizer!r}; it is adamw or sgd")
-        for name, least in (("epochs", 1), ("batch", 2), ("lr", 1e-12), ("weight_decay", 0.0), ("shift", -1)):
-            if not getattr(self, name) >= least:
-                raise UserError(f"training option {name} is {getattr(self, name)}; it must be at least {least:g}")
+LOOK_EVERY = 20  # batches between two looks at the loss: each makes a GPU wait
+ONE_CYCLE_UP = 0.3  # share of the training in which the learning rate rises, as in torch's OneCycleLR
 
 
-@dataclass(frozen=True)
-class Images:
-    """One split of a data set: memory-mapped pixels (uint8 N x C x H x W), labels, and the split's indices."""
+class Loop:
+    """A network with everything that changes while it is trained."""
 
-    pixels: np.ndarray
-    labels: np.ndarray
-    index: np.ndarray
-    preprocess: Preprocess
+    def __init__(self, module: Any, options: TrainOptions, steps: int) -> None:
+        """`steps` is the number of batches in an epoch."""
+        import torch
 
-    def batches(self, size: int, order: np.ndarray | None = None) -> Iterator[np.ndarray]:
-        """Indices into the data set, `size` at a time; a last batch of one is left to the one before it."""
-        index = self.index if order is None else self.index[order]
-        edges = list(range(0, len(index), size))
-        if len(edges) > 1 and len(index) - edges[-1] == 1:  # batch norm can't train on a single image
-            edges.pop()
-        for start, end in zip(edges, [*edges[1:], len(index)], strict=True):
-            yield index[start:end]
+        self.options = options
+        self.module = module
+        self.device = torch.device(options.device)
+        self.optimizer = optimizer(module, options)
+        self.schedule = schedule(self.optimizer, options, steps)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=options.mixed_precision == "fp16")
 
-    def scaled(self, pixels: np.ndarray) -> np.ndarray:
-        """8-bit pixels as the model's input: (pixel / 255 - mean) / std, float32."""
-        mean = np.asarray(self.preprocess.mean, np.float32).reshape(1, -1, 1, 1)
-        std = np.asarray(self.preprocess.std, np.float32).reshape(1, -1, 1, 1)
-        return (pixels.astype(np.float32) / 255 - mean) / std
+    def parts(self) -> dict[str, Any]:
+        """What has a state, by name."""
+        return {name: getattr(self, name) for name in ("module", "optimizer", "schedule", "scaler")}
+
+    def autocast(self) -> Any:
+        """The mixed precision that was asked for."""
+        import torch
+
+        kind = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(self.options.mixed_precision)
+        return torch.autocast(self.device.type, kind) if kind else contextlib.nullcontext()
+
+    def step(self, x: Any, y: Any) -> Any:
+        """One batch forwards and backwards; the loss, still on the device."""
+        with self.autocast():
+            loss = train_model.loss(self.module(x), y, self.options.label_smoothing)
+        self.optimizer.zero_grad()
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.schedule.step()
+        return loss.detach()
+
+
+def optimizer(module: Any, options: TrainOptions) -> Any:
+    """torch's optimiser over what is to be trained; sgd with Nesterov's momentum where there is any."""
+    from torch import optim
+
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    lr, decay, momentum = options.peak, options.decay, options.momentum
+    if options.optimizer == "sgd":
+        return optim.SGD(parameters, lr, momentum=momentum, weight_decay=decay, nesterov=momentum > 0)
+    if options.optimizer == "rmsprop":
+        return optim.RMSprop(parameters, lr, momentum=momentum, weight_decay=decay)
+    return {"adamw": optim.AdamW, "adam": optim.Adam}[options.optimizer](parameters, lr, weight_decay=decay)
+
+
+def schedule(optimizer: Any, options: TrainOptions, steps: int) -> Any:
+    """torch's learning-rate schedule over all batches of the training, stepped once per batch."""
+    from torch.optim import lr_scheduler
+
+    total, warm = options.epochs * steps, round(options.warmup_epochs * steps)
+    if options.schedule == "onecycle":
+        up = options.warmup_epochs / options.epochs or ONE_CYCLE_UP
+        # The momentum stays what was asked for.
+        return lr_scheduler.OneCycleLR(optimizer, options.peak, total + 1, pct_start=up, cycle_momentum=False)
+    if options.schedule == "cosine":
+        main = lr_scheduler.CosineAnnealingLR(optimizer, max(1, total - warm))
+    elif options.schedule == "step":
+        main = lr_scheduler.StepLR(optimizer, max(1, math.ceil((total - warm) / 3)))
+    else:
+        main = lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    if not warm:
+        return main
+    rising = lr_scheduler.LinearLR(optimizer, start_factor=1 / (warm + 1), total_iters=warm)
+    return lr_scheduler.SequentialLR(optimizer, [rising, main], milestones=[warm])
 
 
 def train(
-    options: Mapping[str, Any],
-    data: DataSpec,
+    options: TrainOptions,
+    training: DataSpec,
+    test: DataSpec,
     model: ModelSpec,
+    dims: Dims,
     folder: Path,
-    progress: Callable[[str], None] | None = None,
+    tell: Callable[[str], None] = lambda text: None,
+    threads: int = 0,
 ) -> dict[str, Any]:
-    """Train on the data set's `train` split, evaluate on `test`, write FOLDER/weights.safetensors.
+    """Train on `training`, whose images may be larger than `dims`, and evaluate on `test` after each epoch.
 
-    AdamW or SGD with a one-cycle learning rate and random shifts; the same seed gives the same batches. Returns top1
-    (a share of 1), epochs, seconds, images (those trained on), weights (the path) and sha256 (of the file). `progress`
-    is called with one line per epoch. Raises `UserError` for data, options or a model that don't fit together.
+    Writes what `train_state` says into the folder after each epoch and goes on from what it finds there. `tell` is
+    called with what happens now. Returns `top1` and `top5` (percent, of the best weights as they lie on disk, in fp32),
+    `test_loss`, `hits`, `count`, `epochs`, `best_epoch`, `seconds` (in training), `images`, `weights` (a file name),
+    `sha256` and `notes`. Raises `UserError` for data, options or a model that don't fit together.
     """
-    import torch
+    torch = import_torch()
+    _prepare(torch, options, threads)
+    splits = train_data.Split.open(training), train_data.Split.open(test)
+    model = _fitted(model, dims, *splits)
+    tell("build the model")
+    module, notes = train_model.build(model, dims, freeze=options.freeze)
+    change = train_data.augmentation(options.augment, (dims.height, dims.width))
+    read = train_data.Reader(splits[0], model.preprocess, options, change)
+    tested = train_data.Reader(splits[1], model.preprocess, replace(options, workers=0))
+    with memory_errors():
+        module = module.to(options.device, memory_format=torch.channels_last)
+        loop = Loop(module, options, len(train_data.batches(splits[0], options, 1)))
+        state = train_state.restore(folder, _settings(options, training, test, model, dims), loop.parts())
+        for epoch in range(state.epoch + 1, options.epochs + 1):
+            row = _epoch(loop, epoch, read, splits[0], state, folder, tell)
+            tell(f"epoch {epoch}/{options.epochs}, test")
+            with loop.autocast():
+                row |= _tested(module, tested, splits[1], options)[0]
+            state.add({name: row[name] for name in train_state.COLUMNS})
+            train_state.store(folder, state, loop.parts())
+        tell("evaluate the best weights")
+        return {**_ended(state, tested, splits, options, model, dims, folder), "notes": notes}
 
-    chosen = _options(options)
-    training, test = (_images(data, split, model) for split in ("train", "test"))
-    folder.mkdir(parents=True, exist_ok=True)
-    module = models.load(model).to(chosen.device, memory_format=torch.channels_last)
-    _check_fit(module, training, chosen)
-    started = time.perf_counter()
-    _fit(module, training, chosen, progress or (lambda text: None))
-    seconds = time.perf_counter() - started
-    weights = folder / WEIGHTS
+
+def _prepare(torch: Any, options: TrainOptions, threads: int) -> None:
+    device = device_named(torch, options.device)
+    if threads:
+        torch.set_num_threads(threads)
+    torch.backends.cudnn.benchmark = device.type == "cuda"
+
+
+def _fitted(model: ModelSpec, dims: Dims, training: train_data.Split, test: train_data.Split) -> ModelSpec:
+    """The model with the data's number of classes; `UserError` when images and model don't fit."""
+    channels, *size = test.pixels.shape[1:]
+    if channels != model.channels:
+        raise UserError(f"the images have {channels} channels and the model takes {model.channels}; see --channels")
+    if size != [dims.height, dims.width]:
+        raise UserError(f"the test images are {size[0]}x{size[1]} and the model is trained at {dims.size}")
+    if training.classes != test.classes:
+        raise UserError("the images to train on and those to test on have other classes")
+    if len(test.classes) < 2:
+        raise UserError("there is a single class; telling apart takes two or more")
+    return replace(model, classes=len(test.classes))
+
+
+def _settings(
+    options: TrainOptions, training: DataSpec, test: DataSpec, model: ModelSpec, dims: Dims
+) -> dict[str, Any]:
+    """All that makes the result what it is, by the names that a user knows."""
+    beginning = model.weights_sha256 or ("pretrained" if model.pretrained else "random")
     return {
-        "top1": _top1(module, test, chosen),
-        "epochs": chosen.epochs,
-        "seconds": seconds,
-        "images": len(training.index),
-        "weights": str(weights),
-        "sha256": _save(module, weights),
+        **options.settings(),
+        "device": options.device.partition(":")[0],
+        "model": model.source.rpartition("/")[2],
+        "code": model.source_sha256,
+        "weights": beginning,
+        "size": dims.size,
+        "preprocess": digest(to_json(model.preprocess)),
+        "training images": training.sha256,
+        "test images": test.sha256,
     }
 
 
-def _options(options: Mapping[str, Any]) -> Options:
-    known = [f.name for f in dataclasses.fields(Options)]
-    for name in options:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {near[0]!r}?" if near else "known: " + ", ".join(known)
-            raise UserError(f"unknown training option {name!r}; {hint}")
-    return Options(**options)
-
-
-def _images(data: DataSpec, split: str, model: ModelSpec) -> Images:
-    folder = Path(data.folder)
-    for name in ("images.npy", "labels.npy", f"{split}.npy", "meta.json"):
-        if not data.folder or not (folder / name).is_file():
-            raise UserError(f"data set {data.folder or data.name!r} has no {name}; training needs images with labels")
-    pixels = np.load(folder / "images.npy", mmap_mode="r")
-    images = Images(pixels, np.load(folder / "labels.npy"), np.load(folder / f"{split}.npy"), model.preprocess)
-    if len(images.index) < 2:
-        raise UserError(f"data set {data.name} has {len(images.index)} images in split {split!r}; it takes at least 2")
-    channels = pixels.shape[1]
-    if channels != model.channels or len(model.preprocess.mean) not in (1, channels):
-        raise UserError(
-            f"data set {data.name} has {channels} channels; the model takes {model.channels} and its mean and std "
-            f"have {len(model.preprocess.mean)}"
-        )
-    classes = len(json.loads((folder / "meta.json").read_text(encoding="utf-8"))["classes"])
-    if model.classes is not None and model.classes != classes:
-        raise UserError(f"data set {data.name} has {classes} classes and the model {model.classes}; they must be equal")
-    return images
-
-
-def _check_fit(module: Any, images: Images, options: Options) -> None:
+def _epoch(
+    loop: Loop,
+    epoch: int,
+    read: train_data.Reader,
+    split: train_data.Split,
+    state: State,
+    folder: Path,
+    tell: Callable[[str], None],
+) -> dict[str, float]:
+    """Train for one epoch; the mean loss, the last learning rate, seconds and images per second."""
     import torch
 
-    x = images.scaled(images.pixels[images.index[:2]])
-    try:
-        with torch.inference_mode():
-            out = module(torch.from_numpy(x).to(options.device))
-    except (RuntimeError, ValueError, AssertionError) as e:
-        raise UserError(f"the model refuses images of {list(x.shape[1:])}: {str(e).splitlines()[0]}") from e
-    if not isinstance(out, torch.Tensor) or out.dim() != 2:
-        raise UserError("the model doesn't return [batch, classes]; only classifiers can be trained")
-    highest = int(images.labels[images.index].max())
-    if highest >= out.shape[1]:
-        raise UserError(f"the model has {out.shape[1]} classes and the data labels up to {highest}; set classes")
-
-
-def _fit(module: Any, images: Images, options: Options, progress: Callable[[str], None]) -> None:
-    import torch
-
-    rng = np.random.default_rng(options.seed)
-    torch.manual_seed(options.seed)  # dropout
-    steps = options.epochs * sum(1 for _ in images.batches(options.batch))
-    optimizer = _optimizer(module, options)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, total_steps=steps)
+    options = loop.options
+    torch.manual_seed(train_data.epoch_seed(options.seed, epoch))  # dropout and its kin
+    keys = train_data.batches(split, options, epoch)
+    loop.module.train(not options.freeze)  # a frozen network keeps its statistics, too
+    total, images = torch.zeros((), device=loop.device), 0
     started = time.perf_counter()
-    module.train()
-    for epoch in range(1, options.epochs + 1):
-        loss = 0.0
-        for index in images.batches(options.batch, rng.permutation(len(images.index))):
-            x, y = _batch(images, index, options, rng)
-            loss = _step(module, x, y, optimizer, options.smoothing)
-            schedule.step()
-        if not math.isfinite(loss):
-            raise UserError(f"training diverged in epoch {epoch} (loss {loss}); lower lr, now {options.lr:g}")
-        progress(f"epoch {epoch}/{options.epochs}, loss {loss:.4f}, {time.perf_counter() - started:.1f} s")
+    for number, (x, y) in enumerate(read(keys), 1):
+        total += loop.step(x, y).float() * len(y)
+        images += len(y)
+        if number % LOOK_EVERY == 0 or number == len(keys):
+            mean = float(total) / images
+            tell(f"epoch {epoch}/{options.epochs}, batch {number}/{len(keys)}, loss {mean:.4f}")
+            if not math.isfinite(mean):
+                raise UserError(_diverged(epoch, mean, options, state, folder))
+    seconds = time.perf_counter() - started
+    lr = loop.schedule.get_last_lr()[0]
+    return {
+        "epoch": epoch,
+        "lr": lr,
+        "train_loss": mean,
+        "seconds": seconds,
+        "images_per_s": images / seconds,
+    }
+
+
+def _diverged(epoch: int, loss: float, options: TrainOptions, state: State, folder: Path) -> str:
+    kept = "nothing was kept yet"
+    if state.best:
+        best = state.history[state.best - 1]
+        kept = f"the best weights, of epoch {state.best} with top-1 {best['top1']:.2f} %, are in {folder.name}"
+    return f"training diverged in epoch {epoch} (loss {loss}); lower lr, now {options.peak:g}; {kept}"
+
+
+def _tested(
+    module: Any, read: train_data.Reader, split: train_data.Split, options: TrainOptions
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Loss and top-1 in percent, and besides them top-5 and the counts."""
+    import torch
+
     module.eval()
-
-
-def _optimizer(module: Any, options: Options) -> Any:
-    import torch
-
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    if options.optimizer == "adamw":
-        return torch.optim.AdamW(parameters, options.lr, weight_decay=options.weight_decay)
-    return torch.optim.SGD(
-        parameters, options.lr, momentum=options.momentum, weight_decay=options.weight_decay, nesterov=True
-    )
-
-
-def _batch(images: Images, index: np.ndarray, options: Options, rng: np.random.Generator) -> tuple[Any, Any]:
-    import torch
-
-    pixels = np.asarray(images.pixels[index])
-    shift = pixels.shape[-1] // 10 if options.shift < 0 else options.shift
-    x = torch.from_numpy(images.scaled(_shifted(pixels, shift, rng))).to(options.device)
-    y = torch.from_numpy(images.labels[index].astype(np.int64)).to(options.device)
-    return x.contiguous(memory_format=torch.channels_last), y
-
-
-def _shifted(pixels: np.ndarray, most: int, rng: np.random.Generator) -> np.ndarray:
-    """Each image moved by up to `most` pixels both ways; its border is repeated into the gap."""
-    if not most:
-        return pixels
-    height, width = pixels.shape[-2:]
-    padded = np.pad(pixels, ((0, 0), (0, 0), (most, most), (most, most)), mode="edge")
-    moves = rng.integers(0, 2 * most + 1, (len(pixels), 2))
-    return np.stack([image[:, y : y + height, x : x + width] for image, (y, x) in zip(padded, moves, strict=True)])
-
-
-def _step(module: Any, x: Any, y: Any, optimizer: Any, smoothing: float) -> float:
-    import torch
-
-    loss = torch.nn.functional.cross_entropy(module(x), y, label_smoothing=smoothing)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    return float(loss.detach())
-
-
-def _top1(module: Any, images: Images, options: Options) -> float:
-    import torch
-
-    right = 0
+    loss = torch.zeros((), device=options.device)
+    ranks = []
     with torch.inference_mode():
-        for index in images.batches(256):
-            x = torch.from_numpy(images.scaled(images.pixels[index])).to(options.device)
-            right += int((module(x).argmax(1).cpu().numpy() == images.labels[index]).sum())
-    return right / len(images.index)
+        for x, y in read(train_data.plain_batches(split, max(options.batch, train_data.EVALUATED))):
+            scores = module(x).float()
+            loss += torch.nn.functional.cross_entropy(scores, y, reduction="sum")
+            best = scores.topk(min(5, scores.shape[1])).indices
+            ranks.append((best == y[:, None]).cpu())
+    hit = torch.cat(ranks)
+    count = len(hit)
+    hits, among = int(hit[:, 0].sum()), int(hit.any(1).sum())
+    row = {"test_loss": float(loss) / count, "top1": 100 * hits / count}
+    return row, {"top5": 100 * among / count, "hits": hits, "count": count}
 
 
-def _save(module: Any, path: Path) -> str:
-    from safetensors.torch import save
+def _ended(
+    state: State,
+    read: train_data.Reader,
+    splits: tuple[train_data.Split, train_data.Split],
+    options: TrainOptions,
+    model: ModelSpec,
+    dims: Dims,
+    folder: Path,
+) -> dict[str, Any]:
+    """What the best weights are worth: read back from disk into a new module, evaluated in IEEE FP32."""
+    import torch
 
-    # safetensors refuses tensors that share memory, so each gets its own
-    content = save({k: v.detach().cpu().clone().contiguous() for k, v in module.state_dict().items()})
-    beside = path.with_name(path.name + ".part")
-    with open(beside, "wb") as f:
-        f.write(content)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(beside, path)
-    return hashlib.sha256(content).hexdigest()
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    path = folder / train_state.BEST
+    stored = replace(model, weights=str(path), weights_sha256="", pretrained=False)
+    module = models.load(stored, dims).to(options.device, memory_format=torch.channels_last)
+    row, more = _tested(module, read, splits[1], options)
+    return {
+        **row,
+        **more,
+        "epochs": state.epoch,
+        "best_epoch": state.best,
+        "seconds": math.fsum(row["seconds"] for row in state.history),
+        "images": len(splits[0].index),
+        "weights": path.name,
+        "sha256": train_state.sha256(path),
+    }
+
+
+def job(options: Mapping[str, Any]) -> tuple[TrainOptions, DataSpec]:
+    """Options and training images out of a job's `options`."""
+    from dyno.worker.spec import from_json
+    from dyno.worker.train_options import options as checked
+
+    return checked(options["settings"]), from_json(DataSpec, options["training"])

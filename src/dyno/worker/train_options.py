@@ -1,0 +1,106 @@
+"""How to train: the settings of a training job, checked before anything is decoded or started."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dyno.worker.spec import UserError
+
+# Peak learning rate and weight decay of each optimiser where nobody gives one.
+OPTIMIZERS: dict[str, tuple[float, float]] = {
+    "sgd": (0.05, 1e-4),
+    "adamw": (1e-3, 0.01),
+    "adam": (1e-3, 0.0),
+    "rmsprop": (1e-4, 0.0),
+}
+SCHEDULES = ("onecycle", "cosine", "step", "constant")
+AUGMENTATIONS = ("none", "shift", "light", "standard")
+MIXED = ("none", "fp16", "bf16")
+FREE = ("workers",)  # may change when a training goes on: they don't change its result
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """How to train a classifier.
+
+    `lr` is the schedule's highest learning rate and `weight_decay` the optimiser's; None stands for the optimiser's
+    usual one (OPTIMIZERS). `momentum` is of sgd and rmsprop. `schedule`: `onecycle` (up for `warmup_epochs`, or 30 % of
+    the training when that is 0, then down along a cosine), `cosine`, `step` (a tenth after each third) or `constant`,
+    the last three after a linear warm-up. `augment`: `none`; `shift` (moved by up to a tenth, edges repeated, never
+    mirrored: digits, letters, signs); `light` (random crop, mirrored); `standard` (random resized crop, mirrored).
+    `mixed_precision` is that of torch.autocast; fp16 needs a GPU. `freeze` trains the classifier layer alone. The same
+    `seed` gives the same batches and augmentations whatever the number of DataLoader `workers`.
+    """
+
+    epochs: int = 20
+    batch: int = 32
+    optimizer: str = "adamw"
+    lr: float | None = None
+    momentum: float = 0.9
+    weight_decay: float | None = None
+    schedule: str = "onecycle"
+    warmup_epochs: float = 0.0
+    augment: str = "light"
+    label_smoothing: float = 0.1
+    mixed_precision: str = "none"
+    freeze: bool = False
+    workers: int = 0
+    seed: int = 0
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        for name, known in (
+            ("optimizer", tuple(OPTIMIZERS)),
+            ("schedule", SCHEDULES),
+            ("augment", AUGMENTATIONS),
+            ("mixed_precision", MIXED),
+        ):
+            if getattr(self, name) not in known:
+                raise UserError(f"unknown {name} {getattr(self, name)!r}; known: {', '.join(known)}")
+        for name, least in (("epochs", 1), ("batch", 2), ("workers", 0), ("warmup_epochs", 0), ("seed", 0)):
+            if not getattr(self, name) >= least:
+                raise UserError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        self._check_ranges()
+
+    def _check_ranges(self) -> None:
+        if not self.peak > 0:
+            raise UserError(f"lr is {self.peak:g}; it must be more than 0")
+        if not self.decay >= 0:
+            raise UserError(f"weight_decay is {self.decay:g}; it must be at least 0")
+        for name in ("momentum", "label_smoothing"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name):g}; it must be at least 0 and less than 1")
+        if self.warmup_epochs and self.warmup_epochs >= self.epochs:
+            raise UserError(f"warmup_epochs is {self.warmup_epochs:g} of {self.epochs} epochs; it must be fewer")
+        if self.mixed_precision == "fp16" and self.device == "cpu":
+            raise UserError("mixed_precision fp16 needs a GPU; on a CPU give bf16 or none")
+
+    @property
+    def peak(self) -> float:
+        """The highest learning rate: the one given, or the optimiser's usual one."""
+        return OPTIMIZERS[self.optimizer][0] if self.lr is None else self.lr
+
+    @property
+    def decay(self) -> float:
+        """The weight decay: the one given, or the optimiser's usual one."""
+        return OPTIMIZERS[self.optimizer][1] if self.weight_decay is None else self.weight_decay
+
+    def settings(self) -> dict[str, Any]:
+        """All options with the usual values filled in, less those that don't change the result."""
+        filled = {**dataclasses.asdict(self), "lr": self.peak, "weight_decay": self.decay}
+        return {name: value for name, value in filled.items() if name not in FREE}
+
+
+def options(given: Mapping[str, Any]) -> TrainOptions:
+    """The options by name; an unknown name is a `UserError` with the nearest spelling."""
+    known = [f.name for f in dataclasses.fields(TrainOptions)]
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else "known: " + ", ".join(known)
+            raise UserError(f"unknown training option {name!r}; {hint}")
+    return TrainOptions(**given)

@@ -1,0 +1,137 @@
+"""What a training leaves on disk after each epoch: all that is needed to go on, the weights, the curves.
+
+state.pt is written first and whole; the other files follow from it, so that a kill between two writes is mended by the
+next start. It holds tensors, numbers and text only, and is read without running code.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+import os
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dyno.worker.spec import UserError
+
+STATE, BEST, LAST, HISTORY = "state.pt", "best.safetensors", "last.safetensors", "history.csv"
+COLUMNS = ("epoch", "lr", "train_loss", "test_loss", "top1", "seconds", "images_per_s")
+AGAIN = "give another --out, or remove that folder to start anew"
+
+
+@dataclass
+class State:
+    """Where a training stands: its settings, the epochs that are done, and the best of them (0: none)."""
+
+    settings: dict[str, Any]
+    history: list[dict[str, float]] = field(default_factory=list)
+    best: int = 0
+
+    @property
+    def epoch(self) -> int:
+        """How many epochs are done."""
+        return len(self.history)
+
+    def add(self, row: dict[str, float]) -> None:
+        """One more epoch; the best has the highest top-1, of equals the lowest loss."""
+        self.history.append(row)
+        if not self.best or _rank(row) > _rank(self.history[self.best - 1]):
+            self.best = self.epoch
+
+
+def _rank(row: Mapping[str, float]) -> tuple[float, float]:
+    return row["top1"], -row["test_loss"]
+
+
+def store(folder: Path, state: State, parts: Mapping[str, Any]) -> None:
+    """Write the state with the state dicts of `parts` (`module` among them), then the files that follow from it."""
+    import torch
+
+    content = io.BytesIO()
+    about = {"settings": state.settings, "history": state.history, "best": state.best}
+    torch.save({"about": json.dumps(about), **{name: part.state_dict() for name, part in parts.items()}}, content)
+    _write(folder / STATE, content.getbuffer())
+    publish(folder, state, parts["module"])
+
+
+def publish(folder: Path, state: State, module: Any) -> None:
+    """The curves, the last weights, and the best ones when the last epoch is the best."""
+    weights = _weights(module)
+    if state.best == state.epoch:
+        _write(folder / BEST, weights)
+    _write(folder / LAST, weights)
+    table = io.StringIO()
+    writer = csv.DictWriter(table, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(state.history)
+    _write(folder / HISTORY, table.getvalue().encode())
+
+
+def restore(folder: Path, settings: dict[str, Any], parts: Mapping[str, Any]) -> State:
+    """Where the training in the folder stands, its `parts` set back to that; a fresh state when there is none.
+
+    Raises `UserError` when the file is damaged, or of other settings or data, which it names.
+    """
+    path = folder / STATE
+    if not path.is_file():
+        return State(settings)
+    found = _read(path)
+    about = json.loads(found["about"])
+    _same(path, about["settings"], settings)
+    for name, part in parts.items():
+        part.load_state_dict(found[name])
+    state = State(settings, about["history"], about["best"])
+    publish(folder, state, parts["module"])
+    return state
+
+
+def _read(path: Path) -> dict[str, Any]:
+    import torch
+
+    try:
+        found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        json.loads(found["about"])
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError, TypeError) as e:
+        raise UserError(f"{path} is damaged or no state of a training; {AGAIN}") from e
+    return found
+
+
+def _same(path: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse to go on with anything that would make the result another one, and name it."""
+    names = [name for name in {**then, **now} if then.get(name) != now.get(name)]
+    if names:
+        told = ", ".join(f"{name} {_shown(then.get(name))} (now {_shown(now.get(name))})" for name in names)
+        raise UserError(f"the training in {path.parent} began with {told}; {AGAIN}")
+
+
+def _shown(value: Any) -> str:
+    return value[:12] if isinstance(value, str) else str(value)
+
+
+def _weights(module: Any) -> bytes:
+    from safetensors.torch import save
+
+    # safetensors refuses tensors that share memory, so each gets its own
+    tensors = {k: v.detach().cpu().clone().contiguous() for k, v in module.state_dict().items()}
+    content: bytes = save(tensors)
+    return content
+
+
+def sha256(path: Path) -> str:
+    """sha256 of the file's content."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _write(path: Path, content: bytes | memoryview) -> None:
+    """Beside, flushed to disk, renamed into place: whoever reads sees the old file or the whole new one."""
+    beside = path.with_name(path.name + ".part")
+    with open(beside, "wb") as f:
+        f.write(content)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(beside, path)
