@@ -81,25 +81,28 @@ def evaluate(session: Session, trial: Trial, timed: bool = True) -> Evaluation:
     start = time.perf_counter()
     made = pipeline.run(turns, kept.add, answers.of)
     seconds = time.perf_counter() - start if real and timed else 0.0
-    arrays = {**kept.arrays(), **answers.arrays(made), **_identity(real, count)}
-    decode = _decode_seconds(trial) if real else 0.0
+    about = _about(trial) if real else {}
+    arrays = {**kept.arrays(), **answers.arrays(made), **_identity(real, count, about)}
+    decode = float(about.get("decode_s") or 0)
     return Evaluation(arrays, count, min(warm * batch, count), seconds, decode, stages)
 
 
-def _identity(real: Photos | None, count: int) -> dict[str, np.ndarray]:
-    """Which image each answer is of, and its label."""
+def _identity(real: Photos | None, count: int, about: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Which image each answer is of, its label, and what the classes are called."""
     if real is None:
         return {"sample": np.arange(count, dtype=np.int64)}
     sample = real.images.index[:count]
-    return {"sample": sample, "label": real.images.labels[sample]}
+    names = {"classes": np.array(about["classes"], np.str_)} if about.get("classes") else {}
+    return {"sample": sample, "label": real.images.labels[sample], **names}
 
 
-def _decode_seconds(trial: Trial) -> float:
-    """Seconds per image that decoding took when the data set was made; 0 where nobody wrote it down."""
+def _about(trial: Trial) -> dict[str, Any]:
+    """What meta.json says of the decoded data set; nothing where there is none."""
     try:
-        return float(json.loads((Path(trial.data.folder) / "meta.json").read_bytes()).get("decode_s") or 0)
+        found: dict[str, Any] = json.loads((Path(trial.data.folder) / "meta.json").read_bytes())
+        return found
     except (OSError, ValueError):
-        return 0.0
+        return {}
 
 
 def _batch(session: Session, trial: Trial) -> int:
