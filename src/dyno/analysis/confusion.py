@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 MOST_DRAWN = 4  # matrices in a report; every one is stored as CSV
 MOST_NUMBERED = 20  # classes up to which the picture has the numbers in it
 MOST_LABELLED = 60
+MOST_SQUARES = 30  # classes up to which each cell is a shape of its own in the page, beyond it a picture
 LONGEST = 24
 
 
@@ -122,13 +123,16 @@ def figure(found: Confusion) -> Any:
         made = Figure(figsize=(side, side), layout="constrained")
         axes = made.subplots()
         axes.grid(False)
-        axes.imshow(found.counts / total, cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
+        axes.pcolormesh(found.counts / total, cmap="Blues", vmin=0, vmax=1, rasterized=count > MOST_SQUARES)
+        axes.set_aspect("equal")
+        axes.invert_yaxis()
         axes.set_xlabel("answer")
         axes.set_ylabel("label")
         ticks = range(count) if count <= MOST_LABELLED else []
         names = [name if len(name) <= LONGEST else name[: LONGEST - 1] + "…" for name in found.names]
-        axes.set_xticks(ticks, names if ticks else [], rotation=90, fontsize=8)
-        axes.set_yticks(ticks, names if ticks else [], fontsize=8)
+        middles = [place + 0.5 for place in ticks]
+        axes.set_xticks(middles, names if ticks else [], rotation=90, fontsize=8)
+        axes.set_yticks(middles, names if ticks else [], fontsize=8)
         if count <= MOST_NUMBERED:
             _numbers(axes, found.counts, found.counts / total)
     return made
@@ -137,4 +141,4 @@ def figure(found: Confusion) -> Any:
 def _numbers(axes: Any, counts: np.ndarray, shares: np.ndarray) -> None:
     for i, j in zip(*np.nonzero(counts), strict=True):
         shade = "white" if shares[i, j] > 0.5 else INK
-        axes.text(j, i, f"{counts[i, j]:,}", ha="center", va="center", fontsize=7, color=shade)
+        axes.text(j + 0.5, i + 0.5, f"{counts[i, j]:,}", ha="center", va="center", fontsize=7, color=shade)

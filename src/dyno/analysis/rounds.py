@@ -113,7 +113,7 @@ class Round:
 
     @cached_property
     def answers(self) -> dict[str, np.ndarray]:
-        """A classifier's answers: topk_index and topk_score [N, k], label [N], sample [N], and the names of the classes."""
+        """A classifier's answers: topk_index and topk_score [N, k], label and sample [N], and the classes' names."""
         return self.arrays("outputs.npz", ("topk_index", "topk_score", "label", "sample", "classes"))
 
     def outputs(self) -> dict[str, np.ndarray]:

@@ -44,8 +44,8 @@ def evaluation_table(results: Results, frame: pd.DataFrame) -> Table | None:
         "throughput, images/s",
     ]
     note = (
-        "The pipeline reads, normalises, runs and ranks or post-processes every image, overlapped. Its stages are timed "
-        "one after the other; decoding was timed when the data set was decoded, and is not in the rate."
+        "The pipeline reads, normalises, runs and ranks or post-processes every image, overlapped. The stages are "
+        "timed one after the other; decoding was timed when the data set was decoded, and is not in the rate."
     )
     return Table("Evaluation", head, rows, [note]) if rows else None
 
