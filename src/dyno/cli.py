@@ -282,7 +282,7 @@ def eval(
     per_class: flags.PerClass = False,
     device: flags.Device = "cpu",
     threads: flags.Threads = 0,
-    seconds: flags.Seconds = 2.0,
+    seconds: flags.Seconds = 1.0,
     python: flags.Pythons = [],  # noqa: B006
     out: flags.Out = "",
     format: flags.Format = "text",

@@ -244,7 +244,7 @@ def evaluate(ctx: typer.Context, models: Sequence[str], format: str, per_class: 
     """Accuracy of each model on labelled images, beside its speed."""
     from dyno import evaluation
 
-    out = _single(ctx, models, "eval", batches=(evaluation.BATCH,), seconds=evaluation.SECONDS)
+    out = _single(ctx, models, "eval", **evaluation.DEFAULTS)
     return evaluation.show([_part(out, models, number) for number in range(len(models))], format, per_class)
 
 

@@ -13,7 +13,8 @@ from dyno.worker.spec import MODEL_FILES, UserError
 if TYPE_CHECKING:
     from dyno.result import Result
 
-BATCH, SECONDS = 8, 2.0
+# Throughput is what the evaluation itself shows, with reading and ranking in it; latencies are for orientation.
+DEFAULTS: dict[str, Any] = {"batches": (8,), "seconds": 1.0, "warmup": 0.5, "boundaries": ("model", "all")}
 
 
 def evaluate(model: str, data: str, out: str | Path | None = None, *, quiet: bool = True, **settings: Any) -> Result:
@@ -26,9 +27,9 @@ def evaluate(model: str, data: str, out: str | Path | None = None, *, quiet: boo
     from dyno.expand import usual
 
     backend, device = usual(model)
-    defaults: dict[str, Any] = {"backends": (backend,), "device": device, "rounds": 1, "seconds": SECONDS}
-    if Path(model).suffix not in MODEL_FILES:  # a file may take one batch only, and knows which
-        defaults["batches"] = (BATCH,)
+    defaults = {**DEFAULTS, "backends": (backend,), "device": device, "rounds": 1}
+    if Path(model).suffix in MODEL_FILES:  # a file may take one batch only, and knows which
+        defaults.pop("batches")
     folder = Path(out) if out else Path("runs/eval") / f"{model_name(model)[:60]}-{datetime.now():%Y%m%d-%H%M%S}"
     return Study(models=(model,), data=data, **{**defaults, **settings}).run(folder, quiet=quiet)
 

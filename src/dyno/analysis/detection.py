@@ -237,12 +237,12 @@ def _detections(
     ]
     if kind == "segm":
         ends = np.cumsum(arrays["mask_lengths"])
-        for each, counts in zip(found, np.split(arrays["mask_counts"], ends[:-1]), strict=True):
+        for each, counts in zip(found, np.split(arrays["mask_counts"], ends)[:-1], strict=True):
             each["segmentation"] = {"size": list(sizes[each["image_id"]]), "counts": counts.tolist()}
     if kind == "keypoints":
         points = arrays["detection_keypoints"].astype(np.float64)
         if points.shape[2:] == (2,):
             points = np.concatenate([points, np.ones((*points.shape[:2], 1))], axis=2)
-        for each, one in zip(found, points.reshape(len(points), -1).tolist(), strict=True):
-            each["keypoints"] = one
+        for each, one in zip(found, points, strict=True):
+            each["keypoints"] = one.reshape(-1).tolist()
     return found

@@ -96,6 +96,7 @@ PRINTED = (
     number("p95 ms", "latency_model_ms_p95", 4),
     number("all ms", "latency_all_ms_median", 3),
     number("images/s", "throughput_ips", 1),
+    number("pipeline images/s", "pipeline_ips", 3),
     Column("speed-up", lambda r: ratio(r, "speedup"), 0, sort="speedup"),
     Column("verdict", _verdict, 0, right=False, sort="verdict"),
     Column("top-1 %", lambda r: _percent(r["top1"]), 0, sort="top1"),
