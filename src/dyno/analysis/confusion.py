@@ -42,7 +42,7 @@ class Confusion:
         and what it is taken for most, with how often; the worst first."""
         import pandas as pd
 
-        found = pd.DataFrame.from_records([self._class(i) for i in np.flatnonzero(self.counts.sum(axis=1))])
+        found = pd.DataFrame.from_records([self._class(i) for i in np.flatnonzero(self.counts.sum(axis=1)).tolist()])
         return found.sort_values(["top1", "images"], ascending=[True, False], kind="stable", ignore_index=True)
 
     def _class(self, i: int) -> dict[str, Any]:

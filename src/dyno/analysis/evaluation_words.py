@@ -24,10 +24,10 @@ Rows = list[list[str]]
 def told(trial: TrialResult, format: str = "text", per_class: bool = False) -> str:
     """The trial's own section as text or Markdown; `per_class` lists every class instead of the worst."""
     lines = [*_accuracy(trial), *_speed(trial), *_classes(trial, per_class)]
-    sections = [("", lines), *_tables(trial, per_class)]
+    parts: list[Sequence[Any]] = [part for part in (lines, *_tables(trial, per_class)) if part]
     if format == "markdown":
-        return f"### {markdown(trial.label)}\n\n" + "\n".join(_markdown(*each) for each in sections if each[1])
-    return f"{plain(trial.label)}\n" + "\n".join(_text(*each) for each in sections if each[1])
+        return f"### {markdown(trial.label)}\n\n" + "\n".join(map(_markdown, parts))
+    return f"{plain(trial.label)}\n" + "\n".join(map(_text, parts))
 
 
 def _accuracy(trial: TrialResult) -> Iterator[str]:
@@ -84,17 +84,17 @@ def _classes(trial: TrialResult, per_class: bool) -> Iterator[str]:
         yield "taken for another most: " + "; ".join(f"{a} for {b} {n:,} of {of:,}" for a, b, n, of in largest)
 
 
-def _tables(trial: TrialResult, per_class: bool) -> Iterator[tuple[str, Rows]]:
-    """Titles and rows, the heading first."""
+def _tables(trial: TrialResult, per_class: bool) -> Iterator[Rows]:
+    """Rows of each table, its heading first."""
     latencies = [[f"latency, {b}, ms", *_latency(trial, b)] for b in LATENCIES if trial.samples("latency", b).size]
     if latencies:
-        yield "", [["", *COLUMNS], *latencies]
+        yield [["", *COLUMNS], *latencies]
     if per_class and (found := confusion.of(trial)):
         rows = [[r["class"], f"{r['images']:,}", f"{r['top1']:.2f}", f"[{r['top1_low']:.2f}, {r['top1_high']:.2f}]",
                  r["taken_for"], str(r["times"] or "")] for r in found.per_class().to_dict("records")]  # fmt: skip
-        yield "classes", [["class", "images", "top-1 %", "95 % interval", "taken for", "times"], *rows]
+        yield [["class", "images", "top-1 %", "95 % interval", "taken for", "times"], *rows]
     if per_class and trial.mean_ap:
-        yield "classes", ap_rows(trial.mean_ap)
+        yield ap_rows(trial.mean_ap)
 
 
 def ap_rows(found: MeanAP) -> Rows:
@@ -108,7 +108,7 @@ def _latency(trial: TrialResult, boundary: str) -> list[str]:
     return [f"{1e3 * getattr(s, name):.3g}" for name in COLUMNS]
 
 
-def _text(title: str, rows: Sequence[Any]) -> str:
+def _text(rows: Sequence[Any]) -> str:
     if rows and isinstance(rows[0], str):
         return "".join(f"  {plain(row)}\n" for row in rows).rstrip("\n")
     cells = [[plain(cell) for cell in row] for row in rows]
@@ -118,7 +118,7 @@ def _text(title: str, rows: Sequence[Any]) -> str:
     return "\n".join(f"  {line.rstrip()}" for line in lines)
 
 
-def _markdown(title: str, rows: Sequence[Any]) -> str:
+def _markdown(rows: Sequence[Any]) -> str:
     if rows and isinstance(rows[0], str):
         return "".join(f"- {markdown(row)}\n" for row in rows)
     head, *body = [[markdown(cell) for cell in row] for row in rows]

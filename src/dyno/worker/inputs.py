@@ -49,7 +49,7 @@ class Images:
             return
         mean, std = (each[0] for each in normalisation(self._preprocess, place.shape[1]))
         direct = place.dtype == np.float32
-        made = np.empty(place.shape[1:], np.float32)
+        made: np.ndarray = np.empty(place.shape[1:], np.float32)
         for i, chosen in enumerate(self._chosen(start, len(place))):
             made = place[i] if direct else made
             np.copyto(made, self._pixels[chosen])
