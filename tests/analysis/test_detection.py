@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from detected import Arrays, Truth
 
-from dyno.analysis import accuracy, detection, evaluation_words, tables, task_sections, verdict
+from dyno.analysis import accuracy, compare, detection, evaluation_words, tables, task_sections, verdict
 from dyno.analysis.render import render
 from dyno.analysis.results import load
 from dyno.analysis.stats import Interval
@@ -180,3 +180,14 @@ def test_without_ground_truth_there_is_no_map(truth: Truth, tmp_path: Path) -> N
     (folder / "truth" / f"{detected.SHA[:12]}.json").unlink()
     assert load(folder).trials[0].mean_ap is None
     assert math.isnan(tables.frame(load(folder))["map50"].iloc[0])
+
+
+def test_a_worse_detector_is_less_accurate_in_compare(truth: Truth, tmp_path: Path) -> None:
+    good, bad = (detected.found(truth, shift=shift) for shift in (0.0, 0.2))
+    runs = [
+        load(detected.write_run(tmp_path / name, "detect", {"pytorch": arrays}, truth))
+        for name, arrays in (("a", good), ("b", bad))
+    ]
+    (row,) = compare.compare(*runs, compare.Rules((compare.LESS_ACCURATE,))).to_dict("records")
+    assert (row["accuracy"], row["failed"]) == ("less accurate", compare.LESS_ACCURATE)
+    assert (row["map_a"], row["map_b"]) == (pytest.approx(100), pytest.approx(40))
