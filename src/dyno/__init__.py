@@ -8,6 +8,7 @@ from __future__ import annotations
 import typing
 
 if typing.TYPE_CHECKING:
+    from dyno.evaluation import evaluate as evaluate
     from dyno.result import Result as Result
     from dyno.result import compare as compare
     from dyno.result import load as load
@@ -17,13 +18,14 @@ if typing.TYPE_CHECKING:
     from dyno.worker.spec import UserError as UserError
 
 __version__ = "0.1.0"
-__all__ = ["Result", "Study", "TrainingResult", "UserError", "compare", "load", "train"]
+__all__ = ["Result", "Study", "TrainingResult", "UserError", "compare", "evaluate", "load", "train"]
 
 _HOMES = {
     "Study": "dyno.study",
     "Result": "dyno.result",
     "UserError": "dyno.worker.spec",
     "compare": "dyno.result",
+    "evaluate": "dyno.evaluation",
     "load": "dyno.result",
     "train": "dyno.training",
     "TrainingResult": "dyno.training",

@@ -280,16 +280,18 @@ def eval(
     calibration: flags.Calibration = "",
     unreadable: flags.Unreadable = "refuse",
     budget: flags.Budget = [],  # noqa: B006
+    per_class: flags.PerClass = False,
+    device: flags.Device = "cpu",
     threads: flags.Threads = 0,
-    seconds: flags.Seconds = 2.0,
+    seconds: flags.Seconds = 1.0,
     python: flags.Pythons = [],  # noqa: B006
     out: flags.Out = "",
     format: flags.Format = "text",
 ) -> None:
-    """Accuracy on labelled images with intervals, beside latency and throughput."""
+    """Accuracy on labelled images with intervals, classes and confusions, beside latency and the pipeline's rate."""
     from dyno import commands
 
-    raise typer.Exit(commands.evaluate(ctx, models, format))
+    raise typer.Exit(commands.evaluate(ctx, models, format, per_class))
 
 
 app.command()(train_command.train)

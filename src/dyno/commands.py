@@ -245,9 +245,12 @@ def endure(ctx: typer.Context, models: Sequence[str], kinds: str, iterations: in
     return max(codes)
 
 
-def evaluate(ctx: typer.Context, models: Sequence[str], format: str) -> int:
+def evaluate(ctx: typer.Context, models: Sequence[str], format: str, per_class: bool) -> int:
     """Accuracy of each model on labelled images, beside its speed."""
-    return _print_runs(_single(ctx, models, "eval", batches=(8,), seconds=2.0), models, format)
+    from dyno import evaluation
+
+    out = _single(ctx, models, "eval", **evaluation.DEFAULTS)
+    return evaluation.show([_part(out, models, number) for number in range(len(models))], format, per_class)
 
 
 def _print_runs(out: Path, models: Sequence[str], format: str) -> int:

@@ -29,6 +29,7 @@ def execute(study: Study, folder: Path, progress: Progress) -> None:
     with run.locked():
         _settle(study, run)
         _refuse(run, planned)
+        _keep_truth(run, planned)
         todo = [one.trial for one in planned if not one.refusal]
         order = _order(todo)
         with progress.running([trial for trial, _ in order]):
@@ -49,6 +50,17 @@ def _refuse(run: Run, planned: list[Planned]) -> None:
         stored = run.record(one.trial, 0)
         if stored is None or (stored.stage == "plan" and stored.reason != one.refusal):
             run.store(one.trial, 0, Record("skipped", "plan", one.refusal))
+
+
+def _keep_truth(run: Run, planned: list[Planned]) -> None:
+    """What is to be found in a detector's images travels with the run, so that its accuracy can be read anywhere."""
+    for data in {one.trial.data for one in planned if one.trial.data.folder}:
+        source, kept = Path(data.folder) / "truth.json", run.folder / "truth" / f"{data.sha256[:12]}.json"
+        if source.is_file() and not kept.exists():
+            kept.parent.mkdir(exist_ok=True)
+            beside = kept.with_name(kept.name + ".part")
+            shutil.copyfile(source, beside)
+            beside.replace(kept)
 
 
 def _settle(study: Study, run: Run) -> None:

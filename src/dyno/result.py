@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dyno.worker.spec import UserError
+
 if TYPE_CHECKING:
     import pandas as pd
 
+    from dyno.analysis.confusion import Confusion
     from dyno.analysis.results import Results
 
 
@@ -29,6 +32,24 @@ class Result:
         from dyno.analysis import tables
 
         return tables.frame(self.records)
+
+    def confusion(self, trial: str = "") -> pd.DataFrame:
+        """How often each label (row) was taken for each class (column) in a trial, by its id (default: the first)."""
+        return self._confusion(trial).to_pandas()
+
+    def per_class(self, trial: str = "") -> pd.DataFrame:
+        """Accuracy of each class in a trial, the worst first: `Confusion.per_class`."""
+        return self._confusion(trial).per_class()
+
+    def _confusion(self, trial: str) -> Confusion:
+        from dyno.analysis import confusion
+
+        records = self.records
+        found = (confusion.of(t) for t in ([records.trial(trial)] if trial else records))
+        first = next((each for each in found if each), None)
+        if first is None:
+            raise UserError(f"{self.folder} has no classifier's answers to labelled images")
+        return first
 
     def report(self, out: str | Path | None = None) -> Path:
         """Write report.html, the charts and results.csv into the folder (default: the run's own); returns the page."""

@@ -21,7 +21,7 @@ from dyno.worker.spec import BOUNDARIES, MODEL_FILES, PRECISIONS, TASKS, Option,
 if TYPE_CHECKING:
     from dyno.result import Result
 
-BUDGETS = ("top1", "top5")
+BUDGETS = ("top1", "top5", "mAP")
 RESERVED = ("precision", "runtime", "rounds")  # options that say which trials, where and how often, not how
 
 
@@ -74,8 +74,8 @@ class Study:
     `mean` and `std` normalise pixels in 0..1 (default: what the model's library says, else ImageNet's, or 0.5 for
     images that aren't RGB). `task` is what a file's network is for where nothing else says it (one of TASKS). `data`
     is a folder of class folders (or `digits`); `calibration` images are for INT8, else some are taken out of `data` and
-    never tested on. `budget` maps top1/top5 to the points an engine may lose. `runtime` maps a backend's name to
-    `{python, env}` for another interpreter. Seconds are per trial, round and boundary.
+    never tested on. `budget` maps top1, top5 or mAP to the points an engine may lose. `runtime` maps a backend's name
+    to `{python, env}` for another interpreter. Seconds are per trial, round and boundary.
     """
 
     models: tuple[str, ...]

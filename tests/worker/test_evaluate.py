@@ -102,3 +102,35 @@ def test_the_session_may_reuse_its_output(data: DataSpec) -> None:
 
     plain, reusing = evaluate.outputs(Linear(2), trial(data, 2)), evaluate.outputs(Reusing(2), trial(data, 2))
     np.testing.assert_array_equal(plain["output:output"], reusing["output:output"])
+
+
+def test_real_images_are_timed_after_a_tenth_of_warm_up(data: DataSpec) -> None:
+    session = Linear(2)
+    found = evaluate.evaluate(session, trial(data, 2))
+    assert (found.images, found.warm_up) == (7, 2)
+    assert found.seconds > 0 and {m.tag: m.unit for m in found.measurements()} == {
+        "preprocess": "s", "inference": "s", "postprocess": "s", "pipeline": "1/s",
+    }  # fmt: skip
+    assert found.facts() == {"images": 7, "seconds": found.seconds, "warm_up": 2}
+    assert all(len(samples) >= 3 and (samples > 0).all() for samples in found.stages.values())
+    for name, array in evaluate.outputs(Linear(2), trial(data, 2)).items():
+        np.testing.assert_array_equal(array, found.arrays[name])
+
+
+def test_random_inputs_are_not_timed() -> None:
+    found = evaluate.evaluate(Linear(2), trial(DataSpec(count=5), 2))
+    assert (found.measurements(), found.facts()) == ([], {})
+
+
+def test_pixels_go_as_they_are_to_a_uint8_input(data: DataSpec) -> None:
+    session = Linear(3)
+    session.inputs = (Tensor("input", "uint8", (3, 1, 2, 2)),)
+    evaluate.outputs(session, trial(data, 3))
+    assert {bound.dtype for bound in session.seen} == {np.dtype(np.uint8)}
+
+
+def test_what_the_data_set_knows_comes_along(data: DataSpec) -> None:
+    (Path(data.folder) / "meta.json").write_text('{"decode_s": 0.002, "classes": ["a", "б"]}', encoding="utf-8")
+    found = evaluate.evaluate(Linear(2), trial(data, 2))
+    assert found.measurements()[0].tag == "decode" and found.decode == 0.002
+    assert found.arrays["classes"].tolist() == ["a", "б"]

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dyno.analysis import detection
 from dyno.analysis.results import TrialResult
 from dyno.analysis.stats import Interval, paired_difference, wilson
 from dyno.worker.spec import UserError
 
 WITHIN, OVER, UNDECIDED = "within", "over", "undecided"
 METRICS = {"top1": 1, "top5": 5}
+MEAN_AP = "mAP"  # of detectors: points of mAP50-95
 MOST_IMAGES = 10_000_000  # beyond this "more images" is no advice
 
 
@@ -77,9 +79,11 @@ def _budget(metric: str, points: str) -> Budget:
         value = float(points)
     except ValueError:
         value = math.nan
-    if metric not in METRICS or not 0 <= value <= 100:
-        known = " or ".join(METRICS)
-        raise UserError(f"budget {f'{metric}={points}'!r} is not understood; write {known} and points, e.g. top1=0.5")
+    if metric not in (*METRICS, MEAN_AP) or not 0 <= value <= 100:
+        known = ", ".join((*METRICS, MEAN_AP))
+        raise UserError(
+            f"budget {f'{metric}={points}'!r} is not understood; write one of {known} and points, e.g. top1=0.5"
+        )
     return Budget(metric, value)
 
 
@@ -144,10 +148,30 @@ def decide(pair: Paired, budget: Budget) -> Decision:
 
 def decide_all(trial: TrialResult, reference: TrialResult, limits: Sequence[Budget]) -> Decision | None:
     """The strictest decision over several budgets: over before undecided before within; None when none applies."""
-    pairs = [(limit, pair) for limit in limits if (pair := paired(trial, reference, limit.metric))]
-    decisions = [decide(pair, limit) for limit, pair in pairs]
+    decisions = [d for limit in limits if (d := _decision(trial, reference, limit))]
     order = (WITHIN, UNDECIDED, OVER)
     return max(decisions, key=lambda d: (order.index(d.verdict), d.more or 0), default=None)
+
+
+def _decision(trial: TrialResult, reference: TrialResult, limit: Budget) -> Decision | None:
+    if limit.metric == MEAN_AP:
+        own, other = trial.mean_ap, reference.mean_ap
+        found = detection.difference(own, other) if own and other else None
+        return decide_mean_ap(found, own.own.images, limit) if own and found else None
+    pair = paired(trial, reference, limit.metric)
+    return decide(pair, limit) if pair else None
+
+
+def decide_mean_ap(difference: Interval, images: int, budget: Budget) -> Decision:
+    """As `decide`, by the jackknife's interval, whose width falls with the square root of the images."""
+    if math.isnan(difference.low):
+        return Decision(UNDECIDED)
+    verdict = _verdict(difference, budget)
+    gap = abs(difference.value + budget.points / 100)
+    if verdict != UNDECIDED or not gap:
+        return Decision(verdict)
+    count = images * ((difference.value - difference.low) / gap) ** 2
+    return Decision(UNDECIDED, _round_up(math.ceil(count - images)) if count < MOST_IMAGES else None)
 
 
 def _verdict(difference: Interval, budget: Budget) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dyno.analysis import accuracy, agreement, stats, tables
+from dyno.analysis import accuracy, agreement, detection, stats, tables
 from dyno.analysis.formatting import plain, points
 from dyno.analysis.frontier import way
 from dyno.analysis.references import incomparable
@@ -37,7 +37,8 @@ COPIED = ("model", "backend", "precision", "batch", "size", "device", "runtime",
 COLUMNS = (
     "model", "backend", "precision", "batch", "size", "device", "runtime", "options", "status_a", "status", "reason",
     "boundary", "latency_a_ms", "latency_b_ms", "ratio", "ratio_low", "ratio_high", "verdict", "rounds_a", "rounds_b",
-    "images", "top1_a", "top1_b", "top1_diff", "top1_diff_low", "top1_diff_high", "accuracy", "close", "max_abs",
+    "images", "top1_a", "top1_b", "top1_diff", "top1_diff_low", "top1_diff_high", "map_a", "map_b",
+    "map_diff", "map_diff_low", "map_diff_high", "accuracy", "close", "max_abs",
     "failed", "trial_a", "trial_b", "ran_as", "asked_share", "precision_ok",
 )  # fmt: skip
 WHOLE = ("batch", "rounds_a", "rounds_b", "images")
@@ -226,12 +227,24 @@ def _speed(a: TrialResult, b: TrialResult, tolerance: float) -> dict[str, Any]:
 def _accuracy(a: TrialResult, b: TrialResult) -> dict[str, Any]:
     pair, own, other = accuracy.paired(b, a), accuracy.of(b), accuracy.of(a)
     if pair is None or own is None or other is None:
-        return {}
+        return _mean_ap(a, b)
     d = pair.difference
     words = "less accurate" if d.high < 0 else "more accurate" if d.low > 0 else stats.SAME
     return {
         "images": pair.count, "top1_a": 100 * other.top1.value, "top1_b": 100 * own.top1.value, "accuracy": words,
         "top1_diff": 100 * d.value, "top1_diff_low": 100 * d.low, "top1_diff_high": 100 * d.high,
+    }  # fmt: skip
+
+
+def _mean_ap(a: TrialResult, b: TrialResult) -> dict[str, Any]:
+    own, other = b.mean_ap, a.mean_ap
+    d = detection.difference(own, other) if own and other else None
+    if own is None or other is None or d is None:
+        return {}
+    words = "less accurate" if d.high < 0 else "more accurate" if d.low > 0 else stats.SAME
+    return {
+        "images": own.own.images, "map_a": 100 * other.interval.value, "map_b": 100 * own.interval.value,
+        "map_diff": 100 * d.value, "map_diff_low": 100 * d.low, "map_diff_high": 100 * d.high, "accuracy": words,
     }  # fmt: skip
 
 
@@ -305,7 +318,8 @@ def _why(condition: str, r: Row) -> str:
     if condition == SLOWER:
         return f"slower, {ratio(r, 'ratio', 3)} the latency"
     if condition == LESS_ACCURATE:
-        low, value, high = (points(r[f"top1_diff{x}"] / 100) for x in ("_low", "", "_high"))
+        name = "map_diff" if missing(r["top1_diff_low"]) else "top1_diff"
+        low, value, high = (points(r[f"{name}{x}"] / 100) for x in ("_low", "", "_high"))
         return f"less accurate, {value} points [{low}, {high}] on the same images"
     if condition == STATUS:
         return f"was ok, now {r['status']}: {plain(r['reason'])}"

@@ -57,10 +57,11 @@ def _accuracy(r: Row) -> str:
 
 
 def change(r: Row) -> str:
-    """The paired difference of top-1 in points, with its interval."""
-    if missing(r["top1_diff_low"]):
+    """The paired difference of top-1 or mAP in points, with its interval."""
+    name = "map_diff" if missing(r["top1_diff_low"]) else "top1_diff"
+    if missing(r[f"{name}_low"]):
         return ""
-    low, value, high = (points(r[f"top1_diff{x}"] / 100) for x in ("_low", "", "_high"))
+    low, value, high = (points(r[f"{name}{x}"] / 100) for x in ("_low", "", "_high"))
     return f"{value} [{low}, {high}]"
 
 
@@ -82,6 +83,10 @@ def _precision(r: Row) -> str:
     return f"{precision} ({share:.0%} {precision})" if share else f"{precision} (ran {types.split()[1].strip(',')})"
 
 
+def _percent(value: float) -> str:
+    return "" if missing(value) else f"{value:.2f}"
+
+
 def _verdict(r: Row) -> str:
     return str(r["verdict"] if r["status"] == "ok" else r["status"])
 
@@ -91,9 +96,12 @@ PRINTED = (
     number("p95 ms", "latency_model_ms_p95", 4),
     number("all ms", "latency_all_ms_median", 3),
     number("images/s", "throughput_ips", 1),
+    number("pipeline images/s", "pipeline_ips", 3),
     Column("speed-up", lambda r: ratio(r, "speedup"), 0, sort="speedup"),
     Column("verdict", _verdict, 0, right=False, sort="verdict"),
-    Column("top-1 %", lambda r: "" if missing(r["top1"]) else f"{r['top1']:.2f}", 0, sort="top1"),
+    Column("top-1 %", lambda r: _percent(r["top1"]), 0, sort="top1"),
+    Column("mAP50-95 %", lambda r: _percent(r["map50_95"]), 0, sort="map50_95"),
+    Column("mAP50 %", lambda r: _percent(r["map50"]), 4, sort="map50"),
     Column("change, points", change, 6, sort="top1_diff"),
     Column("budget", lambda r: r["budget"], 0, right=False, sort="budget"),
     number("size MB", "size_mb", 5),

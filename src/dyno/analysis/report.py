@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dyno.analysis import charts, gpu_charts, sections, style, tables, verdict
+from dyno.analysis import charts, confusion, gpu_charts, sections, style, tables, task_sections, verdict
 from dyno.analysis.results import Results
 from dyno.worker.spec import UserError
 
@@ -48,6 +48,7 @@ class Section:
     charts: list[Chart]
     saturation: sections.Table | None
     accuracy: sections.Table | None
+    tasks: list[sections.Table]
     agreement: list[sections.Table]
     complaints: list[tuple[str, str, str]]
     gpu: sections.Table | None
@@ -92,6 +93,7 @@ def _section(results: Results, frame: pd.DataFrame, folder: Path, index: int, ru
         charts=_charts(results, frame, folder, f"r{index}", results.name if runs > 1 else ""),
         saturation=sections.saturation_table(frame),
         accuracy=sections.accuracy_table(results, frame),
+        tasks=task_sections.everything(results, frame),
         agreement=sections.agreement_tables(results),
         complaints=sections.complaints(results),
         gpu=sections.gpu_table(results),
@@ -107,6 +109,10 @@ def _charts(results: Results, frame: pd.DataFrame, folder: Path, prefix: str, ru
         file = re.sub(r"[^\w.-]+", "_", f"{run}-{name}" if run else name)
         style.save(figure, folder / f"{file}.png")
         found.append(Chart(CAPTIONS[name], Markup(style.svg(figure, f"{prefix}-{name}"))))
+    for name, (figure, caption) in confusion.everything(results).items():
+        style.save(figure, folder / f"{name}.png")
+        found.append(Chart(caption, Markup(style.svg(figure, f"{prefix}-{name}"))))
+    confusion.write(results, folder)
     return found
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from dyno.analysis import gpu_trace, gpu_words
 from dyno.analysis.rounds import GPU, HOST, Round
 from dyno.worker.record import STATUSES
 from dyno.worker.spec import PRECISIONS, SCHEMA, Job, Trial, UserError, from_json
+
+if TYPE_CHECKING:
+    from dyno.analysis.detection import MeanAP
 
 # A trial is as bad as its worst round; "unfinished" is a trial of which no round has left a record.
 SEVERITY = ("ok", "unfinished", "skipped", "failed", "timeout", "oom", "crashed")
@@ -134,6 +137,13 @@ class TrialResult:
     def answers(self) -> dict[str, np.ndarray]:
         """The classifier's answers of the first good round that has any."""
         return next((r.answers for r in self.good if r.answers), {})
+
+    @cached_property
+    def mean_ap(self) -> MeanAP | None:
+        """mAP of a detector; None for a classifier, and without ground truth."""
+        from dyno.analysis import detection
+
+        return detection.of(self)
 
     def outputs(self) -> dict[str, np.ndarray]:
         """Raw outputs of the first good round that has any."""

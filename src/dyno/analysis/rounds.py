@@ -113,8 +113,8 @@ class Round:
 
     @cached_property
     def answers(self) -> dict[str, np.ndarray]:
-        """A classifier's answers: topk_index and topk_score [N, k], label [N], sample [N], as far as stored."""
-        return self.arrays("outputs.npz", ("topk_index", "topk_score", "label", "sample"))
+        """A classifier's answers: topk_index and topk_score [N, k], label and sample [N], and the classes' names."""
+        return self.arrays("outputs.npz", ("topk_index", "topk_score", "label", "sample", "classes"))
 
     def outputs(self) -> dict[str, np.ndarray]:
         """Raw model outputs by name, [N, ...], in input order; not kept, because they can be large."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from dyno.analysis import accuracy, gpu_words, stats
+from dyno.analysis import accuracy, detection, gpu_words, stats
 from dyno.analysis.precision import truth
 from dyno.analysis.references import incomparable, references
 from dyno.analysis.results import Results, TrialResult, clock_of
@@ -18,11 +18,13 @@ if TYPE_CHECKING:
     import pandas as pd
 
 REFERENCE = "reference"
+STAGES = ("decode", "preprocess", "inference", "postprocess")  # of an evaluation, per image
 STATISTICS = ("mean", "median", "p90", "p95", "p99", "max", "std", "trimmed")
 COLUMNS = (
     "model", "backend", "precision", "batch", "size", "device", "status", "reason",
     *(f"latency_{b}_ms_{s}" for b in ("all", "model") for s in STATISTICS),
-    "throughput_ips", "top1", "top1_low", "top1_high", "top5", "size_mb", "layers", "parameters", "gpu_memory_mb",
+    "throughput_ips", "top1", "top1_low", "top1_high", "top5", "map50", "map50_95", "map_low", "map_high", "map_diff",
+    "map_diff_low", "map_diff_high", "box_map50", "box_map50_95", "size_mb", "layers", "parameters", "gpu_memory_mb",
     "build_s", "first_call_ms", "speedup", "speedup_low", "speedup_high", "verdict",
 )  # fmt: skip
 # After the promised columns: what identifies a row, what the comparison was, and the decision.
@@ -31,7 +33,7 @@ EXTRAS = (
     "rounds", "images", "top1_diff", "top1_diff_low", "top1_diff_high", "budget", "more_images", "ran_as",
     "asked_share", "precision_ok", "trimmed_std_ms", "load_s", "memory_mb", "warnings",
     "clock", "outside_gpu_ms", "gpu_util", "gpu_clock_mhz", "gpu_power_w", "gpu_temperature_c", "throttle",
-    "throttled_samples", "gpu_others",
+    "throttled_samples", "gpu_others", "pipeline_ips", "decode_ms", "preprocess_ms", "inference_ms", "postprocess_ms",
 )  # fmt: skip
 WHOLE = ("batch", "layers", "parameters", "rounds", "images", "more_images", "warnings", "throttled_samples",
          "gpu_others")  # fmt: skip
@@ -92,7 +94,7 @@ def row(t: TrialResult, against: Comparison, compare: bool = True) -> dict[str, 
     }  # fmt: skip
     if t.good:
         found |= _latencies(t) | _values(t) | _accuracy(t, against) | _speed(t, against, compare)
-        found |= _precision(t) | _gpu(t)
+        found |= _precision(t) | _gpu(t) | _evaluation(t)
     return found
 
 
@@ -157,6 +159,15 @@ def _gpu(t: TrialResult) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _evaluation(t: TrialResult) -> dict[str, Any]:
+    """How fast all images went through, and the median time of an image in each stage."""
+    found: dict[str, Any] = {"pipeline_ips": t.value("pipeline")}
+    for stage in STAGES:
+        samples = t.samples(stage, "")
+        found[f"{stage}_ms"] = 1e3 * stats.summary(samples).median if samples.size else _scale(t.value(stage), 1e3)
+    return found
+
+
 def build_seconds(t: TrialResult) -> float | None:
     """Seconds that making this trial ready cost: the whole chain of files, and compilation inside the process.
 
@@ -174,7 +185,7 @@ def build_seconds(t: TrialResult) -> float | None:
 def _accuracy(t: TrialResult, against: Comparison) -> dict[str, Any]:
     own = accuracy.of(t)
     if own is None:
-        return {}
+        return _mean_ap(t, against)
     found: dict[str, Any] = {
         "top1": 100 * own.top1.value, "top1_low": 100 * own.top1.low, "top1_high": 100 * own.top1.high,
         "top5": 100 * own.top5.value if own.top5 else None, "images": own.count,
@@ -189,6 +200,30 @@ def _accuracy(t: TrialResult, against: Comparison) -> dict[str, Any]:
     d = pair.difference
     found |= {"top1_diff": 100 * d.value, "top1_diff_low": 100 * d.low, "top1_diff_high": 100 * d.high}
     if decision := accuracy.decide_all(t, against.reference, against.budgets):
+        found |= {"budget": decision.verdict, "more_images": decision.more}
+    return found
+
+
+def _mean_ap(t: TrialResult, against: Comparison) -> dict[str, Any]:
+    own, reference = t.mean_ap, against.reference
+    if own is None:
+        return {}
+    whole = own.interval
+    found: dict[str, Any] = {
+        "map50": 100 * own.own.map50[0], "map50_95": 100 * whole.value, "map_low": 100 * whole.low,
+        "map_high": 100 * whole.high, "box_map50": 100 * own.boxes.map50[0],
+        "box_map50_95": 100 * own.boxes.map50_95[0], "images": own.own.images,
+    }  # fmt: skip
+    if reference is None or incomparable(t, reference) == "other weights":
+        return found
+    if t is reference:
+        return found | {"map_diff": 0.0, "budget": accuracy.WITHIN if against.budgets else ""}
+    other = reference.mean_ap
+    d = detection.difference(own, other) if other else None
+    if d is None:
+        return found
+    found |= {"map_diff": 100 * d.value, "map_diff_low": 100 * d.low, "map_diff_high": 100 * d.high}
+    if decision := accuracy.decide_all(t, reference, against.budgets):
         found |= {"budget": decision.verdict, "more_images": decision.more}
     return found
 

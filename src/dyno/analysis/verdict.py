@@ -99,14 +99,15 @@ def _runner_up(ranked: pd.DataFrame, trials: dict[str, TrialResult]) -> Iterator
 
 
 def _accuracy(winner: pd.Series) -> Iterator[Finding]:
-    if isnan(winner["top1"]):
+    metric, name, word = ("map", "map50_95", "mAP50-95") if isnan(winner["top1"]) else ("top1", "top1", "top-1")
+    if isnan(winner[name]):
         return
     text = (
-        f"Its top-1 is {winner['top1']:.2f} % [{winner['top1_low']:.2f}, {winner['top1_high']:.2f}] "
+        f"Its {word} is {winner[name]:.2f} % [{winner[f'{metric}_low']:.2f}, {winner[f'{metric}_high']:.2f}] "
         f"on {winner['images']:,} images"
     )
-    if not isnan(winner["top1_diff_low"]):
-        low, value, high = (points(winner[f"top1_diff{x}"] / 100) for x in ("_low", "", "_high"))
+    if not isnan(winner[f"{metric}_diff_low"]):
+        low, value, high = (points(winner[f"{metric}_diff{x}"] / 100) for x in ("_low", "", "_high"))
         text += f", {value} points [{low}, {high}] against the reference on the same images"
     yield Finding(NOTE, text + ".")
 
@@ -134,14 +135,16 @@ def _left_out(first: pd.DataFrame, ranked: pd.DataFrame, budget: str) -> Iterato
     for _, row in faster[faster[LATENCY] < limit].iterrows():
         what = f"{way(row)} is faster ({_ms(row[LATENCY])})" if len(ranked) else f"{way(row)} takes {_ms(row[LATENCY])}"
         if row["budget"] == OVER:
-            yield Finding(
-                NOTE, f"{what} but loses more than {budget} allows ({points(row['top1_diff'] / 100)} points)."
-            )
+            yield Finding(NOTE, f"{what} but loses more than {budget} allows ({_loss(row)} points).")
         elif row["budget"] == UNDECIDED:
-            more, loss = row["more_images"], points(row["top1_diff"] / 100)
+            more, loss = row["more_images"], _loss(row)
             known = isinstance(more, (int, float)) and not isnan(more)
             settle = f"about {int(more):,} more images would settle it" if known else "more images would not settle it"
             yield Finding(WARNING, f"{what} but whether it is within {budget} is undecided ({loss} points): {settle}.")
+
+
+def _loss(row: pd.Series) -> str:
+    return points(row["map_diff" if isnan(row["top1_diff"]) else "top1_diff"] / 100)
 
 
 def _most_images(where: str, group: pd.DataFrame) -> Iterator[Finding]:

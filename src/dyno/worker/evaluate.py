@@ -1,40 +1,108 @@
-"""Every image of the data once through the session: the outputs that accuracy and agreement are computed from."""
+"""Every image of the data once through the session: the outputs that accuracy and agreement are computed from, and how
+many images a second the whole way takes."""
 
 from __future__ import annotations
 
+import json
 import math
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from dyno.worker import inputs
 from dyno.worker.backend import Session
+from dyno.worker.pipeline import Outputs, Pipeline
+from dyno.worker.ranks import Ranks
+from dyno.worker.record import Measurement
 from dyno.worker.shapes import static_shapes
+from dyno.worker.sources import Numbers, Photos
 from dyno.worker.spec import Trial
 
 RAW_BYTES = 64 * 2**20  # raw outputs kept per trial; classes and scores are kept for every image
-TOP = 10
+WARM_UP = 0.1  # share of the data that goes through once before anything counts
+MOST_WARM_UP = 400  # images
+STAGES_S = 0.5
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Arrays for outputs.npz; images and seconds of the loop over them, 0 for random inputs; seconds per image of each
+    stage, one sample per batch."""
+
+    arrays: dict[str, np.ndarray]
+    images: int = 0
+    warm_up: int = 0
+    seconds: float = 0.0
+    decode: float = 0.0
+    stages: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def measurements(self) -> list[Measurement]:
+        """The rate of the pipeline and the stages' times, which are raw samples of their own names."""
+        found = [Measurement(name, "s", "duration", None, name, clock="host") for name in self.stages]
+        if self.decode:
+            found.insert(0, Measurement("decode", "s", "duration", self.decode, clock="host"))
+        if self.seconds:
+            found.append(Measurement("pipeline", "1/s", "rate", self.images / self.seconds, clock="host"))
+        return found
+
+    def facts(self) -> dict[str, Any]:
+        """How many images the rate is of, in how many seconds, and how many warmed it up."""
+        return {"images": self.images, "seconds": self.seconds, "warm_up": self.warm_up} if self.seconds else {}
 
 
 def outputs(session: Session, trial: Trial) -> dict[str, np.ndarray]:
-    """Arrays for outputs.npz: `output:NAME` raw, `topk_index`, `topk_score`, `label`, `sample`.
+    """See `evaluate`: its arrays alone, without warm-up."""
+    return evaluate(session, trial, timed=False).arrays
 
-    Works batch by batch at the trial's own batch; the last one is filled by wrapping around and cut again.
+
+def evaluate(session: Session, trial: Trial, timed: bool = True) -> Evaluation:
+    """Every image of the data through the session, at the trial's own batch, in a pipeline.
+
+    Arrays are `output:NAME` raw, `sample`, `label`, and `topk_index` and `topk_score` of a classifier or the detections
+    of `worker.postprocess`. The last batch is filled by wrapping around and cut again. Real images are timed: a tenth
+    of them warms up first (R4) and counts for nothing, as do the few batches that tell the stages apart.
     """
-    real = inputs.Images(trial.data, trial.model.preprocess) if trial.data.folder else None
-    count = min(trial.data.count, len(real)) if real is not None else trial.data.count
-    batch = _batch(session, trial)
-    kept = _Kept()
-    feeds = inputs.batches(trial.data, trial.model.preprocess, session.inputs, trial.dims, math.ceil(count / batch))
-    for i, feed in enumerate(feeds):
-        session.bind(feed)
-        session.run()
-        session.wait()
-        kept.add(session.fetch(), batch, min(batch, count - i * batch))
-    arrays = kept.arrays()
-    arrays["sample"] = real.index[:count] if real is not None else np.arange(count, dtype=np.int64)
-    if real is not None:
-        arrays["label"] = real.labels[arrays["sample"]]
-    return arrays
+    batch, threads = _batch(session, trial), max(1, trial.runtime.threads)
+    # A CPU's processors are busy with the engine; beside a GPU they have nothing else to do.
+    helpers = threads if session.stream is not None else max(1, threads // 4)
+    real = Photos(session, trial, helpers) if trial.data.folder else None
+    count = min(trial.data.count, len(real.images)) if real else trial.data.count
+    turns = math.ceil(count / batch)
+    pipeline = Pipeline(session, real or Numbers(session, trial, turns), helpers if real else 1)
+    answers = _answers(trial, real, batch, count)
+    warm, stages = 0, {}
+    if real and timed:
+        warm = min(turns, math.ceil(min(MOST_WARM_UP, WARM_UP * count) / batch))
+        pipeline.run(warm, lambda turn, fetched: None, answers.of)
+        stages = {name: s / batch for name, s in pipeline.stages(answers.of, STAGES_S).items()}
+    kept = _Kept(answers)
+    start = time.perf_counter()
+    made = pipeline.run(turns, kept.add, answers.of)
+    seconds = time.perf_counter() - start if real and timed else 0.0
+    about = _about(trial) if real else {}
+    arrays = {**kept.arrays(), **answers.arrays(made), **_identity(real, count, about)}
+    decode = float(about.get("decode_s") or 0)
+    return Evaluation(arrays, count, min(warm * batch, count), seconds, decode, stages)
+
+
+def _identity(real: Photos | None, count: int, about: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Which image each answer is of, its label, and what the classes are called."""
+    if real is None:
+        return {"sample": np.arange(count, dtype=np.int64)}
+    sample = real.images.index[:count]
+    names = {"classes": np.array(about["classes"], np.str_)} if about.get("classes") else {}
+    return {"sample": sample, "label": real.images.labels[sample], **names}
+
+
+def _about(trial: Trial) -> dict[str, Any]:
+    """What meta.json says of the decoded data set; nothing where there is none."""
+    try:
+        found: dict[str, Any] = json.loads((Path(trial.data.folder) / "meta.json").read_bytes())
+        return found
+    except (OSError, ValueError):
+        return {}
 
 
 def _batch(session: Session, trial: Trial) -> int:
@@ -42,36 +110,33 @@ def _batch(session: Session, trial: Trial) -> int:
     return first[0] if first else 1
 
 
+def _answers(trial: Trial, real: Photos | None, batch: int, count: int) -> Ranks:
+    if real is None or trial.model.task == "classify":
+        return Ranks(batch, count)
+    from dyno.worker.found import Found
+
+    return Found(trial, real, batch, count)
+
+
 class _Kept:
-    def __init__(self) -> None:
-        self.raw: dict[str, list[np.ndarray]] = {}
-        self.index: list[np.ndarray] = []
-        self.score: list[np.ndarray] = []
-        self.bytes = 0
+    """Raw outputs in order, as many as there is room for."""
 
-    def add(self, fetched: dict[str, np.ndarray], batch: int, valid: int) -> None:
-        cut = {name: a[:valid] if a.ndim and a.shape[0] == batch else a for name, a in fetched.items()}
-        first = next(iter(cut.values()))
-        if first.ndim == 2 and first.shape[1] > 1:
-            self._rank(first.astype(np.float32))
+    def __init__(self, answers: Ranks) -> None:
+        self._answers = answers
+        self._raw: dict[str, list[np.ndarray]] = {}
+        self._bytes = 0
+
+    def add(self, turn: int, fetched: Outputs) -> None:
+        if self._bytes >= RAW_BYTES:
+            return
+        cut = self._answers.cut(turn, fetched)
         size = sum(a.nbytes for a in cut.values())
-        if self.bytes + size <= RAW_BYTES:
-            self.bytes += size
-            for name, a in cut.items():
-                self.raw.setdefault(name, []).append(np.atleast_1d(np.array(a)))
-        else:
-            self.bytes = RAW_BYTES  # a later, smaller batch must not leave a hole
-
-    def _rank(self, scores: np.ndarray) -> None:
-        k = min(TOP, scores.shape[1])
-        # A stable order, so that tied scores rank the same in every backend.
-        index = np.argsort(-scores, axis=1, kind="stable")[:, :k]
-        self.index.append(index.astype(np.int32))
-        self.score.append(np.take_along_axis(scores, index, axis=1))
+        if self._bytes + size > RAW_BYTES:
+            self._bytes = RAW_BYTES  # a later, smaller batch must not leave a hole
+            return
+        self._bytes += size
+        for name, a in cut.items():
+            self._raw.setdefault(name, []).append(np.atleast_1d(np.array(a)))
 
     def arrays(self) -> dict[str, np.ndarray]:
-        found = {f"output:{name}": np.concatenate(parts) for name, parts in self.raw.items()}
-        if self.index:
-            found["topk_index"] = np.concatenate(self.index)
-            found["topk_score"] = np.concatenate(self.score)
-        return found
+        return {f"output:{name}": np.concatenate(parts) for name, parts in self._raw.items()}

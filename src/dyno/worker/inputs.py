@@ -36,8 +36,33 @@ class Images:
 
     def batch(self, start: int, count: int, dtype: str = "float32") -> np.ndarray:
         """`count` images from `start` on, wrapping around: N x C x H x W, float32, or the pixels as uint8."""
-        chosen = self.index[np.arange(start, start + count) % len(self.index)]
-        return _as_read(self._pixels[chosen], self._preprocess, dtype)
+        return _as_read(self._pixels[self._chosen(start, count)], self._preprocess, dtype)
+
+    def read_into(self, place: np.ndarray, start: int) -> None:
+        """What `batch` makes of as many images as `place` is long, written there: pixels where it is uint8.
+
+        Image by image, so that what is worked on stays in the processor's cache.
+        """
+        if place.dtype == np.uint8:
+            for i, chosen in enumerate(self._chosen(start, len(place))):
+                np.copyto(place[i], self._pixels[chosen])
+            return
+        mean, std = (each[0] for each in normalisation(self._preprocess, place.shape[1]))
+        direct = place.dtype == np.float32
+        made: np.ndarray = np.empty(place.shape[1:], np.float32)
+        for i, chosen in enumerate(self._chosen(start, len(place))):
+            made = place[i] if direct else made
+            np.copyto(made, self._pixels[chosen])
+            made /= 255
+            made -= mean
+            made /= std
+            if not direct:
+                np.copyto(place[i], made, casting="same_kind")
+
+    def _chosen(self, start: int, count: int) -> np.ndarray:
+        """Rows of `count` images of the split from `start` on, wrapping around."""
+        chosen: np.ndarray = self.index[np.arange(start, start + count) % len(self.index)]
+        return chosen
 
 
 def normalisation(preprocess: Preprocess, channels: int) -> tuple[np.ndarray, np.ndarray]:
@@ -69,19 +94,26 @@ def batches(
     """
     wanted = static_shapes(tensors, dims)
     if data.folder:
-        name, shape = _image_input(tensors, wanted)
-        dtype = tensors[0].dtype
-        images = Images(data, preprocess)
-        if images.shape != shape[1:]:
-            has, wants = ("x".join(map(str, s)) for s in (images.shape, shape[1:]))
-            raise UserError(f"the images are {has} but the model's input {name!r} is {wants}; give the --size it wants")
+        name, shape, images = opened(data, preprocess, tensors, dims)
         for i in range(count):
-            yield {name: images.batch(i * shape[0], shape[0], dtype)}
+            yield {name: images.batch(i * shape[0], shape[0], tensors[0].dtype)}
         return
     rng = np.random.default_rng(data.seed)
     kinds = {t.name: t.dtype for t in tensors}
     for _ in range(count):
         yield {name: _random(rng, kinds[name], shape, preprocess) for name, shape in wanted.items()}
+
+
+def opened(
+    data: DataSpec, preprocess: Preprocess, tensors: Sequence[Tensor], dims: Dims
+) -> tuple[str, tuple[int, ...], Images]:
+    """The one input that takes images, its shape, and the images; a `UserError` where they don't fit it."""
+    name, shape = _image_input(tensors, static_shapes(tensors, dims))
+    images = Images(data, preprocess)
+    if images.shape != shape[1:]:
+        has, wants = ("x".join(map(str, s)) for s in (images.shape, shape[1:]))
+        raise UserError(f"the images are {has} but the model's input {name!r} is {wants}; give the --size it wants")
+    return name, shape, images
 
 
 def _image_input(tensors: Sequence[Tensor], wanted: dict[str, tuple[int, ...]]) -> tuple[str, tuple[int, ...]]:

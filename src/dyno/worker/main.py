@@ -92,6 +92,15 @@ class Journal:
         clocks = {name: "host" if name == "enqueue" else "gpu" for name in found}
         self.add(*(Measurement(name, "s", "duration", None, name, "all", clocks[name]) for name in found))
 
+    def evaluated(self, found: evaluate.Evaluation) -> None:
+        """Keep how fast the evaluation went, and its stages."""
+        if found.stages:
+            self.samples.update(found.stages)
+            save_arrays(self.folder / "samples.npz", self.samples)
+        if told := found.facts():
+            self.facts({"evaluation": told})
+        self.add(*found.measurements())
+
     def timed(self, tag: str, stage: str, action: Callable[[], Any]) -> Any:
         """Run the action as a stage and keep its seconds under the tag."""
         self.stage(stage)
@@ -171,8 +180,10 @@ def _crowd(boundary: str, busy: float, journal: Journal) -> None:
 
 
 def _evaluate(session: Session, trial: Trial, journal: Journal) -> None:
-    arrays = evaluate.outputs(session, trial)
+    found = evaluate.evaluate(session, trial)
+    arrays = found.arrays
     save_arrays(journal.folder / "outputs.npz", arrays)
+    journal.evaluated(found)
     shown = {"name": trial.data.name, "split": trial.data.split, "count": len(arrays["sample"])}
     journal.facts({"data": shown})
     bad = [name[7:] for name, a in arrays.items() if name.startswith("output:") and not np.isfinite(a).all()]

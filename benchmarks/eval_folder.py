@@ -1,0 +1,194 @@
+"""`dyno eval` over a folder of JPEGs against a plain torchvision loop with the same network, side by side.
+
+Photographs that come with scikit-image, cropped, mirrored and brightened by chance, become JPEGs of 500 x 375 pixels in
+class folders. Then, in alternation:
+
+- plain: `ImageFolder` and `DataLoader` (a worker per core), torchvision's usual transforms, the network in a loop,
+  top-1 and top-5. The loop decodes every image each time.
+- first: `dyno eval` with empty caches: the network is looked at, every image is hashed, decoded and stored, latencies
+  are timed, all images go through.
+- later: the same command again: the decoded images and the look are there, everything else is done again.
+
+`command` is the wall time from start to end of the process, as a user waits for it; `loop` is the plain loop alone,
+and for Dyno decoding (first) and the evaluation's pipeline. `processor` is the processor time of the command with all
+of its children, which other programs on the machine change less than the wall time. The targets are for the loops: a
+command of Dyno also times latencies for some seconds, which the plain loop has no part of, so how its whole time compares
+depends on the number of images.
+
+On a GPU the pipeline's rate is held against what `latency/model` allows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dyno.analysis import results
+from dyno.worker.record import write_json
+
+WIDTH, HEIGHT = 500, 375
+SOURCES = ("astronaut", "chelsea", "coffee", "rocket")
+WANTED = {"first": 1.0, "later": 3.0, "gpu": 0.9}
+PLAIN = """
+import json, os, sys, time
+import torch, torchvision
+from torchvision import transforms as t
+folder, name, batch, device, threads = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4], int(sys.argv[5])
+torch.set_num_threads(threads)
+torch.manual_seed(0)
+model = getattr(torchvision.models, name)(weights=None).eval().to(device)
+usual = t.Compose([t.Resize(256), t.CenterCrop(224), t.ToTensor(),
+                   t.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))])
+data = torchvision.datasets.ImageFolder(folder, usual)
+loader = torch.utils.data.DataLoader(data, batch, num_workers=threads, pin_memory=device != "cpu")
+top1 = top5 = 0
+begin = time.perf_counter()
+with torch.inference_mode():
+    for images, labels in loader:
+        best = model(images.to(device, non_blocking=True)).topk(5).indices.cpu()
+        hits = best == labels[:, None]
+        top1, top5 = top1 + int(hits[:, 0].sum()), top5 + int(hits.sum())
+print(json.dumps({"loop": time.perf_counter() - begin, "images": len(data), "top1": top1, "top5": top5}))
+"""
+
+
+@dataclass
+class Side:
+    """Seconds of one of the three, one value per round."""
+
+    command: list[float] = field(default_factory=list)
+    processor: list[float] = field(default_factory=list)
+    loop: list[float] = field(default_factory=list)
+
+
+def photographs(folder: Path, count: int) -> None:
+    """Write `count` different JPEGs, a class folder per photograph, the same for the same count.
+
+    They are FOLDER/val; FOLDER/train has one more of each, so that Dyno takes no calibration images out of those.
+    """
+    from PIL import Image, ImageEnhance
+    from skimage import data
+
+    rng = np.random.default_rng(0)
+    for k, name in enumerate(SOURCES):
+        photo = Image.fromarray(getattr(data, name)()).resize((2 * WIDTH, 2 * HEIGHT), Image.Resampling.LANCZOS)
+        for split in ("train", "val"):
+            (folder / split / name).mkdir(parents=True)
+        photo.resize((WIDTH, HEIGHT)).save(folder / "train" / name / "whole.jpg")
+        for i in range(k, count, len(SOURCES)):
+            x, y = int(rng.integers(WIDTH)), int(rng.integers(HEIGHT))
+            one = photo.crop((x, y, x + WIDTH, y + HEIGHT))
+            if rng.random() < 0.5:
+                one = one.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+            bright = ImageEnhance.Brightness(one).enhance(float(rng.uniform(0.7, 1.3)))
+            bright.save(folder / "val" / name / f"{i:05}.jpg", quality=90)
+
+
+def run(command: Sequence[str], env: dict[str, str], side: Side) -> str:
+    """Run the command, keep its wall and processor time, return what it printed last."""
+    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{command[:4]}: {done.stderr[-2000:]}")
+    side.command.append(time.perf_counter() - start)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    side.processor.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return done.stdout.strip().splitlines()[-1]
+
+
+def plain(photos: Path, args: argparse.Namespace, side: Side) -> dict[str, Any]:
+    """One run of the plain loop."""
+    words = (str(photos / "val"), args.model, str(args.batch), args.device, str(args.threads))
+    found: dict[str, Any] = json.loads(run((sys.executable, "-c", PLAIN, *words), dict(os.environ), side))
+    side.loop.append(found["loop"])
+    return found
+
+
+def evaluate(photos: Path, place: Path, args: argparse.Namespace, side: Side, first: bool) -> results.TrialResult:
+    """One `dyno eval` into a new run folder; its loop counts the decoding where it decoded."""
+    out = place / f"run-{time.monotonic_ns()}"
+    command = [sys.executable, "-m", "dyno.cli", "eval", f"torchvision:{args.model}", "--data", str(photos),
+               "--batch", str(args.batch), "--backends", args.backend, "--precision", args.precision,
+               "--device", args.device, "--threads", str(args.threads), "--out", str(out)]  # fmt: skip
+    run([*command, *args.dyno.split()], {**os.environ, "DYNO_CACHE": str(place / "cache")}, side)
+    (trial,) = results.load(out)
+    told = trial.facts["evaluation"]
+    decode = (trial.value("decode") or 0.0) * told["images"] if first else 0.0
+    side.loop.append(decode + told["seconds"])
+    return trial
+
+
+def same(found: dict[str, Any], trial: results.TrialResult) -> str:
+    """How near the two accuracies are, in images."""
+    from dyno.analysis import accuracy
+
+    own = accuracy.of(trial)
+    assert own is not None and own.count == found["images"]
+    return f"top-1: plain {found['top1']} of {found['images']} right, dyno {round(own.top1.value * own.count)}"
+
+
+def on_gpu(trial: results.TrialResult) -> tuple[float, float]:
+    """Images a second of the pipeline, and those that the time of the model alone allows."""
+    return trial.value("pipeline") or 0.0, trial.batch / float(np.median(trial.samples("latency", "model")))
+
+
+def main() -> int:
+    """Print the table; exit code 1 when a target is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("images", 2000), ("batch", 32), ("rounds", 2), ("threads", len(os.sched_getaffinity(0)))):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    for name, value in (("model", "mobilenet_v3_small"), ("device", "cpu"), ("backend", "pytorch"),
+                        ("precision", "fp32"), ("dyno", ""), ("json", "")):  # fmt: skip
+        parser.add_argument(f"--{name}", default=value, help="more flags for dyno eval" if name == "dyno" else None)
+    args = parser.parse_args()
+    sides = {name: Side() for name in ("plain", "first", "later")}
+    with tempfile.TemporaryDirectory() as scratch:
+        photos = Path(scratch, "photos")
+        photographs(photos, args.images)
+        for i in range(args.rounds):
+            place = Path(scratch, f"round{i}")
+            found = plain(photos, args, sides["plain"])
+            evaluate(photos, place, args, sides["first"], first=True)
+            trial = evaluate(photos, place, args, sides["later"], first=False)
+            print(f"round {i}: {same(found, trial)}", flush=True)
+        rates = on_gpu(trial)
+    return report(args, sides, rates)
+
+
+def report(args: argparse.Namespace, sides: dict[str, Side], rates: tuple[float, float]) -> int:
+    """The table, and the targets that are missed."""
+    print(f"{args.images} JPEGs, {args.model} {args.precision} on {args.device}, batch {args.batch}, {args.threads} "
+          f"threads, {args.backend}; medians of {args.rounds} alternating rounds; ratios are plain / Dyno")  # fmt: skip
+    ratios: dict[str, dict[str, float]] = {}
+    for name, side in sides.items():
+        ratios[name] = {}
+        cells = []
+        for kind in ("command", "processor", "loop"):
+            pairs = zip(getattr(sides["plain"], kind), getattr(side, kind), strict=True)
+            ratios[name][kind] = statistics.median(theirs / own for theirs, own in pairs)
+            cells.append(f"{kind} {statistics.median(getattr(side, kind)):8.2f} s {ratios[name][kind]:6.2f}x")
+        print(f"  {name:6} " + "   ".join(cells))
+    pipeline, model = rates
+    print(f"  pipeline {pipeline:,.0f} images/s; latency/model allows {model:,.0f}: {pipeline / model:.1%}")
+    if args.json:
+        write_json(Path(args.json), {"arguments": vars(args), "ratios": ratios, "pipeline": pipeline, "model": model})
+    if args.device != "cpu":
+        return int(pipeline < WANTED["gpu"] * model)
+    return int(any(ratios[name]["loop"] < WANTED[name] for name in ("first", "later")))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

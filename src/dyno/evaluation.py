@@ -1,0 +1,54 @@
+"""`dyno eval`: each model over labelled images, and what is printed of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dyno.study import Study, model_name
+from dyno.worker.spec import MODEL_FILES, UserError
+
+if TYPE_CHECKING:
+    from dyno.result import Result
+
+# Throughput is what the evaluation itself shows, with reading and ranking in it; latencies are for orientation.
+DEFAULTS: dict[str, Any] = {"batches": (8,), "seconds": 1.0, "warmup": 0.5, "boundaries": ("model", "all")}
+
+
+def evaluate(model: str, data: str, out: str | Path | None = None, *, quiet: bool = True, **settings: Any) -> Result:
+    """Accuracy and speed of one model on the images of a data set; returns what was stored.
+
+    `settings` are fields of `Study`; without them the model runs under the backend its kind of file is for, in one
+    round of batches of 8. The run folder is `out`, or a new one below runs/eval. `Result.confusion` and
+    `Result.per_class` tell the classes apart. Raises `UserError`, one line.
+    """
+    from dyno.expand import usual
+
+    backend, device = usual(model)
+    defaults = {**DEFAULTS, "backends": (backend,), "device": device, "rounds": 1}
+    if Path(model).suffix in MODEL_FILES:  # a file may take one batch only, and knows which
+        defaults.pop("batches")
+    folder = Path(out) if out else Path("runs/eval") / f"{model_name(model)[:60]}-{datetime.now():%Y%m%d-%H%M%S}"
+    return Study(models=(model,), data=data, **{**defaults, **settings}).run(folder, quiet=quiet)
+
+
+def show(folders: Sequence[Path], format: str, per_class: bool) -> int:
+    """Print the tables of evaluated runs and a section for each trial, write their classes; returns the exit code."""
+    import pandas as pd
+
+    from dyno.analysis import confusion, evaluation_words, results, tables
+    from dyno.analysis.render import FORMATS, render
+
+    if format not in FORMATS:
+        raise UserError(f"unknown format {format!r}; known: {', '.join(FORMATS)}")
+    runs = [results.load(folder) for folder in folders]
+    frame = pd.concat([tables.frame(run) for run in runs], ignore_index=True)
+    print(render(frame, format), end="")
+    if format in ("text", "markdown"):
+        for t in (t for run in runs for t in run if t.good):
+            print("\n" + evaluation_words.told(t, format, per_class).rstrip("\n"))
+    for run in runs:
+        confusion.write(run, run.folder)
+    return tables.exit_code(frame)

@@ -1,0 +1,101 @@
+"""`dyno eval` on real images in class folders, through the command line and from Python."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import dyno
+from dyno.result import Result
+from dyno.worker.spec import UserError
+
+SHORT = "--seconds 0.05 --threads 1 --size 16 --channels 1".split()
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three classes of scikit-learn's digits as PNG files, ten of each to test and two to train."""
+    from PIL import Image
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    folder = tmp_path_factory.mktemp("digits")
+    for digit, name in enumerate(("нуль", "one", "two")):
+        for i, pixels in enumerate(images[labels == digit][:12]):
+            place = folder / ("train" if i < 2 else "val") / name
+            place.mkdir(parents=True, exist_ok=True)
+            Image.fromarray((pixels.reshape(8, 8) * 15).astype(np.uint8)).resize((20, 20)).save(place / f"{i}.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory: pytest.TempPathFactory, photos: Path) -> Callable[..., str]:
+    place = tmp_path_factory.mktemp("cli")
+
+    def run(*words: object) -> str:
+        asked = ["eval", "fake:net", "--data", photos, "--backends", "fake@latency_ms=0.1", *SHORT, *words]
+        command = [sys.executable, "-m", "dyno.cli", *map(str, asked)]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=place, timeout=120)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
+
+
+def test_text_names_everything(command: Callable[..., str], tmp_path: Path) -> None:
+    out = command("--out", tmp_path / "run")
+    for words in ("top-1 ", " on 30 images", "top-5 ", "whole pipeline ", "(30 images, after 8 of warm-up)",
+                  "preprocess ",                  "inference ", "postprocess ", "worst classes: ",
+                  "taken for another most: ", "latency, model, ms",
+                  "latency, all, ms", "p99"):  # fmt: skip
+        assert words in out, (words, out)
+    (trial,) = Result(tmp_path / "run").records
+    assert trial.facts["evaluation"]["images"] == 30
+    assert (tmp_path / "run" / f"confusion-{trial.id}.csv").is_file()
+    again = command("--out", tmp_path / "run", "--per-class", "--format", "markdown")
+    assert "| нуль | 10 |" in again and "| one | 10 |" in again
+
+
+def test_csv_and_json_hold_every_column(command: Callable[..., str], tmp_path: Path) -> None:
+    command("--out", tmp_path / "run")
+    (row,) = csv.DictReader(io.StringIO(command("--out", tmp_path / "run", "--format", "csv")))
+    (same,) = json.loads(command("--out", tmp_path / "run", "--format", "json"))
+    for name in ("top1", "latency_all_ms_p99", "latency_model_ms_max", "pipeline_ips", "preprocess_ms", "inference_ms"):
+        assert float(row[name]) == pytest.approx(same[name])
+    assert float(row["pipeline_ips"]) > 0 and row["map50"] == "" and same["throughput_ips"] is None
+
+
+def test_from_python(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = dyno.evaluate(
+        "fake:net",
+        str(photos),
+        tmp_path / "run",
+        backends=("fake",),
+        channels=1,
+        seconds=0.05,
+        sizes=("16",),
+        threads=1,
+    )
+    frame = result.to_pandas()
+    assert frame["images"].tolist() == [30] and frame["batch"].tolist() == [8]
+    classes, matrix = result.per_class(), result.confusion()
+    assert sorted(classes["class"]) == ["one", "two", "нуль"] and classes["images"].tolist() == [10, 10, 10]
+    assert matrix.loc["one"].sum() == 10
+    assert matrix.to_numpy().trace() == pytest.approx(frame["top1"].iloc[0] / 100 * 30)
+    assert (result.report().parent / "charts" / f"confusion-{result.records.trials[0].id}.png").is_file()
+
+
+def test_random_inputs_have_no_classes(tmp_path: Path) -> None:
+    result = dyno.Study(models=("fake:net",), backends=("fake",), seconds=0.02, warmup=0.01, rounds=1).run(
+        tmp_path / "run", quiet=True
+    )
+    with pytest.raises(UserError, match="has no classifier's answers to labelled images"):
+        result.per_class()
