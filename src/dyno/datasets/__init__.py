@@ -42,7 +42,13 @@ def digits(cache: Path, size: int = 64) -> DataSpec:
         order = spread(labels, seed=0)
         train = order[DIGITS_TEST:]
         splits = {"test": order[:DIGITS_TEST], "train": train, "calibration": train[:DIGITS_CALIBRATION]}
-        about = {"name": "digits", "classes": [str(n) for n in range(10)], "made_by": made_by, **transform.identity}
+        about = {
+            "name": "digits",
+            "photographs": "digits",
+            "classes": [str(n) for n in range(10)],
+            "made_by": made_by,
+            **transform.identity,
+        }
         rows = (transform.pixels(image) for image in small)
         found = store.write(cache, key, store.Content(rows, transform.shape, labels, splits, about))
     return _spec("digits", found)
@@ -85,6 +91,7 @@ def class_folders(
     if found is None:
         classes = [printable(name) for name in listing.classes]
         about = {"name": printable(folder.name), "classes": classes, "made_by": made_by, **transform.identity}
+        about["photographs"] = store.key_of(listing.classes, identity)
         found = store.write(cache, key, _content(listing, transform, about, on_unreadable, progress, seed))
     elif on_unreadable == "refuse":
         _refuse(store.meta(found)["unreadable"], len(listing.photos))

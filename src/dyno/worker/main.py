@@ -174,6 +174,7 @@ def _evaluate(session: Session, trial: Trial, journal: Journal) -> None:
     arrays = evaluate.outputs(session, trial)
     save_arrays(journal.folder / "outputs.npz", arrays)
     shown = {"name": trial.data.name, "split": trial.data.split, "count": len(arrays["sample"])}
+    shown |= inputs.photographs(trial.data)
     journal.facts({"data": shown})
     bad = [name[7:] for name, a in arrays.items() if name.startswith("output:") and not np.isfinite(a).all()]
     if bad:
