@@ -49,7 +49,7 @@ class BreakEven:
         if self.extra <= 0:
             return AT_ONCE
         if math.isinf(self.high):
-            return f"{_count(self.images)} images, if it is faster at all"
+            return f"{_count(self.images)} images, or never"
         limits = "" if math.isnan(self.low) else f" [{_count(self.low)}, {_count(self.high)}]"
         return f"{_count(self.images)} images{limits}"
 

@@ -20,7 +20,7 @@ CAPTIONS = {
     "speedup": "Speed-up over the reference of the same model, size and batch, with its 95 % interval.",
     "accuracy-latency": "Accuracy against latency, with 95 % intervals on both axes. Ringed: nothing is both "
     "faster and more accurate.",
-    "accuracy-throughput": "Accuracy against throughput.",
+    "accuracy-throughput": "Accuracy against throughput at every batch, with 95 % intervals on both axes.",
     "throughput-batch": "Throughput (batches overlap) and FPS (one batch after another) against the batch.",
     "throughput-size": "Throughput and FPS against the image size.",
     "gpu": "The GPU while each job ran (its first round), from outside the job: memory above what was used before, and "

@@ -90,6 +90,7 @@ def to_int8(model: Any, recipe: Recipe, parent: Artifact, path: Path, kept: Sequ
                 extra["OpTypesToExcludeOutputQuantization"] = sorted(seen.types)
             settings = {"reduce_range": seen.narrow, "extra_options": extra}
             _quantise(scratch, path, METHODS[method], sorted(seen.types), sorted(excluded), **settings)
+            _reading_floats(path, kept)
     onnx.checker.check_model(str(path), full_check=True)
     return {
         "scheme": seen.scheme.text + (", weights in 7 bits because this CPU has no VNNI" if seen.narrow else ""),
@@ -125,6 +126,23 @@ def observed(model: Any, recipe: Recipe, images: CalibrationImages, scratch: Pat
     ranges = _calibrated(scratch, types, images, recipe)
     narrow = target == "onnxruntime" and _saturates()
     return Observed(prepared, scheme, frozenset(types), excluded, transformer, ranges, narrow)
+
+
+def _reading_floats(path: Path, kept: Sequence[str]) -> None:
+    """Let kept nodes read the tensors themselves: the tool puts one pair between a tensor and all of its readers."""
+    import onnx
+
+    if not kept:
+        return
+    model = onnx.load(path)
+    makers = {name: node for node in model.graph.node for name in node.output}
+    for node in model.graph.node:
+        for k, name in enumerate(node.input) if node.name in kept else ():
+            pair = makers.get(name)
+            quantised = makers.get(pair.input[0]) if pair is not None and pair.op_type == "DequantizeLinear" else None
+            if quantised is not None and quantised.op_type == "QuantizeLinear":
+                node.input[k] = quantised.input[0]
+    onnx.save(model, path)
 
 
 def _quantise(scratch: Path, path: Path, method: str, types: list[str], excluded: list[str], **settings: Any) -> None:

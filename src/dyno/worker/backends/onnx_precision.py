@@ -73,7 +73,7 @@ def _lowered(trial: Trial, target: str, parent: Recipe) -> Recipe:
     options = {"target": target, **options}
     if keep:
         parent = ranked(parent, precision, data, options)
-        options |= keep
+        options = {**options, **keep}
     return replace(parent, maker=OnnxPrecision.name, precision=precision, options=options, data=data, parent=parent)
 
 
