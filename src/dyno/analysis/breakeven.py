@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -85,14 +84,15 @@ def parts(t: TrialResult) -> dict[str, float]:
 
     Calibration is a part of the conversion, which can't do without it.
     """
-    found: Counter[str] = Counter()
+    found: dict[str, float] = {}
     made = t.artifact.get("made_by") or {}
     for step in made.get("steps") or ():
-        found[PARTS.get(str(step.get("maker")), "engine_s")] += float(step.get("seconds") or 0)
+        name = PARTS.get(str(step.get("maker")), "engine_s")
+        found[name] = found.get(name, 0.0) + float(step.get("seconds") or 0)
     inside = (build_seconds(t) or 0.0) - sum(found.values())
     if inside > 0 and any(r.value("build") is not None for r in t.good):
-        found["compile_s"] += inside
-    return dict(found)
+        found["compile_s"] = inside
+    return found
 
 
 def table(results: Results, frame: pd.DataFrame) -> pd.DataFrame:

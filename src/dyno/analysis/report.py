@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dyno.analysis import charts, gpu_charts, sections, style, tables, verdict, views
+from dyno.analysis.findings import Finding
 from dyno.analysis.results import Results
 from dyno.worker.spec import UserError
 
@@ -41,7 +42,7 @@ class Section:
     """All that the page says about one run."""
 
     results: Results
-    findings: list[verdict.Finding]
+    findings: list[Finding]
     method: list[tuple[str, str]]
     machine: list[tuple[str, str]]
     tables: list[sections.Table]
