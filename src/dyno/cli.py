@@ -57,6 +57,8 @@ def run(
     unreadable: flags.Unreadable = "refuse",
     compared: flags.Compared = 32,
     budget: flags.Budget = [],  # noqa: B006
+    confirm: flags.Confirm = 0,
+    search: flags.Search = True,
     reference: flags.Reference = "",
     device: flags.Device = "cpu",
     threads: flags.Threads = 0,
@@ -83,11 +85,16 @@ def show(
     by: Annotated[str, typer.Option(help="Columns to group by, e.g. backend,batch.")] = "",
     reference: flags.Reference = "",
     budget: flags.Budget = [],  # noqa: B006
+    frontier: Annotated[bool, typer.Option("--frontier", help="Only what none beats in accuracy and speed.")] = False,
+    break_even: Annotated[bool, typer.Option("--break-even", help="When each preparation has paid off.")] = False,
 ) -> None:
     """Print the tables of a run."""
     from dyno import commands
 
-    commands.show(run, format, by, reference, budget)
+    if frontier and break_even:
+        raise UserError("--frontier and --break-even are two tables; ask for one of them")
+    view = "frontier" if frontier else "break-even" if break_even else ""
+    commands.show(run, format, by, reference, budget, view)
 
 
 @app.command()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 LISTS = {"backends": "backends", "precision": "precisions", "batch": "batches", "size": "sizes"}
 PLAIN = (
     "shapes weights pretrained channels seed data calibration unreadable compared reference device threads rounds "
-    "seconds warmup samples timeout task"
+    "seconds warmup samples timeout task confirm search"
 ).split()
 
 
@@ -146,14 +146,20 @@ def finish(folder: Path) -> int:
     return tables.exit_code(frame)
 
 
-def show(run: Path, format: str, by: str, reference: str, budget: Sequence[str]) -> None:
-    """Print the tables of a stored run."""
-    from dyno.analysis import results, tables
-    from dyno.analysis.render import render
+def show(run: Path, format: str, by: str, reference: str, budget: Sequence[str], view: str = "") -> None:
+    """Print the tables of a stored run, or one `view` of it: frontier or break-even."""
+    from dyno.analysis import results, tables, views
+    from dyno.analysis.render import PRINTED, render
 
     loaded = results.load(run)
     frame = tables.frame(loaded, reference or None, parse_budget(budget) or None)
-    print(render(frame, format, by or None), end="")
+    printed: Sequence[Any] = PRINTED
+    if view:
+        chosen = views.view(view)
+        frame, printed, by = chosen.table(loaded, frame), chosen.printed, by or chosen.by
+        if frame.empty and format in ("text", "markdown"):
+            print(chosen.nothing)
+    print(render(frame, format, by or None, printed=printed), end="")
     for problem in loaded.problems:
         Console(stderr=True).print(f"dyno: {problem}", style="yellow", soft_wrap=True)
 

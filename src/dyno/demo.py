@@ -49,6 +49,8 @@ def demo(out: Path, *, rounds: int, quick: bool) -> int:
         data="digits",
         budget={"top1": 1.0},
         rounds=1 if quick else rounds,
+        confirm=0 if quick else None,
+        search=False if quick else None,
         seconds=0.3 if quick else 0.6,
         warmup=0.3 if quick else 0.4,
     )

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from dyno.result import Result
 
 # Throughput is what the evaluation itself shows, with reading and ranking in it; latencies are for orientation.
-DEFAULTS: dict[str, Any] = {"batches": (8,), "seconds": 1.0, "warmup": 0.5, "boundaries": ("model", "all")}
+DEFAULTS: dict[str, Any] = {
+    "batches": (8,), "seconds": 1.0, "warmup": 0.5, "boundaries": ("model", "all"), "confirm": 0, "search": False,
+}  # fmt: skip
 
 
 def evaluate(model: str, data: str, out: str | Path | None = None, *, quiet: bool = True, **settings: Any) -> Result:

@@ -7,10 +7,11 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+from dyno import confirm, mixed
 from dyno.expand import Planned, expand
 from dyno.launch import launch
 from dyno.progress import Progress
-from dyno.store import Cache, Run, card
+from dyno.store import CONFIRMATION, Cache, Run, card
 from dyno.study import Study
 from dyno.worker import backend, system
 from dyno.worker.record import Record, read_record, write_json
@@ -19,7 +20,7 @@ from dyno.worker.spec import Artifact, Job, Recipe, Trial, UserError
 MAKE_TIMEOUT_S = 3600.0
 DISTRIBUTIONS = ("inference-dyno", "numpy", "torch", "torchvision", "timm", "onnx", "onnxruntime", "openvino")
 # What may differ when the same command is given again: neither changes a number that is already stored.
-REPEATABLE = ("rounds", "timeout", "budget", "reference")
+REPEATABLE = ("rounds", "timeout", "budget", "reference", "confirm", "search")
 
 
 def execute(study: Study, folder: Path, progress: Progress) -> None:
@@ -31,13 +32,40 @@ def execute(study: Study, folder: Path, progress: Progress) -> None:
         _refuse(run, planned)
         _keep_truth(run, planned)
         todo = [one.trial for one in planned if not one.refusal]
-        order = _order(todo)
-        with progress.running([trial for trial, _ in order]):
-            made = Files(run, progress).all(todo)
-            for trial, number in order:
-                _round(run, trial, number, made.get(trial.id), progress)
+        files = Files(run, progress)
+        _rounds(run, todo, files, progress)
+        if study.searches:
+            todo += mixed.search(study, folder, todo, lambda trials: _rounds(run, trials, files, progress))
+        if study.confirmations:
+            _confirm(run, confirm.contenders(folder, todo), study.confirmations, files, progress)
         for trial in todo:
             shutil.rmtree(run.round_folder(trial, 0).parent / "compiler", ignore_errors=True)
+
+
+def _rounds(run: Run, trials: list[Trial], files: Files, progress: Progress) -> None:
+    """Every round of the trials that isn't stored yet."""
+    order = _order(trials)
+    with progress.running([trial for trial, _ in order]):
+        made = files.all(trials)
+        for trial, number in order:
+            _round(run, trial, number, made.get(trial.id), progress)
+
+
+def _confirm(run: Run, trials: list[Trial], times: int, files: Files, progress: Progress) -> None:
+    """Measure the trials again, interleaved, beside the rounds that they were selected by."""
+    order = [(t, k) for t, k in _order([replace(t, plan=replace(t.plan, rounds=times)) for t in trials])
+             if run.record(t, k, CONFIRMATION) is None]  # fmt: skip
+    with progress.running([trial for trial, _ in order]):
+        for trial, number in order:
+            made = files.file(trial.recipe) if trial.recipe else None
+            if isinstance(made, Record):
+                run.store(trial, number, made, CONFIRMATION)
+                continue
+            folder = run.fresh(trial, number, CONFIRMATION)
+            progress.start(trial, number)
+            # Counted from 1: round 0 is the one that answers all images, and that is known of a confirmed trial.
+            job = Job("run", trial.runtime, trial, number + 1, artifact=made)
+            progress.done(trial, launch(job, folder, trial.plan.timeout_s, progress.tick))
 
 
 def _refuse(run: Run, planned: list[Planned]) -> None:

@@ -97,10 +97,10 @@ def _trial(
         where = f"in {runtime.python}" if runtime.python else "in this Python"
         return Planned(trial, f"{lacks} is not installed {where}; pip install {lacks}")
     refusal = engine.refuse(trial)
-    return Planned(trial, refusal) if refusal else Planned(replace(trial, recipe=_placed(engine.recipe(trial), study)))
+    return Planned(trial, refusal) if refusal else Planned(replace(trial, recipe=placed(engine.recipe(trial), study)))
 
 
-def _placed(recipe: Recipe | None, study: Study) -> Recipe | None:
+def placed(recipe: Recipe | None, study: Study) -> Recipe | None:
     """The recipe with each step in the interpreter that the study has for the name of its runtime."""
     if recipe is None:
         return None
@@ -108,7 +108,7 @@ def _placed(recipe: Recipe | None, study: Study) -> Recipe | None:
     if place.name in study.runtime:
         named = runtime_of(study, Choice(place.name))
         place = replace(place, python=named.python, env=named.env)
-    return replace(recipe, parent=_placed(recipe.parent, study), runtime=place)
+    return replace(recipe, parent=placed(recipe.parent, study), runtime=place)
 
 
 def runtime_of(study: Study, choice: Choice) -> Runtime:

@@ -33,6 +33,10 @@ Calibration = Annotated[str, typer.Option(help="Images that INT8 is calibrated o
 Unreadable = Annotated[str, typer.Option(help="Images that can't be read: refuse or skip.")]
 Compared = Annotated[int, typer.Option("--inputs", help="Random inputs to compare outputs on, without --data.")]
 Budget = Annotated[list[str], typer.Option(help="Points of accuracy that may be lost, e.g. top1=0.5 or mAP=0.5.")]
+Confirm = Annotated[int, typer.Option(help="Rounds of the winners after the selection (default: 2 with a budget).")]
+Search = Annotated[
+    bool, typer.Option("--search/--no-search", help="Try mixed precisions where int8 or fp16 fails the budget.")
+]
 Reference = Annotated[str, typer.Option(help="Trial that speed-ups are against (its id, or BACKEND/PRECISION).")]
 Device = Annotated[str, typer.Option(help="Where to run.")]
 Threads = Annotated[int, typer.Option(help="Threads of every backend (0: one per physical core).")]

@@ -51,6 +51,18 @@ class Result:
             raise UserError(f"{self.folder} has no classifier's answers to labelled images")
         return first
 
+    def frontier(self) -> pd.DataFrame:
+        """The trials that no other beats in both accuracy and speed, with intervals; as `dyno show --frontier`."""
+        from dyno.analysis import frontier_table
+
+        return frontier_table.table(self.to_pandas())
+
+    def break_even(self) -> pd.DataFrame:
+        """After how many images each trial's preparation pays off; as `dyno show --break-even`."""
+        from dyno.analysis import breakeven
+
+        return breakeven.table(self.records, self.to_pandas())
+
     def report(self, out: str | Path | None = None) -> Path:
         """Write report.html, the charts and results.csv into the folder (default: the run's own); returns the page."""
         from dyno.analysis.report import write

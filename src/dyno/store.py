@@ -22,6 +22,8 @@ from dyno.worker import system
 from dyno.worker.record import Record, read_record, write_json, write_record
 from dyno.worker.spec import Artifact, Job, Recipe, Runtime, Trial, UserError, digest, to_json
 
+ROUND, CONFIRMATION = "r", "c"  # what a round's folder is called: one that selects, or one after the selection
+
 
 def cache_dir() -> Path:
     """DYNO_CACHE, or `dyno` in the user's cache folder."""
@@ -35,24 +37,24 @@ class Run:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def round_folder(self, trial: Trial, number: int) -> Path:
-        """Where that round of the trial lies."""
-        return self.folder / "trials" / trial.id / f"r{number}"
+    def round_folder(self, trial: Trial, number: int, kind: str = ROUND) -> Path:
+        """Where that round of the trial lies, or that confirmation (kind CONFIRMATION)."""
+        return self.folder / "trials" / trial.id / f"{kind}{number}"
 
-    def record(self, trial: Trial, number: int) -> Record | None:
+    def record(self, trial: Trial, number: int, kind: str = ROUND) -> Record | None:
         """The stored record of that round, or None when it was not finished."""
-        return read_record(self.round_folder(trial, number))
+        return read_record(self.round_folder(trial, number, kind))
 
-    def fresh(self, trial: Trial, number: int) -> Path:
+    def fresh(self, trial: Trial, number: int, kind: str = ROUND) -> Path:
         """An empty folder for that round: what an interrupted job left there is removed."""
-        folder = self.round_folder(trial, number)
+        folder = self.round_folder(trial, number, kind)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         return folder
 
-    def store(self, trial: Trial, number: int, record: Record) -> None:
+    def store(self, trial: Trial, number: int, record: Record, kind: str = ROUND) -> None:
         """Store a record that no job wrote (a refused trial, a file that could not be made)."""
-        folder = self.fresh(trial, number)
+        folder = self.fresh(trial, number, kind)
         write_json(folder / "job.json", to_json(Job("run", trial.runtime, trial, number)))
         write_record(folder, replace(record, trial=trial.id, round=number))
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from dyno.result import Result
 
 BUDGETS = ("top1", "top5", "mAP")
+CONFIRMATIONS = 2  # of a winner, where the study has a budget and doesn't say
 RESERVED = ("precision", "runtime", "rounds")  # options that say which trials, where and how often, not how
 
 
@@ -74,8 +75,10 @@ class Study:
     `mean` and `std` normalise pixels in 0..1 (default: what the model's library says, else ImageNet's, or 0.5 for
     images that aren't RGB). `task` is what a file's network is for where nothing else says it (one of TASKS). `data`
     is a folder of class folders (or `digits`); `calibration` images are for INT8, else some are taken out of `data` and
-    never tested on. `budget` maps top1, top5 or mAP to the points an engine may lose. `runtime` maps a backend's name
-    to `{python, env}` for another interpreter. Seconds are per trial, round and boundary.
+    never tested on. `budget` maps top1, top5 or mAP to the points an engine may lose; with one, the winners are
+    measured `confirm` times again after the selection (default 2, else 0), and mixed precisions are tried where int8 or
+    fp16 fails it (`search`, default with a budget). `runtime` maps a backend's name to `{python, env}` for another
+    interpreter. Seconds are per trial, round and boundary.
     """
 
     models: tuple[str, ...]
@@ -97,6 +100,8 @@ class Study:
     unreadable: str = "refuse"
     compared: int = 32
     budget: dict[str, float] = field(default_factory=dict)
+    confirm: int | None = None
+    search: bool | None = None
     reference: str = ""
     device: str = "cpu"
     threads: int = 0
@@ -142,6 +147,10 @@ class Study:
             raise UserError(f"batch sizes are whole numbers from 1 on, not {', '.join(map(str, self.batches))}")
         if bool(self.mean) != bool(self.std) or (self.mean and {len(self.mean), len(self.std)} != {self.channels}):
             raise UserError(f"mean and std go together, one number for each of the {self.channels} channels")
+        if self.confirm is not None and self.confirm < 0:
+            raise UserError(f"confirm is {self.confirm}; it must be at least 0")
+        if self.search and not self.budget:
+            raise UserError("a search for mixed precisions needs a budget to hold; give --budget, e.g. top1=0.5")
         if self.budget and not self.data:
             raise UserError("an accuracy budget needs labelled images; give --data")
 
@@ -175,6 +184,16 @@ class Study:
     def to_toml(self) -> str:
         """The study as a TOML document that `from_toml` reads back."""
         return "".join(f"{key} = {_toml(value)}\n" for key, value in self.to_table().items())
+
+    @property
+    def confirmations(self) -> int:
+        """How often winners are measured again after they were selected."""
+        return self.confirm if self.confirm is not None else CONFIRMATIONS if self.budget else 0
+
+    @property
+    def searches(self) -> bool:
+        """Whether mixed precisions are looked for where a lowered one fails the budget."""
+        return bool(self.budget) if self.search is None else self.search
 
     @property
     def plan(self) -> Plan:

@@ -113,7 +113,7 @@ def _share(hits: np.ndarray) -> Interval:
 def paired(trial: TrialResult, reference: TrialResult, metric: str = "top1") -> Paired | None:
     """The trial against the reference on the images both have answered, None when there are none."""
     own, other = (correct(t.answers, METRICS[metric]) for t in (trial, reference))
-    if own is None or other is None:
+    if own is None or other is None or not same_photographs(trial, reference):
         return None
     here, there = matching(trial.answers, reference.answers)
     own, other = own[here], other[there]
@@ -121,6 +121,22 @@ def paired(trial: TrialResult, reference: TrialResult, metric: str = "top1") -> 
         return None
     gained, lost = int((own & ~other).sum()), int((other & ~own).sum())
     return Paired(len(own), gained, lost, paired_difference(gained, lost, len(own)))
+
+
+def same_photographs(trial: TrialResult, other: TrialResult) -> bool:
+    """Whether both answered the same photographs under the same numbers, perhaps decoded to two sizes.
+
+    By the hash over the photographs that the decoded data set has; where one is missing, by the data's name and labels.
+    """
+    own, their = (t.facts.get("data") or {} for t in (trial, other))
+    if (mine := own.get("photographs")) and (others := their.get("photographs")):
+        return bool(mine == others)
+    if trial.size == other.size:
+        return True
+    numbers = [t.answers.get("label") for t in (trial, other)]
+    here, there = matching(trial.answers, other.answers)
+    labels = numbers[0] is not None and numbers[1] is not None and np.array_equal(numbers[0][here], numbers[1][there])
+    return labels and own.get("name") == their.get("name")
 
 
 def matching(own: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

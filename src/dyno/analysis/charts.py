@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from dyno.analysis import frontier
+from dyno.analysis.contests import contests
 from dyno.analysis.formatting import plain, show
 from dyno.analysis.frontier import LATENCY, THROUGHPUT, way
+from dyno.analysis.metrics import Metric, quality
 from dyno.analysis.style import HATCHES, INK, LINES, WIDTH, color, marker, styled
 
 if TYPE_CHECKING:
@@ -19,6 +21,8 @@ MOST_PANELS = 6
 MOST_NAMED = 4
 LONGEST = 44  # characters of a name on an axis
 ROW = 0.27  # inches a bar takes
+
+SPEED_LIMITS = {LATENCY: ("latency_ms_low", "latency_ms_high"), THROUGHPUT: ("throughput_low", "throughput_high")}
 
 Group = tuple[str, "pd.DataFrame"]
 
@@ -116,47 +120,63 @@ def _name_rows(axes: Any, rows: pd.DataFrame, value: Any) -> None:
 
 
 def accuracy(frame: pd.DataFrame, speed: str = LATENCY) -> Any:
-    """Top-1 against latency or throughput with 95 % intervals on both axes and the frontier drawn."""
-    rows = frontier.usable(frame).dropna(subset=[speed, "top1"])
-    groups = [(title, g) for title, g in _groups(rows) if len(g) > 1][:MOST_PANELS]
-    if not groups:
+    """Accuracy against latency or throughput with 95 % intervals on both axes and the frontier drawn.
+
+    Sizes share a panel where a budget lets them compete; all batches do where images per second are compared.
+    """
+    panels = [p for p in _accuracy_panels(frame, speed) if len(p[1]) > 1][:MOST_PANELS]
+    if not panels:
         return None
     with styled() as figure_class:
-        figure = figure_class((WIDTH, 3.9 * len(groups) + 0.5), layout="constrained")
-        panels = figure.subplots(len(groups), 1, squeeze=False)[:, 0]
-        for axes, (title, group) in zip(panels, groups, strict=True):
-            edge = frontier.pareto(group, speed)
-            _accuracy_panel(axes, group, edge, speed)
+        figure = figure_class((WIDTH, 3.9 * len(panels) + 0.5), layout="constrained")
+        places = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
+        for axes, (title, group, metric) in zip(places, panels, strict=True):
+            edge = frontier.pareto(group, speed, metric.column)
+            _accuracy_panel(axes, group, edge, speed, metric)
             axes.set_title(title, pad=20)
-            axes.text(0, 1.03, _named_frontier(edge), transform=axes.transAxes, fontsize=8.5)
-        _legend(figure, rows)
+            axes.text(0, 1.03, _named_frontier(edge, group), transform=axes.transAxes, fontsize=8.5)
+        _legend(figure, frontier.usable(frame).dropna(subset=[speed]))
     return figure
 
 
-def _named_frontier(edge: pd.DataFrame) -> str:
+def _accuracy_panels(frame: pd.DataFrame, speed: str) -> Iterator[tuple[str, pd.DataFrame, Metric]]:
+    for contest in contests(frame):
+        metric = quality(contest.group)
+        if metric.column not in contest.group:
+            continue
+        rows = frontier.usable(contest.group).dropna(subset=[speed, metric.column])
+        keys = ["model", *([] if contest.sizes else ["size"]), *(["batch"] if speed == LATENCY else []), "device"]
+        yield from ((_title(k, v), g, metric) for k, v, g in _split(rows, keys))
+
+
+def _named_frontier(edge: pd.DataFrame, group: pd.DataFrame) -> str:
     """The frontier in words: names beside crowded points would cover them."""
-    names = [_short(way(r)) for _, r in edge.iterrows()]
+    unequal = [k for k in ("size", "batch") if group[k].nunique() > 1]
+    names = [" ".join([_short(way(r)), *(f"{k} {r[k]}" for k in unequal)]) for _, r in edge.iterrows()]
     more = f", and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     return "frontier (ringed), fastest first: " + ", ".join(names[:MOST_NAMED]) + more
 
 
-def _accuracy_panel(axes: Any, group: pd.DataFrame, edge: pd.DataFrame, speed: str) -> None:
+def _accuracy_panel(axes: Any, group: pd.DataFrame, edge: pd.DataFrame, speed: str, metric: Metric) -> None:
     steps = "steps-post" if speed == LATENCY else "steps-pre"
-    axes.plot(edge[speed], edge["top1"], drawstyle=steps, color=INK, lw=1, ls=(0, (4, 2)), zorder=1)
+    axes.plot(edge[speed], edge[metric.column], drawstyle=steps, color=INK, lw=1, ls=(0, (4, 2)), zorder=1)
     chosen = set(edge["trial"])
+    limit = _limit(group[speed].max(), group[SPEED_LIMITS[speed][1]].max())
     for _, r in group.iterrows():
-        tone = color(r["backend"])
-        if speed == LATENCY and not math.isnan(r["latency_ms_low"]):
-            axes.plot([r["latency_ms_low"], r["latency_ms_high"]], [r["top1"]] * 2, color=tone, lw=1.1, alpha=0.8)
-        axes.plot([r[speed]] * 2, [r["top1_low"], r["top1_high"]], color=tone, lw=1.1, alpha=0.8)
+        tone, value = color(r["backend"]), r[metric.column]
+        low, high = (r[name] for name in SPEED_LIMITS[speed])
+        if not math.isnan(low):
+            axes.plot([low, min(high, limit)], [value] * 2, color=tone, lw=1.1, alpha=0.8)
+            if high > limit:  # an end drawn there would be read as the interval's
+                axes.plot([limit], [value], ">", color=tone, ms=5)
+        axes.plot([r[speed]] * 2, metric.interval(r), color=tone, lw=1.1, alpha=0.8)
         ring = {"mec": INK, "mew": 1.6, "ms": 11} if r["trial"] in chosen else {"mec": "white", "mew": 0.8, "ms": 9}
-        axes.plot(r[speed], r["top1"], marker(r["precision"]), color=tone, zorder=3, **ring)
+        axes.plot(r[speed], value, marker(r["precision"]), color=tone, zorder=3, **ring)
     axes.margins(x=0.1, y=0.12)
     axes.set_xlim(left=max(0.0, axes.get_xlim()[0]))
-    axes.set_xlabel(
-        "latency per batch, ms (95 % interval between processes)" if speed == LATENCY else "images per second"
-    )
-    axes.set_ylabel("top-1, % (95 % interval)")
+    measured = "latency per batch, ms" if speed == LATENCY else "images per second"
+    axes.set_xlabel(f"{measured} (95 % interval between processes)")
+    axes.set_ylabel(f"{metric.title}, % (95 % interval)")
 
 
 def scaling(frame: pd.DataFrame, axis: str) -> Any:

@@ -25,6 +25,22 @@ def references(results: Results, wanted: str | None = None) -> dict[str, TrialRe
     return {t.id: ref for t in results.trials if (ref := chosen.get(t.group)) is not None}
 
 
+def yardsticks(results: Results, chosen: dict[str, TrialResult]) -> dict[str, TrialResult]:
+    """What each trial's accuracy is held against, by trial id: the reference of the study's first size.
+
+    So a budget says what a smaller image may cost as well. With one size, and where the first one has no reference, it
+    is the trial's own reference (`chosen`).
+    """
+    sizes = [str(size) for size in results.settings.get("sizes") or ()]
+    if len(sizes) < 2:
+        return chosen
+    height, _, width = sizes[0].lower().partition("x")
+    first = height if width in ("", height) else sizes[0].lower()
+    at_first = {(t.model, t.batch, t.device): chosen[t.id] for t in results if t.size == first and t.id in chosen}
+    found = {t.id: at_first.get((t.model, t.batch, t.device), chosen.get(t.id)) for t in results}
+    return {id: reference for id, reference in found.items() if reference is not None}
+
+
 def incomparable(a: TrialResult, b: TrialResult) -> str:
     """Why two trials must not be compared (other weights or inputs, seen by their sha256), or ""."""
     for key, words in (("weights_sha256", "other weights"), ("inputs_sha256", "other inputs")):

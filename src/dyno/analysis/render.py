@@ -75,9 +75,10 @@ def ratio(r: Row, column: str, places: int = 2) -> str:
 
 def _precision(r: Row) -> str:
     """The precision, with the truth beside it when the engine did something else."""
-    precision, types, share = str(r["precision"]), str(r["ran_as"]), r["asked_share"]
-    if r["precision_ok"] != "no":
+    precision = str(r["precision"])
+    if r.get("precision_ok") != "no":
         return precision
+    types, share = str(r["ran_as"]), r["asked_share"]
     if not types:
         return f"{precision} (unconfirmed)"
     return f"{precision} ({share:.0%} {precision})" if share else f"{precision} (ran {types.split()[1].strip(',')})"
@@ -176,7 +177,11 @@ def _keys(frame: pd.DataFrame, by: str | Sequence[str] | None) -> list[str]:
 
 def failures(rows: list[Row]) -> list[tuple[str, str]]:
     """The way and the reason of every row that isn't ok."""
-    return [(f"{r['backend']} {r['precision']}", f"{r['status']}: {r['reason']}") for r in rows if r["status"] != "ok"]
+    return [
+        (f"{r['backend']} {r['precision']}", f"{r['status']}: {r['reason']}")
+        for r in rows
+        if r.get("status", "ok") != "ok"
+    ]
 
 
 def _markdown(title: str, columns: list[Column], rows: list[Row]) -> str:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dyno.analysis import charts, confusion, gpu_charts, sections, style, tables, task_sections, verdict
+from dyno.analysis import charts, confusion, gpu_charts, sections, style, tables, task_sections, verdict, views
+from dyno.analysis.findings import Finding
 from dyno.analysis.results import Results
 from dyno.worker.spec import UserError
 
@@ -20,7 +21,7 @@ CAPTIONS = {
     "speedup": "Speed-up over the reference of the same model, size and batch, with its 95 % interval.",
     "accuracy-latency": "Accuracy against latency, with 95 % intervals on both axes. Ringed: nothing is both "
     "faster and more accurate.",
-    "accuracy-throughput": "Accuracy against throughput.",
+    "accuracy-throughput": "Accuracy against throughput at every batch, with 95 % intervals on both axes.",
     "throughput-batch": "Throughput (batches overlap) and FPS (one batch after another) against the batch.",
     "throughput-size": "Throughput and FPS against the image size.",
     "gpu": "The GPU while each job ran (its first round), from outside the job: memory above what was used before, and "
@@ -41,11 +42,12 @@ class Section:
     """All that the page says about one run."""
 
     results: Results
-    findings: list[verdict.Finding]
+    findings: list[Finding]
     method: list[tuple[str, str]]
     machine: list[tuple[str, str]]
     tables: list[sections.Table]
     charts: list[Chart]
+    views: list[sections.Table]
     saturation: sections.Table | None
     accuracy: sections.Table | None
     tasks: list[sections.Table]
@@ -56,7 +58,7 @@ class Section:
 
 
 def write(results: list[Results], out: Path) -> Path:
-    """Write OUT/report.html, OUT/charts/*.png and OUT/results.csv; returns the page's path.
+    """Write OUT/report.html, OUT/charts/*.png, and the tables as CSV (results, frontier, break-even); returns the page.
 
     Several runs become sections of one page. UserError when the folder can't be written.
     """
@@ -84,6 +86,7 @@ def _named(results: Sequence[Results], frames: Sequence[pd.DataFrame]) -> list[p
 
 
 def _section(results: Results, frame: pd.DataFrame, folder: Path, index: int, runs: int) -> Section:
+    others = _views(results, frame, folder.parent, results.name if runs > 1 else "")
     return Section(
         results=results,
         findings=verdict.findings(results, frame),
@@ -91,6 +94,7 @@ def _section(results: Results, frame: pd.DataFrame, folder: Path, index: int, ru
         machine=sections.machine(results.environment),
         tables=sections.results_tables(frame),
         charts=_charts(results, frame, folder, f"r{index}", results.name if runs > 1 else ""),
+        views=[table for made in others.values() for table in made],
         saturation=sections.saturation_table(frame),
         accuracy=sections.accuracy_table(results, frame),
         tasks=task_sections.everything(results, frame),
@@ -101,12 +105,28 @@ def _section(results: Results, frame: pd.DataFrame, folder: Path, index: int, ru
     )
 
 
+def _views(results: Results, frame: pd.DataFrame, out: Path, run: str) -> dict[str, list[sections.Table]]:
+    """The other tables of the run, each with its CSV twin beside the page."""
+    found = {}
+    for name, view in views.VIEWS.items():
+        made = view.table(results, frame)
+        made.to_csv(out / f"{_file(f'{run}-{name}' if run else name)}.csv", index=False)
+        found[name] = sections.results_tables(made, view.by, view.printed, view.title)
+        if found[name]:
+            found[name][-1].notes.extend(view.notes)
+    return found
+
+
+def _file(name: str) -> str:
+    return re.sub(r"[^\w.-]+", "_", name)
+
+
 def _charts(results: Results, frame: pd.DataFrame, folder: Path, prefix: str, run: str) -> list[Chart]:
     from markupsafe import Markup
 
     found = []
     for name, figure in {**charts.everything(frame), **gpu_charts.everything(results, frame)}.items():
-        file = re.sub(r"[^\w.-]+", "_", f"{run}-{name}" if run else name)
+        file = _file(f"{run}-{name}" if run else name)
         style.save(figure, folder / f"{file}.png")
         found.append(Chart(CAPTIONS[name], Markup(style.svg(figure, f"{prefix}-{name}"))))
     for name, (figure, caption) in confusion.everything(results).items():

@@ -30,11 +30,15 @@ SEVERITY = ("ok", "unfinished", "skipped", "failed", "timeout", "oom", "crashed"
 
 @dataclass
 class TrialResult:
-    """A trial and all of its rounds; `job` is the stored job.json, `trial` the same as a dataclass."""
+    """A trial and all of its rounds; `job` is the stored job.json, `trial` the same as a dataclass.
+
+    `confirmations` are rounds after the trial was selected by its `rounds`; no statistic mixes the two.
+    """
 
     id: str
     job: dict[str, Any]
     rounds: list[Round] = field(default_factory=list)
+    confirmations: list[Round] = field(default_factory=list)
 
     @cached_property
     def trial(self) -> Trial:
@@ -170,6 +174,10 @@ class TrialResult:
         found = [v for r in self.good if (v := r.value(tag, boundary)) is not None]
         return statistics.median(found) if found else None
 
+    def confirmed(self, boundary: str, clock: str) -> list[float]:
+        """Median latency in seconds of each confirmation that ended well."""
+        return [m for r in self.confirmations if r.ok and (m := r.median(boundary, clock)) is not None]
+
     def count(self, tag: str) -> int | None:
         """A count that may differ between builds: the median round's, the lower of two in the middle; or None."""
         found = [v for r in self.good if (v := r.value(tag)) is not None]
@@ -256,16 +264,16 @@ def load(run: Path) -> Results:
 
 def _trial(folder: Path, problems: list[str]) -> TrialResult | None:
     job: dict[str, Any] | None = None
-    rounds = []
-    for path in sorted(folder.glob("r[0-9]*"), key=lambda p: (len(p.name), p.name)):
+    found: dict[str, list[Round]] = {"r": [], "c": []}
+    for path in sorted(folder.glob("[rc][0-9]*"), key=lambda p: (p.name[0] != "r", len(p.name), p.name)):
         if job is None:
             job = _job(path / "job.json", problems)
         raw = _json(path / "record.json", problems)
         if raw and raw.get("status") in STATUSES:
-            rounds.append(Round(path, int(raw.get("round", 0)), raw, _device(job)))
+            found[path.name[0]].append(Round(path, int(raw.get("round", 0)), raw, _device(job)))
         elif raw:
             problems.append(f"{path / 'record.json'} has no status that is known; it is left out")
-    return TrialResult(folder.name, job, rounds) if job else None
+    return TrialResult(folder.name, job, found["r"], found["c"]) if job else None
 
 
 def _device(job: dict[str, Any] | None) -> str:

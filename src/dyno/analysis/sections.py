@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from dyno.analysis.frontier import SATURATED, saturation
 from dyno.analysis.gpu_trace import Summary
 from dyno.analysis.precision import truth
 from dyno.analysis.references import references
-from dyno.analysis.render import failures, grouped
+from dyno.analysis.render import PRINTED, Column, failures, grouped
 from dyno.analysis.results import Results, TrialResult
 from dyno.analysis.rounds import GPU, HOST, LATENCIES, Round
 from dyno.analysis.tables import build_seconds
@@ -56,10 +56,13 @@ def number(value: float | None, shown: str | None = None) -> Cell:
     return Cell(significant(value) if shown is None else shown, repr(float(value)), True)
 
 
-def results_tables(frame: pd.DataFrame) -> list[Table]:
+def results_tables(
+    frame: pd.DataFrame, by: str | None = None, printed: Sequence[Column] = PRINTED, heading: str = ""
+) -> list[Table]:
     """The tables of `render`, for the page."""
     found = []
-    for title, columns, rows in grouped(frame):
+    for title, columns, rows in grouped(frame, by, printed):
+        title = f"{heading}: {title}" if heading else title
         cells = [[Cell(c.cell(r), _key(r, c.sort), c.right) for c in columns] for r in rows]
         notes = [f"{way} {why}" for way, why in failures(rows)]
         found.append(Table(title, [c.title for c in columns], cells, notes))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dyno.analysis import accuracy, detection, gpu_words, stats
 from dyno.analysis.precision import truth
-from dyno.analysis.references import incomparable, references
+from dyno.analysis.references import incomparable, references, yardsticks
 from dyno.analysis.results import Results, TrialResult, clock_of
 from dyno.analysis.rounds import LATENCIES
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 REFERENCE = "reference"
 STAGES = ("decode", "preprocess", "inference", "postprocess")  # of an evaluation, per image
+_LIMITS = {"": "value", "_low": "low", "_high": "high"}
 STATISTICS = ("mean", "median", "p90", "p95", "p99", "max", "std", "trimmed")
 COLUMNS = (
     "model", "backend", "precision", "batch", "size", "device", "status", "reason",
@@ -34,22 +35,26 @@ EXTRAS = (
     "asked_share", "precision_ok", "trimmed_std_ms", "load_s", "memory_mb", "warnings",
     "clock", "outside_gpu_ms", "gpu_util", "gpu_clock_mhz", "gpu_power_w", "gpu_temperature_c", "throttle",
     "throttled_samples", "gpu_others", "pipeline_ips", "decode_ms", "preprocess_ms", "inference_ms", "postprocess_ms",
+    "throughput_low", "throughput_high", "top5_low", "top5_high", "top5_diff", "top5_diff_low", "top5_diff_high",
+    "budget_reference",
 )  # fmt: skip
 WHOLE = ("batch", "layers", "parameters", "rounds", "images", "more_images", "warnings", "throttled_samples",
          "gpu_others")  # fmt: skip
 TEXT = ("model", "backend", "precision", "size", "device", "status", "reason", "verdict", "trial", "runtime", "options",
-        "reference", "boundary", "budget", "ran_as", "precision_ok", "clock",
+        "reference", "boundary", "budget", "budget_reference", "ran_as", "precision_ok", "clock",
         "throttle")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a row is held against: the reference trial (None: there is none), the accuracy budgets, if any, and the
-    clock of each boundary that all trials it competes with have (missing: the trial's own)."""
+    """What a row is held against: the reference trial (None: there is none), the accuracy budgets, if any, the clock
+    of each boundary that all trials it competes with have (missing: the trial's own), and what its accuracy is held
+    against where that is another trial than the reference."""
 
     reference: TrialResult | None
     budgets: tuple[accuracy.Budget, ...] = ()
     clocks: Mapping[str, str] = field(default_factory=dict)
+    yardstick: TrialResult | None = None
 
 
 def frame(
@@ -67,13 +72,15 @@ def frame(
 
     limits = accuracy.budgets(budget or results.settings.get("budget"))
     chosen = references(results, reference or results.settings.get("reference"))
+    measures = yardsticks(results, chosen)
     company: dict[Any, list[TrialResult]] = defaultdict(list)
     for t in results.trials:
         company[t.group].append(t)
     clocks = {group: {b: clock_of(b, *trials) for b in LATENCIES} for group, trials in company.items()}
     alone = {t.id for trials in company.values() for t in trials if len(trials) == 1}  # has nothing to be compared with
     rows = [
-        row(t, Comparison(chosen.get(t.id), limits, clocks[t.group]), compare=t.id not in alone) for t in results.trials
+        row(t, Comparison(chosen.get(t.id), limits, clocks[t.group], measures.get(t.id)), compare=t.id not in alone)
+        for t in results.trials
     ]
     table = pd.DataFrame.from_records(rows, columns=[*COLUMNS, *EXTRAS])
     table = table.astype(dict.fromkeys(WHOLE, "Int64") | dict.fromkeys(TEXT, object))
@@ -134,8 +141,11 @@ def _latencies(t: TrialResult) -> dict[str, float]:
 
 def _values(t: TrialResult) -> dict[str, Any]:
     size = t.value("file_size")
+    rate = stats.center([v for r in t.good if (v := r.value("throughput", "throughput"))])
     return {
         "throughput_ips": t.value("throughput", "throughput"),
+        "throughput_low": rate.low,
+        "throughput_high": rate.high,
         "size_mb": _scale(t.artifact.get("bytes") if size is None else size, 1e-6),
         "layers": t.count("layers"),
         "parameters": t.count("parameters"),
@@ -190,16 +200,22 @@ def _accuracy(t: TrialResult, against: Comparison) -> dict[str, Any]:
         "top1": 100 * own.top1.value, "top1_low": 100 * own.top1.low, "top1_high": 100 * own.top1.high,
         "top5": 100 * own.top5.value if own.top5 else None, "images": own.count,
     }  # fmt: skip
-    if against.reference is None or (incomparable(t, against.reference) == "other weights"):
+    if own.top5:
+        found |= {"top5_low": 100 * own.top5.low, "top5_high": 100 * own.top5.high}
+    reference = against.yardstick or against.reference
+    if reference is None or incomparable(t, reference) == "other weights":
         return found
-    pair = accuracy.paired(t, against.reference)
+    pair = accuracy.paired(t, reference)
     if pair is None:
         return found
-    if t is against.reference:
+    found["budget_reference"] = reference.id
+    if t is reference:
         return found | {"top1_diff": 0.0, "budget": accuracy.WITHIN if against.budgets else ""}
-    d = pair.difference
-    found |= {"top1_diff": 100 * d.value, "top1_diff_low": 100 * d.low, "top1_diff_high": 100 * d.high}
-    if decision := accuracy.decide_all(t, against.reference, against.budgets):
+    for metric in ("top1", "top5"):
+        if each := accuracy.paired(t, reference, metric):
+            d = each.difference
+            found |= {f"{metric}_diff{end}": 100 * getattr(d, name) for end, name in _LIMITS.items()}
+    if decision := accuracy.decide_all(t, reference, against.budgets):
         found |= {"budget": decision.verdict, "more_images": decision.more}
     return found
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import isnan
 from typing import TYPE_CHECKING
 
-from dyno.analysis import frontier, gpu_words, stats
+from dyno.analysis import breakeven, confirmation, frontier, gpu_words, mixed_precision, stats
 from dyno.analysis.accuracy import OVER, UNDECIDED
+from dyno.analysis.contests import Contest, contests
+from dyno.analysis.findings import BEST, FAILURE, NOTE, WARNING, Finding, ms, ratio
 from dyno.analysis.formatting import plain, points, show, significant
-from dyno.analysis.frontier import LATENCY, THROUGHPUT, way
+from dyno.analysis.frontier import LATENCY, THROUGHPUT
+from dyno.analysis.metrics import quality
 from dyno.analysis.precision import truth
+from dyno.analysis.render import missing
 from dyno.analysis.results import Results, TrialResult, clock_of
 from dyno.analysis.rounds import GPU
 
@@ -21,17 +24,8 @@ if TYPE_CHECKING:
 
 CROWDED = 0.2  # processors that others may keep busy, as in the worker's own warning
 MOST_GROUPS = 8  # model x size pairs that get sentences of their own; the rest stands in the tables
-BEST, NOTE, WARNING, FAILURE = "best", "note", "warning", "failure"
 SILENT = {stats.SLOWER: "the engine gives no reason", stats.SAME: "the spread between processes hides any gain"}
 LOWERED = ("fp16", "bf16", "int8", "fp8")
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One sentence and what kind it is: best, note, warning or failure."""
-
-    kind: str
-    text: str
 
 
 def sentences(results: Results, frame: pd.DataFrame) -> list[str]:
@@ -42,120 +36,142 @@ def sentences(results: Results, frame: pd.DataFrame) -> list[str]:
 def findings(results: Results, frame: pd.DataFrame) -> list[Finding]:
     """The verdict: the fastest within the budget and how sure that is, then truth of precision, reasons, failures."""
     trials = {t.id: t for t in results.trials}
-    groups = list(frame.groupby(["model", "size", "device"], sort=False))
-    found = [f for _, group in groups[:MOST_GROUPS] for f in _group(group, trials, str(frame.attrs.get("budget", "")))]
-    if len(groups) > MOST_GROUPS:
-        found.append(Finding(NOTE, f"{len(groups) - MOST_GROUPS} more models and sizes are in the tables."))
-    return [*found, *_truths(results), *_slow_precisions(results), *_outcome(results)]
+    every = contests(frame)
+    found = [f for contest in every[:MOST_GROUPS] for f in _contest(contest, trials, frame.attrs.get("budget", ""))]
+    if len(every) > MOST_GROUPS:
+        found.append(Finding(NOTE, f"{len(every) - MOST_GROUPS} more models and sizes are in the tables."))
+    return [
+        *found,
+        *mixed_precision.findings(results, frame),
+        *_truths(results),
+        *_slow_precisions(results),
+        *_outcome(results),
+    ]
 
 
-def _group(group: pd.DataFrame, trials: dict[str, TrialResult], budget: str) -> Iterator[Finding]:
-    where = f"{group['model'].iloc[0]} at size {group['size'].iloc[0]}"
-    first = group[group["batch"] == group["batch"].min()]
-    ranked = frontier.ranked(frontier.within(first))
-    if frontier.usable(group).empty:
-        yield Finding(FAILURE, f"{where}: no trial ended well.")
-    elif ranked.empty and budget and frontier.usable(first)[LATENCY].notna().any():
-        yield Finding(FAILURE, f"{where}: no trial is within {budget} for certain.")
+def _contest(contest: Contest, trials: dict[str, TrialResult], budget: str) -> Iterator[Finding]:
+    ranked = contest.fastest
+    if frontier.usable(contest.group).empty:
+        yield Finding(FAILURE, f"{contest.where}: no trial ended well.")
+    elif ranked.empty and budget and frontier.usable(contest.first)[LATENCY].notna().any():
+        yield Finding(FAILURE, f"{contest.where}: no trial is within {budget} for certain.")
     elif len(ranked):
         winner = ranked.iloc[0]
-        yield Finding(BEST, _fastest(where, winner, trials, budget))
-        yield from _runner_up(ranked, trials)
-        yield from _accuracy(winner)
-        yield from _preparation(winner, trials)
-    yield from _left_out(first, ranked, budget)
-    yield from _most_images(where, group)
+        yield Finding(BEST, _fastest(contest, winner, trials, budget))
+        yield from _runner_up(contest, trials)
+        yield from confirmation.findings(contest, LATENCY, trials)
+        yield from _accuracy(contest, winner, trials)
+        yield from _preparation(contest, winner, trials)
+    yield from _left_out(contest, budget)
+    yield from _most_images(contest)
+    yield from confirmation.findings(contest, THROUGHPUT, trials)
 
 
-def _fastest(where: str, winner: pd.Series, trials: dict[str, TrialResult], budget: str) -> str:
+def _fastest(contest: Contest, winner: pd.Series, trials: dict[str, TrialResult], budget: str) -> str:
     limit = f" within the budget {budget}" if budget and winner["budget"] else ""
     low, high = winner["latency_ms_low"], winner["latency_ms_high"]
-    spread = "" if isnan(low) else f" [{_ms(low)}, {_ms(high)}]"
-    text = f"{where}: fastest{limit} is {way(winner)}, {_ms(winner[LATENCY])}{spread} at batch {winner['batch']}"
-    reference = trials.get(winner["reference"])
+    spread = "" if isnan(low) else f" [{ms(low)}, {ms(high)}]"
+    text = f"{contest.where}: fastest{limit} is {contest.way(winner)}, {ms(winner[LATENCY])}{spread}"
+    text += f" at batch {winner['batch']}"
+    reference = contest.reference(winner, trials)
     if reference is None or reference.id == winner["trial"]:
         return text + "."
-    if winner["verdict"] == stats.SAME:
-        return f"{text}; it is not distinguishable from {reference.way} ({_row_ratio(winner)})."
-    sure = " (one round only, so unproven)" if winner["verdict"] == stats.ONE_ROUND else ""
-    return f"{text}: {_row_ratio(winner)} as fast as {reference.way}{sure}."
+    gain = _gain(winner, reference, trials)
+    shown = ratio(gain.value, gain.low, gain.high)
+    name = reference.way + (f" at size {reference.size}" if contest.sizes else "")
+    if gain.verdict == stats.SAME:
+        return f"{text}; it is not distinguishable from {name} ({shown})."
+    sure = " (one round only, so unproven)" if gain.verdict == stats.ONE_ROUND else ""
+    return f"{text}: {shown} as fast as {name}{sure}."
 
 
-def _runner_up(ranked: pd.DataFrame, trials: dict[str, TrialResult]) -> Iterator[Finding]:
+def _gain(winner: pd.Series, reference: TrialResult, trials: dict[str, TrialResult]) -> stats.Speedup:
+    """The row's speed-up; worked out again where it is told against another size's reference than the table's."""
+    if winner["reference"] == reference.id:
+        return stats.Speedup(winner["speedup"], winner["speedup_low"], winner["speedup_high"], winner["verdict"])
+    boundary, clock = str(winner["boundary"]), str(winner["clock"])
+    return stats.speedup(trials[winner["trial"]].medians(boundary, clock), reference.medians(boundary, clock))
+
+
+def _runner_up(contest: Contest, trials: dict[str, TrialResult]) -> Iterator[Finding]:
+    ranked = contest.fastest
     if len(ranked) < 2:
         return
     first, second = (trials[ranked.iloc[i]["trial"]] for i in (0, 1))
+    name = contest.way(ranked.iloc[1])
     boundary = str(ranked.iloc[0]["boundary"])
     clock = str(ranked.iloc[0]["clock"])
     against = stats.speedup(first.medians(boundary, clock), second.medians(boundary, clock))
-    ratio = _ratio(against.value, against.low, against.high)
+    shown = ratio(against.value, against.low, against.high)
     if against.verdict == stats.FASTER:
-        yield Finding(NOTE, f"The runner-up is {second.way}; the difference is real: {ratio}.")
+        yield Finding(NOTE, f"The runner-up is {name}; the difference is real: {shown}.")
     elif against.verdict == stats.SAME:
-        yield Finding(WARNING, f"It is not distinguishable from the runner-up, {second.way} ({ratio}).")
+        yield Finding(WARNING, f"It is not distinguishable from the runner-up, {name} ({shown}).")
     else:
-        text = f"The runner-up is {second.way} ({ratio}); with one round only, nobody knows whether that is real."
+        text = f"The runner-up is {name} ({shown}); with one round only, nobody knows whether that is real."
         yield Finding(WARNING, text)
 
 
-def _accuracy(winner: pd.Series) -> Iterator[Finding]:
-    metric, name, word = ("map", "map50_95", "mAP50-95") if isnan(winner["top1"]) else ("top1", "top1", "top-1")
-    if isnan(winner[name]):
+def _accuracy(contest: Contest, winner: pd.Series, trials: dict[str, TrialResult]) -> Iterator[Finding]:
+    metric = quality(contest.group)
+    if metric.column not in winner or isnan(winner[metric.column]):
         return
-    text = (
-        f"Its {word} is {winner[name]:.2f} % [{winner[f'{metric}_low']:.2f}, {winner[f'{metric}_high']:.2f}] "
-        f"on {winner['images']:,} images"
-    )
-    if not isnan(winner[f"{metric}_diff_low"]):
-        low, value, high = (points(winner[f"{metric}_diff{x}"] / 100) for x in ("_low", "", "_high"))
-        text += f", {value} points [{low}, {high}] against the reference on the same images"
+    low, high = metric.interval(winner)
+    text = f"Its {metric.title} is {winner[metric.column]:.2f} %"
+    text += "" if isnan(low) else f" [{low:.2f}, {high:.2f}]"
+    if not missing(winner["images"]):
+        text += f" on {winner['images']:,} images"
+    low, value, high = metric.change(winner)
+    if not isnan(low):
+        change, lowest, highest = (points(each / 100) for each in (value, low, high))
+        reference = contest.reference(winner, trials)
+        where = f" at size {reference.size}" if contest.sizes and reference is not None else ""
+        text += f", {change} points [{lowest}, {highest}] against the reference{where} on the same images"
     yield Finding(NOTE, text + ".")
 
 
-def _preparation(winner: pd.Series, trials: dict[str, TrialResult]) -> Iterator[Finding]:
+def _preparation(contest: Contest, winner: pd.Series, trials: dict[str, TrialResult]) -> Iterator[Finding]:
     """After how many images the time to build pays off against the reference."""
-    from dyno.analysis.tables import build_seconds
-
-    reference = trials.get(winner["reference"])
-    if reference is None or reference.id == winner["trial"] or not winner["speedup"] > 1:
+    reference = contest.reference(winner, trials)
+    if reference is None or reference.id == winner["trial"]:
         return
-    extra = (build_seconds(trials[winner["trial"]]) or 0.0) - (build_seconds(reference) or 0.0)
-    gain = winner[LATENCY] * 1e-3 * (winner["speedup"] - 1) / float(winner["batch"])
-    if extra > 0:
-        images = significant(extra / gain, 2)
-        yield Finding(NOTE, f"Making it takes {show(extra, 'duration')}, which pays off after about {images} images.")
+    found = breakeven.against(winner, trials[winner["trial"]], reference)
+    if found is not None and found.extra > 0 and found.images is not None:
+        words = f"which pays off after about {significant(found.images, 2)} images"
+        yield Finding(NOTE, f"Making it takes {show(found.extra, 'duration')}, {words}.")
 
 
-def _left_out(first: pd.DataFrame, ranked: pd.DataFrame, budget: str) -> Iterator[Finding]:
+def _left_out(contest: Contest, budget: str) -> Iterator[Finding]:
     """Faster trials that the budget kept from being the fastest."""
     if not budget:
         return
+    ranked, metric = contest.fastest, quality(contest.group)
     limit = ranked.iloc[0][LATENCY] if len(ranked) else float("inf")
-    faster = frontier.ranked(frontier.usable(first))
+    faster = frontier.ranked(frontier.usable(contest.first))
     for _, row in faster[faster[LATENCY] < limit].iterrows():
-        what = f"{way(row)} is faster ({_ms(row[LATENCY])})" if len(ranked) else f"{way(row)} takes {_ms(row[LATENCY])}"
+        taken, name = ms(row[LATENCY]), contest.way(row)
+        what = f"{name} is faster ({taken})" if len(ranked) else f"{name} takes {taken}"
+        change = metric.change(row)[1]
+        loss = "" if isnan(change) else f" ({points(change / 100)} points)"
         if row["budget"] == OVER:
-            yield Finding(NOTE, f"{what} but loses more than {budget} allows ({_loss(row)} points).")
+            yield Finding(NOTE, f"{what} but loses more than {budget} allows{loss}.")
         elif row["budget"] == UNDECIDED:
-            more, loss = row["more_images"], _loss(row)
+            more = row["more_images"]
             known = isinstance(more, (int, float)) and not isnan(more)
             settle = f"about {int(more):,} more images would settle it" if known else "more images would not settle it"
-            yield Finding(WARNING, f"{what} but whether it is within {budget} is undecided ({loss} points): {settle}.")
+            yield Finding(WARNING, f"{what} but whether it is within {budget} is undecided{loss}: {settle}.")
 
 
-def _loss(row: pd.Series) -> str:
-    return points(row["map_diff" if isnan(row["top1_diff"]) else "top1_diff"] / 100)
-
-
-def _most_images(where: str, group: pd.DataFrame) -> Iterator[Finding]:
-    ranked = frontier.ranked(frontier.within(group), THROUGHPUT)
-    if ranked.empty or group["batch"].nunique() < 2:
+def _most_images(contest: Contest) -> Iterator[Finding]:
+    ranked = contest.most_images
+    if ranked.empty:
         return
     best = ranked.iloc[0]
-    text = (
-        f"{where}: most images per second with {way(best)} at batch {best['batch']}: {significant(best[THROUGHPUT])}/s"
-    )
-    same = [s for s in frontier.saturation(group) if s.way == way(best) and s.best_batch == best["batch"]]
+    name = contest.way(best)
+    text = f"{contest.where}: most images per second with {name} at batch {best['batch']}: "
+    text += f"{significant(best[THROUGHPUT])}/s"
+    same = [s for s in frontier.saturation(contest.group)
+            if (s.way, s.size) == (frontier.way(best), best["size"]) and s.best_batch == best["batch"]]  # fmt: skip
     yield Finding(BEST, text + (f"; {same[0].words}." if same else "."))
 
 
@@ -186,11 +202,11 @@ def _slow_precisions(results: Results) -> Iterator[Finding]:
             why = "; ".join(t.notes()) or SILENT[gain.verdict]
             found.setdefault((t.way, why), []).append((t, gain))
     for (name, why), slow in found.items():
-        ratio = _ratio(slow[0][1].value, slow[0][1].low, slow[0][1].high)
+        shown = ratio(slow[0][1].value, slow[0][1].low, slow[0][1].high)
         places = _places([t for t, _ in slow])
         sure = all(gain.verdict == stats.SLOWER or gain.high <= 1 for _, gain in slow)
         word = "not faster" if sure else "not shown to be faster"
-        yield Finding(WARNING, f"{name} is {word} than {slow[0][0].variant} fp32 ({places}: {ratio}): {why}.")
+        yield Finding(WARNING, f"{name} is {word} than {slow[0][0].variant} fp32 ({places}: {shown}): {why}.")
 
 
 def _outcome(results: Results) -> Iterator[Finding]:
@@ -260,15 +276,3 @@ def _launch_bound(results: Results) -> Iterator[Finding]:
 def _places(trials: list[TrialResult]) -> str:
     batches = sorted({t.batch for t in trials})
     return f"batch {', '.join(map(str, batches))}"
-
-
-def _ms(value: float) -> str:
-    return show(value * 1e-3, "duration")
-
-
-def _row_ratio(row: pd.Series) -> str:
-    return _ratio(row["speedup"], row["speedup_low"], row["speedup_high"])
-
-
-def _ratio(value: float, low: float, high: float) -> str:
-    return f"{value:.2f}x" if isnan(low) else f"{value:.2f}x [{low:.2f}, {high:.2f}]"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -63,6 +64,15 @@ class Images:
         """Rows of `count` images of the split from `start` on, wrapping around."""
         chosen: np.ndarray = self.index[np.arange(start, start + count) % len(self.index)]
         return chosen
+
+
+def photographs(data: DataSpec) -> dict[str, str]:
+    """`photographs`: the hash over the pictures that were decoded, the same at every size; empty where nobody knows."""
+    try:
+        about = json.loads((Path(data.folder) / "meta.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return {"photographs": about["photographs"]} if about.get("photographs") else {}
 
 
 def normalisation(preprocess: Preprocess, channels: int) -> tuple[np.ndarray, np.ndarray]:

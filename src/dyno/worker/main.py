@@ -185,6 +185,7 @@ def _evaluate(session: Session, trial: Trial, journal: Journal) -> None:
     save_arrays(journal.folder / "outputs.npz", arrays)
     journal.evaluated(found)
     shown = {"name": trial.data.name, "split": trial.data.split, "count": len(arrays["sample"])}
+    shown |= inputs.photographs(trial.data)
     journal.facts({"data": shown})
     bad = [name[7:] for name, a in arrays.items() if name.startswith("output:") and not np.isfinite(a).all()]
     if bad:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import warnings
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,17 @@ SENSITIVE = (
 ).split()
 
 
-def to_fp16(model: Any, recipe: Recipe, parent: Artifact, path: Path) -> dict[str, Any]:
-    """Write the mixed-precision graph; returns its scheme and warnings, nodes kept for their large values included."""
+def to_fp16(model: Any, recipe: Recipe, parent: Artifact, path: Path, kept: Sequence[str] = ()) -> dict[str, Any]:
+    """Write the mixed-precision graph, nodes named in `kept` left in FP32.
+
+    Returns its scheme and warnings, nodes kept for their large values included.
+    """
     import onnx
 
     refuse_half(model, parent)
     head = decoding(model.graph, recipe.model)
     large = _too_large(model, example(recipe, parent), path.parent)
-    made, said = mixed(model, set(), sorted({*large, *head}))
+    made, said = mixed(model, set(), sorted({*large, *head, *kept}))
     onnx.checker.check_model(made, full_check=True)
     onnx.save(made, path)
     if large:
@@ -52,9 +56,8 @@ def mixed(model: Any, blocked: set[str], large: list[str]) -> tuple[Any, list[st
     import onnx
     from onnxconverter_common import float16
 
-    for number, node in enumerate(model.graph.node):
-        node.name = node.name or f"{node.op_type}_{number}"
-    kept = sorted({*float16.DEFAULT_OP_BLOCK_LIST, *SENSITIVE, *blocked})
+    named(model)
+    kept = sorted({*sensitive(), *blocked})
     _own_weights(model.graph, [node for node in model.graph.node if node.op_type in kept or node.name in large])
     # The converter overlooks casts to float that the graph has of itself: what reads them would get two types.
     own_casts = [n.name for n in model.graph.node if n.op_type == "Cast" and n.attribute[0].i == onnx.TensorProto.FLOAT]
@@ -73,6 +76,19 @@ def mixed(model: Any, blocked: set[str], large: list[str]) -> tuple[Any, list[st
     _skip_round_trips(made.graph)
     _keep_outputs(made.graph, model.graph)
     return made, _summary([str(w.message) for w in caught if issubclass(w.category, UserWarning)])
+
+
+def named(model: Any) -> None:
+    """Give every node a name: its own, or its operator and place."""
+    for number, node in enumerate(model.graph.node):
+        node.name = node.name or f"{node.op_type}_{number}"
+
+
+def sensitive() -> list[str]:
+    """The operators that stay in FP32 in every network: the library's and ours."""
+    from onnxconverter_common import float16
+
+    return sorted({*float16.DEFAULT_OP_BLOCK_LIST, *SENSITIVE})
 
 
 def _summary(said: list[str]) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import platform
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,35 +68,83 @@ SCHEMES = {
 }
 
 
-def to_int8(model: Any, recipe: Recipe, parent: Artifact, path: Path) -> dict[str, Any]:
-    """Write the quantised graph; returns what shaped it: scheme, target, calibration and warnings."""
+def to_int8(model: Any, recipe: Recipe, parent: Artifact, path: Path, kept: Sequence[str] = ()) -> dict[str, Any]:
+    """Write the quantised graph, nodes named in `kept` left in float.
+
+    Returns what shaped it: scheme, target, calibration and warnings.
+    """
     import onnx
 
     target, method = str(recipe.options.get("target", "")), str(recipe.options.get("method", METHOD))
-    scheme, images = _known(target, SCHEMES, "int8 target"), CalibrationImages(recipe, parent)
-    _known(method, METHODS, "calibration method")
-    narrow = target == "onnxruntime" and _saturates()
+    images = CalibrationImages(recipe, parent)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         scratch = Path(folder)
-        prepared = _prepared(model, scratch)
-        excluded, transformer = _attention(prepared)
-        excluded |= decoding(prepared.graph, recipe.model)
-        types = OBSERVED if scheme.fused else LINEAR if transformer else _every_type()
-        ranges = _calibrated(scratch, types, images, recipe)
-        if scheme.fused:
-            place(prepared, ranges, excluded, transformer)
-            onnx.save(prepared, path)
+        seen = observed(model, recipe, images, scratch)
+        excluded = seen.excluded | {*kept}
+        if seen.scheme.fused:
+            place(seen.model, seen.ranges, excluded, seen.transformer)
+            onnx.save(seen.model, path)
         else:
-            settings = {"reduce_range": narrow, "extra_options": _extra_options(scheme, ranges)}
-            _quantise(scratch, path, METHODS[method], sorted(types), sorted(excluded), **settings)
+            extra = _extra_options(seen.scheme, seen.ranges)
+            if kept:
+                # The tool quantises what a layer writes too, and so what a kept one reads.
+                extra["OpTypesToExcludeOutputQuantization"] = sorted(seen.types)
+            settings = {"reduce_range": seen.narrow, "extra_options": extra}
+            _quantise(scratch, path, METHODS[method], sorted(seen.types), sorted(excluded), **settings)
+            _reading_floats(path, kept)
     onnx.checker.check_model(str(path), full_check=True)
     return {
-        "scheme": scheme.text + (", weights in 7 bits because this CPU has no VNNI" if narrow else ""),
+        "scheme": seen.scheme.text + (", weights in 7 bits because this CPU has no VNNI" if seen.narrow else ""),
         "target": target,
         "calibration": {"samples": images.count, "method": method, "data_sha256": images.data.sha256},
         "kept_float": len(excluded),
         "warnings": images.warnings,
     }
+
+
+@dataclass(frozen=True)
+class Observed:
+    """A graph with named nodes and what calibration saw of it: the range of each tensor, the operators that are
+    quantised, the nodes that aren't, whether it is a transformer, and whether weights get seven bits."""
+
+    model: Any
+    scheme: Scheme
+    types: frozenset[str]
+    excluded: set[str]
+    transformer: bool
+    ranges: Ranges
+    narrow: bool
+
+
+def observed(model: Any, recipe: Recipe, images: CalibrationImages, scratch: Path) -> Observed:
+    """Prepare the graph and calibrate it, as the recipe's options `target` and `method` say; works in `scratch`."""
+    target, method = str(recipe.options.get("target", "")), str(recipe.options.get("method", METHOD))
+    scheme: Scheme = _known(target, SCHEMES, "int8 target")
+    _known(method, METHODS, "calibration method")
+    prepared = _prepared(model, scratch)
+    excluded, transformer = _attention(prepared)
+    excluded |= decoding(prepared.graph, recipe.model)
+    types = OBSERVED if scheme.fused else LINEAR if transformer else _every_type()
+    ranges = _calibrated(scratch, types, images, recipe)
+    narrow = target == "onnxruntime" and _saturates()
+    return Observed(prepared, scheme, frozenset(types), excluded, transformer, ranges, narrow)
+
+
+def _reading_floats(path: Path, kept: Sequence[str]) -> None:
+    """Let kept nodes read the tensors themselves: the tool puts one pair between a tensor and all of its readers."""
+    import onnx
+
+    if not kept:
+        return
+    model = onnx.load(path)
+    makers = {name: node for node in model.graph.node for name in node.output}
+    for node in model.graph.node:
+        for k, name in enumerate(node.input) if node.name in kept else ():
+            pair = makers.get(name)
+            quantised = makers.get(pair.input[0]) if pair is not None and pair.op_type == "DequantizeLinear" else None
+            if quantised is not None and quantised.op_type == "QuantizeLinear":
+                node.input[k] = quantised.input[0]
+    onnx.save(model, path)
 
 
 def _quantise(scratch: Path, path: Path, method: str, types: list[str], excluded: list[str], **settings: Any) -> None:

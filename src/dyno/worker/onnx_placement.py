@@ -28,24 +28,34 @@ LARGEST = 127.0
 def place(model: Any, ranges: Mapping[str, tuple[float, float]], excluded: set[str], transformer: bool) -> None:
     """Insert the pairs: symmetric, zero point 0, one scale per activation and per output channel of a weight.
 
-    `ranges` maps tensors to the lowest and highest value seen in calibration. Nodes named in `excluded` stay in float,
-    and so do the sums and pools of a transformer. Weights stay float32 in front of their pair: TensorRT 8 reads no
+    `ranges` maps tensors to the lowest and highest value seen in calibration; `excluded` and `transformer` as in
+    `sites`. Weights stay float32 in front of their pair: TensorRT 8 reads no
     INT8 initializers.
     """
     graph = model.graph
     weights = {tensor.name: tensor for tensor in graph.initializer}
-    chosen = [node for node in graph.node if node.op_type in LINEAR and node.name not in excluded]
-    wanted = [(node, 0) for node in chosen] + ([] if transformer else [*_pools(graph), *_residuals(graph)])
+    wanted = sites(graph, excluded, transformer)
+    chosen = [node for node, _ in wanted if node.op_type in LINEAR]
     before: dict[str, list[Any]] = {}
     for node, k in wanted:
         low, high = ranges[node.input[k]]
         before.setdefault(node.name, []).extend(_pair(graph, node, k, np.float32(max(-low, high))))
     for node in chosen:
-        axis = _channel_axis(node, len(weights[node.input[1]].dims))
+        axis = channel_axis(node, len(weights[node.input[1]].dims))
         before[node.name].extend(_pair(graph, node, 1, _channel_peaks(weights[node.input[1]], axis), axis))
     nodes = [new for node in graph.node for new in (*before.get(node.name, ()), node)]
     del graph.node[:]
     graph.node.extend(nodes)
+
+
+def sites(graph: Any, excluded: set[str], transformer: bool) -> list[tuple[Any, int]]:
+    """The activations that are quantised, as node and number of its input.
+
+    Nodes named in `excluded` stay in float, and so do the sums and pools of a transformer.
+    """
+    found = [(node, 0) for node in graph.node if node.op_type in LINEAR]
+    found += [] if transformer else [*_pools(graph), *_residuals(graph)]
+    return [(node, k) for node, k in found if node.name not in excluded]
 
 
 def _pools(graph: Any) -> Iterator[tuple[Any, int]]:
@@ -99,7 +109,7 @@ def _depths(graph: Any) -> dict[str, int]:
     return depth
 
 
-def _channel_axis(node: Any, dimensions: int) -> int | None:
+def channel_axis(node: Any, dimensions: int) -> int | None:
     """The axis of a weight's output channels; None where one scale has to serve the whole weight."""
     given = {attribute.name: attribute.i for attribute in node.attribute}
     if node.op_type == "Gemm":

@@ -18,6 +18,7 @@ from dyno.worker.backend import Backend
 from dyno.worker.backends.onnx_export import QUANTISED, exported
 from dyno.worker.backends.onnx_input import reading_pixels, wants_pixels
 from dyno.worker.backends.onnx_modelopt import quantised
+from dyno.worker.backends.onnx_sensitivity import kept, ranked
 from dyno.worker.calibration import NO_DATA, SAMPLES, example
 from dyno.worker.onnx_bf16 import to_bf16
 from dyno.worker.onnx_check import compared, outputs
@@ -26,7 +27,7 @@ from dyno.worker.onnx_int8 import METHOD, to_int8
 from dyno.worker.spec import Artifact, DataSpec, Option, Recipe, Runtime, Trial, Unavailable, UserError
 
 # Options of a trial that shape its file.
-PREPARATION = ("samples", "method", "percentile", "quantizer", "exporter", "opset", "input")
+PREPARATION = ("samples", "method", "percentile", "quantizer", "exporter", "opset", "input", "keep")
 QUANTIZERS = ("onnxruntime", "modelopt")
 # The last opset of an engine's oldest parser that is served: TensorRT 8.6's. The others read what is exported anyway.
 OPSETS: dict[str, Option] = {"tensorrt": 17}
@@ -36,7 +37,8 @@ def converted(trial: Trial, target: str, batch: int = 0) -> Recipe:
     """The recipe of the ONNX file this trial needs: exported, then converted to its precision for the target engine.
 
     The export has a free batch unless one is given, so that all batches of a study share one file and one calibration;
-    engines fix it. Trial options `samples`, `method`, `percentile` and `quantizer` reach the calibration,
+    engines fix it. Trial options `samples`, `method`, `percentile` and `quantizer` reach the calibration, `keep` (how
+    many of the most sensitive layers stay in float32) the conversion to fp16 or int8,
     `exporter` and `opset` (17 for TensorRT) the export; `input=uint8` makes the file read raw pixels. Pure; int8 or fp8
     without data is a `UserError`.
     """
@@ -52,19 +54,37 @@ def _lowered(trial: Trial, target: str, parent: Recipe) -> Recipe:
         raise UserError(f"unknown quantizer {quantizer!r}; it is one of {', '.join(QUANTIZERS)}")
     if precision in ("fp32", "tf32") or precision == trial.model.precision:
         return replace(parent, precision=trial.model.precision or "fp32")
+    keep = _keep(trial)
     if precision not in ("int8", "fp8"):
-        return replace(parent, maker=OnnxPrecision.name, precision=precision, options={}, parent=parent)
+        data = DataSpec(trial.data.name, trial.data.folder, trial.data.sha256, split="calibration")
+        parent = ranked(parent, precision, data if data.folder else None, {}) if keep else parent
+        return replace(parent, maker=OnnxPrecision.name, precision=precision, options=keep, data=None, parent=parent)
     if not trial.data.folder:
         raise UserError(NO_DATA.replace("int8", precision))
     given = {key: value for key, value in trial.options.items() if key in ("samples", "method", "percentile")}
     options: dict[str, Option] = {"samples": SAMPLES, "method": METHOD, **given}
     data = DataSpec(trial.data.name, trial.data.folder, trial.data.sha256, split="calibration")
     if precision == "fp8" or quantizer == "modelopt":
+        if keep:
+            raise UserError("keep=N is for files that Dyno quantises itself, not for nvidia-modelopt's")
         if target != "tensorrt":
             raise UserError(f"{precision} by nvidia-modelopt is for TensorRT; {target} has no use for it")
         return quantised(parent, precision, data, options)
     options = {"target": target, **options}
+    if keep:
+        parent = ranked(parent, precision, data, options)
+        options = {**options, **keep}
     return replace(parent, maker=OnnxPrecision.name, precision=precision, options=options, data=data, parent=parent)
+
+
+def _keep(trial: Trial) -> dict[str, Option]:
+    """The option `keep` as the conversion has it; nothing where no layer is asked to be kept higher."""
+    count = trial.options.get("keep", 0)
+    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+        raise UserError(f"keep is {count!r}; it is the number of layers to keep in a higher type, from 0 on")
+    if count and trial.precision == "bf16":
+        raise UserError("keep=N is for fp16 and int8; bf16 has the range of fp32")
+    return {"keep": count} if count else {}
 
 
 class OnnxPrecision(Backend):
@@ -101,7 +121,11 @@ class OnnxPrecision(Backend):
         model, path = _read(parent.path), folder / "model.onnx"
         made_by: dict[str, Any] = {"backend": self.name, "options": dict(recipe.options), "versions": versions}
         made_by["parameters"] = parent.made_by.get("parameters", _parameters(model))
-        made_by |= convert(model, recipe, parent, path)
+        higher = kept(recipe, parent)
+        more = {"kept": [each["node"] for each in higher]} if higher else {}
+        made_by |= convert(model, recipe, parent, path, **more)
+        if higher:
+            made_by |= {"kept": higher, "ranked": len(parent.made_by["ranking"])}
         made_by["check"] = _check(path, recipe, parent)
         content = path.read_bytes()
         return Artifact(

@@ -32,7 +32,7 @@ NOT_LAYERS = {"Const", "Input", "Output"}
 PROFILED_RUNS = 3
 CONVERTERS = ("FakeQuantize", "Convert", "Reorder")
 SETTINGS = "INFERENCE_PRECISION_HINT INFERENCE_NUM_THREADS NUM_STREAMS PERFORMANCE_HINT ENABLE_CPU_PINNING".split()
-INHERITED = ("parameters", "weights_sha256", "scheme", "target", "calibration", "check")
+INHERITED = ("parameters", "weights_sha256", "scheme", "target", "calibration", "check", "kept", "ranked")
 
 
 class OpenVino(Backend):

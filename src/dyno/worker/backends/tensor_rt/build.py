@@ -24,7 +24,7 @@ from dyno.worker.gpu import Device
 from dyno.worker.spec import Artifact, Recipe, Tensor, Unavailable, UserError
 
 Tell = Callable[[str], None]
-INHERITED = ("parameters", "weights_sha256", "scheme", "target", "calibration", "check")
+INHERITED = ("parameters", "weights_sha256", "scheme", "target", "calibration", "check", "kept", "ranked")
 SHOWN = 5  # so many names in a sentence, so many warnings in a record
 RTX_TIME = "TensorRT-RTX compiles its kernels on the device that runs them: this build time is no TensorRT build time"
 

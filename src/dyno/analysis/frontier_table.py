@@ -1,0 +1,77 @@
+"""The frontier of accuracy against latency and against throughput as a table, with intervals on both axes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from dyno.analysis import frontier
+from dyno.analysis.contests import Contest, contests
+from dyno.analysis.formatting import significant
+from dyno.analysis.frontier import LATENCY, THROUGHPUT
+from dyno.analysis.metrics import Metric, quality
+from dyno.analysis.render import Column, missing
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+IDENTITY = ("model", "size", "batch", "device", "backend", "precision", "runtime", "options")
+SPEEDS = ("latency_ms", "latency_ms_low", "latency_ms_high", "throughput_ips", "throughput_low", "throughput_high")
+COLUMNS = (*IDENTITY, "trial", "frontier", *SPEEDS, "metric", "accuracy", "accuracy_low", "accuracy_high", "change",
+           "change_low", "change_high", "budget", "more_images")  # fmt: skip
+
+
+def table(frame: pd.DataFrame) -> pd.DataFrame:
+    """The trials that no other beats in both accuracy and speed, fastest first; columns COLUMNS.
+
+    `frontier` says in which speed: latency (among the smallest batch's trials), throughput (among all), or both.
+    Accuracy is the budget's metric in percent, its change in points against the reference.
+    """
+    import pandas as pd
+
+    rows = [row for contest in contests(frame) for row in _rows(contest)]
+    return pd.DataFrame.from_records(rows, columns=list(COLUMNS))
+
+
+def _rows(contest: Contest) -> Iterator[dict[str, Any]]:
+    metric = quality(contest.group)
+    if metric.column not in contest.group:
+        return
+    edges = {
+        "latency": frontier.pareto(contest.first, LATENCY, metric.column),
+        "throughput": frontier.pareto(contest.group, THROUGHPUT, metric.column),
+    }
+    on = {name: set(edge["trial"]) for name, edge in edges.items()}
+    chosen = contest.group[contest.group["trial"].isin(set().union(*on.values()))]
+    for _, row in chosen.sort_values(["batch", LATENCY], kind="stable").iterrows():
+        where = [name for name, ids in on.items() if row["trial"] in ids]
+        yield _row(row, metric, " and ".join(where))
+
+
+def _row(row: pd.Series, metric: Metric, where: str) -> dict[str, Any]:
+    low, high = metric.interval(row)
+    change_low, change, change_high = metric.change(row)
+    own = {name: row[name] for name in (*IDENTITY, "trial", *SPEEDS, "budget", "more_images")}
+    return own | {
+        "frontier": where, "metric": metric.key, "accuracy": row[metric.column], "accuracy_low": low,
+        "accuracy_high": high, "change": change, "change_low": change_low, "change_high": change_high,
+    }  # fmt: skip
+
+
+def _interval(row: dict[str, Any], value: str, low: str, high: str, places: int | None = None) -> str:
+    if missing(row[value]):
+        return ""
+    shown = significant if places is None else (lambda v: f"{v:.{places}f}")
+    limits = "" if missing(row[low]) or missing(row[high]) else f" [{shown(row[low])}, {shown(row[high])}]"
+    return shown(row[value]) + limits
+
+
+PRINTED = (
+    Column("latency ms", lambda r: _interval(r, *SPEEDS[:3]), 0, sort="latency_ms"),
+    Column("images/s", lambda r: _interval(r, *SPEEDS[3:]), 0, sort="throughput_ips"),
+    Column("accuracy %", lambda r: _interval(r, "accuracy", "accuracy_low", "accuracy_high", 2), 0, sort="accuracy"),
+    Column("change, points", lambda r: _interval(r, "change", "change_low", "change_high", 2), 2, sort="change"),
+    Column("metric", lambda r: str(r["metric"]), 4, right=False, sort="metric"),
+    Column("budget", lambda r: str(r["budget"]), 1, right=False, sort="budget"),
+    Column("frontier", lambda r: str(r["frontier"]), 0, right=False, sort="frontier"),
+)

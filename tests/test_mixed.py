@@ -1,0 +1,147 @@
+"""Mixed precision is searched for where int8 fails the budget: the fewest sensitive layers stay in float."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dyno import Study, UserError, datasets, mixed
+from dyno.analysis import results, tables
+from dyno.expand import expand
+from dyno.store import cache_dir
+
+Command = Callable[..., "subprocess.CompletedProcess[str]"]
+SIZE, FACTOR = 16, 3000.0
+QUICK = "--rounds 1 --seconds 0.05 --warmup 0.02 --threads 1 --confirm 0".split()
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A network that tells digits apart, with one channel made so large that no range fits all of its layer.
+
+    What reads that channel divides it out again, so in float it is the network it was.
+    """
+    torch = pytest.importorskip("torch")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    data = datasets.digits(cache_dir() / "datasets", SIZE)
+    images, labels = (np.load(Path(data.folder) / f"{name}.npy") for name in ("images", "labels"))
+    index = np.load(Path(data.folder) / "train.npy")
+    pixels = torch.from_numpy((images[index].astype(np.float32) / 255 - 0.5) / 0.5)
+    target, nn = torch.from_numpy(labels[index]), torch.nn
+    net = nn.Sequential(nn.Conv2d(1, 16, 3, 2, 1), nn.ReLU(), nn.Conv2d(16, 32, 3, 2, 1), nn.ReLU(),
+                        nn.Conv2d(32, 32, 3, 1, 1), nn.ReLU(), nn.Flatten(), nn.Linear(512, 10))  # fmt: skip
+    optimiser = torch.optim.Adam(net.parameters(), 3e-3)
+    for step in range(240):
+        some = torch.arange(step * 64, step * 64 + 64) % len(target)
+        optimiser.zero_grad()
+        nn.functional.cross_entropy(net(pixels[some]), target[some]).backward()
+        optimiser.step()
+    with torch.no_grad():
+        net[2].weight[0] *= FACTOR
+        net[2].bias[0] *= FACTOR
+        net[4].weight[:, 0] /= FACTOR
+    path = tmp_path_factory.mktemp("hostile") / "hostile.onnx"
+    free = {"input": {0: "batch"}, "output": {0: "batch"}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(net.eval(), (torch.zeros(1, 1, SIZE, SIZE),), path, input_names=["input"],
+                          output_names=["output"], dynamic_axes=free, opset_version=17, dynamo=False)  # fmt: skip
+    return path
+
+
+@pytest.mark.slow
+def test_the_command_line_finds_the_layer_that_must_stay_higher(hostile: Path, dyno: Command, tmp_path: Path) -> None:
+    words = ["run", hostile, "--data", "digits", "--channels", 1, "--backends", "onnxruntime", "--precision",
+             "fp32,int8", "--batch", "1,4", "--budget", "top1=2", "--out", tmp_path / "run", *QUICK]  # fmt: skip
+    done = dyno(*words)
+    assert done.returncode == 0, done.stderr
+    frame = tables.frame(results.load(tmp_path / "run")).set_index(["precision", "options", "batch"])
+    assert frame.loc[("int8", "", 1), "budget"] == "over"
+    assert frame.loc[("int8", "keep=1", 1), "budget"] == "within"
+    assert ("int8", "keep=1", 4) in frame.index, "what holds is measured at every batch"
+    made_by = next(t for t in results.load(tmp_path / "run") if t.options).artifact["made_by"]
+    assert made_by["kept"][0]["op"] == "Conv" and made_by["kept"][0]["sqnr_db"] < 10
+    assert made_by["ranked"] == 4
+    assert [step["maker"] for step in made_by["steps"]][-2:] == ["onnx_sensitivity", "onnx_precision"]
+    assert f"with 1 of 4 layers in a higher precision ({made_by['kept'][0]['node']}) it is within" in done.stdout
+    assert "chosen on the test images themselves" in done.stdout
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("run/trials/*/*/record.json")}
+    assert dyno(*words).returncode == 0
+    assert before == {path: path.stat().st_mtime_ns for path in tmp_path.glob("run/trials/*/*/record.json")}
+
+
+def steps_of(needed: int, layers: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int | None, list[int]]:
+    """What a search tries and finds where so many layers are needed."""
+    found = mixed._Search(Study(models=("fake:x",)), Path(), None, [], lambda _: None)  # type: ignore[arg-type]
+    found.tried = {}
+
+    def holds(self: Any, count: int) -> bool:
+        self.tried[count] = count >= needed
+        return count >= needed
+
+    monkeypatch.setattr(mixed._Search, "_holds", holds)
+    monkeypatch.setattr(mixed._Search, "_layers", lambda self: layers)
+    return found._fewest(), list(found.tried)
+
+
+@pytest.mark.parametrize(
+    ("needed", "layers", "fewest", "tried"),
+    [
+        (1, 20, 1, [1]),
+        (2, 20, 2, [1, 2]),
+        (3, 20, 3, [1, 2, 4, 3]),
+        (7, 54, 7, [1, 2, 4, 8, 6, 7]),
+        (10, 20, 10, [1, 2, 4, 8, 10, 9]),
+        (11, 20, None, [1, 2, 4, 8, 10]),
+        (5, 2, None, [1]),
+        (5, 0, None, [1]),
+        (300, 700, 303, [1, 2, 4, 8, 16, 32, 64, 128, 256, 350]),
+    ],
+)
+def test_the_fewest_layers_are_found_by_doubling_and_halving(
+    needed: int, layers: int, fewest: int | None, tried: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, seen = steps_of(needed, layers, monkeypatch)
+    assert seen == tried[: mixed.MOST]
+    assert found == (fewest if needed < 300 else 350), "at the limit the last one that holds counts"
+
+
+def test_only_what_has_layers_to_keep_is_tried(hostile: Path) -> None:
+    study = Study(models=(str(hostile),), channels=1, data="digits", precisions=("fp16", "int8"),
+                  backends=("onnxruntime", "openvino"))  # fmt: skip
+    can = {(p.trial.backend, p.trial.precision): mixed.kept(study, p.trial, 2) for p in expand(study)}
+    assert can[("openvino", "fp16")] is None, "it lowers types itself, whatever the file says"
+    made = can[("openvino", "int8")]
+    assert made is not None and made.options == {"keep": 2} and made.recipe is not None
+    assert made.recipe.parent.options["keep"] == 2  # type: ignore[union-attr]
+    assert made.recipe.parent.parent.maker == "onnx_sensitivity"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        ({"search": True}, "needs a budget to hold"),
+        ({"confirm": -1}, "confirm is -1; it must be at least 0"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(fields: dict[str, Any], line: str) -> None:
+    with pytest.raises(UserError, match=line):
+        Study(models=("fake:x",), **fields)
+
+
+def test_a_budget_switches_both_on() -> None:
+    plain = Study(models=("fake:x",))
+    study = Study(models=("fake:x",), data="digits", budget={"top1": 1.0})
+    assert (plain.confirmations, plain.searches) == (0, False)
+    assert (study.confirmations, study.searches) == (2, True)
+    off = Study(models=("fake:x",), data="digits", budget={"top1": 1.0}, search=False, confirm=0)
+    assert (off.confirmations, off.searches) == (0, False)
+    assert json.loads(json.dumps(off.to_table()))["search"] is False
