@@ -63,6 +63,7 @@ def run(
     warmup: flags.Warmup = 1.0,
     samples: flags.Samples = 0,
     timeout: flags.Timeout = 600.0,
+    peak: flags.Peak = False,
     python: flags.Pythons = [],  # noqa: B006
     out: flags.Out = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the trials and why any is refused.")] = False,
@@ -79,13 +80,14 @@ def show(
     run: flags.RunFolder,
     format: flags.Format = "text",
     by: Annotated[str, typer.Option(help="Columns to group by, e.g. backend,batch.")] = "",
+    table: Annotated[str, typer.Option(help="One table side by side: latency-model, sizes, flops…; or all.")] = "",
     reference: flags.Reference = "",
     budget: flags.Budget = [],  # noqa: B006
 ) -> None:
     """Print the tables of a run."""
     from dyno import commands
 
-    commands.show(run, format, by, reference, budget)
+    commands.show(run, format, by, table, reference, budget)
 
 
 @app.command()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 LISTS = {"backends": "backends", "precision": "precisions", "batch": "batches", "size": "sizes"}
 PLAIN = (
     "shapes weights pretrained channels seed data calibration unreadable compared reference device threads rounds "
-    "seconds warmup samples timeout"
+    "seconds warmup samples timeout peak"
 ).split()
 
 
@@ -124,7 +124,7 @@ def run(study: Study, folder: Path) -> int:
 
 def finish(folder: Path) -> int:
     """Tables, verdict and report of a study that has just ended, and its exit code."""
-    from dyno.analysis import tables, verdict
+    from dyno.analysis import reference_tables, tables, verdict
     from dyno.analysis.render import render
     from dyno.result import Result
 
@@ -137,18 +137,23 @@ def finish(folder: Path) -> int:
     try:
         print(f"\nreport: {result.report()}")
     except ImportError as e:
+        records = result.records
+        reference_tables.write([(records, reference_tables.sheets(records, frame))], folder)
         print(f"\nno report: {e.name} is not installed; pip install 'inference-dyno[report]'")
     return tables.exit_code(frame)
 
 
-def show(run: Path, format: str, by: str, reference: str, budget: Sequence[str]) -> None:
+def show(run: Path, format: str, by: str, table: str, reference: str, budget: Sequence[str]) -> None:
     """Print the tables of a stored run."""
-    from dyno.analysis import results, tables
+    from dyno.analysis import reference_tables, results, tables
     from dyno.analysis.render import render
 
     loaded = results.load(run)
     frame = tables.frame(loaded, reference or None, parse_budget(budget) or None)
-    print(render(frame, format, by or None), end="")
+    if table:
+        print(reference_tables.render(reference_tables.named(loaded, frame, table), format), end="")
+    else:
+        print(render(frame, format, by or None), end="")
     for problem in loaded.problems:
         Console(stderr=True).print(f"dyno: {problem}", style="yellow", soft_wrap=True)
 

@@ -9,17 +9,18 @@ from pathlib import Path
 
 from dyno.expand import Planned, expand
 from dyno.launch import launch
+from dyno.peaks import find_peak
 from dyno.progress import Progress
 from dyno.store import Cache, Run, card
 from dyno.study import Study
 from dyno.worker import backend, system
 from dyno.worker.record import Record, read_record, write_json
-from dyno.worker.spec import Artifact, Job, Recipe, Trial, UserError
+from dyno.worker.spec import SCHEMA, Artifact, Job, Recipe, Trial, UserError
 
 MAKE_TIMEOUT_S = 3600.0
 DISTRIBUTIONS = ("inference-dyno", "numpy", "torch", "torchvision", "timm", "onnx", "onnxruntime", "openvino")
-# What may differ when the same command is given again: neither changes a number that is already stored.
-REPEATABLE = ("rounds", "timeout", "budget", "reference")
+# What may differ when the same command is given again: none of them changes a number that is already stored.
+REPEATABLE = ("rounds", "timeout", "budget", "reference", "peak")
 
 
 def execute(study: Study, folder: Path, progress: Progress) -> None:
@@ -28,11 +29,14 @@ def execute(study: Study, folder: Path, progress: Progress) -> None:
     run = Run(folder)
     with run.locked():
         _settle(study, run)
+        _models(run, planned)
         _refuse(run, planned)
         todo = [one.trial for one in planned if not one.refusal]
         order = _order(todo)
         with progress.running([trial for trial, _ in order]):
             made = Files(run, progress).all(todo)
+            if study.peak:
+                find_peak(study, run.folder / "peak", progress)
             for trial, number in order:
                 _round(run, trial, number, made.get(trial.id), progress)
         for trial in todo:
@@ -65,6 +69,14 @@ def _settle(study: Study, run: Run) -> None:
     beside.replace(path)
     gpu = {"gpu": card(study.device)} if study.device != "cpu" else {}
     write_json(run.folder / "environment.json", {**system.describe(DISTRIBUTIONS), **gpu})
+
+
+def _models(run: Run, planned: list[Planned]) -> None:
+    """Write down what the look at each model counted, by size: a trial's id has no place for it."""
+    counted = {(one.trial.model.name, one.trial.dims.size): one.seen for one in planned if one.seen}
+    if counted:
+        rows = [{"model": model, "size": size, **seen} for (model, size), seen in counted.items()]
+        write_json(run.folder / "models.json", {"schema": SCHEMA, "models": rows})
 
 
 def _order(trials: list[Trial]) -> list[tuple[Trial, int]]:

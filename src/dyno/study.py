@@ -73,7 +73,8 @@ class Study:
     precisions, batches and sizes mean the model's own (fp32, 1, what it was trained for). `mean` and `std` normalise
     pixels in 0..1 (default: what the model's library says, else ImageNet's, or 0.5 for images that aren't RGB). `data`
     is a folder of class folders (or `digits`); `calibration` images are for INT8, else some are taken out of `data` and
-    never tested on. `budget` maps top1/top5 to the points an engine may lose. `runtime` maps a backend's name to
+    never tested on. `budget` maps top1/top5 to the points an engine may lose. `peak` finds, before the
+    rounds, the most arithmetic that the device does, for shares of it in tables. `runtime` maps a backend's name to
     `{python, env}` for another interpreter. Seconds are per trial, round and boundary.
     """
 
@@ -105,6 +106,7 @@ class Study:
     interval: float = 0.005
     timeout: float = 600.0
     boundaries: tuple[str, ...] = BOUNDARIES
+    peak: bool = False
     runtime: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dyno.analysis import charts, gpu_charts, sections, style, tables, verdict
+from dyno.analysis import charts, gpu_charts, reference_charts, reference_tables, sections, style, tables, verdict
 from dyno.analysis.results import Results
 from dyno.worker.spec import UserError
 
@@ -23,6 +23,11 @@ CAPTIONS = {
     "accuracy-throughput": "Accuracy against throughput.",
     "throughput-batch": "Throughput (batches overlap) and FPS (one batch after another) against the batch.",
     "throughput-size": "Throughput and FPS against the image size.",
+    "inference-time": "Latency per batch of all models, on a logarithmic axis.",
+    "speedup-size": "Speed-up over the reference of the same size, against the image size; shaded: 95 % interval.",
+    "speedup-batch": "Speed-up over the reference of the same batch, against the batch; shaded: 95 % interval.",
+    "tflops-batch": "Operations per second against the batch, under the peaks that were measured; logarithmic axis.",
+    "tflops-size": "Operations per second against the image size, under the peaks; logarithmic axis.",
     "gpu": "The GPU while each job ran (its first round), from outside the job: memory above what was used before, and "
     "SM utilisation. Shaded: timing.",
 }
@@ -47,6 +52,7 @@ class Section:
     tables: list[sections.Table]
     charts: list[Chart]
     saturation: sections.Table | None
+    pivots: list[sections.Table]
     accuracy: sections.Table | None
     agreement: list[sections.Table]
     complaints: list[tuple[str, str, str]]
@@ -55,7 +61,7 @@ class Section:
 
 
 def write(results: list[Results], out: Path) -> Path:
-    """Write OUT/report.html, OUT/charts/*.png and OUT/results.csv; returns the page's path.
+    """Write OUT/report.html, charts/*.png, results.csv, tables.md and tables/*.csv; returns the page's path.
 
     Several runs become sections of one page. UserError when the folder can't be written.
     """
@@ -63,14 +69,16 @@ def write(results: list[Results], out: Path) -> Path:
 
     out = Path(out)
     frames = [tables.frame(r) for r in results]
+    every = [reference_tables.sheets(r, f) for r, f in zip(results, frames, strict=True)]
     try:
         (out / "charts").mkdir(parents=True, exist_ok=True)
         parts = [
-            _section(r, f, out / "charts", i, len(results))
-            for i, (r, f) in enumerate(zip(results, frames, strict=True))
+            _section(r, f, e, out / "charts", i, len(results))
+            for i, (r, f, e) in enumerate(zip(results, frames, every, strict=True))
         ]
         together = frames[0] if len(frames) == 1 else pd.concat(_named(results, frames), ignore_index=True)
         together.to_csv(out / "results.csv", index=False)
+        reference_tables.write(list(zip(results, every, strict=True)), out)
         page = out / "report.html"
         page.write_text(_html(parts), encoding="utf-8")
     except OSError as e:
@@ -82,7 +90,9 @@ def _named(results: Sequence[Results], frames: Sequence[pd.DataFrame]) -> list[p
     return [frame.assign(run=r.name) for r, frame in zip(results, frames, strict=True)]
 
 
-def _section(results: Results, frame: pd.DataFrame, folder: Path, index: int, runs: int) -> Section:
+def _section(
+    results: Results, frame: pd.DataFrame, every: list[reference_tables.Sheet], folder: Path, index: int, runs: int
+) -> Section:
     return Section(
         results=results,
         findings=verdict.findings(results, frame),
@@ -91,6 +101,7 @@ def _section(results: Results, frame: pd.DataFrame, folder: Path, index: int, ru
         tables=sections.results_tables(frame),
         charts=_charts(results, frame, folder, f"r{index}", results.name if runs > 1 else ""),
         saturation=sections.saturation_table(frame),
+        pivots=reference_tables.pages(every, frame),
         accuracy=sections.accuracy_table(results, frame),
         agreement=sections.agreement_tables(results),
         complaints=sections.complaints(results),
@@ -103,7 +114,8 @@ def _charts(results: Results, frame: pd.DataFrame, folder: Path, prefix: str, ru
     from markupsafe import Markup
 
     found = []
-    for name, figure in {**charts.everything(frame), **gpu_charts.everything(results, frame)}.items():
+    drawn = {**charts.everything(frame), **reference_charts.everything(frame), **gpu_charts.everything(results, frame)}
+    for name, figure in drawn.items():
         file = re.sub(r"[^\w.-]+", "_", f"{run}-{name}" if run else name)
         style.save(figure, folder / f"{file}.png")
         found.append(Chart(CAPTIONS[name], Markup(style.svg(figure, f"{prefix}-{name}"))))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from dyno.worker import models
+from dyno.worker import flops, models
 from dyno.worker.backends import onnx_export
 from dyno.worker.shapes import static_shapes
 from dyno.worker.spec import ENGINE_FILES, Dims, ModelSpec, Tensor, Trial, UserError, to_json
@@ -16,21 +17,34 @@ def look(trial: Trial, sizes: list[list[int]], shapes: dict[str, tuple[int, ...]
     """What Dyno needs to know before it lists trials.
 
     Returns `preprocess`, `size` [h, w] (the model's own), `batch` (0: any), `batches` (an engine's smallest, best and
-    largest), `fixed_size` (a file that takes one only) and, for a module, `parameters`. A model, checkpoint or size
-    that doesn't work is a `UserError`.
+    largest), `fixed_size` (a file that takes one only), `flops` (of one image, by size: "224", "480x640"; nothing where
+    they can't be counted) and, for a module, `parameters`. A model, checkpoint or size that doesn't work is a
+    `UserError`.
     """
-    return _file(trial, shapes) if trial.model.file else _module(trial.model, sizes)
+    return _file(trial, sizes, shapes) if trial.model.file else _module(trial.model, sizes)
 
 
 def _module(model: ModelSpec, sizes: list[list[int]]) -> dict[str, Any]:
     preprocess = models.preprocess(model)
     own = models.image_size(model) or (DEFAULT_SIZE, DEFAULT_SIZE)
-    parameters = 0
+    parameters, counted = 0, {}
     for height, width in sizes or [list(own)]:
         module = models.load(model, Dims(1, height, width))
         parameters = sum(p.numel() for p in module.parameters())
         _try(module, model, height, width)
-    return {"preprocess": to_json(preprocess), "size": list(own), "batch": 0, "parameters": parameters}
+        counted[Dims(1, height, width).size] = _count(module, model, height, width)
+    found = {"preprocess": to_json(preprocess), "size": list(own), "batch": 0, "parameters": parameters}
+    return found | {"flops": {size: n for size, n in counted.items() if n}}
+
+
+def _count(module: Any, model: ModelSpec, height: int, width: int) -> int:
+    """Operations of one image, 0 where they can't be counted."""
+    import torch
+
+    try:
+        return flops.of_module(module, torch.zeros(1, model.channels, height, width))
+    except Exception:  # a module that runs but can't be watched by the counter has no count, and that is all
+        return 0
 
 
 def _try(module: Any, model: ModelSpec, height: int, width: int) -> None:
@@ -44,11 +58,12 @@ def _try(module: Any, model: ModelSpec, height: int, width: int) -> None:
         raise UserError(f"the model refuses 1x{model.channels}x{height}x{width}: {reason}") from e
 
 
-def _file(trial: Trial, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+def _file(trial: Trial, sizes: list[list[int]], shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
     model, reader = trial.model, _reader(trial)
     tensors: tuple[Tensor, ...] = reader.read_io(model.file)[0]
     image = next((t for t in tensors if len(t.shape) == 4), None)
     found: dict[str, Any] = {"preprocess": to_json(model.preprocess), "batch": _fixed(tensors, 0), "size": [0, 0]}
+    found["flops"] = {}
     found["precision"] = reader.read_precision(model.file)
     if image is not None:
         size = [_number(image.shape[2]), _number(image.shape[3])]
@@ -58,9 +73,14 @@ def _file(trial: Trial, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
         found["batches"] = list(reader.read_batches(model.file))
     if shapes:
         found["batch"] = next(iter(shapes.values()))[0]
-    static_shapes(
-        tensors, Dims(found["batch"] or found.get("batches", [1, 1])[1], found["size"][0], found["size"][1], shapes)
-    )
+    dims = Dims(found["batch"] or found.get("batches", [1, 1])[1], found["size"][0], found["size"][1], shapes)
+    static_shapes(tensors, dims)
+    if reader is onnx_export:
+        wanted = (
+            [dims] if found.get("fixed_size") or not sizes else [replace(dims, height=h, width=w) for h, w in sizes]
+        )
+        counts = {one.size: flops.of_onnx(model.file, static_shapes(tensors, one)) // one.batch for one in wanted}
+        found["flops"] = {size: count for size, count in counts.items() if count}
     return found
 
 
