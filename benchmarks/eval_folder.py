@@ -12,8 +12,8 @@ class folders. Then, in alternation:
 `command` is the wall time from start to end of the process, as a user waits for it; `loop` is the plain loop alone,
 and for Dyno decoding (first) and the evaluation's pipeline. `processor` is the processor time of the command with all
 of its children, which other programs on the machine change less than the wall time. The targets are for the loops: a
-command of Dyno also times latencies for some seconds, which the plain loop has no part of, so how its whole time compares
-depends on the number of images.
+command of Dyno also times latencies for some seconds, which the plain loop has no part of, so how its whole time
+compares depends on the number of images.
 
 On a GPU the pipeline's rate is held against what `latency/model` allows.
 """

@@ -67,6 +67,7 @@ def run(
     warmup: flags.Warmup = 1.0,
     samples: flags.Samples = 0,
     timeout: flags.Timeout = 600.0,
+    peak: flags.Peak = False,
     python: flags.Pythons = [],  # noqa: B006
     out: flags.Out = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the trials and why any is refused.")] = False,
@@ -83,6 +84,7 @@ def show(
     run: flags.RunFolder,
     format: flags.Format = "text",
     by: Annotated[str, typer.Option(help="Columns to group by, e.g. backend,batch.")] = "",
+    table: Annotated[str, typer.Option(help="One table side by side: latency-model, sizes, flops…; or all.")] = "",
     reference: flags.Reference = "",
     budget: flags.Budget = [],  # noqa: B006
     frontier: Annotated[bool, typer.Option("--frontier", help="Only what none beats in accuracy and speed.")] = False,
@@ -91,10 +93,11 @@ def show(
     """Print the tables of a run."""
     from dyno import commands
 
-    if frontier and break_even:
-        raise UserError("--frontier and --break-even are two tables; ask for one of them")
-    view = "frontier" if frontier else "break-even" if break_even else ""
-    commands.show(run, format, by, reference, budget, view)
+    chosen = {"table": table, "frontier": frontier, "break-even": break_even}
+    if sum(map(bool, chosen.values())) > 1:
+        raise UserError("--table, --frontier and --break-even are different tables; ask for one of them")
+    view = next((name for name, asked in chosen.items() if asked and name != "table"), "")
+    commands.show(run, format, by, reference, budget, view, table)
 
 
 @app.command()

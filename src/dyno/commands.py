@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 LISTS = {"backends": "backends", "precision": "precisions", "batch": "batches", "size": "sizes"}
 PLAIN = (
     "shapes weights pretrained channels seed data calibration unreadable compared reference device threads rounds "
-    "seconds warmup samples timeout task confirm search"
+    "seconds warmup samples timeout task confirm search peak"
 ).split()
 
 
@@ -129,7 +129,7 @@ def run(study: Study, folder: Path) -> int:
 
 def finish(folder: Path) -> int:
     """Tables, verdict and report of a study that has just ended, and its exit code."""
-    from dyno.analysis import tables, verdict
+    from dyno.analysis import reference_tables, tables, verdict
     from dyno.analysis.render import render
     from dyno.result import Result
 
@@ -142,13 +142,17 @@ def finish(folder: Path) -> int:
     try:
         print(f"\nreport: {result.report()}")
     except ImportError as e:
+        records = result.records
+        reference_tables.write([(records, reference_tables.sheets(records, frame))], folder)
         print(f"\nno report: {e.name} is not installed; pip install 'inference-dyno[report]'")
     return tables.exit_code(frame)
 
 
-def show(run: Path, format: str, by: str, reference: str, budget: Sequence[str], view: str = "") -> None:
-    """Print the tables of a stored run, or one `view` of it: frontier or break-even."""
-    from dyno.analysis import results, tables, views
+def show(
+    run: Path, format: str, by: str, reference: str, budget: Sequence[str], view: str = "", table: str = ""
+) -> None:
+    """Print the tables of a stored run, one `view` of it (frontier, break-even), or one `table` side by side."""
+    from dyno.analysis import reference_tables, results, tables, views
     from dyno.analysis.render import PRINTED, render
 
     loaded = results.load(run)
@@ -159,7 +163,10 @@ def show(run: Path, format: str, by: str, reference: str, budget: Sequence[str],
         frame, printed, by = chosen.table(loaded, frame), chosen.printed, by or chosen.by
         if frame.empty and format in ("text", "markdown"):
             print(chosen.nothing)
-    print(render(frame, format, by or None, printed=printed), end="")
+    if table:
+        print(reference_tables.render(reference_tables.named(loaded, frame, table), format), end="")
+    else:
+        print(render(frame, format, by or None, printed=printed), end="")
     for problem in loaded.problems:
         Console(stderr=True).print(f"dyno: {problem}", style="yellow", soft_wrap=True)
 

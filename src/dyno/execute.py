@@ -10,17 +10,18 @@ from pathlib import Path
 from dyno import confirm, mixed
 from dyno.expand import Planned, expand
 from dyno.launch import launch
+from dyno.peaks import find_peak
 from dyno.progress import Progress
 from dyno.store import CONFIRMATION, Cache, Run, card
 from dyno.study import Study
 from dyno.worker import backend, system
 from dyno.worker.record import Record, read_record, write_json
-from dyno.worker.spec import Artifact, Job, Recipe, Trial, UserError
+from dyno.worker.spec import SCHEMA, Artifact, Job, Recipe, Trial, UserError
 
 MAKE_TIMEOUT_S = 3600.0
 DISTRIBUTIONS = ("inference-dyno", "numpy", "torch", "torchvision", "timm", "onnx", "onnxruntime", "openvino")
-# What may differ when the same command is given again: neither changes a number that is already stored.
-REPEATABLE = ("rounds", "timeout", "budget", "reference", "confirm", "search")
+# What may differ when the same command is given again: none of them changes a number that is already stored.
+REPEATABLE = ("rounds", "timeout", "budget", "reference", "confirm", "search", "peak")
 
 
 def execute(study: Study, folder: Path, progress: Progress) -> None:
@@ -29,10 +30,14 @@ def execute(study: Study, folder: Path, progress: Progress) -> None:
     run = Run(folder)
     with run.locked():
         _settle(study, run)
+        _models(run, planned)
         _refuse(run, planned)
         _keep_truth(run, planned)
         todo = [one.trial for one in planned if not one.refusal]
         files = Files(run, progress)
+        if study.peak:
+            with progress.running([]):
+                find_peak(study, run.folder / "peak", progress)
         _rounds(run, todo, files, progress)
         if study.searches:
             todo += mixed.search(study, folder, todo, lambda trials: _rounds(run, trials, files, progress))
@@ -105,6 +110,14 @@ def _settle(study: Study, run: Run) -> None:
     beside.replace(path)
     gpu = {"gpu": card(study.device)} if study.device != "cpu" else {}
     write_json(run.folder / "environment.json", {**system.describe(DISTRIBUTIONS), **gpu})
+
+
+def _models(run: Run, planned: list[Planned]) -> None:
+    """Write down what the look at each model counted, by size: a trial's id has no place for it."""
+    counted = {(one.trial.model.name, one.trial.dims.size): one.seen for one in planned if one.seen}
+    if counted:
+        rows = [{"model": model, "size": size, **seen} for (model, size), seen in counted.items()]
+        write_json(run.folder / "models.json", {"schema": SCHEMA, "models": rows})
 
 
 def _order(trials: list[Trial]) -> list[tuple[Trial, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ class Planned:
 
     trial: Trial
     refusal: str = ""
+    seen: dict[str, int] = field(default_factory=dict)  # what the look at the model counted: flops, parameters
 
 
 def expand(study: Study) -> list[Planned]:
@@ -68,8 +69,15 @@ def expand(study: Study) -> list[Planned]:
                 dims = Dims(batch, height, width, parse_shapes(study.shapes))
                 for choice in choices:
                     for precision in choice.precisions or study.precisions or (model.precision or "fp32",):
-                        planned.append(_trial(study, choice, model, precision, dims, data, threads))
+                        one = _trial(study, choice, model, precision, dims, data, threads)
+                        planned.append(replace(one, seen=_seen(found, dims)))
     return list({p.trial.id: p for p in planned}.values())
+
+
+def _seen(found: dict[str, Any], dims: Dims) -> dict[str, int]:
+    """Operations of one image at that size, and parameters, where the look could count them."""
+    counts = {"flops": found.get("flops", {}).get(dims.size, 0), "parameters": found.get("parameters", 0)}
+    return {name: int(count) for name, count in counts.items() if count}
 
 
 def installed(device: str) -> list[str]:
@@ -200,7 +208,7 @@ def look(model: ModelSpec, study: Study) -> tuple[ModelSpec, dict[str, Any]]:
     key = digest([model, options, where, versions(where, libraries)])[:24]
     folder = cache_dir() / "looks" / key
     record = read_record(folder)
-    if record is None or record.status != "ok":
+    if record is None or record.status != "ok" or "flops" not in record.facts:
         with tempfile.TemporaryDirectory() as scratch:
             trial = Trial(model, reader, "fp32", Dims(1, 0, 0), runtime=where)
             record = launch(Job("look", where, trial, options=options), Path(scratch) / "look", LOOK_TIMEOUT_S)

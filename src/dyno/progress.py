@@ -56,6 +56,12 @@ class Progress:
         if self.live is None:
             self._say(Text(self.now))
 
+    def other(self, what: str) -> None:
+        """Something that is neither a file nor a trial begins."""
+        self._begin(what)
+        if self.live is None:
+            self._say(Text(what))
+
     def start(self, trial: Trial, number: int) -> None:
         """A job begins."""
         self._begin(f"{trial.label}  round {number + 1}")

@@ -78,7 +78,8 @@ class Study:
     never tested on. `budget` maps top1, top5 or mAP to the points an engine may lose; with one, the winners are
     measured `confirm` times again after the selection (default 2, else 0), and mixed precisions are tried where int8 or
     fp16 fails it (`search`, default with a budget). `runtime` maps a backend's name to `{python, env}` for another
-    interpreter. Seconds are per trial, round and boundary.
+    interpreter. `peak` finds, before the rounds, the most arithmetic that the device does, for shares of it in tables.
+    Seconds are per trial, round and boundary.
     """
 
     models: tuple[str, ...]
@@ -112,6 +113,7 @@ class Study:
     interval: float = 0.005
     timeout: float = 600.0
     boundaries: tuple[str, ...] = BOUNDARIES
+    peak: bool = False
     runtime: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -43,7 +43,7 @@ class Way:
     @property
     def trial(self) -> Trial:
         return Trial(
-            model=ModelSpec(name=self.model, source="torchvision:resnet18", classes=CLASSES),
+            model=ModelSpec(name=self.model, source=f"torchvision:{self.model}", classes=CLASSES),
             backend=self.backend,
             precision=self.precision,
             dims=Dims(self.batch, self.size, self.size),

@@ -14,7 +14,7 @@ import synthetic
 from PIL import Image
 from synthetic import Way
 
-from dyno.analysis import confusion, report
+from dyno.analysis import confusion, reference_tables, report, tables
 from dyno.analysis.results import Results, load
 from dyno.worker.spec import UserError
 
@@ -55,8 +55,9 @@ def test_the_page_is_whole_and_in_order(written: Path, demo: Results) -> None:
                      "close, % (rtol 0.001, atol 1e-08)", "another process used 40 % of a core",
                      "onnx_export: onnx fp32 in 900 ms", 'models = ["digits"]', "20 int8, 1 fp32"):  # fmt: skip
         assert expected in page.text, expected
-    assert page.tags.count("svg") == 5 + confusion.MOST_DRAWN
-    assert page.tags.count("details") == len(demo.trials)
+    assert page.tags.count("svg") == 6 + confusion.MOST_DRAWN
+    side_by_side = sum(len(list(sheet.parts())) for sheet in reference_tables.sheets(demo, tables.frame(demo)))
+    assert page.tags.count("details") == len(demo.trials) + side_by_side
     assert page.text.index("fastest is") < page.text.index("inputs already where the engine reads them")
 
 

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from dyno.analysis import frontier
 from dyno.analysis.contests import contests
-from dyno.analysis.formatting import plain, show
+from dyno.analysis.formatting import show
 from dyno.analysis.frontier import LATENCY, THROUGHPUT, way
 from dyno.analysis.metrics import Metric, quality
-from dyno.analysis.style import HATCHES, INK, LINES, WIDTH, color, marker, styled
+from dyno.analysis.series import Panel, scaling, short, title_of
+from dyno.analysis.style import HATCHES, INK, WIDTH, color, marker, styled
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -19,12 +20,9 @@ if TYPE_CHECKING:
 MOST_BARS = 80  # rows in one figure; what is beyond stands in results.csv
 MOST_PANELS = 6
 MOST_NAMED = 4
-LONGEST = 44  # characters of a name on an axis
 ROW = 0.27  # inches a bar takes
 
 SPEED_LIMITS = {LATENCY: ("latency_ms_low", "latency_ms_high"), THROUGHPUT: ("throughput_low", "throughput_high")}
-
-Group = tuple[str, "pd.DataFrame"]
 
 
 def everything(frame: pd.DataFrame) -> dict[str, Any]:
@@ -111,7 +109,7 @@ def _rows_figure(rows: pd.DataFrame, draw: Any, axis: str, value: Any) -> Any:
 
 
 def _name_rows(axes: Any, rows: pd.DataFrame, value: Any) -> None:
-    axes.set_yticks(range(len(rows)), [_short(way(r)) for _, r in rows.iterrows()])
+    axes.set_yticks(range(len(rows)), [short(way(r)) for _, r in rows.iterrows()])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
     axes.grid(False, axis="y")
@@ -146,13 +144,13 @@ def _accuracy_panels(frame: pd.DataFrame, speed: str) -> Iterator[tuple[str, pd.
             continue
         rows = frontier.usable(contest.group).dropna(subset=[speed, metric.column])
         keys = ["model", *([] if contest.sizes else ["size"]), *(["batch"] if speed == LATENCY else []), "device"]
-        yield from ((_title(k, v), g, metric) for k, v, g in _split(rows, keys))
+        yield from ((title_of(keys, v), g, metric) for v, g in rows.groupby(keys, sort=False))
 
 
 def _named_frontier(edge: pd.DataFrame, group: pd.DataFrame) -> str:
     """The frontier in words: names beside crowded points would cover them."""
     unequal = [k for k in ("size", "batch") if group[k].nunique() > 1]
-    names = [" ".join([_short(way(r)), *(f"{k} {r[k]}" for k in unequal)]) for _, r in edge.iterrows()]
+    names = [" ".join([short(way(r)), *(f"{k} {r[k]}" for k in unequal)]) for _, r in edge.iterrows()]
     more = f", and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     return "frontier (ringed), fastest first: " + ", ".join(names[:MOST_NAMED]) + more
 
@@ -179,82 +177,22 @@ def _accuracy_panel(axes: Any, group: pd.DataFrame, edge: pd.DataFrame, speed: s
     axes.set_ylabel(f"{metric.title}, % (95 % interval)")
 
 
-def scaling(frame: pd.DataFrame, axis: str) -> Any:
-    """Throughput, and FPS from latency, against batch or image size (R35)."""
-    rows = frontier.usable(frame).dropna(subset=[LATENCY])
-    rows = rows.assign(fps=frontier.fps(rows), place=[_place(v) for v in rows[axis]])
-    keys = [k for k in ("model", "size", "batch", "device") if k != axis]
-    groups = [(_title(k, v), g) for k, v, g in _split(rows, keys) if g["place"].nunique() > 1][:MOST_PANELS]
-    if not groups:
-        return None
-    with styled() as figure_class:
-        figure = figure_class((WIDTH, 2.9 * len(groups) + 0.9), layout="constrained")
-        panels = figure.subplots(len(groups), 2, squeeze=False)
-        for pair, (title, group) in zip(panels, groups, strict=True):
-            for axes, (column, what) in zip(
-                pair, ((THROUGHPUT, "throughput"), ("fps", "FPS, batch after batch")), strict=True
-            ):
-                _lines(axes, group, axis, column)
-                axes.set_title(title if column == THROUGHPUT else "", loc="left")
-                axes.set_ylabel(f"{what}, images/s")
-        _legend(figure, rows, lines=True)
-    return figure
+def _groups(rows: pd.DataFrame) -> Iterator[Panel]:
+    keys = ["model", "size", "batch", "device"]
+    return ((title_of(keys, values), group) for values, group in rows.groupby(keys, sort=False))
 
 
-def _lines(axes: Any, group: pd.DataFrame, axis: str, column: str) -> None:
-    for _, series in group.groupby(list(frontier.SERIES[3:]), sort=False):
-        first, ordered = series.iloc[0], series.dropna(subset=[column]).sort_values("place")
-        axes.plot(
-            ordered["place"], ordered[column], color=color(first["backend"]), marker=marker(first["precision"]),
-            ls=LINES.get(first["precision"], "-"), lw=1.6, ms=6, mec="white", mew=0.6,
-        )  # fmt: skip
-    ticks = sorted(set(group["place"]))
-    names = {_place(v): str(v) for v in group[axis]}
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [names[t] for t in ticks], minor=False)
-    axes.minorticks_off()
-    axes.set_xlabel("batch" if axis == "batch" else "image size, pixels")
-    axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(lambda v, _: f"{v:,.0f}" if v >= 10 else f"{v:g}")
-
-
-def _legend(figure: Any, rows: pd.DataFrame, lines: bool = False) -> None:
+def _legend(figure: Any, rows: pd.DataFrame) -> None:
     from matplotlib.lines import Line2D
 
     ways = dict.fromkeys(zip(rows["backend"], rows["precision"], strict=True))
-    handles = [
-        Line2D(
-            [],
-            [],
-            color=color(b),
-            marker=marker(p),
-            ls=LINES.get(p, "-") if lines else "",
-            mec="white",
-            ms=8,
-            label=f"{b} {p}",
-        )
-        for b, p in ways
-    ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=4, handlelength=2.6 if lines else 1.2)
+    handles = [Line2D([], [], color=color(b), marker=marker(p), ls="", mec="white", ms=8, label=f"{b} {p}")
+               for b, p in ways]  # fmt: skip
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, handlelength=1.2)
 
 
-def _groups(rows: pd.DataFrame) -> Iterator[Group]:
-    keys = ["model", "size", "batch", "device"]
-    return ((_title(keys, values), group) for _, values, group in _split(rows, keys))
-
-
-def _split(rows: pd.DataFrame, keys: list[str]) -> Iterator[tuple[list[str], tuple[Any, ...], pd.DataFrame]]:
-    return ((keys, values, group) for values, group in rows.groupby(keys, sort=False))
-
-
-def _title(keys: list[str], values: tuple[Any, ...]) -> str:
-    named = dict(zip(keys, values, strict=True))
-    parts = [_short(str(named["model"]))] + [f"{k} {named[k]}" for k in ("size", "batch") if k in named]
-    return ", ".join(parts + ([named["device"]] if named["device"] != "cpu" else []))
-
-
-def _fitting(groups: list[Group]) -> tuple[list[Group], int]:
-    kept: list[Group] = []
+def _fitting(groups: list[Panel]) -> tuple[list[Panel], int]:
+    kept: list[Panel] = []
     bars = 0
     for title, group in groups:
         if bars + len(group) > MOST_BARS and kept:
@@ -262,14 +200,3 @@ def _fitting(groups: list[Group]) -> tuple[list[Group], int]:
         kept.append((title, group.nsmallest(MOST_BARS, LATENCY)))
         bars += len(group)
     return kept, len(groups) - len(kept)
-
-
-def _place(value: Any) -> float:
-    """Where a batch or a size lies on its axis; a size that isn't square at the side of the square of its area."""
-    height, _, width = str(value).partition("x")
-    return math.sqrt(float(height) * float(width or height))
-
-
-def _short(text: str) -> str:
-    clean = plain(text)
-    return clean if len(clean) <= LONGEST else clean[: LONGEST - 1] + "…"

@@ -8,7 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dyno.analysis import charts, confusion, gpu_charts, sections, style, tables, task_sections, verdict, views
+from dyno.analysis import (
+    charts,
+    confusion,
+    gpu_charts,
+    reference_charts,
+    reference_tables,
+    sections,
+    style,
+    tables,
+    task_sections,
+    verdict,
+    views,
+)
 from dyno.analysis.findings import Finding
 from dyno.analysis.results import Results
 from dyno.worker.spec import UserError
@@ -24,6 +36,11 @@ CAPTIONS = {
     "accuracy-throughput": "Accuracy against throughput at every batch, with 95 % intervals on both axes.",
     "throughput-batch": "Throughput (batches overlap) and FPS (one batch after another) against the batch.",
     "throughput-size": "Throughput and FPS against the image size.",
+    "inference-time": "Latency per batch of all models, on a logarithmic axis.",
+    "speedup-size": "Speed-up over the reference of the same size, against the image size; shaded: 95 % interval.",
+    "speedup-batch": "Speed-up over the reference of the same batch, against the batch; shaded: 95 % interval.",
+    "tflops-batch": "Operations per second against the batch, under the peaks that were measured; logarithmic axis.",
+    "tflops-size": "Operations per second against the image size, under the peaks; logarithmic axis.",
     "gpu": "The GPU while each job ran (its first round), from outside the job: memory above what was used before, and "
     "SM utilisation. Shaded: timing.",
 }
@@ -49,6 +66,7 @@ class Section:
     charts: list[Chart]
     views: list[sections.Table]
     saturation: sections.Table | None
+    pivots: list[sections.Table]
     accuracy: sections.Table | None
     tasks: list[sections.Table]
     agreement: list[sections.Table]
@@ -58,7 +76,7 @@ class Section:
 
 
 def write(results: list[Results], out: Path) -> Path:
-    """Write OUT/report.html, OUT/charts/*.png, and the tables as CSV (results, frontier, break-even); returns the page.
+    """Write OUT/report.html, charts/*.png, tables.md and every table as CSV; returns the page's path.
 
     Several runs become sections of one page. UserError when the folder can't be written.
     """
@@ -66,14 +84,16 @@ def write(results: list[Results], out: Path) -> Path:
 
     out = Path(out)
     frames = [tables.frame(r) for r in results]
+    every = [reference_tables.sheets(r, f) for r, f in zip(results, frames, strict=True)]
     try:
         (out / "charts").mkdir(parents=True, exist_ok=True)
         parts = [
-            _section(r, f, out / "charts", i, len(results))
-            for i, (r, f) in enumerate(zip(results, frames, strict=True))
+            _section(r, f, e, out / "charts", i, len(results))
+            for i, (r, f, e) in enumerate(zip(results, frames, every, strict=True))
         ]
         together = frames[0] if len(frames) == 1 else pd.concat(_named(results, frames), ignore_index=True)
         together.to_csv(out / "results.csv", index=False)
+        reference_tables.write(list(zip(results, every, strict=True)), out)
         page = out / "report.html"
         page.write_text(_html(parts), encoding="utf-8")
     except OSError as e:
@@ -85,7 +105,9 @@ def _named(results: Sequence[Results], frames: Sequence[pd.DataFrame]) -> list[p
     return [frame.assign(run=r.name) for r, frame in zip(results, frames, strict=True)]
 
 
-def _section(results: Results, frame: pd.DataFrame, folder: Path, index: int, runs: int) -> Section:
+def _section(
+    results: Results, frame: pd.DataFrame, every: list[reference_tables.Sheet], folder: Path, index: int, runs: int
+) -> Section:
     others = _views(results, frame, folder.parent, results.name if runs > 1 else "")
     return Section(
         results=results,
@@ -96,6 +118,7 @@ def _section(results: Results, frame: pd.DataFrame, folder: Path, index: int, ru
         charts=_charts(results, frame, folder, f"r{index}", results.name if runs > 1 else ""),
         views=[table for made in others.values() for table in made],
         saturation=sections.saturation_table(frame),
+        pivots=reference_tables.pages(every, frame),
         accuracy=sections.accuracy_table(results, frame),
         tasks=task_sections.everything(results, frame),
         agreement=sections.agreement_tables(results),
@@ -125,7 +148,8 @@ def _charts(results: Results, frame: pd.DataFrame, folder: Path, prefix: str, ru
     from markupsafe import Markup
 
     found = []
-    for name, figure in {**charts.everything(frame), **gpu_charts.everything(results, frame)}.items():
+    drawn = {**charts.everything(frame), **reference_charts.everything(frame), **gpu_charts.everything(results, frame)}
+    for name, figure in drawn.items():
         file = _file(f"{run}-{name}" if run else name)
         style.save(figure, folder / f"{file}.png")
         found.append(Chart(CAPTIONS[name], Markup(style.svg(figure, f"{prefix}-{name}"))))

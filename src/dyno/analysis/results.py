@@ -204,13 +204,19 @@ def clock_of(boundary: str, *trials: TrialResult) -> str:
 
 @dataclass
 class Results:
-    """A run folder: its trials in a stable order, its environment, and what in it could not be read."""
+    """A run folder: its trials in a stable order, its environment, and what in it could not be read.
+
+    `models` has what was counted of each model at each size (`flops` of one image, `parameters`), by name and size;
+    `peak` is the record of the device's peak, empty without.
+    """
 
     folder: Path
     trials: list[TrialResult]
     environment: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     study: str = ""
+    models: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
+    peak: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -259,7 +265,14 @@ def load(run: Path) -> Results:
         environment=_json(run / "environment.json", problems) or {},
         problems=problems,
         study=study.read_text(encoding="utf-8", errors="replace") if study.is_file() else "",
+        models=_models(_json(run / "models.json", problems) or {}),
+        peak=_json(run / "peak" / "record.json", problems) or {},
     )
+
+
+def _models(stored: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    rows = [row for row in stored.get("models") or () if isinstance(row, dict)]
+    return {(str(row.get("model")), str(row.get("size"))): row for row in rows}
 
 
 def _trial(folder: Path, problems: list[str]) -> TrialResult | None:

@@ -16,7 +16,7 @@ COLORS = {
     "onnxruntime": "#E69F00",
     "openvino": "#009E73",
     "tensorrt": "#D55E00",
-    "torch_trt": "#CC79A7",
+    "torch_tensorrt": "#CC79A7",
     "fake": "#8A8A8A",
 }
 SPARE = ("#CC79A7", "#B8A800", "#7A5195", "#5C4B3B", "#8A8A8A")

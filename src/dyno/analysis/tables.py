@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from dyno.analysis import accuracy, detection, gpu_words, stats
+from dyno.analysis import accuracy, detection, gpu_words, stats, work
 from dyno.analysis.precision import truth
 from dyno.analysis.references import incomparable, references, yardsticks
 from dyno.analysis.results import Results, TrialResult, clock_of
@@ -32,7 +32,8 @@ COLUMNS = (
 EXTRAS = (
     "trial", "runtime", "options", "reference", "boundary", "latency_ms", "latency_ms_low", "latency_ms_high",
     "rounds", "images", "top1_diff", "top1_diff_low", "top1_diff_high", "budget", "more_images", "ran_as",
-    "asked_share", "precision_ok", "trimmed_std_ms", "load_s", "memory_mb", "warnings",
+    "asked_share", "precision_ok", "latency_all_ms_trimmed_std",
+    "latency_model_ms_trimmed_std", "gflops", "tflops", "peak_tflops", "peak_share", "load_s", "memory_mb", "warnings",
     "clock", "outside_gpu_ms", "gpu_util", "gpu_clock_mhz", "gpu_power_w", "gpu_temperature_c", "throttle",
     "throttled_samples", "gpu_others", "pipeline_ips", "decode_ms", "preprocess_ms", "inference_ms", "postprocess_ms",
     "throughput_low", "throughput_high", "top5_low", "top5_high", "top5_diff", "top5_diff_low", "top5_diff_high",
@@ -82,6 +83,8 @@ def frame(
         row(t, Comparison(chosen.get(t.id), limits, clocks[t.group], measures.get(t.id)), compare=t.id not in alone)
         for t in results.trials
     ]
+    known = work.peaks(results)
+    rows = [r | work.columns(t, r, results, known) for t, r in zip(results.trials, rows, strict=True)]
     table = pd.DataFrame.from_records(rows, columns=[*COLUMNS, *EXTRAS])
     table = table.astype(dict.fromkeys(WHOLE, "Int64") | dict.fromkeys(TEXT, object))
     table.attrs["budget"] = ", ".join(map(str, limits))
@@ -134,8 +137,7 @@ def _latencies(t: TrialResult) -> dict[str, float]:
         if samples.size:
             s = stats.summary(samples)
             found |= {f"latency_{boundary}_ms_{name}": 1e3 * getattr(s, name) for name in STATISTICS}
-            if boundary == "model":
-                found["trimmed_std_ms"] = 1e3 * s.trimmed_std
+            found[f"latency_{boundary}_ms_trimmed_std"] = 1e3 * s.trimmed_std
     return found
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from dyno.worker import models, task_facts, ultralytics_models
+from dyno.worker import flops, models, task_facts, ultralytics_models
 from dyno.worker.backends import onnx_export
 from dyno.worker.shapes import static_shapes
 from dyno.worker.spec import ENGINE_FILES, Dims, ModelSpec, Tensor, Trial, UserError, to_json
@@ -19,10 +20,11 @@ def look(trial: Trial, sizes: list[list[int]], shapes: dict[str, tuple[int, ...]
 
     Returns `preprocess`, `size` [h, w] (the model's own), `batch` (0: any), `batches` (an engine's smallest, best and
     largest), `fixed_size` (a file that takes one only), `outputs` (how many classes a classifier's scores are of, else
-    0) and, for a module, `parameters`; where it is known what the network is for, `task`, `classes` and `keypoints`.
-    `task` is the user's own word for it. A model, checkpoint or size that doesn't work is a `UserError`.
+    0), `flops` (of one image, by size: "224", "480x640"; nothing where they can't be counted) and, for a module,
+    `parameters`; where it is known what the network is for, `task`, `classes` and `keypoints`. `task` is the user's own
+    word for it. A model, checkpoint or size that doesn't work is a `UserError`.
     """
-    return _file(trial, shapes, task) if trial.model.file else _module(trial.model, sizes, task)
+    return _file(trial, sizes, shapes, task) if trial.model.file else _module(trial.model, sizes, task)
 
 
 def _module(model: ModelSpec, sizes: list[list[int]], task: str) -> dict[str, Any]:
@@ -30,6 +32,7 @@ def _module(model: ModelSpec, sizes: list[list[int]], task: str) -> dict[str, An
     own = models.image_size(model) or (DEFAULT_SIZE, DEFAULT_SIZE)
     yolo = models.parse(model.source)[0] == "ultralytics"
     found: dict[str, Any] = {}
+    counted = {}
     for height, width in sizes or [list(own)]:
         module = models.load(model, Dims(1, height, width))
         found["parameters"] = sum(p.numel() for p in module.parameters())
@@ -38,8 +41,20 @@ def _module(model: ModelSpec, sizes: list[list[int]], task: str) -> dict[str, An
             ultralytics_models.check_size(model.source, said["stride"], height, width)
         outputs = _try(module, model, height, width)
         found["outputs"] = _classes(outputs)
+        counted[Dims(1, height, width).size] = _count(module, model, height, width)
         found |= said if yolo and task in ("", said["task"]) else task_facts.facts(model, task, said, outputs)
+    found["flops"] = {size: n for size, n in counted.items() if n}
     return {"preprocess": to_json(preprocess), "size": list(own), "batch": 0, **found}
+
+
+def _count(module: Any, model: ModelSpec, height: int, width: int) -> int:
+    """Operations of one image, 0 where they can't be counted."""
+    import torch
+
+    try:
+        return flops.of_module(module, torch.zeros(1, model.channels, height, width))
+    except Exception:  # a module that runs but can't be watched by the counter has no count, and that is all
+        return 0
 
 
 def _try(module: Any, model: ModelSpec, height: int, width: int) -> list[tuple[int, ...]]:
@@ -62,12 +77,12 @@ def _classes(shapes: Sequence[Sequence[int | str]]) -> int:
     return shapes[0][1] if shapes[0][1] > 1 else 0
 
 
-def _file(trial: Trial, shapes: dict[str, tuple[int, ...]], task: str) -> dict[str, Any]:
+def _file(trial: Trial, sizes: list[list[int]], shapes: dict[str, tuple[int, ...]], task: str) -> dict[str, Any]:
     model, reader = trial.model, _reader(trial)
     tensors, outputs = reader.read_io(model.file)
     image = next((t for t in tensors if len(t.shape) == 4), None)
     found: dict[str, Any] = {"preprocess": to_json(model.preprocess), "batch": _fixed(tensors, 0), "size": [0, 0]}
-    found["outputs"] = _classes([tensor.shape for tensor in outputs])
+    found["outputs"], found["flops"] = _classes([tensor.shape for tensor in outputs]), {}
     found["precision"] = reader.read_precision(model.file)
     if image is not None:
         size = [_number(image.shape[2]), _number(image.shape[3])]
@@ -79,9 +94,12 @@ def _file(trial: Trial, shapes: dict[str, tuple[int, ...]], task: str) -> dict[s
         found["batches"] = list(reader.read_batches(model.file))
     if shapes:
         found["batch"] = next(iter(shapes.values()))[0]
-    static_shapes(
-        tensors, Dims(found["batch"] or found.get("batches", [1, 1])[1], found["size"][0], found["size"][1], shapes)
-    )
+    dims = Dims(found["batch"] or found.get("batches", [1, 1])[1], found["size"][0], found["size"][1], shapes)
+    static_shapes(tensors, dims)
+    if reader is onnx_export:
+        sized = [dims] if found.get("fixed_size") or not sizes else [replace(dims, height=h, width=w) for h, w in sizes]
+        counts = {one.size: flops.of_onnx(model.file, static_shapes(tensors, one)) // one.batch for one in sized}
+        found["flops"] = {size: count for size, count in counts.items() if count}
     return found
 
 

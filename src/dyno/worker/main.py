@@ -282,7 +282,21 @@ def train_model(job: Job, journal: Journal) -> None:
     journal.facts(train.train(options, images, trial.data, trial.model, trial.dims, *place))
 
 
-OTHER_JOBS = {"make": make_file, "probe": probe, "look": look_at, "train": train_model, "endure": endure_trial}
+def find_peak(job: Job, journal: Journal) -> None:
+    """The largest matrix products per second in each type; every type is on disk before the next begins."""
+    from dyno.worker import peak
+
+    journal.stage("peak")
+    journal.record = replace(journal.record, system=system.describe(("numpy", "torch")))
+    neighbours = system.Neighbours()
+    for name, found in peak.measure(job.runtime):
+        journal.facts({"peak": {**journal.record.facts.get("peak", {}), name: found}})
+        journal.add()
+    _crowd("peak", neighbours.busy(), journal)
+
+
+OTHER_JOBS = {"make": make_file, "probe": probe, "look": look_at, "train": train_model, "endure": endure_trial,
+              "peak": find_peak}  # fmt: skip
 
 
 def perform(job: Job, journal: Journal) -> Record:

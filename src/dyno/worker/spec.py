@@ -212,7 +212,8 @@ class Trial:
 
 @dataclass(frozen=True)
 class Job:
-    """One process: `run` or `endure` a trial, `make` a file, `probe` a backend, `look` at a model or `train` one."""
+    """One process: `run` or `endure` a trial, `make` a file, `probe` a backend, `look` at a model, `train` one, or find
+    the device's `peak`."""
 
     kind: str
     runtime: Runtime = Runtime()

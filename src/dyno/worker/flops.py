@@ -1,0 +1,76 @@
+"""Floating-point operations of one image: counted while a module runs, or read off an ONNX graph.
+
+Only convolutions and matrix products count, a multiplication with its addition as two: what is left is a small part
+of a network's arithmetic, and a peak is measured with matrix products too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul", "QLinearConv", "ConvInteger", "QLinearMatMul", "MatMulInteger")
+# Where the second factor stands among a node's inputs, when not at 1: quantised nodes have scales between.
+SECOND = {"QLinearConv": 3, "QLinearMatMul": 3}
+
+
+def of_module(module: Any, example: Any) -> int:
+    """Operations of one call of the module, which is made, by `torch.utils.flop_counter`."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    # Fused attention would be one operator that nobody counts; the plain one is made of products.
+    fused = torch.backends.mha.get_fastpath_enabled()
+    with ExitStack() as undo:
+        undo.callback(torch.backends.mha.set_fastpath_enabled, fused)
+        torch.backends.mha.set_fastpath_enabled(False)
+        undo.enter_context(sdpa_kernel(SDPBackend.MATH))
+        undo.enter_context(torch.inference_mode())
+        counter = undo.enter_context(FlopCounterMode(display=False))
+        module(example)
+        return int(counter.get_total_flops())
+
+
+def of_onnx(path: str, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Operations of one run of the file with inputs of these shapes, or 0 where a shape inside can't be inferred."""
+    import onnx
+
+    model = onnx.load(path, load_external_data=False)
+    for value in model.graph.input:
+        for axis, length in zip(value.type.tensor_type.shape.dim, shapes.get(value.name, ()), strict=False):
+            axis.dim_value = length
+    del model.graph.value_info[:]  # told for other batches, these would win over what is inferred
+    for value in model.graph.output:
+        value.type.tensor_type.ClearField("shape")
+    try:
+        graph = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
+    except (onnx.shape_inference.InferenceError, ValueError):
+        return 0
+    known = {v.name: _shape(v) for v in (*graph.input, *graph.value_info, *graph.output)}
+    known |= {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
+    counts = [_node(node, known) for node in graph.node if node.op_type in PRODUCTS]
+    return 0 if None in counts else sum(count for count in counts if count)
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return tuple(d.dim_value if d.HasField("dim_value") else 0 for d in value.type.tensor_type.shape.dim)
+
+
+def _node(node: Any, known: Mapping[str, tuple[int, ...]]) -> int | None:
+    """Operations of a product, None where its shapes aren't known."""
+    first = known.get(node.input[0], ())
+    second = known.get(node.input[SECOND.get(node.op_type, 1)], ())
+    result = known.get(node.output[0], ())
+    if not first or not second or not result or 0 in (*first, *second, *result):
+        return None
+    if node.op_type == "ConvTranspose":  # each input value meets its whole kernel: [C, M / group, kernel…]
+        return 2 * math.prod(first) * math.prod(second[1:])
+    if "Conv" in node.op_type:  # each output value is a sum over its kernel: [M, C / group, kernel…]
+        return 2 * math.prod(result) * math.prod(second[1:])
+    if node.op_type == "Gemm":
+        flipped = any(a.name == "transA" and a.i for a in node.attribute)
+        return 2 * math.prod(result) * first[0 if flipped else 1]
+    return 2 * math.prod(result) * first[-1]

@@ -1,0 +1,57 @@
+"""The studies that come with Dyno can be read, and run small on a CPU."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dyno import Study
+from dyno.study import Choice
+from dyno.worker import backend
+
+STUDIES = sorted((Path(__file__).resolve().parents[1] / "studies").glob("*.toml"))
+Command = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=lambda p: p.stem)
+def test_every_study_can_be_read_and_its_options_are_known(path: Path) -> None:
+    for choice in map(Choice.parse, Study.from_toml(path).backends):
+        assert set(choice.options) <= set(backend.find(choice.name).options)
+
+
+def test_the_references_have_their_networks_batches_and_sizes() -> None:
+    named = {path.stem: Study.from_toml(path) for path in STUDIES}
+    imagenet, own = named["imagenet-tensorrt"], named["own-classes"]
+    assert imagenet.batches == (1, 32, 64, 128, 256)
+    assert len(imagenet.models) == 11
+    assert (own.sizes, own.batches) == (("224", "256", "384", "512"), (1, 8, 16))
+    assert imagenet.peak and own.peak
+
+
+@pytest.mark.slow
+def test_on_a_cpu_a_study_lists_its_trials_with_reasons(root: Path, dyno: Command, tmp_path: Path) -> None:
+    done = dyno("run", root / "studies" / "own-classes.toml", "--dry-run", "--size", "64", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "15 trials" in done.stdout
+    assert "is not installed" in done.stdout or "0 refused" in done.stdout
+
+
+@pytest.mark.slow
+def test_on_a_cpu_a_study_runs_small(root: Path, dyno: Command, tmp_path: Path) -> None:
+    small = ("--device", "cpu", "--backends", "pytorch,onnxruntime", "--batch", "1,2", "--size", "32,64", "--rounds", 1)
+    quick = ("--samples", 5, "--warmup", 0.05, "--threads", 1, "--out", tmp_path / "run")
+    done = dyno("run", root / "studies" / "own-classes.toml", *small, *quick, timeout=280)
+    assert done.returncode == 0, done.stderr
+    peak = json.loads((tmp_path / "run" / "peak" / "record.json").read_text())
+    assert peak["facts"]["peak"]["fp32"]["flops_per_s"] > 0
+    with open(tmp_path / "run" / "tables" / "flops.csv") as f:
+        rows = list(csv.DictReader(f))
+    assert len(rows) == 8
+    assert all(float(r["of the peak, %"]) > 0 and float(r["GFLOP per image"]) > 0.01 for r in rows)
+    shown = dyno("show", tmp_path / "run", "--table", "sizes")
+    assert shown.stdout.startswith("## sizes\n")
