@@ -242,6 +242,8 @@ def test_what_shapes_the_pixels_makes_another_data_set(tmp_path: Path, make: Mak
     others.append(make(folder, preprocess=Preprocess(resize=0, interpolation="bicubic")))
     assert len({data.folder for data in [first, changed, *others]}) == 6
     assert len({data.sha256 for data in [first, *others]}) == 5
+    assert len({datasets.meta(data)["photographs"] for data in [changed, *others]}) == 1, "the same photographs"
+    assert datasets.meta(changed)["photographs"] != datasets.meta(first)["photographs"]
     assert make(folder, preprocess=Preprocess(mean=(0.0,), resize=0)) == changed, "the mean changes no pixel"
 
 
