@@ -36,7 +36,7 @@ YAMLS = {
     "classify": "yolov8n-cls.yaml",
 }
 COUNTS = {"train": 192, "val": 48}
-EPOCHS = {"classify": 4, "detect": 6, "segment": 6, "pose": 12}
+EPOCHS = {"classify": 4, "detect": 10, "segment": 10, "pose": 14}
 
 
 @dataclass(frozen=True)
