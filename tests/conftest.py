@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))  # `import yolo_small` works in every import mode of pytest
+
 from dyno import Study
 from dyno.worker.spec import DataSpec, Dims, ModelSpec, Plan, Runtime, Trial
 from yolo_small import Trained, trained
