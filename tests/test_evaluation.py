@@ -14,8 +14,11 @@ import numpy as np
 import pytest
 
 import dyno
+from dyno import execute
+from dyno.expand import Planned
 from dyno.result import Result
-from dyno.worker.spec import UserError
+from dyno.store import Run
+from dyno.worker.spec import DataSpec, Dims, ModelSpec, Trial, UserError
 
 SHORT = "--seconds 0.05 --threads 1 --size 16 --channels 1".split()
 
@@ -99,3 +102,16 @@ def test_random_inputs_have_no_classes(tmp_path: Path) -> None:
     )
     with pytest.raises(UserError, match="has no classifier's answers to labelled images"):
         result.per_class()
+
+
+def test_ground_truth_travels_with_the_run(tmp_path: Path) -> None:
+    data = tmp_path / "decoded"
+    data.mkdir()
+    (data / "truth.json").write_text('{"images": []}')
+    model = ModelSpec("net", "fake:net", task="detect")
+    trial = Trial(model, "fake", "fp32", Dims(1, 8, 8), data=DataSpec("shapes", str(data), "f" * 64))
+    for _ in range(2):
+        execute._keep_truth(Run(tmp_path / "run"), [Planned(trial)])
+        kept = tmp_path / "run" / "truth" / "ffffffffffff.json"
+        assert kept.read_text() == '{"images": []}' and len(list(kept.parent.iterdir())) == 1
+        (data / "truth.json").write_text("changed later")

@@ -90,7 +90,7 @@ def _keep_truth(run: Run, planned: list[Planned]) -> None:
     for data in {one.trial.data for one in planned if one.trial.data.folder}:
         source, kept = Path(data.folder) / "truth.json", run.folder / "truth" / f"{data.sha256[:12]}.json"
         if source.is_file() and not kept.exists():
-            kept.parent.mkdir(exist_ok=True)
+            kept.parent.mkdir(parents=True, exist_ok=True)
             beside = kept.with_name(kept.name + ".part")
             shutil.copyfile(source, beside)
             beside.replace(kept)

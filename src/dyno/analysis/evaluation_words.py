@@ -24,7 +24,8 @@ Rows = list[list[str]]
 def told(trial: TrialResult, format: str = "text", per_class: bool = False) -> str:
     """The trial's own section as text or Markdown; `per_class` lists every class instead of the worst."""
     lines = [*_accuracy(trial), *_speed(trial), *_classes(trial, per_class)]
-    parts: list[Sequence[Any]] = [part for part in (lines, *_tables(trial, per_class)) if part]
+    every: list[Sequence[Any]] = [lines, *_tables(trial, per_class)]
+    parts = [part for part in every if part]
     if format == "markdown":
         return f"### {markdown(trial.label)}\n\n" + "\n".join(map(_markdown, parts))
     return f"{plain(trial.label)}\n" + "\n".join(map(_text, parts))
