@@ -15,7 +15,7 @@ import numpy as np
 from dyno.worker.onnx_int8 import Observed, Scheme
 from dyno.worker.onnx_placement import LINEAR, channel_axis, sites
 
-IMAGES = 32  # that the layers are ranked on, of those that calibrated
+IMAGES = 16  # that the layers are ranked on, of those that calibrated
 LIMIT_DB = 120.0  # of a ratio: an output that is exact, or no number at all, lies there
 # What only passes values on has nothing of its own to round.
 PASSING = set(

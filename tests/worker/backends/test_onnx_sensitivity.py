@@ -41,7 +41,7 @@ def test_every_layer_is_ranked_the_worst_first(digits: Any, target: str, tmp_pat
     names = {node.name for node in onnx.load(made.path).graph.node}
     assert {each["node"] for each in ranking} <= names
     assert ranking == ranked(digits, tmp_path / "again", target=target).made_by["ranking"]
-    assert made.precision == "fp32" and made.made_by["ranked_on"] == 32
+    assert made.precision == "fp32" and made.made_by["ranked_on"] == 16
 
 
 @pytest.mark.parametrize("target", TARGETS)
