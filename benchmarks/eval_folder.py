@@ -30,6 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ from torchvision import transforms as t
 folder, name, batch, device, threads = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4], int(sys.argv[5])
 torch.set_num_threads(threads)
 torch.manual_seed(0)
-model = getattr(torchvision.models, name)(weights=None).eval().to(device)
+model = getattr(torchvision.models, name)(weights=None, num_classes=4).eval().to(device)
 usual = t.Compose([t.Resize(256), t.CenterCrop(224), t.ToTensor(),
                    t.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))])
 data = torchvision.datasets.ImageFolder(folder, usual)
@@ -58,7 +59,7 @@ top1 = top5 = 0
 begin = time.perf_counter()
 with torch.inference_mode():
     for images, labels in loader:
-        best = model(images.to(device, non_blocking=True)).topk(5).indices.cpu()
+        best = model(images.to(device, non_blocking=True)).topk(4).indices.cpu()
         hits = best == labels[:, None]
         top1, top5 = top1 + int(hits[:, 0].sum()), top5 + int(hits.sum())
 print(json.dumps({"loop": time.perf_counter() - begin, "images": len(data), "top1": top1, "top5": top5}))
@@ -83,18 +84,22 @@ def photographs(folder: Path, count: int) -> None:
     from skimage import data
 
     rng = np.random.default_rng(0)
-    for k, name in enumerate(SOURCES):
-        photo = Image.fromarray(getattr(data, name)()).resize((2 * WIDTH, 2 * HEIGHT), Image.Resampling.LANCZOS)
+    photos = {name: Image.fromarray(getattr(data, name)()) for name in SOURCES}
+    photos = {name: photo.resize((2 * WIDTH, 2 * HEIGHT), Image.Resampling.LANCZOS) for name, photo in photos.items()}
+    for name, photo in photos.items():
         for split in ("train", "val"):
             (folder / split / name).mkdir(parents=True)
         photo.resize((WIDTH, HEIGHT)).save(folder / "train" / name / "whole.jpg")
-        for i in range(k, count, len(SOURCES)):
-            x, y = int(rng.integers(WIDTH)), int(rng.integers(HEIGHT))
-            one = photo.crop((x, y, x + WIDTH, y + HEIGHT))
-            if rng.random() < 0.5:
-                one = one.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-            bright = ImageEnhance.Brightness(one).enhance(float(rng.uniform(0.7, 1.3)))
-            bright.save(folder / "val" / name / f"{i:05}.jpg", quality=90)
+
+    def write(i: int, x: int, y: int, mirrored: bool, brightness: float) -> None:
+        name = SOURCES[i % len(SOURCES)]
+        one = photos[name].crop((x, y, x + WIDTH, y + HEIGHT))
+        one = one.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if mirrored else one
+        ImageEnhance.Brightness(one).enhance(brightness).save(folder / "val" / name / f"{i:05}.jpg", quality=90)
+
+    columns = (rng.integers(WIDTH, size=count), rng.integers(HEIGHT, size=count), rng.random(count) < 0.5)
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(write, range(count), *(c.tolist() for c in columns), rng.uniform(0.7, 1.3, count).tolist()))
 
 
 def run(command: Sequence[str], env: dict[str, str], side: Side) -> str:
@@ -122,7 +127,8 @@ def evaluate(photos: Path, place: Path, args: argparse.Namespace, side: Side, fi
     out = place / f"run-{time.monotonic_ns()}"
     command = [sys.executable, "-m", "dyno.cli", "eval", f"torchvision:{args.model}", "--data", str(photos),
                "--batch", str(args.batch), "--backends", args.backend, "--precision", args.precision,
-               "--device", args.device, "--threads", str(args.threads), "--out", str(out)]  # fmt: skip
+               "--device", args.device, "--threads", str(args.threads), "--classes", "4",
+               "--out", str(out)]  # fmt: skip
     run([*command, *args.dyno.split()], {**os.environ, "DYNO_CACHE": str(place / "cache")}, side)
     (trial,) = results.load(out)
     told = trial.facts["evaluation"]
