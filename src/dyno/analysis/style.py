@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -62,11 +63,19 @@ def styled() -> Iterator[Any]:
         yield Figure
 
 
+@contextmanager
+def _any_script() -> Iterator[None]:
+    """Names of classes come in any script, and a letter that the font lacks is no reason for a warning on every run."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        yield
+
+
 def save(figure: Any, path: Any) -> None:
     """Write the figure as PNG, 150 dots per inch."""
     import matplotlib as mpl
 
-    with mpl.rc_context(SETTINGS):
+    with mpl.rc_context(SETTINGS), _any_script():
         figure.savefig(path, dpi=150, bbox_inches="tight", format="png")
 
 
@@ -75,7 +84,7 @@ def svg(figure: Any, prefix: str) -> str:
     import matplotlib as mpl
 
     stream = io.StringIO()
-    with mpl.rc_context(SETTINGS):
+    with mpl.rc_context(SETTINGS), _any_script():
         figure.savefig(stream, format="svg", bbox_inches="tight", metadata={"Date": None, "Creator": None})
     text = stream.getvalue()
     text = text[text.index("<svg") :]
