@@ -56,7 +56,7 @@ def expand(study: Study) -> list[Planned]:
         runtimes(study, choice)
     for name in study.runtime:
         users = {n for choice in choices for n in (choice.runtime, choice.name) if n}
-        check_known("backend of a runtime", name, {*users, *STEPS})
+        check_known("backend of a runtime", name, {*users, *STEPS, *backend.names()})
     threads = study.threads or system.physical_cores()
     planned = []
     for source in study.models:

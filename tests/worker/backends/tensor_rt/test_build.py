@@ -314,5 +314,6 @@ def test_want_of_memory_is_known_by_what_was_tried() -> None:
     starved, sated = SimpleNamespace(warnings=[skipped]), SimpleNamespace(warnings=[])
     assert isinstance(_failure(starved, "can't", none_left), MemoryError)
     assert isinstance(_failure(sated, "can't", none_left), UserError)
+    assert isinstance(_failure(starved, "can't", "1:"), MemoryError)
     assert isinstance(_failure(starved, "can't", "API Usage Error"), UserError)
     assert isinstance(_failure(sated, "can't", "Cuda Runtime (out of memory)"), MemoryError)

@@ -229,8 +229,9 @@ def _failure(log: Any, sentence: str, reason: str) -> Exception:
         return Unavailable(sentence)
     if library.MEMORY.search(reason):
         return MemoryError(sentence)
-    # Kernels that didn't fit are warnings; that none is left is the error, and it says nothing of memory.
-    if "any implementation" in reason and any(library.MEMORY.search(w) for w in log.warnings):
+    # What didn't fit is a warning; that no kernel is left is the error, which says nothing of memory, or nothing at all.
+    vague = "any implementation" in reason or not library.WORDS.search(reason)
+    if vague and any(library.MEMORY.search(w) for w in log.warnings):
         return MemoryError(f"{sentence}; what was tried did not fit into the GPU's memory")
     return UserError(sentence)
 

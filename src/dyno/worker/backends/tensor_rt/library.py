@@ -21,7 +21,12 @@ INSTALL = {"tensorrt": "tensorrt", "tensorrt_rtx": "tensorrt-rtx"}
 # What 8.6 says of every exported file (its shapes are INT64; weights that don't fit are warned of apart), and how it
 # goes on after a warning that names the number of weights.
 USUAL = re.compile("generated with INT64 weights|^If this is not the desired behavior|^Check verbose logs")
-MEMORY = re.compile("out of ?memory|bad_alloc|MemoryAllocation|cudaError 2:|insufficient memory", re.IGNORECASE)
+MEMORY = re.compile(
+    "out of ?memory|bad_alloc|MemoryAllocation|cudaError 2:|insufficient memory|memory .*could not be allocated|"
+    "not enough (free |GPU )?memory",
+    re.IGNORECASE,
+)
+WORDS = re.compile("[A-Za-z]{3}")
 NO_DRIVER = re.compile(
     "cudaError (35|100):"
 )  # RTX builds without a GPU, and reports beside every error that none is there
@@ -114,7 +119,7 @@ def _logger(trt: Any) -> Any:
 
 def reason(errors: list[str]) -> str:
     """One line from an action's errors: the first that tells of memory, else the first, which caused the others."""
-    told = [e for e in errors if not NO_DRIVER.search(e)] or errors
+    told = [e for e in errors if not NO_DRIVER.search(e) and WORDS.search(e)] or errors
     first = next((e for e in told if MEMORY.search(e)), told[0] if told else "the library gave no reason")
     text = " ".join(first.split())
     text = re.sub(r"^(\d+: )?(\[\S+\] )?(I\w+::\w+: )?(Error Code \d+: )?", "", text)  # where in its sources, and codes
