@@ -229,7 +229,7 @@ def _failure(log: Any, sentence: str, reason: str) -> Exception:
         return Unavailable(sentence)
     if library.MEMORY.search(reason):
         return MemoryError(sentence)
-    # What didn't fit is a warning; that no kernel is left is the error, which says nothing of memory, or nothing at all.
+    # What didn't fit is a warning; the error is that no kernel is left, and doesn't name memory, or names nothing.
     vague = "any implementation" in reason or not library.WORDS.search(reason)
     if vague and any(library.MEMORY.search(w) for w in log.warnings):
         return MemoryError(f"{sentence}; what was tried did not fit into the GPU's memory")
