@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,12 +12,15 @@ import numpy as np
 import pytest
 
 import yolo_small
+from dyno.analysis import tables
+from dyno.analysis.results import load
+from dyno.launch import launch
 from dyno.worker import models, ultralytics_models
 from dyno.worker.backends.onnx_export import OnnxExport, exported
 from dyno.worker.backends.onnx_precision import OnnxPrecision, converted
 from dyno.worker.inputs import Images
 from dyno.worker.postprocess import Detections, detections
-from dyno.worker.spec import Artifact, DataSpec, Dims, ModelSpec, Runtime, Trial
+from dyno.worker.spec import Artifact, DataSpec, Dims, Job, ModelSpec, Plan, Runtime, Trial
 from yolo_small import SIZE, Trained
 
 pytestmark = pytest.mark.slow
@@ -132,3 +136,24 @@ def test_every_backend_agrees_and_the_file_knows_its_task(network: Network, dyno
     done = dyno("time", tmp_path / "shapes.onnx", "--task", "pose", "--seconds", 0.1)
     assert done.returncode == 2
     assert "is a network for segment, not pose" in done.stderr
+
+
+def test_masks_and_boxes_of_a_run(network: Network, tmp_path: Path) -> None:
+    """ultralytics interpolates precision in its own way; its masks are coarse, which the strict thresholds punish."""
+    model, data, plan = network.model, network.data, Plan(boundaries=(), rounds=1)
+    trial = Trial(model, "pytorch", "fp32", Dims(5, SIZE, SIZE), data=data, runtime=Runtime(threads=1), plan=plan)
+    for each in (trial, replace(trial, dims=replace(trial.dims, batch=8))):
+        record = launch(Job("run", each.runtime, each), tmp_path / "trials" / each.id / "r0", 300)
+        assert record.status == "ok", record.reason
+        assert {"preprocess", "inference", "postprocess", "pipeline"} <= {m.tag for m in record.measurements}
+    (tmp_path / "truth").mkdir()
+    shutil.copy(Path(data.folder) / "truth.json", tmp_path / "truth" / f"{data.sha256[:12]}.json")
+    frame = tables.frame(load(tmp_path))
+    said = network.trained.metrics
+    for _, row in frame.iterrows():
+        assert row["images"] == yolo_small.COUNTS["val"] and row["map50"] > 20
+        pairs = (("map50", "mAP50(M)", 5), ("box_map50", "mAP50(B)", 5), ("box_map50_95", "mAP50-95(B)", 8))
+        for name, key, nearly in pairs:
+            assert row[name] == pytest.approx(100 * said[f"metrics/{key}"], abs=nearly)
+        assert row["map50_95"] > 100 * said["metrics/mAP50-95(M)"] - 8
+    assert frame["map50_95"].iloc[0] == pytest.approx(frame["map50_95"].iloc[1], abs=0.5), "whatever the batch"

@@ -125,6 +125,8 @@ def _stopping(plans: list[dict[str, Any]], trials: list[TrialResult]) -> str:
     counts = ", ".join(f"{n} × {why}" for why, n in ended.most_common())
     interval = _each(f"{100 * p['interval']:g} %" for p in plans if "interval" in p)
     limit = f"when the median is known to ±{interval} or after {_each(p.get('seconds') for p in plans)} s per boundary"
+    if plans and all(p.get("min_samples") == p.get("max_samples") for p in plans):
+        limit = f"after {_each(p.get('max_samples') for p in plans)} samples of each boundary, as was asked for"
     return limit + (f"; seen: {counts}" if counts else "")
 
 
