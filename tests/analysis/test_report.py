@@ -170,8 +170,8 @@ def test_a_browser_sorts_the_tables_and_a_narrow_one_never_scrolls_sideways(
 @pytest.mark.slow
 def test_a_screenshot_shows_the_report(written: Path, chromium: str, tmp_path: Path) -> None:
     shot = tmp_path / "shot.png"
-    browse(chromium, written, tmp_path / "profile", "--window-size=1280,3200", f"--screenshot={shot}")
+    browse(chromium, written, tmp_path / "profile", "--window-size=1280,6400", f"--screenshot={shot}")
     with Image.open(shot) as image:
-        assert image.size == (1280, 3200)
+        assert image.size == (1280, 6400)
         colours = {c for _, c in image.convert("RGB").getcolors(1 << 22)}
     assert {(0, 158, 115), (230, 159, 0)} <= colours  # OpenVINO's and ONNX Runtime's bars are on the page
