@@ -47,8 +47,8 @@ def written(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_page_is_whole_and_in_order(written: Path, demo: Results) -> None:
     page = Page(written)
-    heads = ["Verdict", "Method", "Machine", "Tables", "Charts", "Accuracy and agreement", "Side by side", "Warnings and failures",
-             "Trials", "How to reproduce"]  # fmt: skip
+    heads = ["Verdict", "Method", "Machine", "Tables", "Charts", "Accuracy and agreement", "Side by side",
+             "Warnings and failures", "Trials", "How to reproduce"]  # fmt: skip
     found = re.findall(r"<h2[^>]*>([^<]*)</h2>", written.read_text())
     assert found == heads
     for expected in ("fastest is openvino int8", "Synthetic CPU", "killed by SIGSEGV", "rank 10", "narrow enough",
