@@ -7,8 +7,8 @@ UV := $(BIN)/uv
 READY := $(VENV)/.ready
 OTHER_READY := $(OTHER)/.ready
 RUNS ?= runs
-# Files of tests side by side, each whole in one process: what a file builds once it needs no second time.
-PARALLEL ?= -n 2 --dist loadfile
+# ultralytics' networks, after all other engines were loaded into one process, end it now and then: they are tested in their own.
+ALONE := tests/worker/test_ultralytics_models.py
 
 # A PYTHONPATH or an activated environment of the caller's must not decide what is tested here.
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV CONDA_PREFIX
@@ -27,13 +27,15 @@ demo: $(READY)  ## the whole job on scikit-learn's digits, into runs/demo
 	$(BIN)/dyno demo
 
 test: setup  ## every test
-	$(BIN)/python -m pytest $(PARALLEL)
+	$(BIN)/python -m pytest --ignore=$(ALONE)
+	$(BIN)/python -m pytest $(ALONE)
 
 check: setup  ## format, lint, types and the fast tests: under two minutes
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q $(PARALLEL) -m "not slow and not gpu"
+	$(BIN)/python -m pytest -q -m "not slow and not gpu" --ignore=$(ALONE)
+	$(BIN)/python -m pytest -q -m "not slow and not gpu" $(ALONE)
 
 format: $(READY)  ## put the code into its format
 	$(BIN)/ruff format .
