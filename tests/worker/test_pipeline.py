@@ -89,10 +89,10 @@ def nothing(turn: int, fetched: dict[str, np.ndarray]) -> None:
 def test_every_batch_once_and_in_order(session: Late, small: bool, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "SMALL", 1 << 20 if small else 0)
     kept: list[float] = []
-    made = Pipeline(session, Counting(parts=2), helpers=3).run(
+    flowed = Pipeline(session, Counting(parts=2), helpers=3).run(
         count, lambda turn, fetched: kept.append(float(fetched["output"][0, 0])), first
     )
-    assert made == [(turn, 10.0 * turn) for turn in range(count)]
+    assert flowed.made == [(turn, 10.0 * turn) for turn in range(count)]
     assert kept == [10.0 * turn for turn in range(count)]
     assert session.staged == session.slots + AHEAD, "buffers are made once, where the session wants them"
 
@@ -101,9 +101,27 @@ def test_every_batch_once_and_in_order(session: Late, small: bool, count: int, m
 def test_buffers_serve_a_second_run(session: Late) -> None:
     source = Counting()
     both = Pipeline(session, source)
-    assert [value for _, value in both.run(5, nothing, first)] == [value for _, value in both.run(5, nothing, first)]
+    assert both.run(5, nothing, first).made == both.run(5, nothing, first).made
     assert session.staged == session.slots + AHEAD
     assert source.filled == [*range(5), *range(5)]
+
+
+@pytest.mark.parametrize("session", [1, 3], indirect=True)
+def test_warm_up_fills_the_pipeline_and_counts_for_nothing(session: Late) -> None:
+    class SlowStart(Counting):
+        def fill(self, feed, number, part):
+            time.sleep(0.1 if len(self.filled) < 2 else 0)
+            super().fill(feed, number, part)
+
+    kept: list[int] = []
+    source = SlowStart()
+    begin = time.perf_counter()
+    flowed = Pipeline(session, source).run(6, lambda turn, fetched: kept.append(turn), first, warm_up=4)
+    assert time.perf_counter() - begin > 0.2
+    assert 0.01 < flowed.seconds < 0.15, "six batches of 2 ms, without the two slow ones"
+    assert source.filled == [*range(4), *range(6)]
+    assert kept == [*range(6)]
+    assert flowed.made == [(turn, 10.0 * turn) for turn in range(6)]
 
 
 @pytest.mark.parametrize("session", [2], indirect=True)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from dyno.worker.backend import Session, find
-from dyno.worker.spec import PARTS, Dims, ModelSpec, Runtime, Trial
+from dyno.worker.inputs import normalisation
+from dyno.worker.spec import PARTS, Dims, ModelSpec, Preprocess, Runtime, Trial
 
 pytestmark = [
     pytest.mark.gpu,
@@ -52,6 +53,19 @@ def test_staged_arrays_and_any_others_give_the_same_in_every_slot(precision: str
     backwards = staged[0]["input"][::-1]  # shares the staged memory, in another order
     np.testing.assert_allclose(once(session, backwards)[::-1], want[0], 1e-2, 1e-2 * np.abs(want[0]).max())
     session.close()
+
+
+def test_pixels_arrive_as_they_are_and_a_quarter_as_large() -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, SHAPE, np.uint8)
+    session, usual = load("fp16", input="uint8"), load("fp16")
+    staged = session.stage({"input": pixels})["input"]
+    assert staged.dtype == np.uint8
+    mean, std = normalisation(Preprocess(), SHAPE[1])
+    want = once(usual, (pixels.astype(np.float32) / 255 - mean) / std)
+    for feed in (staged, pixels):
+        np.testing.assert_allclose(once(session, feed), want, 1e-2, 1e-2 * np.abs(want).max())
+    for each in (session, usual):
+        each.close()
 
 
 def test_binding_twice_in_a_row_runs_the_second() -> None:

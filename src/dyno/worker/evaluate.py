@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,7 +61,7 @@ def evaluate(session: Session, trial: Trial, timed: bool = True) -> Evaluation:
 
     Arrays are `output:NAME` raw, `sample`, `label`, and `topk_index` and `topk_score` of a classifier or the detections
     of `worker.postprocess`. The last batch is filled by wrapping around and cut again. Real images are timed: a tenth
-    of them warms up first (R4) and counts for nothing, as do the few batches that tell the stages apart.
+    of them warms the pipeline up (R4), and a few batches tell the stages apart afterwards; neither counts.
     """
     batch, threads = _batch(session, trial), max(1, trial.runtime.threads)
     # A CPU's processors are busy with the engine; beside a GPU they have nothing else to do.
@@ -72,17 +71,15 @@ def evaluate(session: Session, trial: Trial, timed: bool = True) -> Evaluation:
     turns = math.ceil(count / batch)
     pipeline = Pipeline(session, real or Numbers(session, trial, turns), helpers if real else 1)
     answers = _answers(trial, real, batch, count)
-    warm, stages = 0, {}
-    if real and timed:
-        warm = min(turns, math.ceil(min(MOST_WARM_UP, WARM_UP * count) / batch))
-        pipeline.run(warm, lambda turn, fetched: None, answers.of)
-        stages = {name: s / batch for name, s in pipeline.stages(answers.of, STAGES_S).items()}
+    warm = min(turns, math.ceil(min(MOST_WARM_UP, WARM_UP * count) / batch)) if real and timed else 0
     kept = _Kept(answers)
-    start = time.perf_counter()
-    made = pipeline.run(turns, kept.add, answers.of)
-    seconds = time.perf_counter() - start if real and timed else 0.0
+    flowed = pipeline.run(turns, kept.add, answers.of, warm)
+    seconds, stages = 0.0, {}
+    if real and timed:
+        seconds = flowed.seconds
+        stages = {name: s / batch for name, s in pipeline.stages(answers.of, STAGES_S).items()}
     about = _about(trial) if real else {}
-    arrays = {**kept.arrays(), **answers.arrays(made), **_identity(real, count, about)}
+    arrays = {**kept.arrays(), **answers.arrays(flowed.made), **_identity(real, count, about)}
     decode = float(about.get("decode_s") or 0)
     return Evaluation(arrays, count, min(warm * batch, count), seconds, decode, stages)
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from dyno.worker.shapes import static_shapes
-from dyno.worker.spec import DataSpec, Dims, Preprocess, Tensor, UserError
+from dyno.worker.spec import DataSpec, Dims, Option, Preprocess, Tensor, UserError
 
 FEEDS = 4  # different batches that timing with copies rotates through, so that no cache serves one batch for ever
 MOST_CHANNELS = 4  # of an image; an input N x C x H x W with more is something else
+READ = ("float32", "uint8")  # what the option `input` may be: normalised images, or their pixels
 
 
 class Images:
@@ -79,6 +80,20 @@ def normalisation(preprocess: Preprocess, channels: int) -> tuple[np.ndarray, np
     """Mean and standard deviation of each channel as float32, 1 x C x 1 x 1; one value serves every channel."""
     mean, std = (np.resize(np.asarray(v, np.float32), channels) for v in (preprocess.mean, preprocess.std))
     return mean.reshape(1, channels, 1, 1), std.reshape(1, channels, 1, 1)
+
+
+def pixel_scale(preprocess: Preprocess, channels: int) -> tuple[np.ndarray, np.ndarray]:
+    """Scale and offset of each channel as float32, 1 x C x 1 x 1: `pixel * scale + offset` is the normalised value."""
+    mean, std = (each.astype(np.float64) for each in normalisation(preprocess, channels))
+    return (1 / (255 * std)).astype(np.float32), (-mean / std).astype(np.float32)
+
+
+def wants_pixels(options: Mapping[str, Option]) -> bool:
+    """Whether the option `input` asks for raw pixels; anything but float32 and uint8 is a `UserError`."""
+    asked = options.get("input", "float32")
+    if asked not in READ:
+        raise UserError(f"unknown input {asked!r}; it is one of {', '.join(READ)}")
+    return asked == "uint8"
 
 
 def _as_read(pixels: np.ndarray, preprocess: Preprocess, dtype: str) -> np.ndarray:

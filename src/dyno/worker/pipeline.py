@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,14 @@ SMALL = 4 << 20  # outputs of fewer bytes are copied out of the slot, so that it
 LEAST_SAMPLES = 3  # of the times of each stage
 
 
+@dataclass(frozen=True)
+class Flowed:
+    """What `work` made of each batch's outputs, in order, and the seconds from the last warm-up batch to the end."""
+
+    made: list[Any]
+    seconds: float
+
+
 class Pipeline:
     """One session and one source of batches; buffers are made once, where the session reads them fastest."""
 
@@ -31,14 +40,17 @@ class Pipeline:
         self._session, self._source, self._helpers = session, source, helpers
         self._buffers = [session.stage(source.room()) for _ in range(session.slots + AHEAD)]
 
-    def run(self, count: int, keep: Keep, work: Work) -> list[Any]:
-        """The first `count` batches; returns what `work` made of each one's outputs, in order.
+    def run(self, count: int, keep: Keep, work: Work, warm_up: int = 0) -> Flowed:
+        """The first `count` batches, and before them the first `warm_up` of them for nothing.
 
-        `keep` is called in order and at once, `work` in other threads; the outputs are theirs until they return.
+        `keep` is called in order and at once, `work` in other threads; the outputs are theirs until they return. The
+        clock starts when the last batch of warm-up has been fetched and the next are on their way, so that filling the
+        pipeline counts for nothing; draining it counts. Without warm-up, everything does.
         """
+        numbers = [*range(warm_up), *range(count)]
         with ThreadPoolExecutor(self._helpers) as readers, ThreadPoolExecutor(self._helpers) as workers:
-            feeder = _Feeder(self._source, self._buffers, readers, count)
-            return _Flow(self._session, feeder, workers, keep, work).run(count)
+            feeder = _Feeder(self._source, self._buffers, readers, numbers)
+            return _Flow(self._session, feeder, workers, keep, work).run(numbers, warm_up)
 
     def stages(self, work: Work, seconds: float) -> dict[str, np.ndarray]:
         """Seconds per batch of each stage, one batch at a time in one thread so that no stage overlaps another.
@@ -68,19 +80,16 @@ class Pipeline:
 class _Feeder:
     """Reads batches in order into buffers that come back; only the loop's own thread calls it."""
 
-    def __init__(self, source: Source, buffers: list[Any], readers: ThreadPoolExecutor, count: int) -> None:
-        self._source, self._readers, self._count = source, readers, count
+    def __init__(self, source: Source, buffers: list[Any], readers: ThreadPoolExecutor, numbers: Sequence[int]) -> None:
+        self._source, self._readers, self._numbers = source, readers, iter(numbers)
         self._free = deque(buffers)
         self._ready: deque[tuple[Any, list[Future[None]]]] = deque()
-        self._next = 0
         self._read_ahead()
 
     def _read_ahead(self) -> None:
-        while self._free and self._next < self._count:
-            feed, number = self._free.popleft(), self._next
-            parts = range(self._source.parts)
+        while self._free and (number := next(self._numbers, None)) is not None:
+            feed, parts = self._free.popleft(), range(self._source.parts)
             self._ready.append((feed, [self._readers.submit(self._source.fill, feed, number, part) for part in parts]))
-            self._next += 1
 
     def take(self) -> Any:
         feed, parts = self._ready.popleft()
@@ -103,31 +112,37 @@ class _Flow:
         self._reading: list[Future[Any] | None] = [None] * session.slots  # work that still reads the slot's outputs
         self._made: list[Future[Any]] = []
 
-    def run(self, count: int) -> list[Any]:
-        session, slots = self._session, self._session.slots
-        for turn in range(count):
-            slot = turn % slots
+    def run(self, numbers: Sequence[int], warm_up: int) -> Flowed:
+        slots, count = self._session.slots, len(numbers)
+        start = time.perf_counter()
+        for turn in range(count + slots):
             if turn >= slots:
-                self._finish(turn - slots)
-            self._fed[slot] = self._feeder.take()
-            session.bind(self._fed[slot], slot)
-            if (reader := self._reading[slot]) is not None:
-                reader.result()
-            session.run(slot)
-        for late in range(max(0, count - slots), count):
-            self._finish(late)
-        return [made.result() for made in self._made]
+                self._finish(turn - slots, numbers[turn - slots], counts=turn - slots >= warm_up)
+                if turn - slots == warm_up - 1:
+                    start = time.perf_counter()
+            if turn < count:
+                self._start(turn % slots)
+        made = [made.result() for made in self._made]
+        return Flowed(made[warm_up:], time.perf_counter() - start)
 
-    def _finish(self, turn: int) -> None:
+    def _start(self, slot: int) -> None:
+        self._fed[slot] = self._feeder.take()
+        self._session.bind(self._fed[slot], slot)
+        if (reader := self._reading[slot]) is not None:
+            reader.result()
+        self._session.run(slot)
+
+    def _finish(self, turn: int, number: int, counts: bool) -> None:
         slot = turn % self._session.slots
         self._session.wait(slot)
         fetched = self._session.fetch(slot)
         self._feeder.give(self._fed[slot])
-        self._keep(turn, fetched)
+        if counts:
+            self._keep(number, fetched)
         # With one slot the next run comes at once, and with small outputs a copy costs less than waiting.
         copied = self._session.slots == 1 or sum(a.nbytes for a in fetched.values()) <= SMALL
         own = {name: np.array(a) for name, a in fetched.items()} if copied else fetched
-        made = self._workers.submit(self._work, turn, own)
+        made = self._workers.submit(self._work, number, own)
         self._reading[slot] = None if copied else made
         self._made.append(made)
         if len(self._made) > BACKLOG:

@@ -14,7 +14,8 @@ from dyno.worker.spec import PARTS
 class Copies:
     """Brings inputs to the slots' tensors on the device and outputs back, on a stream for each way.
 
-    Page-locked memory on both ends; types and layouts change on the device, where it costs least.
+    Page-locked memory on both ends; types and layouts change on the device, where it costs least. Inputs come as
+    float32, or as uint8 where that is what the tensors are.
     """
 
     def __init__(self, torch: Any, bound: list[Any]) -> None:
@@ -23,8 +24,9 @@ class Copies:
         self._in, self.compute, self._out = (cuda.Stream(first.device) for _ in range(3))
         self._there, self._done = ([cuda.Event() for _ in bound] for _ in range(2))
         self._fresh = [False for _ in bound]
-        as_fed = first.dtype == torch.float32 and first.is_contiguous()
-        self._landed = bound if as_fed else [torch.empty(b.shape, device=b.device) for b in bound]
+        self._fed = torch.uint8 if first.dtype == torch.uint8 else torch.float32
+        as_fed = first.dtype == self._fed and first.is_contiguous()
+        self._landed = bound if as_fed else [torch.empty(b.shape, dtype=self._fed, device=b.device) for b in bound]
         self._hosts: list[Any] = [None for _ in bound]
         self._staged: dict[int, Any] = {}
         self._fetched: list[dict[str, Any]] = [{} for _ in bound]
@@ -32,14 +34,14 @@ class Copies:
 
     def stage(self, feed: np.ndarray) -> np.ndarray:
         """A copy of the array in page-locked memory, which `bind` reads without another copy; kept as long as this."""
-        host = self._locked(feed.shape)
+        host = self._locked(feed.shape, self._fed)
         array: np.ndarray = host.numpy()
         np.copyto(array, feed)
         self._staged[array.ctypes.data] = host
         return array
 
-    def _locked(self, shape: Any) -> Any:
-        return self._torch.empty(tuple(shape), pin_memory=True)
+    def _locked(self, shape: Any, dtype: Any) -> Any:
+        return self._torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
     def bind(self, feed: np.ndarray, slot: int) -> None:
         """Queue the copy to the device; the slot's next run waits for it."""
@@ -56,7 +58,7 @@ class Copies:
     def _through(self, feed: np.ndarray, slot: int) -> Any:
         """The slot's page-locked memory with the feed in it."""
         if self._hosts[slot] is None:
-            self._hosts[slot] = self._locked(feed.shape)
+            self._hosts[slot] = self._locked(feed.shape, self._fed)
         self._there[slot].synchronize()  # an earlier copy may still read from there
         np.copyto(self._hosts[slot].numpy(), feed)
         return self._hosts[slot]
@@ -91,7 +93,7 @@ class Copies:
     def _room(self, name: str, shape: Any, slot: int) -> Any:
         have = self._fetched[slot].get(name)
         if have is None or have.shape != shape:
-            have = self._fetched[slot][name] = self._locked(shape)
+            have = self._fetched[slot][name] = self._locked(shape, self._torch.float32)
         return have
 
     def parts(

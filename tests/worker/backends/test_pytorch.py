@@ -14,7 +14,7 @@ import torch
 
 from dyno.worker import models, torch_support
 from dyno.worker.backend import Session, find
-from dyno.worker.spec import Dims, ModelSpec, Runtime, Trial, Unavailable, UserError
+from dyno.worker.spec import Dims, ModelSpec, Preprocess, Runtime, Trial, Unavailable, UserError
 
 DIGITS = ModelSpec("digits", "dyno.worker.digits:resnet18", channels=1)
 NETS = '''
@@ -110,6 +110,30 @@ def test_eager_computes_in_the_type_asked_for(precision, error, channels_last):
     assert facts["weights_sha256"] == models.weights_sha256(models.load(DIGITS))
     assert facts["options"]["channels_last"] is channels_last
     session.close()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_pixels_are_normalised_in_front_of_the_module(precision, channels_last):
+    model = replace(DIGITS, preprocess=Preprocess(mean=(0.3,), std=(0.2,)))
+    raw = find("pytorch").load(trial(model, precision, input="uint8", channels_last=channels_last), None)
+    assert raw.inputs[0].dtype == "uint8"
+    pixels = np.random.default_rng(1).integers(0, 256, raw.inputs[0].shape, np.uint8)
+    got = outputs(raw, {"input": pixels})["output"].copy()
+    usual = find("pytorch").load(trial(model, precision, channels_last=channels_last), None)
+    normalised = ((pixels.astype(np.float32) / 255 - 0.3) / 0.2).astype(np.float32)
+    want = outputs(usual, {"input": normalised})["output"]
+    np.testing.assert_allclose(got, want, 1e-2, (1e-5 if precision == "fp32" else 5e-3) * np.abs(want).max())
+    assert raw.facts()["layers_by_type"] == usual.facts()["layers_by_type"]
+    assert raw.facts()["weights_sha256"] == usual.facts()["weights_sha256"]
+
+
+def test_pixels_of_something_else_than_an_image_are_refused(nets):
+    asked = trial(ModelSpec("several", f"{nets}:several"), input="uint8")
+    with pytest.raises(UserError, match="input=uint8 wants a model with one image input"):
+        find("pytorch").load(replace(asked, dims=replace(asked.dims, shapes={"input": (2, 5)})), None)
+    with pytest.raises(UserError, match="unknown input 'int8'; it is one of float32, uint8"):
+        find("pytorch").load(trial(input="int8"), None)
 
 
 def test_bind_copies_so_that_the_caller_may_reuse_its_array():

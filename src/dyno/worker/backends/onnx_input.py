@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,19 +12,9 @@ import numpy as np
 
 from dyno.worker.backend import Backend
 from dyno.worker.calibration import example
-from dyno.worker.inputs import normalisation
+from dyno.worker.inputs import pixel_scale
 from dyno.worker.onnx_check import compared, outputs
-from dyno.worker.spec import Artifact, Option, Recipe, Runtime, Tensor, Trial, Unavailable, UserError
-
-INPUTS = ("float32", "uint8")
-
-
-def wants_pixels(options: Mapping[str, Option]) -> bool:
-    """Whether the option `input` asks for raw pixels; anything but float32 and uint8 is a `UserError`."""
-    asked = options.get("input", "float32")
-    if asked not in INPUTS:
-        raise UserError(f"unknown input {asked!r}; it is one of {', '.join(INPUTS)}")
-    return asked == "uint8"
+from dyno.worker.spec import Artifact, Recipe, Runtime, Tensor, Trial, Unavailable, UserError
 
 
 def reading_pixels(parent: Recipe) -> Recipe:
@@ -67,10 +56,9 @@ class OnnxInput(Backend):
         if parent is None:
             raise UserError("input=uint8 is made from an ONNX file: give one, or a PyTorch model")
         image = _image(parent)
-        mean, std = normalisation(recipe.model.preprocess, int(image.shape[1]))
-        scale, offset = 1 / (255 * std.astype(np.float64)), -mean.astype(np.float64) / std
+        scale, offset = pixel_scale(recipe.model.preprocess, int(image.shape[1]))
         model, path = onnx.load(parent.path), folder / "model.onnx"
-        _prepend(model.graph, image.name, scale.astype(np.float32), offset.astype(np.float32))
+        _prepend(model.graph, image.name, scale, offset)
         onnx.checker.check_model(model, full_check=True)
         onnx.save(model, path)
         content = path.read_bytes()

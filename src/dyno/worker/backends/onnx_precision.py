@@ -16,10 +16,11 @@ import numpy as np
 
 from dyno.worker.backend import Backend
 from dyno.worker.backends.onnx_export import QUANTISED, exported
-from dyno.worker.backends.onnx_input import reading_pixels, wants_pixels
+from dyno.worker.backends.onnx_input import reading_pixels
 from dyno.worker.backends.onnx_modelopt import quantised
 from dyno.worker.backends.onnx_sensitivity import kept, ranked
 from dyno.worker.calibration import NO_DATA, SAMPLES, example
+from dyno.worker.inputs import wants_pixels
 from dyno.worker.onnx_bf16 import to_bf16
 from dyno.worker.onnx_check import compared, outputs
 from dyno.worker.onnx_fp16 import to_fp16

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-from dyno.worker import models
+from dyno.worker import inputs, models
 from dyno.worker.backend import Arrays, Backend, Session
-from dyno.worker.spec import Artifact, Tensor, Trial, Unavailable, UserError
+from dyno.worker.spec import Artifact, DataSpec, Tensor, Trial, Unavailable, UserError
 from dyno.worker.torch_copies import Copies
 from dyno.worker.torch_support import (
     compiler_errors,
@@ -40,14 +40,15 @@ GRAPH_MODES = ("reduce-overhead", "max-autotune")  # these replay CUDA graphs, w
 class PyTorch(Backend):
     """Eager PyTorch: the reference that everything else is compared with.
 
-    Options: `channels_last` (bool; default: on for a GPU in fp16 and bf16), `cudnn_benchmark` (bool, default off).
+    Options: `channels_last` (bool; default: on for a GPU in fp16 and bf16), `cudnn_benchmark` (bool, default off),
+    `input` (float32, or uint8: fed raw pixels, normalised on the device before the module).
     """
 
     name = "pytorch"
     requires: tuple[str, ...] = ("torch",)
     precisions: tuple[str, ...] = ("fp32", "tf32", "fp16", "bf16")
     devices: tuple[str, ...] = ("cpu", "cuda")
-    options: tuple[str, ...] = ("channels_last", "cudnn_benchmark")
+    options: tuple[str, ...] = ("channels_last", "cudnn_benchmark", "input")
 
     def refuse(self, trial: Trial) -> str:
         """See `Backend.refuse`; besides, a file holds no module, and TF32 exists on NVIDIA's GPUs alone."""
@@ -82,6 +83,7 @@ class PyTorch(Backend):
         unknown = sorted(set(trial.options) - set(self.options))
         if unknown:
             raise UserError(f"{self.name} has no option {unknown[0]!r}; it has {', '.join(self.options)}")
+        inputs.wants_pixels(trial.options)
         on_gpu = trial.runtime.device.startswith("cuda")
         defaults = {"channels_last": on_gpu and trial.precision in ("fp16", "bf16"), "cudnn_benchmark": False}
         return {**defaults, **trial.options}
@@ -96,7 +98,7 @@ class Compile(PyTorch):
 
     name = "compile"
     precisions = ("fp32", "tf32", "fp16", "bf16")
-    options = ("channels_last", "cudnn_benchmark", "mode", "freeze")
+    options = ("channels_last", "cudnn_benchmark", "input", "mode", "freeze")
 
     def _convolve(self, torch: Any, device: str) -> None:
         need_compiler()
@@ -134,11 +136,13 @@ class TorchSession(Session):
         self._layout = self._torch.channels_last if options["channels_last"] else self._torch.contiguous_format
         dtype = getattr(self._torch, TYPES[trial.precision])
         self._module = module.to(self._device, dtype, memory_format=self._layout)
-        self._call: Any = self._module
+        self._pixels = inputs.wants_pixels(options)
         self.slots = self._slots_wanted()
         self._copies: Copies | None = None
         self._queue: Any = None
         self._allocate(dtype)
+        self._eager = self._from_pixels(dtype) if self._pixels else self._module
+        self._call: Any = self._eager
         self._ran = False
 
     def _slots_wanted(self) -> int:
@@ -152,15 +156,31 @@ class TorchSession(Session):
         dims = self._trial.dims
         default = (dims.batch, self._trial.model.channels, dims.height, dims.width)
         self._shape = tuple(dims.shapes.get("input", default))
-        self.inputs = (Tensor("input", "float32", self._shape),)
+        self.inputs = (Tensor("input", "uint8" if self._pixels else "float32", self._shape),)
         empty, slots = self._torch.empty, range(self.slots)
         layout = self._layout if len(self._shape) == 4 else self._torch.contiguous_format
+        dtype = self._torch.uint8 if self._pixels else dtype
         self._bound = [empty(self._shape, dtype=dtype, device=self._device, memory_format=layout) for _ in slots]
         self._out: list[Any] = [None] * self.slots
         if self._on_gpu:
             self._copies = Copies(self._torch, self._bound)
             self._queue = self._copies.compute
             self.stream = self._queue.cuda_stream
+
+    def _from_pixels(self, dtype: Any) -> Callable[[Any], Any]:
+        """The module behind the normalisation, which is computed in float32 as a host that normalises would."""
+        if len(self._shape) != 4:
+            raise UserError(
+                f"input=uint8 wants a model with one image input (N x C x H x W); this one has {self._shape}"
+            )
+        found = inputs.pixel_scale(self._trial.model.preprocess, self._shape[1])
+        scale, offset = (self._torch.from_numpy(each).to(self._device) for each in found)
+        module = self._module
+
+        def call(pixels: Any) -> Any:
+            return module((pixels * scale + offset).to(dtype))
+
+        return call
 
     @contextmanager
     def _on(self, stream: Any) -> Iterator[None]:
@@ -231,8 +251,8 @@ class TorchSession(Session):
     def try_eager(self) -> None:
         """Run the module as it is on random input, before it is compiled: a shape it refuses is said in its own words,
         and what goes wrong later is the compiler's doing."""
-        rng = np.random.default_rng(0)
-        self.bind({"input": rng.standard_normal(self._shape, dtype=np.float32)})
+        data, preprocess = DataSpec(), self._trial.model.preprocess
+        self.bind(next(inputs.batches(data, preprocess, self.inputs, self._trial.dims, 1)))
         self._once()
 
     def _once(self) -> None:
@@ -267,7 +287,7 @@ class TorchSession(Session):
         hooks = [m.register_forward_hook(keep) for m in leaves]
         try:
             with self._on(self._queue):
-                self._module(self._bound[0])
+                self._eager(self._bound[0])
         finally:
             for hook in hooks:
                 hook.remove()
@@ -275,7 +295,7 @@ class TorchSession(Session):
 
     def close(self) -> None:
         """Drop the module and the tensors, and give the GPU's memory back."""
-        self._module = self._call = None
+        self._module = self._eager = self._call = None
         self._out, self._bound, self._copies = [], [], None
         if self._on_gpu:
             self._torch.cuda.empty_cache()
@@ -302,7 +322,7 @@ class CompiledSession(TorchSession):
         counters.clear()
         config.freezing = bool(self._options["freeze"])
         mode = None if self._options["mode"] == "default" else self._options["mode"]
-        self._call = self._torch.compile(self._module, backend="inductor", dynamic=False, mode=mode)
+        self._call = self._torch.compile(self._eager, backend="inductor", dynamic=False, mode=mode)
         before, started = kernels(), time.perf_counter()
         if before:  # an earlier round of this trial has asked the compiler what the processor has; it takes 14 s
             config.cpp.vec_isa_ok = True
