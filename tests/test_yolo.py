@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from dyno.worker.spec import Artifact, DataSpec, Dims, Job, ModelSpec, Plan, Run
 from yolo_small import SIZE, Trained
 
 pytestmark = pytest.mark.slow
+MODELOPT = os.environ.get("DYNO_TEST_MODELOPT", "")
 TASK = "segment"  # has everything: boxes, scores, coefficients and prototypes
 Command = Callable[..., Any]
 
@@ -67,10 +69,13 @@ def network(yolo: Callable[[str], Trained], tmp_path_factory: pytest.TempPathFac
     return Network(trained, model, data, x, reference, artifact)
 
 
-def run(path: str, images: np.ndarray, batch: int = 16) -> list[np.ndarray]:
+def run(path: str, images: np.ndarray, batch: int = 16, optimised: bool = True) -> list[np.ndarray]:
     import onnxruntime
 
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    options = onnxruntime.SessionOptions()
+    if not optimised:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     parts = [session.run(None, {"input": images[i : i + batch]}) for i in range(0, len(images), batch)]
     return [np.concatenate(part) for part in zip(*parts, strict=True)]
 
@@ -112,6 +117,22 @@ def test_a_lower_precision_still_finds_them(
     assert np.abs(got[0][:, 4:7] - network.reference[0][:, 4:7]).max() < score
     if pixels:
         assert np.abs(got[0][:, :4] - network.reference[0][:, :4]).max() < pixels
+    for kind in ("bbox", "segm"):
+        assert network.scores(got, kind)[1] > network.scores(network.reference, kind)[1] - 0.05
+
+
+@pytest.mark.skipif(not MODELOPT, reason="DYNO_TEST_MODELOPT names no Python with nvidia-modelopt")
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+def test_nvidia_modelopt_spares_the_decoding_too(network: Network, tmp_path: Path, precision: str) -> None:
+    trial = Trial(
+        network.model, "tensorrt", precision, Dims(0, SIZE, SIZE), {"quantizer": "modelopt"}, data=network.data
+    )
+    step = converted(trial, "tensorrt")
+    job = Job("make", Runtime("modelopt", MODELOPT, threads=2), recipe=step, artifact=network.artifact)
+    record = launch(job, tmp_path / "job", 280)
+    assert record.status == "ok" and record.artifact is not None, record.reason
+    assert "nodes that decode boxes among it" in record.artifact.made_by["scheme"]
+    got = run(record.artifact.path, network.images, optimised=False)
     for kind in ("bbox", "segm"):
         assert network.scores(got, kind)[1] > network.scores(network.reference, kind)[1] - 0.05
 

@@ -158,7 +158,9 @@ def test_neither_workers_nor_what_ran_before_change_the_result(digits, nets, tmp
 def test_other_settings_or_data_are_named(digits, nets, tmp_path):
     model = dataclasses.replace(NET, source=f"{nets}:two")
     fit(digits, tmp_path / "run", model, epochs=1)
-    with pytest.raises(UserError, match=r"began with lr 0\.005 \(now 0\.1\), training images of-digits\d+ \(now another"):
+    with pytest.raises(
+        UserError, match=r"began with lr 0\.005 \(now 0\.1\), training images of-digits\d+ \(now another"
+    ):
         fit(dataclasses.replace(digits, sha256="another"), tmp_path / "run", model, epochs=1, lr=0.1)
     assert fit(digits, tmp_path / "run", model, epochs=1, workers=1)["epochs"] == 1
 

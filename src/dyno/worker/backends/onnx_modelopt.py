@@ -7,7 +7,7 @@ for the name `modelopt` (`--python modelopt=PATH`). It needs no GPU.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
+import re
 import shutil
 import tempfile
 import time
@@ -18,14 +18,17 @@ from typing import Any
 
 import numpy as np
 
+from dyno.worker import system
 from dyno.worker.backend import Backend
 from dyno.worker.calibration import CalibrationImages, example
 from dyno.worker.onnx_check import compared, outputs
+from dyno.worker.onnx_head import decoding
 from dyno.worker.spec import Artifact, DataSpec, Option, Recipe, Runtime, Trial, Unavailable, UserError
 
 RUNTIME = "modelopt"  # the name that an interpreter is given for this step
 METHODS = {"minmax": "max", "entropy": "entropy"}
 REST = "fp16"  # what isn't quantised: TensorRT 10 takes types from the graph, and this is the fast one
+EXACT = "fp32"  # the same of a detector: it converts all of the rest or nothing, and decoding boxes wants FP32
 HERE = "give a Python that has it, --python modelopt=PATH (there: pip install nvidia-modelopt[onnx])"
 
 
@@ -44,10 +47,10 @@ def quantised(parent: Recipe, precision: str, data: DataSpec, options: dict[str,
 
 class OnnxModelopt(Backend):
     """Makes a Q/DQ file for TensorRT 10 and later from one in FP32: matrix products and convolutions in FP8 or INT8,
-    the rest in FP16."""
+    the rest in FP16, of a detector in FP32."""
 
     name = "onnx_modelopt"
-    requires = ("nvidia-modelopt", "onnx", "onnxruntime")
+    requires = ("nvidia-modelopt", "onnx", "onnxruntime|onnxruntime-gpu")
     precisions = ("fp8", "int8")
     options = ("samples", "method")
     runs = False
@@ -59,7 +62,7 @@ class OnnxModelopt(Backend):
     def probe(self) -> dict[str, Any]:
         """Import the quantiser; `Unavailable` says where it has to be."""
         _library()
-        versions = {name: importlib.metadata.version(name) for name in self.requires}
+        versions = system.versions(self.requires)
         return {"version": versions["nvidia-modelopt"], "devices": ["cpu"], "detail": f"{versions}"}
 
     def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
@@ -75,13 +78,14 @@ class OnnxModelopt(Backend):
         if method not in METHODS:
             raise UserError(f"nvidia-modelopt has no calibration method {method!r}; it has {', '.join(METHODS)}")
         images, path = CalibrationImages(recipe, parent), folder / "model.onnx"
-        _quantise(parent, recipe.precision, METHODS[method], images, path)
+        spared = _quantise(parent, recipe, METHODS[method], images, path)
         content = path.read_bytes()
         made_by = {
             "backend": self.name,
             "options": dict(recipe.options),
-            "versions": {name: importlib.metadata.version(name) for name in self.requires},
-            "scheme": f"nvidia-modelopt: Q/DQ in {recipe.precision} as it places them, the rest in {REST}",
+            "versions": system.versions(self.requires),
+            "scheme": f"nvidia-modelopt: Q/DQ in {recipe.precision} as it places them, the rest in "
+            + (f"{EXACT}: {spared} nodes that decode boxes among it" if spared else REST),
             "target": "tensorrt",
             "calibration": {"samples": images.count, "method": method, "data_sha256": images.data.sha256},
             "check": _check(path, recipe, parent),
@@ -108,22 +112,29 @@ def _library() -> Any:
     return quantize
 
 
-def _quantise(parent: Artifact, precision: str, method: str, images: CalibrationImages, path: Path) -> None:
+def _quantise(parent: Artifact, recipe: Recipe, method: str, images: CalibrationImages, path: Path) -> int:
+    """Write the file; returns how many nodes of a detector's decoding were left out."""
     quantize = _library()
+    import onnx
+
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        # It writes files beside the one it reads.
-        source = shutil.copy(parent.path, Path(scratch) / "source.onnx")
+        # It writes files beside the one it reads, and knows nodes by names that not every exporter gives.
+        source, model = Path(scratch) / "source.onnx", onnx.load(parent.path)
+        head = decoding(model.graph, recipe.model)
+        onnx.save(model, source)
         quantize(
             str(source),
-            quantize_mode=precision,
+            quantize_mode=recipe.precision,
             calibration_data_reader=Feeds(images),
             calibration_method=method,
             calibration_eps=["cpu"],
-            high_precision_dtype=REST,
+            high_precision_dtype=EXACT if head else REST,
+            nodes_to_exclude=[re.escape(name) + "$" for name in sorted(head)],
             output_path=str(Path(scratch) / "made.onnx"),
             log_level="ERROR",
         )
         shutil.move(Path(scratch) / "made.onnx", path)
+    return len(head)
 
 
 class Feeds:
