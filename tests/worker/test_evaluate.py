@@ -130,7 +130,9 @@ def test_pixels_go_as_they_are_to_a_uint8_input(data: DataSpec) -> None:
 
 
 def test_what_the_data_set_knows_comes_along(data: DataSpec) -> None:
-    (Path(data.folder) / "meta.json").write_text('{"decode_s": 0.002, "classes": ["a", "б"]}', encoding="utf-8")
+    about = '{"decode_s": 0.002, "classes": ["a", "б"], "warnings": ["class \'б\' is in no image"]}'
+    (Path(data.folder) / "meta.json").write_text(about, encoding="utf-8")
     found = evaluate.evaluate(Linear(2), trial(data, 2))
     assert found.measurements()[0].tag == "decode" and found.decode == 0.002
     assert found.arrays["classes"].tolist() == ["a", "б"]
+    assert found.oddities == ("class 'б' is in no image",)

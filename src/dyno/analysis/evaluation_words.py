@@ -23,7 +23,8 @@ Rows = list[list[str]]
 
 def told(trial: TrialResult, format: str = "text", per_class: bool = False) -> str:
     """The trial's own section as text or Markdown; `per_class` lists every class instead of the worst."""
-    lines = [*_accuracy(trial), *_speed(trial), *_classes(trial, per_class)]
+    warned = (f"warning: {sentence}" for sentence in trial.warnings())
+    lines = [*_accuracy(trial), *_speed(trial), *_classes(trial, per_class), *warned]
     every: list[Sequence[Any]] = [lines, *_tables(trial, per_class)]
     parts = [part for part in every if part]
     if format == "markdown":

@@ -28,7 +28,7 @@ STAGES_S = 0.5
 @dataclass(frozen=True)
 class Evaluation:
     """Arrays for outputs.npz; images and seconds of the loop over them, 0 for random inputs; seconds per image of each
-    stage, one sample per batch."""
+    stage, one sample per batch; what was odd about the data when it was decoded."""
 
     arrays: dict[str, np.ndarray]
     images: int = 0
@@ -36,6 +36,7 @@ class Evaluation:
     seconds: float = 0.0
     decode: float = 0.0
     stages: dict[str, np.ndarray] = field(default_factory=dict)
+    oddities: tuple[str, ...] = ()
 
     def measurements(self) -> list[Measurement]:
         """The rate of the pipeline and the stages' times, which are raw samples of their own names."""
@@ -81,7 +82,8 @@ def evaluate(session: Session, trial: Trial, timed: bool = True) -> Evaluation:
     about = _about(trial) if real else {}
     arrays = {**kept.arrays(), **answers.arrays(flowed.made), **_identity(real, count, about)}
     decode = float(about.get("decode_s") or 0)
-    return Evaluation(arrays, count, min(warm * batch, count), seconds, decode, stages)
+    oddities = tuple(about.get("warnings") or ())
+    return Evaluation(arrays, count, min(warm * batch, count), seconds, decode, stages, oddities)
 
 
 def _identity(real: Photos | None, count: int, about: dict[str, Any]) -> dict[str, np.ndarray]:

@@ -187,6 +187,8 @@ def _evaluate(session: Session, trial: Trial, journal: Journal) -> None:
     shown = {"name": trial.data.name, "split": trial.data.split, "count": len(arrays["sample"])}
     shown |= inputs.photographs(trial.data)
     journal.facts({"data": shown})
+    for sentence in found.oddities:
+        journal.warn(f"data: {sentence}")
     bad = [name[7:] for name, a in arrays.items() if name.startswith("output:") and not np.isfinite(a).all()]
     if bad:
         journal.warn(f"output {', '.join(bad)} has values that are not finite")
