@@ -7,6 +7,8 @@ UV := $(BIN)/uv
 READY := $(VENV)/.ready
 OTHER_READY := $(OTHER)/.ready
 RUNS ?= runs
+# Two processes, a test file in one of them: most tests wait for a process of their own.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # ultralytics' networks, after all other engines were loaded into one process, end it now and then: they are tested in their own.
 ALONE := tests/worker/test_ultralytics_models.py
 
@@ -27,14 +29,14 @@ demo: $(READY)  ## the whole job on scikit-learn's digits, into runs/demo
 	$(BIN)/dyno demo
 
 test: setup  ## every test
-	$(BIN)/python -m pytest --ignore=$(ALONE)
+	$(PYTEST) --ignore=$(ALONE)
 	$(BIN)/python -m pytest $(ALONE)
 
 check: setup  ## format, lint, types and the fast tests: under two minutes
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q -m "not slow and not gpu" --ignore=$(ALONE)
+	$(PYTEST) -q -m "not slow and not gpu" --ignore=$(ALONE)
 	$(BIN)/python -m pytest -q -m "not slow and not gpu" $(ALONE)
 
 format: $(READY)  ## put the code into its format

@@ -9,6 +9,10 @@ class folders. Then, in alternation:
   are timed, all images go through.
 - later: the same command again: the decoded images and the look are there, everything else is done again.
 
+Both have the same network and weights. The plain loop runs it in PyTorch; Dyno runs it in `--backend`, ONNX Runtime
+unless another is named. With `--backend pytorch` nothing can be faster than the network itself, which is most of the
+plain loop on a CPU: the last line says how fast that is.
+
 `command` is the wall time from start to end of the process, as a user waits for it; `loop` is the plain loop alone,
 for Dyno the evaluation's pipeline, and of a first pass also all that its command takes longer than the later one.
 `processor` is the processor time of the command with all of its children, which other programs on the machine change
@@ -154,7 +158,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("images", 2000), ("batch", 32), ("rounds", 2), ("threads", len(os.sched_getaffinity(0)))):
         parser.add_argument(f"--{name}", type=int, default=default)
-    for name, value in (("model", "mobilenet_v3_small"), ("device", "cpu"), ("backend", "pytorch"),
+    for name, value in (("model", "mobilenet_v3_small"), ("device", "cpu"), ("backend", "onnxruntime"),
                         ("precision", "fp32"), ("dyno", ""), ("json", "")):  # fmt: skip
         parser.add_argument(f"--{name}", default=value, help="more flags for dyno eval" if name == "dyno" else None)
     args = parser.parse_args()

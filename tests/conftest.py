@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -28,6 +29,8 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The user's cache is neither read nor filled by the tests, nor by the processes they start."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DYNO_CACHE", str(tmp_path_factory.mktemp("cache")))
+        # torch.compile spends half of a cold compile on trying out which vector instructions its g++ knows.
+        patch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")
         yield
 
 
@@ -115,3 +118,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") and _no_gpu():
             item.add_marker(pytest.mark.skip(reason=_no_gpu()))
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        # Files go to whichever process is free: the long ones first, so that none is left over at the end.
+        slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+        items.sort(key=lambda item: -slow[item.path])

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from dyno import Study
 from dyno.analysis import results, tables, verdict
 from dyno.execute import execute
@@ -38,6 +40,7 @@ def stored(folder: Path) -> dict[str, int]:
     return {str(p.relative_to(folder)): p.stat().st_mtime_ns for p in folder.glob("trials/*/*/record.json")}
 
 
+@pytest.mark.slow
 def test_winner_runner_up_and_reference_run_again_and_nothing_is_mixed(fake_study: Studies, tmp_path: Path) -> None:
     study = fake_study(backends=(*THREE, "fake@latency_ms=4.0"), rounds=2, confirm=2, reference="fake@latency_ms=4.0")
     began = run(study, tmp_path)
@@ -68,6 +71,7 @@ def test_a_confirmation_that_was_cut_off_is_made_good(fake_study: Studies, tmp_p
     assert sum(before[k] != v for k, v in stored(tmp_path).items()) == 1
 
 
+@pytest.mark.slow
 def test_more_confirmations_extend_and_a_lone_trial_has_none(fake_study: Studies, tmp_path: Path) -> None:
     run(fake_study(backends=THREE[:2], confirm=1), tmp_path / "two")
     assert [k for _, k in run(fake_study(backends=THREE[:2], confirm=3), tmp_path / "two")] == [1, 1, 2, 2]

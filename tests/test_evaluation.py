@@ -67,6 +67,7 @@ def test_text_names_everything(command: Callable[..., str], tmp_path: Path) -> N
     assert "| нуль | 10 |" in again and "| one | 10 |" in again
 
 
+@pytest.mark.slow
 def test_csv_and_json_hold_every_column(command: Callable[..., str], tmp_path: Path) -> None:
     command("--out", tmp_path / "run")
     (row,) = csv.DictReader(io.StringIO(command("--out", tmp_path / "run", "--format", "csv")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from dataclasses import replace
@@ -132,8 +133,19 @@ def test_pixels_of_something_else_than_an_image_are_refused(nets):
     asked = trial(ModelSpec("several", f"{nets}:several"), input="uint8")
     with pytest.raises(UserError, match="input=uint8 wants a model with one image input"):
         find("pytorch").load(replace(asked, dims=replace(asked.dims, shapes={"input": (2, 5)})), None)
-    with pytest.raises(UserError, match="unknown input 'int8'; it is one of float32, uint8"):
-        find("pytorch").load(trial(input="int8"), None)
+
+
+@pytest.mark.parametrize(
+    ("backend", "options", "line"),
+    [
+        ("pytorch", {"input": "int8"}, "unknown input 'int8'; it is one of float32, uint8"),
+        ("compile", {"mode": "fast"}, "compile has no mode 'fast'; it has default, reduce-overhead, max-autotune"),
+    ],
+)
+def test_a_value_that_no_trial_can_have_is_told_before_anything_runs(backend, options, line):
+    for step in (find(backend).refuse, find(backend).checked):
+        with pytest.raises(UserError, match=re.escape(line)):
+            step(trial(backend=backend, **options))
 
 
 def test_bind_copies_so_that_the_caller_may_reuse_its_array():

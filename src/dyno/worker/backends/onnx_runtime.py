@@ -34,7 +34,7 @@ OPTIMIZATION = {
     "disable": "ORT_DISABLE_ALL",
 }
 NUMPY_TYPES = {"float": "float32", "double": "float64"}
-PROFILED_RUNS = 3
+PROFILED_RUNS = 6
 # An ONNX file of one node, y = x + x on a float scalar, so that `probe` needs no onnx.
 ONE_ADD = bytes.fromhex(
     "08083a2f0a0e0a01780a0178120179220341646412036164645a0b0a017812060a0408011200620b0a017912060a040801120042040a00100d"

@@ -51,7 +51,11 @@ class PyTorch(Backend):
     options: tuple[str, ...] = ("channels_last", "cudnn_benchmark", "input")
 
     def refuse(self, trial: Trial) -> str:
-        """See `Backend.refuse`; besides, a file holds no module, and TF32 exists on NVIDIA's GPUs alone."""
+        """See `Backend.refuse`; besides, a file holds no module, and TF32 exists on NVIDIA's GPUs alone.
+
+        A value that no trial can have is a `UserError`.
+        """
+        self.check_values(trial)
         if trial.model.file:
             return f"there is no PyTorch module in {'an ONNX' if trial.model.file.endswith('.onnx') else 'that'} file"
         if trial.precision == "tf32" and trial.runtime.device == "cpu":
@@ -79,14 +83,18 @@ class PyTorch(Backend):
             return TorchSession(trial, self.checked(trial))
 
     def checked(self, trial: Trial) -> dict[str, Any]:
-        """The trial's options with the defaults filled in; an unknown one is a `UserError`."""
+        """The trial's options with the defaults filled in; an unknown one, or an unknown value, is a `UserError`."""
         unknown = sorted(set(trial.options) - set(self.options))
         if unknown:
             raise UserError(f"{self.name} has no option {unknown[0]!r}; it has {', '.join(self.options)}")
-        inputs.wants_pixels(trial.options)
+        self.check_values(trial)
         on_gpu = trial.runtime.device.startswith("cuda")
         defaults = {"channels_last": on_gpu and trial.precision in ("fp16", "bf16"), "cudnn_benchmark": False}
         return {**defaults, **trial.options}
+
+    def check_values(self, trial: Trial) -> None:
+        """Raise `UserError` for an option with a value that it never has."""
+        inputs.wants_pixels(trial.options)
 
 
 class Compile(PyTorch):
@@ -115,12 +123,15 @@ class Compile(PyTorch):
             return CompiledSession(trial, options)
 
     def checked(self, trial: Trial) -> dict[str, Any]:
-        """See `PyTorch.checked`; an unknown mode is a `UserError`."""
+        """See `PyTorch.checked`."""
         defaults = {"mode": "default", "freeze": trial.runtime.device == "cpu"}
-        options = {**defaults, **super().checked(trial)}
-        if options["mode"] not in MODES:
-            raise UserError(f"compile has no mode {options['mode']!r}; it has {', '.join(MODES)}")
-        return options
+        return {**defaults, **super().checked(trial)}
+
+    def check_values(self, trial: Trial) -> None:
+        """See `PyTorch.check_values`."""
+        super().check_values(trial)
+        if (mode := trial.options.get("mode", "default")) not in MODES:
+            raise UserError(f"compile has no mode {mode!r}; it has {', '.join(MODES)}")
 
 
 class TorchSession(Session):
