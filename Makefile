@@ -7,10 +7,14 @@ UV := $(BIN)/uv
 READY := $(VENV)/.ready
 OTHER_READY := $(OTHER)/.ready
 RUNS ?= runs
-# Two processes, a test file in one of them: most tests wait for a process of their own.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
-# ultralytics' networks, after all other engines were loaded into one process, end it now and then: they are tested in their own.
-ALONE := tests/worker/test_ultralytics_models.py
+# The tests run in two processes side by side: those that load engines into the process, and those that start jobs, which
+# are about as long. ultralytics' networks and training stand with the second: after all engines were loaded into one
+# process, they ended it now and then.
+ALONE := tests/worker/test_train.py tests/worker/test_ultralytics_models.py
+HEAVY := tests/test_contract.py tests/test_yolo.py
+ENGINES := tests/analysis tests/datasets tests/gpu tests/worker $(HEAVY) $(addprefix --ignore=,$(ALONE))
+JOBS := $(filter-out $(HEAVY),$(wildcard tests/test_*.py)) $(ALONE)
+FAST := -q -m "not slow and not gpu"
 
 # A PYTHONPATH or an activated environment of the caller's must not decide what is tested here.
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV CONDA_PREFIX
@@ -18,7 +22,8 @@ export UV_PYTHON_DOWNLOADS := never
 export UV_HTTP_TIMEOUT ?= 300
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench format clean distclean
+
+.PHONY: help setup demo test test-engines test-jobs check bench format clean distclean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,15 +34,19 @@ demo: $(READY)  ## the whole job on scikit-learn's digits, into runs/demo
 	$(BIN)/dyno demo
 
 test: setup  ## every test
-	$(PYTEST) --ignore=$(ALONE)
-	$(BIN)/python -m pytest $(ALONE)
+	@$(MAKE) --no-print-directory -j2 --output-sync=line --keep-going test-engines test-jobs
+
+test-engines:
+	$(BIN)/python -m pytest $(PYTEST) $(ENGINES)
+
+test-jobs:
+	$(BIN)/python -m pytest $(PYTEST) $(JOBS)
 
 check: setup  ## format, lint, types and the fast tests: under two minutes
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(PYTEST) -q -m "not slow and not gpu" --ignore=$(ALONE)
-	$(BIN)/python -m pytest -q -m "not slow and not gpu" $(ALONE)
+	@$(MAKE) --no-print-directory -j2 --output-sync=line --keep-going PYTEST='$(FAST)' test-engines test-jobs
 
 format: $(READY)  ## put the code into its format
 	$(BIN)/ruff format .

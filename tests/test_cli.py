@@ -195,6 +195,7 @@ def net(tmp_path: Path) -> str:
     return "net.py:net"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_runs_code_is_refused_unrun(refused: Refused, net: str, tmp_path: Path) -> None:
     import torch
 
@@ -318,6 +319,7 @@ def test_a_read_only_file_system(refused: Refused, small_disk: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_exit_codes_of_a_run(call: Callable[..., Any]) -> None:
     assert call(*FAKE, "--out", "good")[0] == 0
     assert call(*FAKE, "--backends", "fake@latency_ms=0.1,fake@fail=exception", "--out", "part")[0] == 3

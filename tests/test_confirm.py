@@ -57,6 +57,7 @@ def test_winner_runner_up_and_reference_run_again_and_nothing_is_mixed(fake_stud
     assert "as fast as fake@latency_ms=4.0 fp32" in text
 
 
+@pytest.mark.slow
 def test_a_confirmation_that_was_cut_off_is_made_good(fake_study: Studies, tmp_path: Path) -> None:
     study = fake_study(backends=THREE, confirm=1)
     assert len(run(study, tmp_path)) == 5, "the first one is the reference, and the fastest"

@@ -53,6 +53,7 @@ def command(tmp_path_factory: pytest.TempPathFactory, photos: Path) -> Callable[
     return run
 
 
+@pytest.mark.slow
 def test_text_names_everything(command: Callable[..., str], tmp_path: Path) -> None:
     out = command("--out", tmp_path / "run")
     for words in ("top-1 ", " on 30 images", "top-5 ", "whole pipeline ", "(30 images, after 8 of warm-up)",

@@ -76,6 +76,7 @@ def test_one_backend_one_colour_one_precision_one_marker() -> None:
     assert len(set(style.MARKERS.values())) == len(set(style.HATCHES.values())) == 6
 
 
+@pytest.mark.slow
 def test_row_labels_do_not_overlap(frame: pd.DataFrame) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 

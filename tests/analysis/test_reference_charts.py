@@ -32,6 +32,7 @@ def frame(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
     return tables.frame(load(folder))
 
 
+@pytest.mark.slow
 def test_everything_is_drawn(frame: pd.DataFrame, tmp_path: Path) -> None:
     drawn = reference_charts.everything(frame)
     assert list(drawn) == ["inference-time", "speedup-size", "speedup-batch", "tflops-batch", "tflops-size"]

@@ -18,6 +18,7 @@ from dyno.analysis import confusion, reference_tables, report, tables
 from dyno.analysis.results import Results, load
 from dyno.worker.spec import UserError
 
+pytestmark = pytest.mark.slow
 CHROMIUM = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars",
             "--disable-background-networking", "--disable-component-update", "--disable-sync"]  # fmt: skip
 
