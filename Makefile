@@ -11,7 +11,7 @@ RUNS ?= runs
 # are about as long. ultralytics' networks and training stand with the second: after all engines were loaded into one
 # process, they ended it now and then.
 ALONE := tests/worker/test_train.py tests/worker/test_ultralytics_models.py
-HEAVY := tests/test_contract.py tests/test_yolo.py
+HEAVY := tests/test_contract.py tests/test_mixed.py tests/test_yolo.py
 ENGINES := tests/analysis tests/datasets tests/gpu tests/worker $(HEAVY) $(addprefix --ignore=,$(ALONE))
 JOBS := $(filter-out $(HEAVY),$(wildcard tests/test_*.py)) $(ALONE)
 FAST := -q -m "not slow and not gpu"
@@ -34,6 +34,7 @@ demo: $(READY)  ## the whole job on scikit-learn's digits, into runs/demo
 	$(BIN)/dyno demo
 
 test: setup  ## every test
+	@echo "two processes test side by side, for about ten minutes on two cores; each shows what it did when it ends"
 	@$(MAKE) --no-print-directory -j2 --output-sync=line --keep-going test-engines test-jobs
 
 test-engines:
@@ -42,7 +43,7 @@ test-engines:
 test-jobs:
 	$(BIN)/python -m pytest $(PYTEST) $(JOBS)
 
-check: setup  ## format, lint, types and the fast tests: under two minutes
+check: setup  ## format, lint, types and the fast tests: about two minutes
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy

@@ -144,8 +144,7 @@ def test_an_unknown_table_names_those_there_are(results: Results, frame: pd.Data
 
 
 @pytest.mark.slow
-def test_the_report_writes_and_shows_them(tmp_path: Path) -> None:
-    results = load(with_peak(study(tmp_path / "pair", ("one",))))
+def test_the_report_writes_and_shows_them(results: Results, tmp_path: Path) -> None:
     page = report.write([results], tmp_path).read_text(encoding="utf-8")
     assert "<summary>Latency/model, ms per batch: mean</summary>" in page
     assert (tmp_path / "tables.md").read_text(encoding="utf-8").startswith("# Tables of pair\n")
