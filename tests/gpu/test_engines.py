@@ -75,6 +75,9 @@ def test_every_precision_is_what_it_says(study: Any, tmp_path: Path) -> None:
     }
     assert all(truth["ok"] for truth in truths.values()), truths
     assert truths["tensorrt", "fp16"]["share"].get("float16", 0) >= 0.5
+    shares = [t.facts["time_by_operator"] for t in result.records if t.backend == "tensorrt"]
+    assert all(sum(share.values()) == pytest.approx(1, abs=0.01) for share in shares), shares
+    assert not any("unknown" in share for share in shares), "the profiler's names are the inspector's"
     outputs = {(t.backend, t.precision): next(iter(t.outputs().values())) for t in result.records}
     want = outputs["pytorch", "fp32"]
     scale = abs(want).max()

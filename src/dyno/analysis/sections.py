@@ -257,6 +257,7 @@ def _facts(t: TrialResult) -> Iterator[tuple[str, str]]:
         ("precision", found.sentence if found else ""),
         ("nodes by provider", t.facts.get("nodes_by_provider")),
         ("threads", t.facts.get("threads")),
+        ("slowest layers", _slowest(t)),
         ("notes", "; ".join(t.notes())),
         ("GPU meanwhile", _gpu_words(t)),
         ("made by", _steps(t)),
@@ -276,6 +277,13 @@ def _steps(t: TrialResult) -> str:
         f"{s.get('maker')}: {s.get('format')} {s.get('precision')} in {show(s.get('seconds'), 'duration')}"
         f" ({show(s.get('bytes'), 'bytes')})"
         for s in steps
+    )
+
+
+def _slowest(t: TrialResult) -> str:
+    return "; ".join(
+        f"{layer['share']:.0%} {layer['name']} ({layer['operator']}, {layer['dtype']})"
+        for layer in t.facts.get("slowest_layers") or ()
     )
 
 

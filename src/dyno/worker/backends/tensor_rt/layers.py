@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -246,12 +246,14 @@ def summary(listed: Sequence[Layer], asked: str) -> dict[str, Any]:
     return found
 
 
-def notes(listed: Sequence[Layer], asked: str) -> list[str]:
-    """Sentences about what keeps the engine from being faster."""
-    said = why_not_faster(asked, [(layer.type, layer.computed_in) for layer in compute(listed)], {}, ())
-    moving = sum(layer.moves for layer in listed)
-    if moving > NOTEWORTHY * len(listed):
-        said.append(f"{moving} of {len(listed)} layers only change types or layouts")
+def notes(listed: Sequence[Layer], asked: str, time_by_operator: Mapping[str, float] | None = None) -> list[str]:
+    """Sentences about what keeps the engine from being faster; shares of time come from a profile, if there was one."""
+    moving = [layer for layer in listed if layer.moves]
+    converters = {layer.type for layer in moving} - {layer.type for layer in listed if not layer.moves}
+    kinds = [(layer.type, layer.computed_in) for layer in compute(listed)]
+    said = why_not_faster(asked, kinds, time_by_operator or {}, sorted(converters))
+    if len(moving) > NOTEWORTHY * len(listed):
+        said.append(f"{len(moving)} of {len(listed)} layers only change types or layouts")
     return said
 
 

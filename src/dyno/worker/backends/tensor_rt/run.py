@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker.backends.tensor_rt import layers, library
+from dyno.worker.backends.tensor_rt import layer_times, layers, library
 from dyno.worker.device_session import DeviceSession, slots_of
 from dyno.worker.gpu import Device, Graph
 from dyno.worker.shapes import Shape, static_shapes
@@ -215,10 +215,17 @@ class TensorRTSession(DeviceSession):
         raise UserError(f"{what}: {reason}")
 
     def facts(self) -> dict[str, Any]:
-        """What the engine says of itself: layers and their types, memory, and how it was run."""
+        """What the engine says of itself: layers, their types and times, memory, and how it was run.
+
+        Nothing can be timed afterwards: the profiler stays with the first slot's context.
+        """
         listed = layers.inspect(self._trt, self._engine)
+        seconds = layer_times.profiled(self._trt, self._contexts[0], self._run_directly)
+        shares = layer_times.by_operator(listed, seconds)
         return {
             **layers.summary(listed, self._trial.precision),
+            "time_by_operator": shares,
+            "slowest_layers": layer_times.slowest(listed, seconds),
             "options": {
                 "graph": any(self._graphs),
                 "slots": self.slots,
@@ -227,8 +234,12 @@ class TensorRTSession(DeviceSession):
                 **{key: value for key, value in self._trial.options.items() if key not in ("graph", "slots")},
             },
             "engine_memory": library.device_memory(self._engine),
-            "notes": layers.notes(listed, self._trial.precision),
+            "notes": layers.notes(listed, self._trial.precision, shares),
         }
+
+    def _run_directly(self) -> None:
+        self._launch(0)
+        self.device.synchronize()
 
     def close(self) -> None:
         """Free graphs, contexts and the engine before the memory they use."""

@@ -1,0 +1,57 @@
+"""Times of layers from a profiler that reports as the library's does; tests/gpu has the real one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dyno.worker.backends.tensor_rt import layer_times, layers
+
+CONV = layers.Layer("conv1", "CaskConvolution", (), (), "sm80_xmma", layers.Weights("int8", 9408))
+MOVE = layers.Layer("to int8", "Reformat", (), (), "0x3e8")
+
+
+class Profiler:
+    """What `IProfiler` is to a subclass."""
+
+    def __init__(self) -> None:
+        pass
+
+
+def context_of(runs: list[dict[str, float]]) -> tuple[Any, Any]:
+    """A context that reports these milliseconds, one dictionary a run, and its launch."""
+    context, left = SimpleNamespace(profiler=None), iter(runs)
+
+    def launch() -> None:
+        for name, milliseconds in next(left).items():
+            context.profiler.report_layer_time(name, milliseconds)
+
+    return context, launch
+
+
+def test_the_median_of_a_layer_leaves_the_first_run_out() -> None:
+    runs = [{"conv1": 900.0, "to int8": 900.0}, *({"conv1": 3.0 + i, "to int8": 1.0} for i in range(5))]
+    found = layer_times.profiled(SimpleNamespace(IProfiler=Profiler), *context_of(runs))
+    assert found == {"conv1": pytest.approx(5e-3), "to int8": pytest.approx(1e-3)}
+
+
+def test_shares_go_by_kind_and_by_layer_largest_first() -> None:
+    seconds = {"to int8": 1e-3, "conv1": 2e-3, "a kernel without a listing": 1e-3}
+    assert layer_times.by_operator([MOVE, CONV], seconds) == {"CaskConvolution": 0.5, "Reformat": 0.25, "unknown": 0.25}
+    first, *rest = layer_times.slowest([MOVE, CONV], seconds)
+    assert first == {
+        "name": "conv1", "operator": "CaskConvolution", "dtype": "int8", "tactic": "sm80_xmma", "share": 0.5
+    }  # fmt: skip
+    assert [one["name"] for one in rest] == ["to int8", "a kernel without a listing"]
+
+
+def test_a_library_that_reports_nothing_gives_nothing() -> None:
+    seconds = layer_times.profiled(SimpleNamespace(IProfiler=Profiler), *context_of([{}] * layer_times.RUNS))
+    assert (seconds, layer_times.by_operator([CONV], {}), layer_times.slowest([CONV], {})) == ({}, {}, [])
+
+
+def test_time_spent_on_types_and_layouts_is_a_note() -> None:
+    said = layers.notes([CONV, MOVE, *[CONV] * 10], "int8", {"CaskConvolution": 0.7, "Reformat": 0.3})
+    assert said == ["30% of the time goes into changing types and layouts (Reformat)"]
