@@ -14,6 +14,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # `import yolo_small` works in every import mode of pytest
 
+import hostile_net
 from dyno import Study
 from dyno.worker.spec import DataSpec, Dims, ModelSpec, Plan, Runtime, Trial
 from yolo_small import Trained, trained
@@ -81,6 +82,15 @@ def yolo(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trained]:
     pytest.importorskip("ultralytics", reason="no ultralytics (pip install 'inference-dyno[ultralytics]')")
     folder = Path(os.environ.get("DYNO_TEST_YOLO") or tmp_path_factory.mktemp("yolo"))
     return lru_cache(lambda task: trained(task, folder / task))
+
+
+@pytest.fixture(scope="session")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small network that is right in float and wrong in int8, as ONNX."""
+    pytest.importorskip("torch")
+    path = tmp_path_factory.mktemp("hostile") / "hostile.onnx"
+    hostile_net.write(path)
+    return path
 
 
 @pytest.fixture(scope="session")

@@ -4,57 +4,18 @@ from __future__ import annotations
 
 import json
 import subprocess
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from dyno import Study, UserError, datasets, mixed
+from dyno import Study, UserError, mixed
 from dyno.analysis import results, tables
 from dyno.expand import expand
-from dyno.store import cache_dir
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
-SIZE, FACTOR = 16, 3000.0
 QUICK = "--rounds 1 --seconds 0.05 --warmup 0.02 --threads 1 --confirm 0".split()
-
-
-@pytest.fixture(scope="module")
-def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A network that tells digits apart, with one channel made so large that no range fits all of its layer.
-
-    What reads that channel divides it out again, so in float it is the network it was.
-    """
-    torch = pytest.importorskip("torch")
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    data = datasets.digits(cache_dir() / "datasets", SIZE)
-    images, labels = (np.load(Path(data.folder) / f"{name}.npy") for name in ("images", "labels"))
-    index = np.load(Path(data.folder) / "train.npy")
-    pixels = torch.from_numpy((images[index].astype(np.float32) / 255 - 0.5) / 0.5)
-    target, nn = torch.from_numpy(labels[index]), torch.nn
-    net = nn.Sequential(nn.Conv2d(1, 16, 3, 2, 1), nn.ReLU(), nn.Conv2d(16, 32, 3, 2, 1), nn.ReLU(),
-                        nn.Conv2d(32, 32, 3, 1, 1), nn.ReLU(), nn.Flatten(), nn.Linear(512, 10))  # fmt: skip
-    optimiser = torch.optim.Adam(net.parameters(), 3e-3)
-    for step in range(240):
-        some = torch.arange(step * 64, step * 64 + 64) % len(target)
-        optimiser.zero_grad()
-        nn.functional.cross_entropy(net(pixels[some]), target[some]).backward()
-        optimiser.step()
-    with torch.no_grad():
-        net[2].weight[0] *= FACTOR
-        net[2].bias[0] *= FACTOR
-        net[4].weight[:, 0] /= FACTOR
-    path = tmp_path_factory.mktemp("hostile") / "hostile.onnx"
-    free = {"input": {0: "batch"}, "output": {0: "batch"}}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.onnx.export(net.eval(), (torch.zeros(1, 1, SIZE, SIZE),), path, input_names=["input"],
-                          output_names=["output"], dynamic_axes=free, opset_version=17, dynamo=False)  # fmt: skip
-    return path
 
 
 @pytest.mark.slow

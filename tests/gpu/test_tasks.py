@@ -1,0 +1,43 @@
+"""Tasks on TensorRT engines, by the command line: what a detector finds, and the search for mixed precision."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dyno.analysis import results, tables
+from yolo_small import SIZE
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+QUICK = "--device cuda:0 --rounds 1 --seconds 0.1 --warmup 0.1 --confirm 0".split()
+
+
+def test_a_detector_finds_the_same_on_every_engine(trt: Any, yolo: Any, tmp_path: Path) -> None:
+    trained = yolo("segment")
+    words = (trained.source, "--weights", trained.weights, "--data", trained.data, "--size", SIZE, "--batch", "1,8")
+    ways = "pytorch@precision=fp32,tensorrt@precision=fp32+fp16+int8"
+    done = trt("run", *words, "--backends", ways, "--out", tmp_path / "run", *QUICK, timeout=580)
+    assert done.returncode == 0, done.stderr
+    frame = tables.frame(results.load(tmp_path / "run"))
+    assert set(frame["status"]) == {"ok"}, frame[["backend", "precision", "status", "reason"]].to_string()
+    print(frame[["backend", "precision", "batch", "map50", "map50_95", "box_map50", "box_map50_95"]].to_string())
+    want = frame[frame["backend"] == "pytorch"].iloc[0]
+    for _, row in frame.iterrows():
+        slack = 5 if row["precision"] == "int8" else 1
+        for kind in ("map50", "map50_95", "box_map50", "box_map50_95"):
+            assert row[kind] == pytest.approx(want[kind], abs=slack), (row["backend"], row["precision"], kind)
+
+
+def test_the_layer_that_must_stay_higher_is_found_on_engines(trt: Any, hostile: Path, tmp_path: Path) -> None:
+    words = ("run", hostile, "--data", "digits", "--channels", 1, "--backends", "tensorrt", "--precision", "fp32,int8")
+    done = trt(*words, "--batch", 4, "--budget", "top1=2", "--out", tmp_path / "run", *QUICK, timeout=580)
+    assert done.returncode == 0, done.stderr
+    found = results.load(tmp_path / "run")
+    frame = tables.frame(found).set_index(["precision", "options"])
+    print(frame[["status", "top1", "budget", "reason"]].to_string())
+    assert frame.loc[("int8", ""), "budget"] == "over"
+    kept = next(t for t in found if t.options.get("keep"))
+    assert frame.loc[("int8", f"keep={kept.options['keep']}"), "budget"] == "within"
+    assert kept.artifact["made_by"]["kept"][0]["op"] == "Conv"
