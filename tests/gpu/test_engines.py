@@ -96,14 +96,8 @@ def test_every_precision_is_what_it_says(study: Any, tmp_path: Path) -> None:
 def test_int8_by_graph_and_by_calibrator(study: Any, net: str, tmp_path: Path) -> None:
     ways = ("pytorch@precision=fp32", "tensorrt@precision=int8", "tensorrt@precision=int8@route=calibrator",
             "tensorrt@precision=int8@route=calibrator@calibrator=minmax")  # fmt: skip
-    net = {
-        "models": ("dyno.worker.digits:resnet18",),
-        "channels": 1,
-        "sizes": ("64",),
-        "data": "digits",
-        "batches": (4,),
-    }
-    result = study(*ways, **net).run(tmp_path / "run", quiet=True)
+    gray = {"models": (net.replace(":net", ":gray"),), "channels": 1, "data": "digits", "batches": (4,)}
+    result = study(*ways, **gray).run(tmp_path / "run", quiet=True)
     frame = result.to_pandas()
     assert set(frame["status"]) == {"ok"}, frame[["backend", "status", "reason"]].to_string()
     int8 = [t.facts["precision_truth"]["share"].get("int8", 0) for t in result.records if t.precision == "int8"]

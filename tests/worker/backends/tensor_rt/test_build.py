@@ -311,9 +311,15 @@ def test_want_of_memory_is_known_by_what_was_tried() -> None:
 
     none_left = "Error Code 10: Internal Error (Could not find any implementation for node conv.)"
     skipped = "Skipping tactic 2 due to insufficient memory on requested size of 4294967296 detected"
-    starved, sated = SimpleNamespace(warnings=[skipped]), SimpleNamespace(warnings=[])
-    assert isinstance(_failure(starved, "can't", none_left), MemoryError)
-    assert isinstance(_failure(sated, "can't", none_left), UserError)
-    assert isinstance(_failure(starved, "can't", "1:"), MemoryError)
-    assert isinstance(_failure(starved, "can't", "API Usage Error"), UserError)
-    assert isinstance(_failure(sated, "can't", "Cuda Runtime (out of memory)"), MemoryError)
+
+    def failed(reason: str, warning: str = "", free: int = 10**10) -> type[Exception]:
+        log, device = SimpleNamespace(warnings=[warning]), SimpleNamespace(memory=lambda: (free, 144 * 10**9))
+        return type(_failure(SimpleNamespace(log=log, device=device), "can't", reason))  # type: ignore[arg-type]
+
+    assert failed(none_left, skipped) is MemoryError
+    assert failed(none_left) is UserError
+    assert failed(none_left, free=10**8) is MemoryError
+    assert failed("Cask (no further information)", free=10**8) is MemoryError, "as 8.6 says it when nothing is left"
+    assert failed("1:", skipped) is MemoryError
+    assert failed("API Usage Error", skipped, free=10**8) is UserError
+    assert failed("Cuda Runtime (out of memory)") is MemoryError

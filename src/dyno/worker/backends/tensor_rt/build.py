@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import signal
 import threading
 import time
@@ -25,6 +26,8 @@ from dyno.worker.spec import Artifact, Recipe, Tensor, Unavailable, UserError
 
 Tell = Callable[[str], None]
 INHERITED = ("parameters", "weights_sha256", "scheme", "target", "calibration", "check", "kept", "ranked")
+VAGUE = re.compile("any implementation|no further information")  # what a build ends with that found no kernel to run
+SCARCE = 1 << 30  # B: where less of the GPU's memory is left than this, a build that gives no reason ran out of it
 SHOWN = 5  # so many names in a sentence, so many warnings in a record
 RTX_TIME = "TensorRT-RTX compiles its kernels on the device that runs them: this build time is no TensorRT build time"
 
@@ -70,6 +73,7 @@ def build(product: str, recipe: Recipe, parent: Artifact, folder: Path, tell: Te
         job.flags = library.allow_types(job.trt, job.config, recipe.precision, job.typed)
         _calibrate(job)
         timings = TimingCache.open(job.trt, job.config, _gpu(job).get("model", ""), job.settings.timing_cache)
+        timings.complaint = job.log.complaint()
         plan, seconds = _built(job, tell or (lambda text: None))
         timings.save(job.trt, job.config)
         path = folder / "model.engine"
@@ -132,7 +136,7 @@ def _parse(job: Build) -> None:
     # By its path, so that weights in files beside it are found.
     if not parser.parse_from_file(str(path)):
         reason = library.parse_error(parser, job.log)
-        raise _failure(job.log, f"{library.title(job.trt)} can't read {path.name}: {reason}", reason)
+        raise _failure(job, f"{library.title(job.trt)} can't read {path.name}: {reason}", reason)
     if not job.network.num_outputs:
         raise UserError(f"{path.name} has no outputs: it is not a whole ONNX file; export it again")
 
@@ -203,7 +207,7 @@ def _built(job: Build, tell: Tell) -> tuple[bytes, float]:
         raise job.calibrator.failure
     if plan is None:
         reason = job.log.reason()
-        raise _failure(job.log, f"{library.title(job.trt)} can't build {job.recipe.model.name}: {reason}", reason)
+        raise _failure(job, f"{library.title(job.trt)} can't build {job.recipe.model.name}: {reason}", reason)
     return bytes(plan), seconds
 
 
@@ -224,15 +228,18 @@ def _interruptible(stop: threading.Event, watched: bool) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _failure(log: Any, sentence: str, reason: str) -> Exception:
+def _failure(job: Build, sentence: str, reason: str) -> Exception:
     if "Unable to load library" in reason:  # a part of the library that its package may leave out
         return Unavailable(sentence)
     if library.MEMORY.search(reason):
         return MemoryError(sentence)
     # What didn't fit is a warning; the error is that no kernel is left, and doesn't name memory, or names nothing.
-    vague = "any implementation" in reason or not library.WORDS.search(reason)
-    if vague and any(library.MEMORY.search(w) for w in log.warnings):
-        return MemoryError(f"{sentence}; what was tried did not fit into the GPU's memory")
+    if VAGUE.search(reason) or not library.WORDS.search(reason):
+        free, total = job.device.memory() if job.device else (SCARCE, SCARCE)
+        if free < SCARCE:
+            return MemoryError(f"{sentence}; {free / 1e9:.2f} of the GPU's {total / 1e9:.1f} GB were free")
+        if any(library.MEMORY.search(w) for w in job.log.warnings):
+            return MemoryError(f"{sentence}; what was tried did not fit into the GPU's memory")
     return UserError(sentence)
 
 

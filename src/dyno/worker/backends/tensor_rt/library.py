@@ -114,6 +114,11 @@ def _logger(trt: Any) -> Any:
         def reason(self) -> str:
             return reason(self.errors)
 
+        def complaint(self) -> str:
+            """What went wrong without ending anything, in one line or ""; later errors are told apart from it."""
+            said, self.errors = reason(self.errors) if self.errors else "", []
+            return said
+
     return Logger()
 
 

@@ -28,12 +28,13 @@ class TimingCache:
     """The file for a version and GPU, and what it held when this build began.
 
     `used` says whether the builder took it: one that is damaged or of another build of the library is left unused, and
-    written anew.
+    written anew. `complaint` is what the library said of it.
     """
 
     path: Path | None
     before: bytes = b""
     used: bool = False
+    complaint: str = ""
 
     @classmethod
     def open(cls, trt: Any, config: Any, gpu: str, wanted: bool) -> TimingCache:
@@ -74,5 +75,6 @@ class TimingCache:
             beside.replace(self.path)
 
     def told(self, log: Any) -> dict[str, Any]:
-        """For the record: whether earlier timings were used, and how many tactics had to be timed."""
-        return {"used": self.used, "file": self.path.name if self.path else "", "timed": log.timed}
+        """For the record: whether earlier timings were used, what was wrong with them, and the tactics timed anew."""
+        file = self.path.name if self.path else ""
+        return {"used": self.used, "file": file, "timed": log.timed, "complaint": self.complaint}
