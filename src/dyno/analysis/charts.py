@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from dyno.analysis import frontier
 from dyno.analysis.contests import contests
-from dyno.analysis.formatting import show
+from dyno.analysis.formatting import short, show
 from dyno.analysis.frontier import LATENCY, THROUGHPUT, way
 from dyno.analysis.metrics import Metric, quality
-from dyno.analysis.series import Panel, scaling, short, title_of
+from dyno.analysis.series import LONGEST, Panel, scaling, title_of
 from dyno.analysis.style import HATCHES, INK, WIDTH, color, marker, styled
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def _rows_figure(rows: pd.DataFrame, draw: Any, axis: str, value: Any) -> Any:
 
 
 def _name_rows(axes: Any, rows: pd.DataFrame, value: Any) -> None:
-    axes.set_yticks(range(len(rows)), [short(way(r)) for _, r in rows.iterrows()])
+    axes.set_yticks(range(len(rows)), [short(way(r), LONGEST) for _, r in rows.iterrows()])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
     axes.grid(False, axis="y")
@@ -150,7 +150,7 @@ def _accuracy_panels(frame: pd.DataFrame, speed: str) -> Iterator[tuple[str, pd.
 def _named_frontier(edge: pd.DataFrame, group: pd.DataFrame) -> str:
     """The frontier in words: names beside crowded points would cover them."""
     unequal = [k for k in ("size", "batch") if group[k].nunique() > 1]
-    names = [" ".join([short(way(r)), *(f"{k} {r[k]}" for k in unequal)]) for _, r in edge.iterrows()]
+    names = [" ".join([short(way(r), LONGEST), *(f"{k} {r[k]}" for k in unequal)]) for _, r in edge.iterrows()]
     more = f", and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     return "frontier (ringed), fastest first: " + ", ".join(names[:MOST_NAMED]) + more
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dyno.analysis.formatting import short
 from dyno.analysis.results import Results, TrialResult
 from dyno.analysis.stats import wilson
 from dyno.analysis.style import INK, WIDTH, styled
@@ -129,7 +130,7 @@ def figure(found: Confusion) -> Any:
         axes.set_xlabel("answer")
         axes.set_ylabel("label")
         ticks = range(count) if count <= MOST_LABELLED else []
-        names = [name if len(name) <= LONGEST else name[: LONGEST - 1] + "…" for name in found.names]
+        names = [short(name, LONGEST) for name in found.names]
         middles = [place + 0.5 for place in ticks]
         axes.set_xticks(middles, names if ticks else [], rotation=90, fontsize=8)
         axes.set_yticks(middles, names if ticks else [], fontsize=8)

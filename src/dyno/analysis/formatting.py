@@ -73,6 +73,12 @@ def plain(text: object) -> str:
     return "".join(c if c.isprintable() else " " for c in str(text)).strip()
 
 
+def short(text: object, longest: int) -> str:
+    """Plain text of at most so many characters; what is cut off is an ellipsis."""
+    clean = plain(text)
+    return clean if len(clean) <= longest else clean[: longest - 1] + "…"
+
+
 def markdown(text: object) -> str:
     """Text for a Markdown table cell: nothing in it is taken for a column, for emphasis, a link or HTML."""
     escaped = re.sub(r"([\\`*\[\]|])", r"\\\1", plain(text))

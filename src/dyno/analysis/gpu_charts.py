@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dyno.analysis import gpu_trace
-from dyno.analysis.formatting import plain
+from dyno.analysis.formatting import short
 from dyno.analysis.frontier import LATENCY
 from dyno.analysis.results import Results, TrialResult
 from dyno.analysis.rounds import Round
@@ -61,7 +61,7 @@ def _rows(results: Results, frame: pd.DataFrame) -> Iterator[tuple[str, list[Sho
         last = group[group["batch"] == group["batch"].max()]
         order = last.assign(first=last["verdict"] != "reference").sort_values(["first", LATENCY], kind="stable")
         more = f" ({len(order) - BESIDE} more in results.csv)" if len(order) > BESIDE else ""
-        title = f"{_short(model, 60)}, size {size}, batch {last['batch'].iloc[0]}, {device}{more}"
+        title = f"{short(model, 60)}, size {size}, batch {last['batch'].iloc[0]}, {device}{more}"
         yield title, [known[i] for i in order["trial"][:BESIDE]]
 
 
@@ -77,9 +77,4 @@ def _panel(column: Any, t: TrialResult, r: Round, trace: gpu_trace.Trace) -> Non
             axes.axvspan(begin - trace.epoch, end - trace.epoch, color=FAINT, lw=0)
         axes.plot(seconds, values, color=color(t.backend), lw=1.4)
         axes.set_xlim(left=0)
-    column[0].set_title(_short(t.way, LONGEST), fontsize=9, color=INK)
-
-
-def _short(text: str, longest: int) -> str:
-    clean = plain(text)
-    return clean if len(clean) <= longest else clean[: longest - 1] + "…"
+    column[0].set_title(short(t.way, LONGEST), fontsize=9, color=INK)

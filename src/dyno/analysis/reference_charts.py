@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dyno.analysis import frontier, series
-from dyno.analysis.formatting import significant
+from dyno.analysis.formatting import short, significant
 from dyno.analysis.frontier import LATENCY
-from dyno.analysis.series import short
+from dyno.analysis.series import LONGEST
 from dyno.analysis.style import HATCHES, INK, LINES, WIDTH, color, styled
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def inference_time(frame: pd.DataFrame) -> Any:
         for axes, (title, group) in zip(grid, panels, strict=True):
             _bars(axes, group)
             axes.set_title(title)
-        handles = [Patch(label=short(r["way"]), **_fill(r)) for r in series.one_of_each(panels)]
+        handles = [Patch(label=short(r["way"], LONGEST), **_fill(r)) for r in series.one_of_each(panels)]
         series.place_legend(figure, handles, left)
     return figure
 
@@ -73,7 +73,7 @@ def _bars(axes: Any, group: pd.DataFrame) -> None:
     _logarithmic(axes)
     axes.set_ylabel("latency per batch, ms")
     tilted = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if sum(map(len, models)) > 70 else {}
-    axes.set_xticks(range(len(models)), [short(m) for m in models], **tilted)
+    axes.set_xticks(range(len(models)), [short(m, LONGEST) for m in models], **tilted)
     axes.tick_params(axis="x", length=0)
     axes.grid(False, axis="x")
 

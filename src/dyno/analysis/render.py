@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dyno.analysis.formatting import markdown, plain, points, significant
+from dyno.analysis.formatting import markdown, plain, points, short, significant
 from dyno.analysis.tables import COLUMNS, EXTRAS
 from dyno.worker.spec import UserError
 
@@ -195,7 +195,7 @@ def _markdown(title: str, columns: list[Column], rows: list[Row]) -> str:
 
 
 def _text(title: str, columns: list[Column], rows: list[Row], width: int) -> str:
-    cells = {c.title: [c.title, *(_short(c.cell(r)) for r in rows)] for c in columns}
+    cells = {c.title: [c.title, *(short(c.cell(r), LONGEST) for r in rows)] for c in columns}
     widths = {name: max(map(_cells, column)) for name, column in cells.items()}
     kept = list(columns)
     while sum(widths[c.title] + 2 for c in kept) - 2 > width and any(c.rank for c in kept):
@@ -207,11 +207,6 @@ def _text(title: str, columns: list[Column], rows: list[Row], width: int) -> str
     hidden = ", ".join(c.title for c in columns if c not in kept)
     more = [f"  not shown at this width: {hidden}"] if hidden else []
     return "\n".join([title, rule, lines[0], rule, *lines[1:], rule, *notes, *more]) + "\n"
-
-
-def _short(text: str) -> str:
-    clean = plain(text)
-    return clean if len(clean) <= LONGEST else clean[: LONGEST - 1] + "…"
 
 
 def _cells(text: str) -> int:

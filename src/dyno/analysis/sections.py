@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dyno.analysis import accuracy, agreement, gpu_words, stats
-from dyno.analysis.formatting import points, show, significant
+from dyno.analysis.formatting import points, short, show, significant
 from dyno.analysis.frontier import SATURATED, saturation
 from dyno.analysis.gpu_trace import Summary
 from dyno.analysis.precision import truth
@@ -21,6 +21,7 @@ from dyno.analysis.tables import build_seconds
 if TYPE_CHECKING:
     import pandas as pd
 
+LONGEST = 60  # characters of the name of a layer, which names all nodes that it was fused from
 MOST_DETAILS = 300  # trials with a section of their own, and pairs whose raw outputs are compared
 STOPPED = {"interval": "narrow enough", "seconds": "time was up", "samples": "enough samples"}
 
@@ -282,7 +283,7 @@ def _steps(t: TrialResult) -> str:
 
 def _slowest(t: TrialResult) -> str:
     return "; ".join(
-        f"{layer['share']:.0%} {layer['name']} ({layer['operator']}, {layer['dtype']})"
+        f"{layer['share']:.0%} {short(layer['name'], LONGEST)} ({layer['operator']}, {layer['dtype']})"
         for layer in t.facts.get("slowest_layers") or ()
     )
 

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from dyno.analysis import frontier
-from dyno.analysis.formatting import plain
+from dyno.analysis.formatting import short
 from dyno.analysis.frontier import LATENCY, THROUGHPUT, way
 from dyno.analysis.style import LINES, WIDTH, color, marker, styled
 
@@ -111,7 +111,7 @@ def legend(figure: Any, panels: list[Panel], left: int = 0) -> None:
     from matplotlib.lines import Line2D
 
     each = one_of_each(panels)
-    place_legend(figure, [Line2D([], [], label=short(r["way"]), **stroke(r)) for r in each], left)
+    place_legend(figure, [Line2D([], [], label=short(r["way"], LONGEST), **stroke(r)) for r in each], left)
 
 
 def one_of_each(panels: list[Panel]) -> list[Any]:
@@ -133,7 +133,7 @@ def place_legend(figure: Any, handles: list[Any], left: int) -> None:
 def title_of(keys: list[str], values: tuple[Any, ...]) -> str:
     """A panel's name from what is the same in it."""
     named = dict(zip(keys, values, strict=True))
-    parts = [short(str(named["model"]))] + [f"{k} {named[k]}" for k in ("size", "batch") if k in named]
+    parts = [short(named["model"], LONGEST)] + [f"{k} {named[k]}" for k in ("size", "batch") if k in named]
     return ", ".join(parts + ([named["device"]] if named["device"] != "cpu" else []))
 
 
@@ -141,9 +141,3 @@ def place_of(value: Any) -> float:
     """Where a batch or a size lies on its axis; a size that isn't square at the side of the square of its area."""
     height, _, width = str(value).partition("x")
     return math.sqrt(float(height) * float(width)) if width else float(height)
-
-
-def short(text: str) -> str:
-    """A name that fits an axis or a title."""
-    clean = plain(text)
-    return clean if len(clean) <= LONGEST else clean[: LONGEST - 1] + "…"
