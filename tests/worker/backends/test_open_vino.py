@@ -15,7 +15,7 @@ import onnx
 import pytest
 
 from dyno.worker.backends.onnx_precision import OnnxPrecision
-from dyno.worker.backends.open_vino import HINTS, OpenVino, _library
+from dyno.worker.backends.open_vino import HINTS, OpenVino, _core
 from dyno.worker.spec import Artifact, DataSpec, Dims, ModelSpec, Recipe, Tensor, Trial, Unavailable, UserError
 
 
@@ -47,7 +47,18 @@ def load(digits: Any, artifact: Artifact | None, precision: str = "fp32", batch:
 
 
 def capabilities() -> list[str]:
-    return list(_library().Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"))
+    return list(_core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"))
+
+
+def test_a_signal_after_several_uses_does_not_end_the_process() -> None:
+    """OpenVINO lends the main thread a signal stack; one that was unmapped kills the process with the next signal."""
+    code = (
+        "import gc, os, signal; from dyno.worker.backends.open_vino import OpenVino\n"
+        "for _ in range(3): OpenVino().probe(); gc.collect()\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: print('handled')); os.kill(os.getpid(), signal.SIGUSR1)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "handled\n"), done.stderr
 
 
 def test_a_real_operation_answers_the_probe() -> None:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +81,10 @@ class OpenVino(Backend):
 
     def probe(self) -> dict[str, Any]:
         """Add two numbers on the CPU device."""
-        ov = _library()
+        ov, core = _library(), _core()
         x = ov.opset13.parameter([], np.float32)
-        compiled = ov.Core().compile_model(ov.Model([ov.opset13.add(x, x)], [x]), "CPU")
+        compiled = core.compile_model(ov.Model([ov.opset13.add(x, x)], [x]), "CPU")
         out = next(iter(compiled([np.asarray(2, np.float32)]).values()))
-        core = ov.Core()
         can = " ".join(core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"))
         detail = f"{core.get_property('CPU', 'FULL_DEVICE_NAME')}: {can}"
         return {"version": _version(), "devices": ["cpu"] if out == 4 else [], "detail": detail}
@@ -127,7 +127,7 @@ class OpenVino(Backend):
         file, `MemoryError` when memory runs out.
         """
         ov = _library()
-        capability, can = CAPABILITIES.get(trial.precision), ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+        capability, can = CAPABILITIES.get(trial.precision), _core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
         if capability and capability not in can:
             raise Unavailable(f"OpenVINO doesn't compute in {trial.precision} on this CPU (it has {', '.join(can)})")
         model = _read(ov, artifact.path if artifact else trial.model.file)
@@ -146,7 +146,7 @@ class OpenVinoSession(Session):
         self._shapes = static_shapes(ports, trial.dims)
         model.reshape({port: list(self._shapes[t.name]) for port, t in zip(model.inputs, ports, strict=True)})
         self._settings = _settings(trial)
-        self._compiled = ov.Core().compile_model(model, "CPU", self._settings)
+        self._compiled = _core().compile_model(model, "CPU", self._settings)
         self.inputs = tuple(_tensor(port) for port in model.inputs)
         self.outputs = tuple(_tensor(port) for port in model.outputs)
         self.slots = int(self._settings["NUM_STREAMS"])
@@ -210,7 +210,7 @@ class OpenVinoSession(Session):
         }
 
     def _profile(self) -> Any:
-        compiled = self._ov.Core().compile_model(self._model, "CPU", self._settings | {"PERF_COUNT": True})
+        compiled = _core().compile_model(self._model, "CPU", self._settings | {"PERF_COUNT": True})
         request = compiled.create_infer_request()
         rng = np.random.default_rng(0)
         for port, tensor in zip(compiled.inputs, self.inputs, strict=True):
@@ -290,6 +290,16 @@ def _library() -> Any:
     return openvino
 
 
+@lru_cache(maxsize=1)
+def _core() -> Any:
+    """The one Core of the process, never let go.
+
+    The CPU plugin lends the main thread a signal stack for as long as its Core lives. Of two Cores the first to go
+    unmaps its stack, the second gives it back to the thread, and the next signal ends the process (2026.4).
+    """
+    return _library().Core()
+
+
 def _version() -> str:
     return importlib.metadata.version("openvino")
 
@@ -301,7 +311,7 @@ def _read(ov: Any, path: str) -> Any:
     if path.endswith(".xml") and not weights.is_file():
         raise UserError(f"{path} needs its weights beside it: {weights.name} is missing")
     try:
-        return ov.Core().read_model(path) if path.endswith(".xml") else ov.convert_model(path)
+        return _core().read_model(path) if path.endswith(".xml") else ov.convert_model(path)
     # convert_model wraps what its front ends throw in its own class, which derives from Exception alone.
     except Exception as e:
         raise _meaning(e, f"{path} can't be read") from e
