@@ -7,19 +7,20 @@ UV := $(BIN)/uv
 READY := $(VENV)/.ready
 OTHER_READY := $(OTHER)/.ready
 RUNS ?= runs
-# The tests run in two processes side by side: those that load engines into the process, and those that start jobs, which
-# are about as long. ultralytics' networks and training stand with the second: after all engines were loaded into one
-# process, they ended it now and then.
-ALONE := tests/worker/test_train.py tests/worker/test_ultralytics_models.py
-HEAVY := tests/test_contract.py tests/test_mixed.py tests/test_yolo.py
-ENGINES := tests/analysis tests/datasets tests/gpu tests/worker $(HEAVY) $(addprefix --ignore=,$(ALONE))
-JOBS := $(filter-out $(HEAVY),$(wildcard tests/test_*.py)) $(ALONE)
+# The tests run in two processes side by side: those that load engines into the process, and those that start jobs. A few
+# files stand with the other half, so that both take as long.
+TO_JOBS := tests/worker/test_train.py tests/worker/test_ultralytics_models.py
+TO_ENGINES := tests/test_contract.py tests/test_mixed.py tests/test_yolo.py
+ENGINES := tests/analysis tests/datasets tests/gpu tests/worker $(TO_ENGINES) $(addprefix --ignore=,$(TO_JOBS))
+JOBS := $(filter-out $(TO_ENGINES),$(wildcard tests/test_*.py)) $(TO_JOBS)
 FAST := -q -m "not slow and not gpu"
 
 # A PYTHONPATH or an activated environment of the caller's must not decide what is tested here.
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV CONDA_PREFIX
 export UV_PYTHON_DOWNLOADS := never
 export UV_HTTP_TIMEOUT ?= 300
+# Threads that wait by spinning take the processors from the process beside them: a third of the tests' time.
+test check: export OMP_WAIT_POLICY = PASSIVE
 
 .DEFAULT_GOAL := help
 
@@ -34,7 +35,7 @@ demo: $(READY)  ## the whole job on scikit-learn's digits, into runs/demo
 	$(BIN)/dyno demo
 
 test: setup  ## every test
-	@echo "two processes test side by side, for about ten minutes on two cores; each shows what it did when it ends"
+	@echo "two processes test side by side, for eight to ten minutes on two cores; each shows what it did when it ends"
 	@$(MAKE) --no-print-directory -j2 --output-sync=line --keep-going test-engines test-jobs
 
 test-engines:
@@ -43,7 +44,7 @@ test-engines:
 test-jobs:
 	$(BIN)/python -m pytest $(PYTEST) $(JOBS)
 
-check: setup  ## format, lint, types and the fast tests: about two minutes
+check: setup  ## format, lint, types and the fast tests: under two minutes
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
