@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,8 +50,28 @@ def test_a_close_race_is_called_one(tmp_path: Path) -> None:
     assert "It is not distinguishable from the runner-up" in text
 
 
+@pytest.mark.parametrize(
+    ("spread", "why"),
+    [
+        (1e-4, r"it gains \d+ % at most, and the engine gives no reason"),
+        (0.2, "the spread between processes hides any"),
+    ],
+)
+def test_no_gain_and_a_hidden_one_are_told_apart(tmp_path: Path, spread: float, why: str) -> None:
+    ways = Way("onnxruntime", "fp32", 0.004, spread=spread), Way("onnxruntime", "int8", 0.004, spread=spread)
+    assert re.search(
+        f"onnxruntime int8 is not shown to be faster than onnxruntime fp32 .*: {why}", study(tmp_path, *ways)
+    )
+
+
+def test_a_reference_that_comes_second_is_told_once(tmp_path: Path) -> None:
+    text = study(tmp_path, Way("pytorch", seconds=0.0056), Way("a", spread=0.05, seconds=0.005))
+    assert text.count("not distinguishable from") == 1 and "runner-up" not in text
+
+
 def test_one_round_proves_nothing(tmp_path: Path) -> None:
-    text = study(tmp_path, Way("pytorch", statuses=("ok",)), Way("a", seconds=0.005, statuses=("ok",)))
+    ways = Way("pytorch"), Way("a", seconds=0.005), Way("b", seconds=0.006)
+    text = study(tmp_path, *(replace(way, statuses=("ok",)) for way in ways))
     assert "(one round only, so unproven)" in text
     assert "nobody knows whether that is real" in text
 

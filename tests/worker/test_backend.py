@@ -97,6 +97,10 @@ def test_refusals_name_what_there_is() -> None:
     fake = find("fake")
     assert fake.refuse(TRIAL) == ""
     assert fake.refuse(replace(TRIAL, precision="fp8")) == "fake has no fp8 here (it has fp32, fp16, int8)"
+    assert fake.refuse(replace(TRIAL, precision="tf32")) == "tf32 is a mode of NVIDIA GPUs; a CPU has none"
+    assert (
+        find("pytorch").refuse(replace(TRIAL, precision="int8")) == "pytorch has no int8 here (it has fp32, fp16, bf16)"
+    )
     assert fake.refuse(replace(TRIAL, runtime=Runtime(device="cuda:1"))) == "fake can't run on cuda:1 (it runs on cpu)"
 
 

@@ -80,10 +80,10 @@ def _classes(trial: TrialResult, per_class: bool) -> Iterator[str]:
     classes = found.per_class()
     wrong = classes[classes["correct"] < classes["images"]]
     if len(wrong) and not per_class:
-        worst = [f"{r['class']} {r['top1']:.1f} % of {r['images']:,}" for r in wrong.head(WORST).to_dict("records")]
+        worst = [f"{r['class']} ({r['top1']:.1f} % of {r['images']:,})" for r in wrong.head(WORST).to_dict("records")]
         yield "worst classes: " + "; ".join(worst)
     if largest := found.largest(WORST):
-        yield "taken for another most: " + "; ".join(f"{a} for {b} {n:,} of {of:,}" for a, b, n, of in largest)
+        yield "taken for another most: " + "; ".join(f"{a} for {b} ({n:,} of {of:,})" for a, b, n, of in largest)
 
 
 def _tables(trial: TrialResult, per_class: bool) -> Iterator[Rows]:

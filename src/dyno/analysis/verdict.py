@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 CROWDED = 0.2  # processors that others may keep busy, as in the worker's own warning
 MOST_GROUPS = 8  # model x size pairs that get sentences of their own; the rest stands in the tables
-SILENT = {stats.SLOWER: "the engine gives no reason", stats.SAME: "the spread between processes hides any gain"}
+SLIGHT = 1.1  # an interval that ends below it leaves no gain worth looking for
 LOWERED = ("fp16", "bf16", "int8", "fp8")
 
 
@@ -98,6 +98,9 @@ def _runner_up(contest: Contest, trials: dict[str, TrialResult]) -> Iterator[Fin
     if len(ranked) < 2:
         return
     first, second = (trials[ranked.iloc[i]["trial"]] for i in (0, 1))
+    told = contest.reference(ranked.iloc[0], trials)
+    if told is not None and told.id == second.id:
+        return  # the winner was held against it already
     name = contest.way(ranked.iloc[1])
     boundary = str(ranked.iloc[0]["boundary"])
     clock = str(ranked.iloc[0]["clock"])
@@ -199,7 +202,7 @@ def _slow_precisions(results: Results) -> Iterator[Finding]:
         clock = clock_of("model", t, other)
         gain = stats.speedup(t.medians("model", clock), other.medians("model", clock))
         if gain.verdict in (stats.SLOWER, stats.SAME):
-            why = "; ".join(t.notes()) or SILENT[gain.verdict]
+            why = "; ".join(t.notes()) or _silence(gain)
             found.setdefault((t.way, why), []).append((t, gain))
     for (name, why), slow in found.items():
         shown = ratio(slow[0][1].value, slow[0][1].low, slow[0][1].high)
@@ -207,6 +210,15 @@ def _slow_precisions(results: Results) -> Iterator[Finding]:
         sure = all(gain.verdict == stats.SLOWER or gain.high <= 1 for _, gain in slow)
         word = "not faster" if sure else "not shown to be faster"
         yield Finding(WARNING, f"{name} is {word} than {slow[0][0].variant} fp32 ({places}: {shown}): {why}.")
+
+
+def _silence(gain: stats.Speedup) -> str:
+    """Why nothing is gained where the engine says nothing."""
+    if gain.verdict == stats.SLOWER or gain.high <= 1:
+        return "the engine gives no reason"
+    if gain.high < SLIGHT:
+        return f"it gains {100 * (gain.high - 1):.0f} % at most, and the engine gives no reason"
+    return "the spread between processes hides any gain"
 
 
 def _outcome(results: Results) -> Iterator[Finding]:

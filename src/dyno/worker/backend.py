@@ -92,8 +92,12 @@ class Backend:
 
     def refuse(self, trial: Trial) -> str:
         """One line why this backend can't run the trial, or "" when nothing speaks against trying."""
-        if trial.precision not in self.precisions:
-            return f"{self.name} has no {trial.precision} here (it has {', '.join(self.precisions)})"
+        on_cpu = trial.runtime.device == "cpu"
+        if trial.precision == "tf32" and on_cpu:
+            return "tf32 is a mode of NVIDIA GPUs; a CPU has none"
+        here = [name for name in self.precisions if name != "tf32" or not on_cpu]
+        if trial.precision not in here:
+            return f"{self.name} has no {trial.precision} here (it has {', '.join(here)})"
         if trial.runtime.device.split(":")[0] not in self.devices:
             return f"{self.name} can't run on {trial.runtime.device} (it runs on {', '.join(self.devices)})"
         return ""

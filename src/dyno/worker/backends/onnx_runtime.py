@@ -60,8 +60,6 @@ class OnnxRuntime(Backend):
             return why
         if trial.model.file and not trial.model.file.endswith(".onnx"):
             return f"onnxruntime reads .onnx files, not {Path(trial.model.file).name}"
-        if trial.precision == "tf32" and trial.runtime.device == "cpu":
-            return "tf32 is a mode of NVIDIA GPUs; a CPU has none"
         if trial.precision == "fp32" and trial.model.precision not in ("", "fp32"):
             return f"the file's graph is {trial.model.precision} already; give the fp32 file, or --precision"
         return NO_DATA if trial.precision == "int8" != trial.model.precision and not trial.data.folder else ""

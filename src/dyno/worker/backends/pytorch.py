@@ -51,15 +51,13 @@ class PyTorch(Backend):
     options: tuple[str, ...] = ("channels_last", "cudnn_benchmark", "input")
 
     def refuse(self, trial: Trial) -> str:
-        """See `Backend.refuse`; besides, a file holds no module, and TF32 exists on NVIDIA's GPUs alone.
+        """See `Backend.refuse`; besides, a file holds no module.
 
         A value that no trial can have is a `UserError`.
         """
         self.check_values(trial)
         if trial.model.file:
             return f"there is no PyTorch module in {'an ONNX' if trial.model.file.endswith('.onnx') else 'that'} file"
-        if trial.precision == "tf32" and trial.runtime.device == "cpu":
-            return "tf32 is a mode of NVIDIA GPUs; a CPU has none"
         return super().refuse(trial)
 
     def probe(self) -> dict[str, Any]:
