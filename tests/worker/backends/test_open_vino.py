@@ -254,7 +254,7 @@ def test_what_speaks_against_a_trial(digits: Any) -> None:
     good = digits.trial("openvino", "int8")
     assert OpenVino().refuse(good) == ""
     assert "give --data" in OpenVino().refuse(replace(good, data=DataSpec()))
-    assert "no tf32" in OpenVino().refuse(replace(good, precision="tf32"))
+    assert "no fp8" in OpenVino().refuse(replace(good, precision="fp8"))
     assert "not model.pt" in OpenVino().refuse(replace(good, model=ModelSpec("m", "file:/a/model.pt")))
 
 
