@@ -19,7 +19,7 @@ FAST := -q -m "not slow and not gpu"
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV CONDA_PREFIX
 export UV_PYTHON_DOWNLOADS := never
 export UV_HTTP_TIMEOUT ?= 300
-# Threads that wait by spinning take the processors from the process beside them: a third of the tests' time.
+# Threads that wait by spinning take the processors from the process beside them: a quarter of make check's time.
 test check: export OMP_WAIT_POLICY = PASSIVE
 
 .DEFAULT_GOAL := help

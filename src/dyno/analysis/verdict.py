@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from math import isnan
+from math import ceil, isnan
 from typing import TYPE_CHECKING
 
 from dyno.analysis import breakeven, confirmation, frontier, gpu_words, mixed_precision, stats
@@ -217,7 +217,7 @@ def _silence(gain: stats.Speedup) -> str:
     if gain.verdict == stats.SLOWER or gain.high <= 1:
         return "the engine gives no reason"
     if gain.high < SLIGHT:
-        return f"it gains {100 * (gain.high - 1):.0f} % at most, and the engine gives no reason"
+        return f"it gains {ceil(100 * (gain.high - 1))} % at most, and the engine gives no reason"
     return "the spread between processes hides any gain"
 
 

@@ -28,9 +28,8 @@ class Profile:
             taken[event["args"]["op_name"], event["name"], event["args"].get("node_index")].append(event["dur"] * 1e-6)
         self.seconds: dict[str, float] = defaultdict(float)  # of one run
         for (op, *_), each in taken.items():
-            self.seconds[op] += statistics.median(
-                each
-            )  # a run in which another program interrupted a node says nothing
+            # A run in which another program interrupted the node says nothing of it.
+            self.seconds[op] += statistics.median(each)
 
     def compute(self) -> list[dict[str, Any]]:
         """Convolutions, matrix products and the like; all nodes of a model that has none."""
