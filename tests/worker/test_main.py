@@ -192,6 +192,11 @@ def test_other_programs_are_told_of(fake_trial: Trials, tmp_path: Path, monkeypa
     assert record.warnings[-1] == f"all: other programs kept 1.5 of {os.cpu_count()} processors busy meanwhile"
 
 
+def test_beside_a_gpu_half_of_the_processors_may_be_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(main.system.os, "cpu_count", lambda: 64)
+    assert (main.system.bearable("cpu"), main.system.bearable("cuda:1")) == (0.2, 32)
+
+
 def by_hand(*words: object, **more: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, main.__file__, *map(str, words)], capture_output=True, text=True, timeout=60, **more

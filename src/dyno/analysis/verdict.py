@@ -22,7 +22,6 @@ from dyno.analysis.rounds import GPU
 if TYPE_CHECKING:
     import pandas as pd
 
-CROWDED = 0.2  # processors that others may keep busy, as in the worker's own warning
 MOST_GROUPS = 8  # model x size pairs that get sentences of their own; the rest stands in the tables
 SLIGHT = 1.1  # an interval that ends below it leaves no gain worth looking for
 LOWERED = ("fp16", "bf16", "int8", "fp8")
@@ -241,12 +240,15 @@ def _outcome(results: Results) -> Iterator[Finding]:
 
 def _crowded(results: Results) -> Iterator[Finding]:
     """Timings taken while other programs used the processors are of the machine's load as much as of the engine."""
-    busy = [max((r.facts.get("others_busy") or {"": 0.0}).values()) for t in results for r in t.good]
-    over = [processors for processors in busy if processors > CROWDED]
+    timed = [r.facts for t in results for r in t.good]
+    busy = [
+        (max((facts.get("others_busy") or {"": 0.0}).values()), facts.get("others_bearable", 0.2)) for facts in timed
+    ]
+    over = [processors for processors, bearable in busy if processors > bearable]
     if over:
         yield Finding(
             WARNING,
-            f"Other programs kept up to {max(over):.1f} processors busy during {len(over)} of {len(busy)} timings: "
+            f"Other programs kept up to {max(over):.1f} processors busy during {len(over)} of {len(timed)} timings: "
             "those latencies are too long and their order may be wrong; measure again on a quiet machine.",
         )
 

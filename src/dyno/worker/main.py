@@ -46,7 +46,6 @@ from dyno.worker.backend import Session, find
 from dyno.worker.record import Measurement, Record, save_arrays, write_json, write_record
 from dyno.worker.spec import SCHEMA, Artifact, Job, Trial, Unavailable, UserError, from_json, to_json
 
-CROWDED = 0.2  # processors that others may keep busy before a timing carries a warning
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 INHERITED = ("weights_sha256", "parameters")  # what a file made from another says of the model they share
 
@@ -156,7 +155,7 @@ def _time(session: Session, trial: Trial, feeds: measure.Feeds, journal: Journal
             journal.sampled("throughput", boundary, "1/s", "rate", found)
         else:
             journal.sampled("latency", boundary, "s", "duration", measure.latency(once, trial.plan, watch))
-        _crowd(boundary, neighbours.busy(), journal)
+        _crowd(boundary, neighbours.busy(), trial.runtime.device, journal)
     if "all" in trial.plan.boundaries and (parts := measure.parts(session, feeds, trial.plan)):
         journal.parted(parts)
 
@@ -172,10 +171,12 @@ def _watch(session: Session, boundary: str, journal: Journal) -> gpu.Stopwatch |
         return None
 
 
-def _crowd(boundary: str, busy: float, journal: Journal) -> None:
+def _crowd(boundary: str, busy: float, device: str, journal: Journal) -> None:
     """Keep what others did to this timing, and warn when it was enough to change it."""
-    journal.facts({"others_busy": {**journal.record.facts.get("others_busy", {}), boundary: round(busy, 3)}})
-    if busy > CROWDED:
+    limit = system.bearable(device)
+    seen = {**journal.record.facts.get("others_busy", {}), boundary: round(busy, 3)}
+    journal.facts({"others_busy": seen, "others_bearable": limit})
+    if busy > limit:
         journal.warn(f"{boundary}: other programs kept {busy:.1f} of {os.cpu_count()} processors busy meanwhile")
 
 
@@ -294,7 +295,7 @@ def find_peak(job: Job, journal: Journal) -> None:
     for name, found in peak.measure(job.runtime):
         journal.facts({"peak": {**journal.record.facts.get("peak", {}), name: found}})
         journal.add()
-    _crowd("peak", neighbours.busy(), journal)
+    _crowd("peak", neighbours.busy(), job.runtime.device, journal)
 
 
 OTHER_JOBS = {"make": make_file, "probe": probe, "look": look_at, "train": train_model, "endure": endure_trial,

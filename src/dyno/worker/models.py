@@ -15,6 +15,7 @@ from typing import Any
 
 from dyno.worker import ultralytics_models
 from dyno.worker.checkpoint import apply, head_classes, read_checkpoint
+from dyno.worker.settle import settle
 from dyno.worker.spec import Dims, ModelSpec, Preprocess, Unavailable, UserError
 
 LIBRARIES = ("torchvision", "timm")
@@ -48,10 +49,20 @@ def parse(source: str) -> tuple[str, str]:
 def load(model: ModelSpec, dims: Dims | None = None) -> Any:
     """The model as a `torch.nn.Module` in eval mode, with the weights that the specification asks for.
 
-    Without a checkpoint and without `pretrained`, the weights are random and the same for the same `seed`. `dims` sets
-    the image size of models that are built for one size (vision transformers of timm). The number of classes is
+    Without a checkpoint and without `pretrained`, the weights are random and the same for the same `seed`; a library's
+    network then gets its statistics of batch norm from noise (`settle`), which `drawn` leaves out. `dims` sets the
+    image size of models that are built for one size (vision transformers of timm). The number of classes is
     `model.classes`, else that of the checkpoint, else the library's. Raises `UserError` and `Unavailable`.
     """
+    module = drawn(model, dims)
+    random = not (model.weights or model.pretrained or model.source.endswith(".pt"))
+    if random and (size := image_size(model)):
+        settle(_library("torch"), module, model.channels, size)
+    return module
+
+
+def drawn(model: ModelSpec, dims: Dims | None = None) -> Any:
+    """`load`, with random weights as the library draws them: what a training begins with."""
     if model.file:
         raise UserError(f"there is no PyTorch module in {model.file}; give the model it was exported from")
     state = None

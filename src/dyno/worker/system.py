@@ -72,6 +72,14 @@ def die_with_parent(parent: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+def bearable(device: str) -> float:
+    """Processors that others may keep busy before a timing carries a warning.
+
+    On a GPU that is half of them: its host has little to do, and what others do on idle processors doesn't hinder it.
+    """
+    return 0.2 if device == "cpu" else (os.cpu_count() or 1) / 2
+
+
 class Neighbours:
     """How many processors everything else kept busy, the hypervisor's other guests included, since this was made.
 

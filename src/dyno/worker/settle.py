@@ -1,0 +1,120 @@
+"""Statistics of batch norm for networks with random weights, whose activations else grow from block to block.
+
+As drawn, batch norm subtracts nothing and divides by one, as if every layer's results had unit variance. They don't:
+through the 33 blocks of a ResNet-101 they grow beyond what float16 can hold. A trained network's statistics keep them
+in place, so a network that stands in for one gets statistics too, of noise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+IMAGES, SIZE, SEED = 4, (96, 96), 0
+GRAINS = 1, 4, 16  # pixels to a side: photographs have detail and broad areas, and layers answer to both
+LEAST = 0.25  # of a layer's mean variance: a channel that noise hardly moves must not be blown up where an image does
+REFUSALS = (RuntimeError, ValueError, TypeError, AssertionError, IndexError)
+
+
+class _Settled(Exception):
+    """Every batch norm has its statistics; what comes after the last one need not run."""
+
+
+def settle(torch: Any, module: Any, channels: int, size: tuple[int, int]) -> None:
+    """Set mean and variance of every batch norm to those of noise, layer by layer; in place.
+
+    `size` is what the network is meant for, tried where it refuses a small image, which is enough for this. A network
+    that takes neither is left as it was drawn. The result doesn't depend on threads, processor or version of torch:
+    it is computed in float64 and rounded to eight bits.
+    """
+    kind = torch.nn.modules.batchnorm._BatchNorm
+    norms = [m for m in module.modules() if isinstance(m, kind) and m.running_mean is not None]
+    drawn = [{name: value.clone() for name, value in norm.state_dict().items()} for norm in norms]
+    for height, width in dict.fromkeys((SIZE, size)) if norms else ():
+        images = _noise(torch, channels, height, width)
+        try:
+            with torch.no_grad(), _in_float64(module.eval()), _without_borders(torch, module), _measuring(norms):
+                module(images)
+        except REFUSALS:
+            for norm, state in zip(norms, drawn, strict=True):
+                norm.load_state_dict(state)
+        else:
+            for norm in norms:
+                _round(norm)
+            return
+
+
+def _round(norm: Any) -> None:
+    """To what every machine computes alike: means in 256ths of the deviation, so that none is the noise of a zero."""
+    least = LEAST * float(norm.running_var.double().mean())
+    variance = norm.running_var.double().clamp(min=least).bfloat16().double()
+    step = (variance.sqrt() / 256).clamp(min=1e-30)
+    norm.running_var.copy_(variance)
+    norm.running_mean.copy_((norm.running_mean.double() / step).round() * step + 0.0)
+
+
+def _noise(torch: Any, channels: int, height: int, width: int) -> Any:
+    """Images of unit variance, [IMAGES, channels, height, width] in float64."""
+    draw = torch.Generator().manual_seed(SEED)
+    total = torch.zeros(IMAGES, channels, height, width, dtype=torch.float64)
+    for grain in GRAINS:
+        shape = IMAGES, channels, -(-height // grain), -(-width // grain)
+        coarse = torch.randn(shape, generator=draw, dtype=torch.float64)
+        total += coarse.repeat_interleave(grain, 2).repeat_interleave(grain, 3)[..., :height, :width]
+    return total / len(GRAINS) ** 0.5
+
+
+@contextlib.contextmanager
+def _without_borders(torch: Any, module: Any) -> Iterator[None]:
+    """Pad with the other side's pixels: zeros at the border would count for more here than in a larger image."""
+    kinds = torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d
+    padded = [(m, m.padding_mode) for m in module.modules() if isinstance(m, kinds)]
+    for layer, _ in padded:
+        layer.padding_mode = "circular"
+    try:
+        yield
+    finally:
+        for layer, mode in padded:
+            layer.padding_mode = mode
+
+
+@contextlib.contextmanager
+def _in_float64(module: Any) -> Iterator[None]:
+    """Each layer in float64 while it runs and no longer: a copy of the network would count as memory that it takes."""
+    hooks = []
+    for owner in module.modules():
+        if next(chain(owner.parameters(recurse=False), owner.buffers(recurse=False)), None) is not None:
+            hooks.append(owner.register_forward_pre_hook(lambda layer, _: layer.double() and None))
+            hooks.append(owner.register_forward_hook(lambda layer, _, out: layer.float() and None))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        module.float()
+
+
+@contextlib.contextmanager
+def _measuring(norms: list[Any]) -> Iterator[None]:
+    """Batch norm as in training, so that its statistics become this batch's; `_Settled` after the last one."""
+    momenta = [norm.momentum for norm in norms]
+    left = set(norms)
+
+    def measured(norm: Any, _: Any, out: Any) -> None:
+        left.discard(norm)
+        if not left:
+            raise _Settled
+
+    hooks = [norm.register_forward_hook(measured) for norm in norms]
+    for norm in norms:
+        norm.train().momentum = 1.0
+    try:
+        with contextlib.suppress(_Settled):
+            yield
+    finally:
+        for hook, norm, momentum in zip(hooks, norms, momenta, strict=True):
+            hook.remove()
+            norm.eval().momentum = momentum
+            norm.num_batches_tracked.zero_()
