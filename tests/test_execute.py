@@ -19,7 +19,7 @@ from dyno import Study, UserError
 from dyno.execute import execute
 from dyno.expand import Planned, expand
 from dyno.progress import Progress
-from dyno.store import Cache, Run
+from dyno.store import Cache, Run, makers
 from dyno.worker import backend
 from dyno.worker.record import read_record
 from dyno.worker.spec import Dims, ModelSpec, Recipe, Trial
@@ -324,7 +324,7 @@ def test_a_file_that_cannot_be_made_is_a_row_of_every_trial(fake_study: Studies,
     assert not list(cache.glob("*"))
 
 
-def test_the_key_holds_all_that_shapes_a_file(tmp_path: Path) -> None:
+def test_the_key_holds_all_that_shapes_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = Recipe("fake", "onnx", "fp32", ModelSpec("a", "x:y", weights="/w", weights_sha256="1"), Dims(1, 8, 8))
     cache = Cache(tmp_path)
 
@@ -337,7 +337,19 @@ def test_the_key_holds_all_that_shapes_a_file(tmp_path: Path) -> None:
     assert key() == key(model=same)
     other = [key(), key(precision="fp16"), key(options={"a": 1}), key(dims=Dims(2, 8, 8)), key(parent=recipe)]
     other += [key(model=ModelSpec("a", "x:y", weights_sha256="2")), cache.key(recipe, ("numpy", "psutil"))]
+    monkeypatch.setattr("dyno.store.makers", lambda: "code of another Dyno")
+    other.append(key())
     assert len(set(other)) == len(other)
+
+
+def test_other_code_of_the_worker_is_another_maker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dyno.store.system.__file__", str(tmp_path / "system.py"))
+    seen = set()
+    for name, text in (("a.py", "1"), ("a.py", "2"), ("backends/b.py", "1"), ("note.txt", "no code")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+        seen.add(makers.__wrapped__())
+    assert len(seen) == 3
 
 
 @pytest.mark.slow

@@ -137,18 +137,29 @@ def card(device: str) -> str:
         gpu.close()
 
 
+@lru_cache(maxsize=1)
+def makers() -> str:
+    """sha256 over the worker's source, which draws weights, exports, converts and builds: other code, other files."""
+    total = hashlib.sha256()
+    folder = Path(system.__file__).parent
+    for file in sorted(folder.rglob("*.py")):
+        total.update(f"{file.relative_to(folder)}\n".encode() + file.read_bytes())
+    return total.hexdigest()
+
+
 class Cache:
-    """Made files by everything that shaped them: recipe, weights, calibration data, versions, processor, GPU."""
+    """Made files by everything that shaped them: recipe, weights, calibration data, code, versions, processor, GPU."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = (folder or cache_dir()) / "artifacts"
         self.timing = (folder or cache_dir()) / "timing"  # what builders remember of kernels they timed
 
     def key(self, recipe: Recipe, requires: tuple[str, ...]) -> str:
-        """The recipe's hash together with the versions of its maker's libraries, and the processor or GPU it is for."""
+        """The recipe's hash, with the makers' code, their libraries' versions, and the processor or GPU it is for."""
         device = recipe.runtime.device
         shaped_by = {
             "recipe": digest(recipe),
+            "makers": makers(),
             "versions": versions(recipe.runtime, requires),
             "machine": [platform.machine(), *([card(device)] if device != "cpu" else system.describe()["cpu_flags"])],
         }
