@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
-IMAGES, SIZE, SEED = 4, (96, 96), 0
+# Few images' statistics fit other images worse, by a factor per layer that a hundred layers raise to its power.
+IMAGES, SIZES, SEED = 16, ((64, 64), (96, 96)), 0
 GRAINS = 1, 4, 16  # pixels to a side: photographs have detail and broad areas, and layers answer to both
-LEAST = 0.25  # of a layer's mean variance: a channel that noise hardly moves must not be blown up where an image does
+SHARE = 0.5  # of its layer's mean in a channel's variance: what noise hardly moves must not be blown up by an image
 REFUSALS = (RuntimeError, ValueError, TypeError, AssertionError, IndexError)
 
 
@@ -25,14 +26,14 @@ class _Settled(Exception):
 def settle(torch: Any, module: Any, channels: int, size: tuple[int, int]) -> None:
     """Set mean and variance of every batch norm to those of noise, layer by layer; in place.
 
-    `size` is what the network is meant for, tried where it refuses a small image, which is enough for this. A network
+    `size` is what the network is meant for, tried where it refuses small images, which are enough for this. A network
     that takes neither is left as it was drawn. The result doesn't depend on threads, processor or version of torch:
     it is computed in float64 and rounded to eight bits.
     """
     kind = torch.nn.modules.batchnorm._BatchNorm
     norms = [m for m in module.modules() if isinstance(m, kind) and m.running_mean is not None]
     drawn = [{name: value.clone() for name, value in norm.state_dict().items()} for norm in norms]
-    for height, width in dict.fromkeys((SIZE, size)) if norms else ():
+    for height, width in dict.fromkeys((*SIZES, size)) if norms else ():
         images = _noise(torch, channels, height, width)
         try:
             with torch.no_grad(), _in_float64(module.eval()), _without_borders(torch, module), _measuring(norms):
@@ -48,8 +49,8 @@ def settle(torch: Any, module: Any, channels: int, size: tuple[int, int]) -> Non
 
 def _round(norm: Any) -> None:
     """To what every machine computes alike: means in 256ths of the deviation, so that none is the noise of a zero."""
-    least = LEAST * float(norm.running_var.double().mean())
-    variance = norm.running_var.double().clamp(min=least).bfloat16().double()
+    found = norm.running_var.double()
+    variance = found.lerp(found.mean(), SHARE).bfloat16().double()
     step = (variance.sqrt() / 256).clamp(min=1e-30)
     norm.running_var.copy_(variance)
     norm.running_mean.copy_((norm.running_mean.double() / step).round() * step + 0.0)
