@@ -17,7 +17,7 @@ QUICK = "--device cuda:0 --rounds 1 --seconds 0.1 --warmup 0.1 --confirm 0".spli
 def test_a_detector_finds_the_same_on_every_engine(trt: Any, yolo: Any, tmp_path: Path) -> None:
     trained = yolo("segment")
     words = (trained.source, "--weights", trained.weights, "--data", trained.data, "--size", SIZE, "--batch", 8)
-    # At level 3 the builder times so many tactics that the three engines take minutes; what is found is the same at 1.
+    # At level 3 the builder times so many tactics that the three engines take minutes; types are held to at any level.
     ways = "pytorch@precision=fp32,tensorrt@optimization=1@precision=fp32+fp16+int8"
     done = trt("run", *words, "--backends", ways, "--out", tmp_path / "run", *QUICK, timeout=280)
     assert done.returncode == 0, done.stderr

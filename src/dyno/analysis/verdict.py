@@ -240,7 +240,7 @@ def _outcome(results: Results) -> Iterator[Finding]:
 
 def _crowded(results: Results) -> Iterator[Finding]:
     """Timings taken while other programs used the processors are of the machine's load as much as of the engine."""
-    timed = [r.facts for t in results for r in t.good]
+    timed = [r.facts for t in results for r in t.good]  # records older than `others_bearable` had one limit for all
     busy = [
         (max((facts.get("others_busy") or {"": 0.0}).values()), facts.get("others_bearable", 0.2)) for facts in timed
     ]

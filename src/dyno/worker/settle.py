@@ -27,7 +27,7 @@ def settle(torch: Any, module: Any, channels: int, size: tuple[int, int]) -> Non
     """Set mean and variance of every batch norm to those of noise, layer by layer; in place.
 
     `size` is what the network is meant for, tried where it refuses small images, which are enough for this. A network
-    that takes neither is left as it was drawn. The result doesn't depend on threads, processor or version of torch:
+    that takes neither is left as it was drawn. So that threads, processor and version of torch make no difference,
     it is computed in float64 and rounded to eight bits.
     """
     kind = torch.nn.modules.batchnorm._BatchNorm
