@@ -70,6 +70,44 @@ def test_each_norm_gives_unit_variance_and_is_as_it_was_otherwise():
     assert 0.7 < float(spread) < 1.4
 
 
+class Block(nn.Module):
+    """A residual branch beside the way around it, the way around first in the sum, in place as torchvision has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.BatchNorm2d(16), nn.BatchNorm2d(16)
+        self.wide, self.back = (nn.Conv2d(16, 16, 3, padding=1, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x += self.last(self.back(self.first(self.wide(x)).relu()))
+        return x.relu_()
+
+
+def test_a_small_error_stays_small_through_residual_branches(monkeypatch):
+    def settled() -> nn.Sequential:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), *(Block() for _ in range(30)))
+        settle(torch, module, 3, (64, 64))
+        return module
+
+    module = settled()
+    weights = {(float(b.first.weight[0].detach()), float(b.last.weight[0].detach())) for b in module[2:]}
+    assert weights == {(1.0, 0.25)} and float(module[1].weight[0].detach()) == 1
+    kept = error(module)
+    monkeypatch.setattr("dyno.worker.settle.DAMPED", 1.0)
+    assert kept < error(settled()) / 2
+
+
+def error(module: nn.Module) -> float:
+    """How many times larger an error of the input is in the output, both as shares of what varies there."""
+    draw = torch.Generator().manual_seed(2)
+    x, off = (torch.randn(2, 3, 48, 48, generator=draw, dtype=torch.float64) for _ in range(2))
+    with torch.no_grad():
+        exact = module.double()(x.clone())
+        moved = module(x + 1e-6 * off) - exact
+    return float(moved.std() / exact.std() / 1e-6)
+
+
 class Only(nn.Module):
     """Takes images of one size alone."""
 

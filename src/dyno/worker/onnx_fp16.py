@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 import warnings
 from collections import Counter
@@ -92,10 +93,17 @@ def sensitive() -> list[str]:
 
 
 def _summary(said: list[str]) -> list[str]:
-    """The library warns of every single weight it rounds to the nearest FP16 can hold: how many is enough."""
-    rounded = [message for message in said if "truncated" in message]
-    others = sorted(set(said) - set(rounded))
-    return [*([f"{len(rounded)} weights are beyond FP16's range and were cut to it"] if rounded else []), *others]
+    """What matters of the library's warnings: it gives one for each tensor with a weight that FP16 can't hold.
+
+    Those too small become FP16's smallest number, which is rounding like any other's; those too large are cut.
+    """
+    numbers = {message: re.search(r"number (\S+) will be truncated", message) for message in said}
+    largest = max((abs(float(found[1])) for found in numbers.values() if found), default=0.0)
+    others = sorted(message for message, found in numbers.items() if not found)
+    if largest < 1:
+        return others
+    holds = np.finfo(np.float16).max
+    return [f"weights up to {largest:.3g} are beyond what FP16 holds and were cut to {holds:.0f}", *others]
 
 
 def _own_weights(graph: Any, kept: list[Any]) -> None:

@@ -3,6 +3,10 @@
 As drawn, batch norm subtracts nothing and divides by one, as if every layer's results had unit variance. They don't:
 through the 33 blocks of a ResNet-101 they grow beyond what float16 can hold. A trained network's statistics keep them
 in place, so a network that stands in for one gets statistics too, of noise.
+
+That alone would make a deep one chaotic: each block of a ResNet-152 adds as much as it is given, and a small error of
+the input is two thousand times as large in the output. So residual branches are damped, as training does it that begins
+without them (Goyal et al. 2017, "Accurate, Large Minibatch SGD", section 5.1): then it is twenty times as large.
 """
 
 from __future__ import annotations
@@ -16,6 +20,8 @@ from typing import Any
 IMAGES, SIZES, SEED = 16, ((64, 64), (96, 96)), 0
 GRAINS = 1, 4, 16  # pixels to a side: photographs have detail and broad areas, and layers answer to both
 SHARE = 0.5  # of its layer's mean in a channel's variance: what noise hardly moves must not be blown up by an image
+DAMPED = 0.25  # of its weight is left to the batch norm that ends a branch; a power of two, so that nothing is rounded
+SUMS = ("add", "iadd", "radd")
 REFUSALS = (RuntimeError, ValueError, TypeError, AssertionError, IndexError)
 
 
@@ -24,7 +30,7 @@ class _Settled(Exception):
 
 
 def settle(torch: Any, module: Any, channels: int, size: tuple[int, int]) -> None:
-    """Set mean and variance of every batch norm to those of noise, layer by layer; in place.
+    """Damp residual branches, then set mean and variance of every batch norm to those of noise; in place.
 
     `size` is what the network is meant for, tried where it refuses small images, which are enough for this. A network
     that takes neither is left as it was drawn. So that threads, processor and version of torch make no difference,
@@ -36,7 +42,8 @@ def settle(torch: Any, module: Any, channels: int, size: tuple[int, int]) -> Non
     for height, width in dict.fromkeys((*SIZES, size)) if norms else ():
         images = _noise(torch, channels, height, width)
         try:
-            with torch.no_grad(), _in_float64(module.eval()), _without_borders(torch, module), _measuring(norms):
+            _damp(torch, module.eval(), norms, images[:1].float())
+            with torch.no_grad(), _in_float64(module), _without_borders(torch, module), _measuring(norms):
                 module(images)
         except REFUSALS:
             for norm, state in zip(norms, drawn, strict=True):
@@ -45,6 +52,49 @@ def settle(torch: Any, module: Any, channels: int, size: tuple[int, int]) -> Non
             for norm in norms:
                 _round(norm)
             return
+
+
+def _damp(torch: Any, module: Any, norms: list[Any], image: Any) -> None:
+    """Scale down what each residual branch adds to the way around it.
+
+    Of two tensors of one shape that are added, the one that has passed more batch norms is a branch. A tensor carries
+    how many it has passed, and the last of them, through every function of PyTorch.
+    """
+    ends: set[Any] = set()
+
+    class Watch(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            given = [t for a in args for t in _each(a) if isinstance(t, torch.Tensor)]
+            passed = [getattr(t, "passed", (0, None)) for t in given]
+            most = max(passed, key=lambda one: one[0], default=(0, None))
+            if getattr(func, "__name__", "").strip("_") in SUMS and len(given) == 2:
+                (a, _), (b, _) = passed
+                if a != b and given[0].shape == given[1].shape:
+                    ends.add(most[1])
+            out = func(*args, **(kwargs or {}))
+            for tensor in _each(out):
+                if isinstance(tensor, torch.Tensor):
+                    tensor.passed = most
+            return out
+
+    def count(norm: Any, given: tuple[Any, ...], out: Any) -> None:
+        out.passed = getattr(given[0], "passed", (0, None))[0] + 1, norm
+
+    hooks = [norm.register_forward_hook(count) for norm in norms]
+    try:
+        # A head that refuses so small an image comes after the branches.
+        with torch.no_grad(), Watch(), contextlib.suppress(*REFUSALS):
+            module(image)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for norm in ends:
+        if norm.weight is not None:
+            norm.weight.data.mul_(DAMPED)
+
+
+def _each(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
 def _round(norm: Any) -> None:

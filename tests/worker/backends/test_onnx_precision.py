@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 import pytest
 
-from dyno.worker import onnx_check, onnx_int8
+from dyno.worker import onnx_check, onnx_fp16, onnx_int8
 from dyno.worker.backends import onnx_precision
 from dyno.worker.backends.onnx_precision import OnnxPrecision, converted
 from dyno.worker.spec import Artifact, DataSpec, Dims, Preprocess, Recipe, Trial, UserError
@@ -166,6 +166,20 @@ def test_fp16_keeps_softmax_in_fp32_and_weights_that_half_precision_holds(
     producers = {name: node.op_type for node in graph.node for name in node.output}
     softmax = next(node for node in graph.node if node.op_type == "Softmax")
     assert producers[softmax.input[0]] == "Cast"
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [(1e-9, []), (70000.0, ["weights up to 7e+04 are beyond what FP16 holds and were cut to 65504"])]
+)
+def test_only_weights_too_large_for_fp16_are_told_of(
+    digits: Any, onnx_file: Callable[..., Path], tmp_path: Path, value: float, said: list[str]
+) -> None:
+    h, kind = onnx.helper, onnx.TensorProto.FLOAT
+    io = [h.make_tensor_value_info(name, kind, ["batch", 1, 8, 8]) for name in ("input", "output")]
+    weight = onnx.numpy_helper.from_array(np.float32([value]), "weight")
+    path = onnx_file([h.make_node("Mul", ["input", "weight"], ["output"])], io[:1], io[1:], [weight])
+    _, warnings = onnx_fp16.mixed(onnx.load(path), set(), [])
+    assert warnings == said
 
 
 def test_nodes_whose_values_fp16_cannot_hold_stay_in_fp32(

@@ -11,17 +11,16 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from dyno.worker import models, task_facts
 from dyno.worker.backend import Backend
 from dyno.worker.onnx_opset import in_opset, lower_file
 from dyno.worker.onnx_opset import opset as opset_of
+from dyno.worker.onnx_verify import Source, Wrong, doubtful, verified
 from dyno.worker.spec import Artifact, Dims, ModelSpec, Option, Recipe, Runtime, Tensor, Trial, Unavailable, UserError
 from dyno.worker.torch_support import first_line, import_torch, memory_errors, named_outputs, tensors
 
@@ -34,12 +33,7 @@ EXPORTERS = ("auto", "dynamo", "torchscript")
 OPSET = 18  # the newest that every engine here reads, and the oldest that dynamo writes
 EXAMPLE_BATCH = 2  # torch.export takes a batch of 0 or 1 for a constant
 OTHER_BATCHES = (1, 3)
-RELATIVE, ABSOLUTE = 1e-3, 1e-4  # the second as a share of the largest output
 PROTOBUF_LIMIT = 2**31 - 2**26  # a protobuf file ends at 2 GiB; the rest is room for the graph
-
-
-class Wrong(Exception):
-    """An exported graph that doesn't do what the module does; the message says how."""
 
 
 def exported(model: ModelSpec, dims: Dims, runtime: Runtime, options: Mapping[str, Option] | None = None) -> Recipe:
@@ -120,17 +114,6 @@ class OnnxExport(Backend):
         return _artifact(str(folder / "model.onnx"), time.perf_counter() - started, made_by)
 
 
-@dataclass(frozen=True)
-class Source:
-    """The module, one example input, the names of its outputs, and inputs with the outputs they must give."""
-
-    module: Any
-    example: Any
-    outputs: tuple[str, ...]
-    expected: tuple[tuple[np.ndarray, dict[str, np.ndarray]], ...]
-    free_batch: bool
-
-
 def _export(recipe: Recipe, path: Path) -> dict[str, Any]:
     torch = import_torch()
     _onnx()
@@ -147,12 +130,11 @@ def _export(recipe: Recipe, path: Path) -> dict[str, Any]:
     for exporter in exporters:
         try:
             _write(torch, source, exporter, opset, path)
-            checked = _check(path, source)
+            checked = verified(path, read_io(str(path))[1], source)
         except Wrong as e:
             notes.append(f"the {exporter} exporter: {e}")
             continue
-        if not checked:
-            notes.append("the graph was not verified: onnxruntime is not installed (pip install onnxruntime)")
+        notes += doubtful(checked)
         return {**made_by, "exporter": exporter, "opset": _opset(path), "verified": checked, "warnings": notes}
     remedy = "export with a fixed batch (--batch 1)" if source.free_batch else "try another --opset"
     raise UserError(f"{recipe.model.name} can't be exported right, {remedy}; {'; '.join(notes)}")
@@ -230,51 +212,6 @@ def _write(torch: Any, source: Source, exporter: str, opset: int, path: Path) ->
         lower_file(path, opset)  # dynamo writes 18 at least, whatever it is asked for
     except UserError as e:
         raise Wrong(str(e)) from e
-
-
-def _check(path: Path, source: Source) -> dict[str, Any]:
-    """Compare the graph with the module; `Wrong` where they differ, {} where nothing is there to run it."""
-    _, outputs = read_io(str(path))
-    names = tuple(output.name for output in outputs)
-    if names != source.outputs:
-        raise Wrong(f"wrote the outputs {', '.join(names)} instead of {', '.join(source.outputs)}")
-    if source.free_batch:
-        x, found = source.expected[-1]
-        fixed = [o for o in outputs if o.shape and isinstance(o.shape[0], int) and len(found[o.name]) == len(x)]
-        if fixed:
-            raise Wrong(f"wrote the batch {fixed[0].shape[0]} into {fixed[0].name}, which follows the input's")
-    try:
-        import onnxruntime
-    except ImportError:
-        return {}
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    try:
-        session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-        pairs = [(want, session.run(list(source.outputs), {"input": x})) for x, want in source.expected]
-    except Exception as e:  # ONNX Runtime's errors have no common base but this one
-        raise Wrong(f"wrote a graph that ONNX Runtime refuses, {first_line(e)}") from e
-    worst = max(_difference(name, want[name], got[i]) for want, got in pairs for i, name in enumerate(source.outputs))
-    largest = max(float(np.abs(a).max(initial=0)) for _, found in source.expected for a in found.values())
-    return {
-        "batches": [len(x) for x, _ in source.expected],
-        "max_abs_error": worst,
-        "max_abs_output": largest,
-        "rtol": RELATIVE,
-        "atol": ABSOLUTE * largest,
-    }
-
-
-def _difference(name: str, want: np.ndarray, got: np.ndarray) -> float:
-    if want.shape != got.shape:
-        raise Wrong(f"wrote a graph whose {name} is {list(got.shape)} where the module's is {list(want.shape)}")
-    want, got = want.astype(np.float64), got.astype(np.float64)
-    finite = want[np.isfinite(want)]
-    scale = float(np.abs(finite).max(initial=0.0))
-    worst = float(np.abs(want - got)[np.isfinite(want)].max(initial=0.0))
-    if not np.allclose(got, want, RELATIVE, ABSOLUTE * scale, equal_nan=True):
-        raise Wrong(f"wrote a graph whose {name} is off by {worst:.3g} where the module's largest is {scale:.3g}")
-    return worst
 
 
 def _given(path: str, wanted: Option | None, folder: Path) -> Artifact:

@@ -1,0 +1,124 @@
+"""Does an exported graph do what its module does?"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dyno.worker.spec import Tensor
+from dyno.worker.torch_support import first_line, import_torch, named_outputs
+
+RELATIVE, ABSOLUTE = 1e-3, 1e-4  # the second as a share of the largest output
+OWN_ERRORS = 10  # a graph may be off by so many times what the module in FP32 is off from itself in FP64 …
+DOUBT = 1e-2  # … but never by more than this share of the largest output
+
+
+class Wrong(Exception):
+    """An exported graph that doesn't do what the module does; the message says how."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """The module, one example input, the names of its outputs, and inputs with the outputs they must give."""
+
+    module: Any
+    example: Any
+    outputs: tuple[str, ...]
+    expected: tuple[tuple[np.ndarray, dict[str, np.ndarray]], ...]
+    free_batch: bool
+
+
+def verified(path: Path, outputs: Sequence[Tensor], source: Source) -> dict[str, Any]:
+    """Compare the graph with the module; `Wrong` where they differ, {} where nothing is there to run it.
+
+    Rounding alone moves the outputs of a deep network with random weights by more than the usual tolerance. So before a
+    graph is called wrong the module is run in FP64, which says how far its own FP32 outputs are to be trusted.
+    """
+    _signature(outputs, source)
+    try:
+        import onnxruntime
+    except ImportError:
+        return {}
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    try:
+        session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        given = [session.run(list(source.outputs), {"input": x}) for x, _ in source.expected]
+    except Exception as e:  # ONNX Runtime's errors have no common base but this one
+        raise Wrong(f"wrote a graph that ONNX Runtime refuses, {first_line(e)}") from e
+    pairs = [(name, want[name], got[i]) for (_, want), got in zip(source.expected, given, strict=True)
+             for i, name in enumerate(source.outputs)]  # fmt: skip
+    own: dict[str, float] = {}
+    try:
+        worst = max(_difference(*pair, 0.0) for pair in pairs)
+    except Wrong:
+        own = _own_errors(source)
+        worst = max(_difference(*pair, OWN_ERRORS * own.get(pair[0], 0.0)) for pair in pairs)
+    largest = max(float(np.abs(a).max(initial=0)) for _, found in source.expected for a in found.values())
+    return {
+        "batches": [len(x) for x, _ in source.expected],
+        "max_abs_error": worst,
+        "max_abs_output": largest,
+        "rtol": RELATIVE,
+        "atol": ABSOLUTE * largest,
+        **({"own_error": max(own.values())} if own else {}),
+    }
+
+
+def doubtful(checked: dict[str, Any]) -> list[str]:
+    """What there is to say of a comparison that left doubts."""
+    if not checked:
+        return ["the graph was not verified: onnxruntime is not installed (pip install onnxruntime)"]
+    if "own_error" not in checked:
+        return []
+    own, off, largest = (f"{checked[key]:.2g}" for key in ("own_error", "max_abs_error", "max_abs_output"))
+    return [
+        f"this network amplifies rounding: its outputs in FP32 are off by {own} from FP64, and the graph's by {off} "
+        f"from those, where the largest is {largest}; lower precisions will differ by far more"
+    ]
+
+
+def _signature(outputs: Sequence[Tensor], source: Source) -> None:
+    names = tuple(output.name for output in outputs)
+    if names != source.outputs:
+        raise Wrong(f"wrote the outputs {', '.join(names)} instead of {', '.join(source.outputs)}")
+    if source.free_batch:
+        x, found = source.expected[-1]
+        fixed = [o for o in outputs if o.shape and isinstance(o.shape[0], int) and len(found[o.name]) == len(x)]
+        if fixed:
+            raise Wrong(f"wrote the batch {fixed[0].shape[0]} into {fixed[0].name}, which follows the input's")
+
+
+def _difference(name: str, want: np.ndarray, got: np.ndarray, own_error: float) -> float:
+    if want.shape != got.shape:
+        raise Wrong(f"wrote a graph whose {name} is {list(got.shape)} where the module's is {list(want.shape)}")
+    want, got = want.astype(np.float64), got.astype(np.float64)
+    finite = want[np.isfinite(want)]
+    scale = float(np.abs(finite).max(initial=0.0))
+    worst = float(np.abs(want - got)[np.isfinite(want)].max(initial=0.0))
+    allowed = max(ABSOLUTE * scale, min(own_error, DOUBT * scale))
+    if not np.allclose(got, want, RELATIVE, allowed, equal_nan=True):
+        raise Wrong(f"wrote a graph whose {name} is off by {worst:.3g} where the module's largest is {scale:.3g}")
+    return worst
+
+
+def _own_errors(source: Source) -> dict[str, float]:
+    """How far each output of the module is from the same in FP64; {} for a module that can't compute in that."""
+    torch = import_torch()
+    found = dict.fromkeys(source.outputs, 0.0)
+    try:
+        exact = copy.deepcopy(source.module).double()
+        for x, want in source.expected:
+            with torch.no_grad():
+                again = named_outputs(exact(torch.from_numpy(x).double()))
+            for name, wanted in want.items():
+                apart = np.abs(again[name].numpy() - wanted.astype(np.float64))
+                found[name] = max(found[name], float(apart[np.isfinite(apart)].max(initial=0.0)))
+    except Exception:  # whatever a module of the user's raises there: it only means that nothing is known
+        return {}
+    return found
