@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -329,15 +330,19 @@ def test_the_key_holds_all_that_shapes_a_file(tmp_path: Path, monkeypatch: pytes
     cache = Cache(tmp_path)
 
     def key(**changes: Any) -> str:
-        from dataclasses import replace
-
         return cache.key(replace(recipe, **changes), ("numpy",))
 
     same = ModelSpec("b", "x:y", weights="/elsewhere", weights_sha256="1")
     assert key() == key(model=same)
     other = [key(), key(precision="fp16"), key(options={"a": 1}), key(dims=Dims(2, 8, 8)), key(parent=recipe)]
     other += [key(model=ModelSpec("a", "x:y", weights_sha256="2")), cache.key(recipe, ("numpy", "psutil"))]
-    monkeypatch.setattr("dyno.store.makers", lambda: "code of another Dyno")
+    other.append(key(maker="outside_backend:Mine"))
+    monkeypatch.syspath_prepend(tmp_path)
+    for text in ("first = 1", "second = 2"):  # a backend from outside, before and after a change
+        (tmp_path / "outside_backend.py").write_text(text)
+        makers.cache_clear()
+        other += [key(maker="outside_backend:Mine"), key(parent=replace(recipe, maker="outside_backend:Mine"))]
+    monkeypatch.setattr("dyno.store.makers", lambda *outside: "code of another Dyno")
     other.append(key())
     assert len(set(other)) == len(other)
 

@@ -171,6 +171,15 @@ def test_a_job_dies_with_its_launcher(fake_trial: Trials, tmp_path: Path, wait_f
     assert read_record(tmp_path / "r0") is None
 
 
+def test_what_a_library_does_at_its_end_is_not_waited_for(fake_trial: Trials, tmp_path: Path) -> None:
+    lines = ("import atexit, time", "from dyno.worker.backends.fake import Fake", "atexit.register(time.sleep, 60)")
+    (tmp_path / "lingering.py").write_text("\n".join([*lines, "class Lingering(Fake):", "    pass"]))
+    trial = fake_trial("lingering:Lingering", runtime=Runtime(threads=1, env={"PYTHONPATH": str(tmp_path)}))
+    began = time.monotonic()
+    assert run(trial, tmp_path / "job").status == "ok"
+    assert time.monotonic() - began < 25, "killed when its time was up"
+
+
 def test_a_missing_interpreter_is_the_user_s_error(fake_trial: Trials, tmp_path: Path) -> None:
     trial = fake_trial(runtime=Runtime(python=str(tmp_path / "python9")))
     with pytest.raises(UserError, match=r"python9 can't be started \(No such file or directory\); give another"):

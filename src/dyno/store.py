@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import importlib.util
 import json
 import os
 import platform
@@ -137,14 +138,29 @@ def card(device: str) -> str:
         gpu.close()
 
 
-@lru_cache(maxsize=1)
-def makers() -> str:
-    """sha256 over the worker's source, which draws weights, exports, converts and builds: other code, other files."""
+@lru_cache(maxsize=8)
+def makers(*outside: str) -> str:
+    """sha256 over the worker's source, which draws weights, exports, converts and builds: other code, other files.
+
+    `outside` are the modules of backends that are not Dyno's, whose own file counts as well, but not what it imports.
+    """
     total = hashlib.sha256()
     folder = Path(system.__file__).parent
     for file in sorted(folder.rglob("*.py")):
         total.update(f"{file.relative_to(folder)}\n".encode() + file.read_bytes())
+    for module in outside:
+        found = importlib.util.find_spec(module)
+        if found and found.origin and Path(found.origin).is_file():
+            total.update(f"{module}\n".encode() + Path(found.origin).read_bytes())
     return total.hexdigest()
+
+
+def _outside(recipe: Recipe | None) -> set[str]:
+    """Modules of the backends `MODULE:CLASS` that make the recipe's file and those it is made from."""
+    if recipe is None:
+        return set()
+    module, colon, _ = recipe.maker.partition(":")
+    return _outside(recipe.parent) | ({module} if colon else set())
 
 
 class Cache:
@@ -159,7 +175,7 @@ class Cache:
         device = recipe.runtime.device
         shaped_by = {
             "recipe": digest(recipe),
-            "makers": makers(),
+            "makers": makers(*sorted(_outside(recipe))),
             "versions": versions(recipe.runtime, requires),
             "machine": [platform.machine(), *([card(device)] if device != "cpu" else system.describe()["cpu_flags"])],
         }
