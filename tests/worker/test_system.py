@@ -82,6 +82,16 @@ def test_a_process_whose_parent_is_gone_already_ends() -> None:
     assert (gone.returncode, gone.stdout) == (-9, "")
 
 
+def test_an_end_keeps_what_was_printed_and_runs_nothing_else() -> None:
+    code = (
+        "import atexit, ctypes; from dyno.worker import system; atexit.register(print, 'at exit');"
+        "ctypes.CDLL(None).puts(b'from C'); print('from Python'); system.end(3)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 3
+    assert sorted(done.stdout.splitlines()) == ["from C", "from Python"]
+
+
 def test_the_launcher_s_own_work_is_known() -> None:
     code = (
         "import time\nfrom dyno.worker.system import _launcher_seconds as seconds\n"

@@ -365,8 +365,5 @@ def main(folder: Path) -> int:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python main.py FOLDER   (the folder holds job.json; record.json is written there)")
-    code = main(Path(sys.argv[1]))
-    sys.stdout.flush()
-    sys.stderr.flush()
     # The record is written, and what libraries do at their end only takes time (PyTorch 0.7 s) or crashes.
-    os._exit(code)
+    system.end(main(Path(sys.argv[1])))
