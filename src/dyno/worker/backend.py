@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import importlib
 import inspect
 import pkgutil
+import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -117,6 +120,21 @@ class Backend:
     def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
         """Make the recipe's file in the folder."""
         raise NotImplementedError
+
+
+def derived(parent: Artifact, path: Path, precision: str, made_by: Mapping[str, Any], began: float) -> Artifact:
+    """The file at `path`, made from the parent's in another precision since `began` (of `perf_counter`)."""
+    content = path.read_bytes()
+    return replace(
+        parent,
+        path=str(path),
+        sha256=hashlib.sha256(content).hexdigest(),
+        bytes=len(content),
+        precision=precision,
+        seconds=time.perf_counter() - began,
+        parent_sha256=parent.sha256,
+        made_by=dict(made_by),
+    )
 
 
 def find(name: str) -> Backend:

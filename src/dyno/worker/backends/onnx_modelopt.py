@@ -6,7 +6,6 @@ for the name `modelopt` (`--python modelopt=PATH`). It needs no GPU.
 
 from __future__ import annotations
 
-import hashlib
 import re
 import shutil
 import tempfile
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker import system
-from dyno.worker.backend import Backend
+from dyno.worker.backend import Backend, derived
 from dyno.worker.calibration import CalibrationImages, example
 from dyno.worker.onnx_check import compared, outputs
 from dyno.worker.onnx_head import decoding
@@ -79,7 +78,6 @@ class OnnxModelopt(Backend):
             raise UserError(f"nvidia-modelopt has no calibration method {method!r}; it has {', '.join(METHODS)}")
         images, path = CalibrationImages(recipe, parent), folder / "model.onnx"
         spared = _quantise(parent, recipe, METHODS[method], images, path)
-        content = path.read_bytes()
         made_by = {
             "backend": self.name,
             "options": dict(recipe.options),
@@ -91,17 +89,7 @@ class OnnxModelopt(Backend):
             "check": _check(path, recipe, parent),
             "warnings": images.warnings,
         }
-        made_by |= {key: parent.made_by[key] for key in ("parameters", "weights_sha256") if key in parent.made_by}
-        return replace(
-            parent,
-            path=str(path),
-            sha256=hashlib.sha256(content).hexdigest(),
-            bytes=len(content),
-            precision=recipe.precision,
-            seconds=time.perf_counter() - started,
-            parent_sha256=parent.sha256,
-            made_by=made_by,
-        )
+        return derived(parent, path, recipe.precision, made_by, started)
 
 
 def _library() -> Any:

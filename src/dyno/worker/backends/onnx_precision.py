@@ -5,7 +5,6 @@ The conversions themselves are in `onnx_fp16`, `onnx_bf16` and `onnx_int8`.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import time
 from dataclasses import replace
@@ -14,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker.backend import Backend
+from dyno.worker.backend import Backend, derived
 from dyno.worker.backends.onnx_export import QUANTISED, exported
 from dyno.worker.backends.onnx_input import reading_pixels
 from dyno.worker.backends.onnx_modelopt import quantised
@@ -128,19 +127,7 @@ class OnnxPrecision(Backend):
         if higher:
             made_by |= {"kept": higher, "ranked": len(parent.made_by["ranking"])}
         made_by["check"] = _check(path, recipe, parent)
-        content = path.read_bytes()
-        return Artifact(
-            format="onnx",
-            path=str(path),
-            sha256=hashlib.sha256(content).hexdigest(),
-            bytes=len(content),
-            precision=recipe.precision,
-            inputs=parent.inputs,
-            outputs=parent.outputs,
-            seconds=time.perf_counter() - started,
-            parent_sha256=parent.sha256,
-            made_by=made_by,
-        )
+        return derived(parent, path, recipe.precision, made_by, started)
 
 
 def _versions(distributions: tuple[str, ...]) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import tempfile
 import time
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker.backend import Backend
+from dyno.worker.backend import Backend, derived
 from dyno.worker.calibration import CalibrationImages, example
 from dyno.worker.onnx_fp16 import named, sensitive
 from dyno.worker.onnx_int8 import observed
@@ -53,9 +52,8 @@ class OnnxSensitivity(Backend):
             (folder / "stage").write_text(f"rank layers for {recipe.precision}: {done} of {total}")
 
         ranking = rank(model, changes, feeds, recipe.runtime.threads, told)
-        content = model.SerializeToString()
         path = folder / "model.onnx"
-        path.write_bytes(content)
+        path.write_bytes(model.SerializeToString())
         made_by = {
             "backend": self.name,
             "options": dict(recipe.options),
@@ -63,16 +61,7 @@ class OnnxSensitivity(Backend):
             "ranked_on": sum(len(next(iter(feed.values()))) for feed in feeds),
             "warnings": [],
         }
-        made_by |= {key: parent.made_by[key] for key in ("parameters", "weights_sha256") if key in parent.made_by}
-        return replace(
-            parent,
-            path=str(path),
-            sha256=hashlib.sha256(content).hexdigest(),
-            bytes=len(content),
-            seconds=time.perf_counter() - started,
-            parent_sha256=parent.sha256,
-            made_by=made_by,
-        )
+        return derived(parent, path, parent.precision, made_by, started)
 
 
 def _graph(recipe: Recipe, parent: Artifact, folder: Path) -> tuple[Any, dict[str, Changed]]:
