@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import tempfile
 from dataclasses import dataclass, field, replace
@@ -11,7 +10,7 @@ from typing import Any
 
 from dyno.launch import launch
 from dyno.prepare import prepared as prepared
-from dyno.store import cache_dir, sha256_of, versions
+from dyno.store import cache_dir, code_sha256, sha256_of, versions
 from dyno.study import Choice, Study, check_known, model_name, parse_shapes, parse_size, runtimes
 from dyno.worker import backend, system
 from dyno.worker.record import read_record
@@ -183,11 +182,8 @@ def _code_sha256(source: str) -> str:
         return sha256_of(Path(name)) if Path(name).is_file() else ""
     if place.endswith(".py"):
         return sha256_of(Path(place))
-    try:
-        found = importlib.util.find_spec(place) if "." not in place or place.startswith("dyno.") else None
-    except (ImportError, ValueError):
-        return ""
-    return sha256_of(Path(found.origin)) if found and found.origin and Path(found.origin).is_file() else ""
+    # Looking for a module inside a package runs the package, and a user's may be heavy.
+    return code_sha256(place) if "." not in place or place.startswith("dyno.") else ""
 
 
 def look(model: ModelSpec, study: Study) -> tuple[ModelSpec, dict[str, Any]]:

@@ -94,6 +94,15 @@ def sha256_of(path: Path) -> str:
     return hashed.hexdigest()
 
 
+def code_sha256(module: str) -> str:
+    """sha256 of a module's own file, "" where there is none; found without running it, but for its packages."""
+    try:
+        found = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return ""
+    return sha256_of(Path(found.origin)) if found and found.origin and Path(found.origin).is_file() else ""
+
+
 def versions(runtime: Runtime, distributions: tuple[str, ...]) -> dict[str, str]:
     """Installed version of each distribution (`a|b`: of either) where the runtime's jobs run."""
     if not runtime.python and not runtime.env:
@@ -149,9 +158,7 @@ def makers(*outside: str) -> str:
     for file in sorted(folder.rglob("*.py")):
         total.update(f"{file.relative_to(folder)}\n".encode() + file.read_bytes())
     for module in outside:
-        found = importlib.util.find_spec(module)
-        if found and found.origin and Path(found.origin).is_file():
-            total.update(f"{module}\n".encode() + Path(found.origin).read_bytes())
+        total.update(f"{module} {code_sha256(module)}\n".encode())
     return total.hexdigest()
 
 

@@ -90,6 +90,10 @@ def test_an_end_keeps_what_was_printed_and_runs_nothing_else() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 3
     assert sorted(done.stdout.splitlines()) == ["from C", "from Python"]
+    if Path("/dev/full").exists():
+        with open("/dev/full", "w") as full:
+            buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
+            assert subprocess.run([sys.executable, "-c", code], stdout=full, env=buffered, timeout=60).returncode == 3
 
 
 def test_the_launcher_s_own_work_is_known() -> None:

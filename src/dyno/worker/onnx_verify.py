@@ -119,6 +119,8 @@ def _own_errors(source: Source) -> dict[str, float]:
             for name, wanted in want.items():
                 apart = np.abs(again[name].numpy() - wanted.astype(np.float64))
                 found[name] = max(found[name], float(apart[np.isfinite(apart)].max(initial=0.0)))
+    except MemoryError:
+        raise
     except Exception:  # whatever a module of the user's raises there: it only means that nothing is known
         return {}
     return found

@@ -74,10 +74,12 @@ def die_with_parent(parent: int) -> None:
 
 def end(code: int) -> NoReturn:
     """End this process at once, without what libraries have registered for its end; what was printed is kept."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    ctypes.CDLL(None).fflush(None)  # what C libraries printed
-    os._exit(code)
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        ctypes.CDLL(None).fflush(None)  # what C libraries printed
+    finally:  # on a full disk nothing can be kept, and the code must still say so
+        os._exit(code)
 
 
 def bearable(device: str) -> float:
