@@ -17,6 +17,9 @@ from dyno.worker.truth import precision_truth, why_not_faster
         ("fp16", {"float32": 21}, False),
         ("int8", {"int8": 9, "float32": 12}, False),
         ("int8", {}, False),
+        ("fp32", {"float32": 70, "unknown": 6}, True),
+        ("fp32", {"float32": 69, "float16": 1, "unknown": 6}, False),
+        ("fp16", {"float16": 1, "unknown": 1}, False),
     ],
 )
 def test_fp32_bears_no_exception_and_a_lowered_precision_needs_half(
@@ -33,6 +36,17 @@ def test_the_sentence_counts_every_type() -> None:
 
 def test_what_is_not_known_is_not_confirmed() -> None:
     assert "not confirmed" in precision_truth("fp16", {}, "an engine")["sentence"]
+
+
+def test_a_part_that_is_not_opened_neither_confirms_nor_refutes() -> None:
+    opened = precision_truth("fp32", {"float32": 70, "unknown": 6}, "TensorRT")
+    assert opened["sentence"] == (
+        "asked for fp32: TensorRT ran 70 of 70 compute layers in float32; parts of the graph that it doesn't open: 6"
+    )
+    closed = precision_truth("fp16", {"float16": 1, "unknown": 2}, "TensorRT")
+    assert not closed["refuted"] and closed["sentence"].endswith("doesn't open: 2, so fp16 is not confirmed")
+    assert not precision_truth("fp16", {"unknown": 2}, "TensorRT")["refuted"]
+    assert precision_truth("fp32", {"float16": 1, "unknown": 9}, "TensorRT")["refuted"]
 
 
 def test_reasons_name_operators_and_shares_and_leave_out_what_is_small() -> None:

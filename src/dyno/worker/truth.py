@@ -17,30 +17,37 @@ TYPES = {
 # A lower precision keeps sensitive layers higher on purpose; IEEE FP32 has no such excuse.
 LEAST_SHARE = {"fp32": 1.0, "tf32": 1.0}
 LEAST_SHARE_LOWERED = 0.5
+UNTOLD = "unknown"  # in place of a type: a part that the engine doesn't open
 # Below this share of the layers, or of the time, a cause is too small to be worth a sentence.
 NOTEWORTHY = 0.1
 
 
 def precision_truth(asked: str, layers_by_type: Mapping[str, int], engine: str) -> dict[str, Any]:
-    """What `facts["precision_truth"]` holds: asked, share of compute layers by type, ok, and one sentence.
+    """What `facts["precision_truth"]` holds: asked, share of compute layers by type, ok, refuted, and one sentence.
 
-    `ok` needs every compute layer for fp32 and at least half of them for a lowered precision. An engine that says
-    nothing of its layers is not ok either: what isn't known isn't true.
+    `ok` needs every compute layer for fp32 and at least half of them for a lowered precision; `refuted` says that they
+    ran in something else. Parts that the engine does not open (`UNTOLD`) count for neither; an engine that tells the
+    types of half its compute layers or fewer is not ok either: what isn't known isn't true.
     """
     total, wanted = sum(layers_by_type.values()), TYPES[asked]
     share = {kind: count / total for kind, count in sorted(layers_by_type.items())} if total else {}
-    ok = total > 0 and share.get(wanted, 0.0) >= LEAST_SHARE.get(asked, LEAST_SHARE_LOWERED)
-    return {"asked": asked, "share": share, "ok": ok, "sentence": _sentence(asked, wanted, layers_by_type, engine)}
+    told = total - layers_by_type.get(UNTOLD, 0)
+    held = layers_by_type.get(wanted, 0) >= LEAST_SHARE.get(asked, LEAST_SHARE_LOWERED) * told
+    ok = held and 2 * told > total
+    sentence = _sentence(asked, wanted, layers_by_type, engine)
+    if held and not ok:
+        sentence += f", so {asked} is not confirmed"
+    return {"asked": asked, "share": share, "ok": ok, "refuted": not held, "sentence": sentence}
 
 
 def _sentence(asked: str, wanted: str, layers: Mapping[str, int], engine: str) -> str:
-    total = sum(layers.values())
+    untold = layers.get(UNTOLD, 0)
+    total = sum(layers.values()) - untold
     if not total:
-        return f"{engine} says nothing of the types its layers ran in, so {asked} is not confirmed"
-    here = layers.get(wanted, 0)
-    others = ", ".join(f"{count} in {kind}" for kind, count in sorted(layers.items()) if kind != wanted)
-    ran = f"asked for {asked}: {engine} ran {here} of {total} compute layers in {wanted}"
-    return f"{ran}, {others}" if others else ran
+        return f"{engine} says nothing of the types its layers ran in"
+    others = "".join(f", {n} in {kind}" for kind, n in sorted(layers.items()) if kind not in (wanted, UNTOLD))
+    ran = f"asked for {asked}: {engine} ran {layers.get(wanted, 0)} of {total} compute layers in {wanted}{others}"
+    return f"{ran}; parts of the graph that it doesn't open: {untold}" if untold else ran
 
 
 def why_not_faster(

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from dyno.worker.backend import find
-from dyno.worker.backends.tensor_rt import library
+from dyno.worker.backends.tensor_rt import layers, library
 from dyno.worker.spec import Artifact, Dims, ModelSpec, Recipe, Runtime, Tensor, Trial, Unavailable, UserError, to_json
 
 onnx = pytest.importorskip("onnx")
@@ -131,6 +131,22 @@ def test_an_engine_that_is_not_what_was_asked_for_is_an_error(digits: Any, tmp_p
     said = str(caught.value)
     assert "ran 0 of 4 compute layers in float16, 4 in float32" in said
     assert "Conv" in said and said.endswith("give allow_mixed=true to take the engine as it is") and "\n" not in said
+
+
+def test_parts_that_are_not_opened_are_a_warning_at_most(
+    digits: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = layers.from_log
+    closed = layers.Layer("{ForeignNode[softmax]}", "Myelin", (), (), "")
+    monkeypatch.setattr(layers, "from_log", lambda text: [*listed(text), closed])
+    truth = make(digits.artifact, tmp_path, "fp32").made_by["precision_truth"]
+    assert (
+        truth["ok"]
+        and "4 of 4 compute layers in float32; parts of the graph that it doesn't open: 1" in truth["sentence"]
+    )
+    monkeypatch.setattr(layers, "from_log", lambda text: [*listed(text), *[closed] * 9])
+    told = make(digits.artifact, tmp_path, "fp32").made_by
+    assert not told["precision_truth"]["ok"] and "so fp32 is not confirmed" in told["warnings"][0]
 
 
 def test_mixed_precision_can_be_allowed(digits: Any, tmp_path: Path) -> None:

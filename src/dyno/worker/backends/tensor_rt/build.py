@@ -294,8 +294,7 @@ def _hold_to(job: Build, made_by: dict[str, Any]) -> None:
     truth = made_by["precision_truth"]
     if truth["ok"]:
         return
-    known = set(made_by["layers_by_type"]) - {"unknown"}
-    if not known or job.settings.allow_mixed:
+    if not truth["refuted"] or job.settings.allow_mixed:
         made_by["warnings"].insert(0, truth["sentence"])
         return
     wide = made_by.get("kept_float32", [])
