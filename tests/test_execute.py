@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -13,17 +14,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
+from rich.console import Console
 
 from dyno import Study, UserError
-from dyno.execute import execute
+from dyno.analysis import gpu_trace
+from dyno.execute import Files, execute
 from dyno.expand import Planned, expand
 from dyno.progress import Progress
 from dyno.store import Cache, Run, makers
 from dyno.worker import backend
 from dyno.worker.record import read_record
-from dyno.worker.spec import Dims, ModelSpec, Recipe, Trial
+from dyno.worker.spec import Artifact, Dims, ModelSpec, Recipe, Trial
 
 Studies = Callable[..., Study]
 
@@ -355,6 +359,33 @@ def test_other_code_of_the_worker_is_another_maker(tmp_path: Path, monkeypatch: 
         (tmp_path / name).write_text(text)
         seen.add(makers.__wrapped__())
     assert len(seen) == 3
+
+
+def test_a_file_built_beside_somebody_else_s_work_carries_a_warning(
+    fake_study: Studies, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = {"gpu_processes": np.array([1.0, 2.0, 1.0]), "gpu_own": np.array([1.0, 1.0, 1.0])}
+    seen = gpu_trace.Trace(np.arange(3.0), looks, 0.0, 0.0, 0.0)
+    monkeypatch.setattr(gpu_trace, "read", lambda folder: seen)
+    recipe = backend.find("maker_for_tests:Reader").recipe(expand(fake_study())[0].trial)
+    assert recipe is not None
+    for _ in ("made", "from the cache"):
+        made = Files(None, Progress(quiet=True)).file(recipe)
+        assert isinstance(made, Artifact)
+        assert made.made_by["warnings"] == [
+            "another process was on the GPU meanwhile: kernels were timed beside it and may not be the fastest"
+        ]
+
+
+def test_a_wait_gets_a_line_where_nothing_is_drawn_anew(fake_trial: Callable[..., Trial]) -> None:
+    told = io.StringIO()
+    progress = Progress(console=Console(file=told, width=200))
+    progress.start(fake_trial(), 0)
+    progress.tick("load", 0.1)
+    progress.tick("waits for process 7, another dyno on this GPU", 0.0)
+    assert (
+        told.getvalue() == "net fake@latency_ms=0.1 fp32 b2 4  round 1 waits for process 7, another dyno on this GPU\n"
+    )
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dyno import confirm, mixed
+from dyno.analysis import gpu_trace, gpu_words
 from dyno.expand import Planned, expand
 from dyno.launch import launch
 from dyno.peaks import find_peak
@@ -15,7 +16,7 @@ from dyno.progress import Progress
 from dyno.store import CONFIRMATION, Cache, Run, card
 from dyno.study import Study
 from dyno.worker import backend, system
-from dyno.worker.record import Record, read_record, write_json
+from dyno.worker.record import Record, read_record, write_json, write_record
 from dyno.worker.spec import SCHEMA, Artifact, Job, Recipe, Trial, UserError
 
 MAKE_TIMEOUT_S = 3600.0
@@ -179,7 +180,20 @@ class Files:
             job = Job("make", recipe.runtime, recipe=recipe, artifact=parent)
             timing = {"DYNO_TIMING": str(self.cache.timing)}
             record = launch(job, folder, MAKE_TIMEOUT_S, self.progress.tick, timing)
+            _say_shared(folder, record)
         if record.status != "ok":
             return Record(record.status, record.stage, record.reason, system=record.system)
         made, wrong = self.cache.find(key)
         return made or Record("failed", record.stage, wrong or "the file was made but is not in the cache")
+
+
+def _say_shared(folder: Path, record: Record) -> None:
+    """A builder that timed its kernels beside somebody else's work may have picked the wrong ones: a warning."""
+    trace = gpu_trace.read(folder)
+    others = gpu_trace.most_others(trace) if trace else 0
+    if record.artifact is None or not others:
+        return
+    made_by = record.artifact.made_by
+    said = f"{gpu_words.meanwhile(others)}: kernels were timed beside it and may not be the fastest"
+    made_by = {**made_by, "warnings": [*made_by.get("warnings", ()), said]}
+    write_record(folder, replace(record, artifact=replace(record.artifact, made_by=made_by)))

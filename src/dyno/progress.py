@@ -68,8 +68,10 @@ class Progress:
         self._begin(f"{trial.label}  round {number + 1}")
 
     def tick(self, stage: str, elapsed: float) -> None:
-        """The running job's stage."""
+        """The running job's stage; where nothing is drawn anew, a wait gets a line, or it would pass for a hang."""
         self.stage = stage
+        if self.live is None and stage.startswith("waits"):
+            self._say(Text(f"{self.now} {stage}"))
 
     def done(self, trial: Trial, record: Record, *, stored: bool = False) -> None:
         """A job ended, or was found stored."""

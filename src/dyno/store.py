@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
@@ -30,6 +30,26 @@ def cache_dir() -> Path:
     """DYNO_CACHE, or `dyno` in the user's cache folder."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(os.environ.get("DYNO_CACHE") or Path(base) / "dyno")
+
+
+@contextmanager
+def lock(path: Path, busy: Callable[[str], None]) -> Iterator[None]:
+    """Hold the file; while another process has it, `busy` is told its number, and raises or has this wait.
+
+    The lock ends with the process, however it ends.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a+") as f:
+        try:
+            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            f.seek(0)
+            busy(f.read().strip() or "unknown")
+            fcntl.flock(f, fcntl.LOCK_EX)
+        f.truncate(0)
+        f.write(str(os.getpid()))
+        f.flush()
+        yield
 
 
 class Run:
@@ -61,20 +81,14 @@ class Run:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the folder for one study; a second one is told so. The lock ends with the process, however it ends."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with open(self.folder / "lock", "a+") as f:
-            try:
-                fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                f.seek(0)
-                owner = f.read().strip() or "unknown"
-                raise UserError(
-                    f"{self.folder} is in use by another dyno (process {owner}); wait for it or give another --out"
-                ) from None
-            f.truncate(0)
-            f.write(str(os.getpid()))
-            f.flush()
+        """Hold the folder for one study; a second one is told so."""
+
+        def busy(owner: str) -> None:
+            raise UserError(
+                f"{self.folder} is in use by another dyno (process {owner}); wait for it or give another --out"
+            )
+
+        with lock(self.folder / "lock", busy):
             yield
 
 

@@ -140,7 +140,7 @@ def summary(trace: Trace, timed: Sequence[Window]) -> Summary:
         power=_over(np.mean, trace.column("power")[inside]),
         temperature=_over(np.max, trace.column("temperature")),
         reasons={words: share for words, share in shares.items() if share and words != REASONS[UNREMARKABLE]},
-        others=int(np.nan_to_num(_others(trace)[inside]).max(initial=0)),
+        others=most_others(trace, inside),
         busy_before=_busy_before(trace),
         memory_before=trace.before_memory,
     )
@@ -173,6 +173,11 @@ def together(rounds: Sequence[Summary]) -> Summary | None:
 def _over(how: Any, values: np.ndarray) -> float:
     known = values[~np.isnan(values)]
     return float(how(known)) if len(known) else math.nan
+
+
+def most_others(trace: Trace, inside: np.ndarray | slice = slice(None)) -> int:
+    """The most compute processes of others seen on the GPU in those looks."""
+    return int(np.nan_to_num(_others(trace)[inside]).max(initial=0))
 
 
 def _others(trace: Trace) -> np.ndarray:

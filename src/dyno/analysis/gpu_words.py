@@ -105,6 +105,11 @@ def _why(t: TrialResult, boundary: str) -> str:
     return ", ".join(dict.fromkeys(w for w in words if w))
 
 
+def meanwhile(others: int) -> str:
+    """That so many other processes were there."""
+    return f"{'another process was' if others == 1 else f'{others} other processes were'} on the GPU meanwhile"
+
+
 def others(t: TrialResult) -> str:
     """Who else used the GPU, in words, or ""."""
     found = t.gpu
@@ -112,8 +117,7 @@ def others(t: TrialResult) -> str:
         return ""
     busy = f"it was {found.busy_before:.0f} % busy before the job began" if found.busy_before > gpu_trace.BUSY else ""
     if found.others:
-        many = "another process was" if found.others == 1 else f"{found.others} other processes were"
-        return f"{many} on the GPU meanwhile" + (f"; {busy}" if busy else "")
+        return meanwhile(found.others) + (f"; {busy}" if busy else "")
     return f"others used the GPU: {busy}" if busy else ""
 
 
