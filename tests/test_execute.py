@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import signal
@@ -17,7 +16,6 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from rich.console import Console
 
 from dyno import Study, UserError
 from dyno.analysis import gpu_trace
@@ -113,7 +111,7 @@ def test_rounds_are_interleaved_and_shuffled(fake_study: Studies, tmp_path: Path
         write_record(folder, made)
         return made
 
-    monkeypatch.setattr("dyno.execute.launch", at_once)
+    monkeypatch.setattr("dyno.execute.launch_in_turn", at_once)
     study = fake_study(batches=tuple(range(1, 9)), rounds=3)
     began = run(study, tmp_path).began
     assert [number for number, _ in began] == [0] * 8 + [1] * 8 + [2] * 8
@@ -375,17 +373,6 @@ def test_a_file_built_beside_somebody_else_s_work_carries_a_warning(
         assert made.made_by["warnings"] == [
             "another process was on the GPU meanwhile: kernels were timed beside it and may not be the fastest"
         ]
-
-
-def test_a_wait_gets_a_line_where_nothing_is_drawn_anew(fake_trial: Callable[..., Trial]) -> None:
-    told = io.StringIO()
-    progress = Progress(console=Console(file=told, width=200))
-    progress.start(fake_trial(), 0)
-    progress.tick("load", 0.1)
-    progress.tick("waits for process 7, another dyno on this GPU", 0.0)
-    assert (
-        told.getvalue() == "net fake@latency_ms=0.1 fp32 b2 4  round 1 waits for process 7, another dyno on this GPU\n"
-    )
 
 
 @pytest.mark.slow

@@ -7,9 +7,7 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
-import types
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,9 +17,7 @@ import numpy as np
 import psutil
 import pytest
 
-from dyno import launch as launching
 from dyno.launch import SILENCE, environment, launch, read_stage
-from dyno.store import cache_dir, lock
 from dyno.worker.record import Record, read_record, write_json
 from dyno.worker.spec import Job, Runtime, Trial, UserError, to_json
 
@@ -254,49 +250,3 @@ def test_a_record_that_an_earlier_job_left_is_not_taken_for_this_one_s(fake_tria
     assert launch(Job("run", first.runtime, first), tmp_path, 60).status == "ok"
     second = fake_trial(fail="exit", at="load")
     assert launch(Job("run", second.runtime, second), tmp_path, 60).status == "crashed"
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A GPU that jobs are told of, as far as its lock; the file of that lock."""
-    card = types.SimpleNamespace(uuid="GPU-of-a-test", close=lambda: None)
-    monkeypatch.setattr(launching, "find_gpu", lambda device, environment: card if device == "cuda:0" else None)
-    return cache_dir() / "gpus" / "GPU-of-a-test.lock"
-
-
-def never(owner: str) -> None:
-    raise AssertionError(f"process {owner} has the GPU")
-
-
-def test_a_job_waits_for_another_s_gpu_and_says_so(fake_trial: Trials, tmp_path: Path, gpu: Path) -> None:
-    trial = fake_trial(runtime=Runtime(threads=1, device="cuda:0"))
-    stages: list[str] = []
-    ended: list[Record] = []
-
-    def second() -> None:
-        ended.append(launch(Job("run", trial.runtime, trial), tmp_path, 30.0, lambda stage, s: stages.append(stage)))
-
-    thread = threading.Thread(target=second)
-    with lock(gpu, never):
-        thread.start()
-        deadline = time.monotonic() + 5
-        while not stages and time.monotonic() < deadline:
-            time.sleep(0.01)
-        time.sleep(0.1)
-        assert stages == [f"waits for process {os.getpid()}, another dyno on this GPU"] and not ended
-        assert not (tmp_path / "job.json").exists()
-        on_the_cpu = fake_trial()
-        assert launch(Job("run", on_the_cpu.runtime, on_the_cpu), tmp_path / "cpu", 30.0).status == "ok"
-        probe = Job("probe", trial.runtime, backend="fake")  # times nothing
-        assert launch(probe, tmp_path / "probe", 30.0).status == "ok"
-    thread.join()
-    assert ended[0].status == "ok"
-    with lock(gpu, never):
-        pass
-
-
-def test_a_killed_job_lets_go_of_the_gpu(fake_trial: Trials, tmp_path: Path, gpu: Path) -> None:
-    trial = fake_trial(fail="hang", at="run", runtime=Runtime(threads=1, device="cuda:0"))
-    assert launch(Job("run", trial.runtime, trial), tmp_path, 1.5).status == "timeout"
-    with lock(gpu, never):
-        pass

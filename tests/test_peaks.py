@@ -29,7 +29,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Record]:
         write_record(folder, left[0])
         return left.pop(0)
 
-    monkeypatch.setattr(peaks, "launch", launch)
+    monkeypatch.setattr(peaks, "launch_in_turn", launch)
     monkeypatch.setenv("DYNO_CACHE", str(tmp_path / "cache"))
     return left
 

@@ -15,9 +15,9 @@ from dyno.analysis.arrays import read_npz
 from dyno.analysis.formatting import console, show
 from dyno.execute import Files
 from dyno.expand import expand
-from dyno.launch import launch
 from dyno.progress import Progress
 from dyno.study import Study
+from dyno.turns import launch_in_turn
 from dyno.worker.record import Record
 from dyno.worker.spec import STRETCHES, Job, UserError
 
@@ -52,7 +52,7 @@ def run(study: Study, kinds: list[str], iterations: int, folder: Path) -> int:
         where = folder / "endure" / str(number)
         job = Job("endure", trial.runtime, trial, artifact=made, options={"batches": kinds, "iterations": iterations})
         timeout = max(trial.plan.timeout_s, iterations * len(kinds) * SLOWEST_S)
-        record = launch(job, where, timeout)
+        record = launch_in_turn(job, where, timeout)
         stored = where / "samples.npz"
         _print(trial.label, record, read_npz(stored) if stored.exists() else {})
         codes.append(_code(record))

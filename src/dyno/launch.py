@@ -9,14 +9,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dyno.gpu_telemetry import find_gpu
-from dyno.store import cache_dir, lock
 from dyno.telemetry import Telemetry
 from dyno.worker import system
 from dyno.worker.record import Record, read_record, write_json, write_record
@@ -24,7 +22,6 @@ from dyno.worker.spec import Job, Runtime, UserError, from_json, to_json
 
 MAIN = Path(__file__).with_name("worker") / "main.py"
 POLL_S = 0.05
-ALONE = ("run", "make", "peak", "endure")  # jobs that time something: inferences, or the kernels of an engine
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 # Libraries that look for updates, hubs or telemetry hosts when imported or run.
 SILENCE = {
@@ -63,31 +60,8 @@ def launch(
     """Run the job in the folder and return its record; a crash, a hang or an out-of-memory kill is a record too.
 
     `tick` is called about twenty times a second with the job's stage and its seconds so far; `extra` is added to the
-    job's environment. A job that times something has its GPU for itself among all of this user's.
+    job's environment.
     """
-    with _turn(job, tick):
-        return _launch(job, folder, timeout_s, tick, extra or {})
-
-
-@contextmanager
-def _turn(job: Job, tick: Tick | None) -> Iterator[None]:
-    """Hold the job's GPU. Two studies side by side would slow each other down unevenly, and a builder that times its
-    kernels beside a running job picks the wrong ones."""
-    gpu = find_gpu(job.runtime.device, environment(job.runtime)) if job.kind in ALONE else None
-    if gpu is None:
-        yield
-        return
-    gpu.close()
-
-    def busy(owner: str) -> None:
-        if tick is not None:
-            tick(f"waits for process {owner}, another dyno on this GPU", 0.0)
-
-    with lock(cache_dir() / "gpus" / f"{gpu.uuid}.lock", busy):
-        yield
-
-
-def _launch(job: Job, folder: Path, timeout_s: float, tick: Tick | None, extra: Mapping[str, str]) -> Record:
     folder.mkdir(parents=True, exist_ok=True)
     # What an earlier job left there must not pass for this one's.
     for stale in ("record.json", "partial.json", "stage"):
@@ -103,7 +77,7 @@ def _launch(job: Job, folder: Path, timeout_s: float, tick: Tick | None, extra: 
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                env={**_own(folder), **environment(job.runtime), **extra, "DYNO_LAUNCHER": str(os.getpid())},
+                env={**_own(folder), **environment(job.runtime), **(extra or {}), "DYNO_LAUNCHER": str(os.getpid())},
                 start_new_session=True,
             )
         except OSError as e:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from dyno.expand import runtime_of
-from dyno.launch import launch
 from dyno.progress import Progress
 from dyno.store import cache_dir, card, versions
 from dyno.study import Choice, Study
+from dyno.turns import launch_in_turn
 from dyno.worker import system
 from dyno.worker.record import Record, read_record
 from dyno.worker.spec import Job, Runtime, UserError
@@ -34,7 +34,7 @@ def find_peak(study: Study, folder: Path, progress: Progress) -> Record:
     if _good(kept) is None:
         progress.other(f"peak of {runtime.device}")
         shutil.rmtree(folder, ignore_errors=True)
-        record = launch(Job("peak", runtime), folder, TIMEOUT_S, progress.tick)
+        record = launch_in_turn(Job("peak", runtime), folder, TIMEOUT_S, progress.tick)
         if record.status == "ok" and not record.warnings:
             shutil.copytree(folder, kept, dirs_exist_ok=True)
         return record

@@ -1,0 +1,65 @@
+"""Jobs that time something have a GPU for themselves among all of a user's studies."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dyno import turns
+from dyno.store import cache_dir, lock
+from dyno.turns import launch_in_turn
+from dyno.worker.record import Record
+from dyno.worker.spec import Job, Runtime, Trial
+
+Trials = Callable[..., Trial]
+CUDA = Runtime(threads=1, device="cuda:0")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A GPU that jobs are told of, as far as its lock; the file of that lock."""
+    card = types.SimpleNamespace(uuid="GPU-of-a-test", close=lambda: None)
+    monkeypatch.setattr(turns, "find_gpu", lambda device, environment: card if device == "cuda:0" else None)
+    return cache_dir() / "gpus" / "GPU-of-a-test.lock"
+
+
+def never(owner: str) -> None:
+    raise AssertionError(f"process {owner} has the GPU")
+
+
+def test_a_job_waits_for_another_s_gpu_and_says_so(fake_trial: Trials, tmp_path: Path, gpu: Path) -> None:
+    trial, on_the_cpu = fake_trial(runtime=CUDA), fake_trial()
+    stages: list[str] = []
+    ended: list[Record] = []
+
+    def second() -> None:
+        job = Job("run", trial.runtime, trial)
+        ended.append(launch_in_turn(job, tmp_path / "gpu", 30.0, lambda stage, seconds: stages.append(stage)))
+
+    thread = threading.Thread(target=second)
+    with lock(gpu, never):
+        thread.start()
+        job = Job("run", on_the_cpu.runtime, on_the_cpu)
+        assert launch_in_turn(job, tmp_path / "cpu", 30.0).status == "ok"
+        deadline = time.monotonic() + 5
+        while not stages and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert stages == [f"waits for process {os.getpid()}, another dyno on this GPU"]
+        assert not ended and not (tmp_path / "gpu").exists()
+    thread.join()
+    assert ended[0].status == "ok"
+    with lock(gpu, never):
+        pass
+
+
+def test_a_killed_job_lets_go_of_the_gpu(fake_trial: Trials, tmp_path: Path, gpu: Path) -> None:
+    trial = fake_trial(fail="hang", at="run", runtime=CUDA)
+    assert launch_in_turn(Job("run", trial.runtime, trial), tmp_path, 1.5).status == "timeout"
+    with lock(gpu, never):
+        pass
