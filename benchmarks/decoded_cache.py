@@ -40,7 +40,7 @@ def tile(folder: Path) -> None:
 
 def decode_again(paths: list[Path]) -> int:
     """Decode and resize every image with all cores, in batches; returns a checksum."""
-    rows = (row for row, _ in decoded(paths, Transform(SIZE, Preprocess(), 3)))
+    rows = (one.row for one in decoded(paths, Transform(SIZE, Preprocess(), 3)))
     total = 0
     while batch := list(islice(rows, BATCH)):
         total += int(np.stack(batch)[:, :, ::16, ::16].sum())

@@ -95,7 +95,7 @@ def test_what_is_decoded_stays_when_unreadable_images_are_refused(
 
 def some(count: int, start: int = 0) -> list[rows.Timed]:
     """Rows of which the third can't be read."""
-    return [("torn" if i == 2 else np.full((1, 2, 3), i, np.uint8), 0.5) for i in range(start, count)]
+    return [rows.timed("torn" if i == 2 else np.full((1, 2, 3), i, np.uint8), 0.5) for i in range(start, count)]
 
 
 @pytest.mark.parametrize("harm", ["a torn line", "a line too many", "a torn row", "another pixel", "no images", "none"])

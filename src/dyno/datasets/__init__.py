@@ -23,7 +23,7 @@ from dyno.datasets.folders import scan
 from dyno.datasets.kinds import kind as kind
 from dyno.datasets.photos import CALIBRATION, How, spec, spread, stored
 from dyno.datasets.photos import OnUnreadable as OnUnreadable
-from dyno.datasets.rows import Timed
+from dyno.datasets.rows import Timed, timed
 from dyno.worker.spec import DataSpec, Preprocess, Unavailable, UserError
 
 DIGITS = Preprocess(mean=(0.5,), std=(0.5,), resize=0.0)
@@ -53,7 +53,8 @@ def digits(cache: Path, size: int = 64) -> DataSpec:
         def rows(start: int) -> Iterator[Timed]:
             for image in small[start:]:
                 began = time.perf_counter()
-                yield transform.pixels(image), time.perf_counter() - began
+                pixels = transform.pixels(image)
+                yield timed(pixels, time.perf_counter() - began)
 
         found = store.write(cache, key, store.Content(rows, transform.shape, {"labels": labels}, splits, about))
     return spec("digits", found)

@@ -24,7 +24,7 @@ from dyno.datasets import rows
 from dyno.datasets.rows import Source
 from dyno.worker.spec import UserError
 
-FORMAT = 2  # of the data set folder; part of every key
+FORMAT = 3  # of the data set folder; part of every key
 UNSURE_NS = (
     2_000_000_000  # a file changed this shortly before it was hashed may have changed again with the same time stamp
 )

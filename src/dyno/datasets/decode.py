@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dyno.datasets.rows import Row, Timed
+from dyno.datasets.rows import Row, Timed, timed
 from dyno.worker.letterbox import geometry
 from dyno.worker.spec import Preprocess, Unavailable, UserError
 
@@ -131,7 +131,8 @@ def _in_colours(image: Any, channels: int) -> Any:
         raise ValueError(f"pixels of mode {image.mode} have no known range")
     elif image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
-    return image.convert("L" if channels == 1 else "RGB")
+    mode = "L" if channels == 1 else "RGB"
+    return image if image.mode == mode else image.convert(mode)  # converting to the same mode copies
 
 
 def decoded(
@@ -148,13 +149,14 @@ def decoded(
     chunk = min(chunk, 64 * workers)
     report = progress or (lambda done, total: None)
 
-    def timed(path: Path) -> Timed:
+    def one(path: Path) -> Timed:
         began = time.perf_counter()
-        return transform.read(path), time.perf_counter() - began
+        row = transform.read(path)
+        return timed(row, time.perf_counter() - began)
 
     with ThreadPoolExecutor(workers) as pool:
         for first in range(start, len(paths), chunk):
-            for offset, row in enumerate(pool.map(timed, paths[first : first + chunk])):
+            for offset, row in enumerate(pool.map(one, paths[first : first + chunk])):
                 yield row
                 report(first + offset + 1, len(paths))
 
