@@ -9,9 +9,10 @@ class folders. Then, in alternation:
   are timed, all images go through.
 - later: the same command again: the decoded images and the look are there, everything else is done again.
 
-Both have the same network and weights. The plain loop runs it in PyTorch; Dyno runs it in `--backend`, ONNX Runtime
-unless another is named. With `--backend pytorch` nothing can be faster than the network itself, which is most of the
-plain loop on a CPU: the last line says how fast that is.
+Both read the network's weights from one file: random ones, with statistics of batch norm under which the images get
+different answers, or agreement would mean nothing. The plain loop runs it in PyTorch; Dyno runs it in `--backend`, ONNX
+Runtime unless another is named. With `--backend pytorch` nothing can be faster than the network itself, which is most
+of the plain loop on a CPU: the last line says how fast that is.
 
 `command` is the wall time from start to end of the process, as a user waits for it; `loop` is the plain loop alone,
 for Dyno the evaluation's pipeline, and of a first pass also all that its command takes longer than the later one.
@@ -47,14 +48,30 @@ from dyno.worker.record import write_json
 WIDTH, HEIGHT = 500, 375
 SOURCES = ("astronaut", "chelsea", "coffee", "rocket")
 WANTED = {"first": 1.0, "later": 3.0, "gpu": 0.9}
+WEIGHTS = """
+import sys
+import torch, torchvision
+from safetensors.torch import save_file
+torch.manual_seed(0)
+model = getattr(torchvision.models, sys.argv[1])(weights=None, num_classes=4)
+for module in model.modules():
+    if isinstance(module, torch.nn.BatchNorm2d):
+        module.momentum = None  # the mean over all that it saw
+with torch.inference_mode():
+    for _ in range(4):
+        model(torch.randn(32, 3, 224, 224))
+save_file(model.state_dict(), sys.argv[2])
+"""
 PLAIN = """
 import json, os, sys, time
 import torch, torchvision
+from safetensors.torch import load_file
 from torchvision import transforms as t
-folder, name, batch, device, threads = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4], int(sys.argv[5])
+folder, name, weights, device, batch, threads = *sys.argv[1:5], *map(int, sys.argv[5:])
 torch.set_num_threads(threads)
-torch.manual_seed(0)
-model = getattr(torchvision.models, name)(weights=None, num_classes=4).eval().to(device)
+model = getattr(torchvision.models, name)(weights=None, num_classes=4).eval()
+model.load_state_dict(load_file(weights))
+model.to(device)
 usual = t.Compose([t.Resize(256), t.CenterCrop(224), t.ToTensor(),
                    t.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))])
 data = torchvision.datasets.ImageFolder(folder, usual)
@@ -118,21 +135,21 @@ def run(command: Sequence[str], env: dict[str, str], side: Side) -> str:
     return done.stdout.strip().splitlines()[-1]
 
 
-def plain(photos: Path, args: argparse.Namespace, side: Side) -> dict[str, Any]:
+def plain(photos: Path, weights: Path, args: argparse.Namespace, side: Side) -> dict[str, Any]:
     """One run of the plain loop."""
-    words = (str(photos / "val"), args.model, str(args.batch), args.device, str(args.threads))
+    words = (str(photos / "val"), args.model, str(weights), args.device, str(args.batch), str(args.threads))
     found: dict[str, Any] = json.loads(run((sys.executable, "-c", PLAIN, *words), dict(os.environ), side))
     side.loop.append(found["loop"])
     return found
 
 
-def evaluate(photos: Path, place: Path, args: argparse.Namespace, side: Side) -> results.TrialResult:
+def evaluate(photos: Path, weights: Path, place: Path, args: argparse.Namespace, side: Side) -> results.TrialResult:
     """One `dyno eval` into a new run folder."""
     out = place / f"run-{time.monotonic_ns()}"
     command = [sys.executable, "-m", "dyno.cli", "eval", f"torchvision:{args.model}", "--data", str(photos),
-               "--batch", str(args.batch), "--backends", args.backend, "--precision", args.precision,
-               "--device", args.device, "--threads", str(args.threads), "--classes", "4",
-               "--out", str(out)]  # fmt: skip
+               "--weights", str(weights), "--batch", str(args.batch),
+               "--backends", args.backend, "--precision", args.precision, "--device", args.device,
+               "--threads", str(args.threads), "--classes", "4", "--out", str(out)]  # fmt: skip
     run([*command, *args.dyno.split()], {**os.environ, "DYNO_CACHE": str(place / "cache")}, side)
     (trial,) = results.load(out)
     side.loop.append(float(trial.facts["evaluation"]["seconds"]))
@@ -164,13 +181,14 @@ def main() -> int:
     args = parser.parse_args()
     sides = {name: Side() for name in ("plain", "first", "later")}
     with tempfile.TemporaryDirectory() as scratch:
-        photos = Path(scratch, "photos")
+        photos, weights = Path(scratch, "photos"), Path(scratch, "weights.safetensors")
         photographs(photos, args.images)
+        subprocess.run([sys.executable, "-c", WEIGHTS, args.model, str(weights)], check=True)
         for i in range(args.rounds):
             place = Path(scratch, f"round{i}")
-            found = plain(photos, args, sides["plain"])
-            evaluate(photos, place, args, sides["first"])
-            trial = evaluate(photos, place, args, sides["later"])
+            found = plain(photos, weights, args, sides["plain"])
+            evaluate(photos, weights, place, args, sides["first"])
+            trial = evaluate(photos, weights, place, args, sides["later"])
             sides["first"].loop[-1] += sides["first"].command[-1] - sides["later"].command[-1]
             print(f"round {i}: {same(found, trial)}", flush=True)
         rates = on_gpu(trial)
