@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
+from dyno import datasets
 from dyno.commands import finish
 from dyno.expand import model_spec
 from dyno.store import cache_dir, versions
@@ -27,9 +28,13 @@ BACKENDS = (
 
 def trained() -> TrainingResult:
     """The digits network, trained once and then taken from the cache."""
-    libraries = versions(Runtime(), ("torch", "torchvision", "scikit-learn"))
-    spec = model_spec(Study(models=(MODEL,), channels=1), MODEL)
-    folder = cache_dir() / "trained" / digest([spec, SIZE, TRAINING, libraries])[:24]
+    shaped_by = [
+        model_spec(Study(models=(MODEL,), channels=1), MODEL),
+        datasets.digits(cache_dir() / "datasets", SIZE).sha256,
+        TRAINING,
+        versions(Runtime(), ("torch", "torchvision")),
+    ]
+    folder = cache_dir() / "trained" / digest(shaped_by)[:24]
     return train("digits", model=MODEL, size=SIZE, channels=1, out=folder, quiet=True, **TRAINING)
 
 
