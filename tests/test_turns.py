@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from dyno import turns
+from dyno import Study, turns
+from dyno.expand import expand
 from dyno.store import cache_dir, lock
 from dyno.turns import launch_in_turn
 from dyno.worker.record import Record
@@ -63,3 +64,23 @@ def test_a_killed_job_lets_go_of_the_gpu(fake_trial: Trials, tmp_path: Path, gpu
     assert launch_in_turn(Job("run", trial.runtime, trial), tmp_path, 1.5).status == "timeout"
     with lock(gpu, never):
         pass
+
+
+@pytest.mark.gpu
+def test_two_jobs_are_not_timed_at_once(tmp_path: Path) -> None:
+    study = Study(models=("dyno.worker.digits:resnet18",), channels=1, sizes=("32",), backends=("pytorch",),
+                  device="cuda:0", boundaries=("model",), rounds=1, seconds=0.5, warmup=0.1)  # fmt: skip
+    (one,) = expand(study)
+    ended: list[Record] = []
+
+    def job(number: int) -> None:
+        ended.append(launch_in_turn(Job("run", one.trial.runtime, one.trial), tmp_path / str(number), 120.0))
+
+    threads = [threading.Thread(target=job, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [record.status for record in ended] == ["ok", "ok"], [record.reason for record in ended]
+    (_, first_end), (second_begin, _) = sorted(record.facts["timed"]["model"] for record in ended)
+    assert first_end < second_begin
