@@ -165,6 +165,9 @@ def test_files_are_known_by_content_wherever_they_lie(fake_study: Studies, tmp_p
 @pytest.mark.parametrize(
     ("source", "fields", "message"),
     [
+        ("best.pt", {}, "best.pt is no model file (.onnx, .xml, .engine, .plan); weights go with"),
+        ("nets/resnet18", {}, "nets/resnet18 is no model file (.onnx"),
+        ("yolov8n.yaml", {}, "model 'yolov8n.yaml' says not where it comes from; write ultralytics:"),
         ("resnet18", {}, "model 'resnet18' says not where it comes from; write torchvision:resnet18 or timm:resnet18"),
         ("none.onnx", {}, "there is no model file none.onnx"),
         ("none.xml", {}, "there is no model file none.xml"),

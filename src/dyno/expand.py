@@ -30,6 +30,7 @@ from dyno.worker.spec import (
     from_json,
 )
 
+CHECKPOINTS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")  # weights, which alone are no model
 LOOK_TIMEOUT_S = 600
 LOOK_LIBRARIES = ("torch", "torchvision", "timm", "ultralytics", "onnx", "openvino")
 HERE = Runtime()
@@ -129,6 +130,18 @@ def runtime_of(study: Study, choice: Choice) -> Runtime:
     )
 
 
+def _no_model(source: str) -> str:
+    """What is wrong with a name that says not where the model comes from."""
+    if source.endswith((".yaml", ".yml")):
+        return f"model {source!r} says not where it comes from; write ultralytics:{source}"
+    if "/" in source or Path(source).is_file() or Path(source).suffix in CHECKPOINTS:
+        return (
+            f"{source} is no model file ({', '.join(MODEL_FILES)}); weights go with their network "
+            f"(torchvision:resnet50 --weights {source}), and a function is FILE.py:FUNCTION"
+        )
+    return f"model {source!r} says not where it comes from; write torchvision:{source} or timm:{source}"
+
+
 def model_spec(study: Study, source: str) -> ModelSpec:
     """The model as the user named it, with the hashes of every file that decides what it is."""
     common: dict[str, Any] = {
@@ -148,7 +161,7 @@ def model_spec(study: Study, source: str) -> ModelSpec:
         path = _existing(source, "model file")
         return ModelSpec(source=f"file:{path.resolve()}", source_sha256=sha256_of(path), **common)
     if ":" not in source:
-        raise UserError(f"model {source!r} says not where it comes from; write torchvision:{source} or timm:{source}")
+        raise UserError(_no_model(source))
     return ModelSpec(source=_absolute(source), source_sha256=_code_sha256(source), **common)
 
 
