@@ -13,6 +13,7 @@ import pytest
 
 from dyno import Study, turns
 from dyno.expand import expand
+from dyno.progress import Progress
 from dyno.store import cache_dir, lock
 from dyno.turns import launch_in_turn
 from dyno.worker.record import Record
@@ -36,22 +37,22 @@ def never(owner: str) -> None:
 
 def test_a_job_waits_for_another_s_gpu_and_says_so(fake_trial: Trials, tmp_path: Path, gpu: Path) -> None:
     trial, on_the_cpu = fake_trial(runtime=CUDA), fake_trial()
-    stages: list[str] = []
+    progress = Progress(quiet=True)
     ended: list[Record] = []
 
     def second() -> None:
         job = Job("run", trial.runtime, trial)
-        ended.append(launch_in_turn(job, tmp_path / "gpu", 30.0, lambda stage, seconds: stages.append(stage)))
+        ended.append(launch_in_turn(job, tmp_path / "gpu", 30.0, progress))
 
     thread = threading.Thread(target=second)
     with lock(gpu, never):
         thread.start()
         job = Job("run", on_the_cpu.runtime, on_the_cpu)
-        assert launch_in_turn(job, tmp_path / "cpu", 30.0).status == "ok"
+        assert launch_in_turn(job, tmp_path / "cpu", 30.0, Progress(quiet=True)).status == "ok"
         deadline = time.monotonic() + 5
-        while not stages and time.monotonic() < deadline:
+        while not progress.stage and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert stages == [f"waits for process {os.getpid()}, another dyno on this GPU"]
+        assert progress.stage == f"waits for process {os.getpid()}, another dyno on this GPU"
         assert not ended and not (tmp_path / "gpu").exists()
     thread.join()
     assert ended[0].status == "ok"
@@ -61,7 +62,7 @@ def test_a_job_waits_for_another_s_gpu_and_says_so(fake_trial: Trials, tmp_path:
 
 def test_a_killed_job_lets_go_of_the_gpu(fake_trial: Trials, tmp_path: Path, gpu: Path) -> None:
     trial = fake_trial(fail="hang", at="run", runtime=CUDA)
-    assert launch_in_turn(Job("run", trial.runtime, trial), tmp_path, 1.5).status == "timeout"
+    assert launch_in_turn(Job("run", trial.runtime, trial), tmp_path, 1.5, Progress(quiet=True)).status == "timeout"
     with lock(gpu, never):
         pass
 
@@ -74,7 +75,11 @@ def test_two_jobs_are_not_timed_at_once(tmp_path: Path) -> None:
     ended: list[Record] = []
 
     def job(number: int) -> None:
-        ended.append(launch_in_turn(Job("run", one.trial.runtime, one.trial), tmp_path / str(number), 120.0))
+        ended.append(
+            launch_in_turn(
+                Job("run", one.trial.runtime, one.trial), tmp_path / str(number), 120.0, Progress(quiet=True)
+            )
+        )
 
     threads = [threading.Thread(target=job, args=(number,)) for number in range(2)]
     for thread in threads:

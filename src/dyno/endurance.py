@@ -41,18 +41,19 @@ def run(study: Study, kinds: list[str], iterations: int, folder: Path) -> int:
     a test could not be finished."""
     if iterations < 1:
         raise UserError(f"--iterations is {iterations}; it must be at least 1")
-    codes = []
+    codes, progress = [], Progress()
     for number, one in enumerate(expand(study)):
         if one.refusal:
             raise UserError(one.refusal)
         trial = replace(one.trial, dims=replace(one.trial.dims, batch=0))
-        made = Files(None, Progress()).file(trial.recipe) if trial.recipe else None
+        made = Files(None, progress).file(trial.recipe) if trial.recipe else None
         if isinstance(made, Record):
             raise UserError(f"{trial.label}: {made.reason}")
         where = folder / "endure" / str(number)
         job = Job("endure", trial.runtime, trial, artifact=made, options={"batches": kinds, "iterations": iterations})
         timeout = max(trial.plan.timeout_s, iterations * len(kinds) * SLOWEST_S)
-        record = launch_in_turn(job, where, timeout)
+        progress.start(trial, 0)
+        record = launch_in_turn(job, where, timeout, progress)
         stored = where / "samples.npz"
         _print(trial.label, record, read_npz(stored) if stored.exists() else {})
         codes.append(_code(record))

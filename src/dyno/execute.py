@@ -71,7 +71,7 @@ def _confirm(run: Run, trials: list[Trial], times: int, files: Files, progress: 
             progress.start(trial, number)
             # Counted from 1: round 0 is the one that answers all images, and that is known of a confirmed trial.
             job = Job("run", trial.runtime, trial, number + 1, artifact=made)
-            progress.done(trial, launch_in_turn(job, folder, trial.plan.timeout_s, progress.tick))
+            progress.done(trial, launch_in_turn(job, folder, trial.plan.timeout_s, progress))
 
 
 def _refuse(run: Run, planned: list[Planned]) -> None:
@@ -144,7 +144,7 @@ def _round(run: Run, trial: Trial, number: int, made: Artifact | Record | None, 
     folder = run.fresh(trial, number)
     progress.start(trial, number)
     job = Job("run", trial.runtime, trial, number, artifact=made)
-    progress.done(trial, launch_in_turn(job, folder, trial.plan.timeout_s, progress.tick))
+    progress.done(trial, launch_in_turn(job, folder, trial.plan.timeout_s, progress))
 
 
 class Files:
@@ -179,7 +179,7 @@ class Files:
         with self.cache.making(key) as folder:
             job = Job("make", recipe.runtime, recipe=recipe, artifact=parent)
             timing = {"DYNO_TIMING": str(self.cache.timing)}
-            record = launch_in_turn(job, folder, MAKE_TIMEOUT_S, self.progress.tick, timing)
+            record = launch_in_turn(job, folder, MAKE_TIMEOUT_S, self.progress, timing)
             _say_shared(folder, record)
         if record.status != "ok":
             return Record(record.status, record.stage, record.reason, system=record.system)

@@ -34,7 +34,7 @@ def find_peak(study: Study, folder: Path, progress: Progress) -> Record:
     if _good(kept) is None:
         progress.other(f"peak of {runtime.device}")
         shutil.rmtree(folder, ignore_errors=True)
-        record = launch_in_turn(Job("peak", runtime), folder, TIMEOUT_S, progress.tick)
+        record = launch_in_turn(Job("peak", runtime), folder, TIMEOUT_S, progress)
         if record.status == "ok" and not record.warnings:
             shutil.copytree(folder, kept, dirs_exist_ok=True)
         return record

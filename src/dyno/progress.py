@@ -68,10 +68,14 @@ class Progress:
         self._begin(f"{trial.label}  round {number + 1}")
 
     def tick(self, stage: str, elapsed: float) -> None:
-        """The running job's stage; where nothing is drawn anew, a wait gets a line, or it would pass for a hang."""
+        """The running job's stage."""
         self.stage = stage
-        if self.live is None and stage.startswith("waits"):
-            self._say(Text(f"{self.now} {stage}"))
+
+    def waiting(self, owner: str) -> None:
+        """The job waits for that process's; where nothing is drawn anew it gets a line, or it would pass for a hang."""
+        self.stage = f"waits for process {owner}, another dyno on this GPU"
+        if self.live is None:
+            self._say(Text(f"{self.now}: {self.stage}"))
 
     def done(self, trial: Trial, record: Record, *, stored: bool = False) -> None:
         """A job ended, or was found stored."""

@@ -8,28 +8,24 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from dyno.gpu_telemetry import find_gpu
-from dyno.launch import Tick, launch
+from dyno.launch import launch
+from dyno.progress import Progress
 from dyno.store import cache_dir, lock
 from dyno.worker.record import Record
 from dyno.worker.spec import Job, Runtime
 
 
 def launch_in_turn(
-    job: Job, folder: Path, timeout_s: float, tick: Tick | None = None, extra: Mapping[str, str] | None = None
+    job: Job, folder: Path, timeout_s: float, progress: Progress, extra: Mapping[str, str] | None = None
 ) -> Record:
     """`launch` for a job that times something: it waits until no other dyno has the GPU, and holds it.
 
     Two studies side by side would slow each other down unevenly, and a builder that times its kernels beside a running
-    job picks the wrong ones. `tick` is told for whom it waits; the wait doesn't count towards `timeout_s`.
+    job may pick the wrong ones. `progress` is told for whom it waits; the wait doesn't count towards `timeout_s`.
     """
-
-    def busy(owner: str) -> None:
-        if tick is not None:
-            tick(f"waits for process {owner}, another dyno on this GPU", 0.0)
-
     uuid = _uuid(job.runtime)
-    with lock(cache_dir() / "gpus" / f"{uuid}.lock", busy) if uuid else nullcontext():
-        return launch(job, folder, timeout_s, tick, extra)
+    with lock(cache_dir() / "gpus" / f"{uuid}.lock", progress.waiting) if uuid else nullcontext():
+        return launch(job, folder, timeout_s, progress.tick, extra)
 
 
 def _uuid(runtime: Runtime) -> str:
