@@ -112,3 +112,10 @@ def test_outputs_without_timings_have_no_winner(tmp_path: Path, budget: str | No
 
 def test_names_cannot_drive_the_terminal(tmp_path: Path) -> None:
     assert "\x1b" not in study(tmp_path, Way("pytorch", model="\x1b[2Jx"))
+
+
+def test_what_has_other_weights_is_no_winner(tmp_path: Path) -> None:
+    other = Way("openvino", seconds=0.001, facts={"weights_sha256": "f" * 64})
+    text = study(tmp_path, Way("pytorch"), Way("onnxruntime", seconds=0.005), other)
+    assert "fastest is onnxruntime fp32" in text and "runner-up is openvino" not in text and "nan" not in text
+    assert "openvino fp32 took no part, not comparable: other weights." in text

@@ -49,6 +49,7 @@ def test_the_statistics_do_not_depend_on_threads(source):
         torch.set_num_threads(threads)
         module = models.drawn(ModelSpec("m", source)) if source else small()
         settle(torch, module, 3, (224, 224))
+        assert torch.get_num_threads() == threads
         return models.weights_sha256(module)
 
     before = torch.get_num_threads()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from dyno.analysis import stats
 from dyno.analysis.formatting import significant
 from dyno.analysis.frontier import usable
+from dyno.analysis.references import INCOMPARABLE
 from dyno.analysis.render import Column, number
 from dyno.analysis.results import Results, TrialResult
 from dyno.analysis.tables import REFERENCE, build_seconds
@@ -106,7 +107,7 @@ def table(results: Results, frame: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for _, row in usable(frame).iterrows():
         reference = trials.get(row["reference"])
-        if reference is None or row["verdict"] == REFERENCE or str(row["verdict"]).startswith("not comparable"):
+        if reference is None or row["verdict"] == REFERENCE or str(row["verdict"]).startswith(INCOMPARABLE):
             continue
         if (found := against(row, trials[row["trial"]], reference)) is not None:
             rows.append(_row(row, trials[row["trial"]], found))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from dyno.analysis import accuracy, agreement, detection, stats, tables
 from dyno.analysis.formatting import plain, points
 from dyno.analysis.frontier import way
-from dyno.analysis.references import incomparable
+from dyno.analysis.references import INCOMPARABLE, incomparable
 from dyno.analysis.render import Column, Row, change, missing, number, ratio
 from dyno.analysis.results import Results, TrialResult, clock_of
 from dyno.analysis.rounds import LATENCIES
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 SLOWER, LESS_ACCURATE, DISAGREE, STATUS = CONDITIONS = ("slower", "less-accurate", "disagree", "status")
 TOLERATED = "slower, tolerated"
-REFUSED = "not comparable"
 TOLERANCE = 0.02
 FAIL_ON = (SLOWER, LESS_ACCURATE, STATUS)
 VOLATILE = ("load_average",)  # differs from one minute to the next on the same machine
@@ -110,7 +109,7 @@ def compare(a: Results, b: Results, rules: Rules | None = None) -> pd.DataFrame:
     if not any(x.good for x, _ in shared):
         raise UserError(_nothing(a, b, shared))
     rows = [row(x, y, rules) for x, y in shared]
-    refused = [r for r in rows if r["verdict"].startswith(REFUSED)]
+    refused = [r for r in rows if r["verdict"].startswith(INCOMPARABLE)]
     if len(refused) == len(rows):
         why = Counter(r["verdict"].partition(": ")[2] for r in refused).most_common(1)[0][0]
         raise UserError(f"{a.folder} and {b.folder} can't be compared: {why}")
@@ -170,7 +169,7 @@ def row(a: TrialResult, b: TrialResult, rules: Rules) -> dict[str, Any]:
     found: dict[str, Any] = dict.fromkeys(TEXT, "") | {name: own[name] for name in COPIED if name in own}
     found |= {"status_a": a.status, "rounds_a": len(a.good), "rounds_b": len(b.good), "trial_a": a.id, "trial_b": b.id}
     if why := refusal(a, b):
-        return found | {"verdict": f"{REFUSED}: {why}"}
+        return found | {"verdict": f"{INCOMPARABLE}: {why}"}
     found |= _speed(a, b, rules.tolerance) | _accuracy(a, b) | _agreement(a, b, rules)
     found["failed"] = ", ".join(c for c in rules.fail_on if _fails(c, found, rules, bool(a.good and b.good)))
     return found
@@ -335,4 +334,4 @@ def exit_code(frame: pd.DataFrame) -> int:
     """1 when a condition failed, else 2 when some trial could not be compared, else 0."""
     if frame["failed"].astype(bool).any():
         return 1
-    return 2 if frame["verdict"].str.startswith(REFUSED).any() else 0
+    return 2 if frame["verdict"].str.startswith(INCOMPARABLE).any() else 0

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from dyno.analysis import frontier
 from dyno.analysis.frontier import LATENCY, THROUGHPUT
+from dyno.analysis.references import INCOMPARABLE
 from dyno.analysis.results import TrialResult
 
 if TYPE_CHECKING:
@@ -18,10 +19,14 @@ PLACES = 2  # the winner and its runner-up
 
 @dataclass(frozen=True)
 class Contest:
-    """Trials of one model on one device, at one size, or at every size where a budget says what a size may cost."""
+    """Trials of one model on one device, at one size, or at every size where a budget says what a size may cost.
+
+    `apart` holds those that must not be held against their reference: with other weights it is another model.
+    """
 
     where: str
     group: pd.DataFrame
+    apart: pd.DataFrame
     sizes: bool
 
     @property
@@ -60,16 +65,17 @@ def contests(frame: pd.DataFrame) -> list[Contest]:
     for _, models in frame.groupby(["model", "device"], sort=False):
         name, sizes = models["model"].iloc[0], models["size"].unique()
         if together and len(sizes) > 1:
-            found.append(Contest(str(name), _with(models, frame), True))
+            found.append(_contest(str(name), models, frame, True))
             continue
         for size in sizes:
-            found.append(Contest(f"{name} at size {size}", _with(models[models["size"] == size], frame), False))
+            found.append(_contest(f"{name} at size {size}", models[models["size"] == size], frame, False))
     return found
 
 
-def _with(group: pd.DataFrame, frame: pd.DataFrame) -> pd.DataFrame:
-    group.attrs = dict(frame.attrs)
-    return group
+def _contest(where: str, rows: pd.DataFrame, frame: pd.DataFrame, sizes: bool) -> Contest:
+    rows.attrs = dict(frame.attrs)
+    apart = rows["verdict"].str.startswith(INCOMPARABLE)
+    return Contest(where, rows[~apart], rows[apart], sizes)
 
 
 def contenders(frame: pd.DataFrame, trials: Mapping[str, TrialResult]) -> list[str]:

@@ -7,6 +7,8 @@ from typing import Any
 from dyno.analysis.results import Results, TrialResult
 from dyno.worker.spec import UserError
 
+INCOMPARABLE = "not comparable"  # how the verdict begins of a row that must not be held against its reference
+
 
 def references(results: Results, wanted: str | None = None) -> dict[str, TrialResult]:
     """The trial that each trial is compared to, by trial id: same model, size, batch and device.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dyno.analysis import accuracy, detection, gpu_words, stats, work
 from dyno.analysis.precision import truth
-from dyno.analysis.references import incomparable, references, yardsticks
+from dyno.analysis.references import INCOMPARABLE, incomparable, references, yardsticks
 from dyno.analysis.results import Results, TrialResult, clock_of
 from dyno.analysis.rounds import LATENCIES
 
@@ -261,7 +261,7 @@ def _speed(t: TrialResult, against: Comparison, compare: bool) -> dict[str, Any]
     if t is reference:
         return found | {"speedup": 1.0, "verdict": REFERENCE}
     if why := incomparable(t, reference):
-        return found | {"verdict": f"not comparable: {why}"}
+        return found | {"verdict": f"{INCOMPARABLE}: {why}"}
     s = stats.speedup(t.medians(boundary, clock), reference.medians(boundary, clock))
     return found | {"speedup": s.value, "speedup_low": s.low, "speedup_high": s.high, "verdict": s.verdict}
 

@@ -62,6 +62,7 @@ def _contest(contest: Contest, trials: dict[str, TrialResult], budget: str) -> I
         yield from _accuracy(contest, winner, trials)
         yield from _preparation(contest, winner, trials)
     yield from _left_out(contest, budget)
+    yield from _apart(contest)
     yield from _most_images(contest)
     yield from confirmation.findings(contest, THROUGHPUT, trials)
 
@@ -162,6 +163,17 @@ def _left_out(contest: Contest, budget: str) -> Iterator[Finding]:
             known = isinstance(more, (int, float)) and not isnan(more)
             settle = f"about {int(more):,} more images would settle it" if known else "more images would not settle it"
             yield Finding(WARNING, f"{what} but whether it is within {budget} is undecided{loss}: {settle}.")
+
+
+def _apart(contest: Contest) -> Iterator[Finding]:
+    """Trials that could not be held against their reference, so that none of them was the fastest."""
+    reasons: dict[str, list[str]] = {}
+    for _, row in contest.apart.iterrows():
+        names = reasons.setdefault(str(row["verdict"]), [])
+        if (name := contest.way(row)) not in names:
+            names.append(name)
+    for verdict, names in reasons.items():
+        yield Finding(WARNING, f"{contest.where}: {', '.join(names)} took no part, {verdict}.")
 
 
 def _most_images(contest: Contest) -> Iterator[Finding]:

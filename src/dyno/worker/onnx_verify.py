@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.spec import Tensor
-from dyno.worker.torch_support import first_line, import_torch, named_outputs
+from dyno.worker.torch_support import first_line, import_torch, named_outputs, one_thread
 
 RELATIVE, ABSOLUTE = 1e-3, 1e-4  # the second as a share of the largest output
 OWN_ERRORS = 10  # a graph may be off by so many times what the module in FP32 is off from itself in FP64 …
@@ -114,7 +114,7 @@ def _own_errors(source: Source) -> dict[str, float]:
     try:
         exact = copy.deepcopy(source.module).double()
         for x, want in source.expected:
-            with torch.no_grad():
+            with one_thread(torch):
                 again = named_outputs(exact(torch.from_numpy(x).double()))
             for name, wanted in want.items():
                 apart = np.abs(again[name].numpy() - wanted.astype(np.float64))

@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
+from dyno.worker.torch_support import one_thread
+
 # Few images' statistics fit other images worse, by a factor per layer that a hundred layers raise to its power.
 IMAGES, SIZES, SEED = 16, ((64, 64), (96, 96)), 0
 GRAINS = 1, 4, 16  # pixels to a side: photographs have detail and broad areas, and layers answer to both
@@ -34,7 +36,7 @@ def settle(torch: Any, module: Any, channels: int, size: tuple[int, int]) -> Non
 
     `size` is what the network is meant for, tried where it refuses small images, which are enough for this. A network
     that takes neither is left as it was drawn. So that threads, processor and version of torch make no difference,
-    it is computed in float64 and rounded to eight bits.
+    it is computed in float64 by one thread and rounded to eight bits.
     """
     kind = torch.nn.modules.batchnorm._BatchNorm
     norms = [m for m in module.modules() if isinstance(m, kind) and m.running_mean is not None]
@@ -43,7 +45,7 @@ def settle(torch: Any, module: Any, channels: int, size: tuple[int, int]) -> Non
         images = _noise(torch, channels, height, width)
         try:
             _damp(torch, module.eval(), norms, images[:1].float())
-            with torch.no_grad(), _in_float64(module), _without_borders(torch, module), _measuring(norms):
+            with one_thread(torch), _in_float64(module), _without_borders(torch, module), _measuring(norms):
                 module(images)
         except REFUSALS:
             for norm, state in zip(norms, drawn, strict=True):

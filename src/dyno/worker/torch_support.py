@@ -39,6 +39,22 @@ def configure(torch: Any, trial: Trial, benchmark: bool = False) -> None:
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
 
 
+@contextlib.contextmanager
+def one_thread(torch: Any) -> Iterator[None]:
+    """Without gradients and by the calling thread alone, for what everything else is held against.
+
+    With torch 2.2 (MKL of 2022), some convolutions in float64 are wrong by eight or more threads, and not by rounding:
+    off by several times the outputs' deviation.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def named_outputs(result: Any) -> dict[str, Any]:
     """A module's result as tensors by name: output, output_1, output_2… in the order of its tuples and dicts."""
     found = list(tensors(result))
