@@ -43,7 +43,7 @@ def test_on_a_cpu_a_study_lists_its_trials_with_reasons(root: Path, dyno: Comman
 
 @pytest.mark.slow
 def test_on_a_cpu_a_study_runs_small(root: Path, dyno: Command, tmp_path: Path) -> None:
-    small = ("--device", "cpu", "--backends", "pytorch,onnxruntime", "--batch", 1, "--size", 32, "--rounds", 1)
+    small = ("--device", "cpu", "--backends", "pytorch", "--batch", 1, "--size", 32, "--rounds", 1)
     quick = ("--samples", 5, "--warmup", 0.05, "--threads", 1, "--out", tmp_path / "run")
     done = dyno("run", root / "studies" / "own-classes.toml", *small, *quick, timeout=280)
     assert done.returncode == 0, done.stderr
@@ -51,7 +51,7 @@ def test_on_a_cpu_a_study_runs_small(root: Path, dyno: Command, tmp_path: Path) 
     assert peak["facts"]["peak"]["fp32"]["flops_per_s"] > 0
     with open(tmp_path / "run" / "tables" / "flops.csv") as f:
         rows = list(csv.DictReader(f))
-    assert len(rows) == 2
-    assert all(float(r["of the peak, %"]) > 0 and float(r["GFLOP per image"]) > 0.01 for r in rows)
+    (row,) = rows
+    assert float(row["of the peak, %"]) > 0 and float(row["GFLOP per image"]) > 0.01
     shown = dyno("show", tmp_path / "run", "--table", "sizes")
     assert shown.stdout.startswith("## sizes\n")

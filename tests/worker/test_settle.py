@@ -76,8 +76,8 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.last = nn.BatchNorm2d(16), nn.BatchNorm2d(16)
-        self.wide, self.back = (nn.Conv2d(16, 16, 3, padding=1, bias=False) for _ in range(2))
+        self.first, self.last = nn.BatchNorm2d(8), nn.BatchNorm2d(8)
+        self.wide, self.back = (nn.Conv2d(8, 8, 3, padding=1, bias=False) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x += self.last(self.back(self.first(self.wide(x)).relu()))
@@ -87,7 +87,7 @@ class Block(nn.Module):
 def test_a_small_error_stays_small_through_residual_branches(monkeypatch):
     def settled() -> nn.Sequential:
         torch.manual_seed(0)
-        module = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), *(Block() for _ in range(30)))
+        module = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), *(Block() for _ in range(30)))
         settle(torch, module, 3, (64, 64))
         return module
 
