@@ -119,3 +119,22 @@ def test_what_has_other_weights_is_no_winner(tmp_path: Path) -> None:
     text = study(tmp_path, Way("pytorch"), Way("onnxruntime", seconds=0.005), other)
     assert "fastest is onnxruntime fp32" in text and "runner-up is openvino" not in text and "nan" not in text
     assert "openvino fp32 took no part, not comparable: other weights." in text
+
+
+def test_eight_bits_are_held_against_sixteen_where_they_beat_fp32(tmp_path: Path) -> None:
+    at = [{"batch": batch, "statuses": ("ok",)} for batch in (8, 1)]
+    ways = [Way("tensorrt", precision, seconds, facts={"notes": [f"{share[row['batch']]} % in reformats"]}, **row)
+            for row in at
+            for precision, seconds, share in (("fp32", 0.004, {1: 1, 8: 2}), ("fp16", 0.002, {1: 3, 8: 4}),
+                                              ("int8", 0.003, {1: 5, 8: 6}))]  # fmt: skip
+    text = study(tmp_path, *ways)
+    assert "tensorrt int8 is not faster than tensorrt fp16 (batch 1, 8: 0.6" in text
+    assert ", one round only): at batch 1, 5 % in reformats." in text
+    assert "faster than tensorrt fp32" not in text
+
+
+def test_each_of_several_networks_is_named_where_a_precision_gains_nothing(tmp_path: Path) -> None:
+    ways = [Way("a", p, s, model=m) for m in ("one", "two") for p, s in (("fp32", 0.002), ("bf16", 0.003))]
+    text = study(tmp_path, *ways)
+    assert "one at size 64: a bf16 is not faster than a fp32" in text
+    assert "two at size 64: a bf16 is not faster than a fp32" in text

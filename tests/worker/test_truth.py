@@ -57,4 +57,7 @@ def test_reasons_name_operators_and_shares_and_leave_out_what_is_small() -> None
         "20% of the time goes into changing types and layouts (QuantizeLinear, DequantizeLinear)",
     ]
     assert why_not_faster("fp32", compute, time, ("QuantizeLinear",)) == []
+    assert why_not_faster("tf32", compute, time, ("QuantizeLinear",)) == [
+        "15% of the time goes into changing types and layouts (QuantizeLinear)"
+    ], "float32 is what TF32 is stored as"
     assert why_not_faster("int8", compute[:16], {"Conv": 0.95, "Cast": 0.05}, ("Cast",)) == []

@@ -24,7 +24,11 @@ if TYPE_CHECKING:
 
 MOST_GROUPS = 8  # model x size pairs that get sentences of their own; the rest stands in the tables
 SLIGHT = 1.1  # an interval that ends below it leaves no gain worth looking for
-LOWERED = ("fp16", "bf16", "int8", "fp8")
+# What a lowered precision ought to be faster than, in the order in which it is held against them.
+WIDER = {
+    **dict.fromkeys(("tf32", "fp16", "bf16"), ("fp32",)),
+    **dict.fromkeys(("int8", "fp8"), ("fp32", "fp16", "bf16")),
+}
 
 
 def sentences(results: Results, frame: pd.DataFrame) -> list[str]:
@@ -203,29 +207,49 @@ def _truths(results: Results) -> Iterator[Finding]:
 
 
 def _slow_precisions(results: Results) -> Iterator[Finding]:
-    """Lowered precisions that gain nothing over fp32 of the same backend, with the engine's own reasons."""
-    plain = {(t.group, t.variant): t for t in results if t.precision == "fp32" and t.good}
-    found: dict[tuple[str, str], list[tuple[TrialResult, stats.Speedup]]] = {}
-    for t in results:
-        other = plain.get((t.group, t.variant))
-        if t.precision not in LOWERED or not t.good or other is None:
-            continue
-        clock = clock_of("model", t, other)
-        gain = stats.speedup(t.medians("model", clock), other.medians("model", clock))
-        if gain.verdict in (stats.SLOWER, stats.SAME):
-            why = "; ".join(t.notes()) or _silence(gain)
-            found.setdefault((t.way, why), []).append((t, gain))
-    for (name, why), slow in found.items():
-        shown = ratio(slow[0][1].value, slow[0][1].low, slow[0][1].high)
-        places = _places([t for t, _ in slow])
-        sure = all(gain.verdict == stats.SLOWER or gain.high <= 1 for _, gain in slow)
-        word = "not faster" if sure else "not shown to be faster"
-        yield Finding(WARNING, f"{name} is {word} than {slow[0][0].variant} fp32 ({places}: {shown}): {why}.")
+    """Lowered precisions that gain nothing over a wider one of the same backend, with the engine's own reasons.
+
+    The wider one is fp32; where eight bits gain something over that, it is what sixteen bits there are.
+    """
+    ran = {(t.group, t.variant, t.precision): t for t in results if t.good}
+    found: dict[tuple[str, ...], list[tuple[TrialResult, stats.Speedup]]] = {}
+    for t in ran.values():
+        for wider in WIDER.get(t.precision, ()):
+            other = ran.get((t.group, t.variant, wider))
+            if other is not None and (gain := _no_gain(t, other)) is not None:
+                found.setdefault((t.model, t.size, t.way, other.way), []).append((t, gain))
+                break
+    several = len({(t.model, t.size) for t in results}) > 1
+    for (model, size, name, other_name), slow in list(found.items())[:MOST_GROUPS]:
+        where = f"{model} at size {size}: " if several else ""
+        yield Finding(WARNING, f"{where}{name} is {_not_faster(other_name, slow)}.")
+    if len(found) > MOST_GROUPS:
+        yield Finding(NOTE, f"{len(found) - MOST_GROUPS} more ways gain nothing by their precision; see the tables.")
+
+
+def _not_faster(other: str, slow: list[tuple[TrialResult, stats.Speedup]]) -> str:
+    slow = sorted(slow, key=lambda one: one[0].batch)
+    gains = [gain for _, gain in slow]
+    sure = all(gain.verdict in (stats.SLOWER, stats.ONE_ROUND) or gain.high <= 1 for gain in gains)
+    shown = ratio(gains[0].value, gains[0].low, gains[0].high)
+    shown += ", one round only" if gains[0].verdict == stats.ONE_ROUND else ""
+    reasons = list(dict.fromkeys("; ".join(t.notes()) or _silence(gain) for t, gain in slow))
+    at = f"at batch {slow[0][0].batch}, " if len(reasons) > 1 else ""
+    word = "not faster" if sure else "not shown to be faster"
+    return f"{word} than {other} ({_places([t for t, _ in slow])}: {shown}): {at}{reasons[0]}"
+
+
+def _no_gain(t: TrialResult, wider: TrialResult) -> stats.Speedup | None:
+    """The speed-up over the wider precision where it is none, or may be none."""
+    clock = clock_of("model", t, wider)
+    gain = stats.speedup(t.medians("model", clock), wider.medians("model", clock))
+    none = gain.verdict in (stats.SLOWER, stats.SAME) or (gain.verdict == stats.ONE_ROUND and gain.value < 1)
+    return gain if none else None
 
 
 def _silence(gain: stats.Speedup) -> str:
     """Why nothing is gained where the engine says nothing."""
-    if gain.verdict == stats.SLOWER or gain.high <= 1:
+    if gain.verdict in (stats.SLOWER, stats.ONE_ROUND) or gain.high <= 1:
         return "the engine gives no reason"
     if gain.high < SLIGHT:
         return f"it gains {ceil(100 * (gain.high - 1))} % at most, and the engine gives no reason"

@@ -61,7 +61,7 @@ def why_not_faster(
         return []
     found, layers = [], list(compute)
     wide = Counter(operator for operator, kind in layers if kind == "float32")
-    if wide.total() > NOTEWORTHY * len(layers):
+    if TYPES[asked] != "float32" and wide.total() > NOTEWORTHY * len(layers):
         which = ", ".join(f"{count} {operator}" for operator, count in wide.items())
         found.append(f"{wide.total()} of {len(layers)} compute layers stayed in float32 ({which})")
     spent = {operator: time_by_operator[operator] for operator in converters if time_by_operator.get(operator, 0) > 0}
