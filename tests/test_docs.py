@@ -12,10 +12,13 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 import dyno
+from dyno import cli
 from dyno.analysis import tables
 from dyno.study import Study
 from dyno.worker import backend
@@ -44,19 +47,23 @@ def lines(block: str) -> list[list[str]]:
 
 
 @cache
-def options(command: str) -> set[str]:
-    """What `dyno COMMAND --help` lists; empty for an unknown command."""
-    environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
-    words = [sys.executable, "-m", "dyno.cli", *command.split(), "--help"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, env=environment)
-    return set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", done.stdout)) if done.returncode == 0 else set()
+def command(words: str) -> Any:
+    """The command of that name, a group of them for ""; None for an unknown one."""
+    found: Any = typer.main.get_command(cli.app)
+    for word in words.split():
+        found = getattr(found, "commands", {}).get(word)
+    return found
 
 
-@cache
-def commands() -> frozenset[str]:
+def options(words: str) -> set[str]:
+    """The options of a command; empty for an unknown one."""
+    known = command(words)
+    return {"--help", *(o for p in known.params for o in (*p.opts, *p.secondary_opts))} if known else set()
+
+
+def commands() -> set[str]:
     """The commands that `dyno --help` lists."""
-    done = subprocess.run([sys.executable, "-m", "dyno.cli", "--help"], capture_output=True, text=True, timeout=60)
-    return frozenset(re.findall(r"^│ ([a-z]+) ", done.stdout.partition("Commands")[2], re.M))
+    return {name for name, each in command("").commands.items() if not each.hidden}
 
 
 def wrong(words: list[str]) -> list[str]:

@@ -84,6 +84,7 @@ class Block(nn.Module):
         return x.relu_()
 
 
+@pytest.mark.slow
 def test_a_small_error_stays_small_through_residual_branches(monkeypatch):
     def settled() -> nn.Sequential:
         torch.manual_seed(0)

@@ -136,6 +136,7 @@ def test_outputs_in_dicts_and_lists_get_names(tmp_path, nets):
     ]
 
 
+@pytest.mark.slow
 def test_a_size_or_option_that_does_not_work_is_one_line(tmp_path):
     with pytest.raises(UserError, match="refuses 1x3x64x64: Wrong image height"):
         make(tmp_path, ModelSpec("vit", "torchvision:vit_b_16"), FREE)

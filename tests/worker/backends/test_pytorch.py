@@ -189,6 +189,7 @@ def test_layers_that_stay_in_float32_are_seen(nets):
     assert session.facts()["layers_by_type"] == {"float32": 1, "bfloat16": 1}
 
 
+@pytest.mark.slow
 def test_what_the_model_refuses_is_one_line_in_its_own_words():
     session = find("pytorch").load(trial(ModelSpec("vit", "torchvision:vit_b_16"), size=8), None)
     with pytest.raises(UserError, match="vit refuses 2x3x8x8 in fp32: Wrong image height! Expected 224 but got 8!"):

@@ -187,6 +187,7 @@ def test_each_version_is_asked_in_its_own_words(tensorrt: Any, monkeypatch: pyte
         torch_trt.compiled(new, module, x, "fp32", {"ir": "ts", "profile": "static"})
 
 
+@pytest.mark.slow
 def test_operators_left_in_pytorch_are_counted_in_either_kind_of_program() -> None:
     module, x = models.load(DIGITS), torch.randn(1, 1, 64, 64)
     scripted = torch.jit.trace(module, x)
