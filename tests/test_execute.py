@@ -24,7 +24,7 @@ from dyno.expand import Planned, expand
 from dyno.progress import Progress
 from dyno.store import Cache, Run, makers
 from dyno.worker import backend
-from dyno.worker.record import read_record
+from dyno.worker.record import Record, read_record, write_record
 from dyno.worker.spec import Artifact, Dims, ModelSpec, Recipe, Trial
 
 Studies = Callable[..., Study]
@@ -103,21 +103,46 @@ def test_another_study_is_refused(fake_study: Studies, tmp_path: Path) -> None:
     assert records(tmp_path) == before
 
 
-def test_rounds_are_interleaved_and_shuffled(fake_study: Studies, tmp_path: Path, monkeypatch: Any) -> None:
-    from dyno.worker.record import Record, write_record
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every job ends well without having run."""
 
-    def at_once(job: Any, folder: Path, *_: Any) -> Record:
+    def end(job: Any, folder: Path, *_: Any) -> Record:
         made = Record("ok", trial=job.trial.id, round=job.round)
         write_record(folder, made)
         return made
 
-    monkeypatch.setattr("dyno.execute.launch_in_turn", at_once)
+    monkeypatch.setattr("dyno.execute.launch_in_turn", end)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_rounds_are_interleaved_and_shuffled(fake_study: Studies, tmp_path: Path) -> None:
     study = fake_study(batches=tuple(range(1, 9)), rounds=3)
     began = run(study, tmp_path).began
     assert [number for number, _ in began] == [0] * 8 + [1] * 8 + [2] * 8
     orders = [[trial for k, trial in began if k == number] for number in range(3)]
     assert len({tuple(order) for order in orders}) == 3 and len({frozenset(order) for order in orders}) == 1
     assert began == run(study, tmp_path / "again").began, "the order is the same on every machine"
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_model_is_whole_before_the_next_has_its_files(
+    fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = fake_study(models=("fake:one", "fake:two"), batches=(1, 2), rounds=2)
+    names = {one.trial.id: one.trial.model.name for one in expand(study)}
+    log, seen = Log(), []
+
+    def made(files: Files, trials: list[Trial]) -> dict[str, Any]:
+        seen.append((len(log.began), {t.model.name for t in trials}))
+        return {}
+
+    monkeypatch.setattr(Files, "all", made)
+    execute(study, tmp_path, log)
+    assert seen == [(0, {"one"}), (4, {"two"})]
+    assert [(number, names[trial]) for number, trial in log.began] == [
+        (number, name) for name in ("one", "two") for number in (0, 0, 1, 1)
+    ]
 
 
 def test_a_refusal_is_a_row_until_its_reason_is_gone(fake_study: Studies, tmp_path: Path, monkeypatch: Any) -> None:

@@ -1,4 +1,4 @@
-"""Run a study: make the files first, then every trial in several fresh processes, in shuffled, interleaved rounds."""
+"""Run a study: for each model its files first, then each trial in several fresh processes, in shuffled rounds."""
 
 from __future__ import annotations
 
@@ -49,12 +49,19 @@ def execute(study: Study, folder: Path, progress: Progress) -> None:
 
 
 def _rounds(run: Run, trials: list[Trial], files: Files, progress: Progress) -> None:
-    """Every round of the trials that isn't stored yet."""
-    order = _order(trials)
-    with progress.running([trial for trial, _ in order]):
-        made = files.all(trials)
-        for trial, number in order:
-            _round(run, trial, number, made.get(trial.id), progress)
+    """Every round of the trials that isn't stored yet, one model after the other.
+
+    Nothing compares two models, and whoever stops a long study early has some of them whole.
+    """
+    models: dict[str, list[Trial]] = {}
+    for trial in trials:
+        models.setdefault(trial.model.name, []).append(trial)
+    orders = [_order(own) for own in models.values()]
+    with progress.running([trial for order in orders for trial, _ in order]):
+        for own, order in zip(models.values(), orders, strict=True):
+            made = files.all(own)
+            for trial, number in order:
+                _round(run, trial, number, made.get(trial.id), progress)
 
 
 def _confirm(run: Run, trials: list[Trial], times: int, files: Files, progress: Progress) -> None:
@@ -122,7 +129,7 @@ def _models(run: Run, planned: list[Planned]) -> None:
 
 
 def _order(trials: list[Trial]) -> list[tuple[Trial, int]]:
-    """Every job of the study: round by round, each round shuffled in its own way, the same on every machine."""
+    """Every job of these trials: round by round, each round shuffled in its own way, the same on every machine."""
     order = []
     for number in range(max((trial.plan.rounds for trial in trials), default=0)):
         jobs = [(trial, number) for trial in trials if number < trial.plan.rounds]
