@@ -15,6 +15,7 @@ from dyno.analysis.formatting import plain, points, show, significant
 from dyno.analysis.frontier import LATENCY, THROUGHPUT
 from dyno.analysis.metrics import quality
 from dyno.analysis.precision import truth
+from dyno.analysis.references import incomparable
 from dyno.analysis.render import missing
 from dyno.analysis.results import Results, TrialResult, clock_of
 from dyno.analysis.rounds import GPU
@@ -216,7 +217,7 @@ def _slow_precisions(results: Results) -> Iterator[Finding]:
     for t in ran.values():
         for wider in WIDER.get(t.precision, ()):
             other = ran.get((t.group, t.variant, wider))
-            if other is not None and (gain := _no_gain(t, other)) is not None:
+            if other is not None and not incomparable(t, other) and (gain := _no_gain(t, other)) is not None:
                 found.setdefault((t.model, t.size, t.way, other.way), []).append((t, gain))
                 break
     several = len({(t.model, t.size) for t in results}) > 1
@@ -232,7 +233,7 @@ def _not_faster(other: str, slow: list[tuple[TrialResult, stats.Speedup]]) -> st
     gains = [gain for _, gain in slow]
     sure = all(gain.verdict in (stats.SLOWER, stats.ONE_ROUND) or gain.high <= 1 for gain in gains)
     shown = ratio(gains[0].value, gains[0].low, gains[0].high)
-    shown += ", one round only" if gains[0].verdict == stats.ONE_ROUND else ""
+    shown += ", one round only, so unproven" if gains[0].verdict == stats.ONE_ROUND else ""
     reasons = list(dict.fromkeys("; ".join(t.notes()) or _silence(gain) for t, gain in slow))
     at = f"at batch {slow[0][0].batch}, " if len(reasons) > 1 else ""
     word = "not faster" if sure else "not shown to be faster"
