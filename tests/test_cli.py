@@ -82,6 +82,7 @@ Refused = Callable[..., str]
         (["run", "fake:n", "--weights", "none.pt"], "there is no weights file none.pt"),
         (["show", "nowhere"], ""),
         (["report", "nowhere"], ""),
+        (["report", "nowhere", "-o", "page.html"], "--out page.html is the folder for the page, its charts and tables"),
         (
             ["export", "fake:n", "-o", "m.engine"],
             "export writes .onnx files, not m.engine; `dyno build` writes engines",

@@ -193,6 +193,8 @@ def report(runs: Sequence[Path], out: Path) -> None:
     from dyno.analysis import report as page
     from dyno.analysis import results
 
+    if out.suffix == ".html" and not out.is_dir():
+        raise UserError(f"--out {out} is the folder for the page, its charts and tables; give one, like {out.stem}")
     print(page.write([results.load(run) for run in runs], out))
 
 
