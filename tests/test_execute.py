@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,10 @@ from dyno.analysis import gpu_trace
 from dyno.execute import Files, execute
 from dyno.expand import Planned, expand
 from dyno.progress import Progress
-from dyno.store import Cache, Run, makers
+from dyno.store import Cache, Run
 from dyno.worker import backend
 from dyno.worker.record import Record, read_record, write_record
-from dyno.worker.spec import Artifact, Dims, ModelSpec, Recipe, Trial
+from dyno.worker.spec import Artifact, Recipe, Trial
 
 Studies = Callable[..., Study]
 
@@ -350,38 +349,6 @@ def test_a_file_that_cannot_be_made_is_a_row_of_every_trial(fake_study: Studies,
     assert len(failed) == 2 and len(found) == 4
     assert {(r.stage, r.reason) for r in failed} == {("make bin fp32", "ValueError: this graph can't be written")}
     assert not list(cache.glob("*"))
-
-
-def test_the_key_holds_all_that_shapes_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = Recipe("fake", "onnx", "fp32", ModelSpec("a", "x:y", weights="/w", weights_sha256="1"), Dims(1, 8, 8))
-    cache = Cache(tmp_path)
-
-    def key(**changes: Any) -> str:
-        return cache.key(replace(recipe, **changes), ("numpy",))
-
-    same = ModelSpec("b", "x:y", weights="/elsewhere", weights_sha256="1")
-    assert key() == key(model=same)
-    other = [key(), key(precision="fp16"), key(options={"a": 1}), key(dims=Dims(2, 8, 8)), key(parent=recipe)]
-    other += [key(model=ModelSpec("a", "x:y", weights_sha256="2")), cache.key(recipe, ("numpy", "psutil"))]
-    other.append(key(maker="outside_backend:Mine"))
-    monkeypatch.syspath_prepend(tmp_path)
-    for text in ("first = 1", "second = 2"):  # a backend from outside, before and after a change
-        (tmp_path / "outside_backend.py").write_text(text)
-        makers.cache_clear()
-        other += [key(maker="outside_backend:Mine"), key(parent=replace(recipe, maker="outside_backend:Mine"))]
-    monkeypatch.setattr("dyno.store.makers", lambda *outside: "code of another Dyno")
-    other.append(key())
-    assert len(set(other)) == len(other)
-
-
-def test_other_code_of_the_worker_is_another_maker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dyno.store.system.__file__", str(tmp_path / "system.py"))
-    seen = set()
-    for name, text in (("a.py", "1"), ("a.py", "2"), ("backends/b.py", "1"), ("note.txt", "no code")):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-        seen.add(makers.__wrapped__())
-    assert len(seen) == 3
 
 
 def test_a_file_built_beside_somebody_else_s_work_carries_a_warning(
