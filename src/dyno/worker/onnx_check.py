@@ -9,6 +9,7 @@ import numpy as np
 
 from dyno.worker.onnx_bf16 import EMULATION, emulated
 from dyno.worker.spec import UserError
+from dyno.worker.system import physical_cores
 
 Feeds = Mapping[str, np.ndarray]
 
@@ -26,14 +27,24 @@ def outputs(
 ) -> tuple[list[np.ndarray], str]:
     """The file's outputs as float64, and how it was run: as it is, or a BF16 one emulated."""
     import onnx
+
+    bf16 = precision == "bf16"
+    model = emulated(onnx.load(path)).SerializeToString() if bf16 else path
+    ready = session(model, optimised=optimised and not bf16)
+    found = [np.asarray(output, np.float64) for output in ready.run(None, dict(feeds))]
+    return found, EMULATION if bf16 else "as it is"
+
+
+def session(model: str | bytes, *, optimised: bool = True, threads: int = 0) -> Any:
+    """A file or its bytes in ONNX Runtime on the CPU, by a thread per physical core that this process may use.
+
+    Without a number the library ties a thread to each core of the machine, other programs' cores among them.
+    """
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    bf16 = precision == "bf16"
-    if bf16 or not optimised:
+    options.log_severity_level = 4  # what goes wrong is raised too
+    options.intra_op_num_threads = threads or physical_cores()
+    if not optimised:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    model = emulated(onnx.load(path)).SerializeToString() if bf16 else path
-    session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-    found = [np.asarray(output, np.float64) for output in session.run(None, dict(feeds))]
-    return found, EMULATION if bf16 else "as it is"
+    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.calibration import CalibrationImages, reader
+from dyno.worker.onnx_check import session
 from dyno.worker.onnx_head import decoding
 from dyno.worker.onnx_placement import LINEAR, OBSERVED, place
 from dyno.worker.spec import Artifact, Recipe, UserError
@@ -222,6 +223,8 @@ def _calibrated(scratch: Path, types: Iterable[str], images: CalibrationImages, 
         calibrate_method=CalibrationMethod[method],
         extra_options=percentile,
     )
+    # Its own session would take a thread for each core of the machine and tie it there.
+    calibrator.infer_session = session(str(scratch / "augmented.onnx"), optimised=False)
     for start in range(0, len(images), HISTOGRAM_BATCHES):
         end = min(start + HISTOGRAM_BATCHES, len(images))
         calibrator.collect_data(reader(images.feeds(start, end)))

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from dyno.worker.onnx_check import session
 from dyno.worker.onnx_int8 import Observed, Scheme
 from dyno.worker.onnx_placement import LINEAR, channel_axis, sites
 
@@ -59,16 +60,10 @@ def sqnr(exact: Sequence[np.ndarray], rounded: Sequence[np.ndarray]) -> float:
 
 
 def _outputs(model: Any, feeds: Feeds, threads: int) -> list[np.ndarray]:
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    options.intra_op_num_threads = threads
     # Optimised, casts that round would be taken out and Q/DQ pairs fused into something that isn't this layer alone.
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    ready = session(model.SerializeToString(), optimised=False, threads=threads)
     with np.errstate(all="ignore"):
-        runs = [session.run(None, dict(feed)) for feed in feeds]
+        runs = [ready.run(None, dict(feed)) for feed in feeds]
     return [np.concatenate([np.atleast_1d(run[k]) for run in runs]) for k in range(len(runs[0]))]
 
 

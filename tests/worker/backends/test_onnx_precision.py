@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +14,7 @@ import numpy as np
 import onnx
 import pytest
 
-from dyno.worker import onnx_check, onnx_fp16, onnx_int8
+from dyno.worker import calibration, onnx_check, onnx_fp16, onnx_int8
 from dyno.worker.backends import onnx_precision
 from dyno.worker.backends.onnx_precision import OnnxPrecision, converted
 from dyno.worker.spec import Artifact, DataSpec, Dims, Preprocess, Recipe, Trial, UserError
@@ -137,6 +138,30 @@ def test_seven_bit_weights_where_the_cpu_would_overflow(
     weights = [onnx.numpy_helper.to_array(t) for t in graph.initializer if t.data_type == onnx.TensorProto.INT8]
     assert max(int(np.abs(w).max()) for w in weights) <= 64
     assert "7 bits" in made.made_by["scheme"]
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one processor is all there is")
+def test_calibration_keeps_to_the_processors_that_it_may_use(
+    digits: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ONNX Runtime's own choice is a thread on every core of the machine, whatever this process may use."""
+
+    def threads() -> dict[int, set[int]]:
+        return {int(t.name): os.sched_getaffinity(int(t.name)) for t in Path("/proc/self/task").iterdir()}
+
+    def reader(feeds: Any) -> Any:
+        seen.append({tid: cpus for tid, cpus in threads().items() if tid not in before})
+        return calibration.reader(feeds)
+
+    seen: list[dict[int, set[int]]] = []
+    monkeypatch.setattr(onnx_int8, "reader", reader)
+    mine, before = os.sched_getaffinity(0), threads()
+    try:
+        os.sched_setaffinity(0, {min(mine)})
+        make(digits, tmp_path)
+    finally:
+        os.sched_setaffinity(0, mine)
+    assert seen and all(cpus == {min(mine)} for new in seen for cpus in new.values())
 
 
 def test_fp16_halves_the_file_and_keeps_float32_feeds(digits: Any, tmp_path: Path) -> None:
