@@ -49,7 +49,7 @@ def main() -> int:
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as cache:
         os.environ["DYNO_CACHE"] = cache
-        files = Files(None, Progress(quiet=True))
+        files = Files(Progress(quiet=True))
         (first, timed), (second, timed_again) = (build_seconds(study, files, k) for k in (1, 2))
     print(f"first build {first:.2f} s, second {second:.2f} s: {first / second:.1f} x faster (wanted {WANTED:g})")
     print(f"tactics timed: {timed['timed']}, then {timed_again['timed']}. {timed_again['complaint']}")

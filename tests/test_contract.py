@@ -62,7 +62,7 @@ def load(request: pytest.FixtureRequest, source: str) -> Iterator[Callable[..., 
                 runtime=Runtime(threads=THREADS),
             )  # fmt: skip
             recipe = backend.find(name).recipe(trial)
-            made = Files(None, Progress(quiet=True)).file(recipe) if recipe else None
+            made = Files(Progress(quiet=True)).file(recipe) if recipe else None
             if isinstance(made, Record):
                 (pytest.skip if made.status == "skipped" else pytest.fail)(f"{name}: {made.reason}")
             try:

@@ -360,7 +360,7 @@ def test_a_file_built_beside_somebody_else_s_work_carries_a_warning(
     recipe = backend.find("maker_for_tests:Reader").recipe(expand(fake_study())[0].trial)
     assert recipe is not None
     for _ in ("made", "from the cache"):
-        made = Files(None, Progress(quiet=True)).file(recipe)
+        made = Files(Progress(quiet=True)).file(recipe)
         assert isinstance(made, Artifact)
         assert made.made_by["warnings"] == [
             "another process was on the GPU meanwhile: kernels were timed beside it and may not be the fastest"

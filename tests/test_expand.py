@@ -203,7 +203,7 @@ def test_a_file_for_a_gpu_is_another_for_another_gpu(monkeypatch: pytest.MonkeyP
         recipe = Recipe(
             "fake", "engine", "fp16", ModelSpec("net", "fake:net"), Dims(1, 4, 4), runtime=Runtime(device=device)
         )
-        return store.Cache().key(recipe, ())
+        return store.Cache().key(recipe, lambda name: ())
 
     assert key("H200 580", "cuda:0") != key("L4 580", "cuda:0")
     assert key("H200 580", "cuda:0") == key("H200 580", "cuda:0")

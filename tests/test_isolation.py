@@ -116,7 +116,7 @@ def test_our_environment_does_not_reach_another_python(
         patch.delenv("PYTHONPATH")
         (planned,) = expand(study)
         assert planned.trial.recipe is not None
-        assert isinstance(Files(None, Progress(quiet=True)).file(planned.trial.recipe), Artifact)
+        assert isinstance(Files(Progress(quiet=True)).file(planned.trial.recipe), Artifact)
     study.run(tmp_path / "run", quiet=True)
     ((_, record, _),) = found(tmp_path / "run").values()
     assert record.system["python"] == other_python_version(other_python)

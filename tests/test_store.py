@@ -17,12 +17,12 @@ def test_the_key_holds_all_that_shapes_a_file(tmp_path: Path, monkeypatch: pytes
     cache = Cache(tmp_path)
 
     def key(**changes: Any) -> str:
-        return cache.key(replace(recipe, **changes), ("numpy",))
+        return cache.key(replace(recipe, **changes), lambda name: ("numpy",))
 
     same = ModelSpec("b", "x:y", weights="/elsewhere", weights_sha256="1")
     assert key() == key(model=same)
     other = [key(), key(precision="fp16"), key(options={"a": 1}), key(dims=Dims(2, 8, 8)), key(parent=recipe)]
-    other += [key(model=ModelSpec("a", "x:y", weights_sha256="2")), cache.key(recipe, ("numpy", "psutil"))]
+    other += [key(model=ModelSpec("a", "x:y", weights_sha256="2")), cache.key(recipe, lambda name: ("numpy", "psutil"))]
     other.append(key(maker="outside_backend:Mine"))
     monkeypatch.syspath_prepend(tmp_path)
     for text in ("first = 1", "second = 2"):  # a backend from outside, before and after a change

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from dyno.analysis import build_variance
 from dyno.analysis.render import render
-from dyno.store import parts
+from dyno.store import copy
 from dyno.study import Study
 from dyno.worker.backend import Backend
 from dyno.worker.spec import Option, UserError
@@ -37,12 +36,6 @@ def compare(study: Study, engine: Backend, options: Mapping[str, Option], batch:
     best = build_variance.fastest(results)
     if best is None:
         raise UserError(f"no build could be timed; `dyno show {out.with_suffix('.builds')}` has the reasons")
-    _copy(Path(best.artifact["path"]), out)
+    copy(Path(best.artifact["path"]), out)
     print(f"{out}  the fastest, {best.backend}")
     return 0
-
-
-def _copy(made: Path, out: Path) -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    for part in parts(made):
-        shutil.copyfile(part, out.with_suffix(part.suffix) if part.suffix != made.suffix else out)

@@ -46,7 +46,7 @@ def run(study: Study, kinds: list[str], iterations: int, folder: Path) -> int:
         if one.refusal:
             raise UserError(one.refusal)
         trial = replace(one.trial, dims=replace(one.trial.dims, batch=0))
-        made = Files(None, progress).file(trial.recipe) if trial.recipe else None
+        made = Files(progress).file(trial.recipe) if trial.recipe else None
         if isinstance(made, Record):
             raise UserError(f"{trial.label}: {made.reason}")
         where = folder / "endure" / str(number)

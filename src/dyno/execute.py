@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def execute(study: Study, folder: Path, progress: Progress) -> None:
         _refuse(run, planned)
         _keep_truth(run, planned)
         todo = [one.trial for one in planned if not one.refusal]
-        files = Files(run, progress)
+        files = Files(progress)
         if study.peak:
             with progress.running([]):
                 find_peak(study, run.folder / "peak", progress)
@@ -59,7 +60,7 @@ def _rounds(run: Run, trials: list[Trial], files: Files, progress: Progress) -> 
     orders = [_order(own) for own in models.values()]
     with progress.running([trial for order in orders for trial, _ in order]):
         for own, order in zip(models.values(), orders, strict=True):
-            made = files.all(own)
+            made = files.all(trial for trial in own if _left(run, trial))
             for trial, number in order:
                 _round(run, trial, number, made.get(trial.id), progress)
 
@@ -138,11 +139,21 @@ def _order(trials: list[Trial]) -> list[tuple[Trial, int]]:
     return order
 
 
+def _stored(run: Run, trial: Trial, number: int) -> Record | None:
+    """What is known of that round: its own record, or the one of an earlier round that ended badly."""
+    known = [run.record(trial, k) for k in range(number + 1)]
+    return known[-1] or next((record for record in known if record is not None and record.status != "ok"), None)
+
+
+def _left(run: Run, trial: Trial) -> bool:
+    """Whether a round of the trial is still to be measured."""
+    return any(_stored(run, trial, number) is None for number in range(trial.plan.rounds))
+
+
 def _round(run: Run, trial: Trial, number: int, made: Artifact | Record | None, progress: Progress) -> None:
     """One round of one trial, unless it is stored already or an earlier round showed that it can't run."""
-    earlier = [run.record(trial, k) for k in range(number + 1)]
-    if earlier[-1] is not None or any(r is not None and r.status != "ok" for r in earlier):
-        progress.done(trial, earlier[-1] or next(r for r in earlier if r is not None), stored=True)
+    if (stored := _stored(run, trial, number)) is not None:
+        progress.done(trial, stored, stored=True)
         return
     if isinstance(made, Record):
         run.store(trial, number, made)
@@ -157,20 +168,18 @@ def _round(run: Run, trial: Trial, number: int, made: Artifact | Record | None, 
 class Files:
     """Makes the files that trials need, each once, or takes them from the cache."""
 
-    def __init__(self, run: Run | None, progress: Progress) -> None:
-        self.run = run
+    def __init__(self, progress: Progress) -> None:
         self.progress = progress
         self.cache = Cache()
         self.made: dict[str, Artifact | Record] = {}
 
-    def all(self, trials: list[Trial]) -> dict[str, Artifact | Record]:
+    def all(self, trials: Iterable[Trial]) -> dict[str, Artifact | Record]:
         """The file of each trial by the trial's id; a record that says why where it could not be made."""
-        missing = [t for t in trials if self.run is None or self.run.record(t, t.plan.rounds - 1) is None]
-        return {trial.id: self.file(trial.recipe) for trial in missing if trial.recipe is not None}
+        return {trial.id: self.file(trial.recipe) for trial in trials if trial.recipe is not None}
 
     def file(self, recipe: Recipe) -> Artifact | Record:
         """The file this recipe makes, from the cache when everything that shaped it is the same."""
-        key = self.cache.key(recipe, backend.find(recipe.maker).requires)
+        key = self.cache.key(recipe, lambda name: backend.find(name).requires)
         if key not in self.made:
             self.made[key] = self._make(recipe, key)
         return self.made[key]

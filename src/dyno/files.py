@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from dyno.execute import Files
 from dyno.expand import look, missing, model_spec, runtime_of
 from dyno.prepare import prepared
 from dyno.progress import Progress
-from dyno.store import parts
+from dyno.store import copy
 from dyno.study import Choice, Study, check_known, parse_size
 from dyno.worker import system
 from dyno.worker.backend import find
@@ -129,12 +128,10 @@ def _trial(study: Study, precision: str) -> Trial:
 def _make(recipe: Recipe | None, out: Path) -> Artifact:
     """Make the file through the cache and copy it, with all its parts, to where the user wants it."""
     assert recipe is not None
-    made = Files(None, Progress()).file(recipe)
+    made = Files(Progress()).file(recipe)
     if isinstance(made, Record):
         raise UserError(f"{recipe.model.name}: {made.reason}")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    for part in parts(Path(made.path)):
-        shutil.copyfile(part, out.with_suffix(part.suffix))
+    copy(Path(made.path), out)
     print(f"{out}  {_story(made)}")
     for warning in made.made_by.get("warnings", ()):
         print(f"warning: {warning}", file=sys.stderr)

@@ -19,7 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from dyno.gpu_telemetry import find_gpu
-from dyno.worker import system
+from dyno.worker import onnx_weights, system
 from dyno.worker.record import Record, read_record, write_json, write_record
 from dyno.worker.spec import Artifact, Job, Recipe, Runtime, Trial, UserError, digest, to_json
 
@@ -92,20 +92,34 @@ class Run:
             yield
 
 
-def parts(path: Path) -> list[Path]:
-    """The files that belong together: an OpenVINO .xml and its .bin, any other file alone."""
-    return [path, path.with_suffix(".bin")] if path.suffix == ".xml" else [path]
-
-
 def sha256_of(path: Path) -> str:
-    """sha256 of a file's content; of an OpenVINO .xml and its .bin, one after the other."""
+    """sha256 of a file with what belongs to it: an OpenVINO .xml's .bin, the weights beside an ONNX graph."""
     hashed = hashlib.sha256()
-    for part in parts(path):
+    for part in (path, *_belonging(path)):
         if part.is_file():
             with open(part, "rb") as f:
                 while block := f.read(1 << 20):
                     hashed.update(block)
     return hashed.hexdigest()
+
+
+def _belonging(path: Path) -> list[Path]:
+    if path.suffix == ".onnx" and path.is_file():
+        return onnx_weights.beside(path)
+    return [path.with_suffix(".bin")] if path.suffix == ".xml" else []
+
+
+def copy(made: Path, out: Path) -> None:
+    """Copy a file with what belongs to it to where the user wants it."""
+    if out.exists() and out.samefile(made):
+        raise UserError(f"{out} is the file that would be read for it; give another one to write to")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if made.suffix == ".onnx":
+        onnx_weights.copy(made, out)
+        return
+    shutil.copyfile(made, out)
+    for part in _belonging(made):
+        shutil.copyfile(part, out.with_suffix(part.suffix))
 
 
 def code_sha256(module: str) -> str:
@@ -176,12 +190,9 @@ def makers(*outside: str) -> str:
     return total.hexdigest()
 
 
-def _outside(recipe: Recipe | None) -> set[str]:
-    """Modules of the backends `MODULE:CLASS` that make the recipe's file and those it is made from."""
-    if recipe is None:
-        return set()
-    module, colon, _ = recipe.maker.partition(":")
-    return _outside(recipe.parent) | ({module} if colon else set())
+def _chain(recipe: Recipe | None) -> list[Recipe]:
+    """The recipe after those of the files that its own is made from."""
+    return [*_chain(recipe.parent), recipe] if recipe else []
 
 
 class Cache:
@@ -191,13 +202,17 @@ class Cache:
         self.folder = (folder or cache_dir()) / "artifacts"
         self.timing = (folder or cache_dir()) / "timing"  # what builders remember of kernels they timed
 
-    def key(self, recipe: Recipe, requires: tuple[str, ...]) -> str:
-        """The recipe's hash, with the makers' code, their libraries' versions, and the processor or GPU it is for."""
-        device = recipe.runtime.device
+    def key(self, recipe: Recipe, requires: Callable[[str], tuple[str, ...]]) -> str:
+        """The recipe's hash, with the makers' code, their libraries' versions, and the processor or GPU it is for.
+
+        `requires` says which libraries a maker of that name goes by; those of a parent shape the file as well.
+        """
+        device, chain = recipe.runtime.device, _chain(recipe)
+        outside = {module for module, colon, _ in (one.maker.partition(":") for one in chain) if colon}
         shaped_by = {
             "recipe": digest(recipe),
-            "makers": makers(*sorted(_outside(recipe))),
-            "versions": versions(recipe.runtime, requires),
+            "makers": makers(*sorted(outside)),
+            "versions": [versions(one.runtime, requires(one.maker)) for one in chain],
             "machine": [platform.machine(), *([card(device)] if device != "cpu" else system.describe()["cpu_flags"])],
         }
         return hashlib.sha256(json.dumps(shaped_by, sort_keys=True).encode()).hexdigest()[:24]

@@ -77,11 +77,13 @@ def run_lengths(mask: np.ndarray) -> np.ndarray:
     return np.diff(np.r_[0, ends]) if mask.any() else np.array([mask.size])
 
 
-def write_run(folder: Path, task: str, ways: dict[str, Arrays], objects: Truth) -> Path:
-    """A run folder with one trial per backend name, each a round with those detections."""
+def write_run(folder: Path, task: str, ways: dict[str, Arrays], objects: Truth, size: int = 64) -> Path:
+    """A run folder with one trial per backend name, each a round with those detections; a second call adds a size."""
     for name, arrays in ways.items():
         model = ModelSpec("net", "ultralytics:net.yaml", classes=len(NAMES), task=task, keypoints=(4, 3))
-        trial = Trial(model, name, "fp32", Dims(1, 64, 64), data=DataSpec("shapes", sha256=SHA), plan=Plan(rounds=1))
+        trial = Trial(
+            model, name, "fp32", Dims(1, size, size), data=DataSpec("shapes", sha256=SHA), plan=Plan(rounds=1)
+        )
         path = folder / "trials" / trial.id / "r0"
         path.mkdir(parents=True)
         write_json(path / "job.json", to_json(Job("run", trial.runtime, trial)))
@@ -92,9 +94,9 @@ def write_run(folder: Path, task: str, ways: dict[str, Arrays], objects: Truth) 
             Measurement("preprocess", "s", "duration", None, "preprocess", "", "host"),
             Measurement("pipeline", "1/s", "rate", 123.0, clock="host"),
         )
-        facts = {"weights_sha256": "a" * 64, "inputs_sha256": "b" * 64}
+        facts = {"weights_sha256": "a" * 64, "inputs_sha256": f"{size:064}", "data": {"photographs": "shapes"}}
         write_record(path, Record("ok", "done", trial=trial.id, measurements=measured, facts=facts))
-    (folder / "truth").mkdir()
+    (folder / "truth").mkdir(exist_ok=True)
     (folder / "truth" / f"{SHA[:12]}.json").write_text(json.dumps(objects))
     (folder / "study.toml").write_text('models = ["net"]\n')
     return folder

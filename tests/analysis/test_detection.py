@@ -140,6 +140,20 @@ def test_the_table_has_masks_boxes_differences_and_the_budget(run: Path) -> None
     assert reference["pipeline_ips"] == 123 and reference["preprocess_ms"] == pytest.approx(1)
 
 
+def test_a_smaller_size_is_held_against_the_first_one(truth: Truth, tmp_path: Path) -> None:
+    detected.write_run(tmp_path, "segment", {"pytorch": detected.found(truth, missed=0.1)}, truth)
+    worse = detected.found(truth, missed=0.1, shift=0.2)
+    detected.write_run(tmp_path, "segment", {"pytorch": worse, "openvino": worse}, truth, size=32)
+    (tmp_path / "study.toml").write_text('models = ["net"]\nsizes = ["64", "32"]\n')
+    frame = tables.frame(load(tmp_path), budget="mAP=2").set_index(["backend", "size"])
+    first = frame.loc[("pytorch", "64")]
+    assert set(frame["budget_reference"]) == {first["trial"]} and first["budget"] == "within"
+    for backend in ("pytorch", "openvino"):
+        row = frame.loc[(backend, "32")]
+        assert row["budget"] == "over"
+        assert row["map_diff"] == pytest.approx(row["map50_95"] - first["map50_95"])
+
+
 def test_it_is_printed_and_reported(run: Path, tmp_path: Path) -> None:
     results = load(run)
     frame = tables.frame(results, budget="mAP=2")

@@ -123,20 +123,29 @@ def paired(trial: TrialResult, reference: TrialResult, metric: str = "top1") -> 
     return Paired(len(own), gained, lost, paired_difference(gained, lost, len(own)))
 
 
+def mean_ap_change(trial: TrialResult, reference: TrialResult) -> Interval | None:
+    """mAP50-95 of the trial less the reference's as a share, None where they didn't see the same photographs."""
+    own, other = trial.mean_ap, reference.mean_ap
+    if own is None or other is None or not same_photographs(trial, reference):
+        return None
+    return detection.difference(own, other)
+
+
 def same_photographs(trial: TrialResult, other: TrialResult) -> bool:
     """Whether both answered the same photographs under the same numbers, perhaps decoded to two sizes.
 
     By the hash over the photographs that the decoded data set has; where one is missing, by the data's name and labels.
     """
     own, their = (t.facts.get("data") or {} for t in (trial, other))
-    if (mine := own.get("photographs")) and (others := their.get("photographs")):
-        return bool(mine == others)
+    if (mine := own.get("photographs")) and (theirs := their.get("photographs")):
+        return bool(mine == theirs)
     if trial.size == other.size:
         return True
-    numbers = [t.answers.get("label") for t in (trial, other)]
+    label, others = (t.answers.get("label") for t in (trial, other))
+    if label is None or others is None or own.get("name") != their.get("name"):
+        return False
     here, there = matching(trial.answers, other.answers)
-    labels = numbers[0] is not None and numbers[1] is not None and np.array_equal(numbers[0][here], numbers[1][there])
-    return labels and own.get("name") == their.get("name")
+    return np.array_equal(label[here], others[there])
 
 
 def matching(own: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -171,8 +180,7 @@ def decide_all(trial: TrialResult, reference: TrialResult, limits: Sequence[Budg
 
 def _decision(trial: TrialResult, reference: TrialResult, limit: Budget) -> Decision | None:
     if limit.metric == MEAN_AP:
-        own, other = trial.mean_ap, reference.mean_ap
-        found = detection.difference(own, other) if own and other else None
+        own, found = trial.mean_ap, mean_ap_change(trial, reference)
         return decide_mean_ap(found, own.own.images, limit) if own and found else None
     pair = paired(trial, reference, limit.metric)
     return decide(pair, limit) if pair else None

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from dyno.analysis import accuracy, detection, gpu_words, stats, work
+from dyno.analysis import accuracy, gpu_words, stats, work
 from dyno.analysis.precision import truth
 from dyno.analysis.references import INCOMPARABLE, incomparable, references, yardsticks
 from dyno.analysis.results import Results, TrialResult, clock_of
@@ -223,7 +223,7 @@ def _accuracy(t: TrialResult, against: Comparison) -> dict[str, Any]:
 
 
 def _mean_ap(t: TrialResult, against: Comparison) -> dict[str, Any]:
-    own, reference = t.mean_ap, against.reference
+    own, reference = t.mean_ap, against.yardstick or against.reference
     if own is None:
         return {}
     whole = own.interval
@@ -234,12 +234,12 @@ def _mean_ap(t: TrialResult, against: Comparison) -> dict[str, Any]:
     }  # fmt: skip
     if reference is None or incomparable(t, reference) == "other weights":
         return found
-    if t is reference:
-        return found | {"map_diff": 0.0, "budget": accuracy.WITHIN if against.budgets else ""}
-    other = reference.mean_ap
-    d = detection.difference(own, other) if other else None
+    d = accuracy.mean_ap_change(t, reference)
     if d is None:
         return found
+    found["budget_reference"] = reference.id
+    if t is reference:
+        return found | {"map_diff": 0.0, "budget": accuracy.WITHIN if against.budgets else ""}
     found |= {"map_diff": 100 * d.value, "map_diff_low": 100 * d.low, "map_diff_high": 100 * d.high}
     if decision := accuracy.decide_all(t, reference, against.budgets):
         found |= {"budget": decision.verdict, "more_images": decision.more}

@@ -12,15 +12,15 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from dyno.worker import models, task_facts
+from dyno.worker import models, system, task_facts
 from dyno.worker.backend import Backend
 from dyno.worker.onnx_opset import in_opset, lower_file
 from dyno.worker.onnx_opset import opset as opset_of
 from dyno.worker.onnx_verify import Source, Wrong, doubtful, verified
+from dyno.worker.onnx_weights import beside
 from dyno.worker.spec import Artifact, Dims, ModelSpec, Option, Recipe, Runtime, Tensor, Trial, Unavailable, UserError
 from dyno.worker.torch_support import first_line, import_torch, memory_errors, named_outputs, tensors
 
@@ -33,6 +33,7 @@ EXPORTERS = ("auto", "dynamo", "torchscript")
 OPSET = 18  # the newest that every engine here reads, and the oldest that dynamo writes
 EXAMPLE_BATCH = 2  # torch.export takes a batch of 0 or 1 for a constant
 OTHER_BATCHES = (1, 3)
+NETWORKS = ("torchvision", "timm", "ultralytics")  # whose module it may be
 PROTOBUF_LIMIT = 2**31 - 2**26  # a protobuf file ends at 2 GiB; the rest is room for the graph
 
 
@@ -75,7 +76,7 @@ class OnnxExport(Backend):
     """Exports a module with a free or a fixed batch, compares the graph with it, and reads ONNX files as they are."""
 
     name = "onnx_export"
-    requires = ("torch", "onnx", "onnxscript", "onnxruntime")
+    requires = ("torch", "onnx", "onnxscript", "onnxruntime", *NETWORKS)
     precisions = ("fp32",)
     options = ("exporter", "opset")
     runs = False
@@ -91,7 +92,7 @@ class OnnxExport(Backend):
         content = io.BytesIO()
         with _quiet():
             torch.onnx.export(torch.nn.Linear(2, 2).eval(), (torch.randn(1, 2),), content, dynamo=False)
-        found = _versions(self.requires)
+        found = system.versions(self.requires)
         return {
             "version": found["onnx"],
             "devices": ["cpu"],
@@ -110,7 +111,7 @@ class OnnxExport(Backend):
         with memory_errors():
             made_by = _export(recipe, folder / "model.onnx")
             task_facts.write(str(folder / "model.onnx"), recipe.model)
-        made_by = {"backend": self.name, "versions": _versions(self.requires), **made_by}
+        made_by = {"backend": self.name, "versions": system.versions(self.requires), **made_by}
         return _artifact(str(folder / "model.onnx"), time.perf_counter() - started, made_by)
 
 
@@ -230,7 +231,7 @@ def _given(path: str, wanted: Option | None, folder: Path) -> Artifact:
         "warnings": [],
     }
     copy = folder / "model.onnx"
-    if isinstance(wanted, int) and _opset(Path(path)) > wanted and not _external(path):
+    if isinstance(wanted, int) and _opset(Path(path)) > wanted and not beside(Path(path)):
         try:
             onnx.save(in_opset(model, wanted), copy)
         except UserError as e:  # a later engine may read it all the same, and one that doesn't will say so
@@ -242,7 +243,7 @@ def _given(path: str, wanted: Option | None, folder: Path) -> Artifact:
 
 def _artifact(path: str, seconds: float, made_by: dict[str, Any]) -> Artifact:
     inputs, outputs = read_io(path)
-    size = sum(file.stat().st_size for file in (Path(path), *_external(path)))
+    size = sum(file.stat().st_size for file in (Path(path), *beside(Path(path))))
     return Artifact("onnx", path, _digest(path), size, "fp32", inputs, outputs, seconds, made_by=made_by)
 
 
@@ -275,16 +276,9 @@ def _tensor(value: Any) -> Tensor:
     return Tensor(value.name, str(onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type)) if known else "", shape)
 
 
-def _external(path: str) -> list[Path]:
-    """The files beside the graph that hold its larger weights."""
-    graph = _read(path).graph
-    names = {e.value for t in graph.initializer for e in t.external_data if e.key == "location"}
-    return [Path(path).parent / name for name in sorted(names)]
-
-
 def _digest(path: str) -> str:
     total = hashlib.sha256()
-    for file in (Path(path), *_external(path)):
+    for file in (Path(path), *beside(Path(path))):
         try:
             with open(file, "rb") as f:
                 while chunk := f.read(1 << 20):
@@ -326,11 +320,3 @@ def _onnx() -> Any:
     except ImportError as e:
         raise Unavailable(f"onnx can't be imported ({e}); install it with: pip install onnx onnxscript") from e
     return onnx
-
-
-def _versions(names: tuple[str, ...]) -> dict[str, str]:
-    found = {}
-    for name in names:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found

@@ -1,0 +1,50 @@
+"""The files beside an ONNX graph that hold its larger weights."""
+
+from __future__ import annotations
+
+import mmap
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+KEY = "location"  # how a graph names such a file
+
+
+def beside(path: Path) -> list[Path]:
+    """The files that the graph keeps weights in, in order of name; [] where it has them all, or can't be read."""
+    with open(path, "rb") as f:
+        if not f.seek(0, 2):
+            return []
+        with mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            if content.find(KEY.encode()) < 0:  # nearly every graph, which may be large to read
+                return []
+    try:
+        import onnx
+        from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+
+        graph = onnx.load(path, format="protobuf", load_external_data=False).graph
+    except (ImportError, DecodeError):
+        return []
+    return [path.parent / name for name in sorted({entry.value for entry in _entries(graph)})]
+
+
+def copy(path: Path, out: Path) -> None:
+    """The graph at `out`, its weights as OUT.data and so on: two graphs in one folder must not share such a file."""
+    files = beside(path)
+    if not files:
+        shutil.copyfile(path, out)
+        return
+    import onnx
+
+    model = onnx.load(path, format="protobuf", load_external_data=False)
+    names = {file: f"{out.name}.data{k or ''}" for k, file in enumerate(files)}
+    for entry in _entries(model.graph):
+        entry.value = names[path.parent / entry.value]
+    for file, name in names.items():
+        shutil.copyfile(file, out.with_name(name))
+    out.write_bytes(model.SerializeToString())
+
+
+def _entries(graph: Any) -> Iterator[Any]:
+    return (entry for tensor in graph.initializer for entry in tensor.external_data if entry.key == KEY)
