@@ -27,7 +27,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "dyno.telemetry": ("dyno.gpu_telemetry", "dyno.worker.spec", "dyno.worker.record"),
     "dyno.gpu_telemetry": (),
     "dyno.launch": ("dyno.telemetry", *HOST_WORKER),
-    "dyno.store": ("dyno.gpu_telemetry", *HOST_WORKER),
+    "dyno.store": ("dyno.gpu_telemetry", "dyno.worker.onnx_weights", *HOST_WORKER),
     "dyno.cli": ("dyno",),
     "dyno.__main__": ("dyno.cli",),
 }

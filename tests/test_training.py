@@ -228,9 +228,6 @@ def test_a_terminal_shows_a_bar_and_each_epoch_once(tmp_path: Path) -> None:
     screen = io.StringIO()
     view = training_view.TrainingView(tmp_path, 2, console=Console(file=screen, force_terminal=True, width=120))
     table = "epoch,lr,train_loss,test_loss,top1,seconds,images_per_s\n"
-    with view.decoding() as progress:
-        assert progress is not None
-        progress(3, 7)
     with view.running():
         view.tick("build the model", 0.1)
         (tmp_path / "history.csv").write_text(table + "1,0.1,2.0,1.5,50.0,1.0,10\n")

@@ -173,7 +173,7 @@ def build(
     profile: Annotated[str, typer.Option("--shapes", help="NAME:MIN,OPT,MAX, e.g. x:1x3x224x224,8x3x224x224,…")] = "",
     option: Annotated[list[str], typer.Option(help="NAME=VALUE of the backend, e.g. optimization=5.")] = [],  # noqa: B006
     repeat: Annotated[int, typer.Option(help="Build so many times and compare the engines.")] = 1,
-    device: flags.Device = "cpu",
+    device: flags.EngineDevice = "cpu",
     python: flags.Pythons = [],  # noqa: B006
     size: flags.Size = "",
     weights: flags.Weights = "",
@@ -199,7 +199,7 @@ def build(
 def time(
     ctx: typer.Context,
     models: flags.Models,
-    backends: flags.Backends = "",
+    backends: flags.OneBackend = "",
     precision: flags.Precision = "fp32",
     batch: flags.Batch = "1",
     size: flags.Size = "",
@@ -214,7 +214,7 @@ def time(
     seed: flags.Seed = 0,
     data: flags.Data = "",
     calibration: flags.Calibration = "",
-    device: flags.Device = "cpu",
+    device: flags.EngineDevice = "cpu",
     threads: flags.Threads = 0,
     rounds: flags.Rounds = 1,
     seconds: flags.Seconds = 3.0,
@@ -240,7 +240,7 @@ def time(
 def agree(
     ctx: typer.Context,
     models: flags.Models,
-    backends: flags.Backends = "",
+    backends: flags.OneBackend = "",
     precision: flags.Precision = "fp32",
     batch: flags.Batch = "1",
     size: flags.Size = "",
@@ -256,7 +256,7 @@ def agree(
     data: flags.Data = "",
     calibration: flags.Calibration = "",
     compared: flags.Compared = 32,
-    device: flags.Device = "cpu",
+    device: flags.EngineDevice = "cpu",
     threads: flags.Threads = 0,
     rtol: flags.Rtol = 1e-3,
     atol: flags.Atol = 1e-8,
@@ -276,7 +276,7 @@ def eval(
     ctx: typer.Context,
     models: flags.Models,
     data: Annotated[str, typer.Option(help=flags.DATA_HELP)],
-    backends: flags.Backends = "",
+    backends: flags.OneBackend = "",
     precision: flags.Precision = "fp32",
     batch: flags.Batch = "8",
     size: flags.Size = "",
@@ -291,7 +291,7 @@ def eval(
     unreadable: flags.Unreadable = "refuse",
     budget: flags.Budget = [],  # noqa: B006
     per_class: flags.PerClass = False,
-    device: flags.Device = "cpu",
+    device: flags.EngineDevice = "cpu",
     threads: flags.Threads = 0,
     seconds: flags.Seconds = 1.0,
     python: flags.Pythons = [],  # noqa: B006

@@ -24,11 +24,16 @@ PLAIN = (
 ).split()
 
 
+def _written(ctx: typer.Context, name: str) -> bool:
+    """Whether the user wrote the flag, which may say what its default says."""
+    source = ctx.get_parameter_source(name)
+    # By name: typer brings a click of its own, whose enumeration is another object than click's.
+    return source is not None and source.name == "COMMANDLINE"
+
+
 def given(ctx: typer.Context) -> dict[str, Any]:
     """Study fields for the flags that the user wrote, by the study's own names; defaults are left to the study."""
-    # By name: typer brings a click of its own, whose enumeration is another object than click's.
-    sources = {name: ctx.get_parameter_source(name) for name in ctx.params}
-    flags = {name: ctx.params[name] for name, source in sources.items() if source and source.name == "COMMANDLINE"}
+    flags = {name: value for name, value in ctx.params.items() if _written(ctx, name)}
     found: dict[str, Any] = {name: flags[name] for name in PLAIN if name in flags}
     for flag, field in LISTS.items():
         if flag in flags:
@@ -168,7 +173,7 @@ def show(
     else:
         print(render(frame, format, by or None, printed=printed), end="")
     for problem in loaded.problems:
-        Console(stderr=True).print(f"dyno: {problem}", style="yellow", soft_wrap=True)
+        Console(stderr=True).print(f"dyno: {escape(problem)}", style="yellow", soft_wrap=True)
 
 
 def compare(run_a: Path, run_b: Path, format: str, fail_on: str, tolerance: float, least: float, rtol: float) -> int:
@@ -251,6 +256,9 @@ def endure(ctx: typer.Context, models: Sequence[str], kinds: str, iterations: in
     """The hard test of each model's engine."""
     from dyno import endurance
 
+    written = [name for name in ("rounds", "seconds", "samples", "warmup", "format", "trtexec") if _written(ctx, name)]
+    if written:
+        raise UserError(f"--{written[0]} says nothing of the hard test that --batches asks for; leave one of them out")
     out = Path(ctx.params["out"]) if ctx.params.get("out") else _alone("time", models)
     asked = endurance.kinds_of(kinds)
     codes = [

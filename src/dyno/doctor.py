@@ -37,7 +37,6 @@ def examine(others: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _row(name: str, runtime: Runtime, folder: Path) -> dict[str, Any]:
-    backend.find(name)
     record: Record = launch(Job("probe", runtime, backend=name), folder, TIMEOUT_S)
     return {
         "backend": name,

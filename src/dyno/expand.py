@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from dyno.launch import launch
-from dyno.prepare import prepared as prepared
-from dyno.store import cache_dir, code_sha256, sha256_of, versions
+from dyno.prepare import prepared
+from dyno.store import cache_dir, code_sha256, makers, sha256_of, versions
 from dyno.study import Choice, Study, check_known, model_name, parse_shapes, parse_size, runtimes
 from dyno.worker import backend, system
 from dyno.worker.record import read_record
@@ -63,7 +63,7 @@ def expand(study: Study) -> list[Planned]:
         model, found = look(model_spec(study, source), study)
         if [model_name(other) for other in study.models].count(model.name) > 1:
             model = replace(model, name=source)  # two models of one name would share a table and a reference
-        for height, width in _sizes(study, found):
+        for height, width in sizes(study, found):
             data = prepared(study, model, (height, width), found.get("outputs", 0))
             for batch in _batches(study, found):
                 dims = Dims(batch, height, width, parse_shapes(study.shapes))
@@ -214,10 +214,10 @@ def look(model: ModelSpec, study: Study) -> tuple[ModelSpec, dict[str, Any]]:
     reader = engine_backend(Path(model.file)) if model.file.endswith(ENGINE_FILES) else ""
     where = _looking(model, reader, study)
     libraries = backend.find(reader).requires if reader else LOOK_LIBRARIES
-    key = digest([model, options, where, versions(where, libraries)])[:24]
+    key = digest([model, options, where, makers(), versions(where, libraries)])[:24]
     folder = cache_dir() / "looks" / key
     record = read_record(folder)
-    if record is None or record.status != "ok" or "flops" not in record.facts:
+    if record is None or record.status != "ok":
         with tempfile.TemporaryDirectory() as scratch:
             trial = Trial(model, reader, "fp32", Dims(1, 0, 0), runtime=where)
             record = launch(Job("look", where, trial, options=options), Path(scratch) / "look", LOOK_TIMEOUT_S)
@@ -263,7 +263,8 @@ def _keep(made: Path, folder: Path) -> None:
     (folder / "record.json").write_bytes((made / "record.json").read_bytes())
 
 
-def _sizes(study: Study, found: dict[str, Any]) -> list[tuple[int, int]]:
+def sizes(study: Study, found: dict[str, Any]) -> list[tuple[int, int]]:
+    """Heights and widths that the study asks for, or the model's own; one that its file can't take is a `UserError`."""
     fixed = tuple(found["size"]) if found.get("fixed_size") else None
     asked = [parse_size(size) for size in study.sizes]
     wrong = [size for size in asked if fixed and size != fixed]

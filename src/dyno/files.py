@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dyno import builds, commands
+from dyno import commands
 from dyno.execute import Files
-from dyno.expand import look, missing, model_spec, runtime_of
+from dyno.expand import look, missing, model_spec, runtime_of, sizes
 from dyno.prepare import prepared
 from dyno.progress import Progress
 from dyno.store import copy
-from dyno.study import Choice, Study, check_known, parse_size
+from dyno.study import Choice, Study, check_known
 from dyno.worker import system
 from dyno.worker.backend import find
 from dyno.worker.record import Record
@@ -88,6 +88,8 @@ def build(ctx: typer.Context, model: str, out: Path, how: Build) -> int:
     if lacks := missing(engine.name, runtime):
         raise UserError(f"{engine.name} needs {lacks}, which is not installed; give its Python with --python")
     if how.repeat > 1:
+        from dyno import builds
+
         return builds.compare(study, engine, options, how.batch, how.repeat, out)
     trial = _trial(study, how.precision)
     dims = replace(trial.dims, batch=how.batch if on_gpu and not how.profile else 0)
@@ -119,7 +121,7 @@ def _number(batch: str) -> int:
 
 def _trial(study: Study, precision: str) -> Trial:
     model, found = look(model_spec(study, study.models[0]), study)
-    size = parse_size(study.sizes[0]) if study.sizes else (int(found["size"][0]), int(found["size"][1]))
+    size = sizes(study, found)[0]
     data = prepared(study, model, size) if study.data else DataSpec(count=1)
     runtime = Runtime(threads=system.physical_cores())
     return Trial(model, "", precision, Dims(0, *size), data=data, runtime=runtime)

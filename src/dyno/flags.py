@@ -15,6 +15,9 @@ Studied = Annotated[list[str], typer.Argument(help=MODEL_HELP + "; or STUDY.toml
 Models = Annotated[list[str], typer.Argument(help=MODEL_HELP, metavar="MODEL...")]
 Model = Annotated[str, typer.Argument(help=MODEL_HELP, metavar="MODEL")]
 Backends = Annotated[str, typer.Option(help="Comma-separated, NAME@option=value for options. Default: all found here.")]
+OneBackend = Annotated[
+    str, typer.Option(help="NAME@option=value for options. Default: the one that the kind of model asks for.")
+]
 Precision = Annotated[str, typer.Option(help="Comma-separated: fp32, tf32, fp16, bf16, int8, fp8.")]
 Batch = Annotated[str, typer.Option(help="Comma-separated batch sizes.")]
 Size = Annotated[str, typer.Option(help="Comma-separated image sizes: 224, or HEIGHTxWIDTH.")]
@@ -39,6 +42,7 @@ Search = Annotated[
 ]
 Reference = Annotated[str, typer.Option(help="Trial that speed-ups are against (its id, or BACKEND/PRECISION).")]
 Device = Annotated[str, typer.Option(help="Where to run.")]
+EngineDevice = Annotated[str, typer.Option(help="Where to run.", show_default="cpu, cuda:0 for TensorRT's engines")]
 Threads = Annotated[int, typer.Option(help="Threads of every backend (0: one per physical core).")]
 Rounds = Annotated[int, typer.Option(help="Fresh processes per trial.")]
 Seconds = Annotated[float, typer.Option(help="Most seconds of sampling per trial, round and boundary.")]

@@ -11,7 +11,7 @@ from typing import Any
 
 from dyno.expand import runtime_of
 from dyno.progress import Progress
-from dyno.store import cache_dir, card, versions
+from dyno.store import cache_dir, card, makers, versions
 from dyno.study import Choice, Study
 from dyno.turns import launch_in_turn
 from dyno.worker import system
@@ -58,6 +58,7 @@ def _key(runtime: Runtime) -> str:
         "cpu": [machine["cpu"], machine["cpu_flags"], machine["cores"]],
         "device": [runtime.device, card(runtime.device) if runtime.device != "cpu" else ""],
         "threads": runtime.threads,
+        "code": makers(),
         "torch": versions(runtime, ("torch",)),
     }
     return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:24]

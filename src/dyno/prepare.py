@@ -23,7 +23,9 @@ FORMATS = {"coco": "COCO's format", "yolo": "YOLO's format", "classes": "class f
 NEEDS = {"segment": "masks", "pose": "keypoints"}
 
 
-def prepared(study: Study, model: ModelSpec, size: tuple[int, int], outputs: int = 0) -> DataSpec:
+def prepared(
+    study: Study, model: ModelSpec, size: tuple[int, int], outputs: int = 0, console: Console | None = None
+) -> DataSpec:
     """The study's images decoded for this model and size, or random inputs when it has none.
 
     `outputs` is how many classes the model tells apart (0: not known). Raises `UserError` when the data is for another
@@ -42,7 +44,7 @@ def prepared(study: Study, model: ModelSpec, size: tuple[int, int], outputs: int
         raise UserError(f"{study.data} is in {FORMATS[kind]}, but {model.name} is for {model.task}; give {wanted}")
     more: dict[str, Any] = {"calibration": Path(study.calibration)} if study.calibration else {}
     more |= {"on_unreadable": study.unreadable, "channels": model.channels}
-    with decoding() as progress:
+    with decoding(console) as progress:
         if annotated:
             more |= {"task": model.task, "classes": outputs}
             data = datasets.annotated(path, cache, size, model.preprocess, progress=progress, **more)

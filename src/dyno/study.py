@@ -145,7 +145,7 @@ class Study:
         for name in ("seconds", "warmup", "interval", "timeout"):
             if getattr(self, name) <= 0:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be more than 0")
-        if any(not isinstance(batch, int) or batch < 1 for batch in self.batches):
+        if any(batch < 1 for batch in self.batches):
             raise UserError(f"batch sizes are whole numbers from 1 on, not {', '.join(map(str, self.batches))}")
         if bool(self.mean) != bool(self.std) or (self.mean and {len(self.mean), len(self.std)} != {self.channels}):
             raise UserError(f"mean and std go together, one number for each of the {self.channels} channels")

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dyno import training_data
-from dyno.expand import look, model_spec
+from dyno.expand import look, model_spec, sizes
 from dyno.launch import launch
 from dyno.store import Run, sha256_of
-from dyno.study import Study, model_name, parse_size
+from dyno.study import Study, model_name
 from dyno.training_view import CURVES, Row, TrainingView, chart, history
 from dyno.worker import system
 from dyno.worker.record import Record, read_record, write_json
@@ -125,10 +125,9 @@ def _planned(study: Study, chosen: TrainOptions, holdout: float | None, folder: 
     asked = model_spec(study, source)
     bare = replace(asked, weights="", weights_sha256="", pretrained=False)
     seen, found = look(bare, study)
-    size = parse_size(study.sizes[0]) if study.sizes else (int(found["size"][0]), int(found["size"][1]))
+    size = sizes(study, found)[0]
     model = replace(asked, preprocess=seen.preprocess)
-    with view.decoding() as progress:
-        training, test = training_data.decoded(study, model, size, chosen, progress)
+    training, test = training_data.decoded(study, model, size, chosen, view.console)
     names = training_data.classes(training)
     return Training(study, replace(model, classes=len(names)), size, training, test, chosen, names)
 

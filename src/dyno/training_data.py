@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from rich.console import Console
 
 from dyno import datasets
-from dyno.datasets.decode import Progress
 from dyno.datasets.folders import Photo, scan
-from dyno.expand import prepared
+from dyno.prepare import decoding, prepared
 from dyno.store import cache_dir
 from dyno.study import Study
 from dyno.worker.spec import DataSpec, ModelSpec, UserError
@@ -97,13 +97,13 @@ def _linked(split: dict[str, Path], where: Path, out: Path) -> Path:
 
 
 def decoded(
-    study: Study, model: ModelSpec, size: tuple[int, int], options: TrainOptions, progress: Progress | None
+    study: Study, model: ModelSpec, size: tuple[int, int], options: TrainOptions, console: Console | None = None
 ) -> tuple[DataSpec, DataSpec]:
     """Images to train on, larger than `size` (height, width) where the augmentation crops, and those to test on.
 
     The test images are decoded as for any other command, so that accuracies can be compared.
     """
-    test = prepared(study, model, size)
+    test = prepared(study, model, size, console=console)
     if study.data == "digits":
         return replace(test, split="train"), test
     preprocess, channels = model.preprocess, model.channels
@@ -112,9 +112,11 @@ def decoded(
         size = (round(size[0] * room), round(size[1] * room))
         preprocess = replace(preprocess, resize=1.0 if preprocess.resize else 0.0)
     on_unreadable: datasets.OnUnreadable = "skip" if study.unreadable == "skip" else "refuse"
-    found = datasets.class_folders(
-        Path(study.data), cache_dir() / "datasets", size, preprocess, 0, on_unreadable, progress, channels, train=True
-    )
+    images, cache = Path(study.data), cache_dir() / "datasets"
+    with decoding(console) as progress:
+        found = datasets.class_folders(
+            images, cache, size, preprocess, 0, on_unreadable, progress, channels, train=True
+        )
     training = replace(found, split="train", count=datasets.meta(found)["splits"].get("train", 0))
     if not training.count:
         raise UserError(f"every image to train on in {study.data} is also a test image; give other images")

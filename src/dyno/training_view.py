@@ -30,7 +30,7 @@ class TrainingView:
 
     def __init__(self, folder: Path, epochs: int, *, quiet: bool = False, console: Console | None = None) -> None:
         self.folder, self.epochs, self.quiet = folder, epochs, quiet
-        self.console = console or Console(stderr=True)
+        self.console = console or Console(stderr=True, quiet=quiet)
         self._shown = 0
         self._seen = 0.0
         self._bar: Progress | None = None
@@ -54,16 +54,6 @@ class TrainingView:
             self._lines()
         self._bar = None
 
-    @contextmanager
-    def decoding(self) -> Iterator[Decoding | None]:
-        """Show how many images are decoded, on a terminal."""
-        if self.quiet or not self.console.is_terminal:
-            yield None
-            return
-        columns = (BarColumn(30), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("images decoded"))
-        with Progress(*columns, console=self.console, transient=True) as bar:
-            yield Decoding(bar)
-
     def tick(self, stage: str, elapsed: float) -> None:
         """Called about twenty times a second while the job runs."""
         if self._bar is not None:
@@ -86,16 +76,6 @@ class TrainingView:
         for row in rows[self._shown :]:
             self.say(line(row, self.epochs))
         self._shown = max(self._shown, len(rows))
-
-
-class Decoding:
-    """Images decoded and in all, as a bar; called as `datasets` calls a progress."""
-
-    def __init__(self, bar: Progress) -> None:
-        self._bar, self._task = bar, bar.add_task("", total=None)
-
-    def __call__(self, done: int, total: int) -> None:
-        self._bar.update(self._task, completed=done, total=total)
 
 
 def line(row: Row, epochs: int) -> str:

@@ -13,7 +13,7 @@ from synthetic import Way
 from dyno.analysis.arrays import read_npz
 from dyno.analysis.references import incomparable, references
 from dyno.analysis.results import Results, load
-from dyno.worker.spec import Trial, UserError
+from dyno.worker.spec import Job, UserError, from_json
 
 
 @pytest.fixture
@@ -31,9 +31,8 @@ def test_trials_come_in_order_with_rounds_and_arrays(run: Path) -> None:
     assert [t.label for t in results] == [
         "digits pytorch fp32 b1 64", "digits openvino int8 b1 64", "digits openvino int8 b8 64"]  # fmt: skip
     trial = results.trials[0]
-    assert isinstance(trial.trial, Trial)
-    assert trial.trial.id == trial.id
-    assert trial.label == trial.trial.label
+    asked = from_json(Job, trial.job).trial
+    assert asked is not None and (asked.id, asked.label) == (trial.id, trial.label)
     assert [r.number for r in trial.rounds] == [0, 1, 2]
     assert trial.samples("latency", "model").shape == (60,)
     assert len(trial.medians("all")) == 3

@@ -61,7 +61,6 @@ def test_a_record_without_an_engine_is_refused(tmp_path: Path) -> None:
         ("tf32", "8.6.1", False, []),
         ("fp16", "8.6.1", True, ["--noTF32", "--fp16"]),  # 8.6 knows no strongly typed networks
         ("int8", "8.6.1", False, ["--noTF32", "--int8", "--fp16"]),
-        ("best", "8.6.1", False, ["--noTF32", "--best"]),
         ("fp32", "10.13.0", True, ["--noTF32", "--stronglyTyped"]),
         ("fp16", "10.13.0", True, ["--noTF32", "--stronglyTyped"]),
         ("bf16", "10.13.0", False, ["--noTF32", "--bf16"]),
@@ -78,7 +77,7 @@ def test_precisions_by_release(precision: str, version: str, typed: bool, flags:
 
 def test_every_option_of_a_build() -> None:
     profile = {"x": [(1, 3, 8, 8), (4, 3, 8, 8), (8, 3, 8, 8)], "y": [(1, 2), (4, 2), (8, 2)]}
-    made = {"level": 4, "workspace": 2**31, "timing_cache": "t.cache", "calibration": "c.cache"}
+    made = {"level": 4, "workspace": 2**31, "calibration": "c.cache"}
     words = Build("m.onnx", "m.engine", "int8", version="8.6.1", typed=False, profile=profile, **made).command()
     assert words[3:] == [
         "--noTF32",
@@ -91,13 +90,12 @@ def test_every_option_of_a_build() -> None:
         "--builderOptimizationLevel=4",
         "--memPoolSize=workspace:2048",
         "--tacticSources=-CUBLAS,-CUBLAS_LT,-CUDNN",
-        "--timingCacheFile=t.cache",
         "--skipInference",
     ]
 
 
-def test_rtx_has_neither_precision_flags_nor_levels_nor_timing_caches() -> None:
-    words = Build("m.onnx", "m.engine", "fp16", version="1.7", rtx=True, level=3, timing_cache="t").command()
+def test_rtx_has_neither_precision_flags_nor_levels() -> None:
+    words = Build("m.onnx", "m.engine", "fp16", version="1.7", rtx=True, level=3).command()
     assert words == ["tensorrt_rtx", "--onnx=m.onnx", "--saveEngine=m.engine", "--noTF32", "--skipInference"]
 
 

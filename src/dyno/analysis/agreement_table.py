@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from rich.markup import escape
 from rich.table import Table
 
 from dyno.analysis import agreement, results
@@ -84,7 +85,7 @@ def _print(rows: list[dict[str, Any]], bad: list[str], rtol: float, atol: float)
     out = console()
     first = rows[0]
     out.print(
-        f"against {first['reference']}: {first['inputs']} inputs, {first['values']} values; "
+        f"against {escape(first['reference'])}: {first['inputs']} inputs, {first['values']} values; "
         f"close is |a - b| <= {atol:g} + {rtol:g} |b|",
         soft_wrap=True,
     )
@@ -93,14 +94,14 @@ def _print(rows: list[dict[str, Any]], bad: list[str], rtol: float, atol: float)
         table.add_column(heading, justify="left" if heading == "trial" else "right", no_wrap=True)
     for row in rows:
         numbers = (f"{row[key]:.3g}" for key in ("max_abs", "mean_abs", "max_rel"))
-        table.add_row(row["trial"], f"{row['close']:.2%}", *numbers, str(row["nonfinite"]))
+        table.add_row(escape(row["trial"]), f"{row['close']:.2%}", *numbers, str(row["nonfinite"]))
     out.print(table)
     for row in rows:
         if row["ranks"]:
-            out.print(f"\n{row['trial']}: scores and classes by rank", soft_wrap=True)
+            out.print(f"\n{escape(row['trial'])}: scores and classes by rank", soft_wrap=True)
             out.print(_rank_table(row))
     for line in bad:
-        out.print(f"no outputs from {line}", style="red", soft_wrap=True)
+        out.print(f"no outputs from {escape(line)}", style="red", soft_wrap=True)
 
 
 def _rank_table(row: dict[str, Any]) -> Table:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
-from scipy.stats import f_oneway
 
 from dyno.analysis import tables
 from dyno.analysis.formatting import significant
@@ -54,6 +53,8 @@ def spread(builds: Sequence[TrialResult]) -> Spread | None:
     groups = [np.log(t.medians("model")) for t in builds if len(t.medians("model")) > 1]
     if len(groups) < 2:
         return None
+    from scipy.stats import f_oneway
+
     centres = [float(np.median(group)) for group in groups]
     p = float(f_oneway(*groups).pvalue) if max(map(np.ptp, groups)) > 0 else 0.0
     return Spread(math.exp(max(centres) - min(centres)), p)

@@ -22,7 +22,7 @@ import numpy as np
 
 from dyno.analysis.average_precision import average, matches
 from dyno.analysis.results import TrialResult
-from dyno.analysis.stats import Interval
+from dyno.analysis.stats import Interval, t_quantile
 from dyno.worker.spec import Unavailable, UserError
 
 KINDS = {"detect": "bbox", "segment": "segm", "pose": "keypoints"}
@@ -83,10 +83,8 @@ def jackknife(values: np.ndarray) -> Interval:
     whole, parts = float(values[0]), values[1:]
     if len(parts) < 2:
         return Interval(whole, math.nan, math.nan)
-    from scipy.stats import t
-
     error = math.sqrt((len(parts) - 1) / len(parts) * float(((parts - whole) ** 2).sum()))
-    reach = float(t.ppf(0.975, len(parts) - 1)) * error
+    reach = t_quantile(len(parts) - 1) * error
     return Interval(whole, whole - reach, whole + reach)
 
 

@@ -10,7 +10,7 @@ from dyno.analysis.formatting import show, significant
 from dyno.analysis.stats import Interval
 
 if TYPE_CHECKING:
-    import pandas as pd
+    pass
 
 BEST, NOTE, WARNING, FAILURE = "best", "note", "warning", "failure"
 
@@ -31,11 +31,6 @@ def ms(value: float) -> str:
 def ratio(value: float, low: float, high: float) -> str:
     """`2.1x [1.9, 2.3]`; without an interval where there is none."""
     return f"{value:.2f}x" if isnan(low) else f"{value:.2f}x [{low:.2f}, {high:.2f}]"
-
-
-def row_ratio(row: pd.Series) -> str:
-    """The speed-up of a row."""
-    return ratio(row["speedup"], row["speedup_low"], row["speedup_high"])
 
 
 def spread(found: Interval, latency: bool) -> str:

@@ -87,8 +87,8 @@ def ranked(frame: pd.DataFrame, speed: str = LATENCY) -> pd.DataFrame:
     return rows.dropna(subset=[speed]).sort_values(speed, ascending=speed != THROUGHPUT, kind="stable")
 
 
-def saturation(frame: pd.DataFrame, share: float = SATURATED) -> list[Saturation]:
-    """The smallest batch that reaches `share` of the best throughput, for each way tried at several batches."""
+def saturation(frame: pd.DataFrame) -> list[Saturation]:
+    """The smallest batch that reaches SATURATED of the best throughput, for each way tried at several batches."""
     found = []
     rows = usable(frame).assign(ips=throughput(usable(frame))).dropna(subset=["ips"])
     for key, series in rows.groupby(list(SERIES), sort=False):
@@ -96,7 +96,7 @@ def saturation(frame: pd.DataFrame, share: float = SATURATED) -> list[Saturation
         if ordered["batch"].nunique() < 2:
             continue
         best = ordered.loc[ordered["ips"].idxmax()]
-        first = ordered[ordered["ips"] >= share * best["ips"]].iloc[0]
+        first = ordered[ordered["ips"] >= SATURATED * best["ips"]].iloc[0]
         named = dict(zip(SERIES, key, strict=True))
         found.append(
             Saturation(

@@ -194,7 +194,7 @@ def _left_out(rows: pd.DataFrame, ways: list[str]) -> list[str]:
 
 def _equal(results: Results, frame: pd.DataFrame) -> list[float | None]:
     """Share of output values that agree with the reference's, in percent, for each row of the frame."""
-    chosen, trials = references(results, results.settings.get("reference")), {t.id: t for t in results}
+    chosen, trials = references(results, frame.attrs["reference"]), {t.id: t for t in results}
     found: list[float | None] = []
     for place, name in enumerate(frame["trial"]):
         t, other = trials[name], chosen.get(name)

@@ -19,7 +19,7 @@ import numpy as np
 from dyno.analysis import gpu_trace, gpu_words
 from dyno.analysis.rounds import GPU, HOST, Round
 from dyno.worker.record import STATUSES
-from dyno.worker.spec import PRECISIONS, SCHEMA, Job, Trial, UserError, from_json
+from dyno.worker.spec import PRECISIONS, SCHEMA, UserError
 
 if TYPE_CHECKING:
     from dyno.analysis.detection import MeanAP
@@ -30,7 +30,7 @@ SEVERITY = ("ok", "unfinished", "skipped", "failed", "timeout", "oom", "crashed"
 
 @dataclass
 class TrialResult:
-    """A trial and all of its rounds; `job` is the stored job.json, `trial` the same as a dataclass.
+    """A trial and all of its rounds; `job` is the stored job.json.
 
     `confirmations` are rounds after the trial was selected by its `rounds`; no statistic mixes the two.
     """
@@ -39,10 +39,6 @@ class TrialResult:
     job: dict[str, Any]
     rounds: list[Round] = field(default_factory=list)
     confirmations: list[Round] = field(default_factory=list)
-
-    @cached_property
-    def trial(self) -> Trial:
-        return cast(Trial, from_json(Job, self.job).trial)
 
     @property
     def spec(self) -> dict[str, Any]:

@@ -194,9 +194,9 @@ def _change(r: pd.Series, pair: accuracy.Paired | None) -> list[Cell]:
     return [*counts, number(d.value, points(d.value)), spread, text(r["budget"]), more]
 
 
-def agreement_tables(results: Results, reference: str | None = None) -> list[Table]:
+def agreement_tables(results: Results) -> list[Table]:
     """Outputs against the reference's: isclose share and errors (R7, R23), and the ranks' table (R8)."""
-    chosen = references(results, reference or results.settings.get("reference"))
+    chosen = references(results, results.settings.get("reference"))
     values: list[list[Cell]] = []
     ranks: list[list[Cell]] = []
     for t in results.trials:

@@ -72,7 +72,7 @@ def _std(x: np.ndarray) -> float:
     return float(x.std(ddof=1)) if len(x) > 1 else 0.0
 
 
-def median_interval(samples: np.ndarray, confidence: float = CONFIDENCE) -> Interval:
+def median_interval(samples: np.ndarray) -> Interval:
     """Percentile bootstrap interval of the median within one process, computed exactly instead of by resampling.
 
     The chance that a resample's median is at most the k-th smallest sample is a binomial tail (Maritz and Jarrett
@@ -88,12 +88,12 @@ def median_interval(samples: np.ndarray, confidence: float = CONFIDENCE) -> Inte
     # This many of the resample at or below x[k-1] put its median there; of an even count's two middle ones the lower
     # serves the lower limit and the upper the upper, so that the interval is no narrower than asked.
     lower, upper = (1.0 - bdtr(need - 1, n, k / n) for need in ((n + 1) // 2, n // 2 + 1))
-    tail = (1 - confidence) / 2
+    tail = (1 - CONFIDENCE) / 2
     low, high = int(np.searchsorted(lower, tail)), int(np.searchsorted(upper, 1 - tail))
     return Interval(_at(x, 0.5), float(x[low]), float(x[min(high, n - 1)]))
 
 
-def center(medians: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
+def center(medians: Sequence[float]) -> Interval:
     """Latency over several processes: the geometric mean of their medians with Student's t interval on the logs.
 
     `medians` holds one median per process, in seconds. One process gives NaN limits: its own samples say nothing about
@@ -105,11 +105,11 @@ def center(medians: Sequence[float], confidence: float = CONFIDENCE) -> Interval
     mean, n = float(logs.mean()), len(logs)
     if n < 2:
         return Interval(math.exp(mean), math.nan, math.nan)
-    half = _t(confidence, n - 1) * _std(logs) / math.sqrt(n)
+    half = t_quantile(n - 1) * _std(logs) / math.sqrt(n)
     return Interval(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
 
 
-def speedup(own: Sequence[float], reference: Sequence[float], confidence: float = CONFIDENCE) -> Speedup:
+def speedup(own: Sequence[float], reference: Sequence[float]) -> Speedup:
     """How many times faster A is than the reference, from the spread *between processes*.
 
     Both arguments hold one median latency per round, in seconds. The interval is Welch's t interval (1947) of the
@@ -125,24 +125,24 @@ def speedup(own: Sequence[float], reference: Sequence[float], confidence: float 
     half = 0.0
     if va + vb > 0:
         freedom = (va + vb) ** 2 / (va**2 / (len(a) - 1) + vb**2 / (len(b) - 1))
-        half = _t(confidence, freedom) * math.sqrt(va + vb)
+        half = t_quantile(freedom) * math.sqrt(va + vb)
     low, high = difference - half, difference + half
     verdict = FASTER if low > 0 else SLOWER if high < 0 else SAME
     return Speedup(math.exp(difference), math.exp(low), math.exp(high), verdict)
 
 
-def wilson(hits: int, count: int, confidence: float = CONFIDENCE) -> Interval:
+def wilson(hits: int, count: int) -> Interval:
     """Share of hits with Wilson's score interval (1927), which stays inside 0…1 and never has zero width."""
     if not count:
         return Interval(math.nan, math.nan, math.nan)
-    z2 = _z(confidence) ** 2
+    z2 = _z() ** 2
     share = hits / count
     middle = (share + z2 / (2 * count)) / (1 + z2 / count)
     half = math.sqrt(z2 * (share * (1 - share) / count + z2 / (4 * count**2))) / (1 + z2 / count)
     return Interval(share, min(share, max(0.0, middle - half)), max(share, min(1.0, middle + half)))
 
 
-def paired_difference(gained: float, lost: float, count: float, confidence: float = CONFIDENCE) -> Interval:
+def paired_difference(gained: float, lost: float, count: float) -> Interval:
     """Difference of two shares over the same samples, with Tango's score interval (1998).
 
     `gained` samples are right in A only, `lost` in the reference only, of `count`; the value is
@@ -152,7 +152,7 @@ def paired_difference(gained: float, lost: float, count: float, confidence: floa
     """
     if not count:
         return Interval(math.nan, math.nan, math.nan)
-    z = _z(confidence)
+    z = _z()
     value = (gained - lost) / count
     if not gained and not lost:
         bound = z * z / (count + z * z)
@@ -184,14 +184,15 @@ def _solve(falling: Callable[[float], float], low: float, high: float) -> float:
 
 
 @lru_cache
-def _z(confidence: float) -> float:
+def _z() -> float:
     from scipy.special import ndtri
 
-    return float(ndtri((1 + confidence) / 2))
+    return float(ndtri((1 + CONFIDENCE) / 2))
 
 
 @lru_cache
-def _t(confidence: float, freedom: float) -> float:
+def t_quantile(freedom: float) -> float:
+    """Standard errors to either side of a mean that hold 95 % of Student's distribution."""
     from scipy.special import stdtrit
 
-    return float(stdtrit(freedom, (1 + confidence) / 2))
+    return float(stdtrit(freedom, (1 + CONFIDENCE) / 2))

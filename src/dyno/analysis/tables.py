@@ -72,7 +72,8 @@ def frame(
     import pandas as pd
 
     limits = accuracy.budgets(budget or results.settings.get("budget"))
-    chosen = references(results, reference or results.settings.get("reference"))
+    reference = reference or results.settings.get("reference")
+    chosen = references(results, reference)
     measures = yardsticks(results, chosen)
     company: dict[Any, list[TrialResult]] = defaultdict(list)
     for t in results.trials:
@@ -87,7 +88,7 @@ def frame(
     rows = [r | work.columns(t, r, results, known) for t, r in zip(results.trials, rows, strict=True)]
     table = pd.DataFrame.from_records(rows, columns=[*COLUMNS, *EXTRAS])
     table = table.astype(dict.fromkeys(WHOLE, "Int64") | dict.fromkeys(TEXT, object))
-    table.attrs["budget"] = ", ".join(map(str, limits))
+    table.attrs |= {"budget": ", ".join(map(str, limits)), "reference": reference}
     numbers = [c for c in table.columns if c not in (*WHOLE, *TEXT)]
     table[numbers] = table[numbers].astype(float)
     return table
@@ -151,7 +152,7 @@ def _values(t: TrialResult) -> dict[str, Any]:
         "size_mb": _scale(t.artifact.get("bytes") if size is None else size, 1e-6),
         "layers": t.count("layers"),
         "parameters": t.count("parameters"),
-        "gpu_memory_mb": _scale(t.gpu.memory if t.gpu else t.value("gpu_memory"), 1e-6),
+        "gpu_memory_mb": _scale(t.gpu.memory if t.gpu else None, 1e-6),
         "memory_mb": _scale(t.value("peak_memory"), 1e-6),
         "build_s": build_seconds(t),
         "first_call_ms": _scale(t.value("first_call"), 1e3),

@@ -16,7 +16,7 @@ from dyno.worker.spec import UserError
 
 FP16, BF16, INT8, FP8 = "--fp16", "--bf16", "--int8", "--fp8"
 # Weakly typed builds: what each precision switches on. INT8 alone would leave FP32 as its only alternative.
-FLAGS = {"fp16": (FP16,), "bf16": (BF16,), "int8": (INT8, FP16), "fp8": (FP8, FP16), "best": ("--best",)}
+FLAGS = {"fp16": (FP16,), "bf16": (BF16,), "int8": (INT8, FP16), "fp8": (FP8, FP16)}
 EXTERNAL = ("CUBLAS", "CUBLAS_LT", "CUDNN")  # tactic sources that TensorRT 8 may call and Dyno switches off
 PERCENTILES = "90,95,99"
 TIMES = "times.json"
@@ -29,7 +29,7 @@ def tool(trial: TrialResult) -> str:
 
 def is_rtx(trial: TrialResult) -> bool:
     """Whether the engine is one of TensorRT for RTX."""
-    return "rtx" in trial.backend or trial.options.get("product") == "tensorrt_rtx"
+    return "rtx" in trial.backend
 
 
 def graph_flag(trial: TrialResult) -> str:
@@ -55,8 +55,6 @@ def engine(trial: TrialResult) -> str:
 
 def shapes(trial: TrialResult) -> dict[str, tuple[int, ...]]:
     """The shapes that were fed, by input; empty where the record has neither shapes nor a described file."""
-    if ran := trial.facts.get("shapes"):
-        return {name: tuple(int(n) for n in shape) for name, shape in ran.items()}
     dims = trial.spec["dims"]
     given = {name: tuple(int(n) for n in shape) for name, shape in (dims.get("shapes") or {}).items()}
     described = {t["name"]: tuple(t["shape"]) for t in trial.artifact.get("inputs") or ()}
@@ -112,7 +110,7 @@ class Build:
     """An engine's build, as far as a command line can repeat it.
 
     `typed`: the types are in the graph (strongly typed, from TensorRT 10 on; always so in 11 and for RTX), else builder
-    flags ask for them, and `best` for all of them. `calibration` is a calibrator's cache for an INT8 graph without Q/DQ
+    flags ask for them. `calibration` is a calibrator's cache for an INT8 graph without Q/DQ
     nodes. `profile` is (min, opt, max) per input, `workspace` in bytes, `tactics` the sources that were asked for.
     """
 
@@ -126,7 +124,6 @@ class Build:
     level: int | None = None
     workspace: int | None = None
     tactics: Sequence[str] = ()
-    timing_cache: str = ""
     calibration: str = ""
 
     def command(self) -> list[str]:
@@ -142,8 +139,6 @@ class Build:
             words.append(f"--memPoolSize=workspace:{self.workspace / 2**20:g}")  # in MiB where no unit is given
         if self._major < 10 and not self.rtx:
             words.append("--tacticSources=" + ",".join(("+" if n in self.tactics else "-") + n for n in EXTERNAL))
-        if self.timing_cache and not self.rtx:
-            words.append(f"--timingCacheFile={self.timing_cache}")
         return [*words, "--skipInference"]
 
     @property

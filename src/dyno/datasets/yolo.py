@@ -29,7 +29,6 @@ from dyno.datasets.yolo_labels import classes_used, label_file, read_labels
 from dyno.worker.spec import Unavailable, UserError
 
 SPLITS = ("val", "valid", "test")  # of which images are tested on
-FILE = "data.yaml"
 BESIDE = ("classes.txt",)  # what labelling tools leave among the labels
 
 

@@ -52,6 +52,8 @@ def endure(session: Session, trial: Trial, kinds: list[str], iterations: int) ->
     The reference is this engine at the smallest batch, image by image, so that no batch may change an image's outputs;
     whether the engine is right at all is `dyno agree`'s question. A batch outside its profile is a `UserError`.
     """
+    if type(session).reshape is Session.reshape:
+        raise UserError(f"{trial.backend} takes one shape and no other; this test is for TensorRT and ONNX Runtime")
     sizes = _sizes(session, kinds)
     most = max(high for _, high in sizes.values())
     pool = _pool(session, trial, most)

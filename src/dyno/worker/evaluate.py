@@ -3,14 +3,13 @@ many images a second the whole way takes."""
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dyno.worker import inputs
 from dyno.worker.backend import Session
 from dyno.worker.pipeline import Outputs, Pipeline
 from dyno.worker.ranks import Ranks
@@ -79,7 +78,7 @@ def evaluate(session: Session, trial: Trial, timed: bool = True) -> Evaluation:
     if real and timed:
         seconds = flowed.seconds
         stages = {name: s / batch for name, s in pipeline.stages(answers.of, STAGES_S).items()}
-    about = _about(trial) if real else {}
+    about = inputs.about(trial.data)
     arrays = {**kept.arrays(), **answers.arrays(flowed.made), **_identity(real, count, about)}
     decode = float(about.get("decode_s") or 0)
     oddities = tuple(about.get("warnings") or ())
@@ -93,15 +92,6 @@ def _identity(real: Photos | None, count: int, about: dict[str, Any]) -> dict[st
     sample = real.images.index[:count]
     names = {"classes": np.array(about["classes"], np.str_)} if about.get("classes") else {}
     return {"sample": sample, "label": real.images.labels[sample], **names}
-
-
-def _about(trial: Trial) -> dict[str, Any]:
-    """What meta.json says of the decoded data set; nothing where there is none."""
-    try:
-        found: dict[str, Any] = json.loads((Path(trial.data.folder) / "meta.json").read_bytes())
-        return found
-    except (OSError, ValueError):
-        return {}
 
 
 def _batch(session: Session, trial: Trial) -> int:

@@ -14,8 +14,6 @@ from dyno.worker.ranks import Ranks
 from dyno.worker.sources import Photos
 from dyno.worker.spec import Trial, UserError
 
-MASKS = 32  # coefficients of a mask, see `worker.postprocess`
-
 
 class Found(Ranks):
     """Detections of each image by the one post-processing that all backends share."""
@@ -36,14 +34,12 @@ class Found(Ranks):
     def of(self, turn: int, fetched: Outputs) -> Any:
         cut = list(self.cut(turn, fetched).values())
         samples = self._samples[turn * self._batch : turn * self._batch + len(cut[0])]
-        extra = {"segment": MASKS, "pose": int(np.prod(self._model.keypoints or (0,)))}.get(self._task, 0)
-        classes = self._model.classes or cut[0].shape[1] - 4 - extra
         found = detections(
             self._task,
             cut,
             self._sizes[samples],
             self._input_size,
-            classes=classes,
+            classes=self._model.classes or 0,
             keypoints=self._model.keypoints,
         )
         return list(zip(samples.tolist(), found, strict=True))

@@ -106,10 +106,10 @@ class Device:
         self._freed_by.append((self.cuda.cuStreamDestroy, made))
         return made
 
-    def event(self, timed: bool = False) -> Any:
+    def event(self) -> Any:
         """An event; one without a time is cheaper and orders streams all the same."""
         flags = self.cuda.CUevent_flags
-        made = call(self.cuda.cuEventCreate, int(flags.CU_EVENT_DEFAULT if timed else flags.CU_EVENT_DISABLE_TIMING))
+        made = call(self.cuda.cuEventCreate, int(flags.CU_EVENT_DISABLE_TIMING))
         self._freed_by.append((self.cuda.cuEventDestroy, made))
         return made
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -67,13 +68,15 @@ class Images:
         return chosen
 
 
-def photographs(data: DataSpec) -> dict[str, str]:
-    """`photographs`: the hash over the pictures that were decoded, the same at every size; empty where nobody knows."""
+def about(data: DataSpec) -> dict[str, Any]:
+    """What meta.json says of the decoded images, their classes for one; {} for data without a folder."""
+    if not data.folder:
+        return {}
     try:
-        about = json.loads((Path(data.folder) / "meta.json").read_text(encoding="utf-8"))
+        found: dict[str, Any] = json.loads((Path(data.folder) / "meta.json").read_bytes())
+        return found
     except (OSError, ValueError):
         return {}
-    return {"photographs": about["photographs"]} if about.get("photographs") else {}
 
 
 def normalisation(preprocess: Preprocess, channels: int) -> tuple[np.ndarray, np.ndarray]:

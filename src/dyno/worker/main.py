@@ -66,10 +66,14 @@ class Journal:
         """Say what comes next, for the progress display and for whoever reads the record of a crash."""
         self.record = replace(self.record, stage=name)
         (self.folder / "stage").write_text(name)
+        self._write()
 
     def add(self, *found: Measurement) -> None:
-        """Keep measurements; they are on disk before the next stage begins."""
+        """Keep measurements."""
         self.record = replace(self.record, measurements=(*self.record.measurements, *found))
+        self._write()
+
+    def _write(self) -> None:
         write_json(self.folder / "partial.json", to_json(self.record))
 
     def sampled(self, tag: str, boundary: str, unit: str, hint: str, found: measure.Sampling) -> None:
@@ -133,6 +137,7 @@ def run_trial(job: Job, trial: Trial, journal: Journal) -> None:
         _evaluate(session, trial, journal)
     journal.stage("inspect")
     _inspect(session, job, journal)
+    journal.stage("close")  # where an engine may crash still: what it said of itself is on disk by then
     session.close()
     if not journal.record.facts.get("finite", True):
         journal.stage("evaluate")
@@ -186,7 +191,9 @@ def _evaluate(session: Session, trial: Trial, journal: Journal) -> None:
     save_arrays(journal.folder / "outputs.npz", arrays)
     journal.evaluated(found)
     shown = {"name": trial.data.name, "split": trial.data.split, "count": len(arrays["sample"])}
-    shown |= inputs.photographs(trial.data)
+    # The hash over the pictures that were decoded, the same at every size; where nobody knows it, there is none.
+    if pictures := inputs.about(trial.data).get("photographs"):
+        shown["photographs"] = pictures
     journal.facts({"data": shown})
     for sentence in found.oddities:
         journal.warn(f"data: {sentence}")

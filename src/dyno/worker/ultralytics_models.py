@@ -31,7 +31,6 @@ BUILDERS = {
     "classify": "ClassificationModel",
 }
 HEADS = ("Detect", "Segment", "Pose", "Classify")  # whose outputs are laid out as `postprocess` reads them
-STRIDE = 32
 SIZES = {"classify": (224, 224)}
 SIZE = (640, 640)
 

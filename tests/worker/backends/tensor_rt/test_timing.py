@@ -72,7 +72,7 @@ def test_the_next_build_has_what_this_one_found(folder: Path) -> None:
     config = Config()
     first = TimingCache.open(library(), config, GPU, True)
     assert not told(first)
-    first.save(library(), timed(config, "conv"))
+    first.save(timed(config, "conv"))
     again = Config()
     second = TimingCache.open(library(), again, GPU, True)
     assert told(second) and again.cache and again.cache.words == {"conv"}
@@ -82,15 +82,15 @@ def test_the_next_build_has_what_this_one_found(folder: Path) -> None:
 @pytest.mark.parametrize(("version", "gpu"), [("10.0.1", GPU), ("8.6.0", "NVIDIA L4")])
 def test_another_version_or_gpu_has_its_own(folder: Path, version: str, gpu: str) -> None:
     config = Config()
-    TimingCache.open(library(), config, GPU, True).save(library(), timed(config, "conv"))
+    TimingCache.open(library(), config, GPU, True).save(timed(config, "conv"))
     assert not told(TimingCache.open(library(version=version), Config(), gpu, True))
 
 
 def test_two_builds_at_once_both_count(folder: Path) -> None:
     one, two = Config(), Config()
     first, second = (TimingCache.open(library(), config, GPU, True) for config in (one, two))
-    first.save(library(), timed(one, "conv"))
-    second.save(library(), timed(two, "gemm"))
+    first.save(timed(one, "conv"))
+    second.save(timed(two, "gemm"))
     assert first.path and first.path.read_bytes() == b"conv gemm"
 
 
@@ -102,7 +102,7 @@ def test_a_file_that_does_not_fit_is_written_anew(folder: Path, content: bytes) 
     config = Config()
     cache = TimingCache.open(library(), config, GPU, True)
     assert not told(cache)
-    cache.save(library(), timed(config, "conv"))
+    cache.save(timed(config, "conv"))
     assert path.read_bytes() == b"conv"
 
 
@@ -112,6 +112,6 @@ def test_nothing_is_kept_where_nothing_is_wanted(folder: Path, monkeypatch: pyte
     monkeypatch.delenv("DYNO_TIMING")
     unset = TimingCache.open(library(), Config(), GPU, True)
     for cache in (off, rtx, unset):
-        cache.save(library(), Config())
+        cache.save(Config())
         assert cache.path is None and not told(cache)
     assert not folder.exists()

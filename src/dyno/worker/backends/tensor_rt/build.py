@@ -75,7 +75,7 @@ def build(product: str, recipe: Recipe, parent: Artifact, folder: Path, tell: Te
         timings = TimingCache.open(job.trt, job.config, _gpu(job).get("model", ""), job.settings.timing_cache)
         timings.complaint = job.log.complaint()
         plan, seconds = _built(job, tell or (lambda text: None))
-        timings.save(job.trt, job.config)
+        timings.save(job.config)
         path = folder / "model.engine"
         path.write_bytes(plan)
         listed = _layers(job, path)

@@ -33,7 +33,7 @@ def profiles(text: str, inputs: Sequence[Tensor], dims: Dims) -> list[Profile]:
     found = []
     for part in text.split("|"):
         batches = batch_range(part)
-        found.append(_of_batches(batches, inputs, dims) if batches else _of_shapes(part, inputs, dims))
+        found.append(_of_batches(batches, inputs, dims) if batches else _of_shapes(part, inputs))
     return found
 
 
@@ -100,7 +100,7 @@ def _of_batches(batches: tuple[int, int, int], inputs: Sequence[Tensor], dims: D
     return {name: (low[name], opt[name], high[name]) for name in opt}
 
 
-def _of_shapes(text: str, inputs: Sequence[Tensor], dims: Dims) -> Profile:
+def _of_shapes(text: str, inputs: Sequence[Tensor]) -> Profile:
     given = dict(_named(part) for part in text.split(";"))
     names = ", ".join(tensor.name for tensor in inputs)
     if unknown := next((name for name in given if name not in {t.name for t in inputs}), None):

@@ -57,7 +57,7 @@ class TimingCache:
         except FileNotFoundError:
             return b""
 
-    def save(self, trt: Any, config: Any) -> None:
+    def save(self, config: Any) -> None:
         """Add what this build found to the file, which another build may have written meanwhile."""
         cache = config.get_timing_cache() if self.path else None
         if self.path is None or cache is None:
