@@ -74,6 +74,16 @@ Refused = Callable[..., str]
         (["run", "fake:n", "--size", "12y"], "image size '12y' is not a number of pixels like 224"),
         (["run", "fake:n", "--budget", "top1"], "budget 'top1' is not NAME=POINTS, e.g. top1=0.5"),
         (["run", "fake:n", "--budget", "top1=1"], "an accuracy budget needs labelled images; give --data"),
+        (["run", "fake:n", "--budget", "top1=-1", "--data", "digits"], "budget top1=-1 is no number of points"),
+        (
+            ["run", "fake:n", "--backends", "fake", "--budget", "mAP=1", "--data", "digits"],
+            "n is for classify, which mAP",
+        ),
+        (["run", "fake:n", "--backends", "fake", "--device", "gpu"], "unknown device 'gpu'; write cpu, or cuda:0"),
+        (
+            ["run", "fake:n", "--backends", "fake", "--reference", "openvino"],
+            "no trial fits the reference 'openvino'; ",
+        ),
         (["run", "fake:n", "--rounds", "0"], "rounds is 0; it must be at least 1"),
         (["run", "fake:n", "--backends", "fake", "--data", "nowhere"], "no data folder "),
         (["run", "fake:n", "--python", "fake"], "--python 'fake' is not BACKEND=PATH"),
@@ -93,6 +103,14 @@ Refused = Callable[..., str]
         (["build", "none.onnx", "-o", "m.exe"], "build writes .engine, .plan, .xml, not m.exe"),
         (["build", "none.onnx", "-o", "m.engine", "--backend", "openvino"], "openvino builds no .engine files"),
         (["build", "none.onnx", "-o", "m.xml", "--min", "1"], "a dynamic engine needs --max"),
+        (
+            ["build", "none.onnx", "-o", "m.engine", "--opt", "4", "--max", "2"],
+            "--min, --opt and --max are 1, 4 and 2;",
+        ),
+        (["build", "none.onnx", "-o", "m.xml", "--precision", "fp16"], "openvino chooses fp16 when it runs a file"),
+        (["export", "fake:n", "-o", "m.onnx", "--size", "8", "--shape", "1,3,8,8"], "--shape says what --size says"),
+        (["export", "fake:n", "-o", "m.onnx", "--size", "8,16"], "a file is for one image size, not for 8, 16"),
+        (["time", "fake:n", "--batches", "min", "--rounds", "4"], "--rounds says nothing of the hard test"),
         (["build", "none.onnx", "-o", "m.xml", "--max", "4", "--shapes", "x:1x3"], "--shapes says what --min"),
         (["build", "none.onnx", "-o", "m.xml", "--option", "sreams=1"], "unknown option of openvino 'sreams'"),
         (["build", "none.onnx", "-o", "m.xml", "--repeat", "2"], "openvino makes the same file every time"),
@@ -113,6 +131,7 @@ def test_bad_words(refused: Refused, words: list[str], line: str) -> None:
     [
         ("models = ['fake:n']\nbackend = ['fake']", "unknown key in s.toml 'backend'; did you mean 'backends'?"),
         ("models = ['fake:n'\n", "s.toml is not valid TOML: "),
+        ("rounds = 3", "s.toml names no models; write models = "),
         ("models = ['fake:n']\nrounds = 'three'", "rounds is 'three'; it must be a whole number"),
         ("models = ['fake:n']\nbackends = ['fake@runtime=old']", "backend 'fake' asks for runtime 'old', which"),
         (
@@ -164,10 +183,12 @@ def test_a_broken_ir_is_named(refused: Refused, tmp_path: Path) -> None:
 
 def test_batch_and_size_that_a_file_refuses(refused: Refused, onnx_file: Path) -> None:
     usual = ("run", onnx_file, "--backends", "onnxruntime")
-    assert refused(*usual, "--batch", "3").startswith("the file's batch is fixed at 2, not 3; export it again")
+    assert refused(*usual, "--batch", "3").startswith("m: the file's batch is fixed at 2, not 3; export it again")
     assert refused(*usual, "--size", "16").startswith(
-        "the file's image size is fixed at 8x8; 16x16 needs another export"
+        "m: the file's image size is fixed at 8x8; 16x16 needs another export"
     )
+    assert refused("build", onnx_file, "-o", "x.xml", "--size", "16").startswith("the file's image size is fixed")
+    assert refused("export", onnx_file, "-o", onnx_file).startswith(f"{onnx_file} is the model itself; give another")
     assert "no input 'x'; its inputs: input" in refused(*usual, "--shapes", "x:2x3x8x8")
 
 
@@ -281,8 +302,8 @@ def test_unreadable_images_are_named_or_skipped_in_any_script(
 
 def test_an_output_that_cannot_be_written(refused: Refused, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert refused(*FAKE, "--out", "file").endswith("file: is a file where a folder is needed; give another --out")
-    assert refused(*FAKE, "--out", "file/below").endswith("is a file where a folder is needed; give another --out")
+    assert refused(*FAKE, "--out", "file").endswith("file: is a file where a folder is needed; give another path")
+    assert refused(*FAKE, "--out", "file/below").endswith("is a file where a folder is needed; give another path")
 
 
 @pytest.fixture
@@ -315,7 +336,7 @@ def test_a_full_disk_keeps_what_was_measured(call: Callable[..., Any], small_dis
 
 def test_a_read_only_file_system(refused: Refused, small_disk: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    assert "the file system is read-only; give a folder that can be written with --out" in refused(
+    assert "the file system is read-only; give another path (--out; DYNO_CACHE for the cache)" in refused(
         *FAKE, "--out", small_disk / "r"
     )
 

@@ -134,7 +134,7 @@ def test_the_golden_id(fake_study: Studies) -> None:
     assert one.id == GOLDEN
 
 
-@pytest.mark.parametrize("fields", [{"rounds": 7}, {"timeout": 1.0}, {"budget": {}}, {"reference": "x"}])
+@pytest.mark.parametrize("fields", [{"rounds": 7}, {"timeout": 1.0}, {"budget": {}}, {"reference": "fake"}])
 def test_repetition_does_not_change_ids(fake_study: Studies, fields: dict) -> None:
     assert [t.id for t in trials(fake_study(**fields))] == [t.id for t in trials(fake_study())]
 

@@ -319,14 +319,17 @@ def doctor(
 
 
 INTERRUPTED = 130
+ELSEWHERE = "give another path (--out; DYNO_CACHE for the cache)"
 OS_ERRORS = {
     errno.ENOSPC: "the disk is full; free some space and run again, what was measured is stored",
     errno.EDQUOT: "the disk quota is used up; free some space and run again, what was measured is stored",
-    errno.EROFS: "the file system is read-only; give a folder that can be written with --out",
-    errno.EACCES: "permission denied; give a folder that can be written with --out",
-    errno.EEXIST: "is a file where a folder is needed; give another --out",
-    errno.EISDIR: "is a folder where a file is needed; give another --out",
-    errno.ENOTDIR: "is a file where a folder is needed; give another --out",
+    errno.EROFS: f"the file system is read-only; {ELSEWHERE}",
+    errno.EACCES: f"permission denied; {ELSEWHERE}",
+    errno.EPERM: f"writing is not permitted; {ELSEWHERE}",
+    errno.ENOENT: f"there is no such place; {ELSEWHERE}",
+    errno.EEXIST: "is a file where a folder is needed; give another path",
+    errno.EISDIR: "is a folder where a file is needed; give another path",
+    errno.ENOTDIR: "is a file where a folder is needed; give another path",
 }
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from dyno.datasets import meta
 from dyno.launch import launch
 from dyno.prepare import prepared
 from dyno.store import cache_dir, code_sha256, makers, sha256_of, versions
@@ -31,7 +32,6 @@ from dyno.worker.spec import (
 )
 
 CHECKPOINTS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")  # weights, which alone are no model
-LOOK_TIMEOUT_S = 600
 LOOK_LIBRARIES = ("torch", "torchvision", "timm", "ultralytics", "onnx", "openvino")
 HERE = Runtime()
 STEPS = ("modelopt",)  # what a file is made with on its way may have an interpreter too
@@ -49,6 +49,9 @@ class Planned:
 def expand(study: Study) -> list[Planned]:
     """Every trial of the study in a fixed order; input that can't be used is a `UserError` before anything runs."""
     choices = [Choice.parse(text) for text in study.backends] or [Choice(name) for name in installed(study.device)]
+    names = {*backend.names(), *(choice.name for choice in choices)}
+    if study.device.partition(":")[0] not in {kind for name in names for kind in backend.find(name).devices}:
+        raise UserError(f"unknown device {study.device!r}; write cpu, or cuda:0 for the first GPU")
     for choice in choices:
         known = backend.find(choice.name).options
         for option in choice.options:
@@ -60,18 +63,62 @@ def expand(study: Study) -> list[Planned]:
     threads = study.threads or system.physical_cores()
     planned = []
     for source in study.models:
-        model, found = look(model_spec(study, source), study)
+        asked = study if source.endswith(MODEL_FILES) else _sized(study)
+        model, found = look(model_spec(asked, source), asked)
         if [model_name(other) for other in study.models].count(model.name) > 1:
             model = replace(model, name=source)  # two models of one name would share a table and a reference
-        for height, width in sizes(study, found):
+        try:
+            pairs, batches = sizes(asked, found), _batches(study, found)
+        except UserError as e:
+            raise UserError(f"{model.name}: {e}") from e
+        for height, width in pairs:
             data = prepared(study, model, (height, width), found.get("outputs", 0))
-            for batch in _batches(study, found):
+            _check_budget(study, model, data, found.get("outputs", 0))
+            for batch in batches:
                 dims = Dims(batch, height, width, parse_shapes(study.shapes))
                 for choice in choices:
                     for precision in choice.precisions or study.precisions or (model.precision or "fp32",):
                         one = _trial(study, choice, model, precision, dims, data, threads)
                         planned.append(replace(one, seen=_seen(found, dims)))
+    _check_reference(study.reference, planned)
     return list({p.trial.id: p for p in planned}.values())
+
+
+def _sized(study: Study) -> Study:
+    """With the image size that `shapes` gives a module's input: its operations are counted at that."""
+    shape = parse_shapes(study.shapes).get("input", ())
+    if len(shape) != 4:
+        return study
+    height, width = shape[2:]
+    if any(parse_size(size) != (height, width) for size in study.sizes):
+        raise UserError(
+            f"shapes give the input {height}x{width} pixels, and sizes {study.sizes[0]}; leave one of them out"
+        )
+    return replace(study, sizes=(f"{height}x{width}",))
+
+
+def _check_reference(wanted: str, planned: list[Planned]) -> None:
+    """Refuse a reference that no trial can be, before anything is measured; see `analysis.references.references`."""
+    name, _, precision = wanted.replace("/", ":").replace(" ", ":").partition(":")
+    for t in (one.trial for one in planned):
+        if name in ("", t.backend, t.variant) and precision in ("", t.precision):
+            return
+        if len(wanted) >= 4 and t.id.startswith(wanted):
+            return
+    ways = sorted({f"{one.trial.backend}/{one.trial.precision}" for one in planned})
+    raise UserError(f"no trial fits the reference {wanted!r}; there are {', '.join(ways)}")
+
+
+def _check_budget(study: Study, model: ModelSpec, data: DataSpec, outputs: int) -> None:
+    """Refuse a budget that nothing here could be held against: everything would seem to be within it."""
+    fitting = ("top1", "top5") if model.task == "classify" else ("mAP",)
+    for metric in study.budget:
+        if metric not in fitting:
+            raise UserError(f"{model.name} is for {model.task}, which {metric} says nothing of; {fitting[0]} does")
+        if metric == "top5" and 0 < outputs < 5:
+            raise UserError(f"top5 says nothing of {outputs} classes; give a budget of top1")
+    if study.budget and not meta(data)["classes"]:
+        raise UserError(f"a budget needs labels, and {study.data} has none; put the images into a folder per class")
 
 
 def _seen(found: dict[str, Any], dims: Dims) -> dict[str, int]:
@@ -220,7 +267,7 @@ def look(model: ModelSpec, study: Study) -> tuple[ModelSpec, dict[str, Any]]:
     if record is None or record.status != "ok":
         with tempfile.TemporaryDirectory() as scratch:
             trial = Trial(model, reader, "fp32", Dims(1, 0, 0), runtime=where)
-            record = launch(Job("look", where, trial, options=options), Path(scratch) / "look", LOOK_TIMEOUT_S)
+            record = launch(Job("look", where, trial, options=options), Path(scratch) / "look", study.timeout)
             if record.status != "ok":
                 raise UserError(f"{model.name}: {record.reason}")
             _keep(Path(scratch) / "look", folder)

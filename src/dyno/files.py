@@ -33,9 +33,13 @@ def export(
     """Write the model as ONNX; `shape` "N,C,H,W" says batch (-1: dynamic), channels and size in one."""
     if out.suffix != ".onnx":
         raise UserError(f"export writes .onnx files, not {out.name}; `dyno build` writes engines")
+    if Path(model).is_file() and out.exists() and out.samefile(model):
+        raise UserError(f"{out} is the model itself; give another file to write to")
     if target not in TARGETS:
         raise UserError(f"unknown target {target!r}; known: {', '.join(TARGETS)}")
     flags = {key: value for key, value in commands.given(ctx).items() if key != "batches"}
+    if shape and "sizes" in flags:
+        raise UserError("--shape says what --size says; give one or the other")
     if shape:
         batch, flags["channels"], flags["sizes"] = _shape(shape)
     study = Study(models=(model,), **{**flags, "precisions": (precision,)})
@@ -64,7 +68,12 @@ def profile(shapes: str, low: int, opt: int, high: int) -> str:
         return shapes
     if not high:
         raise UserError("a dynamic engine needs --max, its largest batch (--min is 1 and --opt is --max unless given)")
-    return f"{low or 1}:{opt or high}:{high}"
+    found = (low or 1, opt or high, high)
+    if min(found) < 1 or sorted(found) != list(found):
+        raise UserError(
+            f"--min, --opt and --max are {found[0]}, {found[1]} and {found[2]}; none may be less than the one before"
+        )
+    return ":".join(map(str, found))
 
 
 def build(ctx: typer.Context, model: str, out: Path, how: Build) -> int:
@@ -91,6 +100,12 @@ def build(ctx: typer.Context, model: str, out: Path, how: Build) -> int:
         from dyno import builds
 
         return builds.compare(study, engine, options, how.batch, how.repeat, out)
+    if not on_gpu and how.precision in ("fp16", "bf16"):
+        raise UserError(
+            f"{engine.name} chooses {how.precision} when it runs a file, not when it makes one; leave it away"
+        )
+    if not on_gpu and how.profile:
+        raise UserError(f"{engine.name}'s files take any batch; leave --min, --opt, --max and --shapes away")
     trial = _trial(study, how.precision)
     dims = replace(trial.dims, batch=how.batch if on_gpu and not how.profile else 0)
     runtime = replace(runtime, threads=trial.runtime.threads)
@@ -120,6 +135,8 @@ def _number(batch: str) -> int:
 
 
 def _trial(study: Study, precision: str) -> Trial:
+    if len(study.sizes) > 1:
+        raise UserError(f"a file is for one image size, not for {', '.join(study.sizes)}")
     model, found = look(model_spec(study, study.models[0]), study)
     size = sizes(study, found)[0]
     data = prepared(study, model, size) if study.data else DataSpec(count=1)

@@ -52,8 +52,20 @@ def prepared(
             data = datasets.class_folders(
                 path, cache, size, model.preprocess, progress=progress, outputs=outputs, **more
             )
-    _check(study.data, datasets.meta(data), model, outputs)
+    about = datasets.meta(data)
+    _check(study.data, about, model, outputs)
+    say_left_out(about, console)
     return data
+
+
+def say_left_out(about: dict[str, Any], console: Console | None) -> None:
+    """Name the images that could not be read, where they are left out."""
+    if lines := about.get("unreadable"):
+        from rich.console import Console
+
+        shown = ", ".join(lines[:3]) + (", …" if len(lines) > 3 else "")
+        said = f"{len(lines)} images can't be read and are left out: {shown}"
+        (console or Console(stderr=True)).print(said, markup=False, highlight=False, soft_wrap=True)
 
 
 def _digits(cache: Path, model: ModelSpec, size: tuple[int, int], outputs: int) -> DataSpec:

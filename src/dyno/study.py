@@ -132,23 +132,32 @@ class Study:
             check_known("precision", name, PRECISIONS)
         for name in self.boundaries:
             check_known("boundary", name, BOUNDARIES)
-        for name in self.budget:
+        for name, points in self.budget.items():
             check_known("budget", name, BUDGETS)
+            if not 0 <= points <= 100:
+                raise UserError(f"budget {name}={points:g} is no number of points from 0 to 100, e.g. {name}=0.5")
         if self.task:
             check_known("task", self.task, TASKS)
         check_known("unreadable", self.unreadable, ("refuse", "skip"))
         for size in self.sizes:
             parse_size(size)
-        for name, least in (("rounds", 1), ("compared", 1), ("samples", 0), ("threads", 0)):
+        least_of = {"rounds": 1, "compared": 1, "channels": 1, "samples": 0, "threads": 0, "seed": 0}
+        for name, least in least_of.items():
             if getattr(self, name) < least:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least {least}")
         for name in ("seconds", "warmup", "interval", "timeout"):
-            if getattr(self, name) <= 0:
+            if not getattr(self, name) > 0:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be more than 0")
         if any(batch < 1 for batch in self.batches):
             raise UserError(f"batch sizes are whole numbers from 1 on, not {', '.join(map(str, self.batches))}")
         if bool(self.mean) != bool(self.std) or (self.mean and {len(self.mean), len(self.std)} != {self.channels}):
             raise UserError(f"mean and std go together, one number for each of the {self.channels} channels")
+        if self.std and not min(self.std) > 0:
+            raise UserError(
+                f"std is {', '.join(map(str, self.std))}; pixels are divided by it, so it must be more than 0"
+            )
+        if self.classes is not None and self.classes < 1:
+            raise UserError(f"classes is {self.classes}; it must be at least 1")
         if self.confirm is not None and self.confirm < 0:
             raise UserError(f"confirm is {self.confirm}; it must be at least 0")
         if self.search and not self.budget:
@@ -165,7 +174,11 @@ class Study:
             raise UserError(f"there is no study file {path}") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
             raise UserError(f"{path} is not valid TOML: {e}") from e
+        except IsADirectoryError:
+            raise UserError(f"{path} is a folder, not a study file") from None
         known = {f.name: f for f in dataclasses.fields(cls)}
+        if not (table.keys() | changes.keys()) >= {"models"}:
+            raise UserError(f'{path} names no models; write models = ["torchvision:resnet18"], or the like')
         for key in table:
             check_known(f"key in {path.name}", key, tuple(known))
         try:
@@ -285,7 +298,7 @@ def parse_size(text: str) -> tuple[int, int]:
     """Height and width from `224` or `480x640`."""
     height, _, width = text.lower().partition("x")
     try:
-        found = int(height), int(width or height)
+        found = int(height), int(width if "x" in text.lower() else height)
     except ValueError:
         found = (0, 0)
     if min(found) < 1:

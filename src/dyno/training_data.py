@@ -12,7 +12,7 @@ from rich.console import Console
 
 from dyno import datasets
 from dyno.datasets.folders import Photo, scan
-from dyno.prepare import decoding, prepared
+from dyno.prepare import decoding, prepared, say_left_out
 from dyno.store import cache_dir
 from dyno.study import Study
 from dyno.worker.spec import DataSpec, ModelSpec, UserError
@@ -117,6 +117,7 @@ def decoded(
         found = datasets.class_folders(
             images, cache, size, preprocess, 0, on_unreadable, progress, channels, train=True
         )
+    say_left_out(datasets.meta(found), console)
     training = replace(found, split="train", count=datasets.meta(found)["splits"].get("train", 0))
     if not training.count:
         raise UserError(f"every image to train on in {study.data} is also a test image; give other images")

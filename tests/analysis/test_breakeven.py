@@ -52,6 +52,11 @@ def test_never_perhaps_and_at_once(tmp_path: Path) -> None:
     assert "failed" not in found.index and "pytorch" not in found.index
 
 
+def test_no_limit_gains_more_than_the_reference_takes(tmp_path: Path) -> None:
+    found = made(tmp_path, Way("pytorch", seconds=0.010), Way("a", seconds=0.001, spread=0.9, build=10.0))
+    assert found.loc["a", "images_low"] >= 10.0 / 0.012
+
+
 def test_the_csv_twin_has_every_column(tmp_path: Path) -> None:
     found = made(tmp_path, Way("pytorch"), Way("a", seconds=0.005, build=2.0)).reset_index()
     assert set(found.columns) == set(breakeven.COLUMNS)

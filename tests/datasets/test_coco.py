@@ -100,6 +100,23 @@ def test_run_lengths_and_crowds(coco: Folder, make: Make) -> None:
         make(coco(**tables))
 
 
+def test_packed_run_lengths_are_read_before_they_are_believed(coco: Folder, make: Make) -> None:
+    """pycocotools hangs or reads foreign memory where such a text is none."""
+    from pycocotools import mask
+
+    tables = drawn.coco_file(6)
+    one = tables["annotations"][0]
+    whole = np.zeros((64, 96), np.uint8, order="F")
+    whole[10:30, 20:50] = 1
+    packed = mask.encode(whole)
+    one |= {"segmentation": {"size": [64, 96], "counts": packed["counts"].decode()}}
+    assert truth(make(coco(**tables)))["annotations"][0]["segmentation"] == one["segmentation"]
+    for counts in ("zz??", "1", "", one["segmentation"]["counts"][:-1], [-5, 64 * 96 + 5], [1.5, 64 * 96 - 1.5]):
+        one["segmentation"] = {"size": [64, 96], "counts": counts}
+        with pytest.raises(UserError, match="the mask's run lengths don't fit an image of 96 x 64"):
+            make(coco(**tables))
+
+
 BAD = {
     "annotation 2 of 002.jpg: the box [40, 10, 20, 25] lies outside its image of 50 x 50": {"bbox": [40, 10, 20, 25]},
     "annotation 2 of 002.jpg: the box [5, 10, 20, 0] has no area": {"bbox": [5, 10, 20, 0]},
@@ -110,6 +127,10 @@ BAD = {
     "annotation 2 of 002.jpg: a polygon has 2 points; it needs three": {"segmentation": [[1, 1, 5, 5]]},
     "annotation 2 of 002.jpg: the polygon's point (1, 88) lies outside": {"segmentation": [[1, 1, 5, 5, 1, 88]]},
     "annotation 2 of 002.jpg: segmentation is neither": {"segmentation": "none"},
+    "annotation 2 of 002.jpg: area is -5, not a number": {"area": -5},
+    "annotation 2 of 002.jpg: iscrowd is '0', not 0 or 1": {"iscrowd": "0"},
+    "annotation 2 of 002.jpg: keypoint 1 at (3000, 1) lies outside": {"keypoints": [1, 1, 2, 3000, 1, 2, 1, 1, 2]},
+    "annotation 2 of 002.jpg: keypoint 0 has visibility 7": {"keypoints": [1, 1, 7, 1, 1, 2, 1, 1, 2]},
     "annotation 2 of 002.jpg: keypoints has 6 values; 3 keypoints need 9": {"keypoints": [1, 1, 2, 3, 3, 2]},
 }
 
@@ -160,6 +181,12 @@ def test_files_that_are_not_coco_s(coco: Folder, make: Make) -> None:
         json.dumps({**tables, "annotations": {}}): "has no list 'annotations'",
         json.dumps({**tables, "images": [{"id": 3}]}): "entry 0 of 'images' lacks id or file_name",
         json.dumps({**tables, "images": [tables["images"][0]] * 2}): "two images have the same id",
+        json.dumps(
+            {**tables, "images": [tables["images"][0], {**tables["images"][0], "id": 77}]}
+        ): "lists 000.jpg twice",
+        json.dumps({**tables, "images": [{"id": 1, "file_name": 3}]}): "a file_name among its images is no text",
+        json.dumps({**tables, "categories": [{"id": 1, "name": "a"}, {"id": "x", "name": "b"}]}): "neither all numbers",
+        "[" * 100_000: "is no JSON",
     }.items():
         file.write_text(text)
         with pytest.raises(UserError, match=wrong) as e:

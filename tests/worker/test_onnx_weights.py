@@ -11,7 +11,6 @@ import pytest
 
 from dyno.store import copy, sha256_of
 from dyno.worker import onnx_weights
-from dyno.worker.spec import UserError
 
 
 @pytest.fixture
@@ -53,11 +52,6 @@ def test_a_copy_takes_them_along_under_its_own_name(graph: Path, tmp_path: Path)
         "one.onnx", "one.onnx.data", "two.onnx", "two.onnx.data",
     ]  # fmt: skip
     np.testing.assert_array_equal(ran(tmp_path / "out" / "two.onnx"), np.arange(256))
-
-
-def test_a_file_is_not_copied_onto_itself(graph: Path) -> None:
-    with pytest.raises(UserError, match=r"m\.onnx is the file that would be read"):
-        copy(graph, graph.parent / "." / "m.onnx")
 
 
 def test_what_is_no_graph_has_nothing_beside_it(tmp_path: Path) -> None:

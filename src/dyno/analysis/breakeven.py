@@ -57,7 +57,8 @@ class BreakEven:
 def against(row: pd.Series, trial: TrialResult, reference: TrialResult) -> BreakEven | None:
     """The trial of a table's row against a reference, per image at the row's boundary; None without latencies.
 
-    The interval is that of the speed-up between processes; preparation is measured once and counts as exact.
+    The interval is that of the speed-up between processes, with the reference's time as it is, so that no limit says
+    that more than all of it is gained. Preparation is measured once and counts as exact.
     """
     boundary, clock = str(row["boundary"]), str(row["clock"])
     own = [m / trial.batch for m in trial.medians(boundary, clock)]
@@ -65,10 +66,10 @@ def against(row: pd.Series, trial: TrialResult, reference: TrialResult) -> Break
     found = stats.speedup(own, theirs)
     if math.isnan(found.value):
         return None
-    seconds = stats.center(own).value
+    seconds = stats.center(theirs).value
     extra = (build_seconds(trial) or 0.0) - (build_seconds(reference) or 0.0)
     most, least = _images(extra, seconds, found.low), _images(extra, seconds, found.high)
-    gain = seconds * (found.value - 1)
+    gain = seconds * (1 - 1 / found.value)
     if found.value <= 1:
         return BreakEven(extra, gain, None, math.nan, math.inf if found.high > 1 else math.nan)
     return BreakEven(extra, gain, _images(extra, seconds, found.value), least, most)
@@ -77,7 +78,7 @@ def against(row: pd.Series, trial: TrialResult, reference: TrialResult) -> Break
 def _images(extra: float, seconds: float, speedup: float) -> float:
     if math.isnan(speedup):
         return math.nan
-    return max(0.0, extra) / (seconds * (speedup - 1)) if speedup > 1 else math.inf
+    return max(0.0, extra) / (seconds * (1 - 1 / speedup)) if speedup > 1 else math.inf
 
 
 def parts(t: TrialResult) -> dict[str, float]:

@@ -74,8 +74,9 @@ class MeanAP:
 
     @property
     def interval(self) -> Interval:
-        """mAP50-95 with its 95 % interval."""
-        return jackknife(self.own.map50_95)
+        """mAP50-95 with its 95 % interval, which ends at 0 and at 1."""
+        found = jackknife(self.own.map50_95)
+        return Interval(found.value, *(float(np.clip(limit, 0, 1)) for limit in (found.low, found.high)))
 
 
 def jackknife(values: np.ndarray) -> Interval:
@@ -114,6 +115,8 @@ def of(trial: TrialResult) -> MeanAP | None:
         return None
     stored = _Stored(place.folder, arrays, truth)
     own = stored.scores(kind)
+    if np.isnan(own.each).all():  # no object is there to be found
+        return None
     return MeanAP(kind, own, own if kind == "bbox" else stored.scores("bbox"))
 
 

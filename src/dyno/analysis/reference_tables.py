@@ -16,7 +16,7 @@ from dyno.analysis import agreement, work
 from dyno.analysis.formatting import markdown, significant
 from dyno.analysis.frontier import SATURATED, SERIES, fps, saturation, throughput, usable, way
 from dyno.analysis.references import references
-from dyno.analysis.render import json_text, missing
+from dyno.analysis.render import json_text, json_texts, missing
 from dyno.analysis.results import Results
 from dyno.analysis.sections import Cell, Table
 from dyno.worker.spec import UserError
@@ -120,7 +120,7 @@ def render(chosen: list[Sheet], format: str = "text") -> str:
     if format == "csv":
         return "\n".join(sheet.data.to_csv(index=False) for sheet in chosen)
     if format == "json":
-        return "".join(json_text(sheet.data) for sheet in chosen)
+        return json_text(chosen[0].data) if len(chosen) == 1 else json_texts({s.name: s.data for s in chosen})
     raise UserError(f"unknown format {format!r}; known: text, markdown, csv, json")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -140,8 +140,20 @@ def render(
 
 def json_text(frame: pd.DataFrame) -> str:
     """A list of objects, one per trial; null where a value doesn't apply, text as UTF-8."""
-    rows = [{k: _json_value(v) for k, v in r.items()} for r in frame.to_dict("records")]
-    return json.dumps(rows, ensure_ascii=False, indent=1, allow_nan=False) + "\n"
+    return _json(_rows(frame))
+
+
+def json_texts(frames: Mapping[str, pd.DataFrame]) -> str:
+    """Several such lists as one object, by name."""
+    return _json({name: _rows(frame) for name, frame in frames.items()})
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=1, allow_nan=False) + "\n"
+
+
+def _rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    return [{k: _json_value(v) for k, v in r.items()} for r in frame.to_dict("records")]
 
 
 def _json_value(value: Any) -> Any:

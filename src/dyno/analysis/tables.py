@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from dyno.analysis.precision import truth
 from dyno.analysis.references import INCOMPARABLE, incomparable, references, yardsticks
 from dyno.analysis.results import Results, TrialResult, clock_of
 from dyno.analysis.rounds import LATENCIES
+from dyno.worker.spec import UserError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -88,10 +89,20 @@ def frame(
     rows = [r | work.columns(t, r, results, known) for t, r in zip(results.trials, rows, strict=True)]
     table = pd.DataFrame.from_records(rows, columns=[*COLUMNS, *EXTRAS])
     table = table.astype(dict.fromkeys(WHOLE, "Int64") | dict.fromkeys(TEXT, object))
+    if budget:
+        _check_budget(limits, table)
     table.attrs |= {"budget": ", ".join(map(str, limits)), "reference": reference}
     numbers = [c for c in table.columns if c not in (*WHOLE, *TEXT)]
     table[numbers] = table[numbers].astype(float)
     return table
+
+
+def _check_budget(limits: Sequence[accuracy.Budget], table: pd.DataFrame) -> None:
+    """Refuse a budget that no trial can be held against; a study's own was checked before it ran."""
+    columns = {"top1": "top1", "top5": "top5", accuracy.MEAN_AP: "map50_95"}
+    for limit in limits:
+        if table[columns[limit.metric]].isna().all():
+            raise UserError(f"no trial here was measured in {limit.metric}, which the budget {limit} is about")
 
 
 def row(t: TrialResult, against: Comparison, compare: bool = True) -> dict[str, Any]:

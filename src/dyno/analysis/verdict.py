@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from math import ceil, isnan
+from math import ceil, isinf, isnan
 from typing import TYPE_CHECKING
 
 from dyno.analysis import breakeven, confirmation, frontier, gpu_words, mixed_precision, stats
@@ -146,6 +146,7 @@ def _preparation(contest: Contest, winner: pd.Series, trials: dict[str, TrialRes
     found = breakeven.against(winner, trials[winner["trial"]], reference)
     if found is not None and found.extra > 0 and found.images is not None:
         words = f"which pays off after about {significant(found.images, 2)} images"
+        words += ", or never, as the gain is not proven" if isinf(found.high) else ""
         yield Finding(NOTE, f"Making it takes {show(found.extra, 'duration')}, {words}.")
 
 
@@ -196,15 +197,16 @@ def _most_images(contest: Contest) -> Iterator[Finding]:
 
 def _truths(results: Results) -> Iterator[Finding]:
     known = [(t, found) for t in results if t.good and (found := truth(t)) is not None]
-    wrong: dict[str, list[TrialResult]] = {}
+    wrong: dict[tuple[str, str], list[TrialResult]] = {}
     for t, found in known:
         if not found.ok:
-            wrong.setdefault(found.sentence, []).append(t)
+            wrong.setdefault((t.model, found.sentence), []).append(t)
     kept = len(known) - sum(map(len, wrong.values()))
     if known:
         yield Finding(NOTE, f"Precision: {kept} of {len(known)} trials ran in the type they were asked for.")
-    for sentence, trials in wrong.items():
-        yield Finding(WARNING, f"{trials[0].way} ({_places(trials)}) is not what it says: {sentence}.")
+    for (_, sentence), trials in wrong.items():
+        whose = f"{trials[0].model} " if len({t.model for t in results}) > 1 else ""
+        yield Finding(WARNING, f"{whose}{trials[0].way} ({_places(trials)}) is not what it says: {sentence}.")
 
 
 def _slow_precisions(results: Results) -> Iterator[Finding]:
@@ -285,7 +287,7 @@ def _crowded(results: Results) -> Iterator[Finding]:
     if over:
         yield Finding(
             WARNING,
-            f"Other programs kept up to {max(over):.1f} processors busy during {len(over)} of {len(timed)} timings: "
+            f"Other programs kept up to {max(over):.1f} processors busy during {len(over)} of {len(timed)} jobs: "
             "those latencies are too long and their order may be wrong; measure again on a quiet machine.",
         )
 

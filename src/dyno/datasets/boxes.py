@@ -98,6 +98,19 @@ def checked_polygon(points: Sequence[float], size: tuple[int, int], where: str) 
     return [float(value) for value in points]
 
 
+def checked_keypoints(points: Sequence[float], size: tuple[int, int], where: str) -> list[float]:
+    """Keypoints (x, y, visibility 0 to 2 of each), or a `UserError` for one that is marked but leaves the image."""
+    for number, (x, y, visible) in enumerate(zip(points[::3], points[1::3], points[2::3], strict=True)):
+        if visible not in (0, 1, 2):
+            raise UserError(f"{where}: keypoint {number} has visibility {visible:g}; it is 0, 1 or 2")
+        inside = -TOLERANCE <= x <= size[1] + TOLERANCE and -TOLERANCE <= y <= size[0] + TOLERANCE
+        if visible and not inside:
+            raise UserError(
+                f"{where}: keypoint {number} at ({x:g}, {y:g}) lies outside its image of {size[1]} x {size[0]}"
+            )
+    return list(points)
+
+
 def polygon_area(points: Sequence[float]) -> float:
     """Area of a polygon in square pixels (the shoelace formula)."""
     x, y = np.asarray(points, float).reshape(-1, 2).T

@@ -6,19 +6,21 @@ The format is https://cocodataset.org/#format-data; categories become classes in
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
 import numpy as np
 
-from dyno.datasets.boxes import Found, Labels, checked_box, checked_polygon, polygon_area
+from dyno.datasets.boxes import Found, Labels, checked_box, checked_keypoints, checked_polygon, polygon_area
 from dyno.datasets.photos import Annotations, Listing, Photo, Sizes, carve, images, loose, name_below, printable
 from dyno.worker.spec import UserError
 
 SPLITS = ("val", "test")  # of which images are tested on; COCO's own test images come without annotations
 OTHER = ("captions", "image_info", "panoptic", "stuff")  # files of COCO that hold no objects
 KINDS = {"pose": "person_keypoints", "": "instances", "detect": "instances", "segment": "instances"}
+LARGEST = 1e12  # no image has such a coordinate or area
 SEEN = 20  # images that decide which folder they are all in
 
 
@@ -112,7 +114,7 @@ def _read(file: Path) -> _File:
         found = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"there is no annotation file {file}") from None
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise UserError(f"{file} is no JSON: {e}") from e
     parts: dict[str, list[dict[str, Any]]] = {}
     for part, needed in (("images", ("id", "file_name")), ("categories", ("id", "name")), ("annotations", ())):
@@ -126,8 +128,18 @@ def _read(file: Path) -> _File:
     if not parts["images"] or not parts["categories"]:
         raise UserError(f"{file} lists no {'images' if not parts['images'] else 'categories'}")
     for part in ("images", "categories"):
-        if len({item["id"] for item in parts[part]}) < len(parts[part]):
+        ids = [item["id"] for item in parts[part]]
+        if {type(id) for id in ids} not in ({int}, {str}):
+            raise UserError(f"{file}: the ids of {part} are neither all numbers nor all texts")
+        if len(set(ids)) < len(ids):
             raise UserError(f"{file}: two {part} have the same id")
+    names = [image["file_name"] for image in parts["images"]]
+    if not all(isinstance(name, str) for name in names):
+        raise UserError(f"{file}: a file_name among its images is no text")
+    if twice := next((name for name, count in Counter(names).items() if count > 1), ""):
+        raise UserError(f"{file} lists {twice} twice; give all that is in an image one image_id")
+    if any(not isinstance(category.get("keypoints", []), list) for category in parts["categories"]):
+        raise UserError(f"{file}: the keypoints of a category are no list of names")
     return _File(file, parts["images"], sorted(parts["categories"], key=lambda c: c["id"]), parts["annotations"])
 
 
@@ -167,18 +179,23 @@ def _object(found: Found, category: int, size: tuple[int, int], names: list[str]
     if not _numbers(box) or len(box) != 4:
         raise UserError(f"{where}: bbox is {box!r}, not [x, y, width, height]")
     made: Found = {"category_id": category, "bbox": checked_box(box, size, where)}
-    made["iscrowd"] = int(bool(found.get("iscrowd", 0)))
+    if (crowd := found.get("iscrowd") or 0) not in (0, 1):
+        raise UserError(f"{where}: iscrowd is {crowd!r}, not 0 or 1")
+    made["iscrowd"] = int(crowd)
     mask = found.get("segmentation")
     if mask:
         made["segmentation"] = _mask(mask, size, where)
-    made["area"] = float(found["area"]) if _numbers([found.get("area")]) else _area(made)
+    area = found.get("area")
+    if area is not None and not (_numbers([area]) and area >= 0):
+        raise UserError(f"{where}: area is {str(area)[:30]}, not a number of square pixels")
+    made["area"] = _area(made) if area is None else float(area)
     if names:
         points = found.get("keypoints") or [0] * (3 * len(names))
         if not _numbers(points) or len(points) != 3 * len(names):
             raise UserError(
                 f"{where}: keypoints has {len(points)} values; {len(names)} keypoints need {3 * len(names)}"
             )
-        made["keypoints"] = points
+        made["keypoints"] = checked_keypoints(points, size, where)
         made["num_keypoints"] = sum(1 for visible in points[2::3] if visible > 0)
     return made
 
@@ -187,13 +204,35 @@ def _mask(mask: Any, size: tuple[int, int], where: str) -> Any:
     """Polygons, or a run-length encoding of the image's own size."""
     if isinstance(mask, dict):
         counts = mask.get("counts")
-        whole = isinstance(counts, str) or (_numbers(counts) and sum(counts) == size[0] * size[1])
-        if list(mask.get("size", [])) != list(size) or not whole:
+        runs = _unpacked(counts) if isinstance(counts, str) else counts if isinstance(counts, list) else []
+        whole = all(type(run) is int and run >= 0 for run in runs) and sum(runs) == size[0] * size[1]
+        if mask.get("size") != list(size) or not whole:
             raise UserError(f"{where}: the mask's run lengths don't fit an image of {size[1]} x {size[0]} pixels")
         return mask
     if not isinstance(mask, list) or not all(_numbers(points) for points in mask):
         raise UserError(f"{where}: segmentation is neither a list of polygons nor a run-length encoding")
     return [checked_polygon(points, size, where) for points in mask]
+
+
+def _unpacked(text: str) -> list[int]:
+    """The lengths in COCO's packed text, [-1] where it is none: pycocotools reads on behind the end of such a text.
+
+    Five bits and a sign of "more" to a letter, from the third length on as the change from the one before the last.
+    """
+    runs: list[int] = []
+    value = shift = 0
+    for letter in text:
+        bits = ord(letter) - ord("0")
+        if not 0 <= bits < 64:
+            return [-1]
+        value |= (bits & 31) << shift
+        shift += 5
+        if bits & 32:
+            continue
+        value -= (1 << shift) if bits & 16 else 0
+        runs.append(value + (runs[-2] if len(runs) > 2 else 0))
+        value = shift = 0
+    return [-1] if shift else runs
 
 
 def _area(made: Found) -> float:
@@ -207,4 +246,7 @@ def _area(made: Found) -> float:
 
 
 def _numbers(values: Any) -> TypeGuard[list[float]]:
-    return isinstance(values, list) and all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values)
+    """Finite, and no whole number that a float can't hold."""
+    return isinstance(values, list) and all(
+        isinstance(v, (int, float)) and not isinstance(v, bool) and abs(v) < LARGEST for v in values
+    )

@@ -109,6 +109,8 @@ def _from_table(file: Path, names: list[str], order: str) -> dict[str, str]:
     if not lines:
         raise UserError(f"the table of labels {file} is empty")
     if lines[0][0].startswith("ImageId,"):
+        if "PredictionString" not in text.splitlines()[0].split(","):
+            raise UserError(f"{file} is not Kaggle's table: it has no column PredictionString")
         table = {
             row["ImageId"]: (row["PredictionString"] or "").split()[:1] for row in csv.DictReader(text.splitlines())
         }

@@ -228,5 +228,6 @@ def _refuse(unreadable: list[str], count: int) -> None:
     if unreadable:
         named = ", ".join(unreadable[:3]) + (", …" if len(unreadable) > 3 else "")
         raise UserError(
-            f"{len(unreadable)} of {count} images can't be read: {named}; remove them, or skip what is unreadable"
+            f"{len(unreadable)} of {count} images can't be read: {named}; "
+            "remove them, or leave them out with --unreadable skip"
         )

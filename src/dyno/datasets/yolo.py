@@ -100,11 +100,13 @@ def _described(file: Path) -> _About:
         raise UserError(f"{file} names no classes; write names: [one, two]")
     names = about["names"]
     if isinstance(names, dict):
-        if sorted(names) != list(range(len(names))):
+        if set(names) != set(range(len(names))):
             raise UserError(f"{file}: the classes in names are not numbered from 0 to {len(names) - 1}")
         names = [names[i] for i in range(len(names))]
-    if not isinstance(names, list) or about.get("nc", len(names)) != len(names):
-        raise UserError(f"{file}: nc is {about.get('nc')}, but names has {len(names)} classes")
+    if not isinstance(names, list):
+        raise UserError(f"{file}: names is {names!r}, not a list of classes; write names: [one, two]")
+    if (said := about.get("nc", len(names))) != len(names):
+        raise UserError(f"{file}: nc is {said!r}, but names has {len(names)} classes")
     root = _root(file, about)
     split = next((split for split in SPLITS if about.get(split)), None)
     if split is None:
@@ -118,7 +120,8 @@ def _described(file: Path) -> _About:
 
 def _shape(file: Path, about: dict[str, Any]) -> tuple[int, ...]:
     shape = about.get("kpt_shape") or ()
-    if shape and not (isinstance(shape, list) and len(shape) == 2 and shape[0] > 0 and shape[1] in (2, 3)):
+    whole = isinstance(shape, list) and len(shape) == 2 and all(type(n) is int for n in shape)
+    if shape and not (whole and shape[0] > 0 and shape[1] in (2, 3)):
         raise UserError(f"{file}: kpt_shape is {shape!r}, not [number of keypoints, 2 or 3]")
     return tuple(int(n) for n in shape)
 
@@ -147,11 +150,14 @@ def _listed(file: Path, root: Path, entries: Any, needed: bool = True) -> list[P
         raise UserError(
             f"{file}: no images in {', '.join(map(str, entries if isinstance(entries, list) else [entries]))}"
         )
-    return sorted(found)
+    return sorted(set(found))
 
 
 def _in_text(file: Path, root: Path) -> list[Path]:
-    lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    try:
+        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except UnicodeDecodeError as e:
+        raise UserError(f"{file} is no list of images: a name in each line, in UTF-8") from e
     found = [next((p for p in (file.parent / line, root / line) if p.is_file()), root / line) for line in lines]
     if lost := [path for path in found if not path.is_file() or not is_image(path.name)]:
         raise UserError(f"{len(lost)} of {len(found)} images in {file} are missing, e.g. {lost[0]}")

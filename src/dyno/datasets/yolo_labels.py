@@ -9,6 +9,7 @@ from dyno.datasets.boxes import TOLERANCE, Found, Labels, checked_box, checked_p
 from dyno.datasets.photos import Annotations, Photo, Sizes, name_below
 from dyno.worker.spec import UserError
 
+MOST_CLASSES = 9_999  # in label files without a list of names
 BODY = 0.53  # of a person's box is body: the mean in COCO, by which keypoints are judged where there are no masks
 
 
@@ -55,8 +56,11 @@ def read_labels(
 
 def classes_used(files: list[Path]) -> int:
     """One more than the highest class in the files; what is wrong in them is said when they are read."""
-    firsts = [line.split()[0] for file in files for _, line in _lines(file)]
-    return max((int(first) + 1 for first in firsts if first.isdecimal()), default=1)
+    firsts = ((file, line.split()[0]) for file in files for _, line in _lines(file))
+    highest, file = max(((int(first), file) for file, first in firsts if first.isdecimal()), default=(0, Path()))
+    if highest > MOST_CLASSES:
+        raise UserError(f"{file} has an object of class {highest}; where there are so many, a data.yaml must name them")
+    return highest + 1
 
 
 def _lines(file: Path) -> list[tuple[int, str]]:

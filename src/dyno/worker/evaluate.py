@@ -4,6 +4,7 @@ many images a second the whole way takes."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,7 +82,7 @@ def evaluate(session: Session, trial: Trial, timed: bool = True) -> Evaluation:
     about = inputs.about(trial.data)
     arrays = {**kept.arrays(), **answers.arrays(flowed.made), **_identity(real, count, about)}
     decode = float(about.get("decode_s") or 0)
-    oddities = tuple(about.get("warnings") or ())
+    oddities = (*about.get("warnings", ()), *_left_out(about.get("unreadable", ())))
     return Evaluation(arrays, count, min(warm * batch, count), seconds, decode, stages, oddities)
 
 
@@ -92,6 +93,11 @@ def _identity(real: Photos | None, count: int, about: dict[str, Any]) -> dict[st
     sample = real.images.index[:count]
     names = {"classes": np.array(about["classes"], np.str_)} if about.get("classes") else {}
     return {"sample": sample, "label": real.images.labels[sample], **names}
+
+
+def _left_out(unreadable: Sequence[str]) -> list[str]:
+    shown = ", ".join(unreadable[:3]) + (", …" if len(unreadable) > 3 else "")
+    return [f"{len(unreadable)} images can't be read and were left out: {shown}"] if unreadable else []
 
 
 def _batch(session: Session, trial: Trial) -> int:

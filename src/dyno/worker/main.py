@@ -342,8 +342,13 @@ def _ended(journal: Journal, status: str, reason: str) -> Record:
 
 
 def _one_line(e: BaseException) -> str:
-    lines = [line.strip() for line in str(e).splitlines() if line.strip()]
-    return lines[0][:300] if lines else "(no message)"
+    """The first line, and those that it announces: some libraries begin with where in their code it was."""
+    said: list[str] = []
+    for line in (line.strip() for line in str(e).splitlines() if line.strip()):
+        said.append(line)
+        if not line.endswith(":"):
+            break
+    return " ".join(said)[:300] or "(no message)"
 
 
 def main(folder: Path) -> int:

@@ -64,7 +64,10 @@ def facts(model: ModelSpec, asked: str, said: dict[str, Any], outputs: Sequence[
     as text. Nothing where nobody says what the network is for. Raises `UserError` where they contradict each other.
     """
     if asked and said.get("task", asked) != asked:
-        raise UserError(f"{model.name} is a network for {said['task']}, not {asked}; leave --task away")
+        raise UserError(
+            f"{model.name} is a network for {said['task']}, not {asked}; leave --task away, "
+            f"or export it again with --task {asked}"
+        )
     task = said.get("task") or asked
     if not task:
         return {}
