@@ -15,7 +15,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # `import yolo_small` works in every import mode of pytest
 
 import hostile_net
-from dyno import Study
+from dyno import Study, cli
 from dyno.worker.spec import DataSpec, Dims, ModelSpec, Plan, Runtime, Trial
 from yolo_small import Trained, trained
 
@@ -127,3 +127,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") and _no_gpu():
             item.add_marker(pytest.mark.skip(reason=_no_gpu()))
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., Any]:
+    """The command line in this process, in a folder of its own: (exit code, standard output, standard error)."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["dyno", *map(str, words)])
+        capfd.readouterr()
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as e:
+            code = int(e.code or 0)
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    return run
+
+
+@pytest.fixture
+def refused(call: Callable[..., Any]) -> Callable[..., str]:
+    """The one line that bad input ends with."""
+
+    def run(*words: object) -> str:
+        code, out, err = call(*words)
+        assert (code, out) == (2, "")
+        assert err.startswith("dyno: ") and err.count("\n") == 1 and err.endswith("\n"), err
+        return err[len("dyno: ") : -1]
+
+    return run

@@ -137,7 +137,7 @@ def export(
     batch: Annotated[str, typer.Option(help="A number, or 'dynamic'.")] = "dynamic",
     size: Annotated[str, typer.Option(help="Image size: 224, or HEIGHTxWIDTH.")] = "",
     shape: Annotated[str, typer.Option(help="The input as N,C,H,W instead; -1 for a dynamic batch.")] = "",
-    precision: Annotated[str, typer.Option(help="fp32, fp16 or int8.")] = "fp32",
+    precision: Annotated[str, typer.Option(help="fp32, fp16, bf16 or int8.")] = "fp32",
     target: Annotated[
         str, typer.Option(help="Which engine int8 is for: onnxruntime, openvino or tensorrt.")
     ] = "onnxruntime",

@@ -12,7 +12,7 @@ from dyno.datasets import meta
 from dyno.launch import launch
 from dyno.prepare import prepared
 from dyno.store import cache_dir, code_sha256, makers, sha256_of, versions
-from dyno.study import Choice, Study, check_known, model_name, parse_shapes, parse_size, runtimes
+from dyno.study import Choice, Study, model_name, parse_shapes, parse_size, runtimes
 from dyno.worker import backend, system
 from dyno.worker.record import read_record
 from dyno.worker.spec import (
@@ -27,6 +27,7 @@ from dyno.worker.spec import (
     Runtime,
     Trial,
     UserError,
+    check_known,
     digest,
     from_json,
 )

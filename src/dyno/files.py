@@ -13,11 +13,11 @@ from dyno.expand import look, missing, model_spec, runtime_of, sizes
 from dyno.prepare import prepared
 from dyno.progress import Progress
 from dyno.store import copy
-from dyno.study import Choice, Study, check_known
+from dyno.study import Choice, Study
 from dyno.worker import system
 from dyno.worker.backend import find
 from dyno.worker.record import Record
-from dyno.worker.spec import Artifact, DataSpec, Dims, Recipe, Runtime, Trial, UserError
+from dyno.worker.spec import Artifact, DataSpec, Dims, Recipe, Runtime, Trial, UserError, check_known
 
 if TYPE_CHECKING:
     import typer

@@ -18,7 +18,9 @@ Backends = Annotated[str, typer.Option(help="Comma-separated, NAME@option=value 
 OneBackend = Annotated[
     str, typer.Option(help="NAME@option=value for options. Default: the one that the kind of model asks for.")
 ]
-Precision = Annotated[str, typer.Option(help="Comma-separated: fp32, tf32, fp16, bf16, int8, fp8.")]
+Precision = Annotated[
+    str, typer.Option(help="Comma-separated: fp32, tf32, fp16, bf16, int8, fp8.", show_default="the model's own")
+]
 Batch = Annotated[str, typer.Option(help="Comma-separated batch sizes.")]
 Size = Annotated[str, typer.Option(help="Comma-separated image sizes: 224, or HEIGHTxWIDTH.")]
 Shapes = Annotated[list[str], typer.Option(help="NAME:1x3x224x224, for inputs that batch and size can't describe.")]

@@ -7,7 +7,6 @@ refused with a sentence, as a row.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import tomllib
 import typing
@@ -16,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dyno.worker.spec import BOUNDARIES, MODEL_FILES, PRECISIONS, TASKS, Option, Plan, UserError
+from dyno.worker.spec import BOUNDARIES, MODEL_FILES, PRECISIONS, TASKS, Option, Plan, UserError, check_known
 
 if TYPE_CHECKING:
     from dyno.result import Result
@@ -283,15 +282,6 @@ def _toml(value: Any) -> str:
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return str(value).lower() if isinstance(value, bool) else repr(value)
-
-
-def check_known(what: str, name: str, known: Iterable[str]) -> None:
-    """A `UserError` with the nearest spelling when the name is not known."""
-    known = tuple(known)
-    if name not in known:
-        near = difflib.get_close_matches(str(name), known, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known) or 'none'}"
-        raise UserError(f"unknown {what} {name!r}; {hint}")
 
 
 def parse_size(text: str) -> tuple[int, int]:

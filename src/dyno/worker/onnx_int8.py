@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from dyno.worker import system
 from dyno.worker.calibration import CalibrationImages, reader
 from dyno.worker.onnx_check import session
 from dyno.worker.onnx_head import decoding
@@ -251,8 +252,4 @@ def _saturates() -> bool:
     """Whether this x86 CPU sums products of U8 and S8 in 16 bits, which overflows: all before VNNI do."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return False
-    try:
-        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return True
-    return not any(flag in flags for flag in ("avx512_vnni", "avx_vnni", "amx_int8"))
+    return not system.cpu_flags() & {"avx512_vnni", "avx_vnni", "amx_int8"}

@@ -7,10 +7,12 @@ thing ask for the same id. Paths are left out of the hash where a sha256 stands 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import hashlib
 import json
 import types
 import typing
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, Union
 
@@ -33,6 +35,15 @@ class UserError(Exception):
 
 class Unavailable(Exception):
     """A backend, device or precision that this machine doesn't have; the trial becomes *skipped* with this reason."""
+
+
+def check_known(what: str, name: str, known: Iterable[str]) -> None:
+    """A `UserError` with the nearest spelling when the name is not known."""
+    known = tuple(known)
+    if name not in known:
+        near = difflib.get_close_matches(str(name), known, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known) or 'none'}"
+        raise UserError(f"unknown {what} {name!r}; {hint}")
 
 
 @dataclass(frozen=True)

@@ -152,8 +152,7 @@ def versions(distributions: Iterable[str]) -> dict[str, str]:
 
 def describe(distributions: Iterable[str] = ()) -> dict[str, Any]:
     """Processor, memory, operating system, interpreter and the versions of the distributions."""
-    info = _proc("/proc/cpuinfo")
-    flags = set(info.get("flags", info.get("Features", "")).split())
+    info, flags = _proc("/proc/cpuinfo"), cpu_flags()
     return {
         "cpu": info.get("model name", platform.processor() or platform.machine()),
         "cpu_flags": [flag for flag in CPU_FLAGS if flag in flags],
@@ -166,6 +165,12 @@ def describe(distributions: Iterable[str] = ()) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": versions(distributions),
     }
+
+
+def cpu_flags() -> set[str]:
+    """What the processor says it can do, empty where it doesn't say."""
+    info = _proc("/proc/cpuinfo")
+    return set(info.get("flags", info.get("Features", "")).split())
 
 
 def _proc(path: str) -> dict[str, str]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from dyno.worker import system
 from dyno.worker.spec import Trial, Unavailable, UserError
 
 NATIVE = {"bf16": ("avx512_bf16", "amx_bf16", "bf16"), "fp16": ("avx512_fp16", "amx_fp16", "fphp")}
@@ -83,19 +84,10 @@ def notes(trial: Trial) -> list[str]:
     wanted = NATIVE.get(trial.precision)
     if wanted is None or trial.runtime.device != "cpu":
         return []
-    has = set(_cpu_flags())
+    has = system.cpu_flags()
     if not has or has & set(wanted):
         return []
     return [f"this CPU has no {trial.precision} arithmetic: PyTorch computes in float32 and converts around it"]
-
-
-def _cpu_flags() -> list[str]:
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return []
-    lines = (line for line in text.splitlines() if line.lower().startswith(("flags", "features")))
-    return next(lines, ":").partition(":")[2].split()
 
 
 def kernels() -> set[str]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dyno.worker.spec import UserError
+from dyno.worker.spec import UserError, check_known
 
 # Peak learning rate and weight decay of each optimiser where nobody gives one.
 OPTIMIZERS: dict[str, tuple[float, float]] = {
@@ -99,8 +98,5 @@ def options(given: Mapping[str, Any]) -> TrainOptions:
     """The options by name; an unknown name is a `UserError` with the nearest spelling."""
     known = [f.name for f in dataclasses.fields(TrainOptions)]
     for name in given:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {near[0]!r}?" if near else "known: " + ", ".join(known)
-            raise UserError(f"unknown training option {name!r}; {hint}")
+        check_known("training option", name, known)
     return TrainOptions(**given)

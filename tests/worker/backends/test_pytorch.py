@@ -244,7 +244,7 @@ def test_probe_runs_a_convolution():
 
 
 def test_slow_types_are_explained(monkeypatch):
-    monkeypatch.setattr(torch_support, "_cpu_flags", lambda: ["avx2", "avx512_bf16"])
+    monkeypatch.setattr(torch_support.system, "cpu_flags", lambda: {"avx2", "avx512_bf16"})
     assert torch_support.notes(trial(precision="bf16")) == []
     assert "no fp16 arithmetic" in torch_support.notes(trial(precision="fp16"))[0]
 

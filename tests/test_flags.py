@@ -1,0 +1,99 @@
+"""Flags and study files that make no sense are one line each, which says what is wrong and what to write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Refused = Callable[..., str]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            ["run", "resnet18"],
+            "model 'resnet18' says not where it comes from; write torchvision:resnet18 or timm:resnet18",
+        ),
+        (["run", "none.onnx"], "there is no model file none.onnx"),
+        (["run", "none.py:f"], "there is no Python file none.py"),
+        (["run", "none.toml"], "there is no study file none.toml"),
+        (["run", "fake:n", "--backends", "onnxruntim"], "unknown backend 'onnxruntim'; did you mean 'onnxruntime'?"),
+        (["run", "fake:n", "--backends", "fake@a"], "backend option 'a' in 'fake@a' is not NAME=VALUE"),
+        (["run", "fake:n", "--precision", "fp61"], "unknown precision 'fp61'; did you mean 'fp16'?"),
+        (["run", "fake:n", "--batch", "1,x"], "batch 'x' is not a whole number from 1 on"),
+        (["run", "fake:n", "--batch", "0"], "batch '0' is not a whole number from 1 on"),
+        (["run", "fake:n", "--size", "12y"], "image size '12y' is not a number of pixels like 224"),
+        (["run", "fake:n", "--budget", "top1"], "budget 'top1' is not NAME=POINTS, e.g. top1=0.5"),
+        (["run", "fake:n", "--budget", "top1=1"], "an accuracy budget needs labelled images; give --data"),
+        (["run", "fake:n", "--budget", "top1=-1", "--data", "digits"], "budget top1=-1 is no number of points"),
+        (
+            ["run", "fake:n", "--backends", "fake", "--budget", "mAP=1", "--data", "digits"],
+            "n is for classify, which mAP",
+        ),
+        (["run", "fake:n", "--backends", "fake", "--device", "gpu"], "unknown device 'gpu'; write cpu, or cuda:0"),
+        (
+            ["run", "fake:n", "--backends", "fake", "--reference", "openvino"],
+            "no trial fits the reference 'openvino'; ",
+        ),
+        (["run", "fake:n", "--rounds", "0"], "rounds is 0; it must be at least 1"),
+        (["run", "fake:n", "--backends", "fake", "--data", "nowhere"], "no data folder "),
+        (["run", "fake:n", "--python", "fake"], "--python 'fake' is not BACKEND=PATH"),
+        (["run", "fake:n", "--python", "fake=/no/python"], "--python fake: there is no interpreter /no/python"),
+        (["run", "a.toml", "b.toml"], "give either one study file or models, not a.toml and 1 more"),
+        (["run", "fake:n", "--weights", "none.pt"], "there is no weights file none.pt"),
+        (["show", "nowhere"], ""),
+        (["report", "nowhere"], ""),
+        (["report", "nowhere", "-o", "page.html"], "--out page.html is the folder for the page, its charts and tables"),
+        (
+            ["export", "fake:n", "-o", "m.engine"],
+            "export writes .onnx files, not m.engine; `dyno build` writes engines",
+        ),
+        (["export", "fake:n", "-o", "m.onnx", "--shape", "1,3,224"], "shape '1,3,224' is not four numbers N,C,H,W"),
+        (["export", "fake:n", "-o", "m.onnx", "--target", "openvno"], "unknown target 'openvno'"),
+        (["build", "none.onnx", "-o", "m.xml"], "there is no model file none.onnx"),
+        (["build", "none.onnx", "-o", "m.exe"], "build writes .engine, .plan, .xml, not m.exe"),
+        (["build", "none.onnx", "-o", "m.engine", "--backend", "openvino"], "openvino builds no .engine files"),
+        (["build", "none.onnx", "-o", "m.xml", "--min", "1"], "a dynamic engine needs --max"),
+        (
+            ["build", "none.onnx", "-o", "m.engine", "--opt", "4", "--max", "2"],
+            "--min, --opt and --max are 1, 4 and 2;",
+        ),
+        (["build", "none.onnx", "-o", "m.xml", "--precision", "fp16"], "openvino chooses fp16 when it runs a file"),
+        (["export", "fake:n", "-o", "m.onnx", "--size", "8", "--shape", "1,3,8,8"], "--shape says what --size says"),
+        (["export", "fake:n", "-o", "m.onnx", "--size", "8,16"], "a file is for one image size, not for 8, 16"),
+        (["time", "fake:n", "--batches", "min", "--rounds", "4"], "--rounds says nothing of the hard test"),
+        (["build", "none.onnx", "-o", "m.xml", "--max", "4", "--shapes", "x:1x3"], "--shapes says what --min"),
+        (["build", "none.onnx", "-o", "m.xml", "--option", "sreams=1"], "unknown option of openvino 'sreams'"),
+        (["build", "none.onnx", "-o", "m.xml", "--repeat", "2"], "openvino makes the same file every time"),
+        (["time", "fake:net", "--trtexec", "nope.log"], "nope.log can't be read"),
+        (["time", "none.onnx"], "there is no model file none.onnx"),
+        (["agree", "none.onnx", "none.xml"], "there is no model file none.onnx"),
+        (["eval", "none.onnx", "--data", "d"], "there is no model file none.onnx"),
+        (["doctor", "--format", "yaml"], "unknown format 'yaml'; known: text, json"),
+        (["doctor", "--python", "x"], "--python 'x' is not BACKEND=PATH"),
+    ],
+)
+def test_bad_words(refused: Refused, words: list[str], line: str) -> None:
+    assert refused(*words).startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("models = ['fake:n']\nbackend = ['fake']", "unknown key in s.toml 'backend'; did you mean 'backends'?"),
+        ("models = ['fake:n'\n", "s.toml is not valid TOML: "),
+        ("rounds = 3", "s.toml names no models; write models = "),
+        ("models = ['fake:n']\nrounds = 'three'", "rounds is 'three'; it must be a whole number"),
+        ("models = ['fake:n']\nbackends = ['fake@runtime=old']", "backend 'fake' asks for runtime 'old', which"),
+        (
+            "models = ['fake:n']\n[runtime]\nfake = '/usr/bin/python3'",
+            "runtime is {'fake': '/usr/bin/python3'}; it must be",
+        ),
+    ],
+)
+def test_bad_study_files(refused: Refused, tmp_path: Path, text: str, line: str) -> None:
+    (tmp_path / "s.toml").write_text(text)
+    assert refused("run", "s.toml").startswith(line)
