@@ -61,6 +61,14 @@ def test_a_device_that_is_not_there_is_a_refusal(fake_study: Studies) -> None:
     assert one.refusal == "fake can't run on cuda:0 (it runs on cpu)"
 
 
+def test_a_device_for_which_nothing_is_installed_is_one_line(
+    fake_study: Studies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dyno.expand.installed", lambda device: [])
+    with pytest.raises(UserError, match="no backend that is installed here runs on cuda:0"):
+        expand(fake_study(backends=(), device="cuda:0"))
+
+
 def test_an_unknown_backend_stops_the_study(fake_study: Studies) -> None:
     with pytest.raises(UserError, match=r"unknown backend 'openvin'; did you mean 'openvino'\?"):
         expand(fake_study(backends=("openvin",)))

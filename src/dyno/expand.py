@@ -53,6 +53,8 @@ def expand(study: Study) -> list[Planned]:
     names = {*backend.names(), *(choice.name for choice in choices)}
     if study.device.partition(":")[0] not in {kind for name in names for kind in backend.find(name).devices}:
         raise UserError(f"unknown device {study.device!r}; write cpu, or cuda:0 for the first GPU")
+    if not choices:
+        raise UserError(f"no backend that is installed here runs on {study.device}; `dyno doctor` lists them")
     for choice in choices:
         known = backend.find(choice.name).options
         for option in choice.options:
@@ -81,7 +83,8 @@ def expand(study: Study) -> list[Planned]:
                     for precision in choice.precisions or study.precisions or (model.precision or "fp32",):
                         one = _trial(study, choice, model, precision, dims, data, threads)
                         planned.append(replace(one, seen=_seen(found, dims)))
-    _check_reference(study.reference, planned)
+    if study.reference:
+        _check_reference(study.reference, planned)
     return list({p.trial.id: p for p in planned}.values())
 
 
@@ -102,7 +105,7 @@ def _check_reference(wanted: str, planned: list[Planned]) -> None:
     """Refuse a reference that no trial can be, before anything is measured; see `analysis.references.references`."""
     name, _, precision = wanted.replace("/", ":").replace(" ", ":").partition(":")
     for t in (one.trial for one in planned):
-        if name in ("", t.backend, t.variant) and precision in ("", t.precision):
+        if name in (t.backend, t.variant) and precision in ("", t.precision):
             return
         if len(wanted) >= 4 and t.id.startswith(wanted):
             return
