@@ -170,6 +170,11 @@ def test_a_corrupt_image_in_the_middle(coco: Folder, make: Make) -> None:
     assert [one["image_id"] for one in found["annotations"]] == [image["id"] for image in found["images"]]
 
 
+def test_images_without_a_single_object_are_no_test(coco: Folder, make: Make) -> None:
+    with pytest.raises(UserError, match="no test image has an object to be found"):
+        make(coco(**{**drawn.coco_file(6), "annotations": []}))
+
+
 def test_files_that_are_not_coco_s(coco: Folder, make: Make) -> None:
     folder = coco()
     file = folder / "annotations/instances_val2017.json"

@@ -35,6 +35,8 @@ class Labels:
     def done(self) -> Annotations:
         """Settle what the data set has: boxes, and masks or keypoints where every object has them."""
         every = [found for all_of_row in self.by_row.values() for found in all_of_row]
+        if not every:
+            raise UserError("no test image has an object to be found; give others, or no data to measure speed alone")
         has = ["boxes"]
         masked = [found for found in every if found.get("segmentation")]
         if every and len(masked) == len(every):
