@@ -22,7 +22,7 @@ from PIL import Image
 from rich.console import Console
 
 import dyno
-from dyno import cli, training, training_data, training_view
+from dyno import training, training_data, training_view
 from dyno.worker.record import Record
 from dyno.worker.spec import DataSpec, UserError
 from dyno.worker.train_options import TrainOptions
@@ -63,24 +63,6 @@ def parted(tmp_path_factory: pytest.TempPathFactory) -> Path:
         draw(folder / "train", name, digit, 0, 30)
         draw(folder / "val", name, digit, 30, 20)
     return folder
-
-
-@pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Call:
-    """The command line in this process, in a folder of its own: (exit code, standard output, standard error)."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["dyno", *map(str, words)])
-        capfd.readouterr()
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as e:
-            code = int(e.code or 0)
-        return code, *capfd.readouterr()
-
-    return run
 
 
 @pytest.mark.slow

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import isnan
-from typing import TYPE_CHECKING
 
 from dyno.analysis.formatting import show, significant
 from dyno.analysis.stats import Interval
-
-if TYPE_CHECKING:
-    pass
 
 BEST, NOTE, WARNING, FAILURE = "best", "note", "warning", "failure"
 
