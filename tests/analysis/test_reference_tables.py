@@ -133,6 +133,7 @@ def test_each_format_holds_the_table(every: dict[str, Sheet]) -> None:
     read = pd.read_csv(io.StringIO(reference_tables.render(sheet, "csv")))
     assert list(read.columns) == list(every["layers"].data.columns)
     assert json.loads(reference_tables.render(sheet, "json"))[0]["statistic"] == "file, MB"
+    assert list(json.loads(reference_tables.render(list(every.values()), "json"))) == list(every)
     with pytest.raises(UserError, match="unknown format"):
         reference_tables.render(sheet, "xml")
 

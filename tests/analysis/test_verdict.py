@@ -89,6 +89,12 @@ def test_preparation_is_counted_in_images(tmp_path: Path) -> None:
     assert re.search(r"Making it takes 10.0 s, which pays off after about (1,9|2,0)00 images\.", text)
 
 
+def test_preparation_that_may_buy_nothing_is_said_to(tmp_path: Path) -> None:
+    text = study(tmp_path, Way("pytorch", seconds=0.010), Way("a", seconds=0.005, spread=0.4, build=10.0))
+    assert re.search(r"a fp32, .* not distinguishable from pytorch fp32", text)
+    assert re.search(r"pays off after about \S+ images, or never, as the gain is not proven\.", text)
+
+
 def test_nothing_that_ended_well_is_said_first(tmp_path: Path) -> None:
     text = study(tmp_path, Way("a", statuses=("failed",), reason="no"))
     assert text.splitlines()[0] == "digits at size 64: no trial ended well."

@@ -101,7 +101,7 @@ def test_run_lengths_and_crowds(coco: Folder, make: Make) -> None:
 
 
 def test_packed_run_lengths_are_read_before_they_are_believed(coco: Folder, make: Make) -> None:
-    """pycocotools hangs or reads foreign memory where such a text is none."""
+    """An evaluation hung in pycocotools on a text that is none."""
     from pycocotools import mask
 
     tables = drawn.coco_file(6)

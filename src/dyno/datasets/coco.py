@@ -215,7 +215,7 @@ def _mask(mask: Any, size: tuple[int, int], where: str) -> Any:
 
 
 def _unpacked(text: str) -> list[int]:
-    """The lengths in COCO's packed text, [-1] where it is none: pycocotools reads on behind the end of such a text.
+    """The lengths in COCO's packed text, [-1] where it is none: an evaluation was seen to hang on such a text.
 
     Five bits and a sign of "more" to a letter, from the third length on as the change from the one before the last.
     """
