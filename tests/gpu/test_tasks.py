@@ -19,7 +19,7 @@ QUICK = "--device cuda:0 --rounds 1 --seconds 0.1 --warmup 0.1 --confirm 0".spli
 def test_a_detector_finds_the_same_on_every_engine(trt: Any, yolo: Any, tmp_path: Path, precision: str) -> None:
     trained = yolo("segment")
     words = (trained.source, "--weights", trained.weights, "--data", trained.data, "--size", SIZE, "--batch", 8)
-    # At level 0 nothing is timed; types are held to at any level.
+    # At level 0 the first kernel that works is taken; types are held to at any level.
     ways = f"pytorch@precision=fp32,tensorrt@optimization=0@precision={precision}"
     done = trt("run", *words, "--backends", ways, "--out", tmp_path / "run", *QUICK, timeout=560)
     assert done.returncode == 0, done.stderr
