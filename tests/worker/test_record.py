@@ -74,6 +74,15 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: p
         assert arrays["x"].tolist() == [0, 1, 2]
 
 
+def test_what_takes_a_file_s_place_is_on_the_disk_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(module.os, "fsync", lambda _: done.append("flushed"))
+    monkeypatch.setattr(module.os, "replace", lambda *_: done.append("renamed"))
+    write_json(tmp_path / "a.json", {})
+    save_arrays(tmp_path / "a.npz", {"x": np.arange(3)})
+    assert done == ["flushed", "renamed"] * 2
+
+
 def test_text_is_utf8(tmp_path: Path) -> None:
     write_json(tmp_path / "x.json", {"class": "猫 Ωμέγα"})
     assert json.loads((tmp_path / "x.json").read_text(encoding="utf-8")) == {"class": "猫 Ωμέγα"}

@@ -8,7 +8,7 @@ from typing import Any
 
 from dyno.worker import flops, models, task_facts, ultralytics_models
 from dyno.worker.backends import onnx_export
-from dyno.worker.shapes import static_shapes
+from dyno.worker.shapes import REFUSALS, static_shapes
 from dyno.worker.spec import ENGINE_FILES, Dims, ModelSpec, Tensor, Trial, UserError, to_json
 from dyno.worker.torch_support import tensors as tensors_of
 
@@ -64,7 +64,7 @@ def _try(module: Any, model: ModelSpec, height: int, width: int) -> list[tuple[i
     try:
         with torch.inference_mode():
             result = module(torch.zeros(1, model.channels, height, width))
-    except (RuntimeError, ValueError, AssertionError, TypeError, IndexError, ZeroDivisionError) as e:
+    except REFUSALS as e:
         reason = (str(e).strip() or type(e).__name__).splitlines()[0]
         raise UserError(f"the model refuses 1x{model.channels}x{height}x{width}: {reason}") from e
     return [tuple(tensor.shape) for tensor in tensors_of(result)]
@@ -80,6 +80,8 @@ def _classes(shapes: Sequence[Sequence[int | str]]) -> int:
 def _file(trial: Trial, sizes: list[list[int]], shapes: dict[str, tuple[int, ...]], task: str) -> dict[str, Any]:
     model, reader = trial.model, _reader(trial)
     tensors, outputs = reader.read_io(model.file)
+    if not tensors:
+        raise UserError(f"{model.file} has no inputs, so there is nothing to run it on; export the model with one")
     image = next((t for t in tensors if len(t.shape) == 4), None)
     found: dict[str, Any] = {"preprocess": to_json(model.preprocess), "batch": _fixed(tensors, 0), "size": [0, 0]}
     found["outputs"], found["flops"] = _classes([tensor.shape for tensor in outputs]), {}

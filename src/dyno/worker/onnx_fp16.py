@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.calibration import example, reader
-from dyno.worker.onnx_head import decoding
+from dyno.worker.onnx_head import decoding, named
 from dyno.worker.spec import Artifact, Recipe, UserError
 
 # Softmax, normalisations and exponentials lose the most in half precision: their values span too many magnitudes.
@@ -57,7 +57,7 @@ def mixed(model: Any, blocked: set[str], large: list[str]) -> tuple[Any, list[st
     import onnx
     from onnxconverter_common import float16
 
-    named(model)
+    named(model.graph)
     kept = sorted({*sensitive(), *blocked})
     _own_weights(model.graph, [node for node in model.graph.node if node.op_type in kept or node.name in large])
     # The converter overlooks casts to float that the graph has of itself: what reads them would get two types.
@@ -77,12 +77,6 @@ def mixed(model: Any, blocked: set[str], large: list[str]) -> tuple[Any, list[st
     _skip_round_trips(made.graph)
     _keep_outputs(made.graph, model.graph)
     return made, _summary([str(w.message) for w in caught if issubclass(w.category, UserWarning)])
-
-
-def named(model: Any) -> None:
-    """Give every node a name: its own, or its operator and place."""
-    for number, node in enumerate(model.graph.node):
-        node.name = node.name or f"{node.op_type}_{number}"
 
 
 def sensitive() -> list[str]:

@@ -22,8 +22,7 @@ def decoding(graph: Any, model: ModelSpec) -> set[str]:
     """
     if model.task == "classify":
         return set()
-    for number, node in enumerate(graph.node):
-        node.name = node.name or f"{node.op_type}_{number}"
+    named(graph)
     weights = {tensor.name for tensor in graph.initializer}
     makers = {name: node for node in graph.node for name in node.output}
     outputs = {out.name for out in graph.output}
@@ -39,6 +38,12 @@ def decoding(graph: Any, model: ModelSpec) -> set[str]:
         if used and behind and not learned:
             found.add(node.name)
     return found
+
+
+def named(graph: Any) -> None:
+    """Give every node a name: its own, or its operator and place."""
+    for number, node in enumerate(graph.node):
+        node.name = node.name or f"{node.op_type}_{number}"
 
 
 def _is_mean(node: Any, makers: dict[str, Any]) -> bool:

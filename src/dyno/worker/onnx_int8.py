@@ -17,7 +17,8 @@ import numpy as np
 from dyno.worker import system
 from dyno.worker.calibration import CalibrationImages, reader
 from dyno.worker.onnx_check import session
-from dyno.worker.onnx_head import decoding
+from dyno.worker.onnx_head import decoding, named
+from dyno.worker.onnx_opset import in_opset, opset
 from dyno.worker.onnx_placement import LINEAR, OBSERVED, place
 from dyno.worker.spec import Artifact, Recipe, UserError
 
@@ -180,13 +181,10 @@ def _prepared(model: Any, scratch: Path) -> Any:
     import onnx
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
-    if next(o.version for o in model.opset_import if o.domain in ("", "ai.onnx")) < PER_CHANNEL_OPSET:
-        model = onnx.version_converter.convert_version(model, PER_CHANNEL_OPSET)
-    onnx.save(model, scratch / "source.onnx")
+    onnx.save(in_opset(model, max(PER_CHANNEL_OPSET, opset(model))), scratch / "source.onnx")
     quant_pre_process(scratch / "source.onnx", scratch / "prepared.onnx", skip_symbolic_shape=True)
     prepared = onnx.load(scratch / "prepared.onnx")
-    for number, node in enumerate(prepared.graph.node):
-        node.name = node.name or f"{node.op_type}_{number}"
+    named(prepared.graph)
     onnx.save(prepared, scratch / "prepared.onnx")
     return prepared
 

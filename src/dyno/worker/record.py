@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from dyno.worker.spec import SCHEMA, Artifact, UserError, from_json, to_json
 
 STATUSES = ("ok", "skipped", "failed", "oom", "timeout", "crashed")
+TIMING = "DYNO_TIMING"  # the variable that tells a job where builders keep timings between jobs; unset: nowhere
 
 
 @dataclass(frozen=True)
@@ -63,22 +65,28 @@ class Record:
         return next(found, None)
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write beside, flush to disk, rename into place: a reader sees the whole file or none."""
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write to, flushed to disk and renamed into place at the end: a reader sees the whole new one or none
+    of it, and an error leaves what was there."""
     beside = path.with_name(path.name + ".part")
-    with open(beside, "w", encoding="utf-8") as f:
-        json.dump(value, f, indent=1)
+    with open(beside, "wb") as f:
+        yield f
         f.flush()
         os.fsync(f.fileno())
     os.replace(beside, path)
 
 
+def write_json(path: Path, value: Any) -> None:
+    """Store the value as JSON; see `replacing`."""
+    with replacing(path) as f:
+        f.write(json.dumps(value, indent=1).encode())
+
+
 def save_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
-    """Store arrays by name as an npz file, beside first and then renamed into place."""
-    beside = path.with_name(path.name + ".part")
-    with open(beside, "wb") as f:
+    """Store arrays by name as an npz file; see `replacing`."""
+    with replacing(path) as f:
         np.savez(f, **arrays)
-    os.replace(beside, path)
 
 
 def write_record(folder: Path, record: Record) -> None:

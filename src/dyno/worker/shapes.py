@@ -9,6 +9,8 @@ import numpy as np
 from dyno.worker.spec import Dims, Tensor, UserError
 
 Shape = tuple[int, ...]
+# What a module raises at inputs of a shape that it doesn't take.
+REFUSALS = (RuntimeError, ValueError, AssertionError, TypeError, IndexError, ZeroDivisionError)
 
 
 def static_shapes(inputs: Iterable[Tensor], dims: Dims) -> dict[str, Shape]:

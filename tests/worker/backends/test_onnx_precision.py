@@ -308,6 +308,20 @@ def test_the_emulation_rounds_every_bfloat16_result(tmp_path: Path) -> None:
     assert found == float((x16.astype(np.float32) * third16.astype(np.float32)).astype(ml_dtypes.bfloat16))
 
 
+def test_a_graph_of_an_old_opset_is_brought_to_one_with_a_scale_per_channel(tmp_path: Path) -> None:
+    h, kind = onnx.helper, onnx.TensorProto.FLOAT
+    x, y = (h.make_tensor_value_info(name, kind, [1, 2]) for name in "xy")
+    for operator, known in (("Relu", True), ("Flurp", False)):
+        graph = h.make_graph([h.make_node(operator, ["x"], ["y"])], "old", [x], [y])
+        model = h.make_model(graph, opset_imports=[h.make_opsetid("", 11)], ir_version=8)
+        if known:
+            assert onnx_int8._prepared(model, tmp_path).opset_import[0].version == 13
+            continue
+        with pytest.raises(UserError, match="can't be written in opset 13 instead of 11: ") as caught:
+            onnx_int8._prepared(model, tmp_path)
+        assert "\n" not in str(caught.value)
+
+
 def test_a_result_that_overflows_is_refused(digits: Any, onnx_file: Callable[..., Path]) -> None:
     h, kind = onnx.helper, onnx.TensorProto.FLOAT
     io = [h.make_tensor_value_info(name, kind, ["batch", 1, 8, 8]) for name in ("input", "output")]

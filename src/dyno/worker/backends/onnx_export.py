@@ -21,6 +21,7 @@ from dyno.worker.onnx_opset import in_opset, lower_file
 from dyno.worker.onnx_opset import opset as opset_of
 from dyno.worker.onnx_verify import Source, Wrong, doubtful, verified
 from dyno.worker.onnx_weights import beside
+from dyno.worker.shapes import REFUSALS
 from dyno.worker.spec import Artifact, Dims, ModelSpec, Option, Recipe, Runtime, Tensor, Trial, Unavailable, UserError
 from dyno.worker.torch_support import first_line, import_torch, memory_errors, named_outputs, tensors
 
@@ -161,7 +162,7 @@ def _source(torch: Any, module: Any, recipe: Recipe) -> Source:
         try:
             with torch.no_grad():
                 found = named_outputs(module(x))
-        except (RuntimeError, ValueError, AssertionError, TypeError, IndexError, ZeroDivisionError) as e:
+        except REFUSALS as e:
             refused = "x".join(str(n) for n in x.shape)
             raise UserError(f"{recipe.model.name} refuses {refused}: {first_line(e)}") from e
         expected.append((x.numpy(), {name: tensor.numpy() for name, tensor in found.items()}))

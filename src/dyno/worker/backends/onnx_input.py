@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker.backend import Backend
+from dyno.worker.backend import Backend, derived
 from dyno.worker.calibration import example
 from dyno.worker.inputs import pixel_scale
 from dyno.worker.onnx_check import compared, outputs
@@ -61,7 +60,6 @@ class OnnxInput(Backend):
         _prepend(model.graph, image.name, scale, offset)
         onnx.checker.check_model(model, full_check=True)
         onnx.save(model, path)
-        content = path.read_bytes()
         made_by = {key: value for key, value in parent.made_by.items() if key != "steps"}
         made_by |= {
             "backend": self.name,
@@ -69,16 +67,8 @@ class OnnxInput(Backend):
             "input": {"dtype": "uint8", "scale": scale.ravel().tolist(), "offset": offset.ravel().tolist()},
             "input_check": _check(path, recipe, parent, image),
         }
-        return replace(
-            parent,
-            path=str(path),
-            sha256=hashlib.sha256(content).hexdigest(),
-            bytes=len(content),
-            inputs=(replace(image, dtype="uint8"),),
-            seconds=time.perf_counter() - started,
-            parent_sha256=parent.sha256,
-            made_by=made_by,
-        )
+        made = derived(parent, path, parent.precision, made_by, started)
+        return replace(made, inputs=(replace(image, dtype="uint8"),))
 
 
 def _image(parent: Artifact) -> Tensor:

@@ -31,6 +31,8 @@ PREPARATION = ("samples", "method", "percentile", "quantizer", "exporter", "opse
 QUANTIZERS = ("onnxruntime", "modelopt")
 # The last opset of an engine's oldest parser that is served: TensorRT 8.6's. The others read what is exported anyway.
 OPSETS: dict[str, Option] = {"tensorrt": 17}
+# What an engine's file says of itself in the words of the ONNX file that it was made from.
+INHERITED = ("parameters", "weights_sha256", "scheme", "target", "calibration", "check", "kept", "ranked")
 
 
 def converted(trial: Trial, target: str, batch: int = 0) -> Recipe:

@@ -13,7 +13,8 @@ import numpy as np
 
 from dyno.worker.backend import Backend, derived
 from dyno.worker.calibration import CalibrationImages, example
-from dyno.worker.onnx_fp16 import named, sensitive
+from dyno.worker.onnx_fp16 import sensitive
+from dyno.worker.onnx_head import named
 from dyno.worker.onnx_int8 import observed
 from dyno.worker.onnx_ranking import IMAGES, Changed, fp16_changes, int8_changes, rank
 from dyno.worker.spec import Artifact, DataSpec, Option, Recipe, Trial, UserError
@@ -70,7 +71,7 @@ def _graph(recipe: Recipe, parent: Artifact, folder: Path) -> tuple[Any, dict[st
 
     model = onnx.load(parent.path)
     if recipe.precision == "fp16":
-        named(model)
+        named(model.graph)
         return model, fp16_changes(model, sensitive())
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         seen = observed(model, recipe, CalibrationImages(recipe, parent), Path(scratch))

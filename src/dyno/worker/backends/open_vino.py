@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.backend import Arrays, Backend, Session
-from dyno.worker.backends.onnx_precision import PREPARATION, converted
+from dyno.worker.backends.onnx_precision import INHERITED, PREPARATION, converted
 from dyno.worker.calibration import NO_DATA
 from dyno.worker.shapes import fitted, static_shapes
 from dyno.worker.spec import Artifact, Recipe, Runtime, Tensor, Trial, Unavailable, UserError
@@ -33,7 +33,6 @@ NOT_LAYERS = {"Const", "Input", "Output"}
 PROFILED_RUNS = 3
 CONVERTERS = ("FakeQuantize", "Convert", "Reorder")
 SETTINGS = "INFERENCE_PRECISION_HINT INFERENCE_NUM_THREADS NUM_STREAMS PERFORMANCE_HINT ENABLE_CPU_PINNING".split()
-INHERITED = ("parameters", "weights_sha256", "scheme", "target", "calibration", "check", "kept", "ranked")
 
 
 class OpenVino(Backend):

@@ -19,7 +19,7 @@ from dyno.worker.backends.pytorch import PyTorch, TorchSession
 from dyno.worker.backends.tensor_rt import layers
 from dyno.worker.backends.tensor_rt.profiles import batch_range, outside
 from dyno.worker.backends.tensor_rt.settings import STATIC
-from dyno.worker.backends.tensor_rt.timing import FOLDER
+from dyno.worker.record import TIMING
 from dyno.worker.spec import Artifact, Trial, Unavailable, UserError
 from dyno.worker.torch_support import (
     compute_layers,
@@ -145,7 +145,7 @@ def compiled(library: Any, module: Any, example: Any, precision: str, options: M
     kept["inputs"] = [_input(library, module, example, options["profile"])]  # a traced module has no signature any more
     with tempfile.TemporaryDirectory() as scratch, _layer_types_kept():
         if "timing_cache_path" in takes:  # by default a file that all programs of this machine share
-            folder = os.environ.get(FOLDER, scratch)
+            folder = os.environ.get(TIMING, scratch)
             kept["timing_cache_path"] = str(Path(folder) / f"torch_tensorrt-{library.__version__}.timing")
         if route == "ts":  # traced, as scripting refuses many modules; what it computes is compared by its outputs
             module = torch.jit.trace(module, example, strict=False, check_trace=False)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dyno.worker.backends.onnx_precision import INHERITED
 from dyno.worker.backends.tensor_rt import layers, library, profiles
 from dyno.worker.backends.tensor_rt.calibrator import calibrator, images_for
 from dyno.worker.backends.tensor_rt.settings import Settings
@@ -25,7 +26,6 @@ from dyno.worker.gpu import Device
 from dyno.worker.spec import Artifact, Recipe, Tensor, Unavailable, UserError
 
 Tell = Callable[[str], None]
-INHERITED = ("parameters", "weights_sha256", "scheme", "target", "calibration", "check", "kept", "ranked")
 VAGUE = re.compile("any implementation|no further information")  # what a build ends with that found no kernel to run
 SCARCE = 1 << 30  # B: where less of the GPU's memory is left than this, a build that gives no reason ran out of it
 SHOWN = 5  # so many names in a sentence, so many warnings in a record

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dyno.worker.backends.tensor_rt import library
-
-FOLDER = "DYNO_TIMING"  # where jobs may keep timing caches between each other; unset: nowhere
+from dyno.worker.record import TIMING, replacing
 
 
 def _size(config: Any, content: bytes) -> int:
@@ -39,7 +38,7 @@ class TimingCache:
     @classmethod
     def open(cls, trt: Any, config: Any, gpu: str, wanted: bool) -> TimingCache:
         """Give the builder what earlier builds found; without a folder, or where the library keeps none, nothing."""
-        folder = os.environ.get(FOLDER, "")
+        folder = os.environ.get(TIMING, "")
         if not (folder and wanted and gpu) or library.is_rtx(trt):
             return cls(None)
         name = re.sub(r"[^\w.-]+", "-", f"{trt.__name__}-{trt.__version__}-{gpu}")
@@ -70,9 +69,8 @@ class TimingCache:
                 other = config.create_timing_cache(now)
                 if other is not None:
                     cache.combine(other, False)
-            beside = self.path.with_suffix(".part")
-            beside.write_bytes(bytes(cache.serialize()))
-            beside.replace(self.path)
+            with replacing(self.path) as f:
+                f.write(bytes(cache.serialize()))
 
     def told(self, log: Any) -> dict[str, Any]:
         """For the record: whether earlier timings were used, what was wrong with them, and the tactics timed anew."""
