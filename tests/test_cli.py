@@ -53,6 +53,17 @@ def test_a_broken_onnx_file_is_named(refused: Refused, onnx_file: Path, harm: st
     assert line.startswith("there is no model file" if harm == "folder" else "m: ")
 
 
+def test_a_file_without_inputs_is_one_line(refused: Refused, onnx_file: Path) -> None:
+    onnx = pytest.importorskip("onnx")
+    model = onnx.load(onnx_file)
+    value = onnx.helper.make_tensor("value", onnx.TensorProto.FLOAT, [1], [1.0])
+    model.graph.node[0].CopyFrom(onnx.helper.make_node("ConstantOfShape", ["shape"], ["output"], value=value))
+    model.graph.initializer.append(onnx.helper.make_tensor("shape", onnx.TensorProto.INT64, [4], [2, 3, 8, 8]))
+    del model.graph.input[:]
+    onnx.save(model, onnx_file)
+    assert "m.onnx has no inputs, so there is nothing to run it on; export" in refused("run", "m.onnx")
+
+
 def test_a_broken_ir_is_named(refused: Refused, tmp_path: Path) -> None:
     pytest.importorskip("openvino")
     (tmp_path / "m.xml").write_text("<net name='x'>")
@@ -246,6 +257,8 @@ def test_a_dry_run_lists_and_runs_nothing(call: Callable[..., Any]) -> None:
     assert "[/x]" in out and "2 trials, 1 refused; 3 rounds each. Nothing was run." in out
     assert "fake has no fp8" in " ".join(out.split())
     assert not Path("runs").exists()
+    _, out, _ = call("run", "fake:[/x]", "--backends", "pytorch", "--device", "cuda:99", "--dry-run")
+    assert out.endswith("No cuda:99 is seen here: a run would skip every trial.\n")
 
 
 def test_a_study_file_names_its_folder(call: Callable[..., Any], tmp_path: Path) -> None:

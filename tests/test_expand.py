@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from dyno import Study, UserError, store
-from dyno.expand import _batches, expand, installed, missing, model_spec, usual
+from dyno import Study, UserError, load, store
+from dyno.expand import _batches, expand, installed, missing, model_spec
 from dyno.worker import backend
 from dyno.worker.backend import Backend
 from dyno.worker.spec import Dims, ModelSpec, Recipe, Runtime, Trial, digest
@@ -198,13 +199,6 @@ def test_an_engine_s_batches_are_known_before_anything_runs(fake_study: Studies)
         _batches(fake_study(batches=(2, 16)), found)
 
 
-def test_engines_are_known_by_their_first_bytes(tmp_path: Path) -> None:
-    for name, content, whose in (("a.engine", b"ftrt...", "tensorrt"), ("b.plan", b"vtrt...", "tensorrt_rtx")):
-        (tmp_path / name).write_bytes(content)
-        assert usual(str(tmp_path / name)) == (whose, "cuda:0")
-    assert usual("m.onnx") == ("onnxruntime", "cpu") and usual("torchvision:resnet18") == ("pytorch", "cpu")
-
-
 def test_a_file_for_a_gpu_is_another_for_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def key(card: str, device: str) -> str:
         monkeypatch.setattr(store, "card", lambda device: card)
@@ -216,3 +210,19 @@ def test_a_file_for_a_gpu_is_another_for_another_gpu(monkeypatch: pytest.MonkeyP
     assert key("H200 580", "cuda:0") != key("L4 580", "cuda:0")
     assert key("H200 580", "cuda:0") == key("H200 580", "cuda:0")
     assert key("H200 580", "cpu") == key("L4 580", "cpu")
+
+
+def test_a_model_that_dies_when_it_is_looked_at_is_rows_and_the_others_run(
+    call: Callable[..., Any], tmp_path: Path
+) -> None:
+    (tmp_path / "net.py").write_text("import os\ndef dies(): os.kill(os.getpid(), 11)\n")
+    words = "run", "net.py:dies", "--backends", "fake", "--batch", "1,2", "--out", "run"
+    code, out, err = call(*words)
+    assert (code, err) == (2, "dyno: dies: killed by SIGSEGV, when it was looked at\n")
+    code, out, err = call(*words, "fake:[/x]", "--rounds", "1", "--samples", "5")
+    assert code == 3
+    frame = load("run").to_pandas().sort_values(["model", "batch"])
+    assert [*zip(frame["model"], frame["batch"], frame["status"], strict=True)] == [
+        ("[/x]", 1, "ok"), ("[/x]", 2, "ok"), ("dies", 1, "crashed"), ("dies", 2, "crashed")]  # fmt: skip
+    assert set(frame["reason"]) == {"", "looking at the model: killed by SIGSEGV"}
+    assert "fake fp32 crashed: looking at the model: killed by SIGSEGV" in out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +10,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from dyno.single import new_folder, study_of
 from dyno.study import Study, model_name, parse_budget
-from dyno.worker.spec import MODEL_FILES, UserError
+from dyno.worker.spec import UserError
 
 if TYPE_CHECKING:
     import typer
@@ -109,6 +109,7 @@ def dry_run(study: Study) -> int:
     """List the trials and why any is refused."""
     from dyno.analysis.formatting import console
     from dyno.expand import expand
+    from dyno.store import card
 
     planned = expand(study)
     table = Table(box=None, pad_edge=False)
@@ -123,6 +124,8 @@ def dry_run(study: Study) -> int:
     out.print(table)
     refused = sum(1 for one in planned if one.refusal)
     out.print(f"{len(planned)} trials, {refused} refused; {study.rounds} rounds each. Nothing was run.")
+    if study.device != "cpu" and not card(study.device):
+        out.print(f"No {study.device} is seen here: a run would skip every trial.")
     return 0
 
 
@@ -203,15 +206,9 @@ def report(runs: Sequence[Path], out: Path) -> None:
     print(page.write([results.load(run) for run in runs], out))
 
 
-def _alone(command: str, models: Sequence[str]) -> Path:
-    """A folder of its own for a command that always measures anew."""
-    name = "-".join(model_name(model) for model in models)[:60]
-    return Path("runs") / command / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
-
-
 def _single(ctx: typer.Context, models: Sequence[str], command: str, **defaults: Any) -> Path:
     """Measure each model under the backend its kind of file is for (or the ones asked for), in a folder of its own."""
-    out = Path(ctx.params["out"]) if ctx.params.get("out") else _alone(command, models)
+    out = Path(ctx.params["out"]) if ctx.params.get("out") else new_folder(command, models)
     for number, model in enumerate(models):
         alone(ctx, model, **defaults).run(_part(out, models, number))
     return out
@@ -219,14 +216,7 @@ def _single(ctx: typer.Context, models: Sequence[str], command: str, **defaults:
 
 def alone(ctx: typer.Context, model: str, **defaults: Any) -> Study:
     """The study of one model under the backend its kind of file is for, or the ones asked for."""
-    from dyno.expand import usual
-
-    asked = given(ctx)
-    backend, device = usual(model)
-    flags = {"backends": (backend,), "device": device, "rounds": 1, **defaults, **asked}
-    if Path(model).suffix in MODEL_FILES and "batches" not in asked:
-        flags.pop("batches", None)  # a file may take one batch only, and knows which
-    return Study(models=(model,), **flags)
+    return study_of(model, defaults, given(ctx))
 
 
 def _part(out: Path, models: Sequence[str], number: int) -> Path:
@@ -259,7 +249,7 @@ def endure(ctx: typer.Context, models: Sequence[str], kinds: str, iterations: in
     written = [name for name in ("rounds", "seconds", "samples", "warmup", "format", "trtexec") if _written(ctx, name)]
     if written:
         raise UserError(f"--{written[0]} says nothing of the hard test that --batches asks for; leave one of them out")
-    out = Path(ctx.params["out"]) if ctx.params.get("out") else _alone("time", models)
+    out = Path(ctx.params["out"]) if ctx.params.get("out") else new_folder("time", models)
     asked = endurance.kinds_of(kinds)
     codes = [
         endurance.run(alone(ctx, model), asked, iterations, _part(out, models, number))

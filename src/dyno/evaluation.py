@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dyno.study import Study, model_name
-from dyno.worker.spec import MODEL_FILES, UserError
+from dyno.single import new_folder, study_of
+from dyno.worker.spec import UserError
 
 if TYPE_CHECKING:
     from dyno.result import Result
@@ -26,14 +25,8 @@ def evaluate(model: str, data: str, out: str | Path | None = None, *, quiet: boo
     round of batches of 8. The run folder is `out`, or a new one below runs/eval. `Result.confusion` and
     `Result.per_class` tell the classes apart. Raises `UserError`, one line.
     """
-    from dyno.expand import usual
-
-    backend, device = usual(model)
-    defaults = {**DEFAULTS, "backends": (backend,), "device": device, "rounds": 1}
-    if Path(model).suffix in MODEL_FILES:  # a file may take one batch only, and knows which
-        defaults.pop("batches")
-    folder = Path(out) if out else Path("runs/eval") / f"{model_name(model)[:60]}-{datetime.now():%Y%m%d-%H%M%S}"
-    return Study(models=(model,), data=data, **{**defaults, **settings}).run(folder, quiet=quiet)
+    folder = Path(out) if out else new_folder("eval", [model])
+    return study_of(model, DEFAULTS, {"data": data, **settings}).run(folder, quiet=quiet)
 
 
 def show(folders: Sequence[Path], format: str, per_class: bool) -> int:

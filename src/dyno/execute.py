@@ -17,7 +17,7 @@ from dyno.store import CONFIRMATION, Cache, Run, card
 from dyno.study import Study
 from dyno.turns import launch_in_turn
 from dyno.worker import backend, system
-from dyno.worker.record import Record, read_record, write_json, write_record
+from dyno.worker.record import TIMING, Record, read_record, replacing, write_json, write_record
 from dyno.worker.spec import SCHEMA, Artifact, Job, Recipe, Trial, UserError
 
 MAKE_TIMEOUT_S = 3600.0
@@ -91,7 +91,7 @@ def _refuse(run: Run, planned: list[Planned]) -> None:
     for one in refused.values():
         stored = run.record(one.trial, 0)
         if stored is None or (stored.stage == "plan" and stored.reason != one.refusal):
-            run.store(one.trial, 0, Record("skipped", "plan", one.refusal))
+            run.store(one.trial, 0, Record(one.status, "plan", one.refusal))
 
 
 def _keep_truth(run: Run, planned: list[Planned]) -> None:
@@ -100,9 +100,8 @@ def _keep_truth(run: Run, planned: list[Planned]) -> None:
         source, kept = Path(data.folder) / "truth.json", run.folder / "truth" / f"{data.sha256[:12]}.json"
         if source.is_file() and not kept.exists():
             kept.parent.mkdir(parents=True, exist_ok=True)
-            beside = kept.with_name(kept.name + ".part")
-            shutil.copyfile(source, beside)
-            beside.replace(kept)
+            with replacing(kept) as f:
+                f.write(source.read_bytes())
 
 
 def _settle(study: Study, run: Run) -> None:
@@ -113,10 +112,8 @@ def _settle(study: Study, run: Run) -> None:
         changed = {name: getattr(study, name) for name in REPEATABLE}
         if replace(before, **changed) != study:
             raise UserError(f"{run.folder} holds another study (see its study.toml); give another --out or remove it")
-    # Beside first: a study killed here must not find half a file when it is started again.
-    beside = path.with_name(path.name + ".part")
-    beside.write_text(study.to_toml(), encoding="utf-8")
-    beside.replace(path)
+    with replacing(path) as f:
+        f.write(study.to_toml().encode())
     gpu = {"gpu": card(study.device)} if study.device != "cpu" else {}
     write_json(run.folder / "environment.json", {**system.describe(DISTRIBUTIONS), **gpu})
 
@@ -194,7 +191,7 @@ class Files:
         self.progress.making(recipe, wrong)
         with self.cache.making(key) as folder:
             job = Job("make", recipe.runtime, recipe=recipe, artifact=parent)
-            timing = {"DYNO_TIMING": str(self.cache.timing)}
+            timing = {TIMING: str(self.cache.timing)}
             record = launch_in_turn(job, folder, MAKE_TIMEOUT_S, self.progress, timing)
             _say_shared(folder, record)
         if record.status != "ok":

@@ -14,7 +14,7 @@ from dyno.prepare import prepared
 from dyno.store import cache_dir, code_sha256, makers, sha256_of, versions
 from dyno.study import Choice, Study, model_name, parse_shapes, parse_size, runtimes
 from dyno.worker import backend, system
-from dyno.worker.record import read_record
+from dyno.worker.record import Record, read_record
 from dyno.worker.spec import (
     ENGINE_FILES,
     MODEL_FILES,
@@ -38,12 +38,21 @@ HERE = Runtime()
 STEPS = ("modelopt",)  # what a file is made with on its way may have an interpreter too
 
 
+class Died(UserError):
+    """The process that looked at a model came to its end: no word of its own, but a crash, no memory or no time."""
+
+    def __init__(self, name: str, record: Record) -> None:
+        self.status, self.reason = record.status, f"looking at the model: {record.reason}"
+        super().__init__(f"{name}: {record.reason}, when it was looked at")
+
+
 @dataclass(frozen=True)
 class Planned:
     """A trial, and why it will not be run ("" when it will)."""
 
     trial: Trial
     refusal: str = ""
+    status: str = "skipped"  # of a trial that will not run
     seen: dict[str, int] = field(default_factory=dict)  # what the look at the model counted: flops, parameters
 
 
@@ -63,29 +72,62 @@ def expand(study: Study) -> list[Planned]:
     for name in study.runtime:
         users = {n for choice in choices for n in (choice.runtime, choice.name) if n}
         check_known("backend of a runtime", name, {*users, *STEPS, *backend.names()})
-    threads = study.threads or system.physical_cores()
     planned = []
     for source in study.models:
-        asked = study if source.endswith(MODEL_FILES) else _sized(study)
-        model, found = look(model_spec(asked, source), asked)
-        if [model_name(other) for other in study.models].count(model.name) > 1:
-            model = replace(model, name=source)  # two models of one name would share a table and a reference
         try:
-            pairs, batches = sizes(asked, found), _batches(study, found)
-        except UserError as e:
-            raise UserError(f"{model.name}: {e}") from e
-        for height, width in pairs:
-            data = prepared(study, model, (height, width), found.get("outputs", 0))
-            _check_budget(study, model, data, found.get("outputs", 0))
-            for batch in batches:
-                dims = Dims(batch, height, width, parse_shapes(study.shapes))
-                for choice in choices:
-                    for precision in choice.precisions or study.precisions or (model.precision or "fp32",):
-                        one = _trial(study, choice, model, precision, dims, data, threads)
-                        planned.append(replace(one, seen=_seen(found, dims)))
+            planned += _of_model(study, source, choices)
+        except Died as e:
+            if len(study.models) == 1:
+                raise
+            planned += _of_none(study, source, choices, e)
     if study.reference:
         _check_reference(study.reference, planned)
     return list({p.trial.id: p for p in planned}.values())
+
+
+def _of_model(study: Study, source: str, choices: list[Choice]) -> list[Planned]:
+    """The trials of one model, which is looked at and whose images are decoded."""
+    asked = study if source.endswith(MODEL_FILES) else _sized(study)
+    model, found = look(_named(study, source, model_spec(asked, source)), asked)
+    try:
+        pairs, batches = sizes(asked, found), _batches(study, found)
+    except UserError as e:
+        raise UserError(f"{model.name}: {e}") from e
+    planned = []
+    for height, width in pairs:
+        data = prepared(study, model, (height, width), found.get("outputs", 0))
+        _check_budget(study, model, data, found.get("outputs", 0))
+        for batch in batches:
+            dims = Dims(batch, height, width, parse_shapes(study.shapes))
+            planned += [
+                replace(_trial(study, choice, model, precision, dims, data), seen=_seen(found, dims))
+                for choice, precision in _ways(study, choices, model)
+            ]
+    return planned
+
+
+def _of_none(study: Study, source: str, choices: list[Choice], died: Died) -> list[Planned]:
+    """Rows for a model that died when it was looked at: the other models of the study are measured all the same."""
+    model = _named(study, source, model_spec(study, source))
+    pairs = [parse_size(size) for size in study.sizes] or [(0, 0)]
+    rows = []
+    for pair in pairs:
+        for batch in study.batches or (1,):
+            for choice, precision in _ways(study, choices, model):
+                one = _trial(study, choice, model, precision, Dims(batch, *pair), DataSpec())
+                rows.append(Planned(replace(one.trial, recipe=None), died.reason, died.status))
+    return rows
+
+
+def _named(study: Study, source: str, model: ModelSpec) -> ModelSpec:
+    """Two models of one name would share a table and a reference: they go by their whole source."""
+    return replace(model, name=source) if [*map(model_name, study.models)].count(model.name) > 1 else model
+
+
+def _ways(study: Study, choices: list[Choice], model: ModelSpec) -> list[tuple[Choice, str]]:
+    """Every backend in every precision that is asked of it."""
+    usual = study.precisions or (model.precision or "fp32",)
+    return [(choice, precision) for choice in choices for precision in choice.precisions or usual]
 
 
 def _sized(study: Study) -> Study:
@@ -144,10 +186,8 @@ def missing(name: str, runtime: Runtime = HERE) -> str:
     return next((either.split("|")[0] for either in requires if not have.keys() & set(either.split("|"))), "")
 
 
-def _trial(
-    study: Study, choice: Choice, model: ModelSpec, precision: str, dims: Dims, data: DataSpec, threads: int
-) -> Planned:
-    runtime = replace(runtime_of(study, choice), threads=threads)
+def _trial(study: Study, choice: Choice, model: ModelSpec, precision: str, dims: Dims, data: DataSpec) -> Planned:
+    runtime = replace(runtime_of(study, choice), threads=study.threads or system.physical_cores())
     plan = replace(study.plan, rounds=choice.rounds or study.rounds)
     trial = Trial(model, choice.name, precision, dims, choice.options, None, data, runtime, plan)
     engine = backend.find(choice.name)
@@ -272,8 +312,10 @@ def look(model: ModelSpec, study: Study) -> tuple[ModelSpec, dict[str, Any]]:
         with tempfile.TemporaryDirectory() as scratch:
             trial = Trial(model, reader, "fp32", Dims(1, 0, 0), runtime=where)
             record = launch(Job("look", where, trial, options=options), Path(scratch) / "look", study.timeout)
-            if record.status != "ok":
+            if record.status in ("failed", "skipped"):
                 raise UserError(f"{model.name}: {record.reason}")
+            if record.status != "ok":
+                raise Died(model.name, record)
             _keep(Path(scratch) / "look", folder)
     found = record.facts
     preprocess = _normalised(from_json(Preprocess, found["preprocess"]), study)
@@ -293,14 +335,6 @@ def _looking(model: ModelSpec, name: str, study: Study) -> Runtime:
     if runtime.device == "cpu":
         raise UserError(f"{model.name} is an engine for a GPU; say which with --device cuda:0")
     return runtime
-
-
-def usual(model: str) -> tuple[str, str]:
-    """The backend and the device that a model is timed on when nobody says: by the kind of file it is."""
-    path = Path(model)
-    if path.suffix in ENGINE_FILES and path.is_file():
-        return engine_backend(path), "cuda:0"
-    return {".onnx": "onnxruntime", ".xml": "openvino"}.get(path.suffix, "pytorch"), "cpu"
 
 
 def engine_backend(path: Path) -> str:

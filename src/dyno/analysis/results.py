@@ -119,7 +119,7 @@ class TrialResult:
             return ""
         stage = str(worst.raw.get("stage") or "")
         text = " ".join(str(worst.raw.get("reason") or "no reason recorded").split())
-        text = f"{stage}: {text}" if stage and worst.status != "skipped" else text
+        text = f"{stage}: {text}" if stage not in ("", "plan") and worst.status != "skipped" else text
         return f"{text} ({len(self.good)} of {len(self.rounds)} rounds good)" if self.good else text
 
     @property
