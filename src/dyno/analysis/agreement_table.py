@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from dyno.analysis import agreement, results
-from dyno.analysis.formatting import console
+from dyno.analysis.formatting import console, markdown, markdown_table
 from dyno.analysis.results import TrialResult
 from dyno.worker.spec import UserError
 
@@ -77,8 +77,8 @@ def show(folders: Sequence[Path], rtol: float, atol: float, least: float, format
 
 
 def _markdown(frame: pd.DataFrame) -> str:
-    lines = [list(map(str, frame.columns)), ["---"] * len(frame.columns), *(map(str, row) for row in frame.values)]
-    return "".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |\n" for line in lines)
+    rows = [[markdown(cell) for cell in row] for row in frame.to_numpy()]
+    return markdown_table([*map(str, frame.columns)], rows, [frame[c].dtype.kind in "if" for c in frame.columns])
 
 
 def _print(rows: list[dict[str, Any]], bad: list[str], rtol: float, atol: float) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from dyno.analysis import accuracy, confusion, stats
 from dyno.analysis.detection import WORDS, MeanAP
-from dyno.analysis.formatting import markdown, plain, show
+from dyno.analysis.formatting import markdown, markdown_table, plain, show
 from dyno.analysis.results import TrialResult
 from dyno.analysis.rounds import LATENCIES
 from dyno.analysis.stats import Interval
@@ -124,5 +124,4 @@ def _markdown(rows: Sequence[Any]) -> str:
     if rows and isinstance(rows[0], str):
         return "".join(f"- {markdown(row)}\n" for row in rows)
     head, *body = [[markdown(cell) for cell in row] for row in rows]
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *body]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+    return markdown_table(head, body, [False, *[True] * (len(head) - 1)])

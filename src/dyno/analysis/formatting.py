@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import sys
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 PIPED_WIDTH = 160
@@ -84,3 +85,14 @@ def markdown(text: object) -> str:
     escaped = re.sub(r"([\\`*\[\]|])", r"\\\1", plain(text))
     escaped = re.sub(r"(?<!\w)_|_(?!\w)", r"\\_", escaped)  # an underscore inside a word means nothing in Markdown
     return escaped.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("$", "&#36;")
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[bool]) -> str:
+    """Cells that are Markdown already as a table, padded so that a terminal shows it well too; ends with a line end."""
+    lines = [list(head), *map(list, rows)]
+    widths = [max(3, *map(len, column)) for column in zip(*lines, strict=True)]
+    rule = ["-" * (w - 1) + ":" if side else "-" * w for w, side in zip(widths, right, strict=True)]
+    lines = [
+        [c.rjust(w) if side else c.ljust(w) for c, w, side in zip(line, widths, right, strict=True)] for line in lines
+    ]
+    return "".join("| " + " | ".join(line) + " |\n" for line in (lines[0], rule, *lines[1:]))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dyno.analysis import agreement, work
-from dyno.analysis.formatting import markdown, significant
+from dyno.analysis.formatting import markdown, markdown_table, significant
 from dyno.analysis.frontier import SATURATED, SERIES, fps, saturation, throughput, usable, way
 from dyno.analysis.references import references
 from dyno.analysis.render import json_text, json_texts, missing
@@ -322,18 +322,11 @@ def _pixels(size: str) -> float:
 
 
 def _markdown(sheet: Sheet) -> str:
-    """Markdown tables with aligned columns, so that a terminal shows them well too."""
+    """The sheet's tables and notes under its name."""
     blocks = []
     for title, heads, rows in sheet.parts():
-        cells = [[markdown(text) for text in row] for row in (heads, *rows)]
-        left = [head in TEXTS for head in heads]
-        widths = [max(3, *(len(row[i]) for row in cells)) for i in range(len(heads))]
-        rule = ["-" * w if side else "-" * (w - 1) + ":" for w, side in zip(widths, left, strict=True)]
-        lines = [
-            [text.ljust(w) if side else text.rjust(w) for text, w, side in zip(row, widths, left, strict=True)]
-            for row in cells
-        ]
-        table = "\n".join("| " + " | ".join(line) + " |" for line in (lines[0], rule, *lines[1:]))
-        blocks.append(f"### {markdown(title)}\n\n{table}\n")
+        head, *cells = [[markdown(text) for text in row] for row in (heads, *rows)]
+        table = markdown_table(head, cells, [name not in TEXTS for name in heads])
+        blocks.append(f"### {markdown(title)}\n\n{table}")
     notes = "\n".join(f"- {markdown(note)}" for note in sheet.notes if note)
     return f"## {sheet.name}\n\n" + "\n".join(blocks) + (f"\n{notes}\n" if notes else "")

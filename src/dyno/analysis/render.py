@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dyno.analysis.formatting import markdown, plain, points, short, significant
+from dyno.analysis.formatting import markdown, markdown_table, plain, points, short, significant
 from dyno.analysis.tables import COLUMNS, EXTRAS
 from dyno.worker.spec import UserError
 
@@ -198,12 +198,10 @@ def failures(rows: list[Row]) -> list[tuple[str, str]]:
 
 def _markdown(title: str, columns: list[Column], rows: list[Row]) -> str:
     names = len([c for c in columns if c.title in IDENTITY])
-    rule = ["---:" if c.right else "---" for c in columns]
-    lines = [[c.title for c in columns], rule]
-    lines += [[markdown(c.cell(r)) if i < names else c.cell(r) for i, c in enumerate(columns)] for r in rows]
-    text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    cells = [[markdown(c.cell(r)) if i < names else c.cell(r) for i, c in enumerate(columns)] for r in rows]
+    table = markdown_table([c.title for c in columns], cells, [c.right for c in columns])
     notes = "".join(f"\n- {markdown(way)} {markdown(why)}" for way, why in failures(rows))
-    return f"### {markdown(title)}\n\n{text}\n" + (notes + "\n" if notes else "")
+    return f"### {markdown(title)}\n\n{table}" + (notes + "\n" if notes else "")
 
 
 def _text(title: str, columns: list[Column], rows: list[Row], width: int) -> str:
