@@ -96,6 +96,8 @@ def show(
     chosen = {"table": table, "frontier": frontier, "break-even": break_even}
     if sum(map(bool, chosen.values())) > 1:
         raise UserError("--table, --frontier and --break-even are different tables; ask for one of them")
+    if table and by:
+        raise UserError("--by says nothing of --table, whose rows and columns are its own; leave one of them out")
     view = next((name for name, asked in chosen.items() if asked and name != "table"), "")
     commands.show(run, format, by, reference, budget, view, table)
 
