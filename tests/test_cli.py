@@ -64,6 +64,20 @@ def test_a_file_without_inputs_is_one_line(refused: Refused, onnx_file: Path) ->
     assert "m.onnx has no inputs, so there is nothing to run it on; export" in refused("run", "m.onnx")
 
 
+def test_inputs_that_are_no_images_have_no_size(call: Callable[..., Any], tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx")
+    row = onnx.helper.make_tensor_value_info
+    node = onnx.helper.make_node("Relu", ["x"], ["y"])
+    graph = onnx.helper.make_graph([node], "g", [row("x", 1, ["b", 16])], [row("y", 1, ["b", 16])])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8)
+    onnx.save(model, tmp_path / "rows.onnx")
+    words = "run", "rows.onnx", "--backends", "onnxruntime", "--rounds", "1", "--samples", "5"
+    assert "size" in (listed := call(*words, "--dry-run")[1]) and " 0 " not in listed.splitlines()[1]
+    code, out, err = call(*words)
+    assert code == 0 and "check rows onnx fp32\n" in err and " b1 0" not in err
+    assert out.startswith("rows, batch 1\n") and "\nrows: fastest is onnxruntime fp32" in out
+
+
 def test_a_broken_ir_is_named(refused: Refused, tmp_path: Path) -> None:
     pytest.importorskip("openvino")
     (tmp_path / "m.xml").write_text("<net name='x'>")

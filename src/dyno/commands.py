@@ -118,7 +118,7 @@ def dry_run(study: Study) -> int:
     for one in planned:
         t = one.trial
         made = f"{t.recipe.format} {t.recipe.precision}" if t.recipe else ""
-        row = (t.id, t.model.name, t.variant, t.precision, str(t.dims.batch), t.dims.size, made, one.refusal)
+        row = (t.id, t.model.name, t.variant, t.precision, str(t.dims.batch), t.dims.shown, made, one.refusal)
         table.add_row(*map(escape, row))  # a model may be called what rich takes for markup
     out = console()
     out.print(table)

@@ -51,7 +51,9 @@ class Progress:
         """A file is being made; `wrong` says why the cached one was not taken."""
         what = "check" if recipe.model.file and recipe.parent is None else "export" if recipe.parent is None else "make"
         batch = f" b{recipe.dims.batch}" if recipe.dims.batch else ""
-        self._begin(f"{what} {recipe.model.name} {recipe.format} {recipe.precision}{batch} {recipe.dims.size}")
+        self._begin(
+            f"{what} {recipe.model.name} {recipe.format} {recipe.precision}{batch} {recipe.dims.shown}".rstrip()
+        )
         if wrong:
             self._say(Text(f"{wrong}; making it again", "yellow"))
         if self.live is None:

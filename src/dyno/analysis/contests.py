@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dyno.analysis import frontier
+from dyno.analysis.formatting import NO_IMAGE
 from dyno.analysis.frontier import LATENCY, THROUGHPUT
 from dyno.analysis.references import INCOMPARABLE
 from dyno.analysis.results import TrialResult
@@ -68,7 +69,8 @@ def contests(frame: pd.DataFrame) -> list[Contest]:
             found.append(_contest(str(name), models, frame, True))
             continue
         for size in sizes:
-            found.append(_contest(f"{name} at size {size}", models[models["size"] == size], frame, False))
+            where = str(name) if size == NO_IMAGE else f"{name} at size {size}"
+            found.append(_contest(where, models[models["size"] == size], frame, False))
     return found
 
 

@@ -87,6 +87,9 @@ def markdown(text: object) -> str:
     return escaped.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("$", "&#36;")
 
 
+NO_IMAGE = "0"  # the size of a trial whose inputs are no images, which is not shown
+
+
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[bool]) -> str:
     """Cells that are Markdown already as a table, padded so that a terminal shows it well too; ends with a line end."""
     lines = [list(head), *map(list, rows)]

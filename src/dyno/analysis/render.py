@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dyno.analysis.formatting import markdown, markdown_table, plain, points, short, significant
+from dyno.analysis.formatting import NO_IMAGE, markdown, markdown_table, plain, points, short, significant
 from dyno.analysis.tables import COLUMNS, EXTRAS
 from dyno.worker.spec import UserError
 
@@ -172,7 +172,8 @@ def grouped(
         tables.setdefault(tuple(r[k] for k in keys), []).append(r)
     shown = [k for k in IDENTITY if k not in keys and (k in ("backend", "precision") or frame[k].nunique() > 1)]
     for values, rows in tables.items():
-        title = ", ".join(plain(v) if k == "model" else f"{k} {plain(v)}" for k, v in zip(keys, values, strict=True))
+        named = [(k, v) for k, v in zip(keys, values, strict=True) if (k, v) != ("size", NO_IMAGE)]
+        title = ", ".join(plain(v) if k == "model" else f"{k} {plain(v)}" for k, v in named)
         columns = [_name(k) for k in shown] + [c for c in printed if any(c.cell(r) for r in rows)]
         yield title, columns, rows
 

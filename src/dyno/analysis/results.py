@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from dyno.analysis import gpu_trace, gpu_words
+from dyno.analysis.formatting import NO_IMAGE
 from dyno.analysis.rounds import GPU, HOST, Round
 from dyno.worker.record import STATUSES
 from dyno.worker.spec import PRECISIONS, SCHEMA, UserError
@@ -95,7 +96,7 @@ class TrialResult:
 
     @property
     def label(self) -> str:
-        return f"{self.model} {self.way} b{self.batch} {self.size}"
+        return f"{self.model} {self.way} b{self.batch} {self.size}".removesuffix(f" {NO_IMAGE}")
 
     @cached_property
     def good(self) -> list[Round]:

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from dyno.analysis import frontier
-from dyno.analysis.formatting import short
+from dyno.analysis.formatting import NO_IMAGE, short
 from dyno.analysis.frontier import LATENCY, THROUGHPUT, way
 from dyno.analysis.style import LINES, WIDTH, color, marker, styled
 
@@ -133,7 +133,9 @@ def place_legend(figure: Any, handles: list[Any], left: int) -> None:
 def title_of(keys: list[str], values: tuple[Any, ...]) -> str:
     """A panel's name from what is the same in it."""
     named = dict(zip(keys, values, strict=True))
-    parts = [short(named["model"], LONGEST)] + [f"{k} {named[k]}" for k in ("size", "batch") if k in named]
+    parts = [short(named["model"], LONGEST)] + [
+        f"{k} {named[k]}" for k in ("size", "batch") if k in named and (k, named[k]) != ("size", NO_IMAGE)
+    ]
     return ", ".join(parts + ([named["device"]] if named["device"] != "cpu" else []))
 
 

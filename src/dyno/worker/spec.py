@@ -116,6 +116,11 @@ class Dims:
         """The size as tables show it: `224`, or `480x640` (height x width)."""
         return str(self.height) if self.height == self.width else f"{self.height}x{self.width}"
 
+    @property
+    def shown(self) -> str:
+        """The size, or "" where the inputs are no images."""
+        return self.size if self.height else ""
+
 
 @dataclass(frozen=True)
 class DataSpec:
@@ -218,7 +223,7 @@ class Trial:
     @property
     def label(self) -> str:
         """Short text for progress and messages, e.g. `resnet18 onnxruntime int8 b8 224`."""
-        return f"{self.model.name} {self.variant} {self.precision} b{self.dims.batch} {self.dims.size}"
+        return f"{self.model.name} {self.variant} {self.precision} b{self.dims.batch} {self.dims.shown}".rstrip()
 
 
 @dataclass(frozen=True)
