@@ -104,8 +104,8 @@ def test_data_for_another_task_is_refused(tmp_path: Path) -> None:
             "is in class folders, but net is for detect; give annotations in COCO's or YOLO's format",
         ),
         ("classify", boxes, {}, "is in YOLO's format, but net is for classify; give class folders"),
-        ("segment", boxes, {"classes": 2}, "net is for segment, but .* has no masks for all objects"),
-        ("pose", boxes, {"classes": 2}, "net is for pose, but .* has no keypoints for all objects"),
+        ("segment", boxes, {"classes": 2}, "net is for segment, but .* has no masks for all objects; give data with m"),
+        ("pose", boxes, {"classes": 2}, "net is for pose, but .* has no keypoints for all objects; give data with"),
         ("detect", boxes, {"classes": 80}, "has 2 classes, but net tells 80 classes apart; give the data"),
     ):
         with pytest.raises(UserError, match=line) as e:
@@ -114,7 +114,7 @@ def test_data_for_another_task_is_refused(tmp_path: Path) -> None:
     pose = annotated(tmp_path / "pose", "0 0.5 0.5 0.2 0.2 0.5 0.5 2 0.4 0.4 1")
     (pose / "data.yaml").write_text("val: images/val\nnames: [one]\nkpt_shape: [2, 3]\n")
     assert data_for(pose, task="pose", classes=1, keypoints=(2, 3)).count == 3
-    with pytest.raises(UserError, match="has 2 keypoints, but net gives 17"):
+    with pytest.raises(UserError, match="has 2 keypoints, but net gives 17; give data with 17, or a network of 2"):
         data_for(pose, task="pose", classes=1, keypoints=(17, 3))
 
 

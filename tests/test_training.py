@@ -24,7 +24,7 @@ from rich.console import Console
 import dyno
 from dyno import training, training_data, training_view
 from dyno.worker.record import Record
-from dyno.worker.spec import DataSpec, UserError
+from dyno.worker.spec import DataSpec, ModelSpec, UserError
 from dyno.worker.train_options import TrainOptions
 
 NAMES = ("ноль", "один", "два и три")
@@ -92,7 +92,8 @@ def test_cyrillic_classes_become_weights_and_an_engine(flat: Path, call: Call, t
     code, _, said = call(*words[:-2])
     assert code == 0 and "trained already" in said
     code, _, said = call(*words[:-2], "--lr", "0.1")
-    assert code == 2 and "began with lr 0.005 (now 0.1); give another --out" in said
+    assert (code, said.count("\n")) == (2, 1)
+    assert "began with lr 0.005 (now 0.1); give another --out" in said
     (flat / NAMES[0] / "new.png").write_bytes((flat / NAMES[0] / "000.png").read_bytes())
     code, _, said = call(*words[:-2])
     (flat / NAMES[0] / "new.png").unlink()
@@ -196,7 +197,35 @@ def test_a_layout_that_can_not_work_is_one_line(flat: Path, parted: Path, call: 
     assert "--holdout is 1.5" in said(flat, "--holdout", "1.5", *draws)
     assert "there is no training to go on with" in said(flat, "--resume")
     assert "unknown optimizer 'lion'" in said(flat, "--optimizer", "lion")
+    assert "unknown backend 'onnxruntim'; did you mean" in said(flat, "--then", "onnxruntim")
+    (tmp_path / "yolo/labels/val").mkdir(parents=True)
+    (tmp_path / "yolo/images").mkdir()
+    (tmp_path / "yolo/labels/val/0.txt").write_text("0 0.5 0.5 0.1 0.1")
+    assert "is in YOLO's format; only classifiers are trained here" in said(tmp_path / "yolo", *draws)
     assert "is not a number" in said(flat, "--mean", "grey", "--std", "1")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"size": "32", "epochs": "2"}, "epochs is '2'; it must be a whole number"),
+        ({"batch": 2.5}, "batch is 2.5; it must be a whole number"),
+        ({"lr": "0.1"}, "lr is '0.1'; it must be a number"),
+        ({"workers": None}, "workers is None; it must be a whole number"),
+        ({"freeze": "no"}, "freeze is 'no'; it must be true or false"),
+        ({"holdout": "0.2"}, "holdout is '0.2'; it must be a number"),
+        ({"threads": "2"}, "threads is '2'; it must be a whole number"),
+        ({"mean": 0.5}, "mean and std go together"),
+        ({"model": 5}, "models is 5; it must be one or several of: text"),
+        ({"weights": None}, "weights is None; it must be text"),
+        ({"out": 5}, "out is 5; it must be text"),
+        ({"then": "openvin"}, "unknown backend 'openvin'; did you mean 'openvino'?"),
+    ],
+)
+def test_a_value_of_another_type_is_one_line(given: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="^" + re.escape(said)):
+        dyno.train("digits", **{"model": NET, "out": tmp_path, "quiet": True, **given})
+    assert not list(tmp_path.iterdir())
 
 
 def test_memory_that_ran_out_names_the_batch() -> None:
@@ -218,9 +247,43 @@ def test_a_terminal_shows_a_bar_and_each_epoch_once(tmp_path: Path) -> None:
     shown = screen.getvalue()
     assert shown.count("top-1  50.00 %") == 1 == shown.count("top-1  75.00 %")
     assert "epoch 2/2, batch 1/9" in shown
-    with training_view.TrainingView(tmp_path, 4, console=Console(file=screen)).running():
-        pass
-    assert "going on after epoch 2 of 4" in screen.getvalue()
+
+
+def test_what_is_trained_is_said_when_nothing_is_refused_any_more(tmp_path: Path) -> None:
+    row = "{},0.1,2.0,1.5,50.0,1.0,10\n".format
+    (tmp_path / "history.csv").write_text("epoch,lr,train_loss,test_loss,top1,seconds,images_per_s\n" + row(1) + row(2))
+    opening = "training net\ngoing on after epoch 2 of 4\n"
+
+    def said(stage: str, rows: str = "") -> str:
+        screen = io.StringIO()
+        view = training_view.TrainingView(tmp_path, 4, console=Console(file=screen))
+        with view.running("training net"):
+            view.tick(stage, 0.1)
+            view.tick(stage, 0.2)
+            with open(tmp_path / "history.csv", "a") as f:
+                f.write(rows)
+        return screen.getvalue()
+
+    assert said("build the model") == ""
+    assert said("epoch 3/4") == said("evaluate the best weights") == opening
+    assert said("build the model", row(3)).startswith(opening + "epoch 3/4")
+
+
+def test_all_images_that_can_not_be_read_are_named_at_once(tmp_path: Path) -> None:
+    """More to train on than are taken for calibration, which every command reads."""
+    grey = Image.new("L", (4, 4))
+    for part, count in (("train", 80), ("val", 2)):
+        for name in "ab":
+            (tmp_path / part / name).mkdir(parents=True)
+            for i in range(count):
+                grey.putpixel((i % 4, i // 4 % 4), 3 * i + (name == "b") + 7 * (part == "val"))
+                grey.save(tmp_path / part / name / f"{i:02}.png")
+    broken = [*(tmp_path / "train/a").glob("*[02468].png"), tmp_path / "val/b/00.png"]
+    for i, path in enumerate(broken):
+        path.write_text(f"no image {i}")
+    study, model = dyno.Study(models=(NET,), data=str(tmp_path), channels=1), ModelSpec("net", NET, channels=1)
+    with pytest.raises(UserError, match=r"^41 of 164 images can't be read: val/b/00.png .*, train/a/00.png .*"):
+        training_data.decoded(study, model, (8, 8), TrainOptions())
 
 
 @pytest.mark.slow

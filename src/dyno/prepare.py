@@ -80,9 +80,15 @@ def _check(name: str, about: dict[str, Any], model: ModelSpec, outputs: int) -> 
     """Refuse labels that mean something else to the model."""
     has, classes = about.get("has", []), len(about["classes"])
     if (needed := NEEDS.get(model.task)) and has and needed not in has:
-        raise UserError(f"{model.name} is for {model.task}, but {name} has no {needed} for all objects")
+        raise UserError(
+            f"{model.name} is for {model.task}, but {name} has no {needed} for all objects; "
+            f"give data with {needed}, or a network for detect"
+        )
     if needed == "keypoints" and has and model.keypoints and tuple(about["keypoints"])[:1] != model.keypoints[:1]:
-        raise UserError(f"{name} has {about['keypoints'][0]} keypoints, but {model.name} gives {model.keypoints[0]}")
+        own, there = model.keypoints[0], about["keypoints"][0]
+        raise UserError(
+            f"{name} has {there} keypoints, but {model.name} gives {own}; give data with {own}, or a network of {there}"
+        )
     if not outputs or not classes or outputs == classes:
         return
     what = "class folders" if about.get("label_source") == "folders" else "classes"

@@ -119,9 +119,7 @@ class Study:
         for name in ("models", "backends", "precisions", "batches", "sizes", "shapes", "mean", "std", "boundaries"):
             object.__setattr__(self, name, _tuple(getattr(self, name)))
         object.__setattr__(self, "sizes", tuple(str(size) for size in self.sizes))
-        for name, kind in typing.get_type_hints(type(self)).items():
-            if not _fits(getattr(self, name), kind):
-                raise UserError(f"{name} is {_shown(getattr(self, name))}; it must be {_kind(kind)}")
+        check_types(vars(self), typing.get_type_hints(type(self)))
         self._check()
 
     def _check(self) -> None:
@@ -242,6 +240,13 @@ class Study:
 
 def _tuple(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, Iterable) and not isinstance(value, (str, Mapping)) else (value,)
+
+
+def check_types(given: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
+    """A `UserError` for a value that is of another type than the annotation of its name."""
+    for name, value in given.items():
+        if name in kinds and not _fits(value, kinds[name]):
+            raise UserError(f"{name} is {_shown(value)}; it must be {_kind(kinds[name])}")
 
 
 def _fits(value: Any, kind: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
+import typing
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -15,9 +16,9 @@ from dyno import training_data
 from dyno.expand import look, model_spec, sizes
 from dyno.launch import launch
 from dyno.store import Run, sha256_of
-from dyno.study import Study, model_name
+from dyno.study import Choice, Study, check_types, model_name
 from dyno.training_view import CURVES, Row, TrainingView, chart, history
-from dyno.worker import system
+from dyno.worker import backend, system
 from dyno.worker.record import Record, read_record, write_json
 from dyno.worker.spec import MODEL_FILES, DataSpec, Dims, Job, ModelSpec, Runtime, Trial, UserError, to_json
 from dyno.worker.train_options import TrainOptions, options
@@ -98,22 +99,27 @@ def train(
     `resume` insists that there is one. `holdout` is the share of a folder without test/ that is tested on. `then` names
     backends that the trained weights are measured under beside PyTorch. Raises `UserError`.
     """
+    kinds = {**typing.get_type_hints(train), **typing.get_type_hints(TrainOptions)}
+    check_types({**settings, "data": data, "out": out, "holdout": holdout, "weights": weights}, kinds)
     chosen = options(settings)
+    given: dict[str, Any] = {"mean": mean, "std": std, "backends": then or "pytorch"}  # which may be one alone
+    study = Study(
+        models=(model,), sizes=(str(size),) if size else (), weights=str(weights), pretrained=pretrained,
+        channels=channels, seed=chosen.seed, data=str(data), unreadable=unreadable, device=chosen.device,
+        threads=threads, runtime=runtime or {}, **given,
+    )  # fmt: skip
+    for choice in map(Choice.parse, study.backends):
+        backend.find(choice.name)
     folder = Path(out) if out else Path("runs") / f"train-{model_name(model)}"
     if resume and not (folder / "state.pt").is_file():
         raise UserError(f"there is no training to go on with in {folder}; leave --resume out to begin one")
-    study = Study(
-        models=(model,), sizes=(str(size),) if size else (), weights=str(weights), pretrained=pretrained,
-        channels=channels, mean=tuple(mean), std=tuple(std), seed=chosen.seed, data=str(data), unreadable=unreadable,
-        device=chosen.device, threads=threads, runtime=runtime or {},
-    )  # fmt: skip
     view = TrainingView(folder, chosen.epochs, quiet=quiet)
     with Run(folder).locked():
         plan = _planned(study, chosen, holdout, folder, view)
         record = _run(plan, folder, view)
     result = _result(record, folder)
     _tell(plan, record, result, view)
-    return replace(result, engines=_engines(plan, result, then, quiet)) if then else result
+    return replace(result, engines=_engines(plan, result, quiet)) if then else result
 
 
 def _planned(study: Study, chosen: TrainOptions, holdout: float | None, folder: Path, view: TrainingView) -> Training:
@@ -135,17 +141,17 @@ def _planned(study: Study, chosen: TrainOptions, holdout: float | None, folder: 
 def _run(plan: Training, folder: Path, view: TrainingView) -> Record:
     """Do the job, and keep what became of it beside the weights."""
     names = ", ".join(plan.classes[:5]) + (", …" if len(plan.classes) > 5 else "")
-    view.say(
+    opening = (
         f"training {plan.model.name} at {plan.size[0]}x{plan.size[1]} on {_count(plan.training)} images of "
         f"{len(plan.classes)} classes ({names}), testing on {_count(plan.test)}"
     )
     job = plan.job()
     if stored := _finished(job, folder):
-        view.say("trained already")
+        view.say(f"{opening}: trained already")
         return stored
     begun = datetime.now(UTC).isoformat(timespec="seconds")
     _describe(plan, folder, {"status": "running", "started": begun})
-    with view.running():
+    with view.running(opening):
         record = launch(job, folder, math.inf, view.tick)
     if rows := history(folder):
         chart(rows, folder / CURVES)
@@ -244,9 +250,9 @@ def next_command(command: str, plan: Training, weights: Path) -> str:
     return shlex.join(words)
 
 
-def _engines(plan: Training, result: TrainingResult, backends: Sequence[str], quiet: bool) -> Result:
+def _engines(plan: Training, result: TrainingResult, quiet: bool) -> Result:
     """Measure the trained weights under PyTorch and the backends, in the folder `engines`."""
-    others = tuple(name for name in backends if name != "pytorch")
+    others = tuple(name for name in plan.study.backends if name != "pytorch")
     study = replace(
         plan.study, backends=("pytorch", *others), weights=str(result.weights), pretrained=False,
         classes=plan.model.classes, sizes=(Dims(1, *plan.size).size,), rounds=1, seconds=1.0,

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from dyno import datasets
 from dyno.datasets.folders import Photo, scan
-from dyno.prepare import decoding, prepared, say_left_out
+from dyno.prepare import FORMATS, decoding, prepared, say_left_out
 from dyno.store import cache_dir
 from dyno.study import Study
 from dyno.worker.spec import DataSpec, ModelSpec, UserError
@@ -36,6 +36,8 @@ def source(data: str, holdout: float | None, out: Path, seed: int) -> str:
         return data
     if not folder.is_dir():
         raise UserError(f"no data folder {folder}" if not folder.exists() else f"{folder} is not a folder")
+    if (kind := datasets.kind(folder)) in ("coco", "yolo"):
+        raise UserError(f"{folder} is in {FORMATS[kind]}; only classifiers are trained here, give class folders")
     tested = any(_has_classes(folder / name) for name in ("test", "val"))
     learnt = _has_classes(folder / "train")
     if tested and not learnt:
@@ -101,27 +103,28 @@ def decoded(
 ) -> tuple[DataSpec, DataSpec]:
     """Images to train on, larger than `size` (height, width) where the augmentation crops, and those to test on.
 
-    The test images are decoded as for any other command, so that accuracies can be compared.
+    The test images are decoded as for any other command, so that accuracies can be compared; after the others, which
+    are read together with them, so that images that can't be read are named together.
     """
-    test = prepared(study, model, size, console=console)
     if study.data == "digits":
+        test = prepared(study, model, size, console=console)
         return replace(test, split="train"), test
-    preprocess, channels = model.preprocess, model.channels
+    roomy, preprocess, channels = size, model.preprocess, model.channels
     if options.augment in CROPPING:
         room = max(ROOM, preprocess.resize)
-        size = (round(size[0] * room), round(size[1] * room))
+        roomy = (round(size[0] * room), round(size[1] * room))
         preprocess = replace(preprocess, resize=1.0 if preprocess.resize else 0.0)
     on_unreadable: datasets.OnUnreadable = "skip" if study.unreadable == "skip" else "refuse"
     images, cache = Path(study.data), cache_dir() / "datasets"
     with decoding(console) as progress:
         found = datasets.class_folders(
-            images, cache, size, preprocess, 0, on_unreadable, progress, channels, train=True
+            images, cache, roomy, preprocess, 0, on_unreadable, progress, channels, train=True
         )
     say_left_out(datasets.meta(found), console)
     training = replace(found, split="train", count=datasets.meta(found)["splits"].get("train", 0))
     if not training.count:
         raise UserError(f"every image to train on in {study.data} is also a test image; give other images")
-    return training, test
+    return training, prepared(study, model, size, console=console)
 
 
 def classes(training: DataSpec) -> list[str]:

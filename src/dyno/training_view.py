@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 HISTORY, CURVES = "history.csv", "curves.png"
+BEGUN = ("epoch", "evaluate")  # how the stages of a job begin in which nothing is refused any more
 
 Row = dict[str, float]
 
@@ -33,16 +34,19 @@ class TrainingView:
         self.console = console or Console(stderr=True, quiet=quiet)
         self._shown = 0
         self._seen = 0.0
+        self._opening: list[str] = []
         self._bar: Progress | None = None
         self._task = TaskID(0)
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Show the training while the block runs; epochs that were done before are counted in one line."""
+    def running(self, opening: str = "") -> Iterator[None]:
+        """Show the training while the block runs: what it is of, and how many epochs were done before, once it has
+        begun in earnest, so that a refusal comes alone."""
         done = history(self.folder)
         self._shown = len(done)
+        self._opening = [opening] if opening else []
         if done and len(done) < self.epochs:
-            self.say(f"going on after epoch {len(done)} of {self.epochs}")
+            self._opening.append(f"going on after epoch {len(done)} of {self.epochs}")
         if self.quiet or not self.console.is_terminal:
             yield
             self._lines()
@@ -56,6 +60,8 @@ class TrainingView:
 
     def tick(self, stage: str, elapsed: float) -> None:
         """Called about twenty times a second while the job runs."""
+        if stage.startswith(BEGUN):
+            self._open()
         if self._bar is not None:
             self._bar.update(self._task, description=escape(stage), completed=self._shown)
         try:
@@ -71,8 +77,15 @@ class TrainingView:
         if not self.quiet:
             self.console.print(escape(line), soft_wrap=True, highlight=False)
 
+    def _open(self) -> None:
+        for line in self._opening:
+            self.say(line)
+        self._opening = []
+
     def _lines(self) -> None:
         rows = history(self.folder)
+        if len(rows) > self._shown:
+            self._open()
         for row in rows[self._shown :]:
             self.say(line(row, self.epochs))
         self._shown = max(self._shown, len(rows))

@@ -106,6 +106,26 @@ def test_splits_and_layouts(yolo: Callable[..., Path], make: Make, tmp_path: Pat
         make(exported, calibration=other)
 
 
+def test_images_to_train_on_that_are_not_there_are_said(yolo: Callable[..., Path], make: Make, tmp_path: Path) -> None:
+    folder = yolo(val=10, train=4)
+    (folder / "empty").mkdir()
+    taken = "; calibration images are taken from the test images"
+    for train, wrong, calibrated in (
+        ("nowhere", f"there is no {folder}/nowhere{taken}", 2),
+        ("empty", f"no images in empty{taken}", 2),
+        ("[images/train, nowhere]", f"there is no {folder}/nowhere", 4),
+    ):
+        (folder / "data.yaml").write_text(f"val: images/val\ntrain: {train}\nnames: [disc, triangle]\n")
+        about = datasets.meta(make(folder))
+        assert about["warnings"] == [f"data.yaml, train: {wrong}"]
+        assert about["splits"]["calibration"] == calibrated
+    (folder / "data.yaml").write_text("val: images/val\ntrain: nowhere\nnames: [disc, triangle]\n")
+    other = tmp_path / "other"
+    shutil.copytree(folder / "images/train", other)
+    for calibration in (0, other):
+        assert datasets.meta(make(folder, calibration=calibration))["warnings"] == [], "nobody needs them"
+
+
 def test_labels_shape_the_data_set(yolo: Callable[..., Path], make: Make) -> None:
     folder = yolo()
     first = make(folder)
@@ -188,7 +208,7 @@ def test_a_bad_line_is_named(yolo: Callable[..., Path], make: Make, text: str) -
 @pytest.mark.parametrize(
     ("text", "wrong"),
     [
-        ("0 0.5 0.5 0.1 0.1 0.5 0.5 2", "3 values after the box; 3 keypoints of 3 are needed"),
+        ("0 0.5 0.5 0.1 0.1 0.5 0.5 2", "3 values after the box; 3 keypoints of 3 are needed: mend the line, or kpt"),
         ("0 0.5 0.5 0.1 0.1 0.5 0.5 2 0.5 1.5 2 0 0 0", r"keypoint 1 at \(0.5, 1.5\) lies outside"),
     ],
 )

@@ -115,6 +115,7 @@ def test_a_python_file_is_a_source(tmp_path):
         assert "must return a torch.nn.Module" in refusal(spec(f"{file}:number"))
         assert "ZeroDivisionError: division by zero" in refusal(spec(f"{file}:broken"))
         assert "did you mean 'broken'?" in refusal(spec(f"{file}:brokn"))
+        assert refusal(spec(f"{file}:other")).endswith("сеть.py 'other'; known: net, bare, number, broken")
         assert "changed since" in refusal(spec(f"{file}:net", source_sha256="0" * 64))
     finally:
         sys.path.remove(str(tmp_path))
@@ -147,7 +148,24 @@ def test_the_number_of_classes_is_read_from_the_checkpoint(source, tmp_path):
     path = tmp_path / "w.pth"
     torch.save(models.load(spec("torchvision:resnet18", classes=4)).state_dict(), path)
     assert models.load(spec(source, weights=str(path))).fc.out_features == 4
-    assert "fc.weight (model [5, 512], file [4, 512])" in refusal(spec(source, classes=5, weights=str(path)))
+    said = refusal(spec(source, classes=5, weights=str(path)))
+    assert "fc.weight (model [5, 512], file [4, 512])" in said
+    assert said.endswith("; they are of 4 classes: give --classes 4")
+
+
+def test_weights_of_other_classes_say_what_to_give(tmp_path, trained):
+    torch.save(trained.state_dict(), tmp_path / "ten.pt")
+    file = tmp_path / "nets.py"
+    file.write_text(
+        "from dyno.worker.digits import resnet18\n"
+        "def net(num_classes=1000): return resnet18(num_classes)\n"
+        "def fixed(): return resnet18(1000)\n"
+    )
+    weights = {"channels": 1, "weights": str(tmp_path / "ten.pt")}
+    assert refusal(spec(f"{file}:net", **weights)).endswith("; they are of 10 classes: give --classes 10")
+    assert models.load(spec(f"{file}:net", classes=10, **weights)).fc.out_features == 10
+    said = refusal(spec(f"{file}:fixed", **weights))
+    assert said.endswith("they are of 10 classes: let the function take num_classes and give --classes 10")
 
 
 def test_weights_that_do_not_fit_are_named(tmp_path, trained):

@@ -216,7 +216,9 @@ def test_a_gpu_learns_and_goes_on(mixed, digits, tmp_path):
 
 
 def test_the_table_says_what_happened(digits, nets, tmp_path):
-    found = fit(digits, tmp_path, dataclasses.replace(NET, source=f"{nets}:two"))
+    told: list[str] = []
+    found = fit(digits, tmp_path, dataclasses.replace(NET, source=f"{nets}:two"), told.append)
+    assert told[:2] == ["build the model", "epoch 1/3"], "before the first batch, which may take long"
     rows = (tmp_path / train_state.HISTORY).read_text().splitlines()
     assert rows[0] == "epoch,lr,train_loss,test_loss,top1,seconds,images_per_s"
     assert [row.split(",")[0] for row in rows[1:]] == ["1", "2", "3"]

@@ -85,6 +85,8 @@ def test_weights_decide_classes_and_keypoints(tmp_path: Path) -> None:
     assert models.weights_sha256(again) == models.weights_sha256(trained)
     with pytest.raises(UserError, match="don't fit the model"):
         models.load(spec("yolov8s-pose.yaml", weights=str(tmp_path / "pose.safetensors")))
+    with pytest.raises(UserError, match=r"pose.safetensors are of 3 classes, not 80; give --classes 3$"):
+        models.load(spec("yolov8n-pose.yaml", classes=80, weights=str(tmp_path / "pose.safetensors")))
 
 
 def test_a_checkpoint_of_the_library_is_read(tmp_path: Path) -> None:
@@ -131,6 +133,9 @@ def test_where_a_checkpoint_lies_does_not_change_what_is_measured() -> None:
     [
         ("yolov8n", "did you mean ultralytics:yolov8n.yaml"),
         ("yolov8n-sge.yaml", "did you mean ultralytics:yolov8n-seg.yaml"),
+        ("yolov9sc.yaml", r"has no network 'yolov9sc.yaml'; did you mean ultralytics:yolov9s.yaml\?"),
+        ("yolov3n.yaml", r"has no network 'yolov3n.yaml'; did you mean ultralytics:yolov3.yaml\?"),
+        ("qqq", "it is NAME.yaml, your own .yaml or a .pt"),
         ("https://somewhere.invalid/yolov8n.yaml", "has no network"),
         ("yolov8n.pt", "there is no checkpoint yolov8n.pt"),
         ("yolov8n-obb.yaml", "network for obb; measured are classify, detect"),
@@ -143,6 +148,15 @@ def test_networks_that_cannot_be_measured_are_refused_in_one_line(name: str, say
     with pytest.raises(UserError, match=says) as caught:
         models.load(spec(name))
     assert "\n" not in str(caught.value)
+
+
+def test_every_network_that_is_suggested_exists() -> None:
+    tasks, names = ultralytics_models.library(), ultralytics_models._names()
+    assert {"yolov8n.yaml", "yolov8x-pose-p6.yaml", "yolo11-cls-resnet18.yaml", "yolov9c-seg.yaml"} < set(names)
+    files = {path.name for path in (Path(tasks.__file__).parents[1] / "cfg/models").rglob("*.yaml")}
+    for name in sorted({*names} - files)[::4]:
+        found = tasks.yaml_model_load(name)
+        assert found["scale"] in found["scales"], name
 
 
 def test_published_weights_are_not_fetched() -> None:

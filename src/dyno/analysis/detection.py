@@ -23,6 +23,7 @@ import numpy as np
 from dyno.analysis.average_precision import average, matches
 from dyno.analysis.results import TrialResult
 from dyno.analysis.stats import Interval, t_quantile
+from dyno.worker.record import save_arrays
 from dyno.worker.spec import Unavailable, UserError
 
 KINDS = {"detect": "bbox", "segment": "segm", "pose": "keypoints"}
@@ -141,10 +142,8 @@ class _Stored:
         except (OSError, ValueError, KeyError):
             made = scores(self._arrays, _json(self._truth), kind)
         with contextlib.suppress(OSError):  # a run folder that can't be written to can still be read
-            beside = path.with_name(path.name + ".part")
-            with open(beside, "wb") as f:
-                np.savez(f, each=made.each, names=np.array(made.names, dtype=np.str_), images=made.images)
-            beside.replace(path)
+            names = np.array(made.names, dtype=np.str_)
+            save_arrays(path, {"each": made.each, "names": names, "images": made.images})
         return made
 
     def _key(self, kind: str) -> str:

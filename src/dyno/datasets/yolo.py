@@ -42,6 +42,7 @@ class _About:
     test: list[Path] = field(default_factory=list)
     train: list[Path] = field(default_factory=list)
     sources: list[Path] = field(default_factory=list)
+    lost: str = ""  # what is wrong with the images to train on, of which calibration images would be taken
 
 
 def scan(path: Path, calibration: int | Path, seed: int, classes: int = 0) -> Listing:
@@ -69,10 +70,11 @@ def scan(path: Path, calibration: int | Path, seed: int, classes: int = 0) -> Li
     name = printable(path.name if path.is_dir() else path.parent.name)
 
     def annotate(photos: list[Photo], sizes: Sizes) -> Annotations:
-        return read_labels(photos, sizes, about.names, about.keypoints, about.folder)
+        return read_labels(photos, sizes, about.names, about.keypoints, about.folder, warnings)
 
     own = isinstance(calibration, Path)
     sources = [*about.sources, *present]
+    warnings = [about.lost] if about.lost and calibration and not own else []
     return Listing(name, about.names, photos, own, {}, sources, annotate)
 
 
@@ -111,11 +113,16 @@ def _described(file: Path) -> _About:
     split = next((split for split in SPLITS if about.get(split)), None)
     if split is None:
         raise UserError(f"{file} says neither val nor test: which images are to be tested on?")
-    test = _listed(file, root, about[split])
-    train = _listed(file, root, about["train"], needed=False) if about.get("train") else []
+    test, wrong = _listed(root, about[split])
+    if wrong:
+        raise UserError(f"{file}: {wrong}")
+    train, lost = _listed(root, about["train"]) if about.get("train") else ([], "")
     train = sorted(set(train) - set(test))
+    if lost:
+        taken = "" if train else "; calibration images are taken from the test images"
+        lost = f"{file.name}, train: {lost}{taken}"
     shown = [printable(str(name)) for name in names]
-    return _About(file.parent.resolve(), shown, _shape(file, about), test, train, [file])
+    return _About(file.parent.resolve(), shown, _shape(file, about), test, train, [file], lost)
 
 
 def _shape(file: Path, about: dict[str, Any]) -> tuple[int, ...]:
@@ -135,22 +142,22 @@ def _root(file: Path, about: dict[str, Any]) -> Path:
     raise UserError(f"{file}: there is no folder {path}")
 
 
-def _listed(file: Path, root: Path, entries: Any, needed: bool = True) -> list[Path]:
-    """The images of a split: of a folder, of a text file that lists them, or of several of those."""
+def _listed(root: Path, entries: Any) -> tuple[list[Path], str]:
+    """The images of a split (of a folder, of a text file that lists them, or of several of those), and what is wrong
+    where one of them isn't there or there are no images, else ""."""
     found: list[Path] = []
-    for entry in entries if isinstance(entries, list) else [entries]:
+    entries, wrong = entries if isinstance(entries, list) else [entries], ""
+    for entry in entries:
         # Exports of some tools say ../valid/images for the folder beside the file.
         places = [root / str(entry), root / str(entry).removeprefix("../")]
         place = next((place.resolve() for place in places if place.exists()), None)
-        if place is None and needed:
-            raise UserError(f"{file}: there is no {places[0]}")
         if place is not None:
             found += images(place) if place.is_dir() else _in_text(place, root)
-    if not found and needed:
-        raise UserError(
-            f"{file}: no images in {', '.join(map(str, entries if isinstance(entries, list) else [entries]))}"
-        )
-    return sorted(set(found))
+        else:
+            wrong = wrong or f"there is no {places[0]}"
+    if not found:
+        wrong = wrong or f"no images in {', '.join(map(str, entries))}"
+    return sorted(set(found)), wrong
 
 
 def _in_text(file: Path, root: Path) -> list[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from dyno.datasets.boxes import TOLERANCE, Found, Labels, checked_box, checked_polygon, polygon_area
@@ -24,11 +25,16 @@ def label_file(image: Path) -> Path:
 
 
 def read_labels(
-    photos: list[Photo], sizes: Sizes, classes: list[str], keypoints: tuple[int, ...], folder: Path
+    photos: list[Photo],
+    sizes: Sizes,
+    classes: list[str],
+    keypoints: tuple[int, ...],
+    folder: Path,
+    warnings: Sequence[str] = (),
 ) -> Annotations:
-    """Read the label files of the test images; an image without one is background."""
+    """Read the label files of the test images; an image without one is background. `warnings` come before its own."""
     names = [f"point {i}" for i in range(keypoints[0])] if keypoints else []
-    labels = Labels(photos, sizes, classes, keypoints, names)
+    labels = Labels(photos, sizes, classes, keypoints, names, warnings=list(warnings))
     kinds: dict[str, str] = {}
     without, twice = 0, 0
     for row, photo in enumerate(photos):
@@ -98,7 +104,10 @@ def _pose(rest: list[float], shape: tuple[int, ...], size: tuple[int, int], wher
     """Box and keypoints; a point with two values is visible unless it lies left of or above the image."""
     points, values = shape
     if len(rest) != 4 + points * values:
-        raise UserError(f"{where}: {len(rest) - 4} values after the box; {points} keypoints of {values} are needed")
+        raise UserError(
+            f"{where}: {len(rest) - 4} values after the box; {points} keypoints of {values} are needed: "
+            "mend the line, or kpt_shape in data.yaml"
+        )
     height, width = size
     box, placed = _box(rest[:4], size, where), []
     for start in range(4, len(rest), values):

@@ -32,8 +32,8 @@ def read_checkpoint(path: str) -> dict[str, Any]:
     return _plain(_state(read(file), path))
 
 
-def apply(module: Any, state: Mapping[str, Any], path: str) -> None:
-    """Load the state dict into the module; a `UserError` names the first keys that don't fit."""
+def apply(module: Any, state: Mapping[str, Any], path: str, advice: str = "") -> None:
+    """Load the state dict into the module; a `UserError` names the first keys that don't fit and gives the advice."""
     own = module.state_dict()
     missing = [k for k in own if k not in state and not k.endswith(COUNTER)]
     unexpected = [k for k in state if k not in own]
@@ -44,7 +44,7 @@ def apply(module: Any, state: Mapping[str, Any], path: str) -> None:
     ]
     wrong = [_first("missing", missing), _first("unexpected", unexpected), _first("of another shape", shapes)]
     if any(wrong):
-        raise UserError(f"the weights in {path} don't fit the model: {'; '.join(filter(None, wrong))}")
+        raise UserError(f"the weights in {path} don't fit the model: {'; '.join(filter(None, [*wrong, advice]))}")
     module.load_state_dict(dict(state), strict=False)  # strict but for batch norm's counters: checked above
 
 

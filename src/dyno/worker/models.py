@@ -16,7 +16,7 @@ from typing import Any
 from dyno.worker import ultralytics_models
 from dyno.worker.checkpoint import apply, head_classes, read_checkpoint
 from dyno.worker.settle import settle
-from dyno.worker.spec import Dims, ModelSpec, Preprocess, Unavailable, UserError
+from dyno.worker.spec import Dims, ModelSpec, Preprocess, Unavailable, UserError, check_known
 
 LIBRARIES = ("torchvision", "timm")
 FORMS = "torchvision:NAME, timm:NAME, ultralytics:NAME.yaml, MODULE:FUNCTION, FILE.py:FUNCTION or file:PATH"
@@ -74,8 +74,15 @@ def drawn(model: ModelSpec, dims: Dims | None = None) -> Any:
         classes = head_classes(module, state)
         if model.classes is None and classes is not None and parse(model.source)[0] in LIBRARIES:
             module = _build(model, dims, classes)
-        apply(module, state, model.weights)
+        apply(module, state, model.weights, _other_classes(model, classes) if classes is not None else "")
     return module.eval()
+
+
+def _other_classes(model: ModelSpec, classes: int) -> str:
+    """What to do about weights of so many classes where the model tells another number apart."""
+    own = parse(model.source)[0] in ("python", "module") and not _takes(_function(model), "num_classes")
+    first = "let the function take num_classes and give" if own else "give"
+    return f"they are of {classes} classes: {first} --classes {classes}"
 
 
 def weights_sha256(module: Any) -> str:
@@ -203,9 +210,7 @@ def _function(model: ModelSpec) -> Callable[..., Any]:
     for part in attribute.split("."):
         if not hasattr(found, part):
             names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
-            near = difflib.get_close_matches(attribute, names, 1, 0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(names[:5]) or 'no functions'}"
-            raise UserError(f"there is no {attribute!r} in {place}; {hint}")
+            check_known(f"function of {place}", attribute, names)
         found = getattr(found, part)
     if not callable(found):
         raise UserError(f"{model.source} is a {type(found).__name__}; it must be a function that returns a module")

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
+from dyno.worker.shapes import REFUSALS
 from dyno.worker.torch_support import one_thread
 
 # Few images' statistics fit other images worse, by a factor per layer that a hundred layers raise to its power.
@@ -24,7 +25,6 @@ GRAINS = 1, 4, 16  # pixels to a side: photographs have detail and broad areas, 
 SHARE = 0.5  # of its layer's mean in a channel's variance: what noise hardly moves must not be blown up by an image
 DAMPED = 0.25  # of its weight is left to the batch norm that ends a branch; a power of two, so that nothing is rounded
 SUMS = ("add", "iadd", "radd")
-REFUSALS = (RuntimeError, ValueError, TypeError, AssertionError, IndexError)
 
 
 class _Settled(Exception):

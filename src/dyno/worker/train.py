@@ -122,6 +122,7 @@ def train(
         loop = Loop(module, options, len(train_data.batches(splits[0], options, 1)))
         state = train_state.restore(folder, _settings(options, training, test, model, dims), loop.parts())
         for epoch in range(state.epoch + 1, options.epochs + 1):
+            tell(f"epoch {epoch}/{options.epochs}")
             row = _epoch(loop, epoch, read, splits[0], state, folder, tell)
             tell(f"epoch {epoch}/{options.epochs}, test")
             with loop.autocast():

@@ -9,11 +9,11 @@ from typing import Any
 
 from dyno.worker import models
 from dyno.worker.checkpoint import apply, head_classes, read_checkpoint
+from dyno.worker.shapes import REFUSALS
 from dyno.worker.spec import Dims, ModelSpec, UserError
 from dyno.worker.torch_support import first_line, tensors
 
 AUXILIARY = 0.3  # weight of the loss of an auxiliary classifier (Szegedy et al., Going deeper with convolutions, 2014)
-REFUSALS = (RuntimeError, ValueError, AssertionError, TypeError, IndexError, ZeroDivisionError)
 
 
 def build(model: ModelSpec, dims: Dims, *, freeze: bool = False) -> tuple[Any, list[str]]:

@@ -10,13 +10,13 @@ import csv
 import hashlib
 import io
 import json
-import os
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dyno.worker.record import replacing
 from dyno.worker.spec import UserError
 
 STATE, BEST, LAST, HISTORY = "state.pt", "best.safetensors", "last.safetensors", "history.csv"
@@ -128,10 +128,5 @@ def sha256(path: Path) -> str:
 
 
 def _write(path: Path, content: bytes | memoryview) -> None:
-    """Beside, flushed to disk, renamed into place: whoever reads sees the old file or the whole new one."""
-    beside = path.with_name(path.name + ".part")
-    with open(beside, "wb") as f:
+    with replacing(path) as f:
         f.write(content)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(beside, path)

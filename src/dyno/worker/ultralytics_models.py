@@ -159,8 +159,9 @@ def _config(tasks: Any, source: str, name: str) -> dict[str, Any]:
     if not Path(name).is_file():
         names = _names()
         if name not in names:
-            near = difflib.get_close_matches(name if name.endswith(".yaml") else f"{name}.yaml", names, 1, 0.5)
-            hint = f"did you mean ultralytics:{near[0]}?" if near else "it is NAME.yaml, your own .yaml or a .pt"
+            stems = [known.removesuffix(".yaml") for known in names]  # what all names end with makes none of them near
+            near = difflib.get_close_matches(name.removesuffix(".yaml"), stems, 1, 0.5)
+            hint = f"did you mean ultralytics:{near[0]}.yaml?" if near else "it is NAME.yaml, your own .yaml or a .pt"
             raise UserError(f"ultralytics has no network {name!r}; {hint}")
     try:
         found: dict[str, Any] = tasks.yaml_model_load(name)
@@ -173,9 +174,14 @@ def _names() -> list[str]:
     """The networks that the library has, with every letter of scale."""
     import ultralytics
 
-    stems = {path.stem for path in (Path(ultralytics.__file__).parent / "cfg/models").rglob("*.yaml")}
-    scaled = {re.sub(r"(\d+)", rf"\g<1>{scale}", stem, count=1) for stem in stems for scale in "nsmlx"}
-    return sorted(f"{stem}.yaml" for stem in stems | scaled)
+    names = []
+    for path in (Path(ultralytics.__file__).parent / "cfg/models").rglob("*.yaml"):
+        names.append(path.name)
+        # yolov9c.yaml has its letter, which is none of scale, and of yolov3.yaml there is one size.
+        if found := re.fullmatch(r"(yolo(?:e-)?v?\d+)(?![a-z])(.*)", path.name):
+            scales = re.findall(r"^ +([nsmlx]): *\[", path.read_text(encoding="utf-8"), re.MULTILINE)
+            names += [f"{found[1]}{scale}{found[2]}" for scale in scales]
+    return sorted(names)
 
 
 def _fitted(model: ModelSpec, config: Mapping[str, Any], state: Mapping[str, Any]) -> ModelSpec:
@@ -189,6 +195,10 @@ def _fitted(model: ModelSpec, config: Mapping[str, Any], state: Mapping[str, Any
     classes, values = rows("cv3.0.2.weight") or rows("linear.weight"), rows("cv4.0.2.weight")
     if model.classes is None and classes:
         model = replace(model, classes=classes)
+    elif classes and model.classes != classes:
+        raise UserError(
+            f"the weights in {model.weights} are of {classes} classes, not {model.classes}; give --classes {classes}"
+        )
     shape = config.get("kpt_shape")
     if shape and values and not model.keypoints and values != shape[0] * shape[1]:
         each = next(n for n in (shape[1], 3, 2, 1) if values % n == 0)
