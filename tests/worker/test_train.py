@@ -138,7 +138,7 @@ def test_a_kill_between_two_writes_is_mended(write, digits, nets, tmp_path, monk
         left[0] -= 1
         replace(a, b)
 
-    monkeypatch.setattr(train_state.os, "replace", killed)
+    monkeypatch.setattr(os, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
         fit(digits, tmp_path / "parts", model, epochs=1)
     monkeypatch.undo()

@@ -129,7 +129,7 @@ def observed(model: Any, recipe: Recipe, images: CalibrationImages, scratch: Pat
     excluded |= decoding(prepared.graph, recipe.model)
     types = OBSERVED if scheme.fused else LINEAR if transformer else _every_type()
     ranges = _calibrated(scratch, types, images, recipe)
-    narrow = target == "onnxruntime" and _saturates()
+    narrow = target != "tensorrt" and _saturates()
     return Observed(prepared, scheme, frozenset(types), excluded, transformer, ranges, narrow)
 
 

@@ -130,14 +130,16 @@ def test_a_file_with_a_fixed_batch_is_calibrated_at_that_batch(digits: Any, stat
     assert made.inputs[0].shape == (1, 1, 8, 8)
 
 
+@pytest.mark.parametrize("target", ["onnxruntime", "openvino"])
 def test_seven_bit_weights_where_the_cpu_would_overflow(
-    digits: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    digits: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
 ) -> None:
-    monkeypatch.setattr(onnx_int8, "_saturates", lambda: True)
-    made, _, graph = make(digits, tmp_path)
-    weights = [onnx.numpy_helper.to_array(t) for t in graph.initializer if t.data_type == onnx.TensorProto.INT8]
-    assert max(int(np.abs(w).max()) for w in weights) <= 64
-    assert "7 bits" in made.made_by["scheme"]
+    for narrow, most in ((True, 64), (False, 127)):
+        monkeypatch.setattr(onnx_int8, "_saturates", lambda narrow=narrow: narrow)
+        made, _, graph = make(digits, tmp_path, target=target)
+        weights = [onnx.numpy_helper.to_array(t) for t in graph.initializer if t.data_type == onnx.TensorProto.INT8]
+        assert max(int(np.abs(w).max()) for w in weights) == most
+        assert ("7 bits" in made.made_by["scheme"]) is narrow
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one processor is all there is")
