@@ -71,6 +71,13 @@ def rows(text: str) -> list[dict[str, Any]]:
     return list(csv.DictReader(io.StringIO(text)))
 
 
+def test_a_speed_up_is_the_ratio_of_the_medians_beside_it(results: Results) -> None:
+    frame = tables.frame(results).set_index(["backend", "precision", "options"])
+    medians = frame["latency_model_ms_median"]
+    for way in (("onnxruntime", "fp32", ""), ("onnxruntime", "int8", "")):
+        assert frame["speedup"][way] == pytest.approx(medians["pytorch", "fp32", ""] / medians[way])
+
+
 def test_the_markdown_table_is_the_stored_one(results: Results) -> None:
     found = render(tables.frame(results), "markdown")
     assert found == (GOLDEN / "results.md").read_text(encoding="utf-8")

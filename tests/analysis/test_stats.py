@@ -29,6 +29,21 @@ def test_summary_is_numpys_and_scipys(x: np.ndarray) -> None:
     assert s.trimmed == pytest.approx(scipy_stats.trim_mean(x, 0.1))
 
 
+def test_every_round_counts_the_same_however_many_samples_it_took() -> None:
+    fast, slow = np.full(1000, 1.0), np.full(30, 4.0)
+    s = stats.over_rounds([fast, slow])
+    assert (s.count, s.max, s.std) == (1030, 4.0, 0.0)
+    assert (s.mean, s.median, s.p99, s.trimmed) == pytest.approx((2.0,) * 4)
+
+
+@given(st.lists(SAMPLES, min_size=1, max_size=4))
+def test_the_median_over_rounds_is_what_speed_ups_are_ratios_of(rounds: list[np.ndarray]) -> None:
+    s = stats.over_rounds(rounds)
+    assert s.median == pytest.approx(stats.center([float(np.median(x)) for x in rounds]).value)
+    assert s.median <= s.p90 <= s.p95 <= s.p99 <= s.max * (1 + 1e-12)
+    assert stats.over_rounds(rounds[:1]) == stats.summary(rounds[0])
+
+
 def test_trimmed_values_lack_a_tenth_at_each_end() -> None:
     x = np.array([0.0, *[1.0, 2.0] * 4, 100.0])
     s = stats.summary(x)

@@ -106,7 +106,7 @@ def ap_rows(found: MeanAP) -> Rows:
 
 
 def _latency(trial: TrialResult, boundary: str) -> list[str]:
-    s = stats.summary(trial.samples("latency", boundary))
+    s = stats.over_rounds(trial.parts("latency", boundary))
     return [f"{1e3 * getattr(s, name):.3g}" for name in COLUMNS]
 
 

@@ -182,9 +182,13 @@ class TrialResult:
 
     def samples(self, tag: str, boundary: str, clock: str = "") -> np.ndarray:
         """Samples of all good rounds together, float64, in SI units; latencies by the trial's own clock unless told."""
-        clock = clock or (clock_of(boundary, self) if tag == "latency" else "")
-        parts = [s for r in self.good if (s := r.samples(tag, boundary, clock)).size]
+        parts = self.parts(tag, boundary, clock)
         return np.concatenate(parts) if parts else np.empty(0)
+
+    def parts(self, tag: str, boundary: str, clock: str = "") -> list[np.ndarray]:
+        """The same round by round, without rounds that have none."""
+        clock = clock or (clock_of(boundary, self) if tag == "latency" else "")
+        return [s for r in self.good if (s := r.samples(tag, boundary, clock)).size]
 
     def medians(self, boundary: str, clock: str = "") -> list[float]:
         """Median latency of each good round in seconds: what a comparison between processes is made from."""

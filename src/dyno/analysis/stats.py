@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -59,6 +59,20 @@ def summary(samples: np.ndarray) -> Summary:
     kept = x[cut : n - cut]
     median, p90, p95, p99 = (_at(x, q) for q in (0.5, 0.9, 0.95, 0.99))
     return Summary(n, float(x.mean()), median, p90, p95, p99, float(x[-1]), _std(x), float(kept.mean()), _std(kept))
+
+
+def over_rounds(rounds: Sequence[np.ndarray]) -> Summary:
+    """Summary of several processes' samples: the geometric mean of each statistic, as `center` has it of the medians.
+
+    So every process counts the same, however many samples it took, and ratios of medians are the speed-ups. `count` is
+    the sum, and `max` the largest of all.
+    """
+    if len(rounds) == 1:
+        return summary(rounds[0])
+    each = np.array([astuple(summary(samples)) for samples in rounds])
+    with np.errstate(divide="ignore"):  # a deviation may be 0, and is then
+        means = Summary(*np.exp(np.log(each).mean(axis=0)).tolist())
+    return replace(means, count=sum(map(len, rounds)), max=max(float(samples.max()) for samples in rounds))
 
 
 def _at(ordered: np.ndarray, q: float) -> float:

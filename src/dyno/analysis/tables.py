@@ -64,8 +64,8 @@ def frame(
 ) -> pd.DataFrame:
     """The run as a DataFrame, one row per trial, columns COLUMNS + EXTRAS.
 
-    Times are in ms where the name says so (a latency is per batch, samples of all good rounds pooled), top1, top5 and
-    their differences in percent and percentage points, sizes in MB (1e6 bytes). `reference` as in
+    Times are in ms where the name says so (a latency is per batch, over the good rounds as in `stats.over_rounds`),
+    top1, top5 and their differences in percent and percentage points, sizes in MB (1e6 bytes). `reference` as in
     `references.references`; `budget` as in `accuracy.budgets`; without them the study's own count. `latency_ms` with
     its limits is the latency over processes that `speedup` compares, at the `boundary` and by the `clock` named.
     UserError for a reference or budget that makes no sense.
@@ -145,9 +145,8 @@ def compared_boundary(t: TrialResult, reference: TrialResult | None = None) -> s
 def _latencies(t: TrialResult) -> dict[str, float]:
     found: dict[str, float] = {}
     for boundary in LATENCIES:
-        samples = t.samples("latency", boundary)
-        if samples.size:
-            s = stats.summary(samples)
+        if rounds := t.parts("latency", boundary):
+            s = stats.over_rounds(rounds)
             found |= {f"latency_{boundary}_ms_{name}": 1e3 * getattr(s, name) for name in STATISTICS}
             found[f"latency_{boundary}_ms_trimmed_std"] = 1e3 * s.trimmed_std
     return found

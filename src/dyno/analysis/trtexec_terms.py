@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from dyno.analysis import gpu_trace, trtexec_command
+from dyno.analysis import gpu_trace, stats, trtexec_command
 from dyno.analysis.results import TrialResult
 from dyno.analysis.rounds import GPU, HOST, Round
 
@@ -61,8 +61,8 @@ def own(trial: TrialResult) -> Own:
     """The trial's medians."""
 
     def median(tag: str, boundary: str, by: str) -> float | None:
-        found = trial.samples(tag, boundary, by)
-        return float(np.median(found)) if found.size else None
+        found = trial.parts(tag, boundary, by)
+        return stats.over_rounds(found).median if found else None
 
     images = trial.value("throughput", "throughput")
     return Own(
