@@ -64,6 +64,7 @@ def test_a_file_without_inputs_is_one_line(refused: Refused, onnx_file: Path) ->
     assert "m.onnx has no inputs, so there is nothing to run it on; export" in refused("run", "m.onnx")
 
 
+@pytest.mark.slow
 def test_inputs_that_are_no_images_have_no_size(call: Callable[..., Any], tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx")
     row = onnx.helper.make_tensor_value_info

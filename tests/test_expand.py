@@ -212,6 +212,7 @@ def test_a_file_for_a_gpu_is_another_for_another_gpu(monkeypatch: pytest.MonkeyP
     assert key("H200 580", "cpu") == key("L4 580", "cpu")
 
 
+@pytest.mark.slow
 def test_a_model_that_dies_when_it_is_looked_at_is_rows_and_the_others_run(
     call: Callable[..., Any], tmp_path: Path
 ) -> None:
