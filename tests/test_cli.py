@@ -85,6 +85,20 @@ def test_a_broken_ir_is_named(refused: Refused, tmp_path: Path) -> None:
     assert "m.xml" in refused("run", "m.xml", "--backends", "openvino")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "opset"), [([], 18), (["--target", "tensorrt"], 17), (["--opset", "15"], 15)], ids=["18", "17", "15"]
+)
+def test_a_file_is_in_the_opset_of_its_target_or_the_one_asked_for(
+    call: Callable[..., Any], tmp_path: Path, words: list[str], opset: int
+) -> None:
+    onnx = pytest.importorskip("onnx")
+    (tmp_path / "net.py").write_text("import torch\ndef net(): return torch.nn.Conv2d(3, 2, 3)\n")
+    code, _, err = call("export", "net.py:net", "--size", "8", "-o", "net.onnx", *words)
+    assert code == 0, err
+    assert onnx.load(tmp_path / "net.onnx").opset_import[0].version == opset
+
+
 def test_batch_and_size_that_a_file_refuses(refused: Refused, onnx_file: Path) -> None:
     usual = ("run", onnx_file, "--backends", "onnxruntime")
     assert refused(*usual, "--batch", "3").startswith("m: the file's batch is fixed at 2, not 3; export it again")

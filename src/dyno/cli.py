@@ -141,8 +141,9 @@ def export(
     shape: Annotated[str, typer.Option(help="The input as N,C,H,W instead; -1 for a dynamic batch.")] = "",
     precision: Annotated[str, typer.Option(help="fp32, fp16, bf16 or int8.")] = "fp32",
     target: Annotated[
-        str, typer.Option(help="Which engine int8 is for: onnxruntime, openvino or tensorrt.")
+        str, typer.Option(help="Which engine the file is for: onnxruntime, openvino or tensorrt.")
     ] = "onnxruntime",
+    opset: Annotated[int, typer.Option(help="ONNX opset (0: 18, or 17 for tensorrt).")] = 0,
     weights: flags.Weights = "",
     pretrained: flags.Pretrained = False,
     classes: flags.Classes = 0,
@@ -158,7 +159,7 @@ def export(
     """Export a model to ONNX, checked against the module at other batches; quantise it on real images for int8."""
     from dyno import files
 
-    files.export(ctx, model, out, batch=batch, shape=shape, precision=precision, target=target)
+    files.export(ctx, model, out, batch=batch, shape=shape, precision=precision, target=target, opset=opset)
 
 
 @app.command()

@@ -17,7 +17,7 @@ from dyno.study import Choice, Study
 from dyno.worker import system
 from dyno.worker.backend import find
 from dyno.worker.record import Record
-from dyno.worker.spec import Artifact, DataSpec, Dims, Recipe, Runtime, Trial, UserError, check_known
+from dyno.worker.spec import Artifact, DataSpec, Dims, Option, Recipe, Runtime, Trial, UserError, check_known
 
 if TYPE_CHECKING:
     import typer
@@ -28,7 +28,7 @@ ENGINES = {".engine": TENSORRT, ".plan": TENSORRT, ".xml": ("openvino",)}  # the
 
 
 def export(
-    ctx: typer.Context, model: str, out: Path, *, batch: str, shape: str, precision: str, target: str
+    ctx: typer.Context, model: str, out: Path, *, batch: str, shape: str, precision: str, target: str, opset: int
 ) -> Artifact:
     """Write the model as ONNX; `shape` "N,C,H,W" says batch (-1: dynamic), channels and size in one."""
     if out.suffix != ".onnx":
@@ -45,7 +45,8 @@ def export(
     study = Study(models=(model,), **{**flags, "precisions": (precision,)})
     trial = _trial(study, precision)
     dims = replace(trial.dims, batch=_number(batch))
-    return _make(find("onnx_precision").recipe(replace(trial, dims=dims, options={"target": target})), out)
+    options: dict[str, Option] = {"target": target, **({"opset": opset} if opset else {})}
+    return _make(find("onnx_precision").recipe(replace(trial, dims=dims, options=options)), out)
 
 
 @dataclass(frozen=True)
