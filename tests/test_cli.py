@@ -287,7 +287,7 @@ def test_a_dry_run_lists_and_runs_nothing(call: Callable[..., Any]) -> None:
     assert "fake has no fp8" in " ".join(out.split())
     assert not Path("runs").exists()
     _, out, _ = call("run", "fake:[/x]", "--backends", "pytorch", "--device", "cuda:99", "--dry-run")
-    assert out.endswith("No cuda:99 is seen here: a run would skip every trial.\n")
+    assert out.endswith("NVML sees no cuda:99 here; without one a run skips every trial.\n")
 
 
 def test_a_study_file_names_its_folder(call: Callable[..., Any], tmp_path: Path) -> None:

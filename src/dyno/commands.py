@@ -125,7 +125,7 @@ def dry_run(study: Study) -> int:
     refused = sum(1 for one in planned if one.refusal)
     out.print(f"{len(planned)} trials, {refused} refused; {study.rounds} rounds each. Nothing was run.")
     if study.device != "cpu" and not card(study.device):
-        out.print(f"No {study.device} is seen here: a run would skip every trial.")
+        out.print(f"NVML sees no {study.device} here; without one a run skips every trial.")
     return 0
 
 

@@ -100,7 +100,7 @@ def _of_model(study: Study, source: str, choices: list[Choice]) -> list[Planned]
         for batch in batches:
             dims = Dims(batch, height, width, parse_shapes(study.shapes))
             planned += [
-                replace(_trial(study, choice, model, precision, dims, data), seen=_seen(found, dims))
+                replace(_checked(study, _trial(study, choice, model, precision, dims, data)), seen=_seen(found, dims))
                 for choice, precision in _ways(study, choices, model)
             ]
     return planned
@@ -114,8 +114,8 @@ def _of_none(study: Study, source: str, choices: list[Choice], died: Died) -> li
     for pair in pairs:
         for batch in study.batches or (1,):
             for choice, precision in _ways(study, choices, model):
-                one = _trial(study, choice, model, precision, Dims(batch, *pair), DataSpec())
-                rows.append(Planned(replace(one.trial, recipe=None), died.reason, died.status))
+                trial = _trial(study, choice, model, precision, Dims(batch, *pair), DataSpec())
+                rows.append(Planned(trial, died.reason, died.status))
     return rows
 
 
@@ -186,17 +186,20 @@ def missing(name: str, runtime: Runtime = HERE) -> str:
     return next((either.split("|")[0] for either in requires if not have.keys() & set(either.split("|"))), "")
 
 
-def _trial(study: Study, choice: Choice, model: ModelSpec, precision: str, dims: Dims, data: DataSpec) -> Planned:
+def _trial(study: Study, choice: Choice, model: ModelSpec, precision: str, dims: Dims, data: DataSpec) -> Trial:
     runtime = replace(runtime_of(study, choice), threads=study.threads or system.physical_cores())
     plan = replace(study.plan, rounds=choice.rounds or study.rounds)
-    trial = Trial(model, choice.name, precision, dims, choice.options, None, data, runtime, plan)
-    engine = backend.find(choice.name)
-    lacks = missing(choice.name, runtime)
-    if lacks:
-        where = f"in {runtime.python}" if runtime.python else "in this Python"
-        return Planned(trial, f"{lacks} is not installed {where}; pip install {lacks}")
-    refusal = engine.refuse(trial)
-    return Planned(trial, refusal) if refusal else Planned(replace(trial, recipe=placed(engine.recipe(trial), study)))
+    return Trial(model, choice.name, precision, dims, choice.options, None, data, runtime, plan)
+
+
+def _checked(study: Study, trial: Trial) -> Planned:
+    """The trial with the recipe of its file, or why it will not be run."""
+    engine, python = backend.find(trial.backend), trial.runtime.python
+    if lacks := missing(trial.backend, trial.runtime):
+        return Planned(trial, f"{lacks} is not installed in {python or 'this Python'}; pip install {lacks}")
+    if refusal := engine.refuse(trial):
+        return Planned(trial, refusal)
+    return Planned(replace(trial, recipe=placed(engine.recipe(trial), study)))
 
 
 def placed(recipe: Recipe | None, study: Study) -> Recipe | None:
