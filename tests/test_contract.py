@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from dyno.execute import Files
-from dyno.expand import missing, model_spec
+from dyno.interpreters import missing
+from dyno.model_info import model_spec
 from dyno.progress import Progress
 from dyno.study import Study
 from dyno.worker import backend

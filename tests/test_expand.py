@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from dyno import Study, UserError, load, store
-from dyno.expand import _batches, expand, installed, missing, model_spec
+from dyno.expand import expand
+from dyno.interpreters import installed, missing
+from dyno.model_info import batches, model_spec
 from dyno.worker import backend
 from dyno.worker.backend import Backend
 from dyno.worker.spec import Dims, ModelSpec, Recipe, Runtime, Trial, digest
@@ -193,10 +195,10 @@ def test_models_that_are_not_there(source: str, fields: dict, message: str) -> N
 
 def test_an_engine_s_batches_are_known_before_anything_runs(fake_study: Studies) -> None:
     found = {"batch": 0, "batches": [1, 4, 8]}
-    assert _batches(fake_study(), found) == (4,), "what it was tuned for"
-    assert _batches(fake_study(batches=(1, 8)), found) == (1, 8)
+    assert batches(fake_study(), found) == (4,), "what it was tuned for"
+    assert batches(fake_study(batches=(1, 8)), found) == (1, 8)
     with pytest.raises(UserError, match="batch 16 is outside the engine's profile, 1 to 8"):
-        _batches(fake_study(batches=(2, 16)), found)
+        batches(fake_study(batches=(2, 16)), found)
 
 
 def test_a_file_for_a_gpu_is_another_for_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

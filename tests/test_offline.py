@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dyno.expand import installed
+from dyno.interpreters import installed
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from dyno import datasets
 from dyno.commands import finish
-from dyno.expand import model_spec
+from dyno.model_info import model_spec
 from dyno.store import cache_dir, versions
 from dyno.study import Study
 from dyno.training import TrainingResult, train

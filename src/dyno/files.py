@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from dyno import commands
 from dyno.execute import Files
-from dyno.expand import look, missing, model_spec, runtime_of, sizes
+from dyno.interpreters import missing, runtime_of
+from dyno.model_info import look, model_spec, sizes
 from dyno.prepare import prepared
 from dyno.progress import Progress
 from dyno.store import copy

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dyno.expand import placed
+from dyno.interpreters import placed
 from dyno.study import Study
 from dyno.worker import backend
 from dyno.worker.spec import Trial, UserError, digest

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dyno.expand import runtime_of
+from dyno.interpreters import runtime_of
 from dyno.progress import Progress
 from dyno.store import cache_dir, card, makers, versions
 from dyno.study import Choice, Study

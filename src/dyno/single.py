@@ -22,7 +22,7 @@ def study_of(model: str, defaults: Mapping[str, Any], asked: Mapping[str, Any]) 
 
 def usual(model: str) -> tuple[str, str]:
     """The backend and the device that a model is timed on when nobody says: by the kind of file it is."""
-    from dyno.expand import engine_backend
+    from dyno.model_info import engine_backend
 
     path = Path(model)
     if path.suffix in ENGINE_FILES and path.is_file():

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dyno import training_data
-from dyno.expand import look, model_spec, sizes
 from dyno.launch import launch
+from dyno.model_info import look, model_spec, sizes
 from dyno.store import Run, sha256_of
 from dyno.study import Choice, Study, check_types, model_name
 from dyno.training_view import CURVES, Row, TrainingView, chart, history

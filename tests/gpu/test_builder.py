@@ -10,7 +10,7 @@ import pytest
 
 from dyno.launch import launch
 from dyno.worker.backend import find
-from dyno.worker.backends.onnx_export import read_io
+from dyno.worker.onnx_file import read_io
 from dyno.worker.onnx_opset import in_opset
 from dyno.worker.record import Record
 from dyno.worker.spec import Artifact, Dims, Job, ModelSpec, Runtime, Trial

@@ -18,7 +18,8 @@ import pytest
 from dyno.worker import backend, main
 from dyno.worker.backend import Backend
 from dyno.worker.backends.fake import Fake, FakeSession
-from dyno.worker.main import Journal, perform
+from dyno.worker.journal import Journal
+from dyno.worker.main import perform
 from dyno.worker.record import Record, read_record, write_json
 from dyno.worker.spec import SCHEMA, Artifact, Dims, Job, Recipe, Tensor, Trial, Unavailable, UserError, to_json
 

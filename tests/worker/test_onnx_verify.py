@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from dyno.worker.backends.onnx_export import read_io
+from dyno.worker.onnx_file import read_io
 from dyno.worker.onnx_verify import Source, Wrong, doubtful, verified
 
 

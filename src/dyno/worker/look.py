@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from dyno.worker import flops, models, task_facts, ultralytics_models
-from dyno.worker.backends import onnx_export
+from dyno.worker import flops, models, onnx_file, task_facts, ultralytics_models
 from dyno.worker.shapes import REFUSALS, static_shapes
 from dyno.worker.spec import ENGINE_FILES, Dims, ModelSpec, Tensor, Trial, UserError, to_json
 from dyno.worker.torch_support import tensors as tensors_of
@@ -90,7 +89,7 @@ def _file(trial: Trial, sizes: list[list[int]], shapes: dict[str, tuple[int, ...
         size = [_number(image.shape[2]), _number(image.shape[3])]
         found["size"] = [side or DEFAULT_SIZE for side in size]
         found["fixed_size"] = all(size)
-    said = task_facts.read(model.file) if reader is onnx_export else {}
+    said = task_facts.read(model.file) if reader is onnx_file else {}
     found |= task_facts.facts(model, task, said, [t.shape for t in outputs])
     if hasattr(reader, "read_batches"):  # an engine knows which batches it was built for
         found["batches"] = list(reader.read_batches(model.file))
@@ -98,7 +97,7 @@ def _file(trial: Trial, sizes: list[list[int]], shapes: dict[str, tuple[int, ...
         found["batch"] = next(iter(shapes.values()))[0]
     dims = Dims(found["batch"] or found.get("batches", [1, 1])[1], found["size"][0], found["size"][1], shapes)
     static_shapes(tensors, dims)
-    if reader is onnx_export:
+    if reader is onnx_file:
         sized = [dims] if found.get("fixed_size") or not sizes else [replace(dims, height=h, width=w) for h, w in sizes]
         counts = {one.size: flops.of_onnx(model.file, static_shapes(tensors, one)) // one.batch for one in sized}
         found["flops"] = {size: count for size, count in counts.items() if count}
@@ -116,7 +115,7 @@ def _reader(trial: Trial) -> Any:
         from dyno.worker.backends.tensor_rt.given import Reader
 
         return Reader(trial.backend, trial.runtime.device)
-    return onnx_export
+    return onnx_file
 
 
 def _fixed(tensors: tuple[Tensor, ...], axis: int) -> int:

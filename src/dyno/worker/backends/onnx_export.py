@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import inspect
 import io
-import math
 import time
 import warnings
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,19 +14,13 @@ from typing import Any
 
 from dyno.worker import models, system, task_facts
 from dyno.worker.backend import Backend
-from dyno.worker.onnx_opset import in_opset, lower_file
-from dyno.worker.onnx_opset import opset as opset_of
+from dyno.worker.onnx_file import artifact, given, import_onnx, opset_of, read_io
+from dyno.worker.onnx_opset import lower_file
 from dyno.worker.onnx_verify import Source, Wrong, doubtful, verified
-from dyno.worker.onnx_weights import beside
 from dyno.worker.shapes import REFUSALS
-from dyno.worker.spec import Artifact, Dims, ModelSpec, Option, Recipe, Runtime, Tensor, Trial, Unavailable, UserError
+from dyno.worker.spec import Artifact, Dims, ModelSpec, Option, Recipe, Runtime, Trial, UserError
 from dyno.worker.torch_support import first_line, import_torch, memory_errors, named_outputs, tensors
 
-QUANTISED = set(
-    "QuantizeLinear DequantizeLinear DynamicQuantizeLinear QLinearConv QLinearMatMul QGemm ConvInteger "
-    "MatMulInteger".split()
-)
-FLOAT8 = range(17, 21)  # onnx.TensorProto's four types of it
 EXPORTERS = ("auto", "dynamo", "torchscript")
 OPSET = 18  # the newest that every engine here reads, and the oldest that dynamo writes
 EXAMPLE_BATCH = 2  # torch.export takes a batch of 0 or 1 for a constant
@@ -48,31 +39,6 @@ def exported(model: ModelSpec, dims: Dims, runtime: Runtime, options: Mapping[st
     return Recipe("onnx_export", "onnx", "fp32", model, dims, kept, runtime=replace(runtime, device="cpu"))
 
 
-def read_io(path: str) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Inputs and outputs of an ONNX file; a free dimension has the file's name for it, else INPUT_AXIS.
-
-    Raises `UserError` for a file that is missing, empty, cut short or not ONNX.
-    """
-    graph = _read(path).graph
-    constants = {tensor.name for tensor in graph.initializer}
-    inputs = tuple(_tensor(value) for value in graph.input if value.name not in constants)
-    return inputs, tuple(_tensor(value) for value in graph.output)
-
-
-def read_precision(path: str) -> str:
-    """What an ONNX file's graph is in: int8 or fp8 when it has quantised nodes, else what most weights are."""
-    import onnx
-
-    graph = _read(path).graph
-    if any(node.op_type in QUANTISED for node in graph.node):
-        return "fp8" if any(tensor.data_type in FLOAT8 for tensor in graph.initializer) else "int8"
-    weights = Counter[int]()
-    for tensor in graph.initializer:
-        weights[tensor.data_type] += math.prod(tensor.dims)
-    names = {onnx.TensorProto.FLOAT16: "fp16", onnx.TensorProto.BFLOAT16: "bf16"}
-    return names.get(weights.most_common(1)[0][0], "fp32") if weights else "fp32"
-
-
 class OnnxExport(Backend):
     """Exports a module with a free or a fixed batch, compares the graph with it, and reads ONNX files as they are."""
 
@@ -89,7 +55,7 @@ class OnnxExport(Backend):
     def probe(self) -> dict[str, Any]:
         """Export one linear layer with the older exporter, which takes no time."""
         torch = import_torch()
-        _onnx()
+        import_onnx()
         content = io.BytesIO()
         with _quiet():
             torch.onnx.export(torch.nn.Linear(2, 2).eval(), (torch.randn(1, 2),), content, dynamo=False)
@@ -107,18 +73,18 @@ class OnnxExport(Backend):
         wrong the other exporter is tried. Raises `UserError` when neither is right, or the file is not whole.
         """
         if recipe.model.file:
-            return _given(recipe.model.file, recipe.options.get("opset"), folder)
+            return given(recipe.model.file, recipe.options.get("opset"), folder)
         started = time.perf_counter()
         with memory_errors():
             made_by = _export(recipe, folder / "model.onnx")
             task_facts.write(str(folder / "model.onnx"), recipe.model)
         made_by = {"backend": self.name, "versions": system.versions(self.requires), **made_by}
-        return _artifact(str(folder / "model.onnx"), time.perf_counter() - started, made_by)
+        return artifact(str(folder / "model.onnx"), time.perf_counter() - started, made_by)
 
 
 def _export(recipe: Recipe, path: Path) -> dict[str, Any]:
     torch = import_torch()
-    _onnx()
+    import_onnx()
     exporters, opset = _options(recipe.options)
     torch.set_num_threads(recipe.runtime.threads)
     module = models.load(recipe.model, recipe.dims)
@@ -137,7 +103,7 @@ def _export(recipe: Recipe, path: Path) -> dict[str, Any]:
             notes.append(f"the {exporter} exporter: {e}")
             continue
         notes += doubtful(checked)
-        return {**made_by, "exporter": exporter, "opset": _opset(path), "verified": checked, "warnings": notes}
+        return {**made_by, "exporter": exporter, "opset": opset_of(path), "verified": checked, "warnings": notes}
     remedy = "export with a fixed batch (--batch 1)" if source.free_batch else "try another --opset"
     raise UserError(f"{recipe.model.name} can't be exported right, {remedy}; {'; '.join(notes)}")
 
@@ -216,83 +182,6 @@ def _write(torch: Any, source: Source, exporter: str, opset: int, path: Path) ->
         raise Wrong(str(e)) from e
 
 
-def _given(path: str, wanted: Option | None, folder: Path) -> Artifact:
-    """The user's own file; a copy in the `wanted` opset where it is in a later one, which the engine may misread."""
-    onnx = _onnx()
-    model = _read(path)
-    try:
-        onnx.checker.check_model(path)
-    except onnx.checker.ValidationError as e:
-        raise UserError(f"{path} is not a valid ONNX graph: {first_line(e)}") from e
-    made_by = {
-        "backend": "given",
-        "opset": _opset(Path(path)),
-        "parameters": sum(math.prod(t.dims) for t in model.graph.initializer),
-        "weights_sha256": _digest(path),
-        "warnings": [],
-    }
-    copy = folder / "model.onnx"
-    if isinstance(wanted, int) and _opset(Path(path)) > wanted and not beside(Path(path)):
-        try:
-            onnx.save(in_opset(model, wanted), copy)
-        except UserError as e:  # a later engine may read it all the same, and one that doesn't will say so
-            made_by["warnings"] = [str(e)]
-        else:
-            made_by["opset"], path = wanted, str(copy)
-    return _artifact(path, 0.0, made_by)
-
-
-def _artifact(path: str, seconds: float, made_by: dict[str, Any]) -> Artifact:
-    inputs, outputs = read_io(path)
-    size = sum(file.stat().st_size for file in (Path(path), *beside(Path(path))))
-    return Artifact("onnx", path, _digest(path), size, "fp32", inputs, outputs, seconds, made_by=made_by)
-
-
-def _read(path: str) -> Any:
-    onnx = _onnx()
-    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
-
-    file = Path(path)
-    if not file.is_file():
-        raise UserError(f"model file {path} doesn't exist")
-    if file.stat().st_size == 0:
-        raise UserError(f"model file {path} is empty")
-    try:
-        model = onnx.load(path, format="protobuf", load_external_data=False)
-    except DecodeError as e:
-        raise UserError(f"{path} is not a whole ONNX file (cut short, or of another kind); export it again") from e
-    if not model.graph.node or not model.graph.output:
-        raise UserError(f"{path} is not an ONNX file, or one without a graph; export it again")
-    return model
-
-
-def _tensor(value: Any) -> Tensor:
-    onnx = _onnx()
-    kind = value.type.tensor_type
-    shape = tuple(
-        dim.dim_value if dim.HasField("dim_value") else dim.dim_param or f"{value.name}_{axis}"
-        for axis, dim in enumerate(kind.shape.dim)
-    )
-    known = kind.elem_type != onnx.TensorProto.UNDEFINED
-    return Tensor(value.name, str(onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type)) if known else "", shape)
-
-
-def _digest(path: str) -> str:
-    total = hashlib.sha256()
-    for file in (Path(path), *beside(Path(path))):
-        try:
-            with open(file, "rb") as f:
-                while chunk := f.read(1 << 20):
-                    total.update(chunk)
-        except FileNotFoundError as e:
-            raise UserError(f"{path} keeps weights in {file}, which doesn't exist; put it back beside it") from e
-    return total.hexdigest()
-
-
-def _opset(path: Path) -> int:
-    return opset_of(_read(str(path)))
-
-
 def _is_huge(module: Any) -> bool:
     size: int = sum(t.numel() * t.element_size() for t in module.state_dict().values())
     return size > PROTOBUF_LIMIT
@@ -311,13 +200,3 @@ def _quiet() -> Iterator[None]:
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-def _onnx() -> Any:
-    try:
-        import onnx
-        import onnx.checker
-        import onnx.helper
-    except ImportError as e:
-        raise Unavailable(f"onnx can't be imported ({e}); install it with: pip install onnx onnxscript") from e
-    return onnx

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.backend import Backend, derived
-from dyno.worker.backends.onnx_export import QUANTISED, exported
+from dyno.worker.backends.onnx_export import exported
 from dyno.worker.backends.onnx_input import reading_pixels
 from dyno.worker.backends.onnx_modelopt import quantised
 from dyno.worker.backends.onnx_sensitivity import kept, ranked
@@ -22,6 +22,7 @@ from dyno.worker.calibration import NO_DATA, SAMPLES, example
 from dyno.worker.inputs import wants_pixels
 from dyno.worker.onnx_bf16 import to_bf16
 from dyno.worker.onnx_check import compared, outputs
+from dyno.worker.onnx_file import QUANTISED
 from dyno.worker.onnx_fp16 import to_fp16
 from dyno.worker.onnx_int8 import METHOD, to_int8
 from dyno.worker.spec import Artifact, DataSpec, Option, Recipe, Runtime, Trial, Unavailable, UserError

@@ -1,0 +1,47 @@
+"""Where a backend runs: the interpreter, environment and device of its jobs, and whether its libraries are there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dyno.store import versions
+from dyno.study import Choice, Study, runtimes
+from dyno.worker import backend
+from dyno.worker.spec import Recipe, Runtime
+
+HERE = Runtime()
+
+
+def installed(device: str) -> list[str]:
+    """The backends that run on the device and whose libraries this Python has."""
+    kind = device.split(":")[0]
+    return [name for name in backend.names() if kind in backend.find(name).devices and not missing(name)]
+
+
+def missing(name: str, runtime: Runtime = HERE) -> str:
+    """The first library that the backend needs and that runtime lacks, or ""."""
+    requires = backend.find(name).requires
+    have = versions(runtime, requires)
+    return next((either.split("|")[0] for either in requires if not have.keys() & set(either.split("|"))), "")
+
+
+def placed(recipe: Recipe | None, study: Study) -> Recipe | None:
+    """The recipe with each step in the interpreter that the study has for the name of its runtime."""
+    if recipe is None:
+        return None
+    place = recipe.runtime
+    if place.name in study.runtime:
+        named = runtime_of(study, Choice(place.name))
+        place = replace(place, python=named.python, env=named.env)
+    return replace(recipe, parent=placed(recipe.parent, study), runtime=place)
+
+
+def runtime_of(study: Study, choice: Choice) -> Runtime:
+    """The interpreter, environment and device that the study has for a backend."""
+    table = runtimes(study, choice)
+    return Runtime(
+        name=choice.runtime or "main",
+        python=str(table.get("python", "")),
+        env={str(k): str(v) for k, v in table.get("env", {}).items()},
+        device=study.device,
+    )
