@@ -67,14 +67,21 @@ def test_labels_follow_the_folders_in_any_script(tmp_path: Path, make: Make) -> 
     assert "calibration" not in found
 
 
-def test_calibration_is_taken_out_of_the_test_images(tmp_path: Path, make: Make) -> None:
-    data = make(fill(tmp_path / "d", {"a": 20, "b": 20, "c": 1}))
-    found = arrays(data)
+def test_test_images_are_set_aside_only_where_that_is_asked_for(tmp_path: Path, make: Make) -> None:
+    folder = fill(tmp_path / "d", {"a": 20, "b": 20, "c": 1})
+    data, every = make(folder, set_aside=True), make(folder)
+    found, whole = arrays(data), arrays(every)
+    assert (every.count, "calibration" in whole, "set_aside" in datasets.meta(every)) == (41, False, False)
+    assert (data.count, datasets.meta(data)["set_aside"]) == (33, 8)
+    assert np.array_equal(found["images"], whole["images"]), "a row is the same photograph, so that runs can be paired"
+    assert datasets.meta(data)["photographs"] == datasets.meta(every)["photographs"]
+    assert data.sha256 != every.sha256
     assert len(found["calibration"]) == 8
     assert not set(found["calibration"]) & set(found["test"])
     assert sorted([*found["calibration"], *found["test"]]) == list(range(41))
     assert np.bincount(found["labels"][found["calibration"]]).tolist() == [4, 4]
-    assert make(tmp_path / "d", calibration=3).count == 38
+    assert make(folder, calibration=3, set_aside=True).count == 38
+    assert make(folder, calibration=fill(tmp_path / "other", {"x": 3}, seed=100), set_aside=True).count == 41
 
 
 def test_split_layout(tmp_path: Path, make: Make) -> None:

@@ -15,6 +15,8 @@ import pytest
 
 import dyno
 from dyno import execute
+from dyno.analysis import compare, evaluation_words, verdict
+from dyno.analysis.render import render
 from dyno.expand import Planned
 from dyno.result import Result
 from dyno.store import Run
@@ -97,6 +99,30 @@ def test_from_python(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert matrix.loc["one"].sum() == 10
     assert matrix.to_numpy().trace() == pytest.approx(frame["top1"].iloc[0] / 100 * 30)
     assert (result.report().parent / "charts" / f"confusion-{result.records.trials[0].id}.png").is_file()
+
+
+def test_every_image_is_tested_on_but_where_int8_needs_some(
+    photos: Path, tmp_path: Path, fake_study: Callable[..., dyno.Study]
+) -> None:
+    same = {"data": str(photos / "val"), "sizes": ("16",), "rounds": 2}
+    every = fake_study(**same).run(tmp_path / "every", quiet=True)
+    fewer = fake_study(**same, precisions=("fp32", "int8")).run(tmp_path / "fewer", quiet=True)
+    other = fake_study(**same, precisions=("fp32", "int8"), calibration=str(photos / "train"))
+    assert every.to_pandas()["images"].tolist() == [30]
+    assert other.run(tmp_path / "other", quiet=True).to_pandas()["images"].tolist() == [30, 30]
+    frame = fewer.to_pandas()
+    assert (frame["images"].tolist(), frame["set_aside"].tolist()) == ([24, 24], [6, 6]), "both on the same images"
+    said = "24 of 30 images: 6 were set aside for calibration"
+    for format in ("text", "markdown"):
+        assert f"accuracy is on {said}" in render(frame, format)
+        assert "set aside" not in render(every.to_pandas(), format)
+    assert f"on {said}" in evaluation_words.told(fewer.records.trials[0])
+    warned = "Accuracy is not on all images: 6 were set aside for calibration"
+    assert any(warned in sentence for sentence in verdict.sentences(fewer.records, frame))
+    page = fewer.report().read_text(encoding="utf-8")
+    assert said in page and warned in page and "set aside" not in every.report().read_text(encoding="utf-8")
+    with pytest.raises(UserError, match="other test images, 6 set aside for calibration in one run and 0 in the other"):
+        compare.compare(every.records, fewer.records)
 
 
 def test_random_inputs_have_no_classes(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import io
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ def photos(folder: Path, *classes: str, count: int = 3) -> Path:
     return folder
 
 
-def data_for(folder: Path | str, outputs: int = 0, task: str = "classify", **more: object) -> DataSpec:
+def data_for(folder: Path | str, outputs: int = 0, task: str = "classify", **more: Any) -> DataSpec:
     study = Study(models=("fake:net",), data=str(folder))
     return prepared(study, ModelSpec("net", "fake:net", task=task, **more), (16, 16), outputs)
 
@@ -60,7 +61,7 @@ def test_the_list_is_timm_s() -> None:
 
 def test_labels_that_do_not_fit_the_model(tmp_path: Path) -> None:
     folder = photos(tmp_path / "pets", "cat", "dog", "猫")
-    assert data_for(folder, 3).count == data_for(folder).count == data_for(folder, classes=3).count == 8
+    assert data_for(folder, 3).count == data_for(folder).count == data_for(folder, classes=3).count == 9
     for outputs, line in {
         1000: f"{folder} has 3 class folders, but net tells 1000 classes apart: which are these? Build it with --cl",
         2: f"{folder} has 3 class folders, but net tells 2 classes apart; give the data that it was trained for,",
@@ -80,7 +81,27 @@ def test_images_without_labels_are_right_for_any_model(tmp_path: Path) -> None:
     about = datasets.meta(data)
     assert set(np.load(Path(data.folder, "labels.npy"))) == {-1}
     assert (about["label_source"], about["classes"]) == ("none", [])
-    assert about["splits"] == {"test": 8, "calibration": 2}
+    assert about["splits"] == {"test": 10}
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({}, False),
+        ({"precisions": ("fp32", "fp16", "bf16")}, False),
+        ({"precisions": ("fp32", "int8")}, True),
+        ({"backends": ("onnxruntime@precision=fp32+int8",)}, True),
+        ({"backends": ("pytorch", "compile"), "precisions": ("fp32", "int8")}, False),
+        ({"backends": ("tensorrt",), "precisions": ("fp8",)}, True),
+        ({"backends": ("onnxruntime@keep=3",), "precisions": ("fp16",)}, True),
+        ({"backends": ("onnxruntime",), "precisions": ("fp16",), "budget": {"top1": 1.0}}, True),
+        ({"backends": ("onnxruntime",), "precisions": ("fp16",), "budget": {"top1": 1.0}, "search": False}, False),
+        ({"backends": ("pytorch",), "precisions": ("fp16",), "budget": {"top1": 1.0}}, False),
+        ({"backends": ("onnxruntime",), "precisions": ("bf16",), "budget": {"top1": 1.0}}, False),
+    ],
+)
+def test_images_are_set_aside_only_for_what_is_calibrated(settings: dict[str, Any], wanted: bool) -> None:
+    assert prepare.calibrates(Study(models=("fake:net",), data="d", **settings)) is wanted
 
 
 def annotated(folder: Path, line: str = "0 0.5 0.5 0.2 0.2") -> Path:

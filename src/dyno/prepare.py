@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from dyno import datasets
 from dyno.datasets import Progress
 from dyno.store import cache_dir
-from dyno.study import Study
+from dyno.study import Choice, Study
+from dyno.worker import backend
 from dyno.worker.spec import DataSpec, ModelSpec, UserError
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 QUIET_S = 1.0  # decoding that is done sooner shows nothing
 FORMATS = {"coco": "COCO's format", "yolo": "YOLO's format", "classes": "class folders"}
 NEEDS = {"segment": "masks", "pose": "keypoints"}
+CALIBRATED = {"int8", "fp8"}  # precisions whose ranges are taken from images
+RANKED = {"int8", "fp16"}  # precisions whose layers are ranked on images, where some are to be kept higher
 
 
 def prepared(
@@ -28,8 +31,9 @@ def prepared(
 ) -> DataSpec:
     """The study's images decoded for this model and size, or random inputs when it has none.
 
-    `outputs` is how many classes the model tells apart (0: not known). Raises `UserError` when the data is for another
-    task or has other classes.
+    `outputs` is how many classes the model tells apart (0: not known). Every image that isn't to train on is tested on,
+    but for those that are set aside where `calibrates(study)` and there are no others. Raises `UserError` when the data
+    is for another task or has other classes.
     """
     if not study.data:
         return DataSpec(count=study.compared, seed=study.seed)
@@ -43,7 +47,7 @@ def prepared(
         wanted = "class folders" if annotated else "annotations in COCO's or YOLO's format"
         raise UserError(f"{study.data} is in {FORMATS[kind]}, but {model.name} is for {model.task}; give {wanted}")
     more: dict[str, Any] = {"calibration": Path(study.calibration)} if study.calibration else {}
-    more |= {"on_unreadable": study.unreadable, "channels": model.channels}
+    more |= {"on_unreadable": study.unreadable, "channels": model.channels, "set_aside": calibrates(study)}
     with decoding(console) as progress:
         if annotated:
             more |= {"task": model.task, "classes": outputs}
@@ -56,6 +60,21 @@ def prepared(
     _check(study.data, about, model, outputs)
     say_left_out(about, console)
     return data
+
+
+def calibrates(study: Study) -> bool:
+    """Whether any way of running a model in the study is made with calibration images; all its trials share the data.
+
+    Those of int8 and fp8, those with some layers kept higher (`keep=N`), and those that a search may add for a budget.
+    """
+    choices = [Choice.parse(text) for text in study.backends] or [Choice(name) for name in backend.names()]
+    for choice in choices:
+        engine = backend.find(choice.name)
+        asked = set(choice.precisions or study.precisions) & set(engine.precisions)
+        keeps = "keep" in choice.options or (study.searches and "keep" in engine.options)
+        if asked & CALIBRATED or (keeps and asked & RANKED):
+            return True
+    return False
 
 
 def say_left_out(about: dict[str, Any], console: Console | None) -> None:

@@ -69,7 +69,9 @@ def test_the_task_chooses_between_files(coco: Folder, make: Make) -> None:
 
 
 def test_without_training_images_some_are_carved_out(coco: Folder, make: Make) -> None:
-    data = make(coco(count=10, train=0))
+    folder = coco(count=10, train=0)
+    assert datasets.meta(make(folder))["splits"] == {"test": 10}
+    data = make(folder, set_aside=True)
     assert datasets.meta(data)["splits"] == {"test": 8, "calibration": 2}
     assert len(truth(data)["images"]) == len(truth(data)["annotations"]) == 8
 

@@ -79,7 +79,7 @@ def test_what_was_decoded_before_a_kill_is_not_decoded_again(
     assert len(read_again) == COUNT - done
     assert seen[0] == (done + 1, COUNT)
     assert found.sha256 == whole.sha256
-    for name in ("images", "labels", "test", "calibration"):
+    for name in ("images", "labels", "test"):
         assert np.array_equal(np.load(f"{found.folder}/{name}.npy"), np.load(f"{whole.folder}/{name}.npy"))
     assert sorted(p.name for p in (tmp_path / "cache").iterdir()) == sorted([Path(found.folder).name, "hashes"])
 
@@ -90,7 +90,7 @@ def test_what_is_decoded_stays_when_unreadable_images_are_refused(
     with pytest.raises(datasets.UserError, match=r"1 of 120 images can't be read: a/004.jpg"):
         datasets.class_folders(photos, tmp_path, (48, 48), Preprocess())
     monkeypatch.setattr(Transform, "read", lambda *_: pytest.fail("decoded again"))
-    assert prepared(photos, tmp_path).count == COUNT - COUNT // 5 - 1
+    assert prepared(photos, tmp_path).count == COUNT - 1
 
 
 def some(count: int, start: int = 0) -> list[rows.Timed]:

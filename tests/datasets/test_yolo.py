@@ -85,8 +85,9 @@ def test_a_folder_without_a_description(yolo: Callable[..., Path], make: Make) -
 def test_splits_and_layouts(yolo: Callable[..., Path], make: Make, tmp_path: Path) -> None:
     folder = yolo(val=10)
     (folder / "data.yaml").write_text("val: images/val\nnames: [disc, triangle]\n")
-    found = make(folder)
-    assert datasets.meta(found)["splits"] == {"test": 8, "calibration": 2}, "carved out when there is no train"
+    assert datasets.meta(make(folder))["splits"] == {"test": 10}
+    found = make(folder, set_aside=True)
+    assert datasets.meta(found)["splits"] == {"test": 8, "calibration": 2}, "set aside when there is no train"
     assert len(truth(found)["images"]) == len(truth(found)["annotations"]) == 8
     lines = [f"./images/val/{i:03}.jpg" for i in range(4)]
     (folder / "four.txt").write_text("\n".join(lines))
@@ -116,12 +117,13 @@ def test_images_to_train_on_that_are_not_there_are_said(yolo: Callable[..., Path
         ("[images/train, nowhere]", f"there is no {folder}/nowhere", 4),
     ):
         (folder / "data.yaml").write_text(f"val: images/val\ntrain: {train}\nnames: [disc, triangle]\n")
-        about = datasets.meta(make(folder))
+        about = datasets.meta(make(folder, set_aside=True))
         assert about["warnings"] == [f"data.yaml, train: {wrong}"]
         assert about["splits"]["calibration"] == calibrated
     (folder / "data.yaml").write_text("val: images/val\ntrain: nowhere\nnames: [disc, triangle]\n")
     other = tmp_path / "other"
     shutil.copytree(folder / "images/train", other)
+    assert datasets.meta(make(folder))["warnings"] == [], "nothing is set aside"
     for calibration in (0, other):
         assert datasets.meta(make(folder, calibration=calibration))["warnings"] == [], "nobody needs them"
 

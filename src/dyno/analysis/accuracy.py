@@ -106,6 +106,16 @@ def of(trial: TrialResult) -> Accuracy | None:
     return Accuracy(len(top1), _share(top1), None if top5 is None else _share(top5))
 
 
+def judged(trial: TrialResult) -> bool:
+    """Whether the trial has an accuracy: of a classifier on labelled images, or of a detector on known objects."""
+    return correct(trial.answers, 1) is not None or trial.mean_ap is not None
+
+
+def set_aside(trial: TrialResult) -> int:
+    """How many images of the trial's data were not tested on because calibration has them."""
+    return int((trial.facts.get("data") or {}).get("set_aside") or 0)
+
+
 def _share(hits: np.ndarray) -> Interval:
     return wilson(int(hits.sum()), len(hits))
 

@@ -182,6 +182,10 @@ def refusal(a: TrialResult, b: TrialResult) -> str:
         return "other weights"
     data = [(d.get("sha256"), d.get("split") if d.get("sha256") else d.get("seed")) for d in _data(a, b)]
     if data[0] != data[1]:
+        aside = [accuracy.set_aside(t) for t in (a, b)]
+        if a.good and b.good and aside[0] != aside[1] and accuracy.same_photographs(a, b):
+            few, many = sorted(aside)
+            return f"other test images, {many:,} set aside for calibration in one run and {few:,} in the other"
         return "other data"
     if why := incomparable(b, a):
         return why

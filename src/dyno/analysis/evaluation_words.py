@@ -9,7 +9,7 @@ import numpy as np
 
 from dyno.analysis import accuracy, confusion, stats
 from dyno.analysis.detection import WORDS, MeanAP
-from dyno.analysis.formatting import markdown, markdown_table, plain, show
+from dyno.analysis.formatting import images_tested, markdown, markdown_table, plain, show
 from dyno.analysis.results import TrialResult
 from dyno.analysis.rounds import LATENCIES
 from dyno.analysis.stats import Interval
@@ -33,12 +33,13 @@ def told(trial: TrialResult, format: str = "text", per_class: bool = False) -> s
 
 
 def _accuracy(trial: TrialResult) -> Iterator[str]:
+    aside = accuracy.set_aside(trial)
     if own := accuracy.of(trial):
-        yield f"top-1 {_percent(own.top1)} on {own.count:,} images"
+        yield f"top-1 {_percent(own.top1)} on {images_tested(own.count, aside)}"
         if own.top5:
             yield f"top-5 {_percent(own.top5)}"
     if found := trial.mean_ap:
-        yield f"mAP50-95 of {WORDS[found.kind]} {_percent(found.interval)} on {found.own.images:,} images"
+        yield f"mAP50-95 of {WORDS[found.kind]} {_percent(found.interval)} on {images_tested(found.own.images, aside)}"
         yield f"mAP50 of {WORDS[found.kind]} {100 * found.own.map50[0]:.2f} %"
         if found.kind != "bbox":
             boxes = found.boxes

@@ -8,7 +8,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dyno.analysis.formatting import NO_IMAGE, markdown, markdown_table, plain, points, short, significant
+from dyno.analysis.formatting import (
+    NO_IMAGE,
+    images_tested,
+    markdown,
+    markdown_table,
+    plain,
+    points,
+    short,
+    significant,
+)
 from dyno.analysis.tables import COLUMNS, EXTRAS
 from dyno.worker.spec import UserError
 
@@ -197,12 +206,20 @@ def failures(rows: list[Row]) -> list[tuple[str, str]]:
     ]
 
 
+def notes(rows: list[Row]) -> list[str]:
+    """What is printed below a table: images that its accuracies are not of, and the reason of every failure."""
+    judged = [r for r in rows if not (missing(r.get("top1")) and missing(r.get("map50_95")))]
+    tested = [(r["images"], r["set_aside"]) for r in judged if not missing(r.get("set_aside")) and r["set_aside"]]
+    said = [f"accuracy is on {images_tested(*each)}" for each in dict.fromkeys(tested)]
+    return [*said, *(f"{way} {why}" for way, why in failures(rows))]
+
+
 def _markdown(title: str, columns: list[Column], rows: list[Row]) -> str:
     names = len([c for c in columns if c.title in IDENTITY])
     cells = [[markdown(c.cell(r)) if i < names else c.cell(r) for i, c in enumerate(columns)] for r in rows]
     table = markdown_table([c.title for c in columns], cells, [c.right for c in columns])
-    notes = "".join(f"\n- {markdown(way)} {markdown(why)}" for way, why in failures(rows))
-    return f"### {markdown(title)}\n\n{table}" + (notes + "\n" if notes else "")
+    below = "".join(f"\n- {markdown(note)}" for note in notes(rows))
+    return f"### {markdown(title)}\n\n{table}" + (below + "\n" if below else "")
 
 
 def _text(title: str, columns: list[Column], rows: list[Row], width: int) -> str:
@@ -214,10 +231,10 @@ def _text(title: str, columns: list[Column], rows: list[Row], width: int) -> str
     lines = ["  ".join(_pad(cells[c.title][i], widths[c.title], c.right) for c in kept).rstrip()
              for i in range(len(rows) + 1)]  # fmt: skip
     rule = "─" * (sum(widths[c.title] + 2 for c in kept) - 2)
-    notes = [f"  {plain(way)} {plain(why)}" for way, why in failures(rows)]
+    below = [f"  {plain(note)}" for note in notes(rows)]
     hidden = ", ".join(c.title for c in columns if c not in kept)
     more = [f"  not shown at this width: {hidden}"] if hidden else []
-    return "\n".join([title, rule, lines[0], rule, *lines[1:], rule, *notes, *more]) + "\n"
+    return "\n".join([title, rule, lines[0], rule, *lines[1:], rule, *below, *more]) + "\n"
 
 
 def _cells(text: str) -> int:

@@ -13,7 +13,7 @@ from dyno.analysis.frontier import SATURATED, saturation
 from dyno.analysis.gpu_trace import Summary
 from dyno.analysis.precision import truth
 from dyno.analysis.references import references
-from dyno.analysis.render import PRINTED, Column, failures, grouped
+from dyno.analysis.render import PRINTED, Column, grouped, notes
 from dyno.analysis.results import Results, TrialResult
 from dyno.analysis.rounds import GPU, HOST, LATENCIES, Round
 from dyno.analysis.tables import build_seconds
@@ -65,8 +65,7 @@ def results_tables(
     for title, columns, rows in grouped(frame, by, printed):
         title = f"{heading}: {title}" if heading else title
         cells = [[Cell(c.cell(r), _key(r, c.sort), c.right) for c in columns] for r in rows]
-        notes = [f"{way} {why}" for way, why in failures(rows)]
-        found.append(Table(title, [c.title for c in columns], cells, notes))
+        found.append(Table(title, [c.title for c in columns], cells, notes(rows)))
     return found
 
 

@@ -38,10 +38,10 @@ EXTRAS = (
     "clock", "outside_gpu_ms", "gpu_util", "gpu_clock_mhz", "gpu_power_w", "gpu_temperature_c", "throttle",
     "throttled_samples", "gpu_others", "pipeline_ips", "decode_ms", "preprocess_ms", "inference_ms", "postprocess_ms",
     "throughput_low", "throughput_high", "top5_low", "top5_high", "top5_diff", "top5_diff_low", "top5_diff_high",
-    "budget_reference",
+    "budget_reference", "set_aside",
 )  # fmt: skip
 WHOLE = ("batch", "layers", "parameters", "rounds", "images", "more_images", "warnings", "throttled_samples",
-         "gpu_others")  # fmt: skip
+         "gpu_others", "set_aside")  # fmt: skip
 TEXT = ("model", "backend", "precision", "size", "device", "status", "reason", "verdict", "trial", "runtime", "options",
         "reference", "boundary", "budget", "budget_reference", "ran_as", "precision_ok", "clock",
         "throttle")  # fmt: skip
@@ -211,7 +211,7 @@ def _accuracy(t: TrialResult, against: Comparison) -> dict[str, Any]:
         return _mean_ap(t, against)
     found: dict[str, Any] = {
         "top1": 100 * own.top1.value, "top1_low": 100 * own.top1.low, "top1_high": 100 * own.top1.high,
-        "top5": 100 * own.top5.value if own.top5 else None, "images": own.count,
+        "top5": 100 * own.top5.value if own.top5 else None, "images": own.count, "set_aside": accuracy.set_aside(t),
     }  # fmt: skip
     if own.top5:
         found |= {"top5_low": 100 * own.top5.low, "top5_high": 100 * own.top5.high}
@@ -241,7 +241,7 @@ def _mean_ap(t: TrialResult, against: Comparison) -> dict[str, Any]:
     found: dict[str, Any] = {
         "map50": 100 * own.own.map50[0], "map50_95": 100 * whole.value, "map_low": 100 * whole.low,
         "map_high": 100 * whole.high, "box_map50": 100 * own.boxes.map50[0],
-        "box_map50_95": 100 * own.boxes.map50_95[0], "images": own.own.images,
+        "box_map50_95": 100 * own.boxes.map50_95[0], "images": own.own.images, "set_aside": accuracy.set_aside(t),
     }  # fmt: skip
     if reference is None or incomparable(t, reference) == "other weights":
         return found

@@ -8,7 +8,7 @@ from math import ceil, isinf, isnan
 from typing import TYPE_CHECKING
 
 from dyno.analysis import breakeven, confirmation, frontier, gpu_words, mixed_precision, stats
-from dyno.analysis.accuracy import OVER, UNDECIDED
+from dyno.analysis.accuracy import OVER, UNDECIDED, judged, set_aside
 from dyno.analysis.contests import Contest, contests
 from dyno.analysis.findings import BEST, FAILURE, NOTE, WARNING, Finding, ms, ratio
 from dyno.analysis.formatting import plain, points, show, significant
@@ -129,6 +129,8 @@ def _accuracy(contest: Contest, winner: pd.Series, trials: dict[str, TrialResult
     text += "" if isnan(low) else f" [{low:.2f}, {high:.2f}]"
     if not missing(winner["images"]):
         text += f" on {winner['images']:,} images"
+        if not missing(winner["set_aside"]) and winner["set_aside"]:
+            text += f" ({winner['set_aside']:,} more were set aside for calibration)"
     low, value, high = metric.change(winner)
     if not isnan(low):
         change, lowest, highest = (points(each / 100) for each in (value, low, high))
@@ -270,6 +272,11 @@ def _outcome(results: Results) -> Iterator[Finding]:
         yield Finding(NOTE, f"{count['skipped']} of {total} trials were skipped, each with its reason.")
     yield from _crowded(results)
     yield from _gpu(results)
+    if aside := max((set_aside(t) for t in results if set_aside(t) and judged(t)), default=0):
+        yield Finding(
+            WARNING,
+            f"Accuracy is not on all images: {aside:,} were set aside for calibration; --calibration DIR gives others.",
+        )
     warned = sum(1 for t in results if t.warnings())
     if warned:
         yield Finding(WARNING, f"{warned} of {total} trials have warnings; the report lists them.")

@@ -72,6 +72,7 @@ def class_folders(
     seed: int = 0,
     train: bool = False,
     outputs: int = 0,
+    set_aside: bool = False,
 ) -> DataSpec:
     """Images in class folders, decoded to `size` (height, width) as torchvision does it on PIL images.
 
@@ -80,9 +81,10 @@ def class_folders(
     `outputs` and each folder is named by a synset of ImageNet's 1,000 classes, it is the place among those. Images in
     `DIR` itself, without class folders, have the label -1.
 
-    Calibration images are never test images: a number is taken from train/, or where there is none out of the test
-    images (at most a fifth of them); a path is a folder of images of its own. With `train` every image of train/ is
-    decoded too, calibration ones among them, and listed in train.npy. Copies of test images are left out of both.
+    Calibration images are never test images: a number is taken from train/; where there is none, and only with
+    `set_aside`, out of the test images (at most a fifth of them; meta.json has the number as `set_aside`). A path is a
+    folder of images of its own. With `train` every image of train/ is decoded too, calibration ones among them, and
+    listed in train.npy. Copies of test images are left out of both.
     `progress` is called with images done and in all.
 
     The shorter side becomes `size * preprocess.resize`, then the centre is cropped (resize 0: straight to the size),
@@ -93,6 +95,7 @@ def class_folders(
     counted and named; with "skip" they are left out and listed in meta.json. Raises `UserError`, one line each.
     """
     how = How(Path(cache), Transform(size, preprocess, channels), on_unreadable, progress, seed)
+    how = dataclasses.replace(how, set_aside=_number(calibration) if set_aside else 0)
     folder = Path(folder).resolve()
     return stored(scan(folder, calibration, seed, train, outputs), folder, how)
 
@@ -109,6 +112,7 @@ def annotated(
     seed: int = 0,
     task: str = "",
     classes: int = 0,
+    set_aside: bool = False,
 ) -> DataSpec:
     """Images with boxes, masks or keypoints in COCO's or YOLO's format, letterboxed to `size` (height, width).
 
@@ -129,11 +133,14 @@ def annotated(
             f"{path} holds no annotations: neither annotations/*.json (COCO) nor data.yaml or labels/ (YOLO)"
         )
     transform = Transform(size, dataclasses.replace(preprocess, letterbox=True), channels, upright=True)
-    how = How(Path(cache), transform, on_unreadable, progress, seed)
-    listing = (
-        coco.scan(path, calibration, seed, task) if found == "coco" else yolo.scan(path, calibration, seed, classes)
-    )
-    return stored(listing, path, how)
+    how = How(Path(cache), transform, on_unreadable, progress, seed, _number(calibration) if set_aside else 0)
+    if found == "coco":
+        return stored(coco.scan(path, calibration, seed, task), path, how)
+    return stored(yolo.scan(path, calibration, seed, classes, set_aside), path, how)
+
+
+def _number(calibration: int | Path) -> int:
+    return 0 if isinstance(calibration, Path) else calibration
 
 
 def meta(data: DataSpec) -> dict[str, Any]:

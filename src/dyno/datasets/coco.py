@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from dyno.datasets.boxes import Found, Labels, checked_box, checked_keypoints, checked_polygon, polygon_area
-from dyno.datasets.photos import Annotations, Listing, Photo, Sizes, carve, images, loose, name_below, printable
+from dyno.datasets.photos import Annotations, Listing, Photo, Sizes, images, loose, name_below, printable
 from dyno.worker.spec import UserError
 
 SPLITS = ("val", "test")  # of which images are tested on; COCO's own test images come without annotations
@@ -37,8 +37,7 @@ def scan(path: Path, calibration: int | Path, seed: int, task: str = "") -> List
     if isinstance(calibration, Path):
         found = found + loose(calibration)
     else:
-        others = _training(folder, shown, calibration, seed)
-        found = found + others if others else carve(found, calibration, seed)
+        found = found + _training(folder, shown, calibration, seed)
     name = printable(path.name if path.is_dir() else path.stem)
     return Listing(name, about.classes, found, own, sources=[file], annotate=about.annotate)
 

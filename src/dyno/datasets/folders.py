@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dyno.datasets.photos import EXTENSIONS, Listing, carve, images, loose, name_below, printable, spread
+from dyno.datasets.photos import EXTENSIONS, Listing, images, loose, name_below, printable, spread
 from dyno.datasets.photos import Photo as Photo
 from dyno.datasets.standard import COUNT, all_known, readable, synsets
 from dyno.worker.spec import UserError
@@ -30,14 +30,14 @@ def scan(folder: Path, calibration: int | Path, seed: int, train: bool = False, 
             raise UserError(f"{folder} has no train/; put the images to learn from there and the others into test/")
         classes = _folders(train_root or test_root)
         if not classes and images(test_root):
-            return _unlabelled(folder, calibration, seed)
+            return _unlabelled(folder, calibration)
         standard = outputs == COUNT and all_known(classes)
         test = _photos(folder, test_root, classes, "test")
         learnt = _photos(folder, train_root, classes, "train") if train_root and train else []
         if isinstance(calibration, Path):
             return _listing(folder, classes, standard, test + learnt + loose(calibration), own=True)
         if train_root is None:
-            return _listing(folder, classes, standard, carve(test, calibration, seed))
+            return _listing(folder, classes, standard, test)
         learnt = learnt or _photos(folder, train_root, classes, "calibration")
     except PermissionError as e:
         raise UserError(f"{e.filename} can't be listed: permission denied") from e
@@ -57,11 +57,11 @@ def _listing(folder: Path, classes: list[str], standard: bool, photos: list[Phot
     return Listing(name, [readable(synset) for synset in order], photos, own, about)
 
 
-def _unlabelled(folder: Path, calibration: int | Path, seed: int) -> Listing:
+def _unlabelled(folder: Path, calibration: int | Path) -> Listing:
     """The images of a folder without class folders: fit to time and to compare outputs on, not to be right about."""
     photos = [Photo(path, name_below(path, folder), -1, "test") for path in images(folder)]
     own = isinstance(calibration, Path)
-    photos = photos + loose(calibration) if isinstance(calibration, Path) else carve(photos, calibration, seed)
+    photos = photos + loose(calibration) if isinstance(calibration, Path) else photos
     return Listing(printable(folder.name), [], photos, own, {"label_source": "none"})
 
 

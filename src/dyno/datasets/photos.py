@@ -50,7 +50,7 @@ Sizes = list[tuple[int, int] | None]  # height and width of each image, None whe
 
 @dataclass(frozen=True)
 class Listing:
-    """Test images first, then the others; `own_calibration`: calibration images are from a folder of their own.
+    """Images with their splits; `own_calibration`: calibration images are from a folder of their own.
 
     `classes` are shown, one for each label. `about` goes into meta.json. Where labels are not by image, `annotate`
     reads them, and `sources` are the files that it reads.
@@ -67,28 +67,37 @@ class Listing:
 
 @dataclass(frozen=True)
 class How:
-    """Where decoded images are kept, and how they are decoded."""
+    """Where decoded images are kept, and how they are decoded.
+
+    `set_aside`: how many test images may become calibration images where the listing has none of its own.
+    """
 
     cache: Path
     transform: Transform
     on_unreadable: OnUnreadable = "refuse"
     progress: Progress | None = None
     seed: int = 0
+    set_aside: int = 0
 
 
 def stored(listing: Listing, folder: Path, how: How) -> DataSpec:
     """The listed images below the folder, decoded unless the cache has them already."""
     made_by = {"pillow": library_version("pillow")}
+    listing = _with_calibration(listing, how.set_aside, how.seed)
     files = [*(photo.path for photo in listing.photos), *listing.sources]
     hashes = store.content_hashes(files, how.cache, folder)
     count = len(listing.photos)
     listing, shas = _without_test_copies(listing, hashes[:count])
     identity = [(p.split, p.name, p.label, p.tunes, sha) for p, sha in zip(listing.photos, shas, strict=True)]
-    key = store.key_of(listing.classes, identity, hashes[count:], how.transform.identity, made_by, how.seed)
+    aside = listing.about.get("set_aside", 0)
+    marks = [aside] if aside else []  # data sets of earlier versions don't say that images were set aside
+    key = store.key_of(listing.classes, identity, hashes[count:], how.transform.identity, made_by, how.seed, *marks)
     found = store.find(how.cache, key)
     if found is None:
         about = {"name": listing.name, "classes": listing.classes, "made_by": made_by, **how.transform.identity}
-        about["photographs"] = store.key_of(listing.classes, identity)
+        # With and without images set aside the rows are the same, so that what both were tested on can be compared.
+        pictures = [("test" if aside else split, *rest) for split, *rest in identity]
+        about["photographs"] = store.key_of(listing.classes, pictures)
         found = store.write(how.cache, key, _content(listing, {**about, **listing.about}, how))
     if how.on_unreadable == "refuse":
         _refuse(store.meta(found)["unreadable"], len(listing.photos))
@@ -140,16 +149,20 @@ def is_image(name: str) -> bool:
     return Path(name).suffix.lower() in EXTENSIONS
 
 
-def carve(test: list[Photo], wanted: int, seed: int) -> list[Photo]:
-    """Take some of the test images for calibration, no class's only image among them; test images come first."""
+def _with_calibration(listing: Listing, wanted: int, seed: int) -> Listing:
+    """Set test images aside for calibration where there are no others: no class's only image, and at most a fifth."""
+    test = listing.photos
+    if listing.own_calibration or any(photo.split != "test" for photo in test):
+        return listing
     labels = np.array([photo.label for photo in test])
     _, inverse, counts = np.unique(labels, return_inverse=True, return_counts=True)
     only = counts[inverse] == 1
-    order = [i for i in spread(labels, seed) if not only[i]]
-    taken = sorted(order[: min(wanted, len(test) // CALIBRATION_SHARE)])
-    moved = [Photo(test[i].path, test[i].name, test[i].label, "calibration") for i in taken]
-    gone = set(taken)
-    return [photo for i, photo in enumerate(test) if i not in gone] + moved
+    order = [i for i in spread(labels, seed).tolist() if not only[i]]
+    taken = set(order[: min(wanted, len(test) // CALIBRATION_SHARE)])
+    if not taken:
+        return listing
+    photos = [replace(photo, split="calibration") if i in taken else photo for i, photo in enumerate(test)]
+    return replace(listing, photos=photos, about={**listing.about, "set_aside": len(taken)})
 
 
 def loose(folder: Path) -> list[Photo]:

@@ -18,7 +18,6 @@ from dyno.datasets.photos import (
     Listing,
     Photo,
     Sizes,
-    carve,
     images,
     is_image,
     loose,
@@ -45,10 +44,11 @@ class _About:
     lost: str = ""  # what is wrong with the images to train on, of which calibration images would be taken
 
 
-def scan(path: Path, calibration: int | Path, seed: int, classes: int = 0) -> Listing:
+def scan(path: Path, calibration: int | Path, seed: int, classes: int = 0, set_aside: bool = True) -> Listing:
     """List the images that data.yaml, or a folder with images/ and labels/, is about.
 
-    `classes` is how many the model tells apart; it counts where nothing names them.
+    `classes` is how many the model tells apart; it counts where nothing names them. `set_aside`: where there are no
+    images to train on, test images will serve for calibration, which is warned of.
     """
     about = _bare(path) if path.is_dir() and _yaml(path) is None else _described(_yaml(path) or path)
     test = [Photo(file, name_below(file, about.folder), -1, "test") for file in about.test]
@@ -64,7 +64,7 @@ def scan(path: Path, calibration: int | Path, seed: int, classes: int = 0) -> Li
         chosen = [about.train[i] for i in sorted(order)]
         photos = test + [Photo(file, name_below(file, about.folder), -1, "calibration") for file in chosen]
     else:
-        photos = carve(test, calibration, seed)
+        photos, calibration = test, calibration if set_aside else 0
     if not about.names:
         about = dataclasses.replace(about, names=[str(i) for i in range(max(classes, classes_used(present)))])
     name = printable(path.name if path.is_dir() else path.parent.name)

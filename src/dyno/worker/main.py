@@ -119,9 +119,10 @@ def _evaluate(session: Session, trial: Trial, journal: Journal) -> None:
     save_arrays(journal.folder / "outputs.npz", arrays)
     journal.evaluated(found)
     shown = {"name": trial.data.name, "split": trial.data.split, "count": len(arrays["sample"])}
-    # The hash over the pictures that were decoded, the same at every size; where nobody knows it, there is none.
-    if pictures := inputs.about(trial.data).get("photographs"):
-        shown["photographs"] = pictures
+    # The hash over the pictures that were decoded, the same at every size, and how many of them calibration has; where
+    # nobody knows it, there is none.
+    about = inputs.about(trial.data)
+    shown |= {key: about[key] for key in ("photographs", "set_aside") if about.get(key)}
     journal.facts({"data": shown})
     for sentence in found.oddities:
         journal.warn(f"data: {sentence}")
