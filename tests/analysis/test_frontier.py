@@ -21,7 +21,8 @@ POINTS = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1,
 @given(POINTS, st.sampled_from([LATENCY, THROUGHPUT]))
 def test_no_point_of_the_frontier_is_beaten_and_every_other_one_is(points: list[tuple[int, int]], speed: str) -> None:
     sign = 1 if speed == THROUGHPUT else -1
-    frame = pd.DataFrame({"status": "ok", speed: [float(p[0]) for p in points], "top1": [float(p[1]) for p in points]})
+    frame = pd.DataFrame({"status": "ok", "outputs": "", speed: [float(p[0]) for p in points]})
+    frame["top1"] = [float(p[1]) for p in points]
     edge = {(sign * r[speed], r["top1"]) for _, r in frontier.pareto(frame, speed).iterrows()}
     every = {(sign * x, float(y)) for x, y in points}
 

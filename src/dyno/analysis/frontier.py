@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dyno.analysis.accuracy import WITHIN
+from dyno.analysis.correctness import WRONG
 from dyno.analysis.formatting import significant
 
 if TYPE_CHECKING:
@@ -46,8 +47,8 @@ class Saturation:
 
 
 def usable(frame: pd.DataFrame) -> pd.DataFrame:
-    """Trials that could be chosen: every round ended well."""
-    return frame[frame["status"] == "ok"]
+    """Trials that could be chosen: every round ended well, and the outputs are right as far as they were checked."""
+    return frame[(frame["status"] == "ok") & (frame["outputs"] != WRONG)]
 
 
 def throughput(frame: pd.DataFrame) -> pd.Series:

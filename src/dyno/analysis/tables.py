@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from dyno.analysis import accuracy, gpu_words, stats, work
+from dyno.analysis import accuracy, correctness, gpu_words, stats, work
+from dyno.analysis.correctness import AGREE, WRONG, Correctness
 from dyno.analysis.precision import truth
 from dyno.analysis.references import INCOMPARABLE, incomparable, references, yardsticks
 from dyno.analysis.results import Results, TrialResult, clock_of
@@ -38,25 +39,26 @@ EXTRAS = (
     "clock", "outside_gpu_ms", "gpu_util", "gpu_clock_mhz", "gpu_power_w", "gpu_temperature_c", "throttle",
     "throttled_samples", "gpu_others", "pipeline_ips", "decode_ms", "preprocess_ms", "inference_ms", "postprocess_ms",
     "throughput_low", "throughput_high", "top5_low", "top5_high", "top5_diff", "top5_diff_low", "top5_diff_high",
-    "budget_reference", "set_aside",
+    "budget_reference", "set_aside", "outputs", "output_error", "answers_changed",
 )  # fmt: skip
 WHOLE = ("batch", "layers", "parameters", "rounds", "images", "more_images", "warnings", "throttled_samples",
          "gpu_others", "set_aside")  # fmt: skip
 TEXT = ("model", "backend", "precision", "size", "device", "status", "reason", "verdict", "trial", "runtime", "options",
         "reference", "boundary", "budget", "budget_reference", "ran_as", "precision_ok", "clock",
-        "throttle")  # fmt: skip
+        "throttle", "outputs")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Comparison:
     """What a row is held against: the reference trial (None: there is none), the accuracy budgets, if any, the clock
-    of each boundary that all trials it competes with have (missing: the trial's own), and what its accuracy is held
-    against where that is another trial than the reference."""
+    of each boundary that all trials it competes with have (missing: the trial's own), what its accuracy is held
+    against where that is another trial than the reference, and whether its outputs are the reference's."""
 
     reference: TrialResult | None
     budgets: tuple[accuracy.Budget, ...] = ()
     clocks: Mapping[str, str] = field(default_factory=dict)
     yardstick: TrialResult | None = None
+    outputs: Correctness | None = None
 
 
 def frame(
@@ -81,8 +83,13 @@ def frame(
         company[t.group].append(t)
     clocks = {group: {b: clock_of(b, *trials) for b in LATENCIES} for group, trials in company.items()}
     alone = {t.id for trials in company.values() for t in trials if len(trials) == 1}  # has nothing to be compared with
+    checks = {t.id: correctness.check(t, chosen[t.id]) for t in results.trials if t.good and t.id in chosen}
     rows = [
-        row(t, Comparison(chosen.get(t.id), limits, clocks[t.group], measures.get(t.id)), compare=t.id not in alone)
+        row(
+            t,
+            Comparison(chosen.get(t.id), limits, clocks[t.group], measures.get(t.id), checks.get(t.id)),
+            compare=t.id not in alone,
+        )
         for t in results.trials
     ]
     known = work.peaks(results)
@@ -117,6 +124,27 @@ def row(t: TrialResult, against: Comparison, compare: bool = True) -> dict[str, 
     if t.good:
         found |= _latencies(t) | _values(t) | _accuracy(t, against) | _speed(t, against, compare)
         found |= _precision(t) | _gpu(t) | _evaluation(t)
+        found |= _outputs(against, found)
+    return found
+
+
+def _outputs(against: Comparison, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Whether the outputs are right; where they aren't, the row has no speed-up.
+
+    Labelled images that keep the accuracy within its budget say more than classes that changed.
+    """
+    seen = against.outputs
+    if seen is None:
+        return {}
+    kept = bool(against.budgets) and row.get("budget") == accuracy.WITHIN and seen.error <= seen.tolerance.limit
+    found: dict[str, Any] = {
+        "output_error": seen.error,
+        "answers_changed": math.nan if seen.changed is None else 100 * seen.changed,
+        "outputs": AGREE if seen.ok or kept else WRONG,
+    }
+    if found["outputs"] == WRONG and not str(row["verdict"]).startswith(INCOMPARABLE):
+        found |= {"verdict": f"{WRONG}: {seen.reason}"}
+        found |= dict.fromkeys(("speedup", "speedup_low", "speedup_high"), math.nan)
     return found
 
 
@@ -130,8 +158,10 @@ def _precision(t: TrialResult) -> dict[str, Any]:
 
 def exit_code(table: pd.DataFrame) -> int:
     """What a study's process ends with: 0 good, 1 every trial that was held against the budget is over it, 3 some
-    trials did not finish (a skipped one was never started, so it doesn't count) or none ran."""
+    trials did not finish (a skipped one was never started, so it doesn't count), gave wrong outputs, or none ran."""
     if not set(table["status"]) <= {"ok", "skipped"} or "ok" not in set(table["status"]):
+        return 3
+    if ((table["outputs"] == WRONG) & (table["budget"] != accuracy.OVER)).any():
         return 3
     judged = [b for b, v in zip(table["budget"], table["verdict"], strict=True) if b and v != REFERENCE]
     return 1 if judged and all(b == accuracy.OVER for b in judged) else 0

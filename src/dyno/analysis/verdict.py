@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from dyno.analysis import breakeven, confirmation, frontier, gpu_words, mixed_precision, stats
 from dyno.analysis.accuracy import OVER, UNDECIDED, judged, set_aside
 from dyno.analysis.contests import Contest, contests
+from dyno.analysis.correctness import WRONG
 from dyno.analysis.findings import BEST, FAILURE, NOTE, WARNING, Finding, ms, ratio
 from dyno.analysis.formatting import plain, points, show, significant
 from dyno.analysis.frontier import LATENCY, THROUGHPUT
@@ -45,12 +46,24 @@ def findings(results: Results, frame: pd.DataFrame) -> list[Finding]:
     if len(every) > MOST_GROUPS:
         found.append(Finding(NOTE, f"{len(every) - MOST_GROUPS} more models and sizes are in the tables."))
     return [
+        *_wrong_outputs(frame, trials),
         *found,
         *mixed_precision.findings(results, frame),
         *_truths(results),
         *_slow_precisions(results),
         *_outcome(results),
     ]
+
+
+def _wrong_outputs(frame: pd.DataFrame, trials: dict[str, TrialResult]) -> Iterator[Finding]:
+    """Trials that compute something else than their reference, so that none of them was ranked."""
+    wrong = frame[frame["outputs"] == WRONG]
+    for (reference, verdict), rows in wrong.groupby(["reference", "verdict"], sort=False):
+        held = [trials[id] for id in rows["trial"]]
+        names = ", ".join(dict.fromkeys(t.way for t in held))
+        against = f" against {trials[reference].way}" if reference in trials else ""
+        text = f"{held[0].model}: {names} ({_places(held)}) gave {verdict}{against}; not ranked, whatever the speed."
+        yield Finding(FAILURE, text)
 
 
 def _contest(contest: Contest, trials: dict[str, TrialResult], budget: str) -> Iterator[Finding]:

@@ -12,31 +12,42 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dyno.worker import models, system, task_facts
+from dyno.worker import inputs, models, system, task_facts
 from dyno.worker.backend import Backend
+from dyno.worker.control_flow import check_control_flow, traced_values
+from dyno.worker.onnx_attention import plain_transposes
 from dyno.worker.onnx_file import artifact, given, import_onnx, opset_of, read_io
 from dyno.worker.onnx_opset import lower_file
 from dyno.worker.onnx_verify import Source, Wrong, doubtful, verified
 from dyno.worker.shapes import REFUSALS
-from dyno.worker.spec import Artifact, Dims, ModelSpec, Option, Recipe, Runtime, Trial, UserError
+from dyno.worker.spec import Artifact, DataSpec, Dims, ModelSpec, Option, Recipe, Runtime, Trial, UserError
 from dyno.worker.torch_support import first_line, import_torch, memory_errors, named_outputs, tensors
 
 EXPORTERS = ("auto", "dynamo", "torchscript")
 OPSET = 18  # the newest that every engine here reads, and the oldest that dynamo writes
 EXAMPLE_BATCH = 2  # torch.export takes a batch of 0 or 1 for a constant
 OTHER_BATCHES = (1, 3)
+REAL_IMAGES = 8
 NETWORKS = ("torchvision", "timm", "ultralytics")  # whose module it may be
 PROTOBUF_LIMIT = 2**31 - 2**26  # a protobuf file ends at 2 GiB; the rest is room for the graph
 
 
-def exported(model: ModelSpec, dims: Dims, runtime: Runtime, options: Mapping[str, Option] | None = None) -> Recipe:
+def exported(
+    model: ModelSpec,
+    dims: Dims,
+    runtime: Runtime,
+    options: Mapping[str, Option] | None = None,
+    data: DataSpec | None = None,
+) -> Recipe:
     """The recipe of a model's ONNX file. Pure.
 
     `dims.batch` 0 leaves the batch free, so that one file serves every batch. Of the options, `exporter` (auto, dynamo,
-    torchscript) and `opset` are kept; a device is not: a file is exported on the CPU.
+    torchscript) and `opset` are kept; a device is not: a file is exported on the CPU. The graph is held against the
+    module on images of `data` too.
     """
     kept = {key: value for key, value in (options or {}).items() if key in OnnxExport.options}
-    return Recipe("onnx_export", "onnx", "fp32", model, dims, kept, runtime=replace(runtime, device="cpu"))
+    seen = data if data is not None and data.folder and not model.file else None
+    return Recipe("onnx_export", "onnx", "fp32", model, dims, kept, seen, runtime=replace(runtime, device="cpu"))
 
 
 class OnnxExport(Backend):
@@ -50,7 +61,7 @@ class OnnxExport(Backend):
 
     def recipe(self, trial: Trial) -> Recipe:
         """The export of the trial's model with a free batch."""
-        return exported(trial.model, replace(trial.dims, batch=0), trial.runtime, trial.options)
+        return exported(trial.model, replace(trial.dims, batch=0), trial.runtime, trial.options, trial.data)
 
     def probe(self) -> dict[str, Any]:
         """Export one linear layer with the older exporter, which takes no time."""
@@ -94,10 +105,13 @@ def _export(recipe: Recipe, path: Path) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in module.parameters()),
     }
     source = _source(torch, module, recipe)
+    static = check_control_flow(torch, source.module, (source.example,))
     notes: list[str] = []
     for exporter in exporters:
         try:
-            _write(torch, source, exporter, opset, path)
+            traced = _write(torch, source, exporter, opset, path)
+            if traced and not static:
+                raise Wrong(f"took a value of its example for a constant ({traced})")
             checked = verified(path, read_io(str(path))[1], source)
         except Wrong as e:
             notes.append(f"the {exporter} exporter: {e}")
@@ -123,8 +137,8 @@ def _source(torch: Any, module: Any, recipe: Recipe) -> Source:
     shape = dims.shapes.get("input", (dims.batch, recipe.model.channels, dims.height, dims.width))
     batches = OTHER_BATCHES if not dims.batch else (shape[0],)
     expected = []
-    for batch in batches:
-        x = torch.randn(batch, *shape[1:], generator=generator)
+    random = (torch.randn(batch, *shape[1:], generator=generator) for batch in batches)
+    for x in (*random, *_photographs(torch, recipe, shape)):
         try:
             with torch.no_grad():
                 found = named_outputs(module(x))
@@ -134,6 +148,13 @@ def _source(torch: Any, module: Any, recipe: Recipe) -> Source:
         expected.append((x.numpy(), {name: tensor.numpy() for name, tensor in found.items()}))
     example = torch.randn(shape[0] or EXAMPLE_BATCH, *shape[1:], generator=generator)
     return Source(_flat(torch, module, example), example, tuple(expected[0][1]), tuple(expected), not dims.batch)
+
+
+def _photographs(torch: Any, recipe: Recipe, shape: tuple[int, ...]) -> Iterator[Any]:
+    """One batch of the study's own images, which may take another way through the module than noise does."""
+    if recipe.data is not None and recipe.data.folder:
+        images = inputs.Images(recipe.data, recipe.model.preprocess)
+        yield torch.from_numpy(images.batch(0, shape[0] or min(len(images), REAL_IMAGES)))
 
 
 def _flat(torch: Any, module: Any, example: Any) -> Any:
@@ -157,7 +178,8 @@ def _flat(torch: Any, module: Any, example: Any) -> Any:
     return Flat().eval()
 
 
-def _write(torch: Any, source: Source, exporter: str, opset: int, path: Path) -> None:
+def _write(torch: Any, source: Source, exporter: str, opset: int, path: Path) -> str:
+    """Export the module; returns what tracing took for a constant, "" where it was nothing."""
     known = inspect.signature(torch.onnx.export).parameters
     dynamo = exporter == "dynamo"
     if dynamo and "dynamo" not in known:
@@ -170,16 +192,20 @@ def _write(torch: Any, source: Source, exporter: str, opset: int, path: Path) ->
     options = {key: value for key, value in options.items() if key in known}
     names = {"input_names": ["input"], "output_names": list(source.outputs), "opset_version": opset}
     try:
-        with _quiet(), torch.no_grad():
+        with _quiet() as caught, torch.no_grad():
             torch.onnx.export(source.module, (source.example,), str(path), **names, **options)
     except MemoryError:
         raise
     except Exception as e:  # each exporter has its own families of errors, and all of them mean "not this one"
         raise Wrong(f"failed, {_last_line(e)}") from e
+    if dynamo and not options["external_data"]:
+        onnx = import_onnx()
+        onnx.save(plain_transposes(onnx.load(path)), path)
     try:
         lower_file(path, opset)  # dynamo writes 18 at least, whatever it is asked for
     except UserError as e:
         raise Wrong(str(e)) from e
+    return traced_values(torch, caught)
 
 
 def _is_huge(module: Any) -> bool:
@@ -195,8 +221,8 @@ def _last_line(e: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet() -> Iterator[list[warnings.WarningMessage]]:
     # The exporters talk to standard output, and warn about their own internals and about each other.
-    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield caught

@@ -47,7 +47,9 @@ def converted(trial: Trial, target: str, batch: int = 0) -> Recipe:
     """
     # Files are made in the Python that has the model, whichever the trial runs in.
     wanted = {"opset": OPSETS[target], **trial.options} if target in OPSETS else trial.options
-    made = _lowered(trial, target, exported(trial.model, replace(trial.dims, batch=batch), Runtime(), wanted))
+    made = _lowered(
+        trial, target, exported(trial.model, replace(trial.dims, batch=batch), Runtime(), wanted, trial.data)
+    )
     return reading_pixels(made) if wants_pixels(trial.options) else made
 
 

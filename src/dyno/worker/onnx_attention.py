@@ -1,0 +1,72 @@
+"""Attention as PyTorch's dynamo exporter writes it, in the form that engines fuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def plain_transposes(model: Any) -> Any:
+    """The graph with each swap of the last two axes as one Transpose.
+
+    The exporter flattens the keys to three axes, swaps two and unflattens them again (Reshape, Transpose, Reshape, and
+    with a free batch the shapes for it besides). TensorRT 8.6 fuses no attention around that: ViT-Small in FP16 at
+    batch 32 took 2.49 instead of 1.66 ms on an H200.
+    """
+    from onnxscript.rewriter import rewrite
+
+    return rewrite(model, [_known_shape(), _computed_shape()])
+
+
+def _known_shape() -> Any:
+    """Reshape to [n, a, b], swap, Reshape to [..., b, a], by shapes that the graph knows."""
+    from onnxscript.rewriter import pattern
+
+    def swapped(op: Any, x: Any, flat: Any, back: Any) -> Any:
+        short = op.Reshape(x, flat, _allow_other_attributes=True)
+        return op.Reshape(op.Transpose(short, perm=[0, 2, 1]), back, _allow_other_attributes=True, _outputs=["y"])
+
+    def fits(context: Any, x: Any, y: Any, **_: Any) -> bool:
+        if x.shape is None or y.shape is None:
+            return False
+        before, after = list(x.shape), list(y.shape)
+        same = len(before) == len(after) >= 3 and before[:-2] == after[:-2]
+        return same and [before[-1], before[-2]] == after[-2:]
+
+    return pattern.RewriteRule(swapped, _transpose, fits)
+
+
+def _computed_shape() -> Any:
+    """The same by shapes that nodes compute from the keys themselves."""
+    from onnxscript.rewriter import pattern
+
+    def swapped(op: Any, x: Any, begin: Any, ahead: Any, before: Any, last: Any, end: Any, one: Any) -> Any:
+        shape = op.Shape(x, _allow_other_attributes=True)
+        width = op.Slice(shape, last, end)
+        height = op.Slice(shape, before, last)
+        leading = op.Slice(shape, begin, ahead)
+        short = op.Reshape(x, op.Concat(one, height, width, axis=0), _allow_other_attributes=True)
+        back = op.Concat(leading, width, height, axis=0)
+        return op.Reshape(op.Transpose(short, perm=[0, 2, 1]), back, _allow_other_attributes=True, _outputs=["y"])
+
+    def fits(
+        context: Any, x: Any, before: Any, last: Any, ahead: Any, one: Any, begin: Any, end: Any, **_: Any
+    ) -> bool:
+        rank = len(x.shape) if x.shape is not None else 0
+        wanted = {before: -2, last: -1, ahead: -2, one: -1}
+        if rank < 3 or any(_number(value) != number for value, number in wanted.items()):
+            return False
+        first, beyond = _number(begin), _number(end)
+        return first is not None and beyond is not None and (first == 0 or first <= -rank) and beyond >= rank
+
+    return pattern.RewriteRule(swapped, _transpose, fits)
+
+
+def _transpose(op: Any, x: Any, **_: Any) -> Any:
+    rank = len(x.shape)
+    return op.Transpose(x, perm=[*range(rank - 2), rank - 1, rank - 2])
+
+
+def _number(value: Any) -> int | None:
+    """The one number that a value of the graph always has, None where it isn't such a value."""
+    tensor = value.const_value
+    return int(tensor.numpy().item()) if tensor is not None and tensor.size == 1 else None
