@@ -27,20 +27,18 @@ import torch
 from torch import nn
 
 class Baked(nn.Module):
-    """Tracing keeps the example's batch in the reshape; torch.export refuses the data-dependent branch."""
+    """Tracing keeps the example's batch in the reshape; dynamo has no amax of all axes."""
     def forward(self, x):
-        if bool(x.sum() > 1e9):
-            return x.flatten(1)
+        x = x + 0 * x.amax()
         return x.reshape(int(torch.tensor(x.shape[0])), -1)
 
 class Branch(nn.Module):
-    """torch.export refuses it, tracing is right."""
+    """Dynamo has no amax of all axes, tracing is right."""
     def __init__(self):
         super().__init__()
         self.fc = nn.Linear(48, 2)
     def forward(self, x):
-        if bool(x.abs().sum() < 0):
-            x = -x
+        x = x + 0 * x.amax()
         return self.fc(x.flatten(1))
 
 class Several(nn.Module):
