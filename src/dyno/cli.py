@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from dyno import data_commands, flags, train_command
+from dyno import data_commands, flags, take_command, train_command
 from dyno.worker.spec import UserError
 
 app = typer.Typer(
@@ -308,6 +308,7 @@ def eval(
 
 
 app.command()(train_command.train)
+app.command()(take_command.take)
 
 
 @app.command()

@@ -137,6 +137,7 @@ def run(study: Study, folder: Path) -> int:
 
 def finish(folder: Path) -> int:
     """Tables, verdict and report of a study that has just ended, and its exit code."""
+    from dyno import take as module
     from dyno.analysis import reference_tables, tables, verdict
     from dyno.analysis.render import render
     from dyno.result import Result
@@ -146,6 +147,8 @@ def finish(folder: Path) -> int:
     print(render(frame))
     for sentence in verdict.sentences(result.records, frame):
         print(sentence)
+    for line in module.commands(folder, result.records, frame):
+        print(line)
     frame.to_csv(folder / "results.csv", index=False)
     try:
         print(f"\nreport: {result.report()}")

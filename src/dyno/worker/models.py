@@ -169,17 +169,23 @@ def _timm(model: ModelSpec, name: str, dims: Dims | None, classes: int | None) -
     timm = _library("timm")
     if not timm.is_model(name):
         raise UserError(_unknown("timm", name, timm.list_models()))
-    options: dict[str, Any] = {"in_chans": model.channels}
-    if classes is not None:
-        options["num_classes"] = classes
-    config = timm.get_pretrained_cfg(name)
-    size = (dims.height, dims.width) if dims else None
-    if config and config.fixed_input_size and size and size != tuple(config.input_size[1:]):
-        options["img_size"] = size
+    options = timm_options(model, name, dims, classes)
     try:
         return _published(model, lambda: timm.create_model(name, pretrained=model.pretrained, **options))
     except TypeError as e:
         raise UserError(f"{model.source} can't be built with {options}: {e}") from e
+
+
+def timm_options(model: ModelSpec, name: str, dims: Dims | None, classes: int | None) -> dict[str, Any]:
+    """What `timm.create_model` is told besides the name: channels, classes, and the size of a model made for one."""
+    options: dict[str, Any] = {"in_chans": model.channels}
+    if classes is not None:
+        options["num_classes"] = classes
+    config = _library("timm").get_pretrained_cfg(name)
+    size = (dims.height, dims.width) if dims else None
+    if config and config.fixed_input_size and size and size != tuple(config.input_size[1:]):
+        options["img_size"] = size
+    return options
 
 
 def _published(model: ModelSpec, build: Callable[[], Any]) -> Any:
@@ -248,10 +254,15 @@ def _from_file(path: Path, sha256: str) -> Any:
     return module
 
 
+def call_options(model: ModelSpec, function: Callable[..., Any] | None = None) -> dict[str, Any]:
+    """What the user's function is called with."""
+    if model.classes is not None and _takes(function or _function(model), "num_classes"):
+        return {"num_classes": model.classes}
+    return {}
+
+
 def _call(function: Callable[..., Any], model: ModelSpec) -> Any:
-    options = {}
-    if model.classes is not None and _takes(function, "num_classes"):
-        options["num_classes"] = model.classes
+    options = call_options(model, function)
     try:
         return function(**options)
     except (UserError, Unavailable):

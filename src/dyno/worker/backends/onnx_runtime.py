@@ -106,8 +106,8 @@ class OnnxFile:
         # With batch 0 the batch stays free, and may change from run to run.
         self.free = trial.dims.batch == 0
         self.shapes = static_shapes(known, replace(trial.dims, batch=trial.dims.batch or 1))
-        self._overrides = {} if self.free else _overrides(known, self.shapes)
-        self.settings = _settings(trial)
+        self._overrides = {} if self.free else overrides(known, self.shapes)
+        self.settings = settings(trial)
 
     def open(self, providers: Any, profile: str = "") -> Any:
         """An InferenceSession; `profile` is the prefix of the file its profile goes to."""
@@ -235,7 +235,8 @@ def _quiet(ort: Any) -> Any:
     return options
 
 
-def _settings(trial: Trial) -> dict[str, Any]:
+def settings(trial: Trial) -> dict[str, Any]:
+    """How a session is opened for the trial, by Dyno's own names."""
     level: Option = trial.options.get("optimization", "all")
     if level not in OPTIMIZATION:
         raise UserError(f"unknown optimization {level!r} of onnxruntime; known: {', '.join(OPTIMIZATION)}")
@@ -264,7 +265,8 @@ def _tensor(arg: Any) -> Tensor:
     return Tensor(arg.name, NUMPY_TYPES.get(kind[1], kind[1]), tuple(size or "" for size in arg.shape))
 
 
-def _overrides(inputs: tuple[Tensor, ...], shapes: dict[str, Shape]) -> dict[str, int]:
+def overrides(inputs: tuple[Tensor, ...], shapes: dict[str, Shape]) -> dict[str, int]:
+    """The size of each free dimension that has a name; one that would need two sizes is a `UserError`."""
     found: dict[str, int] = {}
     for tensor in inputs:
         for name, size in zip(tensor.shape, shapes[tensor.name], strict=True):

@@ -144,7 +144,7 @@ class OpenVinoSession(Session):
         ports = tuple(_tensor(port) for port in model.inputs)
         self._shapes = static_shapes(ports, trial.dims)
         model.reshape({port: list(self._shapes[t.name]) for port, t in zip(model.inputs, ports, strict=True)})
-        self._settings = _settings(trial)
+        self._settings = settings(trial)
         self._compiled = _core().compile_model(model, "CPU", self._settings)
         self.inputs = tuple(_tensor(port) for port in model.inputs)
         self.outputs = tuple(_tensor(port) for port in model.outputs)
@@ -316,20 +316,21 @@ def _read(ov: Any, path: str) -> Any:
         raise _meaning(e, f"{path} can't be read") from e
 
 
-def _settings(trial: Trial) -> dict[str, Any]:
+def settings(trial: Trial) -> dict[str, Any]:
+    """What the model is compiled with for the trial."""
     streams = trial.options.get("streams", 1)
     most = max(trial.runtime.threads, 1)
     if not isinstance(streams, int) or not 1 <= streams <= most:
         raise UserError(f"openvino's streams are from 1 to the threads it is given ({most}), not {streams!r}")
-    settings: dict[str, Any] = {
+    found: dict[str, Any] = {
         "INFERENCE_PRECISION_HINT": HINTS[trial.precision],
         "INFERENCE_NUM_THREADS": trial.runtime.threads,
         "NUM_STREAMS": streams,
         "PERFORMANCE_HINT": "LATENCY" if streams == 1 else "THROUGHPUT",
     }
     if "pinning" in trial.options:
-        settings["ENABLE_CPU_PINNING"] = bool(trial.options["pinning"])
-    return settings
+        found["ENABLE_CPU_PINNING"] = bool(trial.options["pinning"])
+    return found
 
 
 def _tensor(port: Any) -> Tensor:
