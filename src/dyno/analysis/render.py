@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dyno.analysis.formatting import NO_IMAGE, markdown, markdown_table, plain, points, short, significant
+from dyno.analysis.formatting import NO_IMAGE, limits, markdown, markdown_table, plain, points, short, significant
 from dyno.analysis.tables import COLUMNS, EXTRAS
 from dyno.worker.spec import UserError
 
@@ -70,7 +70,7 @@ def ratio(r: Row, column: str, places: int = 2) -> str:
     if missing(r[column]):
         return ""
     value, low, high = (r[column + end] for end in ("", "_low", "_high"))
-    return f"{value:.{places}f}x" + ("" if missing(low) else f" [{low:.{places}f}, {high:.{places}f}]")
+    return f"{value:.{places}f}x" + ("" if missing(low) else limits(low, high, lambda v: f"{v:.{places}f}"))
 
 
 def _precision(r: Row) -> str:

@@ -11,7 +11,7 @@ from dyno.analysis import breakeven, confirmation, frontier, gpu_words, mixed_pr
 from dyno.analysis.accuracy import OVER, UNDECIDED
 from dyno.analysis.contests import Contest, contests
 from dyno.analysis.findings import BEST, FAILURE, NOTE, WARNING, Finding, ms, ratio
-from dyno.analysis.formatting import plain, points, show, significant
+from dyno.analysis.formatting import limits, plain, points, show, significant
 from dyno.analysis.frontier import LATENCY, THROUGHPUT
 from dyno.analysis.metrics import quality
 from dyno.analysis.precision import truth
@@ -75,8 +75,7 @@ def _contest(contest: Contest, trials: dict[str, TrialResult], budget: str) -> I
 def _fastest(contest: Contest, winner: pd.Series, trials: dict[str, TrialResult], budget: str) -> str:
     limit = f" within the budget {budget}" if budget and winner["budget"] else ""
     low, high = winner["latency_ms_low"], winner["latency_ms_high"]
-    spread = "" if isnan(low) else f" [{ms(low)}, {ms(high)}]"
-    text = f"{contest.where}: fastest{limit} is {contest.way(winner)}, {ms(winner[LATENCY])}{spread}"
+    text = f"{contest.where}: fastest{limit} is {contest.way(winner)}, {ms(winner[LATENCY])}{limits(low, high, ms)}"
     text += f" at batch {winner['batch']}"
     reference = contest.reference(winner, trials)
     if reference is None or reference.id == winner["trial"]:
