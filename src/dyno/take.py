@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dyno.analysis import contests, results, tables
+from dyno.analysis.crowding import crowding
 from dyno.analysis.formatting import show
 from dyno.analysis.results import Results, TrialResult
 from dyno.execute import Files
@@ -66,7 +67,7 @@ def take(folder: Path, which: str = "", out: Path | None = None) -> Taken:
         if record.status != "ok":
             raise UserError(f"{found.label} can't be taken: {record.reason}")
         _put(Path(scratch), record.facts["files"], made, file, script)
-    return Taken(found.id, found.label, file, script, tuple(notes))
+    return Taken(found.id, found.label, file, script, (*notes, *_doubts(loaded, which)))
 
 
 def _put(written: Path, names: list[str], made: Artifact | None, file: Path, script: Path) -> None:
@@ -93,6 +94,8 @@ def winners(loaded: Results, frame: pd.DataFrame) -> Iterator[tuple[str, str]]:
 def commands(folder: Path, loaded: Results, frame: pd.DataFrame) -> list[str]:
     """What to type to take each winner of a run home."""
     every = list(winners(loaded, frame))
+    if every and (crowd := crowding(loaded)) and crowd.mostly:
+        return [f"take one: dyno take {folder} BACKEND/PRECISION"]
     if len(every) == 1:
         return [f"take it: dyno take {folder}"]
     return [f"take it: dyno take {folder} {id}  ({where})" for where, id in every]
@@ -114,6 +117,12 @@ def _winner(loaded: Results) -> TrialResult:
         named = ", ".join(f"{id} ({where})" for where, id in every)
         raise UserError(f"{loaded.folder} has several winners; say which to take: {named}")
     return loaded.trial(every[0][1])
+
+
+def _doubts(loaded: Results, which: str) -> list[str]:
+    """What to say where nobody chose and the verdict names no winner."""
+    crowd = None if which else crowding(loaded)
+    return [f"{crowd.sentence} This was the fastest measured."] if crowd and crowd.mostly else []
 
 
 def _named(loaded: Results, which: str) -> TrialResult:
