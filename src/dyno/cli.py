@@ -5,15 +5,28 @@ from __future__ import annotations
 import errno
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import typer.core
 
-from dyno import data_commands, flags, take_command, train_command
+from dyno import data_commands, flags, hints, take_command, train_command
 from dyno.worker.spec import UserError
+
+
+class Commands(typer.core.TyperGroup):
+    """The commands; a name that is none is told what may have been meant."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """See click's; a `UserError` for a name that is no command's."""
+        if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
+            raise UserError(hints.no_command(args[0], self.list_commands(ctx)))
+        return super().resolve_command(ctx, args)
+
 
 app = typer.Typer(
     name="dyno",
+    cls=Commands,
     help="A dynamometer for inference engines: which way of running a model is fastest here, and is it still accurate?",
     no_args_is_help=True,
     add_completion=False,

@@ -13,7 +13,7 @@ from dyno.model_info import model_spec
 from dyno.store import cache_dir, versions
 from dyno.study import Study
 from dyno.training import TrainingResult, train
-from dyno.worker.spec import Runtime, digest
+from dyno.worker.spec import Runtime, UserError, digest
 
 MODEL = "dyno.worker.digits:resnet18"
 SIZE = 64
@@ -40,6 +40,8 @@ def trained() -> TrainingResult:
 
 def demo(out: Path, *, rounds: int, quick: bool) -> int:
     """Train, then compare every backend found here at batches 1 and 8; returns the exit code."""
+    if rounds < 1:  # before the training, after which the study would say so
+        raise UserError(f"rounds is {rounds}; it must be at least 1")
     console = Console(stderr=True)
     console.print("training a narrow ResNet-18 on 897 of scikit-learn's handwritten digits (64x64) ...", soft_wrap=True)
     result = trained()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from dyno.checks import check_threads
 from dyno.datasets import meta
 from dyno.interpreters import installed, missing, placed, runtime_of
 from dyno.model_info import Died, batches, look, model_spec, sizes
@@ -36,6 +37,7 @@ class Planned:
 
 def expand(study: Study) -> list[Planned]:
     """Every trial of the study in a fixed order; input that can't be used is a `UserError` before anything runs."""
+    check_threads(study)
     choices = [Choice.parse(text) for text in study.backends] or [Choice(name) for name in installed(study.device)]
     names = {*backend.names(), *(choice.name for choice in choices)}
     if study.device.partition(":")[0] not in {kind for name in names for kind in backend.find(name).devices}:
@@ -43,9 +45,7 @@ def expand(study: Study) -> list[Planned]:
     if not choices:
         raise UserError(f"no backend that is installed here runs on {study.device}; `dyno doctor` lists them")
     for choice in choices:
-        known = backend.find(choice.name).options
-        for option in choice.options:
-            check_known(f"option of {choice.name}", option, known)
+        backend.find(choice.name).check_options(choice.options)
         runtimes(study, choice)
     for name in study.runtime:
         users = {n for choice in choices for n in (choice.runtime, choice.name) if n}

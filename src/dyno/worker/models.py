@@ -19,6 +19,7 @@ from dyno.worker.settle import settle
 from dyno.worker.spec import Dims, ModelSpec, Preprocess, Unavailable, UserError, check_known
 
 LIBRARIES = ("torchvision", "timm")
+NEAR = 0.75  # how alike a name must be to be meant; among a thousand names something is always half alike
 FORMS = "torchvision:NAME, timm:NAME, ultralytics:NAME.yaml, MODULE:FUNCTION, FILE.py:FUNCTION or file:PATH"
 
 
@@ -203,8 +204,10 @@ def _published(model: ModelSpec, build: Callable[[], Any]) -> Any:
 
 
 def _unknown(library: str, name: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(names), 1, 0.5)
-    hint = f"did you mean {library}:{near[0]}?" if near else f"see {library}.list_models()"
+    near = difflib.get_close_matches(name, list(names), 1, NEAR)
+    place = {"torchvision": "torchvision.models", "timm": "timm"}[library]
+    listed = f'list them with: python -c "import {place} as m; print(*m.list_models())"'
+    hint = f"did you mean {library}:{near[0]}?" if near else listed
     return f"{library} has no model {name!r}; {hint}"
 
 

@@ -10,12 +10,17 @@ import numpy as np
 
 from dyno.worker.device_session import DeviceSession, slots_of
 from dyno.worker.gpu import Device
+from dyno.worker.option_values import Check, flag, one_of, whole
 from dyno.worker.shapes import Shape
 from dyno.worker.spec import Option, Tensor, Trial, Unavailable, UserError
 
 CUDA, TENSORRT = "CUDAExecutionProvider", "TensorrtExecutionProvider"
 KINDS = {"cuda": CUDA, "tensorrt": TENSORRT}
 OPTIONS = ("provider", "slots", "conv_search", "nhwc")
+SEARCHES = ("EXHAUSTIVE", "HEURISTIC", "DEFAULT")
+VALUES: dict[str, Check] = {
+    "provider": one_of(*KINDS), "slots": whole(1), "conv_search": one_of(*SEARCHES), "nhwc": flag,
+}  # fmt: skip
 
 
 class Providers:

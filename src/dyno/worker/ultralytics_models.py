@@ -160,7 +160,7 @@ def _config(tasks: Any, source: str, name: str) -> dict[str, Any]:
         names = _names()
         if name not in names:
             stems = [known.removesuffix(".yaml") for known in names]  # what all names end with makes none of them near
-            near = difflib.get_close_matches(name.removesuffix(".yaml"), stems, 1, 0.5)
+            near = difflib.get_close_matches(name.removesuffix(".yaml"), stems, 1, 0.75)
             hint = f"did you mean ultralytics:{near[0]}.yaml?" if near else "it is NAME.yaml, your own .yaml or a .pt"
             raise UserError(f"ultralytics has no network {name!r}; {hint}")
     try:

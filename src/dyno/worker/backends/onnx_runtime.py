@@ -17,10 +17,12 @@ import numpy as np
 
 from dyno.worker import onnx_runtime_cuda as cuda
 from dyno.worker.backend import Arrays, Backend, Session
-from dyno.worker.backends.onnx_precision import PREPARATION, converted
+from dyno.worker.backends.onnx_precision import PREPARATION, VALUES, converted
 from dyno.worker.calibration import NO_DATA
 from dyno.worker.onnx_runtime_cuda import OPTIONS as CUDA_OPTIONS
+from dyno.worker.onnx_runtime_cuda import VALUES as CUDA_VALUES
 from dyno.worker.onnx_runtime_profile import Profile
+from dyno.worker.option_values import Check, flag, one_of
 from dyno.worker.shapes import Shape, fitted, static_shapes
 from dyno.worker.spec import Artifact, Option, Recipe, Tensor, Trial, Unavailable, UserError
 from dyno.worker.truth import precision_truth
@@ -53,6 +55,7 @@ class OnnxRuntime(Backend):
     precisions = ("fp32", "tf32", "fp16", "int8")
     devices = ("cpu", "cuda")
     options = ("optimization", "spinning", *CUDA_OPTIONS, *PREPARATION)
+    values: Mapping[str, Check] = {"optimization": one_of(*OPTIMIZATION), "spinning": flag, **CUDA_VALUES, **VALUES}
 
     def refuse(self, trial: Trial) -> str:
         """The base class's reasons, int8 without data, and a model file of another format."""

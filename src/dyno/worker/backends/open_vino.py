@@ -8,6 +8,7 @@ import re
 import sys
 import time
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -16,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.backend import Arrays, Backend, Session
-from dyno.worker.backends.onnx_precision import INHERITED, PREPARATION, converted
+from dyno.worker.backends.onnx_precision import INHERITED, PREPARATION, VALUES, converted
 from dyno.worker.calibration import NO_DATA
+from dyno.worker.option_values import Check, flag, whole
 from dyno.worker.shapes import fitted, static_shapes
 from dyno.worker.spec import Artifact, Recipe, Runtime, Tensor, Trial, Unavailable, UserError
 from dyno.worker.truth import precision_truth, why_not_faster
@@ -43,6 +45,7 @@ class OpenVino(Backend):
     requires = ("openvino",)
     precisions = ("fp32", "bf16", "fp16", "int8")
     options = ("streams", "pinning", *PREPARATION)
+    values: Mapping[str, Check] = {"streams": whole(1), "pinning": flag, **VALUES}
 
     def refuse(self, trial: Trial) -> str:
         """The base class's reasons, int8 without data, and a model file of another format."""
