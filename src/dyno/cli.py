@@ -11,7 +11,8 @@ import typer
 import typer.core
 
 from dyno import data_commands, flags, hints, take_command, train_command
-from dyno.worker.spec import UserError
+from dyno.worker.extras import EXTRAS, distribution, lacking
+from dyno.worker.spec import Unavailable, UserError
 
 
 class Commands(typer.core.TyperGroup):
@@ -354,8 +355,12 @@ def main() -> None:
     """Entry point: the user's errors become one line and exit code 2, an interrupt 130."""
     try:
         app()
-    except UserError as e:
+    except (UserError, Unavailable) as e:
         _fail(str(e))
+    except ModuleNotFoundError as e:
+        if distribution(str(e.name)) not in EXTRAS:
+            raise
+        _fail(lacking([str(e.name)]))
     except (KeyboardInterrupt, SystemExit) as e:
         if isinstance(e, SystemExit) and e.code != INTERRUPTED:  # what typer makes of an interrupt
             raise

@@ -13,6 +13,7 @@ from rich.table import Table
 from dyno.checks import check_format, check_several, missing_gpu
 from dyno.single import new_folder, study_of
 from dyno.study import Study, model_name, parse_budget
+from dyno.worker.extras import distribution, install
 from dyno.worker.spec import UserError
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ def finish(folder: Path) -> int:
     except ImportError as e:
         records = result.records
         reference_tables.write([(records, reference_tables.sheets(records, frame))], folder)
-        print(f"\nno report: {e.name} is not installed; pip install 'inference-dyno[report]'")
+        print(f"\nno report: {distribution(str(e.name))} is not installed; {install(str(e.name))}")
     return tables.exit_code(frame)
 
 

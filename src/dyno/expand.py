@@ -12,6 +12,7 @@ from dyno.model_info import Died, batches, look, model_spec, sizes
 from dyno.prepare import prepared
 from dyno.study import Choice, Study, model_name, parse_shapes, parse_size, runtimes
 from dyno.worker import backend, system
+from dyno.worker.extras import install
 from dyno.worker.spec import (
     MODEL_FILES,
     DataSpec,
@@ -43,7 +44,8 @@ def expand(study: Study) -> list[Planned]:
     if study.device.partition(":")[0] not in {kind for name in names for kind in backend.find(name).devices}:
         raise UserError(f"unknown device {study.device!r}; write cpu, or cuda:0 for the first GPU")
     if not choices:
-        raise UserError(f"no backend that is installed here runs on {study.device}; `dyno doctor` lists them")
+        usual = install("torch", "onnx", "openvino")
+        raise UserError(f"no backend that is installed here runs on {study.device}; {usual}, or see `dyno doctor`")
     for choice in choices:
         backend.find(choice.name).check_options(choice.options)
         runtimes(study, choice)
@@ -161,7 +163,8 @@ def _checked(study: Study, trial: Trial) -> Planned:
     """The trial with the recipe of its file, or why it will not be run."""
     engine, python = backend.find(trial.backend), trial.runtime.python
     if lacks := missing(trial.backend, trial.runtime):
-        return Planned(trial, f"{lacks} is not installed in {python or 'this Python'}; pip install {lacks}")
+        return Planned(trial, f"{lacks} is not installed in {python}; pip install {lacks}" if python else
+                       f"{lacks} is not installed in this Python; {install(lacks)}")  # fmt: skip
     if refusal := engine.refuse(trial):
         return Planned(trial, refusal)
     return Planned(replace(trial, recipe=placed(engine.recipe(trial), study)))

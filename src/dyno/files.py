@@ -17,6 +17,7 @@ from dyno.store import copy
 from dyno.study import Choice, Study
 from dyno.worker import system
 from dyno.worker.backend import find
+from dyno.worker.extras import install
 from dyno.worker.record import Record
 from dyno.worker.spec import Artifact, DataSpec, Dims, Option, Recipe, Runtime, Trial, UserError
 
@@ -101,7 +102,7 @@ def build(ctx: typer.Context, model: str, out: Path, how: Build) -> int:
     options = {**choice.options, **({"profile": how.profile} if how.profile else {})}
     runtime = runtime_of(study, choice)
     if lacks := missing(engine.name, runtime):
-        raise UserError(f"{engine.name} needs {lacks}, which is not installed; give its Python with --python")
+        raise UserError(f"{lacks} is not installed; {install(lacks)}, or give its Python with --python")
     if how.repeat > 1:
         from dyno import builds
 

@@ -129,6 +129,7 @@ def _named(loaded: Results, which: str) -> TrialResult:
     """By its id, or by backend and precision: then the one that ran at the smallest batch."""
     name, _, precision = which.replace("/", ":").rpartition(":") if "/" in which else (which, "", "")
     fitting = [t for t in loaded if name in (t.backend, t.variant) and precision in ("", t.precision)]
+    fitting = [t for t in fitting if t.good] or fitting
     ways = [t for t in fitting if t.variant == name] or fitting
     if not ways and re.fullmatch("[0-9a-f]{4,12}", which):
         return loaded.trial(which)

@@ -15,6 +15,7 @@ from typing import Any
 
 from dyno.worker import ultralytics_models
 from dyno.worker.checkpoint import apply, head_classes, read_checkpoint
+from dyno.worker.extras import install
 from dyno.worker.settle import settle
 from dyno.worker.spec import Dims, ModelSpec, Preprocess, Unavailable, UserError, check_known
 
@@ -145,7 +146,7 @@ def _library(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as e:
-        raise Unavailable(f"{name} can't be imported ({e}); install it with: pip install {name}") from e
+        raise Unavailable(f"{name} can't be imported ({e}); {install(name)}") from e
 
 
 def _torchvision(model: ModelSpec, name: str, classes: int | None) -> Any:

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dyno.worker.extras import install
 from dyno.worker.spec import TASKS, ModelSpec, Preprocess, Unavailable, UserError
 
 QUIET = {
@@ -44,9 +45,7 @@ def library() -> Any:
             os.environ.update({**QUIET, "YOLO_CONFIG_DIR": settings})
             return __import__("ultralytics.nn.tasks", fromlist=["tasks"])
     except ImportError as e:
-        raise Unavailable(
-            f"ultralytics can't be imported ({e}); install it with: pip install 'inference-dyno[ultralytics]'"
-        ) from e
+        raise Unavailable(f"ultralytics can't be imported ({e}); {install('ultralytics')}") from e
 
 
 def build(model: ModelSpec, name: str, state: Mapping[str, Any] | None = None, *, free_batch: bool = False) -> Any:

@@ -19,6 +19,7 @@ from dyno.worker.backends.onnx_input import reading_pixels
 from dyno.worker.backends.onnx_modelopt import quantised
 from dyno.worker.backends.onnx_sensitivity import kept, ranked
 from dyno.worker.calibration import NO_DATA, SAMPLES, example
+from dyno.worker.extras import install
 from dyno.worker.inputs import READ, wants_pixels
 from dyno.worker.onnx_bf16 import to_bf16
 from dyno.worker.onnx_check import compared, outputs
@@ -148,7 +149,7 @@ def _versions(distributions: tuple[str, ...]) -> dict[str, str]:
     try:
         return {name: importlib.metadata.version(name) for name in distributions}
     except importlib.metadata.PackageNotFoundError as e:
-        raise Unavailable(f"{e.name} is not installed in this Python; pip install {e.name}") from e
+        raise Unavailable(f"{e.name} is not installed in this Python; {install(str(e.name))}") from e
 
 
 def _read(path: str) -> Any:

@@ -19,6 +19,7 @@ from dyno.worker import onnx_runtime_cuda as cuda
 from dyno.worker.backend import Arrays, Backend, Session
 from dyno.worker.backends.onnx_precision import PREPARATION, VALUES, converted
 from dyno.worker.calibration import NO_DATA
+from dyno.worker.extras import install
 from dyno.worker.onnx_runtime_cuda import OPTIONS as CUDA_OPTIONS
 from dyno.worker.onnx_runtime_cuda import VALUES as CUDA_VALUES
 from dyno.worker.onnx_runtime_profile import Profile
@@ -225,7 +226,7 @@ def _library() -> Any:
     try:
         import onnxruntime
     except ImportError as e:
-        raise Unavailable("onnxruntime is not installed in this Python; pip install onnxruntime") from e
+        raise Unavailable(f"onnxruntime is not installed in this Python; {install('onnxruntime')}") from e
     # From 1.31 on the library looks up a telemetry host unless told not to.
     if hasattr(onnxruntime, "disable_telemetry_events"):
         onnxruntime.disable_telemetry_events()

@@ -19,6 +19,7 @@ import numpy as np
 from dyno.worker.backend import Arrays, Backend, Session
 from dyno.worker.backends.onnx_precision import INHERITED, PREPARATION, VALUES, converted
 from dyno.worker.calibration import NO_DATA
+from dyno.worker.extras import install
 from dyno.worker.option_values import Check, flag, whole
 from dyno.worker.shapes import fitted, static_shapes
 from dyno.worker.spec import Artifact, Recipe, Runtime, Tensor, Trial, Unavailable, UserError
@@ -288,7 +289,7 @@ def _library() -> Any:
     try:
         import openvino
     except ImportError as e:
-        raise Unavailable("openvino is not installed in this Python; pip install openvino") from e
+        raise Unavailable(f"openvino is not installed in this Python; {install('openvino')}") from e
     return openvino
 
 
