@@ -19,6 +19,7 @@ SHORT = "--rounds 1 --seconds 0.04 --warmup 0.02 --threads 1".split()
 FAKE = ["run", "fake:net", "--channels", "1", "--backends", "fake@latency_ms=0.1", *SHORT]
 COMMANDS = "demo run show report export build time agree eval train doctor".split()
 
+CROWDED = "no winner is named; measure again on a quiet machine"  # what a verdict says where others were busy meanwhile
 
 Refused = Callable[..., str]
 
@@ -76,7 +77,7 @@ def test_inputs_that_are_no_images_have_no_size(call: Callable[..., Any], tmp_pa
     assert "size" in (listed := call(*words, "--dry-run")[1]) and " 0 " not in listed.splitlines()[1]
     code, out, err = call(*words)
     assert code == 0 and "check rows onnx fp32\n" in err and " b1 0" not in err
-    assert out.startswith("rows, batch 1\n") and "\nrows: fastest is onnxruntime fp32" in out
+    assert out.startswith("rows, batch 1\n") and ("\nrows: fastest is onnxruntime fp32" in out or CROWDED in out)
 
 
 def test_a_broken_ir_is_named(refused: Refused, tmp_path: Path) -> None:
@@ -332,5 +333,5 @@ def test_an_unknown_command_is_exit_2(call: Callable[..., Any]) -> None:
 def test_it_is_installed_as_a_command(dyno: Command, tmp_path: Path) -> None:
     done = dyno(*FAKE, "--out", tmp_path / "r")
     assert done.returncode == 0, done.stderr
-    assert "fastest is fake" in done.stdout
+    assert "fastest is fake" in done.stdout or CROWDED in done.stdout
     assert dyno("show", tmp_path / "none").returncode == 2

@@ -14,7 +14,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src"
-HOST_WORKER = tuple(f"dyno.worker.{name}" for name in ("spec", "record", "backend", "system", "train_options"))
+HOST_WORKER = tuple(
+    f"dyno.worker.{name}" for name in ("spec", "record", "backend", "system", "train_options", "extras")
+)
 MAX_FILE, MAX_FUNCTION = 400, 60
 
 # Module prefix -> what it may import of dyno; the longest prefix decides.
@@ -22,8 +24,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "dyno.worker": ("dyno.worker",),
     "dyno.worker.spec": (),
     "dyno.worker.record": ("dyno.worker.spec",),
-    "dyno.analysis": ("dyno.analysis", "dyno.worker.spec", "dyno.worker.record"),
-    "dyno.datasets": ("dyno.datasets", "dyno.worker.spec", "dyno.worker.letterbox"),
+    "dyno.analysis": ("dyno.analysis", "dyno.worker.spec", "dyno.worker.record", "dyno.worker.extras"),
+    "dyno.datasets": ("dyno.datasets", "dyno.worker.spec", "dyno.worker.letterbox", "dyno.worker.extras"),
     "dyno.telemetry": ("dyno.gpu_telemetry", "dyno.worker.spec", "dyno.worker.record"),
     "dyno.gpu_telemetry": (),
     "dyno.launch": ("dyno.telemetry", *HOST_WORKER),

@@ -5,15 +5,29 @@ from __future__ import annotations
 import errno
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import typer.core
 
-from dyno import data_commands, flags, train_command
-from dyno.worker.spec import UserError
+from dyno import data_commands, flags, hints, take_command, train_command
+from dyno.worker.extras import EXTRAS, distribution, lacking
+from dyno.worker.spec import Unavailable, UserError
+
+
+class Commands(typer.core.TyperGroup):
+    """The commands; a name that is none is told what may have been meant."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """See click's; a `UserError` for a name that is no command's."""
+        if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
+            raise UserError(hints.no_command(args[0], self.list_commands(ctx)))
+        return super().resolve_command(ctx, args)
+
 
 app = typer.Typer(
     name="dyno",
+    cls=Commands,
     help="A dynamometer for inference engines: which way of running a model is fastest here, and is it still accurate?",
     no_args_is_help=True,
     add_completion=False,
@@ -308,6 +322,7 @@ def eval(
 
 
 app.command()(train_command.train)
+app.command()(take_command.take)
 
 
 @app.command()
@@ -340,8 +355,12 @@ def main() -> None:
     """Entry point: the user's errors become one line and exit code 2, an interrupt 130."""
     try:
         app()
-    except UserError as e:
+    except (UserError, Unavailable) as e:
         _fail(str(e))
+    except ModuleNotFoundError as e:
+        if distribution(str(e.name)) not in EXTRAS:
+            raise
+        _fail(lacking([str(e.name)]))
     except (KeyboardInterrupt, SystemExit) as e:
         if isinstance(e, SystemExit) and e.code != INTERRUPTED:  # what typer makes of an interrupt
             raise

@@ -10,8 +10,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from dyno.checks import check_format, check_several, missing_gpu
 from dyno.single import new_folder, study_of
 from dyno.study import Study, model_name, parse_budget
+from dyno.worker.extras import distribution, install
 from dyno.worker.spec import UserError
 
 if TYPE_CHECKING:
@@ -31,9 +33,12 @@ def _written(ctx: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def given(ctx: typer.Context) -> dict[str, Any]:
-    """Study fields for the flags that the user wrote, by the study's own names; defaults are left to the study."""
-    flags = {name: value for name, value in ctx.params.items() if _written(ctx, name)}
+def given(ctx: typer.Context, own: Sequence[str] = ()) -> dict[str, Any]:
+    """Study fields for the flags that the user wrote, by the study's own names; defaults are left to the study.
+
+    `own` are flags that mean something else to the command, which reads them itself.
+    """
+    flags = {name: value for name, value in ctx.params.items() if _written(ctx, name) and name not in own}
     found: dict[str, Any] = {name: flags[name] for name in PLAIN if name in flags}
     for flag, field in LISTS.items():
         if flag in flags:
@@ -109,7 +114,6 @@ def dry_run(study: Study) -> int:
     """List the trials and why any is refused."""
     from dyno.analysis.formatting import console
     from dyno.expand import expand
-    from dyno.store import card
 
     planned = expand(study)
     table = Table(box=None, pad_edge=False)
@@ -124,8 +128,8 @@ def dry_run(study: Study) -> int:
     out.print(table)
     refused = sum(1 for one in planned if one.refusal)
     out.print(f"{len(planned)} trials, {refused} refused; {study.rounds} rounds each. Nothing was run.")
-    if study.device != "cpu" and not card(study.device):
-        out.print(f"NVML sees no {study.device} here; without one a run skips every trial.")
+    if missing_gpu(study.device):
+        out.print(f"There is no {study.device} here, so a run would be refused.")
     return 0
 
 
@@ -137,6 +141,7 @@ def run(study: Study, folder: Path) -> int:
 
 def finish(folder: Path) -> int:
     """Tables, verdict and report of a study that has just ended, and its exit code."""
+    from dyno import take as module
     from dyno.analysis import reference_tables, tables, verdict
     from dyno.analysis.render import render
     from dyno.result import Result
@@ -146,13 +151,15 @@ def finish(folder: Path) -> int:
     print(render(frame))
     for sentence in verdict.sentences(result.records, frame):
         print(sentence)
+    for line in module.commands(folder, result.records, frame):
+        print(line)
     frame.to_csv(folder / "results.csv", index=False)
     try:
         print(f"\nreport: {result.report()}")
     except ImportError as e:
         records = result.records
         reference_tables.write([(records, reference_tables.sheets(records, frame))], folder)
-        print(f"\nno report: {e.name} is not installed; pip install 'inference-dyno[report]'")
+        print(f"\nno report: {distribution(str(e.name))} is not installed; {install(str(e.name))}")
     return tables.exit_code(frame)
 
 
@@ -230,6 +237,7 @@ def time(ctx: typer.Context, models: Sequence[str], format: str, trtexec: Path |
     from dyno.analysis import trtexec as logs
     from dyno.cross_check import cross_check
 
+    check_format(format)
     if trtexec:
         logs.read(trtexec)  # a file that is none is said before anything is timed
     out = _single(ctx, models, "time")
@@ -262,6 +270,7 @@ def evaluate(ctx: typer.Context, models: Sequence[str], format: str, per_class: 
     """Accuracy of each model on labelled images, beside its speed."""
     from dyno import evaluation
 
+    check_format(format)
     out = _single(ctx, models, "eval", **evaluation.DEFAULTS)
     return evaluation.show([_part(out, models, number) for number in range(len(models))], format, per_class)
 
@@ -283,6 +292,8 @@ def agree(ctx: typer.Context, models: Sequence[str], rtol: float, atol: float, l
     """Outputs of every model and backend against the first one's."""
     from dyno.analysis import agreement_table
 
+    check_format(format)
+    check_several([alone(ctx, model, boundaries=()) for model in models])
     out = _single(ctx, models, "agree", boundaries=())
     folders = [_part(out, models, number) for number in range(len(models))]
     return agreement_table.show(folders, rtol, atol, least, format)

@@ -13,11 +13,13 @@ from dyno.model_info import model_spec
 from dyno.store import cache_dir, versions
 from dyno.study import Study
 from dyno.training import TrainingResult, train
-from dyno.worker.spec import Runtime, digest
+from dyno.worker.extras import lacking
+from dyno.worker.spec import Runtime, UserError, digest
 
 MODEL = "dyno.worker.digits:resnet18"
 SIZE = 64
 TRAINING: dict[str, Any] = {"epochs": 8, "lr": 0.005, "augment": "shift"}
+NEEDS = ("torch", "torchvision", "scikit-learn")
 BACKENDS = (
     "pytorch@precision=fp32+bf16",
     "onnxruntime@precision=fp32+int8",
@@ -40,6 +42,10 @@ def trained() -> TrainingResult:
 
 def demo(out: Path, *, rounds: int, quick: bool) -> int:
     """Train, then compare every backend found here at batches 1 and 8; returns the exit code."""
+    if rounds < 1:  # before the training, after which the study would say so
+        raise UserError(f"rounds is {rounds}; it must be at least 1")
+    if lacks := [name for name in NEEDS if name not in versions(Runtime(), NEEDS)]:
+        raise UserError(lacking(lacks))
     console = Console(stderr=True)
     console.print("training a narrow ResNet-18 on 897 of scikit-learn's handwritten digits (64x64) ...", soft_wrap=True)
     result = trained()

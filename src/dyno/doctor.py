@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import tempfile
 from collections.abc import Sequence
@@ -12,15 +14,15 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from dyno.analysis.formatting import console
+from dyno.analysis.formatting import console, markdown, markdown_table
+from dyno.checks import check_format
 from dyno.commands import pythons
 from dyno.launch import launch
 from dyno.worker import backend, system
 from dyno.worker.record import Record
-from dyno.worker.spec import Job, Runtime, UserError
+from dyno.worker.spec import Job, Runtime
 
 TIMEOUT_S = 120.0
-FORMATS = ("text", "json")
 
 
 def examine(others: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
@@ -50,14 +52,27 @@ def _row(name: str, runtime: Runtime, folder: Path) -> dict[str, Any]:
 
 def doctor(texts: Sequence[str], format: str) -> int:
     """Print the rows; 0 when at least one backend works, 3 when none does."""
-    if format not in FORMATS:
-        raise UserError(f"unknown format {format!r}; known: {', '.join(FORMATS)}")
+    check_format(format)
     rows = examine(pythons(texts))
-    if format == "json":
-        print(json.dumps(rows, indent=1))
-    else:
+    if format == "text":
         _show(rows)
+    else:
+        print(_written(rows, format), end="")
     return 0 if any(row["status"] == "ok" for row in rows) else 3
+
+
+def _written(rows: list[dict[str, Any]], format: str) -> str:
+    """The rows as JSON, CSV or Markdown."""
+    if format == "json":
+        return json.dumps(rows, indent=1) + "\n"
+    if format == "markdown":
+        cells = [[markdown(value) for value in row.values()] for row in rows]
+        return markdown_table([*rows[0]], cells, [False] * len(rows[0]))
+    made = io.StringIO()
+    writer = csv.DictWriter(made, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return made.getvalue()
 
 
 def _show(rows: list[dict[str, Any]]) -> None:

@@ -19,9 +19,12 @@ from dyno.progress import Progress
 from dyno.study import Study
 from dyno.turns import launch_in_turn
 from dyno.worker.record import Record
-from dyno.worker.spec import STRETCHES, Job, UserError
+from dyno.worker.spec import STRETCHES, Artifact, Job, Trial, UserError
 
 SLOWEST_S = 1.0  # per batch, its check included, before the job counts as hung
+CHANGING = ("onnxruntime", "tensorrt", "tensorrt_rtx", "fake")
+WHO = "ONNX Runtime and TensorRT"
+REMEDY = "export or build it with a dynamic batch, or omit --batches"
 HEADINGS = ("batches", "sizes", "count", "median", "p99", "max", "wrong", "worst error", "GPU growth", "host growth")
 
 
@@ -46,9 +49,12 @@ def run(study: Study, kinds: list[str], iterations: int, folder: Path) -> int:
         if one.refusal:
             raise UserError(one.refusal)
         trial = replace(one.trial, dims=replace(one.trial.dims, batch=0))
+        if trial.backend not in CHANGING:
+            raise UserError(f"--batches tests a session that takes several batches; {trial.backend} has none, {WHO} do")
         made = Files(progress).file(trial.recipe) if trial.recipe else None
         if isinstance(made, Record):
             raise UserError(f"{trial.label}: {made.reason}")
+        _check_free(trial, made)
         where = folder / "endure" / str(number)
         job = Job("endure", trial.runtime, trial, artifact=made, options={"batches": kinds, "iterations": iterations})
         timeout = max(trial.plan.timeout_s, iterations * len(kinds) * SLOWEST_S)
@@ -58,6 +64,13 @@ def run(study: Study, kinds: list[str], iterations: int, folder: Path) -> int:
         _print(trial.label, record, read_npz(stored) if stored.exists() else {})
         codes.append(_code(record))
     return max(codes, default=0)
+
+
+def _check_free(trial: Trial, made: Artifact | None) -> None:
+    """Refuse what takes one batch and no other, before a process is started for it."""
+    first = [t.shape[0] for t in made.inputs if t.shape] if made else []
+    if first and all(isinstance(size, int) for size in first):
+        raise UserError(f"{trial.model.name} takes batch {first[0]} alone, so --batches can't change it; {REMEDY}")
 
 
 def _code(record: Record) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from dyno import confirm, mixed
 from dyno.analysis import gpu_trace, gpu_words
+from dyno.checks import check_device
 from dyno.expand import Planned, expand
 from dyno.peaks import find_peak
 from dyno.progress import Progress
@@ -28,6 +29,7 @@ REPEATABLE = ("rounds", "timeout", "budget", "reference", "confirm", "search", "
 
 def execute(study: Study, folder: Path, progress: Progress) -> None:
     """Measure whatever the folder doesn't hold yet; nothing that is stored is measured again."""
+    check_device(study)
     planned = expand(study)
     run = Run(folder)
     with run.locked():

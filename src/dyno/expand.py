@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from dyno.checks import check_threads
 from dyno.datasets import meta
 from dyno.interpreters import installed, missing, placed, runtime_of
 from dyno.model_info import Died, batches, look, model_spec, sizes
 from dyno.prepare import prepared
 from dyno.study import Choice, Study, model_name, parse_shapes, parse_size, runtimes
 from dyno.worker import backend, system
+from dyno.worker.extras import install
 from dyno.worker.spec import (
     MODEL_FILES,
     DataSpec,
@@ -36,16 +38,16 @@ class Planned:
 
 def expand(study: Study) -> list[Planned]:
     """Every trial of the study in a fixed order; input that can't be used is a `UserError` before anything runs."""
+    check_threads(study)
     choices = [Choice.parse(text) for text in study.backends] or [Choice(name) for name in installed(study.device)]
     names = {*backend.names(), *(choice.name for choice in choices)}
     if study.device.partition(":")[0] not in {kind for name in names for kind in backend.find(name).devices}:
         raise UserError(f"unknown device {study.device!r}; write cpu, or cuda:0 for the first GPU")
     if not choices:
-        raise UserError(f"no backend that is installed here runs on {study.device}; `dyno doctor` lists them")
+        usual = install("torch", "onnx", "openvino")
+        raise UserError(f"no backend that is installed here runs on {study.device}; {usual}, or see `dyno doctor`")
     for choice in choices:
-        known = backend.find(choice.name).options
-        for option in choice.options:
-            check_known(f"option of {choice.name}", option, known)
+        backend.find(choice.name).check_options(choice.options)
         runtimes(study, choice)
     for name in study.runtime:
         users = {n for choice in choices for n in (choice.runtime, choice.name) if n}
@@ -161,7 +163,8 @@ def _checked(study: Study, trial: Trial) -> Planned:
     """The trial with the recipe of its file, or why it will not be run."""
     engine, python = backend.find(trial.backend), trial.runtime.python
     if lacks := missing(trial.backend, trial.runtime):
-        return Planned(trial, f"{lacks} is not installed in {python or 'this Python'}; pip install {lacks}")
+        return Planned(trial, f"{lacks} is not installed in {python}; pip install {lacks}" if python else
+                       f"{lacks} is not installed in this Python; {install(lacks)}")  # fmt: skip
     if refusal := engine.refuse(trial):
         return Planned(trial, refusal)
     return Planned(replace(trial, recipe=placed(engine.recipe(trial), study)))

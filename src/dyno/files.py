@@ -17,8 +17,9 @@ from dyno.store import copy
 from dyno.study import Choice, Study
 from dyno.worker import system
 from dyno.worker.backend import find
+from dyno.worker.extras import install
 from dyno.worker.record import Record
-from dyno.worker.spec import Artifact, DataSpec, Dims, Option, Recipe, Runtime, Trial, UserError, check_known
+from dyno.worker.spec import Artifact, DataSpec, Dims, Option, Recipe, Runtime, Trial, UserError
 
 if TYPE_CHECKING:
     import typer
@@ -38,7 +39,9 @@ def export(
         raise UserError(f"{out} is the model itself; give another file to write to")
     if target not in TARGETS:
         raise UserError(f"unknown target {target!r}; known: {', '.join(TARGETS)}")
-    flags = {key: value for key, value in commands.given(ctx).items() if key != "batches"}
+    if opset and (kind := find("onnxruntime").values["opset"](opset)):
+        raise UserError(f"--opset {opset} can't be written; an export's opset is {kind}")
+    flags = commands.given(ctx, ("batch",))
     if shape and "sizes" in flags:
         raise UserError("--shape says what --size says; give one or the other")
     if shape:
@@ -80,6 +83,9 @@ def profile(shapes: str, low: int, opt: int, high: int) -> str:
 
 def build(ctx: typer.Context, model: str, out: Path, how: Build) -> int:
     """Write an engine's own file; with `repeat`, build it several times and say whether the builds differ."""
+    for name, value in (("--batch", how.batch), ("--repeat", how.repeat)):
+        if value < 1:
+            raise UserError(f"{name} is {value}; it must be at least 1")
     if out.suffix not in ENGINES:
         raise UserError(f"build writes {', '.join(ENGINES)}, not {out.name}; `dyno export` writes .onnx")
     if Path(model).suffix == out.suffix:
@@ -89,25 +95,24 @@ def build(ctx: typer.Context, model: str, out: Path, how: Build) -> int:
     if engine.name not in makers:
         raise UserError(f"{engine.name} builds no {out.suffix} files; {' or '.join(makers)} does")
     choice = Choice.parse("@".join((engine.name, *how.options)))
-    for option in choice.options:
-        check_known(f"option of {engine.name}", option, engine.options)
+    engine.check_options(choice.options)
     on_gpu = "cuda" in engine.devices
     flags = {"device": "cuda:0" if on_gpu else "cpu", **commands.given(ctx)}
     study = Study(models=(model,), **{**flags, "precisions": (how.precision,), "batches": ()})
     options = {**choice.options, **({"profile": how.profile} if how.profile else {})}
     runtime = runtime_of(study, choice)
     if lacks := missing(engine.name, runtime):
-        raise UserError(f"{engine.name} needs {lacks}, which is not installed; give its Python with --python")
+        raise UserError(f"{lacks} is not installed; {install(lacks)}, or give its Python with --python")
     if how.repeat > 1:
         from dyno import builds
 
         return builds.compare(study, engine, options, how.batch, how.repeat, out)
     if not on_gpu and how.precision in ("fp16", "bf16"):
         raise UserError(
-            f"{engine.name} chooses {how.precision} when it runs a file, not when it makes one; leave it away"
+            f"{engine.name} chooses {how.precision} when it runs a file, not when it makes one; omit --precision"
         )
     if not on_gpu and how.profile:
-        raise UserError(f"{engine.name}'s files take any batch; leave --min, --opt, --max and --shapes away")
+        raise UserError(f"{engine.name}'s files take any batch; omit --min, --opt, --max and --shapes")
     trial = _trial(study, how.precision)
     dims = replace(trial.dims, batch=how.batch if on_gpu and not how.profile else 0)
     runtime = replace(runtime, threads=trial.runtime.threads)

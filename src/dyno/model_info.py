@@ -13,6 +13,7 @@ from dyno.launch import launch
 from dyno.store import cache_dir, code_sha256, makers, sha256_of, versions
 from dyno.study import Choice, Study, model_name, parse_shapes, parse_size
 from dyno.worker import backend, system
+from dyno.worker.extras import install
 from dyno.worker.record import Record, read_record
 from dyno.worker.spec import (
     ENGINE_FILES,
@@ -150,7 +151,7 @@ def _looking(model: ModelSpec, name: str, study: Study) -> Runtime:
         return Runtime(threads=threads)
     named = next((choice for choice in map(Choice.parse, study.backends) if choice.name == name), Choice(name))
     if lacks := missing(name, runtime := replace(runtime_of(study, named), threads=threads)):
-        raise UserError(f"{model.name} is an engine of {name}: {lacks} is not installed; give its Python with --python")
+        raise UserError(f"{model.name} is an engine of {name}: {lacks} is not installed; {install(lacks)}, or --python")
     if runtime.device == "cpu":
         raise UserError(f"{model.name} is an engine for a GPU; say which with --device cuda:0")
     return runtime

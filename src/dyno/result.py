@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from dyno.analysis.confusion import Confusion
     from dyno.analysis.results import Results
+    from dyno.take import Taken
 
 
 class Result:
@@ -62,6 +63,15 @@ class Result:
         from dyno.analysis import breakeven
 
         return breakeven.table(self.records, self.to_pandas())
+
+    def take(self, trial: str = "", out: str | Path | None = None) -> Taken:
+        """Write the winner's file, or that of a trial (its id, or BACKEND/PRECISION), with a script that runs it.
+
+        As `dyno take`: `out` is the file (default: MODEL-BACKEND-PRECISION here); returns where both lie.
+        """
+        from dyno import take
+
+        return take.take(self.folder, trial, Path(out) if out else None)
 
     def report(self, out: str | Path | None = None) -> Path:
         """Write report.html, the charts and results.csv into the folder (default: the run's own); returns the page."""

@@ -173,11 +173,10 @@ class Study:
             raise UserError(f"{path} is not valid TOML: {e}") from e
         except IsADirectoryError:
             raise UserError(f"{path} is a folder, not a study file") from None
-        known = {f.name: f for f in dataclasses.fields(cls)}
+        for key in table:
+            check_known(f"key in {path.name}", key, tuple(f.name for f in dataclasses.fields(cls)))
         if not (table.keys() | changes.keys()) >= {"models"}:
             raise UserError(f'{path} names no models; write models = ["torchvision:resnet18"], or the like')
-        for key in table:
-            check_known(f"key in {path.name}", key, tuple(known))
         try:
             return cls(**{**table, **changes})
         except TypeError as e:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dyno import training_data
+from dyno.checks import check_device, check_threads
 from dyno.launch import launch
 from dyno.model_info import look, model_spec, sizes
 from dyno.store import Run, sha256_of
@@ -110,6 +111,8 @@ def train(
     )  # fmt: skip
     for choice in map(Choice.parse, study.backends):
         backend.find(choice.name)
+    check_threads(study)
+    check_device(study)
     folder = Path(out) if out else Path("runs") / f"train-{model_name(model)}"
     if resume and not (folder / "state.pt").is_file():
         raise UserError(f"there is no training to go on with in {folder}; leave --resume out to begin one")

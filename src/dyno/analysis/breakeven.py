@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dyno.analysis import stats
-from dyno.analysis.formatting import significant
+from dyno.analysis.formatting import limits, significant
 from dyno.analysis.frontier import usable
 from dyno.analysis.references import INCOMPARABLE
 from dyno.analysis.render import Column, number
@@ -50,8 +50,7 @@ class BreakEven:
             return AT_ONCE
         if math.isinf(self.high):
             return f"{_count(self.images)} images, or never"
-        limits = "" if math.isnan(self.low) else f" [{_count(self.low)}, {_count(self.high)}]"
-        return f"{_count(self.images)} images{limits}"
+        return f"{_count(self.images)} images{limits(self.low, self.high, _count)}"
 
 
 def against(row: pd.Series, trial: TrialResult, reference: TrialResult) -> BreakEven | None:

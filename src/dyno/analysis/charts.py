@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from dyno.analysis import frontier
 from dyno.analysis.contests import contests
-from dyno.analysis.formatting import short, show
+from dyno.analysis.formatting import bounded, short, show
 from dyno.analysis.frontier import LATENCY, THROUGHPUT, way
 from dyno.analysis.metrics import Metric, quality
 from dyno.analysis.series import LONGEST, Panel, scaling, title_of
@@ -56,7 +55,7 @@ def _latency_panel(axes: Any, rows: pd.DataFrame) -> None:
     for y, (_, r) in enumerate(rows.iterrows()):
         hatch = HATCHES.get(r["precision"], "")
         axes.barh(y, r[LATENCY], 0.72, color=color(r["backend"]), hatch=hatch, edgecolor="white", linewidth=0)
-        if not math.isnan(r["latency_ms_low"]):
+        if bounded(r["latency_ms_low"], r["latency_ms_high"]):
             _whisker(axes, r["latency_ms_low"], r["latency_ms_high"], y, limit)
     axes.set_xlim(0, limit)
 
@@ -66,7 +65,7 @@ def _speedup_panel(axes: Any, rows: pd.DataFrame) -> None:
     limit = _limit(max(rows["speedup"].max(), 1), rows["speedup_high"].max())
     for y, (_, r) in enumerate(rows.iterrows()):
         axes.plot(r["speedup"], y, marker(r["precision"]), color=color(r["backend"]), mec="white", mew=0.7, ms=9)
-        if not math.isnan(r["speedup_low"]):
+        if bounded(r["speedup_low"], r["speedup_high"]):
             _whisker(axes, r["speedup_low"], r["speedup_high"], y, limit)
     axes.set_xlim(0, limit)
 
@@ -163,7 +162,7 @@ def _accuracy_panel(axes: Any, group: pd.DataFrame, edge: pd.DataFrame, speed: s
     for _, r in group.iterrows():
         tone, value = color(r["backend"]), r[metric.column]
         low, high = (r[name] for name in SPEED_LIMITS[speed])
-        if not math.isnan(low):
+        if bounded(low, high):
             axes.plot([low, min(high, limit)], [value] * 2, color=tone, lw=1.1, alpha=0.8)
             if high > limit:  # an end drawn there would be read as the interval's
                 axes.plot([limit], [value], ">", color=tone, ms=5)

@@ -23,6 +23,7 @@ import numpy as np
 from dyno.analysis.average_precision import average, matches
 from dyno.analysis.results import TrialResult
 from dyno.analysis.stats import Interval, t_quantile
+from dyno.worker.extras import install
 from dyno.worker.record import save_arrays
 from dyno.worker.spec import Unavailable, UserError
 
@@ -189,7 +190,7 @@ def _evaluated(arrays: Mapping[str, np.ndarray], truth: Mapping[str, Any], kind:
         from pycocotools.coco import COCO
         from pycocotools.cocoeval import COCOeval
     except ImportError as e:
-        raise Unavailable("mAP needs pycocotools; pip install 'inference-dyno[data]'") from e
+        raise Unavailable(f"mAP needs pycocotools; {install('pycocotools')}") from e
     with contextlib.redirect_stdout(io.StringIO()):  # it tells its progress
         there, found = COCO(), COCO()
         there.dataset = _objects(truth, kind)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 PIPED_WIDTH = 160
 DURATIONS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+WIDEST = 2.0  # times its lower end: an interval that is wider is said in words, because its digits look like knowledge
+UNBOUNDED = "too uncertain to bound"
 SIZES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 
 
@@ -61,6 +63,18 @@ def _scaled(value: float, units: tuple[tuple[float, str], ...], digits: int) -> 
 def _minutes(seconds: float) -> str:
     whole = round(seconds)
     return f"{whole // 60} min {whole % 60} s" if whole < 7200 else f"{whole / 3600:.1f} h"
+
+
+def bounded(low: float, high: float) -> bool:
+    """Whether an interval of something positive (a ratio, a time, a rate) is no wider than a factor of two."""
+    return 0 < low <= high <= WIDEST * low
+
+
+def limits(low: float, high: float, shown: Callable[[float], str]) -> str:
+    """` [1.9, 2.3]` to stand behind a value; words where the interval is too wide to say anything, "" without one."""
+    if math.isnan(low) or math.isnan(high):
+        return ""
+    return f" [{shown(low)}, {shown(high)}]" if bounded(low, high) else f" [{UNBOUNDED}]"
 
 
 def points(share: float) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from dyno.analysis import frontier
 from dyno.analysis.contests import Contest, contests
-from dyno.analysis.formatting import significant
+from dyno.analysis.formatting import limits, significant
 from dyno.analysis.frontier import LATENCY, THROUGHPUT
 from dyno.analysis.metrics import Metric, quality
 from dyno.analysis.render import Column, missing
@@ -58,19 +58,25 @@ def _row(row: pd.Series, metric: Metric, where: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _interval(row: dict[str, Any], value: str, low: str, high: str, places: int | None = None) -> str:
+def _speed(row: dict[str, Any], value: str, low: str, high: str) -> str:
     if missing(row[value]):
         return ""
-    shown = significant if places is None else (lambda v: f"{v:.{places}f}")
-    limits = "" if missing(row[low]) or missing(row[high]) else f" [{shown(row[low])}, {shown(row[high])}]"
-    return shown(row[value]) + limits
+    return significant(row[value]) + ("" if missing(row[low]) else limits(row[low], row[high], significant))
+
+
+def _percent(row: dict[str, Any], value: str) -> str:
+    """A share, or a difference of shares, with its interval, which may be as wide as it is."""
+    if missing(row[value]):
+        return ""
+    low, high = row[f"{value}_low"], row[f"{value}_high"]
+    return f"{row[value]:.2f}" + ("" if missing(low) or missing(high) else f" [{low:.2f}, {high:.2f}]")
 
 
 PRINTED = (
-    Column("latency ms", lambda r: _interval(r, *SPEEDS[:3]), 0, sort="latency_ms"),
-    Column("images/s", lambda r: _interval(r, *SPEEDS[3:]), 0, sort="throughput_ips"),
-    Column("accuracy %", lambda r: _interval(r, "accuracy", "accuracy_low", "accuracy_high", 2), 0, sort="accuracy"),
-    Column("change, points", lambda r: _interval(r, "change", "change_low", "change_high", 2), 2, sort="change"),
+    Column("latency ms", lambda r: _speed(r, *SPEEDS[:3]), 0, sort="latency_ms"),
+    Column("images/s", lambda r: _speed(r, *SPEEDS[3:]), 0, sort="throughput_ips"),
+    Column("accuracy %", lambda r: _percent(r, "accuracy"), 0, sort="accuracy"),
+    Column("change, points", lambda r: _percent(r, "change"), 2, sort="change"),
     Column("metric", lambda r: str(r["metric"]), 4, right=False, sort="metric"),
     Column("budget", lambda r: str(r["budget"]), 1, right=False, sort="budget"),
     Column("frontier", lambda r: str(r["frontier"]), 0, right=False, sort="frontier"),

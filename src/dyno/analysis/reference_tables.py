@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dyno.analysis import agreement, work
-from dyno.analysis.formatting import markdown, markdown_table, significant
+from dyno.analysis.formatting import UNBOUNDED, bounded, markdown, markdown_table, significant
 from dyno.analysis.frontier import SATURATED, SERIES, fps, saturation, throughput, usable, way
 from dyno.analysis.references import references
 from dyno.analysis.render import json_text, json_texts, missing
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 KEYS = ("model", "size", "batch")
 STATISTIC = "statistic"
+LIMITS = ("interval from", "interval to")  # of the speed-up
 TEXTS = ("model", "way", "verdict", "in words", "ran mostly in")  # columns of text; all others are numbers
 MOST_PAIRS = 300  # trials whose raw outputs are compared
 LEAD = (
@@ -52,7 +54,8 @@ class Sheet:
     """One table: `data` is its machine twin; with a column STATISTIC each statistic is printed as a table of its own.
 
     `marks` holds what is printed where there is no number, by row and column: how the trial ended. `shown` prints a
-    number; columns of KEYS and of text are printed as they are.
+    number; columns of KEYS and of text are printed as they are. `wide` are the limits, by row and column, of intervals
+    that are printed in words because they bound nothing.
     """
 
     name: str
@@ -61,6 +64,7 @@ class Sheet:
     notes: list[str] = field(default_factory=list)
     marks: Mapping[tuple[int, str], str] = field(default_factory=dict)
     shown: Callable[[float], str] = _plain
+    wide: AbstractSet[tuple[int, str]] = frozenset()
 
     def parts(self) -> Iterator[tuple[str, list[str], list[list[str]]]]:
         """The printed tables: a title, the heads and the rows as text."""
@@ -74,6 +78,8 @@ class Sheet:
     def _cell(self, row: int, column: str, value: Any) -> str:
         if missing(value) or value == "":
             return self.marks.get((row, column), "")
+        if (row, column) in self.wide:
+            return UNBOUNDED
         return str(value) if isinstance(value, str) or column in KEYS else self.shown(value)
 
 
@@ -84,7 +90,7 @@ def sheets(results: Results, frame: pd.DataFrame) -> list[Sheet]:
     accuracy = {"top-1, %": "top1", "top-5, %": "top5", "mAP50, %": "map50", "mAP50-95, %": "map50_95"}
     engine = {"file, MB": "size_mb", "layers": "layers", "parameters": "parameters"}
     memory = {"on the GPU, MB": "gpu_memory_mb", "of the process, MB": "memory_mb"}
-    ratio = {"times as fast": "speedup", "interval from": "speedup_low", "interval to": "speedup_high"}
+    ratio = {"times as fast": "speedup", LIMITS[0]: "speedup_low", LIMITS[1]: "speedup_high"}
     rates = {"throughput, images/s": "throughput_ips", "FPS, one batch after another": "fps"}
     found = [
         _pivot("latency-model", "Latency/model, ms per batch", rows, model),
@@ -177,7 +183,18 @@ def _pivot(
             marks |= {(len(made), w): ended[w] for w in ways if ended.get(w, "ok") != "ok"}
             made.append({STATISTIC: statistic, **dict(zip(KEYS, key, strict=True)), **{w: cells.get(w) for w in ways}})
     data = pd.DataFrame(made, columns=[STATISTIC, *KEYS, *ways])
-    return Sheet(name, title, data, _left_out(rows, ways), marks, shown)
+    return Sheet(name, title, data, _left_out(rows, ways), marks, shown, _wide(rows, data))
+
+
+def _wide(rows: pd.DataFrame, data: pd.DataFrame) -> AbstractSet[tuple[int, str]]:
+    """Where `data` has the limits of speed-ups that are too uncertain to bound."""
+    loose = {(*(r[k] for k in KEYS), r["way"]) for _, r in rows.iterrows() if _unbounded(r)}
+    return {(i, key[-1]) for i, r in data[data[STATISTIC].isin(LIMITS)].iterrows() for key in loose
+            if key[:-1] == tuple(r[k] for k in KEYS)}  # fmt: skip
+
+
+def _unbounded(r: pd.Series) -> bool:
+    return not missing(r["speedup_low"]) and not bounded(r["speedup_low"], r["speedup_high"])
 
 
 def _place(rows: pd.DataFrame) -> Callable[[str], tuple[bool, int]]:
@@ -232,7 +249,8 @@ def _sizes(frame: pd.DataFrame) -> Sheet | None:
         f"Mean and std are of latency/{where} without the fastest and the slowest 10 % of the samples. FPS is the "
         f"batch over the median latency. Memory is the most of {whose}."
     ]
-    return Sheet("sizes", "Sizes and batches", _long(rows, columns), notes)
+    wide = {(i, name) for i, (_, r) in enumerate(rows.iterrows()) if _unbounded(r) for name in ("from", "to")}
+    return Sheet("sizes", "Sizes and batches", _long(rows, columns), notes, wide=wide)
 
 
 def _words(rows: pd.DataFrame) -> list[str]:

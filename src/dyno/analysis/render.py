@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dyno.analysis.formatting import (
     NO_IMAGE,
     images_tested,
+    limits,
     markdown,
     markdown_table,
     plain,
@@ -79,7 +80,7 @@ def ratio(r: Row, column: str, places: int = 2) -> str:
     if missing(r[column]):
         return ""
     value, low, high = (r[column + end] for end in ("", "_low", "_high"))
-    return f"{value:.{places}f}x" + ("" if missing(low) else f" [{low:.{places}f}, {high:.{places}f}]")
+    return f"{value:.{places}f}x" + ("" if missing(low) else limits(low, high, lambda v: f"{v:.{places}f}"))
 
 
 def _precision(r: Row) -> str:

@@ -29,8 +29,10 @@ if TYPE_CHECKING:
     import pandas as pd
 
 CAPTIONS = {
-    "latency": "Latency per batch. Bars are medians over the rounds, whiskers the 95 % interval between processes.",
-    "speedup": "Speed-up over the reference of the same model, size and batch, with its 95 % interval.",
+    "latency": "Latency per batch. Bars are medians over the rounds, whiskers the 95 % interval between processes. "
+    "None is drawn that is wider than a factor of two.",
+    "speedup": "Speed-up over the reference of the same model, size and batch, with its 95 % interval. "
+    "None is drawn that is wider than a factor of two.",
     "accuracy-latency": "Accuracy against latency, with 95 % intervals on both axes. Ringed: nothing is both "
     "faster and more accurate.",
     "accuracy-throughput": "Accuracy against throughput at every batch, with 95 % intervals on both axes.",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dyno.analysis import accuracy, agreement, gpu_words, stats
-from dyno.analysis.formatting import points, short, show, significant
+from dyno.analysis.formatting import UNBOUNDED, bounded, points, short, show, significant
 from dyno.analysis.frontier import SATURATED, saturation
 from dyno.analysis.gpu_trace import Summary
 from dyno.analysis.precision import truth
@@ -344,6 +344,8 @@ def _sampling(r: Round, boundary: str, clock: str) -> list[Cell]:
         return [Cell("", "", True)] * 6 + [text(STOPPED.get(stopped, stopped))]
     s, interval = stats.summary(samples), stats.median_interval(samples)
     spread = f"{show(interval.low, 'duration')} to {show(interval.high, 'duration')}"
+    if interval.low == interval.low and not bounded(interval.low, interval.high):
+        spread = UNBOUNDED
     times = [number(v, show(v, "duration")) for v in (s.mean, s.p99, s.max)]
     median = number(s.median, show(s.median, "duration", 4))
     return [number(s.count, f"{s.count:,}"), median, Cell(spread, repr(interval.low), True), *times,

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from dyno.analysis import frontier
-from dyno.analysis.formatting import NO_IMAGE, short
+from dyno.analysis.formatting import NO_IMAGE, bounded, short
 from dyno.analysis.frontier import LATENCY, THROUGHPUT, way
 from dyno.analysis.style import LINES, WIDTH, color, marker, styled
 
@@ -75,7 +75,8 @@ def draw(axes: Any, group: pd.DataFrame, axis: str, column: str) -> None:
         if f"{column}_low" in series:
             known = ordered.dropna(subset=[f"{column}_low"])
             limits = known[f"{column}_low"], known[f"{column}_high"]
-            axes.fill_between(known["place"], *limits, color=color(first["backend"]), alpha=0.1, lw=0)
+            tight = [bounded(*pair) for pair in zip(*limits, strict=True)]
+            axes.fill_between(known["place"], *limits, where=tight, color=color(first["backend"]), alpha=0.1, lw=0)
     ticks = sorted(set(group["place"]))
     names = {place_of(v): str(v) for v in group[axis]}
     axes.set_xscale("log", base=2)

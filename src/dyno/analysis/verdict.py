@@ -11,8 +11,9 @@ from dyno.analysis import breakeven, confirmation, frontier, gpu_words, mixed_pr
 from dyno.analysis.accuracy import OVER, UNDECIDED, judged, set_aside
 from dyno.analysis.contests import Contest, contests
 from dyno.analysis.correctness import WRONG
+from dyno.analysis.crowding import Crowding, crowding
 from dyno.analysis.findings import BEST, FAILURE, NOTE, WARNING, Finding, ms, ratio
-from dyno.analysis.formatting import plain, points, show, significant
+from dyno.analysis.formatting import limits, plain, points, show, significant
 from dyno.analysis.frontier import LATENCY, THROUGHPUT
 from dyno.analysis.metrics import quality
 from dyno.analysis.precision import truth
@@ -41,8 +42,11 @@ def sentences(results: Results, frame: pd.DataFrame) -> list[str]:
 def findings(results: Results, frame: pd.DataFrame) -> list[Finding]:
     """The verdict: the fastest within the budget and how sure that is, then truth of precision, reasons, failures."""
     trials = {t.id: t for t in results.trials}
-    every = contests(frame)
+    every, crowd = contests(frame), crowding(results)
     found = [f for contest in every[:MOST_GROUPS] for f in _contest(contest, trials, frame.attrs.get("budget", ""))]
+    if crowd and crowd.mostly:  # whatever is said of an order would be said of the machine's load
+        failed = [f for f in found if f.kind == FAILURE]
+        return [Finding(WARNING, crowd.sentence), *failed, *_truths(results), *_outcome(results, crowd)]
     if len(every) > MOST_GROUPS:
         found.append(Finding(NOTE, f"{len(every) - MOST_GROUPS} more models and sizes are in the tables."))
     return [
@@ -51,7 +55,7 @@ def findings(results: Results, frame: pd.DataFrame) -> list[Finding]:
         *mixed_precision.findings(results, frame),
         *_truths(results),
         *_slow_precisions(results),
-        *_outcome(results),
+        *_outcome(results, crowd),
     ]
 
 
@@ -88,8 +92,7 @@ def _contest(contest: Contest, trials: dict[str, TrialResult], budget: str) -> I
 def _fastest(contest: Contest, winner: pd.Series, trials: dict[str, TrialResult], budget: str) -> str:
     limit = f" within the budget {budget}" if budget and winner["budget"] else ""
     low, high = winner["latency_ms_low"], winner["latency_ms_high"]
-    spread = "" if isnan(low) else f" [{ms(low)}, {ms(high)}]"
-    text = f"{contest.where}: fastest{limit} is {contest.way(winner)}, {ms(winner[LATENCY])}{spread}"
+    text = f"{contest.where}: fastest{limit} is {contest.way(winner)}, {ms(winner[LATENCY])}{limits(low, high, ms)}"
     text += f" at batch {winner['batch']}"
     reference = contest.reference(winner, trials)
     if reference is None or reference.id == winner["trial"]:
@@ -274,7 +277,7 @@ def _silence(gain: stats.Speedup) -> str:
     return "the spread between processes hides any gain"
 
 
-def _outcome(results: Results) -> Iterator[Finding]:
+def _outcome(results: Results, crowd: Crowding | None) -> Iterator[Finding]:
     count = Counter(t.status for t in results)
     bad = {status: n for status, n in count.items() if status not in ("ok", "skipped")}
     total = len(results.trials)
@@ -283,7 +286,8 @@ def _outcome(results: Results) -> Iterator[Finding]:
         yield Finding(FAILURE, f"{sum(bad.values())} of {total} trials did not finish: {each}; each has its reason.")
     if count["skipped"]:
         yield Finding(NOTE, f"{count['skipped']} of {total} trials were skipped, each with its reason.")
-    yield from _crowded(results)
+    if crowd and not crowd.mostly:
+        yield Finding(WARNING, crowd.sentence)
     yield from _gpu(results)
     if aside := max((set_aside(t) for t in results if set_aside(t) and judged(t)), default=0):
         yield Finding(
@@ -295,21 +299,6 @@ def _outcome(results: Results) -> Iterator[Finding]:
         yield Finding(WARNING, f"{warned} of {total} trials have warnings; the report lists them.")
     for problem in results.problems:
         yield Finding(FAILURE, problem)
-
-
-def _crowded(results: Results) -> Iterator[Finding]:
-    """Timings taken while other programs used the processors are of the machine's load as much as of the engine."""
-    timed = [r.facts for t in results for r in t.good]  # records older than `others_bearable` had one limit for all
-    busy = [
-        (max((facts.get("others_busy") or {"": 0.0}).values()), facts.get("others_bearable", 0.2)) for facts in timed
-    ]
-    over = [processors for processors, bearable in busy if processors > bearable]
-    if over:
-        yield Finding(
-            WARNING,
-            f"Other programs kept up to {max(over):.1f} processors busy during {len(over)} of {len(timed)} jobs: "
-            "those latencies are too long and their order may be wrong; measure again on a quiet machine.",
-        )
 
 
 def _gpu(results: Results) -> Iterator[Finding]:

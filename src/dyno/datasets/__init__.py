@@ -24,6 +24,7 @@ from dyno.datasets.kinds import kind as kind
 from dyno.datasets.photos import CALIBRATION, How, spec, spread, stored
 from dyno.datasets.photos import OnUnreadable as OnUnreadable
 from dyno.datasets.rows import Timed, timed
+from dyno.worker.extras import distribution, install
 from dyno.worker.spec import DataSpec, Preprocess, Unavailable, UserError
 
 DIGITS = Preprocess(mean=(0.5,), std=(0.5,), resize=0.0)
@@ -153,7 +154,7 @@ def _small_digits() -> tuple[list[Any], np.ndarray]:
         from PIL import Image
         from sklearn.datasets import load_digits
     except ImportError as e:
-        raise Unavailable(f"digits need {e.name}: pip install 'inference-dyno[data]'") from e
+        raise Unavailable(f"digits need {distribution(str(e.name))}; {install(str(e.name))}") from e
     pixels, labels = load_digits(return_X_y=True)
     shades = np.rint(pixels.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
     return [Image.fromarray(image) for image in shades], labels.astype(np.int64)

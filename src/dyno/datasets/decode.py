@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from dyno.datasets.rows import Row, Timed, timed
+from dyno.worker.extras import install
 from dyno.worker.letterbox import geometry
 from dyno.worker.spec import Preprocess, Unavailable, UserError
 
@@ -180,4 +181,4 @@ def library_version(distribution: str) -> str:
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError as e:
-        raise Unavailable(f"reading images needs {distribution}: pip install 'inference-dyno[data]'") from e
+        raise Unavailable(f"reading images needs {distribution}; {install(distribution)}") from e

@@ -7,6 +7,7 @@ import re
 from functools import lru_cache
 from pathlib import Path
 
+from dyno.worker.extras import install
 from dyno.worker.spec import Unavailable
 
 COUNT = 1000
@@ -23,7 +24,7 @@ def synsets() -> dict[str, str]:
     folders = [Path(place) / "data" / "_info" for place in (found.submodule_search_locations or [])] if found else []
     lists = next((folder for folder in folders if (folder / "imagenet_synsets.txt").is_file()), None)
     if lists is None:
-        raise Unavailable("ImageNet's list of classes comes with timm: pip install 'inference-dyno[torch]'")
+        raise Unavailable(f"ImageNet's list of classes comes with timm; {install('timm')}")
     lemmas = (lists / "imagenet_synset_to_lemma.txt").read_text(encoding="utf-8").splitlines()
     named = dict(line.split("\t", 1) for line in lemmas if "\t" in line)
     order = (lists / "imagenet_synsets.txt").read_text(encoding="utf-8").split()

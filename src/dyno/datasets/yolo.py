@@ -25,6 +25,7 @@ from dyno.datasets.photos import (
     printable,
 )
 from dyno.datasets.yolo_labels import classes_used, label_file, read_labels
+from dyno.worker.extras import install
 from dyno.worker.spec import Unavailable, UserError
 
 SPLITS = ("val", "valid", "test")  # of which images are tested on
@@ -91,7 +92,7 @@ def _described(file: Path) -> _About:
     try:
         import yaml
     except ImportError as e:
-        raise Unavailable("reading YAML needs PyYAML: pip install 'inference-dyno[data]'") from e
+        raise Unavailable(f"reading YAML needs PyYAML; {install('pyyaml')}") from e
     try:
         about = yaml.safe_load(file.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from dyno.worker import backends
-from dyno.worker.spec import Artifact, Recipe, Tensor, Trial, UserError, check_known
+from dyno.worker.option_values import Check, check_values
+from dyno.worker.spec import Artifact, Option, Recipe, Tensor, Trial, UserError, check_known
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -82,7 +83,8 @@ class Backend:
     """One way to run models (`load`), or to make files (`make`), or both.
 
     `requires` are the distributions whose versions shape its results; `precisions`, `devices` and `options` what it can
-    be asked for. What a backend does with its library happens in the worker; `refuse` and `recipe` are pure.
+    be asked for, and `values` what an option may be (`option_values`), asked before anything runs. What a backend does
+    with its library happens in the worker; `refuse` and `recipe` are pure.
     """
 
     name: str = ""
@@ -90,7 +92,14 @@ class Backend:
     precisions: tuple[str, ...] = ()
     devices: tuple[str, ...] = ("cpu",)
     options: tuple[str, ...] = ()
+    values: Mapping[str, Check] = {}
     runs: bool = True
+
+    def check_options(self, options: Mapping[str, Option]) -> None:
+        """A `UserError` for an option that isn't this backend's, or a value that it never has."""
+        for name in options:
+            check_known(f"option of {self.name}", name, self.options)
+        check_values(self.name, options, self.values)
 
     def refuse(self, trial: Trial) -> str:
         """One line why this backend can't run the trial, or "" when nothing speaks against trying."""

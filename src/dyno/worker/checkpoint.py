@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dyno.worker.extras import install
 from dyno.worker.spec import Unavailable, UserError
 
 NESTED = ("state_dict", "model_state_dict", "model")
@@ -77,7 +78,7 @@ def _safetensors(file: Path) -> Any:
         from safetensors import SafetensorError
         from safetensors.torch import load_file
     except ImportError as e:
-        raise Unavailable(f"safetensors can't be imported ({e}); install it with: pip install safetensors") from e
+        raise Unavailable(f"safetensors can't be imported ({e}); {install('safetensors')}") from e
     try:
         return load_file(file)
     except SafetensorError as e:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from dyno.worker.extras import install
 from dyno.worker.spec import Unavailable
 
 OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
@@ -28,7 +29,7 @@ def driver() -> Any:
     try:
         from cuda.bindings import driver as cuda
     except ImportError as e:
-        raise Unavailable("cuda-bindings is not installed in this Python; pip install cuda-bindings") from e
+        raise Unavailable(f"cuda-bindings is not installed in this Python; {install('cuda-bindings')}") from e
     try:
         (error,) = cuda.cuInit(0)
     except RuntimeError as e:  # there is no libcuda to load

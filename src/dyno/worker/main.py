@@ -234,8 +234,17 @@ def find_peak(job: Job, journal: Journal) -> None:
     _crowd("peak", neighbours.busy(), job.runtime.device, journal)
 
 
+def take_home(job: Job, journal: Journal) -> None:
+    """Write a script that runs the trial in its own library, and what it needs besides the trial's file."""
+    from dyno.worker import snippets
+
+    assert job.trial is not None
+    journal.stage("write")
+    journal.facts(snippets.write(job.trial, job.artifact, job.options, journal.folder))
+
+
 OTHER_JOBS = {"make": make_file, "probe": probe, "look": look_at, "train": train_model, "endure": endure_trial,
-              "peak": find_peak}  # fmt: skip
+              "peak": find_peak, "take": take_home}  # fmt: skip
 
 
 def perform(job: Job, journal: Journal) -> Record:

@@ -15,10 +15,12 @@ from typing import Any
 
 from dyno.worker import ultralytics_models
 from dyno.worker.checkpoint import apply, head_classes, read_checkpoint
+from dyno.worker.extras import install
 from dyno.worker.settle import settle
 from dyno.worker.spec import Dims, ModelSpec, Preprocess, Unavailable, UserError, check_known
 
 LIBRARIES = ("torchvision", "timm")
+NEAR = 0.75  # how alike a name must be to be meant; among a thousand names something is always half alike
 FORMS = "torchvision:NAME, timm:NAME, ultralytics:NAME.yaml, MODULE:FUNCTION, FILE.py:FUNCTION or file:PATH"
 
 
@@ -144,7 +146,7 @@ def _library(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as e:
-        raise Unavailable(f"{name} can't be imported ({e}); install it with: pip install {name}") from e
+        raise Unavailable(f"{name} can't be imported ({e}); {install(name)}") from e
 
 
 def _torchvision(model: ModelSpec, name: str, classes: int | None) -> Any:
@@ -169,17 +171,23 @@ def _timm(model: ModelSpec, name: str, dims: Dims | None, classes: int | None) -
     timm = _library("timm")
     if not timm.is_model(name):
         raise UserError(_unknown("timm", name, timm.list_models()))
-    options: dict[str, Any] = {"in_chans": model.channels}
-    if classes is not None:
-        options["num_classes"] = classes
-    config = timm.get_pretrained_cfg(name)
-    size = (dims.height, dims.width) if dims else None
-    if config and config.fixed_input_size and size and size != tuple(config.input_size[1:]):
-        options["img_size"] = size
+    options = timm_options(model, name, dims, classes)
     try:
         return _published(model, lambda: timm.create_model(name, pretrained=model.pretrained, **options))
     except TypeError as e:
         raise UserError(f"{model.source} can't be built with {options}: {e}") from e
+
+
+def timm_options(model: ModelSpec, name: str, dims: Dims | None, classes: int | None) -> dict[str, Any]:
+    """What `timm.create_model` is told besides the name: channels, classes, and the size of a model made for one."""
+    options: dict[str, Any] = {"in_chans": model.channels}
+    if classes is not None:
+        options["num_classes"] = classes
+    config = _library("timm").get_pretrained_cfg(name)
+    size = (dims.height, dims.width) if dims else None
+    if config and config.fixed_input_size and size and size != tuple(config.input_size[1:]):
+        options["img_size"] = size
+    return options
 
 
 def _published(model: ModelSpec, build: Callable[[], Any]) -> Any:
@@ -197,8 +205,10 @@ def _published(model: ModelSpec, build: Callable[[], Any]) -> Any:
 
 
 def _unknown(library: str, name: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(names), 1, 0.5)
-    hint = f"did you mean {library}:{near[0]}?" if near else f"see {library}.list_models()"
+    near = difflib.get_close_matches(name, list(names), 1, NEAR)
+    place = {"torchvision": "torchvision.models", "timm": "timm"}[library]
+    listed = f'list them with: python -c "import {place} as m; print(*m.list_models())"'
+    hint = f"did you mean {library}:{near[0]}?" if near else listed
     return f"{library} has no model {name!r}; {hint}"
 
 
@@ -248,10 +258,15 @@ def _from_file(path: Path, sha256: str) -> Any:
     return module
 
 
+def call_options(model: ModelSpec, function: Callable[..., Any] | None = None) -> dict[str, Any]:
+    """What the user's function is called with."""
+    if model.classes is not None and _takes(function or _function(model), "num_classes"):
+        return {"num_classes": model.classes}
+    return {}
+
+
 def _call(function: Callable[..., Any], model: ModelSpec) -> Any:
-    options = {}
-    if model.classes is not None and _takes(function, "num_classes"):
-        options["num_classes"] = model.classes
+    options = call_options(model, function)
     try:
         return function(**options)
     except (UserError, Unavailable):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dyno.worker import onnx_opset
+from dyno.worker.extras import install
 from dyno.worker.onnx_weights import beside
 from dyno.worker.spec import Artifact, Option, Tensor, Unavailable, UserError
 from dyno.worker.torch_support import first_line
@@ -128,5 +129,5 @@ def import_onnx() -> Any:
         import onnx.checker
         import onnx.helper
     except ImportError as e:
-        raise Unavailable(f"onnx can't be imported ({e}); install it with: pip install onnx onnxscript") from e
+        raise Unavailable(f"onnx can't be imported ({e}); {install('onnx')}") from e
     return onnx

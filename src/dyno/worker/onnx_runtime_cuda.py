@@ -10,21 +10,24 @@ import numpy as np
 
 from dyno.worker.device_session import DeviceSession, slots_of
 from dyno.worker.gpu import Device
+from dyno.worker.option_values import Check, flag, one_of, whole
 from dyno.worker.shapes import Shape
 from dyno.worker.spec import Option, Tensor, Trial, Unavailable, UserError
 
 CUDA, TENSORRT = "CUDAExecutionProvider", "TensorrtExecutionProvider"
 KINDS = {"cuda": CUDA, "tensorrt": TENSORRT}
 OPTIONS = ("provider", "slots", "conv_search", "nhwc")
+SEARCHES = ("EXHAUSTIVE", "HEURISTIC", "DEFAULT")
+VALUES: dict[str, Check] = {
+    "provider": one_of(*KINDS), "slots": whole(1), "conv_search": one_of(*SEARCHES), "nhwc": flag,
+}  # fmt: skip
 
 
 class Providers:
     """The execution providers of a trial on a GPU, as ONNX Runtime takes them: a list of (name, options)."""
 
     def __init__(self, ort: Any, trial: Trial, device: Device) -> None:
-        kind = str(trial.options.get("provider", "cuda"))
-        if kind not in KINDS:
-            raise UserError(f"onnxruntime has no provider {kind!r} on a GPU; known: {', '.join(KINDS)}")
+        kind = _kind(trial)
         if hasattr(ort, "preload_dlls"):  # finds the CUDA libraries that PyTorch and NVIDIA's wheels bring
             ort.preload_dlls()
         self.wanted, self._trial, self._index = KINDS[kind], trial, device.index
@@ -33,21 +36,7 @@ class Providers:
 
     def list(self, stream: int | None = None) -> list[tuple[str, dict[str, str]]]:
         """Providers for a session that queues on `stream`, or on one of its own."""
-        common = {"device_id": str(self._index)}
-        if stream is not None:
-            common["user_compute_stream"] = str(stream)
-        options: Mapping[str, Option] = self._trial.options
-        cuda = {
-            **common,
-            "use_tf32": str(int(self._trial.precision == "tf32")),
-            "cudnn_conv_algo_search": str(options.get("conv_search", "EXHAUSTIVE")),
-            "prefer_nhwc": str(int(bool(options.get("nhwc", False)))),
-        }
-        if self.wanted == CUDA:
-            return [(CUDA, cuda)]
-        fp16 = str(self._trial.precision == "fp16")
-        int8 = str(self._trial.precision == "int8")
-        return [(TENSORRT, {**common, "trt_fp16_enable": fp16, "trt_int8_enable": int8}), (CUDA, cuda)]
+        return providers(self._trial, self._index, stream)
 
     def check(self, session: Any) -> None:
         """A provider whose libraries can't be loaded is left out silently: that must not pass for a GPU's number."""
@@ -55,6 +44,31 @@ class Providers:
             raise Unavailable(
                 f"ONNX Runtime left {self.wanted} out: the libraries it needs are missing or of another version"
             )
+
+
+def providers(trial: Trial, index: int, stream: int | None = None) -> list[tuple[str, dict[str, str]]]:
+    """The execution providers of the trial on the GPU of that number, as `InferenceSession` takes them."""
+    common = {"device_id": str(index)}
+    if stream is not None:
+        common["user_compute_stream"] = str(stream)
+    options: Mapping[str, Option] = trial.options
+    cuda = {
+        **common,
+        "use_tf32": str(int(trial.precision == "tf32")),
+        "cudnn_conv_algo_search": str(options.get("conv_search", "EXHAUSTIVE")),
+        "prefer_nhwc": str(int(bool(options.get("nhwc", False)))),
+    }
+    if KINDS[_kind(trial)] == CUDA:
+        return [(CUDA, cuda)]
+    fp16, int8 = (str(trial.precision == name) for name in ("fp16", "int8"))
+    return [(TENSORRT, {**common, "trt_fp16_enable": fp16, "trt_int8_enable": int8}), (CUDA, cuda)]
+
+
+def _kind(trial: Trial) -> str:
+    kind = str(trial.options.get("provider", "cuda"))
+    if kind not in KINDS:
+        raise UserError(f"onnxruntime has no provider {kind!r} on a GPU; known: {', '.join(KINDS)}")
+    return kind
 
 
 class CudaSession(DeviceSession):

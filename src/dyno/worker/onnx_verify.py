@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from dyno.worker.extras import install
 from dyno.worker.onnx_check import session
 from dyno.worker.spec import Tensor
 from dyno.worker.torch_support import first_line, import_torch, named_outputs, one_thread
@@ -70,7 +71,7 @@ def verified(path: Path, outputs: Sequence[Tensor], source: Source) -> dict[str,
 def doubtful(checked: dict[str, Any]) -> list[str]:
     """What there is to say of a comparison that left doubts."""
     if not checked:
-        return ["the graph was not verified: onnxruntime is not installed (pip install onnxruntime)"]
+        return [f"the graph was not verified: onnxruntime is not installed ({install('onnxruntime')})"]
     if "own_error" not in checked:
         return []
     own, off, largest = (f"{checked[key]:.2g}" for key in ("own_error", "max_abs_error", "max_abs_output"))

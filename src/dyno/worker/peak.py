@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from dyno.worker.extras import install
 from dyno.worker.spec import Runtime, Unavailable
 from dyno.worker.torch_support import first_line
 
@@ -28,7 +29,7 @@ def measure(runtime: Runtime, seconds: float = SECONDS) -> Iterator[tuple[str, d
     try:
         import torch
     except ImportError as e:
-        raise Unavailable(f"the peak is measured with PyTorch: {e}; pip install torch") from e
+        raise Unavailable(f"the peak is measured with PyTorch: {e}; {install('torch')}") from e
     device = torch.device(runtime.device)
     if device.type not in SIDES:
         raise Unavailable(f"the peak of a {device.type} can't be measured; cpu and cuda can")

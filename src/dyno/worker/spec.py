@@ -228,8 +228,8 @@ class Trial:
 
 @dataclass(frozen=True)
 class Job:
-    """One process: `run` or `endure` a trial, `make` a file, `probe` a backend, `look` at a model, `train` one, or find
-    the device's `peak`."""
+    """One process: `run` or `endure` a trial, `make` a file, `probe` a backend, `look` at a model, `train` one, find
+    the device's `peak`, or `take` a trial home."""
 
     kind: str
     runtime: Runtime = Runtime()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dyno.worker import system
+from dyno.worker.extras import install
 from dyno.worker.spec import Trial, Unavailable, UserError
 
 NATIVE = {"bf16": ("avx512_bf16", "amx_bf16", "bf16"), "fp16": ("avx512_fp16", "amx_fp16", "fphp")}
@@ -155,7 +156,7 @@ def import_torch() -> Any:
     try:
         import torch
     except ImportError as e:
-        raise Unavailable(f"PyTorch can't be imported ({e}); install it with: pip install torch torchvision") from e
+        raise Unavailable(f"PyTorch can't be imported ({e}); {install('torch', 'torchvision')}") from e
     return torch
 
 

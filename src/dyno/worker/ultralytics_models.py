@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dyno.worker.extras import install
 from dyno.worker.spec import TASKS, ModelSpec, Preprocess, Unavailable, UserError
 
 QUIET = {
@@ -44,9 +45,7 @@ def library() -> Any:
             os.environ.update({**QUIET, "YOLO_CONFIG_DIR": settings})
             return __import__("ultralytics.nn.tasks", fromlist=["tasks"])
     except ImportError as e:
-        raise Unavailable(
-            f"ultralytics can't be imported ({e}); install it with: pip install 'inference-dyno[ultralytics]'"
-        ) from e
+        raise Unavailable(f"ultralytics can't be imported ({e}); {install('ultralytics')}") from e
 
 
 def build(model: ModelSpec, name: str, state: Mapping[str, Any] | None = None, *, free_batch: bool = False) -> Any:
@@ -160,7 +159,7 @@ def _config(tasks: Any, source: str, name: str) -> dict[str, Any]:
         names = _names()
         if name not in names:
             stems = [known.removesuffix(".yaml") for known in names]  # what all names end with makes none of them near
-            near = difflib.get_close_matches(name.removesuffix(".yaml"), stems, 1, 0.5)
+            near = difflib.get_close_matches(name.removesuffix(".yaml"), stems, 1, 0.75)
             hint = f"did you mean ultralytics:{near[0]}.yaml?" if near else "it is NAME.yaml, your own .yaml or a .pt"
             raise UserError(f"ultralytics has no network {name!r}; {hint}")
     try:

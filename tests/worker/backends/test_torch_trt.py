@@ -78,14 +78,8 @@ def test_what_it_refuses_and_why() -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"ir": "fx"}, "no ir 'fx'; it has ts, dynamo"),
         ({"optimization": 3}, "no optimization level; give ir=dynamo"),
-        ({"ir": "dynamo", "optimization": 6}, "optimization is 0 to 5, not 6"),
         ({"profile": "4:8:16"}, "batch 2 is outside"),
-        ({"profile": "4:2:1"}, "out of order"),
-        ({"profile": "x:1x3x8x8"}, "batches MIN:OPT:MAX"),
-        ({"workspace_mb": -1}, "whole number from 0 on, not -1"),
-        ({"min_block_size": "many"}, "whole number from 1 on, not 'many'"),
     ],
 )
 def test_options_that_do_not_fit_are_one_line(options: dict[str, Any], reason: str) -> None:
@@ -96,8 +90,25 @@ def test_options_that_do_not_fit_are_one_line(options: dict[str, Any], reason: s
         find("torch_tensorrt").load(asked, None)
 
 
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"ir": "fx"}, "ir=fx can't be: torch_tensorrt's ir is one of ts, dynamo"),
+        ({"ir": "dynamo", "optimization": 6}, "optimization is a whole number from 0 to 5"),
+        ({"profile": "4:2:1"}, "batches MIN:OPT:MAX"),
+        ({"profile": "x:1x3x8x8"}, "batches MIN:OPT:MAX"),
+        ({"workspace_mb": -1}, "workspace_mb is a whole number from 0 on"),
+        ({"min_block_size": "many"}, "min_block_size is a whole number from 1 on"),
+    ],
+)
+def test_a_value_that_no_trial_can_have_is_told_before_anything_runs(options: dict[str, Any], line: str) -> None:
+    for step in (find("torch_tensorrt").check_options, lambda given: find("torch_tensorrt").load(trial(**given), None)):
+        with pytest.raises(UserError, match=re.escape(line)):
+            step(options)
+
+
 def test_an_unknown_option_is_named() -> None:
-    with pytest.raises(UserError, match="no option 'channels_last'; it has ir, profile"):
+    with pytest.raises(UserError, match="unknown option of torch_tensorrt 'channels_last'"):
         find("torch_tensorrt").load(trial(channels_last=True), None)
 
 

@@ -6,11 +6,13 @@ import ctypes
 import os
 import signal
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from dyno.worker.backend import Arrays, Backend, Session
+from dyno.worker.option_values import Check, number, one_of
 from dyno.worker.shapes import fitted
 from dyno.worker.spec import Artifact, Tensor, Trial, Unavailable
 
@@ -27,6 +29,11 @@ class Fake(Backend):
     name = "fake"
     precisions = ("fp32", "fp16", "int8")
     options = ("latency_ms", "noise", "drift", "fail", "at")
+    values: Mapping[str, Check] = {
+        "latency_ms": number(0, 1e6), "noise": number(0, 10), "drift": number(0, 10),
+        "at": one_of("load", "run", "fetch"),
+        "fail": one_of("exception", "skip", "segfault", "exit", "hang", "oom", "killed", "nan"),
+    }  # fmt: skip
 
     def probe(self) -> dict[str, Any]:
         return {"version": "1", "devices": ["cpu"], "detail": "scripted"}

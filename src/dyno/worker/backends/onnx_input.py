@@ -11,6 +11,7 @@ import numpy as np
 
 from dyno.worker.backend import Backend, derived
 from dyno.worker.calibration import example
+from dyno.worker.extras import install
 from dyno.worker.inputs import pixel_scale
 from dyno.worker.onnx_check import compared, outputs
 from dyno.worker.spec import Artifact, Recipe, Runtime, Tensor, Trial, Unavailable, UserError
@@ -41,7 +42,7 @@ class OnnxInput(Backend):
         try:
             import onnx
         except ImportError as e:
-            raise Unavailable("onnx is not installed in this Python; pip install onnx") from e
+            raise Unavailable(f"onnx is not installed in this Python; {install('onnx')}") from e
         return {"version": onnx.__version__, "devices": ["cpu"], "detail": "normalisation in the graph"}
 
     def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:

@@ -14,22 +14,34 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.backend import Backend, derived
-from dyno.worker.backends.onnx_export import exported
+from dyno.worker.backends.onnx_export import EXPORTERS, OPSET_RANGE, WRITTEN, exported
 from dyno.worker.backends.onnx_input import reading_pixels
 from dyno.worker.backends.onnx_modelopt import quantised
 from dyno.worker.backends.onnx_sensitivity import kept, ranked
 from dyno.worker.calibration import NO_DATA, SAMPLES, example
-from dyno.worker.inputs import wants_pixels
+from dyno.worker.extras import install
+from dyno.worker.inputs import READ, wants_pixels
 from dyno.worker.onnx_bf16 import to_bf16
 from dyno.worker.onnx_check import compared, outputs
 from dyno.worker.onnx_file import QUANTISED
 from dyno.worker.onnx_fp16 import to_fp16
-from dyno.worker.onnx_int8 import METHOD, to_int8
+from dyno.worker.onnx_int8 import METHOD, METHODS, to_int8
+from dyno.worker.option_values import Check, number, one_of, whole
 from dyno.worker.spec import Artifact, DataSpec, Option, Recipe, Runtime, Trial, Unavailable, UserError
 
 # Options of a trial that shape its file.
 PREPARATION = ("samples", "method", "percentile", "quantizer", "exporter", "opset", "input", "keep")
 QUANTIZERS = ("onnxruntime", "modelopt")
+VALUES: dict[str, Check] = {
+    "samples": whole(1),
+    "method": one_of(*METHODS),
+    "percentile": number(50, 100),
+    "quantizer": one_of(*QUANTIZERS),
+    "exporter": one_of(*EXPORTERS),
+    "opset": lambda value: whole(OPSET_RANGE[0], OPSET_RANGE[-1])(value) and WRITTEN,
+    "input": one_of(*READ),
+    "keep": whole(0),
+}
 # The last opset of an engine's oldest parser that is served: TensorRT 8.6's. The others read what is exported anyway.
 OPSETS: dict[str, Option] = {"tensorrt": 17}
 # What an engine's file says of itself in the words of the ONNX file that it was made from.
@@ -139,7 +151,7 @@ def _versions(distributions: tuple[str, ...]) -> dict[str, str]:
     try:
         return {name: importlib.metadata.version(name) for name in distributions}
     except importlib.metadata.PackageNotFoundError as e:
-        raise Unavailable(f"{e.name} is not installed in this Python; pip install {e.name}") from e
+        raise Unavailable(f"{e.name} is not installed in this Python; {install(str(e.name))}") from e
 
 
 def _read(path: str) -> Any:

@@ -17,10 +17,13 @@ import numpy as np
 
 from dyno.worker import onnx_runtime_cuda as cuda
 from dyno.worker.backend import Arrays, Backend, Session
-from dyno.worker.backends.onnx_precision import PREPARATION, converted
+from dyno.worker.backends.onnx_precision import PREPARATION, VALUES, converted
 from dyno.worker.calibration import NO_DATA
+from dyno.worker.extras import install
 from dyno.worker.onnx_runtime_cuda import OPTIONS as CUDA_OPTIONS
+from dyno.worker.onnx_runtime_cuda import VALUES as CUDA_VALUES
 from dyno.worker.onnx_runtime_profile import Profile
+from dyno.worker.option_values import Check, flag, one_of
 from dyno.worker.shapes import Shape, fitted, static_shapes
 from dyno.worker.spec import Artifact, Option, Recipe, Tensor, Trial, Unavailable, UserError
 from dyno.worker.truth import precision_truth
@@ -53,6 +56,7 @@ class OnnxRuntime(Backend):
     precisions = ("fp32", "tf32", "fp16", "int8")
     devices = ("cpu", "cuda")
     options = ("optimization", "spinning", *CUDA_OPTIONS, *PREPARATION)
+    values: Mapping[str, Check] = {"optimization": one_of(*OPTIMIZATION), "spinning": flag, **CUDA_VALUES, **VALUES}
 
     def refuse(self, trial: Trial) -> str:
         """The base class's reasons, int8 without data, and a model file of another format."""
@@ -106,8 +110,8 @@ class OnnxFile:
         # With batch 0 the batch stays free, and may change from run to run.
         self.free = trial.dims.batch == 0
         self.shapes = static_shapes(known, replace(trial.dims, batch=trial.dims.batch or 1))
-        self._overrides = {} if self.free else _overrides(known, self.shapes)
-        self.settings = _settings(trial)
+        self._overrides = {} if self.free else overrides(known, self.shapes)
+        self.settings = settings(trial)
 
     def open(self, providers: Any, profile: str = "") -> Any:
         """An InferenceSession; `profile` is the prefix of the file its profile goes to."""
@@ -222,7 +226,7 @@ def _library() -> Any:
     try:
         import onnxruntime
     except ImportError as e:
-        raise Unavailable("onnxruntime is not installed in this Python; pip install onnxruntime") from e
+        raise Unavailable(f"onnxruntime is not installed in this Python; {install('onnxruntime')}") from e
     # From 1.31 on the library looks up a telemetry host unless told not to.
     if hasattr(onnxruntime, "disable_telemetry_events"):
         onnxruntime.disable_telemetry_events()
@@ -235,7 +239,8 @@ def _quiet(ort: Any) -> Any:
     return options
 
 
-def _settings(trial: Trial) -> dict[str, Any]:
+def settings(trial: Trial) -> dict[str, Any]:
+    """How a session is opened for the trial, by Dyno's own names."""
     level: Option = trial.options.get("optimization", "all")
     if level not in OPTIMIZATION:
         raise UserError(f"unknown optimization {level!r} of onnxruntime; known: {', '.join(OPTIMIZATION)}")
@@ -264,7 +269,8 @@ def _tensor(arg: Any) -> Tensor:
     return Tensor(arg.name, NUMPY_TYPES.get(kind[1], kind[1]), tuple(size or "" for size in arg.shape))
 
 
-def _overrides(inputs: tuple[Tensor, ...], shapes: dict[str, Shape]) -> dict[str, int]:
+def overrides(inputs: tuple[Tensor, ...], shapes: dict[str, Shape]) -> dict[str, int]:
+    """The size of each free dimension that has a name; one that would need two sizes is a `UserError`."""
     found: dict[str, int] = {}
     for tensor in inputs:
         for name, size in zip(tensor.shape, shapes[tensor.name], strict=True):

@@ -8,6 +8,7 @@ import re
 import sys
 import time
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -16,8 +17,10 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.backend import Arrays, Backend, Session
-from dyno.worker.backends.onnx_precision import INHERITED, PREPARATION, converted
+from dyno.worker.backends.onnx_precision import INHERITED, PREPARATION, VALUES, converted
 from dyno.worker.calibration import NO_DATA
+from dyno.worker.extras import install
+from dyno.worker.option_values import Check, flag, whole
 from dyno.worker.shapes import fitted, static_shapes
 from dyno.worker.spec import Artifact, Recipe, Runtime, Tensor, Trial, Unavailable, UserError
 from dyno.worker.truth import precision_truth, why_not_faster
@@ -43,6 +46,7 @@ class OpenVino(Backend):
     requires = ("openvino",)
     precisions = ("fp32", "bf16", "fp16", "int8")
     options = ("streams", "pinning", *PREPARATION)
+    values: Mapping[str, Check] = {"streams": whole(1), "pinning": flag, **VALUES}
 
     def refuse(self, trial: Trial) -> str:
         """The base class's reasons, int8 without data, and a model file of another format."""
@@ -144,7 +148,7 @@ class OpenVinoSession(Session):
         ports = tuple(_tensor(port) for port in model.inputs)
         self._shapes = static_shapes(ports, trial.dims)
         model.reshape({port: list(self._shapes[t.name]) for port, t in zip(model.inputs, ports, strict=True)})
-        self._settings = _settings(trial)
+        self._settings = settings(trial)
         self._compiled = _core().compile_model(model, "CPU", self._settings)
         self.inputs = tuple(_tensor(port) for port in model.inputs)
         self.outputs = tuple(_tensor(port) for port in model.outputs)
@@ -285,7 +289,7 @@ def _library() -> Any:
     try:
         import openvino
     except ImportError as e:
-        raise Unavailable("openvino is not installed in this Python; pip install openvino") from e
+        raise Unavailable(f"openvino is not installed in this Python; {install('openvino')}") from e
     return openvino
 
 
@@ -316,20 +320,21 @@ def _read(ov: Any, path: str) -> Any:
         raise _meaning(e, f"{path} can't be read") from e
 
 
-def _settings(trial: Trial) -> dict[str, Any]:
+def settings(trial: Trial) -> dict[str, Any]:
+    """What the model is compiled with for the trial."""
     streams = trial.options.get("streams", 1)
     most = max(trial.runtime.threads, 1)
     if not isinstance(streams, int) or not 1 <= streams <= most:
         raise UserError(f"openvino's streams are from 1 to the threads it is given ({most}), not {streams!r}")
-    settings: dict[str, Any] = {
+    found: dict[str, Any] = {
         "INFERENCE_PRECISION_HINT": HINTS[trial.precision],
         "INFERENCE_NUM_THREADS": trial.runtime.threads,
         "NUM_STREAMS": streams,
         "PERFORMANCE_HINT": "LATENCY" if streams == 1 else "THROUGHPUT",
     }
     if "pinning" in trial.options:
-        settings["ENABLE_CPU_PINNING"] = bool(trial.options["pinning"])
-    return settings
+        found["ENABLE_CPU_PINNING"] = bool(trial.options["pinning"])
+    return found
 
 
 def _tensor(port: Any) -> Tensor:

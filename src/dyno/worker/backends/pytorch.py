@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from dyno.worker import inputs, models
 from dyno.worker.backend import Arrays, Backend, Session
+from dyno.worker.option_values import Check, flag, one_of
 from dyno.worker.spec import Artifact, DataSpec, Tensor, Trial, Unavailable, UserError
 from dyno.worker.torch_copies import Copies
 from dyno.worker.torch_support import (
@@ -49,13 +50,10 @@ class PyTorch(Backend):
     precisions: tuple[str, ...] = ("fp32", "tf32", "fp16", "bf16")
     devices: tuple[str, ...] = ("cpu", "cuda")
     options: tuple[str, ...] = ("channels_last", "cudnn_benchmark", "input")
+    values: Mapping[str, Check] = {"channels_last": flag, "cudnn_benchmark": flag, "input": one_of(*inputs.READ)}
 
     def refuse(self, trial: Trial) -> str:
-        """See `Backend.refuse`; besides, a file holds no module.
-
-        A value that no trial can have is a `UserError`.
-        """
-        self.check_values(trial)
+        """See `Backend.refuse`; besides, a file holds no module."""
         if trial.model.file:
             return f"there is no PyTorch module in {'an ONNX' if trial.model.file.endswith('.onnx') else 'that'} file"
         return super().refuse(trial)
@@ -82,17 +80,10 @@ class PyTorch(Backend):
 
     def checked(self, trial: Trial) -> dict[str, Any]:
         """The trial's options with the defaults filled in; an unknown one, or an unknown value, is a `UserError`."""
-        unknown = sorted(set(trial.options) - set(self.options))
-        if unknown:
-            raise UserError(f"{self.name} has no option {unknown[0]!r}; it has {', '.join(self.options)}")
-        self.check_values(trial)
+        self.check_options(trial.options)
         on_gpu = trial.runtime.device.startswith("cuda")
         defaults = {"channels_last": on_gpu and trial.precision in ("fp16", "bf16"), "cudnn_benchmark": False}
         return {**defaults, **trial.options}
-
-    def check_values(self, trial: Trial) -> None:
-        """Raise `UserError` for an option with a value that it never has."""
-        inputs.wants_pixels(trial.options)
 
 
 class Compile(PyTorch):
@@ -105,6 +96,7 @@ class Compile(PyTorch):
     name = "compile"
     precisions = ("fp32", "tf32", "fp16", "bf16")
     options = ("channels_last", "cudnn_benchmark", "input", "mode", "freeze")
+    values: Mapping[str, Check] = {**PyTorch.values, "mode": one_of(*MODES), "freeze": flag}
 
     def _convolve(self, torch: Any, device: str) -> None:
         need_compiler()
@@ -124,12 +116,6 @@ class Compile(PyTorch):
         """See `PyTorch.checked`."""
         defaults = {"mode": "default", "freeze": trial.runtime.device == "cpu"}
         return {**defaults, **super().checked(trial)}
-
-    def check_values(self, trial: Trial) -> None:
-        """See `PyTorch.check_values`."""
-        super().check_values(trial)
-        if (mode := trial.options.get("mode", "default")) not in MODES:
-            raise UserError(f"compile has no mode {mode!r}; it has {', '.join(MODES)}")
 
 
 class TorchSession(Session):

@@ -19,8 +19,9 @@ from dyno.worker.backends.pytorch import PyTorch, TorchSession
 from dyno.worker.backends.tensor_rt import layers
 from dyno.worker.backends.tensor_rt.profiles import batch_range, outside
 from dyno.worker.backends.tensor_rt.settings import STATIC
+from dyno.worker.option_values import Check, one_of, whole
 from dyno.worker.record import TIMING
-from dyno.worker.spec import Artifact, Trial, Unavailable, UserError
+from dyno.worker.spec import Artifact, Option, Trial, Unavailable, UserError
 from dyno.worker.torch_support import (
     compute_layers,
     device_named,
@@ -39,6 +40,14 @@ CALLS = 20  # that the engine's own time is the mean of
 HEAD_START = 50_000_000  # GPU clock cycles (25 ms on an H200) in which the host queues those calls
 
 
+def _profile(value: Option) -> str:
+    try:
+        fits = str(value) == STATIC or batch_range(str(value)) is not None
+    except UserError:
+        fits = False
+    return "" if fits else f"{STATIC}, or batches MIN:OPT:MAX such as 1:8:16"
+
+
 class TorchTensorRT(PyTorch):
     """Torch-TensorRT 2.2 and newer, compiled inside `load`.
 
@@ -52,6 +61,10 @@ class TorchTensorRT(PyTorch):
     precisions = ("fp32", "tf32", "fp16")
     devices = ("cuda",)
     options = ("ir", "profile", "optimization", "workspace_mb", "min_block_size")
+    values: Mapping[str, Check] = {
+        "ir": one_of(*ROUTES), "optimization": whole(LEVELS[0], LEVELS[-1]), "workspace_mb": whole(0),
+        "min_block_size": whole(1), "profile": _profile,
+    }  # fmt: skip
 
     def refuse(self, trial: Trial) -> str:
         """See `Backend.refuse`; besides, options that don't fit together and batches outside the profile."""
@@ -93,23 +106,9 @@ def _misfit(trial: Trial) -> str:
     """One line about options that can't be, or ""."""
     asked = trial.options
     route, level = asked.get("ir", ROUTES[0]), asked.get("optimization")
-    if route not in ROUTES:
-        return f"torch_tensorrt has no ir {route!r}; it has {', '.join(ROUTES)}"
     if level is not None and route == "ts":
         return "the TorchScript route has no optimization level; give ir=dynamo, or leave optimization out"
-    if level is not None and level not in LEVELS:
-        return f"torch_tensorrt's optimization is 0 to {LEVELS[-1]}, not {level!r}"
-    for name, least in (("workspace_mb", 0), ("min_block_size", 1)):
-        value = asked.get(name, least)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            return f"torch_tensorrt's {name} is a whole number from {least} on, not {value!r}"
-    profile = str(asked.get("profile", STATIC))
-    try:
-        if profile != STATIC and batch_range(profile) is None:
-            return f"torch_tensorrt's profile is {STATIC}, or batches MIN:OPT:MAX such as 1:8:16, not {profile!r}"
-        return outside(profile, trial.dims.batch)
-    except UserError as e:
-        return str(e)
+    return outside(str(asked.get("profile", STATIC)), trial.dims.batch)
 
 
 def import_torch_tensorrt() -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +17,14 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.backend import Backend, Session
-from dyno.worker.backends.onnx_precision import PREPARATION, converted
+from dyno.worker.backends.onnx_precision import PREPARATION, VALUES, converted
 from dyno.worker.backends.onnx_runtime import ONE_ADD
 from dyno.worker.backends.tensor_rt import library, profiles, settings
 from dyno.worker.backends.tensor_rt.build import build
 from dyno.worker.backends.tensor_rt.given import given
 from dyno.worker.backends.tensor_rt.settings import Settings
 from dyno.worker.calibration import NO_DATA
+from dyno.worker.option_values import Check
 from dyno.worker.spec import (
     ENGINE_FILES,
     Artifact,
@@ -48,6 +50,7 @@ class TensorRT(Backend):
     precisions = ("fp32", "tf32", "fp16", "bf16", "int8", "fp8")
     devices = ("cuda",)
     options = (*settings.NAMES, *settings.RUNNING, *PREPARATION)
+    values: Mapping[str, Check] = {**settings.VALUES, **VALUES}
 
     def refuse(self, trial: Trial) -> str:
         """The base class's reasons, options and batches that can't be, int8 without data, a file of another format."""

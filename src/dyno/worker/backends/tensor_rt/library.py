@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from dyno.worker.backends.tensor_rt.settings import Settings
+from dyno.worker.extras import install
 from dyno.worker.spec import Unavailable, UserError
 
 NAMES = {"tensorrt": "TensorRT", "tensorrt_rtx": "TensorRT-RTX"}  # by module
@@ -47,9 +48,7 @@ def load(product: str) -> Any:
         return importlib.import_module(product)
     except ImportError as e:
         if e.name == product:
-            raise Unavailable(
-                f"{INSTALL[product]} is not installed in this Python; pip install {INSTALL[product]}"
-            ) from e
+            raise Unavailable(f"{INSTALL[product]} is not installed in this Python; {install(INSTALL[product])}") from e
         reason = " ".join(str(e).split())[:200]
         raise Unavailable(f"{product} can't be imported ({reason}); is its folder of libraries on the path?") from e
     finally:

@@ -1,0 +1,67 @@
+"""What a command refuses before anything is trained, measured or written, because it can't be or says nothing."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterable, Sequence
+
+from dyno.store import card
+from dyno.study import Choice, Study
+from dyno.worker.spec import UserError, check_known
+
+FORMATS = ("text", "markdown", "csv", "json")
+
+
+def check_format(format: str) -> None:
+    """A `UserError` for a format in which no table is printed."""
+    check_known("format", format, FORMATS)
+
+
+def check_threads(study: Study) -> None:
+    """Refuse more threads than this process may use processors: they would wait for each other."""
+    here = len(os.sched_getaffinity(0))
+    if study.threads > here:
+        raise UserError(f"threads is {study.threads}, but there are {here} processors here; give at most {here}")
+
+
+def check_device(study: Study) -> None:
+    """Refuse a GPU that isn't there."""
+    if missing_gpu(study.device):
+        raise UserError(
+            f"there is no {study.device} here: neither NVML nor CUDA's driver sees such a GPU; omit --device to run on "
+            "the CPU"
+        )
+
+
+def missing_gpu(device: str) -> bool:
+    """Whether the device is a GPU that neither NVML nor the CUDA driver finds."""
+    kind, _, index = device.partition(":")
+    return kind == "cuda" and not card(device) and int(index or 0) >= _driver_count()
+
+
+def _driver_count() -> int:
+    """How many GPUs the CUDA driver has, which serves where NVML doesn't (containers, small boards)."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    return count.value if cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(count)) == 0 else 0
+
+
+def check_several(studies: Sequence[Study]) -> None:
+    """Refuse to compare one way of running with nothing."""
+    if sum(map(_ways, studies)) < 2:
+        raise UserError("there is only one way of running to compare; give another model or file, or --backends A,B")
+
+
+def _ways(study: Study) -> int:
+    """How many rows the study has at the least."""
+    usual = len(study.precisions) or 1
+    each = sum(len(choice.precisions) or usual for choice in map(Choice.parse, study.backends))
+    return each * _count(study.batches) * _count(study.sizes)
+
+
+def _count(values: Iterable[object]) -> int:
+    return len(list(values)) or 1

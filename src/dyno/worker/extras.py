@@ -1,0 +1,42 @@
+"""Which extra of Dyno's distribution brings a library: the one place that knows, for every hint of what to install."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+EXTRAS = {
+    **dict.fromkeys(("torch", "torchvision", "timm", "safetensors"), "torch"),
+    **dict.fromkeys(("onnx", "onnxscript", "onnxruntime", "onnxconverter-common"), "onnx"),
+    "openvino": "openvino",
+    "tensorrt-rtx": "tensorrt_rtx",  # cuda-bindings is in it too, but others need that alone
+    **dict.fromkeys(("jinja2", "matplotlib"), "report"),
+    **dict.fromkeys(("pillow", "pycocotools", "pyyaml", "scikit-learn"), "data"),
+    "ultralytics": "ultralytics",
+}
+# What some libraries are called where they are imported, by themselves or by another.
+IMPORTED = {
+    "PIL": "pillow",
+    "sklearn": "scikit-learn",
+    "yaml": "pyyaml",
+    "markupsafe": "jinja2",
+}
+
+
+def install(*libraries: str) -> str:
+    """The command that installs the libraries: by their extras, or by their own names where no extra has them."""
+    names = [distribution(library) for library in libraries]
+    extras = sorted({EXTRAS[name] for name in names if name in EXTRAS})
+    alone = [name for name in dict.fromkeys(names) if name not in EXTRAS]
+    return "pip install " + " ".join([*([f"'inference-dyno[{','.join(extras)}]'"] if extras else []), *alone])
+
+
+def distribution(library: str) -> str:
+    """The distribution that a library comes in, by its name there or where it is imported."""
+    found = IMPORTED.get(library.partition(".")[0], library.partition(".")[0])
+    return found if found in EXTRAS or found.replace("_", "-") not in EXTRAS else found.replace("_", "-")
+
+
+def lacking(names: Iterable[str]) -> str:
+    """One line for a command that can't go on without some libraries."""
+    named = [distribution(name) for name in names]
+    return f"this needs {' and '.join(named)}, not installed here; {install(*named)}"

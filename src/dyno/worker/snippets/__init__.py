@@ -1,0 +1,40 @@
+"""A script that runs a trial's model in the trial's own library, as the trial ran it, without Dyno.
+
+Each has the same parts: constants that say how, `load()`, and `run(model, feeds)`; where the model's one input is an
+image also `prepare(path)`, which makes of a photograph what the measurement made of it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from dyno.worker.snippets import graph_files, modules, tensor_rt_engines
+from dyno.worker.snippets.parts import Part, inputs_of, written
+from dyno.worker.spec import Artifact, Trial, UserError
+
+WRITERS = {
+    "onnxruntime": graph_files.onnx_runtime,
+    "openvino": graph_files.open_vino,
+    "tensorrt": tensor_rt_engines.engine,
+    "tensorrt_rtx": tensor_rt_engines.engine,
+    "pytorch": modules.module,
+    "compile": modules.module,
+}
+
+
+def write(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Write script.py into the folder, and beside it what a module needs: state.pt, and model.py where it is a copy.
+
+    `about` says how the `file` beside the script will be called, and has the trial's `outputs` by name, the engine's
+    `options` as it ran, and the `story` that heads the script. Returns the names of the files that were written.
+    `UserError` for a backend that no script can be written for.
+    """
+    if trial.backend not in WRITERS:
+        raise UserError(f"there is no script for {trial.backend}; one can be written for {', '.join(WRITERS)}")
+    part: Part = WRITERS[trial.backend](trial, artifact, about, folder)
+    text = written(part, trial, inputs_of(trial, artifact), about)
+    (folder / "script.py").write_text(text, encoding="utf-8")
+    return {
+        "files": sorted(path.name for path in folder.iterdir() if path.name in ("script.py", "state.pt", "model.py"))
+    }

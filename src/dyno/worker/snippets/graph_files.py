@@ -1,0 +1,94 @@
+"""Scripts for ONNX files in ONNX Runtime, and for ONNX files and IRs in OpenVINO."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from dyno.worker import onnx_runtime_cuda as cuda
+from dyno.worker.backends import onnx_runtime as ort
+from dyno.worker.backends import open_vino as vino
+from dyno.worker.shapes import static_shapes
+from dyno.worker.snippets.parts import Part
+from dyno.worker.spec import Artifact, Trial, UserError
+
+ONNX_RUNTIME = '''
+
+def load():
+    """The session, with the threads and options of the measurement."""
+{preload}    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = THREADS
+    options.inter_op_num_threads = 1
+    options.execution_mode = onnxruntime.ExecutionMode.ORT_SEQUENTIAL
+    options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, OPTIMIZATION)
+    options.add_session_config_entry("session.intra_op.allow_spinning", SPINNING)
+    for name, size in FREE_DIMENSIONS.items():
+        options.add_free_dimension_override_by_name(name, size)
+    return onnxruntime.InferenceSession(FILE, options, providers=PROVIDERS)
+
+
+def run(model, feeds):
+    """The outputs by name for inputs by name."""
+    typed = {{name: np.ascontiguousarray(feeds[name], kind) for name, (_, kind) in INPUTS.items()}}
+    names = [output.name for output in model.get_outputs()]
+    return dict(zip(names, model.run(names, typed)))
+'''
+PRELOAD = '    if hasattr(onnxruntime, "preload_dlls"):  # the CUDA libraries that NVIDIA\'s wheels bring\n' \
+    "        onnxruntime.preload_dlls()\n"  # fmt: skip
+OPEN_VINO = '''
+
+def load():
+    """The model compiled for the shapes, threads and precision of the measurement."""
+    core = openvino.Core()
+    model = core.read_model(FILE)
+    model.reshape({name: list(shape) for name, (shape, _) in INPUTS.items()})
+    return core.compile_model(model, "CPU", SETTINGS)
+
+
+def run(model, feeds):
+    """The outputs by name for inputs by name."""
+    typed = {name: np.ascontiguousarray(feeds[name], kind) for name, (_, kind) in INPUTS.items()}
+    found = model(typed)
+    return {name: np.array(found[k]) for k, name in enumerate(OUTPUTS)}
+'''
+
+
+def place(about: dict[str, Any]) -> str:
+    """The expression for the file beside the script."""
+    return f"Path(__file__).with_name({about['file']!r})"
+
+
+def described(artifact: Artifact | None, trial: Trial) -> Artifact:
+    """The file, which these libraries always have."""
+    if artifact is None:
+        raise UserError(f"{trial.label} has no file")
+    return artifact
+
+
+def onnx_runtime(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> Part:
+    """Session options and providers as `OnnxFile.open` has them."""
+    known = described(artifact, trial).inputs
+    settings = ort.settings(trial)
+    on_gpu = trial.runtime.device != "cpu"
+    constants = {
+        "FILE": place(about),
+        "THREADS": settings["intra_op_threads"],
+        "OPTIMIZATION": ort.OPTIMIZATION[settings["optimization"]],
+        "SPINNING": str(int(settings["spinning"])),
+        "FREE_DIMENSIONS": ort.overrides(known, static_shapes(known, trial.dims)),
+        "PROVIDERS": cuda.providers(trial, _index(trial)) if on_gpu else list(ort.PROVIDERS),
+    }
+    needs = ("numpy", "onnxruntime-gpu" if on_gpu else "onnxruntime")
+    code = ONNX_RUNTIME.format(preload=PRELOAD if on_gpu else "")
+    return Part(needs, "import onnxruntime\n", constants, code)
+
+
+def _index(trial: Trial) -> int:
+    return int(trial.runtime.device.partition(":")[2] or 0)
+
+
+def open_vino(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> Part:
+    """The settings of `OpenVinoSession`; outputs by their place, as an IR gives one several names."""
+    described(artifact, trial)
+    constants = {"FILE": place(about), "OUTPUTS": list(about["outputs"]), "SETTINGS": vino.settings(trial)}
+    return Part(("numpy", "openvino"), "import openvino\n", constants, OPEN_VINO)

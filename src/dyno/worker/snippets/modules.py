@@ -1,0 +1,200 @@
+"""A script for PyTorch, eager or compiled: the network built as the trial built it, with the trial's very weights."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from pathlib import Path
+from typing import Any
+
+from dyno.worker import inputs, models
+from dyno.worker.backend import find
+from dyno.worker.checkpoint import head_classes, read_checkpoint
+from dyno.worker.snippets.graph_files import place
+from dyno.worker.snippets.parts import Part, inputs_of
+from dyno.worker.spec import Artifact, ModelSpec, Option, Trial, UserError
+from dyno.worker.torch_support import import_torch
+
+LIBRARY = '''
+
+def build():
+    """The network, as yet with other weights."""
+    return {call}
+'''
+OWN = '''
+
+def build():
+    """The network, as yet with other weights: from the copy of the code that was measured."""
+    sys.path.append({folder!r})  # its neighbours, should it import them
+    spec = importlib.util.spec_from_file_location("taken_model", Path(__file__).with_name({copy!r}))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module.{function}({options})
+'''
+YOLO = '''
+
+def build():
+    """The network, as yet with other weights, giving its raw outputs."""
+    network = tasks.{kind}(CONFIG, ch={channels}, nc={classes}, verbose=False)
+    network.model[-1].export = True
+    network.model[-1].dynamic = False
+    return network
+'''
+LOAD = '''
+
+def load():
+    """The network with its weights, in the type, the layout and on the device of the measurement."""
+    torch.set_num_threads(THREADS)
+    torch.set_float32_matmul_precision("high" if TF32 else "highest")
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = TF32
+    torch.backends.cudnn.benchmark = CUDNN_BENCHMARK
+    network = build()
+    network.load_state_dict(torch.load(FILE, map_location="cpu", weights_only=True))
+    layout = torch.channels_last if CHANNELS_LAST else torch.contiguous_format
+    network = network.eval().to(DEVICE, getattr(torch, TYPE), memory_format=layout)
+{end}
+
+def run(model, feeds):
+    """The outputs by name for inputs by name."""
+    layout = torch.channels_last if CHANNELS_LAST else torch.contiguous_format
+    given = []
+    for name, (shape, kind) in INPUTS.items():
+        x = torch.from_numpy(np.ascontiguousarray(feeds[name], kind)).to(DEVICE)
+        x = x.to(getattr(torch, TYPE)) if x.is_floating_point() else x
+        given.append(x.contiguous(memory_format=layout) if x.ndim == 4 else x)
+    with torch.inference_mode():
+        found = list(tensors(model(*given)))
+        return {{f"output_{{k}}" if k else "output": one.float().cpu().numpy() for k, one in enumerate(found)}}
+
+
+def tensors(result):
+    """The tensors in what the network returns, in order."""
+    if isinstance(result, torch.Tensor):
+        yield result
+    elif isinstance(result, (dict, list, tuple)):
+        for item in result.values() if isinstance(result, dict) else result:
+            yield from tensors(item)
+'''
+PIXELS = """
+    def normalised(pixels):
+        scale, offset = (torch.tensor(each, device=DEVICE).reshape(1, -1, 1, 1) for each in (SCALE, OFFSET))
+        return network((pixels * scale + offset).to(getattr(torch, TYPE)))
+
+    called = normalised
+"""
+COMPILED = """    torch._inductor.config.freezing = FREEZE
+    return torch.compile(called, backend="inductor", dynamic=False, mode=MODE)
+"""
+
+
+def module(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> Part:
+    """Build the network once more, store its state, and say how it is built."""
+    torch = import_torch()
+    network = models.load(trial.model, trial.dims)
+    if (measured := about.get("weights_sha256")) and models.weights_sha256(network) != measured:
+        raise UserError(f"{trial.model.name} is built with other weights now than when it was measured; run it again")
+    torch.save(network.state_dict(), folder / "state.pt")
+    imports, needs, constants, build = _built(trial, network, about, folder)
+    options = find(trial.backend).checked(trial)  # type: ignore[attr-defined]
+    pixels = inputs.wants_pixels(options)
+    constants = {"FILE": place(about), **constants, **_how(trial, options)}
+    if pixels:
+        channels = int(inputs_of(trial, None)[0].shape[1])
+        found = inputs.pixel_scale(trial.model.preprocess, channels)
+        constants |= dict(
+            zip(("SCALE", "OFFSET"), ([float(v) for v in each.reshape(-1)] for each in found), strict=True)
+        )
+    end = PIXELS if pixels else "    called = network\n"
+    end += COMPILED if trial.backend == "compile" else "    return called\n"
+    return Part(("numpy", "torch", *needs), f"import torch\n{imports}", constants, build + LOAD.format(end=end))
+
+
+def _how(trial: Trial, options: dict[str, Option]) -> dict[str, Any]:
+    from dyno.worker.backends.pytorch import TYPES
+
+    found: dict[str, Any] = {
+        "DEVICE": trial.runtime.device,
+        "TYPE": TYPES[trial.precision],
+        "THREADS": trial.runtime.threads,
+        "TF32": trial.precision == "tf32",
+        "CHANNELS_LAST": bool(options["channels_last"]),
+        "CUDNN_BENCHMARK": bool(options["cudnn_benchmark"]),
+    }
+    if trial.backend == "compile":
+        mode = str(options["mode"])
+        found |= {"MODE": None if mode == "default" else mode, "FREEZE": bool(options["freeze"])}
+    return found
+
+
+def _built(
+    trial: Trial, network: Any, about: dict[str, Any], folder: Path
+) -> tuple[str, tuple[str, ...], dict[str, Any], str]:
+    """Imports, distributions, constants and code that build the network."""
+    model, (kind, name) = trial.model, models.parse(trial.model.source)
+    classes = _classes(model, network)
+    if kind == "torchvision":
+        options = {**({} if classes is None else {"num_classes": classes}), **_switched(network)}
+        call = f"torchvision.models.get_model({name!r}, weights=None{_written(options)})"
+        return "import torchvision\n", ("torchvision",), {}, LIBRARY.format(call=call)
+    if kind == "timm":
+        options = models.timm_options(model, name, trial.dims, classes)
+        return "import timm\n", ("timm",), {}, LIBRARY.format(call=f"timm.create_model({name!r}{_written(options)})")
+    if kind == "ultralytics":
+        config, channels = network.yaml, network.yaml.get("ch") or network.yaml.get("channels") or model.channels
+        code = YOLO.format(kind=type(network).__name__, channels=channels, classes=config.get("nc"))
+        return "from ultralytics.nn import tasks\n", ("ultralytics",), {"CONFIG": config}, code
+    return _own(model, about, folder)
+
+
+def _switched(network: Any) -> dict[str, Any]:
+    """What torchvision decides by whether weights are published: what a network computes besides, and its scaling."""
+    found: dict[str, Any] = {
+        name: bool(getattr(network, name)) for name in ("aux_logits", "transform_input") if hasattr(network, name)
+    }
+    if hasattr(network, "aux_classifier"):
+        found["aux_loss"] = network.aux_classifier is not None
+    if hasattr(network, "backbone"):
+        found["weights_backbone"] = None
+    return found
+
+
+def _own(model: ModelSpec, about: dict[str, Any], folder: Path) -> tuple[str, tuple[str, ...], dict[str, Any], str]:
+    """The user's function: a copy of its file beside the script, or an import of its module."""
+    place_, _, function = model.source.rpartition(":")
+    taken = models.call_options(model)
+    options = ", ".join(f"{key}={value!r}" for key, value in taken.items())
+    path = _file(place_)
+    if path is None:
+        imported = f"from {place_} import {function.split('.')[0]}\n"
+        return imported, (place_.split(".")[0],), {}, LIBRARY.format(call=f"{function}({options})")
+    shutil.copyfile(path, folder / "model.py")
+    copy = f"{Path(about['script']).stem}_model.py"
+    code = OWN.format(folder=str(path.parent), copy=copy, function=function, options=options)
+    return "import importlib.util\n", (), {}, code
+
+
+def _file(place_: str) -> Path | None:
+    """The one file of the code: a FILE.py, or a module of Dyno's own, which must not be needed to run the script."""
+    if place_.endswith(".py"):
+        return Path(place_).resolve()
+    spec = importlib.util.find_spec(place_) if place_.startswith("dyno.") else None
+    return Path(spec.origin) if spec and spec.origin else None
+
+
+def _classes(model: ModelSpec, network: Any) -> int | None:
+    """The number of classes the network was built with where it isn't its library's own."""
+    if model.classes is not None or not model.weights:
+        return model.classes
+    bare = models.drawn(_bare(model))
+    return head_classes(bare, read_checkpoint(model.weights))
+
+
+def _bare(model: ModelSpec) -> ModelSpec:
+    from dataclasses import replace
+
+    return replace(model, weights="", weights_sha256="", pretrained=False)
+
+
+def _written(options: dict[str, Any]) -> str:
+    return "".join(f", {key}={value!r}" for key, value in options.items())

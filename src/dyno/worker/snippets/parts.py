@@ -1,0 +1,161 @@
+"""What every script has: its head, its constants, the preparation of photographs, and what it does when it is run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pprint import pformat
+from typing import Any
+
+from dyno.worker import inputs
+from dyno.worker.shapes import static_shapes
+from dyno.worker.spec import Artifact, Tensor, Trial
+
+PREPARED = '''
+
+def prepare(path):
+    """A photograph as the network's input, channels x height x width, as it was for the measurement."""
+    from PIL import Image{more}
+
+    _, channels, height, width = next(iter(INPUTS.values()))[0]
+    with Image.open(path) as picture:
+        picture = {upright}.convert("L" if channels == 1 else "RGB")
+'''
+CROPPED = """        size = width, height
+        if RESIZE:  # one side as long as this times the crop's, the other in proportion; then the centre
+            wide, high = round(width * RESIZE), round(height * RESIZE)
+            if picture.width * high <= picture.height * wide:
+                size = wide, wide * picture.height // picture.width
+            else:
+                size = high * picture.width // picture.height, high
+        picture = picture.resize(size, Image.Resampling[INTERPOLATION])
+        left, top = round((picture.width - width) / 2), round((picture.height - height) / 2)
+        picture = picture.crop((left, top, left + width, top + height))
+    pixels = np.asarray(picture).reshape(height, width, channels).transpose(2, 0, 1)
+"""
+LETTERBOXED = """        scale = min(height / picture.height, width / picture.width)
+        high, wide = max(round(picture.height * scale), 1), max(round(picture.width * scale), 1)
+        top, left = round((height - high) / 2 - 0.1), round((width - wide) / 2 - 0.1)
+        steps = (picture.width / wide, 0, 0, 0, picture.height / high, 0)  # between four pixels, as OpenCV's resize
+        picture = picture.transform((wide, high), Image.Transform.AFFINE, steps, Image.Resampling.BILINEAR)
+    pixels = np.full((channels, height, width), 114, np.uint8)
+    inner = np.asarray(picture).reshape(high, wide, channels).transpose(2, 0, 1)
+    pixels[:, top : top + high, left : left + wide] = inner
+"""
+NORMALISED = """    values = pixels.astype(np.float32)
+    values /= 255
+    values -= np.array(MEAN, np.float32).reshape(-1, 1, 1)
+    values /= np.array(STD, np.float32).reshape(-1, 1, 1)
+    return values
+"""
+FED = '''
+
+def feeds_of(paths):
+    """The inputs by name: photographs, repeated until the batch is full, or random numbers where there are none."""
+    rng = np.random.default_rng(0)
+    feeds = {{}}
+    for name, (shape, kind) in INPUTS.items():
+        if kind.startswith("float"):
+            feeds[name] = rng.standard_normal(shape).astype(kind)
+        else:
+            feeds[name] = rng.integers(0, 256 if kind == "uint8" else 2, shape).astype(kind)
+{photographs}    return feeds
+'''
+PHOTOGRAPHS = """    if paths:
+        name, ((batch, *_), kind) = next(iter(INPUTS.items()))
+        feeds[name] = np.stack([prepare(paths[k % len(paths)]) for k in range(batch)]).astype(kind)
+"""
+MAIN = """
+
+if __name__ == "__main__":
+    outputs = run(load(), feeds_of(sys.argv[1:]))
+    for name, values in outputs.items():
+        print(name, values.dtype, "x".join(map(str, values.shape)))
+        if values.ndim == 2:
+            print("  class with the highest score:", *values.argmax(axis=1))
+"""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is a library's own in a script: its distributions, imports, constants (by name), and the code."""
+
+    needs: tuple[str, ...]
+    imports: str
+    constants: Mapping[str, Any]
+    code: str
+
+
+def inputs_of(trial: Trial, artifact: Artifact | None) -> tuple[Tensor, ...]:
+    """Every input with the shape that the trial has for it: what the file says, or the image that a module takes."""
+    if artifact is not None:
+        shapes = static_shapes(artifact.inputs, trial.dims)
+        return tuple(Tensor(t.name, t.dtype, shapes[t.name]) for t in artifact.inputs)
+    dims = trial.dims
+    shape = dims.shapes.get("input", (dims.batch, trial.model.channels, dims.height, dims.width))
+    return (Tensor("input", "uint8" if inputs.wants_pixels(trial.options) else "float32", tuple(shape)),)
+
+
+def written(part: Part, trial: Trial, tensors: tuple[Tensor, ...], about: Mapping[str, Any]) -> str:
+    """The whole script."""
+    image = tensors[0] if _takes_images(tensors) else None
+    constants = {"INPUTS": {t.name: (tuple(t.shape), t.dtype) for t in tensors}, **part.constants}
+    if image is not None:
+        constants |= _preparation(trial, image)
+    photographs = PHOTOGRAPHS if image is not None else ""
+    return "".join(
+        (
+            _head(part, trial, about, image is not None),
+            f"import sys\nfrom pathlib import Path\n\nimport numpy as np\n{part.imports}\n",
+            *(
+                f"{name} = {value if name == 'FILE' else pformat(value, width=110)}\n"
+                for name, value in constants.items()
+            ),
+            part.code,
+            _prepare(trial, image) if image is not None else "",
+            FED.format(photographs=photographs),
+            MAIN,
+        )
+    )
+
+
+def _head(part: Part, trial: Trial, about: Mapping[str, Any], image: bool) -> str:
+    script = about["script"]
+    lines = [f'"""{about["story"]}', "", f"    python {script}                # random numbers"]
+    lines += [f"    python {script} PHOTO.jpg …    # photographs, prepared as for the measurement"] if image else []
+    needs = ", ".join((*part.needs, *(("Pillow for photographs",) if image else ())))
+    lines += ["", f"Needs {needs}. Written by `dyno take`, but nothing of Dyno is needed to run it."]
+    if trial.model.task != "classify":
+        lines += ["The outputs are the network's own, before non-maximum suppression."]
+    return "\n".join(lines).replace("\\", "/") + '\n"""\n\n'
+
+
+def _takes_images(tensors: tuple[Tensor, ...]) -> bool:
+    shape = tensors[0].shape
+    return len(tensors) == 1 and len(shape) == 4 and shape[1] in (1, 3)
+
+
+def _preparation(trial: Trial, image: Tensor) -> dict[str, Any]:
+    """The constants that say how a photograph becomes an input."""
+    preprocess, channels = trial.model.preprocess, int(image.shape[1])
+    found: dict[str, Any] = {}
+    if image.dtype != "uint8":
+        mean, std = preprocess.mean, preprocess.std
+        found = {"MEAN": _for_each(mean, channels), "STD": _for_each(std, channels)}
+    if not preprocess.letterbox:
+        found |= {"RESIZE": preprocess.resize, "INTERPOLATION": preprocess.interpolation.upper()}
+    return found
+
+
+def _for_each(values: tuple[float, ...], channels: int) -> tuple[float, ...]:
+    """One value serves every channel."""
+    return tuple(values[k % len(values)] for k in range(channels))
+
+
+def _prepare(trial: Trial, image: Tensor) -> str:
+    letterbox = trial.model.preprocess.letterbox
+    more = ", ImageOps" if letterbox else ""
+    upright = "ImageOps.exif_transpose(picture)" if letterbox else "picture"
+    body = LETTERBOXED if letterbox else CROPPED
+    end = "    return np.ascontiguousarray(pixels)\n" if image.dtype == "uint8" else NORMALISED
+    return PREPARED.format(more=more, upright=upright) + body + end

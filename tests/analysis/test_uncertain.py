@@ -1,0 +1,96 @@
+"""An interval wider than a factor of two is printed in words everywhere; only the CSV and JSON keep its numbers."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import synthetic
+from synthetic import Way
+
+from dyno.analysis import compare, formatting, frontier_table, reference_tables, tables, verdict, views
+from dyno.analysis.render import render
+from dyno.analysis.results import Results, load
+
+BRACKETS = re.compile(r"\[([\d.,]+)(?: \S+)?, ([\d.,]+)(?: \S+)?\]")
+
+
+@pytest.fixture(scope="module")
+def wild(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Processes that differ by far more than the ways of running, at two batches."""
+    at = {"spread": 0.9, "build": 1.0}
+    ways = [
+        Way(name, seconds=s, batch=b, **at)
+        for b in (1, 8)
+        for name, s in (("pytorch", 0.01), ("a", 0.002), ("b", 0.001))
+    ]
+    return load(synthetic.write_run(tmp_path_factory.mktemp("wild") / "run", ways, samples=50))
+
+
+def wide(text: str) -> list[str]:
+    """The printed intervals of ratios and times that are wider than a factor of two."""
+    found = []
+    for match in BRACKETS.finditer(text):
+        low, high = (float(each.replace(",", "")) for each in match.groups())
+        found += [match.group()] if low <= 0 or high > 2 * low else []
+    return found
+
+
+def test_the_check_sees_a_wide_interval() -> None:
+    assert wide("59.41x [0.00, 14451332363415.70]") and wide("5 ms [1.0 ms, 3.0 ms]")
+    assert not wide("2.1x [1.90, 2.30]") and not wide("1.5 ms [1.2 ms, 1.7 ms]")
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "text"),
+    [
+        (1.9, 2.3, " [1.9, 2.3]"),
+        (1.0, 2.0, " [1.0, 2.0]"),
+        (1.0, 2.1, " [too uncertain to bound]"),
+        (0.0, 1e12, " [too uncertain to bound]"),
+        (float("nan"), float("nan"), ""),
+    ],
+)
+def test_limits_in_digits_or_words(low: float, high: float, text: str) -> None:
+    assert formatting.limits(low, high, lambda v: f"{v:.1f}") == text
+
+
+def test_no_wide_interval_is_printed(wild: Results, tmp_path: Path) -> None:
+    frame = tables.frame(wild)
+    loose = frame["speedup_high"] > 2 * frame["speedup_low"]
+    assert loose.any(), "the fixture is too tame"
+    texts = {format: render(frame, format) for format in ("text", "markdown")}
+    texts["verdict"] = "\n".join(verdict.sentences(wild, frame))
+    texts["frontier"] = render(frontier_table.table(frame), "markdown", printed=frontier_table.PRINTED)
+    chosen = views.view("break-even")
+    texts["break-even"] = render(chosen.table(wild, frame), "markdown", printed=chosen.printed)
+    texts["compare"] = render(compare.compare(wild, wild, compare.Rules()), "markdown", printed=compare.PRINTED)
+    for name, text in texts.items():
+        assert not wide(text), (name, wide(text))
+    assert all(formatting.UNBOUNDED in texts[name] for name in ("text", "markdown", "verdict", "compare"))
+
+
+def test_the_machine_s_tables_keep_the_numbers(wild: Results) -> None:
+    frame = tables.frame(wild)
+    read = pd.read_csv(io.StringIO(render(frame, "csv")))
+    assert read["speedup_high"].equals(frame["speedup_high"].astype(float)) or read["speedup_high"].max() > 10
+    sheets = {sheet.name: sheet for sheet in reference_tables.sheets(wild, frame)}
+    for name in ("speedup", "sizes"):
+        printed = reference_tables.render([sheets[name]])
+        assert formatting.UNBOUNDED in printed
+        numbers = sheets[name].data.select_dtypes("number").max().max()
+        assert numbers > 10
+    widest = f"{frame['speedup_high'].max():.2f}"
+    assert widest not in reference_tables.render([sheets["speedup"]])
+
+
+def test_the_page_prints_none_either(wild: Results, tmp_path: Path) -> None:
+    pytest.importorskip("jinja2")
+    pytest.importorskip("matplotlib")
+    from dyno.analysis import report
+
+    text = re.sub(r"<[^>]*>", " ", report.write([wild], tmp_path).read_text(encoding="utf-8"))
+    assert formatting.UNBOUNDED in text and not wide(text), wide(text)

@@ -1,0 +1,139 @@
+"""With Dyno's own dependencies alone, as in a bare wheel: no command ends in a traceback, and hints name the extra."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dyno.worker import extras
+
+HIDE = """
+import importlib.metadata as metadata, sys
+HIDDEN = {hidden!r}
+NAMES = {names!r}
+class Hider:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in HIDDEN:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Hider())
+found = metadata.Distribution.from_name.__func__
+def from_name(cls, name):
+    if name in NAMES:
+        raise metadata.PackageNotFoundError(name)
+    return found(cls, name)
+metadata.Distribution.from_name = classmethod(from_name)
+"""
+IMPORTS = {name.replace("-", "_") for name in extras.EXTRAS} | set(extras.IMPORTED)
+Bare = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def bare(tmp_path: Path, root: Path) -> Bare:
+    """A command in a process, and jobs below it, in which no extra is installed."""
+    (tmp_path / "hidden").mkdir()
+    hidden = IMPORTS | {"torch_tensorrt", "tensorrt", "skimage"}
+    names = set(extras.EXTRAS) | {"torch_tensorrt", "tensorrt", "scikit-image"}
+    (tmp_path / "hidden" / "sitecustomize.py").write_text(HIDE.format(hidden=hidden, names=names))
+    place = {"PYTHONPATH": f"{tmp_path / 'hidden'}{os.pathsep}{root / 'src'}", "DYNO_CACHE": str(tmp_path / "cache")}
+
+    def run(*words: object) -> Any:
+        command = [sys.executable, "-m", "dyno.cli", *map(str, words)]
+        return subprocess.run(
+            command, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, **place}, timeout=240
+        )
+
+    return run
+
+
+def test_every_extra_is_in_the_table(root: Path) -> None:
+    known = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for extra, needed in known.items():
+        if extra not in ("all", "dev"):
+            names = {re.split(r"[<>=\\[]", each)[0] for each in needed}
+            assert names - {"cuda-bindings"} == {name for name, own in extras.EXTRAS.items() if own == extra}, extra
+
+
+@pytest.mark.parametrize(
+    ("libraries", "line"),
+    [
+        (["PIL"], "pip install 'inference-dyno[data]'"),
+        (["torch", "sklearn.datasets", "torchvision"], "pip install 'inference-dyno[data,torch]'"),
+        (["nvidia-modelopt"], "pip install nvidia-modelopt"),
+        (["tensorrt_rtx"], "pip install 'inference-dyno[tensorrt_rtx]'"),
+    ],
+)
+def test_what_to_install(libraries: list[str], line: str) -> None:
+    assert extras.install(*libraries) == line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "extra"),
+    [
+        (["report", "{golden}", "-o", "page"], "report"),
+        (["demo"], "data,torch"),
+        (["run", "torchvision:resnet18"], "onnx,openvino,torch"),
+        (["run", "torchvision:resnet18", "--backends", "pytorch"], "torch"),
+        (["run", "timm:resnet18", "--backends", "pytorch"], "torch"),
+        (["run", "m.onnx", "--backends", "onnxruntime"], "onnx"),
+        (["run", "m.xml", "--backends", "openvino"], "openvino"),
+        (["run", "fake:n", "--channels", "1", "--backends", "fake", "--data", "digits"], "data"),
+        (["run", "fake:n", "--backends", "fake", "--data", "photos"], "data"),
+        (["export", "torchvision:resnet18", "-o", "r.onnx"], "torch"),
+        (["build", "m.onnx", "-o", "m2.xml"], "openvino"),
+        (["time", "m.onnx"], "onnx"),
+        (["agree", "m.onnx", "torchvision:resnet18"], "onnx"),
+        (["eval", "torchvision:resnet18", "--data", "photos"], "torch"),
+        (["train", "digits", "--model", "torchvision:resnet18"], "torch"),
+        (["data", "imagenet-val", "flat", "-o", "sorted"], "torch"),
+        (["take", "{golden}", "pytorch"], "torch"),
+    ],
+)
+def test_what_is_missing_is_one_line_with_its_extra(
+    bare: Bare, root: Path, tmp_path: Path, words: list[str], extra: str
+) -> None:
+    (tmp_path / "m.onnx").write_bytes(b"not looked at: there is nothing to read it with")
+    (tmp_path / "m.xml").write_text("<net/>")
+    (tmp_path / "m.bin").write_text("")
+    for name in "ab":
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for k in range(4):
+            (tmp_path / "photos" / name / f"{k}.png").write_bytes(bytes([k]))
+    (tmp_path / "flat").mkdir()
+    for k in range(3):
+        (tmp_path / "flat" / f"ILSVRC2012_val_0000000{k + 1}.JPEG").write_bytes(bytes([k]))
+    done = bare(*(word.format(golden=root / "tests/golden/run") for word in words))
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    assert done.stderr.splitlines()[-1].startswith("dyno: ")
+    assert f"pip install 'inference-dyno[{extra}]'" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_what_needs_no_extra_works(bare: Bare, root: Path, tmp_path: Path) -> None:
+    golden = root / "tests/golden/run"
+    for words in (["show", golden], ["show", golden, "--table", "all"], ["compare", golden, golden], ["--help"]):
+        done = bare(*words)
+        assert done.returncode in (0, 1, 2) and "Traceback" not in done.stderr and done.stdout, done.stderr
+    done = bare(
+        "run", "fake:net", "--channels", "1", "--backends", "fake", "--rounds", "1", "--seconds", "0.05", "--out", "r"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "no report: jinja2 is not installed; pip install 'inference-dyno[report]'" in done.stdout
+
+
+@pytest.mark.slow
+def test_doctor_names_an_extra_for_each(bare: Bare) -> None:
+    done = bare("doctor", "--format", "csv")
+    assert done.returncode == 3 and "Traceback" not in done.stdout + done.stderr
+    rows = {line.partition(",")[0]: line for line in done.stdout.splitlines()}
+    for name, extra in (("pytorch", "torch"), ("onnxruntime", "onnx"), ("openvino", "openvino")):
+        assert f"pip install 'inference-dyno[{extra}]'" in rows[name]
