@@ -14,7 +14,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src"
-HOST_WORKER = tuple(f"dyno.worker.{name}" for name in ("spec", "record", "backend", "system", "train_options"))
+HOST_WORKER = tuple(
+    f"dyno.worker.{name}" for name in ("spec", "record", "backend", "system", "train_options", "local_code")
+)
 MAX_FILE, MAX_FUNCTION = 400, 60
 
 # Module prefix -> what it may import of dyno; the longest prefix decides.

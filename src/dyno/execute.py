@@ -13,26 +13,26 @@ from dyno.analysis import gpu_trace, gpu_words
 from dyno.expand import Planned, expand
 from dyno.peaks import find_peak
 from dyno.progress import Progress
-from dyno.store import CONFIRMATION, Cache, Run, card
+from dyno.run_folder import refuse_other, settle
+from dyno.store import CONFIRMATION, Cache, Run
 from dyno.study import Study
 from dyno.turns import launch_in_turn
-from dyno.worker import backend, system
-from dyno.worker.record import TIMING, Record, read_record, replacing, write_json, write_record
-from dyno.worker.spec import SCHEMA, Artifact, Job, Recipe, Trial, UserError
+from dyno.worker import backend
+from dyno.worker.record import TIMING, Record, replacing, write_record
+from dyno.worker.spec import Artifact, Job, Recipe, Trial
 
 MAKE_TIMEOUT_S = 3600.0
-DISTRIBUTIONS = ("inference-dyno", "numpy", "torch", "torchvision", "timm", "onnx", "onnxruntime", "openvino")
-# What may differ when the same command is given again: none of them changes a number that is already stored.
-REPEATABLE = ("rounds", "timeout", "budget", "reference", "confirm", "search", "peak")
 
 
 def execute(study: Study, folder: Path, progress: Progress) -> None:
     """Measure whatever the folder doesn't hold yet; nothing that is stored is measured again."""
+    refuse_other(study, folder)
     planned = expand(study)
     run = Run(folder)
     with run.locked():
-        _settle(study, run)
-        _models(run, planned)
+        planned, said = settle(study, run, planned)
+        for line in said:
+            progress.note(line)
         _refuse(run, planned)
         _keep_truth(run, planned)
         todo = [one.trial for one in planned if not one.refusal]
@@ -83,15 +83,12 @@ def _confirm(run: Run, trials: list[Trial], times: int, files: Files, progress: 
 
 
 def _refuse(run: Run, planned: list[Planned]) -> None:
-    """Store a row for each trial that will not run; rows whose reason is gone (a library was installed) go too."""
-    refused = {one.trial.id: one for one in planned if one.refusal}
-    for folder in (run.folder / "trials").glob("*/r0"):
-        if folder.parent.name not in refused and (record := read_record(folder)) and record.stage == "plan":
-            shutil.rmtree(folder.parent)
-    for one in refused.values():
-        stored = run.record(one.trial, 0)
-        if stored is None or (stored.stage == "plan" and stored.reason != one.refusal):
-            run.store(one.trial, 0, Record(one.status, "plan", one.refusal))
+    """Store a row for each trial that will not run."""
+    for one in planned:
+        if one.refusal:
+            stored = run.record(one.trial, 0)
+            if stored is None or (stored.stage == "plan" and stored.reason != one.refusal):
+                run.store(one.trial, 0, Record(one.status, "plan", one.refusal))
 
 
 def _keep_truth(run: Run, planned: list[Planned]) -> None:
@@ -102,28 +99,6 @@ def _keep_truth(run: Run, planned: list[Planned]) -> None:
             kept.parent.mkdir(parents=True, exist_ok=True)
             with replacing(kept) as f:
                 f.write(source.read_bytes())
-
-
-def _settle(study: Study, run: Run) -> None:
-    """Write down what this folder is for, or refuse when it already holds something else."""
-    path = run.folder / "study.toml"
-    if path.exists():
-        before = Study.from_toml(path)
-        changed = {name: getattr(study, name) for name in REPEATABLE}
-        if replace(before, **changed) != study:
-            raise UserError(f"{run.folder} holds another study (see its study.toml); give another --out or remove it")
-    with replacing(path) as f:
-        f.write(study.to_toml().encode())
-    gpu = {"gpu": card(study.device)} if study.device != "cpu" else {}
-    write_json(run.folder / "environment.json", {**system.describe(DISTRIBUTIONS), **gpu})
-
-
-def _models(run: Run, planned: list[Planned]) -> None:
-    """Write down what the look at each model counted, by size: a trial's id has no place for it."""
-    counted = {(one.trial.model.name, one.trial.dims.size): one.seen for one in planned if one.seen}
-    if counted:
-        rows = [{"model": model, "size": size, **seen} for (model, size), seen in counted.items()]
-        write_json(run.folder / "models.json", {"schema": SCHEMA, "models": rows})
 
 
 def _order(trials: list[Trial]) -> list[tuple[Trial, int]]:

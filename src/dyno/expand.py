@@ -32,6 +32,7 @@ class Planned:
     refusal: str = ""
     status: str = "skipped"  # of a trial that will not run
     seen: dict[str, int] = field(default_factory=dict)  # what the look at the model counted: flops, parameters
+    unseen: bool = False  # of a model that could not be looked at
 
 
 def expand(study: Study) -> list[Planned]:
@@ -50,13 +51,14 @@ def expand(study: Study) -> list[Planned]:
     for name in study.runtime:
         users = {n for choice in choices for n in (choice.runtime, choice.name) if n}
         check_known("backend of a runtime", name, {*users, *STEPS, *backend.names()})
-    planned = []
+    planned, failed = [], []
     for source in study.models:
         try:
             planned += _of_model(study, source, choices)
-        except Died as e:
-            if len(study.models) == 1:
-                raise
+        except UserError as e:
+            failed.append(e)
+            if len(failed) == len(study.models):
+                raise failed[0] from e
             planned += _of_none(study, source, choices, e)
     if study.reference:
         _check_reference(study.reference, planned)
@@ -84,16 +86,21 @@ def _of_model(study: Study, source: str, choices: list[Choice]) -> list[Planned]
     return planned
 
 
-def _of_none(study: Study, source: str, choices: list[Choice], died: Died) -> list[Planned]:
-    """Rows for a model that died when it was looked at: the other models of the study are measured all the same."""
-    model = _named(study, source, model_spec(study, source))
+def _of_none(study: Study, source: str, choices: list[Choice], error: UserError) -> list[Planned]:
+    """Rows for a model that can't be looked at: the other models of the study are measured all the same."""
+    try:
+        model = _named(study, source, model_spec(study, source))
+    except UserError:  # there is no such file
+        model = _named(study, source, ModelSpec(model_name(source), source, channels=study.channels))
+    status, reason = (error.status, error.reason) if isinstance(error, Died) else ("failed", str(error))
+    reason = reason.removeprefix(f"{model.name}: ")
     pairs = [parse_size(size) for size in study.sizes] or [(0, 0)]
     rows = []
     for pair in pairs:
         for batch in study.batches or (1,):
             for choice, precision in _ways(study, choices, model):
                 trial = _trial(study, choice, model, precision, Dims(batch, *pair), DataSpec())
-                rows.append(Planned(trial, died.reason, died.status))
+                rows.append(Planned(trial, reason, status, unseen=True))
     return rows
 
 

@@ -1,0 +1,151 @@
+"""A run folder over its days: it grows, its files change and come back, and what contradicts it is refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dyno import Study, load
+
+Call = Callable[..., tuple[int, str, str]]
+SHORT = "--rounds 1 --seconds 0.04 --warmup 0.02 --threads 1".split()
+FAKE = ["--backends", "fake@latency_ms=0.1", *SHORT]
+
+
+def net(path: Path, factor: float = 2.0, name: str = "input", width: int = 8) -> Path:
+    """y = factor * x on images of 1 x 1 x 8 x width with a free batch."""
+    onnx = pytest.importorskip("onnx")
+    ends = [onnx.helper.make_tensor_value_info(n, 1, ["n", 1, 8, width]) for n in (name, "y")]
+    node = onnx.helper.make_node("Mul", [name, "factor"], ["y"])
+    graph = onnx.helper.make_graph(
+        [node], "g", ends[:1], ends[1:], [onnx.helper.make_tensor("factor", 1, [], [factor])]
+    )
+    opset = [onnx.helper.make_opsetid("", 17)]
+    onnx.save(onnx.helper.make_model(graph, opset_imports=opset, ir_version=9), path)
+    return path
+
+
+def rows(folder: str | Path, *columns: str) -> list[tuple[Any, ...]]:
+    frame = load(folder).to_pandas()
+    return sorted(frame[list(columns)].itertuples(index=False, name=None))
+
+
+def ids(folder: Path) -> set[str]:
+    return {path.name for path in (folder / "trials").iterdir()}
+
+
+def test_a_folder_grows_and_a_narrower_command_leaves_the_rest(call: Call, tmp_path: Path) -> None:
+    words = ["run", "fake:net", "--channels", 1, *SHORT, "--out", "r"]
+    assert call(*words, "--backends", "fake@latency_ms=0.1")[0] == 0
+    first = {p: p.stat().st_mtime_ns for p in Path("r").glob("trials/*/*/record.json")}
+    code, out, err = call(*words, "--backends", "fake@latency_ms=0.1,fake@latency_ms=0.2", "--batch", "1,2")
+    assert code == 0, err
+    assert out.count("latency_ms=0.2") and "batch 2" in out
+    assert {p: p.stat().st_mtime_ns for p in first} == first, "what was there is measured again"
+    assert call(*words, "--backends", "fake@latency_ms=0.1", "--precision", "int8,fp8")[0] == 0
+    assert call("run", "fake:net", "fake:other", "--channels", 1, *FAKE, "--out", "r")[0] == 0
+    whole = ids(tmp_path / "r")
+    assert call(*words, "--backends", "fake@latency_ms=0.1")[0] == 0
+    assert ids(tmp_path / "r") == whole and len(whole) == 4 + 2 + 1
+    study = Study.from_toml(Path("r/study.toml"))
+    assert study.models == ("fake:net", "fake:other") and study.batches == (1, 2)
+    assert study.backends == ("fake@latency_ms=0.1", "fake@latency_ms=0.2")
+    assert study.precisions == ("fp32", "int8", "fp8")
+    assert call("run", "r/study.toml")[0] == 0, "and all of it goes on"
+    assert len(ids(tmp_path / "r")) == 2 * 2 * 2 * 3
+
+
+def test_what_contradicts_is_named(call: Call, refused: Callable[..., str]) -> None:
+    words = ["run", "fake:net", "--channels", 1, *FAKE, "--out", "r"]
+    assert call(*words)[0] == 0
+    assert refused(*words, "--seconds", 1) == (
+        "r was measured with seconds=0.04, this command says seconds=1; "
+        "give another --out, or remove it with `dyno rm r` first"
+    )
+    line = refused(*words, "--seed", 3, "--data", "digits")
+    assert "measured with seed=0, no data, this command says seed=3, data=digits;" in line
+    assert call(*words, "--timeout", 77, "--rounds", 2)[0] == 0
+
+
+def test_a_folder_in_which_nothing_was_measured_blocks_nothing(call: Call) -> None:
+    words = ["run", "fake:net", "--channels", 1, *SHORT, "--out", "r"]
+    assert call(*words, "--backends", "fake@fail=exception")[0] == 3
+    assert call(*words, "--backends", "fake@latency_ms=0.1", "--seed", 5)[0] in (0, 3)
+    assert ("ok",) in rows("r", "status")
+    assert Study.from_toml(Path("r/study.toml")).seed == 5
+
+
+def test_an_overwritten_file_is_another_model_and_comes_back(call: Call, tmp_path: Path) -> None:
+    net(tmp_path / "m.onnx")
+    words = ["run", "m.onnx", "--channels", 1, *FAKE, "--batch", "1,2", "--out", "r"]
+    assert call(*words)[0] == 0
+    old = ids(tmp_path / "r")
+    net(tmp_path / "m.onnx", 3.0)
+    code, out, err = call(*words)
+    assert code == 0 and "not comparable" not in out
+    (line,) = (line for line in err.splitlines() if "archive" in line)
+    assert line.startswith("2 trials of an earlier m.onnx: moved to r/archive/")
+    new = ids(tmp_path / "r")
+    assert len(new) == 2 and not old & new
+    assert {path.name for path in (tmp_path / "r/archive").glob("*/*")} == old
+    net(tmp_path / "m.onnx")
+    code, out, err = call(*words)
+    assert code == 0 and "2 trials of these very files: brought back from r/archive" in err
+    assert ids(tmp_path / "r") == old and "ok  " not in err, "nothing is measured again"
+    assert {path.name for path in (tmp_path / "r/archive").glob("*/*")} == new
+
+
+def test_two_files_of_one_name_lie_beside_each_other(call: Call, tmp_path: Path) -> None:
+    for folder, factor in (("a", 2.0), ("b", 3.0)):
+        (tmp_path / folder).mkdir()
+        net(tmp_path / folder / "m.onnx", factor)
+        code, _, err = call("run", f"{folder}/m.onnx", "--channels", 1, *FAKE, "--out", "r")
+        assert code == 0 and "archive" not in err
+    assert [model["name"] for model in models("r")] == ["b/m.onnx", "m"]
+    (tmp_path / "a").rename(tmp_path / "c")
+    assert "ok  " not in call("run", "c/m.onnx", "--channels", 1, *FAKE, "--out", "r")[2], "it is known by its content"
+
+
+def models(folder: str) -> list[dict[str, Any]]:
+    jobs = Path(folder).glob("trials/*/r0/job.json")
+    return sorted((json.loads(job.read_text())["trial"]["model"] for job in jobs), key=lambda model: str(model["name"]))
+
+
+CODE = """
+from torch import nn
+from parts import body
+def build():
+    return nn.Sequential(body(), nn.Flatten())
+"""
+
+
+@pytest.mark.slow
+def test_a_module_beside_the_code_counts(call: Call, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    (tmp_path / "net.py").write_text(CODE)
+    (tmp_path / "parts.py").write_text("from torch import nn\ndef body(): return nn.ReLU()\n")
+    words = ["run", "net.py:build", "--channels", 1, "--size", 8, *FAKE, "--out", "r"]
+    assert call(*words)[0] == 0
+    (tmp_path / "parts.py").write_text("from torch import nn\ndef body(): return nn.Sigmoid()\n")
+    code, _, err = call(*words)
+    assert code == 0 and "1 trial of an earlier net.py: moved to r/archive/" in err
+    (tmp_path / "unrelated.py").write_text("x = 1\n")
+    assert "archive" not in call(*words)[2]
+
+
+def test_a_broken_second_model_hides_nothing(call: Call, refused: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "bad.onnx").write_bytes(b"no graph")
+    words = ["run", "fake:good", "bad.onnx", "none.onnx", "--channels", 1, *FAKE, "--out", "r"]
+    code, out, err = call(*words)
+    assert code == 3, err
+    assert rows("r", "model", "status") == [("bad", "failed"), ("good", "ok"), ("none", "failed")]
+    assert "good at size 8: fastest is" in out and "there is no model file none.onnx" in out
+    assert "bad.onnx" in refused("run", "bad.onnx", "none.onnx", *FAKE, "--out", "x")
+    assert not Path("x").exists()
+    net(tmp_path / "bad.onnx")
+    assert call(*words)[0] == 3
+    assert rows("r", "model", "status") == [("bad", "ok"), ("good", "ok"), ("none", "failed")]
