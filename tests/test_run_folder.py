@@ -149,3 +149,45 @@ def test_a_broken_second_model_hides_nothing(call: Call, refused: Callable[..., 
     net(tmp_path / "bad.onnx")
     assert call(*words)[0] == 3
     assert rows("r", "model", "status") == [("bad", "ok"), ("good", "ok"), ("none", "failed")]
+
+
+def test_time_prints_what_could_be_timed(call: Call, refused: Callable[..., str]) -> None:
+    words = ["time", "fake:good", "none.onnx", "--channels", 1, "--backends", "fake@latency_ms=0.1"]
+    code, out, err = call(*words, "--seconds", 0.04, "--warmup", 0.02)
+    assert code == 3 and out.startswith("good, ") and "dyno: there is no model file none.onnx\n" in err
+    assert refused("time", "no.onnx", "none.onnx") == "there is no model file no.onnx"
+    assert "there is no model file none.onnx" in refused("agree", "none.onnx", "fake:good", "--backends", "fake")
+
+
+def test_default_folders_do_not_collide(call: Call, tmp_path: Path) -> None:
+    def folder(*words: object) -> tuple[str, str]:
+        code, out, err = call("run", *words, "--channels", 1, *FAKE)
+        assert code == 0, err
+        return out.rstrip().rpartition("report: ")[2], "".join(s for s in err.splitlines() if s.startswith("dyno:"))
+
+    for place in ("a", "b"):
+        (tmp_path / place).mkdir()
+        net(tmp_path / place / "m.onnx", 2.0 if place == "a" else 3.0)
+    assert folder("a/m.onnx") == ("runs/m/report.html", "")
+    other = "dyno: runs/m holds a/m.onnx: this goes"
+    assert folder("b/m.onnx") == ("runs/b-m/report.html", f"{other} to runs/b-m")
+    assert folder("b/m.onnx", "--batch", 2) == ("runs/b-m/report.html", f"{other} on in runs/b-m")
+    was = "dyno: runs/m was measured with seed=0, this command says seed=1: this goes"
+    assert folder("a/m.onnx", "--seed", 1) == ("runs/m-2/report.html", f"{was} to runs/m-2")
+    assert folder("a/m.onnx", "--batch", 4) == ("runs/m/report.html", "")
+
+
+def test_failures_are_tried_again_when_their_reason_may_be_gone(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    def tried(fail: str, *more: object) -> list[str]:
+        words = ["run", "fake:net", "--channels", 1, *SHORT, "--backends", f"fake@fail={fail}", "--out", fail]
+        lines = call(*words, *more)[2].splitlines()
+        return [line for line in lines if line.startswith(("failed", "timeout")) or "tried again" in line]
+
+    assert len(tried("hang", "--timeout", 1)) == 1
+    assert tried("hang", "--timeout", 0.5) == tried("hang", "--timeout", 1) == []
+    (said, again) = tried("hang", "--timeout", 1.5)
+    assert said == "1 failed job tried again: 1.5 s instead of 1 s" and again.startswith("timeout")
+    assert len(tried("exception")) == 1 and tried("exception") == []
+    assert tried("exception", "--retry-failed")[0] == "1 failed job tried again: as you ask"
+    monkeypatch.setattr("dyno.retry.versions", lambda *_: {"numpy": "99"})
+    assert tried("exception")[0] == "1 failed job tried again: numpy is 99 now"

@@ -70,13 +70,16 @@ def run(
     peak: flags.Peak = False,
     python: flags.Pythons = [],  # noqa: B006
     out: flags.Out = "",
+    retry_failed: flags.RetryFailed = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the trials and why any is refused.")] = False,
 ) -> None:
     """Measure models every way that is asked for; the same command again resumes."""
     from dyno import commands
 
     study = commands.study(ctx, models)
-    raise typer.Exit(commands.dry_run(study) if dry_run else commands.run(study, commands.folder(ctx, study)))
+    if dry_run:
+        raise typer.Exit(commands.dry_run(study))
+    raise typer.Exit(commands.run(study, commands.folder(ctx, study), retry_failed=retry_failed))
 
 
 @app.command()

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from dyno import confirm, mixed
+from dyno import confirm, mixed, retry
 from dyno.analysis import gpu_trace, gpu_words
 from dyno.expand import Planned, expand
 from dyno.peaks import find_peak
@@ -24,18 +24,19 @@ from dyno.worker.spec import Artifact, Job, Recipe, Trial
 MAKE_TIMEOUT_S = 3600.0
 
 
-def execute(study: Study, folder: Path, progress: Progress) -> None:
-    """Measure whatever the folder doesn't hold yet; nothing that is stored is measured again."""
+def execute(study: Study, folder: Path, progress: Progress, *, retry_failed: bool = False) -> None:
+    """Measure whatever the folder doesn't hold yet; of what is stored only failures whose reason may be gone are tried
+    again, or all of them with `retry_failed`."""
     refuse_other(study, folder)
     planned = expand(study)
     run = Run(folder)
     with run.locked():
         planned, said = settle(study, run, planned)
-        for line in said:
-            progress.note(line)
         _refuse(run, planned)
         _keep_truth(run, planned)
         todo = [one.trial for one in planned if not one.refusal]
+        for line in (*said, *retry.clear(run, todo, retry_failed)):
+            progress.note(line)
         files = Files(progress)
         if study.peak:
             with progress.running([]):
@@ -127,14 +128,17 @@ def _round(run: Run, trial: Trial, number: int, made: Artifact | Record | None, 
     if (stored := _stored(run, trial, number)) is not None:
         progress.done(trial, stored, stored=True)
         return
+    folder = run.fresh(trial, number)
     if isinstance(made, Record):
         run.store(trial, number, made)
-        progress.done(trial, made)
-        return
-    folder = run.fresh(trial, number)
-    progress.start(trial, number)
-    job = Job("run", trial.runtime, trial, number, artifact=made)
-    progress.done(trial, launch_in_turn(job, folder, trial.plan.timeout_s, progress))
+        record = made
+    else:
+        progress.start(trial, number)
+        job = Job("run", trial.runtime, trial, number, artifact=made)
+        record = launch_in_turn(job, folder, trial.plan.timeout_s, progress)
+    if record.status != "ok":
+        retry.note(folder, trial)
+    progress.done(trial, record)
 
 
 class Files:
