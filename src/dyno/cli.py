@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from dyno import data_commands, flags, train_command
+from dyno import data_commands, flags, run_commands, train_command
 from dyno.worker.spec import UserError
 
 app = typer.Typer(
@@ -311,6 +311,9 @@ def eval(
 
 
 app.command()(train_command.train)
+app.command("list")(run_commands.list_runs)
+app.command("rm")(run_commands.remove)
+app.command("open")(run_commands.open_report)
 
 
 @app.command()

@@ -22,6 +22,7 @@ from dyno.worker.record import TIMING, Record, replacing, write_record
 from dyno.worker.spec import Artifact, Job, Recipe, Trial
 
 MAKE_TIMEOUT_S = 3600.0
+PRINTED, LONGEST_LOG = "printed", 100_000  # characters
 
 
 def execute(study: Study, folder: Path, progress: Progress, *, retry_failed: bool = False) -> None:
@@ -130,8 +131,10 @@ def _round(run: Run, trial: Trial, number: int, made: Artifact | Record | None, 
         return
     folder = run.fresh(trial, number)
     if isinstance(made, Record):
-        run.store(trial, number, made)
-        record = made
+        record = replace(made, facts={})
+        run.store(trial, number, record)
+        if said := made.facts.get(PRINTED):
+            (folder / "stderr.log").write_text(said, encoding="utf-8")
     else:
         progress.start(trial, number)
         job = Job("run", trial.runtime, trial, number, artifact=made)
@@ -173,10 +176,17 @@ class Files:
             timing = {TIMING: str(self.cache.timing)}
             record = launch_in_turn(job, folder, MAKE_TIMEOUT_S, self.progress, timing)
             _say_shared(folder, record)
+            said = {PRINTED: text} if (text := _printed(folder)) else {}  # its folder is gone after this
         if record.status != "ok":
-            return Record(record.status, record.stage, record.reason, system=record.system)
+            return Record(record.status, record.stage, record.reason, system=record.system, facts=said)
         made, wrong = self.cache.find(key)
         return made or Record("failed", record.stage, wrong or "the file was made but is not in the cache")
+
+
+def _printed(folder: Path) -> str:
+    """The end of what a job that made a file printed as errors, to be kept where it failed."""
+    path = folder / "stderr.log"
+    return path.read_text(encoding="utf-8", errors="replace")[-LONGEST_LOG:] if path.is_file() else ""
 
 
 def _say_shared(folder: Path, record: Record) -> None:

@@ -121,7 +121,16 @@ class TrialResult:
         stage = str(worst.raw.get("stage") or "")
         text = " ".join(str(worst.raw.get("reason") or "no reason recorded").split())
         text = f"{stage}: {text}" if stage not in ("", "plan") and worst.status != "skipped" else text
-        return f"{text} ({len(self.good)} of {len(self.rounds)} rounds good)" if self.good else text
+        text = f"{text} ({len(self.good)} of {len(self.rounds)} rounds good)" if self.good else text
+        return f"{text}; log: {self.log}" if self.log else text
+
+    @property
+    def log(self) -> str:
+        """Where the worst round's job printed its error, as a path within the run folder; "" where it said nothing."""
+        path = self.worst.folder / "stderr.log" if self.worst else None
+        if path is None or self.status in ("ok", "skipped") or not path.is_file() or not path.stat().st_size:
+            return ""
+        return path.relative_to(path.parents[3]).as_posix()
 
     @property
     def facts(self) -> dict[str, Any]:
