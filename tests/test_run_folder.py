@@ -10,22 +10,22 @@ from typing import Any
 import pytest
 
 from dyno import Study, load
+from dyno.analysis.forms import Form, forms
 
 Call = Callable[..., tuple[int, str, str]]
 SHORT = "--rounds 1 --seconds 0.04 --warmup 0.02 --threads 1".split()
 FAKE = ["--backends", "fake@latency_ms=0.1", *SHORT]
 
 
-def net(path: Path, factor: float = 2.0, name: str = "input", width: int = 8) -> Path:
+def net(path: Path, factor: float = 2.0, name: str = "input", width: int = 8, graph: str = "g") -> Path:
     """y = factor * x on images of 1 x 1 x 8 x width with a free batch."""
     onnx = pytest.importorskip("onnx")
     ends = [onnx.helper.make_tensor_value_info(n, 1, ["n", 1, 8, width]) for n in (name, "y")]
     node = onnx.helper.make_node("Mul", [name, "factor"], ["y"])
-    graph = onnx.helper.make_graph(
-        [node], "g", ends[:1], ends[1:], [onnx.helper.make_tensor("factor", 1, [], [factor])]
-    )
+    weights = [onnx.helper.make_tensor("factor", 1, [], [factor])]
+    made = onnx.helper.make_graph([node], graph, ends[:1], ends[1:], weights)
     opset = [onnx.helper.make_opsetid("", 17)]
-    onnx.save(onnx.helper.make_model(graph, opset_imports=opset, ir_version=9), path)
+    onnx.save(onnx.helper.make_model(made, opset_imports=opset, ir_version=9), path)
     return path
 
 
@@ -191,3 +191,44 @@ def test_failures_are_tried_again_when_their_reason_may_be_gone(call: Call, monk
     assert tried("exception", "--retry-failed")[0] == "1 failed job tried again: as you ask"
     monkeypatch.setattr("dyno.retry.versions", lambda *_: {"numpy": "99"})
     assert tried("exception")[0] == "1 failed job tried again: numpy is 99 now"
+
+
+@pytest.mark.slow
+def test_two_files_of_one_network_are_one_table(call: Call, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("openvino")
+    net(tmp_path / "b.onnx")
+    net(tmp_path / "a.onnx", graph="the same in other bytes")
+    net(tmp_path / "other.onnx", name="pixels")
+    net(tmp_path / "wide.onnx", width=16)
+    assert call("build", "b.onnx", "-o", "b.xml")[0] == 0
+    code, out, err = call("run", "b.onnx", "b.xml", "a.onnx", "wide.onnx", "--channels", 1, *SHORT, "--out", "r")
+    assert code == 0, err
+    assert "skipped" not in out
+    frame = load("r").to_pandas()
+    found = frame[["model", "backend", "options", "status"]].itertuples(index=False, name=None)
+    network = "b.onnx and b.xml and a.onnx"
+    assert [*found] == [
+        (network, "onnxruntime", "file=b.onnx", "ok"), (network, "openvino", "file=b.onnx", "ok"),
+        (network, "openvino", "file=b.xml", "ok"), (network, "onnxruntime", "file=a.onnx", "ok"),
+        (network, "openvino", "file=a.onnx", "ok"), ("wide", "onnxruntime", "", "ok"), ("wide", "openvino", "", "ok"),
+    ]  # fmt: skip
+    assert [verdict == "reference" for verdict in frame["verdict"]] == [True, *[False] * 4, True, False]
+    assert frame["speedup"].notna().all() and f"{network}, size 8, batch 1\n" in out
+    words = "--channels", 1, "--backends", "onnxruntime", *SHORT
+    out = call("run", "a.onnx", "other.onnx", *words, "--out", "t")[1]
+    assert "took no part, not comparable: other inputs" in out, "whose input has another name"
+    code, out, _ = call("run", "b.xml", "--channels", 1, "--backends", "onnxruntime,openvino", *SHORT, "--out", "s")
+    assert code == 0 and "onnxruntime reads .onnx files, not b.xml" in out, "a backend that is asked for has its row"
+
+
+def test_files_of_other_work_or_shapes_are_other_networks() -> None:
+    def row(flops: int = 0, inputs: Any = (["n", 3, 8, 8],), file: str = "") -> dict[str, Any]:
+        return {"flops": flops, "signature": [list(inputs), [["n", 5]]], "file": file}
+
+    one, fixed = row(1000), row(1005, ([4, 3, 8, 8],))
+    assert [*forms({("a", "8"): one, ("b", "8"): fixed})] == ["a", "b"]
+    for other in (row(1200), row(1000, ([1, 3, 8, 16],)), row(1000, ([1, 3, 8, 8], [1, 3, 8, 8])), {"flops": 1000}):
+        assert forms({("a", "8"): one, ("b", "8"): other}) == {}
+    same = forms({("x/m.onnx", "8"): row(file="m.onnx"), ("y/m.onnx", "8"): row(file="m.onnx")})
+    assert [*same.values()] == [Form("m", "x/m.onnx", 0), Form("m", "y/m.onnx", 1)]

@@ -82,7 +82,8 @@ class Backend:
     """One way to run models (`load`), or to make files (`make`), or both.
 
     `requires` are the distributions whose versions shape its results; `precisions`, `devices` and `options` what it can
-    be asked for. What a backend does with its library happens in the worker; `refuse` and `recipe` are pure.
+    be asked for, `files` the suffixes of model files that it can run (None: it doesn't say). What a backend does with
+    its library happens in the worker; `refuse` and `recipe` are pure.
     """
 
     name: str = ""
@@ -90,6 +91,7 @@ class Backend:
     precisions: tuple[str, ...] = ()
     devices: tuple[str, ...] = ("cpu",)
     options: tuple[str, ...] = ()
+    files: tuple[str, ...] | None = None
     runs: bool = True
 
     def refuse(self, trial: Trial) -> str:

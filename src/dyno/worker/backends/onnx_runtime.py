@@ -53,6 +53,7 @@ class OnnxRuntime(Backend):
     precisions = ("fp32", "tf32", "fp16", "int8")
     devices = ("cpu", "cuda")
     options = ("optimization", "spinning", *CUDA_OPTIONS, *PREPARATION)
+    files = (".onnx",)
 
     def refuse(self, trial: Trial) -> str:
         """The base class's reasons, int8 without data, and a model file of another format."""

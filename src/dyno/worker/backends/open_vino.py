@@ -43,6 +43,7 @@ class OpenVino(Backend):
     requires = ("openvino",)
     precisions = ("fp32", "bf16", "fp16", "int8")
     options = ("streams", "pinning", *PREPARATION)
+    files = (".onnx", ".xml")
 
     def refuse(self, trial: Trial) -> str:
         """The base class's reasons, int8 without data, and a model file of another format."""

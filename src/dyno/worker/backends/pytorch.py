@@ -49,6 +49,7 @@ class PyTorch(Backend):
     precisions: tuple[str, ...] = ("fp32", "tf32", "fp16", "bf16")
     devices: tuple[str, ...] = ("cpu", "cuda")
     options: tuple[str, ...] = ("channels_last", "cudnn_benchmark", "input")
+    files = ()  # which hold no module
 
     def refuse(self, trial: Trial) -> str:
         """See `Backend.refuse`; besides, a file holds no module.

@@ -48,6 +48,7 @@ class TensorRT(Backend):
     precisions = ("fp32", "tf32", "fp16", "bf16", "int8", "fp8")
     devices = ("cuda",)
     options = (*settings.NAMES, *settings.RUNNING, *PREPARATION)
+    files = (".onnx", *ENGINE_FILES)
 
     def refuse(self, trial: Trial) -> str:
         """The base class's reasons, options and batches that can't be, int8 without data, a file of another format."""
