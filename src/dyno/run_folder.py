@@ -14,8 +14,9 @@ from dyno.expand import Planned
 from dyno.store import Run, card, sha256_of
 from dyno.study import Choice, Study, model_name
 from dyno.worker import system
+from dyno.worker.local_code import code_sha256
 from dyno.worker.record import read_record, replacing, write_json
-from dyno.worker.spec import SCHEMA, Job, ModelSpec, Recipe, Trial, UserError, digest, from_json
+from dyno.worker.spec import MODEL_FILES, SCHEMA, Job, ModelSpec, Recipe, Trial, UserError, digest, from_json
 
 DISTRIBUTIONS = ("inference-dyno", "numpy", "torch", "torchvision", "timm", "onnx", "onnxruntime", "openvino")
 # What may differ when the same folder is used again: none of them changes a number that is already stored.
@@ -63,14 +64,17 @@ def stored(folder: Path) -> list[Stored]:
 
 
 def earlier(folder: Path) -> Study | None:
-    """The study that the folder is of; None where nothing was measured in it, so that nothing can be contradicted."""
+    """The study that the folder is of, None where it has none."""
     path = folder / "study.toml"
-    if not path.is_file() or not any(_measured(record) for record in folder.glob("trials/*/*/record.json")):
-        return None
-    return Study.from_toml(path)
+    return Study.from_toml(path) if path.is_file() else None
 
 
-def _measured(record: Path) -> bool:
+def measured(folder: Path) -> bool:
+    """Whether the folder holds any measurement, which other settings would contradict."""
+    return any(_good(record) for record in folder.glob("trials/*/*/record.json"))
+
+
+def _good(record: Path) -> bool:
     try:
         return bool(json.loads(record.read_bytes()).get("status") == "ok")
     except (OSError, ValueError, AttributeError):  # a damaged one is told of when it is needed
@@ -110,7 +114,7 @@ def _said(name: str, value: Any) -> str:
 def refuse_other(study: Study, folder: Path) -> None:
     """A `UserError` where the folder's numbers were measured with settings that the study contradicts."""
     before = earlier(folder)
-    if before is not None and (found := contradictions(before, study)):
+    if before is not None and (found := contradictions(before, study)) and measured(folder):
         raise UserError(
             f"{folder} {differences(found)}; give another --out, or remove it with `dyno rm {folder}` first"
         )
@@ -123,6 +127,11 @@ def settle(study: Study, run: Run, planned: list[Planned]) -> tuple[list[Planned
     """
     refuse_other(study, run.folder)
     before, there = earlier(run.folder), stored(run.folder / "trials")
+    if before is not None and contradictions(before, study):  # under other settings, of which nothing could be measured
+        before = None
+        for each in there:
+            _move(each.folder, run.folder / ARCHIVE / REPLACED)
+        there = []
     renamed = _named(planned, there)
     said = [*_archive(run, there, renamed), *_restore(run, renamed)]
     there = stored(run.folder / "trials")
@@ -183,8 +192,8 @@ def _renamed(trial: Trial, name: str) -> Trial:
 
 def _moved(old: ModelSpec, new: ModelSpec) -> bool:
     """Whether the new model takes the old one's place: its file is gone, or both are the same wherever they lie."""
-    place = old.file or old.source.rpartition(":")[0]
-    gone = place.endswith((".py", ".onnx", ".xml", ".engine", ".plan")) and not Path(place).exists()
+    place = _place(old)
+    gone = place.suffix in (".py", *MODEL_FILES) and not place.exists()
     return old.name == new.name and (gone or _content(old) == _content(new))
 
 
@@ -197,11 +206,16 @@ def _archive(run: Run, there: list[Stored], planned: list[Planned]) -> list[str]
     """Move away what is not of the models as they are now, and what would be measured anew in another way."""
     now = {one.trial.model.name: one for one in planned}
     asked = {question(one.trial): one.trial.id for one in planned if not one.refusal}
+    others = {each.trial.model for each in there if each.trial.model.name not in now}
+    overwritten = {model: _overwritten(model) for model in others}
     moved: dict[tuple[str, Path], int] = {}
     for each in there:
         old, new = each.trial.model, now.get(each.trial.model.name)
-        changed = new is not None and _changed(old, new)
-        again = new is not None and not new.unseen and each.refused not in ("", "skipped")
+        other = _what_changed(old, new) if new is not None else overwritten[old]
+        changed = bool(other)
+        again = bool(each.refused) and (
+            each.question in asked or (new is not None and not new.unseen and each.refused != "skipped")
+        )
         if not changed and not again and asked.get(each.question, each.trial.id) == each.trial.id:
             continue
         if each.refused:
@@ -209,25 +223,41 @@ def _archive(run: Run, there: list[Stored], planned: list[Planned]) -> list[str]
             continue
         place = run.folder / ARCHIVE / (digest(old)[:12] if changed else REPLACED)
         _move(each.folder, place)
-        words = f"of an earlier {_what_changed(old, new.trial.model)}" if changed and new else "made otherwise now"
+        words = f"of an earlier {other}" if changed else "made otherwise now"
         moved[words, place] = moved.get((words, place), 0) + 1
     return [f"{_trials(n)} {words}: moved to {place}" for (words, place), n in moved.items()]
 
 
-def _changed(old: ModelSpec, now: Planned) -> bool:
-    """Whether the model's code or weights are others now; of one that could not be looked at, as far as is known."""
+def _what_changed(old: ModelSpec, now: Planned) -> str:
+    """The file by which the planned model is another one than the old; "" where it is the same.
+
+    Of one that could not be looked at, as far as its file tells.
+    """
     new = now.trial.model
-    if now.unseen:
-        return bool(new.source_sha256) and _content(old) != _content(new)
-    return digest(old) != digest(new)
-
-
-def _what_changed(old: ModelSpec, new: ModelSpec) -> str:
-    """The file whose content is another one now."""
+    if _content(old) == _content(new) if now.unseen else digest(old) == digest(new):
+        return ""
+    if now.unseen and not new.source_sha256:
+        return ""
     if old.weights_sha256 != new.weights_sha256:
         return Path(new.weights or old.weights).name
-    place = old.file or old.source.rpartition(":")[0]
-    return Path(place).name if old.source_sha256 != new.source_sha256 and place else old.name
+    return _place(old).name if old.source_sha256 != new.source_sha256 and _place(old).name else old.name
+
+
+def _overwritten(model: ModelSpec) -> str:
+    """The file of a model that is not planned now, where its content is another one; "" where it is as it was."""
+    place, weights = _place(model), Path(model.weights)
+    if model.source_sha256 and place.is_file():
+        now = code_sha256(place) if place.suffix == ".py" else sha256_of(place)
+        if now != model.source_sha256:
+            return place.name
+    gone = model.weights_sha256 and weights.is_file() and sha256_of(weights) != model.weights_sha256
+    return weights.name if gone else ""
+
+
+def _place(model: ModelSpec) -> Path:
+    """The file that a model's source names, as far as it does."""
+    before, _, after = model.source.rpartition(":")
+    return Path(model.file or (after if before == "ultralytics" else before))
 
 
 def _restore(run: Run, planned: list[Planned]) -> list[str]:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from dyno.run_folder import contradictions, differences, earlier
+from dyno.run_folder import contradictions, differences, earlier, measured
 from dyno.study import Study, model_name
 from dyno.worker.spec import MODEL_FILES, UserError
 
@@ -64,6 +64,8 @@ def _taken(study: Study, folder: Path) -> str:
         return "holds a study that can't be read"
     if before is None:
         return ""
+    if not measured(folder):
+        return "" if set(study.models) <= set(before.models) else "was begun with other models"
     if not set(study.models) <= set(before.models):
         return f"holds {', '.join(before.models)}"
     found = contradictions(before, study)
