@@ -93,12 +93,13 @@ def test_a_backend_may_have_rounds_of_its_own(fake_study: Studies, tmp_path: Pat
     assert run(study, tmp_path).began == []
 
 
-def test_another_study_is_refused(fake_study: Studies, tmp_path: Path) -> None:
+def test_other_settings_are_refused(fake_study: Studies, tmp_path: Path) -> None:
     run(fake_study(), tmp_path)
     before = records(tmp_path)
-    for other in (fake_study(seconds=0.5), fake_study(models=("fake:other",)), fake_study(batches=(2,))):
-        with pytest.raises(UserError, match=r"holds another study .*; give another --out or remove it"):
-            run(other, tmp_path)
+    with pytest.raises(UserError, match=r"was measured with seconds=0\.04, this command says seconds=0\.5; give"):
+        run(fake_study(seconds=0.5), tmp_path)
+    with pytest.raises(UserError, match=r"was measured with no data, this command says data=digits; give another"):
+        run(fake_study(data="digits"), tmp_path)
     assert records(tmp_path) == before
 
 

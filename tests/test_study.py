@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dyno import Study, UserError
+from dyno.run_names import folder_name
 from dyno.study import Choice, model_name, parse_budget, parse_shapes, parse_size, runtimes
 
 
@@ -188,8 +189,12 @@ def test_a_broken_budget_is_named(text: str) -> None:
 def test_names_and_folders() -> None:
     assert model_name("torchvision:resnet18") == "resnet18"
     assert model_name("a/b.c/net.onnx") == "net"
-    assert Study(models=("timm:a", "m.onnx")).folder == Path("runs/a-m")
-    assert len(Study(models=("fake:" + "x" * 300,)).folder.name) == 80
+    names = {
+        ("timm:a", "m.onnx"): "a-m", ("net.py:build",): "net-build", ("x/other.py:build",): "other-build",
+        ("dyno.worker.digits:resnet18",): "digits-resnet18", ("net.py:net",): "net", ("fake:[/x] y",): "x-y",
+        ("ultralytics:yolov8n.yaml",): "yolov8n", ("fake:" + "x" * 300,): "x" * 80, ("fake:..",): "model",
+    }  # fmt: skip
+    assert {models: folder_name(models) for models in names} == names
 
 
 def test_the_runtime_of_a_backend() -> None:

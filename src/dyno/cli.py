@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from dyno import data_commands, flags, hints, take_command, train_command
+from dyno import data_commands, flags, hints, run_commands, take_command, train_command
 from dyno.worker.extras import EXTRAS, distribution, lacking
 from dyno.worker.spec import Unavailable, UserError
 
@@ -84,13 +84,16 @@ def run(
     peak: flags.Peak = False,
     python: flags.Pythons = [],  # noqa: B006
     out: flags.Out = "",
+    retry_failed: flags.RetryFailed = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the trials and why any is refused.")] = False,
 ) -> None:
     """Measure models every way that is asked for; the same command again resumes."""
     from dyno import commands
 
     study = commands.study(ctx, models)
-    raise typer.Exit(commands.dry_run(study) if dry_run else commands.run(study, commands.folder(ctx, study)))
+    if dry_run:
+        raise typer.Exit(commands.dry_run(study))
+    raise typer.Exit(commands.run(study, commands.folder(ctx, study), retry_failed=retry_failed))
 
 
 @app.command()
@@ -323,6 +326,9 @@ def eval(
 
 app.command()(train_command.train)
 app.command()(take_command.take)
+app.command("list")(run_commands.list_runs)
+app.command("rm")(run_commands.remove)
+app.command("open")(run_commands.open_report)
 
 
 @app.command()

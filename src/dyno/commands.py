@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from dyno.checks import check_format, check_several, missing_gpu
-from dyno.single import new_folder, study_of
+from dyno.run_names import RUNS, place
+from dyno.single import each_of, new_folder, study_of
 from dyno.study import Study, model_name, parse_budget
 from dyno.worker.extras import distribution, install
 from dyno.worker.spec import UserError
@@ -19,6 +21,7 @@ from dyno.worker.spec import UserError
 if TYPE_CHECKING:
     import typer
 
+UNFINISHED = 3  # exit code where some of what was asked for could not be measured
 LISTS = {"backends": "backends", "precision": "precisions", "batch": "batches", "size": "sizes"}
 PLAIN = (
     "shapes weights pretrained channels seed data calibration unreadable compared reference device threads rounds "
@@ -100,14 +103,19 @@ def study(ctx: typer.Context, models: Sequence[str], **defaults: Any) -> Study:
 
 
 def folder(ctx: typer.Context, study: Study) -> Path:
-    """`--out`, else runs/NAME: the study file's name, else the models' names."""
+    """`--out`, else runs/NAME: the study file's name, else the models' names; another one where that is taken."""
     if ctx.params.get("out"):
         return Path(ctx.params["out"])
-    models = ctx.params["models"]
+    models, first = ctx.params["models"], None
     if len(models) == 1 and models[0].endswith(".toml"):
         path = Path(models[0])
-        return path.parent if path.name == "study.toml" else Path("runs") / path.stem
-    return study.folder
+        if path.name == "study.toml":
+            return path.parent
+        first = RUNS / path.stem
+    chosen, said = place(study, first)
+    if said:
+        print(f"dyno: {said}", file=sys.stderr)
+    return chosen
 
 
 def dry_run(study: Study) -> int:
@@ -133,9 +141,9 @@ def dry_run(study: Study) -> int:
     return 0
 
 
-def run(study: Study, folder: Path) -> int:
+def run(study: Study, folder: Path, *, retry_failed: bool = False) -> int:
     """Run the study, print its tables, write its report; exit code 0, 1 (no trial within budget) or 3 (unfinished)."""
-    study.run(folder)
+    study.run(folder, retry_failed=retry_failed)
     return finish(folder)
 
 
@@ -213,12 +221,14 @@ def report(runs: Sequence[Path], out: Path) -> None:
     print(page.write([results.load(run) for run in runs], out))
 
 
-def _single(ctx: typer.Context, models: Sequence[str], command: str, **defaults: Any) -> Path:
-    """Measure each model under the backend its kind of file is for (or the ones asked for), in a folder of its own."""
+def _single(ctx: typer.Context, models: Sequence[str], command: str, **defaults: Any) -> list[Path]:
+    """Measure each model under the backend its kind of file is for (or the ones asked for); the folder of each."""
     out = Path(ctx.params["out"]) if ctx.params.get("out") else new_folder(command, models)
-    for number, model in enumerate(models):
-        alone(ctx, model, **defaults).run(_part(out, models, number))
-    return out
+
+    def measured(number: int, model: str) -> Path:
+        return alone(ctx, model, **defaults).run(_part(out, models, number)).folder
+
+    return each_of(models, measured, needed=1 if command == "agree" else 0)  # the one that all are compared with
 
 
 def alone(ctx: typer.Context, model: str, **defaults: Any) -> Study:
@@ -240,14 +250,14 @@ def time(ctx: typer.Context, models: Sequence[str], format: str, trtexec: Path |
     check_format(format)
     if trtexec:
         logs.read(trtexec)  # a file that is none is said before anything is timed
-    out = _single(ctx, models, "time")
-    code = _print_runs(out, models, format)
-    for number in range(len(models)):
-        trials = results.load(_part(out, models, number)).trials
+    folders = _single(ctx, models, "time")
+    code = _print_runs(folders, format)
+    for folder in folders:
+        trials = results.load(folder).trials
         engines = [t for t in trials if t.good and t.backend.startswith("tensorrt")]
         if trtexec or (engines and format == "text"):
             print("\n".join(cross_check(engines, trtexec)))
-    return code
+    return code or UNFINISHED * (len(folders) < len(models))
 
 
 def endure(ctx: typer.Context, models: Sequence[str], kinds: str, iterations: int) -> int:
@@ -259,11 +269,12 @@ def endure(ctx: typer.Context, models: Sequence[str], kinds: str, iterations: in
         raise UserError(f"--{written[0]} says nothing of the hard test that --batches asks for; leave one of them out")
     out = Path(ctx.params["out"]) if ctx.params.get("out") else new_folder("time", models)
     asked = endurance.kinds_of(kinds)
-    codes = [
-        endurance.run(alone(ctx, model), asked, iterations, _part(out, models, number))
-        for number, model in enumerate(models)
-    ]
-    return max(codes)
+
+    def tested(number: int, model: str) -> int:
+        return endurance.run(alone(ctx, model), asked, iterations, _part(out, models, number))
+
+    codes = each_of(models, tested)
+    return max(*codes, UNFINISHED * (len(codes) < len(models)))
 
 
 def evaluate(ctx: typer.Context, models: Sequence[str], format: str, per_class: bool) -> int:
@@ -271,17 +282,16 @@ def evaluate(ctx: typer.Context, models: Sequence[str], format: str, per_class: 
     from dyno import evaluation
 
     check_format(format)
-    out = _single(ctx, models, "eval", **evaluation.DEFAULTS)
-    return evaluation.show([_part(out, models, number) for number in range(len(models))], format, per_class)
+    folders = _single(ctx, models, "eval", **evaluation.DEFAULTS)
+    return evaluation.show(folders, format, per_class) or UNFINISHED * (len(folders) < len(models))
 
 
-def _print_runs(out: Path, models: Sequence[str], format: str) -> int:
+def _print_runs(folders: Sequence[Path], format: str) -> int:
     import pandas as pd
 
     from dyno.analysis import results, tables
     from dyno.analysis.render import render
 
-    folders = [_part(out, models, number) for number in range(len(models))]
     frames = [tables.frame(results.load(folder)) for folder in folders]
     frame = pd.concat(frames, ignore_index=True)
     print(render(frame, format), end="")
@@ -294,6 +304,5 @@ def agree(ctx: typer.Context, models: Sequence[str], rtol: float, atol: float, l
 
     check_format(format)
     check_several([alone(ctx, model, boundaries=()) for model in models])
-    out = _single(ctx, models, "agree", boundaries=())
-    folders = [_part(out, models, number) for number in range(len(models))]
-    return agreement_table.show(folders, rtol, atol, least, format)
+    folders = _single(ctx, models, "agree", boundaries=())
+    return agreement_table.show(folders, rtol, atol, least, format) or UNFINISHED * (len(folders) < len(models))

@@ -10,12 +10,14 @@ from rich.console import Console
 from dyno import datasets
 from dyno.commands import finish
 from dyno.model_info import model_spec
+from dyno.run_names import RUNS, place
 from dyno.store import cache_dir, versions
 from dyno.study import Study
 from dyno.training import TrainingResult, train
 from dyno.worker.extras import lacking
 from dyno.worker.spec import Runtime, UserError, digest
 
+PLACE = RUNS / "demo"
 MODEL = "dyno.worker.digits:resnet18"
 SIZE = 64
 TRAINING: dict[str, Any] = {"epochs": 8, "lr": 0.005, "augment": "shift"}
@@ -65,5 +67,8 @@ def demo(out: Path, *, rounds: int, quick: bool) -> int:
         seconds=0.3 if quick else 0.6,
         warmup=0.3 if quick else 0.4,
     )
+    if out == PLACE:
+        out, said = place(study, out)
+        console.print(said, soft_wrap=True, end="\n" if said else "")
     study.run(out)
     return finish(out)

@@ -8,36 +8,38 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from dyno import confirm, mixed
+from dyno import confirm, mixed, retry
 from dyno.analysis import gpu_trace, gpu_words
 from dyno.checks import check_device
 from dyno.expand import Planned, expand
 from dyno.peaks import find_peak
 from dyno.progress import Progress
-from dyno.store import CONFIRMATION, Cache, Run, card
+from dyno.run_folder import refuse_other, settle
+from dyno.store import CONFIRMATION, Cache, Run
 from dyno.study import Study
 from dyno.turns import launch_in_turn
-from dyno.worker import backend, system
-from dyno.worker.record import TIMING, Record, read_record, replacing, write_json, write_record
-from dyno.worker.spec import SCHEMA, Artifact, Job, Recipe, Trial, UserError
+from dyno.worker import backend
+from dyno.worker.record import TIMING, Record, replacing, write_record
+from dyno.worker.spec import Artifact, Job, Recipe, Trial
 
 MAKE_TIMEOUT_S = 3600.0
-DISTRIBUTIONS = ("inference-dyno", "numpy", "torch", "torchvision", "timm", "onnx", "onnxruntime", "openvino")
-# What may differ when the same command is given again: none of them changes a number that is already stored.
-REPEATABLE = ("rounds", "timeout", "budget", "reference", "confirm", "search", "peak")
+PRINTED, LONGEST_LOG = "printed", 100_000  # characters
 
 
-def execute(study: Study, folder: Path, progress: Progress) -> None:
-    """Measure whatever the folder doesn't hold yet; nothing that is stored is measured again."""
+def execute(study: Study, folder: Path, progress: Progress, *, retry_failed: bool = False) -> None:
+    """Measure whatever the folder doesn't hold yet; of what is stored only failures whose reason may be gone are tried
+    again, or all of them with `retry_failed`."""
     check_device(study)
+    refuse_other(study, folder)
     planned = expand(study)
     run = Run(folder)
     with run.locked():
-        _settle(study, run)
-        _models(run, planned)
+        planned, said = settle(study, run, planned)
         _refuse(run, planned)
         _keep_truth(run, planned)
         todo = [one.trial for one in planned if not one.refusal]
+        for line in (*said, *retry.clear(run, todo, retry_failed)):
+            progress.note(line)
         files = Files(progress)
         if study.peak:
             with progress.running([]):
@@ -85,15 +87,12 @@ def _confirm(run: Run, trials: list[Trial], times: int, files: Files, progress: 
 
 
 def _refuse(run: Run, planned: list[Planned]) -> None:
-    """Store a row for each trial that will not run; rows whose reason is gone (a library was installed) go too."""
-    refused = {one.trial.id: one for one in planned if one.refusal}
-    for folder in (run.folder / "trials").glob("*/r0"):
-        if folder.parent.name not in refused and (record := read_record(folder)) and record.stage == "plan":
-            shutil.rmtree(folder.parent)
-    for one in refused.values():
-        stored = run.record(one.trial, 0)
-        if stored is None or (stored.stage == "plan" and stored.reason != one.refusal):
-            run.store(one.trial, 0, Record(one.status, "plan", one.refusal))
+    """Store a row for each trial that will not run."""
+    for one in planned:
+        if one.refusal:
+            stored = run.record(one.trial, 0)
+            if stored is None or (stored.stage == "plan" and stored.reason != one.refusal):
+                run.store(one.trial, 0, Record(one.status, "plan", one.refusal))
 
 
 def _keep_truth(run: Run, planned: list[Planned]) -> None:
@@ -104,28 +103,6 @@ def _keep_truth(run: Run, planned: list[Planned]) -> None:
             kept.parent.mkdir(parents=True, exist_ok=True)
             with replacing(kept) as f:
                 f.write(source.read_bytes())
-
-
-def _settle(study: Study, run: Run) -> None:
-    """Write down what this folder is for, or refuse when it already holds something else."""
-    path = run.folder / "study.toml"
-    if path.exists():
-        before = Study.from_toml(path)
-        changed = {name: getattr(study, name) for name in REPEATABLE}
-        if replace(before, **changed) != study:
-            raise UserError(f"{run.folder} holds another study (see its study.toml); give another --out or remove it")
-    with replacing(path) as f:
-        f.write(study.to_toml().encode())
-    gpu = {"gpu": card(study.device)} if study.device != "cpu" else {}
-    write_json(run.folder / "environment.json", {**system.describe(DISTRIBUTIONS), **gpu})
-
-
-def _models(run: Run, planned: list[Planned]) -> None:
-    """Write down what the look at each model counted, by size: a trial's id has no place for it."""
-    counted = {(one.trial.model.name, one.trial.dims.size): one.seen for one in planned if one.seen}
-    if counted:
-        rows = [{"model": model, "size": size, **seen} for (model, size), seen in counted.items()]
-        write_json(run.folder / "models.json", {"schema": SCHEMA, "models": rows})
 
 
 def _order(trials: list[Trial]) -> list[tuple[Trial, int]]:
@@ -154,14 +131,19 @@ def _round(run: Run, trial: Trial, number: int, made: Artifact | Record | None, 
     if (stored := _stored(run, trial, number)) is not None:
         progress.done(trial, stored, stored=True)
         return
-    if isinstance(made, Record):
-        run.store(trial, number, made)
-        progress.done(trial, made)
-        return
     folder = run.fresh(trial, number)
-    progress.start(trial, number)
-    job = Job("run", trial.runtime, trial, number, artifact=made)
-    progress.done(trial, launch_in_turn(job, folder, trial.plan.timeout_s, progress))
+    if isinstance(made, Record):
+        record = replace(made, facts={})
+        run.store(trial, number, record)
+        if said := made.facts.get(PRINTED):
+            (folder / "stderr.log").write_text(said, encoding="utf-8")
+    else:
+        progress.start(trial, number)
+        job = Job("run", trial.runtime, trial, number, artifact=made)
+        record = launch_in_turn(job, folder, trial.plan.timeout_s, progress)
+    if record.status != "ok":
+        retry.note(folder, trial)
+    progress.done(trial, record)
 
 
 class Files:
@@ -196,10 +178,17 @@ class Files:
             timing = {TIMING: str(self.cache.timing)}
             record = launch_in_turn(job, folder, MAKE_TIMEOUT_S, self.progress, timing)
             _say_shared(folder, record)
+            said = {PRINTED: text} if (text := _printed(folder)) else {}  # its folder is gone after this
         if record.status != "ok":
-            return Record(record.status, record.stage, record.reason, system=record.system)
+            return Record(record.status, record.stage, record.reason, system=record.system, facts=said)
         made, wrong = self.cache.find(key)
         return made or Record("failed", record.stage, wrong or "the file was made but is not in the cache")
+
+
+def _printed(folder: Path) -> str:
+    """The end of what a job that made a file printed as errors, to be kept where it failed."""
+    path = folder / "stderr.log"
+    return path.read_text(encoding="utf-8", errors="replace")[-LONGEST_LOG:] if path.is_file() else ""
 
 
 def _say_shared(folder: Path, record: Record) -> None:

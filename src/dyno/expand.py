@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from dyno.checks import check_threads
 from dyno.datasets import meta
 from dyno.interpreters import installed, missing, placed, runtime_of
-from dyno.model_info import Died, batches, look, model_spec, sizes
+from dyno.model_info import Died, batches, engine_backend, look, model_spec, sizes
 from dyno.prepare import prepared
 from dyno.study import Choice, Study, model_name, parse_shapes, parse_size, runtimes
 from dyno.worker import backend, system
 from dyno.worker.extras import install
 from dyno.worker.spec import (
+    ENGINE_FILES,
     MODEL_FILES,
     DataSpec,
     Dims,
@@ -33,7 +35,8 @@ class Planned:
     trial: Trial
     refusal: str = ""
     status: str = "skipped"  # of a trial that will not run
-    seen: dict[str, int] = field(default_factory=dict)  # what the look at the model counted: flops, parameters
+    seen: dict[str, Any] = field(default_factory=dict)  # what the look at the model counted: flops, parameters
+    unseen: bool = False  # of a model that could not be looked at
 
 
 def expand(study: Study) -> list[Planned]:
@@ -52,17 +55,21 @@ def expand(study: Study) -> list[Planned]:
     for name in study.runtime:
         users = {n for choice in choices for n in (choice.runtime, choice.name) if n}
         check_known("backend of a runtime", name, {*users, *STEPS, *backend.names()})
-    planned = []
+    planned, failed = [], []
     for source in study.models:
         try:
             planned += _of_model(study, source, choices)
-        except Died as e:
-            if len(study.models) == 1:
-                raise
+        except UserError as e:
+            failed.append(e)
+            if len(failed) == len(study.models):
+                raise failed[0] from e
             planned += _of_none(study, source, choices, e)
     if study.reference:
         _check_reference(study.reference, planned)
-    return list({p.trial.id: p for p in planned}.values())
+    found: dict[str, Planned] = {}
+    for one in planned:
+        found.setdefault(one.trial.id, one)
+    return list(found.values())
 
 
 def _of_model(study: Study, source: str, choices: list[Choice]) -> list[Planned]:
@@ -79,23 +86,29 @@ def _of_model(study: Study, source: str, choices: list[Choice]) -> list[Planned]
         _check_budget(study, model, data, found.get("outputs", 0))
         for batch in counts:
             dims = Dims(batch, height, width, parse_shapes(study.shapes))
+            seen = _seen(found, dims, model)
             planned += [
-                replace(_checked(study, _trial(study, choice, model, precision, dims, data)), seen=_seen(found, dims))
+                replace(_checked(study, _trial(study, choice, model, precision, dims, data)), seen=seen)
                 for choice, precision in _ways(study, choices, model)
             ]
     return planned
 
 
-def _of_none(study: Study, source: str, choices: list[Choice], died: Died) -> list[Planned]:
-    """Rows for a model that died when it was looked at: the other models of the study are measured all the same."""
-    model = _named(study, source, model_spec(study, source))
+def _of_none(study: Study, source: str, choices: list[Choice], error: UserError) -> list[Planned]:
+    """Rows for a model that can't be looked at: the other models of the study are measured all the same."""
+    try:
+        model = _named(study, source, model_spec(study, source))
+    except UserError:  # there is no such file
+        model = _named(study, source, ModelSpec(model_name(source), source, channels=study.channels))
+    status, reason = (error.status, error.reason) if isinstance(error, Died) else ("failed", str(error))
+    reason = reason.removeprefix(f"{model.name}: ")
     pairs = [parse_size(size) for size in study.sizes] or [(0, 0)]
     rows = []
     for pair in pairs:
         for batch in study.batches or (1,):
             for choice, precision in _ways(study, choices, model):
                 trial = _trial(study, choice, model, precision, Dims(batch, *pair), DataSpec())
-                rows.append(Planned(trial, died.reason, died.status))
+                rows.append(Planned(trial, reason, status, unseen=True))
     return rows
 
 
@@ -107,7 +120,16 @@ def _named(study: Study, source: str, model: ModelSpec) -> ModelSpec:
 def _ways(study: Study, choices: list[Choice], model: ModelSpec) -> list[tuple[Choice, str]]:
     """Every backend in every precision that is asked of it."""
     usual = study.precisions or (model.precision or "fp32",)
-    return [(choice, precision) for choice in choices for precision in choice.precisions or usual]
+    fitting = choices if study.backends else [choice for choice in choices if _reads(choice.name, model)] or choices
+    return [(choice, precision) for choice in fitting for precision in choice.precisions or usual]
+
+
+def _reads(name: str, model: ModelSpec) -> bool:
+    """Whether the backend can run the model at all; one that says nothing of files may."""
+    if model.file.endswith(ENGINE_FILES):
+        return name == engine_backend(Path(model.file))
+    files = backend.find(name).files
+    return not model.file or files is None or model.file.endswith(files)
 
 
 def _sized(study: Study) -> Study:
@@ -147,10 +169,11 @@ def _check_budget(study: Study, model: ModelSpec, data: DataSpec, outputs: int) 
         raise UserError(f"a budget needs labels, and {study.data} has none; put the images into a folder per class")
 
 
-def _seen(found: dict[str, Any], dims: Dims) -> dict[str, int]:
-    """Operations of one image at that size, and parameters, where the look could count them."""
+def _seen(found: dict[str, Any], dims: Dims, model: ModelSpec) -> dict[str, Any]:
+    """Operations of one image at that size, and parameters, where the look could count them; what a file's ends are."""
     counts = {"flops": found.get("flops", {}).get(dims.size, 0), "parameters": found.get("parameters", 0)}
-    return {name: int(count) for name, count in counts.items() if count}
+    ends = {"file": Path(model.file).name, "signature": found["signature"]} if "signature" in found else {}
+    return {**{name: int(count) for name, count in counts.items() if count}, **ends}
 
 
 def _trial(study: Study, choice: Choice, model: ModelSpec, precision: str, dims: Dims, data: DataSpec) -> Trial:

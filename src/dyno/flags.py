@@ -54,6 +54,7 @@ Peak = Annotated[bool, typer.Option("--peak", help="Measure the device's most TF
 Timeout = Annotated[float, typer.Option(help="Seconds after which a job is killed.")]
 Pythons = Annotated[list[str], typer.Option("--python", help="Another interpreter for one backend: NAME=PATH.")]
 Out = Annotated[str, typer.Option("--out", "-o", help="Run folder (default: runs/NAME).")]
+RetryFailed = Annotated[bool, typer.Option("--retry-failed", help="Measure what failed once more.")]
 PerClass = Annotated[bool, typer.Option("--per-class", help="Every class, not only the worst.")]
 Format = Annotated[str, typer.Option("--format", help="text, markdown, csv or json.")]
 Rtol = Annotated[float, typer.Option(help="Relative tolerance.")]

@@ -10,10 +10,11 @@ from typing import Any
 
 from dyno.interpreters import missing, runtime_of
 from dyno.launch import launch
-from dyno.store import cache_dir, code_sha256, makers, sha256_of, versions
+from dyno.store import cache_dir, code_file, makers, sha256_of, versions
 from dyno.study import Choice, Study, model_name, parse_shapes, parse_size
 from dyno.worker import backend, system
 from dyno.worker.extras import install
+from dyno.worker.local_code import code_sha256
 from dyno.worker.record import Record, read_record
 from dyno.worker.spec import (
     ENGINE_FILES,
@@ -30,6 +31,7 @@ from dyno.worker.spec import (
 )
 
 CHECKPOINTS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")  # weights, which alone are no model
+LIBRARIES = "site-packages"  # what lies there is known by its version
 LOOK_LIBRARIES = ("torch", "torchvision", "timm", "ultralytics", "onnx", "openvino")
 
 
@@ -105,9 +107,12 @@ def _code_sha256(source: str) -> str:
     if place == "ultralytics":
         return sha256_of(Path(name)) if Path(name).is_file() else ""
     if place.endswith(".py"):
-        return sha256_of(Path(place))
+        return code_sha256(Path(place))
     # Looking for a module inside a package runs the package, and a user's may be heavy.
-    return code_sha256(place) if "." not in place or place.startswith("dyno.") else ""
+    file = code_file(place) if "." not in place or place.startswith("dyno.") else None
+    if file is None:
+        return ""
+    return sha256_of(file) if LIBRARIES in file.parts else code_sha256(file)
 
 
 def look(model: ModelSpec, study: Study) -> tuple[ModelSpec, dict[str, Any]]:

@@ -65,6 +65,10 @@ class Progress:
         if self.live is None:
             self._say(Text(what))
 
+    def note(self, line: str) -> None:
+        """Something that the user should know of, whatever begins next."""
+        self._say(Text(line, "yellow"))
+
     def start(self, trial: Trial, number: int) -> None:
         """A job begins."""
         self._begin(f"{trial.label}  round {number + 1}")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dyno.study import Study, model_name
-from dyno.worker.spec import ENGINE_FILES, MODEL_FILES
+from dyno.worker.spec import ENGINE_FILES, MODEL_FILES, UserError
+
+T = TypeVar("T")
 
 
 def study_of(model: str, defaults: Mapping[str, Any], asked: Mapping[str, Any]) -> Study:
@@ -34,3 +37,24 @@ def new_folder(command: str, models: Sequence[str]) -> Path:
     """A folder of its own for a command that always measures anew."""
     name = "-".join(map(model_name, models))[:60]
     return Path("runs") / command / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def each_of(models: Sequence[str], measure: Callable[[int, str], T], needed: int = 0) -> list[T]:
+    """What the function has for each model; one that can't be measured is a line and hides no other one's result.
+
+    Raises the `UserError` of the first `needed` ones, and the first one's when none can be measured.
+    """
+    done: list[T] = []
+    wrong: list[UserError] = []
+    for number, model in enumerate(models):
+        try:
+            done.append(measure(number, model))
+        except UserError as e:
+            if number < needed:
+                raise
+            wrong.append(e)
+    if not done:
+        raise wrong[0]
+    for error in wrong:
+        print(f"dyno: {error}", file=sys.stderr)
+    return done

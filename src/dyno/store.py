@@ -120,13 +120,19 @@ def copy(made: Path, out: Path) -> None:
         shutil.copyfile(part, out.with_suffix(part.suffix))
 
 
-def code_sha256(module: str) -> str:
-    """sha256 of a module's own file, "" where there is none; found without running it, but for its packages."""
+def code_file(module: str) -> Path | None:
+    """A module's own file, None where there is none; found without running it, but for its packages."""
     try:
         found = importlib.util.find_spec(module)
     except (ImportError, ValueError):
-        return ""
-    return sha256_of(Path(found.origin)) if found and found.origin and Path(found.origin).is_file() else ""
+        return None
+    return Path(found.origin) if found and found.origin and Path(found.origin).is_file() else None
+
+
+def code_sha256(module: str) -> str:
+    """sha256 of a module's own file, "" where there is none."""
+    file = code_file(module)
+    return sha256_of(file) if file else ""
 
 
 def versions(runtime: Runtime, distributions: tuple[str, ...]) -> dict[str, str]:

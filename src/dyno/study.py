@@ -221,20 +221,22 @@ class Study:
             timeout_s=self.timeout,
         )
 
-    def run(self, out: str | Path | None = None, *, quiet: bool = False) -> Result:
-        """Measure every trial that the folder `out` (default `runs/NAME`) lacks, and return the result."""
+    def run(self, out: str | Path | None = None, *, quiet: bool = False, retry_failed: bool = False) -> Result:
+        """Measure every trial that the folder `out` (default `runs/NAME`) lacks, and return the result.
+
+        `retry_failed` measures all that failed once more; without it only those whose reason may be gone are.
+        """
         from dyno.execute import execute
         from dyno.progress import Progress
         from dyno.result import Result
+        from dyno.run_names import place
 
-        folder = Path(out) if out else self.folder
-        execute(self, folder, Progress(quiet=quiet))
+        progress = Progress(quiet=quiet)
+        folder, said = (Path(out), "") if out else place(self)
+        if said:
+            progress.note(said)
+        execute(self, folder, progress, retry_failed=retry_failed)
         return Result(folder)
-
-    @property
-    def folder(self) -> Path:
-        """Where the study lies when no folder is given: `runs/` and the models' names."""
-        return Path("runs") / "-".join(model_name(model) for model in self.models)[:80]
 
 
 def _tuple(value: Any) -> tuple[Any, ...]:

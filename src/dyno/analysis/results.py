@@ -18,6 +18,7 @@ import numpy as np
 
 from dyno.analysis import gpu_trace, gpu_words
 from dyno.analysis.formatting import NO_IMAGE
+from dyno.analysis.forms import Form, forms
 from dyno.analysis.rounds import GPU, HOST, Round
 from dyno.worker.record import STATUSES
 from dyno.worker.spec import PRECISIONS, SCHEMA, UserError
@@ -40,6 +41,7 @@ class TrialResult:
     job: dict[str, Any]
     rounds: list[Round] = field(default_factory=list)
     confirmations: list[Round] = field(default_factory=list)
+    form: Form | None = None  # of a file that has another of the same network beside it
 
     @property
     def spec(self) -> dict[str, Any]:
@@ -47,6 +49,12 @@ class TrialResult:
 
     @property
     def model(self) -> str:
+        """What tables call the model: the network, where several of its files are compared."""
+        return self.form.network if self.form else self.given
+
+    @property
+    def given(self) -> str:
+        """The model's own name, whatever it is compared with."""
         return str(self.spec["model"]["name"])
 
     @property
@@ -76,7 +84,9 @@ class TrialResult:
 
     @property
     def options(self) -> dict[str, Any]:
-        return self.spec.get("options") or {}
+        """The backend's options, and which file it is where several of one network are compared."""
+        own = self.spec.get("options") or {}
+        return {"file": self.form.file, **own} if self.form else own
 
     @property
     def group(self) -> tuple[str, str, int, str]:
@@ -121,7 +131,16 @@ class TrialResult:
         stage = str(worst.raw.get("stage") or "")
         text = " ".join(str(worst.raw.get("reason") or "no reason recorded").split())
         text = f"{stage}: {text}" if stage not in ("", "plan") and worst.status != "skipped" else text
-        return f"{text} ({len(self.good)} of {len(self.rounds)} rounds good)" if self.good else text
+        text = f"{text} ({len(self.good)} of {len(self.rounds)} rounds good)" if self.good else text
+        return f"{text}; log: {self.log}" if self.log else text
+
+    @property
+    def log(self) -> str:
+        """Where the worst round's job printed its error, as a path within the run folder; "" where it said nothing."""
+        path = self.worst.folder / "stderr.log" if self.worst else None
+        if path is None or self.status in ("ok", "skipped") or not path.is_file() or not path.stat().st_size:
+            return ""
+        return path.relative_to(path.parents[3]).as_posix()
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -260,13 +279,17 @@ def load(run: Path) -> Results:
     if not trials:
         raise UserError(f"{run} has no trials yet; run the study first")
     study = run / "study.toml"
+    models = _models(_json(run / "models.json", problems) or {})
+    known = forms(models)
+    for t in trials:
+        t.form = known.get(t.given)
     return Results(
         folder=run,
         trials=sorted(trials, key=_order),
         environment=_json(run / "environment.json", problems) or {},
         problems=problems,
         study=study.read_text(encoding="utf-8", errors="replace") if study.is_file() else "",
-        models=_models(_json(run / "models.json", problems) or {}),
+        models=models,
         peak=_json(run / "peak" / "record.json", problems) or {},
     )
 
@@ -329,4 +352,6 @@ def _json(path: Path, problems: list[str]) -> dict[str, Any] | None:
 def _order(t: TrialResult) -> tuple[Any, ...]:
     dims = t.spec["dims"]
     precision = PRECISIONS.index(t.precision) if t.precision in PRECISIONS else len(PRECISIONS)
-    return (t.model, dims["height"], dims["width"], t.batch, t.backend != "pytorch", t.backend, precision, t.way, t.id)
+    place = t.form.place if t.form else 0
+    way = t.backend != "pytorch", t.backend, precision, t.way, t.id
+    return (t.model, dims["height"], dims["width"], t.batch, place, *way)

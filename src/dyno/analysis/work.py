@@ -56,7 +56,7 @@ def ran_in(t: TrialResult) -> str:
 
 def columns(t: TrialResult, row: dict[str, Any], results: Results, known: dict[str, Peak]) -> dict[str, float]:
     """`gflops` of one image, `tflops` at the median of latency/model, `peak_tflops` and `peak_share` (0 to 1)."""
-    flops = results.models.get((t.model, t.size), {}).get("flops")
+    flops = results.models.get((t.given, t.size), {}).get("flops")
     if not flops:
         return {}
     found = {"gflops": flops / 1e9}

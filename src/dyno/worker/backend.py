@@ -83,8 +83,9 @@ class Backend:
     """One way to run models (`load`), or to make files (`make`), or both.
 
     `requires` are the distributions whose versions shape its results; `precisions`, `devices` and `options` what it can
-    be asked for, and `values` what an option may be (`option_values`), asked before anything runs. What a backend does
-    with its library happens in the worker; `refuse` and `recipe` are pure.
+    be asked for, `values` what an option may be (`option_values`), asked before anything runs, and `files` the suffixes
+    of model files that it can run (None: it doesn't say). What a backend does with its library happens in the worker;
+    `refuse` and `recipe` are pure.
     """
 
     name: str = ""
@@ -93,6 +94,7 @@ class Backend:
     devices: tuple[str, ...] = ("cpu",)
     options: tuple[str, ...] = ()
     values: Mapping[str, Check] = {}
+    files: tuple[str, ...] | None = None
     runs: bool = True
 
     def check_options(self, options: Mapping[str, Option]) -> None:

@@ -85,6 +85,7 @@ def _file(trial: Trial, sizes: list[list[int]], shapes: dict[str, tuple[int, ...
     found: dict[str, Any] = {"preprocess": to_json(model.preprocess), "batch": _fixed(tensors, 0), "size": [0, 0]}
     found["outputs"], found["flops"] = _classes([tensor.shape for tensor in outputs]), {}
     found["precision"] = reader.read_precision(model.file)
+    found["signature"] = [[list(tensor.shape) for tensor in side] for side in (tensors, outputs)]
     if image is not None:
         size = [_number(image.shape[2]), _number(image.shape[3])]
         found["size"] = [side or DEFAULT_SIZE for side in size]

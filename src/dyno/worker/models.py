@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dyno.worker import ultralytics_models
+from dyno.worker import local_code, ultralytics_models
 from dyno.worker.checkpoint import apply, head_classes, read_checkpoint
 from dyno.worker.extras import install
 from dyno.worker.settle import settle
@@ -242,7 +242,9 @@ def _from_module(place: str, source: str) -> Any:
 def _from_file(path: Path, sha256: str) -> Any:
     if not path.is_file():
         raise UserError(f"model file {path} doesn't exist")
-    _unchanged(str(path), sha256, "model file")
+    if sha256 and local_code.code_sha256(path) != sha256:
+        what = f"model file {path}, or one that it imports,"
+        raise UserError(f"{what} changed since the study was planned; run the same command again")
     name = f"dyno_model_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # true for every path that ends with .py
@@ -292,7 +294,7 @@ def _unchanged(path: str, sha256: str, what: str) -> None:
         while chunk := f.read(1 << 20):
             found.update(chunk)
     if found.hexdigest() != sha256:
-        raise UserError(f"{what} {path} changed since the study was planned; plan it again in a new folder")
+        raise UserError(f"{what} {path} changed since the study was planned; run the same command again")
 
 
 def _torchvision_says(name: str) -> tuple[Preprocess | None, tuple[int, int] | None]:

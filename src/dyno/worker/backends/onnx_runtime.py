@@ -57,6 +57,7 @@ class OnnxRuntime(Backend):
     devices = ("cpu", "cuda")
     options = ("optimization", "spinning", *CUDA_OPTIONS, *PREPARATION)
     values: Mapping[str, Check] = {"optimization": one_of(*OPTIMIZATION), "spinning": flag, **CUDA_VALUES, **VALUES}
+    files = (".onnx",)
 
     def refuse(self, trial: Trial) -> str:
         """The base class's reasons, int8 without data, and a model file of another format."""

@@ -47,6 +47,7 @@ class OpenVino(Backend):
     precisions = ("fp32", "bf16", "fp16", "int8")
     options = ("streams", "pinning", *PREPARATION)
     values: Mapping[str, Check] = {"streams": whole(1), "pinning": flag, **VALUES}
+    files = (".onnx", ".xml")
 
     def refuse(self, trial: Trial) -> str:
         """The base class's reasons, int8 without data, and a model file of another format."""

@@ -51,6 +51,7 @@ class PyTorch(Backend):
     devices: tuple[str, ...] = ("cpu", "cuda")
     options: tuple[str, ...] = ("channels_last", "cudnn_benchmark", "input")
     values: Mapping[str, Check] = {"channels_last": flag, "cudnn_benchmark": flag, "input": one_of(*inputs.READ)}
+    files = ()  # which hold no module
 
     def refuse(self, trial: Trial) -> str:
         """See `Backend.refuse`; besides, a file holds no module."""

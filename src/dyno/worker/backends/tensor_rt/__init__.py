@@ -51,6 +51,7 @@ class TensorRT(Backend):
     devices = ("cuda",)
     options = (*settings.NAMES, *settings.RUNNING, *PREPARATION)
     values: Mapping[str, Check] = {**settings.VALUES, **VALUES}
+    files = (".onnx", *ENGINE_FILES)
 
     def refuse(self, trial: Trial) -> str:
         """The base class's reasons, options and batches that can't be, int8 without data, a file of another format."""

@@ -1,0 +1,77 @@
+"""Files of a run that are forms of one network, so that they belong into one table with one reference."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+NAMED = 3  # files that the name of their network lists
+SAME_WORK = 0.01  # relative difference of counted operations within which two files may be the same network
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a file is among its network's files: the network's name, the file as tables show it, and its place."""
+
+    network: str
+    file: str
+    place: int
+
+
+def forms(models: Mapping[tuple[str, str], Row]) -> dict[str, Form]:
+    """The form of each file that has another of the same network beside it, by the model's name.
+
+    `models` are the rows of models.json by name and size, in the order in which the files were given. Files are taken
+    for one network when their inputs and outputs have the same number and shapes, whatever they are called, and when as
+    many operations were counted in each; whether they compute the same is for their outputs to say.
+    """
+    groups: list[list[str]] = []
+    sized: dict[str, dict[str, Row]] = {}
+    for (name, size), row in models.items():
+        if row.get("signature"):
+            sized.setdefault(name, {})[size] = row
+    for name, rows in sized.items():
+        own = next((group for group in groups if _alike(sized[group[0]], rows)), None)
+        if own is None:
+            groups.append([name])
+        else:
+            own.append(name)
+    return {name: form for group in groups if len(group) > 1 for name, form in _forms(group, sized)}
+
+
+def _forms(group: list[str], sized: Mapping[str, Mapping[str, Row]]) -> list[tuple[str, Form]]:
+    files = {name: str(next(iter(sized[name].values())).get("file") or name) for name in group}
+    counted = Counter(files.values())
+    shown = {name: file if counted[file] == 1 else name for name, file in files.items()}
+    stems = {Path(file).stem for file in files.values()}
+    first = list(shown.values())
+    listed = " and ".join(first) if len(first) <= NAMED else f"{first[0]} and {len(first) - 1} more"
+    network = stems.pop() if len(stems) == 1 else listed
+    return [(name, Form(network, shown[name], place)) for place, name in enumerate(group)]
+
+
+def _alike(a: Mapping[str, Row], b: Mapping[str, Row]) -> bool:
+    left, right = (next(iter(rows.values()))["signature"] for rows in (a, b))
+    try:
+        fits = all(_fit(x, y) for x, y in zip(left, right, strict=True))
+    except (TypeError, ValueError):
+        return False
+    return fits and all(_same_work(a[size], b[size]) for size in a.keys() & b.keys())
+
+
+def _fit(a: Any, b: Any) -> bool:
+    """Whether two lists of shapes may be of the same tensors: a dimension that is free fits any other."""
+    return len(a) == len(b) and all(
+        len(x) == len(y) and all(m == n or isinstance(m, str) or isinstance(n, str) for m, n in zip(x, y, strict=True))
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+def _same_work(a: Row, b: Row) -> bool:
+    left, right = float(a.get("flops") or 0), float(b.get("flops") or 0)
+    return not (left and right) or abs(left - right) <= SAME_WORK * max(left, right)

@@ -1,0 +1,82 @@
+"""Which failures are worth another try: those whose reason may be gone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from dyno.store import ROUND, Run, code_sha256, makers, versions
+from dyno.worker import backend
+from dyno.worker.record import Record, read_record, write_json
+from dyno.worker.spec import Recipe, Trial, UserError
+
+MADE_WITH = "made-with.json"
+
+
+def note(folder: Path, trial: Trial) -> None:
+    """Keep beside a failed round what it failed with: Dyno's code and the libraries that the trial goes by."""
+    write_json(folder / MADE_WITH, _with(trial))
+
+
+def _with(trial: Trial) -> dict[str, Any]:
+    makers_of, recipe = [(trial.backend, trial.runtime)], trial.recipe
+    while isinstance(recipe, Recipe):
+        makers_of.append((recipe.maker, recipe.runtime))
+        recipe = recipe.parent
+    found: dict[str, Any] = {"code": makers(), "outside": {}}
+    for name, runtime in makers_of:
+        found[name] = versions(runtime, ("numpy", *backend.find(name).requires))
+        if ":" in name:
+            found["outside"][name] = code_sha256(name.partition(":")[0])
+    return found
+
+
+def clear(run: Run, trials: list[Trial], every: bool) -> list[str]:
+    """Remove failed rounds whose reason may be gone, or `every` failed one, so that they are measured anew.
+
+    Returns what was done, in sentences. Rounds that ended well stay, and so do rows that were refused.
+    """
+    why: Counter[str] = Counter()
+    for trial in trials:
+        for number in range(trial.plan.rounds):
+            folder = run.round_folder(trial, number, ROUND)
+            try:
+                record = read_record(folder)
+            except UserError:  # damaged, which is told where it is needed
+                continue
+            if record is None or record.status == "ok" or record.stage == "plan":
+                continue
+            if reason := "as you ask" if every else _gone(folder, record, trial):
+                shutil.rmtree(folder)
+                why[reason] += 1
+    return [f"{n} failed job{'s' * (n != 1)} tried again: {reason}" for reason, n in why.items()]
+
+
+def _gone(folder: Path, record: Record, trial: Trial) -> str:
+    """Why the failure may not happen again, "" where nothing speaks for that."""
+    if record.status == "timeout" and not record.stage.startswith("make"):
+        allowed = _json(folder / "job.json").get("trial", {}).get("plan", {}).get("timeout_s", 0.0)
+        if trial.plan.timeout_s > allowed:
+            return f"{trial.plan.timeout_s:g} s instead of {allowed:g} s"
+    before, now = _json(folder / MADE_WITH), _with(trial)
+    if not before or before == now:
+        return ""
+    changed = {
+        name: version
+        for key, libraries in now.items()
+        if isinstance(libraries, dict) and key != "outside"
+        for name, version in libraries.items()
+        if before.get(key, {}).get(name) != version
+    }
+    return ", ".join(f"{name} is {version} now" for name, version in changed.items()) or "other code since then"
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,102 @@
+"""`dyno list`, `rm` and `open`: what they show, and that nothing else than a run folder's own is ever removed."""
+
+from __future__ import annotations
+
+import webbrowser
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dyno import load
+from dyno.store import Run
+
+Call = Callable[..., tuple[int, str, str]]
+Refused = Callable[..., str]
+
+
+@pytest.fixture
+def run(fake_study: Callable[..., Any], call: Call, tmp_path: Path) -> Path:
+    """runs/one of two good trials, a failed and a skipped one; the current folder is the one that holds runs/."""
+    backends = ("fake@latency_ms=0.1", "fake@latency_ms=5", "fake@fail=exception", "fake@precision=fp8")
+    fake_study(backends=backends, models=("fake:[net]",)).run("runs/one", quiet=True)
+    return Path("runs/one")
+
+
+def test_runs_are_listed(call: Call, refused: Refused, run: Path, tmp_path: Path) -> None:
+    Path("runs/time/deep").mkdir(parents=True)
+    run.rename("runs/time/deep/one")
+    Path("runs/link").symlink_to(Path("runs/time").resolve())
+    Path("runs/empty").mkdir()
+    for words in ((), ("runs/time/deep",)):
+        code, out, err = call("list", *words)
+        assert (code, err) == (0, "")
+        (_, line) = out.splitlines()
+        assert line.startswith("runs/time/deep/one") and "[net]" in line
+        assert "2 ok, 1 failed, 1 skipped" in line and "fake@latency_ms=0.1 fp32, 0.1" in line
+    assert call("list", "runs/empty") == (0, "no run folder below runs/empty\n", "")
+    assert refused("list", "nowhere").startswith("there is no folder nowhere; `dyno run` makes runs/")
+
+
+def test_a_trial_is_removed_by_the_beginning_of_its_id(call: Call, refused: Refused, run: Path) -> None:
+    ids = [t.id for t in load(run).records]
+    assert "no trials of runs/one have an id that begins with 'zz'; it has " in refused("rm", run, "zz")
+    assert "4 trials" not in refused("rm", run, ids[0], "") and len(load(run).records.trials) == 4
+    code, out, _ = call("rm", run, ids[0][:8], ids[1])
+    assert code == 0 and out.startswith(f"removed runs/one/trials/{ids[0]}\n")
+    assert {t.id for t in load(run).records} == set(ids[2:])
+
+
+def test_only_what_dyno_wrote_is_removed(call: Call, refused: Refused, run: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "precious"
+    outside.mkdir()
+    (outside / "photo").write_text("mine")
+    (run / "trials/aaaa").symlink_to(outside)
+    Path("link").symlink_to(run.resolve())
+    assert refused("rm", "link") == "link is a symbolic link, which is not followed; give the folder itself"
+    assert refused("rm", "link/").startswith("link is a symbolic link")
+    assert refused("rm", run, "aaaa").startswith("no trials of runs/one have an id that begins with 'aaaa'")
+    assert refused("rm", "runs") == (
+        "runs is no run folder: it has no study.toml with trials/ beside it; the run folders in it: runs/one"
+    )
+    assert refused("rm", "precious").startswith("precious is no run folder") and (outside / "photo").exists()
+    assert refused("rm", "nowhere") == "nowhere does not exist"
+    assert refused("rm", run / "study.toml") == "runs/one/study.toml is no folder"
+    (run / "notes.txt").write_text("mine")
+    code, out, _ = call("rm", run)
+    assert (code, out) == (0, "removed what Dyno wrote into runs/one; what is not Dyno's stays: notes.txt\n")
+    assert [path.name for path in run.iterdir()] == ["notes.txt"] and (outside / "photo").read_text() == "mine"
+
+
+def test_a_run_in_use_stays(call: Call, refused: Refused, run: Path) -> None:
+    with Run(run).locked():
+        assert "runs/one is in use by another dyno" in refused("rm", run)
+    assert call("rm", run) == (0, "removed runs/one\n", "") and not run.exists()
+
+
+def test_a_report_is_opened_and_written_where_it_is_missing(
+    call: Call, refused: Refused, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", opened.append)
+    code, out, _ = call("open", run)
+    assert (code, out) == (0, "runs/one/report.html\n")
+    assert opened == [(Path.cwd() / "runs/one/report.html").as_uri()] and (run / "report.html").is_file()
+    written = (run / "report.html").stat().st_mtime_ns
+
+    def none(url: str) -> bool:
+        raise webbrowser.Error("could not locate runnable browser")
+
+    monkeypatch.setattr(webbrowser, "open", none)
+    assert call("open", run) == (0, "runs/one/report.html\n", "")
+    assert (run / "report.html").stat().st_mtime_ns == written, "what is there is opened as it is"
+    assert refused("open", "runs").startswith("runs is no run folder")
+
+
+def test_a_failed_row_names_its_log(call: Call, run: Path) -> None:
+    _, out, _ = call("show", run)
+    (line,) = (line for line in out.splitlines() if "scripted failure" in line)
+    log = line.rpartition("; log: ")[2]
+    assert log.startswith("trials/") and "RuntimeError: scripted failure" in (run / log).read_text()
+    assert "log:" not in next(line for line in out.splitlines() if "has no fp8" in line)
