@@ -17,6 +17,7 @@ import numpy as np
 from dyno.worker import system
 from dyno.worker.calibration import CalibrationImages, reader
 from dyno.worker.onnx_check import session
+from dyno.worker.onnx_fold import folded
 from dyno.worker.onnx_head import decoding, named
 from dyno.worker.onnx_opset import in_opset, opset
 from dyno.worker.onnx_placement import LINEAR, OBSERVED, place
@@ -101,14 +102,14 @@ def to_int8(model: Any, recipe: Recipe, parent: Artifact, path: Path, kept: Sequ
         "target": target,
         "calibration": {"samples": images.count, "method": method, "data_sha256": images.data.sha256},
         "kept_float": len(excluded),
-        "warnings": images.warnings,
+        "warnings": [*seen.warnings, *images.warnings],
     }
 
 
 @dataclass(frozen=True)
 class Observed:
     """A graph with named nodes and what calibration saw of it: the range of each tensor, the operators that are
-    quantised, the nodes that aren't, whether it is a transformer, and whether weights get seven bits."""
+    quantised, the nodes that aren't, whether it is a transformer, whether weights get seven bits, and its warnings."""
 
     model: Any
     scheme: Scheme
@@ -117,6 +118,7 @@ class Observed:
     transformer: bool
     ranges: Ranges
     narrow: bool
+    warnings: tuple[str, ...]
 
 
 def observed(model: Any, recipe: Recipe, images: CalibrationImages, scratch: Path) -> Observed:
@@ -124,13 +126,13 @@ def observed(model: Any, recipe: Recipe, images: CalibrationImages, scratch: Pat
     target, method = str(recipe.options.get("target", "")), str(recipe.options.get("method", METHOD))
     scheme: Scheme = _known(target, SCHEMES, "int8 target")
     _known(method, METHODS, "calibration method")
-    prepared = _prepared(model, scratch)
+    prepared, notes = _prepared(model, images, scratch)
     excluded, transformer = _attention(prepared)
     excluded |= decoding(prepared.graph, recipe.model)
     types = OBSERVED if scheme.fused else LINEAR if transformer else _every_type()
     ranges = _calibrated(scratch, types, images, recipe)
     narrow = target != "tensorrt" and _saturates()
-    return Observed(prepared, scheme, frozenset(types), excluded, transformer, ranges, narrow)
+    return Observed(prepared, scheme, frozenset(types), excluded, transformer, ranges, narrow, tuple(notes))
 
 
 def _reading_floats(path: Path, kept: Sequence[str]) -> None:
@@ -176,17 +178,15 @@ def _known(name: str, choices: dict[str, Any], what: str) -> Any:
     return choices[name]
 
 
-def _prepared(model: Any, scratch: Path) -> Any:
-    """The graph with shapes inferred, constants folded and every node named, also as prepared.onnx."""
+def _prepared(model: Any, images: CalibrationImages, scratch: Path) -> tuple[Any, list[str]]:
+    """The graph folded (see `onnx_fold`) and every node named, also as prepared.onnx; what is to be said of that."""
     import onnx
-    from onnxruntime.quantization.shape_inference import quant_pre_process
 
-    onnx.save(in_opset(model, max(PER_CHANNEL_OPSET, opset(model))), scratch / "source.onnx")
-    quant_pre_process(scratch / "source.onnx", scratch / "prepared.onnx", skip_symbolic_shape=True)
-    prepared = onnx.load(scratch / "prepared.onnx")
+    (feeds,) = images.feeds(0, 1)
+    prepared, notes = folded(in_opset(model, max(PER_CHANNEL_OPSET, opset(model))), feeds, scratch)
     named(prepared.graph)
     onnx.save(prepared, scratch / "prepared.onnx")
-    return prepared
+    return prepared, notes
 
 
 def _every_type() -> set[str]:

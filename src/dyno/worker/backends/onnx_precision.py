@@ -24,6 +24,7 @@ from dyno.worker.inputs import READ, wants_pixels
 from dyno.worker.onnx_bf16 import to_bf16
 from dyno.worker.onnx_check import compared, outputs
 from dyno.worker.onnx_file import QUANTISED
+from dyno.worker.onnx_fold import lifted
 from dyno.worker.onnx_fp16 import to_fp16
 from dyno.worker.onnx_int8 import METHOD, METHODS, to_int8
 from dyno.worker.option_values import Check, number, one_of, whole
@@ -108,7 +109,7 @@ class OnnxPrecision(Backend):
     """Makes an ONNX file of lower precision from one in FP32."""
 
     name = "onnx_precision"
-    requires = ("onnx", "onnxruntime", "onnxconverter-common")
+    requires = ("onnx", "onnxruntime", "onnxconverter-common", "onnxslim")
     precisions = ("fp16", "bf16", "int8")
     runs = False
 
@@ -135,7 +136,7 @@ class OnnxPrecision(Backend):
             raise UserError(f"an ONNX graph can't be made {recipe.precision} here (it can be made {has})")
         if parent is None:
             raise UserError(f"{recipe.precision} is made from an ONNX file in fp32: give one, or a PyTorch model")
-        model, path = _read(parent.path), folder / "model.onnx"
+        model, path = lifted(_read(parent.path)), folder / "model.onnx"
         made_by: dict[str, Any] = {"backend": self.name, "options": dict(recipe.options), "versions": versions}
         made_by["parameters"] = parent.made_by.get("parameters", _parameters(model))
         higher = kept(recipe, parent)

@@ -13,6 +13,7 @@ import numpy as np
 
 from dyno.worker.backend import Backend, derived
 from dyno.worker.calibration import CalibrationImages, example
+from dyno.worker.onnx_fold import lifted
 from dyno.worker.onnx_fp16 import sensitive
 from dyno.worker.onnx_head import named
 from dyno.worker.onnx_int8 import observed
@@ -29,7 +30,7 @@ class OnnxSensitivity(Backend):
     """Makes the same ONNX file with every node named and, in `made_by`, its layers by sensitivity."""
 
     name = "onnx_sensitivity"
-    requires = ("onnx", "onnxruntime", "onnxconverter-common")
+    requires = ("onnx", "onnxruntime", "onnxconverter-common", "onnxslim")
     precisions = ("fp16", "int8")
     runs = False
 
@@ -69,7 +70,7 @@ def _graph(recipe: Recipe, parent: Artifact, folder: Path) -> tuple[Any, dict[st
     """The graph with named nodes, and what lowers each of its layers alone."""
     import onnx
 
-    model = onnx.load(parent.path)
+    model = lifted(onnx.load(parent.path))
     if recipe.precision == "fp16":
         named(model.graph)
         return model, fp16_changes(model, sensitive())
