@@ -7,12 +7,11 @@ from typing import Any
 
 from dyno.datasets import meta
 from dyno.interpreters import installed, missing, placed, runtime_of
-from dyno.model_info import Died, batches, look, model_spec, sizes
+from dyno.model_info import Died, batches, file_shapes, look, model_spec, sizes
 from dyno.prepare import prepared
-from dyno.study import Choice, Study, model_name, parse_shapes, parse_size, runtimes
+from dyno.study import Choice, Study, model_name, parse_size, runtimes
 from dyno.worker import backend, system
 from dyno.worker.spec import (
-    MODEL_FILES,
     DataSpec,
     Dims,
     ModelSpec,
@@ -65,10 +64,9 @@ def expand(study: Study) -> list[Planned]:
 
 def _of_model(study: Study, source: str, choices: list[Choice]) -> list[Planned]:
     """The trials of one model, which is looked at and whose images are decoded."""
-    asked = study if source.endswith(MODEL_FILES) else _sized(study)
-    model, found = look(_named(study, source, model_spec(asked, source)), asked)
+    model, found = look(_named(study, source, model_spec(study, source)), study)
     try:
-        pairs, counts = sizes(asked, found), batches(study, found)
+        pairs, counts = sizes(study, found), batches(study, found)
     except UserError as e:
         raise UserError(f"{model.name}: {e}") from e
     planned = []
@@ -76,7 +74,7 @@ def _of_model(study: Study, source: str, choices: list[Choice]) -> list[Planned]
         data = prepared(study, model, (height, width), found.get("outputs", 0))
         _check_budget(study, model, data, found.get("outputs", 0))
         for batch in counts:
-            dims = Dims(batch, height, width, parse_shapes(study.shapes))
+            dims = Dims(batch, height, width, file_shapes(study, model, batch))
             planned += [
                 replace(_checked(study, _trial(study, choice, model, precision, dims, data)), seen=_seen(found, dims))
                 for choice, precision in _ways(study, choices, model)
@@ -106,19 +104,6 @@ def _ways(study: Study, choices: list[Choice], model: ModelSpec) -> list[tuple[C
     """Every backend in every precision that is asked of it."""
     usual = study.precisions or (model.precision or "fp32",)
     return [(choice, precision) for choice in choices for precision in choice.precisions or usual]
-
-
-def _sized(study: Study) -> Study:
-    """With the image size that `shapes` gives a module's input: its operations are counted at that."""
-    shape = parse_shapes(study.shapes).get("input", ())
-    if len(shape) != 4:
-        return study
-    height, width = shape[2:]
-    if any(parse_size(size) != (height, width) for size in study.sizes):
-        raise UserError(
-            f"shapes give the input {height}x{width} pixels, and sizes {study.sizes[0]}; leave one of them out"
-        )
-    return replace(study, sizes=(f"{height}x{width}",))
 
 
 def _check_reference(wanted: str, planned: list[Planned]) -> None:

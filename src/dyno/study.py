@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 BUDGETS = ("top1", "top5", "mAP")
 CONFIRMATIONS = 2  # of a winner, where the study has a budget and doesn't say
+LISTS = "models backends precisions batches sizes shapes inputs mean std boundaries".split()
 RESERVED = ("precision", "runtime", "rounds")  # options that say which trials, where and how often, not how
 
 
@@ -71,6 +72,7 @@ class Study:
     `models`: sources (`torchvision:resnet18`, `timm:NAME`, `ultralytics:NAME.yaml`, `MODULE:FUNCTION`,
     `FILE.py:FUNCTION`, `FILE.onnx`, `FILE.xml`). `backends` empty means every one found on this machine. `sizes` are
     `224` or `480x640`; empty precisions, batches and sizes mean the model's own (fp32, 1, what it was trained for).
+    `shapes` (`ids:batchx128:int64`) and `inputs` (`ids=0..30521`, `sr=16000`, `feeds.npz`) describe what is no image.
     `mean` and `std` normalise pixels in 0..1 (default: what the model's library says, else ImageNet's, or 0.5 for
     images that aren't RGB). `task` is what a file's network is for where nothing else says it (one of TASKS). `data`
     is a folder of class folders (or `digits`); `calibration` images are for INT8, else some are taken out of `data` and
@@ -87,6 +89,7 @@ class Study:
     batches: tuple[int, ...] = ()
     sizes: tuple[str, ...] = ()
     shapes: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
     weights: str = ""
     pretrained: bool = False
     classes: int | None = None
@@ -116,7 +119,7 @@ class Study:
     runtime: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("models", "backends", "precisions", "batches", "sizes", "shapes", "mean", "std", "boundaries"):
+        for name in LISTS:
             object.__setattr__(self, name, _tuple(getattr(self, name)))
         object.__setattr__(self, "sizes", tuple(str(size) for size in self.sizes))
         check_types(vars(self), typing.get_type_hints(type(self)))
@@ -298,21 +301,6 @@ def parse_size(text: str) -> tuple[int, int]:
         found = (0, 0)
     if min(found) < 1:
         raise UserError(f"image size {text!r} is not a number of pixels like 224, or HEIGHTxWIDTH like 480x640")
-    return found
-
-
-def parse_shapes(texts: Iterable[str]) -> dict[str, tuple[int, ...]]:
-    """Input shapes from `NAME:1x3x224x224`."""
-    found = {}
-    for text in texts:
-        name, _, numbers = text.rpartition(":")
-        try:
-            shape = tuple(int(n) for n in numbers.lower().split("x"))
-        except ValueError:
-            shape = ()
-        if not name or not shape or min(shape) < 1:
-            raise UserError(f"shape {text!r} is not NAME:1x3x224x224")
-        found[name] = shape
     return found
 
 
