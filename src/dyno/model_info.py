@@ -18,6 +18,7 @@ from dyno.worker.record import Record, read_record
 from dyno.worker.spec import (
     ENGINE_FILES,
     MODEL_FILES,
+    SAVED,
     Dims,
     InputSpec,
     Job,
@@ -60,6 +61,12 @@ def model_spec(study: Study, source: str) -> ModelSpec:
     if source.endswith(MODEL_FILES):
         path = _existing(source, "model file")
         return ModelSpec(source=f"file:{path.resolve()}", source_sha256=sha256_of(path), **common)
+    if source.endswith(SAVED):
+        path = _existing(source, "saved module")
+        # Dyno's own lie in folders that are named after their content, whatever PyTorch's writer makes of it.
+        own = path.resolve().parent.parent == (cache_dir() / "modules").resolve()
+        sha256 = path.resolve().parent.name if own else sha256_of(path)
+        return ModelSpec(source=f"saved:{path.resolve()}", source_sha256=sha256, **common)
     if ":" not in source:
         raise UserError(_no_model(source))
     return ModelSpec(source=_absolute(source), source_sha256=_code_sha256(source), **common)

@@ -22,6 +22,7 @@ from dyno.worker.settle import settle
 from dyno.worker.spec import Dims, ModelSpec, Preprocess, Unavailable, UserError, check_known
 
 LIBRARIES = ("torchvision", "timm")
+SHA256 = 64  # hexadecimal digits
 FORMS = "torchvision:NAME, timm:NAME, ultralytics:NAME.yaml, MODULE:FUNCTION, FILE.py:FUNCTION, saved:PATH or file:PATH"
 
 
@@ -159,7 +160,8 @@ def _build(model: ModelSpec, dims: Dims | None, classes: int | None, state: Mapp
             _unchanged(rest, model.source_sha256, "model file")
         return ultralytics_models.build(model, rest, state, free_batch=dims is not None and not dims.batch)
     if kind == "saved":
-        _unchanged(rest, model.source_sha256, "saved module")
+        if len(model.source_sha256) == SHA256:  # else it is the name of a folder in the cache
+            _unchanged(rest, model.source_sha256, "saved module")
         return saved_modules.load(rest)
     module = _call(_function(model), model)
     if not isinstance(module, torch.nn.Module):
