@@ -30,6 +30,11 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "dyno.gpu_telemetry": (),
     "dyno.launch": ("dyno.telemetry", *HOST_WORKER),
     "dyno.store": ("dyno.gpu_telemetry", "dyno.worker.onnx_weights", *HOST_WORKER),
+    "dyno.in_memory": (
+        "dyno.store",
+        *(f"dyno.worker.{name}" for name in ("models", "module_inputs", "saved_modules", "torch_support")),
+        *HOST_WORKER,
+    ),
     "dyno.cli": ("dyno",),
     "dyno.__main__": ("dyno.cli",),
 }

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dyno import Study, UserError
 from dyno.run_names import folder_name
-from dyno.study import Choice, model_name, parse_budget, parse_shapes, parse_size, runtimes
+from dyno.study import Choice, model_name, parse_budget, parse_size, runtimes
 
 
 @pytest.mark.parametrize(
@@ -167,17 +167,10 @@ def test_a_fixed_number_of_samples_switches_the_other_rules_off() -> None:
     assert Study(models=("fake:net",), seconds=2).plan.seconds == 2
 
 
-def test_sizes_shapes_and_budgets() -> None:
+def test_sizes_and_budgets() -> None:
     assert parse_size("224") == (224, 224)
     assert parse_size("480X640") == (480, 640)
-    assert parse_shapes(["a:1x3", "onnx::x:2x4x8"]) == {"a": (1, 3), "onnx::x": (2, 4, 8)}
     assert parse_budget(["top1=0.5", "top5=1"]) == {"top1": 0.5, "top5": 1.0}
-
-
-@pytest.mark.parametrize("text", ["1x3", "a:", "a:1xb", ":1x3", "a:0x3", "a:-1x3"])
-def test_a_broken_shape_is_named(text: str) -> None:
-    with pytest.raises(UserError, match="is not NAME:1x3x224x224"):
-        parse_shapes([text])
 
 
 @pytest.mark.parametrize("text", ["top1", "top1=", "top1=much"])

@@ -58,6 +58,7 @@ def run(
     batch: flags.Batch = "1",
     size: flags.Size = "",
     shapes: flags.Shapes = [],  # noqa: B006  (typer copies it)
+    inputs: flags.Inputs = [],  # noqa: B006
     weights: flags.Weights = "",
     pretrained: flags.Pretrained = False,
     classes: flags.Classes = 0,
@@ -156,6 +157,8 @@ def export(
     batch: Annotated[str, typer.Option(help="A number, or 'dynamic'.")] = "dynamic",
     size: Annotated[str, typer.Option(help="Image size: 224, or HEIGHTxWIDTH.")] = "",
     shape: Annotated[str, typer.Option(help="The input as N,C,H,W instead; -1 for a dynamic batch.")] = "",
+    shapes: flags.Shapes = [],  # noqa: B006
+    inputs: flags.Inputs = [],  # noqa: B006
     precision: Annotated[str, typer.Option(help="fp32, fp16, bf16 or int8.")] = "fp32",
     target: Annotated[
         str, typer.Option(help="Which engine the file is for: onnxruntime, openvino or tensorrt.")
@@ -193,6 +196,7 @@ def build(
     profile: Annotated[str, typer.Option("--shapes", help="NAME:MIN,OPT,MAX, e.g. x:1x3x224x224,8x3x224x224,…")] = "",
     option: Annotated[list[str], typer.Option(help="NAME=VALUE of the backend, e.g. optimization=5.")] = [],  # noqa: B006
     repeat: Annotated[int, typer.Option(help="Build so many times and compare the engines.")] = 1,
+    inputs: flags.Inputs = [],  # noqa: B006
     device: flags.EngineDevice = "cpu",
     python: flags.Pythons = [],  # noqa: B006
     size: flags.Size = "",
@@ -224,6 +228,7 @@ def time(
     batch: flags.Batch = "1",
     size: flags.Size = "",
     shapes: flags.Shapes = [],  # noqa: B006
+    inputs: flags.Inputs = [],  # noqa: B006
     weights: flags.Weights = "",
     pretrained: flags.Pretrained = False,
     classes: flags.Classes = 0,
@@ -265,6 +270,7 @@ def agree(
     batch: flags.Batch = "1",
     size: flags.Size = "",
     shapes: flags.Shapes = [],  # noqa: B006
+    inputs: flags.Inputs = [],  # noqa: B006
     weights: flags.Weights = "",
     pretrained: flags.Pretrained = False,
     classes: flags.Classes = 0,

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 UNFINISHED = 3  # exit code where some of what was asked for could not be measured
 LISTS = {"backends": "backends", "precision": "precisions", "batch": "batches", "size": "sizes"}
 PLAIN = (
-    "shapes weights pretrained channels seed data calibration unreadable compared reference device threads rounds "
-    "seconds warmup samples timeout task confirm search peak"
+    "shapes inputs weights pretrained channels seed data calibration unreadable compared reference device threads "
+    "rounds seconds warmup samples timeout task confirm search peak"
 ).split()
 
 

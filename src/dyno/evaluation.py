@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dyno.single import new_folder, study_of
+from dyno.study import Study
 from dyno.worker.spec import UserError
 
 if TYPE_CHECKING:
@@ -18,15 +19,19 @@ DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def evaluate(model: str, data: str, out: str | Path | None = None, *, quiet: bool = True, **settings: Any) -> Result:
+def evaluate(
+    model: Any, data: str | Path, out: str | Path | None = None, *, quiet: bool = True, **settings: Any
+) -> Result:
     """Accuracy and speed of one model on the images of a data set; returns what was stored.
 
     `settings` are fields of `Study`; without them the model runs under the backend its kind of file is for, in one
     round of batches of 8. The run folder is `out`, or a new one below runs/eval. `Result.confusion` and
     `Result.per_class` tell the classes apart. Raises `UserError`, one line.
     """
-    folder = Path(out) if out else new_folder("eval", [model])
-    return study_of(model, DEFAULTS, {"data": data, **settings}).run(folder, quiet=quiet)
+    said = {name: settings[name] for name in ("shapes", "inputs", "sizes", "channels") if name in settings}
+    (source,) = Study(models=(model,), **said).models
+    folder = Path(out) if out else new_folder("eval", [source])
+    return study_of(source, DEFAULTS, {"data": data, **settings}).run(folder, quiet=quiet)
 
 
 def show(folders: Sequence[Path], format: str, per_class: bool) -> int:

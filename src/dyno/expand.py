@@ -9,14 +9,13 @@ from typing import Any
 from dyno.checks import check_threads
 from dyno.datasets import meta
 from dyno.interpreters import installed, missing, placed, runtime_of
-from dyno.model_info import Died, batches, engine_backend, look, model_spec, sizes
+from dyno.model_info import Died, batches, engine_backend, file_shapes, look, model_spec, sizes
 from dyno.prepare import prepared
-from dyno.study import Choice, Study, model_name, parse_shapes, parse_size, runtimes
+from dyno.study import Choice, Study, model_name, parse_size, runtimes
 from dyno.worker import backend, system
 from dyno.worker.extras import install
 from dyno.worker.spec import (
     ENGINE_FILES,
-    MODEL_FILES,
     DataSpec,
     Dims,
     ModelSpec,
@@ -74,10 +73,9 @@ def expand(study: Study) -> list[Planned]:
 
 def _of_model(study: Study, source: str, choices: list[Choice]) -> list[Planned]:
     """The trials of one model, which is looked at and whose images are decoded."""
-    asked = study if source.endswith(MODEL_FILES) else _sized(study)
-    model, found = look(_named(study, source, model_spec(asked, source)), asked)
+    model, found = look(_named(study, source, model_spec(study, source)), study)
     try:
-        pairs, counts = sizes(asked, found), batches(study, found)
+        pairs, counts = sizes(study, found), batches(study, found)
     except UserError as e:
         raise UserError(f"{model.name}: {e}") from e
     planned = []
@@ -85,7 +83,7 @@ def _of_model(study: Study, source: str, choices: list[Choice]) -> list[Planned]
         data = prepared(study, model, (height, width), found.get("outputs", 0))
         _check_budget(study, model, data, found.get("outputs", 0))
         for batch in counts:
-            dims = Dims(batch, height, width, parse_shapes(study.shapes))
+            dims = Dims(batch, height, width, file_shapes(study, model, batch))
             seen = _seen(found, dims, model)
             planned += [
                 replace(_checked(study, _trial(study, choice, model, precision, dims, data)), seen=seen)
@@ -130,19 +128,6 @@ def _reads(name: str, model: ModelSpec) -> bool:
         return name == engine_backend(Path(model.file))
     files = backend.find(name).files
     return not model.file or files is None or model.file.endswith(files)
-
-
-def _sized(study: Study) -> Study:
-    """With the image size that `shapes` gives a module's input: its operations are counted at that."""
-    shape = parse_shapes(study.shapes).get("input", ())
-    if len(shape) != 4:
-        return study
-    height, width = shape[2:]
-    if any(parse_size(size) != (height, width) for size in study.sizes):
-        raise UserError(
-            f"shapes give the input {height}x{width} pixels, and sizes {study.sizes[0]}; leave one of them out"
-        )
-    return replace(study, sizes=(f"{height}x{width}",))
 
 
 def _check_reference(wanted: str, planned: list[Planned]) -> None:

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 MODEL_HELP = (
-    "torchvision:NAME, timm:NAME, ultralytics:NAME.yaml, MODULE:FUNCTION, FILE.py:FUNCTION, FILE.onnx, FILE.xml or "
-    "FILE.engine"
+    "torchvision:NAME, timm:NAME, ultralytics:NAME.yaml, MODULE:FUNCTION, FILE.py:FUNCTION, FILE.onnx, FILE.xml, "
+    "FILE.pt2, FILE.torchscript or FILE.engine"
 )
 Studied = Annotated[list[str], typer.Argument(help=MODEL_HELP + "; or STUDY.toml", metavar="MODEL...|STUDY.toml")]
 Models = Annotated[list[str], typer.Argument(help=MODEL_HELP, metavar="MODEL...")]
@@ -23,7 +23,13 @@ Precision = Annotated[
 ]
 Batch = Annotated[str, typer.Option(help="Comma-separated batch sizes.")]
 Size = Annotated[str, typer.Option(help="Comma-separated image sizes: 224, or HEIGHTxWIDTH.")]
-Shapes = Annotated[list[str], typer.Option(help="NAME:1x3x224x224, for inputs that batch and size can't describe.")]
+Shapes = Annotated[
+    list[str], typer.Option(help="NAME:batchx128:int64, for inputs that batch and size can't describe; the type last.")
+]
+Inputs = Annotated[
+    list[str],
+    typer.Option("--input", help="What an input is fed: ids=0..30521 (a range), sr=16000 (a constant), or feeds.npz."),
+]
 Weights = Annotated[str, typer.Option(help="Checkpoint: .safetensors, or .pt/.pth read without running code.")]
 Pretrained = Annotated[bool, typer.Option("--pretrained", help="The library's published weights.")]
 Classes = Annotated[int, typer.Option(help="Number of classes to build the model with (0: its own).")]

@@ -8,10 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dyno import input_options
 from dyno.interpreters import missing, runtime_of
 from dyno.launch import launch
 from dyno.store import cache_dir, code_file, makers, sha256_of, versions
-from dyno.study import Choice, Study, model_name, parse_shapes, parse_size
+from dyno.study import Choice, Study, model_name, parse_size
 from dyno.worker import backend, system
 from dyno.worker.extras import install
 from dyno.worker.local_code import code_sha256
@@ -19,7 +20,9 @@ from dyno.worker.record import Record, read_record
 from dyno.worker.spec import (
     ENGINE_FILES,
     MODEL_FILES,
+    SAVED,
     Dims,
+    InputSpec,
     Job,
     ModelSpec,
     Preprocess,
@@ -61,6 +64,12 @@ def model_spec(study: Study, source: str) -> ModelSpec:
     if source.endswith(MODEL_FILES):
         path = _existing(source, "model file")
         return ModelSpec(source=f"file:{path.resolve()}", source_sha256=sha256_of(path), **common)
+    if source.endswith(SAVED):
+        path = _existing(source, "saved module")
+        # Dyno's own lie in folders that are named after their content, whatever PyTorch's writer makes of it.
+        own = path.resolve().parent.parent == (cache_dir() / "modules").resolve()
+        sha256 = path.resolve().parent.name if own else sha256_of(path)
+        return ModelSpec(source=f"saved:{path.resolve()}", source_sha256=sha256, **common)
     if ":" not in source:
         raise UserError(_no_model(source))
     return ModelSpec(source=_absolute(source), source_sha256=_code_sha256(source), **common)
@@ -124,7 +133,7 @@ def look(model: ModelSpec, study: Study) -> tuple[ModelSpec, dict[str, Any]]:
         return model, {"size": [8, 8], "batch": 0}
     options = {
         "sizes": [list(parse_size(size)) for size in study.sizes],
-        "shapes": {name: list(shape) for name, shape in parse_shapes(study.shapes).items()},
+        "asked": input_options.asked(study),
         "task": study.task,
     }
     reader = engine_backend(Path(model.file)) if model.file.endswith(ENGINE_FILES) else ""
@@ -145,7 +154,8 @@ def look(model: ModelSpec, study: Study) -> tuple[ModelSpec, dict[str, Any]]:
     found = record.facts
     preprocess = normalised(from_json(Preprocess, found["preprocess"]), study)
     task, points = found.get("task", "classify"), tuple(found.get("keypoints", ()))
-    model = replace(model, task=task, classes=found.get("classes", model.classes), keypoints=points)
+    described = tuple(from_json(InputSpec, each) for each in found.get("inputs", ()))
+    model = replace(model, task=task, classes=found.get("classes", model.classes), keypoints=points, inputs=described)
     return replace(model, preprocess=preprocess, precision=found.get("precision", "")), found
 
 
@@ -195,5 +205,19 @@ def batches(study: Study, found: dict[str, Any]) -> tuple[int, ...]:
     fixed = int(found.get("batch", 0))
     wrong = [batch for batch in study.batches if fixed and batch != fixed]
     if wrong:
+        if "usual_batch" in found:
+            raise UserError(f"the model takes its example inputs' batch, {fixed}, and not {wrong[0]}; omit the batch")
         raise UserError(f"the file's batch is fixed at {fixed}, not {wrong[0]}; export it again with --batch dynamic")
-    return study.batches or (fixed or best,)
+    return study.batches or (fixed or found.get("usual_batch", best),)
+
+
+def file_shapes(study: Study, model: ModelSpec, batch: int) -> dict[str, tuple[int, ...]]:
+    """The shapes that the user gave a file's inputs, at this batch; a module's are in its description."""
+    if not model.file:
+        return {}
+    words = input_options.asked(study)
+    return {
+        name: tuple(batch if isinstance(axis, str) else axis for axis in word["shape"])
+        for name, word in words.items()
+        if "shape" in word
+    }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 import tomllib
 import typing
 from collections.abc import Iterable, Mapping
@@ -15,13 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dyno.worker.spec import BOUNDARIES, MODEL_FILES, PRECISIONS, TASKS, Option, Plan, UserError, check_known
+from dyno.worker.spec import BOUNDARIES, MODEL_FILES, PRECISIONS, SAVED, TASKS, Option, Plan, UserError, check_known
 
 if TYPE_CHECKING:
     from dyno.result import Result
 
 BUDGETS = ("top1", "top5", "mAP")
 CONFIRMATIONS = 2  # of a winner, where the study has a budget and doesn't say
+LISTS = "models backends precisions batches sizes shapes inputs mean std boundaries".split()  # fields
 RESERVED = ("precision", "runtime", "rounds")  # options that say which trials, where and how often, not how
 
 
@@ -69,8 +71,10 @@ class Study:
     """Models x backends x precisions x batches x sizes, and how to measure them.
 
     `models`: sources (`torchvision:resnet18`, `timm:NAME`, `ultralytics:NAME.yaml`, `MODULE:FUNCTION`,
-    `FILE.py:FUNCTION`, `FILE.onnx`, `FILE.xml`). `backends` empty means every one found on this machine. `sizes` are
-    `224` or `480x640`; empty precisions, batches and sizes mean the model's own (fp32, 1, what it was trained for).
+    `FILE.py:FUNCTION`, `FILE.onnx`, `FILE.xml`), modules, or pairs of a module and its example inputs; these become
+    the path of a file in the cache. `backends` empty means every one found on this machine. `sizes` are `224` or
+    `480x640`; empty precisions, batches and sizes mean the model's own (fp32, 1, what it was trained for).
+    `shapes` (`ids:batchx128:int64`) and `inputs` (`ids=0..30521`, `sr=16000`, `feeds.npz`) describe what is no image.
     `mean` and `std` normalise pixels in 0..1 (default: what the model's library says, else ImageNet's, or 0.5 for
     images that aren't RGB). `task` is what a file's network is for where nothing else says it (one of TASKS). `data`
     is a folder of class folders (or `digits`); `calibration` images are for INT8, else some are taken out of `data` and
@@ -87,6 +91,7 @@ class Study:
     batches: tuple[int, ...] = ()
     sizes: tuple[str, ...] = ()
     shapes: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
     weights: str = ""
     pretrained: bool = False
     classes: int | None = None
@@ -116,8 +121,12 @@ class Study:
     runtime: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("models", "backends", "precisions", "batches", "sizes", "shapes", "mean", "std", "boundaries"):
+        for name in LISTS:
             object.__setattr__(self, name, _tuple(getattr(self, name)))
+        for name in ("data", "weights", "calibration"):
+            object.__setattr__(self, name, _text(getattr(self, name)))
+        object.__setattr__(self, "inputs", tuple(map(_text, self.inputs)))
+        object.__setattr__(self, "models", tuple(_source(model, self) for model in self.models))
         object.__setattr__(self, "sizes", tuple(str(size) for size in self.sizes))
         check_types(vars(self), typing.get_type_hints(type(self)))
         self._check()
@@ -239,7 +248,34 @@ class Study:
         return Result(folder)
 
 
+def _text(value: Any) -> Any:
+    """A path as text, anything else as it is."""
+    return str(value) if isinstance(value, Path) else value
+
+
+def _source(model: Any, study: Study) -> Any:
+    """A model as text: a path's, or that of the file which a module in memory is stored in."""
+    if not _in_memory(model):
+        return _text(model)
+    from dyno import in_memory, input_options
+
+    size = parse_size(study.sizes[0]) if study.sizes else None
+    return in_memory.saved(model, input_options.asked(study), study.channels, size)
+
+
+def _in_memory(value: Any) -> bool:
+    """Whether it is an `nn.Module`, or one with its example inputs; PyTorch is not imported to tell."""
+    torch = sys.modules.get("torch")
+    first = value[0] if isinstance(value, tuple) and len(value) == 2 else value
+    pair = first is not value
+    if torch is None or not isinstance(first, torch.nn.Module):
+        return False
+    return not (pair and isinstance(value[1], (str, Path, torch.nn.Module)))
+
+
 def _tuple(value: Any) -> tuple[Any, ...]:
+    if _in_memory(value):  # some modules can be iterated over
+        return (value,)
     return tuple(value) if isinstance(value, Iterable) and not isinstance(value, (str, Mapping)) else (value,)
 
 
@@ -302,21 +338,6 @@ def parse_size(text: str) -> tuple[int, int]:
     return found
 
 
-def parse_shapes(texts: Iterable[str]) -> dict[str, tuple[int, ...]]:
-    """Input shapes from `NAME:1x3x224x224`."""
-    found = {}
-    for text in texts:
-        name, _, numbers = text.rpartition(":")
-        try:
-            shape = tuple(int(n) for n in numbers.lower().split("x"))
-        except ValueError:
-            shape = ()
-        if not name or not shape or min(shape) < 1:
-            raise UserError(f"shape {text!r} is not NAME:1x3x224x224")
-        found[name] = shape
-    return found
-
-
 def parse_budget(texts: Iterable[str]) -> dict[str, float]:
     """Points an engine may lose, from `top1=0.5`."""
     found = {}
@@ -333,7 +354,7 @@ def model_name(source: str) -> str:
     """The model's name in tables and folders: what stands behind the colon, or the file's stem."""
     if source.startswith("ultralytics:"):
         return Path(source.partition(":")[2]).stem
-    if source.endswith(MODEL_FILES):
+    if source.endswith((*MODEL_FILES, *SAVED)):
         return Path(source).stem
     return source.rpartition(":")[2]
 

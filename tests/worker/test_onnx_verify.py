@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dyno.worker.onnx_file import read_io
-from dyno.worker.onnx_verify import Source, Wrong, doubtful, verified
+from dyno.worker.onnx_verify import Case, Source, Wrong, doubtful, verified
 
 
 class Rounding(nn.Module):
@@ -41,7 +41,7 @@ def graph(module: nn.Module, path: Path) -> Path:
 
 def source(module: nn.Module) -> Source:
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
-    return Source(module, x, ("output",), ((x.numpy(), {"output": module(x).numpy()}),), True)
+    return Source(module, (x,), ("output",), (Case(3, {"input": x.numpy()}, {"output": module(x).numpy()}),), True)
 
 
 def test_a_right_graph_raises_no_doubts(tmp_path):

@@ -55,3 +55,9 @@ def test_type_and_order_are_fitted_and_a_wrong_shape_refused() -> None:
     np.testing.assert_array_equal(made, feed)
     with pytest.raises(UserError, match="'x' wants 2x3, but got 3x2"):
         fitted(feed.T, Tensor("x", "float32", (2, 3)), (2, 3))
+
+
+def test_a_second_image_has_a_size_of_its_own() -> None:
+    small, mask = Tensor("small", "float32", ("batch", 3, 16, 16)), Tensor("mask", "bool", (1, 1, 8, 8))
+    found = static_shapes([IMAGE, small, mask], Dims(4, 32, 32))
+    assert found == {"input": (4, 3, 32, 32), "small": (4, 3, 16, 16), "mask": (1, 1, 8, 8)}

@@ -81,9 +81,10 @@ def example(recipe: Recipe, parent: Artifact) -> dict[str, np.ndarray]:
     """One batch of the calibration data, or of seeded random numbers where the recipe has no data."""
     if recipe.data is not None:
         return next(CalibrationImages(recipe, parent).feeds(0, 1))
-    first = parent.inputs[0].shape[0]
+    first = next((tensor.shape[0] for tensor in parent.inputs if tensor.shape), 1)
     dims = replace(recipe.dims, batch=first if isinstance(first, int) else 1)
-    return next(batches(DataSpec(), recipe.model.preprocess, parent.inputs, dims, 1))
+    model = recipe.model
+    return next(batches(DataSpec(), model.preprocess, parent.inputs, dims, 1, model.inputs))
 
 
 def reader(feeds: Iterator[dict[str, np.ndarray]]) -> Any:

@@ -93,7 +93,8 @@ def _sizes(session: Session, kinds: list[str]) -> dict[str, tuple[int, int]]:
 def _pool(session: Session, trial: Trial, most: int) -> Arrays:
     """Twice as many images as the largest batch, staged once; batches are slices of it."""
     dims = replace(trial.dims, batch=2 * most)
-    (feeds,) = inputs.batches(trial.data, trial.model.preprocess, session.inputs, dims, 1)
+    model = trial.model
+    (feeds,) = inputs.batches(trial.data, model.preprocess, session.inputs, dims, 1, model.inputs)
     return session.stage(feeds)
 
 

@@ -101,8 +101,8 @@ def _left_out(unreadable: Sequence[str]) -> list[str]:
 
 
 def _batch(session: Session, trial: Trial) -> int:
-    first = next(iter(static_shapes(session.inputs, trial.dims).values()))
-    return first[0] if first else 1
+    first = next((shape for shape in static_shapes(session.inputs, trial.dims).values() if shape), (1,))
+    return trial.dims.batch if trial.model.inputs and trial.dims.batch else first[0]
 
 
 def _answers(trial: Trial, real: Photos | None, batch: int, count: int) -> Ranks:

@@ -16,8 +16,8 @@ PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul", "QLinearConv", "ConvInteg
 SECOND = {"QLinearConv": 3, "QLinearMatMul": 3}
 
 
-def of_module(module: Any, example: Any) -> int:
-    """Operations of one call of the module, which is made, by `torch.utils.flop_counter`."""
+def of_module(module: Any, *args: Any, **keywords: Any) -> int:
+    """Operations of one call of the module with these arguments, which is made, by `torch.utils.flop_counter`."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
@@ -30,7 +30,7 @@ def of_module(module: Any, example: Any) -> int:
         undo.enter_context(sdpa_kernel(SDPBackend.MATH))
         undo.enter_context(torch.inference_mode())
         counter = undo.enter_context(FlopCounterMode(display=False))
-        module(example)
+        module(*args, **keywords)
         return int(counter.get_total_flops())
 
 

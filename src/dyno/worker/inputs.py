@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dyno.worker.input_specs import Values, shape_of
 from dyno.worker.shapes import static_shapes
-from dyno.worker.spec import DataSpec, Dims, Option, Preprocess, Tensor, UserError
+from dyno.worker.spec import DataSpec, Dims, InputSpec, Option, Preprocess, Tensor, UserError
 
 FEEDS = 4  # different batches that timing with copies rotates through, so that no cache serves one batch for ever
 MOST_CHANNELS = 4  # of an image; an input N x C x H x W with more is something else
@@ -112,13 +114,19 @@ def _as_read(pixels: np.ndarray, preprocess: Preprocess, dtype: str) -> np.ndarr
 
 
 def batches(
-    data: DataSpec, preprocess: Preprocess, tensors: Sequence[Tensor], dims: Dims, count: int
+    data: DataSpec,
+    preprocess: Preprocess,
+    tensors: Sequence[Tensor],
+    dims: Dims,
+    count: int,
+    specs: Sequence[InputSpec] = (),
 ) -> Iterator[dict[str, np.ndarray]]:
     """The first `count` batches of the data, as feeds by input name.
 
     Images, real or random, go to an input as it reads them: raw to one in uint8, else normalised, so that both see the
     same picture. Random images are uniform pixels; other random numbers are standard normal for floating-point inputs,
-    0..255 for uint8 and 0..1 for other integers (token ids and masks that every vocabulary has).
+    0..255 for uint8 and 0..1 for other integers (token ids and masks that every vocabulary has). With `specs` all that
+    they describe is fed as they say, also what an engine that dropped an input doesn't read.
     """
     wanted = static_shapes(tensors, dims)
     if data.folder:
@@ -126,8 +134,12 @@ def batches(
         for i in range(count):
             yield {name: images.batch(i * shape[0], shape[0], tensors[0].dtype)}
         return
-    rng = np.random.default_rng(data.seed)
     kinds = {t.name: t.dtype for t in tensors}
+    if specs:
+        shapes = {**wanted, **{s.name: shape_of(s, dims) for s in specs if s.dtype and s.name not in wanted}}
+        yield from Values(specs, data.seed, partial(_random, preprocess=preprocess)).batches(shapes, kinds, count)
+        return
+    rng = np.random.default_rng(data.seed)
     for _ in range(count):
         yield {name: _random(rng, kinds[name], shape, preprocess) for name, shape in wanted.items()}
 

@@ -2,71 +2,133 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dyno.worker import flops, models, onnx_file, task_facts, ultralytics_models
-from dyno.worker.shapes import REFUSALS, static_shapes
+from dyno.worker import flops, models, module_inputs, onnx_file, task_facts, ultralytics_models
+from dyno.worker.input_specs import resolved
+from dyno.worker.module_inputs import Taken
+from dyno.worker.shapes import static_shapes
 from dyno.worker.spec import ENGINE_FILES, Dims, ModelSpec, Tensor, Trial, UserError, to_json
 from dyno.worker.torch_support import tensors as tensors_of
 
 DEFAULT_SIZE = 224
 
 
-def look(trial: Trial, sizes: list[list[int]], shapes: dict[str, tuple[int, ...]], task: str = "") -> dict[str, Any]:
+def look(
+    trial: Trial, sizes: list[list[int]], asked: Mapping[str, Mapping[str, Any]], task: str = ""
+) -> dict[str, Any]:
     """What Dyno needs to know before it lists trials.
 
-    Returns `preprocess`, `size` [h, w] (the model's own), `batch` (0: any), `batches` (an engine's smallest, best and
-    largest), `fixed_size` (a file that takes one only), `outputs` (how many classes a classifier's scores are of, else
-    0), `flops` (of one image, by size: "224", "480x640"; nothing where they can't be counted) and, for a module,
-    `parameters`; where it is known what the network is for, `task`, `classes` and `keypoints`. `task` is the user's own
-    word for it. A model, checkpoint or size that doesn't work is a `UserError`.
+    Returns `preprocess`, `size` [h, w] (the model's own), `batch` (0: any), `usual_batch` (of its example inputs),
+    `batches` (an engine's smallest, best and largest), `fixed_size` (a file that takes one only), `inputs` (see
+    `ModelSpec.inputs`), `outputs` (how many classes a classifier's scores are of, else 0), `flops` (of one image, by
+    size: "224", "480x640"; nothing where they can't be counted) and, for a module, `parameters`; where it is known what
+    the network is for, `task`, `classes` and `keypoints`. `asked` is the user's word on inputs by name,
+    `task` on what the network is for. A model, checkpoint, input or size that doesn't work is a `UserError`.
     """
-    return _file(trial, sizes, shapes, task) if trial.model.file else _module(trial.model, sizes, task)
+    return _file(trial, sizes, asked, task) if trial.model.file else _module(trial.model, sizes, asked, task)
 
 
-def _module(model: ModelSpec, sizes: list[list[int]], task: str) -> dict[str, Any]:
+def _module(
+    model: ModelSpec, sizes: list[list[int]], asked: Mapping[str, Mapping[str, Any]], task: str
+) -> dict[str, Any]:
     preprocess = models.preprocess(model)
     own = models.image_size(model) or (DEFAULT_SIZE, DEFAULT_SIZE)
+    wanted = tuple(asked.get("input", {}).get("shape", ()))[2:]
+    if len(wanted) == 2 and all(isinstance(n, int) for n in wanted):
+        own = (wanted[0], wanted[1])
+    height, width = sizes[0] if sizes else own
+    module = models.drawn(model, Dims(1, height, width))  # what is asked here, statistics would not change
+    takes = module_inputs.taken(module, model, models.examples(model), asked) if _may_differ(model, asked) else Taken()
+    own = takes.size if all(takes.size) else own if takes.image else (0, 0)
+    _check_sizes(model, sizes, takes, asked)
     yolo = models.parse(model.source)[0] == "ultralytics"
     found: dict[str, Any] = {}
     counted = {}
-    for height, width in sizes or [list(own)]:
-        module = models.drawn(model, Dims(1, height, width))  # what is asked here, statistics would not change
-        found["parameters"] = sum(p.numel() for p in module.parameters())
+    for number, (height, width) in enumerate(sizes or [own]):
+        dims = Dims(takes.batch, height, width)
+        module = models.drawn(model, dims) if number else module
         said = ultralytics_models.facts(module) if yolo else {}
         if yolo:
             ultralytics_models.check_size(model.source, said["stride"], height, width)
-        outputs = _try(module, model, height, width)
+        takes, outputs = _try(module, model, takes, dims)
         found["outputs"] = _classes(outputs)
-        counted[Dims(1, height, width).size] = _count(module, model, height, width)
+        counted[dims.size] = _count(module, model, takes, dims)
+        found["parameters"] = _parameters(module)
         found |= said if yolo and task in ("", said["task"]) else task_facts.facts(model, task, said, outputs)
     found["flops"] = {size: n for size, n in counted.items() if n}
-    return {"preprocess": to_json(preprocess), "size": list(own), "batch": 0, **found}
+    found |= {
+        "inputs": [*map(to_json, takes.inputs)],
+        "usual_batch": takes.batch,
+        "batch": 0 if takes.free else takes.batch,
+    }
+    return {"preprocess": to_json(preprocess), "size": list(own), **found}
 
 
-def _count(module: Any, model: ModelSpec, height: int, width: int) -> int:
+def _may_differ(model: ModelSpec, asked: Mapping[str, Any]) -> bool:
+    """Whether the model may take something else than one image: a library's does only where it is said."""
+    return bool(asked) or models.parse(model.source)[0] not in (*models.LIBRARIES, "ultralytics")
+
+
+def _check_sizes(model: ModelSpec, sizes: list[list[int]], takes: Taken, asked: Mapping[str, Any]) -> None:
+    if sizes and not takes.image:
+        raise UserError(f"{model.name} takes no image, so a size says nothing of it; omit it")
+    given = all(takes.size) and any("shape" in words for words in asked.values())
+    wrong = [size for size in sizes if given and tuple(size) != takes.size]
+    if wrong:
+        shown = f"{takes.size[0]}x{takes.size[1]}"
+        raise UserError(
+            f"shapes give an input of {shown} pixels, and sizes {wrong[0][0]}x{wrong[0][1]}; omit one of them"
+        )
+
+
+def _parameters(module: Any) -> int:
+    """Number of parameters; 0 where they can't be counted, as those of lazy modules."""
+    try:
+        return sum(int(p.numel()) for p in module.parameters())
+    except (ValueError, RuntimeError):
+        return 0
+
+
+def _count(module: Any, model: ModelSpec, takes: Taken, dims: Dims) -> int:
     """Operations of one image, 0 where they can't be counted."""
     import torch
 
     try:
-        return flops.of_module(module, torch.zeros(1, model.channels, height, width))
+        if not takes.inputs:
+            return flops.of_module(module, torch.zeros(1, model.channels, dims.height, dims.width))
+        args, keywords = module_inputs.example(model, takes.inputs, dims)
+        return flops.of_module(module, *args, **keywords) // dims.batch
     except Exception:  # a module that runs but can't be watched by the counter has no count, and that is all
         return 0
 
 
-def _try(module: Any, model: ModelSpec, height: int, width: int) -> list[tuple[int, ...]]:
-    """Run the module once; the shapes of its outputs."""
+def _try(module: Any, model: ModelSpec, takes: Taken, dims: Dims) -> tuple[Taken, list[tuple[int, ...]]]:
+    """Run the module once; what it takes, and the shapes of its outputs."""
     import torch
 
     try:
-        with torch.inference_mode():
-            result = module(torch.zeros(1, model.channels, height, width))
-    except REFUSALS as e:
+        if takes.inputs:
+            takes, result = module_inputs.settled(module, model, takes, dims)
+        else:
+            with torch.inference_mode():
+                result = module(torch.zeros(1, model.channels, dims.height, dims.width))
+    except (UserError, MemoryError):
+        raise
+    except Exception as e:  # the module is anyone's code: whatever it raises is its word on the input
         reason = (str(e).strip() or type(e).__name__).splitlines()[0]
-        raise UserError(f"the model refuses 1x{model.channels}x{height}x{width}: {reason}") from e
-    return [tuple(tensor.shape) for tensor in tensors_of(result)]
+        shown = module_inputs.shown(takes.inputs, dims) or f"1x{model.channels}x{dims.height}x{dims.width}"
+        raise UserError(f"the model refuses {shown}: {reason}{_hint(module, model)}") from e
+    return takes, [tuple(tensor.shape) for tensor in tensors_of(result)]
+
+
+def _hint(module: Any, model: ModelSpec) -> str:
+    """What to do about a module that refuses its input; a library's network takes an image of some size."""
+    if not _may_differ(model, {}):
+        return ""
+    return f"; {module_inputs.advice_after(module, model)}"
 
 
 def _classes(shapes: Sequence[Sequence[int | str]]) -> int:
@@ -76,7 +138,7 @@ def _classes(shapes: Sequence[Sequence[int | str]]) -> int:
     return shapes[0][1] if shapes[0][1] > 1 else 0
 
 
-def _file(trial: Trial, sizes: list[list[int]], shapes: dict[str, tuple[int, ...]], task: str) -> dict[str, Any]:
+def _file(trial: Trial, sizes: list[list[int]], asked: Mapping[str, Mapping[str, Any]], task: str) -> dict[str, Any]:
     model, reader = trial.model, _reader(trial)
     tensors, outputs = reader.read_io(model.file)
     if not tensors:
@@ -94,10 +156,14 @@ def _file(trial: Trial, sizes: list[list[int]], shapes: dict[str, tuple[int, ...
     found |= task_facts.facts(model, task, said, [t.shape for t in outputs])
     if hasattr(reader, "read_batches"):  # an engine knows which batches it was built for
         found["batches"] = list(reader.read_batches(model.file))
-    if shapes:
-        found["batch"] = next(iter(shapes.values()))[0]
-    dims = Dims(found["batch"] or found.get("batches", [1, 1])[1], found["size"][0], found["size"][1], shapes)
+    lengths = [words["shape"][0] for words in asked.values() if words.get("shape")]
+    if lengths and isinstance(lengths[0], int):
+        found["batch"] = lengths[0]
+    batch = found["batch"] or found.get("batches", [1, 1])[1]
+    shapes = {name: resolved(words["shape"], batch) for name, words in asked.items() if "shape" in words}
+    dims = Dims(batch, found["size"][0], found["size"][1], shapes)
     static_shapes(tensors, dims)
+    found["inputs"] = [*map(to_json, module_inputs.of_file(tensors, asked))]
     if reader is onnx_file:
         sized = [dims] if found.get("fixed_size") or not sizes else [replace(dims, height=h, width=w) for h, w in sizes]
         counts = {one.size: flops.of_onnx(model.file, static_shapes(tensors, one)) // one.batch for one in sized}

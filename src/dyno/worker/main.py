@@ -54,8 +54,9 @@ def run_trial(job: Job, trial: Trial, journal: Journal) -> None:
     backend = find(trial.backend)
     journal.record = replace(journal.record, system=system.describe(("numpy", *backend.requires)))
     session: Session = journal.timed("load", "load", lambda: backend.load(trial, job.artifact))
-    fed = list(inputs.batches(trial.data, trial.model.preprocess, session.inputs, trial.dims, inputs.FEEDS))
-    journal.facts({"inputs_sha256": inputs.fingerprint(fed, trial.model.preprocess), "threads": trial.runtime.threads})
+    model = trial.model
+    fed = list(inputs.batches(trial.data, model.preprocess, session.inputs, trial.dims, inputs.FEEDS, model.inputs))
+    journal.facts({"inputs_sha256": inputs.fingerprint(fed, model.preprocess), "threads": trial.runtime.threads})
     feeds = [session.stage(feed) for feed in fed]
     journal.timed("first_call", "first call", measure.step(session, "model", feeds))
     _time(session, trial, feeds, journal)
@@ -135,7 +136,13 @@ def _evaluate(session: Session, trial: Trial, journal: Journal) -> None:
 def _inspect(session: Session, job: Job, journal: Journal) -> None:
     made_by = job.artifact.made_by if job.artifact else {}
     known: dict[str, Any] = {key: made_by[key] for key in INHERITED if key in made_by}
-    facts = {**known, **session.facts()}
+    try:
+        said = session.facts()
+    except Exception as e:  # what was timed stands, whatever an engine fails to say of itself afterwards
+        traceback.print_exc()
+        said = {}
+        journal.warn(f"what the engine says of itself can't be read: {type(e).__name__}: {_one_line(e)}")
+    facts = {**known, **said}
     for tag, unit, hint in (("parameters", "1", "count"), ("layers", "1", "count"), ("build_s", "s", "duration")):
         if tag in facts:
             journal.add(Measurement(tag.removesuffix("_s"), unit, hint, float(facts[tag])))
@@ -205,8 +212,8 @@ def look_at(job: Job, journal: Journal) -> None:
 
     assert job.trial is not None
     journal.stage("look at the model")
-    shapes = {name: tuple(shape) for name, shape in job.options["shapes"].items()}
-    journal.facts(look(job.trial, job.options["sizes"], shapes, str(job.options.get("task", ""))))
+    options = job.options
+    journal.facts(look(job.trial, options["sizes"], options.get("asked", {}), str(options.get("task", ""))))
 
 
 def train_model(job: Job, journal: Journal) -> None:

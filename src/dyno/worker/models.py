@@ -10,10 +10,13 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dyno.worker import local_code, ultralytics_models
+import numpy as np
+
+from dyno.worker import local_code, saved_modules, ultralytics_models
 from dyno.worker.checkpoint import apply, head_classes, read_checkpoint
 from dyno.worker.extras import install
 from dyno.worker.settle import settle
@@ -21,18 +24,20 @@ from dyno.worker.spec import Dims, ModelSpec, Preprocess, Unavailable, UserError
 
 LIBRARIES = ("torchvision", "timm")
 NEAR = 0.75  # how alike a name must be to be meant; among a thousand names something is always half alike
-FORMS = "torchvision:NAME, timm:NAME, ultralytics:NAME.yaml, MODULE:FUNCTION, FILE.py:FUNCTION or file:PATH"
+SHA256 = 64  # hexadecimal digits
+FORMS = "torchvision:NAME, timm:NAME, ultralytics:NAME.yaml, MODULE:FUNCTION, FILE.py:FUNCTION, saved:PATH or file:PATH"
 
 
 def parse(source: str) -> tuple[str, str]:
     """Tell sources apart without importing anything: (kind, rest).
 
-    Kinds are `torchvision`, `timm` and `ultralytics` (rest: the name), `file` (the path), `python` (FILE.py:FUNCTION)
-    and `module` (MODULE:FUNCTION). The function is what follows the last colon, so that a path may have its own.
+    Kinds are `torchvision`, `timm` and `ultralytics` (rest: the name), `file` and `saved` (the path), `python`
+    (FILE.py:FUNCTION) and `module` (MODULE:FUNCTION). The function is what follows the last colon, so that a path may
+    have its own.
     Raises `UserError` when the text is none of these.
     """
     head, _, rest = source.partition(":")
-    if head in (*LIBRARIES, "ultralytics", "file"):
+    if head in (*LIBRARIES, "ultralytics", "saved", "file"):
         if not rest:
             raise UserError(f"model {source!r} names nothing after the colon; it is one of {FORMS}")
         return head, rest
@@ -77,7 +82,25 @@ def drawn(model: ModelSpec, dims: Dims | None = None) -> Any:
         if model.classes is None and classes is not None and parse(model.source)[0] in LIBRARIES:
             module = _build(model, dims, classes)
         apply(module, state, model.weights, _other_classes(model, classes) if classes is not None else "")
-    return module.eval()
+    return module if parse(model.source)[0] == "saved" else module.eval()  # an exported program is in one mode for ever
+
+
+def examples(model: ModelSpec) -> Any:
+    """Example inputs: what FUNCTION_inputs() beside a model's function returns, or what was saved with a module; None
+    where there are none."""
+    kind, rest = parse(model.source)
+    if kind == "saved":
+        return saved_modules.examples(rest)
+    if kind not in ("python", "module"):
+        return None
+    source = f"{model.source}_inputs"
+    if _attribute(source, model.source_sha256)[2] is None:
+        return None
+    torch = _library("torch")
+    torch.manual_seed(model.seed)
+    np.random.seed(model.seed)
+    example = replace(model, source=source)
+    return _call(_function(example), example)
 
 
 def _other_classes(model: ModelSpec, classes: int) -> str:
@@ -93,11 +116,13 @@ def weights_sha256(module: Any) -> str:
 
     total = hashlib.sha256()
     for name, value in sorted(module.state_dict().items()):
-        if not isinstance(value, torch.Tensor):
-            continue
-        total.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-        flat = value.detach().cpu().contiguous().reshape(-1)
-        total.update(memoryview(flat.view(torch.uint8).numpy()))
+        # Quantised layers keep their weight and bias in a tuple.
+        for part in value if isinstance(value, tuple) else (value,):
+            if not isinstance(part, torch.Tensor):
+                continue
+            total.update(f"{name} {part.dtype} {tuple(part.shape)}\n".encode())
+            flat = (part.dequantize() if part.is_quantized else part).detach().cpu().contiguous().reshape(-1)
+            total.update(memoryview(flat.view(torch.uint8).numpy()))
     return total.hexdigest()
 
 
@@ -136,6 +161,10 @@ def _build(model: ModelSpec, dims: Dims | None, classes: int | None, state: Mapp
         if model.source_sha256:
             _unchanged(rest, model.source_sha256, "model file")
         return ultralytics_models.build(model, rest, state, free_batch=dims is not None and not dims.batch)
+    if kind == "saved":
+        if len(model.source_sha256) == SHA256:  # else it is the name of a folder in the cache
+            _unchanged(rest, model.source_sha256, "saved module")
+        return saved_modules.load(rest)
     module = _call(_function(model), model)
     if not isinstance(module, torch.nn.Module):
         raise UserError(f"{model.source} returned a {type(module).__name__}; it must return a torch.nn.Module")
@@ -213,19 +242,24 @@ def _unknown(library: str, name: str, names: Iterable[str]) -> str:
 
 
 def _function(model: ModelSpec) -> Callable[..., Any]:
-    kind, _ = parse(model.source)
-    place, _, attribute = model.source.rpartition(":")
-    module = _from_file(Path(place), model.source_sha256) if kind == "python" else _from_module(place, model.source)
-    found = module
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
-            check_known(f"function of {place}", attribute, names)
-        found = getattr(found, part)
+    place, module, found = _attribute(model.source, model.source_sha256)
+    if found is None:
+        names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
+        check_known(f"function of {place}", model.source.rpartition(":")[2], names)
     if not callable(found):
         raise UserError(f"{model.source} is a {type(found).__name__}; it must be a function that returns a module")
     function: Callable[..., Any] = found
     return function
+
+
+def _attribute(source: str, sha256: str) -> tuple[str, Any, Any]:
+    """The file or module of a source, imported, and what it names there; None where there is no such name."""
+    place, _, attribute = source.rpartition(":")
+    module = _from_file(Path(place), sha256) if place.endswith(".py") else _from_module(place, source)
+    found = module
+    for part in attribute.split("."):
+        found = getattr(found, part, None)
+    return place, module, found
 
 
 def _from_module(place: str, source: str) -> Any:

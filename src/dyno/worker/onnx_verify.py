@@ -6,7 +6,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,15 +24,36 @@ class Wrong(Exception):
     """An exported graph that doesn't do what the module does; the message says how."""
 
 
+class Case(NamedTuple):
+    """Inputs of a batch by name, in the module's order, and the outputs that they must give."""
+
+    batch: int
+    feeds: dict[str, np.ndarray]
+    outputs: dict[str, np.ndarray]
+
+
 @dataclass(frozen=True)
 class Source:
-    """The module, one example input, the names of its outputs, and inputs with the outputs they must give."""
+    """The module, an example of each input, the names of its outputs, and cases that a graph of it must pass.
+
+    With `free_batch`, `batched` are the inputs whose first axis is the batch.
+    """
 
     module: Any
-    example: Any
+    example: tuple[Any, ...]
     outputs: tuple[str, ...]
-    expected: tuple[tuple[np.ndarray, dict[str, np.ndarray]], ...]
+    expected: tuple[Case, ...]
     free_batch: bool
+    batched: tuple[str, ...] = ("input",)
+
+    @property
+    def following(self) -> tuple[str, ...]:
+        """The outputs whose first axis is the batch in every case."""
+        return tuple(
+            name
+            for name in self.outputs
+            if all(case.outputs[name].ndim and len(case.outputs[name]) == case.batch for case in self.expected)
+        )
 
 
 def verified(path: Path, outputs: Sequence[Tensor], source: Source) -> dict[str, Any]:
@@ -44,12 +65,14 @@ def verified(path: Path, outputs: Sequence[Tensor], source: Source) -> dict[str,
     _signature(outputs, source)
     try:
         ready = session(str(path))
-        given = [ready.run(list(source.outputs), {"input": x}) for x, _ in source.expected]
+        read = {each.name for each in ready.get_inputs()}  # an exporter may drop an input that decides nothing
+        fed = [{name: array for name, array in case.feeds.items() if name in read} for case in source.expected]
+        given = [ready.run(list(source.outputs), feeds) for feeds in fed]
     except ImportError:
         return {}
     except Exception as e:  # ONNX Runtime's errors have no common base but this one
         raise Wrong(f"wrote a graph that ONNX Runtime refuses, {first_line(e)}") from e
-    pairs = [(name, want[name], got[i]) for (_, want), got in zip(source.expected, given, strict=True)
+    pairs = [(name, case.outputs[name], got[i]) for case, got in zip(source.expected, given, strict=True)
              for i, name in enumerate(source.outputs)]  # fmt: skip
     own: dict[str, float] = {}
     try:
@@ -57,9 +80,9 @@ def verified(path: Path, outputs: Sequence[Tensor], source: Source) -> dict[str,
     except Wrong:
         own = _own_errors(source)
         worst = max(_difference(*pair, OWN_ERRORS * own.get(pair[0], 0.0)) for pair in pairs)
-    largest = max(float(np.abs(a).max(initial=0)) for _, found in source.expected for a in found.values())
+    largest = max(_largest(a) for case in source.expected for a in case.outputs.values())
     return {
-        "batches": [len(x) for x, _ in source.expected],
+        "batches": [case.batch for case in source.expected],
         "max_abs_error": worst,
         "max_abs_output": largest,
         "rtol": RELATIVE,
@@ -86,10 +109,13 @@ def _signature(outputs: Sequence[Tensor], source: Source) -> None:
     if names != source.outputs:
         raise Wrong(f"wrote the outputs {', '.join(names)} instead of {', '.join(source.outputs)}")
     if source.free_batch:
-        x, found = source.expected[-1]
-        fixed = [o for o in outputs if o.shape and isinstance(o.shape[0], int) and len(found[o.name]) == len(x)]
+        fixed = [o for o in outputs if o.name in source.following and o.shape and isinstance(o.shape[0], int)]
         if fixed:
             raise Wrong(f"wrote the batch {fixed[0].shape[0]} into {fixed[0].name}, which follows the input's")
+
+
+def _largest(array: np.ndarray) -> float:
+    return float(np.abs(array.astype(np.float64)).max(initial=0))
 
 
 def _difference(name: str, want: np.ndarray, got: np.ndarray, own_error: float) -> float:
@@ -111,10 +137,11 @@ def _own_errors(source: Source) -> dict[str, float]:
     found = dict.fromkeys(source.outputs, 0.0)
     try:
         exact = copy.deepcopy(source.module).double()
-        for x, want in source.expected:
+        for case in source.expected:
+            given = [torch.from_numpy(array) for array in case.feeds.values()]
             with one_thread(torch):
-                again = named_outputs(exact(torch.from_numpy(x).double()))
-            for name, wanted in want.items():
+                again = named_outputs(exact(*(x.double() if x.is_floating_point() else x for x in given)))
+            for name, wanted in case.outputs.items():
                 apart = np.abs(again[name].numpy() - wanted.astype(np.float64))
                 found[name] = max(found[name], float(apart[np.isfinite(apart)].max(initial=0.0)))
     except MemoryError:

@@ -16,28 +16,29 @@ REFUSALS = (RuntimeError, ValueError, AssertionError, TypeError, IndexError, Zer
 def static_shapes(inputs: Iterable[Tensor], dims: Dims) -> dict[str, Shape]:
     """The shape of every input in this trial: free dimensions come from batch, height, width, or `dims.shapes`.
 
-    A file that is fixed at another batch or size, or has a free dimension nobody gave, is a `UserError`.
+    A file that is fixed at another batch or size, or has a free dimension nobody gave, is a `UserError`. The size is
+    that of the first image: a second one, a map or a mask of four dimensions may have its own.
     """
     tensors = list(inputs)
     unknown = sorted(set(dims.shapes) - {tensor.name for tensor in tensors})
     if unknown:
         names = ", ".join(tensor.name for tensor in tensors)
         raise UserError(f"the model has no input {unknown[0]!r}; its inputs: {names}")
-    return {tensor.name: _static(tensor, dims) for tensor in tensors}
+    image = next((tensor.name for tensor in tensors if len(tensor.shape) == 4), "")
+    return {tensor.name: _static(tensor, dims, tensor.name == image) for tensor in tensors}
 
 
-def _static(tensor: Tensor, dims: Dims) -> Shape:
+def _static(tensor: Tensor, dims: Dims, first_image: bool) -> Shape:
     given = dims.shapes.get(tensor.name)
-    image = len(tensor.shape) == 4
     wanted: dict[int, tuple[str, int]] = {0: ("batch", dims.batch)}
-    if image:
+    if len(tensor.shape) == 4:
         wanted |= {2: ("height", dims.height), 3: ("width", dims.width)}
     if given is not None:
         if len(given) != len(tensor.shape):
             raise UserError(f"input {tensor.name!r} has {len(tensor.shape)} dimensions, not {_text(given)}")
         wanted = {axis: (f"dimension {axis} of {tensor.name!r}", size) for axis, size in enumerate(given)}
     return tuple(
-        _size(tensor, axis, known, wanted, image or given is not None) for axis, known in enumerate(tensor.shape)
+        _size(tensor, axis, known, wanted, first_image or given is not None) for axis, known in enumerate(tensor.shape)
     )
 
 

@@ -52,7 +52,8 @@ class Numbers(Source):
 
     def __init__(self, session: Session, trial: Trial, count: int) -> None:
         self._shapes = static_shapes(session.inputs, trial.dims)
-        self._batches = list(inputs.batches(trial.data, trial.model.preprocess, session.inputs, trial.dims, count))
+        model, tensors = trial.model, session.inputs
+        self._batches = list(inputs.batches(trial.data, model.preprocess, tensors, trial.dims, count, model.inputs))
 
     def room(self) -> dict[str, np.ndarray]:
         return {name: np.zeros_like(array) for name, array in self._batches[0].items()}

@@ -22,6 +22,7 @@ BOUNDARIES = ("model", "all", "throughput")
 PARTS = ("enqueue", "h2d", "compute", "d2h")  # of one inference from host to host on a GPU
 ENGINE_FILES = (".engine", ".plan")
 MODEL_FILES = (".onnx", ".xml", *ENGINE_FILES)
+SAVED = (".pt2", ".torchscript")  # modules as PyTorch stores them, by torch.export.save and torch.jit.save
 TASKS = ("classify", "detect", "segment", "pose")
 STRETCHES = ("min", "opt", "max", "random")  # batches of the hard test, by name
 
@@ -56,6 +57,28 @@ class Tensor:
 
 
 @dataclass(frozen=True)
+class InputSpec:
+    """One argument of a PyTorch module's forward, described once for every backend, boundary and check.
+
+    `shape` holds a number per fixed axis, and `batch`, `height` or `width` where a trial's dims decide. Values lie
+    between `low` and `high`, both included, or are the rows of the array of that name in `feeds`, an .npz file; without
+    either, images are random pixels, other floating-point inputs standard normal, masks begin with ones and end with
+    zeros, and integers are 0 or 1. `dtype` "" is no tensor but the Python value `value`. `keyword` says how forward
+    takes it.
+    """
+
+    name: str
+    dtype: str = "float32"
+    shape: tuple[int | str, ...] = ()
+    low: float | None = None
+    high: float | None = None
+    feeds: str = ""
+    feeds_sha256: str = ""
+    value: Option | None = None
+    keyword: bool = False
+
+
+@dataclass(frozen=True)
 class Preprocess:
     """How 8-bit pixels become the model's input: `(pixel / 255 - mean) / std` per channel, after a resize.
 
@@ -75,11 +98,13 @@ class Preprocess:
 class ModelSpec:
     """A network and its weights.
 
-    `source` is `torchvision:NAME`, `timm:NAME`, `MODULE:FUNCTION`, `FILE.py:FUNCTION` or `file:PATH` (.onnx, .xml).
+    `source` is `torchvision:NAME`, `timm:NAME`, `MODULE:FUNCTION`, `FILE.py:FUNCTION`, `saved:PATH` (a module that
+    PyTorch stored: .pt2, .torchscript) or `file:PATH` (.onnx, .xml).
     `weights` is a checkpoint's path and `weights_sha256` its content; without either, `pretrained` decides between the
     library's published weights and random ones drawn from `seed`. `source_sha256` is the content of a file source, and
     `precision` what a file's graph is in already ("" for a module). `task` is one of TASKS, `classes` how many it tells
     apart (None: the library's own number), and `keypoints` how many points a pose has and the values of each, (17, 3).
+    `inputs` are a module's arguments, () for the one image called `input`; of a file, () unless values were described.
     """
 
     name: str
@@ -95,6 +120,7 @@ class ModelSpec:
     precision: str = ""
     task: str = "classify"
     keypoints: tuple[int, ...] = ()
+    inputs: tuple[InputSpec, ...] = ()
 
     @property
     def file(self) -> str:
@@ -244,13 +270,14 @@ class Job:
 
 # Where a thing lies, what it is called and how often it is repeated do not change what is measured.
 UNHASHED = {
+    InputSpec: {"feeds"},
     ModelSpec: {"name", "weights"},
     DataSpec: {"folder", "name"},
     Plan: {"rounds", "timeout_s"},
     Runtime: {"name"},
 }
 # Fields that came later count only where they say something, so that the ids of what was stored before them hold.
-LATER = {ModelSpec: {"task", "keypoints"}, Preprocess: {"letterbox"}}
+LATER = {ModelSpec: {"task", "keypoints", "inputs"}, Preprocess: {"letterbox"}}
 
 
 def digest(value: Any) -> str:
@@ -275,7 +302,7 @@ def _identity(value: Any) -> Any:
 def _placeless(source: str, hashed: bool) -> str:
     """The source less the path of a file, whose content is known by its sha256."""
     place, _, function = source.rpartition(":")
-    if source.startswith("file:") or (hashed and source.startswith("ultralytics:")):
+    if source.startswith(("file:", "saved:")) or (hashed and source.startswith("ultralytics:")):
         return source.partition(":")[0]
     return function if place.endswith(".py") else source
 

@@ -14,27 +14,36 @@ from dyno.worker.spec import PARTS
 class Copies:
     """Brings inputs to the slots' tensors on the device and outputs back, on a stream for each way.
 
-    Page-locked memory on both ends; types and layouts change on the device, where it costs least. Inputs come as
-    float32, or as uint8 where that is what the tensors are.
+    Page-locked memory on both ends; types and layouts change on the device, where it costs least. `bound` are each
+    slot's input tensors by name.
     """
 
-    def __init__(self, torch: Any, bound: list[Any]) -> None:
-        cuda, first = torch.cuda, bound[0]
+    def __init__(self, torch: Any, bound: list[dict[str, Any]]) -> None:
+        first = next(iter(bound[0].values()))
         self._torch, self._bound = torch, bound
-        self._in, self.compute, self._out = (cuda.Stream(first.device) for _ in range(3))
-        self._there, self._done = ([cuda.Event() for _ in bound] for _ in range(2))
+        self._in, self.compute, self._out = (torch.cuda.Stream(first.device) for _ in range(3))
+        self._there, self._done = ([torch.cuda.Event() for _ in bound] for _ in range(2))
         self._fresh = [False for _ in bound]
-        self._fed = torch.uint8 if first.dtype == torch.uint8 else torch.float32
-        as_fed = first.dtype == self._fed and first.is_contiguous()
-        self._landed = bound if as_fed else [torch.empty(b.shape, dtype=self._fed, device=b.device) for b in bound]
-        self._hosts: list[Any] = [None for _ in bound]
+        # Floating-point inputs come as float32, whatever the module computes in; others as they are.
+        self._fed = {n: torch.float32 if t.is_floating_point() else t.dtype for n, t in bound[0].items()}
+        self._landed = [{name: self._landing(name, tensor) for name, tensor in slot.items()} for slot in bound]
+        self._hosts: list[dict[str, Any]] = [{} for _ in bound]
         self._staged: dict[int, Any] = {}
         self._fetched: list[dict[str, Any]] = [{} for _ in bound]
-        cuda.synchronize(first.device)  # weights and buffers were made on the default stream, which no other waits for
+        torch.cuda.synchronize(first.device)  # weights and buffers were made on the default stream, no other waits
 
-    def stage(self, feed: np.ndarray) -> np.ndarray:
-        """A copy of the array in page-locked memory, which `bind` reads without another copy; kept as long as this."""
-        host = self._locked(feed.shape, self._fed)
+    def _landing(self, name: str, tensor: Any) -> Any:
+        """Where a copy from the host arrives: the module's own tensor, where it has the type and layout of a feed."""
+        if tensor.dtype == self._fed[name] and tensor.is_contiguous():
+            return tensor
+        return self._torch.empty(tensor.shape, dtype=self._fed[name], device=tensor.device)
+
+    def stage(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Copies of the arrays in page-locked memory, which `bind` reads without another copy; kept as long as this."""
+        return {name: self._stage(feed, self._fed[name]) for name, feed in feeds.items() if name in self._fed}
+
+    def _stage(self, feed: np.ndarray, dtype: Any) -> np.ndarray:
+        host = self._locked(feed.shape, dtype)
         array: np.ndarray = host.numpy()
         np.copyto(array, feed)
         self._staged[array.ctypes.data] = host
@@ -43,25 +52,29 @@ class Copies:
     def _locked(self, shape: Any, dtype: Any) -> Any:
         return self._torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
-    def bind(self, feed: np.ndarray, slot: int) -> None:
-        """Queue the copy to the device; the slot's next run waits for it."""
-        host = self._staged.get(feed.ctypes.data) if feed.flags.c_contiguous else None
-        if host is None or tuple(host.shape) != feed.shape:
-            host = self._through(feed, slot)
+    def bind(self, feeds: Mapping[str, np.ndarray], slot: int) -> None:
+        """Queue the copies to the device; the slot's next run waits for them."""
+        hosts = {name: self._host(name, feeds[name], slot) for name in self._bound[slot]}
         with self._torch.cuda.stream(self._in):
-            self._landed[slot].copy_(host, non_blocking=True)
-            if self._landed is not self._bound:
-                self._bound[slot].copy_(self._landed[slot])
+            for name, host in hosts.items():
+                landed, bound = self._landed[slot][name], self._bound[slot][name]
+                landed.copy_(host, non_blocking=True)
+                if landed is not bound:
+                    bound.copy_(landed)
             self._there[slot].record(self._in)
         self._fresh[slot] = True
 
-    def _through(self, feed: np.ndarray, slot: int) -> Any:
+    def _host(self, name: str, feed: np.ndarray, slot: int) -> Any:
+        host = self._staged.get(feed.ctypes.data) if feed.flags.c_contiguous else None
+        return host if host is not None and tuple(host.shape) == feed.shape else self._through(name, feed, slot)
+
+    def _through(self, name: str, feed: np.ndarray, slot: int) -> Any:
         """The slot's page-locked memory with the feed in it."""
-        if self._hosts[slot] is None:
-            self._hosts[slot] = self._locked(feed.shape, self._fed)
+        if name not in self._hosts[slot]:
+            self._hosts[slot][name] = self._locked(feed.shape, self._fed[name])
         self._there[slot].synchronize()  # an earlier copy may still read from there
-        np.copyto(self._hosts[slot].numpy(), feed)
-        return self._hosts[slot]
+        np.copyto(self._hosts[slot][name].numpy(), feed)
+        return self._hosts[slot][name]
 
     def arrive(self, slot: int) -> None:
         """Let the compute stream wait for the slot's input, if it is new."""

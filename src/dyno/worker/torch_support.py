@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dyno.worker import system
 from dyno.worker.extras import install
-from dyno.worker.spec import Trial, Unavailable, UserError
+from dyno.worker.input_specs import arguments
+from dyno.worker.spec import InputSpec, Trial, Unavailable, UserError
 
 NATIVE = {"bf16": ("avx512_bf16", "amx_bf16", "bf16"), "fp16": ("avx512_fp16", "amx_fp16", "fphp")}
 NO_COMPILER = "torch.compile needs a C++ compiler and found no {}; install one (Debian: apt-get install g++)"
@@ -57,6 +59,26 @@ def one_thread(torch: Any) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
+def positional(torch: Any, module: Any, specs: Sequence[InputSpec], flat: bool = False) -> Any:
+    """Around a module with described inputs, one that takes their tensors in order; with `flat` it returns a tuple of
+    tensors, whatever the module returns."""
+    names = [spec.name for spec in specs if spec.dtype] or ["input"]
+
+    class Positional(torch.nn.Module):  # type: ignore[misc]  # torch has no types here
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = module
+
+        def forward(self, *given: Any) -> Any:
+            args, keywords = arguments(specs, dict(zip(names, given, strict=True)))
+            result = self.model(*args, **keywords)
+            return tuple(tensors(result)) if flat else result
+
+    made = Positional()
+    made.training = module.training
+    return made
+
+
 def named_outputs(result: Any) -> dict[str, Any]:
     """A module's result as tensors by name: output, output_1, output_2… in the order of its tuples and dicts."""
     found = list(tensors(result))
@@ -66,12 +88,15 @@ def named_outputs(result: Any) -> dict[str, Any]:
 
 
 def tensors(result: Any) -> Iterator[Any]:
-    """The tensors inside nested dicts, lists and tuples, in order."""
+    """The tensors inside nested dicts, lists, tuples and dataclasses, in order."""
     if hasattr(result, "detach"):
         yield result
     elif isinstance(result, (Mapping, list, tuple)):
         for item in result.values() if isinstance(result, Mapping) else result:
             yield from tensors(item)
+    elif dataclasses.is_dataclass(result) and not isinstance(result, type):
+        for field in dataclasses.fields(result):
+            yield from tensors(getattr(result, field.name))
 
 
 def compute_layers(torch: Any) -> tuple[type, ...]:

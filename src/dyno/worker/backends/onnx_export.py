@@ -7,21 +7,24 @@ import inspect
 import io
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dyno.worker import inputs, models, system, task_facts
 from dyno.worker.backend import Backend
 from dyno.worker.control_flow import check_control_flow, traced_values
+from dyno.worker.input_specs import BATCH, arguments, has_batch, tensors
 from dyno.worker.onnx_attention import plain_transposes
 from dyno.worker.onnx_file import artifact, given, import_onnx, opset_of, read_io
 from dyno.worker.onnx_opset import lower_file
-from dyno.worker.onnx_verify import Source, Wrong, doubtful, verified
+from dyno.worker.onnx_verify import Case, Source, Wrong, doubtful, verified
 from dyno.worker.shapes import REFUSALS
 from dyno.worker.spec import Artifact, DataSpec, Dims, ModelSpec, Option, Recipe, Runtime, Trial, UserError
-from dyno.worker.torch_support import first_line, import_torch, memory_errors, named_outputs, tensors
+from dyno.worker.torch_support import first_line, import_torch, memory_errors, named_outputs, positional
 
 EXPORTERS = ("auto", "dynamo", "torchscript")
 OPSET = 18  # the newest that every engine here reads, and the oldest that dynamo writes
@@ -106,8 +109,11 @@ def _export(recipe: Recipe, path: Path) -> dict[str, Any]:
         "weights_sha256": models.weights_sha256(module),
         "parameters": sum(p.numel() for p in module.parameters()),
     }
+    _refuse_quantised(module, recipe)
+    if isinstance(module, torch.jit.ScriptModule) and "exporter" not in recipe.options:
+        exporters = ("torchscript",)  # which keeps both sides of a branch; the other knows no TorchScript
     source = _source(torch, module, recipe)
-    static = check_control_flow(torch, source.module, (source.example,))
+    static = check_control_flow(torch, source.module, source.example)
     notes: list[str] = []
     for exporter in exporters:
         try:
@@ -124,6 +130,15 @@ def _export(recipe: Recipe, path: Path) -> dict[str, Any]:
     raise UserError(f"{recipe.model.name} can't be exported right, {remedy}; {'; '.join(notes)}")
 
 
+def _refuse_quantised(module: Any, recipe: Recipe) -> None:
+    """A `UserError` for a module that PyTorch quantised dynamically: no exporter knows those layers."""
+    if any(".quantized.dynamic" in type(each).__module__ for each in module.modules()):
+        raise UserError(
+            f"{recipe.model.name} was quantised dynamically by PyTorch, and such layers have no ONNX form; "
+            "give the float module, and ask for --precision int8"
+        )
+
+
 def _options(options: Mapping[str, Option]) -> tuple[tuple[str, ...], int]:
     exporter, opset = options.get("exporter", "auto"), options.get("opset", OPSET)
     if exporter not in EXPORTERS:
@@ -135,67 +150,72 @@ def _options(options: Mapping[str, Option]) -> tuple[tuple[str, ...], int]:
 
 
 def _source(torch: Any, module: Any, recipe: Recipe) -> Source:
-    dims, generator = recipe.dims, torch.Generator().manual_seed(0)
-    shape = dims.shapes.get("input", (dims.batch, recipe.model.channels, dims.height, dims.width))
-    batches = OTHER_BATCHES if not dims.batch else (shape[0],)
-    expected = []
-    random = (torch.randn(batch, *shape[1:], generator=generator) for batch in batches)
-    for x in (*random, *_photographs(torch, recipe, shape)):
+    model, dims = recipe.model, recipe.dims
+    free = not dims.batch and (has_batch(model.inputs) or not model.inputs)
+    batches = OTHER_BATCHES if free else (dims.batch or 1,)
+    cases = []
+    *random, example = _feeds(torch, recipe, (*batches, (EXAMPLE_BATCH if free else batches[0])))
+    for feeds in (*random, *_photographs(recipe, 0 if free else batches[0]), example):
+        given = {name: torch.from_numpy(array) for name, array in feeds.items()}
+        args, keywords = arguments(model.inputs, given)
         try:
             with torch.no_grad():
-                found = named_outputs(module(x))
+                result = module(*args, **keywords)
         except REFUSALS as e:
-            refused = "x".join(str(n) for n in x.shape)
-            raise UserError(f"{recipe.model.name} refuses {refused}: {first_line(e)}") from e
-        expected.append((x.numpy(), {name: tensor.numpy() for name, tensor in found.items()}))
-    example = torch.randn(shape[0] or EXAMPLE_BATCH, *shape[1:], generator=generator)
-    return Source(_flat(torch, module, example), example, tuple(expected[0][1]), tuple(expected), not dims.batch)
+            refused = ", ".join("x".join(map(str, array.shape)) or name for name, array in feeds.items())
+            raise UserError(f"{model.name} refuses {refused}: {first_line(e)}") from e
+        found = {name: tensor.numpy() for name, tensor in named_outputs(result).items()}
+        cases.append(Case(next((len(a) for a in feeds.values() if a.ndim), 1), feeds, found))
+    # The module itself where it takes and returns a tensor: the names of the graph's weights are those of its parts.
+    scripted = isinstance(module, torch.jit.ScriptModule)
+    plain = not model.inputs and isinstance(result, torch.Tensor) and not scripted
+    flat = module if plain else positional(torch, module, model.inputs, flat=True)
+    if scripted:  # the exporter refuses TorchScript within a module of Python's, but not what is traced around it
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            flat = torch.jit.trace(flat, tuple(given.values()), check_trace=False)
+    batched = tuple(s.name for s in model.inputs if BATCH in s.shape) if model.inputs else ("input",)
+    return Source(flat, tuple(given.values()), tuple(found), tuple(cases[:-1]), free, batched)
 
 
-def _photographs(torch: Any, recipe: Recipe, shape: tuple[int, ...]) -> Iterator[Any]:
+def _photographs(recipe: Recipe, batch: int) -> Iterator[dict[str, np.ndarray]]:
     """One batch of the study's own images, which may take another way through the module than noise does."""
-    if recipe.data is not None and recipe.data.folder:
+    if recipe.data is not None and recipe.data.folder and not recipe.model.inputs:
         images = inputs.Images(recipe.data, recipe.model.preprocess)
-        yield torch.from_numpy(images.batch(0, shape[0] or min(len(images), REAL_IMAGES)))
+        yield {"input": images.batch(0, batch or min(len(images), REAL_IMAGES))}
 
 
-def _flat(torch: Any, module: Any, example: Any) -> Any:
-    """The module itself where it returns a tensor; else around it one that returns a tuple of tensors.
-
-    Wrapped only then, because the names of the graph's weights are those of the module's parts.
-    """
-    with torch.no_grad():
-        result = module(example)
-    if isinstance(result, torch.Tensor):
-        return module
-
-    class Flat(torch.nn.Module):  # type: ignore[misc]  # torch has no types here
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = module
-
-        def forward(self, x: Any) -> tuple[Any, ...]:
-            return tuple(tensors(self.model(x)))
-
-    return Flat().eval()
+def _feeds(torch: Any, recipe: Recipe, batches: Sequence[int]) -> Iterator[dict[str, np.ndarray]]:
+    """Random inputs of each of these batches, different ones."""
+    dims, model = recipe.dims, recipe.model
+    generator = torch.Generator().manual_seed(0)
+    for number, batch in enumerate(batches):
+        if model.inputs:
+            there, data = replace(dims, batch=batch), DataSpec(seed=number)
+            yield next(inputs.batches(data, model.preprocess, tensors(model.inputs, there), there, 1, model.inputs))
+        else:
+            shape = dims.shapes.get("input", (batch, model.channels, dims.height, dims.width))
+            yield {"input": torch.randn(*shape, generator=generator).numpy()}
 
 
 def _write(torch: Any, source: Source, exporter: str, opset: int, path: Path) -> str:
     """Export the module; returns what tracing took for a constant, "" where it was nothing."""
     known = inspect.signature(torch.onnx.export).parameters
-    dynamo = exporter == "dynamo"
+    dynamo, names = exporter == "dynamo", [*source.expected[0].feeds]
     if dynamo and "dynamo" not in known:
         raise Wrong(f"PyTorch {torch.__version__} doesn't have it")
     options: dict[str, Any] = {"dynamo": dynamo, "verbose": False, "external_data": dynamo and _is_huge(source.module)}
     if source.free_batch and dynamo:
-        options["dynamic_shapes"] = ({0: torch.export.Dim("batch")},)
+        free = {0: torch.export.Dim("batch")}
+        each = tuple(free if name in source.batched else None for name in names)
+        options["dynamic_shapes"] = (each,) if type(source.module).__name__ == "Positional" else each
     elif source.free_batch:
-        options["dynamic_axes"] = {name: {0: "batch"} for name in ("input", *source.outputs)}
+        options["dynamic_axes"] = {name: {0: "batch"} for name in (*source.batched, *source.following)}
     options = {key: value for key, value in options.items() if key in known}
-    names = {"input_names": ["input"], "output_names": list(source.outputs), "opset_version": opset}
+    options |= {"input_names": names, "output_names": list(source.outputs), "opset_version": opset}
     try:
         with _quiet() as caught, torch.no_grad():
-            torch.onnx.export(source.module, (source.example,), str(path), **names, **options)
+            torch.onnx.export(source.module, source.example, str(path), **options)
     except MemoryError:
         raise
     except Exception as e:  # each exporter has its own families of errors, and all of them mean "not this one"

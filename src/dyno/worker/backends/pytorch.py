@@ -6,12 +6,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from dyno.worker import inputs, models
 from dyno.worker.backend import Arrays, Backend, Session
+from dyno.worker.input_specs import tensors as tensors_of
 from dyno.worker.option_values import Check, flag, one_of
 from dyno.worker.spec import Artifact, DataSpec, Tensor, Trial, Unavailable, UserError
 from dyno.worker.torch_copies import Copies
@@ -28,6 +30,7 @@ from dyno.worker.torch_support import (
     named_outputs,
     need_compiler,
     notes,
+    positional,
     tensors,
 )
 from dyno.worker.truth import precision_truth
@@ -137,7 +140,7 @@ class TorchSession(Session):
         self._copies: Copies | None = None
         self._queue: Any = None
         self._allocate(dtype)
-        self._eager = self._from_pixels(dtype) if self._pixels else self._module
+        self._eager = self._callable(dtype)
         self._call: Any = self._eager
         self._ran = False
 
@@ -149,29 +152,44 @@ class TorchSession(Session):
         return bool(self._device.type == "cuda")
 
     def _allocate(self, dtype: Any) -> None:
-        dims = self._trial.dims
-        default = (dims.batch, self._trial.model.channels, dims.height, dims.width)
-        self._shape = tuple(dims.shapes.get("input", default))
-        self.inputs = (Tensor("input", "uint8" if self._pixels else "float32", self._shape),)
-        empty, slots = self._torch.empty, range(self.slots)
-        layout = self._layout if len(self._shape) == 4 else self._torch.contiguous_format
-        dtype = self._torch.uint8 if self._pixels else dtype
-        self._bound = [empty(self._shape, dtype=dtype, device=self._device, memory_format=layout) for _ in slots]
+        dims, model = self._trial.dims, self._trial.model
+        image = (dims.batch, model.channels, dims.height, dims.width)
+        usual = Tensor("input", "float32", tuple(dims.shapes.get("input", image)))
+        self.inputs = tensors_of(model.inputs, dims) or (usual,)
+        if self._pixels:
+            self.inputs = (replace(self._image(), dtype="uint8"),)
+        self._bound = [{t.name: self._empty(t, dtype) for t in self.inputs} for _ in range(self.slots)]
         self._out: list[Any] = [None] * self.slots
         if self._on_gpu:
             self._copies = Copies(self._torch, self._bound)
             self._queue = self._copies.compute
             self.stream = self._queue.cuda_stream
 
+    def _empty(self, tensor: Tensor, dtype: Any) -> Any:
+        torch, floating = self._torch, tensor.dtype.startswith("float")
+        layout = self._layout if len(tensor.shape) == 4 and floating else torch.contiguous_format
+        dtype = dtype if floating else getattr(torch, tensor.dtype)
+        return torch.empty(tensor.shape, dtype=dtype, device=self._device, memory_format=layout)
+
+    def _image(self) -> Tensor:
+        if len(self.inputs) != 1 or len(self.inputs[0].shape) != 4 or self.inputs[0].dtype != "float32":
+            shapes = ", ".join(str(t.shape) for t in self.inputs)
+            raise UserError(f"input=uint8 wants a model with one image input (N x C x H x W); this one has {shapes}")
+        return self.inputs[0]
+
+    def _callable(self, dtype: Any) -> Any:
+        """The module, called with the slot's tensors in the inputs' order."""
+        called = self._from_pixels(dtype) if self._pixels else self._module
+        if self._pixels or not self._trial.model.inputs:
+            return called
+        return positional(self._torch, called, self._trial.model.inputs)
+
     def _from_pixels(self, dtype: Any) -> Callable[[Any], Any]:
         """The module behind the normalisation, which is computed in float32 as a host that normalises would."""
-        if len(self._shape) != 4:
-            raise UserError(
-                f"input=uint8 wants a model with one image input (N x C x H x W); this one has {self._shape}"
-            )
-        found = inputs.pixel_scale(self._trial.model.preprocess, self._shape[1])
+        found = inputs.pixel_scale(self._trial.model.preprocess, int(self.inputs[0].shape[1]))
         scale, offset = (self._torch.from_numpy(each).to(self._device) for each in found)
-        module = self._module
+        specs = self._trial.model.inputs
+        module = positional(self._torch, self._module, specs) if specs else self._module
 
         def call(pixels: Any) -> Any:
             return module((pixels * scale + offset).to(dtype))
@@ -186,19 +204,19 @@ class TorchSession(Session):
 
     def stage(self, feeds: Arrays) -> Arrays:
         """On a GPU, copies of the feeds in page-locked memory, which `bind` reads without a copy in between."""
-        copies = self._copies
-        return feeds if copies is None else {name: copies.stage(feed) for name, feed in feeds.items()}
+        return feeds if self._copies is None else self._copies.stage(feeds)
 
     def bind(self, feeds: Arrays, slot: int = 0) -> None:
         """Copy to the device, where the type and the layout become the module's."""
-        feed = feeds["input"]
-        if feed.shape != self._shape:
-            raise UserError(f"input 'input' wants {self._shape}, but got {feed.shape}")
+        for tensor in self.inputs:
+            if (feed := feeds[tensor.name]).shape != tensor.shape:
+                raise UserError(f"input {tensor.name!r} wants {tensor.shape}, but got {feed.shape}")
         with self._on(None):
             if self._copies is None:
-                self._bound[slot].copy_(self._torch.from_numpy(np.ascontiguousarray(feed)))
+                for name, bound in self._bound[slot].items():
+                    bound.copy_(self._torch.from_numpy(np.ascontiguousarray(feeds[name])))
             else:
-                self._copies.bind(feed, slot)
+                self._copies.bind(feeds, slot)
 
     def run(self, slot: int = 0) -> None:
         """One forward pass; what the module says of an input it doesn't take is a `UserError`."""
@@ -206,7 +224,7 @@ class TorchSession(Session):
             with self._on(self._queue):
                 if self._copies:
                     self._copies.arrive(slot)
-                self._out[slot] = self._call(self._bound[slot])
+                self._out[slot] = self._call(*self._bound[slot].values())
                 if self._copies:
                     self._copies.leave(slot)
         except Exception as e:  # the module is anyone's code: whatever it raises is its word on the input
@@ -218,8 +236,8 @@ class TorchSession(Session):
             return MemoryError(first_line(e))
         if self._ran or isinstance(e, (UserError, Unavailable, MemoryError)) or "CUDA error" in str(e):
             return e
-        shape = "x".join(str(n) for n in self.inputs[0].shape)
-        return UserError(f"{self._trial.model.name} refuses {shape} in {self._trial.precision}: {first_line(e)}")
+        shown = ", ".join("x".join(map(str, t.shape)) or t.name for t in self.inputs)
+        return UserError(f"{self._trial.model.name} refuses {shown} in {self._trial.precision}: {first_line(e)}")
 
     def wait(self, slot: int = 0) -> None:
         """Wait for the slot's work; a CPU has finished when `run` returns."""
@@ -247,8 +265,8 @@ class TorchSession(Session):
     def try_eager(self) -> None:
         """Run the module as it is on random input, before it is compiled: a shape it refuses is said in its own words,
         and what goes wrong later is the compiler's doing."""
-        data, preprocess = DataSpec(), self._trial.model.preprocess
-        self.bind(next(inputs.batches(data, preprocess, self.inputs, self._trial.dims, 1)))
+        model, dims = self._trial.model, self._trial.dims
+        self.bind(next(inputs.batches(DataSpec(), model.preprocess, self.inputs, dims, 1, model.inputs)))
         self._once()
 
     def _once(self) -> None:
@@ -279,11 +297,13 @@ class TorchSession(Session):
             tensor = next(iter(tensors(result)), None)
             seen[module] = "" if tensor is None else str(tensor.dtype).removeprefix("torch.")
 
+        if isinstance(self._module, self._torch.jit.ScriptModule):
+            return 0, {}  # which lets nobody watch its parts
         leaves = [m for m in self._module.modules() if isinstance(m, compute) or not list(m.children())]
         hooks = [m.register_forward_hook(keep) for m in leaves]
         try:
             with self._on(self._queue):
-                self._eager(self._bound[0])
+                self._eager(*self._bound[0].values())
         finally:
             for hook in hooks:
                 hook.remove()

@@ -123,7 +123,7 @@ def import_torch_tensorrt() -> Any:
 
 
 def compiled(library: Any, module: Any, example: Any, precision: str, options: Mapping[str, Any]) -> Any:
-    """The module compiled for inputs like `example`; all that differs between versions of the library is here.
+    """The module compiled for inputs like `example`, a tensor or a tuple; all that differs between versions is here.
 
     Types are the module's own where the version can be told so (from 2.5 on), else flags allow the builder to use them.
     """
@@ -134,14 +134,17 @@ def compiled(library: Any, module: Any, example: Any, precision: str, options: M
     if frontend is None:
         raise UserError(f"Torch-TensorRT {library.__version__} was built without its {route} route; give the other ir")
     takes = inspect.signature(frontend.compile).parameters
-    kept: dict[str, Any] = {"device": example.device, "disable_tf32": precision != "tf32"}
+    examples = example if isinstance(example, tuple) else (example,)
+    kinds = {each.dtype for each in examples if each.is_floating_point()} or {torch.float32}
+    kept: dict[str, Any] = {"device": examples[0].device, "disable_tf32": precision != "tf32"}
     # TensorRT 8.6 has neither type; constants such as shapes and scales come in them.
     kept |= {name: True for name in ("truncate_long_and_double", "truncate_double") if name in takes}
-    kept |= {"use_explicit_typing": True} if "use_explicit_typing" in takes else {"enabled_precisions": {example.dtype}}
+    kept |= {"use_explicit_typing": True} if "use_explicit_typing" in takes else {"enabled_precisions": kinds}
     kept |= {"workspace_size": options["workspace_mb"] << 20} if options.get("workspace_mb") else {}
     given = {"min_block_size": "min_block_size", "optimization": "optimization_level"}
     kept |= {name: options[option] for option, name in given.items() if option in options}
-    kept["inputs"] = [_input(library, module, example, options["profile"])]  # a traced module has no signature any more
+    # Made here, because a traced module has no signature any more.
+    kept["inputs"] = [_input(library, module, each, options["profile"], k) for k, each in enumerate(examples)]
     with tempfile.TemporaryDirectory() as scratch, _layer_types_kept():
         if "timing_cache_path" in takes:  # by default a file that all programs of this machine share
             folder = os.environ.get(TIMING, scratch)
@@ -151,13 +154,14 @@ def compiled(library: Any, module: Any, example: Any, precision: str, options: M
         return library.compile(module, ir=route, **kept)
 
 
-def _input(library: Any, module: Any, example: Any, profile: str) -> Any:
-    batches = batch_range(profile) if profile != STATIC else None
+def _input(library: Any, module: Any, example: Any, profile: str, number: int) -> Any:
+    batches = batch_range(profile) if profile != STATIC and example.ndim else None
     if batches is None or batches[0] == batches[-1]:
         return library.Input(shape=tuple(example.shape), dtype=example.dtype)
     ranges = zip(("min_shape", "opt_shape", "max_shape"), batches, strict=True)
     shapes: dict[str, Any] = {name: (batch, *example.shape[1:]) for name, batch in ranges}
-    name = next(iter(inspect.signature(module.forward).parameters))  # what Dynamo knows a free dimension by
+    names = [*inspect.signature(module.forward).parameters]  # what Dynamo knows a free dimension by
+    name = names[min(number, len(names) - 1)]
     return library.Input(**shapes, dtype=example.dtype, name=name)
 
 
@@ -193,7 +197,8 @@ class TorchTensorRTSession(TorchSession):
         started = time.perf_counter()
         try:
             with self._torch.no_grad(), self._torch.cuda.device(self._device):
-                self._call = compiled(self._library, self._module, self._bound[0], trial.precision, options)
+                given = tuple(self._bound[0].values())
+                self._call = compiled(self._library, self._eager, given, trial.precision, options)
             self._build_s = time.perf_counter() - started
             self._once()
         except Exception as e:  # two compilers' errors, of any type: Python's, PyTorch's, TensorRT's
@@ -204,7 +209,7 @@ class TorchTensorRTSession(TorchSession):
             return MemoryError(first_line(e))
         if isinstance(e, (UserError, Unavailable, MemoryError)):
             return e
-        shape = "x".join(map(str, self._shape))
+        shape = ", ".join("x".join(map(str, t.shape)) for t in self.inputs)
         return UserError(
             f"Torch-TensorRT {self._library.__version__} (ir={self._options['ir']}) can't compile "
             f"{self._trial.model.name} for {shape} in {self._trial.precision}: {first_line(e)}"
@@ -256,7 +261,7 @@ class TorchTensorRTSession(TorchSession):
 
     def _engine_seconds(self, engine: Any) -> float:
         """Mean GPU time of the engine alone, by CUDA events around calls that were all queued before the first ran."""
-        cuda, execute, feeds = self._torch.cuda, self._torch.ops.tensorrt.execute_engine, [self._bound[0]]
+        cuda, execute, feeds = self._torch.cuda, self._torch.ops.tensorrt.execute_engine, [*self._bound[0].values()]
         begin, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
         with self._on(self._queue):
             execute(feeds, engine)

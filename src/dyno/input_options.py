@@ -1,0 +1,87 @@
+"""What the user says of a model's inputs: `--shapes` and `--input`, as text, become words about inputs by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dyno.store import sha256_of
+from dyno.study import Study
+from dyno.worker.spec import UserError, check_known
+
+TYPES = ("float32", "int64", "int32", "int16", "int8", "uint8", "bool")
+AXIS = r"(?:batch|height|width|\d+)"
+SHAPE = re.compile(rf"(.+):({AXIS}(?:x{AXIS})*)(?::([A-Za-z]\w*))?")
+BOOLS = {"true": True, "false": False}
+
+
+def asked(study: Study) -> dict[str, dict[str, Any]]:
+    """By input: `shape` (numbers, batch, height, width), `dtype`, `low` and `high`, a constant's `value`, `feeds`."""
+    found: dict[str, dict[str, Any]] = {}
+    for text in study.inputs:
+        for name, words in (_arrays(Path(text)) if text.endswith(".npz") else _values(text)).items():
+            found.setdefault(name, {}).update(words)
+    for name, words in shapes(study.shapes).items():
+        found.setdefault(name, {}).update(words)
+    return found
+
+
+def shapes(texts: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Shape and type by input, from `NAME:1x3x224x224` or `NAME:batchx128:int64`."""
+    found: dict[str, dict[str, Any]] = {}
+    for text in texts:
+        parts = SHAPE.fullmatch(text)
+        axes = [int(axis) if axis.isdecimal() else axis for axis in parts[2].split("x")] if parts else []
+        if parts is None or 0 in axes or "batch" in axes[1:]:
+            raise UserError(f"shape {text!r} is not NAME:1x3x224x224 or NAME:batchx128:int64")
+        if parts[3] is not None:
+            check_known(f"type of input {parts[1]!r}", parts[3], TYPES)
+        found[parts[1]] = {"shape": axes, **({"dtype": parts[3]} if parts[3] else {})}
+    return found
+
+
+def _values(text: str) -> dict[str, dict[str, Any]]:
+    """A constant from `sr=16000`, a range from `ids=0..30521`."""
+    name, equals, value = text.partition("=")
+    low, dots, high = value.partition("..")
+    numbers = [BOOLS.get(part.lower(), _number(part)) for part in ((low, high) if dots else (low,))]
+    if not (name and equals) or None in numbers or (dots and any(isinstance(n, bool) for n in numbers)):
+        raise UserError(
+            f"input {text!r} is not NAME=VALUE such as sr=16000, NAME=LOW..HIGH such as ids=0..30521, or FILE.npz"
+        )
+    if dots and numbers[0] > numbers[1]:
+        raise UserError(f"input {text!r} has a range that ends before it begins")
+    words = {"low": numbers[0], "high": numbers[-1]}
+    return {name: words if dots else {**words, "value": numbers[0]}}
+
+
+def _number(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return None
+
+
+def _arrays(path: Path) -> dict[str, dict[str, Any]]:
+    """Shape, type and place of each array of an .npz file; the first axis of those as long as the first one's is the
+    batch."""
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            arrays = {name: (stored[name].shape, str(stored[name].dtype)) for name in stored.files}
+    except (OSError, ValueError) as e:
+        raise UserError(f"{path} can't be read as arrays by input name (numpy.savez): {e}") from e
+    rows = next((shape[0] for shape, _ in arrays.values() if shape), 0)
+    sha256, found = sha256_of(path), {}
+    for name, (shape, dtype) in arrays.items():
+        axes = ["batch", *shape[1:]] if shape and shape[0] == rows else [*shape]
+        if not dtype.startswith("float"):
+            check_known(f"type of the array {name!r} in {path.name}", dtype, TYPES)
+        kind = "float32" if dtype.startswith("float") else dtype
+        found[name] = {"shape": axes, "dtype": kind, "feeds": str(path.resolve()), "feeds_sha256": sha256}
+    return found
