@@ -74,6 +74,7 @@ def run(
     budget: flags.Budget = [],  # noqa: B006
     confirm: flags.Confirm = 0,
     search: flags.Search = True,
+    routes: flags.Routes = "",
     reference: flags.Reference = "",
     device: flags.Device = "cpu",
     threads: flags.Threads = 0,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import typer
 
 UNFINISHED = 3  # exit code where some of what was asked for could not be measured
-LISTS = {"backends": "backends", "precision": "precisions", "batch": "batches", "size": "sizes"}
+LISTS = {"backends": "backends", "precision": "precisions", "batch": "batches", "size": "sizes", "routes": "routes"}
 PLAIN = (
     "shapes inputs weights pretrained channels seed data calibration unreadable compared reference device threads "
     "rounds seconds warmup samples timeout task confirm search peak"

@@ -23,6 +23,7 @@ from dyno.worker.record import TIMING, Record, replacing, write_record
 from dyno.worker.spec import Artifact, Job, Recipe, Trial
 
 MAKE_TIMEOUT_S = 3600.0
+OTHER_ROUTE = ("failed", "crashed", "timeout")  # how a route ends behind which another may lead on
 PRINTED, LONGEST_LOG = "printed", 100_000  # characters
 
 
@@ -166,9 +167,27 @@ class Files:
         return self.made[key]
 
     def _make(self, recipe: Recipe, key: str) -> Artifact | Record:
-        found, wrong = self.cache.find(key)
-        if found is not None:
-            return found
+        stored, wrong = self.cache.find(key)
+        if stored is not None:
+            return stored
+        made = self._by(recipe, key, wrong)
+        if isinstance(made, Artifact) or made.status not in OTHER_ROUTE or recipe.fallback is None:
+            return made
+        other = self.file(recipe.fallback)
+        return made if isinstance(other, Record) else self._instead(other, made, key)
+
+    def _instead(self, other: Artifact, failed: Record, key: str) -> Artifact:
+        """Another route's file in place of the one that could not be made; kept, so that nobody tries that again."""
+        said = f"made by another route ({other.route or 'not folded'}), because the usual one "
+        said += f"ended as {failed.status} at {failed.stage}: {failed.reason}"
+        made_by = {**other.made_by, "warnings": [*other.made_by.get("warnings", ()), said]}
+        made = replace(other, made_by=made_by)
+        with self.cache.making(key) as folder:
+            write_record(folder, Record("ok", artifact=made))
+        return made
+
+    def _by(self, recipe: Recipe, key: str, wrong: str) -> Artifact | Record:
+        """The file by this recipe alone."""
         parent = self.file(recipe.parent) if recipe.parent else None
         if isinstance(parent, Record):
             return parent

@@ -11,6 +11,7 @@ from dyno.datasets import meta
 from dyno.interpreters import installed, missing, placed, runtime_of
 from dyno.model_info import Died, batches, engine_backend, file_shapes, look, model_spec, sizes
 from dyno.prepare import prepared
+from dyno.routes import routed
 from dyno.study import Choice, Study, model_name, parse_size, runtimes
 from dyno.worker import backend, system
 from dyno.worker.extras import install
@@ -119,7 +120,8 @@ def _ways(study: Study, choices: list[Choice], model: ModelSpec) -> list[tuple[C
     """Every backend in every precision that is asked of it."""
     usual = study.precisions or (model.precision or "fp32",)
     fitting = choices if study.backends else [choice for choice in choices if _reads(choice.name, model)] or choices
-    return [(choice, precision) for choice in fitting for precision in choice.precisions or usual]
+    by_route = routed(fitting, study.routes, file=bool(model.file))
+    return [(choice, precision) for choice in by_route for precision in choice.precisions or usual]
 
 
 def _reads(name: str, model: ModelSpec) -> bool:

@@ -48,6 +48,11 @@ Confirm = Annotated[int, typer.Option(help="Rounds of the winners after the sele
 Search = Annotated[
     bool, typer.Option("--search/--no-search", help="Try mixed precisions where int8 or fp16 fails the budget.")
 ]
+ROUTES_HELP = (
+    "Ways to the ONNX file, a row each: dynamo, torchscript, static, fold, opset17 joined by +; or all. Default: the "
+    "usual one, others where it fails."
+)
+Routes = Annotated[str, typer.Option(help=ROUTES_HELP)]
 Reference = Annotated[str, typer.Option(help="Trial that speed-ups are against (its id, or BACKEND/PRECISION).")]
 Device = Annotated[str, typer.Option(help="Where to run.")]
 EngineDevice = Annotated[str, typer.Option(help="Where to run.", show_default="cpu, cuda:0 for TensorRT's engines")]

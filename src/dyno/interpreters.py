@@ -33,7 +33,7 @@ def placed(recipe: Recipe | None, study: Study) -> Recipe | None:
     if place.name in study.runtime:
         named = runtime_of(study, Choice(place.name))
         place = replace(place, python=named.python, env=named.env)
-    return replace(recipe, parent=placed(recipe.parent, study), runtime=place)
+    return replace(recipe, parent=placed(recipe.parent, study), fallback=placed(recipe.fallback, study), runtime=place)
 
 
 def runtime_of(study: Study, choice: Choice) -> Runtime:

@@ -80,8 +80,9 @@ class Study:
     is a folder of class folders (or `digits`); `calibration` images are for INT8, else some are taken out of `data` and
     never tested on. `budget` maps top1, top5 or mAP to the points an engine may lose; with one, the winners are
     measured `confirm` times again after the selection (default 2, else 0), and mixed precisions are tried where int8 or
-    fp16 fails it (`search`, default with a budget). `runtime` maps a backend's name to `{python, env}` for another
-    interpreter. `peak` finds, before the rounds, the most arithmetic that the device does, for shares of it in tables.
+    fp16 fails it (`search`, default with a budget). `routes` are ways to the ONNX file that are measured each, for the
+    backends that read one: `dynamo`, `torchscript`, `static`, `fold`, `opset17` joined by +, or `all`. `runtime` maps
+    a backend's name to `{python, env}` for another interpreter. `peak` finds, before the rounds, the most arithmetic that the device does, for shares of it in tables.
     Seconds are per trial, round and boundary.
     """
 
@@ -107,6 +108,7 @@ class Study:
     budget: dict[str, float] = field(default_factory=dict)
     confirm: int | None = None
     search: bool | None = None
+    routes: tuple[str, ...] = ()
     reference: str = ""
     device: str = "cpu"
     threads: int = 0
@@ -127,6 +129,7 @@ class Study:
             object.__setattr__(self, name, _text(getattr(self, name)))
         object.__setattr__(self, "inputs", tuple(map(_text, self.inputs)))
         object.__setattr__(self, "models", tuple(_source(model, self) for model in self.models))
+        object.__setattr__(self, "routes", _tuple(self.routes))
         object.__setattr__(self, "sizes", tuple(str(size) for size in self.sizes))
         check_types(vars(self), typing.get_type_hints(type(self)))
         self._check()

@@ -14,7 +14,7 @@ from dyno.analysis.precision import truth
 from dyno.analysis.references import INCOMPARABLE, incomparable, references, yardsticks
 from dyno.analysis.results import Results, TrialResult, clock_of
 from dyno.analysis.rounds import LATENCIES
-from dyno.worker.spec import UserError
+from dyno.worker.spec import UserError, route_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -40,12 +40,13 @@ EXTRAS = (
     "throttled_samples", "gpu_others", "pipeline_ips", "decode_ms", "preprocess_ms", "inference_ms", "postprocess_ms",
     "throughput_low", "throughput_high", "top5_low", "top5_high", "top5_diff", "top5_diff_low", "top5_diff_high",
     "budget_reference", "set_aside", "outputs", "output_error", "answers_changed",
+    "route",
 )  # fmt: skip
 WHOLE = ("batch", "layers", "parameters", "rounds", "images", "more_images", "warnings", "throttled_samples",
          "gpu_others", "set_aside")  # fmt: skip
 TEXT = ("model", "backend", "precision", "size", "device", "status", "reason", "verdict", "trial", "runtime", "options",
         "reference", "boundary", "budget", "budget_reference", "ran_as", "precision_ok", "clock",
-        "throttle", "outputs")  # fmt: skip
+        "throttle", "outputs", "route")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -195,6 +196,7 @@ def _values(t: TrialResult) -> dict[str, Any]:
         "gpu_memory_mb": _scale(t.gpu.memory if t.gpu else None, 1e-6),
         "memory_mb": _scale(t.value("peak_memory"), 1e-6),
         "build_s": build_seconds(t),
+        "route": route_of(t.artifact.get("made_by") or {}),
         "first_call_ms": _scale(t.value("first_call"), 1e3),
         "load_s": t.value("load"),
     }

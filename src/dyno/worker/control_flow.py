@@ -10,35 +10,68 @@ from typing import Any
 
 from dyno.worker.spec import UserError
 
+MARK = "_dyno_from_input"
 REMEDY = "compute both ways and choose with torch.where, or measure it with --backends pytorch,compile"
 
 
-def check_control_flow(torch: Any, module: Any, example: tuple[Any, ...]) -> bool:
-    """Run the module on tensors without values; True when that shows that no value decides what is computed.
+class ReadsValue(Exception):
+    """A module turned a value that its input decides into a number of Python's."""
 
-    False where it can't be told: the module doesn't run so. A module that reads a value (`if x.mean() > 0`,
-    `range(int(n))`, `.item()`) is a `UserError` that names the line.
+
+def check_control_flow(torch: Any, module: Any, example: tuple[Any, ...]) -> bool:
+    """Run the module and follow what is computed from its inputs; True where no such value decides what is computed.
+
+    False where it can't be told: a result's length depends on values, or the module doesn't run so. A module that reads
+    a value (`if x.mean() > 0`, `range(int(n))`, `.item()`) is a `UserError` that names the line. Weights and shapes may
+    be read: they are the same for every input.
     """
     if isinstance(module, torch.jit.ScriptModule):
         return True  # keeps its branches, and its graph has them
+    inputs = tuple(tensor.clone() for tensor in example)
+    for tensor in inputs:
+        setattr(tensor, MARK, True)
     try:
-        from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-        from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
-
-        # Results whose length the values decide (nonzero) are no branch yet, and have a form in ONNX.
-        shapes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=True)
-        mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes)
-    except (ImportError, TypeError):  # another PyTorch's
-        return False
-    try:
-        with torch.no_grad(), warnings.catch_warnings(), mode:
+        followed, unread = _modes(torch)
+        with torch.no_grad(), warnings.catch_warnings(), unread, followed:
             warnings.simplefilter("ignore")
-            module(*(mode.from_tensor(tensor, static_shapes=True) for tensor in example))
-    except (DataDependentOutputException, GuardOnDataDependentSymNode) as e:
+            module(*inputs)
+    except ReadsValue as e:
         raise UserError(f"a graph would hold one branch only: {_where(torch, e)} depends on values; {REMEDY}") from e
-    except Exception:  # a module that runs on real tensors need not run on these; then nothing is known of it
+    except Exception:  # another PyTorch, or a module that doesn't run under a watch: nothing is known of it then
         return False
-    return True
+    return not followed.lengths
+
+
+def _modes(torch: Any) -> tuple[Any, Any]:
+    """What marks the results of marked tensors, and what sees them turned into arrays and lists."""
+    from torch.overrides import TorchFunctionMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    def marked(values: Any) -> bool:
+        return any(isinstance(v, torch.Tensor) and getattr(v, MARK, False) for v in tree_leaves(values))
+
+    class Followed(TorchDispatchMode):  # type: ignore[misc]  # torch has no types here
+        lengths = False
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            ours = marked((args, kwargs or {}))
+            if ours and torch.Tag.data_dependent_output in func.tags:
+                raise ReadsValue
+            self.lengths |= ours and torch.Tag.dynamic_output_shape in func.tags
+            result = func(*args, **(kwargs or {}))
+            for value in tree_leaves(result) if ours else ():
+                if isinstance(value, torch.Tensor):
+                    setattr(value, MARK, True)
+            return result
+
+    class Unread(TorchFunctionMode):  # type: ignore[misc]
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func in (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__) and marked(args):
+                raise ReadsValue
+            return func(*args, **(kwargs or {}))
+
+    return Followed(), Unread()
 
 
 def _where(torch: Any, e: BaseException) -> str:

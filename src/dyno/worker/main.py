@@ -46,7 +46,8 @@ from dyno.worker.record import Measurement, Record, save_arrays, write_record
 from dyno.worker.spec import SCHEMA, Artifact, Job, Trial, Unavailable, UserError, from_json
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-INHERITED = ("weights_sha256", "parameters")  # what a file made from another says of the model they share
+# What a file made from another says of the model they share, and of the route to it.
+INHERITED = ("weights_sha256", "parameters", "exporter", "opset", "fixed_batch", "folded")
 
 
 def run_trial(job: Job, trial: Trial, journal: Journal) -> None:

@@ -12,7 +12,7 @@ import hashlib
 import json
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, Union
 
@@ -192,7 +192,8 @@ class Plan:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a file is made: `maker` (a backend with `make`) turns the model, or the parent's file, into `format`."""
+    """How a file is made: `maker` (a backend with `make`) turns the model, or the parent's file, into `format`; where
+    that fails, `fallback` makes one that serves as well."""
 
     maker: str
     format: str
@@ -203,6 +204,7 @@ class Recipe:
     data: DataSpec | None = None
     parent: Recipe | None = None
     runtime: Runtime = Runtime()
+    fallback: Recipe | None = None
 
 
 @dataclass(frozen=True)
@@ -219,6 +221,11 @@ class Artifact:
     seconds: float
     parent_sha256: str = ""
     made_by: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def route(self) -> str:
+        """By which route from the model it was made: see `route_of`."""
+        return route_of(self.made_by)
 
 
 @dataclass(frozen=True)
@@ -274,10 +281,18 @@ UNHASHED = {
     ModelSpec: {"name", "weights"},
     DataSpec: {"folder", "name"},
     Plan: {"rounds", "timeout_s"},
+    Recipe: {"fallback"},
     Runtime: {"name"},
 }
 # Fields that came later count only where they say something, so that the ids of what was stored before them hold.
 LATER = {ModelSpec: {"task", "keypoints", "inputs"}, Preprocess: {"letterbox"}}
+
+
+def route_of(made_by: Mapping[str, Any]) -> str:
+    """Exporter, opset, fixed batch and folding of a file's ONNX graph, as its record has them; "" without any."""
+    exported = f"{made_by['exporter']} opset {made_by.get('opset')}" if made_by.get("exporter") else ""
+    batch = "fixed batch" if made_by.get("fixed_batch") else ""
+    return ", ".join(filter(None, (exported, batch, "folded" if made_by.get("folded") else "")))
 
 
 def digest(value: Any) -> str:

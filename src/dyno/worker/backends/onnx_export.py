@@ -125,7 +125,14 @@ def _export(recipe: Recipe, path: Path) -> dict[str, Any]:
             notes.append(f"the {exporter} exporter: {e}")
             continue
         notes += doubtful(checked)
-        return {**made_by, "exporter": exporter, "opset": opset_of(path), "verified": checked, "warnings": notes}
+        return {
+            **made_by,
+            "exporter": exporter,
+            "opset": opset_of(path),
+            "fixed_batch": not source.free_batch,
+            "verified": checked,
+            "warnings": notes,
+        }
     remedy = "export with a fixed batch (--batch 1)" if source.free_batch else "try another --opset"
     raise UserError(f"{recipe.model.name} can't be exported right, {remedy}; {'; '.join(notes)}")
 

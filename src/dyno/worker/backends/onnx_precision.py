@@ -18,6 +18,7 @@ from dyno.worker.backends.onnx_export import EXPORTERS, OPSET_RANGE, WRITTEN, ex
 from dyno.worker.backends.onnx_input import reading_pixels
 from dyno.worker.backends.onnx_modelopt import quantised
 from dyno.worker.backends.onnx_sensitivity import kept, ranked
+from dyno.worker.backends.onnx_static import static_of
 from dyno.worker.calibration import NO_DATA, SAMPLES, example
 from dyno.worker.extras import install
 from dyno.worker.inputs import READ, wants_pixels
@@ -27,11 +28,11 @@ from dyno.worker.onnx_file import QUANTISED
 from dyno.worker.onnx_fold import lifted
 from dyno.worker.onnx_fp16 import to_fp16
 from dyno.worker.onnx_int8 import METHOD, METHODS, to_int8
-from dyno.worker.option_values import Check, number, one_of, whole
+from dyno.worker.option_values import Check, flag, number, one_of, whole
 from dyno.worker.spec import Artifact, DataSpec, Option, Recipe, Runtime, Trial, Unavailable, UserError
 
 # Options of a trial that shape its file.
-PREPARATION = ("samples", "method", "percentile", "quantizer", "exporter", "opset", "input", "keep")
+PREPARATION = ("samples", "method", "percentile", "quantizer", "exporter", "opset", "static", "fold", "input", "keep")
 QUANTIZERS = ("onnxruntime", "modelopt")
 VALUES: dict[str, Check] = {
     "samples": whole(1),
@@ -40,6 +41,8 @@ VALUES: dict[str, Check] = {
     "quantizer": one_of(*QUANTIZERS),
     "exporter": one_of(*EXPORTERS),
     "opset": lambda value: whole(OPSET_RANGE[0], OPSET_RANGE[-1])(value) and WRITTEN,
+    "static": flag,
+    "fold": flag,
     "input": one_of(*READ),
     "keep": whole(0),
 }
@@ -53,16 +56,18 @@ def converted(trial: Trial, target: str, batch: int = 0) -> Recipe:
     """The recipe of the ONNX file this trial needs: exported, then converted to its precision for the target engine.
 
     The export has a free batch unless one is given, so that all batches of a study share one file and one calibration;
-    engines fix it. Trial options `samples`, `method`, `percentile` and `quantizer` reach the calibration, `keep` (how
-    many of the most sensitive layers stay in float32) the conversion to fp16 or int8,
-    `exporter` and `opset` (17 for TensorRT) the export; `input=uint8` makes the file read raw pixels. Pure; int8 or fp8
+    engines fix it; with the option `static` it has the trial's, and with `fold` the trial's shapes are folded into the
+    file before it is converted. Trial options `samples`, `method`, `percentile` and `quantizer` reach the calibration,
+    `keep` (how many of the most sensitive layers stay in float32) the conversion to fp16 or int8, `exporter` and
+    `opset` (17 for TensorRT) the export; `input=uint8` makes the file read raw pixels. Pure; int8 or fp8
     without data is a `UserError`.
     """
     # Files are made in the Python that has the model, whichever the trial runs in.
     wanted = {"opset": OPSETS[target], **trial.options} if target in OPSETS else trial.options
-    made = _lowered(
-        trial, target, exported(trial.model, replace(trial.dims, batch=batch), Runtime(), wanted, trial.data)
-    )
+    dims = replace(trial.dims, batch=batch or (trial.dims.batch if trial.options.get("static") else 0))
+    parent = exported(trial.model, dims, Runtime(), wanted, trial.data)
+    parent = static_of(parent, trial) if trial.options.get("fold") else parent
+    made = _lowered(trial, target, parent)
     return reading_pixels(made) if wants_pixels(trial.options) else made
 
 

@@ -17,7 +17,8 @@ import numpy as np
 
 from dyno.worker import onnx_runtime_cuda as cuda
 from dyno.worker.backend import Arrays, Backend, Session
-from dyno.worker.backends.onnx_precision import PREPARATION, VALUES, converted
+from dyno.worker.backends.onnx_precision import PREPARATION, VALUES
+from dyno.worker.backends.onnx_routes import routed
 from dyno.worker.calibration import NO_DATA
 from dyno.worker.extras import install
 from dyno.worker.onnx_runtime_cuda import OPTIONS as CUDA_OPTIONS
@@ -71,7 +72,7 @@ class OnnxRuntime(Backend):
 
     def recipe(self, trial: Trial) -> Recipe:
         """An ONNX export, converted to the trial's precision as ONNX Runtime wants it."""
-        return converted(trial, self.name)
+        return routed(trial, self.name, lambda file: file)
 
     def probe(self) -> dict[str, Any]:
         """Add two numbers on the CPU provider, and on the first GPU where there is one."""

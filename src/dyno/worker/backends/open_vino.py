@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.backend import Arrays, Backend, Session
-from dyno.worker.backends.onnx_precision import INHERITED, PREPARATION, VALUES, converted
+from dyno.worker.backends.onnx_precision import INHERITED, PREPARATION, VALUES
+from dyno.worker.backends.onnx_routes import routed
 from dyno.worker.calibration import NO_DATA
 from dyno.worker.extras import install
 from dyno.worker.option_values import Check, flag, whole
@@ -69,19 +70,10 @@ class OpenVino(Backend):
         # The conversion runs where OpenVINO is, which may be another Python than the one that exports.
         runtime = Runtime(name=trial.runtime.name, python=trial.runtime.python, env=trial.runtime.env)
         kept = "int8" if trial.precision == "int8" else "fp32"
+        ir = Recipe(self.name, "openvino", kept, trial.model, replace(trial.dims, batch=0), runtime=runtime)
         if trial.model.file.endswith(".xml"):
-            return Recipe(self.name, "openvino", kept, trial.model, replace(trial.dims, batch=0), runtime=runtime)
-        parent = converted(replace(trial, precision=kept), self.name)
-        return replace(
-            parent,
-            maker=self.name,
-            format="openvino",
-            precision=kept,
-            options={},
-            data=None,
-            parent=parent,
-            runtime=runtime,
-        )
+            return ir
+        return routed(replace(trial, precision=kept), self.name, lambda file: replace(ir, dims=file.dims, parent=file))
 
     def probe(self) -> dict[str, Any]:
         """Add two numbers on the CPU device."""

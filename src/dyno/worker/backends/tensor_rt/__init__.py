@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.backend import Backend, Session
-from dyno.worker.backends.onnx_precision import PREPARATION, VALUES, converted
+from dyno.worker.backends.onnx_precision import PREPARATION, VALUES
+from dyno.worker.backends.onnx_routes import routed
 from dyno.worker.backends.onnx_runtime import ONE_ADD
 from dyno.worker.backends.tensor_rt import library, profiles, settings
 from dyno.worker.backends.tensor_rt.build import build
@@ -95,7 +96,6 @@ class TensorRT(Backend):
             return Recipe(self.name, "engine", trial.precision, trial.model, dims, runtime=trial.runtime)
         asked = Settings.of(trial.options)
         route = self._route(trial, asked)
-        parent = converted(trial if route == "graph" else replace(trial, precision="fp32"), "tensorrt")
         options = replace(asked, route="auto" if route == "graph" else route).options()
         data = None
         if route == "calibrator":
@@ -104,7 +104,7 @@ class TensorRT(Backend):
             options |= {key: trial.options[key] for key in ("samples",) if key in trial.options}
             data = DataSpec(trial.data.name, trial.data.folder, trial.data.sha256, split="calibration")
         static = asked.profile == settings.STATIC
-        return Recipe(
+        engine = Recipe(
             maker=self.name,
             format="engine",
             precision=trial.precision,
@@ -112,9 +112,10 @@ class TensorRT(Backend):
             dims=trial.dims if static else replace(trial.dims, batch=0),
             options=options,
             data=data,
-            parent=parent,
             runtime=trial.runtime,
         )
+        wanted = trial if route == "graph" else replace(trial, precision="fp32")
+        return routed(wanted, "tensorrt", lambda file: replace(engine, parent=file), static=static)
 
     def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
         """Build FOLDER/model.engine, or describe the model's own engine; see `build.build` for what can go wrong.

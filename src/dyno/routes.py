@@ -1,0 +1,47 @@
+"""Routes to an ONNX file as the command line names them: `--routes dynamo,torchscript+static`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dyno.study import Choice
+from dyno.worker import backend
+from dyno.worker.spec import Option, UserError
+
+PARTS = ("dynamo", "torchscript", "static", "fold", "opsetN")
+ALL = ("dynamo", "torchscript", "dynamo+static+fold", "torchscript+static+fold")
+
+
+def options_of(text: str) -> dict[str, Option]:
+    """The backend's options that a route like `torchscript+opset17+static+fold` stands for; else a `UserError`."""
+    found: dict[str, Option] = {}
+    for part in text.split("+"):
+        if part in ("dynamo", "torchscript"):
+            found["exporter"] = part
+        elif part in ("static", "fold"):
+            found[part] = True
+        elif part.startswith("opset") and part[len("opset") :].isdecimal():
+            found["opset"] = int(part[len("opset") :])
+        else:
+            raise UserError(f"unknown route {text!r}; a route is made of {', '.join(PARTS)}, joined by +, or it is all")
+    return found
+
+
+def routed(choices: list[Choice], routes: tuple[str, ...], *, file: bool = False) -> list[Choice]:
+    """Each backend that reads ONNX by each of the routes (`all`: those that differ most); the others as they are.
+
+    Of a `file`, which is exported already, only those count that name no exporter.
+    """
+    names = [name for route in routes for name in (ALL if route == "all" else (route,))]
+    if file:
+        names = [name for name in names if not {"dynamo", "torchscript"} & set(name.split("+"))]
+        names = ["fold", *names] if "all" in routes else names
+    found = []
+    for choice in choices:
+        reads = "exporter" in backend.find(choice.name).options
+        found += (
+            [replace(choice, options={**choice.options, **options_of(name)}) for name in names]
+            if reads and names
+            else [choice]
+        )
+    return found
