@@ -349,6 +349,8 @@ def test_a_file_that_cannot_be_made_is_a_row_of_every_trial(fake_study: Studies,
     failed = [r for r in found if r.status == "failed"]
     assert len(failed) == 2 and len(found) == 4
     assert {(r.stage, r.reason) for r in failed} == {("make bin fp32", "ValueError: this graph can't be written")}
+    logs = [log.read_text() for log in (tmp_path / "run/trials").glob("*/r0/stderr.log") if log.stat().st_size]
+    assert len(logs) == 2 and all("Traceback" in log and "this graph can't be written" in log for log in logs)
     assert not list(cache.glob("*"))
 
 

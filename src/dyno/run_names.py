@@ -13,6 +13,7 @@ from dyno.worker.spec import MODEL_FILES, UserError
 RUNS = Path("runs")
 LIBRARIES = ("torchvision", "timm", "ultralytics", "fake")  # whose models are known by their names alone
 LONGEST = 80
+HASH = re.compile("[0-9a-f]{16,}")  # where a module given in memory is kept: no name that says anything
 OWN = {"lock"}  # what a study that was refused may have left in its folder
 
 
@@ -81,7 +82,8 @@ def _others(study: Study, first: Path) -> Iterator[Path]:
     words = [first.name]
     if before is not None and len(study.models) == 1 and study.models[0] not in before.models:
         source = study.models[0]
-        words = [source.partition(":")[0] if ":" in source else Path(source).resolve().parent.name, *words]
+        prefix = source.partition(":")[0] if ":" in source else Path(source).resolve().parent.name
+        words = [prefix, *words] if not HASH.fullmatch(prefix) else words
     if before is not None and study.weights != before.weights:
         words.append(Path(study.weights).stem or "random")
     if before is not None and study.pretrained and not before.pretrained:
