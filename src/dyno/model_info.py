@@ -66,8 +66,8 @@ def model_spec(study: Study, source: str) -> ModelSpec:
     if source.endswith(MODEL_FILES):
         path = _existing(source, "model file")
         return ModelSpec(source=f"file:{path.resolve()}", source_sha256=sha256_of(path), **common)
-    if source.endswith(SAVED):
-        path = _existing(source, "saved module")
+    if source.endswith(SAVED) or source.startswith("saved:"):
+        path = _existing(source.removeprefix("saved:"), "saved module")
         # Dyno's own lie in folders that are named after their content, whatever PyTorch's writer makes of it.
         own = path.resolve().parent.parent == (cache_dir() / "modules").resolve()
         sha256 = path.resolve().parent.name if own else sha256_of(path)

@@ -177,6 +177,15 @@ def test_other_files_of_torch_save_say_what_they_are(tmp_path: Path) -> None:
             models.load(model_spec(Study(models=(str(source),)), str(source)))
 
 
+def test_a_torchscript_program_is_a_model_whatever_its_suffix(tmp_path: Path) -> None:
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 5))
+    torch.jit.trace(net, torch.zeros(1, 3, 2, 2)).save(tmp_path / "net.pt")
+    model = spec(tmp_path / "net.pt")
+    assert (model.name, model.source) == ("net", f"saved:{tmp_path / 'net.pt'}")
+    with torch.inference_mode():
+        torch.testing.assert_close(models.load(model)(image := torch.rand(2, 3, 2, 2)), net(image))
+
+
 @pytest.mark.slow
 def test_a_checkpoint_runs_from_the_command_line(saved: Callable[..., Path], tmp_path: Path, dyno: Any) -> None:
     path = saved("yolov8n", 3)

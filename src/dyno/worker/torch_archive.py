@@ -168,7 +168,7 @@ def what_to_do(archive: Archive) -> str:
     """What a file that isn't a YOLO's checkpoint holds, and how it can be run: the end of a message."""
     path, classes = archive.path, ", ".join(archive.names[:2])
     if archive.kind == PROGRAM:
-        return f"it is a TorchScript program: load it in a function of yours (torch.jit.load({str(path)!r}))"
+        return f"it is a TorchScript program: give it as a model by itself, {path}"
     if archive.kind == MODULE:
         return (
             f"it is a pickled module ({classes or 'of torch.nn'}), which only running its code brings back: give the "
