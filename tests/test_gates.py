@@ -35,6 +35,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *(f"dyno.worker.{name}" for name in ("models", "module_inputs", "saved_modules", "torch_support")),
         *HOST_WORKER,
     ),
+    "dyno.model_files": ("dyno.worker.spec", "dyno.worker.torch_archive"),
     "dyno.cli": ("dyno",),
     "dyno.__main__": ("dyno.cli",),
 }

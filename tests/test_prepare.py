@@ -177,3 +177,20 @@ def test_a_study_looks_at_the_classes_of_the_model(tmp_path: Path, dyno) -> None
     done = dyno("eval", *words, "--data", "loose", "--format", "json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)[0]["top1"] is None
+
+
+def test_photographs_without_boxes_serve_a_detector(tmp_path: Path) -> None:
+    folder = photos(tmp_path / "loose", "", count=5)
+    for task in ("detect", "segment", "pose"):
+        data = data_for(folder, task=task, classes=80, keypoints=(17, 3) if task == "pose" else ())
+        about = datasets.meta(data)
+        assert (data.count, about["classes"], about["preprocess"]["letterbox"], "truth" in about) == (
+            5,
+            [],
+            True,
+            False,
+        )
+        assert np.load(Path(data.folder, "sizes.npy")).tolist() == [[20, 30]] * 5
+    study = Study(models=("fake:net",), data=str(folder), budget={"mAP": 1.0})
+    with pytest.raises(UserError, match=r"a budget needs boxes, and .* has none; give annotations in COCO's or YOLO's"):
+        prepared(study, ModelSpec("net", "fake:net", task="detect", classes=80), (16, 16))

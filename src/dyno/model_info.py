@@ -11,6 +11,7 @@ from typing import Any
 from dyno import input_options
 from dyno.interpreters import missing, runtime_of
 from dyno.launch import launch
+from dyno.model_files import stored_source
 from dyno.store import cache_dir, code_file, makers, sha256_of, versions
 from dyno.study import Choice, Study, model_name, parse_size
 from dyno.worker import backend, system
@@ -48,6 +49,7 @@ class Died(UserError):
 
 def model_spec(study: Study, source: str) -> ModelSpec:
     """The model as the user named it, with the hashes of every file that decides what it is."""
+    source = stored_source(source)
     common: dict[str, Any] = {
         "name": model_name(source),
         "pretrained": study.pretrained,
@@ -64,8 +66,8 @@ def model_spec(study: Study, source: str) -> ModelSpec:
     if source.endswith(MODEL_FILES):
         path = _existing(source, "model file")
         return ModelSpec(source=f"file:{path.resolve()}", source_sha256=sha256_of(path), **common)
-    if source.endswith(SAVED):
-        path = _existing(source, "saved module")
+    if source.endswith(SAVED) or source.startswith("saved:"):
+        path = _existing(source.removeprefix("saved:"), "saved module")
         # Dyno's own lie in folders that are named after their content, whatever PyTorch's writer makes of it.
         own = path.resolve().parent.parent == (cache_dir() / "modules").resolve()
         sha256 = path.resolve().parent.name if own else sha256_of(path)

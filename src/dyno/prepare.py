@@ -42,10 +42,12 @@ def prepared(
         return _digits(cache, model, size, outputs)
     path, outputs = Path(study.data), outputs or model.classes or 0
     kind = datasets.kind(path)
-    annotated = kind in ("coco", "yolo")
+    annotated = kind in ("coco", "yolo") or (kind == "images" and model.task != "classify")
     if kind != "images" and annotated != (model.task != "classify"):
-        wanted = "class folders" if annotated else "annotations in COCO's or YOLO's format"
+        wanted = "class folders" if annotated else "annotations in COCO's or YOLO's format, or one folder of images"
         raise UserError(f"{study.data} is in {FORMATS[kind]}, but {model.name} is for {model.task}; give {wanted}")
+    if study.budget and kind == "images" and annotated:
+        raise UserError(f"a budget needs boxes, and {study.data} has none; give annotations in COCO's or YOLO's format")
     more: dict[str, Any] = {"calibration": Path(study.calibration)} if study.calibration else {}
     more |= {"on_unreadable": study.unreadable, "channels": model.channels, "set_aside": calibrates(study)}
     with decoding(console) as progress:

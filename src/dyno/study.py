@@ -357,7 +357,7 @@ def model_name(source: str) -> str:
     """The model's name in tables and folders: what stands behind the colon, or the file's stem."""
     if source.startswith("ultralytics:"):
         return Path(source.partition(":")[2]).stem
-    if source.endswith((*MODEL_FILES, *SAVED)):
+    if source.endswith((*MODEL_FILES, *SAVED, ".pt", ".pth")):
         return Path(source).stem
     return source.rpartition(":")[2]
 

@@ -95,10 +95,10 @@ def test_a_checkpoint_of_the_library_is_read(tmp_path: Path) -> None:
     YOLO("yolov8n-cls.yaml").save(tmp_path / "best.pt")
     model = spec(str(tmp_path / "best.pt"))
     assert facts(model)["task"] == "classify"
-    with pytest.raises(UserError, match=r"1000 classes apart, not 5"):
+    with pytest.raises(UserError, match=r"are of 1000 classes, not 5; give --classes 1000"):
         models.load(spec(str(tmp_path / "best.pt"), classes=5))
     (tmp_path / "cut.pt").write_bytes((tmp_path / "best.pt").read_bytes()[:5000])
-    with pytest.raises(UserError, match="no checkpoint that ultralytics reads"):
+    with pytest.raises(UserError, match=r"cut\.pt is cut short"):
         models.load(spec(str(tmp_path / "cut.pt")))
 
 

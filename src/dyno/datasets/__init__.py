@@ -115,26 +115,29 @@ def annotated(
     classes: int = 0,
     set_aside: bool = False,
 ) -> DataSpec:
-    """Images with boxes, masks or keypoints in COCO's or YOLO's format, letterboxed to `size` (height, width).
+    """Images with boxes, masks or keypoints (COCO's or YOLO's format), or alone, letterboxed to `size` (height, width).
 
-    `folder` is a folder of either format, COCO's .json or YOLO's data.yaml. Images of val are tested on, else those of
-    test; calibration images are taken from train where there is one, as for class folders. Each image is turned as its
-    EXIF orientation says, and resized as ultralytics' LetterBox does it, within a grey level. `task` chooses between
-    two annotation files of COCO, and `classes` is how many the model tells apart, where YOLO's labels have no names.
+    `folder` is a folder of images, or of either format, COCO's .json or YOLO's data.yaml. Images of val are tested on,
+    else those of test; calibration images are taken as for class folders. Each image is turned as its EXIF orientation
+    says, and resized as ultralytics' LetterBox does it, within a grey level. `task` chooses between two annotation
+    files of COCO, and `classes` is how many the model tells apart, where YOLO's labels have no names.
 
     sizes.npy has the height and width of the originals and truth.json COCO's ground truth of the test images, in
-    original pixels. Annotations are checked when the images are decoded: raises `UserError`, one line each.
+    original pixels; images alone have none. Annotations are checked when the images are decoded: raises `UserError`,
+    one line each.
     """
     path = Path(folder).resolve()
     if isinstance(calibration, int) and calibration < 0:
         raise UserError(f"the number of calibration images can't be {calibration}")
     found = kind(path)
-    if found not in ("coco", "yolo"):
+    if found == "classes":
         raise UserError(
             f"{path} holds no annotations: neither annotations/*.json (COCO) nor data.yaml or labels/ (YOLO)"
         )
     transform = Transform(size, dataclasses.replace(preprocess, letterbox=True), channels, upright=True)
     how = How(Path(cache), transform, on_unreadable, progress, seed, _number(calibration) if set_aside else 0)
+    if found == "images":
+        return stored(dataclasses.replace(scan(path, calibration, seed), sized=True), path, how)
     if found == "coco":
         return stored(coco.scan(path, calibration, seed, task), path, how)
     return stored(yolo.scan(path, calibration, seed, classes, set_aside), path, how)

@@ -53,7 +53,7 @@ class Listing:
     """Images with their splits; `own_calibration`: calibration images are from a folder of their own.
 
     `classes` are shown, one for each label. `about` goes into meta.json. Where labels are not by image, `annotate`
-    reads them, and `sources` are the files that it reads.
+    reads them, and `sources` are the files that it reads. `sized`: the originals' sizes are kept all the same.
     """
 
     name: str
@@ -63,6 +63,7 @@ class Listing:
     about: dict[str, Any] = field(default_factory=dict)
     sources: list[Path] = field(default_factory=list)
     annotate: Callable[[list[Photo], Sizes], Annotations] | None = None
+    sized: bool = False
 
 
 @dataclass(frozen=True)
@@ -195,9 +196,10 @@ def _content(listing: Listing, about: dict[str, Any], how: How) -> store.Content
     paths = [photo.path for photo in photos]
     columns = {"labels": np.array([photo.label for photo in photos], np.int64)}
     annotations = None
-    if listing.annotate:
+    if listing.annotate or listing.sized:
         sizes = image_sizes(paths, how.transform)
         columns["sizes"] = np.array([size or (0, 0) for size in sizes], np.int32)
+    if listing.annotate:
         annotations = listing.annotate(photos, sizes)
         about = {**about, **annotations.about, "truth": TRUTH}
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dyno.worker import torch_archive
 from dyno.worker.extras import install
 from dyno.worker.spec import Unavailable, UserError
 
@@ -21,8 +22,9 @@ COUNTER = "num_batches_tracked"  # batch norm's counter, absent from old checkpo
 def read_checkpoint(path: str) -> dict[str, Any]:
     """The state dict in a .safetensors, .pt or .pth file: tensors by name, on the CPU.
 
-    A dict nested under state_dict, model_state_dict or model is unwrapped and the prefixes of wrappers are removed.
-    Raises `UserError` for a file that is missing, empty, cut short, no checkpoint, or that needs code to be unpickled.
+    Of a pickled module the tensors alone are read, without its class. A dict nested under state_dict, model_state_dict
+    or model is unwrapped and the prefixes of wrappers are removed. Raises `UserError` for a file that is missing,
+    empty, cut short, no checkpoint, or that needs code to be unpickled.
     """
     file = Path(path)
     if not file.is_file():
@@ -93,12 +95,24 @@ def _torch(file: Path) -> Any:
             warnings.simplefilter("ignore")  # about TorchScript archives, which are refused below
             return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as e:
+        if (found := _of_module(file)) is not None:
+            return found
         raise UserError(_refusal(file, str(e))) from e
     except (RuntimeError, EOFError, OSError, ValueError, KeyError, IndexError, AttributeError) as e:
         if "TorchScript" in str(e):
             raise UserError(f"{file} is a TorchScript program; save the weights alone with state_dict()") from e
         kind = "cut short or damaged" if _is_zip(file) else "no checkpoint that torch can read"
         raise UserError(f"checkpoint {file} is {kind}; {SAVE_AGAIN}") from e
+
+
+def _of_module(file: Path) -> dict[str, Any] | None:
+    """The tensors of a pickled module, whose class is neither imported nor needed; None where the file holds none."""
+    try:
+        archive = torch_archive.Archive(file)
+        module = torch_archive.module_in(archive.load()) if archive.kind == torch_archive.MODULE else None
+    except UserError:
+        return None
+    return None if module is None else torch_archive.tensors(module)
 
 
 def _is_zip(file: Path) -> bool:

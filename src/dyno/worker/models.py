@@ -62,7 +62,7 @@ def load(model: ModelSpec, dims: Dims | None = None) -> Any:
     `model.classes`, else that of the checkpoint, else the library's. Raises `UserError` and `Unavailable`.
     """
     module = drawn(model, dims)
-    random = not (model.weights or model.pretrained or model.source.endswith(".pt"))
+    random = not (model.weights or model.pretrained or model.source.endswith(ultralytics_models.CHECKPOINTS))
     if random and (size := image_size(model)):
         settle(_library("torch"), module, model.channels, size)
     return module
@@ -145,7 +145,7 @@ def _said(model: ModelSpec) -> tuple[Preprocess | None, tuple[int, int] | None]:
         return _torchvision_says(name)
     if kind == "ultralytics":
         task = ultralytics_models.task_of(model.source, name)
-        return ultralytics_models.preprocess(task, model.channels), ultralytics_models.size(task)
+        return ultralytics_models.preprocess(task, model.channels), ultralytics_models.size(task, name)
     return _timm_says(name) if kind == "timm" else (None, None)
 
 

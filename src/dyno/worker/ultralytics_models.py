@@ -16,6 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dyno.worker import torch_archive, yolo_checkpoint
+from dyno.worker.checkpoint import apply
 from dyno.worker.extras import install
 from dyno.worker.spec import TASKS, ModelSpec, Preprocess, Unavailable, UserError
 
@@ -32,6 +34,8 @@ BUILDERS = {
     "classify": "ClassificationModel",
 }
 HEADS = ("Detect", "Segment", "Pose", "Classify")  # whose outputs are laid out as `postprocess` reads them
+CHECKPOINTS = (".pt", ".pth")
+ACTIVATION = re.compile(r"(?:torch\.)?nn\.([A-Z]\w*)\([\w., =-]*\)")  # which the library evaluates as code
 SIZES = {"classify": (224, 224)}
 SIZE = (640, 640)
 
@@ -60,7 +64,7 @@ def build(model: ModelSpec, name: str, state: Mapping[str, Any] | None = None, *
         raise UserError(
             f"{model.source} has no published weights here; get the file yourself and give it as ultralytics:FILE.pt"
         )
-    module = _stored(tasks, model, name) if name.endswith(".pt") else _drawn(tasks, model, name, state)
+    module = _stored(tasks, model, name) if name.endswith(CHECKPOINTS) else _drawn(tasks, model, name, state)
     head = module.model[-1]
     end_to_end = getattr(head, "one2one_cv2", None) is not None  # a second head without suppression, always computed
     if type(head).__name__ not in HEADS or end_to_end:
@@ -92,18 +96,21 @@ def preprocess(task: str, channels: int = 3) -> Preprocess:
     return Preprocess(*plain, resize=1.0) if task == "classify" else Preprocess(*plain, letterbox=True)
 
 
-def size(task: str) -> tuple[int, int]:
-    """Height and width that such networks are trained for."""
-    return SIZES.get(task, SIZE)
+def size(task: str, name: str = "") -> tuple[int, int]:
+    """Height and width that such networks are trained for, or that a checkpoint says it was trained for."""
+    side = yolo_checkpoint.read(name).size if name.endswith(CHECKPOINTS) else 0
+    return (side, side) if side else SIZES.get(task, SIZE)
 
 
 def task_of(source: str, name: str) -> str:
     """The task of NAME.yaml, or of a checkpoint; a `UserError` for one that isn't measured here."""
     tasks = library()
-    if name.endswith(".pt"):
-        found = tasks.guess_model_task(_read(tasks, source, name))
-    else:
-        found = tasks.guess_model_task(_config(tasks, source, name))
+    stored = name.endswith(CHECKPOINTS)
+    return _task(tasks, source, yolo_checkpoint.read(name).config if stored else _config(tasks, source, name))
+
+
+def _task(tasks: Any, source: str, config: dict[str, Any]) -> str:
+    found = tasks.guess_model_task(config)
     if found not in TASKS:
         raise UserError(f"{source} is a network for {found or 'an unknown task'}; measured are {', '.join(TASKS)}")
     return str(found)
@@ -120,10 +127,12 @@ def check_size(source: str, stride: int, height: int, width: int) -> None:
 
 
 def _drawn(tasks: Any, model: ModelSpec, name: str, state: Mapping[str, Any] | None) -> Any:
-    task = task_of(model.source, name)
-    config = _config(tasks, model.source, name)
-    if state is not None:
-        model = _fitted(model, config, state)
+    config = _checked(tasks, model.source, _config(tasks, model.source, name))
+    return _built(tasks, model if state is None else _fitted(model, config, state), config)
+
+
+def _built(tasks: Any, model: ModelSpec, config: dict[str, Any]) -> Any:
+    task = _task(tasks, model.source, config)
     options: dict[str, Any] = {"ch": model.channels, "nc": model.classes, "verbose": False}
     if task == "pose" and model.keypoints:
         options["data_kpt_shape"] = list(model.keypoints)
@@ -135,22 +144,15 @@ def _drawn(tasks: Any, model: ModelSpec, name: str, state: Mapping[str, Any] | N
 
 
 def _stored(tasks: Any, model: ModelSpec, name: str) -> Any:
-    module = _read(tasks, model.source, name)
-    classes = len(getattr(module, "names", ()) or ())
-    if model.classes is not None and classes and model.classes != classes:
-        raise UserError(f"{model.source} tells {classes} classes apart, not {model.classes}; leave --classes away")
+    found = yolo_checkpoint.read(name)
+    weights = torch_archive.tensors(found.module)
+    config = _checked(tasks, model.source, found.config)
+    config["channels"] = channels = config.get("channels", config.get("ch", model.channels))
+    if channels != model.channels:
+        raise UserError(f"{model.source} takes images of {channels} channels; give --channels {channels}")
+    module = _built(tasks, _fitted(replace(model, weights=name), config, weights), config)
+    apply(module, weights, name, yolo_checkpoint.advice(name))
     return module
-
-
-def _read(tasks: Any, source: str, name: str) -> Any:
-    """The checkpoint's module. Its pickle may name ultralytics' and torch's own classes only."""
-    if not Path(name).is_file():  # the library would look for it on the network
-        raise UserError(f"{source}: there is no checkpoint {name}")
-    try:
-        return tasks.load_checkpoint(name)[0].eval()
-    except Exception as e:  # the library raises errors of many kinds for files that are no checkpoints of its own
-        reason = " ".join((str(e) or type(e).__name__).split())[:200]
-        raise UserError(f"{source} is no checkpoint that ultralytics reads: {reason}") from e
 
 
 def _config(tasks: Any, source: str, name: str) -> dict[str, Any]:
@@ -164,9 +166,33 @@ def _config(tasks: Any, source: str, name: str) -> dict[str, Any]:
             raise UserError(f"ultralytics has no network {name!r}; {hint}")
     try:
         found: dict[str, Any] = tasks.yaml_model_load(name)
+        if not found.get("scale") and Path(name).is_file():  # it reads the letter from the file's name alone
+            import yaml
+
+            found["scale"] = (yaml.safe_load(Path(name).read_text(encoding="utf-8")) or {}).get("scale", "")
     except Exception as e:  # of the YAML reader, which the library chooses
         raise UserError(f"{source} can't be read: {' '.join(str(e).split())[:200]}") from e
     return found
+
+
+def _checked(tasks: Any, source: str, config: dict[str, Any]) -> dict[str, Any]:
+    """The architecture, if it names layers alone: the library would call any function of its module by name."""
+    import torch
+
+    activation = config.get("activation")
+    if activation and not (isinstance(activation, str) and ACTIVATION.fullmatch(activation)):
+        raise UserError(f"{source}: the activation {str(activation)[:60]!r} is not a layer of torch.nn")
+    parts = [config.get("backbone"), config.get("head")]
+    if not all(isinstance(part, list) for part in parts):
+        raise UserError(f"{source} lists no layers under backbone and head")
+    for layer in (layer for part in parts for layer in part or ()):
+        name = str(layer[2]) if isinstance(layer, (list, tuple)) and len(layer) == 4 else ""
+        library, _, last = name.rpartition(".")
+        place = {"": tasks, "nn": torch.nn, "torchvision.ops": sys.modules.get("torchvision.ops")}.get(library)
+        found = getattr(place, last, None)
+        if not (isinstance(found, type) and issubclass(found, torch.nn.Module)):
+            raise UserError(f"{source}: {name or layer} is not a layer that ultralytics has")
+    return config
 
 
 def _names() -> list[str]:

@@ -1,0 +1,316 @@
+"""What a file of torch.save holds, read without running it: no class is imported, no function of the pickle is called.
+
+The file is a zip with a pickle beside the bytes of its tensors. What the pickle names is either a plain container, part
+of a tensor, or becomes a `Stub`: an object that keeps what it was given and does nothing. Sizes are checked against the
+zip's entries before anything is read. Needs torch only to make tensors.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import pickletools
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from dyno.worker.spec import UserError
+
+WEIGHTS, MODULE, PROGRAM, OTHER = "weights", "module", "program", "other"
+YOLO = "ultralytics.nn."  # the package of the classes in a YOLO's checkpoint
+MOST_PICKLE = 1 << 26  # bytes of a pickle without its tensors; that of a large YOLO has half a megabyte
+DEEPEST = 100  # modules inside one another
+HOLDING = ("ema", "model", "net", "state_dict", "model_state_dict")  # where training programs put a module
+# Storages as torch names them, with the type and the bytes of an element; untyped ones hold bytes.
+STORAGES = {
+    "Double": ("float64", 8), "Float": ("float32", 4), "Half": ("float16", 2), "BFloat16": ("bfloat16", 2),
+    "Long": ("int64", 8), "Int": ("int32", 4), "Short": ("int16", 2), "Char": ("int8", 1), "Byte": ("uint8", 1),
+    "Bool": ("bool", 1), "Untyped": ("uint8", 1),
+}  # fmt: skip
+PLAIN = {"collections.OrderedDict": OrderedDict, "builtins.set": set, "builtins.list": list, "builtins.dict": dict}
+REFUSED = {"EXT1", "EXT2", "EXT4", "NEXT_BUFFER", "READONLY_BUFFER"}
+
+
+class Stub:
+    """An object of a class that isn't imported: `args` it was made with, `state` it was given, `items` put into it."""
+
+    path = ""  # the class's module and name
+    args: tuple[Any, ...]
+    state: dict[Any, Any]
+    items: list[Any]
+
+    def __new__(cls, *args: Any, **_: Any) -> Stub:
+        made = object.__new__(cls)
+        made.args, made.state, made.items = args, {}, []
+        return made
+
+    def __call__(self, *args: Any, **options: Any) -> Stub:
+        return Stub(*args)
+
+    def __setstate__(self, state: Any) -> None:
+        # A pair is what an object with slots has.
+        parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
+        self.state = {key: value for part in parts if isinstance(part, dict) for key, value in part.items()}
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.items.append((key, value))
+
+    def append(self, value: Any) -> None:
+        """A list's item."""
+        self.items.append(value)
+
+    def extend(self, values: Any) -> None:
+        """A list's items."""
+        self.items.extend(values)
+
+    add = append
+    __hash__ = object.__hash__
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in the file: `read` gives the bytes of its storage, the rest says which of its elements it has."""
+
+    dtype: str
+    read: Callable[[], bytes]
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def tensor(self) -> Any:
+        """The torch tensor, on the CPU; raises RuntimeError where it would reach beyond its storage."""
+        import torch
+
+        content = bytearray(self.read())
+        dtype = getattr(torch, self.dtype)
+        flat = torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
+        return torch.as_strided(flat, self.shape, self.stride, self.offset)
+
+
+class Archive:
+    """A file of torch.save; a `UserError` where it is none, is damaged, or says other sizes than it has."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._zip = _opened(self.path)
+        names = self._zip.namelist()
+        self._root = next((name.partition("/")[0] for name in names if name.endswith("/data.pkl")), "")
+        self.program = any(name.startswith(f"{self._root}/code/") or name.endswith("/constants.pkl") for name in names)
+        if not self._root:
+            raise UserError(f"{path} is a zip file, but none of torch.save: it has no data.pkl")
+        entries = self._zip.infolist()
+        packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
+        if not self.program and (packed or sum(e.file_size for e in entries) > self.path.stat().st_size):
+            raise UserError(f"{path} is no file of torch.save: its entries are packed, or larger than the file")
+
+    @property
+    def names(self) -> list[str]:
+        """The classes and functions that the pickle names, but for those of plain containers and tensors."""
+        plain = ("torch.", "_codecs.")
+        return [name for name in self._named if not (name in PLAIN or name.startswith(plain))]
+
+    @property
+    def kind(self) -> str:
+        """WEIGHTS (tensors and plain containers), MODULE (a pickled nn.Module), PROGRAM (TorchScript) or OTHER."""
+        if self.program:
+            return PROGRAM
+        if self.yolo or any(name.startswith("torch.nn.modules.") for name in self._named):
+            return MODULE
+        return OTHER if self.names else WEIGHTS
+
+    @property
+    def yolo(self) -> bool:
+        """Whether it is a checkpoint of ultralytics."""
+        return not self.program and any(name.startswith(YOLO) for name in self.names)
+
+    def load(self) -> Any:
+        """What was saved: containers as they are, tensors as `Stored`, everything else as a `Stub`."""
+        assert self._named is not None  # reading the names has checked every opcode
+        try:
+            return _Reader(self._pickle, self._storage).load()
+        except UserError:
+            raise
+        # Whatever a pickle can do wrong with objects that do nothing.
+        except (pickle.UnpicklingError, ValueError, TypeError, AttributeError, KeyError, IndexError, EOFError) as e:
+            reason = (str(e) or type(e).__name__).splitlines()[0]
+            raise UserError(f"{self.path} is damaged, or no file of torch.save: {reason}") from e
+
+    @cached_property
+    def _named(self) -> list[str]:
+        return _named(self._pickle)
+
+    @cached_property
+    def _pickle(self) -> bytes:
+        info = self._zip.getinfo(f"{self._root}/data.pkl")
+        if info.file_size > MOST_PICKLE:
+            raise UserError(f"{self.path} holds a pickle of {info.file_size / 1e6:,.0f} MB, too large to be a model's")
+        return self._bytes(info.filename)
+
+    def _bytes(self, name: str) -> bytes:
+        try:
+            return self._zip.read(name)
+        except (zipfile.BadZipFile, EOFError, OSError) as e:
+            raise UserError(f"{self.path} is cut short or damaged: {e}") from e
+
+    def _storage(self, key: str, size: int) -> Callable[[], bytes]:
+        name = f"{self._root}/data/{key}"
+        there = self._zip.NameToInfo.get(name)
+        if there is None or there.file_size != size:
+            raise UserError(f"{self.path} is damaged: the size of the tensor {key!r} is not what its entry says")
+        return lambda: self._bytes(name)
+
+
+def what_to_do(archive: Archive) -> str:
+    """What a file that isn't a YOLO's checkpoint holds, and how it can be run: the end of a message."""
+    path, classes = archive.path, ", ".join(archive.names[:2])
+    if archive.kind == PROGRAM:
+        return f"it is a TorchScript program: give it as a model by itself, {path}"
+    if archive.kind == MODULE:
+        return (
+            f"it is a pickled module ({classes or 'of torch.nn'}), which only running its code brings back: give the "
+            f"function that builds it with its weights, FILE.py:FUNCTION --weights {path}; or, if you trust it, write "
+            f"two lines into FILE.py, import torch and def net(): return torch.load({str(path)!r}, "
+            "weights_only=False), and give FILE.py:net"
+        )
+    more = f" and objects ({classes})" if classes else ""
+    return f"it holds weights{more} without their network: give that too, e.g. torchvision:resnet50 --weights {path}"
+
+
+def tensors(module: Any) -> dict[str, Any]:
+    """Torch tensors by name of a module that was read, as its `state_dict()` has them; a `UserError` if damaged."""
+    found = {}
+    for name, stored in _stored(module, "", 0):
+        try:
+            found[name] = stored.tensor()
+        except (RuntimeError, ValueError) as e:
+            raise UserError(f"the tensor {name} reaches beyond the bytes that are stored of it") from e
+    return found
+
+
+def is_module(value: Any) -> bool:
+    """Whether it is a `Stub` of an nn.Module."""
+    return isinstance(value, Stub) and {"_modules", "_parameters", "_buffers"} <= set(value.state)
+
+
+def module_in(loaded: Any) -> Any:
+    """The `Stub` of the module in what was loaded: that itself, or under a usual key, the averaged weights first; None
+    where there is none."""
+    places = [loaded, *(loaded.get(key) for key in HOLDING)] if isinstance(loaded, dict) else [loaded]
+    return next((place for place in places if is_module(place)), None)
+
+
+def _stored(module: Any, prefix: str, depth: int) -> Iterator[tuple[str, Stored]]:
+    if not is_module(module) or depth > DEEPEST:
+        return
+    state = module.state
+    passing = state.get("_non_persistent_buffers_set") or ()
+    for kind in ("_parameters", "_buffers"):
+        for name, value in _items(state[kind]):
+            if isinstance(value, Stored) and not (kind == "_buffers" and name in passing):
+                yield f"{prefix}{name}", value
+    for name, inner in _items(state["_modules"]):
+        yield from _stored(inner, f"{prefix}{name}.", depth + 1)
+
+
+def _items(value: Any) -> list[tuple[str, Any]]:
+    return [(str(key), item) for key, item in value.items()] if isinstance(value, Mapping) else []
+
+
+def _opened(path: Path) -> zipfile.ZipFile:
+    try:
+        return zipfile.ZipFile(path)
+    except FileNotFoundError:
+        raise UserError(f"there is no checkpoint {path}") from None
+    except (zipfile.BadZipFile, OSError, ValueError) as e:
+        raise UserError(f"{path} is cut short, or in no format of torch.save since PyTorch 1.6") from e
+
+
+def _named(content: bytes) -> list[str]:
+    """The classes and functions that a pickle names, in order, from its opcodes alone; checks them on the way."""
+    texts: list[str] = []
+    memo: dict[int, str] = {}
+    found: dict[str, None] = {}
+    last = ""  # the text on top of the stack, "" where something else is
+    try:
+        argument: Any
+        for count, (opcode, argument, _) in enumerate(pickletools.genops(content)):
+            name = opcode.name
+            # Python's reader makes room for as many memos as the highest number says.
+            if name in REFUSED or (name.endswith("PUT") and not 0 <= argument <= count):
+                raise UserError(f"the pickle has {name} {argument}, which no model needs; it isn't read")
+            if name in ("GLOBAL", "INST"):
+                found[_known(*argument.split(" ", 1))] = None
+            elif name == "STACK_GLOBAL":
+                found[_known(*texts[-2:])] = None
+            elif name == "MEMOIZE" or name.endswith("PUT"):
+                memo[len(memo) if name == "MEMOIZE" else argument] = last
+                continue
+            last = memo.get(argument, "") if name.endswith("GET") else argument if isinstance(argument, str) else ""
+            texts += [last] if last else []
+    except (ValueError, TypeError) as e:
+        raise UserError(f"the pickle is cut short or damaged: {str(e).splitlines()[0] if str(e) else e!r}") from e
+    return list(found)
+
+
+def _known(module: str, name: str) -> str:
+    return f"{'builtins' if module in ('__builtin__', 'builtins') else module}.{name}"
+
+
+class _Guarded:
+    """A function of ours that a pickle may call, and not change."""
+
+    __slots__ = ("_function",)
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return self._function(*args)
+
+    def __setstate__(self, state: Any) -> None:
+        raise pickle.UnpicklingError("a function is given a state")
+
+
+class _Reader(pickle.Unpickler):
+    """Knows plain containers and what tensors are made of; `storage` finds the bytes of one."""
+
+    def __init__(self, content: bytes, storage: Callable[[str, int], Callable[[], bytes]]) -> None:
+        super().__init__(io.BytesIO(content), encoding="utf-8", errors="replace")
+        self._storage = storage
+        self._stubs: dict[str, type[Stub]] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        path = _known(module, name)
+        if path in PLAIN:
+            return PLAIN[path]
+        if path == "torch._utils._rebuild_tensor_v2":
+            return _Guarded(_rebuilt)
+        if path in ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state"):
+            return _Guarded(lambda data, *_: data)
+        if path == "torch.Size":
+            return _Guarded(lambda axes=(): tuple(axes))
+        if path not in self._stubs:
+            self._stubs[path] = type("Stub", (Stub,), {"path": path})
+        return self._stubs[path]
+
+    def persistent_load(self, pid: Any) -> Any:
+        if not (isinstance(pid, tuple) and len(pid) == 5 and pid[0] == "storage"):
+            raise pickle.UnpicklingError("it refers to something that is no tensor")
+        _, kind, key, _, count = pid
+        name = getattr(kind, "path", "").rpartition(".")[2].removesuffix("Storage")
+        if name not in STORAGES or not isinstance(key, str) or type(count) is not int:
+            raise pickle.UnpicklingError(f"it has a tensor of an unknown kind, {name or type(kind).__name__}")
+        dtype, size = STORAGES[name]
+        return dtype, self._storage(key, count * size)
+
+
+def _rebuilt(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> Stored:
+    numbers = [offset, *shape, *stride]
+    if len(shape) != len(stride) or any(type(n) is not int or n < 0 for n in numbers):
+        raise pickle.UnpicklingError("a tensor's shape is none")
+    dtype, read = storage
+    return Stored(str(dtype), read, offset, tuple(shape), tuple(stride))
