@@ -82,7 +82,8 @@ class Study:
     measured `confirm` times again after the selection (default 2, else 0), and mixed precisions are tried where int8 or
     fp16 fails it (`search`, default with a budget). `routes` are ways to the ONNX file that are measured each, for the
     backends that read one: `dynamo`, `torchscript`, `static`, `fold`, `opset17` joined by +, or `all`. `runtime` maps
-    a backend's name to `{python, env}` for another interpreter. `peak` finds, before the rounds, the most arithmetic that the device does, for shares of it in tables.
+    a backend's name to `{python, env}` for another interpreter. `peak` finds, before the rounds, the most arithmetic
+    that the device does, for shares of it in tables.
     Seconds are per trial, round and boundary.
     """
 

@@ -115,7 +115,8 @@ def test_fixed_shapes_that_a_file_can_not_have_are_refused(tmp_path: Path) -> No
     value = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["n", 3, 8, 8])
     out = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, ["n", 3, 8, 8])
     graph = onnx.helper.make_graph([onnx.helper.make_node("Relu", ["x"], ["y"])], "g", [value], [out])
-    onnx.save(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)]), tmp_path / "m.onnx")
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=10)
+    onnx.save(model, tmp_path / "m.onnx")
     from dyno.worker.onnx_file import given
 
     parent = given(str(tmp_path / "m.onnx"), None, tmp_path)
