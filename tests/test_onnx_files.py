@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,9 @@ def measured(call: Call, model: Any, *words: object) -> list[dict[str, str]]:
 def test_files_of_many_kinds_run_in_fp32_and_int8(call: Call, photos: Path, model: Any, size: str) -> None:
     found = measured(call, model, "--precision", "fp32,int8", "--data", photos)
     assert [(row["status"], row["size"]) for row in found] == [("ok", size)] * 4
+    if model.graph.input[0].type.tensor_type.shape.dim[0].dim_value == -1:
+        jobs = [json.loads(path.read_text()) for path in Path("run").glob("trials/*/r0/job.json")]
+        assert all(any("(-1)" in line for line in job["artifact"]["made_by"]["warnings"]) for job in jobs)
 
 
 @pytest.mark.slow
