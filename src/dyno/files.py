@@ -146,7 +146,7 @@ def _trial(study: Study, precision: str) -> Trial:
         raise UserError(f"a file is for one image size, not for {', '.join(study.sizes)}")
     model, found = look(model_spec(study, study.models[0]), study)
     size = sizes(study, found)[0]
-    data = prepared(study, model, size) if study.data else DataSpec(count=1)
+    data = prepared(study, model, size) if study.data or study.calibration else DataSpec(count=1)
     runtime = Runtime(threads=system.physical_cores())
     return Trial(model, "", precision, Dims(0, *size), data=data, runtime=runtime)
 

@@ -56,7 +56,7 @@ def model_spec(study: Study, source: str) -> ModelSpec:
         "seed": study.seed,
         "classes": study.classes,
         "channels": study.channels,
-        "preprocess": normalised(Preprocess(), study),
+        "preprocess": normalised(Preprocess(), study, study.channels),
     }
     if study.weights:
         path = _existing(study.weights, "weights file")
@@ -89,13 +89,13 @@ def _no_model(source: str) -> str:
     return f"model {source!r} says not where it comes from; write torchvision:{source} or timm:{source}"
 
 
-def normalised(preprocess: Preprocess, study: Study) -> Preprocess:
+def normalised(preprocess: Preprocess, study: Study, channels: int) -> Preprocess:
     """The study's own mean and std; one that does not fit the channels becomes 0.5, so that pixels lie in -1..1."""
     if study.mean:
         return replace(preprocess, mean=study.mean, std=study.std)
-    if len(preprocess.mean) == study.channels:
+    if len(preprocess.mean) == channels:
         return preprocess
-    return replace(preprocess, mean=(0.5,) * study.channels, std=(0.5,) * study.channels)
+    return replace(preprocess, mean=(0.5,) * channels, std=(0.5,) * channels)
 
 
 def _existing(text: str, what: str) -> Path:
@@ -154,11 +154,12 @@ def look(model: ModelSpec, study: Study) -> tuple[ModelSpec, dict[str, Any]]:
                 raise Died(model.name, record)
             _keep(Path(scratch) / "look", folder)
     found = record.facts
-    preprocess = normalised(from_json(Preprocess, found["preprocess"]), study)
+    channels = found.get("channels", study.channels)
+    preprocess = normalised(from_json(Preprocess, found["preprocess"]), study, channels)
     task, points = found.get("task", "classify"), tuple(found.get("keypoints", ()))
     described = tuple(from_json(InputSpec, each) for each in found.get("inputs", ()))
     model = replace(model, task=task, classes=found.get("classes", model.classes), keypoints=points, inputs=described)
-    return replace(model, preprocess=preprocess, precision=found.get("precision", "")), found
+    return replace(model, preprocess=preprocess, channels=channels, precision=found.get("precision", "")), found
 
 
 def _looking(model: ModelSpec, name: str, study: Study) -> Runtime:

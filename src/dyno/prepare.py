@@ -29,15 +29,24 @@ RANKED = {"int8", "fp16"}  # precisions whose layers are ranked on images, where
 def prepared(
     study: Study, model: ModelSpec, size: tuple[int, int], outputs: int = 0, console: Console | None = None
 ) -> DataSpec:
-    """The study's images decoded for this model and size, or random inputs when it has none.
+    """The study's images decoded for this model and size, or random inputs when it has none, not even to calibrate on.
 
     `outputs` is how many classes the model tells apart (0: not known). Every image that isn't to train on is tested on,
     but for those that are set aside where `calibrates(study)` and there are no others. Raises `UserError` when the data
     is for another task or has other classes.
     """
-    if not study.data:
+    if not study.data and not study.calibration:
         return DataSpec(count=study.compared, seed=study.seed)
+    if not all(size):
+        raise UserError(f"{model.name} has no image input (N x C x H x W) that images could be fed to; omit --data")
     cache = cache_dir() / "datasets"
+    if not study.data:
+        folder = Path(study.calibration)
+        how: dict[str, Any] = {"on_unreadable": study.unreadable, "channels": model.channels}
+        with decoding(console) as progress:
+            data = datasets.calibration_alone(folder, cache, size, model.preprocess, progress=progress, **how)
+        say_left_out(datasets.meta(data), console)
+        return data
     if study.data == "digits":
         return _digits(cache, model, size, outputs)
     path, outputs = Path(study.data), outputs or model.classes or 0

@@ -19,7 +19,7 @@ from dyno.datasets import cache as store
 from dyno.datasets import coco, yolo
 from dyno.datasets.decode import Progress as Progress
 from dyno.datasets.decode import Transform, library_version
-from dyno.datasets.folders import scan
+from dyno.datasets.folders import scan, tuning
 from dyno.datasets.kinds import kind as kind
 from dyno.datasets.photos import CALIBRATION, How, spec, spread, stored
 from dyno.datasets.photos import OnUnreadable as OnUnreadable
@@ -99,6 +99,23 @@ def class_folders(
     how = dataclasses.replace(how, set_aside=_number(calibration) if set_aside else 0)
     folder = Path(folder).resolve()
     return stored(scan(folder, calibration, seed, train, outputs), folder, how)
+
+
+def calibration_alone(
+    folder: Path,
+    cache: Path,
+    size: tuple[int, int],
+    preprocess: Preprocess,
+    on_unreadable: OnUnreadable = "refuse",
+    progress: Progress | None = None,
+    channels: int = 3,
+) -> DataSpec:
+    """All images below the folder, without labels, as test and as calibration images in one.
+
+    They serve to calibrate, to time and to compare outputs on, not to be right about. Decoded as in `class_folders`.
+    """
+    how = How(Path(cache), Transform(size, preprocess, channels), on_unreadable, progress)
+    return stored(tuning(folder), Path(folder).resolve(), how)
 
 
 def annotated(

@@ -46,6 +46,13 @@ def scan(folder: Path, calibration: int | Path, seed: int, train: bool = False, 
     return _listing(folder, classes, standard, test + [photo for photo in marked if train or photo.tunes])
 
 
+def tuning(folder: Path) -> Listing:
+    """The images of a calibration folder where there are no others to test on."""
+    photos = [replace(photo, split="test", tunes=True) for photo in loose(folder)]
+    said = "outputs are compared on the calibration images themselves; give --data for others"
+    return Listing(printable(folder.resolve().name), [], photos, about={"label_source": "none", "warnings": [said]})
+
+
 def _listing(folder: Path, classes: list[str], standard: bool, photos: list[Photo], own: bool = False) -> Listing:
     """The photos labelled by their folder's place, or by its place among ImageNet's 1,000 classes."""
     name, about = printable(folder.name), {"label_source": "imagenet1k" if standard else "folders"}

@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.inputs import Images, batches
+from dyno.worker.layout import axes, channels_last
 from dyno.worker.spec import Artifact, DataSpec, Recipe, Tensor, UserError
 
 SAMPLES = 128
-NO_DATA = "int8 needs real calibration images: give --data"
+NO_DATA = "int8 needs real calibration images: give --data, or --calibration"
 
 
 class CalibrationImages:
-    """Batches of the recipe's data as the model reads them: NCHW, normalised or uint8, at most option `samples` images.
+    """Batches of the recipe's data as the model reads them: normalised or uint8, at most option `samples` images.
 
     The batch is the file's own, 1 where it is free. Images are spread evenly over the split, so that a split sorted by
     class still shows every class. No data, or data of another shape than the model reads, is a `UserError`.
@@ -29,7 +30,7 @@ class CalibrationImages:
         self.data, self.input = recipe.data, _image_input(parent)
         if not (Path(self.data.folder) / f"{self.data.split}.npy").is_file():
             raise UserError(f"the data set {self.data.name} has no {self.data.split} split, which int8 needs")
-        self._images = Images(self.data, recipe.model.preprocess)
+        self._images = Images(self.data, recipe.model.preprocess, channels_last(self.input.shape))
         _check_shape(self.input, self._images.shape, self.data.name)
         self._asked = _samples(recipe)
         self.found, self.count = len(self._images), min(len(self._images), self._asked)
@@ -52,7 +53,8 @@ class CalibrationImages:
     def feeds(self, start: int, end: int) -> Iterator[dict[str, np.ndarray]]:
         """Feeds of the batches from start up to end."""
         for k in range(start, end):
-            yield {self.input.name: self._images.batch(k * self.batch, self.batch, self.input.dtype)}
+            images = self._images.batch(k * self.batch, self.batch, self.input.dtype)
+            yield {self.input.name: images.astype(self.input.dtype, copy=False)}
 
 
 def _samples(recipe: Recipe) -> int:
@@ -70,8 +72,9 @@ def _image_input(parent: Artifact) -> Tensor:
 
 
 def _check_shape(tensor: Tensor, shape: tuple[int, ...], name: str) -> None:
-    if any(isinstance(want, int) and want != have for want, have in zip(tensor.shape[1:], shape, strict=True)):
-        has, wants = ("x".join(map(str, sizes)) for sizes in (shape, tensor.shape[1:]))
+    wanted = [tensor.shape[axis] for axis in axes(tensor.shape)]
+    if any(isinstance(want, int) and want != have for want, have in zip(wanted, shape, strict=True)):
+        has, wants = ("x".join(map(str, sizes)) for sizes in (shape, wanted))
         raise UserError(
             f"the calibration images of {name} are {has}, but the model reads {wants}; give the --size it wants"
         )
@@ -84,7 +87,9 @@ def example(recipe: Recipe, parent: Artifact) -> dict[str, np.ndarray]:
     first = next((tensor.shape[0] for tensor in parent.inputs if tensor.shape), 1)
     dims = replace(recipe.dims, batch=first if isinstance(first, int) else 1)
     model = recipe.model
-    return next(batches(DataSpec(), model.preprocess, parent.inputs, dims, 1, model.inputs))
+    made = next(batches(DataSpec(), model.preprocess, parent.inputs, dims, 1, model.inputs))
+    kinds = {tensor.name: tensor.dtype for tensor in parent.inputs}
+    return {name: array.astype(kinds.get(name, array.dtype), copy=False) for name, array in made.items()}
 
 
 def reader(feeds: Iterator[dict[str, np.ndarray]]) -> Any:

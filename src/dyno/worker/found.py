@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from dyno.worker.layout import channels_first
 from dyno.worker.pipeline import Outputs
 from dyno.worker.postprocess import detections
 from dyno.worker.ranks import Ranks
@@ -22,7 +23,7 @@ class Found(Ranks):
         super().__init__(batch, count)
         self._task, self._model = trial.model.task, trial.model
         self._samples = real.images.index[:count]
-        self._input_size = (int(real.shape[2]), int(real.shape[3]))
+        self._input_size = channels_first(real.shape)[2:]
         try:
             self._sizes = np.load(Path(trial.data.folder) / "sizes.npy")
         except (OSError, ValueError) as e:

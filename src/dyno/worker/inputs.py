@@ -12,18 +12,21 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.input_specs import Values, shape_of
+from dyno.worker.layout import CHANNELS_LAST, MOST_CHANNELS, arranged, channels_first, channels_last
 from dyno.worker.shapes import static_shapes
 from dyno.worker.spec import DataSpec, Dims, InputSpec, Option, Preprocess, Tensor, UserError
 
 FEEDS = 4  # different batches that timing with copies rotates through, so that no cache serves one batch for ever
-MOST_CHANNELS = 4  # of an image; an input N x C x H x W with more is something else
 READ = ("float32", "uint8")  # what the option `input` may be: normalised images, or their pixels
 
 
 class Images:
-    """The split of a decoded data set, normalised as the model wants it; `len` is its number of images."""
+    """The split of a decoded data set, normalised as the model wants it; `len` is its number of images.
 
-    def __init__(self, data: DataSpec, preprocess: Preprocess) -> None:
+    With `last` batches are N x H x W x C.
+    """
+
+    def __init__(self, data: DataSpec, preprocess: Preprocess, last: bool = False) -> None:
         folder = Path(data.folder)
         try:
             self._pixels = np.asarray(np.load(folder / "images.npy", mmap_mode="r"))  # a memmap's own views are slow
@@ -33,7 +36,7 @@ class Images:
             raise UserError(
                 f"the decoded data set in {folder} can't be read ({e}); remove the folder to decode again"
             ) from e
-        self._preprocess = preprocess
+        self._preprocess, self._last = preprocess, last
         self.shape = tuple(int(n) for n in self._pixels.shape[1:])
 
     def __len__(self) -> int:
@@ -41,7 +44,7 @@ class Images:
 
     def batch(self, start: int, count: int, dtype: str = "float32") -> np.ndarray:
         """`count` images from `start` on, wrapping around: N x C x H x W, float32, or the pixels as uint8."""
-        return _as_read(self._pixels[self._chosen(start, count)], self._preprocess, dtype)
+        return arranged(_as_read(self._pixels[self._chosen(start, count)], self._preprocess, dtype), self._last)
 
     def read_into(self, place: np.ndarray, start: int) -> None:
         """What `batch` makes of as many images as `place` is long, written there: pixels where it is uint8.
@@ -49,14 +52,18 @@ class Images:
         Pixels in one call, because every call holds up the thread that drives the engine for a moment; else image by
         image, so that what is worked on stays in the processor's cache.
         """
-        if place.dtype == np.uint8:
+        place = place.transpose(CHANNELS_LAST) if self._last else place
+        if place.dtype == np.uint8 and place.flags.c_contiguous:
             np.take(self._pixels, self._chosen(start, len(place)), axis=0, out=place, mode="clip")
             return
         mean, std = (each[0] for each in normalisation(self._preprocess, place.shape[1]))
-        direct = place.dtype == np.float32
+        direct, raw = place.dtype == np.float32, place.dtype == np.uint8
         made: np.ndarray = np.empty(place.shape[1:], np.float32)
         for i, chosen in enumerate(self._chosen(start, len(place))):
             made = place[i] if direct else made
+            if raw:
+                place[i] = self._pixels[chosen]
+                continue
             np.copyto(made, self._pixels[chosen])
             made /= 255
             made -= mean
@@ -149,9 +156,9 @@ def opened(
 ) -> tuple[str, tuple[int, ...], Images]:
     """The one input that takes images, its shape, and the images; a `UserError` where they don't fit it."""
     name, shape = _image_input(tensors, static_shapes(tensors, dims))
-    images = Images(data, preprocess)
-    if images.shape != shape[1:]:
-        has, wants = ("x".join(map(str, s)) for s in (images.shape, shape[1:]))
+    images, wanted = Images(data, preprocess, channels_last(shape)), channels_first(shape)[1:]
+    if images.shape != wanted:
+        has, wants = ("x".join(map(str, s)) for s in (images.shape, wanted))
         raise UserError(f"the images are {has} but the model's input {name!r} is {wants}; give the --size it wants")
     return name, shape, images
 
@@ -165,8 +172,9 @@ def _image_input(tensors: Sequence[Tensor], wanted: dict[str, tuple[int, ...]]) 
 
 def _random(rng: np.random.Generator, dtype: str, shape: tuple[int, ...], preprocess: Preprocess) -> np.ndarray:
     floating = dtype.startswith(("float", "bfloat"))
-    if len(shape) == 4 and shape[1] <= MOST_CHANNELS and (floating or dtype == "uint8"):
-        return _as_read(rng.integers(0, 256, shape, np.uint8), preprocess, dtype)
+    if len(shape) == 4 and channels_first(shape)[1] <= MOST_CHANNELS and (floating or dtype == "uint8"):
+        pixels = rng.integers(0, 256, channels_first(shape), np.uint8)
+        return arranged(_as_read(pixels, preprocess, dtype), channels_last(shape))
     if floating:
         return rng.standard_normal(shape, dtype=np.float32)
     if dtype == "bool":
@@ -184,7 +192,9 @@ def fingerprint(feeds: Sequence[dict[str, np.ndarray]], preprocess: Preprocess |
         for name in sorted(feed):
             array = feed[name]
             if preprocess is not None and array.ndim == 4 and array.dtype == np.uint8:
-                array = _as_read(array, preprocess, "float32")
+                last = channels_last(array.shape)
+                pixels = array.transpose(CHANNELS_LAST) if last else array
+                array = arranged(_as_read(pixels, preprocess, "float32"), last)
             hashed.update(name.encode())
             hashed.update(np.ascontiguousarray(array).tobytes())
     return hashed.hexdigest()

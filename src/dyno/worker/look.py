@@ -6,14 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dyno.worker import flops, models, module_inputs, onnx_file, task_facts, ultralytics_models
+from dyno.worker import file_images, flops, models, module_inputs, onnx_file, task_facts, ultralytics_models
+from dyno.worker.file_images import DEFAULT_SIZE
 from dyno.worker.input_specs import resolved
 from dyno.worker.module_inputs import Taken
 from dyno.worker.shapes import static_shapes
 from dyno.worker.spec import ENGINE_FILES, Dims, ModelSpec, Tensor, Trial, UserError, to_json
 from dyno.worker.torch_support import tensors as tensors_of
-
-DEFAULT_SIZE = 224
 
 
 def look(
@@ -21,12 +20,13 @@ def look(
 ) -> dict[str, Any]:
     """What Dyno needs to know before it lists trials.
 
-    Returns `preprocess`, `size` [h, w] (the model's own), `batch` (0: any), `usual_batch` (of its example inputs),
-    `batches` (an engine's smallest, best and largest), `fixed_size` (a file that takes one only), `inputs` (see
-    `ModelSpec.inputs`), `outputs` (how many classes a classifier's scores are of, else 0), `flops` (of one image, by
-    size: "224", "480x640"; nothing where they can't be counted) and, for a module, `parameters`; where it is known what
-    the network is for, `task`, `classes` and `keypoints`. `asked` is the user's word on inputs by name,
-    `task` on what the network is for. A model, checkpoint, input or size that doesn't work is a `UserError`.
+    Returns `preprocess`, `size` [h, w] (the model's own), `batch` (0: any), `usual_batch` (of its example inputs, or
+    what a file's metadata says), `batches` (an engine's smallest, best and largest), `fixed_size` (a file that takes
+    one only), `inputs` (see `ModelSpec.inputs`), `outputs` (how many classes a classifier's scores are of, else 0),
+    `flops` (of one image, by size: "224", "480x640"; nothing where they can't be counted), for a module `parameters`
+    and for a file `channels`; where it is known what the network is for, `task`, `classes` and `keypoints`. `asked` is
+    the user's word on inputs by name, `task` on what the network is for. A model, checkpoint, input or size that
+    doesn't work is a `UserError`.
     """
     return _file(trial, sizes, asked, task) if trial.model.file else _module(trial.model, sizes, asked, task)
 
@@ -143,15 +143,15 @@ def _file(trial: Trial, sizes: list[list[int]], asked: Mapping[str, Mapping[str,
     tensors, outputs = reader.read_io(model.file)
     if not tensors:
         raise UserError(f"{model.file} has no inputs, so there is nothing to run it on; export the model with one")
-    image = next((t for t in tensors if len(t.shape) == 4), None)
-    found: dict[str, Any] = {"preprocess": to_json(model.preprocess), "batch": _fixed(tensors, 0), "size": [0, 0]}
+    if reader is onnx_file:
+        onnx_file.check(model.file)
+    found: dict[str, Any] = {"preprocess": to_json(model.preprocess), "batch": _fixed(tensors, 0)}
+    shapes = {name: resolved(words["shape"], 1) for name, words in asked.items() if "shape" in words}
+    found |= file_images.described(model, tensors, shapes, sizes)
+    model = replace(model, channels=found.get("channels", model.channels))
     found["outputs"], found["flops"] = _classes([tensor.shape for tensor in outputs]), {}
     found["precision"] = reader.read_precision(model.file)
     found["signature"] = [[list(tensor.shape) for tensor in side] for side in (tensors, outputs)]
-    if image is not None:
-        size = [_number(image.shape[2]), _number(image.shape[3])]
-        found["size"] = [side or DEFAULT_SIZE for side in size]
-        found["fixed_size"] = all(size)
     said = task_facts.read(model.file) if reader is onnx_file else {}
     found |= task_facts.facts(model, task, said, [t.shape for t in outputs])
     if hasattr(reader, "read_batches"):  # an engine knows which batches it was built for
@@ -159,7 +159,7 @@ def _file(trial: Trial, sizes: list[list[int]], asked: Mapping[str, Mapping[str,
     lengths = [words["shape"][0] for words in asked.values() if words.get("shape")]
     if lengths and isinstance(lengths[0], int):
         found["batch"] = lengths[0]
-    batch = found["batch"] or found.get("batches", [1, 1])[1]
+    batch = found["batch"] or found.get("batches", [1, found.get("usual_batch", 1)])[1]
     shapes = {name: resolved(words["shape"], batch) for name, words in asked.items() if "shape" in words}
     dims = Dims(batch, found["size"][0], found["size"][1], shapes)
     static_shapes(tensors, dims)

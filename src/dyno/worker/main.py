@@ -195,7 +195,9 @@ def make_file(job: Job, journal: Journal) -> None:
     inherited: dict[str, Any] = {key: before[key] for key in INHERITED if key in before}
     # A file that the user gave was described, not made: nobody knows what it took.
     steps = [step] if Path(made.path).resolve().is_relative_to(journal.folder.resolve()) else []
-    made_by = {**inherited, **made.made_by, "steps": [*before.get("steps", []), *steps]}
+    # What is to be said of a file holds for all that is made from it.
+    warnings = [*dict.fromkeys([*before.get("warnings", ()), *made.made_by.get("warnings", ())])]
+    made_by = {**inherited, **made.made_by, "steps": [*before.get("steps", []), *steps], "warnings": warnings}
     journal.record = replace(journal.record, artifact=replace(made, seconds=seconds, made_by=made_by))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -47,4 +48,17 @@ def session(model: str | bytes, *, optimised: bool = True, threads: int = 0) -> 
     options.intra_op_num_threads = threads or physical_cores()
     if not optimised:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    try:
+        return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    except MemoryError:
+        raise
+    except Exception as e:  # the library's errors have no base of their own
+        raise UserError(f"ONNX Runtime, which checks and calibrates the graph, refuses it: {said(e)}") from e
+
+
+def said(error: Exception) -> str:
+    """ONNX Runtime's error in one line, without its codes, the file's name and where in its source that is."""
+    text = " ".join(str(error).split())
+    text = re.sub(r"^\[ONNXRuntimeError\] : \d+ : \w+ : ", "", text)
+    text = re.sub(r"^Load model from .*? failed: ?", "", text)
+    return re.sub(r"^\S+\.(?:cc|h):\d+ .*?\) (?=\S)", "", text)[:300]

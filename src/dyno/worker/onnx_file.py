@@ -8,11 +8,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from dyno.worker import onnx_opset
+from dyno.worker import onnx_opset, onnx_repair
 from dyno.worker.extras import install
 from dyno.worker.onnx_weights import beside
 from dyno.worker.spec import Artifact, Option, Tensor, Unavailable, UserError
-from dyno.worker.torch_support import first_line
 
 QUANTISED = set(
     "QuantizeLinear DequantizeLinear DynamicQuantizeLinear QLinearConv QLinearMatMul QGemm ConvInteger "
@@ -46,15 +45,26 @@ def read_precision(path: str) -> str:
     return names.get(weights.most_common(1)[0][0], "fp32") if weights else "fp32"
 
 
-def given(path: str, wanted: Option | None, folder: Path) -> Artifact:
-    """The user's own file; a copy in the `wanted` opset where it is in a later one, which the engine may misread."""
+def check(path: str) -> None:
+    """A `UserError` for a graph that ONNX's own checker refuses, or whose weights are not where it says."""
     onnx = import_onnx()
-    model = _read(path)
+    _read(path)
+    for file in beside(Path(path)):
+        if not file.is_file():
+            raise UserError(f"{path} keeps weights in {file}, which doesn't exist; put it back beside it")
     try:
         onnx.checker.check_model(path)
     except onnx.checker.ValidationError as e:
-        raise UserError(f"{path} is not a valid ONNX graph: {first_line(e)}") from e
-    made_by = {
+        reason = " ".join(line.strip() for line in str(e).splitlines()[:2] if line.strip())
+        raise UserError(f"{path} is not a valid ONNX graph: {reason[:300]}") from e
+
+
+def given(path: str, wanted: Option | None, folder: Path) -> Artifact:
+    """The user's own file; a copy where it needs `onnx_repair`, or is in a later opset than `wanted`."""
+    onnx = import_onnx()
+    model = _read(path)
+    check(path)
+    made_by: dict[str, Any] = {
         "backend": "given",
         "opset": opset_of(Path(path)),
         "parameters": sum(math.prod(t.dims) for t in model.graph.initializer),
@@ -62,11 +72,16 @@ def given(path: str, wanted: Option | None, folder: Path) -> Artifact:
         "warnings": [],
     }
     copy = folder / "model.onnx"
+    repaired, made_by["warnings"] = onnx_repair.repaired(model)
+    if made_by["warnings"]:
+        onnx.load_external_data_for_model(repaired, str(Path(path).parent))
+        onnx_repair.save(repaired, copy)
+        model, path = repaired, str(copy)
     if isinstance(wanted, int) and opset_of(Path(path)) > wanted and not beside(Path(path)):
         try:
             onnx.save(onnx_opset.in_opset(model, wanted), copy)
         except UserError as e:  # a later engine may read it all the same, and one that doesn't will say so
-            made_by["warnings"] = [str(e)]
+            made_by["warnings"].append(str(e))
         else:
             made_by["opset"], path = wanted, str(copy)
     return artifact(path, 0.0, made_by)
@@ -100,7 +115,7 @@ def _tensor(value: Any) -> Tensor:
     onnx = import_onnx()
     kind = value.type.tensor_type
     shape = tuple(
-        dim.dim_value if dim.HasField("dim_value") else dim.dim_param or f"{value.name}_{axis}"
+        dim.dim_value if dim.dim_value > 0 else dim.dim_param or f"{value.name}_{axis}"
         for axis, dim in enumerate(kind.shape.dim)
     )
     known = kind.elem_type != onnx.TensorProto.UNDEFINED

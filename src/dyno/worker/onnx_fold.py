@@ -16,6 +16,7 @@ from dyno.worker.onnx_check import session
 from dyno.worker.onnx_opset import DOMAINS
 from dyno.worker.torch_support import first_line
 
+TYPES = {"tensor(float)": "FLOAT", "tensor(float16)": "FLOAT16", "tensor(double)": "DOUBLE", "tensor(int64)": "INT64"}
 APART = 1e-2  # of the largest output: the two graphs differ by rounding alone, which deep networks amplify
 
 Folder = Callable[[Any, Path], Any]
@@ -36,14 +37,14 @@ def folded(model: Any, feeds: Mapping[str, np.ndarray], scratch: Path) -> tuple[
             made = onnx.shape_inference.infer_shapes(fold(_copy(model), scratch), data_prop=True)
             onnx.checker.check_model(made)
             if _same(expected, _outputs(made, feeds)):
-                return made, []
+                return _typed(made), []
             notes.append(f"{fold.__name__.strip('_')}: other outputs")
         except MemoryError:
             raise
         except Exception as e:  # rewriters raise nearly everything on graphs that they don't expect
             notes.append(f"{fold.__name__.strip('_')}: {first_line(e)[:120]}")
     inferred = onnx.shape_inference.infer_shapes(model, data_prop=True)
-    return inferred, [f"constants and batch norms could not be folded ({'; '.join(notes)})"]
+    return _typed(inferred), [f"constants and batch norms could not be folded ({'; '.join(notes)})"]
 
 
 def lifted(model: Any) -> Any:
@@ -71,6 +72,23 @@ def lifted(model: Any) -> Any:
     # Before IR version 4 every initialiser had to be an input.
     made.ir_version = max(made.ir_version, onnx.IR_VERSION_2019_1_22 + 1)
     return made
+
+
+def _typed(model: Any) -> Any:
+    """The graph with a type for every tensor; ONNX Runtime knows those behind operators that aren't ONNX's own."""
+    import onnx
+
+    known = {value.name for value in (*model.graph.value_info, *model.graph.input, *model.graph.output)}
+    unknown = [name for node in model.graph.node for name in node.output if name and name not in known]
+    if not unknown:
+        return model
+    asked = _copy(model)
+    asked.graph.output.extend(onnx.ValueInfoProto(name=name) for name in unknown)
+    for seen in session(asked.SerializeToString(), optimised=False).get_outputs():
+        if seen.name in unknown and seen.type in TYPES:
+            kind = getattr(onnx.TensorProto, TYPES[seen.type])
+            model.graph.value_info.append(onnx.helper.make_tensor_value_info(seen.name, kind, seen.shape))
+    return model
 
 
 def _constant(node: Any) -> Any:

@@ -57,6 +57,7 @@ def mixed(model: Any, blocked: set[str], large: list[str]) -> tuple[Any, list[st
     import onnx
     from onnxconverter_common import float16
 
+    _own_outputs(model.graph)
     named(model.graph)
     kept = sorted({*sensitive(), *blocked})
     _own_weights(model.graph, [node for node in model.graph.node if node.op_type in kept or node.name in large])
@@ -98,6 +99,23 @@ def _summary(said: list[str]) -> list[str]:
         return others
     holds = np.finfo(np.float16).max
     return [f"weights up to {largest:.3g} are beyond what FP16 holds and were cut to {holds:.0f}", *others]
+
+
+def _own_outputs(graph: Any) -> None:
+    """Let nodes that read an output of the graph read what it is made from.
+
+    The converter casts the output back to FP32 under its own name, and its readers would get that type.
+    """
+    import onnx
+
+    read = {name for node in graph.node for name in node.input}
+    made = {name for node in graph.node for name in node.output}
+    shared = {out.name: f"{out.name}_inside" for out in graph.output if out.name in read & made}
+    for node in graph.node:
+        for names in (node.input, node.output):
+            for k, name in enumerate(names):
+                names[k] = shared.get(name, name)
+    graph.node.extend(onnx.helper.make_node("Identity", [inside], [out]) for out, inside in shared.items())
 
 
 def _own_weights(graph: Any, kept: list[Any]) -> None:

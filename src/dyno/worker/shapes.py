@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from dyno.worker.layout import axes
 from dyno.worker.spec import Dims, Tensor, UserError
 
 Shape = tuple[int, ...]
@@ -32,7 +33,8 @@ def _static(tensor: Tensor, dims: Dims, first_image: bool) -> Shape:
     given = dims.shapes.get(tensor.name)
     wanted: dict[int, tuple[str, int]] = {0: ("batch", dims.batch)}
     if len(tensor.shape) == 4:
-        wanted |= {2: ("height", dims.height), 3: ("width", dims.width)}
+        _, height, width = axes(tensor.shape)
+        wanted |= {height: ("height", dims.height), width: ("width", dims.width)}
     if given is not None:
         if len(given) != len(tensor.shape):
             raise UserError(f"input {tensor.name!r} has {len(tensor.shape)} dimensions, not {_text(given)}")

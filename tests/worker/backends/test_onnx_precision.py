@@ -15,10 +15,9 @@ import onnx
 import pytest
 
 from dyno.worker import calibration, onnx_check, onnx_fp16, onnx_int8
-from dyno.worker.backend import find
 from dyno.worker.backends import onnx_precision
 from dyno.worker.backends.onnx_precision import OnnxPrecision, converted
-from dyno.worker.spec import Artifact, DataSpec, Dims, Preprocess, Recipe, Runtime, Trial, UserError
+from dyno.worker.spec import Artifact, DataSpec, Dims, Preprocess, Recipe, Trial, UserError
 
 
 def recipe(digits: Any, precision: str = "int8", target: str = "onnxruntime", **options: Any) -> Recipe:
@@ -311,93 +310,18 @@ def test_the_emulation_rounds_every_bfloat16_result(tmp_path: Path) -> None:
     assert found == float((x16.astype(np.float32) * third16.astype(np.float32)).astype(ml_dtypes.bfloat16))
 
 
-@pytest.mark.parametrize("operator", ["Relu", "Flurp"])
-def test_a_graph_of_an_old_opset_is_brought_to_one_with_a_scale_per_channel(
-    digits: Any, tmp_path: Path, operator: str
+def test_a_result_that_overflows_is_refused(
+    digits: Any, onnx_file: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    h, kind = onnx.helper, onnx.TensorProto.FLOAT
-    x, y = (h.make_tensor_value_info(name, kind, ["batch", 1, 8, 8]) for name in ("input", "output"))
-    weight = onnx.numpy_helper.from_array(np.ones((1, 1, 3, 3), np.float32), "weight")
-    nodes = [
-        h.make_node("Conv", ["input", "weight"], ["seen"], pads=[1, 1, 1, 1]),
-        h.make_node(operator, ["seen"], ["output"]),
-    ]
-    graph = h.make_graph(nodes, "old", [x], [y], [weight])
-    onnx.save(h.make_model(graph, opset_imports=[h.make_opsetid("", 11)], ir_version=8), tmp_path / "old.onnx")
-    parent = replace(digits.artifact, path=str(tmp_path / "old.onnx"))
-    if operator == "Relu":
-        assert onnx.load(OnnxPrecision().make(recipe(digits), parent, tmp_path).path).opset_import[0].version == 13
-        return
-    with pytest.raises(UserError, match="can't be written in opset 13 instead of 11: ") as caught:
-        OnnxPrecision().make(recipe(digits), parent, tmp_path)
-    assert "\n" not in str(caught.value)
-
-
-def raw(path: Path, out: Path) -> Path:
-    """The network as some exporters write it: weights in Constant nodes, a batch norm behind every convolution."""
-    model, h = onnx.load(path), onnx.helper
-    nodes = [h.make_node("Constant", [], [t.name], value=t) for t in model.graph.initializer]
-    for node in model.graph.node:
-        nodes.append(type(node).FromString(node.SerializeToString()))
-        if node.op_type != "Conv":
-            continue
-        out_name, channels = node.output[0], len(_weight(model, node.input[1]))
-        nodes[-1].output[0] = f"{out_name}_before"
-        values = {"gamma": 1.5, "beta": 0.1, "mean": 0.1, "var": 1.5**2}
-        for name, value in values.items():
-            tensor = onnx.numpy_helper.from_array(np.full(channels, value, np.float32))
-            nodes.append(h.make_node("Constant", [], [f"{out_name}_{name}"], value=tensor))
-        inputs = [f"{out_name}_before", *(f"{out_name}_{name}" for name in values)]
-        nodes.append(h.make_node("BatchNormalization", inputs, [out_name], epsilon=0.0))
-    del model.graph.node[:], model.graph.initializer[:]
-    model.graph.node.extend(nodes)
-    onnx.save(model, out)
-    return out
-
-
-def _weight(model: Any, name: str) -> np.ndarray:
-    return onnx.numpy_helper.to_array(next(t for t in model.graph.initializer if t.name == name))
-
-
-@pytest.mark.parametrize("target", ["onnxruntime", "openvino", "tensorrt"])
-def test_weights_in_constant_nodes_and_unfused_batch_norms_become_int8(
-    digits: Any, tmp_path: Path, target: str
-) -> None:
-    parent = digits.described(raw(Path(digits.artifact.path), tmp_path / "raw.onnx"))
-    made = OnnxPrecision().make(recipe(digits, target=target), parent, tmp_path)
-    graph = onnx.load(made.path).graph
-    makers = {name: node.op_type for node in graph.node for name in node.output}
-    layers = [node for node in graph.node if node.op_type in ("Conv", "Gemm")]
-    assert len(layers) == 4
-    assert {makers.get(name) for node in layers for name in node.input[:2]} == {"DequantizeLinear"}
-    assert "BatchNormalization" not in makers.values()
-    assert made.made_by["warnings"] == []
-    feeds = {"input": digits.images()[0][:100]}
-    (before,), (after,) = (onnx_check.outputs(file.path, feeds)[0] for file in (parent, made))
-    assert np.abs(after - before).mean() < 0.1 * np.abs(before).mean()
-
-
-@pytest.mark.parametrize("backend", ["onnxruntime", "openvino"])
-def test_such_a_file_runs_in_int8(digits: Any, tmp_path: Path, backend: str) -> None:
-    pytest.importorskip(backend)
-    parent = digits.described(raw(Path(digits.artifact.path), tmp_path / "raw.onnx"))
-    made = OnnxPrecision().make(recipe(digits, target=backend), parent, tmp_path)
-    engine = find(backend)
-    if backend == "openvino":
-        (tmp_path / "ir").mkdir()
-        runtime = Runtime()
-        step = Recipe(backend, backend, "int8", digits.model, Dims(0, 8, 8), runtime=runtime)
-        made = engine.make(step, made, tmp_path / "ir")
-    assert engine.load(digits.trial(backend, "int8"), made).facts()["precision_truth"]["share"] == {"int8": 1.0}
-
-
-def test_a_result_that_overflows_is_refused(digits: Any, onnx_file: Callable[..., Path]) -> None:
     h, kind = onnx.helper, onnx.TensorProto.FLOAT
     io = [h.make_tensor_value_info(name, kind, ["batch", 1, 8, 8]) for name in ("input", "output")]
     zero = onnx.numpy_helper.from_array(np.float32([0.0]), "zero")
     infinite = onnx_file([h.make_node("Div", ["input", "zero"], ["output"])], io[:1], io[1:], [zero])
+    monkeypatch.setattr(onnx_precision, "to_fp16", lambda *args: args[3].write_bytes(infinite.read_bytes()) and {})
+    folder = tmp_path / "result"
+    folder.mkdir()
     with pytest.raises(UserError, match="digits overflows in fp16"):
-        onnx_precision._check(infinite, recipe(digits, "fp16"), digits.artifact)
+        make(digits, folder, "fp16")
 
 
 @pytest.mark.parametrize("precision", ["int8", "fp16", "bf16"])

@@ -13,6 +13,7 @@ from dyno.worker.backend import Backend, derived
 from dyno.worker.calibration import example
 from dyno.worker.extras import install
 from dyno.worker.inputs import pixel_scale
+from dyno.worker.layout import axes
 from dyno.worker.onnx_check import compared, outputs
 from dyno.worker.spec import Artifact, Recipe, Runtime, Tensor, Trial, Unavailable, UserError
 
@@ -56,7 +57,9 @@ class OnnxInput(Backend):
         if parent is None:
             raise UserError("input=uint8 is made from an ONNX file: give one, or a PyTorch model")
         image = _image(parent)
-        scale, offset = pixel_scale(recipe.model.preprocess, int(image.shape[1]))
+        channel = axes(image.shape)[0]
+        beside = [-1 if axis == channel else 1 for axis in range(4)]
+        scale, offset = (v.reshape(beside) for v in pixel_scale(recipe.model.preprocess, int(image.shape[channel])))
         model, path = onnx.load(parent.path), folder / "model.onnx"
         _prepend(model.graph, image.name, scale, offset)
         onnx.checker.check_model(model, full_check=True)
@@ -74,7 +77,8 @@ class OnnxInput(Backend):
 
 def _image(parent: Artifact) -> Tensor:
     inputs = parent.inputs
-    if len(inputs) != 1 or len(inputs[0].shape) != 4 or not isinstance(inputs[0].shape[1], int):
+    one = len(inputs) == 1 and len(inputs[0].shape) == 4
+    if not one or not isinstance(inputs[0].shape[axes(inputs[0].shape)[0]], int):
         names = ", ".join(tensor.name for tensor in inputs) or "none"
         raise UserError(f"input=uint8 wants a model with one image input (N x C x H x W); this one has {names}")
     if not inputs[0].dtype.startswith("float"):

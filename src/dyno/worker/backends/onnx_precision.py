@@ -24,10 +24,11 @@ from dyno.worker.extras import install
 from dyno.worker.inputs import READ, wants_pixels
 from dyno.worker.onnx_bf16 import to_bf16
 from dyno.worker.onnx_check import compared, outputs
-from dyno.worker.onnx_file import QUANTISED
+from dyno.worker.onnx_file import QUANTISED, read_io
 from dyno.worker.onnx_fold import lifted
 from dyno.worker.onnx_fp16 import to_fp16
 from dyno.worker.onnx_int8 import METHOD, METHODS, to_int8
+from dyno.worker.onnx_repair import to_fp32
 from dyno.worker.option_values import Check, flag, number, one_of, whole
 from dyno.worker.spec import Artifact, DataSpec, Option, Recipe, Runtime, Trial, Unavailable, UserError
 
@@ -46,6 +47,7 @@ VALUES: dict[str, Check] = {
     "input": one_of(*READ),
     "keep": whole(0),
 }
+HALVES = ("fp16", "bf16")  # of a given file: the other precisions are made from it in FP32
 # The last opset of an engine's oldest parser that is served: TensorRT 8.6's. The others read what is exported anyway.
 OPSETS: dict[str, Option] = {"tensorrt": 17}
 # What an engine's file says of itself in the words of the ONNX file that it was made from.
@@ -75,8 +77,15 @@ def _lowered(trial: Trial, target: str, parent: Recipe) -> Recipe:
     precision, quantizer = trial.precision, str(trial.options.get("quantizer", QUANTIZERS[0]))
     if quantizer not in QUANTIZERS:
         raise UserError(f"unknown quantizer {quantizer!r}; it is one of {', '.join(QUANTIZERS)}")
-    if precision in ("fp32", "tf32") or precision == trial.model.precision:
+    if precision == trial.model.precision:
+        return replace(parent, precision=precision)
+    if trial.model.precision in HALVES:
+        parent = replace(parent, precision=trial.model.precision)
+        parent = replace(parent, maker=OnnxPrecision.name, precision="fp32", options={}, data=None, parent=parent)
+    elif precision in ("fp32", "tf32"):
         return replace(parent, precision=trial.model.precision or "fp32")
+    if precision in ("fp32", "tf32"):
+        return parent
     keep = _keep(trial)
     if precision not in ("int8", "fp8"):
         data = DataSpec(trial.data.name, trial.data.folder, trial.data.sha256, split="calibration")
@@ -111,11 +120,11 @@ def _keep(trial: Trial) -> dict[str, Option]:
 
 
 class OnnxPrecision(Backend):
-    """Makes an ONNX file of lower precision from one in FP32."""
+    """Makes an ONNX file of lower precision from one in FP32, or of FP32 from one in FP16 or BF16."""
 
     name = "onnx_precision"
     requires = ("onnx", "onnxruntime", "onnxconverter-common", "onnxslim")
-    precisions = ("fp16", "bf16", "int8")
+    precisions = ("fp32", "fp16", "bf16", "int8")
     runs = False
 
     def recipe(self, trial: Trial) -> Recipe:
@@ -135,7 +144,7 @@ class OnnxPrecision(Backend):
         """
         started = time.perf_counter()
         versions = _versions(self.requires)
-        convert = {"fp16": to_fp16, "bf16": to_bf16, "int8": to_int8}.get(recipe.precision)
+        convert = {"fp32": to_fp32, "fp16": to_fp16, "bf16": to_bf16, "int8": to_int8}.get(recipe.precision)
         if convert is None:
             has = ", ".join(self.precisions)
             raise UserError(f"an ONNX graph can't be made {recipe.precision} here (it can be made {has})")
@@ -144,13 +153,18 @@ class OnnxPrecision(Backend):
         model, path = lifted(_read(parent.path)), folder / "model.onnx"
         made_by: dict[str, Any] = {"backend": self.name, "options": dict(recipe.options), "versions": versions}
         made_by["parameters"] = parent.made_by.get("parameters", _parameters(model))
+        before, _ = outputs(parent.path, example(recipe, parent), parent.precision)
         higher = kept(recipe, parent)
         more = {"kept": [each["node"] for each in higher]} if higher else {}
         made_by |= convert(model, recipe, parent, path, **more)
         if higher:
             made_by |= {"kept": higher, "ranked": len(parent.made_by["ranking"])}
-        made_by["check"] = _check(path, recipe, parent)
-        return derived(parent, path, recipe.precision, made_by, started)
+        inputs, outs = read_io(str(path))  # of another type than the parent's where that was cast up
+        made = replace(derived(parent, path, recipe.precision, made_by, started), inputs=inputs, outputs=outs)
+        # The same input for both: outputs must stay finite, and it is kept how far they are apart.
+        after, ran = outputs(made.path, example(recipe, made), recipe.precision)
+        check = compared(before, after, f"{recipe.model.name} overflows in {recipe.precision}", ran)
+        return replace(made, made_by={**made.made_by, "check": check})
 
 
 def _versions(distributions: tuple[str, ...]) -> dict[str, str]:
@@ -183,11 +197,3 @@ def _parameters(model: Any) -> int:
 
     floats = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.DOUBLE)
     return sum(int(np.prod(t.dims, dtype=np.int64)) for t in model.graph.initializer if t.data_type in floats)
-
-
-def _check(path: Path, recipe: Recipe, parent: Artifact) -> dict[str, Any]:
-    """Run parent and result once on the same input: outputs must stay finite; says how far they are apart."""
-    feeds = example(recipe, parent)
-    before, _ = outputs(parent.path, feeds)
-    after, ran = outputs(str(path), feeds, recipe.precision)
-    return compared(before, after, f"{recipe.model.name} overflows in {recipe.precision}", ran)

@@ -21,6 +21,7 @@ from dyno.worker.backends.onnx_precision import PREPARATION, VALUES
 from dyno.worker.backends.onnx_routes import routed
 from dyno.worker.calibration import NO_DATA
 from dyno.worker.extras import install
+from dyno.worker.onnx_check import said
 from dyno.worker.onnx_runtime_cuda import OPTIONS as CUDA_OPTIONS
 from dyno.worker.onnx_runtime_cuda import VALUES as CUDA_VALUES
 from dyno.worker.onnx_runtime_profile import Profile
@@ -66,7 +67,7 @@ class OnnxRuntime(Backend):
             return why
         if trial.model.file and not trial.model.file.endswith(".onnx"):
             return f"onnxruntime reads .onnx files, not {Path(trial.model.file).name}"
-        if trial.precision == "fp32" and trial.model.precision not in ("", "fp32"):
+        if trial.precision == "fp32" and trial.model.precision in ("int8", "fp8"):
             return f"the file's graph is {trial.model.precision} already; give the fp32 file, or --precision"
         return NO_DATA if trial.precision == "int8" != trial.model.precision and not trial.data.folder else ""
 
@@ -298,7 +299,7 @@ def _raise_if_memory(error: Exception, what: str) -> None:
 def _meaning(error: Exception, what: str) -> Exception:
     """A loading error of the library as one of ours, in one line."""
     _raise_if_memory(error, what)
-    text = " ".join(str(error).split())
+    text = said(error)
     if type(error).__name__ == "NotImplemented":
-        return Unavailable(f"{what}: ONNX Runtime has no kernel for it here ({text[:300]})")
-    return UserError(f"{what}: {text.split(' : ', 3)[-1][:300]}")
+        return Unavailable(f"{what}: ONNX Runtime has no kernel for it here ({text})")
+    return UserError(f"{what}: {text}")

@@ -350,6 +350,8 @@ def _meaning(error: Exception, what: str) -> Exception:
     """A loading error of the library as one of ours, in one line; its last line says the most."""
     _raise_if_memory(error, what)
     lines = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()]
+    if unknown := next((line for line in lines if "No conversion rule found" in line), ""):
+        return UserError(f"{what}: OpenVINO knows no {unknown.rpartition('operations: ')[2][:300]}")
     text = next((line for line in reversed(lines) if not line.startswith("Exception from")), str(error))
     return UserError(f"{what}: {text[:300]}")
 

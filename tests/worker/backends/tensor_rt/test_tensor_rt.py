@@ -40,7 +40,6 @@ def test_both_are_found(name: str) -> None:
         (replace(trial(), runtime=Runtime()), "tensorrt can't run on cpu (it runs on cuda)"),
         (trial("fp4"), "tensorrt has no fp4 here"),
         (trial(model=ModelSpec("ir", "file:net.xml")), "tensorrt reads .onnx, .engine and .plan files, not net.xml"),
-        (trial(model=replace(FILE, precision="fp16")), "the file's graph is fp16 already"),
         (trial("tf32", model=replace(FILE, precision="int8")), "the file's graph is int8 already"),
         (replace(trial("int8"), data=DataSpec()), "int8 needs real calibration images: give --data"),
         (trial(batch=32, profile="1:8:16"), "batch 32 is outside the engine's profile (batches 1 to 16)"),

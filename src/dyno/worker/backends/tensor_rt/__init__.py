@@ -63,7 +63,7 @@ class TensorRT(Backend):
             return ""
         if file and not file.endswith(".onnx"):
             return f"{self.name} reads .onnx, {' and '.join(ENGINE_FILES)} files, not {Path(file).name}"
-        if trial.precision in ("fp32", "tf32") and trial.model.precision not in ("", "fp32"):
+        if trial.precision in ("fp32", "tf32") and trial.model.precision in ("int8", "fp8"):
             return f"the file's graph is {trial.model.precision} already; give the fp32 file, or --precision"
         try:
             asked = Settings.of(trial.options)

@@ -1,0 +1,121 @@
+"""Given ONNX files that engines read differently, or not at all, made into what their exporter meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dyno.worker.spec import Artifact, Recipe
+
+WHOLE = 2**31 - 2**26  # bytes of weights that a protobuf file has room for
+
+
+def repaired(model: Any) -> tuple[Any, list[str]]:
+    """A copy of the graph, and one line for each thing that was changed in it; none where it was right.
+
+    Axes stored as -1 or 0 (PaddlePaddle's free batch) become free ones, initialisers that are listed as inputs stop
+    being inputs, and a graph in float64 becomes one in float32. Weights beside the file are not touched.
+    """
+    made = type(model)()
+    made.CopyFrom(model)
+    return made, [line for change in (_free, _inputs, _singles) if (line := change(made))]
+
+
+def save(model: Any, path: Path) -> None:
+    """Write the graph, its weights beside it where they are too large for one file."""
+    import onnx
+
+    large = sum(len(tensor.raw_data) for tensor in model.graph.initializer) > WHOLE
+    onnx.save(model, path, save_as_external_data=large, location=f"{path.name}.data")
+
+
+def to_fp32(model: Any, recipe: Recipe, parent: Artifact, path: Path) -> dict[str, Any]:
+    """Write a graph in FP16 or BF16 in FP32, from which the other precisions are made; says what it is worth."""
+    import onnx
+
+    in_single(model, (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16))
+    model = onnx.shape_inference.infer_shapes(model)
+    onnx.checker.check_model(model, full_check=True)
+    onnx.save(model, path)
+    said = f"made from a file in {parent.precision}: its weights have that file's rounding in every precision"
+    return {"scheme": "FP32, weights as rounded before", "warnings": [said]}
+
+
+def in_single(model: Any, kinds: tuple[int, ...]) -> None:
+    """Cast everything that is of those types to float32: weights, constants, inputs, outputs and casts."""
+    import onnx
+
+    single = onnx.TensorProto.FLOAT
+    for graph in _graphs(model.graph):
+        for value in (*graph.input, *graph.output):
+            if value.type.tensor_type.elem_type in kinds:
+                value.type.tensor_type.elem_type = single
+        del graph.value_info[:]  # their types are inferred again
+        constants = [a.t for node in graph.node for a in node.attribute if a.HasField("t")]
+        for tensor in (*graph.initializer, *constants):
+            if tensor.data_type in kinds:
+                values = onnx.numpy_helper.to_array(tensor).astype(np.float32)
+                tensor.CopyFrom(onnx.numpy_helper.from_array(values, tensor.name))
+        for node in graph.node:
+            for attribute in node.attribute:
+                if attribute.name in ("to", "dtype") and attribute.i in kinds:
+                    attribute.i = single
+
+
+def _free(model: Any) -> str:
+    values = [v for v in (*model.graph.input, *model.graph.output) if v.type.HasField("tensor_type")]
+    weights = {tensor.name for tensor in model.graph.initializer}
+    wrong = []
+    for value in values:
+        for axis, dim in enumerate(value.type.tensor_type.shape.dim):
+            if value.name not in weights and dim.HasField("dim_value") and dim.dim_value < 1:
+                wrong.append(f"{value.name} axis {axis} ({dim.dim_value})")
+                dim.dim_param = "batch" if axis == 0 else f"{value.name}_{axis}"
+    if not wrong:
+        return ""
+    del model.graph.value_info[:]  # they repeat the wrong lengths
+    return f"axes stored as less than 1 are read as free ones: {', '.join(wrong)}"
+
+
+def _inputs(model: Any) -> str:
+    """From IR version 4 on such a weight may be fed, so that ONNX Runtime folds nothing into it."""
+    import onnx
+
+    weights = {tensor.name for tensor in model.graph.initializer}
+    kept = [value for value in model.graph.input if value.name not in weights]
+    count = len(model.graph.input) - len(kept)
+    if not count or model.ir_version <= onnx.IR_VERSION_2017_11_3:
+        return ""
+    kept = [type(value).FromString(value.SerializeToString()) for value in kept]
+    del model.graph.input[:]
+    model.graph.input.extend(kept)
+    return f"{count} weights were listed as inputs too and no longer are: ONNX Runtime folds nothing into those"
+
+
+def _singles(model: Any) -> str:
+    import onnx
+
+    kinds, graph = onnx.TensorProto, model.graph
+    sizes = dict.fromkeys((kinds.DOUBLE, kinds.FLOAT), 0)
+    for tensor in graph.initializer:
+        if tensor.data_type in sizes:
+            sizes[tensor.data_type] += int(np.prod(tensor.dims))
+    fed = any(value.type.tensor_type.elem_type == kinds.DOUBLE for value in graph.input)
+    if not fed and sizes[kinds.DOUBLE] <= sizes[kinds.FLOAT]:
+        return ""
+    if any(tensor.external_data for tensor in graph.initializer if tensor.data_type == kinds.DOUBLE):
+        return ""
+    in_single(model, (kinds.DOUBLE,))
+    return "the graph was in float64, in part or as a whole, and is computed in float32"
+
+
+def _graphs(graph: Any) -> Iterator[Any]:
+    """The graph and those inside its nodes."""
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            for inner in (attribute.g, *attribute.graphs) if attribute.HasField("g") or attribute.graphs else ():
+                yield from _graphs(inner)

@@ -1,0 +1,145 @@
+"""ONNX files that people bring, through the command line: each runs, or ends in one clear line."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper as h
+from onnx import numpy_helper
+from PIL import Image
+
+QUICK = "--rounds 1 --seconds 0.05 --warmup 0.02 --backends onnxruntime,openvino".split()
+KINDS = onnx.TensorProto
+Call = Callable[..., tuple[int, str, str]]
+
+
+def network(
+    shape: list[Any], *, channels: int = 3, opset: int = 17, ir: int = 8, kind: int = KINDS.FLOAT, more: str = ""
+) -> Any:
+    """A convolution, a ReLU and a mean over the image; `more` is an operator of somebody's own behind them."""
+    rng = np.random.default_rng(0)
+    dtype = h.tensor_dtype_to_np_dtype(kind)
+    weights = {"w": rng.standard_normal((6, channels, 3, 3)), "b": rng.standard_normal(6)}
+    last = shape[-1] == channels
+    nodes = [
+        *([h.make_node("Transpose", ["image"], ["x"], perm=[0, 3, 1, 2])] if last else []),
+        h.make_node("Conv", ["x" if last else "image", "w", "b"], ["c"], pads=[1, 1, 1, 1]),
+        h.make_node("Relu", ["c"], ["r"]),
+        *([h.make_node(more, ["r"], ["own"], domain="my.ops")] if more else []),
+        h.make_node("GlobalAveragePool", ["own" if more else "r"], ["g"]),
+        h.make_node("Flatten", ["g"], ["y"]),
+    ]
+    io = [h.make_tensor_value_info(n, kind, s) for n, s in (("image", shape), ("y", [shape[0], 6]))]
+    stored = [numpy_helper.from_array(array.astype(dtype), name) for name, array in weights.items()]
+    opsets = [h.make_opsetid("", opset), *([h.make_opsetid("my.ops", 1)] if more else [])]
+    return h.make_model(h.make_graph(nodes, "net", io[:1], io[1:], stored), opset_imports=opsets, ir_version=ir)
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    for k in range(6):
+        pixels = np.kron(rng.integers(0, 256, (5, 6, 3)), np.ones((9, 9, 1))).astype(np.uint8)
+        Image.fromarray(pixels).save(folder / f"{k}.png")
+    return folder
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    with open(folder / "results.csv", newline="") as f:
+        return list(csv.DictReader(f))
+
+
+def measured(call: Call, model: Any, *words: object) -> list[dict[str, str]]:
+    onnx.save(model, "net.onnx")
+    code, _, err = call("run", "net.onnx", *QUICK, "--out", "run", *words)
+    found = rows(Path("run"))
+    assert code == 0, (err, [row["reason"] for row in found])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "size"),
+    [
+        (network(["n", 24, 32, 3]), "24x32"),
+        (network([1, 24, 24, 1], channels=1), "24"),
+        (network(["n", 1, 24, 24], channels=1), "24"),
+        (network([-1, 3, 24, 24]), "24"),
+        (network(["n", 3, 24, 24], kind=KINDS.FLOAT16), "24"),
+        (network(["n", 3, 24, 24], kind=KINDS.DOUBLE), "24"),
+    ],
+    ids="NHWC, grey NHWC, grey, batch -1, half precision, double precision".split(", "),
+)
+def test_files_of_many_kinds_run_in_fp32_and_int8(call: Call, photos: Path, model: Any, size: str) -> None:
+    found = measured(call, model, "--precision", "fp32,int8", "--data", photos)
+    assert [(row["status"], row["size"]) for row in found] == [("ok", size)] * 4
+    if model.graph.input[0].type.tensor_type.shape.dim[0].dim_value == -1:
+        jobs = [json.loads(path.read_text()) for path in Path("run").glob("trials/*/r0/job.json")]
+        assert all(any("(-1)" in line for line in job["artifact"]["made_by"]["warnings"]) for job in jobs)
+
+
+@pytest.mark.slow
+def test_calibration_images_alone_are_enough_for_int8(call: Call, photos: Path) -> None:
+    found = measured(call, network(["n", 3, 24, 24]), "--precision", "fp32,int8", "--calibration", photos)
+    assert [row["status"] for row in found] == ["ok"] * 4
+    assert {row["top1"] for row in found} == {""}
+    code, out, _ = call("export", "net.onnx", "-o", "q.onnx", "--precision", "int8", "--calibration", photos)
+    assert code == 0 and "q.onnx" in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("opset", [9, 13, 21, 24])
+def test_opsets_old_and_new(call: Call, photos: Path, opset: int) -> None:
+    model = network(["n", 3, 24, 24], opset=opset, ir=10)
+    found = measured(call, model, "--precision", "fp32,int8", "--calibration", photos)
+    assert [row["status"] for row in found] == ["ok"] * 4
+
+
+def test_the_size_is_the_shapes_or_the_metadata_s(call: Call) -> None:
+    model = network(["n", 3, "h", "w"])
+    h.set_model_props(model, {"imgsz": "[16, 32]", "batch": "2", "stride": "16"})
+    onnx.save(model, "net.onnx")
+
+    def dry(*words: object) -> tuple[int, str]:
+        code, out, err = call("run", "net.onnx", "--backends", "onnxruntime", "--dry-run", *words)
+        return code, " ".join((out + err).split())
+
+    assert " 2 16x32 " in dry()[1]
+    assert " 2 32x48 " in dry("--size", "32x48")[1]
+    assert " 1 48 " in dry("--shapes", "image:1x3x48x48")[1]
+    code, said = dry("--size", "40")
+    assert code == 2 and "multiples of 16, not 40x40" in said
+    code, said = dry("--shapes", "image:1x3x48x48", "--size", "32")
+    assert code == 2 and "shapes give the image 48x48 pixels, and sizes 32x32; omit one of them" in said
+
+
+def test_an_operator_that_nobody_knows_is_named_in_each_row(call: Call) -> None:
+    onnx.save(network(["n", 3, 24, 24], more="Swishy"), "net.onnx")
+    code, _, _ = call("run", "net.onnx", *QUICK, "--out", "run")
+    assert code == 3
+    found = rows(Path("run"))
+    assert [row["status"] for row in found] == ["failed"] * 2
+    assert all("Swishy" in row["reason"] and "\n" not in row["reason"] for row in found)
+
+
+def test_files_that_are_none_stop_the_study_in_one_line(call: Call, photos: Path) -> None:
+    whole = network(["n", 3, 24, 24]).SerializeToString()
+    for content, said in ((b"", "is empty"), (whole[:-400], "is not a whole ONNX file"), (b"text" * 99, "whole ONNX")):
+        Path("net.onnx").write_bytes(content)
+        code, _, err = call("run", "net.onnx", *QUICK)
+        assert code == 2 and said in err and err.count("\n") == 1
+    vector = h.make_tensor_value_info("v", KINDS.FLOAT, ["n", 4])
+    out = h.make_tensor_value_info("y", KINDS.FLOAT, ["n", 4])
+    graph = h.make_graph([h.make_node("Relu", ["v"], ["y"])], "vector", [vector], [out])
+    onnx.save(h.make_model(graph, ir_version=8, opset_imports=[h.make_opsetid("", 17)]), "net.onnx")
+    code, _, err = call("run", "net.onnx", *QUICK, "--data", photos)
+    assert code == 2 and "has no image input (N x C x H x W) that images could be fed to; omit --data" in err

@@ -1,0 +1,151 @@
+"""INT8 from files as other exporters write them: every layer that should be quantised is, and outputs stay close."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from dyno.worker import onnx_check
+from dyno.worker.backend import find
+from dyno.worker.backends.onnx_precision import OnnxPrecision
+from dyno.worker.onnx_file import artifact
+from dyno.worker.spec import Artifact, Dims, Recipe, UserError
+
+
+def quantised(digits: Any, parent: Artifact, folder: Path, target: str) -> Artifact:
+    data = replace(digits.data, split="calibration")
+    recipe = Recipe("onnx_precision", "onnx", "int8", digits.model, Dims(0, 8, 8), {"target": target}, data)
+    folder.mkdir(exist_ok=True)
+    return OnnxPrecision().make(recipe, parent, folder)
+
+
+def raw(path: Path, out: Path) -> Path:
+    """The network as some exporters write it: weights in Constant nodes, a batch norm behind every convolution."""
+    model, h = onnx.load(path), onnx.helper
+    nodes = [h.make_node("Constant", [], [t.name], value=t) for t in model.graph.initializer]
+    for node in model.graph.node:
+        nodes.append(type(node).FromString(node.SerializeToString()))
+        if node.op_type != "Conv":
+            continue
+        out_name, channels = node.output[0], len(_weight(model, node.input[1]))
+        nodes[-1].output[0] = f"{out_name}_before"
+        values = {"gamma": 1.5, "beta": 0.1, "mean": 0.1, "var": 1.5**2}
+        for name, value in values.items():
+            tensor = onnx.numpy_helper.from_array(np.full(channels, value, np.float32))
+            nodes.append(h.make_node("Constant", [], [f"{out_name}_{name}"], value=tensor))
+        inputs = [f"{out_name}_before", *(f"{out_name}_{name}" for name in values)]
+        nodes.append(h.make_node("BatchNormalization", inputs, [out_name], epsilon=0.0))
+    del model.graph.node[:], model.graph.initializer[:]
+    model.graph.node.extend(nodes)
+    onnx.save(model, out)
+    return out
+
+
+def _weight(model: Any, name: str) -> np.ndarray:
+    return onnx.numpy_helper.to_array(next(t for t in model.graph.initializer if t.name == name))
+
+
+@pytest.mark.parametrize("target", ["onnxruntime", "openvino", "tensorrt"])
+def test_weights_in_constant_nodes_and_unfused_batch_norms_become_int8(
+    digits: Any, tmp_path: Path, target: str
+) -> None:
+    parent = digits.described(raw(Path(digits.artifact.path), tmp_path / "raw.onnx"))
+    made = quantised(digits, parent, tmp_path / "made", target)
+    graph = onnx.load(made.path).graph
+    makers = {name: node.op_type for node in graph.node for name in node.output}
+    layers = [node for node in graph.node if node.op_type in ("Conv", "Gemm")]
+    assert len(layers) == 4
+    assert {makers.get(name) for node in layers for name in node.input[:2]} == {"DequantizeLinear"}
+    assert "BatchNormalization" not in makers.values()
+    assert made.made_by["warnings"] == []
+    feeds = {"input": digits.images()[0][:100]}
+    (before,), (after,) = (onnx_check.outputs(file.path, feeds)[0] for file in (parent, made))
+    assert np.abs(after - before).mean() < 0.1 * np.abs(before).mean()
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "openvino"])
+def test_such_a_file_runs_in_int8(digits: Any, tmp_path: Path, backend: str) -> None:
+    pytest.importorskip(backend)
+    parent = digits.described(raw(Path(digits.artifact.path), tmp_path / "raw.onnx"))
+    made = quantised(digits, parent, tmp_path / "made", backend)
+    engine = find(backend)
+    if backend == "openvino":
+        (tmp_path / "ir").mkdir()
+        step = Recipe(backend, backend, "int8", digits.model, Dims(0, 8, 8))
+        made = engine.make(step, made, tmp_path / "ir")
+    assert engine.load(digits.trial(backend, "int8"), made).facts()["precision_truth"]["share"] == {"int8": 1.0}
+
+
+def test_an_operator_of_the_library_s_own_is_no_end_of_the_quantisation(digits: Any, tmp_path: Path) -> None:
+    """ONNX's shape inference knows no types behind it, without which its neighbours would stay in float or fail."""
+    model = onnx.load(digits.artifact.path)
+    relu = next(node for node in model.graph.node if node.op_type == "Relu")
+    relu.op_type, relu.domain = "Gelu", "com.microsoft"
+    model.opset_import.append(onnx.helper.make_opsetid("com.microsoft", 1))
+    onnx.save(model, tmp_path / "own.onnx")
+    made = quantised(digits, digits.described(tmp_path / "own.onnx"), tmp_path / "made", "onnxruntime")
+    graph = onnx.load(made.path).graph
+    makers = {name: node.op_type for node in graph.node for name in node.output}
+    read = [makers.get(node.input[0]) for node in graph.node if node.op_type == "Conv"]
+    assert read == ["DequantizeLinear"] * 3
+
+
+def test_a_file_in_half_precision_becomes_fp32_and_then_int8(digits: Any, tmp_path: Path) -> None:
+    from onnxconverter_common import float16
+
+    half = float16.convert_float_to_float16(onnx.load(digits.artifact.path))
+    onnx.save(half, tmp_path / "half.onnx")
+    parent = replace(artifact(str(tmp_path / "half.onnx"), 0.0, {}), precision="fp16")
+    assert parent.inputs[0].dtype == "float16"
+    (tmp_path / "single").mkdir()
+    up = Recipe("onnx_precision", "onnx", "fp32", digits.model, Dims(0, 8, 8))
+    single = OnnxPrecision().make(up, parent, tmp_path / "single")
+    assert single.inputs[0].dtype == "float32"
+    assert single.made_by["warnings"] == [
+        "made from a file in fp16: its weights have that file's rounding in every precision"
+    ]
+    made = quantised(digits, single, tmp_path / "made", "onnxruntime")
+    images = digits.images()[0][:100]
+    (exact,), (up_cast,), (low,) = (
+        onnx_check.outputs(file.path, {"input": images})[0] for file in (digits.artifact, single, made)
+    )
+    assert np.abs(up_cast - exact).max() < 0.01 * np.abs(exact).max()
+    assert np.abs(low - exact).mean() < 0.1 * np.abs(exact).mean()
+
+
+def test_an_output_that_others_read_too_survives_fp16(digits: Any, tmp_path: Path) -> None:
+    model = onnx.load(digits.artifact.path)
+    inner = next(node for node in model.graph.node if node.op_type == "Flatten").output[0]
+    model.graph.output.append(onnx.helper.make_tensor_value_info(inner, onnx.TensorProto.FLOAT, ["batch", 512]))
+    onnx.save(model, tmp_path / "two.onnx")
+    (tmp_path / "made").mkdir()
+    recipe = Recipe("onnx_precision", "onnx", "fp16", digits.model, Dims(0, 8, 8))
+    made = OnnxPrecision().make(recipe, digits.described(tmp_path / "two.onnx"), tmp_path / "made")
+    assert [(tensor.name, tensor.dtype) for tensor in made.outputs] == [("output", "float32"), (inner, "float32")]
+
+
+@pytest.mark.parametrize("operator", ["Relu", "Flurp"])
+def test_a_graph_of_an_old_opset_is_brought_to_one_with_a_scale_per_channel(
+    digits: Any, tmp_path: Path, operator: str
+) -> None:
+    h, kind = onnx.helper, onnx.TensorProto.FLOAT
+    x, y = (h.make_tensor_value_info(name, kind, ["batch", 1, 8, 8]) for name in ("input", "output"))
+    weight = onnx.numpy_helper.from_array(np.ones((1, 1, 3, 3), np.float32), "weight")
+    nodes = [
+        h.make_node("Conv", ["input", "weight"], ["seen"], pads=[1, 1, 1, 1]),
+        h.make_node(operator, ["seen"], ["output"]),
+    ]
+    graph = h.make_graph(nodes, "old", [x], [y], [weight])
+    onnx.save(h.make_model(graph, opset_imports=[h.make_opsetid("", 11)], ir_version=8), tmp_path / "old.onnx")
+    parent = replace(digits.artifact, path=str(tmp_path / "old.onnx"))
+    if operator == "Relu":
+        assert onnx.load(quantised(digits, parent, tmp_path / "made", "onnxruntime").path).opset_import[0].version == 13
+        return
+    with pytest.raises(UserError, match=r"^ONNX Runtime, which .* refuses it: .*Flurp") as caught:
+        quantised(digits, parent, tmp_path / "made", "onnxruntime")
+    assert "\n" not in str(caught.value)
