@@ -15,11 +15,13 @@ import json
 import time
 from collections import Counter
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from dyno.worker.backend import Arrays, Backend, Session
+from dyno.worker.option_values import one_of
 from dyno.worker.record import save_arrays
 from dyno.worker.shapes import fitted, static_shapes
 from dyno.worker.spec import Artifact, Dims, Recipe, Runtime, Tensor, Trial, UserError
@@ -37,6 +39,7 @@ class NumpyNet(Backend):
     requires = ("numpy",)
     precisions = tuple(TYPES)
     options = ("order",)
+    values = MappingProxyType({"order": one_of("C", "F")})
 
     def refuse(self, trial: Trial) -> str:
         """See `Backend.refuse`; besides, there is no reader for model files here."""
@@ -91,9 +94,8 @@ class NumpyNet(Backend):
 
     def load(self, trial: Trial, artifact: Artifact | None) -> Session:
         """The weights in memory, ready to multiply."""
+        self.check_options(trial.options)
         order = trial.options.get("order", "C")
-        if order not in ("C", "F"):
-            raise UserError(f"the order of {self.name} is C or F, not {order!r}")
         assert artifact is not None  # `recipe` is never None, so there is a file
         return NumpySession(trial, artifact, order)
 

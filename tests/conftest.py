@@ -20,7 +20,7 @@ from dyno.worker.spec import DataSpec, Dims, ModelSpec, Plan, Runtime, Trial
 from yolo_small import Trained, trained
 
 ROOT = Path(__file__).resolve().parents[1]
-QUICK = Plan(boundaries=("model", "all"), warmup_s=0.02, seconds=0.04, min_samples=5, rounds=1, timeout_s=30.0)
+QUICK = Plan(boundaries=("model", "all"), warmup_s=0.02, seconds=0.04, min_samples=5, rounds=1, timeout_s=1200.0)
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
@@ -64,7 +64,7 @@ def fake_study() -> Callable[..., Study]:
 def dyno() -> Command:
     """The command line in a process of its own: `dyno("run", "fake:net", cwd=..., env=...)`."""
 
-    def run(*words: object, cwd: Path | None = None, env: dict[str, str] | None = None, timeout: float = 120.0) -> Any:
+    def run(*words: object, cwd: Path | None = None, env: dict[str, str] | None = None, timeout: float = 1200.0) -> Any:
         command = [sys.executable, "-m", "dyno.cli", *map(str, words)]
         return subprocess.run(
             command, capture_output=True, text=True, cwd=cwd, env={**os.environ, **(env or {})}, timeout=timeout
@@ -105,7 +105,7 @@ def other_python() -> str:
     python = os.environ.get("DYNO_OTHER_PYTHON", str(ROOT / ".venv-other/bin/python"))
     if not Path(python).exists():
         pytest.skip("no second CPython with numpy and onnxruntime (`make setup` makes .venv-other where it finds one)")
-    tried = subprocess.run([python, "-c", "import numpy, onnxruntime"], capture_output=True, text=True, timeout=120)
+    tried = subprocess.run([python, "-c", "import numpy, onnxruntime"], capture_output=True, text=True, timeout=1200)
     if tried.returncode:
         pytest.skip(f"{python} lacks a library: {tried.stderr.strip().splitlines()[-1]}")
     return python

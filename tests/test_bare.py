@@ -47,7 +47,7 @@ def bare(tmp_path: Path, root: Path) -> Bare:
     def run(*words: object) -> Any:
         command = [sys.executable, "-m", "dyno.cli", *map(str, words)]
         return subprocess.run(
-            command, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, **place}, timeout=240
+            command, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, **place}, timeout=1200
         )
 
     return run

@@ -282,7 +282,7 @@ def test_two_processes_at_once(tmp_path: Path) -> None:
     for process in both:
         process.stdin.write("go\n")
         process.stdin.flush()
-    said = [process.communicate(timeout=120)[0] for process in both]
+    said = [process.communicate(timeout=1200)[0] for process in both]
     assert [process.returncode for process in both] == [0, 0]
     assert said[0] == said[1] != ""
     assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == sorted(

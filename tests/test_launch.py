@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from dyno.launch import SILENCE, environment, launch, read_stage
+from dyno.telemetry import Telemetry
 from dyno.worker.record import Record, read_record, write_json
 from dyno.worker.spec import Job, Runtime, Trial, UserError, to_json
 
@@ -41,11 +42,27 @@ ELSEWHERE = [(kind, at) for kind in ENDS for at in ("load", "fetch") if kind != 
 QUICKLY = [("exception", "load"), ("segfault", "fetch")]
 
 
-def run(trial: Trial, folder: Path, timeout_s: float = 30.0, number: int = 0) -> Record:
+def run(trial: Trial, folder: Path, timeout_s: float = 1200.0, number: int = 0) -> Record:
     return launch(Job("run", trial.runtime, trial, number), folder, timeout_s)
 
 
-def gone(pid: int, within_s: float = 5.0) -> bool:
+class Clock:
+    """The launcher's clock: time hardly passes until the job is where the test wants it, and then it is over."""
+
+    def __init__(self, over: Callable[[], bool]) -> None:
+        self.over, self.begun = over, time.monotonic()
+
+    def monotonic(self) -> float:
+        return 1e-6 * (time.monotonic() - self.begun) + (1e6 if self.over() else 0.0)
+
+
+@pytest.fixture
+def times_out_when(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], bool]], None]:
+    """Let time limits of jobs be over when the condition holds, however long the machine takes to get there."""
+    return lambda over: monkeypatch.setattr("dyno.launch.time", Clock(over))
+
+
+def gone(pid: int, within_s: float = 600.0) -> bool:
     """Whether the process ends in that time; a zombie nobody waits for has ended."""
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
@@ -76,15 +93,17 @@ def test_a_good_job_leaves_everything_in_its_folder(fake_trial: Trials, tmp_path
     ("kind", "at"),
     [*AT_RUN, *QUICKLY, *(pytest.param(*e, marks=pytest.mark.slow) for e in ELSEWHERE if e not in QUICKLY)],
 )
-def test_every_end_is_a_record(fake_trial: Trials, tmp_path: Path, kind: str, at: str) -> None:
-    begin = time.monotonic()
-    record = run(fake_trial(fail=kind, at=at), tmp_path, 1.5 if kind == "hang" else 30.0)
+def test_every_end_is_a_record(
+    fake_trial: Trials, tmp_path: Path, times_out_when: Callable[..., None], kind: str, at: str
+) -> None:
+    if kind == "hang":
+        times_out_when(lambda: read_stage(tmp_path) == STAGES[at])
+    record = run(fake_trial(fail=kind, at=at), tmp_path, 1.5 if kind == "hang" else 1200.0)
     status, reason = ENDS[kind]
     assert record.status == status
     assert re.fullmatch(reason, record.reason), record.reason
     assert record.stage == ("evaluate" if kind == "nan" else STAGES[at])
     assert record == read_record(tmp_path)
-    assert time.monotonic() - begin < 10
 
 
 def test_what_was_measured_before_a_crash_is_kept(fake_trial: Trials, tmp_path: Path) -> None:
@@ -106,8 +125,19 @@ def test_nan_is_told_beside_the_numbers(fake_trial: Trials, tmp_path: Path) -> N
     assert [m.tag for m in record.measurements if m.samples] == ["latency", "latency"]
 
 
-def test_stage_and_telemetry_are_seen_from_outside(fake_trial: Trials, tmp_path: Path) -> None:
+def test_stage_and_telemetry_are_seen_from_outside(
+    fake_trial: Trials, tmp_path: Path, times_out_when: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looking: list[Telemetry] = []
+
+    class Watched(Telemetry):
+        def watch(self, pid: int) -> None:
+            looking.append(self)
+            super().watch(pid)
+
+    monkeypatch.setattr("dyno.launch.Telemetry", Watched)
     seen: list[tuple[str, float]] = []
+    times_out_when(lambda: "load" in [stage for stage, _ in seen] and len(looking[0]._rows) >= 3)
     trial = fake_trial(fail="hang", at="load")
     launch(Job("run", trial.runtime, trial), tmp_path, 1.2, lambda stage, seconds: seen.append((stage, seconds)))
     assert seen[-1][0] == "load"
@@ -134,11 +164,15 @@ class Parent(Fake):
 
 
 @pytest.mark.parametrize("fail", ["killed", *(pytest.param(f, marks=pytest.mark.slow) for f in ("", "hang"))])
-def test_children_of_a_job_end_with_it(fake_trial: Trials, tmp_path: Path, fail: str) -> None:
+def test_children_of_a_job_end_with_it(
+    fake_trial: Trials, tmp_path: Path, times_out_when: Callable[..., None], fail: str
+) -> None:
+    if fail == "hang":
+        times_out_when(lambda: read_stage(tmp_path / "job") == STAGES["run"])
     (tmp_path / "with_a_child.py").write_text(CHILD)
     runtime = Runtime(threads=1, env={"PYTHONPATH": str(tmp_path)})
     trial = fake_trial("with_a_child:Parent", runtime=runtime, pids=str(tmp_path / "pid"), fail=fail)
-    record = run(trial, tmp_path / "job", 2.0)
+    record = run(trial, tmp_path / "job")
     assert record.status == {"": "ok", "killed": "crashed", "hang": "timeout"}[fail]
     assert gone(int((tmp_path / "pid").read_text()))
 
@@ -151,7 +185,7 @@ from dyno.worker.spec import Job, from_json
 import json
 job = from_json(Job, json.loads(Path(sys.argv[1]).read_text()))
 print("ready", flush=True)
-launch(job, Path(sys.argv[2]), 60.0)
+launch(job, Path(sys.argv[2]), 3600.0)
 """
 
 
@@ -160,7 +194,7 @@ def test_a_job_dies_with_its_launcher(fake_trial: Trials, tmp_path: Path, wait_f
     trial = fake_trial(fail="hang")
     write_json(tmp_path / "job", to_json(Job("run", trial.runtime, trial)))
     with subprocess.Popen([sys.executable, "-c", LAUNCHER, str(tmp_path / "job"), str(tmp_path / "r0")]) as launcher:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 600
         while not (jobs := psutil.Process(launcher.pid).children()) or (
             wait_for != "spawn" and read_stage(tmp_path / "r0") != wait_for
         ):
@@ -172,12 +206,13 @@ def test_a_job_dies_with_its_launcher(fake_trial: Trials, tmp_path: Path, wait_f
 
 
 def test_what_a_library_does_at_its_end_is_not_waited_for(fake_trial: Trials, tmp_path: Path) -> None:
-    lines = ("import atexit, time", "from dyno.worker.backends.fake import Fake", "atexit.register(time.sleep, 60)")
+    late = tmp_path / "late"
+    register = f"atexit.register(open, {str(late)!r}, 'w')"
+    lines = ("import atexit", "from dyno.worker.backends.fake import Fake", register)
     (tmp_path / "lingering.py").write_text("\n".join([*lines, "class Lingering(Fake):", "    pass"]))
     trial = fake_trial("lingering:Lingering", runtime=Runtime(threads=1, env={"PYTHONPATH": str(tmp_path)}))
-    began = time.monotonic()
     assert run(trial, tmp_path / "job").status == "ok"
-    assert time.monotonic() - began < 25, "killed when its time was up"
+    assert not late.exists()
 
 
 def test_a_missing_interpreter_is_the_user_s_error(fake_trial: Trials, tmp_path: Path) -> None:
@@ -241,12 +276,12 @@ def test_reasons_are_one_line(fake_trial: Trials, tmp_path: Path) -> None:
 
 def test_another_schema_is_not_read(fake_trial: Trials, tmp_path: Path) -> None:
     trial = fake_trial()
-    record = launch(replace(Job("run", trial.runtime, trial), schema=99), tmp_path, 30.0)
+    record = launch(replace(Job("run", trial.runtime, trial), schema=99), tmp_path, 1200.0)
     assert (record.status, record.reason.endswith("job.json has schema 99, this worker reads 1")) == ("crashed", True)
 
 
 def test_a_record_that_an_earlier_job_left_is_not_taken_for_this_one_s(fake_trial: Any, tmp_path: Path) -> None:
     first = fake_trial()
-    assert launch(Job("run", first.runtime, first), tmp_path, 60).status == "ok"
+    assert launch(Job("run", first.runtime, first), tmp_path, 1200).status == "ok"
     second = fake_trial(fail="exit", at="load")
-    assert launch(Job("run", second.runtime, second), tmp_path, 60).status == "crashed"
+    assert launch(Job("run", second.runtime, second), tmp_path, 1200).status == "crashed"

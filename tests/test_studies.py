@@ -45,7 +45,7 @@ def test_on_a_cpu_a_study_lists_its_trials_with_reasons(root: Path, dyno: Comman
 def test_on_a_cpu_a_study_runs_small(root: Path, dyno: Command, tmp_path: Path) -> None:
     small = ("--device", "cpu", "--backends", "pytorch", "--batch", 1, "--size", 32, "--rounds", 1)
     quick = ("--samples", 5, "--warmup", 0.05, "--threads", 1, "--out", tmp_path / "run")
-    done = dyno("run", root / "studies" / "own-classes.toml", *small, *quick, timeout=280)
+    done = dyno("run", root / "studies" / "own-classes.toml", *small, *quick, timeout=1200)
     assert done.returncode == 0, done.stderr
     peak = json.loads((tmp_path / "run" / "peak" / "record.json").read_text())
     assert peak["facts"]["peak"]["fp32"]["flops_per_s"] > 0

@@ -96,7 +96,7 @@ def run_alone(script: Path, fed: dict[str, np.ndarray], pictures: list[Path], sc
     np.savez(scratch / "fed.npz", **fed)
     words = [sys.executable, "-c", ALONE, script, scratch / "fed.npz", scratch / "made.npz", *pictures]
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run([*map(str, words)], capture_output=True, text=True, cwd=scratch, env=clean, timeout=240)
+    done = subprocess.run([*map(str, words)], capture_output=True, text=True, cwd=scratch, env=clean, timeout=1200)
     assert done.returncode == 0, done.stderr
     return dict(np.load(scratch / "made.npz"))
 
@@ -127,7 +127,7 @@ def test_the_winner_is_taken_and_the_file_made_again_when_it_is_gone(
     code, out, err = call("take", run.folder, "openvino", "-o", "best")
     assert (code, err) == (0, "") and "best.xml" in out and out.endswith("run it: python best.py\n")
     assert (tmp_path / "best.bin").is_file()
-    done = subprocess.run([sys.executable, "best.py"], capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    done = subprocess.run([sys.executable, "best.py"], capture_output=True, text=True, cwd=tmp_path, timeout=1200)
     assert done.returncode == 0 and "output float32 2x2" in done.stdout, done.stderr
     made = Path(run.records.trial(run.take("openvino", tmp_path / "again").trial).artifact["path"])
     shutil.rmtree(made.parent)

@@ -105,7 +105,7 @@ def test_a_killed_training_ends_as_if_it_had_not_been(parted: Path, tmp_path: Pa
     words = [sys.executable, "-m", "dyno.cli", "train", str(parted), *QUICK, "--epochs", "12"]
 
     def run(out: str, *more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*words, "--out", out, *more], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        return subprocess.run([*words, "--out", out, *more], cwd=tmp_path, capture_output=True, text=True, timeout=1200)
 
     killed = subprocess.Popen([*words, "--out", "killed"], cwd=tmp_path, stderr=subprocess.DEVNULL)
     folder = tmp_path / "killed"

@@ -42,14 +42,14 @@ def test_a_job_waits_for_another_s_gpu_and_says_so(fake_trial: Trials, tmp_path:
 
     def second() -> None:
         job = Job("run", trial.runtime, trial)
-        ended.append(launch_in_turn(job, tmp_path / "gpu", 30.0, progress))
+        ended.append(launch_in_turn(job, tmp_path / "gpu", 1200.0, progress))
 
     thread = threading.Thread(target=second)
     with lock(gpu, never):
         thread.start()
         job = Job("run", on_the_cpu.runtime, on_the_cpu)
-        assert launch_in_turn(job, tmp_path / "cpu", 30.0, Progress(quiet=True)).status == "ok"
-        deadline = time.monotonic() + 5
+        assert launch_in_turn(job, tmp_path / "cpu", 1200.0, Progress(quiet=True)).status == "ok"
+        deadline = time.monotonic() + 600
         while not progress.stage and time.monotonic() < deadline:
             time.sleep(0.01)
         assert progress.stage == f"waits for process {os.getpid()}, another dyno on this GPU"

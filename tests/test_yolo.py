@@ -129,7 +129,7 @@ def test_nvidia_modelopt_spares_the_decoding_too(network: Network, tmp_path: Pat
     )
     step = converted(trial, "tensorrt")
     job = Job("make", Runtime("modelopt", MODELOPT, threads=2), recipe=step, artifact=network.artifact)
-    record = launch(job, tmp_path / "job", 280)
+    record = launch(job, tmp_path / "job", 1200)
     assert record.status == "ok" and record.artifact is not None, record.reason
     assert "nodes that decode boxes among it" in record.artifact.made_by["scheme"]
     got = run(record.artifact.path, network.images, optimised=False)
@@ -153,7 +153,7 @@ def test_every_backend_agrees_and_the_file_knows_its_task(network: Network, dyno
     words = (network.trained.source, "--weights", network.trained.weights, "--size", SIZE)
     short = ("--threads", 1, "--inputs", 4, "--rtol", 1e-2, "--atol", 1e-2, "--least", 0.999)
     backends = "pytorch,onnxruntime,openvino"
-    done = dyno("agree", *words, "--backends", backends, "--batch", 2, *short, "--out", tmp_path / "a", timeout=280)
+    done = dyno("agree", *words, "--backends", backends, "--batch", 2, *short, "--out", tmp_path / "a", timeout=1200)
     assert done.returncode == 0, done.stdout + done.stderr
     done = dyno("time", network.artifact.path, "--task", "pose", "--seconds", 0.1)
     assert done.returncode == 2

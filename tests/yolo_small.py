@@ -134,7 +134,7 @@ def trained(task: str, folder: Path) -> Trained:
     if not done.is_file():
         quiet = {"YOLO_OFFLINE": "1", "YOLO_AUTOINSTALL": "False", "YOLO_CONFIG_DIR": str(folder)}
         words = [sys.executable, str(Path(__file__).resolve()), task, str(folder)]
-        made = subprocess.run(words, env={**os.environ, **quiet}, capture_output=True, text=True, timeout=900)
+        made = subprocess.run(words, env={**os.environ, **quiet}, capture_output=True, text=True, timeout=1200)
         assert made.returncode == 0, made.stdout[-2000:] + made.stderr[-2000:]
     data = folder / "data" if task == "classify" else folder / "data/data.yaml"
     metrics = json.loads(done.read_text())

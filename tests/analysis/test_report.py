@@ -134,7 +134,7 @@ def chromium() -> str:
 
 def browse(chromium: str, page: Path, profile: Path, *options: str) -> str:
     done = subprocess.run([chromium, *CHROMIUM, f"--user-data-dir={profile}", *options, page.as_uri()],
-                          capture_output=True, text=True, timeout=120)  # fmt: skip
+                          capture_output=True, text=True, timeout=1200)  # fmt: skip
     assert done.returncode == 0, done.stderr[-500:]
     return done.stdout
 

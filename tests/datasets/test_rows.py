@@ -24,9 +24,9 @@ SLOW = (
     "import sys, time; from pathlib import Path; from dyno import datasets\n"
     "from dyno.datasets.decode import Transform\n"
     "from dyno.worker.spec import Preprocess\n"
-    "read = Transform.read\n"
-    "def slow(self, path):\n    time.sleep(0.02)\n    return read(self, path)\n"
-    "Transform.read = slow\n"
+    "import itertools; read, reads = Transform.read, itertools.count()\n"
+    f"def stuck(self, path):\n    next(reads) < {COUNT // 2} or time.sleep(3600)\n    return read(self, path)\n"
+    "Transform.read = stuck\n"
     "datasets.class_folders(Path(sys.argv[1]), Path(sys.argv[2]), (48, 48), Preprocess())"
 )
 
@@ -49,7 +49,7 @@ def prepared(folder: Path, cache: Path) -> DataSpec:
 def start_and_kill(photos: Path, cache: Path) -> int:
     """Rows that a process had written when it was killed."""
     process = subprocess.Popen([sys.executable, "-c", SLOW, str(photos), str(cache)])
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     lines = 0
     while lines < COUNT // 3 and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.01)
@@ -130,12 +130,6 @@ def test_only_whole_rows_are_gone_on_from(tmp_path: Path, harm: str) -> None:
 
 
 def test_seconds_per_image_are_kept(photos: Path, tmp_path: Path) -> None:
+    began = time.perf_counter()
     about = json.loads(Path(prepared(photos, tmp_path).folder, "meta.json").read_text())
-    assert 1e-5 < about["decode_s"] < 0.1
-    path = next(photos.glob("b/*.jpg"))
-    took = []
-    for _ in range(20):
-        began = time.perf_counter()
-        Transform((48, 48), Preprocess(), 3).read(path)
-        took.append(time.perf_counter() - began)
-    assert about["decode_s"] < 50 * np.median(took)
+    assert 1e-5 < about["decode_s"] < time.perf_counter() - began, "of one image, not of all"

@@ -32,7 +32,7 @@ Gpu = Callable[..., "subprocess.CompletedProcess[str]"]
 def python_with(module: str, variable: str) -> str:
     """The interpreter that has the module; skips when none is known."""
     python = os.environ.get(variable, sys.executable)
-    tried = subprocess.run([python, "-c", f"import {module}"], capture_output=True, text=True, timeout=300)
+    tried = subprocess.run([python, "-c", f"import {module}"], capture_output=True, text=True, timeout=1200)
     if tried.returncode:
         pytest.skip(f"{module} is not in {python}; name a Python that has it in {variable}")
     return python
@@ -47,7 +47,7 @@ def tensorrt_python() -> str:
 def ortgpu_python() -> str:
     python = python_with("onnxruntime", "DYNO_ORTGPU_PYTHON")
     code = "import onnxruntime as o, sys; sys.exit('CUDAExecutionProvider' not in o.get_available_providers())"
-    if subprocess.run([python, "-c", code], timeout=300).returncode:
+    if subprocess.run([python, "-c", code], timeout=1200).returncode:
         pytest.skip("no onnxruntime with CUDA; name a Python that has it in DYNO_ORTGPU_PYTHON")
     return python
 
@@ -72,7 +72,7 @@ def onnx(dyno: Any, net: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trt(dyno: Any, tensorrt_python: str) -> Gpu:
     """The command line with TensorRT's Python."""
 
-    def run(*words: object, timeout: float = 300.0) -> Any:
+    def run(*words: object, timeout: float = 1200.0) -> Any:
         return dyno(*words, "--python", f"tensorrt={tensorrt_python}", timeout=timeout)
 
     return run

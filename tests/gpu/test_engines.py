@@ -129,7 +129,7 @@ def test_hard(trt: Any, engine: Path) -> None:
 
 
 def test_builds_are_compared(trt: Any, onnx: Path, tmp_path: Path) -> None:
-    done = trt("build", onnx, "-o", tmp_path / "best.engine", "--repeat", 2, "--batch", 2, timeout=600)
+    done = trt("build", onnx, "-o", tmp_path / "best.engine", "--repeat", 2, "--batch", 2, timeout=1200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "p = " in done.stdout and (tmp_path / "best.engine").stat().st_size > 1000
 

@@ -59,7 +59,6 @@ def test_a_run_measures_every_boundary(fake_trial: Trials, tmp_path: Path) -> No
         for boundary in ("model", "all"):
             m = kept["latency", boundary]
             assert m.stopped in ("interval", "seconds") and m.value is None
-            assert np.median(samples[m.samples]) == pytest.approx(1e-3, rel=0.5)
             assert samples[m.samples].min() >= 1e-3
         rate = kept["throughput", "throughput"]
         assert samples[rate.samples].dtype == np.float64
@@ -200,7 +199,7 @@ def test_beside_a_gpu_half_of_the_processors_may_be_busy(monkeypatch: pytest.Mon
 
 def by_hand(*words: object, **more: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, main.__file__, *map(str, words)], capture_output=True, text=True, timeout=60, **more
+        [sys.executable, main.__file__, *map(str, words)], capture_output=True, text=True, timeout=1200, **more
     )
 
 

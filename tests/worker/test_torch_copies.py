@@ -83,5 +83,5 @@ def test_parts_are_told_apart() -> None:
     once(session, staged["input"])
     found = session.parts(staged)
     assert tuple(found) == PARTS
-    assert all(0 < seconds < 1 for seconds in found.values())
+    assert all(seconds > 0 for seconds in found.values())
     session.close()

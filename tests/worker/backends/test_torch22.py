@@ -37,7 +37,7 @@ def run(
     trial = Trial(model, backend, precision, Dims(2, 64, 64), data=DataSpec(count=2), runtime=runtime, plan=PLAN)
     folder.mkdir()
     write_json(folder / "job.json", to_json(Job("run", trial.runtime, trial)))
-    subprocess.run([python, main.__file__, str(folder)], check=True, timeout=300)
+    subprocess.run([python, main.__file__, str(folder)], check=True, timeout=1200)
     record = read_record(folder)
     assert record is not None
     return record

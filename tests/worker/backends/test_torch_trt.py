@@ -255,7 +255,7 @@ def run(folder: Path, asked: Trial | None, kind: str = "run") -> Record:
         asked = replace(asked, runtime=runtime, plan=plan, data=DataSpec(count=4))
     folder.mkdir(exist_ok=True)
     write_json(folder / "job.json", to_json(Job(kind, runtime, asked, backend="torch_tensorrt")))
-    subprocess.run([PYTHON, main.__file__, str(folder)], env={**os.environ, **LIBS}, check=True, timeout=400)
+    subprocess.run([PYTHON, main.__file__, str(folder)], env={**os.environ, **LIBS}, check=True, timeout=1200)
     record = read_record(folder)
     assert record is not None
     return record

@@ -294,7 +294,7 @@ def test_a_build_says_how_far_it_is_and_can_be_interrupted(digits: Any, tmp_path
     told = {"recipe": to_json(recipe()), "parent": to_json(digits.artifact)}
     (tmp_path / "told.json").write_text(json.dumps(told))
     command = [sys.executable, "-c", INTERRUPTED, NAME, str(tmp_path / "told.json"), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 42, done.stderr
 
 
