@@ -93,9 +93,9 @@ class Unbatched(nn.Module):
     """A table whose first axis has the batch's length by chance."""
     def __init__(self):
         super().__init__()
-        self.fc = nn.Linear(4, 4)
+        self.fc, self.bias = nn.Linear(4, 4), nn.Parameter(torch.zeros(5))
     def forward(self, x, table):
-        return self.fc(x) @ table.T
+        return self.fc(x) @ table.T + self.bias
 def unbatched(): return Unbatched()
 def unbatched_inputs(): return torch.randn(5, 4), torch.randn(5, 4)
 
