@@ -17,6 +17,7 @@ from typing import Any
 
 from dyno.store import cache_dir
 from dyno.worker import models, module_inputs
+from dyno.worker.module_inputs import Taken
 from dyno.worker.saved_modules import INPUTS
 from dyno.worker.spec import Dims, InputSpec, ModelSpec, UserError, to_json
 from dyno.worker.torch_support import positional
@@ -40,7 +41,9 @@ def saved(value: Any, asked: Mapping[str, Mapping[str, Any]], channels: int, siz
     with _evaluating(module):
         found = module_inputs.taken(module, model, examples, asked)
         dims = Dims(found.batch, *(found.size if all(found.size) else size or (SIZE, SIZE)))
-        specs = found.inputs or (InputSpec("input", "float32", ("batch", channels, "height", "width")),)
+        first = next(iter(module_inputs.signature_of(module).required), "input")
+        image = InputSpec(first, "float32", ("batch", channels, "height", "width"))
+        specs = found.inputs or (image,)
         try:
             settled, _ = module_inputs.settled(module, model, replace(found, inputs=specs), dims)
         except UserError:
@@ -48,7 +51,7 @@ def saved(value: Any, asked: Mapping[str, Mapping[str, Any]], channels: int, siz
         except Exception as e:  # the module is anyone's code: whatever it raises is its word on the input
             said = f"{name} refuses {module_inputs.shown(specs, dims)}: {_line(e)}"
             raise UserError(f"{said}; give example inputs too: models=(module, inputs)") from e
-        return _stored(module, model, settled.inputs, dims, plain=not found.inputs and settled.free)
+        return _stored(module, model, settled, dims)
 
 
 @dataclass(frozen=True)
@@ -61,20 +64,20 @@ class Way:
     made: Callable[[Any, ModelSpec, Specs, Dims], tuple[str, Callable[..., Any], Specs]]
 
 
-def _stored(module: Any, model: ModelSpec, specs: Specs, dims: Dims, plain: bool) -> str:
+def _stored(module: Any, model: ModelSpec, found: Taken, dims: Dims) -> str:
     import torch
 
     reasons = []
     for way in WAYS[-1:] if isinstance(module, torch.jit.ScriptModule) else WAYS:
         try:
             with _quiet():
-                text, write, taken = way.made(module, model, specs, dims)
+                text, write, taken = way.made(module, model, found.inputs, dims)
         except MemoryError:
             raise
         except Exception as e:  # each way has its own families of errors, and all of them mean "not this one"
             reasons.append(f"{way.name}: {_line(e)}")
             continue
-        told = json.dumps([to_json(spec) for spec in (() if plain else taken)])
+        told = json.dumps({"inputs": [*map(to_json, taken)], "batch": found.batch, "size": found.size})
         identity = "\n".join((way.suffix, torch.__version__, models.weights_sha256(module), text, told))
         key = hashlib.sha256(identity.encode()).hexdigest()[:24]
         path = cache_dir() / "modules" / key / f"{model.name}{way.suffix}"

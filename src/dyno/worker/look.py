@@ -163,7 +163,7 @@ def _file(trial: Trial, sizes: list[list[int]], asked: Mapping[str, Mapping[str,
     shapes = {name: resolved(words["shape"], batch) for name, words in asked.items() if "shape" in words}
     dims = Dims(batch, found["size"][0], found["size"][1], shapes)
     static_shapes(tensors, dims)
-    found["inputs"] = [*map(to_json, module_inputs.of_file(tensors, asked))]
+    found["inputs"] = [*map(to_json, module_inputs.of_file(tensors, asked, said.get("inputs", ())))]
     if reader is onnx_file:
         sized = [dims] if found.get("fixed_size") or not sizes else [replace(dims, height=h, width=w) for h, w in sizes]
         counts = {one.size: flops.of_onnx(model.file, static_shapes(tensors, one)) // one.batch for one in sized}

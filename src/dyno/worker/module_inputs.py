@@ -20,6 +20,15 @@ TOKENS = re.compile("ids|mask|token")  # names of inputs that are integers
 
 
 @dataclass(frozen=True)
+class Signature:
+    """Parameters of a forward by name, and whether each is required; those by keyword alone; `more`: *args, **kw."""
+
+    required: dict[str, bool]
+    keyword_only: frozenset[str] = frozenset()
+    more: bool = False
+
+
+@dataclass(frozen=True)
 class Taken:
     """A module's inputs, () for the one image; the batch and the size (height, width) that they were described with, 0
     where nothing says it; whether the batch may be another, whether the user named the axis that is the batch, and the
@@ -37,24 +46,23 @@ class Taken:
         """Whether an input's size is the trial's."""
         return not self.inputs or any(SIZE[0] in spec.shape for spec in self.inputs)
 
-
-@dataclass(frozen=True)
-class Signature:
-    """Parameters of a forward by name, and whether each is required; those by keyword alone; `more`: *args, **kw."""
-
-    required: dict[str, bool]
-    keyword_only: frozenset[str] = frozenset()
-    more: bool = False
+    @property
+    def signature(self) -> Signature:
+        """What a module of these inputs takes, where its own signature doesn't have their names."""
+        keyword = frozenset(spec.name for spec in self.inputs if spec.keyword)
+        return Signature({spec.name: True for spec in self.inputs}, keyword)
 
 
 def taken(module: Any, model: ModelSpec, examples: Any, asked: Mapping[str, Mapping[str, Any]]) -> Taken:
     """What the module takes, before it was run.
 
-    `examples` are specs, a tensor, tuple or dict, or None; `asked` is the command line's word on inputs by name. The
-    only parameter of which nothing is said is the image. Raises `UserError` where the inputs can't be known.
+    `examples` are what was saved with a module, a tensor, tuple or dict, or None; `asked` is the command line's word on
+    inputs by name. The only parameter of which nothing is said is the image. Raises `UserError` where the inputs can't
+    be known.
     """
-    signature = signature_of(module)
-    specs = {spec.name: spec for spec in _of_examples(examples, signature, model)}
+    told = examples if isinstance(examples, Taken) else None
+    signature = told.signature if told else signature_of(module)
+    specs = {spec.name: spec for spec in (told.inputs if told else _of_examples(examples, signature, model))}
     specs = {spec.name: spec for spec in _with_asked(specs, signature, asked, model)}
     missing = [name for name, required in signature.required.items() if required and name not in specs]
     if not specs and not missing:
@@ -68,11 +76,16 @@ def taken(module: Any, model: ModelSpec, examples: Any, asked: Mapping[str, Mapp
     order = [*signature.required]
     ordered = sorted(specs.values(), key=lambda s: order.index(s.name) if s.name in order else len(order))
     found = replace(_symbolic(tuple(ordered)), ranged=frozenset(n for n, words in asked.items() if "low" in words))
+    if told:
+        size = found.size if all(found.size) else told.size
+        found = replace(found, batch=told.batch, size=size, named=False)
     return replace(found, inputs=()) if _is_image(found.inputs, signature, model) else found
 
 
-def of_file(file: Sequence[Tensor], asked: Mapping[str, Mapping[str, Any]]) -> tuple[InputSpec, ...]:
-    """What the user said of the values of a file's inputs, () where nothing: the file says the rest.
+def of_file(
+    file: Sequence[Tensor], asked: Mapping[str, Mapping[str, Any]], stored: Sequence[InputSpec] = ()
+) -> tuple[InputSpec, ...]:
+    """What the user, or the file's metadata (`stored`), said of its inputs' values; () where nothing.
 
     Raises `UserError` for an input or a type that the file doesn't have, and for a value without a type of its own.
     """
@@ -82,11 +95,13 @@ def of_file(file: Sequence[Tensor], asked: Mapping[str, Mapping[str, Any]]) -> t
             raise UserError(f"the model has no input {name!r}; its inputs: {', '.join(kinds)}")
         if "feeds" not in words and words.get("dtype", kinds[name]) != kinds[name]:
             raise UserError(f"the file's input {name!r} is {kinds[name]}, not {words['dtype']}; omit the type")
-    if not any("low" in words or "feeds" in words for words in asked.values()):
+    known = {spec.name: spec for spec in stored}
+    if not known and not any("low" in words or "feeds" in words for words in asked.values()):
         return ()
     keys = ("low", "high", "feeds", "feeds_sha256")
     said = {name: {key: words[key] for key in keys if key in words} for name, words in asked.items()}
-    return tuple(InputSpec(t.name, t.dtype, t.shape, **said.get(t.name, {})) for t in file)
+    base = [replace(known.get(t.name, InputSpec(t.name)), dtype=t.dtype, shape=t.shape) for t in file]
+    return tuple(replace(spec, **said.get(spec.name, {})) for spec in base)
 
 
 def signature_of(module: Any) -> Signature:
@@ -124,8 +139,6 @@ def advice_after(module: Any, model: ModelSpec) -> str:
 def _of_examples(examples: Any, signature: Signature, model: ModelSpec) -> list[InputSpec]:
     if examples is None:
         return []
-    if isinstance(examples, (list, tuple)) and examples and isinstance(examples[0], InputSpec):
-        return [*examples]
     if isinstance(examples, Mapping):
         return [_spec(str(name), value, True, model) for name, value in examples.items()]
     given = [*examples] if isinstance(examples, (list, tuple)) else [examples]

@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from dyno.worker.module_inputs import Taken
 from dyno.worker.spec import InputSpec, Unavailable, UserError, from_json
 
 INPUTS = "dyno_inputs.json"  # a file inside both formats: the inputs as JSON, where Dyno stored the module
@@ -30,7 +31,9 @@ def examples(path: str) -> Any:
     extra = {INPUTS: ""}
     program = _program(path, extra) if path.endswith(".pt2") else _script(path, extra)
     if told := extra[INPUTS]:
-        return [from_json(InputSpec, each) for each in json.loads(told)] or None
+        found = json.loads(told)
+        specs = tuple(from_json(InputSpec, each) for each in found["inputs"])
+        return Taken(specs, found["batch"], tuple(found["size"]))
     if not path.endswith(".pt2") or program.example_inputs is None:
         return None
     args, keywords = program.example_inputs

@@ -1,7 +1,7 @@
 """What a network is for and how its outputs are laid out, where its source doesn't say: from metadata and shapes.
 
 ONNX files carry it in their metadata: `task`, `names` and `kpt_shape` as ultralytics writes them, and `preprocess`
-(JSON, a `Preprocess`) in files that Dyno exported.
+(JSON, a `Preprocess`) and `inputs` (JSON, a list of `InputSpec`) in files that Dyno exported.
 """
 
 from __future__ import annotations
@@ -10,17 +10,18 @@ import ast
 import contextlib
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from dyno.worker import ultralytics_models
-from dyno.worker.spec import TASKS, ModelSpec, Preprocess, UserError, from_json, to_json
+from dyno.worker.spec import TASKS, InputSpec, ModelSpec, Preprocess, UserError, from_json, to_json
 
 Shape = Sequence[Any]
 COORDINATES = 4
 
 
 def read(path: str) -> dict[str, Any]:
-    """`task`, `classes`, `keypoints` and `preprocess` of an ONNX file, those of them that its metadata has."""
+    """`task`, `classes`, `keypoints`, `preprocess` and `inputs` of an ONNX file, those that its metadata has."""
     import onnx
 
     model = onnx.load(path, load_external_data=False)
@@ -33,6 +34,9 @@ def read(path: str) -> dict[str, Any]:
         found["classes"] = len(names)
     if isinstance(points, (list, tuple)) and points:
         found["keypoints"] = [int(n) for n in points]
+    if "inputs" in said:
+        with contextlib.suppress(ValueError, TypeError, AttributeError, UserError):  # another program's idea of the key
+            found["inputs"] = tuple(from_json(InputSpec, each) for each in json.loads(said["inputs"]))
     if "preprocess" in said:
         with contextlib.suppress(ValueError, TypeError, AttributeError, UserError):  # another program's idea of the key
             found["preprocess"] = to_json(from_json(Preprocess, json.loads(said["preprocess"])))
@@ -54,6 +58,8 @@ def _said(model: ModelSpec) -> dict[str, str]:
         said["names"] = str({number: str(number) for number in range(model.classes)})
     if model.keypoints:
         said["kpt_shape"] = str(list(model.keypoints))
+    if specs := [replace(spec, feeds="", feeds_sha256="") for spec in model.inputs if spec.dtype]:
+        said["inputs"] = json.dumps([*map(to_json, specs)])
     return said
 
 

@@ -1,0 +1,153 @@
+"""Networks that take something else than one image go through every engine, from one description of their inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import described_nets
+import dyno
+
+pytest.importorskip("torch")
+onnx = pytest.importorskip("onnx")
+
+ENGINES = ("pytorch", "onnxruntime", "openvino")
+QUICK = ("--rounds", 1, "--seconds", 0.05, "--warmup", 0.02, "--inputs", 4, "--threads", 1)
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def nets(tmp_path: Path) -> Path:
+    (tmp_path / "nets.py").write_text(described_nets.TEXT)
+    return tmp_path / "nets.py"
+
+
+def table(folder: Path) -> pd.DataFrame:
+    return dyno.load(folder).to_pandas().set_index("backend")
+
+
+def outputs(folder: Path) -> dict[str, dict[str, np.ndarray]]:
+    return {trial.backend: trial.outputs() for trial in dyno.load(folder).records}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "words", "batch", "size", "shape"),
+    [
+        ("two", (), 2, "16", (4, 4)),
+        ("tokens", ("--batch", 3), 3, "", (4, 3)),
+        ("bare", ("--shapes", "input_ids:batchx8:int64"), 1, "", (4, 3)),
+        ("lstm", (), 3, "", (4, 7, 5)),
+        ("audio", ("--shapes", "input:2x1x16000"), 2, "", (4, 3)),
+        ("keyword", ("--size", 16), 1, "16", (4, 4)),
+        ("data", ("--size", 16), 1, "16", (4, 4)),
+        ("dictionary", ("--size", 16), 1, "16", (4, 4)),
+        ("script", ("--shapes", "x:2x12"), 2, "", (4, 3)),
+        ("rate", ("--shapes", "x:1x1x400", "--input", "sr=8000"), 1, "", (4, 4)),
+    ],
+)
+def test_every_engine_runs_it_and_agrees(
+    call: Call, nets: Path, name: str, words: tuple[Any, ...], batch: int, size: str, shape: tuple[int, ...]
+) -> None:
+    code, _, err = call("run", f"nets.py:{name}", "--backends", ",".join(ENGINES), *QUICK, "--out", "r", *words)
+    assert code == 0, err
+    rows = table(Path("r"))
+    assert sorted(rows.index) == sorted(ENGINES) and set(rows["status"]) == {"ok"}
+    assert set(rows["batch"]) == {batch} and set(rows["size"].astype(str)) == {size or "0"}
+    found = outputs(Path("r"))
+    assert found["pytorch"]["output"].shape == shape
+    for engine in ENGINES[1:]:
+        assert found[engine].keys() == found["pytorch"].keys()
+        for output, want in found["pytorch"].items():
+            np.testing.assert_allclose(found[engine][output], want, 1e-3, 1e-4)
+    fed = {trial.facts["inputs_sha256"] for trial in dyno.load("r").records}
+    assert len(fed) == 1
+
+
+@pytest.mark.slow
+def test_what_pytorch_quantised_runs_there_and_the_export_says_why_not(call: Call, nets: Path) -> None:
+    code, _, err = call(
+        "run", "nets.py:quantised", "--backends", "pytorch,onnxruntime", *QUICK, "--size", 8, "--out", "r"
+    )
+    assert code == 3, err
+    rows = table(Path("r"))
+    assert dict(rows["status"]) == {"pytorch": "ok", "onnxruntime": "failed"}
+    assert "quantised dynamically by PyTorch, and such layers have no ONNX form" in rows["reason"]["onnxruntime"]
+    (trial,) = [t for t in dyno.load("r").records if t.backend == "pytorch"]
+    assert trial.facts["weights_sha256"]
+
+
+@pytest.mark.slow
+def test_compiled_with_several_inputs_and_keywords(call: Call, nets: Path) -> None:
+    code, _, err = call("run", "nets.py:tokens", "--backends", "pytorch,compile", *QUICK, "--out", "r")
+    assert code == 0, err
+    found = outputs(Path("r"))
+    np.testing.assert_allclose(found["compile"]["output"], found["pytorch"]["output"], 1e-3, 1e-4)
+
+
+@pytest.mark.slow
+def test_an_export_has_the_inputs_by_name_and_a_free_batch(call: Call, nets: Path) -> None:
+    code, out, err = call("export", "nets.py:tokens", "-o", "t.onnx")
+    assert code == 0, err
+    inputs = onnx.load("t.onnx").graph.input
+    assert [value.name for value in inputs] == ["input_ids", "attention_mask"]
+    assert {value.type.tensor_type.elem_type for value in inputs} == {onnx.TensorProto.INT64}
+    assert {value.type.tensor_type.shape.dim[0].dim_param for value in inputs} == {"batch"}
+    code, out, err = call(
+        "agree", "nets.py:tokens", "t.onnx", "--input", "input_ids=0..49", "--inputs", 4, "--threads", 1, "--least", 1
+    )
+    assert code == 0, out + err
+
+
+@pytest.mark.slow
+def test_only_what_follows_the_batch_is_free(call: Call, nets: Path) -> None:
+    assert call("export", "nets.py:unbatched", "-o", "u.onnx")[0] == 0
+    x, table = onnx.load("u.onnx").graph.input
+    assert x.type.tensor_type.shape.dim[0].dim_param == "batch"
+    assert [dim.dim_value for dim in table.type.tensor_type.shape.dim] == [5, 4]
+
+
+def test_a_batch_that_the_model_does_not_take_is_refused(call: Call, refused: Any, nets: Path) -> None:
+    usual = ("nets.py:fixed", "--backends", "pytorch", *QUICK)
+    assert "takes its example inputs' batch, 2, and not 3" in refused("run", *usual, "--batch", 3)
+    assert call("run", *usual, "--out", "r")[0] == 0
+    assert set(table(Path("r"))["batch"]) == {2}
+
+
+def test_arrays_of_a_file_are_what_is_fed(call: Call, nets: Path) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((4, 1, 400)).astype(np.float32)
+    np.savez("feeds.npz", x=x)
+    words = ("--input", "feeds.npz", "--input", "sr=16000", "--batch", 2)
+    code, _, err = call("run", "nets.py:rate", "--backends", "pytorch", *QUICK, *words, "--out", "r")
+    assert code == 0, err
+    import torch
+
+    from dyno.worker import models
+    from dyno.worker.spec import ModelSpec
+
+    net = models.load(ModelSpec("rate", "nets.py:rate"))
+    with torch.inference_mode():
+        want = net(torch.from_numpy(x), 16000).numpy()
+    np.testing.assert_allclose(outputs(Path("r"))["pytorch"]["output"], want, 1e-4, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("nets.py:rate",), "rate takes x, sr, and nothing says what they are; give --shapes x:1x3x224x224"),
+        (("nets.py:rate", "--shapes", "y:1x2"), "the model has no input 'y'; its inputs: x, sr"),
+        (("nets.py:audio",), "by --shapes input:SHAPE, with :int64 behind it for token ids, or by"),
+        (("nets.py:bare", "--input", "input_ids=0..9"), "'input_ids' has a range, but no shape; give --shapes"),
+        (("nets.py:tokens", "--size", "32"), "tokens takes no image, so a size says nothing of it; omit it"),
+        (("nets.py:two", "--shapes", "left:1x3x8x8", "--size", "16"), "an input of 8x8 pixels, and sizes 16x16"),
+        (("nets.py:tokens", "--input", "absent.npz"), "absent.npz can't be read as arrays by input name"),
+    ],
+)  # fmt: skip
+def test_inputs_that_can_not_be_known_are_one_line(refused: Any, nets: Path, words: tuple[str, ...], line: str) -> None:
+    assert line in refused("run", *words, "--backends", "pytorch", *QUICK)
