@@ -21,7 +21,7 @@ from dyno.worker.backends.onnx_precision import PREPARATION, VALUES
 from dyno.worker.backends.onnx_routes import routed
 from dyno.worker.calibration import NO_DATA
 from dyno.worker.extras import install
-from dyno.worker.onnx_check import said
+from dyno.worker.onnx_check import HALF_CRASHES, said
 from dyno.worker.onnx_runtime_cuda import OPTIONS as CUDA_OPTIONS
 from dyno.worker.onnx_runtime_cuda import VALUES as CUDA_VALUES
 from dyno.worker.onnx_runtime_profile import Profile
@@ -129,7 +129,8 @@ class OnnxFile:
             options.add_free_dimension_override_by_name(name, size)
         if profile:
             options.enable_profiling, options.profile_file_prefix = True, profile
-        return self.ort.InferenceSession(self.path, options, providers=providers)
+        off = self.settings["disabled_optimizers"]
+        return self.ort.InferenceSession(self.path, options, providers=providers, disabled_optimizers=off)
 
     def facts(self, providers: Any, feeds: Arrays) -> dict[str, Any]:
         """Layers, types, providers and time by operator, from ONNX Runtime's profile of a second, short session."""
@@ -253,6 +254,7 @@ def settings(trial: Trial) -> dict[str, Any]:
         "intra_op_threads": trial.runtime.threads,
         "inter_op_threads": 1,
         "execution_mode": "sequential",
+        "disabled_optimizers": [*HALF_CRASHES] if trial.precision == "fp16" and trial.runtime.device == "cpu" else [],
     }
 
 

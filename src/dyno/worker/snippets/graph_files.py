@@ -24,7 +24,7 @@ def load():
     options.add_session_config_entry("session.intra_op.allow_spinning", SPINNING)
     for name, size in FREE_DIMENSIONS.items():
         options.add_free_dimension_override_by_name(name, size)
-    return onnxruntime.InferenceSession(FILE, options, providers=PROVIDERS)
+    return onnxruntime.InferenceSession(FILE, options, providers=PROVIDERS, disabled_optimizers=DISABLED)
 
 
 def run(model, feeds):
@@ -74,6 +74,7 @@ def onnx_runtime(trial: Trial, artifact: Artifact | None, about: dict[str, Any],
         "FILE": place(about),
         "THREADS": settings["intra_op_threads"],
         "OPTIMIZATION": ort.OPTIMIZATION[settings["optimization"]],
+        "DISABLED": settings["disabled_optimizers"],
         "SPINNING": str(int(settings["spinning"])),
         "FREE_DIMENSIONS": ort.overrides(known, static_shapes(known, trial.dims)),
         "PROVIDERS": cuda.providers(trial, _index(trial)) if on_gpu else list(ort.PROVIDERS),

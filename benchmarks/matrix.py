@@ -1,0 +1,145 @@
+"""Which networks run where: every network on every backend in every precision, one short round each, as one table.
+
+    python benchmarks/matrix.py OUT [--backends pytorch,onnxruntime,openvino] [--precision fp32,fp16,int8]
+        [--networks torchvision:resnet18,timm:levit_128s] [--device cuda:0] [--python tensorrt=PATH] [--limit 900]
+
+Weights are random, inputs are crops of scikit-image's photographs. OUT/matrix.csv gets each network's rows as soon as
+they are there, and a network that OUT has already is not run again; OUT/matrix.md is the table. The question is whether
+a network runs and gives the right outputs, not how fast: latencies are of one short round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "src"))
+
+from dyno.analysis.formatting import markdown_table, significant
+
+# Convolutions, transformers, hybrids; then what detects and segments.
+CLASSIFIERS = (
+    "torchvision:alexnet vgg11_bn resnet18 resnet50 resnext50_32x4d wide_resnet50_2 densenet121 googlenet "
+    "squeezenet1_1 shufflenet_v2_x1_0 mobilenet_v2 mobilenet_v3_small mobilenet_v3_large mnasnet1_0 "
+    "efficientnet_b0 efficientnet_v2_s regnet_y_400mf convnext_tiny swin_t vit_b_16 maxvit_t",
+    "timm:vit_tiny_patch16_224 vit_small_patch16_224 deit_tiny_patch16_224 swin_tiny_patch4_window7_224 levit_128s "
+    "mobilevit_s efficientformer_l1 fastvit_t8 convnextv2_atto ghostnet_100 repvgg_a0 mixer_s32_224 "
+    "poolformer_s12 xcit_nano_12_p16_224 cait_xxs24_224 pit_ti_224 edgenext_x_small efficientvit_b0 "
+    "mobilenetv4_conv_small hrnet_w18_small tf_efficientnet_lite0 eva02_tiny_patch14_224",
+)
+OTHERS = (
+    "torchvision:fcn_resnet50 deeplabv3_mobilenet_v3_large lraspp_mobilenet_v3_large",
+    "ultralytics:yolov8n.yaml yolov8n-seg.yaml yolov8n-pose.yaml yolov8n-cls.yaml yolo11n.yaml yolov5n.yaml",
+)
+KEPT = ("model", "backend", "options", "precision", "status", "outputs", "output_error", "answers_changed", "ran_as",
+        "route", "latency_ms", "verdict", "reason")  # fmt: skip
+FEW_CROPS = 32
+
+
+def networks() -> list[str]:
+    """Every source in the lists above."""
+    found = []
+    for line in (*CLASSIFIERS, *OTHERS):
+        library, _, names = line.partition(":")
+        found += [f"{library}:{name}" for name in names.split()]
+    return found
+
+
+def measure(source: str, asked: argparse.Namespace) -> list[dict[str, str]]:
+    """The rows of one network; one row with a reason where the study gave none."""
+    folder = asked.out / "runs" / source.replace(":", "-")
+    command = [sys.executable, "-m", "dyno.cli", "run", source, "--backends", asked.backends, "--device", asked.device]
+    command += ["--precision", asked.precision, "--batch", str(asked.batch), "--data", str(asked.out / "photos")]
+    command += ["--rounds", "1", "--seconds", "0.2", "--warmup", "0.2", "--out", str(folder)]
+    command += [word for python in asked.python for word in ("--python", python)]
+    command += ["--size", str(asked.size)] if asked.size else []
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=asked.limit, env=environment)
+        said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    except subprocess.TimeoutExpired:
+        said = f"no end after {asked.limit:g} s"
+    if not (folder / "trials").is_dir():
+        return [{"model": source.partition(":")[2], "status": "failed", "reason": said}]
+    from dyno.analysis import results, tables
+
+    frame = tables.frame(results.load(folder))
+    return [{name: str(row[name]) for name in KEPT} for _, row in frame.iterrows()]
+
+
+def cell(row: dict[str, str]) -> str:
+    """One trial in the table: its error and time, or how it ended."""
+    if row["status"] != "ok":
+        return row["status"]
+    error = "" if row["output_error"] in ("", "nan") else f" ({float(row['output_error']):.0e})"
+    wrong = "wrong " if row["outputs"] == "wrong outputs" else ""
+    ran = "" if row["precision"] in row["ran_as"] or not row["ran_as"] else f" ran {row['ran_as'].split()[1]}"
+    return f"{wrong}{significant(float(row['latency_ms']))} ms{error}{ran}"
+
+
+def table(rows: Iterable[dict[str, str]]) -> str:
+    """A line for each network and a column for each backend and precision, then what failed and why."""
+    rows = list(rows)
+    ways = list(dict.fromkeys(f"{r['backend']} {r['precision']}" for r in rows if r.get("backend")))
+    lines: dict[str, dict[str, str]] = {}
+    for row in rows:
+        own = lines.setdefault(row["model"], {})
+        if row.get("backend"):
+            own[f"{row['backend']} {row['precision']}"] = cell(row)
+        else:
+            own |= dict.fromkeys(ways, row["status"])
+    body = [[name, *(own.get(way, "") for way in ways)] for name, own in lines.items()]
+    bad = [r for r in rows if r["status"] not in ("ok", "skipped") or r.get("outputs") == "wrong outputs"]
+    notes = [f"- {r['model']} {r.get('backend', '')} {r.get('precision', '')}: "
+             f"{r['reason'] if r['status'] != 'ok' else r['verdict']}" for r in bad]  # fmt: skip
+    return markdown_table(["network", *ways], body, [False] * (len(ways) + 1)) + "\n" + "\n".join(notes) + "\n"
+
+
+def main() -> int:
+    """Run what OUT lacks, network by network; 0 when the table is whole."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--backends", default="pytorch,onnxruntime,openvino")
+    parser.add_argument("--precision", default="fp32,fp16,int8")
+    parser.add_argument("--networks", default="", help="comma-separated sources instead of the whole list")
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--size", default="", help="image size of all networks (default: each one's own)")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--python", action="append", default=[], help="NAME=PATH, as dyno run has it")
+    parser.add_argument("--limit", type=float, default=900.0, help="seconds for one network")
+    asked = parser.parse_args()
+    asked.out.mkdir(parents=True, exist_ok=True)
+    if not (asked.out / "photos").is_dir():
+        subprocess.run([sys.executable, ROOT / "studies" / "photos.py", asked.out / "photos"], check=True)
+        for photo in sorted((asked.out / "photos").iterdir())[:: 256 // FEW_CROPS]:
+            photo.rename(photo.with_name(f"kept-{photo.name}"))
+        for photo in (asked.out / "photos").glob("[!k]*"):
+            photo.unlink()
+    path = asked.out / "matrix.csv"
+    rows = list(csv.DictReader(path.open(encoding="utf-8"))) if path.exists() else []
+    done = {row["network"] for row in rows}
+    for source in [name for name in asked.networks.split(",") if name] or networks():
+        if source in done:
+            continue
+        began = time.monotonic()
+        own = [{"network": source, **dict.fromkeys(KEPT, ""), **row} for row in measure(source, asked)]
+        rows += own
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, ["network", *KEPT])
+            writer.writeheader()
+            writer.writerows(rows)
+        (asked.out / "matrix.md").write_text(table(rows), encoding="utf-8")
+        shown = ", ".join(f"{r['backend']} {r['precision']} {cell(r) if r['backend'] else r['reason']}" for r in own)
+        print(f"{source} in {time.monotonic() - began:.0f} s: {shown}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
