@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
-from dyno.analysis.formatting import markdown_table, significant
+from dyno.analysis.formatting import markdown_table, significant  # noqa: E402
 
 # Convolutions, transformers, hybrids; then what detects and segments.
 CLASSIFIERS = (
@@ -60,6 +60,7 @@ def measure(source: str, asked: argparse.Namespace) -> list[dict[str, str]]:
     command += ["--rounds", "1", "--seconds", "0.2", "--warmup", "0.2", "--out", str(folder)]
     command += [word for python in asked.python for word in ("--python", python)]
     command += ["--size", str(asked.size)] if asked.size else []
+    command += ["--threads", str(asked.threads)] if asked.threads else []
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=asked.limit, env=environment)
@@ -112,6 +113,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--size", default="", help="image size of all networks (default: each one's own)")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--python", action="append", default=[], help="NAME=PATH, as dyno run has it")
     parser.add_argument("--limit", type=float, default=900.0, help="seconds for one network")
     asked = parser.parse_args()
