@@ -19,10 +19,11 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from dyno.analysis.formatting import markdown_table, significant  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[1]
 
 # Convolutions, transformers, hybrids; then what detects and segments.
 CLASSIFIERS = (

@@ -20,6 +20,7 @@ import typer
 import dyno
 from dyno import cli
 from dyno.analysis import tables
+from dyno.analysis.correctness import TOLERANCES
 from dyno.study import Study
 from dyno.worker import backend
 from dyno.worker.record import STATUSES, Measurement, Record
@@ -150,6 +151,20 @@ def test_every_field_of_a_job_and_a_record_is_described(kind: type) -> None:
     text = section("docs/file-format.md", "job.json") + section("docs/file-format.md", "record.json")
     missing = [f.name for f in dataclasses.fields(kind) if f"`{f.name}`" not in text]  # type: ignore[arg-type]
     assert missing == []
+
+
+def test_the_tolerances_are_those_of_the_code() -> None:
+    text = section("docs/method.md", "Is the output right? (analysis/correctness.py)")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:3] == "| `"]
+    told = {name: tuple(cells) for first, *cells in rows for name in re.findall(r"`(\w+)`", first)}
+    assert told == {
+        name: (f"{t.close:g}", f"{t.limit:g}", f"{t.changed:.0%}".replace("%", " %"), shares(t.quantile))
+        for name, t in TOLERANCES.items()
+    }
+
+
+def shares(share: float) -> str:
+    return "all" if share == 1 else f"{share:.0%}".replace("%", " %")
 
 
 def test_every_status_is_described() -> None:

@@ -116,6 +116,7 @@ def test_a_step_with_an_interpreter_of_its_own_runs_there(fake_study: Studies) -
         "tensorrt_rtx": ("main", "", "cuda:0"),
         "onnx_input": ("main", "", "cpu"),
         "onnx_modelopt": ("modelopt", sys.executable, "cpu"),
+        "onnx_static": ("main", "", "cpu"),
         "onnx_export": ("main", "", "cpu"),
     }
 

@@ -12,6 +12,7 @@ import pytest
 import described_nets
 import dyno
 from dyno import Study, UserError
+from dyno.run_names import place
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
@@ -57,7 +58,7 @@ def test_the_study_is_text_and_resumes(tmp_path: Path) -> None:
     study = Study(models=net, backends="pytorch", sizes="8", batches=(1, 3), **QUICK)
     path = tmp_path / "study.toml"
     path.write_text(study.to_toml())
-    assert Study.from_toml(path) == study and study.folder.name == "Small"
+    assert Study.from_toml(path) == study and place(study)[0].name == "Small"
     result = study.run(tmp_path / "run", quiet=True)
     assert list(result.to_pandas()["status"]) == ["ok", "ok"] and set(result.to_pandas()["model"]) == {"Small"}
     records = sorted(tmp_path.glob("run/trials/*/r0/record.json"))

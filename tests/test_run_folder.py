@@ -164,7 +164,7 @@ def test_a_broken_second_model_hides_nothing(call: Call, refused: Callable[..., 
     code, out, err = call(*words)
     assert code == 3, err
     assert rows("r", "model", "status") == [("bad", "failed"), ("good", "ok"), ("none", "failed")]
-    assert "good at size 8: fastest is" in out and "there is no model file none.onnx" in out
+    assert "good, size 8, batch 1\n" in out and "there is no model file none.onnx" in out
     assert "bad.onnx" in refused("run", "bad.onnx", "none.onnx", *FAKE, "--out", "x")
     assert not Path("x").exists()
     net(tmp_path / "bad.onnx")

@@ -16,7 +16,7 @@ import pytest
 import dyno
 from dyno.result import Result
 from dyno.study import Study
-from dyno.worker import inputs
+from dyno.worker import input_specs, inputs
 from dyno.worker.spec import Tensor, Trial, from_json
 
 NET = """
@@ -28,6 +28,29 @@ def net(num_classes=2):
         nn.Linear(32, num_classes),
     )
 """
+# Token ids, a mask by keyword alone, a number beside them, and a dataclass as the result.
+WORDS = """
+from dataclasses import dataclass
+import torch
+from torch import nn
+
+@dataclass
+class Answer:
+    scores: torch.Tensor
+    hidden: tuple
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(50, 8), nn.Linear(8, 3)
+    def forward(self, ids, *, mask, rate):
+        rows = self.embed(ids) * mask[..., None]
+        return Answer(self.head(rows.mean(1)) * rate, (rows,))
+
+def words(): return Words()
+def words_inputs():
+    return {"ids": torch.zeros(2, 6, dtype=torch.int64), "mask": torch.ones(2, 6, dtype=torch.bool), "rate": 3}
+"""
 # Another process, in which Dyno can't be imported: feeds in, outputs and prepared photographs out.
 ALONE = """
 import importlib.util, sys
@@ -38,7 +61,8 @@ taken = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(taken)
 fed = np.load(sys.argv[2])
 model = taken.load()
-found = [taken.run(model, {"input": fed[name]}) for name in sorted(fed)]
+batches = [{name: fed[f"{name}/{k}"] for name in taken.INPUTS} for k in range(len(fed) // len(taken.INPUTS))]
+found = [taken.run(model, feeds) for feeds in batches]
 made = {f"output:{name}": np.concatenate([each[name] for each in found]) for name in found[0]}
 prepared = [taken.prepare(path) for path in sys.argv[4:]]
 np.savez(sys.argv[3], prepared=np.stack(prepared or [0]), **made)
@@ -84,12 +108,13 @@ def run(tmp_path_factory: pytest.TempPathFactory, photos: Path) -> Result:
 
 
 def feeds(trial: Trial, batches: int) -> dict[str, np.ndarray]:
-    """The inputs that the trial was evaluated on."""
+    """The inputs that the trial was evaluated on, as `name/batch`."""
     kind = "uint8" if trial.options.get("input") == "uint8" else "float32"
     shape = (trial.dims.batch, trial.model.channels, trial.dims.height, trial.dims.width)
-    tensors = [Tensor("input", kind, shape)]
-    made = inputs.batches(trial.data, trial.model.preprocess, tensors, trial.dims, batches)
-    return {f"{k:03}": feed["input"] for k, feed in enumerate(made)}
+    given = trial.model.inputs
+    tensors = input_specs.tensors(given, trial.dims) or [Tensor("input", kind, shape)]
+    made = inputs.batches(trial.data, trial.model.preprocess, tensors, trial.dims, batches, given)
+    return {f"{name}/{k}": feed[name] for k, feed in enumerate(made) for name in feed}
 
 
 def run_alone(script: Path, fed: dict[str, np.ndarray], pictures: list[Path], scratch: Path) -> dict[str, np.ndarray]:
@@ -172,6 +197,26 @@ def test_a_module_of_a_library_is_built_again(model: str, size: str, tmp_path: P
     made = run_alone(taken.script, feeds(from_json(Trial, found.job["trial"]), 2), [], tmp_path)
     for name, values in found.outputs().items():
         np.testing.assert_allclose(made[f"output:{name}"], values, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["file", "memory"])
+def test_a_module_with_described_inputs_is_called_as_it_was(where: str, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    (tmp_path / "words.py").write_text(WORDS)
+    model: Any = f"{tmp_path}/words.py:words"
+    if where == "memory":
+        model = torch.nn.LSTM(6, 5, batch_first=True), torch.randn(3, 7, 6)
+    result = ran(Study(models=(model,), backends=("pytorch",), compared=4), tmp_path / "run")
+    taken = result.take(out=tmp_path / "best")
+    found = result.records.trial(taken.trial)
+    trial, stored = from_json(Trial, found.job["trial"]), found.outputs()
+    batches = -(-4 // trial.dims.batch)
+    made = run_alone(taken.script, feeds(trial, batches), [], tmp_path)
+    for output, values in stored.items():
+        np.testing.assert_allclose(made[f"output:{output}"][: len(values)], values, rtol=1e-4, atol=1e-5)
+    done = subprocess.run([sys.executable, taken.script], capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0 and "output float32" in done.stdout, done.stderr
 
 
 def test_a_backend_without_a_script_says_so(fake_study: Callable[..., Study], tmp_path: Path) -> None:

@@ -218,5 +218,6 @@ def _say_shared(folder: Path, record: Record) -> None:
         return
     made_by = record.artifact.made_by
     said = f"{gpu_words.meanwhile(others)}: kernels were timed beside it and may not be the fastest"
-    made_by = {**made_by, "warnings": [*made_by.get("warnings", ()), said]}
+    warnings = dict.fromkeys((*made_by.get("warnings", ()), said))  # a parent's are among them
+    made_by = {**made_by, "warnings": list(warnings)}
     write_record(folder, replace(record, artifact=replace(record.artifact, made_by=made_by)))

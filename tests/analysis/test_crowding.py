@@ -10,6 +10,7 @@ from synthetic import Way
 
 from dyno import take
 from dyno.analysis import tables, verdict
+from dyno.analysis.correctness import WRONG
 from dyno.analysis.crowding import crowding
 from dyno.analysis.results import Results, load
 
@@ -56,6 +57,14 @@ def test_failures_are_told_all_the_same(tmp_path: Path) -> None:
     ways = [Way("a", facts=dict(BUSY)), Way("b", statuses=("crashed",), reason="killed by SIGSEGV")]
     text = "\n".join(said(load(synthetic.write_run(tmp_path / "run", ways, samples=50))))
     assert text.startswith("Other programs") and "1 of 2 trials did not finish: 1 crashed" in text
+
+
+def test_wrong_outputs_lead_however_busy_the_machine_was(tmp_path: Path) -> None:
+    results = run(tmp_path, BUSY, BUSY, BUSY)
+    frame = tables.frame(results)
+    frame.loc[1, ["outputs", "verdict"]] = [WRONG, f"{WRONG}: off by 1"]
+    first, second, *_ = verdict.sentences(results, frame)
+    assert "way1" in first and f"gave {WRONG}: off by 1" in first and second.startswith("Other programs")
 
 
 def test_the_page_leads_with_it(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from dyno import load
+
 NETS = """
 import torch
 from torch import nn
@@ -106,5 +108,6 @@ def test_a_branch_on_values_is_measured_in_pytorch_and_crowned_nowhere_else(dyno
         "run", f"{nets}:branch", "--backends", "pytorch,onnxruntime,openvino", *words, "--out", nets.parent / "r"
     )
     assert done.returncode == 3, done.stderr
-    assert "fastest is pytorch fp32" in done.stdout
+    rows = load(nets.parent / "r").to_pandas().set_index("backend")
+    assert dict(rows["status"]) == {"pytorch": "ok", "onnxruntime": "failed", "openvino": "failed"}
     assert done.stdout.count("a graph would hold one branch only") >= 2

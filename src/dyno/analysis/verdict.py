@@ -46,7 +46,9 @@ def findings(results: Results, frame: pd.DataFrame) -> list[Finding]:
     found = [f for contest in every[:MOST_GROUPS] for f in _contest(contest, trials, frame.attrs.get("budget", ""))]
     if crowd and crowd.mostly:  # whatever is said of an order would be said of the machine's load
         failed = [f for f in found if f.kind == FAILURE]
-        return [Finding(WARNING, crowd.sentence), *failed, *_truths(results), *_outcome(results, crowd)]
+        apart = [f for contest in every[:MOST_GROUPS] for f in _apart(contest)]
+        told = [*failed, *apart, *_truths(results), *_outcome(results, crowd)]
+        return [*_wrong_outputs(frame, trials), Finding(WARNING, crowd.sentence), *told]
     if len(every) > MOST_GROUPS:
         found.append(Finding(NOTE, f"{len(every) - MOST_GROUPS} more models and sizes are in the tables."))
     return [

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 EXTRAS = {
     **dict.fromkeys(("torch", "torchvision", "timm", "safetensors"), "torch"),
-    **dict.fromkeys(("onnx", "onnxscript", "onnxruntime", "onnxconverter-common"), "onnx"),
+    **dict.fromkeys(("onnx", "onnxscript", "onnxruntime", "onnxconverter-common", "onnxslim"), "onnx"),
     "openvino": "openvino",
     "tensorrt-rtx": "tensorrt_rtx",  # cuda-bindings is in it too, but others need that alone
     **dict.fromkeys(("jinja2", "matplotlib"), "report"),

@@ -16,11 +16,11 @@ INPUTS = "dyno_inputs.json"  # a file inside both formats: the inputs as JSON, w
 
 def load(path: str) -> Any:
     """The module; a `UserError` for a file that is missing or that this PyTorch can't read."""
-    return _program(path).module(**_unguarded()) if path.endswith(".pt2") else _script(path)
+    return _program(path).module(**unguarded()) if path.endswith(".pt2") else _script(path)
 
 
-def _unguarded() -> dict[str, Any]:
-    """Newer programs check their inputs at every call, which costs time that the module did not take."""
+def unguarded() -> dict[str, Any]:
+    """Options of a program's `module`: newer ones check their inputs at every call, which costs time of its own."""
     from torch.export import ExportedProgram
 
     return {"check_guards": False} if "check_guards" in inspect.signature(ExportedProgram.module).parameters else {}

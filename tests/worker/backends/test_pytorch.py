@@ -229,7 +229,7 @@ def test_a_device_that_is_not_there_is_unavailable():
 
 def test_a_missing_library_is_unavailable(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(Unavailable, match="pip install torch"):
+    with pytest.raises(Unavailable, match=r"pip install .*\[torch\]"):
         find("pytorch").load(trial(), None)
 
 

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from dyno.worker import inputs, models
+from dyno.worker import inputs, models, saved_modules
 from dyno.worker.backend import find
 from dyno.worker.checkpoint import head_classes, read_checkpoint
 from dyno.worker.snippets.graph_files import place
@@ -41,6 +41,15 @@ def build():
     network.model[-1].dynamic = False
     return network
 '''
+SAVED = '''
+
+def build():
+    """The module as it was stored, its weights included."""
+    return {call}
+'''
+WEIGHTS = """    network.load_state_dict(torch.load(FILE, map_location="cpu", weights_only=True))
+    network.eval()
+"""
 LOAD = '''
 
 def load():
@@ -50,21 +59,20 @@ def load():
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = TF32
     torch.backends.cudnn.benchmark = CUDNN_BENCHMARK
     network = build()
-    network.load_state_dict(torch.load(FILE, map_location="cpu", weights_only=True))
-    layout = torch.channels_last if CHANNELS_LAST else torch.contiguous_format
-    network = network.eval().to(DEVICE, getattr(torch, TYPE), memory_format=layout)
+{weights}    layout = torch.channels_last if CHANNELS_LAST else torch.contiguous_format
+    network = network.to(DEVICE, getattr(torch, TYPE), memory_format=layout)
 {end}
 
 def run(model, feeds):
     """The outputs by name for inputs by name."""
     layout = torch.channels_last if CHANNELS_LAST else torch.contiguous_format
-    given = []
+    given = dict(VALUES)
     for name, (shape, kind) in INPUTS.items():
-        x = torch.from_numpy(np.ascontiguousarray(feeds[name], kind)).to(DEVICE)
+        x = torch.from_numpy(np.asarray(feeds[name], kind, order="C")).to(DEVICE)
         x = x.to(getattr(torch, TYPE)) if x.is_floating_point() else x
-        given.append(x.contiguous(memory_format=layout) if x.ndim == 4 else x)
+        given[name] = x.contiguous(memory_format=layout) if x.ndim == 4 and x.is_floating_point() else x
     with torch.inference_mode():
-        found = list(tensors(model(*given)))
+        found = list(tensors(model(*(given[name] for name in ORDER), **{{name: given[name] for name in KEYWORDS}})))
         return {{f"output_{{k}}" if k else "output": one.float().cpu().numpy() for k, one in enumerate(found)}}
 
 
@@ -75,11 +83,18 @@ def tensors(result):
     elif isinstance(result, (dict, list, tuple)):
         for item in result.values() if isinstance(result, dict) else result:
             yield from tensors(item)
+    elif dataclasses.is_dataclass(result):
+        for field in dataclasses.fields(result):
+            yield from tensors(getattr(result, field.name))
 '''
 PIXELS = """
-    def normalised(pixels):
-        scale, offset = (torch.tensor(each, device=DEVICE).reshape(1, -1, 1, 1) for each in (SCALE, OFFSET))
-        return network((pixels * scale + offset).to(getattr(torch, TYPE)))
+    scale, offset = (torch.tensor(each, device=DEVICE).reshape(1, -1, 1, 1) for each in (SCALE, OFFSET))
+
+    def values(x):
+        return (x * scale + offset).to(getattr(torch, TYPE)) if isinstance(x, torch.Tensor) else x
+
+    def normalised(*given, **named):
+        return network(*map(values, given), **{name: values(x) for name, x in named.items()})
 
     called = normalised
 """
@@ -94,11 +109,17 @@ def module(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folde
     network = models.load(trial.model, trial.dims)
     if (measured := about.get("weights_sha256")) and models.weights_sha256(network) != measured:
         raise UserError(f"{trial.model.name} is built with other weights now than when it was measured; run it again")
-    torch.save(network.state_dict(), folder / "state.pt")
+    if any(".quantized.dynamic" in type(each).__module__ for each in network.modules()):
+        raise UserError(
+            f"{trial.model.name} was quantised dynamically by PyTorch, which can't be stored as weights alone"
+        )
     imports, needs, constants, build = _built(trial, network, about, folder)
+    saved = models.parse(trial.model.source)[0] == "saved"
+    if not saved:
+        torch.save(network.state_dict(), folder / "state.pt")
     options = find(trial.backend).checked(trial)  # type: ignore[attr-defined]
     pixels = inputs.wants_pixels(options)
-    constants = {"FILE": place(about), **constants, **_how(trial, options)}
+    constants = {"FILE": place(about), **constants, **_called(trial), **_how(trial, options)}
     if pixels:
         channels = int(inputs_of(trial, None)[0].shape[1])
         found = inputs.pixel_scale(trial.model.preprocess, channels)
@@ -107,7 +128,18 @@ def module(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folde
         )
     end = PIXELS if pixels else "    called = network\n"
     end += COMPILED if trial.backend == "compile" else "    return called\n"
-    return Part(("numpy", "torch", *needs), f"import torch\n{imports}", constants, build + LOAD.format(end=end))
+    code = build + LOAD.format(weights="" if saved else WEIGHTS, end=end)
+    return Part(("numpy", "torch", *needs), f"import dataclasses\nimport torch\n{imports}", constants, code)
+
+
+def _called(trial: Trial) -> dict[str, Any]:
+    """How forward takes its arguments: the order of those by place, the names of the others, values beside tensors."""
+    specs = trial.model.inputs
+    return {
+        "ORDER": [spec.name for spec in specs if not spec.keyword] if specs else ["input"],
+        "KEYWORDS": [spec.name for spec in specs if spec.keyword],
+        "VALUES": {spec.name: spec.value for spec in specs if not spec.dtype},
+    }
 
 
 def _how(trial: Trial, options: dict[str, Option]) -> dict[str, Any]:
@@ -144,7 +176,16 @@ def _built(
         config, channels = network.yaml, network.yaml.get("ch") or network.yaml.get("channels") or model.channels
         code = YOLO.format(kind=type(network).__name__, channels=channels, classes=config.get("nc"))
         return "from ultralytics.nn import tasks\n", ("ultralytics",), {"CONFIG": config}, code
-    return _own(model, about, folder)
+    return _saved(name, folder) if kind == "saved" else _own(model, about, folder)
+
+
+def _saved(path: str, folder: Path) -> tuple[str, tuple[str, ...], dict[str, Any], str]:
+    """A module as PyTorch stored it: that file itself, in place of weights."""
+    shutil.copyfile(path, folder / "state.pt")
+    if not path.endswith(".pt2"):
+        return "", (), {}, SAVED.format(call='torch.jit.load(FILE, map_location="cpu")')
+    unguarded = ", ".join(f"{key}={value}" for key, value in saved_modules.unguarded().items())
+    return "", (), {}, SAVED.format(call=f'torch.export.load(FILE.open("rb")).module({unguarded})')
 
 
 def _switched(network: Any) -> dict[str, Any]:

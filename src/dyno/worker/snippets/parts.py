@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pprint import pformat
 from typing import Any
 
-from dyno.worker import inputs
+from dyno.worker import input_specs, inputs
 from dyno.worker.shapes import static_shapes
 from dyno.worker.spec import Artifact, Tensor, Trial
 
@@ -55,10 +55,12 @@ def feeds_of(paths):
     rng = np.random.default_rng(0)
     feeds = {{}}
     for name, (shape, kind) in INPUTS.items():
-        if kind.startswith("float"):
+        if name not in RANGES:
             feeds[name] = rng.standard_normal(shape).astype(kind)
+        elif kind.startswith("float"):
+            feeds[name] = rng.uniform(*RANGES[name], shape).astype(kind)
         else:
-            feeds[name] = rng.integers(0, 256 if kind == "uint8" else 2, shape).astype(kind)
+            feeds[name] = rng.integers(*RANGES[name], shape, endpoint=True).astype(kind)
 {photographs}    return feeds
 '''
 PHOTOGRAPHS = """    if paths:
@@ -87,19 +89,24 @@ class Part:
 
 
 def inputs_of(trial: Trial, artifact: Artifact | None) -> tuple[Tensor, ...]:
-    """Every input with the shape that the trial has for it: what the file says, or the image that a module takes."""
+    """Every input with the shape that the trial has for it: what the file says, or what a module takes."""
     if artifact is not None:
         shapes = static_shapes(artifact.inputs, trial.dims)
         return tuple(Tensor(t.name, t.dtype, shapes[t.name]) for t in artifact.inputs)
     dims = trial.dims
     shape = dims.shapes.get("input", (dims.batch, trial.model.channels, dims.height, dims.width))
-    return (Tensor("input", "uint8" if inputs.wants_pixels(trial.options) else "float32", tuple(shape)),)
+    found = input_specs.tensors(trial.model.inputs, dims) or (Tensor("input", "float32", tuple(shape)),)
+    return tuple(replace(t, dtype="uint8") for t in found) if inputs.wants_pixels(trial.options) else found
 
 
 def written(part: Part, trial: Trial, tensors: tuple[Tensor, ...], about: Mapping[str, Any]) -> str:
     """The whole script."""
     image = tensors[0] if _takes_images(tensors) else None
-    constants = {"INPUTS": {t.name: (tuple(t.shape), t.dtype) for t in tensors}, **part.constants}
+    constants = {
+        "INPUTS": {t.name: (tuple(t.shape), t.dtype) for t in tensors},
+        "RANGES": _ranges(trial, tensors),
+        **part.constants,
+    }
     if image is not None:
         constants |= _preparation(trial, image)
     photographs = PHOTOGRAPHS if image is not None else ""
@@ -133,6 +140,15 @@ def _head(part: Part, trial: Trial, about: Mapping[str, Any], image: bool) -> st
 def _takes_images(tensors: tuple[Tensor, ...]) -> bool:
     shape = tensors[0].shape
     return len(tensors) == 1 and len(shape) == 4 and shape[1] in (1, 3)
+
+
+def _ranges(trial: Trial, tensors: tuple[Tensor, ...]) -> dict[str, tuple[float, float]]:
+    """The least and the largest value that is fed to an input, without photographs; none for the standard normal."""
+    said = {s.name: (s.low, s.high) for s in trial.model.inputs if s.low is not None and s.high is not None}
+    whole = {t.name: (0, 255) if t.dtype == "uint8" else (0, 1) for t in tensors if not t.dtype.startswith("float")}
+    masks = {name: (1, 1) for name in whole if "mask" in name.lower()}
+    found = {**whole, **masks, **said}
+    return {t.name: found[t.name] for t in tensors if t.name in found}
 
 
 def _preparation(trial: Trial, image: Tensor) -> dict[str, Any]:
