@@ -179,8 +179,12 @@ def test_files_are_known_by_content_wherever_they_lie(fake_study: Studies, tmp_p
     [
         ("best.pt", {}, "best.pt is no model file (.onnx, .xml, .engine, .plan); weights go with"),
         ("nets/resnet18", {}, "nets/resnet18 is no model file (.onnx"),
-        ("yolov8n.yaml", {}, "model 'yolov8n.yaml' says not where it comes from; write ultralytics:"),
-        ("resnet18", {}, "model 'resnet18' says not where it comes from; write torchvision:resnet18 or timm:resnet18"),
+        ("yolov8n.yaml", {}, "model 'yolov8n.yaml' doesn't say where it comes from; write ultralytics:"),
+        (
+            "resnet18",
+            {},
+            "model 'resnet18' doesn't say where it comes from; write torchvision:resnet18 or timm:resnet18",
+        ),
         ("none.onnx", {}, "there is no model file none.onnx"),
         ("none.xml", {}, "there is no model file none.xml"),
         ("none.py:net", {}, "there is no Python file none.py"),
@@ -192,6 +196,14 @@ def test_models_that_are_not_there(source: str, fields: dict, message: str) -> N
     with pytest.raises(UserError) as caught:
         model_spec(Study(models=(source,), **fields), source)
     assert str(caught.value).startswith(message)
+
+
+def test_a_folder_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is a folder; give a model's file, or FILE.py:FUNCTION"):
+        model_spec(Study(models=(str(tmp_path),)), str(tmp_path))
+    (tmp_path / "study.toml").touch()
+    with pytest.raises(UserError, match=r"is a run folder; to go on with it: dyno run .*study\.toml"):
+        model_spec(Study(models=(str(tmp_path),)), str(tmp_path))
 
 
 def test_an_engine_s_batches_are_known_before_anything_runs(fake_study: Studies) -> None:

@@ -1,7 +1,7 @@
-"""Every command of the README's tour, the tour and the tutorial, typed in order in an empty folder.
+"""Every command of the README's tour, the tour, the tutorial and the page of inputs, typed in order in an empty folder.
 
-Only how long things are measured and trained is shortened. A block below `<!-- needs: … -->` is left out where that is
-missing, and says so.
+Only how long and on how large images things are measured and trained is less than on the page. A block below
+`<!-- needs: … -->` is left out where that is missing, and says so.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,20 +20,44 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = {"README.md": "A tour", "docs/tour.md": "", "docs/tutorial.md": ""}
+PAGES = {"README.md": "A tour", "docs/tour.md": "", "docs/tutorial.md": "", "docs/inputs.md": ""}
 FENCE = re.compile(
     r"^(?:<!-- needs: (?P<needs>[^\n]*) -->\n)?```(?P<kind>bash|toml|python)\n(?P<text>.*?)^```", re.M | re.S
 )
 HERE = {"ultralytics": find_spec("ultralytics") is not None}  # what a block may need that a machine may have
+# Flag: what it is set to, and the commands that get it where a page doesn't give it.
 SHORT = {
     "--rounds": ("1", ("run",)),
     "--seconds": ("0.05", ("run", "time", "eval")),
     "--warmup": ("0.05", ("run", "time")),
     "--epochs": ("1", ("train",)),
     "--confirm": ("0", ("run",)),
+    "--inputs": ("4", ("run", "agree")),
+    "--threads": ("1", ("run", "time", "eval", "agree", "train")),  # several wait for each other on a busy machine
 }
+SMALL = {
+    "--size": {"224": "32", "320": "64", "64": "32", "64,96": "32"},
+    "--precision": {"fp32,bf16": "fp32"},
+    "--batch": {"1,4": "1", "1,8": "1"},
+}
+# The beginning of a command that another test runs and that takes long.
+ELSEWHERE = {
+    "dyno doctor": "tests/test_offline.py runs it; half a minute of torch.compile",
+    "dyno export ultralytics:": "tests/test_yolo.py exports one; half a minute",
+}
+PHOTOGRAPHS = "examples/photographs.py"
+KEPT = {"train": 8, "test": 4}  # photographs of a class
 # 1: a slow machine's second run may be slower than its first, and weights of one epoch fit no budget.
 FINE = {"compare": (0, 1), "run": (0, 1), "eval": (0, 1)}
+# The demo has no flags for how long it trains, on how large images, and which ways it tries.
+SMALL_DEMO = """
+import functools
+from dyno import cli, demo
+demo.SIZE, demo.Study = 32, functools.partial(demo.Study, threads=1)
+demo.TRAINING |= {"epochs": 1, "threads": 1}
+demo.BACKENDS = ("pytorch@precision=fp32", "onnxruntime@precision=fp32+int8", "the last one is left out")
+cli.main()
+"""
 
 
 @dataclass(frozen=True)
@@ -61,14 +87,28 @@ def blocks(page: str) -> list[Block]:
 
 
 def shortened(words: list[str]) -> list[str]:
-    """The command with short measurements and trainings, whatever it asked for."""
+    """The command with short measurements and trainings of small images, whatever it asked for."""
     kept = list(words)
     for flag, (value, commands) in SHORT.items():
         if flag in kept:
             kept[kept.index(flag) + 1] = value
         elif words[1] in commands:
             kept += [flag, value]
+    for flag, values in SMALL.items():
+        if flag in kept:
+            value = kept[kept.index(flag) + 1]
+            kept[kept.index(flag) + 1] = values.get(value, value)
+    if (
+        "--size" not in kept
+        and words[1] in ("run", "export", "agree", "time")
+        and any(w.startswith("torchvision:") for w in kept)
+    ):
+        kept += ["--size", "32"]
     return [*kept, "--no-search"] if "--budget" in kept and words[1] == "run" else kept
+
+
+def left_out(words: list[str]) -> str:
+    return next((why for start, why in ELSEWHERE.items() if shlex.join(words).startswith(start)), "")
 
 
 def typed(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
@@ -76,8 +116,9 @@ def typed(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     program, *rest = shortened(words) if words[0] == "dyno" else words
     if rest[0] == "rm" and len(rest) > 2:  # a trial's id is of the machine and the version
         rest[2] = next((folder / rest[1] / "trials").iterdir()).name
-    command = {"dyno": [sys.executable, "-m", "dyno.cli"], "python": [sys.executable]}.get(program, [program])
-    return subprocess.run(
+    dyno = ["-c", SMALL_DEMO] if rest[0] == "demo" else ["-m", "dyno.cli"]
+    command = {"dyno": [sys.executable, *dyno], "python": [sys.executable]}.get(program, [program])
+    done = subprocess.run(
         [*command, *rest],
         capture_output=True,
         text=True,
@@ -85,6 +126,35 @@ def typed(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "BROWSER": "true"},
         timeout=1200,
     )
+    if rest[0] == PHOTOGRAPHS:
+        thin(folder / rest[1])
+    return done
+
+
+def thin(folder: Path) -> None:
+    """Leave a few photographs in each class."""
+    for split, count in KEPT.items():
+        for own in (folder / split).iterdir():
+            for photograph in sorted(own.iterdir())[count:]:
+                photograph.unlink()
+
+
+def lay_out(folder: Path) -> None:
+    """What the pages take from a checkout."""
+    (folder / "examples").symlink_to(ROOT / "examples")
+    shutil.copytree(ROOT / "studies", folder / "studies")
+    for study in (folder / "studies").glob("*.toml"):
+        text = study.read_text(encoding="utf-8").replace("peak = true", "peak = false").replace("samples = 100", "")
+        study.write_text(text, encoding="utf-8")
+
+
+def write_file(block: Block, folder: Path) -> None:
+    """What a page shows below `# NAME` is that file."""
+    if name := re.match(r"# (\S+\.\w+)\n", block.text):
+        text = re.sub(r"^(rounds|seconds) = .*", lambda m: f"{m[1]} = {SHORT[f'--{m[1]}'][0]}", block.text, flags=re.M)
+        text = re.sub(r'^sizes = \["(\d+)"\]', lambda m: f'sizes = ["{SMALL["--size"][m[1]]}"]', text, flags=re.M)
+        text = text.replace("batches = [1, 8]", "batches = [1]")
+        (folder / name[1]).write_text(text, encoding="utf-8")
 
 
 @pytest.mark.slow
@@ -92,19 +162,21 @@ def typed(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 def test_every_command_of_a_page_runs(page: str, tmp_path: Path) -> None:
     for name in ("torch", "onnx", "onnxruntime", "openvino", "skimage", "sklearn", "matplotlib"):
         pytest.importorskip(name)
-    for name in ("examples", "studies"):  # what lies in a checkout
-        (tmp_path / name).symlink_to(ROOT / name)
+    lay_out(tmp_path)
     ran = 0
     for block in blocks(page):
         if block.lacks:
             continue
         if block.kind != "bash":
-            if name := re.match(r"# (\S+\.\w+)\n", block.text):
-                (tmp_path / name[1]).write_text(block.text, encoding="utf-8")
+            write_file(block, tmp_path)
             continue
         for words in block.commands():
-            print(shlex.join(shortened(words)), flush=True)
+            if why := left_out(words):
+                print(f"left out: {shlex.join(words)}: {why}")
+                continue
+            started = time.monotonic()
             done = typed(words, tmp_path)
+            print(f"{time.monotonic() - started:5.1f} s  {shlex.join(shortened(words))}", flush=True)
             fine = FINE.get(words[1], (0,)) if words[0] == "dyno" else (0,)
             assert done.returncode in fine, f"{shlex.join(words)}\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}"
             assert "Traceback" not in done.stderr, f"{shlex.join(words)}\n{done.stderr[-3000:]}"
@@ -120,8 +192,9 @@ def test_what_is_left_out_says_what_it_needs(block: Block) -> None:
 
 
 def test_a_command_is_shortened_but_otherwise_what_it_is() -> None:
-    words = shlex.split("dyno run m.onnx --rounds 5 --batch 1,8")
+    words = shlex.split("dyno run m.onnx --rounds 5 --batch 1,16")
     assert shortened(words) == shlex.split(
-        "dyno run m.onnx --rounds 1 --batch 1,8 --seconds 0.05 --warmup 0.05 --confirm 0"
+        "dyno run m.onnx --rounds 1 --batch 1,16 --seconds 0.05 --warmup 0.05 --confirm 0 --inputs 4 --threads 1"
     )
+    assert shortened(shlex.split("dyno export torchvision:resnet18 -o m.onnx"))[-2:] == ["--size", "32"]
     assert shortened(["dyno", "show", "runs/x"]) == ["dyno", "show", "runs/x"]

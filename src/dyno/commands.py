@@ -135,7 +135,8 @@ def dry_run(study: Study) -> int:
     out = console()
     out.print(table)
     refused = sum(1 for one in planned if one.refusal)
-    out.print(f"{len(planned)} trials, {refused} refused; {study.rounds} rounds each. Nothing was run.")
+    rounds = "1 round" if study.rounds == 1 else f"{study.rounds} rounds"
+    out.print(f"{len(planned)} trials, {refused} refused; {rounds} each. Nothing was run.")
     if missing_gpu(study.device):
         out.print(f"There is no {study.device} here, so a run would be refused.")
     return 0

@@ -18,7 +18,7 @@ from dyno.run_folder import refuse_other, settle
 from dyno.store import CONFIRMATION, Cache, Run
 from dyno.study import Study
 from dyno.turns import launch_in_turn
-from dyno.worker import backend
+from dyno.worker import backend, system
 from dyno.worker.record import TIMING, Record, replacing, write_record
 from dyno.worker.spec import Artifact, Job, Recipe, Trial
 
@@ -193,7 +193,9 @@ class Files:
             return parent
         self.progress.making(recipe, wrong)
         with self.cache.making(key) as folder:
-            job = Job("make", recipe.runtime, recipe=recipe, artifact=parent)
+            # Nothing is timed meanwhile, so a file that nobody gave threads for takes every core.
+            runtime = replace(recipe.runtime, threads=max(recipe.runtime.threads, system.physical_cores()))
+            job = Job("make", runtime, recipe=recipe, artifact=parent)
             timing = {TIMING: str(self.cache.timing)}
             record = launch_in_turn(job, folder, MAKE_TIMEOUT_S, self.progress, timing)
             _say_shared(folder, record)

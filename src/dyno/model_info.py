@@ -78,15 +78,19 @@ def model_spec(study: Study, source: str) -> ModelSpec:
 
 
 def _no_model(source: str) -> str:
-    """What is wrong with a name that says not where the model comes from."""
+    """What is wrong with a name that doesn't say where the model comes from."""
+    if Path(source, "study.toml").is_file():
+        return f"{source} is a run folder; to go on with it: dyno run {Path(source, 'study.toml')}"
+    if Path(source).is_dir():
+        return f"{source} is a folder; give a model's file, or FILE.py:FUNCTION"
     if source.endswith((".yaml", ".yml")):
-        return f"model {source!r} says not where it comes from; write ultralytics:{source}"
+        return f"model {source!r} doesn't say where it comes from; write ultralytics:{source}"
     if "/" in source or Path(source).is_file() or Path(source).suffix in CHECKPOINTS:
         return (
             f"{source} is no model file ({', '.join(MODEL_FILES)}); weights go with their network "
             f"(torchvision:resnet50 --weights {source}), and a function is FILE.py:FUNCTION"
         )
-    return f"model {source!r} says not where it comes from; write torchvision:{source} or timm:{source}"
+    return f"model {source!r} doesn't say where it comes from; write torchvision:{source} or timm:{source}"
 
 
 def normalised(preprocess: Preprocess, study: Study, channels: int) -> Preprocess:

@@ -32,12 +32,16 @@ TIMEOUT_S = 3600.0
 
 @dataclass(frozen=True)
 class Taken:
-    """What was taken: the trial's id and label, its file (for a module its weights), the script, and what to know."""
+    """What was taken: the trial's id and label, its file (for a module its weights), the script, and what to know.
+
+    `bytes` is of the file with what belongs to it, such as an IR's .bin.
+    """
 
     trial: str
     label: str
     file: Path
     script: Path
+    bytes: int
     notes: tuple[str, ...] = ()
 
 
@@ -67,7 +71,8 @@ def take(folder: Path, which: str = "", out: Path | None = None) -> Taken:
         if record.status != "ok":
             raise UserError(f"{found.label} can't be taken: {record.reason}")
         _put(Path(scratch), record.facts["files"], made, file, script)
-    return Taken(found.id, found.label, file, script, (*notes, *_doubts(loaded, which)))
+    size = made.bytes if made else file.stat().st_size
+    return Taken(found.id, found.label, file, script, size, (*notes, *_doubts(loaded, which)))
 
 
 def _put(written: Path, names: list[str], made: Artifact | None, file: Path, script: Path) -> None:

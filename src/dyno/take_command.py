@@ -25,7 +25,7 @@ def take(
     from dyno import take as module
 
     taken = module.take(run, trial, Path(out) if out else None)
-    print(f"{taken.label}: {taken.file} ({taken.file.stat().st_size / 1e6:.2f} MB)")
+    print(f"{taken.label}: {taken.file} ({taken.bytes / 1e6:.2f} MB)")
     for note in taken.notes:
         print(f"warning: {note}", file=sys.stderr)
     print(f"run it: python {taken.script}")

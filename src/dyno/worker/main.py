@@ -182,7 +182,7 @@ def make_file(job: Job, journal: Journal) -> None:
     journal.record = replace(journal.record, system=system.describe(("numpy", *maker.requires)))
     journal.stage(f"make {job.recipe.format} {job.recipe.precision}")
     start = time.perf_counter()
-    made: Artifact = maker.make(job.recipe, job.artifact, journal.folder)
+    made: Artifact = maker.make(replace(job.recipe, runtime=job.runtime), job.artifact, journal.folder)
     seconds = time.perf_counter() - start
     step = {
         "maker": job.recipe.maker,

@@ -63,5 +63,5 @@ def _read(path: str, action: Any) -> Any:
     except ImportError as e:
         raise Unavailable(f"{path} can't be read: {e}") from e
     except Exception as e:  # each format has its own families of errors for a file that isn't one
-        reason = (str(e).strip() or type(e).__name__).splitlines()[0]
+        reason = (str(e).strip() or type(e).__name__).splitlines()[0].partition(". ")[0]  # PyTorch goes on to guess why
         raise UserError(f"{path} is not a module that this PyTorch can read: {reason}") from e
