@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from dyno.analysis.formatting import markdown_table, significant  # noqa: E402
+from dyno.analysis.formatting import markdown_table, significant
 
 ROOT = Path(__file__).resolve().parents[1]
 
