@@ -199,7 +199,7 @@ def test_models_that_are_not_there(source: str, fields: dict, message: str) -> N
 
 
 def test_a_folder_is_no_model(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is a folder; give a model's file, or FILE.py:FUNCTION"):
+    with pytest.raises(UserError, match=r"is a folder; give a model.s file, or FILE\.py:FUNCTION"):
         model_spec(Study(models=(str(tmp_path),)), str(tmp_path))
     (tmp_path / "study.toml").touch()
     with pytest.raises(UserError, match=r"is a run folder; to go on with it: dyno run .*study\.toml"):
