@@ -10,7 +10,7 @@ RUNS ?= runs
 # The tests run in two processes side by side: those that load engines into the process, and those that start jobs. A few
 # files stand with the other half, so that both take as long.
 TO_JOBS := tests/worker/test_train.py tests/worker/test_ultralytics_models.py
-TO_ENGINES := tests/test_contract.py tests/test_yolo.py
+TO_ENGINES := $(addprefix tests/test_,contract.py in_memory.py onnx_files.py take.py yolo.py)
 ENGINES := tests/analysis tests/datasets tests/gpu tests/worker $(TO_ENGINES) $(addprefix --ignore=,$(TO_JOBS))
 JOBS := $(filter-out $(TO_ENGINES),$(wildcard tests/test_*.py)) $(TO_JOBS)
 FAST := -q -m "not slow and not gpu"

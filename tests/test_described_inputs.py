@@ -112,6 +112,7 @@ def test_only_what_follows_the_batch_is_free(call: Call, nets: Path) -> None:
     assert [dim.dim_value for dim in table.type.tensor_type.shape.dim] == [5, 4]
 
 
+@pytest.mark.slow
 def test_a_batch_that_the_model_does_not_take_is_refused(call: Call, refused: Any, nets: Path) -> None:
     usual = ("nets.py:fixed", "--backends", "pytorch", *QUICK)
     assert "takes its example inputs' batch, 2, and not 3" in refused("run", *usual, "--batch", 3)
@@ -119,6 +120,7 @@ def test_a_batch_that_the_model_does_not_take_is_refused(call: Call, refused: An
     assert set(table(Path("r"))["batch"]) == {2}
 
 
+@pytest.mark.slow
 def test_arrays_of_a_file_are_what_is_fed(call: Call, nets: Path) -> None:
     rng = np.random.default_rng(0)
     x = rng.standard_normal((4, 1, 400)).astype(np.float32)

@@ -101,6 +101,7 @@ def test_from_python(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (result.report().parent / "charts" / f"confusion-{result.records.trials[0].id}.png").is_file()
 
 
+@pytest.mark.slow
 def test_every_image_is_tested_on_but_where_int8_needs_some(
     photos: Path, tmp_path: Path, fake_study: Callable[..., dyno.Study]
 ) -> None:

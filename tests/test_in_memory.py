@@ -93,6 +93,7 @@ def test_what_runs_elsewhere_answers_as_the_module_does(nets: Any, name: str, tm
     np.testing.assert_allclose(trial.outputs()["output"], first.numpy(), 1e-3, 1e-4)
 
 
+@pytest.mark.slow
 def test_its_size_and_batch_are_those_of_its_example(tmp_path: Path) -> None:
     study = Study(models=(Small().eval(), torch.randn(2, 3, 16, 24)), backends="pytorch", **QUICK)
     (trial,) = study.run(tmp_path / "run", quiet=True).records

@@ -87,6 +87,7 @@ def test_the_machine_s_tables_keep_the_numbers(wild: Results) -> None:
     assert widest not in reference_tables.render([sheets["speedup"]])
 
 
+@pytest.mark.slow
 def test_the_page_prints_none_either(wild: Results, tmp_path: Path) -> None:
     pytest.importorskip("jinja2")
     pytest.importorskip("matplotlib")

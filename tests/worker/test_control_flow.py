@@ -76,8 +76,8 @@ def nets(tmp_path: Path) -> Path:
     ("function", "line"),
     [
         ("branch", "`if x.mean() > 0.3:` (nets.py, line 14)"),
-        ("loop", "`for _ in range(int(x.abs().mean() * 3)):` (nets.py, line 19)"),
-        ("numpy", "nets.py, line 24"),
+        pytest.param("loop", "`for _ in range(int(x.abs().mean() * 3)):` (nets.py, line 19)", marks=pytest.mark.slow),
+        pytest.param("numpy", "nets.py, line 24", marks=pytest.mark.slow),
     ],
 )
 def test_no_graph_is_written_of_one_way_of_several(dyno: Any, nets: Path, function: str, line: str) -> None:
