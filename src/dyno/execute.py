@@ -171,7 +171,9 @@ class Files:
         if stored is not None:
             return stored
         made = self._by(recipe, key, wrong)
-        if isinstance(made, Artifact) or made.status not in OTHER_ROUTE or recipe.fallback is None:
+        if isinstance(made, Artifact) or recipe.fallback is None:
+            return made
+        if made.status not in OTHER_ROUTE or made.facts.get("no_route"):
             return made
         other = self.file(recipe.fallback)
         return made if isinstance(other, Record) else self._instead(other, made, key)
@@ -199,7 +201,9 @@ class Files:
             timing = {TIMING: str(self.cache.timing)}
             record = launch_in_turn(job, folder, MAKE_TIMEOUT_S, self.progress, timing)
             _say_shared(folder, record)
-            said = {PRINTED: text} if (text := _printed(folder)) else {}  # its folder is gone after this
+            said = {key: value for key, value in record.facts.items() if key == "no_route"}
+            if text := _printed(folder):  # its folder is gone after this
+                said[PRINTED] = text
         if record.status != "ok":
             return Record(record.status, record.stage, record.reason, system=record.system, facts=said)
         made, wrong = self.cache.find(key)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dyno.worker.spec import UserError
+from dyno.worker.spec import NoRoute
 
 MARK = "_dyno_from_input"
 REMEDY = "compute both ways and choose with torch.where, or measure it with --backends pytorch,compile"
@@ -36,7 +36,7 @@ def check_control_flow(torch: Any, module: Any, example: tuple[Any, ...]) -> boo
             warnings.simplefilter("ignore")
             module(*inputs)
     except ReadsValue as e:
-        raise UserError(f"a graph would hold one branch only: {_where(torch, e)} depends on values; {REMEDY}") from e
+        raise NoRoute(f"a graph would hold one branch only: {_where(torch, e)} depends on values; {REMEDY}") from e
     except Exception:  # another PyTorch, or a module that doesn't run under a watch: nothing is known of it then
         return False
     return not followed.lengths

@@ -43,7 +43,7 @@ from dyno.worker import evaluate, gpu, inputs, measure, system
 from dyno.worker.backend import Session, find
 from dyno.worker.journal import Journal
 from dyno.worker.record import Measurement, Record, save_arrays, write_record
-from dyno.worker.spec import SCHEMA, Artifact, Job, Trial, Unavailable, UserError, from_json
+from dyno.worker.spec import SCHEMA, Artifact, Job, NoRoute, Trial, Unavailable, UserError, from_json
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 # What a file made from another says of the model they share, and of the route to it.
@@ -271,6 +271,8 @@ def perform(job: Job, journal: Journal) -> Record:
     except Unavailable as e:
         return _ended(journal, "skipped", str(e))
     except UserError as e:
+        if isinstance(e, NoRoute):
+            journal.facts({"no_route": True})
         return _ended(journal, "failed", str(e))
     except MemoryError as e:
         traceback.print_exc()

@@ -34,6 +34,10 @@ class UserError(Exception):
     """One line that says what is wrong with the user's input and what to do about it (exit code 2)."""
 
 
+class NoRoute(UserError):
+    """A `UserError` about the model itself: no other route to a file would lead on."""
+
+
 class Unavailable(Exception):
     """A backend, device or precision that this machine doesn't have; the trial becomes *skipped* with this reason."""
 
