@@ -158,7 +158,7 @@ def write_file(block: Block, folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["README.md", "docs/tour.md"])  # the others were typed by hand: minutes each
+@pytest.mark.parametrize("page", ["README.md", "docs/tour.md", "docs/tutorial.md"])
 def test_every_command_of_a_page_runs(page: str, tmp_path: Path) -> None:
     for name in ("torch", "onnx", "onnxruntime", "openvino", "skimage", "sklearn", "matplotlib"):
         pytest.importorskip(name)
