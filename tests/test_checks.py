@@ -41,6 +41,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (["run", "fake:n", "--backends", "openvino@streams=0"], "streams=0 can't be: openvino's streams is a whole"),
         (["run", "fake:n", "--backends", "compile@mode=fast"], "mode=fast can't be: compile's mode is one of default"),
         (["run", "fake:n", "--backends", "fake", "--device", "cuda:0"], "there is no cuda:0 here: neither NVML nor"),
+        (["run", "fake:n", "--backends", "fake", "--device", "cuda:x"], "device 'cuda:x' has no number"),
         (["run", "fake:n", "--backends", "fake", "--threads", MANY], f"threads is {MANY}, but there are {MANY - 1} "),
         (["train", "digits", "--model", "torchvision:resnet18", "--threads", MANY], f"threads is {MANY}, but there "),
         (["train", "digits", "--model", "torchvision:resnet18", "--device", "cuda:0"], "there is no cuda:0 here"),

@@ -158,7 +158,7 @@ def write_file(block: Block, folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["README.md", "docs/tour.md", "docs/tutorial.md"])
+@pytest.mark.parametrize("page", PAGES)
 def test_every_command_of_a_page_runs(page: str, tmp_path: Path) -> None:
     for name in ("torch", "onnx", "onnxruntime", "openvino", "skimage", "sklearn", "matplotlib"):
         pytest.importorskip(name)
@@ -181,7 +181,7 @@ def test_every_command_of_a_page_runs(page: str, tmp_path: Path) -> None:
             assert done.returncode in fine, f"{shlex.join(words)}\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}"
             assert "Traceback" not in done.stderr, f"{shlex.join(words)}\n{done.stderr[-3000:]}"
             ran += 1
-    assert ran >= 6
+    assert ran >= 5
 
 
 @pytest.mark.parametrize("block", [pytest.param(b, id=f"{p}: {b.needs}") for p in PAGES for b in blocks(p) if b.needs])

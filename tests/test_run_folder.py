@@ -66,6 +66,14 @@ def test_a_folder_grows_and_a_narrower_command_leaves_the_rest(call: Call, tmp_p
     assert "24 trials, 8 refused" in planned, "and all of it goes on"
 
 
+@pytest.mark.slow
+def test_another_route_is_another_row(call: Call, tmp_path: Path) -> None:
+    words = ["run", net(tmp_path / "m.onnx"), "--backends", "onnxruntime", *SHORT, "--out", "r"]
+    assert call(*words)[0] == 0 and call(*words, "--routes", "fold")[0] == 0
+    assert rows("r", "options", "status") == [("", "ok"), ("fold=True", "ok")]
+    assert load("r").to_pandas().set_index("options").loc["fold=True", "route"] == "folded"
+
+
 def test_what_contradicts_is_named(call: Call, refused: Callable[..., str]) -> None:
     words = ["run", "fake:net", "--channels", 1, *FAKE, "--out", "r"]
     assert call(*words)[0] == 0

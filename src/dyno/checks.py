@@ -35,8 +35,10 @@ def check_device(study: Study) -> None:
 
 
 def missing_gpu(device: str) -> bool:
-    """Whether the device is a GPU that neither NVML nor the CUDA driver finds."""
+    """Whether the device is a GPU that neither NVML nor the CUDA driver has; a `UserError` for a broken number."""
     kind, _, index = device.partition(":")
+    if kind == "cuda" and index and not index.isdecimal():
+        raise UserError(f"device {device!r} has no number after the colon; write cuda:0 for the first GPU")
     return kind == "cuda" and not card(device) and int(index or 0) >= _driver_count()
 
 

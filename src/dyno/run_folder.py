@@ -20,7 +20,7 @@ from dyno.worker.spec import MODEL_FILES, SCHEMA, Job, ModelSpec, Recipe, Trial,
 
 DISTRIBUTIONS = ("inference-dyno", "numpy", "torch", "torchvision", "timm", "onnx", "onnxruntime", "openvino")
 # What may differ when the same folder is used again: none of them changes a number that is already stored.
-REPEATABLE = ("rounds", "timeout", "budget", "reference", "confirm", "search", "peak")
+REPEATABLE = ("rounds", "timeout", "budget", "reference", "confirm", "search", "peak", "routes")
 AXES = ("models", "backends", "precisions", "batches", "sizes")  # what a folder may have more of
 ARCHIVE, REPLACED = "archive", "replaced"
 
@@ -185,7 +185,10 @@ def _named(planned: list[Planned], there: list[Stored]) -> list[Planned]:
 
 def _renamed(trial: Trial, name: str) -> Trial:
     def recipe(old: Recipe | None) -> Recipe | None:
-        return replace(old, model=replace(old.model, name=name), parent=recipe(old.parent)) if old else None
+        if old is None:
+            return None
+        model = replace(old.model, name=name)
+        return replace(old, model=model, parent=recipe(old.parent), fallback=recipe(old.fallback))
 
     return replace(trial, model=replace(trial.model, name=name), recipe=recipe(trial.recipe))
 
