@@ -14,13 +14,16 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # `import yolo_small` works in every import mode of pytest
 
+
 import hostile_net
-from dyno import Study, cli
+import preloaded as forked
+from dyno import Study, cli, launch
 from dyno.worker.spec import DataSpec, Dims, ModelSpec, Plan, Runtime, Trial
 from yolo_small import Trained, trained
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICK = Plan(boundaries=("model", "all"), warmup_s=0.02, seconds=0.04, min_samples=5, rounds=1, timeout_s=1200.0)
+FORKS = "DYNO_TEST_FORKS"  # in the environment of tests that have `preloaded`
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
@@ -32,6 +35,22 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         # torch.compile spends half of a cold compile on trying out which vector instructions its g++ knows.
         patch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")
         yield
+
+
+@pytest.fixture(scope="session")
+def _server() -> Iterator[str]:
+    """The socket of the process that jobs and commands are forked from; see `preloaded.py`."""
+    server = forked.Server()
+    yield server.path
+    server.stop()
+
+
+@pytest.fixture
+def preloaded(_server: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Jobs and commands of this test are forked from a process that has imported the libraries; its socket."""
+    monkeypatch.setattr(launch, "subprocess", forked.Processes(_server))
+    monkeypatch.setenv(FORKS, _server)
+    return _server
 
 
 @pytest.fixture(scope="session")
@@ -65,10 +84,11 @@ def dyno() -> Command:
     """The command line in a process of its own: `dyno("run", "fake:net", cwd=..., env=...)`."""
 
     def run(*words: object, cwd: Path | None = None, env: dict[str, str] | None = None, timeout: float = 1200.0) -> Any:
+        every = {**os.environ, **(env or {})}
+        if server := every.pop(FORKS, ""):
+            return forked.command(server, [*map(str, words)], cwd or Path.cwd(), every, timeout)
         command = [sys.executable, "-m", "dyno.cli", *map(str, words)]
-        return subprocess.run(
-            command, capture_output=True, text=True, cwd=cwd, env={**os.environ, **(env or {})}, timeout=timeout
-        )
+        return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=every, timeout=timeout)
 
     return run
 

@@ -13,6 +13,7 @@ import pytest
 import described_nets
 import dyno
 
+pytestmark = pytest.mark.usefixtures("preloaded")
 pytest.importorskip("torch")
 onnx = pytest.importorskip("onnx")
 

@@ -1,0 +1,244 @@
+"""Processes of tests that are forked from one that has imported the libraries, instead of importing them once more.
+
+A job of Dyno is a process of its own that imports PyTorch or an engine: two to ten seconds, of which a test of what the
+job does learns nothing. Under the fixture `preloaded` jobs and commands are forked from a server, `python preloaded.py
+SOCKET`: still processes of their own, with their own environment, folder and end. Tests of how processes are started,
+isolated, watched and killed, and of what they import, leave the fixture out and start real ones.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import gc
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+# ultralytics is none of them: it changes PyTorch and NumPy for whoever imports it.
+LIBRARIES = (
+    "numpy", "pandas", "scipy.stats", "scipy.special", "sklearn.datasets", "PIL.Image", "matplotlib.figure",
+    "matplotlib.backends.backend_agg", "matplotlib.backends.backend_svg", "jinja2", "rich.progress",
+    "torch", "torch._dynamo", "torch._inductor.compile_fx", "torch.onnx._internal.exporter._core",
+    "torch.utils.flop_counter", "torchvision", "timm", "onnx", "onnxscript", "onnxruntime", "onnxruntime.quantization",
+    "openvino", "dyno.cli", "dyno.commands", "dyno.analysis.report", "dyno.worker.main", "dyno.worker.look",
+)  # fmt: skip
+PROGRAM = "-m", "dyno.cli"
+
+
+class Server:
+    """The process that forks: `start` it, ask it for processes, `stop` it. It ends with the process that started it."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="dyno-", dir="/tmp")  # a socket's path has to be short
+        self.path = str(Path(self._folder.name) / "socket")
+        words = [sys.executable, __file__, self.path]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
+        assert self._process.stdout is not None and self._process.stdout.readline() == b"ready\n"
+
+    def stop(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self._folder.cleanup()
+
+
+class Forked:
+    """What `subprocess.Popen` is, as far as the launcher needs it, for a process that the server forks."""
+
+    def __init__(self, path: str, words: Sequence[str], cwd: str, env: Mapping[str, str], out: int, err: int) -> None:
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(path)
+        asked = json.dumps({"words": [*words], "cwd": cwd, "env": {**env}, "path": path}).encode()
+        socket.send_fds(self._socket, [len(asked).to_bytes(8, "big")], [out, err])
+        self._socket.sendall(asked)
+        self._said = self._socket.makefile("r")
+        self.pid = int(self._said.readline())
+        self.returncode: int | None = None
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._socket, selectors.EVENT_READ)
+                if not selector.select(timeout):
+                    raise subprocess.TimeoutExpired("forked", timeout or 0)
+            self.returncode = int(self._said.readline() or -signal.SIGKILL)
+            self._said.close()
+            self._socket.close()
+        return self.returncode
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+
+class Processes:
+    """Stands for the module `subprocess` in `dyno.launch`: jobs for this interpreter are forked, others are started."""
+
+    DEVNULL, TimeoutExpired = subprocess.DEVNULL, subprocess.TimeoutExpired
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def Popen(self, words: Sequence[str], **how: Any) -> Any:  # noqa: N802
+        if words[0] != sys.executable:
+            return subprocess.Popen(words, **how)
+        files = [how[name].fileno() for name in ("stdout", "stderr")]
+        return Forked(self._path, words[1:], os.getcwd(), how["env"], *files)
+
+
+def command(path: str, words: Sequence[str], cwd: Path, env: Mapping[str, str], timeout: float) -> Any:
+    """The command line in a forked process, as `subprocess.run` with captured text would give it."""
+    with tempfile.TemporaryFile("w+b") as out, tempfile.TemporaryFile("w+b") as err:
+        process = Forked(path, [*PROGRAM, *words], str(cwd), env, out.fileno(), err.fileno())
+        code = process.wait(timeout)
+        said = []
+        for file in (out, err):
+            file.seek(0)
+            said.append(file.read().decode())
+    return subprocess.CompletedProcess([*words], code, *said)
+
+
+def _serve(path: str) -> None:
+    for name in LIBRARIES:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    _warm()
+    gc.collect()
+    gc.freeze()
+    own, ends = os.pipe()
+    os.set_blocking(ends, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(ends, warn_on_full_buffer=False)
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(path)
+    server.listen(64)
+    print("ready", flush=True)
+    running: dict[int, socket.socket] = {}
+    selector = selectors.DefaultSelector()
+    for what in (server, own, sys.stdin):
+        selector.register(what, selectors.EVENT_READ)
+    while True:
+        for key, _ in selector.select():
+            if key.fileobj is sys.stdin:
+                for pid in running:
+                    _kill(pid)
+                return
+            if key.fileobj is server:
+                client, _ = server.accept()
+                running[_fork(client, server)] = client
+                selector.register(client, selectors.EVENT_READ)
+            elif key.fileobj == own:
+                os.read(own, 4096)
+                _reap(running, selector)
+            else:  # who asked for it is gone: so is it
+                selector.unregister(key.fileobj)
+                _kill(next(pid for pid, client in running.items() if client is key.fileobj))
+
+
+def _warm() -> None:
+    """What inductor asks of the C++ compiler once in every process: which vector instructions there are."""
+    if (compiler := sys.modules.get("torch._inductor.cpu_vec_isa")) is not None:
+        with contextlib.suppress(Exception):
+            compiler.valid_vec_isa_list()
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _reap(running: dict[int, socket.socket], selector: selectors.BaseSelector) -> None:
+    while running:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if not pid:
+            return
+        if (client := running.pop(pid, None)) is None:
+            continue
+        with contextlib.suppress(KeyError):
+            selector.unregister(client)
+        with contextlib.suppress(OSError):
+            client.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
+        client.close()
+
+
+def _fork(client: socket.socket, server: socket.socket) -> int:
+    length, files, _, _ = socket.recv_fds(client, 8, 2)
+    count, told = int.from_bytes(length, "big"), b""
+    while len(told) < count:
+        told += client.recv(count - len(told))
+    if pid := os.fork():
+        for file in files:
+            os.close(file)
+        client.sendall(b"%d\n" % pid)
+        return pid
+    code = 1
+    try:
+        server.close()
+        client.close()
+        code = _become(json.loads(told), files)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _become(asked: dict[str, Any], files: Sequence[int]) -> int:
+    """What `python WORDS` would be, with that environment, folder and files."""
+    os.setsid()
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for number, file in enumerate((nothing, *files)):
+        os.dup2(file, number)
+    os.chdir(asked["cwd"])
+    os.environ.clear()
+    os.environ.update(asked["env"])
+    faulthandler.enable()
+    sys.path[:0] = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each not in ("", *sys.path)]
+    gc.unfreeze()
+    if tuple(asked["words"][:2]) == PROGRAM:
+        return _command(asked)
+    main, folder = asked["words"]
+    sys.argv = [main, folder]
+    from dyno.worker import system
+    from dyno.worker.main import main as work
+
+    os.environ["DYNO_LAUNCHER"] = str(os.getppid())
+    system.end(work(Path(folder)))
+
+
+def _command(asked: dict[str, Any]) -> int:
+    import dyno.launch
+    from dyno import cli
+
+    dyno.launch.subprocess = Processes(asked["path"])
+    sys.argv = ["dyno", *asked["words"][2:]]
+    code = 0
+    try:
+        cli.main()
+    except SystemExit as e:
+        code = e.code if isinstance(e.code, int) else int(e.code is not None)
+    atexit._run_exitfuncs()
+    return code
+
+
+if __name__ == "__main__":
+    sys.path.pop(0)  # this folder, which whoever starts a process by its path has there
+    _serve(sys.argv[1])
