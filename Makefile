@@ -15,8 +15,9 @@ ENGINES := tests/analysis tests/datasets tests/gpu tests/worker $(TO_ENGINES) $(
 JOBS := $(filter-out $(TO_ENGINES),$(wildcard tests/test_*.py)) $(TO_JOBS)
 FAST := -q -m "not slow and not gpu"
 
-# A PYTHONPATH or an activated environment of the caller's must not decide what is tested here.
-unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV CONDA_PREFIX
+# A PYTHONPATH or an activated environment of the caller's must not decide what is tested here. The byte-code of what is
+# tested is kept: the tests start hundreds of processes, and each would compile it anew.
+unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV CONDA_PREFIX PYTHONDONTWRITEBYTECODE
 export UV_PYTHON_DOWNLOADS := never
 export UV_HTTP_TIMEOUT ?= 300
 # Threads that wait by spinning take the processors from the process beside them: a quarter of make check's time.

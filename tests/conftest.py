@@ -45,12 +45,13 @@ def _server() -> Iterator[str]:
     server.stop()
 
 
-@pytest.fixture
-def preloaded(_server: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Jobs and commands of this test are forked from a process that has imported the libraries; its socket."""
-    monkeypatch.setattr(launch, "subprocess", forked.Processes(_server))
-    monkeypatch.setenv(FORKS, _server)
-    return _server
+@pytest.fixture(scope="module")
+def preloaded(_server: str) -> Iterator[str]:
+    """Jobs and commands of this file are forked from a process that has imported the libraries; its socket."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "subprocess", forked.Processes(_server))
+        patch.setenv(FORKS, _server)
+        yield _server
 
 
 @pytest.fixture(scope="session")

@@ -97,7 +97,7 @@ class Processes:
         if words[0] != sys.executable:
             return subprocess.Popen(words, **how)
         files = [how[name].fileno() for name in ("stdout", "stderr")]
-        return Forked(self._path, words[1:], os.getcwd(), how["env"], *files)
+        return Forked(self._path, words[1:], str(Path.cwd()), how["env"], *files)
 
 
 def command(path: str, words: Sequence[str], cwd: Path, env: Mapping[str, str], timeout: float) -> Any:
@@ -212,16 +212,20 @@ def _become(asked: dict[str, Any], files: Sequence[int]) -> int:
     os.environ.update(asked["env"])
     faulthandler.enable()
     sys.path[:0] = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each not in ("", *sys.path)]
-    gc.unfreeze()
     if tuple(asked["words"][:2]) == PROGRAM:
         return _command(asked)
-    main, folder = asked["words"]
-    sys.argv = [main, folder]
+    return _job(*asked["words"])
+
+
+def _job(main: str, folder: str) -> int:
     from dyno.worker import system
     from dyno.worker.main import main as work
 
+    sys.argv = [main, folder]
     os.environ["DYNO_LAUNCHER"] = str(os.getppid())
-    system.end(work(Path(folder)))
+    code = work(Path(folder))
+    system.end(code)
+    return code
 
 
 def _command(asked: dict[str, Any]) -> int:

@@ -15,6 +15,8 @@ from dyno.analysis import results, tables, verdict
 from dyno.execute import execute
 from dyno.progress import Progress
 
+pytestmark = pytest.mark.usefixtures("preloaded")
+
 Studies = Callable[..., Study]
 THREE = tuple(f"fake@latency_ms={ms}" for ms in (0.5, 1.5, 3.0))
 

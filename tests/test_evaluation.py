@@ -5,8 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-import subprocess
-import sys
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 
 import dyno
+import preloaded as forked
 from dyno import execute
 from dyno.analysis import compare, evaluation_words, verdict
 from dyno.analysis.render import render
@@ -21,6 +21,8 @@ from dyno.expand import Planned
 from dyno.result import Result
 from dyno.store import Run
 from dyno.worker.spec import DataSpec, Dims, ModelSpec, Trial, UserError
+
+pytestmark = pytest.mark.usefixtures("preloaded")
 
 SHORT = "--seconds 0.05 --threads 1 --size 16 --channels 1".split()
 
@@ -42,13 +44,12 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def command(tmp_path_factory: pytest.TempPathFactory, photos: Path) -> Callable[..., str]:
+def command(tmp_path_factory: pytest.TempPathFactory, preloaded: str, photos: Path) -> Callable[..., str]:
     place = tmp_path_factory.mktemp("cli")
 
     def run(*words: object) -> str:
         asked = ["eval", "fake:net", "--data", photos, "--backends", "fake@latency_ms=0.1", *SHORT, *words]
-        command = [sys.executable, "-m", "dyno.cli", *map(str, asked)]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=place, timeout=1200)
+        done = forked.command(preloaded, [*map(str, asked)], place, os.environ, 1200)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

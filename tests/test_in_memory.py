@@ -14,6 +14,8 @@ import dyno
 from dyno import Study, UserError
 from dyno.run_names import place
 
+pytestmark = pytest.mark.usefixtures("preloaded")
+
 torch = pytest.importorskip("torch")
 nn = torch.nn
 QUICK: dict[str, Any] = {"rounds": 1, "seconds": 0.05, "warmup": 0.02, "compared": 4, "threads": 1}

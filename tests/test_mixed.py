@@ -14,6 +14,8 @@ from dyno import Study, UserError, mixed
 from dyno.analysis import results, tables, verdict
 from dyno.expand import expand
 
+pytestmark = pytest.mark.usefixtures("preloaded")
+
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 QUICK = "--rounds 1 --seconds 0.05 --warmup 0.02 --threads 1 --confirm 0".split()
 

@@ -15,6 +15,8 @@ from onnx import helper as h
 from onnx import numpy_helper
 from PIL import Image
 
+pytestmark = pytest.mark.usefixtures("preloaded")
+
 QUICK = "--rounds 1 --seconds 0.05 --warmup 0.02 --backends onnxruntime,openvino".split()
 KINDS = onnx.TensorProto
 Call = Callable[..., tuple[int, str, str]]

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import pytest
 
+import preloaded as forked
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {"README.md": "A tour", "docs/tour.md": "", "docs/tutorial.md": "", "docs/inputs.md": ""}
 FENCE = re.compile(
@@ -111,21 +113,16 @@ def left_out(words: list[str]) -> str:
     return next((why for start, why in ELSEWHERE.items() if shlex.join(words).startswith(start)), "")
 
 
-def typed(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+def typed(words: list[str], folder: Path, server: str) -> subprocess.CompletedProcess[str]:
     """One command line; `dyno` and `python` are this interpreter's."""
     program, *rest = shortened(words) if words[0] == "dyno" else words
     if rest[0] == "rm" and len(rest) > 2:  # a trial's id is of the machine and the version
         rest[2] = next((folder / rest[1] / "trials").iterdir()).name
-    dyno = ["-c", SMALL_DEMO] if rest[0] == "demo" else ["-m", "dyno.cli"]
-    command = {"dyno": [sys.executable, *dyno], "python": [sys.executable]}.get(program, [program])
-    done = subprocess.run(
-        [*command, *rest],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env={**os.environ, "BROWSER": "true"},
-        timeout=1200,
-    )
+    environment = {**os.environ, "BROWSER": "true"}
+    if program == "dyno" and rest[0] != "demo":
+        return forked.command(server, rest, folder, environment, 1200)
+    command = {"dyno": [sys.executable, "-c", SMALL_DEMO], "python": [sys.executable]}.get(program, [program])
+    done = subprocess.run([*command, *rest], capture_output=True, text=True, cwd=folder, env=environment, timeout=1200)
     if rest[0] == PHOTOGRAPHS:
         thin(folder / rest[1])
     return done
@@ -159,7 +156,7 @@ def write_file(block: Block, folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
-def test_every_command_of_a_page_runs(page: str, tmp_path: Path) -> None:
+def test_every_command_of_a_page_runs(page: str, preloaded: str, tmp_path: Path) -> None:
     for name in ("torch", "onnx", "onnxruntime", "openvino", "skimage", "sklearn", "matplotlib"):
         pytest.importorskip(name)
     lay_out(tmp_path)
@@ -175,7 +172,7 @@ def test_every_command_of_a_page_runs(page: str, tmp_path: Path) -> None:
                 print(f"left out: {shlex.join(words)}: {why}")
                 continue
             started = time.monotonic()
-            done = typed(words, tmp_path)
+            done = typed(words, tmp_path, preloaded)
             print(f"{time.monotonic() - started:5.1f} s  {shlex.join(shortened(words))}", flush=True)
             fine = FINE.get(words[1], (0,)) if words[0] == "dyno" else (0,)
             assert done.returncode in fine, f"{shlex.join(words)}\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}"

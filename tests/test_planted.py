@@ -12,6 +12,8 @@ from PIL import Image
 
 import planted_backends
 
+pytestmark = pytest.mark.usefixtures("preloaded")
+
 PLANTED = ("ChangedWeight", "ChangedBlob", "OtherBranch")
 TESTS = Path(__file__).parent
 

@@ -17,6 +17,8 @@ from dyno import Study, datasets, prepare
 from dyno.prepare import decoding, prepared
 from dyno.worker.spec import DataSpec, ModelSpec, UserError
 
+pytestmark = pytest.mark.usefixtures("preloaded")
+
 SYNSETS = {"n01440764": 0, "n01751748": 65, "n15075141": 999}
 
 

@@ -12,6 +12,8 @@ import pytest
 from dyno import Study, load
 from dyno.analysis.forms import Form, forms
 
+pytestmark = pytest.mark.usefixtures("preloaded")
+
 Call = Callable[..., tuple[int, str, str]]
 SHORT = "--rounds 1 --seconds 0.04 --warmup 0.02 --threads 1".split()
 FAKE = ["--backends", "fake@latency_ms=0.1", *SHORT]

@@ -14,6 +14,8 @@ from dyno import Study
 from dyno.study import Choice
 from dyno.worker import backend
 
+pytestmark = pytest.mark.usefixtures("preloaded")
+
 STUDIES = sorted((Path(__file__).resolve().parents[1] / "studies").glob("*.toml"))
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 

@@ -19,6 +19,8 @@ from dyno.study import Study
 from dyno.worker import input_specs, inputs
 from dyno.worker.spec import Tensor, Trial, from_json
 
+pytestmark = pytest.mark.usefixtures("preloaded")
+
 NET = """
 from torch import nn
 

@@ -27,6 +27,8 @@ from dyno.worker.record import Record
 from dyno.worker.spec import DataSpec, ModelSpec, UserError
 from dyno.worker.train_options import TrainOptions
 
+pytestmark = pytest.mark.usefixtures("preloaded")
+
 NAMES = ("ноль", "один", "два и три")
 NET = "dyno.worker.digits:resnet18"
 SMALL = ["--model", NET, "--channels", "1", "--size", "32", "--threads", "1"]

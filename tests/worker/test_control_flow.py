@@ -11,6 +11,8 @@ from PIL import Image
 
 from dyno import load
 
+pytestmark = pytest.mark.usefixtures("preloaded")
+
 NETS = """
 import torch
 from torch import nn

@@ -20,6 +20,8 @@ from dyno.worker import models, ultralytics_models, yolo_checkpoint
 from dyno.worker.look import look
 from dyno.worker.spec import Dims, ModelSpec, Trial, UserError
 
+pytestmark = pytest.mark.usefixtures("preloaded")
+
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:

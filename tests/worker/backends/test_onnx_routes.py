@@ -18,6 +18,8 @@ from dyno.worker import backend
 from dyno.worker.backends.onnx_static import OnnxStatic, static_of
 from dyno.worker.spec import Artifact, Dims, ModelSpec, Recipe, Runtime, Trial, UserError
 
+pytestmark = pytest.mark.usefixtures("preloaded")
+
 ATTENTION = """
 import torch
 from torch import nn
