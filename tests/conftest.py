@@ -34,6 +34,8 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("DYNO_CACHE", str(tmp_path_factory.mktemp("cache")))
         # torch.compile spends half of a cold compile on trying out which vector instructions its g++ knows.
         patch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")
+        # And another part on its headers, which every trial of a study would compile for itself.
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
         yield
 
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.usefixtures("preloaded")
+
 
 def test_imagenet_val(tmp_path: Path, dyno) -> None:
     (tmp_path / "flat").mkdir()
