@@ -100,10 +100,15 @@ class Processes:
         return Forked(self._path, words[1:], str(Path.cwd()), how["env"], *files)
 
 
-def command(path: str, words: Sequence[str], cwd: Path, env: Mapping[str, str], timeout: float) -> Any:
-    """The command line in a forked process, as `subprocess.run` with captured text would give it."""
+def command(
+    path: str, words: Sequence[str], cwd: Path, env: Mapping[str, str], timeout: float, program: Sequence[str] = PROGRAM
+) -> Any:
+    """The command line in a forked process, as `subprocess.run` with captured text would give it.
+
+    `program` is what Python is given in front of the words: `-m dyno.cli`, or `-c` and some code.
+    """
     with tempfile.TemporaryFile("w+b") as out, tempfile.TemporaryFile("w+b") as err:
-        process = Forked(path, [*PROGRAM, *words], str(cwd), env, out.fileno(), err.fileno())
+        process = Forked(path, [*program, *words], str(cwd), env, out.fileno(), err.fileno())
         code = process.wait(timeout)
         said = []
         for file in (out, err):
@@ -212,9 +217,10 @@ def _become(asked: dict[str, Any], files: Sequence[int]) -> int:
     os.environ.update(asked["env"])
     faulthandler.enable()
     sys.path[:0] = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each not in ("", *sys.path)]
-    if tuple(asked["words"][:2]) == PROGRAM:
-        return _command(asked)
-    return _job(*asked["words"])
+    kind, text, *words = asked["words"]
+    if kind in ("-c", "-m"):
+        return _command("from dyno import cli\ncli.main()" if kind == "-m" else text, words, asked["path"])
+    return _job(kind, text)
 
 
 def _job(main: str, folder: str) -> int:
@@ -228,19 +234,18 @@ def _job(main: str, folder: str) -> int:
     return code
 
 
-def _command(asked: dict[str, Any]) -> int:
+def _command(code: str, words: Sequence[str], path: str) -> int:
     import dyno.launch
-    from dyno import cli
 
-    dyno.launch.subprocess = Processes(asked["path"])
-    sys.argv = ["dyno", *asked["words"][2:]]
-    code = 0
+    dyno.launch.subprocess = Processes(path)
+    sys.argv = ["dyno", *words]
+    status = 0
     try:
-        cli.main()
+        exec(compile(code, "<forked>", "exec"), {"__name__": "__main__"})
     except SystemExit as e:
-        code = e.code if isinstance(e.code, int) else int(e.code is not None)
+        status = e.code if isinstance(e.code, int) else int(e.code is not None)
     atexit._run_exitfuncs()
-    return code
+    return status
 
 
 if __name__ == "__main__":

@@ -119,10 +119,11 @@ def typed(words: list[str], folder: Path, server: str) -> subprocess.CompletedPr
     if rest[0] == "rm" and len(rest) > 2:  # a trial's id is of the machine and the version
         rest[2] = next((folder / rest[1] / "trials").iterdir()).name
     environment = {**os.environ, "BROWSER": "true"}
-    if program == "dyno" and rest[0] != "demo":
-        return forked.command(server, rest, folder, environment, 1200)
-    command = {"dyno": [sys.executable, "-c", SMALL_DEMO], "python": [sys.executable]}.get(program, [program])
-    done = subprocess.run([*command, *rest], capture_output=True, text=True, cwd=folder, env=environment, timeout=1200)
+    if program == "dyno":
+        start = ("-c", SMALL_DEMO) if rest[0] == "demo" else forked.PROGRAM
+        return forked.command(server, rest, folder, environment, 1200, start)
+    command = [sys.executable if program == "python" else program, *rest]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=1200)
     if rest[0] == PHOTOGRAPHS:
         thin(folder / rest[1])
     return done

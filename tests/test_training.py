@@ -22,6 +22,7 @@ from PIL import Image
 from rich.console import Console
 
 import dyno
+import preloaded as forked
 from dyno import training, training_data, training_view
 from dyno.worker.record import Record
 from dyno.worker.spec import DataSpec, ModelSpec, UserError
@@ -103,13 +104,14 @@ def test_cyrillic_classes_become_weights_and_an_engine(flat: Path, call: Call, t
 
 
 @pytest.mark.slow
-def test_a_killed_training_ends_as_if_it_had_not_been(parted: Path, tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "dyno.cli", "train", str(parted), *QUICK, "--epochs", "12"]
+def test_a_killed_training_ends_as_if_it_had_not_been(parted: Path, preloaded: str, tmp_path: Path) -> None:
+    words = ["train", str(parted), *QUICK, "--epochs", "12"]
 
     def run(out: str, *more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*words, "--out", out, *more], cwd=tmp_path, capture_output=True, text=True, timeout=1200)
+        return forked.command(preloaded, [*words, "--out", out, *more], tmp_path, os.environ, 1200)
 
-    killed = subprocess.Popen([*words, "--out", "killed"], cwd=tmp_path, stderr=subprocess.DEVNULL)
+    command = [sys.executable, *forked.PROGRAM, *words, "--out", "killed"]
+    killed = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL)
     folder = tmp_path / "killed"
     while len(training_view.history(folder)) < 3 and killed.poll() is None:
         time.sleep(0.01)
