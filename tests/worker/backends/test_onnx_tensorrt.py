@@ -57,7 +57,7 @@ def test_raw_pixels_and_a_lower_precision_build(digits: Any, tmp_path: Path, pre
     [
         ("torchvision:resnet18", 64, 20, 1),
         ("torchvision:mobilenet_v2", 64, 52, 1),
-        ("timm:vit_tiny_patch16_224", 224, 1, 49),
+        ("timm:test_vit", 160, 1, 25),
     ],
 )
 def test_every_layer_with_weights_is_int8(
@@ -83,7 +83,7 @@ def grown(data: DataSpec, size: int, folder: Path) -> DataSpec:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
-@pytest.mark.parametrize("name", ["resnet18", "resnet50", "mobilenet_v2"])
+@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2"])
 def test_networks_come_in_the_opset_that_8_6_reads(tmp_path: Path, name: str, exporter: str) -> None:
     model = ModelSpec(name, f"torchvision:{name}")
     asked = trial(model, "fp32", 64, DataSpec(), exporter=exporter)
