@@ -205,6 +205,7 @@ def test_data_folders_without_images(refused: Refused, tmp_path: Path) -> None:
     assert refused(*FAKE, "--data", "file").startswith("file is not a folder")
 
 
+@pytest.mark.slow
 def test_unreadable_images_are_named_or_skipped_in_any_script(
     refused: Refused, call: Callable[..., Any], photos: Path
 ) -> None:

@@ -240,6 +240,7 @@ def test_kill_nine_before_anything_is_settled(tmp_path: Path) -> None:
     assert statuses(tmp_path / "run") == {"fp32": ["ok"]}
 
 
+@pytest.mark.slow
 def test_two_at_once_and_an_interrupt(tmp_path: Path) -> None:
     first = started(tmp_path, "--rounds", "50")
     assert until(lambda: len(list(tmp_path.glob("trials/*/r0/record.json"))) >= 1)
