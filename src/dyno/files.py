@@ -16,9 +16,9 @@ from dyno.progress import Progress
 from dyno.store import copy
 from dyno.study import Choice, Study
 from dyno.worker import system
-from dyno.worker.backend import find
 from dyno.worker.extras import install
 from dyno.worker.record import Record
+from dyno.worker.registry import find
 from dyno.worker.spec import Artifact, DataSpec, Dims, Option, Recipe, Runtime, Trial, UserError
 
 if TYPE_CHECKING:

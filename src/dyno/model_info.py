@@ -14,7 +14,7 @@ from dyno.launch import launch
 from dyno.model_files import stored_source
 from dyno.store import cache_dir, code_file, makers, sha256_of, versions
 from dyno.study import Choice, Study, model_name, parse_size
-from dyno.worker import backend, system
+from dyno.worker import registry, system
 from dyno.worker.extras import install
 from dyno.worker.local_code import code_sha256
 from dyno.worker.record import Record, read_record
@@ -144,7 +144,7 @@ def look(model: ModelSpec, study: Study) -> tuple[ModelSpec, dict[str, Any]]:
     }
     reader = engine_backend(Path(model.file)) if model.file.endswith(ENGINE_FILES) else ""
     where = _looking(model, reader, study)
-    libraries = backend.find(reader).requires if reader else LOOK_LIBRARIES
+    libraries = registry.find(reader).requires if reader else LOOK_LIBRARIES
     key = digest([model, options, where, makers(), versions(where, libraries)])[:24]
     folder = cache_dir() / "looks" / key
     record = read_record(folder)

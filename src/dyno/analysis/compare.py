@@ -240,7 +240,7 @@ def _accuracy(a: TrialResult, b: TrialResult) -> dict[str, Any]:
 
 
 def _mean_ap(a: TrialResult, b: TrialResult) -> dict[str, Any]:
-    own, other = b.mean_ap, a.mean_ap
+    own, other = detection.of(b), detection.of(a)
     d = detection.difference(own, other) if own and other else None
     if own is None or other is None or d is None:
         return {}
