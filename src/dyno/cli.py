@@ -126,8 +126,9 @@ def compare(
     run_a: Annotated[Path, typer.Argument(help="The run to compare with.", metavar="RUN_A")],
     run_b: Annotated[Path, typer.Argument(help="The run to judge.", metavar="RUN_B")],
     fail_on: Annotated[
-        str, typer.Option(help="Exit 1 on any of: slower, less-accurate, disagree (needs --least), status.")
-    ] = "slower,less-accurate,status",
+        str,
+        typer.Option(help="Exit 1 on any of: slower, less-accurate, disagree (needs --least), status, wrong-outputs."),
+    ] = "slower,less-accurate,status,wrong-outputs",
     tolerance: Annotated[float, typer.Option(help="Relative slow-down that is still fine.")] = 0.02,
     least: flags.Least = 0.0,
     rtol: flags.Rtol = 1e-3,
