@@ -159,6 +159,8 @@ def _make(recipe: Recipe | None, out: Path) -> Artifact:
         raise UserError(f"{recipe.model.name}: {made.reason}")
     copy(Path(made.path), out)
     print(f"{out}  {_story(made)}")
+    if note := made.made_by.get("calibration", {}).get("note"):
+        print(f"note: {note}", file=sys.stderr)
     for warning in made.made_by.get("warnings", ()):
         print(f"warning: {warning}", file=sys.stderr)
     return made
