@@ -265,9 +265,9 @@ def endure(ctx: typer.Context, models: Sequence[str], kinds: str, iterations: in
     """The hard test of each model's engine."""
     from dyno import endurance
 
-    written = [name for name in ("rounds", "seconds", "samples", "warmup", "format", "trtexec") if written(ctx, name)]
-    if written:
-        raise UserError(f"--{written[0]} says nothing of the hard test that --batches asks for; leave one of them out")
+    others = [name for name in ("rounds", "seconds", "samples", "warmup", "format", "trtexec") if written(ctx, name)]
+    if others:
+        raise UserError(f"--{others[0]} says nothing of the hard test that --batches asks for; leave one of them out")
     out = Path(ctx.params["out"]) if ctx.params.get("out") else new_folder("time", models)
     asked = endurance.kinds_of(kinds)
 
