@@ -167,7 +167,12 @@ class TrialResult:
         return list(dict.fromkeys([*every, *gpu_words.warnings(self)]))
 
     def notes(self) -> list[str]:
-        """What explains the numbers: the engine's own notes, and what the GPU's clock and telemetry say."""
+        """What explains the numbers: `reasons`, and what INT8 was calibrated on where that weren't real images."""
+        note = (self.facts.get("calibration") or {}).get("note")
+        return [*([str(note)] if note else []), *self.reasons()]
+
+    def reasons(self) -> list[str]:
+        """What explains the speed: the engine's own notes, and what the GPU's clock and telemetry say."""
         return [*(str(n) for n in self.facts.get("notes") or ()), *gpu_words.notes(self)]
 
     @cached_property

@@ -128,7 +128,7 @@ class Backend:
 
 
 def derived(parent: Artifact, path: Path, precision: str, made_by: Mapping[str, Any], began: float) -> Artifact:
-    """The file at `path`, made from the parent's in another precision since `began` (of `perf_counter`)."""
+    """The file at `path`, made from the parent's since `began` (of `perf_counter`)."""
     content = path.read_bytes()
     return replace(
         parent,

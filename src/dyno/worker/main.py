@@ -48,7 +48,7 @@ from dyno.worker.spec import SCHEMA, Artifact, Job, NoRoute, Trial, Unavailable,
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 # What a file made from another says of the model they share, and of the route to it.
-INHERITED = ("weights_sha256", "parameters", "exporter", "opset", "fixed_batch", "folded")
+INHERITED = ("weights_sha256", "parameters", "exporter", "opset", "fixed_batch", "folded", "calibration")
 
 
 def run_trial(job: Job, trial: Trial, journal: Journal) -> None:
