@@ -14,7 +14,6 @@ import dyno
 from dyno.worker.backend import find
 from dyno.worker.backends.onnx_precision import OnnxPrecision, converted
 from dyno.worker.calibration import CalibrationInputs
-from dyno.worker.onnx_check import outputs
 from dyno.worker.onnx_file import artifact
 from dyno.worker.spec import Artifact, DataSpec, Dims, InputSpec, ModelSpec, Recipe, Trial, UserError
 
@@ -113,43 +112,3 @@ def test_the_row_of_a_run_says_what_it_was_calibrated_on(call: Callable[..., Any
         assert any("random values, not real ones, of x" in note for note in each.notes())
         assert each.facts["calibration"]["inputs"]["x"] == "random, -2 to 2"
         assert not any("random" in reason for reason in each.reasons())
-
-
-def residual(path: Path) -> Path:
-    """A convolution, then a sum of it and of another one behind it: what lies between is quantised twice."""
-    make, kinds, node = onnx.helper.make_tensor_value_info, onnx.TensorProto.FLOAT, onnx.helper.make_node
-    rng = np.random.default_rng(0)
-    initial = [onnx.numpy_helper.from_array(rng.standard_normal((4, 4, 3, 3)).astype(np.float32), w) for w in "ab"]
-    nodes = [
-        node("Conv", ["x", "a"], ["c"], pads=[1] * 4),
-        node("Relu", ["c"], ["r"]),
-        node("Conv", ["r", "b"], ["d"], pads=[1] * 4),
-        node("Add", ["d", "r"], ["y"]),
-    ]
-    ends = [[make(name, kinds, ["batch", 4, 8, 8])] for name in "xy"]
-    graph = onnx.helper.make_graph(nodes, "g", *ends, initial)
-    onnx.save(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=9), path)
-    return path
-
-
-def test_one_calibration_serves_every_batch_and_folding_leaves_its_pairs_alone(tmp_path: Path) -> None:
-    pytest.importorskip("onnxslim")
-    file = residual(tmp_path / "residual.onnx")
-    pixels = InputSpec("x", "float32", ("batch", 4, 8, 8), -1.0, 1.0)
-    chains = [converted(replace(trial(file, pixels, fold=True), dims=Dims(n, 8, 8)), "tensorrt") for n in (1, 4)]
-    assert chains[0].parent == chains[1].parent and [chain.dims.batch for chain in chains] == [1, 4]
-    (tmp_path / "int8").mkdir()
-    assert chains[0].parent is not None
-    free = OnnxPrecision().make(chains[0].parent, artifact(str(file), 0.0, {}), tmp_path / "int8")
-    fixed = find("onnx_static").make(chains[1], free, tmp_path)
-    before, after = (onnx.load(each.path).graph for each in (free, fixed))
-    for kind in ("QuantizeLinear", "DequantizeLinear"):
-        counts = [sum(node.op_type == kind for node in graph.node) for graph in (before, after)]
-        assert counts[0] == counts[1] >= 5
-    floats = [tensor.data_type == onnx.TensorProto.FLOAT for tensor in after.initializer if len(tensor.dims) == 4]
-    assert floats == [True, True], "TensorRT 8 reads no INT8 weights"
-    assert [dim.dim_value for dim in after.input[0].type.tensor_type.shape.dim] == [4, 4, 8, 8]
-    feeds = {"x": np.random.default_rng(1).uniform(-1, 1, (4, 4, 8, 8)).astype(np.float32)}
-    (a,), (b,) = (outputs(each.path, feeds, optimised=False)[0] for each in (free, fixed))
-    np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-5)
-    assert fixed.precision == "int8" and fixed.made_by["calibration"]["samples"] == 128 and fixed.made_by["folded"]

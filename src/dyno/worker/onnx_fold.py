@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.onnx_check import session
-from dyno.worker.onnx_file import QUANTISED
 from dyno.worker.onnx_opset import DOMAINS
 from dyno.worker.torch_support import first_line
 
@@ -33,9 +32,7 @@ def folded(model: Any, feeds: Mapping[str, np.ndarray], scratch: Path) -> tuple[
 
     model, notes = lifted(model), []
     expected = _outputs(model, feeds)
-    # Folding a quantised graph must leave its pairs alone; ONNX Runtime's would turn weights into INT8 initialisers.
-    quantised = any(node.op_type in QUANTISED for node in model.graph.node)
-    for fold in (_slimmed_pairs,) if quantised else (_slimmed, _optimised):
+    for fold in (_slimmed, _optimised):
         try:
             made = onnx.shape_inference.infer_shapes(fold(_copy(model), scratch), data_prop=True)
             onnx.checker.check_model(made)
@@ -115,13 +112,6 @@ def _slimmed(model: Any, scratch: Path) -> Any:
     import onnxslim
 
     return onnxslim.slim(model)
-
-
-def _slimmed_pairs(model: Any, scratch: Path) -> Any:
-    """Without merging what is computed twice: two Q/DQ pairs on one tensor are where an engine fuses each of them."""
-    import onnxslim
-
-    return onnxslim.slim(model, skip_optimizations=["subexpression_elimination"])
 
 
 def _optimised(model: Any, scratch: Path) -> Any:

@@ -59,28 +59,18 @@ def converted(trial: Trial, target: str, batch: int = 0) -> Recipe:
 
     The export has a free batch unless one is given, so that all batches of a study share one file and one calibration;
     engines fix it; with the option `static` it has the trial's, and with `fold` the trial's shapes are folded into the
-    file before it is converted, but after an INT8 calibration, which all batches share. Trial options `samples`,
-    `method`, `percentile` and `quantizer` reach the calibration, `keep` (how many of the most sensitive layers stay in
-    float32) the conversion to fp16 or int8, `exporter` and `opset` (17 for TensorRT) the export; `input=uint8` makes
-    the file read raw pixels. Pure; int8 or fp8 without data is a `UserError`.
+    file before it is converted. Trial options `samples`, `method`, `percentile` and `quantizer` reach the calibration,
+    `keep` (how many of the most sensitive layers stay in float32) the conversion to fp16 or int8, `exporter` and
+    `opset` (17 for TensorRT) the export; `input=uint8` makes the file read raw pixels. Pure; int8 or fp8
+    without data is a `UserError`.
     """
     # Files are made in the Python that has the model, whichever the trial runs in.
     wanted = {"opset": OPSETS[target], **trial.options} if target in OPSETS else trial.options
     dims = replace(trial.dims, batch=batch or (trial.dims.batch if trial.options.get("static") else 0))
     parent = exported(trial.model, dims, Runtime(), wanted, trial.data)
-    if not trial.options.get("fold"):
-        made = _lowered(trial, target, parent)
-    elif _calibrates(trial):  # once, on the file that all batches share
-        made = static_of(_lowered(trial, target, parent), trial)
-    else:
-        made = _lowered(trial, target, static_of(parent, trial))
+    parent = static_of(parent, trial) if trial.options.get("fold") else parent
+    made = _lowered(trial, target, parent)
     return reading_pixels(made) if wants_pixels(trial.options) else made
-
-
-def _calibrates(trial: Trial) -> bool:
-    """Whether Dyno's own quantiser makes the file; nvidia-modelopt places its pairs by the folded graph's shapes."""
-    asked = str(trial.options.get("quantizer", QUANTIZERS[0])), trial.precision
-    return asked == (QUANTIZERS[0], "int8") and trial.model.precision != "int8"
 
 
 def _lowered(trial: Trial, target: str, parent: Recipe) -> Recipe:

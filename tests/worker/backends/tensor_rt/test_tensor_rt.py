@@ -71,9 +71,7 @@ def test_an_engine_is_built_where_it_runs_from_a_file_made_here() -> None:
 
 def test_int8_is_calibrated_for_tensorrt() -> None:
     made = recipe("int8", samples=16)
-    assert made.parent and made.parent.maker == "onnx_static" and made.parent.dims.batch == 8
-    int8 = made.parent.parent
-    assert int8 and int8.options["target"] == "tensorrt" and int8.options["samples"] == 16 and int8.dims.batch == 0
+    assert made.parent and made.parent.options["target"] == "tensorrt" and made.parent.options["samples"] == 16
     assert made.data is None and "samples" not in made.options
 
 
