@@ -106,7 +106,7 @@ def test_a_gpu_that_the_driver_alone_sees_is_enough(monkeypatch: pytest.MonkeyPa
 
 
 def test_two_backends_of_one_file_are_enough_to_agree() -> None:
-    from dyno.study import Study
+    from dyno import Study
 
     checks.check_several([Study(models=("m.onnx",), backends=("onnxruntime", "openvino"))])
     checks.check_several([Study(models=("m.onnx",), backends=("onnxruntime@precision=fp32+int8",))])

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dyno import Study
 from dyno.execute import Files
 from dyno.interpreters import missing
 from dyno.model_info import model_spec
 from dyno.progress import Progress
-from dyno.study import Study
 from dyno.worker import registry
 from dyno.worker.backend import Session
 from dyno.worker.record import Record

@@ -18,10 +18,9 @@ import pytest
 import typer
 
 import dyno
-from dyno import cli
+from dyno import Study, cli
 from dyno.analysis import tables
 from dyno.analysis.correctness import TOLERANCES
-from dyno.study import Study
 from dyno.worker import registry
 from dyno.worker.record import STATUSES, Measurement, Record
 from dyno.worker.spec import Artifact, DataSpec, Dims, Job, ModelSpec, Plan, Recipe, Trial

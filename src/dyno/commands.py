@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from dyno import runnable
 from dyno.checks import check_format, check_several, missing_gpu
 from dyno.run_names import RUNS, place
 from dyno.single import each_of, new_folder, study_of
@@ -144,7 +145,7 @@ def dry_run(study: Study) -> int:
 
 def run(study: Study, folder: Path, *, retry_failed: bool = False) -> int:
     """Run the study, print its tables, write its report; exit code 0, 1 (no trial within budget) or 3 (unfinished)."""
-    study.run(folder, retry_failed=retry_failed)
+    runnable.run(study, folder, retry_failed=retry_failed)
     return finish(folder)
 
 
@@ -227,7 +228,7 @@ def _single(ctx: typer.Context, models: Sequence[str], command: str, **defaults:
     out = Path(ctx.params["out"]) if ctx.params.get("out") else new_folder(command, models)
 
     def measured(number: int, model: str) -> Path:
-        return alone(ctx, model, **defaults).run(_part(out, models, number)).folder
+        return runnable.run(alone(ctx, model, **defaults), _part(out, models, number)).folder
 
     return each_of(models, measured, needed=1 if command == "agree" else 0)  # the one that all are compared with
 

@@ -139,7 +139,7 @@ def look(model: ModelSpec, study: Study) -> tuple[ModelSpec, dict[str, Any]]:
         return model, {"size": [8, 8], "batch": 0}
     options = {
         "sizes": [list(parse_size(size)) for size in study.sizes],
-        "asked": input_options.asked(study),
+        "asked": input_options.asked(study.inputs, study.shapes),
         "task": study.task,
     }
     reader = engine_backend(Path(model.file)) if model.file.endswith(ENGINE_FILES) else ""
@@ -222,7 +222,7 @@ def file_shapes(study: Study, model: ModelSpec, batch: int) -> dict[str, tuple[i
     """The shapes that the user gave a file's inputs, at this batch; a module's are in its description."""
     if not model.file:
         return {}
-    words = input_options.asked(study)
+    words = input_options.asked(study.inputs, study.shapes)
     return {
         name: tuple(batch if isinstance(axis, str) else axis for axis in word["shape"])
         for name, word in words.items()

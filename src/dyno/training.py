@@ -16,6 +16,7 @@ from dyno import training_data
 from dyno.checks import check_device, check_threads
 from dyno.launch import launch
 from dyno.model_info import look, model_spec, sizes
+from dyno.runnable import run
 from dyno.store import Run, sha256_of
 from dyno.study import Choice, Study, check_types, model_name
 from dyno.training_view import CURVES, Row, TrainingView, chart, history
@@ -260,4 +261,4 @@ def _engines(plan: Training, result: TrainingResult, quiet: bool) -> Result:
         plan.study, backends=("pytorch", *others), weights=str(result.weights), pretrained=False,
         classes=plan.model.classes, sizes=(Dims(1, *plan.size).size,), rounds=1, seconds=1.0,
     )  # fmt: skip
-    return study.run(result.folder / "engines", quiet=quiet)
+    return run(study, result.folder / "engines", quiet=quiet)
