@@ -10,6 +10,8 @@ import pytest
 from PIL import Image
 
 from dyno import load
+from dyno.worker.control_flow import check_control_flow
+from dyno.worker.spec import NoRoute
 
 NETS = """
 import torch
@@ -111,3 +113,23 @@ def test_a_branch_on_values_is_measured_in_pytorch_and_crowned_nowhere_else(dyno
     rows = load(nets.parent / "r").to_pandas().set_index("backend")
     assert dict(rows["status"]) == {"pytorch": "ok", "onnxruntime": "failed", "openvino": "failed"}
     assert done.stdout.count("a graph would hold one branch only") >= 2
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_shortcut_that_an_export_does_not_take_may_read_values(asks: bool) -> None:
+    """As transformers' attention masks do: they are left out where they hide nothing, but not in an export."""
+    import torch
+
+    class Masked(torch.nn.Module):
+        def forward(self, x: Any, mask: Any) -> Any:
+            if not (asks and torch.compiler.is_exporting()) and mask.all():
+                return x.mean(1)
+            return (x * mask).sum(1) / mask.sum(1)
+
+    example = (torch.randn(2, 4), torch.ones(2, 4))
+    if asks:
+        assert check_control_flow(torch, Masked(), example) is False  # not known, so the graph is compared
+        assert not torch.compiler.is_exporting()
+    else:
+        with pytest.raises(NoRoute, match=r"mask\.all\(\)"):
+            check_control_flow(torch, Masked(), example)

@@ -49,6 +49,12 @@ class Several(nn.Module):
         y = self.conv(x)
         return {"map": y, "parts": [y.mean((2, 3)), y.amax((2, 3))]}
 
+class Each(nn.Module):
+    """A result for each image, as torchvision's detectors give them."""
+    def forward(self, x):
+        return [{"mean": image.mean()} for image in x]
+
+def each(): return Each()
 def baked(): return Baked()
 def branch(): return Branch()
 def several(): return Several()
@@ -210,3 +216,10 @@ def test_known_networks_export_with_a_free_batch(source, tmp_path):
     artifact = make(tmp_path, model, Dims(0, 224, 224))
     assert artifact.made_by["exporter"] == "dynamo"
     same(artifact, model, 2, 224)
+
+
+def test_a_result_per_image_has_no_free_batch(tmp_path, nets):
+    model = ModelSpec("each", f"{nets}:each")
+    with pytest.raises(UserError, match=r"returns 1 tensors at batch 1 and 3 at 3, .*fixed batch \(--batch 1\)"):
+        make(tmp_path, model, Dims(0, 8, 8))
+    assert make(tmp_path, model, Dims(1, 8, 8), exporter="torchscript").outputs == (Tensor("output", "float32", ()),)

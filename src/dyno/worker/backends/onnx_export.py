@@ -173,6 +173,7 @@ def _source(torch: Any, module: Any, recipe: Recipe) -> Source:
             raise UserError(f"{model.name} refuses {refused}: {first_line(e)}") from e
         found = {name: tensor.numpy() for name, tensor in named_outputs(result).items()}
         cases.append(Case(next((len(a) for a in feeds.values() if a.ndim), 1), feeds, found))
+        _same_outputs(model, cases[0], cases[-1])
     # The module itself where it takes and returns a tensor: the names of the graph's weights are those of its parts.
     scripted = isinstance(module, torch.jit.ScriptModule)
     plain = not model.inputs and isinstance(result, torch.Tensor) and not scripted
@@ -183,6 +184,22 @@ def _source(torch: Any, module: Any, recipe: Recipe) -> Source:
             flat = torch.jit.trace(flat, tuple(given.values()), check_trace=False)
     batched = tuple(s.name for s in model.inputs if BATCH in s.shape) if model.inputs else ("input",)
     return Source(flat, tuple(given.values()), tuple(found), tuple(cases[:-1]), free, batched)
+
+
+def _same_outputs(model: ModelSpec, first: Case, other: Case) -> None:
+    """A `UserError` where the number of outputs follows the input: a graph has so many as it was written with."""
+    counts = len(first.outputs), len(other.outputs)
+    if counts[0] == counts[1]:
+        return
+    if first.batch == other.batch:
+        raise UserError(
+            f"{model.name} returns {counts[0]} tensors for one input and {counts[1]} for another, and a graph always "
+            "returns as many; return tensors of a fixed number, or measure it with --backends pytorch,compile"
+        )
+    raise UserError(
+        f"{model.name} returns {counts[0]} tensors at batch {first.batch} and {counts[1]} at {other.batch}, and a "
+        "graph always returns as many; return one tensor for all images, or export it with a fixed batch (--batch 1)"
+    )
 
 
 def _photographs(recipe: Recipe, batch: int) -> Iterator[dict[str, np.ndarray]]:

@@ -214,7 +214,7 @@ class TorchSession(Session):
         with self._on(None):
             if self._copies is None:
                 for name, bound in self._bound[slot].items():
-                    bound.copy_(self._torch.from_numpy(np.ascontiguousarray(feeds[name])))
+                    bound.copy_(self._torch.from_numpy(np.asarray(feeds[name], order="C")))
             else:
                 self._copies.bind(feeds, slot)
 
