@@ -133,7 +133,8 @@ def _export(recipe: Recipe, path: Path) -> dict[str, Any]:
             "verified": checked,
             "warnings": notes,
         }
-    remedy = "export with a fixed batch (--batch 1)" if source.free_batch else "try another --opset"
+    other = "try another --opset, measure it with --backends pytorch,compile, or give an ONNX file made otherwise"
+    remedy = "export with a fixed batch (--batch 1)" if source.free_batch else other
     raise UserError(f"{recipe.model.name} can't be exported right, {remedy}; {'; '.join(notes)}")
 
 
