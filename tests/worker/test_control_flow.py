@@ -133,3 +133,34 @@ def test_a_shortcut_that_an_export_does_not_take_may_read_values(asks: bool) -> 
     else:
         with pytest.raises(NoRoute, match=r"mask\.all\(\)"):
             check_control_flow(torch, Masked(), example)
+
+
+@pytest.mark.slow
+def test_packed_sequences_of_any_lengths_are_exported(dyno: Any, tmp_path: Path) -> None:
+    import onnxruntime
+
+    (tmp_path / "tagger.py").write_text("""
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+class Tagger(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.r = nn.LSTM(4, 3, batch_first=True)
+    def forward(self, x, lengths):
+        y, _ = self.r(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))
+        return pad_packed_sequence(y, batch_first=True, total_length=x.shape[1])[0]
+
+def tagger(): return Tagger()
+def tagger_inputs(): return torch.randn(2, 6, 4), torch.tensor([6, 2])
+""")
+    out = tmp_path / "m.onnx"
+    done = dyno("export", f"{tmp_path}/tagger.py:tagger", "-o", out)
+    assert done.returncode == 0, done.stderr
+    session = onnxruntime.InferenceSession(out, providers=["CPUExecutionProvider"])
+    x = np.random.default_rng(0).standard_normal((2, 6, 4)).astype(np.float32)
+    (found,) = session.run(None, {"x": x, "lengths": np.array([3, 5])})
+    assert np.all(found[0, 3:] == 0) and np.all(found[0, :3] != 0)
+    assert np.all(found[1, 5:] == 0) and np.all(found[1, :5] != 0)

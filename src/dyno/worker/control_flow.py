@@ -80,6 +80,11 @@ def _modes(torch: Any) -> tuple[Any, Any]:
     def marked(values: Any) -> bool:
         return any(isinstance(v, torch.Tensor) and getattr(v, MARK, False) for v in tree_leaves(values))
 
+    def by_number(func: Any, args: Any) -> bool:
+        """Whether it takes rows by their numbers, whose count is a shape, and not by a mask."""
+        masks = (torch.bool, torch.uint8)
+        return func is torch.ops.aten.index.Tensor and not any(i is not None and i.dtype in masks for i in args[1])
+
     class Followed(TorchDispatchMode):  # type: ignore[misc]  # torch has no types here
         lengths = False
 
@@ -87,8 +92,12 @@ def _modes(torch: Any) -> tuple[Any, Any]:
             ours = marked((args, kwargs or {}))
             if ours and torch.Tag.data_dependent_output in func.tags:
                 raise ReadsValue
-            self.lengths |= ours and torch.Tag.dynamic_output_shape in func.tags
             result = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten._pack_padded_sequence.default:
+                # Recurrent layers read the other result, how many sequences are that long, and tracing knows it.
+                setattr(result[0], MARK, ours)
+                return result
+            self.lengths |= ours and torch.Tag.dynamic_output_shape in func.tags and not by_number(func, args)
             for value in tree_leaves(result) if ours else ():
                 if isinstance(value, torch.Tensor):
                     setattr(value, MARK, True)

@@ -25,6 +25,7 @@ FREE = Dims(0, 64, 64)
 NETS = '''
 import torch
 from torch import nn
+from torchvision import ops
 
 class Baked(nn.Module):
     """Tracing keeps the example's batch in the reshape; dynamo has no amax of all axes."""
@@ -54,6 +55,15 @@ class Each(nn.Module):
     def forward(self, x):
         return [{"mean": image.mean()} for image in x]
 
+class Bent(nn.Module):
+    """Deformable convolutions are in ONNX from opset 19 on."""
+    def __init__(self):
+        super().__init__()
+        self.conv, self.offsets = ops.DeformConv2d(3, 4, 3), nn.Conv2d(3, 18, 3)
+    def forward(self, x):
+        return self.conv(x, self.offsets(x))
+
+def bent(): return Bent()
 def each(): return Each()
 def baked(): return Baked()
 def branch(): return Branch()
@@ -223,3 +233,11 @@ def test_a_result_per_image_has_no_free_batch(tmp_path, nets):
     with pytest.raises(UserError, match=r"returns 1 tensors at batch 1 and 3 at 3, .*fixed batch \(--batch 1\)"):
         make(tmp_path, model, Dims(0, 8, 8))
     assert make(tmp_path, model, Dims(1, 8, 8), exporter="torchscript").outputs == (Tensor("output", "float32", ()),)
+
+
+@pytest.mark.slow
+def test_an_operator_of_a_later_opset_is_exported_in_that(tmp_path, nets):
+    model = ModelSpec("bent", f"{nets}:bent")
+    made = make(tmp_path, model, Dims(0, 8, 8))
+    assert made.made_by["opset"] > 18 and "ONNX Runtime refuses" in made.made_by["warnings"][0]
+    same(made, model, 3, 8)
