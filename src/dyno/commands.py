@@ -29,7 +29,7 @@ PLAIN = (
 ).split()
 
 
-def _written(ctx: typer.Context, name: str) -> bool:
+def written(ctx: typer.Context, name: str) -> bool:
     """Whether the user wrote the flag, which may say what its default says."""
     source = ctx.get_parameter_source(name)
     # By name: typer brings a click of its own, whose enumeration is another object than click's.
@@ -41,7 +41,7 @@ def given(ctx: typer.Context, own: Sequence[str] = ()) -> dict[str, Any]:
 
     `own` are flags that mean something else to the command, which reads them itself.
     """
-    flags = {name: value for name, value in ctx.params.items() if _written(ctx, name) and name not in own}
+    flags = {name: value for name, value in ctx.params.items() if written(ctx, name) and name not in own}
     found: dict[str, Any] = {name: flags[name] for name in PLAIN if name in flags}
     for flag, field in LISTS.items():
         if flag in flags:
@@ -265,9 +265,9 @@ def endure(ctx: typer.Context, models: Sequence[str], kinds: str, iterations: in
     """The hard test of each model's engine."""
     from dyno import endurance
 
-    written = [name for name in ("rounds", "seconds", "samples", "warmup", "format", "trtexec") if _written(ctx, name)]
-    if written:
-        raise UserError(f"--{written[0]} says nothing of the hard test that --batches asks for; leave one of them out")
+    others = [name for name in ("rounds", "seconds", "samples", "warmup", "format", "trtexec") if written(ctx, name)]
+    if others:
+        raise UserError(f"--{others[0]} says nothing of the hard test that --batches asks for; leave one of them out")
     out = Path(ctx.params["out"]) if ctx.params.get("out") else new_folder("time", models)
     asked = endurance.kinds_of(kinds)
 

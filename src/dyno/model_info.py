@@ -14,9 +14,9 @@ from dyno.launch import launch
 from dyno.model_files import stored_source
 from dyno.store import cache_dir, code_file, makers, sha256_of, versions
 from dyno.study import Choice, Study, model_name, parse_size
-from dyno.worker import backend, system
+from dyno.worker import registry, system
 from dyno.worker.extras import install
-from dyno.worker.local_code import code_sha256
+from dyno.worker.local_code import sha256_with_imports
 from dyno.worker.record import Record, read_record
 from dyno.worker.spec import (
     ENGINE_FILES,
@@ -74,7 +74,7 @@ def model_spec(study: Study, source: str) -> ModelSpec:
         return ModelSpec(source=f"saved:{path.resolve()}", source_sha256=sha256, **common)
     if ":" not in source:
         raise UserError(_no_model(source))
-    return ModelSpec(source=_absolute(source), source_sha256=_code_sha256(source), **common)
+    return ModelSpec(source=_absolute(source), source_sha256=_source_sha256(source), **common)
 
 
 def _no_model(source: str) -> str:
@@ -120,18 +120,18 @@ def _absolute(source: str) -> str:
     return f"{_existing(path, 'Python file').resolve()}:{function}" if path.endswith(".py") else source
 
 
-def _code_sha256(source: str) -> str:
+def _source_sha256(source: str) -> str:
     """Hash of the code of a `MODULE:FUNCTION` or `FILE.py:FUNCTION` source; libraries are known by their version."""
     place, _, name = source.rpartition(":")
     if place == "ultralytics":
         return sha256_of(Path(name)) if Path(name).is_file() else ""
     if place.endswith(".py"):
-        return code_sha256(Path(place))
+        return sha256_with_imports(Path(place))
     # Looking for a module inside a package runs the package, and a user's may be heavy.
     file = code_file(place) if "." not in place or place.startswith("dyno.") else None
     if file is None:
         return ""
-    return sha256_of(file) if LIBRARIES in file.parts else code_sha256(file)
+    return sha256_of(file) if LIBRARIES in file.parts else sha256_with_imports(file)
 
 
 def look(model: ModelSpec, study: Study) -> tuple[ModelSpec, dict[str, Any]]:
@@ -148,7 +148,7 @@ def look(model: ModelSpec, study: Study) -> tuple[ModelSpec, dict[str, Any]]:
     }
     reader = engine_backend(Path(model.file)) if model.file.endswith(ENGINE_FILES) else ""
     where = _looking(model, reader, study)
-    libraries = backend.find(reader).requires if reader else LOOK_LIBRARIES
+    libraries = registry.find(reader).requires if reader else LOOK_LIBRARIES
     key = digest([model, options, where, makers(), versions(where, libraries)])[:24]
     folder = cache_dir() / "looks" / key
     record = read_record(folder)

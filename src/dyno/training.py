@@ -19,7 +19,7 @@ from dyno.model_info import look, model_spec, sizes
 from dyno.store import Run, sha256_of
 from dyno.study import Choice, Study, check_types, model_name
 from dyno.training_view import CURVES, Row, TrainingView, chart, history
-from dyno.worker import backend, system
+from dyno.worker import registry, system
 from dyno.worker.record import Record, read_record, write_json
 from dyno.worker.spec import MODEL_FILES, DataSpec, Dims, Job, ModelSpec, Runtime, Trial, UserError, to_json
 from dyno.worker.train_options import TrainOptions, options
@@ -110,7 +110,7 @@ def train(
         threads=threads, runtime=runtime or {}, **given,
     )  # fmt: skip
     for choice in map(Choice.parse, study.backends):
-        backend.find(choice.name)
+        registry.find(choice.name)
     check_threads(study)
     check_device(study)
     folder = Path(out) if out else Path("runs") / f"train-{model_name(model)}"

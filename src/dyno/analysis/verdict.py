@@ -259,7 +259,7 @@ def _not_faster(other: str, slow: list[tuple[TrialResult, stats.Speedup]]) -> st
     sure = all(gain.verdict in (stats.SLOWER, stats.ONE_ROUND) or gain.high <= 1 for gain in gains)
     shown = ratio(gains[0].value, gains[0].low, gains[0].high)
     shown += ", one round only, so unproven" if gains[0].verdict == stats.ONE_ROUND else ""
-    reasons = list(dict.fromkeys("; ".join(t.notes()) or _silence(gain) for t, gain in slow))
+    reasons = list(dict.fromkeys("; ".join(t.reasons()) or _silence(gain) for t, gain in slow))
     at = f"at batch {slow[0][0].batch}, " if len(reasons) > 1 else ""
     word = "not faster" if sure else "not shown to be faster"
     return f"{word} than {other} ({_places([t for t, _ in slow])}: {shown}): {at}{reasons[0]}"

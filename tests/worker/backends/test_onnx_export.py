@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from dyno.worker import models
-from dyno.worker.backend import find, names
 from dyno.worker.backends.onnx_export import exported
 from dyno.worker.onnx_file import read_io
+from dyno.worker.registry import find, names
 from dyno.worker.spec import Artifact, Dims, ModelSpec, Runtime, Tensor, UserError, digest
 
 DIGITS = ModelSpec("digits", "dyno.worker.digits:resnet18", channels=1)

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from dyno.worker import models, torch_support
-from dyno.worker.backend import Session, find
+from dyno.worker.backend import Session
+from dyno.worker.registry import find
 from dyno.worker.spec import Dims, ModelSpec, Preprocess, Runtime, Trial, Unavailable, UserError
 
 DIGITS = ModelSpec("digits", "dyno.worker.digits:resnet18", channels=1)

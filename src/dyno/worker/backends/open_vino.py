@@ -19,7 +19,7 @@ import numpy as np
 from dyno.worker.backend import Arrays, Backend, Session
 from dyno.worker.backends.onnx_precision import INHERITED, PREPARATION, VALUES
 from dyno.worker.backends.onnx_routes import routed
-from dyno.worker.calibration import NO_DATA
+from dyno.worker.calibration import lacking
 from dyno.worker.extras import install
 from dyno.worker.option_values import Check, flag, whole
 from dyno.worker.shapes import fitted, static_shapes
@@ -59,8 +59,7 @@ class OpenVino(Backend):
             return f"openvino reads .onnx and .xml files, not {Path(file).name}"
         if file.endswith(".xml") and trial.precision == "int8" != trial.model.precision:
             return "an IR can't be quantised here; give the ONNX file or the module it was made from"
-        needs_data = trial.precision == "int8" != trial.model.precision
-        return NO_DATA if needs_data and not trial.data.folder else ""
+        return lacking(trial)
 
     def recipe(self, trial: Trial) -> Recipe:
         """ONNX to IR; a model that is an IR already stays the file it is.

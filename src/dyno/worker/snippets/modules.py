@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from dyno.worker import inputs, models, saved_modules
-from dyno.worker.backend import find
 from dyno.worker.checkpoint import head_classes, read_checkpoint
+from dyno.worker.registry import find
 from dyno.worker.snippets.graph_files import place
 from dyno.worker.snippets.parts import Part, inputs_of
 from dyno.worker.spec import Artifact, ModelSpec, Option, Trial, UserError
