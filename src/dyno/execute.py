@@ -176,7 +176,8 @@ class Files:
         if made.status not in OTHER_ROUTE or made.facts.get("no_route"):
             return made
         other = self.file(recipe.fallback)
-        return made if isinstance(other, Record) else self._instead(other, made, key)
+        # What the last route says is left to do: it has the fixed batch that those before it may have asked for.
+        return other if isinstance(other, Record) else self._instead(other, made, key)
 
     def _instead(self, other: Artifact, failed: Record, key: str) -> Artifact:
         """Another route's file in place of the one that could not be made; kept, so that nobody tries that again."""

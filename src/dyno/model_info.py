@@ -85,6 +85,10 @@ def _no_model(source: str) -> str:
         return f"{source} is a folder; give a model's file, or FILE.py:FUNCTION"
     if source.endswith((".yaml", ".yml")):
         return f"model {source!r} doesn't say where it comes from; write ultralytics:{source}"
+    if source.endswith(".ort"):
+        return (
+            f"{source} is in ONNX Runtime's own format, which nothing else reads; give the .onnx file it was made from"
+        )
     if "/" in source or Path(source).is_file() or Path(source).suffix in CHECKPOINTS:
         return (
             f"{source} is no model file ({', '.join(MODEL_FILES)}); weights go with their network "

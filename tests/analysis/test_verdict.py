@@ -155,3 +155,10 @@ def test_each_of_several_networks_is_named_where_a_precision_gains_nothing(tmp_p
     text = study(tmp_path, *ways)
     assert "one at size 64: a bf16 is not faster than a fp32" in text
     assert "two at size 64: a bf16 is not faster than a fp32" in text
+
+
+def test_an_engine_that_names_no_types_is_not_called_untrue(tmp_path: Path) -> None:
+    silent = {"precision_truth": {"ok": False, "sentence": "an engine says nothing"}, "layers_by_type": {}}
+    text = study(tmp_path, Way("pytorch"), Way("compile", facts=silent))
+    assert "Precision: 1 of 1 trials ran" in text
+    assert "compile fp32 (batch 1): an engine says nothing." in text and "not what it says" not in text

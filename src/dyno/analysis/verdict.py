@@ -221,12 +221,15 @@ def _truths(results: Results) -> Iterator[Finding]:
     for t, found in known:
         if not found.ok:
             wrong.setdefault((t.model, found.sentence), []).append(t)
-    kept = len(known) - sum(map(len, wrong.values()))
-    if known:
-        yield Finding(NOTE, f"Precision: {kept} of {len(known)} trials ran in the type they were asked for.")
+    told = [found for _, found in known if found.known]
+    if told:
+        kept = sum(found.ok for found in told)
+        yield Finding(NOTE, f"Precision: {kept} of {len(told)} trials ran in the type they were asked for.")
     for (_, sentence), trials in wrong.items():
         whose = f"{trials[0].model} " if len({t.model for t in results}) > 1 else ""
-        yield Finding(WARNING, f"{whose}{trials[0].way} ({_places(trials)}) is not what it says: {sentence}.")
+        found = truth(trials[0])
+        is_wrong = " is not what it says" if found and found.known else ""
+        yield Finding(WARNING, f"{whose}{trials[0].way} ({_places(trials)}){is_wrong}: {sentence}.")
 
 
 def _slow_precisions(results: Results) -> Iterator[Finding]:

@@ -134,7 +134,7 @@ class OnnxFile:
 
     def facts(self, providers: Any, feeds: Arrays) -> dict[str, Any]:
         """Layers, types, providers and time by operator, from ONNX Runtime's profile of a second, short session."""
-        nodes = Profile(self._profile(providers, feeds))
+        nodes = Profile(self._profile(providers, feeds), self.asked)
         return {
             "layers": len(nodes.seen),
             "layers_by_type": nodes.by_type(),
@@ -144,7 +144,7 @@ class OnnxFile:
             "precision_truth": precision_truth(self.asked, nodes.by_type(), ENGINE),
             "threads": self.settings["intra_op_threads"],
             "options": dict(self.settings),
-            "notes": nodes.notes(self.asked),
+            "notes": nodes.notes(),
         }
 
     def _profile(self, providers: Any, feeds: Arrays) -> list[dict[str, Any]]:

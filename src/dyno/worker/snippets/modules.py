@@ -60,7 +60,8 @@ def load():
     torch.backends.cudnn.benchmark = CUDNN_BENCHMARK
     network = build()
 {weights}    layout = torch.channels_last if CHANNELS_LAST else torch.contiguous_format
-    network = network.to(DEVICE, getattr(torch, TYPE), memory_format=layout)
+    network = network.to(DEVICE, memory_format=layout)
+    network = {{"float16": network.half, "bfloat16": network.bfloat16}}.get(TYPE, network.float)()
 {end}
 
 def run(model, feeds):
