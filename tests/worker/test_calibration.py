@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import dyno
-from dyno.worker.backend import find
 from dyno.worker.backends.onnx_precision import OnnxPrecision, converted
 from dyno.worker.calibration import CalibrationInputs
 from dyno.worker.onnx_file import artifact
+from dyno.worker.registry import find
 from dyno.worker.spec import Artifact, DataSpec, Dims, InputSpec, ModelSpec, Recipe, Trial, UserError
 
 onnx = pytest.importorskip("onnx")
