@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker import measure, system
-from dyno.worker.backend import find
+from dyno.worker.registry import find
 from dyno.worker.spec import Artifact, Dims, ModelSpec, Plan, Runtime, Trial
 
 MODELS = (

@@ -2,10 +2,12 @@
 
     python benchmarks/matrix.py OUT [--backends pytorch,onnxruntime,openvino] [--precision fp32,fp16,int8]
         [--networks torchvision:resnet18,timm:levit_128s] [--device cuda:0] [--python tensorrt=PATH] [--limit 900]
+        [--jobs 6] [--minutes 9]
 
 Weights are random, inputs are crops of scikit-image's photographs. OUT/matrix.csv gets each network's rows as soon as
 they are there, and a network that OUT has already is not run again; OUT/matrix.md is the table. The question is whether
-a network runs and gives the right outputs, not how fast: latencies are of one short round.
+a network runs and gives the right outputs, not how fast: latencies are of one short round, and with several jobs, each
+with a cache and so a GPU lock of its own, the networks disturb each other's.
 """
 
 from __future__ import annotations
@@ -13,10 +15,12 @@ from __future__ import annotations
 import argparse
 import csv
 import os
+import queue
 import subprocess
 import sys
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
@@ -42,6 +46,7 @@ OTHERS = (
 KEPT = ("model", "backend", "options", "precision", "status", "outputs", "output_error", "answers_changed", "ran_as",
         "route", "latency_ms", "verdict", "reason")  # fmt: skip
 FEW_CROPS = 32
+LEAST_S = 30.0  # with less time left than this no network is begun
 
 
 def networks() -> list[str]:
@@ -53,7 +58,7 @@ def networks() -> list[str]:
     return found
 
 
-def measure(source: str, asked: argparse.Namespace) -> list[dict[str, str]]:
+def measure(source: str, asked: argparse.Namespace, cache: str, limit: float) -> list[dict[str, str]]:
     """The rows of one network; one row with a reason where the study gave none."""
     folder = asked.out / "runs" / source.replace(":", "-")
     command = [sys.executable, "-m", "dyno.cli", "run", source, "--backends", asked.backends, "--device", asked.device]
@@ -62,12 +67,16 @@ def measure(source: str, asked: argparse.Namespace) -> list[dict[str, str]]:
     command += [word for python in asked.python for word in ("--python", python)]
     command += ["--size", str(asked.size)] if asked.size else []
     command += ["--threads", str(asked.threads)] if asked.threads else []
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    environment = {
+        **os.environ,
+        "DYNO_CACHE": cache,
+        "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+    }
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=asked.limit, env=environment)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, env=environment)
         said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
     except subprocess.TimeoutExpired:
-        said = f"no end after {asked.limit:g} s"
+        said = f"no end after {limit:.0f} s"
     if not (folder / "trials").is_dir():
         return [{"model": source.partition(":")[2], "status": "failed", "reason": said}]
     from dyno.analysis import results, tables
@@ -106,6 +115,39 @@ def table(rows: Iterable[dict[str, str]]) -> str:
 
 def main() -> int:
     """Run what OUT lacks, network by network; 0 when the table is whole."""
+    asked = _arguments()
+    asked.out.mkdir(parents=True, exist_ok=True)
+    _photos(asked.out / "photos")
+    path = asked.out / "matrix.csv"
+    rows = list(csv.DictReader(path.open(encoding="utf-8"))) if path.exists() else []
+    done = {row["network"] for row in rows}
+    wanted = [name for name in asked.networks.split(",") if name] or networks()
+    end = time.monotonic() + (asked.minutes * 60 or float("inf"))
+    cores = sorted(os.sched_getaffinity(0))
+    free: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for job in range(asked.jobs):
+        free.put(job)
+
+    def run(source: str) -> None:
+        began = time.monotonic()
+        if (left := end - began) < LEAST_S:
+            return
+        job = free.get()
+        # Workers take the first cores that they may use: each job, a thread here, has cores of its own.
+        os.sched_setaffinity(0, cores[job :: asked.jobs] or cores)
+        own = measure(source, asked, str(asked.out.resolve() / f"cache-{job}"), min(asked.limit, left))
+        free.put(job)
+        rows.extend({"network": source, **dict.fromkeys(KEPT, ""), **row} for row in own)
+        _write(asked.out, rows)
+        shown = ", ".join(f"{r['backend']} {r['precision']} {cell(r)}" if "backend" in r else r["reason"] for r in own)
+        print(f"{source} in {time.monotonic() - began:.0f} s: {shown}", flush=True)
+
+    with ThreadPoolExecutor(asked.jobs) as pool:
+        list(pool.map(run, [source for source in wanted if source not in done]))
+    return 0 if {row["network"] for row in rows} >= set(wanted) else 1
+
+
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--backends", default="pytorch,onnxruntime,openvino")
@@ -117,31 +159,27 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--python", action="append", default=[], help="NAME=PATH, as dyno run has it")
     parser.add_argument("--limit", type=float, default=900.0, help="seconds for one network")
-    asked = parser.parse_args()
-    asked.out.mkdir(parents=True, exist_ok=True)
-    if not (asked.out / "photos").is_dir():
-        subprocess.run([sys.executable, ROOT / "studies" / "photos.py", asked.out / "photos"], check=True)
-        for photo in sorted((asked.out / "photos").iterdir())[:: 256 // FEW_CROPS]:
-            photo.rename(photo.with_name(f"kept-{photo.name}"))
-        for photo in (asked.out / "photos").glob("[!k]*"):
+    parser.add_argument("--jobs", type=int, default=1, help="networks side by side, each on cores of its own")
+    parser.add_argument("--minutes", type=float, default=0.0, help="end after so long; run again for the rest")
+    return parser.parse_args()
+
+
+def _photos(folder: Path) -> None:
+    """A few of the crops that studies/photos.py makes."""
+    if folder.is_dir():
+        return
+    subprocess.run([sys.executable, ROOT / "studies" / "photos.py", folder], check=True)
+    for index, photo in enumerate(sorted(folder.iterdir())):
+        if index % (256 // FEW_CROPS):
             photo.unlink()
-    path = asked.out / "matrix.csv"
-    rows = list(csv.DictReader(path.open(encoding="utf-8"))) if path.exists() else []
-    done = {row["network"] for row in rows}
-    for source in [name for name in asked.networks.split(",") if name] or networks():
-        if source in done:
-            continue
-        began = time.monotonic()
-        own = [{"network": source, **dict.fromkeys(KEPT, ""), **row} for row in measure(source, asked)]
-        rows += own
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, ["network", *KEPT])
-            writer.writeheader()
-            writer.writerows(rows)
-        (asked.out / "matrix.md").write_text(table(rows), encoding="utf-8")
-        shown = ", ".join(f"{r['backend']} {r['precision']} {cell(r) if r['backend'] else r['reason']}" for r in own)
-        print(f"{source} in {time.monotonic() - began:.0f} s: {shown}", flush=True)
-    return 0
+
+
+def _write(out: Path, rows: list[dict[str, str]]) -> None:
+    with (out / "matrix.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, ["network", *KEPT])
+        writer.writeheader()
+        writer.writerows(rows)
+    (out / "matrix.md").write_text(table(rows), encoding="utf-8")
 
 
 if __name__ == "__main__":

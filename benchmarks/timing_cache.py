@@ -14,10 +14,10 @@ import tempfile
 from dataclasses import replace
 from typing import Any
 
+from dyno import Study
 from dyno.execute import Files
 from dyno.expand import expand
 from dyno.progress import Progress
-from dyno.study import Study
 from dyno.worker.record import Record
 
 WANTED = 5.0

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
-from dyno import checks, commands, demo, launch
+from dyno import checks, cli, commands, demo, launch
 from dyno.worker.spec import UserError
 
 Refused = Callable[..., str]
@@ -49,6 +50,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (["build", "m.onnx", "-o", "m.xml", "--batch", "0"], "--batch is 0; it must be at least 1"),
         (["build", "m.onnx", "-o", "m.xml", "--repeat", "0"], "--repeat is 0; it must be at least 1"),
         (["build", "m.onnx", "-o", "m.xml", "--option", "streams=x"], "streams=x can't be: openvino's streams is"),
+        (["build", "m.onnx", "-o", "m.xml", "--batch", "8"], "openvino's files take any batch; omit --batch"),
         (["agree", "m.onnx"], "there is only one way of running to compare; give another model or file, or --back"),
         (["agree", "m.onnx", "--backends", "onnxruntime"], "there is only one way of running to compare"),
         (["export", "fake:n", "-o", "m.onnx", "--opset", "3"], "--opset 3 can't be written; an export's opset is 7 "),
@@ -59,12 +61,26 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (["resnet18"], "there is no command 'resnet18'; to measure a model: dyno run torchvision:resnet18"),
         (["torchvision:resnet18"], "there is no command 'torchvision:resnet18'; to measure it: dyno run torchvision:"),
         (["m.onnx", "--batch", "1"], "there is no command 'm.onnx'; to measure it: dyno run m.onnx"),
+        (["show"], "missing argument 'RUN"),
+        (["report"], "missing argument 'RUN"),
+        (["export", "fake:n"], "missing option '--out' / '-o'; see dyno export --help"),
+        (["run", "fake:n", "--presicion", "int8"], "no such option: --presicion; did you mean --precision?"),
+        (["run", "fake:n", "--rounds", "many"], "invalid value for '--rounds'"),
+        (["run", "fake:n", "--rounds"], "option '--rounds' requires an argument"),
+        (["doctor", "here"], "got unexpected extra argument"),
+        (["--nonsense"], "no such option: --nonsense"),
+        (["data", "imagenet"], "no such command 'imagenet'"),
         (["raport", "x"], "there is no command 'raport'; did you mean dyno report?"),
     ],
 )
 def test_it_is_refused_at_once(refused: Refused, tmp_path: Path, words: list[object], line: str) -> None:
     assert refused(*words).startswith(line)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", sorted(typer.main.get_command(cli.app).commands))
+def test_every_command_refuses_an_unknown_option_in_one_line(refused: Refused, command: str) -> None:
+    assert refused(command, "--nonsense").startswith("no such option: --nonsense")
 
 
 def test_a_run_folder_is_told_how_it_is_shown(refused: Refused, tmp_path: Path) -> None:
@@ -90,7 +106,7 @@ def test_a_gpu_that_the_driver_alone_sees_is_enough(monkeypatch: pytest.MonkeyPa
 
 
 def test_two_backends_of_one_file_are_enough_to_agree() -> None:
-    from dyno.study import Study
+    from dyno import Study
 
     checks.check_several([Study(models=("m.onnx",), backends=("onnxruntime", "openvino"))])
     checks.check_several([Study(models=("m.onnx",), backends=("onnxruntime@precision=fp32+int8",))])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dyno import cli
+from dyno import __version__, cli
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 SHORT = "--rounds 1 --seconds 0.04 --warmup 0.02 --threads 1".split()
@@ -328,6 +329,12 @@ def test_the_commands_are_these(call: Callable[..., Any]) -> None:
 def test_an_unknown_command_is_exit_2(call: Callable[..., Any]) -> None:
     assert call("rum")[0] == 2
     assert call("run")[0] == 2
+
+
+def test_the_version_is_told_and_the_package_runs(call: Callable[..., Any]) -> None:
+    done = subprocess.run([sys.executable, "-m", "dyno", "--version"], capture_output=True, text=True, timeout=1200)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"dyno {__version__}\n", "")
+    assert call("--version")[:2] == (0, done.stdout)
 
 
 @pytest.mark.slow

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dyno import Study
 from dyno.execute import Files
 from dyno.interpreters import missing
 from dyno.model_info import model_spec
 from dyno.progress import Progress
-from dyno.study import Study
-from dyno.worker import backend
+from dyno.worker import registry
 from dyno.worker.backend import Session
 from dyno.worker.record import Record
 from dyno.worker.spec import Dims, Runtime, Tensor, Trial, Unavailable, UserError
@@ -36,7 +36,7 @@ def net(num_classes=10, channels=3):
 
 
 def every() -> list[Any]:
-    names = [*backend.names(), "fake"]
+    names = [*registry.names(), "fake"]
     return [pytest.param(name, marks=pytest.mark.slow) if name in COMPILES else name for name in names]
 
 
@@ -62,12 +62,12 @@ def load(request: pytest.FixtureRequest, source: str) -> Iterator[Callable[..., 
                 model_spec(Study(models=(source,)), source), name, "fp32", Dims(batch, SIZE, SIZE),
                 runtime=Runtime(threads=THREADS),
             )  # fmt: skip
-            recipe = backend.find(name).recipe(trial)
+            recipe = registry.find(name).recipe(trial)
             made = Files(Progress(quiet=True)).file(recipe) if recipe else None
             if isinstance(made, Record):
                 (pytest.skip if made.status == "skipped" else pytest.fail)(f"{name}: {made.reason}")
             try:
-                sessions[batch] = (trial, backend.find(name).load(trial, made))
+                sessions[batch] = (trial, registry.find(name).load(trial, made))
             except Unavailable as e:
                 pytest.skip(f"{name}: {e}")
         return sessions[batch]
@@ -194,7 +194,7 @@ def test_facts_say_what_ran(load: Load) -> None:
 
 def test_refusals_are_one_line(load: Load) -> None:
     trial, _ = load()
-    engine = backend.find(trial.backend)
+    engine = registry.find(trial.backend)
     assert engine.refuse(trial) == ""
     for wrong in (replace(trial, precision="fp3"), replace(trial, runtime=Runtime(device="abacus:0"))):
         reason = engine.refuse(wrong)
@@ -203,12 +203,12 @@ def test_refusals_are_one_line(load: Load) -> None:
 
 def test_the_probe_works_where_loading_works(load: Load) -> None:
     trial, _ = load()
-    found = backend.find(trial.backend).probe()
+    found = registry.find(trial.backend).probe()
     assert found["version"] and "cpu" in found["devices"]
     assert json.loads(json.dumps(found)) == found
 
 
 def test_no_backend_is_left_out() -> None:
     asked = {p if isinstance(p, str) else p.values[0] for p in every()}
-    assert asked == {*backend.names(), "fake"}
-    assert Path(backend.backends.__path__[0], "fake.py").is_file()
+    assert asked == {*registry.names(), "fake"}
+    assert Path(registry.backends.__path__[0], "fake.py").is_file()

@@ -18,11 +18,10 @@ import pytest
 import typer
 
 import dyno
-from dyno import cli
+from dyno import Study, cli
 from dyno.analysis import tables
 from dyno.analysis.correctness import TOLERANCES
-from dyno.study import Study
-from dyno.worker import backend
+from dyno.worker import registry
 from dyno.worker.record import STATUSES, Measurement, Record
 from dyno.worker.spec import Artifact, DataSpec, Dims, Job, ModelSpec, Plan, Recipe, Trial
 
@@ -171,9 +170,9 @@ def test_every_status_is_described() -> None:
     assert set(STATUSES) <= first_cells(section("docs/file-format.md", "Statuses and exit codes"))
 
 
-@pytest.mark.parametrize("backend_name", backend.names())
+@pytest.mark.parametrize("backend_name", registry.names())
 def test_every_backend_is_in_the_matrix(backend_name: str) -> None:
-    engine = backend.find(backend_name)
+    engine = registry.find(backend_name)
     rows = [
         row for row in (ROOT / "docs/backends.md").read_text(encoding="utf-8").splitlines() if f"`{engine.name}`" in row
     ]

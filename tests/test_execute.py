@@ -22,7 +22,7 @@ from dyno.execute import Files, execute
 from dyno.expand import Planned, expand
 from dyno.progress import Progress
 from dyno.store import Cache, Run
-from dyno.worker import backend
+from dyno.worker import registry
 from dyno.worker.record import Record, read_record, write_record
 from dyno.worker.spec import Artifact, Recipe, Trial
 
@@ -361,7 +361,7 @@ def test_a_file_built_beside_somebody_else_s_work_carries_a_warning(
     looks = {"gpu_processes": np.array([1.0, 2.0, 1.0]), "gpu_own": np.array([1.0, 1.0, 1.0])}
     seen = gpu_trace.Trace(np.arange(3.0), looks, 0.0, 0.0, 0.0)
     monkeypatch.setattr(gpu_trace, "read", lambda folder: seen)
-    recipe = backend.find("maker_for_tests:Reader").recipe(expand(fake_study())[0].trial)
+    recipe = registry.find("maker_for_tests:Reader").recipe(expand(fake_study())[0].trial)
     assert recipe is not None
     for _ in ("made", "from the cache"):
         made = Files(Progress(quiet=True)).file(recipe)
@@ -376,7 +376,7 @@ def test_a_file_another_study_made_meanwhile_is_left_alone(fake_study: Studies, 
     run(fake_study(backends=("maker_for_tests:Reader@latency_ms=0.1",)), tmp_path / "a")
     (path,) = [f for f in cache.glob("*/made.bin") if made_of(f)[1] == 2]
     before = path.stat().st_ino
-    recipe = backend.find("maker_for_tests:Reader").recipe(expand(fake_study())[0].trial)
+    recipe = registry.find("maker_for_tests:Reader").recipe(expand(fake_study())[0].trial)
     assert recipe is not None
     with Cache().making(path.parent.name) as scratch:
         for file in path.parent.iterdir():

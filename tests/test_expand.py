@@ -13,7 +13,7 @@ from dyno import Study, UserError, load, store
 from dyno.expand import expand
 from dyno.interpreters import installed, missing
 from dyno.model_info import batches, model_spec
-from dyno.worker import backend
+from dyno.worker import backend, registry
 from dyno.worker.backend import Backend
 from dyno.worker.spec import Dims, ModelSpec, Recipe, Runtime, Trial, digest
 
@@ -89,7 +89,7 @@ def test_a_library_that_is_not_there_is_a_refusal(fake_study: Studies, monkeypat
     tables = {"lacking": {"python": sys.executable}}
     (there,) = expand(fake_study(backends=("lacking",), runtime=tables))
     assert f"is not installed in {sys.executable}; pip install" in there.refusal
-    assert "lacking" in backend.names() and "lacking" not in installed("cpu")
+    assert "lacking" in registry.names() and "lacking" not in installed("cpu")
     assert missing("fake") == ""
 
 

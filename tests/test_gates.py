@@ -15,7 +15,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src"
 HOST_WORKER = tuple(
-    f"dyno.worker.{name}" for name in ("spec", "record", "backend", "system", "train_options", "extras", "local_code")
+    f"dyno.worker.{name}"
+    for name in ("spec", "record", "backend", "registry", "system", "train_options", "extras", "local_code")
 )
 MAX_FILE, MAX_FUNCTION = 400, 60
 

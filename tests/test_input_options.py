@@ -11,7 +11,8 @@ from dyno import Study, UserError, input_options
 
 
 def asked(**fields: object) -> dict[str, dict[str, object]]:
-    return input_options.asked(Study(models="fake:net", **fields))
+    study = Study(models="fake:net", **fields)
+    return input_options.asked(study.inputs, study.shapes)
 
 
 def test_shapes_with_and_without_a_type() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from dyno import Study
 from dyno.study import Choice
-from dyno.worker import backend
+from dyno.worker import registry
 
 pytestmark = pytest.mark.usefixtures("preloaded")
 
@@ -23,7 +23,7 @@ Command = Callable[..., "subprocess.CompletedProcess[str]"]
 @pytest.mark.parametrize("path", STUDIES, ids=lambda p: p.stem)
 def test_every_study_can_be_read_and_its_options_are_known(path: Path) -> None:
     for choice in map(Choice.parse, Study.from_toml(path).backends):
-        assert set(choice.options) <= set(backend.find(choice.name).options)
+        assert set(choice.options) <= set(registry.find(choice.name).options)
 
 
 def test_the_references_have_their_networks_batches_and_sizes() -> None:

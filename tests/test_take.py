@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import dyno
+from dyno import Study
 from dyno.result import Result
-from dyno.study import Study
 from dyno.worker import input_specs, inputs
 from dyno.worker.spec import Tensor, Trial, from_json
 

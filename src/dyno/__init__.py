@@ -12,16 +12,18 @@ if typing.TYPE_CHECKING:
     from dyno.result import Result as Result
     from dyno.result import compare as compare
     from dyno.result import load as load
-    from dyno.study import Study as Study
+    from dyno.runnable import Study as Study
+    from dyno.runnable import run as run
     from dyno.training import TrainingResult as TrainingResult
     from dyno.training import train as train
     from dyno.worker.spec import UserError as UserError
 
 __version__ = "0.1.0"
-__all__ = ["Result", "Study", "TrainingResult", "UserError", "compare", "evaluate", "load", "train"]
+__all__ = ["Result", "Study", "TrainingResult", "UserError", "compare", "evaluate", "load", "run", "train"]
 
 _HOMES = {
-    "Study": "dyno.study",
+    "Study": "dyno.runnable",
+    "run": "dyno.runnable",
     "Result": "dyno.result",
     "UserError": "dyno.worker.spec",
     "compare": "dyno.result",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from dyno.analysis import build_variance
 from dyno.analysis.render import render
+from dyno.runnable import run
 from dyno.store import copy
 from dyno.study import Study
 from dyno.worker.backend import Backend
@@ -30,7 +31,7 @@ def compare(study: Study, engine: Backend, options: Mapping[str, Option], batch:
     asked = "".join(f"@{key}={value}" for key, value in fresh.items())
     builds = tuple(f"{engine.name}{asked}@{build_variance.BUILD}={k}" for k in range(1, repeat + 1))
     whole = replace(study, backends=builds, batches=(batch,), rounds=max(ROUNDS, study.rounds), boundaries=("model",))
-    results = whole.run(out.with_suffix(".builds")).records
+    results = run(whole, out.with_suffix(".builds")).records
     print(render(build_variance.frame(results), printed=build_variance.PRINTED), end="")
     print("\n".join(build_variance.sentences(results)))
     best = build_variance.fastest(results)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import errno
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 import typer.core
 
-from dyno import data_commands, flags, hints, run_commands, take_command, train_command
-from dyno.worker.extras import EXTRAS, distribution, lacking
-from dyno.worker.spec import Unavailable, UserError
+from dyno import __version__, data_commands, exits, flags, hints, run_commands, take_command, train_command
+from dyno.worker.spec import UserError
 
 
 class Commands(typer.core.TyperGroup):
@@ -28,13 +25,27 @@ class Commands(typer.core.TyperGroup):
 app = typer.Typer(
     name="dyno",
     cls=Commands,
-    help="A dynamometer for inference engines: which way of running a model is fastest here, and is it still accurate?",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(data_commands.app, name="data")
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"dyno {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _every_command(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """A dynamometer for inference engines: which way of running a model is fastest here, and is it still accurate?"""
 
 
 @app.command()
@@ -126,8 +137,9 @@ def compare(
     run_a: Annotated[Path, typer.Argument(help="The run to compare with.", metavar="RUN_A")],
     run_b: Annotated[Path, typer.Argument(help="The run to judge.", metavar="RUN_B")],
     fail_on: Annotated[
-        str, typer.Option(help="Exit 1 on any of: slower, less-accurate, disagree (needs --least), status.")
-    ] = "slower,less-accurate,status",
+        str,
+        typer.Option(help="Exit 1 on any of: slower, less-accurate, disagree (needs --least), status, wrong-outputs."),
+    ] = "slower,less-accurate,status,wrong-outputs",
     tolerance: Annotated[float, typer.Option(help="Relative slow-down that is still fine.")] = 0.02,
     least: flags.Least = 0.0,
     rtol: flags.Rtol = 1e-3,
@@ -349,45 +361,9 @@ def doctor(
     raise typer.Exit(module.doctor(python, format))
 
 
-INTERRUPTED = 130
-ELSEWHERE = "give another path (--out; DYNO_CACHE for the cache)"
-OS_ERRORS = {
-    errno.ENOSPC: "the disk is full; free some space and run again, what was measured is stored",
-    errno.EDQUOT: "the disk quota is used up; free some space and run again, what was measured is stored",
-    errno.EROFS: f"the file system is read-only; {ELSEWHERE}",
-    errno.EACCES: f"permission denied; {ELSEWHERE}",
-    errno.EPERM: f"writing is not permitted; {ELSEWHERE}",
-    errno.ENOENT: f"there is no such place; {ELSEWHERE}",
-    errno.EEXIST: "is a file where a folder is needed; give another path",
-    errno.EISDIR: "is a folder where a file is needed; give another path",
-    errno.ENOTDIR: "is a file where a folder is needed; give another path",
-}
-
-
 def main() -> None:
     """Entry point: the user's errors become one line and exit code 2, an interrupt 130."""
-    try:
-        app()
-    except (UserError, Unavailable) as e:
-        _fail(str(e))
-    except ModuleNotFoundError as e:
-        if distribution(str(e.name)) not in EXTRAS:
-            raise
-        _fail(lacking([str(e.name)]))
-    except (KeyboardInterrupt, SystemExit) as e:
-        if isinstance(e, SystemExit) and e.code != INTERRUPTED:  # what typer makes of an interrupt
-            raise
-        print("dyno: stopped; what was measured is stored, the same command goes on from there", file=sys.stderr)
-        sys.exit(INTERRUPTED)
-    except OSError as e:
-        if e.errno not in OS_ERRORS:
-            raise
-        _fail(f"{e.filename or 'output'}: {OS_ERRORS[e.errno]}")
-
-
-def _fail(line: str) -> None:
-    print("dyno: " + " ".join(line.splitlines()), file=sys.stderr)
-    sys.exit(2)
+    exits.end(app)
 
 
 if __name__ == "__main__":

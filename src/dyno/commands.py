@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from dyno import runnable
 from dyno.checks import check_format, check_several, missing_gpu
 from dyno.run_names import RUNS, place
 from dyno.single import each_of, new_folder, study_of
@@ -29,7 +30,7 @@ PLAIN = (
 ).split()
 
 
-def _written(ctx: typer.Context, name: str) -> bool:
+def written(ctx: typer.Context, name: str) -> bool:
     """Whether the user wrote the flag, which may say what its default says."""
     source = ctx.get_parameter_source(name)
     # By name: typer brings a click of its own, whose enumeration is another object than click's.
@@ -41,7 +42,7 @@ def given(ctx: typer.Context, own: Sequence[str] = ()) -> dict[str, Any]:
 
     `own` are flags that mean something else to the command, which reads them itself.
     """
-    flags = {name: value for name, value in ctx.params.items() if _written(ctx, name) and name not in own}
+    flags = {name: value for name, value in ctx.params.items() if written(ctx, name) and name not in own}
     found: dict[str, Any] = {name: flags[name] for name in PLAIN if name in flags}
     for flag, field in LISTS.items():
         if flag in flags:
@@ -144,7 +145,7 @@ def dry_run(study: Study) -> int:
 
 def run(study: Study, folder: Path, *, retry_failed: bool = False) -> int:
     """Run the study, print its tables, write its report; exit code 0, 1 (no trial within budget) or 3 (unfinished)."""
-    study.run(folder, retry_failed=retry_failed)
+    runnable.run(study, folder, retry_failed=retry_failed)
     return finish(folder)
 
 
@@ -227,7 +228,7 @@ def _single(ctx: typer.Context, models: Sequence[str], command: str, **defaults:
     out = Path(ctx.params["out"]) if ctx.params.get("out") else new_folder(command, models)
 
     def measured(number: int, model: str) -> Path:
-        return alone(ctx, model, **defaults).run(_part(out, models, number)).folder
+        return runnable.run(alone(ctx, model, **defaults), _part(out, models, number)).folder
 
     return each_of(models, measured, needed=1 if command == "agree" else 0)  # the one that all are compared with
 
@@ -265,9 +266,9 @@ def endure(ctx: typer.Context, models: Sequence[str], kinds: str, iterations: in
     """The hard test of each model's engine."""
     from dyno import endurance
 
-    written = [name for name in ("rounds", "seconds", "samples", "warmup", "format", "trtexec") if _written(ctx, name)]
-    if written:
-        raise UserError(f"--{written[0]} says nothing of the hard test that --batches asks for; leave one of them out")
+    others = [name for name in ("rounds", "seconds", "samples", "warmup", "format", "trtexec") if written(ctx, name)]
+    if others:
+        raise UserError(f"--{others[0]} says nothing of the hard test that --batches asks for; leave one of them out")
     out = Path(ctx.params["out"]) if ctx.params.get("out") else new_folder("time", models)
     asked = endurance.kinds_of(kinds)
 

@@ -11,6 +11,7 @@ from dyno import datasets
 from dyno.commands import finish
 from dyno.model_info import model_spec
 from dyno.run_names import RUNS, place
+from dyno.runnable import run
 from dyno.store import cache_dir, versions
 from dyno.study import Study
 from dyno.training import TrainingResult, train
@@ -70,5 +71,5 @@ def demo(out: Path, *, rounds: int, quick: bool) -> int:
     if out == PLACE:
         out, said = place(study, out)
         console.print(said, soft_wrap=True, end="\n" if said else "")
-    study.run(out)
+    run(study, out)
     return finish(out)

@@ -18,7 +18,7 @@ from dyno.analysis.formatting import console, markdown, markdown_table
 from dyno.checks import check_format
 from dyno.commands import pythons
 from dyno.launch import launch
-from dyno.worker import backend, system
+from dyno.worker import registry, system
 from dyno.worker.record import Record
 from dyno.worker.spec import Job, Runtime
 
@@ -28,10 +28,10 @@ TIMEOUT_S = 120.0
 def examine(others: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """One row per backend and interpreter: name, python, status, version, devices, detail or reason."""
     threads = system.physical_cores()
-    places = [(name, Runtime(threads=threads)) for name in backend.names()]
+    places = [(name, Runtime(threads=threads)) for name in registry.names()]
     for name, table in others.items():
         there = Runtime(name=name, python=table["python"], threads=threads)
-        places += [(one, there) for one in ([name] if name in backend.names() else backend.names())]
+        places += [(one, there) for one in ([name] if name in registry.names() else registry.names())]
     # Side by side: nothing is timed here, and most of a probe is spent importing a library.
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(threads) as pool:
         folders = [Path(scratch) / str(i) for i in range(len(places))]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dyno.runnable import run
 from dyno.single import new_folder, study_of
 from dyno.study import Study
 from dyno.worker.spec import UserError
@@ -31,7 +32,7 @@ def evaluate(
     said = {name: settings[name] for name in ("shapes", "inputs", "sizes", "channels") if name in settings}
     (source,) = Study(models=(model,), **said).models
     folder = Path(out) if out else new_folder("eval", [source])
-    return study_of(source, DEFAULTS, {"data": data, **settings}).run(folder, quiet=quiet)
+    return run(study_of(source, DEFAULTS, {"data": data, **settings}), folder, quiet=quiet)
 
 
 def show(folders: Sequence[Path], format: str, per_class: bool) -> int:
@@ -47,8 +48,8 @@ def show(folders: Sequence[Path], format: str, per_class: bool) -> int:
     frame = pd.concat([tables.frame(run) for run in runs], ignore_index=True)
     print(render(frame, format), end="")
     if format in ("text", "markdown"):
-        for t in (t for run in runs for t in run if t.good):
+        for t in (t for each in runs for t in each if t.good):
             print("\n" + evaluation_words.told(t, format, per_class).rstrip("\n"))
-    for run in runs:
-        confusion.write(run, run.folder)
+    for each in runs:
+        confusion.write(each, each.folder)
     return tables.exit_code(frame)

@@ -18,7 +18,7 @@ from dyno.run_folder import refuse_other, settle
 from dyno.store import CONFIRMATION, Cache, Run
 from dyno.study import Study
 from dyno.turns import launch_in_turn
-from dyno.worker import backend, system
+from dyno.worker import registry, system
 from dyno.worker.record import TIMING, Record, replacing, write_record
 from dyno.worker.spec import Artifact, Job, Recipe, Trial
 
@@ -161,7 +161,7 @@ class Files:
 
     def file(self, recipe: Recipe) -> Artifact | Record:
         """The file this recipe makes, from the cache when everything that shaped it is the same."""
-        key = self.cache.key(recipe, lambda name: backend.find(name).requires)
+        key = self.cache.key(recipe, lambda name: registry.find(name).requires)
         if key not in self.made:
             self.made[key] = self._make(recipe, key)
         return self.made[key]
@@ -176,7 +176,8 @@ class Files:
         if made.status not in OTHER_ROUTE or made.facts.get("no_route"):
             return made
         other = self.file(recipe.fallback)
-        return made if isinstance(other, Record) else self._instead(other, made, key)
+        # What the last route says is left to do: it has the fixed batch that those before it may have asked for.
+        return other if isinstance(other, Record) else self._instead(other, made, key)
 
     def _instead(self, other: Artifact, failed: Record, key: str) -> Artifact:
         """Another route's file in place of the one that could not be made; kept, so that nobody tries that again."""

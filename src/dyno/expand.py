@@ -13,7 +13,7 @@ from dyno.model_info import Died, batches, engine_backend, file_shapes, look, mo
 from dyno.prepare import prepared
 from dyno.routes import routed
 from dyno.study import Choice, Study, model_name, parse_size, runtimes
-from dyno.worker import backend, system
+from dyno.worker import registry, system
 from dyno.worker.extras import install
 from dyno.worker.spec import (
     ENGINE_FILES,
@@ -43,18 +43,18 @@ def expand(study: Study) -> list[Planned]:
     """Every trial of the study in a fixed order; input that can't be used is a `UserError` before anything runs."""
     check_threads(study)
     choices = [Choice.parse(text) for text in study.backends] or [Choice(name) for name in installed(study.device)]
-    names = {*backend.names(), *(choice.name for choice in choices)}
-    if study.device.partition(":")[0] not in {kind for name in names for kind in backend.find(name).devices}:
+    names = {*registry.names(), *(choice.name for choice in choices)}
+    if study.device.partition(":")[0] not in {kind for name in names for kind in registry.find(name).devices}:
         raise UserError(f"unknown device {study.device!r}; write cpu, or cuda:0 for the first GPU")
     if not choices:
         usual = install("torch", "onnx", "openvino")
         raise UserError(f"no backend that is installed here runs on {study.device}; {usual}, or see `dyno doctor`")
     for choice in choices:
-        backend.find(choice.name).check_options(choice.options)
+        registry.find(choice.name).check_options(choice.options)
         runtimes(study, choice)
     for name in study.runtime:
         users = {n for choice in choices for n in (choice.runtime, choice.name) if n}
-        check_known("backend of a runtime", name, {*users, *STEPS, *backend.names()})
+        check_known("backend of a runtime", name, {*users, *STEPS, *registry.names()})
     planned, failed = [], []
     for source in study.models:
         try:
@@ -128,7 +128,7 @@ def _reads(name: str, model: ModelSpec) -> bool:
     """Whether the backend can run the model at all; one that says nothing of files may."""
     if model.file.endswith(ENGINE_FILES):
         return name == engine_backend(Path(model.file))
-    files = backend.find(name).files
+    files = registry.find(name).files
     return not model.file or files is None or model.file.endswith(files)
 
 
@@ -171,7 +171,7 @@ def _trial(study: Study, choice: Choice, model: ModelSpec, precision: str, dims:
 
 def _checked(study: Study, trial: Trial) -> Planned:
     """The trial with the recipe of its file, or why it will not be run."""
-    engine, python = backend.find(trial.backend), trial.runtime.python
+    engine, python = registry.find(trial.backend), trial.runtime.python
     if lacks := missing(trial.backend, trial.runtime):
         return Planned(trial, f"{lacks} is not installed in {python}; pip install {lacks}" if python else
                        f"{lacks} is not installed in this Python; {install(lacks)}")  # fmt: skip

@@ -16,9 +16,9 @@ from dyno.progress import Progress
 from dyno.store import copy
 from dyno.study import Choice, Study
 from dyno.worker import system
-from dyno.worker.backend import find
 from dyno.worker.extras import install
 from dyno.worker.record import Record
+from dyno.worker.registry import find
 from dyno.worker.spec import Artifact, DataSpec, Dims, Option, Recipe, Runtime, Trial, UserError
 
 if TYPE_CHECKING:
@@ -111,8 +111,8 @@ def build(ctx: typer.Context, model: str, out: Path, how: Build) -> int:
         raise UserError(
             f"{engine.name} chooses {how.precision} when it runs a file, not when it makes one; omit --precision"
         )
-    if not on_gpu and how.profile:
-        raise UserError(f"{engine.name}'s files take any batch; omit --min, --opt, --max and --shapes")
+    if not on_gpu and (how.profile or commands.written(ctx, "static")):
+        raise UserError(f"{engine.name}'s files take any batch; omit --batch, --min, --opt, --max and --shapes")
     trial = _trial(study, how.precision)
     dims = replace(trial.dims, batch=how.batch if on_gpu and not how.profile else 0)
     runtime = replace(runtime, threads=trial.runtime.threads)
@@ -159,6 +159,8 @@ def _make(recipe: Recipe | None, out: Path) -> Artifact:
         raise UserError(f"{recipe.model.name}: {made.reason}")
     copy(Path(made.path), out)
     print(f"{out}  {_story(made)}")
+    if note := made.made_by.get("calibration", {}).get("note"):
+        print(f"note: {note}", file=sys.stderr)
     for warning in made.made_by.get("warnings", ()):
         print(f"warning: {warning}", file=sys.stderr)
     return made

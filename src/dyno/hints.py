@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from dyno.worker.spec import MODEL_FILES
 
@@ -19,3 +20,11 @@ def no_command(name: str, commands: Iterable[str]) -> str:
     if near:
         return f"there is no command {name!r}; did you mean dyno {near[0]}?"
     return f"there is no command {name!r}; to measure a model: dyno run torchvision:{name} (dyno --help lists commands)"
+
+
+def usage(wrong: Any, command: str) -> str:
+    """What click's `UsageError` says of a missing argument or a wrong option, and where to see what is right."""
+    near = difflib.get_close_matches(getattr(wrong, "option_name", ""), getattr(wrong, "possibilities", None) or (), 1)
+    text = f"{wrong.message}; did you mean {near[0]}?" if near else wrong.format_message()
+    line = " ".join(text.split()).removesuffix(".")
+    return f"{line[:1].lower()}{line[1:]}; see {command} --help"

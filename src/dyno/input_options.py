@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from dyno.store import sha256_of
-from dyno.study import Study
 from dyno.worker.spec import UserError, check_known
 
 TYPES = ("float32", "int64", "int32", "int16", "int8", "uint8", "bool")
@@ -19,13 +18,13 @@ SHAPE = re.compile(rf"(.+):({AXIS}(?:x{AXIS})*)(?::([A-Za-z]\w*))?")
 BOOLS = {"true": True, "false": False}
 
 
-def asked(study: Study) -> dict[str, dict[str, Any]]:
+def asked(inputs: Iterable[str], input_shapes: Iterable[str]) -> dict[str, dict[str, Any]]:
     """By input: `shape` (numbers, batch, height, width), `dtype`, `low` and `high`, a constant's `value`, `feeds`."""
     found: dict[str, dict[str, Any]] = {}
-    for text in study.inputs:
+    for text in inputs:
         for name, words in (_arrays(Path(text)) if text.endswith(".npz") else _values(text)).items():
             found.setdefault(name, {}).update(words)
-    for name, words in shapes(study.shapes).items():
+    for name, words in shapes(input_shapes).items():
         found.setdefault(name, {}).update(words)
     return found
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from dyno.store import versions
 from dyno.study import Choice, Study, runtimes
-from dyno.worker import backend
+from dyno.worker import registry
 from dyno.worker.spec import Recipe, Runtime
 
 HERE = Runtime()
@@ -15,12 +15,12 @@ HERE = Runtime()
 def installed(device: str) -> list[str]:
     """The backends that run on the device and whose libraries this Python has."""
     kind = device.split(":")[0]
-    return [name for name in backend.names() if kind in backend.find(name).devices and not missing(name)]
+    return [name for name in registry.names() if kind in registry.find(name).devices and not missing(name)]
 
 
 def missing(name: str, runtime: Runtime = HERE) -> str:
     """The first library that the backend needs and that runtime lacks, or ""."""
-    requires = backend.find(name).requires
+    requires = registry.find(name).requires
     have = versions(runtime, requires)
     return next((either.split("|")[0] for either in requires if not have.keys() & set(either.split("|"))), "")
 

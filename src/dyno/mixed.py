@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dyno.interpreters import placed
 from dyno.study import Study
-from dyno.worker import backend
+from dyno.worker import registry
 from dyno.worker.spec import Trial, UserError, digest
 
 KEEP = "keep"
@@ -39,7 +39,7 @@ def search(study: Study, folder: Path, trials: list[Trial], measure: Measure) ->
 
 def kept(study: Study, trial: Trial, layers: int) -> Trial | None:
     """The trial with that many layers kept higher; None where its backend or its file leaves nothing to keep."""
-    engine = backend.find(trial.backend)
+    engine = registry.find(trial.backend)
     if KEEP not in engine.options:
         return None
     candidate = replace(trial, options={**trial.options, KEEP: layers}, recipe=None)

@@ -14,9 +14,9 @@ from dyno.launch import launch
 from dyno.model_files import stored_source
 from dyno.store import cache_dir, code_file, makers, sha256_of, versions
 from dyno.study import Choice, Study, model_name, parse_size
-from dyno.worker import backend, system
+from dyno.worker import registry, system
 from dyno.worker.extras import install
-from dyno.worker.local_code import code_sha256
+from dyno.worker.local_code import sha256_with_imports
 from dyno.worker.record import Record, read_record
 from dyno.worker.spec import (
     ENGINE_FILES,
@@ -74,7 +74,7 @@ def model_spec(study: Study, source: str) -> ModelSpec:
         return ModelSpec(source=f"saved:{path.resolve()}", source_sha256=sha256, **common)
     if ":" not in source:
         raise UserError(_no_model(source))
-    return ModelSpec(source=_absolute(source), source_sha256=_code_sha256(source), **common)
+    return ModelSpec(source=_absolute(source), source_sha256=_source_sha256(source), **common)
 
 
 def _no_model(source: str) -> str:
@@ -85,6 +85,10 @@ def _no_model(source: str) -> str:
         return f"{source} is a folder; give a model's file, or FILE.py:FUNCTION"
     if source.endswith((".yaml", ".yml")):
         return f"model {source!r} doesn't say where it comes from; write ultralytics:{source}"
+    if source.endswith(".ort"):
+        return (
+            f"{source} is in ONNX Runtime's own format, which nothing else reads; give the .onnx file it was made from"
+        )
     if "/" in source or Path(source).is_file() or Path(source).suffix in CHECKPOINTS:
         return (
             f"{source} is no model file ({', '.join(MODEL_FILES)}); weights go with their network "
@@ -116,18 +120,18 @@ def _absolute(source: str) -> str:
     return f"{_existing(path, 'Python file').resolve()}:{function}" if path.endswith(".py") else source
 
 
-def _code_sha256(source: str) -> str:
+def _source_sha256(source: str) -> str:
     """Hash of the code of a `MODULE:FUNCTION` or `FILE.py:FUNCTION` source; libraries are known by their version."""
     place, _, name = source.rpartition(":")
     if place == "ultralytics":
         return sha256_of(Path(name)) if Path(name).is_file() else ""
     if place.endswith(".py"):
-        return code_sha256(Path(place))
+        return sha256_with_imports(Path(place))
     # Looking for a module inside a package runs the package, and a user's may be heavy.
     file = code_file(place) if "." not in place or place.startswith("dyno.") else None
     if file is None:
         return ""
-    return sha256_of(file) if LIBRARIES in file.parts else code_sha256(file)
+    return sha256_of(file) if LIBRARIES in file.parts else sha256_with_imports(file)
 
 
 def look(model: ModelSpec, study: Study) -> tuple[ModelSpec, dict[str, Any]]:
@@ -139,12 +143,12 @@ def look(model: ModelSpec, study: Study) -> tuple[ModelSpec, dict[str, Any]]:
         return model, {"size": [8, 8], "batch": 0}
     options = {
         "sizes": [list(parse_size(size)) for size in study.sizes],
-        "asked": input_options.asked(study),
+        "asked": input_options.asked(study.inputs, study.shapes),
         "task": study.task,
     }
     reader = engine_backend(Path(model.file)) if model.file.endswith(ENGINE_FILES) else ""
     where = _looking(model, reader, study)
-    libraries = backend.find(reader).requires if reader else LOOK_LIBRARIES
+    libraries = registry.find(reader).requires if reader else LOOK_LIBRARIES
     key = digest([model, options, where, makers(), versions(where, libraries)])[:24]
     folder = cache_dir() / "looks" / key
     record = read_record(folder)
@@ -222,7 +226,7 @@ def file_shapes(study: Study, model: ModelSpec, batch: int) -> dict[str, tuple[i
     """The shapes that the user gave a file's inputs, at this batch; a module's are in its description."""
     if not model.file:
         return {}
-    words = input_options.asked(study)
+    words = input_options.asked(study.inputs, study.shapes)
     return {
         name: tuple(batch if isinstance(axis, str) else axis for axis in word["shape"])
         for name, word in words.items()

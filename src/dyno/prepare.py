@@ -12,7 +12,7 @@ from dyno import datasets
 from dyno.datasets import Progress
 from dyno.store import cache_dir
 from dyno.study import Choice, Study
-from dyno.worker import backend
+from dyno.worker import registry
 from dyno.worker.spec import DataSpec, ModelSpec, UserError
 
 if TYPE_CHECKING:
@@ -78,9 +78,9 @@ def calibrates(study: Study) -> bool:
 
     Those of int8 and fp8, those with some layers kept higher (`keep=N`), and those that a search may add for a budget.
     """
-    choices = [Choice.parse(text) for text in study.backends] or [Choice(name) for name in backend.names()]
+    choices = [Choice.parse(text) for text in study.backends] or [Choice(name) for name in registry.names()]
     for choice in choices:
-        engine = backend.find(choice.name)
+        engine = registry.find(choice.name)
         asked = set(choice.precisions or study.precisions) & set(engine.precisions)
         keeps = "keep" in choice.options or (study.searches and "keep" in engine.options)
         if asked & CALIBRATED or (keeps and asked & RANKED):

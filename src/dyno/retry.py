@@ -8,8 +8,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from dyno.store import ROUND, Run, code_sha256, makers, versions
-from dyno.worker import backend
+from dyno.store import ROUND, Run, makers, module_sha256, versions
+from dyno.worker import registry
 from dyno.worker.record import Record, read_record, write_json
 from dyno.worker.spec import Recipe, Trial, UserError
 
@@ -28,9 +28,9 @@ def _with(trial: Trial) -> dict[str, Any]:
         recipe = recipe.parent
     found: dict[str, Any] = {"code": makers(), "outside": {}}
     for name, runtime in makers_of:
-        found[name] = versions(runtime, ("numpy", *backend.find(name).requires))
+        found[name] = versions(runtime, ("numpy", *registry.find(name).requires))
         if ":" in name:
-            found["outside"][name] = code_sha256(name.partition(":")[0])
+            found["outside"][name] = module_sha256(name.partition(":")[0])
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dyno.study import Choice
-from dyno.worker import backend
+from dyno.worker import registry
 from dyno.worker.spec import Option, UserError
 
 PARTS = ("dynamo", "torchscript", "static", "fold", "opsetN")
@@ -38,7 +38,7 @@ def routed(choices: list[Choice], routes: tuple[str, ...], *, file: bool = False
         names = ["fold", *names] if "all" in routes else names
     found = []
     for choice in choices:
-        reads = "exporter" in backend.find(choice.name).options
+        reads = "exporter" in registry.find(choice.name).options
         found += (
             [replace(choice, options={**choice.options, **options_of(name)}) for name in names]
             if reads and names

@@ -14,7 +14,7 @@ from dyno.expand import Planned
 from dyno.store import Run, card, sha256_of
 from dyno.study import Choice, Study, model_name
 from dyno.worker import system
-from dyno.worker.local_code import code_sha256
+from dyno.worker.local_code import sha256_with_imports
 from dyno.worker.record import read_record, replacing, write_json
 from dyno.worker.spec import MODEL_FILES, SCHEMA, Job, ModelSpec, Recipe, Trial, UserError, digest, from_json
 
@@ -250,7 +250,7 @@ def _overwritten(model: ModelSpec) -> str:
     """The file of a model that is not planned now, where its content is another one; "" where it is as it was."""
     place, weights = _place(model), Path(model.weights)
     if model.source_sha256 and place.is_file():
-        now = code_sha256(place) if place.suffix == ".py" else sha256_of(place)
+        now = sha256_with_imports(place) if place.suffix == ".py" else sha256_of(place)
         if now != model.source_sha256:
             return place.name
     gone = model.weights_sha256 and weights.is_file() and sha256_of(weights) != model.weights_sha256

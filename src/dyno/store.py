@@ -129,7 +129,7 @@ def code_file(module: str) -> Path | None:
     return Path(found.origin) if found and found.origin and Path(found.origin).is_file() else None
 
 
-def code_sha256(module: str) -> str:
+def module_sha256(module: str) -> str:
     """sha256 of a module's own file, "" where there is none."""
     file = code_file(module)
     return sha256_of(file) if file else ""
@@ -190,7 +190,7 @@ def makers(*outside: str) -> str:
     for file in sorted(folder.rglob("*.py")):
         total.update(f"{file.relative_to(folder)}\n".encode() + file.read_bytes())
     for module in outside:
-        total.update(f"{module} {code_sha256(module)}\n".encode())
+        total.update(f"{module} {module_sha256(module)}\n".encode())
     return total.hexdigest()
 
 

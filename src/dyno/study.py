@@ -14,12 +14,9 @@ import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dyno.worker.spec import BOUNDARIES, MODEL_FILES, PRECISIONS, SAVED, TASKS, Option, Plan, UserError, check_known
-
-if TYPE_CHECKING:
-    from dyno.result import Result
 
 BUDGETS = ("top1", "top5", "mAP")
 CONFIRMATIONS = 2  # of a winner, where the study has a budget and doesn't say
@@ -234,23 +231,6 @@ class Study:
             timeout_s=self.timeout,
         )
 
-    def run(self, out: str | Path | None = None, *, quiet: bool = False, retry_failed: bool = False) -> Result:
-        """Measure every trial that the folder `out` (default `runs/NAME`) lacks, and return the result.
-
-        `retry_failed` measures all that failed once more; without it only those whose reason may be gone are.
-        """
-        from dyno.execute import execute
-        from dyno.progress import Progress
-        from dyno.result import Result
-        from dyno.run_names import place
-
-        progress = Progress(quiet=quiet)
-        folder, said = (Path(out), "") if out else place(self)
-        if said:
-            progress.note(said)
-        execute(self, folder, progress, retry_failed=retry_failed)
-        return Result(folder)
-
 
 def _text(value: Any) -> Any:
     """A path as text, anything else as it is."""
@@ -264,7 +244,7 @@ def _source(model: Any, study: Study) -> Any:
     from dyno import in_memory, input_options
 
     size = parse_size(study.sizes[0]) if study.sizes else None
-    return in_memory.saved(model, input_options.asked(study), study.channels, size)
+    return in_memory.saved(model, input_options.asked(study.inputs, study.shapes), study.channels, size)
 
 
 def _in_memory(value: Any) -> bool:

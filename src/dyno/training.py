@@ -16,10 +16,11 @@ from dyno import training_data
 from dyno.checks import check_device, check_threads
 from dyno.launch import launch
 from dyno.model_info import look, model_spec, sizes
+from dyno.runnable import run
 from dyno.store import Run, sha256_of
 from dyno.study import Choice, Study, check_types, model_name
 from dyno.training_view import CURVES, Row, TrainingView, chart, history
-from dyno.worker import backend, system
+from dyno.worker import registry, system
 from dyno.worker.record import Record, read_record, write_json
 from dyno.worker.spec import MODEL_FILES, DataSpec, Dims, Job, ModelSpec, Runtime, Trial, UserError, to_json
 from dyno.worker.train_options import TrainOptions, options
@@ -110,7 +111,7 @@ def train(
         threads=threads, runtime=runtime or {}, **given,
     )  # fmt: skip
     for choice in map(Choice.parse, study.backends):
-        backend.find(choice.name)
+        registry.find(choice.name)
     check_threads(study)
     check_device(study)
     folder = Path(out) if out else Path("runs") / f"train-{model_name(model)}"
@@ -260,4 +261,4 @@ def _engines(plan: Training, result: TrainingResult, quiet: bool) -> Result:
         plan.study, backends=("pytorch", *others), weights=str(result.weights), pretrained=False,
         classes=plan.model.classes, sizes=(Dims(1, *plan.size).size,), rounds=1, seconds=1.0,
     )  # fmt: skip
-    return study.run(result.folder / "engines", quiet=quiet)
+    return run(study, result.folder / "engines", quiet=quiet)

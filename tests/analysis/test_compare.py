@@ -199,6 +199,40 @@ def test_what_was_broken_before_fails_nothing(judge: Judge) -> None:
     assert "failed)" in " ".join(compare.sentences(frame))
 
 
+def spoil(run: Path, backend: str) -> None:
+    """Make a backend's stored outputs those of another network."""
+    for trial in load(run):
+        for path in [r.folder / "outputs.npz" for r in trial.rounds if trial.backend == backend]:
+            arrays = dict(np.load(path))
+            np.savez(path, **{**arrays, "output:output": np.roll(arrays["output:output"] - 30, 1, axis=1)})
+
+
+def test_wrong_outputs_are_told_first_and_have_no_speed(call: Call, tmp_path: Path) -> None:
+    slow, fast = ([FIRST[0], Way("onnxruntime", seconds=seconds)] for seconds in (0.003, 0.001))
+    right, wrong, faster = write(tmp_path / "right", *slow), tmp_path / "wrong", tmp_path / "faster"
+    spoil(write(wrong, *slow), "onnxruntime")
+    spoil(write(faster, *fast), "onnxruntime")
+    code, out, _ = call(right, faster)
+    first, *others = out.partition("\n\n")[2].splitlines()
+    assert code == 1 and first.startswith("digits onnxruntime fp32 b1 64: wrong outputs: off by")
+    assert any(line.startswith("failed: digits onnxruntime") for line in others)
+    assert call(right, faster, "--fail-on", "slower")[0] == 2, "a speed that wasn't judged is no success"
+    frame = dyno.compare(right, faster)
+    assert list(frame["outputs"]) == ["", "wrong outputs"] and list(frame["outputs_a"]) == ["", "agree"]
+    assert frame["ratio"].isna().tolist() == [False, True]
+    for pair, verdict in (((faster, right), "wrong outputs in A: off by"), ((wrong, faster), "wrong outputs: off by")):
+        frame = dyno.compare(*pair)  # what was wrong before got no worse, and its speed says nothing
+        assert frame["verdict"].iloc[1].startswith(verdict)
+        assert not frame["failed"].any() and compare.exit_code(frame) == 2
+
+
+def test_a_run_whose_reference_is_lost_is_compared_all_the_same(tmp_path: Path) -> None:
+    a, b = write(tmp_path / "a"), write(tmp_path / "b", *changed(statuses=("crashed",)))
+    with (b / "study.toml").open("a") as study:
+        study.write('reference = "pytorch/fp32"\n')
+    assert list(dyno.compare(a, b)["failed"]) == ["status", ""]
+
+
 def test_conditions_not_asked_for_fail_nothing(judge: Judge) -> None:
     frame = judge(*changed(seconds=0.0048, flips=0.1), fail_on=("status",))
     assert frame["verdict"].iloc[0] == "slower"
@@ -295,7 +329,7 @@ def test_machines_that_differ_are_said_and_not_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rules", "words"),
     [
-        ({"fail_on": ("slow",)}, "'slow'; known: slower, less-accurate, disagree, status"),
+        ({"fail_on": ("slow",)}, "'slow'; known: slower, less-accurate, disagree, status, wrong-outputs"),
         ({"fail_on": ("disagree",)}, "which share"),
         ({"tolerance": -0.1}, "tolerance is -0.1"),
         ({"tolerance": float("nan")}, "tolerance is nan"),

@@ -168,15 +168,15 @@ def test_it_is_printed_and_reported(run: Path, tmp_path: Path) -> None:
 
 
 def test_scores_are_kept_and_forgotten_with_what_they_are_of(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = [t.mean_ap for t in load(run)]
+    first = [detection.of(t) for t in load(run)]
     monkeypatch.setattr(detection, "scores", lambda *_: pytest.fail("worked out again"))
-    again = [t.mean_ap for t in load(run)]
+    again = [detection.of(t) for t in load(run)]
     for a, b in zip(first, again, strict=True):
         assert a and b
         np.testing.assert_array_equal(a.own.each, b.own.each)
     monkeypatch.setattr(detection, "VERSION", detection.VERSION + 1)
     with pytest.raises(pytest.fail.Exception, match="again"):
-        _ = load(run).trials[0].mean_ap
+        _ = detection.of(load(run).trials[0])
 
 
 def test_undecided_says_how_many_more_images(truth: Truth) -> None:
@@ -192,7 +192,7 @@ def test_undecided_says_how_many_more_images(truth: Truth) -> None:
 def test_without_ground_truth_there_is_no_map(truth: Truth, tmp_path: Path) -> None:
     folder = detected.write_run(tmp_path / "run", "detect", {"pytorch": detected.found(truth)}, truth)
     (folder / "truth" / f"{detected.SHA[:12]}.json").unlink()
-    assert load(folder).trials[0].mean_ap is None
+    assert detection.of(load(folder).trials[0]) is None
     assert math.isnan(tables.frame(load(folder))["map50"].iloc[0])
 
 

@@ -172,8 +172,14 @@ def test_grouping(frame: pd.DataFrame) -> None:
     text = render.render(frame, by="backend")
     assert re.findall(r"^backend (\w+)$", text, re.M)[:3] == ["pytorch", "compile", "fake"]
     assert "batch" in text.splitlines()[2]
-    with pytest.raises(UserError, match="can't group by 'engine'; columns are model"):
-        render.render(frame, by="engine")
+    for name, near in (
+        ("bakcend", "did you mean backend"),
+        ("throughput", "throughput_ips"),
+        ("engine", "--format csv"),
+    ):
+        with pytest.raises(UserError, match=near) as e:
+            render.render(frame, by=name)
+        assert len(str(e.value)) < 160
     with pytest.raises(UserError, match="unknown format 'xml'"):
         render.render(frame, "xml")
 

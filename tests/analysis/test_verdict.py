@@ -28,7 +28,7 @@ def test_the_demo_in_words(demo: Results) -> None:
     assert first.startswith("digits at size 64: fastest within the budget top1=1.2 is openvino bf16, 1.2")
     assert "at batch 1: 3.3" in first
     assert first.endswith("as fast as pytorch fp32.")
-    assert "The runner-up is openvino fp32; the difference is real: 1.5" in text
+    assert "The runner-up is openvino fp32 (ran bf16); the difference is real: 1.5" in text
     assert "openvino int8 is faster (816 µs) but whether it is within top1=1.2 is undecided" in text
     assert "more images would settle it" in text
     assert "Precision: 13 of 17 trials ran in the type they were asked for." in text
@@ -43,6 +43,17 @@ def test_the_demo_in_words(demo: Results) -> None:
 def test_without_a_budget_the_fastest_wins(demo: Results) -> None:
     assert "fastest is openvino int8" in said(demo).splitlines()[0]
     assert "most images per second with openvino int8 at batch 8" in said(demo)
+
+
+def test_what_ran_in_another_type_is_not_crowned_under_the_type_asked_for(tmp_path: Path) -> None:
+    other = Way("onnxruntime", "fp16", 0.002, layers={"float32": 21}, batch=8)
+    partly = Way("a", "int8", 0.003, layers={"int8": 5, "float32": 15})
+    text = study(tmp_path, Way("pytorch"), replace(other, batch=1), partly, Way("pytorch", batch=8), other)
+    assert "fastest is onnxruntime fp16 (ran fp32), " in text
+    assert "The runner-up is a int8 (25% int8)" in text
+    assert "most images per second with onnxruntime fp16 (ran fp32) at batch 8" in text
+    silent = Way("a", "fp16", 0.001, facts={"layers_by_type": {}, "precision_truth": {"ok": False, "sentence": "?"}})
+    assert "fastest is a fp16 (unconfirmed), " in study(tmp_path / "silent", Way("pytorch"), silent)
 
 
 def test_a_close_race_is_called_one(tmp_path: Path) -> None:
@@ -144,3 +155,10 @@ def test_each_of_several_networks_is_named_where_a_precision_gains_nothing(tmp_p
     text = study(tmp_path, *ways)
     assert "one at size 64: a bf16 is not faster than a fp32" in text
     assert "two at size 64: a bf16 is not faster than a fp32" in text
+
+
+def test_an_engine_that_names_no_types_is_not_called_untrue(tmp_path: Path) -> None:
+    silent = {"precision_truth": {"ok": False, "sentence": "an engine says nothing"}, "layers_by_type": {}}
+    text = study(tmp_path, Way("pytorch"), Way("compile", facts=silent))
+    assert "Precision: 1 of 1 trials ran" in text
+    assert "compile fp32 (batch 1): an engine says nothing." in text and "not what it says" not in text

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from dyno.launch import launch
-from dyno.worker.backend import find
 from dyno.worker.onnx_file import read_io
 from dyno.worker.onnx_opset import in_opset
 from dyno.worker.record import Record
+from dyno.worker.registry import find
 from dyno.worker.spec import Artifact, Dims, Job, ModelSpec, Runtime, Trial
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]

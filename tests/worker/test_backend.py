@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from dyno.worker import backend, backends
-from dyno.worker.backend import Backend, Session, find, names
+from dyno.worker import backends, registry
+from dyno.worker.backend import Backend, Session
+from dyno.worker.registry import find, names
 from dyno.worker.spec import Dims, ModelSpec, Runtime, Trial, UserError
 
 TRIAL = Trial(ModelSpec("net", "fake:net"), "fake", "fp32", Dims(1, 4, 4))
@@ -34,7 +35,7 @@ def test_every_file_is_found_by_the_name_of_its_class() -> None:
 
 
 def test_makers_are_found_and_not_listed() -> None:
-    makers = {name for name, cls in backend._all().items() if not cls.runs}
+    makers = {name for name, cls in registry._all().items() if not cls.runs}
     assert makers and not makers & set(names())
     assert all(find(name).name == name for name in makers)
 
@@ -46,7 +47,7 @@ def test_a_new_file_is_a_new_backend(tmp_path: Path) -> None:
     )
     code = (
         f"from dyno.worker import backends; backends.__path__.append({str(tmp_path)!r})\n"
-        "from dyno.worker.backend import names, find; print('brandnew' in names(), find('brandnew').name)"
+        "from dyno.worker.registry import names, find; print('brandnew' in names(), find('brandnew').name)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=1200)
     assert done.stdout.split() == ["True", "brandnew"], done.stderr

@@ -10,6 +10,8 @@ import pytest
 from PIL import Image
 
 from dyno import load
+from dyno.worker.control_flow import check_control_flow
+from dyno.worker.spec import NoRoute
 
 pytestmark = pytest.mark.usefixtures("preloaded")
 
@@ -113,3 +115,54 @@ def test_a_branch_on_values_is_measured_in_pytorch_and_crowned_nowhere_else(dyno
     rows = load(nets.parent / "r").to_pandas().set_index("backend")
     assert dict(rows["status"]) == {"pytorch": "ok", "onnxruntime": "failed", "openvino": "failed"}
     assert done.stdout.count("a graph would hold one branch only") >= 2
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_shortcut_that_an_export_does_not_take_may_read_values(asks: bool) -> None:
+    """As transformers' attention masks do: they are left out where they hide nothing, but not in an export."""
+    import torch
+
+    class Masked(torch.nn.Module):
+        def forward(self, x: Any, mask: Any) -> Any:
+            if not (asks and torch.compiler.is_exporting()) and mask.all():
+                return x.mean(1)
+            return (x * mask).sum(1) / mask.sum(1)
+
+    example = (torch.randn(2, 4), torch.ones(2, 4))
+    if asks:
+        assert check_control_flow(torch, Masked(), example) is False  # not known, so the graph is compared
+        assert not torch.compiler.is_exporting()
+    else:
+        with pytest.raises(NoRoute, match=r"mask\.all\(\)"):
+            check_control_flow(torch, Masked(), example)
+
+
+@pytest.mark.slow
+def test_packed_sequences_of_any_lengths_are_exported(dyno: Any, tmp_path: Path) -> None:
+    import onnxruntime
+
+    (tmp_path / "tagger.py").write_text("""
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+class Tagger(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.r = nn.LSTM(4, 3, batch_first=True)
+    def forward(self, x, lengths):
+        y, _ = self.r(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))
+        return pad_packed_sequence(y, batch_first=True, total_length=x.shape[1])[0]
+
+def tagger(): return Tagger()
+def tagger_inputs(): return torch.randn(2, 6, 4), torch.tensor([6, 2])
+""")
+    out = tmp_path / "m.onnx"
+    done = dyno("export", f"{tmp_path}/tagger.py:tagger", "-o", out)
+    assert done.returncode == 0, done.stderr
+    session = onnxruntime.InferenceSession(out, providers=["CPUExecutionProvider"])
+    x = np.random.default_rng(0).standard_normal((2, 6, 4)).astype(np.float32)
+    (found,) = session.run(None, {"x": x, "lengths": np.array([3, 5])})
+    assert np.all(found[0, 3:] == 0) and np.all(found[0, :3] != 0)
+    assert np.all(found[1, 5:] == 0) and np.all(found[1, :5] != 0)

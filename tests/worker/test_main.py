@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dyno.worker import backend, main
+from dyno.worker import main, registry
 from dyno.worker.backend import Backend
 from dyno.worker.backends.fake import Fake, FakeSession
 from dyno.worker.journal import Journal
@@ -41,8 +41,8 @@ def done(job: Job, folder: Path) -> Record:
 
 def use(monkeypatch: pytest.MonkeyPatch, **found: type[Backend]) -> None:
     """Let `find` know these classes, beside the ones in the folder."""
-    known = {**backend._all(), **found}
-    monkeypatch.setattr(backend, "_all", lambda: known)
+    known = {**registry._all(), **found}
+    monkeypatch.setattr(registry, "_all", lambda: known)
 
 
 def test_a_run_measures_every_boundary(fake_trial: Trials, tmp_path: Path) -> None:

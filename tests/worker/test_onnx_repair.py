@@ -106,3 +106,41 @@ def test_weights_that_are_gone_and_broken_graphs_are_one_line(tmp_path: Path) ->
     with pytest.raises(UserError, match=r"not a valid ONNX graph: .*'nowhere'") as caught:
         check(str(tmp_path / "n.onnx"))
     assert "\n" not in str(caught.value)
+
+
+def test_the_files_own_functions_are_put_in_line(tmp_path: Path) -> None:
+    model = linear()
+    twice = h.make_function("acme", "Twice", ["a"], ["b"], [h.make_node("Add", ["a", "a"], ["b"])], model.opset_import)
+    model.graph.node[0].output[0] = "half"
+    model.graph.node.append(h.make_node("Twice", ["half"], ["y"], domain="acme"))
+    model.functions.append(twice)
+    model.opset_import.append(h.make_opsetid("acme", 1))
+    made, said = taken(model, tmp_path)
+    assert not made.functions and len(said) == 1 and "acme.Twice" in said[0]
+    np.testing.assert_array_equal(output(made), output(model))
+
+
+def test_what_is_no_tensor_of_numbers_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    path, kinds = tmp_path / "file.onnx", onnx.TensorProto
+    x, text = h.make_tensor_value_info("x", kinds.FLOAT, ["n", 4]), h.make_tensor_value_info("x", kinds.STRING, ["n"])
+    parts = h.make_tensor_sequence_value_info("parts", kinds.FLOAT, None)
+    maps = h.make_value_info(
+        "maps",
+        h.make_sequence_type_proto(h.make_map_type_proto(kinds.INT64, h.make_tensor_type_proto(kinds.FLOAT, []))),
+    )
+    labels = h.make_node("ZipMap", ["x"], ["maps"], domain="ai.onnx.ml", classlabels_int64s=[0, 1, 2, 3])
+    for node, taken_, given_, named in (
+        (h.make_node("SplitToSequence", ["x"], ["parts"]), x, parts, "output 'parts' is a sequence"),
+        (labels, x, maps, "zipmap"),
+        (
+            h.make_node("Identity", ["x"], ["y"]),
+            text,
+            h.make_tensor_value_info("y", kinds.STRING, ["n"]),
+            "'x' is text",
+        ),
+    ):
+        graph = h.make_graph([node], "graph", [taken_], [given_])
+        ops = [h.make_opsetid("", 17), h.make_opsetid("ai.onnx.ml", 3)]
+        onnx.save(h.make_model(graph, opset_imports=ops, ir_version=8), path)
+        with pytest.raises(UserError, match=named):
+            check(str(path))

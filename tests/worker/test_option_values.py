@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from dyno.worker import backend
+from dyno.worker import registry
 from dyno.worker.option_values import Check, check_values, flag, number, one_of, whole
 from dyno.worker.spec import Option, UserError
 
-EVERY = [*backend.names(), "fake"]
+EVERY = [*registry.names(), "fake"]
 # Text of no fixed form: tactic sources by name, and what hardware an engine is compatible with.
 FREE = {"tactics", "hardware_compatible"}
 
 
 @pytest.mark.parametrize("name", EVERY)
 def test_every_option_says_what_it_may_be(name: str) -> None:
-    found = backend.find(name)
+    found = registry.find(name)
     assert set(found.options) == set(found.values), "declare `values` beside `options`"
     for option in set(found.options) - FREE:
         said = found.values[option]("no such value")
@@ -37,7 +37,7 @@ def test_every_option_says_what_it_may_be(name: str) -> None:
     ],
 )
 def test_what_may_be_passes(name: str, options: dict[str, Option]) -> None:
-    backend.find(name).check_options(options)
+    registry.find(name).check_options(options)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from dyno.worker.backend import Session, find
+from dyno.worker.backend import Session
 from dyno.worker.inputs import normalisation
+from dyno.worker.registry import find
 from dyno.worker.spec import PARTS, Dims, ModelSpec, Preprocess, Runtime, Trial
 
 pytestmark = [

@@ -14,8 +14,8 @@ import torch
 
 pytest.importorskip("ultralytics", reason="ultralytics is not installed (pip install 'inference-dyno[ultralytics]')")
 
+from dyno import Study
 from dyno.model_info import model_spec
-from dyno.study import Study
 from dyno.worker import models, ultralytics_models, yolo_checkpoint
 from dyno.worker.look import look
 from dyno.worker.spec import Dims, ModelSpec, Trial, UserError

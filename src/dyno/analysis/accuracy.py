@@ -108,7 +108,7 @@ def of(trial: TrialResult) -> Accuracy | None:
 
 def judged(trial: TrialResult) -> bool:
     """Whether the trial has an accuracy: of a classifier on labelled images, or of a detector on known objects."""
-    return correct(trial.answers, 1) is not None or trial.mean_ap is not None
+    return correct(trial.answers, 1) is not None or detection.of(trial) is not None
 
 
 def set_aside(trial: TrialResult) -> int:
@@ -135,7 +135,7 @@ def paired(trial: TrialResult, reference: TrialResult, metric: str = "top1") -> 
 
 def mean_ap_change(trial: TrialResult, reference: TrialResult) -> Interval | None:
     """mAP50-95 of the trial less the reference's as a share, None where they didn't see the same photographs."""
-    own, other = trial.mean_ap, reference.mean_ap
+    own, other = detection.of(trial), detection.of(reference)
     if own is None or other is None or not same_photographs(trial, reference):
         return None
     return detection.difference(own, other)
@@ -190,7 +190,7 @@ def decide_all(trial: TrialResult, reference: TrialResult, limits: Sequence[Budg
 
 def _decision(trial: TrialResult, reference: TrialResult, limit: Budget) -> Decision | None:
     if limit.metric == MEAN_AP:
-        own, found = trial.mean_ap, mean_ap_change(trial, reference)
+        own, found = detection.of(trial), mean_ap_change(trial, reference)
         return decide_mean_ap(found, own.own.images, limit) if own and found else None
     pair = paired(trial, reference, limit.metric)
     return decide(pair, limit) if pair else None

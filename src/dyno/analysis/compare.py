@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dyno.analysis import accuracy, agreement, detection, stats, tables
+from dyno.analysis.correctness import WRONG
 from dyno.analysis.formatting import plain, points
 from dyno.analysis.frontier import way
 from dyno.analysis.references import INCOMPARABLE, incomparable
@@ -25,10 +26,12 @@ from dyno.worker.spec import UserError
 if TYPE_CHECKING:
     import pandas as pd
 
-SLOWER, LESS_ACCURATE, DISAGREE, STATUS = CONDITIONS = ("slower", "less-accurate", "disagree", "status")
+SLOWER, LESS_ACCURATE, DISAGREE, STATUS, WRONG_OUTPUTS = CONDITIONS = (
+    "slower", "less-accurate", "disagree", "status", "wrong-outputs",
+)  # fmt: skip
 TOLERATED = "slower, tolerated"
 TOLERANCE = 0.02
-FAIL_ON = (SLOWER, LESS_ACCURATE, STATUS)
+FAIL_ON = (SLOWER, LESS_ACCURATE, STATUS, WRONG_OUTPUTS)
 VOLATILE = ("load_average",)  # differs from one minute to the next on the same machine
 LONGEST = 6  # differences between machines named in one line
 COPIED = ("model", "backend", "precision", "batch", "size", "device", "runtime", "options", "status", "reason",
@@ -38,11 +41,12 @@ COLUMNS = (
     "boundary", "latency_a_ms", "latency_b_ms", "ratio", "ratio_low", "ratio_high", "verdict", "rounds_a", "rounds_b",
     "images", "top1_a", "top1_b", "top1_diff", "top1_diff_low", "top1_diff_high", "map_a", "map_b",
     "map_diff", "map_diff_low", "map_diff_high", "accuracy", "close", "max_abs",
-    "failed", "trial_a", "trial_b", "ran_as", "asked_share", "precision_ok",
+    "failed", "trial_a", "trial_b", "ran_as", "asked_share", "precision_ok", "outputs_a", "outputs",
 )  # fmt: skip
 WHOLE = ("batch", "rounds_a", "rounds_b", "images")
 TEXT = ("model", "backend", "precision", "size", "device", "runtime", "options", "status_a", "status", "reason",
-        "boundary", "verdict", "accuracy", "failed", "trial_a", "trial_b", "ran_as", "precision_ok")  # fmt: skip
+        "boundary", "verdict", "accuracy", "failed", "trial_a", "trial_b", "ran_as", "precision_ok", "outputs_a",
+        "outputs")  # fmt: skip
 
 
 def _verdict(r: Row) -> str:
@@ -99,7 +103,8 @@ def compare(a: Results, b: Results, rules: Rules | None = None) -> pd.DataFrame:
 
     `ratio` is B's latency over A's (above 1 is slower) with the interval of `stats.speedup`, from the spread between
     processes; `accuracy` and `top1_diff` (points) come from the images both answered, `close` is the share of B's
-    output values close to A's. `failed` names the conditions of the rules that the row breaks. The frame's `attrs` hold
+    output values close to A's. A trial whose outputs are wrong in its own run (`outputs`, `outputs_a`) has no ratio,
+    and its verdict says why. `failed` names the conditions of the rules that the row breaks. The frame's `attrs` hold
     `notes` (sentences on what may explain a difference). UserError when nothing can be compared.
     """
     import pandas as pd
@@ -108,7 +113,8 @@ def compare(a: Results, b: Results, rules: Rules | None = None) -> pd.DataFrame:
     shared = pairs(a, b)
     if not any(x.good for x, _ in shared):
         raise UserError(_nothing(a, b, shared))
-    rows = [row(x, y, rules) for x, y in shared]
+    checked = [_checked(each) for each in (a, b)]
+    rows = [row(x, y, rules, (checked[0].get(x.id, ""), checked[1].get(y.id, ""))) for x, y in shared]
     refused = [r for r in rows if r["verdict"].startswith(INCOMPARABLE)]
     if len(refused) == len(rows):
         why = Counter(r["verdict"].partition(": ")[2] for r in refused).most_common(1)[0][0]
@@ -120,6 +126,15 @@ def compare(a: Results, b: Results, rules: Rules | None = None) -> pd.DataFrame:
     left_out = [f"{plain(y.label)} is {r['verdict']}" for (_, y), r in zip(shared, rows, strict=True) if r in refused]
     table.attrs["notes"] = [*_notes(a, b, shared), *left_out]
     return table
+
+
+def _checked(run: Results) -> dict[str, str]:
+    """What each trial's outputs are, held against its own run's reference: AGREE, the verdict of wrong ones, or ""."""
+    try:
+        frame = tables.frame(run)
+    except UserError:  # the study's reference didn't run: nothing was checked, and the row of that trial says why
+        return {}
+    return {r["trial"]: r["verdict"] if r["outputs"] == WRONG else r["outputs"] for r in frame.to_dict("records")}
 
 
 def pairs(a: Results, b: Results) -> list[tuple[TrialResult, TrialResult]]:
@@ -163,14 +178,17 @@ def _some(run: Results) -> str:
     return first + (f" and {len(others)} more" if others else "")
 
 
-def row(a: TrialResult, b: TrialResult, rules: Rules) -> dict[str, Any]:
-    """One trial of B held against the same of A, as a dict of COLUMNS; what doesn't apply is "", None or NaN."""
+def row(a: TrialResult, b: TrialResult, rules: Rules, checked: tuple[str, str] = ("", "")) -> dict[str, Any]:
+    """One trial of B held against the same of A, as a dict of COLUMNS; what doesn't apply is "", None or NaN.
+
+    `checked` says of A's outputs and of B's what `_checked` does.
+    """
     own = tables.row(b, tables.Comparison(None))
     found: dict[str, Any] = dict.fromkeys(TEXT, "") | {name: own[name] for name in COPIED if name in own}
     found |= {"status_a": a.status, "rounds_a": len(a.good), "rounds_b": len(b.good), "trial_a": a.id, "trial_b": b.id}
     if why := refusal(a, b):
         return found | {"verdict": f"{INCOMPARABLE}: {why}"}
-    found |= _speed(a, b, rules.tolerance) | _accuracy(a, b) | _agreement(a, b, rules)
+    found |= _speed(a, b, rules.tolerance) | _accuracy(a, b) | _agreement(a, b, rules) | _outputs(*checked)
     found["failed"] = ", ".join(c for c in rules.fail_on if _fails(c, found, rules, bool(a.good and b.good)))
     return found
 
@@ -227,6 +245,15 @@ def _speed(a: TrialResult, b: TrialResult, tolerance: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _outputs(a: str, b: str) -> dict[str, Any]:
+    """What becomes of a row by its outputs: what computes something else is neither faster nor slower."""
+    found: dict[str, Any] = {"outputs_a": a.partition(":")[0], "outputs": b.partition(":")[0]}
+    if WRONG not in found.values():
+        return found
+    found |= dict.fromkeys(("ratio", "ratio_low", "ratio_high"), math.nan)
+    return found | {"verdict": b if found["outputs"] == WRONG else f"{WRONG} in A: {a.partition(': ')[2]}"}
+
+
 def _accuracy(a: TrialResult, b: TrialResult) -> dict[str, Any]:
     pair, own, other = accuracy.paired(b, a), accuracy.of(b), accuracy.of(a)
     if pair is None or own is None or other is None:
@@ -240,7 +267,7 @@ def _accuracy(a: TrialResult, b: TrialResult) -> dict[str, Any]:
 
 
 def _mean_ap(a: TrialResult, b: TrialResult) -> dict[str, Any]:
-    own, other = b.mean_ap, a.mean_ap
+    own, other = detection.of(b), detection.of(a)
     d = detection.difference(own, other) if own and other else None
     if own is None or other is None or d is None:
         return {}
@@ -263,6 +290,8 @@ def _fails(condition: str, r: Row, rules: Rules, both_ran: bool) -> bool:
         return bool(r["verdict"] == stats.SLOWER)
     if condition == LESS_ACCURATE:
         return bool(r["accuracy"] == "less accurate")
+    if condition == WRONG_OUTPUTS:
+        return bool(both_ran and r["outputs"] == WRONG and r["outputs_a"] != WRONG)
     # Outputs of another shape, or none at all, have no share; that is no agreement.
     return both_ran and not r.get("close", 0.0) >= rules.least
 
@@ -305,16 +334,21 @@ def _flat(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def sentences(frame: pd.DataFrame) -> list[str]:
-    """The comparison in sentences: how many of what, then each trial that failed and why."""
+    """The comparison in sentences: wrong outputs, how many of what, then each trial that failed and why."""
     counted = Counter(_verdict(r).partition(":")[0] for r in frame.to_dict("records"))
-    found = [f"{len(frame)} shared trials: " + ", ".join(f"{n} {words}" for words, n in counted.most_common()) + "."]
+    found = [f"{_where(r)}: {r['verdict']}; not judged, whatever the speed."
+             for r in frame.to_dict("records") if r["verdict"].startswith(WRONG)]  # fmt: skip
+    found += [f"{len(frame)} shared trials: " + ", ".join(f"{n} {words}" for words, n in counted.most_common()) + "."]
     for r in frame.to_dict("records"):
         if r["failed"]:
-            where = f"{plain(r['model'])} {plain(way(r))} b{r['batch']} {r['size']}"
-            found.append(f"failed: {where}: {'; '.join(_why(c, r) for c in r['failed'].split(', '))}")
+            found.append(f"failed: {_where(r)}: {'; '.join(_why(c, r) for c in r['failed'].split(', '))}")
     if counted[stats.ONE_ROUND]:
         found.append("One round proves nothing about speed: measure both runs with two rounds or more.")
     return found
+
+
+def _where(r: Row) -> str:
+    return f"{plain(r['model'])} {plain(way(r))} b{r['batch']} {r['size']}"
 
 
 def _why(condition: str, r: Row) -> str:
@@ -326,6 +360,8 @@ def _why(condition: str, r: Row) -> str:
         return f"less accurate, {value} points [{low}, {high}] on the same images"
     if condition == STATUS:
         return f"was ok, now {r['status']}: {plain(r['reason'])}"
+    if condition == WRONG_OUTPUTS:
+        return str(r["verdict"])
     return "no outputs to hold against A's" if missing(r["close"]) else f"only {_floored(r['close'])} % of values agree"
 
 
@@ -335,7 +371,7 @@ def _floored(share: float) -> str:
 
 
 def exit_code(frame: pd.DataFrame) -> int:
-    """1 when a condition failed, else 2 when some trial could not be compared, else 0."""
+    """1 when a condition failed, else 2 when some trial could not be compared or has wrong outputs, else 0."""
     if frame["failed"].astype(bool).any():
         return 1
-    return 2 if frame["verdict"].str.startswith(INCOMPARABLE).any() else 0
+    return 2 if frame["verdict"].str.startswith((INCOMPARABLE, WRONG)).any() else 0

@@ -55,8 +55,8 @@ class Contest:
         return trials.get(row["budget_reference"] if self.sizes else row["reference"])
 
     def way(self, row: pd.Series) -> str:
-        """A row's name among the contest's rows."""
-        return frontier.way(row) + (f" at size {row['size']}" if self.sizes else "")
+        """A row's name among the contest's rows, with what it ran as where that isn't what was asked for."""
+        return frontier.told(row) + (f" at size {row['size']}" if self.sizes else "")
 
 
 def contests(frame: pd.DataFrame) -> list[Contest]:

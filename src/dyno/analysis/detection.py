@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -107,6 +107,12 @@ def kind_of(trial: TrialResult) -> str:
 
 def of(trial: TrialResult) -> MeanAP | None:
     """mAP of the trial; None for a classifier, without detections, or without the ground truth in the run folder."""
+    if "mean_ap" not in trial.derived:
+        trial.derived["mean_ap"] = _mean_ap(trial)
+    return cast("MeanAP | None", trial.derived["mean_ap"])
+
+
+def _mean_ap(trial: TrialResult) -> MeanAP | None:
     kind = kind_of(trial)
     place = next((r for r in trial.good if r.number == 0), None) if kind else None
     truth = truth_file(place.folder, trial) if place else None

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dyno.analysis import accuracy, confusion, stats
+from dyno.analysis import accuracy, confusion, detection, stats
 from dyno.analysis.detection import WORDS, MeanAP
 from dyno.analysis.formatting import images_tested, markdown, markdown_table, plain, show
 from dyno.analysis.results import TrialResult
@@ -38,7 +38,7 @@ def _accuracy(trial: TrialResult) -> Iterator[str]:
         yield f"top-1 {_percent(own.top1)} on {images_tested(own.count, aside)}"
         if own.top5:
             yield f"top-5 {_percent(own.top5)}"
-    if found := trial.mean_ap:
+    if found := detection.of(trial):
         yield f"mAP50-95 of {WORDS[found.kind]} {_percent(found.interval)} on {images_tested(found.own.images, aside)}"
         yield f"mAP50 of {WORDS[found.kind]} {100 * found.own.map50[0]:.2f} %"
         if found.kind != "bbox":
@@ -96,8 +96,8 @@ def _tables(trial: TrialResult, per_class: bool) -> Iterator[Rows]:
         rows = [[r["class"], f"{r['images']:,}", f"{r['top1']:.2f}", f"[{r['top1_low']:.2f}, {r['top1_high']:.2f}]",
                  r["taken_for"], str(r["times"] or "")] for r in found.per_class().to_dict("records")]  # fmt: skip
         yield [["class", "images", "top-1 %", "95 % interval", "taken for", "times"], *rows]
-    if per_class and trial.mean_ap:
-        yield ap_rows(trial.mean_ap)
+    if per_class and (scored := detection.of(trial)):
+        yield ap_rows(scored)
 
 
 def ap_rows(found: MeanAP) -> Rows:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from dyno.analysis.accuracy import WITHIN
 from dyno.analysis.correctness import WRONG
 from dyno.analysis.formatting import significant
+from dyno.analysis.precision import named
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -112,6 +113,11 @@ def saturation(frame: pd.DataFrame) -> list[Saturation]:
             )
         )
     return found
+
+
+def told(row: pd.Series) -> str:
+    """The same as `way` for a sentence: nothing is called fast in a type that it didn't run in."""
+    return way(row).removesuffix(str(row["precision"])) + named(row.to_dict())
 
 
 def way(row: pd.Series) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from dyno.analysis.results import TrialResult
 
@@ -60,3 +62,13 @@ def truth(t: TrialResult) -> Truth | None:
         judged.get("sentence") or f"asked for {t.precision}, {counts.get(t.precision, 0)} of {total} layers ran in it"
     )
     return Truth(t.precision, share, types, bool(judged.get("ok", share >= MOST)), str(said))
+
+
+def named(row: Mapping[str, Any]) -> str:
+    """A row's precision, with the truth beside it where the engine did something else or said nothing."""
+    precision, types, share = str(row["precision"]), str(row["ran_as"]), row["asked_share"]
+    if row["precision_ok"] != "no":
+        return precision
+    if not types:
+        return f"{precision} (unconfirmed)"
+    return f"{precision} ({share:.0%} {precision})" if share else f"{precision} (ran {types.split()[1].strip(',')})"

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dyno.analysis import agreement, work
+from dyno.analysis.cells import Cell, Table
 from dyno.analysis.formatting import UNBOUNDED, bounded, markdown, markdown_table, significant
 from dyno.analysis.frontier import SATURATED, SERIES, fps, saturation, throughput, usable, way
 from dyno.analysis.references import references
 from dyno.analysis.render import json_text, json_texts, missing
 from dyno.analysis.results import Results
-from dyno.analysis.sections import Cell, Table
 from dyno.worker.spec import UserError
 
 if TYPE_CHECKING:

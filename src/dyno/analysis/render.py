@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from dyno.analysis.formatting import (
@@ -19,7 +20,7 @@ from dyno.analysis.formatting import (
     short,
     significant,
 )
-from dyno.analysis.tables import COLUMNS, EXTRAS
+from dyno.analysis.precision import named
 from dyno.worker.spec import UserError
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ FORMATS = ("text", "markdown", "csv", "json")
 IDENTITY = ("model", "size", "batch", "device", "backend", "precision", "runtime", "options")
 GROUPS = ("model", "size", "batch")
 WIDTH = 100
+NEAREST = 3  # columns that may have been meant by a misspelt one
 LONGEST = 32  # characters of a name in a terminal cell
 
 Row = dict[str, Any]
@@ -84,14 +86,7 @@ def ratio(r: Row, column: str, places: int = 2) -> str:
 
 
 def _precision(r: Row) -> str:
-    """The precision, with the truth beside it when the engine did something else."""
-    precision = str(r["precision"])
-    if r.get("precision_ok") != "no":
-        return precision
-    types, share = str(r["ran_as"]), r["asked_share"]
-    if not types:
-        return f"{precision} (unconfirmed)"
-    return f"{precision} ({share:.0%} {precision})" if share else f"{precision} (ran {types.split()[1].strip(',')})"
+    return named(r) if "precision_ok" in r else str(r["precision"])
 
 
 def _percent(value: float) -> str:
@@ -194,8 +189,14 @@ def _keys(frame: pd.DataFrame, by: str | Sequence[str] | None) -> list[str]:
     keys = [k.strip() for k in by.split(",")] if isinstance(by, str) else list(by)
     unknown = [k for k in keys if k not in frame.columns]
     if unknown:
-        raise UserError(f"can't group by {unknown[0]!r}; columns are {', '.join((*COLUMNS, *EXTRAS))}")
+        raise UserError(_no_column(unknown[0], [str(c) for c in frame.columns]))
     return keys
+
+
+def _no_column(name: str, columns: list[str]) -> str:
+    near = list(dict.fromkeys([*get_close_matches(name, columns, NEAREST), *(c for c in columns if name in c)]))
+    meant = f"did you mean {' or '.join(near[:NEAREST])}? " if near and name else ""
+    return f"there is no column {name!r} to group by; {meant}the first line of --format csv names all columns"
 
 
 def failures(rows: list[Row]) -> list[tuple[str, str]]:

@@ -21,6 +21,7 @@ from dyno.analysis import (
     verdict,
     views,
 )
+from dyno.analysis.cells import Table
 from dyno.analysis.findings import Finding
 from dyno.analysis.results import Results
 from dyno.worker.spec import UserError
@@ -64,16 +65,16 @@ class Section:
     findings: list[Finding]
     method: list[tuple[str, str]]
     machine: list[tuple[str, str]]
-    tables: list[sections.Table]
+    tables: list[Table]
     charts: list[Chart]
-    views: list[sections.Table]
-    saturation: sections.Table | None
-    pivots: list[sections.Table]
-    accuracy: sections.Table | None
-    tasks: list[sections.Table]
-    agreement: list[sections.Table]
+    views: list[Table]
+    saturation: Table | None
+    pivots: list[Table]
+    accuracy: Table | None
+    tasks: list[Table]
+    agreement: list[Table]
     complaints: list[tuple[str, str, str]]
-    gpu: sections.Table | None
+    gpu: Table | None
     details: list[sections.Detail]
 
 
@@ -130,7 +131,7 @@ def _section(
     )
 
 
-def _views(results: Results, frame: pd.DataFrame, out: Path, run: str) -> dict[str, list[sections.Table]]:
+def _views(results: Results, frame: pd.DataFrame, out: Path, run: str) -> dict[str, list[Table]]:
     """The other tables of the run, each with its CSV twin beside the page."""
     found = {}
     for name, view in views.VIEWS.items():

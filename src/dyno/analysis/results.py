@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -22,9 +22,6 @@ from dyno.analysis.forms import Form, forms
 from dyno.analysis.rounds import GPU, HOST, Round
 from dyno.worker.record import STATUSES
 from dyno.worker.spec import PRECISIONS, SCHEMA, UserError
-
-if TYPE_CHECKING:
-    from dyno.analysis.detection import MeanAP
 
 # A trial is as bad as its worst round; "unfinished" is a trial of which no round has left a record.
 SEVERITY = ("ok", "unfinished", "skipped", "failed", "timeout", "oom", "crashed")
@@ -42,6 +39,7 @@ class TrialResult:
     rounds: list[Round] = field(default_factory=list)
     confirmations: list[Round] = field(default_factory=list)
     form: Form | None = None  # of a file that has another of the same network beside it
+    derived: dict[str, Any] = field(default_factory=dict)  # what was worked out of it once, by name
 
     @property
     def spec(self) -> dict[str, Any]:
@@ -158,13 +156,6 @@ class TrialResult:
         """The classifier's answers of the first good round that has any."""
         return next((r.answers for r in self.good if r.answers), {})
 
-    @cached_property
-    def mean_ap(self) -> MeanAP | None:
-        """mAP of a detector; None for a classifier, and without ground truth."""
-        from dyno.analysis import detection
-
-        return detection.of(self)
-
     def outputs(self) -> dict[str, np.ndarray]:
         """Raw outputs of the first good round that has any."""
         return next((found for r in self.good if (found := r.outputs())), {})
@@ -176,7 +167,12 @@ class TrialResult:
         return list(dict.fromkeys([*every, *gpu_words.warnings(self)]))
 
     def notes(self) -> list[str]:
-        """What explains the numbers: the engine's own notes, and what the GPU's clock and telemetry say."""
+        """What explains the numbers: `reasons`, and what INT8 was calibrated on where that weren't real images."""
+        note = (self.facts.get("calibration") or {}).get("note")
+        return [*([str(note)] if note else []), *self.reasons()]
+
+    def reasons(self) -> list[str]:
+        """What explains the speed: the engine's own notes, and what the GPU's clock and telemetry say."""
         return [*(str(n) for n in self.facts.get("notes") or ()), *gpu_words.notes(self)]
 
     @cached_property

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dyno.analysis import accuracy, agreement, gpu_words, stats
+from dyno.analysis.cells import Cell, Table, number, text
 from dyno.analysis.formatting import UNBOUNDED, bounded, points, short, show, significant
 from dyno.analysis.frontier import SATURATED, saturation
 from dyno.analysis.gpu_trace import Summary
@@ -24,37 +25,6 @@ if TYPE_CHECKING:
 LONGEST = 60  # characters of the name of a layer, which names all nodes that it was fused from
 MOST_DETAILS = 300  # trials with a section of their own, and pairs whose raw outputs are compared
 STOPPED = {"interval": "narrow enough", "seconds": "time was up", "samples": "enough samples"}
-
-
-@dataclass(frozen=True)
-class Cell:
-    """Text of a table cell and what it is sorted by; `number` right-aligns it."""
-
-    text: str
-    sort: str = ""
-    number: bool = False
-
-
-@dataclass(frozen=True)
-class Table:
-    """A titled table; `notes` are printed below it."""
-
-    title: str
-    head: list[str]
-    rows: list[list[Cell]]
-    notes: list[str] = field(default_factory=list)
-
-
-def text(value: object) -> Cell:
-    """A cell of text, sorted by that text."""
-    return Cell(str(value), str(value))
-
-
-def number(value: float | None, shown: str | None = None) -> Cell:
-    """A cell of a number, sorted by it; empty for None and NaN."""
-    if value is None or value != value:
-        return Cell("", "", True)
-    return Cell(significant(value) if shown is None else shown, repr(float(value)), True)
 
 
 def results_tables(

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from dyno.analysis import accuracy, correctness, gpu_words, stats, work
+from dyno.analysis import accuracy, correctness, detection, gpu_words, stats, work
 from dyno.analysis.correctness import AGREE, WRONG, Correctness
 from dyno.analysis.precision import truth
 from dyno.analysis.references import INCOMPARABLE, incomparable, references, yardsticks
@@ -266,7 +266,7 @@ def _accuracy(t: TrialResult, against: Comparison) -> dict[str, Any]:
 
 
 def _mean_ap(t: TrialResult, against: Comparison) -> dict[str, Any]:
-    own, reference = t.mean_ap, against.yardstick or against.reference
+    own, reference = detection.of(t), against.yardstick or against.reference
     if own is None:
         return {}
     whole = own.interval

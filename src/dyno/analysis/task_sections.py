@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dyno.analysis import accuracy, confusion
+from dyno.analysis import accuracy, confusion, detection
+from dyno.analysis.cells import Cell, Table, number, text
 from dyno.analysis.detection import WORDS
 from dyno.analysis.formatting import points
 from dyno.analysis.results import Results
-from dyno.analysis.sections import Cell, Table, number, text
 from dyno.analysis.tables import STAGES
 
 if TYPE_CHECKING:
@@ -58,7 +58,8 @@ def mean_ap_table(results: Results, frame: pd.DataFrame) -> Table | None:
         spread = Cell(f"{r['map_low']:.2f} to {r['map_high']:.2f}", repr(r["map_low"]), True)
         own = [number(r["map50"], f"{r['map50']:.2f}"), number(r["map50_95"], f"{r['map50_95']:.2f}"), spread]
         boxes = [number(r[name], f"{r[name]:.2f}") for name in ("box_map50", "box_map50_95")]
-        kind = WORDS[t.mean_ap.kind] if t.mean_ap else ""
+        scored = detection.of(t)
+        kind = WORDS[scored.kind] if scored else ""
         images = number(float(r["images"]), f"{r['images']:,}")
         rows.append([text(t.label), text(kind), images, *own, *boxes, *_change(r)])
     head = ["trial", "of", "images", "mAP50 %", "mAP50-95 %", "95 % interval", "boxes: mAP50 %", "boxes: mAP50-95 %",
@@ -75,8 +76,9 @@ def _change(r: pd.Series) -> list[Cell]:
 
 def average_precisions(results: Results) -> Table | None:
     """AP50-95 of each class in each way of running the model; rows are classes."""
-    shown = [t for t in results if t.good and t.mean_ap][:MOST_COLUMNS]
-    each = [{name: ap for name, _, ap in t.mean_ap.own.by_class()} for t in shown if t.mean_ap]
+    scored = [(t, found) for t in results if t.good and (found := detection.of(t))][:MOST_COLUMNS]
+    shown = [t for t, _ in scored]
+    each = [{name: ap for name, _, ap in found.own.by_class()} for _, found in scored]
     names = list(dict.fromkeys(name for found in each for name in found))[:MOST_CLASSES]
     rows = [
         [text(name), *(number(found[name], f"{100 * found[name]:.2f}") if name in found else EMPTY for found in each)]

@@ -221,12 +221,15 @@ def _truths(results: Results) -> Iterator[Finding]:
     for t, found in known:
         if not found.ok:
             wrong.setdefault((t.model, found.sentence), []).append(t)
-    kept = len(known) - sum(map(len, wrong.values()))
-    if known:
-        yield Finding(NOTE, f"Precision: {kept} of {len(known)} trials ran in the type they were asked for.")
+    told = [found for _, found in known if found.known]
+    if told:
+        kept = sum(found.ok for found in told)
+        yield Finding(NOTE, f"Precision: {kept} of {len(told)} trials ran in the type they were asked for.")
     for (_, sentence), trials in wrong.items():
         whose = f"{trials[0].model} " if len({t.model for t in results}) > 1 else ""
-        yield Finding(WARNING, f"{whose}{trials[0].way} ({_places(trials)}) is not what it says: {sentence}.")
+        found = truth(trials[0])
+        is_wrong = " is not what it says" if found and found.known else ""
+        yield Finding(WARNING, f"{whose}{trials[0].way} ({_places(trials)}){is_wrong}: {sentence}.")
 
 
 def _slow_precisions(results: Results) -> Iterator[Finding]:
@@ -256,7 +259,7 @@ def _not_faster(other: str, slow: list[tuple[TrialResult, stats.Speedup]]) -> st
     sure = all(gain.verdict in (stats.SLOWER, stats.ONE_ROUND) or gain.high <= 1 for gain in gains)
     shown = ratio(gains[0].value, gains[0].low, gains[0].high)
     shown += ", one round only, so unproven" if gains[0].verdict == stats.ONE_ROUND else ""
-    reasons = list(dict.fromkeys("; ".join(t.notes()) or _silence(gain) for t, gain in slow))
+    reasons = list(dict.fromkeys("; ".join(t.reasons()) or _silence(gain) for t, gain in slow))
     at = f"at batch {slow[0][0].batch}, " if len(reasons) > 1 else ""
     word = "not faster" if sure else "not shown to be faster"
     return f"{word} than {other} ({_places([t for t, _ in slow])}: {shown}): {at}{reasons[0]}"

@@ -1,21 +1,16 @@
-"""What a backend offers, and how one is found: by the name of its class among the files in `backends/`."""
+"""What a backend offers: recipes, files, sessions, and what of them it refuses; the registry finds one by its name."""
 
 from __future__ import annotations
 
 import hashlib
-import importlib
-import inspect
-import pkgutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dyno.worker import backends
 from dyno.worker.option_values import Check, check_values
 from dyno.worker.spec import Artifact, Option, Recipe, Tensor, Trial, UserError, check_known
 
@@ -133,7 +128,7 @@ class Backend:
 
 
 def derived(parent: Artifact, path: Path, precision: str, made_by: Mapping[str, Any], began: float) -> Artifact:
-    """The file at `path`, made from the parent's in another precision since `began` (of `perf_counter`)."""
+    """The file at `path`, made from the parent's since `began` (of `perf_counter`)."""
     content = path.read_bytes()
     return replace(
         parent,
@@ -145,41 +140,3 @@ def derived(parent: Artifact, path: Path, precision: str, made_by: Mapping[str, 
         parent_sha256=parent.sha256,
         made_by=dict(made_by),
     )
-
-
-def find(name: str) -> Backend:
-    """The backend of that name, or the class at `module:Class`; an unknown name is a `UserError` with the nearest."""
-    if ":" in name:
-        module, _, attribute = name.partition(":")
-        try:
-            made = getattr(importlib.import_module(module), attribute)()
-        except Exception as e:  # someone else's code: whatever it raises is what is wrong with it
-            reason = (str(e).strip() or type(e).__name__).splitlines()[0]
-            raise UserError(f"backend {name!r} can't be loaded: {reason}") from e
-        if not isinstance(made, Backend):
-            raise UserError(f"backend {name!r} is not a dyno.worker.backend.Backend")
-        return made
-    if name not in _all():  # makers are found, but aren't named: nobody runs a model with one
-        check_known("backend", name, names())
-    return _all()[name]()
-
-
-def names() -> list[str]:
-    """Names of the backends that run models, in alphabetical order; scripted ones (`fake`) left out."""
-    return sorted(name for name, cls in _all().items() if cls.runs and not name.startswith("fake"))
-
-
-@lru_cache(maxsize=1)
-def _all() -> dict[str, type[Backend]]:
-    return {cls.name: cls for module in _modules() for cls in _classes(module)}
-
-
-def _modules() -> Iterator[Any]:
-    for info in pkgutil.iter_modules(backends.__path__):
-        yield importlib.import_module(f"{backends.__name__}.{info.name}")
-
-
-def _classes(module: Any) -> Iterator[type[Backend]]:
-    for _, cls in inspect.getmembers(module, inspect.isclass):
-        if issubclass(cls, Backend) and cls.name and cls.__module__.startswith(module.__name__):
-            yield cls

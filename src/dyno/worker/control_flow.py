@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +22,53 @@ class ReadsValue(Exception):
 def check_control_flow(torch: Any, module: Any, example: tuple[Any, ...]) -> bool:
     """Run the module and follow what is computed from its inputs; True where no such value decides what is computed.
 
-    False where it can't be told: a result's length depends on values, or the module doesn't run so. A module that reads
-    a value (`if x.mean() > 0`, `range(int(n))`, `.item()`) is a `UserError` that names the line. Weights and shapes may
-    be read: they are the same for every input.
+    False where it can't be told: a result's length depends on values, the module doesn't run so, or it reads a value
+    (`if x.mean() > 0`, `range(int(n))`, `.item()`) but not while it is exported, as transformers' attention masks do. A
+    module that reads one while it is exported too is a `NoRoute` that names the line. Weights and shapes may be read:
+    they are the same for every input.
     """
     if isinstance(module, torch.jit.ScriptModule):
         return True  # keeps its branches, and its graph has them
+    try:
+        return not _lengths_depend(torch, module, example)
+    except ReadsValue:
+        pass
+    except Exception:  # another PyTorch, or a module that doesn't run under a watch: nothing is known of it then
+        return False
+    try:
+        with _exporting(torch):
+            _lengths_depend(torch, module, example)
+    except ReadsValue as e:
+        raise NoRoute(f"a graph would hold one branch only: {_where(torch, e)} depends on values; {REMEDY}") from e
+    except Exception:  # what it does there only an exporter can see, and that is compared with the module's results
+        return False
+    return False
+
+
+def _lengths_depend(torch: Any, module: Any, example: tuple[Any, ...]) -> bool:
+    """Whether a result's length depends on values; `ReadsValue` where the module reads one."""
     inputs = tuple(tensor.clone() for tensor in example)
     for tensor in inputs:
         setattr(tensor, MARK, True)
+    followed, unread = _modes(torch)
+    with torch.no_grad(), warnings.catch_warnings(), unread, followed:
+        warnings.simplefilter("ignore")
+        module(*inputs)
+    return bool(followed.lengths)
+
+
+@contextlib.contextmanager
+def _exporting(torch: Any) -> Iterator[None]:
+    """A module that asks `torch.compiler.is_exporting()` is told so, as torch.export does it."""
+    known = [flag for flag in ("_is_compiling_flag", "_is_exporting_flag") if hasattr(torch.compiler, flag)]
+    before = {flag: getattr(torch.compiler, flag) for flag in known}
     try:
-        followed, unread = _modes(torch)
-        with torch.no_grad(), warnings.catch_warnings(), unread, followed:
-            warnings.simplefilter("ignore")
-            module(*inputs)
-    except ReadsValue as e:
-        raise NoRoute(f"a graph would hold one branch only: {_where(torch, e)} depends on values; {REMEDY}") from e
-    except Exception:  # another PyTorch, or a module that doesn't run under a watch: nothing is known of it then
-        return False
-    return not followed.lengths
+        for flag in known:
+            setattr(torch.compiler, flag, True)
+        yield
+    finally:
+        for flag, value in before.items():
+            setattr(torch.compiler, flag, value)
 
 
 def _modes(torch: Any) -> tuple[Any, Any]:
@@ -51,6 +80,11 @@ def _modes(torch: Any) -> tuple[Any, Any]:
     def marked(values: Any) -> bool:
         return any(isinstance(v, torch.Tensor) and getattr(v, MARK, False) for v in tree_leaves(values))
 
+    def by_number(func: Any, args: Any) -> bool:
+        """Whether it takes rows by their numbers, whose count is a shape, and not by a mask."""
+        masks = (torch.bool, torch.uint8)
+        return func is torch.ops.aten.index.Tensor and not any(i is not None and i.dtype in masks for i in args[1])
+
     class Followed(TorchDispatchMode):  # type: ignore[misc]  # torch has no types here
         lengths = False
 
@@ -58,8 +92,12 @@ def _modes(torch: Any) -> tuple[Any, Any]:
             ours = marked((args, kwargs or {}))
             if ours and torch.Tag.data_dependent_output in func.tags:
                 raise ReadsValue
-            self.lengths |= ours and torch.Tag.dynamic_output_shape in func.tags
             result = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten._pack_padded_sequence.default:
+                # Recurrent layers read the other result, how many sequences are that long, and tracing knows it.
+                setattr(result[0], MARK, ours)
+                return result
+            self.lengths |= ours and torch.Tag.dynamic_output_shape in func.tags and not by_number(func, args)
             for value in tree_leaves(result) if ours else ():
                 if isinstance(value, torch.Tensor):
                     setattr(value, MARK, True)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
-def code_sha256(file: Path) -> str:
+def sha256_with_imports(file: Path) -> str:
     """sha256 of a Python file, over those of the files below its folder that its import statements lead to, if any.
 
     What is imported by a name that is made up while running, or lies elsewhere on the path, is not seen.

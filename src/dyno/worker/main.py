@@ -40,14 +40,15 @@ from typing import Any
 import numpy as np
 
 from dyno.worker import evaluate, gpu, inputs, measure, system
-from dyno.worker.backend import Session, find
+from dyno.worker.backend import Session
 from dyno.worker.journal import Journal
 from dyno.worker.record import Measurement, Record, save_arrays, write_record
+from dyno.worker.registry import find
 from dyno.worker.spec import SCHEMA, Artifact, Job, NoRoute, Trial, Unavailable, UserError, from_json
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 # What a file made from another says of the model they share, and of the route to it.
-INHERITED = ("weights_sha256", "parameters", "exporter", "opset", "fixed_batch", "folded")
+INHERITED = ("weights_sha256", "parameters", "exporter", "opset", "fixed_batch", "folded", "calibration")
 
 
 def run_trial(job: Job, trial: Trial, journal: Journal) -> None:

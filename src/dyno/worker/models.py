@@ -276,7 +276,7 @@ def _from_module(place: str, source: str) -> Any:
 def _from_file(path: Path, sha256: str) -> Any:
     if not path.is_file():
         raise UserError(f"model file {path} doesn't exist")
-    if sha256 and local_code.code_sha256(path) != sha256:
+    if sha256 and local_code.sha256_with_imports(path) != sha256:
         what = f"model file {path}, or one that it imports,"
         raise UserError(f"{what} changed since the study was planned; run the same command again")
     name = f"dyno_model_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"

@@ -158,7 +158,7 @@ def _spec(name: str, value: Any, keyword: bool, model: ModelSpec) -> InputSpec:
     if value is None or isinstance(value, NUMBERS):
         return InputSpec(name, "", value=value, keyword=keyword)
     if isinstance(value, np.ndarray):
-        value = torch.from_numpy(np.ascontiguousarray(value))
+        value = torch.from_numpy(np.asarray(value, order="C"))
     if not isinstance(value, torch.Tensor) or value.is_complex() or value.is_quantized:
         raise UserError(
             f"the example of {model.name}'s input {name!r} is a {type(value).__name__}; "
@@ -335,7 +335,7 @@ def example(
     import torch
 
     (fed,) = feeds.batches(DataSpec(seed=seed), model.preprocess, tensors(specs, dims), dims, 1, specs)
-    return arguments(specs, {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in fed.items()})
+    return arguments(specs, {name: torch.from_numpy(np.asarray(array, order="C")) for name, array in fed.items()})
 
 
 def shown(specs: Sequence[InputSpec], dims: Dims) -> str:

@@ -46,9 +46,11 @@ def read_precision(path: str) -> str:
 
 
 def check(path: str) -> None:
-    """A `UserError` for a graph that ONNX's own checker refuses, or whose weights are not where it says."""
+    """A `UserError` for a graph that ONNX's own checker refuses, that takes or returns something else than tensors of
+    numbers, or whose weights are not where it says."""
     onnx = import_onnx()
-    _read(path)
+    graph = _read(path).graph
+    _only_tensors(path, {"input": graph.input, "output": graph.output})
     for file in beside(Path(path)):
         if not file.is_file():
             raise UserError(f"{path} keeps weights in {file}, which doesn't exist; put it back beside it")
@@ -57,6 +59,22 @@ def check(path: str) -> None:
     except onnx.checker.ValidationError as e:
         reason = " ".join(line.strip() for line in str(e).splitlines()[:2] if line.strip())
         raise UserError(f"{path} is not a valid ONNX graph: {reason[:300]}") from e
+
+
+def _only_tensors(path: str, sides: dict[str, Any]) -> None:
+    """A `UserError` that names the first input or output that no array can be fed to or read from."""
+    import onnx
+
+    remedy = "export the model with tensors of numbers alone"
+    for side, values in sides.items():
+        for value in values:
+            kind = value.type.WhichOneof("value") or "tensor_type"
+            if value.type.tensor_type.elem_type == onnx.TensorProto.STRING:
+                raise UserError(f"{path}'s {side} {value.name!r} is text; {remedy}")
+            if kind in ("sequence_type", "map_type", "optional_type"):
+                zipmap = kind == "map_type" or value.type.sequence_type.elem_type.HasField("map_type")
+                how = ", for scikit-learn's classifiers by skl2onnx's options={'zipmap': False}" if zipmap else ""
+                raise UserError(f"{path}'s {side} {value.name!r} is a {kind.removesuffix('_type')}; {remedy}{how}")
 
 
 def given(path: str, wanted: Option | None, folder: Path) -> Artifact:

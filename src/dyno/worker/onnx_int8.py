@@ -1,5 +1,7 @@
 """INT8 ONNX graphs: Q/DQ by onnxruntime.quantization's static post-training quantisation, calibrated on real images.
 
+Of a model that takes something else, its described inputs are what it is calibrated on: see `calibration`.
+
 The scheme (Jacob et al., 2018) depends on the engine that will read the file: see `SCHEMES`.
 """
 
@@ -15,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker import system
-from dyno.worker.calibration import CalibrationImages, reader
+from dyno.worker.calibration import CalibrationImages, CalibrationInputs, calibration_of, reader
 from dyno.worker.onnx_check import session
 from dyno.worker.onnx_fold import folded
 from dyno.worker.onnx_head import decoding, named
@@ -30,6 +32,7 @@ PERCENTILE = 99.99
 HISTOGRAM_BATCHES = 8
 
 Ranges = dict[str, tuple[float, float]]
+Calibration = CalibrationImages | CalibrationInputs
 # Eight bits cost these much accuracy and bring no speed; what selects by index must not be rounded at all.
 NOT_QUANTISED = set(
     "Softmax LayerNormalization InstanceNormalization BatchNormalization EmbedLayerNormalization CumSum TopK ArgMax "
@@ -80,10 +83,10 @@ def to_int8(model: Any, recipe: Recipe, parent: Artifact, path: Path, kept: Sequ
     import onnx
 
     target, method = str(recipe.options.get("target", "")), str(recipe.options.get("method", METHOD))
-    images = CalibrationImages(recipe, parent)
+    data = calibration_of(recipe, parent)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         scratch = Path(folder)
-        seen = observed(model, recipe, images, scratch)
+        seen = observed(model, recipe, data, scratch)
         excluded = seen.excluded | {*kept}
         if seen.scheme.fused:
             place(seen.model, seen.ranges, excluded, seen.transformer)
@@ -100,9 +103,9 @@ def to_int8(model: Any, recipe: Recipe, parent: Artifact, path: Path, kept: Sequ
     return {
         "scheme": seen.scheme.text + (", weights in 7 bits because this CPU has no VNNI" if seen.narrow else ""),
         "target": target,
-        "calibration": {"samples": images.count, "method": method, "data_sha256": images.data.sha256},
+        "calibration": {**data.facts, "method": method},
         "kept_float": len(excluded),
-        "warnings": [*seen.warnings, *images.warnings],
+        "warnings": [*seen.warnings, *data.warnings],
     }
 
 
@@ -121,16 +124,16 @@ class Observed:
     warnings: tuple[str, ...]
 
 
-def observed(model: Any, recipe: Recipe, images: CalibrationImages, scratch: Path) -> Observed:
+def observed(model: Any, recipe: Recipe, data: Calibration, scratch: Path) -> Observed:
     """Prepare the graph and calibrate it, as the recipe's options `target` and `method` say; works in `scratch`."""
     target, method = str(recipe.options.get("target", "")), str(recipe.options.get("method", METHOD))
     scheme: Scheme = _known(target, SCHEMES, "int8 target")
     _known(method, METHODS, "calibration method")
-    prepared, notes = _prepared(model, images, scratch)
+    prepared, notes = _prepared(model, data, scratch)
     excluded, transformer = _attention(prepared)
     excluded |= decoding(prepared.graph, recipe.model)
     types = OBSERVED if scheme.fused else LINEAR if transformer else _every_type()
-    ranges = _calibrated(scratch, types, images, recipe)
+    ranges = _calibrated(scratch, types, data, recipe)
     narrow = target != "tensorrt" and _saturates()
     return Observed(prepared, scheme, frozenset(types), excluded, transformer, ranges, narrow, tuple(notes))
 
@@ -178,11 +181,11 @@ def _known(name: str, choices: dict[str, Any], what: str) -> Any:
     return choices[name]
 
 
-def _prepared(model: Any, images: CalibrationImages, scratch: Path) -> tuple[Any, list[str]]:
+def _prepared(model: Any, data: Calibration, scratch: Path) -> tuple[Any, list[str]]:
     """The graph folded (see `onnx_fold`) and every node named, also as prepared.onnx; what is to be said of that."""
     import onnx
 
-    (feeds,) = images.feeds(0, 1)
+    (feeds,) = data.feeds(0, 1)
     prepared, notes = folded(in_opset(model, max(PER_CHANNEL_OPSET, opset(model))), feeds, scratch)
     named(prepared.graph)
     onnx.save(prepared, scratch / "prepared.onnx")
@@ -208,7 +211,7 @@ def _attention(model: Any) -> tuple[set[str], bool]:
     return {n.name for n in products}, attention or any(n.op_type == "LayerNormalization" for n in model.graph.node)
 
 
-def _calibrated(scratch: Path, types: Iterable[str], images: CalibrationImages, recipe: Recipe) -> Ranges:
+def _calibrated(scratch: Path, types: Iterable[str], data: Calibration, recipe: Recipe) -> Ranges:
     """Collect the ranges of all tensors into ranges.json; returns the lowest and highest value of each."""
     from onnxruntime.quantization import CalibrationMethod
     from onnxruntime.quantization.calibrate import create_calibrator, save_tensors_data
@@ -224,9 +227,9 @@ def _calibrated(scratch: Path, types: Iterable[str], images: CalibrationImages, 
     )
     # Its own session would take a thread for each core of the machine and tie it there.
     calibrator.infer_session = session(str(scratch / "augmented.onnx"), optimised=False)
-    for start in range(0, len(images), HISTOGRAM_BATCHES):
-        end = min(start + HISTOGRAM_BATCHES, len(images))
-        calibrator.collect_data(reader(images.feeds(start, end)))
+    for start in range(0, len(data), HISTOGRAM_BATCHES):
+        end = min(start + HISTOGRAM_BATCHES, len(data))
+        calibrator.collect_data(reader(data.feeds(start, end)))
     found = calibrator.compute_data()
     save_tensors_data(found, scratch / "ranges.json")
     return {name: (float(np.min(s.range_value[0])), float(np.max(s.range_value[1]))) for name, s in found.items()}

@@ -7,7 +7,7 @@ import statistics
 from collections import Counter, defaultdict
 from typing import Any
 
-from dyno.worker.truth import why_not_faster
+from dyno.worker.truth import has_precision, why_not_faster
 
 TYPE_NAMES = {"float": "float32", "uint8": "int8", "double": "float64"}
 COMPUTE = re.compile("Conv|Gemm|MatMul|Attention|LSTM|GRU|RNN")
@@ -17,7 +17,8 @@ CONVERTERS = ("QuantizeLinear", "DequantizeLinear", "Cast", "ReorderInput", "Reo
 class Profile:
     """What ran, from the events of a profile; the first run is left out, it allocates and packs weights."""
 
-    def __init__(self, events: list[dict[str, Any]]) -> None:
+    def __init__(self, events: list[dict[str, Any]], asked: str) -> None:
+        self._asked = asked
         runs = sorted(e["ts"] for e in events if e["name"] == "model_run")
         since = runs[1] if len(runs) > 1 else 0
         nodes = [e for e in events if e["cat"] == "Node" and e["ts"] >= since]
@@ -32,8 +33,11 @@ class Profile:
             self.seconds[op] += statistics.median(each)
 
     def compute(self) -> list[dict[str, Any]]:
-        """Convolutions, matrix products and the like; all nodes of a model that has none."""
-        return [node for node in self.seen.values() if COMPUTE.search(node["op_name"])] or list(self.seen.values())
+        """Convolutions, matrix products and the like; in a model that has none, all nodes in a type of precision."""
+        nodes = self.seen.values()
+        return [node for node in nodes if COMPUTE.search(node["op_name"])] or [
+            node for node in nodes if has_precision(_computed_in(node), self._asked)
+        ]
 
     def by_type(self) -> dict[str, int]:
         """Compute nodes by the type of their first input, 8-bit ones signed or not as `int8`."""
@@ -52,10 +56,10 @@ class Profile:
         total = sum(self.seconds.values()) or 1.0
         return {op: round(s / total, 4) for op, s in sorted(self.seconds.items(), key=lambda kv: -kv[1])}
 
-    def notes(self, asked: str) -> list[str]:
+    def notes(self) -> list[str]:
         """Sentences about what keeps a lowered precision from being faster."""
         compute = [(node["op_name"], _computed_in(node)) for node in self.compute()]
-        return why_not_faster(asked, compute, self.time_by_operator(), CONVERTERS)
+        return why_not_faster(self._asked, compute, self.time_by_operator(), CONVERTERS)
 
 
 def _computed_in(node: dict[str, Any]) -> str:

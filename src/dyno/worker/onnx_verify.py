@@ -24,6 +24,10 @@ class Wrong(Exception):
     """An exported graph that doesn't do what the module does; the message says how."""
 
 
+class Refused(Wrong):
+    """An exported graph that ONNX Runtime doesn't run."""
+
+
 class Case(NamedTuple):
     """Inputs of a batch by name, in the module's order, and the outputs that they must give."""
 
@@ -71,7 +75,7 @@ def verified(path: Path, outputs: Sequence[Tensor], source: Source) -> dict[str,
     except ImportError:
         return {}
     except Exception as e:  # ONNX Runtime's errors have no common base but this one
-        raise Wrong(f"wrote a graph that ONNX Runtime refuses, {first_line(e)}") from e
+        raise Refused(f"wrote a graph that ONNX Runtime refuses, {first_line(e)}") from e
     pairs = [(name, case.outputs[name], got[i]) for case, got in zip(source.expected, given, strict=True)
              for i, name in enumerate(source.outputs)]  # fmt: skip
     own: dict[str, float] = {}

@@ -63,7 +63,7 @@ def fitted(feed: np.ndarray, tensor: Tensor, shape: Shape) -> np.ndarray:
     """The feed in the engine's type and C order, copied only where it isn't so; a wrong shape is a `UserError`."""
     if feed.shape != shape:
         raise UserError(f"input {tensor.name!r} wants {_text(shape)}, but got {_text(feed.shape)}")
-    return np.ascontiguousarray(feed, dtype=tensor.dtype)
+    return np.asarray(feed, tensor.dtype, order="C")  # ascontiguousarray would make a scalar a vector
 
 
 def _text(shape: Iterable[int]) -> str:

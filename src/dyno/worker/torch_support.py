@@ -99,6 +99,15 @@ def tensors(result: Any) -> Iterator[Any]:
             yield from tensors(getattr(result, field.name))
 
 
+def cast(module: Any, kind: str) -> Any:
+    """The module with its floating-point weights in the type of that name.
+
+    Complex ones, which `.to` would strip of their imaginary part, stay what they are.
+    """
+    methods = {"float32": "float", "float16": "half", "bfloat16": "bfloat16"}
+    return getattr(module, methods[kind])()
+
+
 def compute_layers(torch: Any) -> tuple[type, ...]:
     """The modules that do a network's arithmetic: convolutions, matrix products, attention, recurrence."""
     nn = torch.nn

@@ -14,6 +14,7 @@ TYPES = {
     "int8": "int8",
     "fp8": "float8",
 }
+FLOATS = {*TYPES.values(), "float64"} - {"int8"}
 # A lower precision keeps sensitive layers higher on purpose; IEEE FP32 has no such excuse.
 LEAST_SHARE = {"fp32": 1.0, "tf32": 1.0}
 LEAST_SHARE_LOWERED = 0.5
@@ -38,6 +39,14 @@ def precision_truth(asked: str, layers_by_type: Mapping[str, int], engine: str) 
     if held and not ok:
         sentence += f", so {asked} is not confirmed"
     return {"asked": asked, "share": share, "ok": ok, "refuted": not held, "sentence": sentence}
+
+
+def has_precision(kind: str, asked: str) -> bool:
+    """Whether a layer of this type says something of a graph's precision when nothing in it multiplies matrices.
+
+    Indices, shapes, sequences and truth values (bytes to an engine) are what they are in every precision.
+    """
+    return kind in FLOATS or kind == TYPES[asked]
 
 
 def _sentence(asked: str, wanted: str, layers: Mapping[str, int], engine: str) -> str:

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from dyno.worker import models
-from dyno.worker.backend import find, names
 from dyno.worker.backends.onnx_export import exported
 from dyno.worker.onnx_file import read_io
+from dyno.worker.registry import find, names
 from dyno.worker.spec import Artifact, Dims, ModelSpec, Runtime, Tensor, UserError, digest
 
 DIGITS = ModelSpec("digits", "dyno.worker.digits:resnet18", channels=1)
@@ -25,6 +25,7 @@ FREE = Dims(0, 64, 64)
 NETS = '''
 import torch
 from torch import nn
+from torchvision import ops
 
 class Baked(nn.Module):
     """Tracing keeps the example's batch in the reshape; dynamo has no amax of all axes."""
@@ -49,6 +50,21 @@ class Several(nn.Module):
         y = self.conv(x)
         return {"map": y, "parts": [y.mean((2, 3)), y.amax((2, 3))]}
 
+class Each(nn.Module):
+    """A result for each image, as torchvision's detectors give them."""
+    def forward(self, x):
+        return [{"mean": image.mean()} for image in x]
+
+class Bent(nn.Module):
+    """Deformable convolutions are in ONNX from opset 19 on."""
+    def __init__(self):
+        super().__init__()
+        self.conv, self.offsets = ops.DeformConv2d(3, 4, 3), nn.Conv2d(3, 18, 3)
+    def forward(self, x):
+        return self.conv(x, self.offsets(x))
+
+def bent(): return Bent()
+def each(): return Each()
 def baked(): return Baked()
 def branch(): return Branch()
 def several(): return Several()
@@ -210,3 +226,18 @@ def test_known_networks_export_with_a_free_batch(source, tmp_path):
     artifact = make(tmp_path, model, Dims(0, 224, 224))
     assert artifact.made_by["exporter"] == "dynamo"
     same(artifact, model, 2, 224)
+
+
+def test_a_result_per_image_has_no_free_batch(tmp_path, nets):
+    model = ModelSpec("each", f"{nets}:each")
+    with pytest.raises(UserError, match=r"returns 1 tensors at batch 1 and 3 at 3, .*fixed batch \(--batch 1\)"):
+        make(tmp_path, model, Dims(0, 8, 8))
+    assert make(tmp_path, model, Dims(1, 8, 8), exporter="torchscript").outputs == (Tensor("output", "float32", ()),)
+
+
+@pytest.mark.slow
+def test_an_operator_of_a_later_opset_is_exported_in_that(tmp_path, nets):
+    model = ModelSpec("bent", f"{nets}:bent")
+    made = make(tmp_path, model, Dims(0, 8, 8))
+    assert made.made_by["opset"] > 18 and "ONNX Runtime refuses" in made.made_by["warnings"][0]
+    same(made, model, 3, 8)

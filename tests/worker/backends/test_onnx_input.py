@@ -11,10 +11,11 @@ import onnx
 import pytest
 
 from dyno.worker import inputs
-from dyno.worker.backend import Session, find
+from dyno.worker.backend import Session
 from dyno.worker.backends.onnx_input import OnnxInput, reading_pixels
 from dyno.worker.backends.onnx_precision import OnnxPrecision, converted
 from dyno.worker.evaluate import outputs
+from dyno.worker.registry import find
 from dyno.worker.spec import Artifact, Dims, Recipe, Tensor, UserError
 
 

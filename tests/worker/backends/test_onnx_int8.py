@@ -11,9 +11,9 @@ import onnx
 import pytest
 
 from dyno.worker import onnx_check
-from dyno.worker.backend import find
 from dyno.worker.backends.onnx_precision import OnnxPrecision
 from dyno.worker.onnx_file import artifact
+from dyno.worker.registry import find
 from dyno.worker.spec import Artifact, Dims, Recipe, UserError
 
 

@@ -13,11 +13,11 @@ import onnx
 import pytest
 
 from dyno.launch import launch
-from dyno.worker.backend import find
 from dyno.worker.backends.onnx_modelopt import Feeds, OnnxModelopt
 from dyno.worker.backends.onnx_precision import converted
 from dyno.worker.calibration import CalibrationImages
 from dyno.worker.onnx_file import read_precision
+from dyno.worker.registry import find
 from dyno.worker.spec import DataSpec, Dims, Job, Recipe, Runtime, Trial, Unavailable, UserError
 
 PYTHON = os.environ.get("DYNO_TEST_MODELOPT", "")

@@ -14,7 +14,7 @@ from dyno.execute import Files
 from dyno.progress import Progress
 from dyno.routes import options_of, routed
 from dyno.study import Choice
-from dyno.worker import backend
+from dyno.worker import registry
 from dyno.worker.backends.onnx_static import OnnxStatic, static_of
 from dyno.worker.spec import Artifact, Dims, ModelSpec, Recipe, Runtime, Trial, UserError
 
@@ -61,7 +61,7 @@ def net(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_an_engine_for_one_shape_gets_a_folded_graph_first_and_other_routes_after(net: str) -> None:
-    recipe = backend.find("tensorrt").recipe(replace(_trial(net, "tensorrt"), runtime=Runtime(device="cuda:0")))
+    recipe = registry.find("tensorrt").recipe(replace(_trial(net, "tensorrt"), runtime=Runtime(device="cuda:0")))
     found = []
     while recipe is not None:
         file = recipe.parent
@@ -74,13 +74,13 @@ def test_an_engine_for_one_shape_gets_a_folded_graph_first_and_other_routes_afte
 
 
 def test_a_named_route_has_no_other_behind_it(net: str) -> None:
-    recipe = backend.find("onnxruntime").recipe(_trial(net, exporter="torchscript", static=True))
+    recipe = registry.find("onnxruntime").recipe(_trial(net, exporter="torchscript", static=True))
     assert recipe is not None and recipe.fallback is None and recipe.dims.batch == 2
 
 
 @pytest.mark.slow
 def test_attention_with_a_free_batch_folds_to_a_graph_that_no_shape_is_computed_in(net: str) -> None:
-    made = _file(backend.find("onnxruntime").recipe(_trial(net, fold=True, exporter="dynamo")))
+    made = _file(registry.find("onnxruntime").recipe(_trial(net, fold=True, exporter="dynamo")))
     kinds = {node.op_type for node in onnx.load(made.path).graph.node}
     assert not kinds & {"Shape", "Expand", "ConstantOfShape"}
     assert made.route == "dynamo opset 18, folded" and made.inputs[0].shape == (2, 3, 32, 32)
@@ -88,7 +88,7 @@ def test_attention_with_a_free_batch_folds_to_a_graph_that_no_shape_is_computed_
 
 @pytest.mark.slow
 def test_keys_are_swapped_by_one_transpose(net: str) -> None:
-    graph = onnx.load(_file(backend.find("onnxruntime").recipe(_trial(net, exporter="dynamo"))).path).graph
+    graph = onnx.load(_file(registry.find("onnxruntime").recipe(_trial(net, exporter="dynamo"))).path).graph
     makers = {name: node for node in graph.node for name in node.output}
     products = [n for n in graph.node if n.op_type == "MatMul" and "Softmax" in {r.op_type for r in graph.node}]
     scores = [n for n in products if any(r.op_type == "Softmax" and r.input[0] == n.output[0] for r in graph.node)]
@@ -100,7 +100,7 @@ def test_keys_are_swapped_by_one_transpose(net: str) -> None:
 
 @pytest.mark.slow
 def test_where_a_route_fails_the_next_one_is_taken_and_said(net: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    good = backend.find("onnxruntime").recipe(_trial(net, exporter="torchscript"))
+    good = registry.find("onnxruntime").recipe(_trial(net, exporter="torchscript"))
     assert good is not None
     bad = replace(good, options={"exporter": "none such"}, fallback=good)
     files = Files(Progress(quiet=True))

@@ -227,3 +227,15 @@ print(json.dumps(sorted({name.split(".")[0] for name in sys.modules} & {"onnx", 
 def test_loading_and_facts_need_numpy_and_onnxruntime_alone(digits: Any, root: Path) -> None:
     command = [sys.executable, "-c", SCRIPT, str(root / "src"), digits.artifact.path]
     assert subprocess.run(command, capture_output=True, text=True, check=True, timeout=1200).stdout.strip() == "[]"
+
+
+def test_indices_and_conditions_are_no_precision(onnx_file: Callable[..., Path]) -> None:
+    x, out = H.make_tensor_value_info("x", FLOAT, [1, 4]), H.make_tensor_value_info("y", FLOAT, ["some", 1])
+    made = [H.make_node("NonZero", ["x"], ["where"]), H.make_node("Transpose", ["where"], ["pairs"])]
+    session = OnnxRuntime().load(
+        file_trial(onnx_file([*made, H.make_node("GatherND", ["x", "pairs"], ["y"])], [x], [out])), None
+    )
+    session.bind({"x": np.array([[1, 2, 0, 4]], np.float32)})
+    facts = session.facts()
+    assert "Transpose" in facts["operators"] and facts["layers_by_type"].keys() == {"float32"}
+    assert facts["precision_truth"]["ok"]

@@ -11,8 +11,8 @@ import numpy as np
 import onnx
 import pytest
 
-from dyno.worker.backend import find
 from dyno.worker.backends.onnx_precision import converted
+from dyno.worker.registry import find
 from dyno.worker.spec import Artifact, DataSpec, Dims, ModelSpec, Recipe, Runtime, Tensor, Trial, UserError
 
 NAME = "tensorrt_rtx"

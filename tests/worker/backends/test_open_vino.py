@@ -6,6 +6,7 @@ import hashlib
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 
 from dyno.worker.backends.onnx_precision import OnnxPrecision
 from dyno.worker.backends.open_vino import HINTS, OpenVino, _core
-from dyno.worker.spec import Artifact, DataSpec, Dims, ModelSpec, Recipe, Tensor, Trial, Unavailable, UserError
+from dyno.worker.spec import Artifact, DataSpec, Dims, ModelSpec, Recipe, Runtime, Tensor, Trial, Unavailable, UserError
 
 
 def ir(digits: Any, folder: Path, parent: Artifact | None = None) -> Artifact:
@@ -292,3 +293,34 @@ def test_no_host_is_looked_up_and_nothing_written_at_home(digits: Any, root: Pat
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=1200, env={"HOME": str(home)})
     assert done.stdout.strip() == "[]"
     assert list(home.iterdir()) == []
+
+
+def test_a_loop_over_a_number_and_a_condition_run_and_are_no_precision(
+    onnx_file: Callable[..., Path], tmp_path: Path
+) -> None:
+    kinds, value, node = onnx.TensorProto, onnx.helper.make_tensor_value_info, onnx.helper.make_node
+    ways = {
+        name: onnx.helper.make_graph([node(op, ["x"], [name])], name, [], [value(name, kinds.FLOAT, [3])])
+        for name, op in (("up", "Exp"), ("down", "Neg"))
+    }
+    steps = [node("Add", ["state", "state"], ["next"]), node("Identity", ["on"], ["go"])]
+    taken = [value("k", kinds.INT64, []), value("on", kinds.BOOL, []), value("state", kinds.FLOAT, [3])]
+    body = onnx.helper.make_graph(steps, "body", taken, [value("go", kinds.BOOL, []), value("next", kinds.FLOAT, [3])])
+    path = onnx_file(
+        [
+            node("ReduceSum", ["x"], ["sum"], keepdims=0),
+            node("Greater", ["sum", "zero"], ["positive"]),
+            node("If", ["positive"], ["chosen"], then_branch=ways["up"], else_branch=ways["down"]),
+            node("Loop", ["times", "", "chosen"], ["y"], body=body),
+        ],
+        [value("times", kinds.INT64, []), value("x", kinds.FLOAT, [3])],
+        [value("y", kinds.FLOAT, [3])],
+        [onnx.numpy_helper.from_array(np.float32(0), "zero")],
+    )
+    trial = Trial(ModelSpec("made", f"file:{path}"), "openvino", "fp32", Dims(3, 8, 8), runtime=Runtime(threads=1))
+    session = OpenVino().load(trial, None)
+    session.bind({"times": np.array(2, np.int64), "x": np.array([-1, -2, -3], np.float32)})
+    session.run()
+    session.wait()
+    np.testing.assert_allclose(session.fetch()["y"], [4, 8, 12])
+    assert session.facts()["layers_by_type"].keys() <= {"float32"}

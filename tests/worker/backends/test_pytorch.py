@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from dyno.worker import models, torch_support
-from dyno.worker.backend import Session, find
+from dyno.worker.backend import Session
+from dyno.worker.registry import find
 from dyno.worker.spec import Dims, ModelSpec, Preprocess, Runtime, Trial, Unavailable, UserError
 
 DIGITS = ModelSpec("digits", "dyno.worker.digits:resnet18", channels=1)
@@ -50,6 +51,15 @@ class Broken(nn.Module):
         torch._dynamo.graph_break()
         return x + 1
 
+class Turned(nn.Module):
+    """Has complex weights, as a layer in the frequency domain."""
+    def __init__(self):
+        super().__init__()
+        self.turn = nn.Parameter(torch.tensor([1j, 2j, 3j]))
+    def forward(self, x):
+        return torch.fft.ifft(torch.fft.fft(x.mean((2, 3))) * self.turn).real
+
+def turned(): return Turned()
 def few(): return nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3))
 def several(): return Several()
 def mixed(): return Mixed()
@@ -312,3 +322,10 @@ def test_gpu_computes_in_the_type_asked_for(backend, precision, error):
     assert session.stream
     assert session.facts()["precision_truth"]["ok"]
     session.close()
+
+
+def test_complex_weights_keep_their_imaginary_part(nets):
+    session = find("pytorch").load(trial(ModelSpec("turned", f"{nets}:turned")), None)
+    feed = feeds(session)
+    want = np.fft.ifft(np.fft.fft(feed["input"].mean((2, 3))) * np.array([1j, 2j, 3j])).real
+    np.testing.assert_allclose(outputs(session, feed)["output"], want, 1e-4, 1e-5)

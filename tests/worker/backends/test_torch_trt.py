@@ -21,10 +21,10 @@ import pytest
 import torch
 
 from dyno.worker import main, models
-from dyno.worker.backend import find
 from dyno.worker.backends import torch_trt
 from dyno.worker.inputs import batches
 from dyno.worker.record import Record, read_record, write_json
+from dyno.worker.registry import find
 from dyno.worker.spec import (
     DataSpec,
     Dims,

@@ -21,7 +21,7 @@ from dyno.worker.input_specs import BATCH, arguments, has_batch, tensors
 from dyno.worker.onnx_attention import plain_transposes
 from dyno.worker.onnx_file import artifact, given, import_onnx, opset_of, read_io
 from dyno.worker.onnx_opset import lower_file
-from dyno.worker.onnx_verify import Case, Source, Wrong, doubtful, verified
+from dyno.worker.onnx_verify import Case, Refused, Source, Wrong, doubtful, verified
 from dyno.worker.shapes import REFUSALS
 from dyno.worker.spec import Artifact, DataSpec, Dims, ModelSpec, Option, Recipe, Runtime, Trial, UserError
 from dyno.worker.torch_support import first_line, import_torch, memory_errors, named_outputs, positional
@@ -30,6 +30,7 @@ EXPORTERS = ("auto", "dynamo", "torchscript")
 OPSET = 18  # the newest that every engine here reads, and the oldest that dynamo writes
 OPSET_RANGE = range(7, 27)  # what PyTorch's exporters write and ONNX Runtime reads; TorchScript's ends with 23
 WRITTEN = f"{OPSET_RANGE[0]} to {OPSET_RANGE[-1]}, and {OPSET} is usual"
+LATER = 20  # where the usual one lacks an operator, as that of deformable convolutions (19)
 EXAMPLE_BATCH = 2  # torch.export takes a batch of 0 or 1 for a constant
 OTHER_BATCHES = (1, 3)
 REAL_IMAGES = 8
@@ -115,14 +116,17 @@ def _export(recipe: Recipe, path: Path) -> dict[str, Any]:
     source = _source(torch, module, recipe)
     static = check_control_flow(torch, source.module, source.example)
     notes: list[str] = []
-    for exporter in exporters:
+    ways = [(exporter, opset) for exporter in exporters]
+    for exporter, number in ways:
         try:
-            traced = _write(torch, source, exporter, opset, path)
+            traced = _write(torch, source, exporter, number, path)
             if traced and not static:
                 raise Wrong(f"took a value of its example for a constant ({traced})")
             checked = verified(path, read_io(str(path))[1], source)
         except Wrong as e:
-            notes.append(f"the {exporter} exporter: {e}")
+            notes.append(f"the {exporter} exporter{f' in opset {number}' if number != opset else ''}: {e}")
+            if isinstance(e, Refused) and exporter == "dynamo" and number == opset and "opset" not in recipe.options:
+                ways.append((exporter, LATER))
             continue
         notes += doubtful(checked)
         return {
@@ -133,7 +137,8 @@ def _export(recipe: Recipe, path: Path) -> dict[str, Any]:
             "verified": checked,
             "warnings": notes,
         }
-    remedy = "export with a fixed batch (--batch 1)" if source.free_batch else "try another --opset"
+    other = "try another --opset, measure it with --backends pytorch,compile, or give an ONNX file made otherwise"
+    remedy = "export with a fixed batch (--batch 1)" if source.free_batch else other
     raise UserError(f"{recipe.model.name} can't be exported right, {remedy}; {'; '.join(notes)}")
 
 
@@ -173,6 +178,7 @@ def _source(torch: Any, module: Any, recipe: Recipe) -> Source:
             raise UserError(f"{model.name} refuses {refused}: {first_line(e)}") from e
         found = {name: tensor.numpy() for name, tensor in named_outputs(result).items()}
         cases.append(Case(next((len(a) for a in feeds.values() if a.ndim), 1), feeds, found))
+        _same_outputs(model, cases[0], cases[-1])
     # The module itself where it takes and returns a tensor: the names of the graph's weights are those of its parts.
     scripted = isinstance(module, torch.jit.ScriptModule)
     plain = not model.inputs and isinstance(result, torch.Tensor) and not scripted
@@ -183,6 +189,22 @@ def _source(torch: Any, module: Any, recipe: Recipe) -> Source:
             flat = torch.jit.trace(flat, tuple(given.values()), check_trace=False)
     batched = tuple(s.name for s in model.inputs if BATCH in s.shape) if model.inputs else ("input",)
     return Source(flat, tuple(given.values()), tuple(found), tuple(cases[:-1]), free, batched)
+
+
+def _same_outputs(model: ModelSpec, first: Case, other: Case) -> None:
+    """A `UserError` where the number of outputs follows the input: a graph has so many as it was written with."""
+    counts = len(first.outputs), len(other.outputs)
+    if counts[0] == counts[1]:
+        return
+    if first.batch == other.batch:
+        raise UserError(
+            f"{model.name} returns {counts[0]} tensors for one input and {counts[1]} for another, and a graph always "
+            "returns as many; return tensors of a fixed number, or measure it with --backends pytorch,compile"
+        )
+    raise UserError(
+        f"{model.name} returns {counts[0]} tensors at batch {first.batch} and {counts[1]} at {other.batch}, and a "
+        "graph always returns as many; return one tensor for all images, or export it with a fixed batch (--batch 1)"
+    )
 
 
 def _photographs(recipe: Recipe, batch: int) -> Iterator[dict[str, np.ndarray]]:

@@ -19,7 +19,7 @@ from dyno.worker.backends.onnx_input import reading_pixels
 from dyno.worker.backends.onnx_modelopt import quantised
 from dyno.worker.backends.onnx_sensitivity import kept, ranked
 from dyno.worker.backends.onnx_static import static_of
-from dyno.worker.calibration import NO_DATA, SAMPLES, example
+from dyno.worker.calibration import NO_DATA, SAMPLES, calibration_data, example
 from dyno.worker.extras import install
 from dyno.worker.inputs import READ, wants_pixels
 from dyno.worker.onnx_bf16 import to_bf16
@@ -91,16 +91,16 @@ def _lowered(trial: Trial, target: str, parent: Recipe) -> Recipe:
         data = DataSpec(trial.data.name, trial.data.folder, trial.data.sha256, split="calibration")
         parent = ranked(parent, precision, data if data.folder else None, {}) if keep else parent
         return replace(parent, maker=OnnxPrecision.name, precision=precision, options=keep, data=None, parent=parent)
-    if not trial.data.folder:
-        raise UserError(NO_DATA.replace("int8", precision))
+    data = calibration_data(trial)
     given = {key: value for key, value in trial.options.items() if key in ("samples", "method", "percentile")}
     options: dict[str, Option] = {"samples": SAMPLES, "method": METHOD, **given}
-    data = DataSpec(trial.data.name, trial.data.folder, trial.data.sha256, split="calibration")
     if precision == "fp8" or quantizer == "modelopt":
         if keep:
             raise UserError("keep=N is for files that Dyno quantises itself, not for nvidia-modelopt's")
         if target != "tensorrt":
             raise UserError(f"{precision} by nvidia-modelopt is for TensorRT; {target} has no use for it")
+        if not data.folder:
+            raise UserError(NO_DATA.replace("int8", precision))
         return quantised(parent, precision, data, options)
     options = {"target": target, **options}
     if keep:

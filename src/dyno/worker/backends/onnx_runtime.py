@@ -19,7 +19,7 @@ from dyno.worker import onnx_runtime_cuda as cuda
 from dyno.worker.backend import Arrays, Backend, Session
 from dyno.worker.backends.onnx_precision import PREPARATION, VALUES
 from dyno.worker.backends.onnx_routes import routed
-from dyno.worker.calibration import NO_DATA
+from dyno.worker.calibration import lacking
 from dyno.worker.extras import install
 from dyno.worker.onnx_check import HALF_CRASHES, said
 from dyno.worker.onnx_runtime_cuda import OPTIONS as CUDA_OPTIONS
@@ -69,7 +69,7 @@ class OnnxRuntime(Backend):
             return f"onnxruntime reads .onnx files, not {Path(trial.model.file).name}"
         if trial.precision == "fp32" and trial.model.precision in ("int8", "fp8"):
             return f"the file's graph is {trial.model.precision} already; give the fp32 file, or --precision"
-        return NO_DATA if trial.precision == "int8" != trial.model.precision and not trial.data.folder else ""
+        return lacking(trial)
 
     def recipe(self, trial: Trial) -> Recipe:
         """An ONNX export, converted to the trial's precision as ONNX Runtime wants it."""
@@ -134,7 +134,7 @@ class OnnxFile:
 
     def facts(self, providers: Any, feeds: Arrays) -> dict[str, Any]:
         """Layers, types, providers and time by operator, from ONNX Runtime's profile of a second, short session."""
-        nodes = Profile(self._profile(providers, feeds))
+        nodes = Profile(self._profile(providers, feeds), self.asked)
         return {
             "layers": len(nodes.seen),
             "layers_by_type": nodes.by_type(),
@@ -144,7 +144,7 @@ class OnnxFile:
             "precision_truth": precision_truth(self.asked, nodes.by_type(), ENGINE),
             "threads": self.settings["intra_op_threads"],
             "options": dict(self.settings),
-            "notes": nodes.notes(self.asked),
+            "notes": nodes.notes(),
         }
 
     def _profile(self, providers: Any, feeds: Arrays) -> list[dict[str, Any]]:

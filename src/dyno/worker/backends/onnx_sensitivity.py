@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.backend import Backend, derived
-from dyno.worker.calibration import CalibrationImages, example
+from dyno.worker.calibration import calibration_of, example
 from dyno.worker.onnx_fold import lifted
 from dyno.worker.onnx_fp16 import sensitive
 from dyno.worker.onnx_head import named
@@ -75,17 +75,17 @@ def _graph(recipe: Recipe, parent: Artifact, folder: Path) -> tuple[Any, dict[st
         named(model.graph)
         return model, fp16_changes(model, sensitive())
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        seen = observed(model, recipe, CalibrationImages(recipe, parent), Path(scratch))
+        seen = observed(model, recipe, calibration_of(recipe, parent), Path(scratch))
     return seen.model, int8_changes(seen)
 
 
 def _feeds(recipe: Recipe, parent: Artifact) -> Sequence[dict[str, np.ndarray]]:
-    """The images to rank on, spread over the calibration images; one random batch without data."""
+    """What to rank on, spread over the calibration images, or as it calibrates; one random batch without data."""
     if recipe.data is None:
         return [example(recipe, parent)]
     fewer = replace(recipe, options={**recipe.options, "samples": IMAGES})
-    images = CalibrationImages(fewer, parent)
-    return list(images.feeds(0, len(images)))
+    data = calibration_of(fewer, parent)
+    return list(data.feeds(0, len(data)))
 
 
 def kept(recipe: Recipe, parent: Artifact) -> list[dict[str, Any]]:

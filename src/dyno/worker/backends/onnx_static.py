@@ -5,14 +5,13 @@ TensorRT 8.6 reads the class token of a vision transformer only so; of a ConvNeX
 
 from __future__ import annotations
 
-import hashlib
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dyno.worker import inputs
-from dyno.worker.backend import Backend
+from dyno.worker.backend import Backend, derived
 from dyno.worker.onnx_file import import_onnx, read_io
 from dyno.worker.onnx_fold import folded, lifted
 from dyno.worker.onnx_weights import beside
@@ -55,21 +54,11 @@ class OnnxStatic(Backend):
         feeds = next(inputs.batches(DataSpec(), preprocess, parent.inputs, recipe.dims, 1, model_inputs))
         model, said = folded(model, {name: feeds[name].astype(_dtype(parent, name)) for name in shapes}, folder)
         onnx.save(model, path)
-        content = path.read_bytes()
         read, written = read_io(str(path))
-        made_by = {**parent.made_by, "backend": self.name, "folded": not said}
+        made_by = {key: value for key, value in parent.made_by.items() if key != "steps"}
+        made_by |= {"backend": self.name, "folded": not said}
         made_by["warnings"] = [*parent.made_by.get("warnings", ()), *said]
-        return replace(
-            parent,
-            path=str(path),
-            sha256=hashlib.sha256(content).hexdigest(),
-            bytes=len(content),
-            inputs=read,
-            outputs=written,
-            seconds=time.perf_counter() - started,
-            parent_sha256=parent.sha256,
-            made_by={key: value for key, value in made_by.items() if key != "steps"},
-        )
+        return replace(derived(parent, path, parent.precision, made_by, started), inputs=read, outputs=written)
 
 
 def _dtype(parent: Artifact, name: str) -> str:

@@ -19,12 +19,12 @@ import numpy as np
 from dyno.worker.backend import Arrays, Backend, Session
 from dyno.worker.backends.onnx_precision import INHERITED, PREPARATION, VALUES
 from dyno.worker.backends.onnx_routes import routed
-from dyno.worker.calibration import NO_DATA
+from dyno.worker.calibration import lacking
 from dyno.worker.extras import install
 from dyno.worker.option_values import Check, flag, whole
 from dyno.worker.shapes import fitted, static_shapes
 from dyno.worker.spec import Artifact, Recipe, Runtime, Tensor, Trial, Unavailable, UserError
-from dyno.worker.truth import precision_truth, why_not_faster
+from dyno.worker.truth import has_precision, precision_truth, why_not_faster
 
 ENGINE = "OpenVINO"
 # Left to itself OpenVINO computes an FP32 model in bfloat16 where the CPU can, so every precision is asked for by name.
@@ -59,8 +59,7 @@ class OpenVino(Backend):
             return f"openvino reads .onnx and .xml files, not {Path(file).name}"
         if file.endswith(".xml") and trial.precision == "int8" != trial.model.precision:
             return "an IR can't be quantised here; give the ONNX file or the module it was made from"
-        needs_data = trial.precision == "int8" != trial.model.precision
-        return NO_DATA if needs_data and not trial.data.folder else ""
+        return lacking(trial)
 
     def recipe(self, trial: Trial) -> Recipe:
         """ONNX to IR; a model that is an IR already stays the file it is.
@@ -190,7 +189,7 @@ class OpenVinoSession(Session):
 
     def facts(self) -> dict[str, Any]:
         """Layers, their types and time, from OpenVINO's execution graph of a second compilation that counts time."""
-        graph = _ExecutionGraph(self._profile())
+        graph = _ExecutionGraph(self._profile(), self._asked)
         settings = {name: _plain(self._compiled.get_property(name)) for name in SETTINGS}
         return {
             "layers": len(graph.layers),
@@ -202,7 +201,7 @@ class OpenVinoSession(Session):
             "precision_truth": precision_truth(self._asked, graph.by_type(), ENGINE),
             "threads": settings["INFERENCE_NUM_THREADS"],
             "options": settings,
-            "notes": graph.notes(self._asked),
+            "notes": graph.notes(),
         }
 
     def _profile(self) -> Any:
@@ -227,7 +226,8 @@ class OpenVinoSession(Session):
 class _ExecutionGraph:
     """What OpenVINO made of the model: fused layers with the type and kernel each one runs in."""
 
-    def __init__(self, runtime_model: Any) -> None:
+    def __init__(self, runtime_model: Any, asked: str) -> None:
+        self._asked = asked
         ops = runtime_model.get_ordered_ops()
         infos = [{key: str(_plain(value)) for key, value in op.get_rt_info().items()} for op in ops]
         # What was folded into constants or into memory layout stays in the graph, marked as not executed.
@@ -238,8 +238,10 @@ class _ExecutionGraph:
         ]
 
     def compute(self) -> list[dict[str, str]]:
-        """Convolutions, matrix products and the like; all layers of a model that has none."""
-        return [layer for layer in self.layers if COMPUTE.search(layer["layerType"])] or self.layers
+        """Convolutions, matrix products and the like; in a model that has none, all layers in a type of precision."""
+        return [layer for layer in self.layers if COMPUTE.search(layer["layerType"])] or [
+            layer for layer in self.layers if has_precision(_computed_in(layer), self._asked)
+        ]
 
     def by_type(self) -> dict[str, int]:
         """Compute layers by the type they ran in, 8-bit ones signed or not as `int8`."""
@@ -253,10 +255,10 @@ class _ExecutionGraph:
         total = sum(spent.values()) or 1.0
         return {kind: round(t / total, 4) for kind, t in sorted(spent.items(), key=lambda kv: -kv[1]) if t}
 
-    def notes(self, asked: str) -> list[str]:
+    def notes(self) -> list[str]:
         """Sentences about what keeps a lowered precision from being faster."""
         compute = [(layer["layerType"], _computed_in(layer)) for layer in self.compute()]
-        return why_not_faster(asked, compute, self.time_by_operator(), CONVERTERS)
+        return why_not_faster(self._asked, compute, self.time_by_operator(), CONVERTERS)
 
 
 def _computed_in(layer: dict[str, str]) -> str:

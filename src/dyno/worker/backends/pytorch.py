@@ -18,6 +18,7 @@ from dyno.worker.option_values import Check, flag, one_of
 from dyno.worker.spec import Artifact, DataSpec, Tensor, Trial, Unavailable, UserError
 from dyno.worker.torch_copies import Copies
 from dyno.worker.torch_support import (
+    cast,
     compiler_errors,
     compute_layers,
     configure,
@@ -134,7 +135,7 @@ class TorchSession(Session):
         self._weights = models.weights_sha256(module)  # before the cast: "same weights" is about what was given
         self._layout = self._torch.channels_last if options["channels_last"] else self._torch.contiguous_format
         dtype = getattr(self._torch, TYPES[trial.precision])
-        self._module = module.to(self._device, dtype, memory_format=self._layout)
+        self._module = cast(module.to(self._device, memory_format=self._layout), TYPES[trial.precision])
         self._pixels = inputs.wants_pixels(options)
         self.slots = self._slots_wanted()
         self._copies: Copies | None = None
@@ -214,7 +215,7 @@ class TorchSession(Session):
         with self._on(None):
             if self._copies is None:
                 for name, bound in self._bound[slot].items():
-                    bound.copy_(self._torch.from_numpy(np.ascontiguousarray(feeds[name])))
+                    bound.copy_(self._torch.from_numpy(np.asarray(feeds[name], order="C")))
             else:
                 self._copies.bind(feeds, slot)
 

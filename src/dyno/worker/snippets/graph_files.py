@@ -29,7 +29,7 @@ def load():
 
 def run(model, feeds):
     """The outputs by name for inputs by name."""
-    typed = {{name: np.ascontiguousarray(feeds[name], kind) for name, (_, kind) in INPUTS.items()}}
+    typed = {{name: np.asarray(feeds[name], kind, order="C") for name, (_, kind) in INPUTS.items()}}
     names = [output.name for output in model.get_outputs()]
     return dict(zip(names, model.run(names, typed)))
 '''
@@ -47,7 +47,7 @@ def load():
 
 def run(model, feeds):
     """The outputs by name for inputs by name."""
-    typed = {name: np.ascontiguousarray(feeds[name], kind) for name, (_, kind) in INPUTS.items()}
+    typed = {name: np.asarray(feeds[name], kind, order="C") for name, (_, kind) in INPUTS.items()}
     found = model(typed)
     return {name: np.array(found[k]) for k, name in enumerate(OUTPUTS)}
 '''

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from dyno.worker import inputs, models, saved_modules
-from dyno.worker.backend import find
 from dyno.worker.checkpoint import head_classes, read_checkpoint
+from dyno.worker.registry import find
 from dyno.worker.snippets.graph_files import place
 from dyno.worker.snippets.parts import Part, inputs_of
 from dyno.worker.spec import Artifact, ModelSpec, Option, Trial, UserError
@@ -60,7 +60,8 @@ def load():
     torch.backends.cudnn.benchmark = CUDNN_BENCHMARK
     network = build()
 {weights}    layout = torch.channels_last if CHANNELS_LAST else torch.contiguous_format
-    network = network.to(DEVICE, getattr(torch, TYPE), memory_format=layout)
+    network = network.to(DEVICE, memory_format=layout)
+    network = {{"float16": network.half, "bfloat16": network.bfloat16}}.get(TYPE, network.float)()
 {end}
 
 def run(model, feeds):

@@ -45,7 +45,7 @@ def run(model, feeds):
     for name in (engine.get_tensor_name(k) for k in range(engine.num_io_tensors)):
         kind = np.dtype(tensorrt.nptype(engine.get_tensor_dtype(name)))
         if name in INPUTS:
-            arrays[name] = np.ascontiguousarray(feeds[name], kind)
+            arrays[name] = np.asarray(feeds[name], kind, order="C")
         else:
             arrays[name] = np.empty(tuple(context.get_tensor_shape(name)), kind)
         places[name] = checked(cudart.cudaMalloc(max(arrays[name].nbytes, 1)))

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dyno.worker.backend import find
 from dyno.worker.backends.tensor_rt import layers, library
+from dyno.worker.registry import find
 from dyno.worker.spec import Artifact, Dims, ModelSpec, Recipe, Runtime, Tensor, Trial, Unavailable, UserError, to_json
 
 onnx = pytest.importorskip("onnx")

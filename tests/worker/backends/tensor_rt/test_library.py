@@ -7,6 +7,7 @@ import importlib.util
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dyno.worker.backends.tensor_rt import library
@@ -14,7 +15,7 @@ from dyno.worker.backends.tensor_rt.settings import Settings
 from dyno.worker.spec import Unavailable, UserError
 
 Network = enum.IntEnum("Network", {"EXPLICIT_BATCH": 0})
-Flag = enum.IntEnum("Flag", "FP16 INT8 FP8 TF32 REFIT VERSION_COMPATIBLE", start=0)
+Flag = enum.IntEnum("Flag", "FP16 INT8 FP8 TF32 REFIT VERSION_COMPATIBLE PREFER_PRECISION_CONSTRAINTS", start=0)
 Tactic = enum.IntEnum("Tactic", "CUBLAS CUBLAS_LT CUDNN EDGE_MASK_CONVOLUTIONS JIT_CONVOLUTIONS", start=0)
 Preview = enum.IntEnum("Preview", "FASTER_DYNAMIC_SHAPES_0805 PROFILE_SHARING_0806", start=0)
 Verbosity = enum.IntEnum("Verbosity", "LAYER_NAMES_ONLY DETAILED", start=0)
@@ -102,6 +103,29 @@ def test_a_typed_network_needs_no_flags(rtx: Any, config: Any) -> None:
     assert not config.get_flag(rtx.BuilderFlag.TF32)
     assert library.allow_types(rtx, config, "tf32", typed=True) == ["TF32"]
     assert config.get_flag(rtx.BuilderFlag.TF32)
+
+
+def test_convolutions_with_half_weights_are_held_to_them(old: Any) -> None:
+    class Layer:
+        def __init__(self, kind: str, kernel: Any = None) -> None:
+            self.type, self._kernel, self.precision = kind, kernel, None
+
+    class Convolution(Layer):
+        @property
+        def kernel(self) -> Any:
+            return self._kernel
+
+    half, single = np.ones(2, np.float16), np.ones(2, np.float32)
+    layers = [Layer("conv", half), Layer("conv", single), Layer("matmul"), Layer("deconv", half)]
+    old.LayerType = SimpleNamespace(CONVOLUTION="conv", DECONVOLUTION="deconv")
+    old.IConvolutionLayer = old.IDeconvolutionLayer = Convolution
+    old.float16 = "half"
+    network = SimpleNamespace(num_layers=len(layers), get_layer=layers.__getitem__)
+    config = Config()
+    assert library.keep_types(old, config, network) == 2
+    assert [layer.precision for layer in layers] == ["half", None, None, "half"]
+    assert Flag.PREFER_PRECISION_CONSTRAINTS in config.flags
+    assert library.keep_types(old, Config(), SimpleNamespace(num_layers=0)) == 0
 
 
 def test_settings_reach_the_builder(rtx: Any, config: Any) -> None:

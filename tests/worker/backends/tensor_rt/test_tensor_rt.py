@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dyno.worker.backend import find
+from dyno.worker.registry import find
 from dyno.worker.spec import DataSpec, Dims, ModelSpec, Recipe, Runtime, Trial, UserError, digest
 
 MODEL = ModelSpec("net", "torchvision:resnet18")

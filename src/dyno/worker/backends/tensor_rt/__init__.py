@@ -20,7 +20,7 @@ from dyno.worker.backend import Backend, Session
 from dyno.worker.backends.onnx_precision import PREPARATION, VALUES
 from dyno.worker.backends.onnx_routes import routed
 from dyno.worker.backends.onnx_runtime import ONE_ADD
-from dyno.worker.backends.tensor_rt import library, profiles, settings
+from dyno.worker.backends.tensor_rt import library, profiles, settings, values
 from dyno.worker.backends.tensor_rt.build import build
 from dyno.worker.backends.tensor_rt.given import given
 from dyno.worker.backends.tensor_rt.settings import Settings
@@ -51,7 +51,7 @@ class TensorRT(Backend):
     precisions = ("fp32", "tf32", "fp16", "bf16", "int8", "fp8")
     devices = ("cuda",)
     options = (*settings.NAMES, *settings.RUNNING, *PREPARATION)
-    values: Mapping[str, Check] = {**settings.VALUES, **VALUES}
+    values: Mapping[str, Check] = {**values.VALUES, **VALUES}
     files = (".onnx", *ENGINE_FILES)
 
     def refuse(self, trial: Trial) -> str:

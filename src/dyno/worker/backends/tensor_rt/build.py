@@ -74,11 +74,9 @@ def build(product: str, recipe: Recipe, parent: Artifact, folder: Path, tell: Te
         _calibrate(job)
         timings = TimingCache.open(job.trt, job.config, _gpu(job).get("model", ""), job.settings.timing_cache)
         timings.complaint = job.log.complaint()
-        plan, seconds = _built(job, tell or (lambda text: None))
-        timings.save(job.config)
         path = folder / "model.engine"
-        path.write_bytes(plan)
-        listed = _layers(job, path)
+        listed, seconds = _built_and_listed(job, path, tell or (lambda text: None))
+        timings.save(job.config)
         (folder / "layers.json").write_text(json.dumps(layers.as_json(listed), indent=1), encoding="utf-8")
         made_by = _made_by(job, listed) | {"build_s": seconds, "timing_cache": timings.told(job.log)}
         _hold_to(job, made_by)
@@ -86,8 +84,8 @@ def build(product: str, recipe: Recipe, parent: Artifact, folder: Path, tell: Te
     return Artifact(
         format="engine",
         path=str(path),
-        sha256=hashlib.sha256(plan).hexdigest(),
-        bytes=len(plan),
+        sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
+        bytes=path.stat().st_size,
         precision=recipe.precision,
         inputs=inputs,
         outputs=outputs,
@@ -191,6 +189,26 @@ def _calibrate(job: Build) -> None:
     images = images_for(job.recipe, job.parent, ends[1])
     job.calibrator = calibrator(job.trt, job.device, job.settings.calibrator, images, job.folder)
     job.config.int8_calibrator = job.calibrator
+
+
+def _built_and_listed(job: Build, path: Path, tell: Tell) -> tuple[list[layers.Layer], float]:
+    """Write the engine and return its layers and the seconds of its build.
+
+    A weakly typed builder takes FP32 kernels where they are faster, whatever the graph says. An engine that isn't in
+    the graph's precision for that reason is built once more, held to the graph's types.
+    """
+    plan, seconds = _built(job, tell)
+    path.write_bytes(plan)
+    listed = _layers(job, path)
+    refuted = layers.summary(listed, job.recipe.precision)["precision_truth"]["refuted"]
+    if not refuted or job.typed or job.route != "graph" or job.settings.allow_mixed:
+        return listed, seconds
+    if not library.keep_types(job.trt, job.config, job.network):
+        return listed, seconds
+    job.flags.append("PREFER_PRECISION_CONSTRAINTS")
+    plan, again = _built(job, tell)
+    path.write_bytes(plan)
+    return _layers(job, path), seconds + again
 
 
 def _built(job: Build, tell: Tell) -> tuple[bytes, float]:

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+
 from dyno.worker.backends.tensor_rt.settings import Settings
 from dyno.worker.extras import install
 from dyno.worker.spec import Unavailable, UserError
@@ -166,6 +168,26 @@ def allow_types(trt: Any, config: Any, precision: str, typed: bool) -> list[str]
             raise Unavailable(f"{title(trt)} has no builder flag for {name.lower()}{other}")
         config.set_flag(getattr(flag, name))
     return list(wanted)
+
+
+def keep_types(trt: Any, config: Any, network: Any) -> int:
+    """Prefer FP16 kernels for the convolutions with FP16 weights of a weakly typed network; return their number.
+
+    Matrix products stay free: a preference could take them out of the fused subgraphs that attention needs.
+    """
+    kinds = {trt.LayerType.CONVOLUTION: trt.IConvolutionLayer, trt.LayerType.DECONVOLUTION: trt.IDeconvolutionLayer}
+    held = 0
+    for index in range(network.num_layers):
+        layer = network.get_layer(index)
+        if layer.type not in kinds:
+            continue
+        layer.__class__ = kinds[layer.type]  # how the binding reaches what only this kind of layer has
+        if getattr(layer.kernel, "dtype", None) in (np.float16, trt.float16):
+            layer.precision = trt.float16
+            held += 1
+    if held:
+        config.set_flag(trt.BuilderFlag.PREFER_PRECISION_CONSTRAINTS)
+    return held
 
 
 def _major(trt: Any) -> int:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dyno.worker.option_values import Check, flag, whole
 from dyno.worker.spec import Option, UserError
 
 RUNNING = ("graph", "slots")  # options of the runner: the same engine whatever they are
 ROUTES = ("auto", "graph", "flags", "calibrator")
 CALIBRATORS = ("entropy", "minmax")
 STATIC = "static"
-SHAPES = re.compile(r".+:\d[\dx,]*")  # NAME:MIN,OPT,MAX, perhaps of several inputs
 
 
 @dataclass(frozen=True)
@@ -69,37 +66,6 @@ class Settings:
 
 
 NAMES = tuple(field.name for field in dataclasses.fields(Settings))
-
-
-def _setting(name: str) -> Check:
-    """What `Settings.of` says of that option alone."""
-
-    def check(value: Option) -> str:
-        try:
-            made = Settings.of({name: value})
-            if name == "profile":
-                from dyno.worker.backends.tensor_rt.profiles import batch_range
-
-                for part in made.profile.split("|"):
-                    if made.profile != STATIC and not batch_range(part) and not SHAPES.fullmatch(part):
-                        return KINDS[name]
-        except UserError as e:
-            return KINDS.get(name) or str(e)
-        return ""
-
-    return check
-
-
-KINDS = {
-    "route": f"one of {', '.join(ROUTES)}",
-    "calibrator": f"one of {', '.join(CALIBRATORS)}",
-    "optimization": "a level from 0 to 5",
-    "workspace_mb": "a size in MiB",
-    "profile": f"{STATIC}, batches MIN:OPT:MAX such as 1:8:16, or NAME:MIN,OPT,MAX shapes",
-    **{field.name: "true or false" for field in dataclasses.fields(Settings) if isinstance(field.default, bool)},
-    "build": "a whole number",
-}
-VALUES: dict[str, Check] = {**{name: _setting(name) for name in NAMES}, "graph": flag, "slots": whole(1)}
 
 
 def _typed(name: str, value: Option, default: Any) -> Option:

@@ -1,0 +1,5 @@
+"""`python -m dyno`: the command line where no `dyno` is on the path."""
+
+from dyno.cli import main
+
+main()
