@@ -24,7 +24,7 @@ from dyno.worker.postprocess import Detections, detections
 from dyno.worker.spec import Artifact, DataSpec, Dims, Job, ModelSpec, Plan, Runtime, Trial
 from yolo_small import SIZE, Trained
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("preloaded")]
+pytestmark = pytest.mark.slow
 MODELOPT = os.environ.get("DYNO_TEST_MODELOPT", "")
 TASK = "segment"  # has everything: boxes, scores, coefficients and prototypes
 Command = Callable[..., Any]
