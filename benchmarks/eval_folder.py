@@ -42,7 +42,7 @@ from typing import Any
 
 import numpy as np
 
-from dyno.analysis import results
+from dyno.analysis.records import results
 from dyno.worker.record import write_json
 
 WIDTH, HEIGHT = 500, 375
@@ -146,7 +146,7 @@ def plain(photos: Path, weights: Path, args: argparse.Namespace, side: Side) -> 
 def evaluate(photos: Path, weights: Path, place: Path, args: argparse.Namespace, side: Side) -> results.TrialResult:
     """One `dyno eval` into a new run folder."""
     out = place / f"run-{time.monotonic_ns()}"
-    command = [sys.executable, "-m", "dyno.cli", "eval", f"torchvision:{args.model}", "--data", str(photos),
+    command = [sys.executable, "-m", "dyno", "eval", f"torchvision:{args.model}", "--data", str(photos),
                "--weights", str(weights), "--batch", str(args.batch),
                "--backends", args.backend, "--precision", args.precision, "--device", args.device,
                "--threads", str(args.threads), "--classes", "4", "--out", str(out)]  # fmt: skip
@@ -158,7 +158,7 @@ def evaluate(photos: Path, weights: Path, place: Path, args: argparse.Namespace,
 
 def same(found: dict[str, Any], trial: results.TrialResult) -> str:
     """How near the two accuracies are, in images."""
-    from dyno.analysis import accuracy
+    from dyno.analysis.metrics import accuracy
 
     own = accuracy.of(trial)
     assert own is not None and own.count == found["images"]

@@ -8,7 +8,7 @@ mkdir -p "$out"
 cd "$(dirname "$0")/.." || exit 1
 export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 runs=$(mktemp -d)
-dyno() { python3 -m dyno.cli "$@"; }
+dyno() { python3 -m dyno "$@"; }
 pythons=()
 [ -n "${DYNO_TENSORRT_PYTHON:-}" ] && pythons+=(--python "tensorrt=$DYNO_TENSORRT_PYTHON")
 [ -n "${DYNO_ORTGPU_PYTHON:-}" ] && pythons+=(--python "onnxruntime=$DYNO_ORTGPU_PYTHON")

@@ -24,7 +24,7 @@ import numpy as np
 
 from dyno.worker import measure
 from dyno.worker.backends.tensor_rt.run import TensorRTSession
-from dyno.worker.gpu import Stopwatch
+from dyno.worker.sessions.gpu import Stopwatch
 from dyno.worker.spec import Dims, ModelSpec, Plan, Runtime, Trial, Unavailable, UserError
 
 BLOCKS, BLOCK_S, WARMUP_S = 8, 0.3, 1.0

@@ -23,7 +23,7 @@ from benchmarks.gpu_loop import Bare, each, random, session
 from dyno.worker import measure
 from dyno.worker.backend import Arrays
 from dyno.worker.backends.tensor_rt.run import TensorRTSession
-from dyno.worker.gpu import Device, Stopwatch, call
+from dyno.worker.sessions.gpu import Device, Stopwatch, call
 from dyno.worker.spec import Plan
 
 TURNS, COPIES, FEEDS = 5, 32, 4

@@ -22,7 +22,7 @@ from dyno.worker.spec import Artifact, Dims, ModelSpec, Plan, Runtime, Trial
 
 MODELS = (
     (ModelSpec("resnet18", "torchvision:resnet18"), 224),
-    (ModelSpec("digits", "dyno.worker.digits:resnet18", channels=1), 64),
+    (ModelSpec("digits", "dyno.worker.nets.digits:resnet18", channels=1), 64),
 )
 BACKENDS = ("onnxruntime", "openvino")
 BLOCKS, BLOCK = 12, Plan(seconds=0.5, min_samples=10**6)
@@ -72,7 +72,7 @@ def main() -> int:
     ratios = []
     for model, size in MODELS:
         with tempfile.TemporaryDirectory() as scratch:
-            from dyno.worker.backends.onnx_export import exported
+            from dyno.worker.makers.export import exported
 
             recipe = exported(model, Dims(0, size, size), Runtime())
             onnx = find("onnx_export").make(recipe, None, Path(scratch))

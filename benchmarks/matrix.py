@@ -61,7 +61,7 @@ def networks() -> list[str]:
 def measure(source: str, asked: argparse.Namespace, cache: str, limit: float) -> list[dict[str, str]]:
     """The rows of one network; one row with a reason where the study gave none."""
     folder = asked.out / "runs" / source.replace(":", "-")
-    command = [sys.executable, "-m", "dyno.cli", "run", source, "--backends", asked.backends, "--device", asked.device]
+    command = [sys.executable, "-m", "dyno", "run", source, "--backends", asked.backends, "--device", asked.device]
     command += ["--precision", asked.precision, "--batch", str(asked.batch), "--data", str(asked.out / "photos")]
     command += ["--rounds", "1", "--seconds", "0.2", "--warmup", "0.2", "--out", str(folder)]
     command += [word for python in asked.python for word in ("--python", python)]
@@ -79,9 +79,10 @@ def measure(source: str, asked: argparse.Namespace, cache: str, limit: float) ->
         said = f"no end after {limit:.0f} s"
     if not (folder / "trials").is_dir():
         return [{"model": source.partition(":")[2], "status": "failed", "reason": said}]
-    from dyno.analysis import results, tables
+    from dyno.analysis.records import results
+    from dyno.analysis.tables import trial_table
 
-    frame = tables.frame(results.load(folder))
+    frame = trial_table.frame(results.load(folder))
     return [{name: str(row[name]) for name in KEPT} for _, row in frame.iterrows()]
 
 

@@ -16,14 +16,14 @@ from pathlib import Path
 
 import numpy as np
 
-from dyno.launch import launch
+from dyno.jobs.launcher import launch
 from dyno.worker.record import Measurement, Record, write_json, write_record
 from dyno.worker.spec import Artifact, Dims, Job, ModelSpec, Plan, Runtime, Tensor, Trial, to_json
 
 ROUNDS = 7
 STORED = 1000
 LIMITS = {"dyno --help": 0.3, "dyno show, 1,000 trials": 2.0, "job beyond its library": 0.3}
-DYNO = (sys.executable, "-m", "dyno.cli")
+DYNO = (sys.executable, "-m", "dyno")
 INNER = """import onnxruntime, numpy
 session = onnxruntime.InferenceSession({path!r})
 session.run(None, {{'x': numpy.zeros((1, 4), 'float32')}})

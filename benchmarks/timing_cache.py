@@ -15,9 +15,9 @@ from dataclasses import replace
 from typing import Any
 
 from dyno import Study
-from dyno.execute import Files
-from dyno.expand import expand
-from dyno.progress import Progress
+from dyno.engine.execute import Files
+from dyno.jobs.progress import Progress
+from dyno.planning.plan import expand
 from dyno.worker.record import Record
 
 WANTED = 5.0

@@ -25,10 +25,13 @@ import torch
 from skimage import data as photographs
 from torchvision.transforms import v2
 
-from dyno.worker import models, system, train_data, train_state
+from dyno.worker import system
+from dyno.worker.nets import models
 from dyno.worker.spec import ModelSpec, Preprocess
-from dyno.worker.train import Loop
-from dyno.worker.train_options import TrainOptions
+from dyno.worker.training import loader as train_data
+from dyno.worker.training import snapshot
+from dyno.worker.training.loop import Loop
+from dyno.worker.training.options import TrainOptions
 
 WANTED = 0.95
 PREPROCESS = Preprocess()
@@ -155,10 +158,10 @@ def compare(given: argparse.Namespace) -> float:
         print(f"  {name}: {described([o[clock] for o in own], [p[clock] for p in plain])}")
     ratio = statistics.median(p[judged] / o[judged] for o, p in zip(own, plain, strict=True))
     folder = Path(tempfile.mkdtemp())
-    state = train_state.State({})
-    state.add(dict.fromkeys(train_state.COLUMNS, 1.0))
+    state = snapshot.State({})
+    state.add(dict.fromkeys(snapshot.COLUMNS, 1.0))
     start = time.perf_counter()
-    train_state.store(folder, state, loops[0].parts())
+    snapshot.store(folder, state, loops[0].parts())
     print(f"state and weights after an epoch: {time.perf_counter() - start:.2f} s")
     return ratio
 

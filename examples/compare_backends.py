@@ -13,7 +13,7 @@ import dyno
 def compare(folder: str = "runs/example") -> dyno.Result:
     """Measure what the folder doesn't hold yet, print it, and return the result."""
     study = dyno.Study(
-        models=("dyno.worker.digits:resnet18",),
+        models=("dyno.worker.nets.digits:resnet18",),
         backends=("pytorch", "onnxruntime"),
         batches=(8,),
         sizes=("64",),

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.backend import Arrays, Backend, Session
+from dyno.worker.inputs.shapes import fitted, static_shapes
 from dyno.worker.option_values import one_of
 from dyno.worker.record import save_arrays
-from dyno.worker.shapes import fitted, static_shapes
 from dyno.worker.spec import Artifact, Dims, Recipe, Runtime, Tensor, Trial, UserError
 from dyno.worker.truth import precision_truth
 
@@ -63,7 +63,7 @@ class NumpyNet(Backend):
         """Write FOLDER/model.npz from the module; a layer that isn't known is a `UserError`."""
         import torch
 
-        from dyno.worker import models
+        from dyno.worker.nets import models
 
         started = time.perf_counter()
         module = models.load(recipe.model, recipe.dims)

@@ -17,7 +17,9 @@ sys.path.insert(0, str(Path(__file__).parent))  # `import yolo_small` works in e
 
 import hostile_net
 import preloaded as forked
-from dyno import Study, cli, launch
+from dyno import Study
+from dyno.cli import app
+from dyno.jobs import launcher
 from dyno.worker.spec import DataSpec, Dims, ModelSpec, Plan, Runtime, Trial
 from yolo_small import Trained, trained
 
@@ -51,7 +53,7 @@ def _server() -> Iterator[str]:
 def preloaded(_server: str) -> Iterator[str]:
     """Jobs and commands of this file are forked from a process that has imported the libraries; its socket."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "subprocess", forked.Processes(_server))
+        patch.setattr(launcher, "subprocess", forked.Processes(_server))
         patch.setenv(FORKS, _server)
         yield _server
 
@@ -90,7 +92,7 @@ def dyno() -> Command:
         every = {**os.environ, **(env or {})}
         if server := every.pop(FORKS, ""):
             return forked.command(server, [*map(str, words)], cwd or Path.cwd(), every, timeout)
-        command = [sys.executable, "-m", "dyno.cli", *map(str, words)]
+        command = [sys.executable, "-m", "dyno", *map(str, words)]
         return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=every, timeout=timeout)
 
     return run
@@ -161,7 +163,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp
         monkeypatch.setattr(sys, "argv", ["dyno", *map(str, words)])
         capfd.readouterr()
         try:
-            cli.main()
+            app.main()
             code = 0
         except SystemExit as e:
             code = int(e.code or 0)

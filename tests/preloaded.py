@@ -32,9 +32,9 @@ LIBRARIES = (
     "matplotlib.backends.backend_agg", "matplotlib.backends.backend_svg", "jinja2", "rich.progress",
     "torch", "torch._dynamo", "torch._inductor.compile_fx", "torch.onnx._internal.exporter._core",
     "torch.utils.flop_counter", "torchvision", "timm", "onnx", "onnxscript", "onnxruntime", "onnxruntime.quantization",
-    "openvino", "dyno.cli", "dyno.commands", "dyno.analysis.report", "dyno.worker.main", "dyno.worker.look",
+    "openvino", "dyno.cli.app", "dyno.cli.commands", "dyno.analysis.report.report", "dyno.worker.main", "dyno.worker.jobs.inspect_model",
 )  # fmt: skip
-PROGRAM = "-m", "dyno.cli"
+PROGRAM = "-m", "dyno"
 
 
 class Server:
@@ -86,7 +86,7 @@ class Forked:
 
 
 class Processes:
-    """Stands for the module `subprocess` in `dyno.launch`: jobs for this interpreter are forked, others are started."""
+    """Stands for the module `subprocess` in `dyno.jobs.launcher`: jobs for this interpreter are forked, others are started."""
 
     DEVNULL, TimeoutExpired = subprocess.DEVNULL, subprocess.TimeoutExpired
 
@@ -105,7 +105,7 @@ def command(
 ) -> Any:
     """The command line in a forked process, as `subprocess.run` with captured text would give it.
 
-    `program` is what Python is given in front of the words: `-m dyno.cli`, or `-c` and some code.
+    `program` is what Python is given in front of the words: `-m dyno`, or `-c` and some code.
     """
     with tempfile.TemporaryFile("w+b") as out, tempfile.TemporaryFile("w+b") as err:
         process = Forked(path, [*program, *words], str(cwd), env, out.fileno(), err.fileno())
@@ -235,7 +235,7 @@ def _job(main: str, folder: str) -> int:
 
 
 def _command(code: str, words: Sequence[str], path: str) -> int:
-    import dyno.launch
+    import dyno.jobs.launcher
 
     dyno.launch.subprocess = Processes(path)
     sys.argv = ["dyno", *words]

@@ -45,7 +45,7 @@ def bare(tmp_path: Path, root: Path) -> Bare:
     place = {"PYTHONPATH": f"{tmp_path / 'hidden'}{os.pathsep}{root / 'src'}", "DYNO_CACHE": str(tmp_path / "cache")}
 
     def run(*words: object) -> Any:
-        command = [sys.executable, "-m", "dyno.cli", *map(str, words)]
+        command = [sys.executable, "-m", "dyno", *map(str, words)]
         return subprocess.run(
             command, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, **place}, timeout=1200
         )

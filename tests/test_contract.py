@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from dyno import Study
-from dyno.execute import Files
-from dyno.interpreters import missing
-from dyno.model_info import model_spec
-from dyno.progress import Progress
+from dyno.engine.execute import Files
+from dyno.jobs.progress import Progress
+from dyno.planning.interpreters import missing
+from dyno.planning.model_info import model_spec
 from dyno.worker import registry
 from dyno.worker.backend import Session
 from dyno.worker.record import Record
@@ -159,7 +159,7 @@ def test_it_computes_what_pytorch_computes(load: Load, source: str) -> None:
     if trial.backend == "fake":
         pytest.skip("fake computes a function of its own")
     torch = pytest.importorskip("torch")
-    from dyno.worker import models
+    from dyno.worker.nets import models
 
     module = models.load(model_spec(Study(models=(source,)), source))
     with torch.inference_mode():

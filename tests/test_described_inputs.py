@@ -131,7 +131,7 @@ def test_arrays_of_a_file_are_what_is_fed(call: Call, nets: Path) -> None:
     assert code == 0, err
     import torch
 
-    from dyno.worker import models
+    from dyno.worker.nets import models
     from dyno.worker.spec import ModelSpec
 
     net = models.load(ModelSpec("rate", "nets.py:rate"))

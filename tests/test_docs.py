@@ -18,9 +18,10 @@ import pytest
 import typer
 
 import dyno
-from dyno import Study, cli
-from dyno.analysis import tables
-from dyno.analysis.correctness import TOLERANCES
+from dyno import Study
+from dyno.analysis.ranking.correctness import TOLERANCES
+from dyno.analysis.tables import trial_table
+from dyno.cli import app
 from dyno.worker import registry
 from dyno.worker.record import STATUSES, Measurement, Record
 from dyno.worker.spec import Artifact, DataSpec, Dims, Job, ModelSpec, Plan, Recipe, Trial
@@ -49,7 +50,7 @@ def lines(block: str) -> list[list[str]]:
 @cache
 def command(words: str) -> Any:
     """The command of that name, a group of them for ""; None for an unknown one."""
-    found: Any = typer.main.get_command(cli.app)
+    found: Any = typer.main.get_command(app.app)
     for word in words.split():
         found = getattr(found, "commands", {}).get(word)
     return found
@@ -123,7 +124,7 @@ def test_python_names_exist() -> None:
     asked = re.search(r"dyno\.Study\((.*?)\n\)", text, re.S)
     assert asked and set(re.findall(r"^    (\w+)=", asked[1], re.M)) <= fields
     columns = {c for names in re.findall(r"table?\[\[?([^\]]*)\]", text) for c in re.findall(r'"(\w+)"', names)}
-    assert columns and columns <= {*tables.COLUMNS, *tables.EXTRAS}
+    assert columns and columns <= {*trial_table.COLUMNS, *trial_table.EXTRAS}
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "toml")], ids=name)
@@ -142,7 +143,7 @@ def test_every_key_of_a_study_is_described() -> None:
 
 
 def test_every_column_is_described() -> None:
-    assert first_cells(section("docs/file-format.md", "results.csv")) == {*tables.COLUMNS, *tables.EXTRAS}
+    assert first_cells(section("docs/file-format.md", "results.csv")) == {*trial_table.COLUMNS, *trial_table.EXTRAS}
 
 
 @pytest.mark.parametrize("kind", [Job, Trial, Recipe, Artifact, ModelSpec, DataSpec, Dims, Plan, Record, Measurement])
@@ -153,7 +154,7 @@ def test_every_field_of_a_job_and_a_record_is_described(kind: type) -> None:
 
 
 def test_the_tolerances_are_those_of_the_code() -> None:
-    text = section("docs/method.md", "Is the output right? (analysis/correctness.py)")
+    text = section("docs/method.md", "Is the output right? (analysis/ranking/correctness.py)")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:3] == "| `"]
     told = {name: tuple(cells) for first, *cells in rows for name in re.findall(r"`(\w+)`", first)}
     assert told == {
@@ -233,7 +234,7 @@ def test_the_numpy_backend_runs_from_outside(tmp_path: Path) -> None:
         "fp32,int8",
     ]
     words += ["--backends", "numpy_backend:NumpyNet@order=F", "--inputs", "3", "--rounds", "1", "--seconds", "0.05"]
-    done = python("-m", "dyno.cli", *words, "--warmup", "0.05", "--out", "runs", cwd=tmp_path)
+    done = python("-m", "dyno", *words, "--warmup", "0.05", "--out", "runs", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     rows = dyno.load(tmp_path / "runs").to_pandas().set_index("precision")
     assert dict(rows["status"]) == {"fp32": "ok", "int8": "skipped"}

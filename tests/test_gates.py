@@ -26,22 +26,22 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "dyno.worker.spec": (),
     "dyno.worker.record": ("dyno.worker.spec",),
     "dyno.analysis": ("dyno.analysis", "dyno.worker.spec", "dyno.worker.record", "dyno.worker.extras"),
-    "dyno.datasets": ("dyno.datasets", "dyno.worker.spec", "dyno.worker.letterbox", "dyno.worker.extras"),
-    "dyno.telemetry": ("dyno.gpu_telemetry", "dyno.worker.spec", "dyno.worker.record"),
-    "dyno.gpu_telemetry": (),
-    "dyno.launch": ("dyno.telemetry", *HOST_WORKER),
-    "dyno.store": ("dyno.gpu_telemetry", "dyno.worker.onnx_weights", *HOST_WORKER),
-    "dyno.in_memory": (
+    "dyno.datasets": ("dyno.datasets", "dyno.worker.spec", "dyno.worker.inputs.letterbox", "dyno.worker.extras"),
+    "dyno.jobs.telemetry": ("dyno.jobs.nvml", "dyno.worker.spec", "dyno.worker.record"),
+    "dyno.jobs.nvml": (),
+    "dyno.jobs.launcher": ("dyno.jobs.telemetry", *HOST_WORKER),
+    "dyno.store": ("dyno.jobs.nvml", "dyno.worker.onnx_graph.weights", *HOST_WORKER),
+    "dyno.sources.in_memory": (
         "dyno.store",
         *(f"dyno.worker.{name}" for name in ("models", "module_inputs", "saved_modules", "torch_support")),
         *HOST_WORKER,
     ),
-    "dyno.model_files": ("dyno.worker.spec", "dyno.worker.torch_archive"),
-    "dyno.cli": ("dyno",),
-    "dyno.__main__": ("dyno.cli",),
+    "dyno.sources.model_files": ("dyno.worker.spec", "dyno.worker.nets.torch_archive"),
+    "dyno.cli.app": ("dyno",),
+    "dyno.__main__": ("dyno.cli.app",),
 }
 # Any other module of the host: everything but the command line and the inside of the worker.
-NOT_FOR_HOST = ("dyno.cli", "dyno.worker")
+NOT_FOR_HOST = ("dyno.cli.app", "dyno.worker")
 
 # Gone from, or not yet in, the standard library of some Python between 3.10 and today.
 NOT_EVERYWHERE = {"tomllib", "distutils", "imp", "asyncore", "asynchat", "smtpd"}
@@ -175,7 +175,7 @@ def test_worker_needs_numpy_alone() -> None:
         "try:\n    import pandas\nexcept ImportError:\n    pandas = None",
         "class A:\n    import psutil",
         "from dyno import store",
-        "from dyno.launch import spawn",
+        "from dyno.jobs.launcher import spawn",
     ],
 )
 def test_a_foreign_import_is_seen(bad: str) -> None:
@@ -206,16 +206,16 @@ def test_imports_run_one_way() -> None:
 @pytest.mark.parametrize(
     ("module", "bad"),
     [
-        ("dyno.analysis.tables", "from dyno import launch"),
-        ("dyno.analysis.tables", "def f():\n    from dyno.worker.backend import find"),
-        ("dyno.analysis.tables", "from ..store import Runs"),
+        ("dyno.analysis.tables.trial_table", "from dyno import launch"),
+        ("dyno.analysis.tables.trial_table", "def f():\n    from dyno.worker.backend import find"),
+        ("dyno.analysis.tables.trial_table", "from ..store import Runs"),
         ("dyno.worker.main", "from dyno.study import Study"),
         ("dyno.worker.spec", "from dyno.worker.record import Record"),
         ("dyno.datasets.folders", "import dyno.worker.record"),
         ("dyno.datasets", "from dyno.worker import backend"),
-        ("dyno.study", "from dyno.cli import main"),
+        ("dyno.study", "from dyno.cli.app import main"),
         ("dyno.study", "from dyno.worker import measure"),
-        ("dyno.execute", "import dyno.worker.backends.pytorch"),
+        ("dyno.engine.execute", "import dyno.worker.backends.pytorch"),
         ("dyno", "from dyno import cli"),
     ],
 )
@@ -224,9 +224,12 @@ def test_an_import_against_the_direction_is_seen(module: str, bad: str) -> None:
 
 
 def test_allowed_directions_pass() -> None:
-    assert against_direction("from dyno.worker.spec import Trial", "dyno.analysis.tables", "dyno.analysis") == []
+    assert (
+        against_direction("from dyno.worker.spec import Trial", "dyno.analysis.tables.trial_table", "dyno.analysis")
+        == []
+    )
     assert against_direction("from dyno.worker import backend, spec", "dyno.study", "dyno") == []
-    assert against_direction("from dyno import analysis, study", "dyno.cli", "dyno") == []
+    assert against_direction("from dyno import analysis, study", "dyno.cli.app", "dyno") == []
     assert against_direction("from .spec import Trial", "dyno.worker.measure", "dyno.worker") == []
 
 
@@ -256,7 +259,9 @@ def test_a_long_file_and_a_long_function_are_seen() -> None:
 
 
 def test_help_imports_nothing_heavy() -> None:
-    code = "import sys; sys.argv = ['dyno', '--help']\nfrom dyno.cli import main\ntry: main()\nexcept SystemExit: pass"
+    code = (
+        "import sys; sys.argv = ['dyno', '--help']\nfrom dyno.cli.app import main\ntry: main()\nexcept SystemExit: pass"
+    )
     assert heavy_after(code) == set()
     assert heavy_after("import pandas") >= {"pandas"}
 

@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
-from dyno.analysis import tables
-from dyno.analysis.render import FORMATS, render
-from dyno.analysis.results import Results, load
+from dyno.analysis.records.results import Results, load
+from dyno.analysis.tables import trial_table
+from dyno.analysis.tables.render import FORMATS, render
 from dyno.worker.record import STATUSES, Record, read_record, to_json
 from dyno.worker.spec import SCHEMA, Job, from_json
 
@@ -72,20 +72,20 @@ def rows(text: str) -> list[dict[str, Any]]:
 
 
 def test_a_speed_up_is_the_ratio_of_the_medians_beside_it(results: Results) -> None:
-    frame = tables.frame(results).set_index(["backend", "precision", "options"])
+    frame = trial_table.frame(results).set_index(["backend", "precision", "options"])
     medians = frame["latency_model_ms_median"]
     for way in (("onnxruntime", "fp32", ""), ("onnxruntime", "int8", "")):
         assert frame["speedup"][way] == pytest.approx(medians["pytorch", "fp32", ""] / medians[way])
 
 
 def test_the_markdown_table_is_the_stored_one(results: Results) -> None:
-    found = render(tables.frame(results), "markdown")
+    found = render(trial_table.frame(results), "markdown")
     assert found == (GOLDEN / "results.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(("name", "read"), [("results.csv", rows), ("results.json", json.loads)])
 def test_the_tables_for_machines_are_the_stored_ones(results: Results, name: str, read: Callable[..., Any]) -> None:
-    found = render(tables.frame(results), name.rpartition(".")[2])
+    found = render(trial_table.frame(results), name.rpartition(".")[2])
     assert differences(read(found), read((GOLDEN / name).read_text(encoding="utf-8"))) == []
 
 
@@ -105,7 +105,7 @@ def test_the_folder_holds_every_kind_of_row(results: Results) -> None:
     assert results.problems == []
     assert results.settings["budget"] == {"top1": 5.0}
     assert {*STATUSES} > {t.status for t in results}
-    frame = tables.frame(results)
+    frame = trial_table.frame(results)
     for column in ("speedup_low", "top1_diff_low", "build_s", "throughput_ips", "budget", "size_mb"):
         assert (frame[column].notna() & (frame[column] != "")).any(), column
 
@@ -153,7 +153,7 @@ def test_a_record_of_a_newer_schema_is_named_in_one_line(tmp_path: Path, dyno: C
 def test_the_command_prints_what_the_library_renders(results: Results, dyno: Callable[..., Any], format: str) -> None:
     done = dyno("show", RUN, "--format", format)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == render(tables.frame(results), format)
+    assert done.stdout == render(trial_table.frame(results), format)
 
 
 def test_nothing_stored_names_a_place_on_a_machine() -> None:

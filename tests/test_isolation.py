@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from dyno import Study
-from dyno.execute import Files
-from dyno.expand import expand
-from dyno.launch import MAIN
-from dyno.progress import Progress
+from dyno.engine.execute import Files
+from dyno.jobs.launcher import MAIN
+from dyno.jobs.progress import Progress
+from dyno.planning.plan import expand
 from dyno.worker.record import Record, read_record, write_json
 from dyno.worker.spec import Artifact, Job, Trial, to_json
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dyno.interpreters import installed
+from dyno.planning.interpreters import installed
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dyno import Study, UserError
-from dyno.run_names import folder_name
+from dyno.engine.run_names import folder_name
 from dyno.study import Choice, model_name, parse_budget, parse_size, runtimes
 
 
@@ -184,7 +184,7 @@ def test_names_and_folders() -> None:
     assert model_name("a/b.c/net.onnx") == "net"
     names = {
         ("timm:a", "m.onnx"): "a-m", ("net.py:build",): "net-build", ("x/other.py:build",): "other-build",
-        ("dyno.worker.digits:resnet18",): "digits-resnet18", ("net.py:net",): "net", ("fake:[/x] y",): "x-y",
+        ("dyno.worker.nets.digits:resnet18",): "digits-resnet18", ("net.py:net",): "net", ("fake:[/x] y",): "x-y",
         ("ultralytics:yolov8n.yaml",): "yolov8n", ("fake:" + "x" * 300,): "x" * 80, ("fake:..",): "model",
     }  # fmt: skip
     assert {models: folder_name(models) for models in names} == names

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 import yolo_small
-from dyno.analysis import tables
-from dyno.analysis.results import load
-from dyno.launch import launch
-from dyno.worker import models, ultralytics_models
-from dyno.worker.backends.onnx_export import OnnxExport, exported
-from dyno.worker.backends.onnx_precision import OnnxPrecision, converted
-from dyno.worker.inputs import Images
-from dyno.worker.postprocess import Detections, detections
+from dyno.analysis.records.results import load
+from dyno.analysis.tables import trial_table
+from dyno.jobs.launcher import launch
+from dyno.worker.evaluation.postprocess import Detections, detections
+from dyno.worker.inputs.input_data import Images
+from dyno.worker.makers.export import OnnxExport, exported
+from dyno.worker.makers.precision import OnnxPrecision, converted
+from dyno.worker.nets import models, ultralytics_models
 from dyno.worker.spec import Artifact, DataSpec, Dims, Job, ModelSpec, Plan, Runtime, Trial
 from yolo_small import SIZE, Trained
 
@@ -170,7 +170,7 @@ def test_masks_and_boxes_of_a_run(network: Network, tmp_path: Path) -> None:
         assert {"preprocess", "inference", "postprocess", "pipeline"} <= {m.tag for m in record.measurements}
     (tmp_path / "truth").mkdir()
     shutil.copy(Path(data.folder) / "truth.json", tmp_path / "truth" / f"{data.sha256[:12]}.json")
-    frame = tables.frame(load(tmp_path))
+    frame = trial_table.frame(load(tmp_path))
     said = network.trained.metrics
     for _, row in frame.iterrows():
         assert row["images"] == yolo_small.COUNTS["val"] and row["map50"] > 20

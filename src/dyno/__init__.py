@@ -8,29 +8,29 @@ from __future__ import annotations
 import typing
 
 if typing.TYPE_CHECKING:
-    from dyno.evaluation import evaluate as evaluate
-    from dyno.result import Result as Result
-    from dyno.result import compare as compare
-    from dyno.result import load as load
-    from dyno.runnable import Study as Study
-    from dyno.runnable import run as run
-    from dyno.training import TrainingResult as TrainingResult
-    from dyno.training import train as train
+    from dyno.api.evaluation import evaluate as evaluate
+    from dyno.api.result import Result as Result
+    from dyno.api.result import compare as compare
+    from dyno.api.result import load as load
+    from dyno.api.runnable import Study as Study
+    from dyno.api.runnable import run as run
+    from dyno.training.session import TrainingResult as TrainingResult
+    from dyno.training.session import train as train
     from dyno.worker.spec import UserError as UserError
 
 __version__ = "0.1.0"
 __all__ = ["Result", "Study", "TrainingResult", "UserError", "compare", "evaluate", "load", "run", "train"]
 
 _HOMES = {
-    "Study": "dyno.runnable",
-    "run": "dyno.runnable",
-    "Result": "dyno.result",
+    "Study": "dyno.api.runnable",
+    "run": "dyno.api.runnable",
+    "Result": "dyno.api.result",
     "UserError": "dyno.worker.spec",
-    "compare": "dyno.result",
-    "evaluate": "dyno.evaluation",
-    "load": "dyno.result",
-    "train": "dyno.training",
-    "TrainingResult": "dyno.training",
+    "compare": "dyno.api.result",
+    "evaluate": "dyno.api.evaluation",
+    "load": "dyno.api.result",
+    "train": "dyno.training.session",
+    "TrainingResult": "dyno.training.session",
 }
 
 

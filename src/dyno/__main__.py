@@ -1,5 +1,5 @@
 """`python -m dyno`: the command line where no `dyno` is on the path."""
 
-from dyno.cli import main
+from dyno.cli.app import main
 
 main()

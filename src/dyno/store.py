@@ -18,8 +18,9 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
-from dyno.gpu_telemetry import find_gpu
-from dyno.worker import onnx_weights, system
+from dyno.jobs.nvml import find_gpu
+from dyno.worker import system
+from dyno.worker.onnx_graph import weights
 from dyno.worker.record import Record, read_record, write_json, write_record
 from dyno.worker.spec import Artifact, Job, Recipe, Runtime, Trial, UserError, digest, to_json
 
@@ -105,7 +106,7 @@ def sha256_of(path: Path) -> str:
 
 def _belonging(path: Path) -> list[Path]:
     if path.suffix == ".onnx" and path.is_file():
-        return onnx_weights.beside(path)
+        return weights.beside(path)
     return [path.with_suffix(".bin")] if path.suffix == ".xml" else []
 
 
@@ -113,7 +114,7 @@ def copy(made: Path, out: Path) -> None:
     """Copy a file with what belongs to it to where the user wants it."""
     out.parent.mkdir(parents=True, exist_ok=True)
     if made.suffix == ".onnx":
-        onnx_weights.copy(made, out)
+        weights.copy(made, out)
         return
     shutil.copyfile(made, out)
     for part in _belonging(made):

@@ -241,7 +241,7 @@ def _source(model: Any, study: Study) -> Any:
     """A model as text: a path's, or that of the file which a module in memory is stored in."""
     if not _in_memory(model):
         return _text(model)
-    from dyno import in_memory, input_options
+    from dyno.sources import in_memory, input_options
 
     size = parse_size(study.sizes[0]) if study.sizes else None
     return in_memory.saved(model, input_options.asked(study.inputs, study.shapes), study.channels, size)

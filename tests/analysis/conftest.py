@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # `import synthetic` works in ev
 
 import synthetic
 
-from dyno.analysis.results import Results, load
+from dyno.analysis.records.results import Results, load
 
 
 @pytest.fixture(scope="session")

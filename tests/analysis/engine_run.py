@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dyno.analysis.results import TrialResult, load
+from dyno.analysis.records.results import TrialResult, load
 from dyno.worker.record import Measurement, Record, write_json, write_record
 from dyno.worker.spec import Artifact, Dims, Job, ModelSpec, Plan, Runtime, Tensor, Trial, to_json
 

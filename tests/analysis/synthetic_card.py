@@ -1,4 +1,4 @@
-"""Telemetry of a GPU that never was: the columns that `dyno.telemetry` stores, with known contents."""
+"""Telemetry of a GPU that never was: the columns that `dyno.jobs.telemetry` stores, with known contents."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dyno.gpu_telemetry import COLUMNS
+from dyno.jobs.nvml import COLUMNS
 
 STEP = 0.1  # seconds between two looks
 IMPORTING, BETWEEN = 1.0, 0.3  # seconds before the job takes memory, and between two windows

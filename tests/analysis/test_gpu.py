@@ -14,9 +14,13 @@ import synthetic
 from synthetic import Way
 from synthetic_card import Card
 
-from dyno.analysis import compare, gpu_charts, gpu_trace, gpu_words, render, report, sections, tables, verdict
-from dyno.analysis.gpu_trace import REASONS, THROTTLED, Trace, clean
-from dyno.analysis.results import Results, TrialResult, clock_of, load
+from dyno.analysis.charts import gpu_charts
+from dyno.analysis.records import gpu_remarks, timeline
+from dyno.analysis.records.results import Results, TrialResult, clock_of, load
+from dyno.analysis.records.timeline import REASONS, THROTTLED, Trace, clean
+from dyno.analysis.report import report, sections
+from dyno.analysis.tables import compare, render, trial_table
+from dyno.analysis.verdict import verdict
 
 HOT = 0x40
 
@@ -30,7 +34,7 @@ def one(path: Path, card: Card, seconds: float = 0.004, **more: object) -> Trial
 
 
 def said(found: Results) -> str:
-    return "\n".join(verdict.sentences(found, tables.frame(found)))
+    return "\n".join(verdict.sentences(found, trial_table.frame(found)))
 
 
 def trace(reasons: list[int], step: float = 1.0, **columns: list[float]) -> Trace:
@@ -55,7 +59,7 @@ def test_the_reasons_are_nvml_s() -> None:
 
 def test_tables_show_the_gpu_s_clock_where_there_is_one(tmp_path: Path) -> None:
     found = results(tmp_path, Way("pytorch", card=Card(gap=0.002)), Way("tensorrt", seconds=0.002, card=Card()))
-    table = tables.frame(found).set_index("backend")
+    table = trial_table.frame(found).set_index("backend")
     for t in found:
         gpu = [np.median(r.raw_samples("latency", "model", "gpu")) for r in t.good]
         assert table.loc[t.backend, "latency_model_ms_median"] == pytest.approx(1e3 * statistics.geometric_mean(gpu))
@@ -68,7 +72,7 @@ def test_a_group_with_one_engine_without_events_is_compared_by_the_host(tmp_path
     found = results(
         tmp_path, Way("pytorch", card=Card(gap=0.010)), Way("other", seconds=0.010, card=Card(events=False))
     )
-    table = tables.frame(found).set_index("backend")
+    table = trial_table.frame(found).set_index("backend")
     assert set(table["clock"]) == {"host"}
     assert table.loc["other", "speedup"] == pytest.approx(2, rel=0.1)
     assert table.loc["pytorch", "latency_ms"] == pytest.approx(20, rel=0.1)
@@ -88,7 +92,7 @@ def test_two_runs_are_compared_by_the_clock_both_have(tmp_path: Path) -> None:
 
 def test_a_trial_s_gpu_in_numbers(tmp_path: Path) -> None:
     found = results(tmp_path, Way("pytorch", card=Card(reasons=0x4, held=(-0.1, 1.1))))
-    r = tables.frame(found).iloc[0]
+    r = trial_table.frame(found).iloc[0]
     assert r["gpu_memory_mb"] == pytest.approx(2500)  # what was there before is not the job's
     assert r["gpu_util"] == pytest.approx(90)
     assert r["gpu_clock_mhz"] == 1200
@@ -100,7 +104,7 @@ def test_a_trial_s_gpu_in_numbers(tmp_path: Path) -> None:
 
 
 def test_a_cpu_trial_has_none_of_it(demo: Results) -> None:
-    table = tables.frame(demo)
+    table = trial_table.frame(demo)
     gpu = [c for c in table.columns if c.startswith("gpu_") or c in ("outside_gpu_ms", "throttled_samples")]
     assert len(gpu) == 8
     assert table[gpu].isna().all(axis=None)
@@ -122,7 +126,7 @@ def test_throttled_samples_are_dropped_counted_and_said(tmp_path: Path, reason: 
         assert np.array_equal(kept, np.concatenate([every[: (first := _first_gap(kept, every))], every[first + hit :]]))
         assert 80 <= first <= 100
     assert len(t.good[0].samples("throughput", "throughput")) == 10
-    assert tables.frame(found)["throttled_samples"][0] == sum(
+    assert trial_table.frame(found)["throttled_samples"][0] == sum(
         r.throttled(b)[1] for r in t.good for b in ("model", "all")
     )
     warnings = t.warnings()
@@ -184,7 +188,7 @@ def test_a_sample_is_clean_when_it_lies_outside_the_stretches() -> None:
 )
 def test_what_launching_costs_is_said(tmp_path: Path, card: Card, sentence: str | None) -> None:
     found = results(tmp_path, Way("pytorch", seconds=0.004, card=card))
-    launch = gpu_words.launch(found.trials[0])
+    launch = gpu_remarks.launch(found.trials[0])
     assert (launch is None) == (sentence is None)
     if launch is not None:
         assert launch.sentence.startswith(str(sentence)) and bool(launch.sentence) == bool(sentence)
@@ -193,7 +197,7 @@ def test_what_launching_costs_is_said(tmp_path: Path, card: Card, sentence: str 
 
 
 def test_ten_microseconds_are_nothing(tmp_path: Path) -> None:
-    launch = gpu_words.launch(one(tmp_path, Card(gap=9e-6), seconds=1e-4))
+    launch = gpu_remarks.launch(one(tmp_path, Card(gap=9e-6), seconds=1e-4))
     assert launch is not None and launch.outside > 0.05 * launch.host and launch.sentence == ""
 
 
@@ -212,18 +216,18 @@ def test_ten_microseconds_are_nothing(tmp_path: Path) -> None:
 def test_others_on_the_gpu_are_noticed_and_said(tmp_path: Path, card: Card, words: str) -> None:
     found = results(tmp_path, Way("pytorch", card=card), Way("tensorrt", card=Card()))
     t = next(t for t in found if t.backend == "pytorch")
-    assert gpu_words.others(t) == words
+    assert gpu_remarks.others(t) == words
     assert t.warnings() == ([words] if words else [])
     assert ("Others used the GPU during 1 of 2 trials" in said(found)) == bool(words)
-    assert tables.frame(found).set_index("backend").loc["pytorch", "gpu_others"] == card.others
+    assert trial_table.frame(found).set_index("backend").loc["pytorch", "gpu_others"] == card.others
 
 
 def test_what_ran_just_before_is_not_taken_for_others() -> None:
     """NVML's average still holds the job before this one for the first looks."""
     found = trace([0] * 6, util=[0] * 6, gpu_util=[80, 30, 0, 0, 90, 95], gpu_memory=[1e9] * 4 + [3e9] * 2)
-    assert gpu_trace.summary(found, []).busy_before == 0
+    assert timeline.summary(found, []).busy_before == 0
     soon = trace([0] * 3, gpu_util=[80, 90, 95], gpu_memory=[1e9, 3e9, 3e9])
-    assert math.isnan(gpu_trace.summary(soon, []).busy_before)
+    assert math.isnan(timeline.summary(soon, []).busy_before)
 
 
 def test_memory_of_others_is_told(tmp_path: Path) -> None:
@@ -234,10 +238,10 @@ def test_memory_of_others_is_told(tmp_path: Path) -> None:
 
 def test_nan_is_not_known_and_not_zero() -> None:
     empty = trace([0, 0], gpu_util=[math.nan] * 2, gpu_memory=[math.nan] * 2)
-    found = gpu_trace.summary(empty, [(100, 103)])
+    found = timeline.summary(empty, [(100, 103)])
     assert all(math.isnan(x) for x in (found.memory, found.utilisation, found.clock, found.power, found.temperature))
     assert (found.others, found.reasons) == (0, {})
-    assert gpu_trace.together([]) is None
+    assert timeline.together([]) is None
 
 
 @pytest.mark.slow
@@ -246,7 +250,7 @@ def test_the_report_has_the_gpu_over_time(tmp_path: Path) -> None:
             for b, s in (("pytorch", 0.004), ("tensorrt", 0.001), ("a", 0.002), ("b", 0.003), ("c", 0.005))
             for n in (1, 8)]  # fmt: skip
     found = results(tmp_path, *ways, samples=50)
-    table = tables.frame(found)
+    table = trial_table.frame(found)
     figure = gpu_charts.timeline(found, table)
     titles = [title for a in figure.axes if (title := a.get_title(loc="left"))]
     assert titles == ["pytorch fp32", "tensorrt fp32", "a fp32", "b fp32"]  # the reference, then the fastest
@@ -266,5 +270,5 @@ def test_the_report_has_the_gpu_over_time(tmp_path: Path) -> None:
 
 def test_the_printed_table_shows_the_gpu(tmp_path: Path) -> None:
     found = results(tmp_path, Way("pytorch", card=Card(reasons=HOT, held=(0.5, 0.6))))
-    text = render.render(tables.frame(found), width=200)
+    text = render.render(trial_table.frame(found), width=200)
     assert "GPU MB" in text and "2,500" in text and "thermal limit (hardware) " in text

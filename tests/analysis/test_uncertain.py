@@ -11,9 +11,11 @@ import pytest
 import synthetic
 from synthetic import Way
 
-from dyno.analysis import compare, formatting, frontier_table, reference_tables, tables, verdict, views
-from dyno.analysis.render import render
-from dyno.analysis.results import Results, load
+from dyno.analysis import formatting
+from dyno.analysis.records.results import Results, load
+from dyno.analysis.tables import compare, frontier_table, reference_tables, trial_table, views
+from dyno.analysis.tables.render import render
+from dyno.analysis.verdict import verdict
 
 BRACKETS = re.compile(r"\[([\d.,]+)(?: \S+)?, ([\d.,]+)(?: \S+)?\]")
 
@@ -59,7 +61,7 @@ def test_limits_in_digits_or_words(low: float, high: float, text: str) -> None:
 
 
 def test_no_wide_interval_is_printed(wild: Results, tmp_path: Path) -> None:
-    frame = tables.frame(wild)
+    frame = trial_table.frame(wild)
     loose = frame["speedup_high"] > 2 * frame["speedup_low"]
     assert loose.any(), "the fixture is too tame"
     texts = {format: render(frame, format) for format in ("text", "markdown")}
@@ -74,7 +76,7 @@ def test_no_wide_interval_is_printed(wild: Results, tmp_path: Path) -> None:
 
 
 def test_the_machine_s_tables_keep_the_numbers(wild: Results) -> None:
-    frame = tables.frame(wild)
+    frame = trial_table.frame(wild)
     read = pd.read_csv(io.StringIO(render(frame, "csv")))
     assert read["speedup_high"].equals(frame["speedup_high"].astype(float)) or read["speedup_high"].max() > 10
     sheets = {sheet.name: sheet for sheet in reference_tables.sheets(wild, frame)}
@@ -91,7 +93,7 @@ def test_the_machine_s_tables_keep_the_numbers(wild: Results) -> None:
 def test_the_page_prints_none_either(wild: Results, tmp_path: Path) -> None:
     pytest.importorskip("jinja2")
     pytest.importorskip("matplotlib")
-    from dyno.analysis import report
+    from dyno.analysis.report import report
 
     text = re.sub(r"<[^>]*>", " ", report.write([wild], tmp_path).read_text(encoding="utf-8"))
     assert formatting.UNBOUNDED in text and not wide(text), wide(text)

@@ -33,8 +33,8 @@ LIMIT = 300_000  # bytes of the whole folder
 def measure(scratch: Path) -> Path:
     """A small study of every kind of row: real engines, INT8, a scripted one, a crash and a refusal."""
     from dyno import Study
-    from dyno.demo import MODEL, trained
-    from dyno.progress import Progress
+    from dyno.cli.demo import MODEL, trained
+    from dyno.jobs.progress import Progress
 
     weights, _ = trained(Progress(quiet=True))
     study = Study(
@@ -97,10 +97,11 @@ def keep(run: Path) -> None:
 
 def printed() -> dict[str, str]:
     """What today's code prints of the stored folder, by the name of the file that holds it."""
-    from dyno.analysis import results, tables
-    from dyno.analysis.render import render
+    from dyno.analysis.records import results
+    from dyno.analysis.tables import trial_table
+    from dyno.analysis.tables.render import render
 
-    frame = tables.frame(results.load(RUN))
+    frame = trial_table.frame(results.load(RUN))
     formats = {"results.csv": "csv", "results.md": "markdown", "results.json": "json"}
     return {name: render(frame, format) for name, format in formats.items()}
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from dyno.launch import launch
-from dyno.worker.onnx_file import read_io
-from dyno.worker.onnx_opset import in_opset
+from dyno.jobs.launcher import launch
+from dyno.worker.onnx_graph.file import read_io
+from dyno.worker.onnx_graph.opset import in_opset
 from dyno.worker.record import Record
 from dyno.worker.registry import find
 from dyno.worker.spec import Artifact, Dims, Job, ModelSpec, Runtime, Trial

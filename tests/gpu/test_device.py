@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dyno.worker.device_session import DeviceSession
-from dyno.worker.gpu import Device, Graph, Stopwatch, call
+from dyno.worker.sessions.device_session import DeviceSession
+from dyno.worker.sessions.gpu import Device, Graph, Stopwatch, call
 from dyno.worker.spec import PARTS, Tensor, Unavailable, UserError
 
 pytestmark = pytest.mark.gpu

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from dyno.analysis import results, tables
+from dyno.analysis.records import results
+from dyno.analysis.tables import trial_table
 from yolo_small import SIZE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
@@ -23,7 +24,7 @@ def test_a_detector_finds_the_same_on_every_engine(trt: Any, yolo: Any, tmp_path
     ways = f"pytorch@precision=fp32,tensorrt@optimization=0@precision={precision}"
     done = trt("run", *words, "--backends", ways, "--out", tmp_path / "run", *QUICK, timeout=1200)
     assert done.returncode == 0, done.stderr
-    frame = tables.frame(results.load(tmp_path / "run"))
+    frame = trial_table.frame(results.load(tmp_path / "run"))
     assert set(frame["status"]) == {"ok"}, frame[["backend", "precision", "status", "reason"]].to_string()
     want = frame[frame["backend"] == "pytorch"].iloc[0]
     for _, row in frame.iterrows():
@@ -37,7 +38,7 @@ def test_the_layer_that_must_stay_higher_is_found_on_engines(trt: Any, hostile: 
     done = trt(*words, "--batch", 4, "--budget", "top1=2", "--out", tmp_path / "run", *QUICK, timeout=1200)
     assert done.returncode == 0, done.stderr
     found = results.load(tmp_path / "run")
-    frame = tables.frame(found).set_index(["precision", "options"])
+    frame = trial_table.frame(found).set_index(["precision", "options"])
     assert frame.loc[("int8", ""), "budget"] == "over"
     kept = next(t for t in found if t.options.get("keep"))
     assert frame.loc[("int8", f"keep={kept.options['keep']}"), "budget"] == "within"

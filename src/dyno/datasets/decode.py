@@ -14,7 +14,7 @@ import numpy as np
 
 from dyno.datasets.rows import Row, Timed, timed
 from dyno.worker.extras import install
-from dyno.worker.letterbox import geometry
+from dyno.worker.inputs.letterbox import geometry
 from dyno.worker.spec import Preprocess, Unavailable, UserError
 
 Progress = Callable[[int, int], None]

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker import evaluate, measure
+from dyno.worker import measure
+from dyno.worker.evaluation import evaluate
 from dyno.worker.record import Measurement, Record, save_arrays, write_json
 from dyno.worker.spec import Job, to_json
 

@@ -39,11 +39,14 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker import evaluate, gpu, inputs, measure, system
+from dyno.worker import measure, system
 from dyno.worker.backend import Session
+from dyno.worker.evaluation import evaluate
+from dyno.worker.inputs import input_data
 from dyno.worker.journal import Journal
 from dyno.worker.record import Measurement, Record, save_arrays, write_record
 from dyno.worker.registry import find
+from dyno.worker.sessions import gpu
 from dyno.worker.spec import SCHEMA, Artifact, Job, NoRoute, Trial, Unavailable, UserError, from_json
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -57,8 +60,10 @@ def run_trial(job: Job, trial: Trial, journal: Journal) -> None:
     journal.record = replace(journal.record, system=system.describe(("numpy", *backend.requires)))
     session: Session = journal.timed("load", "load", lambda: backend.load(trial, job.artifact))
     model = trial.model
-    fed = list(inputs.batches(trial.data, model.preprocess, session.inputs, trial.dims, inputs.FEEDS, model.inputs))
-    journal.facts({"inputs_sha256": inputs.fingerprint(fed, model.preprocess), "threads": trial.runtime.threads})
+    fed = list(
+        input_data.batches(trial.data, model.preprocess, session.inputs, trial.dims, input_data.FEEDS, model.inputs)
+    )
+    journal.facts({"inputs_sha256": input_data.fingerprint(fed, model.preprocess), "threads": trial.runtime.threads})
     feeds = [session.stage(feed) for feed in fed]
     journal.timed("first_call", "first call", measure.step(session, "model", feeds))
     _time(session, trial, feeds, journal)
@@ -124,7 +129,7 @@ def _evaluate(session: Session, trial: Trial, journal: Journal) -> None:
     shown = {"name": trial.data.name, "split": trial.data.split, "count": len(arrays["sample"])}
     # The hash over the pictures that were decoded, the same at every size, and how many of them calibration has; where
     # nobody knows it, there is none.
-    about = inputs.about(trial.data)
+    about = input_data.about(trial.data)
     shown |= {key: about[key] for key in ("photographs", "set_aside") if about.get(key)}
     journal.facts({"data": shown})
     for sentence in found.oddities:
@@ -158,7 +163,7 @@ def _inspect(session: Session, job: Job, journal: Journal) -> None:
 
 def endure_trial(job: Job, journal: Journal) -> None:
     """The hard test of a dynamic engine; every stretch is on disk before the next begins."""
-    from dyno.worker.endure import TOLERANCE, endure
+    from dyno.worker.jobs.stress import TOLERANCE, endure
 
     assert job.trial is not None
     trial, backend = job.trial, find(job.trial.backend)
@@ -212,7 +217,7 @@ def probe(job: Job, journal: Journal) -> None:
 
 def look_at(job: Job, journal: Journal) -> None:
     """Build the model once and say what it takes."""
-    from dyno.worker.look import look
+    from dyno.worker.jobs.inspect_model import look
 
     assert job.trial is not None
     journal.stage("look at the model")
@@ -222,19 +227,19 @@ def look_at(job: Job, journal: Journal) -> None:
 
 def train_model(job: Job, journal: Journal) -> None:
     """Train a model on the data set named in the job; the weights lie in the job's folder."""
-    from dyno.worker import train
+    from dyno.worker.training import loop
 
     assert job.trial is not None
     trial = job.trial
     journal.record = replace(journal.record, system=system.describe(("torch", "torchvision", "timm")))
-    options, images = train.job(job.options)
+    options, images = loop.job(job.options)
     place = (journal.folder, journal.stage, trial.runtime.threads)
-    journal.facts(train.train(options, images, trial.data, trial.model, trial.dims, *place))
+    journal.facts(loop.train(options, images, trial.data, trial.model, trial.dims, *place))
 
 
 def find_peak(job: Job, journal: Journal) -> None:
     """The largest matrix products per second in each type; every type is on disk before the next begins."""
-    from dyno.worker import peak
+    from dyno.worker.jobs import peak
 
     journal.stage("peak")
     journal.record = replace(journal.record, system=system.describe(("numpy", "torch")))

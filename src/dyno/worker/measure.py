@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dyno.worker.backend import Arrays, Session
-from dyno.worker.gpu import Stopwatch
+from dyno.worker.sessions.gpu import Stopwatch
 from dyno.worker.spec import Plan
 
 Feeds = Sequence[Arrays]

@@ -10,9 +10,9 @@ import numpy as np
 import onnx
 import pytest
 
-from dyno.worker import onnx_check
-from dyno.worker.backends.onnx_precision import OnnxPrecision
-from dyno.worker.onnx_file import artifact
+from dyno.worker.makers.precision import OnnxPrecision
+from dyno.worker.onnx_graph import check
+from dyno.worker.onnx_graph.file import artifact
 from dyno.worker.registry import find
 from dyno.worker.spec import Artifact, Dims, Recipe, UserError
 
@@ -64,7 +64,7 @@ def test_weights_in_constant_nodes_and_unfused_batch_norms_become_int8(
     assert "BatchNormalization" not in makers.values()
     assert made.made_by["warnings"] == []
     feeds = {"input": digits.images()[0][:100]}
-    (before,), (after,) = (onnx_check.outputs(file.path, feeds)[0] for file in (parent, made))
+    (before,), (after,) = (check.outputs(file.path, feeds)[0] for file in (parent, made))
     assert np.abs(after - before).mean() < 0.1 * np.abs(before).mean()
 
 
@@ -112,7 +112,7 @@ def test_a_file_in_half_precision_becomes_fp32_and_then_int8(digits: Any, tmp_pa
     made = quantised(digits, single, tmp_path / "made", "onnxruntime")
     images = digits.images()[0][:100]
     (exact,), (up_cast,), (low,) = (
-        onnx_check.outputs(file.path, {"input": images})[0] for file in (digits.artifact, single, made)
+        check.outputs(file.path, {"input": images})[0] for file in (digits.artifact, single, made)
     )
     assert np.abs(up_cast - exact).max() < 0.01 * np.abs(exact).max()
     assert np.abs(low - exact).mean() < 0.1 * np.abs(exact).mean()

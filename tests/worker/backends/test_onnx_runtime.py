@@ -13,8 +13,8 @@ import numpy as np
 import onnx
 import pytest
 
-from dyno.worker.backends.onnx_precision import OnnxPrecision
 from dyno.worker.backends.onnx_runtime import OnnxRuntime
+from dyno.worker.makers.precision import OnnxPrecision
 from dyno.worker.spec import Artifact, DataSpec, Dims, ModelSpec, Recipe, Runtime, Tensor, Trial, UserError
 
 H, FLOAT = onnx.helper, onnx.TensorProto.FLOAT

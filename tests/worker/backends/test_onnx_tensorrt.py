@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 
-from dyno.worker.backends.onnx_precision import converted
+from dyno.worker.makers.precision import converted
 from dyno.worker.registry import find
 from dyno.worker.spec import Artifact, DataSpec, Dims, ModelSpec, Recipe, Runtime, Tensor, Trial, UserError
 

@@ -15,8 +15,8 @@ import numpy as np
 import onnx
 import pytest
 
-from dyno.worker.backends.onnx_precision import OnnxPrecision
 from dyno.worker.backends.open_vino import HINTS, OpenVino, _core
+from dyno.worker.makers.precision import OnnxPrecision
 from dyno.worker.spec import Artifact, DataSpec, Dims, ModelSpec, Recipe, Runtime, Tensor, Trial, Unavailable, UserError
 
 

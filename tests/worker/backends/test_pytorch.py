@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from dyno.worker import models, torch_support
 from dyno.worker.backend import Session
+from dyno.worker.nets import models
 from dyno.worker.registry import find
+from dyno.worker.sessions import torch_support
 from dyno.worker.spec import Dims, ModelSpec, Preprocess, Runtime, Trial, Unavailable, UserError
 
-DIGITS = ModelSpec("digits", "dyno.worker.digits:resnet18", channels=1)
+DIGITS = ModelSpec("digits", "dyno.worker.nets.digits:resnet18", channels=1)
 NETS = '''
 import torch
 from torch import nn

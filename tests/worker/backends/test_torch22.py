@@ -25,7 +25,7 @@ MODELS = (
     ModelSpec("resnet18", "torchvision:resnet18"),
     ModelSpec("mobilenet", "torchvision:mobilenet_v3_small"),
     ModelSpec("swin", "torchvision:swin_t"),  # truncated normal weights, attention
-    ModelSpec("digits", "dyno.worker.digits:resnet18", channels=1),
+    ModelSpec("digits", "dyno.worker.nets.digits:resnet18", channels=1),
 )
 
 

@@ -20,11 +20,13 @@ import numpy as np
 import pytest
 import torch
 
-from dyno.worker import main, models
+from dyno.worker import main
 from dyno.worker.backends import torch_trt
-from dyno.worker.inputs import batches
+from dyno.worker.inputs.input_data import batches
+from dyno.worker.nets import models
 from dyno.worker.record import Record, read_record, write_json
 from dyno.worker.registry import find
+from dyno.worker.sessions.torch_trt_program import attributes, engines, left_in_pytorch
 from dyno.worker.spec import (
     DataSpec,
     Dims,
@@ -38,11 +40,10 @@ from dyno.worker.spec import (
     UserError,
     to_json,
 )
-from dyno.worker.torch_trt_program import attributes, engines, left_in_pytorch
 
 PYTHON = os.environ.get("DYNO_TORCH_TENSORRT_PYTHON", sys.executable)
 LIBS = {"LD_LIBRARY_PATH": libs} if (libs := os.environ.get("DYNO_TORCH_TENSORRT_LIBS")) else {}
-DIGITS = ModelSpec("digits", "dyno.worker.digits:resnet18", channels=1)
+DIGITS = ModelSpec("digits", "dyno.worker.nets.digits:resnet18", channels=1)
 GPU = Runtime(device="cuda:0", threads=2)
 NETS = '''
 import torch

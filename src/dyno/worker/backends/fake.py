@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.backend import Arrays, Backend, Session
+from dyno.worker.inputs.shapes import fitted
 from dyno.worker.option_values import Check, number, one_of
-from dyno.worker.shapes import fitted
 from dyno.worker.spec import Artifact, Tensor, Trial, Unavailable
 
 CLASSES = 10

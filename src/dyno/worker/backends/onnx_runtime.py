@@ -15,18 +15,18 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker import onnx_runtime_cuda as cuda
 from dyno.worker.backend import Arrays, Backend, Session
-from dyno.worker.backends.onnx_precision import PREPARATION, VALUES
-from dyno.worker.backends.onnx_routes import routed
-from dyno.worker.calibration import lacking
 from dyno.worker.extras import install
-from dyno.worker.onnx_check import HALF_CRASHES, said
-from dyno.worker.onnx_runtime_cuda import OPTIONS as CUDA_OPTIONS
-from dyno.worker.onnx_runtime_cuda import VALUES as CUDA_VALUES
-from dyno.worker.onnx_runtime_profile import Profile
+from dyno.worker.inputs.calibration import lacking
+from dyno.worker.inputs.shapes import Shape, fitted, static_shapes
+from dyno.worker.makers.precision import PREPARATION, VALUES
+from dyno.worker.makers.routes import routed
+from dyno.worker.onnx_graph.check import HALF_CRASHES, said
 from dyno.worker.option_values import Check, flag, one_of
-from dyno.worker.shapes import Shape, fitted, static_shapes
+from dyno.worker.sessions import onnx_runtime_cuda as cuda
+from dyno.worker.sessions.onnx_runtime_cuda import OPTIONS as CUDA_OPTIONS
+from dyno.worker.sessions.onnx_runtime_cuda import VALUES as CUDA_VALUES
+from dyno.worker.sessions.onnx_runtime_profile import Profile
 from dyno.worker.spec import Artifact, Option, Recipe, Tensor, Trial, Unavailable, UserError
 from dyno.worker.truth import precision_truth
 

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.backend import Arrays, Backend, Session
-from dyno.worker.backends.onnx_precision import INHERITED, PREPARATION, VALUES
-from dyno.worker.backends.onnx_routes import routed
-from dyno.worker.calibration import lacking
 from dyno.worker.extras import install
+from dyno.worker.inputs.calibration import lacking
+from dyno.worker.inputs.shapes import fitted, static_shapes
+from dyno.worker.makers.precision import INHERITED, PREPARATION, VALUES
+from dyno.worker.makers.routes import routed
 from dyno.worker.option_values import Check, flag, whole
-from dyno.worker.shapes import fitted, static_shapes
 from dyno.worker.spec import Artifact, Recipe, Runtime, Tensor, Trial, Unavailable, UserError
 from dyno.worker.truth import has_precision, precision_truth, why_not_faster
 

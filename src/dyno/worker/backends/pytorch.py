@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker import inputs, models
 from dyno.worker.backend import Arrays, Backend, Session
-from dyno.worker.input_specs import tensors as tensors_of
+from dyno.worker.inputs import input_data
+from dyno.worker.inputs.specs import tensors as tensors_of
+from dyno.worker.nets import models
 from dyno.worker.option_values import Check, flag, one_of
-from dyno.worker.spec import Artifact, DataSpec, Tensor, Trial, Unavailable, UserError
-from dyno.worker.torch_copies import Copies
-from dyno.worker.torch_support import (
+from dyno.worker.sessions.torch_copies import Copies
+from dyno.worker.sessions.torch_support import (
     cast,
     compiler_errors,
     compute_layers,
@@ -34,6 +34,7 @@ from dyno.worker.torch_support import (
     positional,
     tensors,
 )
+from dyno.worker.spec import Artifact, DataSpec, Tensor, Trial, Unavailable, UserError
 from dyno.worker.truth import precision_truth
 
 TYPES = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -54,7 +55,7 @@ class PyTorch(Backend):
     precisions: tuple[str, ...] = ("fp32", "tf32", "fp16", "bf16")
     devices: tuple[str, ...] = ("cpu", "cuda")
     options: tuple[str, ...] = ("channels_last", "cudnn_benchmark", "input")
-    values: Mapping[str, Check] = {"channels_last": flag, "cudnn_benchmark": flag, "input": one_of(*inputs.READ)}
+    values: Mapping[str, Check] = {"channels_last": flag, "cudnn_benchmark": flag, "input": one_of(*input_data.READ)}
     files = ()  # which hold no module
 
     def refuse(self, trial: Trial) -> str:
@@ -136,7 +137,7 @@ class TorchSession(Session):
         self._layout = self._torch.channels_last if options["channels_last"] else self._torch.contiguous_format
         dtype = getattr(self._torch, TYPES[trial.precision])
         self._module = cast(module.to(self._device, memory_format=self._layout), TYPES[trial.precision])
-        self._pixels = inputs.wants_pixels(options)
+        self._pixels = input_data.wants_pixels(options)
         self.slots = self._slots_wanted()
         self._copies: Copies | None = None
         self._queue: Any = None
@@ -187,7 +188,7 @@ class TorchSession(Session):
 
     def _from_pixels(self, dtype: Any) -> Callable[[Any], Any]:
         """The module behind the normalisation, which is computed in float32 as a host that normalises would."""
-        found = inputs.pixel_scale(self._trial.model.preprocess, int(self.inputs[0].shape[1]))
+        found = input_data.pixel_scale(self._trial.model.preprocess, int(self.inputs[0].shape[1]))
         scale, offset = (self._torch.from_numpy(each).to(self._device) for each in found)
         specs = self._trial.model.inputs
         module = positional(self._torch, self._module, specs) if specs else self._module
@@ -267,7 +268,7 @@ class TorchSession(Session):
         """Run the module as it is on random input, before it is compiled: a shape it refuses is said in its own words,
         and what goes wrong later is the compiler's doing."""
         model, dims = self._trial.model, self._trial.dims
-        self.bind(next(inputs.batches(DataSpec(), model.preprocess, self.inputs, dims, 1, model.inputs)))
+        self.bind(next(input_data.batches(DataSpec(), model.preprocess, self.inputs, dims, 1, model.inputs)))
         self._once()
 
     def _once(self) -> None:

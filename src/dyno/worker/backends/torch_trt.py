@@ -21,8 +21,7 @@ from dyno.worker.backends.tensor_rt.profiles import batch_range, outside
 from dyno.worker.backends.tensor_rt.settings import STATIC
 from dyno.worker.option_values import Check, one_of, whole
 from dyno.worker.record import TIMING
-from dyno.worker.spec import Artifact, Option, Trial, Unavailable, UserError
-from dyno.worker.torch_support import (
+from dyno.worker.sessions.torch_support import (
     compute_layers,
     device_named,
     first_line,
@@ -30,7 +29,8 @@ from dyno.worker.torch_support import (
     is_memory_error,
     memory_errors,
 )
-from dyno.worker.torch_trt_program import engines, left_in_pytorch
+from dyno.worker.sessions.torch_trt_program import engines, left_in_pytorch
+from dyno.worker.spec import Artifact, Option, Trial, Unavailable, UserError
 from dyno.worker.truth import NOTEWORTHY, precision_truth
 
 ROUTES = ("ts", "dynamo")

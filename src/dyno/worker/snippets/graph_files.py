@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dyno.worker import onnx_runtime_cuda as cuda
 from dyno.worker.backends import onnx_runtime as ort
 from dyno.worker.backends import open_vino as vino
-from dyno.worker.shapes import static_shapes
+from dyno.worker.inputs.shapes import static_shapes
+from dyno.worker.sessions import onnx_runtime_cuda as cuda
 from dyno.worker.snippets.parts import Part
 from dyno.worker.spec import Artifact, Trial, UserError
 

@@ -7,13 +7,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from dyno.worker import inputs, models, saved_modules
-from dyno.worker.checkpoint import head_classes, read_checkpoint
+from dyno.worker.inputs import input_data
+from dyno.worker.nets import models, saved_modules
+from dyno.worker.nets.checkpoint import head_classes, read_checkpoint
 from dyno.worker.registry import find
+from dyno.worker.sessions.torch_support import import_torch
 from dyno.worker.snippets.graph_files import place
 from dyno.worker.snippets.parts import Part, inputs_of
 from dyno.worker.spec import Artifact, ModelSpec, Option, Trial, UserError
-from dyno.worker.torch_support import import_torch
 
 LIBRARY = '''
 
@@ -119,11 +120,11 @@ def module(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folde
     if not saved:
         torch.save(network.state_dict(), folder / "state.pt")
     options = find(trial.backend).checked(trial)  # type: ignore[attr-defined]
-    pixels = inputs.wants_pixels(options)
+    pixels = input_data.wants_pixels(options)
     constants = {"FILE": place(about), **constants, **_called(trial), **_how(trial, options)}
     if pixels:
         channels = int(inputs_of(trial, None)[0].shape[1])
-        found = inputs.pixel_scale(trial.model.preprocess, channels)
+        found = input_data.pixel_scale(trial.model.preprocess, channels)
         constants |= dict(
             zip(("SCALE", "OFFSET"), ([float(v) for v in each.reshape(-1)] for each in found), strict=True)
         )

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pprint import pformat
 from typing import Any
 
-from dyno.worker import input_specs, inputs
-from dyno.worker.shapes import static_shapes
+from dyno.worker.inputs import input_data, specs
+from dyno.worker.inputs.shapes import static_shapes
 from dyno.worker.spec import Artifact, Tensor, Trial
 
 PREPARED = '''
@@ -95,8 +95,8 @@ def inputs_of(trial: Trial, artifact: Artifact | None) -> tuple[Tensor, ...]:
         return tuple(Tensor(t.name, t.dtype, shapes[t.name]) for t in artifact.inputs)
     dims = trial.dims
     shape = dims.shapes.get("input", (dims.batch, trial.model.channels, dims.height, dims.width))
-    found = input_specs.tensors(trial.model.inputs, dims) or (Tensor("input", "float32", tuple(shape)),)
-    return tuple(replace(t, dtype="uint8") for t in found) if inputs.wants_pixels(trial.options) else found
+    found = specs.tensors(trial.model.inputs, dims) or (Tensor("input", "float32", tuple(shape)),)
+    return tuple(replace(t, dtype="uint8") for t in found) if input_data.wants_pixels(trial.options) else found
 
 
 def written(part: Part, trial: Trial, tensors: tuple[Tensor, ...], about: Mapping[str, Any]) -> str:

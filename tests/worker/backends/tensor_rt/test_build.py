@@ -42,7 +42,7 @@ def make(parent: Artifact, folder: Path, precision: str = "fp32", batch: int = 4
 
 def described(path: Path) -> Artifact:
     """The file as the exporter describes it."""
-    from dyno.worker.onnx_file import read_io
+    from dyno.worker.onnx_graph.file import read_io
 
     return Artifact("onnx", str(path), "abc", path.stat().st_size, "fp32", *read_io(str(path)), 0.0)
 

@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.backend import Backend, Session
-from dyno.worker.backends.onnx_precision import PREPARATION, VALUES
-from dyno.worker.backends.onnx_routes import routed
 from dyno.worker.backends.onnx_runtime import ONE_ADD
 from dyno.worker.backends.tensor_rt import library, profiles, settings, values
 from dyno.worker.backends.tensor_rt.build import build
 from dyno.worker.backends.tensor_rt.given import given
 from dyno.worker.backends.tensor_rt.settings import Settings
-from dyno.worker.calibration import NO_DATA
+from dyno.worker.inputs.calibration import NO_DATA
+from dyno.worker.makers.precision import PREPARATION, VALUES
+from dyno.worker.makers.routes import routed
 from dyno.worker.option_values import Check
 from dyno.worker.spec import (
     ENGINE_FILES,

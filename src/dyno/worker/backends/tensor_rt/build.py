@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dyno.worker.backends.onnx_precision import INHERITED
 from dyno.worker.backends.tensor_rt import layers, library, profiles
 from dyno.worker.backends.tensor_rt.calibrator import calibrator, images_for
 from dyno.worker.backends.tensor_rt.settings import Settings
 from dyno.worker.backends.tensor_rt.timing import TimingCache
-from dyno.worker.gpu import Device
+from dyno.worker.makers.precision import INHERITED
+from dyno.worker.sessions.gpu import Device
 from dyno.worker.spec import Artifact, Recipe, Tensor, Unavailable, UserError
 
 Tell = Callable[[str], None]

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.backends.tensor_rt import library
-from dyno.worker.calibration import CalibrationImages
-from dyno.worker.gpu import call
+from dyno.worker.inputs.calibration import CalibrationImages
+from dyno.worker.sessions.gpu import call
 from dyno.worker.spec import Artifact, Recipe, UserError
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dyno.worker.backends.tensor_rt import layers, library
-from dyno.worker.gpu import Device
+from dyno.worker.sessions.gpu import Device
 from dyno.worker.spec import Artifact, Recipe, Tensor
 from dyno.worker.truth import TYPES
 

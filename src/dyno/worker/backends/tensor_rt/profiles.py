@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dyno.worker.backends.tensor_rt.settings import STATIC
-from dyno.worker.shapes import Shape, static_shapes
+from dyno.worker.inputs.shapes import Shape, static_shapes
 from dyno.worker.spec import Dims, Tensor, UserError
 
 Range = tuple[Shape, Shape, Shape]

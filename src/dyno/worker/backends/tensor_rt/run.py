@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.backends.tensor_rt import layer_times, layers, library
-from dyno.worker.device_session import DeviceSession, slots_of
-from dyno.worker.gpu import Device, Graph
-from dyno.worker.shapes import Shape, static_shapes
+from dyno.worker.inputs.shapes import Shape, static_shapes
+from dyno.worker.sessions.device_session import DeviceSession, slots_of
+from dyno.worker.sessions.gpu import Device, Graph
 from dyno.worker.spec import Artifact, Tensor, Trial, UserError
 
 

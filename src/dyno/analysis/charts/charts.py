@@ -1,0 +1,201 @@
+"""Charts of the table: each function takes the frame and returns a matplotlib Figure, or None with nothing to draw."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from dyno.analysis.charts.series import LONGEST, Panel, scaling, title_of
+from dyno.analysis.formatting import bounded, short, show
+from dyno.analysis.metrics.measures import Metric, quality
+from dyno.analysis.ranking import frontier
+from dyno.analysis.ranking.contests import contests
+from dyno.analysis.ranking.frontier import LATENCY, THROUGHPUT, way
+from dyno.analysis.style import HATCHES, INK, WIDTH, color, marker, styled
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+MOST_BARS = 80  # rows in one figure; what is beyond stands in results.csv
+MOST_PANELS = 6
+MOST_NAMED = 4
+ROW = 0.27  # inches a bar takes
+
+SPEED_LIMITS = {LATENCY: ("latency_ms_low", "latency_ms_high"), THROUGHPUT: ("throughput_low", "throughput_high")}
+
+
+def everything(frame: pd.DataFrame) -> dict[str, Any]:
+    """All figures that have something to draw, by file name, in the order a reader wants them."""
+    drawn = {
+        "latency": latency(frame),
+        "speedup": speedup(frame),
+        "accuracy-latency": accuracy(frame, LATENCY),
+        "accuracy-throughput": accuracy(frame, THROUGHPUT),
+        "throughput-batch": scaling(frame, "batch"),
+        "throughput-size": scaling(frame, "size"),
+    }
+    return {name: figure for name, figure in drawn.items() if figure is not None}
+
+
+def latency(frame: pd.DataFrame) -> Any:
+    """Bars of the latency per batch with its interval between processes, one panel per model, size and batch (R15)."""
+    rows = frame.dropna(subset=[LATENCY])
+    return _rows_figure(rows, _latency_panel, "latency per batch, ms", lambda r: show(r[LATENCY] * 1e-3, "duration"))
+
+
+def speedup(frame: pd.DataFrame) -> Any:
+    """Speed-ups over the reference with their intervals, one panel per model, size and batch."""
+    rows = frame.dropna(subset=["speedup"])
+    rows = rows[rows.groupby("reference")["trial"].transform("count") > 1] if len(rows) else rows
+    return _rows_figure(rows, _speedup_panel, "times as fast as the reference", lambda r: f"{r['speedup']:.2f}x")
+
+
+def _latency_panel(axes: Any, rows: pd.DataFrame) -> None:
+    limit = _limit(rows[LATENCY].max(), rows["latency_ms_high"].max())
+    for y, (_, r) in enumerate(rows.iterrows()):
+        hatch = HATCHES.get(r["precision"], "")
+        axes.barh(y, r[LATENCY], 0.72, color=color(r["backend"]), hatch=hatch, edgecolor="white", linewidth=0)
+        if bounded(r["latency_ms_low"], r["latency_ms_high"]):
+            _whisker(axes, r["latency_ms_low"], r["latency_ms_high"], y, limit)
+    axes.set_xlim(0, limit)
+
+
+def _speedup_panel(axes: Any, rows: pd.DataFrame) -> None:
+    axes.axvline(1, color=INK, lw=1)
+    limit = _limit(max(rows["speedup"].max(), 1), rows["speedup_high"].max())
+    for y, (_, r) in enumerate(rows.iterrows()):
+        axes.plot(r["speedup"], y, marker(r["precision"]), color=color(r["backend"]), mec="white", mew=0.7, ms=9)
+        if bounded(r["speedup_low"], r["speedup_high"]):
+            _whisker(axes, r["speedup_low"], r["speedup_high"], y, limit)
+    axes.set_xlim(0, limit)
+
+
+def _limit(value: float, high: float) -> float:
+    """Where an axis ends: behind the widest interval, but never so far that the values themselves are squeezed."""
+    return float(min(max(1.2 * value, 1.05 * high) if high == high else 1.2 * value, 2 * value))
+
+
+def _whisker(axes: Any, low: float, high: float, y: float, limit: float) -> None:
+    axes.plot([low, min(high, limit)], [y, y], color=INK, lw=1.1)
+    axes.plot([low], [y], "|", color=INK, ms=5, mew=1.1)
+    # An arrow where the interval goes on beyond the axis: an end drawn there would be read as its end.
+    axes.plot([min(high, limit)], [y], "|" if high <= limit else ">", color=INK, ms=5, mew=1.1, clip_on=False)
+
+
+def _rows_figure(rows: pd.DataFrame, draw: Any, axis: str, value: Any) -> Any:
+    """Panels of horizontal rows, best first, names on the left and numbers on the right, where nothing can overlap."""
+    groups, left_out = _fitting(list(_groups(rows)))
+    if not groups:
+        return None
+    heights = [max(len(g), 2) * ROW for _, g in groups]
+    total = sum(heights) + 0.62 * len(groups) + 0.35
+    with styled() as figure_class:
+        figure = figure_class((WIDTH, total))
+        grid = figure.add_gridspec(
+            len(groups), 1, height_ratios=heights, hspace=0.62 / (sum(heights) / len(heights)),
+            left=0.3, right=0.88, top=1 - 0.3 / total, bottom=0.5 / total,
+        )  # fmt: skip
+        for i, (title, group) in enumerate(groups):
+            ordered = group.sort_values(LATENCY, ascending=True, kind="stable")
+            axes = figure.add_subplot(grid[i])
+            draw(axes, ordered)
+            _name_rows(axes, ordered, value)
+            axes.set_title(title, x=0 if len(title) < 60 else -0.4)
+        axes.set_xlabel(axis)
+        if left_out:
+            figure.text(0.88, 0, f"{left_out} more groups are in results.csv", ha="right", va="bottom", fontsize=8)
+    return figure
+
+
+def _name_rows(axes: Any, rows: pd.DataFrame, value: Any) -> None:
+    axes.set_yticks(range(len(rows)), [short(way(r), LONGEST) for _, r in rows.iterrows()])
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(False, axis="y")
+    for y, (_, r) in enumerate(rows.iterrows()):
+        axes.text(1.015, y, value(r), transform=axes.get_yaxis_transform(), va="center", fontweight="bold")
+
+
+def accuracy(frame: pd.DataFrame, speed: str = LATENCY) -> Any:
+    """Accuracy against latency or throughput with 95 % intervals on both axes and the frontier drawn.
+
+    Sizes share a panel where a budget lets them compete; all batches do where images per second are compared.
+    """
+    panels = [p for p in _accuracy_panels(frame, speed) if len(p[1]) > 1][:MOST_PANELS]
+    if not panels:
+        return None
+    with styled() as figure_class:
+        figure = figure_class((WIDTH, 3.9 * len(panels) + 0.5), layout="constrained")
+        places = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
+        for axes, (title, group, metric) in zip(places, panels, strict=True):
+            edge = frontier.pareto(group, speed, metric.column)
+            _accuracy_panel(axes, group, edge, speed, metric)
+            axes.set_title(title, pad=20)
+            axes.text(0, 1.03, _named_frontier(edge, group), transform=axes.transAxes, fontsize=8.5)
+        _legend(figure, frontier.usable(frame).dropna(subset=[speed]))
+    return figure
+
+
+def _accuracy_panels(frame: pd.DataFrame, speed: str) -> Iterator[tuple[str, pd.DataFrame, Metric]]:
+    for contest in contests(frame):
+        metric = quality(contest.group)
+        if metric.column not in contest.group:
+            continue
+        rows = frontier.usable(contest.group).dropna(subset=[speed, metric.column])
+        keys = ["model", *([] if contest.sizes else ["size"]), *(["batch"] if speed == LATENCY else []), "device"]
+        yield from ((title_of(keys, v), g, metric) for v, g in rows.groupby(keys, sort=False))
+
+
+def _named_frontier(edge: pd.DataFrame, group: pd.DataFrame) -> str:
+    """The frontier in words: names beside crowded points would cover them."""
+    unequal = [k for k in ("size", "batch") if group[k].nunique() > 1]
+    names = [" ".join([short(way(r), LONGEST), *(f"{k} {r[k]}" for k in unequal)]) for _, r in edge.iterrows()]
+    more = f", and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return "frontier (ringed), fastest first: " + ", ".join(names[:MOST_NAMED]) + more
+
+
+def _accuracy_panel(axes: Any, group: pd.DataFrame, edge: pd.DataFrame, speed: str, metric: Metric) -> None:
+    steps = "steps-post" if speed == LATENCY else "steps-pre"
+    axes.plot(edge[speed], edge[metric.column], drawstyle=steps, color=INK, lw=1, ls=(0, (4, 2)), zorder=1)
+    chosen = set(edge["trial"])
+    limit = _limit(group[speed].max(), group[SPEED_LIMITS[speed][1]].max())
+    for _, r in group.iterrows():
+        tone, value = color(r["backend"]), r[metric.column]
+        low, high = (r[name] for name in SPEED_LIMITS[speed])
+        if bounded(low, high):
+            axes.plot([low, min(high, limit)], [value] * 2, color=tone, lw=1.1, alpha=0.8)
+            if high > limit:  # an end drawn there would be read as the interval's
+                axes.plot([limit], [value], ">", color=tone, ms=5)
+        axes.plot([r[speed]] * 2, metric.interval(r), color=tone, lw=1.1, alpha=0.8)
+        ring = {"mec": INK, "mew": 1.6, "ms": 11} if r["trial"] in chosen else {"mec": "white", "mew": 0.8, "ms": 9}
+        axes.plot(r[speed], value, marker(r["precision"]), color=tone, zorder=3, **ring)
+    axes.margins(x=0.1, y=0.12)
+    axes.set_xlim(left=max(0.0, axes.get_xlim()[0]))
+    measured = "latency per batch, ms" if speed == LATENCY else "images per second"
+    axes.set_xlabel(f"{measured} (95 % interval between processes)")
+    axes.set_ylabel(f"{metric.title}, % (95 % interval)")
+
+
+def _groups(rows: pd.DataFrame) -> Iterator[Panel]:
+    keys = ["model", "size", "batch", "device"]
+    return ((title_of(keys, values), group) for values, group in rows.groupby(keys, sort=False))
+
+
+def _legend(figure: Any, rows: pd.DataFrame) -> None:
+    from matplotlib.lines import Line2D
+
+    ways = dict.fromkeys(zip(rows["backend"], rows["precision"], strict=True))
+    handles = [Line2D([], [], color=color(b), marker=marker(p), ls="", mec="white", ms=8, label=f"{b} {p}")
+               for b, p in ways]  # fmt: skip
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, handlelength=1.2)
+
+
+def _fitting(groups: list[Panel]) -> tuple[list[Panel], int]:
+    kept: list[Panel] = []
+    bars = 0
+    for title, group in groups:
+        if bars + len(group) > MOST_BARS and kept:
+            break
+        kept.append((title, group.nsmallest(MOST_BARS, LATENCY)))
+        bars += len(group)
+    return kept, len(groups) - len(kept)

@@ -1,0 +1,80 @@
+"""The GPU over time: memory and utilisation while each job ran, several ways of running a model beside each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dyno.analysis.formatting import short
+from dyno.analysis.ranking.frontier import LATENCY
+from dyno.analysis.records import timeline as gpu_trace
+from dyno.analysis.records.results import Results, TrialResult
+from dyno.analysis.records.rounds import Round
+from dyno.analysis.style import FAINT, INK, WIDTH, color, styled
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+BESIDE = 4  # ways in one row of panels
+MOST_ROWS = 6
+LONGEST = 26  # characters of a panel's title
+
+Shown = tuple[TrialResult, Round, gpu_trace.Trace]
+
+
+def everything(results: Results, frame: pd.DataFrame) -> dict[str, Any]:
+    """The figure by its file name; nothing where no trial has telemetry of a GPU."""
+    figure = timeline(results, frame)
+    return {} if figure is None else {"gpu": figure}
+
+
+def timeline(results: Results, frame: pd.DataFrame) -> Any:
+    """Memory and SM utilisation against time (R13): a row per model and size at its largest batch, a column per way.
+
+    The reference stands first, then the fastest; the shaded stretches were timed.
+    """
+    rows = list(_rows(results, frame))[:MOST_ROWS]
+    if not rows:
+        return None
+    with styled() as figure_class:
+        figure = figure_class((WIDTH, 3.1 * len(rows)), layout="constrained")
+        parts = np.atleast_1d(figure.subfigures(len(rows), 1))
+        for part, (title, shown) in zip(parts, rows, strict=True):
+            part.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=10.5)
+            panels = part.subplots(2, len(shown), squeeze=False, sharex=True, sharey="row")
+            for column, each in zip(panels.T, shown, strict=True):
+                _panel(column, *each)
+            panels[0, 0].set_ylabel("memory, GB")
+            panels[1, 0].set_ylabel("utilisation, %")
+            panels[1, 0].set_ylim(0, 105)
+            panels[0, 0].set_ylim(bottom=0)
+            part.supxlabel("seconds since the job began", fontsize=9)
+    return figure
+
+
+def _rows(results: Results, frame: pd.DataFrame) -> Iterator[tuple[str, list[Shown]]]:
+    known = {t.id: found for t in results if (found := _shown(t)) is not None}
+    table = frame[frame["trial"].isin(list(known))].dropna(subset=[LATENCY])
+    for (model, size, device), group in table.groupby(["model", "size", "device"], sort=False):
+        last = group[group["batch"] == group["batch"].max()]
+        order = last.assign(first=last["verdict"] != "reference").sort_values(["first", LATENCY], kind="stable")
+        more = f" ({len(order) - BESIDE} more in results.csv)" if len(order) > BESIDE else ""
+        title = f"{short(model, 60)}, size {size}, batch {last['batch'].iloc[0]}, {device}{more}"
+        yield title, [known[i] for i in order["trial"][:BESIDE]]
+
+
+def _shown(t: TrialResult) -> Shown | None:
+    return next(((t, r, r.trace) for r in t.good if r.trace is not None and len(r.trace.at)), None)
+
+
+def _panel(column: Any, t: TrialResult, r: Round, trace: gpu_trace.Trace) -> None:
+    seconds = trace.at - trace.epoch
+    lines = ((trace.column("memory") - trace.before_memory) * 1e-9, trace.column("util"))
+    for axes, values in zip(column, lines, strict=True):
+        for begin, end in gpu_trace.windows(r.facts).values():
+            axes.axvspan(begin - trace.epoch, end - trace.epoch, color=FAINT, lw=0)
+        axes.plot(seconds, values, color=color(t.backend), lw=1.4)
+        axes.set_xlim(left=0)
+    column[0].set_title(short(t.way, LONGEST), fontsize=9, color=INK)

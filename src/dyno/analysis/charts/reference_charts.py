@@ -1,0 +1,131 @@
+"""The charts that published comparisons draw: bars for all models, speed-up against size, TFLOPS under the peak.
+
+Throughput and FPS against batch and size are `series.scaling`. Each function takes the frame and returns a Figure, or
+None with nothing to draw.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dyno.analysis.charts import series
+from dyno.analysis.charts.series import LONGEST
+from dyno.analysis.formatting import short, significant
+from dyno.analysis.ranking import frontier
+from dyno.analysis.ranking.frontier import LATENCY
+from dyno.analysis.style import HATCHES, INK, LINES, WIDTH, color, styled
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+FEW, MANY = 12, 30  # bars of a panel up to which their numbers lie flat, and stand
+
+
+def everything(frame: pd.DataFrame) -> dict[str, Any]:
+    """All figures that have something to draw, by file name."""
+    drawn = {
+        "inference-time": inference_time(frame),
+        "speedup-size": speedup(frame, "size"),
+        "speedup-batch": speedup(frame, "batch"),
+        "tflops-batch": tflops(frame, "batch"),
+        "tflops-size": tflops(frame, "size"),
+    }
+    return {name: figure for name, figure in drawn.items() if figure is not None}
+
+
+def inference_time(frame: pd.DataFrame) -> Any:
+    """Grouped bars of the latency of every model on a log axis, one panel per size and batch (R15)."""
+    from matplotlib.patches import Patch
+
+    rows = series.ways(frontier.usable(frame).dropna(subset=[LATENCY]))
+    found = [
+        (f"size {size}, batch {batch}", group)
+        for (size, batch), group in rows.groupby(["size", "batch"], sort=False)
+        if group["model"].nunique() > 1
+    ]
+    panels, left = found[: series.MOST_PANELS], max(0, len(found) - series.MOST_PANELS)
+    if not panels:
+        return None
+    with styled() as figure_class:
+        figure = figure_class((WIDTH, 2.7 * len(panels) + 0.7), layout="constrained")
+        grid = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
+        for axes, (title, group) in zip(grid, panels, strict=True):
+            _bars(axes, group)
+            axes.set_title(title)
+        handles = [Patch(label=short(r["way"], LONGEST), **_fill(r)) for r in series.one_of_each(panels)]
+        series.place_legend(figure, handles, left)
+    return figure
+
+
+def _bars(axes: Any, group: pd.DataFrame) -> None:
+    models, ways = list(dict.fromkeys(group["model"])), list(dict.fromkeys(group["way"]))
+    width, count = 0.84 / len(ways), len(models) * len(ways)
+    for place, name in enumerate(ways):
+        for _, r in group[group["way"] == name].iterrows():
+            x = models.index(r["model"]) + (place - (len(ways) - 1) / 2) * width
+            axes.bar(x, r[LATENCY], 0.92 * width, **_fill(r))
+            if count <= MANY:
+                axes.annotate(
+                    significant(r[LATENCY]), (x, r[LATENCY]), (0, 2), textcoords="offset points", ha="center",
+                    va="bottom", fontsize=7, rotation=90 if count > FEW else 0,
+                )  # fmt: skip
+    low, high = group[LATENCY].min(), group[LATENCY].max()
+    axes.set_ylim(low / 2, high * (4 if FEW < count <= MANY else 1.6))
+    _logarithmic(axes)
+    axes.set_ylabel("latency per batch, ms")
+    tilted = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if sum(map(len, models)) > 70 else {}
+    axes.set_xticks(range(len(models)), [short(m, LONGEST) for m in models], **tilted)
+    axes.tick_params(axis="x", length=0)
+    axes.grid(False, axis="x")
+
+
+def speedup(frame: pd.DataFrame, axis: str) -> Any:
+    """Speed-up over the reference against the image size or the batch, with its intervals (R35)."""
+    rows = frontier.usable(frame).dropna(subset=["speedup"])
+    figure = series.lines(rows, axis, "speedup", "times as fast as the reference")
+    for axes in figure.axes if figure else ():
+        axes.axhline(1, color=INK, lw=0.9, zorder=1)
+    return figure
+
+
+def tflops(frame: pd.DataFrame, axis: str) -> Any:
+    """TFLOPS achieved against batch or size, under the peaks that were measured on the device (R36)."""
+    rows = frontier.usable(frame).dropna(subset=["tflops"])
+    figure = series.lines(rows, axis, "tflops", "TFLOPS achieved")
+    if figure is None:
+        return None
+    peaks = {kind: value for kind, value in zip(map(_ran, rows["ran_as"]), rows["peak_tflops"], strict=True)
+             if value == value}  # fmt: skip
+    low, high = rows["tflops"].min(), max(rows["tflops"].max(), *peaks.values(), 0.0)
+    for axes in figure.axes:
+        for kind, value in peaks.items():
+            axes.axhline(value, color=INK, lw=0.9, ls=LINES.get(kind, "-"), zorder=1)
+            axes.annotate(
+                f"peak\n{kind}", (1, value), (3, 0), xycoords=("axes fraction", "data"), textcoords="offset points",
+                va="center", fontsize=8,
+            )  # fmt: skip
+        axes.set_ylim(low / 1.5, high * 2)
+        _logarithmic(axes)
+    return figure
+
+
+def _ran(types: str) -> str:
+    """The type that most layers ran in, from `21 fp32, 3 fp16`."""
+    return types.split(",")[0].split()[-1] if types else ""
+
+
+def _logarithmic(axes: Any) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    # Few decades leave room for more ticks than one each.
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,)))
+    axes.yaxis.set_major_formatter(lambda v, _: f"{v:,.0f}" if v >= 1 else f"{v:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _fill(r: Any) -> dict[str, Any]:
+    hatch = HATCHES.get(r["precision"], "")
+    return {"facecolor": color(r["backend"]), "hatch": hatch, "edgecolor": "white", "linewidth": 0,
+            "alpha": 0.55 if r["twin"] else 1.0}  # fmt: skip

@@ -1,0 +1,146 @@
+"""Lines against the batch or the image size: a panel for each of what is neither, a line for each way of running."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from dyno.analysis.formatting import NO_IMAGE, bounded, short
+from dyno.analysis.ranking import frontier
+from dyno.analysis.ranking.frontier import LATENCY, THROUGHPUT, way
+from dyno.analysis.style import LINES, WIDTH, color, marker, styled
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+MOST_PANELS = 12
+MOST_WAYS = 12  # lines or bars of one panel that a reader can tell apart
+LONGEST = 44  # characters of a name on an axis
+
+Panel = tuple[str, "pd.DataFrame"]
+
+
+def scaling(frame: pd.DataFrame, axis: str) -> Any:
+    """Throughput, and FPS from latency, against batch or image size (R35)."""
+    rows = frontier.usable(frame).dropna(subset=[LATENCY])
+    panels, left = panels_of(ways(rows.assign(fps=frontier.fps(rows))), axis)
+    if not panels:
+        return None
+    columns = ((THROUGHPUT, "throughput"), ("fps", "FPS, batch after batch"))
+    with styled() as figure_class:
+        figure = figure_class((WIDTH, 2.9 * len(panels) + 0.9), layout="constrained")
+        for pair, (title, group) in zip(figure.subplots(len(panels), 2, squeeze=False), panels, strict=True):
+            for axes, (column, what) in zip(pair, columns, strict=True):
+                draw(axes, group, axis, column)
+                axes.set_title(title if column == THROUGHPUT else "", loc="left")
+                axes.set_ylabel(f"{what}, images/s")
+                axes.yaxis.set_major_formatter(lambda v, _: f"{v:,.0f}" if v >= 10 else f"{v:g}")
+        legend(figure, panels, left)
+    return figure
+
+
+def lines(rows: pd.DataFrame, axis: str, column: str, label: str) -> Any:
+    """One column of the rows against the axis, two panels in a row; None with nothing to draw."""
+    panels, left = panels_of(ways(rows), axis)
+    if not panels:
+        return None
+    across = min(2, len(panels))
+    down = math.ceil(len(panels) / across)
+    with styled() as figure_class:
+        figure = figure_class((WIDTH, 2.9 * down + 0.8), layout="constrained")
+        grid = figure.subplots(down, across, squeeze=False).ravel()
+        for axes, (title, group) in zip(grid, panels, strict=False):
+            draw(axes, group, axis, column)
+            axes.set_ylabel(label)
+            axes.set_title(title)
+        for axes in grid[len(panels) :]:
+            axes.remove()
+        legend(figure, panels, left)
+    return figure
+
+
+def panels_of(rows: pd.DataFrame, axis: str) -> tuple[list[Panel], int]:
+    """Title and rows of each panel that has two places on the axis, and how many there is no room for."""
+    rows = rows.assign(place=[place_of(v) for v in rows[axis]])
+    keys = [k for k in ("model", "size", "batch", "device") if k != axis]
+    found = [(title_of(keys, v), g) for v, g in rows.groupby(keys, sort=False) if g["place"].nunique() > 1]
+    return found[:MOST_PANELS], max(0, len(found) - MOST_PANELS)
+
+
+def draw(axes: Any, group: pd.DataFrame, axis: str, column: str) -> None:
+    """A line for each way, its interval shaded where the column has one, on an axis that begins at 0."""
+    for _, series in group.groupby("way", sort=False):
+        first, ordered = series.iloc[0], series.dropna(subset=[column]).sort_values("place")
+        axes.plot(ordered["place"], ordered[column], **stroke(first))
+        if f"{column}_low" in series:
+            known = ordered.dropna(subset=[f"{column}_low"])
+            limits = known[f"{column}_low"], known[f"{column}_high"]
+            tight = [bounded(*pair) for pair in zip(*limits, strict=True)]
+            axes.fill_between(known["place"], *limits, where=tight, color=color(first["backend"]), alpha=0.1, lw=0)
+    ticks = sorted(set(group["place"]))
+    names = {place_of(v): str(v) for v in group[axis]}
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [names[t] for t in ticks], minor=False)
+    axes.minorticks_off()
+    axes.set_xlabel("batch" if axis == "batch" else "image size, pixels")
+    # A wide interval must not squeeze the lines.
+    axes.set_ylim(0, min(axes.get_ylim()[1], 2 * group[column].max()))
+
+
+def ways(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows of the first MOST_WAYS ways, with `way` and, as `twin`, which of those alike in colour and marker."""
+    rows = rows.assign(way=[way(r) for _, r in rows.iterrows()])
+    rows = rows[rows["way"].isin(list(dict.fromkeys(rows["way"]))[:MOST_WAYS])]
+    alike: dict[tuple[str, str], dict[str, int]] = {}
+    each = list(zip(rows["way"], rows["backend"], rows["precision"], strict=True))
+    for name, *kind in each:
+        names = alike.setdefault((kind[0], kind[1]), {})
+        names.setdefault(name, len(names))
+    return rows.assign(twin=[alike[backend, precision][name] for name, backend, precision in each])
+
+
+def stroke(r: Any) -> dict[str, Any]:
+    """How the line of a way looks; of two that differ by an option alone the second has hollow markers."""
+    tone = color(r["backend"])
+    inside = {"mfc": "white", "mec": tone, "mew": 1.3} if r["twin"] else {"mec": "white", "mew": 0.6}
+    looks = {"color": tone, "marker": marker(r["precision"]), "ls": LINES.get(r["precision"], "-"), "lw": 1.6, "ms": 6}
+    return looks | inside
+
+
+def legend(figure: Any, panels: list[Panel], left: int = 0) -> None:
+    """One legend below all panels, and how many panels were left out."""
+    from matplotlib.lines import Line2D
+
+    each = one_of_each(panels)
+    place_legend(figure, [Line2D([], [], label=short(r["way"], LONGEST), **stroke(r)) for r in each], left)
+
+
+def one_of_each(panels: list[Panel]) -> list[Any]:
+    """A row of each way that is drawn, in order."""
+    found: dict[str, Any] = {}
+    for _, group in panels:
+        for _, r in group.iterrows():
+            found.setdefault(r["way"], r)
+    return list(found.values())
+
+
+def place_legend(figure: Any, handles: list[Any], left: int) -> None:
+    """The handles below the figure, in as many columns as their names leave room for."""
+    columns = 4 if max(len(h.get_label()) for h in handles) < 22 else 2
+    title = f"{left} more panels are left out; their numbers are in tables.md" if left else None
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, handlelength=2.6, title=title)
+
+
+def title_of(keys: list[str], values: tuple[Any, ...]) -> str:
+    """A panel's name from what is the same in it."""
+    named = dict(zip(keys, values, strict=True))
+    parts = [short(named["model"], LONGEST)] + [
+        f"{k} {named[k]}" for k in ("size", "batch") if k in named and (k, named[k]) != ("size", NO_IMAGE)
+    ]
+    return ", ".join(parts + ([named["device"]] if named["device"] != "cpu" else []))
+
+
+def place_of(value: Any) -> float:
+    """Where a batch or a size lies on its axis; a size that isn't square at the side of the square of its area."""
+    height, _, width = str(value).partition("x")
+    return math.sqrt(float(height) * float(width)) if width else float(height)

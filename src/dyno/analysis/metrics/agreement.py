@@ -1,0 +1,114 @@
+"""Do two ways of running a model give the same outputs: isclose share, errors, and the table of the first ten ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from dyno.analysis.metrics.accuracy import matching
+from dyno.analysis.records.results import TrialResult
+from dyno.worker.spec import UserError
+
+ATOL, RTOL = 1e-8, 1e-3
+RANKS = 10
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Values of A against those of B (the reference) over all outputs.
+
+    `close` is the share with |a - b| <= atol + rtol * |b|; `max_abs`, `mean_abs` and `max_rel` (|a - b| / |b|, where b
+    isn't 0) are over the finite pairs. `nonfinite` counts values of A that are NaN or infinite where B's are not (they
+    are never close), `reference_nonfinite` such values of B; equal infinities and NaN at the same place agree.
+    """
+
+    count: int
+    close: float
+    max_abs: float
+    mean_abs: float
+    max_rel: float
+    nonfinite: int
+    reference_nonfinite: int
+    samples: int
+    atol: float = ATOL
+    rtol: float = RTOL
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One row of the top-10 table: mean absolute error of the score, and share of inputs whose class there differs."""
+
+    rank: int
+    mae: float
+    disagreement: float
+
+
+def agree(
+    own: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray], rtol: float = RTOL, atol: float = ATOL
+) -> Agreement:
+    """Compare outputs by name, each [N, ...]; UserError when names or shapes differ, N apart (the shorter counts)."""
+    if set(own) != set(reference) or not own:
+        raise UserError(f"outputs differ in name: {', '.join(own) or 'none'} against {', '.join(reference) or 'none'}")
+    parts = [_flat(name, own[name], reference[name]) for name in reference]
+    a = np.concatenate([p[0] for p in parts])
+    b = np.concatenate([p[1] for p in parts])
+    finite_a, finite_b = np.isfinite(a), np.isfinite(b)
+    both = finite_a & finite_b
+    error, size = np.abs(a[both] - b[both]), np.abs(b[both])
+    same = ~finite_a & ~finite_b & ((a == b) | (np.isnan(a) & np.isnan(b)))
+    close = int((error <= atol + rtol * size).sum()) + int(same.sum())
+    nonzero = size > 0
+    return Agreement(
+        count=len(a),
+        close=close / len(a) if len(a) else math.nan,
+        max_abs=float(error.max(initial=0.0)),
+        mean_abs=float(error.mean()) if len(error) else math.nan,
+        max_rel=float((error[nonzero] / size[nonzero]).max(initial=0.0)),
+        nonfinite=int((~finite_a & ~same).sum()),
+        reference_nonfinite=int((~finite_b).sum()),
+        samples=min(min(len(own[n]), len(reference[n])) for n in reference),
+        atol=atol,
+        rtol=rtol,
+    )
+
+
+def _flat(name: str, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    if a.shape[1:] != b.shape[1:]:
+        raise UserError(f"output {name!r} differs in shape: {list(a.shape)} against {list(b.shape)}")
+    n = min(len(a), len(b))
+    return a[:n].astype(np.float64).ravel(), b[:n].astype(np.float64).ravel()
+
+
+def of(trial: TrialResult, reference: TrialResult, rtol: float = RTOL, atol: float = ATOL) -> Agreement | None:
+    """Agreement of two stored trials over the inputs both have; None when either stored no outputs of that shape.
+
+    Files name their outputs as they like, so what counts is their order.
+    """
+    own, other = (dict(enumerate_names(t.outputs())) for t in (trial, reference))
+    if not own or not other or len(own) != len(other):
+        return None
+    try:
+        return agree(own, other, rtol, atol)
+    except UserError:  # other shapes: a way of running that gives something else has its own row and its own reason
+        return None
+
+
+def enumerate_names(outputs: Mapping[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
+    """The outputs by their position instead of their name."""
+    return ((f"output {i}", array) for i, array in enumerate(outputs.values()))
+
+
+def ranks(own: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray]) -> list[Rank]:
+    """The top-10 table (R8) of two classifiers' `topk_index` and `topk_score` [N, k], over the images both have."""
+    if not {"topk_index", "topk_score"} <= set(own) & set(reference):
+        return []
+    here, there = matching(dict(own), dict(reference))
+    k = min(RANKS, own["topk_index"].shape[1], reference["topk_index"].shape[1])
+    if not len(here):
+        return []
+    error = np.abs(own["topk_score"][here, :k].astype(np.float64) - reference["topk_score"][there, :k])
+    differs = own["topk_index"][here, :k] != reference["topk_index"][there, :k]
+    return [Rank(i + 1, float(error[:, i].mean()), float(differs[:, i].mean())) for i in range(k)]

@@ -1,0 +1,145 @@
+"""Which classes a classifier takes for which: the matrix, the accuracy of each class, and the largest confusions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dyno.analysis.formatting import short
+from dyno.analysis.records.results import Results, TrialResult
+from dyno.analysis.stats import wilson
+from dyno.analysis.style import INK, WIDTH, styled
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+MOST_DRAWN = 4  # matrices in a report; every one is stored as CSV
+MOST_NUMBERED = 20  # classes up to which the picture has the numbers in it
+MOST_LABELLED = 60
+MOST_SQUARES = 30  # classes up to which each cell is a shape of its own in the page, beyond it a picture
+LONGEST = 24
+
+
+@dataclass(frozen=True)
+class Confusion:
+    """`counts[i, j]`: images of class `classes[i]` that were taken for `classes[j]`; classes that occur as neither are
+    left out. `names` are those of `classes`."""
+
+    counts: np.ndarray
+    classes: np.ndarray
+    names: list[str]
+
+    def to_pandas(self) -> pd.DataFrame:
+        """The matrix with names on both sides: rows are the labels, columns the answers."""
+        import pandas as pd
+
+        return pd.DataFrame(self.counts, index=pd.Index(self.names, name="label"), columns=self.names)
+
+    def per_class(self) -> pd.DataFrame:
+        """Each class that has images: `class`, `images`, `correct`, `top1`, `top1_low`, `top1_high` (percent, Wilson),
+        and what it is taken for most, with how often; the worst first."""
+        import pandas as pd
+
+        found = pd.DataFrame.from_records([self._class(i) for i in np.flatnonzero(self.counts.sum(axis=1)).tolist()])
+        return found.sort_values(["top1", "images"], ascending=[True, False], kind="stable", ignore_index=True)
+
+    def _class(self, i: int) -> dict[str, Any]:
+        images, correct = int(self.counts[i].sum()), int(self.counts[i, i])
+        share = wilson(correct, images)
+        wrong = self.counts[i].copy()
+        wrong[i] = 0
+        most = int(wrong.argmax())
+        return {
+            "class": self.names[i], "images": images, "correct": correct, "top1": 100 * share.value,
+            "top1_low": 100 * share.low, "top1_high": 100 * share.high,
+            "taken_for": self.names[most] if wrong[most] else "", "times": int(wrong[most]),
+        }  # fmt: skip
+
+    def largest(self, most: int = 5) -> list[tuple[str, str, int, int]]:
+        """Label, answer, how often, and of how many images with that label; the most frequent first."""
+        wrong = self.counts.copy()
+        np.fill_diagonal(wrong, 0)
+        order = np.argsort(-wrong, axis=None, kind="stable")[:most]
+        places = [divmod(int(k), wrong.shape[1]) for k in order]
+        return [(self.names[i], self.names[j], int(wrong[i, j]), int(self.counts[i].sum())) for i, j in places
+                if wrong[i, j]]  # fmt: skip
+
+
+def of(trial: TrialResult) -> Confusion | None:
+    """The trial's confusion matrix over its first answers; None when it isn't a classifier on labelled images."""
+    answers = trial.answers
+    index, label = answers.get("topk_index"), answers.get("label")
+    if index is None or label is None or not len(label) or len(index) != len(label) or (label < 0).any():
+        return None
+    first = index[:, 0].astype(np.int64)
+    classes, places = np.unique(np.concatenate([label, first]), return_inverse=True)
+    counts = np.zeros((len(classes), len(classes)), np.int64)
+    np.add.at(counts, (places[: len(label)], places[len(label) :]), 1)
+    known = [str(name) for name in answers.get("classes", ())]
+    names = [known[c] if 0 <= c < len(known) else f"class {c}" for c in classes.tolist()]
+    return Confusion(counts, classes, _different(names, classes))
+
+
+def _different(names: list[str], classes: np.ndarray) -> list[str]:
+    """Names that say which class they are, where two classes share one."""
+    return [f"{n} ({c})" if names.count(n) > 1 else n for n, c in zip(names, classes.tolist(), strict=True)]
+
+
+def chosen(results: Results) -> list[TrialResult]:
+    """One trial of each way of running a model at a size: the batch changes no answer."""
+    found: dict[tuple[str, str, str], TrialResult] = {}
+    for t in results:
+        if t.good and "label" in t.answers:
+            found.setdefault((t.model, t.size, t.way), t)
+    return list(found.values())
+
+
+def write(results: Results, folder: Path) -> list[Path]:
+    """FOLDER/confusion-ID.csv and FOLDER/classes-ID.csv of the chosen trials."""
+    made = []
+    for t in chosen(results):
+        if found := of(t):
+            made += [folder / f"confusion-{t.id}.csv", folder / f"classes-{t.id}.csv"]
+            found.to_pandas().to_csv(made[-2])
+            found.per_class().to_csv(made[-1], index=False)
+    return made
+
+
+def everything(results: Results) -> dict[str, tuple[Any, str]]:
+    """A figure and a caption by file name, for the first MOST_DRAWN of the chosen trials."""
+    drawn = [(t, found) for t in chosen(results)[:MOST_DRAWN] if (found := of(t)) and len(found.classes) > 1]
+    text = "Confusion matrix of {}: rows are the labels, columns the answers, shades the share of the label's images."
+    return {f"confusion-{t.id}": (figure(found), text.format(t.label)) for t, found in drawn}
+
+
+def figure(found: Confusion) -> Any:
+    """The matrix as a picture, shaded by the share of each label's images."""
+    total = np.maximum(found.counts.sum(axis=1, keepdims=True), 1)
+    count = len(found.classes)
+    side = min(WIDTH, max(3.2, 1.6 + 0.32 * count))
+    with styled() as Figure:
+        made = Figure(figsize=(side, side), layout="constrained")
+        axes = made.subplots()
+        axes.grid(False)
+        axes.pcolormesh(found.counts / total, cmap="Blues", vmin=0, vmax=1, rasterized=count > MOST_SQUARES)
+        axes.set_aspect("equal")
+        axes.invert_yaxis()
+        axes.set_xlabel("answer")
+        axes.set_ylabel("label")
+        ticks = range(count) if count <= MOST_LABELLED else []
+        names = [short(name, LONGEST) for name in found.names]
+        middles = [place + 0.5 for place in ticks]
+        axes.set_xticks(middles, names if ticks else [], rotation=90, fontsize=8)
+        axes.set_yticks(middles, names if ticks else [], fontsize=8)
+        if count <= MOST_NUMBERED:
+            _numbers(axes, found.counts, found.counts / total)
+    return made
+
+
+def _numbers(axes: Any, counts: np.ndarray, shares: np.ndarray) -> None:
+    for i, j in zip(*np.nonzero(counts), strict=True):
+        shade = "white" if shares[i, j] > 0.5 else INK
+        axes.text(j + 0.5, i + 0.5, f"{counts[i, j]:,}", ha="center", va="center", fontsize=7, color=shade)

@@ -1,0 +1,255 @@
+"""Accuracy of detectors from stored detections: mAP50 and mAP50-95 for boxes, masks and keypoints, with intervals.
+
+Matching is pycocotools' COCOeval; the intervals are by a delete-a-group jackknife over images (Kott 2001, "The
+Delete-a-Group Jackknife", Journal of Official Statistics 17), for which the matches are accumulated again without each
+group and nothing is matched again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from dyno.analysis.metrics.average_precision import average, matches
+from dyno.analysis.records.results import TrialResult
+from dyno.analysis.stats import Interval, t_quantile
+from dyno.worker.extras import install
+from dyno.worker.record import save_arrays
+from dyno.worker.spec import Unavailable, UserError
+
+KINDS = {"detect": "bbox", "segment": "segm", "pose": "keypoints"}
+WORDS = {"bbox": "boxes", "segm": "masks", "keypoints": "keypoints"}
+GROUPS = 20  # of images in the jackknife
+VERSION = 1  # of the stored scores
+ARRAYS = ("detection_image", "detection_box", "detection_score", "detection_class", "mask_counts", "mask_lengths",
+          "detection_keypoints", "sample")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Average precision of one trial as shares: `each` [1 + groups, classes, thresholds], first with all images, then
+    without each group; NaN for a class without objects."""
+
+    each: np.ndarray
+    names: tuple[str, ...]
+    images: int
+
+    @cached_property
+    def map50_95(self) -> np.ndarray:
+        """Mean over classes and thresholds, [1 + groups]."""
+        return _mean(self.each)
+
+    @cached_property
+    def map50(self) -> np.ndarray:
+        """Mean over classes at an overlap of 0.5, [1 + groups]."""
+        return _mean(self.each[:, :, :1])
+
+    def by_class(self) -> list[tuple[str, float, float]]:
+        """Name, AP50 and AP50-95 of each class that has objects."""
+        whole = self.each[0]
+        return [(n, float(a[0]), float(a.mean())) for n, a in zip(self.names, whole, strict=True) if a[0] == a[0]]
+
+
+def _mean(each: np.ndarray) -> np.ndarray:
+    known = ~np.isnan(each)
+    total = np.where(known, each, 0).sum(axis=(1, 2))
+    return np.asarray(total / np.maximum(known.sum(axis=(1, 2)), 1))
+
+
+@dataclass(frozen=True)
+class MeanAP:
+    """mAP of one trial: `own` by the task's own measure (boxes, masks or keypoints), `boxes` by its boxes."""
+
+    kind: str
+    own: Scores
+    boxes: Scores
+
+    @property
+    def interval(self) -> Interval:
+        """mAP50-95 with its 95 % interval, which ends at 0 and at 1."""
+        found = jackknife(self.own.map50_95)
+        return Interval(found.value, *(float(np.clip(limit, 0, 1)) for limit in (found.low, found.high)))
+
+
+def jackknife(values: np.ndarray) -> Interval:
+    """The first value with its 95 % interval (Student's t) from those without each group; no interval for one group."""
+    whole, parts = float(values[0]), values[1:]
+    if len(parts) < 2:
+        return Interval(whole, math.nan, math.nan)
+    error = math.sqrt((len(parts) - 1) / len(parts) * float(((parts - whole) ** 2).sum()))
+    reach = t_quantile(len(parts) - 1) * error
+    return Interval(whole, whole - reach, whole + reach)
+
+
+def difference(trial: MeanAP, reference: MeanAP) -> Interval | None:
+    """mAP50-95 of the trial less the reference's as a share, paired: both lose the same images in each group."""
+    if trial.kind != reference.kind or trial.own.images != reference.own.images:
+        return None
+    if trial.own.each.shape != reference.own.each.shape:
+        return None
+    return jackknife(trial.own.map50_95 - reference.own.map50_95)
+
+
+def kind_of(trial: TrialResult) -> str:
+    """COCO's name of the task's own measure, "" for a classifier."""
+    return KINDS.get(str(trial.spec["model"].get("task", "classify")), "")
+
+
+def of(trial: TrialResult) -> MeanAP | None:
+    """mAP of the trial; None for a classifier, without detections, or without the ground truth in the run folder."""
+    if "mean_ap" not in trial.derived:
+        trial.derived["mean_ap"] = _mean_ap(trial)
+    return cast("MeanAP | None", trial.derived["mean_ap"])
+
+
+def _mean_ap(trial: TrialResult) -> MeanAP | None:
+    kind = kind_of(trial)
+    place = next((r for r in trial.good if r.number == 0), None) if kind else None
+    truth = truth_file(place.folder, trial) if place else None
+    if place is None or truth is None or not truth.is_file():
+        return None
+    arrays = place.arrays("outputs.npz", ARRAYS)
+    if "detection_image" not in arrays:
+        return None
+    stored = _Stored(place.folder, arrays, truth)
+    own = stored.scores(kind)
+    if np.isnan(own.each).all():  # no object is there to be found
+        return None
+    return MeanAP(kind, own, own if kind == "bbox" else stored.scores("bbox"))
+
+
+def truth_file(round_folder: Path, trial: TrialResult) -> Path | None:
+    """Where the run folder keeps the ground truth of the trial's data."""
+    sha = str((trial.spec.get("data") or {}).get("sha256") or "")
+    return round_folder.parents[2] / "truth" / f"{sha[:12]}.json" if sha else None
+
+
+class _Stored:
+    """Scores beside the round that they are of, found by the content of what they were made from."""
+
+    def __init__(self, folder: Path, arrays: Mapping[str, np.ndarray], truth: Path) -> None:
+        self._folder, self._arrays = folder, arrays
+        self._truth = truth.read_bytes()
+
+    def scores(self, kind: str) -> Scores:
+        path = self._folder / f"map-{kind}-{self._key(kind)}.npz"
+        try:
+            with np.load(path, allow_pickle=False) as found:
+                return Scores(found["each"], tuple(map(str, found["names"])), int(found["images"]))
+        except (OSError, ValueError, KeyError):
+            made = scores(self._arrays, _json(self._truth), kind)
+        with contextlib.suppress(OSError):  # a run folder that can't be written to can still be read
+            names = np.array(made.names, dtype=np.str_)
+            save_arrays(path, {"each": made.each, "names": names, "images": made.images})
+        return made
+
+    def _key(self, kind: str) -> str:
+        hashed = hashlib.sha256(f"{VERSION} {GROUPS} {kind}".encode() + self._truth)
+        for name in ARRAYS:
+            if name in self._arrays:
+                hashed.update(name.encode() + np.ascontiguousarray(self._arrays[name]).tobytes())
+        return hashed.hexdigest()[:16]
+
+
+def _json(content: bytes) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(content)
+    return found
+
+
+def scores(arrays: Mapping[str, np.ndarray], truth: Mapping[str, Any], kind: str) -> Scores:
+    """Average precision by COCOeval's matching: overlap 0.50 to 0.95, objects of all sizes, the 100 surest detections
+    of each class in an image (20 for keypoints).
+
+    `arrays` as in outputs.npz, `truth` as COCO has it, `kind` bbox, segm or keypoints. Keypoints other than COCO's 17
+    have a tolerance of 1/K each, as ultralytics takes it.
+    """
+    images = [int(i) for i in arrays["sample"]]
+    evaluation = _evaluated(arrays, truth, kind, images)
+    parameters = evaluation.params
+    count = min(GROUPS, len(images))
+    # Images lie in an order of their own; a fixed shuffle keeps that order's pattern out of the groups.
+    shuffled = np.random.default_rng(0).permutation(len(images))
+    groups = {image: int(place % count) for image, place in zip(sorted(images), shuffled, strict=True)}
+    each = []
+    for k in range(len(parameters.catIds)):
+        found = evaluation.evalImgs[k * len(images) : (k + 1) * len(images)]
+        m = matches(found, groups, count, len(parameters.iouThrs))
+        each.append([average(m, parameters.recThrs, without) for without in (None, *range(count))])
+    names = {c["id"]: str(c.get("name", c["id"])) for c in truth["categories"]}
+    by_group = np.asarray(each, np.float64).transpose(1, 0, 2)
+    return Scores(by_group, tuple(names[i] for i in parameters.catIds), len(images))
+
+
+def _evaluated(arrays: Mapping[str, np.ndarray], truth: Mapping[str, Any], kind: str, images: list[int]) -> Any:
+    """A COCOeval that has matched every detection."""
+    try:
+        from pycocotools.coco import COCO
+        from pycocotools.cocoeval import COCOeval
+    except ImportError as e:
+        raise Unavailable(f"mAP needs pycocotools; {install('pycocotools')}") from e
+    with contextlib.redirect_stdout(io.StringIO()):  # it tells its progress
+        there, found = COCO(), COCO()
+        there.dataset = _objects(truth, kind)
+        there.createIndex()
+        sizes = {image["id"]: (int(image["height"]), int(image["width"])) for image in truth["images"]}
+        found.dataset = {**there.dataset, "annotations": _detections(arrays, kind, sizes)}
+        found.createIndex()
+        made = COCOeval(there, found, kind)
+        parameters = made.params
+        parameters.imgIds, parameters.maxDets = sorted(images), parameters.maxDets[-1:]
+        parameters.areaRng, parameters.areaRngLbl = [[0, 1e10]], ["all"]
+        if kind == "keypoints" and (points := _points(truth)) != len(parameters.kpt_oks_sigmas):
+            parameters.kpt_oks_sigmas = np.full(points, 1 / points)
+        made.evaluate()
+    return made
+
+
+def _points(truth: Mapping[str, Any]) -> int:
+    """How many keypoints each object has."""
+    lengths = {len(a["keypoints"]) // 3 for a in truth["annotations"] if a.get("keypoints")}
+    if len(lengths) != 1:
+        raise UserError(f"the ground truth's objects have {sorted(lengths) or 'no'} keypoints; they need one number")
+    return lengths.pop()
+
+
+def _objects(truth: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """The ground truth with ids from 1 on, since COCOeval takes a match with object 0 for none."""
+    objects = [{"iscrowd": 0, **a, "id": n} for n, a in enumerate(truth["annotations"], 1)]
+    if kind == "keypoints":
+        objects = [a for a in objects if a.get("keypoints")]
+    if kind == "segm":
+        objects = [a for a in objects if a.get("segmentation")]
+    return {"images": list(truth["images"]), "categories": list(truth["categories"]), "annotations": objects}
+
+
+def _detections(
+    arrays: Mapping[str, np.ndarray], kind: str, sizes: Mapping[int, tuple[int, int]]
+) -> list[dict[str, Any]]:
+    boxes = arrays["detection_box"].astype(np.float64)
+    boxes[:, 2:] -= boxes[:, :2]
+    columns = (arrays[f"detection_{name}"].tolist() for name in ("image", "class", "score"))
+    found = [
+        {"id": n, "image_id": i, "category_id": c, "score": s, "bbox": box, "area": box[2] * box[3], "iscrowd": 0}
+        for n, (i, c, s, box) in enumerate(zip(*columns, boxes.tolist(), strict=True), 1)
+    ]
+    if kind == "segm":
+        ends = np.cumsum(arrays["mask_lengths"])
+        for each, counts in zip(found, np.split(arrays["mask_counts"], ends)[:-1], strict=True):
+            each["segmentation"] = {"size": list(sizes[each["image_id"]]), "counts": counts.tolist()}
+    if kind == "keypoints":
+        points = arrays["detection_keypoints"].astype(np.float64)
+        if points.shape[2:] == (2,):
+            points = np.concatenate([points, np.ones((*points.shape[:2], 1))], axis=2)
+        for each, one in zip(found, points, strict=True):
+            each["keypoints"] = one.reshape(-1).tolist()
+    return found

@@ -1,0 +1,72 @@
+"""Arithmetic: operations per image, TFLOPS achieved, and their share of the peak that was measured on the device (R36).
+
+A share is of the peak in the type that most of the trial's layers really ran in, not in the one that was asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from dyno.analysis.metrics.precision import truth
+from dyno.analysis.records import timeline
+from dyno.analysis.records.results import Results, TrialResult
+from dyno.analysis.records.rounds import Round
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The best matrix product seen in one type: operations/s, the side of its square matrices, and on a GPU the SM
+    clock meanwhile in MHz (NaN elsewhere)."""
+
+    type: str
+    flops_per_s: float
+    side: int
+    clock: float
+
+
+def peaks(results: Results) -> dict[str, Peak]:
+    """The run's measured peaks by type; empty where the study did not ask for them or they could not be measured."""
+    stored = Round(results.folder / "peak", 0, results.peak, _device(results))
+    found = {}
+    for name, one in (stored.facts.get("peak") or {}).items():
+        if "flops_per_s" in one:
+            clock = math.nan
+            if stored.trace is not None:
+                clock = timeline.summary(stored.trace, [(one["window"][0], one["window"][1])]).clock
+            found[name] = Peak(name, float(one["flops_per_s"]), int(one["side"]), clock)
+    return found
+
+
+def missing(results: Results) -> str:
+    """Why there is no peak, in one sentence, or ""."""
+    if not results.peak:
+        return "No peak was measured; the same command with --peak measures it."
+    if results.peak.get("status") != "ok":
+        return f"No peak was measured: {results.peak.get('reason') or 'no reason recorded'}."
+    return ""
+
+
+def ran_in(t: TrialResult) -> str:
+    """The type that most layers ran in, "" where the engine doesn't say."""
+    found = truth(t)
+    return next(iter(found.types), "") if found else ""
+
+
+def columns(t: TrialResult, row: dict[str, Any], results: Results, known: dict[str, Peak]) -> dict[str, float]:
+    """`gflops` of one image, `tflops` at the median of latency/model, `peak_tflops` and `peak_share` (0 to 1)."""
+    flops = results.models.get((t.given, t.size), {}).get("flops")
+    if not flops:
+        return {}
+    found = {"gflops": flops / 1e9}
+    latency = row.get("latency_model_ms_median")
+    if latency:
+        found["tflops"] = flops * t.batch / (1e-3 * latency) / 1e12
+        if peak := known.get(ran_in(t)):
+            found |= {"peak_tflops": peak.flops_per_s / 1e12, "peak_share": 1e12 * found["tflops"] / peak.flops_per_s}
+    return found
+
+
+def _device(results: Results) -> str:
+    return next((t.device for t in results.trials), "cpu")

@@ -1,0 +1,134 @@
+"""Is what a trial gives right? Its outputs against the reference's, by tolerances for each precision.
+
+A graph that computes something else has no speed: such a trial takes no part in any ranking.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dyno.analysis.metrics import box_agreement
+from dyno.analysis.ranking.references import incomparable
+from dyno.analysis.records.results import TrialResult
+
+AGREE, WRONG = "agree", "wrong outputs"  # of a row's outputs; the second begins the verdict of a row without a speed
+MOST_VALUES = 4_000_000  # of each output that are compared; from the first input on
+FLOOR = 1e-3  # a channel's size counts as at least this share of the largest channel's
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """What a precision may change; errors are |a - b| / |b| in the 2-norm, per input and output (and channel, for
+    detectors), and the largest over the outputs counts.
+
+    Up to `close` outputs agree, beyond `limit` they are wrong. Between the two the task decides: the share of inputs
+    whose class (or of sure detections whose box) changes may be `changed`. Of the inputs, `quantile` must hold it.
+    """
+
+    close: float
+    limit: float
+    changed: float
+    quantile: float = 1.0
+
+
+TOLERANCES = {
+    "fp32": Tolerance(1e-3, 1e-2, 0.01),
+    "tf32": Tolerance(5e-3, 5e-2, 0.01),
+    "fp16": Tolerance(1e-2, 1e-1, 0.02),
+    "bf16": Tolerance(5e-2, 3e-1, 0.05),
+    "int8": Tolerance(1e-1, 6e-1, 0.10, 0.95),
+    "fp8": Tolerance(1e-1, 6e-1, 0.10, 0.95),
+}
+
+
+@dataclass(frozen=True)
+class Correctness:
+    """How far a trial's outputs are from its reference's: the relative `error`, the share of answers that `changed`
+    (None where there are no answers to hold against each other), and the tolerance they were judged by."""
+
+    error: float
+    changed: float | None
+    tolerance: Tolerance
+    precision: str
+    words: str = ""  # why the outputs can't be compared at all
+
+    @property
+    def ok(self) -> bool:
+        """Whether the outputs are within the tolerance."""
+        if self.words or not self.error <= self.tolerance.limit:
+            return False
+        return self.error <= self.tolerance.close or self.changed is None or self.changed <= self.tolerance.changed
+
+    @property
+    def reason(self) -> str:
+        """What is beyond the tolerance, with the tolerance; "" where nothing is."""
+        if self.ok or self.words:
+            return self.words
+        allowed = self.tolerance
+        text = f"off by {self.error:.2g} of their size"
+        if not self.error <= allowed.limit:
+            return f"{text} ({self.precision} allows {allowed.limit:g})"
+        return f"{text} and {self.changed:.1%} of the answers changed ({self.precision} allows {allowed.changed:.0%})"
+
+
+def check(trial: TrialResult, reference: TrialResult) -> Correctness | None:
+    """The trial's stored outputs against the reference's, by the wider of their two tolerances.
+
+    None where either stored none, and where they had other weights or inputs. For detectors every channel of an output
+    counts by itself, because boxes are numbers far larger than scores; not so in eight bits.
+    """
+    if trial is reference or incomparable(trial, reference):
+        return None
+    own, other = list(trial.outputs().values()), list(reference.outputs().values())
+    if not own or not other:
+        return None
+    precision = max(trial.precision, reference.precision, key=lambda name: TOLERANCES[name].limit)
+    tolerance = TOLERANCES[precision]
+    shapes = [[list(a.shape[1:]) for a in arrays] for arrays in (own, other)]
+    if shapes[0] != shapes[1]:
+        return Correctness(np.inf, None, tolerance, precision, f"outputs of shape {shapes[0]} instead of {shapes[1]}")
+    channels = str(trial.spec["model"].get("task", "classify")) != "classify" and tolerance.quantile == 1
+    errors = [_errors(a, b, channels) for a, b in zip(own, other, strict=True)]
+    worst = max((float(np.quantile(e, tolerance.quantile, method="higher")) for e in errors if e.size), default=0.0)
+    changed = None if worst <= tolerance.close else _changed(trial, reference, own[0], other[0], tolerance)
+    return Correctness(worst, changed, tolerance, precision)
+
+
+def _errors(a: np.ndarray, b: np.ndarray, channels: bool) -> np.ndarray:
+    """|a - b| / |b| of each input; by channel (axis 1), the worst of them, where there are several."""
+    count = min(len(a), len(b))
+    count = min(count, max(1, MOST_VALUES // max(1, a[:1].size)))
+    if not count or not a[:1].size:
+        return np.zeros(0)
+    a, b = (each[:count].astype(np.float32) for each in (a, b))
+    both = ~np.isfinite(a) & ((a == b) | (np.isnan(a) & np.isnan(b)))
+    a, b = np.where(both, 0, a), np.where(both, 0, b)
+    shape = (count, b.shape[1], -1) if channels and b.ndim > 2 else (count, 1, -1)
+    size = np.linalg.norm(b.reshape(shape), axis=2)
+    # An input whose outputs happen to be near 0 is held to what the others' are.
+    size = np.maximum(size, np.sqrt(np.mean(size.astype(np.float64) ** 2, axis=0, keepdims=True)))
+    size = np.maximum(size, FLOOR * size.max(axis=1, keepdims=True))
+    with np.errstate(invalid="ignore"):
+        apart = np.linalg.norm((a - b).reshape(shape), axis=2)
+    ratio = np.where(apart == 0, 0.0, apart / np.where(size > 0, size, np.finfo(np.float32).tiny))
+    worst: np.ndarray = np.where(np.isnan(ratio), np.inf, ratio).max(axis=1)
+    return worst
+
+
+def _changed(
+    trial: TrialResult, reference: TrialResult, own: np.ndarray, other: np.ndarray, tolerance: Tolerance
+) -> float | None:
+    """Share of the reference's answers that the trial doesn't give; None where there are no answers."""
+    if boxes := box_agreement.of(trial, reference):
+        return 1 - min(boxes.share, boxes.own_share if boxes.own_share is not None else 0.0)
+    if str(trial.spec["model"].get("task", "classify")) != "classify" or own.ndim != 2 or own.shape[1] < 2:
+        return None
+    count = min(len(own), len(other))
+    a, b = own[:count].astype(np.float64), other[:count].astype(np.float64)
+    rows, here = np.arange(count), a.argmax(axis=1)
+    # A class that lay closer to the first than the tolerance allows each score is a tie, which rounding may decide.
+    lead = b.max(axis=1) - b[rows, here]
+    tied = tolerance.limit * np.sqrt(np.mean(b**2, axis=1))
+    return float((lead > tied).mean())

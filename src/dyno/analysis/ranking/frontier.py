@@ -1,0 +1,127 @@
+"""What is worth choosing: the frontier of accuracy and speed, the fastest within the budget, and saturation."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dyno.analysis.formatting import significant
+from dyno.analysis.metrics.accuracy import WITHIN
+from dyno.analysis.metrics.precision import named
+from dyno.analysis.ranking.correctness import WRONG
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+LATENCY, THROUGHPUT = "latency_ms", "throughput_ips"
+SATURATED = 0.95  # share of the best throughput at which more batch buys next to nothing (R37)
+SERIES = ("model", "size", "device", "backend", "precision", "runtime", "options")
+
+
+@dataclass(frozen=True)
+class Saturation:
+    """How one way of running a model takes to larger batches: where it reaches 95 % of its best throughput."""
+
+    model: str
+    way: str
+    size: str
+    batch: int
+    images_per_s: float
+    best_batch: int
+    best_images_per_s: float
+    largest: int
+
+    @property
+    def words(self) -> str:
+        """Where throughput saturates, in words."""
+        if self.batch == self.largest:
+            return f"throughput still rises at batch {self.largest}, the largest tried"
+        share = f"{100 * self.images_per_s / self.best_images_per_s:.0f} %"
+        best = f"{significant(self.best_images_per_s)} images/s at batch {self.best_batch}"
+        return f"throughput saturates at batch {self.batch} ({share} of the best, {best})"
+
+    @property
+    def sentence(self) -> str:
+        """The same with the way of running and the size in front."""
+        return f"{self.way} at size {self.size}: {self.words}"
+
+
+def usable(frame: pd.DataFrame) -> pd.DataFrame:
+    """Trials that could be chosen: every round ended well, and the outputs are right as far as they were checked."""
+    return frame[(frame["status"] == "ok") & (frame["outputs"] != WRONG)]
+
+
+def throughput(frame: pd.DataFrame) -> pd.Series:
+    """Images per second as measured; where it was not, batch / latency, which is a lower bound for it."""
+    return frame[THROUGHPUT].fillna(fps(frame))
+
+
+def fps(frame: pd.DataFrame) -> pd.Series:
+    """Images per second of one batch after another: batch / median latency (R34)."""
+    return frame["batch"].astype(float) * 1e3 / frame[LATENCY]
+
+
+def pareto(frame: pd.DataFrame, speed: str = LATENCY, quality: str = "top1") -> pd.DataFrame:
+    """The rows that no other row beats at both: fastest first, accuracy strictly rising.
+
+    `speed` is LATENCY (less is better) or THROUGHPUT (more is better). Rows without either number are left out.
+    """
+    rows = usable(frame).dropna(subset=[speed, quality])
+    rows = rows.sort_values([speed, quality], ascending=[speed != THROUGHPUT, False], kind="stable")
+    best, kept = -math.inf, []
+    for place, value in enumerate(rows[quality]):
+        if value > best:
+            best = value
+            kept.append(place)
+    return rows.iloc[kept]
+
+
+def within(frame: pd.DataFrame) -> pd.DataFrame:
+    """Usable rows that are within the accuracy budget with confidence; all usable rows when there was no budget."""
+    rows = usable(frame)
+    return rows[rows["budget"] == WITHIN] if (rows["budget"] != "").any() else rows
+
+
+def ranked(frame: pd.DataFrame, speed: str = LATENCY) -> pd.DataFrame:
+    """Rows that have the speed, fastest first."""
+    rows = frame.assign(**{THROUGHPUT: throughput(frame)}) if speed == THROUGHPUT else frame
+    return rows.dropna(subset=[speed]).sort_values(speed, ascending=speed != THROUGHPUT, kind="stable")
+
+
+def saturation(frame: pd.DataFrame) -> list[Saturation]:
+    """The smallest batch that reaches SATURATED of the best throughput, for each way tried at several batches."""
+    found = []
+    rows = usable(frame).assign(ips=throughput(usable(frame))).dropna(subset=["ips"])
+    for key, series in rows.groupby(list(SERIES), sort=False):
+        ordered = series.sort_values("batch")
+        if ordered["batch"].nunique() < 2:
+            continue
+        best = ordered.loc[ordered["ips"].idxmax()]
+        first = ordered[ordered["ips"] >= SATURATED * best["ips"]].iloc[0]
+        named = dict(zip(SERIES, key, strict=True))
+        found.append(
+            Saturation(
+                model=str(named["model"]),
+                way=way(first),
+                size=str(named["size"]),
+                batch=int(first["batch"]),
+                images_per_s=float(first["ips"]),
+                best_batch=int(best["batch"]),
+                best_images_per_s=float(best["ips"]),
+                largest=int(ordered["batch"].max()),
+            )
+        )
+    return found
+
+
+def told(row: pd.Series) -> str:
+    """The same as `way` for a sentence: nothing is called fast in a type that it didn't run in."""
+    return way(row).removesuffix(str(row["precision"])) + named(row.to_dict())
+
+
+def way(row: pd.Series) -> str:
+    """Backend with what is unusual about it, and precision: a row's name within its group."""
+    options = f"@{str(row['options']).replace(' ', '@')}" if row["options"] else ""
+    runtime = f"@runtime={row['runtime']}" if row["runtime"] != "main" else ""
+    return f"{row['backend']}{options}{runtime} {row['precision']}"

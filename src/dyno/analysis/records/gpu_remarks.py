@@ -1,0 +1,145 @@
+"""What the GPU's clock and telemetry mean for a trial's numbers, in sentences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dyno.analysis.formatting import show
+from dyno.analysis.records import timeline
+
+if TYPE_CHECKING:
+    from dyno.analysis.records.results import TrialResult
+
+GAP, LEAST_GAP_S = 0.05, 10e-6  # of the host's median; below either, launching and waiting are not worth a sentence
+NEARLY = 0.9  # of the GPU's time; a host that is busy launching for longer leaves the GPU waiting
+TAKEN = 5e8  # bytes in use before the job; an idle card with a display takes less
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Medians in seconds: one inference by the host's clock, by the GPU's, and the time inside `run` (None: unknown).
+
+    CUDA events stand before the first kernel and after the last, so gaps between kernels are within `gpu`.
+    """
+
+    host: float
+    gpu: float
+    enqueue: float | None
+
+    @property
+    def outside(self) -> float:
+        """Seconds of an inference outside the GPU's work."""
+        return self.host - self.gpu
+
+    @property
+    def share(self) -> float:
+        """How much of an inference goes into launching at least: outside the GPU's work, or inside `run`."""
+        inside = self.enqueue or 0.0
+        return max(self.outside, inside if inside >= NEARLY * self.gpu else 0.0) / self.host
+
+    @property
+    def sentence(self) -> str:
+        """What can be known of launching, or "" when it takes too little to matter."""
+        if self.enqueue is not None and self.enqueue >= NEARLY * self.gpu:
+            return (
+                f"launch-bound: run() returns after {_time(self.enqueue)}, the GPU needs {_time(self.gpu)} from its "
+                "first kernel to its last: it waits for the host between kernels, unless run() itself waits for it"
+            )
+        if self.outside > max(GAP * self.host, LEAST_GAP_S):
+            return (
+                f"launch-bound: {_time(self.outside)} of {_time(self.host)} is spent outside the GPU's work, on "
+                "launching and waiting (gaps between kernels count as its work)"
+            )
+        return ""
+
+
+def launch(t: TrialResult) -> Launch | None:
+    """How the two clocks of a trial differ at latency/model; None without both."""
+    host, gpu = t.medians("model", "host"), t.medians("model", "gpu")
+    if not host or not gpu:
+        return None
+    inside = t.samples("enqueue", "all")
+    return Launch(float(np.median(host)), float(np.median(gpu)), float(np.median(inside)) if inside.size else None)
+
+
+@dataclass(frozen=True)
+class Throttled:
+    """Latencies of a boundary over the good rounds: how many were taken, of these under a throttled GPU, of these
+    dropped (not all, when too few would be left of a round), and why the GPU was throttled."""
+
+    boundary: str
+    taken: int
+    hit: int
+    dropped: int
+    why: str
+
+    @property
+    def sentence(self) -> str:
+        """The warning."""
+        text = f"{self.boundary}: {self.hit:,} of {self.taken:,} samples were taken while the GPU was throttled"
+        if not self.dropped:
+            return f"{text} ({self.why}) and are kept, since too few would be left"
+        kept = f", {self.hit - self.dropped:,} kept since too few would be left" if self.dropped < self.hit else ""
+        return f"{text} ({self.why}): {self.dropped:,} dropped{kept}"
+
+
+def throttled(t: TrialResult) -> list[Throttled]:
+    """What throttling cost each boundary of a trial, where it cost anything."""
+    if not any(r.trace is not None and r.trace.held_back for r in t.good):
+        return []
+    found = (_throttled(t, boundary) for boundary in ("model", "all"))
+    return [each for each in found if each.hit]
+
+
+def _throttled(t: TrialResult, boundary: str) -> Throttled:
+    taken, hit, lost = (sum(counts) for counts in zip((0, 0, 0), *(r.throttled(boundary) for r in t.good), strict=True))
+    return Throttled(boundary, taken, hit, lost, _why(t, boundary))
+
+
+def _why(t: TrialResult, boundary: str) -> str:
+    windows = [(r.trace, timeline.windows(r.facts).get(boundary)) for r in t.good]
+    words = [timeline.why_held_back(trace, window) for trace, window in windows if trace and window]
+    return ", ".join(dict.fromkeys(w for w in words if w))
+
+
+def meanwhile(others: int) -> str:
+    """That so many other processes were there."""
+    return f"{'another process was' if others == 1 else f'{others} other processes were'} on the GPU meanwhile"
+
+
+def others(t: TrialResult) -> str:
+    """Who else used the GPU, in words, or ""."""
+    found = t.gpu
+    if found is None:
+        return ""
+    busy = f"it was {found.busy_before:.0f} % busy before the job began" if found.busy_before > timeline.BUSY else ""
+    if found.others:
+        return meanwhile(found.others) + (f"; {busy}" if busy else "")
+    return f"others used the GPU: {busy}" if busy else ""
+
+
+def warnings(t: TrialResult) -> list[str]:
+    """What makes a trial's numbers doubtful: throttling, and others on the GPU."""
+    if t.gpu is None:
+        return []
+    return [*(each.sentence for each in throttled(t)), *filter(None, [others(t)])]
+
+
+def notes(t: TrialResult) -> list[str]:
+    """What explains a trial's numbers: launching, a power cap, memory that was taken before."""
+    found = launch(t) if t.device != "cpu" else None
+    said = [found.sentence] if found and found.sentence else []
+    if t.gpu is None:
+        return said
+    if capped := t.gpu.reasons.get(timeline.POWER_CAP, 0.0):
+        said.append(f"the GPU's clock was limited by its power cap for {100 * capped:.0f} % of the time")
+    if t.gpu.memory_before > TAKEN:
+        said.append(f"{show(t.gpu.memory_before, 'bytes')} of the GPU's memory were in use before the job began")
+    return said
+
+
+def _time(seconds: float) -> str:
+    return show(seconds, "duration")

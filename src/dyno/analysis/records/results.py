@@ -1,0 +1,353 @@
+"""Stored records, read back: a run folder becomes trials, each with its rounds and arrays loaded when asked for.
+
+JSON is read into plain dicts and only what a table needs is touched, because `dyno show` opens thousands of records.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from dyno.analysis.formatting import NO_IMAGE
+from dyno.analysis.records import gpu_remarks, timeline
+from dyno.analysis.records.forms import Form, forms
+from dyno.analysis.records.rounds import GPU, HOST, Round
+from dyno.worker.record import STATUSES
+from dyno.worker.spec import PRECISIONS, SCHEMA, UserError
+
+# A trial is as bad as its worst round; "unfinished" is a trial of which no round has left a record.
+SEVERITY = ("ok", "unfinished", "skipped", "failed", "timeout", "oom", "crashed")
+
+
+@dataclass
+class TrialResult:
+    """A trial and all of its rounds; `job` is the stored job.json.
+
+    `confirmations` are rounds after the trial was selected by its `rounds`; no statistic mixes the two.
+    """
+
+    id: str
+    job: dict[str, Any]
+    rounds: list[Round] = field(default_factory=list)
+    confirmations: list[Round] = field(default_factory=list)
+    form: Form | None = None  # of a file that has another of the same network beside it
+    derived: dict[str, Any] = field(default_factory=dict)  # what was worked out of it once, by name
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        return cast(dict[str, Any], self.job["trial"])
+
+    @property
+    def model(self) -> str:
+        """What tables call the model: the network, where several of its files are compared."""
+        return self.form.network if self.form else self.given
+
+    @property
+    def given(self) -> str:
+        """The model's own name, whatever it is compared with."""
+        return str(self.spec["model"]["name"])
+
+    @property
+    def backend(self) -> str:
+        return str(self.spec["backend"])
+
+    @property
+    def precision(self) -> str:
+        return str(self.spec["precision"])
+
+    @property
+    def batch(self) -> int:
+        return int(self.spec["dims"]["batch"])
+
+    @property
+    def size(self) -> str:
+        height, width = self.spec["dims"]["height"], self.spec["dims"]["width"]
+        return str(height) if height == width else f"{height}x{width}"
+
+    @property
+    def device(self) -> str:
+        return _device(self.job)
+
+    @property
+    def runtime(self) -> str:
+        return str(self.spec.get("runtime", {}).get("name", "main"))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The backend's options, and which file it is where several of one network are compared."""
+        own = self.spec.get("options") or {}
+        return {"file": self.form.file, **own} if self.form else own
+
+    @property
+    def group(self) -> tuple[str, str, int, str]:
+        """What must be equal for two speeds to be compared: model, size, batch and device."""
+        return self.model, self.size, self.batch, self.device
+
+    @property
+    def variant(self) -> str:
+        """The backend with its options and its runtime where they aren't the usual ones, as `Trial.variant` has it."""
+        named = self.options if self.runtime == "main" else {**self.options, "runtime": self.runtime}
+        return self.backend + "".join(f"@{key}={value}" for key, value in sorted(named.items()))
+
+    @property
+    def way(self) -> str:
+        """How the model is run: variant and precision."""
+        return f"{self.variant} {self.precision}"
+
+    @property
+    def label(self) -> str:
+        return f"{self.model} {self.way} b{self.batch} {self.size}".removesuffix(f" {NO_IMAGE}")
+
+    @cached_property
+    def good(self) -> list[Round]:
+        return [r for r in self.rounds if r.ok]
+
+    @property
+    def worst(self) -> Round | None:
+        return max(self.rounds, key=lambda r: SEVERITY.index(r.status), default=None)
+
+    @property
+    def status(self) -> str:
+        return self.worst.status if self.worst else "unfinished"
+
+    @property
+    def reason(self) -> str:
+        """Why the trial isn't ok, one line, with the stage it reached and how many rounds are good all the same."""
+        worst = self.worst
+        if worst is None:
+            return "no round has left a record; the same `dyno run` again finishes it"
+        if worst.ok:
+            return ""
+        stage = str(worst.raw.get("stage") or "")
+        text = " ".join(str(worst.raw.get("reason") or "no reason recorded").split())
+        text = f"{stage}: {text}" if stage not in ("", "plan") and worst.status != "skipped" else text
+        text = f"{text} ({len(self.good)} of {len(self.rounds)} rounds good)" if self.good else text
+        return f"{text}; log: {self.log}" if self.log else text
+
+    @property
+    def log(self) -> str:
+        """Where the worst round's job printed its error, as a path within the run folder; "" where it said nothing."""
+        path = self.worst.folder / "stderr.log" if self.worst else None
+        if path is None or self.status in ("ok", "skipped") or not path.is_file() or not path.stat().st_size:
+            return ""
+        return path.relative_to(path.parents[3]).as_posix()
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Facts of the first good round, else of the first round at all."""
+        rounds = self.good or self.rounds
+        return rounds[0].facts if rounds else {}
+
+    @property
+    def artifact(self) -> dict[str, Any]:
+        """The file the trial ran, as stored in its job (or its records); empty when it needs none."""
+        return self.job.get("artifact") or next((a for r in self.rounds if (a := r.raw.get("artifact"))), {})
+
+    @cached_property
+    def answers(self) -> dict[str, np.ndarray]:
+        """The classifier's answers of the first good round that has any."""
+        return next((r.answers for r in self.good if r.answers), {})
+
+    def outputs(self) -> dict[str, np.ndarray]:
+        """Raw outputs of the first good round that has any."""
+        return next((found for r in self.good if (found := r.outputs())), {})
+
+    def warnings(self) -> list[str]:
+        """Warnings of all rounds and of the file's makers, each once, in order."""
+        made = self.artifact.get("made_by") or {}
+        every = [w for r in self.rounds for w in r.warnings] + [str(w) for w in made.get("warnings") or ()]
+        return list(dict.fromkeys([*every, *gpu_remarks.warnings(self)]))
+
+    def notes(self) -> list[str]:
+        """What explains the numbers: `reasons`, and what INT8 was calibrated on where that weren't real images."""
+        note = (self.facts.get("calibration") or {}).get("note")
+        return [*([str(note)] if note else []), *self.reasons()]
+
+    def reasons(self) -> list[str]:
+        """What explains the speed: the engine's own notes, and what the GPU's clock and telemetry say."""
+        return [*(str(n) for n in self.facts.get("notes") or ()), *gpu_remarks.notes(self)]
+
+    @cached_property
+    def gpu(self) -> timeline.Summary | None:
+        """What the GPU did in the good rounds; None on a CPU, and where nothing was stored."""
+        known = [(r.trace, list(timeline.windows(r.facts).values())) for r in self.good if r.trace is not None]
+        return timeline.together([timeline.summary(trace, timed) for trace, timed in known])
+
+    def value(self, tag: str, boundary: str = "") -> float | None:
+        """Median of a single value over the good rounds, or None."""
+        found = [v for r in self.good if (v := r.value(tag, boundary)) is not None]
+        return statistics.median(found) if found else None
+
+    def confirmed(self, boundary: str, clock: str) -> list[float]:
+        """Median latency in seconds of each confirmation that ended well."""
+        return [m for r in self.confirmations if r.ok and (m := r.median(boundary, clock)) is not None]
+
+    def count(self, tag: str) -> int | None:
+        """A count that may differ between builds: the median round's, the lower of two in the middle; or None."""
+        found = [v for r in self.good if (v := r.value(tag)) is not None]
+        return int(statistics.median_low(found)) if found else None
+
+    def samples(self, tag: str, boundary: str, clock: str = "") -> np.ndarray:
+        """Samples of all good rounds together, float64, in SI units; latencies by the trial's own clock unless told."""
+        parts = self.parts(tag, boundary, clock)
+        return np.concatenate(parts) if parts else np.empty(0)
+
+    def parts(self, tag: str, boundary: str, clock: str = "") -> list[np.ndarray]:
+        """The same round by round, without rounds that have none."""
+        clock = clock or (clock_of(boundary, self) if tag == "latency" else "")
+        return [s for r in self.good if (s := r.samples(tag, boundary, clock)).size]
+
+    def medians(self, boundary: str, clock: str = "") -> list[float]:
+        """Median latency of each good round in seconds: what a comparison between processes is made from."""
+        clock = clock or clock_of(boundary, self)
+        return [m for r in self.good if (m := r.median(boundary, clock)) is not None]
+
+
+def clock_of(boundary: str, *trials: TrialResult) -> str:
+    """The clock by which these trials' latencies are told and held against each other: GPU where every round has it,
+    else HOST, so that a time with the launch in it never meets one without."""
+    timed = [r for t in trials for r in t.good if r.measurement("latency", boundary)]
+    return GPU if timed and all(r.measurement("latency", boundary, GPU) for r in timed) else HOST
+
+
+@dataclass
+class Results:
+    """A run folder: its trials in a stable order, its environment, and what in it could not be read.
+
+    `models` has what was counted of each model at each size (`flops` of one image, `parameters`), by name and size;
+    `peak` is the record of the device's peak, empty without.
+    """
+
+    folder: Path
+    trials: list[TrialResult]
+    environment: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    study: str = ""
+    models: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
+    peak: dict[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """study.toml as a table; empty when there is none or it can't be read."""
+        try:
+            return tomllib.loads(self.study)
+        except tomllib.TOMLDecodeError:
+            return {}
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+    def __iter__(self) -> Iterator[TrialResult]:
+        return iter(self.trials)
+
+    def trial(self, id: str) -> TrialResult:
+        """The trial with that id, or with an id that begins so."""
+        found = [t for t in self.trials if t.id.startswith(id)]
+        if len(found) != 1:
+            raise UserError(f"{len(found) or 'no'} trials in {self.folder} have an id that begins with {id!r}")
+        return found[0]
+
+
+def load(run: Path) -> Results:
+    """Read a run folder.
+
+    A record that is broken or written by a newer Dyno becomes one line in `problems` and the rest is shown. Raises
+    UserError, one line, when the folder is no run folder, is empty, or holds nothing that can be read.
+    """
+    run = Path(run)
+    if not run.is_dir():
+        raise UserError(f"{run} is no folder; give the folder that `dyno run` wrote, such as runs/demo")
+    if not (run / "trials").is_dir():
+        raise UserError(f"{run} is no run folder: it has no trials/; give the folder that `dyno run` wrote")
+    problems: list[str] = []
+    trials = [t for folder in sorted((run / "trials").iterdir()) if (t := _trial(folder, problems))]
+    if not trials and problems:
+        raise UserError(f"nothing in {run} can be read: {problems[0]}")
+    if not trials:
+        raise UserError(f"{run} has no trials yet; run the study first")
+    study = run / "study.toml"
+    models = _models(_json(run / "models.json", problems) or {})
+    known = forms(models)
+    for t in trials:
+        t.form = known.get(t.given)
+    return Results(
+        folder=run,
+        trials=sorted(trials, key=_order),
+        environment=_json(run / "environment.json", problems) or {},
+        problems=problems,
+        study=study.read_text(encoding="utf-8", errors="replace") if study.is_file() else "",
+        models=models,
+        peak=_json(run / "peak" / "record.json", problems) or {},
+    )
+
+
+def _models(stored: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    rows = [row for row in stored.get("models") or () if isinstance(row, dict)]
+    return {(str(row.get("model")), str(row.get("size"))): row for row in rows}
+
+
+def _trial(folder: Path, problems: list[str]) -> TrialResult | None:
+    job: dict[str, Any] | None = None
+    found: dict[str, list[Round]] = {"r": [], "c": []}
+    for path in sorted(folder.glob("[rc][0-9]*"), key=lambda p: (p.name[0] != "r", len(p.name), p.name)):
+        if job is None:
+            job = _job(path / "job.json", problems)
+        raw = _json(path / "record.json", problems)
+        if raw and raw.get("status") in STATUSES:
+            found[path.name[0]].append(Round(path, int(raw.get("round", 0)), raw, _device(job)))
+        elif raw:
+            problems.append(f"{path / 'record.json'} has no status that is known; it is left out")
+    return TrialResult(folder.name, job, found["r"], found["c"]) if job else None
+
+
+def _device(job: dict[str, Any] | None) -> str:
+    return str(((job or {}).get("trial") or {}).get("runtime", {}).get("device", "cpu"))
+
+
+def _job(path: Path, problems: list[str]) -> dict[str, Any] | None:
+    job = _json(path, problems)
+    if job is None:
+        return None
+    try:
+        trial = job["trial"]
+        _ = trial["model"]["name"], trial["backend"], trial["precision"]
+        _ = trial["dims"]["batch"], trial["dims"]["height"], trial["dims"]["width"]
+    except (KeyError, TypeError):
+        problems.append(f"{path} describes no trial; it is left out")
+        return None
+    return job
+
+
+def _json(path: Path, problems: list[str]) -> dict[str, Any] | None:
+    try:
+        data = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as e:
+        problems.append(f"{path} can't be read ({e}); it is left out")
+        return None
+    if not isinstance(data, dict):
+        problems.append(f"{path} is no JSON object; it is left out")
+        return None
+    schema = data.get("schema", SCHEMA)
+    if not isinstance(schema, int) or schema > SCHEMA:
+        problems.append(f"{path} was written by a newer Dyno (schema {schema}, this one reads {SCHEMA}); update Dyno")
+        return None
+    return data
+
+
+def _order(t: TrialResult) -> tuple[Any, ...]:
+    dims = t.spec["dims"]
+    precision = PRECISIONS.index(t.precision) if t.precision in PRECISIONS else len(PRECISIONS)
+    place = t.form.place if t.form else 0
+    way = t.backend != "pytorch", t.backend, precision, t.way, t.id
+    return (t.model, dims["height"], dims["width"], t.batch, place, *way)

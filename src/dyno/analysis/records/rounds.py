@@ -1,0 +1,122 @@
+"""One round of a trial: its record as it lies in the run folder, and the arrays beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from dyno.analysis.records import timeline
+from dyno.analysis.records.arrays import read_npz
+
+LATENCIES = ("model", "all")
+HOST, GPU = "host", "gpu"
+
+
+@dataclass
+class Round:
+    """One process that ran a trial: `raw` is its record.json, the arrays beside it are read when asked for."""
+
+    folder: Path
+    number: int
+    raw: dict[str, Any]
+    device: str = "cpu"
+    _medians: dict[tuple[str, str], float | None] = field(default_factory=dict)
+
+    @property
+    def status(self) -> str:
+        return str(self.raw["status"])
+
+    @property
+    def ok(self) -> bool:
+        return self.status == "ok"
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return self.raw.get("facts") or {}
+
+    @property
+    def warnings(self) -> list[str]:
+        return [str(w) for w in self.raw.get("warnings") or ()]
+
+    def measurement(self, tag: str, boundary: str = "", clock: str = "") -> dict[str, Any]:
+        """The measurement of that tag and boundary as stored, or an empty dict; by the GPU's clock where there is one
+        and no `clock` is asked for."""
+        found: dict[str, Any] = {}
+        for m in self.raw.get("measurements") or ():
+            if m["tag"] == tag and m.get("boundary", "") == boundary and clock in ("", m.get("clock") or HOST):
+                if m.get("clock") == GPU:
+                    return cast(dict[str, Any], m)
+                found = found or m
+        return found
+
+    def value(self, tag: str, boundary: str = "") -> float | None:
+        """The single value measured under this tag and boundary (SI), or None."""
+        value = self.measurement(tag, boundary).get("value")
+        return None if value is None else float(value)
+
+    def raw_samples(self, tag: str, boundary: str, clock: str = "") -> np.ndarray:
+        """All samples as they were taken (seconds for a latency, images/s for throughput), float64; empty without."""
+        name = self.measurement(tag, boundary, clock).get("samples") or ""
+        return self._samples.get(name, np.empty(0)) if name else np.empty(0)
+
+    def samples(self, tag: str, boundary: str, clock: str = "") -> np.ndarray:
+        """The samples that count: `raw_samples`, latencies less those taken while the GPU was throttled, if enough are
+        left then."""
+        taken = self.raw_samples(tag, boundary, clock)
+        if tag != "latency":
+            return taken
+        clean = self._clean(taken, boundary)
+        return taken if clean.sum() < timeline.LEAST_KEPT or clean.all() else taken[clean]
+
+    def _clean(self, taken: np.ndarray, boundary: str) -> np.ndarray:
+        window = timeline.windows(self.facts).get(boundary)
+        if self.trace is None or window is None or not self.trace.held_back:
+            return np.ones(len(taken), bool)
+        # The host's samples fill the window; the GPU's, of the same turns, leave out what is between them.
+        turns = self.raw_samples("latency", boundary, HOST)
+        return timeline.clean(turns if len(turns) == len(taken) else taken, window, self.trace.held_back)
+
+    def throttled(self, boundary: str) -> tuple[int, int, int]:
+        """Latencies taken at a boundary, those of them taken while the GPU was throttled, and those dropped for it."""
+        taken = self.raw_samples("latency", boundary)
+        hit = len(taken) - int(self._clean(taken, boundary).sum())
+        return len(taken), hit, len(taken) - len(self.samples("latency", boundary))
+
+    @cached_property
+    def trace(self) -> timeline.Trace | None:
+        """What the GPU did meanwhile; None for a job on a CPU."""
+        return timeline.read(self.folder) if self.device.startswith("cuda") else None
+
+    def median(self, boundary: str, clock: str = "") -> float | None:
+        """Median latency in seconds, None where that boundary wasn't measured (by that clock)."""
+        key = boundary, clock
+        if key not in self._medians:
+            samples = self.samples("latency", boundary, clock)
+            self._medians[key] = float(np.median(samples)) if samples.size else None
+        return self._medians[key]
+
+    @cached_property
+    def _samples(self) -> dict[str, np.ndarray]:
+        return self.arrays("samples.npz")
+
+    def arrays(self, file: str, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
+        """Arrays of one of the round's npz files (only `names`, or all); empty when the file is missing or damaged."""
+        try:
+            return read_npz(self.folder / file, names)
+        except (OSError, ValueError):  # absent, truncated, or not an npz
+            return {}
+
+    @cached_property
+    def answers(self) -> dict[str, np.ndarray]:
+        """A classifier's answers: topk_index and topk_score [N, k], label and sample [N], and the classes' names."""
+        return self.arrays("outputs.npz", ("topk_index", "topk_score", "label", "sample", "classes"))
+
+    def outputs(self) -> dict[str, np.ndarray]:
+        """Raw model outputs by name, [N, ...], in input order; not kept, because they can be large."""
+        found = self.arrays("outputs.npz")
+        return {name[len("output:") :]: a for name, a in found.items() if name.startswith("output:")}

@@ -1,0 +1,225 @@
+"""What the GPU did while a round ran: telemetry.npz cut to the windows in which something was timed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dyno.analysis.records.arrays import read_npz
+
+# NVML's reasons for a lower clock (nvmlClocksEventReasons): bit -> words.
+REASONS = {
+    0x1: "idle",
+    0x2: "application clocks",
+    0x4: "power cap",
+    0x8: "hardware slowdown",
+    0x10: "sync boost",
+    0x20: "thermal limit (driver)",
+    0x40: "thermal limit (hardware)",
+    0x80: "power brake",
+    0x100: "display clock",
+}
+# The card is not itself: too hot, or its supply gave out. A power cap is how a card normally runs under load.
+THROTTLED = 0x8 | 0x20 | 0x40 | 0x80
+POWER_CAP = REASONS[0x4]
+UNREMARKABLE = 0x1  # a card that waits for its next launch is idle between two looks
+READ = ("at", "epoch", "gpu_before_memory", "gpu_before_processes", "gpu_memory", "gpu_util", "gpu_clock", "gpu_power",
+        "gpu_temperature", "gpu_throttle", "gpu_processes", "gpu_own")  # fmt: skip
+LEAST_KEPT = 3  # samples; fewer make no number
+QUIET_LOOKS = 3  # before the job takes memory; NVML's utilisation is an average that still holds what ran before
+GREW = 32e6  # bytes above the start from which the job itself is on the GPU
+BUSY = 5.0  # percent
+
+Window = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Columns of telemetry.npz, float64 [looks]; `at` in seconds of CLOCK_MONOTONIC, as the windows of a record are.
+
+    The job began at `epoch`.
+    """
+
+    at: np.ndarray
+    columns: Mapping[str, np.ndarray]
+    epoch: float
+    before_memory: float
+    before_processes: float
+
+    def column(self, name: str) -> np.ndarray:
+        """One column; NaN for each look when it was not stored."""
+        found = self.columns.get(f"gpu_{name}")
+        return np.full(len(self.at), math.nan) if found is None else found
+
+    @cached_property
+    def reasons(self) -> np.ndarray:
+        """The bit masks of each look, int64; 0 where NVML told none."""
+        return np.asarray(np.nan_to_num(self.column("throttle")), np.int64)
+
+    @cached_property
+    def held_back(self) -> list[Window]:
+        """Stretches in which the card throttled itself (THROTTLED), from the last look before to the first after."""
+        flagged = (self.reasons & THROTTLED) != 0
+        if not flagged.any():
+            return []
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], flagged, [False]]).astype(np.int8)))
+        ends = np.concatenate([[-math.inf], self.at, [math.inf]])
+        return [(float(ends[first]), float(ends[last + 1])) for first, last in edges.reshape(-1, 2)]
+
+    def inside(self, windows: Iterable[Window]) -> np.ndarray:
+        """Which looks fall into one of the windows, bool [looks]."""
+        chosen = np.zeros(len(self.at), bool)
+        for begin, end in windows:
+            chosen |= (self.at >= begin) & (self.at <= end)
+        return chosen
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One round, or the rounds of a trial together; NaN where it isn't known.
+
+    `memory` (B) is the most that was used less what was used before the job; `temperature` (degrees C) the highest.
+    `utilisation` (%), `clock` and `clock_min` (median and lowest SM clock, MHz), `power` (W) and the share of the time
+    for each throttle reason are over what was timed. `others` is the most processes of others seen there,
+    `busy_before` the utilisation (%) by others before the job was on the GPU, `memory_before` (B) what was used then.
+    """
+
+    memory: float = math.nan
+    utilisation: float = math.nan
+    clock: float = math.nan
+    clock_min: float = math.nan
+    power: float = math.nan
+    temperature: float = math.nan
+    reasons: dict[str, float] = field(default_factory=dict)
+    others: int = 0
+    busy_before: float = math.nan
+    memory_before: float = math.nan
+
+    @property
+    def throttle(self) -> str:
+        """The reasons in words, each with its share of the time: `power cap 34 %`."""
+        ordered = sorted(self.reasons.items(), key=lambda item: -item[1])
+        return ", ".join(f"{name} {100 * share:.0f} %" for name, share in ordered)
+
+
+def read(folder: Path) -> Trace | None:
+    """The GPU's part of FOLDER/telemetry.npz; None when there is none."""
+    try:
+        stored = read_npz(folder / "telemetry.npz", READ)
+    except (OSError, ValueError):  # absent, truncated, or not an npz
+        return None
+    if "gpu_memory" not in stored or "epoch" not in stored:
+        return None
+    columns = {name: a for name, a in stored.items() if name.startswith("gpu_") and a.ndim}
+    memory, processes = (float(stored.get(f"gpu_before_{name}", math.nan)) for name in ("memory", "processes"))
+    epoch = float(stored["epoch"])
+    return Trace(stored["at"] + epoch, columns, epoch, memory, processes)
+
+
+def windows(facts: Mapping[str, Any]) -> dict[str, Window]:
+    """The windows in which each boundary was timed, from a record's facts; empty where they were not kept."""
+    return {str(k): (float(v[0]), float(v[1])) for k, v in (facts.get("timed") or {}).items()}
+
+
+def summary(trace: Trace, timed: Sequence[Window]) -> Summary:
+    """A round in numbers; without windows only memory and temperature are known."""
+    inside = trace.inside(timed)
+    mask = trace.reasons[inside & ~np.isnan(trace.column("throttle"))]
+    shares = {words: float(((mask & bit) != 0).mean()) for bit, words in REASONS.items() if len(mask)}
+    return Summary(
+        memory=_over(np.max, trace.column("memory") - trace.before_memory),
+        utilisation=_over(np.mean, trace.column("util")[inside]),
+        clock=_over(np.median, trace.column("clock")[inside]),
+        clock_min=_over(np.min, trace.column("clock")[inside]),
+        power=_over(np.mean, trace.column("power")[inside]),
+        temperature=_over(np.max, trace.column("temperature")),
+        reasons={words: share for words, share in shares.items() if share and words != REASONS[UNREMARKABLE]},
+        others=most_others(trace, inside),
+        busy_before=_busy_before(trace),
+        memory_before=trace.before_memory,
+    )
+
+
+def together(rounds: Sequence[Summary]) -> Summary | None:
+    """Rounds of one trial as one summary: the extremes stay extremes, the rest are means; None without any."""
+    if not rounds:
+        return None
+
+    def over(how: Any, name: str) -> float:
+        return _over(how, np.asarray([getattr(r, name) for r in rounds], np.float64))
+
+    known = [r for r in rounds if not math.isnan(r.utilisation)] or list(rounds)
+    names = dict.fromkeys(name for r in known for name in r.reasons)
+    return Summary(
+        memory=over(np.max, "memory"),
+        utilisation=over(np.mean, "utilisation"),
+        clock=over(np.median, "clock"),
+        clock_min=over(np.min, "clock_min"),
+        power=over(np.mean, "power"),
+        temperature=over(np.max, "temperature"),
+        reasons={name: sum(r.reasons.get(name, 0.0) for r in known) / len(known) for name in names},
+        others=max(r.others for r in rounds),
+        busy_before=over(np.max, "busy_before"),
+        memory_before=over(np.max, "memory_before"),
+    )
+
+
+def _over(how: Any, values: np.ndarray) -> float:
+    known = values[~np.isnan(values)]
+    return float(how(known)) if len(known) else math.nan
+
+
+def most_others(trace: Trace, inside: np.ndarray | slice = slice(None)) -> int:
+    """The most compute processes of others seen on the GPU in those looks."""
+    return int(np.nan_to_num(_others(trace)[inside]).max(initial=0))
+
+
+def _others(trace: Trace) -> np.ndarray:
+    """Compute processes on the GPU besides the job's, at each look.
+
+    In a container NVML's process ids may be of another namespace, so that the job itself can't be told from others.
+    Then one process is taken for the job, once there are more than before it began.
+    """
+    processes, own = trace.column("processes"), trace.column("own")
+    if np.nan_to_num(own).max(initial=0) > 0:
+        return np.asarray(processes - own)
+    before = np.minimum(np.nan_to_num(trace.before_processes), processes)
+    return np.asarray(np.maximum(before, processes - 1))
+
+
+def _busy_before(trace: Trace) -> float:
+    """Utilisation in percent that others caused before the job took memory; NaN when it took it at once."""
+    grown = trace.column("memory") > trace.before_memory + GREW
+    quiet = int(np.argmax(grown)) if grown.any() else 0
+    return _over(np.min, trace.column("util")[:quiet]) if quiet >= QUIET_LOOKS else math.nan
+
+
+def why_held_back(trace: Trace, window: Window) -> str:
+    """The throttle reasons seen in or right beside the window, in words."""
+    near = [s for s in trace.held_back if s[0] < window[1] and s[1] > window[0]]
+    seen = int(np.bitwise_or.reduce(trace.reasons[trace.inside(near)]))
+    return ", ".join(words for bit, words in REASONS.items() if bit & THROTTLED & seen)
+
+
+def clean(samples: np.ndarray, window: Window, stretches: Sequence[Window]) -> np.ndarray:
+    """Which samples lie wholly outside the stretches, bool [n].
+
+    Samples are seconds, one after another; their sum is a little less than the window, by what the loop costs between
+    them, so their ends are spread over the window in proportion.
+    """
+    total = float(samples.sum())
+    if not stretches or not total:
+        return np.ones(len(samples), bool)
+    begin, end = window
+    ends = begin + np.cumsum(samples) * ((end - begin) / total)
+    starts = np.concatenate([[begin], ends[:-1]])
+    kept = np.ones(len(samples), bool)
+    for first, last in stretches:
+        kept &= (ends <= first) | (starts >= last)
+    return kept

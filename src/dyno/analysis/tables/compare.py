@@ -1,0 +1,379 @@
+"""Two runs held against each other, trial by trial: what became slower, less accurate, different, or stopped working.
+
+Every interval is a 95 % interval on its own. A gate over many trials will therefore see a slow-down that is only chance
+now and then: `tolerance` is what keeps such small ones from failing it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dyno.analysis import stats
+from dyno.analysis.formatting import plain, points
+from dyno.analysis.metrics import accuracy, agreement, detection
+from dyno.analysis.ranking.correctness import WRONG
+from dyno.analysis.ranking.frontier import way
+from dyno.analysis.ranking.references import INCOMPARABLE, incomparable
+from dyno.analysis.records.results import Results, TrialResult, clock_of
+from dyno.analysis.records.rounds import LATENCIES
+from dyno.analysis.tables import trial_table
+from dyno.analysis.tables.render import Column, Row, change, missing, number, ratio
+from dyno.worker.spec import UserError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SLOWER, LESS_ACCURATE, DISAGREE, STATUS, WRONG_OUTPUTS = CONDITIONS = (
+    "slower", "less-accurate", "disagree", "status", "wrong-outputs",
+)  # fmt: skip
+TOLERATED = "slower, tolerated"
+TOLERANCE = 0.02
+FAIL_ON = (SLOWER, LESS_ACCURATE, STATUS, WRONG_OUTPUTS)
+VOLATILE = ("load_average",)  # differs from one minute to the next on the same machine
+LONGEST = 6  # differences between machines named in one line
+COPIED = ("model", "backend", "precision", "batch", "size", "device", "runtime", "options", "status", "reason",
+          "ran_as", "asked_share", "precision_ok")  # fmt: skip
+COLUMNS = (
+    "model", "backend", "precision", "batch", "size", "device", "runtime", "options", "status_a", "status", "reason",
+    "boundary", "latency_a_ms", "latency_b_ms", "ratio", "ratio_low", "ratio_high", "verdict", "rounds_a", "rounds_b",
+    "images", "top1_a", "top1_b", "top1_diff", "top1_diff_low", "top1_diff_high", "map_a", "map_b",
+    "map_diff", "map_diff_low", "map_diff_high", "accuracy", "close", "max_abs",
+    "failed", "trial_a", "trial_b", "ran_as", "asked_share", "precision_ok", "outputs_a", "outputs",
+)  # fmt: skip
+WHOLE = ("batch", "rounds_a", "rounds_b", "images")
+TEXT = ("model", "backend", "precision", "size", "device", "runtime", "options", "status_a", "status", "reason",
+        "boundary", "verdict", "accuracy", "failed", "trial_a", "trial_b", "ran_as", "precision_ok", "outputs_a",
+        "outputs")  # fmt: skip
+
+
+def _verdict(r: Row) -> str:
+    if r["verdict"]:
+        return str(r["verdict"])
+    return str(r["status"]) if r["status_a"] == r["status"] else f"{r['status']} (was {r['status_a']})"
+
+
+PRINTED = (
+    number("A ms", "latency_a_ms", 1),
+    number("B ms", "latency_b_ms", 0),
+    Column("B / A", lambda r: ratio(r, "ratio", 3), 0, sort="ratio"),
+    Column("verdict", _verdict, 0, right=False, sort="verdict"),
+    Column("change, points", change, 2, sort="top1_diff"),
+    Column("accuracy", lambda r: str(r["accuracy"]), 3, right=False, sort="accuracy"),
+    Column("agree", lambda r: "" if missing(r["close"]) else f"{_floored(r['close'])} %", 1, sort="close"),
+    Column("failed", lambda r: str(r["failed"]), 0, right=False, sort="failed"),
+)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Which changes fail the comparison, and how large they may be.
+
+    `tolerance` is the relative slow-down that is still fine: "slower" needs the whole interval beyond it. `least` is
+    the share of output values (0 to 1) that must be close to A's, |b - a| <= atol + rtol |a|; giving it asks for the
+    condition "disagree". UserError for anything else.
+    """
+
+    fail_on: tuple[str, ...] = FAIL_ON
+    tolerance: float = TOLERANCE
+    least: float = 0.0
+    rtol: float = agreement.RTOL
+    atol: float = agreement.ATOL
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.fail_on if name not in CONDITIONS]
+        if unknown:
+            raise UserError(f"can't fail on {unknown[0]!r}; known: {', '.join(CONDITIONS)}")
+        for name in ("tolerance", "rtol", "atol"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise UserError(f"{name} is {value:g}; it must be 0 or more")
+        if not 0 <= self.least <= 1:
+            raise UserError(f"least is {self.least:g}; it is a share of values from 0 to 1, such as 0.999")
+        if DISAGREE in self.fail_on and not self.least:
+            raise UserError("to fail on disagree, say with least which share of the values must agree, such as 0.999")
+        if self.least and DISAGREE not in self.fail_on:
+            object.__setattr__(self, "fail_on", (*self.fail_on, DISAGREE))
+
+
+def compare(a: Results, b: Results, rules: Rules | None = None) -> pd.DataFrame:
+    """Each trial that both runs have, B against A: one row of COLUMNS per trial, in A's order.
+
+    `ratio` is B's latency over A's (above 1 is slower) with the interval of `stats.speedup`, from the spread between
+    processes; `accuracy` and `top1_diff` (points) come from the images both answered, `close` is the share of B's
+    output values close to A's. A trial whose outputs are wrong in its own run (`outputs`, `outputs_a`) has no ratio,
+    and its verdict says why. `failed` names the conditions of the rules that the row breaks. The frame's `attrs` hold
+    `notes` (sentences on what may explain a difference). UserError when nothing can be compared.
+    """
+    import pandas as pd
+
+    rules = rules or Rules()
+    shared = pairs(a, b)
+    if not any(x.good for x, _ in shared):
+        raise UserError(_nothing(a, b, shared))
+    checked = [_checked(each) for each in (a, b)]
+    rows = [row(x, y, rules, (checked[0].get(x.id, ""), checked[1].get(y.id, ""))) for x, y in shared]
+    refused = [r for r in rows if r["verdict"].startswith(INCOMPARABLE)]
+    if len(refused) == len(rows):
+        why = Counter(r["verdict"].partition(": ")[2] for r in refused).most_common(1)[0][0]
+        raise UserError(f"{a.folder} and {b.folder} can't be compared: {why}")
+    table = pd.DataFrame.from_records(rows, columns=list(COLUMNS))
+    table = table.astype(dict.fromkeys(WHOLE, "Int64") | dict.fromkeys(TEXT, object))
+    numbers = [c for c in COLUMNS if c not in (*WHOLE, *TEXT)]
+    table[numbers] = table[numbers].astype(float)
+    left_out = [f"{plain(y.label)} is {r['verdict']}" for (_, y), r in zip(shared, rows, strict=True) if r in refused]
+    table.attrs["notes"] = [*_notes(a, b, shared), *left_out]
+    return table
+
+
+def _checked(run: Results) -> dict[str, str]:
+    """What each trial's outputs are, held against its own run's reference: AGREE, the verdict of wrong ones, or ""."""
+    try:
+        frame = trial_table.frame(run)
+    except UserError:  # the study's reference didn't run: nothing was checked, and the row of that trial says why
+        return {}
+    return {r["trial"]: r["verdict"] if r["outputs"] == WRONG else r["outputs"] for r in frame.to_dict("records")}
+
+
+def pairs(a: Results, b: Results) -> list[tuple[TrialResult, TrialResult]]:
+    """The trials of both runs, as (A's, B's), in A's order.
+
+    The same id is the same trial. An id also stands for the plan and the data, so of the others those belong together
+    that are called the same, where only one of each run is.
+    """
+    ids = {t.id: t for t in b}
+    known = {t.id for t in a}
+    left, right = (_by_name(t for t in run if not (t.id in ids and t.id in known)) for run in (a, b))
+    found = []
+    for t in a:
+        name = _name(t)
+        if t.id in ids:
+            found.append((t, ids[t.id]))
+        elif len(left[name]) == len(right[name]) == 1:
+            found.append((t, right[name][0]))
+    return found
+
+
+def _by_name(trials: Iterator[TrialResult]) -> Mapping[str, list[TrialResult]]:
+    found: dict[str, list[TrialResult]] = defaultdict(list)
+    for t in trials:
+        found[_name(t)].append(t)
+    return found
+
+
+def _name(t: TrialResult) -> str:
+    return json.dumps([t.way, t.group, t.spec["dims"].get("shapes")], sort_keys=True)
+
+
+def _nothing(a: Results, b: Results, shared: list[tuple[TrialResult, TrialResult]]) -> str:
+    if shared:
+        return f"nothing to compare: no trial that both runs have ended well in {a.folder}"
+    return f"{a.folder} and {b.folder} share no trial; {_some(a)} against {_some(b)}"
+
+
+def _some(run: Results) -> str:
+    first, *others = [plain(t.label) for t in run]
+    return first + (f" and {len(others)} more" if others else "")
+
+
+def row(a: TrialResult, b: TrialResult, rules: Rules, checked: tuple[str, str] = ("", "")) -> dict[str, Any]:
+    """One trial of B held against the same of A, as a dict of COLUMNS; what doesn't apply is "", None or NaN.
+
+    `checked` says of A's outputs and of B's what `_checked` does.
+    """
+    own = trial_table.row(b, trial_table.Comparison(None))
+    found: dict[str, Any] = dict.fromkeys(TEXT, "") | {name: own[name] for name in COPIED if name in own}
+    found |= {"status_a": a.status, "rounds_a": len(a.good), "rounds_b": len(b.good), "trial_a": a.id, "trial_b": b.id}
+    if why := refusal(a, b):
+        return found | {"verdict": f"{INCOMPARABLE}: {why}"}
+    found |= _speed(a, b, rules.tolerance) | _accuracy(a, b) | _agreement(a, b, rules) | _outputs(*checked)
+    found["failed"] = ", ".join(c for c in rules.fail_on if _fails(c, found, rules, bool(a.good and b.good)))
+    return found
+
+
+def refusal(a: TrialResult, b: TrialResult) -> str:
+    """Why two trials must not be held against each other (other weights, data, inputs, boundary), or ""."""
+    weights = [t.facts.get("weights_sha256") for t in (a, b)]
+    if not all(weights) and _weights(a) != _weights(b):
+        return "other weights"
+    data = [(d.get("sha256"), d.get("split") if d.get("sha256") else d.get("seed")) for d in _data(a, b)]
+    if data[0] != data[1]:
+        aside = [accuracy.set_aside(t) for t in (a, b)]
+        if a.good and b.good and aside[0] != aside[1] and accuracy.same_photographs(a, b):
+            few, many = sorted(aside)
+            return f"other test images, {many:,} set aside for calibration in one run and {few:,} in the other"
+        return "other data"
+    if why := incomparable(b, a):
+        return why
+    timed = [", ".join(x for x in LATENCIES if t.medians(x)) or "none" for t in (a, b)]
+    if a.good and b.good and timed[0] != timed[1] and not trial_table.compared_boundary(b, a):
+        return f"other boundary, latency of {timed[0]} against {timed[1]}"
+    return ""
+
+
+def _weights(t: TrialResult) -> str:
+    """What the weights are known by before anything ran: a checkpoint's or file's content, or how they are drawn."""
+    model = t.spec["model"]
+    content = model.get("source_sha256") if str(model.get("source")).startswith("file:") else ""
+    drawn = "pretrained" if model.get("pretrained") else f"seed {model.get('seed', 0)}"
+    return str(model.get("weights_sha256") or content or drawn)
+
+
+def _data(*trials: TrialResult) -> list[dict[str, Any]]:
+    return [t.spec.get("data") or {} for t in trials]
+
+
+def _speed(a: TrialResult, b: TrialResult, tolerance: float) -> dict[str, Any]:
+    boundary = trial_table.compared_boundary(b, a)
+    clock = clock_of(boundary, a, b)
+    before, after = a.medians(boundary, clock), b.medians(boundary, clock)
+    if not (before and after):
+        return {}
+    # Turned round on purpose: how many times faster A is, is how many times longer B takes.
+    s = stats.speedup(before, after)
+    verdict = s.verdict
+    if verdict == stats.FASTER:
+        verdict = stats.SLOWER if s.low > 1 + tolerance else TOLERATED
+    elif verdict == stats.SLOWER:
+        verdict = stats.FASTER
+    return {
+        "boundary": boundary, "latency_a_ms": 1e3 * stats.center(before).value,
+        "latency_b_ms": 1e3 * stats.center(after).value,
+        "ratio": s.value, "ratio_low": s.low, "ratio_high": s.high, "verdict": verdict,
+    }  # fmt: skip
+
+
+def _outputs(a: str, b: str) -> dict[str, Any]:
+    """What becomes of a row by its outputs: what computes something else is neither faster nor slower."""
+    found: dict[str, Any] = {"outputs_a": a.partition(":")[0], "outputs": b.partition(":")[0]}
+    if WRONG not in found.values():
+        return found
+    found |= dict.fromkeys(("ratio", "ratio_low", "ratio_high"), math.nan)
+    return found | {"verdict": b if found["outputs"] == WRONG else f"{WRONG} in A: {a.partition(': ')[2]}"}
+
+
+def _accuracy(a: TrialResult, b: TrialResult) -> dict[str, Any]:
+    pair, own, other = accuracy.paired(b, a), accuracy.of(b), accuracy.of(a)
+    if pair is None or own is None or other is None:
+        return _mean_ap(a, b)
+    d = pair.difference
+    words = "less accurate" if d.high < 0 else "more accurate" if d.low > 0 else stats.SAME
+    return {
+        "images": pair.count, "top1_a": 100 * other.top1.value, "top1_b": 100 * own.top1.value, "accuracy": words,
+        "top1_diff": 100 * d.value, "top1_diff_low": 100 * d.low, "top1_diff_high": 100 * d.high,
+    }  # fmt: skip
+
+
+def _mean_ap(a: TrialResult, b: TrialResult) -> dict[str, Any]:
+    own, other = detection.of(b), detection.of(a)
+    d = detection.difference(own, other) if own and other else None
+    if own is None or other is None or d is None:
+        return {}
+    words = "less accurate" if d.high < 0 else "more accurate" if d.low > 0 else stats.SAME
+    return {
+        "images": own.own.images, "map_a": 100 * other.interval.value, "map_b": 100 * own.interval.value,
+        "map_diff": 100 * d.value, "map_diff_low": 100 * d.low, "map_diff_high": 100 * d.high, "accuracy": words,
+    }  # fmt: skip
+
+
+def _agreement(a: TrialResult, b: TrialResult, rules: Rules) -> dict[str, Any]:
+    found = agreement.of(b, a, rules.rtol, rules.atol)
+    return {} if found is None else {"close": found.close, "max_abs": found.max_abs}
+
+
+def _fails(condition: str, r: Row, rules: Rules, both_ran: bool) -> bool:
+    if condition == STATUS:
+        return bool(r["status_a"] == "ok" and r["status"] != "ok")
+    if condition == SLOWER:
+        return bool(r["verdict"] == stats.SLOWER)
+    if condition == LESS_ACCURATE:
+        return bool(r["accuracy"] == "less accurate")
+    if condition == WRONG_OUTPUTS:
+        return bool(both_ran and r["outputs"] == WRONG and r["outputs_a"] != WRONG)
+    # Outputs of another shape, or none at all, have no share; that is no agreement.
+    return both_ran and not r.get("close", 0.0) >= rules.least
+
+
+def _notes(a: Results, b: Results, shared: list[tuple[TrialResult, TrialResult]]) -> Iterator[str]:
+    """What the reader of the verdicts must know besides them."""
+    changed = dict(_differences(a.environment, b.environment))
+    for x, y in shared:
+        if x.good and y.good:
+            changed |= _differences(x.good[0].raw.get("system") or {}, y.good[0].raw.get("system") or {})
+            changed |= _differences({"threads": x.facts.get("threads")}, {"threads": y.facts.get("threads")})
+    if changed:
+        each = [f"{name} {before} against {after}" for name, (before, after) in changed.items()]
+        more = [f"{len(each) - LONGEST} more"] if len(each) > LONGEST else []
+        yield f"the machines or versions differ, which may be the whole difference: {'; '.join(each[:LONGEST] + more)}"
+    if warned := sum(1 for pair in shared if any(t.warnings() for t in pair)):
+        yield f"{warned} of {len(shared)} trials carry warnings that may explain a change; `dyno report` lists them"
+    for name, run in (("A", a), ("B", b)):
+        paired = {t.id for pair in shared for t in pair}
+        if alone := [plain(t.label) for t in run if t.id not in paired]:
+            yield f"only in {name}: {alone[0]}" + (f" and {len(alone) - 1} more" if len(alone) > 1 else "")
+    yield from (*a.problems, *b.problems)
+
+
+def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    left, right = _flat(a), _flat(b)
+    names = [n for n in dict.fromkeys((*left, *right)) if n not in VOLATILE and left.get(n) != right.get(n)]
+    return {n: (left.get(n, "none"), right.get(n, "none")) for n in names}
+
+
+def _flat(values: Mapping[str, Any]) -> dict[str, str]:
+    """Nested tables by their innermost name, everything as one line of text; what isn't known is left out."""
+    found: dict[str, str] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            found |= _flat(value)
+        elif value not in (None, "", []):
+            found[name] = plain(" ".join(map(str, value)) if isinstance(value, list) else value)
+    return found
+
+
+def sentences(frame: pd.DataFrame) -> list[str]:
+    """The comparison in sentences: wrong outputs, how many of what, then each trial that failed and why."""
+    counted = Counter(_verdict(r).partition(":")[0] for r in frame.to_dict("records"))
+    found = [f"{_where(r)}: {r['verdict']}; not judged, whatever the speed."
+             for r in frame.to_dict("records") if r["verdict"].startswith(WRONG)]  # fmt: skip
+    found += [f"{len(frame)} shared trials: " + ", ".join(f"{n} {words}" for words, n in counted.most_common()) + "."]
+    for r in frame.to_dict("records"):
+        if r["failed"]:
+            found.append(f"failed: {_where(r)}: {'; '.join(_why(c, r) for c in r['failed'].split(', '))}")
+    if counted[stats.ONE_ROUND]:
+        found.append("One round proves nothing about speed: measure both runs with two rounds or more.")
+    return found
+
+
+def _where(r: Row) -> str:
+    return f"{plain(r['model'])} {plain(way(r))} b{r['batch']} {r['size']}"
+
+
+def _why(condition: str, r: Row) -> str:
+    if condition == SLOWER:
+        return f"slower, {ratio(r, 'ratio', 3)} the latency"
+    if condition == LESS_ACCURATE:
+        name = "map_diff" if missing(r["top1_diff_low"]) else "top1_diff"
+        low, value, high = (points(r[f"{name}{x}"] / 100) for x in ("_low", "", "_high"))
+        return f"less accurate, {value} points [{low}, {high}] on the same images"
+    if condition == STATUS:
+        return f"was ok, now {r['status']}: {plain(r['reason'])}"
+    if condition == WRONG_OUTPUTS:
+        return str(r["verdict"])
+    return "no outputs to hold against A's" if missing(r["close"]) else f"only {_floored(r['close'])} % of values agree"
+
+
+def _floored(share: float) -> str:
+    """A share in percent to two places, cut so that only a whole one reads as 100."""
+    return f"{math.floor(1e4 * share + 1e-9) / 100:.2f}"
+
+
+def exit_code(frame: pd.DataFrame) -> int:
+    """1 when a condition failed, else 2 when some trial could not be compared or has wrong outputs, else 0."""
+    if frame["failed"].astype(bool).any():
+        return 1
+    return 2 if frame["verdict"].str.startswith((INCOMPARABLE, WRONG)).any() else 0

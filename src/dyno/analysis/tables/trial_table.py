@@ -1,0 +1,316 @@
+"""The one tidy table that everything else reads: a row per trial, plain numbers, empty where a thing does not apply."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from dyno.analysis import stats
+from dyno.analysis.metrics import accuracy, detection, work
+from dyno.analysis.metrics.precision import truth
+from dyno.analysis.ranking import correctness
+from dyno.analysis.ranking.correctness import AGREE, WRONG, Correctness
+from dyno.analysis.ranking.references import INCOMPARABLE, incomparable, references, yardsticks
+from dyno.analysis.records import gpu_remarks
+from dyno.analysis.records.results import Results, TrialResult, clock_of
+from dyno.analysis.records.rounds import LATENCIES
+from dyno.worker.spec import UserError, route_of
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+REFERENCE = "reference"
+STAGES = ("decode", "preprocess", "inference", "postprocess")  # of an evaluation, per image
+_LIMITS = {"": "value", "_low": "low", "_high": "high"}
+STATISTICS = ("mean", "median", "p90", "p95", "p99", "max", "std", "trimmed")
+COLUMNS = (
+    "model", "backend", "precision", "batch", "size", "device", "status", "reason",
+    *(f"latency_{b}_ms_{s}" for b in ("all", "model") for s in STATISTICS),
+    "throughput_ips", "top1", "top1_low", "top1_high", "top5", "map50", "map50_95", "map_low", "map_high", "map_diff",
+    "map_diff_low", "map_diff_high", "box_map50", "box_map50_95", "size_mb", "layers", "parameters", "gpu_memory_mb",
+    "build_s", "first_call_ms", "speedup", "speedup_low", "speedup_high", "verdict",
+)  # fmt: skip
+# After the promised columns: what identifies a row, what the comparison was, and the decision.
+EXTRAS = (
+    "trial", "runtime", "options", "reference", "boundary", "latency_ms", "latency_ms_low", "latency_ms_high",
+    "rounds", "images", "top1_diff", "top1_diff_low", "top1_diff_high", "budget", "more_images", "ran_as",
+    "asked_share", "precision_ok", "latency_all_ms_trimmed_std",
+    "latency_model_ms_trimmed_std", "gflops", "tflops", "peak_tflops", "peak_share", "load_s", "memory_mb", "warnings",
+    "clock", "outside_gpu_ms", "gpu_util", "gpu_clock_mhz", "gpu_power_w", "gpu_temperature_c", "throttle",
+    "throttled_samples", "gpu_others", "pipeline_ips", "decode_ms", "preprocess_ms", "inference_ms", "postprocess_ms",
+    "throughput_low", "throughput_high", "top5_low", "top5_high", "top5_diff", "top5_diff_low", "top5_diff_high",
+    "budget_reference", "set_aside", "outputs", "output_error", "answers_changed",
+    "route",
+)  # fmt: skip
+WHOLE = ("batch", "layers", "parameters", "rounds", "images", "more_images", "warnings", "throttled_samples",
+         "gpu_others", "set_aside")  # fmt: skip
+TEXT = ("model", "backend", "precision", "size", "device", "status", "reason", "verdict", "trial", "runtime", "options",
+        "reference", "boundary", "budget", "budget_reference", "ran_as", "precision_ok", "clock",
+        "throttle", "outputs", "route")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a row is held against: the reference trial (None: there is none), the accuracy budgets, if any, the clock
+    of each boundary that all trials it competes with have (missing: the trial's own), what its accuracy is held
+    against where that is another trial than the reference, and whether its outputs are the reference's."""
+
+    reference: TrialResult | None
+    budgets: tuple[accuracy.Budget, ...] = ()
+    clocks: Mapping[str, str] = field(default_factory=dict)
+    yardstick: TrialResult | None = None
+    outputs: Correctness | None = None
+
+
+def frame(
+    results: Results, reference: str | None = None, budget: str | Mapping[str, float] | None = None
+) -> pd.DataFrame:
+    """The run as a DataFrame, one row per trial, columns COLUMNS + EXTRAS.
+
+    Times are in ms where the name says so (a latency is per batch, over the good rounds as in `stats.over_rounds`),
+    top1, top5 and their differences in percent and percentage points, sizes in MB (1e6 bytes). `reference` as in
+    `references.references`; `budget` as in `accuracy.budgets`; without them the study's own count. `latency_ms` with
+    its limits is the latency over processes that `speedup` compares, at the `boundary` and by the `clock` named.
+    UserError for a reference or budget that makes no sense.
+    """
+    import pandas as pd
+
+    limits = accuracy.budgets(budget or results.settings.get("budget"))
+    reference = reference or results.settings.get("reference")
+    chosen = references(results, reference)
+    measures = yardsticks(results, chosen)
+    company: dict[Any, list[TrialResult]] = defaultdict(list)
+    for t in results.trials:
+        company[t.group].append(t)
+    clocks = {group: {b: clock_of(b, *trials) for b in LATENCIES} for group, trials in company.items()}
+    alone = {t.id for trials in company.values() for t in trials if len(trials) == 1}  # has nothing to be compared with
+    checks = {t.id: correctness.check(t, chosen[t.id]) for t in results.trials if t.good and t.id in chosen}
+    rows = [
+        row(
+            t,
+            Comparison(chosen.get(t.id), limits, clocks[t.group], measures.get(t.id), checks.get(t.id)),
+            compare=t.id not in alone,
+        )
+        for t in results.trials
+    ]
+    known = work.peaks(results)
+    rows = [r | work.columns(t, r, results, known) for t, r in zip(results.trials, rows, strict=True)]
+    table = pd.DataFrame.from_records(rows, columns=[*COLUMNS, *EXTRAS])
+    table = table.astype(dict.fromkeys(WHOLE, "Int64") | dict.fromkeys(TEXT, object))
+    if budget:
+        _check_budget(limits, table)
+    table.attrs |= {"budget": ", ".join(map(str, limits)), "reference": reference}
+    numbers = [c for c in table.columns if c not in (*WHOLE, *TEXT)]
+    table[numbers] = table[numbers].astype(float)
+    return table
+
+
+def _check_budget(limits: Sequence[accuracy.Budget], table: pd.DataFrame) -> None:
+    """Refuse a budget that no trial can be held against; a study's own was checked before it ran."""
+    columns = {"top1": "top1", "top5": "top5", accuracy.MEAN_AP: "map50_95"}
+    for limit in limits:
+        if table[columns[limit.metric]].isna().all():
+            raise UserError(f"no trial here was measured in {limit.metric}, which the budget {limit} is about")
+
+
+def row(t: TrialResult, against: Comparison, compare: bool = True) -> dict[str, Any]:
+    """One trial as a dict of COLUMNS + EXTRAS; a column that doesn't apply is missing, None or NaN."""
+    found: dict[str, Any] = dict.fromkeys(TEXT, "")
+    found |= {
+        "model": t.model, "backend": t.backend, "precision": t.precision, "batch": t.batch, "size": t.size,
+        "device": t.device, "status": t.status, "reason": t.reason, "trial": t.id, "runtime": t.runtime,
+        "options": " ".join(f"{k}={v}" for k, v in t.options.items()), "rounds": len(t.good),
+        "warnings": len(t.warnings()),
+    }  # fmt: skip
+    if t.good:
+        found |= _latencies(t) | _values(t) | _accuracy(t, against) | _speed(t, against, compare)
+        found |= _precision(t) | _gpu(t) | _evaluation(t)
+        found |= _outputs(against, found)
+    return found
+
+
+def _outputs(against: Comparison, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Whether the outputs are right; where they aren't, the row has no speed-up.
+
+    Labelled images that keep the accuracy within its budget say more than classes that changed.
+    """
+    seen = against.outputs
+    if seen is None:
+        return {}
+    kept = bool(against.budgets) and row.get("budget") == accuracy.WITHIN and seen.error <= seen.tolerance.limit
+    found: dict[str, Any] = {
+        "output_error": seen.error,
+        "answers_changed": math.nan if seen.changed is None else 100 * seen.changed,
+        "outputs": AGREE if seen.ok or kept else WRONG,
+    }
+    if found["outputs"] == WRONG and not str(row["verdict"]).startswith(INCOMPARABLE):
+        found |= {"verdict": f"{WRONG}: {seen.reason}"}
+        found |= dict.fromkeys(("speedup", "speedup_low", "speedup_high"), math.nan)
+    return found
+
+
+def _precision(t: TrialResult) -> dict[str, Any]:
+    found = truth(t)
+    if found is None:
+        return {}
+    share = found.share if found.known else None
+    return {"ran_as": str(found), "asked_share": share, "precision_ok": "yes" if found.ok else "no"}
+
+
+def exit_code(table: pd.DataFrame) -> int:
+    """What a study's process ends with: 0 good, 1 every trial that was held against the budget is over it, 3 some
+    trials did not finish (a skipped one was never started, so it doesn't count), gave wrong outputs, or none ran."""
+    if not set(table["status"]) <= {"ok", "skipped"} or "ok" not in set(table["status"]):
+        return 3
+    if ((table["outputs"] == WRONG) & (table["budget"] != accuracy.OVER)).any():
+        return 3
+    judged = [b for b, v in zip(table["budget"], table["verdict"], strict=True) if b and v != REFERENCE]
+    return 1 if judged and all(b == accuracy.OVER for b in judged) else 0
+
+
+def compared_boundary(t: TrialResult, reference: TrialResult | None = None) -> str:
+    """The boundary at which a trial (and its reference) have latencies: model before all, "" for none."""
+    return next((b for b in LATENCIES if t.medians(b) and (reference is None or reference.medians(b))), "")
+
+
+def _latencies(t: TrialResult) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for boundary in LATENCIES:
+        if rounds := t.parts("latency", boundary):
+            s = stats.over_rounds(rounds)
+            found |= {f"latency_{boundary}_ms_{name}": 1e3 * getattr(s, name) for name in STATISTICS}
+            found[f"latency_{boundary}_ms_trimmed_std"] = 1e3 * s.trimmed_std
+    return found
+
+
+def _values(t: TrialResult) -> dict[str, Any]:
+    size = t.value("file_size")
+    rate = stats.center([v for r in t.good if (v := r.value("throughput", "throughput"))])
+    return {
+        "throughput_ips": t.value("throughput", "throughput"),
+        "throughput_low": rate.low,
+        "throughput_high": rate.high,
+        "size_mb": _scale(t.artifact.get("bytes") if size is None else size, 1e-6),
+        "layers": t.count("layers"),
+        "parameters": t.count("parameters"),
+        "gpu_memory_mb": _scale(t.gpu.memory if t.gpu else None, 1e-6),
+        "memory_mb": _scale(t.value("peak_memory"), 1e-6),
+        "build_s": build_seconds(t),
+        "route": route_of(t.artifact.get("made_by") or {}),
+        "first_call_ms": _scale(t.value("first_call"), 1e3),
+        "load_s": t.value("load"),
+    }
+
+
+def _gpu(t: TrialResult) -> dict[str, Any]:
+    launch = gpu_remarks.launch(t) if t.device != "cpu" else None
+    found: dict[str, Any] = {"outside_gpu_ms": 1e3 * launch.outside} if launch else {}
+    if t.gpu is None:
+        return found
+    return found | {
+        "gpu_util": t.gpu.utilisation, "gpu_clock_mhz": t.gpu.clock, "gpu_power_w": t.gpu.power,
+        "gpu_temperature_c": t.gpu.temperature, "throttle": t.gpu.throttle, "gpu_others": t.gpu.others,
+        "throttled_samples": sum(each.hit for each in gpu_remarks.throttled(t)),
+    }  # fmt: skip
+
+
+def _evaluation(t: TrialResult) -> dict[str, Any]:
+    """How fast all images went through, and the median time of an image in each stage."""
+    found: dict[str, Any] = {"pipeline_ips": t.value("pipeline")}
+    for stage in STAGES:
+        samples = t.samples(stage, "")
+        found[f"{stage}_ms"] = 1e3 * stats.summary(samples).median if samples.size else _scale(t.value(stage), 1e3)
+    return found
+
+
+def build_seconds(t: TrialResult) -> float | None:
+    """Seconds that making this trial ready cost: the whole chain of files, and compilation inside the process.
+
+    Later rounds may find the compiler's cache warm, so only rounds that really compiled count, where there are any.
+    """
+    made = t.artifact.get("made_by") or {}
+    steps = [float(s.get("seconds") or 0) for s in made.get("steps") or ()]
+    chain = sum(steps) if steps else t.artifact.get("seconds")
+    compiled = [r for r in t.good if r.value("build") is not None]
+    fresh = [r for r in compiled if not r.facts.get("build_cached")] or compiled
+    inside = max((v for r in fresh if (v := r.value("build")) is not None), default=None)
+    return None if chain is None and inside is None else float(chain or 0) + float(inside or 0)
+
+
+def _accuracy(t: TrialResult, against: Comparison) -> dict[str, Any]:
+    own = accuracy.of(t)
+    if own is None:
+        return _mean_ap(t, against)
+    found: dict[str, Any] = {
+        "top1": 100 * own.top1.value, "top1_low": 100 * own.top1.low, "top1_high": 100 * own.top1.high,
+        "top5": 100 * own.top5.value if own.top5 else None, "images": own.count, "set_aside": accuracy.set_aside(t),
+    }  # fmt: skip
+    if own.top5:
+        found |= {"top5_low": 100 * own.top5.low, "top5_high": 100 * own.top5.high}
+    reference = against.yardstick or against.reference
+    if reference is None or incomparable(t, reference) == "other weights":
+        return found
+    pair = accuracy.paired(t, reference)
+    if pair is None:
+        return found
+    found["budget_reference"] = reference.id
+    if t is reference:
+        return found | {"top1_diff": 0.0, "budget": accuracy.WITHIN if against.budgets else ""}
+    for metric in ("top1", "top5"):
+        if each := accuracy.paired(t, reference, metric):
+            d = each.difference
+            found |= {f"{metric}_diff{end}": 100 * getattr(d, name) for end, name in _LIMITS.items()}
+    if decision := accuracy.decide_all(t, reference, against.budgets):
+        found |= {"budget": decision.verdict, "more_images": decision.more}
+    return found
+
+
+def _mean_ap(t: TrialResult, against: Comparison) -> dict[str, Any]:
+    own, reference = detection.of(t), against.yardstick or against.reference
+    if own is None:
+        return {}
+    whole = own.interval
+    found: dict[str, Any] = {
+        "map50": 100 * own.own.map50[0], "map50_95": 100 * whole.value, "map_low": 100 * whole.low,
+        "map_high": 100 * whole.high, "box_map50": 100 * own.boxes.map50[0],
+        "box_map50_95": 100 * own.boxes.map50_95[0], "images": own.own.images, "set_aside": accuracy.set_aside(t),
+    }  # fmt: skip
+    if reference is None or incomparable(t, reference) == "other weights":
+        return found
+    d = accuracy.mean_ap_change(t, reference)
+    if d is None:
+        return found
+    found["budget_reference"] = reference.id
+    if t is reference:
+        return found | {"map_diff": 0.0, "budget": accuracy.WITHIN if against.budgets else ""}
+    found |= {"map_diff": 100 * d.value, "map_diff_low": 100 * d.low, "map_diff_high": 100 * d.high}
+    if decision := accuracy.decide_all(t, reference, against.budgets):
+        found |= {"budget": decision.verdict, "more_images": decision.more}
+    return found
+
+
+def _speed(t: TrialResult, against: Comparison, compare: bool) -> dict[str, Any]:
+    reference = against.reference if compare else None
+    boundary = compared_boundary(t, reference) or compared_boundary(t)
+    clock = against.clocks.get(boundary) or clock_of(boundary, t)
+    own = stats.center(t.medians(boundary, clock)) if boundary else None
+    found: dict[str, Any] = {"boundary": boundary, "clock": clock if boundary else ""}
+    if own is None:
+        return found
+    found |= {"latency_ms": 1e3 * own.value, "latency_ms_low": 1e3 * own.low, "latency_ms_high": 1e3 * own.high}
+    if reference is None or not reference.medians(boundary, clock):
+        return found
+    found["reference"] = reference.id
+    if t is reference:
+        return found | {"speedup": 1.0, "verdict": REFERENCE}
+    if why := incomparable(t, reference):
+        return found | {"verdict": f"{INCOMPARABLE}: {why}"}
+    s = stats.speedup(t.medians(boundary, clock), reference.medians(boundary, clock))
+    return found | {"speedup": s.value, "speedup_low": s.low, "speedup_high": s.high, "verdict": s.verdict}
+
+
+def _scale(value: Any, factor: float) -> float:
+    return math.nan if value is None else float(value) * factor

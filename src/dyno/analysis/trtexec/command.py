@@ -1,0 +1,197 @@
+"""The trtexec commands that time an engine, or build it, as Dyno did.
+
+Options are those of NVIDIA's documentation: "Command-Line Programs" of TensorRT 8.6 and 10, "Migrating trtexec Usage"
+for what 10 and 11 dropped, and "Best Practices" of TensorRT for RTX, whose tool is `tensorrt_rtx`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Any
+
+from dyno.analysis.records.results import TrialResult
+from dyno.worker.spec import UserError
+
+FP16, BF16, INT8, FP8 = "--fp16", "--bf16", "--int8", "--fp8"
+# Weakly typed builds: what each precision switches on. INT8 alone would leave FP32 as its only alternative.
+FLAGS = {"fp16": (FP16,), "bf16": (BF16,), "int8": (INT8, FP16), "fp8": (FP8, FP16)}
+EXTERNAL = ("CUBLAS", "CUBLAS_LT", "CUDNN")  # tactic sources that TensorRT 8 may call and Dyno switches off
+PERCENTILES = "90,95,99"
+TIMES = "times.json"
+
+
+def tool(trial: TrialResult) -> str:
+    """The program's name: TensorRT for RTX has its own."""
+    return "tensorrt_rtx" if is_rtx(trial) else "trtexec"
+
+
+def is_rtx(trial: TrialResult) -> bool:
+    """Whether the engine is one of TensorRT for RTX."""
+    return "rtx" in trial.backend
+
+
+def graph_flag(trial: TrialResult) -> str:
+    """The option that makes it replay a CUDA graph."""
+    return "--rtxCudaGraphStrategy=wholeGraph" if is_rtx(trial) else "--useCudaGraph"
+
+
+def version(trial: TrialResult) -> str:
+    """TensorRT's version as the job found it, "" where it isn't stored."""
+    for one in trial.rounds:
+        found = (one.raw.get("system") or {}).get("versions") or {}
+        if name := next((name for name in found if name.startswith("tensorrt")), ""):
+            return str(found[name])
+    return ""
+
+
+def engine(trial: TrialResult) -> str:
+    """Path of the engine that was run: the artifact's, else the file the user named."""
+    source = str(trial.spec["model"].get("source", ""))
+    named = source.removeprefix("file:") if source.startswith("file:") else ""
+    return str(trial.artifact.get("path") or named)
+
+
+def shapes(trial: TrialResult) -> dict[str, tuple[int, ...]]:
+    """The shapes that were fed, by input; empty where the record has neither shapes nor a described file."""
+    dims = trial.spec["dims"]
+    given = {name: tuple(int(n) for n in shape) for name, shape in (dims.get("shapes") or {}).items()}
+    described = {t["name"]: tuple(t["shape"]) for t in trial.artifact.get("inputs") or ()}
+    return {name: given.get(name) or _static(shape, dims) for name, shape in described.items()} or given
+
+
+def _static(shape: tuple[int | str, ...], dims: Mapping[str, Any]) -> tuple[int, ...]:
+    """Free dimensions filled in as a session does: batch first, height and width of images last."""
+    known = {0: dims["batch"]} | ({2: dims["height"], 3: dims["width"]} if len(shape) == 4 else {})
+    return tuple(int(n) if isinstance(n, int) else int(known.get(axis, 1)) for axis, n in enumerate(shape))
+
+
+def dynamic(trial: TrialResult) -> bool:
+    """Whether the engine takes more than one shape."""
+    said = (trial.facts.get("options") or {}).get("dynamic")
+    if said is not None:
+        return bool(said)
+    return any(isinstance(n, str) for t in trial.artifact.get("inputs") or () for n in t["shape"])
+
+
+def timing(trial: TrialResult, boundary: str = "model", times: str = TIMES) -> list[str]:
+    """The words of the command that times the same engine in the same way; `boundary` is `model` or `all`."""
+    path = engine(trial)
+    if not path:
+        raise UserError(f"{trial.label}: the record names no engine file, so there is nothing for trtexec to load")
+    plan, ran = trial.spec.get("plan") or {}, trial.facts.get("options") or {}
+    words = [tool(trial), f"--loadEngine={path}"]
+    if dynamic(trial):
+        words.append(f"--shapes={spec(shapes(trial)) or 'INPUT:NxCxHxW'}")
+    words.append(f"--device={trial.device.partition(':')[2] or 0}")
+    if ran.get("graph", True):
+        words.append(graph_flag(trial))
+    if boundary == "model":
+        words.append("--noDataTransfers")
+    return [
+        *words,
+        "--useSpinWait",
+        f"--warmUp={1e3 * plan.get('warmup_s', 1.0):.0f}",
+        f"--duration={plan.get('seconds', 3.0):g}",
+        f"--iterations={plan.get('min_samples', 30)}",
+        f"--percentile={PERCENTILES}",
+        f"--exportTimes={times}",
+    ]
+
+
+def spec(found: Mapping[str, Sequence[int]]) -> str:
+    """Shapes as trtexec takes them: `x:8x3x224x224,y:8x2`."""
+    return ",".join(f"{name}:{'x'.join(map(str, shape))}" for name, shape in found.items())
+
+
+@dataclass(frozen=True)
+class Build:
+    """An engine's build, as far as a command line can repeat it.
+
+    `typed`: the types are in the graph (strongly typed, from TensorRT 10 on; always so in 11 and for RTX), else builder
+    flags ask for them. `calibration` is a calibrator's cache for an INT8 graph without Q/DQ
+    nodes. `profile` is (min, opt, max) per input, `workspace` in bytes, `tactics` the sources that were asked for.
+    """
+
+    onnx: str
+    out: str
+    precision: str
+    version: str = ""
+    rtx: bool = False
+    typed: bool = True
+    profile: Mapping[str, Sequence[Sequence[int]]] = field(default_factory=dict)
+    level: int | None = None
+    workspace: int | None = None
+    tactics: Sequence[str] = ()
+    calibration: str = ""
+
+    def command(self) -> list[str]:
+        """The words of the command."""
+        words = ["tensorrt_rtx" if self.rtx else "trtexec", f"--onnx={self.onnx}", f"--saveEngine={self.out}"]
+        words += self._precision()
+        for number, name in enumerate(("min", "opt", "max")):
+            if self.profile:
+                words.append(f"--{name}Shapes={spec({key: ranges[number] for key, ranges in self.profile.items()})}")
+        if self.level is not None and not self.rtx:
+            words.append(f"--builderOptimizationLevel={self.level}")
+        if self.workspace is not None:
+            words.append(f"--memPoolSize=workspace:{self.workspace / 2**20:g}")  # in MiB where no unit is given
+        if self._major < 10 and not self.rtx:
+            words.append("--tacticSources=" + ",".join(("+" if n in self.tactics else "-") + n for n in EXTERNAL))
+        return [*words, "--skipInference"]
+
+    @property
+    def _major(self) -> int:
+        return int(self.version.partition(".")[0] or 10)
+
+    def _precision(self) -> list[str]:
+        major = self._major
+        exact = ["--noTF32"] if self.precision != "tf32" else []  # Dyno allows it where it was asked for alone
+        if self.rtx or major >= 11:
+            return exact  # every network is strongly typed, and the flags are gone
+        if self.typed and major == 10:
+            return [*exact, "--stronglyTyped"]
+        calibrated = [f"--calib={self.calibration}"] if self.calibration else []
+        return [*exact, *FLAGS.get(self.precision, ()), *calibrated]
+
+
+def built(trial: TrialResult) -> Build | None:
+    """The build of the trial's engine; None where Dyno didn't build it.
+
+    Where the types are in the graph, `onnx` is the converted file, which lies in Dyno's cache: it gets the name that
+    `converted` makes.
+    """
+    made = trial.artifact.get("made_by") or {}
+    if "typed" not in made:
+        return None
+    asked, source = made.get("options") or {}, str(trial.spec["model"].get("source", ""))
+    given = source.removeprefix("file:") if source.endswith(".onnx") else ""
+    same = made.get("route") != "graph" or trial.precision in ("fp32", "tf32", trial.spec["model"].get("precision"))
+    return Build(
+        onnx=given if given and same else converted(trial, "fp32" if same else trial.precision),
+        out=PurePath(engine(trial) or "model.engine").name,
+        precision=trial.precision,
+        version=version(trial) or next(iter((made.get("versions") or {}).values()), ""),
+        rtx=is_rtx(trial),
+        typed=made["typed"] == "strongly",
+        profile=_profile(trial, made.get("profiles") or []),
+        level=asked.get("optimization"),
+        workspace=int(asked["workspace_mb"]) * 2**20 if asked.get("workspace_mb") else None,
+        tactics=str(asked.get("tactics", "")).upper().split("+"),
+        calibration="calibration.cache" if made.get("route") == "calibrator" else "",
+    )
+
+
+def converted(trial: TrialResult, precision: str) -> str:
+    """What the ONNX file is called that `dyno export --precision PRECISION --target tensorrt` writes."""
+    return f"{trial.model}.{precision}.onnx"
+
+
+def _profile(trial: TrialResult, profiles: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The engine's first profile; none for a static ONNX file, to which trtexec takes no shapes."""
+    if not profiles:
+        return {}
+    parent = (trial.spec.get("recipe") or {}).get("parent") or {}
+    free = parent.get("dims", {}).get("batch") == 0
+    return profiles[0] if free or any(low != high for low, _, high in profiles[0].values()) else {}

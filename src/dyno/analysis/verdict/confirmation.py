@@ -1,0 +1,107 @@
+"""What the rounds after the selection say of its winners; they are never mixed with the rounds that selected."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from dyno.analysis import stats
+from dyno.analysis.ranking.contests import Contest
+from dyno.analysis.ranking.frontier import LATENCY
+from dyno.analysis.records.results import TrialResult
+from dyno.analysis.records.rounds import Round
+from dyno.analysis.verdict.findings import NOTE, WARNING, Finding, ratio, spread
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+def findings(contest: Contest, speed: str, trials: Mapping[str, TrialResult]) -> Iterator[Finding]:
+    """How the winner by LATENCY or THROUGHPUT did when it was measured again, and whether that agrees."""
+    ranked = contest.ranked(speed)
+    if ranked.empty:
+        return
+    row = ranked.iloc[0]
+    winner, reference = trials[row["trial"]], contest.reference(row, trials)
+    if not winner.confirmations:
+        return
+    if failed := next((r for r in winner.confirmations if not r.ok), None):
+        why = str(failed.raw.get("reason") or failed.status)
+        yield Finding(WARNING, f"{contest.way(row)} did not end well when it was measured again: {why}.")
+    own = _costs(winner.confirmations, row, speed)
+    if not own:
+        return
+    text = f"Measured again after the selection, in {_processes(own)}: {_spread(own, row, speed)}"
+    gain = _gain(own, reference, row, speed) if reference is not None and reference is not winner else None
+    if gain is not None and reference is not None:
+        text += f", {ratio(gain.value, gain.low, gain.high)} {_as(speed)} {_name(contest, reference)}"
+    yield Finding(NOTE, text + ".")
+    yield from _disagreements(contest, speed, trials, own, gain)
+
+
+def _disagreements(
+    contest: Contest, speed: str, trials: Mapping[str, TrialResult], own: list[float], gain: stats.Speedup | None
+) -> Iterator[Finding]:
+    ranked = contest.ranked(speed)
+    row = ranked.iloc[0]
+    now = stats.speedup(own, _costs(trials[row["trial"]].good, row, speed))
+    if now.verdict == stats.SLOWER:
+        text = f"That is slower than in the rounds that selected it ({ratio(now.value, now.low, now.high)})"
+        yield Finding(WARNING, f"{text}: they were lucky, or the machine has changed since.")
+    if gain is not None and gain.verdict in (stats.SLOWER, stats.SAME) and _was_faster(row, speed, contest):
+        yield Finding(WARNING, "So the confirmation does not show it to be faster than the reference.")
+    if len(ranked) < 2:
+        return
+    second = trials[ranked.iloc[1]["trial"]]
+    ahead = stats.speedup(own, _costs(second.confirmations, _scaled(row, ranked.iloc[1]), speed))
+    if ahead.value < 1:
+        sure = "and the difference is real" if ahead.verdict == stats.SLOWER else "if not beyond noise"
+        name = contest.way(ranked.iloc[1])
+        text = f"Measured again, the runner-up {name} is ahead, {sure}"
+        yield Finding(WARNING, f"{text}: {ratio(ahead.value, ahead.low, ahead.high)}.")
+
+
+def _was_faster(row: pd.Series, speed: str, contest: Contest) -> bool:
+    return speed == LATENCY and not contest.sizes and row["verdict"] == stats.FASTER
+
+
+def _costs(rounds: Sequence[Round], row: pd.Series, speed: str) -> list[float]:
+    """Seconds of each round that ended well: of a batch, or of an image where images per second are compared."""
+    good = [r for r in rounds if r.ok]
+    if speed == LATENCY:
+        return [m for r in good if (m := r.median(row["boundary"], row["clock"])) is not None]
+    rates = [v for r in good if (v := r.value("throughput", "throughput"))]
+    if rates:
+        return [1 / rate for rate in rates]
+    seconds = [m for r in good if (m := r.median(row["boundary"], row["clock"])) is not None]
+    return [m / float(row["batch"]) for m in seconds]
+
+
+def _scaled(row: pd.Series, other: pd.Series) -> pd.Series:
+    """The winner's boundary and clock with the other's batch."""
+    return row.copy() if row["batch"] == other["batch"] else row.where(row.index != "batch", other["batch"])
+
+
+def _gain(own: list[float], reference: TrialResult, row: pd.Series, speed: str) -> stats.Speedup | None:
+    at = row.where(row.index != "batch", reference.batch)
+    found = stats.speedup(own, _costs(reference.confirmations, at, speed))
+    return None if math.isnan(found.value) else found
+
+
+def _spread(own: list[float], row: pd.Series, speed: str) -> str:
+    latency = speed == LATENCY
+    found = stats.center(own if latency else [1 / each for each in own])
+    return spread(found, latency) + (f" at batch {row['batch']}" if latency else "")
+
+
+def _processes(own: list[float]) -> str:
+    return "one fresh process" if len(own) == 1 else f"{len(own)} fresh processes"
+
+
+def _as(speed: str) -> str:
+    return "as fast as" if speed == LATENCY else "the images per second of"
+
+
+def _name(contest: Contest, reference: TrialResult) -> str:
+    return reference.way + (f" at size {reference.size}" if contest.sizes else "")

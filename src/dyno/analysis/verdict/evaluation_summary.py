@@ -1,0 +1,129 @@
+"""What `dyno eval` says of each trial below the table: accuracy, classes, latencies, stages and size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from dyno.analysis import stats
+from dyno.analysis.formatting import images_tested, markdown, markdown_table, plain, show
+from dyno.analysis.metrics import accuracy, confusion, detection
+from dyno.analysis.metrics.detection import WORDS, MeanAP
+from dyno.analysis.records.results import TrialResult
+from dyno.analysis.records.rounds import LATENCIES
+from dyno.analysis.stats import Interval
+from dyno.analysis.tables.trial_table import STAGES
+
+COLUMNS = ("mean", "median", "p90", "p95", "p99", "max")
+WORST = 5  # classes and confusions that are named
+
+Rows = list[list[str]]
+
+
+def told(trial: TrialResult, format: str = "text", per_class: bool = False) -> str:
+    """The trial's own section as text or Markdown; `per_class` lists every class instead of the worst."""
+    warned = (f"warning: {sentence}" for sentence in trial.warnings())
+    lines = [*_accuracy(trial), *_speed(trial), *_classes(trial, per_class), *warned]
+    every: list[Sequence[Any]] = [lines, *_tables(trial, per_class)]
+    parts = [part for part in every if part]
+    if format == "markdown":
+        return f"### {markdown(trial.label)}\n\n" + "\n".join(map(_markdown, parts))
+    return f"{plain(trial.label)}\n" + "\n".join(map(_text, parts))
+
+
+def _accuracy(trial: TrialResult) -> Iterator[str]:
+    aside = accuracy.set_aside(trial)
+    if own := accuracy.of(trial):
+        yield f"top-1 {_percent(own.top1)} on {images_tested(own.count, aside)}"
+        if own.top5:
+            yield f"top-5 {_percent(own.top5)}"
+    if found := detection.of(trial):
+        yield f"mAP50-95 of {WORDS[found.kind]} {_percent(found.interval)} on {images_tested(found.own.images, aside)}"
+        yield f"mAP50 of {WORDS[found.kind]} {100 * found.own.map50[0]:.2f} %"
+        if found.kind != "bbox":
+            boxes = found.boxes
+            yield f"boxes: mAP50 {100 * boxes.map50[0]:.2f} %, mAP50-95 {100 * boxes.map50_95[0]:.2f} %"
+
+
+def _percent(share: Interval) -> str:
+    known = "" if share.low != share.low else f" [{100 * share.low:.2f}, {100 * share.high:.2f}]"
+    return f"{100 * share.value:.2f} %{known}"
+
+
+def _speed(trial: TrialResult) -> Iterator[str]:
+    if rate := trial.value("pipeline"):
+        of = trial.facts.get("evaluation") or {}
+        counted = f" ({of['images']:,} images, after {of['warm_up']:,} of warm-up)" if of else ""
+        yield f"whole pipeline {show(rate, 'rate').removesuffix('/s')} images/s{counted}"
+    stages = [f"{name} {show(seconds, 'duration')}" for name in STAGES if (seconds := _stage(trial, name)) is not None]
+    if stages:
+        yield "per image: " + ", ".join(stages)
+    size = trial.value("file_size")
+    known = [
+        f"{size / 1e6:.1f} MB" if size else "",
+        f"{layers:,} layers" if (layers := trial.count("layers")) else "",
+        f"{parameters:,} parameters" if (parameters := trial.count("parameters")) else "",
+    ]
+    if any(known):
+        yield "model: " + ", ".join(part for part in known if part)
+
+
+def _stage(trial: TrialResult, name: str) -> float | None:
+    samples = trial.samples(name, "")
+    return float(np.median(samples)) if samples.size else trial.value(name)
+
+
+def _classes(trial: TrialResult, per_class: bool) -> Iterator[str]:
+    found = confusion.of(trial)
+    if found is None:
+        return
+    classes = found.per_class()
+    wrong = classes[classes["correct"] < classes["images"]]
+    if len(wrong) and not per_class:
+        worst = [f"{r['class']} ({r['top1']:.1f} % of {r['images']:,})" for r in wrong.head(WORST).to_dict("records")]
+        yield "worst classes: " + "; ".join(worst)
+    if largest := found.largest(WORST):
+        yield "taken for another most: " + "; ".join(f"{a} for {b} ({n:,} of {of:,})" for a, b, n, of in largest)
+
+
+def _tables(trial: TrialResult, per_class: bool) -> Iterator[Rows]:
+    """Rows of each table, its heading first."""
+    latencies = [[f"latency, {b}, ms", *_latency(trial, b)] for b in LATENCIES if trial.samples("latency", b).size]
+    if latencies:
+        yield [["", *COLUMNS], *latencies]
+    if per_class and (found := confusion.of(trial)):
+        rows = [[r["class"], f"{r['images']:,}", f"{r['top1']:.2f}", f"[{r['top1_low']:.2f}, {r['top1_high']:.2f}]",
+                 r["taken_for"], str(r["times"] or "")] for r in found.per_class().to_dict("records")]  # fmt: skip
+        yield [["class", "images", "top-1 %", "95 % interval", "taken for", "times"], *rows]
+    if per_class and (scored := detection.of(trial)):
+        yield ap_rows(scored)
+
+
+def ap_rows(found: MeanAP) -> Rows:
+    """Average precision of each class, a heading first."""
+    rows = [[name, f"{100 * ap50:.2f}", f"{100 * ap:.2f}"] for name, ap50, ap in found.own.by_class()]
+    return [["class", "AP50 %", "AP50-95 %"], *rows]
+
+
+def _latency(trial: TrialResult, boundary: str) -> list[str]:
+    s = stats.over_rounds(trial.parts("latency", boundary))
+    return [f"{1e3 * getattr(s, name):.3g}" for name in COLUMNS]
+
+
+def _text(rows: Sequence[Any]) -> str:
+    if rows and isinstance(rows[0], str):
+        return "".join(f"  {plain(row)}\n" for row in rows).rstrip("\n")
+    cells = [[plain(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+             for row in cells]  # fmt: skip
+    return "\n".join(f"  {line.rstrip()}" for line in lines)
+
+
+def _markdown(rows: Sequence[Any]) -> str:
+    if rows and isinstance(rows[0], str):
+        return "".join(f"- {markdown(row)}\n" for row in rows)
+    head, *body = [[markdown(cell) for cell in row] for row in rows]
+    return markdown_table(head, body, [False, *[True] * (len(head) - 1)])

@@ -1,0 +1,108 @@
+"""Lowered precisions that fail the budget, and what keeping a few of their layers higher makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from dyno.analysis import stats
+from dyno.analysis.formatting import points
+from dyno.analysis.metrics import accuracy
+from dyno.analysis.metrics.accuracy import OVER, UNDECIDED, WITHIN
+from dyno.analysis.metrics.measures import quality
+from dyno.analysis.ranking.frontier import LATENCY
+from dyno.analysis.records.results import Results, TrialResult
+from dyno.analysis.verdict.findings import NOTE, WARNING, Finding, ms, ratio
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+KEEP = "keep"
+LOWERED = ("int8", "fp16")
+HIGHER = ("fp32", "tf32")
+NAMED = 3  # kept layers that a sentence names
+
+
+def failing(results: Results, frame: pd.DataFrame) -> list[str]:
+    """Ids of the trials whose lowered precision is not within the budget with confidence although it could be.
+
+    One per way of running and size, at the smallest batch that ran. Left out is what no layer could mend: too few
+    images for any trial to be within, or a size at which the higher precisions fail the budget too.
+    """
+    rows = {row["trial"]: row for _, row in frame.iterrows()}
+    limits = accuracy.budgets(frame.attrs.get("budget"))
+    smallest: dict[Any, TrialResult] = {}
+    for t in sorted(results, key=lambda t: t.batch):
+        if t.precision in LOWERED and KEEP not in t.options and t.status == "ok":
+            smallest.setdefault(_series(t), t)
+    chosen = []
+    for t in smallest.values():
+        row = rows[t.id]
+        others = frame[(frame["model"] == t.model) & (frame["size"] == t.size) & (frame["device"] == t.device)]
+        higher = others[others["precision"].isin(HIGHER) & (others["status"] == "ok")]
+        if row["budget"] in (OVER, UNDECIDED) and (higher["budget"] == WITHIN).any() and _enough(row, limits):
+            chosen.append(t.id)
+    return chosen
+
+
+def _enough(row: pd.Series, limits: Sequence[accuracy.Budget]) -> bool:
+    """Whether a trial with all the reference's answers would be within the budget on that many images."""
+    shares = [limit for limit in limits if limit.metric in ("top1", "top5")]
+    return all(stats.paired_difference(0, 0, row["images"]).low >= -limit.points / 100 for limit in shares)
+
+
+def _series(t: TrialResult) -> tuple[Any, ...]:
+    """What must be equal but the batch and the number of layers kept."""
+    options = tuple(sorted((k, str(v)) for k, v in t.options.items() if k != KEEP))
+    return t.model, t.backend, t.precision, t.size, t.device, t.runtime, options
+
+
+def findings(results: Results, frame: pd.DataFrame) -> Iterator[Finding]:
+    """What was kept higher for each lowered precision, and what it costs."""
+    budget = str(frame.attrs.get("budget", ""))
+    tried: dict[Any, list[TrialResult]] = {}
+    for t in results:
+        if KEEP in t.options:
+            tried.setdefault(_series(t), []).append(t)
+    plain = {(_series(t), t.batch): t for t in results if KEEP not in t.options}
+    rows = {row["trial"]: row for _, row in frame.iterrows()} if budget and tried else {}
+    for series, trials in tried.items() if rows else ():
+        batch = min(t.batch for t in trials)
+        there = [t for t in trials if t.batch == batch]
+        if (without := plain.get((series, batch))) is not None and rows[without.id]["budget"] in (OVER, UNDECIDED):
+            held = [t for t in there if rows[t.id]["budget"] == WITHIN and t.status == "ok"]
+            yield _found(without, min(held, key=_kept), rows, budget) if held else _none(without, there, budget)
+
+
+def _kept(t: TrialResult) -> int:
+    return int(t.options[KEEP])
+
+
+def _made_by(t: TrialResult) -> dict[str, Any]:
+    return t.artifact.get("made_by") or {}
+
+
+def _found(plain: TrialResult, mixed: TrialResult, rows: dict[str, pd.Series], budget: str) -> Finding:
+    row, before = rows[mixed.id], rows[plain.id]
+    change = quality(row.to_frame().T).change(before)[1]
+    loss = f" ({points(change / 100)} points)" if change == change else ""
+    fails = "loses more than it allows" if before["budget"] == OVER else "is undecided"
+    kept = _made_by(mixed).get("kept") or []
+    names = ", ".join(str(each["node"]) for each in kept[:NAMED]) + (", …" if len(kept) > NAMED else "")
+    boundary, clock = str(row["boundary"]), str(row["clock"])
+    cost = stats.speedup(mixed.medians(boundary, clock), plain.medians(boundary, clock))
+    return Finding(
+        NOTE,
+        f"{plain.label} {fails} under {budget}{loss}; with {_kept(mixed)} of {_made_by(mixed).get('ranked')} layers "
+        f"in a higher precision ({names}) it is within: {ms(row[LATENCY])}, "
+        f"{ratio(cost.value, cost.low, cost.high)} as fast as without. How many to keep was chosen on the test images "
+        "themselves.",
+    )
+
+
+def _none(plain: TrialResult, tried: Sequence[TrialResult], budget: str) -> Finding:
+    most = max(map(_kept, tried))
+    total = next((n for t in tried if (n := _made_by(t).get("ranked"))), "?")
+    return Finding(
+        WARNING, f"{plain.label}: up to {most} of {total} layers in a higher precision don't bring it within {budget}."
+    )

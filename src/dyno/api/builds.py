@@ -1,0 +1,42 @@
+"""`dyno build --repeat`: the same engine built several times, to see what a build is worth as a measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from dyno.analysis.tables import build_variance
+from dyno.analysis.tables.render import render
+from dyno.api.runnable import run
+from dyno.store import copy
+from dyno.study import Study
+from dyno.worker.backend import Backend
+from dyno.worker.spec import Option, UserError
+
+ROUNDS = 3
+
+
+def compare(study: Study, engine: Backend, options: Mapping[str, Option], batch: int, repeat: int, out: Path) -> int:
+    """Build `repeat` times, each from nothing, time every build in fresh processes, write the fastest to `out`.
+
+    Prints a row per build (layers, parameters, size, build seconds, latency) and whether builds differ beyond noise.
+    The records stay beside `out`, in a folder with the suffix .builds.
+    """
+    if build_variance.BUILD not in engine.options:
+        raise UserError(
+            f"{engine.name} makes the same file every time; --repeat is for engines that are tuned by timing"
+        )
+    fresh = {**options, "timing_cache": False}
+    asked = "".join(f"@{key}={value}" for key, value in fresh.items())
+    builds = tuple(f"{engine.name}{asked}@{build_variance.BUILD}={k}" for k in range(1, repeat + 1))
+    whole = replace(study, backends=builds, batches=(batch,), rounds=max(ROUNDS, study.rounds), boundaries=("model",))
+    results = run(whole, out.with_suffix(".builds")).records
+    print(render(build_variance.frame(results), printed=build_variance.PRINTED), end="")
+    print("\n".join(build_variance.sentences(results)))
+    best = build_variance.fastest(results)
+    if best is None:
+        raise UserError(f"no build could be timed; `dyno show {out.with_suffix('.builds')}` has the reasons")
+    copy(Path(best.artifact["path"]), out)
+    print(f"{out}  the fastest, {best.backend}")
+    return 0

@@ -1,0 +1,105 @@
+"""The cross-check with trtexec: a trial in its terms, the command that repeats it, and the two side by side."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from dyno.analysis.records import timeline
+from dyno.analysis.records.results import TrialResult, load
+from dyno.analysis.trtexec import command, differences, log, terms
+from dyno.jobs.telemetry import Telemetry
+from dyno.worker.spec import UserError
+
+LOAD_S = 300.0  # for what trtexec does besides warming up and timing: an engine of some GB, a slow disk
+
+
+def cross_check(
+    records: Path | TrialResult | Sequence[TrialResult], trtexec_file: Path | None = None, run: bool = True
+) -> list[str]:
+    """Sentences on every TensorRT trial of a run folder (or on the trials given).
+
+    Each is explained in trtexec's terms, followed by the commands that should give the same. `trtexec_file` is a log or
+    exported times to hold against it; without one, trtexec is run where it is on the PATH and `run` allows. UserError
+    for a file that trtexec didn't write and for records without a TensorRT trial.
+    """
+    given = log.read(trtexec_file) if trtexec_file else None
+    found = _trials(records)
+    sentences: list[str] = []
+    for trial in found:
+        sentences += [f"{trial.label}:"] if len(found) > 1 else []
+        sentences += [*terms.explain(trial), *command_lines(trial)]
+        sentences += differences.compare(trial, given) if given else _run_all(trial) if run else []
+    return sentences
+
+
+def _trials(records: Path | TrialResult | Sequence[TrialResult]) -> list[TrialResult]:
+    if isinstance(records, TrialResult):
+        records = [records]
+    every = load(records).trials if isinstance(records, Path) else list(records)
+    found = [t for t in every if t.good and t.backend.startswith("tensorrt")]
+    if not found:
+        raise UserError("no TensorRT trial ended well here, and trtexec runs nothing else; time an .engine file")
+    return found
+
+
+def boundaries(trial: TrialResult) -> list[str]:
+    """Those of the trial's boundaries that a run of trtexec can repeat; `all` gives its throughput, too."""
+    measured = trial.spec.get("plan", {}).get("boundaries") or ("model", "all")
+    return [b for b in ("model", "all") if b in measured] or ["all"]
+
+
+def command_lines(trial: TrialResult) -> list[str]:
+    """The shell commands that should give the trial's numbers, and its engine where Dyno built it."""
+    named = [(command.timing(trial, boundary), f"latency/{boundary}") for boundary in boundaries(trial)]
+    if build := command.built(trial):
+        named.append((build.command(), "such an engine"))
+    return ["The same by hand:", *(f"  {shlex.join(words)}    # for {what}" for words, what in named)]
+
+
+def _run_all(trial: TrialResult) -> Iterator[str]:
+    """Compare with a run per boundary; what goes wrong with trtexec is a sentence, for Dyno's own numbers stand."""
+    tool = command.tool(trial)
+    if shutil.which(tool) is None:
+        yield f"{tool} is not on the PATH; run the command where it is, and give its log or times.json with --trtexec."
+        return
+    for boundary in boundaries(trial):
+        yield f"{tool} was run for latency/{boundary}:"
+        try:
+            yield from differences.compare(trial, measure(trial, boundary))
+        except UserError as e:
+            yield str(e)
+
+
+def measure(trial: TrialResult, boundary: str = "model") -> log.Report:
+    """Run trtexec as `timing` says and read its log, the GPU's clock watched meanwhile; UserError when it fails."""
+    plan = trial.spec.get("plan") or {}
+    spent = float(plan.get("warmup_s", 1.0)) + float(plan.get("seconds", 3.0))
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        words = command.timing(trial, boundary, str(folder / command.TIMES))
+        telemetry = Telemetry(trial.device)
+        try:
+            process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        except OSError as e:
+            raise UserError(f"{words[0]} can't be started ({e.strerror})") from e
+        telemetry.watch(process.pid)
+        try:
+            said, _ = process.communicate(timeout=LOAD_S + 2 * spent)
+        except subprocess.TimeoutExpired as e:
+            raise UserError(f"{words[0]} was stopped: no end after {LOAD_S + 2 * spent:.0f} s") from e
+        finally:
+            ended = time.monotonic()
+            process.kill()
+            process.wait()
+            telemetry.stop(folder / "telemetry.npz")
+        report = log.parse(said.decode(errors="replace"), f"{words[0]}'s output")
+        trace = timeline.read(folder)
+        timed = ended - float(plan.get("seconds", 3.0)), ended
+        return replace(report, clock=terms.clock(trace, timed) if trace else None)

@@ -1,0 +1,104 @@
+"""A study's stored result, as Python users see it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dyno.worker.spec import UserError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from dyno.analysis.metrics.confusion import Confusion
+    from dyno.analysis.records.results import Results
+    from dyno.api.take import Taken
+
+
+class Result:
+    """What lies in a run folder; every method reads the stored records, nothing is measured."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+
+    @property
+    def records(self) -> Results:
+        """Trials, rounds, raw samples and outputs."""
+        from dyno.analysis.records.results import load
+
+        return load(self.folder)
+
+    def to_pandas(self) -> pd.DataFrame:
+        """One row per trial, with the columns that `results.csv` has."""
+        from dyno.analysis.tables import trial_table
+
+        return trial_table.frame(self.records)
+
+    def confusion(self, trial: str = "") -> pd.DataFrame:
+        """How often each label (row) was taken for each class (column) in a trial, by its id (default: the first)."""
+        return self._confusion(trial).to_pandas()
+
+    def per_class(self, trial: str = "") -> pd.DataFrame:
+        """Accuracy of each class in a trial, the worst first: `Confusion.per_class`."""
+        return self._confusion(trial).per_class()
+
+    def _confusion(self, trial: str) -> Confusion:
+        from dyno.analysis.metrics import confusion
+
+        records = self.records
+        found = (confusion.of(t) for t in ([records.trial(trial)] if trial else records))
+        first = next((each for each in found if each), None)
+        if first is None:
+            raise UserError(f"{self.folder} has no classifier's answers to labelled images")
+        return first
+
+    def frontier(self) -> pd.DataFrame:
+        """The trials that no other beats in both accuracy and speed, with intervals; as `dyno show --frontier`."""
+        from dyno.analysis.tables import frontier_table
+
+        return frontier_table.table(self.to_pandas())
+
+    def break_even(self) -> pd.DataFrame:
+        """After how many images each trial's preparation pays off; as `dyno show --break-even`."""
+        from dyno.analysis.tables import breakeven
+
+        return breakeven.table(self.records, self.to_pandas())
+
+    def take(self, trial: str = "", out: str | Path | None = None) -> Taken:
+        """Write the winner's file, or that of a trial (its id, or BACKEND/PRECISION), with a script that runs it.
+
+        As `dyno take`: `out` is the file (default: MODEL-BACKEND-PRECISION here); returns where both lie.
+        """
+        from dyno.api import take
+
+        return take.take(self.folder, trial, Path(out) if out else None)
+
+    def report(self, out: str | Path | None = None) -> Path:
+        """Write report.html, the charts and results.csv into the folder (default: the run's own); returns the page."""
+        from dyno.analysis.report.report import write
+
+        return write([self.records], Path(out) if out else self.folder)
+
+    def _repr_html_(self) -> Any:
+        return self.to_pandas().to_html()
+
+    def __repr__(self) -> str:
+        return f"Result({str(self.folder)!r})"
+
+
+def load(folder: str | Path) -> Result:
+    """The result of an earlier study; a folder that isn't one is a `UserError` as soon as it is read."""
+    return Result(folder)
+
+
+def compare(a: Result | str | Path, b: Result | str | Path, **rules: Any) -> pd.DataFrame:
+    """Each trial that both runs have, B against A, one row per trial: ratio of latencies, accuracy, agreement, verdict.
+
+    `rules` are fields of `dyno.analysis.tables.compare.Rules`: fail_on, tolerance, least, rtol, atol. The column `failed`
+    names the conditions a row breaks, `attrs["notes"]` says what else may explain a difference. UserError when the runs
+    share no trial or can't be compared.
+    """
+    from dyno.analysis.tables import compare as module
+
+    before, after = (one if isinstance(one, Result) else Result(one) for one in (a, b))
+    return module.compare(before.records, after.records, module.Rules(**rules))

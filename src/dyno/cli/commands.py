@@ -1,0 +1,313 @@
+"""What the commands that run or read studies do: flags become a `Study`, records become tables."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from dyno.api import runnable
+from dyno.engine.run_names import RUNS, place
+from dyno.planning.checks import check_format, check_several, missing_gpu
+from dyno.planning.defaults import each_of, new_folder, study_of
+from dyno.study import Study, model_name, parse_budget
+from dyno.worker.extras import distribution, install
+from dyno.worker.spec import UserError
+
+if TYPE_CHECKING:
+    import typer
+
+UNFINISHED = 3  # exit code where some of what was asked for could not be measured
+LISTS = {"backends": "backends", "precision": "precisions", "batch": "batches", "size": "sizes", "routes": "routes"}
+PLAIN = (
+    "shapes inputs weights pretrained channels seed data calibration unreadable compared reference device threads "
+    "rounds seconds warmup samples timeout task confirm search peak"
+).split()
+
+
+def written(ctx: typer.Context, name: str) -> bool:
+    """Whether the user wrote the flag, which may say what its default says."""
+    source = ctx.get_parameter_source(name)
+    # By name: typer brings a click of its own, whose enumeration is another object than click's.
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def given(ctx: typer.Context, own: Sequence[str] = ()) -> dict[str, Any]:
+    """Study fields for the flags that the user wrote, by the study's own names; defaults are left to the study.
+
+    `own` are flags that mean something else to the command, which reads them itself.
+    """
+    flags = {name: value for name, value in ctx.params.items() if written(ctx, name) and name not in own}
+    found: dict[str, Any] = {name: flags[name] for name in PLAIN if name in flags}
+    for flag, field in LISTS.items():
+        if flag in flags:
+            found[field] = tuple(part.strip() for part in flags[flag].split(",") if part.strip())
+    if "batches" in found:
+        found["batches"] = tuple(_batch(text) for text in found["batches"])
+    for name in ("mean", "std"):
+        if name in flags:
+            found[name] = numbers(flags[name])
+    if flags.get("classes"):
+        found["classes"] = flags["classes"]
+    if "budget" in flags:
+        found["budget"] = parse_budget(flags["budget"])
+    if "python" in flags:
+        found["runtime"] = pythons(flags["python"])
+    return found
+
+
+def _batch(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(f"batch {text!r} is not a whole number from 1 on")
+    return int(text)
+
+
+def numbers(text: str) -> tuple[float, ...]:
+    """Mean or std from `0.485,0.456,0.406`; none from ""."""
+    return tuple(_number(part) for part in text.split(",")) if text else ()
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise UserError(f"{text!r} is not a number; mean and std are numbers such as 0.485,0.456,0.406") from None
+
+
+def pythons(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """`[runtime]` tables from `BACKEND=/path/to/python`."""
+    found: dict[str, dict[str, Any]] = {}
+    for text in texts:
+        name, _, path = text.partition("=")
+        if not name or not path:
+            raise UserError(f"--python {text!r} is not BACKEND=PATH, e.g. onnxruntime=/usr/bin/python3.10")
+        if not Path(path).is_file():
+            raise UserError(f"--python {name}: there is no interpreter {path}")
+        found[name] = {"python": str(Path(path).absolute())}
+    return found
+
+
+def study(ctx: typer.Context, models: Sequence[str], **defaults: Any) -> Study:
+    """The study that the command line describes: a TOML file with flags on top, or models and flags."""
+    flags = {**defaults, **given(ctx)}
+    files = [model for model in models if model.endswith(".toml")]
+    if not files:
+        return Study(models=tuple(models), **flags)
+    if len(models) > 1:
+        raise UserError(f"give either one study file or models, not {files[0]} and {len(models) - 1} more")
+    return Study.from_toml(Path(files[0]), **flags)
+
+
+def folder(ctx: typer.Context, study: Study) -> Path:
+    """`--out`, else runs/NAME: the study file's name, else the models' names; another one where that is taken."""
+    if ctx.params.get("out"):
+        return Path(ctx.params["out"])
+    models, first = ctx.params["models"], None
+    if len(models) == 1 and models[0].endswith(".toml"):
+        path = Path(models[0])
+        if path.name == "study.toml":
+            return path.parent
+        first = RUNS / path.stem
+    chosen, said = place(study, first)
+    if said:
+        print(f"dyno: {said}", file=sys.stderr)
+    return chosen
+
+
+def dry_run(study: Study) -> int:
+    """List the trials and why any is refused."""
+    from dyno.analysis.formatting import console
+    from dyno.planning.plan import expand
+
+    planned = expand(study)
+    table = Table(box=None, pad_edge=False)
+    for heading in ("trial", "model", "backend", "precision", "batch", "size", "file", "refused because"):
+        table.add_column(heading, overflow="fold")
+    for one in planned:
+        t = one.trial
+        made = f"{t.recipe.format} {t.recipe.precision}" if t.recipe else ""
+        row = (t.id, t.model.name, t.variant, t.precision, str(t.dims.batch), t.dims.shown, made, one.refusal)
+        table.add_row(*map(escape, row))  # a model may be called what rich takes for markup
+    out = console()
+    out.print(table)
+    refused = sum(1 for one in planned if one.refusal)
+    rounds = "1 round" if study.rounds == 1 else f"{study.rounds} rounds"
+    out.print(f"{len(planned)} trials, {refused} refused; {rounds} each. Nothing was run.")
+    if missing_gpu(study.device):
+        out.print(f"There is no {study.device} here, so a run would be refused.")
+    return 0
+
+
+def run(study: Study, folder: Path, *, retry_failed: bool = False) -> int:
+    """Run the study, print its tables, write its report; exit code 0, 1 (no trial within budget) or 3 (unfinished)."""
+    runnable.run(study, folder, retry_failed=retry_failed)
+    return finish(folder)
+
+
+def finish(folder: Path) -> int:
+    """Tables, verdict and report of a study that has just ended, and its exit code."""
+    from dyno.analysis.tables import reference_tables, trial_table
+    from dyno.analysis.tables.render import render
+    from dyno.analysis.verdict import verdict
+    from dyno.api import take as module
+    from dyno.api.result import Result
+
+    result = Result(folder)
+    frame = result.to_pandas()
+    print(render(frame))
+    for sentence in verdict.sentences(result.records, frame):
+        print(sentence)
+    for line in module.commands(folder, result.records, frame):
+        print(line)
+    frame.to_csv(folder / "results.csv", index=False)
+    try:
+        print(f"\nreport: {result.report()}")
+    except ImportError as e:
+        records = result.records
+        reference_tables.write([(records, reference_tables.sheets(records, frame))], folder)
+        print(f"\nno report: {distribution(str(e.name))} is not installed; {install(str(e.name))}")
+    return trial_table.exit_code(frame)
+
+
+def show(
+    run: Path, format: str, by: str, reference: str, budget: Sequence[str], view: str = "", table: str = ""
+) -> None:
+    """Print the tables of a stored run, one `view` of it (frontier, break-even), or one `table` side by side."""
+    from dyno.analysis.records import results
+    from dyno.analysis.tables import reference_tables, trial_table, views
+    from dyno.analysis.tables.render import PRINTED, render
+
+    loaded = results.load(run)
+    frame = trial_table.frame(loaded, reference or None, parse_budget(budget) or None)
+    printed: Sequence[Any] = PRINTED
+    if view:
+        chosen = views.view(view)
+        frame, printed, by = chosen.table(loaded, frame), chosen.printed, by or chosen.by
+        if frame.empty and format in ("text", "markdown"):
+            print(chosen.nothing)
+    if table:
+        print(reference_tables.render(reference_tables.named(loaded, frame, table), format), end="")
+    else:
+        print(render(frame, format, by or None, printed=printed), end="")
+    for problem in loaded.problems:
+        Console(stderr=True).print(f"dyno: {escape(problem)}", style="yellow", soft_wrap=True)
+
+
+def compare(run_a: Path, run_b: Path, format: str, fail_on: str, tolerance: float, least: float, rtol: float) -> int:
+    """Hold a stored run against another; exit code 1 when a condition failed, 2 when a trial can't be compared."""
+    from dyno.analysis.records import results
+    from dyno.analysis.tables import compare as module
+    from dyno.analysis.tables.render import render
+
+    conditions = tuple(name.strip() for name in fail_on.split(",") if name.strip())
+    rules = module.Rules(conditions, tolerance, least, rtol)
+    frame = module.compare(results.load(run_a), results.load(run_b), rules)
+    print(render(frame, format, printed=module.PRINTED), end="")
+    if format in ("text", "markdown"):
+        print("\n" + "\n".join(module.sentences(frame)))
+    for note in frame.attrs["notes"]:
+        Console(stderr=True).print(f"dyno: {escape(note)}", style="yellow", soft_wrap=True)
+    return module.exit_code(frame)
+
+
+def report(runs: Sequence[Path], out: Path) -> None:
+    """Write the report of one or several runs."""
+    from dyno.analysis.records import results
+    from dyno.analysis.report import report as page
+
+    if out.suffix == ".html" and not out.is_dir():
+        raise UserError(f"--out {out} is the folder for the page, its charts and tables; give one, like {out.stem}")
+    print(page.write([results.load(run) for run in runs], out))
+
+
+def _single(ctx: typer.Context, models: Sequence[str], command: str, **defaults: Any) -> list[Path]:
+    """Measure each model under the backend its kind of file is for (or the ones asked for); the folder of each."""
+    out = Path(ctx.params["out"]) if ctx.params.get("out") else new_folder(command, models)
+
+    def measured(number: int, model: str) -> Path:
+        return runnable.run(alone(ctx, model, **defaults), _part(out, models, number)).folder
+
+    return each_of(models, measured, needed=1 if command == "agree" else 0)  # the one that all are compared with
+
+
+def alone(ctx: typer.Context, model: str, **defaults: Any) -> Study:
+    """The study of one model under the backend its kind of file is for, or the ones asked for."""
+    return study_of(model, defaults, given(ctx))
+
+
+def _part(out: Path, models: Sequence[str], number: int) -> Path:
+    """The run folder of one of several models: two files may have one name."""
+    return out if len(models) == 1 else out / f"{number}-{model_name(models[number])}"
+
+
+def time(ctx: typer.Context, models: Sequence[str], format: str, trtexec: Path | None) -> int:
+    """Time each model and print its rows; an engine's number is explained in trtexec's terms."""
+    from dyno.analysis.records import results
+    from dyno.analysis.trtexec import log as logs
+    from dyno.api.cross_check import cross_check
+
+    check_format(format)
+    if trtexec:
+        logs.read(trtexec)  # a file that is none is said before anything is timed
+    folders = _single(ctx, models, "time")
+    code = _print_runs(folders, format)
+    for folder in folders:
+        trials = results.load(folder).trials
+        engines = [t for t in trials if t.good and t.backend.startswith("tensorrt")]
+        if trtexec or (engines and format == "text"):
+            print("\n".join(cross_check(engines, trtexec)))
+    return code or UNFINISHED * (len(folders) < len(models))
+
+
+def endure(ctx: typer.Context, models: Sequence[str], kinds: str, iterations: int) -> int:
+    """The hard test of each model's engine."""
+    from dyno.engine import stress
+
+    others = [name for name in ("rounds", "seconds", "samples", "warmup", "format", "trtexec") if written(ctx, name)]
+    if others:
+        raise UserError(f"--{others[0]} says nothing of the hard test that --batches asks for; leave one of them out")
+    out = Path(ctx.params["out"]) if ctx.params.get("out") else new_folder("time", models)
+    asked = stress.kinds_of(kinds)
+
+    def tested(number: int, model: str) -> int:
+        return stress.run(alone(ctx, model), asked, iterations, _part(out, models, number))
+
+    codes = each_of(models, tested)
+    return max(*codes, UNFINISHED * (len(codes) < len(models)))
+
+
+def evaluate(ctx: typer.Context, models: Sequence[str], format: str, per_class: bool) -> int:
+    """Accuracy of each model on labelled images, beside its speed."""
+    from dyno.api import evaluation
+
+    check_format(format)
+    folders = _single(ctx, models, "eval", **evaluation.DEFAULTS)
+    return evaluation.show(folders, format, per_class) or UNFINISHED * (len(folders) < len(models))
+
+
+def _print_runs(folders: Sequence[Path], format: str) -> int:
+    import pandas as pd
+
+    from dyno.analysis.records import results
+    from dyno.analysis.tables import trial_table
+    from dyno.analysis.tables.render import render
+
+    frames = [trial_table.frame(results.load(folder)) for folder in folders]
+    frame = pd.concat(frames, ignore_index=True)
+    print(render(frame, format), end="")
+    return trial_table.exit_code(frame)
+
+
+def agree(ctx: typer.Context, models: Sequence[str], rtol: float, atol: float, least: float, format: str) -> int:
+    """Outputs of every model and backend against the first one's."""
+    from dyno.analysis.tables import agreement_table
+
+    check_format(format)
+    check_several([alone(ctx, model, boundaries=()) for model in models])
+    folders = _single(ctx, models, "agree", boundaries=())
+    return agreement_table.show(folders, rtol, atol, least, format) or UNFINISHED * (len(folders) < len(models))

@@ -1,0 +1,75 @@
+"""`dyno demo`: the whole job on scikit-learn's handwritten digits, with no download and no GPU needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from dyno import datasets
+from dyno.api.runnable import run
+from dyno.cli.commands import finish
+from dyno.engine.run_names import RUNS, place
+from dyno.planning.model_info import model_spec
+from dyno.store import cache_dir, versions
+from dyno.study import Study
+from dyno.training.session import TrainingResult, train
+from dyno.worker.extras import lacking
+from dyno.worker.spec import Runtime, UserError, digest
+
+PLACE = RUNS / "demo"
+MODEL = "dyno.worker.nets.digits:resnet18"
+SIZE = 64
+TRAINING: dict[str, Any] = {"epochs": 8, "lr": 0.005, "augment": "shift"}
+NEEDS = ("torch", "torchvision", "scikit-learn")
+BACKENDS = (
+    "pytorch@precision=fp32+bf16",
+    "onnxruntime@precision=fp32+int8",
+    "openvino@precision=fp32+bf16+int8",
+    "compile@precision=fp32@rounds=2",  # one takes half a minute, most of it compilation
+)
+
+
+def trained() -> TrainingResult:
+    """The digits network, trained once and then taken from the cache."""
+    shaped_by = [
+        model_spec(Study(models=(MODEL,), channels=1), MODEL),
+        datasets.digits(cache_dir() / "datasets", SIZE).sha256,
+        TRAINING,
+        versions(Runtime(), ("torch", "torchvision")),
+    ]
+    folder = cache_dir() / "trained" / digest(shaped_by)[:24]
+    return train("digits", model=MODEL, size=SIZE, channels=1, out=folder, quiet=True, **TRAINING)
+
+
+def demo(out: Path, *, rounds: int, quick: bool) -> int:
+    """Train, then compare every backend found here at batches 1 and 8; returns the exit code."""
+    if rounds < 1:  # before the training, after which the study would say so
+        raise UserError(f"rounds is {rounds}; it must be at least 1")
+    if lacks := [name for name in NEEDS if name not in versions(Runtime(), NEEDS)]:
+        raise UserError(lacking(lacks))
+    console = Console(stderr=True)
+    console.print("training a narrow ResNet-18 on 897 of scikit-learn's handwritten digits (64x64) ...", soft_wrap=True)
+    result = trained()
+    console.print(f"trained: {result.top1:.2f} % top-1 on the other 900 digits")
+    study = Study(
+        models=(MODEL,),
+        backends=BACKENDS[:-1] if quick else BACKENDS,
+        batches=(1, 8),
+        sizes=(str(SIZE),),
+        channels=1,
+        weights=str(result.weights),
+        data="digits",
+        budget={"top1": 1.0},
+        rounds=1 if quick else rounds,
+        confirm=0 if quick else None,
+        search=False if quick else None,
+        seconds=0.3 if quick else 0.6,
+        warmup=0.3 if quick else 0.4,
+    )
+    if out == PLACE:
+        out, said = place(study, out)
+        console.print(said, soft_wrap=True, end="\n" if said else "")
+    run(study, out)
+    return finish(out)

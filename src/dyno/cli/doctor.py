@@ -1,0 +1,93 @@
+"""`dyno doctor`: every backend in every Python it was told of, after one real operation in a process of its own."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from dyno.analysis.formatting import console, markdown, markdown_table
+from dyno.cli.commands import pythons
+from dyno.jobs.launcher import launch
+from dyno.planning.checks import check_format
+from dyno.worker import registry, system
+from dyno.worker.record import Record
+from dyno.worker.spec import Job, Runtime
+
+TIMEOUT_S = 120.0
+
+
+def examine(others: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row per backend and interpreter: name, python, status, version, devices, detail or reason."""
+    threads = system.physical_cores()
+    places = [(name, Runtime(threads=threads)) for name in registry.names()]
+    for name, table in others.items():
+        there = Runtime(name=name, python=table["python"], threads=threads)
+        places += [(one, there) for one in ([name] if name in registry.names() else registry.names())]
+    # Side by side: nothing is timed here, and most of a probe is spent importing a library.
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(threads) as pool:
+        folders = [Path(scratch) / str(i) for i in range(len(places))]
+        return list(pool.map(_row, (name for name, _ in places), (place for _, place in places), folders))
+
+
+def _row(name: str, runtime: Runtime, folder: Path) -> dict[str, Any]:
+    record: Record = launch(Job("probe", runtime, backend=name), folder, TIMEOUT_S)
+    return {
+        "backend": name,
+        "python": record.system.get("python", "") + (f" ({runtime.python})" if runtime.python else ""),
+        "status": record.status,
+        "version": record.facts.get("version", ""),
+        "devices": ", ".join(record.facts.get("devices", ())),
+        "detail": record.facts.get("detail", "") if record.status == "ok" else record.reason,
+    }
+
+
+def doctor(texts: Sequence[str], format: str) -> int:
+    """Print the rows; 0 when at least one backend works, 3 when none does."""
+    check_format(format)
+    rows = examine(pythons(texts))
+    if format == "text":
+        _show(rows)
+    else:
+        print(_written(rows, format), end="")
+    return 0 if any(row["status"] == "ok" for row in rows) else 3
+
+
+def _written(rows: list[dict[str, Any]], format: str) -> str:
+    """The rows as JSON, CSV or Markdown."""
+    if format == "json":
+        return json.dumps(rows, indent=1) + "\n"
+    if format == "markdown":
+        cells = [[markdown(value) for value in row.values()] for row in rows]
+        return markdown_table([*rows[0]], cells, [False] * len(rows[0]))
+    made = io.StringIO()
+    writer = csv.DictWriter(made, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return made.getvalue()
+
+
+def _show(rows: list[dict[str, Any]]) -> None:
+    table = Table(box=None, pad_edge=False)
+    for heading in rows[0]:
+        table.add_column(heading, overflow="fold")
+    for row in rows:
+        colour = {"ok": "green", "skipped": "yellow"}.get(row["status"], "red")
+        table.add_row(
+            *(f"[{colour}]{value}[/]" if key == "status" else escape(str(value)) for key, value in row.items())
+        )
+    out = console()
+    out.print(table)
+    found = system.describe()
+    out.print(
+        f"{found['cpu']}, {found['cores']} logical processors, {found['memory_bytes'] / 2**30:.0f} GiB, "
+        f"{' '.join(found['cpu_flags'])}; {found['os']}"
+    )

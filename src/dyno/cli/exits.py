@@ -1,0 +1,60 @@
+"""How the command line ends: whatever the user can mend is one line on standard error and exit code 2."""
+
+from __future__ import annotations
+
+import errno
+import sys
+from typing import Any
+
+import typer
+
+from dyno.cli import hints
+from dyno.worker.extras import EXTRAS, distribution, lacking
+from dyno.worker.spec import Unavailable, UserError
+
+INTERRUPTED = 130
+ELSEWHERE = "give another path (--out; DYNO_CACHE for the cache)"
+OS_ERRORS = {
+    errno.ENOSPC: "the disk is full; free some space and run again, what was measured is stored",
+    errno.EDQUOT: "the disk quota is used up; free some space and run again, what was measured is stored",
+    errno.EROFS: f"the file system is read-only; {ELSEWHERE}",
+    errno.EACCES: f"permission denied; {ELSEWHERE}",
+    errno.EPERM: f"writing is not permitted; {ELSEWHERE}",
+    errno.ENOENT: f"there is no such place; {ELSEWHERE}",
+    errno.EEXIST: "is a file where a folder is needed; give another path",
+    errno.EISDIR: "is a folder where a file is needed; give another path",
+    errno.ENOTDIR: "is a file where a folder is needed; give another path",
+}
+_USAGE: Any = typer.BadParameter.__base__  # click's UsageError; typer brings a click of its own, or uses the real one
+
+
+def end(app: typer.Typer) -> None:
+    """Run the command line; the user's errors become one line and exit code 2, an interrupt 130."""
+    try:
+        code = app(prog_name="dyno", standalone_mode=False)
+        if code == INTERRUPTED:  # what typer makes of an interrupt
+            raise KeyboardInterrupt
+        sys.exit(code or 0)
+    except _USAGE as e:
+        if type(e).__name__ == "NoArgsIsHelpError":
+            e.show()  # the help itself
+            sys.exit(2)
+        _fail(hints.usage(e, e.ctx.command_path if e.ctx else "dyno"))
+    except (UserError, Unavailable) as e:
+        _fail(str(e))
+    except ModuleNotFoundError as e:
+        if distribution(str(e.name)) not in EXTRAS:
+            raise
+        _fail(lacking([str(e.name)]))
+    except (KeyboardInterrupt, typer.Abort):
+        print("dyno: stopped; what was measured is stored, the same command goes on from there", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+    except OSError as e:
+        if e.errno not in OS_ERRORS:
+            raise
+        _fail(f"{e.filename or 'output'}: {OS_ERRORS[e.errno]}")
+
+
+def _fail(line: str) -> None:
+    print("dyno: " + " ".join(line.splitlines()), file=sys.stderr)
+    sys.exit(2)

@@ -1,0 +1,172 @@
+"""`dyno export` and `dyno build`: the files a study makes on its way, made by themselves."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dyno.cli import commands
+from dyno.engine.execute import Files
+from dyno.jobs.progress import Progress
+from dyno.planning.images import prepared
+from dyno.planning.interpreters import missing, runtime_of
+from dyno.planning.model_info import look, model_spec, sizes
+from dyno.store import copy
+from dyno.study import Choice, Study
+from dyno.worker import system
+from dyno.worker.extras import install
+from dyno.worker.record import Record
+from dyno.worker.registry import find
+from dyno.worker.spec import Artifact, DataSpec, Dims, Option, Recipe, Runtime, Trial, UserError
+
+if TYPE_CHECKING:
+    import typer
+
+TARGETS = ("onnxruntime", "openvino", "tensorrt")
+TENSORRT = ("tensorrt", "tensorrt_rtx")
+ENGINES = {".engine": TENSORRT, ".plan": TENSORRT, ".xml": ("openvino",)}  # the first is the usual one
+
+
+def export(
+    ctx: typer.Context, model: str, out: Path, *, batch: str, shape: str, precision: str, target: str, opset: int
+) -> Artifact:
+    """Write the model as ONNX; `shape` "N,C,H,W" says batch (-1: dynamic), channels and size in one."""
+    if out.suffix != ".onnx":
+        raise UserError(f"export writes .onnx files, not {out.name}; `dyno build` writes engines")
+    if Path(model).is_file() and out.exists() and out.samefile(model):
+        raise UserError(f"{out} is the model itself; give another file to write to")
+    if target not in TARGETS:
+        raise UserError(f"unknown target {target!r}; known: {', '.join(TARGETS)}")
+    if opset and (kind := find("onnxruntime").values["opset"](opset)):
+        raise UserError(f"--opset {opset} can't be written; an export's opset is {kind}")
+    flags = commands.given(ctx, ("batch",))
+    if shape and "sizes" in flags:
+        raise UserError("--shape says what --size says; give one or the other")
+    if shape:
+        batch, flags["channels"], flags["sizes"] = _shape(shape)
+    study = Study(models=(model,), **{**flags, "precisions": (precision,)})
+    trial = _trial(study, precision)
+    dims = replace(trial.dims, batch=_number(batch))
+    options: dict[str, Option] = {"target": target, **({"opset": opset} if opset else {})}
+    return _make(find("onnx_precision").recipe(replace(trial, dims=dims, options=options)), out)
+
+
+@dataclass(frozen=True)
+class Build:
+    """What `dyno build` is asked for: `backend` "" goes by the file's suffix, `profile` "" is a static `batch`."""
+
+    backend: str
+    precision: str
+    batch: int
+    profile: str
+    options: tuple[str, ...]
+    repeat: int
+
+
+def profile(shapes: str, low: int, opt: int, high: int) -> str:
+    """An engine's option `profile` from `--shapes`, or from the batches of `--min --opt --max`; "" for neither."""
+    if shapes and (low or opt or high):
+        raise UserError("--shapes says what --min, --opt and --max say; give one or the other")
+    if not (low or opt or high):
+        return shapes
+    if not high:
+        raise UserError("a dynamic engine needs --max, its largest batch (--min is 1 and --opt is --max unless given)")
+    found = (low or 1, opt or high, high)
+    if min(found) < 1 or sorted(found) != list(found):
+        raise UserError(
+            f"--min, --opt and --max are {found[0]}, {found[1]} and {found[2]}; none may be less than the one before"
+        )
+    return ":".join(map(str, found))
+
+
+def build(ctx: typer.Context, model: str, out: Path, how: Build) -> int:
+    """Write an engine's own file; with `repeat`, build it several times and say whether the builds differ."""
+    for name, value in (("--batch", how.batch), ("--repeat", how.repeat)):
+        if value < 1:
+            raise UserError(f"{name} is {value}; it must be at least 1")
+    if out.suffix not in ENGINES:
+        raise UserError(f"build writes {', '.join(ENGINES)}, not {out.name}; `dyno export` writes .onnx")
+    if Path(model).suffix == out.suffix:
+        raise UserError(f"{model} is what build would write already")
+    makers = ENGINES[out.suffix]
+    engine = find(how.backend or makers[0])
+    if engine.name not in makers:
+        raise UserError(f"{engine.name} builds no {out.suffix} files; {' or '.join(makers)} does")
+    choice = Choice.parse("@".join((engine.name, *how.options)))
+    engine.check_options(choice.options)
+    on_gpu = "cuda" in engine.devices
+    flags = {"device": "cuda:0" if on_gpu else "cpu", **commands.given(ctx)}
+    study = Study(models=(model,), **{**flags, "precisions": (how.precision,), "batches": ()})
+    options = {**choice.options, **({"profile": how.profile} if how.profile else {})}
+    runtime = runtime_of(study, choice)
+    if lacks := missing(engine.name, runtime):
+        raise UserError(f"{lacks} is not installed; {install(lacks)}, or give its Python with --python")
+    if how.repeat > 1:
+        from dyno.api import builds
+
+        return builds.compare(study, engine, options, how.batch, how.repeat, out)
+    if not on_gpu and how.precision in ("fp16", "bf16"):
+        raise UserError(
+            f"{engine.name} chooses {how.precision} when it runs a file, not when it makes one; omit --precision"
+        )
+    if not on_gpu and (how.profile or commands.written(ctx, "static")):
+        raise UserError(f"{engine.name}'s files take any batch; omit --batch, --min, --opt, --max and --shapes")
+    trial = _trial(study, how.precision)
+    dims = replace(trial.dims, batch=how.batch if on_gpu and not how.profile else 0)
+    runtime = replace(runtime, threads=trial.runtime.threads)
+    trial = replace(trial, backend=engine.name, options=options, runtime=runtime, dims=dims)
+    if refusal := engine.refuse(trial):
+        raise UserError(refusal)
+    _make(engine.recipe(trial), out)
+    return 0
+
+
+def _shape(text: str) -> tuple[str, int, tuple[str]]:
+    """Batch, channels and size from `-1,3,224,224` (commas, spaces or x between the numbers)."""
+    try:
+        n, c, h, w = (int(part) for part in text.replace(",", " ").replace("x", " ").split())
+    except ValueError:
+        raise UserError(f"shape {text!r} is not four numbers N,C,H,W such as -1,3,224,224") from None
+    if n == 0 or n < -1 or min(c, h, w) < 1:
+        raise UserError(f"shape {text!r} needs a batch from 1 on (or -1 for dynamic) and sizes from 1 on")
+    return ("dynamic" if n < 0 else str(n)), c, (f"{h}x{w}",)
+
+
+def _number(batch: str) -> int:
+    """The batch to export with, 0 for a dynamic one."""
+    if batch != "dynamic" and (not batch.isdecimal() or int(batch) < 1):
+        raise UserError(f"batch {batch!r} is neither 'dynamic' nor a whole number from 1 on")
+    return 0 if batch == "dynamic" else int(batch)
+
+
+def _trial(study: Study, precision: str) -> Trial:
+    if len(study.sizes) > 1:
+        raise UserError(f"a file is for one image size, not for {', '.join(study.sizes)}")
+    model, found = look(model_spec(study, study.models[0]), study)
+    size = sizes(study, found)[0]
+    data = prepared(study, model, size) if study.data or study.calibration else DataSpec(count=1)
+    runtime = Runtime(threads=system.physical_cores())
+    return Trial(model, "", precision, Dims(0, *size), data=data, runtime=runtime)
+
+
+def _make(recipe: Recipe | None, out: Path) -> Artifact:
+    """Make the file through the cache and copy it, with all its parts, to where the user wants it."""
+    assert recipe is not None
+    made = Files(Progress()).file(recipe)
+    if isinstance(made, Record):
+        raise UserError(f"{recipe.model.name}: {made.reason}")
+    copy(Path(made.path), out)
+    print(f"{out}  {_story(made)}")
+    if note := made.made_by.get("calibration", {}).get("note"):
+        print(f"note: {note}", file=sys.stderr)
+    for warning in made.made_by.get("warnings", ()):
+        print(f"warning: {warning}", file=sys.stderr)
+    return made
+
+
+def _story(made: Artifact) -> str:
+    steps = ", ".join(f"{s['maker']} {s['precision']} {s['seconds']:.1f} s" for s in made.made_by.get("steps", ()))
+    ends = "; ".join(f"{t.name} {t.dtype} {'x'.join(map(str, t.shape))}" for t in (*made.inputs, *made.outputs))
+    return f"{made.bytes / 1e6:.2f} MB  {ends}  ({steps})"

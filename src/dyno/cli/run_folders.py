@@ -1,0 +1,165 @@
+"""`dyno list`, `dyno rm` and `dyno open`: run folders as they lie on disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import webbrowser
+from collections import Counter
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dyno.cli import options
+from dyno.worker.spec import UserError
+
+if TYPE_CHECKING:
+    from dyno.analysis.records.results import Results
+
+Trials = Annotated[list[str], typer.Argument(help="Only these trials: ids, or how they begin.", metavar="[TRIAL]...")]
+HEADINGS = ("run", "models", "trials", "measured", "fastest")
+# What Dyno writes into a run folder; whatever else lies there is somebody's own.
+FILES = (
+    "study.toml", "environment.json", "models.json", "results.csv", "frontier.csv", "break-even.csv", "tables.md",
+    "report.html", "lock",
+)  # fmt: skip
+FOLDERS = ("trials", "archive", "charts", "tables", "truth", "peak")
+
+
+def list_runs(
+    folder: Annotated[Path, typer.Argument(help="Where to look.", metavar="FOLDER")] = Path("runs"),
+) -> None:
+    """List the run folders below runs/, or another folder: models, trials, when, and what was fastest."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    from dyno.analysis.formatting import console, plain
+
+    if not folder.is_dir():
+        raise UserError(f"there is no folder {folder}; `dyno run` makes runs/, and `dyno list FOLDER` looks elsewhere")
+    found = list(runs_below(folder))
+    if not found:
+        print(f"no run folder below {folder}")
+        return
+    table = Table(*HEADINGS, box=None, pad_edge=False)
+    for run in found:
+        table.add_row(*(escape(plain(cell)) for cell in (str(run), *_row(run))))
+    console().print(table)
+
+
+def runs_below(folder: Path) -> Iterator[Path]:
+    """Every run folder there, in alphabetical order; symbolic links are not followed."""
+    for place, inside, _ in os.walk(folder):
+        is_run = why_no_run(Path(place)) == ""
+        inside[:] = [name for name in sorted(inside) if not (is_run and name in FOLDERS)]
+        if is_run:
+            yield Path(place)
+
+
+def why_no_run(folder: Path) -> str:
+    """Why the folder is no run folder, "" when it is one."""
+    if folder.is_symlink():
+        return "is a symbolic link, which is not followed; give the folder itself"
+    if not folder.is_dir():
+        return "is no folder" if folder.exists() else "does not exist"
+    if not (folder / "study.toml").is_file() or not (folder / "trials").is_dir():
+        return "is no run folder: it has no study.toml with trials/ beside it"
+    return "has symbolic links where trials/ should be" if (folder / "trials").is_symlink() else ""
+
+
+def _row(run: Path) -> tuple[str, str, str, str]:
+    from dyno.analysis.records import results
+
+    at = f"{datetime.fromtimestamp((run / 'study.toml').stat().st_mtime):%Y-%m-%d %H:%M}"
+    try:
+        loaded = results.load(run)
+    except UserError as e:
+        return "", "none that can be read", at, str(e).partition(":")[2].strip()
+    models = dict.fromkeys(t.model for t in loaded)
+    counted = Counter("ok" if t.status == "ok" else "skipped" if t.status == "skipped" else "failed" for t in loaded)
+    trials = ", ".join(f"{counted[word]} {word}" for word in ("ok", "failed", "skipped") if counted[word])
+    return ", ".join(models), trials, at, _fastest(loaded)
+
+
+def _fastest(loaded: Results) -> str:
+    """What wins the run's first contest, as the verdict has it; nothing where no trial is good."""
+    from dyno.analysis.ranking import contests
+    from dyno.analysis.ranking.frontier import LATENCY
+    from dyno.analysis.tables import trial_table
+
+    for contest in contests.contests(trial_table.frame(loaded)):
+        ranked = contest.fastest
+        if len(ranked):
+            best = ranked.iloc[0]
+            return f"{contest.way(best)}, {best[LATENCY]:.3g} ms at batch {best['batch']}"
+    return ""
+
+
+def remove(run: options.RunFolder, trials: Trials = []) -> None:  # noqa: B006  (typer copies it)
+    """Remove a run folder, or trials inside; asks nothing, and touches nothing that Dyno did not write."""
+    from dyno.store import Run
+
+    if why := why_no_run(run):
+        within = [str(each) for each in runs_below(run)] if run.is_dir() and not run.is_symlink() else []
+        hint = f"; the run folders in it: {', '.join(within)}" if within else ""
+        raise UserError(f"{run} {why}{hint}")
+    with Run(run).locked():
+        if trials:
+            _remove_trials(run, trials)
+        else:
+            _remove_run(run)
+
+
+def _remove_trials(run: Path, wanted: list[str]) -> None:
+    places = [path for path in sorted((run / "trials").iterdir()) if path.is_dir() and not path.is_symlink()]
+    chosen = []
+    for id in wanted:
+        found = [path for path in places if path.name.startswith(id)] if id else []
+        if len(found) != 1:
+            known = ", ".join(path.name for path in (found or places)[:5]) + (", …" if len(found or places) > 5 else "")
+            raise UserError(f"{len(found) or 'no'} trials of {run} have an id that begins with {id!r}; it has {known}")
+        chosen.append(found[0])
+    for path in dict.fromkeys(chosen):
+        shutil.rmtree(path)
+        print(f"removed {path}")
+    print(f"the report is of before; `dyno report {run}` writes it anew")
+
+
+def _remove_run(run: Path) -> None:
+    for name in FOLDERS:
+        path = run / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+    for name in FILES:
+        path = run / name
+        if path.is_file() or path.is_symlink():
+            path.unlink()
+    left = sorted(path.name for path in run.iterdir())
+    if left:
+        print(f"removed what Dyno wrote into {run}; what is not Dyno's stays: {', '.join(left)}")
+        return
+    run.rmdir()
+    print(f"removed {run}")
+
+
+def open_report(run: options.RunFolder) -> None:
+    """Open a run's report in the browser; it is written first where there is none, or an older one."""
+    from dyno.analysis.records import results
+    from dyno.analysis.report import report as page
+
+    if why := why_no_run(run):
+        raise UserError(f"{run} {why}")
+    path = run / "report.html"
+    if not path.is_file() or path.stat().st_mtime < (run / "study.toml").stat().st_mtime:
+        try:
+            path = page.write([results.load(run)], run)
+        except ImportError as e:
+            raise UserError(f"no report: {e.name} is not installed; pip install 'inference-dyno[report]'") from e
+    print(path)
+    try:
+        webbrowser.open(path.resolve().as_uri())
+    except webbrowser.Error:  # there is no browser here: the path is what can be said
+        return

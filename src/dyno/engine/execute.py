@@ -1,0 +1,230 @@
+"""Run a study: for each model its files first, then each trial in several fresh processes, in shuffled rounds."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from dyno.analysis.records import gpu_remarks, timeline
+from dyno.engine import confirmation, precision_search, retry
+from dyno.engine.gpu_lock import launch_in_turn
+from dyno.engine.peak import find_peak
+from dyno.engine.run_folder import refuse_other, settle
+from dyno.jobs.progress import Progress
+from dyno.planning.checks import check_device
+from dyno.planning.plan import Planned, expand
+from dyno.store import CONFIRMATION, Cache, Run
+from dyno.study import Study
+from dyno.worker import registry, system
+from dyno.worker.record import TIMING, Record, replacing, write_record
+from dyno.worker.spec import Artifact, Job, Recipe, Trial
+
+MAKE_TIMEOUT_S = 3600.0
+OTHER_ROUTE = ("failed", "crashed", "timeout")  # how a route ends behind which another may lead on
+PRINTED, LONGEST_LOG = "printed", 100_000  # characters
+
+
+def execute(study: Study, folder: Path, progress: Progress, *, retry_failed: bool = False) -> None:
+    """Measure whatever the folder doesn't hold yet; of what is stored only failures whose reason may be gone are tried
+    again, or all of them with `retry_failed`."""
+    check_device(study)
+    refuse_other(study, folder)
+    planned = expand(study)
+    run = Run(folder)
+    with run.locked():
+        planned, said = settle(study, run, planned)
+        _refuse(run, planned)
+        _keep_truth(run, planned)
+        todo = [one.trial for one in planned if not one.refusal]
+        for line in (*said, *retry.clear(run, todo, retry_failed)):
+            progress.note(line)
+        files = Files(progress)
+        if study.peak:
+            with progress.running([]):
+                find_peak(study, run.folder / "peak", progress)
+        _rounds(run, todo, files, progress)
+        if study.searches:
+            todo += precision_search.search(study, folder, todo, lambda trials: _rounds(run, trials, files, progress))
+        if study.confirmations:
+            _confirm(run, confirmation.contenders(folder, todo), study.confirmations, files, progress)
+        for trial in todo:
+            shutil.rmtree(run.round_folder(trial, 0).parent / "compiler", ignore_errors=True)
+
+
+def _rounds(run: Run, trials: list[Trial], files: Files, progress: Progress) -> None:
+    """Every round of the trials that isn't stored yet, one model after the other.
+
+    Nothing compares two models, and whoever stops a long study early has some of them whole.
+    """
+    models: dict[str, list[Trial]] = {}
+    for trial in trials:
+        models.setdefault(trial.model.name, []).append(trial)
+    orders = [_order(own) for own in models.values()]
+    with progress.running([trial for order in orders for trial, _ in order]):
+        for own, order in zip(models.values(), orders, strict=True):
+            made = files.all(trial for trial in own if _left(run, trial))
+            for trial, number in order:
+                _round(run, trial, number, made.get(trial.id), progress)
+
+
+def _confirm(run: Run, trials: list[Trial], times: int, files: Files, progress: Progress) -> None:
+    """Measure the trials again, interleaved, beside the rounds that they were selected by."""
+    order = [(t, k) for t, k in _order([replace(t, plan=replace(t.plan, rounds=times)) for t in trials])
+             if run.record(t, k, CONFIRMATION) is None]  # fmt: skip
+    with progress.running([trial for trial, _ in order]):
+        for trial, number in order:
+            made = files.file(trial.recipe) if trial.recipe else None
+            if isinstance(made, Record):
+                run.store(trial, number, made, CONFIRMATION)
+                continue
+            folder = run.fresh(trial, number, CONFIRMATION)
+            progress.start(trial, number)
+            # Counted from 1: round 0 is the one that answers all images, and that is known of a confirmed trial.
+            job = Job("run", trial.runtime, trial, number + 1, artifact=made)
+            progress.done(trial, launch_in_turn(job, folder, trial.plan.timeout_s, progress))
+
+
+def _refuse(run: Run, planned: list[Planned]) -> None:
+    """Store a row for each trial that will not run."""
+    for one in planned:
+        if one.refusal:
+            stored = run.record(one.trial, 0)
+            if stored is None or (stored.stage == "plan" and stored.reason != one.refusal):
+                run.store(one.trial, 0, Record(one.status, "plan", one.refusal))
+
+
+def _keep_truth(run: Run, planned: list[Planned]) -> None:
+    """What is to be found in a detector's images travels with the run, so that its accuracy can be read anywhere."""
+    for data in {one.trial.data for one in planned if one.trial.data.folder}:
+        source, kept = Path(data.folder) / "truth.json", run.folder / "truth" / f"{data.sha256[:12]}.json"
+        if source.is_file() and not kept.exists():
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(kept) as f:
+                f.write(source.read_bytes())
+
+
+def _order(trials: list[Trial]) -> list[tuple[Trial, int]]:
+    """Every job of these trials: round by round, each round shuffled in its own way, the same on every machine."""
+    order = []
+    for number in range(max((trial.plan.rounds for trial in trials), default=0)):
+        jobs = [(trial, number) for trial in trials if number < trial.plan.rounds]
+        random.Random(number).shuffle(jobs)
+        order += jobs
+    return order
+
+
+def _stored(run: Run, trial: Trial, number: int) -> Record | None:
+    """What is known of that round: its own record, or the one of an earlier round that ended badly."""
+    known = [run.record(trial, k) for k in range(number + 1)]
+    return known[-1] or next((record for record in known if record is not None and record.status != "ok"), None)
+
+
+def _left(run: Run, trial: Trial) -> bool:
+    """Whether a round of the trial is still to be measured."""
+    return any(_stored(run, trial, number) is None for number in range(trial.plan.rounds))
+
+
+def _round(run: Run, trial: Trial, number: int, made: Artifact | Record | None, progress: Progress) -> None:
+    """One round of one trial, unless it is stored already or an earlier round showed that it can't run."""
+    if (stored := _stored(run, trial, number)) is not None:
+        progress.done(trial, stored, stored=True)
+        return
+    folder = run.fresh(trial, number)
+    if isinstance(made, Record):
+        record = replace(made, facts={})
+        run.store(trial, number, record)
+        if said := made.facts.get(PRINTED):
+            (folder / "stderr.log").write_text(said, encoding="utf-8")
+    else:
+        progress.start(trial, number)
+        job = Job("run", trial.runtime, trial, number, artifact=made)
+        record = launch_in_turn(job, folder, trial.plan.timeout_s, progress)
+    if record.status != "ok":
+        retry.note(folder, trial)
+    progress.done(trial, record)
+
+
+class Files:
+    """Makes the files that trials need, each once, or takes them from the cache."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+        self.cache = Cache()
+        self.made: dict[str, Artifact | Record] = {}
+
+    def all(self, trials: Iterable[Trial]) -> dict[str, Artifact | Record]:
+        """The file of each trial by the trial's id; a record that says why where it could not be made."""
+        return {trial.id: self.file(trial.recipe) for trial in trials if trial.recipe is not None}
+
+    def file(self, recipe: Recipe) -> Artifact | Record:
+        """The file this recipe makes, from the cache when everything that shaped it is the same."""
+        key = self.cache.key(recipe, lambda name: registry.find(name).requires)
+        if key not in self.made:
+            self.made[key] = self._make(recipe, key)
+        return self.made[key]
+
+    def _make(self, recipe: Recipe, key: str) -> Artifact | Record:
+        stored, wrong = self.cache.find(key)
+        if stored is not None:
+            return stored
+        made = self._by(recipe, key, wrong)
+        if isinstance(made, Artifact) or recipe.fallback is None:
+            return made
+        if made.status not in OTHER_ROUTE or made.facts.get("no_route"):
+            return made
+        other = self.file(recipe.fallback)
+        # What the last route says is left to do: it has the fixed batch that those before it may have asked for.
+        return other if isinstance(other, Record) else self._instead(other, made, key)
+
+    def _instead(self, other: Artifact, failed: Record, key: str) -> Artifact:
+        """Another route's file in place of the one that could not be made; kept, so that nobody tries that again."""
+        said = f"made by another route ({other.route or 'not folded'}), because the usual one "
+        said += f"ended as {failed.status} at {failed.stage}: {failed.reason}"
+        made_by = {**other.made_by, "warnings": [*other.made_by.get("warnings", ()), said]}
+        made = replace(other, made_by=made_by)
+        with self.cache.making(key) as folder:
+            write_record(folder, Record("ok", artifact=made))
+        return made
+
+    def _by(self, recipe: Recipe, key: str, wrong: str) -> Artifact | Record:
+        """The file by this recipe alone."""
+        parent = self.file(recipe.parent) if recipe.parent else None
+        if isinstance(parent, Record):
+            return parent
+        self.progress.making(recipe, wrong)
+        with self.cache.making(key) as folder:
+            # Nothing is timed meanwhile, so a file that nobody gave threads for takes every core.
+            runtime = replace(recipe.runtime, threads=max(recipe.runtime.threads, system.physical_cores()))
+            job = Job("make", runtime, recipe=recipe, artifact=parent)
+            timing = {TIMING: str(self.cache.timing)}
+            record = launch_in_turn(job, folder, MAKE_TIMEOUT_S, self.progress, timing)
+            _say_shared(folder, record)
+            said = {key: value for key, value in record.facts.items() if key == "no_route"}
+            if text := _printed(folder):  # its folder is gone after this
+                said[PRINTED] = text
+        if record.status != "ok":
+            return Record(record.status, record.stage, record.reason, system=record.system, facts=said)
+        made, wrong = self.cache.find(key)
+        return made or Record("failed", record.stage, wrong or "the file was made but is not in the cache")
+
+
+def _printed(folder: Path) -> str:
+    """The end of what a job that made a file printed as errors, to be kept where it failed."""
+    path = folder / "stderr.log"
+    return path.read_text(encoding="utf-8", errors="replace")[-LONGEST_LOG:] if path.is_file() else ""
+
+
+def _say_shared(folder: Path, record: Record) -> None:
+    """A builder that timed its kernels beside somebody else's work may have picked the wrong ones: a warning."""
+    trace = timeline.read(folder)
+    others = timeline.most_others(trace) if trace else 0
+    if record.artifact is None or not others:
+        return
+    made_by = record.artifact.made_by
+    said = f"{gpu_remarks.meanwhile(others)}: kernels were timed beside it and may not be the fastest"
+    warnings = dict.fromkeys((*made_by.get("warnings", ()), said))  # a parent's are among them
+    made_by = {**made_by, "warnings": list(warnings)}
+    write_record(folder, replace(record, artifact=replace(record.artifact, made_by=made_by)))

@@ -1,0 +1,37 @@
+"""One job at a time on a GPU, among all studies of a user."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+
+from dyno.jobs.launcher import launch
+from dyno.jobs.nvml import find_gpu
+from dyno.jobs.progress import Progress
+from dyno.store import cache_dir, lock
+from dyno.worker.record import Record
+from dyno.worker.spec import Job, Runtime
+
+
+def launch_in_turn(
+    job: Job, folder: Path, timeout_s: float, progress: Progress, extra: Mapping[str, str] | None = None
+) -> Record:
+    """`launch` for a job that times something: it waits until no other dyno has the GPU, and holds it.
+
+    Two studies side by side would slow each other down unevenly, and a builder that times its kernels beside a running
+    job may pick the wrong ones. `progress` is told for whom it waits; the wait doesn't count towards `timeout_s`.
+    """
+    uuid = _uuid(job.runtime)
+    with lock(cache_dir() / "gpus" / f"{uuid}.lock", progress.waiting) if uuid else nullcontext():
+        return launch(job, folder, timeout_s, progress.tick, extra)
+
+
+def _uuid(runtime: Runtime) -> str:
+    """The job's GPU, "" for a CPU and where NVML knows none."""
+    gpu = find_gpu(runtime.device, {**os.environ, **runtime.env})
+    if gpu is None:
+        return ""
+    gpu.close()
+    return gpu.uuid

@@ -1,0 +1,64 @@
+"""The device's peak as a job: measured once for a machine, driver, PyTorch and number of threads, then remembered."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dyno.engine.gpu_lock import launch_in_turn
+from dyno.jobs.progress import Progress
+from dyno.planning.interpreters import runtime_of
+from dyno.store import cache_dir, card, makers, versions
+from dyno.study import Choice, Study
+from dyno.worker import system
+from dyno.worker.record import Record, read_record
+from dyno.worker.spec import Job, Runtime, UserError
+
+TIMEOUT_S = 300.0
+
+
+def find_peak(study: Study, folder: Path, progress: Progress) -> Record:
+    """The peak's job folder, as the study's own: kept where it is good, else from the cache, else measured.
+
+    A measurement that other programs disturbed is the study's but is not remembered. What can't be measured here is a
+    record that says why.
+    """
+    if (stored := _good(folder)) is not None:
+        return stored
+    runtime = replace(runtime_of(study, Choice("pytorch")), threads=study.threads or system.physical_cores())
+    kept = cache_dir() / "peaks" / _key(runtime)
+    if _good(kept) is None:
+        progress.other(f"peak of {runtime.device}")
+        shutil.rmtree(folder, ignore_errors=True)
+        record = launch_in_turn(Job("peak", runtime), folder, TIMEOUT_S, progress)
+        if record.status == "ok" and not record.warnings:
+            shutil.copytree(folder, kept, dirs_exist_ok=True)
+        return record
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(kept, folder)
+    return read_record(folder) or Record("failed", "peak", "the peak could not be copied from the cache")
+
+
+def _good(folder: Path) -> Record | None:
+    try:
+        record = read_record(folder)
+    except UserError:  # damaged: measured again
+        return None
+    return record if record is not None and record.status == "ok" else None
+
+
+def _key(runtime: Runtime) -> str:
+    """Everything that decides what the peak is."""
+    machine = system.describe()
+    decides: dict[str, Any] = {
+        "cpu": [machine["cpu"], machine["cpu_flags"], machine["cores"]],
+        "device": [runtime.device, card(runtime.device) if runtime.device != "cpu" else ""],
+        "threads": runtime.threads,
+        "code": makers(),
+        "torch": versions(runtime, ("torch",)),
+    }
+    return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:24]

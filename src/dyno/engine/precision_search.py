@@ -1,0 +1,120 @@
+"""Where int8 or fp16 alone fails the budget: the fewest sensitive layers that must stay higher until it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dyno.planning.interpreters import placed
+from dyno.study import Study
+from dyno.worker import registry
+from dyno.worker.spec import Trial, UserError, digest
+
+KEEP = "keep"
+MOST = 10  # candidates for one way of running a model
+
+Measure = Callable[[list[Trial]], None]
+
+
+def search(study: Study, folder: Path, trials: list[Trial], measure: Measure) -> list[Trial]:
+    """Try mixed precisions for every trial that the budget rules out; returns the trials that were added.
+
+    Each candidate is a trial of the same run with the option `keep`. It is decided by the stored answers alone, so an
+    interrupted search goes the same way when it is run again.
+    """
+    from dyno.analysis.records import results
+    from dyno.analysis.tables import trial_table
+    from dyno.analysis.verdict import mixed_precision
+
+    if not (folder / "trials").is_dir():
+        return []
+    loaded = results.load(folder)
+    chosen = mixed_precision.failing(loaded, trial_table.frame(loaded))
+    added: list[Trial] = []
+    for trial in trials:
+        if trial.id in chosen and kept(study, trial, 1) is not None:
+            batches = [other for other in trials if _series(other) == _series(trial)]
+            added += _Search(study, folder, trial, batches, measure).run()
+    return added
+
+
+def kept(study: Study, trial: Trial, layers: int) -> Trial | None:
+    """The trial with that many layers kept higher; None where its backend or its file leaves nothing to keep."""
+    engine = registry.find(trial.backend)
+    if KEEP not in engine.options:
+        return None
+    candidate = replace(trial, options={**trial.options, KEEP: layers}, recipe=None)
+    try:
+        recipe = engine.recipe(candidate)
+    except UserError:
+        return None
+    same = recipe == engine.recipe(replace(trial, recipe=None))
+    return None if same else replace(candidate, recipe=placed(recipe, study))
+
+
+def _series(trial: Trial) -> str:
+    return digest(replace(trial, dims=replace(trial.dims, batch=0), recipe=None))
+
+
+@dataclass
+class _Search:
+    study: Study
+    folder: Path
+    plain: Trial
+    batches: list[Trial]
+    measure: Measure
+
+    def run(self) -> list[Trial]:
+        """The candidates that were measured, those within the budget in all rounds, the best one at all batches."""
+        self.tried: dict[int, bool] = {}
+        fewest = self._fewest()
+        held = [self._at(self.plain, layers) for layers, holds in self.tried.items() if holds]
+        if fewest is not None:
+            held += [self._at(other, fewest) for other in self.batches if other.id != self.plain.id]
+            self.measure(held)
+        failed = [self._at(self.plain, layers) for layers, holds in self.tried.items() if not holds]
+        return [*held, *(replace(t, plan=replace(t.plan, rounds=1)) for t in failed)]
+
+    def _fewest(self) -> int | None:
+        """Doubling until the budget holds, then halving down; None when half of the layers are not enough."""
+        if self._holds(1):
+            return 1
+        most = self._layers() // 2
+        low, high = 1, min(2, most)
+        while high > low and not self._holds(high):
+            low, high = high, min(2 * high, most)
+            if len(self.tried) >= MOST:
+                return None
+        if high <= low:
+            return None
+        while high - low > 1 and len(self.tried) < MOST:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._holds(middle) else (middle, high)
+        return high
+
+    def _holds(self, layers: int) -> bool:
+        """Whether the candidate is within the budget with confidence; one round answers all images."""
+        from dyno.analysis.metrics.accuracy import WITHIN
+        from dyno.analysis.records import results
+        from dyno.analysis.tables import trial_table
+
+        candidate = self._at(self.plain, layers)
+        self.measure([replace(candidate, plan=replace(candidate.plan, rounds=1))])
+        frame = trial_table.frame(results.load(self.folder))
+        row = frame[frame["trial"] == candidate.id]
+        self.tried[layers] = bool(((row["budget"] == WITHIN) & (row["status"] == "ok")).any())
+        return self.tried[layers]
+
+    def _layers(self) -> int:
+        """How many layers there are to keep; 0 where the first candidate could not be made."""
+        from dyno.analysis.records import results
+
+        found = next((t for t in results.load(self.folder) if t.id == self._at(self.plain, 1).id), None)
+        made = found.artifact.get("made_by") if found is not None else None
+        return int((made or {}).get("ranked") or 0)
+
+    def _at(self, trial: Trial, layers: int) -> Trial:
+        candidate = kept(self.study, trial, layers)
+        assert candidate is not None
+        return candidate

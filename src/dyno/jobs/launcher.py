@@ -1,0 +1,160 @@
+"""Start one job in its own process, watch it, end it when its time is over, and say how it ended."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dyno.jobs.telemetry import Telemetry
+from dyno.worker import system
+from dyno.worker.record import Record, read_record, write_json, write_record
+from dyno.worker.spec import Job, Runtime, UserError, from_json, to_json
+
+MAIN = Path(__file__).with_name("worker") / "main.py"
+POLL_S = 0.05
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+# Libraries that look for updates, hubs or telemetry hosts when imported or run.
+SILENCE = {
+    "YOLO_OFFLINE": "1",
+    "YOLO_AUTOINSTALL": "False",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "DO_NOT_TRACK": "1",
+    "ORT_DISABLE_TELEMETRY": "1",
+    "NO_ALBUMENTATIONS_UPDATE": "1",
+}
+
+Tick = Callable[[str, float], None]
+
+
+def environment(runtime: Runtime, base: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The job's environment: threads fixed alike for every BLAS and OpenMP, telemetry off, the runtime's own on top."""
+    env = dict(os.environ if base is None else base)
+    if runtime.python:
+        env = {key: value for key, value in env.items() if key not in system.PYTHON_VARIABLES}
+    env.update(SILENCE)
+    env.update({name: str(runtime.threads) for name in THREAD_VARIABLES})
+    env["PYTHONUNBUFFERED"] = "1"
+    env["PYTHONFAULTHANDLER"] = "1"
+    env.update(runtime.env)
+    return env
+
+
+def _own(folder: Path) -> dict[str, str]:
+    """A compiler cache that the rounds of one trial share: the first build of a study is cold, whatever ran before."""
+    return {"TORCHINDUCTOR_CACHE_DIR": str(folder.parent.resolve() / "compiler")}
+
+
+def launch(
+    job: Job, folder: Path, timeout_s: float, tick: Tick | None = None, extra: Mapping[str, str] | None = None
+) -> Record:
+    """Run the job in the folder and return its record; a crash, a hang or an out-of-memory kill is a record too.
+
+    `tick` is called about twenty times a second with the job's stage and its seconds so far; `extra` is added to the
+    job's environment.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    # What an earlier job left there must not pass for this one's.
+    for stale in ("record.json", "partial.json", "stage"):
+        (folder / stale).unlink(missing_ok=True)
+    write_json(folder / "job.json", to_json(job))
+    python = job.runtime.python or sys.executable
+    kills = _kernel_kills()
+    telemetry = Telemetry(job.runtime.device, environment(job.runtime))
+    with open(folder / "stdout.log", "wb") as out, open(folder / "stderr.log", "wb") as err:
+        try:
+            process = subprocess.Popen(
+                [python, str(MAIN), str(folder.resolve())],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env={**_own(folder), **environment(job.runtime), **(extra or {}), "DYNO_LAUNCHER": str(os.getpid())},
+                start_new_session=True,
+            )
+        except OSError as e:
+            raise UserError(f"the interpreter {python} can't be started ({e.strerror}); give another --python") from e
+        telemetry.watch(process.pid)
+        try:
+            timed_out = _watch(process, folder, timeout_s, tick)
+        finally:
+            _kill_group(process)
+            telemetry.stop(folder / "telemetry.npz")
+    record = read_record(folder)
+    if record is None and process.returncode == os.EX_CANTCREAT:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+    if record is None:
+        record = _ended_without(job, folder, process.returncode, timed_out, timeout_s, _kernel_kills() > kills)
+        write_record(folder, record)
+    return record
+
+
+def _watch(process: subprocess.Popen[bytes], folder: Path, timeout_s: float, tick: Tick | None) -> bool:
+    """Wait for the process; True when its time ran out first."""
+    begin = time.monotonic()
+    while True:
+        try:
+            process.wait(POLL_S)
+            return False
+        except subprocess.TimeoutExpired:
+            elapsed = time.monotonic() - begin
+            if tick is not None:
+                tick(read_stage(folder), elapsed)
+            if elapsed > timeout_s:
+                return True
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    # The group outlives its leader when a library left a child behind, so it is killed in every case.
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def read_stage(folder: Path) -> str:
+    """Where the job in the folder is, or was when it ended."""
+    try:
+        return (folder / "stage").read_text(encoding="utf-8")
+    except OSError:
+        return "start"
+
+
+def _ended_without(job: Job, folder: Path, code: int, timed_out: bool, timeout_s: float, oom_killed: bool) -> Record:
+    """A record for a job that left none: what it had measured until then, and how it ended."""
+    stage = read_stage(folder)
+    record = Record("crashed", trial=job.trial.id if job.trial else "", round=job.round)
+    if (folder / "partial.json").exists():
+        partial: dict[str, Any] = json.loads((folder / "partial.json").read_text(encoding="utf-8"))
+        record = from_json(Record, partial)
+    if timed_out:
+        status, reason = "timeout", f"no end after {timeout_s:g} s; killed"
+    elif oom_killed and code == -signal.SIGKILL:
+        status, reason = "oom", "killed by the kernel because memory ran out"
+    elif code < 0:
+        status, reason = "crashed", f"killed by {signal.Signals(-code).name}"
+    else:
+        status, reason = "crashed", f"exited with code {code} and left no record"
+    last = _last_line(folder / "stderr.log") if code > 0 else ""
+    return replace(record, status=status, stage=stage, reason=f"{reason}: {last}" if last else reason)
+
+
+def _last_line(path: Path) -> str:
+    lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return lines[-1][:300] if lines else ""
+
+
+def _kernel_kills() -> int:
+    """How many processes the kernel has killed for want of memory since it started."""
+    try:
+        text = Path("/proc/vmstat").read_text()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill ")), 0)

@@ -1,0 +1,108 @@
+"""What the machine did while a job ran, sampled from outside the job so that it survives the job."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from dyno.jobs import nvml
+from dyno.worker.record import save_arrays
+
+PERIOD_S, GPU_PERIOD_S = 0.25, 0.1
+COLUMNS = ("at", "rss", "cpu", "others", "frequency")
+PATIENCE_S = 5.0  # for a last look; a driver that hangs must not hold up the study
+
+
+class Telemetry:
+    """Samples a job's process tree, the whole machine and the job's GPU from `watch` until `stop`.
+
+    Columns: `at` (s since `epoch`, which is CLOCK_MONOTONIC's), `rss` (B, the tree's), `cpu` (processors the tree kept
+    busy), `others` (processors kept busy by everything else), `frequency` (MHz). A job on `cuda:N` adds
+    `gpu_telemetry.COLUMNS` and, from before the job began, `gpu_before_memory`, `gpu_before_util` and
+    `gpu_before_processes`. What the system doesn't tell is NaN.
+    """
+
+    def __init__(self, device: str = "cpu", environment: Mapping[str, str] | None = None) -> None:
+        """`environment` is the job's; made before the job is started, so that the GPU is seen without it."""
+        self._gpu = nvml.find_gpu(device, os.environ if environment is None else environment)
+        self._names = COLUMNS + (nvml.COLUMNS if self._gpu else ())
+        self._before = self._gpu.look(()) if self._gpu else ()
+        self._period = GPU_PERIOD_S if self._gpu else PERIOD_S
+        self._epoch = time.monotonic()
+        self._rows: list[tuple[float, ...]] = []
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def watch(self, pid: int) -> None:
+        """Begin to sample the process and its children."""
+        self._epoch = time.monotonic()
+        self._thread = threading.Thread(target=self._sample, args=(pid,), daemon=True)
+        self._thread.start()
+
+    def stop(self, path: Path) -> None:
+        """End the sampling and store the columns as an npz file."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join(PATIENCE_S)
+        columns = np.asarray(self._rows, np.float64).reshape(-1, len(self._names))
+        arrays = {name: columns[:, i] for i, name in enumerate(self._names)}
+        save_arrays(path, {**arrays, "epoch": np.float64(self._epoch), **self._known()})
+        if self._gpu and not (self._thread and self._thread.is_alive()):
+            self._gpu.close()
+
+    def _known(self) -> dict[str, np.ndarray]:
+        """What is known of the GPU once and for all, and what it did before the job."""
+        if self._gpu is None:
+            return {}
+        before = dict(zip(nvml.COLUMNS, self._before, strict=True))
+        found = {f"gpu_before_{name}": np.asarray(before[f"gpu_{name}"]) for name in ("memory", "util", "processes")}
+        return {**found, "gpu_name": np.asarray(self._gpu.name), "gpu_uuid": np.asarray(self._gpu.uuid)}
+
+    def _sample(self, pid: int) -> None:
+        before = self._epoch
+        busy, own = _busy_seconds(), _tree(pid)[1]
+        while not self._ended.wait(self._period):
+            now, busy_now = time.monotonic(), _busy_seconds()
+            rss, own_now, pids = _tree(pid)
+            span = now - before
+            cpu = max(0.0, own_now - own) / span
+            others = max(0.0, (busy_now - busy) / span - cpu)
+            gpu = self._gpu.look(pids) if self._gpu else ()
+            self._rows.append((now - self._epoch, rss, cpu, others, _frequency(), *gpu))
+            before, busy, own = now, busy_now, own_now
+
+
+def _busy_seconds() -> float:
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0))
+
+
+def _tree(pid: int) -> tuple[float, float, set[int]]:
+    """Resident bytes, processor seconds and ids of the process and its children; nothing once it is gone."""
+    rss = cpu = 0.0
+    pids: set[int] = set()
+    try:
+        root = psutil.Process(pid)
+        for process in [root, *root.children(recursive=True)]:
+            with process.oneshot():
+                rss += process.memory_info().rss
+                used = process.cpu_times()
+                cpu += used.user + used.system
+            pids.add(process.pid)
+    except psutil.Error:
+        pass  # it ended between two looks: what was summed so far is all there is to know
+    return rss, cpu, pids
+
+
+def _frequency() -> float:
+    try:
+        found = psutil.cpu_freq()
+    except (OSError, NotImplementedError):
+        return float("nan")
+    return float(found.current) if found else float("nan")

@@ -1,0 +1,60 @@
+"""One model by itself, as `dyno time`, `dyno eval` and `dyno agree` measure it: how, and where it is kept."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dyno.study import Study, model_name
+from dyno.worker.spec import ENGINE_FILES, MODEL_FILES, UserError
+
+T = TypeVar("T")
+
+
+def study_of(model: str, defaults: Mapping[str, Any], asked: Mapping[str, Any]) -> Study:
+    """One round of the model under the backend its kind of file is for; `asked` goes before a command's `defaults`."""
+    backend, device = usual(model)
+    fields = {"backends": (backend,), "device": device, "rounds": 1, **defaults}
+    if Path(model).suffix in MODEL_FILES:  # a file may take one batch only, and knows which
+        fields.pop("batches", None)
+    return Study(models=(model,), **{**fields, **asked})
+
+
+def usual(model: str) -> tuple[str, str]:
+    """The backend and the device that a model is timed on when nobody says: by the kind of file it is."""
+    from dyno.planning.model_info import engine_backend
+
+    path = Path(model)
+    if path.suffix in ENGINE_FILES and path.is_file():
+        return engine_backend(path), "cuda:0"
+    return {".onnx": "onnxruntime", ".xml": "openvino"}.get(path.suffix, "pytorch"), "cpu"
+
+
+def new_folder(command: str, models: Sequence[str]) -> Path:
+    """A folder of its own for a command that always measures anew."""
+    name = "-".join(map(model_name, models))[:60]
+    return Path("runs") / command / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def each_of(models: Sequence[str], measure: Callable[[int, str], T], needed: int = 0) -> list[T]:
+    """What the function has for each model; one that can't be measured is a line and hides no other one's result.
+
+    Raises the `UserError` of the first `needed` ones, and the first one's when none can be measured.
+    """
+    done: list[T] = []
+    wrong: list[UserError] = []
+    for number, model in enumerate(models):
+        try:
+            done.append(measure(number, model))
+        except UserError as e:
+            if number < needed:
+                raise
+            wrong.append(e)
+    if not done:
+        raise wrong[0]
+    for error in wrong:
+        print(f"dyno: {error}", file=sys.stderr)
+    return done

@@ -1,0 +1,234 @@
+"""What a model is: its source, weights and code by their hashes, and what a process of its own finds out about it."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dyno.jobs.launcher import launch
+from dyno.planning.interpreters import missing, runtime_of
+from dyno.sources import input_options
+from dyno.sources.model_files import stored_source
+from dyno.store import cache_dir, code_file, makers, sha256_of, versions
+from dyno.study import Choice, Study, model_name, parse_size
+from dyno.worker import registry, system
+from dyno.worker.extras import install
+from dyno.worker.nets.local_code import sha256_with_imports
+from dyno.worker.record import Record, read_record
+from dyno.worker.spec import (
+    ENGINE_FILES,
+    MODEL_FILES,
+    SAVED,
+    Dims,
+    InputSpec,
+    Job,
+    ModelSpec,
+    Preprocess,
+    Runtime,
+    Trial,
+    UserError,
+    digest,
+    from_json,
+)
+
+CHECKPOINTS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")  # weights, which alone are no model
+LIBRARIES = "site-packages"  # what lies there is known by its version
+LOOK_LIBRARIES = ("torch", "torchvision", "timm", "ultralytics", "onnx", "openvino")
+
+
+class Died(UserError):
+    """The process that looked at a model came to its end: no word of its own, but a crash, no memory or no time."""
+
+    def __init__(self, name: str, record: Record) -> None:
+        self.status, self.reason = record.status, f"looking at the model: {record.reason}"
+        super().__init__(f"{name}: {record.reason}, when it was looked at")
+
+
+def model_spec(study: Study, source: str) -> ModelSpec:
+    """The model as the user named it, with the hashes of every file that decides what it is."""
+    source = stored_source(source)
+    common: dict[str, Any] = {
+        "name": model_name(source),
+        "pretrained": study.pretrained,
+        "seed": study.seed,
+        "classes": study.classes,
+        "channels": study.channels,
+        "preprocess": normalised(Preprocess(), study, study.channels),
+    }
+    if study.weights:
+        path = _existing(study.weights, "weights file")
+        common |= {"weights": str(path.resolve()), "weights_sha256": sha256_of(path)}
+        if study.pretrained:
+            raise UserError("--weights and --pretrained are two different sets of weights; give one of them")
+    if source.endswith(MODEL_FILES):
+        path = _existing(source, "model file")
+        return ModelSpec(source=f"file:{path.resolve()}", source_sha256=sha256_of(path), **common)
+    if source.endswith(SAVED) or source.startswith("saved:"):
+        path = _existing(source.removeprefix("saved:"), "saved module")
+        # Dyno's own lie in folders that are named after their content, whatever PyTorch's writer makes of it.
+        own = path.resolve().parent.parent == (cache_dir() / "modules").resolve()
+        sha256 = path.resolve().parent.name if own else sha256_of(path)
+        return ModelSpec(source=f"saved:{path.resolve()}", source_sha256=sha256, **common)
+    if ":" not in source:
+        raise UserError(_no_model(source))
+    return ModelSpec(source=_absolute(source), source_sha256=_source_sha256(source), **common)
+
+
+def _no_model(source: str) -> str:
+    """What is wrong with a name that doesn't say where the model comes from."""
+    if Path(source, "study.toml").is_file():
+        return f"{source} is a run folder; to go on with it: dyno run {Path(source, 'study.toml')}"
+    if Path(source).is_dir():
+        return f"{source} is a folder; give a model's file, or FILE.py:FUNCTION"
+    if source.endswith((".yaml", ".yml")):
+        return f"model {source!r} doesn't say where it comes from; write ultralytics:{source}"
+    if source.endswith(".ort"):
+        return (
+            f"{source} is in ONNX Runtime's own format, which nothing else reads; give the .onnx file it was made from"
+        )
+    if "/" in source or Path(source).is_file() or Path(source).suffix in CHECKPOINTS:
+        return (
+            f"{source} is no model file ({', '.join(MODEL_FILES)}); weights go with their network "
+            f"(torchvision:resnet50 --weights {source}), and a function is FILE.py:FUNCTION"
+        )
+    return f"model {source!r} doesn't say where it comes from; write torchvision:{source} or timm:{source}"
+
+
+def normalised(preprocess: Preprocess, study: Study, channels: int) -> Preprocess:
+    """The study's own mean and std; one that does not fit the channels becomes 0.5, so that pixels lie in -1..1."""
+    if study.mean:
+        return replace(preprocess, mean=study.mean, std=study.std)
+    if len(preprocess.mean) == channels:
+        return preprocess
+    return replace(preprocess, mean=(0.5,) * channels, std=(0.5,) * channels)
+
+
+def _existing(text: str, what: str) -> Path:
+    path = Path(text)
+    if not path.is_file():
+        raise UserError(f"there is no {what} {text}")
+    return path
+
+
+def _absolute(source: str) -> str:
+    path, _, function = source.rpartition(":")
+    if path == "ultralytics":  # a name of the library's, or the user's own file
+        return f"{path}:{Path(function).resolve()}" if Path(function).is_file() else source
+    return f"{_existing(path, 'Python file').resolve()}:{function}" if path.endswith(".py") else source
+
+
+def _source_sha256(source: str) -> str:
+    """Hash of the code of a `MODULE:FUNCTION` or `FILE.py:FUNCTION` source; libraries are known by their version."""
+    place, _, name = source.rpartition(":")
+    if place == "ultralytics":
+        return sha256_of(Path(name)) if Path(name).is_file() else ""
+    if place.endswith(".py"):
+        return sha256_with_imports(Path(place))
+    # Looking for a module inside a package runs the package, and a user's may be heavy.
+    file = code_file(place) if "." not in place or place.startswith("dyno.") else None
+    if file is None:
+        return ""
+    return sha256_of(file) if LIBRARIES in file.parts else sha256_with_imports(file)
+
+
+def look(model: ModelSpec, study: Study) -> tuple[ModelSpec, dict[str, Any]]:
+    """Build the model once in a process of its own: does it exist, do its weights fit, does it take these sizes?
+
+    Returns the model with its own preprocessing, and what was found: `size` [h, w], `batch` (0: any). Cached.
+    """
+    if model.source.startswith("fake:"):
+        return model, {"size": [8, 8], "batch": 0}
+    options = {
+        "sizes": [list(parse_size(size)) for size in study.sizes],
+        "asked": input_options.asked(study.inputs, study.shapes),
+        "task": study.task,
+    }
+    reader = engine_backend(Path(model.file)) if model.file.endswith(ENGINE_FILES) else ""
+    where = _looking(model, reader, study)
+    libraries = registry.find(reader).requires if reader else LOOK_LIBRARIES
+    key = digest([model, options, where, makers(), versions(where, libraries)])[:24]
+    folder = cache_dir() / "looks" / key
+    record = read_record(folder)
+    if record is None or record.status != "ok":
+        with tempfile.TemporaryDirectory() as scratch:
+            trial = Trial(model, reader, "fp32", Dims(1, 0, 0), runtime=where)
+            record = launch(Job("look", where, trial, options=options), Path(scratch) / "look", study.timeout)
+            if record.status in ("failed", "skipped"):
+                raise UserError(f"{model.name}: {record.reason}")
+            if record.status != "ok":
+                raise Died(model.name, record)
+            _keep(Path(scratch) / "look", folder)
+    found = record.facts
+    channels = found.get("channels", study.channels)
+    preprocess = normalised(from_json(Preprocess, found["preprocess"]), study, channels)
+    task, points = found.get("task", "classify"), tuple(found.get("keypoints", ()))
+    described = tuple(from_json(InputSpec, each) for each in found.get("inputs", ()))
+    model = replace(model, task=task, classes=found.get("classes", model.classes), keypoints=points, inputs=described)
+    return replace(model, preprocess=preprocess, channels=channels, precision=found.get("precision", "")), found
+
+
+def _looking(model: ModelSpec, name: str, study: Study) -> Runtime:
+    """Where a model is looked at: here, but for an engine, which only the backend of that name on its GPU can read."""
+    threads = study.threads or system.physical_cores()
+    if not name:
+        return Runtime(threads=threads)
+    named = next((choice for choice in map(Choice.parse, study.backends) if choice.name == name), Choice(name))
+    if lacks := missing(name, runtime := replace(runtime_of(study, named), threads=threads)):
+        raise UserError(f"{model.name} is an engine of {name}: {lacks} is not installed; {install(lacks)}, or --python")
+    if runtime.device == "cpu":
+        raise UserError(f"{model.name} is an engine for a GPU; say which with --device cuda:0")
+    return runtime
+
+
+def engine_backend(path: Path) -> str:
+    """The backend whose engine the file is, by its first bytes; TensorRT's where they say nothing."""
+    with open(path, "rb") as f:
+        return "tensorrt_rtx" if f.read(4) == b"vtrt" else "tensorrt"
+
+
+def _keep(made: Path, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "record.json").write_bytes((made / "record.json").read_bytes())
+
+
+def sizes(study: Study, found: dict[str, Any]) -> list[tuple[int, int]]:
+    """Heights and widths that the study asks for, or the model's own; one that its file can't take is a `UserError`."""
+    fixed = tuple(found["size"]) if found.get("fixed_size") else None
+    asked = [parse_size(size) for size in study.sizes]
+    wrong = [size for size in asked if fixed and size != fixed]
+    if wrong and fixed:
+        raise UserError(
+            f"the file's image size is fixed at {fixed[0]}x{fixed[1]}; {wrong[0][0]}x{wrong[0][1]} needs another export"
+        )
+    return asked or [(int(found["size"][0]), int(found["size"][1]))]
+
+
+def batches(study: Study, found: dict[str, Any]) -> tuple[int, ...]:
+    low, best, high = found.get("batches", (1, 1, math.inf))
+    outside = [batch for batch in study.batches if not low <= batch <= high]
+    if outside:
+        raise UserError(
+            f"batch {outside[0]} is outside the engine's profile, {low} to {high}; build it with a wider one"
+        )
+    fixed = int(found.get("batch", 0))
+    wrong = [batch for batch in study.batches if fixed and batch != fixed]
+    if wrong:
+        if "usual_batch" in found:
+            raise UserError(f"the model takes its example inputs' batch, {fixed}, and not {wrong[0]}; omit the batch")
+        raise UserError(f"the file's batch is fixed at {fixed}, not {wrong[0]}; export it again with --batch dynamic")
+    return study.batches or (fixed or found.get("usual_batch", best),)
+
+
+def file_shapes(study: Study, model: ModelSpec, batch: int) -> dict[str, tuple[int, ...]]:
+    """The shapes that the user gave a file's inputs, at this batch; a module's are in its description."""
+    if not model.file:
+        return {}
+    words = input_options.asked(study.inputs, study.shapes)
+    return {
+        name: tuple(batch if isinstance(axis, str) else axis for axis in word["shape"])
+        for name, word in words.items()
+        if "shape" in word
+    }

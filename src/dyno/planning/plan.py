@@ -1,0 +1,180 @@
+"""A study becomes trials: models looked at, images decoded, every combination listed, refusals given a reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from dyno.datasets import meta
+from dyno.planning.checks import check_threads
+from dyno.planning.images import prepared
+from dyno.planning.interpreters import installed, missing, placed, runtime_of
+from dyno.planning.model_info import Died, batches, engine_backend, file_shapes, look, model_spec, sizes
+from dyno.planning.routes import routed
+from dyno.study import Choice, Study, model_name, parse_size, runtimes
+from dyno.worker import registry, system
+from dyno.worker.extras import install
+from dyno.worker.spec import (
+    ENGINE_FILES,
+    DataSpec,
+    Dims,
+    ModelSpec,
+    Trial,
+    UserError,
+    check_known,
+)
+
+STEPS = ("modelopt",)  # what a file is made with on its way may have an interpreter too
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A trial, and why it will not be run ("" when it will)."""
+
+    trial: Trial
+    refusal: str = ""
+    status: str = "skipped"  # of a trial that will not run
+    seen: dict[str, Any] = field(default_factory=dict)  # what the look at the model counted: flops, parameters
+    unseen: bool = False  # of a model that could not be looked at
+
+
+def expand(study: Study) -> list[Planned]:
+    """Every trial of the study in a fixed order; input that can't be used is a `UserError` before anything runs."""
+    check_threads(study)
+    choices = [Choice.parse(text) for text in study.backends] or [Choice(name) for name in installed(study.device)]
+    names = {*registry.names(), *(choice.name for choice in choices)}
+    if study.device.partition(":")[0] not in {kind for name in names for kind in registry.find(name).devices}:
+        raise UserError(f"unknown device {study.device!r}; write cpu, or cuda:0 for the first GPU")
+    if not choices:
+        usual = install("torch", "onnx", "openvino")
+        raise UserError(f"no backend that is installed here runs on {study.device}; {usual}, or see `dyno doctor`")
+    for choice in choices:
+        registry.find(choice.name).check_options(choice.options)
+        runtimes(study, choice)
+    for name in study.runtime:
+        users = {n for choice in choices for n in (choice.runtime, choice.name) if n}
+        check_known("backend of a runtime", name, {*users, *STEPS, *registry.names()})
+    planned, failed = [], []
+    for source in study.models:
+        try:
+            planned += _of_model(study, source, choices)
+        except UserError as e:
+            failed.append(e)
+            if len(failed) == len(study.models):
+                raise failed[0] from e
+            planned += _of_none(study, source, choices, e)
+    if study.reference:
+        _check_reference(study.reference, planned)
+    found: dict[str, Planned] = {}
+    for one in planned:
+        found.setdefault(one.trial.id, one)
+    return list(found.values())
+
+
+def _of_model(study: Study, source: str, choices: list[Choice]) -> list[Planned]:
+    """The trials of one model, which is looked at and whose images are decoded."""
+    model, found = look(_named(study, source, model_spec(study, source)), study)
+    try:
+        pairs, counts = sizes(study, found), batches(study, found)
+    except UserError as e:
+        raise UserError(f"{model.name}: {e}") from e
+    planned = []
+    for height, width in pairs:
+        data = prepared(study, model, (height, width), found.get("outputs", 0))
+        _check_budget(study, model, data, found.get("outputs", 0))
+        for batch in counts:
+            dims = Dims(batch, height, width, file_shapes(study, model, batch))
+            seen = _seen(found, dims, model)
+            planned += [
+                replace(_checked(study, _trial(study, choice, model, precision, dims, data)), seen=seen)
+                for choice, precision in _ways(study, choices, model)
+            ]
+    return planned
+
+
+def _of_none(study: Study, source: str, choices: list[Choice], error: UserError) -> list[Planned]:
+    """Rows for a model that can't be looked at: the other models of the study are measured all the same."""
+    try:
+        model = _named(study, source, model_spec(study, source))
+    except UserError:  # there is no such file
+        model = _named(study, source, ModelSpec(model_name(source), source, channels=study.channels))
+    status, reason = (error.status, error.reason) if isinstance(error, Died) else ("failed", str(error))
+    reason = reason.removeprefix(f"{model.name}: ")
+    pairs = [parse_size(size) for size in study.sizes] or [(0, 0)]
+    rows = []
+    for pair in pairs:
+        for batch in study.batches or (1,):
+            for choice, precision in _ways(study, choices, model):
+                trial = _trial(study, choice, model, precision, Dims(batch, *pair), DataSpec())
+                rows.append(Planned(trial, reason, status, unseen=True))
+    return rows
+
+
+def _named(study: Study, source: str, model: ModelSpec) -> ModelSpec:
+    """Two models of one name would share a table and a reference: they go by their whole source."""
+    return replace(model, name=source) if [*map(model_name, study.models)].count(model.name) > 1 else model
+
+
+def _ways(study: Study, choices: list[Choice], model: ModelSpec) -> list[tuple[Choice, str]]:
+    """Every backend in every precision that is asked of it."""
+    usual = study.precisions or (model.precision or "fp32",)
+    fitting = choices if study.backends else [choice for choice in choices if _reads(choice.name, model)] or choices
+    by_route = routed(fitting, study.routes, file=bool(model.file))
+    return [(choice, precision) for choice in by_route for precision in choice.precisions or usual]
+
+
+def _reads(name: str, model: ModelSpec) -> bool:
+    """Whether the backend can run the model at all; one that says nothing of files may."""
+    if model.file.endswith(ENGINE_FILES):
+        return name == engine_backend(Path(model.file))
+    files = registry.find(name).files
+    return not model.file or files is None or model.file.endswith(files)
+
+
+def _check_reference(wanted: str, planned: list[Planned]) -> None:
+    """Refuse a reference that no trial can be, before anything is measured; see `analysis.references.references`."""
+    name, _, precision = wanted.replace("/", ":").replace(" ", ":").partition(":")
+    for t in (one.trial for one in planned):
+        if name in (t.backend, t.variant) and precision in ("", t.precision):
+            return
+        if len(wanted) >= 4 and t.id.startswith(wanted):
+            return
+    ways = sorted({f"{one.trial.backend}/{one.trial.precision}" for one in planned})
+    raise UserError(f"no trial fits the reference {wanted!r}; there are {', '.join(ways)}")
+
+
+def _check_budget(study: Study, model: ModelSpec, data: DataSpec, outputs: int) -> None:
+    """Refuse a budget that nothing here could be held against: everything would seem to be within it."""
+    fitting = ("top1", "top5") if model.task == "classify" else ("mAP",)
+    for metric in study.budget:
+        if metric not in fitting:
+            raise UserError(f"{model.name} is for {model.task}, which {metric} says nothing of; {fitting[0]} does")
+        if metric == "top5" and 0 < outputs < 5:
+            raise UserError(f"top5 says nothing of {outputs} classes; give a budget of top1")
+    if study.budget and not meta(data)["classes"]:
+        raise UserError(f"a budget needs labels, and {study.data} has none; put the images into a folder per class")
+
+
+def _seen(found: dict[str, Any], dims: Dims, model: ModelSpec) -> dict[str, Any]:
+    """Operations of one image at that size, and parameters, where the look could count them; what a file's ends are."""
+    counts = {"flops": found.get("flops", {}).get(dims.size, 0), "parameters": found.get("parameters", 0)}
+    ends = {"file": Path(model.file).name, "signature": found["signature"]} if "signature" in found else {}
+    return {**{name: int(count) for name, count in counts.items() if count}, **ends}
+
+
+def _trial(study: Study, choice: Choice, model: ModelSpec, precision: str, dims: Dims, data: DataSpec) -> Trial:
+    runtime = replace(runtime_of(study, choice), threads=study.threads or system.physical_cores())
+    plan = replace(study.plan, rounds=choice.rounds or study.rounds)
+    return Trial(model, choice.name, precision, dims, choice.options, None, data, runtime, plan)
+
+
+def _checked(study: Study, trial: Trial) -> Planned:
+    """The trial with the recipe of its file, or why it will not be run."""
+    engine, python = registry.find(trial.backend), trial.runtime.python
+    if lacks := missing(trial.backend, trial.runtime):
+        return Planned(trial, f"{lacks} is not installed in {python}; pip install {lacks}" if python else
+                       f"{lacks} is not installed in this Python; {install(lacks)}")  # fmt: skip
+    if refusal := engine.refuse(trial):
+        return Planned(trial, refusal)
+    return Planned(replace(trial, recipe=placed(engine.recipe(trial), study)))

@@ -1,0 +1,264 @@
+"""Train a classifier on one's own images, evaluate it, and measure the trained weights as engines if asked."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import typing
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dyno.api.runnable import run
+from dyno.jobs.launcher import launch
+from dyno.planning.checks import check_device, check_threads
+from dyno.planning.model_info import look, model_spec, sizes
+from dyno.store import Run, sha256_of
+from dyno.study import Choice, Study, check_types, model_name
+from dyno.training import split
+from dyno.training.display import CURVES, Row, TrainingView, chart, history
+from dyno.worker import registry, system
+from dyno.worker.record import Record, read_record, write_json
+from dyno.worker.spec import MODEL_FILES, DataSpec, Dims, Job, ModelSpec, Runtime, Trial, UserError, to_json
+from dyno.worker.training.options import TrainOptions, options
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from dyno.api.result import Result
+
+LIBRARIES = ("torchvision:", "timm:")
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """A finished training: where it lies, its best weights, their top-1 and top-5 on the test images (percent), the
+    epoch they are of, a row per epoch, and what was measured of them as engines, where that was asked for."""
+
+    folder: Path
+    weights: Path
+    top1: float
+    top5: float
+    best_epoch: int
+    history: tuple[Row, ...]
+    engines: Result | None = None
+
+    def to_pandas(self) -> pd.DataFrame:
+        """The history as a table."""
+        import pandas as pd
+
+        return pd.DataFrame(list(self.history))
+
+
+@dataclass(frozen=True)
+class Training:
+    """All that a training is of: the study of the untrained model on the data, the model, size, images, settings."""
+
+    study: Study
+    model: ModelSpec
+    size: tuple[int, int]
+    training: DataSpec
+    test: DataSpec
+    options: TrainOptions
+    classes: list[str]
+
+    def job(self) -> Job:
+        """The job that does it."""
+        runtime = Runtime(device=self.options.device, threads=self.study.threads or system.physical_cores())
+        trial = Trial(self.model, "", "fp32", Dims(self.options.batch, *self.size), data=self.test, runtime=runtime)
+        return Job(
+            "train", runtime, trial, options={"settings": asdict(self.options), "training": asdict(self.training)}
+        )
+
+
+def train(
+    data: str | Path,
+    *,
+    model: str,
+    size: str | int = "",
+    out: str | Path | None = None,
+    holdout: float | None = None,
+    weights: str | Path = "",
+    pretrained: bool = False,
+    channels: int = 3,
+    mean: Sequence[float] = (),
+    std: Sequence[float] = (),
+    unreadable: str = "refuse",
+    threads: int = 0,
+    then: Sequence[str] = (),
+    runtime: dict[str, dict[str, Any]] | None = None,
+    resume: bool = False,
+    quiet: bool = False,
+    **settings: Any,
+) -> TrainingResult:
+    """Train `model` (a source as of `Study`) on a folder of class folders, or `digits`, and evaluate the best weights.
+
+    `settings` are the fields of `TrainOptions`: epochs, batch, optimizer, lr… Everything lies in `out` (default
+    `runs/train-NAME`); a training that was stopped goes on from its last finished epoch when it is started again, and
+    `resume` insists that there is one. `holdout` is the share of a folder without test/ that is tested on. `then` names
+    backends that the trained weights are measured under beside PyTorch. Raises `UserError`.
+    """
+    kinds = {**typing.get_type_hints(train), **typing.get_type_hints(TrainOptions)}
+    check_types({**settings, "data": data, "out": out, "holdout": holdout, "weights": weights}, kinds)
+    chosen = options(settings)
+    given: dict[str, Any] = {"mean": mean, "std": std, "backends": then or "pytorch"}  # which may be one alone
+    study = Study(
+        models=(model,), sizes=(str(size),) if size else (), weights=str(weights), pretrained=pretrained,
+        channels=channels, seed=chosen.seed, data=str(data), unreadable=unreadable, device=chosen.device,
+        threads=threads, runtime=runtime or {}, **given,
+    )  # fmt: skip
+    for choice in map(Choice.parse, study.backends):
+        registry.find(choice.name)
+    check_threads(study)
+    check_device(study)
+    folder = Path(out) if out else Path("runs") / f"train-{model_name(model)}"
+    if resume and not (folder / "state.pt").is_file():
+        raise UserError(f"there is no training to go on with in {folder}; leave --resume out to begin one")
+    view = TrainingView(folder, chosen.epochs, quiet=quiet)
+    with Run(folder).locked():
+        plan = _planned(study, chosen, holdout, folder, view)
+        record = _run(plan, folder, view)
+    result = _result(record, folder)
+    _tell(plan, record, result, view)
+    return replace(result, engines=_engines(plan, result, quiet)) if then else result
+
+
+def _planned(study: Study, chosen: TrainOptions, holdout: float | None, folder: Path, view: TrainingView) -> Training:
+    """Look at the model, find and decode the images: all that can be wrong before a training begins."""
+    source = study.models[0]
+    if source.endswith(MODEL_FILES):
+        raise UserError(f"{source} can't be trained; give the PyTorch model it was exported from")
+    study = replace(study, data=split.source(study.data, holdout, folder, chosen.seed))
+    asked = model_spec(study, source)
+    bare = replace(asked, weights="", weights_sha256="", pretrained=False)
+    seen, found = look(bare, study)
+    size = sizes(study, found)[0]
+    model = replace(asked, preprocess=seen.preprocess)
+    training, test = split.decoded(study, model, size, chosen, view.console)
+    names = split.classes(training)
+    return Training(study, replace(model, classes=len(names)), size, training, test, chosen, names)
+
+
+def _run(plan: Training, folder: Path, view: TrainingView) -> Record:
+    """Do the job, and keep what became of it beside the weights."""
+    names = ", ".join(plan.classes[:5]) + (", …" if len(plan.classes) > 5 else "")
+    opening = (
+        f"training {plan.model.name} at {plan.size[0]}x{plan.size[1]} on {_count(plan.training)} images of "
+        f"{len(plan.classes)} classes ({names}), testing on {_count(plan.test)}"
+    )
+    job = plan.job()
+    if stored := _finished(job, folder):
+        view.say(f"{opening}: trained already")
+        return stored
+    begun = datetime.now(UTC).isoformat(timespec="seconds")
+    _describe(plan, folder, {"status": "running", "started": begun})
+    with view.running(opening):
+        record = launch(job, folder, math.inf, view.tick)
+    if rows := history(folder):
+        chart(rows, folder / CURVES)
+    about = {"status": record.status, "reason": record.reason, "started": begun}
+    _describe(plan, folder, {**about, "result": record.facts, "system": record.system})
+    if record.status != "ok":
+        raise UserError(_why(record, plan, len(rows)))
+    return record
+
+
+def _finished(job: Job, folder: Path) -> Record | None:
+    """The record of the very same training, when its weights are still there."""
+    try:
+        same = json.loads((folder / "job.json").read_text(encoding="utf-8")) == json.loads(json.dumps(to_json(job)))
+    except (OSError, ValueError):
+        return None
+    record = read_record(folder) if same else None
+    if record is None or record.status != "ok" or sha256_of(folder / record.facts["weights"]) != record.facts["sha256"]:
+        return None
+    return record
+
+
+def _count(data: DataSpec) -> int:
+    from dyno.datasets import meta
+
+    return int(meta(data)["splits"][data.split])
+
+
+def _describe(plan: Training, folder: Path, about: dict[str, Any]) -> None:
+    """training.json: settings, model, data and what became of it."""
+    data = {
+        "source": plan.study.data,
+        "classes": plan.classes,
+        "training": {"sha256": plan.training.sha256, "images": _count(plan.training)},
+        "test": {"sha256": plan.test.sha256, "images": _count(plan.test)},
+    }
+    settings = {**plan.options.settings(), "workers": plan.options.workers}
+    write_json(
+        folder / "training.json",
+        {**about, "model": to_json(plan.model), "size": list(plan.size), "settings": settings, "data": data},
+    )
+
+
+def _why(record: Record, plan: Training, done: int) -> str:
+    """How the job ended, in one line."""
+    if record.status == "oom":
+        size = "x".join(map(str, plan.size))
+        return (
+            f"memory ran out at batch {plan.options.batch} and {size} pixels ({record.reason}); give a smaller --batch"
+        )
+    if record.status in ("failed", "skipped"):
+        return record.reason
+    return f"the training {record.status} after {done} epochs ({record.reason}); the same command goes on from there"
+
+
+def _result(record: Record, folder: Path) -> TrainingResult:
+    facts = record.facts
+    best = int(facts["best_epoch"])
+    return TrainingResult(folder, folder / facts["weights"], facts["top1"], facts["top5"], best, history(folder))
+
+
+def _tell(plan: Training, record: Record, result: TrainingResult, view: TrainingView) -> None:
+    """The best weights' accuracy with its interval, and what to do with them."""
+    from dyno.analysis.formatting import show
+    from dyno.analysis.stats import wilson
+
+    facts = record.facts
+    for note in facts["notes"]:
+        view.say(f"note: {note}")
+    share = wilson(facts["hits"], facts["count"])
+    five = f"top-5 {result.top5:.2f} %, " if len(plan.classes) > 5 else ""
+    view.say(
+        f"{result.weights}: epoch {result.best_epoch}, top-1 {result.top1:.2f} % [{100 * share.low:.2f}, "
+        f"{100 * share.high:.2f}] on {facts['count']} images in PyTorch fp32, {five}"
+        f"trained in {show(facts['seconds'], 'duration')}"
+    )
+    for command in ("eval", "run"):
+        view.say(f"next: {next_command(command, plan, result.weights)}")
+
+
+def next_command(command: str, plan: Training, weights: Path) -> str:
+    """A command line that measures the trained weights on the test images."""
+    study, model = plan.study, plan.model
+    words = ["dyno", command, study.models[0], "--weights", str(weights), "--data", study.data]
+    words += ["--size", Dims(1, *plan.size).size]
+    if not model.source.startswith(LIBRARIES):
+        words += ["--classes", str(model.classes)]
+    if study.channels != 3:
+        words += ["--channels", str(study.channels)]
+    if study.mean:
+        words += [f"--mean={','.join(map(str, study.mean))}", f"--std={','.join(map(str, study.std))}"]
+    if study.unreadable != "refuse":
+        words += ["--unreadable", study.unreadable]
+    if command == "run" and study.device != "cpu":
+        words += ["--device", study.device]
+    return shlex.join(words)
+
+
+def _engines(plan: Training, result: TrainingResult, quiet: bool) -> Result:
+    """Measure the trained weights under PyTorch and the backends, in the folder `engines`."""
+    others = tuple(name for name in plan.study.backends if name != "pytorch")
+    study = replace(
+        plan.study, backends=("pytorch", *others), weights=str(result.weights), pretrained=False,
+        classes=plan.model.classes, sizes=(Dims(1, *plan.size).size,), rounds=1, seconds=1.0,
+    )  # fmt: skip
+    return run(study, result.folder / "engines", quiet=quiet)

@@ -1,0 +1,135 @@
+"""The images of a training: whose layout is understood, which are held out for testing, decoded with room to crop."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from dyno import datasets
+from dyno.datasets.folders import Photo, scan
+from dyno.planning.images import FORMATS, decoding, prepared, say_left_out
+from dyno.store import cache_dir
+from dyno.study import Study
+from dyno.worker.spec import DataSpec, ModelSpec, UserError
+from dyno.worker.training.options import TrainOptions
+
+HOLDOUT = 0.2
+ROOM = 8 / 7  # 256 pixels for a crop of 224, as is usual; a model that resizes further has that much
+CROPPING = ("light", "standard")
+
+
+def source(data: str, holdout: float | None, out: Path, seed: int) -> str:
+    """A folder with train/ and test/ (or val/): the given one, or one of links to its images below `out`.
+
+    A folder of classes alone is split class by class, `holdout` of each for testing; the same images and seed give the
+    same split. `digits` stays as it is. Raises `UserError`.
+    """
+    folder = Path(data)
+    if data == "digits":
+        if holdout is not None:
+            raise UserError("the digits have test images of their own; leave --holdout out")
+        return data
+    if not folder.is_dir():
+        raise UserError(f"no data folder {folder}" if not folder.exists() else f"{folder} is not a folder")
+    if (kind := datasets.kind(folder)) in ("coco", "yolo"):
+        raise UserError(f"{folder} is in {FORMATS[kind]}; only classifiers are trained here, give class folders")
+    tested = any(_has_classes(folder / name) for name in ("test", "val"))
+    learnt = _has_classes(folder / "train")
+    if tested and not learnt:
+        raise UserError(f"{folder} has no train/; put the images to learn from there")
+    if tested:
+        if holdout is not None:
+            raise UserError(f"{folder} has test images of its own; leave --holdout out")
+        return data
+    root = folder / "train" if learnt else folder
+    share = HOLDOUT if holdout is None else holdout
+    if not 0 < share < 1:
+        raise UserError(f"--holdout is {share:g}; it is a share of the images between 0 and 1, e.g. 0.2")
+    return str(_linked(_split(root.resolve(), share, seed), out / "data" / folder.resolve().name, out))
+
+
+def _has_classes(root: Path) -> bool:
+    return root.is_dir() and any(p.is_dir() and not p.name.startswith(".") for p in root.iterdir())
+
+
+def _split(root: Path, share: float, seed: int) -> dict[str, Path]:
+    """Every image by its path in the split folder: `train/CLASS/…` or `test/CLASS/…`."""
+    listing = scan(root, 0, seed)
+    rng = np.random.default_rng(seed)
+    found: dict[str, Path] = {}
+    for label, name in enumerate(listing.classes):
+        photos = [photo for photo in listing.photos if photo.label == label]
+        if len(photos) < 2:
+            raise UserError(f"class {name!r} has one image; it takes two, one to train on and one to test on")
+        held = min(max(1, round(share * len(photos))), len(photos) - 1)
+        tested = set(rng.permutation(len(photos))[:held].tolist())
+        found |= {_place(photo, root, i in tested): photo.path for i, photo in enumerate(photos)}
+    return found
+
+
+def _place(photo: Photo, root: Path, tested: bool) -> str:
+    return f"{'test' if tested else 'train'}/{photo.path.relative_to(root).as_posix()}"
+
+
+def _linked(split: dict[str, Path], where: Path, out: Path) -> Path:
+    """The folder of links, made when it is not there; another one under a training that has begun is refused."""
+    wanted = {place: os.fspath(path) for place, path in split.items()}
+    if where.is_dir():
+        links = [path for path in where.rglob("*") if path.is_symlink()]
+        if {path.relative_to(where).as_posix(): os.fspath(path.readlink()) for path in links} == wanted:
+            return where
+        if (out / "state.pt").exists():
+            raise UserError(
+                f"the training in {out} began with another split of the images (they, --holdout or --seed changed); "
+                "give another --out, or remove that folder to start anew"
+            )
+        shutil.rmtree(where)
+    part = where.with_name(where.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    for place, target in wanted.items():
+        (part / place).parent.mkdir(parents=True, exist_ok=True)
+        (part / place).symlink_to(target)
+    part.rename(where)
+    return where
+
+
+def decoded(
+    study: Study, model: ModelSpec, size: tuple[int, int], options: TrainOptions, console: Console | None = None
+) -> tuple[DataSpec, DataSpec]:
+    """Images to train on, larger than `size` (height, width) where the augmentation crops, and those to test on.
+
+    The test images are decoded as for any other command, so that accuracies can be compared; after the others, which
+    are read together with them, so that images that can't be read are named together.
+    """
+    if study.data == "digits":
+        test = prepared(study, model, size, console=console)
+        return replace(test, split="train"), test
+    roomy, preprocess, channels = size, model.preprocess, model.channels
+    if options.augment in CROPPING:
+        room = max(ROOM, preprocess.resize)
+        roomy = (round(size[0] * room), round(size[1] * room))
+        preprocess = replace(preprocess, resize=1.0 if preprocess.resize else 0.0)
+    on_unreadable: datasets.OnUnreadable = "skip" if study.unreadable == "skip" else "refuse"
+    images, cache = Path(study.data), cache_dir() / "datasets"
+    with decoding(console) as progress:
+        found = datasets.class_folders(
+            images, cache, roomy, preprocess, 0, on_unreadable, progress, channels, train=True
+        )
+    say_left_out(datasets.meta(found), console)
+    training = replace(found, split="train", count=datasets.meta(found)["splits"].get("train", 0))
+    if not training.count:
+        raise UserError(f"every image to train on in {study.data} is also a test image; give other images")
+    return training, prepared(study, model, size, console=console)
+
+
+def classes(training: DataSpec) -> list[str]:
+    """The names of the classes; `UserError` when there is nothing to tell apart."""
+    names: list[str] = datasets.meta(training)["classes"]
+    if len(names) < 2:
+        raise UserError(f"there is a single class, {names[0]!r}; telling apart takes two or more")
+    return names

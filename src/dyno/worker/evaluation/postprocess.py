@@ -1,0 +1,238 @@
+"""From the raw outputs of a YOLO-kind network to detections in the original image: one way for every backend.
+
+Non-maximum suppression is the greedy one, each class for itself (Girshick et al., 2014), over every pair of an anchor
+and a class whose score is above the threshold, as COCO's metric wants it; masks are sums of prototypes (Bolya et al.,
+2019).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dyno.worker.inputs.letterbox import geometry
+from dyno.worker.spec import UserError
+
+CANDIDATES = 30_000  # pairs of an anchor and a class that go into the suppression, the best first
+
+
+@dataclass(frozen=True)
+class Detections:
+    """What was found in one image, the surest first; coordinates are pixels of the original image.
+
+    `boxes` float32 n x 4 (left, top, right, bottom), `scores` float32 n, `classes` int32 n, `masks` one uncompressed
+    column-major COCO run-length encoding (uint32 counts) per detection, `keypoints` float32 n x K x D.
+    """
+
+    boxes: np.ndarray
+    scores: np.ndarray
+    classes: np.ndarray
+    masks: list[np.ndarray] | None = None
+    keypoints: np.ndarray | None = None
+
+
+def detections(
+    task: str,
+    outputs: Sequence[np.ndarray],
+    sizes: np.ndarray,
+    input_size: tuple[int, int],
+    *,
+    classes: int,
+    keypoints: tuple[int, ...] = (),
+    confidence: float = 0.001,
+    iou: float = 0.7,
+    most: int = 300,
+) -> list[Detections]:
+    """Detections of each image of a batch.
+
+    `outputs` are the network's: predictions B x (4 + classes + extra) x anchors, with centre, width and height in input
+    pixels, then scores from 0 to 1, then mask coefficients or keypoints; for `segment` also prototypes B x M x h x w.
+    `sizes` is B x 2, height and width of the original images; `input_size` those of the network's input. Raises
+    `UserError` where the outputs aren't those of such a network.
+    """
+    predictions = np.asarray(outputs[0])
+    prototypes = _prototypes(task, outputs)
+    extra = prototypes.shape[1] if prototypes is not None else int(np.prod(keypoints)) if task == "pose" else 0
+    _check(task, predictions, classes, extra)
+    found = []
+    for k, (height, width) in enumerate(np.asarray(sizes).tolist()):
+        kept, labels, scores = _best(predictions[k], classes, confidence, iou, most)
+        place = _Place(height, width, *input_size)
+        boxes = place.boxes(_corners(kept[:, :4]))
+        masks = points = None
+        if prototypes is not None:
+            masks = _masks(kept[:, 4 + classes :], prototypes[k].astype(np.float32), boxes, place)
+        elif task == "pose":
+            points = place.points(kept[:, 4 + classes :].reshape(-1, *keypoints))
+        found.append(Detections(boxes, scores, labels, masks, points))
+    return found
+
+
+def suppress(boxes: np.ndarray, labels: np.ndarray, iou: float, most: int) -> np.ndarray:
+    """Rows of the boxes that stay, at most so many: each is the surest of those of its class that overlap it.
+
+    `boxes` (left, top, right, bottom) and `labels` come sorted, the surest first. A box goes when its intersection over
+    union with one that stays is above `iou`.
+    """
+    order = np.argsort(labels, kind="stable")
+    ends = np.flatnonzero(np.diff(labels[order])) + 1
+    rest = {int(labels[rows[0]]): rows for rows in np.split(order, ends) if len(rows)}
+    areas = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
+    waiting = np.ones(len(boxes), bool)
+    kept: list[int] = []
+    row = 0
+    while len(kept) < most and waiting[row:].any():
+        row += int(waiting[row:].argmax())
+        kept.append(row)
+        others = rest[int(labels[row])]
+        others = others[np.searchsorted(others, row, "right") :]
+        overlap = _overlap(boxes[row], boxes[others])
+        with np.errstate(divide="ignore", invalid="ignore"):  # boxes without an area overlap nothing
+            gone = overlap / (areas[row] + areas[others] - overlap) > iou
+        waiting[others[gone]] = False
+        rest[int(labels[row])] = others[~gone]
+        row += 1
+    return np.array(kept, np.int64)
+
+
+def encode(mask: np.ndarray, top: int, left: int, height: int, width: int) -> np.ndarray:
+    """Run lengths of a mask that lies at (top, left) in an image and is empty elsewhere.
+
+    COCO's uncompressed encoding: down the columns, zeros and ones in turn, zeros first (uint32).
+    """
+    columns = np.zeros((mask.shape[1], mask.shape[0] + 2), np.int8)
+    columns[:, 1:-1] = mask.T
+    edges = np.diff(columns, axis=1)
+    column, starts = np.nonzero(edges == 1)
+    origin = (left + column) * height + top
+    starts, ends = origin + starts, origin + np.nonzero(edges == -1)[1]
+    apart = starts[1:] != ends[:-1]  # a run at the foot of a column goes on at the head of the next
+    starts, ends = (
+        starts[np.r_[True, apart]] if len(starts) else starts,
+        ends[np.r_[apart, True]] if len(ends) else ends,
+    )
+    marks = np.concatenate([[0], np.stack([starts, ends], 1).reshape(-1), [height * width]])
+    counts = np.diff(marks)
+    return (counts[:-1] if len(counts) > 1 and counts[-1] == 0 else counts).astype(np.uint32)
+
+
+class _Place:
+    """Where one image lies in the network's input, and the way back."""
+
+    def __init__(self, height: int, width: int, to_height: int, to_width: int) -> None:
+        self.height, self.width = height, width
+        self.input = (to_height, to_width)
+        _, self.new_height, self.new_width, self.top, self.left = geometry(height, width, to_height, to_width)
+        # Each side is rounded to whole pixels, so its own scale leads back, not the common one.
+        self.down, self.across = self.new_height / height, self.new_width / width
+
+    def points(self, points: np.ndarray) -> np.ndarray:
+        """Points (x, y, ...) of the input as points of the image, inside it."""
+        found = points.astype(np.float32)
+        found[..., 0] = ((found[..., 0] - self.left) / self.across).clip(0, self.width)
+        found[..., 1] = ((found[..., 1] - self.top) / self.down).clip(0, self.height)
+        return found
+
+    def boxes(self, boxes: np.ndarray) -> np.ndarray:
+        """Boxes (left, top, right, bottom) of the input as boxes of the image, cut at its edges."""
+        return self.points(boxes.reshape(-1, 2, 2)).reshape(-1, 4)
+
+    def rows(self, first: int, last: int, count: int) -> _Taps:
+        """Where the image's rows lie among `count` prototype rows."""
+        at = (np.arange(first, last) + 0.5) * self.down
+        return _taps(at, self.top, self.new_height, count / self.input[0], count)
+
+    def columns(self, first: int, last: int, count: int) -> _Taps:
+        """Where the image's columns lie among `count` prototype columns."""
+        at = (np.arange(first, last) + 0.5) * self.across
+        return _taps(at, self.left, self.new_width, count / self.input[1], count)
+
+
+_Taps = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+def _taps(at: np.ndarray, margin: int, length: int, ratio: float, count: int) -> _Taps:
+    """The two cells of the coarser grid around each place of the image, and the weight of the second.
+
+    Cells that show the letterbox's grey have no part in it.
+    """
+    at = ((at + margin) * ratio - 0.5).clip(margin * ratio, (margin + length) * ratio - 1).clip(0, count - 1)
+    low = at.astype(np.int64)
+    return low, np.minimum(low + 1, count - 1), (at - low).astype(np.float32)
+
+
+def _masks(coefficients: np.ndarray, prototypes: np.ndarray, boxes: np.ndarray, place: _Place) -> list[np.ndarray]:
+    """Masks at the image's size: sums of prototypes, interpolated bilinearly inside the box, set where above 0."""
+    count, height, width = prototypes.shape
+    coarse = (coefficients @ prototypes.reshape(count, -1)).reshape(-1, height, width)
+    found = []
+    for logits, box in zip(coarse, boxes, strict=True):
+        left, top, right, bottom = np.ceil(box).astype(int).tolist()
+        low, high, weight = place.rows(top, bottom, height)
+        rows = logits[low] + (logits[high] - logits[low]) * weight[:, None]
+        low, high, weight = place.columns(left, right, width)
+        fine = rows[:, low] + (rows[:, high] - rows[:, low]) * weight
+        found.append(encode(fine > 0, top, left, place.height, place.width))
+    return found
+
+
+def _best(
+    prediction: np.ndarray, classes: int, confidence: float, iou: float, most: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows of the prediction that survive, the surest first, with their classes and scores."""
+    table = prediction.T
+    scores = np.ascontiguousarray(table[:, 4 : 4 + classes])
+    pairs = np.flatnonzero(scores > confidence)
+    values = scores.reshape(-1)[pairs].astype(np.float32)
+    if len(pairs) > CANDIDATES:
+        chosen = np.sort(np.argpartition(-values, CANDIDATES)[:CANDIDATES])
+        pairs, values = pairs[chosen], values[chosen]
+    order = np.argsort(-values, kind="stable")
+    anchors, labels = np.divmod(pairs[order], classes)
+    values = values[order]
+    boxes = table[anchors, :4].astype(np.float32)
+    whole = np.isfinite(boxes).all(1)
+    if not whole.all():
+        anchors, labels, values, boxes = anchors[whole], labels[whole], values[whole], boxes[whole]
+    kept = suppress(_corners(boxes), labels, iou, most)
+    return table[anchors[kept]].astype(np.float32), labels[kept].astype(np.int32), values[kept]
+
+
+def _corners(boxes: np.ndarray) -> np.ndarray:
+    """Left, top, right and bottom of boxes given by centre, width and height."""
+    half = boxes[:, 2:] / 2
+    return np.concatenate([boxes[:, :2] - half, boxes[:, :2] + half], axis=1)
+
+
+def _overlap(box: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Area that a box shares with each of others."""
+    sides = np.minimum(box[2:], others[:, 2:]) - np.maximum(box[:2], others[:, :2])
+    shared: np.ndarray = sides.clip(0).prod(1)
+    return shared
+
+
+def _prototypes(task: str, outputs: Sequence[np.ndarray]) -> Any:
+    if task not in ("detect", "segment", "pose"):
+        raise UserError(f"task {task!r} has no detections; it is detect, segment or pose")
+    if task != "segment":
+        return None
+    if len(outputs) < 2 or np.ndim(outputs[1]) != 4:
+        raise UserError(f"a network that segments gives predictions and prototypes; this one has {_shapes(outputs)}")
+    return np.asarray(outputs[1])
+
+
+def _check(task: str, predictions: np.ndarray, classes: int, extra: int) -> None:
+    want = 4 + classes + extra
+    if predictions.ndim != 3 or predictions.shape[1] != want:
+        more = {"segment": f" + {extra} mask coefficients", "pose": f" + {extra} keypoint values"}.get(task, "")
+        raise UserError(
+            f"the predictions are {_shapes([predictions])}; for task {task} they are batch x {want} x anchors "
+            f"(4 + {classes} classes{more}); check --task and --classes"
+        )
+
+
+def _shapes(outputs: Sequence[np.ndarray]) -> str:
+    return ", ".join("x".join(str(n) for n in np.shape(output)) for output in outputs)

@@ -1,0 +1,65 @@
+"""What a classifier answers: the best classes of each image, ranked alike for every backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from dyno.worker.evaluation.pipeline import Outputs
+
+TOP = 10
+LEAST_PARTED = 4  # times as many classes as are ranked; with fewer a full sort is as quick
+
+
+class Ranks:
+    """What a classifier answers: the best classes of each image."""
+
+    def __init__(self, batch: int, count: int) -> None:
+        self._batch, self._count = batch, count
+
+    def cut(self, turn: int, fetched: Outputs) -> Outputs:
+        """The outputs of the batch's own images, less those that only fill it."""
+        valid = min(self._batch, self._count - turn * self._batch)
+        return {name: a[:valid] if a.ndim and a.shape[0] == self._batch else a for name, a in fetched.items()}
+
+    def of(self, turn: int, fetched: Outputs) -> Any:
+        """What is kept of one batch: index and score of the best classes, None where the first output is no classes."""
+        first = next(iter(self.cut(turn, fetched).values()))
+        return ranked(first.astype(np.float32), TOP) if first.ndim == 2 and first.shape[1] > 1 else None
+
+    def arrays(self, made: Sequence[Any]) -> dict[str, np.ndarray]:
+        """All batches together, by the names they have in outputs.npz."""
+        found = [each for each in made if each is not None]
+        if not found:
+            return {}
+        return {
+            name: np.concatenate(parts)
+            for name, parts in zip(("topk_index", "topk_score"), zip(*found, strict=True), strict=True)
+        }
+
+
+def ranked(scores: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Index (int32) and score of each row's k best, best first; of equal scores the lower index first, NaN last.
+
+    As a stable sort of the whole row would have it, which the few rows get where a score ties with the k-th.
+    """
+    k = min(k, scores.shape[1])
+    falling = -scores
+    if scores.shape[1] <= LEAST_PARTED * k:
+        index = np.argsort(falling, axis=1, kind="stable")[:, :k]
+    else:
+        index = _partitioned(falling, k)
+    return index.astype(np.int32), np.take_along_axis(scores, index, axis=1)
+
+
+def _partitioned(falling: np.ndarray, k: int) -> np.ndarray:
+    best = falling <= np.partition(falling, k - 1, axis=1)[:, k - 1 : k]
+    clear = np.count_nonzero(best, axis=1) == k
+    index = np.empty((len(falling), k), np.int64)
+    chosen = np.nonzero(best[clear])[1].reshape(-1, k)  # rising, so that a stable sort keeps the tie rule
+    order = np.argsort(np.take_along_axis(falling[clear], chosen, axis=1), axis=1, kind="stable")
+    index[clear] = np.take_along_axis(chosen, order, axis=1)
+    index[~clear] = np.argsort(falling[~clear], axis=1, kind="stable")[:, :k]
+    return index

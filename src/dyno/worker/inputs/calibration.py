@@ -1,0 +1,214 @@
+"""What an INT8 calibration sees: real images, from the split of the data that no accuracy is measured on; for a model
+that takes something else, what describes its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dyno.worker.inputs.input_data import Images, batches
+from dyno.worker.inputs.layout import axes, channels_last
+from dyno.worker.inputs.specs import rows
+from dyno.worker.spec import Artifact, DataSpec, InputSpec, ModelSpec, Recipe, Tensor, Trial, UserError
+
+SAMPLES = 128
+NO_DATA = "int8 needs real calibration images: give --data, or --calibration"
+NO_VALUES = f"{NO_DATA}; of inputs that are no images, describe the values with --input NAME=LOW..HIGH or FILE.npz"
+
+
+def lacking(trial: Trial) -> str:
+    """Why there is nothing that int8 could calibrate on, or "" where there is, or nothing is to be quantised."""
+    quantised = trial.precision == "int8" != trial.model.precision
+    return NO_VALUES if quantised and not trial.data.folder and not described(trial.model) else ""
+
+
+def described(model: ModelSpec) -> bool:
+    """Whether the model's inputs are described well enough to calibrate on: anything but one image without values."""
+    tensors = [spec for spec in model.inputs if spec.dtype]
+    bare = [spec for spec in tensors if spec.low is None and not spec.feeds]
+    return bool(tensors) and not (len(tensors) == 1 and bare and len(tensors[0].shape) == 4)
+
+
+def calibration_data(trial: Trial) -> DataSpec:
+    """The data of the trial's calibration: the images that are set aside for it, else values of the described inputs.
+
+    Values that are drawn come from another seed than those that are timed and compared.
+    """
+    if trial.data.folder:
+        return DataSpec(trial.data.name, trial.data.folder, trial.data.sha256, split="calibration")
+    if not described(trial.model):
+        raise UserError(NO_VALUES.replace("int8", trial.precision))
+    return DataSpec("inputs", split="calibration", seed=trial.data.seed + 1)
+
+
+def calibration_of(recipe: Recipe, parent: Artifact) -> CalibrationImages | CalibrationInputs:
+    """What the recipe's data calibrates the parent's file on; a `UserError` where it doesn't fit, or there is none."""
+    if recipe.data is not None and not recipe.data.folder and described(recipe.model):
+        return CalibrationInputs(recipe, parent)
+    return CalibrationImages(recipe, parent)
+
+
+class CalibrationImages:
+    """Batches of the recipe's data as the model reads them: normalised or uint8, at most option `samples` images.
+
+    The batch is the file's own, 1 where it is free. Images are spread evenly over the split, so that a split sorted by
+    class still shows every class. No data, or data of another shape than the model reads, is a `UserError`.
+    """
+
+    def __init__(self, recipe: Recipe, parent: Artifact) -> None:
+        if recipe.data is None or not recipe.data.folder:
+            raise UserError(NO_DATA)
+        self.data, self.input = recipe.data, _image_input(parent)
+        if not (Path(self.data.folder) / f"{self.data.split}.npy").is_file():
+            raise UserError(f"the data set {self.data.name} has no {self.data.split} split, which int8 needs")
+        self._images = Images(self.data, recipe.model.preprocess, channels_last(self.input.shape))
+        _check_shape(self.input, self._images.shape, self.data.name)
+        self._asked = _samples(recipe)
+        self.found, self.count = len(self._images), min(len(self._images), self._asked)
+        if not self.count:
+            raise UserError(f"the {self.data.split} split of {self.data.name} is empty; {NO_DATA}")
+        self._images.index = self._images.index[np.linspace(0, self.found - 1, self.count).astype(np.int64)]
+        first = self.input.shape[0]
+        self.batch = first if isinstance(first, int) else 1
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the record says of the data."""
+        return {"samples": self.count, "data_sha256": self.data.sha256}
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the reader of a record should know: fewer images than were asked for."""
+        few = f"calibrated on {self.count} images, all that {self.data.name} has for it"
+        return [few] if self.found < self._asked else []
+
+    def __len__(self) -> int:
+        """Number of batches; the last is filled up with images seen already, which leaves the ranges as they are."""
+        return -(-self.count // self.batch)
+
+    def feeds(self, start: int, end: int) -> Iterator[dict[str, np.ndarray]]:
+        """Feeds of the batches from start up to end."""
+        for k in range(start, end):
+            images = self._images.batch(k * self.batch, self.batch, self.input.dtype)
+            yield {self.input.name: images.astype(self.input.dtype, copy=False)}
+
+
+class CalibrationInputs:
+    """Batches of a model's described inputs: rows of the user's arrays in turn, and drawn values within their ranges.
+
+    The batch is the file's own, 1 where it is free. There are as many samples as the option `samples` says, and no more
+    than the arrays have rows. Arrays that can't be read or don't fit are a `UserError`.
+    """
+
+    def __init__(self, recipe: Recipe, parent: Artifact) -> None:
+        self._recipe, self._parent = recipe, parent
+        self._specs = [spec for spec in recipe.model.inputs if spec.dtype]
+        self._asked = _samples(recipe)
+        # Beside drawn values the rows are fed again and again, each time with others.
+        drawn = len(self._given) < len(self._specs)
+        batched = [spec for spec in self._given if spec.shape and isinstance(spec.shape[0], str)]
+        self.found = self._asked if drawn else max(map(rows, batched or self._given))
+        self.count = min(self.found, self._asked)
+        self.batch = _batch(recipe, parent)
+
+    @property
+    def _given(self) -> list[InputSpec]:
+        return [spec for spec in self._specs if spec.feeds]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the record says of the data: where the values of each input came from, and a note on what they are."""
+        files = list(dict.fromkeys(Path(spec.feeds).name for spec in self._given))
+        given = ", ".join(spec.name for spec in self._given)
+        drawn = ", ".join(spec.name for spec in self._specs if not spec.feeds)
+        said = [f"the rows of {', '.join(files)} ({given}), which outputs are compared on too"] if files else []
+        said += [f"random values, not real ones, of {drawn}"] if drawn else []
+        return {
+            "samples": self.count,
+            "data_sha256": next((spec.feeds_sha256 for spec in self._given), ""),
+            "inputs": {spec.name: _source(spec) for spec in self._specs},
+            "note": f"INT8 was calibrated on {' and on '.join(said)}",
+        }
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the reader of a record should know: fewer rows than were asked for."""
+        few = f"calibrated on {self.count} rows, all that {Path(self._given[0].feeds).name} has" if self._given else ""
+        return [few] if self.found < self._asked else []
+
+    def __len__(self) -> int:
+        """Number of batches."""
+        return -(-self.count // self.batch)
+
+    def feeds(self, start: int, end: int) -> Iterator[dict[str, np.ndarray]]:
+        """Feeds of the batches from start up to end."""
+        return islice(_generated(self._recipe, self._parent, end), start, end)
+
+
+def _source(spec: InputSpec) -> str:
+    """Where an input's calibration values came from, in words."""
+    if spec.feeds:
+        return Path(spec.feeds).name
+    return "random" if spec.low is None else f"random, {spec.low:g} to {spec.high:g}"
+
+
+def _samples(recipe: Recipe) -> int:
+    samples = recipe.options.get("samples", SAMPLES)
+    if not isinstance(samples, int) or samples < 1:
+        raise UserError(f"int8 calibrates on a whole number of samples from 1 on, not {samples!r}")
+    return samples
+
+
+def _image_input(parent: Artifact) -> Tensor:
+    if len(parent.inputs) != 1 or len(parent.inputs[0].shape) != 4:
+        names = ", ".join(t.name for t in parent.inputs)
+        raise UserError(f"int8 calibration feeds one image input (N x C x H x W); this model has {names or 'none'}")
+    return parent.inputs[0]
+
+
+def _check_shape(tensor: Tensor, shape: tuple[int, ...], name: str) -> None:
+    wanted = [tensor.shape[axis] for axis in axes(tensor.shape)]
+    if any(isinstance(want, int) and want != have for want, have in zip(wanted, shape, strict=True)):
+        has, wants = ("x".join(map(str, sizes)) for sizes in (shape, wanted))
+        raise UserError(
+            f"the calibration images of {name} are {has}, but the model reads {wants}; give the --size it wants"
+        )
+
+
+def example(recipe: Recipe, parent: Artifact) -> dict[str, np.ndarray]:
+    """One batch of the calibration data, or of seeded random numbers where the recipe has no data."""
+    if recipe.data is not None:
+        return next(calibration_of(recipe, parent).feeds(0, 1))
+    return next(_generated(recipe, parent, 1))
+
+
+def _generated(recipe: Recipe, parent: Artifact, count: int) -> Iterator[dict[str, np.ndarray]]:
+    """Batches of the described inputs, else of random numbers, in the types that the parent's file reads."""
+    kinds = {tensor.name: tensor.dtype for tensor in parent.inputs}
+    dims, model = replace(recipe.dims, batch=_batch(recipe, parent)), recipe.model
+    data = DataSpec(seed=recipe.data.seed if recipe.data else 0)
+    for made in batches(data, model.preprocess, parent.inputs, dims, count, model.inputs):
+        yield {name: made[name].astype(kind, copy=False) for name, kind in kinds.items()}
+
+
+def _batch(recipe: Recipe, parent: Artifact) -> int:
+    """The batch of the shapes that were given, else the file's own, else 1."""
+    shapes: list[Sequence[int | str]] = [recipe.dims.shapes.get(t.name, t.shape) for t in parent.inputs]
+    first = next((shape[0] for shape in shapes if shape), 1)
+    return first if isinstance(first, int) else 1
+
+
+def reader(feeds: Iterator[dict[str, np.ndarray]]) -> Any:
+    """The feeds in the form that onnxruntime.quantization asks for them."""
+    from onnxruntime.quantization import CalibrationDataReader
+
+    class Reader(CalibrationDataReader):  # type: ignore[misc]
+        def get_next(self) -> dict[str, np.ndarray] | None:
+            return next(feeds, None)
+
+    return Reader()

@@ -1,0 +1,200 @@
+"""The bytes that a model is fed: real images from a decoded data set, or seeded random numbers, never zeros."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dyno.worker.inputs.layout import CHANNELS_LAST, MOST_CHANNELS, arranged, channels_first, channels_last
+from dyno.worker.inputs.shapes import static_shapes
+from dyno.worker.inputs.specs import Values, shape_of
+from dyno.worker.spec import DataSpec, Dims, InputSpec, Option, Preprocess, Tensor, UserError
+
+FEEDS = 4  # different batches that timing with copies rotates through, so that no cache serves one batch for ever
+READ = ("float32", "uint8")  # what the option `input` may be: normalised images, or their pixels
+
+
+class Images:
+    """The split of a decoded data set, normalised as the model wants it; `len` is its number of images.
+
+    With `last` batches are N x H x W x C.
+    """
+
+    def __init__(self, data: DataSpec, preprocess: Preprocess, last: bool = False) -> None:
+        folder = Path(data.folder)
+        try:
+            self._pixels = np.asarray(np.load(folder / "images.npy", mmap_mode="r"))  # a memmap's own views are slow
+            self.labels = np.load(folder / "labels.npy")
+            self.index = np.load(folder / f"{data.split}.npy")
+        except (OSError, ValueError) as e:
+            raise UserError(
+                f"the decoded data set in {folder} can't be read ({e}); remove the folder to decode again"
+            ) from e
+        self._preprocess, self._last = preprocess, last
+        self.shape = tuple(int(n) for n in self._pixels.shape[1:])
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def batch(self, start: int, count: int, dtype: str = "float32") -> np.ndarray:
+        """`count` images from `start` on, wrapping around: N x C x H x W, float32, or the pixels as uint8."""
+        return arranged(_as_read(self._pixels[self._chosen(start, count)], self._preprocess, dtype), self._last)
+
+    def read_into(self, place: np.ndarray, start: int) -> None:
+        """What `batch` makes of as many images as `place` is long, written there: pixels where it is uint8.
+
+        Pixels in one call, because every call holds up the thread that drives the engine for a moment; else image by
+        image, so that what is worked on stays in the processor's cache.
+        """
+        place = place.transpose(CHANNELS_LAST) if self._last else place
+        if place.dtype == np.uint8 and place.flags.c_contiguous:
+            np.take(self._pixels, self._chosen(start, len(place)), axis=0, out=place, mode="clip")
+            return
+        mean, std = (each[0] for each in normalisation(self._preprocess, place.shape[1]))
+        direct, raw = place.dtype == np.float32, place.dtype == np.uint8
+        made: np.ndarray = np.empty(place.shape[1:], np.float32)
+        for i, chosen in enumerate(self._chosen(start, len(place))):
+            made = place[i] if direct else made
+            if raw:
+                place[i] = self._pixels[chosen]
+                continue
+            np.copyto(made, self._pixels[chosen])
+            made /= 255
+            made -= mean
+            made /= std
+            if not direct:
+                np.copyto(place[i], made, casting="same_kind")
+
+    def _chosen(self, start: int, count: int) -> np.ndarray:
+        """Rows of `count` images of the split from `start` on, wrapping around."""
+        chosen: np.ndarray = self.index[np.arange(start, start + count) % len(self.index)]
+        return chosen
+
+
+def about(data: DataSpec) -> dict[str, Any]:
+    """What meta.json says of the decoded images, their classes for one; {} for data without a folder."""
+    if not data.folder:
+        return {}
+    try:
+        found: dict[str, Any] = json.loads((Path(data.folder) / "meta.json").read_bytes())
+        return found
+    except (OSError, ValueError):
+        return {}
+
+
+def normalisation(preprocess: Preprocess, channels: int) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and standard deviation of each channel as float32, 1 x C x 1 x 1; one value serves every channel."""
+    mean, std = (np.resize(np.asarray(v, np.float32), channels) for v in (preprocess.mean, preprocess.std))
+    return mean.reshape(1, channels, 1, 1), std.reshape(1, channels, 1, 1)
+
+
+def pixel_scale(preprocess: Preprocess, channels: int) -> tuple[np.ndarray, np.ndarray]:
+    """Scale and offset of each channel as float32, 1 x C x 1 x 1: `pixel * scale + offset` is the normalised value."""
+    mean, std = (each.astype(np.float64) for each in normalisation(preprocess, channels))
+    return (1 / (255 * std)).astype(np.float32), (-mean / std).astype(np.float32)
+
+
+def wants_pixels(options: Mapping[str, Option]) -> bool:
+    """Whether the option `input` asks for raw pixels; anything but float32 and uint8 is a `UserError`."""
+    asked = options.get("input", "float32")
+    if asked not in READ:
+        raise UserError(f"unknown input {asked!r}; it is one of {', '.join(READ)}")
+    return asked == "uint8"
+
+
+def _as_read(pixels: np.ndarray, preprocess: Preprocess, dtype: str) -> np.ndarray:
+    """The pixels as an input of that type reads them: themselves in uint8, else normalised to float32."""
+    if dtype == "uint8":
+        return np.ascontiguousarray(pixels)
+    mean, std = normalisation(preprocess, pixels.shape[1])
+    made: np.ndarray = pixels.astype(np.float32)
+    made /= 255
+    made -= mean
+    made /= std
+    return made
+
+
+def batches(
+    data: DataSpec,
+    preprocess: Preprocess,
+    tensors: Sequence[Tensor],
+    dims: Dims,
+    count: int,
+    specs: Sequence[InputSpec] = (),
+) -> Iterator[dict[str, np.ndarray]]:
+    """The first `count` batches of the data, as feeds by input name.
+
+    Images, real or random, go to an input as it reads them: raw to one in uint8, else normalised, so that both see the
+    same picture. Random images are uniform pixels; other random numbers are standard normal for floating-point inputs,
+    0..255 for uint8 and 0..1 for other integers (token ids and masks that every vocabulary has). With `specs` all that
+    they describe is fed as they say, also what an engine that dropped an input doesn't read.
+    """
+    wanted = static_shapes(tensors, dims)
+    if data.folder:
+        name, shape, images = opened(data, preprocess, tensors, dims)
+        for i in range(count):
+            yield {name: images.batch(i * shape[0], shape[0], tensors[0].dtype)}
+        return
+    kinds = {t.name: t.dtype for t in tensors}
+    if specs:
+        shapes = {**wanted, **{s.name: shape_of(s, dims) for s in specs if s.dtype and s.name not in wanted}}
+        yield from Values(specs, data.seed, partial(_random, preprocess=preprocess)).batches(shapes, kinds, count)
+        return
+    rng = np.random.default_rng(data.seed)
+    for _ in range(count):
+        yield {name: _random(rng, kinds[name], shape, preprocess) for name, shape in wanted.items()}
+
+
+def opened(
+    data: DataSpec, preprocess: Preprocess, tensors: Sequence[Tensor], dims: Dims
+) -> tuple[str, tuple[int, ...], Images]:
+    """The one input that takes images, its shape, and the images; a `UserError` where they don't fit it."""
+    name, shape = _image_input(tensors, static_shapes(tensors, dims))
+    images, wanted = Images(data, preprocess, channels_last(shape)), channels_first(shape)[1:]
+    if images.shape != wanted:
+        has, wants = ("x".join(map(str, s)) for s in (images.shape, wanted))
+        raise UserError(f"the images are {has} but the model's input {name!r} is {wants}; give the --size it wants")
+    return name, shape, images
+
+
+def _image_input(tensors: Sequence[Tensor], wanted: dict[str, tuple[int, ...]]) -> tuple[str, tuple[int, ...]]:
+    if len(tensors) != 1 or len(wanted[tensors[0].name]) != 4:
+        names = ", ".join(f"{name} {shape}" for name, shape in wanted.items())
+        raise UserError(f"images fit a model with one N x C x H x W input; this one has {names}")
+    return tensors[0].name, wanted[tensors[0].name]
+
+
+def _random(rng: np.random.Generator, dtype: str, shape: tuple[int, ...], preprocess: Preprocess) -> np.ndarray:
+    floating = dtype.startswith(("float", "bfloat"))
+    if len(shape) == 4 and channels_first(shape)[1] <= MOST_CHANNELS and (floating or dtype == "uint8"):
+        pixels = rng.integers(0, 256, channels_first(shape), np.uint8)
+        return arranged(_as_read(pixels, preprocess, dtype), channels_last(shape))
+    if floating:
+        return rng.standard_normal(shape, dtype=np.float32)
+    if dtype == "bool":
+        return rng.integers(0, 2, shape).astype(bool)
+    return rng.integers(0, 256 if dtype == "uint8" else 2, shape).astype(dtype)
+
+
+def fingerprint(feeds: Sequence[dict[str, np.ndarray]], preprocess: Preprocess | None = None) -> str:
+    """sha256 of the feeds' bytes: two runs with the same value were fed the same.
+
+    With `preprocess`, raw images count as what their normalisation makes of them: one picture, one value.
+    """
+    hashed = hashlib.sha256()
+    for feed in feeds:
+        for name in sorted(feed):
+            array = feed[name]
+            if preprocess is not None and array.ndim == 4 and array.dtype == np.uint8:
+                last = channels_last(array.shape)
+                pixels = array.transpose(CHANNELS_LAST) if last else array
+                array = arranged(_as_read(pixels, preprocess, "float32"), last)
+            hashed.update(name.encode())
+            hashed.update(np.ascontiguousarray(array).tobytes())
+    return hashed.hexdigest()

@@ -1,0 +1,113 @@
+"""The most arithmetic that this device was seen to do: large matrix products in each type, through PyTorch.
+
+Nothing here is a data sheet's number. A peak is what the vendor's own matrix library reached on this machine, at these
+clocks, with these threads; an engine with better kernels may go beyond it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from dyno.worker.extras import install
+from dyno.worker.sessions.torch_support import first_line
+from dyno.worker.spec import Runtime, Unavailable
+
+TYPES = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16", "int8": "int8"}
+SIDES = {"cpu": (512, 1024, 2048, 4096), "cuda": (2048, 4096, 8192, 16384)}
+SECONDS = 2.0  # per type, over all sides
+LEAST = 3  # timings of a side; fewer are no median
+
+Timer = Callable[[Callable[[], Any]], float]
+
+
+def measure(runtime: Runtime, seconds: float = SECONDS) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each type with what was found: `flops_per_s` and `side` of the best product, `sides` {side: operations/s} and
+    `window` (CLOCK_MONOTONIC), or `missing`, why there is none. `Unavailable` without PyTorch or the device."""
+    try:
+        import torch
+    except ImportError as e:
+        raise Unavailable(f"the peak is measured with PyTorch: {e}; {install('torch')}") from e
+    device = torch.device(runtime.device)
+    if device.type not in SIDES:
+        raise Unavailable(f"the peak of a {device.type} can't be measured; cpu and cuda can")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise Unavailable("this PyTorch sees no NVIDIA GPU; the peak needs one that does")
+        torch.cuda.set_device(device)
+    torch.set_num_threads(runtime.threads)
+    for name in TYPES:
+        if name == "tf32" and device.type == "cpu":
+            continue
+        yield name, _type(torch, device, name, seconds)
+
+
+def _type(torch: Any, device: Any, name: str, seconds: float) -> dict[str, Any]:
+    torch.backends.cuda.matmul.allow_tf32 = name == "tf32"
+    torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+    sides: dict[str, float] = {}
+    since, missing = time.monotonic(), ""
+    allowed = seconds / len(SIDES[device.type])
+    for side in SIDES[device.type]:
+        if sides and 2 * LEAST * side**3 / max(sides.values()) > 2 * seconds:
+            break  # so slow in this type that a larger product would take all day
+        try:
+            sides[str(side)] = _side(torch, device, name, side, allowed)
+        except (RuntimeError, MemoryError) as e:  # no kernel for this type here, or no room for this side
+            missing = first_line(e)
+            break
+    if not sides:
+        return {"missing": missing}
+    best = max(sides, key=lambda side: sides[side])
+    return {"flops_per_s": sides[best], "side": int(best), "sides": sides, "window": [since, time.monotonic()]}
+
+
+def _side(torch: Any, device: Any, name: str, side: int, seconds: float) -> float:
+    """Operations per second of a product of two square matrices: by the median of its timings, after two to warm up."""
+    with torch.inference_mode():
+        one, other = (_matrix(torch, device, TYPES[name], side, seed) for seed in (0, 1))
+        multiply = torch._int_mm if name == "int8" else torch.matmul
+        result = multiply(one, other)  # a product may be written where the one before it was
+
+        def product() -> None:
+            multiply(one, other, out=result)
+
+        timer = _events(torch) if device.type == "cuda" else _host
+        timer(product)
+        taken: list[float] = []
+        since = time.monotonic()
+        while len(taken) < LEAST or time.monotonic() - since < seconds:
+            taken.append(timer(product))
+        return 2 * side**3 / statistics.median(taken)
+
+
+def _matrix(torch: Any, device: Any, dtype: str, side: int, seed: int) -> Any:
+    """Random numbers, because zeros cost a GPU less power and let it clock higher than real work does."""
+    generator = torch.Generator(device).manual_seed(seed)
+    if dtype == "int8":
+        made = torch.randint(-128, 128, (side, side), generator=generator, device=device, dtype=torch.int8)
+    else:
+        made = torch.randn(side, side, generator=generator, device=device).to(getattr(torch, dtype))
+    return made.t() if seed else made  # the second as columns, which is how the int8 kernels of a GPU want it
+
+
+def _host(action: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def _events(torch: Any) -> Timer:
+    """Seconds by the GPU's own clock."""
+
+    def timed(action: Callable[[], Any]) -> float:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        action()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) * 1e-3
+
+    return timed

@@ -1,0 +1,144 @@
+"""The hard test of a dynamic engine: thousands of batches at changing sizes, every output checked, memory watched."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from dyno.worker import system
+from dyno.worker.backend import Arrays, Session
+from dyno.worker.inputs import input_data
+from dyno.worker.spec import Trial, UserError
+
+SETTLED = 50  # runs after which a session has allocated what it keeps
+# What a batch's outputs may differ by from the same images at another batch, relative to the largest output:
+# another batch may take another kernel, which sums in another order.
+TOLERANCE = {"fp32": 1e-4, "tf32": 2e-3, "fp16": 1e-2, "bf16": 5e-2, "int8": 5e-2, "fp8": 1e-1}
+GROWTH = 8 * 2**20  # bytes; less comes and goes with the allocators
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """What one kind of batch came to: seconds per batch from host to host, and what was wrong with any."""
+
+    kind: str
+    batches: tuple[int, int]
+    seconds: np.ndarray
+    wrong: int
+    worst: float
+    device_growth: int
+    host_growth: int
+
+    def told(self, tolerance: float) -> dict[str, Any]:
+        """The stretch as a record keeps it; its seconds are stored as samples."""
+        return {
+            "iterations": len(self.seconds),
+            "batches": list(self.batches),
+            "wrong": self.wrong,
+            "worst": self.worst,
+            "tolerance": tolerance,
+            "device_growth": self.device_growth,
+            "host_growth": self.host_growth,
+            "ok": not self.wrong and max(self.device_growth, self.host_growth) <= GROWTH,
+        }
+
+
+def endure(session: Session, trial: Trial, kinds: list[str], iterations: int) -> Iterator[Stretch]:
+    """Run `iterations` batches of every kind: min, opt, max (the engine's own), random (between them), or a number.
+
+    The reference is this engine at the smallest batch, image by image, so that no batch may change an image's outputs;
+    whether the engine is right at all is `dyno agree`'s question. A batch outside its profile is a `UserError`.
+    """
+    if type(session).reshape is Session.reshape:
+        raise UserError(f"{trial.backend} takes one shape and no other; this test is for TensorRT and ONNX Runtime")
+    sizes = _sizes(session, kinds)
+    most = max(high for _, high in sizes.values())
+    pool = _pool(session, trial, most)
+    reference = _reference(session, pool, min(low for low, _ in sizes.values()))
+    rng = np.random.default_rng(trial.data.seed)
+    for kind, (low, high) in sizes.items():
+        _settle(session, pool, low, high)
+        before = _memory(session)
+        seconds, wrong, worst = np.empty(iterations), 0, 0.0
+        for k in range(iterations):
+            batch = int(rng.integers(low, high, endpoint=True))
+            start = int(rng.integers(0, most, endpoint=True))
+            seconds[k], found = _once(session, pool, start, batch)
+            error = _error(found, reference, start, batch)
+            worst = max(worst, error)
+            wrong += not error <= TOLERANCE[trial.precision]  # a NaN is wrong too
+        after = _memory(session)
+        yield Stretch(kind, (low, high), seconds, wrong, worst, after[0] - before[0], after[1] - before[1])
+
+
+def _sizes(session: Session, kinds: list[str]) -> dict[str, tuple[int, int]]:
+    """Smallest and largest batch of each kind."""
+    numbers = [int(kind) for kind in kinds if kind.isdecimal()]
+    limits = session.batches
+    if limits is None and not numbers:
+        raise UserError(
+            "this engine has no profile that says min, opt and max; give numbers such as --batches 1,8,random"
+        )
+    low, opt, high = limits or (min(numbers), min(numbers), max(numbers))
+    named = {"min": (low, low), "opt": (opt, opt), "max": (high, high), "random": (low, high)}
+    for number in numbers:
+        if not low <= number <= high:
+            raise UserError(f"batch {number} is outside the engine's profile, {low} to {high}")
+    return {kind: named[kind] if kind in named else (int(kind), int(kind)) for kind in kinds}
+
+
+def _pool(session: Session, trial: Trial, most: int) -> Arrays:
+    """Twice as many images as the largest batch, staged once; batches are slices of it."""
+    dims = replace(trial.dims, batch=2 * most)
+    model = trial.model
+    (feeds,) = input_data.batches(trial.data, model.preprocess, session.inputs, dims, 1, model.inputs)
+    return session.stage(feeds)
+
+
+def _reference(session: Session, pool: Arrays, batch: int) -> dict[str, np.ndarray]:
+    """Every image's outputs at the smallest batch."""
+    count = len(next(iter(pool.values())))
+    parts = []
+    for start in range(0, count, batch):
+        start = min(start, count - batch)
+        parts.append((start, {name: np.array(a) for name, a in _once(session, pool, start, batch)[1].items()}))
+    whole = {name: np.empty((count, *a.shape[1:]), np.float64) for name, a in parts[0][1].items()}
+    for start, found in parts:
+        for name, a in found.items():
+            whole[name][start : start + batch] = a
+    return whole
+
+
+def _once(session: Session, pool: Arrays, start: int, batch: int) -> tuple[float, dict[str, np.ndarray]]:
+    """Seconds from host to host of one batch, a change of shape included, and its outputs."""
+    feeds = {name: a[start : start + batch] for name, a in pool.items()}
+    begin = time.perf_counter()
+    session.reshape({name: a.shape for name, a in feeds.items()})
+    session.bind(feeds)
+    session.run()
+    session.wait()
+    found = session.fetch()
+    return time.perf_counter() - begin, found
+
+
+def _error(found: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray], start: int, batch: int) -> float:
+    """Largest difference from the reference, relative to the reference's largest value; NaN when there is one."""
+    errors = []
+    for name, a in found.items():
+        wanted = reference[name][start : start + batch]
+        errors.append(float(np.abs(a - wanted).max(initial=0) / max(float(np.abs(wanted).max(initial=0)), 1e-30)))
+    return float("nan") if any(e != e for e in errors) else max(errors)
+
+
+def _settle(session: Session, pool: Arrays, low: int, high: int) -> None:
+    for k in range(SETTLED):
+        _once(session, pool, 0, high if k % 2 else low)
+
+
+def _memory(session: Session) -> tuple[int, int]:
+    """Bytes in use on the device (by everyone) and by this process on the host."""
+    return session.device_memory(), system.memory()

@@ -1,0 +1,281 @@
+"""From a PyTorch module, or a file that is there already, to an ONNX graph in FP32 that was run and compared."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dyno.worker import system
+from dyno.worker.backend import Backend
+from dyno.worker.inputs import input_data
+from dyno.worker.inputs.shapes import REFUSALS
+from dyno.worker.inputs.specs import BATCH, arguments, has_batch, tensors
+from dyno.worker.makers.control_flow import check_control_flow, traced_values
+from dyno.worker.makers.verify import Case, Refused, Source, Wrong, doubtful, verified
+from dyno.worker.nets import models, task_facts
+from dyno.worker.onnx_graph.attention import plain_transposes
+from dyno.worker.onnx_graph.file import artifact, given, import_onnx, opset_of, read_io
+from dyno.worker.onnx_graph.opset import lower_file
+from dyno.worker.sessions.torch_support import first_line, import_torch, memory_errors, named_outputs, positional
+from dyno.worker.spec import Artifact, DataSpec, Dims, ModelSpec, Option, Recipe, Runtime, Trial, UserError
+
+EXPORTERS = ("auto", "dynamo", "torchscript")
+OPSET = 18  # the newest that every engine here reads, and the oldest that dynamo writes
+OPSET_RANGE = range(7, 27)  # what PyTorch's exporters write and ONNX Runtime reads; TorchScript's ends with 23
+WRITTEN = f"{OPSET_RANGE[0]} to {OPSET_RANGE[-1]}, and {OPSET} is usual"
+LATER = 20  # where the usual one lacks an operator, as that of deformable convolutions (19)
+EXAMPLE_BATCH = 2  # torch.export takes a batch of 0 or 1 for a constant
+OTHER_BATCHES = (1, 3)
+REAL_IMAGES = 8
+NETWORKS = ("torchvision", "timm", "ultralytics")  # whose module it may be
+PROTOBUF_LIMIT = 2**31 - 2**26  # a protobuf file ends at 2 GiB; the rest is room for the graph
+
+
+def exported(
+    model: ModelSpec,
+    dims: Dims,
+    runtime: Runtime,
+    options: Mapping[str, Option] | None = None,
+    data: DataSpec | None = None,
+) -> Recipe:
+    """The recipe of a model's ONNX file. Pure.
+
+    `dims.batch` 0 leaves the batch free, so that one file serves every batch. Of the options, `exporter` (auto, dynamo,
+    torchscript) and `opset` are kept; a device is not: a file is exported on the CPU. The graph is held against the
+    module on images of `data` too.
+    """
+    kept = {key: value for key, value in (options or {}).items() if key in OnnxExport.options}
+    seen = data if data is not None and data.folder and not model.file else None
+    return Recipe("onnx_export", "onnx", "fp32", model, dims, kept, seen, runtime=replace(runtime, device="cpu"))
+
+
+class OnnxExport(Backend):
+    """Exports a module with a free or a fixed batch, compares the graph with it, and reads ONNX files as they are."""
+
+    name = "onnx_export"
+    requires = ("torch", "onnx", "onnxscript", "onnxruntime", *NETWORKS)
+    precisions = ("fp32",)
+    options = ("exporter", "opset")
+    runs = False
+
+    def recipe(self, trial: Trial) -> Recipe:
+        """The export of the trial's model with a free batch."""
+        return exported(trial.model, replace(trial.dims, batch=0), trial.runtime, trial.options, trial.data)
+
+    def probe(self) -> dict[str, Any]:
+        """Export one linear layer with the older exporter, which takes no time."""
+        torch = import_torch()
+        import_onnx()
+        content = io.BytesIO()
+        with _quiet():
+            torch.onnx.export(torch.nn.Linear(2, 2).eval(), (torch.randn(1, 2),), content, dynamo=False)
+        found = system.versions(self.requires)
+        return {
+            "version": found["onnx"],
+            "devices": ["cpu"],
+            "detail": f"opset {OPSET}, {len(content.getvalue())} bytes",
+        }
+
+    def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
+        """Write FOLDER/model.onnx, or check the model's own file and point to it.
+
+        The graph is run in ONNX Runtime at two batches that weren't exported and compared with the module; when it is
+        wrong the other exporter is tried. Raises `UserError` when neither is right, or the file is not whole.
+        """
+        if recipe.model.file:
+            return given(recipe.model.file, recipe.options.get("opset"), folder)
+        started = time.perf_counter()
+        with memory_errors():
+            made_by = _export(recipe, folder / "model.onnx")
+            task_facts.write(str(folder / "model.onnx"), recipe.model)
+        made_by = {"backend": self.name, "versions": system.versions(self.requires), **made_by}
+        return artifact(str(folder / "model.onnx"), time.perf_counter() - started, made_by)
+
+
+def _export(recipe: Recipe, path: Path) -> dict[str, Any]:
+    torch = import_torch()
+    import_onnx()
+    exporters, opset = _options(recipe.options)
+    torch.set_num_threads(recipe.runtime.threads)
+    module = models.load(recipe.model, recipe.dims)
+    made_by = {
+        "options": dict(recipe.options),
+        "weights_sha256": models.weights_sha256(module),
+        "parameters": sum(p.numel() for p in module.parameters()),
+    }
+    _refuse_quantised(module, recipe)
+    if isinstance(module, torch.jit.ScriptModule) and "exporter" not in recipe.options:
+        exporters = ("torchscript",)  # which keeps both sides of a branch; the other knows no TorchScript
+    source = _source(torch, module, recipe)
+    static = check_control_flow(torch, source.module, source.example)
+    notes: list[str] = []
+    ways = [(exporter, opset) for exporter in exporters]
+    for exporter, number in ways:
+        try:
+            traced = _write(torch, source, exporter, number, path)
+            if traced and not static:
+                raise Wrong(f"took a value of its example for a constant ({traced})")
+            checked = verified(path, read_io(str(path))[1], source)
+        except Wrong as e:
+            notes.append(f"the {exporter} exporter{f' in opset {number}' if number != opset else ''}: {e}")
+            if isinstance(e, Refused) and exporter == "dynamo" and number == opset and "opset" not in recipe.options:
+                ways.append((exporter, LATER))
+            continue
+        notes += doubtful(checked)
+        return {
+            **made_by,
+            "exporter": exporter,
+            "opset": opset_of(path),
+            "fixed_batch": not source.free_batch,
+            "verified": checked,
+            "warnings": notes,
+        }
+    other = "try another --opset, measure it with --backends pytorch,compile, or give an ONNX file made otherwise"
+    remedy = "export with a fixed batch (--batch 1)" if source.free_batch else other
+    raise UserError(f"{recipe.model.name} can't be exported right, {remedy}; {'; '.join(notes)}")
+
+
+def _refuse_quantised(module: Any, recipe: Recipe) -> None:
+    """A `UserError` for a module that PyTorch quantised dynamically: no exporter knows those layers."""
+    if any(".quantized.dynamic" in type(each).__module__ for each in module.modules()):
+        raise UserError(
+            f"{recipe.model.name} was quantised dynamically by PyTorch, and such layers have no ONNX form; "
+            "give the float module, and ask for --precision int8"
+        )
+
+
+def _options(options: Mapping[str, Option]) -> tuple[tuple[str, ...], int]:
+    exporter, opset = options.get("exporter", "auto"), options.get("opset", OPSET)
+    if exporter not in EXPORTERS:
+        raise UserError(f"unknown exporter {exporter!r}; it is one of {', '.join(EXPORTERS)}")
+    if not isinstance(opset, int) or opset not in OPSET_RANGE:
+        raise UserError(f"opset is {opset!r}; it is {WRITTEN}")
+    chosen = EXPORTERS[1:] if exporter == "auto" else (str(exporter),)
+    return chosen, opset
+
+
+def _source(torch: Any, module: Any, recipe: Recipe) -> Source:
+    model, dims = recipe.model, recipe.dims
+    free = not dims.batch and (has_batch(model.inputs) or not model.inputs)
+    batches = OTHER_BATCHES if free else (dims.batch or 1,)
+    cases = []
+    *random, example = _feeds(torch, recipe, (*batches, (EXAMPLE_BATCH if free else batches[0])))
+    for feeds in (*random, *_photographs(recipe, 0 if free else batches[0]), example):
+        given = {name: torch.from_numpy(array) for name, array in feeds.items()}
+        args, keywords = arguments(model.inputs, given)
+        try:
+            with torch.no_grad():
+                result = module(*args, **keywords)
+        except REFUSALS as e:
+            refused = ", ".join("x".join(map(str, array.shape)) or name for name, array in feeds.items())
+            raise UserError(f"{model.name} refuses {refused}: {first_line(e)}") from e
+        found = {name: tensor.numpy() for name, tensor in named_outputs(result).items()}
+        cases.append(Case(next((len(a) for a in feeds.values() if a.ndim), 1), feeds, found))
+        _same_outputs(model, cases[0], cases[-1])
+    # The module itself where it takes and returns a tensor: the names of the graph's weights are those of its parts.
+    scripted = isinstance(module, torch.jit.ScriptModule)
+    plain = not model.inputs and isinstance(result, torch.Tensor) and not scripted
+    flat = module if plain else positional(torch, module, model.inputs, flat=True)
+    if scripted:  # the exporter refuses TorchScript within a module of Python's, but not what is traced around it
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            flat = torch.jit.trace(flat, tuple(given.values()), check_trace=False)
+    batched = tuple(s.name for s in model.inputs if BATCH in s.shape) if model.inputs else ("input",)
+    return Source(flat, tuple(given.values()), tuple(found), tuple(cases[:-1]), free, batched)
+
+
+def _same_outputs(model: ModelSpec, first: Case, other: Case) -> None:
+    """A `UserError` where the number of outputs follows the input: a graph has so many as it was written with."""
+    counts = len(first.outputs), len(other.outputs)
+    if counts[0] == counts[1]:
+        return
+    if first.batch == other.batch:
+        raise UserError(
+            f"{model.name} returns {counts[0]} tensors for one input and {counts[1]} for another, and a graph always "
+            "returns as many; return tensors of a fixed number, or measure it with --backends pytorch,compile"
+        )
+    raise UserError(
+        f"{model.name} returns {counts[0]} tensors at batch {first.batch} and {counts[1]} at {other.batch}, and a "
+        "graph always returns as many; return one tensor for all images, or export it with a fixed batch (--batch 1)"
+    )
+
+
+def _photographs(recipe: Recipe, batch: int) -> Iterator[dict[str, np.ndarray]]:
+    """One batch of the study's own images, which may take another way through the module than noise does."""
+    if recipe.data is not None and recipe.data.folder and not recipe.model.inputs:
+        images = input_data.Images(recipe.data, recipe.model.preprocess)
+        yield {"input": images.batch(0, batch or min(len(images), REAL_IMAGES))}
+
+
+def _feeds(torch: Any, recipe: Recipe, batches: Sequence[int]) -> Iterator[dict[str, np.ndarray]]:
+    """Random inputs of each of these batches, different ones."""
+    dims, model = recipe.dims, recipe.model
+    generator = torch.Generator().manual_seed(0)
+    for number, batch in enumerate(batches):
+        if model.inputs:
+            there, data = replace(dims, batch=batch), DataSpec(seed=number)
+            yield next(input_data.batches(data, model.preprocess, tensors(model.inputs, there), there, 1, model.inputs))
+        else:
+            shape = dims.shapes.get("input", (batch, model.channels, dims.height, dims.width))
+            yield {"input": torch.randn(*shape, generator=generator).numpy()}
+
+
+def _write(torch: Any, source: Source, exporter: str, opset: int, path: Path) -> str:
+    """Export the module; returns what tracing took for a constant, "" where it was nothing."""
+    known = inspect.signature(torch.onnx.export).parameters
+    dynamo, names = exporter == "dynamo", [*source.expected[0].feeds]
+    if dynamo and "dynamo" not in known:
+        raise Wrong(f"PyTorch {torch.__version__} doesn't have it")
+    options: dict[str, Any] = {"dynamo": dynamo, "verbose": False, "external_data": dynamo and _is_huge(source.module)}
+    if source.free_batch and dynamo:
+        free = {0: torch.export.Dim("batch")}
+        each = tuple(free if name in source.batched else None for name in names)
+        options["dynamic_shapes"] = (each,) if type(source.module).__name__ == "Positional" else each
+    elif source.free_batch:
+        options["dynamic_axes"] = {name: {0: "batch"} for name in (*source.batched, *source.following)}
+    options = {key: value for key, value in options.items() if key in known}
+    options |= {"input_names": names, "output_names": list(source.outputs), "opset_version": opset}
+    try:
+        with _quiet() as caught, torch.no_grad():
+            torch.onnx.export(source.module, source.example, str(path), **options)
+    except MemoryError:
+        raise
+    except Exception as e:  # each exporter has its own families of errors, and all of them mean "not this one"
+        raise Wrong(f"failed, {_last_line(e)}") from e
+    if dynamo and not options["external_data"]:
+        onnx = import_onnx()
+        onnx.save(plain_transposes(onnx.load(path)), path)
+    try:
+        lower_file(path, opset)  # dynamo writes 18 at least, whatever it is asked for
+    except UserError as e:
+        raise Wrong(str(e)) from e
+    return traced_values(torch, caught)
+
+
+def _is_huge(module: Any) -> bool:
+    size: int = sum(t.numel() * t.element_size() for t in module.state_dict().values())
+    return size > PROTOBUF_LIMIT
+
+
+def _last_line(e: BaseException) -> str:
+    """The cause in one line: exporters wrap it in pages of advice."""
+    while e.__cause__ is not None:
+        e = e.__cause__
+    return f"{type(e).__name__}: {first_line(e)}"[:200]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[list[warnings.WarningMessage]]:
+    # The exporters talk to standard output, and warn about their own internals and about each other.
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield caught

@@ -1,0 +1,154 @@
+"""FP8 and INT8 Q/DQ graphs for TensorRT by NVIDIA's Model Optimizer, in an environment of its own.
+
+nvidia-modelopt pins older onnx and onnxruntime than Dyno does, so this step runs in the interpreter that the study has
+for the name `modelopt` (`--python modelopt=PATH`). It needs no GPU.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dyno.worker import system
+from dyno.worker.backend import Backend, derived
+from dyno.worker.inputs.calibration import CalibrationImages, example
+from dyno.worker.onnx_graph.check import compared, outputs
+from dyno.worker.onnx_graph.head import decoding
+from dyno.worker.spec import Artifact, DataSpec, Option, Recipe, Runtime, Trial, Unavailable, UserError
+
+RUNTIME = "modelopt"  # the name that an interpreter is given for this step
+METHODS = {"minmax": "max", "entropy": "entropy"}
+REST = "fp16"  # what isn't quantised: TensorRT 10 takes types from the graph, and this is the fast one
+EXACT = "fp32"  # the same of a detector: it converts all of the rest or nothing, and decoding boxes wants FP32
+HERE = "give a Python that has it, --python modelopt=PATH (there: pip install nvidia-modelopt[onnx])"
+
+
+def quantised(parent: Recipe, precision: str, data: DataSpec, options: dict[str, Option]) -> Recipe:
+    """The recipe of the parent's file in fp8 or int8; options `samples` and `method`. Pure."""
+    return replace(
+        parent,
+        maker=OnnxModelopt.name,
+        precision=precision,
+        options=options,
+        data=data,
+        parent=parent,
+        runtime=Runtime(name=RUNTIME),
+    )
+
+
+class OnnxModelopt(Backend):
+    """Makes a Q/DQ file for TensorRT 10 and later from one in FP32: matrix products and convolutions in FP8 or INT8,
+    the rest in FP16, of a detector in FP32."""
+
+    name = "onnx_modelopt"
+    requires = ("nvidia-modelopt", "onnx", "onnxruntime|onnxruntime-gpu")
+    precisions = ("fp8", "int8")
+    options = ("samples", "method")
+    runs = False
+
+    def recipe(self, trial: Trial) -> Recipe | None:
+        """Nothing of its own: a step of the recipes that `onnx_precision` has."""
+        return None
+
+    def probe(self) -> dict[str, Any]:
+        """Import the quantiser; `Unavailable` says where it has to be."""
+        _library()
+        versions = system.versions(self.requires)
+        return {"version": versions["nvidia-modelopt"], "devices": ["cpu"], "detail": f"{versions}"}
+
+    def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
+        """Quantise the parent's file, calibrated on the recipe's data, and run it once beside its parent.
+
+        Raises `Unavailable` without nvidia-modelopt, `UserError` for calibration data that is missing or of another
+        shape, and for a result that isn't finite.
+        """
+        started = time.perf_counter()
+        if parent is None:
+            raise UserError(f"{recipe.precision} is made from an ONNX file in fp32: give one, or a PyTorch model")
+        method = str(recipe.options.get("method", "minmax"))
+        if method not in METHODS:
+            raise UserError(f"nvidia-modelopt has no calibration method {method!r}; it has {', '.join(METHODS)}")
+        images, path = CalibrationImages(recipe, parent), folder / "model.onnx"
+        spared = _quantise(parent, recipe, METHODS[method], images, path)
+        made_by = {
+            "backend": self.name,
+            "options": dict(recipe.options),
+            "versions": system.versions(self.requires),
+            "scheme": f"nvidia-modelopt: Q/DQ in {recipe.precision} as it places them, the rest in "
+            + (f"{EXACT}: {spared} nodes that decode boxes among it" if spared else REST),
+            "target": "tensorrt",
+            "calibration": {"samples": images.count, "method": method, "data_sha256": images.data.sha256},
+            "check": _check(path, recipe, parent),
+            "warnings": images.warnings,
+        }
+        return derived(parent, path, recipe.precision, made_by, started)
+
+
+def _library() -> Any:
+    try:
+        from modelopt.onnx.quantization import quantize
+    except ImportError as e:
+        raise Unavailable(f"nvidia-modelopt can't be imported in this Python ({e}); {HERE}") from e
+    return quantize
+
+
+def _quantise(parent: Artifact, recipe: Recipe, method: str, images: CalibrationImages, path: Path) -> int:
+    """Write the file; returns how many nodes of a detector's decoding were left out."""
+    quantize = _library()
+    import onnx
+
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        # It writes files beside the one it reads, and knows nodes by names that not every exporter gives.
+        source, model = Path(scratch) / "source.onnx", onnx.load(parent.path)
+        head = decoding(model.graph, recipe.model)
+        onnx.save(model, source)
+        quantize(
+            str(source),
+            quantize_mode=recipe.precision,
+            calibration_data_reader=Feeds(images),
+            calibration_method=method,
+            calibration_eps=["cpu"],
+            high_precision_dtype=EXACT if head else REST,
+            nodes_to_exclude=[re.escape(name) + "$" for name in sorted(head)],
+            output_path=str(Path(scratch) / "made.onnx"),
+            log_level="ERROR",
+        )
+        shutil.move(Path(scratch) / "made.onnx", path)
+    return len(head)
+
+
+class Feeds:
+    """The calibration images as nvidia-modelopt asks for them: one batch after the other, and from the start again."""
+
+    def __init__(self, images: CalibrationImages) -> None:
+        self.images = images
+        self.left: Iterator[dict[str, np.ndarray]] = iter(())
+        self.rewind()
+
+    def get_next(self) -> dict[str, np.ndarray] | None:
+        """The next batch, None after the last."""
+        return next(self.left, None)
+
+    def get_first(self) -> dict[str, np.ndarray]:
+        """The first batch, whatever was read."""
+        return next(self.images.feeds(0, 1))
+
+    def rewind(self) -> None:
+        """Begin again."""
+        self.left = self.images.feeds(0, len(self.images))
+
+
+def _check(path: Path, recipe: Recipe, parent: Artifact) -> dict[str, Any]:
+    """Parent and result on one batch. ONNX Runtime's optimiser changes what such graphs compute, so it is off."""
+    feeds = example(recipe, parent)
+    before, _ = outputs(parent.path, feeds)
+    after, ran = outputs(str(path), feeds, recipe.precision, optimised=False)
+    return compared(before, after, f"{recipe.model.name} in {recipe.precision}", f"{ran}, without graph optimisation")

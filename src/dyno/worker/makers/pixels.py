@@ -1,0 +1,134 @@
+"""ONNX files that read raw pixels: the normalisation becomes a part of the graph, and a feed a quarter of its size."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dyno.worker.backend import Backend, derived
+from dyno.worker.extras import install
+from dyno.worker.inputs.calibration import example
+from dyno.worker.inputs.input_data import pixel_scale
+from dyno.worker.inputs.layout import axes
+from dyno.worker.onnx_graph.check import compared, outputs
+from dyno.worker.spec import Artifact, Recipe, Runtime, Tensor, Trial, Unavailable, UserError
+
+
+def reading_pixels(parent: Recipe) -> Recipe:
+    """The recipe of the parent's file with an image input of uint8 pixels. Pure."""
+    return replace(
+        parent, maker=OnnxInput.name, options={"input": "uint8"}, data=None, parent=parent, runtime=Runtime()
+    )
+
+
+class OnnxInput(Backend):
+    """Puts `(pixel / 255 - mean) / std` in front of an ONNX file's image input, which then reads uint8."""
+
+    name = "onnx_input"
+    requires = ("onnx", "onnxruntime")
+    precisions = ("fp32", "tf32", "fp16", "bf16", "int8", "fp8")
+    options = ("input",)
+    runs = False
+
+    def recipe(self, trial: Trial) -> Recipe | None:
+        """Nothing of its own: a step behind the recipe that another maker has for the trial."""
+        return None
+
+    def probe(self) -> dict[str, Any]:
+        """The version of onnx."""
+        try:
+            import onnx
+        except ImportError as e:
+            raise Unavailable(f"onnx is not installed in this Python; {install('onnx')}") from e
+        return {"version": onnx.__version__, "devices": ["cpu"], "detail": "normalisation in the graph"}
+
+    def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
+        """Write FOLDER/model.onnx and run it beside its parent on the same picture.
+
+        Raises `UserError` for a file without exactly one image input, or one that reads uint8 already.
+        """
+        import onnx
+
+        started = time.perf_counter()
+        if parent is None:
+            raise UserError("input=uint8 is made from an ONNX file: give one, or a PyTorch model")
+        image = _image(parent)
+        channel = axes(image.shape)[0]
+        beside = [-1 if axis == channel else 1 for axis in range(4)]
+        scale, offset = (v.reshape(beside) for v in pixel_scale(recipe.model.preprocess, int(image.shape[channel])))
+        model, path = onnx.load(parent.path), folder / "model.onnx"
+        _prepend(model.graph, image.name, scale, offset)
+        onnx.checker.check_model(model, full_check=True)
+        onnx.save(model, path)
+        made_by = {key: value for key, value in parent.made_by.items() if key != "steps"}
+        made_by |= {
+            "backend": self.name,
+            "options": {**parent.made_by.get("options", {}), **recipe.options},
+            "input": {"dtype": "uint8", "scale": scale.ravel().tolist(), "offset": offset.ravel().tolist()},
+            "input_check": _check(path, recipe, parent, image),
+        }
+        made = derived(parent, path, parent.precision, made_by, started)
+        return replace(made, inputs=(replace(image, dtype="uint8"),))
+
+
+def _image(parent: Artifact) -> Tensor:
+    inputs = parent.inputs
+    one = len(inputs) == 1 and len(inputs[0].shape) == 4
+    if not one or not isinstance(inputs[0].shape[axes(inputs[0].shape)[0]], int):
+        names = ", ".join(tensor.name for tensor in inputs) or "none"
+        raise UserError(f"input=uint8 wants a model with one image input (N x C x H x W); this one has {names}")
+    if not inputs[0].dtype.startswith("float"):
+        read = f"{inputs[0].name!r} is {inputs[0].dtype} already"
+        raise UserError(f"the file's input {read}, not normalised pixels; drop input=uint8")
+    return inputs[0]
+
+
+def _prepend(graph: Any, name: str, scale: np.ndarray, offset: np.ndarray) -> None:
+    """Cast, multiply and add in front of the input, in float32 whatever the graph computes in.
+
+    In FP16 they would round twice more than a host that normalises the pixels does.
+    """
+    import onnx
+
+    (value,) = (value for value in graph.input if value.name == name)
+    wanted, kinds = value.type.tensor_type.elem_type, onnx.TensorProto
+    normalised = f"{name}_normalised"
+    for node in graph.node:
+        for k, read in enumerate(node.input):
+            if read == name:
+                node.input[k] = normalised
+    value.type.tensor_type.elem_type = kinds.UINT8
+    graph.initializer.extend(
+        [
+            onnx.numpy_helper.from_array(scale, f"{name}_scale_of_pixels"),
+            onnx.numpy_helper.from_array(offset, f"{name}_offset_of_pixels"),
+        ]
+    )
+    node = onnx.helper.make_node
+    last = normalised if wanted == kinds.FLOAT else f"{normalised}_float32"
+    front = [
+        node("Cast", [name], [f"{name}_pixels"], f"{name}_cast", to=kinds.FLOAT),
+        node("Mul", [f"{name}_pixels", f"{name}_scale_of_pixels"], [f"{name}_scaled"], f"{name}_scale"),
+        node("Add", [f"{name}_scaled", f"{name}_offset_of_pixels"], [last], f"{name}_offset"),
+    ]
+    if last != normalised:
+        front.append(node("Cast", [last], [normalised], f"{name}_to_graph", to=wanted))
+    nodes = [*front, *(type(n).FromString(n.SerializeToString()) for n in graph.node)]
+    del graph.node[:]
+    graph.node.extend(nodes)
+
+
+def _check(path: Path, recipe: Recipe, parent: Artifact, image: Tensor) -> dict[str, Any]:
+    """Both files on one random picture: what normalising in the graph changes."""
+    before, ran = outputs(parent.path, _fed(recipe, parent, image), recipe.precision)
+    after, _ = outputs(str(path), _fed(recipe, parent, replace(image, dtype="uint8")), recipe.precision)
+    return compared(before, after, f"{recipe.model.name} with input=uint8", ran)
+
+
+def _fed(recipe: Recipe, parent: Artifact, image: Tensor) -> dict[str, np.ndarray]:
+    feeds = example(replace(recipe, data=None), replace(parent, inputs=(image,)))
+    return {name: array.astype(image.dtype) for name, array in feeds.items()}

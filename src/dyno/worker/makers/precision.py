@@ -1,0 +1,199 @@
+"""ONNX graphs in a lower precision: FP16 and BF16 by mixed-precision conversion, INT8 as Q/DQ calibrated on images.
+
+The conversions themselves are in `onnx_fp16`, `onnx_bf16` and `onnx_int8`.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dyno.worker.backend import Backend, derived
+from dyno.worker.extras import install
+from dyno.worker.inputs.calibration import NO_DATA, SAMPLES, calibration_data, example
+from dyno.worker.inputs.input_data import READ, wants_pixels
+from dyno.worker.makers.export import EXPORTERS, OPSET_RANGE, WRITTEN, exported
+from dyno.worker.makers.modelopt_quantise import quantised
+from dyno.worker.makers.pixels import reading_pixels
+from dyno.worker.makers.sensitivity import kept, ranked
+from dyno.worker.makers.static import static_of
+from dyno.worker.onnx_graph.bf16 import to_bf16
+from dyno.worker.onnx_graph.check import compared, outputs
+from dyno.worker.onnx_graph.file import QUANTISED, read_io
+from dyno.worker.onnx_graph.fold import lifted
+from dyno.worker.onnx_graph.fp16 import to_fp16
+from dyno.worker.onnx_graph.int8 import METHOD, METHODS, to_int8
+from dyno.worker.onnx_graph.repair import to_fp32
+from dyno.worker.option_values import Check, flag, number, one_of, whole
+from dyno.worker.spec import Artifact, DataSpec, Option, Recipe, Runtime, Trial, Unavailable, UserError
+
+# Options of a trial that shape its file.
+PREPARATION = ("samples", "method", "percentile", "quantizer", "exporter", "opset", "static", "fold", "input", "keep")
+QUANTIZERS = ("onnxruntime", "modelopt")
+VALUES: dict[str, Check] = {
+    "samples": whole(1),
+    "method": one_of(*METHODS),
+    "percentile": number(50, 100),
+    "quantizer": one_of(*QUANTIZERS),
+    "exporter": one_of(*EXPORTERS),
+    "opset": lambda value: whole(OPSET_RANGE[0], OPSET_RANGE[-1])(value) and WRITTEN,
+    "static": flag,
+    "fold": flag,
+    "input": one_of(*READ),
+    "keep": whole(0),
+}
+HALVES = ("fp16", "bf16")  # of a given file: the other precisions are made from it in FP32
+# The last opset of an engine's oldest parser that is served: TensorRT 8.6's. The others read what is exported anyway.
+OPSETS: dict[str, Option] = {"tensorrt": 17}
+# What an engine's file says of itself in the words of the ONNX file that it was made from.
+INHERITED = ("parameters", "weights_sha256", "scheme", "target", "calibration", "check", "kept", "ranked")
+
+
+def converted(trial: Trial, target: str, batch: int = 0) -> Recipe:
+    """The recipe of the ONNX file this trial needs: exported, then converted to its precision for the target engine.
+
+    The export has a free batch unless one is given, so that all batches of a study share one file and one calibration;
+    engines fix it; with the option `static` it has the trial's, and with `fold` the trial's shapes are folded into the
+    file before it is converted. Trial options `samples`, `method`, `percentile` and `quantizer` reach the calibration,
+    `keep` (how many of the most sensitive layers stay in float32) the conversion to fp16 or int8, `exporter` and
+    `opset` (17 for TensorRT) the export; `input=uint8` makes the file read raw pixels. Pure; int8 or fp8
+    without data is a `UserError`.
+    """
+    # Files are made in the Python that has the model, whichever the trial runs in.
+    wanted = {"opset": OPSETS[target], **trial.options} if target in OPSETS else trial.options
+    dims = replace(trial.dims, batch=batch or (trial.dims.batch if trial.options.get("static") else 0))
+    parent = exported(trial.model, dims, Runtime(), wanted, trial.data)
+    parent = static_of(parent, trial) if trial.options.get("fold") else parent
+    made = _lowered(trial, target, parent)
+    return reading_pixels(made) if wants_pixels(trial.options) else made
+
+
+def _lowered(trial: Trial, target: str, parent: Recipe) -> Recipe:
+    precision, quantizer = trial.precision, str(trial.options.get("quantizer", QUANTIZERS[0]))
+    if quantizer not in QUANTIZERS:
+        raise UserError(f"unknown quantizer {quantizer!r}; it is one of {', '.join(QUANTIZERS)}")
+    if precision == trial.model.precision:
+        return replace(parent, precision=precision)
+    if trial.model.precision in HALVES:
+        parent = replace(parent, precision=trial.model.precision)
+        parent = replace(parent, maker=OnnxPrecision.name, precision="fp32", options={}, data=None, parent=parent)
+    elif precision in ("fp32", "tf32"):
+        return replace(parent, precision=trial.model.precision or "fp32")
+    if precision in ("fp32", "tf32"):
+        return parent
+    keep = _keep(trial)
+    if precision not in ("int8", "fp8"):
+        data = DataSpec(trial.data.name, trial.data.folder, trial.data.sha256, split="calibration")
+        parent = ranked(parent, precision, data if data.folder else None, {}) if keep else parent
+        return replace(parent, maker=OnnxPrecision.name, precision=precision, options=keep, data=None, parent=parent)
+    data = calibration_data(trial)
+    given = {key: value for key, value in trial.options.items() if key in ("samples", "method", "percentile")}
+    options: dict[str, Option] = {"samples": SAMPLES, "method": METHOD, **given}
+    if precision == "fp8" or quantizer == "modelopt":
+        if keep:
+            raise UserError("keep=N is for files that Dyno quantises itself, not for nvidia-modelopt's")
+        if target != "tensorrt":
+            raise UserError(f"{precision} by nvidia-modelopt is for TensorRT; {target} has no use for it")
+        if not data.folder:
+            raise UserError(NO_DATA.replace("int8", precision))
+        return quantised(parent, precision, data, options)
+    options = {"target": target, **options}
+    if keep:
+        parent = ranked(parent, precision, data, options)
+        options = {**options, **keep}
+    return replace(parent, maker=OnnxPrecision.name, precision=precision, options=options, data=data, parent=parent)
+
+
+def _keep(trial: Trial) -> dict[str, Option]:
+    """The option `keep` as the conversion has it; nothing where no layer is asked to be kept higher."""
+    count = trial.options.get("keep", 0)
+    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+        raise UserError(f"keep is {count!r}; it is the number of layers to keep in a higher type, from 0 on")
+    if count and trial.precision == "bf16":
+        raise UserError("keep=N is for fp16 and int8; bf16 has the range of fp32")
+    return {"keep": count} if count else {}
+
+
+class OnnxPrecision(Backend):
+    """Makes an ONNX file of lower precision from one in FP32, or of FP32 from one in FP16 or BF16."""
+
+    name = "onnx_precision"
+    requires = ("onnx", "onnxruntime", "onnxconverter-common", "onnxslim")
+    precisions = ("fp32", "fp16", "bf16", "int8")
+    runs = False
+
+    def recipe(self, trial: Trial) -> Recipe:
+        """The file for the engine named by the option `target`, with a free batch where the trial's is 0."""
+        return converted(trial, str(trial.options.get("target", "onnxruntime")), trial.dims.batch)
+
+    def probe(self) -> dict[str, Any]:
+        """Versions of the libraries; `Unavailable` says which one to install."""
+        versions = _versions(self.requires)
+        return {"version": versions["onnxconverter-common"], "devices": ["cpu"], "detail": f"{versions}"}
+
+    def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
+        """Convert the parent's file and check it: ONNX's checker, then one run in ONNX Runtime with finite outputs.
+
+        Raises `UserError` for a model that is quantised already, calibration data that is missing or of another shape,
+        an unknown method or target, and a result that overflows.
+        """
+        started = time.perf_counter()
+        versions = _versions(self.requires)
+        convert = {"fp32": to_fp32, "fp16": to_fp16, "bf16": to_bf16, "int8": to_int8}.get(recipe.precision)
+        if convert is None:
+            has = ", ".join(self.precisions)
+            raise UserError(f"an ONNX graph can't be made {recipe.precision} here (it can be made {has})")
+        if parent is None:
+            raise UserError(f"{recipe.precision} is made from an ONNX file in fp32: give one, or a PyTorch model")
+        model, path = lifted(_read(parent.path)), folder / "model.onnx"
+        made_by: dict[str, Any] = {"backend": self.name, "options": dict(recipe.options), "versions": versions}
+        made_by["parameters"] = parent.made_by.get("parameters", _parameters(model))
+        before, _ = outputs(parent.path, example(recipe, parent), parent.precision)
+        higher = kept(recipe, parent)
+        more = {"kept": [each["node"] for each in higher]} if higher else {}
+        made_by |= convert(model, recipe, parent, path, **more)
+        if higher:
+            made_by |= {"kept": higher, "ranked": len(parent.made_by["ranking"])}
+        inputs, outs = read_io(str(path))  # of another type than the parent's where that was cast up
+        made = replace(derived(parent, path, recipe.precision, made_by, started), inputs=inputs, outputs=outs)
+        # The same input for both: outputs must stay finite, and it is kept how far they are apart.
+        after, ran = outputs(made.path, example(recipe, made), recipe.precision)
+        check = compared(before, after, f"{recipe.model.name} overflows in {recipe.precision}", ran)
+        return replace(made, made_by={**made.made_by, "check": check})
+
+
+def _versions(distributions: tuple[str, ...]) -> dict[str, str]:
+    try:
+        return {name: importlib.metadata.version(name) for name in distributions}
+    except importlib.metadata.PackageNotFoundError as e:
+        raise Unavailable(f"{e.name} is not installed in this Python; {install(str(e.name))}") from e
+
+
+def _read(path: str) -> Any:
+    import onnx
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+
+    try:
+        model = onnx.load(path)
+    except (OSError, DecodeError) as e:
+        raise UserError(f"{path} is not a readable ONNX file: {' '.join(str(e).split())[:200]}") from e
+    present = sorted({node.op_type for node in model.graph.node} & QUANTISED)
+    if present:
+        raise UserError(
+            f"{path} is quantised already (it has {present[0]} nodes): "
+            "run it as int8, which leaves the file as it is, or give the float model"
+        )
+    return model
+
+
+def _parameters(model: Any) -> int:
+    """Number of floating-point weights, batch-norm statistics included where they were not folded."""
+    import onnx
+
+    floats = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.DOUBLE)
+    return sum(int(np.prod(t.dims, dtype=np.int64)) for t in model.graph.initializer if t.data_type in floats)

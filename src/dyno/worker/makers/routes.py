@@ -1,0 +1,45 @@
+"""Routes from a model to the ONNX file that an engine reads: exporter, opset, free or fixed batch, folded or not.
+
+A network may be refused, or run slower, by one route and not by another; which ones differ depends on network and
+engine. So the usual route has others behind it, each tried where the one before fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from dyno.worker.makers.precision import converted
+from dyno.worker.spec import Option, Recipe, Trial
+
+NAMES = ("exporter", "opset", "static", "fold")  # a trial's options that say which route
+Options = dict[str, Option]
+FOLDED: Options = {"fold": True}
+TRACED: Options = {"exporter": "torchscript"}
+FIXED: Options = {"static": True}
+
+
+def routed(trial: Trial, target: str, finish: Callable[[Recipe], Recipe], *, static: bool = False) -> Recipe:
+    """The recipe that `finish` makes of the trial's ONNX file by the usual route, the others as its fallbacks. Pure.
+
+    `static`: the engine takes this trial's shapes alone, so that they are fixed and folded into the graph for it. A
+    trial that names a route by its options has that one alone.
+    """
+    recipe: Recipe | None = None
+    for options in reversed(_candidates(trial, static)):
+        asked = replace(trial, options={**options, **trial.options})
+        recipe = replace(finish(converted(asked, target)), fallback=recipe)
+    assert recipe is not None
+    return recipe
+
+
+def _candidates(trial: Trial, static: bool) -> tuple[Options, ...]:
+    """The options of each route, the usual one first."""
+    usual = FOLDED if static else {}
+    if any(name in trial.options for name in NAMES):
+        return (usual,)
+    if trial.model.file:
+        return (FOLDED, {}) if static else ({},)
+    if static:
+        return (FOLDED, {**TRACED, **FIXED, **FOLDED}, FIXED)
+    return ({}, TRACED, FIXED)

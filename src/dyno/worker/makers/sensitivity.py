@@ -1,0 +1,97 @@
+"""Ranks the layers of an ONNX graph by what they cost in a lower type: once, for every `keep=N` made from it."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dyno.worker.backend import Backend, derived
+from dyno.worker.inputs.calibration import calibration_of, example
+from dyno.worker.makers.ranking import IMAGES, Changed, fp16_changes, int8_changes, rank
+from dyno.worker.onnx_graph.fold import lifted
+from dyno.worker.onnx_graph.fp16 import sensitive
+from dyno.worker.onnx_graph.head import named
+from dyno.worker.onnx_graph.int8 import observed
+from dyno.worker.spec import Artifact, DataSpec, Option, Recipe, Trial, UserError
+
+
+def ranked(parent: Recipe, precision: str, data: DataSpec | None, options: dict[str, Option]) -> Recipe:
+    """The recipe of the parent's file with its layers ranked for the precision; options as the conversion has them."""
+    return replace(parent, maker=OnnxSensitivity.name, precision=precision, options=options, data=data, parent=parent)
+
+
+class OnnxSensitivity(Backend):
+    """Makes the same ONNX file with every node named and, in `made_by`, its layers by sensitivity."""
+
+    name = "onnx_sensitivity"
+    requires = ("onnx", "onnxruntime", "onnxconverter-common", "onnxslim")
+    precisions = ("fp16", "int8")
+    runs = False
+
+    def recipe(self, trial: Trial) -> Recipe | None:
+        """Nothing of its own: a step of the recipes that `onnx_precision` has."""
+        return None
+
+    def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
+        """Write the FP32 graph that the ranking's names are of; `made_by["ranking"]` lists `node`, `op`, `sqnr_db`.
+
+        FOLDER/stage says how far it is. Raises `UserError` without a parent and for calibration data that is missing or
+        of another shape than the model reads.
+        """
+        started = time.perf_counter()
+        if parent is None:
+            raise UserError("layers are ranked in an ONNX file: give one, or a PyTorch model")
+        model, changes = _graph(recipe, parent, folder)
+        feeds = _feeds(recipe, parent)
+
+        def told(done: int, total: int) -> None:
+            (folder / "stage").write_text(f"rank layers for {recipe.precision}: {done} of {total}")
+
+        ranking = rank(model, changes, feeds, recipe.runtime.threads, told)
+        path = folder / "model.onnx"
+        path.write_bytes(model.SerializeToString())
+        made_by = {
+            "backend": self.name,
+            "options": dict(recipe.options),
+            "ranking": ranking,
+            "ranked_on": sum(len(next(iter(feed.values()))) for feed in feeds),
+            "warnings": [],
+        }
+        return derived(parent, path, parent.precision, made_by, started)
+
+
+def _graph(recipe: Recipe, parent: Artifact, folder: Path) -> tuple[Any, dict[str, Changed]]:
+    """The graph with named nodes, and what lowers each of its layers alone."""
+    import onnx
+
+    model = lifted(onnx.load(parent.path))
+    if recipe.precision == "fp16":
+        named(model.graph)
+        return model, fp16_changes(model, sensitive())
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        seen = observed(model, recipe, calibration_of(recipe, parent), Path(scratch))
+    return seen.model, int8_changes(seen)
+
+
+def _feeds(recipe: Recipe, parent: Artifact) -> Sequence[dict[str, np.ndarray]]:
+    """What to rank on, spread over the calibration images, or as it calibrates; one random batch without data."""
+    if recipe.data is None:
+        return [example(recipe, parent)]
+    fewer = replace(recipe, options={**recipe.options, "samples": IMAGES})
+    data = calibration_of(fewer, parent)
+    return list(data.feeds(0, len(data)))
+
+
+def kept(recipe: Recipe, parent: Artifact) -> list[dict[str, Any]]:
+    """The layers that the recipe's option `keep` keeps higher: the most sensitive ones of the parent's ranking."""
+    count = recipe.options.get("keep", 0)
+    ranking: list[dict[str, Any]] = parent.made_by.get("ranking", [])
+    if count > len(ranking):  # type: ignore[operator]
+        raise UserError(f"keep={count}: {recipe.model.name} has {len(ranking)} layers that {recipe.precision} touches")
+    return ranking[: int(count)]

@@ -1,0 +1,155 @@
+"""Does an exported graph do what its module does?"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dyno.worker.extras import install
+from dyno.worker.onnx_graph.check import session
+from dyno.worker.sessions.torch_support import first_line, import_torch, named_outputs, one_thread
+from dyno.worker.spec import Tensor
+
+RELATIVE, ABSOLUTE = 1e-3, 1e-4  # the second as a share of the largest output
+OWN_ERRORS = 10  # a graph may be off by so many times what the module in FP32 is off from itself in FP64 …
+DOUBT = 1e-2  # … but never by more than this share of the largest output
+
+
+class Wrong(Exception):
+    """An exported graph that doesn't do what the module does; the message says how."""
+
+
+class Refused(Wrong):
+    """An exported graph that ONNX Runtime doesn't run."""
+
+
+class Case(NamedTuple):
+    """Inputs of a batch by name, in the module's order, and the outputs that they must give."""
+
+    batch: int
+    feeds: dict[str, np.ndarray]
+    outputs: dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Source:
+    """The module, an example of each input, the names of its outputs, and cases that a graph of it must pass.
+
+    With `free_batch`, `batched` are the inputs whose first axis is the batch.
+    """
+
+    module: Any
+    example: tuple[Any, ...]
+    outputs: tuple[str, ...]
+    expected: tuple[Case, ...]
+    free_batch: bool
+    batched: tuple[str, ...] = ("input",)
+
+    @property
+    def following(self) -> tuple[str, ...]:
+        """The outputs whose first axis is the batch in every case."""
+        return tuple(
+            name
+            for name in self.outputs
+            if all(case.outputs[name].ndim and len(case.outputs[name]) == case.batch for case in self.expected)
+        )
+
+
+def verified(path: Path, outputs: Sequence[Tensor], source: Source) -> dict[str, Any]:
+    """Compare the graph with the module; `Wrong` where they differ, {} where nothing is there to run it.
+
+    Rounding alone moves the outputs of a deep network with random weights by more than the usual tolerance. So before a
+    graph is called wrong the module is run in FP64, which says how far its own FP32 outputs are to be trusted.
+    """
+    _signature(outputs, source)
+    try:
+        ready = session(str(path))
+        read = {each.name for each in ready.get_inputs()}  # an exporter may drop an input that decides nothing
+        fed = [{name: array for name, array in case.feeds.items() if name in read} for case in source.expected]
+        given = [ready.run(list(source.outputs), feeds) for feeds in fed]
+    except ImportError:
+        return {}
+    except Exception as e:  # ONNX Runtime's errors have no common base but this one
+        raise Refused(f"wrote a graph that ONNX Runtime refuses, {first_line(e)}") from e
+    pairs = [(name, case.outputs[name], got[i]) for case, got in zip(source.expected, given, strict=True)
+             for i, name in enumerate(source.outputs)]  # fmt: skip
+    own: dict[str, float] = {}
+    try:
+        worst = max(_difference(*pair, 0.0) for pair in pairs)
+    except Wrong:
+        own = _own_errors(source)
+        worst = max(_difference(*pair, OWN_ERRORS * own.get(pair[0], 0.0)) for pair in pairs)
+    largest = max(_largest(a) for case in source.expected for a in case.outputs.values())
+    return {
+        "batches": [case.batch for case in source.expected],
+        "max_abs_error": worst,
+        "max_abs_output": largest,
+        "rtol": RELATIVE,
+        "atol": ABSOLUTE * largest,
+        **({"own_error": max(own.values())} if own else {}),
+    }
+
+
+def doubtful(checked: dict[str, Any]) -> list[str]:
+    """What there is to say of a comparison that left doubts."""
+    if not checked:
+        return [f"the graph was not verified: onnxruntime is not installed ({install('onnxruntime')})"]
+    if "own_error" not in checked:
+        return []
+    own, off, largest = (f"{checked[key]:.2g}" for key in ("own_error", "max_abs_error", "max_abs_output"))
+    return [
+        f"this network amplifies rounding: its outputs in FP32 are off by {own} from FP64, and the graph's by {off} "
+        f"from those, where the largest is {largest}; lower precisions will differ by far more"
+    ]
+
+
+def _signature(outputs: Sequence[Tensor], source: Source) -> None:
+    names = tuple(output.name for output in outputs)
+    if names != source.outputs:
+        raise Wrong(f"wrote the outputs {', '.join(names)} instead of {', '.join(source.outputs)}")
+    if source.free_batch:
+        fixed = [o for o in outputs if o.name in source.following and o.shape and isinstance(o.shape[0], int)]
+        if fixed:
+            raise Wrong(f"wrote the batch {fixed[0].shape[0]} into {fixed[0].name}, which follows the input's")
+
+
+def _largest(array: np.ndarray) -> float:
+    return float(np.abs(array.astype(np.float64)).max(initial=0))
+
+
+def _difference(name: str, want: np.ndarray, got: np.ndarray, own_error: float) -> float:
+    if want.shape != got.shape:
+        raise Wrong(f"wrote a graph whose {name} is {list(got.shape)} where the module's is {list(want.shape)}")
+    want, got = want.astype(np.float64), got.astype(np.float64)
+    finite = want[np.isfinite(want)]
+    scale = float(np.abs(finite).max(initial=0.0))
+    worst = float(np.abs(want - got)[np.isfinite(want)].max(initial=0.0))
+    allowed = max(ABSOLUTE * scale, min(own_error, DOUBT * scale))
+    if not np.allclose(got, want, RELATIVE, allowed, equal_nan=True):
+        raise Wrong(f"wrote a graph whose {name} is off by {worst:.3g} where the module's largest is {scale:.3g}")
+    return worst
+
+
+def _own_errors(source: Source) -> dict[str, float]:
+    """How far each output of the module is from the same in FP64; {} for a module that can't compute in that."""
+    torch = import_torch()
+    found = dict.fromkeys(source.outputs, 0.0)
+    try:
+        exact = copy.deepcopy(source.module).double()
+        for case in source.expected:
+            given = [torch.from_numpy(array) for array in case.feeds.values()]
+            with one_thread(torch):
+                again = named_outputs(exact(*(x.double() if x.is_floating_point() else x for x in given)))
+            for name, wanted in case.outputs.items():
+                apart = np.abs(again[name].numpy() - wanted.astype(np.float64))
+                found[name] = max(found[name], float(apart[np.isfinite(apart)].max(initial=0.0)))
+    except MemoryError:
+        raise
+    except Exception:  # whatever a module of the user's raises there: it only means that nothing is known
+        return {}
+    return found

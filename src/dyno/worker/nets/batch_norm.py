@@ -1,0 +1,173 @@
+"""Statistics of batch norm for networks with random weights, whose activations else grow from block to block.
+
+As drawn, batch norm subtracts nothing and divides by one, as if every layer's results had unit variance. They don't:
+through the 33 blocks of a ResNet-101 they grow beyond what float16 can hold. A trained network's statistics keep them
+in place, so a network that stands in for one gets statistics too, of noise.
+
+That alone would make a deep one chaotic: each block of a ResNet-152 adds as much as it is given, and a small error of
+the input is two thousand times as large in the output. So residual branches are damped, as training does it that begins
+without them (Goyal et al. 2017, "Accurate, Large Minibatch SGD", section 5.1): then it is twenty times as large.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+from dyno.worker.inputs.shapes import REFUSALS
+from dyno.worker.sessions.torch_support import one_thread
+
+# Few images' statistics fit other images worse, by a factor per layer that a hundred layers raise to its power.
+IMAGES, SIZES, SEED = 16, ((64, 64), (96, 96)), 0
+GRAINS = 1, 4, 16  # pixels to a side: photographs have detail and broad areas, and layers answer to both
+SHARE = 0.5  # of its layer's mean in a channel's variance: what noise hardly moves must not be blown up by an image
+DAMPED = 0.25  # of its weight is left to the batch norm that ends a branch; a power of two, so that nothing is rounded
+SUMS = ("add", "iadd", "radd")
+
+
+class _Settled(Exception):
+    """Every batch norm has its statistics; what comes after the last one need not run."""
+
+
+def settle(torch: Any, module: Any, channels: int, size: tuple[int, int]) -> None:
+    """Damp residual branches, then set mean and variance of every batch norm to those of noise; in place.
+
+    `size` is what the network is meant for, tried where it refuses small images, which are enough for this. A network
+    that takes neither is left as it was drawn. So that threads, processor and version of torch make no difference,
+    it is computed in float64 by one thread and rounded to eight bits.
+    """
+    kind = torch.nn.modules.batchnorm._BatchNorm
+    norms = [m for m in module.modules() if isinstance(m, kind) and m.running_mean is not None]
+    drawn = [{name: value.clone() for name, value in norm.state_dict().items()} for norm in norms]
+    for height, width in dict.fromkeys((*SIZES, size)) if norms else ():
+        images = _noise(torch, channels, height, width)
+        try:
+            _damp(torch, module.eval(), norms, images[:1].float())
+            with one_thread(torch), _in_float64(module), _without_borders(torch, module), _measuring(norms):
+                module(images)
+        except REFUSALS:
+            for norm, state in zip(norms, drawn, strict=True):
+                norm.load_state_dict(state)
+        else:
+            for norm in norms:
+                _round(norm)
+            return
+
+
+def _damp(torch: Any, module: Any, norms: list[Any], image: Any) -> None:
+    """Scale down what each residual branch adds to the way around it.
+
+    Of two tensors of one shape that are added, the one that has passed more batch norms is a branch. A tensor carries
+    how many it has passed, and the last of them, through every function of PyTorch.
+    """
+    ends: set[Any] = set()
+
+    class Watch(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            given = [t for a in args for t in _each(a) if isinstance(t, torch.Tensor)]
+            passed = [getattr(t, "passed", (0, None)) for t in given]
+            most = max(passed, key=lambda one: one[0], default=(0, None))
+            if getattr(func, "__name__", "").strip("_") in SUMS and len(given) == 2:
+                (a, _), (b, _) = passed
+                if a != b and given[0].shape == given[1].shape:
+                    ends.add(most[1])
+            out = func(*args, **(kwargs or {}))
+            for tensor in _each(out):
+                if isinstance(tensor, torch.Tensor):
+                    tensor.passed = most
+            return out
+
+    def count(norm: Any, given: tuple[Any, ...], out: Any) -> None:
+        out.passed = getattr(given[0], "passed", (0, None))[0] + 1, norm
+
+    hooks = [norm.register_forward_hook(count) for norm in norms]
+    try:
+        # A head that refuses so small an image comes after the branches.
+        with torch.no_grad(), Watch(), contextlib.suppress(*REFUSALS):
+            module(image)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for norm in ends:
+        if norm.weight is not None:
+            norm.weight.data.mul_(DAMPED)
+
+
+def _each(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+
+
+def _round(norm: Any) -> None:
+    """To what every machine computes alike: means in 256ths of the deviation, so that none is the noise of a zero."""
+    found = norm.running_var.double()
+    variance = found.lerp(found.mean(), SHARE).bfloat16().double()
+    step = (variance.sqrt() / 256).clamp(min=1e-30)
+    norm.running_var.copy_(variance)
+    norm.running_mean.copy_((norm.running_mean.double() / step).round() * step + 0.0)
+
+
+def _noise(torch: Any, channels: int, height: int, width: int) -> Any:
+    """Images of unit variance, [IMAGES, channels, height, width] in float64."""
+    draw = torch.Generator().manual_seed(SEED)
+    total = torch.zeros(IMAGES, channels, height, width, dtype=torch.float64)
+    for grain in GRAINS:
+        shape = IMAGES, channels, -(-height // grain), -(-width // grain)
+        coarse = torch.randn(shape, generator=draw, dtype=torch.float64)
+        total += coarse.repeat_interleave(grain, 2).repeat_interleave(grain, 3)[..., :height, :width]
+    return total / len(GRAINS) ** 0.5
+
+
+@contextlib.contextmanager
+def _without_borders(torch: Any, module: Any) -> Iterator[None]:
+    """Pad with the other side's pixels: zeros at the border would count for more here than in a larger image."""
+    kinds = torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d
+    padded = [(m, m.padding_mode) for m in module.modules() if isinstance(m, kinds)]
+    for layer, _ in padded:
+        layer.padding_mode = "circular"
+    try:
+        yield
+    finally:
+        for layer, mode in padded:
+            layer.padding_mode = mode
+
+
+@contextlib.contextmanager
+def _in_float64(module: Any) -> Iterator[None]:
+    """Each layer in float64 while it runs and no longer: a copy of the network would count as memory that it takes."""
+    hooks = []
+    for owner in module.modules():
+        if next(chain(owner.parameters(recurse=False), owner.buffers(recurse=False)), None) is not None:
+            hooks.append(owner.register_forward_pre_hook(lambda layer, _: layer.double() and None))
+            hooks.append(owner.register_forward_hook(lambda layer, _, out: layer.float() and None))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        module.float()
+
+
+@contextlib.contextmanager
+def _measuring(norms: list[Any]) -> Iterator[None]:
+    """Batch norm as in training, so that its statistics become this batch's; `_Settled` after the last one."""
+    momenta = [norm.momentum for norm in norms]
+    left = set(norms)
+
+    def measured(norm: Any, _: Any, out: Any) -> None:
+        left.discard(norm)
+        if not left:
+            raise _Settled
+
+    hooks = [norm.register_forward_hook(measured) for norm in norms]
+    for norm in norms:
+        norm.train().momentum = 1.0
+    try:
+        with contextlib.suppress(_Settled):
+            yield
+    finally:
+        for hook, norm, momentum in zip(hooks, norms, momenta, strict=True):
+            hook.remove()
+            norm.eval().momentum = momentum
+            norm.num_batches_tracked.zero_()

@@ -1,0 +1,358 @@
+"""Where a module comes from: torchvision, timm, ultralytics or a function, with random, published or stored weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dyno.worker.extras import install
+from dyno.worker.nets import local_code, saved_modules, ultralytics_models
+from dyno.worker.nets.batch_norm import settle
+from dyno.worker.nets.checkpoint import apply, head_classes, read_checkpoint
+from dyno.worker.spec import Dims, ModelSpec, Preprocess, Unavailable, UserError, check_known
+
+LIBRARIES = ("torchvision", "timm")
+NEAR = 0.75  # how alike a name must be to be meant; among a thousand names something is always half alike
+SHA256 = 64  # hexadecimal digits
+FORMS = "torchvision:NAME, timm:NAME, ultralytics:NAME.yaml, MODULE:FUNCTION, FILE.py:FUNCTION, saved:PATH or file:PATH"
+
+
+def parse(source: str) -> tuple[str, str]:
+    """Tell sources apart without importing anything: (kind, rest).
+
+    Kinds are `torchvision`, `timm` and `ultralytics` (rest: the name), `file` and `saved` (the path), `python`
+    (FILE.py:FUNCTION) and `module` (MODULE:FUNCTION). The function is what follows the last colon, so that a path may
+    have its own.
+    Raises `UserError` when the text is none of these.
+    """
+    head, _, rest = source.partition(":")
+    if head in (*LIBRARIES, "ultralytics", "saved", "file"):
+        if not rest:
+            raise UserError(f"model {source!r} names nothing after the colon; it is one of {FORMS}")
+        return head, rest
+    place, _, function = source.rpartition(":")
+    if not place:
+        raise UserError(f"model {source!r} doesn't say where it is from; try torchvision:{source}, or any of {FORMS}")
+    if not all(part.isidentifier() for part in function.split(".")):
+        raise UserError(f"model {source!r}: {function!r} is not the name of a function; a model is one of {FORMS}")
+    if place.endswith(".py"):
+        return "python", source
+    if not all(part.isidentifier() for part in place.split(".")):
+        raise UserError(f"model {source!r}: {place!r} is neither a module nor a .py file; a model is one of {FORMS}")
+    return "module", source
+
+
+def load(model: ModelSpec, dims: Dims | None = None) -> Any:
+    """The model as a `torch.nn.Module` in eval mode, with the weights that the specification asks for.
+
+    Without a checkpoint and without `pretrained`, the weights are random and the same for the same `seed`; a library's
+    network then gets its statistics of batch norm from noise (`settle`), which `drawn` leaves out. `dims` sets the
+    image size of models that are built for one size (vision transformers of timm). The number of classes is
+    `model.classes`, else that of the checkpoint, else the library's. Raises `UserError` and `Unavailable`.
+    """
+    module = drawn(model, dims)
+    random = not (model.weights or model.pretrained or model.source.endswith(ultralytics_models.CHECKPOINTS))
+    if random and (size := image_size(model)):
+        settle(_library("torch"), module, model.channels, size)
+    return module
+
+
+def drawn(model: ModelSpec, dims: Dims | None = None) -> Any:
+    """`load`, with random weights as the library draws them: what a training begins with."""
+    if model.file:
+        raise UserError(f"there is no PyTorch module in {model.file}; give the model it was exported from")
+    state = None
+    if model.weights:
+        _unchanged(model.weights, model.weights_sha256, "checkpoint")
+        state = read_checkpoint(model.weights)
+    module = _build(model, dims, model.classes, state)
+    if state is not None:
+        classes = head_classes(module, state)
+        if model.classes is None and classes is not None and parse(model.source)[0] in LIBRARIES:
+            module = _build(model, dims, classes)
+        apply(module, state, model.weights, _other_classes(model, classes) if classes is not None else "")
+    return module if parse(model.source)[0] == "saved" else module.eval()  # an exported program is in one mode for ever
+
+
+def examples(model: ModelSpec) -> Any:
+    """Example inputs: what FUNCTION_inputs() beside a model's function returns, or what was saved with a module; None
+    where there are none."""
+    kind, rest = parse(model.source)
+    if kind == "saved":
+        return saved_modules.examples(rest)
+    if kind not in ("python", "module"):
+        return None
+    source = f"{model.source}_inputs"
+    if _attribute(source, model.source_sha256)[2] is None:
+        return None
+    torch = _library("torch")
+    torch.manual_seed(model.seed)
+    np.random.seed(model.seed)
+    example = replace(model, source=source)
+    return _call(_function(example), example)
+
+
+def _other_classes(model: ModelSpec, classes: int) -> str:
+    """What to do about weights of so many classes where the model tells another number apart."""
+    own = parse(model.source)[0] in ("python", "module") and not _takes(_function(model), "num_classes")
+    first = "let the function take num_classes and give" if own else "give"
+    return f"they are of {classes} classes: {first} --classes {classes}"
+
+
+def weights_sha256(module: Any) -> str:
+    """sha256 over the names, types, shapes and bytes of the state dict in sorted order: what "same weights" means."""
+    import torch
+
+    total = hashlib.sha256()
+    for name, value in sorted(module.state_dict().items()):
+        # Quantised layers keep their weight and bias in a tuple.
+        for part in value if isinstance(value, tuple) else (value,):
+            if not isinstance(part, torch.Tensor):
+                continue
+            total.update(f"{name} {part.dtype} {tuple(part.shape)}\n".encode())
+            flat = (part.dequantize() if part.is_quantized else part).detach().cpu().contiguous().reshape(-1)
+            total.update(memoryview(flat.view(torch.uint8).numpy()))
+    return total.hexdigest()
+
+
+def preprocess(model: ModelSpec) -> Preprocess:
+    """What the model's library says of its input (mean, std, crop, interpolation), read without a download.
+
+    `model.preprocess` where the library says nothing, and for sources that have no library.
+    """
+    return _said(model)[0] or model.preprocess
+
+
+def image_size(model: ModelSpec) -> tuple[int, int] | None:
+    """Height and width that the model's library says it is meant for; None where it says nothing."""
+    return _said(model)[1]
+
+
+def _said(model: ModelSpec) -> tuple[Preprocess | None, tuple[int, int] | None]:
+    kind, name = parse(model.source)
+    if kind == "torchvision":
+        return _torchvision_says(name)
+    if kind == "ultralytics":
+        task = ultralytics_models.task_of(model.source, name)
+        return ultralytics_models.preprocess(task, model.channels), ultralytics_models.size(task, name)
+    return _timm_says(name) if kind == "timm" else (None, None)
+
+
+def _build(model: ModelSpec, dims: Dims | None, classes: int | None, state: Mapping[str, Any] | None = None) -> Any:
+    torch = _library("torch")
+    kind, rest = parse(model.source)
+    torch.manual_seed(model.seed)
+    if kind == "torchvision":
+        return _torchvision(model, rest, classes)
+    if kind == "timm":
+        return _timm(model, rest, dims, classes)
+    if kind == "ultralytics":
+        if model.source_sha256:
+            _unchanged(rest, model.source_sha256, "model file")
+        return ultralytics_models.build(model, rest, state, free_batch=dims is not None and not dims.batch)
+    if kind == "saved":
+        if len(model.source_sha256) == SHA256:  # else it is the name of a folder in the cache
+            _unchanged(rest, model.source_sha256, "saved module")
+        return saved_modules.load(rest)
+    module = _call(_function(model), model)
+    if not isinstance(module, torch.nn.Module):
+        raise UserError(f"{model.source} returned a {type(module).__name__}; it must return a torch.nn.Module")
+    return module
+
+
+def _library(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as e:
+        raise Unavailable(f"{name} can't be imported ({e}); {install(name)}") from e
+
+
+def _torchvision(model: ModelSpec, name: str, classes: int | None) -> Any:
+    known = _library("torchvision").models
+    if name not in known.list_models():
+        raise UserError(_unknown("torchvision", name, known.list_models()))
+    if model.channels != 3:
+        raise UserError(
+            f"{model.source} has 3 input channels, not {model.channels}; write a function, give it as FILE.py:FUNCTION"
+        )
+    options: dict[str, Any] = {} if classes is None else {"num_classes": classes}
+    if "init_weights" in inspect.signature(known.get_model_builder(name)).parameters:
+        options["init_weights"] = True  # said aloud, it draws the same weights without a warning
+    if model.pretrained:
+        return _published(model, lambda: known.get_model(name, weights="DEFAULT", **options))
+    if "weights_backbone" in inspect.signature(known.get_model_builder(name)).parameters:
+        options["weights_backbone"] = None
+    return known.get_model(name, weights=None, **options)
+
+
+def _timm(model: ModelSpec, name: str, dims: Dims | None, classes: int | None) -> Any:
+    timm = _library("timm")
+    if not timm.is_model(name):
+        raise UserError(_unknown("timm", name, timm.list_models()))
+    options = timm_options(model, name, dims, classes)
+    try:
+        return _published(model, lambda: timm.create_model(name, pretrained=model.pretrained, **options))
+    except TypeError as e:
+        raise UserError(f"{model.source} can't be built with {options}: {e}") from e
+
+
+def timm_options(model: ModelSpec, name: str, dims: Dims | None, classes: int | None) -> dict[str, Any]:
+    """What `timm.create_model` is told besides the name: channels, classes, and the size of a model made for one."""
+    options: dict[str, Any] = {"in_chans": model.channels}
+    if classes is not None:
+        options["num_classes"] = classes
+    config = _library("timm").get_pretrained_cfg(name)
+    size = (dims.height, dims.width) if dims else None
+    if config and config.fixed_input_size and size and size != tuple(config.input_size[1:]):
+        options["img_size"] = size
+    return options
+
+
+def _published(model: ModelSpec, build: Callable[[], Any]) -> Any:
+    if not model.pretrained:
+        return build()
+    try:
+        return build()
+    except Exception as e:
+        # urllib, requests, httpx and the hub each have their own family of errors for "no network", and a weights
+        # entry that is missing or doesn't fit is a ValueError or a RuntimeError: all of them end the same way.
+        reason = (str(e) or type(e).__name__).splitlines()[0]
+        raise UserError(
+            f"the published weights of {model.source} can't be loaded: {reason}; give a checkpoint with --weights"
+        ) from e
+
+
+def _unknown(library: str, name: str, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(names), 1, NEAR)
+    place = {"torchvision": "torchvision.models", "timm": "timm"}[library]
+    listed = f'list them with: python -c "import {place} as m; print(*m.list_models())"'
+    hint = f"did you mean {library}:{near[0]}?" if near else listed
+    return f"{library} has no model {name!r}; {hint}"
+
+
+def _function(model: ModelSpec) -> Callable[..., Any]:
+    place, module, found = _attribute(model.source, model.source_sha256)
+    if found is None:
+        names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
+        check_known(f"function of {place}", model.source.rpartition(":")[2], names)
+    if not callable(found):
+        raise UserError(f"{model.source} is a {type(found).__name__}; it must be a function that returns a module")
+    function: Callable[..., Any] = found
+    return function
+
+
+def _attribute(source: str, sha256: str) -> tuple[str, Any, Any]:
+    """The file or module of a source, imported, and what it names there; None where there is no such name."""
+    place, _, attribute = source.rpartition(":")
+    module = _from_file(Path(place), sha256) if place.endswith(".py") else _from_module(place, source)
+    found = module
+    for part in attribute.split("."):
+        found = getattr(found, part, None)
+    return place, module, found
+
+
+def _from_module(place: str, source: str) -> Any:
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as e:
+        raise UserError(
+            f"model {source!r}: {e}; install it, put its folder on PYTHONPATH, or give the file as FILE.py:FUNCTION"
+        ) from e
+    except Exception as e:  # importing is running the user's code, which may raise anything
+        raise UserError(f"model {source!r}: importing {place} failed: {type(e).__name__}: {e}") from e
+
+
+def _from_file(path: Path, sha256: str) -> Any:
+    if not path.is_file():
+        raise UserError(f"model file {path} doesn't exist")
+    if sha256 and local_code.sha256_with_imports(path) != sha256:
+        what = f"model file {path}, or one that it imports,"
+        raise UserError(f"{what} changed since the study was planned; run the same command again")
+    name = f"dyno_model_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # true for every path that ends with .py
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickling inside the file look their module up by name
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)  # last, so that the file's neighbours can be imported but shadow nothing
+    try:
+        spec.loader.exec_module(module)
+    except Exception as e:  # importing is running the user's code, which may raise anything
+        raise UserError(f"model file {path} failed: {type(e).__name__}: {e}") from e
+    return module
+
+
+def call_options(model: ModelSpec, function: Callable[..., Any] | None = None) -> dict[str, Any]:
+    """What the user's function is called with."""
+    if model.classes is not None and _takes(function or _function(model), "num_classes"):
+        return {"num_classes": model.classes}
+    return {}
+
+
+def _call(function: Callable[..., Any], model: ModelSpec) -> Any:
+    options = call_options(model, function)
+    try:
+        return function(**options)
+    except (UserError, Unavailable):
+        raise
+    except Exception as e:  # the function is the user's code, which may raise anything
+        reason = (str(e).splitlines() or [""])[0]
+        raise UserError(f"{model.source} failed: {type(e).__name__}: {reason}") from e
+
+
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _unchanged(path: str, sha256: str, what: str) -> None:
+    if not sha256 or not Path(path).is_file():
+        return
+    with open(path, "rb") as f:
+        found = hashlib.sha256()
+        while chunk := f.read(1 << 20):
+            found.update(chunk)
+    if found.hexdigest() != sha256:
+        raise UserError(f"{what} {path} changed since the study was planned; run the same command again")
+
+
+def _torchvision_says(name: str) -> tuple[Preprocess | None, tuple[int, int] | None]:
+    known = _library("torchvision").models
+    if name not in known.list_models():
+        raise UserError(_unknown("torchvision", name, known.list_models()))
+    weights = known.get_model_weights(name)
+    said: Any = weights.DEFAULT.transforms() if len(weights) else None
+    if not hasattr(said, "mean") or not hasattr(said, "crop_size"):
+        return None, None  # detection and segmentation models resize inside
+    crop = said.crop_size[0]
+    size = (crop, crop) if len(said.crop_size) == 1 else tuple(said.crop_size)
+    resize = said.resize_size[0] / crop
+    return Preprocess(tuple(said.mean), tuple(said.std), resize, said.interpolation.value), size
+
+
+def _timm_says(name: str) -> tuple[Preprocess | None, tuple[int, int] | None]:
+    timm = _library("timm")
+    if not timm.is_model(name):
+        raise UserError(_unknown("timm", name, timm.list_models()))
+    config = timm.get_pretrained_cfg(name)
+    if config is None:
+        return None, None
+    said = _library("timm.data").resolve_data_config(pretrained_cfg=dataclasses.asdict(config))
+    resize = 0.0 if said["crop_mode"] == "squash" else 1 / said["crop_pct"]
+    height, width = said["input_size"][1:]
+    return Preprocess(tuple(said["mean"]), tuple(said["std"]), resize, said["interpolation"]), (height, width)

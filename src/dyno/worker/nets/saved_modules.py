@@ -1,0 +1,67 @@
+"""Modules that PyTorch stored: programs of torch.export (.pt2) and TorchScript, with a description of their inputs."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+from dyno.worker.inputs.modules import Taken
+from dyno.worker.spec import InputSpec, Unavailable, UserError, from_json
+
+INPUTS = "dyno_inputs.json"  # a file inside both formats: the inputs as JSON, where Dyno stored the module
+
+
+def load(path: str) -> Any:
+    """The module; a `UserError` for a file that is missing or that this PyTorch can't read."""
+    return _program(path).module(**unguarded()) if path.endswith(".pt2") else _script(path)
+
+
+def unguarded() -> dict[str, Any]:
+    """Options of a program's `module`: newer ones check their inputs at every call, which costs time of its own."""
+    from torch.export import ExportedProgram
+
+    return {"check_guards": False} if "check_guards" in inspect.signature(ExportedProgram.module).parameters else {}
+
+
+def examples(path: str) -> Any:
+    """The inputs as they were described when the module was saved, else a program's own examples, else None."""
+    extra = {INPUTS: ""}
+    program = _program(path, extra) if path.endswith(".pt2") else _script(path, extra)
+    if told := extra[INPUTS]:
+        found = json.loads(told)
+        specs = tuple(from_json(InputSpec, each) for each in found["inputs"])
+        return Taken(specs, found["batch"], tuple(found["size"]))
+    if not path.endswith(".pt2") or program.example_inputs is None:
+        return None
+    args, keywords = program.example_inputs
+    names = [*inspect.signature(program.module().forward).parameters]
+    return {**dict(zip(names, args, strict=False)), **keywords}
+
+
+def _program(path: str, extra: dict[str, str] | None = None) -> Any:
+    import torch
+
+    return _read(path, lambda: torch.export.load(path, extra_files=extra))
+
+
+def _script(path: str, extra: dict[str, str] | None = None) -> Any:
+    import torch
+
+    return _read(path, lambda: torch.jit.load(path, map_location="cpu", _extra_files=extra))
+
+
+def _read(path: str, action: Any) -> Any:
+    if not Path(path).is_file():
+        raise UserError(f"there is no saved module {path}; run the program that saved it again")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return action()
+    except ImportError as e:
+        raise Unavailable(f"{path} can't be read: {e}") from e
+    except Exception as e:  # each format has its own families of errors for a file that isn't one
+        reason = (str(e).strip() or type(e).__name__).splitlines()[0].partition(". ")[0]  # PyTorch goes on to guess why
+        raise UserError(f"{path} is not a module that this PyTorch can read: {reason}") from e

@@ -1,0 +1,231 @@
+"""Networks of ultralytics (YOLOv8, YOLO11 and kin) from a YAML or a checkpoint, giving their raw outputs alone.
+
+The library is under the AGPL and an extra: only its public classes are called. It is imported without telemetry,
+installing or banners, and its settings go to a folder that is deleted again.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dyno.worker.extras import install
+from dyno.worker.nets import torch_archive, yolo_checkpoint
+from dyno.worker.nets.checkpoint import apply
+from dyno.worker.spec import TASKS, ModelSpec, Preprocess, Unavailable, UserError
+
+QUIET = {
+    "YOLO_OFFLINE": "1",
+    "YOLO_AUTOINSTALL": "False",
+    "YOLO_VERBOSE": "False",
+    "ULTRALYTICS_SAFE_LOAD": "1",  # checkpoints may name the library's own classes, and no other code
+}
+BUILDERS = {
+    "detect": "DetectionModel",
+    "segment": "SegmentationModel",
+    "pose": "PoseModel",
+    "classify": "ClassificationModel",
+}
+HEADS = ("Detect", "Segment", "Pose", "Classify")  # whose outputs are laid out as `postprocess` reads them
+CHECKPOINTS = (".pt", ".pth")
+ACTIVATION = re.compile(r"(?:torch\.)?nn\.([A-Z]\w*)\([\w., =-]*\)")  # which the library evaluates as code
+SIZES = {"classify": (224, 224)}
+SIZE = (640, 640)
+
+
+def library() -> Any:
+    """`ultralytics.nn.tasks`; `Unavailable` says what to install."""
+    try:
+        if "ultralytics" in sys.modules:
+            return __import__("ultralytics.nn.tasks", fromlist=["tasks"])
+        with tempfile.TemporaryDirectory() as settings:
+            os.environ.update({**QUIET, "YOLO_CONFIG_DIR": settings})
+            return __import__("ultralytics.nn.tasks", fromlist=["tasks"])
+    except ImportError as e:
+        raise Unavailable(f"ultralytics can't be imported ({e}); {install('ultralytics')}") from e
+
+
+def build(model: ModelSpec, name: str, state: Mapping[str, Any] | None = None, *, free_batch: bool = False) -> Any:
+    """The network of NAME.yaml with random weights, or of a checkpoint PATH.pt, with its raw outputs alone.
+
+    `state` are the weights that will be loaded into it: they decide the number of classes and keypoints where `model`
+    doesn't. With `free_batch` it can be exported for every batch. Raises `UserError` for what isn't there, doesn't fit,
+    or isn't a YOLO that this project can read.
+    """
+    tasks = library()
+    if model.pretrained:
+        raise UserError(
+            f"{model.source} has no published weights here; get the file yourself and give it as ultralytics:FILE.pt"
+        )
+    module = _stored(tasks, model, name) if name.endswith(CHECKPOINTS) else _drawn(tasks, model, name, state)
+    head = module.model[-1]
+    end_to_end = getattr(head, "one2one_cv2", None) is not None  # a second head without suppression, always computed
+    if type(head).__name__ not in HEADS or end_to_end:
+        kind = "finds objects end to end" if end_to_end else f"ends in {type(head).__name__}"
+        raise UserError(
+            f"{model.source} {kind}, which can't be read here; take a YOLOv8 or YOLO11 ({', '.join(TASKS)})"
+        )
+    head.export = True  # the library's own switch for raw outputs alone
+    head.dynamic = free_batch  # else it compares shapes to keep its anchors, which fixes the batch in an exported graph
+    return module
+
+
+def facts(module: Any) -> dict[str, Any]:
+    """What the network says of itself: task, classes, the keypoints' shape ([] for none) and its stride."""
+    head = module.model[-1]
+    task = dict(zip(HEADS, BUILDERS, strict=True))[type(head).__name__]
+    classes = head.linear.out_features if task == "classify" else head.nc
+    return {
+        "task": task,
+        "classes": int(classes),
+        "keypoints": [int(n) for n in head.kpt_shape] if task == "pose" else [],
+        "stride": 1 if task == "classify" else int(max(module.stride)),
+    }
+
+
+def preprocess(task: str, channels: int = 3) -> Preprocess:
+    """Pixels in 0..1: letterboxed, or for a classifier the shorter side resized and the centre cropped."""
+    plain = (0.0,) * channels, (1.0,) * channels
+    return Preprocess(*plain, resize=1.0) if task == "classify" else Preprocess(*plain, letterbox=True)
+
+
+def size(task: str, name: str = "") -> tuple[int, int]:
+    """Height and width that such networks are trained for, or that a checkpoint says it was trained for."""
+    side = yolo_checkpoint.read(name).size if name.endswith(CHECKPOINTS) else 0
+    return (side, side) if side else SIZES.get(task, SIZE)
+
+
+def task_of(source: str, name: str) -> str:
+    """The task of NAME.yaml, or of a checkpoint; a `UserError` for one that isn't measured here."""
+    tasks = library()
+    stored = name.endswith(CHECKPOINTS)
+    return _task(tasks, source, yolo_checkpoint.read(name).config if stored else _config(tasks, source, name))
+
+
+def _task(tasks: Any, source: str, config: dict[str, Any]) -> str:
+    found = tasks.guess_model_task(config)
+    if found not in TASKS:
+        raise UserError(f"{source} is a network for {found or 'an unknown task'}; measured are {', '.join(TASKS)}")
+    return str(found)
+
+
+def check_size(source: str, stride: int, height: int, width: int) -> None:
+    """A `UserError` for an image that the network's steps down and up again don't divide."""
+    if height % stride or width % stride:
+        near = [max(stride, round(side / stride) * stride) for side in (height, width)]
+        shown = f"{near[0]}" if near[0] == near[1] else f"{near[0]}x{near[1]}"
+        raise UserError(
+            f"{source} takes sizes that are multiples of {stride}, not {height}x{width}; try --size {shown}"
+        )
+
+
+def _drawn(tasks: Any, model: ModelSpec, name: str, state: Mapping[str, Any] | None) -> Any:
+    config = _checked(tasks, model.source, _config(tasks, model.source, name))
+    return _built(tasks, model if state is None else _fitted(model, config, state), config)
+
+
+def _built(tasks: Any, model: ModelSpec, config: dict[str, Any]) -> Any:
+    task = _task(tasks, model.source, config)
+    options: dict[str, Any] = {"ch": model.channels, "nc": model.classes, "verbose": False}
+    if task == "pose" and model.keypoints:
+        options["data_kpt_shape"] = list(model.keypoints)
+    try:
+        return getattr(tasks, BUILDERS[task])(config, **options).eval()
+    except (KeyError, ValueError, TypeError, AttributeError, IndexError, RuntimeError) as e:
+        reason = (str(e) or type(e).__name__).splitlines()[0]
+        raise UserError(f"{model.source} can't be built: {reason}") from e
+
+
+def _stored(tasks: Any, model: ModelSpec, name: str) -> Any:
+    found = yolo_checkpoint.read(name)
+    weights = torch_archive.tensors(found.module)
+    config = _checked(tasks, model.source, found.config)
+    config["channels"] = channels = config.get("channels", config.get("ch", model.channels))
+    if channels != model.channels:
+        raise UserError(f"{model.source} takes images of {channels} channels; give --channels {channels}")
+    module = _built(tasks, _fitted(replace(model, weights=name), config, weights), config)
+    apply(module, weights, name, yolo_checkpoint.advice(name))
+    return module
+
+
+def _config(tasks: Any, source: str, name: str) -> dict[str, Any]:
+    """The YAML as ultralytics reads it: a file of the user's, or one of its own by name."""
+    if not Path(name).is_file():
+        names = _names()
+        if name not in names:
+            stems = [known.removesuffix(".yaml") for known in names]  # what all names end with makes none of them near
+            near = difflib.get_close_matches(name.removesuffix(".yaml"), stems, 1, 0.75)
+            hint = f"did you mean ultralytics:{near[0]}.yaml?" if near else "it is NAME.yaml, your own .yaml or a .pt"
+            raise UserError(f"ultralytics has no network {name!r}; {hint}")
+    try:
+        found: dict[str, Any] = tasks.yaml_model_load(name)
+        if not found.get("scale") and Path(name).is_file():  # it reads the letter from the file's name alone
+            import yaml
+
+            found["scale"] = (yaml.safe_load(Path(name).read_text(encoding="utf-8")) or {}).get("scale", "")
+    except Exception as e:  # of the YAML reader, which the library chooses
+        raise UserError(f"{source} can't be read: {' '.join(str(e).split())[:200]}") from e
+    return found
+
+
+def _checked(tasks: Any, source: str, config: dict[str, Any]) -> dict[str, Any]:
+    """The architecture, if it names layers alone: the library would call any function of its module by name."""
+    import torch
+
+    activation = config.get("activation")
+    if activation and not (isinstance(activation, str) and ACTIVATION.fullmatch(activation)):
+        raise UserError(f"{source}: the activation {str(activation)[:60]!r} is not a layer of torch.nn")
+    parts = [config.get("backbone"), config.get("head")]
+    if not all(isinstance(part, list) for part in parts):
+        raise UserError(f"{source} lists no layers under backbone and head")
+    for layer in (layer for part in parts for layer in part or ()):
+        name = str(layer[2]) if isinstance(layer, (list, tuple)) and len(layer) == 4 else ""
+        library, _, last = name.rpartition(".")
+        place = {"": tasks, "nn": torch.nn, "torchvision.ops": sys.modules.get("torchvision.ops")}.get(library)
+        found = getattr(place, last, None)
+        if not (isinstance(found, type) and issubclass(found, torch.nn.Module)):
+            raise UserError(f"{source}: {name or layer} is not a layer that ultralytics has")
+    return config
+
+
+def _names() -> list[str]:
+    """The networks that the library has, with every letter of scale."""
+    import ultralytics
+
+    names = []
+    for path in (Path(ultralytics.__file__).parent / "cfg/models").rglob("*.yaml"):
+        names.append(path.name)
+        # yolov9c.yaml has its letter, which is none of scale, and of yolov3.yaml there is one size.
+        if found := re.fullmatch(r"(yolo(?:e-)?v?\d+)(?![a-z])(.*)", path.name):
+            scales = re.findall(r"^ +([nsmlx]): *\[", path.read_text(encoding="utf-8"), re.MULTILINE)
+            names += [f"{found[1]}{scale}{found[2]}" for scale in scales]
+    return sorted(names)
+
+
+def _fitted(model: ModelSpec, config: Mapping[str, Any], state: Mapping[str, Any]) -> ModelSpec:
+    """The model with as many classes and keypoints as the weights have, where nothing else is said."""
+    last = max((int(key.split(".")[1]) for key in state if re.match(r"model\.\d+\.", key)), default=0)
+
+    def rows(name: str) -> int:
+        tensor = state.get(f"model.{last}.{name}")
+        return 0 if tensor is None else int(tensor.shape[0])
+
+    classes, values = rows("cv3.0.2.weight") or rows("linear.weight"), rows("cv4.0.2.weight")
+    if model.classes is None and classes:
+        model = replace(model, classes=classes)
+    elif classes and model.classes != classes:
+        raise UserError(
+            f"the weights in {model.weights} are of {classes} classes, not {model.classes}; give --classes {classes}"
+        )
+    shape = config.get("kpt_shape")
+    if shape and values and not model.keypoints and values != shape[0] * shape[1]:
+        each = next(n for n in (shape[1], 3, 2, 1) if values % n == 0)
+        model = replace(model, keypoints=(values // each, each))
+    return model

@@ -1,0 +1,111 @@
+"""BF16 ONNX graphs: the mixed-precision conversion of `onnx_fp16`, and what a CPU can run to check them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dyno.worker.onnx_graph.fp16 import SENSITIVE, mixed, refuse_half
+from dyno.worker.onnx_graph.head import decoding
+from dyno.worker.onnx_graph.opset import in_opset, opset
+from dyno.worker.spec import Artifact, Recipe
+
+# ONNX lets convolutions, pools and most other operators compute in bfloat16 from this opset on.
+OPSET = 22
+EMULATION = "in float32 with every bfloat16 result rounded, as ONNX Runtime's CPU has few bfloat16 kernels"
+
+
+def to_bf16(model: Any, recipe: Recipe, parent: Artifact, path: Path) -> dict[str, Any]:
+    """Write the mixed-precision graph in opset 22; operators that ONNX has no bfloat16 for stay in FP32.
+
+    The converter knows FP16 alone: its graph is taken and every FP16 in it made BF16, weights from their own values.
+    """
+    import onnx
+
+    refuse_half(model, parent)
+    model = in_opset(model, max(OPSET, opset(model)))
+    lacking = {node.op_type for node in model.graph.node if not _has_bf16(node, opset(model))}
+    made, _ = mixed(
+        model, lacking, sorted(decoding(model.graph, recipe.model))
+    )  # what it says of weights beyond FP16's range is of no concern here
+    _as_bf16(made.graph, {tensor.name: tensor for tensor in model.graph.initializer})
+    onnx.checker.check_model(made, full_check=True)
+    onnx.save(made, path)
+    kept = ", ".join(sorted(lacking - set(SENSITIVE)))
+    said = [f"kept in FP32, as ONNX has no bfloat16 for them: {kept}"] if kept else []
+    return {"scheme": "mixed BF16; inputs, outputs and sensitive nodes in FP32", "warnings": said}
+
+
+def _has_bf16(node: Any, version: int) -> bool:
+    """Whether what the operator computes in float32 it can compute in bfloat16 too, in that opset."""
+    import onnx
+
+    try:
+        schema = onnx.defs.get_schema(node.op_type, version, node.domain)
+    except onnx.defs.SchemaError:
+        return False
+    floats = [c.allowed_type_strs for c in schema.type_constraints if "tensor(float)" in c.allowed_type_strs]
+    return not floats or any("tensor(bfloat16)" in allowed for allowed in floats)
+
+
+def _as_bf16(graph: Any, originals: dict[str, Any]) -> None:
+    """Make every FP16 in the graph BF16."""
+    import ml_dtypes  # onnx depends on it
+    import onnx
+
+    half = onnx.TensorProto.FLOAT16
+    for tensor in _tensors(graph, half):
+        exact = originals.get(tensor.name, tensor) if tensor.name else tensor
+        values = onnx.numpy_helper.to_array(exact).astype(ml_dtypes.bfloat16)
+        tensor.CopyFrom(onnx.numpy_helper.from_array(values, tensor.name))
+    for cast in _casts(graph, half):
+        cast.i = onnx.TensorProto.BFLOAT16
+
+
+def emulated(model: Any) -> Any:
+    """The graph in float32 with every bfloat16 result rounded to bfloat16: what a GPU computes, for any CPU.
+
+    Run it without graph optimisation, which would take the rounding out.
+    """
+    import onnx
+
+    bf16, single = onnx.TensorProto.BFLOAT16, onnx.TensorProto.FLOAT
+    typed = onnx.shape_inference.infer_shapes(model).graph
+    rounded = {v.name for v in (*typed.value_info, *typed.output) if v.type.tensor_type.elem_type == bf16}
+    made = type(model).FromString(model.SerializeToString())
+    for tensor in _tensors(made.graph, bf16):
+        values = onnx.numpy_helper.to_array(tensor).astype(np.float32)
+        tensor.CopyFrom(onnx.numpy_helper.from_array(values, tensor.name))
+    for cast in _casts(made.graph, bf16):
+        cast.i = single
+
+    def rounding(node: Any) -> Iterator[Any]:
+        yield node
+        for k, name in enumerate(node.output):
+            if name in rounded:
+                node.output[k] = f"{name}_exact"
+                yield onnx.helper.make_node("Cast", [f"{name}_exact"], [f"{name}_bf16"], to=bf16)
+                yield onnx.helper.make_node("Cast", [f"{name}_bf16"], [name], to=single)
+
+    _rewrite(made.graph, rounding)
+    return made
+
+
+def _rewrite(graph: Any, change: Callable[[Any], Iterator[Any]]) -> None:
+    nodes = [new for node in graph.node for new in change(node)]
+    del graph.node[:]
+    graph.node.extend(nodes)
+
+
+def _tensors(graph: Any, kind: int) -> list[Any]:
+    """Weights and constants of that type."""
+    constants = [attribute.t for node in graph.node for attribute in node.attribute]
+    return [tensor for tensor in (*graph.initializer, *constants) if tensor.data_type == kind]
+
+
+def _casts(graph: Any, kind: int) -> list[Any]:
+    """The attributes that say a node's result is of that type."""
+    return [a for node in graph.node for a in node.attribute if a.name in ("to", "dtype") and a.i == kind]

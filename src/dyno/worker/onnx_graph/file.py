@@ -1,0 +1,166 @@
+"""ONNX files as they are: inputs, outputs, precision, and what it takes to trust one that the user gave."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from dyno.worker.extras import install
+from dyno.worker.onnx_graph import opset, repair
+from dyno.worker.onnx_graph.weights import beside
+from dyno.worker.spec import Artifact, Option, Tensor, Unavailable, UserError
+
+QUANTISED = set(
+    "QuantizeLinear DequantizeLinear DynamicQuantizeLinear QLinearConv QLinearMatMul QGemm ConvInteger "
+    "MatMulInteger".split()
+)
+FLOAT8 = range(17, 21)  # onnx.TensorProto's four types of it
+
+
+def read_io(path: str) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Inputs and outputs of an ONNX file; a free dimension has the file's name for it, else INPUT_AXIS.
+
+    Raises `UserError` for a file that is missing, empty, cut short or not ONNX.
+    """
+    graph = _read(path).graph
+    constants = {tensor.name for tensor in graph.initializer}
+    inputs = tuple(_tensor(value) for value in graph.input if value.name not in constants)
+    return inputs, tuple(_tensor(value) for value in graph.output)
+
+
+def read_precision(path: str) -> str:
+    """What an ONNX file's graph is in: int8 or fp8 when it has quantised nodes, else what most weights are."""
+    import onnx
+
+    graph = _read(path).graph
+    if any(node.op_type in QUANTISED for node in graph.node):
+        return "fp8" if any(tensor.data_type in FLOAT8 for tensor in graph.initializer) else "int8"
+    weights = Counter[int]()
+    for tensor in graph.initializer:
+        weights[tensor.data_type] += math.prod(tensor.dims)
+    names = {onnx.TensorProto.FLOAT16: "fp16", onnx.TensorProto.BFLOAT16: "bf16"}
+    return names.get(weights.most_common(1)[0][0], "fp32") if weights else "fp32"
+
+
+def check(path: str) -> None:
+    """A `UserError` for a graph that ONNX's own checker refuses, that takes or returns something else than tensors of
+    numbers, or whose weights are not where it says."""
+    onnx = import_onnx()
+    graph = _read(path).graph
+    _only_tensors(path, {"input": graph.input, "output": graph.output})
+    for file in beside(Path(path)):
+        if not file.is_file():
+            raise UserError(f"{path} keeps weights in {file}, which doesn't exist; put it back beside it")
+    try:
+        onnx.checker.check_model(path)
+    except onnx.checker.ValidationError as e:
+        reason = " ".join(line.strip() for line in str(e).splitlines()[:2] if line.strip())
+        raise UserError(f"{path} is not a valid ONNX graph: {reason[:300]}") from e
+
+
+def _only_tensors(path: str, sides: dict[str, Any]) -> None:
+    """A `UserError` that names the first input or output that no array can be fed to or read from."""
+    import onnx
+
+    remedy = "export the model with tensors of numbers alone"
+    for side, values in sides.items():
+        for value in values:
+            kind = value.type.WhichOneof("value") or "tensor_type"
+            if value.type.tensor_type.elem_type == onnx.TensorProto.STRING:
+                raise UserError(f"{path}'s {side} {value.name!r} is text; {remedy}")
+            if kind in ("sequence_type", "map_type", "optional_type"):
+                zipmap = kind == "map_type" or value.type.sequence_type.elem_type.HasField("map_type")
+                how = ", for scikit-learn's classifiers by skl2onnx's options={'zipmap': False}" if zipmap else ""
+                raise UserError(f"{path}'s {side} {value.name!r} is a {kind.removesuffix('_type')}; {remedy}{how}")
+
+
+def given(path: str, wanted: Option | None, folder: Path) -> Artifact:
+    """The user's own file; a copy where it needs `onnx_repair`, or is in a later opset than `wanted`."""
+    onnx = import_onnx()
+    model = _read(path)
+    check(path)
+    made_by: dict[str, Any] = {
+        "backend": "given",
+        "opset": opset_of(Path(path)),
+        "parameters": sum(math.prod(t.dims) for t in model.graph.initializer),
+        "weights_sha256": _digest(path),
+        "warnings": [],
+    }
+    copy = folder / "model.onnx"
+    repaired, made_by["warnings"] = repair.repaired(model)
+    if made_by["warnings"]:
+        onnx.load_external_data_for_model(repaired, str(Path(path).parent))
+        repair.save(repaired, copy)
+        model, path = repaired, str(copy)
+    if isinstance(wanted, int) and opset_of(Path(path)) > wanted and not beside(Path(path)):
+        try:
+            onnx.save(opset.in_opset(model, wanted), copy)
+        except UserError as e:  # a later engine may read it all the same, and one that doesn't will say so
+            made_by["warnings"].append(str(e))
+        else:
+            made_by["opset"], path = wanted, str(copy)
+    return artifact(path, 0.0, made_by)
+
+
+def artifact(path: str, seconds: float, made_by: dict[str, Any]) -> Artifact:
+    inputs, outputs = read_io(path)
+    size = sum(file.stat().st_size for file in (Path(path), *beside(Path(path))))
+    return Artifact("onnx", path, _digest(path), size, "fp32", inputs, outputs, seconds, made_by=made_by)
+
+
+def _read(path: str) -> Any:
+    onnx = import_onnx()
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+
+    file = Path(path)
+    if not file.is_file():
+        raise UserError(f"model file {path} doesn't exist")
+    if file.stat().st_size == 0:
+        raise UserError(f"model file {path} is empty")
+    try:
+        model = onnx.load(path, format="protobuf", load_external_data=False)
+    except DecodeError as e:
+        raise UserError(f"{path} is not a whole ONNX file (cut short, or of another kind); export it again") from e
+    if not model.graph.node or not model.graph.output:
+        raise UserError(f"{path} is not an ONNX file, or one without a graph; export it again")
+    return model
+
+
+def _tensor(value: Any) -> Tensor:
+    onnx = import_onnx()
+    kind = value.type.tensor_type
+    shape = tuple(
+        dim.dim_value if dim.dim_value > 0 else dim.dim_param or f"{value.name}_{axis}"
+        for axis, dim in enumerate(kind.shape.dim)
+    )
+    known = kind.elem_type != onnx.TensorProto.UNDEFINED
+    return Tensor(value.name, str(onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type)) if known else "", shape)
+
+
+def _digest(path: str) -> str:
+    total = hashlib.sha256()
+    for file in (Path(path), *beside(Path(path))):
+        try:
+            with open(file, "rb") as f:
+                while chunk := f.read(1 << 20):
+                    total.update(chunk)
+        except FileNotFoundError as e:
+            raise UserError(f"{path} keeps weights in {file}, which doesn't exist; put it back beside it") from e
+    return total.hexdigest()
+
+
+def opset_of(path: Path) -> int:
+    return opset.opset(_read(str(path)))
+
+
+def import_onnx() -> Any:
+    try:
+        import onnx
+        import onnx.checker
+        import onnx.helper
+    except ImportError as e:
+        raise Unavailable(f"onnx can't be imported ({e}); {install('onnx')}") from e
+    return onnx

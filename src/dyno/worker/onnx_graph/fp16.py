@@ -1,0 +1,184 @@
+"""FP16 ONNX graphs: onnxconverter-common's mixed-precision conversion, with what FP16 can't hold kept in FP32."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dyno.worker.inputs.calibration import example, reader
+from dyno.worker.onnx_graph.head import decoding, named
+from dyno.worker.spec import Artifact, Recipe, UserError
+
+# Softmax, normalisations and exponentials lose the most in half precision: their values span too many magnitudes.
+SENSITIVE = (
+    "Softmax LogSoftmax LayerNormalization InstanceNormalization GroupNormalization Exp Log Pow "
+    "ReduceSum ReduceSumSquare ReduceL2 ReduceLogSumExp"
+).split()
+
+
+def to_fp16(model: Any, recipe: Recipe, parent: Artifact, path: Path, kept: Sequence[str] = ()) -> dict[str, Any]:
+    """Write the mixed-precision graph, nodes named in `kept` left in FP32.
+
+    Returns its scheme and warnings, nodes kept for their large values included.
+    """
+    import onnx
+
+    refuse_half(model, parent)
+    head = decoding(model.graph, recipe.model)
+    large = _too_large(model, example(recipe, parent), path.parent)
+    made, said = mixed(model, set(), sorted({*large, *head, *kept}))
+    onnx.checker.check_model(made, full_check=True)
+    onnx.save(made, path)
+    if large:
+        said.insert(0, f"kept in FP32, as their values exceed what FP16 holds: {', '.join(large[:10])}")
+    what = "sensitive nodes and the detector's decoding" if head else "sensitive nodes"
+    return {"scheme": f"mixed FP16; inputs, outputs and {what} in FP32", "warnings": said}
+
+
+def refuse_half(model: Any, parent: Artifact) -> None:
+    """A `UserError` for a graph with weights in half precision already."""
+    import onnx
+
+    names = {onnx.TensorProto.FLOAT16: ("float16", "fp16"), onnx.TensorProto.BFLOAT16: ("bfloat16", "bf16")}
+    kind = next((names[t.data_type] for t in model.graph.initializer if t.data_type in names), None)
+    if kind:
+        raise UserError(f"{parent.path} is in {kind[0]} already: run it as {kind[1]}, which leaves the file as it is")
+
+
+def mixed(model: Any, blocked: set[str], large: list[str]) -> tuple[Any, list[str]]:
+    """The graph in FP16 but for sensitive operators, blocked ones and the nodes named; and what is to be said of it."""
+    import onnx
+    from onnxconverter_common import float16
+
+    _own_outputs(model.graph)
+    named(model.graph)
+    kept = sorted({*sensitive(), *blocked})
+    _own_weights(model.graph, [node for node in model.graph.node if node.op_type in kept or node.name in large])
+    # The converter overlooks casts to float that the graph has of itself: what reads them would get two types.
+    own_casts = [n.name for n in model.graph.node if n.op_type == "Cast" and n.attribute[0].i == onnx.TensorProto.FLOAT]
+    copy = type(model).FromString(model.SerializeToString())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        # The library's own limits, 1e-7 and 1e4, would change weights that half precision holds.
+        made = float16.convert_float_to_float16(
+            copy,
+            min_positive_val=float(np.finfo(np.float16).smallest_subnormal),
+            max_finite_val=float(np.finfo(np.float16).max),
+            keep_io_types=True,
+            op_block_list=kept,
+            node_block_list=[*large, *own_casts],
+        )
+    _skip_round_trips(made.graph)
+    _keep_outputs(made.graph, model.graph)
+    return made, _summary([str(w.message) for w in caught if issubclass(w.category, UserWarning)])
+
+
+def sensitive() -> list[str]:
+    """The operators that stay in FP32 in every network: the library's and ours."""
+    from onnxconverter_common import float16
+
+    return sorted({*float16.DEFAULT_OP_BLOCK_LIST, *SENSITIVE})
+
+
+def _summary(said: list[str]) -> list[str]:
+    """What matters of the library's warnings: it gives one for each tensor with a weight that FP16 can't hold.
+
+    Those too small become FP16's smallest number, which is rounding like any other's; those too large are cut.
+    """
+    numbers = {message: re.search(r"number (\S+) will be truncated", message) for message in said}
+    largest = max((abs(float(found[1])) for found in numbers.values() if found), default=0.0)
+    others = sorted(message for message, found in numbers.items() if not found)
+    if largest < 1:
+        return others
+    holds = np.finfo(np.float16).max
+    return [f"weights up to {largest:.3g} are beyond what FP16 holds and were cut to {holds:.0f}", *others]
+
+
+def _own_outputs(graph: Any) -> None:
+    """Let nodes that read an output of the graph read what it is made from.
+
+    The converter casts the output back to FP32 under its own name, and its readers would get that type.
+    """
+    import onnx
+
+    read = {name for node in graph.node for name in node.input}
+    made = {name for node in graph.node for name in node.output}
+    shared = {out.name: f"{out.name}_inside" for out in graph.output if out.name in read & made}
+    for node in graph.node:
+        for names in (node.input, node.output):
+            for k, name in enumerate(names):
+                names[k] = shared.get(name, name)
+    graph.node.extend(onnx.helper.make_node("Identity", [inside], [out]) for out, inside in shared.items())
+
+
+def _own_weights(graph: Any, kept: list[Any]) -> None:
+    """Give nodes that stay in FP32 their own copy of a weight that others read too.
+
+    The converter makes a shared weight of one type for all, and the graph is invalid.
+    """
+    readers = Counter(name for node in graph.node for name in set(node.input))
+    shared = {t.name: t for t in graph.initializer if readers[t.name] > 1}
+    for node in kept:
+        for k, name in enumerate(node.input):
+            if name in shared:
+                node.input[k] = f"{name}_of_{node.name}"
+                copy = graph.initializer.add()
+                copy.CopyFrom(shared[name])
+                copy.name = node.input[k]
+
+
+def _skip_round_trips(graph: Any) -> None:
+    """Let a node in FP32 read another one's FP32 output itself, not what FP16 left of it.
+
+    The converter leaves such a pair of casts behind a tensor with more than one reader: large values overflow there.
+    """
+    import onnx
+
+    def cast(to: int) -> dict[str, str]:
+        return {n.output[0]: n.input[0] for n in graph.node if n.op_type == "Cast" and n.attribute[0].i == to}
+
+    down, up = cast(onnx.TensorProto.FLOAT16), cast(onnx.TensorProto.FLOAT)
+    for node in graph.node:
+        for k, name in enumerate(node.input):
+            if up.get(name) in down:
+                node.input[k] = down[up[name]]
+    # Without readers, the second cast of a pair goes first, then the first one.
+    for pair in (up, down):
+        read = {name for node in graph.node for name in node.input} | {out.name for out in graph.output}
+        for node in [n for n in graph.node if n.output[0] in pair and n.output[0] not in read]:
+            graph.node.remove(node)
+    del graph.value_info[:]  # describes tensors that are gone
+
+
+def _keep_outputs(graph: Any, original: Any) -> None:
+    """Give outputs their own type again: the converter loses it where an operator kept in FP32 comes last."""
+    kinds = {out.name: out.type.tensor_type.elem_type for out in original.output}
+    makers = {name: node for node in graph.node for name in node.output}
+    for out in graph.output:
+        if out.type.tensor_type.elem_type != kinds[out.name] and makers[out.name].op_type == "Cast":
+            makers[out.name].attribute[0].i = out.type.tensor_type.elem_type = kinds[out.name]
+
+
+def _too_large(model: Any, feeds: dict[str, np.ndarray], scratch: Path) -> list[str]:
+    """Names of the nodes that read or write values beyond FP16's range on this input.
+
+    Looked for in the FP32 model: a CPU without FP16 kernels computes the converted one in FP32 and shows no overflow.
+    """
+    import onnx
+    from onnxruntime.quantization.calibrate import create_calibrator
+
+    with tempfile.TemporaryDirectory(dir=scratch) as folder:
+        onnx.save(model, f"{folder}/source.onnx")
+        calibrator = create_calibrator(Path(folder) / "source.onnx", None, f"{folder}/augmented.onnx")
+        calibrator.collect_data(reader(iter([feeds])))
+        ranges = calibrator.compute_data().data
+    limit = float(np.finfo(np.float16).max)
+    large = {name for name, seen in ranges.items() if np.abs([*seen.range_value]).max() > limit}
+    return [node.name for node in model.graph.node if large & {*node.input, *node.output}]

@@ -1,0 +1,148 @@
+"""ONNX Runtime on a GPU: IO binding to device memory of our own, on a stream of our own, without a wait per run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from dyno.worker.inputs.shapes import Shape
+from dyno.worker.option_values import Check, flag, one_of, whole
+from dyno.worker.sessions.device_session import DeviceSession, slots_of
+from dyno.worker.sessions.gpu import Device
+from dyno.worker.spec import Option, Tensor, Trial, Unavailable, UserError
+
+CUDA, TENSORRT = "CUDAExecutionProvider", "TensorrtExecutionProvider"
+KINDS = {"cuda": CUDA, "tensorrt": TENSORRT}
+OPTIONS = ("provider", "slots", "conv_search", "nhwc")
+SEARCHES = ("EXHAUSTIVE", "HEURISTIC", "DEFAULT")
+VALUES: dict[str, Check] = {
+    "provider": one_of(*KINDS), "slots": whole(1), "conv_search": one_of(*SEARCHES), "nhwc": flag,
+}  # fmt: skip
+
+
+class Providers:
+    """The execution providers of a trial on a GPU, as ONNX Runtime takes them: a list of (name, options)."""
+
+    def __init__(self, ort: Any, trial: Trial, device: Device) -> None:
+        kind = _kind(trial)
+        if hasattr(ort, "preload_dlls"):  # finds the CUDA libraries that PyTorch and NVIDIA's wheels bring
+            ort.preload_dlls()
+        self.wanted, self._trial, self._index = KINDS[kind], trial, device.index
+        if self.wanted not in ort.get_available_providers():
+            raise Unavailable(f"this onnxruntime has no {self.wanted}; pip install onnxruntime-gpu")
+
+    def list(self, stream: int | None = None) -> list[tuple[str, dict[str, str]]]:
+        """Providers for a session that queues on `stream`, or on one of its own."""
+        return providers(self._trial, self._index, stream)
+
+    def check(self, session: Any) -> None:
+        """A provider whose libraries can't be loaded is left out silently: that must not pass for a GPU's number."""
+        if self.wanted not in session.get_providers():
+            raise Unavailable(
+                f"ONNX Runtime left {self.wanted} out: the libraries it needs are missing or of another version"
+            )
+
+
+def providers(trial: Trial, index: int, stream: int | None = None) -> list[tuple[str, dict[str, str]]]:
+    """The execution providers of the trial on the GPU of that number, as `InferenceSession` takes them."""
+    common = {"device_id": str(index)}
+    if stream is not None:
+        common["user_compute_stream"] = str(stream)
+    options: Mapping[str, Option] = trial.options
+    cuda = {
+        **common,
+        "use_tf32": str(int(trial.precision == "tf32")),
+        "cudnn_conv_algo_search": str(options.get("conv_search", "EXHAUSTIVE")),
+        "prefer_nhwc": str(int(bool(options.get("nhwc", False)))),
+    }
+    if KINDS[_kind(trial)] == CUDA:
+        return [(CUDA, cuda)]
+    fp16, int8 = (str(trial.precision == name) for name in ("fp16", "int8"))
+    return [(TENSORRT, {**common, "trt_fp16_enable": fp16, "trt_int8_enable": int8}), (CUDA, cuda)]
+
+
+def _kind(trial: Trial) -> str:
+    kind = str(trial.options.get("provider", "cuda"))
+    if kind not in KINDS:
+        raise UserError(f"onnxruntime has no provider {kind!r} on a GPU; known: {', '.join(KINDS)}")
+    return kind
+
+
+class CudaSession(DeviceSession):
+    """One InferenceSession with a binding per slot; `file` opens itself, `tensor` reads ONNX Runtime's descriptions."""
+
+    def __init__(self, file: Any, trial: Trial, tensor: Callable[[Any], Tensor]) -> None:
+        device = Device(trial.runtime.device)
+        providers = Providers(file.ort, trial, device)
+        super().__init__(device, slots_of(trial))
+        self._file, self._providers = file, providers.list()
+        self._session = file.open(providers.list(self.stream))
+        providers.check(self._session)
+        self.inputs = tuple(replace(t, shape=file.shapes[t.name]) for t in map(tensor, self._session.get_inputs()))
+        self.outputs = tuple(tensor(arg) for arg in self._session.get_outputs())
+        self._known = {t.name: t for t in (*self.inputs, *self.outputs) if all(isinstance(n, int) for n in t.shape)}
+        self.place(file.shapes, {name: _bytes(t) for name, t in self._known.items()})
+        self._how = file.ort.RunOptions()
+        # Without this every run would end with a wait, and nothing could overlap.
+        self._how.add_run_config_entry("disable_synchronize_execution_providers", "1")
+        self._bindings = [self._bound(slot) for slot in range(self.slots)]
+
+    def _bound(self, slot: int) -> Any:
+        binding, addresses = self._session.io_binding(), self._slots[slot].addresses
+        for tensor in self.inputs:
+            kind, shape = np.dtype(tensor.dtype).type, list(tensor.shape)
+            binding.bind_input(tensor.name, "cuda", self.device.index, kind, shape, addresses[tensor.name])
+        for tensor in self.outputs:
+            if tensor.name in self._known:
+                kind, shape = np.dtype(tensor.dtype).type, list(tensor.shape)
+                binding.bind_output(tensor.name, "cuda", self.device.index, kind, shape, addresses[tensor.name])
+            else:
+                binding.bind_output(tensor.name, "cuda", self.device.index)
+        return binding
+
+    def enqueue(self, slot: int) -> None:
+        """Queue one run; nodes that ONNX Runtime leaves to the CPU make it wait in between."""
+        self._session.run_with_iobinding(self._bindings[slot], self._how)
+
+    def results(self, slot: int) -> dict[str, tuple[Shape, str, int]]:
+        """See `DeviceSession.results`; outputs that ONNX Runtime placed itself lie where it says."""
+        values = self._bindings[slot].get_outputs()
+        found = {}
+        for tensor, value in zip(self.outputs, values, strict=True):
+            found[tensor.name] = (tuple(value.shape()), tensor.dtype, int(value.data_ptr()))
+        return found
+
+    def facts(self) -> dict[str, Any]:
+        """See `OnnxFile.facts`; besides, what was left to the CPU."""
+        found: dict[str, Any] = self._file.facts(self._providers, {})
+        elsewhere = found["nodes_by_provider"].get("CPUExecutionProvider", 0)
+        if elsewhere:
+            found["notes"] = [
+                *found["notes"],
+                f"{elsewhere} of {found['layers']} nodes ran on the CPU, with copies around them",
+            ]
+        found["options"] |= {"slots": self.slots, **self._providers[0][1]}
+        return found
+
+    def close(self) -> None:
+        """Free the bindings and the session before the memory they use."""
+        self.device.synchronize()
+        self._bindings.clear()
+        del self._session
+        super().close()
+
+
+def adds(ort: Any, model: bytes, options: Any) -> bool:
+    """Whether the CUDA provider adds two numbers here."""
+    if hasattr(ort, "preload_dlls"):
+        ort.preload_dlls()
+    session = ort.InferenceSession(model, options, providers=[CUDA])
+    (out,) = session.run(None, {"x": np.asarray(2, np.float32)})
+    return bool(CUDA in session.get_providers() and out == 4)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return int(np.prod([int(n) for n in tensor.shape], dtype=np.int64)) * np.dtype(tensor.dtype).itemsize

@@ -1,0 +1,205 @@
+"""What the PyTorch backends share: settings, outputs by name, PyTorch's errors in Dyno's words."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dyno.worker import system
+from dyno.worker.extras import install
+from dyno.worker.inputs.specs import arguments
+from dyno.worker.spec import InputSpec, Trial, Unavailable, UserError
+
+NATIVE = {"bf16": ("avx512_bf16", "amx_bf16", "bf16"), "fp16": ("avx512_fp16", "amx_fp16", "fphp")}
+NO_COMPILER = "torch.compile needs a C++ compiler and found no {}; install one (Debian: apt-get install g++)"
+NO_HEADERS = "torch.compile needs Python's headers; install them (Debian: apt-get install python3-dev)"
+NO_MEMORY = (
+    "can't allocate memory",
+    "CUDA out of memory",
+    "CUDA error: out of memory",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "bad_alloc",
+)
+
+
+def configure(torch: Any, trial: Trial, benchmark: bool = False) -> None:
+    """Threads and the meaning of fp32: IEEE, unless the trial asks for tf32."""
+    torch.set_num_threads(trial.runtime.threads)
+    if torch.get_num_interop_threads() != 1:
+        # It can be set once, before the first parallel work; nothing here runs two operators at a time anyway.
+        with contextlib.suppress(RuntimeError):
+            torch.set_num_interop_threads(1)
+    tf32 = trial.precision == "tf32"
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    torch.backends.cudnn.allow_tf32 = tf32
+    torch.backends.cudnn.benchmark = benchmark
+    # "high" would also let a CPU compute float32 products in bfloat16.
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+
+
+@contextlib.contextmanager
+def one_thread(torch: Any) -> Iterator[None]:
+    """Without gradients and by the calling thread alone, for what everything else is held against.
+
+    With torch 2.2 (MKL of 2022), some convolutions in float64 are wrong by eight or more threads, and not by rounding:
+    off by several times the outputs' deviation.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def positional(torch: Any, module: Any, specs: Sequence[InputSpec], flat: bool = False) -> Any:
+    """Around a module with described inputs, one that takes their tensors in order; with `flat` it returns a tuple of
+    tensors, whatever the module returns."""
+    names = [spec.name for spec in specs if spec.dtype] or ["input"]
+
+    class Positional(torch.nn.Module):  # type: ignore[misc]  # torch has no types here
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = module
+
+        def forward(self, *given: Any) -> Any:
+            args, keywords = arguments(specs, dict(zip(names, given, strict=True)))
+            result = self.model(*args, **keywords)
+            return tuple(tensors(result)) if flat else result
+
+    made = Positional()
+    made.training = module.training
+    return made
+
+
+def named_outputs(result: Any) -> dict[str, Any]:
+    """A module's result as tensors by name: output, output_1, output_2… in the order of its tuples and dicts."""
+    found = list(tensors(result))
+    if not found:
+        raise UserError(f"the model returns a {type(result).__name__} without tensors; it must return at least one")
+    return {f"output_{i}" if i else "output": tensor for i, tensor in enumerate(found)}
+
+
+def tensors(result: Any) -> Iterator[Any]:
+    """The tensors inside nested dicts, lists, tuples and dataclasses, in order."""
+    if hasattr(result, "detach"):
+        yield result
+    elif isinstance(result, (Mapping, list, tuple)):
+        for item in result.values() if isinstance(result, Mapping) else result:
+            yield from tensors(item)
+    elif dataclasses.is_dataclass(result) and not isinstance(result, type):
+        for field in dataclasses.fields(result):
+            yield from tensors(getattr(result, field.name))
+
+
+def cast(module: Any, kind: str) -> Any:
+    """The module with its floating-point weights in the type of that name.
+
+    Complex ones, which `.to` would strip of their imaginary part, stay what they are.
+    """
+    methods = {"float32": "float", "float16": "half", "bfloat16": "bfloat16"}
+    return getattr(module, methods[kind])()
+
+
+def compute_layers(torch: Any) -> tuple[type, ...]:
+    """The modules that do a network's arithmetic: convolutions, matrix products, attention, recurrence."""
+    nn = torch.nn
+    return (nn.modules.conv._ConvNd, nn.Linear, nn.Bilinear, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
+
+
+def notes(trial: Trial) -> list[str]:
+    """Why a lower precision is not faster here, as far as it can be known."""
+    wanted = NATIVE.get(trial.precision)
+    if wanted is None or trial.runtime.device != "cpu":
+        return []
+    has = system.cpu_flags()
+    if not has or has & set(wanted):
+        return []
+    return [f"this CPU has no {trial.precision} arithmetic: PyTorch computes in float32 and converts around it"]
+
+
+def kernels() -> set[str]:
+    """The compiled kernels in inductor's cache folder."""
+    from torch._inductor.codecache import cache_dir
+
+    folder = Path(cache_dir())
+    return {str(p) for p in folder.rglob("*") if p.suffix in (".so", ".cubin", ".hsaco")}
+
+
+def first_line(e: BaseException) -> str:
+    """The error's own words in one line."""
+    return next((line.strip() for line in str(e).splitlines() if line.strip()), type(e).__name__)[:300]
+
+
+def is_memory_error(e: BaseException) -> bool:
+    """Whether the device or the host had no memory left; PyTorch has one type for the first and none for the second."""
+    text = str(e)
+    return type(e).__name__ == "OutOfMemoryError" or any(sign in text for sign in NO_MEMORY)
+
+
+@contextlib.contextmanager
+def memory_errors() -> Iterator[None]:
+    """PyTorch's ways to say "out of memory" as Python's `MemoryError`."""
+    try:
+        yield
+    except RuntimeError as e:
+        if is_memory_error(e):
+            raise MemoryError(first_line(e)) from e
+        raise
+
+
+@contextlib.contextmanager
+def compiler_errors() -> Iterator[None]:
+    """A C++ compiler that is missing, lacks Python's headers, or a library that inductor imports, as `Unavailable`."""
+    try:
+        yield
+    except Exception as e:  # inductor wraps the compiler's failure in types of its own, which change between versions
+        text = f"{type(e).__name__} {e}"
+        if "InvalidCxxCompiler" in text:
+            raise Unavailable(NO_COMPILER.format(_compiler())) from e
+        if "Python.h" in text:
+            raise Unavailable(NO_HEADERS) from e
+        lacks = re.search(r"ModuleNotFoundError: No module named '(\w+)'", text)
+        if lacks:  # torch 2.2 imports setuptools to compile for a CPU
+            raise Unavailable(f"torch.compile needs {lacks[1]} here; install it with: pip install {lacks[1]}") from e
+        inner = getattr(e, "inner_exception", None)  # the wrapper's own first line says only that something failed
+        if inner is not None:
+            raise RuntimeError(f"inductor failed: {type(inner).__name__}: {first_line(inner)}") from e
+        raise
+
+
+def _compiler() -> str:
+    return os.environ.get("CXX", "g++")
+
+
+def need_compiler() -> None:
+    """Raise `Unavailable` when there is no C++ compiler: inductor needs one for CPU code and for its GPU launchers."""
+    if not shutil.which(_compiler().split()[0]):
+        raise Unavailable(NO_COMPILER.format(_compiler()))
+
+
+def import_torch() -> Any:
+    """The library, or `Unavailable` with what to install."""
+    try:
+        import torch
+    except ImportError as e:
+        raise Unavailable(f"PyTorch can't be imported ({e}); {install('torch', 'torchvision')}") from e
+    return torch
+
+
+def device_named(torch: Any, name: str) -> Any:
+    """The `torch.device`; `Unavailable` when PyTorch doesn't see it here."""
+    if name.startswith("cuda"):
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        number = int(name.partition(":")[2] or 0)
+        if number >= count:
+            has = f"{count} CUDA devices" if count else "no CUDA device"
+            raise Unavailable(f"PyTorch {torch.__version__} sees {has}; {name} needs a GPU, a driver and a CUDA build")
+    return torch.device(name)

@@ -1,0 +1,277 @@
+"""The training loop: cross-entropy on a decoded data set, evaluated and stored after every epoch."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dyno.worker.nets import models
+from dyno.worker.sessions.torch_support import device_named, import_torch, memory_errors
+from dyno.worker.spec import DataSpec, Dims, ModelSpec, UserError, digest, to_json
+from dyno.worker.training import loader, network, snapshot
+from dyno.worker.training.options import TrainOptions
+from dyno.worker.training.snapshot import State
+
+LOOK_EVERY = 20  # batches between two looks at the loss: each makes a GPU wait
+ONE_CYCLE_UP = 0.3  # share of the training in which the learning rate rises, as in torch's OneCycleLR
+
+
+class Loop:
+    """A network with everything that changes while it is trained."""
+
+    def __init__(self, module: Any, options: TrainOptions, steps: int) -> None:
+        """`steps` is the number of batches in an epoch."""
+        import torch
+
+        self.options = options
+        self.module = module
+        self.device = torch.device(options.device)
+        self.optimizer = optimizer(module, options)
+        self.schedule = schedule(self.optimizer, options, steps)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=options.mixed_precision == "fp16")
+
+    def parts(self) -> dict[str, Any]:
+        """What has a state, by name."""
+        return {name: getattr(self, name) for name in ("module", "optimizer", "schedule", "scaler")}
+
+    def autocast(self) -> Any:
+        """The mixed precision that was asked for."""
+        import torch
+
+        kind = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(self.options.mixed_precision)
+        return torch.autocast(self.device.type, kind) if kind else contextlib.nullcontext()
+
+    def step(self, x: Any, y: Any) -> Any:
+        """One batch forwards and backwards; the loss, still on the device."""
+        with self.autocast():
+            loss = network.loss(self.module(x), y, self.options.label_smoothing)
+        self.optimizer.zero_grad()
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.schedule.step()
+        return loss.detach()
+
+
+def optimizer(module: Any, options: TrainOptions) -> Any:
+    """torch's optimiser over what is to be trained; sgd with Nesterov's momentum where there is any."""
+    from torch import optim
+
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    lr, decay, momentum = options.peak, options.decay, options.momentum
+    if options.optimizer == "sgd":
+        return optim.SGD(parameters, lr, momentum=momentum, weight_decay=decay, nesterov=momentum > 0)
+    if options.optimizer == "rmsprop":
+        return optim.RMSprop(parameters, lr, momentum=momentum, weight_decay=decay)
+    return {"adamw": optim.AdamW, "adam": optim.Adam}[options.optimizer](parameters, lr, weight_decay=decay)
+
+
+def schedule(optimizer: Any, options: TrainOptions, steps: int) -> Any:
+    """torch's learning-rate schedule over all batches of the training, stepped once per batch."""
+    from torch.optim import lr_scheduler
+
+    total, warm = options.epochs * steps, round(options.warmup_epochs * steps)
+    if options.schedule == "onecycle":
+        up = options.warmup_epochs / options.epochs or ONE_CYCLE_UP
+        # The momentum stays what was asked for.
+        return lr_scheduler.OneCycleLR(optimizer, options.peak, total + 1, pct_start=up, cycle_momentum=False)
+    if options.schedule == "cosine":
+        main = lr_scheduler.CosineAnnealingLR(optimizer, max(1, total - warm))
+    elif options.schedule == "step":
+        main = lr_scheduler.StepLR(optimizer, max(1, math.ceil((total - warm) / 3)))
+    else:
+        main = lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    if not warm:
+        return main
+    rising = lr_scheduler.LinearLR(optimizer, start_factor=1 / (warm + 1), total_iters=warm)
+    return lr_scheduler.SequentialLR(optimizer, [rising, main], milestones=[warm])
+
+
+def train(
+    options: TrainOptions,
+    training: DataSpec,
+    test: DataSpec,
+    model: ModelSpec,
+    dims: Dims,
+    folder: Path,
+    tell: Callable[[str], None] = lambda text: None,
+    threads: int = 0,
+) -> dict[str, Any]:
+    """Train on `training`, whose images may be larger than `dims`, and evaluate on `test` after each epoch.
+
+    Writes what `train_state` says into the folder after each epoch and goes on from what it finds there. `tell` is
+    called with what happens now. Returns `top1` and `top5` (percent, of the best weights as they lie on disk, in fp32),
+    `test_loss`, `hits`, `count`, `epochs`, `best_epoch`, `seconds` (in training), `images`, `weights` (a file name),
+    `sha256` and `notes`. Raises `UserError` for data, options or a model that don't fit together.
+    """
+    torch = import_torch()
+    _prepare(torch, options, threads)
+    splits = loader.Split.open(training), loader.Split.open(test)
+    model = _fitted(model, dims, *splits)
+    tell("build the model")
+    module, notes = network.build(model, dims, freeze=options.freeze)
+    change = loader.augmentation(options.augment, (dims.height, dims.width))
+    read = loader.Reader(splits[0], model.preprocess, options, change)
+    tested = loader.Reader(splits[1], model.preprocess, replace(options, workers=0))
+    with memory_errors():
+        module = module.to(options.device, memory_format=torch.channels_last)
+        loop = Loop(module, options, len(loader.batches(splits[0], options, 1)))
+        state = snapshot.restore(folder, _settings(options, training, test, model, dims), loop.parts())
+        for epoch in range(state.epoch + 1, options.epochs + 1):
+            tell(f"epoch {epoch}/{options.epochs}")
+            row = _epoch(loop, epoch, read, splits[0], state, folder, tell)
+            tell(f"epoch {epoch}/{options.epochs}, test")
+            with loop.autocast():
+                row |= _tested(module, tested, splits[1], options)[0]
+            state.add({name: row[name] for name in snapshot.COLUMNS})
+            snapshot.store(folder, state, loop.parts())
+        tell("evaluate the best weights")
+        return {**_ended(state, tested, splits, options, model, dims, folder), "notes": notes}
+
+
+def _prepare(torch: Any, options: TrainOptions, threads: int) -> None:
+    device = device_named(torch, options.device)
+    if threads:
+        torch.set_num_threads(threads)
+    torch.backends.cudnn.benchmark = device.type == "cuda"
+
+
+def _fitted(model: ModelSpec, dims: Dims, training: loader.Split, test: loader.Split) -> ModelSpec:
+    """The model with the data's number of classes; `UserError` when images and model don't fit."""
+    channels, *size = test.pixels.shape[1:]
+    if channels != model.channels:
+        raise UserError(f"the images have {channels} channels and the model takes {model.channels}; see --channels")
+    if size != [dims.height, dims.width]:
+        raise UserError(f"the test images are {size[0]}x{size[1]} and the model is trained at {dims.size}")
+    if training.classes != test.classes:
+        raise UserError("the images to train on and those to test on have other classes")
+    if len(test.classes) < 2:
+        raise UserError("there is a single class; telling apart takes two or more")
+    return replace(model, classes=len(test.classes))
+
+
+def _settings(
+    options: TrainOptions, training: DataSpec, test: DataSpec, model: ModelSpec, dims: Dims
+) -> dict[str, Any]:
+    """All that makes the result what it is, by the names that a user knows."""
+    beginning = model.weights_sha256 or ("pretrained" if model.pretrained else "random")
+    return {
+        **options.settings(),
+        "device": options.device.partition(":")[0],
+        "model": model.source.rpartition("/")[2],
+        "code": model.source_sha256,
+        "weights": beginning,
+        "size": dims.size,
+        "preprocess": digest(to_json(model.preprocess)),
+        "training images": training.sha256,
+        "test images": test.sha256,
+    }
+
+
+def _epoch(
+    loop: Loop,
+    epoch: int,
+    read: loader.Reader,
+    split: loader.Split,
+    state: State,
+    folder: Path,
+    tell: Callable[[str], None],
+) -> dict[str, float]:
+    """Train for one epoch; the mean loss, the last learning rate, seconds and images per second."""
+    import torch
+
+    options = loop.options
+    torch.manual_seed(loader.epoch_seed(options.seed, epoch))  # dropout and its kin
+    keys = loader.batches(split, options, epoch)
+    loop.module.train(not options.freeze)  # a frozen network keeps its statistics, too
+    total, images = torch.zeros((), device=loop.device), 0
+    started = time.perf_counter()
+    for number, (x, y) in enumerate(read(keys), 1):
+        total += loop.step(x, y).float() * len(y)
+        images += len(y)
+        if number % LOOK_EVERY == 0 or number == len(keys):
+            mean = float(total) / images
+            tell(f"epoch {epoch}/{options.epochs}, batch {number}/{len(keys)}, loss {mean:.4f}")
+            if not math.isfinite(mean):
+                raise UserError(_diverged(epoch, mean, options, state, folder))
+    seconds = time.perf_counter() - started
+    lr = loop.schedule.get_last_lr()[0]
+    return {
+        "epoch": epoch,
+        "lr": lr,
+        "train_loss": mean,
+        "seconds": seconds,
+        "images_per_s": images / seconds,
+    }
+
+
+def _diverged(epoch: int, loss: float, options: TrainOptions, state: State, folder: Path) -> str:
+    kept = "nothing was kept yet"
+    if state.best:
+        best = state.history[state.best - 1]
+        kept = f"the best weights, of epoch {state.best} with top-1 {best['top1']:.2f} %, are in {folder.name}"
+    return f"training diverged in epoch {epoch} (loss {loss}); lower lr, now {options.peak:g}; {kept}"
+
+
+def _tested(
+    module: Any, read: loader.Reader, split: loader.Split, options: TrainOptions
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Loss and top-1 in percent, and besides them top-5 and the counts."""
+    import torch
+
+    module.eval()
+    loss = torch.zeros((), device=options.device)
+    ranks = []
+    with torch.inference_mode():
+        for x, y in read(loader.plain_batches(split, max(options.batch, loader.EVALUATED))):
+            scores = module(x).float()
+            loss += torch.nn.functional.cross_entropy(scores, y, reduction="sum")
+            best = scores.topk(min(5, scores.shape[1])).indices
+            ranks.append((best == y[:, None]).cpu())
+    hit = torch.cat(ranks)
+    count = len(hit)
+    hits, among = int(hit[:, 0].sum()), int(hit.any(1).sum())
+    row = {"test_loss": float(loss) / count, "top1": 100 * hits / count}
+    return row, {"top5": 100 * among / count, "hits": hits, "count": count}
+
+
+def _ended(
+    state: State,
+    read: loader.Reader,
+    splits: tuple[loader.Split, loader.Split],
+    options: TrainOptions,
+    model: ModelSpec,
+    dims: Dims,
+    folder: Path,
+) -> dict[str, Any]:
+    """What the best weights are worth: read back from disk into a new module, evaluated in IEEE FP32."""
+    import torch
+
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    path = folder / snapshot.BEST
+    stored = replace(model, weights=str(path), weights_sha256="", pretrained=False)
+    module = models.load(stored, dims).to(options.device, memory_format=torch.channels_last)
+    row, more = _tested(module, read, splits[1], options)
+    return {
+        **row,
+        **more,
+        "epochs": state.epoch,
+        "best_epoch": state.best,
+        "seconds": math.fsum(row["seconds"] for row in state.history),
+        "images": len(splits[0].index),
+        "weights": path.name,
+        "sha256": snapshot.sha256(path),
+    }
+
+
+def job(options: Mapping[str, Any]) -> tuple[TrainOptions, DataSpec]:
+    """Options and training images out of a job's `options`."""
+    from dyno.worker.spec import from_json
+    from dyno.worker.training.options import options as checked
+
+    return checked(options["settings"]), from_json(DataSpec, options["training"])

@@ -1,0 +1,121 @@
+"""Charts: what is drawn, when there is nothing to draw, and that names stay text."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pandas as pd
+import pytest
+import synthetic
+from matplotlib.figure import Figure
+from PIL import Image
+from synthetic import Way
+
+from dyno.analysis import style
+from dyno.analysis.charts import charts
+from dyno.analysis.records.results import Results, load
+from dyno.analysis.tables import trial_table
+
+
+@pytest.fixture(scope="module")
+def frame(demo: Results) -> pd.DataFrame:
+    return trial_table.frame(demo)
+
+
+def texts(figure: Figure) -> list[str]:
+    return [t for axes in figure.axes for t in
+            [*(x.get_text() for x in axes.texts), *(x.get_text() for x in axes.get_yticklabels())]]  # fmt: skip
+
+
+def test_the_demo_has_every_chart_but_sizes(frame: pd.DataFrame) -> None:
+    drawn = charts.everything(frame)
+    assert list(drawn) == ["latency", "speedup", "accuracy-latency", "accuracy-throughput", "throughput-batch"]
+    assert all(isinstance(f, Figure) for f in drawn.values())
+
+
+def test_bars_are_sorted_and_lengths_are_latencies(frame: pd.DataFrame) -> None:
+    axes = charts.latency(frame).axes[0]
+    lengths = [p.get_width() for p in axes.patches]
+    assert lengths == sorted(lengths)
+    assert len(lengths) == 9
+    assert axes.get_yticklabels()[0].get_text() == "openvino int8"
+    assert lengths[0] == pytest.approx(frame.query("precision == 'int8' and batch == 1")["latency_ms"].min())
+
+
+def test_the_frontier_is_named(frame: pd.DataFrame) -> None:
+    assert "frontier (ringed), fastest first: openvino int8, openvino bf16" in texts(charts.accuracy(frame))
+
+
+def test_nothing_to_draw_is_none(tmp_path: Path) -> None:
+    one = trial_table.frame(load(synthetic.write_run(tmp_path / "a", [Way("pytorch", labelled=False)], samples=5)))
+    assert list(charts.everything(one)) == ["latency"]
+    none = trial_table.frame(load(synthetic.write_run(tmp_path / "b", [Way("x", statuses=("failed",))])))
+    assert charts.everything(none) == {}
+
+
+def test_sizes_make_a_chart(tmp_path: Path) -> None:
+    ways = [Way("pytorch", size=s, seconds=s / 1e4, statuses=("ok",)) for s in (224, 256, 384)]
+    figure = charts.scaling(
+        trial_table.frame(load(synthetic.write_run(tmp_path / "r", ways, samples=5, count=5))), "size"
+    )
+    throughput, fps = figure.axes
+    assert [t.get_text() for t in fps.get_xticklabels()] == ["224", "256", "384"]
+    assert list(fps.lines[0].get_xdata()) == [224, 256, 384]
+    assert fps.lines[0].get_ydata()[0] == pytest.approx(1 / 0.0224, rel=0.1)
+    assert "throughput" in throughput.get_ylabel()
+
+
+def test_many_trials_stay_a_picture_of_bounded_size(tmp_path: Path) -> None:
+    ways = [Way(f"b{i}", size=s, statuses=("ok",), labelled=False) for i in range(30) for s in (1, 2, 3, 4)]
+    figure = charts.latency(trial_table.frame(load(synthetic.write_run(tmp_path / "r", ways, samples=3, count=2))))
+    assert sum(len(a.patches) for a in figure.axes) <= charts.MOST_BARS
+    assert figure.texts[0].get_text() == "2 more groups are in results.csv"
+
+
+def test_one_backend_one_colour_one_precision_one_marker() -> None:
+    assert len({style.color(b) for b in style.COLORS}) == len(style.COLORS)
+    assert style.color("my_engine") == style.color("my_engine")
+    assert len(set(style.MARKERS.values())) == len(set(style.HATCHES.values())) == 6
+
+
+@pytest.mark.slow
+def test_row_labels_do_not_overlap(frame: pd.DataFrame) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    for figure in charts.everything(frame).values():
+        canvas = FigureCanvasAgg(figure)
+        canvas.draw()
+        for axes in figure.axes:
+            low, high = sorted(axes.get_ylim())
+            ticks = [t for at, t in zip(axes.get_yticks(), axes.get_yticklabels(), strict=True) if low <= at <= high]
+            shown = [t for t in [*ticks, *axes.texts, axes.xaxis.label, axes.yaxis.label] if t.get_text()]
+            boxes = [t.get_window_extent(canvas.get_renderer()) for t in shown]
+            bad = [(a.get_text(), b.get_text()) for i, a in enumerate(shown) for j, b in enumerate(shown)
+                   if i < j and boxes[i].padded(-0.5).overlaps(boxes[j].padded(-0.5))]  # fmt: skip
+            assert bad == []
+
+
+def test_png_and_svg(frame: pd.DataFrame, tmp_path: Path) -> None:
+    figure = charts.speedup(frame)
+    style.save(figure, tmp_path / "x.png")
+    with Image.open(tmp_path / "x.png") as image:
+        assert image.width > 800
+        assert len(image.convert("RGB").getcolors(1 << 20)) > 20
+    text = style.svg(figure, "p1")
+    root = ElementTree.fromstring(text)
+    assert root.get("viewBox")
+    assert root.get("width") is None
+    ids = re.findall(r'\bid="([^"]*)"', text)
+    assert ids and all(i.startswith("p1-") for i in ids)
+    assert {h[1:] for h in re.findall(r'href="(#[^"]*)"', text)} <= set(ids)
+    assert set(re.findall(r"url\(#([^)]*)\)", text)) <= set(ids)
+    assert style.svg(charts.speedup(frame), "p1") == text
+
+
+def test_hostile_names_are_text_in_the_drawing(hostile: Results) -> None:
+    for figure in charts.everything(trial_table.frame(hostile)).values():
+        text = style.svg(figure, "x")
+        assert "<script" not in text
+        assert any("<script>" in (e.text or "") for e in ElementTree.fromstring(text).iter())

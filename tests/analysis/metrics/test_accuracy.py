@@ -1,0 +1,100 @@
+"""Accuracy, paired differences and the budget, on answers with known counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import synthetic
+from hypothesis import given
+from hypothesis import strategies as st
+from synthetic import Way
+
+from dyno.analysis.metrics import accuracy
+from dyno.analysis.metrics.accuracy import Budget, Decision, Paired, budgets, decide
+from dyno.analysis.records.results import Results, load
+from dyno.analysis.stats import paired_difference
+from dyno.worker.spec import UserError
+
+
+def pair(gained: int, lost: int, count: int) -> Paired:
+    return Paired(count, gained, lost, paired_difference(gained, lost, count))
+
+
+def test_top1_and_top5_count_the_first_answers() -> None:
+    index = np.array([[1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 4, 5], [9, 8, 7, 6, 5, 4]], np.int32)
+    answers = {"topk_index": index, "label": np.array([1, 4, 4])}
+    assert accuracy.correct(answers, 1).tolist() == [True, False, False]
+    assert accuracy.correct(answers, 5).tolist() == [True, True, False]
+    assert accuracy.correct(answers, 7) is None
+    assert accuracy.correct({"topk_index": index}, 1) is None
+
+
+def test_accuracy_of_a_stored_trial(demo: Results) -> None:
+    found = accuracy.of(demo.trials[0])
+    hits = accuracy.correct(demo.trials[0].answers, 1)
+    assert found.count == 360
+    assert found.top1.value == hits.mean()
+    assert found.top1.low < found.top1.value < found.top1.high
+    assert found.top5.value >= found.top1.value
+
+
+def test_no_labels_no_accuracy(tmp_path: Path) -> None:
+    ways = [Way("pytorch", labelled=False), Way("openvino", labelled=False)]
+    a, b = load(synthetic.write_run(tmp_path / "r", ways, samples=5, count=20)).trials
+    assert accuracy.of(a) is None
+    assert accuracy.paired(a, b) is None
+
+
+def test_pairs_are_matched_by_image(demo: Results) -> None:
+    own = {"topk_index": np.zeros((4, 1)), "sample": np.array([7, 3, 5, 9])}
+    other = {"topk_index": np.zeros((3, 1)), "sample": np.array([9, 7, 1])}
+    here, there = accuracy.matching(own, other)
+    assert own["sample"][here].tolist() == other["sample"][there].tolist() == [7, 9]
+
+
+def test_paired_counts_are_those_of_the_answers(demo: Results) -> None:
+    reference = demo.trials[0]
+    int8 = next(t for t in demo if t.way == "onnxruntime int8")
+    a, b = accuracy.correct(int8.answers, 1), accuracy.correct(reference.answers, 1)
+    found = accuracy.paired(int8, reference)
+    assert (found.gained, found.lost) == (int((a & ~b).sum()), int((b & ~a).sum()))
+    assert found.difference.value == pytest.approx(a.mean() - b.mean())
+
+
+@pytest.mark.parametrize(
+    ("found", "points", "verdict"),
+    [(pair(0, 0, 2000), 0.5, "within"), (pair(0, 0, 360), 0.5, "undecided"), (pair(0, 40, 1000), 0.5, "over"),
+     (pair(2, 3, 5000), 0.5, "within"), (pair(0, 3, 360), 0.5, "undecided"), (pair(0, 0, 360), 0.0, "undecided")],
+)  # fmt: skip
+def test_decisions(found: Paired, points: float, verdict: str) -> None:
+    assert decide(found, Budget("top1", points)).verdict == verdict
+
+
+@given(st.integers(0, 12), st.integers(0, 12), st.floats(0.2, 3.0))
+def test_the_promised_images_settle_it(gained: int, lost: int, points: float) -> None:
+    budget = Budget("top1", points)
+    decision = decide(pair(gained, lost, 360), budget)
+    if decision.verdict != "undecided" or decision.more is None:
+        return
+    scale = (360 + 1.05 * decision.more) / 360
+    later = Paired(0, 0, 0, paired_difference(gained * scale, lost * scale, 360 * scale))
+    assert accuracy._verdict(later.difference, budget) != "undecided"
+
+
+def test_a_loss_that_is_the_budget_is_never_settled() -> None:
+    assert decide(pair(0, 2, 400), Budget("top1", 0.5)) == Decision("undecided", None)
+
+
+def test_budgets_are_read_from_text_and_tables() -> None:
+    assert budgets("top1=0.5") == (Budget("top1", 0.5),)
+    assert budgets("top1 = 0.5, top5=1") == (Budget("top1", 0.5), Budget("top5", 1.0))
+    assert budgets({"top5": 1}) == (Budget("top5", 1.0),)
+    assert budgets(None) == budgets("") == budgets({}) == ()
+
+
+@pytest.mark.parametrize("text", ["top1", "top1=x", "map=1", "top1=-1", "top1=nan", "top1=0.5,", "=1"])
+def test_a_bad_budget_is_one_line(text: str) -> None:
+    with pytest.raises(UserError, match="not understood; write one of top1, top5, mAP"):
+        budgets(text)

@@ -1,0 +1,79 @@
+"""Where other programs disturbed most jobs the verdict says that first, and names no winner."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import synthetic
+from synthetic import Way
+
+from dyno.analysis.ranking.contention import crowding
+from dyno.analysis.ranking.correctness import WRONG
+from dyno.analysis.records.results import Results, load
+from dyno.analysis.tables import trial_table
+from dyno.analysis.verdict import verdict
+from dyno.api import take
+
+BUSY, QUIET = ({"others_busy": {"model": busy}, "others_bearable": 0.2} for busy in (1.5, 0.1))
+
+
+def run(path: Path, *facts: dict[str, object]) -> Results:
+    ways = [Way(f"way{k}", seconds=0.01 / (k + 1), facts=dict(each)) for k, each in enumerate(facts)]
+    return load(synthetic.write_run(path / "run", ways, samples=50))
+
+
+def said(results: Results) -> list[str]:
+    return verdict.sentences(results, trial_table.frame(results))
+
+
+def test_a_quiet_study_has_nothing_to_say(tmp_path: Path) -> None:
+    results = run(tmp_path, QUIET, QUIET)
+    assert crowding(results) is None
+    assert "fastest is way1" in said(results)[0]
+    assert take.commands(results.folder, results, trial_table.frame(results)) == [
+        f"take it: dyno take {results.folder}"
+    ]
+
+
+def test_a_few_disturbed_jobs_are_a_warning(tmp_path: Path) -> None:
+    lines = said(run(tmp_path, BUSY, QUIET, QUIET))
+    assert "fastest is" in lines[0]
+    assert any(
+        "during 3 of 9 jobs: those latencies are too long and their order may be wrong" in line for line in lines
+    )
+
+
+def test_most_jobs_disturbed_leave_no_winner(tmp_path: Path) -> None:
+    results = run(tmp_path, BUSY, BUSY, QUIET)
+    lines = said(results)
+    assert lines[0].startswith("Other programs kept up to 1.5 processors busy during 6 of 9 jobs: ")
+    assert "no winner is named" in lines[0]
+    text = "\n".join(lines[1:])
+    assert not any(word in text for word in ("fastest", "runner-up", "most images", "Other programs", "faster"))
+    assert "Precision: " in text
+    (line,) = take.commands(results.folder, results, trial_table.frame(results))
+    assert line == f"take one: dyno take {results.folder} BACKEND/PRECISION"
+
+
+def test_failures_are_told_all_the_same(tmp_path: Path) -> None:
+    ways = [Way("a", facts=dict(BUSY)), Way("b", statuses=("crashed",), reason="killed by SIGSEGV")]
+    text = "\n".join(said(load(synthetic.write_run(tmp_path / "run", ways, samples=50))))
+    assert text.startswith("Other programs") and "1 of 2 trials did not finish: 1 crashed" in text
+
+
+def test_wrong_outputs_lead_however_busy_the_machine_was(tmp_path: Path) -> None:
+    results = run(tmp_path, BUSY, BUSY, BUSY)
+    frame = trial_table.frame(results)
+    frame.loc[1, ["outputs", "verdict"]] = [WRONG, f"{WRONG}: off by 1"]
+    first, second, *_ = verdict.sentences(results, frame)
+    assert "way1" in first and f"gave {WRONG}: off by 1" in first and second.startswith("Other programs")
+
+
+def test_the_page_leads_with_it(tmp_path: Path) -> None:
+    pytest.importorskip("jinja2")
+    pytest.importorskip("matplotlib")
+    from dyno.analysis.report import report
+
+    text = report.write([run(tmp_path, BUSY, BUSY)], tmp_path / "page").read_text(encoding="utf-8")
+    assert "no winner is named" in text and "fastest is" not in text

@@ -1,0 +1,110 @@
+"""Sizes compete where a budget says what a size may cost, the frontier has intervals on both axes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import synthetic
+from synthetic import Way
+
+from dyno.analysis.charts import charts
+from dyno.analysis.metrics import measures
+from dyno.analysis.ranking.contests import contests
+from dyno.analysis.records.results import Results, load
+from dyno.analysis.tables import frontier_table, trial_table
+from dyno.analysis.verdict import verdict
+
+BIG, SMALL = 64, 32
+
+
+def sized(path: Path, *, flips: float = 0.0, first: int = BIG, count: int = 900) -> Results:
+    """Two sizes of one network; the smaller one is twice as fast."""
+    ways = [
+        Way("pytorch", seconds=0.010, size=BIG),
+        Way("a", seconds=0.006, size=BIG),
+        Way("pytorch", seconds=0.005, size=SMALL, flips=flips),
+        Way("a", seconds=0.003, size=SMALL, flips=flips),
+    ]
+    folder = synthetic.write_run(path / "run", ways, samples=40, count=count)
+    sizes = [first, SMALL if first == BIG else BIG]
+    (folder / "study.toml").write_text(f'models = ["digits"]\nsizes = {[str(s) for s in sizes]}\n'.replace("'", '"'))
+    return load(folder)
+
+
+def test_a_smaller_size_wins_when_it_keeps_the_budget(tmp_path: Path) -> None:
+    results = sized(tmp_path)
+    frame = trial_table.frame(results, budget="top1=1")
+    (contest,) = contests(frame)
+    assert contest.sizes
+    text = "\n".join(verdict.sentences(results, frame))
+    assert text.startswith("digits: fastest within the budget top1=1 is a fp32 at size 32, 3.")
+    assert "as fast as pytorch fp32 at size 64." in text.splitlines()[0]
+    assert "x [3." in text.splitlines()[0] or ": 3." in text.splitlines()[0]
+    assert "against the reference at size 64 on the same images" in text
+
+
+def test_a_size_that_costs_too_much_is_over_budget_in_every_backend(tmp_path: Path) -> None:
+    frame = trial_table.frame(sized(tmp_path, flips=0.1), budget="top1=1")
+    assert set(frame[frame["size"] == "32"]["budget"]) == {"over"}
+    assert set(frame[frame["size"] == "64"]["budget"]) == {"within"}
+    first = frame.set_index(["backend", "size"])["budget_reference"]
+    assert (
+        first.nunique() == 1 and first.iloc[0] == frame.set_index(["backend", "size"]).loc[("pytorch", "64"), "trial"]
+    )
+
+
+def test_the_first_size_that_was_given_is_the_yardstick(tmp_path: Path) -> None:
+    frame = trial_table.frame(sized(tmp_path, first=SMALL), budget="top1=1")
+    there = frame.set_index(["backend", "size"])
+    assert set(frame["budget_reference"]) == {there.loc[("pytorch", "32"), "trial"]}
+
+
+def test_without_a_budget_sizes_do_not_compete(tmp_path: Path) -> None:
+    assert [c.where for c in contests(trial_table.frame(sized(tmp_path)))] == ["digits at size 32", "digits at size 64"]
+
+
+def test_other_photographs_are_not_paired(tmp_path: Path) -> None:
+    results = sized(tmp_path)
+    for path in results.folder.glob("trials/*/r*/outputs.npz"):
+        with np.load(path) as file:
+            arrays = dict(file)
+        if f'"height": {SMALL}' in (path.parent / "job.json").read_text():
+            np.savez(path, **{**arrays, "label": np.roll(arrays["label"], 1)})
+    frame = trial_table.frame(load(results.folder), budget="top1=1")
+    assert set(frame[frame["size"] == "32"]["budget"]) == {""}
+    assert frame[frame["size"] == "32"]["top1_diff"].isna().all()
+
+
+def test_the_frontier_has_intervals_on_both_axes(tmp_path: Path) -> None:
+    ways = [
+        Way("pytorch", seconds=0.010), Way("a", seconds=0.005), Way("b", "int8", seconds=0.002, flips=0.05),
+        Way("slow", seconds=0.02, flips=0.2),
+    ]  # fmt: skip
+    loaded = load(synthetic.write_run(tmp_path / "run", ways, samples=40))
+    found = frontier_table.table(trial_table.frame(loaded)).set_index("backend")
+    assert "slow" not in found.index and "b" in found.index
+    for name in ("latency_ms", "throughput", "accuracy"):
+        value = "throughput_ips" if name == "throughput" else name
+        assert (found[f"{name}_low"] < found[value]).all() and (found[value] < found[f"{name}_high"]).all()
+    assert found.loc["b", "frontier"] == "latency and throughput"
+    figure = charts.accuracy(trial_table.frame(loaded), "throughput_ips")
+    assert "95 % interval between processes" in figure.axes[0].get_xlabel()
+
+
+@pytest.mark.parametrize(("budget", "key"), [("", "top1"), ("top5=1", "top5"), ("top1=1", "top1")])
+def test_accuracy_is_shown_by_the_budget_s_metric(tmp_path: Path, budget: str, key: str) -> None:
+    loaded = load(synthetic.write_run(tmp_path / "run", [Way("pytorch"), Way("a", flips=0.01)], samples=5))
+    frame = trial_table.frame(loaded, budget=budget or None)
+    assert measures.quality(frame).key == key
+    low, value, high = measures.quality(frame).change(frame.set_index("backend").loc["a"])
+    assert low <= value <= high
+
+
+def test_columns_of_another_task_serve_as_well(tmp_path: Path) -> None:
+    loaded = load(synthetic.write_run(tmp_path / "run", [Way("pytorch", labelled=False)], samples=5))
+    frame = trial_table.frame(loaded).assign(map50_95=41.5, map_low=40.0, map_high=43.0)
+    metric = measures.quality(frame)
+    assert (metric.key, metric.interval(frame.iloc[0])) == ("mAP", (40.0, 43.0))
+    assert frontier_table.table(frame)["accuracy"].tolist() == [41.5]

@@ -1,0 +1,72 @@
+"""The frontier, the fastest within the budget, and saturation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import synthetic
+from hypothesis import given
+from hypothesis import strategies as st
+from synthetic import Way
+
+from dyno.analysis.ranking import frontier
+from dyno.analysis.ranking.frontier import LATENCY, THROUGHPUT
+from dyno.analysis.records.results import Results, load
+from dyno.analysis.tables import trial_table
+
+POINTS = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=25)
+
+
+@given(POINTS, st.sampled_from([LATENCY, THROUGHPUT]))
+def test_no_point_of_the_frontier_is_beaten_and_every_other_one_is(points: list[tuple[int, int]], speed: str) -> None:
+    sign = 1 if speed == THROUGHPUT else -1
+    frame = pd.DataFrame({"status": "ok", "outputs": "", speed: [float(p[0]) for p in points]})
+    frame["top1"] = [float(p[1]) for p in points]
+    edge = {(sign * r[speed], r["top1"]) for _, r in frontier.pareto(frame, speed).iterrows()}
+    every = {(sign * x, float(y)) for x, y in points}
+
+    def beaten(p: tuple[float, float]) -> bool:
+        return any(q != p and q[0] >= p[0] and q[1] >= p[1] for q in every)
+
+    assert edge == {p for p in every if not beaten(p)}
+
+
+def test_only_trials_that_ended_well_can_be_chosen(demo: Results) -> None:
+    frame = trial_table.frame(demo, budget="top1=1.2")
+    assert set(frontier.usable(frame)["status"]) == {"ok"}
+    assert set(frontier.within(frame)["budget"]) == {"within"}
+    first = frontier.ranked(frontier.within(frame[frame["batch"] == 1])).iloc[0]
+    assert frontier.way(first) == "openvino bf16"
+    assert frontier.way(frontier.ranked(frontier.usable(frame), THROUGHPUT).iloc[0]) == "openvino int8"
+
+
+def saturating(path: Path, batches: tuple[int, ...], fixed: float) -> pd.DataFrame:
+    """Latency per batch of b images is fixed + b, so throughput b / (fixed + b) saturates."""
+    ways = [
+        Way("a", batch=b, seconds=0.001 * (fixed + b) / (0.3 + 0.7 * b), spread=0.0, statuses=("ok",)) for b in batches
+    ]
+    return trial_table.frame(load(synthetic.write_run(path / "run", ways, samples=20, count=5)))
+
+
+def test_saturation_is_the_smallest_batch_near_the_best(tmp_path: Path) -> None:
+    (found,) = frontier.saturation(saturating(tmp_path, (1, 8, 32, 128, 256), fixed=1))
+    assert (found.batch, found.largest) == (32, 256)  # 32/33 is 97 %, 8/9 is 89 % of the best
+    assert "saturates at batch 32 (9" in found.sentence
+    assert found.images_per_s >= 0.95 * found.best_images_per_s
+
+
+def test_throughput_that_still_rises_is_said_so(tmp_path: Path) -> None:
+    (found,) = frontier.saturation(saturating(tmp_path, (1, 2, 4), fixed=50))
+    assert found.words == "throughput still rises at batch 4, the largest tried"
+
+
+def test_one_batch_says_nothing_of_saturation(tmp_path: Path) -> None:
+    assert frontier.saturation(saturating(tmp_path, (8,), fixed=2)) == []
+
+
+def test_throughput_falls_back_on_latency(demo: Results) -> None:
+    frame = trial_table.frame(demo).assign(throughput_ips=float("nan"))
+    r = frame.iloc[0]
+    assert frontier.throughput(frame).iloc[0] == pytest.approx(1e3 * r["batch"] / r["latency_ms"])

@@ -1,0 +1,168 @@
+"""Run folders as they are found: whole, damaged, unfinished, newer, or no run folders at all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import synthetic
+from synthetic import Way
+
+from dyno.analysis.ranking.references import incomparable, references
+from dyno.analysis.records.arrays import read_npz
+from dyno.analysis.records.results import Results, load
+from dyno.worker.spec import Job, UserError, from_json
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    ways = [Way("pytorch"), Way("openvino", "int8", 0.001, batch=8), Way("openvino", "int8", 0.001)]
+    return synthetic.write_run(tmp_path / "run", ways, samples=20, count=30)
+
+
+def first_record(run: Path) -> Path:
+    return next(p for p in sorted(run.glob("trials/*/r0/record.json")))
+
+
+def test_trials_come_in_order_with_rounds_and_arrays(run: Path) -> None:
+    results = load(run)
+    assert [t.label for t in results] == [
+        "digits pytorch fp32 b1 64", "digits openvino int8 b1 64", "digits openvino int8 b8 64"]  # fmt: skip
+    trial = results.trials[0]
+    asked = from_json(Job, trial.job).trial
+    assert asked is not None and (asked.id, asked.label) == (trial.id, trial.label)
+    assert [r.number for r in trial.rounds] == [0, 1, 2]
+    assert trial.samples("latency", "model").shape == (60,)
+    assert len(trial.medians("all")) == 3
+    assert trial.outputs()["output"].shape == (30, 10)
+    assert trial.answers["topk_index"].shape == (30, 10)
+    assert trial.value("parameters") == 701_466
+    assert trial.value("nothing") is None
+    assert results.environment["machine"]["cores"] == 2
+
+
+@pytest.mark.parametrize("make", [lambda p: None, Path.mkdir, lambda p: (p / "trials").mkdir(parents=True)])
+def test_no_run_folder_is_one_line(tmp_path: Path, make) -> None:
+    make(tmp_path / "x")
+    with pytest.raises(UserError) as e:
+        load(tmp_path / "x")
+    assert "\n" not in str(e.value)
+    assert str(tmp_path / "x") in str(e.value)
+
+
+def test_a_broken_record_is_named_and_the_rest_is_shown(run: Path) -> None:
+    broken = first_record(run)
+    broken.write_text('{"status": "ok", ')
+    results = load(run)
+    assert len(results.trials) == 3
+    assert len(results.problems) == 1
+    assert str(broken) in results.problems[0]
+    assert sorted(len(t.rounds) for t in results) == [2, 3, 3]
+
+
+def test_a_newer_schema_is_named(run: Path) -> None:
+    path = first_record(run)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "schema": 99}))
+    assert "newer Dyno (schema 99" in load(run).problems[0]
+
+
+def test_nothing_readable_is_an_error_with_the_reason(run: Path) -> None:
+    for path in run.glob("trials/*/r*/job.json"):
+        path.write_text("nonsense")
+    with pytest.raises(UserError, match=r"nothing in .* can be read: .*job\.json"):
+        load(run)
+
+
+@pytest.mark.parametrize("text", ["[]", '{"schema": "x"}', '{"trial": 3, "schema": 1}'])
+def test_a_job_that_is_no_trial_is_left_out_by_name(run: Path, text: str) -> None:
+    folder = first_record(run).parents[1]
+    for path in folder.glob("r*/job.json"):
+        path.write_text(text)
+    results = load(run)
+    assert len(results.trials) == 2
+    assert "job.json" in results.problems[0]
+
+
+def test_a_trial_without_any_record_is_unfinished(run: Path) -> None:
+    folder = first_record(run).parents[1]
+    for path in folder.glob("r*/record.json"):
+        path.unlink()
+    trial = load(run).trial(folder.name)
+    assert trial.status == "unfinished"
+    assert "again" in trial.reason
+
+
+def test_damaged_arrays_are_missing_arrays(run: Path) -> None:
+    folder = first_record(run).parent
+    whole = (folder / "samples.npz").read_bytes()
+    (folder / "samples.npz").write_bytes(whole[: len(whole) // 2])
+    (folder / "outputs.npz").unlink()
+    trial = load(run).trial(folder.parent.name)
+    assert len(trial.medians("model")) == 2
+    assert trial.answers  # another round has them
+
+
+def test_a_trial_is_as_bad_as_its_worst_round(demo: Results) -> None:
+    by = {t.way: t for t in demo if t.batch == 1}
+    assert by["fake fp32"].status == "crashed"
+    assert by["fake fp32"].reason == "run: killed by SIGSEGV (2 of 3 rounds good)"
+    assert len(by["fake fp32"].medians("model")) == 2
+    assert by["tensorrt fp16"].reason == "tensorrt isn't installed; pip install tensorrt"
+    assert by["openvino int8"].warnings() == ["another process used 40 % of a core"]
+
+
+def test_an_id_finds_its_trial_by_its_beginning(demo: Results) -> None:
+    assert demo.trial(demo.trials[3].id[:6]) is demo.trials[3]
+    with pytest.raises(UserError, match="no trials"):
+        demo.trial("zzz")
+
+
+def test_the_reference_is_pytorch_fp32_of_the_same_group(demo: Results) -> None:
+    chosen = references(demo)
+    assert {chosen[t.id].way for t in demo} == {"pytorch fp32"}
+    assert all(chosen[t.id].batch == t.batch for t in demo)
+
+
+@pytest.mark.parametrize("wanted", ["onnxruntime", "onnxruntime/fp32", "onnxruntime:fp32", "id"])
+def test_a_named_reference_counts_in_every_group(demo: Results, wanted: str) -> None:
+    if wanted == "id":
+        wanted = next(t.id for t in demo if t.way == "onnxruntime fp32")[:8]
+    assert {references(demo, wanted)[t.id].label for t in demo} == {f"digits onnxruntime fp32 b{b} 64" for b in (1, 8)}
+
+
+def test_without_pytorch_the_first_trial_that_ran_is_the_reference(tmp_path: Path) -> None:
+    ways = [Way("a", statuses=("failed",)), Way("b", "int8"), Way("c")]
+    results = load(synthetic.write_run(tmp_path / "r", ways, samples=5, count=5))
+    assert {r.way for r in references(results).values()} == {"b int8"}
+
+
+def test_an_unknown_reference_lists_what_there_is(demo: Results) -> None:
+    with pytest.raises(UserError, match="'tensorflow'; there are compile/fp32"):
+        references(demo, "tensorflow")
+
+
+def test_other_weights_or_inputs_are_incomparable(tmp_path: Path) -> None:
+    ways = [Way("pytorch"), Way("a", facts={"weights_sha256": "e" * 64}), Way("b", facts={"inputs_sha256": "e" * 64})]
+    trials = load(synthetic.write_run(tmp_path / "r", ways, samples=5, count=5)).trials
+    assert [incomparable(t, trials[0]) for t in trials] == ["", "other weights", "other inputs"]
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_npz_files_read_as_numpy_reads_them(tmp_path: Path, save) -> None:
+    arrays = {"a": np.arange(6.0).reshape(2, 3), "f": np.asfortranarray(np.ones((3, 2), np.float32)),
+              "empty": np.empty((0, 4), np.int32), "scalar": np.array(3), "text": np.array(["x", "ю"])}  # fmt: skip
+    save(tmp_path / "x.npz", **arrays)
+    found = read_npz(tmp_path / "x.npz")
+    assert set(found) == set(arrays)
+    for name, array in np.load(tmp_path / "x.npz").items():
+        np.testing.assert_array_equal(found[name], array)
+        assert found[name].dtype == array.dtype
+    assert set(read_npz(tmp_path / "x.npz", ["a", "none"])) == {"a"}
+
+
+def test_an_npz_with_python_objects_is_never_loaded(tmp_path: Path) -> None:
+    np.savez(tmp_path / "x.npz", a=np.array([{"x": 1}], dtype=object))
+    with pytest.raises(ValueError, match="Python objects"):
+        read_npz(tmp_path / "x.npz")

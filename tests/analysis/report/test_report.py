@@ -1,0 +1,180 @@
+"""The report: one page that is whole, works offline, escapes every name, sorts its tables and fits a phone."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import synthetic
+from PIL import Image
+from synthetic import Way
+
+from dyno.analysis.metrics import confusion
+from dyno.analysis.records.results import Results, load
+from dyno.analysis.report import report
+from dyno.analysis.tables import reference_tables, trial_table
+from dyno.worker.spec import UserError
+
+pytestmark = pytest.mark.slow
+CHROMIUM = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars",
+            "--disable-background-networking", "--disable-component-update", "--disable-sync"]  # fmt: skip
+
+
+class Page(HTMLParser):
+    """Tags, attributes and text of a page, as a browser would take them."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.text = ""
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.fixture(scope="module")
+def written(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return report.write([demo], tmp_path_factory.mktemp("report"))
+
+
+def test_the_page_is_whole_and_in_order(written: Path, demo: Results) -> None:
+    page = Page(written)
+    heads = ["Verdict", "Method", "Machine", "Tables", "Charts", "Accuracy and agreement", "Side by side",
+             "Warnings and failures", "Trials", "How to reproduce"]  # fmt: skip
+    found = re.findall(r"<h2[^>]*>([^<]*)</h2>", written.read_text())
+    assert found == heads
+    for expected in ("fastest is openvino int8", "Synthetic CPU", "killed by SIGSEGV", "rank 10", "narrow enough",
+                     "close, % (rtol 0.001, atol 1e-08)", "another process used 40 % of a core",
+                     "onnx_export: onnx fp32 in 900 ms", 'models = ["digits"]', "20 int8, 1 fp32"):  # fmt: skip
+        assert expected in page.text, expected
+    assert page.tags.count("svg") == 6 + confusion.MOST_DRAWN
+    side_by_side = sum(len(list(sheet.parts())) for sheet in reference_tables.sheets(demo, trial_table.frame(demo)))
+    assert page.tags.count("details") == len(demo.trials) + side_by_side
+    assert page.text.index("fastest is") < page.text.index("inputs already where the engine reads them")
+
+
+def test_the_page_needs_nothing_beside_it(written: Path) -> None:
+    page = Page(written)
+    assert not {"link", "img", "iframe", "object", "base"} & set(page.tags)
+    assert not [v for name, v in page.attributes if name in ("src", "srcset", "action", "formaction")]
+    links = [v for name, v in page.attributes if name in ("href", "xlink:href")]
+    assert links and all(v.startswith("#") for v in links)
+    ids = [v for name, v in page.attributes if name == "id"]
+    assert len(ids) == len(set(ids))
+    assert {v[1:] for v in links} <= set(ids)
+    assert written.stat().st_size < 1_000_000
+
+
+def test_charts_and_csv_lie_beside_it(written: Path, demo: Results) -> None:
+    names = {p.name for p in (written.parent / "charts").iterdir()}
+    assert {"latency.png", "speedup.png", "accuracy-latency.png", "throughput-batch.png"} <= names
+    assert len(pd.read_csv(written.parent / "results.csv")) == len(demo.trials)
+
+
+def test_every_name_is_escaped(hostile: Results, tmp_path: Path) -> None:
+    path = report.write([hostile], tmp_path)
+    page = Page(path)
+    assert page.tags.count("script") == 1
+    assert "img" not in page.tags
+    assert "b" not in page.tags
+    assert not [name for name, _ in page.attributes if name.startswith("on")]
+    assert "модель" in page.text
+    assert '<script>alert("x")</script>' in page.text
+    assert "<img src=x onerror=alert(1)> | нет" in page.text
+
+
+@pytest.mark.slow
+def test_several_runs_are_sections_of_one_page(demo: Results, hostile: Results, tmp_path: Path) -> None:
+    page = Page(report.write([demo, hostile], tmp_path))
+    ids = [v for name, v in page.attributes if name == "id"]
+    assert {"run1", "run2", "run2-tables"} <= set(ids)
+    assert len(ids) == len(set(ids))
+    table = pd.read_csv(tmp_path / "results.csv")
+    assert table["run"].unique().tolist() == ["demo", "hostile"]
+    assert (tmp_path / "charts" / "hostile-latency.png").exists()
+
+
+def test_a_run_without_anything_good_still_has_a_page(tmp_path: Path) -> None:
+    run = synthetic.write_run(tmp_path / "run", [Way("x", statuses=("failed",), reason="out of luck")])
+    (run / "environment.json").unlink()
+    (run / "study.toml").unlink()
+    text = Page(report.write([load(run)], tmp_path / "out")).text
+    for expected in (
+        "no trial ended well",
+        "There is nothing to draw",
+        "out of luck",
+        "Not recorded",
+        "was not stored",
+    ):
+        assert expected in text
+
+
+def test_an_unwritable_folder_is_one_line(demo: Results, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"can't be written to .*; give another folder"):
+        report.write([demo], tmp_path / "file")
+
+
+@pytest.fixture(scope="module")
+def chromium() -> str:
+    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if not found:
+        pytest.skip("no Chromium on the PATH (Debian: apt-get install chromium)")
+    return found
+
+
+def browse(chromium: str, page: Path, profile: Path, *options: str) -> str:
+    done = subprocess.run([chromium, *CHROMIUM, f"--user-data-dir={profile}", *options, page.as_uri()],
+                          capture_output=True, text=True, timeout=1200)  # fmt: skip
+    assert done.returncode == 0, done.stderr[-500:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_a_browser_sorts_the_tables_and_a_narrow_one_never_scrolls_sideways(
+    written: Path, chromium: str, tmp_path: Path
+) -> None:
+    probe = """<script>
+      const table = document.querySelector("table.sortable"), said = [];
+      const shown = row => row.cells[0].textContent + row.cells[2].textContent;
+      const order = () => [...table.tBodies[0].rows].map(shown).join(" ");
+      for (const name of ["median ms", "median ms", "backend"]) {
+        [...table.tHead.rows[0].cells].find(h => h.textContent === name).querySelector("button").click();
+        said.push(order());
+      }
+      const wide = document.documentElement.scrollWidth - window.innerWidth;
+      document.title = JSON.stringify({said, wide, rules: document.styleSheets[0].cssRules.length});
+    </script></body>"""
+    page = tmp_path / "probe.html"
+    page.write_text(written.read_text(encoding="utf-8").replace("</body>", probe), encoding="utf-8")
+    dom = browse(chromium, page, tmp_path / "profile", "--window-size=500,900", "--dump-dom")
+    title = re.search(r"<title>(.*?)</title>", dom, re.DOTALL)[1]
+    up, down, names = re.findall(r'"([^"]*)"', re.search(r'"said":\[(.*?)\]', title)[1])
+    assert up.startswith("openvino0.816 openvino1.22 openvino1.83")
+    assert up.endswith("fake fake tensorrt")  # rows without a number stay last
+    assert down.startswith("fake5.14 pytorch4.05")
+    assert down.endswith("fake fake tensorrt")
+    assert names.startswith("compile")
+    assert '"wide":0' in title
+    assert int(re.search(r'"rules":(\d+)', title)[1]) > 20
+
+
+@pytest.mark.slow
+def test_a_screenshot_shows_the_report(written: Path, chromium: str, tmp_path: Path) -> None:
+    shot = tmp_path / "shot.png"
+    browse(chromium, written, tmp_path / "profile", "--window-size=1280,6400", f"--screenshot={shot}")
+    with Image.open(shot) as image:
+        assert image.size == (1280, 6400)
+        colours = {c for _, c in image.convert("RGB").getcolors(1 << 22)}
+    assert {(0, 158, 115), (230, 159, 0)} <= colours  # OpenVINO's and ONNX Runtime's bars are on the page

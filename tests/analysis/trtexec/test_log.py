@@ -1,0 +1,168 @@
+"""trtexec's logs and exported times are read; what is none of them is refused in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dyno.analysis.trtexec import log
+from dyno.worker.spec import UserError
+
+LOGS = Path(__file__).parent / "trtexec"
+OLD, NEW = ((LOGS / f"{release}.log").read_text(encoding="utf-8") for release in ("8.6", "10"))
+
+
+def row(start: float = 0.0, **changes: Any) -> dict[str, Any]:
+    """One query as `--exportTimes` writes it, in ms: 0.04 in, 0.17 on the GPU, 0.01 out."""
+    times = {"startEnqMs": start, "endEnqMs": start + 0.02, "startH2dMs": start, "endH2dMs": start + 0.04}
+    times |= {"startComputeMs": start + 0.04, "endComputeMs": start + 0.21, "startD2hMs": start + 0.21}
+    times |= {"endD2hMs": start + 0.22, "h2dMs": 0.04, "computeMs": 0.17, "d2hMs": 0.01, "latencyMs": 0.22}
+    return {**times, **changes}
+
+
+def test_a_log_of_release_8() -> None:
+    found = log.parse(OLD)
+    assert found.compute == log.Spread(
+        *map(pytest.approx, (211e-6, 212e-6, 205e-6, 350e-6)),
+        {90.0: pytest.approx(215e-6), 95.0: pytest.approx(217e-6), 99.0: pytest.approx(225e-6)},
+    )
+    medians = [s.median for s in (found.latency, found.enqueue, found.h2d, found.d2h) if s]
+    assert medians == pytest.approx([256e-6, 196e-6, 39e-6, 6e-6])
+    assert found.rate == 4500
+    assert (found.graph, found.transfers, found.spin, found.streams) == (False, True, True, 1)
+    assert found.engine == "engines/net b8.engine"
+    assert found.shapes == {"input": (8, 3, 64, 64)}
+    assert (found.device, found.version, found.onnx, found.clock) == ("NVIDIA Example", "8.6.1", "", None)
+    assert [w.partition(" ")[0] for w in found.warnings] == ["Throughput", "GPU"]
+
+
+def test_a_log_of_release_10() -> None:
+    found = log.parse(NEW)
+    assert found.compute.median == pytest.approx(170e-6)
+    assert (found.graph, found.transfers, found.spin) == (True, False, True)
+    assert found.engine == "engines/net b8.engine"  # it has no build options, so this is from the command line
+    assert found.version == "10.13.0"
+    assert found.warnings == ()
+
+
+def test_flags_are_known_from_the_command_line_where_the_log_has_no_list() -> None:
+    lines = OLD.splitlines()
+    echoed = lines.index("[01/02/2026-03:04:05] [I] === Model Options ===")
+    summary = lines.index("[01/02/2026-03:04:10] [I] === Performance summary ===")
+    found = log.parse("\n".join(lines[:echoed] + lines[summary:]))
+    assert (found.graph, found.transfers, found.spin) == (False, True, True)
+    assert found.shapes == {"input": (8, 3, 64, 64)}
+    assert found.version == "8.6.1"
+
+
+def test_a_summary_alone_says_nothing_of_flags() -> None:
+    found = log.parse(OLD[OLD.index("[01/02/2026-03:04:10] [I] === Perf") : OLD.index("&&&& PASSED")])
+    assert (found.graph, found.transfers, found.spin, found.engine, found.shapes) == (None, None, None, "", {})
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        "The CUDA graph capture on the stream has failed.",
+        "The specified --useCudaGraph flag has been ignored. The inference will be launched without using CUDA graph.",
+    ],
+)
+def test_a_graph_that_could_not_be_captured_is_none(sentence: str) -> None:
+    text = NEW.replace("[I] Starting inference", f"[I] Starting inference\n[01/02/2026-03:04:06] [W] {sentence}")
+    assert log.parse(text).graph is False
+
+
+def test_the_tool_for_rtx_has_its_own_flag_for_graphs() -> None:
+    text = OLD.replace("--useSpinWait", "--rtxCudaGraphStrategy=wholeGraph", 1).replace("CUDA Graph: Disabled", "")
+    assert log.parse(text).graph is True
+
+
+@pytest.mark.parametrize(("code", "version"), [("8003", "8.0.3"), ("8601", "8.6.1"), ("100200", "10.2.0")])
+def test_versions_are_decoded(code: str, version: str) -> None:
+    text = OLD.replace("v8601", f"v{code}").replace("[I] TensorRT version: 8.6.1", "")
+    assert log.parse(text).version == version
+
+
+def test_exported_times() -> None:
+    found = log.parse(json.dumps([row(0.2 * i) for i in range(5)]))
+    assert found.compute.median == pytest.approx(170e-6)
+    assert found.latency and found.latency.median == pytest.approx(220e-6)
+    assert found.enqueue and found.enqueue.median == pytest.approx(20e-6)
+    assert found.rate == pytest.approx(5 / (0.8e-3 + 0.22e-3))
+    assert (found.transfers, found.graph, found.engine, found.shapes) == (True, None, "", {})
+
+
+def test_exported_times_as_trtexec_lays_them_out() -> None:
+    text = "[\n  " + "\n, ".join(json.dumps(row(i)).replace(":", " :") for i in range(3)) + "\n]\n"
+    assert log.parse(text).compute.median == pytest.approx(170e-6)
+
+
+def test_exported_times_without_transfers() -> None:
+    found = log.parse(json.dumps([row(h2dMs=0.0, d2hMs=0.0)]))
+    assert found.transfers is False
+    assert found.latency == found.compute
+
+
+def test_exported_times_with_starts_and_ends_alone() -> None:
+    keys = ("startComputeMs", "endComputeMs")
+    found = log.parse(json.dumps([{key: row()[key] for key in keys}]))
+    assert found.compute.median == pytest.approx(170e-6)
+    assert (found.enqueue, found.h2d, found.rate, found.transfers) == (None, None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "neither a trtexec log"),
+        ("Hello\nworld\n", "neither a trtexec log"),
+        ('{"status": "ok"}', "neither a trtexec log"),
+        ("[]", "holds no times"),
+        ("[1, 2]", "neither a trtexec log"),
+        ('[{"name": "conv", "averageMs": 1.0}]', "no computeMs"),
+        (json.dumps([row(), row()])[:-9], "no whole JSON"),
+        (json.dumps([row(computeMs="soon")]), "'soon' where trtexec writes a time"),
+        (json.dumps([row(computeMs=-1)]), "'-1' where"),
+        (json.dumps([row(computeMs=float("nan"))]), "'nan' where"),
+        (OLD + NEW, "holds 2 runs"),
+        (OLD[: OLD.index("[01/02/2026-03:04:10] [I] === Perf")], "without a performance summary"),
+        (OLD[: OLD.index("[01/02/2026-03:04:10] [I] GPU Compute")], "ends before"),
+        (OLD.replace("median = 0.211 ms", "median = inf ms"), "'inf' where"),
+        (OLD.replace(", median = 0.211 ms", ""), "without median"),
+        (
+            "&&&& RUNNING TensorRT.trtexec [TensorRT v8601] # trtexec --loadEngine=x\n"
+            "[01/02/2026-03:04:05] [E] Error[1]: engine is of another version\n&&&& FAILED TensorRT.trtexec",
+            "failed: Error[1]: engine is of another version",
+        ),
+    ],
+)
+def test_anything_else_is_refused_in_one_line(text: str, reason: str, tmp_path: Path) -> None:
+    file = tmp_path / "given.txt"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(UserError) as error:
+        log.read(file)
+    assert reason in str(error.value)
+    assert "given.txt" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_files_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    binary = tmp_path / "net.engine"
+    binary.write_bytes(b"ptrt\xff\xfe\x00\x80")
+    with pytest.raises(UserError, match="no text file"):
+        log.read(binary)
+    with pytest.raises(UserError, match="can't be read"):
+        log.read(tmp_path / "absent.log")
+
+
+def test_either_half_of_a_log_is_never_an_unhandled_error() -> None:
+    def outcome(text: str) -> object:
+        try:
+            return log.parse(text).compute.median
+        except UserError as e:
+            return "refused" if "\n" not in str(e) else str(e)
+
+    halves = [half for cut in range(0, len(OLD), 97) for half in (OLD[:cut], OLD[cut:])]
+    assert {outcome(half) for half in halves} == {"refused", 0.211 / 1e3}

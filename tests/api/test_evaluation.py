@@ -1,0 +1,149 @@
+"""`dyno eval` on real images in class folders, through the command line and from Python."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import dyno
+import preloaded as forked
+from dyno.analysis.tables import compare
+from dyno.analysis.tables.render import render
+from dyno.analysis.verdict import evaluation_summary, verdict
+from dyno.api.result import Result
+from dyno.engine import execute
+from dyno.planning.plan import Planned
+from dyno.store import Run
+from dyno.worker.spec import DataSpec, Dims, ModelSpec, Trial, UserError
+
+pytestmark = pytest.mark.usefixtures("preloaded")
+
+SHORT = "--seconds 0.05 --threads 1 --size 16 --channels 1".split()
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three classes of scikit-learn's digits as PNG files, ten of each to test and two to train."""
+    from PIL import Image
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    folder = tmp_path_factory.mktemp("digits")
+    for digit, name in enumerate(("нуль", "one", "two")):
+        for i, pixels in enumerate(images[labels == digit][:12]):
+            place = folder / ("train" if i < 2 else "val") / name
+            place.mkdir(parents=True, exist_ok=True)
+            Image.fromarray((pixels.reshape(8, 8) * 15).astype(np.uint8)).resize((20, 20)).save(place / f"{i}.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory: pytest.TempPathFactory, preloaded: str, photos: Path) -> Callable[..., str]:
+    place = tmp_path_factory.mktemp("cli")
+
+    def run(*words: object) -> str:
+        asked = ["eval", "fake:net", "--data", photos, "--backends", "fake@latency_ms=0.1", *SHORT, *words]
+        done = forked.command(preloaded, [*map(str, asked)], place, os.environ, 1200)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
+
+
+@pytest.mark.slow
+def test_text_names_everything(command: Callable[..., str], tmp_path: Path) -> None:
+    out = command("--out", tmp_path / "run")
+    for words in ("top-1 ", " on 30 images", "top-5 ", "whole pipeline ", "(30 images, after 8 of warm-up)",
+                  "preprocess ",                  "inference ", "postprocess ", "worst classes: ",
+                  "taken for another most: ", "latency, model, ms",
+                  "latency, all, ms", "p99"):  # fmt: skip
+        assert words in out, (words, out)
+    (trial,) = Result(tmp_path / "run").records
+    assert trial.facts["evaluation"]["images"] == 30
+    assert (tmp_path / "run" / f"confusion-{trial.id}.csv").is_file()
+    again = command("--out", tmp_path / "run", "--per-class", "--format", "markdown")
+    rows = [" ".join(line.split()) for line in again.splitlines()]
+    assert any(row.startswith("| нуль | 10 |") for row in rows) and any(row.startswith("| one | 10 |") for row in rows)
+
+
+@pytest.mark.slow
+def test_csv_and_json_hold_every_column(command: Callable[..., str], tmp_path: Path) -> None:
+    command("--out", tmp_path / "run")
+    (row,) = csv.DictReader(io.StringIO(command("--out", tmp_path / "run", "--format", "csv")))
+    (same,) = json.loads(command("--out", tmp_path / "run", "--format", "json"))
+    for name in ("top1", "latency_all_ms_p99", "latency_model_ms_max", "pipeline_ips", "preprocess_ms", "inference_ms"):
+        assert float(row[name]) == pytest.approx(same[name])
+    assert float(row["pipeline_ips"]) > 0 and row["map50"] == "" and same["throughput_ips"] is None
+
+
+def test_from_python(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = dyno.evaluate(
+        "fake:net",
+        str(photos),
+        tmp_path / "run",
+        backends=("fake",),
+        channels=1,
+        seconds=0.05,
+        sizes=("16",),
+        threads=1,
+    )
+    frame = result.to_pandas()
+    assert frame["images"].tolist() == [30] and frame["batch"].tolist() == [8]
+    classes, matrix = result.per_class(), result.confusion()
+    assert sorted(classes["class"]) == ["one", "two", "нуль"] and classes["images"].tolist() == [10, 10, 10]
+    assert matrix.loc["one"].sum() == 10
+    assert matrix.to_numpy().trace() == pytest.approx(frame["top1"].iloc[0] / 100 * 30)
+    assert (result.report().parent / "charts" / f"confusion-{result.records.trials[0].id}.png").is_file()
+
+
+@pytest.mark.slow
+def test_every_image_is_tested_on_but_where_int8_needs_some(
+    photos: Path, tmp_path: Path, fake_study: Callable[..., dyno.Study]
+) -> None:
+    same = {"data": str(photos / "val"), "sizes": ("16",), "rounds": 2}
+    every = fake_study(**same).run(tmp_path / "every", quiet=True)
+    fewer = fake_study(**same, precisions=("fp32", "int8")).run(tmp_path / "fewer", quiet=True)
+    other = fake_study(**same, precisions=("fp32", "int8"), calibration=str(photos / "train"))
+    assert every.to_pandas()["images"].tolist() == [30]
+    assert other.run(tmp_path / "other", quiet=True).to_pandas()["images"].tolist() == [30, 30]
+    frame = fewer.to_pandas()
+    assert (frame["images"].tolist(), frame["set_aside"].tolist()) == ([24, 24], [6, 6]), "both on the same images"
+    said = "24 of 30 images: 6 were set aside for calibration"
+    for format in ("text", "markdown"):
+        assert f"accuracy is on {said}" in render(frame, format)
+        assert "set aside" not in render(every.to_pandas(), format)
+    assert f"on {said}" in evaluation_summary.told(fewer.records.trials[0])
+    warned = "Accuracy is not on all images: 6 were set aside for calibration"
+    assert any(warned in sentence for sentence in verdict.sentences(fewer.records, frame))
+    page = fewer.report().read_text(encoding="utf-8")
+    assert said in page and warned in page and "set aside" not in every.report().read_text(encoding="utf-8")
+    with pytest.raises(UserError, match="other test images, 6 set aside for calibration in one run and 0 in the other"):
+        compare.compare(every.records, fewer.records)
+
+
+def test_random_inputs_have_no_classes(tmp_path: Path) -> None:
+    result = dyno.Study(models=("fake:net",), backends=("fake",), seconds=0.02, warmup=0.01, rounds=1).run(
+        tmp_path / "run", quiet=True
+    )
+    with pytest.raises(UserError, match="has no classifier's answers to labelled images"):
+        result.per_class()
+
+
+def test_ground_truth_travels_with_the_run(tmp_path: Path) -> None:
+    data = tmp_path / "decoded"
+    data.mkdir()
+    (data / "truth.json").write_text('{"images": []}')
+    model = ModelSpec("net", "fake:net", task="detect")
+    trial = Trial(model, "fake", "fp32", Dims(1, 8, 8), data=DataSpec("shapes", str(data), "f" * 64))
+    for _ in range(2):
+        execute._keep_truth(Run(tmp_path / "run"), [Planned(trial)])
+        kept = tmp_path / "run" / "truth" / "ffffffffffff.json"
+        assert kept.read_text() == '{"images": []}' and len(list(kept.parent.iterdir())) == 1
+        (data / "truth.json").write_text("changed later")

@@ -1,0 +1,228 @@
+"""`dyno take`: what it writes runs without Dyno, and answers as the trial did."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import dyno
+from dyno import Study
+from dyno.api.result import Result
+from dyno.worker.inputs import input_data, specs
+from dyno.worker.spec import Tensor, Trial, from_json
+
+pytestmark = pytest.mark.usefixtures("preloaded")
+
+NET = """
+from torch import nn
+
+def net(num_classes=2):
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(),
+        nn.Linear(32, num_classes),
+    )
+"""
+# Token ids, a mask by keyword alone, a number beside them, and a dataclass as the result.
+WORDS = """
+from dataclasses import dataclass
+import torch
+from torch import nn
+
+@dataclass
+class Answer:
+    scores: torch.Tensor
+    hidden: tuple
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(50, 8), nn.Linear(8, 3)
+    def forward(self, ids, *, mask, rate):
+        rows = self.embed(ids) * mask[..., None]
+        return Answer(self.head(rows.mean(1)) * rate, (rows,))
+
+def words(): return Words()
+def words_inputs():
+    return {"ids": torch.zeros(2, 6, dtype=torch.int64), "mask": torch.ones(2, 6, dtype=torch.bool), "rate": 3}
+"""
+# Another process, in which Dyno can't be imported: feeds in, outputs and prepared photographs out.
+ALONE = """
+import importlib.util, sys
+import numpy as np
+sys.modules["dyno"] = None
+spec = importlib.util.spec_from_file_location("taken", sys.argv[1])
+taken = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(taken)
+fed = np.load(sys.argv[2])
+model = taken.load()
+batches = [{name: fed[f"{name}/{k}"] for name in taken.INPUTS} for k in range(len(fed) // len(taken.INPUTS))]
+found = [taken.run(model, feeds) for feeds in batches]
+made = {f"output:{name}": np.concatenate([each[name] for each in found]) for name in found[0]}
+prepared = [taken.prepare(path) for path in sys.argv[4:]]
+np.savez(sys.argv[3], prepared=np.stack(prepared or [0]), **made)
+"""
+
+
+def ran(study: Study, folder: Path) -> Result:
+    short: dict[str, Any] = {"rounds": 1, "seconds": 0.04, "warmup": 0.02, "threads": 2}
+    return Study(**{**{name: getattr(study, name) for name in study.to_table()}, **short}).run(folder, quiet=True)
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Ten photographs of two classes, none of them square, some grey."""
+    pytest.importorskip("PIL")
+    from PIL import Image
+
+    folder, rng = tmp_path_factory.mktemp("photos"), np.random.default_rng(0)
+    for k in range(20):
+        place = folder / ("tested" if k < 10 else "others") / "ab"[k % 2]
+        place.mkdir(parents=True, exist_ok=True)
+        pixels = rng.integers(0, 256, (40 + 3 * k, 61 - k, 3), np.uint8)
+        Image.fromarray(pixels[..., 0] if k == 3 else pixels).save(place / f"{k}.png")
+    return folder / "tested"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, photos: Path) -> Result:
+    """A small network on photographs in three libraries, FP32 and INT8, at batch 2."""
+    for name in ("torch", "onnx", "onnxruntime", "openvino"):
+        pytest.importorskip(name)
+    folder = tmp_path_factory.mktemp("take")
+    (folder / "net.py").write_text(NET)
+    study = Study(
+        models=(f"{folder}/net.py:net",),
+        backends=("pytorch", "onnxruntime@precision=fp32+int8@optimization=basic", "openvino", "pytorch@input=uint8"),
+        batches=(2,),
+        sizes=("24x32",),
+        data=str(photos),
+        calibration=str(photos.with_name("others")),
+    )
+    return ran(study, folder / "run")
+
+
+def feeds(trial: Trial, batches: int) -> dict[str, np.ndarray]:
+    """The inputs that the trial was evaluated on, as `name/batch`."""
+    kind = "uint8" if trial.options.get("input") == "uint8" else "float32"
+    shape = (trial.dims.batch, trial.model.channels, trial.dims.height, trial.dims.width)
+    given = trial.model.inputs
+    tensors = specs.tensors(given, trial.dims) or [Tensor("input", kind, shape)]
+    made = input_data.batches(trial.data, trial.model.preprocess, tensors, trial.dims, batches, given)
+    return {f"{name}/{k}": feed[name] for k, feed in enumerate(made) for name in feed}
+
+
+def run_alone(script: Path, fed: dict[str, np.ndarray], pictures: list[Path], scratch: Path) -> dict[str, np.ndarray]:
+    np.savez(scratch / "fed.npz", **fed)
+    words = [sys.executable, "-c", ALONE, script, scratch / "fed.npz", scratch / "made.npz", *pictures]
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([*map(str, words)], capture_output=True, text=True, cwd=scratch, env=clean, timeout=1200)
+    assert done.returncode == 0, done.stderr
+    return dict(np.load(scratch / "made.npz"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "which", ["pytorch", "pytorch@input=uint8", "onnxruntime/int8", "onnxruntime/fp32", "openvino"]
+)
+def test_a_script_answers_as_its_trial_did(run: Result, photos: Path, which: str, tmp_path: Path) -> None:
+    taken = run.take(which, tmp_path / "best")
+    found = run.records.trial(taken.trial)
+    trial, stored = from_json(Trial, found.job["trial"]), found.outputs()
+    pictures = sorted(photos.rglob("*.png"))
+    made = run_alone(taken.script, feeds(trial, 5), pictures, tmp_path)
+    assert stored and len(stored["output"]) == 10
+    np.testing.assert_allclose(made["output:output"], stored["output"], rtol=1e-5, atol=1e-6)
+    decoded = feeds(trial, 5)
+    images = {each.tobytes() for batch in decoded.values() for each in batch}
+    assert {each.tobytes() for each in made["prepared"]} == images
+    assert "dyno" not in {line.split()[1].split(".")[0] for line in taken.script.read_text().splitlines()
+                          if line.startswith(("import ", "from "))}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_the_winner_is_taken_and_the_file_made_again_when_it_is_gone(
+    run: Result, call: Callable[..., Any], tmp_path: Path
+) -> None:
+    code, out, err = call("take", run.folder, "openvino", "-o", "best")
+    assert (code, err) == (0, "") and "best.xml" in out and out.endswith("run it: python best.py\n")
+    size = sum((tmp_path / f"best.{suffix}").stat().st_size for suffix in ("xml", "bin"))
+    assert f"best.xml ({size / 1e6:.2f} MB)" in out
+    done = subprocess.run([sys.executable, "best.py"], capture_output=True, text=True, cwd=tmp_path, timeout=1200)
+    assert done.returncode == 0 and "output float32 2x2" in done.stdout, done.stderr
+    made = Path(run.records.trial(run.take("openvino", tmp_path / "again").trial).artifact["path"])
+    shutil.rmtree(made.parent)
+    code, out, err = call("take", run.folder, "openvino", "-o", "best")
+    assert code == 0 and made.is_file(), err
+    assert run.take().file.name.startswith("net-")
+
+
+@pytest.mark.slow
+def test_what_can_not_be_taken_is_one_line(run: Result, refused: Callable[..., str], tmp_path: Path) -> None:
+    assert "no trial of" in (line := refused("take", run.folder, "tensorrt")) and "openvino/fp32" in line
+    assert "is a .onnx file; give -o best.onnx" in refused("take", run.folder, "onnxruntime/fp32", "-o", "best.xml")
+    assert "fits several trials" in refused("take", run.folder, "onnxruntime")
+    (tmp_path / "net.py").write_text(NET)
+    assert "net.py is there already, and not by" in refused("take", run.folder, "openvino", "-o", "net.xml")
+    assert (tmp_path / "net.py").read_text() == NET
+    assert refused("take", "nowhere").startswith("nowhere is no folder")
+
+
+@pytest.mark.slow
+def test_a_run_prints_how_its_winner_is_taken(call: Callable[..., Any], tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    (tmp_path / "net.py").write_text(NET)
+    short = "--rounds 1 --seconds 0.04 --warmup 0.02".split()
+    code, out, err = call("run", "net.py:net", "--size", "16", "--backends", "onnxruntime", *short, "--out", "r")
+    assert code == 0 and ("\ntake it: dyno take r\n" in out or "\ntake one: dyno take r BACKEND/PRECISION\n" in out), (
+        err
+    )
+    assert call("take", "r")[0] == 0 and (tmp_path / "net-onnxruntime-fp32.onnx").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "size"),
+    [("torchvision:squeezenet1_1", "64"), ("timm:test_vit", "160"), ("ultralytics:yolov8n.yaml", "64")],
+)
+def test_a_module_of_a_library_is_built_again(model: str, size: str, tmp_path: Path) -> None:
+    pytest.importorskip(model.partition(":")[0])
+    result = ran(Study(models=(model,), backends=("pytorch",), sizes=(size,), compared=2), tmp_path / "run")
+    taken = result.take(out=tmp_path / "best")
+    found = result.records.trial(taken.trial)
+    made = run_alone(taken.script, feeds(from_json(Trial, found.job["trial"]), 2), [], tmp_path)
+    for name, values in found.outputs().items():
+        np.testing.assert_allclose(made[f"output:{name}"], values, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["file", "memory"])
+def test_a_module_with_described_inputs_is_called_as_it_was(where: str, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    (tmp_path / "words.py").write_text(WORDS)
+    model: Any = f"{tmp_path}/words.py:words"
+    if where == "memory":
+        model = torch.nn.LSTM(6, 5, batch_first=True), torch.randn(3, 7, 6)
+    result = ran(Study(models=(model,), backends=("pytorch",), compared=4), tmp_path / "run")
+    taken = result.take(out=tmp_path / "best")
+    found = result.records.trial(taken.trial)
+    trial, stored = from_json(Trial, found.job["trial"]), found.outputs()
+    batches = -(-4 // trial.dims.batch)
+    made = run_alone(taken.script, feeds(trial, batches), [], tmp_path)
+    for output, values in stored.items():
+        np.testing.assert_allclose(made[f"output:{output}"][: len(values)], values, rtol=1e-4, atol=1e-5)
+    done = subprocess.run([sys.executable, taken.script], capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0 and "output float32" in done.stdout, done.stderr
+
+
+def test_a_backend_without_a_script_says_so(fake_study: Callable[..., Study], tmp_path: Path) -> None:
+    result = fake_study().run(tmp_path / "run", quiet=True)
+    with pytest.raises(dyno.UserError, match="there is no script for fake; one can be written for onnxruntime"):
+        result.take("fake", tmp_path / "best")

@@ -1,0 +1,346 @@
+"""The command line: every kind of bad input is one line and exit code 2, and each command says what it takes."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dyno import __version__
+from dyno.cli import app
+
+Command = Callable[..., "subprocess.CompletedProcess[str]"]
+SHORT = "--rounds 1 --seconds 0.04 --warmup 0.02 --threads 1".split()
+FAKE = ["run", "fake:net", "--channels", "1", "--backends", "fake@latency_ms=0.1", *SHORT]
+COMMANDS = "demo run show report export build time agree eval train list rm open doctor".split()
+
+CROWDED = "no winner is named; measure again on a quiet machine"  # what a verdict says where others were busy meanwhile
+
+Refused = Callable[..., str]
+
+
+@pytest.fixture
+def onnx_file(tmp_path: Path) -> Path:
+    """y = x + x on 2 x 3 x 8 x 8 images, with nothing free."""
+    onnx = pytest.importorskip("onnx")
+    ends = [
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [2, 3, 8, 8]) for name in ("input", "output")
+    ]
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node("Add", ["input", "input"], ["output"])], "g", ends[:1], ends[1:]
+    )
+    onnx.save(
+        onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=9),
+        tmp_path / "m.onnx",
+    )
+    return tmp_path / "m.onnx"
+
+
+@pytest.mark.parametrize("harm", ["empty", "truncated", "text", "folder"])
+def test_a_broken_onnx_file_is_named(refused: Refused, onnx_file: Path, harm: str) -> None:
+    content = onnx_file.read_bytes()
+    onnx_file.unlink()
+    if harm == "folder":
+        onnx_file.mkdir()
+    else:
+        onnx_file.write_bytes({"empty": b"", "truncated": content[:-9], "text": b"not a model\n" * 50}[harm])
+    line = refused("run", "m.onnx", "--backends", "onnxruntime")
+    assert "m.onnx" in line
+    assert line.startswith("there is no model file" if harm == "folder" else "m: ")
+
+
+def test_a_file_without_inputs_is_one_line(refused: Refused, onnx_file: Path) -> None:
+    onnx = pytest.importorskip("onnx")
+    model = onnx.load(onnx_file)
+    value = onnx.helper.make_tensor("value", onnx.TensorProto.FLOAT, [1], [1.0])
+    model.graph.node[0].CopyFrom(onnx.helper.make_node("ConstantOfShape", ["shape"], ["output"], value=value))
+    model.graph.initializer.append(onnx.helper.make_tensor("shape", onnx.TensorProto.INT64, [4], [2, 3, 8, 8]))
+    del model.graph.input[:]
+    onnx.save(model, onnx_file)
+    assert "m.onnx has no inputs, so there is nothing to run it on; export" in refused("run", "m.onnx")
+
+
+@pytest.mark.slow
+def test_inputs_that_are_no_images_have_no_size(call: Callable[..., Any], tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx")
+    row = onnx.helper.make_tensor_value_info
+    node = onnx.helper.make_node("Relu", ["x"], ["y"])
+    graph = onnx.helper.make_graph([node], "g", [row("x", 1, ["b", 16])], [row("y", 1, ["b", 16])])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8)
+    onnx.save(model, tmp_path / "rows.onnx")
+    words = "run", "rows.onnx", "--backends", "onnxruntime", "--rounds", "1", "--samples", "5"
+    assert "size" in (listed := call(*words, "--dry-run")[1]) and " 0 " not in listed.splitlines()[1]
+    code, out, err = call(*words)
+    assert code == 0 and "check rows onnx fp32\n" in err and " b1 0" not in err
+    assert out.startswith("rows, batch 1\n") and ("\nrows: fastest is onnxruntime fp32" in out or CROWDED in out)
+
+
+def test_a_broken_ir_is_named(refused: Refused, tmp_path: Path) -> None:
+    pytest.importorskip("openvino")
+    (tmp_path / "m.xml").write_text("<net name='x'>")
+    assert "m.xml" in refused("run", "m.xml", "--backends", "openvino")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "opset"), [([], 18), (["--target", "tensorrt"], 17), (["--opset", "15"], 15)], ids=["18", "17", "15"]
+)
+def test_a_file_is_in_the_opset_of_its_target_or_the_one_asked_for(
+    call: Callable[..., Any], tmp_path: Path, words: list[str], opset: int
+) -> None:
+    onnx = pytest.importorskip("onnx")
+    (tmp_path / "net.py").write_text("import torch\ndef net(): return torch.nn.Conv2d(3, 2, 3)\n")
+    code, _, err = call("export", "net.py:net", "--size", "8", "-o", "net.onnx", *words)
+    assert code == 0, err
+    assert onnx.load(tmp_path / "net.onnx").opset_import[0].version == opset
+
+
+def test_batch_and_size_that_a_file_refuses(refused: Refused, onnx_file: Path) -> None:
+    usual = ("run", onnx_file, "--backends", "onnxruntime")
+    assert refused(*usual, "--batch", "3").startswith("m: the file's batch is fixed at 2, not 3; export it again")
+    assert refused(*usual, "--size", "16").startswith(
+        "m: the file's image size is fixed at 8x8; 16x16 needs another export"
+    )
+    assert refused("build", onnx_file, "-o", "x.xml", "--size", "16").startswith("the file's image size is fixed")
+    assert refused("export", onnx_file, "-o", onnx_file).startswith(f"{onnx_file} is the model itself; give another")
+    assert "no input 'x'; its inputs: input" in refused(*usual, "--shapes", "x:2x3x8x8")
+
+
+class Runs:
+    """Unpickling this is running what it says."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.path}",)
+
+
+NET = """
+from torch import nn
+
+def net():
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 5))
+"""
+
+
+@pytest.fixture
+def net(tmp_path: Path) -> str:
+    pytest.importorskip("torch")
+    (tmp_path / "net.py").write_text(NET)
+    return "net.py:net"
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_runs_code_is_refused_unrun(refused: Refused, net: str, tmp_path: Path) -> None:
+    import torch
+
+    ran = tmp_path / "it_ran"
+    torch.save({"0.weight": Runs(ran)}, tmp_path / "w.pt")
+    line = refused("run", net, "--backends", "pytorch", "--size", "8", "--weights", "w.pt")
+    assert "runs code when it is read (posix.system), which is refused" in line
+    assert not ran.exists()
+    torch.load(tmp_path / "w.pt", weights_only=False)
+    assert ran.exists(), "the file would have run it"
+
+
+@pytest.mark.slow
+def test_a_bare_pickle_is_refused_unrun(refused: Refused, net: str, tmp_path: Path) -> None:
+    ran = tmp_path / "it_ran"
+    (tmp_path / "w.pt").write_bytes(pickle.dumps({"0.weight": Runs(ran)}))
+    assert "w.pt" in refused("run", net, "--backends", "pytorch", "--size", "8", "--weights", "w.pt")
+    assert not ran.exists()
+
+
+@pytest.mark.slow
+def test_weights_that_do_not_fit_name_keys(refused: Refused, net: str, tmp_path: Path) -> None:
+    import torch
+
+    torch.save({"0.weight": torch.zeros(4, 3, 3, 3), "head.bias": torch.zeros(5)}, tmp_path / "w.pt")
+    line = refused("run", net, "--backends", "pytorch", "--size", "8", "--weights", "w.pt")
+    assert "don't fit the model: missing 0.bias, 2.weight, 2.bias; unexpected head.bias" in line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["torchvision:resnet81"], "torchvision has no model 'resnet81'; did you mean torchvision:resnet18?"),
+        (["timm:resnett18"], "timm has no model 'resnett18'; did you mean timm:resnet18?"),
+        (["no_such_module_here:net"], "No module named 'no_such_module_here'; install it"),
+        (["net.py:nett", "--size", "8"], "unknown function of "),
+        (["net.py:net", "--size", "9"], "net: the model refuses 1x3x9x9: "),
+        (["net.py:net", "--size", "2"], "net: the model refuses 1x3x2x2: "),
+    ],
+)
+def test_models_that_do_not_work(refused: Refused, net: str, words: list[str], line: str) -> None:
+    assert line in refused("run", *words, "--backends", "pytorch")
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """Eight images of two classes, whose names need more than ASCII."""
+    from PIL import Image
+
+    rng = np.random.default_rng(0)
+    for name in ("猫", "Ωμέγα [/x]"):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for k in range(4):
+            pixels = rng.integers(0, 256, (12, 10, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "photos" / name / f"{k}.png")
+    return tmp_path / "photos"
+
+
+def test_data_folders_without_images(refused: Refused, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert refused(*FAKE, "--data", "empty").startswith("no class folders in ")
+    (tmp_path / "empty/cat").mkdir()
+    assert refused(*FAKE, "--data", "empty").startswith("no images in ")
+    (tmp_path / "file").write_text("")
+    assert refused(*FAKE, "--data", "file").startswith("file is not a folder")
+
+
+@pytest.mark.slow
+def test_unreadable_images_are_named_or_skipped_in_any_script(
+    refused: Refused, call: Callable[..., Any], photos: Path
+) -> None:
+    (photos / "猫/1.png").write_bytes(b"no image")
+    (photos / "猫/2.png").write_bytes((photos / "猫/2.png").read_bytes()[:60])
+    line = refused(*FAKE, "--data", photos, "--out", "r")
+    assert line.startswith("2 of 8 images can't be read: ") and "猫/1.png" in line and "猫/2.png" in line
+    code, _, err = call(*FAKE, "--data", photos, "--unreadable", "skip", "--out", "r")
+    assert code == 0, err
+    with np.load(next(Path("r").glob("trials/*/r0/outputs.npz"))) as outputs:
+        assert set(outputs["label"]) <= {0, 1} and len(outputs["label"]) == len(outputs["sample"]) > 0
+    assert call("show", "r")[0] == 0
+
+
+def test_an_output_that_cannot_be_written(refused: Refused, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert refused(*FAKE, "--out", "file").endswith("file: is a file where a folder is needed; give another path")
+    assert refused(*FAKE, "--out", "file/below").endswith("is a file where a folder is needed; give another path")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 40 KiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    tried = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40k", "tmpfs", folder], capture_output=True, text=True)
+    if tried.returncode:
+        pytest.skip(f"no small file system can be mounted here: {tried.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+@pytest.mark.slow
+def test_a_full_disk_keeps_what_was_measured(call: Callable[..., Any], small_disk: Path) -> None:
+    words = [*FAKE, "--batch", "1,2,3,4", "--out", small_disk]
+    code, _, err = call(*words)
+    assert code == 2
+    last = err.splitlines()[-1]
+    assert last.startswith("dyno: ") and "the disk is full; free some space" in last
+    assert "Traceback" not in err
+    done = {f: f.stat().st_mtime_ns for f in small_disk.glob("trials/*/r0/record.json")}
+    subprocess.run(["mount", "-o", "remount,size=16m", small_disk], check=True)
+    code, _, err = call(*words)
+    assert code == 0, err
+    assert {f: f.stat().st_mtime_ns for f in done} == done
+    assert len(list(small_disk.glob("trials/*/r0/record.json"))) == 4
+
+
+def test_a_read_only_file_system(refused: Refused, small_disk: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    assert "the file system is read-only; give another path (--out; DYNO_CACHE for the cache)" in refused(
+        *FAKE, "--out", small_disk / "r"
+    )
+
+
+@pytest.mark.slow
+def test_exit_codes_of_a_run(call: Callable[..., Any]) -> None:
+    assert call(*FAKE, "--out", "good")[0] == 0
+    assert call(*FAKE, "--backends", "fake@latency_ms=0.1,fake@fail=exception", "--out", "part")[0] == 3
+    assert call(*FAKE, "--precision", "fp32,fp8", "--out", "refused")[0] == 0
+    assert Path("good/results.csv").read_text().count("\n") == 2
+
+
+def test_a_budget_is_judged_against_the_reference(call: Callable[..., Any], photos: Path) -> None:
+    code, _, err = call(*FAKE, "--data", photos, "--out", "r", "--budget", "top1=0.5")
+    assert code == 0, err
+    assert "within" in Path("r/results.csv").read_text()
+
+
+@pytest.mark.slow
+def test_too_little_agreement_is_exit_1(call: Callable[..., Any]) -> None:
+    words = ["agree", "fake:net", "--channels", 1, "--backends", "fake", "--precision", "fp32,int8"]
+    assert call(*words, "--out", "a")[0] == 0
+    assert call(*words, "--least", "0.9", "--out", "b")[0] == 1
+
+
+def test_a_dry_run_lists_and_runs_nothing(call: Callable[..., Any]) -> None:
+    code, out, err = call("run", "fake:[/x]", "--backends", "fake", "--precision", "fp32,fp8", "--dry-run")
+    assert (code, err) == (0, "")
+    assert "[/x]" in out and "2 trials, 1 refused; 3 rounds each. Nothing was run." in out
+    assert "fake has no fp8" in " ".join(out.split())
+    assert not Path("runs").exists()
+    _, out, _ = call("run", "fake:[/x]", "--backends", "pytorch", "--device", "cuda:99", "--dry-run")
+    assert "There is no cuda:99 here" in out and "refused" in out
+
+
+def test_a_study_file_names_its_folder(call: Callable[..., Any], tmp_path: Path) -> None:
+    text = "models = ['fake:n']\nbackends = ['fake']\nrounds = 1\nseconds = 0.04\nwarmup = 0.02\nchannels = 1\n"
+    (tmp_path / "mine.toml").write_text(text)
+    assert call("run", "mine.toml", "--threads", "1")[0] == 0
+    assert (tmp_path / "runs/mine/study.toml").is_file()
+    code, _, err = call("run", "runs/mine/study.toml")
+    assert (code, err) == (0, ""), "its own study.toml resumes in place, and nothing is left to do"
+
+
+def test_show_prints_every_format(call: Callable[..., Any]) -> None:
+    call(*FAKE, "--out", "r")
+    for format in ("text", "markdown", "csv", "json"):
+        code, out, err = call("show", "r", "--format", format)
+        assert code == 0 and "fake" in out, err
+    code, _, err = call("show", "r", "--table", "sizes", "--by", "backend")
+    assert code == 2 and "--by says nothing of --table" in err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(call: Callable[..., Any], command: str) -> None:
+    code, out, err = call(command, "--help")
+    assert (code, err) == (0, "")
+    assert f"dyno {command}" in out and "--help" in out
+
+
+def test_the_commands_are_these(call: Callable[..., Any]) -> None:
+    code, out, _ = call("--help")
+    assert code == 0
+    listed = [name for name in COMMANDS if f" {name} " in out]
+    assert listed == COMMANDS
+    assert {c.name or c.callback.__name__ for c in app.app.registered_commands} >= set(COMMANDS)
+
+
+def test_an_unknown_command_is_exit_2(call: Callable[..., Any]) -> None:
+    assert call("rum")[0] == 2
+    assert call("run")[0] == 2
+
+
+def test_the_version_is_told_and_the_package_runs(call: Callable[..., Any]) -> None:
+    done = subprocess.run([sys.executable, "-m", "dyno", "--version"], capture_output=True, text=True, timeout=1200)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"dyno {__version__}\n", "")
+    assert call("--version")[:2] == (0, done.stdout)
+
+
+@pytest.mark.slow
+def test_it_is_installed_as_a_command(dyno: Command, tmp_path: Path) -> None:
+    done = dyno(*FAKE, "--out", tmp_path / "r")
+    assert done.returncode == 0, done.stderr
+    assert "fastest is fake" in done.stdout or CROWDED in done.stdout
+    assert dyno("show", tmp_path / "none").returncode == 2

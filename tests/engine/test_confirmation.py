@@ -1,0 +1,95 @@
+"""Winners are measured again after the selection, beside the rounds that selected them, once, whatever happens."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dyno import Study
+from dyno.analysis.records import results
+from dyno.analysis.tables import trial_table
+from dyno.analysis.verdict import verdict
+from dyno.engine.execute import execute
+from dyno.jobs.progress import Progress
+
+pytestmark = pytest.mark.usefixtures("preloaded")
+
+Studies = Callable[..., Study]
+THREE = tuple(f"fake@latency_ms={ms}" for ms in (0.5, 1.5, 3.0))
+
+
+class Log(Progress):
+    """Notes which trials begin."""
+
+    def __init__(self) -> None:
+        super().__init__(quiet=True)
+        self.began: list[tuple[float, int]] = []
+
+    def start(self, trial: Any, number: int) -> None:
+        self.began.append((float(trial.options["latency_ms"]), number))
+
+
+def run(study: Study, folder: Path) -> list[tuple[float, int]]:
+    log = Log()
+    execute(study, folder, log)
+    return log.began
+
+
+def stored(folder: Path) -> dict[str, int]:
+    return {str(p.relative_to(folder)): p.stat().st_mtime_ns for p in folder.glob("trials/*/*/record.json")}
+
+
+@pytest.mark.slow
+def test_winner_runner_up_and_reference_run_again_and_nothing_is_mixed(
+    fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verdict, "crowding", lambda results: None)  # whatever else runs here
+    study = fake_study(backends=(*THREE, "fake@latency_ms=4.0"), rounds=2, confirm=2, reference="fake@latency_ms=4.0")
+    began = run(study, tmp_path)
+    assert sorted(began[:8]) == [(ms, k) for ms in (0.5, 1.5, 3.0, 4.0) for k in (0, 1)]
+    assert sorted(began[8:]) == [(ms, k) for ms in (0.5, 1.5, 4.0) for k in (0, 1)], "the third best is not confirmed"
+    assert [number for _, number in began[8:]] == [0] * 3 + [1] * 3, "interleaved"
+    loaded = results.load(tmp_path)
+    first = loaded.trials[0]
+    assert [len(first.rounds), len(first.confirmations)] == [2, 2]
+    assert len(first.medians("model")) == 2 and len(first.confirmed("model", "host")) == 2
+    assert all("outputs.npz" not in [f.name for f in r.folder.iterdir()] for r in first.confirmations)
+    text = "\n".join(verdict.sentences(loaded, trial_table.frame(loaded)))
+    assert "Measured again after the selection, in 2 fresh processes: " in text
+    assert "as fast as fake@latency_ms=4.0 fp32" in text
+
+
+@pytest.mark.slow
+def test_a_confirmation_that_was_cut_off_is_made_good(fake_study: Studies, tmp_path: Path) -> None:
+    study = fake_study(backends=THREE, confirm=1)
+    assert len(run(study, tmp_path)) == 5, "the first one is the reference, and the fastest"
+    before = stored(tmp_path)
+    assert run(study, tmp_path) == []
+    lost = next(iter(tmp_path.glob("trials/*/c0")))
+    shutil.rmtree(lost)
+    lost.mkdir()
+    (lost / "job.json").write_text("{")
+    assert len(run(study, tmp_path)) == 1
+    assert stored(tmp_path).keys() == before.keys()
+    assert sum(before[k] != v for k, v in stored(tmp_path).items()) == 1
+
+
+@pytest.mark.slow
+def test_more_confirmations_extend_and_a_lone_trial_has_none(fake_study: Studies, tmp_path: Path) -> None:
+    run(fake_study(backends=THREE[:2], confirm=1), tmp_path / "two")
+    assert [k for _, k in run(fake_study(backends=THREE[:2], confirm=3), tmp_path / "two")] == [1, 1, 2, 2]
+    assert run(fake_study(backends=THREE[:1], confirm=2), tmp_path / "one") == [(0.5, 0)]
+
+
+def test_a_study_from_python_confirms_too(fake_study: Studies, tmp_path: Path) -> None:
+    study = fake_study(backends=THREE[:2], confirm=1)
+    result = study.run(tmp_path, quiet=True)
+    assert [len(t.confirmations) for t in result.records] == [1, 1]
+    jobs = [json.loads((p / "job.json").read_text()) for p in tmp_path.glob("trials/*/c0")]
+    assert [job["round"] for job in jobs] == [1, 1], "round 0 would answer all images once more"
+    assert len(result.break_even()) == 1

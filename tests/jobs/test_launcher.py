@@ -1,0 +1,287 @@
+"""Every way a job can end becomes a record, and nothing of the job outlives it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from dyno.jobs.launcher import SILENCE, environment, launch, read_stage
+from dyno.jobs.telemetry import Telemetry
+from dyno.worker.record import Record, read_record, write_json
+from dyno.worker.spec import Job, Runtime, Trial, UserError, to_json
+
+Trials = Callable[..., Trial]
+SIGKILLED = "killed by SIGKILL"
+
+# What is scripted -> status and reason; a hang needs a time limit of its own.
+ENDS = {
+    "exception": ("failed", "RuntimeError: scripted failure"),
+    "skip": ("skipped", "scripted: this machine lacks it; install nothing"),
+    "segfault": ("crashed", "killed by SIGSEGV"),
+    "exit": ("crashed", "exited with code 7 and left no record"),
+    "oom": ("oom", r"out of memory: Unable to allocate .*"),
+    "killed": ("crashed", SIGKILLED),
+    "hang": ("timeout", "no end after 1.5 s; killed"),
+    "nan": ("failed", r"the outputs are not finite .*"),
+}
+STAGES = {"load": "load", "run": "first call", "fetch": "warm up all"}
+AT_RUN = [(kind, "run") for kind in ENDS]
+ELSEWHERE = [(kind, at) for kind in ENDS for at in ("load", "fetch") if kind != "nan"]
+QUICKLY = [("exception", "load"), ("segfault", "fetch")]
+
+
+def run(trial: Trial, folder: Path, timeout_s: float = 1200.0, number: int = 0) -> Record:
+    return launch(Job("run", trial.runtime, trial, number), folder, timeout_s)
+
+
+class Clock:
+    """The launcher's clock: time hardly passes until the job is where the test wants it, and then it is over."""
+
+    def __init__(self, over: Callable[[], bool]) -> None:
+        self.over, self.begun = over, time.monotonic()
+
+    def monotonic(self) -> float:
+        return 1e-6 * (time.monotonic() - self.begun) + (1e6 if self.over() else 0.0)
+
+
+@pytest.fixture
+def times_out_when(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], bool]], None]:
+    """Let time limits of jobs be over when the condition holds, however long the machine takes to get there."""
+    return lambda over: monkeypatch.setattr("dyno.jobs.launcher.time", Clock(over))
+
+
+def gone(pid: int, within_s: float = 600.0) -> bool:
+    """Whether the process ends in that time; a zombie nobody waits for has ended."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_a_good_job_leaves_everything_in_its_folder(fake_trial: Trials, tmp_path: Path) -> None:
+    trial = fake_trial()
+    record = run(trial, tmp_path / "r0")
+    assert (record.status, record.stage, record.reason) == ("ok", "done", "")
+    assert (record.trial, record.round) == (trial.id, 0)
+    assert record == read_record(tmp_path / "r0")
+    assert {f.name for f in (tmp_path / "r0").iterdir()} == {
+        "job.json", "record.json", "samples.npz", "outputs.npz", "telemetry.npz", "stage", "stdout.log", "stderr.log",
+    }  # fmt: skip
+    assert record.value("load") is not None and record.value("first_call") is not None
+    assert (record.value("peak_memory") or 0) > 5e6
+    assert (len(record.facts["affinity"]), record.facts["threads"]) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "at"),
+    [*AT_RUN, *QUICKLY, *(pytest.param(*e, marks=pytest.mark.slow) for e in ELSEWHERE if e not in QUICKLY)],
+)
+def test_every_end_is_a_record(
+    fake_trial: Trials, tmp_path: Path, times_out_when: Callable[..., None], kind: str, at: str
+) -> None:
+    if kind == "hang":
+        times_out_when(lambda: read_stage(tmp_path) == STAGES[at])
+    record = run(fake_trial(fail=kind, at=at), tmp_path, 1.5 if kind == "hang" else 1200.0)
+    status, reason = ENDS[kind]
+    assert record.status == status
+    assert re.fullmatch(reason, record.reason), record.reason
+    assert record.stage == ("evaluate" if kind == "nan" else STAGES[at])
+    assert record == read_record(tmp_path)
+
+
+def test_what_was_measured_before_a_crash_is_kept(fake_trial: Trials, tmp_path: Path) -> None:
+    trial = fake_trial(fail="segfault", at="fetch")
+    record = run(trial, tmp_path)
+    assert (record.status, record.trial) == ("crashed", trial.id)
+    assert record.value("load") is not None and record.value("first_call") is not None
+    (latency,) = [m for m in record.measurements if m.tag == "latency"]
+    assert (latency.boundary, latency.samples) == ("model", "latency_model")
+    with np.load(tmp_path / "samples.npz") as samples:
+        assert len(samples["latency_model"]) >= 3
+        assert (samples["latency_model"] >= 0.1e-3).all()
+    assert record.system["python"] and record.facts["inputs_sha256"]
+
+
+def test_nan_is_told_beside_the_numbers(fake_trial: Trials, tmp_path: Path) -> None:
+    record = run(fake_trial(fail="nan"), tmp_path)
+    assert "output output has values that are not finite" in record.warnings
+    assert [m.tag for m in record.measurements if m.samples] == ["latency", "latency"]
+
+
+def test_stage_and_telemetry_are_seen_from_outside(
+    fake_trial: Trials, tmp_path: Path, times_out_when: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looking: list[Telemetry] = []
+
+    class Watched(Telemetry):
+        def watch(self, pid: int) -> None:
+            looking.append(self)
+            super().watch(pid)
+
+    monkeypatch.setattr("dyno.jobs.launcher.Telemetry", Watched)
+    seen: list[tuple[str, float]] = []
+    times_out_when(lambda: "load" in [stage for stage, _ in seen] and len(looking[0]._rows) >= 3)
+    trial = fake_trial(fail="hang", at="load")
+    launch(Job("run", trial.runtime, trial), tmp_path, 1.2, lambda stage, seconds: seen.append((stage, seconds)))
+    assert seen[-1][0] == "load"
+    assert [s for _, s in seen] == sorted(s for _, s in seen)
+    assert read_stage(tmp_path / "nowhere") == "start"
+    with np.load(tmp_path / "telemetry.npz") as columns:
+        assert set(columns) == {"at", "rss", "cpu", "others", "frequency", "epoch"}
+        assert len(columns["at"]) >= 2 and (np.diff(columns["at"]) > 0).all()
+        assert columns["rss"].max() > 5e6
+
+
+CHILD = """
+import subprocess
+from dyno.worker.backends.fake import Fake
+
+class Parent(Fake):
+    name = "parent"
+
+    def load(self, trial, artifact):
+        child = subprocess.Popen(["sleep", "600"])
+        open(trial.options["pids"], "w").write(str(child.pid))
+        return super().load(trial, artifact)
+"""
+
+
+@pytest.mark.parametrize("fail", ["killed", *(pytest.param(f, marks=pytest.mark.slow) for f in ("", "hang"))])
+def test_children_of_a_job_end_with_it(
+    fake_trial: Trials, tmp_path: Path, times_out_when: Callable[..., None], fail: str
+) -> None:
+    if fail == "hang":
+        times_out_when(lambda: read_stage(tmp_path / "job") == STAGES["run"])
+    (tmp_path / "with_a_child.py").write_text(CHILD)
+    runtime = Runtime(threads=1, env={"PYTHONPATH": str(tmp_path)})
+    trial = fake_trial("with_a_child:Parent", runtime=runtime, pids=str(tmp_path / "pid"), fail=fail)
+    record = run(trial, tmp_path / "job")
+    assert record.status == {"": "ok", "killed": "crashed", "hang": "timeout"}[fail]
+    assert gone(int((tmp_path / "pid").read_text()))
+
+
+LAUNCHER = """
+import sys
+from pathlib import Path
+from dyno.jobs.launcher import launch
+from dyno.worker.spec import Job, from_json
+import json
+job = from_json(Job, json.loads(Path(sys.argv[1]).read_text()))
+print("ready", flush=True)
+launch(job, Path(sys.argv[2]), 3600.0)
+"""
+
+
+@pytest.mark.parametrize("wait_for", ["spawn", "first call"])
+def test_a_job_dies_with_its_launcher(fake_trial: Trials, tmp_path: Path, wait_for: str) -> None:
+    trial = fake_trial(fail="hang")
+    write_json(tmp_path / "job", to_json(Job("run", trial.runtime, trial)))
+    with subprocess.Popen([sys.executable, "-c", LAUNCHER, str(tmp_path / "job"), str(tmp_path / "r0")]) as launcher:
+        deadline = time.monotonic() + 600
+        while not (jobs := psutil.Process(launcher.pid).children()) or (
+            wait_for != "spawn" and read_stage(tmp_path / "r0") != wait_for
+        ):
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        os.kill(launcher.pid, signal.SIGKILL)
+    assert gone(jobs[0].pid)
+    assert read_record(tmp_path / "r0") is None
+
+
+def test_what_a_library_does_at_its_end_is_not_waited_for(fake_trial: Trials, tmp_path: Path) -> None:
+    late = tmp_path / "late"
+    register = f"atexit.register(open, {str(late)!r}, 'w')"
+    lines = ("import atexit", "from dyno.worker.backends.fake import Fake", register)
+    (tmp_path / "lingering.py").write_text("\n".join([*lines, "class Lingering(Fake):", "    pass"]))
+    trial = fake_trial("lingering:Lingering", runtime=Runtime(threads=1, env={"PYTHONPATH": str(tmp_path)}))
+    assert run(trial, tmp_path / "job").status == "ok"
+    assert not late.exists()
+
+
+def test_a_missing_interpreter_is_the_user_s_error(fake_trial: Trials, tmp_path: Path) -> None:
+    trial = fake_trial(runtime=Runtime(python=str(tmp_path / "python9")))
+    with pytest.raises(UserError, match=r"python9 can't be started \(No such file or directory\); give another"):
+        run(trial, tmp_path / "r0")
+
+
+def test_an_interpreter_that_is_none_is_a_crash_with_its_words(fake_trial: Trials, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho first >&2\necho this is no Python >&2\nexit 3\n")
+    python.chmod(0o755)
+    record = run(fake_trial(runtime=Runtime(python=str(python))), tmp_path / "r0")
+    assert record.reason == "exited with code 3 and left no record: this is no Python"
+    assert (record.status, record.stage) == ("crashed", "start")
+
+
+def test_the_environment_fixes_threads_and_silences_telemetry() -> None:
+    env = environment(Runtime(threads=3), {"OMP_NUM_THREADS": "64", "PATH": "/bin", "PYTHONPATH": "/ours"})
+    assert [env[f"{name}_NUM_THREADS"] for name in ("OMP", "MKL", "OPENBLAS")] == ["3", "3", "3"]
+    assert SILENCE.items() <= env.items()
+    assert (env["PATH"], env["PYTHONPATH"]) == ("/bin", "/ours")
+
+
+def test_another_interpreter_is_not_led_astray() -> None:
+    ours = {"PYTHONPATH": "/ours", "PYTHONHOME": "/ours", "VIRTUAL_ENV": "/ours", "HOME": "/home"}
+    assert environment(Runtime(python="/opt/python3"), ours).keys() & ours.keys() == {"HOME"}
+    given = Runtime(python="/opt/python3", env={"PYTHONPATH": "/theirs", "OMP_NUM_THREADS": "7"})
+    env = environment(given, ours)
+    assert (env["PYTHONPATH"], env["OMP_NUM_THREADS"]) == ("/theirs", "7")
+
+
+def test_only_the_first_round_evaluates(fake_trial: Trials, tmp_path: Path) -> None:
+    record = run(fake_trial(), tmp_path, number=1)
+    assert (record.status, record.round) == ("ok", 1)
+    assert not (tmp_path / "outputs.npz").exists()
+
+
+def test_a_full_disk_says_nothing_about_the_trial(fake_trial: Trials, tmp_path: Path) -> None:
+    (tmp_path / "no_room.py").write_text(
+        "import errno, os\nfrom dyno.worker.backends.fake import Fake\n\n"
+        "class NoRoom(Fake):\n    name = 'noroom'\n\n"
+        "    def load(self, trial, artifact):\n        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))\n"
+    )
+    trial = fake_trial("no_room:NoRoom", runtime=Runtime(threads=1, env={"PYTHONPATH": str(tmp_path)}))
+    with pytest.raises(OSError, match="No space left on device"):
+        run(trial, tmp_path / "r0")
+    assert read_record(tmp_path / "r0") is None
+
+
+def test_reasons_are_one_line(fake_trial: Trials, tmp_path: Path) -> None:
+    (tmp_path / "talkative.py").write_text(
+        "from dyno.worker.backends.fake import Fake\n\nclass Talks(Fake):\n    name = 'talks'\n\n"
+        "    def load(self, trial, artifact):\n        raise ValueError('\\n\\n  first line\\nsecond line')\n"
+    )
+    runtime = Runtime(threads=1, env={"PYTHONPATH": str(tmp_path)})
+    record = run(fake_trial("talkative:Talks", runtime=runtime), tmp_path / "r0")
+    assert record.reason == "ValueError: first line"
+    assert "second line" in (tmp_path / "r0/stderr.log").read_text()
+
+
+def test_another_schema_is_not_read(fake_trial: Trials, tmp_path: Path) -> None:
+    trial = fake_trial()
+    record = launch(replace(Job("run", trial.runtime, trial), schema=99), tmp_path, 1200.0)
+    assert (record.status, record.reason.endswith("job.json has schema 99, this worker reads 1")) == ("crashed", True)
+
+
+def test_a_record_that_an_earlier_job_left_is_not_taken_for_this_one_s(fake_trial: Any, tmp_path: Path) -> None:
+    first = fake_trial()
+    assert launch(Job("run", first.runtime, first), tmp_path, 1200).status == "ok"
+    second = fake_trial(fail="exit", at="load")
+    assert launch(Job("run", second.runtime, second), tmp_path, 1200).status == "crashed"

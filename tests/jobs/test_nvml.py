@@ -1,0 +1,276 @@
+"""Telemetry of a GPU: from a scripted NVML everywhere, from the real one where there is a card."""
+
+# ruff: noqa: N802, N815  (the scripted NVML has the names of the real one)
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import threading
+import time
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dyno.analysis.records import timeline
+from dyno.jobs import nvml as gpu_telemetry
+from dyno.jobs.nvml import COLUMNS, find_gpu
+from dyno.jobs.telemetry import Telemetry
+
+UUIDS = ("GPU-aaaa-1", "GPU-aabb-2", "GPU-cccc-3")
+BURN = """
+import time, torch
+a = torch.randn(8192, 8192, device="cuda", dtype=torch.float16)
+end = time.time() + 6
+while time.time() < end:
+    for _ in range(50):
+        a @ a
+    torch.cuda.synchronize()
+"""
+
+
+class Nvml(types.ModuleType):
+    """What `gpu_telemetry` asks of pynvml, answered from `told`; what isn't in it is an NVMLError."""
+
+    NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU, nvmlMemory_v2 = "sm", "memory", 0, 2
+
+    class NVMLError(Exception):
+        """As pynvml raises it."""
+
+    def __init__(self, **told: Any) -> None:
+        super().__init__("pynvml")
+        self.told = {"memory": 5e9, "util": 93, "sm": 1755, "clock": 2619, "power": 412_500, "temperature": 61,
+                     "EventReasons": 4, "pids": [], **told}  # fmt: skip
+        self.open = 0
+        self.asked: list[int] = []
+
+    def tell(self, name: str) -> Any:
+        if name not in self.told or self.told[name] is None:
+            raise self.NVMLError(name)
+        return self.told[name]
+
+    def nvmlInit(self) -> None:
+        self.tell("util")
+        self.open += 1
+
+    def nvmlShutdown(self) -> None:
+        self.open -= 1
+
+    def nvmlDeviceGetCount(self) -> int:
+        return len(UUIDS)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        if not 0 <= index < len(UUIDS):
+            raise self.NVMLError("invalid")
+        self.asked.append(index)
+        return index
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        return uuid
+
+    def nvmlDeviceGetUUID(self, handle: Any) -> str:
+        return UUIDS[handle] if isinstance(handle, int) else str(handle)
+
+    def nvmlDeviceGetName(self, handle: Any) -> bytes:
+        return b"NVIDIA Test"
+
+    def nvmlSystemGetDriverVersion(self) -> str:
+        return "580.1"
+
+    def nvmlDeviceGetMemoryInfo(self, handle: Any, version: int = 1) -> Any:
+        return types.SimpleNamespace(used=self.tell("memory" if version == 2 else "memory_v1"))
+
+    def nvmlDeviceGetUtilizationRates(self, handle: Any) -> Any:
+        return types.SimpleNamespace(gpu=self.tell("util"))
+
+    def nvmlDeviceGetClockInfo(self, handle: Any, which: str) -> Any:
+        return self.tell("sm" if which == "sm" else "clock")
+
+    def nvmlDeviceGetPowerUsage(self, handle: Any) -> Any:
+        return self.tell("power")
+
+    def nvmlDeviceGetTemperature(self, handle: Any, sensor: int) -> Any:
+        return self.tell("temperature")
+
+    def nvmlDeviceGetCurrentClocksEventReasons(self, handle: Any) -> Any:
+        return self.tell("EventReasons")
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: Any) -> Any:
+        return self.tell("ThrottleReasons")
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: Any) -> Any:
+        return [types.SimpleNamespace(pid=pid) for pid in self.tell("pids")]
+
+
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> Nvml:
+    found = Nvml()
+    monkeypatch.setitem(sys.modules, "pynvml", found)
+    return found
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def looked(telemetry: Telemetry, times: int = 3) -> None:
+    """Wait until it has looked so often, however long that takes here."""
+    deadline = time.monotonic() + 600
+    while len(telemetry._rows) < times:
+        assert time.monotonic() < deadline, "it doesn't look"
+        time.sleep(0.01)
+
+
+def sampled(pid: int, path: Path, device: str = "cuda:0") -> dict[str, np.ndarray]:
+    telemetry = Telemetry(device, {})
+    telemetry.watch(pid)
+    looked(telemetry)
+    telemetry.stop(path)
+    with np.load(path) as stored:
+        return dict(stored)
+
+
+def test_one_look_in_the_units_that_columns_have(nvml: Nvml) -> None:
+    nvml.told["pids"] = [7, 8, 9]
+    gpu = find_gpu("cuda:0", {})
+    assert gpu is not None and (gpu.name, gpu.uuid) == ("NVIDIA Test", "GPU-aaaa-1")
+    assert dict(zip(COLUMNS, gpu.look({8}), strict=True)) == {
+        "gpu_memory": 5e9, "gpu_util": 93, "gpu_clock": 1755, "gpu_memory_clock": 2619, "gpu_power": 412.5,
+        "gpu_temperature": 61, "gpu_throttle": 4, "gpu_processes": 3, "gpu_own": 1,
+    }  # fmt: skip
+
+
+def test_what_nvml_does_not_tell_is_nan(nvml: Nvml) -> None:
+    gpu = find_gpu("cuda:0", {})
+    assert gpu is not None
+    nvml.told = {"power": 1000}
+    found = dict(zip(COLUMNS, gpu.look(()), strict=True))
+    assert found.pop("gpu_power") == 1
+    assert all(map(math.isnan, found.values()))
+
+
+def test_an_old_driver_is_asked_in_its_own_words(nvml: Nvml) -> None:
+    nvml.told |= {"memory": None, "memory_v1": 3e9, "EventReasons": None, "ThrottleReasons": 64}
+    gpu = find_gpu("cuda:0", {})
+    assert gpu is not None
+    found = dict(zip(COLUMNS, gpu.look(()), strict=True))
+    assert (found["gpu_memory"], found["gpu_throttle"]) == (3e9, 64)
+
+
+@pytest.mark.parametrize(
+    ("device", "visible", "uuid"),
+    [
+        ("cuda:1", None, "GPU-aabb-2"),
+        ("cuda", None, "GPU-aaaa-1"),
+        ("cuda:0", "2,0", "GPU-cccc-3"),
+        ("cuda:1", "2, 0", "GPU-aaaa-1"),
+        ("cuda:0", "GPU-cccc-3,0", "GPU-cccc-3"),
+        ("cuda:0", "GPU-aab", "GPU-aabb-2"),
+        ("cuda:0", "MIG-1234", "MIG-1234"),
+        ("cuda:0", "GPU-aa", None),  # fits two
+        ("cuda:0", "", None),
+        ("cuda:0", "-1", None),
+        ("cuda:1", "0", None),
+        ("cuda:9", None, None),
+        ("cuda:x", None, None),
+        ("cpu", None, None),
+    ],
+)
+def test_the_job_s_gpu_is_the_one_that_is_asked(nvml: Nvml, device: str, visible: str | None, uuid: str | None) -> None:
+    gpu = find_gpu(device, {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+    assert (gpu.uuid if gpu else None) == uuid
+    assert nvml.open == (1 if gpu else 0)
+    if gpu:
+        gpu.close()
+        assert nvml.open == 0
+
+
+@pytest.mark.parametrize("broken", ["no library", "no driver"])
+def test_without_nvml_a_job_runs_all_the_same(
+    nvml: Nvml, monkeypatch: pytest.MonkeyPatch, child: subprocess.Popen[bytes], tmp_path: Path, broken: str
+) -> None:
+    if broken == "no library":
+        monkeypatch.setitem(sys.modules, "pynvml", None)
+    nvml.told = {}
+    found = sampled(child.pid, tmp_path / "t.npz")
+    assert set(found) == {"at", "rss", "cpu", "others", "frequency", "epoch"}
+    assert found["rss"].max() > 1e6
+
+
+def test_a_job_on_a_gpu_has_its_columns_and_what_was_before(
+    nvml: Nvml, child: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    nvml.told |= {"memory": 1e9, "util": 2, "pids": [1]}
+    telemetry = Telemetry("cuda:0", {})
+    nvml.told |= {"memory": 4e9, "util": 95, "pids": [1, child.pid]}
+    begin = time.perf_counter()
+    telemetry.watch(child.pid)
+    watched = time.perf_counter()
+    looked(telemetry)
+    telemetry.stop(tmp_path / "t.npz")
+    with np.load(tmp_path / "t.npz") as stored:
+        found = dict(stored)
+    assert set(COLUMNS) <= set(found)
+    assert len(found["at"]) >= 3
+    assert begin <= float(found["epoch"]) <= watched  # the clock that windows of a record are in
+    assert (found["gpu_before_memory"], found["gpu_before_util"], found["gpu_before_processes"]) == (1e9, 2, 1)
+    assert (found["gpu_memory"] == 4e9).all() and (found["gpu_own"] == 1).all() and (found["gpu_processes"] == 2).all()
+    assert str(found["gpu_name"]) == "NVIDIA Test"
+    assert nvml.open == 0
+
+
+def test_a_driver_that_hangs_does_not_hold_up_the_study(
+    nvml: Nvml, monkeypatch: pytest.MonkeyPatch, child: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    monkeypatch.setattr("dyno.jobs.telemetry.PATIENCE_S", 0.2)
+    running = set(threading.enumerate())
+    telemetry = Telemetry("cuda:0", {})
+    asked, answer = threading.Event(), threading.Event()
+    monkeypatch.setattr(nvml, "nvmlDeviceGetPowerUsage", lambda handle: asked.set() or answer.wait(1200))
+    telemetry.watch(child.pid)
+    assert asked.wait(600)
+    telemetry.stop(tmp_path / "t.npz")
+    assert not answer.is_set() and set(threading.enumerate()) - running, "it waits for no answer"
+    with np.load(tmp_path / "t.npz") as stored:
+        assert len(stored["gpu_power"]) == 0
+    assert nvml.open == 1  # still in use by the thread that hangs
+    answer.set()
+    for thread in set(threading.enumerate()) - running:
+        thread.join(600)
+
+
+@pytest.mark.gpu
+def test_a_real_gpu_is_seen_at_work(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    import pynvml
+
+    assert gpu_telemetry.find_gpu("cuda:0", {}) is not None
+    telemetry = Telemetry("cuda:0")
+    process = subprocess.Popen([sys.executable, "-c", BURN])
+    telemetry.watch(process.pid)
+    assert process.wait(120) == 0
+    telemetry.stop(tmp_path / "telemetry.npz")
+    with np.load(tmp_path / "telemetry.npz") as stored:
+        found = dict(stored)
+    print({name: (np.nanmin(a), np.nanmax(a)) if a.size and a.ndim else a.item() for name, a in found.items()})
+    at = found["epoch"] + found["at"]
+    trace = timeline.read(tmp_path)
+    assert trace is not None
+    busy = timeline.summary(trace, [(at[-1] - 3, at[-1] - 1)])
+    assert busy.memory > 8192 * 8192 * 2 * 2
+    assert busy.utilisation > 50
+    assert 100 < busy.clock_min <= busy.clock < 4000
+    assert busy.power > 50 and busy.temperature > 20
+    assert np.median(np.diff(found["at"])) < 0.2
+    assert (found["gpu_throttle"] == found["gpu_throttle"].astype(int)).all()
+    pynvml.nvmlInit()
+    assert str(found["gpu_name"]) == pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0))

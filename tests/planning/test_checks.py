@@ -1,0 +1,150 @@
+"""What can't be is refused in one line before anything is trained, measured or written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from dyno.cli import app, commands, demo
+from dyno.jobs import launcher
+from dyno.planning import checks
+from dyno.worker.spec import UserError
+
+Refused = Callable[..., str]
+MANY = len(os.sched_getaffinity(0)) + 1
+
+
+@pytest.fixture
+def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process may be started, and no network trained."""
+
+    def start(*arguments: Any, **named: Any) -> Any:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(launcher.subprocess, "Popen", start)
+    monkeypatch.setattr(demo, "trained", start)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "card", lambda device: "")
+    monkeypatch.setattr(checks, "_driver_count", lambda: 0)
+
+
+@pytest.mark.usefixtures("nothing_runs", "no_gpu")
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["run", "fake:n", "--backends", "onnxruntime@optimization=fast"], "optimization=fast can't be: onnxruntime's"),
+        (["run", "fake:n", "--backends", "openvino@streams=0"], "streams=0 can't be: openvino's streams is a whole"),
+        (["run", "fake:n", "--backends", "compile@mode=fast"], "mode=fast can't be: compile's mode is one of default"),
+        (["run", "fake:n", "--backends", "fake", "--device", "cuda:0"], "there is no cuda:0 here: neither NVML nor"),
+        (["run", "fake:n", "--backends", "fake", "--device", "cuda:x"], "device 'cuda:x' has no number"),
+        (["run", "fake:n", "--backends", "fake", "--threads", MANY], f"threads is {MANY}, but there are {MANY - 1} "),
+        (["train", "digits", "--model", "torchvision:resnet18", "--threads", MANY], f"threads is {MANY}, but there "),
+        (["train", "digits", "--model", "torchvision:resnet18", "--device", "cuda:0"], "there is no cuda:0 here"),
+        (["demo", "--rounds", "0"], "rounds is 0; it must be at least 1"),
+        (["build", "m.onnx", "-o", "m.xml", "--batch", "0"], "--batch is 0; it must be at least 1"),
+        (["build", "m.onnx", "-o", "m.xml", "--repeat", "0"], "--repeat is 0; it must be at least 1"),
+        (["build", "m.onnx", "-o", "m.xml", "--option", "streams=x"], "streams=x can't be: openvino's streams is"),
+        (["build", "m.onnx", "-o", "m.xml", "--batch", "8"], "openvino's files take any batch; omit --batch"),
+        (["agree", "m.onnx"], "there is only one way of running to compare; give another model or file, or --back"),
+        (["agree", "m.onnx", "--backends", "onnxruntime"], "there is only one way of running to compare"),
+        (["export", "fake:n", "-o", "m.onnx", "--opset", "3"], "--opset 3 can't be written; an export's opset is 7 "),
+        (["export", "fake:n", "-o", "m.onnx", "--opset", "99"], "--opset 99 can't be written; an export's opset is 7"),
+        (["time", "m.onnx", "--format", "xml"], "unknown format 'xml'; known: text, markdown, csv, json"),
+        (["eval", "m.onnx", "--data", "d", "--format", "xml"], "unknown format 'xml'"),
+        (["agree", "m.onnx", "n.onnx", "--format", "xml"], "unknown format 'xml'"),
+        (["resnet18"], "there is no command 'resnet18'; to measure a model: dyno run torchvision:resnet18"),
+        (["torchvision:resnet18"], "there is no command 'torchvision:resnet18'; to measure it: dyno run torchvision:"),
+        (["m.onnx", "--batch", "1"], "there is no command 'm.onnx'; to measure it: dyno run m.onnx"),
+        (["show"], "missing argument 'RUN"),
+        (["report"], "missing argument 'RUN"),
+        (["export", "fake:n"], "missing option '--out' / '-o'; see dyno export --help"),
+        (["run", "fake:n", "--presicion", "int8"], "no such option: --presicion; did you mean --precision?"),
+        (["run", "fake:n", "--rounds", "many"], "invalid value for '--rounds'"),
+        (["run", "fake:n", "--rounds"], "option '--rounds' requires an argument"),
+        (["doctor", "here"], "got unexpected extra argument"),
+        (["--nonsense"], "no such option: --nonsense"),
+        (["data", "imagenet"], "no such command 'imagenet'"),
+        (["raport", "x"], "there is no command 'raport'; did you mean dyno report?"),
+    ],
+)
+def test_it_is_refused_at_once(refused: Refused, tmp_path: Path, words: list[object], line: str) -> None:
+    assert refused(*words).startswith(line)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", sorted(typer.main.get_command(app.app).commands))
+def test_every_command_refuses_an_unknown_option_in_one_line(refused: Refused, command: str) -> None:
+    assert refused(command, "--nonsense").startswith("no such option: --nonsense")
+
+
+def test_a_run_folder_is_told_how_it_is_shown(refused: Refused, tmp_path: Path) -> None:
+    (tmp_path / "r" / "trials").mkdir(parents=True)
+    assert refused("r").endswith("to see that run: dyno show r")
+
+
+def test_a_misspelt_key_is_told_before_what_is_missing(refused: Refused, tmp_path: Path) -> None:
+    (tmp_path / "s.toml").write_text("modelz = ['fake:n']")
+    assert refused("run", "s.toml") == "unknown key in s.toml 'modelz'; did you mean 'models'?"
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_planning_for_a_gpu_elsewhere_is_not_refused(call: Callable[..., Any]) -> None:
+    code, out, _ = call("run", "fake:n", "--backends", "fake", "--device", "cuda:0", "--dry-run")
+    assert code == 0 and "There is no cuda:0 here, so a run would be refused." in out
+
+
+def test_a_gpu_that_the_driver_alone_sees_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "card", lambda device: "")
+    monkeypatch.setattr(checks, "_driver_count", lambda: 1)
+    assert not checks.missing_gpu("cuda:0") and checks.missing_gpu("cuda:1") and not checks.missing_gpu("cpu")
+
+
+def test_two_backends_of_one_file_are_enough_to_agree() -> None:
+    from dyno import Study
+
+    checks.check_several([Study(models=("m.onnx",), backends=("onnxruntime", "openvino"))])
+    checks.check_several([Study(models=("m.onnx",), backends=("onnxruntime@precision=fp32+int8",))])
+    with pytest.raises(UserError, match="only one way"):
+        checks.check_several([Study(models=("m.onnx",), backends=("onnxruntime",))])
+    assert commands.check_several is checks.check_several
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "line"),
+    [
+        (
+            "timm:nonexist",
+            "timm has no model 'nonexist'; list them with: python -c \"import timm as m; print(*m.list_mo",
+        ),
+        ("torchvision:resnet81", "torchvision has no model 'resnet81'; did you mean torchvision:resnet18?"),
+    ],
+)
+def test_only_near_names_are_suggested(refused: Refused, model: str, line: str) -> None:
+    pytest.importorskip(model.partition(":")[0])
+    assert line in refused("run", model, "--backends", "pytorch", "--out", "r")
+
+
+@pytest.mark.slow
+def test_a_file_of_one_batch_has_no_others_to_test(refused: Refused, call: Callable[..., Any], tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx")
+    row = onnx.helper.make_tensor_value_info
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node("Relu", ["x"], ["y"])], "g", [row("x", 1, [2, 16])], [row("y", 1, [2, 16])]
+    )
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8)
+    onnx.save(model, tmp_path / "rows.onnx")
+    code, _, err = call("time", "rows.onnx", "--batches", "min,max", "--out", "r")
+    assert code == 2 and "rows takes batch 2 alone, so --batches can't change it; export or build it with a " in err
+    assert not (tmp_path / "r").exists()
+    assert "openvino has none, ONNX Runtime and TensorRT do" in refused(
+        "time", "rows.onnx", "--backends", "openvino", "--batches", "min", "--out", "r"
+    )

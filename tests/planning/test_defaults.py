@@ -1,0 +1,27 @@
+"""One model by itself: what it is timed on when nobody says, and what a command's defaults yield to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dyno.planning.defaults import new_folder, study_of, usual
+
+
+def test_engines_are_known_by_their_first_bytes(tmp_path: Path) -> None:
+    for name, content, whose in (("a.engine", b"ftrt...", "tensorrt"), ("b.plan", b"vtrt...", "tensorrt_rtx")):
+        (tmp_path / name).write_bytes(content)
+        assert usual(str(tmp_path / name)) == (whose, "cuda:0")
+    assert usual("m.onnx") == ("onnxruntime", "cpu") and usual("torchvision:resnet18") == ("pytorch", "cpu")
+
+
+def test_a_file_knows_its_batch_and_what_is_asked_goes_before_defaults() -> None:
+    assert study_of("torchvision:resnet18", {"batches": (8,)}, {}).batches == (8,)
+    assert study_of("m.onnx", {"batches": (8,)}, {}).batches == ()
+    assert study_of("m.onnx", {"batches": (8,)}, {"batches": (2,)}).batches == (2,)
+    asked = study_of("m.onnx", {"rounds": 2}, {"backends": ("openvino",), "device": "cuda:0"})
+    assert (asked.backends, asked.device, asked.rounds) == (("openvino",), "cuda:0", 2)
+
+
+def test_a_new_folder_is_named_after_command_and_models() -> None:
+    folder = new_folder("time", ["torchvision:resnet18", "a/b.onnx"])
+    assert folder.parent == Path("runs/time") and folder.name.startswith("resnet18-b-20")

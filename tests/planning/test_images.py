@@ -1,0 +1,199 @@
+"""A study's data fits the model or is refused in one line; decoding that takes a while shows how far it is."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from rich.console import Console
+
+from dyno import Study, datasets
+from dyno.planning import images
+from dyno.planning.images import decoding, prepared
+from dyno.worker.spec import DataSpec, ModelSpec, UserError
+
+pytestmark = pytest.mark.usefixtures("preloaded")
+
+SYNSETS = {"n01440764": 0, "n01751748": 65, "n15075141": 999}
+
+
+def photos(folder: Path, *classes: str, count: int = 3) -> Path:
+    rng = np.random.default_rng(0)
+    for name in classes:
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        for i in range(count):
+            Image.fromarray(rng.integers(0, 256, (20, 30, 3), np.uint8)).save(folder / name / f"{name}{i}.png")
+    return folder
+
+
+def data_for(folder: Path | str, outputs: int = 0, task: str = "classify", **more: Any) -> DataSpec:
+    study = Study(models=("fake:net",), data=str(folder))
+    return prepared(study, ModelSpec("net", "fake:net", task=task, **more), (16, 16), outputs)
+
+
+def test_synsets_have_the_standard_classes_numbers(tmp_path: Path) -> None:
+    folder = photos(tmp_path / "val", *SYNSETS)
+    data = data_for(folder, 1000)
+    about, labels = datasets.meta(data), np.load(Path(data.folder, "labels.npy"))
+    assert sorted(set(labels.tolist())) == [0, 65, 999]
+    assert (len(about["classes"]), about["label_source"]) == (1000, "imagenet1k")
+    assert about["classes"][0] == "tench (n01440764)"
+    assert about["classes"][65] == "sea snake (n01751748)"
+    assert len(set(about["classes"])) == 1000
+    few = datasets.meta(data_for(folder, 3))
+    assert (few["classes"], few["label_source"]) == (sorted(SYNSETS), "folders"), "a model of these three"
+    assert datasets.meta(data_for(photos(tmp_path / "all", *SYNSETS, "n99999999"), 4))["label_source"] == "folders"
+
+
+@pytest.mark.slow
+def test_the_list_is_timm_s() -> None:
+    from timm.data import ImageNetInfo
+
+    from dyno.datasets import standard
+
+    assert list(standard.synsets()) == ImageNetInfo("imagenet-1k").label_names()
+    assert not standard.all_known(["n01440764", "cat"])
+    assert not standard.all_known([])
+
+
+def test_labels_that_do_not_fit_the_model(tmp_path: Path) -> None:
+    folder = photos(tmp_path / "pets", "cat", "dog", "猫")
+    assert data_for(folder, 3).count == data_for(folder).count == data_for(folder, classes=3).count == 9
+    for outputs, line in {
+        1000: f"{folder} has 3 class folders, but net tells 1000 classes apart: which are these? Build it with --cl",
+        2: f"{folder} has 3 class folders, but net tells 2 classes apart; give the data that it was trained for,",
+    }.items():
+        with pytest.raises(UserError) as e:
+            data_for(folder, outputs)
+        assert str(e.value).startswith(line)
+        assert "\n" not in str(e.value)
+    with pytest.raises(UserError, match="digits has 10 classes, but net tells 1000 classes apart"):
+        data_for("digits", 1000)
+
+
+def test_images_without_labels_are_right_for_any_model(tmp_path: Path) -> None:
+    folder = photos(tmp_path / "loose", "", count=10)
+    assert datasets.kind(folder) == "images"
+    data = data_for(folder, 1000)
+    about = datasets.meta(data)
+    assert set(np.load(Path(data.folder, "labels.npy"))) == {-1}
+    assert (about["label_source"], about["classes"]) == ("none", [])
+    assert about["splits"] == {"test": 10}
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({}, False),
+        ({"precisions": ("fp32", "fp16", "bf16")}, False),
+        ({"precisions": ("fp32", "int8")}, True),
+        ({"backends": ("onnxruntime@precision=fp32+int8",)}, True),
+        ({"backends": ("pytorch", "compile"), "precisions": ("fp32", "int8")}, False),
+        ({"backends": ("tensorrt",), "precisions": ("fp8",)}, True),
+        ({"backends": ("onnxruntime@keep=3",), "precisions": ("fp16",)}, True),
+        ({"backends": ("onnxruntime",), "precisions": ("fp16",), "budget": {"top1": 1.0}}, True),
+        ({"backends": ("onnxruntime",), "precisions": ("fp16",), "budget": {"top1": 1.0}, "search": False}, False),
+        ({"backends": ("pytorch",), "precisions": ("fp16",), "budget": {"top1": 1.0}}, False),
+        ({"backends": ("onnxruntime",), "precisions": ("bf16",), "budget": {"top1": 1.0}}, False),
+    ],
+)
+def test_images_are_set_aside_only_for_what_is_calibrated(settings: dict[str, Any], wanted: bool) -> None:
+    assert images.calibrates(Study(models=("fake:net",), data="d", **settings)) is wanted
+
+
+def annotated(folder: Path, line: str = "0 0.5 0.5 0.2 0.2") -> Path:
+    photos(folder / "images/val", "", count=3)
+    (folder / "labels/val").mkdir(parents=True)
+    for i in range(3):
+        (folder / f"labels/val/{i}.txt").write_text(line)
+    return folder
+
+
+def test_data_for_another_task_is_refused(tmp_path: Path) -> None:
+    boxes = annotated(tmp_path / "boxes")
+    (boxes / "data.yaml").write_text("val: images/val\nnames: [one, two]\n")
+    folder = photos(tmp_path / "pets", "cat", "dog")
+    assert datasets.meta(data_for(boxes, task="detect", classes=2))["task"] == "detect"
+    for task, data, more, line in (
+        (
+            "detect",
+            folder,
+            {},
+            "is in class folders, but net is for detect; give annotations in COCO's or YOLO's format",
+        ),
+        ("classify", boxes, {}, "is in YOLO's format, but net is for classify; give class folders"),
+        ("segment", boxes, {"classes": 2}, "net is for segment, but .* has no masks for all objects; give data with m"),
+        ("pose", boxes, {"classes": 2}, "net is for pose, but .* has no keypoints for all objects; give data with"),
+        ("detect", boxes, {"classes": 80}, "has 2 classes, but net tells 80 classes apart; give the data"),
+    ):
+        with pytest.raises(UserError, match=line) as e:
+            data_for(data, task=task, **more)
+        assert "\n" not in str(e.value)
+    pose = annotated(tmp_path / "pose", "0 0.5 0.5 0.2 0.2 0.5 0.5 2 0.4 0.4 1")
+    (pose / "data.yaml").write_text("val: images/val\nnames: [one]\nkpt_shape: [2, 3]\n")
+    assert data_for(pose, task="pose", classes=1, keypoints=(2, 3)).count == 3
+    with pytest.raises(UserError, match="has 2 keypoints, but net gives 17; give data with 17, or a network of 2"):
+        data_for(pose, task="pose", classes=1, keypoints=(17, 3))
+
+
+def test_decoding_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    for terminal, quiet, wanted in (
+        (True, 0.0, r"decoding images .* 2/2 .*decoded 2 images in"),
+        (False, 0.0, r"^decoded 2 images in 0.\d s\n$"),
+        (True, 60.0, r"^$"),
+    ):
+        monkeypatch.setattr(images, "QUIET_S", quiet)
+        written = io.StringIO()
+        with decoding(Console(file=written, force_terminal=terminal, width=100)) as progress:
+            progress(1, 2)
+            progress(2, 2)
+        assert re.search(wanted, re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", written.getvalue()), re.S)
+
+
+def test_what_was_decoded_before_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "QUIET_S", 0.0)
+    written = io.StringIO()
+    with decoding(Console(file=written)) as progress:
+        progress(1001, 1002)
+        progress(1002, 1002)
+    assert re.fullmatch(r"decoded 2 images in 0.\d s, 1,000 before\n", written.getvalue())
+
+
+@pytest.mark.slow
+def test_a_study_looks_at_the_classes_of_the_model(tmp_path: Path, dyno) -> None:
+    code = "import torch\ndef build():\n    flat = torch.nn.Flatten()\n"
+    (tmp_path / "net.py").write_text(code + "    return torch.nn.Sequential(flat, torch.nn.Linear(3 * 64, 1000))\n")
+    words = ["net.py:build", "--size", "8", "--backends", "pytorch", "--seconds", "0.1", "--out", "r"]
+    photos(tmp_path / "pets", "cat", "dog")
+    done = dyno("eval", *words, "--data", "pets", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith(
+        "dyno: pets has 2 class folders, but build tells 1000 classes apart: which are these?"
+    )
+    photos(tmp_path / "loose", "")
+    done = dyno("eval", *words, "--data", "loose", "--format", "json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)[0]["top1"] is None
+
+
+def test_photographs_without_boxes_serve_a_detector(tmp_path: Path) -> None:
+    folder = photos(tmp_path / "loose", "", count=5)
+    for task in ("detect", "segment", "pose"):
+        data = data_for(folder, task=task, classes=80, keypoints=(17, 3) if task == "pose" else ())
+        about = datasets.meta(data)
+        assert (data.count, about["classes"], about["preprocess"]["letterbox"], "truth" in about) == (
+            5,
+            [],
+            True,
+            False,
+        )
+        assert np.load(Path(data.folder, "sizes.npy")).tolist() == [[20, 30]] * 5
+    study = Study(models=("fake:net",), data=str(folder), budget={"mAP": 1.0})
+    with pytest.raises(UserError, match=r"a budget needs boxes, and .* has none; give annotations in COCO's or YOLO's"):
+        prepared(study, ModelSpec("net", "fake:net", task="detect", classes=80), (16, 16))

@@ -1,0 +1,244 @@
+"""Studies become trials: every combination, each refusal with its reason, ids that mean the same tomorrow."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dyno import Study, UserError, load, store
+from dyno.planning.interpreters import installed, missing
+from dyno.planning.model_info import batches, model_spec
+from dyno.planning.plan import expand
+from dyno.worker import backend, registry
+from dyno.worker.backend import Backend
+from dyno.worker.spec import Dims, ModelSpec, Recipe, Runtime, Trial, digest
+
+Studies = Callable[..., Study]
+GOLDEN = "6bdde0d082e2"
+
+
+def trials(study: Study) -> list[Trial]:
+    return [one.trial for one in expand(study)]
+
+
+def test_every_combination_in_a_fixed_order(fake_study: Studies) -> None:
+    study = fake_study(
+        models=("fake:a", "fake:b"), backends=("fake", "fake@noise=0.1"), precisions=("fp32", "int8"),
+        batches=(1, 8), sizes=("8", "8x16"),
+    )  # fmt: skip
+    found = trials(study)
+    assert len(found) == len({t.id for t in found}) == 2 * 2 * 2 * 2 * 2
+    assert found == trials(study)
+    assert [t.label for t in found[:3]] == ["a fake fp32 b1 8", "a fake int8 b1 8", "a fake@noise=0.1 fp32 b1 8"]
+
+
+def test_an_unknown_option_stops_the_study(fake_study: Studies) -> None:
+    with pytest.raises(UserError, match=r"unknown option of fake 'latency'; did you mean 'latency_ms'\?"):
+        expand(fake_study(backends=("fake@latency=3",)))
+
+
+def test_backends_are_asked_for_their_own_precisions(fake_study: Studies) -> None:
+    found = trials(fake_study(backends=("fake@precision=fp16", "fake@noise=1"), precisions=("fp32", "int8")))
+    assert [(t.variant, t.precision) for t in found] == [
+        ("fake", "fp16"), ("fake@noise=1", "fp32"), ("fake@noise=1", "int8"),
+    ]  # fmt: skip
+
+
+def test_what_is_asked_twice_runs_once(fake_study: Studies) -> None:
+    assert len(trials(fake_study(backends=("fake", "fake"), batches=(1, 1), sizes=("8", "8x8")))) == 1
+
+
+def test_a_precision_that_is_not_there_is_a_refusal(fake_study: Studies) -> None:
+    refused = [one for one in expand(fake_study(precisions=("fp32", "fp8", "bf16"))) if one.refusal]
+    assert [one.refusal for one in refused] == [
+        f"fake has no {p} here (it has fp32, fp16, int8)" for p in ("fp8", "bf16")
+    ]
+
+
+def test_a_device_that_is_not_there_is_a_refusal(fake_study: Studies) -> None:
+    (one,) = expand(fake_study(device="cuda:0"))
+    assert one.refusal == "fake can't run on cuda:0 (it runs on cpu)"
+
+
+def test_a_device_for_which_nothing_is_installed_is_one_line(
+    fake_study: Studies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dyno.planning.plan.installed", lambda device: [])
+    with pytest.raises(UserError, match="no backend that is installed here runs on cuda:0"):
+        expand(fake_study(backends=(), device="cuda:0"))
+
+
+def test_an_unknown_backend_stops_the_study(fake_study: Studies) -> None:
+    with pytest.raises(UserError, match=r"unknown backend 'openvin'; did you mean 'openvino'\?"):
+        expand(fake_study(backends=("openvin",)))
+
+
+class Lacking(Backend):
+    name, requires, precisions = "lacking", ("no-such-distribution", "numpy"), ("fp32",)
+
+
+def test_a_library_that_is_not_there_is_a_refusal(fake_study: Studies, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {**backend._all(), "lacking": Lacking}
+    monkeypatch.setattr(backend, "_all", lambda: known)
+    (here,) = expand(fake_study(backends=("lacking",)))
+    assert here.refusal == "no-such-distribution is not installed in this Python; pip install no-such-distribution"
+    tables = {"lacking": {"python": sys.executable}}
+    (there,) = expand(fake_study(backends=("lacking",), runtime=tables))
+    assert f"is not installed in {sys.executable}; pip install" in there.refusal
+    assert "lacking" in registry.names() and "lacking" not in installed("cpu")
+    assert missing("fake") == ""
+
+
+def test_runtimes_reach_the_trial(fake_study: Studies) -> None:
+    tables = {"old": {"python": sys.executable, "env": {"N": 1}}}
+    main, other = trials(fake_study(backends=("fake", "fake@runtime=old"), runtime=tables, threads=1))
+    assert main.runtime == Runtime(threads=1)
+    assert other.runtime == Runtime("old", sys.executable, {"N": "1"}, threads=1)
+    assert other.variant == "fake@runtime=old"
+    assert main.id != other.id
+
+
+def test_a_step_with_an_interpreter_of_its_own_runs_there(fake_study: Studies) -> None:
+    tables = {"modelopt": {"python": sys.executable, "env": {"N": 1}}}
+    asked = {"backends": ("tensorrt_rtx@precision=fp8@input=uint8",), "data": "digits", "device": "cuda:0"}
+    if missing("tensorrt_rtx"):
+        pytest.skip("tensorrt-rtx is not installed")
+    (one,) = expand(fake_study(**asked, runtime=tables))
+    step, makers = one.trial.recipe, {}
+    while step:
+        makers[step.maker] = (step.runtime.name, step.runtime.python, step.runtime.device)
+        step = step.parent
+    assert makers == {
+        "tensorrt_rtx": ("main", "", "cuda:0"),
+        "onnx_input": ("main", "", "cpu"),
+        "onnx_modelopt": ("modelopt", sys.executable, "cpu"),
+        "onnx_static": ("main", "", "cpu"),
+        "onnx_export": ("main", "", "cpu"),
+    }
+
+
+@pytest.mark.parametrize("python", ["/bin/true", "/bin/false", "/no/such/python3"])
+def test_an_interpreter_that_is_none_stops_the_study(fake_study: Studies, python: str) -> None:
+    with pytest.raises(UserError, match=rf"^the interpreter {python} can't be used: ") as caught:
+        expand(fake_study(runtime={"fake": {"python": python}}, backends=("fake", "onnxruntime")))
+    assert "\n" not in str(caught.value)
+
+
+def test_our_path_lends_nothing_to_another_interpreter(
+    fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "borrowed-1.0.dist-info").mkdir()
+    (tmp_path / "borrowed-1.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: borrowed\nVersion: 1.0\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(Lacking, "requires", ("borrowed",))
+    known = {**backend._all(), "lacking": Lacking}
+    monkeypatch.setattr(backend, "_all", lambda: known)
+    assert missing("lacking", Runtime(python=sys.executable)) == "borrowed"
+
+
+def test_the_golden_id(fake_study: Studies) -> None:
+    """Runs stored earlier are found again by this; when it must change, say so in the changelog."""
+    (one,) = trials(fake_study(backends=("fake@latency_ms=2",), batches=(4,), seconds=0.5, warmup=0.25))
+    assert one.id == GOLDEN
+
+
+@pytest.mark.parametrize("fields", [{"rounds": 7}, {"timeout": 1.0}, {"budget": {}}, {"reference": "fake"}])
+def test_repetition_does_not_change_ids(fake_study: Studies, fields: dict) -> None:
+    assert [t.id for t in trials(fake_study(**fields))] == [t.id for t in trials(fake_study())]
+
+
+@pytest.mark.parametrize("fields", [{"seconds": 0.5}, {"seed": 1}, {"threads": 2}, {"compared": 5}, {"channels": 3}])
+def test_what_shapes_a_number_changes_ids(fake_study: Studies, fields: dict) -> None:
+    assert not {t.id for t in trials(fake_study(**fields))} & {t.id for t in trials(fake_study())}
+
+
+def test_files_are_known_by_content_wherever_they_lie(fake_study: Studies, tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "net.py").write_text("def net(): ...\n")
+        (tmp_path / folder / "w.pt").write_bytes(b"same")
+    one, two = (
+        model_spec(Study(models=("x:y",), weights=str(tmp_path / f / "w.pt")), f"{tmp_path / f / 'net.py'}:net")
+        for f in ("a", "b")
+    )
+    assert one != two and digest(one) == digest(two)
+    (tmp_path / "b/net.py").write_text("def net(): return 1\n")
+    changed = model_spec(Study(models=("x:y",), weights=two.weights), f"{tmp_path / 'b/net.py'}:net")
+    assert digest(changed) != digest(two)
+    (tmp_path / "a/w.pt").write_bytes(b"other")
+    other = model_spec(Study(models=("x:y",), weights=one.weights), one.source)
+    assert digest(other) != digest(one)
+
+
+@pytest.mark.parametrize(
+    ("source", "fields", "message"),
+    [
+        ("best.pt", {}, "best.pt is no model file (.onnx, .xml, .engine, .plan); weights go with"),
+        ("nets/resnet18", {}, "nets/resnet18 is no model file (.onnx"),
+        ("yolov8n.yaml", {}, "model 'yolov8n.yaml' doesn't say where it comes from; write ultralytics:"),
+        (
+            "resnet18",
+            {},
+            "model 'resnet18' doesn't say where it comes from; write torchvision:resnet18 or timm:resnet18",
+        ),
+        ("none.onnx", {}, "there is no model file none.onnx"),
+        ("none.xml", {}, "there is no model file none.xml"),
+        ("none.py:net", {}, "there is no Python file none.py"),
+        ("torchvision:resnet18", {"weights": "none.pt"}, "there is no weights file none.pt"),
+        ("torchvision:resnet18", {"weights": __file__, "pretrained": True}, "--weights and --pretrained are two"),
+    ],
+)
+def test_models_that_are_not_there(source: str, fields: dict, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        model_spec(Study(models=(source,), **fields), source)
+    assert str(caught.value).startswith(message)
+
+
+def test_a_folder_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"is a folder; give a model.s file, or FILE\.py:FUNCTION"):
+        model_spec(Study(models=(str(tmp_path),)), str(tmp_path))
+    (tmp_path / "study.toml").touch()
+    with pytest.raises(UserError, match=r"is a run folder; to go on with it: dyno run .*study\.toml"):
+        model_spec(Study(models=(str(tmp_path),)), str(tmp_path))
+
+
+def test_an_engine_s_batches_are_known_before_anything_runs(fake_study: Studies) -> None:
+    found = {"batch": 0, "batches": [1, 4, 8]}
+    assert batches(fake_study(), found) == (4,), "what it was tuned for"
+    assert batches(fake_study(batches=(1, 8)), found) == (1, 8)
+    with pytest.raises(UserError, match="batch 16 is outside the engine's profile, 1 to 8"):
+        batches(fake_study(batches=(2, 16)), found)
+
+
+def test_a_file_for_a_gpu_is_another_for_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def key(card: str, device: str) -> str:
+        monkeypatch.setattr(store, "card", lambda device: card)
+        recipe = Recipe(
+            "fake", "engine", "fp16", ModelSpec("net", "fake:net"), Dims(1, 4, 4), runtime=Runtime(device=device)
+        )
+        return store.Cache().key(recipe, lambda name: ())
+
+    assert key("H200 580", "cuda:0") != key("L4 580", "cuda:0")
+    assert key("H200 580", "cuda:0") == key("H200 580", "cuda:0")
+    assert key("H200 580", "cpu") == key("L4 580", "cpu")
+
+
+@pytest.mark.slow
+def test_a_model_that_dies_when_it_is_looked_at_is_rows_and_the_others_run(
+    call: Callable[..., Any], tmp_path: Path
+) -> None:
+    (tmp_path / "net.py").write_text("import os\ndef dies(): os.kill(os.getpid(), 11)\n")
+    words = "run", "net.py:dies", "--backends", "fake", "--batch", "1,2", "--out", "run"
+    code, out, err = call(*words)
+    assert (code, err) == (2, "dyno: dies: killed by SIGSEGV, when it was looked at\n")
+    code, out, err = call(*words, "fake:[/x]", "--rounds", "1", "--samples", "5")
+    assert code == 3
+    frame = load("run").to_pandas().sort_values(["model", "batch"])
+    assert [*zip(frame["model"], frame["batch"], frame["status"], strict=True)] == [
+        ("[/x]", 1, "ok"), ("[/x]", 2, "ok"), ("dies", 1, "crashed"), ("dies", 2, "crashed")]  # fmt: skip
+    assert set(frame["reason"]) == {"", "looking at the model: killed by SIGSEGV"}
+    assert "fake fp32 crashed: looking at the model: killed by SIGSEGV" in out

@@ -1,0 +1,132 @@
+"""A module in memory is a model: stored under its content, found again, run by processes that don't have its code."""
+
+from __future__ import annotations
+
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import described_nets
+import dyno
+from dyno import Study, UserError
+from dyno.engine.run_names import place
+
+pytestmark = pytest.mark.usefixtures("preloaded")
+
+torch = pytest.importorskip("torch")
+nn = torch.nn
+QUICK: dict[str, Any] = {"rounds": 1, "seconds": 0.05, "warmup": 0.02, "compared": 4, "threads": 1}
+
+
+class Small(nn.Module):  # type: ignore[misc, name-defined]
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.drop = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5)
+
+    def forward(self, x: Any) -> Any:
+        return self.drop(self.norm(self.conv(x))).mean((2, 3))
+
+
+@pytest.fixture(scope="module")
+def nets(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    path = tmp_path_factory.mktemp("nets") / "nets.py"
+    path.write_text(described_nets.TEXT)
+    module = types.ModuleType("nets")
+    module.__file__ = str(path)
+    import sys
+
+    sys.modules["nets"] = module
+    exec(compile(described_nets.TEXT, str(path), "exec"), module.__dict__)
+    return module
+
+
+def test_the_same_module_is_the_same_file_and_stays_as_it_was() -> None:
+    net = Small().train()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    (one,), (again,) = Study(models=net, sizes="8").models, Study(models=[net], sizes=["8"]).models
+    assert one == again and Path(one).name == "Small.pt2"
+    assert net.training and net.drop.training
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    with torch.no_grad():
+        net.conv.weight += 1
+    assert Study(models=net, sizes="8").models != (one,)
+
+
+def test_the_study_is_text_and_resumes(tmp_path: Path) -> None:
+    net = Small().eval()
+    study = Study(models=net, backends="pytorch", sizes="8", batches=(1, 3), **QUICK)
+    path = tmp_path / "study.toml"
+    path.write_text(study.to_toml())
+    assert Study.from_toml(path) == study and place(study)[0].name == "Small"
+    result = study.run(tmp_path / "run", quiet=True)
+    assert list(result.to_pandas()["status"]) == ["ok", "ok"] and set(result.to_pandas()["model"]) == {"Small"}
+    records = sorted(tmp_path.glob("run/trials/*/r0/record.json"))
+    written = [record.stat().st_mtime_ns for record in records]
+    study.run(tmp_path / "run", quiet=True)
+    assert [record.stat().st_mtime_ns for record in records] == written
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tokens", "data", "lstm", "quantised", "script"])
+def test_what_runs_elsewhere_answers_as_the_module_does(nets: Any, name: str, tmp_path: Path) -> None:
+    net = getattr(nets, name)().eval()
+    rng = np.random.default_rng(0)
+    arrays = {
+        "tokens": {"input_ids": rng.integers(0, 50, (4, 12)), "attention_mask": np.ones((4, 12), np.int64)},
+        "data": {"x": rng.standard_normal((4, 3, 8, 8), np.float32)},
+        "lstm": {"input": rng.standard_normal((4, 7, 6), np.float32)},
+        "quantised": {"input": rng.standard_normal((4, 3, 8, 8), np.float32)},
+        "script": {"x": rng.standard_normal((4, 12), np.float32)},
+    }[name]
+    examples = {key: torch.from_numpy(array) for key, array in arrays.items()}
+    given = examples if name == "tokens" else next(iter(examples.values()))
+    (model,) = Study(models=(net, given)).models
+    feeds = tmp_path / "feeds.npz"
+    np.savez(feeds, **arrays)
+    study = Study(models=model, backends="pytorch", batches=4, inputs=[feeds], **QUICK)
+    (trial,) = study.run(tmp_path / "run", quiet=True).records
+    assert trial.status == "ok", trial.reason
+    with torch.inference_mode():
+        want = net(**given) if isinstance(given, dict) else net(given)
+    first = want.logits if name == "data" else want[0] if isinstance(want, tuple) else want
+    np.testing.assert_allclose(trial.outputs()["output"], first.numpy(), 1e-3, 1e-4)
+
+
+@pytest.mark.slow
+def test_its_size_and_batch_are_those_of_its_example(tmp_path: Path) -> None:
+    study = Study(models=(Small().eval(), torch.randn(2, 3, 16, 24)), backends="pytorch", **QUICK)
+    (trial,) = study.run(tmp_path / "run", quiet=True).records
+    assert (trial.status, trial.batch, trial.size) == ("ok", 2, "16x24")
+
+
+def test_several_modules_beside_a_path(nets: Any) -> None:
+    given = [(nets.lstm(), nets.lstm_inputs()), (nets.two(), nets.two_inputs()), Path("somewhere/m.onnx")]
+    assert [Path(model).name for model in Study(models=given).models] == ["LSTM.pt2", "Two.pt2", "m.onnx"]
+
+
+def test_a_container_is_one_module() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
+    assert [Path(model).name for model in Study(models=net, sizes="8").models] == ["Sequential.pt2"]
+
+
+def test_paths_are_taken_wherever_text_is(tmp_path: Path) -> None:
+    study = Study(models=Path("m.onnx"), data=tmp_path, weights=tmp_path / "w.pt", calibration=tmp_path / "c")
+    assert (study.models, study.data) == (("m.onnx",), str(tmp_path))
+    assert (study.weights, study.calibration) == (str(tmp_path / "w.pt"), str(tmp_path / "c"))
+
+
+class Bad(nn.Module):  # type: ignore[misc, name-defined]
+    def forward(self, x: Any) -> Any:
+        import random
+
+        return x * 2 if x.sum() > random.random() else x
+
+
+def test_what_can_not_be_handed_over_is_one_line(nets: Any) -> None:
+    with pytest.raises(UserError, match=r"Bad can't be handed to other processes .* give that as FILE.py:FUNCTION"):
+        dyno.Study(models=(Bad(), torch.randn(2, 3)))
+    with pytest.raises(UserError, match=r"Tokens refuses input.*; give example inputs too: models=\(module, inputs\)"):
+        dyno.Study(models=nets.tokens(), sizes="8")

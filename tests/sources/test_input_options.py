@@ -1,0 +1,64 @@
+"""What is said of inputs on the command line: shapes with types, ranges, constants and files of arrays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dyno import Study, UserError
+from dyno.sources import input_options
+
+
+def asked(**fields: object) -> dict[str, dict[str, object]]:
+    study = Study(models="fake:net", **fields)
+    return input_options.asked(study.inputs, study.shapes)
+
+
+def test_shapes_with_and_without_a_type() -> None:
+    found = input_options.shapes(["a:1x3", "onnx::x:2x4x8", "ids:batchx128:int64"])
+    assert found["a"] == {"shape": [1, 3]} and found["onnx::x"] == {"shape": [2, 4, 8]}
+    assert found["ids"] == {"shape": ["batch", 128], "dtype": "int64"}
+
+
+@pytest.mark.parametrize("text", ["1x3", "a:", "a:1xb", ":1x3", "a:0x3", "a:-1x3", "a:3xbatch"])
+def test_a_broken_shape_is_named(text: str) -> None:
+    with pytest.raises(UserError, match="is not NAME:1x3x224x224"):
+        input_options.shapes([text])
+
+
+def test_an_unknown_type_is_named() -> None:
+    with pytest.raises(UserError, match="unknown type of input 'ids' 'int46'; did you mean 'int64'"):
+        input_options.shapes(["ids:1x8:int46"])
+
+
+def test_ranges_and_constants() -> None:
+    found = asked(inputs=["ids=0..30521", "sr=16000", "flag=true", "x=-1.5..1"], shapes=["ids:1x8:int64"])
+    assert found["ids"] == {"low": 0, "high": 30521, "shape": [1, 8], "dtype": "int64"}
+    assert found["sr"]["value"] == 16000 and found["flag"]["value"] is True
+    assert found["x"] == {"low": -1.5, "high": 1}
+
+
+@pytest.mark.parametrize("text", ["ids", "ids=", "=3", "ids=a..b", "ids=true..false", "ids=1..", "feeds"])
+def test_a_broken_input_is_named(text: str) -> None:
+    with pytest.raises(UserError, match="is not NAME=VALUE such as sr=16000"):
+        asked(inputs=[text])
+
+
+def test_a_range_ends_after_it_begins() -> None:
+    with pytest.raises(UserError, match="a range that ends before it begins"):
+        asked(inputs=["ids=9..0"])
+
+
+def test_arrays_say_their_shapes_and_are_known_by_their_content(tmp_path: Path) -> None:
+    path = tmp_path / "feeds.npz"
+    np.savez(path, ids=np.arange(12).reshape(4, 3), table=np.ones((2, 5)))
+    found = asked(inputs=[str(path)])
+    assert found["ids"]["shape"] == ["batch", 3] and found["ids"]["dtype"] == "int64"
+    assert found["table"]["shape"] == [2, 5] and found["table"]["dtype"] == "float32"
+    np.savez(path, ids=np.zeros((4, 3), np.int64), table=np.ones((2, 5)))
+    assert asked(inputs=[str(path)])["ids"]["feeds_sha256"] != found["ids"]["feeds_sha256"]
+    path.write_text("no arrays")
+    with pytest.raises(UserError, match=r"feeds.npz can't be read as arrays by input name"):
+        asked(inputs=[str(path)])

@@ -1,0 +1,109 @@
+"""What detectors answer is stored in pixels of the original images, whatever the batch, and is worth its mAP."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dyno.worker.backend import Session
+from dyno.worker.evaluation import evaluate
+from dyno.worker.inputs.letterbox import geometry
+from dyno.worker.spec import DataSpec, Dims, ModelSpec, Preprocess, Tensor, Trial, UserError
+
+SIZES = [(40, 80), (64, 48), (50, 50), (30, 64), (64, 64)]
+SIDE, CLASSES, ANCHORS = 64, 3, 6
+
+
+class Knowing(Session):
+    """A detector that reads the image's number from its first pixel and says what is there."""
+
+    def __init__(self, batch: int, boxes: list[list[tuple[int, list[float]]]], shift: float = 0.0) -> None:
+        self.inputs = (Tensor("images", "float32", (batch, 3, SIDE, SIDE)),)
+        self.boxes, self.shift = boxes, shift
+
+    def bind(self, feeds, slot=0):
+        self.bound = feeds["images"]
+
+    def run(self, slot=0):
+        self.result = np.zeros((len(self.bound), 4 + CLASSES, ANCHORS), np.float32)
+        for row, image in zip(self.result, np.rint(self.bound[:, 0, 0, 0] * 255).astype(int), strict=True):
+            scale, _, _, top, left = geometry(*SIZES[image], SIDE, SIDE)
+            for a, (label, (x, y, w, h)) in enumerate(self.boxes[image]):
+                middle = [(x + w * (0.5 + self.shift)) * scale + left, (y + h / 2) * scale + top]
+                row[:4, a] = [*middle, w * scale, h * scale]
+                row[4 + label, a] = 0.9 - 0.1 * a
+
+    def fetch(self, slot=0):
+        return {"output0": self.result}
+
+
+@pytest.fixture
+def boxes() -> list[list[tuple[int, list[float]]]]:
+    rng = np.random.default_rng(0)
+    return [
+        [
+            (int(rng.integers(CLASSES)), [2.0, 2.0, w / 2 - 4, h / 2]),
+            (k % CLASSES, [w / 2, h / 2, w / 2 - 4, h / 2 - 4]),
+        ]
+        for k, (h, w) in enumerate(SIZES)
+    ]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> DataSpec:
+    images = np.zeros((len(SIZES), 3, SIDE, SIDE), np.uint8)
+    images[:] = np.arange(len(SIZES), dtype=np.uint8).reshape(-1, 1, 1, 1)
+    np.save(tmp_path / "images.npy", images)
+    np.save(tmp_path / "labels.npy", np.full(len(SIZES), -1))
+    np.save(tmp_path / "sizes.npy", np.array(SIZES, np.int32))
+    np.save(tmp_path / "test.npy", np.array([2, 0, 4, 1, 3]))
+    return DataSpec("shapes", str(tmp_path), count=5)
+
+
+def trial(data: DataSpec, batch: int, task: str = "detect") -> Trial:
+    model = ModelSpec("net", "fake:net", classes=CLASSES, task=task, preprocess=Preprocess((0.0,), (1.0,)))
+    return Trial(model, "fake", "fp32", Dims(batch, SIDE, SIDE), data=data)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 5, 8])
+def test_boxes_are_those_of_the_original_images(data: DataSpec, boxes, batch: int) -> None:
+    found = evaluate.evaluate(Knowing(batch, boxes), trial(data, batch)).arrays
+    assert found["sample"].tolist() == [2, 0, 4, 1, 3]
+    assert found["detection_image"].tolist() == [2, 2, 0, 0, 4, 4, 1, 1, 3, 3]
+    assert found["detection_image"].dtype == np.int64 and found["detection_class"].dtype == np.int32
+    expected = [each for image in (2, 0, 4, 1, 3) for each in boxes[image]]
+    assert found["detection_class"].tolist() == [label for label, _ in expected]
+    corners = [[x, y, x + w, y + h] for _, (x, y, w, h) in expected]
+    np.testing.assert_allclose(found["detection_box"], corners, atol=1.0)  # sides are rounded to whole pixels
+    assert found["output:output0"].shape == (5, 4 + CLASSES, ANCHORS)
+
+
+def test_they_are_worth_what_they_overlap(data: DataSpec, boxes) -> None:
+    from dyno.analysis.metrics import detection
+
+    truth = {
+        "images": [{"id": i, "height": h, "width": w} for i, (h, w) in enumerate(SIZES)],
+        "annotations": [{"image_id": i, "category_id": label, "bbox": box, "area": box[2] * box[3], "iscrowd": 0}
+                        for i, each in enumerate(boxes) for label, box in each],
+        "categories": [{"id": k, "name": str(k)} for k in range(CLASSES)],
+    }  # fmt: skip
+    truth = json.loads(json.dumps(truth))
+    right = evaluate.outputs(Knowing(2, boxes), trial(data, 2))
+    shifted = evaluate.outputs(Knowing(2, boxes, shift=0.25), trial(data, 2))
+    assert detection.scores(right, truth, "bbox").map50[0] == pytest.approx(1)
+    assert detection.scores(right, truth, "bbox").map50_95[0] > 0.9
+    assert 0.1 <= detection.scores(shifted, truth, "bbox").map50_95[0] <= 0.5, "a quarter aside shares 0.75 / 1.25"
+
+
+def test_nothing_found_is_no_error(data: DataSpec) -> None:
+    found = evaluate.outputs(Knowing(2, [[] for _ in SIZES]), trial(data, 2))
+    assert found["detection_box"].shape == (0, 4) and found["detection_image"].dtype == np.int64
+
+
+def test_a_data_set_without_sizes_is_one_line(data: DataSpec, boxes) -> None:
+    (Path(data.folder) / "sizes.npy").unlink()
+    with pytest.raises(UserError, match="decoded without the images' sizes"):
+        evaluate.outputs(Knowing(2, boxes), trial(data, 2))

@@ -1,0 +1,171 @@
+"""The pipeline feeds batches in order through every slot, never touches what an engine still reads, and overlaps."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from dyno.worker.backend import Session
+from dyno.worker.evaluation import pipeline
+from dyno.worker.evaluation.pipeline import AHEAD, Pipeline
+from dyno.worker.evaluation.sources import Source
+
+BATCH = 4
+
+
+class Counting(Source):
+    """Batch n is n in every place."""
+
+    def __init__(self, parts: int = 1, seconds: float = 0.0) -> None:
+        self.parts, self.seconds = parts, seconds
+        self.filled: list[int] = []
+
+    def room(self):
+        return {"input": np.full((BATCH, 2), -1.0, np.float32)}
+
+    def fill(self, feed, number, part):
+        time.sleep(self.seconds)
+        feed["input"][part :: self.parts] = number
+        self.filled.append(number)
+
+
+class Late(Session):
+    """Reads its input some time after `run`, in a thread of its own, as a GPU would; outputs lie in its slot."""
+
+    def __init__(self, slots: int, seconds: float = 0.002) -> None:
+        self.slots, self.seconds = slots, seconds
+        self.queue = ThreadPoolExecutor(1)
+        self.bound: list[np.ndarray | None] = [None] * slots
+        self.places = [np.zeros((BATCH, 2), np.float32) for _ in range(slots)]
+        self.running: list[Future[None] | None] = [None] * slots
+        self.staged = 0
+
+    def stage(self, feeds):
+        self.staged += 1
+        return feeds
+
+    def bind(self, feeds, slot=0):
+        self.bound[slot] = feeds["input"]
+
+    def run(self, slot=0):
+        self.running[slot] = self.queue.submit(self._compute, slot)
+
+    def _compute(self, slot):
+        time.sleep(self.seconds)
+        self.places[slot][:] = 10 * self.bound[slot]
+
+    def wait(self, slot=0):
+        self.running[slot].result()
+
+    def fetch(self, slot=0):
+        return {"output": self.places[slot]}
+
+
+@pytest.fixture
+def session(request: pytest.FixtureRequest) -> Iterator[Late]:
+    made = Late(request.param)
+    yield made
+    made.queue.shutdown()
+
+
+def first(turn: int, fetched: dict[str, np.ndarray]) -> tuple[int, float]:
+    time.sleep(0.001)
+    assert (fetched["output"] == fetched["output"][0, 0]).all()
+    return turn, float(fetched["output"][0, 0])
+
+
+def nothing(turn: int, fetched: dict[str, np.ndarray]) -> None:
+    pass
+
+
+@pytest.mark.parametrize("session", [1, 2, 3], indirect=True)
+@pytest.mark.parametrize("small", [True, False])
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 20])
+def test_every_batch_once_and_in_order(session: Late, small: bool, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "SMALL", 1 << 20 if small else 0)
+    kept: list[float] = []
+    flowed = Pipeline(session, Counting(parts=2), helpers=3).run(
+        count, lambda turn, fetched: kept.append(float(fetched["output"][0, 0])), first
+    )
+    assert flowed.made == [(turn, 10.0 * turn) for turn in range(count)]
+    assert kept == [10.0 * turn for turn in range(count)]
+    assert session.staged == session.slots + AHEAD, "buffers are made once, where the session wants them"
+
+
+@pytest.mark.parametrize("session", [2], indirect=True)
+def test_buffers_serve_a_second_run(session: Late) -> None:
+    source = Counting()
+    both = Pipeline(session, source)
+    assert both.run(5, nothing, first).made == both.run(5, nothing, first).made
+    assert session.staged == session.slots + AHEAD
+    assert source.filled == [*range(5), *range(5)]
+
+
+@pytest.mark.parametrize("session", [1, 3], indirect=True)
+def test_warm_up_fills_the_pipeline_and_counts_for_nothing(session: Late) -> None:
+    class SlowStart(Counting):
+        def fill(self, feed, number, part):
+            time.sleep(0.1 if len(self.filled) < 2 else 0)
+            super().fill(feed, number, part)
+
+    kept: list[int] = []
+    source = SlowStart()
+    begin = time.perf_counter()
+    flowed = Pipeline(session, source).run(6, lambda turn, fetched: kept.append(turn), first, warm_up=4)
+    took = time.perf_counter() - begin
+    assert flowed.seconds > 0.01 and took - flowed.seconds > 0.19, "six batches of 2 ms, without the two slow ones"
+    assert source.filled == [*range(4), *range(6)]
+    assert kept == [*range(6)]
+    assert flowed.made == [(turn, 10.0 * turn) for turn in range(6)]
+
+
+@pytest.mark.parametrize("session", [2], indirect=True)
+def test_reading_running_and_ranking_overlap(session: Late) -> None:
+    meeting = threading.Barrier(3)  # one after the other, none of the three would meet the others
+
+    class Reading(Counting):
+        def fill(self, feed, number, part):
+            if number == 9:
+                meeting.wait(600)
+            super().fill(feed, number, part)
+
+    def compute(slot: int) -> None:
+        if (session.bound[slot] == 8).all():
+            meeting.wait(600)
+        Late._compute(session, slot)
+
+    def rank(turn: int, fetched: dict[str, np.ndarray]) -> int:
+        if turn == 7:
+            meeting.wait(600)
+        return turn
+
+    session._compute = compute  # type: ignore[method-assign]
+    assert Pipeline(session, Reading(), helpers=2).run(20, nothing, rank).made == [*range(20)]
+
+
+@pytest.mark.parametrize("session", [1], indirect=True)
+def test_stages_do_not_overlap(session: Late) -> None:
+    found = Pipeline(session, Counting(seconds=0.004)).stages(first, 0.05)
+    assert list(found) == ["preprocess", "inference", "postprocess"]
+    assert len({len(samples) for samples in found.values()}) == 1 and len(found["inference"]) >= 3
+    for name, least in (("preprocess", 0.004), ("inference", 0.002), ("postprocess", 0.001)):
+        assert found[name].min() >= least
+
+
+@pytest.mark.parametrize("session", [3], indirect=True)
+def test_an_error_in_any_thread_ends_the_run(session: Late) -> None:
+    def broken(turn: int, fetched: dict[str, np.ndarray]) -> None:
+        raise ValueError("no ranks")
+
+    with pytest.raises(ValueError, match="no ranks"):
+        Pipeline(session, Counting()).run(30, nothing, broken)
+    source = Counting()
+    source.fill = lambda feed, number, part: 1 // (3 - number)  # type: ignore[method-assign]
+    with pytest.raises(ZeroDivisionError):
+        Pipeline(session, source).run(30, nothing, first)
+    assert threading.active_count() < 20

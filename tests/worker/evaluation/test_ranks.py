@@ -1,0 +1,46 @@
+"""Ranking by parts is the stable sort that it stands for, ties, infinities and NaN included."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from dyno.worker.evaluation.ranks import LEAST_PARTED, TOP, Ranks, ranked
+
+
+def sorted_whole(scores: np.ndarray, k: int) -> np.ndarray:
+    return np.argsort(-scores, axis=1, kind="stable")[:, :k]
+
+
+# Few different values, so that most rows tie at the k-th place.
+SCORES = hnp.arrays(
+    np.float32,
+    st.tuples(st.integers(1, 6), st.integers(2, 70)),
+    elements=st.one_of(
+        st.sampled_from([0.0, -0.0, 1.0, -1.0, np.inf, -np.inf, np.nan]), st.floats(-3, 3, width=32).map(np.round)
+    ),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(SCORES, st.integers(1, 12))
+def test_the_same_as_a_stable_sort(scores: np.ndarray, k: int) -> None:
+    index, best = ranked(scores, k)
+    expected = sorted_whole(scores, k)
+    np.testing.assert_array_equal(index, expected)
+    np.testing.assert_array_equal(best, np.take_along_axis(scores, expected, axis=1))
+    assert index.dtype == np.int32
+
+
+@pytest.mark.parametrize("classes", [LEAST_PARTED * TOP, LEAST_PARTED * TOP + 1, 1000])
+def test_real_sizes(classes: int) -> None:
+    scores = np.random.default_rng(0).standard_normal((256, classes)).astype(np.float32)
+    scores[::7] = scores[::7].round(1)  # ties in some rows
+    np.testing.assert_array_equal(ranked(scores, TOP)[0], sorted_whole(scores, TOP))
+
+
+def test_no_batch_leaves_no_arrays() -> None:
+    assert Ranks(2, 4).arrays([None, None]) == {}

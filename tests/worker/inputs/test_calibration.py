@@ -1,0 +1,114 @@
+"""INT8 of networks that take no image is calibrated on what describes their inputs, and the record says on what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import dyno
+from dyno.worker.inputs.calibration import CalibrationInputs
+from dyno.worker.makers.precision import OnnxPrecision, converted
+from dyno.worker.onnx_graph.file import artifact
+from dyno.worker.registry import find
+from dyno.worker.spec import Artifact, DataSpec, Dims, InputSpec, ModelSpec, Recipe, Trial, UserError
+
+onnx = pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+WIDTH = 6
+X = InputSpec("x", "float32", ("batch", WIDTH), -2.0, 2.0)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """y = x W + scale: a layer with weights, and two inputs of which none is an image."""
+    make, kinds = onnx.helper.make_tensor_value_info, onnx.TensorProto.FLOAT
+    weights = np.random.default_rng(0).standard_normal((WIDTH, 4)).astype(np.float32)
+    nodes = [onnx.helper.make_node("MatMul", ["x", "w"], ["z"]), onnx.helper.make_node("Add", ["z", "scale"], ["y"])]
+    ends = [make("x", kinds, ["batch", WIDTH]), make("scale", kinds, ["batch", 4])]
+    initial = [onnx.numpy_helper.from_array(weights, "w")]
+    graph = onnx.helper.make_graph(nodes, "g", ends, [make("y", kinds, ["batch", 4])], initial)
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=9)
+    onnx.save(model, tmp_path / "dense.onnx")
+    return tmp_path / "dense.onnx"
+
+
+def trial(file: Path, *specs: InputSpec, backend: str = "onnxruntime", **options: Any) -> Trial:
+    model = ModelSpec("dense", f"file:{file}", precision="fp32", inputs=specs)
+    return Trial(model, backend, "int8", Dims(2, 0, 0), options=options, data=DataSpec(count=2))
+
+
+def quantised(asked: Trial, folder: Path) -> tuple[Artifact, float]:
+    """The file, and the width of the range that x was found to have."""
+    recipe = converted(asked, asked.backend)
+    made = OnnxPrecision().make(recipe, artifact(asked.model.file, 0.0, {}), folder)
+    graph = onnx.load(made.path).graph
+    (node,) = [n for n in graph.node if n.op_type == "QuantizeLinear" and n.input[0] == "x"]
+    (scale,) = [onnx.numpy_helper.to_array(t) for t in graph.initializer if t.name == node.input[1]]
+    return made, 255 * float(scale)
+
+
+def test_ranges_are_those_of_the_values_that_are_described(file: Path, tmp_path: Path) -> None:
+    made, width = quantised(trial(file, X, InputSpec("scale", "float32", ("batch", 4))), tmp_path)
+    assert 3.8 < width <= 4.0
+    said = made.made_by["calibration"]
+    assert said["inputs"] == {"x": "random, -2 to 2", "scale": "random"} and said["samples"] == 128
+    assert "random values, not real ones, of x, scale" in said["note"]
+
+
+def test_the_rows_of_an_array_are_what_is_seen_and_no_more_than_there_are(file: Path, tmp_path: Path) -> None:
+    rows = np.linspace(-10, 10, 5 * WIDTH, dtype=np.float32).reshape(5, WIDTH)
+    np.savez(tmp_path / "feeds.npz", x=rows, scale=np.ones((5, 4), np.float32))
+    arrays = {"low": None, "high": None, "feeds": str(tmp_path / "feeds.npz"), "feeds_sha256": "f" * 64}
+    both = replace(X, **arrays), InputSpec("scale", "float32", ("batch", 4), **arrays)
+    made, width = quantised(trial(file, *both), tmp_path)
+    assert width == pytest.approx(20, rel=1e-3)
+    said = made.made_by["calibration"]
+    assert (said["samples"], said["data_sha256"]) == (5, "f" * 64) and set(said["inputs"].values()) == {"feeds.npz"}
+    assert "calibrated on 5 rows, all that feeds.npz has" in made.made_by["warnings"]
+    assert quantised(trial(file, *both, samples=1), tmp_path)[1] < 11  # 0 is in every range
+    mixed, _ = quantised(trial(file, both[0], InputSpec("scale", "float32", ("batch", 4))), tmp_path)
+    assert mixed.made_by["calibration"]["inputs"] == {"x": "feeds.npz", "scale": "random"}
+
+
+def test_what_calibrates_is_not_what_is_compared_and_the_same_each_time(file: Path) -> None:
+    recipe = converted(trial(file, X), "onnxruntime")
+    assert recipe.data is not None and recipe.data.seed != DataSpec().seed
+    seen = CalibrationInputs(replace(recipe, dims=Dims(0, 0, 0)), only_x(artifact(str(file), 0.0, {})))
+    whole = list(seen.feeds(0, 4))
+    np.testing.assert_array_equal(next(seen.feeds(3, 4))["x"], whole[3]["x"])
+    assert len({feed["x"].tobytes() for feed in whole}) == 4
+
+
+def only_x(whole: Artifact) -> Artifact:
+    return replace(whole, inputs=whole.inputs[:1])
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "openvino"])
+def test_without_values_or_for_one_bare_image_it_is_still_refused(file: Path, backend: str) -> None:
+    image = InputSpec("pixels", "float32", ("batch", 3, "height", "width"), keyword=True)
+    for specs in ((), (image,)):
+        asked = trial(file, *specs, backend=backend)
+        assert "--calibration" in find(backend).refuse(asked) and "--input" in find(backend).refuse(asked)
+        with pytest.raises(UserError, match="--calibration"):
+            converted(asked, backend)
+    for specs in ((X,), (replace(image, low=0.0, high=1.0),), (image, X)):
+        assert find(backend).refuse(trial(file, *specs, backend=backend)) == ""
+    recipe: Recipe = converted(trial(file, X), backend)
+    assert recipe.data is not None and not recipe.data.folder
+
+
+@pytest.mark.slow
+def test_the_row_of_a_run_says_what_it_was_calibrated_on(call: Callable[..., Any], file: Path) -> None:
+    pytest.importorskip("openvino")
+    words = ("--backends", "onnxruntime,openvino", "--precision", "int8", "--input", "x=-2..2", "--seconds", 0.02)
+    code, out, err = call("run", file, *words, "--rounds", 1, "--warmup", 0.01, "--threads", 1, "--out", "r")
+    assert code == 0, out + err
+    for each in dyno.load("r").records:
+        assert any("random values, not real ones, of x" in note for note in each.notes())
+        assert each.facts["calibration"]["inputs"]["x"] == "random, -2 to 2"
+        assert not any("random" in reason for reason in each.reasons())

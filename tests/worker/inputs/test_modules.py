@@ -1,0 +1,94 @@
+"""What a module takes is read off examples, its signature and a run of it; what it is fed lies in that range."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from dyno.worker.inputs.input_data import batches, fingerprint
+from dyno.worker.inputs.modules import Taken, settled, taken
+from dyno.worker.inputs.specs import arguments
+from dyno.worker.spec import DataSpec, Dims, InputSpec, ModelSpec, Preprocess, Tensor, UserError
+
+MODEL = ModelSpec("net", "net.py:build")
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.kinds = nn.Embedding(70, 4), nn.Embedding(3, 4)
+
+    def forward(self, ids: Any, attention_mask: Any, kinds: Any = None, *, scale: float = 1.0) -> Any:
+        found = self.embed(ids) * attention_mask[..., None] * scale
+        return found if kinds is None else found + self.kinds(kinds)
+
+
+class Image(nn.Module):
+    def forward(self, x: Any) -> Any:
+        return x.mean((2, 3))
+
+
+def described(module: nn.Module, examples: Any, asked: Any = None) -> Taken:
+    found = taken(module, MODEL, examples, asked or {})
+    return settled(module, MODEL, found, Dims(found.batch, *found.size))[0]
+
+
+def fed(specs: tuple[InputSpec, ...], batch: int = 8, count: int = 4) -> list[dict[str, np.ndarray]]:
+    dims = Dims(batch, 0, 0)
+    return list(batches(DataSpec(), Preprocess(), (), dims, count, specs))
+
+
+def test_ids_reach_the_whole_embedding_and_masks_end_with_zeros() -> None:
+    zeros, ones = torch.zeros(2, 16, dtype=torch.int64), torch.ones(2, 16, dtype=torch.int64)
+    found = described(Words(), {"ids": zeros, "attention_mask": ones, "kinds": zeros})
+    ids, mask, kinds = found.inputs
+    assert (ids.low, ids.high, kinds.high) == (0, 69, 2) and ids.shape == ("batch", 16) and found.batch == 2
+    feeds = fed(found.inputs)
+    drawn = np.concatenate([feed["ids"] for feed in feeds])
+    assert drawn.dtype == np.int64 and drawn.min() >= 0 and 50 < drawn.max() <= 69
+    masks = np.concatenate([feed["attention_mask"] for feed in feeds])
+    assert set(np.unique(masks)) == {0, 1} and (np.diff(masks, axis=1) <= 0).all() and masks[:, :8].all()
+    assert mask.low is None
+
+
+def test_the_user_s_range_goes_before_the_embedding_s() -> None:
+    examples = (torch.zeros(2, 16, dtype=torch.int64), torch.ones(2, 16, dtype=torch.int64))
+    found = described(Words(), examples, {"ids": {"low": 3, "high": 5}})
+    assert (found.inputs[0].low, found.inputs[0].high) == (3, 5)
+    assert not any(spec.keyword for spec in found.inputs)
+
+
+def test_every_engine_is_fed_the_same_whatever_it_reads() -> None:
+    specs = (InputSpec("a", "float32", ("batch", 3)), InputSpec("b", "int64", ("batch", 2), 0, 9))
+    one = fed(specs)
+    dropped = list(batches(DataSpec(), Preprocess(), (Tensor("b", "int64", (8, 2)),), Dims(8, 0, 0), 4, specs))
+    assert fingerprint(one) == fingerprint(dropped)
+    assert not np.array_equal(one[0]["a"], one[1]["a"])
+
+
+def test_a_constant_keyword_reaches_forward() -> None:
+    module = Words()
+    examples = {"ids": torch.zeros(1, 4, dtype=torch.int64), "attention_mask": torch.ones(1, 4, dtype=torch.int64)}
+    found = described(module, examples, {"scale": {"value": 2.0, "low": 2.0, "high": 2.0}})
+    args, keywords = arguments(found.inputs, examples)
+    assert args == [] and keywords["scale"] == 2.0
+
+
+def test_one_image_stays_the_one_image() -> None:
+    for examples in (None, torch.randn(1, 3, 8, 12), {"x": torch.zeros(1, 3, 8, 12)}):
+        assert taken(Image(), MODEL, examples, {}).inputs == ()
+    assert taken(Image(), MODEL, torch.randn(4, 3, 8, 12), {}).size == (8, 12)
+    assert taken(Image(), MODEL, None, {"input": {"shape": [2, 3, 8, 8]}}).batch == 2
+    other = taken(Image(), MODEL, torch.randn(1, 5, 8, 8), {}).inputs
+    assert other == (InputSpec("x", "float32", ("batch", 5, "height", "width")),)
+
+
+def test_what_is_no_tensor_is_named() -> None:
+    with pytest.raises(UserError, match="example of net's input 'x' is a object; it must be a tensor, an array"):
+        taken(Image(), MODEL, {"x": object()}, {})
+    with pytest.raises(UserError, match="net has 2 example inputs, but its forward takes x"):
+        taken(Image(), MODEL, (torch.ones(1), torch.ones(1)), {})

@@ -1,0 +1,243 @@
+"""An exported graph does what the module does at every batch, or there is none."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+
+from dyno.worker.makers.export import exported
+from dyno.worker.nets import models
+from dyno.worker.onnx_graph.file import read_io
+from dyno.worker.registry import find, names
+from dyno.worker.spec import Artifact, Dims, ModelSpec, Runtime, Tensor, UserError, digest
+
+DIGITS = ModelSpec("digits", "dyno.worker.nets.digits:resnet18", channels=1)
+FREE = Dims(0, 64, 64)
+
+NETS = '''
+import torch
+from torch import nn
+from torchvision import ops
+
+class Baked(nn.Module):
+    """Tracing keeps the example's batch in the reshape; dynamo has no amax of all axes."""
+    def forward(self, x):
+        x = x + 0 * x.amax()
+        return x.reshape(int(torch.tensor(x.shape[0])), -1)
+
+class Branch(nn.Module):
+    """Dynamo has no amax of all axes, tracing is right."""
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(48, 2)
+    def forward(self, x):
+        x = x + 0 * x.amax()
+        return self.fc(x.flatten(1))
+
+class Several(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+    def forward(self, x):
+        y = self.conv(x)
+        return {"map": y, "parts": [y.mean((2, 3)), y.amax((2, 3))]}
+
+class Each(nn.Module):
+    """A result for each image, as torchvision's detectors give them."""
+    def forward(self, x):
+        return [{"mean": image.mean()} for image in x]
+
+class Bent(nn.Module):
+    """Deformable convolutions are in ONNX from opset 19 on."""
+    def __init__(self):
+        super().__init__()
+        self.conv, self.offsets = ops.DeformConv2d(3, 4, 3), nn.Conv2d(3, 18, 3)
+    def forward(self, x):
+        return self.conv(x, self.offsets(x))
+
+def bent(): return Bent()
+def each(): return Each()
+def baked(): return Baked()
+def branch(): return Branch()
+def several(): return Several()
+'''
+
+
+@pytest.fixture
+def nets(tmp_path) -> Path:
+    file = tmp_path / "nets.py"
+    file.write_text(NETS)
+    return file
+
+
+def make(folder: Path, model: ModelSpec = DIGITS, dims: Dims = FREE, **options: Any) -> Artifact:
+    return find("onnx_export").make(exported(model, dims, Runtime(threads=2), options), None, folder)
+
+
+def same(artifact: Artifact, model: ModelSpec, batch: int, size: int) -> None:
+    """The file gives the module's outputs on input that the export has not seen."""
+    x = np.random.default_rng(9).standard_normal((batch, model.channels, size, size), dtype=np.float32)
+    session = onnxruntime.InferenceSession(artifact.path, providers=["CPUExecutionProvider"])
+    with torch.inference_mode():
+        want = models.load(model, Dims(batch, size, size))(torch.from_numpy(x)).numpy()
+    np.testing.assert_allclose(session.run(["output"], {"input": x})[0], want, 1e-3, 1e-4)
+
+
+def test_the_recipe_is_pure_and_keeps_only_what_shapes_the_file():
+    recipe = exported(DIGITS, FREE, Runtime(device="cuda:0"), {"opset": 17, "channels_last": True})
+    assert (recipe.maker, recipe.format, recipe.precision) == ("onnx_export", "onnx", "fp32")
+    assert recipe.options == {"opset": 17}
+    assert digest(recipe) == digest(exported(DIGITS, FREE, Runtime(), {"opset": 17}))
+    assert "onnx_export" not in names()
+
+
+@pytest.mark.slow
+def test_a_free_batch_serves_every_batch(tmp_path, capfd):
+    artifact = make(tmp_path)
+    assert capfd.readouterr().out == ""
+    assert artifact.inputs == (Tensor("input", "float32", ("batch", 1, 64, 64)),)
+    assert artifact.outputs == (Tensor("output", "float32", ("batch", 10)),)
+    assert artifact.bytes == Path(artifact.path).stat().st_size
+    for batch in (1, 2, 5):
+        same(artifact, DIGITS, batch, 64)
+    made_by = artifact.made_by
+    assert (made_by["exporter"], made_by["opset"], made_by["warnings"]) == ("dynamo", 18, [])
+    assert made_by["verified"]["batches"] == [1, 3]
+    assert 0 < made_by["verified"]["max_abs_error"] < 1e-3
+    assert made_by["weights_sha256"] == models.weights_sha256(models.load(DIGITS))
+    assert made_by["parameters"] == 701_818
+    json.dumps(made_by)
+
+
+def test_a_fixed_batch_stays_fixed(tmp_path):
+    artifact = make(tmp_path, dims=Dims(4, 64, 64), exporter="torchscript", opset=17)
+    assert artifact.inputs[0].shape == (4, 1, 64, 64)
+    assert artifact.outputs[0].shape == (4, 10)
+    assert (artifact.made_by["exporter"], artifact.made_by["opset"]) == ("torchscript", 17)
+    same(artifact, DIGITS, 4, 64)
+
+
+@pytest.mark.slow
+def test_the_other_exporter_takes_over(tmp_path, nets):
+    model = ModelSpec("branch", f"{nets}:branch")
+    artifact = make(tmp_path, model, Dims(0, 4, 4))
+    assert artifact.made_by["exporter"] == "torchscript"
+    assert "the dynamo exporter: failed" in artifact.made_by["warnings"][0]
+    same(artifact, model, 7, 4)
+
+
+@pytest.mark.slow
+def test_a_graph_with_the_batch_written_into_it_is_refused(tmp_path, nets):
+    with pytest.raises(UserError, match=r"fixed batch \(--batch 1\).*torchscript exporter: wrote") as caught:
+        make(tmp_path, ModelSpec("baked", f"{nets}:baked"), Dims(0, 4, 4))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
+def test_outputs_in_dicts_and_lists_get_names(tmp_path, nets):
+    artifact = make(tmp_path, ModelSpec("several", f"{nets}:several"), Dims(0, 8, 8))
+    assert [(t.name, t.shape) for t in artifact.outputs] == [
+        ("output", ("batch", 4, 6, 6)),
+        ("output_1", ("batch", 4)),
+        ("output_2", ("batch", 4)),
+    ]
+
+
+@pytest.mark.slow
+def test_a_size_or_option_that_does_not_work_is_one_line(tmp_path):
+    with pytest.raises(UserError, match="refuses 1x3x64x64: Wrong image height"):
+        make(tmp_path, ModelSpec("vit", "torchvision:vit_b_16"), FREE)
+    with pytest.raises(UserError, match="unknown exporter 'fast'"):
+        make(tmp_path, exporter="fast")
+    with pytest.raises(UserError, match="opset is 'new'"):
+        make(tmp_path, opset="new")
+
+
+@pytest.mark.slow
+def test_dynamo_is_brought_down_to_an_opset_it_does_not_write(tmp_path) -> None:
+    artifact = make(tmp_path, exporter="dynamo", opset=17)
+    assert (artifact.made_by["exporter"], artifact.made_by["opset"]) == ("dynamo", 17)
+    onnx.checker.check_model(artifact.path, full_check=True)
+    same(artifact, DIGITS, 5, 64)
+
+
+def test_a_file_is_taken_as_it_is(tmp_path):
+    path = make(tmp_path, exporter="torchscript").path
+    given = make(tmp_path / "elsewhere", ModelSpec("m", f"file:{path}"))
+    assert (given.path, given.seconds, given.format) == (path, 0.0, "onnx")
+    assert (given.inputs, given.outputs) == read_io(path)
+    assert given.made_by["weights_sha256"] == given.sha256
+
+
+def test_files_that_are_no_onnx_are_refused(tmp_path):
+    whole = Path(make(tmp_path, exporter="torchscript").path).read_bytes()
+    path = tmp_path / "given.onnx"
+
+    def said() -> str:
+        with pytest.raises(UserError) as caught:
+            make(tmp_path, ModelSpec("m", f"file:{path}"))
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    assert "doesn't exist" in said()
+    path.touch()
+    assert "is empty" in said()
+    for share in (0.02, 0.5, 0.999):
+        path.write_bytes(whole[: int(len(whole) * share)])
+        assert "whole ONNX file" in said()
+    path.write_text("a picture of a cat\n" * 9)
+    assert "ONNX file" in said()
+    broken = onnx.load_from_string(whole)
+    broken.graph.node[0].input[0] = "nobody"
+    onnx.save(broken, path)
+    assert "not a valid ONNX graph" in said()
+
+
+def test_weights_beside_the_graph_belong_to_the_file(tmp_path):
+    model = onnx.load(make(tmp_path, exporter="torchscript").path)
+    path, beside = tmp_path / "big.onnx", tmp_path / "big.bin"
+    onnx.save(model, path, save_as_external_data=True, location=beside.name)
+    spec = ModelSpec("m", f"file:{path}")
+    before = make(tmp_path, spec)
+    assert before.bytes > beside.stat().st_size
+    beside.write_bytes(beside.read_bytes()[:-1] + b"\x7f")
+    assert make(tmp_path, spec).sha256 != before.sha256
+    beside.unlink()
+    with pytest.raises(UserError, match=r"big\.bin"):
+        make(tmp_path, spec)
+
+
+def test_probe_exports_something():
+    assert find("onnx_export").probe()["version"] == onnx.__version__
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["torchvision:resnet18", "torchvision:mobilenet_v2", "timm:vit_tiny_patch16_224"])
+def test_known_networks_export_with_a_free_batch(source, tmp_path):
+    model = replace(DIGITS, source=source, channels=3)
+    artifact = make(tmp_path, model, Dims(0, 224, 224))
+    assert artifact.made_by["exporter"] == "dynamo"
+    same(artifact, model, 2, 224)
+
+
+def test_a_result_per_image_has_no_free_batch(tmp_path, nets):
+    model = ModelSpec("each", f"{nets}:each")
+    with pytest.raises(UserError, match=r"returns 1 tensors at batch 1 and 3 at 3, .*fixed batch \(--batch 1\)"):
+        make(tmp_path, model, Dims(0, 8, 8))
+    assert make(tmp_path, model, Dims(1, 8, 8), exporter="torchscript").outputs == (Tensor("output", "float32", ()),)
+
+
+@pytest.mark.slow
+def test_an_operator_of_a_later_opset_is_exported_in_that(tmp_path, nets):
+    model = ModelSpec("bent", f"{nets}:bent")
+    made = make(tmp_path, model, Dims(0, 8, 8))
+    assert made.made_by["opset"] > 18 and "ONNX Runtime refuses" in made.made_by["warnings"][0]
+    same(made, model, 3, 8)

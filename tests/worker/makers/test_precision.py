@@ -1,0 +1,388 @@
+"""Lower precisions as files: accurate, of the scheme the target wants, and traceable to what shaped them."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+import pytest
+
+from dyno.worker.inputs import calibration
+from dyno.worker.makers import precision as onnx_precision
+from dyno.worker.makers.precision import OnnxPrecision, converted
+from dyno.worker.onnx_graph import check as onnx_check
+from dyno.worker.onnx_graph import fp16
+from dyno.worker.onnx_graph import int8 as onnx_int8
+from dyno.worker.spec import Artifact, DataSpec, Dims, Preprocess, Recipe, Trial, UserError
+
+
+def recipe(digits: Any, precision: str = "int8", target: str = "onnxruntime", **options: Any) -> Recipe:
+    data = replace(digits.data, split="calibration") if precision == "int8" else None
+    options = {"target": target, **options} if precision == "int8" else options
+    return Recipe("onnx_precision", "onnx", precision, digits.model, Dims(0, 8, 8), options, data)
+
+
+def make(digits: Any, folder: Path, *args: Any, **options: Any) -> tuple[Artifact, Counter[int], Any]:
+    """The file, how many tensors each zero-point type has, and the graph."""
+    made = OnnxPrecision().make(recipe(digits, *args, **options), digits.artifact, folder)
+    model = onnx.load(made.path)
+    points = Counter(t.data_type for t in model.graph.initializer if t.name.endswith("zero_point"))
+    return made, points, model.graph
+
+
+def test_onnx_runtime_gets_unsigned_activations_and_signed_weights_per_channel(digits: Any, tmp_path: Path) -> None:
+    made, points, graph = make(digits, tmp_path)
+    kinds = onnx.TensorProto
+    assert points[kinds.UINT8] >= 4
+    weights = [t for t in graph.initializer if t.data_type == kinds.INT8 and len(t.dims) == 4]
+    scales = {t.name: list(t.dims) for t in graph.initializer if t.name.endswith("weight_scale")}
+    assert len(weights) == 3
+    assert sorted(map(tuple, scales.values()))[-1] == (32,)
+    assert points[kinds.INT32] or any(t.data_type == kinds.INT32 for t in graph.initializer)
+    assert made.made_by["scheme"].startswith("U8S8")
+
+
+def test_tensorrt_gets_signed_symmetric_and_no_quantised_bias(digits: Any, tmp_path: Path) -> None:
+    made, points, graph = make(digits, tmp_path, target="tensorrt")
+    assert set(points) == {onnx.TensorProto.INT8}
+    assert not any(t.data_type == onnx.TensorProto.INT32 for t in graph.initializer)
+    zero = [onnx.numpy_helper.to_array(t) for t in graph.initializer if t.name.endswith("zero_point")]
+    assert all((points == 0).all() for points in zero)
+    assert made.made_by["scheme"].startswith("S8S8")
+
+
+def test_openvino_gets_zero_points_of_0_unsigned_where_nothing_is_negative(digits: Any, tmp_path: Path) -> None:
+    made, points, graph = make(digits, tmp_path, target="openvino")
+    assert points[onnx.TensorProto.UINT8] >= 2
+    zero = [onnx.numpy_helper.to_array(t) for t in graph.initializer if t.name.endswith("zero_point")]
+    assert all((points == 0).all() for points in zero)
+    (seen,) = (t for t in graph.initializer if t.name == "input_zero_point")
+    assert seen.data_type == onnx.TensorProto.INT8
+    assert not any(t.data_type == onnx.TensorProto.INT32 for t in graph.initializer)
+    assert made.made_by["scheme"].startswith("U8S8 or S8S8, zero-point 0")
+
+
+def test_attention_and_residual_sums_of_a_transformer_stay_in_float(
+    digits: Any, onnx_file: Callable[..., Path], tmp_path: Path
+) -> None:
+    h, kind = onnx.helper, onnx.TensorProto.FLOAT
+    io = [h.make_tensor_value_info(name, kind, ["batch", 1, 8, 8]) for name in ("input", "output")]
+    rng = np.random.default_rng(0)
+    weights = [onnx.numpy_helper.from_array(rng.standard_normal((8, 8)).astype(np.float32), n) for n in ("wq", "wk")]
+    nodes = [
+        h.make_node("MatMul", ["input", "wq"], ["q"], name="query"),
+        h.make_node("MatMul", ["input", "wk"], ["k"], name="key"),
+        h.make_node("MatMul", ["q", "k"], ["scores"], name="product"),
+        h.make_node("Softmax", ["scores"], ["attention"], name="softmax"),
+        h.make_node("Add", ["input", "attention"], ["output"], name="residual"),
+    ]
+    parent = replace(digits.artifact, path=str(onnx_file(nodes, io[:1], io[1:], weights)))
+    folder = tmp_path / "made"
+    folder.mkdir()
+    made = OnnxPrecision().make(recipe(digits), parent, folder)
+    graph = onnx.load(made.path).graph
+    producers = {name: node.op_type for node in graph.node for name in node.output}
+    fed_by = {node.name: {producers.get(name) for name in node.input} for node in graph.node}
+    assert fed_by["query"] == fed_by["key"] == {"DequantizeLinear"}
+    assert fed_by["softmax"] == {"MatMul"}
+    assert producers["output"] == "Add"
+    assert made.made_by["kept_float"] == 1
+
+
+def test_the_record_says_what_shaped_the_file(digits: Any, tmp_path: Path) -> None:
+    made, *_ = make(digits, tmp_path, samples=40)
+    assert made.made_by["calibration"] == {"samples": 40, "method": "minmax", "data_sha256": "d161"}
+    assert made.made_by["target"] == "onnxruntime"
+    assert made.made_by["parameters"] == 1234
+    assert 0 < made.made_by["check"]["max_difference"] < 0.1 * made.made_by["check"]["max_output"]
+    assert made.parent_sha256 == digits.artifact.sha256
+    assert made.bytes < 0.5 * digits.artifact.bytes
+    assert [p.name for p in tmp_path.iterdir()] == ["model.onnx"]
+
+
+def test_fewer_calibration_images_than_asked_for_is_a_warning(digits: Any, tmp_path: Path) -> None:
+    made, *_ = make(digits, tmp_path, samples=5000)
+    assert made.made_by["calibration"]["samples"] == 200
+    assert made.made_by["warnings"] == ["calibrated on 200 images, all that digits has for it"]
+
+
+@pytest.mark.parametrize("method", ["entropy", "percentile"])
+def test_the_other_methods_give_other_ranges(digits: Any, tmp_path: Path, method: str) -> None:
+    def scales(*, method: str) -> np.ndarray:
+        folder = tmp_path / method
+        folder.mkdir()
+        *_, graph = make(digits, folder, samples=24, method=method)
+        found = {t.name: onnx.numpy_helper.to_array(t) for t in graph.initializer if t.name.endswith("output_0_scale")}
+        return np.asarray([found[name] for name in sorted(found)])
+
+    usual, other = scales(method="minmax"), scales(method=method)
+    assert (other <= usual * 1.01).all()
+    assert (other < usual * 0.999).any()
+
+
+def test_a_file_with_a_fixed_batch_is_calibrated_at_that_batch(digits: Any, static_file: Path, tmp_path: Path) -> None:
+    parent = digits.described(static_file, batch=1)
+    made = OnnxPrecision().make(recipe(digits, samples=10), parent, tmp_path)
+    assert made.inputs[0].shape == (1, 1, 8, 8)
+
+
+@pytest.mark.parametrize("target", ["onnxruntime", "openvino"])
+def test_seven_bit_weights_where_the_cpu_would_overflow(
+    digits: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    for narrow, most in ((True, 64), (False, 127)):
+        monkeypatch.setattr(onnx_int8, "_saturates", lambda narrow=narrow: narrow)
+        made, _, graph = make(digits, tmp_path, target=target)
+        weights = [onnx.numpy_helper.to_array(t) for t in graph.initializer if t.data_type == onnx.TensorProto.INT8]
+        assert max(int(np.abs(w).max()) for w in weights) == most
+        assert ("7 bits" in made.made_by["scheme"]) is narrow
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one processor is all there is")
+def test_calibration_keeps_to_the_processors_that_it_may_use(
+    digits: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ONNX Runtime's own choice is a thread on every core of the machine, whatever this process may use."""
+
+    def threads() -> dict[int, set[int]]:
+        return {int(t.name): os.sched_getaffinity(int(t.name)) for t in Path("/proc/self/task").iterdir()}
+
+    def reader(feeds: Any) -> Any:
+        seen.append({tid: cpus for tid, cpus in threads().items() if tid not in before})
+        return calibration.reader(feeds)
+
+    seen: list[dict[int, set[int]]] = []
+    monkeypatch.setattr(onnx_int8, "reader", reader)
+    mine, before = os.sched_getaffinity(0), threads()
+    try:
+        os.sched_setaffinity(0, {min(mine)})
+        make(digits, tmp_path)
+    finally:
+        os.sched_setaffinity(0, mine)
+    assert seen and all(cpus == {min(mine)} for new in seen for cpus in new.values())
+
+
+def test_fp16_halves_the_file_and_keeps_float32_feeds(digits: Any, tmp_path: Path) -> None:
+    made, _, graph = make(digits, tmp_path, "fp16")
+    assert made.bytes < 0.6 * digits.artifact.bytes
+    assert graph.input[0].type.tensor_type.elem_type == onnx.TensorProto.FLOAT
+    assert {t.data_type for t in graph.initializer if len(t.dims) == 4} == {onnx.TensorProto.FLOAT16}
+    assert made.made_by["check"]["max_difference"] < 0.02 * made.made_by["check"]["max_output"]
+
+
+def test_fp16_keeps_softmax_in_fp32_and_weights_that_half_precision_holds(
+    digits: Any, onnx_file: Callable[..., Path], tmp_path: Path
+) -> None:
+    h, kind = onnx.helper, onnx.TensorProto.FLOAT
+    io = [h.make_tensor_value_info(name, kind, ["batch", 1, 8, 8]) for name in ("input", "output")]
+    big = onnx.numpy_helper.from_array(np.float32([30000.0]), "big")
+    nodes = [h.make_node("Mul", ["input", "big"], ["scaled"]), h.make_node("Softmax", ["scaled"], ["output"])]
+    path = onnx_file(nodes, io[:1], io[1:], [big])
+    parent = replace(digits.artifact, path=str(path))
+    folder = tmp_path / "made"
+    folder.mkdir()
+    graph = onnx.load(OnnxPrecision().make(recipe(digits, "fp16"), parent, folder).path).graph
+    assert graph.output[0].type.tensor_type.elem_type == kind, "what was asked to stay FP32 is FP32 to the end"
+    (weight,) = (onnx.numpy_helper.to_array(t) for t in graph.initializer)
+    assert weight.dtype == np.float16
+    assert weight == 30000
+    producers = {name: node.op_type for node in graph.node for name in node.output}
+    softmax = next(node for node in graph.node if node.op_type == "Softmax")
+    assert producers[softmax.input[0]] == "Cast"
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [(1e-9, []), (70000.0, ["weights up to 7e+04 are beyond what FP16 holds and were cut to 65504"])]
+)
+def test_only_weights_too_large_for_fp16_are_told_of(
+    digits: Any, onnx_file: Callable[..., Path], tmp_path: Path, value: float, said: list[str]
+) -> None:
+    h, kind = onnx.helper, onnx.TensorProto.FLOAT
+    io = [h.make_tensor_value_info(name, kind, ["batch", 1, 8, 8]) for name in ("input", "output")]
+    weight = onnx.numpy_helper.from_array(np.float32([value]), "weight")
+    path = onnx_file([h.make_node("Mul", ["input", "weight"], ["output"])], io[:1], io[1:], [weight])
+    _, warnings = fp16.mixed(onnx.load(path), set(), [])
+    assert warnings == said
+
+
+def test_nodes_whose_values_fp16_cannot_hold_stay_in_fp32(
+    digits: Any, onnx_file: Callable[..., Path], tmp_path: Path
+) -> None:
+    h, kind = onnx.helper, onnx.TensorProto.FLOAT
+    io = [h.make_tensor_value_info(name, kind, ["batch", 1, 8, 8]) for name in ("input", "output")]
+    weights = [onnx.numpy_helper.from_array(np.float32([v]), n) for n, v in (("big", 60000.0), ("small", 1e-4))]
+    nodes = [
+        h.make_node("Mul", ["input", "big"], ["large"], name="up"),
+        h.make_node("Mul", ["large", "small"], ["one"], name="down"),
+        h.make_node("Mul", ["large", "small"], ["two"], name="down_too"),
+        h.make_node("Add", ["one", "two"], ["three"], name="sum"),
+        h.make_node("Mul", ["three", "small"], ["output"], name="last"),
+    ]
+    parent = replace(digits.artifact, path=str(onnx_file(nodes, io[:1], io[1:], weights)))
+    folder = tmp_path / "made"
+    folder.mkdir()
+    asked = recipe(digits, "fp16")
+    bright = replace(asked.model, preprocess=Preprocess((0.5,), (0.1,)))  # pixels from -5 to 5
+    made = OnnxPrecision().make(replace(asked, model=bright), parent, folder)
+    assert made.made_by["warnings"][0].endswith("exceed what FP16 holds: up, down, down_too")
+    graph = onnx.shape_inference.infer_shapes(onnx.load(made.path)).graph
+    large = next(node for node in graph.node if node.name == "up").output[0]
+    assert [node.op_type for node in graph.node if large in node.input] == ["Mul", "Mul"]
+    kinds = {v.name: v.type.tensor_type.elem_type for v in graph.value_info}
+    assert kinds[large] == kind
+    assert kinds[next(node for node in graph.node if node.name == "sum").output[0]] == onnx.TensorProto.FLOAT16
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_a_cast_that_the_graph_has_of_itself_meets_the_type_around_it(
+    digits: Any, onnx_file: Callable[..., Path], tmp_path: Path, precision: str
+) -> None:
+    h, kind = onnx.helper, onnx.TensorProto.FLOAT
+    io = [h.make_tensor_value_info(name, kind, ["batch", 1, 8, 8]) for name in ("input", "output")]
+    size = onnx.numpy_helper.from_array(np.int64([4]), "size")
+    nodes = [h.make_node("Cast", ["size"], ["float"], to=kind), h.make_node("Mul", ["input", "float"], ["output"])]
+    parent = replace(digits.artifact, path=str(onnx_file(nodes, io[:1], io[1:], [size])))
+    folder = tmp_path / "made"
+    folder.mkdir()
+    made = OnnxPrecision().make(recipe(digits, precision), parent, folder)
+    assert made.made_by["check"]["max_difference"] < 0.01 * made.made_by["check"]["max_output"]
+
+
+def test_bf16_computes_in_bfloat16_from_the_weights_own_values(digits: Any, tmp_path: Path) -> None:
+    made, _, graph = make(digits, tmp_path, "bf16")
+    assert made.bytes < 0.6 * digits.artifact.bytes
+    assert onnx.load(made.path).opset_import[0].version == 22
+    assert graph.input[0].type.tensor_type.elem_type == onnx.TensorProto.FLOAT
+    weights = [t for t in graph.initializer if len(t.dims) == 4]
+    assert {t.data_type for t in weights} == {onnx.TensorProto.BFLOAT16}
+    exact = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(digits.artifact.path).graph.initializer}
+    for tensor in weights:
+        want = exact[tensor.name]
+        got = onnx.numpy_helper.to_array(tensor).astype(np.float32)
+        assert (np.abs(got - want) <= np.abs(want) * 2**-8).all()
+    check = made.made_by["check"]
+    assert 0 < check["max_difference"] < 0.02 * check["max_output"]
+    assert "rounded" in check["ran"]
+
+
+def test_bf16_holds_what_fp16_overflows_on_and_keeps_softmax_in_fp32(
+    digits: Any, onnx_file: Callable[..., Path], tmp_path: Path
+) -> None:
+    h, kind = onnx.helper, onnx.TensorProto.FLOAT
+    io = [h.make_tensor_value_info(name, kind, ["batch", 1, 8, 8]) for name in ("input", "output")]
+    weights = [onnx.numpy_helper.from_array(np.float32([v]), n) for n, v in (("big", 3e38), ("tiny", 1e-38))]
+    nodes = [
+        h.make_node("Mul", ["input", "tiny"], ["less"]),
+        h.make_node("Mul", ["less", "big"], ["more"]),
+        h.make_node("Softmax", ["more"], ["output"]),
+    ]
+    parent = replace(digits.artifact, path=str(onnx_file(nodes, io[:1], io[1:], weights)))
+    folder = tmp_path / "made"
+    folder.mkdir()
+    made = OnnxPrecision().make(recipe(digits, "bf16"), parent, folder)
+    model = onnx.shape_inference.infer_shapes(onnx.load(made.path))
+    kinds = {v.name: v.type.tensor_type.elem_type for v in model.graph.value_info}
+    assert kinds[next(node for node in model.graph.node if "less" in node.output[0]).output[0]] == 16
+    softmax = next(node for node in model.graph.node if node.op_type == "Softmax")
+    assert kinds[softmax.input[0]] == onnx.TensorProto.FLOAT
+    assert made.made_by["check"]["max_difference"] < 0.02
+
+
+def test_the_emulation_rounds_every_bfloat16_result(tmp_path: Path) -> None:
+    h = onnx.helper
+    x, y = (h.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1]) for name in "xy")
+    third = onnx.numpy_helper.from_array(np.asarray([1 / 3], ml_dtypes.bfloat16), "third")
+    nodes = [
+        h.make_node("Cast", ["x"], ["x16"], to=onnx.TensorProto.BFLOAT16),
+        h.make_node("Mul", ["x16", "third"], ["y16"]),
+        h.make_node("Cast", ["y16"], ["y"], to=onnx.TensorProto.FLOAT),
+    ]
+    graph = h.make_graph(nodes, "third", [x], [y], [third])
+    model = h.make_model(graph, opset_imports=[h.make_opsetid("", 22)], ir_version=10)
+    onnx.checker.check_model(model, full_check=True)
+    onnx.save(model, tmp_path / "third.onnx")
+    (found,) = onnx_check.outputs(str(tmp_path / "third.onnx"), {"x": np.float32([1.01])}, "bf16")[0]
+    x16, third16 = (np.asarray(v, ml_dtypes.bfloat16) for v in (1.01, 1 / 3))
+    assert found == float((x16.astype(np.float32) * third16.astype(np.float32)).astype(ml_dtypes.bfloat16))
+
+
+def test_a_result_that_overflows_is_refused(
+    digits: Any, onnx_file: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    h, kind = onnx.helper, onnx.TensorProto.FLOAT
+    io = [h.make_tensor_value_info(name, kind, ["batch", 1, 8, 8]) for name in ("input", "output")]
+    zero = onnx.numpy_helper.from_array(np.float32([0.0]), "zero")
+    infinite = onnx_file([h.make_node("Div", ["input", "zero"], ["output"])], io[:1], io[1:], [zero])
+    monkeypatch.setattr(onnx_precision, "to_fp16", lambda *args: args[3].write_bytes(infinite.read_bytes()) and {})
+    folder = tmp_path / "result"
+    folder.mkdir()
+    with pytest.raises(UserError, match="digits overflows in fp16"):
+        make(digits, folder, "fp16")
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp16", "bf16"])
+def test_a_quantised_file_is_not_quantised_twice(digits: Any, tmp_path: Path, precision: str) -> None:
+    once, *_ = make(digits, tmp_path)
+    with pytest.raises(UserError, match="quantised already"):
+        OnnxPrecision().make(recipe(digits, precision), once, tmp_path)
+
+
+def test_what_cannot_be_made_is_one_line(digits: Any, tmp_path: Path) -> None:
+    good = recipe(digits)
+    bad = {
+        "give --data": replace(good, data=None),
+        "unknown calibration method 'maximum'": replace(good, options={"target": "openvino", "method": "maximum"}),
+        "unknown int8 target 'tpu'": replace(good, options={"target": "tpu"}),
+        "whole number of samples": replace(good, options={"target": "openvino", "samples": 0}),
+        "has no tuning split": replace(good, data=replace(digits.data, split="tuning")),
+        "can't be made fp8": replace(good, precision="fp8"),
+    }
+    for said, wrong in bad.items():
+        with pytest.raises(UserError, match=said) as caught:
+            OnnxPrecision().make(wrong, digits.artifact, tmp_path)
+        assert "\n" not in str(caught.value)
+
+
+def test_calibration_images_of_another_size_are_refused(digits: Any, tmp_path: Path) -> None:
+    np.save(tmp_path / "images.npy", np.zeros((4, 1, 9, 9), np.uint8))
+    for name in ("labels", "calibration"):
+        np.save(tmp_path / f"{name}.npy", np.arange(4))
+    wrong = replace(recipe(digits), data=DataSpec("nines", str(tmp_path), split="calibration"))
+    with pytest.raises(UserError, match="nines are 1x9x9, but the model reads 1x8x8"):
+        OnnxPrecision().make(wrong, digits.artifact, tmp_path)
+
+
+def test_all_batches_share_one_chain_and_targets_only_what_does_not_depend_on_them(digits: Any) -> None:
+    def chain(precision: str, target: str, batch: int = 1, **options: Any) -> Recipe:
+        trial: Trial = digits.trial(target, precision, batch, **options)
+        return converted(trial, target)
+
+    assert chain("fp32", "openvino").maker == "onnx_export"
+    assert chain("fp16", "openvino") == chain("fp16", "onnxruntime", batch=8)
+    int8 = chain("int8", "openvino", batch=1, method="entropy", streams=2)
+    assert int8 == chain("int8", "openvino", batch=8, method="entropy", streams=1)
+    assert int8 != chain("int8", "onnxruntime", method="entropy")
+    assert int8.options == {"target": "openvino", "samples": 128, "method": "entropy"}
+    assert int8.data is not None and int8.data.split == "calibration"
+    assert int8.parent is not None and int8.parent.maker == "onnx_export" and int8.parent.dims.batch == 0
+
+
+def test_int8_without_data_has_no_recipe(digits: Any) -> None:
+    with pytest.raises(UserError, match="give --data"):
+        converted(replace(digits.trial("openvino", "int8"), data=DataSpec()), "openvino")
+
+
+def test_tensorrt_gets_an_opset_that_its_oldest_parser_reads(digits: Any) -> None:
+    def opset(target: str, **options: Any) -> Any:
+        made = converted(digits.trial(target, "fp16", **options), target)
+        assert made.parent is not None
+        return made.parent.options.get("opset")
+
+    assert (opset("tensorrt"), opset("tensorrt", opset=20), opset("openvino")) == (17, 20, None)

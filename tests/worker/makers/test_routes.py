@@ -1,0 +1,151 @@
+"""Routes to an ONNX file: the usual one first, others where it fails, each by name where the user asks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from dyno.engine.execute import Files
+from dyno.jobs.progress import Progress
+from dyno.planning.routes import options_of, routed
+from dyno.study import Choice
+from dyno.worker import registry
+from dyno.worker.makers.static import OnnxStatic, static_of
+from dyno.worker.spec import Artifact, Dims, ModelSpec, Recipe, Runtime, Trial, UserError
+
+pytestmark = pytest.mark.usefixtures("preloaded")
+
+ATTENTION = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.token, self.patch = nn.Parameter(torch.randn(1, 1, 16)), nn.Conv2d(3, 16, 8, 8)
+        self.qkv, self.head = nn.Linear(16, 48), nn.Linear(16, 10)
+
+    def forward(self, x):
+        x = self.patch(x).flatten(2).transpose(1, 2)
+        x = torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1)
+        q, k, v = self.qkv(x).reshape(x.shape[0], -1, 3, 2, 8).permute(2, 0, 3, 1, 4).unbind(0)
+        x = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.head(x.transpose(1, 2).flatten(2)[:, 0])
+
+def net():
+    return Net()
+"""
+
+
+def _trial(source: str, name: str = "onnxruntime", batch: int = 2, **options: Any) -> Trial:
+    return Trial(ModelSpec("net", source), name, "fp32", Dims(batch, 32, 32), options, runtime=Runtime(threads=1))
+
+
+def _file(recipe: Recipe | None) -> Artifact:
+    assert recipe is not None
+    made = Files(Progress(quiet=True)).file(recipe)
+    assert isinstance(made, Artifact), made
+    return made
+
+
+@pytest.fixture(scope="module")
+def net(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("net") / "attention.py"
+    path.write_text(ATTENTION)
+    return f"{path}:net"
+
+
+def test_an_engine_for_one_shape_gets_a_folded_graph_first_and_other_routes_after(net: str) -> None:
+    recipe = registry.find("tensorrt").recipe(replace(_trial(net, "tensorrt"), runtime=Runtime(device="cuda:0")))
+    found = []
+    while recipe is not None:
+        file = recipe.parent
+        assert file is not None
+        exported = file.parent if file.maker == OnnxStatic.name else file
+        assert exported is not None
+        found.append((file.maker, exported.options.get("exporter"), exported.dims.batch))
+        recipe = recipe.fallback
+    assert found == [("onnx_static", None, 0), ("onnx_static", "torchscript", 2), ("onnx_export", None, 2)]
+
+
+def test_a_named_route_has_no_other_behind_it(net: str) -> None:
+    recipe = registry.find("onnxruntime").recipe(_trial(net, exporter="torchscript", static=True))
+    assert recipe is not None and recipe.fallback is None and recipe.dims.batch == 2
+
+
+@pytest.mark.slow
+def test_attention_with_a_free_batch_folds_to_a_graph_that_no_shape_is_computed_in(net: str) -> None:
+    made = _file(registry.find("onnxruntime").recipe(_trial(net, fold=True, exporter="dynamo")))
+    kinds = {node.op_type for node in onnx.load(made.path).graph.node}
+    assert not kinds & {"Shape", "Expand", "ConstantOfShape"}
+    assert made.route == "dynamo opset 18, folded" and made.inputs[0].shape == (2, 3, 32, 32)
+
+
+@pytest.mark.slow
+def test_keys_are_swapped_by_one_transpose(net: str) -> None:
+    graph = onnx.load(_file(registry.find("onnxruntime").recipe(_trial(net, exporter="dynamo"))).path).graph
+    makers = {name: node for node in graph.node for name in node.output}
+    products = [n for n in graph.node if n.op_type == "MatMul" and "Softmax" in {r.op_type for r in graph.node}]
+    scores = [n for n in products if any(r.op_type == "Softmax" and r.input[0] == n.output[0] for r in graph.node)]
+    (score,) = scores
+    back = makers[score.input[1]]
+    back = makers[back.input[0]] if back.op_type == "Mul" else back
+    assert back.op_type == "Transpose" and [*back.attribute[0].ints] == [0, 1, 3, 2]
+
+
+@pytest.mark.slow
+def test_where_a_route_fails_the_next_one_is_taken_and_said(net: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = registry.find("onnxruntime").recipe(_trial(net, exporter="torchscript"))
+    assert good is not None
+    bad = replace(good, options={"exporter": "none such"}, fallback=good)
+    files = Files(Progress(quiet=True))
+    made = files.file(bad)
+    assert isinstance(made, Artifact)
+    assert "made by another route (torchscript opset 18), because the usual one ended as failed" in str(
+        made.made_by["warnings"]
+    )
+    again = Files(Progress(quiet=True)).file(bad)  # kept: the route that fails isn't tried again
+    assert isinstance(again, Artifact) and again.sha256 == made.sha256
+
+
+def test_fixed_shapes_that_a_file_can_not_have_are_refused(tmp_path: Path) -> None:
+    value = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["n", 3, 8, 8])
+    out = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, ["n", 3, 8, 8])
+    graph = onnx.helper.make_graph([onnx.helper.make_node("Relu", ["x"], ["y"])], "g", [value], [out])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=10)
+    onnx.save(model, tmp_path / "m.onnx")
+    from dyno.worker.onnx_graph.file import given
+
+    parent = given(str(tmp_path / "m.onnx"), None, tmp_path)
+    trial = replace(_trial(f"file:{tmp_path / 'm.onnx'}"), dims=Dims(4, 16, 16))
+    recipe = static_of(Recipe("onnx_export", "onnx", "fp32", trial.model, trial.dims), trial)
+    with pytest.raises(UserError, match="fixed height 8"):
+        OnnxStatic().make(recipe, parent, tmp_path)
+    made = OnnxStatic().make(replace(recipe, dims=Dims(4, 8, 8)), parent, tmp_path)
+    assert made.inputs[0].shape == (4, 3, 8, 8) == made.outputs[0].shape
+    assert np.prod(made.outputs[0].shape) == 768
+
+
+def test_routes_by_name() -> None:
+    assert options_of("torchscript+opset17+static+fold") == {
+        "exporter": "torchscript", "opset": 17, "static": True, "fold": True,
+    }  # fmt: skip
+    choices = [Choice("pytorch"), Choice("onnxruntime", {"spinning": False})]
+    found = routed(choices, ("dynamo", "torchscript"))
+    assert [c.options.get("exporter") for c in found] == [None, "dynamo", "torchscript"]
+    assert found[1].options["spinning"] is False
+    assert len(routed(choices, ("all",))) == 5 and len(routed(choices, ("all",), file=True)) == 2
+    with pytest.raises(UserError, match="a route is made of dynamo, torchscript"):
+        options_of("tracing")
+
+
+@pytest.mark.slow
+def test_a_transformer_in_half_precision_runs_on_a_cpu(dyno: Any, net: str, tmp_path: Path) -> None:
+    words = ("--precision", "fp16", "--size", 32, "--rounds", 1, "--seconds", 0.1, "--warmup", 0.1)
+    done = dyno("run", net, *words, "--backends", "onnxruntime", "--out", tmp_path / "run")
+    assert done.returncode == 0, done.stderr  # its layout optimiser dies of such graphs

@@ -1,0 +1,143 @@
+"""Random networks keep their activations where a trained one's are, the same on every machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dyno.worker.nets import models
+from dyno.worker.nets.batch_norm import settle
+from dyno.worker.spec import ModelSpec
+
+LARGEST = 65504.0  # of float16
+
+
+def largest(module: nn.Module) -> float:
+    """The largest number that any layer gives for noise."""
+    seen = [0.0]
+
+    def look(_: nn.Module, given: Any, out: Any) -> None:
+        seen.append(float(out.abs().max()))
+
+    hooks = [layer.register_forward_hook(look) for layer in module.modules()]
+    with torch.no_grad():
+        module.eval()(torch.rand(1, 3, 224, 224, generator=torch.Generator().manual_seed(1)) * 4 - 2)
+    for hook in hooks:
+        hook.remove()
+    return max(seen)
+
+
+def small() -> nn.Sequential:
+    torch.manual_seed(0)
+    # The second norm's means are zero but for rounding, which depends on the order of a sum.
+    return nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), nn.BatchNorm2d(64), nn.Conv2d(64, 96, 1), nn.BatchNorm2d(96))
+
+
+@pytest.mark.slow
+def test_a_deep_random_network_fits_float16():
+    deep = ModelSpec("r", "torchvision:resnet101")
+    assert largest(models.drawn(deep)) > LARGEST
+    assert largest(models.load(deep)) < LARGEST / 4
+
+
+@pytest.mark.parametrize("source", ["", pytest.param("timm:levit_128", marks=pytest.mark.slow)])
+def test_the_statistics_do_not_depend_on_threads(source):
+    def settled(threads: int) -> str:
+        torch.set_num_threads(threads)
+        module = models.drawn(ModelSpec("m", source)) if source else small()
+        settle(torch, module, 3, (224, 224))
+        assert torch.get_num_threads() == threads
+        return models.weights_sha256(module)
+
+    before = torch.get_num_threads()
+    try:
+        assert len({settled(threads) for threads in (1, 2)}) == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_each_norm_gives_unit_variance_and_is_as_it_was_otherwise():
+    module = small().train()
+    settle(torch, module, 3, (64, 64))
+    for norm in (module[1], module[3]):
+        assert norm.momentum == 0.1 and int(norm.num_batches_tracked) == 0 and not norm.training
+        assert norm.running_var.dtype is torch.float32 and not norm._forward_hooks and not norm._forward_pre_hooks
+    assert module[0].padding_mode == "zeros"
+    with torch.no_grad():
+        spread = module(torch.randn(8, 3, 96, 96)).std()
+    assert 0.7 < float(spread) < 1.4
+
+
+class Block(nn.Module):
+    """A residual branch beside the way around it, the way around first in the sum, in place as torchvision has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.BatchNorm2d(8), nn.BatchNorm2d(8)
+        self.wide, self.back = (nn.Conv2d(8, 8, 3, padding=1, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x += self.last(self.back(self.first(self.wide(x)).relu()))
+        return x.relu_()
+
+
+@pytest.mark.slow
+def test_a_small_error_stays_small_through_residual_branches(monkeypatch):
+    def settled() -> nn.Sequential:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), *(Block() for _ in range(30)))
+        settle(torch, module, 3, (64, 64))
+        return module
+
+    module = settled()
+    weights = {(float(b.first.weight[0].detach()), float(b.last.weight[0].detach())) for b in module[2:]}
+    assert weights == {(1.0, 0.25)} and float(module[1].weight[0].detach()) == 1
+    kept = error(module)
+    monkeypatch.setattr("dyno.worker.nets.batch_norm.DAMPED", 1.0)
+    assert kept < error(settled()) / 2
+
+
+def error(module: nn.Module) -> float:
+    """How many times larger an error of the input is in the output, both as shares of what varies there."""
+    draw = torch.Generator().manual_seed(2)
+    x, off = (torch.randn(2, 3, 48, 48, generator=draw, dtype=torch.float64) for _ in range(2))
+    with torch.no_grad():
+        exact = module.double()(x.clone())
+        moved = module(x + 1e-6 * off) - exact
+    return float(moved.std() / exact.std() / 1e-6)
+
+
+class Only(nn.Module):
+    """Takes images of one size alone."""
+
+    def __init__(self, side: int) -> None:
+        super().__init__()
+        self.side, self.net = side, small()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.net[0](x)
+        if x.shape[-1] != self.side:
+            raise AssertionError(f"{self.side} wanted")
+        return self.net[1:](found)
+
+
+def test_a_network_for_one_size_is_settled_at_its_own():
+    module = Only(40)
+    settle(torch, module, 3, (40, 40))
+    assert float((module.net[1].running_var - 1).abs().max()) > 0.1
+
+
+def test_a_network_that_refuses_is_left_as_it_was_drawn():
+    module = Only(40)
+    drawn = models.weights_sha256(module)
+    settle(torch, module, 3, (50, 50))
+    assert models.weights_sha256(module) == drawn
+    assert {p.dtype for p in module.parameters()} == {torch.float32}
+
+
+def test_a_function_s_own_network_is_never_touched():
+    module = models.load(ModelSpec("d", "dyno.worker.nets.digits:resnet18", channels=1))
+    assert all(float(m.running_mean.abs().max()) == 0 for m in module.modules() if isinstance(m, nn.BatchNorm2d))

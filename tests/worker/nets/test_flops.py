@@ -1,0 +1,86 @@
+"""Operations are those one counts by hand, and the same for a module and for the file exported from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+
+from dyno.worker.nets import flops
+
+FLOAT = TensorProto.FLOAT
+
+
+def stored(path: Path, nodes: list[Any], weights: dict[str, tuple[int, ...]], shape: tuple[Any, ...]) -> str:
+    """An ONNX file of these nodes from `x` to `y`."""
+    constants = [numpy_helper.from_array(np.ones(s, np.float32), name) for name, s in weights.items()]
+    x, y = helper.make_tensor_value_info("x", FLOAT, shape), helper.make_tensor_value_info("y", FLOAT, None)
+    graph = helper.make_graph(nodes, "net", [x], [y], constants)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]), path)
+    return str(path)
+
+
+def test_a_convolution_and_a_linear_layer_are_counted_as_by_hand() -> None:
+    net = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 8, 3, stride=2, padding=1, groups=1), torch.nn.ReLU(), torch.nn.Conv2d(8, 8, 3, groups=8),
+        torch.nn.Flatten(), torch.nn.Linear(8 * 14 * 14, 10),
+    )  # fmt: skip
+    by_hand = 2 * (8 * 16 * 16 * 3 * 9 + 8 * 14 * 14 * 9 + 8 * 14 * 14 * 10)
+    assert flops.of_module(net, torch.zeros(1, 3, 32, 32)) == by_hand
+
+
+def test_attention_is_counted_though_it_is_one_fused_operator() -> None:
+    layer = torch.nn.TransformerEncoderLayer(16, 2, dim_feedforward=32, batch_first=True).eval()
+    tokens, width = 10, 16
+    projections = 4 * tokens * width * width
+    products = 2 * tokens * tokens * width
+    feed = 2 * tokens * width * 32
+    assert flops.of_module(layer, torch.zeros(1, tokens, width)) == 2 * (projections + products + feed)
+    assert torch.backends.mha.get_fastpath_enabled(), "the setting is as it was"
+
+
+@pytest.mark.parametrize(
+    ("node", "weight", "shape", "expected"),
+    [
+        (helper.make_node("Conv", ["x", "w"], ["y"], strides=[2, 2], pads=[1] * 4), (8, 3, 3, 3), (1, 3, 8, 8),
+         2 * 8 * 16 * 27),
+        (helper.make_node("Conv", ["x", "w"], ["y"], group=4), (4, 1, 3, 3), (1, 4, 8, 8), 2 * 4 * 36 * 9),
+        (helper.make_node("ConvTranspose", ["x", "w"], ["y"], strides=[2, 2]), (4, 6, 2, 2), (1, 4, 8, 8),
+         2 * 4 * 64 * 6 * 4),
+        (helper.make_node("Gemm", ["x", "w"], ["y"], transA=1), (5, 7), (5, 2), 2 * 2 * 7 * 5),
+        (helper.make_node("MatMul", ["x", "w"], ["y"]), (2, 6, 7), (2, 5, 6), 2 * 2 * 5 * 7 * 6),
+    ],
+    ids=["conv", "depthwise", "transposed", "gemm", "matmul"],
+)  # fmt: skip
+def test_products_of_a_graph(
+    node: Any, weight: tuple[int, ...], shape: tuple[int, ...], expected: int, tmp_path: Path
+) -> None:
+    path = stored(tmp_path / "net.onnx", [node], {"w": weight}, shape)
+    assert flops.of_onnx(path, {"x": shape}) == expected
+
+
+def test_a_dynamic_batch_is_counted_at_the_batch_that_is_asked_for(tmp_path: Path) -> None:
+    node = helper.make_node("MatMul", ["x", "w"], ["y"])
+    path = stored(tmp_path / "net.onnx", [node], {"w": (6, 7)}, ("batch", 6))
+    assert flops.of_onnx(path, {"x": (4, 6)}) == 2 * 4 * 7 * 6
+
+
+def test_a_shape_that_cannot_be_inferred_gives_no_count(tmp_path: Path) -> None:
+    nodes = [helper.make_node("Custom", ["x"], ["h"], domain="own"), helper.make_node("MatMul", ["h", "w"], ["y"])]
+    assert flops.of_onnx(stored(tmp_path / "net.onnx", nodes, {"w": (6, 7)}, (1, 6)), {"x": (1, 6)}) == 0
+
+
+def test_a_network_and_its_export_count_the_same(tmp_path: Path) -> None:
+    from torchvision.models import squeezenet1_1
+
+    net, image = squeezenet1_1().eval(), torch.zeros(1, 3, 64, 64)
+    torch.onnx.export(net, (image,), tmp_path / "net.onnx", dynamo=False, input_names=["x"],
+                      dynamic_axes={"x": {0: "batch"}})  # fmt: skip
+    one = flops.of_module(net, image)
+    assert one > 1e7
+    assert [flops.of_onnx(str(tmp_path / "net.onnx"), {"x": (n, 3, 64, 64)}) for n in (1, 4)] == [one, 4 * one]

@@ -1,0 +1,274 @@
+"""Sources are told apart, weights are the ones asked for, and nothing in a checkpoint is ever run."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from dyno.worker.nets import models
+from dyno.worker.spec import Dims, ModelSpec, Preprocess, UserError
+
+DIGITS = "dyno.worker.nets.digits:resnet18"
+
+
+def spec(source: str = DIGITS, **options: Any) -> ModelSpec:
+    return ModelSpec("test", source, **options)
+
+
+def refusal(model: ModelSpec) -> str:
+    with pytest.raises(UserError) as caught:
+        models.load(model)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "kind", "rest"),
+    [
+        ("torchvision:resnet18", "torchvision", "resnet18"),
+        ("timm:resnet18.a1_in1k", "timm", "resnet18.a1_in1k"),
+        ("ultralytics:yolov8n-cls.yaml", "ultralytics", "yolov8n-cls.yaml"),
+        ("file:/a:b/m.onnx", "file", "/a:b/m.onnx"),
+        ("torchvision.models:resnet18", "module", "torchvision.models:resnet18"),
+        ("package.nets:Net.small", "module", "package.nets:Net.small"),
+        ("/a:b/nets.py:small", "python", "/a:b/nets.py:small"),
+        ("сети/моя.py:модель", "python", "сети/моя.py:модель"),
+    ],
+)
+def test_parse_tells_sources_apart(source, kind, rest):
+    assert models.parse(source) == (kind, rest)
+
+
+@pytest.mark.parametrize("source", ["resnet18", "torchvision:", "a b:net", "nets:2", "/a/b:net", "ultralytics:"])
+def test_parse_refuses_what_is_no_source(source):
+    with pytest.raises(UserError, match="torchvision:NAME"):
+        models.parse(source)
+
+
+@pytest.mark.parametrize(
+    ("source", "hint"),
+    [
+        ("torchvision:resnt50", "did you mean torchvision:resnet50?"),
+        ("timm:vit_tiny_patch16_22", "did you mean timm:vit_tiny_patch16_224?"),
+        ("torchvision.models:resnt50", "did you mean 'resnet50'?"),
+        ("resnet50", "try torchvision:resnet50"),
+        ("nowhere_at_all:net", "No module named 'nowhere_at_all'"),
+        ("missing.py:net", "missing.py doesn't exist"),
+        ("math:pi", "is a float"),
+    ],
+)
+def test_unknown_names_get_the_nearest_one(source, hint):
+    assert hint in refusal(spec(source))
+
+
+def test_random_weights_depend_on_the_seed_alone():
+    first, again, other = (models.load(spec(seed=seed, channels=1)) for seed in (1, 1, 2))
+    assert not first.training
+    assert models.weights_sha256(first) == models.weights_sha256(again) != models.weights_sha256(other)
+
+
+def test_weights_sha256_sees_values_types_shapes_and_names():
+    net = torch.nn.Linear(2, 3)
+    before = models.weights_sha256(net)
+    assert models.weights_sha256(torch.nn.Linear(2, 3).to(torch.bfloat16)) != before
+    assert models.weights_sha256(torch.nn.Sequential(net)) != before
+    with torch.no_grad():
+        net.weight[0, 0] += 1
+    assert models.weights_sha256(net) != before
+
+
+def test_classes_and_channels_reach_the_libraries():
+    assert models.load(spec("torchvision:mobilenet_v2", classes=7)).classifier[1].out_features == 7
+    timm = models.load(spec("timm:test_vit", classes=7, channels=1), Dims(1, 96, 96))
+    assert timm(torch.zeros(1, 1, 96, 96)).shape == (1, 7)
+    assert "has 3 input channels, not 1" in refusal(spec("torchvision:resnet18", channels=1))
+
+
+def test_the_digits_network_is_a_quarter_as_wide():
+    net = models.load(spec(classes=10, channels=1))
+    assert sum(p.numel() for p in net.parameters()) == 701_818
+    assert net(torch.zeros(2, 1, 64, 64)).shape == (2, 10)
+
+
+def test_a_python_file_is_a_source(tmp_path):
+    (tmp_path / "part.py").write_text("WIDTH = 5\n")
+    file = tmp_path / "моя сеть.py"
+    file.write_text(
+        "import torch\nfrom part import WIDTH\n"
+        "def net(num_classes=3): return torch.nn.Linear(WIDTH, num_classes)\n"
+        "def bare(): return torch.nn.Linear(1, 2)\n"
+        "def number(): return 5\n"
+        "def broken(): return 1 / 0\n"
+    )
+    try:
+        assert models.load(spec(f"{file}:net")).out_features == 3
+        assert models.load(spec(f"{file}:net", classes=9)).out_features == 9
+        assert models.load(spec(f"{file}:bare", classes=9)).out_features == 2
+        assert "must return a torch.nn.Module" in refusal(spec(f"{file}:number"))
+        assert "ZeroDivisionError: division by zero" in refusal(spec(f"{file}:broken"))
+        assert "did you mean 'broken'?" in refusal(spec(f"{file}:brokn"))
+        assert refusal(spec(f"{file}:other")).endswith("сеть.py 'other'; known: net, bare, number, broken")
+        assert "changed since" in refusal(spec(f"{file}:net", source_sha256="0" * 64))
+    finally:
+        sys.path.remove(str(tmp_path))
+
+
+@pytest.fixture
+def trained() -> torch.nn.Module:
+    return models.load(spec(seed=5, channels=1, classes=10))
+
+
+@pytest.mark.parametrize(
+    "kind", ["plain", "state_dict", "model", "model_state_dict", "parallel", "compiled", "safetensors"]
+)
+def test_checkpoints_come_in_many_wrappings(kind, tmp_path, trained):
+    state = trained.state_dict()
+    path = tmp_path / ("w.safetensors" if kind == "safetensors" else "w.pt")
+    prefixes = {"parallel": "module.", "compiled": "_orig_mod.module."}
+    state = {prefixes.get(kind, "") + name: tensor for name, tensor in state.items()}
+    if kind == "safetensors":
+        save_file(state, path)
+    else:
+        torch.save({"epoch": 3, kind: state} if kind in ("state_dict", "model", "model_state_dict") else state, path)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    loaded = models.load(spec(seed=1, channels=1, weights=str(path), weights_sha256=digest))
+    assert models.weights_sha256(loaded) == models.weights_sha256(trained)
+
+
+@pytest.mark.parametrize("source", ["torchvision:resnet18", "timm:resnet18"])
+def test_the_number_of_classes_is_read_from_the_checkpoint(source, tmp_path):
+    path = tmp_path / "w.pth"
+    torch.save(models.load(spec("torchvision:resnet18", classes=4)).state_dict(), path)
+    assert models.load(spec(source, weights=str(path))).fc.out_features == 4
+    said = refusal(spec(source, classes=5, weights=str(path)))
+    assert "fc.weight (model [5, 512], file [4, 512])" in said
+    assert said.endswith("; they are of 4 classes: give --classes 4")
+
+
+def test_weights_of_other_classes_say_what_to_give(tmp_path, trained):
+    torch.save(trained.state_dict(), tmp_path / "ten.pt")
+    file = tmp_path / "nets.py"
+    file.write_text(
+        "from dyno.worker.nets.digits import resnet18\n"
+        "def net(num_classes=1000): return resnet18(num_classes)\n"
+        "def fixed(): return resnet18(1000)\n"
+    )
+    weights = {"channels": 1, "weights": str(tmp_path / "ten.pt")}
+    assert refusal(spec(f"{file}:net", **weights)).endswith("; they are of 10 classes: give --classes 10")
+    assert models.load(spec(f"{file}:net", classes=10, **weights)).fc.out_features == 10
+    said = refusal(spec(f"{file}:fixed", **weights))
+    assert said.endswith("they are of 10 classes: let the function take num_classes and give --classes 10")
+
+
+def test_weights_that_do_not_fit_are_named(tmp_path, trained):
+    state = trained.state_dict()
+    del state["conv1.weight"]
+    state["extra"] = torch.zeros(1)
+    torch.save(state, tmp_path / "w.pt")
+    said = refusal(spec(channels=1, weights=str(tmp_path / "w.pt")))
+    assert "missing conv1.weight" in said
+    assert "unexpected extra" in said
+
+
+class Trap:
+    """Runs a command when it is unpickled without care."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.mark}",)
+
+
+@pytest.mark.parametrize("new_format", [True, False])
+def test_code_in_a_checkpoint_is_never_run(new_format, tmp_path):
+    mark, path = tmp_path / "ran", tmp_path / "w.pt"
+    torch.save({"state_dict": Trap(mark)}, path, _use_new_zipfile_serialization=new_format)
+    assert "runs code when it is read" in refusal(spec(channels=1, weights=str(path)))
+    assert not mark.exists()
+    torch.load(path, weights_only=False)  # the trap is a real one
+    assert mark.exists()
+
+
+class BuiltIn:
+    """Calls a function that pickles without a module to its name."""
+
+    def __reduce__(self):
+        return print, ("ran",)
+
+
+def test_a_built_in_function_is_code_too(tmp_path, capsys):
+    torch.save({"state_dict": BuiltIn()}, tmp_path / "w.pt")
+    assert "runs code when it is read" in refusal(spec(channels=1, weights=str(tmp_path / "w.pt")))
+    assert "ran" not in capsys.readouterr().out
+
+
+def test_pickled_objects_and_programs_are_refused(tmp_path, trained):
+    torch.save({"args": argparse.Namespace(lr=1), "model": trained.state_dict()}, tmp_path / "args.pt")
+    assert "(argparse.Namespace)" in refusal(spec(weights=str(tmp_path / "args.pt")))
+    torch.jit.trace(torch.nn.Linear(1, 1), torch.zeros(1, 1)).save(tmp_path / "program.pt")
+    assert "TorchScript" in refusal(spec(weights=str(tmp_path / "program.pt")))
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_damaged_checkpoints_are_refused(suffix, tmp_path, trained):
+    path = tmp_path / f"w{suffix}"
+    assert "doesn't exist" in refusal(spec(weights=str(path)))
+    path.touch()
+    assert "is empty" in refusal(spec(weights=str(path)))
+    path.write_text("these are not weights\n" * 20)
+    assert "checkpoint" in refusal(spec(weights=str(path)))
+    save_file(trained.state_dict(), path) if suffix == ".safetensors" else torch.save(trained.state_dict(), path)
+    whole = path.read_bytes()
+    assert "changed since" in refusal(spec(weights=str(path), weights_sha256="0" * 64))
+    path.write_bytes(whole[: len(whole) // 2])
+    assert "whole" in refusal(spec(weights=str(path))) or "cut short" in refusal(spec(weights=str(path)))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [({"epoch": 1, "net": {}}, "it has epoch, net"), (torch.zeros(1), "a Tensor")]
+)
+def test_a_checkpoint_without_weights_says_what_it_has(content, said, tmp_path):
+    torch.save(content, tmp_path / "w.pt")
+    assert said in refusal(spec(weights=str(tmp_path / "w.pt")))
+
+
+def test_a_failed_download_is_one_line(tmp_path, monkeypatch):
+    def no_network(*args: Any, **options: Any) -> Any:
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr("socket.getaddrinfo", no_network)
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    said = refusal(spec("torchvision:resnet18", pretrained=True))
+    assert "published weights of torchvision:resnet18 can't be loaded" in said
+
+
+def test_preprocess_is_what_the_library_says():
+    assert models.preprocess(spec("torchvision:resnet18")) == Preprocess()
+    mobile = models.preprocess(spec("torchvision:mobilenet_v2"))
+    assert mobile.resize == pytest.approx(232 / 224)
+    vit = models.preprocess(spec("timm:vit_tiny_patch16_224"))
+    assert (vit.mean, vit.interpolation) == ((0.5, 0.5, 0.5), "bicubic")
+    assert vit.resize == pytest.approx(1 / 0.9)
+    own = Preprocess((0.5,), (0.5,), 0.0)
+    assert models.preprocess(spec(preprocess=own)) == own
+
+
+def test_image_size_is_what_the_library_says():
+    assert models.image_size(spec("torchvision:inception_v3")) == (299, 299)
+    assert models.image_size(spec("timm:vit_base_patch16_384")) == (384, 384)
+    assert models.image_size(spec("torchvision:fasterrcnn_resnet50_fpn")) is None
+    assert models.image_size(spec()) is None
+
+
+def test_vision_transformers_are_built_for_the_size_asked_for():
+    net = models.load(spec("timm:vit_tiny_patch16_224", classes=3), Dims(1, 96, 64))
+    assert net(torch.zeros(1, 3, 96, 64)).shape == (1, 3)

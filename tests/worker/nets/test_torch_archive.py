@@ -1,0 +1,202 @@
+"""Files of torch.save are taken apart without running anything in them, and are told from one another."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dyno.worker.nets import torch_archive
+from dyno.worker.nets.checkpoint import read_checkpoint
+from dyno.worker.nets.torch_archive import MODULE, OTHER, PROGRAM, WEIGHTS, Archive, Stub
+from dyno.worker.spec import UserError
+
+
+class Trap:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.mark}",)
+
+
+class Inside(torch.nn.Module):
+    """A network of the user's own, with every kind of tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4))
+        self.register_buffer("kept", torch.arange(6).reshape(2, 3).t())
+        self.register_buffer("passing", torch.zeros(2), persistent=False)
+        self.fine = torch.nn.Parameter(torch.randn(3, dtype=torch.float16))
+        self.extra: Any = {}
+
+
+class Handmade:
+    """A file of torch.save whose pickle is written by hand."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+
+    def __call__(self, content: bytes, packed: bool = False, **entries: bytes) -> Path:
+        path = self.place / "made.pt"
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED if packed else zipfile.ZIP_STORED) as file:
+            file.writestr("made/data.pkl", content)
+            for name, value in entries.items():
+                file.writestr(f"made/data/{name}", value)
+        return path
+
+
+@pytest.fixture
+def handmade(tmp_path: Path) -> Handmade:
+    return Handmade(tmp_path)
+
+
+def test_a_pickled_module_gives_its_state_dict(tmp_path: Path) -> None:
+    module = Inside()
+    torch.save({"epoch": 3, "model": module}, tmp_path / "net.pt")
+    archive = Archive(tmp_path / "net.pt")
+    assert (archive.kind, archive.yolo) == (MODULE, False)
+    assert any(name.endswith(".Inside") for name in archive.names)
+    found, wanted = torch_archive.tensors(torch_archive.module_in(archive.load())), module.state_dict()
+    assert set(found) == set(wanted)
+    for name, value in wanted.items():
+        assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
+    assert all(torch.equal(value, wanted[name]) for name, value in read_checkpoint(str(tmp_path / "net.pt")).items())
+
+
+@pytest.mark.parametrize("place", ["top", "model", "beside", "attribute", "buffer", "key", "nested", "hook"])
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_a_planted_command_is_never_run(tmp_path: Path, place: str, protocol: int) -> None:
+    mark, module = tmp_path / "ran", Inside()
+    trap = Trap(mark)
+    if place == "attribute":
+        module.extra = trap
+    if place == "buffer":
+        module._buffers["kept"] = trap  # type: ignore[assignment]
+    if place == "hook":
+        module._forward_hooks[0] = trap  # type: ignore[assignment]
+    if place == "nested":
+        module.extra = [{"a": (1, {2: trap})}, trap]
+    content: Any = {"top": trap, "model": {"model": trap}, "beside": {"model": module, "args": trap}}.get(place, module)
+    if place == "key":
+        content = {"model": module, "by": OrderedDict([(trap, 1)])}
+    torch.save(content, tmp_path / "trap.pt", pickle_protocol=protocol)
+    archive = Archive(tmp_path / "trap.pt")
+    assert "posix.system" in archive.names
+    found = torch_archive.module_in(archive.load())
+    if place not in ("top", "model"):
+        assert torch.equal(torch_archive.tensors(found)["body.0.weight"], module.body[0].weight)
+        read_checkpoint(str(tmp_path / "trap.pt"))
+    assert torch_archive.what_to_do(archive)
+    assert not mark.exists()
+    torch.load(tmp_path / "trap.pt", weights_only=False)
+    assert mark.exists(), "the trap is a real one"
+
+
+def test_what_the_pickle_names_is_not_imported(handmade: Handmade) -> None:
+    """Importing alone would run code: `antigravity` opens a browser, `this` prints."""
+    import sys
+
+    sys.modules.pop("this", None)
+    found = Archive(handmade(b"cthis\nzen\n.")).load()
+    assert found.path == "this.zen" and "this" not in sys.modules
+
+
+def test_a_chain_of_calls_stays_inert(handmade: Handmade) -> None:
+    """getattr(__import__("os"), "system")("…"), as pickles write it."""
+    content = b"cbuiltins\ngetattr\n(cbuiltins\n__import__\n(S'os'\ntRS'system'\ntR(S'touch ran'\ntR."
+    assert isinstance(Archive(handmade(content)).load(), Stub)
+    assert not Path("ran").exists()
+
+
+def storage(kind: str = "FloatStorage", key: str = "0", count: int = 2) -> bytes:
+    return b"(S'storage'\nctorch\n%b\nS'%b'\nS'cpu'\nI%d\ntQ" % (kind.encode(), key.encode(), count)
+
+
+def tensor(*, offset: int = 0, shape: bytes = b"I2\n", stride: bytes = b"I1\n", of: bytes = storage()) -> bytes:
+    return b"ctorch._utils\n_rebuild_tensor_v2\n(%bI%d\n(%bt(%btI00\nNtR." % (of, offset, shape, stride)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (tensor(of=storage(count=10**12)), "the size of the tensor '0' is not what its entry says"),
+        (tensor(of=storage(key="7")), "the size of the tensor '7'"),
+        (tensor(of=storage("QInt8Storage")), "tensor of an unknown kind, QInt8"),
+        (tensor(shape=b"I-1\n"), "a tensor's shape is none"),
+        (b"S'elsewhere'\nQ.", "refers to something that is no tensor"),
+        (b"ctorch._utils\n_rebuild_tensor_v2\n}b.", "a function is given a state"),
+        (b"\x80\x02Nr\xff\xff\xff\xff.", "the pickle has LONG_BINPUT 4294967295"),
+        (b"\x80\x04\x82\x01.", "the pickle has EXT1"),
+        (b"\x80\x04\x8e\xff\xff\xff\xff\xff\xff\xff\x7f.", "cut short or damaged"),
+        (b"ccollections\nOrderedDict\n}S'x'\nI1\nsb.", "is damaged, or no file of torch.save"),
+        (b"(lp0\n", "cut short or damaged"),
+    ],
+)
+def test_sizes_that_lie_and_pickles_that_are_none(handmade: Handmade, content: bytes, says: str) -> None:
+    with pytest.raises(UserError, match=says) as e:
+        Archive(handmade(content, **{"0": bytes(8)})).load()
+    assert "\n" not in str(e.value)
+
+
+def test_a_tensor_can_not_reach_beyond_its_bytes(handmade: Handmade) -> None:
+    state = b"(dS'_modules'\n(dsS'_buffers'\n(dsS'_parameters'\n(dS'w'\n%bss"
+    content = b"cnet\nNet\n)\x81" + state % tensor(shape=b"I9\n")[:-1] + b"b."
+    module = Archive(handmade(b"\x80\x02" + content, **{"0": bytes(8)})).load()
+    with pytest.raises(UserError, match="the tensor w reaches beyond the bytes"):
+        torch_archive.tensors(module)
+
+
+def test_a_module_that_holds_itself_ends(handmade: Handmade) -> None:
+    state = b"(dS'_buffers'\n(dsS'_parameters'\n(dsS'_modules'\n(dS'again'\ng0\nss"
+    module = Archive(handmade(b"\x80\x02cnet\nNet\n)\x81p0\n" + state + b"b.")).load()
+    assert torch_archive.is_module(module) and torch_archive.tensors(module) == {}
+
+
+def test_entries_that_unfold_are_refused(handmade: Handmade) -> None:
+    with pytest.raises(UserError, match="its entries are packed, or larger than the file"):
+        Archive(handmade(pickle.dumps([0]), packed=True, **{"0": bytes(10**6)}))
+
+
+def script(path: Path) -> None:
+    torch.jit.trace(torch.nn.Linear(1, 1), torch.zeros(1, 1)).save(path)
+
+
+@pytest.mark.parametrize(
+    ("save", "kind", "says"),
+    [
+        (lambda path: torch.save(Inside().state_dict(), path), WEIGHTS, "weights without their network: give that too"),
+        (lambda path: torch.save({"model": {}, "path": Path("x")}, path), OTHER, "weights and objects (pathlib"),
+        (lambda path: torch.save(Inside(), path), MODULE, "it is a pickled module"),
+        (lambda path: torch.save(torch.nn.Linear(1, 1), path), MODULE, "it is a pickled module (of torch.nn)"),
+        (script, PROGRAM, "it is a TorchScript program"),
+    ],
+)
+def test_files_are_told_from_one_another(tmp_path: Path, save: Callable[..., None], kind: str, says: str) -> None:
+    save(tmp_path / "x.pt")
+    archive = Archive(tmp_path / "x.pt")
+    assert archive.kind == kind and says in torch_archive.what_to_do(archive)
+
+
+def test_what_is_no_file_of_torch_save(tmp_path: Path) -> None:
+    (tmp_path / "text.pt").write_text("weights")
+    torch.save([], tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    with zipfile.ZipFile(tmp_path / "other.pt", "w") as file:
+        file.writestr("a.txt", "a")
+    for name, says in {
+        "text": "cut short, or in no format",
+        "old": "since PyTorch 1.6",
+        "other": "no data.pkl",
+    }.items():
+        with pytest.raises(UserError, match=says):
+            Archive(tmp_path / f"{name}.pt")

@@ -1,0 +1,184 @@
+"""YOLO networks give what post-processing reads, from random, stored and trained weights, without a word."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+pytest.importorskip("ultralytics", reason="ultralytics is not installed (pip install 'inference-dyno[ultralytics]')")
+
+from dyno.worker.jobs.inspect_model import look
+from dyno.worker.nets import models, ultralytics_models
+from dyno.worker.spec import Dims, ModelSpec, Trial, UserError, digest
+
+PROBE = """
+from dyno.worker import ultralytics_models
+from dyno.worker.spec import ModelSpec
+ultralytics_models.build(ModelSpec("y", "ultralytics:yolov8n-cls.yaml", classes=3), "yolov8n-cls.yaml")
+"""
+
+
+def spec(name: str, **options: Any) -> ModelSpec:
+    return ModelSpec("yolo", f"ultralytics:{name}", **options)
+
+
+def facts(model: ModelSpec, size: int = 64, task: str = "") -> dict[str, Any]:
+    return look(Trial(model, "", "fp32", Dims(1, 0, 0)), [[size, size]], {}, task)
+
+
+def test_detectors_give_predictions_in_pixels_and_scores() -> None:
+    module = models.load(spec("yolov8n.yaml", classes=5))
+    with torch.inference_mode():
+        found = module(torch.rand(2, 3, 64, 96))
+    assert not module.training
+    assert found.shape == (2, 4 + 5, (8 * 12 + 4 * 6 + 2 * 3))
+    assert found[:, :4].max() > 32
+    assert 0 <= found[:, 4:].min() <= found[:, 4:].max() <= 1
+
+
+def test_segmenters_give_prototypes_too() -> None:
+    with torch.inference_mode():
+        predictions, prototypes = models.load(spec("yolo11n-seg.yaml", classes=2))(torch.rand(1, 3, 64, 64))
+    assert predictions.shape == (1, 4 + 2 + 32, 84)
+    assert prototypes.shape == (1, 32, 16, 16)
+
+
+def test_classifiers_give_probabilities() -> None:
+    with torch.inference_mode():
+        found = models.load(spec("yolov8n-cls.yaml", classes=7))(torch.rand(3, 3, 48, 48))
+    torch.testing.assert_close(found.sum(1), torch.ones(3))
+    assert found.shape == (3, 7)
+
+
+def test_the_look_knows_task_classes_keypoints_and_preprocessing() -> None:
+    found = facts(spec("yolov8n-pose.yaml"))
+    assert (found["task"], found["classes"], found["keypoints"]) == ("pose", 1, [17, 3])
+    assert found["size"] == [640, 640]
+    assert found["preprocess"]["letterbox"]
+    assert found["preprocess"]["mean"] == (0.0, 0.0, 0.0)
+    assert facts(spec("yolov8n-pose.yaml", classes=2, keypoints=(4, 2)))["keypoints"] == [4, 2]
+    classifier = facts(spec("yolov8n-cls.yaml", channels=1))
+    assert (classifier["task"], classifier["classes"], classifier["size"]) == ("classify", 1000, [224, 224])
+    assert classifier["preprocess"] | {"std": ()} == {
+        "mean": (0.0,), "std": (), "resize": 1.0, "interpolation": "bilinear", "letterbox": False
+    }  # fmt: skip
+
+
+def test_one_seed_draws_the_same_weights() -> None:
+    first, again, other = (models.weights_sha256(models.load(spec("yolov8n-cls.yaml", seed=n))) for n in (1, 1, 2))
+    assert first == again != other
+
+
+def test_weights_decide_classes_and_keypoints(tmp_path: Path) -> None:
+    trained = models.load(spec("yolov8n-pose.yaml", classes=3, keypoints=(4, 3), seed=7))
+    save_file(trained.state_dict(), tmp_path / "pose.safetensors")
+    again = models.load(spec("yolov8n-pose.yaml", weights=str(tmp_path / "pose.safetensors")))
+    found = ultralytics_models.facts(again)
+    assert (found["classes"], found["keypoints"]) == (3, [4, 3])
+    assert models.weights_sha256(again) == models.weights_sha256(trained)
+    with pytest.raises(UserError, match="don't fit the model"):
+        models.load(spec("yolov8s-pose.yaml", weights=str(tmp_path / "pose.safetensors")))
+    with pytest.raises(UserError, match=r"pose.safetensors are of 3 classes, not 80; give --classes 3$"):
+        models.load(spec("yolov8n-pose.yaml", classes=80, weights=str(tmp_path / "pose.safetensors")))
+
+
+def test_a_checkpoint_of_the_library_is_read(tmp_path: Path) -> None:
+    from ultralytics import YOLO
+
+    YOLO("yolov8n-cls.yaml").save(tmp_path / "best.pt")
+    model = spec(str(tmp_path / "best.pt"))
+    assert facts(model)["task"] == "classify"
+    with pytest.raises(UserError, match=r"are of 1000 classes, not 5; give --classes 1000"):
+        models.load(spec(str(tmp_path / "best.pt"), classes=5))
+    (tmp_path / "cut.pt").write_bytes((tmp_path / "best.pt").read_bytes()[:5000])
+    with pytest.raises(UserError, match=r"cut\.pt is cut short"):
+        models.load(spec(str(tmp_path / "cut.pt")))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_runs_no_code(tmp_path: Path) -> None:
+    code = f"""
+import os, torch
+class Trap:
+    def __reduce__(self):
+        return os.system, ("touch {tmp_path}/ran",)
+torch.save({{"model": Trap()}}, "{tmp_path}/trap.pt")
+from dyno.worker import ultralytics_models
+from dyno.worker.spec import ModelSpec, UserError
+try:
+    ultralytics_models.build(ModelSpec("y", "ultralytics:{tmp_path}/trap.pt"), "{tmp_path}/trap.pt")
+except UserError as e:
+    print("refused:", e)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=1200)
+    assert done.stdout.startswith("refused:"), done.stderr
+    assert not (tmp_path / "ran").exists()
+
+
+def test_where_a_checkpoint_lies_does_not_change_what_is_measured() -> None:
+    one, other = (ModelSpec("y", f"ultralytics:/{place}/best.pt", source_sha256="ab") for place in "xy")
+    assert digest(one) == digest(other)
+    assert digest(spec("yolov8n.yaml")) != digest(spec("yolov8s.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("yolov8n", "did you mean ultralytics:yolov8n.yaml"),
+        ("yolov8n-sge.yaml", "did you mean ultralytics:yolov8n-seg.yaml"),
+        ("yolov9sc.yaml", r"has no network 'yolov9sc.yaml'; did you mean ultralytics:yolov9s.yaml\?"),
+        ("yolov3n.yaml", r"has no network 'yolov3n.yaml'; did you mean ultralytics:yolov3.yaml\?"),
+        ("qqq", "it is NAME.yaml, your own .yaml or a .pt"),
+        ("https://somewhere.invalid/yolov8n.yaml", "has no network"),
+        ("yolov8n.pt", "there is no checkpoint yolov8n.pt"),
+        ("yolov8n-obb.yaml", "network for obb; measured are classify, detect"),
+        ("yolov10n.yaml", "end to end"),
+        ("yolo26n.yaml", "end to end"),
+        ("rtdetr-l.yaml", "unknown task"),
+    ],
+)
+def test_networks_that_cannot_be_measured_are_refused_in_one_line(name: str, says: str) -> None:
+    with pytest.raises(UserError, match=says) as caught:
+        models.load(spec(name))
+    assert "\n" not in str(caught.value)
+
+
+def test_every_network_that_is_suggested_exists() -> None:
+    tasks, names = ultralytics_models.library(), ultralytics_models._names()
+    assert {"yolov8n.yaml", "yolov8x-pose-p6.yaml", "yolo11-cls-resnet18.yaml", "yolov9c-seg.yaml"} < set(names)
+    files = {path.name for path in (Path(tasks.__file__).parents[1] / "cfg/models").rglob("*.yaml")}
+    for name in sorted({*names} - files)[::4]:
+        found = tasks.yaml_model_load(name)
+        assert found["scale"] in found["scales"], name
+
+
+def test_published_weights_are_not_fetched() -> None:
+    with pytest.raises(UserError, match="get the file yourself"):
+        models.load(spec("yolov8n.yaml", pretrained=True))
+
+
+def test_sizes_that_do_not_fit_are_refused_with_the_nearest() -> None:
+    with pytest.raises(UserError, match=r"multiples of 32, not 100x100; try --size 96"):
+        facts(spec("yolov8n.yaml"), 100)
+    with pytest.raises(UserError, match="is a network for detect, not pose"):
+        facts(spec("yolov8n.yaml"), 64, "pose")
+    assert facts(spec("yolov8n-cls.yaml"), 50)["task"] == "classify"
+
+
+@pytest.mark.slow
+def test_the_library_is_silent_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("YOLO_", "XDG_"))}
+    home = {"HOME": str(tmp_path), "MPLCONFIGDIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE], env={**env, **home}, capture_output=True, text=True, timeout=1200
+    )
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert "ltralytics" not in done.stderr
+    assert not list(tmp_path.rglob("*ltralytics*"))

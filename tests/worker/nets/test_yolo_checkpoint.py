@@ -1,0 +1,198 @@
+"""A YOLO user's own checkpoint is a model by itself, and nothing that it holds is run."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("ultralytics", reason="ultralytics is not installed (pip install 'inference-dyno[ultralytics]')")
+
+from dyno import Study
+from dyno.planning.model_info import model_spec
+from dyno.worker.jobs.inspect_model import look
+from dyno.worker.nets import models, ultralytics_models, yolo_checkpoint
+from dyno.worker.spec import Dims, ModelSpec, Trial, UserError
+
+pytestmark = pytest.mark.usefixtures("preloaded")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A checkpoint as ultralytics saves it, of random weights with statistics of their own."""
+    import yaml
+    from ultralytics import YOLO
+
+    tasks = ultralytics_models.library()
+
+    def made(name: str, nc: int | None = None) -> Path:
+        place = tmp_path_factory.mktemp("saved")
+        config = tasks.yaml_model_load(f"{name}.yaml")
+        (place / f"{name}.yaml").write_text(yaml.safe_dump({**config, "nc": nc or config["nc"]}))
+        network = YOLO(place / f"{name}.yaml")
+        torch.manual_seed(1)
+        for value in network.model.state_dict().values():
+            if value.is_floating_point():
+                value.mul_(1 + 0.1 * torch.rand_like(value))
+        network.save(place / "best.pt")
+        return place / "best.pt"
+
+    return made
+
+
+def spec(path: Path, **settings: Any) -> ModelSpec:
+    return model_spec(Study(models=(str(path),), **settings), str(path))
+
+
+def changed(path: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    """The checkpoint after a change to what it holds."""
+    found = torch.load(path, weights_only=False)
+    change(found)
+    torch.save(found, path)
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "task", "classes"),
+    [("yolov8n", "detect", 80), ("yolo11n-seg", "segment", 80), ("yolov8n-pose", "pose", 1), ("yolo11n-cls", "classify",
+     1000), ("yolo11n", "detect", 3)],
+)  # fmt: skip
+def test_a_checkpoint_answers_as_the_library_has_it(
+    saved: Callable[..., Path], name: str, task: str, classes: int
+) -> None:
+    from ultralytics import YOLO
+
+    path = saved(name, 3 if classes == 3 else None)
+    model = spec(path)
+    assert (model.name, model.source) == ("best", f"ultralytics:{path}")
+    said = look(Trial(model, "", "fp32", Dims(1, 0, 0)), [[64, 64]], {}, "")
+    assert (said["task"], said["classes"]) == (task, classes)
+    image = torch.rand(2, 3, 64, 96)
+    theirs = YOLO(path).model.float().eval()
+    theirs.model[-1].export = True
+    with torch.inference_mode():
+        own, wanted = (net(image) for net in (models.load(model), theirs))
+    for a, b in zip(*(each if isinstance(each, (tuple, list)) else [each] for each in (own, wanted)), strict=True):
+        assert a.dtype == torch.float32
+        torch.testing.assert_close(a, b)
+
+
+def test_averaged_weights_and_the_size_of_the_training_are_taken(saved: Callable[..., Path]) -> None:
+    def training(content: dict[str, Any]) -> None:
+        content["ema"] = copy.deepcopy(content["model"])
+        content["model"].model[0].conv.weight.data.zero_()
+        content["ema"].args["imgsz"] = 96
+
+    path = changed(saved("yolov8n-cls", 4), training)
+    module = models.load(spec(path))
+    assert float(module.model[0].conv.weight.abs().min()) > 0
+    assert models.image_size(spec(path)) == (96, 96)
+
+
+class Trap:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.mark}",)
+
+
+def test_what_is_planted_in_a_checkpoint_is_never_run(saved: Callable[..., Path], tmp_path: Path) -> None:
+    mark = tmp_path / "ran"
+
+    def plant(content: dict[str, Any]) -> None:
+        content["train_args"] = content["optimizer"] = Trap(mark)
+        content["model"].names[0] = content["model"].args["model"] = Trap(mark)
+        content["model"].model[0].conv.padding_mode = Trap(mark)
+
+    path = saved("yolov8n-cls", 4)
+    before = models.weights_sha256(models.load(spec(path)))
+    torch.save(planted := torch.load(path, weights_only=False), path)
+    plant(planted)
+    torch.save(planted, path)
+    assert models.weights_sha256(models.load(spec(path))) == before and not mark.exists()
+    torch.load(path, weights_only=False)
+    assert mark.exists(), "the trap is a real one"
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"activation": "__import__('os').system('touch ran')"}, "the activation .* is not a layer of torch.nn"),
+        ({"activation": "nn.SiLU() or exit()"}, "is not a layer of torch.nn"),
+        ({"head": [[-1, 1, "load_checkpoint", ["other.pt"]]]}, "load_checkpoint is not a layer that ultralytics has"),
+        ({"head": [[-1, 1, "torch.hub.load", ["x"]]]}, "torch.hub.load is not a layer"),
+        ({"head": [[-1, 1, "nn.init.ones_", [1]]]}, "nn.init.ones_ is not a layer"),
+        ({"head": 3}, "lists no layers under backbone and head"),
+    ],
+)
+def test_an_architecture_names_layers_alone(
+    saved: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: dict[str, Any], says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = changed(saved("yolov8n-cls", 4), lambda content: content["model"].yaml.update(config))
+    with pytest.raises(UserError, match=says) as e:
+        ultralytics_models.build(spec(path), str(path))
+    assert "\n" not in str(e.value) and not Path("ran").exists()
+
+
+def test_the_activation_of_a_network_of_its_own_is_kept(saved: Callable[..., Path]) -> None:
+    path = changed(saved("yolov8n-cls", 4), lambda content: content["model"].yaml.update(activation="torch.nn.ReLU()"))
+    assert isinstance(models.load(spec(path)).model[0].act, torch.nn.ReLU)
+
+
+def test_what_can_not_be_read_says_the_lines_that_help(saved: Callable[..., Path], tmp_path: Path) -> None:
+    path = changed(saved("yolov8n-cls", 4), lambda content: content["model"].yaml.clear())
+    with pytest.raises(
+        UserError, match=r"m = ultralytics.YOLO\('.*best.pt'\).*give ultralytics:net.yaml --weights net"
+    ):
+        yolo_checkpoint.read(str(path))
+
+
+def test_the_lines_that_help_do_help(saved: Callable[..., Path], tmp_path: Path) -> None:
+    """Named net.yaml, the architecture doesn't lose the letter of its scale."""
+    import safetensors.torch
+    import ultralytics
+    import yaml
+
+    path = saved("yolov8s-cls", 4)
+    m = ultralytics.YOLO(path).model.float()
+    safetensors.torch.save_file(m.state_dict(), tmp_path / "net.safetensors")
+    yaml.safe_dump(m.yaml, (tmp_path / "net.yaml").open("w"))
+    own = ModelSpec("net", f"ultralytics:{tmp_path / 'net.yaml'}", weights=str(tmp_path / "net.safetensors"))
+    assert models.weights_sha256(models.load(own)) == models.weights_sha256(models.load(spec(path)))
+
+
+def test_other_files_of_torch_save_say_what_they_are(tmp_path: Path) -> None:
+    torch.save(torch.nn.Linear(1, 1).state_dict(), tmp_path / "w.pt")
+    for source in (tmp_path / "w.pt", f"ultralytics:{tmp_path / 'w.pt'}"):
+        with pytest.raises(UserError, match=r"it holds weights without their network: give that too, e\.g\. torchvis"):
+            models.load(model_spec(Study(models=(str(source),)), str(source)))
+
+
+def test_a_torchscript_program_is_a_model_whatever_its_suffix(tmp_path: Path) -> None:
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 5))
+    torch.jit.trace(net, torch.zeros(1, 3, 2, 2)).save(tmp_path / "net.pt")
+    model = spec(tmp_path / "net.pt")
+    assert (model.name, model.source) == ("net", f"saved:{tmp_path / 'net.pt'}")
+    with torch.inference_mode():
+        torch.testing.assert_close(models.load(model)(image := torch.rand(2, 3, 2, 2)), net(image))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_runs_from_the_command_line(saved: Callable[..., Path], tmp_path: Path, dyno: Any) -> None:
+    path = saved("yolov8n", 3)
+    words = "--backends pytorch,onnxruntime --size 64 --rounds 1 --seconds 0.1 --warmup 0.1 --out r".split()
+    done = dyno("run", path, *words, cwd=tmp_path, timeout=300)
+    assert done.returncode == 0, done.stderr
+    shown = dyno("show", "r", "--format", "json", cwd=tmp_path)
+    assert [(row["model"], row["status"]) for row in json.loads(shown.stdout)] == [("best", "ok")] * 2

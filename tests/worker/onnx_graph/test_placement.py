@@ -1,0 +1,112 @@
+"""Q/DQ for TensorRT: at the inputs of what computes in INT8, and nothing between a convolution and what it takes in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper
+
+from dyno.worker.onnx_graph.placement import place
+
+
+def graph(*nodes: str, weights: dict[str, tuple[int, ...]], reads: tuple[int, ...] = (1, 4, 6, 6)) -> Any:
+    """A graph from lines `Conv x w -> y` with random weights; a number after the output is an axis, for ReduceMean."""
+    rng = np.random.default_rng(0)
+    made = []
+    for line in nodes:
+        left, right = line.split(" -> ")
+        kind, *inputs = left.split()
+        output, *axes = right.split()
+        more = {"axes": [int(axis) for axis in axes]} if axes else {}
+        made.append(helper.make_node(kind, inputs, [output], name=output, **more))
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, reads)
+    y = helper.make_tensor_value_info(made[-1].output[0], TensorProto.FLOAT, None)
+    constants = [
+        onnx.numpy_helper.from_array(rng.standard_normal(shape).astype(np.float32), name)
+        for name, shape in weights.items()
+    ]
+    body = helper.make_graph(made, "net", [x], [y], constants)
+    return helper.make_model(body, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+def placed(model: Any, transformer: bool = False, excluded: frozenset[str] = frozenset()) -> dict[str, list[bool]]:
+    """By node, which of its inputs come out of a DequantizeLinear."""
+    names = {name for node in model.graph.node for name in (*node.input, *node.output)}
+    place(model, dict.fromkeys(names, (-2.0, 1.0)), set(excluded), transformer)
+    (x,) = model.graph.input
+    shape = [axis.dim_value for axis in x.type.tensor_type.shape.dim]
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    assert np.isfinite(session.run(None, {"x": np.ones(shape, np.float32)})[0]).all()
+    makers = {name: node.op_type for node in model.graph.node for name in node.output}
+    real = [node for node in model.graph.node if "quantise" not in node.name]
+    return {node.name: [makers.get(name) == "DequantizeLinear" for name in node.input] for node in real}
+
+
+W = (4, 4, 1, 1)
+
+
+def test_a_sum_keeps_the_branch_it_is_fused_with_in_float_and_its_relu_is_free() -> None:
+    found = placed(graph("Conv x w -> a", "Add x a -> b", "Relu b -> c", "Conv c v -> d", weights={"w": W, "v": W}))
+    assert found == {"a": [True, True], "b": [True, False], "c": [False], "d": [True, True]}
+
+
+def test_of_two_convolutions_the_longer_branch_takes_the_sum_in() -> None:
+    net = ("Conv x u -> short", "Conv x v -> one", "Relu one -> two", "Conv two w -> long")
+    found = placed(graph(*net, "Add short long -> sum", weights={"u": W, "v": W, "w": W}))
+    assert found["sum"] == [True, False]
+
+
+def test_a_sum_that_no_convolution_can_take_in_stays_float() -> None:
+    found = placed(graph("Conv x w -> a", "Relu a -> b", "Add x b -> c", weights={"w": W}))
+    assert found["c"] == [False, False]
+    shared = placed(graph("Conv x w -> a", "Add x a -> b", "Mul a b -> c", weights={"w": W}))
+    assert shared["b"] == [False, False]
+
+
+def test_a_transformers_sums_and_pools_stay_float() -> None:
+    net = graph("Conv x w -> a", "Add x a -> b", "GlobalAveragePool b -> c", weights={"w": W})
+    assert placed(net, transformer=True) == {"a": [True, True], "b": [False, False], "c": [False]}
+
+
+def test_what_is_excluded_stays_float() -> None:
+    found = placed(graph("MatMul x w -> a", "MatMul a x -> b", weights={"w": (6, 6)}), excluded=frozenset({"b"}))
+    assert found == {"a": [True, True], "b": [False, False]}
+
+
+@pytest.mark.parametrize("mean", ["GlobalAveragePool a -> m", "ReduceMean a -> m 2 3", "ReduceMean a -> m -1 -2"])
+def test_the_mean_that_ends_a_network_reads_eight_bits_one_that_gates_does_not(mean: str) -> None:
+    assert placed(graph("Conv x w -> a", mean, weights={"w": W}))["m"] == [True]
+    assert placed(graph("Conv x w -> a", mean, "Mul a m -> g", weights={"w": W}))["m"] == [False]
+    assert placed(graph("Conv x w -> a", "ReduceMean a -> m 1", weights={"w": W}))["m"] == [False]
+
+
+def test_scales_are_symmetric_per_channel_and_never_zero() -> None:
+    model = graph("Conv x w -> a", weights={"w": W})
+    weight = onnx.numpy_helper.to_array(model.graph.initializer[0]).copy()
+    weight[1] = 0
+    model.graph.initializer[0].CopyFrom(onnx.numpy_helper.from_array(weight, "w"))
+    placed(model)
+    found = {t.name: onnx.numpy_helper.to_array(t) for t in model.graph.initializer}
+    assert all(not a.any() and a.dtype == np.int8 for name, a in found.items() if name.endswith("zero_point"))
+    assert found["x_for_a_0_scale"] == pytest.approx(2 / 127)
+    peaks = np.abs(weight).max(axis=(1, 2, 3))
+    peaks[1] = 127
+    np.testing.assert_allclose(found["w_for_a_1_scale"], peaks / 127, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("line", "shape", "scales"),
+    [
+        ("MatMul x w -> y", (6, 3), (3,)),
+        ("MatMul x w -> y", (4, 6, 3), ()),
+        ("ConvTranspose x w -> y", (4, 2, 1, 1), (2,)),
+    ],
+)
+def test_a_weight_has_a_scale_per_output_channel(line: str, shape: tuple[int, ...], scales: tuple[int, ...]) -> None:
+    model = graph(line, weights={"w": shape})
+    assert placed(model)["y"] == [True, True]
+    assert next(tuple(t.dims) for t in model.graph.initializer if t.name == "w_for_y_1_scale") == scales

@@ -1,0 +1,146 @@
+"""Given files become what their exporter meant, and each change is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper as h
+from onnx import numpy_helper
+
+from dyno.worker.onnx_graph.check import session
+from dyno.worker.onnx_graph.file import check, given, read_io
+from dyno.worker.onnx_graph.repair import in_single
+from dyno.worker.spec import UserError
+
+FEEDS = np.random.default_rng(0).standard_normal((2, 4)).astype(np.float32)
+
+
+def linear(dtype: Any = np.float32, ir: int = 8, inputs: bool = False, opset: int = 17) -> Any:
+    """y = x w, with the weights among the inputs or not."""
+    weight = numpy_helper.from_array(np.arange(12).reshape(4, 3).astype(dtype) / 8, "w")
+    kind = weight.data_type
+    x, y = h.make_tensor_value_info("x", kind, ["n", 4]), h.make_tensor_value_info("y", kind, ["n", 3])
+    listed = [x, h.make_tensor_value_info("w", kind, [4, 3])] if inputs else [x]
+    graph = h.make_graph([h.make_node("MatMul", ["x", "w"], ["y"])], "linear", listed, [y], [weight])
+    return h.make_model(graph, opset_imports=[h.make_opsetid("", opset)], ir_version=ir)
+
+
+def taken(model: Any, folder: Path) -> tuple[Any, list[str]]:
+    """The file as it is measured, and what was said."""
+    onnx.save(model, folder / "given.onnx")
+    (folder / "made").mkdir()
+    made = given(str(folder / "given.onnx"), None, folder / "made")
+    return onnx.load(made.path), made.made_by["warnings"]
+
+
+def output(model: Any, feeds: np.ndarray = FEEDS) -> np.ndarray:
+    return np.asarray(session(model.SerializeToString()).run(None, {"x": feeds})[0])
+
+
+@pytest.mark.parametrize("stored", [-1, 0, None])
+def test_a_batch_stored_as_less_than_1_is_free(tmp_path: Path, stored: int | None) -> None:
+    model = linear()
+    for value in (*model.graph.input, *model.graph.output):
+        dim = value.type.tensor_type.shape.dim[0]
+        dim.Clear()
+        if stored is not None:
+            dim.dim_value = stored
+    onnx.save(model, tmp_path / "file.onnx")
+    assert isinstance(read_io(str(tmp_path / "file.onnx"))[0][0].shape[0], str)
+    made, said = taken(model, tmp_path)
+    assert len(said) == (stored is not None)
+    if said:
+        assert said[0].startswith(f"axes stored as less than 1 are read as free ones: x axis 0 ({stored})")
+        assert made.graph.input[0].type.tensor_type.shape.dim[0].dim_param
+    np.testing.assert_allclose(output(made), FEEDS @ (np.arange(12).reshape(4, 3) / 8), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("ir", "opset", "changed"), [(3, 8, False), (8, 17, True)])
+def test_weights_listed_as_inputs_are_none(tmp_path: Path, ir: int, opset: int, changed: bool) -> None:
+    made, said = taken(linear(ir=ir, inputs=True, opset=opset), tmp_path)
+    assert [value.name for value in made.graph.input] == (["x"] if changed else ["x", "w"])
+    assert (
+        said
+        == ["1 weights were listed as inputs too and no longer are: ONNX Runtime folds nothing into those"] * changed
+    )
+    assert [tensor.name for tensor in read_io(str(tmp_path / "given.onnx"))[0]] == ["x"]
+
+
+def test_float64_is_computed_in_float32(tmp_path: Path) -> None:
+    made, said = taken(linear(np.float64), tmp_path)
+    assert said == ["the graph was in float64, in part or as a whole, and is computed in float32"]
+    assert output(made).dtype == np.float32
+
+
+def test_a_right_file_stays_where_it_is(tmp_path: Path) -> None:
+    onnx.save(linear(), tmp_path / "right.onnx")
+    made = given(str(tmp_path / "right.onnx"), None, tmp_path)
+    assert made.path == str(tmp_path / "right.onnx")
+    assert made.made_by["warnings"] == []
+
+
+def test_half_precision_is_cast_up_with_its_values_kept() -> None:
+    model = linear(np.float16)
+    model.graph.node[0].input[0] = "x16"
+    model.graph.node.insert(0, h.make_node("Cast", ["x"], ["x16"], to=onnx.TensorProto.FLOAT16))
+    in_single(model, (onnx.TensorProto.FLOAT16,))
+    onnx.checker.check_model(model, full_check=True)
+    np.testing.assert_allclose(output(model), FEEDS @ (np.arange(12).reshape(4, 3) / 8), rtol=1e-5)
+
+
+def test_weights_that_are_gone_and_broken_graphs_are_one_line(tmp_path: Path) -> None:
+    place = tmp_path / "sub"
+    place.mkdir()
+    onnx.save(linear(), tmp_path / "m.onnx", save_as_external_data=True, location="sub/w.bin", size_threshold=0)
+    check(str(tmp_path / "m.onnx"))
+    (place / "w.bin").unlink()
+    with pytest.raises(UserError, match=r"keeps weights in .*sub/w.bin, which doesn't exist; put it back"):
+        check(str(tmp_path / "m.onnx"))
+    model = linear()
+    model.graph.node[0].input[1] = "nowhere"
+    onnx.save(model, tmp_path / "n.onnx")
+    with pytest.raises(UserError, match=r"not a valid ONNX graph: .*'nowhere'") as caught:
+        check(str(tmp_path / "n.onnx"))
+    assert "\n" not in str(caught.value)
+
+
+def test_the_files_own_functions_are_put_in_line(tmp_path: Path) -> None:
+    model = linear()
+    twice = h.make_function("acme", "Twice", ["a"], ["b"], [h.make_node("Add", ["a", "a"], ["b"])], model.opset_import)
+    model.graph.node[0].output[0] = "half"
+    model.graph.node.append(h.make_node("Twice", ["half"], ["y"], domain="acme"))
+    model.functions.append(twice)
+    model.opset_import.append(h.make_opsetid("acme", 1))
+    made, said = taken(model, tmp_path)
+    assert not made.functions and len(said) == 1 and "acme.Twice" in said[0]
+    np.testing.assert_array_equal(output(made), output(model))
+
+
+def test_what_is_no_tensor_of_numbers_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    path, kinds = tmp_path / "file.onnx", onnx.TensorProto
+    x, text = h.make_tensor_value_info("x", kinds.FLOAT, ["n", 4]), h.make_tensor_value_info("x", kinds.STRING, ["n"])
+    parts = h.make_tensor_sequence_value_info("parts", kinds.FLOAT, None)
+    maps = h.make_value_info(
+        "maps",
+        h.make_sequence_type_proto(h.make_map_type_proto(kinds.INT64, h.make_tensor_type_proto(kinds.FLOAT, []))),
+    )
+    labels = h.make_node("ZipMap", ["x"], ["maps"], domain="ai.onnx.ml", classlabels_int64s=[0, 1, 2, 3])
+    for node, taken_, given_, named in (
+        (h.make_node("SplitToSequence", ["x"], ["parts"]), x, parts, "output 'parts' is a sequence"),
+        (labels, x, maps, "zipmap"),
+        (
+            h.make_node("Identity", ["x"], ["y"]),
+            text,
+            h.make_tensor_value_info("y", kinds.STRING, ["n"]),
+            "'x' is text",
+        ),
+    ):
+        graph = h.make_graph([node], "graph", [taken_], [given_])
+        ops = [h.make_opsetid("", 17), h.make_opsetid("ai.onnx.ml", 3)]
+        onnx.save(h.make_model(graph, opset_imports=ops, ir_version=8), path)
+        with pytest.raises(UserError, match=named):
+            check(str(path))
