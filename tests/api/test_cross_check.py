@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent / "analysis"))  # for engine_run, whichever file pytest collects first
+sys.path.insert(0, str(Path(__file__).parents[1] / "analysis"))  # for engine_run, whichever file pytest collects first
 
 import engine_run
 
 from dyno.api import cross_check
 from dyno.worker.spec import UserError
 
-LOGS = Path(__file__).parent / "analysis" / "trtexec"
+LOGS = Path(__file__).parents[1] / "analysis" / "trtexec"
 
 
 @pytest.fixture

@@ -1,1 +1,1 @@
-"""TODO."""
+"""The command line: each command is a call into the rooms below."""

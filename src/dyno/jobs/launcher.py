@@ -20,7 +20,7 @@ from dyno.worker import system
 from dyno.worker.record import Record, read_record, write_json, write_record
 from dyno.worker.spec import Job, Runtime, UserError, from_json, to_json
 
-MAIN = Path(__file__).with_name("worker") / "main.py"
+MAIN = Path(__file__).parents[1] / "worker" / "main.py"
 POLL_S = 0.05
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 # Libraries that look for updates, hubs or telemetry hosts when imported or run.

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Train a classifier on one's own images."""

@@ -1,4 +1,4 @@
-"""Which backends there are, and how one is found: by the name of its class among the files in `backends/`."""
+"""Which backends there are, and how one is found: by the name of its class among the files in `backends/` and `makers/`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
-from dyno.worker import backends
+from dyno.worker import backends, makers
 from dyno.worker.backend import Backend
 from dyno.worker.spec import UserError, check_known
 
@@ -42,8 +42,9 @@ def _all() -> dict[str, type[Backend]]:
 
 
 def _modules() -> Iterator[Any]:
-    for info in pkgutil.iter_modules(backends.__path__):
-        yield importlib.import_module(f"{backends.__name__}.{info.name}")
+    for room in (backends, makers):
+        for info in pkgutil.iter_modules(room.__path__):
+            yield importlib.import_module(f"{room.__name__}.{info.name}")
 
 
 def _classes(module: Any) -> Iterator[type[Backend]]:

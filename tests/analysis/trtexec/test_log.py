@@ -11,7 +11,7 @@ import pytest
 from dyno.analysis.trtexec import log
 from dyno.worker.spec import UserError
 
-LOGS = Path(__file__).parent / "trtexec"
+LOGS = Path(__file__).parent
 OLD, NEW = ((LOGS / f"{release}.log").read_text(encoding="utf-8") for release in ("8.6", "10"))
 
 

@@ -1,1 +1,1 @@
-"""TODO."""
+"""What a trial's answers are worth: accuracy, mAP, agreement, precision, arithmetic."""

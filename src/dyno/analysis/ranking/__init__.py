@@ -1,1 +1,1 @@
-"""TODO."""
+"""Which trials may be compared, which of them are right, and which are worth choosing."""

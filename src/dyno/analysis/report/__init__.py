@@ -1,1 +1,1 @@
-"""TODO."""
+"""The report: one HTML page."""

@@ -1,1 +1,1 @@
-"""TODO."""
+"""trtexec's numbers and Dyno's, in each other's terms."""

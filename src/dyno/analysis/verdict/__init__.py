@@ -1,1 +1,1 @@
-"""TODO."""
+"""What the numbers say, in sentences."""

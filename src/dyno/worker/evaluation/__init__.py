@@ -1,1 +1,1 @@
-"""TODO."""
+"""Every image once through a session: answers and detections."""

@@ -1,1 +1,1 @@
-"""TODO."""
+"""What a model is fed: shapes, layouts, values, calibration images."""

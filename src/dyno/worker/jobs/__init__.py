@@ -1,1 +1,1 @@
-"""TODO."""
+"""Jobs that time no trial: inspecting a model, the device's peak, the stress test."""

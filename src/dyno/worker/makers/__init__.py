@@ -1,1 +1,1 @@
-"""TODO."""
+"""Makers of files: exports, precisions, quantisation, routes."""

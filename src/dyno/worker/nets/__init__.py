@@ -1,1 +1,1 @@
-"""TODO."""
+"""Where a PyTorch module comes from, and its weights."""

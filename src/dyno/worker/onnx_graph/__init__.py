@@ -1,1 +1,1 @@
-"""TODO."""
+"""Operations on an ONNX graph."""

@@ -1,1 +1,1 @@
-"""TODO."""
+"""What sessions of several backends share: GPU memory, streams, copies, PyTorch's settings."""
