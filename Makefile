@@ -9,10 +9,11 @@ OTHER_READY := $(OTHER)/.ready
 RUNS ?= runs
 # The tests run in two processes side by side: those that load engines into the process, and those that start jobs. A few
 # files stand with the other half, so that both take as long.
-TO_JOBS := tests/worker/test_train.py tests/worker/test_ultralytics_models.py
-TO_ENGINES := $(addprefix tests/test_,contract.py in_memory.py onnx_files.py take.py yolo.py)
+TO_JOBS := tests/worker/training/test_loop.py tests/worker/nets/test_ultralytics_models.py
+TO_ENGINES := $(addprefix tests/,test_contract.py sources/test_in_memory.py test_onnx_files.py api/test_take.py test_yolo.py)
 ENGINES := tests/analysis tests/datasets tests/gpu tests/worker $(TO_ENGINES) $(addprefix --ignore=,$(TO_JOBS))
-JOBS := $(filter-out $(TO_ENGINES),$(wildcard tests/test_*.py)) $(TO_JOBS)
+JOBS := $(filter-out $(TO_ENGINES),$(wildcard tests/test_*.py tests/api/*.py tests/sources/*.py)) $(TO_JOBS)
+JOBS += $(addprefix tests/,cli engine jobs planning training)
 FAST := -q -m "not slow and not gpu"
 
 # A PYTHONPATH or an activated environment of the caller's must not decide what is tested here. The byte-code of what is

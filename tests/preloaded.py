@@ -32,7 +32,8 @@ LIBRARIES = (
     "matplotlib.backends.backend_agg", "matplotlib.backends.backend_svg", "jinja2", "rich.progress",
     "torch", "torch._dynamo", "torch._inductor.compile_fx", "torch.onnx._internal.exporter._core",
     "torch.utils.flop_counter", "torchvision", "timm", "onnx", "onnxscript", "onnxruntime", "onnxruntime.quantization",
-    "openvino", "dyno.cli.app", "dyno.cli.commands", "dyno.analysis.report.report", "dyno.worker.main", "dyno.worker.jobs.inspect_model",
+    "openvino", "dyno.cli.app", "dyno.cli.commands", "dyno.analysis.report.report", "dyno.worker.main",
+    "dyno.worker.jobs.inspect_model",
 )  # fmt: skip
 PROGRAM = "-m", "dyno"
 
@@ -86,7 +87,7 @@ class Forked:
 
 
 class Processes:
-    """Stands for the module `subprocess` in `dyno.jobs.launcher`: jobs for this interpreter are forked, others are started."""
+    """Stands for `subprocess` in `dyno.jobs.launcher`: jobs for this interpreter are forked, others are started."""
 
     DEVNULL, TimeoutExpired = subprocess.DEVNULL, subprocess.TimeoutExpired
 

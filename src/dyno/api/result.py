@@ -94,9 +94,9 @@ def load(folder: str | Path) -> Result:
 def compare(a: Result | str | Path, b: Result | str | Path, **rules: Any) -> pd.DataFrame:
     """Each trial that both runs have, B against A, one row per trial: ratio of latencies, accuracy, agreement, verdict.
 
-    `rules` are fields of `dyno.analysis.tables.compare.Rules`: fail_on, tolerance, least, rtol, atol. The column `failed`
-    names the conditions a row breaks, `attrs["notes"]` says what else may explain a difference. UserError when the runs
-    share no trial or can't be compared.
+    `rules` are fields of `dyno.analysis.tables.compare.Rules`: fail_on, tolerance, least, rtol, atol. The column
+    `failed` names the conditions a row breaks, `attrs["notes"]` says what else may explain a difference. UserError when
+    the runs share no trial or can't be compared.
     """
     from dyno.analysis.tables import compare as module
 

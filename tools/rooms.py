@@ -1,0 +1,166 @@
+"""The rooms of the source and what each may import: the table that the gate holds the code to, and its page.
+
+python tools/rooms.py          # write the generated part of docs/architecture.md
+python tools/rooms.py --check  # exit code 1 where the page isn't what the code is
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SRC = ROOT / "src"
+PAGE = ROOT / "docs" / "architecture.md"
+BEGIN, END = "<!-- made by tools/rooms.py -->", "<!-- end -->"
+
+# What of the worker the host may use: the border's data, what backends declare, and the hash of a model's own code.
+BORDER = "spec record backend registry system extras training.options nets.local_code"
+
+# Room -> rooms that it may import, within its own tree; nothing imports upwards, in a function or outside one.
+HOST = {
+    "jobs": "",
+    "store": "jobs",
+    "sources": "store",
+    "study": "sources",
+    "datasets": "",
+    "analysis": "",
+    "planning": "jobs store sources study datasets",
+    "engine": "jobs store study planning analysis",
+    "api": "jobs store study planning engine analysis",
+    "training": "jobs store study datasets planning api analysis",
+    "cli": "jobs store study datasets planning engine api training analysis",
+}
+ANALYSIS = {
+    "formatting": "",
+    "stats": "",
+    "style": "",
+    "records": "formatting",
+    "metrics": "formatting stats style records",
+    "ranking": "formatting records metrics",
+    "tables": "formatting stats records metrics ranking",
+    "verdict": "formatting stats records metrics ranking tables",
+    "charts": "formatting style records metrics ranking",
+    "report": "formatting stats style records metrics ranking tables verdict charts",
+    "trtexec": "stats records",
+}
+WORKER = {
+    "spec": "",
+    "record": "spec",
+    "option_values": "spec",
+    "extras": "spec",
+    "system": "spec",
+    "truth": "",
+    "backend": "spec option_values",
+    "inputs": "spec",
+    "sessions": "spec backend option_values extras system truth inputs",
+    "nets": "spec extras inputs sessions",
+    "onnx_graph": "spec extras system inputs sessions",
+    "makers": "spec backend option_values extras system inputs sessions nets onnx_graph",
+    "backends": "spec record backend option_values extras truth inputs sessions nets onnx_graph makers",
+    "registry": "spec backend backends makers",
+    "measure": "spec backend sessions",
+    "evaluation": "spec record backend inputs",
+    "training": "spec record inputs sessions nets",
+    "snippets": "spec registry inputs sessions nets backends",
+    "jobs": "spec backend extras system inputs sessions nets onnx_graph backends",
+    "journal": "spec record measure evaluation",
+    "main": "spec record backend registry system inputs sessions measure evaluation training snippets jobs journal",
+}
+# What single rooms of the host take from the worker besides: pure functions that both sides must do alike.
+BESIDES = {
+    "dyno.analysis": "spec record extras",
+    "dyno.datasets": "spec extras inputs.letterbox",
+    "dyno.store": f"{BORDER} onnx_graph.weights",
+    "dyno.sources": f"{BORDER} nets.models nets.saved_modules nets.torch_archive inputs.modules sessions.torch_support",
+}
+MOST_MODULES = 12
+
+
+def _named(root: str, rooms: str) -> tuple[str, ...]:
+    return tuple(f"{root}.{room}" for room in rooms.split())
+
+
+def may_import() -> dict[str, tuple[str, ...]]:
+    """Room -> prefixes of what it may import of dyno; the longest prefix of a module decides."""
+    rules = {"dyno.__main__": ("dyno.cli",), "dyno": ("dyno.api", "dyno.training", "dyno.worker.spec")}
+    for room, below in HOST.items():
+        name = f"dyno.{room}"
+        rules[name] = (name, *_named("dyno", below), *_named("dyno.worker", BESIDES.get(name, BORDER)))
+    rules["dyno.cli"] += ("dyno.__version__",)
+    for root, rooms in (("dyno.analysis", ANALYSIS), ("dyno.worker", WORKER)):
+        for room, below in rooms.items():
+            name = f"{root}.{room}"
+            extra = _named("dyno.worker", BESIDES["dyno.analysis"]) if root == "dyno.analysis" else ()
+            rules[name] = (name, *_named(root, below), *extra)
+        rules[root] = ()
+    return rules
+
+
+def rooms() -> Iterator[tuple[str, Path]]:
+    """Each room's dotted name and its folder or file."""
+    for root, names in (("dyno", HOST), ("dyno.analysis", ANALYSIS), ("dyno.worker", WORKER)):
+        for name in names:
+            place = SRC.joinpath(*root.split("."), name)
+            yield f"{root}.{name}", place if place.is_dir() else place.with_suffix(".py")
+
+
+def crowded() -> list[str]:
+    """Folders of the source with more modules than a newcomer takes in."""
+    folders = {path.parent for path in (SRC / "dyno").rglob("*.py")}
+    counted = {folder: len([p for p in folder.glob("*.py") if p.name != "__init__.py"]) for folder in folders}
+    return [f"{folder.relative_to(ROOT)} has {n} modules" for folder, n in counted.items() if n > MOST_MODULES]
+
+
+def what_it_is(place: Path) -> str:
+    """The first sentence of the room's docstring."""
+    file = place / "__init__.py" if place.is_dir() else place
+    text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+    return " ".join(text.split("\n\n")[0].split())
+
+
+def _link(name: str, place: Path) -> str:
+    return f"[`{name.removeprefix('dyno.')}`](../{place.relative_to(ROOT).as_posix()})"
+
+
+def _table(root: str, names: dict[str, str]) -> Iterator[str]:
+    yield "| room | what it is | may import |"
+    yield "|---|---|---|"
+    for name, place in rooms():
+        if name.rpartition(".")[0] == root:
+            room = name.rpartition(".")[2]
+            below = ", ".join(names[room].split()) or "–"
+            yield f"| {_link(name, place)} | {what_it_is(place)} | {below} |"
+
+
+def generated() -> str:
+    """The picture and the tables."""
+    arrows = [f"  {room} --> {below}" for room, names in HOST.items() for below in _nearest(names)]
+    parts = ["```mermaid\ngraph TD", *arrows, "  jobs -. job.json, record.json .-> worker", "```"]
+    trees = {"The host": ("dyno", HOST), "Analysis": ("dyno.analysis", ANALYSIS), "The worker": ("dyno.worker", WORKER)}
+    for title, (root, names) in trees.items():
+        parts += ["", f"### {title}", "", *_table(root, names)]
+    return "\n".join(parts)
+
+
+def _nearest(names: str) -> list[str]:
+    """Of the rooms below, those that aren't reached by way of another one of them."""
+    below = names.split()
+    return [one for one in below if not any(one in HOST[other].split() for other in below)]
+
+
+def main() -> int:
+    """Write the page's generated part, or with --check say whether it is up to date."""
+    text = PAGE.read_text(encoding="utf-8")
+    head, _, rest = text.partition(BEGIN)
+    page = f"{head}{BEGIN}\n\n{generated()}\n\n{END}{rest.partition(END)[2]}"
+    if "--check" in sys.argv:
+        return int(page != text)
+    PAGE.write_text(page, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
