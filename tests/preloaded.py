@@ -238,7 +238,7 @@ def _job(main: str, folder: str) -> int:
 def _command(code: str, words: Sequence[str], path: str) -> int:
     import dyno.jobs.launcher
 
-    dyno.launch.subprocess = Processes(path)
+    dyno.jobs.launcher.subprocess = Processes(path)
     sys.argv = ["dyno", *words]
     status = 0
     try:

@@ -13,7 +13,7 @@ from dyno import Study, UserError, load, store
 from dyno.planning.interpreters import installed, missing
 from dyno.planning.model_info import batches, model_spec
 from dyno.planning.plan import expand
-from dyno.worker import backend, registry
+from dyno.worker import registry
 from dyno.worker.backend import Backend
 from dyno.worker.spec import Dims, ModelSpec, Recipe, Runtime, Trial, digest
 
@@ -82,8 +82,8 @@ class Lacking(Backend):
 
 
 def test_a_library_that_is_not_there_is_a_refusal(fake_study: Studies, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = {**backend._all(), "lacking": Lacking}
-    monkeypatch.setattr(backend, "_all", lambda: known)
+    known = {**registry._all(), "lacking": Lacking}
+    monkeypatch.setattr(registry, "_all", lambda: known)
     (here,) = expand(fake_study(backends=("lacking",)))
     assert here.refusal == "no-such-distribution is not installed in this Python; pip install no-such-distribution"
     tables = {"lacking": {"python": sys.executable}}
@@ -135,8 +135,8 @@ def test_our_path_lends_nothing_to_another_interpreter(
     (tmp_path / "borrowed-1.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: borrowed\nVersion: 1.0\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(Lacking, "requires", ("borrowed",))
-    known = {**backend._all(), "lacking": Lacking}
-    monkeypatch.setattr(backend, "_all", lambda: known)
+    known = {**registry._all(), "lacking": Lacking}
+    monkeypatch.setattr(registry, "_all", lambda: known)
     assert missing("lacking", Runtime(python=sys.executable)) == "borrowed"
 
 

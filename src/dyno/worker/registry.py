@@ -1,4 +1,4 @@
-"""Which backends there are, and how one is found: by the name of its class among the files in `backends/` and `makers/`."""
+"""Which backends there are, and how one is found: by its class's name among the files of `backends/` and `makers/`."""
 
 from __future__ import annotations
 

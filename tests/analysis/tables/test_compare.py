@@ -28,6 +28,7 @@ from dyno.worker.spec import UserError
 
 FIRST = [Way("pytorch", seconds=0.004), Way("openvino", "int8", 0.001, batch=8)]
 Call = Callable[..., tuple[int, str, str]]
+Judge = Callable[..., pd.DataFrame]
 
 
 def write(folder: Path, *ways: Way) -> Path:
@@ -61,9 +62,6 @@ def call(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> 
         return (int(e.value.code or 0), *capfd.readouterr())
 
     return run
-
-
-Judge = Callable[..., pd.DataFrame]
 
 
 def test_a_run_against_itself_is_not_distinguishable(demo: Results) -> None:
