@@ -220,7 +220,7 @@ def _become(asked: dict[str, Any], files: Sequence[int]) -> int:
     sys.path[:0] = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each not in ("", *sys.path)]
     kind, text, *words = asked["words"]
     if kind in ("-c", "-m"):
-        return _command("from dyno import cli\ncli.main()" if kind == "-m" else text, words, asked["path"])
+        return _command("from dyno.cli import app\napp.main()" if kind == "-m" else text, words, asked["path"])
     return _job(kind, text)
 
 

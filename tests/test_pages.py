@@ -54,11 +54,11 @@ FINE = {"compare": (0, 1), "run": (0, 1), "eval": (0, 1)}
 # The demo has no flags for how long it trains, on how large images, and which ways it tries.
 SMALL_DEMO = """
 import functools
-from dyno import cli, demo
+from dyno.cli import app, demo
 demo.SIZE, demo.Study = 32, functools.partial(demo.Study, threads=1)
 demo.TRAINING |= {"epochs": 1, "threads": 1}
 demo.BACKENDS = ("onnxruntime@precision=fp32+int8", "the last one is left out")  # 900 digits take PyTorch long
-cli.main()
+app.main()
 """
 
 
