@@ -147,7 +147,7 @@ def test_arrays_of_a_file_are_what_is_fed(call: Call, nets: Path) -> None:
         (("nets.py:rate", "--shapes", "y:1x2"), "the model has no input 'y'; its inputs: x, sr"),
         (("nets.py:audio",), "by --shapes input:SHAPE, with :int64 behind it for token ids, or by"),
         (("nets.py:bare", "--input", "input_ids=0..9"), "'input_ids' has a range, but no shape; give --shapes"),
-        (("nets.py:tokens", "--size", "32"), "tokens takes no image, so a size says nothing of it; omit it"),
+        (("nets.py:tokens", "--size", "32"), "tokens takes no image, so a size doesn't apply to it; omit it"),
         (("nets.py:two", "--shapes", "left:1x3x8x8", "--size", "16"), "an input of 8x8 pixels, and sizes 16x16"),
         (("nets.py:tokens", "--input", "absent.npz"), "absent.npz can't be read as arrays by input name"),
     ],

@@ -142,7 +142,7 @@ class Study:
         for name, points in self.budget.items():
             check_known("budget", name, BUDGETS)
             if not 0 <= points <= 100:
-                raise UserError(f"budget {name}={points:g} is no number of points from 0 to 100, e.g. {name}=0.5")
+                raise UserError(f"budget {name}={points:g} must be between 0 and 100 points, e.g. {name}=0.5")
         if self.task:
             check_known("task", self.task, TASKS)
         check_known("unreadable", self.unreadable, ("refuse", "skip"))

@@ -172,7 +172,7 @@ def test_what_can_not_be_taken_is_one_line(run: Result, refused: Callable[..., s
     (tmp_path / "net.py").write_text(NET)
     assert "net.py is there already, and not by" in refused("take", run.folder, "openvino", "-o", "net.xml")
     assert (tmp_path / "net.py").read_text() == NET
-    assert refused("take", "nowhere").startswith("nowhere is no folder")
+    assert refused("take", "nowhere").startswith("nowhere is not a folder")
 
 
 @pytest.mark.slow

@@ -309,7 +309,7 @@ def test_show_prints_every_format(call: Callable[..., Any]) -> None:
         code, out, err = call("show", "r", "--format", format)
         assert code == 0 and "fake" in out, err
     code, _, err = call("show", "r", "--table", "sizes", "--by", "backend")
-    assert code == 2 and "--by says nothing of --table" in err
+    assert code == 2 and "--by doesn't apply to --table" in err
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -28,7 +28,10 @@ Refused = Callable[..., str]
         (["run", "fake:n", "--size", "12y"], "image size '12y' is not a number of pixels like 224"),
         (["run", "fake:n", "--budget", "top1"], "budget 'top1' is not NAME=POINTS, e.g. top1=0.5"),
         (["run", "fake:n", "--budget", "top1=1"], "an accuracy budget needs labelled images; give --data"),
-        (["run", "fake:n", "--budget", "top1=-1", "--data", "digits"], "budget top1=-1 is no number of points"),
+        (
+            ["run", "fake:n", "--budget", "top1=-1", "--data", "digits"],
+            "budget top1=-1 must be between 0 and 100 points",
+        ),
         (
             ["run", "fake:n", "--backends", "fake", "--budget", "mAP=1", "--data", "digits"],
             "n is for classify, which mAP",
@@ -64,7 +67,7 @@ Refused = Callable[..., str]
         (["build", "none.onnx", "-o", "m.xml", "--precision", "fp16"], "openvino chooses fp16 when it runs a file"),
         (["export", "fake:n", "-o", "m.onnx", "--size", "8", "--shape", "1,3,8,8"], "--shape says what --size says"),
         (["export", "fake:n", "-o", "m.onnx", "--size", "8,16"], "a file is for one image size, not for 8, 16"),
-        (["time", "fake:n", "--batches", "min", "--rounds", "4"], "--rounds says nothing of the hard test"),
+        (["time", "fake:n", "--batches", "min", "--rounds", "4"], "--rounds doesn't apply to the stress test"),
         (["build", "none.onnx", "-o", "m.xml", "--max", "4", "--shapes", "x:1x3"], "--shapes says what --min"),
         (["build", "none.onnx", "-o", "m.xml", "--option", "sreams=1"], "unknown option of openvino 'sreams'"),
         (["build", "none.onnx", "-o", "m.xml", "--repeat", "2"], "openvino makes the same file every time"),

@@ -62,7 +62,7 @@ def test_only_what_dyno_wrote_is_removed(call: Call, refused: Refused, run: Path
     )
     assert refused("rm", "precious").startswith("precious is no run folder") and (outside / "photo").exists()
     assert refused("rm", "nowhere") == "nowhere does not exist"
-    assert refused("rm", run / "study.toml") == "runs/one/study.toml is no folder"
+    assert refused("rm", run / "study.toml") == "runs/one/study.toml is not a folder"
     (run / "notes.txt").write_text("mine")
     code, out, _ = call("rm", run)
     assert (code, out) == (0, "removed what Dyno wrote into runs/one; what is not Dyno's stays: notes.txt\n")

@@ -182,7 +182,7 @@ def test_files_that_are_not_coco_s(coco: Folder, make: Make) -> None:
     file = folder / "annotations/instances_val2017.json"
     tables = drawn.coco_file(6)
     for text, wrong in {
-        "{": "is no JSON",
+        "{": "is not JSON",
         "[]": "has no list 'images'",
         '{"images": [], "annotations": [], "categories": []}': "lists no images",
         json.dumps({**tables, "annotations": {}}): "has no list 'annotations'",
@@ -193,7 +193,7 @@ def test_files_that_are_not_coco_s(coco: Folder, make: Make) -> None:
         ): "lists 000.jpg twice",
         json.dumps({**tables, "images": [{"id": 1, "file_name": 3}]}): "a file_name among its images is no text",
         json.dumps({**tables, "categories": [{"id": 1, "name": "a"}, {"id": "x", "name": "b"}]}): "neither all numbers",
-        "[" * 100_000: "is no JSON",
+        "[" * 100_000: "is not JSON",
     }.items():
         file.write_text(text)
         with pytest.raises(UserError, match=wrong) as e:

@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 import math
+import os
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-PIPED_WIDTH = 160
+UNLIMITED = 100_000  # characters of a line in a file or a pipe
 DURATIONS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 WIDEST = 2.0  # times its lower end: an interval that is wider is said in words, because its digits look like knowledge
 UNBOUNDED = "too uncertain to bound"
 SIZES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 
 
+def width() -> int:
+    """Characters that fit into a line: COLUMNS where that is set, the terminal's, or any number in a file or a pipe."""
+    told = os.environ.get("COLUMNS", "").isdecimal() or sys.stdout.isatty()
+    return shutil.get_terminal_size().columns if told else UNLIMITED
+
+
+def wrapped(text: str) -> str:
+    """The text in lines that fit, broken between words."""
+    return textwrap.fill(text, width(), subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
 def console() -> Any:
-    """A rich console as wide as the terminal, and wide enough for whole rows where there is none (a file, a pipe)."""
+    """A rich console of that width."""
     from rich.console import Console
 
-    return Console() if sys.stdout.isatty() else Console(width=PIPED_WIDTH)
+    return Console(width=width())
 
 
 def significant(value: float, digits: int = 3) -> str:

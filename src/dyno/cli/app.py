@@ -27,7 +27,6 @@ app = typer.Typer(
     name="dyno",
     cls=Commands,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -51,7 +50,7 @@ def _every_command(
 
 @app.command()
 def demo(
-    out: options.Out = "runs/demo",
+    out: Annotated[str, typer.Option("--out", "-o", help="Run folder.")] = "runs/demo",
     rounds: options.Rounds = 3,
     quick: Annotated[bool, typer.Option("--quick", help="One short round, without torch.compile.")] = False,
 ) -> None:
@@ -99,7 +98,10 @@ def run(
     python: options.Pythons = [],  # noqa: B006
     out: options.Out = "",
     retry_failed: options.RetryFailed = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the trials and why any is refused.")] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="List the trials and why any is refused.", rich_help_panel=options.MEASUREMENT),
+    ] = False,
 ) -> None:
     """Measure models every way that is asked for; the same command again resumes."""
     from dyno.cli import commands
@@ -128,7 +130,7 @@ def show(
     if sum(map(bool, chosen.values())) > 1:
         raise UserError("--table, --frontier and --break-even are different tables; ask for one of them")
     if table and by:
-        raise UserError("--by says nothing of --table, whose rows and columns are its own; leave one of them out")
+        raise UserError("--by doesn't apply to --table, whose rows and columns are fixed; omit one of the two")
     view = next((name for name, asked in chosen.items() if asked and name != "table"), "")
     commands.show(run, format, by, reference, budget, view, table)
 
@@ -263,8 +265,8 @@ def time(
     python: options.Pythons = [],  # noqa: B006
     out: options.Out = "",
     format: options.Format = "text",
-    kinds: Annotated[str, typer.Option("--batches", help="Hard test instead: min,opt,max,random or numbers.")] = "",
-    iterations: Annotated[int, typer.Option(help="Batches of each kind of the hard test.")] = 10_000,
+    kinds: Annotated[str, typer.Option("--batches", help="Stress test instead: min,opt,max,random or numbers.")] = "",
+    iterations: Annotated[int, typer.Option(help="Batches of each kind of the stress test.")] = 10_000,
     trtexec: Annotated[str, typer.Option(help="A trtexec log, or its exported times, to compare with.")] = "",
 ) -> None:
     """Time any module, ONNX file, engine or OpenVINO IR on generated or real data."""

@@ -151,6 +151,7 @@ def run(study: Study, folder: Path, *, retry_failed: bool = False) -> int:
 
 def finish(folder: Path) -> int:
     """Tables, verdict and report of a study that has just ended, and its exit code."""
+    from dyno.analysis.formatting import wrapped
     from dyno.analysis.tables import reference_tables, trial_table
     from dyno.analysis.tables.render import render
     from dyno.analysis.verdict import verdict
@@ -161,7 +162,7 @@ def finish(folder: Path) -> int:
     frame = result.to_pandas()
     print(render(frame))
     for sentence in verdict.sentences(result.records, frame):
-        print(sentence)
+        print(wrapped(sentence))
     for line in module.commands(folder, result.records, frame):
         print(line)
     frame.to_csv(folder / "results.csv", index=False)
@@ -177,10 +178,12 @@ def finish(folder: Path) -> int:
 def show(
     run: Path, format: str, by: str, reference: str, budget: Sequence[str], view: str = "", table: str = ""
 ) -> None:
-    """Print the tables of a stored run, one `view` of it (frontier, break-even), or one `table` side by side."""
+    """Print the tables and the verdict of a stored run, one `view` of it (frontier, break-even), or one `table`."""
+    from dyno.analysis.formatting import wrapped
     from dyno.analysis.records import results
     from dyno.analysis.tables import reference_tables, trial_table, views
     from dyno.analysis.tables.render import PRINTED, render
+    from dyno.analysis.verdict import verdict
 
     loaded = results.load(run)
     frame = trial_table.frame(loaded, reference or None, parse_budget(budget) or None)
@@ -194,6 +197,9 @@ def show(
         print(reference_tables.render(reference_tables.named(loaded, frame, table), format), end="")
     else:
         print(render(frame, format, by or None, printed=printed), end="")
+    if format in ("text", "markdown") and not (view or table or by):
+        bullet = "" if format == "text" else "- "
+        print("\n" + "\n".join(wrapped(bullet + sentence) for sentence in verdict.sentences(loaded, frame)))
     for problem in loaded.problems:
         Console(stderr=True).print(f"dyno: {escape(problem)}", style="yellow", soft_wrap=True)
 
@@ -265,12 +271,12 @@ def time(ctx: typer.Context, models: Sequence[str], format: str, trtexec: Path |
 
 
 def endure(ctx: typer.Context, models: Sequence[str], kinds: str, iterations: int) -> int:
-    """The hard test of each model's engine."""
+    """The stress test of each model's engine."""
     from dyno.engine import stress
 
     others = [name for name in ("rounds", "seconds", "samples", "warmup", "format", "trtexec") if written(ctx, name)]
     if others:
-        raise UserError(f"--{others[0]} says nothing of the hard test that --batches asks for; leave one of them out")
+        raise UserError(f"--{others[0]} doesn't apply to the stress test that --batches asks for; omit one of the two")
     out = Path(ctx.params["out"]) if ctx.params.get("out") else new_folder("time", models)
     asked = stress.kinds_of(kinds)
 

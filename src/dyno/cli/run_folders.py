@@ -64,7 +64,7 @@ def why_no_run(folder: Path) -> str:
     if folder.is_symlink():
         return "is a symbolic link, which is not followed; give the folder itself"
     if not folder.is_dir():
-        return "is no folder" if folder.exists() else "does not exist"
+        return "is not a folder" if folder.exists() else "does not exist"
     if not (folder / "study.toml").is_file() or not (folder / "trials").is_dir():
         return "is no run folder: it has no study.toml with trials/ beside it"
     return "has symbolic links where trials/ should be" if (folder / "trials").is_symlink() else ""

@@ -114,7 +114,7 @@ def _read(file: Path) -> _File:
     except FileNotFoundError:
         raise UserError(f"there is no annotation file {file}") from None
     except (ValueError, RecursionError) as e:
-        raise UserError(f"{file} is no JSON: {e}") from e
+        raise UserError(f"{file} is not JSON: {e}") from e
     parts: dict[str, list[dict[str, Any]]] = {}
     for part, needed in (("images", ("id", "file_name")), ("categories", ("id", "name")), ("annotations", ())):
         entries = found.get(part) if isinstance(found, dict) else None

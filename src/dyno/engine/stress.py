@@ -1,4 +1,4 @@
-"""`dyno time ENGINE --batches min,opt,max,random`: the hard test of a dynamic engine, in a process of its own."""
+"""`dyno time ENGINE --batches min,opt,max,random`: the stress test of a dynamic engine, in a process of its own."""
 
 from __future__ import annotations
 

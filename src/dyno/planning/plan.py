@@ -151,7 +151,7 @@ def _check_budget(study: Study, model: ModelSpec, data: DataSpec, outputs: int) 
         if metric not in fitting:
             raise UserError(f"{model.name} is for {model.task}, which {metric} says nothing of; {fitting[0]} does")
         if metric == "top5" and 0 < outputs < 5:
-            raise UserError(f"top5 says nothing of {outputs} classes; give a budget of top1")
+            raise UserError(f"top5 is always met with {outputs} classes; give a budget of top1")
     if study.budget and not meta(data)["classes"]:
         raise UserError(f"a budget needs labels, and {study.data} has none; put the images into a folder per class")
 

@@ -21,5 +21,5 @@ def stored_source(source: str) -> str:
     if archive.kind == PROGRAM:
         return f"saved:{source}"
     if not archive.yolo:
-        raise UserError(f"{source} is no model by itself: {what_to_do(archive)}")
+        raise UserError(f"{source} is not a model on its own: {what_to_do(archive)}")
     return f"ultralytics:{source}"

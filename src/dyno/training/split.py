@@ -32,7 +32,7 @@ def source(data: str, holdout: float | None, out: Path, seed: int) -> str:
     folder = Path(data)
     if data == "digits":
         if holdout is not None:
-            raise UserError("the digits have test images of their own; leave --holdout out")
+            raise UserError("the digits have test images of their own; omit --holdout")
         return data
     if not folder.is_dir():
         raise UserError(f"no data folder {folder}" if not folder.exists() else f"{folder} is not a folder")
@@ -44,7 +44,7 @@ def source(data: str, holdout: float | None, out: Path, seed: int) -> str:
         raise UserError(f"{folder} has no train/; put the images to learn from there")
     if tested:
         if holdout is not None:
-            raise UserError(f"{folder} has test images of its own; leave --holdout out")
+            raise UserError(f"{folder} has test images of its own; omit --holdout")
         return data
     root = folder / "train" if learnt else folder
     share = HOLDOUT if holdout is None else holdout

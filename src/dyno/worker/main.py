@@ -162,7 +162,7 @@ def _inspect(session: Session, job: Job, journal: Journal) -> None:
 
 
 def endure_trial(job: Job, journal: Journal) -> None:
-    """The hard test of a dynamic engine; every stretch is on disk before the next begins."""
+    """The stress test of a dynamic engine; every stretch is on disk before the next begins."""
     from dyno.worker.jobs.stress import TOLERANCE, endure
 
     assert job.trial is not None

@@ -24,7 +24,7 @@ ENGINE_FILES = (".engine", ".plan")
 MODEL_FILES = (".onnx", ".xml", *ENGINE_FILES)
 SAVED = (".pt2", ".torchscript")  # modules as PyTorch stores them, by torch.export.save and torch.jit.save
 TASKS = ("classify", "detect", "segment", "pose")
-STRETCHES = ("min", "opt", "max", "random")  # batches of the hard test, by name
+STRETCHES = ("min", "opt", "max", "random")  # batches of the stress test, by name
 
 Option = Union[str, int, float, bool]
 T = TypeVar("T")

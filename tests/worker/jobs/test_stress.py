@@ -1,4 +1,4 @@
-"""The hard test finds outputs that depend on the batch, and memory that grows."""
+"""The stress test finds outputs that depend on the batch, and memory that grows."""
 
 from __future__ import annotations
 

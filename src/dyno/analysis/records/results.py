@@ -265,7 +265,7 @@ def load(run: Path) -> Results:
     """
     run = Path(run)
     if not run.is_dir():
-        raise UserError(f"{run} is no folder; give the folder that `dyno run` wrote, such as runs/demo")
+        raise UserError(f"{run} is not a folder; give the folder that `dyno run` wrote, such as runs/demo")
     if not (run / "trials").is_dir():
         raise UserError(f"{run} is no run folder: it has no trials/; give the folder that `dyno run` wrote")
     problems: list[str] = []
@@ -336,7 +336,7 @@ def _json(path: Path, problems: list[str]) -> dict[str, Any] | None:
         problems.append(f"{path} can't be read ({e}); it is left out")
         return None
     if not isinstance(data, dict):
-        problems.append(f"{path} is no JSON object; it is left out")
+        problems.append(f"{path} is not a JSON object; it is skipped")
         return None
     schema = data.get("schema", SCHEMA)
     if not isinstance(schema, int) or schema > SCHEMA:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
+from dyno.analysis import formatting
 from dyno.analysis.formatting import (
     NO_IMAGE,
     images_tested,
@@ -29,7 +32,6 @@ if TYPE_CHECKING:
 FORMATS = ("text", "markdown", "csv", "json")
 IDENTITY = ("model", "size", "batch", "device", "backend", "precision", "runtime", "options")
 GROUPS = ("model", "size", "batch")
-WIDTH = 100
 NEAREST = 3  # columns that may have been meant by a misspelt one
 LONGEST = 32  # characters of a name in a terminal cell
 
@@ -123,13 +125,14 @@ def render(
     frame: pd.DataFrame,
     format: str = "text",
     by: str | Sequence[str] | None = None,
-    width: int = WIDTH,
+    width: int | None = None,
     printed: Sequence[Column] = PRINTED,
 ) -> str:
     """The frame in one of FORMATS; `csv` and `json` hold every column, `text` and `markdown` those that are `printed`.
 
     `by` names the columns (comma-separated, or a sequence) that make one table each; text drops its least important
-    columns until it fits `width` characters. UserError for an unknown format or column.
+    columns until it fits `width` characters (default: those that the terminal has), then breaks cells between words.
+    UserError for an unknown format or column.
     """
     if format not in FORMATS:
         raise UserError(f"unknown format {format!r}; known: {', '.join(FORMATS)}")
@@ -140,7 +143,7 @@ def render(
     tables = list(grouped(frame, by, printed))
     if format == "markdown":
         return "\n".join(_markdown(*t) for t in tables)
-    return "\n".join(_text(*t, width=width) for t in tables)
+    return "\n".join(_text(*t, width=width or formatting.width()) for t in tables)
 
 
 def json_text(frame: pd.DataFrame) -> str:
@@ -230,13 +233,50 @@ def _text(title: str, columns: list[Column], rows: list[Row], width: int) -> str
     kept = list(columns)
     while sum(widths[c.title] + 2 for c in kept) - 2 > width and any(c.rank for c in kept):
         kept.remove(max(reversed(kept), key=lambda c: c.rank))
+    hidden = ", ".join(c.title for c in columns if c not in kept)
+    below = [*map(plain, notes(rows)), *([f"not shown at this width: {hidden}"] if hidden else [])]
+    below = [textwrap.fill(note, width, initial_indent="  ", subsequent_indent="    ") for note in below]
+    whole = sum(widths[c.title] + 2 for c in kept) - 2
+    if whole > width:
+        return "\n".join([title, _folded([(c, cells[c.title]) for c in kept], width), *below]) + "\n"
     lines = ["  ".join(_pad(cells[c.title][i], widths[c.title], c.right) for c in kept).rstrip()
              for i in range(len(rows) + 1)]  # fmt: skip
-    rule = "─" * (sum(widths[c.title] + 2 for c in kept) - 2)
-    below = [f"  {plain(note)}" for note in notes(rows)]
-    hidden = ", ".join(c.title for c in columns if c not in kept)
-    more = [f"  not shown at this width: {hidden}"] if hidden else []
-    return "\n".join([title, rule, lines[0], rule, *lines[1:], rule, *below, *more]) + "\n"
+    rule = "─" * whole
+    return "\n".join([title, rule, lines[0], rule, *lines[1:], rule, *below]) + "\n"
+
+
+GAP, LEAST = 2, 6  # between columns; characters to which a word may be broken where nothing else helps
+NAMES = 2  # columns that say which row it is
+
+
+def _folded(columns: Sequence[tuple[Column, list[str]]], width: int) -> str:
+    """The table with cells broken between words, so that it fits the width."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table as Folded
+    from rich.text import Text
+
+    table = Folded(box=box.HORIZONTALS, show_edge=True, pad_edge=False, padding=(0, GAP - 1, 0, 0))
+    widths = _widths([texts for _, texts in columns], width - GAP * len(columns) - 1)
+    for (column, texts), cells in zip(columns, widths, strict=True):
+        table.add_column(Text(texts[0]), justify="right" if column.right else "left", overflow="fold", width=cells)
+    for row in zip(*(texts[1:] for _, texts in columns), strict=True):
+        table.add_row(*map(Text, row))
+    printed = io.StringIO()
+    Console(width=width, file=printed, color_system=None).print(table)
+    return printed.getvalue().rstrip("\n")
+
+
+def _widths(columns: Sequence[list[str]], whole: int) -> list[int]:
+    """Each column's width: its longest word at least, and what is left to those that lack least."""
+    wanted = [max(map(_cells, texts)) for texts in columns]
+    widths = [max((_cells(word) for text in texts for word in text.split()), default=1) for texts in columns]
+    while sum(widths) > whole and (broken := [i for i, width in enumerate(widths) if width > LEAST]):
+        # Names stand first; their words are broken last.
+        widths[max(broken, key=lambda i: (i >= NAMES, widths[i]))] -= 1
+    for index in sorted(range(len(widths)), key=lambda i: wanted[i] - widths[i]):
+        widths[index] += max(0, min(wanted[index] - widths[index], whole - sum(widths)))
+    return widths
 
 
 def _cells(text: str) -> int:

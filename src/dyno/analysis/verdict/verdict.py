@@ -138,7 +138,7 @@ def _runner_up(contest: Contest, trials: dict[str, TrialResult]) -> Iterator[Fin
     elif against.verdict == stats.SAME:
         yield Finding(WARNING, f"It is not distinguishable from the runner-up, {name} ({shown}).")
     else:
-        text = f"The runner-up is {name} ({shown}); with one round only, nobody knows whether that is real."
+        text = f"The runner-up is {name} ({shown}); with one round, significance can't be assessed."
         yield Finding(WARNING, text)
 
 

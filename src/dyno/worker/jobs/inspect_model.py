@@ -76,7 +76,7 @@ def _may_differ(model: ModelSpec, asked: Mapping[str, Any]) -> bool:
 
 def _check_sizes(model: ModelSpec, sizes: list[list[int]], takes: Taken, asked: Mapping[str, Any]) -> None:
     if sizes and not takes.image:
-        raise UserError(f"{model.name} takes no image, so a size says nothing of it; omit it")
+        raise UserError(f"{model.name} takes no image, so a size doesn't apply to it; omit it")
     given = all(takes.size) and any("shape" in words for words in asked.values())
     wrong = [size for size in sizes if given and tuple(size) != takes.size]
     if wrong:

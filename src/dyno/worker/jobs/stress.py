@@ -1,4 +1,4 @@
-"""The hard test of a dynamic engine: thousands of batches at changing sizes, every output checked, memory watched."""
+"""The stress test of a dynamic engine: thousands of batches at changing sizes, every output checked, memory watched."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class Archive:
         entries = self._zip.infolist()
         packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
         if not self.program and (packed or sum(e.file_size for e in entries) > self.path.stat().st_size):
-            raise UserError(f"{path} is no file of torch.save: its entries are packed, or larger than the file")
+            raise UserError(f"{path} is not a file of torch.save: its entries are packed, or larger than the file")
 
     @property
     def names(self) -> list[str]:
@@ -168,7 +168,7 @@ def what_to_do(archive: Archive) -> str:
     """What a file that isn't a YOLO's checkpoint holds, and how it can be run: the end of a message."""
     path, classes = archive.path, ", ".join(archive.names[:2])
     if archive.kind == PROGRAM:
-        return f"it is a TorchScript program: give it as a model by itself, {path}"
+        return f"it is a TorchScript program: give it as the model, {path}"
     if archive.kind == MODULE:
         return (
             f"it is a pickled module ({classes or 'of torch.nn'}), which only running its code brings back: give the "
