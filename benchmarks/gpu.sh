@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # All GPU tests, the GPU benchmarks and the study of one network, in one call on a machine with a GPU: bash benchmarks/gpu.sh OUT
-# Nothing is installed: what the machine lacks is skipped with its reason. Other interpreters are named by
+# Nothing is installed: what the machine lacks is skipped with its reason. Every part writes into OUT as it goes, so that
+# a call that is cut short loses nothing; PARTS names the parts to do (default: tests doctor study benchmarks matrix).
+# MATRIX_MINUTES ends the matrix of networks in time (default 9). Other interpreters are named by
 # DYNO_TENSORRT_PYTHON, DYNO_ORTGPU_PYTHON and DYNO_TORCH_TENSORRT_PYTHON. Records end up in OUT/runs.tar.gz.
 set -u
 out=${1:?usage: gpu.sh OUT}
@@ -14,23 +16,36 @@ pythons=()
 [ -n "${DYNO_ORTGPU_PYTHON:-}" ] && pythons+=(--python "onnxruntime=$DYNO_ORTGPU_PYTHON")
 trt=${DYNO_TENSORRT_PYTHON:-python3}
 
-python3 -m pytest -c /dev/null --rootdir . --import-mode=importlib -q -m gpu -p no:cacheprovider -W ignore tests 2>&1 |
-  tee "$out/tests.log" | tail -n 15
-dyno doctor "${pythons[@]}" | tee "$out/doctor.txt"
+wanted() { [[ " ${PARTS:-tests doctor study benchmarks matrix} " == *" $1 "* ]]; }
 
-python3 studies/photos.py "$runs/photos"
-dyno run studies/gpu-classifiers.toml --data "$runs/photos" "${pythons[@]}" --out "$runs/classifiers" 2>&1 | tee "$out/run.log" | tail -n 60
-dyno show "$runs/classifiers" --format markdown >"$out/classifiers.md"
-dyno show "$runs/classifiers" --format csv >"$out/classifiers.csv"
+if wanted tests; then
+  python3 -m pytest -c /dev/null --rootdir . --import-mode=importlib -o pythonpath="tests tools" -q -m gpu -p no:cacheprovider \
+    -W ignore tests 2>&1 | tee "$out/tests.log" | tail -n 15
+fi
+if wanted doctor; then dyno doctor "${pythons[@]}" | tee "$out/doctor.txt"; fi
 
-dyno export torchvision:resnet18 -o "$runs/r18.onnx"
-for batch in 1 256; do
-  dyno build "$runs/r18.onnx" -o "$runs/r18-$batch.engine" --precision fp16 --batch "$batch" "${pythons[@]:0:2}"
-done
-{
-  "$trt" benchmarks/gpu_loop.py "$runs"/r18-*.engine
-  "$trt" benchmarks/gpu_pipeline.py "$runs/r18-256.engine"
-  python3 benchmarks/timing_cache.py
-} 2>&1 | tee "$out/benchmarks.txt"
+if wanted study; then
+  python3 studies/photos.py "$runs/photos"
+  dyno run studies/gpu-classifiers.toml --data "$runs/photos" "${pythons[@]}" --out "$runs/classifiers" 2>&1 |
+    tee "$out/run.log" | tail -n 60
+  dyno show "$runs/classifiers" --format markdown >"$out/classifiers.md"
+  dyno show "$runs/classifiers" --format csv >"$out/classifiers.csv"
+  tar -C "$runs" --exclude='*.engine' --exclude='*.onnx' --exclude=photos -czf "$out/runs.tar.gz" .
+fi
 
-tar -C "$runs" --exclude='*.engine' --exclude='*.onnx' --exclude=photos -czf "$out/runs.tar.gz" .
+if wanted benchmarks; then
+  dyno export torchvision:resnet18 -o "$runs/r18.onnx"
+  for batch in 1 256; do
+    dyno build "$runs/r18.onnx" -o "$runs/r18-$batch.engine" --precision fp16 --batch "$batch" "${pythons[@]:0:2}"
+  done
+  {
+    "$trt" benchmarks/gpu_loop.py "$runs"/r18-*.engine
+    "$trt" benchmarks/gpu_pipeline.py "$runs/r18-256.engine"
+    python3 benchmarks/timing_cache.py
+  } 2>&1 | tee "$out/benchmarks.txt"
+fi
+
+if wanted matrix; then
+  python3 benchmarks/matrix.py "$runs/matrix" --device cuda:0 --backends pytorch,tensorrt@optimization=1 --batch 8 --threads 2 \
+    --jobs 5 --minutes "${MATRIX_MINUTES:-9}" --limit 300 "${pythons[@]:0:2}" --rows "$out" | cut -c1-200
+fi

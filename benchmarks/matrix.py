@@ -66,7 +66,8 @@ def measure(source: str, asked: argparse.Namespace, cache: str, limit: float) ->
     command += ["--rounds", "1", "--seconds", "0.2", "--warmup", "0.2", "--out", str(folder)]
     command += [word for python in asked.python for word in ("--python", python)]
     command += ["--size", str(asked.size)] if asked.size else []
-    command += ["--threads", str(asked.threads)] if asked.threads else []
+    threads = min(asked.threads, len(os.sched_getaffinity(0)))  # of this job, not of the machine
+    command += ["--threads", str(threads)] if threads else []
     environment = {
         **os.environ,
         "DYNO_CACHE": cache,
@@ -119,7 +120,7 @@ def main() -> int:
     asked = _arguments()
     asked.out.mkdir(parents=True, exist_ok=True)
     _photos(asked.out / "photos")
-    path = asked.out / "matrix.csv"
+    path = (asked.rows or asked.out) / "matrix.csv"
     rows = list(csv.DictReader(path.open(encoding="utf-8"))) if path.exists() else []
     done = {row["network"] for row in rows}
     wanted = [name for name in asked.networks.split(",") if name] or networks()
@@ -139,7 +140,7 @@ def main() -> int:
         own = measure(source, asked, str(asked.out.resolve() / f"cache-{job}"), min(asked.limit, left))
         free.put(job)
         rows.extend({"network": source, **dict.fromkeys(KEPT, ""), **row} for row in own)
-        _write(asked.out, rows)
+        _write(path.parent, rows)
         shown = ", ".join(f"{r['backend']} {r['precision']} {cell(r)}" if "backend" in r else r["reason"] for r in own)
         print(f"{source} in {time.monotonic() - began:.0f} s: {shown}", flush=True)
 
@@ -153,6 +154,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("out", type=Path)
     parser.add_argument("--backends", default="pytorch,onnxruntime,openvino")
     parser.add_argument("--precision", default="fp32,fp16,int8")
+    parser.add_argument("--rows", type=Path, help="folder of matrix.csv and matrix.md (default: OUT)")
     parser.add_argument("--networks", default="", help="comma-separated sources instead of the whole list")
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--size", default="", help="image size of all networks (default: each one's own)")

@@ -12,6 +12,9 @@ from dyno import __version__
 from dyno.cli import data_commands, exits, hints, options, run_folders, take, train
 from dyno.worker.spec import UserError
 
+# Groups in which `dyno --help` lists commands.
+MEASURE, READ, MAKE, MACHINE = "Measure", "Read results", "Make files and data", "This machine"
+
 
 class Commands(typer.core.TyperGroup):
     """The commands; a name that is none is told what may have been meant."""
@@ -30,7 +33,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.add_typer(data_commands.app, name="data")
+app.add_typer(data_commands.app, name="data", rich_help_panel=MAKE)
 
 
 def _version(asked: bool) -> None:
@@ -48,7 +51,7 @@ def _every_command(
     """A dynamometer for inference engines: which way of running a model is fastest here, and is it still accurate?"""
 
 
-@app.command()
+@app.command(rich_help_panel=MEASURE)
 def demo(
     out: Annotated[str, typer.Option("--out", "-o", help="Run folder.")] = "runs/demo",
     rounds: options.Rounds = 3,
@@ -60,7 +63,7 @@ def demo(
     raise typer.Exit(module.demo(Path(out), rounds=rounds, quick=quick))
 
 
-@app.command()
+@app.command(rich_help_panel=MEASURE)
 def run(
     ctx: typer.Context,
     models: options.Studied,
@@ -112,7 +115,7 @@ def run(
     raise typer.Exit(commands.run(study, commands.folder(ctx, study), retry_failed=retry_failed))
 
 
-@app.command()
+@app.command(rich_help_panel=READ)
 def show(
     run: options.RunFolder,
     format: options.Format = "text",
@@ -123,7 +126,7 @@ def show(
     frontier: Annotated[bool, typer.Option("--frontier", help="Only what none beats in accuracy and speed.")] = False,
     break_even: Annotated[bool, typer.Option("--break-even", help="When each preparation has paid off.")] = False,
 ) -> None:
-    """Print the tables of a run."""
+    """Print the tables and the verdict of a run."""
     from dyno.cli import commands
 
     chosen = {"table": table, "frontier": frontier, "break-even": break_even}
@@ -135,7 +138,7 @@ def show(
     commands.show(run, format, by, reference, budget, view, table)
 
 
-@app.command()
+@app.command(rich_help_panel=READ)
 def compare(
     run_a: Annotated[Path, typer.Argument(help="The run to compare with.", metavar="RUN_A")],
     run_b: Annotated[Path, typer.Argument(help="The run to judge.", metavar="RUN_B")],
@@ -154,7 +157,7 @@ def compare(
     raise typer.Exit(commands.compare(run_a, run_b, format, fail_on, tolerance, least, rtol))
 
 
-@app.command()
+@app.command(rich_help_panel=READ)
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Run folders.", metavar="RUN...")],
     out: Annotated[str, typer.Option("--out", "-o", help="Folder to write into (default: the first run's own).")] = "",
@@ -165,7 +168,7 @@ def report(
     commands.report(runs, Path(out) if out else runs[0])
 
 
-@app.command()
+@app.command(rich_help_panel=MAKE)
 def export(
     ctx: typer.Context,
     model: options.Model,
@@ -198,7 +201,7 @@ def export(
     files.export(ctx, model, out, batch=batch, shape=shape, precision=precision, target=target, opset=opset)
 
 
-@app.command()
+@app.command(rich_help_panel=MAKE)
 def build(
     ctx: typer.Context,
     model: Annotated[str, typer.Argument(help="An ONNX file, or any model.", metavar="FILE.onnx")],
@@ -235,7 +238,7 @@ def build(
     raise typer.Exit(files.build(ctx, model, out, how))
 
 
-@app.command()
+@app.command(rich_help_panel=MEASURE)
 def time(
     ctx: typer.Context,
     models: options.Models,
@@ -277,7 +280,7 @@ def time(
     raise typer.Exit(commands.time(ctx, models, format, Path(trtexec) if trtexec else None))
 
 
-@app.command()
+@app.command(rich_help_panel=MEASURE)
 def agree(
     ctx: typer.Context,
     models: options.Models,
@@ -313,7 +316,7 @@ def agree(
     raise typer.Exit(commands.agree(ctx, models, rtol, atol, least, format))
 
 
-@app.command()
+@app.command(rich_help_panel=MEASURE)
 def eval(
     ctx: typer.Context,
     models: options.Models,
@@ -346,14 +349,14 @@ def eval(
     raise typer.Exit(commands.evaluate(ctx, models, format, per_class))
 
 
-app.command()(train.train)
-app.command()(take.take)
-app.command("list")(run_folders.list_runs)
-app.command("rm")(run_folders.remove)
-app.command("open")(run_folders.open_report)
+app.command(rich_help_panel=MAKE)(train.train)
+app.command(rich_help_panel=MAKE)(take.take)
+app.command("list", rich_help_panel=READ)(run_folders.list_runs)
+app.command("rm", rich_help_panel=READ)(run_folders.remove)
+app.command("open", rich_help_panel=READ)(run_folders.open_report)
 
 
-@app.command()
+@app.command(rich_help_panel=MACHINE)
 def doctor(
     python: options.Pythons = [],  # noqa: B006
     format: options.Format = "text",
