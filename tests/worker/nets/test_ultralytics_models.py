@@ -19,7 +19,7 @@ from dyno.worker.nets import models, ultralytics_models
 from dyno.worker.spec import Dims, ModelSpec, Trial, UserError, digest
 
 PROBE = """
-from dyno.worker import ultralytics_models
+from dyno.worker.nets import ultralytics_models
 from dyno.worker.spec import ModelSpec
 ultralytics_models.build(ModelSpec("y", "ultralytics:yolov8n-cls.yaml", classes=3), "yolov8n-cls.yaml")
 """
@@ -110,7 +110,7 @@ class Trap:
     def __reduce__(self):
         return os.system, ("touch {tmp_path}/ran",)
 torch.save({{"model": Trap()}}, "{tmp_path}/trap.pt")
-from dyno.worker import ultralytics_models
+from dyno.worker.nets import ultralytics_models
 from dyno.worker.spec import ModelSpec, UserError
 try:
     ultralytics_models.build(ModelSpec("y", "ultralytics:{tmp_path}/trap.pt"), "{tmp_path}/trap.pt")
