@@ -41,6 +41,14 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What runs studies or real engines in jobs is slow."""
+    for item in items:
+        if "preloaded" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session")
 def _server() -> Iterator[str]:
     """The socket of the process that jobs and commands are forked from; see `preloaded.py`."""

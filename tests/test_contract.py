@@ -94,6 +94,7 @@ def outputs(session: Session, batch: np.ndarray, slot: int = 0) -> np.ndarray:
 Load = Callable[..., tuple[Trial, Session]]
 
 
+@pytest.mark.slow
 def test_it_says_what_goes_in_and_out(load: Load) -> None:
     _, session = load()
     assert session.inputs == (Tensor("input", session.inputs[0].dtype, (2, 3, SIZE, SIZE)),)

@@ -22,6 +22,7 @@ import pytest
 from dyno.analysis.records.results import Results, load
 from dyno.analysis.tables import trial_table
 from dyno.analysis.tables.render import FORMATS, render
+from dyno.analysis.verdict import verdict
 from dyno.worker.record import STATUSES, Record, read_record, to_json
 from dyno.worker.spec import SCHEMA, Job, from_json
 
@@ -149,11 +150,17 @@ def test_a_record_of_a_newer_schema_is_named_in_one_line(tmp_path: Path, dyno: C
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_command_prints_what_the_library_renders(results: Results, dyno: Callable[..., Any], format: str) -> None:
     done = dyno("show", RUN, "--format", format)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == render(trial_table.frame(results), format)
+    frame = trial_table.frame(results)
+    tables, said = render(frame, format), verdict.sentences(results, frame)
+    told = done.stdout.removeprefix(tables)
+    assert told != done.stdout and [line.removeprefix("- ") for line in told.split("\n") if line] == (
+        said if format in ("text", "markdown") else []
+    )
 
 
 def test_nothing_stored_names_a_place_on_a_machine() -> None:

@@ -104,6 +104,7 @@ def other_python_version(python: str) -> str:
     return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
+@pytest.mark.slow
 def test_our_environment_does_not_reach_another_python(
     other_python: str, onnx_file: Path, tmp_path: Path, quick: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

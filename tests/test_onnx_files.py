@@ -124,6 +124,7 @@ def test_the_size_is_the_shapes_or_the_metadata_s(call: Call) -> None:
     assert code == 2 and "shapes give the image 48x48 pixels, and sizes 32x32; omit one of them" in said
 
 
+@pytest.mark.slow
 def test_an_operator_that_nobody_knows_is_named_in_each_row(call: Call) -> None:
     onnx.save(network(["n", 3, 24, 24], more="Swishy"), "net.onnx")
     code, _, _ = call("run", "net.onnx", *QUICK, "--out", "run")

@@ -102,6 +102,7 @@ def test_a_file_is_in_the_opset_of_its_target_or_the_one_asked_for(
     assert onnx.load(tmp_path / "net.onnx").opset_import[0].version == opset
 
 
+@pytest.mark.slow
 def test_batch_and_size_that_a_file_refuses(refused: Refused, onnx_file: Path) -> None:
     usual = ("run", onnx_file, "--backends", "onnxruntime")
     assert refused(*usual, "--batch", "3").startswith("m: the file's batch is fixed at 2, not 3; export it again")
@@ -271,6 +272,7 @@ def test_exit_codes_of_a_run(call: Callable[..., Any]) -> None:
     assert Path("good/results.csv").read_text().count("\n") == 2
 
 
+@pytest.mark.slow
 def test_a_budget_is_judged_against_the_reference(call: Callable[..., Any], photos: Path) -> None:
     code, _, err = call(*FAKE, "--data", photos, "--out", "r", "--budget", "top1=0.5")
     assert code == 0, err
@@ -294,6 +296,7 @@ def test_a_dry_run_lists_and_runs_nothing(call: Callable[..., Any]) -> None:
     assert "There is no cuda:99 here" in out and "refused" in out
 
 
+@pytest.mark.slow
 def test_a_study_file_names_its_folder(call: Callable[..., Any], tmp_path: Path) -> None:
     text = "models = ['fake:n']\nbackends = ['fake']\nrounds = 1\nseconds = 0.04\nwarmup = 0.02\nchannels = 1\n"
     (tmp_path / "mine.toml").write_text(text)
@@ -303,6 +306,7 @@ def test_a_study_file_names_its_folder(call: Callable[..., Any], tmp_path: Path)
     assert (code, err) == (0, ""), "its own study.toml resumes in place, and nothing is left to do"
 
 
+@pytest.mark.slow
 def test_show_prints_every_format(call: Callable[..., Any]) -> None:
     call(*FAKE, "--out", "r")
     for format in ("text", "markdown", "csv", "json"):

@@ -75,6 +75,7 @@ def test_a_run_in_use_stays(call: Call, refused: Refused, run: Path) -> None:
     assert call("rm", run) == (0, "removed runs/one\n", "") and not run.exists()
 
 
+@pytest.mark.slow
 def test_a_report_is_opened_and_written_where_it_is_missing(
     call: Call, refused: Refused, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

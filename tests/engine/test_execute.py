@@ -78,6 +78,7 @@ def test_a_second_run_measures_nothing(fake_study: Studies, tmp_path: Path) -> N
     assert records(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_more_rounds_extend_and_fewer_keep(fake_study: Studies, tmp_path: Path) -> None:
     run(fake_study(), tmp_path)
     before = records(tmp_path)
@@ -87,6 +88,7 @@ def test_more_rounds_extend_and_fewer_keep(fake_study: Studies, tmp_path: Path) 
     assert run(fake_study(rounds=2), tmp_path).began == []
 
 
+@pytest.mark.slow
 def test_a_backend_may_have_rounds_of_its_own(fake_study: Studies, tmp_path: Path) -> None:
     study = fake_study(backends=("fake@latency_ms=0.1", "fake@latency_ms=0.2@rounds=1"), rounds=3)
     assert [number for number, _ in run(study, tmp_path).began] == [0, 0, 1, 2]
@@ -328,6 +330,7 @@ def test_files_are_made_once_and_damage_is_seen(fake_study: Studies, tmp_path: P
     assert all(not f.name.startswith(".") for f in cache.iterdir()), "scratch folders are left"
 
 
+@pytest.mark.slow
 def test_a_changed_file_is_made_again(fake_study: Studies, tmp_path: Path, cache: Path) -> None:
     study = fake_study(backends=("maker_for_tests:Reader@latency_ms=0.1",))
     assert run(study, tmp_path / "a").files == ["", ""]
@@ -344,6 +347,7 @@ def made_of(path: Path) -> tuple[str, int]:
     return record.artifact.precision, len(record.artifact.made_by["steps"])
 
 
+@pytest.mark.slow
 def test_a_file_that_cannot_be_made_is_a_row_of_every_trial(fake_study: Studies, tmp_path: Path, cache: Path) -> None:
     backends = ("maker_for_tests:Reader@broken=true", "fake@latency_ms=0.1")
     log = run(fake_study(backends=backends, precisions=("fp32", "int8")), tmp_path / "run")

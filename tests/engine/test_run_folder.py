@@ -76,6 +76,7 @@ def test_another_route_is_another_row(call: Call, tmp_path: Path) -> None:
     assert load("r").to_pandas().set_index("options").loc["fold=True", "route"] == "folded"
 
 
+@pytest.mark.slow
 def test_what_contradicts_is_named(call: Call, refused: Callable[..., str]) -> None:
     words = ["run", "fake:net", "--channels", 1, *FAKE, "--out", "r"]
     assert call(*words)[0] == 0
@@ -209,6 +210,7 @@ def test_default_folders_do_not_collide(call: Call, tmp_path: Path) -> None:
     assert folder("a/m.onnx", "--batch", 4) == ("runs/m/report.html", "")
 
 
+@pytest.mark.slow
 def test_failures_are_tried_again_when_their_reason_may_be_gone(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     def tried(fail: str, *more: object) -> list[str]:
         words = ["run", "fake:net", "--channels", 1, *SHORT, "--backends", f"fake@fail={fail}", "--out", fail]

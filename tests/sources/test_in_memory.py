@@ -43,6 +43,7 @@ def nets(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return module
 
 
+@pytest.mark.slow
 def test_the_same_module_is_the_same_file_and_stays_as_it_was() -> None:
     net = Small().train()
     before = {name: value.clone() for name, value in net.state_dict().items()}
@@ -55,6 +56,7 @@ def test_the_same_module_is_the_same_file_and_stays_as_it_was() -> None:
     assert Study(models=net, sizes="8").models != (one,)
 
 
+@pytest.mark.slow
 def test_the_study_is_text_and_resumes(tmp_path: Path) -> None:
     net = Small().eval()
     study = Study(models=net, backends="pytorch", sizes="8", batches=(1, 3), **QUICK)

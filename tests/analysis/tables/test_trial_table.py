@@ -157,7 +157,7 @@ def test_exit_codes(demo: Results, tmp_path: Path) -> None:
 
 
 def test_text_fits_hides_what_is_empty_and_names_failures(frame: pd.DataFrame) -> None:
-    text = render.render(frame)
+    text = render.render(frame, width=100)
     rows = [line for line in text.splitlines() if not line.startswith("  ")]
     assert max(map(len, rows)) <= 100
     assert "digits, size 64, batch 8" in text

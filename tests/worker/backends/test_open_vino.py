@@ -134,6 +134,7 @@ def test_16_bits_run_in_16_bits_or_are_unavailable(
     assert digits.accuracy(session, 1) > 0.95
 
 
+@pytest.mark.slow
 def test_int8_runs_in_int8_and_is_as_accurate_within_a_point(digits: Any, fp32: Artifact, int8: Artifact) -> None:
     session = load(digits, int8, "int8")
     facts = session.facts()
@@ -230,6 +231,7 @@ def test_bad_files_are_one_line(digits: Any, fp32: Artifact, tmp_path: Path) -> 
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_fixed_batch_is_refused_at_another(digits: Any, static_file: Path, tmp_path: Path) -> None:
     artifact = ir(digits, tmp_path, digits.described(static_file, batch=1))
     assert digits.accuracy(load(digits, artifact), 1) > 0.95
@@ -285,6 +287,7 @@ print(asked)
 """
 
 
+@pytest.mark.slow
 def test_no_host_is_looked_up_and_nothing_written_at_home(digits: Any, root: Path, tmp_path: Path) -> None:
     home, out = tmp_path / "home", tmp_path / "out"
     home.mkdir()
@@ -295,6 +298,7 @@ def test_no_host_is_looked_up_and_nothing_written_at_home(digits: Any, root: Pat
     assert list(home.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_loop_over_a_number_and_a_condition_run_and_are_no_precision(
     onnx_file: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -48,6 +48,7 @@ def test_raw_pixels_give_what_normalised_ones_give(digits: Any, tmp_path: Path, 
     assert set(parent.made_by) - {"steps"} <= set(made.made_by)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["onnxruntime", "openvino"])
 def test_every_class_is_the_same_on_real_digits_fed_as_a_quarter_of_the_bytes(
     digits: Any, tmp_path: Path, backend: str

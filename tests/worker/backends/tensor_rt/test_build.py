@@ -24,7 +24,10 @@ onnx = pytest.importorskip("onnx")
 NAME = "tensorrt_rtx"
 GPU = Runtime(device="cuda:0")
 
-pytestmark = pytest.mark.skipif(not importlib.util.find_spec(NAME), reason="tensorrt-rtx is not installed")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not importlib.util.find_spec(NAME), reason="tensorrt-rtx is not installed"),
+]
 
 
 def recipe(precision: str = "fp32", batch: int = 4, size: int = 8, **options: Any) -> Recipe:
