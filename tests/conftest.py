@@ -41,14 +41,6 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What runs studies or real engines in jobs is slow."""
-    for item in items:
-        if "preloaded" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.slow)
-
-
 @pytest.fixture(scope="session")
 def _server() -> Iterator[str]:
     """The socket of the process that jobs and commands are forked from; see `preloaded.py`."""
@@ -156,8 +148,11 @@ def _no_gpu() -> str:
         return f"no NVIDIA GPU ({e})"
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        if "preloaded" in getattr(item, "fixturenames", ()):  # it runs studies, or real engines in jobs
+            item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("gpu") and _no_gpu():
             item.add_marker(pytest.mark.skip(reason=_no_gpu()))
 
