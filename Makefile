@@ -37,7 +37,7 @@ demo: $(READY)  ## the whole job on scikit-learn's digits, into runs/demo
 	$(BIN)/dyno demo
 
 test: setup  ## every test
-	@echo "two processes test side by side, for eight to ten minutes on two cores; each shows what it did when it ends"
+	@echo "two processes test side by side, for twenty minutes on two cores; each shows what it did when it ends"
 	@$(MAKE) --no-print-directory -j2 --output-sync=line --keep-going test-engines test-jobs
 
 test-engines:
@@ -46,7 +46,7 @@ test-engines:
 test-jobs:
 	$(BIN)/python -m pytest $(PYTEST) $(JOBS)
 
-check: setup  ## format, lint, types and the fast tests: under two minutes
+check: setup  ## format, lint, types and the fast tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy

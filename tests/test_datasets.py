@@ -139,7 +139,6 @@ def test_calibration_folder_never_holds_a_test_image(tmp_path: Path, make: Make)
         make(folder, calibration=tmp_path / "none")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("width", "height", "crop", "resize"),
     [(500, 375, 224, 256 / 224), (333, 500, 224, 256 / 224), (100, 80, 96, 1.0), (64, 64, 64, 1.0), (31, 97, 24, 1.3)],
@@ -376,7 +375,6 @@ def test_names_are_shown_on_one_line(tmp_path: Path, make: Make) -> None:
     str(e.value).encode("utf-8")
 
 
-@pytest.mark.slow
 def test_digits(tmp_path: Path) -> None:
     data = datasets.digits(tmp_path)
     found, about = arrays(data), json.loads(Path(data.folder, "meta.json").read_text())
