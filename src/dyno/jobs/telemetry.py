@@ -24,7 +24,7 @@ class Telemetry:
 
     Columns: `at` (s since `epoch`, which is CLOCK_MONOTONIC's), `rss` (B, the tree's), `cpu` (processors the tree kept
     busy), `others` (processors kept busy by everything else), `frequency` (MHz). A job on `cuda:N` adds
-    `gpu_telemetry.COLUMNS` and, from before the job began, `gpu_before_memory`, `gpu_before_util` and
+    `nvml.COLUMNS` and, from before the job began, `gpu_before_memory`, `gpu_before_util` and
     `gpu_before_processes`. What the system doesn't tell is NaN.
     """
 
