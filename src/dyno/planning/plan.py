@@ -133,7 +133,7 @@ def _reads(name: str, model: ModelSpec) -> bool:
 
 
 def _check_reference(wanted: str, planned: list[Planned]) -> None:
-    """Refuse a reference that no trial can be, before anything is measured; see `analysis.ranking.references.references`."""
+    """Refuse a reference that no trial can be, before anything is measured; see `analysis.ranking.references`."""
     name, _, precision = wanted.replace("/", ":").replace(" ", ":").partition(":")
     for t in (one.trial for one in planned):
         if name in (t.backend, t.variant) and precision in ("", t.precision):

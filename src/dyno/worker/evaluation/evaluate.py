@@ -61,7 +61,7 @@ def evaluate(session: Session, trial: Trial, timed: bool = True) -> Evaluation:
     """Every image of the data through the session, at the trial's own batch, in a pipeline.
 
     Arrays are `output:NAME` raw, `sample`, `label`, and `topk_index` and `topk_score` of a classifier or the detections
-    of `worker.evaluation.postprocess`. The last batch is filled by wrapping around and cut again. Real images are timed: a tenth
+    of `postprocess`. The last batch is filled by wrapping around and cut again. Real images are timed: a tenth
     of them warms the pipeline up (R4), and a few batches tell the stages apart afterwards; neither counts.
     """
     batch, threads = _batch(session, trial), max(1, trial.runtime.threads)

@@ -1,1 +1,1 @@
-"""Where a PyTorch module comes from (a library's name, MODULE:FUNCTION, FILE.py:FUNCTION, a saved file), and its weights."""
+"""PyTorch modules and their weights: by a library's name, MODULE:FUNCTION, FILE.py:FUNCTION, or from a saved file."""
