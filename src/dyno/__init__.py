@@ -35,7 +35,7 @@ _HOMES = {
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return [*__all__, "__version__"]
 
 
 def __getattr__(name: str) -> typing.Any:
