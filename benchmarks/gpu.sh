@@ -8,7 +8,7 @@ set -u
 out=${1:?usage: gpu.sh OUT}
 mkdir -p "$out"
 cd "$(dirname "$0")/.." || exit 1
-export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+export PYTHONPATH="$PWD/src:$PWD/tools${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 runs=$(mktemp -d)
 dyno() { python3 -m dyno "$@"; }
 pythons=()
@@ -19,7 +19,7 @@ trt=${DYNO_TENSORRT_PYTHON:-python3}
 wanted() { [[ " ${PARTS:-tests doctor study benchmarks matrix} " == *" $1 "* ]]; }
 
 if wanted tests; then
-  python3 -m pytest -c /dev/null --rootdir . --import-mode=importlib -o pythonpath="tests tools" -q -m gpu -p no:cacheprovider \
+  python3 -m pytest -c /dev/null --rootdir . --import-mode=importlib -q -m gpu -p no:cacheprovider \
     -W ignore tests 2>&1 | tee "$out/tests.log" | tail -n 15
 fi
 if wanted doctor; then dyno doctor "${pythons[@]}" | tee "$out/doctor.txt"; fi

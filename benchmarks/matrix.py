@@ -18,6 +18,7 @@ import os
 import queue
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -121,6 +122,8 @@ def main() -> int:
     asked.out.mkdir(parents=True, exist_ok=True)
     _photos(asked.out / "photos")
     path = (asked.rows or asked.out) / "matrix.csv"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    writing = threading.Lock()
     rows = list(csv.DictReader(path.open(encoding="utf-8"))) if path.exists() else []
     done = {row["network"] for row in rows}
     wanted = [name for name in asked.networks.split(",") if name] or networks()
@@ -139,8 +142,9 @@ def main() -> int:
         os.sched_setaffinity(0, cores[job :: asked.jobs] or cores)
         own = measure(source, asked, str(asked.out.resolve() / f"cache-{job}"), min(asked.limit, left))
         free.put(job)
-        rows.extend({"network": source, **dict.fromkeys(KEPT, ""), **row} for row in own)
-        _write(path.parent, rows)
+        with writing:
+            rows.extend({"network": source, **dict.fromkeys(KEPT, ""), **row} for row in own)
+            _write(path.parent, rows)
         shown = ", ".join(f"{r['backend']} {r['precision']} {cell(r)}" if "backend" in r else r["reason"] for r in own)
         print(f"{source} in {time.monotonic() - began:.0f} s: {shown}", flush=True)
 

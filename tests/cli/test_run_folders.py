@@ -58,9 +58,9 @@ def test_only_what_dyno_wrote_is_removed(call: Call, refused: Refused, run: Path
     assert refused("rm", "link/").startswith("link is a symbolic link")
     assert refused("rm", run, "aaaa").startswith("no trials of runs/one have an id that begins with 'aaaa'")
     assert refused("rm", "runs") == (
-        "runs is no run folder: it has no study.toml with trials/ beside it; the run folders in it: runs/one"
+        "runs is not a run folder: it has no study.toml with trials/ beside it; the run folders in it: runs/one"
     )
-    assert refused("rm", "precious").startswith("precious is no run folder") and (outside / "photo").exists()
+    assert refused("rm", "precious").startswith("precious is not a run folder") and (outside / "photo").exists()
     assert refused("rm", "nowhere") == "nowhere does not exist"
     assert refused("rm", run / "study.toml") == "runs/one/study.toml is not a folder"
     (run / "notes.txt").write_text("mine")
@@ -92,7 +92,7 @@ def test_a_report_is_opened_and_written_where_it_is_missing(
     monkeypatch.setattr(webbrowser, "open", none)
     assert call("open", run) == (0, "runs/one/report.html\n", "")
     assert (run / "report.html").stat().st_mtime_ns == written, "what is there is opened as it is"
-    assert refused("open", "runs").startswith("runs is no run folder")
+    assert refused("open", "runs").startswith("runs is not a run folder")
 
 
 def test_a_failed_row_names_its_log(call: Call, run: Path) -> None:

@@ -80,7 +80,7 @@ def _minutes(seconds: float) -> str:
 
 
 def bounded(low: float, high: float) -> bool:
-    """Whether an interval of something positive (a ratio, a time, a rate) is no wider than a factor of two."""
+    """Whether an interval of a positive value (a ratio, a time, a rate) spans at most a factor of two."""
     return 0 < low <= high <= WIDEST * low
 
 

@@ -65,7 +65,7 @@ def styled() -> Iterator[Any]:
 
 @contextmanager
 def _any_script() -> Iterator[None]:
-    """Names of classes come in any script, and a letter that the font lacks is no reason for a warning on every run."""
+    """Silence warnings of letters that the font lacks: class names come in any script."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         yield

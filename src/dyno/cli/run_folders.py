@@ -60,13 +60,13 @@ def runs_below(folder: Path) -> Iterator[Path]:
 
 
 def why_no_run(folder: Path) -> str:
-    """Why the folder is no run folder, "" when it is one."""
+    """Why the folder is not a run folder, "" when it is one."""
     if folder.is_symlink():
         return "is a symbolic link, which is not followed; give the folder itself"
     if not folder.is_dir():
         return "is not a folder" if folder.exists() else "does not exist"
     if not (folder / "study.toml").is_file() or not (folder / "trials").is_dir():
-        return "is no run folder: it has no study.toml with trials/ beside it"
+        return "is not a run folder: it has no study.toml with trials/ beside it"
     return "has symbolic links where trials/ should be" if (folder / "trials").is_symlink() else ""
 
 

@@ -60,7 +60,7 @@ def lines(rows: pd.DataFrame, axis: str, column: str, label: str) -> Any:
 
 
 def panels_of(rows: pd.DataFrame, axis: str) -> tuple[list[Panel], int]:
-    """Title and rows of each panel that has two places on the axis, and how many there is no room for."""
+    """Title and rows of each panel with two or more values on the axis, and the number of panels left out."""
     rows = rows.assign(place=[place_of(v) for v in rows[axis]])
     keys = [k for k in ("model", "size", "batch", "device") if k != axis]
     found = [(title_of(keys, v), g) for v, g in rows.groupby(keys, sort=False) if g["place"].nunique() > 1]

@@ -40,7 +40,7 @@ def peaks(results: Results) -> dict[str, Peak]:
 
 
 def missing(results: Results) -> str:
-    """Why there is no peak, in one sentence, or ""."""
+    """The reason why the peak is unknown, in one sentence; "" where it is known."""
     if not results.peak:
         return "No peak was measured; the same command with --peak measures it."
     if results.peak.get("status") != "ok":

@@ -51,7 +51,7 @@ class Contest:
         return self.fastest if speed == LATENCY else self.most_images
 
     def reference(self, row: pd.Series, trials: Mapping[str, TrialResult]) -> TrialResult | None:
-        """What a row's gain is told against: the reference of its size, or that of the first size where all compete."""
+        """The reference of a row's speed-up: that of its size, or of the first size where all sizes compete."""
         return trials.get(row["budget_reference"] if self.sizes else row["reference"])
 
     def way(self, row: pd.Series) -> str:
@@ -81,7 +81,7 @@ def _contest(where: str, rows: pd.DataFrame, frame: pd.DataFrame, sizes: bool) -
 
 
 def contenders(frame: pd.DataFrame, trials: Mapping[str, TrialResult]) -> list[str]:
-    """Ids of what is worth measuring again: each winner, its runner-up, and what its gain is told against."""
+    """Ids of what is worth measuring again: each winner, its runner-up, and the reference of its speed-up."""
     found: list[str] = []
     for contest in contests(frame):
         for speed in (LATENCY, THROUGHPUT):

@@ -1,4 +1,4 @@
-"""Which trial each trial is held against, and whether two trials may be compared at all."""
+"""The reference trial of each trial, and whether two trials are comparable."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def read_npz(path: Path, names: Collection[str] | None = None) -> dict[str, np.n
 
 def _array(data: bytes) -> np.ndarray:
     if data[:6] != MAGIC:
-        raise ValueError("a member of the npz file is no array")
+        raise ValueError("a member of the npz file is not an array")
     wide = 2 if data[6] == 1 else 4
     start = 8 + wide + int.from_bytes(data[8 : 8 + wide], "little")
     shape, fortran, dtype = _header(data[:start])

@@ -261,13 +261,13 @@ def load(run: Path) -> Results:
     """Read a run folder.
 
     A record that is broken or written by a newer Dyno becomes one line in `problems` and the rest is shown. Raises
-    UserError, one line, when the folder is no run folder, is empty, or holds nothing that can be read.
+    UserError, one line, when the folder is not a run folder, is empty, or holds nothing that can be read.
     """
     run = Path(run)
     if not run.is_dir():
         raise UserError(f"{run} is not a folder; give the folder that `dyno run` wrote, such as runs/demo")
     if not (run / "trials").is_dir():
-        raise UserError(f"{run} is no run folder: it has no trials/; give the folder that `dyno run` wrote")
+        raise UserError(f"{run} is not a run folder: it has no trials/; give the folder that `dyno run` wrote")
     problems: list[str] = []
     trials = [t for folder in sorted((run / "trials").iterdir()) if (t := _trial(folder, problems))]
     if not trials and problems:
