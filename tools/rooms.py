@@ -17,7 +17,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- made by tools/rooms.py -->", "<!-- end -->"
 
 # What of the worker the host may use: the border's data, what backends declare, and the hash of a model's own code.
-BORDER = "spec record backend registry system extras training.options nets.local_code"
+BORDER = "spec record backend registry plugins system extras training.options nets.local_code"
 
 # Room -> rooms that it may import, within its own tree; nothing imports upwards, in a function or outside one.
 HOST = {
@@ -53,6 +53,7 @@ WORKER = {
     "extras": "spec",
     "system": "spec",
     "truth": "",
+    "plugins": "",
     "backend": "spec option_values",
     "inputs": "spec",
     "sessions": "spec backend option_values extras system truth inputs",
@@ -60,7 +61,7 @@ WORKER = {
     "onnx_graph": "spec extras system inputs sessions",
     "makers": "spec backend option_values extras system inputs sessions nets onnx_graph",
     "backends": "spec record backend option_values extras truth inputs sessions nets onnx_graph makers",
-    "registry": "spec backend backends makers",
+    "registry": "spec plugins backend backends makers",
     "measure": "spec backend sessions",
     "evaluation": "spec record backend inputs",
     "training": "spec record inputs sessions nets",
@@ -71,8 +72,8 @@ WORKER = {
 }
 # What single rooms of the host take from the worker besides: pure functions that both sides must do alike.
 BESIDES = {
-    "dyno.analysis": "spec record extras",
-    "dyno.datasets": "spec extras inputs.letterbox",
+    "dyno.analysis": "spec record extras plugins",
+    "dyno.datasets": "spec extras plugins inputs.letterbox",
     "dyno.store": f"{BORDER} onnx_graph.weights",
     "dyno.sources": f"{BORDER} nets.models nets.saved_modules nets.torch_archive inputs.modules sessions.torch_support",
 }

@@ -1,0 +1,48 @@
+"""Objects that are declared once and found by name: at the top of a package's modules, or by another's entry points."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from functools import cache
+from importlib import metadata
+from types import ModuleType
+from typing import TypeVar
+
+Declared = TypeVar("Declared")
+
+
+def declared(package: ModuleType, kind: type[Declared], group: str) -> dict[str, Declared]:
+    """Name -> object: instances of `kind` at the top of the package's modules, then those of the entry points' group.
+
+    What the package declares wins over an entry point of the same name. An entry point that can't be loaded, or that
+    gives another kind of object, is left out here and named by `broken`.
+    """
+    own: dict[str, Declared] = {}
+    for info in pkgutil.iter_modules(package.__path__):
+        module = importlib.import_module(f"{package.__name__}.{info.name}")
+        own |= {value.name: value for value in vars(module).values() if isinstance(value, kind)}  # type: ignore[attr-defined]
+    others = {value.name: value for value in _loaded(group).values() if isinstance(value, kind)}  # type: ignore[attr-defined]
+    return {**others, **own}
+
+
+def broken(group: str, kind: type) -> dict[str, str]:
+    """Entry point -> why it gives no object of `kind`, one line each."""
+    return {
+        name: value if isinstance(value, str) else f"is {type(value).__name__}, not {kind.__name__}"
+        for name, value in _loaded(group).items()
+        if not isinstance(value, kind)
+    }
+
+
+@cache
+def _loaded(group: str) -> dict[str, object]:
+    """What each entry point of the group gives; the reason as text for one that can't be loaded."""
+    return {point.name: _object(point) for point in metadata.entry_points(group=group)}
+
+
+def _object(point: metadata.EntryPoint) -> object:
+    try:
+        return point.load()
+    except Exception as e:  # someone else's code: whatever it raises is what is wrong with it
+        return f"can't be loaded: {(str(e).strip() or type(e).__name__).splitlines()[0]}"
