@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker.backend import Arrays, Backend, Session
+from dyno.worker.backend import Arrays, Backend, Maker, Session
 from dyno.worker.inputs.shapes import fitted, static_shapes
 from dyno.worker.option_values import one_of
 from dyno.worker.record import save_arrays
@@ -32,7 +32,7 @@ COMPUTE = ("conv", "linear")
 SLOW = "NumPy has no BLAS for float16: it multiplies element by element"
 
 
-class NumpyNet(Backend):
+class NumpyNet(Backend, Maker):
     """Runs `nn.Sequential` classifiers. Option: `order` (C or F), how the weights lie in memory."""
 
     name = "numpy_net"
@@ -98,6 +98,9 @@ class NumpyNet(Backend):
         order = trial.options.get("order", "C")
         assert artifact is not None  # `recipe` is never None, so there is a file
         return NumpySession(trial, artifact, order)
+
+
+NUMPY_NET = NumpyNet()
 
 
 class NumpySession(Session):

@@ -66,7 +66,7 @@ WORKER = {
     "evaluation": "spec record backend inputs",
     "training": "spec record inputs sessions nets",
     "snippets": "spec registry inputs sessions nets backends",
-    "jobs": "spec backend extras system inputs sessions nets onnx_graph backends",
+    "jobs": "spec backend registry extras system inputs sessions nets onnx_graph backends",
     "journal": "spec record measure evaluation",
     "main": "spec record backend registry system inputs sessions measure evaluation training snippets jobs journal",
 }
@@ -74,7 +74,6 @@ WORKER = {
 BESIDES = {
     "dyno.analysis": "spec record extras plugins",
     "dyno.datasets": "spec extras plugins inputs.letterbox",
-    "dyno.store": f"{BORDER} onnx_graph.weights",
     "dyno.sources": f"{BORDER} nets.models nets.saved_modules nets.torch_archive inputs.modules sessions.torch_support",
 }
 MOST_MODULES = 12

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dyno.worker.spec import BOUNDARIES, MODEL_FILES, PRECISIONS, SAVED, TASKS, Option, Plan, UserError, check_known
+from dyno.worker import registry
+from dyno.worker.spec import BOUNDARIES, PRECISIONS, SAVED, TASKS, Option, Plan, UserError, check_known
 
 BUDGETS = ("top1", "top5", "mAP")
 CONFIRMATIONS = 2  # of a winner, where the study has a budget and doesn't say
@@ -338,7 +339,7 @@ def model_name(source: str) -> str:
     """The model's name in tables and folders: what stands behind the colon, or the file's stem."""
     if source.startswith("ultralytics:"):
         return Path(source.partition(":")[2]).stem
-    if source.endswith((*MODEL_FILES, *SAVED, ".pt", ".pth")):
+    if registry.format_of(source) or source.endswith((*SAVED, ".pt", ".pth")):
         return Path(source).stem
     return source.rpartition(":")[2]
 
