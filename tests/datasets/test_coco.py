@@ -29,7 +29,7 @@ def test_the_truth_is_the_file_s_own(coco: Folder, make: Make, tmp_path: Path) -
     folder = coco()
     data = make(folder)
     about, found = datasets.meta(data), truth(data)
-    assert (datasets.kind(folder), data.name) == ("coco", "coco")
+    assert (datasets.format_of(folder).name, data.name) == ("coco", "coco")
     assert (about["classes"], about["task"], about["has"]) == (["disc", "triangle"], "segment", ["boxes", "masks"])
     assert about["splits"] == {"test": 6, "calibration": 8}, "calibration images come out of train2017"
     assert [category["id"] for category in found["categories"]] == [0, 1]
@@ -206,11 +206,11 @@ def test_files_that_are_not_coco_s(coco: Folder, make: Make) -> None:
 def test_formats_are_not_mixed(coco: Folder, make: Make, tmp_path: Path) -> None:
     folder = coco()
     (folder / "data.yaml").write_text("names: [a]")
-    with pytest.raises(UserError, match=r"holds COCO annotations and YOLO labels; give the .json or .yaml file"):
+    with pytest.raises(UserError, match=r"is in COCO's format and YOLO's format; give the file of the one to use"):
         make(folder)
     (tmp_path / "classes/cat").mkdir(parents=True)
-    assert datasets.kind(tmp_path / "classes") == "classes"
+    assert datasets.format_of(tmp_path / "classes").name == "classes"
     drawn.draw(tmp_path / "loose/a.jpg", 0)
-    assert datasets.kind(tmp_path / "loose") == "images"
-    with pytest.raises(UserError, match="is not a folder, nor a COCO file"):
-        datasets.kind(tmp_path / "loose/a.jpg")
+    assert datasets.format_of(tmp_path / "loose").name == "images"
+    with pytest.raises(UserError, match="is not a folder, nor a file in COCO's format"):
+        datasets.format_of(tmp_path / "loose/a.jpg")

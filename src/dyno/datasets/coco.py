@@ -14,18 +14,37 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from dyno.datasets.boxes import Found, Labels, checked_box, checked_keypoints, checked_polygon, polygon_area
+from dyno.datasets.data_format import DataFormat, Wanted
 from dyno.datasets.photos import Annotations, Listing, Photo, Sizes, images, loose, name_below, printable
 from dyno.worker.spec import UserError
 
 SPLITS = ("val", "test")  # of which images are tested on; COCO's own test images come without annotations
 OTHER = ("captions", "image_info", "panoptic", "stuff")  # files of COCO that hold no objects
-KINDS = {"pose": "person_keypoints", "": "instances", "detect": "instances", "segment": "instances"}
+KEYPOINTS = {"pose": "person_keypoints"}  # what a file of a task begins with; else with INSTANCES
+INSTANCES = "instances"
 LARGEST = 1e12  # no image has such a coordinate or area
 SEEN = 20  # images that decide which folder they are all in
 
 
-def scan(path: Path, calibration: int | Path, seed: int, task: str = "") -> Listing:
-    """List the images of an annotation file, or of the folder above annotations/; `task` chooses between two files."""
+class Coco(DataFormat):
+    """An annotation file, or the folder above annotations/, where the task chooses between two files."""
+
+    name = "coco"
+    described = "COCO's format"
+    suffixes = (".json",)
+    labels = "objects"
+
+    def fits(self, path: Path) -> bool:
+        return any((path / "annotations").glob("*.json")) if path.is_dir() else path.suffix in self.suffixes
+
+    def scan(self, path: Path, wanted: Wanted) -> Listing:
+        return _scan(path, wanted.calibration, wanted.seed, wanted.task)
+
+
+COCO = Coco()
+
+
+def _scan(path: Path, calibration: int | Path, seed: int, task: str) -> Listing:
     file = path if path.is_file() else chosen(path, task)
     about = _read(file)
     folder = _image_folder(file, about.images)
@@ -49,7 +68,7 @@ def chosen(folder: Path, task: str = "") -> Path:
         return files[0]
     for split in SPLITS:
         here = [file for file in files if split in file.stem]
-        fitting = [file for file in here if file.name.startswith(KINDS[task])] or here
+        fitting = [file for file in here if file.name.startswith(KEYPOINTS.get(task, INSTANCES))] or here
         if len(fitting) == 1:
             return fitting[0]
         if fitting:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 QUIET_S = 1.0  # decoding that is done sooner shows nothing
-FORMATS = {"coco": "COCO's format", "yolo": "YOLO's format", "classes": "class folders"}
 NEEDS = {"segment": "masks", "pose": "keypoints"}
 CALIBRATED = {"int8", "fp8"}  # precisions whose ranges are taken from images
 RANKED = {"int8", "fp16"}  # precisions whose layers are ranked on images, where some are to be kept higher
@@ -50,23 +49,17 @@ def prepared(
     if study.data == "digits":
         return _digits(cache, model, size, outputs)
     path, outputs = Path(study.data), outputs or model.classes or 0
-    kind = datasets.kind(path)
-    annotated = kind in ("coco", "yolo") or (kind == "images" and model.task != "classify")
-    if kind != "images" and annotated != (model.task != "classify"):
-        wanted = "class folders" if annotated else "annotations in COCO's or YOLO's format, or one folder of images"
-        raise UserError(f"{study.data} is in {FORMATS[kind]}, but {model.name} is for {model.task}; give {wanted}")
-    if study.budget and kind == "images" and annotated:
+    kind, objects = datasets.format_of(path), model.task != "classify"
+    if kind.labels and (kind.labels == "objects") != objects:
+        wanted = "annotations in COCO's or YOLO's format, or one folder of images" if objects else "class folders"
+        raise UserError(f"{study.data} is in {kind.described}, but {model.name} is for {model.task}; give {wanted}")
+    if study.budget and objects and not kind.labels:
         raise UserError(f"a budget needs boxes, and {study.data} has none; give annotations in COCO's or YOLO's format")
     more: dict[str, Any] = {"calibration": Path(study.calibration)} if study.calibration else {}
     more |= {"on_unreadable": study.unreadable, "channels": model.channels, "set_aside": calibrates(study)}
+    more |= {"objects": objects, "task": model.task, "outputs": outputs}
     with decoding(console) as progress:
-        if annotated:
-            more |= {"task": model.task, "classes": outputs}
-            data = datasets.annotated(path, cache, size, model.preprocess, progress=progress, **more)
-        else:
-            data = datasets.class_folders(
-                path, cache, size, model.preprocess, progress=progress, outputs=outputs, **more
-            )
+        data = datasets.load(path, cache, size, model.preprocess, progress=progress, **more)
     about = datasets.meta(data)
     _check(study.data, about, model, outputs)
     say_left_out(about, console)
