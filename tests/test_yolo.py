@@ -16,7 +16,7 @@ import yolo_small
 from dyno.analysis.records.results import load
 from dyno.analysis.tables import trial_table
 from dyno.jobs.launcher import launch
-from dyno.worker.evaluation.postprocess import Detections, detections
+from dyno.worker.tasks.postprocess import Detections, detections
 from dyno.worker.inputs.input_data import Images
 from dyno.worker.makers.export import OnnxExport, exported
 from dyno.worker.makers.precision import OnnxPrecision, converted

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker.evaluation.postprocess import Detections
+from dyno.worker.tasks.postprocess import Detections
 from dyno.worker.spec import DataSpec
 
 NAMES = ("circle", "square", "triangle")

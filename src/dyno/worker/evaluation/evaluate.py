@@ -12,7 +12,7 @@ import numpy as np
 
 from dyno.worker.backend import Session
 from dyno.worker.evaluation.pipeline import Outputs, Pipeline
-from dyno.worker.evaluation.ranks import Ranks
+from dyno.worker.tasks.classify import Ranks
 from dyno.worker.evaluation.sources import Numbers, Photos
 from dyno.worker.inputs import input_data
 from dyno.worker.inputs.shapes import static_shapes
@@ -108,7 +108,7 @@ def _batch(session: Session, trial: Trial) -> int:
 def _answers(trial: Trial, real: Photos | None, batch: int, count: int) -> Ranks:
     if real is None or trial.model.task == "classify":
         return Ranks(batch, count)
-    from dyno.worker.evaluation.detections import Found
+    from dyno.worker.tasks.detect import Found
 
     return Found(trial, real, batch, count)
 

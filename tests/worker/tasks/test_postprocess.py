@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dyno.worker.evaluation.postprocess import Detections, detections, encode, suppress
+from dyno.worker.tasks.postprocess import Detections, detections, encode, suppress
 from dyno.worker.inputs.letterbox import geometry
 from dyno.worker.spec import UserError
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.evaluation.pipeline import Outputs
-from dyno.worker.evaluation.postprocess import detections
-from dyno.worker.evaluation.ranks import Ranks
+from dyno.worker.tasks.postprocess import detections
+from dyno.worker.tasks.classify import Ranks
 from dyno.worker.evaluation.sources import Photos
 from dyno.worker.inputs.layout import channels_first
 from dyno.worker.spec import Trial, UserError

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from dyno.worker.evaluation.ranks import LEAST_PARTED, TOP, Ranks, ranked
+from dyno.worker.tasks.classify import LEAST_PARTED, TOP, Ranks, ranked
 
 
 def sorted_whole(scores: np.ndarray, k: int) -> np.ndarray:
