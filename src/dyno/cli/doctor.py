@@ -19,12 +19,17 @@ from dyno.cli.commands import pythons
 from dyno.datasets.data_format import GROUP, DataFormat
 from dyno.jobs.launcher import launch
 from dyno.planning.checks import check_format
-from dyno.worker import plugins, registry, system
+from dyno.worker import plugins, registry, system, tasks
 from dyno.worker.record import Record
 from dyno.worker.spec import Job, Runtime
+from dyno.worker.tasks.task import Task
 
 TIMEOUT_S = 120.0
-KINDS: dict[str, type] = {**registry.GROUPS, GROUP: DataFormat}  # what plug-ins may bring, by the group of entry points
+KINDS: dict[str, type] = {
+    **registry.GROUPS,
+    tasks.GROUP: Task,
+    GROUP: DataFormat,
+}  # what plug-ins may bring, by the group of entry points
 
 
 def examine(others: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from dyno import datasets
 from dyno.datasets import Progress
 from dyno.store import cache_dir
 from dyno.study import Choice, Study
-from dyno.worker import registry
+from dyno.worker import registry, tasks
 from dyno.worker.spec import DataSpec, ModelSpec, UserError
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 QUIET_S = 1.0  # decoding that is done sooner shows nothing
-NEEDS = {"segment": "masks", "pose": "keypoints"}
 CALIBRATED = {"int8", "fp8"}  # precisions whose ranges are taken from images
 RANKED = {"int8", "fp16"}  # precisions whose layers are ranked on images, where some are to be kept higher
 
@@ -49,8 +48,9 @@ def prepared(
     if study.data == "digits":
         return _digits(cache, model, size, outputs)
     path, outputs = Path(study.data), outputs or model.classes or 0
-    kind, objects = datasets.format_of(path), model.task != "classify"
-    if kind.labels and (kind.labels == "objects") != objects:
+    kind, task = datasets.format_of(path), tasks.find(model.task)
+    objects = task.labels == "objects"
+    if kind.labels not in ("", task.labels):
         wanted = "annotations in COCO's or YOLO's format, or one folder of images" if objects else "class folders"
         raise UserError(f"{study.data} is in {kind.described}, but {model.name} is for {model.task}; give {wanted}")
     if study.budget and objects and not kind.labels:
@@ -102,7 +102,8 @@ def _digits(cache: Path, model: ModelSpec, size: tuple[int, int], outputs: int) 
 def _check(name: str, about: dict[str, Any], model: ModelSpec, outputs: int) -> None:
     """Refuse labels that mean something else to the model."""
     has, classes = about.get("has", []), len(about["classes"])
-    if (needed := NEEDS.get(model.task)) and has and needed not in has:
+    needed = tasks.find(model.task).needs
+    if needed and has and needed not in has:
         raise UserError(
             f"{model.name} is for {model.task}, but {name} has no {needed} for all objects; "
             f"give data with {needed}, or a network for detect"

@@ -163,7 +163,7 @@ def look(model: ModelSpec, study: Study) -> tuple[ModelSpec, dict[str, Any]]:
     found = record.facts
     channels = found.get("channels", study.channels)
     preprocess = normalised(from_json(Preprocess, found["preprocess"]), study, channels)
-    task, points = found.get("task", "classify"), tuple(found.get("keypoints", ()))
+    task, points = found.get("task", model.task), tuple(found.get("keypoints", ()))
     described = tuple(from_json(InputSpec, each) for each in found.get("inputs", ()))
     model = replace(model, task=task, classes=found.get("classes", model.classes), keypoints=points, inputs=described)
     return replace(model, preprocess=preprocess, channels=channels, precision=found.get("precision", "")), found

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pprint import pformat
 from typing import Any
 
+from dyno.worker import tasks
 from dyno.worker.inputs import input_data, specs
 from dyno.worker.inputs.shapes import static_shapes
 from dyno.worker.spec import Artifact, Tensor, Trial
@@ -132,8 +133,7 @@ def _head(part: Part, trial: Trial, about: Mapping[str, Any], image: bool) -> st
     lines += [f"    python {script} PHOTO.jpg …    # photographs, prepared as for the measurement"] if image else []
     needs = ", ".join((*part.needs, *(("Pillow for photographs",) if image else ())))
     lines += ["", f"Needs {needs}. Written by `dyno take`, but nothing of Dyno is needed to run it."]
-    if trial.model.task != "classify":
-        lines += ["The outputs are the network's own, before non-maximum suppression."]
+    lines += [note] if (note := tasks.find(trial.model.task).note) else []
     return "\n".join(lines).replace("\\", "/") + '\n"""\n\n'
 
 
