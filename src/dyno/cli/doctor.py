@@ -25,11 +25,8 @@ from dyno.worker.spec import Job, Runtime
 from dyno.worker.tasks.task import Task
 
 TIMEOUT_S = 120.0
-KINDS: dict[str, type] = {
-    **registry.GROUPS,
-    tasks.GROUP: Task,
-    GROUP: DataFormat,
-}  # what plug-ins may bring, by the group of entry points
+# What plug-ins may bring, by the group of entry points.
+KINDS: dict[str, type] = {**registry.GROUPS, tasks.GROUP: Task, GROUP: DataFormat}
 
 
 def examine(others: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:

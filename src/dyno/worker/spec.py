@@ -103,9 +103,9 @@ class ModelSpec:
     PyTorch stored: .pt2, .torchscript) or `file:PATH` (a model file; see `registry.formats`).
     `weights` is a checkpoint's path and `weights_sha256` its content; without either, `pretrained` decides between the
     library's published weights and random ones drawn from `seed`. `source_sha256` is the content of a file source, and
-    `precision` what a file's graph is in already ("" for a module). `task` is what it is for (see `tasks`), `classes` how
-    many it tells apart (None: the library's own number), and `keypoints` how many points a pose has and the values of
-    each, (17, 3).
+    `precision` what a file's graph is in already ("" for a module). `task` is what it is for (see `tasks`), `classes`
+    how many it tells apart (None: the library's own number), and `keypoints` how many points a pose has and the values
+    of each, (17, 3).
     `inputs` are a module's arguments, () for the one image called `input`; of a file, () unless values were described.
     """
 
