@@ -52,16 +52,16 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def dyno(place: Path) -> Call:
-    """Runs a command there; one that fails fails the test."""
+    """Runs a command there; another exit code than `code` fails the test."""
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment = {**clean, "DYNO_CACHE": str(place / "cache")}
 
-    def call(*words: object) -> subprocess.CompletedProcess[str]:
+    def call(*words: object, code: int = 0) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
             [place / "env/bin/python", "-m", "dyno", *map(str, words)],
             cwd=place, env=environment, capture_output=True, text=True, timeout=1200,
         )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.returncode == code, done.stdout + done.stderr
         return done
 
     return call
@@ -105,6 +105,17 @@ def test_a_network_runs_beside_the_others(dyno: Call, place: Path) -> None:
 def test_its_format_of_data_sets_has_labels(dyno: Call, built: Path) -> None:
     (row,) = rows(dyno("eval", built, "--data", "photos", "--seconds", "0.05", "--format", "csv").stdout)
     assert row["status"] == "ok" and 0 <= float(row["top1"]) <= 100
+
+
+def test_its_task_keeps_answers_of_its_own(dyno: Call, built: Path, place: Path) -> None:
+    dyno("build", NET, "-o", "one.npnet", "--channels", 1, "--size", 8, "--classes", 1)
+    dyno("run", "one.npnet", "--task", "grade", "--data", "photos", "--out", "graded", *QUICK)
+    (path,) = (place / "graded/trials").glob("*/r0/outputs.npz")
+    with np.load(path) as stored:
+        assert stored["grade"].shape == (6,) and stored["label"].tolist().count(1) == 3
+        np.testing.assert_allclose(stored["grade"], stored["output:output"][:, 0])
+    wrong = dyno("run", built, "--task", "grade", "--data", "photos", code=2)
+    assert "a network for grade gives batch x 1" in wrong.stderr
 
 
 def test_it_keeps_the_contract_of_backends(place: Path) -> None:

@@ -66,7 +66,7 @@ WORKER = {
     "measure": "spec backend sessions",
     "evaluation": "spec record backend inputs tasks",
     "training": "spec record inputs sessions nets",
-    "snippets": "spec registry inputs tasks sessions nets backends",
+    "snippets": "spec plugins registry inputs tasks sessions nets backends",
     "jobs": "spec backend registry extras system inputs sessions nets onnx_graph backends",
     "journal": "spec record measure evaluation",
     "main": "spec record backend registry system inputs sessions measure evaluation training snippets jobs journal",

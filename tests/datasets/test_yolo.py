@@ -44,8 +44,7 @@ def test_the_truth_is_what_ultralytics_reads(
     folder = yolo(kind)
     data = make(folder, calibration=5)
     about, found = datasets.meta(data), truth(data)
-    assert (about["task"], about["has"], about["classes"], about["truth"]) == (
-        task,
+    assert (about["has"], about["classes"], about["truth"]) == (
         has,
         ["disc", "triangle"],
         "truth.json",
@@ -76,7 +75,7 @@ def test_a_folder_without_a_description(yolo: Callable[..., Path], make: Make) -
     folder = yolo("polygon", yaml=False)
     data = make(folder)
     assert datasets.format_of(folder).name == "yolo"
-    assert (datasets.meta(data)["classes"], datasets.meta(data)["task"]) == (["0", "1"], "segment")
+    assert (datasets.meta(data)["classes"], datasets.meta(data)["has"]) == (["0", "1"], ["boxes", "masks"])
     named = datasets.meta(make(folder, outputs=3))
     assert named["classes"] == ["0", "1", "2"]
     assert named["warnings"] == ["class '2' is in no image"]

@@ -119,7 +119,7 @@ def test_data_for_another_task_is_refused(tmp_path: Path) -> None:
     boxes = annotated(tmp_path / "boxes")
     (boxes / "data.yaml").write_text("val: images/val\nnames: [one, two]\n")
     folder = photos(tmp_path / "pets", "cat", "dog")
-    assert datasets.meta(data_for(boxes, task="detect", classes=2))["task"] == "detect"
+    assert datasets.meta(data_for(boxes, task="detect", classes=2))["has"] == ["boxes"]
     for task, data, more, line in (
         (
             "detect",

@@ -76,7 +76,7 @@ def load(
     outputs: int = 0,
     set_aside: bool = False,
     objects: bool = False,
-    task: str = "",
+    needs: str = "",
 ) -> DataSpec:
     """Images in a folder, in any format that is known (see `formats`), decoded to `size` (height, width).
 
@@ -90,7 +90,8 @@ def load(
     with `set_aside`, out of the test images (at most a fifth of them; meta.json has the number as `set_aside`). A path
     is a folder of images of its own. With `train` every training image is decoded too, calibration ones among them, and
     listed in train.npy. Copies of test images are left out of both. `outputs` is how many classes the model tells
-    apart, and `task` chooses between two annotation files of COCO. `progress` is called with images done and in all.
+    apart, and `needs` (masks, keypoints) chooses between two annotation files of COCO. `progress` is called with images
+    done and in all.
 
     With objects sizes.npy has the height and width of the originals and truth.json COCO's ground truth of the test
     images, in original pixels; images alone have none. Annotations are checked when the images are decoded.
@@ -108,7 +109,7 @@ def load(
     preprocess = dataclasses.replace(preprocess, letterbox=True) if objects else preprocess
     aside = 0 if isinstance(calibration, Path) or not set_aside else calibration
     how = How(Path(cache), Transform(size, preprocess, channels, upright=objects), on_unreadable, progress, seed, aside)
-    listing = found.scan(path, Wanted(calibration, seed, train, objects, task, outputs, set_aside))
+    listing = found.scan(path, Wanted(calibration, seed, train, objects, needs, outputs, set_aside))
     return stored(listing, path, how)
 
 

@@ -19,15 +19,15 @@ class Wanted:
     """What is asked of a data set.
 
     `calibration` is how many images there are to be to calibrate on, or a folder of them; `train`: training images too.
-    The model is for `task`, on `objects` (boxes, masks, keypoints) or on classes, of which it tells `outputs` apart (0:
-    not known). `set_aside`: test images will serve for calibration where there are none to train on.
+    The model finds `objects`, with what it `needs` besides boxes (masks, keypoints), or tells classes apart, `outputs`
+    of them (0: not known). `set_aside`: test images will serve for calibration where there are none to train on.
     """
 
     calibration: int | Path = CALIBRATION
     seed: int = 0
     train: bool = False
     objects: bool = False
-    task: str = ""
+    needs: str = ""
     outputs: int = 0
     set_aside: bool = False
 

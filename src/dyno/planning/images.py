@@ -57,7 +57,7 @@ def prepared(
         raise UserError(f"a budget needs boxes, and {study.data} has none; give annotations in COCO's or YOLO's format")
     more: dict[str, Any] = {"calibration": Path(study.calibration)} if study.calibration else {}
     more |= {"on_unreadable": study.unreadable, "channels": model.channels, "set_aside": calibrates(study)}
-    more |= {"objects": objects, "task": model.task, "outputs": outputs}
+    more |= {"objects": objects, "needs": task.needs, "outputs": outputs}
     with decoding(console) as progress:
         data = datasets.load(path, cache, size, model.preprocess, progress=progress, **more)
     about = datasets.meta(data)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from pprint import pformat
 from typing import Any
 
@@ -87,6 +88,14 @@ class Part:
     imports: str
     constants: Mapping[str, Any]
     code: str
+
+
+@dataclass(frozen=True)
+class Script:
+    """What writes the scripts of a backend: `part(trial, artifact, about, folder)`, see `snippets.write`."""
+
+    name: str  # the backend's
+    part: Callable[[Trial, Artifact | None, dict[str, Any], Path], Part]
 
 
 def inputs_of(trial: Trial, artifact: Artifact | None) -> tuple[Tensor, ...]:
