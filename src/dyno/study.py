@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dyno.worker.spec import BOUNDARIES, MODEL_FILES, PRECISIONS, SAVED, TASKS, Option, Plan, UserError, check_known
+from dyno.worker import registry, tasks
+from dyno.worker.spec import BOUNDARIES, PRECISIONS, SAVED, Option, Plan, UserError, check_known
 
-BUDGETS = ("top1", "top5", "mAP")
 CONFIRMATIONS = 2  # of a winner, where the study has a budget and doesn't say
 LISTS = "models backends precisions batches sizes shapes inputs mean std boundaries".split()  # fields
 RESERVED = ("precision", "runtime", "rounds")  # options that say which trials, where and how often, not how
@@ -73,8 +73,8 @@ class Study:
     `480x640`; empty precisions, batches and sizes mean the model's own (fp32, 1, what it was trained for).
     `shapes` (`ids:batchx128:int64`) and `inputs` (`ids=0..30521`, `sr=16000`, `feeds.npz`) describe what is no image.
     `mean` and `std` normalise pixels in 0..1 (default: what the model's library says, else ImageNet's, or 0.5 for
-    images that aren't RGB). `task` is what a file's network is for where nothing else says it (one of TASKS). `data`
-    is a folder of class folders (or `digits`); `calibration` images are for INT8, else some are taken out of `data` and
+    images that aren't RGB). `task` is what a file's network is for where nothing else says it (see `worker.tasks`).
+    `data` is a folder of images (or `digits`); `calibration` images are for INT8, else some are taken out of `data` and
     never tested on. `budget` maps top1, top5 or mAP to the points an engine may lose; with one, the winners are
     measured `confirm` times again after the selection (default 2, else 0), and mixed precisions are tried where int8 or
     fp16 fails it (`search`, default with a budget). `routes` are ways to the ONNX file that are measured each, for the
@@ -140,11 +140,11 @@ class Study:
         for name in self.boundaries:
             check_known("boundary", name, BOUNDARIES)
         for name, points in self.budget.items():
-            check_known("budget", name, BUDGETS)
+            check_known("budget", name, tasks.metrics())
             if not 0 <= points <= 100:
                 raise UserError(f"budget {name}={points:g} must be between 0 and 100 points, e.g. {name}=0.5")
         if self.task:
-            check_known("task", self.task, TASKS)
+            tasks.find(self.task)
         check_known("unreadable", self.unreadable, ("refuse", "skip"))
         for size in self.sizes:
             parse_size(size)
@@ -338,7 +338,7 @@ def model_name(source: str) -> str:
     """The model's name in tables and folders: what stands behind the colon, or the file's stem."""
     if source.startswith("ultralytics:"):
         return Path(source.partition(":")[2]).stem
-    if source.endswith((*MODEL_FILES, *SAVED, ".pt", ".pth")):
+    if registry.format_of(source) or source.endswith((*SAVED, ".pt", ".pth")):
         return Path(source).stem
     return source.rpartition(":")[2]
 

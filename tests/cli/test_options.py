@@ -57,7 +57,7 @@ Refused = Callable[..., str]
         (["export", "fake:n", "-o", "m.onnx", "--shape", "1,3,224"], "shape '1,3,224' is not four numbers N,C,H,W"),
         (["export", "fake:n", "-o", "m.onnx", "--target", "openvno"], "unknown target 'openvno'"),
         (["build", "none.onnx", "-o", "m.xml"], "there is no model file none.onnx"),
-        (["build", "none.onnx", "-o", "m.exe"], "build writes .engine, .plan, .xml, not m.exe"),
+        (["build", "none.onnx", "-o", "m.exe"], "build writes .xml, .engine, .plan, not m.exe"),
         (["build", "none.onnx", "-o", "m.engine", "--backend", "openvino"], "openvino builds no .engine files"),
         (["build", "none.onnx", "-o", "m.xml", "--min", "1"], "a dynamic engine needs --max"),
         (

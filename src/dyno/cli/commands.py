@@ -255,7 +255,7 @@ def time(ctx: typer.Context, models: Sequence[str], format: str, trtexec: Path |
     """Time each model and print its rows; an engine's number is explained in trtexec's terms."""
     from dyno.analysis.records import results
     from dyno.analysis.trtexec import log as logs
-    from dyno.api.cross_check import cross_check
+    from dyno.api.cross_check import cross_check, is_engine
 
     check_format(format)
     if trtexec:
@@ -264,7 +264,7 @@ def time(ctx: typer.Context, models: Sequence[str], format: str, trtexec: Path |
     code = _print_runs(folders, format)
     for folder in folders:
         trials = results.load(folder).trials
-        engines = [t for t in trials if t.good and t.backend.startswith("tensorrt")]
+        engines = [t for t in trials if is_engine(t)]
         if trtexec or (engines and format == "text"):
             print("\n".join(cross_check(engines, trtexec)))
     return code or UNFINISHED * (len(folders) < len(models))

@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,17 +16,24 @@ from rich.table import Table
 
 from dyno.analysis.formatting import console, markdown, markdown_table
 from dyno.cli.commands import pythons
+from dyno.datasets.data_format import GROUP, DataFormat
 from dyno.jobs.launcher import launch
 from dyno.planning.checks import check_format
-from dyno.worker import registry, system
+from dyno.worker import plugins, registry, system, tasks
 from dyno.worker.record import Record
 from dyno.worker.spec import Job, Runtime
+from dyno.worker.tasks.task import Task
 
 TIMEOUT_S = 120.0
+# What plug-ins may bring, by the group of entry points.
+KINDS: dict[str, type] = {**registry.GROUPS, tasks.GROUP: Task, GROUP: DataFormat}
 
 
 def examine(others: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row per backend and interpreter: name, python, status, version, devices, detail or reason."""
+    """One row per backend and interpreter: name, python, status, version, devices, detail or reason.
+
+    A plug-in that can't be used has a row too, with the status `broken`.
+    """
     threads = system.physical_cores()
     places = [(name, Runtime(threads=threads)) for name in registry.names()]
     for name, table in others.items():
@@ -35,7 +42,8 @@ def examine(others: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     # Side by side: nothing is timed here, and most of a probe is spent importing a library.
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(threads) as pool:
         folders = [Path(scratch) / str(i) for i in range(len(places))]
-        return list(pool.map(_row, (name for name, _ in places), (place for _, place in places), folders))
+        found = pool.map(_row, (name for name, _ in places), (place for _, place in places), folders)
+        return [*found, *_broken()]
 
 
 def _row(name: str, runtime: Runtime, folder: Path) -> dict[str, Any]:
@@ -48,6 +56,14 @@ def _row(name: str, runtime: Runtime, folder: Path) -> dict[str, Any]:
         "devices": ", ".join(record.facts.get("devices", ())),
         "detail": record.facts.get("detail", "") if record.status == "ok" else record.reason,
     }
+
+
+def _broken() -> Iterator[dict[str, Any]]:
+    """A row for each entry point that gives nothing Dyno can use."""
+    for group, kind in KINDS.items():
+        for name, reason in plugins.broken(group, kind).items():
+            detail = f"an entry point of {group} that {reason}"
+            yield {"backend": name, "python": "", "status": "broken", "version": "", "devices": "", "detail": detail}
 
 
 def doctor(texts: Sequence[str], format: str) -> int:

@@ -15,7 +15,7 @@ from dyno.planning.interpreters import missing, runtime_of
 from dyno.planning.model_info import look, model_spec, sizes
 from dyno.store import copy
 from dyno.study import Choice, Study
-from dyno.worker import system
+from dyno.worker import registry, system
 from dyno.worker.extras import install
 from dyno.worker.record import Record
 from dyno.worker.registry import find
@@ -25,22 +25,21 @@ if TYPE_CHECKING:
     import typer
 
 TARGETS = ("onnxruntime", "openvino", "tensorrt")
-TENSORRT = ("tensorrt", "tensorrt_rtx")
-ENGINES = {".engine": TENSORRT, ".plan": TENSORRT, ".xml": ("openvino",)}  # the first is the usual one
 
 
 def export(
     ctx: typer.Context, model: str, out: Path, *, batch: str, shape: str, precision: str, target: str, opset: int
 ) -> Artifact:
     """Write the model as ONNX; `shape` "N,C,H,W" says batch (-1: dynamic), channels and size in one."""
-    if out.suffix != ".onnx":
-        raise UserError(f"export writes .onnx files, not {out.name}; `dyno build` writes engines")
+    kind = registry.format_of(out)
+    if kind is None or kind.builders:
+        raise UserError(f"export writes {_suffixes(built=False)} files, not {out.name}; `dyno build` writes engines")
     if Path(model).is_file() and out.exists() and out.samefile(model):
         raise UserError(f"{out} is the model itself; give another file to write to")
     if target not in TARGETS:
         raise UserError(f"unknown target {target!r}; known: {', '.join(TARGETS)}")
-    if opset and (kind := find("onnxruntime").values["opset"](opset)):
-        raise UserError(f"--opset {opset} can't be written; an export's opset is {kind}")
+    if opset and (known := find("onnxruntime").values["opset"](opset)):
+        raise UserError(f"--opset {opset} can't be written; an export's opset is {known}")
     flags = commands.given(ctx, ("batch",))
     if shape and "sizes" in flags:
         raise UserError("--shape says what --size says; give one or the other")
@@ -50,7 +49,7 @@ def export(
     trial = _trial(study, precision)
     dims = replace(trial.dims, batch=_number(batch))
     options: dict[str, Option] = {"target": target, **({"opset": opset} if opset else {})}
-    return _make(find("onnx_precision").recipe(replace(trial, dims=dims, options=options)), out)
+    return _make(kind.recipe(replace(trial, dims=dims, options=options)), out)
 
 
 @dataclass(frozen=True)
@@ -86,14 +85,16 @@ def build(ctx: typer.Context, model: str, out: Path, how: Build) -> int:
     for name, value in (("--batch", how.batch), ("--repeat", how.repeat)):
         if value < 1:
             raise UserError(f"{name} is {value}; it must be at least 1")
-    if out.suffix not in ENGINES:
-        raise UserError(f"build writes {', '.join(ENGINES)}, not {out.name}; `dyno export` writes .onnx")
+    kind = registry.format_of(out)
+    if kind is None or not kind.builders:
+        raise UserError(
+            f"build writes {_suffixes(built=True)}, not {out.name}; `dyno export` writes {_suffixes(built=False)}"
+        )
     if Path(model).suffix == out.suffix:
         raise UserError(f"{model} is what build would write already")
-    makers = ENGINES[out.suffix]
-    engine = find(how.backend or makers[0])
-    if engine.name not in makers:
-        raise UserError(f"{engine.name} builds no {out.suffix} files; {' or '.join(makers)} does")
+    engine = find(how.backend or kind.builders[0])
+    if engine.name not in kind.builders:
+        raise UserError(f"{engine.name} builds no {out.suffix} files; {' or '.join(kind.builders)} does")
     choice = Choice.parse("@".join((engine.name, *how.options)))
     engine.check_options(choice.options)
     on_gpu = "cuda" in engine.devices
@@ -121,6 +122,13 @@ def build(ctx: typer.Context, model: str, out: Path, how: Build) -> int:
         raise UserError(refusal)
     _make(engine.recipe(trial), out)
     return 0
+
+
+def _suffixes(*, built: bool) -> str:
+    """The suffixes of files that a backend builds, or of those that are exported."""
+    return ", ".join(
+        suffix for kind in registry.formats().values() if bool(kind.builders) == built for suffix in kind.suffixes
+    )
 
 
 def _shape(text: str) -> tuple[str, int, tuple[str]]:

@@ -18,7 +18,7 @@ from dyno.planning.checks import check_device
 from dyno.planning.plan import Planned, expand
 from dyno.store import CONFIRMATION, Cache, Run
 from dyno.study import Study
-from dyno.worker import registry, system
+from dyno.worker import system
 from dyno.worker.record import TIMING, Record, replacing, write_record
 from dyno.worker.spec import Artifact, Job, Recipe, Trial
 
@@ -161,7 +161,7 @@ class Files:
 
     def file(self, recipe: Recipe) -> Artifact | Record:
         """The file this recipe makes, from the cache when everything that shaped it is the same."""
-        key = self.cache.key(recipe, lambda name: registry.find(name).requires)
+        key = self.cache.key(recipe)
         if key not in self.made:
             self.made[key] = self._make(recipe, key)
         return self.made[key]

@@ -22,7 +22,7 @@ from dyno.training import split
 from dyno.training.display import CURVES, Row, TrainingView, chart, history
 from dyno.worker import registry, system
 from dyno.worker.record import Record, read_record, write_json
-from dyno.worker.spec import MODEL_FILES, DataSpec, Dims, Job, ModelSpec, Runtime, Trial, UserError, to_json
+from dyno.worker.spec import DataSpec, Dims, Job, ModelSpec, Runtime, Trial, UserError, to_json
 from dyno.worker.training.options import TrainOptions, options
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def train(
 def _planned(study: Study, chosen: TrainOptions, holdout: float | None, folder: Path, view: TrainingView) -> Training:
     """Look at the model, find and decode the images: all that can be wrong before a training begins."""
     source = study.models[0]
-    if source.endswith(MODEL_FILES):
+    if registry.format_of(source):
         raise UserError(f"{source} can't be trained; give the PyTorch model it was exported from")
     study = replace(study, data=split.source(study.data, holdout, folder, chosen.seed))
     asked = model_spec(study, source)

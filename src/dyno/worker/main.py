@@ -46,6 +46,7 @@ from dyno.worker.inputs import input_data
 from dyno.worker.journal import Journal
 from dyno.worker.record import Measurement, Record, save_arrays, write_record
 from dyno.worker.registry import find
+from dyno.worker.registry import maker as find_maker
 from dyno.worker.sessions import gpu
 from dyno.worker.spec import SCHEMA, Artifact, Job, NoRoute, Trial, Unavailable, UserError, from_json
 
@@ -187,7 +188,7 @@ def endure_trial(job: Job, journal: Journal) -> None:
 def make_file(job: Job, journal: Journal) -> None:
     """Make the recipe's file and describe it, with the steps that led to it."""
     assert job.recipe is not None
-    maker = find(job.recipe.maker)
+    maker = find_maker(job.recipe.maker)
     journal.record = replace(journal.record, system=system.describe(("numpy", *maker.requires)))
     journal.stage(f"make {job.recipe.format} {job.recipe.precision}")
     start = time.perf_counter()

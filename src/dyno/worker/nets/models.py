@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from dyno.worker import tasks
 from dyno.worker.extras import install
 from dyno.worker.nets import local_code, saved_modules, ultralytics_models
 from dyno.worker.nets.batch_norm import settle
@@ -148,7 +149,7 @@ def _said(model: ModelSpec) -> tuple[Preprocess | None, tuple[int, int] | None]:
         return _torchvision_says(name)
     if kind == "ultralytics":
         task = ultralytics_models.task_of(model.source, name)
-        return ultralytics_models.preprocess(task, model.channels), ultralytics_models.size(task, name)
+        return tasks.find(task).preprocess(model.channels), ultralytics_models.size(task, name)
     return _timm_says(name) if kind == "timm" else (None, None)
 
 
