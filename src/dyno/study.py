@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dyno.study_options import Compared, DataOptions, Measurement, ModelOptions, RuntimeOptions, described
 from dyno.worker.spec import BOUNDARIES, MODEL_FILES, PRECISIONS, SAVED, TASKS, Option, Plan, UserError, check_known
 
 BUDGETS = ("top1", "top5", "mAP")
@@ -64,61 +65,14 @@ def _value(text: str) -> Option:
 
 
 @dataclass(frozen=True)
-class Study:
+class Study(RuntimeOptions, Measurement, DataOptions, ModelOptions, Compared):
     """Models x backends x precisions x batches x sizes, and how to measure them.
 
-    `models`: sources (`torchvision:resnet18`, `timm:NAME`, `ultralytics:NAME.yaml`, `MODULE:FUNCTION`,
-    `FILE.py:FUNCTION`, `FILE.onnx`, `FILE.xml`), modules, or pairs of a module and its example inputs; these become
-    the path of a file in the cache. `backends` empty means every one found on this machine. `sizes` are `224` or
-    `480x640`; empty precisions, batches and sizes mean the model's own (fp32, 1, what it was trained for).
-    `shapes` (`ids:batchx128:int64`) and `inputs` (`ids=0..30521`, `sr=16000`, `feeds.npz`) describe what is no image.
-    `mean` and `std` normalise pixels in 0..1 (default: what the model's library says, else ImageNet's, or 0.5 for
-    images that aren't RGB). `task` is what a file's network is for where nothing else says it (one of TASKS). `data`
-    is a folder of class folders (or `digits`); `calibration` images are for INT8, else some are taken out of `data` and
-    never tested on. `budget` maps top1, top5 or mAP to the points an engine may lose; with one, the winners are
-    measured `confirm` times again after the selection (default 2, else 0), and mixed precisions are tried where int8 or
-    fp16 fails it (`search`, default with a budget). `routes` are ways to the ONNX file that are measured each, for the
-    backends that read one: `dynamo`, `torchscript`, `static`, `fold`, `opset17` joined by +, or `all`. `runtime` maps
-    a backend's name to `{python, env}` for another interpreter. `peak` finds, before the rounds, the most arithmetic
-    that the device does, for shares of it in tables.
-    Seconds are per trial, round and boundary.
-    """
+        In Python a model may also be a path, a module, or a pair of a module and its example inputs; the last two are
+        stored in the cache.
 
-    models: tuple[str, ...]
-    backends: tuple[str, ...] = ()
-    precisions: tuple[str, ...] = ()
-    batches: tuple[int, ...] = ()
-    sizes: tuple[str, ...] = ()
-    shapes: tuple[str, ...] = ()
-    inputs: tuple[str, ...] = ()
-    weights: str = ""
-    pretrained: bool = False
-    classes: int | None = None
-    channels: int = 3
-    mean: tuple[float, ...] = ()
-    std: tuple[float, ...] = ()
-    seed: int = 0
-    task: str = ""
-    data: str = ""
-    calibration: str = ""
-    unreadable: str = "refuse"
-    compared: int = 32
-    budget: dict[str, float] = field(default_factory=dict)
-    confirm: int | None = None
-    search: bool | None = None
-    routes: tuple[str, ...] = ()
-    reference: str = ""
-    device: str = "cpu"
-    threads: int = 0
-    rounds: int = 3
-    seconds: float = 3.0
-    warmup: float = 1.0
-    samples: int = 0
-    interval: float = 0.005
-    timeout: float = 600.0
-    boundaries: tuple[str, ...] = BOUNDARIES
-    peak: bool = False
-    runtime: dict[str, dict[str, Any]] = field(default_factory=dict)
+    {fields}
+    """
 
     def __post_init__(self) -> None:
         for name in LISTS:
@@ -230,6 +184,9 @@ class Study:
             rounds=self.rounds,
             timeout_s=self.timeout,
         )
+
+
+Study.__doc__ = (Study.__doc__ or "").format(fields=described(Study))
 
 
 def _text(value: Any) -> Any:

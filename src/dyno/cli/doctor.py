@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import tempfile
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from dyno.analysis.formatting import console, markdown, markdown_table
-from dyno.cli.commands import pythons
 from dyno.jobs.launcher import launch
 from dyno.planning.checks import check_format
 from dyno.worker import registry, system
@@ -50,10 +48,10 @@ def _row(name: str, runtime: Runtime, folder: Path) -> dict[str, Any]:
     }
 
 
-def doctor(texts: Sequence[str], format: str) -> int:
+def doctor(others: dict[str, dict[str, Any]], format: str) -> int:
     """Print the rows; 0 when at least one backend works, 3 when none does."""
     check_format(format)
-    rows = examine(pythons(texts))
+    rows = examine(others)
     if format == "text":
         _show(rows)
     else:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from dyno.cli import commands
+from dyno.cli.options import Given
 from dyno.engine.execute import Files
 from dyno.jobs.progress import Progress
 from dyno.planning.images import prepared
@@ -21,16 +20,13 @@ from dyno.worker.record import Record
 from dyno.worker.registry import find
 from dyno.worker.spec import Artifact, DataSpec, Dims, Option, Recipe, Runtime, Trial, UserError
 
-if TYPE_CHECKING:
-    import typer
-
 TARGETS = ("onnxruntime", "openvino", "tensorrt")
 TENSORRT = ("tensorrt", "tensorrt_rtx")
 ENGINES = {".engine": TENSORRT, ".plan": TENSORRT, ".xml": ("openvino",)}  # the first is the usual one
 
 
 def export(
-    ctx: typer.Context, model: str, out: Path, *, batch: str, shape: str, precision: str, target: str, opset: int
+    given: Given, model: str, out: Path, *, batch: str, shape: str, precision: str, target: str, opset: int
 ) -> Artifact:
     """Write the model as ONNX; `shape` "N,C,H,W" says batch (-1: dynamic), channels and size in one."""
     if out.suffix != ".onnx":
@@ -41,12 +37,11 @@ def export(
         raise UserError(f"unknown target {target!r}; known: {', '.join(TARGETS)}")
     if opset and (kind := find("onnxruntime").values["opset"](opset)):
         raise UserError(f"--opset {opset} can't be written; an export's opset is {kind}")
-    flags = commands.given(ctx, ("batch",))
-    if shape and "sizes" in flags:
+    if shape and "sizes" in given:
         raise UserError("--shape says what --size says; give one or the other")
     if shape:
-        batch, flags["channels"], flags["sizes"] = _shape(shape)
-    study = Study(models=(model,), **{**flags, "precisions": (precision,)})
+        batch, given["channels"], given["sizes"] = _shape(shape)
+    study = Study(models=(model,), **{**given, "precisions": (precision,)})
     trial = _trial(study, precision)
     dims = replace(trial.dims, batch=_number(batch))
     options: dict[str, Option] = {"target": target, **({"opset": opset} if opset else {})}
@@ -55,11 +50,12 @@ def export(
 
 @dataclass(frozen=True)
 class Build:
-    """What `dyno build` is asked for: `backend` "" goes by the file's suffix, `profile` "" is a static `batch`."""
+    """What `dyno build` is asked for: `backend` "" goes by the file's suffix, `profile` "" is a static `batch`, None
+    stands for 1."""
 
     backend: str
     precision: str
-    batch: int
+    batch: int | None
     profile: str
     options: tuple[str, ...]
     repeat: int
@@ -81,10 +77,10 @@ def profile(shapes: str, low: int, opt: int, high: int) -> str:
     return ":".join(map(str, found))
 
 
-def build(ctx: typer.Context, model: str, out: Path, how: Build) -> int:
+def build(given: Given, model: str, out: Path, how: Build) -> int:
     """Write an engine's own file; with `repeat`, build it several times and say whether the builds differ."""
     for name, value in (("--batch", how.batch), ("--repeat", how.repeat)):
-        if value < 1:
+        if value is not None and value < 1:
             raise UserError(f"{name} is {value}; it must be at least 1")
     if out.suffix not in ENGINES:
         raise UserError(f"build writes {', '.join(ENGINES)}, not {out.name}; `dyno export` writes .onnx")
@@ -97,8 +93,8 @@ def build(ctx: typer.Context, model: str, out: Path, how: Build) -> int:
     choice = Choice.parse("@".join((engine.name, *how.options)))
     engine.check_options(choice.options)
     on_gpu = "cuda" in engine.devices
-    flags = {"device": "cuda:0" if on_gpu else "cpu", **commands.given(ctx)}
-    study = Study(models=(model,), **{**flags, "precisions": (how.precision,), "batches": ()})
+    device = "cuda:0" if on_gpu else "cpu"
+    study = Study(models=(model,), **{"device": device, **given, "precisions": (how.precision,)})
     options = {**choice.options, **({"profile": how.profile} if how.profile else {})}
     runtime = runtime_of(study, choice)
     if lacks := missing(engine.name, runtime):
@@ -106,15 +102,15 @@ def build(ctx: typer.Context, model: str, out: Path, how: Build) -> int:
     if how.repeat > 1:
         from dyno.api import builds
 
-        return builds.compare(study, engine, options, how.batch, how.repeat, out)
+        return builds.compare(study, engine, options, how.batch or 1, how.repeat, out)
     if not on_gpu and how.precision in ("fp16", "bf16"):
         raise UserError(
             f"{engine.name} chooses {how.precision} when it runs a file, not when it makes one; omit --precision"
         )
-    if not on_gpu and (how.profile or commands.written(ctx, "static")):
+    if not on_gpu and (how.profile or how.batch is not None):
         raise UserError(f"{engine.name}'s files take any batch; omit --batch, --min, --opt, --max and --shapes")
     trial = _trial(study, how.precision)
-    dims = replace(trial.dims, batch=how.batch if on_gpu and not how.profile else 0)
+    dims = replace(trial.dims, batch=(how.batch or 1) if on_gpu and not how.profile else 0)
     runtime = replace(runtime, threads=trial.runtime.threads)
     trial = replace(trial, backend=engine.name, options=options, runtime=runtime, dims=dims)
     if refusal := engine.refuse(trial):

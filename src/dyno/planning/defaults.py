@@ -12,6 +12,14 @@ from dyno.study import Study, model_name
 from dyno.worker.spec import ENGINE_FILES, MODEL_FILES, UserError
 
 T = TypeVar("T")
+# What a command's options are unless given, where the study's defaults are others; "backends" and "device" in words.
+ONE_ROUND: dict[str, Any] = {
+    "rounds": 1, "backends": "the one for this kind of file", "device": "cpu, cuda:0 for TensorRT's engines"
+}  # fmt: skip
+# Throughput is what the evaluation itself shows, with reading and ranking in it; latencies are for orientation.
+EVALUATION: dict[str, Any] = {
+    "batches": (8,), "seconds": 1.0, "warmup": 0.5, "boundaries": ("model", "all"), "confirm": 0, "search": False,
+}  # fmt: skip
 
 
 def study_of(model: str, defaults: Mapping[str, Any], asked: Mapping[str, Any]) -> Study:

@@ -24,7 +24,7 @@ ENGINE_FILES = (".engine", ".plan")
 MODEL_FILES = (".onnx", ".xml", *ENGINE_FILES)
 SAVED = (".pt2", ".torchscript")  # modules as PyTorch stores them, by torch.export.save and torch.jit.save
 TASKS = ("classify", "detect", "segment", "pose")
-STRETCHES = ("min", "opt", "max", "random")  # batches of the stress test, by name
+PHASES = ("min", "opt", "max", "random")  # batches of the stress test, by name
 
 Option = Union[str, int, float, bool]
 T = TypeVar("T")
@@ -265,7 +265,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Job:
-    """One process: `run` or `endure` a trial, `make` a file, `probe` a backend, `look` at a model, `train` one, find
+    """One process: `run` or `stress` a trial, `make` a file, `probe` a backend, `look` at a model, `train` one, find
     the device's `peak`, or `take` a trial home."""
 
     kind: str
