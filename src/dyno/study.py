@@ -20,6 +20,7 @@ from dyno.study_options import Compared, DataOptions, Measurement, ModelOptions,
 from dyno.worker.spec import BOUNDARIES, MODEL_FILES, PRECISIONS, SAVED, TASKS, Option, Plan, UserError, check_known
 
 BUDGETS = ("top1", "top5", "mAP")
+LONGEST = 80  # characters of a value in a message
 CONFIRMATIONS = 2  # of a winner, where the study has a budget and doesn't say
 LISTS = "models backends precisions batches sizes shapes inputs mean std boundaries".split()  # fields
 RESERVED = ("precision", "runtime", "rounds")  # options that say which trials, where and how often, not how
@@ -242,7 +243,11 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    return ", ".join(map(repr, value)) if isinstance(value, tuple) else repr(value)
+    """A value in a few words: a module's own text is pages long."""
+    if isinstance(value, tuple):
+        return ", ".join(map(_shown, value))
+    text = repr(value)
+    return text if len(text) <= LONGEST and "\n" not in text else f"a value of type {type(value).__name__}"
 
 
 def _kind(kind: Any) -> str:

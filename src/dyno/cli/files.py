@@ -150,11 +150,14 @@ def _trial(study: Study, precision: str) -> Trial:
 def _make(recipe: Recipe | None, out: Path) -> Artifact:
     """Make the file through the cache and copy it, with all its parts, to where the user wants it."""
     assert recipe is not None
-    made = Files(Progress()).file(recipe)
+    progress = Progress()
+    files = Files(progress)
+    with progress.running([]):
+        made = files.file(recipe)
     if isinstance(made, Record):
         raise UserError(f"{recipe.model.name}: {made.reason}")
     copy(Path(made.path), out)
-    print(f"{out}  {_story(made)}")
+    print(f"{out}  {_story(made, files.built)}")
     if note := made.made_by.get("calibration", {}).get("note"):
         print(f"note: {note}", file=sys.stderr)
     for warning in made.made_by.get("warnings", ()):
@@ -162,7 +165,10 @@ def _make(recipe: Recipe | None, out: Path) -> Artifact:
     return made
 
 
-def _story(made: Artifact) -> str:
-    steps = ", ".join(f"{s['maker']} {s['precision']} {s['seconds']:.1f} s" for s in made.made_by.get("steps", ()))
+def _story(made: Artifact, built: int) -> str:
+    """Size, inputs and outputs, and the steps that made it: the last `built` of them now, the others earlier."""
+    known = made.made_by.get("steps", ())
+    times = ["cached"] * (len(known) - built) + [f"{s['seconds']:.1f} s" for s in known[len(known) - built :]]
+    steps = ", ".join(f"{s['maker']} {s['precision']} {t}" for s, t in zip(known, times, strict=True))
     ends = "; ".join(f"{t.name} {t.dtype} {'x'.join(map(str, t.shape))}" for t in (*made.inputs, *made.outputs))
     return f"{made.bytes / 1e6:.2f} MB  {ends}  ({steps})"

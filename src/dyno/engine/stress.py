@@ -58,8 +58,9 @@ def run(study: Study, phases: list[str], iterations: int, folder: Path) -> int:
         where = folder / "stress" / str(number)
         job = Job("stress", trial.runtime, trial, artifact=made, options={"phases": phases, "iterations": iterations})
         timeout = max(trial.plan.timeout_s, iterations * len(phases) * SLOWEST_S)
-        progress.start(trial, 0)
-        record = launch_in_turn(job, where, timeout, progress)
+        with progress.running([]):
+            progress.other(f"stress test of {trial.label}: {len(phases)} phases of {iterations:,} batches")
+            record = launch_in_turn(job, where, timeout, progress)
         stored = where / "samples.npz"
         _print(trial.label, record, read_npz(stored) if stored.exists() else {})
         codes.append(_code(record))

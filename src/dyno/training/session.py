@@ -92,6 +92,7 @@ def train(
     runtime: dict[str, dict[str, Any]] | None = None,
     resume: bool = False,
     quiet: bool = False,
+    advise: bool = True,
     **settings: Any,
 ) -> TrainingResult:
     """Train `model` (a source as of `Study`) on a folder of class folders, or `digits`, and evaluate the best weights.
@@ -99,7 +100,8 @@ def train(
     `settings` are the fields of `TrainOptions`: epochs, batch, optimizer, lr… Everything lies in `out` (default
     `runs/train-NAME`); a training that was stopped goes on from its last finished epoch when it is started again, and
     `resume` insists that there is one. `holdout` is the share of a folder without test/ that is tested on. `then` names
-    backends that the trained weights are measured under beside PyTorch. Raises `UserError`.
+    backends that the trained weights are measured under beside PyTorch. `advise` ends with the commands that measure
+    them. Raises `UserError`.
     """
     kinds = {**typing.get_type_hints(train), **typing.get_type_hints(TrainOptions)}
     check_types({**settings, "data": data, "out": out, "holdout": holdout, "weights": weights}, kinds)
@@ -122,7 +124,7 @@ def train(
         plan = _planned(study, chosen, holdout, folder, view)
         record = _run(plan, folder, view)
     result = _result(record, folder)
-    _tell(plan, record, result, view)
+    _tell(plan, record, result, view, advise)
     return replace(result, engines=_engines(plan, result, quiet)) if then else result
 
 
@@ -217,7 +219,7 @@ def _result(record: Record, folder: Path) -> TrainingResult:
     return TrainingResult(folder, folder / facts["weights"], facts["top1"], facts["top5"], best, history(folder))
 
 
-def _tell(plan: Training, record: Record, result: TrainingResult, view: TrainingView) -> None:
+def _tell(plan: Training, record: Record, result: TrainingResult, view: TrainingView, advise: bool) -> None:
     """The best weights' accuracy with its interval, and what to do with them."""
     from dyno.analysis.formatting import show
     from dyno.analysis.stats import wilson
@@ -232,7 +234,7 @@ def _tell(plan: Training, record: Record, result: TrainingResult, view: Training
         f"{100 * share.high:.2f}] on {facts['count']} images in PyTorch fp32, {five}"
         f"trained in {show(facts['seconds'], 'duration')}"
     )
-    for command in ("eval", "run"):
+    for command in ("eval", "run") if advise else ():
         view.say(f"next: {next_command(command, plan, result.weights)}")
 
 
