@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import typing
 from collections.abc import Callable, Sequence
@@ -114,6 +115,7 @@ def written(ctx: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
+@functools.cache
 def _fields(kind: type) -> list[tuple[dataclasses.Field[Any], Any]]:
     hints = typing.get_type_hints(kind)
     return [(f, hints[f.name]) for f in dataclasses.fields(kind) if f.metadata.get("flag", "") is not None]
