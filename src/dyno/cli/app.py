@@ -40,6 +40,9 @@ app.add_typer(data_commands.app, name="data", rich_help_panel=MAKE)
 
 
 ONE = (Compared, ModelOptions, DataOptions, RuntimeOptions)
+# What defaults are where they go by the kind of file.
+FIXED = "what a file is fixed at"
+BY_FILE = {**ONE_ROUND, "backends": "the one for this kind of file", "device": "cpu, cuda:0 for TensorRT's engines"}
 # Options that a command doesn't have.
 NOT_FOR_ONE = "routes reference search confirm peak"  # what only a study of several configurations needs
 NOT_FOR_FILES = "backends precisions batches routes reference compared budget search"
@@ -203,7 +206,7 @@ def build(
 
 
 @command(MEASURE)
-@options.takes(*ONE, Measurement, leave=f"{NOT_FOR_ONE} compared budget", **ONE_ROUND)
+@options.takes(*ONE, Measurement, leave=f"{NOT_FOR_ONE} compared budget", **BY_FILE)
 def time(
     given: options.Given,
     models: options.Models,
@@ -218,7 +221,7 @@ def time(
 
 
 @command(MEASURE)
-@options.takes(*ONE, leave=f"{NOT_FOR_ONE} batches compared budget", **ONE_ROUND)
+@options.takes(*ONE, leave=f"{NOT_FOR_ONE} batches compared budget", **BY_FILE)
 def stress(
     given: options.Given,
     models: options.Models,
@@ -235,7 +238,7 @@ def stress(
 
 
 @command(MEASURE)
-@options.takes(*ONE, leave=f"{NOT_FOR_ONE} budget", **ONE_ROUND)
+@options.takes(*ONE, leave=f"{NOT_FOR_ONE} budget", **BY_FILE)
 def agree(
     given: options.Given,
     models: options.Models,
@@ -252,7 +255,13 @@ def agree(
 
 
 @command(MEASURE)
-@options.takes(*ONE, Measurement, leave=f"{NOT_FOR_ONE} compared", data=..., **{**ONE_ROUND, **EVALUATION})
+@options.takes(
+    *ONE,
+    Measurement,
+    leave=f"{NOT_FOR_ONE} compared",
+    data=...,
+    **{**BY_FILE, **EVALUATION, "batches": f"8, or {FIXED}"},
+)
 def eval(
     given: options.Given,
     models: options.Models,

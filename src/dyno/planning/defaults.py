@@ -12,10 +12,7 @@ from dyno.study import Study, model_name
 from dyno.worker.spec import ENGINE_FILES, MODEL_FILES, UserError
 
 T = TypeVar("T")
-# What a command's options are unless given, where the study's defaults are others; "backends" and "device" in words.
-ONE_ROUND: dict[str, Any] = {
-    "rounds": 1, "backends": "the one for this kind of file", "device": "cpu, cuda:0 for TensorRT's engines"
-}  # fmt: skip
+ONE_ROUND: dict[str, Any] = {"rounds": 1}
 # Throughput is what the evaluation itself shows, with reading and ranking in it; latencies are for orientation.
 EVALUATION: dict[str, Any] = {
     "batches": (8,), "seconds": 1.0, "warmup": 0.5, "boundaries": ("model", "all"), "confirm": 0, "search": False,
@@ -25,7 +22,7 @@ EVALUATION: dict[str, Any] = {
 def study_of(model: str, defaults: Mapping[str, Any], asked: Mapping[str, Any]) -> Study:
     """One round of the model under the backend its kind of file is for; `asked` goes before a command's `defaults`."""
     backend, device = usual(model)
-    fields = {"backends": (backend,), "device": device, "rounds": 1, **defaults}
+    fields = {"backends": (backend,), "device": device, **ONE_ROUND, **defaults}
     if Path(model).suffix in MODEL_FILES:  # a file may take one batch only, and knows which
         fields.pop("batches", None)
     return Study(models=(model,), **{**fields, **asked})
