@@ -35,7 +35,7 @@ class Compared:
         common=True,
     )
     precisions: tuple[str, ...] = option(
-        (), f"Precisions: {', '.join(PRECISIONS)}.", "--precision", usual="fp32", common=True
+        (), f"Precisions: {', '.join(PRECISIONS)}.", "--precision", usual="the file's own, else fp32", common=True
     )
     batches: tuple[int, ...] = option(
         (), "Batch sizes: 1,8,32.", "--batch", usual="1, or what a file is fixed at", common=True
@@ -44,7 +44,7 @@ class Compared:
         (),
         "Image sizes in pixels: 224, or HEIGHTxWIDTH.",
         "--size",
-        usual="the model's own",
+        usual="the model's own, else 224",
         common=True,
     )
     routes: tuple[str, ...] = option(
@@ -53,7 +53,9 @@ class Compared:
         usual="the usual one; others where it fails",
     )
     reference: str = option(
-        "", "Trial that speed-ups are against: its id, or BACKEND/PRECISION.", usual="eager PyTorch in fp32"
+        "",
+        "Trial that speed-ups are against: its id, or BACKEND/PRECISION.",
+        usual="eager PyTorch in fp32, else the first that ran",
     )
 
 
@@ -75,13 +77,13 @@ class ModelOptions:
     classes: int | None = option(None, "Number of classes to build the model with.", usual="the model's own")
     channels: int = option(3, "Channels of the input image.")
     mean: tuple[float, ...] = option(
-        (), "Mean of each channel, of pixels in 0..1: 0.485,0.456,0.406.", usual="the model's"
+        (), "Mean of each channel, of pixels in 0..1: 0.485,0.456,0.406.", usual="the library's, else ImageNet's"
     )
-    std: tuple[float, ...] = option((), "Standard deviation of each channel, as for mean.", usual="the model's")
+    std: tuple[float, ...] = option((), "Standard deviation of each channel, as for mean.", usual="as for mean")
     task: str = option(
         "", f"What a file's network is for: {', '.join(TASKS)}.", usual="what the file says, else classify"
     )
-    seed: int = option(0, "Seed of the weights of a model without --weights, and of inputs that aren't given.")
+    seed: int = option(0, "Seed of the weights of a model without a checkpoint, and of inputs that aren't given.")
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class DataOptions:
 
     data: str = option(
         "",
-        "Images to measure accuracy on: class folders, a folder, COCO's or YOLO's format; or digits.",
+        "Images to measure accuracy on: a folder of class folders or images, in COCO's or YOLO's format, or digits.",
         usual="none: random inputs, no accuracy",
         common=True,
     )

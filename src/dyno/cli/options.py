@@ -73,7 +73,9 @@ def takes(*kinds: type, only: str = "", leave: str = "", **defaults: Any) -> Cal
     The command gets what was written as `given`, and its own parameters as ever. `defaults` are what help shows where
     the command's default isn't the field's; `...` makes an option required.
     """
-    known = {f.name: _Option(f, hint, kind) for kind in kinds for f, hint in _fields(kind)}
+    known: dict[str, _Option] = {}
+    for one in (_Option(f, hint, kind) for kind in kinds for f, hint in _fields(kind)):
+        known.setdefault(one.name, one)
     chosen = [known[name] for name in only.split() or known if name not in leave.split()]
 
     rare = set() if only else {one.name for one in chosen if not one.about.get("common")}
@@ -86,10 +88,10 @@ def takes(*kinds: type, only: str = "", leave: str = "", **defaults: Any) -> Cal
             command(given=given, **{p.name: values[p.name] for p in own})
 
         made = [one.parameter(defaults.get(one.name)) for one in chosen]
-        made += [_named("help_all", _all(len(rare)), False)] if rare else []
         required = [p for p in own if p.default is p.empty]
         optional = [p for p in own if p.default is not p.empty]
-        parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*required, *made, *optional)]
+        more = [_named("help_all", _all(len(rare)), False)] if rare else []
+        parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*required, *made, *optional, *more)]
         signature = inspect.Signature([_named("ctx", typer.Context), *parameters])
         hints = {p.name: p.annotation for p in signature.parameters.values()}
         vars(called).update(__signature__=signature, rare=rare)
@@ -140,7 +142,7 @@ class _Option:
         value = self.default if default is None else default
         kind, help, metavar = _plain(self.hint), self.about["help"], None
         if self.name in REPEATED:
-            kind, value, help = list[str], [], f"{help} May be repeated."
+            kind, value, help, metavar = list[str], [], f"{help} May be repeated.", "TEXT"
         elif typing.get_origin(self.hint) is tuple:
             kind, metavar = str, "A,B,…"
             value = ",".join(map(str, value)) if isinstance(value, tuple) else value

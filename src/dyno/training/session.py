@@ -122,9 +122,9 @@ def train(
     view = TrainingView(folder, chosen.epochs, quiet=quiet)
     with Run(folder).locked():
         plan = _planned(study, chosen, holdout, folder, view)
-        record = _run(plan, folder, view)
+        record, now = _run(plan, folder, view)
     result = _result(record, folder)
-    _tell(plan, record, result, view, advise)
+    _tell(plan, record, result, view, now=now, advise=advise)
     return replace(result, engines=_engines(plan, result, quiet)) if then else result
 
 
@@ -144,8 +144,8 @@ def _planned(study: Study, chosen: TrainOptions, holdout: float | None, folder: 
     return Training(study, replace(model, classes=len(names)), size, training, test, chosen, names)
 
 
-def _run(plan: Training, folder: Path, view: TrainingView) -> Record:
-    """Do the job, and keep what became of it beside the weights."""
+def _run(plan: Training, folder: Path, view: TrainingView) -> tuple[Record, bool]:
+    """Do the job, and keep what became of it beside the weights; False where it was done before."""
     names = ", ".join(plan.classes[:5]) + (", …" if len(plan.classes) > 5 else "")
     opening = (
         f"training {plan.model.name} at {plan.size[0]}x{plan.size[1]} on {_count(plan.training)} images of "
@@ -154,7 +154,7 @@ def _run(plan: Training, folder: Path, view: TrainingView) -> Record:
     job = plan.job()
     if stored := _finished(job, folder):
         view.say(f"{opening}: trained already")
-        return stored
+        return stored, False
     begun = datetime.now(UTC).isoformat(timespec="seconds")
     _describe(plan, folder, {"status": "running", "started": begun})
     with view.running(opening):
@@ -165,7 +165,7 @@ def _run(plan: Training, folder: Path, view: TrainingView) -> Record:
     _describe(plan, folder, {**about, "result": record.facts, "system": record.system})
     if record.status != "ok":
         raise UserError(_why(record, plan, len(rows)))
-    return record
+    return record, True
 
 
 def _finished(job: Job, folder: Path) -> Record | None:
@@ -219,7 +219,9 @@ def _result(record: Record, folder: Path) -> TrainingResult:
     return TrainingResult(folder, folder / facts["weights"], facts["top1"], facts["top5"], best, history(folder))
 
 
-def _tell(plan: Training, record: Record, result: TrainingResult, view: TrainingView, advise: bool) -> None:
+def _tell(
+    plan: Training, record: Record, result: TrainingResult, view: TrainingView, *, now: bool, advise: bool
+) -> None:
     """The best weights' accuracy with its interval, and what to do with them."""
     from dyno.analysis.formatting import show
     from dyno.analysis.stats import wilson
@@ -228,11 +230,11 @@ def _tell(plan: Training, record: Record, result: TrainingResult, view: Training
     for note in facts["notes"]:
         view.say(f"note: {note}")
     share = wilson(facts["hits"], facts["count"])
-    five = f"top-5 {result.top5:.2f} %, " if len(plan.classes) > 5 else ""
+    five = f", top-5 {result.top5:.2f} %" if len(plan.classes) > 5 else ""
+    took = f", trained in {show(facts['seconds'], 'duration')}" if now else ""
     view.say(
         f"{result.weights}: epoch {result.best_epoch}, top-1 {result.top1:.2f} % [{100 * share.low:.2f}, "
-        f"{100 * share.high:.2f}] on {facts['count']} images in PyTorch fp32, {five}"
-        f"trained in {show(facts['seconds'], 'duration')}"
+        f"{100 * share.high:.2f}] on {facts['count']} images in PyTorch fp32{five}{took}"
     )
     for command in ("eval", "run") if advise else ():
         view.say(f"next: {next_command(command, plan, result.weights)}")
