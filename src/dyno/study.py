@@ -1,4 +1,4 @@
-"""What is to be compared: flags or a TOML file become a list of trials that are fair to compare.
+"""What is to be compared: options or a TOML file become a list of trials that are fair to compare.
 
 One study compares runs of the same weights on the same input bytes at the same boundaries; what can't be compared is
 refused with a sentence, as a row.
@@ -129,7 +129,7 @@ class Study(RuntimeOptions, Measurement, DataOptions, ModelOptions, Compared):
 
     @classmethod
     def from_toml(cls, path: Path, **changes: Any) -> Study:
-        """Read a study file; `changes` (flags that were given) win over the file. Unknown keys are a `UserError`."""
+        """Read a study file; `changes` (options that were given) win over the file. Unknown keys are a `UserError`."""
         try:
             table = tomllib.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
