@@ -93,7 +93,7 @@ class Progress:
         if stored:
             return
         if self.step:  # else it was not started, for want of its file
-            self.seconds[trial.id] = record.seconds
+            self.seconds[trial.id] = time.monotonic() - self.since  # start of the process and import included
         width = len(str(self.total))
         text = Text.assemble(
             (f"{self.total - len(self.left):{width}}/{self.total} ", "dim"),
@@ -136,7 +136,7 @@ class Progress:
         grid.add_row(
             ProgressBar(self.total, finished, width=30),
             f"{finished}/{self.total} jobs",
-            "" if remaining is None else f"about {_clock(remaining)} left",
+            f"about {_clock(remaining)} left" if remaining and remaining >= 1 else "",  # 0:00 might stay for minutes
         )
         coming = self.left[1:] if self.job else self.left
         following = ", ".join(dict.fromkeys(trial.label for trial in coming[:2]))
