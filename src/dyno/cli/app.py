@@ -38,7 +38,6 @@ app = typer.Typer(
 )
 app.add_typer(data_commands.app, name="data", rich_help_panel=MAKE)
 
-
 ONE = (Compared, ModelOptions, DataOptions, RuntimeOptions)
 # What defaults are where they go by the kind of file.
 FIXED = "what a file is fixed at"

@@ -38,7 +38,6 @@ Rtol = Annotated[float, typer.Option(help="Relative difference of two outputs th
 Atol = Annotated[float, typer.Option(help="Absolute difference of two outputs that still agree.")]
 Least = Annotated[float, typer.Option(help="Exit 1 when a smaller share of values agrees (0 to 1).")]
 
-
 F = TypeVar("F", bound=Callable[..., None])
 
 
@@ -77,7 +76,6 @@ def takes(*kinds: type, only: str = "", leave: str = "", **defaults: Any) -> Cal
     for one in (_Option(f, hint, kind) for kind in kinds for f, hint in _fields(kind)):
         known.setdefault(one.name, one)
     chosen = [known[name] for name in only.split() or known if name not in leave.split()]
-
     rare = set() if only else {one.name for one in chosen if not one.about.get("common")}
 
     def decorated(command: F) -> F:
