@@ -24,7 +24,7 @@ from dyno.worker.nets import models, ultralytics_models
 from dyno.worker.spec import Artifact, DataSpec, Dims, Job, ModelSpec, Plan, Runtime, Trial
 from yolo_small import SIZE, Trained
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.usefixtures("preloaded")
 MODELOPT = os.environ.get("DYNO_TEST_MODELOPT", "")
 TASK = "segment"  # has everything: boxes, scores, coefficients and prototypes
 Command = Callable[..., Any]
