@@ -18,7 +18,7 @@ pytest.importorskip("torch")
 onnx = pytest.importorskip("onnx")
 
 ENGINES = ("pytorch", "onnxruntime", "openvino")
-QUICK = ("--rounds", 1, "--seconds", 0.05, "--warmup", 0.02, "--inputs", 4, "--threads", 1)
+QUICK = ("--rounds", 1, "--seconds", 0.02, "--warmup", 0.01, "--inputs", 4, "--threads", 1)
 Call = Callable[..., tuple[int, str, str]]
 
 
@@ -37,6 +37,7 @@ def outputs(folder: Path) -> dict[str, dict[str, np.ndarray]]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("unreported")
 @pytest.mark.parametrize(
     ("name", "words", "batch", "size", "shape"),
     [
