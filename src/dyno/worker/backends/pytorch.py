@@ -93,6 +93,9 @@ class PyTorch(Backend):
         return {**defaults, **trial.options}
 
 
+PYTORCH = PyTorch()
+
+
 class Compile(PyTorch):
     """torch.compile with inductor, compiled inside `load` for the trial's one shape.
 
@@ -123,6 +126,9 @@ class Compile(PyTorch):
         """See `PyTorch.checked`."""
         defaults = {"mode": "default", "freeze": trial.runtime.device == "cpu"}
         return {**defaults, **super().checked(trial)}
+
+
+COMPILE = Compile()
 
 
 class TorchSession(Session):
