@@ -98,7 +98,7 @@ class Processes:
         self._path = path
 
     def Popen(self, words: Sequence[str], **how: Any) -> Any:  # noqa: N802
-        if words[0] != sys.executable:
+        if words[0] != sys.executable or how.get("pass_fds"):
             return subprocess.Popen(words, **how)
         files = [how[name].fileno() for name in ("stdout", "stderr")]
         return Forked(self._path, words[1:], str(Path.cwd()), how["env"], *files)

@@ -23,7 +23,8 @@ from dyno.worker import registry, system
 from dyno.worker.record import Record, read_record, write_json, write_record
 from dyno.worker.spec import Artifact, Job, Recipe, Runtime, Trial, UserError, digest, to_json
 
-ROUND, CONFIRMATION = "r", "c"  # what a round's folder is called: one that selects, or one after the selection
+# What a round's folder is called: one that selects, one after the selection, or one that others took turns with.
+ROUND, CONFIRMATION, COMPANION = "r", "c", "t"
 
 
 def cache_dir() -> Path:
@@ -59,7 +60,7 @@ class Run:
         self.folder = folder
 
     def round_folder(self, trial: Trial, number: int, kind: str = ROUND) -> Path:
-        """Where that round of the trial lies, or that confirmation (kind CONFIRMATION)."""
+        """Where that round of the trial lies, or what else it was measured for (kind)."""
         return self.folder / "trials" / trial.id / f"{kind}{number}"
 
     def record(self, trial: Trial, number: int, kind: str = ROUND) -> Record | None:

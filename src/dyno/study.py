@@ -19,6 +19,7 @@ from typing import Any
 from dyno.study_options import Compared, DataOptions, Measurement, ModelOptions, RuntimeOptions, described
 from dyno.worker import registry, tasks
 from dyno.worker.spec import BOUNDARIES, PRECISIONS, SAVED, Option, Plan, UserError, check_known
+from dyno.worker.turns import LEAST_BLOCKS
 
 LONGEST = 80  # characters of a value in a message
 CONFIRMATIONS = 2  # of a winner, where the study has a budget and doesn't say
@@ -107,7 +108,7 @@ class Study(RuntimeOptions, Measurement, DataOptions, ModelOptions, Compared):
         for name, least in least_of.items():
             if getattr(self, name) < least:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least {least}")
-        for name in ("seconds", "warmup", "interval", "timeout"):
+        for name in ("seconds", "warmup", "interval", "timeout", "block"):
             if not getattr(self, name) > 0:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be more than 0")
         if any(batch < 1 for batch in self.batches):
@@ -122,6 +123,8 @@ class Study(RuntimeOptions, Measurement, DataOptions, ModelOptions, Compared):
             raise UserError(f"classes is {self.classes}; it must be at least 1")
         if self.confirm is not None and self.confirm < 0:
             raise UserError(f"confirm is {self.confirm}; it must be at least 0")
+        if self.turns and self.samples:
+            raise UserError("in turns blocks are counted, not samples; leave out --samples, or --turns")
         if self.search and not self.budget:
             raise UserError("a search for mixed precisions needs a budget to hold; give --budget, e.g. top1=0.5")
         if self.budget and not self.data:
@@ -184,6 +187,8 @@ class Study(RuntimeOptions, Measurement, DataOptions, ModelOptions, Compared):
             interval=self.interval,
             rounds=self.rounds,
             timeout_s=self.timeout,
+            blocks=max(LEAST_BLOCKS, round(self.seconds / self.block)) if self.turns else 0,
+            block_s=self.block if self.turns else Plan.block_s,
         )
 
 

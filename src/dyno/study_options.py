@@ -128,6 +128,11 @@ class Measurement:
         None, "Rounds that measure the winners again after they were selected.", usual="2 with a budget, else 0"
     )
     boundaries: tuple[str, ...] = option(BOUNDARIES, f"What is timed: {', '.join(BOUNDARIES)}.", usual="all three")
+    turns: bool = option(
+        False,
+        "What is compared measures in turns: all processes alive, short blocks, one runs and the others are frozen.",
+    )
+    block: float = option(0.1, "Seconds of a block, with turns.")
     peak: bool = option(False, "First measure the device's peak arithmetic (TFLOPS), for shares of it in tables.")
     timeout: float = option(600.0, "Seconds after which a job is killed.")
 

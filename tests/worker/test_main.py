@@ -22,6 +22,7 @@ from dyno.worker.journal import Journal
 from dyno.worker.main import perform
 from dyno.worker.record import Record, read_record, write_json
 from dyno.worker.spec import SCHEMA, Artifact, Dims, Job, Recipe, Tensor, Trial, Unavailable, UserError, to_json
+from dyno.worker.turns import Alone
 
 Trials = Callable[..., Trial]
 TENSORS = (Tensor("input", "float32", (1, 1, 4, 4)),)
@@ -36,7 +37,7 @@ def _affinity() -> Iterator[None]:
 
 
 def done(job: Job, folder: Path) -> Record:
-    return perform(job, Journal(folder, job))
+    return perform(job, Journal(folder, job), Alone())
 
 
 def use(monkeypatch: pytest.MonkeyPatch, name: str, made: Backend | Maker) -> None:

@@ -43,7 +43,7 @@ ONE = (Compared, ModelOptions, DataOptions, RuntimeOptions)
 FIXED = "what a file is fixed at"
 BY_FILE = {**ONE_ROUND, "backends": "the one for this kind of file", "device": "cpu, cuda:0 for TensorRT's engines"}
 # Options that a command doesn't have.
-NOT_FOR_ONE = "routes reference search confirm peak"  # what only a study of several configurations needs
+NOT_FOR_ONE = "routes reference search confirm peak turns block"  # what only a study of several configurations needs
 NOT_FOR_FILES = "backends precisions batches routes reference compared budget search"
 
 

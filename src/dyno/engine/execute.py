@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from dyno.analysis.records import gpu_remarks, timeline
-from dyno.engine import confirmation, precision_search, retry
+from dyno.engine import confirmation, ensemble, precision_search, retry
 from dyno.engine.gpu_lock import launch_in_turn
 from dyno.engine.peak import find_peak
 from dyno.engine.run_folder import refuse_other, settle
@@ -45,16 +45,20 @@ def execute(study: Study, folder: Path, progress: Progress, *, retry_failed: boo
         if study.peak:
             with progress.running([]):
                 find_peak(study, run.folder / "peak", progress)
-        _rounds(run, todo, files, progress)
+
+        def rounds(trials: list[Trial]) -> None:
+            _rounds(run, trials, files, progress, study.reference)
+
+        rounds(todo)
         if study.searches:
-            todo += precision_search.search(study, folder, todo, lambda trials: _rounds(run, trials, files, progress))
+            todo += precision_search.search(study, folder, todo, rounds)
         if study.confirmations:
             _confirm(run, confirmation.contenders(folder, todo), study.confirmations, files, progress)
         for trial in todo:
             shutil.rmtree(run.round_folder(trial, 0).parent / "compiler", ignore_errors=True)
 
 
-def _rounds(run: Run, trials: list[Trial], files: Files, progress: Progress) -> None:
+def _rounds(run: Run, trials: list[Trial], files: Files, progress: Progress, reference: str | None) -> None:
     """Every round of the trials that isn't stored yet, one model after the other.
 
     Nothing compares two models, and whoever stops a long study early has some of them whole.
@@ -65,8 +69,33 @@ def _rounds(run: Run, trials: list[Trial], files: Files, progress: Progress) -> 
     orders = [_order(own) for own in models.values()]
     with progress.running([trial for order in orders for trial, _ in order]):
         for own, order in zip(models.values(), orders, strict=True):
-            made = files.all(trial for trial in own if _left(run, trial))
+            left = [trial for trial in own if _left(run, trial)]
+            turns = bool(own[0].plan.blocks)
+            made = files.all(own if turns and left else left)  # whose rounds are stored may be measured beside others
+            if turns:
+                _turns(run, own, made, progress, reference)
+                continue
             for trial, number in order:
+                _round(run, trial, number, made.get(trial.id), progress)
+
+
+def _turns(
+    run: Run, trials: list[Trial], made: Mapping[str, Artifact | Record], progress: Progress, asked: str | None
+) -> None:
+    """Every round of a model's trials, those that are compared in turns."""
+    for number in range(max(trial.plan.rounds for trial in trials)):
+        groups = ensemble.groups([trial for trial in trials if number < trial.plan.rounds])
+        random.Random(number).shuffle(groups)
+        for group in groups:
+            left = []
+            for trial in group:
+                if _stored(run, trial, number) is None and not isinstance(made.get(trial.id), Record):
+                    left.append(trial)
+                else:
+                    _round(run, trial, number, made.get(trial.id), progress)
+            known = {trial.id: _stored(run, trial, number) for trial in group}
+            first = ensemble.reference([t for t in group if (r := known[t.id]) is None or r.status == "ok"], asked)
+            for trial in ensemble.measure(run, left, first, number, made, progress):
                 _round(run, trial, number, made.get(trial.id), progress)
 
 

@@ -9,9 +9,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,28 @@ def launch(
     `tick` is called about twenty times a second with the job's stage and its seconds so far; `extra` is added to the
     job's environment.
     """
+    started = start(job, folder, extra)
+    try:
+        timed_out = _watch(started.process, folder, timeout_s, tick)
+    except BaseException:
+        abandon(started)
+        raise
+    return finish(started, timeout_s, timed_out)
+
+
+@dataclass(frozen=True)
+class Started:
+    """A job that runs, or that has ended and wasn't looked at yet; `kills` is how many the kernel had killed before."""
+
+    job: Job
+    folder: Path
+    process: subprocess.Popen[bytes]
+    telemetry: Telemetry
+    kills: int
+
+
+def start(job: Job, folder: Path, extra: Mapping[str, str] | None = None, inherited: Sequence[int] = ()) -> Started:
+    """Start the job's process in the folder, with `extra` in its environment and these files open."""
     folder.mkdir(parents=True, exist_ok=True)
     # What an earlier job left there must not pass for this one's.
     for stale in ("record.json", "partial.json", "stage"):
@@ -79,20 +101,29 @@ def launch(
                 stderr=err,
                 env={**_own(folder), **environment(job.runtime), **(extra or {}), "DYNO_LAUNCHER": str(os.getpid())},
                 start_new_session=True,
+                pass_fds=inherited,
             )
         except OSError as e:
             raise UserError(f"the interpreter {python} can't be started ({e.strerror}); give another --python") from e
-        telemetry.watch(process.pid)
-        try:
-            timed_out = _watch(process, folder, timeout_s, tick)
-        finally:
-            _kill_group(process)
-            telemetry.stop(folder / "telemetry.npz")
+    telemetry.watch(process.pid)
+    return Started(job, folder, process, telemetry, kills)
+
+
+def abandon(started: Started) -> None:
+    """Kill the job with all that it started, whether it runs, is stopped or has ended."""
+    _kill_group(started.process)
+    started.telemetry.stop(started.folder / "telemetry.npz")
+
+
+def finish(started: Started, timeout_s: float, timed_out: bool = False) -> Record:
+    """End the job, killing what still runs of it, and return its record; one is written where it left none."""
+    abandon(started)
+    job, folder, code = started.job, started.folder, started.process.returncode
     record = read_record(folder)
-    if record is None and process.returncode == os.EX_CANTCREAT:
+    if record is None and code == os.EX_CANTCREAT:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
     if record is None:
-        record = _ended_without(job, folder, process.returncode, timed_out, timeout_s, _kernel_kills() > kills)
+        record = _ended_without(job, folder, code, timed_out, timeout_s, _kernel_kills() > started.kills)
         write_record(folder, record)
     return record
 

@@ -86,14 +86,15 @@ class Progress:
         if self.live is None:
             self._say(Text(f"{self.now}: {self.stage}"))
 
-    def done(self, trial: Trial, record: Record, *, stored: bool = False) -> None:
-        """A job ended, or was found stored."""
+    def done(self, trial: Trial, record: Record, *, stored: bool = False, seconds: float | None = None) -> None:
+        """A job ended, or was found stored; it took that long, or since it began."""
         if trial in self.left:
             self.left.remove(trial)
         if stored:
             return
         if self.step:  # else it was not started, for want of its file
-            self.seconds[trial.id] = time.monotonic() - self.since  # start of the process and import included
+            # Start of the process and import included.
+            self.seconds[trial.id] = time.monotonic() - self.since if seconds is None else seconds
         width = len(str(self.total))
         text = Text.assemble(
             (f"{self.total - len(self.left):{width}}/{self.total} ", "dim"),

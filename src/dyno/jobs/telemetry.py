@@ -36,7 +36,8 @@ class Telemetry:
         self._period = GPU_PERIOD_S if self._gpu else PERIOD_S
         self._epoch = time.monotonic()
         self._rows: list[tuple[float, ...]] = []
-        self._ended = threading.Event()
+        self._ended, self._frozen = threading.Event(), threading.Event()
+        self._whole = True  # whether the job ran all the time since the last look
         self._thread: threading.Thread | None = None
 
     def watch(self, pid: int) -> None:
@@ -44,6 +45,15 @@ class Telemetry:
         self._epoch = time.monotonic()
         self._thread = threading.Thread(target=self._sample, args=(pid,), daemon=True)
         self._thread.start()
+
+    def pause(self) -> None:
+        """Don't look while the job is frozen: it does nothing, and others are measured meanwhile."""
+        self._frozen.set()
+        self._whole = False
+
+    def resume(self) -> None:
+        """Look again; what was busy since the last look is nobody's, and is NaN."""
+        self._frozen.clear()
 
     def stop(self, path: Path) -> None:
         """End the sampling and store the columns as an npz file."""
@@ -68,14 +78,19 @@ class Telemetry:
         before = self._epoch
         busy, own = _busy_seconds(), _tree(pid)[1]
         while not self._ended.wait(self._period):
+            if self._frozen.is_set():
+                continue
             now, busy_now = time.monotonic(), _busy_seconds()
             rss, own_now, pids = _tree(pid)
             span = now - before
             cpu = max(0.0, own_now - own) / span
             others = max(0.0, (busy_now - busy) / span - cpu)
+            if not self._whole:
+                cpu = others = float("nan")
             gpu = self._gpu.look(pids) if self._gpu else ()
             self._rows.append((now - self._epoch, rss, cpu, others, _frequency(), *gpu))
             before, busy, own = now, busy_now, own_now
+            self._whole = not self._frozen.is_set()
 
 
 def _busy_seconds() -> float:

@@ -49,6 +49,9 @@ class Journal:
         self.facts({"timed": {**self.record.facts.get("timed", {}), boundary: list(found.window)}})
         made = [Measurement(tag, unit, hint, found.value, name, boundary, "host", found.stopped)]
         self.samples[name] = found.samples
+        if found.block is not None:
+            self.samples[f"{name}_block"] = found.block
+            self.facts({"blocks": {**self.record.facts.get("blocks", {}), boundary: [*map(list, found.windows)]}})
         if found.gpu is not None:
             self.samples[f"{name}_gpu"] = found.gpu
             made.append(Measurement(tag, unit, hint, None, f"{name}_gpu", boundary, "gpu", found.stopped))

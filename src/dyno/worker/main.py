@@ -49,6 +49,7 @@ from dyno.worker.registry import find
 from dyno.worker.registry import maker as find_maker
 from dyno.worker.sessions import gpu
 from dyno.worker.spec import SCHEMA, Artifact, Job, NoRoute, Trial, Unavailable, UserError, from_json
+from dyno.worker.turns import Alone, conductor
 
 RANDOM = 1e-2  # of their size: outputs of two calls on one input that are further apart are drawn
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -56,7 +57,7 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 INHERITED = ("weights_sha256", "parameters", "exporter", "opset", "fixed_batch", "folded", "calibration")
 
 
-def run_trial(job: Job, trial: Trial, journal: Journal) -> None:
+def run_trial(job: Job, trial: Trial, journal: Journal, turns: Alone) -> None:
     """Load, time at every boundary of the plan, then evaluate (round 0 only: outputs don't change between rounds)."""
     backend = find(trial.backend)
     journal.record = replace(journal.record, system=system.describe(("numpy", *backend.requires)))
@@ -68,7 +69,7 @@ def run_trial(job: Job, trial: Trial, journal: Journal) -> None:
     journal.facts({"inputs_sha256": input_data.fingerprint(fed, model.preprocess), "threads": trial.runtime.threads})
     feeds = [session.stage(feed) for feed in fed]
     journal.timed("first_call", "first call", measure.step(session, "model", feeds))
-    _time(session, trial, feeds, journal)
+    _time(session, trial, feeds, journal, turns)
     journal.add(Measurement("peak_memory", "B", "bytes", float(system.peak_memory())))
     if job.round == 0:
         journal.stage("evaluate")
@@ -85,7 +86,7 @@ def run_trial(job: Job, trial: Trial, journal: Journal) -> None:
         )
 
 
-def _time(session: Session, trial: Trial, feeds: measure.Feeds, journal: Journal) -> None:
+def _time(session: Session, trial: Trial, feeds: measure.Feeds, journal: Journal, turns: Alone) -> None:
     for boundary in trial.plan.boundaries:
         watch = _watch(session, boundary, journal)
         once = measure.step(session, "all" if boundary == "throughput" else boundary, feeds, watch)
@@ -94,11 +95,13 @@ def _time(session: Session, trial: Trial, feeds: measure.Feeds, journal: Journal
             journal.warn(f"{boundary}: the median was not steady after {trial.plan.warmup_s:g} s of warm-up")
         journal.stage(f"time {boundary}")
         neighbours = system.Neighbours()
+        blocks = neighbours.during(turns.blocks(boundary, trial.plan)) if trial.plan.blocks else None
         if boundary == "throughput":
-            found = measure.throughput(session, feeds, trial.dims.batch, trial.plan)
+            found = measure.throughput(session, feeds, trial.dims.batch, trial.plan, blocks)
             journal.sampled("throughput", boundary, "1/s", "rate", found)
         else:
-            journal.sampled("latency", boundary, "s", "duration", measure.latency(once, trial.plan, watch))
+            found = measure.latency(once, trial.plan, watch, blocks)
+            journal.sampled("latency", boundary, "s", "duration", found)
         _crowd(boundary, neighbours.busy(), trial.runtime.device, journal)
     if "all" in trial.plan.boundaries and (parts := measure.parts(session, feeds, trial.plan)):
         journal.parted(parts)
@@ -291,14 +294,16 @@ OTHER_JOBS = {"make": make_file, "probe": probe, "look": look_at, "train": train
               "peak": find_peak, "take": take_home}  # fmt: skip
 
 
-def perform(job: Job, journal: Journal) -> Record:
+def perform(job: Job, journal: Journal, turns: Alone) -> Record:
     """Do the job; every way it can fail inside Python becomes a status with one line of reason."""
     try:
         journal.facts({"affinity": system.pin(job.runtime.threads)})
         journal.stage("import")
         if job.kind == "run":
             assert job.trial is not None
-            run_trial(job, job.trial, journal)
+            if turns.conducted:
+                journal.facts({"turns": job.options["turns"]})
+            run_trial(job, job.trial, journal, turns)
         else:
             OTHER_JOBS[job.kind](job, journal)
         return replace(journal.record, status="ok", stage="done")
@@ -345,10 +350,10 @@ def main(folder: Path) -> int:
         print(f"job.json has schema {data.get('schema')}, this worker reads {SCHEMA}", file=sys.stderr)
         return 2
     job = from_json(Job, data)
-    journal = Journal(folder, job)
+    journal, turns = Journal(folder, job), conductor()
     try:
-        record = perform(job, journal)
-        write_record(folder, replace(record, seconds=time.perf_counter() - begin))
+        record = perform(job, journal, turns)
+        write_record(folder, replace(record, seconds=time.perf_counter() - begin - turns.waited_s))
     except OSError as e:
         if e.errno not in DISK_FULL:
             raise

@@ -9,9 +9,10 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -26,14 +27,19 @@ LEAST_SAMPLES = 3  # even when one run outlasts the whole budget
 STEADY = 0.02  # warm-up ends when the medians of two consecutive windows differ by less than this
 RATE_WINDOW_S = 0.1
 PARTS_SHARE = 0.1  # of the seconds per boundary: parts explain a number, they aren't one
+# Runs at the start of a block that don't count, as long as they take less than this share of it: caches and clocks are
+# as the process before left them.
+DISCARDED, DISCARDED_SHARE = 3, 0.1
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Raw samples (seconds for latencies, images/s for throughput) and what ended them: interval, seconds, samples.
+    """Raw samples (seconds for latencies, images/s for throughput) and what ended them: interval, seconds, samples or
+    blocks.
 
     `gpu` holds the same runs as the GPU's own clock saw them, where they were watched; `window` is when all this was,
-    in seconds of the monotonic clock.
+    in seconds of the monotonic clock. In blocks, `block` has the number of each sample's block, int32, and `windows`
+    when each block was.
     """
 
     samples: np.ndarray
@@ -41,6 +47,8 @@ class Sampling:
     value: float | None = None
     gpu: np.ndarray | None = None
     window: tuple[float, float] = (0.0, 0.0)
+    block: np.ndarray | None = None
+    windows: tuple[tuple[float, float], ...] = ()
 
 
 def step(session: Session, boundary: str, feeds: Feeds, watch: Stopwatch | None = None) -> Callable[[], None]:
@@ -101,36 +109,92 @@ def _window(once: Callable[[], None], length_ns: int) -> list[int]:
     return times
 
 
-def latency(once: Callable[[], None], plan: Plan, watch: Stopwatch | None = None) -> Sampling:
+def latency(
+    once: Callable[[], None], plan: Plan, watch: Stopwatch | None = None, blocks: Iterable[int] | None = None
+) -> Sampling:
     """Seconds per inference, one sample each, by the host's clock and by the GPU's where `once` is watched.
 
     Sampling ends when the median's 95 % interval is within `plan.interval` of it on both sides (and a quarter of the
-    time is used, so that a burst can't end it), when `plan.seconds` are over, or at `plan.max_samples`.
+    time is used, so that a burst can't end it), when `plan.seconds` are over, or at `plan.max_samples`. With `blocks`
+    it is a block of `plan.block_s` seconds (a run at least) for each number that comes.
     """
+    if blocks is not None:
+        return _latency_in_blocks(once, plan, blocks, watch)
     times: list[int] = []
     gpu: list[float] = []
-    append, check = times.append, max(plan.min_samples, LEAST_SAMPLES)
-    stopped = ""
+    check = max(plan.min_samples, LEAST_SAMPLES)
+    deadline = earliest = 0
+
+    def ended(end: int) -> str:
+        nonlocal check
+        count = len(times)
+        if count >= plan.max_samples:
+            return "samples"
+        if end >= deadline and count >= LEAST_SAMPLES:
+            return "seconds"
+        if count >= check and end >= earliest:
+            check = int(count * 1.5)
+            return "interval" if half_width(gpu or times) <= plan.interval else ""
+        return ""
+
     with _no_garbage_collection():
-        begin = now()
-        deadline, earliest = begin + int(plan.seconds * 1e9), begin + int(plan.seconds * 0.25e9)
-        while not stopped:
-            start = now()
-            once()
-            end = now()
-            append(end - start)
-            if watch:
-                gpu.append(watch.seconds())
-            count = len(times)
-            if count >= plan.max_samples:
-                stopped = "samples"
-            elif end >= deadline and count >= LEAST_SAMPLES:
-                stopped = "seconds"
-            elif count >= check and end >= earliest:
-                check = int(count * 1.5)
-                stopped = "interval" if half_width(gpu or times) <= plan.interval else ""
-    window = (begin / 1e9, end / 1e9)
-    return Sampling(np.asarray(times, np.float64) / 1e9, stopped, gpu=np.asarray(gpu) if watch else None, window=window)
+        deadline, earliest = (now() + int(plan.seconds * share * 1e9) for share in (1, 0.25))
+        stopped, window = _sample(once, watch, times, gpu, ended)
+    return Sampling(_seconds(times), stopped, gpu=np.asarray(gpu) if watch else None, window=window)
+
+
+def _latency_in_blocks(
+    once: Callable[[], None], plan: Plan, blocks: Iterable[int], watch: Stopwatch | None
+) -> Sampling:
+    times: list[int] = []
+    gpu: list[float] = []
+    numbers: list[int] = []
+    windows: list[tuple[float, float]] = []
+    most = max(1, plan.max_samples // plan.blocks)
+    before = deadline = 0
+
+    def ended(end: int) -> str:
+        return "blocks" if end >= deadline or len(times) - before >= most else ""
+
+    with _no_garbage_collection():
+        for number in blocks:
+            before, opened = len(times), now()
+            for _ in range(DISCARDED):
+                once()
+                if now() - opened > DISCARDED_SHARE * plan.block_s * 1e9:
+                    break
+            deadline = now() + int(plan.block_s * 1e9)
+            windows.append(_sample(once, watch, times, gpu, ended)[1])
+            numbers += [number] * (len(times) - before)
+    found = Sampling(_seconds(times), "blocks", gpu=np.asarray(gpu) if watch else None)
+    return replace(found, **_placed(numbers, windows))
+
+
+def _sample(
+    once: Callable[[], None], watch: Stopwatch | None, times: list[int], gpu: list[float], ended: Callable[[int], str]
+) -> tuple[str, tuple[float, float]]:
+    """Add samples until `ended`, asked between two of them with the clock, says why; that, and when it was."""
+    append = times.append
+    begin = now()
+    while True:
+        start = now()
+        once()
+        end = now()
+        append(end - start)
+        if watch:
+            gpu.append(watch.seconds())
+        if why := ended(end):
+            return why, (begin / 1e9, end / 1e9)
+
+
+def _seconds(times: list[int]) -> np.ndarray:
+    return np.asarray(times, np.float64) / 1e9
+
+
+def _placed(numbers: list[int], windows: list[tuple[float, float]]) -> dict[str, Any]:
+    """The fields of `Sampling` that say which block a sample is of, and when the blocks were."""
+    window = (windows[0][0], windows[-1][1]) if windows else (0.0, 0.0)
+    return {"block": np.asarray(numbers, np.int32), "windows": tuple(windows), "window": window}
 
 
 def parts(session: Session, feeds: Feeds, plan: Plan) -> dict[str, np.ndarray]:
@@ -157,29 +221,54 @@ def half_width(times: Sequence[float]) -> float:
     return float(max(high - median, median - low)) / median if median else math.inf
 
 
-def throughput(session: Session, feeds: Feeds, batch: int, plan: Plan) -> Sampling:
+def throughput(session: Session, feeds: Feeds, batch: int, plan: Plan, blocks: Iterable[int] | None = None) -> Sampling:
     """Images per second from host memory to host memory with every slot of the session in flight.
 
     `value` is all images over all time, filling and draining included; the samples are rates over windows of 0.1 s or
-    more, to show whether it held.
+    more, to show whether it held. With `blocks` there is a sample for each, of the time in which every slot was full.
     """
+    if blocks is not None:
+        return _throughput_in_blocks(session, feeds, batch, plan, blocks)
+    with _no_garbage_collection():
+        begin, done = _pipelined(session, feeds, plan.seconds, LEAST_SAMPLES, plan.max_samples)
+    rate = batch * len(done) / ((done[-1] - begin) / 1e9)
+    stopped = "samples" if len(done) >= plan.max_samples else "seconds"
+    return Sampling(_rates(done, begin, batch), stopped, rate, window=(begin / 1e9, done[-1] / 1e9))
+
+
+def _throughput_in_blocks(session: Session, feeds: Feeds, batch: int, plan: Plan, blocks: Iterable[int]) -> Sampling:
+    rates, numbers, images, seconds = [], [], 0, 0.0
+    windows: list[tuple[float, float]] = []
+    most = max(1, plan.max_samples // plan.blocks)
+    with _no_garbage_collection():
+        for number in blocks:
+            begin, done = _pipelined(session, feeds, plan.block_s, LEAST_SAMPLES + session.slots, most)
+            full = len(done) - session.slots  # batches from the first one's end to that of the last with all slots full
+            span = max(done[full] - done[0], 1) / 1e9
+            rates.append(batch * full / span)
+            numbers.append(number)
+            windows.append((begin / 1e9, done[-1] / 1e9))
+            images, seconds = images + batch * full, seconds + span
+    found = Sampling(np.asarray(rates, np.float64), "blocks", images / seconds)
+    return replace(found, **_placed(numbers, windows))
+
+
+def _pipelined(session: Session, feeds: Feeds, seconds: float, least: int, most: int) -> tuple[int, list[int]]:
+    """When the first batch was sent with every slot free, and when each was done."""
     done: list[int] = []
     slots, turn = session.slots, 0
-    with _no_garbage_collection():
-        begin = now()
-        deadline = begin + int(plan.seconds * 1e9)
-        while turn < LEAST_SAMPLES or (turn < plan.max_samples and now() < deadline):
-            slot = turn % slots
-            if turn >= slots:
-                _finish(session, slot, done)
-            session.bind(feeds[turn % len(feeds)], slot)
-            session.run(slot)
-            turn += 1
-        for late in range(max(0, turn - slots), turn):
-            _finish(session, late % slots, done)
-    rate = batch * len(done) / ((done[-1] - begin) / 1e9)
-    stopped = "samples" if turn >= plan.max_samples else "seconds"
-    return Sampling(_rates(done, begin, batch), stopped, rate, window=(begin / 1e9, done[-1] / 1e9))
+    begin = now()
+    deadline = begin + int(seconds * 1e9)
+    while turn < least or (turn < most and now() < deadline):
+        slot = turn % slots
+        if turn >= slots:
+            _finish(session, slot, done)
+        session.bind(feeds[turn % len(feeds)], slot)
+        session.run(slot)
+        turn += 1
+    for late in range(max(0, turn - slots), turn):
+        _finish(session, late % slots, done)
+    return begin, done
 
 
 def _finish(session: Session, slot: int, done: list[int]) -> None:

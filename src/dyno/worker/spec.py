@@ -180,7 +180,8 @@ class Runtime:
 @dataclass(frozen=True)
 class Plan:
     """How long to measure: seconds are per boundary, and `interval` is the relative half-width of the median's 95 %
-    interval at which sampling stops early. `rounds` and `timeout_s` don't change a number, so they aren't hashed."""
+    interval at which sampling stops early. With `blocks` it is measured in at most so many blocks of `block_s` seconds
+    instead. `rounds` and `timeout_s` don't change a number, so they aren't hashed."""
 
     boundaries: tuple[str, ...] = BOUNDARIES
     warmup_s: float = 1.0
@@ -190,6 +191,8 @@ class Plan:
     interval: float = 0.005
     rounds: int = 3
     timeout_s: float = 600.0
+    blocks: int = 0
+    block_s: float = 0.1
 
 
 @dataclass(frozen=True)
@@ -287,7 +290,7 @@ UNHASHED = {
     Runtime: {"name"},
 }
 # Fields that came later count only where they say something, so that the ids of what was stored before them hold.
-LATER = {ModelSpec: {"task", "keypoints", "inputs"}, Preprocess: {"letterbox"}}
+LATER = {ModelSpec: {"task", "keypoints", "inputs"}, Preprocess: {"letterbox"}, Plan: {"blocks", "block_s"}}
 
 
 def route_of(made_by: Mapping[str, Any]) -> str:

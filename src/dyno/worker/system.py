@@ -9,7 +9,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
@@ -97,13 +97,31 @@ class Neighbours:
     """
 
     def __init__(self) -> None:
+        self._kept: tuple[float, float] | None = None
+        self._begin()
+
+    def _begin(self) -> None:
         self._since, self._all, self._own = time.monotonic(), _busy_seconds(), _own_seconds()
+
+    def during(self, blocks: Iterable[int]) -> Iterator[int]:
+        """The same blocks; what is busy between two of them, when others have their turn, doesn't count."""
+        others = span = 0.0
+        for block in blocks:
+            self._begin()
+            yield block
+            more = self._seconds()
+            others, span = others + more[0], span + more[1]
+            self._kept = others, span
 
     def busy(self) -> float:
         """Processors, on average; 0 where the system doesn't say."""
-        span = time.monotonic() - self._since
-        others = (_busy_seconds() - self._all) - (_own_seconds() - self._own)
+        others, span = self._kept or self._seconds()
         return max(0.0, others / span) if span > 0 else 0.0
+
+    def _seconds(self) -> tuple[float, float]:
+        # The system counts in ticks, so that for a short time others may seem to have been busy for less than 0 s.
+        others = (_busy_seconds() - self._all) - (_own_seconds() - self._own)
+        return others, time.monotonic() - self._since
 
 
 def _busy_seconds() -> float:

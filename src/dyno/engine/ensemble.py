@@ -1,0 +1,104 @@
+"""Which trials measure in turns together, and where what they measured lies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from dyno.engine import retry
+from dyno.engine.gpu_lock import held
+from dyno.engine.turns import Group, Player
+from dyno.jobs.progress import Progress
+from dyno.store import COMPANION, ROUND, Run
+from dyno.worker.record import Record
+from dyno.worker.spec import PRECISIONS, Artifact, Job, Trial
+
+Made = Mapping[str, Artifact | Record]
+
+
+def groups(trials: Sequence[Trial]) -> list[list[Trial]]:
+    """The trials that are compared with each other: of one model, at one size and batch, on one device."""
+    found: dict[tuple[object, ...], list[Trial]] = {}
+    for trial in trials:
+        dims = trial.dims
+        shapes = tuple(sorted(dims.shapes.items()))
+        key = trial.model.name, dims.batch, dims.height, dims.width, shapes, trial.runtime.device
+        found.setdefault(key, []).append(trial)
+    return list(found.values())
+
+
+def reference(trials: Sequence[Trial], asked: str | None) -> Trial | None:
+    """The trial that the others are held against, as tables choose it (`analysis.ranking.references`)."""
+    if asked:
+        backend, _, precision = asked.replace("/", ":").replace(" ", ":").partition(":")
+        fits = [t for t in trials if backend in (t.backend, t.variant) and precision in ("", t.precision)]
+        return next((t for t in trials if len(asked) >= 4 and t.id.startswith(asked)), next(iter(fits), None))
+
+    def place(trial: Trial) -> tuple[object, ...]:
+        plain = (trial.backend, trial.precision) == ("pytorch", "fp32")
+        precision = PRECISIONS.index(trial.precision) if trial.precision in PRECISIONS else len(PRECISIONS)
+        return not plain, len(trial.options) if plain else 0, trial.backend, precision, trial.variant, trial.id
+
+    return min(trials, key=place, default=None)
+
+
+def measure(
+    run: Run, trials: Sequence[Trial], first: Trial | None, number: int, made: Made, progress: Progress
+) -> list[Trial]:
+    """One round of trials that are compared, in turns with `first`, which they are held against.
+
+    Where that one has its round stored, it measures once more as their companion. Gives back the trials that nobody
+    could take turns with: they are alone, or there was memory for one process only.
+    """
+    left = list(trials)
+    while len({*(t.id for t in left), *([first.id] if first else [])}) > 1 and left:
+        players = _players(run, left, first, number, made)
+        ended: list[Player] = []
+
+        def end(player: Player, ended: list[Player] = ended) -> None:
+            ended.append(player)
+            assert player.record is not None
+            if player.number >= 0:
+                if player.record.status != "ok":
+                    retry.note(player.folder, player.trial)
+                progress.done(player.trial, player.record, seconds=player.used_s)
+
+        with held(players[0].job.runtime, progress.waiting):
+            Group(players, f"{number} {players[0].trial.id}", progress, end).play()
+        got = {player.trial.id for player in ended if player.number >= 0}
+        left = [trial for trial in left if trial.id not in got]
+        if left and len(ended) < 2:
+            progress.note(f"there is memory for one process only: {left[0].model.name} is measured one after the other")
+            break
+    return left
+
+
+def _players(run: Run, trials: Sequence[Trial], first: Trial | None, number: int, made: Made) -> list[Player]:
+    """A player for each trial, `first` at the front; as a companion, with round -1, where it has its round already."""
+    known = {trial.id for trial in trials}
+    order = sorted(trials, key=lambda trial: first is None or trial.id != first.id)
+    players = [_player(run, trial, number, made) for trial in order]
+    if first is not None and first.id not in known:
+        place = 0
+        while run.record(first, place, COMPANION) is not None:
+            place += 1
+        # Counted from 1: round 0 answers all images, which its own round does.
+        job = Job("run", first.runtime, first, number + 1, artifact=_artifact(made, first))
+        folder = run.fresh(first, place, COMPANION)
+        players.insert(0, Player(job, folder, -1, _memory(run, first)))
+    return players
+
+
+def _player(run: Run, trial: Trial, number: int, made: Made) -> Player:
+    job = Job("run", trial.runtime, trial, number, artifact=_artifact(made, trial))
+    return Player(job, run.fresh(trial, number, ROUND), number, _memory(run, trial))
+
+
+def _artifact(made: Made, trial: Trial) -> Artifact | None:
+    found = made.get(trial.id)
+    return found if isinstance(found, Artifact) else None
+
+
+def _memory(run: Run, trial: Trial) -> int:
+    """Bytes that the trial's process took in round 0; 0 where that isn't known."""
+    record = run.record(trial, 0)
+    return int((record.value("peak_memory") if record else 0) or 0)

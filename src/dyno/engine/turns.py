@@ -1,0 +1,212 @@
+"""Trials that measure in turns: all alive, one runs while the others are frozen, in short blocks in shuffled order.
+
+What the machine does to one it then does to all, so that their ratio holds although its speed changes.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from uuid import uuid4
+
+import psutil
+
+from dyno.jobs import launcher
+from dyno.jobs.progress import Progress
+from dyno.worker.record import Record
+from dyno.worker.spec import Job, Trial
+from dyno.worker.turns import CONDUCTOR, END, GO, LEAST_BLOCKS, READY
+
+POLL_S = 0.05
+ROOM = 1.5  # times what the largest process took, that have to be free before another one is started
+UNKNOWN_B = 1 << 30  # what a process is taken to need before any was seen
+
+
+@dataclass
+class Player:
+    """A job that measures in turns, its folder, the round it is (-1: none of the study's) and the most memory it is
+    known to need (bytes, 0: unknown).
+
+    The rest is what became of it: `said` is its last word, "" before any and once it has ended; `used_s` is the time
+    that it ran.
+    """
+
+    job: Job
+    folder: Path
+    number: int
+    memory: int = 0
+    said: str = ""
+    used_s: float = 0.0
+    record: Record | None = None
+    started: launcher.Started | None = None
+    ends: tuple[int, int] = (-1, -1)
+    heard: bytes = b""
+
+    @property
+    def trial(self) -> Trial:
+        assert self.job.trial is not None
+        return self.job.trial
+
+
+@dataclass
+class Group:
+    """Players that are compared with each other, the first of them with all others."""
+
+    players: Sequence[Player]
+    seed: str
+    progress: Progress
+    ended: Callable[[Player], None]
+    name: str = field(default_factory=lambda: uuid4().hex[:12])  # of this set of processes, kept in their records
+    alive: list[Player] = field(default_factory=list)
+    largest: int = 0  # bytes that a process took
+
+    def play(self) -> None:
+        """Measure as many players as memory holds, the first among them; `ended` is given each once it has its record.
+
+        Those that had no room keep none.
+        """
+        try:
+            self._load()
+            while self.alive:
+                self._boundary()
+        finally:
+            for player in self.alive:
+                assert player.started is not None
+                launcher.abandon(player.started)
+                _close(player)
+
+    def _load(self) -> None:
+        """Start one after the other, until each says that it is warm, or memory is full."""
+        order = self._shuffled("start", self.players)
+        first, place = self.players[0], 0
+        for player in order:
+            reserved = first is not player and first.started is None
+            if place and not self._room(player, 2 if reserved else 1):
+                continue
+            self._start(player, place)
+            self._advance(player)
+            place += 1
+
+    def _room(self, player: Player, count: int) -> bool:
+        """Whether that many processes of the player's size fit into what memory is free."""
+        need = max(player.memory, self.largest) or UNKNOWN_B
+        return available() > ROOM * need * count
+
+    def _start(self, player: Player, place: int) -> None:
+        job = player.job = replace(player.job, options={"turns": {"set": self.name, "place": place}})
+        self.progress.start(player.trial, player.number)
+        hear, tell = os.pipe()
+        listen, say = os.pipe()
+        try:
+            extra = {CONDUCTOR: f"{hear},{say}"}
+            player.started = launcher.start(job, player.folder, extra, (hear, say))
+        finally:
+            os.close(hear)
+            os.close(say)
+            player.ends = (listen, tell)
+        self.alive.append(player)
+
+    def _boundary(self) -> None:
+        """One boundary's blocks for all that are alive, then each in turn to its next boundary or its end."""
+        plan, boundary = self.alive[0].trial.plan, self.alive[0].said.removeprefix(READY).strip()
+        began, spent, number = len(self.alive), 0.0, 0
+        while number < plan.blocks and (number < LEAST_BLOCKS or spent < plan.seconds * began):
+            for player in self._shuffled(f"{boundary} {number}", self.alive):
+                before = player.used_s
+                self.progress.tick(f"{boundary} in turns, block {number + 1}", spent)
+                self._advance(player, GO)
+                spent += player.used_s - before
+            number += 1
+        order = self._shuffled(f"{boundary} end", self.alive)
+        if boundary == plan.boundaries[-1]:  # the first is what others are held against: its record is on disk first
+            order.sort(key=lambda player: player is not self.players[0])
+        for player in order:
+            self.progress.start(player.trial, player.number)
+            self._advance(player, END)
+
+    def _shuffled(self, what: str, players: Sequence[Player]) -> list[Player]:
+        return random.Random(f"{self.seed} {what}").sample(list(players), len(players))
+
+    def _advance(self, player: Player, word: str = "") -> None:
+        """Let the player run, after telling it the word, until it speaks again or ends."""
+        started = player.started
+        assert started is not None
+        begin = time.monotonic()
+        timed_out = False
+        try:
+            if word:
+                _signal(started, signal.SIGCONT)
+                started.telemetry.resume()
+                with suppress(BrokenPipeError):
+                    os.write(player.ends[1], f"{word}\n".encode())
+            player.said = ""
+            while not player.said and started.process.poll() is None and not timed_out:
+                player.said = _hear(player)
+                elapsed = player.used_s + time.monotonic() - begin
+                timed_out = not player.said and elapsed > player.trial.plan.timeout_s
+                if word != GO:
+                    self.progress.tick(launcher.read_stage(player.folder), elapsed)
+        finally:
+            if player.said:
+                started.telemetry.pause()
+                _signal(started, signal.SIGSTOP)
+            player.used_s += time.monotonic() - begin
+        if player.said:
+            self.largest = max(self.largest, _resident(started.process.pid)) if word != GO else self.largest
+            return
+        player.record = launcher.finish(started, player.trial.plan.timeout_s, timed_out)
+        self.alive.remove(player)
+        _close(player)
+        self.ended(player)
+
+
+def _hear(player: Player) -> str:
+    """The player's next line, "" where none came within POLL_S."""
+    ready, _, _ = select.select([player.ends[0]], [], [], POLL_S)
+    if ready:
+        more = os.read(player.ends[0], 4096)
+        player.heard += more
+        if not more:  # closed: it is about to end
+            time.sleep(POLL_S)
+    line, newline, rest = player.heard.partition(b"\n")
+    if not newline:
+        return ""
+    player.heard = rest
+    return line.decode()
+
+
+def _signal(started: launcher.Started, number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(started.process.pid, number)
+
+
+def _close(player: Player) -> None:
+    for end in player.ends:
+        os.close(end)
+
+
+def _resident(pid: int) -> int:
+    """Resident bytes of the process and its children; 0 once it is gone."""
+    try:
+        root = psutil.Process(pid)
+        return sum(one.memory_info().rss for one in (root, *root.children(recursive=True)))
+    except psutil.Error:
+        return 0
+
+
+def available() -> int:
+    """Bytes that new processes can take: the machine's, or what is left of the container's limit."""
+    free = int(psutil.virtual_memory().available)
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+    except (OSError, ValueError):
+        return free
+    return free if limit == "max" else min(free, max(0, int(limit) - used))
