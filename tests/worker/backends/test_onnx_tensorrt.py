@@ -13,7 +13,7 @@ import onnx
 import pytest
 
 from dyno.worker.makers.precision import converted
-from dyno.worker.registry import find
+from dyno.worker.registry import find, maker
 from dyno.worker.spec import Artifact, DataSpec, Dims, ModelSpec, Recipe, Runtime, Tensor, Trial, UserError, digest
 
 Make = Callable[[Recipe | None], Artifact]
@@ -30,7 +30,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Make:
         assert recipe is not None
         if (key := digest(recipe)) not in kept:
             parent = make(recipe.parent) if recipe.parent else None
-            kept[key] = find(recipe.maker).make(recipe, parent, tmp_path_factory.mktemp("made"))
+            kept[key] = maker(recipe.maker).make(recipe, parent, tmp_path_factory.mktemp("made"))
         return kept[key]
 
     return make
@@ -117,5 +117,5 @@ def test_calibration_data_that_is_not_there_or_does_not_fit(
     data = DataSpec("nines", str(tmp_path), "9")
     step = converted(replace(digits.trial("tensorrt", precision), data=data), "tensorrt")
     with pytest.raises(UserError, match=said) as caught:
-        find(step.maker).make(step, digits.artifact, tmp_path)
+        maker(step.maker).make(step, digits.artifact, tmp_path)
     assert "\n" not in str(caught.value)

@@ -27,7 +27,6 @@ from dyno.worker.extras import install
 from dyno.worker.record import save_arrays
 from dyno.worker.spec import Unavailable, UserError
 
-KINDS = {"detect": "bbox", "segment": "segm", "pose": "keypoints"}
 WORDS = {"bbox": "boxes", "segm": "masks", "keypoints": "keypoints"}
 GROUPS = 20  # of images in the jackknife
 VERSION = 1  # of the stored scores
@@ -102,7 +101,7 @@ def difference(trial: MeanAP, reference: MeanAP) -> Interval | None:
 
 def kind_of(trial: TrialResult) -> str:
     """COCO's name of the task's own measure, "" for a classifier."""
-    return KINDS.get(str(trial.spec["model"].get("task", "classify")), "")
+    return trial.task.coco
 
 
 def of(trial: TrialResult) -> MeanAP | None:
