@@ -85,6 +85,16 @@ def test_what_pytorch_quantised_runs_there_and_the_export_says_why_not(call: Cal
 
 
 @pytest.mark.slow
+def test_what_pytorch_quantised_with_its_activations_is_held_to_eight_bits(call: Call, nets: Path) -> None:
+    backends = ("--backends", "pytorch,onnxruntime,openvino")
+    code, _, err = call("run", "nets.py:statically", *backends, *QUICK, "--size", 8, "--out", "r")
+    assert code == 0, err
+    rows = table(Path("r"))
+    assert set(rows["status"]) == {"ok"} and rows["outputs"].tolist() == ["", "agree", "agree"]
+    assert rows["ran_as"]["pytorch"] == "8 int8"
+
+
+@pytest.mark.slow
 def test_compiled_with_several_inputs_and_keywords(call: Call, nets: Path) -> None:
     code, _, err = call("run", "nets.py:tokens", "--backends", "pytorch,compile", *QUICK, "--out", "r")
     assert code == 0, err
