@@ -24,14 +24,15 @@ HOST = {
     "jobs": "",
     "store": "jobs",
     "sources": "store",
-    "study": "sources",
+    "study_options": "",
+    "study": "sources study_options",
     "datasets": "",
     "analysis": "",
     "planning": "jobs store sources study datasets",
     "engine": "jobs store study planning analysis",
     "api": "jobs store study planning engine analysis",
     "training": "jobs store study datasets planning api analysis",
-    "cli": "jobs store study datasets planning engine api training analysis",
+    "cli": "jobs store study_options study datasets planning engine api training analysis",
 }
 ANALYSIS = {
     "formatting": "",

@@ -6,16 +6,19 @@ import csv
 import io
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from dyno.analysis.formatting import console, markdown, markdown_table
-from dyno.cli.commands import pythons
 from dyno.datasets.data_format import GROUP, DataFormat
 from dyno.jobs.launcher import launch
 from dyno.planning.checks import check_format
@@ -39,15 +42,51 @@ def examine(others: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     for name, table in others.items():
         there = Runtime(name=name, python=table["python"], threads=threads)
         places += [(one, there) for one in ([name] if name in registry.names() else registry.names())]
+    asked = _Asked(len(places))
     # Side by side: nothing is timed here, and most of a probe is spent importing a library.
-    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(threads) as pool:
+    with tempfile.TemporaryDirectory() as scratch, asked.shown(), ThreadPoolExecutor(threads) as pool:
         folders = [Path(scratch) / str(i) for i in range(len(places))]
-        found = pool.map(_row, (name for name, _ in places), (place for _, place in places), folders)
+        found = pool.map(lambda place, folder: _row(place[0], place[1], folder, asked), places, folders)
         return [*found, *_broken()]
 
 
-def _row(name: str, runtime: Runtime, folder: Path) -> dict[str, Any]:
-    record: Record = launch(Job("probe", runtime, backend=name), folder, TIMEOUT_S)
+class _Asked:
+    """Who is being asked and for how long, on standard error: one line on a terminal, elsewhere one per answer."""
+
+    def __init__(self, total: int) -> None:
+        self.console = Console(stderr=True)
+        self.total, self.answered = total, 0
+        self.waiting: dict[str, float] = {}
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Show it while the block runs."""
+        with Live(get_renderable=self._line, console=self.console, refresh_per_second=4, transient=True):
+            yield
+
+    def tick(self, who: str, seconds: float) -> None:
+        """It has been asked that long ago."""
+        self.waiting[who] = seconds
+
+    def done(self, who: str, status: str) -> None:
+        """It has answered."""
+        seconds = self.waiting.pop(who, 0.0)
+        self.answered += 1
+        if not self.console.is_terminal:
+            line = f"{self.answered}/{self.total} {who}: {status}, {seconds:.0f} s"
+            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _line(self) -> Text:
+        asking = ", ".join(f"{who} {seconds:.0f} s" for who, seconds in self.waiting.copy().items())
+        return Text(f"{self.answered}/{self.total} answered; asking {asking}")
+
+
+def _row(name: str, runtime: Runtime, folder: Path, asked: _Asked) -> dict[str, Any]:
+    who = f"{name} in {runtime.python}" if runtime.python else name
+    asked.tick(who, 0.0)
+    job = Job("probe", runtime, backend=name)
+    record: Record = launch(job, folder, TIMEOUT_S, lambda _, seconds: asked.tick(who, seconds))
+    asked.done(who, record.status)
     return {
         "backend": name,
         "python": record.system.get("python", "") + (f" ({runtime.python})" if runtime.python else ""),
@@ -66,10 +105,10 @@ def _broken() -> Iterator[dict[str, Any]]:
             yield {"backend": name, "python": "", "status": "broken", "version": "", "devices": "", "detail": detail}
 
 
-def doctor(texts: Sequence[str], format: str) -> int:
+def doctor(others: dict[str, dict[str, Any]], format: str) -> int:
     """Print the rows; 0 when at least one backend works, 3 when none does."""
     check_format(format)
-    rows = examine(pythons(texts))
+    rows = examine(others)
     if format == "text":
         _show(rows)
     else:

@@ -81,7 +81,7 @@ def _confirm(run: Run, trials: list[Trial], times: int, files: Files, progress: 
                 run.store(trial, number, made, CONFIRMATION)
                 continue
             folder = run.fresh(trial, number, CONFIRMATION)
-            progress.start(trial, number)
+            progress.start(trial, number, "confirmation")
             # Counted from 1: round 0 is the one that answers all images, and that is known of a confirmed trial.
             job = Job("run", trial.runtime, trial, number + 1, artifact=made)
             progress.done(trial, launch_in_turn(job, folder, trial.plan.timeout_s, progress))
@@ -154,6 +154,7 @@ class Files:
         self.progress = progress
         self.cache = Cache()
         self.made: dict[str, Artifact | Record] = {}
+        self.built = 0  # files that were made and not found in the cache
 
     def all(self, trials: Iterable[Trial]) -> dict[str, Artifact | Record]:
         """The file of each trial by the trial's id; a record that says why where it could not be made."""
@@ -207,6 +208,7 @@ class Files:
                 said[PRINTED] = text
         if record.status != "ok":
             return Record(record.status, record.stage, record.reason, system=record.system, facts=said)
+        self.built += 1
         made, wrong = self.cache.find(key)
         return made or Record("failed", record.stage, wrong or "the file was made but is not in the cache")
 

@@ -13,12 +13,17 @@ from dyno.worker import registry
 from dyno.worker.spec import UserError
 
 T = TypeVar("T")
+ONE_ROUND: dict[str, Any] = {"rounds": 1}
+# Throughput is what the evaluation itself shows, with reading and ranking in it; latencies are for orientation.
+EVALUATION: dict[str, Any] = {
+    "batches": (8,), "seconds": 1.0, "warmup": 0.5, "boundaries": ("model", "all"), "confirm": 0, "search": False,
+}  # fmt: skip
 
 
 def study_of(model: str, defaults: Mapping[str, Any], asked: Mapping[str, Any]) -> Study:
     """One round of the model under the backend its kind of file is for; `asked` goes before a command's `defaults`."""
     backend, device = usual(model)
-    fields = {"backends": (backend,), "device": device, "rounds": 1, **defaults}
+    fields = {"backends": (backend,), "device": device, **ONE_ROUND, **defaults}
     if registry.format_of(model):  # a file may take one batch only, and knows which
         fields.pop("batches", None)
     return Study(models=(model,), **{**fields, **asked})

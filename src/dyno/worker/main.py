@@ -165,23 +165,23 @@ def _inspect(session: Session, job: Job, journal: Journal) -> None:
     journal.facts(facts)
 
 
-def endure_trial(job: Job, journal: Journal) -> None:
-    """The stress test of a dynamic engine; every stretch is on disk before the next begins."""
-    from dyno.worker.jobs.stress import TOLERANCE, endure
+def stress_trial(job: Job, journal: Journal) -> None:
+    """The stress test of a dynamic engine; every phase is on disk before the next begins."""
+    from dyno.worker.jobs.stress import TOLERANCE, stress
 
     assert job.trial is not None
     trial, backend = job.trial, find(job.trial.backend)
     journal.record = replace(journal.record, system=system.describe(("numpy", *backend.requires)))
     session: Session = journal.timed("load", "load", lambda: backend.load(trial, job.artifact))
-    journal.stage("first stretch")
-    for found in endure(session, trial, job.options["batches"], int(job.options["iterations"])):
+    journal.stage("first phase")
+    for found in stress(session, trial, job.options["phases"], int(job.options["iterations"])):
         told = found.told(TOLERANCE[trial.precision])
-        journal.facts({"endurance": {**journal.record.facts.get("endurance", {}), found.kind: told}})
-        name = f"latency_{found.kind}"
+        journal.facts({"stress": {**journal.record.facts.get("stress", {}), found.name: told}})
+        name = f"latency_{found.name}"
         journal.samples[name] = found.seconds
         save_arrays(journal.folder / "samples.npz", journal.samples)
-        journal.add(Measurement("latency", "s", "duration", None, name, found.kind, "host", "samples"))
-        journal.stage(f"after {found.kind}")
+        journal.add(Measurement("latency", "s", "duration", None, name, found.name, "host", "samples"))
+        journal.stage(f"after {found.name}")
     session.close()
 
 
@@ -263,7 +263,7 @@ def take_home(job: Job, journal: Journal) -> None:
     journal.facts(snippets.write(job.trial, job.artifact, job.options, journal.folder))
 
 
-OTHER_JOBS = {"make": make_file, "probe": probe, "look": look_at, "train": train_model, "endure": endure_trial,
+OTHER_JOBS = {"make": make_file, "probe": probe, "look": look_at, "train": train_model, "stress": stress_trial,
               "peak": find_peak, "take": take_home}  # fmt: skip
 
 

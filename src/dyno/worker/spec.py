@@ -21,7 +21,7 @@ PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "int8", "fp8")
 BOUNDARIES = ("model", "all", "throughput")
 PARTS = ("enqueue", "h2d", "compute", "d2h")  # of one inference from host to host on a GPU
 SAVED = (".pt2", ".torchscript")  # modules as PyTorch stores them, by torch.export.save and torch.jit.save
-STRETCHES = ("min", "opt", "max", "random")  # batches of the stress test, by name
+PHASES = ("min", "opt", "max", "random")  # batches of the stress test, by name
 
 Option = Union[str, int, float, bool]
 T = TypeVar("T")
@@ -263,7 +263,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Job:
-    """One process: `run` or `endure` a trial, `make` a file, `probe` a backend, `look` at a model, `train` one, find
+    """One process: `run` or `stress` a trial, `make` a file, `probe` a backend, `look` at a model, `train` one, find
     the device's `peak`, or `take` a trial home."""
 
     kind: str
