@@ -17,7 +17,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- made by tools/rooms.py -->", "<!-- end -->"
 
 # What of the worker the host may use: the border's data, what backends declare, and the hash of a model's own code.
-BORDER = "spec record turns backend registry tasks plugins system extras training.options nets.local_code"
+BORDER = "spec record backend registry tasks plugins system extras jobs.turns training.options nets.local_code"
 
 # Room -> rooms that it may import, within its own tree; nothing imports upwards, in a function or outside one.
 HOST = {
@@ -65,14 +65,12 @@ WORKER = {
     "backends": "spec record backend option_values extras truth inputs sessions nets onnx_graph makers",
     "registry": "spec plugins backend backends makers",
     "measure": "spec backend sessions",
-    "turns": "spec",
     "evaluation": "spec record backend inputs tasks",
     "training": "spec record inputs sessions nets",
     "snippets": "spec plugins registry inputs tasks sessions nets backends",
     "jobs": "spec backend registry extras system inputs sessions nets onnx_graph backends",
     "journal": "spec record measure evaluation",
-    "main": "spec record turns backend registry system inputs sessions measure evaluation training snippets jobs "
-    "journal",
+    "main": "spec record backend registry system inputs sessions measure evaluation training snippets jobs journal",
 }
 # What single rooms of the host take from the worker besides: pure functions that both sides must do alike.
 BESIDES = {

@@ -18,8 +18,8 @@ from typing import Any
 
 from dyno.study_options import Compared, DataOptions, Measurement, ModelOptions, RuntimeOptions, described
 from dyno.worker import registry, tasks
+from dyno.worker.jobs.turns import LEAST_BLOCKS
 from dyno.worker.spec import BOUNDARIES, PRECISIONS, SAVED, Option, Plan, UserError, check_known
-from dyno.worker.turns import LEAST_BLOCKS
 
 LONGEST = 80  # characters of a value in a message
 CONFIRMATIONS = 2  # of a winner, where the study has a budget and doesn't say

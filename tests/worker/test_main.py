@@ -18,11 +18,11 @@ import pytest
 from dyno.worker import main, registry
 from dyno.worker.backend import Backend, Maker
 from dyno.worker.backends.fake import Fake, FakeSession
+from dyno.worker.jobs.turns import Alone
 from dyno.worker.journal import Journal
 from dyno.worker.main import perform
 from dyno.worker.record import Record, read_record, write_json
 from dyno.worker.spec import SCHEMA, Artifact, Dims, Job, Recipe, Tensor, Trial, Unavailable, UserError, to_json
-from dyno.worker.turns import Alone
 
 Trials = Callable[..., Trial]
 TENSORS = (Tensor("input", "float32", (1, 1, 4, 4)),)

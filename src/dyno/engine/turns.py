@@ -20,9 +20,9 @@ import psutil
 
 from dyno.jobs import launcher
 from dyno.jobs.progress import Progress
+from dyno.worker.jobs.turns import CONDUCTOR, END, GO, LEAST_BLOCKS, READY
 from dyno.worker.record import Record
 from dyno.worker.spec import Job, Trial
-from dyno.worker.turns import CONDUCTOR, END, GO, LEAST_BLOCKS, READY
 
 POLL_S = 0.05
 ROOM = 1.5  # times what the largest process took, that have to be free before another one is started

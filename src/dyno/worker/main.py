@@ -43,13 +43,13 @@ from dyno.worker import measure, system
 from dyno.worker.backend import Arrays, Session
 from dyno.worker.evaluation import evaluate
 from dyno.worker.inputs import input_data
+from dyno.worker.jobs.turns import Alone, conductor
 from dyno.worker.journal import Journal
 from dyno.worker.record import Measurement, Record, save_arrays, write_record
 from dyno.worker.registry import find
 from dyno.worker.registry import maker as find_maker
 from dyno.worker.sessions import gpu
 from dyno.worker.spec import SCHEMA, Artifact, Job, NoRoute, Trial, Unavailable, UserError, from_json
-from dyno.worker.turns import Alone, conductor
 
 RANDOM = 1e-2  # of their size: outputs of two calls on one input that are further apart are drawn
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
