@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.markup import escape
-from rich.table import Table
 
-from dyno.analysis import stats
-from dyno.analysis.formatting import console, show
+from dyno.analysis.formatting import show
+from dyno.analysis.presentation.export import export
 from dyno.analysis.records.arrays import read_npz
+from dyno.analysis.tables import stress_table
 from dyno.engine.execute import Files
 from dyno.engine.gpu_lock import launch_in_turn
 from dyno.jobs.progress import Progress
@@ -25,7 +24,6 @@ SLOWEST_S = 1.0  # per batch, its check included, before the job counts as hung
 CHANGING = ("onnxruntime", "tensorrt", "tensorrt_rtx", "fake")
 WHO = "ONNX Runtime and TensorRT"
 REMEDY = "export or build it with a dynamic batch, or omit --batches"
-HEADINGS = ("batches", "sizes", "count", "median", "p99", "max", "wrong", "worst error", "GPU growth", "host growth")
 
 
 def kinds_of(text: str) -> list[str]:
@@ -80,28 +78,12 @@ def _code(record: Record) -> int:
 
 
 def _print(title: str, record: Record, samples: dict[str, np.ndarray]) -> None:
-    table = Table(box=None, pad_edge=False, title=escape(title), title_justify="left")
-    for heading in HEADINGS:
-        table.add_column(heading, justify="right")
-    for kind, stretch in record.facts.get("endurance", {}).items():
-        table.add_row(*_row(kind, stretch, samples[f"latency_{kind}"]))
-    out = console()
-    out.print(table)
+    phases = record.facts.get("endurance", {})
+    print(export([stress_table.table(title, phases, samples)]), end="")
     if record.status != "ok":
-        out.print(f"{record.status}: {escape(record.reason)}")
-    for kind, stretch in record.facts.get("endurance", {}).items():
-        out.print(_sentence(kind, stretch))
-
-
-def _row(kind: str, stretch: dict[str, Any], seconds: np.ndarray) -> tuple[str, ...]:
-    found = stats.summary(seconds)
-    low, high = stretch["batches"]
-    return (
-        kind, str(low) if low == high else f"{low}-{high}", str(stretch["iterations"]),
-        *(show(value, "duration") for value in (found.median, found.p99, found.max)),
-        str(stretch["wrong"]), f"{stretch['worst']:.1e}",
-        *(show(float(stretch[key]), "bytes") for key in ("device_growth", "host_growth")),
-    )  # fmt: skip
+        print(f"{record.status}: {record.reason}")
+    for kind, stretch in phases.items():
+        print(_sentence(kind, stretch))
 
 
 def _sentence(kind: str, stretch: dict[str, Any]) -> str:
