@@ -18,7 +18,7 @@ import numpy as np
 from PIL import Image
 from skimage import data as photographs
 
-from dyno.datasets import class_folders
+from dyno.datasets import load
 from dyno.datasets.decode import Transform, decoded
 from dyno.worker.spec import Preprocess
 
@@ -69,9 +69,9 @@ def main() -> int:
         photos = Path(name, "photos")
         tile(photos)
         paths = sorted(photos.glob("*/*.jpg"))
-        built, _ = seconds(lambda: class_folders(photos, Path(name, "cache"), SIZE, Preprocess(), 0).count)
-        found, _ = seconds(lambda: class_folders(photos, Path(name, "cache"), SIZE, Preprocess(), 0).count)
-        cached = Path(class_folders(photos, Path(name, "cache"), SIZE, Preprocess(), 0).folder)
+        built, _ = seconds(lambda: load(photos, Path(name, "cache"), SIZE, Preprocess(), 0).count)
+        found, _ = seconds(lambda: load(photos, Path(name, "cache"), SIZE, Preprocess(), 0).count)
+        cached = Path(load(photos, Path(name, "cache"), SIZE, Preprocess(), 0).folder)
         times: dict[str, list[float]] = {"decode again": [], "read the cache": []}
         for _ in range(ROUNDS):
             again, one = seconds(lambda: decode_again(paths))

@@ -16,6 +16,12 @@ pythons=()
 [ -n "${DYNO_ORTGPU_PYTHON:-}" ] && pythons+=(--python "onnxruntime=$DYNO_ORTGPU_PYTHON")
 trt=${DYNO_TENSORRT_PYTHON:-python3}
 
+# A machine's minutes are few: what can't work is said before anything runs.
+check() { [ -z "${1:-}" ] || "$1" -c "import $2" || { echo "gpu.sh: $1 can't import $2" >&2; exit 2; }; }
+check "${DYNO_TENSORRT_PYTHON:-}" tensorrt
+check "${DYNO_ORTGPU_PYTHON:-}" onnxruntime
+check "${DYNO_TORCH_TENSORRT_PYTHON:-}" torch_tensorrt
+
 wanted() { [[ " ${PARTS:-tests doctor study benchmarks matrix} " == *" $1 "* ]]; }
 
 if wanted tests; then
@@ -46,6 +52,6 @@ if wanted benchmarks; then
 fi
 
 if wanted matrix; then
-  python3 benchmarks/matrix.py "$runs/matrix" --device cuda:0 --backends pytorch,tensorrt@optimization=1 --batch 8 --threads 2 \
-    --jobs 5 --minutes "${MATRIX_MINUTES:-9}" --limit 300 "${pythons[@]:0:2}" --rows "$out" | cut -c1-200
+  python3 benchmarks/matrix.py "$runs/matrix" --device cuda:0 --backends pytorch,tensorrt@optimization=1 --batch 8 --threads 1 \
+    --jobs 8 --minutes "${MATRIX_MINUTES:-9}" --limit 300 "${pythons[@]:0:2}" --rows "$out" | cut -c1-200
 fi

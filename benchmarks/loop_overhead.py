@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker import measure, system
-from dyno.worker.registry import find
+from dyno.worker.registry import find, maker
 from dyno.worker.spec import Artifact, Dims, ModelSpec, Plan, Runtime, Trial
 
 MODELS = (
@@ -75,7 +75,7 @@ def main() -> int:
             from dyno.worker.makers.export import exported
 
             recipe = exported(model, Dims(0, size, size), Runtime())
-            onnx = find("onnx_export").make(recipe, None, Path(scratch))
+            onnx = maker("onnx_export").make(recipe, None, Path(scratch))
             ratios += [compare(name, model, size, onnx) for name in BACKENDS]
     print(f"worst {max(ratios):.3f}, wanted at most {WANTED}")
     return int(max(ratios) > WANTED)

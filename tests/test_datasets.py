@@ -49,7 +49,7 @@ def arrays(data: DataSpec) -> dict[str, np.ndarray]:
 @pytest.fixture
 def make(tmp_path: Path) -> Make:
     def made(folder: Path, size: tuple[int, int] = (16, 20), preprocess: Preprocess = STRAIGHT, **more) -> DataSpec:
-        return datasets.class_folders(folder, tmp_path / "cache", size, preprocess, **more)
+        return datasets.load(folder, tmp_path / "cache", size, preprocess, **more)
 
     return made
 
@@ -270,10 +270,10 @@ def test_known_files_are_not_read_again(tmp_path: Path, monkeypatch: pytest.Monk
 def test_two_processes_at_once(tmp_path: Path) -> None:
     folder = fill(tmp_path / "d", {"a": 40, "b": 40})
     code = (
-        "import sys; from pathlib import Path; from dyno.datasets import class_folders\n"
+        "import sys; from pathlib import Path; from dyno.datasets import load\n"
         "from dyno.worker.spec import Preprocess\n"
         "sys.stdin.readline()\n"
-        "d = class_folders(Path(sys.argv[1]), Path(sys.argv[2]), (64, 64), Preprocess())\n"
+        "d = load(Path(sys.argv[1]), Path(sys.argv[2]), (64, 64), Preprocess())\n"
         "print(d.folder, d.sha256, d.count)"
     )
     command = [sys.executable, "-c", code, str(folder), str(tmp_path / "cache")]
@@ -353,7 +353,7 @@ def test_full_disk_and_unwritable_cache(tmp_path: Path, make: Make, monkeypatch:
         make(fill(tmp_path / "many", {"a": 3}), size=(2_000_000, 2_000_000))
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(UserError, match=r"image cache .* can't be written"):
-        datasets.class_folders(folder, tmp_path / "file", (8, 8), STRAIGHT)
+        datasets.load(folder, tmp_path / "file", (8, 8), STRAIGHT)
 
 
 def test_abandoned_parts_are_removed(tmp_path: Path, make: Make) -> None:

@@ -6,7 +6,6 @@ import dataclasses
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -221,39 +220,14 @@ def test_links_resolve(page: Path) -> None:
             assert anchor in map(slug, headings), f"{target}: no such heading"
 
 
-@pytest.mark.slow
-def test_the_numpy_backend_runs_from_outside(tmp_path: Path) -> None:
-    words = [
-        "run",
-        str(EXAMPLES / "numpy_backend.py:net"),
-        "--channels",
-        "1",
-        "--size",
-        "8",
-        "--precision",
-        "fp32,int8",
-    ]
-    words += ["--backends", "numpy_backend:NumpyNet@order=F", "--inputs", "3", "--rounds", "1", "--seconds", "0.05"]
-    done = python("-m", "dyno", *words, "--warmup", "0.05", "--out", "runs", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    rows = dyno.load(tmp_path / "runs").to_pandas().set_index("precision")
-    assert dict(rows["status"]) == {"fp32": "ok", "int8": "skipped"}
-    assert rows.loc["fp32", "ran_as"] == "3 fp32"
-    assert rows.loc["fp32", "parameters"] == 16 * 9 + 2 * 16 + 32 * 16 * 9 + 32 + 32 * 10 + 10
-    assert rows.loc["fp32", "latency_model_ms_median"] > 0
-
-
-@pytest.mark.slow
-def test_the_numpy_backend_keeps_the_contract_as_a_file_of_dyno(tmp_path: Path) -> None:
-    for folder in ("src", "tests"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    shutil.copy(EXAMPLES / "numpy_backend.py", tmp_path / "src/dyno/worker/backends")
-    words = ["-m", "pytest", "-q", "tests/test_contract.py", "-k", "numpy_net or left_out", "-p", "no:cacheprovider"]
-    done = python(*words, cwd=tmp_path, path=tmp_path / "src")
-    assert done.returncode == 0, done.stdout[-2000:]
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed and int(passed[1]) > 10 and "skipped" not in done.stdout
+def test_what_the_page_on_extending_shows_is_the_example() -> None:
+    """Every line of its code stands in the plug-in, which is installed and used by tests/test_plugin.py."""
+    files = [*(EXAMPLES / "plugin").rglob("*.py"), EXAMPLES / "plugin/pyproject.toml"]
+    known = {line.strip() for file in files for line in file.read_text(encoding="utf-8").splitlines()}
+    shown = [block for kind in ("python", "ini") for block in blocks(ROOT / "docs/extending.md", kind)]
+    assert shown
+    written = {line.strip() for block in shown for line in block.splitlines()}
+    assert sorted(written - known - {"..."}) == []
 
 
 @pytest.mark.slow

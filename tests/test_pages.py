@@ -35,7 +35,11 @@ SHORT = {
     "--epochs": ("1", ("train",)),
     "--confirm": ("0", ("run",)),
     "--inputs": ("4", ("run", "agree")),
-    "--threads": ("1", ("run", "time", "eval", "agree", "train")),  # several wait for each other on a busy machine
+    "--iterations": ("5", ("stress",)),
+    "--threads": (
+        "1",
+        ("run", "time", "stress", "eval", "agree", "train"),
+    ),  # several wait for each other on a busy machine
 }
 SMALL = {
     "--size": {"224": "32", "320": "64", "64": "32", "64,96": "32"},

@@ -9,26 +9,38 @@ from typing import Any
 import pytest
 
 from dyno.store import Cache, makers
+from dyno.worker import registry
 from dyno.worker.spec import Dims, ModelSpec, Recipe
+
+OUTSIDE = """
+from dyno.worker.backend import Maker
+
+class Mine(Maker):
+    def make(self, recipe, parent, folder):
+        pass
+"""
 
 
 def test_the_key_holds_all_that_shapes_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = Recipe("fake", "onnx", "fp32", ModelSpec("a", "x:y", weights="/w", weights_sha256="1"), Dims(1, 8, 8))
+    recipe = Recipe(
+        "onnx_export", "onnx", "fp32", ModelSpec("a", "x:y", weights="/w", weights_sha256="1"), Dims(1, 8, 8)
+    )
     cache = Cache(tmp_path)
 
     def key(**changes: Any) -> str:
-        return cache.key(replace(recipe, **changes), lambda name: ("numpy",))
+        return cache.key(replace(recipe, **changes))
 
     same = ModelSpec("b", "x:y", weights="/elsewhere", weights_sha256="1")
     assert key() == key(model=same)
     other = [key(), key(precision="fp16"), key(options={"a": 1}), key(dims=Dims(2, 8, 8)), key(parent=recipe)]
-    other += [key(model=ModelSpec("a", "x:y", weights_sha256="2")), cache.key(recipe, lambda name: ("numpy", "psutil"))]
-    other.append(key(maker="outside_backend:Mine"))
+    other.append(key(model=ModelSpec("a", "x:y", weights_sha256="2")))
     monkeypatch.syspath_prepend(tmp_path)
-    for text in ("first = 1", "second = 2"):  # a backend from outside, before and after a change
-        (tmp_path / "outside_backend.py").write_text(text)
+    for change in ("# first", "# second"):  # a maker from outside, before and after a change
+        (tmp_path / "outside_maker.py").write_text(f"{OUTSIDE}{change}")
         makers.cache_clear()
-        other += [key(maker="outside_backend:Mine"), key(parent=replace(recipe, maker="outside_backend:Mine"))]
+        other += [key(maker="outside_maker:Mine"), key(parent=replace(recipe, maker="outside_maker:Mine"))]
+    monkeypatch.setattr(registry.maker("onnx_export"), "requires", ("numpy",))
+    other.append(key())
     monkeypatch.setattr("dyno.store.makers", lambda *outside: "code of another Dyno")
     other.append(key())
     assert len(set(other)) == len(other)

@@ -73,6 +73,7 @@ def test_one_thing_need_not_be_a_list() -> None:
         ({"seconds": 0}, "seconds is 0; it must be more than 0"),
         ({"timeout": -5.0}, "timeout is -5.0; it must be more than 0"),
         ({"models": (3,)}, "models is 3; it must be one or several of: text"),
+        ({"device": list(range(99))}, "device is a value of type list; it must be text"),
         ({"channels": "a"}, "channels is 'a'; it must be a whole number"),
         ({"pretrained": "yes"}, "pretrained is 'yes'; it must be true or false"),
         ({"budget": 5}, "budget is 5; it must be a table of: a number"),

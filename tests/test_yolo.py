@@ -16,12 +16,13 @@ import yolo_small
 from dyno.analysis.records.results import load
 from dyno.analysis.tables import trial_table
 from dyno.jobs.launcher import launch
-from dyno.worker.evaluation.postprocess import Detections, detections
+from dyno.worker import tasks
 from dyno.worker.inputs.input_data import Images
 from dyno.worker.makers.export import OnnxExport, exported
 from dyno.worker.makers.precision import OnnxPrecision, converted
-from dyno.worker.nets import models, ultralytics_models
+from dyno.worker.nets import models
 from dyno.worker.spec import Artifact, DataSpec, Dims, Job, ModelSpec, Plan, Runtime, Trial
+from dyno.worker.tasks.postprocess import Detections
 from yolo_small import SIZE, Trained
 
 pytestmark = pytest.mark.slow
@@ -44,7 +45,7 @@ class Network:
     def found(self, outputs: list[np.ndarray]) -> list[Detections]:
         """Detections in the original images."""
         sizes = np.load(Path(self.data.folder) / "sizes.npy")[: len(self.images)]
-        return detections(TASK, outputs, sizes, (SIZE, SIZE), classes=3)
+        return tasks.find(TASK).detections(outputs, sizes, (SIZE, SIZE), classes=3)
 
     def scores(self, outputs: list[np.ndarray], kind: str = "bbox") -> tuple[float, float]:
         """mAP50 and mAP50-95."""
@@ -58,7 +59,7 @@ def network(yolo: Callable[[str], Trained], tmp_path_factory: pytest.TempPathFac
         pytest.importorskip(library)
     trained = yolo(TASK)
     data = yolo_small.decoded(trained.data.parent, TASK)
-    preprocess = ultralytics_models.preprocess(TASK)
+    preprocess = tasks.find(TASK).preprocess(3)
     model = ModelSpec("y", trained.source, weights=str(trained.weights), task=TASK, classes=3, preprocess=preprocess)
     images = Images(data, preprocess)
     x = images.batch(0, len(images), "float32")

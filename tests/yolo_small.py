@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker.evaluation.postprocess import Detections
 from dyno.worker.spec import DataSpec
+from dyno.worker.tasks.postprocess import Detections
 
 NAMES = ("circle", "square", "triangle")
 KEYPOINTS = (4, 3)  # the top, right, bottom and left end of each shape, all visible

@@ -17,21 +17,22 @@ PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- made by tools/rooms.py -->", "<!-- end -->"
 
 # What of the worker the host may use: the border's data, what backends declare, and the hash of a model's own code.
-BORDER = "spec record backend registry plugins system extras training.options nets.local_code"
+BORDER = "spec record backend registry tasks plugins system extras training.options nets.local_code"
 
 # Room -> rooms that it may import, within its own tree; nothing imports upwards, in a function or outside one.
 HOST = {
     "jobs": "",
     "store": "jobs",
     "sources": "store",
-    "study": "sources",
+    "study_options": "",
+    "study": "sources study_options",
     "datasets": "",
     "analysis": "",
     "planning": "jobs store sources study datasets",
     "engine": "jobs store study planning analysis",
     "api": "jobs store study planning engine analysis",
     "training": "jobs store study datasets planning api analysis",
-    "cli": "jobs store study datasets planning engine api training analysis",
+    "cli": "jobs store study_options study datasets planning engine api training analysis",
 }
 ANALYSIS = {
     "formatting": "",
@@ -57,25 +58,25 @@ WORKER = {
     "plugins": "",
     "backend": "spec option_values",
     "inputs": "spec",
+    "tasks": "spec plugins inputs",
     "sessions": "spec backend option_values extras system truth inputs",
-    "nets": "spec extras inputs sessions",
-    "onnx_graph": "spec extras system inputs sessions",
+    "nets": "spec extras inputs tasks sessions",
+    "onnx_graph": "spec extras system inputs tasks sessions",
     "makers": "spec backend option_values extras system inputs sessions nets onnx_graph",
     "backends": "spec record backend option_values extras truth inputs sessions nets onnx_graph makers",
     "registry": "spec plugins backend backends makers",
     "measure": "spec backend sessions",
-    "evaluation": "spec record backend inputs",
+    "evaluation": "spec record backend inputs tasks",
     "training": "spec record inputs sessions nets",
-    "snippets": "spec registry inputs sessions nets backends",
-    "jobs": "spec backend extras system inputs sessions nets onnx_graph backends",
+    "snippets": "spec plugins registry inputs tasks sessions nets backends",
+    "jobs": "spec backend registry extras system inputs sessions nets onnx_graph backends",
     "journal": "spec record measure evaluation",
     "main": "spec record backend registry system inputs sessions measure evaluation training snippets jobs journal",
 }
 # What single rooms of the host take from the worker besides: pure functions that both sides must do alike.
 BESIDES = {
-    "dyno.analysis": "spec record extras plugins system",
+    "dyno.analysis": "spec record extras plugins system tasks",
     "dyno.datasets": "spec extras plugins inputs.letterbox",
-    "dyno.store": f"{BORDER} onnx_graph.weights",
     "dyno.sources": f"{BORDER} nets.models nets.saved_modules nets.torch_archive inputs.modules sessions.torch_support",
 }
 MOST_MODULES = 12

@@ -19,8 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from dyno.jobs.nvml import find_gpu
-from dyno.worker import system
-from dyno.worker.onnx_graph import weights
+from dyno.worker import registry, system
 from dyno.worker.record import Record, read_record, write_json, write_record
 from dyno.worker.spec import Artifact, Job, Recipe, Runtime, Trial, UserError, digest, to_json
 
@@ -90,8 +89,8 @@ class Run:
 
 def sha256_of(path: Path) -> str:
     """sha256 of a file with what belongs to it: an OpenVINO .xml's .bin, the weights beside an ONNX graph."""
-    hashed = hashlib.sha256()
-    for part in (path, *_belonging(path)):
+    hashed, kind = hashlib.sha256(), registry.format_of(path)
+    for part in (path, *(kind.companions(path) if kind else ())):
         if part.is_file():
             with open(part, "rb") as f:
                 while block := f.read(1 << 20):
@@ -99,21 +98,14 @@ def sha256_of(path: Path) -> str:
     return hashed.hexdigest()
 
 
-def _belonging(path: Path) -> list[Path]:
-    if path.suffix == ".onnx" and path.is_file():
-        return weights.beside(path)
-    return [path.with_suffix(".bin")] if path.suffix == ".xml" else []
-
-
 def copy(made: Path, out: Path) -> None:
     """Copy a file with what belongs to it to where the user wants it."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    if made.suffix == ".onnx":
-        weights.copy(made, out)
-        return
-    shutil.copyfile(made, out)
-    for part in _belonging(made):
-        shutil.copyfile(part, out.with_suffix(part.suffix))
+    kind = registry.format_of(made)
+    if kind is None:
+        shutil.copyfile(made, out)
+    else:
+        kind.copy(made, out)
 
 
 def code_file(module: str) -> Path | None:
@@ -179,7 +171,7 @@ def card(device: str) -> str:
 def makers(*outside: str) -> str:
     """sha256 over the worker's source, which draws weights, exports, converts and builds: other code, other files.
 
-    `outside` are the modules of backends that are not Dyno's, whose own file counts as well, but not what it imports.
+    `outside` are modules of plug-ins, whose own file counts as well, but not what it imports.
     """
     total = hashlib.sha256()
     folder = Path(system.__file__).parent
@@ -188,6 +180,12 @@ def makers(*outside: str) -> str:
     for module in outside:
         total.update(f"{module} {module_sha256(module)}\n".encode())
     return total.hexdigest()
+
+
+def outside(*declared: object) -> list[str]:
+    """The modules of those objects that a plug-in brought."""
+    places = {type(each).__module__ for each in declared}
+    return sorted(place for place in places if not place.startswith("dyno."))
 
 
 def _chain(recipe: Recipe | None) -> list[Recipe]:
@@ -202,17 +200,17 @@ class Cache:
         self.folder = (folder or cache_dir()) / "artifacts"
         self.timing = (folder or cache_dir()) / "timing"  # what builders remember of kernels they timed
 
-    def key(self, recipe: Recipe, requires: Callable[[str], tuple[str, ...]]) -> str:
+    def key(self, recipe: Recipe) -> str:
         """The recipe's hash, with the makers' code, their libraries' versions, and the processor or GPU it is for.
 
-        `requires` says which libraries a maker of that name goes by; those of a parent shape the file as well.
+        What a parent is made with shapes the file as well.
         """
         device, chain = recipe.runtime.device, _chain(recipe)
-        outside = {module for module, colon, _ in (one.maker.partition(":") for one in chain) if colon}
+        steps = [registry.maker(one.maker) for one in chain]
         shaped_by = {
             "recipe": digest(recipe),
-            "makers": makers(*sorted(outside)),
-            "versions": [versions(one.runtime, requires(one.maker)) for one in chain],
+            "makers": makers(*outside(*steps)),
+            "versions": [versions(one.runtime, step.requires) for one, step in zip(chain, steps, strict=True)],
             "machine": [platform.machine(), *([card(device)] if device != "cpu" else system.describe()["cpu_flags"])],
         }
         return hashlib.sha256(json.dumps(shaped_by, sort_keys=True).encode()).hexdigest()[:24]

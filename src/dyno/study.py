@@ -1,4 +1,4 @@
-"""What is to be compared: flags or a TOML file become a list of trials that are fair to compare.
+"""What is to be compared: options or a TOML file become a list of trials that are fair to compare.
 
 One study compares runs of the same weights on the same input bytes at the same boundaries; what can't be compared is
 refused with a sentence, as a row.
@@ -16,9 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dyno.worker.spec import BOUNDARIES, MODEL_FILES, PRECISIONS, SAVED, TASKS, Option, Plan, UserError, check_known
+from dyno.study_options import Compared, DataOptions, Measurement, ModelOptions, RuntimeOptions, described
+from dyno.worker import registry, tasks
+from dyno.worker.spec import BOUNDARIES, PRECISIONS, SAVED, Option, Plan, UserError, check_known
 
-BUDGETS = ("top1", "top5", "mAP")
+LONGEST = 80  # characters of a value in a message
 CONFIRMATIONS = 2  # of a winner, where the study has a budget and doesn't say
 LISTS = "models backends precisions batches sizes shapes inputs mean std boundaries".split()  # fields
 RESERVED = ("precision", "runtime", "rounds")  # options that say which trials, where and how often, not how
@@ -64,61 +66,14 @@ def _value(text: str) -> Option:
 
 
 @dataclass(frozen=True)
-class Study:
+class Study(RuntimeOptions, Measurement, DataOptions, ModelOptions, Compared):
     """Models x backends x precisions x batches x sizes, and how to measure them.
 
-    `models`: sources (`torchvision:resnet18`, `timm:NAME`, `ultralytics:NAME.yaml`, `MODULE:FUNCTION`,
-    `FILE.py:FUNCTION`, `FILE.onnx`, `FILE.xml`), modules, or pairs of a module and its example inputs; these become
-    the path of a file in the cache. `backends` empty means every one found on this machine. `sizes` are `224` or
-    `480x640`; empty precisions, batches and sizes mean the model's own (fp32, 1, what it was trained for).
-    `shapes` (`ids:batchx128:int64`) and `inputs` (`ids=0..30521`, `sr=16000`, `feeds.npz`) describe what is no image.
-    `mean` and `std` normalise pixels in 0..1 (default: what the model's library says, else ImageNet's, or 0.5 for
-    images that aren't RGB). `task` is what a file's network is for where nothing else says it (one of TASKS). `data`
-    is a folder of class folders (or `digits`); `calibration` images are for INT8, else some are taken out of `data` and
-    never tested on. `budget` maps top1, top5 or mAP to the points an engine may lose; with one, the winners are
-    measured `confirm` times again after the selection (default 2, else 0), and mixed precisions are tried where int8 or
-    fp16 fails it (`search`, default with a budget). `routes` are ways to the ONNX file that are measured each, for the
-    backends that read one: `dynamo`, `torchscript`, `static`, `fold`, `opset17` joined by +, or `all`. `runtime` maps
-    a backend's name to `{python, env}` for another interpreter. `peak` finds, before the rounds, the most arithmetic
-    that the device does, for shares of it in tables.
-    Seconds are per trial, round and boundary.
-    """
+        In Python a model may also be a path, a module, or a pair of a module and its example inputs; the last two are
+        stored in the cache.
 
-    models: tuple[str, ...]
-    backends: tuple[str, ...] = ()
-    precisions: tuple[str, ...] = ()
-    batches: tuple[int, ...] = ()
-    sizes: tuple[str, ...] = ()
-    shapes: tuple[str, ...] = ()
-    inputs: tuple[str, ...] = ()
-    weights: str = ""
-    pretrained: bool = False
-    classes: int | None = None
-    channels: int = 3
-    mean: tuple[float, ...] = ()
-    std: tuple[float, ...] = ()
-    seed: int = 0
-    task: str = ""
-    data: str = ""
-    calibration: str = ""
-    unreadable: str = "refuse"
-    compared: int = 32
-    budget: dict[str, float] = field(default_factory=dict)
-    confirm: int | None = None
-    search: bool | None = None
-    routes: tuple[str, ...] = ()
-    reference: str = ""
-    device: str = "cpu"
-    threads: int = 0
-    rounds: int = 3
-    seconds: float = 3.0
-    warmup: float = 1.0
-    samples: int = 0
-    interval: float = 0.005
-    timeout: float = 600.0
-    boundaries: tuple[str, ...] = BOUNDARIES
-    peak: bool = False
-    runtime: dict[str, dict[str, Any]] = field(default_factory=dict)
+    {fields}
+    """
 
     def __post_init__(self) -> None:
         for name in LISTS:
@@ -140,11 +95,11 @@ class Study:
         for name in self.boundaries:
             check_known("boundary", name, BOUNDARIES)
         for name, points in self.budget.items():
-            check_known("budget", name, BUDGETS)
+            check_known("budget", name, tasks.metrics())
             if not 0 <= points <= 100:
                 raise UserError(f"budget {name}={points:g} must be between 0 and 100 points, e.g. {name}=0.5")
         if self.task:
-            check_known("task", self.task, TASKS)
+            tasks.find(self.task)
         check_known("unreadable", self.unreadable, ("refuse", "skip"))
         for size in self.sizes:
             parse_size(size)
@@ -174,7 +129,7 @@ class Study:
 
     @classmethod
     def from_toml(cls, path: Path, **changes: Any) -> Study:
-        """Read a study file; `changes` (flags that were given) win over the file. Unknown keys are a `UserError`."""
+        """Read a study file; `changes` (options that were given) win over the file. Unknown keys are a `UserError`."""
         try:
             table = tomllib.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -232,6 +187,9 @@ class Study:
         )
 
 
+Study.__doc__ = (Study.__doc__ or "").format(fields=described(Study))
+
+
 def _text(value: Any) -> Any:
     """A path as text, anything else as it is."""
     return str(value) if isinstance(value, Path) else value
@@ -285,7 +243,11 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    return ", ".join(map(repr, value)) if isinstance(value, tuple) else repr(value)
+    """A value in a few words: a module's own text is pages long."""
+    if isinstance(value, tuple):
+        return ", ".join(map(_shown, value))
+    text = repr(value)
+    return text if len(text) <= LONGEST and "\n" not in text else f"a value of type {type(value).__name__}"
 
 
 def _kind(kind: Any) -> str:
@@ -338,7 +300,7 @@ def model_name(source: str) -> str:
     """The model's name in tables and folders: what stands behind the colon, or the file's stem."""
     if source.startswith("ultralytics:"):
         return Path(source.partition(":")[2]).stem
-    if source.endswith((*MODEL_FILES, *SAVED, ".pt", ".pth")):
+    if registry.format_of(source) or source.endswith((*SAVED, ".pt", ".pth")):
         return Path(source).stem
     return source.rpartition(":")[2]
 

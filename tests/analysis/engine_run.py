@@ -40,7 +40,7 @@ def write(folder: Path, medians: dict[tuple[str, str, str], float], **changes: A
     """Write the run folder; see `trial`."""
     image = Tensor("input", "float32", changes.get("shape", SHAPE))
     path, made_by = changes.get("engine", "/cache/net b8.engine"), changes.get("made_by", {})
-    engine = Artifact("engine", path, "e" * 64, 10, "fp16", (image,), (), 1.0, made_by=made_by)
+    engine = Artifact(changes.get("format", "engine"), path, "e" * 64, 10, "fp16", (image,), (), 1.0, made_by=made_by)
     ran = Trial(
         ModelSpec("net", changes.get("source", "torchvision:resnet18")),
         changes.get("backend", "tensorrt"),

@@ -100,7 +100,7 @@ def test_an_unreadable_file_is_an_error(run: Path) -> None:
 
 
 def test_a_run_without_a_tensorrt_trial_is_an_error(tmp_path: Path) -> None:
-    engine_run.write(tmp_path / "run", engine_run.MEDIANS, backend="onnxruntime")
+    engine_run.write(tmp_path / "run", engine_run.MEDIANS, backend="onnxruntime", format="onnx")
     with pytest.raises(UserError, match="no TensorRT trial"):
         cross_check.cross_check(tmp_path / "run")
 

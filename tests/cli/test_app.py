@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pickle
@@ -13,14 +14,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import typer
 
-from dyno import __version__
+from dyno import Study, __version__
 from dyno.cli import app
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 SHORT = "--rounds 1 --seconds 0.04 --warmup 0.02 --threads 1".split()
 FAKE = ["run", "fake:net", "--channels", "1", "--backends", "fake@latency_ms=0.1", *SHORT]
-COMMANDS = "demo run show report export build time agree eval train list rm open doctor".split()
+COMMANDS = "demo run show report export build time stress agree eval train list rm open doctor".split()
 
 CROWDED = "no winner is named; measure again on a quiet machine"  # what a verdict says where others were busy meanwhile
 
@@ -339,6 +341,22 @@ def test_every_command_explains_itself(call: Callable[..., Any], command: str) -
     code, out, err = call(command, "--help")
     assert (code, err) == (0, "")
     assert f"dyno {command}" in out and "--help" in out
+
+
+def test_every_field_of_a_study_is_an_option_with_its_help() -> None:
+    made: Any = typer.main.get_command(app.app)
+    options = {p.name: p.help for p in made.commands["run"].params}
+    fields = [f for f in dataclasses.fields(Study) if f.name != "models"]
+    assert len(fields) > 30
+    assert [f.name for f in fields if not options[f.name].startswith(f.metadata["help"])] == []
+
+
+def test_the_short_help_has_the_common_options_and_the_long_one_all(call: Callable[..., Any]) -> None:
+    short, long = (" ".join(call("run", flag)[1].split()) for flag in ("--help", "--help-all"))
+    assert "--rounds" in short and "--confirm" not in short and "--help-all" in short
+    assert "--rounds" in long and "--confirm" in long and "2 with a budget, else 0" in long
+    assert call("run", "--help-all", "fake:net")[0] == 0, "nothing is run"
+    assert call("run", "--help")[1].count("\n") < 70
 
 
 def test_the_commands_are_these(call: Callable[..., Any]) -> None:

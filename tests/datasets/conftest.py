@@ -66,6 +66,6 @@ def make(tmp_path: Path) -> Make:
     """The data set that annotated images become."""
 
     def made(folder: Path, size: tuple[int, int] = (64, 64), **more: Any) -> DataSpec:
-        return datasets.annotated(folder, tmp_path / "cache", size, Preprocess(letterbox=True), **more)
+        return datasets.load(folder, tmp_path / "cache", size, Preprocess(letterbox=True), objects=True, **more)
 
     return made

@@ -29,8 +29,8 @@ def test_the_truth_is_the_file_s_own(coco: Folder, make: Make, tmp_path: Path) -
     folder = coco()
     data = make(folder)
     about, found = datasets.meta(data), truth(data)
-    assert (datasets.kind(folder), data.name) == ("coco", "coco")
-    assert (about["classes"], about["task"], about["has"]) == (["disc", "triangle"], "segment", ["boxes", "masks"])
+    assert (datasets.format_of(folder).name, data.name) == ("coco", "coco")
+    assert (about["classes"], about["has"]) == (["disc", "triangle"], ["boxes", "masks"])
     assert about["splits"] == {"test": 6, "calibration": 8}, "calibration images come out of train2017"
     assert [category["id"] for category in found["categories"]] == [0, 1]
     before = drawn.coco_file(6)
@@ -47,7 +47,7 @@ def test_the_truth_is_the_file_s_own(coco: Folder, make: Make, tmp_path: Path) -
 def test_keypoints(coco: Folder, make: Make) -> None:
     found = make(coco(keypoints=True, name="person_keypoints_val2017"))
     about = datasets.meta(found)
-    assert (about["task"], about["has"], about["keypoints"]) == ("pose", ["boxes", "masks", "keypoints"], [3, 3])
+    assert (about["has"], about["keypoints"]) == (["boxes", "masks", "keypoints"], [3, 3])
     one = truth(found)
     assert one["annotations"][0]["num_keypoints"] == 2
     assert one["categories"][0]["keypoints"] == ["a", "b", "c"]
@@ -58,9 +58,8 @@ def test_the_task_chooses_between_files(coco: Folder, make: Make) -> None:
     coco(name="instances_train2017")
     coco(keypoints=True, name="person_keypoints_val2017")
     folder = coco()
-    assert datasets.meta(make(folder))["task"] == "segment"
-    assert datasets.meta(make(folder, task="detect"))["task"] == "segment"
-    assert datasets.meta(make(folder, task="pose"))["task"] == "pose"
+    assert datasets.meta(make(folder))["has"] == ["boxes", "masks"]
+    assert datasets.meta(make(folder, needs="keypoints"))["has"][-1] == "keypoints"
     (folder / "annotations/instances_val2017.json").rename(folder / "annotations/mine_val.json")
     coco(name="yours_val")
     (folder / "annotations/person_keypoints_val2017.json").unlink()
@@ -81,7 +80,7 @@ def test_masks_of_some_and_empty_classes_are_warned_of(coco: Folder, make: Make)
     tables["annotations"][0]["segmentation"] = []
     tables["categories"].append({"id": 91, "name": "square"})
     about = datasets.meta(make(coco(**tables)))
-    assert (about["task"], about["classes"]) == ("detect", ["disc", "triangle", "square"])
+    assert (about["has"], about["classes"]) == (["boxes"], ["disc", "triangle", "square"])
     assert about["warnings"] == [
         "1 of 6 objects have no mask, so the masks of the others are not used",
         "class 'square' is in no image",
@@ -206,11 +205,11 @@ def test_files_that_are_not_coco_s(coco: Folder, make: Make) -> None:
 def test_formats_are_not_mixed(coco: Folder, make: Make, tmp_path: Path) -> None:
     folder = coco()
     (folder / "data.yaml").write_text("names: [a]")
-    with pytest.raises(UserError, match=r"holds COCO annotations and YOLO labels; give the .json or .yaml file"):
+    with pytest.raises(UserError, match=r"is in COCO's format and YOLO's format; give the file of the one to use"):
         make(folder)
     (tmp_path / "classes/cat").mkdir(parents=True)
-    assert datasets.kind(tmp_path / "classes") == "classes"
+    assert datasets.format_of(tmp_path / "classes").name == "classes"
     drawn.draw(tmp_path / "loose/a.jpg", 0)
-    assert datasets.kind(tmp_path / "loose") == "images"
-    with pytest.raises(UserError, match="is not a folder, nor a COCO file"):
-        datasets.kind(tmp_path / "loose/a.jpg")
+    assert datasets.format_of(tmp_path / "loose").name == "images"
+    with pytest.raises(UserError, match="is not a folder, nor a file in COCO's format"):
+        datasets.format_of(tmp_path / "loose/a.jpg")

@@ -27,7 +27,7 @@ SLOW = (
     "import itertools; read, reads = Transform.read, itertools.count()\n"
     f"def stuck(self, path):\n    next(reads) < {COUNT // 2} or time.sleep(3600)\n    return read(self, path)\n"
     "Transform.read = stuck\n"
-    "datasets.class_folders(Path(sys.argv[1]), Path(sys.argv[2]), (48, 48), Preprocess())"
+    "datasets.load(Path(sys.argv[1]), Path(sys.argv[2]), (48, 48), Preprocess())"
 )
 
 
@@ -43,7 +43,7 @@ def photos(tmp_path: Path) -> Path:
 
 
 def prepared(folder: Path, cache: Path) -> DataSpec:
-    return datasets.class_folders(folder, cache, (48, 48), Preprocess(), on_unreadable="skip")
+    return datasets.load(folder, cache, (48, 48), Preprocess(), on_unreadable="skip")
 
 
 def start_and_kill(photos: Path, cache: Path) -> int:
@@ -73,7 +73,7 @@ def test_what_was_decoded_before_a_kill_is_not_decoded_again(
 
     monkeypatch.setattr(Transform, "read", counting)
     seen: list[tuple[int, int]] = []
-    found = datasets.class_folders(
+    found = datasets.load(
         photos, tmp_path / "cache", (48, 48), Preprocess(), on_unreadable="skip", progress=lambda *at: seen.append(at)
     )
     assert len(read_again) == COUNT - done
@@ -88,7 +88,7 @@ def test_what_is_decoded_stays_when_unreadable_images_are_refused(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(datasets.UserError, match=r"1 of 120 images can't be read: a/004.jpg"):
-        datasets.class_folders(photos, tmp_path, (48, 48), Preprocess())
+        datasets.load(photos, tmp_path, (48, 48), Preprocess())
     monkeypatch.setattr(Transform, "read", lambda *_: pytest.fail("decoded again"))
     assert prepared(photos, tmp_path).count == COUNT - 1
 

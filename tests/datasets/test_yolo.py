@@ -44,8 +44,7 @@ def test_the_truth_is_what_ultralytics_reads(
     folder = yolo(kind)
     data = make(folder, calibration=5)
     about, found = datasets.meta(data), truth(data)
-    assert (about["task"], about["has"], about["classes"], about["truth"]) == (
-        task,
+    assert (about["has"], about["classes"], about["truth"]) == (
         has,
         ["disc", "triangle"],
         "truth.json",
@@ -75,9 +74,9 @@ def test_the_truth_is_what_ultralytics_reads(
 def test_a_folder_without_a_description(yolo: Callable[..., Path], make: Make) -> None:
     folder = yolo("polygon", yaml=False)
     data = make(folder)
-    assert datasets.kind(folder) == "yolo"
-    assert (datasets.meta(data)["classes"], datasets.meta(data)["task"]) == (["0", "1"], "segment")
-    named = datasets.meta(make(folder, classes=3))
+    assert datasets.format_of(folder).name == "yolo"
+    assert (datasets.meta(data)["classes"], datasets.meta(data)["has"]) == (["0", "1"], ["boxes", "masks"])
+    named = datasets.meta(make(folder, outputs=3))
     assert named["classes"] == ["0", "1", "2"]
     assert named["warnings"] == ["class '2' is in no image"]
 
@@ -261,5 +260,5 @@ def test_what_is_wrong_with_a_folder(yolo: Callable[..., Path], make: Make, tmp_
         make(folder)
     with pytest.raises(UserError, match="no data folder"):
         make(tmp_path / "none")
-    with pytest.raises(UserError, match="no annotations: neither"):
+    with pytest.raises(UserError, match="is in class folders, which has no boxes"):
         make(folder / "images")

@@ -265,12 +265,12 @@ def test_two_at_once_and_an_interrupt(tmp_path: Path) -> None:
 MAKER = """
 from pathlib import Path
 import hashlib
-from dyno.worker.backend import Backend
+from dyno.worker.backend import Maker
 from dyno.worker.backends.fake import Fake
 from dyno.worker.spec import Artifact, Recipe, Tensor
 
-class Maker(Backend):
-    name, runs = "maker_for_tests:Maker", False
+class Made(Maker):
+    name = "maker_for_tests:Made"
 
     def make(self, recipe, parent, folder):
         if recipe.options.get("fail"):
@@ -288,8 +288,8 @@ class Reader(Fake):
 
     def recipe(self, trial):
         options = {"fail": True} if trial.options.get("broken") else {}
-        first = Recipe("maker_for_tests:Maker", "bin", "fp32", trial.model, trial.dims, options)
-        return Recipe("maker_for_tests:Maker", "bin", trial.precision, trial.model, trial.dims, parent=first)
+        first = Recipe("maker_for_tests:Made", "bin", "fp32", trial.model, trial.dims, options)
+        return Recipe("maker_for_tests:Made", "bin", trial.precision, trial.model, trial.dims, parent=first)
 
     def load(self, trial, artifact):
         assert Path(artifact.path).read_bytes() == b"made of made of nothing", artifact

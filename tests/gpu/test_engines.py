@@ -122,8 +122,8 @@ def test_time_speaks_trtexec(trt: Any, engine: Path) -> None:
     assert "trtexec" in done.stdout and "--loadEngine" in done.stdout and "Enqueue" in done.stdout
 
 
-def test_hard(trt: Any, engine: Path) -> None:
-    done = trt("time", engine, "--batches", "min,opt,max,random", "--iterations", 300)
+def test_stress(trt: Any, engine: Path) -> None:
+    done = trt("stress", engine, "--batches", "min,opt,max,random", "--iterations", 300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("every output right") == 4
 
@@ -145,7 +145,7 @@ def test_graph_and_slots_change_nothing(study: Any, tmp_path: Path) -> None:
 
 def test_a_batch_outside_the_profile(trt: Any, engine: Path) -> None:
     assert "outside the engine's profile" in line(trt("time", engine, "--batch", 16))
-    assert "outside the engine's profile" in trt("time", engine, "--batches", "9", "--iterations", 1).stdout
+    assert "outside the engine's profile" in trt("stress", engine, "--batches", "9", "--iterations", 1).stdout
     assert rows(trt("time", engine, *QUICK, "--format", "json"))[0]["batch"] == 4, "the batch it was tuned for"
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 
+import pytest
 from rich.console import Console
 
 from dyno.jobs.progress import Progress
+from dyno.worker.record import Record
 from dyno.worker.spec import Trial
 
 
@@ -17,5 +19,33 @@ def test_a_wait_gets_a_line_where_nothing_is_drawn_anew(fake_trial: Callable[...
     progress.start(fake_trial(), 0)
     progress.tick("load", 0.1)
     progress.waiting("7")
-    said = "net fake@latency_ms=0.1 fp32 b2 4  round 1: waits for process 7, another dyno on this GPU\n"
+    said = "net fake@latency_ms=0.1 fp32 b2 4  round 1 of 1: waits for process 7, another dyno on this GPU\n"
     assert told.getvalue() == said
+
+
+def test_a_line_says_which_job_of_how_many_and_which_round(fake_trial: Callable[..., Trial]) -> None:
+    told, trial = io.StringIO(), fake_trial()
+    progress = Progress(console=Console(file=told, width=200))
+    with progress.running([trial, trial]):
+        progress.start(trial, 0)
+        progress.done(trial, Record("ok", seconds=2.0))
+        progress.done(trial, Record("failed", reason="no file"))
+    first, second = told.getvalue().splitlines()
+    assert first.startswith("1/2 ok ") and first.endswith("round 1 of 1  2.0 s")
+    assert second.startswith("2/2 failed ") and "round" not in second and second.endswith("no file")
+
+
+def test_there_is_no_estimate_before_a_job_has_ended_and_it_never_falls_below_what_follows(
+    fake_trial: Callable[..., Trial],
+) -> None:
+    trial, other = fake_trial(), fake_trial(precision="fp16")
+    progress = Progress(quiet=True)
+    with progress.running([trial, other, other]):
+        progress.start(trial, 0)
+        assert progress.remaining() is None
+        progress.since -= 200
+        progress.done(trial, Record("ok"))
+        assert progress.remaining() == pytest.approx(400, rel=0.1)
+        progress.start(other, 0)
+        progress.since -= 1000
+        assert progress.remaining() == pytest.approx(200, rel=0.1)

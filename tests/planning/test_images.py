@@ -79,7 +79,7 @@ def test_labels_that_do_not_fit_the_model(tmp_path: Path) -> None:
 
 def test_images_without_labels_are_right_for_any_model(tmp_path: Path) -> None:
     folder = photos(tmp_path / "loose", "", count=10)
-    assert datasets.kind(folder) == "images"
+    assert datasets.format_of(folder).name == "images"
     data = data_for(folder, 1000)
     about = datasets.meta(data)
     assert set(np.load(Path(data.folder, "labels.npy"))) == {-1}
@@ -119,7 +119,7 @@ def test_data_for_another_task_is_refused(tmp_path: Path) -> None:
     boxes = annotated(tmp_path / "boxes")
     (boxes / "data.yaml").write_text("val: images/val\nnames: [one, two]\n")
     folder = photos(tmp_path / "pets", "cat", "dog")
-    assert datasets.meta(data_for(boxes, task="detect", classes=2))["task"] == "detect"
+    assert datasets.meta(data_for(boxes, task="detect", classes=2))["has"] == ["boxes"]
     for task, data, more, line in (
         (
             "detect",

@@ -14,7 +14,7 @@ from dyno.planning.interpreters import installed, missing
 from dyno.planning.model_info import batches, model_spec
 from dyno.planning.plan import expand
 from dyno.worker import registry
-from dyno.worker.backend import Backend
+from dyno.worker.backends.fake import Fake
 from dyno.worker.spec import Dims, ModelSpec, Recipe, Runtime, Trial, digest
 
 Studies = Callable[..., Study]
@@ -77,13 +77,13 @@ def test_an_unknown_backend_stops_the_study(fake_study: Studies) -> None:
         expand(fake_study(backends=("openvin",)))
 
 
-class Lacking(Backend):
+class Lacking(Fake):
     name, requires, precisions = "lacking", ("no-such-distribution", "numpy"), ("fp32",)
 
 
 def test_a_library_that_is_not_there_is_a_refusal(fake_study: Studies, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = {**registry._all(), "lacking": Lacking}
-    monkeypatch.setattr(registry, "_all", lambda: known)
+    known = {**registry._backends(), "lacking": Lacking()}
+    monkeypatch.setattr(registry, "_backends", lambda: known)
     (here,) = expand(fake_study(backends=("lacking",)))
     assert here.refusal == "no-such-distribution is not installed in this Python; pip install no-such-distribution"
     tables = {"lacking": {"python": sys.executable}}
@@ -135,8 +135,8 @@ def test_our_path_lends_nothing_to_another_interpreter(
     (tmp_path / "borrowed-1.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: borrowed\nVersion: 1.0\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(Lacking, "requires", ("borrowed",))
-    known = {**registry._all(), "lacking": Lacking}
-    monkeypatch.setattr(registry, "_all", lambda: known)
+    known = {**registry._backends(), "lacking": Lacking()}
+    monkeypatch.setattr(registry, "_backends", lambda: known)
     assert missing("lacking", Runtime(python=sys.executable)) == "borrowed"
 
 
@@ -218,9 +218,9 @@ def test_a_file_for_a_gpu_is_another_for_another_gpu(monkeypatch: pytest.MonkeyP
     def key(card: str, device: str) -> str:
         monkeypatch.setattr(store, "card", lambda device: card)
         recipe = Recipe(
-            "fake", "engine", "fp16", ModelSpec("net", "fake:net"), Dims(1, 4, 4), runtime=Runtime(device=device)
+            "tensorrt", "engine", "fp16", ModelSpec("net", "fake:net"), Dims(1, 4, 4), runtime=Runtime(device=device)
         )
-        return store.Cache().key(recipe, lambda name: ())
+        return store.Cache().key(recipe)
 
     assert key("H200 580", "cuda:0") != key("L4 580", "cuda:0")
     assert key("H200 580", "cuda:0") == key("H200 580", "cuda:0")

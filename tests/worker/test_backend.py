@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dyno.worker import backends, registry
-from dyno.worker.backend import Backend, Session
+from dyno.worker.backend import Backend, FileFormat, Maker, Session
 from dyno.worker.registry import find, names
 from dyno.worker.spec import Dims, ModelSpec, Runtime, Trial, UserError
 
@@ -23,27 +23,28 @@ def on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_every_file_is_found_by_the_name_of_its_class() -> None:
+def test_every_backend_is_found_by_its_name() -> None:
     found = names()
     assert found == sorted(found)
     assert {"onnxruntime", "openvino", "pytorch"} <= set(found)
     assert not any(name.startswith("fake") for name in found)
     for name in found:
         made = find(name)
-        assert (made.name, made.runs) == (name, True)
+        assert made.name == name
         assert made.precisions and made.devices and made.requires
 
 
 def test_makers_are_found_and_not_listed() -> None:
-    makers = {name for name, cls in registry._all().items() if not cls.runs}
-    assert makers and not makers & set(names())
-    assert all(find(name).name == name for name in makers)
+    for step in ("onnx_export", "onnx_precision", "openvino"):
+        assert registry.maker(step).name == step
+    with pytest.raises(UserError, match="unknown backend 'onnx_export'"):
+        find("onnx_export")
 
 
 def test_a_new_file_is_a_new_backend(tmp_path: Path) -> None:
     """No registry: one more file in the folder, and the name is known."""
     (tmp_path / "brand_new.py").write_text(
-        "from dyno.worker.backend import Backend\nclass New(Backend):\n    name = 'brandnew'\n"
+        "from dyno.worker.backends.fake import Fake\nclass New(Fake):\n    name = 'brandnew'\nNEW = New()\n"
     )
     code = (
         f"from dyno.worker import backends; backends.__path__.append({str(tmp_path)!r})\n"
@@ -67,10 +68,11 @@ def test_without_a_near_one_all_are_told() -> None:
 
 def test_a_class_from_outside(on_path: Path) -> None:
     (on_path / "brought.py").write_text(
-        "from dyno.worker.backend import Backend\nclass Mine(Backend):\n    name = 'mine'\n    precisions = ('fp32',)\n"
+        "from dyno.worker.backends.fake import Fake\nclass Mine(Fake):\n    name = 'mine'\nOWN = Mine()\n"
     )
     assert find("brought:Mine").name == "mine"
     assert find("brought:Mine").refuse(TRIAL) == ""
+    assert find("brought:OWN").name == "mine"
 
 
 @pytest.mark.parametrize(
@@ -82,7 +84,7 @@ def test_a_class_from_outside(on_path: Path) -> None:
         ("broken_c:X", "raise RuntimeError('licence expired')", "licence expired"),
         ("broken_d:X", "class X:\n    def __init__(self, n): pass", "missing 1 required positional argument"),
         ("broken_e:X", "class X: pass", r"'broken_e:X' is not a dyno\.worker\.backend\.Backend"),
-        ("broken_f:X", "X = 5", "not callable"),
+        ("broken_f:X", "X = 5", "is not a dyno"),
         ("broken_g:X", "class X:\n    def __init__(self): raise ValueError('a\\nb')", "can't be loaded: a$"),
     ],
 )
@@ -106,8 +108,6 @@ def test_refusals_name_what_there_is() -> None:
 
 
 def test_what_a_backend_must_offer() -> None:
-    for call in (lambda: Backend().probe(), lambda: Backend().load(TRIAL, None), lambda: Session().run()):
-        with pytest.raises(NotImplementedError):
-            call()
-    assert Backend().recipe(TRIAL) is None
-    assert Session().facts() == {}
+    for kind in (Backend, Maker, FileFormat, Session):
+        with pytest.raises(TypeError, match="abstract"):
+            kind()

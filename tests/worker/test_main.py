@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from dyno.worker import main, registry
-from dyno.worker.backend import Backend
+from dyno.worker.backend import Backend, Maker
 from dyno.worker.backends.fake import Fake, FakeSession
 from dyno.worker.journal import Journal
 from dyno.worker.main import perform
@@ -39,10 +39,11 @@ def done(job: Job, folder: Path) -> Record:
     return perform(job, Journal(folder, job))
 
 
-def use(monkeypatch: pytest.MonkeyPatch, **found: type[Backend]) -> None:
-    """Let `find` know these classes, beside the ones in the folder."""
-    known = {**registry._all(), **found}
-    monkeypatch.setattr(registry, "_all", lambda: known)
+def use(monkeypatch: pytest.MonkeyPatch, name: str, made: Backend | Maker) -> None:
+    """Let the registry know this backend or maker, beside the ones in the folder."""
+    lookup = "_makers" if isinstance(made, Maker) else "_backends"
+    known = {**getattr(registry, lookup)(), name: made}
+    monkeypatch.setattr(registry, lookup, lambda: known)
 
 
 def test_a_run_measures_every_boundary(fake_trial: Trials, tmp_path: Path) -> None:
@@ -81,16 +82,16 @@ def test_what_the_engine_says_becomes_facts_and_measurements(
             lie = {"ok": False, "sentence": "asked for fp32: it ran 0 of 1 compute layers in float32"}
             return {"layers": 21, "build_s": 2.5, "precision_truth": lie, "notes": ["slow"]}
 
-    class Maker(Fake):
-        name = "maker"
+    class Says(Fake):
+        name = "says"
 
         def load(self, trial: Trial, artifact: Artifact | None) -> FakeSession:
             return Built(trial)
 
-    use(monkeypatch, maker=Maker)
+    use(monkeypatch, "says", Says())
     made_by = {"backend": "x", "weights_sha256": "ab", "parameters": 77}
     artifact = Artifact("onnx", "/x", "cd", 1234, "fp32", TENSORS, TENSORS, 1.0, made_by=made_by)
-    trial = fake_trial("maker")
+    trial = fake_trial("says")
     record = done(Job("run", trial.runtime, trial, artifact=artifact), tmp_path)
     values = {m.tag: m.value for m in record.measurements if m.value is not None}
     assert values.items() >= {"layers": 21.0, "build": 2.5, "parameters": 77.0, "file_size": 1234.0}.items()
@@ -100,8 +101,8 @@ def test_what_the_engine_says_becomes_facts_and_measurements(
 
 
 def test_a_made_file_remembers_the_whole_chain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Writer(Backend):
-        name, runs = "writer", False
+    class Writer(Maker):
+        name = "writer"
 
         def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
             path = folder / "made.bin"
@@ -110,7 +111,7 @@ def test_a_made_file_remembers_the_whole_chain(tmp_path: Path, monkeypatch: pyte
             size = path.stat().st_size
             return Artifact("bin", str(path), "ab", size, recipe.precision, TENSORS, TENSORS, 0.0, made_by=made_by)
 
-    use(monkeypatch, writer=Writer)
+    use(monkeypatch, "writer", Writer())
     from dyno.worker.spec import ModelSpec
 
     first = Recipe("writer", "bin", "fp32", ModelSpec("m", "fake:m"), Dims(1, 4, 4))
@@ -156,7 +157,7 @@ def test_errors_become_one_line(
         def load(self, trial: Trial, artifact: Artifact | None) -> FakeSession:
             raise error
 
-    use(monkeypatch, raises=Raises)
+    use(monkeypatch, "raises", Raises())
     record = done(Job("run", trial=fake_trial("raises")), tmp_path)
     assert (record.status, record.stage, record.reason) == (status, "load", reason)
 

@@ -43,10 +43,15 @@ def _trials(records: Path | TrialResult | Sequence[TrialResult]) -> list[TrialRe
     if isinstance(records, TrialResult):
         records = [records]
     every = load(records).trials if isinstance(records, Path) else list(records)
-    found = [t for t in every if t.good and t.backend.startswith("tensorrt")]
+    found = [t for t in every if is_engine(t)]
     if not found:
         raise UserError("no TensorRT trial ended well here, and trtexec runs nothing else; time an .engine file")
     return found
+
+
+def is_engine(trial: TrialResult) -> bool:
+    """Whether the trial ran a TensorRT engine's file, which trtexec runs too."""
+    return bool(trial.good) and trial.artifact.get("format") == "engine"
 
 
 def boundaries(trial: TrialResult) -> list[str]:

@@ -7,16 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dyno.api.runnable import run
-from dyno.planning.defaults import new_folder, study_of
+from dyno.planning.defaults import EVALUATION, new_folder, study_of
 from dyno.study import Study
 
 if TYPE_CHECKING:
     from dyno.api.result import Result
-
-# Throughput is what the evaluation itself shows, with reading and ranking in it; latencies are for orientation.
-DEFAULTS: dict[str, Any] = {
-    "batches": (8,), "seconds": 1.0, "warmup": 0.5, "boundaries": ("model", "all"), "confirm": 0, "search": False,
-}  # fmt: skip
 
 
 def evaluate(
@@ -31,7 +26,7 @@ def evaluate(
     said = {name: settings[name] for name in ("shapes", "inputs", "sizes", "channels") if name in settings}
     (source,) = Study(models=(model,), **said).models
     folder = Path(out) if out else new_folder("eval", [source])
-    return run(study_of(source, DEFAULTS, {"data": data, **settings}), folder, quiet=quiet)
+    return run(study_of(source, EVALUATION, {"data": data, **settings}), folder, quiet=quiet)
 
 
 def show(folders: Sequence[Path], format: str, per_class: bool) -> int:

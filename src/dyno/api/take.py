@@ -18,10 +18,10 @@ from dyno.engine.execute import Files
 from dyno.jobs.launcher import launch
 from dyno.jobs.progress import Progress
 from dyno.store import copy, sha256_of
+from dyno.worker import registry
 from dyno.worker.record import Record
 from dyno.worker.spec import Artifact, Job, Trial, UserError, from_json
 
-SUFFIXES = {"onnx": ".onnx", "openvino": ".xml", "engine": ".engine"}
 STATE = ".pt"
 MARK = "Written by `dyno take`"
 TIMEOUT_S = 3600.0
@@ -52,7 +52,7 @@ def take(run: RunData, which: str = "", out: Path | None = None) -> Taken:
     found = _chosen(run, which)
     trial = from_json(Trial, found.job["trial"])
     made, notes = _file(found, trial)
-    file = _place(out or Path(_name(found)), SUFFIXES.get(made.format, Path(made.path).suffix) if made else STATE)
+    file = _place(out or Path(_name(found)), Path(made.path).suffix if made else STATE)
     script = file.with_suffix(".py")
     _check_free(file, script, made)
     about = {
@@ -170,7 +170,7 @@ def _place(out: Path, suffix: str) -> Path:
     """The file to write, with the suffix of its kind."""
     if out.suffix == suffix:
         return out
-    known = {*SUFFIXES.values(), STATE, ".plan", ".py", ".pth", ".safetensors"}
+    known = {*registry.suffixes(), STATE, ".py", ".pth", ".safetensors"}
     if out.suffix in known:
         raise UserError(
             f"what was measured is a {suffix} file; give -o {out.with_suffix(suffix).name}, or a name alone"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +11,8 @@ import typer.core
 
 from dyno import __version__
 from dyno.cli import data_commands, exits, hints, options, run_folders, take, train
+from dyno.planning.defaults import EVALUATION, ONE_ROUND
+from dyno.study_options import Compared, DataOptions, Measurement, ModelOptions, RuntimeOptions
 from dyno.worker.spec import UserError
 
 # Groups in which `dyno --help` lists commands.
@@ -35,6 +38,19 @@ app = typer.Typer(
 )
 app.add_typer(data_commands.app, name="data", rich_help_panel=MAKE)
 
+ONE = (Compared, ModelOptions, DataOptions, RuntimeOptions)
+# What defaults are where they go by the kind of file.
+FIXED = "what a file is fixed at"
+BY_FILE = {**ONE_ROUND, "backends": "the one for this kind of file", "device": "cpu, cuda:0 for TensorRT's engines"}
+# Options that a command doesn't have.
+NOT_FOR_ONE = "routes reference search confirm peak"  # what only a study of several configurations needs
+NOT_FOR_FILES = "backends precisions batches routes reference compared budget search"
+
+
+def command(panel: str, name: str | None = None) -> Callable[[options.F], options.F]:
+    """Add a command below that heading of `dyno --help`."""
+    return app.command(name, cls=options.Command, rich_help_panel=panel)
+
 
 def _version(asked: bool) -> None:
     if asked:
@@ -51,10 +67,10 @@ def _every_command(
     """A dynamometer for inference engines: which way of running a model is fastest here, and is it still accurate?"""
 
 
-@app.command(rich_help_panel=MEASURE)
+@command(MEASURE)
 def demo(
     out: Annotated[str, typer.Option("--out", "-o", help="Run folder.")] = "runs/demo",
-    rounds: options.Rounds = 3,
+    rounds: Annotated[int, typer.Option(help="Rounds: in each, every trial runs in a fresh process.")] = 3,
     quick: Annotated[bool, typer.Option("--quick", help="One short round, without torch.compile.")] = False,
 ) -> None:
     """The whole job on handwritten digits: train, export, quantise, measure, compare, report."""
@@ -63,67 +79,38 @@ def demo(
     raise typer.Exit(module.demo(Path(out), rounds=rounds, quick=quick))
 
 
-@app.command(rich_help_panel=MEASURE)
+@command(MEASURE)
+@options.takes(Compared, ModelOptions, DataOptions, Measurement, RuntimeOptions)
 def run(
-    ctx: typer.Context,
+    given: options.Given,
     models: options.Studied,
-    backends: options.Backends = "",
-    precision: options.Precision = "fp32",
-    batch: options.Batch = "1",
-    size: options.Size = "",
-    shapes: options.Shapes = [],  # noqa: B006  (typer copies it)
-    inputs: options.Inputs = [],  # noqa: B006
-    weights: options.Weights = "",
-    pretrained: options.Pretrained = False,
-    classes: options.Classes = 0,
-    channels: options.Channels = 3,
-    mean: options.Mean = "",
-    std: options.Std = "",
-    task: options.Task = "",
-    seed: options.Seed = 0,
-    data: options.Data = "",
-    calibration: options.Calibration = "",
-    unreadable: options.Unreadable = "refuse",
-    compared: options.Compared = 32,
-    budget: options.Budget = [],  # noqa: B006
-    confirm: options.Confirm = 0,
-    search: options.Search = True,
-    routes: options.Routes = "",
-    reference: options.Reference = "",
-    device: options.Device = "cpu",
-    threads: options.Threads = 0,
-    rounds: options.Rounds = 3,
-    seconds: options.Seconds = 3.0,
-    warmup: options.Warmup = 1.0,
-    samples: options.Samples = 0,
-    timeout: options.Timeout = 600.0,
-    peak: options.Peak = False,
-    python: options.Pythons = [],  # noqa: B006
     out: options.Out = "",
-    retry_failed: options.RetryFailed = False,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Measure failed trials again.", rich_help_panel=options.OUTPUT)
+    ] = False,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="List the trials and why any is refused.", rich_help_panel=options.MEASUREMENT),
+        typer.Option("--dry-run", help="List the trials and why any is refused.", rich_help_panel=options.OUTPUT),
     ] = False,
 ) -> None:
     """Measure models every way that is asked for; the same command again resumes."""
     from dyno.cli import commands
 
-    study = commands.study(ctx, models)
+    study = commands.study(given, models)
     if dry_run:
         raise typer.Exit(commands.dry_run(study))
-    raise typer.Exit(commands.run(study, commands.folder(ctx, study), retry_failed=retry_failed))
+    raise typer.Exit(commands.run(study, commands.folder(study, models, out), retry_failed=retry_failed))
 
 
-@app.command(rich_help_panel=READ)
+@command(READ)
+@options.takes(Compared, DataOptions, only="reference budget")
 def show(
+    given: options.Given,
     run: Annotated[Path | None, typer.Argument(help="A run folder.", metavar="RUN")] = None,
     format: options.Format = "text",
     by: Annotated[str, typer.Option(help="Columns to group by, e.g. backend,batch.")] = "",
     table: Annotated[str, typer.Option(help="One table: frontier, break-even, latency-model, sizes…; or all.")] = "",
     every: Annotated[bool, typer.Option("--list", help="Name every table, with a sentence on each.")] = False,
-    reference: options.Reference = "",
-    budget: options.Budget = [],  # noqa: B006
 ) -> None:
     """Print the table of a run's trials and the verdict, or another table."""
     from dyno.cli import commands
@@ -133,10 +120,10 @@ def show(
     elif run is None:
         raise UserError("give the run folder to show, such as runs/demo")
     else:
-        commands.show(run, format, by, reference, budget, table)
+        commands.show(run, format, by, given.get("reference", ""), given.get("budget", {}), table)
 
 
-@app.command(rich_help_panel=READ)
+@command(READ)
 def compare(
     run_a: Annotated[Path, typer.Argument(help="The run to compare with.", metavar="RUN_A")],
     run_b: Annotated[Path, typer.Argument(help="The run to judge.", metavar="RUN_B")],
@@ -155,7 +142,7 @@ def compare(
     raise typer.Exit(commands.compare(run_a, run_b, format, fail_on, tolerance, least, rtol))
 
 
-@app.command(rich_help_panel=READ)
+@command(READ)
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Run folders.", metavar="RUN...")],
     out: Annotated[str, typer.Option("--out", "-o", help="Folder to write into (default: the first run's own).")] = "",
@@ -166,203 +153,142 @@ def report(
     commands.report(runs, Path(out) if out else runs[0])
 
 
-@app.command(rich_help_panel=MAKE)
+@command(MAKE)
+@options.takes(Compared, ModelOptions, DataOptions, leave=NOT_FOR_FILES)
 def export(
-    ctx: typer.Context,
+    given: options.Given,
     model: options.Model,
     out: Annotated[Path, typer.Option("--out", "-o", help="File to write: .onnx")],
     batch: Annotated[str, typer.Option(help="A number, or 'dynamic'.")] = "dynamic",
-    size: Annotated[str, typer.Option(help="Image size: 224, or HEIGHTxWIDTH.")] = "",
-    shape: Annotated[str, typer.Option(help="The input as N,C,H,W instead; -1 for a dynamic batch.")] = "",
-    shapes: options.Shapes = [],  # noqa: B006
-    inputs: options.Inputs = [],  # noqa: B006
+    shape: Annotated[str, typer.Option(help="Batch, channels and size in one: N,C,H,W; -1 for a dynamic batch.")] = "",
     precision: Annotated[str, typer.Option(help="fp32, fp16, bf16 or int8.")] = "fp32",
     target: Annotated[
         str, typer.Option(help="Which engine the file is for: onnxruntime, openvino or tensorrt.")
     ] = "onnxruntime",
-    opset: Annotated[int, typer.Option(help="ONNX opset (0: 18, or 17 for tensorrt).")] = 0,
-    weights: options.Weights = "",
-    pretrained: options.Pretrained = False,
-    classes: options.Classes = 0,
-    channels: options.Channels = 3,
-    mean: options.Mean = "",
-    std: options.Std = "",
-    task: options.Task = "",
-    seed: options.Seed = 0,
-    data: options.Data = "",
-    calibration: options.Calibration = "",
-    unreadable: options.Unreadable = "refuse",
+    opset: Annotated[int, typer.Option(help="ONNX opset.", show_default="18, or 17 for tensorrt")] = 0,
 ) -> None:
     """Export a model to ONNX, checked against the module at other batches; quantise it on real images for int8."""
     from dyno.cli import files
 
-    files.export(ctx, model, out, batch=batch, shape=shape, precision=precision, target=target, opset=opset)
+    files.export(given, model, out, batch=batch, shape=shape, precision=precision, target=target, opset=opset)
 
 
-@app.command(rich_help_panel=MAKE)
+@command(MAKE)
+@options.takes(*ONE, leave=f"{NOT_FOR_FILES} shapes threads", device="cpu, cuda:0 for TensorRT")
 def build(
-    ctx: typer.Context,
+    given: options.Given,
     model: Annotated[str, typer.Argument(help="An ONNX file, or any model.", metavar="FILE.onnx")],
     out: Annotated[Path, typer.Option("--out", "-o", help="File to write: .engine (TensorRT) or .xml (OpenVINO)")],
-    backend: Annotated[str, typer.Option(help="Whose engine (default: by the file's suffix), e.g. tensorrt_rtx.")] = "",
+    backend: Annotated[str, typer.Option(help="Whose engine, e.g. tensorrt_rtx.", show_default="by the suffix")] = "",
     precision: Annotated[str, typer.Option(help="fp32, tf32, fp16, bf16, int8 or fp8.")] = "fp32",
-    static: Annotated[int, typer.Option("--batch", help="The one batch of a static engine.")] = 1,
-    low: Annotated[int, typer.Option("--min", help="Smallest batch of a dynamic engine.")] = 0,
-    opt: Annotated[int, typer.Option(help="The batch that a dynamic engine is tuned for.")] = 0,
-    high: Annotated[int, typer.Option("--max", help="Largest batch of a dynamic engine.")] = 0,
+    static: Annotated[
+        int | None, typer.Option("--batch", help="The one batch of a static engine.", show_default="1")
+    ] = None,
+    low: Annotated[
+        int, typer.Option("--min", help="Smallest batch of a dynamic engine.", show_default="1 with --max")
+    ] = 0,
+    opt: Annotated[
+        int, typer.Option(help="The batch that a dynamic engine is tuned for.", show_default="as --max")
+    ] = 0,
+    high: Annotated[int, typer.Option("--max", help="Largest batch of a dynamic engine.", show_default=False)] = 0,
     profile: Annotated[str, typer.Option("--shapes", help="NAME:MIN,OPT,MAX, e.g. x:1x3x224x224,8x3x224x224,…")] = "",
     option: Annotated[list[str], typer.Option(help="NAME=VALUE of the backend, e.g. optimization=5.")] = [],  # noqa: B006
     repeat: Annotated[int, typer.Option(help="Build so many times and compare the engines.")] = 1,
-    inputs: options.Inputs = [],  # noqa: B006
-    device: options.EngineDevice = "cpu",
-    python: options.Pythons = [],  # noqa: B006
-    size: options.Size = "",
-    weights: options.Weights = "",
-    pretrained: options.Pretrained = False,
-    classes: options.Classes = 0,
-    channels: options.Channels = 3,
-    mean: options.Mean = "",
-    std: options.Std = "",
-    task: options.Task = "",
-    seed: options.Seed = 0,
-    data: options.Data = "",
-    calibration: options.Calibration = "",
-    unreadable: options.Unreadable = "refuse",
 ) -> None:
     """Build an engine's own file from ONNX or any model: a TensorRT engine, an OpenVINO IR."""
     from dyno.cli import files
 
     how = files.Build(backend, precision, static, files.profile(profile, low, opt, high), tuple(option), repeat)
-    raise typer.Exit(files.build(ctx, model, out, how))
+    raise typer.Exit(files.build(given, model, out, how))
 
 
-@app.command(rich_help_panel=MEASURE)
+@command(MEASURE)
+@options.takes(*ONE, Measurement, leave=f"{NOT_FOR_ONE} compared budget", **BY_FILE)
 def time(
-    ctx: typer.Context,
+    given: options.Given,
     models: options.Models,
-    backends: options.OneBackend = "",
-    precision: options.Precision = "fp32",
-    batch: options.Batch = "1",
-    size: options.Size = "",
-    shapes: options.Shapes = [],  # noqa: B006
-    inputs: options.Inputs = [],  # noqa: B006
-    weights: options.Weights = "",
-    pretrained: options.Pretrained = False,
-    classes: options.Classes = 0,
-    channels: options.Channels = 3,
-    mean: options.Mean = "",
-    std: options.Std = "",
-    task: options.Task = "",
-    seed: options.Seed = 0,
-    data: options.Data = "",
-    calibration: options.Calibration = "",
-    device: options.EngineDevice = "cpu",
-    threads: options.Threads = 0,
-    rounds: options.Rounds = 1,
-    seconds: options.Seconds = 3.0,
-    warmup: options.Warmup = 1.0,
-    samples: options.Samples = 0,
-    timeout: options.Timeout = 600.0,
-    python: options.Pythons = [],  # noqa: B006
     out: options.Out = "",
     format: options.Format = "text",
-    kinds: Annotated[str, typer.Option("--batches", help="Stress test instead: min,opt,max,random or numbers.")] = "",
-    iterations: Annotated[int, typer.Option(help="Batches of each kind of the stress test.")] = 10_000,
     trtexec: Annotated[str, typer.Option(help="A trtexec log, or its exported times, to compare with.")] = "",
 ) -> None:
     """Time any module, ONNX file, engine or OpenVINO IR on generated or real data."""
     from dyno.cli import commands
 
-    if kinds:
-        raise typer.Exit(commands.endure(ctx, models, kinds, iterations))
-    raise typer.Exit(commands.time(ctx, models, format, Path(trtexec) if trtexec else None))
+    raise typer.Exit(commands.time(given, models, out, format, Path(trtexec) if trtexec else None))
 
 
-@app.command(rich_help_panel=MEASURE)
-def agree(
-    ctx: typer.Context,
+@command(MEASURE)
+@options.takes(*ONE, leave=f"{NOT_FOR_ONE} batches compared budget", **BY_FILE)
+def stress(
+    given: options.Given,
     models: options.Models,
-    backends: options.OneBackend = "",
-    precision: options.Precision = "fp32",
-    batch: options.Batch = "1",
-    size: options.Size = "",
-    shapes: options.Shapes = [],  # noqa: B006
-    inputs: options.Inputs = [],  # noqa: B006
-    weights: options.Weights = "",
-    pretrained: options.Pretrained = False,
-    classes: options.Classes = 0,
-    channels: options.Channels = 3,
-    mean: options.Mean = "",
-    std: options.Std = "",
-    task: options.Task = "",
-    seed: options.Seed = 0,
-    data: options.Data = "",
-    calibration: options.Calibration = "",
-    compared: options.Compared = 32,
-    device: options.EngineDevice = "cpu",
-    threads: options.Threads = 0,
+    batches: Annotated[
+        str, typer.Option(help="A phase for each: min, opt or max of the engine's profile, random, or a number.")
+    ] = "min,opt,max,random",
+    iterations: Annotated[int, typer.Option(help="Batches in each phase.")] = 10_000,
+    out: options.Out = "",
+) -> None:
+    """Run a dynamic engine or ONNX file at changing batch sizes for long: every output checked, memory watched."""
+    from dyno.cli import commands
+
+    raise typer.Exit(commands.stress(given, models, out, batches, iterations))
+
+
+@command(MEASURE)
+@options.takes(*ONE, leave=f"{NOT_FOR_ONE} budget", **BY_FILE)
+def agree(
+    given: options.Given,
+    models: options.Models,
     rtol: options.Rtol = 1e-3,
     atol: options.Atol = 1e-8,
     least: options.Least = 0.0,
-    python: options.Pythons = [],  # noqa: B006
     out: options.Out = "",
     format: options.Format = "text",
 ) -> None:
     """Compare the outputs of several files or backends with the first: errors, share that agrees, top-10 table."""
     from dyno.cli import commands
 
-    raise typer.Exit(commands.agree(ctx, models, rtol, atol, least, format))
+    raise typer.Exit(commands.agree(given, models, out, rtol, atol, least, format))
 
 
-@app.command(rich_help_panel=MEASURE)
+@command(MEASURE)
+@options.takes(
+    *ONE,
+    Measurement,
+    leave=f"{NOT_FOR_ONE} compared",
+    data=...,
+    **{**BY_FILE, **EVALUATION, "batches": f"8, or {FIXED}"},
+)
 def eval(
-    ctx: typer.Context,
+    given: options.Given,
     models: options.Models,
-    data: Annotated[str, typer.Option(help=options.DATA_HELP)],
-    backends: options.OneBackend = "",
-    precision: options.Precision = "fp32",
-    batch: options.Batch = "8",
-    size: options.Size = "",
-    weights: options.Weights = "",
-    pretrained: options.Pretrained = False,
-    classes: options.Classes = 0,
-    channels: options.Channels = 3,
-    mean: options.Mean = "",
-    std: options.Std = "",
-    task: options.Task = "",
-    calibration: options.Calibration = "",
-    unreadable: options.Unreadable = "refuse",
-    budget: options.Budget = [],  # noqa: B006
-    per_class: options.PerClass = False,
-    device: options.EngineDevice = "cpu",
-    threads: options.Threads = 0,
-    seconds: options.Seconds = 1.0,
-    python: options.Pythons = [],  # noqa: B006
+    per_class: Annotated[bool, typer.Option("--per-class", help="Show every class, not only the worst.")] = False,
     out: options.Out = "",
     format: options.Format = "text",
 ) -> None:
     """Accuracy on labelled images with intervals, classes and confusions, beside latency and the pipeline's rate."""
     from dyno.cli import commands
 
-    raise typer.Exit(commands.evaluate(ctx, models, format, per_class))
+    raise typer.Exit(commands.evaluate(given, models, out, format, per_class))
 
 
-app.command(rich_help_panel=MAKE)(train.train)
-app.command(rich_help_panel=MAKE)(take.take)
-app.command("list", rich_help_panel=READ)(run_folders.list_runs)
-app.command("rm", rich_help_panel=READ)(run_folders.remove)
-app.command("open", rich_help_panel=READ)(run_folders.open_report)
+command(MAKE)(train.train)
+command(MAKE)(take.take)
+command(READ, "list")(run_folders.list_runs)
+command(READ, "rm")(run_folders.remove)
+command(READ, "open")(run_folders.open_report)
 
 
-@app.command(rich_help_panel=MACHINE)
+@command(MACHINE)
+@options.takes(RuntimeOptions, only="runtime")
 def doctor(
-    python: options.Pythons = [],  # noqa: B006
+    given: options.Given,
     format: options.Format = "text",
 ) -> None:
     """Every backend in every Python it was told of: its version after a real operation, or why not."""
     from dyno.cli import doctor as module
 
-    raise typer.Exit(module.doctor(python, format))
+    raise typer.Exit(module.doctor(given.get("runtime", {}), format))
 
 
 def main() -> None:

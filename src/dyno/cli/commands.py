@@ -1,4 +1,4 @@
-"""What the commands that run or read studies do: flags become a `Study`, records become tables."""
+"""What the commands that run or read studies do: options become a `Study`, records become tables."""
 
 from __future__ import annotations
 
@@ -6,109 +6,39 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from dyno.api import runnable
+from dyno.cli.options import Given
 from dyno.engine.run_names import RUNS, place
 from dyno.planning.checks import check_format, check_several, missing_gpu
-from dyno.planning.defaults import each_of, new_folder, study_of
-from dyno.study import Study, model_name, parse_budget
+from dyno.planning.defaults import EVALUATION, each_of, new_folder, study_of
+from dyno.study import Study, model_name
 from dyno.worker.extras import distribution, install
 from dyno.worker.spec import UserError
 
-if TYPE_CHECKING:
-    import typer
-
 UNFINISHED = 3  # exit code where some of what was asked for could not be measured
-LISTS = {"backends": "backends", "precision": "precisions", "batch": "batches", "size": "sizes", "routes": "routes"}
-PLAIN = (
-    "shapes inputs weights pretrained channels seed data calibration unreadable compared reference device threads "
-    "rounds seconds warmup samples timeout task confirm search peak"
-).split()
 
 
-def written(ctx: typer.Context, name: str) -> bool:
-    """Whether the user wrote the flag, which may say what its default says."""
-    source = ctx.get_parameter_source(name)
-    # By name: typer brings a click of its own, whose enumeration is another object than click's.
-    return source is not None and source.name == "COMMANDLINE"
-
-
-def given(ctx: typer.Context, own: Sequence[str] = ()) -> dict[str, Any]:
-    """Study fields for the flags that the user wrote, by the study's own names; defaults are left to the study.
-
-    `own` are flags that mean something else to the command, which reads them itself.
-    """
-    flags = {name: value for name, value in ctx.params.items() if written(ctx, name) and name not in own}
-    found: dict[str, Any] = {name: flags[name] for name in PLAIN if name in flags}
-    for flag, field in LISTS.items():
-        if flag in flags:
-            found[field] = tuple(part.strip() for part in flags[flag].split(",") if part.strip())
-    if "batches" in found:
-        found["batches"] = tuple(_batch(text) for text in found["batches"])
-    for name in ("mean", "std"):
-        if name in flags:
-            found[name] = numbers(flags[name])
-    if flags.get("classes"):
-        found["classes"] = flags["classes"]
-    if "budget" in flags:
-        found["budget"] = parse_budget(flags["budget"])
-    if "python" in flags:
-        found["runtime"] = pythons(flags["python"])
-    return found
-
-
-def _batch(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise UserError(f"batch {text!r} is not a whole number from 1 on")
-    return int(text)
-
-
-def numbers(text: str) -> tuple[float, ...]:
-    """Mean or std from `0.485,0.456,0.406`; none from ""."""
-    return tuple(_number(part) for part in text.split(",")) if text else ()
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise UserError(f"{text!r} is not a number; mean and std are numbers such as 0.485,0.456,0.406") from None
-
-
-def pythons(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """`[runtime]` tables from `BACKEND=/path/to/python`."""
-    found: dict[str, dict[str, Any]] = {}
-    for text in texts:
-        name, _, path = text.partition("=")
-        if not name or not path:
-            raise UserError(f"--python {text!r} is not BACKEND=PATH, e.g. onnxruntime=/usr/bin/python3.10")
-        if not Path(path).is_file():
-            raise UserError(f"--python {name}: there is no interpreter {path}")
-        found[name] = {"python": str(Path(path).absolute())}
-    return found
-
-
-def study(ctx: typer.Context, models: Sequence[str], **defaults: Any) -> Study:
-    """The study that the command line describes: a TOML file with flags on top, or models and flags."""
-    flags = {**defaults, **given(ctx)}
+def study(given: Given, models: Sequence[str]) -> Study:
+    """The study that the command line describes: a TOML file with options on top, or models and options."""
     files = [model for model in models if model.endswith(".toml")]
     if not files:
-        return Study(models=tuple(models), **flags)
+        return Study(models=tuple(models), **given)
     if len(models) > 1:
         raise UserError(f"give either one study file or models, not {files[0]} and {len(models) - 1} more")
-    return Study.from_toml(Path(files[0]), **flags)
+    return Study.from_toml(Path(files[0]), **given)
 
 
-def folder(ctx: typer.Context, study: Study) -> Path:
+def folder(study: Study, models: Sequence[str], out: str) -> Path:
     """`--out`, else runs/NAME: the study file's name, else the models' names; another one where that is taken."""
-    if ctx.params.get("out"):
-        return Path(ctx.params["out"])
-    models, first = ctx.params["models"], None
+    if out:
+        return Path(out)
+    first = None
     if len(models) == 1 and models[0].endswith(".toml"):
         path = Path(models[0])
         if path.name == "study.toml":
@@ -175,7 +105,7 @@ def finish(folder: Path) -> int:
     return trial_table.exit_code(run.frame)
 
 
-def show(run: Path, format: str, by: str, reference: str, budget: Sequence[str], table: str) -> None:
+def show(run: Path, format: str, by: str, reference: str, budget: dict[str, float], table: str) -> None:
     """Print a table of a stored run, or `all` of them; the trials' with the verdict."""
     from dyno.analysis import tables
     from dyno.analysis.formatting import wrapped
@@ -184,7 +114,7 @@ def show(run: Path, format: str, by: str, reference: str, budget: Sequence[str],
     from dyno.analysis.verdict import verdict
     from dyno.analysis.verdict.about import about
 
-    data = trial_table.read(run, reference or None, parse_budget(budget) or None)
+    data = trial_table.read(run, reference or None, budget or None)
     found = tables.named(data, table or trial_table.TRIALS.name)
     text = export(found, format, by, about(data) if format == "json" else None)
     print(text or tables.nothing(table), end="" if text else "\n")
@@ -231,19 +161,14 @@ def report(runs: Sequence[Path], out: Path) -> None:
     print(page.write([trial_table.read(run) for run in runs], out))
 
 
-def _single(ctx: typer.Context, models: Sequence[str], command: str, **defaults: Any) -> list[Path]:
+def _single(given: Given, models: Sequence[str], out: str, command: str, **defaults: Any) -> list[Path]:
     """Measure each model under the backend its kind of file is for (or the ones asked for); the folder of each."""
-    out = Path(ctx.params["out"]) if ctx.params.get("out") else new_folder(command, models)
+    folder = Path(out) if out else new_folder(command, models)
 
     def measured(number: int, model: str) -> Path:
-        return runnable.run(alone(ctx, model, **defaults), _part(out, models, number)).folder
+        return runnable.run(study_of(model, defaults, given), _part(folder, models, number)).folder
 
     return each_of(models, measured, needed=1 if command == "agree" else 0)  # the one that all are compared with
-
-
-def alone(ctx: typer.Context, model: str, **defaults: Any) -> Study:
-    """The study of one model under the backend its kind of file is for, or the ones asked for."""
-    return study_of(model, defaults, given(ctx))
 
 
 def _part(out: Path, models: Sequence[str], number: int) -> Path:
@@ -251,56 +176,53 @@ def _part(out: Path, models: Sequence[str], number: int) -> Path:
     return out if len(models) == 1 else out / f"{number}-{model_name(models[number])}"
 
 
-def time(ctx: typer.Context, models: Sequence[str], format: str, trtexec: Path | None) -> int:
+def time(given: Given, models: Sequence[str], out: str, format: str, trtexec: Path | None) -> int:
     """Time each model and print its rows; an engine's number is explained in trtexec's terms."""
     from dyno.analysis.presentation.export import export
     from dyno.analysis.presentation.table import joined
     from dyno.analysis.tables import trial_table
     from dyno.analysis.trtexec import log as logs
     from dyno.analysis.verdict.about import about
-    from dyno.api.cross_check import cross_check
+    from dyno.api.cross_check import cross_check, is_engine
 
     check_format(format)
     if trtexec:
         logs.read(trtexec)  # a file that is none is said before anything is timed
-    folders = _single(ctx, models, "time")
+    folders = _single(given, models, out, "time")
     runs = [trial_table.read(folder) for folder in folders]
     table = joined([trial_table.TRIALS.table(run) for run in runs])
     print(export([table], format, about=about(runs[0]) if len(runs) == 1 else {}), end="")
     for run in runs:
-        engines = [t for t in run.records if t.good and t.backend.startswith("tensorrt")]
+        engines = [t for t in run.records if is_engine(t)]
         if trtexec or (engines and format == "text"):
             print("\n".join(cross_check(engines, trtexec)))
     return trial_table.exit_code(table.to_pandas()) or UNFINISHED * (len(folders) < len(models))
 
 
-def endure(ctx: typer.Context, models: Sequence[str], kinds: str, iterations: int) -> int:
+def stress(given: Given, models: Sequence[str], out: str, batches: str, iterations: int) -> int:
     """The stress test of each model's engine."""
-    from dyno.engine import stress
+    from dyno.engine import stress as module
 
-    others = [name for name in ("rounds", "seconds", "samples", "warmup", "format", "trtexec") if written(ctx, name)]
-    if others:
-        raise UserError(f"--{others[0]} doesn't apply to the stress test that --batches asks for; omit one of the two")
-    out = Path(ctx.params["out"]) if ctx.params.get("out") else new_folder("time", models)
-    asked = stress.kinds_of(kinds)
+    folder = Path(out) if out else new_folder("stress", models)
+    phases = module.phases_of(batches)
 
     def tested(number: int, model: str) -> int:
-        return stress.run(alone(ctx, model), asked, iterations, _part(out, models, number))
+        return module.run(study_of(model, {}, given), phases, iterations, _part(folder, models, number))
 
     codes = each_of(models, tested)
     return max(*codes, UNFINISHED * (len(codes) < len(models)))
 
 
-def evaluate(ctx: typer.Context, models: Sequence[str], format: str, per_class: bool) -> int:
+def evaluate(given: Given, models: Sequence[str], out: str, format: str, per_class: bool) -> int:
     """Accuracy of each model on labelled images, beside its speed."""
     from dyno.api import evaluation
 
     check_format(format)
-    folders = _single(ctx, models, "eval", **evaluation.DEFAULTS)
+    folders = _single(given, models, out, "eval", **EVALUATION)
     return evaluation.show(folders, format, per_class) or UNFINISHED * (len(folders) < len(models))
 
 
-def agree(ctx: typer.Context, models: Sequence[str], rtol: float, atol: float, least: float, format: str) -> int:
+def agree(given: Given, models: Sequence[str], out: str, rtol: float, atol: float, least: float, format: str) -> int:
     """Outputs of every model and backend against the first one's: 1 when a share is below `least`, 3 when a trial left
     no outputs."""
     from dyno.analysis.presentation.export import export
@@ -308,8 +230,8 @@ def agree(ctx: typer.Context, models: Sequence[str], rtol: float, atol: float, l
     from dyno.analysis.tables import agreement_table
 
     check_format(format)
-    check_several([alone(ctx, model, boundaries=()) for model in models])
-    folders = _single(ctx, models, "agree", boundaries=())
+    check_several([study_of(model, {"boundaries": ()}, given) for model in models])
+    folders = _single(given, models, out, "agree", boundaries=())
     values, ranks, bad = agreement_table.compare([results.load(folder) for folder in folders], rtol, atol)
     print(export([values, *([ranks] if ranks.rows else [])], format), end="")
     if any(row["close"] < least for row in values.rows):

@@ -40,7 +40,7 @@ def trained() -> TrainingResult:
         versions(Runtime(), ("torch", "torchvision")),
     ]
     folder = cache_dir() / "trained" / digest(shaped_by)[:24]
-    return train("digits", model=MODEL, size=SIZE, channels=1, out=folder, quiet=True, **TRAINING)
+    return train("digits", model=MODEL, size=SIZE, channels=1, out=folder, advise=False, **TRAINING)
 
 
 def demo(out: Path, *, rounds: int, quick: bool) -> int:
@@ -50,9 +50,7 @@ def demo(out: Path, *, rounds: int, quick: bool) -> int:
     if lacks := [name for name in NEEDS if name not in versions(Runtime(), NEEDS)]:
         raise UserError(lacking(lacks))
     console = Console(stderr=True)
-    console.print("training a narrow ResNet-18 on 897 of scikit-learn's handwritten digits (64x64) ...", soft_wrap=True)
     result = trained()
-    console.print(f"trained: {result.top1:.2f} % top-1 on the other 900 digits")
     study = Study(
         models=(MODEL,),
         backends=BACKENDS[:-1] if quick else BACKENDS,

@@ -5,9 +5,8 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from dyno.cli import commands
+from dyno.cli.options import Given
 from dyno.engine.execute import Files
 from dyno.jobs.progress import Progress
 from dyno.planning.images import prepared
@@ -15,51 +14,47 @@ from dyno.planning.interpreters import missing, runtime_of
 from dyno.planning.model_info import look, model_spec, sizes
 from dyno.store import copy
 from dyno.study import Choice, Study
-from dyno.worker import system
+from dyno.worker import registry, system
 from dyno.worker.extras import install
 from dyno.worker.record import Record
 from dyno.worker.registry import find
 from dyno.worker.spec import Artifact, DataSpec, Dims, Option, Recipe, Runtime, Trial, UserError
 
-if TYPE_CHECKING:
-    import typer
-
 TARGETS = ("onnxruntime", "openvino", "tensorrt")
-TENSORRT = ("tensorrt", "tensorrt_rtx")
-ENGINES = {".engine": TENSORRT, ".plan": TENSORRT, ".xml": ("openvino",)}  # the first is the usual one
 
 
 def export(
-    ctx: typer.Context, model: str, out: Path, *, batch: str, shape: str, precision: str, target: str, opset: int
+    given: Given, model: str, out: Path, *, batch: str, shape: str, precision: str, target: str, opset: int
 ) -> Artifact:
     """Write the model as ONNX; `shape` "N,C,H,W" says batch (-1: dynamic), channels and size in one."""
-    if out.suffix != ".onnx":
-        raise UserError(f"export writes .onnx files, not {out.name}; `dyno build` writes engines")
+    kind = registry.format_of(out)
+    if kind is None or kind.builders:
+        raise UserError(f"export writes {_suffixes(built=False)} files, not {out.name}; `dyno build` writes engines")
     if Path(model).is_file() and out.exists() and out.samefile(model):
         raise UserError(f"{out} is the model itself; give another file to write to")
     if target not in TARGETS:
         raise UserError(f"unknown target {target!r}; known: {', '.join(TARGETS)}")
-    if opset and (kind := find("onnxruntime").values["opset"](opset)):
-        raise UserError(f"--opset {opset} can't be written; an export's opset is {kind}")
-    flags = commands.given(ctx, ("batch",))
-    if shape and "sizes" in flags:
+    if opset and (allowed := find("onnxruntime").values["opset"](opset)):
+        raise UserError(f"--opset {opset} can't be written; an export's opset is {allowed}")
+    if shape and "sizes" in given:
         raise UserError("--shape says what --size says; give one or the other")
     if shape:
-        batch, flags["channels"], flags["sizes"] = _shape(shape)
-    study = Study(models=(model,), **{**flags, "precisions": (precision,)})
+        batch, given["channels"], given["sizes"] = _shape(shape)
+    study = Study(models=(model,), **{**given, "precisions": (precision,)})
     trial = _trial(study, precision)
     dims = replace(trial.dims, batch=_number(batch))
     options: dict[str, Option] = {"target": target, **({"opset": opset} if opset else {})}
-    return _make(find("onnx_precision").recipe(replace(trial, dims=dims, options=options)), out)
+    return _make(kind.recipe(replace(trial, dims=dims, options=options)), out)
 
 
 @dataclass(frozen=True)
 class Build:
-    """What `dyno build` is asked for: `backend` "" goes by the file's suffix, `profile` "" is a static `batch`."""
+    """What `dyno build` is asked for: `backend` "" goes by the file's suffix, `profile` "" is a static `batch`, None
+    stands for 1."""
 
     backend: str
     precision: str
-    batch: int
+    batch: int | None
     profile: str
     options: tuple[str, ...]
     repeat: int
@@ -81,24 +76,26 @@ def profile(shapes: str, low: int, opt: int, high: int) -> str:
     return ":".join(map(str, found))
 
 
-def build(ctx: typer.Context, model: str, out: Path, how: Build) -> int:
+def build(given: Given, model: str, out: Path, how: Build) -> int:
     """Write an engine's own file; with `repeat`, build it several times and say whether the builds differ."""
     for name, value in (("--batch", how.batch), ("--repeat", how.repeat)):
-        if value < 1:
+        if value is not None and value < 1:
             raise UserError(f"{name} is {value}; it must be at least 1")
-    if out.suffix not in ENGINES:
-        raise UserError(f"build writes {', '.join(ENGINES)}, not {out.name}; `dyno export` writes .onnx")
+    kind = registry.format_of(out)
+    if kind is None or not kind.builders:
+        raise UserError(
+            f"build writes {_suffixes(built=True)}, not {out.name}; `dyno export` writes {_suffixes(built=False)}"
+        )
     if Path(model).suffix == out.suffix:
         raise UserError(f"{model} is what build would write already")
-    makers = ENGINES[out.suffix]
-    engine = find(how.backend or makers[0])
-    if engine.name not in makers:
-        raise UserError(f"{engine.name} builds no {out.suffix} files; {' or '.join(makers)} does")
+    engine = find(how.backend or kind.builders[0])
+    if engine.name not in kind.builders:
+        raise UserError(f"{engine.name} builds no {out.suffix} files; {' or '.join(kind.builders)} does")
     choice = Choice.parse("@".join((engine.name, *how.options)))
     engine.check_options(choice.options)
     on_gpu = "cuda" in engine.devices
-    flags = {"device": "cuda:0" if on_gpu else "cpu", **commands.given(ctx)}
-    study = Study(models=(model,), **{**flags, "precisions": (how.precision,), "batches": ()})
+    device = "cuda:0" if on_gpu else "cpu"
+    study = Study(models=(model,), **{"device": device, **given, "precisions": (how.precision,)})
     options = {**choice.options, **({"profile": how.profile} if how.profile else {})}
     runtime = runtime_of(study, choice)
     if lacks := missing(engine.name, runtime):
@@ -106,21 +103,28 @@ def build(ctx: typer.Context, model: str, out: Path, how: Build) -> int:
     if how.repeat > 1:
         from dyno.api import builds
 
-        return builds.compare(study, engine, options, how.batch, how.repeat, out)
+        return builds.compare(study, engine, options, how.batch or 1, how.repeat, out)
     if not on_gpu and how.precision in ("fp16", "bf16"):
         raise UserError(
             f"{engine.name} chooses {how.precision} when it runs a file, not when it makes one; omit --precision"
         )
-    if not on_gpu and (how.profile or commands.written(ctx, "static")):
+    if not on_gpu and (how.profile or how.batch is not None):
         raise UserError(f"{engine.name}'s files take any batch; omit --batch, --min, --opt, --max and --shapes")
     trial = _trial(study, how.precision)
-    dims = replace(trial.dims, batch=how.batch if on_gpu and not how.profile else 0)
+    dims = replace(trial.dims, batch=(how.batch or 1) if on_gpu and not how.profile else 0)
     runtime = replace(runtime, threads=trial.runtime.threads)
     trial = replace(trial, backend=engine.name, options=options, runtime=runtime, dims=dims)
     if refusal := engine.refuse(trial):
         raise UserError(refusal)
     _make(engine.recipe(trial), out)
     return 0
+
+
+def _suffixes(*, built: bool) -> str:
+    """The suffixes of files that a backend builds, or of those that are exported."""
+    return ", ".join(
+        suffix for kind in registry.formats().values() if bool(kind.builders) == built for suffix in kind.suffixes
+    )
 
 
 def _shape(text: str) -> tuple[str, int, tuple[str]]:
@@ -154,11 +158,14 @@ def _trial(study: Study, precision: str) -> Trial:
 def _make(recipe: Recipe | None, out: Path) -> Artifact:
     """Make the file through the cache and copy it, with all its parts, to where the user wants it."""
     assert recipe is not None
-    made = Files(Progress()).file(recipe)
+    progress = Progress()
+    files = Files(progress)
+    with progress.running([]):
+        made = files.file(recipe)
     if isinstance(made, Record):
         raise UserError(f"{recipe.model.name}: {made.reason}")
     copy(Path(made.path), out)
-    print(f"{out}  {_story(made)}")
+    print(f"{out}  {_story(made, files.built)}")
     if note := made.made_by.get("calibration", {}).get("note"):
         print(f"note: {note}", file=sys.stderr)
     for warning in made.made_by.get("warnings", ()):
@@ -166,7 +173,10 @@ def _make(recipe: Recipe | None, out: Path) -> Artifact:
     return made
 
 
-def _story(made: Artifact) -> str:
-    steps = ", ".join(f"{s['maker']} {s['precision']} {s['seconds']:.1f} s" for s in made.made_by.get("steps", ()))
+def _story(made: Artifact, built: int) -> str:
+    """Size, inputs and outputs, and the steps that made it: the last `built` of them now, the others earlier."""
+    known = made.made_by.get("steps", ())
+    times = ["cached"] * (len(known) - built) + [f"{s['seconds']:.1f} s" for s in known[len(known) - built :]]
+    steps = ", ".join(f"{s['maker']} {s['precision']} {t}" for s, t in zip(known, times, strict=True))
     ends = "; ".join(f"{t.name} {t.dtype} {'x'.join(map(str, t.shape))}" for t in (*made.inputs, *made.outputs))
     return f"{made.bytes / 1e6:.2f} MB  {ends}  ({steps})"

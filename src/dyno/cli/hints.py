@@ -7,13 +7,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from dyno.worker.spec import MODEL_FILES
-
 
 def no_command(name: str, commands: Iterable[str]) -> str:
     """What is wrong with a first word that is no command, and what may have been meant."""
+    from dyno.worker import registry  # with NumPy, which `dyno --help` has no use for
+
     near = difflib.get_close_matches(name, list(commands), 1)
-    if ":" in name or name.endswith((*MODEL_FILES, ".toml")):
+    if ":" in name or registry.format_of(name) or name.endswith(".toml"):
         return f"there is no command {name!r}; to measure it: dyno run {name}"
     if (Path(name) / "trials").is_dir():
         return f"there is no command {name!r}; to see that run: dyno show {name}"

@@ -1,113 +1,185 @@
-"""The options that several commands share: each with its type, its group and its help, written once."""
+"""Options of commands, made from the fields of dataclasses: type, default and help stand at the field, nowhere else."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import inspect
+import typing
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
+import typer.core
 
-# Groups in which `--help` lists options.
-COMPARED, MODEL, DATA, MEASUREMENT, RUNTIME, OUTPUT = (
-    "What to compare", "Model", "Data and accuracy", "Measurement", "Where it runs", "Output"
-)  # fmt: skip
+from dyno.study import parse_budget
+from dyno.study_options import MODEL_HELP, Compared, DataOptions, Measurement, ModelOptions, RuntimeOptions
+from dyno.worker.spec import UserError
 
+OUTPUT = "Output"
+ALL = "--help-all"
+PANELS: dict[type, str] = {
+    Compared: "What to compare",
+    ModelOptions: "Model",
+    DataOptions: "Data and accuracy",
+    Measurement: "Measurement",
+    RuntimeOptions: "Where it runs",
+}
+REPEATED = ("shapes", "inputs", "budget", "runtime")  # fields with a value for each time that the option is written
 
-def _option(group: str, help: str, *names: str, **more: Any) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=group, **more)
-
-
-MODEL_HELP = (
-    "torchvision:NAME, timm:NAME, ultralytics:NAME.yaml, MODULE:FUNCTION, FILE.py:FUNCTION, FILE.onnx, FILE.xml, "
-    "FILE.pt2, FILE.torchscript or FILE.engine"
-)
 Studied = Annotated[list[str], typer.Argument(help=MODEL_HELP + "; or STUDY.toml", metavar="MODEL...|STUDY.toml")]
 Models = Annotated[list[str], typer.Argument(help=MODEL_HELP, metavar="MODEL...")]
 Model = Annotated[str, typer.Argument(help=MODEL_HELP, metavar="MODEL")]
 RunFolder = Annotated[Path, typer.Argument(help="A run folder.", metavar="RUN")]
+Out = Annotated[str, typer.Option("--out", "-o", help="Run folder.", rich_help_panel=OUTPUT, show_default="runs/NAME")]
+Format = Annotated[str, typer.Option(help="text, markdown, csv, json or html.", rich_help_panel=OUTPUT)]
+Rtol = Annotated[float, typer.Option(help="Relative difference of two outputs that still agree.")]
+Atol = Annotated[float, typer.Option(help="Absolute difference of two outputs that still agree.")]
+Least = Annotated[float, typer.Option(help="Exit 1 when a smaller share of values agrees (0 to 1).")]
 
-Backends = Annotated[
-    str,
-    _option(
-        COMPARED,
-        "Comma-separated; options as NAME@option=value.",
-        show_default="all that are installed for the device",
-    ),
-]
-OneBackend = Annotated[
-    str, _option(COMPARED, "Options as NAME@option=value.", show_default="the one for this kind of model")
-]
-Precision = Annotated[
-    str,
-    _option(COMPARED, "Comma-separated: fp32, tf32, fp16, bf16, int8, fp8.", show_default="the model's own"),
-]
-Batch = Annotated[str, _option(COMPARED, "Comma-separated batch sizes.")]
-Size = Annotated[
-    str, _option(COMPARED, "Comma-separated image sizes: 224, or HEIGHTxWIDTH.", show_default="the model's own")
-]
-ROUTES_HELP = (
-    "Routes to the ONNX file to compare, a row each: dynamo, torchscript, static, fold, opset17 joined by +; or all."
-)
-Routes = Annotated[str, _option(COMPARED, ROUTES_HELP, show_default="the usual one; others where it fails")]
-Reference = Annotated[
-    str,
-    _option(COMPARED, "Trial that speed-ups are against: its id, or BACKEND/PRECISION.", show_default="eager PyTorch"),
-]
+F = TypeVar("F", bound=Callable[..., None])
 
-Shapes = Annotated[
-    list[str],
-    _option(MODEL, "Shape of an input that batch and size don't describe, the type last: NAME:batchx128:int64."),
-]
-Inputs = Annotated[
-    list[str],
-    _option(MODEL, "Values of an input: ids=0..30521 (a range), sr=16000 (a constant), or feeds.npz.", "--input"),
-]
-Weights = Annotated[str, _option(MODEL, "Checkpoint: .safetensors, or .pt/.pth read without running code.")]
-Pretrained = Annotated[bool, _option(MODEL, "The library's published weights.", "--pretrained")]
-Classes = Annotated[int, _option(MODEL, "Number of classes to build the model with (0: its own).")]
-Channels = Annotated[int, _option(MODEL, "Channels of the input image.")]
-Mean = Annotated[
-    str, _option(MODEL, "Mean of each channel, of pixels in 0..1: 0.485,0.456,0.406.", show_default="the model's")
-]
-Std = Annotated[str, _option(MODEL, "Standard deviation of each channel, like --mean.", show_default="the model's")]
-Seed = Annotated[int, _option(MODEL, "Seed of random weights and random inputs.")]
-Task = Annotated[str, _option(MODEL, "Task of a file that doesn't say it: classify, detect, segment or pose.")]
 
-DATA_HELP = "Folder of class folders, of images, or in COCO's or YOLO's format; or 'digits'."
-Data = Annotated[str, _option(DATA, DATA_HELP)]
-Calibration = Annotated[
-    str, _option(DATA, "Images to calibrate INT8 on; no accuracy is measured on them.", show_default="some of --data")
-]
-Unreadable = Annotated[str, _option(DATA, "What to do about images that can't be read: refuse or skip.")]
-Compared = Annotated[int, _option(DATA, "Random inputs to compare outputs on where there is no --data.", "--inputs")]
-Budget = Annotated[list[str], _option(DATA, "Points of accuracy that may be lost, e.g. top1=0.5 or mAP=0.5.")]
-Search = Annotated[
-    bool,
-    _option(DATA, "Try mixed precisions where int8 or fp16 fails the budget.", "--search/--no-search"),
-]
-PerClass = Annotated[bool, _option(DATA, "Show every class, not only the worst.", "--per-class")]
-Rtol = Annotated[float, _option(DATA, "Relative tolerance.")]
-Atol = Annotated[float, _option(DATA, "Absolute tolerance.")]
-Least = Annotated[float, _option(DATA, "Exit 1 when a smaller share of values agrees (0 to 1).")]
+class Command(typer.core.TyperCommand):
+    """A command whose help is its common options, and with `--help-all` all of them."""
 
-Rounds = Annotated[int, _option(MEASUREMENT, "Rounds: fresh processes per trial, in shuffled order.")]
-Seconds = Annotated[float, _option(MEASUREMENT, "Sampling time at most, per trial, round and boundary.")]
-Warmup = Annotated[float, _option(MEASUREMENT, "Warm-up time at most, per boundary, in seconds.")]
-Samples = Annotated[int, _option(MEASUREMENT, "Exactly this many samples (0: until the interval is narrow enough).")]
-Confirm = Annotated[
-    int,
-    _option(MEASUREMENT, "Rounds that measure the winners again after the selection.", show_default="2 with a budget"),
-]
-Peak = Annotated[bool, _option(MEASUREMENT, "First measure the device's peak TFLOPS in each type.", "--peak")]
-Timeout = Annotated[float, _option(MEASUREMENT, "Seconds after which a job is killed.")]
-RetryFailed = Annotated[bool, _option(MEASUREMENT, "Measure failed trials again.", "--retry-failed")]
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """See click's."""
+        rare = () if ALL in ctx.meta else getattr(self.callback, "rare", ())
+        folded: list[Any] = [p for p in self.params if p.name in rare]
+        for parameter in folded:
+            parameter.hidden = True
+        super().format_help(ctx, formatter)
+        for parameter in folded:  # they are completed, and known to the tests of the documents
+            parameter.hidden = False
 
-Device = Annotated[str, _option(RUNTIME, "Device: cpu, or cuda:N.")]
-EngineDevice = Annotated[
-    str, _option(RUNTIME, "Device: cpu, or cuda:N.", show_default="cpu, cuda:0 for TensorRT's engines")
-]
-Threads = Annotated[int, _option(RUNTIME, "Threads of every backend (0: one per physical core).")]
-Pythons = Annotated[list[str], _option(RUNTIME, "Another interpreter for a backend: NAME=PATH.", "--python")]
 
-Out = Annotated[str, _option(OUTPUT, "Run folder.", "--out", "-o", show_default="runs/NAME")]
-Format = Annotated[str, _option(OUTPUT, "text, markdown, csv or json.", "--format")]
+def _help_all(ctx: typer.Context, asked: bool) -> None:
+    if asked:
+        ctx.meta[ALL] = True
+        typer.echo(ctx.get_help())
+        raise typer.Exit
+
+
+class Given(dict[str, Any]):
+    """What the user wrote of a command's options, by the names of the fields; defaults are not among it."""
+
+
+def takes(*kinds: type, only: str = "", leave: str = "", **defaults: Any) -> Callable[[F], F]:
+    """Give a command an option for each field of the dataclasses: `only` these, or all but those to `leave`.
+
+    The command gets what was written as `given`, and its own parameters as ever. `defaults` are what help shows where
+    the command's default isn't the field's; `...` makes an option required.
+    """
+    known: dict[str, _Option] = {}
+    for one in (_Option(f, hint, kind) for kind in kinds for f, hint in _fields(kind)):
+        known.setdefault(one.name, one)
+    chosen = [known[name] for name in only.split() or known if name not in leave.split()]
+    rare = set() if only else {one.name for one in chosen if not one.about.get("common")}
+
+    def decorated(command: F) -> F:
+        own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "given"]
+
+        def called(ctx: typer.Context, **values: Any) -> None:
+            given = Given((one.name, one.read(values[one.name])) for one in chosen if written(ctx, one.name))
+            command(given=given, **{p.name: values[p.name] for p in own})
+
+        made = [one.parameter(defaults.get(one.name)) for one in chosen]
+        required = [p for p in own if p.default is p.empty]
+        optional = [p for p in own if p.default is not p.empty]
+        more = [_named("help_all", _all(len(rare)), False)] if rare else []
+        parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*required, *made, *optional, *more)]
+        signature = inspect.Signature([_named("ctx", typer.Context), *parameters])
+        hints = {p.name: p.annotation for p in signature.parameters.values()}
+        vars(called).update(__signature__=signature, rare=rare)
+        called.__name__, called.__doc__, called.__annotations__ = command.__name__, command.__doc__, hints
+        return typing.cast(F, called)
+
+    return decorated
+
+
+def _named(name: str, annotation: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _all(rare: int) -> Any:
+    said = f"Show this with {rare} more options, and exit."
+    return Annotated[bool, typer.Option(ALL, is_eager=True, callback=_help_all, help=said)]
+
+
+def written(ctx: typer.Context, name: str) -> bool:
+    """Whether the user wrote the option, which may say what its default says."""
+    source = ctx.get_parameter_source(name)
+    # By name: typer brings a click of its own, whose enumeration is another object than click's.
+    return source is not None and source.name == "COMMANDLINE"
+
+
+@functools.cache
+def _fields(kind: type) -> list[tuple[dataclasses.Field[Any], Any]]:
+    hints = typing.get_type_hints(kind)
+    return [(f, hints[f.name]) for f in dataclasses.fields(kind) if f.metadata.get("flag", "") is not None]
+
+
+def _plain(hint: Any) -> Any:
+    """A type less the None that it may also be."""
+    return next((kind for kind in typing.get_args(hint) if kind is not type(None)), hint)
+
+
+class _Option:
+    """A field of a dataclass as an option: what typer is told of it, and how its text is read."""
+
+    def __init__(self, field: dataclasses.Field[Any], hint: Any, kind: type) -> None:
+        self.name, self.default, self.about, self.hint = field.name, field.default, field.metadata, hint
+        self.panel = PANELS.get(kind)
+        self.flag = self.about.get("flag") or "--" + self.name.replace("_", "-")
+
+    def parameter(self, default: Any) -> inspect.Parameter:
+        """The parameter that typer makes an option of; `default` goes before the field's, text says it in words."""
+        usual = default if isinstance(default, str) else self.about.get("usual", "") if default is None else ""
+        value = self.default if default is None else default
+        kind, help, metavar = _plain(self.hint), self.about["help"], None
+        if self.name in REPEATED:
+            kind, value, help, metavar = list[str], [], f"{help} May be repeated.", "TEXT"
+        elif typing.get_origin(self.hint) is tuple:
+            kind, metavar = str, "A,B,…"
+            value = ",".join(map(str, value)) if isinstance(value, tuple) else value
+        if usual or value == "":
+            value = [] if self.name in REPEATED else None
+        flags = f"{self.flag}/--no-{self.flag[2:]}" if self.hint == bool | None else self.flag
+        option = typer.Option(flags, help=help, rich_help_panel=self.panel, show_default=usual or True, metavar=metavar)
+        annotation = Annotated[kind | None if value is None else kind, option]  # type: ignore[valid-type]
+        return _named(self.name, annotation, inspect.Parameter.empty if default is ... else value)
+
+    def read(self, value: Any) -> Any:
+        """The field's value from what was written."""
+        if self.name in READERS:
+            return READERS[self.name](value)
+        if typing.get_origin(self.hint) is not tuple or self.name in REPEATED:
+            return value
+        item = typing.get_args(self.hint)[0]
+        return tuple(self._item(item, part.strip()) for part in value.split(",") if part.strip())
+
+    def _item(self, kind: type, text: str) -> Any:
+        try:
+            return kind(text)
+        except ValueError:
+            what = "a whole number" if kind is int else "a number"
+            raise UserError(f"{self.flag} {text!r} is not {what}; write e.g. {self.flag} {EXAMPLES[kind]}") from None
+
+
+def pythons(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """`[runtime]` tables from `BACKEND=/path/to/python`."""
+    found: dict[str, dict[str, Any]] = {}
+    for text in texts:
+        name, _, path = text.partition("=")
+        if not name or not path:
+            raise UserError(f"--python {text!r} is not BACKEND=PATH, e.g. onnxruntime=/usr/bin/python3.10")
+        if not Path(path).is_file():
+            raise UserError(f"--python {name}: there is no interpreter {path}")
+        found[name] = {"python": str(Path(path).absolute())}
+    return found
+
+
+READERS: dict[str, Callable[[Any], Any]] = {"budget": parse_budget, "runtime": pythons}
+EXAMPLES = {int: "1,8,32", float: "0.485,0.456,0.406"}

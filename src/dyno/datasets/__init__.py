@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 
 from dyno.datasets import cache as store
-from dyno.datasets import coco, yolo
+from dyno.datasets.data_format import Wanted
+from dyno.datasets.data_format import format_of as format_of
+from dyno.datasets.data_format import formats as formats
 from dyno.datasets.decode import Progress as Progress
 from dyno.datasets.decode import Transform, library_version
-from dyno.datasets.folders import scan, tuning
-from dyno.datasets.kinds import kind as kind
+from dyno.datasets.folders import tuning
 from dyno.datasets.photos import CALIBRATION, How, spec, spread, stored
 from dyno.datasets.photos import OnUnreadable as OnUnreadable
 from dyno.datasets.rows import Timed, timed
@@ -61,8 +62,8 @@ def digits(cache: Path, size: int = 64) -> DataSpec:
     return spec("digits", found)
 
 
-def class_folders(
-    folder: Path,
+def load(
+    path: Path,
     cache: Path,
     size: tuple[int, int],
     preprocess: Preprocess,
@@ -74,31 +75,42 @@ def class_folders(
     train: bool = False,
     outputs: int = 0,
     set_aside: bool = False,
+    objects: bool = False,
+    needs: str = "",
 ) -> DataSpec:
-    """Images in class folders, decoded to `size` (height, width) as torchvision does it on PIL images.
+    """Images in a folder, in any format that is known (see `formats`), decoded to `size` (height, width).
 
-    Layouts: `DIR/<class>/…` or `DIR/{train,test|val}/<class>/…` (test before val). A label is the class folder's place
-    in the folders' order by Unicode code point; train/ decides the order where there is one. Where the model has 1,000
-    `outputs` and each folder is named by a synset of ImageNet's 1,000 classes, it is the place among those. Images in
-    `DIR` itself, without class folders, have the label -1.
+    For a classifier the shorter side becomes `size * preprocess.resize`, then the centre is cropped (resize 0: straight
+    to the size), as torchvision does it on PIL images: with antialiasing and without JPEG's reduced-scale decoding,
+    which would change the pixels. As in torchvision's ImageFolder, EXIF orientation is not applied; unlike there,
+    16-bit grey keeps its upper 8 bits and doesn't go white. With `objects` (boxes, masks, keypoints) each image is
+    turned as its EXIF orientation says and letterboxed, as ultralytics' LetterBox does it, within a grey level.
 
-    Calibration images are never test images: a number is taken from train/; where there is none, and only with
-    `set_aside`, out of the test images (at most a fifth of them; meta.json has the number as `set_aside`). A path is a
-    folder of images of its own. With `train` every image of train/ is decoded too, calibration ones among them, and
-    listed in train.npy. Copies of test images are left out of both.
-    `progress` is called with images done and in all.
+    Calibration images are never test images: a number is taken from the training images; where there are none, and only
+    with `set_aside`, out of the test images (at most a fifth of them; meta.json has the number as `set_aside`). A path
+    is a folder of images of its own. With `train` every training image is decoded too, calibration ones among them, and
+    listed in train.npy. Copies of test images are left out of both. `outputs` is how many classes the model tells
+    apart, and `needs` (masks, keypoints) chooses between two annotation files of COCO. `progress` is called with images
+    done and in all.
 
-    The shorter side becomes `size * preprocess.resize`, then the centre is cropped (resize 0: straight to the size),
-    with antialiasing and without JPEG's reduced-scale decoding, which would change the pixels. As in torchvision's
-    ImageFolder, EXIF orientation is not applied. Unlike there, 16-bit grey keeps its upper 8 bits and doesn't go white.
+    With objects sizes.npy has the height and width of the originals and truth.json COCO's ground truth of the test
+    images, in original pixels; images alone have none. Annotations are checked when the images are decoded.
 
     The cache is found by the content of the images and the transform. Images that can't be read are refused together,
     counted and named; with "skip" they are left out and listed in meta.json. Raises `UserError`, one line each.
     """
-    how = How(Path(cache), Transform(size, preprocess, channels), on_unreadable, progress, seed)
-    how = dataclasses.replace(how, set_aside=_number(calibration) if set_aside else 0)
-    folder = Path(folder).resolve()
-    return stored(scan(folder, calibration, seed, train, outputs), folder, how)
+    if isinstance(calibration, int) and calibration < 0:
+        raise UserError(f"the number of calibration images can't be {calibration}")
+    path = Path(path).resolve()
+    found = format_of(path)
+    if found.labels and (found.labels == "objects") != objects:
+        asked = "boxes, masks or keypoints" if objects else "a class for each image"
+        raise UserError(f"{path} is in {found.described}, which has no {asked}")
+    preprocess = dataclasses.replace(preprocess, letterbox=True) if objects else preprocess
+    aside = 0 if isinstance(calibration, Path) or not set_aside else calibration
+    how = How(Path(cache), Transform(size, preprocess, channels, upright=objects), on_unreadable, progress, seed, aside)
+    listing = found.scan(path, Wanted(calibration, seed, train, objects, needs, outputs, set_aside))
+    return stored(listing, path, how)
 
 
 def calibration_alone(
@@ -112,56 +124,10 @@ def calibration_alone(
 ) -> DataSpec:
     """All images below the folder, without labels, as test and as calibration images in one.
 
-    They serve to calibrate, to time and to compare outputs on, not to be right about. Decoded as in `class_folders`.
+    They serve to calibrate, to time and to compare outputs on, not to be right about. Decoded as in `load`.
     """
     how = How(Path(cache), Transform(size, preprocess, channels), on_unreadable, progress)
     return stored(tuning(folder), Path(folder).resolve(), how)
-
-
-def annotated(
-    folder: Path,
-    cache: Path,
-    size: tuple[int, int],
-    preprocess: Preprocess,
-    calibration: int | Path = CALIBRATION,
-    on_unreadable: OnUnreadable = "refuse",
-    progress: Progress | None = None,
-    channels: int = 3,
-    seed: int = 0,
-    task: str = "",
-    classes: int = 0,
-    set_aside: bool = False,
-) -> DataSpec:
-    """Images with boxes, masks or keypoints (COCO's or YOLO's format), or alone, letterboxed to `size` (height, width).
-
-    `folder` is a folder of images, or of either format, COCO's .json or YOLO's data.yaml. Images of val are tested on,
-    else those of test; calibration images are taken as for class folders. Each image is turned as its EXIF orientation
-    says, and resized as ultralytics' LetterBox does it, within a grey level. `task` chooses between two annotation
-    files of COCO, and `classes` is how many the model tells apart, where YOLO's labels have no names.
-
-    sizes.npy has the height and width of the originals and truth.json COCO's ground truth of the test images, in
-    original pixels; images alone have none. Annotations are checked when the images are decoded: raises `UserError`,
-    one line each.
-    """
-    path = Path(folder).resolve()
-    if isinstance(calibration, int) and calibration < 0:
-        raise UserError(f"the number of calibration images can't be {calibration}")
-    found = kind(path)
-    if found == "classes":
-        raise UserError(
-            f"{path} holds no annotations: neither annotations/*.json (COCO) nor data.yaml or labels/ (YOLO)"
-        )
-    transform = Transform(size, dataclasses.replace(preprocess, letterbox=True), channels, upright=True)
-    how = How(Path(cache), transform, on_unreadable, progress, seed, _number(calibration) if set_aside else 0)
-    if found == "images":
-        return stored(dataclasses.replace(scan(path, calibration, seed), sized=True), path, how)
-    if found == "coco":
-        return stored(coco.scan(path, calibration, seed, task), path, how)
-    return stored(yolo.scan(path, calibration, seed, classes, set_aside), path, how)
-
-
-def _number(calibration: int | Path) -> int:
-    return 0 if isinstance(calibration, Path) else calibration
 
 
 def meta(data: DataSpec) -> dict[str, Any]:

@@ -53,8 +53,7 @@ class Labels:
         if empty:
             more = f" (and {len(empty) - 1} more)" if len(empty) > 1 else ""
             self.warnings.append(f"class {empty[0]!r}{more} is in no image")
-        task = "pose" if "keypoints" in has else "segment" if "masks" in has else "detect"
-        about: dict[str, Any] = {"task": task, "has": has, "warnings": self.warnings}
+        about: dict[str, Any] = {"has": has, "warnings": self.warnings}
         if self.keypoints:
             about["keypoints"] = list(self.keypoints)
         return Annotations(about, self._truth)

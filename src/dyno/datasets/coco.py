@@ -14,19 +14,37 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from dyno.datasets.boxes import Found, Labels, checked_box, checked_keypoints, checked_polygon, polygon_area
+from dyno.datasets.data_format import DataFormat, Wanted
 from dyno.datasets.photos import Annotations, Listing, Photo, Sizes, images, loose, name_below, printable
 from dyno.worker.spec import UserError
 
 SPLITS = ("val", "test")  # of which images are tested on; COCO's own test images come without annotations
 OTHER = ("captions", "image_info", "panoptic", "stuff")  # files of COCO that hold no objects
-KINDS = {"pose": "person_keypoints", "": "instances", "detect": "instances", "segment": "instances"}
+INSTANCES, KEYPOINTS = "instances", "person_keypoints"  # what files begin with
 LARGEST = 1e12  # no image has such a coordinate or area
 SEEN = 20  # images that decide which folder they are all in
 
 
-def scan(path: Path, calibration: int | Path, seed: int, task: str = "") -> Listing:
-    """List the images of an annotation file, or of the folder above annotations/; `task` chooses between two files."""
-    file = path if path.is_file() else chosen(path, task)
+class Coco(DataFormat):
+    """An annotation file, or the folder above annotations/, where two files are told apart by what is needed."""
+
+    name = "coco"
+    described = "COCO's format"
+    suffixes = (".json",)
+    labels = "objects"
+
+    def fits(self, path: Path) -> bool:
+        return any((path / "annotations").glob("*.json")) if path.is_dir() else path.suffix in self.suffixes
+
+    def scan(self, path: Path, wanted: Wanted) -> Listing:
+        return _scan(path, wanted.calibration, wanted.seed, wanted.needs)
+
+
+COCO = Coco()
+
+
+def _scan(path: Path, calibration: int | Path, seed: int, needs: str) -> Listing:
+    file = path if path.is_file() else chosen(path, needs)
     about = _read(file)
     folder = _image_folder(file, about.images)
     shown = path if path.is_dir() else folder
@@ -42,14 +60,15 @@ def scan(path: Path, calibration: int | Path, seed: int, task: str = "") -> List
     return Listing(name, about.classes, found, own, sources=[file], annotate=about.annotate)
 
 
-def chosen(folder: Path, task: str = "") -> Path:
-    """The annotation file below the folder that fits the task; a `UserError` when several do."""
+def chosen(folder: Path, needs: str = "") -> Path:
+    """The annotation file below the folder that has what is needed; a `UserError` when several do."""
     files = [file for file in sorted((folder / "annotations").glob("*.json")) if not file.name.startswith(OTHER)]
     if len(files) == 1:
         return files[0]
     for split in SPLITS:
         here = [file for file in files if split in file.stem]
-        fitting = [file for file in here if file.name.startswith(KINDS[task])] or here
+        first = KEYPOINTS if needs == "keypoints" else INSTANCES
+        fitting = [file for file in here if file.name.startswith(first)] or here
         if len(fitting) == 1:
             return fitting[0]
         if fitting:

@@ -8,10 +8,52 @@ from pathlib import Path
 
 import numpy as np
 
+from dyno.datasets.data_format import DataFormat, Wanted
 from dyno.datasets.photos import EXTENSIONS, Listing, images, loose, name_below, printable, spread
 from dyno.datasets.photos import Photo as Photo
 from dyno.datasets.standard import COUNT, all_known, readable, synsets
 from dyno.worker.spec import UserError
+
+
+class ClassFolders(DataFormat):
+    """`DIR/<class>/…` or `DIR/{train,test|val}/<class>/…` (test before val).
+
+    A label is the class folder's place in the folders' order by Unicode code point; train/ decides the order where
+    there is one. Where the model tells 1,000 classes apart and each folder is named by a synset of ImageNet's 1,000
+    classes, it is the place among those.
+    """
+
+    name = "classes"
+    described = "class folders"
+    labels = "classes"
+    fallback = True
+
+    def fits(self, path: Path) -> bool:
+        return path.is_dir() and not IMAGES.fits(path)
+
+    def scan(self, path: Path, wanted: Wanted) -> Listing:
+        return scan(path, wanted.calibration, wanted.seed, wanted.train, wanted.outputs)
+
+
+class LooseImages(DataFormat):
+    """Images without class folders or annotations: fit to time and to compare outputs on, not to be right about."""
+
+    name = "images"
+    described = "images alone"
+    fallback = True
+
+    def fits(self, path: Path) -> bool:
+        if not path.is_dir():
+            return False
+        folders = any(inner.is_dir() and not inner.name.startswith(".") for inner in path.iterdir())
+        return not folders and bool(images(path))
+
+    def scan(self, path: Path, wanted: Wanted) -> Listing:
+        return replace(scan(path, wanted.calibration, wanted.seed, wanted.train), sized=wanted.objects)
+
+
+CLASS_FOLDERS = ClassFolders()
+IMAGES = LooseImages()
 
 
 def scan(folder: Path, calibration: int | Path, seed: int, train: bool = False, outputs: int = 0) -> Listing:
@@ -22,8 +64,6 @@ def scan(folder: Path, calibration: int | Path, seed: int, train: bool = False, 
     """
     if not folder.is_dir():
         raise UserError(f"no data folder {folder}" if not folder.exists() else f"{folder} is not a folder")
-    if isinstance(calibration, int) and calibration < 0:
-        raise UserError(f"the number of calibration images can't be {calibration}")
     try:
         test_root, train_root = _roots(folder)
         if train and train_root is None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from dyno.datasets.data_format import DataFormat, Wanted
 from dyno.datasets.photos import (
     Annotations,
     Listing,
@@ -45,12 +46,33 @@ class _About:
     lost: str = ""  # what is wrong with the images to train on, of which calibration images would be taken
 
 
-def scan(path: Path, calibration: int | Path, seed: int, classes: int = 0, set_aside: bool = True) -> Listing:
-    """List the images that data.yaml, or a folder with images/ and labels/, is about.
+class Yolo(DataFormat):
+    """What data.yaml, or a folder with images/ and labels/, is about."""
 
-    `classes` is how many the model tells apart; it counts where nothing names them. `set_aside`: where there are no
-    images to train on, test images will serve for calibration, which is warned of.
-    """
+    name = "yolo"
+    described = "YOLO's format"
+    suffixes = (".yaml", ".yml")
+    labels = "objects"
+
+    def fits(self, path: Path) -> bool:
+        """Whether there is a data.yaml, or label files where YOLO looks for them."""
+        if not path.is_dir():
+            return path.suffix in self.suffixes
+        if any(path.glob("data.y*ml")):
+            return True
+        beside = [path / "labels", *(path / split / "labels" for split in ("val", "valid", "test", "train"))]
+        found = (next(labels.rglob("*.txt"), None) for labels in beside if (labels.parent / "images").is_dir())
+        return any(file is not None for file in found)
+
+    def scan(self, path: Path, wanted: Wanted) -> Listing:
+        return _scan(path, wanted.calibration, wanted.seed, wanted.outputs, wanted.set_aside)
+
+
+YOLO = Yolo()
+
+
+def _scan(path: Path, calibration: int | Path, seed: int, classes: int, set_aside: bool) -> Listing:
+    """`classes` counts where nothing names them. `set_aside`: what is lost of the images to train on is warned of."""
     about = _bare(path) if path.is_dir() and _yaml(path) is None else _described(_yaml(path) or path)
     test = [Photo(file, name_below(file, about.folder), -1, "test") for file in about.test]
     labels = {photo.path: label_file(photo.path) for photo in test}

@@ -18,7 +18,7 @@ from dyno.planning.checks import check_device
 from dyno.planning.plan import Planned, expand
 from dyno.store import CONFIRMATION, Cache, Run
 from dyno.study import Study
-from dyno.worker import registry, system
+from dyno.worker import system
 from dyno.worker.record import TIMING, Record, replacing, write_record
 from dyno.worker.spec import Artifact, Job, Recipe, Trial
 
@@ -81,7 +81,7 @@ def _confirm(run: Run, trials: list[Trial], times: int, files: Files, progress: 
                 run.store(trial, number, made, CONFIRMATION)
                 continue
             folder = run.fresh(trial, number, CONFIRMATION)
-            progress.start(trial, number)
+            progress.start(trial, number, "confirmation")
             # Counted from 1: round 0 is the one that answers all images, and that is known of a confirmed trial.
             job = Job("run", trial.runtime, trial, number + 1, artifact=made)
             progress.done(trial, launch_in_turn(job, folder, trial.plan.timeout_s, progress))
@@ -154,6 +154,7 @@ class Files:
         self.progress = progress
         self.cache = Cache()
         self.made: dict[str, Artifact | Record] = {}
+        self.built = 0  # files that were made and not found in the cache
 
     def all(self, trials: Iterable[Trial]) -> dict[str, Artifact | Record]:
         """The file of each trial by the trial's id; a record that says why where it could not be made."""
@@ -161,7 +162,7 @@ class Files:
 
     def file(self, recipe: Recipe) -> Artifact | Record:
         """The file this recipe makes, from the cache when everything that shaped it is the same."""
-        key = self.cache.key(recipe, lambda name: registry.find(name).requires)
+        key = self.cache.key(recipe)
         if key not in self.made:
             self.made[key] = self._make(recipe, key)
         return self.made[key]
@@ -207,6 +208,7 @@ class Files:
                 said[PRINTED] = text
         if record.status != "ok":
             return Record(record.status, record.stage, record.reason, system=record.system, facts=said)
+        self.built += 1
         made, wrong = self.cache.find(key)
         return made or Record("failed", record.stage, wrong or "the file was made but is not in the cache")
 

@@ -13,10 +13,10 @@ from typing import Any
 from dyno.planning.plan import Planned
 from dyno.store import Run, card, sha256_of
 from dyno.study import Choice, Study, model_name
-from dyno.worker import system
+from dyno.worker import registry, system
 from dyno.worker.nets.local_code import sha256_with_imports
 from dyno.worker.record import read_record, replacing, write_json
-from dyno.worker.spec import MODEL_FILES, SCHEMA, Job, ModelSpec, Recipe, Trial, UserError, digest, from_json
+from dyno.worker.spec import SCHEMA, Job, ModelSpec, Recipe, Trial, UserError, digest, from_json
 
 DISTRIBUTIONS = ("inference-dyno", "numpy", "torch", "torchvision", "timm", "onnx", "onnxruntime", "openvino")
 # What may differ when the same folder is used again: none of them changes a number that is already stored.
@@ -196,7 +196,7 @@ def _renamed(trial: Trial, name: str) -> Trial:
 def _moved(old: ModelSpec, new: ModelSpec) -> bool:
     """Whether the new model takes the old one's place: its file is gone, or both are the same wherever they lie."""
     place = _place(old)
-    gone = place.suffix in (".py", *MODEL_FILES) and not place.exists()
+    gone = (place.suffix == ".py" or registry.format_of(place)) and not place.exists()
     return old.name == new.name and (gone or _content(old) == _content(new))
 
 

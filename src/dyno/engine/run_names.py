@@ -8,7 +8,8 @@ from pathlib import Path
 
 from dyno.engine.run_folder import contradictions, differences, earlier, measured
 from dyno.study import Study, model_name
-from dyno.worker.spec import MODEL_FILES, UserError
+from dyno.worker import registry
+from dyno.worker.spec import UserError
 
 RUNS = Path("runs")
 LIBRARIES = ("torchvision", "timm", "ultralytics", "fake")  # whose models are known by their names alone
@@ -25,7 +26,7 @@ def folder_name(models: Sequence[str]) -> str:
 def _name(source: str) -> str:
     place, _, _ = source.rpartition(":")
     name = model_name(source)
-    if place in ("", *LIBRARIES) or source.endswith(MODEL_FILES):
+    if place in ("", *LIBRARIES) or registry.format_of(source):
         return name
     module = Path(place).stem if place.endswith(".py") else place.rpartition(".")[2]
     return name if module == name else f"{module}-{name}"

@@ -1,4 +1,4 @@
-"""`dyno time ENGINE --batches min,opt,max,random`: the stress test of a dynamic engine, in a process of its own."""
+"""`dyno stress`: the stress test of a dynamic engine, in a process of its own."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from dyno.jobs.progress import Progress
 from dyno.planning.plan import expand
 from dyno.study import Study
 from dyno.worker.record import Record
-from dyno.worker.spec import STRETCHES, Artifact, Job, Trial, UserError
+from dyno.worker.spec import PHASES, Artifact, Job, Trial, UserError
 
 SLOWEST_S = 1.0  # per batch, its check included, before the job counts as hung
 CHANGING = ("onnxruntime", "tensorrt", "tensorrt_rtx", "fake")
 WHO = "ONNX Runtime and TensorRT"
-REMEDY = "export or build it with a dynamic batch, or omit --batches"
+REMEDY = "export or build it with a dynamic batch"
 
 
-def kinds_of(text: str) -> list[str]:
+def phases_of(text: str) -> list[str]:
     """`min,opt,max,random` or numbers, as a list; anything else is a `UserError`."""
     found = [part.strip() for part in text.split(",") if part.strip()]
-    wrong = [kind for kind in found if kind not in STRETCHES and not (kind.isdecimal() and int(kind) > 0)]
+    wrong = [name for name in found if name not in PHASES and not (name.isdecimal() and int(name) > 0)]
     if wrong or not found:
         raise UserError(
-            f"--batches takes {', '.join(STRETCHES)} and numbers from 1 on, not {', '.join(wrong) or 'nothing'}"
+            f"--batches takes {', '.join(PHASES)} and numbers from 1 on, not {', '.join(wrong) or 'nothing'}"
         )
     return list(dict.fromkeys(found))
 
 
-def run(study: Study, kinds: list[str], iterations: int, folder: Path) -> int:
+def run(study: Study, phases: list[str], iterations: int, folder: Path) -> int:
     """Test every trial of the study, print its table; 0 when all held, 1 for a wrong output or growing memory, 3 when
     a test could not be finished."""
     if iterations < 1:
@@ -48,16 +48,17 @@ def run(study: Study, kinds: list[str], iterations: int, folder: Path) -> int:
             raise UserError(one.refusal)
         trial = replace(one.trial, dims=replace(one.trial.dims, batch=0))
         if trial.backend not in CHANGING:
-            raise UserError(f"--batches tests a session that takes several batches; {trial.backend} has none, {WHO} do")
+            raise UserError(f"a stress test changes the batch; {trial.backend} takes one alone, {WHO} take several")
         made = Files(progress).file(trial.recipe) if trial.recipe else None
         if isinstance(made, Record):
             raise UserError(f"{trial.label}: {made.reason}")
         _check_free(trial, made)
-        where = folder / "endure" / str(number)
-        job = Job("endure", trial.runtime, trial, artifact=made, options={"batches": kinds, "iterations": iterations})
-        timeout = max(trial.plan.timeout_s, iterations * len(kinds) * SLOWEST_S)
-        progress.start(trial, 0)
-        record = launch_in_turn(job, where, timeout, progress)
+        where = folder / "stress" / str(number)
+        job = Job("stress", trial.runtime, trial, artifact=made, options={"phases": phases, "iterations": iterations})
+        timeout = max(trial.plan.timeout_s, iterations * len(phases) * SLOWEST_S)
+        with progress.running([]):
+            progress.other(f"stress test of {trial.label}: {len(phases)} phases of {iterations:,} batches")
+            record = launch_in_turn(job, where, timeout, progress)
         stored = where / "samples.npz"
         _print(trial.label, record, read_npz(stored) if stored.exists() else {})
         codes.append(_code(record))
@@ -68,29 +69,29 @@ def _check_free(trial: Trial, made: Artifact | None) -> None:
     """Refuse what takes one batch and no other, before a process is started for it."""
     first = [t.shape[0] for t in made.inputs if t.shape] if made else []
     if first and all(isinstance(size, int) for size in first):
-        raise UserError(f"{trial.model.name} takes batch {first[0]} alone, so --batches can't change it; {REMEDY}")
+        raise UserError(f"{trial.model.name} takes batch {first[0]} alone, and a stress test changes it; {REMEDY}")
 
 
 def _code(record: Record) -> int:
     if record.status != "ok":
         return 3
-    return int(not all(stretch["ok"] for stretch in record.facts["endurance"].values()))
+    return int(not all(phase["ok"] for phase in record.facts["stress"].values()))
 
 
 def _print(title: str, record: Record, samples: dict[str, np.ndarray]) -> None:
-    phases = record.facts.get("endurance", {})
+    phases = record.facts.get("stress", {})
     print(export([stress_table.table(title, phases, samples)]), end="")
     if record.status != "ok":
         print(f"{record.status}: {record.reason}")
-    for kind, stretch in phases.items():
-        print(_sentence(kind, stretch))
+    for name, phase in phases.items():
+        print(_sentence(name, phase))
 
 
-def _sentence(kind: str, stretch: dict[str, Any]) -> str:
-    if stretch["wrong"]:
+def _sentence(name: str, phase: dict[str, Any]) -> str:
+    if phase["wrong"]:
         return (
-            f"{kind}: {stretch['wrong']} of {stretch['iterations']} batches differ from the reference by more than "
-            f"{stretch['tolerance']:g} of its largest value"
+            f"{name}: {phase['wrong']} of {phase['iterations']} batches differ from the reference by more than "
+            f"{phase['tolerance']:g} of its largest value"
         )
-    grown = max(stretch["device_growth"], stretch["host_growth"])
-    return f"{kind}: every output right" + ("" if stretch["ok"] else f", but memory grew by {show(grown, 'bytes')}")
+    grown = max(phase["device_growth"], phase["host_growth"])
+    return f"{name}: every output right" + ("" if phase["ok"] else f", but memory grew by {show(grown, 'bytes')}")

@@ -15,7 +15,6 @@ from rich.text import Text
 from dyno.worker.record import Record
 from dyno.worker.spec import Recipe, Trial
 
-OVERHEAD_S = 5.0  # a first guess at a job's start and load, until jobs of the same trial have been seen
 SHOWN = 6
 COLOURS = {"ok": "green", "skipped": "yellow"}
 
@@ -31,7 +30,9 @@ class Progress:
         self.total = 0
         self.seconds: dict[str, float] = {}
         self.lines: list[Text] = []
+        self.job: Trial | None = None
         self.now = ""
+        self.step = ""
         self.stage = ""
         self.since = time.monotonic()
 
@@ -69,9 +70,11 @@ class Progress:
         """Something that the user should know of, whatever begins next."""
         self._say(Text(line, "yellow"))
 
-    def start(self, trial: Trial, number: int) -> None:
-        """A job begins."""
-        self._begin(f"{trial.label}  round {number + 1}")
+    def start(self, trial: Trial, number: int, what: str = "round") -> None:
+        """A job begins, the round (or confirmation) of that number, counted from 0."""
+        step = f"{what} {number + 1} of {trial.plan.rounds}"
+        self._begin(f"{trial.label}  {step}")
+        self.job, self.step = trial, step
 
     def tick(self, stage: str, elapsed: float) -> None:
         """The running job's stage."""
@@ -89,16 +92,22 @@ class Progress:
             self.left.remove(trial)
         if stored:
             return
-        self.seconds[trial.id] = record.seconds
+        if self.step:  # else it was not started, for want of its file
+            self.seconds[trial.id] = time.monotonic() - self.since  # start of the process and import included
+        width = len(str(self.total))
         text = Text.assemble(
+            (f"{self.total - len(self.left):{width}}/{self.total} ", "dim"),
             (f"{record.status:8}", COLOURS.get(record.status, "red")),
             f" {trial.label}",
+            (f"  {self.step}" if self.step else "", "dim"),
             (f"  {record.reason}" if record.reason else f"  {record.seconds:.1f} s", "dim"),
         )
         self._say(text)
+        self.job, self.step = None, ""
 
     def _begin(self, what: str) -> None:
         self.now, self.stage, self.since = what, "start", time.monotonic()
+        self.job, self.step = None, ""
 
     def _say(self, line: Text) -> None:
         if self.quiet:
@@ -108,25 +117,29 @@ class Progress:
         else:
             self.lines = [*self.lines[-SHOWN:], line]
 
-    def remaining(self) -> float:
-        """Estimated seconds until the study ends."""
-        return max(0.0, sum(self._expected(trial) for trial in self.left) - (time.monotonic() - self.since))
-
-    def _expected(self, trial: Trial) -> float:
-        plan = trial.plan
-        budget = OVERHEAD_S + len(plan.boundaries) * (plan.warmup_s / 2 + min(plan.seconds, 60.0) / 2)
-        return self.seconds.get(trial.id, budget)
+    def remaining(self) -> float | None:
+        """Estimated seconds until the study ends, by the jobs that have ended; None before the first one has."""
+        if not self.seconds:
+            return None
+        usual = sum(self.seconds.values()) / len(self.seconds)
+        expected = sum(self.seconds.get(trial.id, usual) for trial in self.left)
+        if self.job is None:
+            return expected
+        return expected - min(self.seconds.get(self.job.id, usual), time.monotonic() - self.since)
 
     def _render(self) -> Group:
-        finished = self.total - len(self.left)
+        now = Text.assemble("now  ", (self.now, "bold"), f"  {self.stage}  for {_clock(time.monotonic() - self.since)}")
+        if not self.total:
+            return Group(*self.lines, now)
+        finished, remaining = self.total - len(self.left), self.remaining()
         grid = Table.grid(padding=(0, 2))
         grid.add_row(
-            ProgressBar(max(1, self.total), finished, width=30),
+            ProgressBar(self.total, finished, width=30),
             f"{finished}/{self.total} jobs",
-            f"about {_clock(self.remaining())} left",
+            f"about {_clock(remaining)} left" if remaining and remaining >= 1 else "",  # 0:00 might stay for minutes
         )
-        now = Text.assemble("now  ", (self.now, "bold"), f"  {self.stage}  {time.monotonic() - self.since:.0f} s")
-        following = ", ".join(dict.fromkeys(trial.label for trial in self.left[1:3]))
+        coming = self.left[1:] if self.job else self.left
+        following = ", ".join(dict.fromkeys(trial.label for trial in coming[:2]))
         return Group(*self.lines, grid, now, Text(f"then {following}" if following else "", "dim"))
 
 

@@ -9,28 +9,32 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dyno.study import Study, model_name
-from dyno.worker.spec import ENGINE_FILES, MODEL_FILES, UserError
+from dyno.worker import registry
+from dyno.worker.spec import UserError
 
 T = TypeVar("T")
+ONE_ROUND: dict[str, Any] = {"rounds": 1}
+# Throughput is what the evaluation itself shows, with reading and ranking in it; latencies are for orientation.
+EVALUATION: dict[str, Any] = {
+    "batches": (8,), "seconds": 1.0, "warmup": 0.5, "boundaries": ("model", "all"), "confirm": 0, "search": False,
+}  # fmt: skip
 
 
 def study_of(model: str, defaults: Mapping[str, Any], asked: Mapping[str, Any]) -> Study:
     """One round of the model under the backend its kind of file is for; `asked` goes before a command's `defaults`."""
     backend, device = usual(model)
-    fields = {"backends": (backend,), "device": device, "rounds": 1, **defaults}
-    if Path(model).suffix in MODEL_FILES:  # a file may take one batch only, and knows which
+    fields = {"backends": (backend,), "device": device, **ONE_ROUND, **defaults}
+    if registry.format_of(model):  # a file may take one batch only, and knows which
         fields.pop("batches", None)
     return Study(models=(model,), **{**fields, **asked})
 
 
 def usual(model: str) -> tuple[str, str]:
     """The backend and the device that a model is timed on when nobody says: by the kind of file it is."""
-    from dyno.planning.model_info import engine_backend
-
-    path = Path(model)
-    if path.suffix in ENGINE_FILES and path.is_file():
-        return engine_backend(path), "cuda:0"
-    return {".onnx": "onnxruntime", ".xml": "openvino"}.get(path.suffix, "pytorch"), "cpu"
+    kind = registry.format_of(model)
+    if kind is None:
+        return "pytorch", "cpu"
+    return (kind.usual(Path(model)) if Path(model).is_file() else kind.backend), kind.device
 
 
 def new_folder(command: str, models: Sequence[str]) -> Path:

@@ -12,7 +12,7 @@ from dyno import datasets
 from dyno.datasets import Progress
 from dyno.store import cache_dir
 from dyno.study import Choice, Study
-from dyno.worker import registry
+from dyno.worker import registry, tasks
 from dyno.worker.spec import DataSpec, ModelSpec, UserError
 
 if TYPE_CHECKING:
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 QUIET_S = 1.0  # decoding that is done sooner shows nothing
-FORMATS = {"coco": "COCO's format", "yolo": "YOLO's format", "classes": "class folders"}
-NEEDS = {"segment": "masks", "pose": "keypoints"}
 CALIBRATED = {"int8", "fp8"}  # precisions whose ranges are taken from images
 RANKED = {"int8", "fp16"}  # precisions whose layers are ranked on images, where some are to be kept higher
 
@@ -50,23 +48,18 @@ def prepared(
     if study.data == "digits":
         return _digits(cache, model, size, outputs)
     path, outputs = Path(study.data), outputs or model.classes or 0
-    kind = datasets.kind(path)
-    annotated = kind in ("coco", "yolo") or (kind == "images" and model.task != "classify")
-    if kind != "images" and annotated != (model.task != "classify"):
-        wanted = "class folders" if annotated else "annotations in COCO's or YOLO's format, or one folder of images"
-        raise UserError(f"{study.data} is in {FORMATS[kind]}, but {model.name} is for {model.task}; give {wanted}")
-    if study.budget and kind == "images" and annotated:
+    kind, task = datasets.format_of(path), tasks.find(model.task)
+    objects = task.labels == "objects"
+    if kind.labels not in ("", task.labels):
+        wanted = "annotations in COCO's or YOLO's format, or one folder of images" if objects else "class folders"
+        raise UserError(f"{study.data} is in {kind.described}, but {model.name} is for {model.task}; give {wanted}")
+    if study.budget and objects and not kind.labels:
         raise UserError(f"a budget needs boxes, and {study.data} has none; give annotations in COCO's or YOLO's format")
     more: dict[str, Any] = {"calibration": Path(study.calibration)} if study.calibration else {}
     more |= {"on_unreadable": study.unreadable, "channels": model.channels, "set_aside": calibrates(study)}
+    more |= {"objects": objects, "needs": task.needs, "outputs": outputs}
     with decoding(console) as progress:
-        if annotated:
-            more |= {"task": model.task, "classes": outputs}
-            data = datasets.annotated(path, cache, size, model.preprocess, progress=progress, **more)
-        else:
-            data = datasets.class_folders(
-                path, cache, size, model.preprocess, progress=progress, outputs=outputs, **more
-            )
+        data = datasets.load(path, cache, size, model.preprocess, progress=progress, **more)
     about = datasets.meta(data)
     _check(study.data, about, model, outputs)
     say_left_out(about, console)
@@ -109,7 +102,8 @@ def _digits(cache: Path, model: ModelSpec, size: tuple[int, int], outputs: int) 
 def _check(name: str, about: dict[str, Any], model: ModelSpec, outputs: int) -> None:
     """Refuse labels that mean something else to the model."""
     has, classes = about.get("has", []), len(about["classes"])
-    if (needed := NEEDS.get(model.task)) and has and needed not in has:
+    needed = tasks.find(model.task).needs
+    if needed and has and needed not in has:
         raise UserError(
             f"{model.name} is for {model.task}, but {name} has no {needed} for all objects; "
             f"give data with {needed}, or a network for detect"

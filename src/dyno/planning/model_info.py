@@ -12,15 +12,13 @@ from dyno.jobs.launcher import launch
 from dyno.planning.interpreters import missing, runtime_of
 from dyno.sources import input_options
 from dyno.sources.model_files import stored_source
-from dyno.store import cache_dir, code_file, makers, sha256_of, versions
+from dyno.store import cache_dir, code_file, makers, outside, sha256_of, versions
 from dyno.study import Choice, Study, model_name, parse_size
 from dyno.worker import registry, system
 from dyno.worker.extras import install
 from dyno.worker.nets.local_code import sha256_with_imports
 from dyno.worker.record import Record, read_record
 from dyno.worker.spec import (
-    ENGINE_FILES,
-    MODEL_FILES,
     SAVED,
     Dims,
     InputSpec,
@@ -63,7 +61,7 @@ def model_spec(study: Study, source: str) -> ModelSpec:
         common |= {"weights": str(path.resolve()), "weights_sha256": sha256_of(path)}
         if study.pretrained:
             raise UserError("--weights and --pretrained are two different sets of weights; give one of them")
-    if source.endswith(MODEL_FILES):
+    if registry.format_of(source):
         path = _existing(source, "model file")
         return ModelSpec(source=f"file:{path.resolve()}", source_sha256=sha256_of(path), **common)
     if source.endswith(SAVED) or source.startswith("saved:"):
@@ -91,7 +89,7 @@ def _no_model(source: str) -> str:
         )
     if "/" in source or Path(source).is_file() or Path(source).suffix in CHECKPOINTS:
         return (
-            f"{source} is no model file ({', '.join(MODEL_FILES)}); weights go with their network "
+            f"{source} is no model file ({', '.join(registry.suffixes())}); weights go with their network "
             f"(torchvision:resnet50 --weights {source}), and a function is FILE.py:FUNCTION"
         )
     return f"model {source!r} doesn't say where it comes from; write torchvision:{source} or timm:{source}"
@@ -146,10 +144,11 @@ def look(model: ModelSpec, study: Study) -> tuple[ModelSpec, dict[str, Any]]:
         "asked": input_options.asked(study.inputs, study.shapes),
         "task": study.task,
     }
-    reader = engine_backend(Path(model.file)) if model.file.endswith(ENGINE_FILES) else ""
+    kind = registry.format_of(model.file)
+    reader = kind.usual(Path(model.file)) if kind and kind.on_device else ""
     where = _looking(model, reader, study)
     libraries = registry.find(reader).requires if reader else LOOK_LIBRARIES
-    key = digest([model, options, where, makers(), versions(where, libraries)])[:24]
+    key = digest([model, options, where, makers(*outside(kind)), versions(where, libraries)])[:24]
     folder = cache_dir() / "looks" / key
     record = read_record(folder)
     if record is None or record.status != "ok":
@@ -164,7 +163,7 @@ def look(model: ModelSpec, study: Study) -> tuple[ModelSpec, dict[str, Any]]:
     found = record.facts
     channels = found.get("channels", study.channels)
     preprocess = normalised(from_json(Preprocess, found["preprocess"]), study, channels)
-    task, points = found.get("task", "classify"), tuple(found.get("keypoints", ()))
+    task, points = found.get("task", model.task), tuple(found.get("keypoints", ()))
     described = tuple(from_json(InputSpec, each) for each in found.get("inputs", ()))
     model = replace(model, task=task, classes=found.get("classes", model.classes), keypoints=points, inputs=described)
     return replace(model, preprocess=preprocess, channels=channels, precision=found.get("precision", "")), found
@@ -181,12 +180,6 @@ def _looking(model: ModelSpec, name: str, study: Study) -> Runtime:
     if runtime.device == "cpu":
         raise UserError(f"{model.name} is an engine for a GPU; say which with --device cuda:0")
     return runtime
-
-
-def engine_backend(path: Path) -> str:
-    """The backend whose engine the file is, by its first bytes; TensorRT's where they say nothing."""
-    with open(path, "rb") as f:
-        return "tensorrt_rtx" if f.read(4) == b"vtrt" else "tensorrt"
 
 
 def _keep(made: Path, folder: Path) -> None:

@@ -10,13 +10,12 @@ from dyno.datasets import meta
 from dyno.planning.checks import check_threads
 from dyno.planning.images import prepared
 from dyno.planning.interpreters import installed, missing, placed, runtime_of
-from dyno.planning.model_info import Died, batches, engine_backend, file_shapes, look, model_spec, sizes
+from dyno.planning.model_info import Died, batches, file_shapes, look, model_spec, sizes
 from dyno.planning.routes import routed
 from dyno.study import Choice, Study, model_name, parse_size, runtimes
-from dyno.worker import registry, system
+from dyno.worker import registry, system, tasks
 from dyno.worker.extras import install
 from dyno.worker.spec import (
-    ENGINE_FILES,
     DataSpec,
     Dims,
     ModelSpec,
@@ -126,10 +125,7 @@ def _ways(study: Study, choices: list[Choice], model: ModelSpec) -> list[tuple[C
 
 def _reads(name: str, model: ModelSpec) -> bool:
     """Whether the backend can run the model at all; one that says nothing of files may."""
-    if model.file.endswith(ENGINE_FILES):
-        return name == engine_backend(Path(model.file))
-    files = registry.find(name).files
-    return not model.file or files is None or model.file.endswith(files)
+    return not model.file or registry.find(name).reads(model.file)
 
 
 def _check_reference(wanted: str, planned: list[Planned]) -> None:
@@ -146,7 +142,7 @@ def _check_reference(wanted: str, planned: list[Planned]) -> None:
 
 def _check_budget(study: Study, model: ModelSpec, data: DataSpec, outputs: int) -> None:
     """Refuse a budget that nothing here could be held against: everything would seem to be within it."""
-    fitting = ("top1", "top5") if model.task == "classify" else ("mAP",)
+    fitting = tasks.find(model.task).metrics
     for metric in study.budget:
         if metric not in fitting:
             raise UserError(f"{model.name} is for {model.task}, which {metric} says nothing of; {fitting[0]} does")

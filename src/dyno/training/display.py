@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 HISTORY, CURVES = "history.csv", "curves.png"
 BEGUN = ("epoch", "evaluate")  # how the stages of a job begin in which nothing is refused any more
@@ -51,7 +51,7 @@ class TrainingView:
             yield
             self._lines()
             return
-        columns = (BarColumn(30), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+        columns = (BarColumn(30), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
         with Progress(*columns, console=self.console, transient=True) as self._bar:
             self._task = self._bar.add_task("start", total=self.epochs, completed=self._shown)
             yield

@@ -22,7 +22,7 @@ from dyno.training import split
 from dyno.training.display import CURVES, Row, TrainingView, chart, history
 from dyno.worker import registry, system
 from dyno.worker.record import Record, read_record, write_json
-from dyno.worker.spec import MODEL_FILES, DataSpec, Dims, Job, ModelSpec, Runtime, Trial, UserError, to_json
+from dyno.worker.spec import DataSpec, Dims, Job, ModelSpec, Runtime, Trial, UserError, to_json
 from dyno.worker.training.options import TrainOptions, options
 
 if TYPE_CHECKING:
@@ -92,6 +92,7 @@ def train(
     runtime: dict[str, dict[str, Any]] | None = None,
     resume: bool = False,
     quiet: bool = False,
+    advise: bool = True,
     **settings: Any,
 ) -> TrainingResult:
     """Train `model` (a source as of `Study`) on a folder of class folders, or `digits`, and evaluate the best weights.
@@ -99,7 +100,8 @@ def train(
     `settings` are the fields of `TrainOptions`: epochs, batch, optimizer, lr… Everything lies in `out` (default
     `runs/train-NAME`); a training that was stopped goes on from its last finished epoch when it is started again, and
     `resume` insists that there is one. `holdout` is the share of a folder without test/ that is tested on. `then` names
-    backends that the trained weights are measured under beside PyTorch. Raises `UserError`.
+    backends that the trained weights are measured under beside PyTorch. `advise` ends with the commands that measure
+    them. Raises `UserError`.
     """
     kinds = {**typing.get_type_hints(train), **typing.get_type_hints(TrainOptions)}
     check_types({**settings, "data": data, "out": out, "holdout": holdout, "weights": weights}, kinds)
@@ -120,16 +122,16 @@ def train(
     view = TrainingView(folder, chosen.epochs, quiet=quiet)
     with Run(folder).locked():
         plan = _planned(study, chosen, holdout, folder, view)
-        record = _run(plan, folder, view)
+        record, now = _run(plan, folder, view)
     result = _result(record, folder)
-    _tell(plan, record, result, view)
+    _tell(plan, record, result, view, now=now, advise=advise)
     return replace(result, engines=_engines(plan, result, quiet)) if then else result
 
 
 def _planned(study: Study, chosen: TrainOptions, holdout: float | None, folder: Path, view: TrainingView) -> Training:
     """Look at the model, find and decode the images: all that can be wrong before a training begins."""
     source = study.models[0]
-    if source.endswith(MODEL_FILES):
+    if registry.format_of(source):
         raise UserError(f"{source} can't be trained; give the PyTorch model it was exported from")
     study = replace(study, data=split.source(study.data, holdout, folder, chosen.seed))
     asked = model_spec(study, source)
@@ -142,8 +144,8 @@ def _planned(study: Study, chosen: TrainOptions, holdout: float | None, folder: 
     return Training(study, replace(model, classes=len(names)), size, training, test, chosen, names)
 
 
-def _run(plan: Training, folder: Path, view: TrainingView) -> Record:
-    """Do the job, and keep what became of it beside the weights."""
+def _run(plan: Training, folder: Path, view: TrainingView) -> tuple[Record, bool]:
+    """Do the job, and keep what became of it beside the weights; False where it was done before."""
     names = ", ".join(plan.classes[:5]) + (", …" if len(plan.classes) > 5 else "")
     opening = (
         f"training {plan.model.name} at {plan.size[0]}x{plan.size[1]} on {_count(plan.training)} images of "
@@ -152,7 +154,7 @@ def _run(plan: Training, folder: Path, view: TrainingView) -> Record:
     job = plan.job()
     if stored := _finished(job, folder):
         view.say(f"{opening}: trained already")
-        return stored
+        return stored, False
     begun = datetime.now(UTC).isoformat(timespec="seconds")
     _describe(plan, folder, {"status": "running", "started": begun})
     with view.running(opening):
@@ -163,7 +165,7 @@ def _run(plan: Training, folder: Path, view: TrainingView) -> Record:
     _describe(plan, folder, {**about, "result": record.facts, "system": record.system})
     if record.status != "ok":
         raise UserError(_why(record, plan, len(rows)))
-    return record
+    return record, True
 
 
 def _finished(job: Job, folder: Path) -> Record | None:
@@ -217,7 +219,9 @@ def _result(record: Record, folder: Path) -> TrainingResult:
     return TrainingResult(folder, folder / facts["weights"], facts["top1"], facts["top5"], best, history(folder))
 
 
-def _tell(plan: Training, record: Record, result: TrainingResult, view: TrainingView) -> None:
+def _tell(
+    plan: Training, record: Record, result: TrainingResult, view: TrainingView, *, now: bool, advise: bool
+) -> None:
     """The best weights' accuracy with its interval, and what to do with them."""
     from dyno.analysis.formatting import show
     from dyno.analysis.stats import wilson
@@ -226,13 +230,13 @@ def _tell(plan: Training, record: Record, result: TrainingResult, view: Training
     for note in facts["notes"]:
         view.say(f"note: {note}")
     share = wilson(facts["hits"], facts["count"])
-    five = f"top-5 {result.top5:.2f} %, " if len(plan.classes) > 5 else ""
+    five = f", top-5 {result.top5:.2f} %" if len(plan.classes) > 5 else ""
+    took = f", trained in {show(facts['seconds'], 'duration')}" if now else ""
     view.say(
         f"{result.weights}: epoch {result.best_epoch}, top-1 {result.top1:.2f} % [{100 * share.low:.2f}, "
-        f"{100 * share.high:.2f}] on {facts['count']} images in PyTorch fp32, {five}"
-        f"trained in {show(facts['seconds'], 'duration')}"
+        f"{100 * share.high:.2f}] on {facts['count']} images in PyTorch fp32{five}{took}"
     )
-    for command in ("eval", "run"):
+    for command in ("eval", "run") if advise else ():
         view.say(f"next: {next_command(command, plan, result.weights)}")
 
 

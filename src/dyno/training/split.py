@@ -12,7 +12,7 @@ from rich.console import Console
 
 from dyno import datasets
 from dyno.datasets.folders import Photo, scan
-from dyno.planning.images import FORMATS, decoding, prepared, say_left_out
+from dyno.planning.images import decoding, prepared, say_left_out
 from dyno.store import cache_dir
 from dyno.study import Study
 from dyno.worker.spec import DataSpec, ModelSpec, UserError
@@ -36,8 +36,8 @@ def source(data: str, holdout: float | None, out: Path, seed: int) -> str:
         return data
     if not folder.is_dir():
         raise UserError(f"no data folder {folder}" if not folder.exists() else f"{folder} is not a folder")
-    if (kind := datasets.kind(folder)) in ("coco", "yolo"):
-        raise UserError(f"{folder} is in {FORMATS[kind]}; only classifiers are trained here, give class folders")
+    if (kind := datasets.format_of(folder)).labels == "objects":
+        raise UserError(f"{folder} is in {kind.described}; only classifiers are trained here, give class folders")
     tested = any(_has_classes(folder / name) for name in ("test", "val"))
     learnt = _has_classes(folder / "train")
     if tested and not learnt:
@@ -117,9 +117,7 @@ def decoded(
     on_unreadable: datasets.OnUnreadable = "skip" if study.unreadable == "skip" else "refuse"
     images, cache = Path(study.data), cache_dir() / "datasets"
     with decoding(console) as progress:
-        found = datasets.class_folders(
-            images, cache, roomy, preprocess, 0, on_unreadable, progress, channels, train=True
-        )
+        found = datasets.load(images, cache, roomy, preprocess, 0, on_unreadable, progress, channels, train=True)
     say_left_out(datasets.meta(found), console)
     training = replace(found, split="train", count=datasets.meta(found)["splits"].get("train", 0))
     if not training.count:

@@ -1,11 +1,13 @@
-"""What a backend offers: recipes, files, sessions, and what of them it refuses; the registry finds one by its name."""
+"""What is added by name: a backend runs models, a maker makes files, a file format reads them."""
 
 from __future__ import annotations
 
 import hashlib
+import shutil
 import time
-from collections.abc import Mapping
-from dataclasses import replace
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from dyno.worker.spec import Artifact, Option, Recipe, Tensor, Trial, UserError,
 Arrays = Mapping[str, np.ndarray]
 
 
-class Session:
+class Session(ABC):
     """A loaded model that the timing loop drives: bind inputs, run, wait, fetch outputs.
 
     `slots` is how many batches can be in flight at once (throughput uses them all, latency only slot 0). `run` may
@@ -33,20 +35,20 @@ class Session:
         """The feeds where `bind` reads them fastest (on a GPU: page-locked memory); asked once, before any timing."""
         return feeds
 
+    @abstractmethod
     def bind(self, feeds: Arrays, slot: int = 0) -> None:
         """Put the inputs (host arrays by name) where `run` reads them; on a GPU this is the copy to the device."""
-        raise NotImplementedError
 
+    @abstractmethod
     def run(self, slot: int = 0) -> None:
         """Start one inference on what is bound."""
-        raise NotImplementedError
 
-    def wait(self, slot: int = 0) -> None:
+    def wait(self, slot: int = 0) -> None:  # noqa: B027 - an engine whose `run` returns when it is done has nothing to add
         """Return only when the slot's inference is done."""
 
+    @abstractmethod
     def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
         """The slot's outputs as host arrays by name; valid until the slot runs again."""
-        raise NotImplementedError
 
     def parts(self, feeds: Arrays) -> dict[str, float]:
         """Seconds of one inference from host to host, part by part; empty where they can't be told apart."""
@@ -70,12 +72,12 @@ class Session:
         `parameters`, `options`, `weights_sha256`, `build_s`… as far as it knows."""
         return {}
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - nor has one that Python frees
         """Give everything back."""
 
 
-class Backend:
-    """One way to run models (`load`), or to make files (`make`), or both.
+class Backend(ABC):
+    """One way to run models.
 
     `requires` are the distributions whose versions shape its results; `precisions`, `devices` and `options` what it can
     be asked for, `values` what an option may be (`option_values`), asked before anything runs, and `files` the suffixes
@@ -90,7 +92,6 @@ class Backend:
     options: tuple[str, ...] = ()
     values: Mapping[str, Check] = {}
     files: tuple[str, ...] | None = None
-    runs: bool = True
 
     def check_options(self, options: Mapping[str, Option]) -> None:
         """A `UserError` for an option that isn't this backend's, or a value that it never has."""
@@ -108,23 +109,94 @@ class Backend:
             return f"{self.name} has no {trial.precision} here (it has {', '.join(here)})"
         if trial.runtime.device.split(":")[0] not in self.devices:
             return f"{self.name} can't run on {trial.runtime.device} (it runs on {', '.join(self.devices)})"
+        file = trial.model.file
+        if file and self.files is not None and not file.endswith(self.files):
+            known = " and ".join(filter(None, (", ".join(self.files[:-1]), *self.files[-1:])))
+            return f"{self.name} reads {known or 'no model'} files, not {Path(file).name}"
         return ""
+
+    def reads(self, path: str) -> bool:
+        """Whether it can run the model file, as far as the file tells."""
+        return self.files is None or path.endswith(self.files)
 
     def recipe(self, trial: Trial) -> Recipe | None:
         """How the file that `load` needs is made; None when it needs no file."""
         return None
 
+    @abstractmethod
     def probe(self) -> dict[str, Any]:
         """Import the library and run one operation: version and devices, or `Unavailable` with what to install."""
-        raise NotImplementedError
 
+    @abstractmethod
     def load(self, trial: Trial, artifact: Artifact | None) -> Session:
         """Load the model for the trial's dims, precision, threads and device. Raises `Unavailable` or `UserError`."""
-        raise NotImplementedError
 
+
+class Maker(ABC):
+    """One step on the way to a file; a recipe names it. `requires` is as a backend's."""
+
+    name: str = ""
+    requires: tuple[str, ...] = ()
+
+    @abstractmethod
     def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
-        """Make the recipe's file in the folder."""
-        raise NotImplementedError
+        """Make the recipe's file in the folder, from the parent's where the recipe has one."""
+
+
+@dataclass(frozen=True)
+class FileContents:
+    """What a model file says of itself.
+
+    `batches` are the smallest, best and largest batch of an engine that was built for some; `task` what Dyno wrote of
+    what the network is for (`task_facts`); `image` what the exporter did of its images (`imgsz`, `batch`, `stride`);
+    and `flops` counts the operations at static shapes.
+    """
+
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    precision: str = "fp32"
+    batches: tuple[int, int, int] | None = None
+    task: Mapping[str, Any] = field(default_factory=dict)
+    image: Mapping[str, Any] = field(default_factory=dict)
+    flops: Callable[[Mapping[str, tuple[int, ...]]], int] | None = None
+
+
+class FileFormat(ABC):
+    """One kind of model file: how it is known and read, what belongs to it, and what runs it when nobody says.
+
+    `suffixes` begins with the one that is written; `backend` and `device` run such a file when nobody says; the recipes
+    of the backends in `builders` make one (`dyno build`). With `on_device` nothing but its backend on its device can
+    read it.
+    """
+
+    name: str = ""
+    suffixes: tuple[str, ...] = ()
+    backend: str = ""
+    device: str = "cpu"
+    builders: tuple[str, ...] = ()
+    on_device: bool = False
+
+    def usual(self, path: Path) -> str:
+        """The backend that runs this file when nobody says."""
+        return self.backend
+
+    def companions(self, path: Path) -> list[Path]:
+        """Other files that belong to the file, in a fixed order."""
+        return []
+
+    def copy(self, made: Path, out: Path) -> None:
+        """Copy the file with what belongs to it."""
+        shutil.copyfile(made, out)
+        for part in self.companions(made):
+            shutil.copyfile(part, out.with_suffix(part.suffix))
+
+    def recipe(self, trial: Trial) -> Recipe | None:
+        """How `dyno export` makes such a file of the trial's model; None where it doesn't."""
+        return None
+
+    @abstractmethod
+    def read(self, path: str, trial: Trial) -> FileContents:
+        """What the file says of itself; a `UserError` for one that is missing or damaged. Runs in a worker."""
 
 
 def derived(parent: Artifact, path: Path, precision: str, made_by: Mapping[str, Any], began: float) -> Artifact:

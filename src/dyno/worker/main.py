@@ -46,6 +46,7 @@ from dyno.worker.inputs import input_data
 from dyno.worker.journal import Journal
 from dyno.worker.record import Measurement, Record, save_arrays, write_record
 from dyno.worker.registry import find
+from dyno.worker.registry import maker as find_maker
 from dyno.worker.sessions import gpu
 from dyno.worker.spec import SCHEMA, Artifact, Job, NoRoute, Trial, Unavailable, UserError, from_json
 
@@ -134,6 +135,9 @@ def _evaluate(session: Session, trial: Trial, journal: Journal) -> None:
     journal.facts({"data": shown})
     for sentence in found.oddities:
         journal.warn(f"data: {sentence}")
+    own = [a for name, a in arrays.items() if name.startswith("output:") and len(a) > 1]
+    if own and all((a == a[:1]).all() for a in own):
+        journal.warn("the outputs are the same for every input: that they agree with another engine's proves little")
     bad = [name[7:] for name, a in arrays.items() if name.startswith("output:") and not np.isfinite(a).all()]
     if bad:
         journal.warn(f"output {', '.join(bad)} has values that are not finite")
@@ -161,30 +165,30 @@ def _inspect(session: Session, job: Job, journal: Journal) -> None:
     journal.facts(facts)
 
 
-def endure_trial(job: Job, journal: Journal) -> None:
-    """The stress test of a dynamic engine; every stretch is on disk before the next begins."""
-    from dyno.worker.jobs.stress import TOLERANCE, endure
+def stress_trial(job: Job, journal: Journal) -> None:
+    """The stress test of a dynamic engine; every phase is on disk before the next begins."""
+    from dyno.worker.jobs.stress import TOLERANCE, stress
 
     assert job.trial is not None
     trial, backend = job.trial, find(job.trial.backend)
     journal.record = replace(journal.record, system=system.describe(("numpy", *backend.requires)))
     session: Session = journal.timed("load", "load", lambda: backend.load(trial, job.artifact))
-    journal.stage("first stretch")
-    for found in endure(session, trial, job.options["batches"], int(job.options["iterations"])):
+    journal.stage("first phase")
+    for found in stress(session, trial, job.options["phases"], int(job.options["iterations"])):
         told = found.told(TOLERANCE[trial.precision])
-        journal.facts({"endurance": {**journal.record.facts.get("endurance", {}), found.kind: told}})
-        name = f"latency_{found.kind}"
+        journal.facts({"stress": {**journal.record.facts.get("stress", {}), found.name: told}})
+        name = f"latency_{found.name}"
         journal.samples[name] = found.seconds
         save_arrays(journal.folder / "samples.npz", journal.samples)
-        journal.add(Measurement("latency", "s", "duration", None, name, found.kind, "host", "samples"))
-        journal.stage(f"after {found.kind}")
+        journal.add(Measurement("latency", "s", "duration", None, name, found.name, "host", "samples"))
+        journal.stage(f"after {found.name}")
     session.close()
 
 
 def make_file(job: Job, journal: Journal) -> None:
     """Make the recipe's file and describe it, with the steps that led to it."""
     assert job.recipe is not None
-    maker = find(job.recipe.maker)
+    maker = find_maker(job.recipe.maker)
     journal.record = replace(journal.record, system=system.describe(("numpy", *maker.requires)))
     journal.stage(f"make {job.recipe.format} {job.recipe.precision}")
     start = time.perf_counter()
@@ -259,7 +263,7 @@ def take_home(job: Job, journal: Journal) -> None:
     journal.facts(snippets.write(job.trial, job.artifact, job.options, journal.folder))
 
 
-OTHER_JOBS = {"make": make_file, "probe": probe, "look": look_at, "train": train_model, "endure": endure_trial,
+OTHER_JOBS = {"make": make_file, "probe": probe, "look": look_at, "train": train_model, "stress": stress_trial,
               "peak": find_peak, "take": take_home}  # fmt: skip
 
 

@@ -12,16 +12,17 @@ from typing import TypeVar
 Declared = TypeVar("Declared")
 
 
-def declared(package: ModuleType, kind: type[Declared], group: str) -> dict[str, Declared]:
-    """Name -> object: instances of `kind` at the top of the package's modules, then those of the entry points' group.
+def declared(packages: ModuleType | tuple[ModuleType, ...], kind: type[Declared], group: str) -> dict[str, Declared]:
+    """Name -> object: instances of `kind` at the top of the packages' modules, then those of the entry points' group.
 
-    What the package declares wins over an entry point of the same name. An entry point that can't be loaded, or that
+    What a package declares wins over an entry point of the same name. An entry point that can't be loaded, or that
     gives another kind of object, is left out here and named by `broken`.
     """
     own: dict[str, Declared] = {}
-    for info in pkgutil.iter_modules(package.__path__):
-        module = importlib.import_module(f"{package.__name__}.{info.name}")
-        own |= {value.name: value for value in vars(module).values() if isinstance(value, kind)}  # type: ignore[attr-defined]
+    for package in packages if isinstance(packages, tuple) else (packages,):
+        for info in pkgutil.iter_modules(package.__path__):
+            module = importlib.import_module(f"{package.__name__}.{info.name}")
+            own |= {value.name: value for value in vars(module).values() if isinstance(value, kind)}  # type: ignore[attr-defined]
     others = {value.name: value for value in _loaded(group).values() if isinstance(value, kind)}  # type: ignore[attr-defined]
     return {**others, **own}
 

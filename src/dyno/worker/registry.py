@@ -1,53 +1,78 @@
-"""Which backends there are, and how one is found: by its class's name among the files of `backends/` and `makers/`."""
+"""Which backends, makers and file formats there are, and how one is found: by its name, here or in a plug-in."""
 
 from __future__ import annotations
 
 import importlib
-import inspect
-import pkgutil
-from collections.abc import Iterator
-from functools import lru_cache
-from typing import Any
+from functools import cache
+from pathlib import PurePath
+from typing import TypeVar
 
-from dyno.worker import backends, makers
-from dyno.worker.backend import Backend
+from dyno.worker import backends, makers, plugins
+from dyno.worker.backend import Backend, FileFormat, Maker
 from dyno.worker.spec import UserError, check_known
+
+Kind = TypeVar("Kind", Backend, Maker, FileFormat)
+ROOMS = (makers, backends)  # where Dyno's own are declared; those of one engine may share a file
+GROUPS: dict[str, type] = {"dyno.backends": Backend, "dyno.makers": Maker, "dyno.formats": FileFormat}
 
 
 def find(name: str) -> Backend:
-    """The backend of that name, or the class at `module:Class`; an unknown name is a `UserError` with the nearest."""
+    """The backend of that name, or the one at `module:NAME`; an unknown name is a `UserError` with the nearest."""
     if ":" in name:
-        module, _, attribute = name.partition(":")
-        try:
-            made = getattr(importlib.import_module(module), attribute)()
-        except Exception as e:  # someone else's code: whatever it raises is what is wrong with it
-            reason = (str(e).strip() or type(e).__name__).splitlines()[0]
-            raise UserError(f"backend {name!r} can't be loaded: {reason}") from e
-        if not isinstance(made, Backend):
-            raise UserError(f"backend {name!r} is not a dyno.worker.backend.Backend")
-        return made
-    if name not in _all():  # makers are found, but aren't named: nobody runs a model with one
+        return _outside(name, Backend, "backend")  # type: ignore[type-abstract]
+    if name not in _backends():
         check_known("backend", name, names())
-    return _all()[name]()
+    return _backends()[name]
 
 
 def names() -> list[str]:
-    """Names of the backends that run models, in alphabetical order; scripted ones (`fake`) left out."""
-    return sorted(name for name, cls in _all().items() if cls.runs and not name.startswith("fake"))
+    """Names of the backends, in alphabetical order; scripted ones (`fake`) left out."""
+    return sorted(name for name in _backends() if not name.startswith("fake"))
 
 
-@lru_cache(maxsize=1)
-def _all() -> dict[str, type[Backend]]:
-    return {cls.name: cls for module in _modules() for cls in _classes(module)}
+def maker(name: str) -> Maker:
+    """The maker of that name, or the one at `module:NAME`."""
+    if ":" in name:
+        return _outside(name, Maker, "maker")  # type: ignore[type-abstract]
+    check_known("maker", name, _makers())
+    return _makers()[name]
 
 
-def _modules() -> Iterator[Any]:
-    for room in (backends, makers):
-        for info in pkgutil.iter_modules(room.__path__):
-            yield importlib.import_module(f"{room.__name__}.{info.name}")
+@cache
+def formats() -> dict[str, FileFormat]:
+    """Every file format by its name."""
+    return plugins.declared(ROOMS, FileFormat, "dyno.formats")  # type: ignore[type-abstract]
 
 
-def _classes(module: Any) -> Iterator[type[Backend]]:
-    for _, cls in inspect.getmembers(module, inspect.isclass):
-        if issubclass(cls, Backend) and cls.name and cls.__module__.startswith(module.__name__):
-            yield cls
+def format_of(path: str | PurePath) -> FileFormat | None:
+    """The format of the model file, by its suffix; None for anything else."""
+    return next((each for each in formats().values() if str(path).endswith(each.suffixes)), None)
+
+
+def suffixes() -> tuple[str, ...]:
+    """The suffixes of model files."""
+    return tuple(suffix for each in formats().values() for suffix in each.suffixes)
+
+
+@cache
+def _backends() -> dict[str, Backend]:
+    return plugins.declared(ROOMS, Backend, "dyno.backends")  # type: ignore[type-abstract]
+
+
+@cache
+def _makers() -> dict[str, Maker]:
+    return plugins.declared(ROOMS, Maker, "dyno.makers")  # type: ignore[type-abstract]
+
+
+def _outside(name: str, kind: type[Kind], what: str) -> Kind:
+    """The object, or an instance of the class, at `module:NAME`."""
+    module, _, attribute = name.partition(":")
+    try:
+        made = getattr(importlib.import_module(module), attribute)
+        made = made() if isinstance(made, type) else made
+    except Exception as e:  # someone else's code: whatever it raises is what is wrong with it
+        reason = (str(e).strip() or type(e).__name__).splitlines()[0]
+        raise UserError(f"{what} {name!r} can't be loaded: {reason}") from e
+    if not isinstance(made, kind):
+        raise UserError(f"{what} {name!r} is not a {kind.__module__}.{kind.__name__}")
+    return made

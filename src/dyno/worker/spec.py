@@ -20,11 +20,8 @@ SCHEMA = 1
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "int8", "fp8")
 BOUNDARIES = ("model", "all", "throughput")
 PARTS = ("enqueue", "h2d", "compute", "d2h")  # of one inference from host to host on a GPU
-ENGINE_FILES = (".engine", ".plan")
-MODEL_FILES = (".onnx", ".xml", *ENGINE_FILES)
 SAVED = (".pt2", ".torchscript")  # modules as PyTorch stores them, by torch.export.save and torch.jit.save
-TASKS = ("classify", "detect", "segment", "pose")
-STRETCHES = ("min", "opt", "max", "random")  # batches of the stress test, by name
+PHASES = ("min", "opt", "max", "random")  # batches of the stress test, by name
 
 Option = Union[str, int, float, bool]
 T = TypeVar("T")
@@ -103,11 +100,12 @@ class ModelSpec:
     """A network and its weights.
 
     `source` is `torchvision:NAME`, `timm:NAME`, `MODULE:FUNCTION`, `FILE.py:FUNCTION`, `saved:PATH` (a module that
-    PyTorch stored: .pt2, .torchscript) or `file:PATH` (.onnx, .xml).
+    PyTorch stored: .pt2, .torchscript) or `file:PATH` (a model file; see `registry.formats`).
     `weights` is a checkpoint's path and `weights_sha256` its content; without either, `pretrained` decides between the
     library's published weights and random ones drawn from `seed`. `source_sha256` is the content of a file source, and
-    `precision` what a file's graph is in already ("" for a module). `task` is one of TASKS, `classes` how many it tells
-    apart (None: the library's own number), and `keypoints` how many points a pose has and the values of each, (17, 3).
+    `precision` what a file's graph is in already ("" for a module). `task` is what it is for (see `tasks`), `classes`
+    how many it tells apart (None: the library's own number), and `keypoints` how many points a pose has and the values
+    of each, (17, 3).
     `inputs` are a module's arguments, () for the one image called `input`; of a file, () unless values were described.
     """
 
@@ -265,7 +263,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Job:
-    """One process: `run` or `endure` a trial, `make` a file, `probe` a backend, `look` at a model, `train` one, find
+    """One process: `run` or `stress` a trial, `make` a file, `probe` a backend, `look` at a model, `train` one, find
     the device's `peak`, or `take` a trial home."""
 
     kind: str

@@ -13,7 +13,7 @@ import pytest
 from dyno.worker.makers.precision import OnnxPrecision
 from dyno.worker.onnx_graph import check
 from dyno.worker.onnx_graph.file import artifact
-from dyno.worker.registry import find
+from dyno.worker.registry import find, maker
 from dyno.worker.spec import Artifact, Dims, Recipe, UserError
 
 
@@ -78,7 +78,7 @@ def test_such_a_file_runs_in_int8(digits: Any, tmp_path: Path, backend: str) -> 
     if backend == "openvino":
         (tmp_path / "ir").mkdir()
         step = Recipe(backend, backend, "int8", digits.model, Dims(0, 8, 8))
-        made = engine.make(step, made, tmp_path / "ir")
+        made = maker(step.maker).make(step, made, tmp_path / "ir")
     assert engine.load(digits.trial(backend, "int8"), made).facts()["precision_truth"]["share"] == {"int8": 1.0}
 
 

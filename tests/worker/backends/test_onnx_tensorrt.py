@@ -12,7 +12,7 @@ import onnx
 import pytest
 
 from dyno.worker.makers.precision import converted
-from dyno.worker.registry import find
+from dyno.worker.registry import find, maker
 from dyno.worker.spec import Artifact, DataSpec, Dims, ModelSpec, Recipe, Runtime, Tensor, Trial, UserError
 
 NAME = "tensorrt_rtx"
@@ -25,7 +25,7 @@ def made(recipe: Recipe | None, folder: Path) -> Artifact:
     parent = made(recipe.parent, folder) if recipe.parent else None
     place = folder / f"{len(list(folder.iterdir()))}"
     place.mkdir()
-    return find(recipe.maker).make(recipe, parent, place)
+    return maker(recipe.maker).make(recipe, parent, place)
 
 
 def trial(model: ModelSpec, precision: str, size: int, data: DataSpec, **options: Any) -> Trial:
@@ -112,5 +112,5 @@ def test_calibration_data_that_is_not_there_or_does_not_fit(
     data = DataSpec("nines", str(tmp_path), "9")
     step = converted(replace(digits.trial("tensorrt", precision), data=data), "tensorrt")
     with pytest.raises(UserError, match=said) as caught:
-        find(step.maker).make(step, digits.artifact, tmp_path)
+        maker(step.maker).make(step, digits.artifact, tmp_path)
     assert "\n" not in str(caught.value)

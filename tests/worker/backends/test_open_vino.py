@@ -16,6 +16,7 @@ import onnx
 import pytest
 
 from dyno.worker.backends.open_vino import HINTS, OpenVino, _core
+from dyno.worker.backends.open_vino_files import IR_MAKER
 from dyno.worker.makers.precision import OnnxPrecision
 from dyno.worker.spec import Artifact, DataSpec, Dims, ModelSpec, Recipe, Runtime, Tensor, Trial, Unavailable, UserError
 
@@ -23,7 +24,7 @@ from dyno.worker.spec import Artifact, DataSpec, Dims, ModelSpec, Recipe, Runtim
 def ir(digits: Any, folder: Path, parent: Artifact | None = None) -> Artifact:
     parent = parent or digits.artifact
     recipe = Recipe("openvino", "openvino", parent.precision, digits.model, Dims(0, 8, 8))
-    return OpenVino().make(recipe, parent, folder)
+    return IR_MAKER.make(recipe, parent, folder)
 
 
 def quantised(digits: Any, folder: Path, parent: Artifact) -> Artifact:
@@ -199,11 +200,11 @@ def test_an_ir_is_a_model_too_but_not_without_its_weights(digits: Any, fp32: Art
     trial = replace(digits.trial("openvino"), model=ModelSpec("mine", f"file:{copy}"))
     assert OpenVino().refuse(trial) == ""
     recipe = OpenVino().recipe(trial)
-    for fails in (lambda: OpenVino().load(trial, None), lambda: OpenVino().make(recipe, None, tmp_path)):
+    for fails in (lambda: OpenVino().load(trial, None), lambda: IR_MAKER.make(recipe, None, tmp_path)):
         with pytest.raises(UserError, match=r"mine\.bin is missing"):
             fails()
     shutil.copy(Path(fp32.path).with_suffix(".bin"), tmp_path / "mine.bin")
-    given = OpenVino().make(recipe, None, tmp_path)
+    given = IR_MAKER.make(recipe, None, tmp_path)
     assert given.path == str(copy)
     assert given.bytes == copy.stat().st_size + (tmp_path / "mine.bin").stat().st_size
     session = OpenVino().load(trial, None)
@@ -272,11 +273,12 @@ def nobody(*args, **kwargs):
 socket.getaddrinfo = nobody
 from pathlib import Path
 import numpy as np
+from dyno.worker.backends.open_vino_files import IR_MAKER
 from dyno.worker.backends.open_vino import OpenVino
 from dyno.worker.spec import Artifact, Dims, ModelSpec, Recipe, Runtime, Trial
 onnx = Artifact("onnx", sys.argv[2], "", 0, "fp32", (), (), 0.0)
 model = ModelSpec("m", "file:m.onnx")
-made = OpenVino().make(Recipe("openvino", "openvino", "fp32", model, Dims(0, 8, 8)), onnx, Path(sys.argv[3]))
+made = IR_MAKER.make(Recipe("openvino", "openvino", "fp32", model, Dims(0, 8, 8)), onnx, Path(sys.argv[3]))
 session = OpenVino().load(Trial(model, "openvino", "fp32", Dims(1, 8, 8), runtime=Runtime(threads=1)), made)
 session.bind({"input": np.zeros((1, 1, 8, 8), np.float32)})
 session.run()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dyno.worker.backend import Session
-from dyno.worker.jobs.stress import GROWTH, endure
+from dyno.worker.jobs.stress import GROWTH, stress
 from dyno.worker.spec import DataSpec, Dims, ModelSpec, Tensor, Trial, UserError
 
 TRIAL = Trial(ModelSpec("net", "fake:net", channels=1), "fake", "fp32", Dims(0, 4, 4), data=DataSpec(count=1))
@@ -47,8 +47,8 @@ class Doubler(Session):
 
 def test_a_good_engine_holds() -> None:
     session = Doubler()
-    found = list(endure(session, TRIAL, ["min", "opt", "max", "random", "3"], 40))
-    assert [s.kind for s in found] == ["min", "opt", "max", "random", "3"]
+    found = list(stress(session, TRIAL, ["min", "opt", "max", "random", "3"], 40))
+    assert [s.name for s in found] == ["min", "opt", "max", "random", "3"]
     assert [s.batches for s in found] == [(1, 1), (2, 2), (8, 8), (1, 8), (3, 3)]
     assert all(s.wrong == 0 and len(s.seconds) == 40 and (s.seconds > 0).all() for s in found)
     assert all(s.told(1e-4)["ok"] for s in found)
@@ -57,17 +57,17 @@ def test_a_good_engine_holds() -> None:
 
 @pytest.mark.parametrize("error", [0.1, float("nan")])
 def test_an_output_that_depends_on_the_batch_is_found(error: float) -> None:
-    good, bad = endure(Doubler(bad=8, error=error), TRIAL, ["opt", "max"], 10)
+    good, bad = stress(Doubler(bad=8, error=error), TRIAL, ["opt", "max"], 10)
     assert good.wrong == 0 and bad.wrong == 10 and not bad.told(1e-4)["ok"]
 
 
 def test_memory_that_grows_is_found() -> None:
-    (found,) = endure(Doubler(leak=GROWTH // 5), TRIAL, ["opt"], 10)
+    (found,) = stress(Doubler(leak=GROWTH // 5), TRIAL, ["opt"], 10)
     assert found.wrong == 0 and found.device_growth == 2 * GROWTH // 10 * 10 and not found.told(1e-4)["ok"]
 
 
 def test_a_batch_outside_the_profile_or_no_profile() -> None:
     with pytest.raises(UserError, match="batch 9 is outside the engine's profile, 1 to 8"):
-        list(endure(Doubler(), TRIAL, ["9"], 1))
+        list(stress(Doubler(), TRIAL, ["9"], 1))
     with pytest.raises(UserError, match=r"no profile .* give numbers"):
-        list(endure(Doubler(limits=None), TRIAL, ["min"], 1))
+        list(stress(Doubler(limits=None), TRIAL, ["min"], 1))

@@ -14,10 +14,10 @@ import pytest
 
 from dyno.jobs.launcher import launch
 from dyno.worker.inputs.calibration import CalibrationImages
-from dyno.worker.makers.modelopt_quantise import Feeds, OnnxModelopt
+from dyno.worker.makers.modelopt_quantise import Feeds, OnnxModelopt, _library
 from dyno.worker.makers.precision import converted
 from dyno.worker.onnx_graph.file import read_precision
-from dyno.worker.registry import find
+from dyno.worker.registry import find, maker
 from dyno.worker.spec import DataSpec, Dims, Job, Recipe, Runtime, Trial, Unavailable, UserError
 
 PYTHON = os.environ.get("DYNO_TEST_MODELOPT", "")
@@ -56,7 +56,7 @@ def test_a_python_without_it_is_told_what_to_give(digits: Any, tmp_path: Path) -
     with pytest.raises(Unavailable, match=r"--python modelopt=PATH \(there: pip install nvidia-modelopt\[onnx\]\)"):
         OnnxModelopt().make(asked(digits), digits.artifact, tmp_path)
     with pytest.raises(Unavailable, match="nvidia-modelopt can't be imported"):
-        OnnxModelopt().probe()
+        _library()
 
 
 def test_the_images_can_be_read_from_the_start_again(digits: Any) -> None:
@@ -89,6 +89,7 @@ def test_its_files_are_right_and_build(digits: Any, tmp_path: Path, precision: s
     model = replace(digits.model, precision=precision)
     mixed = {"allow_mixed": True}  # it leaves convolutions of few channels, as most here are, in FP16 rather than FP8
     trial = Trial(model, "tensorrt_rtx", precision, Dims(4, 8, 8), mixed, runtime=Runtime(device="cuda:0"))
-    engine = find("tensorrt_rtx")
-    told = engine.make(engine.recipe(trial), made, tmp_path).made_by
+    recipe = find("tensorrt_rtx").recipe(trial)
+    assert recipe is not None
+    told = maker("tensorrt_rtx").make(recipe, made, tmp_path).made_by
     assert told["layers_by_type"].get(kind, 0) >= {"fp8": 1, "int8": 3}[precision]

@@ -28,7 +28,6 @@ from dyno.worker.record import save_arrays
 from dyno.worker.spec import Unavailable, UserError
 from dyno.worker.system import cache_dir
 
-KINDS = {"detect": "bbox", "segment": "segm", "pose": "keypoints"}
 WORDS = {"bbox": "boxes", "segm": "masks", "keypoints": "keypoints"}
 GROUPS = 20  # of images in the jackknife
 VERSION = 1  # of the stored scores
@@ -103,7 +102,7 @@ def difference(trial: MeanAP, reference: MeanAP) -> Interval | None:
 
 def kind_of(trial: TrialResult) -> str:
     """COCO's name of the task's own measure, "" for a classifier."""
-    return KINDS.get(str(trial.spec["model"].get("task", "classify")), "")
+    return trial.task.coco
 
 
 def of(trial: TrialResult) -> MeanAP | None:

@@ -16,7 +16,7 @@ from dyno.analysis.formatting import UNLIMITED, markdown, markdown_table, plain,
 from dyno.analysis.presentation.table import TEXT, Column, Part, Row, Table, missing
 from dyno.worker.spec import SCHEMA, check_known
 
-LONGEST = 32  # characters of a cell in a terminal
+LONGEST = 32  # characters of a name in a terminal, and to which words are folded before a column is left out
 GAP, LEAST = 2, 6  # between columns; characters to which a word may be broken where nothing else helps
 NAMES = 2  # columns that say which row it is
 
@@ -136,8 +136,9 @@ def _text(tables: Sequence[Table], by: By) -> str:
 def _text_part(title: str, part: Part, width: int) -> str:
     """The part with its least important columns left out until it fits, then with cells broken between words."""
     longest = LONGEST if width < UNLIMITED else UNLIMITED
-    cells = {c.name: [plain(c.heading), *(short(c.text(r), longest) for r in part.rows)] for c in part.columns}
-    widest = {name: max(map(_cells, texts)) for name, texts in cells.items()}
+    cells = {c.name: [plain(c.heading), *(_shortened(c, r, longest) for r in part.rows)] for c in part.columns}
+    most = {c.name: longest if c.kind == TEXT else UNLIMITED for c in part.columns}  # words can be folded
+    widest = {name: min(max(map(_cells, texts)), most[name]) for name, texts in cells.items()}
     kept = list(part.columns)
     while sum(widest[c.name] + GAP for c in kept) - GAP > width and any(c.rank for c in kept):
         kept.remove(max(reversed(kept), key=lambda c: c.rank))
@@ -150,6 +151,11 @@ def _text_part(title: str, part: Part, width: int) -> str:
     rule = "─" * (sum(widths) + GAP * (len(kept) - 1))
     below = [textwrap.fill(note, width, initial_indent="  ", subsequent_indent="    ") for note in notes]
     return "\n".join([title, rule, lines[0], rule, *lines[1:], rule, *below]) + "\n"
+
+
+def _shortened(column: Column, row: Row, longest: int) -> str:
+    """The cell on one line; names are cut, for they can be of any length."""
+    return short(column.text(row), longest if column.identity else UNLIMITED)
 
 
 def _widths(columns: Sequence[list[str]], whole: int) -> list[int]:

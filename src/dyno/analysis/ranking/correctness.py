@@ -89,7 +89,7 @@ def check(trial: TrialResult, reference: TrialResult) -> Correctness | None:
     shapes = [[list(a.shape[1:]) for a in arrays] for arrays in (own, other)]
     if shapes[0] != shapes[1]:
         return Correctness(np.inf, None, tolerance, precision, f"outputs of shape {shapes[0]} instead of {shapes[1]}")
-    channels = str(trial.spec["model"].get("task", "classify")) != "classify" and tolerance.quantile == 1
+    channels = trial.task.labels == "objects" and tolerance.quantile == 1
     errors = [_errors(a, b, channels) for a, b in zip(own, other, strict=True)]
     worst = max((float(np.quantile(e, tolerance.quantile, method="higher")) for e in errors if e.size), default=0.0)
     changed = None if worst <= tolerance.close else _changed(trial, reference, own[0], other[0], tolerance)
@@ -123,7 +123,7 @@ def _changed(
     """Share of the reference's answers that the trial doesn't give; None where there are no answers."""
     if boxes := box_agreement.of(trial, reference):
         return 1 - min(boxes.share, boxes.own_share if boxes.own_share is not None else 0.0)
-    if str(trial.spec["model"].get("task", "classify")) != "classify" or own.ndim != 2 or own.shape[1] < 2:
+    if trial.task.labels != "classes" or own.ndim != 2 or own.shape[1] < 2:
         return None
     count = min(len(own), len(other))
     a, b = own[:count].astype(np.float64), other[:count].astype(np.float64)

@@ -20,8 +20,10 @@ from dyno.analysis.formatting import NO_IMAGE
 from dyno.analysis.records import gpu_remarks, timeline
 from dyno.analysis.records.forms import Form, forms
 from dyno.analysis.records.rounds import GPU, HOST, Round
+from dyno.worker import tasks
 from dyno.worker.record import STATUSES
-from dyno.worker.spec import PRECISIONS, SCHEMA, UserError
+from dyno.worker.spec import PRECISIONS, SCHEMA, ModelSpec, UserError
+from dyno.worker.tasks.task import Task
 
 # A trial is as bad as its worst round; "unfinished" is a trial of which no round has left a record.
 SEVERITY = ("ok", "unfinished", "skipped", "failed", "timeout", "oom", "crashed")
@@ -62,6 +64,11 @@ class TrialResult:
     @property
     def precision(self) -> str:
         return str(self.spec["precision"])
+
+    @property
+    def task(self) -> Task:
+        """What the network is for."""
+        return tasks.find(str(self.spec["model"].get("task", ModelSpec.task)))
 
     @property
     def batch(self) -> int:

@@ -1,4 +1,4 @@
-"""The stress test of an engine that takes several batches: a row per kind of batch."""
+"""The stress test of an engine that takes several batches: a row per phase."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _row(kind: str, phase: Mapping[str, Any], seconds: np.ndarray) -> Row:
     found = stats.summary(seconds)
     low, high = phase["batches"]
     return {
-        "batches": kind, "sizes": str(low) if low == high else f"{low}-{high}", "count": phase["iterations"],
+        "phase": kind, "batch": str(low) if low == high else f"{low}-{high}", "count": phase["iterations"],
         "median_s": found.median, "p99_s": found.p99, "max_s": found.max, "wrong": phase["wrong"],
         "worst_error": phase["worst"], "gpu_growth": float(phase["device_growth"]),
         "host_growth": float(phase["host_growth"]),
@@ -38,8 +38,8 @@ def _shown(name: str, meaning: str, unit: str, hint: str) -> Column:
 
 COLUMNS = (
     Column("title", "the trial", kind=TEXT),
-    Column("batches", "kind of batch: min, opt, max, random or a number", kind=TEXT),
-    Column("sizes", "of the batches, from-to", kind=TEXT),
+    Column("phase", "min, opt, max, random or a number", kind=TEXT),
+    Column("batch", "or from-to", kind=TEXT),
     Column("count", "of batches that ran", kind=COUNT),
     _shown("median_s", "latency per batch", "s", "duration"),
     _shown("p99_s", "latency per batch", "s", "duration"),
@@ -52,6 +52,6 @@ COLUMNS = (
 STRESS = TableKind(
     "stress",
     "Stress test",
-    "A row per kind of batch: latencies, wrong outputs, growth of memory.",
-    command="dyno time ENGINE --batches min,opt,max,random",
+    "A row per phase: latencies, wrong outputs, growth of memory.",
+    command="dyno stress ENGINE",
 )

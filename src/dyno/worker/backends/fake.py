@@ -42,6 +42,9 @@ class Fake(Backend):
         return FakeSession(trial)
 
 
+FAKE = Fake()
+
+
 class FakeSession(Session):
     """Outputs are a fixed linear function of the inputs, rounded harder the lower the precision."""
 

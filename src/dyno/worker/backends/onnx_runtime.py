@@ -62,11 +62,9 @@ class OnnxRuntime(Backend):
     files = (".onnx",)
 
     def refuse(self, trial: Trial) -> str:
-        """The base class's reasons, int8 without data, and a model file of another format."""
+        """The base class's reasons, and int8 without data."""
         if why := super().refuse(trial):
             return why
-        if trial.model.file and not trial.model.file.endswith(".onnx"):
-            return f"onnxruntime reads .onnx files, not {Path(trial.model.file).name}"
         if trial.precision == "fp32" and trial.model.precision in ("int8", "fp8"):
             return f"the file's graph is {trial.model.precision} already; give the fp32 file, or --precision"
         return lacking(trial)
@@ -103,6 +101,9 @@ class OnnxRuntime(Backend):
             return cuda.CudaSession(file, trial, _tensor) if trial.runtime.device != "cpu" else OnnxRuntimeSession(file)
         except _errors() as e:
             raise _meaning(e, f"{path} can't be loaded") from e
+
+
+ONNX_RUNTIME = OnnxRuntime()
 
 
 class OnnxFile:

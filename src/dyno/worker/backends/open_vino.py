@@ -1,12 +1,10 @@
-"""OpenVINO on the CPU: an ONNX file becomes an IR (.xml and .bin), compiled for the trial's shape and precision."""
+"""OpenVINO on the CPU: an IR (see `open_vino_files`), compiled for the trial's shape and precision."""
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import re
 import sys
-import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,7 +18,7 @@ from dyno.worker.backend import Arrays, Backend, Session
 from dyno.worker.extras import install
 from dyno.worker.inputs.calibration import lacking
 from dyno.worker.inputs.shapes import fitted, static_shapes
-from dyno.worker.makers.precision import INHERITED, PREPARATION, VALUES
+from dyno.worker.makers.precision import PREPARATION, VALUES
 from dyno.worker.makers.routes import routed
 from dyno.worker.option_values import Check, flag, whole
 from dyno.worker.spec import Artifact, Recipe, Runtime, Tensor, Trial, Unavailable, UserError
@@ -40,7 +38,7 @@ SETTINGS = "INFERENCE_PRECISION_HINT INFERENCE_NUM_THREADS NUM_STREAMS PERFORMAN
 
 
 class OpenVino(Backend):
-    """Makes and runs OpenVINO IR. Options: `streams` (default 1: all threads on one batch) and `pinning` (default as
+    """Runs OpenVINO IR. Options: `streams` (default 1: all threads on one batch) and `pinning` (default as
     OpenVINO decides)."""
 
     name = "openvino"
@@ -51,13 +49,10 @@ class OpenVino(Backend):
     files = (".onnx", ".xml")
 
     def refuse(self, trial: Trial) -> str:
-        """The base class's reasons, int8 without data, and a model file of another format."""
+        """The base class's reasons, and int8 without data."""
         if why := super().refuse(trial):
             return why
-        file = trial.model.file
-        if file and not file.endswith((".onnx", ".xml")):
-            return f"openvino reads .onnx and .xml files, not {Path(file).name}"
-        if file.endswith(".xml") and trial.precision == "int8" != trial.model.precision:
+        if trial.model.file.endswith(".xml") and trial.precision == "int8" != trial.model.precision:
             return "an IR can't be quantised here; give the ONNX file or the module it was made from"
         return lacking(trial)
 
@@ -76,44 +71,13 @@ class OpenVino(Backend):
 
     def probe(self) -> dict[str, Any]:
         """Add two numbers on the CPU device."""
-        ov, core = _library(), _core()
+        ov, core = library(), _core()
         x = ov.opset13.parameter([], np.float32)
         compiled = core.compile_model(ov.Model([ov.opset13.add(x, x)], [x]), "CPU")
         out = next(iter(compiled([np.asarray(2, np.float32)]).values()))
         can = " ".join(core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"))
         detail = f"{core.get_property('CPU', 'FULL_DEVICE_NAME')}: {can}"
-        return {"version": _version(), "devices": ["cpu"] if out == 4 else [], "detail": detail}
-
-    def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
-        """Convert the parent's ONNX file to model.xml and model.bin, weights as they are.
-
-        The sha256 is over both files, .xml first. Raises `UserError` for a file that OpenVINO can't read.
-        """
-        ov = _library()
-        if recipe.model.file.endswith(".xml"):
-            return _given(recipe)
-        if parent is None:
-            raise UserError("an OpenVINO IR is made from an ONNX file: give one, or a PyTorch model")
-        started = time.perf_counter()
-        path = folder / "model.xml"
-        ov.save_model(_read(ov, parent.path), path, compress_to_fp16=False)
-        seconds = time.perf_counter() - started
-        content = [path.read_bytes(), path.with_suffix(".bin").read_bytes()]
-        versions = {"openvino": _version()}
-        made_by = {"backend": self.name, "options": dict(recipe.options), "versions": versions, "warnings": []}
-        made_by |= {key: parent.made_by[key] for key in INHERITED if key in parent.made_by}
-        return Artifact(
-            format="openvino",
-            path=str(path),
-            sha256=hashlib.sha256(b"".join(content)).hexdigest(),
-            bytes=sum(map(len, content)),
-            precision=recipe.precision,
-            inputs=parent.inputs,
-            outputs=parent.outputs,
-            seconds=seconds,
-            parent_sha256=parent.sha256,
-            made_by=made_by,
-        )
+        return {"version": version(), "devices": ["cpu"] if out == 4 else [], "detail": detail}
 
     def load(self, trial: Trial, artifact: Artifact | None) -> Session:
         """Compile for the trial's static shapes, precision and threads.
@@ -121,15 +85,18 @@ class OpenVino(Backend):
         Raises `Unavailable` without the library or the instructions, `UserError` for a missing, corrupt or ill-fitting
         file, `MemoryError` when memory runs out.
         """
-        ov = _library()
+        ov = library()
         capability, can = CAPABILITIES.get(trial.precision), _core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
         if capability and capability not in can:
             raise Unavailable(f"OpenVINO doesn't compute in {trial.precision} on this CPU (it has {', '.join(can)})")
-        model = _read(ov, artifact.path if artifact else trial.model.file)
+        model = read_model(ov, artifact.path if artifact else trial.model.file)
         try:
             return OpenVinoSession(ov, model, trial)
         except RuntimeError as e:
             raise _meaning(e, f"{trial.model.name} can't be compiled") from e
+
+
+OPENVINO = OpenVino()
 
 
 class OpenVinoSession(Session):
@@ -137,13 +104,13 @@ class OpenVinoSession(Session):
 
     def __init__(self, ov: Any, model: Any, trial: Trial) -> None:
         self._ov, self._model, self._asked = ov, model, trial.precision
-        ports = tuple(_tensor(port) for port in model.inputs)
+        ports = tuple(tensor_of(port) for port in model.inputs)
         self._shapes = static_shapes(ports, trial.dims)
         model.reshape({port: list(self._shapes[t.name]) for port, t in zip(model.inputs, ports, strict=True)})
         self._settings = settings(trial)
         self._compiled = _core().compile_model(model, "CPU", self._settings)
-        self.inputs = tuple(_tensor(port) for port in model.inputs)
-        self.outputs = tuple(_tensor(port) for port in model.outputs)
+        self.inputs = tuple(tensor_of(port) for port in model.inputs)
+        self.outputs = tuple(tensor_of(port) for port in model.outputs)
         self.slots = int(self._settings["NUM_STREAMS"])
         self._requests = [self._compiled.create_infer_request() for _ in range(self.slots)]
         # A shared tensor does not own its memory: the arrays live here until the slot is bound again.
@@ -277,7 +244,8 @@ def _plain(value: Any) -> Any:
     return value.get_type_name() if hasattr(value, "get_type_name") else getattr(value, "name", str(value))
 
 
-def _library() -> Any:
+def library() -> Any:
+    """OpenVINO, or `Unavailable`."""
     # openvino.tools sends usage data when openvino_telemetry can be imported, and works without it when it can't.
     # This is the one way to switch it off that neither asks nor writes into the user's home.
     sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
@@ -295,14 +263,16 @@ def _core() -> Any:
     The CPU plugin lends the main thread a signal stack for as long as its Core lives. Of two Cores the first to go
     unmaps its stack, the second gives it back to the thread, and the next signal ends the process (2026.4).
     """
-    return _library().Core()
+    return library().Core()
 
 
-def _version() -> str:
+def version() -> str:
+    """OpenVINO's own."""
     return importlib.metadata.version("openvino")
 
 
-def _read(ov: Any, path: str) -> Any:
+def read_model(ov: Any, path: str) -> Any:
+    """The model in an IR or an ONNX file; a `UserError` for one that is missing or can't be read."""
     if not Path(path).is_file():
         raise UserError(f"{path or 'the model file'} does not exist")
     weights = Path(path).with_suffix(".bin")
@@ -332,7 +302,7 @@ def settings(trial: Trial) -> dict[str, Any]:
     return found
 
 
-def _tensor(port: Any) -> Tensor:
+def tensor_of(port: Any) -> Tensor:
     """A port's name, NumPy type and shape; a free dimension has no name in an IR.
 
     A port has the name of every tensor that was merged into it; its node keeps the one the file gave it.
@@ -356,26 +326,3 @@ def _meaning(error: Exception, what: str) -> Exception:
         return UserError(f"{what}: OpenVINO knows no {unknown.rpartition('operations: ')[2][:300]}")
     text = next((line for line in reversed(lines) if not line.startswith("Exception from")), str(error))
     return UserError(f"{what}: {text[:300]}")
-
-
-def _given(recipe: Recipe) -> Artifact:
-    """The user's own IR as an artifact: nothing is made, both files are read for size and hash."""
-    path = Path(recipe.model.file)
-    inputs, outputs = read_io(str(path))
-    content = [path.read_bytes(), path.with_suffix(".bin").read_bytes()]
-    sha256 = hashlib.sha256(b"".join(content)).hexdigest()
-    made_by = {"backend": "openvino", "options": {}, "versions": {"openvino": _version()}, "weights_sha256": sha256}
-    size = sum(map(len, content))
-    return Artifact("openvino", str(path), sha256, size, recipe.precision, inputs, outputs, 0.0, "", made_by)
-
-
-def read_precision(path: str) -> str:
-    """What an IR is in: int8 when it is quantised, else fp32, whatever type its weights are stored in."""
-    kinds = {op.get_type_name() for op in _read(_library(), path).get_ops()}
-    return "int8" if "FakeQuantize" in kinds else "fp32"
-
-
-def read_io(path: str) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Inputs and outputs of an OpenVINO IR; a missing or corrupt file is a `UserError`."""
-    model = _read(_library(), path)
-    return tuple(map(_tensor, model.inputs)), tuple(map(_tensor, model.outputs))

@@ -92,6 +92,9 @@ class PyTorch(Backend):
         return {**defaults, **trial.options}
 
 
+PYTORCH = PyTorch()
+
+
 class Compile(PyTorch):
     """torch.compile with inductor, compiled inside `load` for the trial's one shape.
 
@@ -122,6 +125,9 @@ class Compile(PyTorch):
         """See `PyTorch.checked`."""
         defaults = {"mode": "default", "freeze": trial.runtime.device == "cpu"}
         return {**defaults, **super().checked(trial)}
+
+
+COMPILE = Compile()
 
 
 class TorchSession(Session):

@@ -102,6 +102,9 @@ class TorchTensorRT(PyTorch):
         return options
 
 
+TORCH_TENSORRT = TorchTensorRT()
+
+
 def _misfit(trial: Trial) -> str:
     """One line about options that can't be, or ""."""
     asked = trial.options

@@ -10,14 +10,16 @@ from typing import Any
 
 import numpy as np
 
+from dyno.worker import tasks
 from dyno.worker.backend import Session
 from dyno.worker.evaluation.pipeline import Outputs, Pipeline
-from dyno.worker.evaluation.ranks import Ranks
 from dyno.worker.evaluation.sources import Numbers, Photos
 from dyno.worker.inputs import input_data
+from dyno.worker.inputs.layout import channels_first
 from dyno.worker.inputs.shapes import static_shapes
 from dyno.worker.record import Measurement
 from dyno.worker.spec import Trial
+from dyno.worker.tasks.task import Collector, Evaluated
 
 RAW_BYTES = 64 * 2**20  # raw outputs kept per trial; classes and scores are kept for every image
 WARM_UP = 0.1  # share of the data that goes through once before anything counts
@@ -61,7 +63,7 @@ def evaluate(session: Session, trial: Trial, timed: bool = True) -> Evaluation:
     """Every image of the data through the session, at the trial's own batch, in a pipeline.
 
     Arrays are `output:NAME` raw, `sample`, `label`, and `topk_index` and `topk_score` of a classifier or the detections
-    of `postprocess`. The last batch is filled by wrapping around and cut again. Real images are timed: a tenth
+    of a detector. The last batch is filled by wrapping around and cut again. Real images are timed: a tenth
     of them warms the pipeline up (R4), and a few batches tell the stages apart afterwards; neither counts.
     """
     batch, threads = _batch(session, trial), max(1, trial.runtime.threads)
@@ -71,7 +73,7 @@ def evaluate(session: Session, trial: Trial, timed: bool = True) -> Evaluation:
     count = min(trial.data.count, len(real.images)) if real else trial.data.count
     turns = math.ceil(count / batch)
     pipeline = Pipeline(session, real or Numbers(session, trial, turns), helpers if real else 1)
-    answers = _answers(trial, real, batch, count)
+    answers = tasks.find(trial.model.task).collector(_fed(trial, real, batch, count))
     warm = min(turns, math.ceil(min(MOST_WARM_UP, WARM_UP * count) / batch)) if real and timed else 0
     kept = _Kept(answers)
     flowed = pipeline.run(turns, kept.add, answers.of, warm)
@@ -105,18 +107,17 @@ def _batch(session: Session, trial: Trial) -> int:
     return trial.dims.batch if trial.model.inputs and trial.dims.batch else first[0]
 
 
-def _answers(trial: Trial, real: Photos | None, batch: int, count: int) -> Ranks:
-    if real is None or trial.model.task == "classify":
-        return Ranks(batch, count)
-    from dyno.worker.evaluation.detections import Found
-
-    return Found(trial, real, batch, count)
+def _fed(trial: Trial, real: Photos | None, batch: int, count: int) -> Evaluated:
+    if real is None:
+        return Evaluated(trial, batch, count)
+    height, width = channels_first(real.shape)[2:]
+    return Evaluated(trial, batch, count, real.images.index[:count], (height, width))
 
 
 class _Kept:
     """Raw outputs in order, as many as there is room for."""
 
-    def __init__(self, answers: Ranks) -> None:
+    def __init__(self, answers: Collector) -> None:
         self._answers = answers
         self._raw: dict[str, list[np.ndarray]] = {}
         self._bytes = 0

@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from dyno.worker import registry
 from dyno.worker.inputs import modules
 from dyno.worker.inputs.modules import Taken
 from dyno.worker.inputs.shapes import static_shapes
 from dyno.worker.inputs.specs import resolved
 from dyno.worker.nets import file_images, flops, models, task_facts, ultralytics_models
 from dyno.worker.nets.file_images import DEFAULT_SIZE
-from dyno.worker.onnx_graph import file
 from dyno.worker.sessions.torch_support import tensors as tensors_of
-from dyno.worker.spec import ENGINE_FILES, Dims, ModelSpec, Tensor, Trial, UserError, to_json
+from dyno.worker.spec import Dims, ModelSpec, Tensor, Trial, UserError, to_json
 
 
 def look(
@@ -141,23 +141,23 @@ def _classes(shapes: Sequence[Sequence[int | str]]) -> int:
 
 
 def _file(trial: Trial, sizes: list[list[int]], asked: Mapping[str, Mapping[str, Any]], task: str) -> dict[str, Any]:
-    model, reader = trial.model, _reader(trial)
-    tensors, outputs = reader.read_io(model.file)
+    model, kind = trial.model, registry.format_of(trial.model.file)
+    if kind is None:  # a plug-in that is installed where the study runs, and not here
+        raise UserError(f"nothing here reads {model.file}; known files: {', '.join(registry.suffixes())}")
+    contents = kind.read(model.file, trial)
+    tensors = contents.inputs
     if not tensors:
         raise UserError(f"{model.file} has no inputs, so there is nothing to run it on; export the model with one")
-    if reader is file:
-        file.check(model.file)
     found: dict[str, Any] = {"preprocess": to_json(model.preprocess), "batch": _fixed(tensors, 0)}
     shapes = {name: resolved(words["shape"], 1) for name, words in asked.items() if "shape" in words}
-    found |= file_images.described(model, tensors, shapes, sizes)
+    found |= file_images.described(model, tensors, shapes, sizes, contents.image)
     model = replace(model, channels=found.get("channels", model.channels))
-    found["outputs"], found["flops"] = _classes([tensor.shape for tensor in outputs]), {}
-    found["precision"] = reader.read_precision(model.file)
-    found["signature"] = [[list(tensor.shape) for tensor in side] for side in (tensors, outputs)]
-    said = task_facts.read(model.file) if reader is file else {}
-    found |= task_facts.facts(model, task, said, [t.shape for t in outputs])
-    if hasattr(reader, "read_batches"):  # an engine knows which batches it was built for
-        found["batches"] = list(reader.read_batches(model.file))
+    outputs = [tensor.shape for tensor in contents.outputs]
+    found |= {"outputs": _classes(outputs), "flops": {}, "precision": contents.precision}
+    found["signature"] = [[list(tensor.shape) for tensor in side] for side in (tensors, contents.outputs)]
+    found |= task_facts.facts(model, task, dict(contents.task), outputs)
+    if contents.batches:  # an engine knows which batches it was built for
+        found["batches"] = list(contents.batches)
     lengths = [words["shape"][0] for words in asked.values() if words.get("shape")]
     if lengths and isinstance(lengths[0], int):
         found["batch"] = lengths[0]
@@ -165,26 +165,12 @@ def _file(trial: Trial, sizes: list[list[int]], asked: Mapping[str, Mapping[str,
     shapes = {name: resolved(words["shape"], batch) for name, words in asked.items() if "shape" in words}
     dims = Dims(batch, found["size"][0], found["size"][1], shapes)
     static_shapes(tensors, dims)
-    found["inputs"] = [*map(to_json, modules.of_file(tensors, asked, said.get("inputs", ())))]
-    if reader is file:
+    found["inputs"] = [*map(to_json, modules.of_file(tensors, asked, contents.task.get("inputs", ())))]
+    if contents.flops:
         sized = [dims] if found.get("fixed_size") or not sizes else [replace(dims, height=h, width=w) for h, w in sizes]
-        counts = {one.size: flops.of_onnx(model.file, static_shapes(tensors, one)) // one.batch for one in sized}
+        counts = {one.size: contents.flops(static_shapes(tensors, one)) // one.batch for one in sized}
         found["flops"] = {size: count for size, count in counts.items() if count}
     return found
-
-
-def _reader(trial: Trial) -> Any:
-    """What reads this kind of file: `read_io` and `read_precision` of its path."""
-    path = trial.model.file
-    if path.endswith(".xml"):
-        from dyno.worker.backends import open_vino
-
-        return open_vino
-    if path.endswith(ENGINE_FILES):
-        from dyno.worker.backends.tensor_rt.given import Reader
-
-        return Reader(trial.backend, trial.runtime.device)
-    return file
 
 
 def _fixed(tensors: tuple[Tensor, ...], axis: int) -> int:

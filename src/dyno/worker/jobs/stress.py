@@ -14,7 +14,7 @@ from dyno.worker.backend import Arrays, Session
 from dyno.worker.inputs import input_data
 from dyno.worker.spec import Trial, UserError
 
-SETTLED = 50  # runs after which a session has allocated what it keeps
+WARM_UP = 50  # runs after which a session has allocated what it keeps
 # What a batch's outputs may differ by from the same images at another batch, relative to the largest output:
 # another batch may take another kernel, which sums in another order.
 TOLERANCE = {"fp32": 1e-4, "tf32": 2e-3, "fp16": 1e-2, "bf16": 5e-2, "int8": 5e-2, "fp8": 1e-1}
@@ -22,10 +22,10 @@ GROWTH = 8 * 2**20  # bytes; less comes and goes with the allocators
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """What one kind of batch came to: seconds per batch from host to host, and what was wrong with any."""
+class Phase:
+    """What one phase came to: seconds per batch from host to host, and what was wrong with any."""
 
-    kind: str
+    name: str
     batches: tuple[int, int]
     seconds: np.ndarray
     wrong: int
@@ -34,7 +34,7 @@ class Stretch:
     host_growth: int
 
     def told(self, tolerance: float) -> dict[str, Any]:
-        """The stretch as a record keeps it; its seconds are stored as samples."""
+        """The phase as a record keeps it; its seconds are stored as samples."""
         return {
             "iterations": len(self.seconds),
             "batches": list(self.batches),
@@ -47,21 +47,21 @@ class Stretch:
         }
 
 
-def endure(session: Session, trial: Trial, kinds: list[str], iterations: int) -> Iterator[Stretch]:
-    """Run `iterations` batches of every kind: min, opt, max (the engine's own), random (between them), or a number.
+def stress(session: Session, trial: Trial, phases: list[str], iterations: int) -> Iterator[Phase]:
+    """Run `iterations` batches in every phase: the engine's own min, opt or max, random ones between, or a number.
 
     The reference is this engine at the smallest batch, image by image, so that no batch may change an image's outputs;
     whether the engine is right at all is `dyno agree`'s question. A batch outside its profile is a `UserError`.
     """
     if type(session).reshape is Session.reshape:
         raise UserError(f"{trial.backend} takes one shape and no other; this test is for TensorRT and ONNX Runtime")
-    sizes = _sizes(session, kinds)
+    sizes = _sizes(session, phases)
     most = max(high for _, high in sizes.values())
     pool = _pool(session, trial, most)
     reference = _reference(session, pool, min(low for low, _ in sizes.values()))
     rng = np.random.default_rng(trial.data.seed)
-    for kind, (low, high) in sizes.items():
-        _settle(session, pool, low, high)
+    for name, (low, high) in sizes.items():
+        _warm_up(session, pool, low, high)
         before = _memory(session)
         seconds, wrong, worst = np.empty(iterations), 0, 0.0
         for k in range(iterations):
@@ -72,12 +72,12 @@ def endure(session: Session, trial: Trial, kinds: list[str], iterations: int) ->
             worst = max(worst, error)
             wrong += not error <= TOLERANCE[trial.precision]  # a NaN is wrong too
         after = _memory(session)
-        yield Stretch(kind, (low, high), seconds, wrong, worst, after[0] - before[0], after[1] - before[1])
+        yield Phase(name, (low, high), seconds, wrong, worst, after[0] - before[0], after[1] - before[1])
 
 
-def _sizes(session: Session, kinds: list[str]) -> dict[str, tuple[int, int]]:
-    """Smallest and largest batch of each kind."""
-    numbers = [int(kind) for kind in kinds if kind.isdecimal()]
+def _sizes(session: Session, phases: list[str]) -> dict[str, tuple[int, int]]:
+    """Smallest and largest batch of each phase."""
+    numbers = [int(name) for name in phases if name.isdecimal()]
     limits = session.batches
     if limits is None and not numbers:
         raise UserError(
@@ -88,7 +88,7 @@ def _sizes(session: Session, kinds: list[str]) -> dict[str, tuple[int, int]]:
     for number in numbers:
         if not low <= number <= high:
             raise UserError(f"batch {number} is outside the engine's profile, {low} to {high}")
-    return {kind: named[kind] if kind in named else (int(kind), int(kind)) for kind in kinds}
+    return {name: named[name] if name in named else (int(name), int(name)) for name in phases}
 
 
 def _pool(session: Session, trial: Trial, most: int) -> Arrays:
@@ -134,8 +134,8 @@ def _error(found: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray],
     return float("nan") if any(e != e for e in errors) else max(errors)
 
 
-def _settle(session: Session, pool: Arrays, low: int, high: int) -> None:
-    for k in range(SETTLED):
+def _warm_up(session: Session, pool: Arrays, low: int, high: int) -> None:
+    for k in range(WARM_UP):
         _once(session, pool, 0, high if k % 2 else low)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker import system
-from dyno.worker.backend import Backend
+from dyno.worker.backend import Maker
 from dyno.worker.inputs import input_data
 from dyno.worker.inputs.shapes import REFUSALS
 from dyno.worker.inputs.specs import BATCH, arguments, has_batch, tensors
@@ -26,8 +26,9 @@ from dyno.worker.onnx_graph.attention import plain_transposes
 from dyno.worker.onnx_graph.file import artifact, given, import_onnx, opset_of, read_io
 from dyno.worker.onnx_graph.opset import lower_file
 from dyno.worker.sessions.torch_support import first_line, import_torch, memory_errors, named_outputs, positional
-from dyno.worker.spec import Artifact, DataSpec, Dims, ModelSpec, Option, Recipe, Runtime, Trial, UserError
+from dyno.worker.spec import Artifact, DataSpec, Dims, ModelSpec, Option, Recipe, Runtime, UserError
 
+OPTIONS = ("exporter", "opset")
 EXPORTERS = ("auto", "dynamo", "torchscript")
 OPSET = 18  # the newest that every engine here reads, and the oldest that dynamo writes
 OPSET_RANGE = range(7, 27)  # what PyTorch's exporters write and ONNX Runtime reads; TorchScript's ends with 23
@@ -53,37 +54,16 @@ def exported(
     torchscript) and `opset` are kept; a device is not: a file is exported on the CPU. The graph is held against the
     module on images of `data` too.
     """
-    kept = {key: value for key, value in (options or {}).items() if key in OnnxExport.options}
+    kept = {key: value for key, value in (options or {}).items() if key in OPTIONS}
     seen = data if data is not None and data.folder and not model.file else None
     return Recipe("onnx_export", "onnx", "fp32", model, dims, kept, seen, runtime=replace(runtime, device="cpu"))
 
 
-class OnnxExport(Backend):
+class OnnxExport(Maker):
     """Exports a module with a free or a fixed batch, compares the graph with it, and reads ONNX files as they are."""
 
     name = "onnx_export"
     requires = ("torch", "onnx", "onnxscript", "onnxruntime", *NETWORKS)
-    precisions = ("fp32",)
-    options = ("exporter", "opset")
-    runs = False
-
-    def recipe(self, trial: Trial) -> Recipe:
-        """The export of the trial's model with a free batch."""
-        return exported(trial.model, replace(trial.dims, batch=0), trial.runtime, trial.options, trial.data)
-
-    def probe(self) -> dict[str, Any]:
-        """Export one linear layer with the older exporter, which takes no time."""
-        torch = import_torch()
-        import_onnx()
-        content = io.BytesIO()
-        with _quiet():
-            torch.onnx.export(torch.nn.Linear(2, 2).eval(), (torch.randn(1, 2),), content, dynamo=False)
-        found = system.versions(self.requires)
-        return {
-            "version": found["onnx"],
-            "devices": ["cpu"],
-            "detail": f"opset {OPSET}, {len(content.getvalue())} bytes",
-        }
 
     def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
         """Write FOLDER/model.onnx, or check the model's own file and point to it.
@@ -99,6 +79,9 @@ class OnnxExport(Backend):
             task_facts.write(str(folder / "model.onnx"), recipe.model)
         made_by = {"backend": self.name, "versions": system.versions(self.requires), **made_by}
         return artifact(str(folder / "model.onnx"), time.perf_counter() - started, made_by)
+
+
+ONNX_EXPORT = OnnxExport()
 
 
 def _export(recipe: Recipe, path: Path) -> dict[str, Any]:

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 
 from dyno.worker import system
-from dyno.worker.backend import Backend, derived
+from dyno.worker.backend import Maker, derived
 from dyno.worker.inputs.calibration import CalibrationImages, example
 from dyno.worker.onnx_graph.check import compared, outputs
 from dyno.worker.onnx_graph.head import decoding
-from dyno.worker.spec import Artifact, DataSpec, Option, Recipe, Runtime, Trial, Unavailable, UserError
+from dyno.worker.spec import Artifact, DataSpec, Option, Recipe, Runtime, Unavailable, UserError
 
 RUNTIME = "modelopt"  # the name that an interpreter is given for this step
 METHODS = {"minmax": "max", "entropy": "entropy"}
@@ -44,25 +44,12 @@ def quantised(parent: Recipe, precision: str, data: DataSpec, options: dict[str,
     )
 
 
-class OnnxModelopt(Backend):
+class OnnxModelopt(Maker):
     """Makes a Q/DQ file for TensorRT 10 and later from one in FP32: matrix products and convolutions in FP8 or INT8,
     the rest in FP16, of a detector in FP32."""
 
     name = "onnx_modelopt"
     requires = ("nvidia-modelopt", "onnx", "onnxruntime|onnxruntime-gpu")
-    precisions = ("fp8", "int8")
-    options = ("samples", "method")
-    runs = False
-
-    def recipe(self, trial: Trial) -> Recipe | None:
-        """Nothing of its own: a step of the recipes that `onnx_precision` has."""
-        return None
-
-    def probe(self) -> dict[str, Any]:
-        """Import the quantiser; `Unavailable` says where it has to be."""
-        _library()
-        versions = system.versions(self.requires)
-        return {"version": versions["nvidia-modelopt"], "devices": ["cpu"], "detail": f"{versions}"}
 
     def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
         """Quantise the parent's file, calibrated on the recipe's data, and run it once beside its parent.
@@ -90,6 +77,9 @@ class OnnxModelopt(Backend):
             "warnings": images.warnings,
         }
         return derived(parent, path, recipe.precision, made_by, started)
+
+
+ONNX_MODELOPT = OnnxModelopt()
 
 
 def _library() -> Any:

@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker.backend import Backend, derived
-from dyno.worker.extras import install
+from dyno.worker.backend import Maker, derived
 from dyno.worker.inputs.calibration import example
 from dyno.worker.inputs.input_data import pixel_scale
 from dyno.worker.inputs.layout import axes
 from dyno.worker.onnx_graph.check import compared, outputs
-from dyno.worker.spec import Artifact, Recipe, Runtime, Tensor, Trial, Unavailable, UserError
+from dyno.worker.spec import Artifact, Recipe, Runtime, Tensor, UserError
 
 
 def reading_pixels(parent: Recipe) -> Recipe:
@@ -25,26 +24,11 @@ def reading_pixels(parent: Recipe) -> Recipe:
     )
 
 
-class OnnxInput(Backend):
+class OnnxInput(Maker):
     """Puts `(pixel / 255 - mean) / std` in front of an ONNX file's image input, which then reads uint8."""
 
     name = "onnx_input"
     requires = ("onnx", "onnxruntime")
-    precisions = ("fp32", "tf32", "fp16", "bf16", "int8", "fp8")
-    options = ("input",)
-    runs = False
-
-    def recipe(self, trial: Trial) -> Recipe | None:
-        """Nothing of its own: a step behind the recipe that another maker has for the trial."""
-        return None
-
-    def probe(self) -> dict[str, Any]:
-        """The version of onnx."""
-        try:
-            import onnx
-        except ImportError as e:
-            raise Unavailable(f"onnx is not installed in this Python; {install('onnx')}") from e
-        return {"version": onnx.__version__, "devices": ["cpu"], "detail": "normalisation in the graph"}
 
     def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
         """Write FOLDER/model.onnx and run it beside its parent on the same picture.
@@ -73,6 +57,9 @@ class OnnxInput(Backend):
         }
         made = derived(parent, path, parent.precision, made_by, started)
         return replace(made, inputs=(replace(image, dtype="uint8"),))
+
+
+ONNX_INPUT = OnnxInput()
 
 
 def _image(parent: Artifact) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker.backend import Backend, derived
+from dyno.worker.backend import Maker, derived
 from dyno.worker.extras import install
 from dyno.worker.inputs.calibration import NO_DATA, SAMPLES, calibration_data, example
 from dyno.worker.inputs.input_data import READ, wants_pixels
@@ -119,22 +119,11 @@ def _keep(trial: Trial) -> dict[str, Option]:
     return {"keep": count} if count else {}
 
 
-class OnnxPrecision(Backend):
+class OnnxPrecision(Maker):
     """Makes an ONNX file of lower precision from one in FP32, or of FP32 from one in FP16 or BF16."""
 
     name = "onnx_precision"
     requires = ("onnx", "onnxruntime", "onnxconverter-common", "onnxslim")
-    precisions = ("fp32", "fp16", "bf16", "int8")
-    runs = False
-
-    def recipe(self, trial: Trial) -> Recipe:
-        """The file for the engine named by the option `target`, with a free batch where the trial's is 0."""
-        return converted(trial, str(trial.options.get("target", "onnxruntime")), trial.dims.batch)
-
-    def probe(self) -> dict[str, Any]:
-        """Versions of the libraries; `Unavailable` says which one to install."""
-        versions = _versions(self.requires)
-        return {"version": versions["onnxconverter-common"], "devices": ["cpu"], "detail": f"{versions}"}
 
     def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
         """Convert the parent's file and check it: ONNX's checker, then one run in ONNX Runtime with finite outputs.
@@ -144,10 +133,10 @@ class OnnxPrecision(Backend):
         """
         started = time.perf_counter()
         versions = _versions(self.requires)
-        convert = {"fp32": to_fp32, "fp16": to_fp16, "bf16": to_bf16, "int8": to_int8}.get(recipe.precision)
+        known = {"fp32": to_fp32, "fp16": to_fp16, "bf16": to_bf16, "int8": to_int8}
+        convert = known.get(recipe.precision)
         if convert is None:
-            has = ", ".join(self.precisions)
-            raise UserError(f"an ONNX graph can't be made {recipe.precision} here (it can be made {has})")
+            raise UserError(f"an ONNX graph can't be made {recipe.precision} here (it can be made {', '.join(known)})")
         if parent is None:
             raise UserError(f"{recipe.precision} is made from an ONNX file in fp32: give one, or a PyTorch model")
         model, path = lifted(_read(parent.path)), folder / "model.onnx"
@@ -165,6 +154,9 @@ class OnnxPrecision(Backend):
         after, ran = outputs(made.path, example(recipe, made), recipe.precision)
         check = compared(before, after, f"{recipe.model.name} overflows in {recipe.precision}", ran)
         return replace(made, made_by={**made.made_by, "check": check})
+
+
+ONNX_PRECISION = OnnxPrecision()
 
 
 def _versions(distributions: tuple[str, ...]) -> dict[str, str]:

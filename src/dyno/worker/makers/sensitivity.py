@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker.backend import Backend, derived
+from dyno.worker.backend import Maker, derived
 from dyno.worker.inputs.calibration import calibration_of, example
 from dyno.worker.makers.ranking import IMAGES, Changed, fp16_changes, int8_changes, rank
 from dyno.worker.onnx_graph.fold import lifted
 from dyno.worker.onnx_graph.fp16 import sensitive
 from dyno.worker.onnx_graph.head import named
 from dyno.worker.onnx_graph.int8 import observed
-from dyno.worker.spec import Artifact, DataSpec, Option, Recipe, Trial, UserError
+from dyno.worker.spec import Artifact, DataSpec, Option, Recipe, UserError
 
 
 def ranked(parent: Recipe, precision: str, data: DataSpec | None, options: dict[str, Option]) -> Recipe:
@@ -26,17 +26,11 @@ def ranked(parent: Recipe, precision: str, data: DataSpec | None, options: dict[
     return replace(parent, maker=OnnxSensitivity.name, precision=precision, options=options, data=data, parent=parent)
 
 
-class OnnxSensitivity(Backend):
+class OnnxSensitivity(Maker):
     """Makes the same ONNX file with every node named and, in `made_by`, its layers by sensitivity."""
 
     name = "onnx_sensitivity"
     requires = ("onnx", "onnxruntime", "onnxconverter-common", "onnxslim")
-    precisions = ("fp16", "int8")
-    runs = False
-
-    def recipe(self, trial: Trial) -> Recipe | None:
-        """Nothing of its own: a step of the recipes that `onnx_precision` has."""
-        return None
 
     def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
         """Write the FP32 graph that the ranking's names are of; `made_by["ranking"]` lists `node`, `op`, `sqnr_db`.
@@ -64,6 +58,9 @@ class OnnxSensitivity(Backend):
             "warnings": [],
         }
         return derived(parent, path, parent.precision, made_by, started)
+
+
+ONNX_SENSITIVITY = OnnxSensitivity()
 
 
 def _graph(recipe: Recipe, parent: Artifact, folder: Path) -> tuple[Any, dict[str, Changed]]:

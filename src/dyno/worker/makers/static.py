@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dyno.worker.backend import Backend, derived
+from dyno.worker.backend import Maker, derived
 from dyno.worker.inputs import input_data
 from dyno.worker.inputs.shapes import static_shapes
 from dyno.worker.onnx_graph.file import import_onnx, read_io
@@ -19,21 +19,11 @@ from dyno.worker.onnx_graph.weights import beside
 from dyno.worker.spec import Artifact, DataSpec, Recipe, Runtime, Trial, UserError
 
 
-class OnnxStatic(Backend):
+class OnnxStatic(Maker):
     """Fixes every shape of an ONNX file for one trial and folds what only those shapes decide."""
 
     name = "onnx_static"
     requires = ("onnx", "onnxruntime", "onnxslim")
-    precisions = ("fp32",)
-    runs = False
-
-    def recipe(self, trial: Trial) -> Recipe | None:
-        """Nothing of its own: a step behind the recipe of the trial's ONNX file."""
-        return None
-
-    def probe(self) -> dict[str, Any]:
-        """The version of onnx."""
-        return {"version": import_onnx().__version__, "devices": ["cpu"], "detail": "fixed shapes, folded constants"}
 
     def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
         """Write FOLDER/model.onnx with the recipe's shapes; the same outputs on random inputs as before.
@@ -59,6 +49,9 @@ class OnnxStatic(Backend):
         made_by |= {"backend": self.name, "folded": not said}
         made_by["warnings"] = [*parent.made_by.get("warnings", ()), *said]
         return replace(derived(parent, path, parent.precision, made_by, started), inputs=read, outputs=written)
+
+
+ONNX_STATIC = OnnxStatic()
 
 
 def _dtype(parent: Artifact, name: str) -> str:

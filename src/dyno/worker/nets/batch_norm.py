@@ -53,6 +53,9 @@ def settle(torch: Any, module: Any, channels: int, size: tuple[int, int]) -> Non
         else:
             for norm in norms:
                 _round(norm)
+            # Some keep values of this run's type until they are put into training (timm's attention biases).
+            module.train()
+            module.eval()
             return
 
 

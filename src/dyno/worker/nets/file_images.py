@@ -15,10 +15,8 @@ DEFAULT_SIZE = 224
 KEYS = ("imgsz", "batch", "stride")  # of an ONNX file's metadata, as ultralytics writes them
 
 
-def _metadata(path: str) -> dict[str, Any]:
-    """Those of KEYS that the file has, as Python values."""
-    if not path.endswith(".onnx"):
-        return {}
+def metadata(path: str) -> dict[str, Any]:
+    """Those of KEYS that an ONNX file has, as Python values."""
     import onnx
 
     said = {entry.key: entry.value for entry in onnx.load(path, load_external_data=False).metadata_props}
@@ -27,15 +25,18 @@ def _metadata(path: str) -> dict[str, Any]:
 
 
 def described(
-    model: ModelSpec, tensors: Sequence[Tensor], shapes: Mapping[str, Shape], sizes: Sequence[Sequence[int]]
+    model: ModelSpec,
+    tensors: Sequence[Tensor],
+    shapes: Mapping[str, Shape],
+    sizes: Sequence[Sequence[int]],
+    said: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Facts of a look: `size` [h, w] ([0, 0] without an image), `fixed_size`, `channels` and `usual_batch`.
 
-    The size is that of the file's first image where it is fixed, else what `shapes` give it, else the metadata's
-    `imgsz`, else DEFAULT_SIZE. Of `sizes`, which the user asked for, one that the shapes contradict, or that the
-    network's stride doesn't divide, is a `UserError`.
+    The size is that of the file's first image where it is fixed, else what `shapes` give it, else the `imgsz` of what
+    the file `said`, else DEFAULT_SIZE. Of `sizes`, which the user asked for, one that the shapes contradict, or that
+    the network's stride doesn't divide, is a `UserError`.
     """
-    said = _metadata(model.file)
     image = next((tensor for tensor in tensors if len(tensor.shape) == 4), None)
     if image is None:
         return {"size": [0, 0]}

@@ -16,10 +16,12 @@ from typing import Any
 
 import numpy as np
 
+from dyno.worker import tasks
 from dyno.worker.extras import install
 from dyno.worker.nets import local_code, saved_modules, ultralytics_models
 from dyno.worker.nets.batch_norm import settle
 from dyno.worker.nets.checkpoint import apply, head_classes, read_checkpoint
+from dyno.worker.nets.zero_init import undo_zero_init
 from dyno.worker.spec import Dims, ModelSpec, Preprocess, Unavailable, UserError, check_known
 
 LIBRARIES = ("torchvision", "timm")
@@ -57,13 +59,15 @@ def load(model: ModelSpec, dims: Dims | None = None) -> Any:
     """The model as a `torch.nn.Module` in eval mode, with the weights that the specification asks for.
 
     Without a checkpoint and without `pretrained`, the weights are random and the same for the same `seed`; a library's
-    network then gets its statistics of batch norm from noise (`settle`), which `drawn` leaves out. `dims` sets the
-    image size of models that are built for one size (vision transformers of timm). The number of classes is
-    `model.classes`, else that of the checkpoint, else the library's. Raises `UserError` and `Unavailable`.
+    network then gets branches that count (`undo_zero_init`) and statistics of batch norm from noise (`settle`), which
+    `drawn` leaves out. `dims` sets the image size of models that are built for one size (vision transformers of timm).
+    The number of classes is `model.classes`, else that of the checkpoint, else the library's. Raises `UserError` and
+    `Unavailable`.
     """
     module = drawn(model, dims)
     random = not (model.weights or model.pretrained or model.source.endswith(ultralytics_models.CHECKPOINTS))
     if random and (size := image_size(model)):
+        undo_zero_init(_library("torch"), module)
         settle(_library("torch"), module, model.channels, size)
     return module
 
@@ -145,7 +149,7 @@ def _said(model: ModelSpec) -> tuple[Preprocess | None, tuple[int, int] | None]:
         return _torchvision_says(name)
     if kind == "ultralytics":
         task = ultralytics_models.task_of(model.source, name)
-        return ultralytics_models.preprocess(task, model.channels), ultralytics_models.size(task, name)
+        return tasks.find(task).preprocess(model.channels), ultralytics_models.size(task, name)
     return _timm_says(name) if kind == "timm" else (None, None)
 
 

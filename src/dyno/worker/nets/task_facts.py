@@ -13,11 +13,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from dyno.worker.nets import ultralytics_models
-from dyno.worker.spec import TASKS, InputSpec, ModelSpec, Preprocess, UserError, from_json, to_json
-
-Shape = Sequence[Any]
-COORDINATES = 4
+from dyno.worker import tasks
+from dyno.worker.spec import InputSpec, ModelSpec, Preprocess, UserError, from_json, to_json
+from dyno.worker.tasks.task import Shape
 
 
 def read(path: str) -> dict[str, Any]:
@@ -27,7 +25,7 @@ def read(path: str) -> dict[str, Any]:
     model = onnx.load(path, load_external_data=False)
     said = {entry.key: entry.value for entry in model.metadata_props}
     found: dict[str, Any] = {}
-    if said.get("task") in TASKS:
+    if said.get("task") in tasks.names():
         found["task"] = said["task"]
     names, points = _literal(said.get("names")), _literal(said.get("kpt_shape"))
     if isinstance(names, (dict, list, tuple)) and names:
@@ -74,43 +72,13 @@ def facts(model: ModelSpec, asked: str, said: dict[str, Any], outputs: Sequence[
             f"{model.name} is a network for {said['task']}, not {asked}; leave --task away, "
             f"or export it again with --task {asked}"
         )
-    task = said.get("task") or asked
-    if not task:
+    name = said.get("task") or asked
+    if not name:
         return {}
-    preprocess = said.get("preprocess") or to_json(ultralytics_models.preprocess(task, model.channels))
-    if task == "classify":
-        return {"task": task, **({"preprocess": preprocess} if said else {})}
-    classes, keypoints = _layout(model, task, said, outputs)
-    return {"task": task, "classes": classes, "keypoints": list(keypoints), "preprocess": preprocess}
-
-
-def _layout(model: ModelSpec, task: str, said: dict[str, Any], outputs: Sequence[Shape]) -> tuple[int, tuple[int, ...]]:
-    """Number of classes and the keypoints' shape, from what is said and the length of a prediction."""
-    shown = ", ".join("x".join(map(str, shape)) for shape in outputs)
-    if not outputs or len(outputs[0]) != 3 or (task == "segment" and (len(outputs) < 2 or len(outputs[1]) != 4)):
-        more = " and prototypes" if task == "segment" else ""
-        raise UserError(
-            f"{model.name} gives {shown}; a network for {task} gives predictions, batch x values x anchors{more}"
-        )
-    classes, keypoints = model.classes or said.get("classes"), tuple(model.keypoints or said.get("keypoints", ()))
-    values = outputs[0][1]
-    if not isinstance(values, int):
-        if classes and (task != "pose" or keypoints):
-            return classes, keypoints if task == "pose" else ()
-        raise UserError(f"{model.name} doesn't say how long its predictions are; give --classes")
-    extra = _number(outputs[1][1]) if task == "segment" else 0
-    if task == "pose" and not keypoints:
-        rest = values - COORDINATES - (classes or 1)
-        keypoints = (rest // 3, 3) if rest % 3 == 0 else (rest // 2, 2)
-    if task == "pose":
-        extra = keypoints[0] * keypoints[1]
-    classes = classes or values - COORDINATES - extra
-    if classes < 1 or values != COORDINATES + classes + extra:
-        raise UserError(
-            f"{model.name} has {values} values for each anchor, which is not 4 + {classes} classes + {extra} more for "
-            f"{task}; check --task and --classes"
-        )
-    return classes, keypoints if task == "pose" else ()
+    task = tasks.find(name)
+    preprocess = said.get("preprocess") or to_json(task.preprocess(model.channels))
+    sure = bool(said) or task.labels == "objects"  # a classifier that the user alone says so keeps what it had
+    return {"task": name, **task.layout(model, said, outputs), **({"preprocess": preprocess} if sure else {})}
 
 
 def _literal(text: str | None) -> Any:
@@ -118,7 +86,3 @@ def _literal(text: str | None) -> Any:
         return ast.literal_eval(text) if text else None
     except (ValueError, SyntaxError):
         return None
-
-
-def _number(length: Any) -> int:
-    return length if isinstance(length, int) else 32

@@ -19,7 +19,8 @@ from typing import Any
 from dyno.worker.extras import install
 from dyno.worker.nets import torch_archive, yolo_checkpoint
 from dyno.worker.nets.checkpoint import apply
-from dyno.worker.spec import TASKS, ModelSpec, Preprocess, Unavailable, UserError
+from dyno.worker.spec import ModelSpec, Unavailable, UserError
+from dyno.worker.tasks import find as find_task
 
 QUIET = {
     "YOLO_OFFLINE": "1",
@@ -33,11 +34,10 @@ BUILDERS = {
     "pose": "PoseModel",
     "classify": "ClassificationModel",
 }
-HEADS = ("Detect", "Segment", "Pose", "Classify")  # whose outputs are laid out as `postprocess` reads them
+# Heads whose outputs are laid out as the tasks read them.
+HEADS = {"Classify": "classify", "Detect": "detect", "Segment": "segment", "Pose": "pose"}
 CHECKPOINTS = (".pt", ".pth")
 ACTIVATION = re.compile(r"(?:torch\.)?nn\.([A-Z]\w*)\([\w., =-]*\)")  # which the library evaluates as code
-SIZES = {"classify": (224, 224)}
-SIZE = (640, 640)
 
 
 def library() -> Any:
@@ -70,7 +70,7 @@ def build(model: ModelSpec, name: str, state: Mapping[str, Any] | None = None, *
     if type(head).__name__ not in HEADS or end_to_end:
         kind = "finds objects end to end" if end_to_end else f"ends in {type(head).__name__}"
         raise UserError(
-            f"{model.source} {kind}, which can't be read here; take a YOLOv8 or YOLO11 ({', '.join(TASKS)})"
+            f"{model.source} {kind}, which can't be read here; take a YOLOv8 or YOLO11 ({', '.join(HEADS.values())})"
         )
     head.export = True  # the library's own switch for raw outputs alone
     head.dynamic = free_batch  # else it compares shapes to keep its anchors, which fixes the batch in an exported graph
@@ -80,26 +80,20 @@ def build(model: ModelSpec, name: str, state: Mapping[str, Any] | None = None, *
 def facts(module: Any) -> dict[str, Any]:
     """What the network says of itself: task, classes, the keypoints' shape ([] for none) and its stride."""
     head = module.model[-1]
-    task = dict(zip(HEADS, BUILDERS, strict=True))[type(head).__name__]
-    classes = head.linear.out_features if task == "classify" else head.nc
+    task = HEADS[type(head).__name__]
+    whole = hasattr(head, "linear")  # a head that sees the whole image, whatever its size
     return {
         "task": task,
-        "classes": int(classes),
-        "keypoints": [int(n) for n in head.kpt_shape] if task == "pose" else [],
-        "stride": 1 if task == "classify" else int(max(module.stride)),
+        "classes": int(head.linear.out_features if whole else head.nc),
+        "keypoints": [int(n) for n in getattr(head, "kpt_shape", ())],
+        "stride": 1 if whole else int(max(module.stride)),
     }
-
-
-def preprocess(task: str, channels: int = 3) -> Preprocess:
-    """Pixels in 0..1: letterboxed, or for a classifier the shorter side resized and the centre cropped."""
-    plain = (0.0,) * channels, (1.0,) * channels
-    return Preprocess(*plain, resize=1.0) if task == "classify" else Preprocess(*plain, letterbox=True)
 
 
 def size(task: str, name: str = "") -> tuple[int, int]:
     """Height and width that such networks are trained for, or that a checkpoint says it was trained for."""
     side = yolo_checkpoint.read(name).size if name.endswith(CHECKPOINTS) else 0
-    return (side, side) if side else SIZES.get(task, SIZE)
+    return (side, side) if side else find_task(task).size
 
 
 def task_of(source: str, name: str) -> str:
@@ -111,8 +105,10 @@ def task_of(source: str, name: str) -> str:
 
 def _task(tasks: Any, source: str, config: dict[str, Any]) -> str:
     found = tasks.guess_model_task(config)
-    if found not in TASKS:
-        raise UserError(f"{source} is a network for {found or 'an unknown task'}; measured are {', '.join(TASKS)}")
+    if found not in HEADS.values():
+        raise UserError(
+            f"{source} is a network for {found or 'an unknown task'}; measured are {', '.join(HEADS.values())}"
+        )
     return str(found)
 
 

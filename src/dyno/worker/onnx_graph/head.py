@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from dyno.worker import tasks
 from dyno.worker.onnx_graph.placement import LINEAR
 from dyno.worker.spec import ModelSpec
 
@@ -20,7 +21,7 @@ def decoding(graph: Any, model: ModelSpec) -> set[str]:
     The convolution behind a softmax isn't such a layer: it is the mean of a distribution over distances (Li et al.,
     Generalized Focal Loss, 2020), with fixed weights. Nodes without a name are given one.
     """
-    if model.task == "classify":
+    if tasks.find(model.task).labels == "classes":
         return set()
     named(graph)
     weights = {tensor.name for tensor in graph.initializer}

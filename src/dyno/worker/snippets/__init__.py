@@ -6,21 +6,15 @@ image also `prepare(path)`, which makes of a photograph what the measurement mad
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
-from dyno.worker.snippets import graph_files, modules, tensor_rt_engines
-from dyno.worker.snippets.parts import Part, inputs_of, written
+from dyno.worker import plugins
+from dyno.worker.snippets.parts import Script, inputs_of, written
 from dyno.worker.spec import Artifact, Trial, UserError
 
-WRITERS = {
-    "onnxruntime": graph_files.onnx_runtime,
-    "openvino": graph_files.open_vino,
-    "tensorrt": tensor_rt_engines.engine,
-    "tensorrt_rtx": tensor_rt_engines.engine,
-    "pytorch": modules.module,
-    "compile": modules.module,
-}
+GROUP = "dyno.scripts"
 
 
 def write(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -30,9 +24,10 @@ def write(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder
     `options` as it ran, and the `story` that heads the script. Returns the names of the files that were written.
     `UserError` for a backend that no script can be written for.
     """
-    if trial.backend not in WRITERS:
-        raise UserError(f"there is no script for {trial.backend}; one can be written for {', '.join(WRITERS)}")
-    part: Part = WRITERS[trial.backend](trial, artifact, about, folder)
+    known = plugins.declared(sys.modules[__name__], Script, GROUP)
+    if trial.backend not in known:
+        raise UserError(f"there is no script for {trial.backend}; one can be written for {', '.join(known)}")
+    part = known[trial.backend].part(trial, artifact, about, folder)
     text = written(part, trial, inputs_of(trial, artifact), about)
     (folder / "script.py").write_text(text, encoding="utf-8")
     return {

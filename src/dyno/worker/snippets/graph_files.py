@@ -9,7 +9,7 @@ from dyno.worker.backends import onnx_runtime as ort
 from dyno.worker.backends import open_vino as vino
 from dyno.worker.inputs.shapes import static_shapes
 from dyno.worker.sessions import onnx_runtime_cuda as cuda
-from dyno.worker.snippets.parts import Part
+from dyno.worker.snippets.parts import Part, Script
 from dyno.worker.spec import Artifact, Trial, UserError
 
 ONNX_RUNTIME = '''
@@ -93,3 +93,7 @@ def open_vino(trial: Trial, artifact: Artifact | None, about: dict[str, Any], fo
     described(artifact, trial)
     constants = {"FILE": place(about), "OUTPUTS": list(about["outputs"]), "SETTINGS": vino.settings(trial)}
     return Part(("numpy", "openvino"), "import openvino\n", constants, OPEN_VINO)
+
+
+ONNX_RUNTIME_SCRIPT = Script("onnxruntime", onnx_runtime)
+OPENVINO_SCRIPT = Script("openvino", open_vino)

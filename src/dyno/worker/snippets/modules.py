@@ -13,7 +13,7 @@ from dyno.worker.nets.checkpoint import head_classes, read_checkpoint
 from dyno.worker.registry import find
 from dyno.worker.sessions.torch_support import import_torch
 from dyno.worker.snippets.graph_files import place
-from dyno.worker.snippets.parts import Part, inputs_of
+from dyno.worker.snippets.parts import Part, Script, inputs_of
 from dyno.worker.spec import Artifact, ModelSpec, Option, Trial, UserError
 
 LIBRARY = '''
@@ -241,3 +241,7 @@ def _bare(model: ModelSpec) -> ModelSpec:
 
 def _written(options: dict[str, Any]) -> str:
     return "".join(f", {key}={value!r}" for key, value in options.items())
+
+
+PYTORCH_SCRIPT = Script("pytorch", module)
+COMPILE_SCRIPT = Script("compile", module)

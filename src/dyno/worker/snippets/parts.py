@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from pprint import pformat
 from typing import Any
 
+from dyno.worker import tasks
 from dyno.worker.inputs import input_data, specs
 from dyno.worker.inputs.shapes import static_shapes
 from dyno.worker.spec import Artifact, Tensor, Trial
@@ -88,6 +90,14 @@ class Part:
     code: str
 
 
+@dataclass(frozen=True)
+class Script:
+    """What writes the scripts of a backend: `part(trial, artifact, about, folder)`, see `snippets.write`."""
+
+    name: str  # the backend's
+    part: Callable[[Trial, Artifact | None, dict[str, Any], Path], Part]
+
+
 def inputs_of(trial: Trial, artifact: Artifact | None) -> tuple[Tensor, ...]:
     """Every input with the shape that the trial has for it: what the file says, or what a module takes."""
     if artifact is not None:
@@ -132,8 +142,7 @@ def _head(part: Part, trial: Trial, about: Mapping[str, Any], image: bool) -> st
     lines += [f"    python {script} PHOTO.jpg …    # photographs, prepared as for the measurement"] if image else []
     needs = ", ".join((*part.needs, *(("Pillow for photographs",) if image else ())))
     lines += ["", f"Needs {needs}. Written by `dyno take`, but nothing of Dyno is needed to run it."]
-    if trial.model.task != "classify":
-        lines += ["The outputs are the network's own, before non-maximum suppression."]
+    lines += [note] if (note := tasks.find(trial.model.task).note) else []
     return "\n".join(lines).replace("\\", "/") + '\n"""\n\n'
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dyno.worker.snippets.graph_files import described, place
-from dyno.worker.snippets.parts import Part
+from dyno.worker.snippets.parts import Part, Script
 from dyno.worker.spec import Artifact, Trial
 
 ENGINE = '''
@@ -76,3 +76,7 @@ def engine(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folde
     library = "tensorrt" if trial.backend == "tensorrt" else "tensorrt_rtx as tensorrt"
     imports = f"import {library}\nfrom cuda.bindings import runtime as cudart\n"
     return Part(("numpy", "cuda-bindings", trial.backend.replace("_", "-")), imports, constants, ENGINE)
+
+
+TENSORRT_SCRIPT = Script("tensorrt", engine)
+RTX_SCRIPT = Script("tensorrt_rtx", engine)

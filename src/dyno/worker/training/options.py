@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dyno.worker.spec import UserError, check_known
@@ -22,34 +22,40 @@ MIXED = ("none", "fp16", "bf16")
 FREE = ("workers",)  # may change when a training goes on: they don't change its result
 
 
+def _option(default: Any, help: str, usual: str = "", *, common: bool = False) -> Any:
+    """A field with its help for the command line; `usual` says what the default means."""
+    return field(default=default, metadata={"help": help, "usual": usual, "common": common})
+
+
 @dataclass(frozen=True)
 class TrainOptions:
-    """How to train a classifier.
+    """How to train a classifier."""
 
-    `lr` is the schedule's highest learning rate and `weight_decay` the optimiser's; None stands for the optimiser's
-    usual one (OPTIMIZERS). `momentum` is of sgd and rmsprop. `schedule`: `onecycle` (up for `warmup_epochs`, or 30 % of
-    the training when that is 0, then down along a cosine), `cosine`, `step` (a tenth after each third) or `constant`,
-    the last three after a linear warm-up. `augment`: `none`; `shift` (moved by up to a tenth, edges repeated, never
-    mirrored: digits, letters, signs); `light` (random crop, mirrored); `standard` (random resized crop, mirrored).
-    `mixed_precision` is that of torch.autocast; fp16 needs a GPU. `freeze` trains the classifier layer alone. The same
-    `seed` gives the same batches and augmentations whatever the number of DataLoader `workers`.
-    """
-
-    epochs: int = 20
-    batch: int = 32
-    optimizer: str = "adamw"
-    lr: float | None = None
-    momentum: float = 0.9
-    weight_decay: float | None = None
-    schedule: str = "onecycle"
-    warmup_epochs: float = 0.0
-    augment: str = "light"
-    label_smoothing: float = 0.1
-    mixed_precision: str = "none"
-    freeze: bool = False
-    workers: int = 0
-    seed: int = 0
-    device: str = "cpu"
+    epochs: int = _option(20, "Passes over the training images.", common=True)
+    batch: int = _option(32, "Images per step.", common=True)
+    optimizer: str = _option("adamw", f"Optimiser: {', '.join(OPTIMIZERS)}.", common=True)
+    lr: float | None = _option(None, "Highest learning rate of the schedule.", "the optimiser's usual", common=True)
+    momentum: float = _option(0.9, "Momentum of sgd and rmsprop.")
+    weight_decay: float | None = _option(None, "Weight decay.", "the optimiser's usual")
+    schedule: str = _option(
+        "onecycle",
+        "Learning rate over time: onecycle (up, then down along a cosine), or after a linear warm-up cosine, step (a "
+        "tenth after each third) or constant.",
+    )
+    warmup_epochs: float = _option(0.0, "Epochs in which the rate rises.", "none; 30 % of the training for onecycle")
+    augment: str = _option(
+        "light",
+        "Change of images: none; shift (by up to a tenth, never mirrored: digits, letters, signs); light (random crop, "
+        "mirrored); standard (random resized crop, mirrored).",
+        "light; shift for digits",
+        common=True,
+    )
+    label_smoothing: float = _option(0.1, "Label smoothing, from 0 to less than 1.")
+    mixed_precision: str = _option("none", f"torch.autocast: {', '.join(MIXED)}; fp16 needs a GPU.")
+    freeze: bool = _option(False, "Train the classifier layer alone.")
+    workers: int = _option(0, "Processes that read images; they don't change the result.", "the training's own")
+    seed: int = _option(0, "Seed of weights, split, order and augmentation.")
+    device: str = _option("cpu", "Device: cpu, or cuda:0, cuda:1…", common=True)
 
     def __post_init__(self) -> None:
         for name, known in (

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 from dyno.worker.backends.tensor_rt import layers, library
-from dyno.worker.registry import find
+from dyno.worker.makers.precision import converted
+from dyno.worker.registry import find, maker
 from dyno.worker.spec import Artifact, Dims, ModelSpec, Recipe, Runtime, Tensor, Trial, Unavailable, UserError, to_json
 
 onnx = pytest.importorskip("onnx")
@@ -40,7 +41,7 @@ def recipe(precision: str = "fp32", batch: int = 4, size: int = 8, **options: An
 
 
 def make(parent: Artifact, folder: Path, precision: str = "fp32", batch: int = 4, **options: Any) -> Artifact:
-    return find(NAME).make(recipe(precision, batch, **options), parent, folder)
+    return maker(NAME).make(recipe(precision, batch, **options), parent, folder)
 
 
 def described(path: Path) -> Artifact:
@@ -112,9 +113,9 @@ def test_tf32_is_off_unless_it_is_asked_for(digits: Any, tmp_path: Path) -> None
 
 def lowered(digits: Any, precision: str, folder: Path) -> Artifact:
     """The digits' file in another precision for TensorRT."""
-    maker = find("onnx_precision")
     trial = digits.trial(NAME, precision, batch=0, target="tensorrt", samples=32)
-    return maker.make(maker.recipe(trial), digits.artifact, folder)  # type: ignore[arg-type]
+    recipe = converted(trial, "tensorrt", trial.dims.batch)
+    return maker("onnx_precision").make(recipe, digits.artifact, folder)
 
 
 @pytest.mark.parametrize(("precision", "kind"), [("fp16", "float16"), ("bf16", "bfloat16"), ("int8", "int8")])
@@ -163,7 +164,7 @@ def test_a_route_that_ended_with_tensorrt_10(digits: Any, tmp_path: Path, route:
     precision = "fp16" if route == "flags" else "int8"
     asked = replace(recipe(), precision=precision, options={"route": route}, data=digits.data)
     with pytest.raises(Unavailable, match=r"TensorRT-RTX .* has no builder flag for .*; give route=graph"):
-        find(NAME).make(asked, digits.artifact, tmp_path)
+        maker(NAME).make(asked, digits.artifact, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +193,7 @@ def test_a_file_cut_short(digits: Any, tmp_path: Path) -> None:
 
 def test_no_file() -> None:
     with pytest.raises(UserError, match="an engine is built from an ONNX file"):
-        find(NAME).make(recipe(), None, Path())
+        maker(NAME).make(recipe(), None, Path())
 
 
 def value(name: str, shape: list[Any], kind: str = "FLOAT") -> Any:
@@ -319,7 +320,7 @@ def test_a_given_engine_needs_a_gpu_to_be_read(digits: Any, tmp_path: Path) -> N
     asked = find(NAME).recipe(Trial(model, NAME, "fp32", Dims(4, 8, 8), runtime=GPU))
     assert asked is not None
     with pytest.raises((Unavailable, UserError)) as caught:  # no GPU, or one that RTX doesn't take
-        find(NAME).make(asked, None, tmp_path)
+        maker(NAME).make(asked, None, tmp_path)
     assert "\n" not in str(caught.value)
 
 

@@ -16,18 +16,18 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker.backend import Backend, Session
+from dyno.worker.backend import Backend, Maker, Session
 from dyno.worker.backends.onnx_runtime import ONE_ADD
 from dyno.worker.backends.tensor_rt import library, profiles, settings, values
 from dyno.worker.backends.tensor_rt.build import build
-from dyno.worker.backends.tensor_rt.given import given
+from dyno.worker.backends.tensor_rt.given import ENGINE as ENGINE
+from dyno.worker.backends.tensor_rt.given import SUFFIXES, given, product_of
 from dyno.worker.backends.tensor_rt.settings import Settings
 from dyno.worker.inputs.calibration import NO_DATA
 from dyno.worker.makers.precision import PREPARATION, VALUES
 from dyno.worker.makers.routes import routed
 from dyno.worker.option_values import Check
 from dyno.worker.spec import (
-    ENGINE_FILES,
     Artifact,
     DataSpec,
     Dims,
@@ -43,7 +43,7 @@ from dyno.worker.spec import (
 
 
 class TensorRT(Backend):
-    """Builds and runs TensorRT engines, 8.6 to 11. Options: see `settings.Settings` and `run.TensorRTSession`."""
+    """Runs TensorRT engines, 8.6 to 11. Options: see `settings.Settings` and `run.TensorRTSession`."""
 
     name = "tensorrt"
     product = "tensorrt"
@@ -52,17 +52,14 @@ class TensorRT(Backend):
     devices = ("cuda",)
     options = (*settings.NAMES, *settings.RUNNING, *PREPARATION)
     values: Mapping[str, Check] = {**values.VALUES, **VALUES}
-    files = (".onnx", *ENGINE_FILES)
+    files = (".onnx", *SUFFIXES)
 
     def refuse(self, trial: Trial) -> str:
-        """The base class's reasons, options and batches that can't be, int8 without data, a file of another format."""
+        """The base class's reasons, options and batches that can't be, int8 without data."""
         if why := super().refuse(trial):
             return why
-        file = trial.model.file
-        if file.endswith(ENGINE_FILES):
+        if trial.model.file.endswith(SUFFIXES):
             return ""
-        if file and not file.endswith(".onnx"):
-            return f"{self.name} reads .onnx, {' and '.join(ENGINE_FILES)} files, not {Path(file).name}"
         if trial.precision in ("fp32", "tf32") and trial.model.precision in ("int8", "fp8"):
             return f"the file's graph is {trial.model.precision} already; give the fp32 file, or --precision"
         try:
@@ -74,6 +71,10 @@ class TensorRT(Backend):
             return str(e)
         quantised = trial.precision in ("int8", "fp8") and trial.precision != trial.model.precision
         return NO_DATA.replace("int8", trial.precision) if quantised and not trial.data.folder else ""
+
+    def reads(self, path: str) -> bool:
+        """An engine only where this product wrote it."""
+        return product_of(Path(path)) == self.product if path.endswith(SUFFIXES) else super().reads(path)
 
     def _route(self, trial: Trial, asked: Settings) -> str:
         """Where types come from; `auto` is the graph: which version will build isn't known here, and all read it."""
@@ -91,7 +92,7 @@ class TensorRT(Backend):
 
         A dynamic profile leaves the trial's batch out, so that all batches share one engine.
         """
-        if trial.model.file.endswith(ENGINE_FILES):
+        if trial.model.file.endswith(SUFFIXES):
             dims = replace(trial.dims, batch=0)
             return Recipe(self.name, "engine", trial.precision, trial.model, dims, runtime=trial.runtime)
         asked = Settings.of(trial.options)
@@ -117,20 +118,6 @@ class TensorRT(Backend):
         wanted = trial if route == "graph" else replace(trial, precision="fp32")
         return routed(wanted, "tensorrt", lambda file: replace(engine, parent=file), static=static)
 
-    def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
-        """Build FOLDER/model.engine, or describe the model's own engine; see `build.build` for what can go wrong.
-
-        While it builds, FOLDER/stage says how far it is.
-        """
-        if recipe.model.file.endswith(ENGINE_FILES):
-            return given(self.product, recipe)
-        if parent is None:
-            raise UserError("an engine is built from an ONNX file: give one, or a PyTorch model")
-        stage = folder / "stage"
-        return build(
-            self.product, recipe, parent, folder, lambda text: _say(stage, f"build {recipe.precision}: {text}")
-        )
-
     def load(self, trial: Trial, artifact: Artifact | None) -> Session:
         """An execution context per slot, on the trial's GPU; see `run.TensorRTSession` for what can go wrong."""
         from dyno.worker.backends.tensor_rt.run import TensorRTSession
@@ -152,12 +139,39 @@ class TensorRT(Backend):
         return {"version": trt.__version__, "devices": devices, "detail": detail}
 
 
+TENSORRT = TensorRT()
+
+
+class Builder(Maker):
+    """Builds engines with the product of that name."""
+
+    def __init__(self, name: str, requires: tuple[str, ...]) -> None:
+        self.name, self.requires = name, requires
+
+    def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
+        """Build FOLDER/model.engine, or describe the model's own engine; see `build.build` for what can go wrong.
+
+        While it builds, FOLDER/stage says how far it is.
+        """
+        if recipe.model.file.endswith(SUFFIXES):
+            return given(self.name, recipe)
+        if parent is None:
+            raise UserError("an engine is built from an ONNX file: give one, or a PyTorch model")
+        stage = folder / "stage"
+        return build(self.name, recipe, parent, folder, lambda text: _say(stage, f"build {recipe.precision}: {text}"))
+
+
 class TensorRTRTX(TensorRT):
     """The same for TensorRT-RTX, which builds without a GPU and runs on RTX ones."""
 
     name = "tensorrt_rtx"
     product = "tensorrt_rtx"
     requires = ("tensorrt-rtx",)
+
+
+TENSORRT_RTX = TensorRTRTX()
+BUILDER = Builder("tensorrt", TensorRT.requires)
+RTX_BUILDER = Builder("tensorrt_rtx", TensorRTRTX.requires)
 
 
 def _say(path: Path, text: str) -> None:

@@ -1,4 +1,4 @@
-"""An engine that the user gives: nothing is built; it is deserialised where it will run, and described."""
+"""Engine files: which product wrote one, and what one that is given says of itself where it is deserialised."""
 
 from __future__ import annotations
 
@@ -8,10 +8,44 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dyno.worker.backend import FileContents, FileFormat
 from dyno.worker.backends.tensor_rt import layers, library
 from dyno.worker.sessions.gpu import Device
-from dyno.worker.spec import Artifact, Recipe, Tensor
+from dyno.worker.spec import Artifact, Recipe, Tensor, Trial
 from dyno.worker.truth import TYPES
+
+SUFFIXES = (".engine", ".plan")
+
+
+class EngineFormat(FileFormat):
+    """A plan of TensorRT or TensorRT-RTX, which only the library that wrote it reads, on a GPU it was built for."""
+
+    name = "engine"
+    suffixes = SUFFIXES
+    backend = "tensorrt"
+    device = "cuda:0"
+    builders = ("tensorrt", "tensorrt_rtx")
+    on_device = True
+
+    def usual(self, path: Path) -> str:
+        return product_of(path)
+
+    def read(self, path: str, trial: Trial) -> FileContents:
+        """Its precision is what most of its compute layers run in; fp32 where the engine doesn't say."""
+        opened = _opened(product_of(Path(path)), trial.runtime.device, path)
+        kinds: Counter[str] = Counter(layers.by_type(opened.layers))
+        usual = next(iter(kinds.most_common(1)), ("float32", 0))[0]
+        precision = next((name for name, kind in TYPES.items() if kind == usual), "fp32")
+        return FileContents(opened.inputs, opened.outputs, precision, opened.batches)
+
+
+ENGINE = EngineFormat()
+
+
+def product_of(path: Path) -> str:
+    """The product whose engine the file is, by its first bytes; TensorRT where they say nothing."""
+    with open(path, "rb") as f:
+        return "tensorrt_rtx" if f.read(4) == b"vtrt" else "tensorrt"
 
 
 def given(product: str, recipe: Recipe) -> Artifact:
@@ -21,7 +55,7 @@ def given(product: str, recipe: Recipe) -> Artifact:
     without a GPU, as only there an engine can be read.
     """
     path = Path(recipe.model.file)
-    opened = Reader(product, recipe.runtime.device).read(str(path))
+    opened = _opened(product, recipe.runtime.device, str(path))
     content = path.read_bytes()
     sha256 = hashlib.sha256(content).hexdigest()
     found = layers.summary(opened.layers, recipe.precision)
@@ -52,46 +86,19 @@ class Opened:
     gpu: dict[str, str]
 
 
-class Reader:
-    """Reads engine files on one GPU, each once."""
+def _opened(product: str, device_name: str, path: str) -> Opened:
+    """The file's tensors and layers; see `given` for what can go wrong."""
+    from dyno.worker.backends.tensor_rt.run import deserialised, tensors
 
-    def __init__(self, product: str, device: str) -> None:
-        self._product, self._device = product, device
-        self._opened: dict[str, Opened] = {}
-
-    def read(self, path: str) -> Opened:
-        """The file's tensors and layers; see `given` for what can go wrong."""
-        if path not in self._opened:
-            self._opened[path] = self._read(path)
-        return self._opened[path]
-
-    def _read(self, path: str) -> Opened:
-        from dyno.worker.backends.tensor_rt.run import deserialised, tensors
-
-        trt, device = library.load(self._product), Device(self._device)
-        try:
-            runtime, engine = deserialised(trt, library.Log(trt), path)
-            gpu = {"model": device.model, "capability": device.capability}
-            found = Opened(*tensors(trt, engine), _batches(engine), layers.inspect(trt, engine), trt.__version__, gpu)
-            del engine, runtime
-        finally:
-            device.close()
-        return found
-
-    def read_io(self, path: str) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Inputs and outputs of the engine."""
-        opened = self.read(path)
-        return opened.inputs, opened.outputs
-
-    def read_batches(self, path: str) -> tuple[int, int, int]:
-        """Smallest, best and largest batch that the engine takes."""
-        return self.read(path).batches
-
-    def read_precision(self, path: str) -> str:
-        """What most of its compute layers run in; fp32 where the engine doesn't say."""
-        kinds: Counter[str] = Counter(layers.by_type(self.read(path).layers))
-        usual = next(iter(kinds.most_common(1)), ("float32", 0))[0]
-        return next((name for name, kind in TYPES.items() if kind == usual), "fp32")
+    trt, device = library.load(product), Device(device_name)
+    try:
+        runtime, engine = deserialised(trt, library.Log(trt), path)
+        gpu = {"model": device.model, "capability": device.capability}
+        found = Opened(*tensors(trt, engine), _batches(engine), layers.inspect(trt, engine), trt.__version__, gpu)
+        del engine, runtime
+    finally:
+        device.close()
+    return found
 
 
 def _batches(engine: Any) -> tuple[int, int, int]:

@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from dyno.worker.evaluation.pipeline import Outputs
+from dyno.worker.spec import ModelSpec, Preprocess
+from dyno.worker.tasks.task import Arrays, Collector, Evaluated, Shape, Task
 
 TOP = 10
 LEAST_PARTED = 4  # times as many classes as are ranked; with fewer a full sort is as quick
 
 
-class Ranks:
-    """What a classifier answers: the best classes of each image."""
+class TopKCollector(Collector):
+    """The best classes of each image."""
 
-    def __init__(self, batch: int, count: int) -> None:
-        self._batch, self._count = batch, count
-
-    def cut(self, turn: int, fetched: Outputs) -> Outputs:
-        """The outputs of the batch's own images, less those that only fill it."""
-        valid = min(self._batch, self._count - turn * self._batch)
-        return {name: a[:valid] if a.ndim and a.shape[0] == self._batch else a for name, a in fetched.items()}
-
-    def of(self, turn: int, fetched: Outputs) -> Any:
-        """What is kept of one batch: index and score of the best classes, None where the first output is no classes."""
+    def of(self, turn: int, fetched: Arrays) -> Any:
+        """Index and score of the best classes, None where the first output is no classes."""
         first = next(iter(self.cut(turn, fetched).values()))
         return ranked(first.astype(np.float32), TOP) if first.ndim == 2 and first.shape[1] > 1 else None
 
     def arrays(self, made: Sequence[Any]) -> dict[str, np.ndarray]:
-        """All batches together, by the names they have in outputs.npz."""
+        """`topk_index` and `topk_score`."""
         found = [each for each in made if each is not None]
         if not found:
             return {}
@@ -38,6 +31,26 @@ class Ranks:
             name: np.concatenate(parts)
             for name, parts in zip(("topk_index", "topk_score"), zip(*found, strict=True), strict=True)
         }
+
+
+class Classify(Task):
+    """One class for each image, by the highest score."""
+
+    name = "classify"
+    metrics = ("top1", "top5")
+    size = (224, 224)
+
+    def preprocess(self, channels: int) -> Preprocess:
+        return Preprocess((0.0,) * channels, (1.0,) * channels, resize=1.0)
+
+    def layout(self, model: ModelSpec, said: Mapping[str, Any], outputs: Sequence[Shape]) -> dict[str, Any]:
+        return {}
+
+    def collector(self, fed: Evaluated) -> Collector:
+        return TopKCollector(fed)
+
+
+CLASSIFY = Classify()
 
 
 def ranked(scores: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:

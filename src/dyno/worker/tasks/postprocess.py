@@ -1,4 +1,4 @@
-"""From the raw outputs of a YOLO-kind network to detections in the original image: one way for every backend.
+"""Parts of the way from the raw outputs of a YOLO-kind network to detections in the original image.
 
 Non-maximum suppression is the greedy one, each class for itself (Girshick et al., 2014), over every pair of an anchor
 and a class whose score is above the threshold, as COCO's metric wants it; masks are sums of prototypes (Bolya et al.,
@@ -7,14 +7,11 @@ and a class whose score is above the threshold, as COCO's metric wants it; masks
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from dyno.worker.inputs.letterbox import geometry
-from dyno.worker.spec import UserError
 
 CANDIDATES = 30_000  # pairs of an anchor and a class that go into the suppression, the best first
 
@@ -32,43 +29,6 @@ class Detections:
     classes: np.ndarray
     masks: list[np.ndarray] | None = None
     keypoints: np.ndarray | None = None
-
-
-def detections(
-    task: str,
-    outputs: Sequence[np.ndarray],
-    sizes: np.ndarray,
-    input_size: tuple[int, int],
-    *,
-    classes: int,
-    keypoints: tuple[int, ...] = (),
-    confidence: float = 0.001,
-    iou: float = 0.7,
-    most: int = 300,
-) -> list[Detections]:
-    """Detections of each image of a batch.
-
-    `outputs` are the network's: predictions B x (4 + classes + extra) x anchors, with centre, width and height in input
-    pixels, then scores from 0 to 1, then mask coefficients or keypoints; for `segment` also prototypes B x M x h x w.
-    `sizes` is B x 2, height and width of the original images; `input_size` those of the network's input. Raises
-    `UserError` where the outputs aren't those of such a network.
-    """
-    predictions = np.asarray(outputs[0])
-    prototypes = _prototypes(task, outputs)
-    extra = prototypes.shape[1] if prototypes is not None else int(np.prod(keypoints)) if task == "pose" else 0
-    _check(task, predictions, classes, extra)
-    found = []
-    for k, (height, width) in enumerate(np.asarray(sizes).tolist()):
-        kept, labels, scores = _best(predictions[k], classes, confidence, iou, most)
-        place = _Place(height, width, *input_size)
-        boxes = place.boxes(_corners(kept[:, :4]))
-        masks = points = None
-        if prototypes is not None:
-            masks = _masks(kept[:, 4 + classes :], prototypes[k].astype(np.float32), boxes, place)
-        elif task == "pose":
-            points = place.points(kept[:, 4 + classes :].reshape(-1, *keypoints))
-        found.append(Detections(boxes, scores, labels, masks, points))
-    return found
 
 
 def suppress(boxes: np.ndarray, labels: np.ndarray, iou: float, most: int) -> np.ndarray:
@@ -119,7 +79,7 @@ def encode(mask: np.ndarray, top: int, left: int, height: int, width: int) -> np
     return (counts[:-1] if len(counts) > 1 and counts[-1] == 0 else counts).astype(np.uint32)
 
 
-class _Place:
+class Place:
     """Where one image lies in the network's input, and the way back."""
 
     def __init__(self, height: int, width: int, to_height: int, to_width: int) -> None:
@@ -164,22 +124,7 @@ def _taps(at: np.ndarray, margin: int, length: int, ratio: float, count: int) ->
     return low, np.minimum(low + 1, count - 1), (at - low).astype(np.float32)
 
 
-def _masks(coefficients: np.ndarray, prototypes: np.ndarray, boxes: np.ndarray, place: _Place) -> list[np.ndarray]:
-    """Masks at the image's size: sums of prototypes, interpolated bilinearly inside the box, set where above 0."""
-    count, height, width = prototypes.shape
-    coarse = (coefficients @ prototypes.reshape(count, -1)).reshape(-1, height, width)
-    found = []
-    for logits, box in zip(coarse, boxes, strict=True):
-        left, top, right, bottom = np.ceil(box).astype(int).tolist()
-        low, high, weight = place.rows(top, bottom, height)
-        rows = logits[low] + (logits[high] - logits[low]) * weight[:, None]
-        low, high, weight = place.columns(left, right, width)
-        fine = rows[:, low] + (rows[:, high] - rows[:, low]) * weight
-        found.append(encode(fine > 0, top, left, place.height, place.width))
-    return found
-
-
-def _best(
+def best(
     prediction: np.ndarray, classes: int, confidence: float, iou: float, most: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Rows of the prediction that survive, the surest first, with their classes and scores."""
@@ -197,11 +142,11 @@ def _best(
     whole = np.isfinite(boxes).all(1)
     if not whole.all():
         anchors, labels, values, boxes = anchors[whole], labels[whole], values[whole], boxes[whole]
-    kept = suppress(_corners(boxes), labels, iou, most)
+    kept = suppress(corners(boxes), labels, iou, most)
     return table[anchors[kept]].astype(np.float32), labels[kept].astype(np.int32), values[kept]
 
 
-def _corners(boxes: np.ndarray) -> np.ndarray:
+def corners(boxes: np.ndarray) -> np.ndarray:
     """Left, top, right and bottom of boxes given by centre, width and height."""
     half = boxes[:, 2:] / 2
     return np.concatenate([boxes[:, :2] - half, boxes[:, :2] + half], axis=1)
@@ -212,27 +157,3 @@ def _overlap(box: np.ndarray, others: np.ndarray) -> np.ndarray:
     sides = np.minimum(box[2:], others[:, 2:]) - np.maximum(box[:2], others[:, :2])
     shared: np.ndarray = sides.clip(0).prod(1)
     return shared
-
-
-def _prototypes(task: str, outputs: Sequence[np.ndarray]) -> Any:
-    if task not in ("detect", "segment", "pose"):
-        raise UserError(f"task {task!r} has no detections; it is detect, segment or pose")
-    if task != "segment":
-        return None
-    if len(outputs) < 2 or np.ndim(outputs[1]) != 4:
-        raise UserError(f"a network that segments gives predictions and prototypes; this one has {_shapes(outputs)}")
-    return np.asarray(outputs[1])
-
-
-def _check(task: str, predictions: np.ndarray, classes: int, extra: int) -> None:
-    want = 4 + classes + extra
-    if predictions.ndim != 3 or predictions.shape[1] != want:
-        more = {"segment": f" + {extra} mask coefficients", "pose": f" + {extra} keypoint values"}.get(task, "")
-        raise UserError(
-            f"the predictions are {_shapes([predictions])}; for task {task} they are batch x {want} x anchors "
-            f"(4 + {classes} classes{more}); check --task and --classes"
-        )
-
-
-def _shapes(outputs: Sequence[np.ndarray]) -> str:
-    return ", ".join("x".join(str(n) for n in np.shape(output)) for output in outputs)

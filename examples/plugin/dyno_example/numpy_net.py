@@ -1,11 +1,6 @@
-"""A complete backend in one file: small convolutional networks in NumPy, and such a network to try it on.
+"""A backend with a file format of its own: small convolutional networks in NumPy, and such a network to try it on.
 
-From outside, as MODULE:CLASS (its folder must be on PYTHONPATH, so that Dyno and its workers can import it):
-
-    PYTHONPATH=examples dyno run examples/numpy_backend.py:net --channels 1 --size 8 \\
-        --backends pytorch,numpy_backend:NumpyNet
-
-Copied to src/dyno/worker/backends/, it is found by its name: `--backends numpy_net`.
+`.npnet` is an npz file: the layers as JSON under `about`, their weights under NUMBER.weight and NUMBER.bias.
 """
 
 from __future__ import annotations
@@ -13,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+import zipfile
 from collections import Counter
 from pathlib import Path
 from types import MappingProxyType
@@ -20,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker.backend import Arrays, Backend, Session
+from dyno.worker.backend import Arrays, Backend, FileContents, FileFormat, Maker, Session
 from dyno.worker.inputs.shapes import fitted, static_shapes
 from dyno.worker.option_values import one_of
 from dyno.worker.record import save_arrays
@@ -32,6 +28,20 @@ COMPUTE = ("conv", "linear")
 SLOW = "NumPy has no BLAS for float16: it multiplies element by element"
 
 
+class NpnetFormat(FileFormat):
+    """A network as this backend keeps it; `dyno build NET -o FILE.npnet` writes one, `dyno time FILE.npnet` runs it."""
+
+    name = "npnet"
+    suffixes = (".npnet",)
+    backend = "numpy_net"
+    builders = ("numpy_net",)
+
+    def read(self, path: str, trial: Trial) -> FileContents:
+        """Inputs and outputs with a free batch; a file that is none is a `UserError`."""
+        about, _ = _read(path)
+        return FileContents(*_ends(about))
+
+
 class NumpyNet(Backend):
     """Runs `nn.Sequential` classifiers. Option: `order` (C or F), how the weights lie in memory."""
 
@@ -40,64 +50,61 @@ class NumpyNet(Backend):
     precisions = tuple(TYPES)
     options = ("order",)
     values = MappingProxyType({"order": one_of("C", "F")})
-
-    def refuse(self, trial: Trial) -> str:
-        """See `Backend.refuse`; besides, there is no reader for model files here."""
-        if trial.model.file:
-            return f"{self.name} runs PyTorch modules, not {Path(trial.model.file).name}"
-        return super().refuse(trial)
+    files = NpnetFormat.suffixes
 
     def recipe(self, trial: Trial) -> Recipe:
-        """Weights as an npz file. Batch 0 (free): one file serves every batch, so it is made once."""
+        """One file in fp32 serves every precision and batch (0: free), so it is made once."""
         dims = Dims(0, trial.dims.height, trial.dims.width)
-        # `trial.backend` is what the user wrote, numpy_net or MODULE:CLASS: the worker finds the maker by it.
         # `Runtime()`: the file is made in Dyno's own Python, which has the model, whichever the trial runs in.
-        return Recipe(trial.backend, "npz", trial.precision, trial.model, dims, runtime=Runtime())
+        return Recipe(NumpyNetMaker.name, NpnetFormat.name, "fp32", trial.model, dims, runtime=Runtime())
 
     def probe(self) -> dict[str, Any]:
         """Multiply two matrices."""
         product = np.ones((2, 3), np.float32) @ np.ones((3, 2), np.float32)
         return {"version": np.__version__, "devices": ["cpu"] if (product == 3).all() else [], "detail": "matmul"}
 
+    def load(self, trial: Trial, artifact: Artifact | None) -> Session:
+        """The weights in memory in the trial's type, ready to multiply."""
+        self.check_options(trial.options)
+        assert artifact is not None  # `recipe` is never None, so there is a file
+        return NumpySession(trial, artifact, trial.options.get("order", "C"))
+
+
+class NumpyNetMaker(Maker):
+    """Writes a module's layers into a .npnet file, or points to the model's own."""
+
+    name = "numpy_net"
+    requires = ("numpy",)
+
     def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
-        """Write FOLDER/model.npz from the module; a layer that isn't known is a `UserError`."""
-        import torch
-
-        from dyno.worker.nets import models
-
+        """Write FOLDER/model.npnet; a layer that isn't known is a `UserError`."""
         started = time.perf_counter()
-        module = models.load(recipe.model, recipe.dims)
-        steps, weights = _translated(module, recipe)
-        path = folder / "model.npz"
-        save_arrays(path, {"steps": json.dumps(steps), **weights})
-        image = (recipe.model.channels, recipe.dims.height, recipe.dims.width)
-        with torch.inference_mode():
-            classes = int(module(torch.zeros(1, *image)).shape[1])
+        path = Path(recipe.model.file) if recipe.model.file else _written(recipe, folder / "model.npnet")
+        about, weights = _read(str(path))
+        inputs, outputs = _ends(about)
         return Artifact(
-            format="npz",
+            format=recipe.format,
             path=str(path),
             sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
             bytes=path.stat().st_size,
             precision=recipe.precision,
-            inputs=(Tensor("input", "float32", ("batch", *image)),),
-            outputs=(Tensor("output", "float32", ("batch", classes)),),
+            inputs=inputs,
+            outputs=outputs,
             seconds=time.perf_counter() - started,
             made_by={
                 "backend": self.name,
                 "options": {},
                 "versions": {"numpy": np.__version__},
-                "parameters": sum(p.numel() for p in module.parameters()),
-                "weights_sha256": models.weights_sha256(module),  # before the cast: which weights were given
+                "parameters": sum(value.size for value in weights.values()),
+                "weights_sha256": about["weights_sha256"],  # trials of the same weights are compared
                 "warnings": [],
             },
         )
 
-    def load(self, trial: Trial, artifact: Artifact | None) -> Session:
-        """The weights in memory, ready to multiply."""
-        self.check_options(trial.options)
-        order = trial.options.get("order", "C")
-        assert artifact is not None  # `recipe` is never None, so there is a file
-        return NumpySession(trial, artifact, order)
+
+NPNET = NpnetFormat()
+NUMPY_NET = NumpyNet()
+MAKER = NumpyNetMaker()
 
 
 class NumpySession(Session):
@@ -105,9 +112,10 @@ class NumpySession(Session):
 
     def __init__(self, trial: Trial, artifact: Artifact, order: Any) -> None:
         self._trial, self._order = trial, order
-        with np.load(artifact.path) as stored:
-            self._steps: list[dict[str, Any]] = json.loads(str(stored["steps"]))
-            self._weights = {n: np.asarray(stored[n], order=order) for n in stored.files if n != "steps"}
+        about, weights = _read(artifact.path)
+        self._steps: list[dict[str, Any]] = about["steps"]
+        kind = TYPES[trial.precision]
+        self._weights = {name: np.asarray(value, kind, order=order) for name, value in weights.items()}
         self._shapes = static_shapes(artifact.inputs, trial.dims)
         self.inputs = tuple(Tensor(t.name, t.dtype, self._shapes[t.name]) for t in artifact.inputs)
         self.outputs = tuple(Tensor(t.name, t.dtype, (trial.dims.batch, *t.shape[1:])) for t in artifact.outputs)
@@ -146,8 +154,40 @@ class NumpySession(Session):
         }
 
 
+def _written(recipe: Recipe, path: Path) -> Path:
+    """The file of the recipe's module."""
+    import torch
+
+    from dyno.worker.nets import models
+
+    module = models.load(recipe.model, recipe.dims)
+    steps, weights = _translated(module, recipe)
+    image = (recipe.model.channels, recipe.dims.height, recipe.dims.width)
+    with torch.inference_mode():
+        classes = int(module(torch.zeros(1, *image)).shape[1])
+    about = {"steps": steps, "image": image, "classes": classes, "weights_sha256": models.weights_sha256(module)}
+    save_arrays(path, {"about": json.dumps(about), **weights})
+    return path
+
+
+def _read(path: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """What the file says of the network, and its weights."""
+    try:
+        with np.load(path) as stored:
+            about: dict[str, Any] = json.loads(str(stored["about"]))
+            return about, {name: stored[name] for name in stored.files if name != "about"}
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as e:
+        raise UserError(f"{path} is not a whole .npnet file; build it again") from e
+
+
+def _ends(about: dict[str, Any]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Inputs and outputs with a free batch."""
+    image, scores = ("batch", *about["image"]), ("batch", about["classes"])
+    return (Tensor("input", "float32", image),), (Tensor("output", "float32", scores),)
+
+
 def _translated(module: Any, recipe: Recipe) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
-    """The module's layers as steps, and their weights in the recipe's type under `NUMBER.weight` and `NUMBER.bias`."""
+    """The module's layers as steps, and their weights under `NUMBER.weight` and `NUMBER.bias`."""
     from torch import nn
 
     steps: list[dict[str, Any]] = []
@@ -166,7 +206,7 @@ def _translated(module: Any, recipe: Recipe) -> tuple[list[dict[str, Any]], dict
         if not step["op"]:
             raise UserError(f"numpy_net doesn't know {type(layer).__name__}, which {recipe.model.name} has")
         steps.append(step)
-        weights |= {f"{number}.{name}": value.astype(TYPES[recipe.precision]) for name, value in found.items()}
+        weights |= {f"{number}.{name}": value for name, value in found.items()}
     return steps, weights
 
 

@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from dyno.worker.evaluation.ranks import LEAST_PARTED, TOP, Ranks, ranked
+from dyno.worker.spec import Dims, ModelSpec, Trial
+from dyno.worker.tasks.classify import LEAST_PARTED, TOP, TopKCollector, ranked
+from dyno.worker.tasks.task import Evaluated
 
 
 def sorted_whole(scores: np.ndarray, k: int) -> np.ndarray:
@@ -43,4 +45,5 @@ def test_real_sizes(classes: int) -> None:
 
 
 def test_no_batch_leaves_no_arrays() -> None:
-    assert Ranks(2, 4).arrays([None, None]) == {}
+    fed = Evaluated(Trial(ModelSpec("net", "fake:net"), "fake", "fp32", Dims(2, 4, 4)), 2, 4)
+    assert TopKCollector(fed).arrays([None, None]) == {}

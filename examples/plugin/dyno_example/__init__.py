@@ -1,0 +1,1 @@
+"""What Dyno can be given from outside, one of each; see docs/extending.md."""

@@ -1,0 +1,49 @@
+"""A task: one number for each image, which should be its class's place among the classes, as of ripeness."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dyno.worker.spec import ModelSpec, Preprocess, UserError
+from dyno.worker.tasks.task import Arrays, Collector, Evaluated, Shape, Task
+
+
+class Grades(Collector):
+    """The number of each image."""
+
+    def of(self, turn: int, fetched: Arrays) -> Any:
+        """Those of one batch."""
+        first = next(iter(self.cut(turn, fetched).values()))
+        return first.reshape(len(first)).astype(np.float32)
+
+    def arrays(self, made: Sequence[Any]) -> dict[str, np.ndarray]:
+        """`grade`, in the order of the images."""
+        return {"grade": np.concatenate(made)}
+
+
+class Grade(Task):
+    """Networks with one output, batch x 1."""
+
+    name = "grade"
+    labels = "classes"
+    size = (224, 224)
+
+    def preprocess(self, channels: int) -> Preprocess:
+        """Pixels in 0..1."""
+        return Preprocess((0.0,) * channels, (1.0,) * channels, resize=1.0)
+
+    def layout(self, model: ModelSpec, said: Mapping[str, Any], outputs: Sequence[Shape]) -> dict[str, Any]:
+        """Nothing to be said, but the outputs must be right."""
+        if len(outputs) != 1 or list(outputs[0][1:]) != [1]:
+            raise UserError(f"{model.name} gives {list(map(list, outputs))}; a network for grade gives batch x 1")
+        return {}
+
+    def collector(self, fed: Evaluated) -> Collector:
+        """The same with random inputs."""
+        return Grades(fed)
+
+
+GRADE = Grade()

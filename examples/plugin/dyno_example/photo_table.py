@@ -1,0 +1,46 @@
+"""A format of data sets: labels.csv beside the photos, with the columns `photo` (its path there) and `class`."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+from dyno.datasets.data_format import DataFormat, Wanted
+from dyno.datasets.photos import Listing, Photo, loose, printable
+from dyno.worker.spec import UserError
+
+TABLE = "labels.csv"
+
+
+class PhotoTable(DataFormat):
+    """The table itself, or its folder. Every photo is tested on, but for those that Dyno sets aside to calibrate on."""
+
+    name = "photo_table"
+    described = "a table of photos"
+    suffixes = (".csv",)
+    labels = "classes"
+
+    def fits(self, path: Path) -> bool:
+        """By the table alone: whether it is right is for `scan` to say."""
+        return (path / TABLE).is_file() if path.is_dir() else path.suffix in self.suffixes
+
+    def scan(self, path: Path, wanted: Wanted) -> Listing:
+        """A label is the class's place in the classes' order."""
+        table = path / TABLE if path.is_dir() else path
+        with open(table, encoding="utf-8", newline="") as f:
+            rows = list(csv.DictReader(f))
+        if not rows or not {"photo", "class"} <= rows[0].keys():
+            raise UserError(f"{table} has no rows with the columns photo and class")
+        classes = sorted({row["class"] for row in rows})
+        photos = [
+            Photo(table.parent / row["photo"], printable(row["photo"]), classes.index(row["class"]), "test")
+            for row in rows
+        ]
+        if lost := [photo.name for photo in photos if not photo.path.is_file()]:
+            raise UserError(f"{table} lists {lost[0]}, which isn't there")
+        own = isinstance(wanted.calibration, Path)
+        photos += loose(wanted.calibration) if isinstance(wanted.calibration, Path) else []
+        return Listing(printable(table.parent.name), classes, photos, own, {"label_source": "table"})
+
+
+PHOTO_TABLE = PhotoTable()

@@ -1,0 +1,155 @@
+"""What a study can be asked, in groups: each field has its help here, for the command line, study files and Python."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from dyno.worker.spec import BOUNDARIES, PRECISIONS
+
+MODEL_HELP = (
+    "torchvision:NAME, timm:NAME, ultralytics:NAME.yaml, MODULE:FUNCTION, FILE.py:FUNCTION, FILE.onnx, FILE.xml, "
+    "FILE.pt2, FILE.torchscript or FILE.engine"
+)
+
+
+def option(default: Any, help: str, flag: str = "", *, usual: str = "", common: bool = False) -> Any:
+    """A field with its help: `flag` is its name on the command line (default: the field's), `usual` says what the
+    default means, and `common` options are the ones that a command's short help shows."""
+    metadata = {"help": help, "flag": flag, "usual": usual, "common": common}
+    if isinstance(default, dict):
+        return field(default_factory=dict, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What to compare."""
+
+    models: tuple[str, ...] = field(metadata={"help": MODEL_HELP, "flag": None})
+    backends: tuple[str, ...] = option(
+        (),
+        "Backends, with options as NAME@option=value: pytorch,onnxruntime@optimization=basic.",
+        usual="all that are installed for the device",
+        common=True,
+    )
+    precisions: tuple[str, ...] = option(
+        (), f"Precisions: {', '.join(PRECISIONS)}.", "--precision", usual="the file's own, else fp32", common=True
+    )
+    batches: tuple[int, ...] = option(
+        (), "Batch sizes: 1,8,32.", "--batch", usual="1, or what a file is fixed at", common=True
+    )
+    sizes: tuple[str, ...] = option(
+        (),
+        "Image sizes in pixels: 224, or HEIGHTxWIDTH.",
+        "--size",
+        usual="the model's own, else 224",
+        common=True,
+    )
+    routes: tuple[str, ...] = option(
+        (),
+        "Ways to the ONNX file to compare, a row each: dynamo, torchscript, static, fold, opset17 joined by +; or all.",
+        usual="the usual one; others where it fails",
+    )
+    reference: str = option(
+        "",
+        "Trial that speed-ups are against: its id, or BACKEND/PRECISION.",
+        usual="eager PyTorch in fp32, else the first that ran",
+    )
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Model."""
+
+    shapes: tuple[str, ...] = option(
+        (), "Shape of an input that batch and size don't describe, its type last: ids:batchx128:int64."
+    )
+    inputs: tuple[str, ...] = option(
+        (),
+        "Values of an input: ids=0..30521 (a range), sr=16000 (a constant), or feeds.npz.",
+        "--input",
+        usual="random",
+    )
+    weights: str = option("", "Checkpoint: .safetensors, or .pt/.pth read without running code.", common=True)
+    pretrained: bool = option(False, "Take the weights that the model's library publishes.", common=True)
+    classes: int | None = option(None, "Number of classes to build the model with.", usual="the model's own")
+    channels: int = option(3, "Channels of the input image.")
+    mean: tuple[float, ...] = option(
+        (), "Mean of each channel, of pixels in 0..1: 0.485,0.456,0.406.", usual="the library's, else ImageNet's"
+    )
+    std: tuple[float, ...] = option((), "Standard deviation of each channel, as for mean.", usual="as for mean")
+    task: str = option(
+        "",
+        "What a file's network is for: classify, detect, segment, pose, or a plug-in's task.",
+        usual="what the file says, else classify",
+    )
+    seed: int = option(0, "Seed of the weights of a model without a checkpoint, and of inputs that aren't given.")
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Data and accuracy."""
+
+    data: str = option(
+        "",
+        "Images to measure accuracy on: a folder of class folders or images, in COCO's or YOLO's format, or digits.",
+        usual="none: random inputs, no accuracy",
+        common=True,
+    )
+    calibration: str = option(
+        "", "Images to calibrate INT8 on; no accuracy is measured on them.", usual="some of the data"
+    )
+    unreadable: str = option("refuse", "What to do about images that can't be read: refuse, or skip them.")
+    compared: int = option(32, "Number of random inputs to compare outputs on where there is no data.", "--inputs")
+    budget: dict[str, float] = option(  # noqa: RUF009  (a factory, as `option` makes one)
+        {}, "Percentage points of accuracy that may be lost: top1=0.5, top5=0.5 or mAP=0.5.", common=True
+    )
+    search: bool | None = option(
+        None, "Try mixed precisions where int8 or fp16 fails the budget.", usual="yes with a budget, else no"
+    )
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Measurement."""
+
+    rounds: int = option(3, "Rounds: in each, every trial runs in a fresh process, in shuffled order.", common=True)
+    seconds: float = option(3.0, "Seconds of sampling at most, per trial, round and boundary.", common=True)
+    warmup: float = option(1.0, "Seconds of warm-up at most, per trial, round and boundary.")
+    samples: int = option(
+        0, "Exactly this many samples, however long they take.", usual="until the interval is narrow enough"
+    )
+    interval: float = option(
+        0.005, "Stop sampling when the median's 95 % interval is within this share of it on both sides."
+    )
+    confirm: int | None = option(
+        None, "Rounds that measure the winners again after they were selected.", usual="2 with a budget, else 0"
+    )
+    boundaries: tuple[str, ...] = option(BOUNDARIES, f"What is timed: {', '.join(BOUNDARIES)}.", usual="all three")
+    peak: bool = option(False, "First measure the device's peak arithmetic (TFLOPS), for shares of it in tables.")
+    timeout: float = option(600.0, "Seconds after which a job is killed.")
+
+
+@dataclass(frozen=True)
+class RuntimeOptions:
+    """Where it runs."""
+
+    device: str = option("cpu", "Device: cpu, or cuda:0, cuda:1…", common=True)
+    threads: int = option(0, "CPU threads of every backend.", usual="one per physical core")
+    runtime: dict[str, dict[str, Any]] = option(  # noqa: RUF009
+        {}, "Another interpreter for a backend: tensorrt=/path/to/python.", "--python", usual="this one"
+    )
+
+
+def described(kind: type) -> str:
+    """Each field with its help and what it is unless given, in lines for a docstring."""
+    known = [f for f in dataclasses.fields(kind) if "help" in f.metadata]
+    return "\n".join(f"    {f.name}: {f.metadata['help'].rstrip('.')}{_default(f)}." for f in known)
+
+
+def _default(one: dataclasses.Field[Any]) -> str:
+    usual = one.metadata.get("usual") or one.default
+    silent = usual in ("", (), None, dataclasses.MISSING) or usual is False
+    return "" if silent else f" (default: {usual})"

@@ -1,0 +1,47 @@
+"""ONNX files: read, copied with their external weights, and exported by `dyno export`."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from dyno.worker.backend import FileContents, FileFormat
+from dyno.worker.makers.precision import converted
+from dyno.worker.nets import file_images, flops, task_facts
+from dyno.worker.onnx_graph import file, weights
+from dyno.worker.spec import Recipe, Trial
+
+
+class OnnxFormat(FileFormat):
+    """An ONNX graph, and the files beside it that hold its larger weights."""
+
+    name = "onnx"
+    suffixes = (".onnx",)
+    backend = "onnxruntime"
+
+    def companions(self, path: Path) -> list[Path]:
+        return weights.beside(path) if path.is_file() else []
+
+    def copy(self, made: Path, out: Path) -> None:
+        weights.copy(made, out)
+
+    def recipe(self, trial: Trial) -> Recipe:
+        """The file for the engine named by the option `target`, with a free batch where the trial's is 0."""
+        return converted(trial, str(trial.options.get("target", "onnxruntime")), trial.dims.batch)
+
+    def read(self, path: str, trial: Trial) -> FileContents:
+        """Besides, a `UserError` for a graph that ONNX's own checker refuses."""
+        inputs, outputs = file.read_io(path)
+        if inputs:
+            file.check(path)
+        return FileContents(
+            inputs,
+            outputs,
+            file.read_precision(path),
+            task=task_facts.read(path),
+            image=file_images.metadata(path),
+            flops=partial(flops.of_onnx, path),
+        )
+
+
+ONNX = OnnxFormat()

@@ -1,0 +1,33 @@
+"""What a network is for: which data it is measured on, how its outputs lie, and what is kept of them."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+
+from dyno.worker import plugins
+from dyno.worker.spec import check_known
+from dyno.worker.tasks.task import Task
+
+GROUP = "dyno.tasks"
+
+
+def find(name: str) -> Task:
+    """The task of that name; an unknown one is a `UserError` with the nearest."""
+    check_known("task", name, names())
+    return _tasks()[name]
+
+
+def names() -> list[str]:
+    """Names of the tasks."""
+    return list(_tasks())
+
+
+def metrics() -> list[str]:
+    """What budgets may be of: each task's metrics."""
+    return list(dict.fromkeys(metric for task in _tasks().values() for metric in task.metrics))
+
+
+@cache
+def _tasks() -> dict[str, Task]:
+    return plugins.declared(sys.modules[__name__], Task, GROUP)  # type: ignore[type-abstract]

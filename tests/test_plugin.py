@@ -1,0 +1,129 @@
+"""The plug-in of examples/plugin, installed in an environment of its own, is used from the command line."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import re
+import site
+import subprocess
+import sys
+import venv
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parents[1]
+PLUGIN = ROOT / "examples/plugin"
+NET = f"{PLUGIN / 'dyno_example/numpy_net.py'}:net"
+QUICK = ("--rounds", "1", "--seconds", "0.05", "--warmup", "0.05")
+BROKEN = {"dyno.backends": "gone = no_such_module:X", "dyno.formats": "other = dyno_example.numpy_net:TYPES"}
+Call = Callable[..., subprocess.CompletedProcess[str]]
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with what the tests have, the plug-in, and entry points that lead nowhere."""
+    place = tmp_path_factory.mktemp("plugin")
+    venv.create(place / "env", with_pip=False, symlinks=True)
+    (own,) = (place / "env/lib").glob("python3*/site-packages")
+    (own / "tests.pth").write_text("\n".join((str(ROOT / "src"), *site.getsitepackages())))
+    words = ("-m", "uv", "pip", "install", "--offline", "--no-index", "--no-deps", "--python", place / "env/bin/python")
+    done = subprocess.run([sys.executable, *words, PLUGIN], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    (own / "broken-1.dist-info").mkdir()
+    (own / "broken-1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1\n")
+    points = "\n".join(f"[{group}]\n{line}" for group, line in BROKEN.items())
+    (own / "broken-1.dist-info/entry_points.txt").write_text(points)
+    (place / "photos").mkdir()
+    rng = np.random.default_rng(0)
+    for k in range(6):
+        Image.fromarray(rng.integers(0, 256, (12, 12), np.uint8)).save(place / f"photos/{k}.png")
+    table = "\n".join(("photo,class", *(f"{k}.png,{'ab'[k % 2]}" for k in range(6))))
+    (place / "photos/labels.csv").write_text(table)
+    return place
+
+
+@pytest.fixture(scope="module")
+def dyno(place: Path) -> Call:
+    """Runs a command there; another exit code than `code` fails the test."""
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment = {**clean, "DYNO_CACHE": str(place / "cache")}
+
+    def call(*words: object, code: int = 0) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [place / "env/bin/python", "-m", "dyno", *map(str, words)],
+            cwd=place, env=environment, capture_output=True, text=True, timeout=1200,
+        )  # fmt: skip
+        assert done.returncode == code, done.stdout + done.stderr
+        return done
+
+    return call
+
+
+def rows(text: str) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(text)))
+
+
+@pytest.fixture(scope="module")
+def built(dyno: Call, place: Path) -> Path:
+    """A .npnet file, whose format, maker and backend are the plug-in's."""
+    dyno("build", NET, "-o", "net.npnet", "--channels", 1, "--size", 8, "--classes", 2)
+    return place / "net.npnet"
+
+
+def test_the_doctor_names_what_works_and_what_is_broken(dyno: Call) -> None:
+    found = {row["backend"]: row for row in rows(dyno("doctor", "--format", "csv").stdout)}
+    assert (found["numpy_net"]["status"], found["numpy_net"]["devices"]) == ("ok", "cpu")
+    assert {name: found[name]["status"] for name in ("gone", "other")} == {"gone": "broken", "other": "broken"}
+    assert "no_such_module" in found["gone"]["detail"] and "dyno.backends" in found["gone"]["detail"]
+    assert "is dict, not FileFormat" in found["other"]["detail"]
+
+
+def test_a_file_of_its_own_format_is_run_by_its_backend(dyno: Call, built: Path) -> None:
+    (row,) = rows(dyno("time", built, *QUICK, "--format", "csv").stdout)
+    assert (row["backend"], row["status"], row["size"]) == ("numpy_net", "ok", "8")
+    assert row["ran_as"] == "3 fp32"
+
+
+def test_a_network_runs_beside_the_others(dyno: Call, place: Path) -> None:
+    asked = ("--channels", 1, "--size", 8, "--inputs", 3, "--precision", "fp32,int8", "--out", "run")
+    dyno("run", NET, "--backends", "pytorch,numpy_net@order=F", *asked, *QUICK)
+    shown = rows(dyno("show", "run", "--format", "csv").stdout)
+    found = {(row["backend"], row["precision"]): row for row in shown}
+    own = found["numpy_net", "fp32"]
+    assert own["status"] == "ok" and own["outputs"] == "agree"
+    assert "numpy_net has no int8" in found["numpy_net", "int8"]["reason"]
+
+
+def test_its_format_of_data_sets_has_labels(dyno: Call, built: Path) -> None:
+    (row,) = rows(dyno("eval", built, "--data", "photos", "--seconds", "0.05", "--format", "csv").stdout)
+    assert row["status"] == "ok" and 0 <= float(row["top1"]) <= 100
+
+
+def test_its_task_keeps_answers_of_its_own(dyno: Call, built: Path, place: Path) -> None:
+    dyno("build", NET, "-o", "one.npnet", "--channels", 1, "--size", 8, "--classes", 1)
+    dyno("run", "one.npnet", "--task", "grade", "--data", "photos", "--out", "graded", *QUICK)
+    (path,) = (place / "graded/trials").glob("*/r0/outputs.npz")
+    with np.load(path) as stored:
+        assert stored["grade"].shape == (6,) and stored["label"].tolist().count(1) == 3
+        np.testing.assert_allclose(stored["grade"], stored["output:output"][:, 0])
+    wrong = dyno("run", built, "--task", "grade", "--data", "photos", code=2)
+    assert "a network for grade gives batch x 1" in wrong.stderr
+
+
+def test_it_keeps_the_contract_of_backends(place: Path) -> None:
+    words = ["-m", "pytest", "-q", ROOT / "tests/test_contract.py", "-k", "numpy_net", "-p", "no:cacheprovider"]
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [place / "env/bin/python", *words], cwd=ROOT, env=clean, capture_output=True, text=True, timeout=1200
+    )
+    assert done.returncode == 0, done.stdout[-2000:]
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed and int(passed[1]) > 10 and "skipped" not in done.stdout
