@@ -9,10 +9,9 @@ OTHER_READY := $(OTHER)/.ready
 RUNS ?= runs
 # The tests run in two processes side by side: those that load engines into the process, and those that start jobs. A few
 # files stand with the other half, so that both take as long.
-TO_JOBS := tests/worker/training/test_loop.py tests/worker/nets/test_ultralytics_models.py
 TO_ENGINES := $(addprefix tests/,test_contract.py sources/test_in_memory.py test_onnx_files.py api/test_take.py test_yolo.py)
-ENGINES := tests/analysis tests/datasets tests/gpu tests/worker $(TO_ENGINES) $(addprefix --ignore=,$(TO_JOBS))
-JOBS := $(filter-out $(TO_ENGINES),$(wildcard tests/test_*.py tests/api/*.py tests/sources/*.py)) $(TO_JOBS)
+ENGINES := tests/analysis tests/datasets tests/gpu tests/worker $(TO_ENGINES)
+JOBS := $(filter-out $(TO_ENGINES),$(wildcard tests/test_*.py tests/api/*.py tests/sources/*.py))
 JOBS += $(addprefix tests/,cli engine jobs planning training)
 FAST := -q -m "not slow and not gpu"
 
@@ -26,7 +25,7 @@ test check: export OMP_WAIT_POLICY = PASSIVE
 
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo test test-engines test-jobs check bench format clean distclean
+.PHONY: help setup demo test test-engines test-jobs check style bench format clean distclean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,10 +46,12 @@ test-jobs:
 	$(BIN)/python -m pytest $(PYTEST) $(JOBS)
 
 check: setup  ## format, lint, types and the fast tests
+	@$(MAKE) --no-print-directory -j3 --output-sync=line --keep-going PYTEST='$(FAST)' style test-engines test-jobs
+
+style:
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	@$(MAKE) --no-print-directory -j2 --output-sync=line --keep-going PYTEST='$(FAST)' test-engines test-jobs
 
 format: $(READY)  ## put the code into its format
 	$(BIN)/ruff format .

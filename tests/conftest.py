@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # `import yolo_small` works in e
 import hostile_net
 import preloaded as forked
 from dyno import Study
+from dyno.api.result import Result
 from dyno.cli import app
 from dyno.jobs import launcher
 from dyno.worker.spec import DataSpec, Dims, ModelSpec, Plan, Runtime, Trial
@@ -157,6 +159,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=_no_gpu()))
 
 
+def pytest_collection_finish() -> None:
+    """Every timing collects garbage first, and would look through the libraries' million objects each time."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., Any]:
     """The command line in this process, in a folder of its own: (exit code, standard output, standard error)."""
@@ -174,6 +182,12 @@ def call(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp
         return code, out, err
 
     return run
+
+
+@pytest.fixture
+def unreported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs in this process write no report, whose charts take longer than what a test's study measures."""
+    monkeypatch.setattr(Result, "report", lambda run, *_, **__: run.folder / "report.html")
 
 
 @pytest.fixture

@@ -80,6 +80,15 @@ def quantised():
     net = nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
     return torch.ao.quantization.quantize_dynamic(net, {nn.Linear}, torch.qint8)
 
+def statically():
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(part for _ in range(8) for part in (nn.Conv2d(3, 3, 3, padding=1), nn.ReLU())))
+    net = torch.ao.quantization.QuantWrapper(layers).eval()
+    net.qconfig = torch.ao.quantization.get_default_qconfig("x86")
+    torch.ao.quantization.prepare(net, inplace=True)
+    net(torch.randn(16, 3, 8, 8))
+    return torch.ao.quantization.convert(net)
+
 class Rate(nn.Module):
     """A number beside the tensor."""
     def __init__(self):

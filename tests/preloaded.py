@@ -11,8 +11,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import functools
 import gc
 import importlib
+import io
 import json
 import os
 import selectors
@@ -22,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -156,10 +159,35 @@ def _serve(path: str) -> None:
 
 
 def _warm() -> None:
-    """What inductor asks of the C++ compiler once in every process: which vector instructions there are."""
+    """What every process would find out anew: the vector instructions that inductor's C++ compiler knows, and what
+    PyTorch's exporter works out once, in the first export."""
     if (compiler := sys.modules.get("torch._inductor.cpu_vec_isa")) is not None:
         with contextlib.suppress(Exception):
             compiler.valid_vec_isa_list()
+    if "torch.onnx._internal.exporter._core" in sys.modules and "onnxscript" in sys.modules:
+        remember_operators()
+        with contextlib.suppress(Exception):
+            _export()
+
+
+def remember_operators() -> None:
+    """PyTorch's exporter reads its table of operators out of their source for each export; here it does so once."""
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+    if not hasattr(ONNXRegistry.from_torchlib, "cache_info"):
+        ONNXRegistry.from_torchlib = staticmethod(functools.cache(ONNXRegistry.from_torchlib))
+
+
+def _export() -> None:
+    import torch
+    from torch import nn
+
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    free = ({0: torch.export.Dim("batch")},)
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        example = (torch.zeros(2, 3, 8, 8),)
+        torch.onnx.export(net.eval(), example, io.BytesIO(), dynamo=True, opset_version=18, dynamic_shapes=free)
 
 
 def _kill(pid: int) -> None:

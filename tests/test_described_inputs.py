@@ -18,7 +18,7 @@ pytest.importorskip("torch")
 onnx = pytest.importorskip("onnx")
 
 ENGINES = ("pytorch", "onnxruntime", "openvino")
-QUICK = ("--rounds", 1, "--seconds", 0.05, "--warmup", 0.02, "--inputs", 4, "--threads", 1)
+QUICK = ("--rounds", 1, "--seconds", 0.02, "--warmup", 0.01, "--inputs", 4, "--threads", 1)
 Call = Callable[..., tuple[int, str, str]]
 
 
@@ -37,6 +37,7 @@ def outputs(folder: Path) -> dict[str, dict[str, np.ndarray]]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("unreported")
 @pytest.mark.parametrize(
     ("name", "words", "batch", "size", "shape"),
     [
@@ -81,6 +82,16 @@ def test_what_pytorch_quantised_runs_there_and_the_export_says_why_not(call: Cal
     assert "quantised dynamically by PyTorch, and such layers have no ONNX form" in rows["reason"]["onnxruntime"]
     (trial,) = [t for t in dyno.load("r").records if t.backend == "pytorch"]
     assert trial.facts["weights_sha256"]
+
+
+@pytest.mark.slow
+def test_what_pytorch_quantised_with_its_activations_is_held_to_eight_bits(call: Call, nets: Path) -> None:
+    backends = ("--backends", "pytorch,onnxruntime,openvino")
+    code, _, err = call("run", "nets.py:statically", *backends, *QUICK, "--size", 8, "--out", "r")
+    assert code == 0, err
+    rows = table(Path("r"))
+    assert set(rows["status"]) == {"ok"} and rows["outputs"].tolist() == ["", "agree", "agree"]
+    assert rows["ran_as"]["pytorch"] == "8 int8"
 
 
 @pytest.mark.slow

@@ -146,3 +146,34 @@ def test_files_that_are_none_stop_the_study_in_one_line(call: Call, photos: Path
     onnx.save(h.make_model(graph, ir_version=8, opset_imports=[h.make_opsetid("", 17)]), "net.onnx")
     code, _, err = call("run", "net.onnx", *QUICK, "--data", photos)
     assert code == 2 and "has no image input (N x C x H x W) that images could be fed to; omit --data" in err
+
+
+def drawing(operator: str) -> Any:
+    """The network with noise in front of its mean."""
+    model = network(["n", 3, 24, 24])
+    more = {
+        "Dropout": [h.make_node("Dropout", ["r", "share", "training"], ["noisy"])],
+        "RandomNormalLike": [
+            h.make_node("RandomNormalLike", ["r"], ["noise"], scale=3.0, dtype=KINDS.FLOAT),
+            h.make_node("Add", ["r", "noise"], ["noisy"]),
+        ],
+    }[operator]
+    nodes = [*model.graph.node]
+    nodes[-2].input[0] = "noisy"
+    del model.graph.node[:]
+    model.graph.node.extend([*nodes[:-2], *more, *nodes[-2:]])
+    values = {"share": np.float32(0.5), "training": np.bool_(True)}
+    model.graph.initializer.extend(numpy_helper.from_array(np.asarray(v), name) for name, v in values.items())
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operator", ["Dropout", "RandomNormalLike"])
+def test_what_draws_random_numbers_is_not_called_wrong(call: Call, operator: str) -> None:
+    onnx.save(drawing(operator), "net.onnx")
+    backends = ("--backends", "onnxruntime,onnxruntime@optimization=disable")
+    code, out, err = call("run", "net.onnx", *QUICK[:-2], *backends, "--out", "run")
+    first, second = rows(Path("run"))
+    assert (first["status"], second["status"], code) == ("ok", "ok", 0), (out, err)
+    assert second["verdict"] == "not comparable: outputs are random" and second["outputs"] == ""
+    assert "outputs are random" in " ".join(out.split())

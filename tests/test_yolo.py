@@ -25,7 +25,7 @@ from dyno.worker.spec import Artifact, DataSpec, Dims, Job, ModelSpec, Plan, Run
 from dyno.worker.tasks.postprocess import Detections
 from yolo_small import SIZE, Trained
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.usefixtures("preloaded")
 MODELOPT = os.environ.get("DYNO_TEST_MODELOPT", "")
 TASK = "segment"  # has everything: boxes, scores, coefficients and prototypes
 Command = Callable[..., Any]

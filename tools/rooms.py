@@ -31,7 +31,7 @@ HOST = {
     "planning": "jobs store sources study datasets",
     "engine": "jobs store study planning analysis",
     "api": "jobs store study planning engine analysis",
-    "training": "jobs store study datasets planning api analysis",
+    "training": "jobs store study datasets planning engine api analysis",
     "cli": "jobs store study_options study datasets planning engine api training analysis",
 }
 ANALYSIS = {

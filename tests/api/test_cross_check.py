@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+import threading
+import time
+import types
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "analysis"))  # for engine_ru
 import engine_run
 
 from dyno.api import cross_check
+from dyno.engine import gpu_lock
+from dyno.store import cache_dir, lock
 from dyno.worker.spec import UserError
 
 LOGS = Path(__file__).parents[1] / "analysis" / "trtexec"
@@ -65,6 +70,24 @@ def test_trtexec_on_the_path_is_run_for_each_boundary_and_read(run: Path) -> Non
     called = words.read_text().splitlines()
     assert called.count("--loadEngine=/cache/net b8.engine") == 2  # one word, its blank and all
     assert called.count("--noDataTransfers") == 1
+
+
+def test_trtexec_waits_for_a_gpu_that_another_dyno_has(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    card = types.SimpleNamespace(uuid="GPU-of-a-test", close=lambda: None)
+    monkeypatch.setattr(gpu_lock, "find_gpu", lambda device, environment: card)
+    words, said = tool(run, "exit 0"), ""
+    thread = threading.Thread(target=cross_check.cross_check, args=(run,))
+    with lock(cache_dir() / "gpus" / "GPU-of-a-test.lock", pytest.fail):
+        thread.start()
+        deadline = time.monotonic() + 600
+        while "waits for process" not in said and time.monotonic() < deadline:
+            time.sleep(0.01)
+            said += capsys.readouterr().err
+        assert "trtexec waits for process" in said and not words.exists()
+    thread.join()
+    assert words.exists()
 
 
 def test_a_run_can_be_declined(run: Path) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -27,23 +25,6 @@ COMMANDS = "demo run show report export build time stress agree eval train list 
 CROWDED = "no winner is named; measure again on a quiet machine"  # what a verdict says where others were busy meanwhile
 
 Refused = Callable[..., str]
-
-
-@pytest.fixture
-def onnx_file(tmp_path: Path) -> Path:
-    """y = x + x on 2 x 3 x 8 x 8 images, with nothing free."""
-    onnx = pytest.importorskip("onnx")
-    ends = [
-        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [2, 3, 8, 8]) for name in ("input", "output")
-    ]
-    graph = onnx.helper.make_graph(
-        [onnx.helper.make_node("Add", ["input", "input"], ["output"])], "g", ends[:1], ends[1:]
-    )
-    onnx.save(
-        onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=9),
-        tmp_path / "m.onnx",
-    )
-    return tmp_path / "m.onnx"
 
 
 @pytest.mark.parametrize("harm", ["empty", "truncated", "text", "folder"])
@@ -70,122 +51,10 @@ def test_a_file_without_inputs_is_one_line(refused: Refused, onnx_file: Path) ->
     assert "m.onnx has no inputs, so there is nothing to run it on; export" in refused("run", "m.onnx")
 
 
-@pytest.mark.slow
-def test_inputs_that_are_no_images_have_no_size(call: Callable[..., Any], tmp_path: Path) -> None:
-    onnx = pytest.importorskip("onnx")
-    row = onnx.helper.make_tensor_value_info
-    node = onnx.helper.make_node("Relu", ["x"], ["y"])
-    graph = onnx.helper.make_graph([node], "g", [row("x", 1, ["b", 16])], [row("y", 1, ["b", 16])])
-    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8)
-    onnx.save(model, tmp_path / "rows.onnx")
-    words = "run", "rows.onnx", "--backends", "onnxruntime", "--rounds", "1", "--samples", "5"
-    assert "size" in (listed := call(*words, "--dry-run")[1]) and " 0 " not in listed.splitlines()[1]
-    code, out, err = call(*words)
-    assert code == 0 and "check rows onnx fp32\n" in err and " b1 0" not in err
-    assert out.startswith("rows, batch 1\n") and ("\nrows: fastest is onnxruntime fp32" in out or CROWDED in out)
-
-
 def test_a_broken_ir_is_named(refused: Refused, tmp_path: Path) -> None:
     pytest.importorskip("openvino")
     (tmp_path / "m.xml").write_text("<net name='x'>")
     assert "m.xml" in refused("run", "m.xml", "--backends", "openvino")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "opset"), [([], 18), (["--target", "tensorrt"], 17), (["--opset", "15"], 15)], ids=["18", "17", "15"]
-)
-def test_a_file_is_in_the_opset_of_its_target_or_the_one_asked_for(
-    call: Callable[..., Any], tmp_path: Path, words: list[str], opset: int
-) -> None:
-    onnx = pytest.importorskip("onnx")
-    (tmp_path / "net.py").write_text("import torch\ndef net(): return torch.nn.Conv2d(3, 2, 3)\n")
-    code, _, err = call("export", "net.py:net", "--size", "8", "-o", "net.onnx", *words)
-    assert code == 0, err
-    assert onnx.load(tmp_path / "net.onnx").opset_import[0].version == opset
-
-
-@pytest.mark.slow
-def test_batch_and_size_that_a_file_refuses(refused: Refused, onnx_file: Path) -> None:
-    usual = ("run", onnx_file, "--backends", "onnxruntime")
-    assert refused(*usual, "--batch", "3").startswith("m: the file's batch is fixed at 2, not 3; export it again")
-    assert refused(*usual, "--size", "16").startswith(
-        "m: the file's image size is fixed at 8x8; 16x16 needs another export"
-    )
-    assert refused("build", onnx_file, "-o", "x.xml", "--size", "16").startswith("the file's image size is fixed")
-    assert refused("export", onnx_file, "-o", onnx_file).startswith(f"{onnx_file} is the model itself; give another")
-    assert "no input 'x'; its inputs: input" in refused(*usual, "--shapes", "x:2x3x8x8")
-
-
-class Runs:
-    """Unpickling this is running what it says."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self.path}",)
-
-
-NET = """
-from torch import nn
-
-def net():
-    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 5))
-"""
-
-
-@pytest.fixture
-def net(tmp_path: Path) -> str:
-    pytest.importorskip("torch")
-    (tmp_path / "net.py").write_text(NET)
-    return "net.py:net"
-
-
-@pytest.mark.slow
-def test_a_checkpoint_that_runs_code_is_refused_unrun(refused: Refused, net: str, tmp_path: Path) -> None:
-    import torch
-
-    ran = tmp_path / "it_ran"
-    torch.save({"0.weight": Runs(ran)}, tmp_path / "w.pt")
-    line = refused("run", net, "--backends", "pytorch", "--size", "8", "--weights", "w.pt")
-    assert "runs code when it is read (posix.system), which is refused" in line
-    assert not ran.exists()
-    torch.load(tmp_path / "w.pt", weights_only=False)
-    assert ran.exists(), "the file would have run it"
-
-
-@pytest.mark.slow
-def test_a_bare_pickle_is_refused_unrun(refused: Refused, net: str, tmp_path: Path) -> None:
-    ran = tmp_path / "it_ran"
-    (tmp_path / "w.pt").write_bytes(pickle.dumps({"0.weight": Runs(ran)}))
-    assert "w.pt" in refused("run", net, "--backends", "pytorch", "--size", "8", "--weights", "w.pt")
-    assert not ran.exists()
-
-
-@pytest.mark.slow
-def test_weights_that_do_not_fit_name_keys(refused: Refused, net: str, tmp_path: Path) -> None:
-    import torch
-
-    torch.save({"0.weight": torch.zeros(4, 3, 3, 3), "head.bias": torch.zeros(5)}, tmp_path / "w.pt")
-    line = refused("run", net, "--backends", "pytorch", "--size", "8", "--weights", "w.pt")
-    assert "don't fit the model: missing 0.bias, 2.weight, 2.bias; unexpected head.bias" in line
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["torchvision:resnet81"], "torchvision has no model 'resnet81'; did you mean torchvision:resnet18?"),
-        (["timm:resnett18"], "timm has no model 'resnett18'; did you mean timm:resnet18?"),
-        (["no_such_module_here:net"], "No module named 'no_such_module_here'; install it"),
-        (["net.py:nett", "--size", "8"], "unknown function of "),
-        (["net.py:net", "--size", "9"], "net: the model refuses 1x3x9x9: "),
-        (["net.py:net", "--size", "2"], "net: the model refuses 1x3x2x2: "),
-    ],
-)
-def test_models_that_do_not_work(refused: Refused, net: str, words: list[str], line: str) -> None:
-    assert line in refused("run", *words, "--backends", "pytorch")
 
 
 @pytest.fixture
@@ -212,6 +81,7 @@ def test_data_folders_without_images(refused: Refused, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("unreported")
 def test_unreadable_images_are_named_or_skipped_in_any_script(
     refused: Refused, call: Callable[..., Any], photos: Path
 ) -> None:
@@ -268,6 +138,7 @@ def test_a_read_only_file_system(refused: Refused, small_disk: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("unreported")
 def test_exit_codes_of_a_run(call: Callable[..., Any]) -> None:
     assert call(*FAKE, "--out", "good")[0] == 0
     assert call(*FAKE, "--backends", "fake@latency_ms=0.1,fake@fail=exception", "--out", "part")[0] == 3
@@ -276,6 +147,7 @@ def test_exit_codes_of_a_run(call: Callable[..., Any]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("unreported")
 def test_a_budget_is_judged_against_the_reference(call: Callable[..., Any], photos: Path) -> None:
     code, _, err = call(*FAKE, "--data", photos, "--out", "r", "--budget", "top1=0.5")
     assert code == 0, err
@@ -300,6 +172,7 @@ def test_a_dry_run_lists_and_runs_nothing(call: Callable[..., Any]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("unreported")
 def test_a_study_file_names_its_folder(call: Callable[..., Any], tmp_path: Path) -> None:
     text = "models = ['fake:n']\nbackends = ['fake']\nrounds = 1\nseconds = 0.04\nwarmup = 0.02\nchannels = 1\n"
     (tmp_path / "mine.toml").write_text(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import webbrowser
 from collections.abc import Callable
 from pathlib import Path
@@ -16,12 +17,19 @@ Call = Callable[..., tuple[int, str, str]]
 Refused = Callable[..., str]
 
 
-@pytest.fixture
-def run(fake_study: Callable[..., Any], call: Call, tmp_path: Path) -> Path:
-    """runs/one of two good trials, a failed and a skipped one; the current folder is the one that holds runs/."""
+@pytest.fixture(scope="module")
+def measured(fake_study: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two good trials, a failed and a skipped one."""
     backends = ("fake@latency_ms=0.1", "fake@latency_ms=5", "fake@fail=exception", "fake@precision=fp8")
-    fake_study(backends=backends, models=("fake:[net]",)).run("runs/one", quiet=True)
-    return Path("runs/one")
+    folder = tmp_path_factory.mktemp("measured") / "one"
+    fake_study(backends=backends, models=("fake:[net]",)).run(folder, quiet=True)
+    return folder
+
+
+@pytest.fixture
+def run(measured: Path, call: Call) -> Path:
+    """The same as runs/one; the current folder is the one that holds runs/."""
+    return Path(shutil.copytree(measured, "runs/one"))
 
 
 def test_runs_are_listed(call: Call, refused: Refused, run: Path, tmp_path: Path) -> None:

@@ -10,7 +10,9 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ from rich.console import Console
 
 import dyno
 import preloaded as forked
+from dyno.engine import gpu_lock
+from dyno.store import cache_dir, lock
 from dyno.training import display, session, split
 from dyno.worker.record import Record
 from dyno.worker.spec import DataSpec, ModelSpec, UserError
@@ -177,6 +181,25 @@ def test_a_split_is_the_same_each_time_and_loses_nothing(flat: Path, tmp_path: P
     assert split.source(str(flat), 0.25, tmp_path / "a", 0) == str(one)
     moved = Path(split.source(str(flat), 0.5, tmp_path / "a", 0))  # nothing was trained there yet
     assert len(list((moved / "test" / NAMES[0]).iterdir())) == 20
+
+
+def test_a_training_waits_for_a_gpu_that_another_dyno_has(
+    flat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    card = types.SimpleNamespace(uuid="GPU-of-a-test", close=lambda: None)
+    monkeypatch.setattr(gpu_lock, "find_gpu", lambda device, environment: card)
+    words = {"model": NET, "channels": 1, "size": 32, "threads": 1, "epochs": 1, "batch": 16}
+    thread = threading.Thread(target=dyno.train, args=(flat,), kwargs={**words, "out": tmp_path / "run"})
+    said = ""
+    with lock(cache_dir() / "gpus" / "GPU-of-a-test.lock", pytest.fail):
+        thread.start()
+        deadline = time.monotonic() + 600
+        while "another dyno on this GPU" not in said and time.monotonic() < deadline:
+            time.sleep(0.01)
+            said += capsys.readouterr().err
+        assert "waits for process" in said and not (tmp_path / "run" / "job.json").exists()
+    thread.join()
+    assert json.loads((tmp_path / "run" / "training.json").read_text(encoding="utf-8"))["status"] == "ok"
 
 
 def test_a_layout_that_can_not_work_is_one_line(flat: Path, parted: Path, call: Call, tmp_path: Path) -> None:

@@ -6,12 +6,14 @@ import hashlib
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import preloaded
 from dyno.worker.backend import Session
 from dyno.worker.spec import Artifact, DataSpec, Dims, ModelSpec, Preprocess, Runtime, Tensor, Trial
 
@@ -78,6 +80,12 @@ class Digits:
         whole = len(images) // batch * batch
         scores = [self.outputs(session, images[i : i + batch])["output"].copy() for i in range(0, whole, batch)]
         return float((np.concatenate(scores).argmax(1) == labels[:whole]).mean())
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _exporter() -> None:
+    if find_spec("torch") and find_spec("onnxscript"):
+        preloaded.remember_operators()
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -14,8 +15,9 @@ from pathlib import Path
 from dyno.analysis.records import timeline
 from dyno.analysis.records.results import TrialResult, load
 from dyno.analysis.trtexec import command, differences, log, terms
+from dyno.engine.gpu_lock import held
 from dyno.jobs.telemetry import Telemetry
-from dyno.worker.spec import UserError
+from dyno.worker.spec import Runtime, UserError
 
 LOAD_S = 300.0  # for what trtexec does besides warming up and timing: an engine of some GB, a slow disk
 
@@ -83,7 +85,19 @@ def _run_all(trial: TrialResult) -> Iterator[str]:
 
 
 def measure(trial: TrialResult, boundary: str = "model") -> log.Report:
-    """Run trtexec as `timing` says and read its log, the GPU's clock watched meanwhile; UserError when it fails."""
+    """Run trtexec as `timing` says and read its log, the GPU's clock watched meanwhile; UserError when it fails.
+
+    It has the GPU for itself, as Dyno's own jobs have.
+    """
+    with held(Runtime(device=trial.device), _waiting):
+        return _measured(trial, boundary)
+
+
+def _waiting(owner: str) -> None:
+    print(f"trtexec waits for process {owner}, another dyno on this GPU", file=sys.stderr)
+
+
+def _measured(trial: TrialResult, boundary: str) -> log.Report:
     plan = trial.spec.get("plan") or {}
     spent = float(plan.get("warmup_s", 1.0)) + float(plan.get("seconds", 3.0))
     with tempfile.TemporaryDirectory() as scratch:

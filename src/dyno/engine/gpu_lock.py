@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from dyno.jobs.launcher import launch
@@ -18,14 +18,23 @@ from dyno.worker.spec import Job, Runtime
 def launch_in_turn(
     job: Job, folder: Path, timeout_s: float, progress: Progress, extra: Mapping[str, str] | None = None
 ) -> Record:
-    """`launch` for a job that times something: it waits until no other dyno has the GPU, and holds it.
+    """`launch` for a job that times something, when its GPU is `held`; the wait doesn't count towards `timeout_s`."""
+    with held(job.runtime, progress.waiting):
+        return launch(job, folder, timeout_s, progress.tick, extra)
+
+
+@contextmanager
+def held(runtime: Runtime, waiting: Callable[[str], None]) -> Iterator[None]:
+    """Have the runtime's GPU for oneself while the block runs: it waits until no other dyno has it.
 
     Two studies side by side would slow each other down unevenly, and a builder that times its kernels beside a running
-    job may pick the wrong ones. `progress` is told for whom it waits; the wait doesn't count towards `timeout_s`.
+    job may pick the wrong ones. `waiting` is told the process that has the GPU. Nothing is held for a CPU.
     """
-    uuid = _uuid(job.runtime)
-    with lock(cache_dir() / "gpus" / f"{uuid}.lock", progress.waiting) if uuid else nullcontext():
-        return launch(job, folder, timeout_s, progress.tick, extra)
+    if not (uuid := _uuid(runtime)):
+        yield
+        return
+    with lock(cache_dir() / "gpus" / f"{uuid}.lock", waiting):
+        yield
 
 
 def _uuid(runtime: Runtime) -> str:

@@ -72,6 +72,10 @@ class TrainingView:
             self._seen = changed
             self._lines()
 
+    def waiting(self, owner: str) -> None:
+        """The training waits for that process's job."""
+        self.say(f"waits for process {owner}, another dyno on this GPU")
+
     def say(self, line: str) -> None:
         """One line, unless quiet."""
         if not self.quiet:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dyno.api.runnable import run
+from dyno.engine import gpu_lock
 from dyno.jobs.launcher import launch
 from dyno.planning.checks import check_device, check_threads
 from dyno.planning.model_info import look, model_spec, sizes
@@ -157,7 +158,7 @@ def _run(plan: Training, folder: Path, view: TrainingView) -> tuple[Record, bool
         return stored, False
     begun = datetime.now(UTC).isoformat(timespec="seconds")
     _describe(plan, folder, {"status": "running", "started": begun})
-    with view.running(opening):
+    with gpu_lock.held(job.runtime, view.waiting), view.running(opening):
         record = launch(job, folder, math.inf, view.tick)
     if rows := history(folder):
         chart(rows, folder / CURVES)

@@ -40,7 +40,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker import measure, system
-from dyno.worker.backend import Session
+from dyno.worker.backend import Arrays, Session
 from dyno.worker.evaluation import evaluate
 from dyno.worker.inputs import input_data
 from dyno.worker.journal import Journal
@@ -50,6 +50,7 @@ from dyno.worker.registry import maker as find_maker
 from dyno.worker.sessions import gpu
 from dyno.worker.spec import SCHEMA, Artifact, Job, NoRoute, Trial, Unavailable, UserError, from_json
 
+RANDOM = 1e-2  # of their size: outputs of two calls on one input that are further apart are drawn
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 # What a file made from another says of the model they share, and of the route to it.
 INHERITED = ("weights_sha256", "parameters", "exporter", "opset", "fixed_batch", "folded", "calibration")
@@ -72,6 +73,7 @@ def run_trial(job: Job, trial: Trial, journal: Journal) -> None:
     if job.round == 0:
         journal.stage("evaluate")
         _evaluate(session, trial, journal)
+        _repeat(session, feeds[0], journal)
     journal.stage("inspect")
     _inspect(session, job, journal)
     journal.stage("close")  # where an engine may crash still: what it said of itself is on disk by then
@@ -142,6 +144,28 @@ def _evaluate(session: Session, trial: Trial, journal: Journal) -> None:
     if bad:
         journal.warn(f"output {', '.join(bad)} has values that are not finite")
         journal.facts({"finite": False})
+
+
+def _repeat(session: Session, feeds: Arrays, journal: Journal) -> None:
+    """Say so where two calls on the same input differ by far more than rounding: the model draws random numbers."""
+    calls = []
+    for _ in range(2):
+        session.bind(feeds)
+        session.run()
+        session.wait()
+        calls.append({name: np.array(array) for name, array in session.fetch().items()})
+    apart = max((_apart(calls[0][name], calls[1][name]) for name in calls[0]), default=0.0)
+    if apart > RANDOM:
+        journal.facts({"random_outputs": apart})
+        journal.warn(f"the outputs are random: two calls on one input are {apart:.2g} of their size apart")
+
+
+def _apart(a: np.ndarray, b: np.ndarray) -> float:
+    """|a - b| / |b| in the 2-norm, where both are finite; 1 for other shapes, which a random choice may have."""
+    if a.shape != b.shape:
+        return 1.0
+    a, b = (np.nan_to_num(each.astype(np.float64), posinf=0.0, neginf=0.0) for each in (a, b))
+    return float(np.linalg.norm(a - b) / max(np.linalg.norm(b), np.finfo(np.float64).tiny))
 
 
 def _inspect(session: Session, job: Job, journal: Journal) -> None:

@@ -122,6 +122,15 @@ def test_the_wider_of_two_tolerances_counts(tmp_path: Path) -> None:
     assert all(held is not None and held.ok and held.precision == "int8" for held in both)
 
 
+def test_a_reference_that_ran_in_eight_bits_is_a_yardstick_of_eight_bits(tmp_path: Path) -> None:
+    for kind, ok in (("int8", True), ("float32", False)):
+        ways = [Way("pytorch", "fp32", 0.004, facts={"layers_by_type": {kind: 4}}), Way("onnxruntime", "fp32", 0.001)]
+        results = load(synthetic.write_run(tmp_path / kind, ways))
+        _change(results.trials[1], lambda a: (a * 1.05).astype(np.float32))
+        held = check(*reversed(load(tmp_path / kind).trials))
+        assert held is not None and held.ok is ok
+
+
 def test_trials_of_other_weights_are_not_called_wrong(tmp_path: Path) -> None:
     other = replace(Way("onnxruntime", "fp32", 0.001), facts={"weights_sha256": "b" * 64})
     results = load(

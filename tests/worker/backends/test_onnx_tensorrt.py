@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,19 +14,26 @@ import pytest
 
 from dyno.worker.makers.precision import converted
 from dyno.worker.registry import find, maker
-from dyno.worker.spec import Artifact, DataSpec, Dims, ModelSpec, Recipe, Runtime, Tensor, Trial, UserError
+from dyno.worker.spec import Artifact, DataSpec, Dims, ModelSpec, Recipe, Runtime, Tensor, Trial, UserError, digest
 
+Make = Callable[[Recipe | None], Artifact]
 NAME = "tensorrt_rtx"
 needs_builder = pytest.mark.skipif(not importlib.util.find_spec(NAME), reason="tensorrt-rtx is not installed")
 
 
-def made(recipe: Recipe | None, folder: Path) -> Artifact:
-    """The recipe's file with all that it is made from."""
-    assert recipe is not None
-    parent = made(recipe.parent, folder) if recipe.parent else None
-    place = folder / f"{len(list(folder.iterdir()))}"
-    place.mkdir()
-    return maker(recipe.maker).make(recipe, parent, place)
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """The recipe's file with all that it is made from, each once."""
+    kept: dict[str, Artifact] = {}
+
+    def make(recipe: Recipe | None) -> Artifact:
+        assert recipe is not None
+        if (key := digest(recipe)) not in kept:
+            parent = make(recipe.parent) if recipe.parent else None
+            kept[key] = maker(recipe.maker).make(recipe, parent, tmp_path_factory.mktemp("made"))
+        return kept[key]
+
+    return make
 
 
 def trial(model: ModelSpec, precision: str, size: int, data: DataSpec, **options: Any) -> Trial:
@@ -44,8 +52,8 @@ def noise(tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
 
 @needs_builder
 @pytest.mark.parametrize(("precision", "kind"), [("fp16", "float16"), ("bf16", "bfloat16"), ("int8", "int8")])
-def test_raw_pixels_and_a_lower_precision_build(digits: Any, tmp_path: Path, precision: str, kind: str) -> None:
-    engine = made(find(NAME).recipe(trial(digits.model, precision, 8, digits.data, input="uint8")), tmp_path)
+def test_raw_pixels_and_a_lower_precision_build(digits: Any, made: Make, precision: str, kind: str) -> None:
+    engine = made(find(NAME).recipe(trial(digits.model, precision, 8, digits.data, input="uint8")))
     assert engine.inputs == (Tensor("input", "uint8", (2, 1, 8, 8)),)
     assert engine.made_by["layers_by_type"] == {kind: 4}, "three convolutions and a matrix product"
 
@@ -56,19 +64,17 @@ def test_raw_pixels_and_a_lower_precision_build(digits: Any, tmp_path: Path, pre
     ("source", "size", "convolutions", "products"),
     [
         ("torchvision:resnet18", 64, 20, 1),
-        ("torchvision:mobilenet_v2", 64, 52, 1),
+        ("timm:test_efficientnet", 64, 17, 1),
         ("timm:test_vit", 160, 1, 25),
     ],
 )
 def test_every_layer_with_weights_is_int8(
-    noise: DataSpec, tmp_path: Path, source: str, size: int, convolutions: int, products: int
+    noise: DataSpec, made: Make, tmp_path: Path, source: str, size: int, convolutions: int, products: int
 ) -> None:
     if size != 64:
         noise = grown(noise, size, tmp_path)
-    folder = tmp_path / "made"
-    folder.mkdir()
     model = ModelSpec(source.rpartition(":")[2], source)
-    engine = made(find(NAME).recipe(trial(model, "int8", size, noise)), folder)
+    engine = made(find(NAME).recipe(trial(model, "int8", size, noise, exporter="dynamo")))
     assert engine.made_by["layers_by_type"]["int8"] == convolutions + products
 
 
@@ -83,11 +89,10 @@ def grown(data: DataSpec, size: int, folder: Path) -> DataSpec:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
-@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2"])
-def test_networks_come_in_the_opset_that_8_6_reads(tmp_path: Path, name: str, exporter: str) -> None:
-    model = ModelSpec(name, f"torchvision:{name}")
-    asked = trial(model, "fp32", 64, DataSpec(), exporter=exporter)
-    file = made(converted(asked, "tensorrt"), tmp_path)
+@pytest.mark.parametrize("source", ["torchvision:resnet18", "timm:test_efficientnet"])
+def test_networks_come_in_the_opset_that_8_6_reads(noise: DataSpec, made: Make, source: str, exporter: str) -> None:
+    model = ModelSpec(source.rpartition(":")[2], source)
+    file = made(converted(trial(model, "fp32", 64, noise, exporter=exporter), "tensorrt"))
     assert (file.made_by["exporter"], file.made_by["opset"]) == (exporter, 17)
     onnx.checker.check_model(file.path, full_check=True)
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch._dynamo  # before a stand-in for tensorrt is there, which it would ask
 
 from dyno.worker import main
 from dyno.worker.backends import torch_trt
@@ -200,6 +201,16 @@ def test_each_version_is_asked_in_its_own_words(tensorrt: Any, monkeypatch: pyte
 
 
 @pytest.mark.slow
+def test_a_branch_on_values_is_not_traced(tensorrt: Any) -> None:
+    class Branches(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2 if x.mean() > 0.3 else x
+
+    library, options = Library(new=False), {"ir": "ts", "profile": "static"}
+    with pytest.raises(UserError, match=r"x\.mean\(\) > 0\.3.*depends on values"):
+        torch_trt.compiled(library, Branches(), torch.zeros(1, 3, 8, 8), "fp32", options)
+
+
 def test_operators_left_in_pytorch_are_counted_in_either_kind_of_program() -> None:
     module, x = models.load(DIGITS), torch.randn(1, 1, 64, 64)
     scripted = torch.jit.trace(module, x)

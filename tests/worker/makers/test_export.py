@@ -216,12 +216,14 @@ def test_weights_beside_the_graph_belong_to_the_file(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("source", ["torchvision:resnet18", "torchvision:mobilenet_v2", "timm:vit_tiny_patch16_224"])
-def test_known_networks_export_with_a_free_batch(source, tmp_path):
+@pytest.mark.parametrize(
+    ("source", "size"), [("torchvision:resnet18", 64), ("timm:test_efficientnet", 64), ("timm:test_vit", 160)]
+)
+def test_known_networks_export_with_a_free_batch(source, size, tmp_path):
     model = replace(DIGITS, source=source, channels=3)
-    artifact = make(tmp_path, model, Dims(0, 224, 224))
+    artifact = make(tmp_path, model, Dims(0, size, size))
     assert artifact.made_by["exporter"] == "dynamo"
-    same(artifact, model, 2, 224)
+    same(artifact, model, 2, size)
 
 
 def test_a_result_per_image_has_no_free_batch(tmp_path, nets):

@@ -11,6 +11,7 @@ import numpy as np
 
 from dyno.analysis.formatting import significant
 from dyno.analysis.metrics import box_agreement
+from dyno.analysis.metrics.precision import truth
 from dyno.analysis.ranking.references import incomparable
 from dyno.analysis.records.results import TrialResult
 
@@ -75,7 +76,8 @@ class Correctness:
 
 
 def check(trial: TrialResult, reference: TrialResult) -> Correctness | None:
-    """The trial's stored outputs against the reference's, by the wider of their two tolerances.
+    """The trial's stored outputs against the reference's, by the wider of their two tolerances, or that of what the
+    reference's layers ran in.
 
     None where either stored none, and where they had other weights or inputs. For detectors every channel of an output
     counts by itself, because boxes are numbers far larger than scores; not so in eight bits.
@@ -85,7 +87,10 @@ def check(trial: TrialResult, reference: TrialResult) -> Correctness | None:
     own, other = list(trial.outputs().values()), list(reference.outputs().values())
     if not own or not other:
         return None
-    precision = max(trial.precision, reference.precision, key=lambda name: TOLERANCES[name].limit)
+    # A module that PyTorch quantised is asked for as FP32, and what is made of it rounds elsewhere by a step.
+    ran = truth(reference)
+    types = [name for name in (ran.types if ran else ()) if name in TOLERANCES]
+    precision = max(trial.precision, reference.precision, *types, key=lambda name: TOLERANCES[name].limit)
     tolerance = TOLERANCES[precision]
     shapes = [[list(a.shape[1:]) for a in arrays] for arrays in (own, other)]
     if shapes[0] != shapes[1]:

@@ -7,6 +7,7 @@ from typing import Any
 from dyno.analysis.records.results import Results, TrialResult
 from dyno.worker.spec import UserError
 
+RANDOM = "outputs are random"
 INCOMPARABLE = "not comparable"  # how the verdict begins of a row that must not be held against its reference
 
 
@@ -44,7 +45,9 @@ def yardsticks(results: Results, chosen: dict[str, TrialResult]) -> dict[str, Tr
 
 
 def incomparable(a: TrialResult, b: TrialResult) -> str:
-    """Why two trials must not be compared (other weights or inputs, seen by their sha256), or ""."""
+    """Why two trials must not be compared (random outputs; other weights or inputs, seen by their sha256), or ""."""
+    if a.facts.get("random_outputs") or b.facts.get("random_outputs"):
+        return RANDOM
     files = a.form and b.form and a.form != b.form  # which have their own hashes, whatever weights are in them
     for key, words in (("weights_sha256", "other weights"), ("inputs_sha256", "other inputs")):
         left, right = a.facts.get(key), b.facts.get(key)

@@ -26,6 +26,7 @@ from dyno.worker.sessions.torch_support import (
     first_line,
     import_torch,
     is_memory_error,
+    is_quantised,
     kernels,
     memory_errors,
     named_outputs,
@@ -303,6 +304,9 @@ class TorchSession(Session):
 
         def keep(module: Any, args: Any, result: Any) -> None:
             tensor = next(iter(tensors(result)), None)
+            if is_quantised(module):
+                seen[module] = "int8"
+                return
             seen[module] = "" if tensor is None else str(tensor.dtype).removeprefix("torch.")
 
         if isinstance(self._module, self._torch.jit.ScriptModule):
@@ -315,7 +319,7 @@ class TorchSession(Session):
         finally:
             for hook in hooks:
                 hook.remove()
-        return len(seen), dict(Counter(kind for m, kind in seen.items() if isinstance(m, compute)))
+        return len(seen), dict(Counter(kind for m, kind in seen.items() if isinstance(m, compute) or is_quantised(m)))
 
     def close(self) -> None:
         """Drop the module and the tensors, and give the GPU's memory back."""

@@ -7,6 +7,7 @@ import inspect
 import os
 import tempfile
 import time
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from dyno.worker.backends.pytorch import PyTorch, TorchSession
 from dyno.worker.backends.tensor_rt import layers
 from dyno.worker.backends.tensor_rt.profiles import batch_range, outside
 from dyno.worker.backends.tensor_rt.settings import STATIC
+from dyno.worker.makers.control_flow import check_control_flow, traced_values
 from dyno.worker.option_values import Check, one_of, whole
 from dyno.worker.record import TIMING
 from dyno.worker.sessions.torch_support import (
@@ -152,9 +154,20 @@ def compiled(library: Any, module: Any, example: Any, precision: str, options: M
         if "timing_cache_path" in takes:  # by default a file that all programs of this machine share
             folder = os.environ.get(TIMING, scratch)
             kept["timing_cache_path"] = str(Path(folder) / f"torch_tensorrt-{library.__version__}.timing")
-        if route == "ts":  # traced, as scripting refuses many modules; what it computes is compared by its outputs
-            module = torch.jit.trace(module, example, strict=False, check_trace=False)
+        if route == "ts":
+            module = _traced(torch, module, examples)
         return library.compile(module, ir=route, **kept)
+
+
+def _traced(torch: Any, module: Any, examples: tuple[Any, ...]) -> Any:
+    """The module traced, as scripting refuses many; a `UserError` where a trace would hold one of several ways."""
+    known = check_control_flow(torch, module, examples)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made = torch.jit.trace(module, examples, strict=False, check_trace=False)
+    if not known and (fixed := traced_values(torch, caught)):
+        raise UserError(f"tracing took a value of its example for a constant ({fixed}); give the option ir=dynamo")
+    return made
 
 
 def _input(library: Any, module: Any, example: Any, profile: str, number: int) -> Any:

@@ -18,6 +18,7 @@ from dyno.worker.extras import install
 from dyno.worker.inputs.calibration import NO_DATA, SAMPLES, calibration_data, example
 from dyno.worker.inputs.input_data import READ, wants_pixels
 from dyno.worker.makers.export import EXPORTERS, OPSET_RANGE, WRITTEN, exported
+from dyno.worker.makers.modelopt_quantise import METHODS as MODELOPT_METHODS
 from dyno.worker.makers.modelopt_quantise import quantised
 from dyno.worker.makers.pixels import reading_pixels
 from dyno.worker.makers.sensitivity import kept, ranked
@@ -37,7 +38,7 @@ PREPARATION = ("samples", "method", "percentile", "quantizer", "exporter", "opse
 QUANTIZERS = ("onnxruntime", "modelopt")
 VALUES: dict[str, Check] = {
     "samples": whole(1),
-    "method": one_of(*METHODS),
+    "method": one_of(*{**METHODS, **MODELOPT_METHODS}),
     "percentile": number(50, 100),
     "quantizer": one_of(*QUANTIZERS),
     "exporter": one_of(*EXPORTERS),
@@ -102,6 +103,8 @@ def _lowered(trial: Trial, target: str, parent: Recipe) -> Recipe:
         if not data.folder:
             raise UserError(NO_DATA.replace("int8", precision))
         return quantised(parent, precision, data, options)
+    if options["method"] not in METHODS:
+        raise UserError(f"unknown calibration method {options['method']!r}; known: {', '.join(METHODS)}")
     options = {"target": target, **options}
     if keep:
         parent = ranked(parent, precision, data, options)

@@ -19,9 +19,8 @@ import numpy as np
 from dyno.worker import tasks
 from dyno.worker.extras import install
 from dyno.worker.nets import local_code, saved_modules, ultralytics_models
-from dyno.worker.nets.batch_norm import settle
 from dyno.worker.nets.checkpoint import apply, head_classes, read_checkpoint
-from dyno.worker.nets.zero_init import undo_zero_init
+from dyno.worker.nets.random_weights import settle, undo_zero_init
 from dyno.worker.spec import Dims, ModelSpec, Preprocess, Unavailable, UserError, check_known
 
 LIBRARIES = ("torchvision", "timm")

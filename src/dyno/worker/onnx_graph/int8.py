@@ -25,7 +25,8 @@ from dyno.worker.onnx_graph.opset import in_opset, opset
 from dyno.worker.onnx_graph.placement import LINEAR, OBSERVED, place
 from dyno.worker.spec import Artifact, Recipe, UserError
 
-METHODS = {"minmax": "MinMax", "entropy": "Entropy", "percentile": "Percentile"}
+# Not ONNX Runtime's entropy: it counts in as many bins as it quantises to, and so keeps the whole range or nearly so.
+METHODS = {"minmax": "MinMax", "percentile": "Percentile"}
 METHOD = "minmax"
 PERCENTILE = 99.99
 # Histograms need every intermediate tensor: so many batches at a time, or they fill the memory.

@@ -114,6 +114,14 @@ def compute_layers(torch: Any) -> tuple[type, ...]:
     return (nn.modules.conv._ConvNd, nn.Linear, nn.Bilinear, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
 
 
+def is_quantised(module: Any) -> bool:
+    """Whether the module is a layer that PyTorch quantised: one of torch.ao's, whose weights lie packed in eight bits.
+
+    They are no parameters any more, but what a method `weight` gives.
+    """
+    return ".quantized" in type(module).__module__ and callable(getattr(module, "weight", None))
+
+
 def notes(trial: Trial) -> list[str]:
     """Why a lower precision is not faster here, as far as it can be known."""
     wanted = NATIVE.get(trial.precision)

@@ -1,8 +1,13 @@
-"""Statistics of batch norm for networks with random weights, whose activations else grow from block to block.
+"""Random weights that stand in for trained ones: every part counts, and activations stay in place.
+
+Many networks begin to train with branches that add nothing: the last batch norm of a block has weight 0 (timm's
+ResNets), a layer scale is 1e-6 (ConvNeXt), a head is all zeros (MLP-Mixer, torchvision's vision transformers). As
+drawn, what an engine computes there never reaches the outputs: a wrong graph would pass every comparison. So they are
+given values (`undo_zero_init`).
 
 As drawn, batch norm subtracts nothing and divides by one, as if every layer's results had unit variance. They don't:
 through the 33 blocks of a ResNet-101 they grow beyond what float16 can hold. A trained network's statistics keep them
-in place, so a network that stands in for one gets statistics too, of noise.
+in place, so a network that stands in for one gets statistics too, of noise (`settle`).
 
 That alone would make a deep one chaotic: each block of a ResNet-152 adds as much as it is given, and a small error of
 the input is two thousand times as large in the output. So residual branches are damped, as training does it that begins
@@ -25,10 +30,33 @@ GRAINS = 1, 4, 16  # pixels to a side: photographs have detail and broad areas, 
 SHARE = 0.5  # of its layer's mean in a channel's variance: what noise hardly moves must not be blown up by an image
 DAMPED = 0.25  # of its weight is left to the batch norm that ends a branch; a power of two, so that nothing is rounded
 SUMS = ("add", "iadd", "radd")
+SPREAD = 0.02  # standard deviation of what was zero, as vision transformers draw their weights
+SMALL = 0.1  # a scale below this is a start, not what training ends with
+SCALES = ("weight", "gain")
 
 
 class _Settled(Exception):
     """Every batch norm has its statistics; what comes after the last one need not run."""
+
+
+def undo_zero_init(torch: Any, module: Any) -> None:
+    """Give what is silent a value, in place: zero matrices noise, zero or tiny scales `DAMPED`.
+
+    The weight of a batch norm becomes 1, because `settle` damps those that end a branch. Biases stay 0.
+    """
+    draw = torch.Generator().manual_seed(SEED)
+    batch_norm = torch.nn.modules.batchnorm._BatchNorm
+    with torch.no_grad():
+        for owner in module.modules():
+            for name, value in owner.named_parameters(recurse=False):
+                if not value.is_floating_point() or not value.numel() or value.min() != value.max():
+                    continue
+                start = float(value.flatten()[0])
+                if value.numel() != max(value.shape, default=1):
+                    if start == 0:
+                        value.copy_(torch.randn(value.shape, generator=draw) * SPREAD)
+                elif 0 < start <= SMALL or (start == 0 and name in SCALES):
+                    value.fill_(1.0 if isinstance(owner, batch_norm) else DAMPED)
 
 
 def settle(torch: Any, module: Any, channels: int, size: tuple[int, int]) -> None:

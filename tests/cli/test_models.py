@@ -1,0 +1,122 @@
+"""Models that do not work, and files that refuse what is asked of them: one line each, whatever the model does."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.usefixtures("preloaded")
+
+Refused = Callable[..., str]
+
+
+def test_inputs_that_are_no_images_have_no_size(call: Callable[..., Any], tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx")
+    row = onnx.helper.make_tensor_value_info
+    node = onnx.helper.make_node("Relu", ["x"], ["y"])
+    graph = onnx.helper.make_graph([node], "g", [row("x", 1, ["b", 16])], [row("y", 1, ["b", 16])])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8)
+    onnx.save(model, tmp_path / "rows.onnx")
+    words = "run", "rows.onnx", "--backends", "onnxruntime", "--rounds", "1", "--samples", "5"
+    assert "size" in (listed := call(*words, "--dry-run")[1]) and " 0 " not in listed.splitlines()[1]
+    code, out, err = call(*words)
+    assert code == 0 and "check rows onnx fp32\n" in err and " b1 0" not in err
+    assert out.startswith("rows, batch 1\n") and (
+        "\nrows: fastest is onnxruntime fp32" in out or "on a quiet machine" in out
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "opset"), [([], 18), (["--target", "tensorrt"], 17), (["--opset", "15"], 15)], ids=["18", "17", "15"]
+)
+def test_a_file_is_in_the_opset_of_its_target_or_the_one_asked_for(
+    call: Callable[..., Any], tmp_path: Path, words: list[str], opset: int
+) -> None:
+    onnx = pytest.importorskip("onnx")
+    (tmp_path / "net.py").write_text("import torch\ndef net(): return torch.nn.Conv2d(3, 2, 3)\n")
+    code, _, err = call("export", "net.py:net", "--size", "8", "-o", "net.onnx", *words)
+    assert code == 0, err
+    assert onnx.load(tmp_path / "net.onnx").opset_import[0].version == opset
+
+
+def test_batch_and_size_that_a_file_refuses(refused: Refused, onnx_file: Path) -> None:
+    usual = ("run", onnx_file, "--backends", "onnxruntime")
+    assert refused(*usual, "--batch", "3").startswith("m: the file's batch is fixed at 2, not 3; export it again")
+    assert refused(*usual, "--size", "16").startswith(
+        "m: the file's image size is fixed at 8x8; 16x16 needs another export"
+    )
+    assert refused("build", onnx_file, "-o", "x.xml", "--size", "16").startswith("the file's image size is fixed")
+    assert refused("export", onnx_file, "-o", onnx_file).startswith(f"{onnx_file} is the model itself; give another")
+    assert "no input 'x'; its inputs: input" in refused(*usual, "--shapes", "x:2x3x8x8")
+
+
+class Runs:
+    """Unpickling this is running what it says."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.path}",)
+
+
+NET = """
+from torch import nn
+
+def net():
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 5))
+"""
+
+
+@pytest.fixture
+def net(tmp_path: Path) -> str:
+    pytest.importorskip("torch")
+    (tmp_path / "net.py").write_text(NET)
+    return "net.py:net"
+
+
+def test_a_checkpoint_that_runs_code_is_refused_unrun(refused: Refused, net: str, tmp_path: Path) -> None:
+    import torch
+
+    ran = tmp_path / "it_ran"
+    torch.save({"0.weight": Runs(ran)}, tmp_path / "w.pt")
+    line = refused("run", net, "--backends", "pytorch", "--size", "8", "--weights", "w.pt")
+    assert "runs code when it is read (posix.system), which is refused" in line
+    assert not ran.exists()
+    torch.load(tmp_path / "w.pt", weights_only=False)
+    assert ran.exists(), "the file would have run it"
+
+
+def test_a_bare_pickle_is_refused_unrun(refused: Refused, net: str, tmp_path: Path) -> None:
+    ran = tmp_path / "it_ran"
+    (tmp_path / "w.pt").write_bytes(pickle.dumps({"0.weight": Runs(ran)}))
+    assert "w.pt" in refused("run", net, "--backends", "pytorch", "--size", "8", "--weights", "w.pt")
+    assert not ran.exists()
+
+
+def test_weights_that_do_not_fit_name_keys(refused: Refused, net: str, tmp_path: Path) -> None:
+    import torch
+
+    torch.save({"0.weight": torch.zeros(4, 3, 3, 3), "head.bias": torch.zeros(5)}, tmp_path / "w.pt")
+    line = refused("run", net, "--backends", "pytorch", "--size", "8", "--weights", "w.pt")
+    assert "don't fit the model: missing 0.bias, 2.weight, 2.bias; unexpected head.bias" in line
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["torchvision:resnet81"], "torchvision has no model 'resnet81'; did you mean torchvision:resnet18?"),
+        (["timm:resnett18"], "timm has no model 'resnett18'; did you mean timm:resnet18?"),
+        (["no_such_module_here:net"], "No module named 'no_such_module_here'; install it"),
+        (["net.py:nett", "--size", "8"], "unknown function of "),
+        (["net.py:net", "--size", "9"], "net: the model refuses 1x3x9x9: "),
+        (["net.py:net", "--size", "2"], "net: the model refuses 1x3x2x2: "),
+    ],
+)
+def test_models_that_do_not_work(refused: Refused, net: str, words: list[str], line: str) -> None:
+    assert line in refused("run", *words, "--backends", "pytorch")
