@@ -1,1 +1,1 @@
-"""Jobs that time no trial: inspecting a model, the device's peak, the stress test."""
+"""Jobs that time no trial (inspecting a model, the device's peak, the stress test), and measuring in turns."""
