@@ -176,3 +176,46 @@ def test_paired_difference_covers_rare_differences(gain: float, loss: float) -> 
     drawn = np.random.default_rng(7).multinomial(360, [gain, loss, 1 - gain - loss], 1500)
     found = [stats.paired_difference(int(g), int(lost), 360) for g, lost, _ in drawn]
     assert sum(i.low <= gain - loss <= i.high for i in found) / len(found) > 0.94
+
+
+DRIFT, PROCESS = 0.06, 0.02  # standard deviations of logs: of the machine between jobs, and of a process
+
+
+def rounds(rng: np.random.Generator, studies: int, count: int, effect: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
+    """Log medians [studies, count] of two trials one after the other, each in its own moment of the machine, and the
+    log ratios of the same processes in turns."""
+    process = PROCESS * rng.standard_normal((2, studies, count))
+    drift = DRIFT * rng.standard_normal((2, studies, count))
+    own, reference = process[0] - effect, process[1]
+    return np.stack([own + drift[0], reference + drift[1]]), reference - own
+
+
+def power(count: int, effect: float, studies: int = 200) -> tuple[float, float]:
+    """How often a speed-up of that log is found in studies of so many rounds: by Welch, and in turns."""
+    alone, paired = rounds(np.random.default_rng(count), studies, count, effect)
+    welch = [stats.speedup(*np.exp(alone[:, i]).tolist()).verdict == stats.FASTER for i in range(studies)]
+    turns = [stats.paired_speedup(paired[i]).verdict == stats.FASTER for i in range(studies)]
+    return float(np.mean(welch)), float(np.mean(turns))
+
+
+def test_intervals_in_turns_cover_what_they_should() -> None:
+    _, paired = rounds(np.random.default_rng(0), 4000, 4, effect=0.03)
+    found = [stats.paired_speedup(logs) for logs in paired]
+    assert 0.93 < np.mean([s.low < np.exp(0.03) < s.high for s in found]) < 0.97
+    _, same = rounds(np.random.default_rng(1), 4000, 4)
+    assert np.mean([stats.paired_speedup(logs).verdict != stats.SAME for logs in same]) < 0.07
+
+
+@pytest.mark.parametrize("count", [3, 5])
+def test_turns_see_what_drift_hides(count: int) -> None:
+    found = {effect: power(count, effect) for effect in np.geomspace(0.02, 0.6, 14)}
+    alone, turns = (min(effect for effect, each in found.items() if each[i] >= 0.8) for i in (0, 1))
+    assert turns < 0.65 * alone
+    assert found[turns][0] < 0.5
+
+
+def test_one_round_in_turns_is_no_verdict() -> None:
+    assert stats.paired_speedup([0.5]).verdict == stats.ONE_ROUND
+    assert stats.paired_speedup([]).verdict == ""
+    found = stats.paired_speedup([0.1, 0.1])
+    assert found.verdict == stats.FASTER and found.measured == stats.TURNS and found.value == pytest.approx(np.exp(0.1))

@@ -15,6 +15,7 @@ import numpy as np
 CONFIDENCE = 0.95
 CUT = 0.1  # share cut at each end by the trimmed mean (R34)
 
+ALONE, TURNS = "one after the other", "in turns"
 FASTER, SLOWER, SAME, ONE_ROUND = "faster", "slower", "not distinguishable", "one round only"
 
 
@@ -45,9 +46,10 @@ class Interval:
 
 @dataclass(frozen=True)
 class Speedup(Interval):
-    """How many times faster A is than B (reference seconds / own seconds), and that in words."""
+    """How many times faster A is than B (reference seconds / own seconds), that in words, and how the two measured."""
 
     verdict: str
+    measured: str = ALONE
 
 
 def summary(samples: np.ndarray) -> Summary:
@@ -140,9 +142,28 @@ def speedup(own: Sequence[float], reference: Sequence[float]) -> Speedup:
     if va + vb > 0:
         freedom = (va + vb) ** 2 / (va**2 / (len(a) - 1) + vb**2 / (len(b) - 1))
         half = t_quantile(freedom) * math.sqrt(va + vb)
+    return _judged(difference, half)
+
+
+def paired_speedup(logs: Sequence[float]) -> Speedup:
+    """The same for two trials that measured in turns, from the spread of their ratio *between rounds*.
+
+    `logs` holds for each round (a fresh process of each) the median over blocks of log(reference / own seconds). The
+    interval is Student's t interval of their mean: what a round's machine did to both is in neither.
+    """
+    if not len(logs):
+        return Speedup(math.nan, math.nan, math.nan, "", TURNS)
+    each = np.asarray(logs, np.float64)
+    if len(each) < 2:
+        return Speedup(math.exp(each[0]), math.nan, math.nan, ONE_ROUND, TURNS)
+    half = t_quantile(len(each) - 1) * _std(each) / math.sqrt(len(each))
+    return _judged(float(each.mean()), half, TURNS)
+
+
+def _judged(difference: float, half: float, measured: str = ALONE) -> Speedup:
     low, high = difference - half, difference + half
     verdict = FASTER if low > 0 else SLOWER if high < 0 else SAME
-    return Speedup(math.exp(difference), math.exp(low), math.exp(high), verdict)
+    return Speedup(math.exp(difference), math.exp(low), math.exp(high), verdict, measured)
 
 
 def wilson(hits: int, count: int) -> Interval:

@@ -33,13 +33,15 @@ SEVERITY = ("ok", "unfinished", "skipped", "failed", "timeout", "oom", "crashed"
 class TrialResult:
     """A trial and all of its rounds; `job` is the stored job.json.
 
-    `confirmations` are rounds after the trial was selected by its `rounds`; no statistic mixes the two.
+    `confirmations` are rounds after the trial was selected by its `rounds`; no statistic mixes the two. `companions`
+    are processes that others measured in turns with, and count in nothing but comparisons with those (`blocks`).
     """
 
     id: str
     job: dict[str, Any]
     rounds: list[Round] = field(default_factory=list)
     confirmations: list[Round] = field(default_factory=list)
+    companions: list[Round] = field(default_factory=list)
     form: Form | None = None  # of a file that has another of the same network beside it
     derived: dict[str, Any] = field(default_factory=dict)  # what was worked out of it once, by name
 
@@ -304,8 +306,8 @@ def _models(stored: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
 
 def _trial(folder: Path, problems: list[str]) -> TrialResult | None:
     job: dict[str, Any] | None = None
-    found: dict[str, list[Round]] = {"r": [], "c": []}
-    for path in sorted(folder.glob("[rc][0-9]*"), key=lambda p: (p.name[0] != "r", len(p.name), p.name)):
+    found: dict[str, list[Round]] = {"r": [], "c": [], "t": []}
+    for path in sorted(folder.glob("[rct][0-9]*"), key=lambda p: (p.name[0] != "r", len(p.name), p.name)):
         if job is None:
             job = _job(path / "job.json", problems)
         raw = _json(path / "record.json", problems)
@@ -313,7 +315,7 @@ def _trial(folder: Path, problems: list[str]) -> TrialResult | None:
             found[path.name[0]].append(Round(path, int(raw.get("round", 0)), raw, _device(job)))
         elif raw:
             problems.append(f"{path / 'record.json'} has no status that is known; it is left out")
-    return TrialResult(folder.name, job, found["r"], found["c"]) if job else None
+    return TrialResult(folder.name, job, found["r"], found["c"], found["t"]) if job else None
 
 
 def _device(job: dict[str, Any] | None) -> str:

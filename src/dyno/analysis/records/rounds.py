@@ -79,6 +79,8 @@ class Round:
             return np.ones(len(taken), bool)
         # The host's samples fill the window; the GPU's, of the same turns, leave out what is between them.
         turns = self.raw_samples("latency", boundary, HOST)
+        if (numbers := self._blocks("latency", boundary, len(taken))) is not None:
+            return timeline.clean_blocks(taken, numbers, self.facts["blocks"][boundary], self.trace.held_back)
         return timeline.clean(turns if len(turns) == len(taken) else taken, window, self.trace.held_back)
 
     def throttled(self, boundary: str) -> tuple[int, int, int]:
@@ -99,6 +101,27 @@ class Round:
             samples = self.samples("latency", boundary, clock)
             self._medians[key] = float(np.median(samples)) if samples.size else None
         return self._medians[key]
+
+    @property
+    def turns(self) -> str:
+        """The name of the set of processes that this one measured in turns with, "" where it measured alone."""
+        return str((self.facts.get("turns") or {}).get("set") or "")
+
+    def block_medians(self, tag: str, boundary: str, clock: str = "") -> dict[int, float]:
+        """The median of each block's samples that count, by the block's number; empty where it has no blocks."""
+        taken = self.raw_samples(tag, boundary, clock)
+        numbers = self._blocks(tag, boundary, len(taken))
+        if numbers is None:
+            return {}
+        kept = self._clean(taken, boundary) if tag == "latency" else np.ones(len(taken), bool)
+        taken, numbers = taken[kept], numbers[kept]
+        return {int(k): float(np.median(taken[numbers == k])) for k in np.unique(numbers)}
+
+    def _blocks(self, tag: str, boundary: str, count: int) -> np.ndarray | None:
+        """The block of each of that many samples, None where they are in none."""
+        name = self.measurement(tag, boundary, HOST).get("samples") or ""
+        found = self._samples.get(f"{name}_block")
+        return found if found is not None and count and len(found) == count else None
 
     @cached_property
     def _samples(self) -> dict[str, np.ndarray]:

@@ -207,6 +207,17 @@ def why_held_back(trace: Trace, window: Window) -> str:
     return ", ".join(words for bit, words in REASONS.items() if bit & THROTTLED & seen)
 
 
+def clean_blocks(
+    samples: np.ndarray, numbers: np.ndarray, blocks: Sequence[Sequence[float]], stretches: Sequence[Window]
+) -> np.ndarray:
+    """`clean` for samples that were taken in blocks: the number of each one's block, and each block's window."""
+    kept = np.ones(len(samples), bool)
+    for number, (begin, end) in enumerate(blocks):
+        own = numbers == number
+        kept[own] = clean(samples[own], (begin, end), stretches)
+    return kept
+
+
 def clean(samples: np.ndarray, window: Window, stretches: Sequence[Window]) -> np.ndarray:
     """Which samples lie wholly outside the stretches, bool [n].
 

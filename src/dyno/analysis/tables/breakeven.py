@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dyno.analysis import stats
 from dyno.analysis.formatting import limits, significant
+from dyno.analysis.metrics import speedups
 from dyno.analysis.presentation.table import TEXT, Column, Table, TableKind
 from dyno.analysis.ranking.frontier import usable
 from dyno.analysis.ranking.references import INCOMPARABLE
@@ -65,7 +66,8 @@ def against(row: pd.Series, trial: TrialResult, reference: TrialResult) -> Break
     boundary, clock = str(row["boundary"]), str(row["clock"])
     own = [m / trial.batch for m in trial.medians(boundary, clock)]
     theirs = [m / reference.batch for m in reference.medians(boundary, clock)]
-    found = stats.speedup(own, theirs)
+    same = trial.batch == reference.batch
+    found = speedups.speedup(trial, reference, boundary, clock) if same else stats.speedup(own, theirs)
     if math.isnan(found.value):
         return None
     seconds = stats.center(theirs).value

@@ -114,6 +114,7 @@ COLUMNS = (
     Column("outputs", "agree with the reference's, or wrong outputs", kind=TEXT),
     Column("output_error", "relative error of the outputs against the reference's"),
     Column("answers_changed", "share of answers that are not the reference's", "%", PERCENT),
+    Column("measured", "beside its reference: in turns, or one after the other", kind=TEXT),
     Column("route", "by which the ONNX file was made", kind=TEXT),
 )  # fmt: skip
 IDENTITY = ("model", "size", "batch", "device", "backend", "precision", "runtime", "options")

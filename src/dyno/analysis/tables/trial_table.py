@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from dyno.analysis import stats
 from dyno.analysis.formatting import images_tested
-from dyno.analysis.metrics import accuracy, detection, work
+from dyno.analysis.metrics import accuracy, detection, speedups, work
 from dyno.analysis.metrics.precision import truth
 from dyno.analysis.presentation.table import COUNT, TEXT, Row, Table, TableKind, missing
 from dyno.analysis.ranking import correctness
@@ -286,8 +286,9 @@ def _speed(t: TrialResult, against: Comparison, compare: bool) -> dict[str, Any]
         return found | {"speedup": 1.0, "verdict": REFERENCE}
     if why := incomparable(t, reference):
         return found | {"verdict": f"{INCOMPARABLE}: {why}"}
-    s = stats.speedup(t.medians(boundary, clock), reference.medians(boundary, clock))
-    return found | {"speedup": s.value, "speedup_low": s.low, "speedup_high": s.high, "verdict": s.verdict}
+    s = speedups.speedup(t, reference, boundary, clock)
+    found |= {"speedup": s.value, "speedup_low": s.low, "speedup_high": s.high, "verdict": s.verdict}
+    return found | {"measured": s.measured}
 
 
 def _scale(value: Any, factor: float) -> float:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from dyno.analysis import stats
 from dyno.analysis.formatting import points
-from dyno.analysis.metrics import accuracy
+from dyno.analysis.metrics import accuracy, speedups
 from dyno.analysis.metrics.accuracy import OVER, UNDECIDED, WITHIN
 from dyno.analysis.metrics.measures import quality
 from dyno.analysis.ranking.frontier import LATENCY
@@ -90,7 +90,7 @@ def _found(plain: TrialResult, mixed: TrialResult, rows: dict[str, pd.Series], r
     kept = _made_by(mixed).get("kept") or []
     names = ", ".join(str(each["node"]) for each in kept[:NAMED]) + (", …" if len(kept) > NAMED else "")
     boundary, clock = str(row["boundary"]), str(row["clock"])
-    cost = stats.speedup(mixed.medians(boundary, clock), plain.medians(boundary, clock))
+    cost = speedups.speedup(mixed, plain, boundary, clock)
     return Finding(
         NOTE,
         f"{plain.label} {fails} under {run.budget}{loss}; with {_kept(mixed)} of {_made_by(mixed).get('ranked')} "

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from dyno.analysis import stats
 from dyno.analysis.formatting import counting, limits, plain, points, show, significant
+from dyno.analysis.metrics import speedups
 from dyno.analysis.metrics.accuracy import OVER, UNDECIDED, judged, set_aside
 from dyno.analysis.metrics.precision import truth
 from dyno.analysis.presentation.table import missing
@@ -117,7 +118,7 @@ def _gain(winner: pd.Series, reference: TrialResult, trials: dict[str, TrialResu
     if winner["reference"] == reference.id:
         return stats.Speedup(winner["speedup"], winner["speedup_low"], winner["speedup_high"], winner["verdict"])
     boundary, clock = str(winner["boundary"]), str(winner["clock"])
-    return stats.speedup(trials[winner["trial"]].medians(boundary, clock), reference.medians(boundary, clock))
+    return speedups.speedup(trials[winner["trial"]], reference, boundary, clock)
 
 
 def _runner_up(contest: Contest, trials: dict[str, TrialResult]) -> Iterator[Finding]:
@@ -131,7 +132,7 @@ def _runner_up(contest: Contest, trials: dict[str, TrialResult]) -> Iterator[Fin
     name = contest.way(ranked.iloc[1])
     boundary = str(ranked.iloc[0]["boundary"])
     clock = str(ranked.iloc[0]["clock"])
-    against = stats.speedup(first.medians(boundary, clock), second.medians(boundary, clock))
+    against = speedups.speedup(first, second, boundary, clock)
     shown = ratio(against.value, against.low, against.high)
     if against.verdict == stats.FASTER:
         yield Finding(NOTE, f"The runner-up is {name}; the difference is real: {shown}.")
@@ -272,7 +273,7 @@ def _not_faster(other: str, slow: list[tuple[TrialResult, stats.Speedup]]) -> st
 def _no_gain(t: TrialResult, wider: TrialResult) -> stats.Speedup | None:
     """The speed-up over the wider precision where it is none, or may be none."""
     clock = clock_of("model", t, wider)
-    gain = stats.speedup(t.medians("model", clock), wider.medians("model", clock))
+    gain = speedups.speedup(t, wider, "model", clock)
     none = gain.verdict in (stats.SLOWER, stats.SAME) or (gain.verdict == stats.ONE_ROUND and gain.value < 1)
     return gain if none else None
 

@@ -1,0 +1,280 @@
+"""What is compared measures in turns: the rows are as ever, whoever waits is frozen, and each failure is one row's."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from dyno import Study
+from dyno.analysis.records.blocks import log_ratios
+from dyno.analysis.records.results import load
+from dyno.engine import turns
+from dyno.engine.execute import execute
+from dyno.jobs.progress import Progress
+from dyno.worker.spec import UserError
+
+Studies = Callable[..., Study]
+SLOW, FAST = "fake@latency_ms=4", "fake@latency_ms=2"
+
+
+@pytest.fixture
+def study(fake_study: Studies) -> Studies:
+    def make(*backends: str, **fields: Any) -> Study:
+        return fake_study(
+            **{"backends": backends or (SLOW, FAST), "turns": True, "seconds": 0.3, "block": 0.05, **fields}
+        )
+
+    return make
+
+
+def run(study: Study, folder: Path) -> None:
+    execute(study, folder, Progress(quiet=True))
+
+
+def stored(folder: Path, pattern: str = "r*") -> dict[tuple[str, str], dict[str, Any]]:
+    """The records by the trial's options and the round's folder."""
+    found = {}
+    for path in sorted((folder / "trials").glob(f"*/{pattern}/record.json")):
+        options = json.loads(path.with_name("job.json").read_text())["trial"]["options"]
+        key = str(options.get("hang") or options.get("after") or options["latency_ms"])
+        found[key, path.parent.name] = json.loads(path.read_text())
+    return found
+
+
+def test_the_same_rows_as_one_after_the_other(study: Studies, tmp_path: Path) -> None:
+    every = ("model", "all", "throughput")
+    run(study(boundaries=every, rounds=2), tmp_path / "turns")
+    run(study(boundaries=every, rounds=2, turns=False, block=0.1), tmp_path / "alone")
+    inside, alone = (stored(tmp_path / name) for name in ("turns", "alone"))
+    assert inside.keys() == alone.keys()
+    for key, record in inside.items():
+        assert record["status"] == "ok" and record["stage"] == "done"
+        told = [[(m["tag"], m["boundary"], m["clock"]) for m in r["measurements"]] for r in (record, alone[key])]
+        assert told[0] == told[1]
+    assert (tmp_path / "turns" / "trials").is_dir() and not list(tmp_path.glob("turns/trials/*/t*"))
+
+
+def test_blocks_alternate_and_nobody_measures_in_anothers(study: Studies, tmp_path: Path) -> None:
+    run(study(SLOW, FAST, "fake@latency_ms=1", boundaries=("model", "all")), tmp_path)
+    records = stored(tmp_path)
+    assert len({r["facts"]["turns"]["set"] for r in records.values()}) == 1
+    assert sorted(r["facts"]["turns"]["place"] for r in records.values()) == [0, 1, 2]
+    for boundary in ("model", "all"):
+        counts = {len(r["facts"]["blocks"][boundary]) for r in records.values()}
+        assert len(counts) == 1 and counts.pop() >= 3, "the same number of blocks each"
+        windows = sorted((*w, key) for key, r in records.items() for w in r["facts"]["blocks"][boundary])
+        assert all(a[1] <= b[0] for a, b in pairwise(windows)), "one at a time"
+        orders = [tuple(w[2] for w in windows[i : i + 3]) for i in range(0, len(windows), 3)]
+        assert all(len(set(order)) == 3 for order in orders), "everyone has a block before anyone has the next"
+    result = load(tmp_path)
+    for trial in result:
+        numbers = trial.rounds[0].arrays("samples.npz")["latency_model_block"]
+        assert (np.diff(numbers) >= 0).all()
+        assert [*trial.rounds[0].block_medians("latency", "model")] == [*range(numbers[-1] + 1)]
+    slow, fast = (next(t for t in result if t.options["latency_ms"] == ms) for ms in (4, 1))
+    (logs,) = log_ratios(slow, fast, "model")
+    assert logs > 0
+
+
+class Frozen(Progress):
+    """Measures what those that have no turn do while one has its."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(quiet=True)
+        self.span, self.took = seconds, []
+
+    def tick(self, stage: str, elapsed: float) -> None:
+        """See `Progress.tick`."""
+        if "in turns" in stage and not self.took:
+            workers = [p for p in psutil.Process().children() if "main.py" in " ".join(p.cmdline())]
+            before = [_ticks(p.pid) for p in workers]
+            time.sleep(self.span)
+            self.took = [_ticks(p.pid) - b for p, b in zip(workers, before, strict=True)]
+            self.states = [p.status() for p in workers]
+
+
+def _ticks(pid: int) -> int:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
+
+
+def test_who_waits_takes_no_processor(study: Studies, tmp_path: Path) -> None:
+    seen = Frozen(1.0)
+    execute(study(SLOW, FAST, "fake@latency_ms=1"), tmp_path, seen)
+    assert seen.took == [0, 0, 0] and set(seen.states) == {psutil.STATUS_STOPPED}
+
+
+BACKENDS = """
+import os, time
+from dyno.worker.backends.fake import Fake, FakeSession
+from dyno.worker import jobs
+
+class Late(Fake):
+    name = "late"
+    options = (*Fake.options, "hang", "after")
+    def load(self, trial, artifact):
+        return Session(trial)
+
+class Session(FakeSession):
+    def run(self, slot=0):
+        super().run(slot)
+        self.runs = getattr(self, "runs", 0) + 1
+        if self.runs > self.options["after"]:
+            if self.options.get("hang"):
+                time.sleep(3600)
+            os.abort()
+
+LATE = Late()
+"""
+
+
+@pytest.fixture
+def late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A backend that crashes or hangs after so many runs, as a module of its own."""
+    (tmp_path / "late_backend.py").write_text(BACKENDS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    return "late_backend:LATE"
+
+
+def test_a_crash_in_a_block_is_one_row(study: Studies, tmp_path: Path, late: str) -> None:
+    # Some runs to warm up, at most fifteen in 20 ms, and at most 25 in each block of 50 ms: it gets into the blocks.
+    run(study(SLOW, FAST, f"{late}@latency_ms=2@after=60", seconds=1.0), tmp_path / "run")
+    records = stored(tmp_path / "run")
+    assert {key[0]: r["status"] for key, r in records.items()} == {"4": "ok", "2": "ok", "60": "crashed"}
+    crashed = records["60", "r0"]
+    assert crashed["stage"] == "time model" and "SIGABRT" in crashed["reason"]
+    counts = {len(r["facts"]["blocks"]["model"]) for r in records.values() if r["status"] == "ok"}
+    assert len(counts) == 1 and counts.pop() >= 3
+
+
+def test_a_hang_is_one_row_and_only_its_own_time_counts(study: Studies, tmp_path: Path, late: str) -> None:
+    run(study(SLOW, FAST, f"{late}@latency_ms=2@after=20@hang=true", timeout=20.0), tmp_path / "run")
+    assert {key[0]: r["status"] for key, r in stored(tmp_path / "run").items()} == {
+        "4": "ok", "2": "ok", "True": "timeout",
+    }  # fmt: skip
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from dyno import Study
+from dyno.engine.execute import execute
+from dyno.jobs.progress import Progress
+backends = "fake@latency_ms=4", "fake@latency_ms=2"
+study = Study(models=("fake:net",), channels=1, boundaries=("model",), backends=backends,
+              rounds=2, seconds=600.0, warmup=0.02, threads=1, turns=True)
+execute(study, Path(sys.argv[1]), Progress(quiet=True))
+"""
+
+
+def test_killing_the_parent_leaves_no_process(tmp_path: Path) -> None:
+    parent = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path / "run")])
+    try:
+        workers = _until(lambda: _workers(parent.pid, psutil.STATUS_STOPPED), 300)
+        everyone = psutil.Process(parent.pid).children(recursive=True)
+        assert workers and len(everyone) >= 2
+    finally:
+        parent.send_signal(signal.SIGKILL)
+        parent.wait()
+    _until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in everyone), 60)
+
+
+def _workers(parent: int, status: str) -> list[psutil.Process]:
+    children = psutil.Process(parent).children()
+    return [p for p in children if p.status() == status] if len(children) == 2 else []
+
+
+def _until(found: Callable[[], Any], seconds: float) -> Any:
+    end = time.monotonic() + seconds
+    while not (value := found()):
+        assert time.monotonic() < end, "it didn't happen in time"
+        time.sleep(0.05)
+    return value
+
+
+def test_what_is_missing_of_a_round_is_measured_beside_the_reference(study: Studies, tmp_path: Path) -> None:
+    asked = study(SLOW, FAST, rounds=2, reference=f"{SLOW}")
+    run(asked, tmp_path)
+    before = stored(tmp_path)
+    gone = next(p for p in tmp_path.glob("trials/*/r1/record.json")
+                if json.loads(p.read_text())["trial"] == before["2", "r1"]["trial"])  # fmt: skip
+    gone.unlink()
+    run(asked, tmp_path)
+    after, companions = stored(tmp_path), stored(tmp_path, "t*")
+    assert [key for key in before if before[key] != after[key]] == [("2", "r1")]
+    assert list(companions) == [("4", "t0")]
+    assert companions["4", "t0"]["facts"]["turns"]["set"] == after["2", "r1"]["facts"]["turns"]["set"]
+    slow, fast = (next(t for t in load(tmp_path) if t.options["latency_ms"] == ms) for ms in (4, 2))
+    assert len(log_ratios(slow, fast, "model")) == 2, "a pair for each round all the same"
+    assert len(slow.rounds) == 2
+    run(asked, tmp_path)
+    assert stored(tmp_path) == after and stored(tmp_path, "t*") == companions
+
+
+def test_memory_bounds_how_many_are_alive(study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[int] = []
+    advance = turns.Group._advance
+
+    def seen(self: turns.Group, player: turns.Player, word: str = "") -> None:
+        alive.append(len(self.alive))
+        advance(self, player, word)
+
+    monkeypatch.setattr(turns.Group, "_advance", seen)
+    # A machine with room for two processes: each has what the others of its group have left.
+    monkeypatch.setattr(turns.Group, "_room", lambda self, player, count: len(self.alive) + count <= 2)
+    run(study(SLOW, FAST, "fake@latency_ms=1", reference=SLOW), tmp_path)
+    assert max(alive) == 2
+    sets = {key[0]: r["facts"]["turns"]["set"] for key, r in stored(tmp_path).items()}
+    assert set(sets) == {"4", "2", "1"} and sets["2"] != sets["1"]
+    companions = {r["facts"]["turns"]["set"] for r in stored(tmp_path, "t*").values()}
+    assert {sets["4"], *companions} >= {sets["2"], sets["1"]}, "the reference is in every group"
+
+
+def test_with_memory_for_one_it_is_one_after_the_other(
+    study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns.Group, "_room", lambda *_: False)
+    said: list[str] = []
+    progress = Progress(quiet=True)
+    monkeypatch.setattr(progress, "note", said.append)
+    execute(study(reference=SLOW), tmp_path, progress)
+    records = stored(tmp_path)
+    assert {r["status"] for r in records.values()} == {"ok"} and len(records) == 2
+    assert any("one after the other" in line for line in said)
+    assert all(len(r["facts"]["blocks"]["model"]) >= 3 for r in records.values())
+
+
+def test_what_makes_no_sense_in_turns_is_refused(study: Studies) -> None:
+    with pytest.raises(UserError, match="turns"):
+        study(samples=10)
+    with pytest.raises(UserError, match="block"):
+        study(block=0.0)
+
+
+def test_the_command_line_with_an_engine(dyno: Any, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("torch")
+    words = "torchvision:squeezenet1_1 --backends pytorch,onnxruntime --size 32 --rounds 2 --seconds 0.3 --warmup 0.1"
+    boundaries = "--boundaries model,throughput --threads 1 --turns"
+    done = dyno("run", *words.split(), *boundaries.split(), "--out", tmp_path / "run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    shown = dyno("show", tmp_path / "run", "--format", "json")
+    rows = {row["backend"]: row for row in json.loads(shown.stdout)["rows"]}
+    assert {row["status"] for row in rows.values()} == {"ok"}
+    other = rows["onnxruntime"]
+    assert other["measured"] == "in turns" and other["speedup_low"] < other["speedup"] < other["speedup_high"]
+    again = dyno("run", *words.split(), *boundaries.split(), "--out", tmp_path / "run", cwd=tmp_path)
+    assert again.returncode == 0 and not list(tmp_path.glob("run/trials/*/t*")), "nothing is measured twice"
