@@ -132,7 +132,7 @@ def _evaluate(session: Session, trial: Trial, journal: Journal) -> None:
     shown = {"name": trial.data.name, "split": trial.data.split, "count": len(arrays["sample"])}
     # The hash over the pictures that were decoded, the same at every size, and how many of them calibration has; where
     # nobody knows it, there is none.
-    about = input_data.about(trial.data)
+    about = input_data.metadata(trial.data)
     shown |= {key: about[key] for key in ("photographs", "set_aside") if about.get(key)}
     journal.facts({"data": shown})
     for sentence in found.oddities:
