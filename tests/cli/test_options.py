@@ -15,7 +15,7 @@ Refused = Callable[..., str]
     [
         (
             ["run", "resnet18"],
-            "model 'resnet18' doesn't say where it comes from; write torchvision:resnet18 or timm:resnet18",
+            "model 'resnet18' has no source prefix; did you mean torchvision:resnet18 or timm:resnet18?",
         ),
         (["run", "none.onnx"], "there is no model file none.onnx"),
         (["run", "none.py:f"], "there is no Python file none.py"),

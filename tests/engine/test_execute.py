@@ -318,7 +318,7 @@ def test_files_are_made_once_and_damage_is_seen(fake_study: Studies, tmp_path: P
     harm: list[tuple[Callable[[], Any], str]] = [
         (lambda: path.write_bytes(path.read_bytes()[:-1]), "made.bin in the cache was changed or cut short"),
         (lambda: path.write_bytes(b"made of made of nothinG"), "made.bin in the cache was changed or cut short"),
-        (lambda: path.unlink(), "made.bin is gone from the cache"),
+        (lambda: path.unlink(), "made.bin is missing from the cache"),
         (lambda: path.with_name("record.json").write_text("{"), "the record in the cache is damaged"),
         (lambda: path.with_name("record.json").unlink(), ""),
     ]

@@ -94,7 +94,7 @@ def measure(trial: TrialResult, boundary: str = "model") -> log.Report:
 
 
 def _waiting(owner: str) -> None:
-    print(f"trtexec waits for process {owner}, another dyno on this GPU", file=sys.stderr)
+    print(f"trtexec is waiting for process {owner}, another dyno on this GPU", file=sys.stderr)
 
 
 def _measured(trial: TrialResult, boundary: str) -> log.Report:
@@ -112,7 +112,7 @@ def _measured(trial: TrialResult, boundary: str) -> log.Report:
         try:
             said, _ = process.communicate(timeout=LOAD_S + 2 * spent)
         except subprocess.TimeoutExpired as e:
-            raise UserError(f"{words[0]} was stopped: no end after {LOAD_S + 2 * spent:.0f} s") from e
+            raise UserError(f"{words[0]} was stopped: not finished after {LOAD_S + 2 * spent:.0f} s") from e
         finally:
             ended = time.monotonic()
             process.kill()

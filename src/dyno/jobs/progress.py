@@ -61,7 +61,7 @@ class Progress:
             self._say(Text(self.now))
 
     def other(self, what: str) -> None:
-        """Something that is neither a file nor a trial begins."""
+        """A step that is neither a file nor a trial begins."""
         self._begin(what)
         if self.live is None:
             self._say(Text(what))
@@ -81,8 +81,8 @@ class Progress:
         self.stage = stage
 
     def waiting(self, owner: str) -> None:
-        """The job waits for that process's; where nothing is drawn anew it gets a line, or it would pass for a hang."""
-        self.stage = f"waits for process {owner}, another dyno on this GPU"
+        """The job waits for that process's; without a terminal it gets a line, or it would look like a hang."""
+        self.stage = f"waiting for process {owner}, another dyno on this GPU"
         if self.live is None:
             self._say(Text(f"{self.now}: {self.stage}"))
 
@@ -92,7 +92,7 @@ class Progress:
             self.left.remove(trial)
         if stored:
             return
-        if self.step:  # else it was not started, for want of its file
+        if self.step:  # else it was not started, because its file is missing
             self.seconds[trial.id] = time.monotonic() - self.since  # start of the process and import included
         width = len(str(self.total))
         text = Text.assemble(

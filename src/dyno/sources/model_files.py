@@ -1,4 +1,4 @@
-"""Files of torch.save that are given as a model: which can be run as they are, and what the others are."""
+"""Files of torch.save that are given as a model: which can be run as they are, and what to do with the others."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ SUFFIXES = (".pt", ".pth")
 
 
 def stored_source(source: str) -> str:
-    """The source that a YOLO's checkpoint (best.pt) or a TorchScript program is, which are told by what they hold.
+    """The source with the prefix for its content: a YOLO checkpoint (best.pt) or a TorchScript program.
 
-    A `UserError` says what another file of torch.save is; any other source stays as it is.
+    Raises `UserError` for any other file of torch.save; any other source stays as it is.
     """
     if Path(source).suffix not in SUFFIXES or not Path(source).is_file():
         return source
