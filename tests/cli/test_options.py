@@ -34,7 +34,7 @@ Refused = Callable[..., str]
         ),
         (
             ["run", "fake:n", "--backends", "fake", "--budget", "mAP=1", "--data", "digits"],
-            "n is for classify, which mAP",
+            "n is for classify, which has no mAP",
         ),
         (["run", "fake:n", "--backends", "fake", "--device", "gpu"], "unknown device 'gpu'; write cpu, or cuda:0"),
         (

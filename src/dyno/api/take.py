@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dyno.analysis.formatting import show
-from dyno.analysis.ranking import contests
-from dyno.analysis.ranking.contention import crowding
+from dyno.analysis.ranking import rankings
+from dyno.analysis.ranking.contention import cpu_contention
 from dyno.analysis.records.results import Results, TrialResult
 from dyno.analysis.records.run_data import RunData
 from dyno.engine.execute import Files
@@ -86,17 +86,17 @@ def _copied_code(script: Path) -> Path:
 
 
 def winners(run: RunData) -> Iterator[tuple[str, str]]:
-    """For each contest that has a winner: where it was held, and the winner's id."""
-    for contest in contests.contests(run):
-        ranked = contest.fastest
-        if len(ranked):
-            yield contest.where, str(ranked.iloc[0]["trial"])
+    """For each ranking with a winner: its model and size, and the winner's id."""
+    for ranking in rankings.rankings(run):
+        ordered = ranking.fastest
+        if len(ordered):
+            yield ranking.where, str(ordered.iloc[0]["trial"])
 
 
 def commands(run: RunData) -> list[str]:
     """The commands that write each winner of a run."""
     every, folder = list(winners(run)), run.records.folder
-    if every and (crowd := crowding(run.records)) and crowd.mostly:
+    if every and (contention := cpu_contention(run.records)) and contention.mostly:
         return [f"take one: dyno take {folder} BACKEND/PRECISION"]
     if len(every) == 1:
         return [f"take it: dyno take {folder}"]
@@ -123,8 +123,8 @@ def _winner(run: RunData) -> TrialResult:
 
 def _doubts(results: Results, which: str) -> list[str]:
     """A note where no trial was chosen and the verdict names no winner."""
-    crowd = None if which else crowding(results)
-    return [f"{crowd.sentence} This was the fastest measured."] if crowd and crowd.mostly else []
+    contention = None if which else cpu_contention(results)
+    return [f"{contention.sentence} This was the fastest measured."] if contention and contention.mostly else []
 
 
 def _named(results: Results, which: str) -> TrialResult:
