@@ -22,7 +22,7 @@ def build(model: ModelSpec, dims: Dims, *, freeze: bool = False) -> tuple[Any, l
     Weights of a checkpoint or the library's own are taken over; where only the classifier is of another number of
     classes, it is drawn anew. With `freeze` only the classifier takes part in training. Raises `UserError`.
     """
-    module = models.drawn(replace(model, weights="", pretrained=False), dims)
+    module = models.build(replace(model, weights="", pretrained=False), dims)
     said = []
     state, where = _given(model, dims)
     if state is not None:
@@ -79,7 +79,7 @@ def _check(module: Any, model: ModelSpec, dims: Dims) -> None:
 def _freeze(module: Any, model: ModelSpec, dims: Dims) -> str:
     """Leave only the classifier trainable: the parameters whose shape follows the number of classes."""
     assert model.classes is not None
-    more = models.drawn(replace(model, weights="", pretrained=False, classes=model.classes + 1), dims).state_dict()
+    more = models.build(replace(model, weights="", pretrained=False, classes=model.classes + 1), dims).state_dict()
     head = [name for name, value in module.named_parameters() if more[name].shape != value.shape]
     if not head:
         raise UserError(f"{model.source} has no layer whose size follows the number of classes; leave freeze out")
