@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dyno.worker.nets.torch_archive import PROGRAM, Archive, what_to_do
+from dyno.worker.nets.torch_archive import PROGRAM, Archive, advice
 from dyno.worker.spec import UserError
 
 SUFFIXES = (".pt", ".pth")
@@ -21,5 +21,5 @@ def stored_source(source: str) -> str:
     if archive.kind == PROGRAM:
         return f"saved:{source}"
     if not archive.yolo:
-        raise UserError(f"{source} is not a model on its own: {what_to_do(archive)}")
+        raise UserError(f"{source} is not a model on its own: {advice(archive)}")
     return f"ultralytics:{source}"

@@ -1,4 +1,4 @@
-"""What Torch-TensorRT made of a module: the engines inside, and the operators it left to PyTorch.
+"""The result of Torch-TensorRT's compilation: the engines inside, and the operators left to PyTorch.
 
 A program is a `ScriptModule` (the TorchScript route), or an `ExportedProgram` or `GraphModule` (the Dynamo route, by
 version).

@@ -229,7 +229,7 @@ def _classes(model: ModelSpec, network: Any) -> int | None:
     """The number of classes the network was built with where it isn't its library's own."""
     if model.classes is not None or not model.weights:
         return model.classes
-    bare = models.drawn(_bare(model))
+    bare = models.build(_bare(model))
     return head_classes(bare, read_checkpoint(model.weights))
 
 

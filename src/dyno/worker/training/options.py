@@ -9,7 +9,7 @@ from typing import Any
 
 from dyno.worker.spec import UserError, check_known
 
-# Peak learning rate and weight decay of each optimiser where nobody gives one.
+# Default peak learning rate and weight decay of each optimiser.
 OPTIMIZERS: dict[str, tuple[float, float]] = {
     "sgd": (0.05, 1e-4),
     "adamw": (1e-3, 0.01),
@@ -23,7 +23,7 @@ FREE = ("workers",)  # may change when a training goes on: they don't change its
 
 
 def _option(default: Any, help: str, usual: str = "", *, common: bool = False) -> Any:
-    """A field with its help for the command line; `usual` says what the default means."""
+    """A field with its help for the command line; `usual` describes the default."""
     return field(default=default, metadata={"help": help, "usual": usual, "common": common})
 
 
@@ -100,9 +100,9 @@ class TrainOptions:
         return {name: value for name, value in filled.items() if name not in FREE}
 
 
-def options(given: Mapping[str, Any]) -> TrainOptions:
+def options(settings: Mapping[str, Any]) -> TrainOptions:
     """The options by name; an unknown name is a `UserError` with the nearest spelling."""
     known = [f.name for f in dataclasses.fields(TrainOptions)]
-    for name in given:
+    for name in settings:
         check_known("training option", name, known)
-    return TrainOptions(**given)
+    return TrainOptions(**settings)
