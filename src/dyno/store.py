@@ -109,7 +109,7 @@ def copy(source: Path, out: Path) -> None:
 
 
 def code_file(module: str) -> Path | None:
-    """A module's own file, None where there is none; found without running it, but for its packages."""
+    """A module's own file, None where there is none; located without running it, but for its packages."""
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):
@@ -217,7 +217,7 @@ class Cache:
         return hashlib.sha256(json.dumps(shaped_by, sort_keys=True).encode()).hexdigest()[:24]
 
     def find(self, key: str) -> tuple[Artifact | None, str]:
-        """The file made under this key, and why there is none: "" (never made) or what is wrong with it."""
+        """The file stored under this key, and why there is none: "" (never built) or what is wrong with it."""
         try:
             record = read_record(self.folder / key)
         except UserError:
@@ -229,7 +229,7 @@ class Cache:
         if not path.is_file():
             return None, f"{path.name} is missing from the cache"
         if sha256_of(path) != artifact.sha256:
-            return None, f"{path.name} in the cache was changed or cut short after it was made"
+            return None, f"{path.name} in the cache was changed or cut short after it was built"
         return replace(artifact, path=str(path)), ""
 
     @contextmanager

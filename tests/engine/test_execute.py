@@ -336,7 +336,7 @@ def test_a_changed_file_is_made_again(fake_study: Studies, tmp_path: Path, cache
     assert run(study, tmp_path / "a").files == ["", ""]
     (path,) = [f for f in cache.glob("*/made.bin") if made_of(f)[1] == 2]
     path.write_bytes(path.read_bytes()[:-1])
-    assert run(study, tmp_path / "b").files == ["made.bin in the cache was changed or cut short after it was made"]
+    assert run(study, tmp_path / "b").files == ["made.bin in the cache was changed or cut short after it was built"]
     assert statuses(tmp_path / "b") == {"fp32": ["ok"]}
 
 

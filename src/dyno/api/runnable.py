@@ -14,7 +14,7 @@ from dyno.study import Study as StudyData
 def run(study: StudyData, out: str | Path | None = None, *, quiet: bool = False, retry_failed: bool = False) -> Result:
     """Measure every trial that the folder `out` (default `runs/NAME`) lacks, and return the result.
 
-    `retry_failed` measures all that failed once more; without it only those whose reason may be gone are.
+    `retry_failed` measures all that failed once more; without it only failures that may not happen again are.
     """
     progress = Progress(quiet=quiet)
     folder, note = (Path(out), "") if out else place(study)

@@ -49,14 +49,14 @@ class Progress:
         self.live = None
 
     def making(self, recipe: Recipe, wrong: str = "") -> None:
-        """A file is being made; `wrong` says why the cached one was not taken."""
+        """A file is being made; `wrong` is the reason why the cached one was not used."""
         what = "check" if recipe.model.file and recipe.parent is None else "export" if recipe.parent is None else "make"
         batch = f" b{recipe.dims.batch}" if recipe.dims.batch else ""
         self._begin(
             f"{what} {recipe.model.name} {recipe.format} {recipe.precision}{batch} {recipe.dims.shown}".rstrip()
         )
         if wrong:
-            self._say(Text(f"{wrong}; making it again", "yellow"))
+            self._say(Text(f"{wrong}; building it again", "yellow"))
         if self.live is None:
             self._say(Text(self.now))
 
@@ -87,7 +87,7 @@ class Progress:
             self._say(Text(f"{self.now}: {self.stage}"))
 
     def done(self, trial: Trial, record: Record, *, stored: bool = False) -> None:
-        """A job ended, or was found stored."""
+        """A job ended, or its record was stored already."""
         if trial in self.left:
             self.left.remove(trial)
         if stored:

@@ -38,7 +38,7 @@ def default_runner(model: str) -> tuple[str, str]:
 
 
 def new_folder(command: str, models: Sequence[str]) -> Path:
-    """A folder of its own for a command that always measures anew."""
+    """A new folder for a command that always measures again."""
     name = "-".join(map(model_name, models))[:60]
     return Path("runs") / command / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
 

@@ -84,9 +84,7 @@ def _no_model(source: str) -> str:
     if source.endswith((".yaml", ".yml")):
         return f"model {source!r} has no source prefix; did you mean ultralytics:{source}?"
     if source.endswith(".ort"):
-        return (
-            f"{source} is in ONNX Runtime's own format, which nothing else reads; give the .onnx file it was made from"
-        )
+        return f"{source} is in ONNX Runtime's own format, which nothing else reads; give its original .onnx file"
     if "/" in source or Path(source).is_file() or Path(source).suffix in CHECKPOINTS:
         return (
             f"{source} is not a model file ({', '.join(registry.suffixes())}); weights need their network "

@@ -32,7 +32,7 @@ def saved(value: Any, overrides: Mapping[str, Mapping[str, Any]], channels: int,
     """Path of a file with the module, or the (module, example inputs) pair, in the cache folder; named after its class.
 
     Its folder is named after the content, so that the same module is the same file again. Stored by torch.export where
-    that takes the module, else as TorchScript. Raises `UserError` where neither does, or its inputs can't be known.
+    that takes the module, else as TorchScript. Raises `UserError` where neither does, or its inputs are unknown.
     """
     module, examples = value if isinstance(value, tuple) else (value, None)
     if any(each.device.type != "cpu" for each in (*module.parameters(), *module.buffers())):
@@ -57,7 +57,7 @@ def saved(value: Any, overrides: Mapping[str, Mapping[str, Any]], channels: int,
 
 @dataclass(frozen=True)
 class Storage:
-    """How a module is stored: the file's suffix, the name in messages; `make` gives text that tells modules apart,
+    """How a module is stored: the file's suffix, the name in messages; `make` gives text that identifies the module,
     how the file is written, and the inputs that the stored module takes."""
 
     suffix: str
@@ -165,7 +165,7 @@ STORAGES = (
 
 
 def _put(path: Path, write: Callable[..., Any], description: str) -> None:
-    """Written beside and renamed into place: another process may look for it meanwhile."""
+    """Written beside and renamed into place: another process may read it meanwhile."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch, _quiet():
         part = Path(scratch) / path.name

@@ -98,7 +98,7 @@ def train(
 ) -> TrainingResult:
     """Train `model` (a source as of `Study`) on a folder of class folders, or `digits`, and evaluate the best weights.
 
-    `settings` are the fields of `TrainOptions`: epochs, batch, optimizer, lr… Everything lies in `out` (default
+    `settings` are the fields of `TrainOptions`: epochs, batch, optimizer, lr… Everything is stored in `out` (default
     `runs/train-NAME`); a training that was stopped resumes after its last finished epoch when it is started again, and
     `resume` insists that there is one. `holdout` is the share of a folder without test/ that is tested on. `then` names
     backends that the trained weights are measured under beside PyTorch. `advise` ends with the commands that measure

@@ -77,7 +77,7 @@ def _place(photo: Photo, root: Path, tested: bool) -> str:
 
 
 def _link_folder(split: dict[str, Path], where: Path, out: Path) -> Path:
-    """The folder of links, made when it is not there; another one under a training that has begun is refused."""
+    """The folder of links, created where it is missing; a different one under a training that has begun is refused."""
     wanted = {place: os.fspath(path) for place, path in split.items()}
     if where.is_dir():
         links = [path for path in where.rglob("*") if path.is_symlink()]

@@ -1,4 +1,4 @@
-"""One round of a trial: its record as it lies in the run folder, and the arrays beside it."""
+"""One round of a trial: its record as stored in the run folder, and the arrays beside it."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def _precision(t: TrialResult) -> dict[str, Any]:
     found = truth(t)
     if found is None:
         return {}
-    share = found.share if found.known else None
+    share = found.share if found.reported else None
     return {"ran_as": str(found), "asked_share": share, "precision_ok": "yes" if found.ok else "no"}
 
 

@@ -20,7 +20,7 @@ NO_CLOCKS = "clocks are not known on both sides; a log doesn't hold the one it r
 
 @dataclass(frozen=True)
 class Part:
-    """A share of a gap in seconds (positive: it makes Dyno's number the longer one), and why it is there."""
+    """A share of a gap in seconds (positive: it makes Dyno's number the longer one), and its reason."""
 
     name: str
     seconds: float
@@ -67,7 +67,7 @@ def compare(trial: TrialResult, report: Report) -> list[str]:
 
 
 def unlike(trial: TrialResult, report: Report) -> str:
-    """Why the two measured different things, one sentence; "" when they are alike as far as the file tells."""
+    """Why the two measured different things, one sentence; "" when they are alike as far as the file shows."""
     engine = command.engine(trial)
     if report.onnx and not report.engine:
         return (

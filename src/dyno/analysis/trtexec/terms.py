@@ -20,7 +20,7 @@ from dyno.analysis.records.results import TrialResult
 from dyno.analysis.records.rounds import GPU, HOST, Round
 from dyno.analysis.trtexec import command
 
-BOUND = 0.8  # from this share of GPU Compute Time on trtexec, too, says that Enqueue Time may be the limit
+BOUND = 0.8  # from this share of GPU Compute Time on trtexec too reports that Enqueue Time may be the limit
 
 
 @dataclass(frozen=True)

@@ -226,14 +226,14 @@ def _truths(results: Results) -> Iterator[Finding]:
     for t, found in known:
         if not found.ok:
             wrong.setdefault((t.model, found.sentence), []).append(t)
-    told = [found for _, found in known if found.known]
+    told = [found for _, found in known if found.reported]
     if told:
         kept = sum(found.ok for found in told)
         yield Finding(NOTE, f"Precision: {kept} of {counting(len(told), 'trial')} ran in the type they were asked for.")
     for (_, sentence), trials in wrong.items():
         whose = f"{trials[0].model} " if len({t.model for t in results}) > 1 else ""
         found = truth(trials[0])
-        is_wrong = " is not what it says" if found and found.known else ""
+        is_wrong = " is not what it says" if found and found.reported else ""
         yield Finding(WARNING, f"{whose}{trials[0].way} ({_places(trials)}){is_wrong}: {sentence}.")
 
 
