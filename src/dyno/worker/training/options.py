@@ -58,14 +58,14 @@ class TrainOptions:
     device: str = _option("cpu", "Device: cpu, or cuda:0, cuda:1…", common=True)
 
     def __post_init__(self) -> None:
-        for name, known in (
+        for name, choices in (
             ("optimizer", tuple(OPTIMIZERS)),
             ("schedule", SCHEDULES),
             ("augment", AUGMENTATIONS),
             ("mixed_precision", MIXED),
         ):
-            if getattr(self, name) not in known:
-                raise UserError(f"unknown {name} {getattr(self, name)!r}; known: {', '.join(known)}")
+            if getattr(self, name) not in choices:
+                raise UserError(f"unknown {name} {getattr(self, name)!r}; known: {', '.join(choices)}")
         for name, least in (("epochs", 1), ("batch", 2), ("workers", 0), ("warmup_epochs", 0), ("seed", 0)):
             if not getattr(self, name) >= least:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least {least}")
@@ -102,7 +102,7 @@ class TrainOptions:
 
 def options(settings: Mapping[str, Any]) -> TrainOptions:
     """The options by name; an unknown name is a `UserError` with the nearest spelling."""
-    known = [f.name for f in dataclasses.fields(TrainOptions)]
+    names = [f.name for f in dataclasses.fields(TrainOptions)]
     for name in settings:
-        check_known("training option", name, known)
+        check_known("training option", name, names)
     return TrainOptions(**settings)
