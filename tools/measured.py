@@ -115,13 +115,17 @@ class Book:
                     own[3 + index] = cell(row)
         table = markdown_table(["network", "machine", "date", *ways], list(lines.values()), [False] * (3 + len(ways)))
         bad = [row for row in rows if outcome(row) not in ("right", "reference", "skipped")]
-        same: dict[tuple[str, str], list[str]] = {}
-        for row in bad:
-            same.setdefault((row["model"], f"{why(row)}{cause(row, notes)}"), []).append(way_of(row))
-        reasons = [f"- `{model}` {', '.join(where)}: {text}" for (model, text), where in same.items()]
         marks = [f"† {note['note']}" for note in notes if note["before"] and any(is_older(row, note) for row in rows)]
         missing = ", ".join(name for name in networks() if name not in {row["network"] for row in rows}) or "none"
-        parts = [table.rstrip(), "", *dict.fromkeys(marks), "", "Wrong, failed or not compared:", "", *reasons]
+        parts = [
+            table.rstrip(),
+            "",
+            *dict.fromkeys(marks),
+            "",
+            "Wrong, failed or not compared:",
+            "",
+            *reasons(bad, notes),
+        ]
         return "\n".join([*parts, "", f"Of the list in benchmarks/matrix.py not run yet: {missing}."])
 
     def add(self, path: Path, machine: str, date: str, without: list[str]) -> None:
@@ -248,6 +252,17 @@ def cause(row: Row, notes: list[Row]) -> str:
         if not note["before"] and note["model"] == row["model"] and note["way"] in ways:
             return f" ({note['note']})"
     return " (cause not looked into)" if row["status"] == "ok" else ""
+
+
+def reasons(bad: list[Row], notes: list[Row]) -> Iterator[str]:
+    """A line for each network and cause: which rows, what they say, and what is known of it."""
+    found: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for row in bad:
+        said = found.setdefault((row["model"], cause(row, notes)), {})
+        said.setdefault(why(row), []).append(way_of(row))
+    for (model, known), said in found.items():
+        parts = [f"{', '.join(ways)}: {text}" for text, ways in said.items()]
+        yield f"- `{model}` {'; '.join(parts)}{known}"
 
 
 def summary(rows: list[Row]) -> str:
