@@ -17,7 +17,7 @@ from typing import Any
 
 from dyno.store import cache_dir
 from dyno.worker.inputs import modules
-from dyno.worker.inputs.modules import Taken
+from dyno.worker.inputs.modules import ModuleInputs
 from dyno.worker.nets import models
 from dyno.worker.nets.saved_modules import INPUTS
 from dyno.worker.sessions.torch_support import positional
@@ -40,17 +40,17 @@ def saved(value: Any, asked: Mapping[str, Mapping[str, Any]], channels: int, siz
     name = getattr(module, "original_name", type(module).__name__)
     model = ModelSpec(name, f"saved:{name}", channels=channels)
     with _evaluating(module):
-        found = modules.taken(module, model, examples, asked)
+        found = modules.describe_inputs(module, model, examples, asked)
         dims = Dims(found.batch, *(found.size if all(found.size) else size or (SIZE, SIZE)))
         first = next(iter(modules.signature_of(module).required), "input")
         image = InputSpec(first, "float32", ("batch", channels, "height", "width"))
         specs = found.inputs or (image,)
         try:
-            settled, _ = modules.settled(module, model, replace(found, inputs=specs), dims)
+            settled, _ = modules.verify_inputs(module, model, replace(found, inputs=specs), dims)
         except UserError:
             raise
         except Exception as e:  # the module is anyone's code: whatever it raises is its word on the input
-            said = f"{name} refuses {modules.shown(specs, dims)}: {_line(e)}"
+            said = f"{name} refuses {modules.listed(specs, dims)}: {_line(e)}"
             raise UserError(f"{said}; give example inputs too: models=(module, inputs)") from e
         return _stored(module, model, settled, dims)
 
@@ -65,7 +65,7 @@ class Way:
     made: Callable[[Any, ModelSpec, Specs, Dims], tuple[str, Callable[..., Any], Specs]]
 
 
-def _stored(module: Any, model: ModelSpec, found: Taken, dims: Dims) -> str:
+def _stored(module: Any, model: ModelSpec, found: ModuleInputs, dims: Dims) -> str:
     import torch
 
     reasons = []

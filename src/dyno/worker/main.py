@@ -93,13 +93,13 @@ def _time(session: Session, trial: Trial, feeds: measure.Feeds, journal: Journal
         if not measure.warm_up(once, trial.plan):
             journal.warn(f"{boundary}: the median was not steady after {trial.plan.warmup_s:g} s of warm-up")
         journal.stage(f"time {boundary}")
-        neighbours = system.Neighbours()
+        contention = system.CpuContention()
         if boundary == "throughput":
             found = measure.throughput(session, feeds, trial.dims.batch, trial.plan)
             journal.sampled("throughput", boundary, "1/s", "rate", found)
         else:
             journal.sampled("latency", boundary, "s", "duration", measure.latency(once, trial.plan, watch))
-        _crowd(boundary, neighbours.busy(), trial.runtime.device, journal)
+        _record_contention(boundary, contention.busy(), trial.runtime.device, journal)
     if "all" in trial.plan.boundaries and (parts := measure.parts(session, feeds, trial.plan)):
         journal.parted(parts)
 
@@ -115,12 +115,12 @@ def _watch(session: Session, boundary: str, journal: Journal) -> gpu.Stopwatch |
         return None
 
 
-def _crowd(boundary: str, busy: float, device: str, journal: Journal) -> None:
-    """Keep what others did to this timing, and warn when it was enough to change it."""
-    limit = system.bearable(device)
-    seen = {**journal.record.facts.get("others_busy", {}), boundary: round(busy, 3)}
-    journal.facts({"others_busy": seen, "others_bearable": limit})
-    if busy > limit:
+def _record_contention(boundary: str, busy: float, device: str, journal: Journal) -> None:
+    """Record the CPU contention of this timing, and warn when it was enough to change it."""
+    threshold = system.contention_threshold(device)
+    busy_by_boundary = {**journal.record.facts.get("others_busy", {}), boundary: round(busy, 3)}
+    journal.facts({"others_busy": busy_by_boundary, "others_bearable": threshold})
+    if busy > threshold:
         journal.warn(f"{boundary}: other programs kept {busy:.1f} of {os.cpu_count()} processors busy meanwhile")
 
 
@@ -132,7 +132,7 @@ def _evaluate(session: Session, trial: Trial, journal: Journal) -> None:
     shown = {"name": trial.data.name, "split": trial.data.split, "count": len(arrays["sample"])}
     # The hash over the pictures that were decoded, the same at every size, and how many of them calibration has; where
     # nobody knows it, there is none.
-    about = input_data.about(trial.data)
+    about = input_data.metadata(trial.data)
     shown |= {key: about[key] for key in ("photographs", "set_aside") if about.get(key)}
     journal.facts({"data": shown})
     for sentence in found.oddities:
@@ -271,11 +271,11 @@ def find_peak(job: Job, journal: Journal) -> None:
 
     journal.stage("peak")
     journal.record = replace(journal.record, system=system.describe(("numpy", "torch")))
-    neighbours = system.Neighbours()
+    contention = system.CpuContention()
     for name, found in peak.measure(job.runtime):
         journal.facts({"peak": {**journal.record.facts.get("peak", {}), name: found}})
         journal.add()
-    _crowd("peak", neighbours.busy(), job.runtime.device, journal)
+    _record_contention("peak", contention.busy(), job.runtime.device, journal)
 
 
 def take_home(job: Job, journal: Journal) -> None:

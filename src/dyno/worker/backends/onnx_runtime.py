@@ -17,7 +17,7 @@ import numpy as np
 
 from dyno.worker.backend import Arrays, Backend, Session
 from dyno.worker.extras import install
-from dyno.worker.inputs.calibration import lacking
+from dyno.worker.inputs.calibration import missing_data
 from dyno.worker.inputs.shapes import Shape, fitted, static_shapes
 from dyno.worker.makers.precision import PREPARATION, VALUES
 from dyno.worker.makers.routes import routed
@@ -67,7 +67,7 @@ class OnnxRuntime(Backend):
             return why
         if trial.precision == "fp32" and trial.model.precision in ("int8", "fp8"):
             return f"the file's graph is {trial.model.precision} already; give the fp32 file, or --precision"
-        return lacking(trial)
+        return missing_data(trial)
 
     def recipe(self, trial: Trial) -> Recipe:
         """An ONNX export, converted to the trial's precision as ONNX Runtime wants it."""

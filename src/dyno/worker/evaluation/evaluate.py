@@ -81,7 +81,7 @@ def evaluate(session: Session, trial: Trial, timed: bool = True) -> Evaluation:
     if real and timed:
         seconds = flowed.seconds
         stages = {name: s / batch for name, s in pipeline.stages(answers.of, STAGES_S).items()}
-    about = input_data.about(trial.data)
+    about = input_data.metadata(trial.data)
     arrays = {**kept.arrays(), **answers.arrays(flowed.made), **_identity(real, count, about)}
     decode = float(about.get("decode_s") or 0)
     oddities = (*about.get("warnings", ()), *_left_out(about.get("unreadable", ())))

@@ -32,7 +32,7 @@ class Photos(Source):
     """Images of a decoded data set; after the last one the first follows, so that every batch is full."""
 
     def __init__(self, session: Session, trial: Trial, threads: int) -> None:
-        self.name, self.shape, self.images = input_data.opened(
+        self.name, self.shape, self.images = input_data.open_images(
             trial.data, trial.model.preprocess, session.inputs, trial.dims
         )
         self._dtype = "uint8" if session.inputs[0].dtype == "uint8" else "float32"
