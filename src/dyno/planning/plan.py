@@ -142,12 +142,13 @@ def _check_reference(wanted: str, planned: list[Planned]) -> None:
 
 def _check_budget(study: Study, model: ModelSpec, data: DataSpec, outputs: int) -> None:
     """Refuse a budget that nothing here could be held against: everything would seem to be within it."""
-    fitting = tasks.find(model.task).metrics
+    task = tasks.find(model.task)
     for metric in study.budget:
-        if metric not in fitting:
-            raise UserError(f"{model.name} is for {model.task}, which {metric} says nothing of; {fitting[0]} does")
-        if metric == "top5" and 0 < outputs < 5:
-            raise UserError(f"top5 is always met with {outputs} classes; give a budget of top1")
+        if metric not in task.metrics:
+            known = f"{task.metrics[0]} does" if task.metrics else "no budget can be of it"
+            raise UserError(f"{model.name} is for {model.task}, which {metric} says nothing of; {known}")
+        if 0 < outputs < task.least_outputs.get(metric, 0):
+            raise UserError(f"{metric} is always met with {outputs} classes; give a budget of {task.metrics[0]}")
     if study.budget and not meta(data)["classes"]:
         raise UserError(f"a budget needs labels, and {study.data} has none; put the images into a folder per class")
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dyno.analysis.formatting import NO_IMAGE
-from dyno.analysis.metrics.measures import Metric, quality
+from dyno.analysis.metrics import quality
+from dyno.analysis.metrics.metric import Metric
 from dyno.analysis.ranking import frontier
 from dyno.analysis.ranking.frontier import LATENCY, THROUGHPUT
 from dyno.analysis.ranking.references import INCOMPARABLE
@@ -79,7 +80,7 @@ def contests(run: RunData) -> list[Contest]:
 
 def _contest(where: str, rows: pd.DataFrame, run: RunData, sizes: bool) -> Contest:
     apart = rows["verdict"].str.startswith(INCOMPARABLE)
-    return Contest(where, rows[~apart], rows[apart], sizes, quality(rows[~apart], run.budgets))
+    return Contest(where, rows[~apart], rows[apart], sizes, quality(rows[~apart], run.budget_metrics))
 
 
 def contenders(run: RunData) -> list[str]:
