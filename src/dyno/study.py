@@ -202,7 +202,7 @@ def _source(model: Any, study: Study) -> Any:
     from dyno.sources import in_memory, input_options
 
     size = parse_size(study.sizes[0]) if study.sizes else None
-    return in_memory.saved(model, input_options.asked(study.inputs, study.shapes), study.channels, size)
+    return in_memory.saved(model, input_options.overrides(study.inputs, study.shapes), study.channels, size)
 
 
 def _in_memory(value: Any) -> bool:

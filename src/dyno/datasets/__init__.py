@@ -78,7 +78,7 @@ def load(
     objects: bool = False,
     needs: str = "",
 ) -> DataSpec:
-    """Images in a folder, in any format that is known (see `formats`), decoded to `size` (height, width).
+    """Images in a folder, in any of the `formats`, decoded to `size` (height, width).
 
     For a classifier the shorter side becomes `size * preprocess.resize`, then the centre is cropped (resize 0: straight
     to the size), as torchvision does it on PIL images: with antialiasing and without JPEG's reduced-scale decoding,

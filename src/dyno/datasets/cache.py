@@ -1,4 +1,4 @@
-"""Decoded data sets on disk, found by what went into them: written beside, then renamed into place whole."""
+"""Decoded data sets on disk, keyed by everything that shapes them: written beside, then renamed into place."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def write(cache: Path, key: str, content: Content) -> Path:
 
 @contextmanager
 def _locked(part: Path) -> Iterator[None]:
-    """Hold the folder in which a data set is made; the lock ends with the process, however it ends."""
+    """Hold the folder in which a data set is written; the lock ends with the process, however it ends."""
     while True:
         part.mkdir(exist_ok=True)
         try:
@@ -164,7 +164,7 @@ def _fill(folder: Path, journal: Path, content: Content) -> None:
 
 
 def _into_place(folder: Path, target: Path) -> Path:
-    if target.exists():  # what lies there is damaged
+    if target.exists():  # it is damaged
         target.rename(folder.with_name("damaged"))
     folder.rename(target)
     return target

@@ -26,7 +26,7 @@ SEEN = 20  # images that decide which folder they are all in
 
 
 class Coco(DataFormat):
-    """An annotation file, or the folder above annotations/, where two files are told apart by what is needed."""
+    """An annotation file, or the folder above annotations/, where `needs` chooses between two files."""
 
     name = "coco"
     described = "COCO's format"

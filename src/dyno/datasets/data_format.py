@@ -48,7 +48,7 @@ class DataFormat(ABC):
 
     @abstractmethod
     def fits(self, path: Path) -> bool:
-        """Whether a data set of this format lies there: a folder, or a file with one of the suffixes."""
+        """Whether the path is a data set of this format: a folder, or a file with one of the suffixes."""
 
     @abstractmethod
     def scan(self, path: Path, wanted: Wanted) -> Listing:

@@ -23,7 +23,7 @@ from dyno.datasets.standard import COUNT, SYNSET, synsets
 from dyno.worker.spec import UserError
 
 Transfer = Literal["link", "copy", "move"]
-ORDERS = ("synset", "synset-0", "synset-1")  # sorted synsets: from 0 or 1, whichever the numbers show, or as said
+ORDERS = ("synset", "synset-0", "synset-1")  # sorted synsets: from 0 or 1, as the numbers show, or as given
 NAMED = re.compile(r"_(n\d{8})$")
 PART = ".part"
 
@@ -83,7 +83,7 @@ def _images(folder: Path) -> list[str]:
 
 
 def _check(label_of: dict[str, str], before: dict[str, str], target: Path) -> None:
-    """Before anything is placed: every label is a class, and none contradicts what lies there."""
+    """Before anything is placed: every label is a class, and none contradicts the files in the target."""
     classes = synsets()
     for name, label in label_of.items():
         if label and label not in classes:

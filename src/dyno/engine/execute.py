@@ -49,7 +49,7 @@ def execute(study: Study, folder: Path, progress: Progress, *, retry_failed: boo
         if study.searches:
             todo += precision_search.search(study, folder, todo, lambda trials: _rounds(run, trials, files, progress))
         if study.confirmations:
-            _confirm(run, confirmation.contenders(folder, todo), study.confirmations, files, progress)
+            _confirm(run, confirmation.finalists(folder, todo), study.confirmations, files, progress)
         for trial in todo:
             shutil.rmtree(run.round_folder(trial, 0).parent / "compiler", ignore_errors=True)
 

@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from dyno.store import ROUND, Run, makers, outside, versions
+from dyno.store import ROUND, Run, outside, versions, worker_code_sha256
 from dyno.worker import registry
 from dyno.worker.backend import Backend, Maker
 from dyno.worker.record import Record, read_record, write_json
@@ -28,7 +28,7 @@ def _with(trial: Trial) -> dict[str, Any]:
     while isinstance(recipe, Recipe):
         used.append((registry.maker(recipe.maker), recipe.runtime))
         recipe = recipe.parent
-    found: dict[str, Any] = {"code": makers(*outside(*(each for each, _ in used)))}
+    found: dict[str, Any] = {"code": worker_code_sha256(*outside(*(each for each, _ in used)))}
     for each, runtime in used:
         found.setdefault(each.name, {}).update(versions(runtime, ("numpy", *each.requires)))
     return found

@@ -1,4 +1,4 @@
-"""Start one job in its own process, watch it, end it when its time is over, and say how it ended."""
+"""Start one job in its own process, watch it, end it when its time is over, and record how it ended."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def launch(
     job's environment.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    # What an earlier job left there must not pass for this one's.
+    # Files of an earlier job must not pass for this one's.
     for stale in ("record.json", "partial.json", "stage"):
         (folder / stale).unlink(missing_ok=True)
     write_json(folder / "job.json", to_json(job))
@@ -120,7 +120,7 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def read_stage(folder: Path) -> str:
-    """Where the job in the folder is, or was when it ended."""
+    """The stage of the job in the folder, or its last one."""
     try:
         return (folder / "stage").read_text(encoding="utf-8")
     except OSError:
@@ -128,20 +128,20 @@ def read_stage(folder: Path) -> str:
 
 
 def _ended_without(job: Job, folder: Path, code: int, timed_out: bool, timeout_s: float, oom_killed: bool) -> Record:
-    """A record for a job that left none: what it had measured until then, and how it ended."""
+    """A record for a job that wrote none: what it had measured until then, and how it ended."""
     stage = read_stage(folder)
     record = Record("crashed", trial=job.trial.id if job.trial else "", round=job.round)
     if (folder / "partial.json").exists():
         partial: dict[str, Any] = json.loads((folder / "partial.json").read_text(encoding="utf-8"))
         record = from_json(Record, partial)
     if timed_out:
-        status, reason = "timeout", f"no end after {timeout_s:g} s; killed"
+        status, reason = "timeout", f"not finished after {timeout_s:g} s; killed"
     elif oom_killed and code == -signal.SIGKILL:
         status, reason = "oom", "killed by the kernel because memory ran out"
     elif code < 0:
         status, reason = "crashed", f"killed by {signal.Signals(-code).name}"
     else:
-        status, reason = "crashed", f"exited with code {code} and left no record"
+        status, reason = "crashed", f"exited with code {code} without a record"
     last = _last_line(folder / "stderr.log") if code > 0 else ""
     return replace(record, status=status, stage=stage, reason=f"{reason}: {last}" if last else reason)
 
@@ -152,7 +152,7 @@ def _last_line(path: Path) -> str:
 
 
 def _kernel_kills() -> int:
-    """How many processes the kernel has killed for want of memory since it started."""
+    """How many processes the kernel has killed since it started because memory ran out."""
     try:
         text = Path("/proc/vmstat").read_text()
     except OSError:

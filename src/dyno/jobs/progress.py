@@ -49,19 +49,19 @@ class Progress:
         self.live = None
 
     def making(self, recipe: Recipe, wrong: str = "") -> None:
-        """A file is being made; `wrong` says why the cached one was not taken."""
+        """A file is being made; `wrong` is the reason why the cached one was not used."""
         what = "check" if recipe.model.file and recipe.parent is None else "export" if recipe.parent is None else "make"
         batch = f" b{recipe.dims.batch}" if recipe.dims.batch else ""
         self._begin(
             f"{what} {recipe.model.name} {recipe.format} {recipe.precision}{batch} {recipe.dims.shown}".rstrip()
         )
         if wrong:
-            self._say(Text(f"{wrong}; making it again", "yellow"))
+            self._say(Text(f"{wrong}; building it again", "yellow"))
         if self.live is None:
             self._say(Text(self.now))
 
     def other(self, what: str) -> None:
-        """Something that is neither a file nor a trial begins."""
+        """A step that is neither a file nor a trial begins."""
         self._begin(what)
         if self.live is None:
             self._say(Text(what))
@@ -81,18 +81,18 @@ class Progress:
         self.stage = stage
 
     def waiting(self, owner: str) -> None:
-        """The job waits for that process's; where nothing is drawn anew it gets a line, or it would pass for a hang."""
-        self.stage = f"waits for process {owner}, another dyno on this GPU"
+        """The job waits for that process's; without a terminal it gets a line, or it would look like a hang."""
+        self.stage = f"waiting for process {owner}, another dyno on this GPU"
         if self.live is None:
             self._say(Text(f"{self.now}: {self.stage}"))
 
     def done(self, trial: Trial, record: Record, *, stored: bool = False) -> None:
-        """A job ended, or was found stored."""
+        """A job ended, or its record was stored already."""
         if trial in self.left:
             self.left.remove(trial)
         if stored:
             return
-        if self.step:  # else it was not started, for want of its file
+        if self.step:  # else it was not started, because its file is missing
             self.seconds[trial.id] = time.monotonic() - self.since  # start of the process and import included
         width = len(str(self.total))
         text = Text.assemble(

@@ -90,7 +90,7 @@ def test_failed_rows_say_why_and_good_rounds_still_count(frame: pd.DataFrame) ->
     assert np.isnan(timeout["latency_model_ms_median"])
 
 
-def test_the_reference_row_is_its_own_yardstick(frame: pd.DataFrame) -> None:
+def test_the_reference_row_is_its_own_accuracy_reference(frame: pd.DataFrame) -> None:
     r = one(frame, "pytorch fp32")
     assert (r["speedup"], r["verdict"], r["budget"], r["top1_diff"]) == (1.0, "reference", "within", 0.0)
 

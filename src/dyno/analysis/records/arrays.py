@@ -21,16 +21,16 @@ def read_npz(path: Path, names: Collection[str] | None = None) -> dict[str, np.n
 
     Raises OSError when the file can't be read and ValueError when it is damaged or holds Python objects.
     """
-    found = {}
+    arrays = {}
     try:
         with zipfile.ZipFile(path) as stored:
             for info in stored.infolist():
                 name = info.filename.removesuffix(".npy")
                 if names is None or name in names:
-                    found[name] = _array(stored.read(info))
+                    arrays[name] = _array(stored.read(info))
     except (zipfile.BadZipFile, EOFError, NotImplementedError) as e:
         raise ValueError(f"{path} is damaged: {e}") from e
-    return found
+    return arrays
 
 
 def _array(data: bytes) -> np.ndarray:

@@ -38,5 +38,5 @@ class RunData:
 
     @property
     def budget(self) -> str:
-        """The budgets in words, `top1=0.5, top5=1`; "" without one."""
+        """The budgets as text, `top1=0.5, top5=1`; "" without one."""
         return ", ".join(map(str, self.budgets))

@@ -19,7 +19,7 @@ from dyno.analysis.metrics import accuracy, agreement
 from dyno.analysis.metrics.metric import Metric, in_percent
 from dyno.analysis.presentation.table import COUNT, FINE, PERCENT, POINTS, TEXT, Column, Row, Table, TableKind, missing
 from dyno.analysis.ranking.correctness import WRONG
-from dyno.analysis.ranking.frontier import way
+from dyno.analysis.ranking.frontier import configuration
 from dyno.analysis.ranking.references import INCOMPARABLE, incomparable
 from dyno.analysis.records.results import Results, TrialResult, clock_of
 from dyno.analysis.records.rounds import LATENCIES
@@ -365,7 +365,7 @@ def sentences(table: Table) -> list[str]:
 
 
 def _where(r: Row) -> str:
-    return f"{plain(r['model'])} {plain(way(r))} b{r['batch']} {r['size']}"
+    return f"{plain(r['model'])} {plain(configuration(r))} b{r['batch']} {r['size']}"
 
 
 def _why(condition: str, r: Row) -> str:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from dyno.analysis.metrics.metric import Metric
 from dyno.analysis.presentation.table import PERCENT, POINTS, TEXT, Column, Table, TableKind
 from dyno.analysis.ranking import frontier
-from dyno.analysis.ranking.contests import Contest, contests
 from dyno.analysis.ranking.frontier import LATENCY, THROUGHPUT
+from dyno.analysis.ranking.rankings import Ranking, rankings
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.tables.trial_columns import IDENTITY, pick
 
@@ -26,11 +26,11 @@ NOTE = (
 
 
 def _frontier(run: RunData) -> Table:
-    rows = [row for contest in contests(run) for row in _rows(contest)]
+    rows = [row for contest in rankings(run) for row in _rows(contest)]
     return FRONTIER.of(COLUMNS, rows, notes=(NOTE,), group=("model", "device"), printed=PRINTED)
 
 
-def _rows(contest: Contest) -> Iterator[dict[str, Any]]:
+def _rows(contest: Ranking) -> Iterator[dict[str, Any]]:
     metric = contest.metric
     if metric.column not in contest.group:
         return

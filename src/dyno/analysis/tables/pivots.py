@@ -12,7 +12,7 @@ from dyno.analysis import metrics
 from dyno.analysis.formatting import UNBOUNDED, bounded
 from dyno.analysis.metrics import agreement
 from dyno.analysis.presentation.table import COUNT, NUMBER, PERCENT, SHOWN, TEXT, Column, Row, Table, TableKind, missing
-from dyno.analysis.ranking.frontier import fps, way
+from dyno.analysis.ranking.frontier import configuration, fps
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.tables.trial_columns import STATISTICS, pick
 
@@ -36,7 +36,9 @@ def pivot(kind: TableKind, run: RunData, columns: Mapping[str, str], shown: str 
     columns = {k: c for k, c in columns.items() if frame[c].notna().any()}
     if not columns:
         return None
-    rows = frame.assign(way=[way(r) for _, r in frame.iterrows()], **frame[list(columns.values())].astype(float))
+    rows = frame.assign(
+        way=[configuration(r) for _, r in frame.iterrows()], **frame[list(columns.values())].astype(float)
+    )
     useful = rows.groupby("way", sort=False)[list(columns.values())].count().sum(axis=1) > 0
     silent = rows.groupby("way", sort=False)["status"].agg(lambda s: set(s) <= {"ok", "skipped"})
     ways = sorted((w for w in useful.index if useful[w] or not silent[w]), key=_place(rows))

@@ -17,7 +17,7 @@ from dyno.analysis.metrics.precision import truth
 from dyno.analysis.presentation.table import COUNT, TEXT, Row, Table, TableKind, missing
 from dyno.analysis.ranking import correctness
 from dyno.analysis.ranking.correctness import AGREE, WRONG, Correctness
-from dyno.analysis.ranking.references import INCOMPARABLE, incomparable, references, yardsticks
+from dyno.analysis.ranking.references import INCOMPARABLE, accuracy_references, incomparable, references
 from dyno.analysis.records import gpu_remarks
 from dyno.analysis.records.results import Results, TrialResult, clock_of, load
 from dyno.analysis.records.rounds import LATENCIES
@@ -42,7 +42,7 @@ class Comparison:
     reference: TrialResult | None
     budgets: tuple[accuracy.Budget, ...] = ()
     clocks: Mapping[str, str] = field(default_factory=dict)
-    yardstick: TrialResult | None = None
+    accuracy_reference: TrialResult | None = None
     outputs: Correctness | None = None
 
 
@@ -60,7 +60,7 @@ def read(results: Results | Path, reference: str | None = None, budget: Mapping[
     results = results if isinstance(results, Results) else load(results)
     limits = accuracy.budgets(budget or results.settings.get("budget") or {})
     chosen = references(results, reference or results.settings.get("reference"))
-    measures = yardsticks(results, chosen)
+    measures = accuracy_references(results, chosen)
     company: dict[Any, list[TrialResult]] = defaultdict(list)
     for t in results.trials:
         company[t.group].append(t)
@@ -132,7 +132,7 @@ def _precision(t: TrialResult) -> dict[str, Any]:
     found = truth(t)
     if found is None:
         return {}
-    share = found.share if found.known else None
+    share = found.share if found.reported else None
     return {"ran_as": str(found), "asked_share": share, "precision_ok": "yes" if found.ok else "no"}
 
 
@@ -224,7 +224,7 @@ def _accuracy(t: TrialResult, against: Comparison) -> dict[str, Any]:
     found: dict[str, Any] = {"images": known[0][1].images, "set_aside": accuracy.set_aside(t)}
     for metric, value in known:
         found |= in_percent(metric.column, value.interval)
-    reference = against.yardstick or against.reference
+    reference = against.accuracy_reference or against.reference
     if reference is None or incomparable(t, reference) == "other weights":
         return found
     changes = {m.name: (m, change) for m, _ in known if (change := m.change(t, reference)) is not None}

@@ -42,7 +42,7 @@ def _module(
     if len(wanted) == 2 and all(isinstance(n, int) for n in wanted):
         own = (wanted[0], wanted[1])
     height, width = sizes[0] if sizes else own
-    module = models.drawn(model, Dims(1, height, width))  # what is asked here, statistics would not change
+    module = models.build(model, Dims(1, height, width))  # what is asked here, statistics would not change
     takes = (
         modules.describe_inputs(module, model, models.examples(model), asked)
         if _may_differ(model, asked)
@@ -55,7 +55,7 @@ def _module(
     counted = {}
     for number, (height, width) in enumerate(sizes or [own]):
         dims = Dims(takes.batch, height, width)
-        module = models.drawn(model, dims) if number else module
+        module = models.build(model, dims) if number else module
         said = ultralytics_models.facts(module) if yolo else {}
         if yolo:
             ultralytics_models.check_size(model.source, said["stride"], height, width)
@@ -154,7 +154,7 @@ def _file(trial: Trial, sizes: list[list[int]], asked: Mapping[str, Mapping[str,
         raise UserError(f"{model.file} has no inputs, so there is nothing to run it on; export the model with one")
     found: dict[str, Any] = {"preprocess": to_json(model.preprocess), "batch": _fixed(tensors, 0)}
     shapes = {name: resolved(words["shape"], 1) for name, words in asked.items() if "shape" in words}
-    found |= file_images.described(model, tensors, shapes, sizes, contents.image)
+    found |= file_images.image_facts(model, tensors, shapes, sizes, contents.image)
     model = replace(model, channels=found.get("channels", model.channels))
     outputs = [tensor.shape for tensor in contents.outputs]
     found |= {"outputs": _classes(outputs), "flops": {}, "precision": contents.precision}
