@@ -142,12 +142,13 @@ def _check_reference(reference: str, planned: list[Planned]) -> None:
 
 def _check_budget(study: Study, model: ModelSpec, data: DataSpec, outputs: int) -> None:
     """Refuse a budget that can't be checked here: everything would seem to be within it."""
-    fitting = tasks.find(model.task).metrics
+    task = tasks.find(model.task)
     for metric in study.budget:
-        if metric not in fitting:
-            raise UserError(f"{model.name} is for {model.task}, which has no {metric}; give a budget of {fitting[0]}")
-        if metric == "top5" and 0 < outputs < 5:
-            raise UserError(f"top5 is always met with {outputs} classes; give a budget of top1")
+        if metric not in task.metrics:
+            other = f"give a budget of {task.metrics[0]}" if task.metrics else "no budget can be checked"
+            raise UserError(f"{model.name} is for {model.task}, which has no {metric}; {other}")
+        if 0 < outputs < task.least_outputs.get(metric, 0):
+            raise UserError(f"{metric} is always met with {outputs} classes; give a budget of {task.metrics[0]}")
     if study.budget and not meta(data)["classes"]:
         raise UserError(f"a budget needs labels, and {study.data} has none; put the images into a folder per class")
 

@@ -11,7 +11,7 @@ import synthetic
 from synthetic import Way
 
 from dyno.analysis.charts import charts
-from dyno.analysis.metrics import measures
+from dyno.analysis.metrics import quality
 from dyno.analysis.ranking.rankings import rankings
 from dyno.analysis.records.results import Results, load
 from dyno.analysis.tables import trial_table
@@ -100,15 +100,15 @@ def test_accuracy_is_shown_by_the_budget_s_metric(tmp_path: Path, budget: dict[s
     folder = synthetic.write_run(tmp_path / "run", [Way("pytorch"), Way("a", flips=0.01)], samples=5)
     run = trial_table.read(folder, budget=budget)
     ((frame, metric),) = ((contest.group, contest.metric) for contest in rankings(run))
-    assert metric.key == key
-    low, value, high = metric.change(frame.set_index("backend").loc["a"])
+    assert metric.name == key
+    low, value, high = metric.change_in(frame.set_index("backend").loc["a"])
     assert low <= value <= high
 
 
 def test_columns_of_another_task_serve_as_well(tmp_path: Path) -> None:
     loaded = load(synthetic.write_run(tmp_path / "run", [Way("pytorch", labelled=False)], samples=5))
     run = trial_table.read(loaded)
-    frame = run.frame.assign(map50_95=41.5, map_low=40.0, map_high=43.0)
-    metric = measures.quality(frame)
-    assert (metric.key, metric.interval(frame.iloc[0])) == ("mAP", (40.0, 43.0))
+    frame = run.frame.assign(map50_95=41.5, map50_95_low=40.0, map50_95_high=43.0)
+    metric = quality(frame)
+    assert (metric.name, metric.interval(frame.iloc[0])) == ("mAP", (40.0, 43.0))
     assert [row["accuracy"] for row in FRONTIER.table(replace(run, frame=frame)).rows] == [41.5]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from dyno.analysis.charts.series import LONGEST, Panel, scaling, title_of
 from dyno.analysis.formatting import bounded, short, show
-from dyno.analysis.metrics.measures import Metric
+from dyno.analysis.metrics.metric import Metric
 from dyno.analysis.presentation.chart import Chart
 from dyno.analysis.ranking import frontier
 from dyno.analysis.ranking.frontier import LATENCY, THROUGHPUT, configuration
@@ -164,7 +164,7 @@ def _accuracy_panel(axes: Any, group: pd.DataFrame, edge: pd.DataFrame, speed: s
     axes.set_xlim(left=max(0.0, axes.get_xlim()[0]))
     measured = "latency per batch, ms" if speed == LATENCY else "images per second"
     axes.set_xlabel(f"{measured} (95 % interval between processes)")
-    axes.set_ylabel(f"{metric.title}, % (95 % interval)")
+    axes.set_ylabel(f"{metric.label}, % (95 % interval)")
 
 
 def _groups(rows: pd.DataFrame) -> Iterator[Panel]:

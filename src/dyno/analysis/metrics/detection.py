@@ -74,12 +74,6 @@ class MeanAP:
     own: Scores
     boxes: Scores
 
-    @property
-    def interval(self) -> Interval:
-        """mAP50-95 with its 95 % interval, which ends at 0 and at 1."""
-        result = jackknife(self.own.map50_95)
-        return Interval(result.value, *(float(np.clip(limit, 0, 1)) for limit in (result.low, result.high)))
-
 
 def jackknife(values: np.ndarray) -> Interval:
     """The first value with its 95 % interval (Student's t) from those without each group; no interval for one group."""
@@ -89,15 +83,6 @@ def jackknife(values: np.ndarray) -> Interval:
     error = math.sqrt((len(parts) - 1) / len(parts) * float(((parts - whole) ** 2).sum()))
     reach = t_quantile(len(parts) - 1) * error
     return Interval(whole, whole - reach, whole + reach)
-
-
-def difference(trial: MeanAP, reference: MeanAP) -> Interval | None:
-    """mAP50-95 of the trial less the reference's as a share, paired: both lose the same images in each group."""
-    if trial.kind != reference.kind or trial.own.images != reference.own.images:
-        return None
-    if trial.own.each.shape != reference.own.each.shape:
-        return None
-    return jackknife(trial.own.map50_95 - reference.own.map50_95)
 
 
 def kind_of(trial: TrialResult) -> str:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dyno.analysis.formatting import NO_IMAGE
-from dyno.analysis.metrics.measures import Metric, quality
+from dyno.analysis.metrics import quality
+from dyno.analysis.metrics.metric import Metric
 from dyno.analysis.ranking import frontier
 from dyno.analysis.ranking.frontier import LATENCY, THROUGHPUT
 from dyno.analysis.ranking.references import INCOMPARABLE
@@ -79,7 +80,7 @@ def rankings(run: RunData) -> list[Ranking]:
 
 def _ranking(where: str, rows: pd.DataFrame, run: RunData, sizes: bool) -> Ranking:
     apart = rows["verdict"].str.startswith(INCOMPARABLE)
-    return Ranking(where, rows[~apart], rows[apart], sizes, quality(rows[~apart], run.budgets))
+    return Ranking(where, rows[~apart], rows[apart], sizes, quality(rows[~apart], run.budget_metrics))
 
 
 def finalists(run: RunData) -> list[str]:

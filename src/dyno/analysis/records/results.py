@@ -163,6 +163,10 @@ class TrialResult:
         """The classifier's answers of the first good round that has any."""
         return next((r.answers for r in self.good if r.answers), {})
 
+    def stored(self, *names: str) -> dict[str, np.ndarray]:
+        """Arrays of outputs.npz, of the round that `answers` are of."""
+        return next((r.arrays("outputs.npz", names) for r in self.good if r.answers), {})
+
     def outputs(self) -> dict[str, np.ndarray]:
         """Raw outputs of the first good round that has any."""
         return next((found for r in self.good if (found := r.outputs())), {})

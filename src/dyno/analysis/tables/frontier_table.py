@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from dyno.analysis.metrics.measures import Metric
+from dyno.analysis.metrics.metric import Metric
 from dyno.analysis.presentation.table import PERCENT, POINTS, TEXT, Column, Table, TableKind
 from dyno.analysis.ranking import frontier
 from dyno.analysis.ranking.frontier import LATENCY, THROUGHPUT
@@ -47,11 +47,11 @@ def _rows(contest: Ranking) -> Iterator[dict[str, Any]]:
 
 def _row(row: pd.Series, metric: Metric, where: str) -> dict[str, Any]:
     low, high = metric.interval(row)
-    change_low, change, change_high = metric.change(row)
+    change_low, change, change_high = metric.change_in(row)
     own = {name: row[name] for name in (*IDENTITY, "trial", *SPEEDS, "budget", "more_images")}
     return own | {
         "throughput_ips_low": row["throughput_low"], "throughput_ips_high": row["throughput_high"],
-        "frontier": where, "metric": metric.key, "accuracy": row[metric.column], "accuracy_low": low,
+        "frontier": where, "metric": metric.name, "accuracy": row[metric.column], "accuracy_low": low,
         "accuracy_high": high, "change": change, "change_low": change_low, "change_high": change_high,
     }  # fmt: skip
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from dyno.analysis import metrics
 from dyno.analysis.formatting import UNBOUNDED, bounded
 from dyno.analysis.metrics import agreement
 from dyno.analysis.presentation.table import COUNT, NUMBER, PERCENT, SHOWN, TEXT, Column, Row, Table, TableKind, missing
@@ -100,7 +101,7 @@ def _speedup(run: RunData) -> Table | None:
 
 
 def _accuracy(run: RunData) -> Table | None:
-    shares = {"top-1, %": "top1", "top-5, %": "top5", "mAP50, %": "map50", "mAP50-95, %": "map50_95"}
+    shares = {f"{metric.label}, %": metric.column for metric in metrics.known().values()}
     return pivot(ACCURACY, run, shares, PERCENT)
 
 
@@ -159,7 +160,7 @@ SPEEDUP = _kind(
     _speedup,
     4,
 )
-ACCURACY = _kind("accuracy", "Accuracy", "Top-1 and top-5, or mAP, in percent, side by side.", _accuracy, 5)
+ACCURACY = _kind("accuracy", "Accuracy", "The metrics of the task in percent, side by side.", _accuracy, 5)
 EQUALITY = _kind(
     "equality",
     f"Outputs equal to the reference's (rtol {agreement.RTOL:g}, atol {agreement.ATOL:g})",

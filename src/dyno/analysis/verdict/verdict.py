@@ -148,13 +148,13 @@ def _accuracy(contest: Ranking, winner: pd.Series, trials: dict[str, TrialResult
     if metric.column not in winner or isnan(winner[metric.column]):
         return
     low, high = metric.interval(winner)
-    text = f"Its {metric.title} is {winner[metric.column]:.2f} %"
+    text = f"Its {metric.label} is {winner[metric.column]:.2f} %"
     text += "" if isnan(low) else f" [{low:.2f}, {high:.2f}]"
     if not missing(winner["images"]):
         text += f" on {winner['images']:,} images"
         if not missing(winner["set_aside"]) and winner["set_aside"]:
             text += f" ({winner['set_aside']:,} more were set aside for calibration)"
-    low, value, high = metric.change(winner)
+    low, value, high = metric.change_in(winner)
     if not isnan(low):
         change, lowest, highest = (points(each / 100) for each in (value, low, high))
         reference = contest.reference(winner, trials)
@@ -185,7 +185,7 @@ def _left_out(contest: Ranking, budget: str) -> Iterator[Finding]:
     for _, row in faster[faster[LATENCY] < limit].iterrows():
         taken, name = ms(row[LATENCY]), contest.configuration(row)
         what = f"{name} is faster ({taken})" if len(ranked) else f"{name} takes {taken}"
-        change = metric.change(row)[1]
+        change = metric.change_in(row)[1]
         loss = "" if isnan(change) else f" ({points(change / 100)} points)"
         if row["budget"] == OVER:
             yield Finding(NOTE, f"{what} but loses more than {budget} allows{loss}.")
