@@ -81,10 +81,9 @@ def measure(source: str, asked: argparse.Namespace, cache: str, limit: float) ->
         said = f"no end after {limit:.0f} s"
     if not (folder / "trials").is_dir():
         return [{"model": source.partition(":")[2], "status": "failed", "reason": said}]
-    from dyno.analysis.records import results
     from dyno.analysis.tables import trial_table
 
-    frame = trial_table.frame(results.load(folder))
+    frame = trial_table.read(folder).frame
     return [{name: str(row[name]) for name in KEPT} for _, row in frame.iterrows()]
 
 

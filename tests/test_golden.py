@@ -19,10 +19,13 @@ from typing import Any
 
 import pytest
 
-from dyno.analysis.records.results import Results, load
+from dyno.analysis.presentation.export import FORMATS, export
+from dyno.analysis.records.results import Results
+from dyno.analysis.records.run_data import RunData
 from dyno.analysis.tables import trial_table
-from dyno.analysis.tables.render import FORMATS, render
+from dyno.analysis.tables.trial_table import TRIALS
 from dyno.analysis.verdict import verdict
+from dyno.analysis.verdict.about import about
 from dyno.worker.record import STATUSES, Record, read_record, to_json
 from dyno.worker.spec import SCHEMA, Job, from_json
 
@@ -35,8 +38,13 @@ SAID = re.compile(r"(?i)schema\W{1,6}(?:(?:number|version|is|now|today)\W{1,6})*
 
 
 @pytest.fixture(scope="module")
-def results() -> Results:
-    return load(RUN)
+def run() -> RunData:
+    return trial_table.read(RUN)
+
+
+@pytest.fixture(scope="module")
+def results(run: RunData) -> Results:
+    return run.records
 
 
 @pytest.fixture(scope="module")
@@ -72,21 +80,26 @@ def rows(text: str) -> list[dict[str, Any]]:
     return list(csv.DictReader(io.StringIO(text)))
 
 
-def test_a_speed_up_is_the_ratio_of_the_medians_beside_it(results: Results) -> None:
-    frame = trial_table.frame(results).set_index(["backend", "precision", "options"])
+def json_rows(text: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(text)["rows"]
+    return found
+
+
+def test_a_speed_up_is_the_ratio_of_the_medians_beside_it(run: RunData) -> None:
+    frame = run.frame.set_index(["backend", "precision", "options"])
     medians = frame["latency_model_ms_median"]
     for way in (("onnxruntime", "fp32", ""), ("onnxruntime", "int8", "")):
         assert frame["speedup"][way] == pytest.approx(medians["pytorch", "fp32", ""] / medians[way])
 
 
-def test_the_markdown_table_is_the_stored_one(results: Results) -> None:
-    found = render(trial_table.frame(results), "markdown")
+def test_the_markdown_table_is_the_stored_one(make: ModuleType) -> None:
+    found = make.printed()["results.md"]
     assert found == (GOLDEN / "results.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(("name", "read"), [("results.csv", rows), ("results.json", json.loads)])
-def test_the_tables_for_machines_are_the_stored_ones(results: Results, name: str, read: Callable[..., Any]) -> None:
-    found = render(trial_table.frame(results), name.rpartition(".")[2])
+@pytest.mark.parametrize(("name", "read"), [("results.csv", rows), ("results.json", json_rows)])
+def test_the_tables_for_machines_are_the_stored_ones(make: ModuleType, name: str, read: Callable[..., Any]) -> None:
+    found = make.printed()[name]
     assert differences(read(found), read((GOLDEN / name).read_text(encoding="utf-8"))) == []
 
 
@@ -98,7 +111,7 @@ def test_a_changed_number_would_be_seen() -> None:
     assert len(differences(changed, stored)) == 2
 
 
-def test_the_folder_holds_every_kind_of_row(results: Results) -> None:
+def test_the_folder_holds_every_kind_of_row(run: RunData, results: Results) -> None:
     """Else the tests above prove less than they seem to."""
     assert {t.status for t in results} == {"ok", "skipped", "crashed"}
     assert {"pytorch", "onnxruntime", "fake"} == {t.backend for t in results}
@@ -106,7 +119,7 @@ def test_the_folder_holds_every_kind_of_row(results: Results) -> None:
     assert results.problems == []
     assert results.settings["budget"] == {"top1": 5.0}
     assert {*STATUSES} > {t.status for t in results}
-    frame = trial_table.frame(results)
+    frame = run.frame
     for column in ("speedup_low", "top1_diff_low", "build_s", "throughput_ips", "budget", "size_mb"):
         assert (frame[column].notna() & (frame[column] != "")).any(), column
 
@@ -152,13 +165,14 @@ def test_a_record_of_a_newer_schema_is_named_in_one_line(tmp_path: Path, dyno: C
 
 @pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
-def test_the_command_prints_what_the_library_renders(results: Results, dyno: Callable[..., Any], format: str) -> None:
+def test_the_command_prints_what_the_library_renders(run: RunData, dyno: Callable[..., Any], format: str) -> None:
     done = dyno("show", RUN, "--format", format)
     assert (done.returncode, done.stderr) == (0, "")
-    frame = trial_table.frame(results)
-    tables, said = render(frame, format), verdict.sentences(results, frame)
+    found = about(run) if format == "json" else {}
+    tables, said = export([TRIALS.table(run)], format, about=found), verdict.sentences(run)
     told = done.stdout.removeprefix(tables)
-    assert told != done.stdout and [line.removeprefix("- ") for line in told.split("\n") if line] == (
+    assert told != done.stdout
+    assert [line.removeprefix("- ") for line in told.split("\n") if line] == (
         said if format in ("text", "markdown") else []
     )
 

@@ -102,6 +102,16 @@ def test_a_network_runs_beside_the_others(dyno: Call, place: Path) -> None:
     assert "numpy_net has no int8" in found["numpy_net", "int8"]["reason"]
 
 
+def test_its_table_and_its_chart_stand_beside_dyno_s_own(dyno: Call, built: Path, place: Path) -> None:
+    dyno("time", built, *QUICK, "--out", "timed")
+    assert "A row per trial: images per second." in dyno("show", "--list").stdout
+    (row,) = rows(dyno("show", "timed", "--table", "speeds", "--format", "csv").stdout)
+    assert float(row["fps"]) > 0
+    page = Path(dyno("report", "timed").stdout.strip())
+    assert "Images per second of each trial" in (place / page).read_text(encoding="utf-8")
+    assert (place / "timed/charts/speeds.png").is_file() and (place / "timed/tables/speeds.csv").is_file()
+
+
 def test_its_format_of_data_sets_has_labels(dyno: Call, built: Path) -> None:
     (row,) = rows(dyno("eval", built, "--data", "photos", "--seconds", "0.05", "--format", "csv").stdout)
     assert row["status"] == "ok" and 0 <= float(row["top1"]) <= 100

@@ -171,7 +171,7 @@ def test_masks_and_boxes_of_a_run(network: Network, tmp_path: Path) -> None:
         assert {"preprocess", "inference", "postprocess", "pipeline"} <= {m.tag for m in record.measurements}
     (tmp_path / "truth").mkdir()
     shutil.copy(Path(data.folder) / "truth.json", tmp_path / "truth" / f"{data.sha256[:12]}.json")
-    frame = trial_table.frame(load(tmp_path))
+    frame = trial_table.read(load(tmp_path)).frame
     said = network.trained.metrics
     for _, row in frame.iterrows():
         assert row["images"] == yolo_small.COUNTS["val"] and row["map50"] > 20

@@ -39,12 +39,13 @@ ANALYSIS = {
     "stats": "",
     "style": "",
     "records": "formatting",
-    "metrics": "formatting stats style records",
+    "metrics": "formatting stats records",
+    "presentation": "formatting records",
     "ranking": "formatting records metrics",
-    "tables": "formatting stats records metrics ranking",
-    "verdict": "formatting stats records metrics ranking tables",
-    "charts": "formatting style records metrics ranking",
-    "report": "formatting stats style records metrics ranking tables verdict charts",
+    "tables": "formatting stats records metrics presentation ranking",
+    "verdict": "formatting stats records metrics presentation ranking tables",
+    "charts": "formatting style records metrics presentation ranking",
+    "report": "formatting stats style records metrics presentation ranking tables verdict charts",
     "trtexec": "stats records",
 }
 WORKER = {
@@ -74,7 +75,7 @@ WORKER = {
 }
 # What single rooms of the host take from the worker besides: pure functions that both sides must do alike.
 BESIDES = {
-    "dyno.analysis": "spec record extras plugins tasks",
+    "dyno.analysis": "spec record extras plugins system tasks",
     "dyno.datasets": "spec extras plugins inputs.letterbox",
     "dyno.sources": f"{BORDER} nets.models nets.saved_modules nets.torch_archive inputs.modules sessions.torch_support",
 }

@@ -23,13 +23,8 @@ from dyno.worker import registry, system
 from dyno.worker.record import Record, read_record, write_json, write_record
 from dyno.worker.spec import Artifact, Job, Recipe, Runtime, Trial, UserError, digest, to_json
 
+cache_dir = system.cache_dir
 ROUND, CONFIRMATION = "r", "c"  # what a round's folder is called: one that selects, or one after the selection
-
-
-def cache_dir() -> Path:
-    """DYNO_CACHE, or `dyno` in the user's cache folder."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(os.environ.get("DYNO_CACHE") or Path(base) / "dyno")
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import printed
 import pynvml
 import pytest
 import synthetic
@@ -18,8 +19,8 @@ from dyno.analysis.charts import gpu_charts
 from dyno.analysis.records import gpu_remarks, timeline
 from dyno.analysis.records.results import Results, TrialResult, clock_of, load
 from dyno.analysis.records.timeline import REASONS, THROTTLED, Trace, clean
-from dyno.analysis.report import report, sections
-from dyno.analysis.tables import compare, render, trial_table
+from dyno.analysis.report import report
+from dyno.analysis.tables import compare, gpu_table, trial_table
 from dyno.analysis.verdict import verdict
 
 HOT = 0x40
@@ -34,7 +35,7 @@ def one(path: Path, card: Card, seconds: float = 0.004, **more: object) -> Trial
 
 
 def said(found: Results) -> str:
-    return "\n".join(verdict.sentences(found, trial_table.frame(found)))
+    return "\n".join(verdict.sentences(trial_table.read(found)))
 
 
 def trace(reasons: list[int], step: float = 1.0, **columns: list[float]) -> Trace:
@@ -59,7 +60,7 @@ def test_the_reasons_are_nvml_s() -> None:
 
 def test_tables_show_the_gpu_s_clock_where_there_is_one(tmp_path: Path) -> None:
     found = results(tmp_path, Way("pytorch", card=Card(gap=0.002)), Way("tensorrt", seconds=0.002, card=Card()))
-    table = trial_table.frame(found).set_index("backend")
+    table = trial_table.read(found).frame.set_index("backend")
     for t in found:
         gpu = [np.median(r.raw_samples("latency", "model", "gpu")) for r in t.good]
         assert table.loc[t.backend, "latency_model_ms_median"] == pytest.approx(1e3 * statistics.geometric_mean(gpu))
@@ -72,7 +73,7 @@ def test_a_group_with_one_engine_without_events_is_compared_by_the_host(tmp_path
     found = results(
         tmp_path, Way("pytorch", card=Card(gap=0.010)), Way("other", seconds=0.010, card=Card(events=False))
     )
-    table = trial_table.frame(found).set_index("backend")
+    table = trial_table.read(found).frame.set_index("backend")
     assert set(table["clock"]) == {"host"}
     assert table.loc["other", "speedup"] == pytest.approx(2, rel=0.1)
     assert table.loc["pytorch", "latency_ms"] == pytest.approx(20, rel=0.1)
@@ -86,13 +87,13 @@ def test_two_runs_are_compared_by_the_clock_both_have(tmp_path: Path) -> None:
     a = results(tmp_path / "a", Way("pytorch", card=Card(gap=0.010)))
     b = results(tmp_path / "b", Way("pytorch", seconds=0.020, card=Card(events=False)))
     c = results(tmp_path / "c", Way("pytorch", card=Card(gap=0.020)))
-    assert compare.compare(a, b)["ratio"][0] == pytest.approx(1, rel=0.05)
-    assert compare.compare(a, c)["ratio"][0] == pytest.approx(1, rel=0.05)
+    assert compare.compare(a, b).rows[0]["ratio"] == pytest.approx(1, rel=0.05)
+    assert compare.compare(a, c).rows[0]["ratio"] == pytest.approx(1, rel=0.05)
 
 
 def test_a_trial_s_gpu_in_numbers(tmp_path: Path) -> None:
     found = results(tmp_path, Way("pytorch", card=Card(reasons=0x4, held=(-0.1, 1.1))))
-    r = trial_table.frame(found).iloc[0]
+    r = trial_table.read(found).frame.iloc[0]
     assert r["gpu_memory_mb"] == pytest.approx(2500)  # what was there before is not the job's
     assert r["gpu_util"] == pytest.approx(90)
     assert r["gpu_clock_mhz"] == 1200
@@ -104,12 +105,12 @@ def test_a_trial_s_gpu_in_numbers(tmp_path: Path) -> None:
 
 
 def test_a_cpu_trial_has_none_of_it(demo: Results) -> None:
-    table = trial_table.frame(demo)
+    table = trial_table.read(demo).frame
     gpu = [c for c in table.columns if c.startswith("gpu_") or c in ("outside_gpu_ms", "throttled_samples")]
     assert len(gpu) == 8
     assert table[gpu].isna().all(axis=None)
-    assert sections.gpu_table(demo) is None
-    assert gpu_charts.everything(demo, table) == {}
+    assert "gpu" not in printed.every(trial_table.read(demo))
+    assert gpu_charts.timeline(trial_table.read(demo)) is None
     assert set(table.loc[table["boundary"] != "", "clock"]) == {"host"}
 
 
@@ -126,7 +127,7 @@ def test_throttled_samples_are_dropped_counted_and_said(tmp_path: Path, reason: 
         assert np.array_equal(kept, np.concatenate([every[: (first := _first_gap(kept, every))], every[first + hit :]]))
         assert 80 <= first <= 100
     assert len(t.good[0].samples("throughput", "throughput")) == 10
-    assert trial_table.frame(found)["throttled_samples"][0] == sum(
+    assert trial_table.read(found).frame["throttled_samples"][0] == sum(
         r.throttled(b)[1] for r in t.good for b in ("model", "all")
     )
     warnings = t.warnings()
@@ -219,7 +220,7 @@ def test_others_on_the_gpu_are_noticed_and_said(tmp_path: Path, card: Card, word
     assert gpu_remarks.others(t) == words
     assert t.warnings() == ([words] if words else [])
     assert ("Others used the GPU during 1 of 2 trials" in said(found)) == bool(words)
-    assert trial_table.frame(found).set_index("backend").loc["pytorch", "gpu_others"] == card.others
+    assert trial_table.read(found).frame.set_index("backend").loc["pytorch", "gpu_others"] == card.others
 
 
 def test_what_ran_just_before_is_not_taken_for_others() -> None:
@@ -250,8 +251,7 @@ def test_the_report_has_the_gpu_over_time(tmp_path: Path) -> None:
             for b, s in (("pytorch", 0.004), ("tensorrt", 0.001), ("a", 0.002), ("b", 0.003), ("c", 0.005))
             for n in (1, 8)]  # fmt: skip
     found = results(tmp_path, *ways, samples=50)
-    table = trial_table.frame(found)
-    figure = gpu_charts.timeline(found, table)
+    figure = gpu_charts.timeline(trial_table.read(found))
     titles = [title for a in figure.axes if (title := a.get_title(loc="left"))]
     assert titles == ["pytorch fp32", "tensorrt fp32", "a fp32", "b fp32"]  # the reference, then the fastest
     memory, utilisation = figure.axes[0].lines[0], figure.axes[4].lines[0]
@@ -259,16 +259,16 @@ def test_the_report_has_the_gpu_over_time(tmp_path: Path) -> None:
     assert memory.get_xdata()[0] == pytest.approx(0.1)
     assert utilisation.get_ydata().max() == 90
     assert len(figure.axes[0].patches) == 3  # the windows
-    page = report.write([found], tmp_path / "out").read_text(encoding="utf-8")
+    page = report.write([trial_table.read(found)], tmp_path / "out").read_text(encoding="utf-8")
     assert "SM utilisation, %" in page and "batch 8, cuda:0 (1 more in results.csv)" in page
     assert "GPU’s clock" in page and "were dropped" in page and "another process was on the GPU" in page
     assert (tmp_path / "out/charts/gpu.png").stat().st_size > 10_000
-    rounds = sections.details(found)[0].rounds
-    assert [row[3].text for row in rounds.rows[:3]] == ["gpu", "host", "host"]
+    rounds = gpu_table.rounds_of(found.trials[0])
+    assert [row["clock"] for row in rounds[:3]] == ["gpu", "host", "host"] and rounds[0]["round"] == 1
     assert len(pd.read_csv(tmp_path / "out/results.csv")) == 10
 
 
 def test_the_printed_table_shows_the_gpu(tmp_path: Path) -> None:
     found = results(tmp_path, Way("pytorch", card=Card(reasons=HOT, held=(0.5, 0.6))))
-    text = render.render(trial_table.frame(found), width=200)
+    text = printed.trials(trial_table.read(found), width=200)
     assert "GPU MB" in text and "2,500" in text and "thermal limit (hardware) " in text

@@ -7,14 +7,15 @@ import re
 from pathlib import Path
 
 import pandas as pd
+import printed
 import pytest
 import synthetic
 from synthetic import Way
 
 from dyno.analysis import formatting
+from dyno.analysis.presentation.export import export
 from dyno.analysis.records.results import Results, load
-from dyno.analysis.tables import compare, frontier_table, reference_tables, trial_table, views
-from dyno.analysis.tables.render import render
+from dyno.analysis.tables import compare, trial_table
 from dyno.analysis.verdict import verdict
 
 BRACKETS = re.compile(r"\[([\d.,]+)(?: \S+)?, ([\d.,]+)(?: \S+)?\]")
@@ -61,32 +62,28 @@ def test_limits_in_digits_or_words(low: float, high: float, text: str) -> None:
 
 
 def test_no_wide_interval_is_printed(wild: Results, tmp_path: Path) -> None:
-    frame = trial_table.frame(wild)
-    loose = frame["speedup_high"] > 2 * frame["speedup_low"]
+    run = trial_table.read(wild)
+    loose = run.frame["speedup_high"] > 2 * run.frame["speedup_low"]
     assert loose.any(), "the fixture is too tame"
-    texts = {format: render(frame, format) for format in ("text", "markdown")}
-    texts["verdict"] = "\n".join(verdict.sentences(wild, frame))
-    texts["frontier"] = render(frontier_table.table(frame), "markdown", printed=frontier_table.PRINTED)
-    chosen = views.view("break-even")
-    texts["break-even"] = render(chosen.table(wild, frame), "markdown", printed=chosen.printed)
-    texts["compare"] = render(compare.compare(wild, wild, compare.Rules()), "markdown", printed=compare.PRINTED)
+    texts = {format: printed.trials(run, format) for format in ("text", "markdown")}
+    texts["verdict"] = "\n".join(verdict.sentences(run))
+    texts |= {name: export([table], "markdown") for name, table in printed.every(run).items()}
+    texts["compare"] = export([compare.compare(wild, wild, compare.Rules())], "markdown")
     for name, text in texts.items():
         assert not wide(text), (name, wide(text))
     assert all(formatting.UNBOUNDED in texts[name] for name in ("text", "markdown", "verdict", "compare"))
 
 
 def test_the_machine_s_tables_keep_the_numbers(wild: Results) -> None:
-    frame = trial_table.frame(wild)
-    read = pd.read_csv(io.StringIO(render(frame, "csv")))
-    assert read["speedup_high"].equals(frame["speedup_high"].astype(float)) or read["speedup_high"].max() > 10
-    sheets = {sheet.name: sheet for sheet in reference_tables.sheets(wild, frame)}
+    run = trial_table.read(wild)
+    read = pd.read_csv(io.StringIO(printed.trials(run, "csv")))
+    assert read["speedup_high"].max() == pytest.approx(run.frame["speedup_high"].max())
+    assert read["speedup_high"].max() > 10
+    widest = f"{run.frame['speedup_high'].max():.2f}"
     for name in ("speedup", "sizes"):
-        printed = reference_tables.render([sheets[name]])
-        assert formatting.UNBOUNDED in printed
-        numbers = sheets[name].data.select_dtypes("number").max().max()
-        assert numbers > 10
-    widest = f"{frame['speedup_high'].max():.2f}"
-    assert widest not in reference_tables.render([sheets["speedup"]])
+        table = printed.every(run)[name]
+        assert formatting.UNBOUNDED in export([table]) and widest not in export([table])
+        assert table.to_pandas().select_dtypes("number").max().max() > 10
 
 
 @pytest.mark.slow
@@ -95,5 +92,5 @@ def test_the_page_prints_none_either(wild: Results, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from dyno.analysis.report import report
 
-    text = re.sub(r"<[^>]*>", " ", report.write([wild], tmp_path).read_text(encoding="utf-8"))
+    text = re.sub(r"<[^>]*>", " ", report.write([trial_table.read(wild)], tmp_path).read_text(encoding="utf-8"))
     assert formatting.UNBOUNDED in text and not wide(text), wide(text)

@@ -14,8 +14,8 @@ import pytest
 
 import dyno
 import preloaded as forked
+from dyno.analysis.presentation.export import export
 from dyno.analysis.tables import compare
-from dyno.analysis.tables.render import render
 from dyno.analysis.verdict import evaluation_summary, verdict
 from dyno.api.result import Result
 from dyno.engine import execute
@@ -77,7 +77,7 @@ def test_text_names_everything(command: Callable[..., str], tmp_path: Path) -> N
 def test_csv_and_json_hold_every_column(command: Callable[..., str], tmp_path: Path) -> None:
     command("--out", tmp_path / "run")
     (row,) = csv.DictReader(io.StringIO(command("--out", tmp_path / "run", "--format", "csv")))
-    (same,) = json.loads(command("--out", tmp_path / "run", "--format", "json"))
+    (same,) = json.loads(command("--out", tmp_path / "run", "--format", "json"))["rows"]
     for name in ("top1", "latency_all_ms_p99", "latency_model_ms_max", "pipeline_ips", "preprocess_ms", "inference_ms"):
         assert float(row[name]) == pytest.approx(same[name])
     assert float(row["pipeline_ips"]) > 0 and row["map50"] == "" and same["throughput_ips"] is None
@@ -101,7 +101,7 @@ def test_from_python(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert sorted(classes["class"]) == ["one", "two", "нуль"] and classes["images"].tolist() == [10, 10, 10]
     assert matrix.loc["one"].sum() == 10
     assert matrix.to_numpy().trace() == pytest.approx(frame["top1"].iloc[0] / 100 * 30)
-    assert (result.report().parent / "charts" / f"confusion-{result.records.trials[0].id}.png").is_file()
+    assert (result.report().parent / "charts" / "confusion.png").is_file()
 
 
 @pytest.mark.slow
@@ -118,11 +118,11 @@ def test_every_image_is_tested_on_but_where_int8_needs_some(
     assert (frame["images"].tolist(), frame["set_aside"].tolist()) == ([24, 24], [6, 6]), "both on the same images"
     said = "24 of 30 images: 6 were set aside for calibration"
     for format in ("text", "markdown"):
-        assert f"accuracy is on {said}" in render(frame, format)
-        assert "set aside" not in render(every.to_pandas(), format)
+        assert f"accuracy is on {said}" in export([fewer.table()], format)
+        assert "set aside" not in export([every.table()], format)
     assert f"on {said}" in evaluation_summary.told(fewer.records.trials[0])
     warned = "Accuracy is not on all images: 6 were set aside for calibration"
-    assert any(warned in sentence for sentence in verdict.sentences(fewer.records, frame))
+    assert any(warned in sentence for sentence in verdict.sentences(fewer.data))
     page = fewer.report().read_text(encoding="utf-8")
     assert said in page and warned in page and "set aside" not in every.report().read_text(encoding="utf-8")
     with pytest.raises(UserError, match="other test images, 6 set aside for calibration in one run and 0 in the other"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -184,11 +185,28 @@ def test_a_study_file_names_its_folder(call: Callable[..., Any], tmp_path: Path)
 @pytest.mark.slow
 def test_show_prints_every_format(call: Callable[..., Any]) -> None:
     call(*FAKE, "--out", "r")
-    for format in ("text", "markdown", "csv", "json"):
+    for format in ("text", "markdown", "csv", "json", "html"):
         code, out, err = call("show", "r", "--format", format)
         assert code == 0 and "fake" in out, err
-    code, _, err = call("show", "r", "--table", "sizes", "--by", "backend")
-    assert code == 2 and "--by doesn't apply to --table" in err
+        code, out, err = call("show", "r", "--table", "all", "--format", format)
+        assert code == 0 and "fake" in out, err
+    code, out, _ = call("show", "r", "--table", "sizes", "--by", "batch")
+    assert code == 0 and "batch 1" in out and "|" not in out, "text is no Markdown"
+    code, out, _ = call("show", "r", "--table", "frontier")
+    assert (code, out) == (0, "there is no frontier: no trial has both an accuracy and a speed\n")
+    code, _, err = call("show", "r", "--table", "size")
+    assert code == 2 and "unknown table 'size'; did you mean 'sizes'?" in err
+    code, out, _ = call("show", "r", "--format", "json")
+    found = json.loads(out)
+    assert {"schema", "date", "machine", "study", "verdict", "columns", "rows", "notes"} <= found.keys()
+    assert found["machine"]["cores"] and found["study"]["models"] and found["date"] and found["verdict"]
+
+
+def test_show_lists_its_tables(call: Callable[..., Any]) -> None:
+    code, out, _ = call("show", "--list")
+    assert code == 0 and all(name in out for name in ("trials", "frontier", "break-even", "latency-model", "stress"))
+    code, _, err = call("show")
+    assert code == 2 and "give the run folder" in err
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -14,5 +14,5 @@ def test_each_answer_is_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setattr(registry, "names", lambda: ["fake"])
     assert doctor.doctor({}, "json") == 0
     said = capsys.readouterr()
-    assert [row["backend"] for row in json.loads(said.out)] == ["fake"]
+    assert [row["backend"] for row in json.loads(said.out)["rows"]] == ["fake"]
     assert said.err.startswith("1/1 fake: ok, ")

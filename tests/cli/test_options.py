@@ -74,7 +74,7 @@ Refused = Callable[..., str]
         (["time", "none.onnx"], "there is no model file none.onnx"),
         (["agree", "none.onnx", "none.xml"], "there is no model file none.onnx"),
         (["eval", "none.onnx", "--data", "d"], "there is no model file none.onnx"),
-        (["doctor", "--format", "yaml"], "unknown format 'yaml'; known: text, markdown, csv, json"),
+        (["doctor", "--format", "yaml"], "unknown format 'yaml'; known: text, markdown, csv, json, html"),
         (["doctor", "--python", "x"], "--python 'x' is not BACKEND=PATH"),
     ],
 )

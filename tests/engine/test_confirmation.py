@@ -59,7 +59,7 @@ def test_winner_runner_up_and_reference_run_again_and_nothing_is_mixed(
     assert [len(first.rounds), len(first.confirmations)] == [2, 2]
     assert len(first.medians("model")) == 2 and len(first.confirmed("model", "host")) == 2
     assert all("outputs.npz" not in [f.name for f in r.folder.iterdir()] for r in first.confirmations)
-    text = "\n".join(verdict.sentences(loaded, trial_table.frame(loaded)))
+    text = "\n".join(verdict.sentences(trial_table.read(loaded)))
     assert "Measured again after the selection, in 2 fresh processes: " in text
     assert "as fast as fake@latency_ms=4.0 fp32" in text
 
@@ -92,4 +92,4 @@ def test_a_study_from_python_confirms_too(fake_study: Studies, tmp_path: Path) -
     assert [len(t.confirmations) for t in result.records] == [1, 1]
     jobs = [json.loads((p / "job.json").read_text()) for p in tmp_path.glob("trials/*/c0")]
     assert [job["round"] for job in jobs] == [1, 1], "round 0 would answer all images once more"
-    assert len(result.break_even()) == 1
+    assert len(result.table("break-even").rows) == 1

@@ -31,7 +31,7 @@ def test_the_command_line_finds_the_layer_that_must_stay_higher(
              "fp32,int8", "--batch", "1,4", "--budget", "top1=2", "--out", tmp_path / "run", *QUICK]  # fmt: skip
     done = dyno(*words)
     assert done.returncode == 0, done.stderr
-    frame = trial_table.frame(results.load(tmp_path / "run")).set_index(["precision", "options", "batch"])
+    frame = trial_table.read(results.load(tmp_path / "run")).frame.set_index(["precision", "options", "batch"])
     assert frame.loc[("int8", "", 1), "budget"] == "over"
     assert frame.loc[("int8", "keep=1", 1), "budget"] == "within"
     assert ("int8", "keep=1", 4) in frame.index, "what holds is measured at every batch"
@@ -41,7 +41,7 @@ def test_the_command_line_finds_the_layer_that_must_stay_higher(
     assert [step["maker"] for step in made_by["steps"]][-2:] == ["onnx_sensitivity", "onnx_precision"]
     monkeypatch.setattr(verdict, "crowding", lambda results: None)  # whatever else runs here
     loaded = results.load(tmp_path / "run")
-    said = "\n".join(verdict.sentences(loaded, trial_table.frame(loaded)))
+    said = "\n".join(verdict.sentences(trial_table.read(loaded)))
     assert f"with 1 of 4 layers in a higher precision ({made_by['kept'][0]['node']}) it is within" in said
     assert "chosen on the test images themselves" in said
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("run/trials/*/*/record.json")}

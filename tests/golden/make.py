@@ -32,18 +32,16 @@ LIMIT = 300_000  # bytes of the whole folder
 
 def measure(scratch: Path) -> Path:
     """A small study of every kind of row: real engines, INT8, a scripted one, a crash and a refusal."""
-    from dyno import Study
+    from dyno.api.runnable import Study
     from dyno.cli.demo import MODEL, trained
-    from dyno.jobs.progress import Progress
 
-    weights, _ = trained(Progress(quiet=True))
     study = Study(
         models=(MODEL,),
         backends=("pytorch", "onnxruntime", "fake@latency_ms=0.5@precision=fp32", "fake@fail=segfault@precision=fp32"),
         precisions=("fp32", "int8"),
         sizes=("64",),
         channels=1,
-        weights=str(weights),
+        weights=str(trained().weights),
         data=str(images(scratch / "digits")),
         budget={"top1": 5.0},
         threads=1,
@@ -97,13 +95,14 @@ def keep(run: Path) -> None:
 
 def printed() -> dict[str, str]:
     """What today's code prints of the stored folder, by the name of the file that holds it."""
-    from dyno.analysis.records import results
+    from dyno.analysis.presentation.export import export
     from dyno.analysis.tables import trial_table
-    from dyno.analysis.tables.render import render
+    from dyno.analysis.verdict.about import about
 
-    frame = trial_table.frame(results.load(RUN))
+    run = trial_table.read(RUN)
+    table = trial_table.TRIALS.table(run)
     formats = {"results.csv": "csv", "results.md": "markdown", "results.json": "json"}
-    return {name: render(frame, format) for name, format in formats.items()}
+    return {name: export([table], format, about=about(run)) for name, format in formats.items()}
 
 
 def check(scratch: Path) -> None:

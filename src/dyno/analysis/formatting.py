@@ -110,6 +110,11 @@ def plain(text: object) -> str:
     return "".join(c if c.isprintable() else " " for c in str(text)).strip()
 
 
+def counting(count: int, what: str) -> str:
+    """A count with its noun: `1 trial`, `2,300 trials`."""
+    return f"{count:,} {what}" + ("" if count == 1 else "s")
+
+
 def short(text: object, longest: int) -> str:
     """Plain text of at most so many characters; what is cut off is an ellipsis."""
     clean = plain(text)

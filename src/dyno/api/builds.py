@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from dyno.analysis.presentation.export import export
 from dyno.analysis.tables import build_variance
-from dyno.analysis.tables.render import render
 from dyno.api.runnable import run
 from dyno.store import copy
 from dyno.study import Study
@@ -31,10 +31,9 @@ def compare(study: Study, engine: Backend, options: Mapping[str, Option], batch:
     asked = "".join(f"@{key}={value}" for key, value in fresh.items())
     builds = tuple(f"{engine.name}{asked}@{build_variance.BUILD}={k}" for k in range(1, repeat + 1))
     whole = replace(study, backends=builds, batches=(batch,), rounds=max(ROUNDS, study.rounds), boundaries=("model",))
-    results = run(whole, out.with_suffix(".builds")).records
-    print(render(build_variance.frame(results), printed=build_variance.PRINTED), end="")
-    print("\n".join(build_variance.sentences(results)))
-    best = build_variance.fastest(results)
+    data = run(whole, out.with_suffix(".builds")).data
+    print(export([build_variance.BUILDS.table(data)]), end="")
+    best = build_variance.fastest(data.records)
     if best is None:
         raise UserError(f"no build could be timed; `dyno show {out.with_suffix('.builds')}` has the reasons")
     copy(Path(best.artifact["path"]), out)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from dyno.api.runnable import run
 from dyno.planning.defaults import EVALUATION, new_folder, study_of
 from dyno.study import Study
-from dyno.worker.spec import UserError
 
 if TYPE_CHECKING:
     from dyno.api.result import Result
@@ -32,22 +31,20 @@ def evaluate(
 
 def show(folders: Sequence[Path], format: str, per_class: bool) -> int:
     """Print the tables of evaluated runs and a section for each trial, write their classes; returns the exit code."""
-    import pandas as pd
-
     from dyno.analysis.metrics import confusion
-    from dyno.analysis.records import results
+    from dyno.analysis.presentation.export import export
+    from dyno.analysis.presentation.table import joined
     from dyno.analysis.tables import trial_table
-    from dyno.analysis.tables.render import FORMATS, render
+    from dyno.analysis.tables.trial_table import TRIALS
     from dyno.analysis.verdict import evaluation_summary
+    from dyno.analysis.verdict.about import about
 
-    if format not in FORMATS:
-        raise UserError(f"unknown format {format!r}; known: {', '.join(FORMATS)}")
-    runs = [results.load(folder) for folder in folders]
-    frame = pd.concat([trial_table.frame(run) for run in runs], ignore_index=True)
-    print(render(frame, format), end="")
-    if format in ("text", "markdown"):
-        for t in (t for each in runs for t in each if t.good):
-            print("\n" + evaluation_summary.told(t, format, per_class).rstrip("\n"))
+    runs = [trial_table.read(folder) for folder in folders]
+    table = joined([TRIALS.table(each) for each in runs])
+    print(export([table], format, about=about(runs[0]) if len(runs) == 1 else {}), end="")
     for each in runs:
-        confusion.write(each, each.folder)
-    return trial_table.exit_code(frame)
+        if format in ("text", "markdown"):
+            for t in (t for t in each.records if t.good):
+                print("\n" + evaluation_summary.told(t, format, per_class).rstrip("\n"))
+        confusion.write(each.records, each.records.folder)
+    return trial_table.exit_code(table.to_pandas())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,28 +12,42 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from dyno.analysis.metrics.confusion import Confusion
+    from dyno.analysis.presentation.table import Table
     from dyno.analysis.records.results import Results
+    from dyno.analysis.records.run_data import RunData
     from dyno.api.take import Taken
 
 
 class Result:
-    """What lies in a run folder; every method reads the stored records, nothing is measured."""
+    """What lies in a run folder, read once, when it is first asked for; nothing is measured."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
 
-    @property
+    @cached_property
     def records(self) -> Results:
         """Trials, rounds, raw samples and outputs."""
         from dyno.analysis.records.results import load
 
         return load(self.folder)
 
-    def to_pandas(self) -> pd.DataFrame:
-        """One row per trial, with the columns that `results.csv` has."""
+    @cached_property
+    def data(self) -> RunData:
+        """The records with their table: what tables, verdict, charts and report are made from."""
         from dyno.analysis.tables import trial_table
 
-        return trial_table.frame(self.records)
+        return trial_table.read(self.records)
+
+    def to_pandas(self) -> pd.DataFrame:
+        """One row per trial, with the columns that `results.csv` has."""
+        return self.data.frame.copy()
+
+    def table(self, name: str = "trials") -> Table:
+        """The table of that name, as `dyno show --table NAME`: its rows, its notes, and `to_pandas()`."""
+        from dyno.analysis import tables
+
+        (found,) = tables.named(self.data, name)
+        return found
 
     def confusion(self, trial: str = "") -> pd.DataFrame:
         """How often each label (row) was taken for each class (column) in a trial, by its id (default: the first)."""
@@ -52,18 +67,6 @@ class Result:
             raise UserError(f"{self.folder} has no classifier's answers to labelled images")
         return first
 
-    def frontier(self) -> pd.DataFrame:
-        """The trials that no other beats in both accuracy and speed, with intervals; as `dyno show --frontier`."""
-        from dyno.analysis.tables import frontier_table
-
-        return frontier_table.table(self.to_pandas())
-
-    def break_even(self) -> pd.DataFrame:
-        """After how many images each trial's preparation pays off; as `dyno show --break-even`."""
-        from dyno.analysis.tables import breakeven
-
-        return breakeven.table(self.records, self.to_pandas())
-
     def take(self, trial: str = "", out: str | Path | None = None) -> Taken:
         """Write the winner's file, or that of a trial (its id, or BACKEND/PRECISION), with a script that runs it.
 
@@ -71,13 +74,13 @@ class Result:
         """
         from dyno.api import take
 
-        return take.take(self.folder, trial, Path(out) if out else None)
+        return take.take(self.data, trial, Path(out) if out else None)
 
     def report(self, out: str | Path | None = None) -> Path:
         """Write report.html, the charts and results.csv into the folder (default: the run's own); returns the page."""
         from dyno.analysis.report.report import write
 
-        return write([self.records], Path(out) if out else self.folder)
+        return write([self.data], Path(out) if out else self.folder)
 
     def _repr_html_(self) -> Any:
         return self.to_pandas().to_html()
@@ -91,12 +94,12 @@ def load(folder: str | Path) -> Result:
     return Result(folder)
 
 
-def compare(a: Result | str | Path, b: Result | str | Path, **rules: Any) -> pd.DataFrame:
+def compare(a: Result | str | Path, b: Result | str | Path, **rules: Any) -> Table:
     """Each trial that both runs have, B against A, one row per trial: ratio of latencies, accuracy, agreement, verdict.
 
-    `rules` are fields of `dyno.analysis.tables.compare.Rules`: fail_on, tolerance, least, rtol, atol. The column
-    `failed` names the conditions a row breaks, `attrs["notes"]` says what else may explain a difference. UserError when
-    the runs share no trial or can't be compared.
+    `rules` are fields of `dyno.analysis.tables.compare.Rules`: fail_on, tolerance, least, rtol, atol. The table has
+    `rows` (and `to_pandas()`), whose `failed` names the conditions that a row breaks, and `notes` on what else may
+    explain a difference. UserError when the runs share no trial or can't be compared.
     """
     from dyno.analysis.tables import compare as module
 

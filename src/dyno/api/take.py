@@ -8,14 +8,12 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dyno.analysis.formatting import show
 from dyno.analysis.ranking import contests
 from dyno.analysis.ranking.contention import crowding
-from dyno.analysis.records import results
 from dyno.analysis.records.results import Results, TrialResult
-from dyno.analysis.tables import trial_table
+from dyno.analysis.records.run_data import RunData
 from dyno.engine.execute import Files
 from dyno.jobs.launcher import launch
 from dyno.jobs.progress import Progress
@@ -23,9 +21,6 @@ from dyno.store import copy, sha256_of
 from dyno.worker import registry
 from dyno.worker.record import Record
 from dyno.worker.spec import Artifact, Job, Trial, UserError, from_json
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 STATE = ".pt"
 MARK = "Written by `dyno take`"
@@ -47,14 +42,14 @@ class Taken:
     notes: tuple[str, ...] = ()
 
 
-def take(folder: Path, which: str = "", out: Path | None = None) -> Taken:
+def take(run: RunData, which: str = "", out: Path | None = None) -> Taken:
     """Write a trial's file to `out` and a script that runs it beside that, with the same name and .py.
 
     `which` is a trial's id or its beginning, or BACKEND/PRECISION; "" is the verdict's winner. `out` is by default
     MODEL-BACKEND-PRECISION in the current folder. A file that is gone from the cache is made again. Raises `UserError`.
     """
-    loaded = results.load(folder)
-    found = _chosen(loaded, which)
+    loaded = run.records
+    found = _chosen(run, which)
     trial = from_json(Trial, found.job["trial"])
     made, notes = _file(found, trial)
     file = _place(out or Path(_name(found)), Path(made.path).suffix if made else STATE)
@@ -90,34 +85,34 @@ def _copied_code(script: Path) -> Path:
     return script.with_name(f"{script.stem}_model.py")
 
 
-def winners(loaded: Results, frame: pd.DataFrame) -> Iterator[tuple[str, str]]:
+def winners(run: RunData) -> Iterator[tuple[str, str]]:
     """For each contest that has a winner: where it was held, and the winner's id."""
-    for contest in contests.contests(frame):
+    for contest in contests.contests(run):
         ranked = contest.fastest
         if len(ranked):
             yield contest.where, str(ranked.iloc[0]["trial"])
 
 
-def commands(folder: Path, loaded: Results, frame: pd.DataFrame) -> list[str]:
+def commands(run: RunData) -> list[str]:
     """What to type to take each winner of a run home."""
-    every = list(winners(loaded, frame))
-    if every and (crowd := crowding(loaded)) and crowd.mostly:
+    every, folder = list(winners(run)), run.records.folder
+    if every and (crowd := crowding(run.records)) and crowd.mostly:
         return [f"take one: dyno take {folder} BACKEND/PRECISION"]
     if len(every) == 1:
         return [f"take it: dyno take {folder}"]
     return [f"take it: dyno take {folder} {id}  ({where})" for where, id in every]
 
 
-def _chosen(loaded: Results, which: str) -> TrialResult:
+def _chosen(run: RunData, which: str) -> TrialResult:
     """The trial that is meant, which must have run."""
-    found = _named(loaded, which) if which else _winner(loaded)
+    found = _named(run.records, which) if which else _winner(run)
     if not found.good:
         raise UserError(f"{found.label} did not run ({found.status}: {found.reason}), so there is nothing to take")
     return found
 
 
-def _winner(loaded: Results) -> TrialResult:
-    every = list(winners(loaded, trial_table.frame(loaded)))
+def _winner(run: RunData) -> TrialResult:
+    every, loaded = list(winners(run)), run.records
     if not every:
         raise UserError(f"the verdict of {loaded.folder} names no winner; say which to take, as BACKEND/PRECISION")
     if len(every) > 1:

@@ -106,23 +106,21 @@ def run(
 @options.takes(Compared, DataOptions, only="reference budget")
 def show(
     given: options.Given,
-    run: options.RunFolder,
+    run: Annotated[Path | None, typer.Argument(help="A run folder.", metavar="RUN")] = None,
     format: options.Format = "text",
     by: Annotated[str, typer.Option(help="Columns to group by, e.g. backend,batch.")] = "",
-    table: Annotated[str, typer.Option(help="One table side by side: latency-model, sizes, flops…; or all.")] = "",
-    frontier: Annotated[bool, typer.Option("--frontier", help="Only what none beats in accuracy and speed.")] = False,
-    break_even: Annotated[bool, typer.Option("--break-even", help="When each preparation has paid off.")] = False,
+    table: Annotated[str, typer.Option(help="One table: frontier, break-even, latency-model, sizes…; or all.")] = "",
+    every: Annotated[bool, typer.Option("--list", help="Name every table, with a sentence on each.")] = False,
 ) -> None:
-    """Print the tables and the verdict of a run."""
+    """Print the table of a run's trials and the verdict, or another table."""
     from dyno.cli import commands
 
-    chosen = {"table": table, "frontier": frontier, "break-even": break_even}
-    if sum(map(bool, chosen.values())) > 1:
-        raise UserError("--table, --frontier and --break-even are different tables; ask for one of them")
-    if table and by:
-        raise UserError("--by doesn't apply to --table, whose rows and columns are fixed; omit one of the two")
-    view = next((name for name, asked in chosen.items() if asked and name != "table"), "")
-    commands.show(run, format, by, given.get("reference", ""), given.get("budget", {}), view, table)
+    if every:
+        commands.list_tables(format)
+    elif run is None:
+        raise UserError("give the run folder to show, such as runs/demo")
+    else:
+        commands.show(run, format, by, given.get("reference", ""), given.get("budget", {}), table)
 
 
 @command(READ)

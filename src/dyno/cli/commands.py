@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,84 +82,83 @@ def run(study: Study, folder: Path, *, retry_failed: bool = False) -> int:
 
 def finish(folder: Path) -> int:
     """Tables, verdict and report of a study that has just ended, and its exit code."""
+    from dyno.analysis import tables
     from dyno.analysis.formatting import wrapped
-    from dyno.analysis.tables import reference_tables, trial_table
-    from dyno.analysis.tables.render import render
+    from dyno.analysis.presentation.export import export
+    from dyno.analysis.report import report as page
+    from dyno.analysis.tables import trial_table
+    from dyno.analysis.tables.trial_table import TRIALS
     from dyno.analysis.verdict import verdict
     from dyno.api import take as module
-    from dyno.api.result import Result
 
-    result = Result(folder)
-    frame = result.to_pandas()
-    print(render(frame))
-    for sentence in verdict.sentences(result.records, frame):
+    run = trial_table.read(folder)
+    print(export([TRIALS.table(run)]))
+    for sentence in verdict.sentences(run):
         print(wrapped(sentence))
-    for line in module.commands(folder, result.records, frame):
+    for line in module.commands(run):
         print(line)
-    frame.to_csv(folder / "results.csv", index=False)
     try:
-        print(f"\nreport: {result.report()}")
+        print(f"\nreport: {page.write([run], folder)}")
     except ImportError as e:
-        records = result.records
-        reference_tables.write([(records, reference_tables.sheets(records, frame))], folder)
+        page.write_tables([run], [tables.named(run, "all")], folder)
         print(f"\nno report: {distribution(str(e.name))} is not installed; {install(str(e.name))}")
-    return trial_table.exit_code(frame)
+    return trial_table.exit_code(run.frame)
 
 
-def show(
-    run: Path, format: str, by: str, reference: str, budget: dict[str, float], view: str = "", table: str = ""
-) -> None:
-    """Print the tables and the verdict of a stored run, one `view` of it (frontier, break-even), or one `table`."""
+def show(run: Path, format: str, by: str, reference: str, budget: dict[str, float], table: str) -> None:
+    """Print a table of a stored run, or `all` of them; the trials' with the verdict."""
+    from dyno.analysis import tables
     from dyno.analysis.formatting import wrapped
-    from dyno.analysis.records import results
-    from dyno.analysis.tables import reference_tables, trial_table, views
-    from dyno.analysis.tables.render import PRINTED, render
+    from dyno.analysis.presentation.export import export
+    from dyno.analysis.tables import trial_table
     from dyno.analysis.verdict import verdict
+    from dyno.analysis.verdict.about import about
 
-    loaded = results.load(run)
-    frame = trial_table.frame(loaded, reference or None, budget or None)
-    printed: Sequence[Any] = PRINTED
-    if view:
-        chosen = views.view(view)
-        frame, printed, by = chosen.table(loaded, frame), chosen.printed, by or chosen.by
-        if frame.empty and format in ("text", "markdown"):
-            print(chosen.nothing)
-    if table:
-        print(reference_tables.render(reference_tables.named(loaded, frame, table), format), end="")
-    else:
-        print(render(frame, format, by or None, printed=printed), end="")
-    if format in ("text", "markdown") and not (view or table or by):
+    data = trial_table.read(run, reference or None, budget or None)
+    found = tables.named(data, table or trial_table.TRIALS.name)
+    text = export(found, format, by, about(data) if format == "json" else None)
+    print(text or tables.nothing(table), end="" if text else "\n")
+    if format in ("text", "markdown") and not (table or by):
         bullet = "" if format == "text" else "- "
-        print("\n" + "\n".join(wrapped(bullet + sentence) for sentence in verdict.sentences(loaded, frame)))
-    for problem in loaded.problems:
+        print("\n" + "\n".join(wrapped(bullet + sentence) for sentence in verdict.sentences(data)))
+    for problem in data.records.problems:
         Console(stderr=True).print(f"dyno: {escape(problem)}", style="yellow", soft_wrap=True)
+
+
+def list_tables(format: str) -> None:
+    """Print the name of every table there can be, with a sentence on it and the command that prints it."""
+    from dyno.analysis import tables
+    from dyno.analysis.presentation.export import export
+
+    print(export([tables.listed()], format), end="")
 
 
 def compare(run_a: Path, run_b: Path, format: str, fail_on: str, tolerance: float, least: float, rtol: float) -> int:
     """Hold a stored run against another; exit code 1 when a condition failed, 2 when a trial can't be compared."""
+    from dyno.analysis.presentation.export import export
     from dyno.analysis.records import results
     from dyno.analysis.tables import compare as module
-    from dyno.analysis.tables.render import render
 
     conditions = tuple(name.strip() for name in fail_on.split(",") if name.strip())
     rules = module.Rules(conditions, tolerance, least, rtol)
-    frame = module.compare(results.load(run_a), results.load(run_b), rules)
-    print(render(frame, format, printed=module.PRINTED), end="")
+    table = module.compare(results.load(run_a), results.load(run_b), rules)
+    shown = replace(table, notes=()) if format in ("text", "markdown") else table
+    print(export([shown], format), end="")
     if format in ("text", "markdown"):
-        print("\n" + "\n".join(module.sentences(frame)))
-    for note in frame.attrs["notes"]:
+        print("\n" + "\n".join(module.sentences(table)))
+    for note in table.notes:
         Console(stderr=True).print(f"dyno: {escape(note)}", style="yellow", soft_wrap=True)
-    return module.exit_code(frame)
+    return module.exit_code(table)
 
 
 def report(runs: Sequence[Path], out: Path) -> None:
     """Write the report of one or several runs."""
-    from dyno.analysis.records import results
     from dyno.analysis.report import report as page
+    from dyno.analysis.tables import trial_table
 
     if out.suffix == ".html" and not out.is_dir():
         raise UserError(f"--out {out} is the folder for the page, its charts and tables; give one, like {out.stem}")
-    print(page.write([results.load(run) for run in runs], out))
+    print(page.write([trial_table.read(run) for run in runs], out))
 
 
 def _single(given: Given, models: Sequence[str], out: str, command: str, **defaults: Any) -> list[Path]:
@@ -178,21 +178,25 @@ def _part(out: Path, models: Sequence[str], number: int) -> Path:
 
 def time(given: Given, models: Sequence[str], out: str, format: str, trtexec: Path | None) -> int:
     """Time each model and print its rows; an engine's number is explained in trtexec's terms."""
-    from dyno.analysis.records import results
+    from dyno.analysis.presentation.export import export
+    from dyno.analysis.presentation.table import joined
+    from dyno.analysis.tables import trial_table
     from dyno.analysis.trtexec import log as logs
+    from dyno.analysis.verdict.about import about
     from dyno.api.cross_check import cross_check, is_engine
 
     check_format(format)
     if trtexec:
         logs.read(trtexec)  # a file that is none is said before anything is timed
     folders = _single(given, models, out, "time")
-    code = _print_runs(folders, format)
-    for folder in folders:
-        trials = results.load(folder).trials
-        engines = [t for t in trials if is_engine(t)]
+    runs = [trial_table.read(folder) for folder in folders]
+    table = joined([trial_table.TRIALS.table(run) for run in runs])
+    print(export([table], format, about=about(runs[0]) if len(runs) == 1 else {}), end="")
+    for run in runs:
+        engines = [t for t in run.records if is_engine(t)]
         if trtexec or (engines and format == "text"):
             print("\n".join(cross_check(engines, trtexec)))
-    return code or UNFINISHED * (len(folders) < len(models))
+    return trial_table.exit_code(table.to_pandas()) or UNFINISHED * (len(folders) < len(models))
 
 
 def stress(given: Given, models: Sequence[str], out: str, batches: str, iterations: int) -> int:
@@ -218,24 +222,18 @@ def evaluate(given: Given, models: Sequence[str], out: str, format: str, per_cla
     return evaluation.show(folders, format, per_class) or UNFINISHED * (len(folders) < len(models))
 
 
-def _print_runs(folders: Sequence[Path], format: str) -> int:
-    import pandas as pd
-
-    from dyno.analysis.records import results
-    from dyno.analysis.tables import trial_table
-    from dyno.analysis.tables.render import render
-
-    frames = [trial_table.frame(results.load(folder)) for folder in folders]
-    frame = pd.concat(frames, ignore_index=True)
-    print(render(frame, format), end="")
-    return trial_table.exit_code(frame)
-
-
 def agree(given: Given, models: Sequence[str], out: str, rtol: float, atol: float, least: float, format: str) -> int:
-    """Outputs of every model and backend against the first one's."""
+    """Outputs of every model and backend against the first one's: 1 when a share is below `least`, 3 when a trial left
+    no outputs."""
+    from dyno.analysis.presentation.export import export
+    from dyno.analysis.records import results
     from dyno.analysis.tables import agreement_table
 
     check_format(format)
     check_several([study_of(model, {"boundaries": ()}, given) for model in models])
     folders = _single(given, models, out, "agree", boundaries=())
-    return agreement_table.show(folders, rtol, atol, least, format) or UNFINISHED * (len(folders) < len(models))
+    values, ranks, bad = agreement_table.compare([results.load(folder) for folder in folders], rtol, atol)
+    print(export([values, *([ranks] if ranks.rows else [])], format), end="")
+    if any(row["close"] < least for row in values.rows):
+        return 1
+    return UNFINISHED * (bool(bad) or len(folders) < len(models))

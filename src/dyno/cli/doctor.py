@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,11 +11,13 @@ from typing import Any
 
 from rich.console import Console
 from rich.live import Live
-from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 
-from dyno.analysis.formatting import console, markdown, markdown_table
+from dyno.analysis import charts, tables
+from dyno.analysis.formatting import wrapped
+from dyno.analysis.presentation.chart import Chart
+from dyno.analysis.presentation.export import export
+from dyno.analysis.presentation.table import TEXT, Column, Table, TableKind
 from dyno.datasets.data_format import GROUP, DataFormat
 from dyno.jobs.launcher import launch
 from dyno.planning.checks import check_format
@@ -29,7 +28,17 @@ from dyno.worker.tasks.task import Task
 
 TIMEOUT_S = 120.0
 # What plug-ins may bring, by the group of entry points.
-KINDS: dict[str, type] = {**registry.GROUPS, tasks.GROUP: Task, GROUP: DataFormat}
+KINDS: dict[str, type] = {
+    **registry.GROUPS, tasks.GROUP: Task, GROUP: DataFormat, tables.GROUP: TableKind, charts.GROUP: Chart,
+}  # fmt: skip
+COLUMNS = tuple(
+    Column(name, meaning, kind=TEXT)
+    for name, meaning in {
+        "backend": "or what else was declared", "python": "version, and interpreter where it is another",
+        "status": "ok, skipped, failed or broken", "version": "of its library", "devices": "that it found",
+        "detail": "or why it can't be used",
+    }.items()
+)  # fmt: skip
 
 
 def examine(others: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
@@ -109,40 +118,12 @@ def doctor(others: dict[str, dict[str, Any]], format: str) -> int:
     """Print the rows; 0 when at least one backend works, 3 when none does."""
     check_format(format)
     rows = examine(others)
+    print(export([Table("doctor", "Backends", "What works here, and why not.", COLUMNS, rows)], format), end="")
     if format == "text":
-        _show(rows)
-    else:
-        print(_written(rows, format), end="")
-    return 0 if any(row["status"] == "ok" for row in rows) else 3
-
-
-def _written(rows: list[dict[str, Any]], format: str) -> str:
-    """The rows as JSON, CSV or Markdown."""
-    if format == "json":
-        return json.dumps(rows, indent=1) + "\n"
-    if format == "markdown":
-        cells = [[markdown(value) for value in row.values()] for row in rows]
-        return markdown_table([*rows[0]], cells, [False] * len(rows[0]))
-    made = io.StringIO()
-    writer = csv.DictWriter(made, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return made.getvalue()
-
-
-def _show(rows: list[dict[str, Any]]) -> None:
-    table = Table(box=None, pad_edge=False)
-    for heading in rows[0]:
-        table.add_column(heading, overflow="fold")
-    for row in rows:
-        colour = {"ok": "green", "skipped": "yellow"}.get(row["status"], "red")
-        table.add_row(
-            *(f"[{colour}]{value}[/]" if key == "status" else escape(str(value)) for key, value in row.items())
+        found = system.describe()
+        line = (
+            f"{found['cpu']}, {found['cores']} logical processors, {found['memory_bytes'] / 2**30:.0f} GiB, "
+            f"{' '.join(found['cpu_flags'])}; {found['os']}"
         )
-    out = console()
-    out.print(table)
-    found = system.describe()
-    out.print(
-        f"{found['cpu']}, {found['cores']} logical processors, {found['memory_bytes'] / 2**30:.0f} GiB, "
-        f"{' '.join(found['cpu_flags'])}; {found['os']}"
-    )
+        print(wrapped(line))
+    return 0 if any(row["status"] == "ok" for row in rows) else 3

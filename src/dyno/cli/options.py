@@ -33,7 +33,7 @@ Models = Annotated[list[str], typer.Argument(help=MODEL_HELP, metavar="MODEL..."
 Model = Annotated[str, typer.Argument(help=MODEL_HELP, metavar="MODEL")]
 RunFolder = Annotated[Path, typer.Argument(help="A run folder.", metavar="RUN")]
 Out = Annotated[str, typer.Option("--out", "-o", help="Run folder.", rich_help_panel=OUTPUT, show_default="runs/NAME")]
-Format = Annotated[str, typer.Option(help="text, markdown, csv or json.", rich_help_panel=OUTPUT)]
+Format = Annotated[str, typer.Option(help="text, markdown, csv, json or html.", rich_help_panel=OUTPUT)]
 Rtol = Annotated[float, typer.Option(help="Relative difference of two outputs that still agree.")]
 Atol = Annotated[float, typer.Option(help="Absolute difference of two outputs that still agree.")]
 Least = Annotated[float, typer.Option(help="Exit 1 when a smaller share of values agrees (0 to 1).")]

@@ -17,13 +17,13 @@ from dyno.cli import options
 from dyno.worker.spec import UserError
 
 if TYPE_CHECKING:
-    from dyno.analysis.records.results import Results
+    from dyno.analysis.records.run_data import RunData
 
 Trials = Annotated[list[str], typer.Argument(help="Only these trials: ids, or how they begin.", metavar="[TRIAL]...")]
 HEADINGS = ("run", "models", "trials", "measured", "fastest")
 # What Dyno writes into a run folder; whatever else lies there is somebody's own.
 FILES = (
-    "study.toml", "environment.json", "models.json", "results.csv", "frontier.csv", "break-even.csv", "tables.md",
+    "study.toml", "environment.json", "models.json", "results.csv", "tables.md",
     "report.html", "lock",
 )  # fmt: skip
 FOLDERS = ("trials", "archive", "charts", "tables", "truth", "peak")
@@ -71,30 +71,31 @@ def why_no_run(folder: Path) -> str:
 
 
 def _row(run: Path) -> tuple[str, str, str, str]:
-    from dyno.analysis.records import results
+    from dyno.analysis.tables import trial_table
 
     at = f"{datetime.fromtimestamp((run / 'study.toml').stat().st_mtime):%Y-%m-%d %H:%M}"
     try:
-        loaded = results.load(run)
+        data = trial_table.read(run)
     except UserError as e:
         return "", "none that can be read", at, str(e).partition(":")[2].strip()
+    loaded = data.records
     models = dict.fromkeys(t.model for t in loaded)
     counted = Counter("ok" if t.status == "ok" else "skipped" if t.status == "skipped" else "failed" for t in loaded)
     trials = ", ".join(f"{counted[word]} {word}" for word in ("ok", "failed", "skipped") if counted[word])
-    return ", ".join(models), trials, at, _fastest(loaded)
+    return ", ".join(models), trials, at, _fastest(data)
 
 
-def _fastest(loaded: Results) -> str:
+def _fastest(data: RunData) -> str:
     """What wins the run's first contest, as the verdict has it; nothing where no trial is good."""
+    from dyno.analysis.formatting import significant
     from dyno.analysis.ranking import contests
     from dyno.analysis.ranking.frontier import LATENCY
-    from dyno.analysis.tables import trial_table
 
-    for contest in contests.contests(trial_table.frame(loaded)):
+    for contest in contests.contests(data):
         ranked = contest.fastest
         if len(ranked):
             best = ranked.iloc[0]
-            return f"{contest.way(best)}, {best[LATENCY]:.3g} ms at batch {best['batch']}"
+            return f"{contest.way(best)}, {significant(best[LATENCY])} ms at batch {best['batch']}"
     return ""
 
 
@@ -147,15 +148,15 @@ def _remove_run(run: Path) -> None:
 
 def open_report(run: options.RunFolder) -> None:
     """Open a run's report in the browser; it is written first where there is none, or an older one."""
-    from dyno.analysis.records import results
     from dyno.analysis.report import report as page
+    from dyno.analysis.tables import trial_table
 
     if why := why_no_run(run):
         raise UserError(f"{run} {why}")
     path = run / "report.html"
     if not path.is_file() or path.stat().st_mtime < (run / "study.toml").stat().st_mtime:
         try:
-            path = page.write([results.load(run)], run)
+            path = page.write([trial_table.read(run)], run)
         except ImportError as e:
             raise UserError(f"no report: {e.name} is not installed; pip install 'inference-dyno[report]'") from e
     print(path)

@@ -22,9 +22,10 @@ def take(
     ] = "",
 ) -> None:
     """Write the winning file, and a script beside it that runs it in its own library as it was measured."""
+    from dyno.analysis.tables import trial_table
     from dyno.api import take as module
 
-    taken = module.take(run, trial, Path(out) if out else None)
+    taken = module.take(trial_table.read(run), trial, Path(out) if out else None)
     print(f"{taken.label}: {taken.file} ({taken.bytes / 1e6:.2f} MB)")
     for note in taken.notes:
         print(f"warning: {note}", file=sys.stderr)

@@ -13,10 +13,8 @@ def contenders(folder: Path, trials: list[Trial]) -> list[Trial]:
     Because confirmations never enter the selection, an interrupted study finds the same ones when it is run again.
     """
     from dyno.analysis.ranking import contests
-    from dyno.analysis.records import results
     from dyno.analysis.tables import trial_table
 
-    loaded = results.load(folder)
-    chosen = contests.contenders(trial_table.frame(loaded), {t.id: t for t in loaded})
+    chosen = contests.contenders(trial_table.read(folder))
     known = {trial.id: trial for trial in trials}
     return [known[id] for id in chosen if id in known]

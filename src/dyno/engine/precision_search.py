@@ -23,14 +23,12 @@ def search(study: Study, folder: Path, trials: list[Trial], measure: Measure) ->
     Each candidate is a trial of the same run with the option `keep`. It is decided by the stored answers alone, so an
     interrupted search goes the same way when it is run again.
     """
-    from dyno.analysis.records import results
     from dyno.analysis.tables import trial_table
     from dyno.analysis.verdict import mixed_precision
 
     if not (folder / "trials").is_dir():
         return []
-    loaded = results.load(folder)
-    chosen = mixed_precision.failing(loaded, trial_table.frame(loaded))
+    chosen = mixed_precision.failing(trial_table.read(folder))
     added: list[Trial] = []
     for trial in trials:
         if trial.id in chosen and kept(study, trial, 1) is not None:
@@ -96,12 +94,11 @@ class _Search:
     def _holds(self, layers: int) -> bool:
         """Whether the candidate is within the budget with confidence; one round answers all images."""
         from dyno.analysis.metrics.accuracy import WITHIN
-        from dyno.analysis.records import results
         from dyno.analysis.tables import trial_table
 
         candidate = self._at(self.plain, layers)
         self.measure([replace(candidate, plan=replace(candidate.plan, rounds=1))])
-        frame = trial_table.frame(results.load(self.folder))
+        frame = trial_table.read(self.folder).frame
         row = frame[frame["trial"] == candidate.id]
         self.tried[layers] = bool(((row["budget"] == WITHIN) & (row["status"] == "ok")).any())
         return self.tried[layers]

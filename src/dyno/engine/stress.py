@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.markup import escape
-from rich.table import Table
 
-from dyno.analysis import stats
-from dyno.analysis.formatting import console, show
+from dyno.analysis.formatting import show
+from dyno.analysis.presentation.export import export
 from dyno.analysis.records.arrays import read_npz
+from dyno.analysis.tables import stress_table
 from dyno.engine.execute import Files
 from dyno.engine.gpu_lock import launch_in_turn
 from dyno.jobs.progress import Progress
@@ -25,7 +24,6 @@ SLOWEST_S = 1.0  # per batch, its check included, before the job counts as hung
 CHANGING = ("onnxruntime", "tensorrt", "tensorrt_rtx", "fake")
 WHO = "ONNX Runtime and TensorRT"
 REMEDY = "export or build it with a dynamic batch"
-HEADINGS = ("phase", "batch", "count", "median", "p99", "max", "wrong", "worst error", "GPU growth", "host growth")
 
 
 def phases_of(text: str) -> list[str]:
@@ -81,28 +79,12 @@ def _code(record: Record) -> int:
 
 
 def _print(title: str, record: Record, samples: dict[str, np.ndarray]) -> None:
-    table = Table(box=None, pad_edge=False, title=escape(title), title_justify="left")
-    for heading in HEADINGS:
-        table.add_column(heading, justify="right")
-    for name, phase in record.facts.get("stress", {}).items():
-        table.add_row(*_row(name, phase, samples[f"latency_{name}"]))
-    out = console()
-    out.print(table)
+    phases = record.facts.get("stress", {})
+    print(export([stress_table.table(title, phases, samples)]), end="")
     if record.status != "ok":
-        out.print(f"{record.status}: {escape(record.reason)}")
-    for name, phase in record.facts.get("stress", {}).items():
-        out.print(_sentence(name, phase))
-
-
-def _row(name: str, phase: dict[str, Any], seconds: np.ndarray) -> tuple[str, ...]:
-    found = stats.summary(seconds)
-    low, high = phase["batches"]
-    return (
-        name, str(low) if low == high else f"{low}-{high}", str(phase["iterations"]),
-        *(show(value, "duration") for value in (found.median, found.p99, found.max)),
-        str(phase["wrong"]), f"{phase['worst']:.1e}",
-        *(show(float(phase[key]), "bytes") for key in ("device_growth", "host_growth")),
-    )  # fmt: skip
+        print(f"{record.status}: {record.reason}")
+    for name, phase in phases.items():
+        print(_sentence(name, phase))
 
 
 def _sentence(name: str, phase: dict[str, Any]) -> str:

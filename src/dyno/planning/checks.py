@@ -10,7 +10,7 @@ from dyno.store import card
 from dyno.study import Choice, Study
 from dyno.worker.spec import UserError, check_known
 
-FORMATS = ("text", "markdown", "csv", "json")
+FORMATS = ("text", "markdown", "csv", "json", "html")
 
 
 def check_format(format: str) -> None:

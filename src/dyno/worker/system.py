@@ -31,6 +31,12 @@ PR_SET_PDEATHSIG = 1
 PYTHON_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONSTARTUP")
 
 
+def cache_dir() -> Path:
+    """Where all caches lie: DYNO_CACHE, or `dyno` in the user's cache folder."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(os.environ.get("DYNO_CACHE") or Path(base) / "dyno")
+
+
 def cores() -> list[int]:
     """Logical processors this process may use, one of each physical core first."""
     allowed = sorted(os.sched_getaffinity(0))

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from xml.etree import ElementTree
 
-import pandas as pd
+import printed
 import pytest
 import synthetic
 from matplotlib.figure import Figure
@@ -15,13 +15,14 @@ from synthetic import Way
 
 from dyno.analysis import style
 from dyno.analysis.charts import charts
-from dyno.analysis.records.results import Results, load
+from dyno.analysis.records.results import Results
+from dyno.analysis.records.run_data import RunData
 from dyno.analysis.tables import trial_table
 
 
 @pytest.fixture(scope="module")
-def frame(demo: Results) -> pd.DataFrame:
-    return trial_table.frame(demo)
+def run(demo: Results) -> RunData:
+    return trial_table.read(demo)
 
 
 def texts(figure: Figure) -> list[str]:
@@ -29,37 +30,44 @@ def texts(figure: Figure) -> list[str]:
             [*(x.get_text() for x in axes.texts), *(x.get_text() for x in axes.get_yticklabels())]]  # fmt: skip
 
 
-def test_the_demo_has_every_chart_but_sizes(frame: pd.DataFrame) -> None:
-    drawn = charts.everything(frame)
-    assert list(drawn) == ["latency", "speedup", "accuracy-latency", "accuracy-throughput", "throughput-batch"]
+def test_the_demo_has_every_chart_but_sizes(run: RunData) -> None:
+    drawn = printed.drawn(run)
+    names = [
+        "latency",
+        "speedup",
+        "accuracy-latency",
+        "accuracy-throughput",
+        "throughput-batch",
+        "speedup-batch",
+        "confusion",
+    ]
+    assert list(drawn) == names
     assert all(isinstance(f, Figure) for f in drawn.values())
 
 
-def test_bars_are_sorted_and_lengths_are_latencies(frame: pd.DataFrame) -> None:
-    axes = charts.latency(frame).axes[0]
+def test_bars_are_sorted_and_lengths_are_latencies(run: RunData) -> None:
+    axes = charts.latency(run).axes[0]
     lengths = [p.get_width() for p in axes.patches]
     assert lengths == sorted(lengths)
     assert len(lengths) == 9
     assert axes.get_yticklabels()[0].get_text() == "openvino int8"
-    assert lengths[0] == pytest.approx(frame.query("precision == 'int8' and batch == 1")["latency_ms"].min())
+    assert lengths[0] == pytest.approx(run.frame.query("precision == 'int8' and batch == 1")["latency_ms"].min())
 
 
-def test_the_frontier_is_named(frame: pd.DataFrame) -> None:
-    assert "frontier (ringed), fastest first: openvino int8, openvino bf16" in texts(charts.accuracy(frame))
+def test_the_frontier_is_named(run: RunData) -> None:
+    assert "frontier (ringed), fastest first: openvino int8, openvino bf16" in texts(charts.accuracy(run))
 
 
 def test_nothing_to_draw_is_none(tmp_path: Path) -> None:
-    one = trial_table.frame(load(synthetic.write_run(tmp_path / "a", [Way("pytorch", labelled=False)], samples=5)))
-    assert list(charts.everything(one)) == ["latency"]
-    none = trial_table.frame(load(synthetic.write_run(tmp_path / "b", [Way("x", statuses=("failed",))])))
-    assert charts.everything(none) == {}
+    one = trial_table.read(synthetic.write_run(tmp_path / "a", [Way("pytorch", labelled=False)], samples=5))
+    assert list(printed.drawn(one)) == ["latency"]
+    none = trial_table.read(synthetic.write_run(tmp_path / "b", [Way("x", statuses=("failed",))]))
+    assert printed.drawn(none) == {}
 
 
 def test_sizes_make_a_chart(tmp_path: Path) -> None:
     ways = [Way("pytorch", size=s, seconds=s / 1e4, statuses=("ok",)) for s in (224, 256, 384)]
-    figure = charts.scaling(
-        trial_table.frame(load(synthetic.write_run(tmp_path / "r", ways, samples=5, count=5))), "size"
-    )
+    figure = charts.scaling(trial_table.read(synthetic.write_run(tmp_path / "r", ways, samples=5, count=5)), "size")
     throughput, fps = figure.axes
     assert [t.get_text() for t in fps.get_xticklabels()] == ["224", "256", "384"]
     assert list(fps.lines[0].get_xdata()) == [224, 256, 384]
@@ -69,7 +77,7 @@ def test_sizes_make_a_chart(tmp_path: Path) -> None:
 
 def test_many_trials_stay_a_picture_of_bounded_size(tmp_path: Path) -> None:
     ways = [Way(f"b{i}", size=s, statuses=("ok",), labelled=False) for i in range(30) for s in (1, 2, 3, 4)]
-    figure = charts.latency(trial_table.frame(load(synthetic.write_run(tmp_path / "r", ways, samples=3, count=2))))
+    figure = charts.latency(trial_table.read(synthetic.write_run(tmp_path / "r", ways, samples=3, count=2)))
     assert sum(len(a.patches) for a in figure.axes) <= charts.MOST_BARS
     assert figure.texts[0].get_text() == "2 more groups are in results.csv"
 
@@ -81,10 +89,10 @@ def test_one_backend_one_colour_one_precision_one_marker() -> None:
 
 
 @pytest.mark.slow
-def test_row_labels_do_not_overlap(frame: pd.DataFrame) -> None:
+def test_row_labels_do_not_overlap(run: RunData) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    for figure in charts.everything(frame).values():
+    for figure in printed.drawn(run).values():
         canvas = FigureCanvasAgg(figure)
         canvas.draw()
         for axes in figure.axes:
@@ -97,8 +105,8 @@ def test_row_labels_do_not_overlap(frame: pd.DataFrame) -> None:
             assert bad == []
 
 
-def test_png_and_svg(frame: pd.DataFrame, tmp_path: Path) -> None:
-    figure = charts.speedup(frame)
+def test_png_and_svg(run: RunData, tmp_path: Path) -> None:
+    figure = charts.speedup(run)
     style.save(figure, tmp_path / "x.png")
     with Image.open(tmp_path / "x.png") as image:
         assert image.width > 800
@@ -111,11 +119,11 @@ def test_png_and_svg(frame: pd.DataFrame, tmp_path: Path) -> None:
     assert ids and all(i.startswith("p1-") for i in ids)
     assert {h[1:] for h in re.findall(r'href="(#[^"]*)"', text)} <= set(ids)
     assert set(re.findall(r"url\(#([^)]*)\)", text)) <= set(ids)
-    assert style.svg(charts.speedup(frame), "p1") == text
+    assert style.svg(charts.speedup(run), "p1") == text
 
 
 def test_hostile_names_are_text_in_the_drawing(hostile: Results) -> None:
-    for figure in charts.everything(trial_table.frame(hostile)).values():
+    for figure in printed.drawn(trial_table.read(hostile)).values():
         text = style.svg(figure, "x")
         assert "<script" not in text
         assert any("<script>" in (e.text or "") for e in ElementTree.fromstring(text).iter())

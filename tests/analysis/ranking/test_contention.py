@@ -24,16 +24,14 @@ def run(path: Path, *facts: dict[str, object]) -> Results:
 
 
 def said(results: Results) -> list[str]:
-    return verdict.sentences(results, trial_table.frame(results))
+    return verdict.sentences(trial_table.read(results))
 
 
 def test_a_quiet_study_has_nothing_to_say(tmp_path: Path) -> None:
     results = run(tmp_path, QUIET, QUIET)
     assert crowding(results) is None
     assert "fastest is way1" in said(results)[0]
-    assert take.commands(results.folder, results, trial_table.frame(results)) == [
-        f"take it: dyno take {results.folder}"
-    ]
+    assert take.commands(trial_table.read(results)) == [f"take it: dyno take {results.folder}"]
 
 
 def test_a_few_disturbed_jobs_are_a_warning(tmp_path: Path) -> None:
@@ -52,7 +50,7 @@ def test_most_jobs_disturbed_leave_no_winner(tmp_path: Path) -> None:
     text = "\n".join(lines[1:])
     assert not any(word in text for word in ("fastest", "runner-up", "most images", "Other programs", "faster"))
     assert "Precision: " in text
-    (line,) = take.commands(results.folder, results, trial_table.frame(results))
+    (line,) = take.commands(trial_table.read(results))
     assert line == f"take one: dyno take {results.folder} BACKEND/PRECISION"
 
 
@@ -64,9 +62,9 @@ def test_failures_are_told_all_the_same(tmp_path: Path) -> None:
 
 def test_wrong_outputs_lead_however_busy_the_machine_was(tmp_path: Path) -> None:
     results = run(tmp_path, BUSY, BUSY, BUSY)
-    frame = trial_table.frame(results)
-    frame.loc[1, ["outputs", "verdict"]] = [WRONG, f"{WRONG}: off by 1"]
-    first, second, *_ = verdict.sentences(results, frame)
+    read = trial_table.read(results)
+    read.frame.loc[1, ["outputs", "verdict"]] = [WRONG, f"{WRONG}: off by 1"]
+    first, second, *_ = verdict.sentences(read)
     assert "way1" in first and f"gave {WRONG}: off by 1" in first and second.startswith("Other programs")
 
 
@@ -76,5 +74,5 @@ def test_the_page_leads_with_it(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from dyno.analysis.report import report
 
-    text = report.write([run(tmp_path, BUSY, BUSY)], tmp_path / "page").read_text(encoding="utf-8")
+    text = report.write([trial_table.read(run(tmp_path, BUSY, BUSY))], tmp_path / "page").read_text(encoding="utf-8")
     assert "no winner is named" in text and "fastest is" not in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,8 @@ from dyno.analysis.charts import charts
 from dyno.analysis.metrics import measures
 from dyno.analysis.ranking.contests import contests
 from dyno.analysis.records.results import Results, load
-from dyno.analysis.tables import frontier_table, trial_table
+from dyno.analysis.tables import trial_table
+from dyno.analysis.tables.frontier_table import FRONTIER
 from dyno.analysis.verdict import verdict
 
 BIG, SMALL = 64, 32
@@ -35,10 +37,10 @@ def sized(path: Path, *, flips: float = 0.0, first: int = BIG, count: int = 900)
 
 def test_a_smaller_size_wins_when_it_keeps_the_budget(tmp_path: Path) -> None:
     results = sized(tmp_path)
-    frame = trial_table.frame(results, budget="top1=1")
-    (contest,) = contests(frame)
+    run = trial_table.read(results, budget={"top1": 1.0})
+    (contest,) = contests(run)
     assert contest.sizes
-    text = "\n".join(verdict.sentences(results, frame))
+    text = "\n".join(verdict.sentences(run))
     assert text.startswith("digits: fastest within the budget top1=1 is a fp32 at size 32, 3.")
     assert "as fast as pytorch fp32 at size 64." in text.splitlines()[0]
     assert "x [3." in text.splitlines()[0] or ": 3." in text.splitlines()[0]
@@ -46,7 +48,7 @@ def test_a_smaller_size_wins_when_it_keeps_the_budget(tmp_path: Path) -> None:
 
 
 def test_a_size_that_costs_too_much_is_over_budget_in_every_backend(tmp_path: Path) -> None:
-    frame = trial_table.frame(sized(tmp_path, flips=0.1), budget="top1=1")
+    frame = trial_table.read(sized(tmp_path, flips=0.1), budget={"top1": 1.0}).frame
     assert set(frame[frame["size"] == "32"]["budget"]) == {"over"}
     assert set(frame[frame["size"] == "64"]["budget"]) == {"within"}
     first = frame.set_index(["backend", "size"])["budget_reference"]
@@ -56,13 +58,13 @@ def test_a_size_that_costs_too_much_is_over_budget_in_every_backend(tmp_path: Pa
 
 
 def test_the_first_size_that_was_given_is_the_yardstick(tmp_path: Path) -> None:
-    frame = trial_table.frame(sized(tmp_path, first=SMALL), budget="top1=1")
+    frame = trial_table.read(sized(tmp_path, first=SMALL), budget={"top1": 1.0}).frame
     there = frame.set_index(["backend", "size"])
     assert set(frame["budget_reference"]) == {there.loc[("pytorch", "32"), "trial"]}
 
 
 def test_without_a_budget_sizes_do_not_compete(tmp_path: Path) -> None:
-    assert [c.where for c in contests(trial_table.frame(sized(tmp_path)))] == ["digits at size 32", "digits at size 64"]
+    assert [c.where for c in contests(trial_table.read(sized(tmp_path)))] == ["digits at size 32", "digits at size 64"]
 
 
 def test_other_photographs_are_not_paired(tmp_path: Path) -> None:
@@ -72,7 +74,7 @@ def test_other_photographs_are_not_paired(tmp_path: Path) -> None:
             arrays = dict(file)
         if f'"height": {SMALL}' in (path.parent / "job.json").read_text():
             np.savez(path, **{**arrays, "label": np.roll(arrays["label"], 1)})
-    frame = trial_table.frame(load(results.folder), budget="top1=1")
+    frame = trial_table.read(load(results.folder), budget={"top1": 1.0}).frame
     assert set(frame[frame["size"] == "32"]["budget"]) == {""}
     assert frame[frame["size"] == "32"]["top1_diff"].isna().all()
 
@@ -82,29 +84,31 @@ def test_the_frontier_has_intervals_on_both_axes(tmp_path: Path) -> None:
         Way("pytorch", seconds=0.010), Way("a", seconds=0.005), Way("b", "int8", seconds=0.002, flips=0.05),
         Way("slow", seconds=0.02, flips=0.2),
     ]  # fmt: skip
-    loaded = load(synthetic.write_run(tmp_path / "run", ways, samples=40))
-    found = frontier_table.table(trial_table.frame(loaded)).set_index("backend")
+    run = trial_table.read(synthetic.write_run(tmp_path / "run", ways, samples=40))
+    found = FRONTIER.table(run).to_pandas().set_index("backend")
     assert "slow" not in found.index and "b" in found.index
     for name in ("latency_ms", "throughput", "accuracy"):
         value = "throughput_ips" if name == "throughput" else name
         assert (found[f"{name}_low"] < found[value]).all() and (found[value] < found[f"{name}_high"]).all()
     assert found.loc["b", "frontier"] == "latency and throughput"
-    figure = charts.accuracy(trial_table.frame(loaded), "throughput_ips")
+    figure = charts.accuracy(run, "throughput_ips")
     assert "95 % interval between processes" in figure.axes[0].get_xlabel()
 
 
-@pytest.mark.parametrize(("budget", "key"), [("", "top1"), ("top5=1", "top5"), ("top1=1", "top1")])
-def test_accuracy_is_shown_by_the_budget_s_metric(tmp_path: Path, budget: str, key: str) -> None:
-    loaded = load(synthetic.write_run(tmp_path / "run", [Way("pytorch"), Way("a", flips=0.01)], samples=5))
-    frame = trial_table.frame(loaded, budget=budget or None)
-    assert measures.quality(frame).key == key
-    low, value, high = measures.quality(frame).change(frame.set_index("backend").loc["a"])
+@pytest.mark.parametrize(("budget", "key"), [({}, "top1"), ({"top5": 1.0}, "top5"), ({"top1": 1.0}, "top1")])
+def test_accuracy_is_shown_by_the_budget_s_metric(tmp_path: Path, budget: dict[str, float], key: str) -> None:
+    folder = synthetic.write_run(tmp_path / "run", [Way("pytorch"), Way("a", flips=0.01)], samples=5)
+    run = trial_table.read(folder, budget=budget)
+    ((frame, metric),) = ((contest.group, contest.metric) for contest in contests(run))
+    assert metric.key == key
+    low, value, high = metric.change(frame.set_index("backend").loc["a"])
     assert low <= value <= high
 
 
 def test_columns_of_another_task_serve_as_well(tmp_path: Path) -> None:
     loaded = load(synthetic.write_run(tmp_path / "run", [Way("pytorch", labelled=False)], samples=5))
-    frame = trial_table.frame(loaded).assign(map50_95=41.5, map_low=40.0, map_high=43.0)
+    run = trial_table.read(loaded)
+    frame = run.frame.assign(map50_95=41.5, map_low=40.0, map_high=43.0)
     metric = measures.quality(frame)
     assert (metric.key, metric.interval(frame.iloc[0])) == ("mAP", (40.0, 43.0))
-    assert frontier_table.table(frame)["accuracy"].tolist() == [41.5]
+    assert [row["accuracy"] for row in FRONTIER.table(replace(run, frame=frame)).rows] == [41.5]

@@ -37,15 +37,15 @@ def test_a_wrong_graph_is_never_ranked_whatever_its_precision_and_speed(tmp_path
     planted = next(t for t in results if t.backend == "onnxruntime")
     _change(planted, lambda a: np.roll(a - a.mean(), 1, axis=1))  # another branch: other numbers for every input
     results = load(tmp_path / "run")
-    frame = trial_table.frame(results).set_index("backend")
+    frame = trial_table.read(results).frame.set_index("backend")
     row = frame.loc["onnxruntime"]
     assert (row["outputs"], row["verdict"].split(":")[0]) == ("wrong outputs", "wrong outputs")
     assert np.isnan(row["speedup"]) and frame.loc["openvino", "outputs"] == "agree"
     assert "onnxruntime" not in set(frontier.usable(frame.reset_index())["backend"])
-    first, *others = verdict.sentences(results, trial_table.frame(results))
+    first, *others = verdict.sentences(trial_table.read(results))
     assert f"onnxruntime {precision} (batch 1) gave wrong outputs" in first and "against pytorch fp32" in first
     assert any("fastest is openvino fp32" in sentence for sentence in others)
-    assert trial_table.exit_code(trial_table.frame(results)) == 3
+    assert trial_table.exit_code(trial_table.read(results).frame) == 3
 
 
 def test_one_input_that_takes_another_branch_is_enough_in_fp32(tmp_path: Path) -> None:

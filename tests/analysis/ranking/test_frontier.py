@@ -34,7 +34,7 @@ def test_no_point_of_the_frontier_is_beaten_and_every_other_one_is(points: list[
 
 
 def test_only_trials_that_ended_well_can_be_chosen(demo: Results) -> None:
-    frame = trial_table.frame(demo, budget="top1=1.2")
+    frame = trial_table.read(demo, budget={"top1": 1.2}).frame
     assert set(frontier.usable(frame)["status"]) == {"ok"}
     assert set(frontier.within(frame)["budget"]) == {"within"}
     first = frontier.ranked(frontier.within(frame[frame["batch"] == 1])).iloc[0]
@@ -47,7 +47,7 @@ def saturating(path: Path, batches: tuple[int, ...], fixed: float) -> pd.DataFra
     ways = [
         Way("a", batch=b, seconds=0.001 * (fixed + b) / (0.3 + 0.7 * b), spread=0.0, statuses=("ok",)) for b in batches
     ]
-    return trial_table.frame(load(synthetic.write_run(path / "run", ways, samples=20, count=5)))
+    return trial_table.read(load(synthetic.write_run(path / "run", ways, samples=20, count=5))).frame
 
 
 def test_saturation_is_the_smallest_batch_near_the_best(tmp_path: Path) -> None:
@@ -67,6 +67,6 @@ def test_one_batch_says_nothing_of_saturation(tmp_path: Path) -> None:
 
 
 def test_throughput_falls_back_on_latency(demo: Results) -> None:
-    frame = trial_table.frame(demo).assign(throughput_ips=float("nan"))
+    frame = trial_table.read(demo).frame.assign(throughput_ips=float("nan"))
     r = frame.iloc[0]
     assert frontier.throughput(frame).iloc[0] == pytest.approx(1e3 * r["batch"] / r["latency_ms"])

@@ -9,15 +9,16 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pandas as pd
+import printed
 import pytest
 import synthetic
 from PIL import Image
 from synthetic import Way
 
-from dyno.analysis.metrics import confusion
-from dyno.analysis.records.results import Results, load
+from dyno.analysis import tables
+from dyno.analysis.records.results import Results
 from dyno.analysis.report import report
-from dyno.analysis.tables import reference_tables, trial_table
+from dyno.analysis.tables import trial_table
 from dyno.worker.spec import UserError
 
 pytestmark = pytest.mark.slow
@@ -45,7 +46,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def written(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return report.write([demo], tmp_path_factory.mktemp("report"))
+    return report.write([trial_table.read(demo)], tmp_path_factory.mktemp("report"))
 
 
 def test_the_page_is_whole_and_in_order(written: Path, demo: Results) -> None:
@@ -58,8 +59,11 @@ def test_the_page_is_whole_and_in_order(written: Path, demo: Results) -> None:
                      "close, % (rtol 0.001, atol 1e-08)", "another process used 40 % of a core",
                      "onnx_export: onnx fp32 in 900 ms", 'models = ["digits"]', "20 int8, 1 fp32"):  # fmt: skip
         assert expected in page.text, expected
-    assert page.tags.count("svg") == 6 + confusion.MOST_DRAWN
-    side_by_side = sum(len(list(sheet.parts())) for sheet in reference_tables.sheets(demo, trial_table.frame(demo)))
+    run = trial_table.read(demo)
+    assert page.tags.count("svg") == len(printed.drawn(run))
+    kinds = {kind.name: kind for kind in tables.kinds()}
+    side = [t for name, t in printed.every(run).items() if kinds[name].section == "side"]
+    side_by_side = sum(len(list(table.parts())) for table in side)
     assert page.tags.count("details") == len(demo.trials) + side_by_side
     assert page.text.index("fastest is") < page.text.index("inputs already where the engine reads them")
 
@@ -83,7 +87,7 @@ def test_charts_and_csv_lie_beside_it(written: Path, demo: Results) -> None:
 
 
 def test_every_name_is_escaped(hostile: Results, tmp_path: Path) -> None:
-    path = report.write([hostile], tmp_path)
+    path = report.write([trial_table.read(hostile)], tmp_path)
     page = Page(path)
     assert page.tags.count("script") == 1
     assert "img" not in page.tags
@@ -96,7 +100,7 @@ def test_every_name_is_escaped(hostile: Results, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_several_runs_are_sections_of_one_page(demo: Results, hostile: Results, tmp_path: Path) -> None:
-    page = Page(report.write([demo, hostile], tmp_path))
+    page = Page(report.write([trial_table.read(demo), trial_table.read(hostile)], tmp_path))
     ids = [v for name, v in page.attributes if name == "id"]
     assert {"run1", "run2", "run2-tables"} <= set(ids)
     assert len(ids) == len(set(ids))
@@ -109,7 +113,7 @@ def test_a_run_without_anything_good_still_has_a_page(tmp_path: Path) -> None:
     run = synthetic.write_run(tmp_path / "run", [Way("x", statuses=("failed",), reason="out of luck")])
     (run / "environment.json").unlink()
     (run / "study.toml").unlink()
-    text = Page(report.write([load(run)], tmp_path / "out")).text
+    text = Page(report.write([trial_table.read(run)], tmp_path / "out")).text
     for expected in (
         "no trial ended well",
         "There is nothing to draw",
@@ -123,7 +127,7 @@ def test_a_run_without_anything_good_still_has_a_page(tmp_path: Path) -> None:
 def test_an_unwritable_folder_is_one_line(demo: Results, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"can't be written to .*; give another folder"):
-        report.write([demo], tmp_path / "file")
+        report.write([trial_table.read(demo)], tmp_path / "file")
 
 
 @pytest.fixture(scope="module")

@@ -10,13 +10,12 @@ import pytest
 import synthetic
 from synthetic import Way
 
-from dyno.analysis.records.results import load
 from dyno.analysis.tables import breakeven, trial_table
 
 
 def made(path: Path, *ways: Way) -> pd.DataFrame:
-    loaded = load(synthetic.write_run(path / "run", list(ways), samples=400, count=20))
-    return breakeven.table(loaded, trial_table.frame(loaded)).set_index("backend")
+    run = trial_table.read(synthetic.write_run(path / "run", list(ways), samples=400, count=20))
+    return breakeven.BREAK_EVEN.table(run).to_pandas().set_index("backend")
 
 
 def test_seconds_over_gain(tmp_path: Path) -> None:
@@ -48,7 +47,7 @@ def test_never_perhaps_and_at_once(tmp_path: Path) -> None:
     assert found.loc["free", "pays_off"] == "at once" and found.loc["free", "images"] == 0
     same = found.loc["same"]
     assert math.isinf(same["images_high"])
-    assert same["pays_off"] == "not shown to" or same["pays_off"].endswith("images, or never")
+    assert same["pays_off"] == "no gain is shown" or same["pays_off"].endswith("images, or never")
     assert "failed" not in found.index and "pytorch" not in found.index
 
 
@@ -59,4 +58,11 @@ def test_no_limit_gains_more_than_the_reference_takes(tmp_path: Path) -> None:
 
 def test_the_csv_twin_has_every_column(tmp_path: Path) -> None:
     found = made(tmp_path, Way("pytorch"), Way("a", seconds=0.005, build=2.0)).reset_index()
-    assert set(found.columns) == set(breakeven.COLUMNS)
+    assert set(found.columns) == {column.name for column in breakeven.COLUMNS}
+
+
+def test_nothing_pays_off_at_once_that_is_not_shown_to_be_faster(tmp_path: Path) -> None:
+    ways = [Way("pytorch", seconds=0.010, build=5.0), Way("same", seconds=0.0099, spread=0.2)]
+    same = made(tmp_path, *ways).loc["same"]
+    assert same["extra_s"] < 0
+    assert same["pays_off"] in ("never", "no gain is shown")

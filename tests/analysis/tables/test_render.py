@@ -4,27 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import printed
 import pytest
 import synthetic
 from synthetic import Way
 
 from dyno.analysis.formatting import UNLIMITED, width, wrapped
-from dyno.analysis.records.results import load
 from dyno.analysis.tables import trial_table
-from dyno.analysis.tables.render import render
 
 
 @pytest.mark.parametrize("columns", [60, 80, 100, 200])
-def test_a_table_is_as_wide_as_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+def test_a_table_is_as_wide_as_the_terminal(tmp_path: Path, columns: int) -> None:
     ways = [Way("pytorch", seconds=0.00412), Way("onnxruntime", "int8", 0.00105), Way("openvino", "fp16", 0.00207)]
-    frame = trial_table.frame(load(synthetic.write_run(tmp_path / "run", ways, samples=40, count=30)))
-    monkeypatch.setenv("COLUMNS", str(columns))
-    text = render(frame)
+    run = trial_table.read(synthetic.write_run(tmp_path / "run", ways, samples=40, count=30))
+    text = printed.trials(run, width=columns)
     assert max(map(len, text.splitlines())) <= columns
-    for value in frame["latency_model_ms_median"]:
+    for value in run.frame["latency_model_ms_median"]:
         assert f"{value:.2f}" in text, "a number is never broken"
-    monkeypatch.delenv("COLUMNS")
-    assert "not shown at this width" not in render(frame), "a pipe takes every column"
+    assert "not shown at this width" not in printed.trials(run), "a pipe takes every column"
 
 
 def test_sentences_break_between_words(monkeypatch: pytest.MonkeyPatch) -> None:

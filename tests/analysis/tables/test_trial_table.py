@@ -10,14 +10,16 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import printed
 import pytest
 import synthetic
 from synthetic import Way
 
 from dyno.analysis.formatting import markdown, plain, points, show, significant
 from dyno.analysis.records.results import Results, load
-from dyno.analysis.tables import render, trial_table
-from dyno.worker.spec import UserError
+from dyno.analysis.records.run_data import RunData
+from dyno.analysis.tables import trial_table
+from dyno.worker.spec import SCHEMA, UserError
 
 PROMISED = """model, backend, precision, batch, size, device, status, reason, latency_all_ms_mean,
 latency_all_ms_median,
@@ -30,8 +32,13 @@ gpu_memory_mb, build_s, first_call_ms, speedup, speedup_low, speedup_high, verdi
 
 
 @pytest.fixture(scope="module")
-def frame(demo: Results) -> pd.DataFrame:
-    return trial_table.frame(demo, budget="top1=1.2")
+def whole(demo: Results) -> RunData:
+    return trial_table.read(demo, budget={"top1": 1.2})
+
+
+@pytest.fixture(scope="module")
+def frame(whole: RunData) -> pd.DataFrame:
+    return whole.frame
 
 
 def one(frame: pd.DataFrame, way: str, batch: int = 1) -> pd.Series:
@@ -40,8 +47,8 @@ def one(frame: pd.DataFrame, way: str, batch: int = 1) -> pd.Series:
     return frame[fits].iloc[0]
 
 
-def run(path: Path, *ways: Way, **settings: int) -> pd.DataFrame:
-    return trial_table.frame(load(synthetic.write_run(path / "run", list(ways), samples=30, **settings)))
+def run(path: Path, *ways: Way, **settings: int) -> RunData:
+    return trial_table.read(synthetic.write_run(path / "run", list(ways), samples=30, **settings))
 
 
 def test_the_promised_columns_come_first(frame: pd.DataFrame) -> None:
@@ -86,44 +93,44 @@ def test_the_reference_row_is_its_own_yardstick(frame: pd.DataFrame) -> None:
 
 def test_another_reference_and_the_studys_own(tmp_path: Path) -> None:
     folder = synthetic.write_run(tmp_path / "run", [Way("pytorch"), Way("openvino", seconds=0.005)], samples=30)
-    assert one(trial_table.frame(load(folder), reference="openvino"), "openvino fp32")["verdict"] == "reference"
+    assert one(trial_table.read(load(folder), reference="openvino").frame, "openvino fp32")["verdict"] == "reference"
     (folder / "study.toml").write_text('reference = "openvino"\n[budget]\ntop1 = 2.0\n')
-    own = trial_table.frame(load(folder))
-    assert one(own, "pytorch fp32")["verdict"] == "slower"
-    assert one(own, "pytorch fp32")["budget"] == "within"
-    assert own.attrs["budget"] == "top1=2"
+    own = trial_table.read(folder)
+    assert one(own.frame, "pytorch fp32")["verdict"] == "slower"
+    assert one(own.frame, "pytorch fp32")["budget"] == "within"
+    assert own.budget == "top1=2"
 
 
 def test_one_round_gives_a_ratio_without_a_verdict(tmp_path: Path) -> None:
-    r = one(run(tmp_path, Way("pytorch", statuses=("ok",)), Way("openvino", seconds=0.005)), "openvino fp32")
+    r = one(run(tmp_path, Way("pytorch", statuses=("ok",)), Way("openvino", seconds=0.005)).frame, "openvino fp32")
     assert r["verdict"] == "one round only"
     assert r["speedup"] == pytest.approx(2, rel=0.1)
     assert np.isnan(r["speedup_low"])
 
 
 def test_other_weights_are_refused_with_a_sentence(tmp_path: Path) -> None:
-    r = one(run(tmp_path, Way("pytorch"), Way("openvino", facts={"weights_sha256": "f" * 64})), "openvino fp32")
+    r = one(run(tmp_path, Way("pytorch"), Way("openvino", facts={"weights_sha256": "f" * 64})).frame, "openvino fp32")
     assert r["verdict"] == "not comparable: other weights"
     assert np.isnan(r["speedup"])
     assert np.isnan(r["top1_diff"])
 
 
-def test_precision_truth_stands_beside_the_precision(frame: pd.DataFrame) -> None:
+def test_precision_truth_stands_beside_the_precision(whole: RunData, frame: pd.DataFrame) -> None:
     assert (one(frame, "openvino fp32")["ran_as"], one(frame, "openvino fp32")["precision_ok"]) == ("21 bf16", "no")
     assert (one(frame, "openvino int8")["ran_as"], one(frame, "openvino int8")["precision_ok"]) == (
         "20 int8, 1 fp32",
         "yes",
     )
-    text = render.render(frame)
+    text = printed.trials(whole)
     assert "fp32 (ran bf16)" in text
     assert "int8 (43% int8)" in text
 
 
 def test_the_workers_judgement_of_precision_wins(tmp_path: Path) -> None:
     judged = {"precision_truth": {"ok": False, "sentence": "says nothing"}, "layers_by_type": {}}
-    frame = run(tmp_path, Way("pytorch"), Way("compile", facts=judged))
-    assert one(frame, "compile fp32")["precision_ok"] == "no"
-    assert "fp32 (unconfirmed)" in render.render(frame)
+    found = run(tmp_path, Way("pytorch"), Way("compile", facts=judged))
+    assert one(found.frame, "compile fp32")["precision_ok"] == "no"
+    assert "fp32 (unconfirmed)" in printed.trials(found)
 
 
 def test_build_time_is_the_whole_chain_and_a_warm_cache_does_not_count(tmp_path: Path) -> None:
@@ -135,29 +142,29 @@ def test_build_time_is_the_whole_chain_and_a_warm_cache_does_not_count(tmp_path:
         )
         record["facts"]["build_cached"] = number != 1
         path.write_text(json.dumps(record))
-    assert trial_table.frame(load(folder))["build_s"].iloc[0] == pytest.approx(35.0)
+    assert trial_table.read(load(folder)).frame["build_s"].iloc[0] == pytest.approx(35.0)
 
 
 def test_two_ways_that_differ_in_options_can_be_told_apart(tmp_path: Path) -> None:
-    frame = run(tmp_path, Way("pytorch"), Way("pytorch", options={"channels_last": True}))
-    assert frame["verdict"].iloc[0] == "reference"
-    assert frame["options"].tolist() == ["", "channels_last=True"]
-    assert "channels_last=True" in render.render(frame)
+    found = run(tmp_path, Way("pytorch"), Way("pytorch", options={"channels_last": True}))
+    assert found.frame["verdict"].iloc[0] == "reference"
+    assert found.frame["options"].tolist() == ["", "channels_last=True"]
+    assert "channels_last=True" in printed.trials(found)
 
 
 def test_exit_codes(demo: Results, tmp_path: Path) -> None:
-    assert trial_table.exit_code(trial_table.frame(demo)) == 3
+    assert trial_table.exit_code(trial_table.read(demo).frame) == 3
     good = [Way("pytorch"), Way("openvino"), Way("tensorrt", statuses=("skipped",), reason="no GPU")]
     results = load(synthetic.write_run(tmp_path / "good", good, samples=5))
-    assert trial_table.exit_code(trial_table.frame(results, budget="top1=2")) == 0
+    assert trial_table.exit_code(trial_table.read(results, budget={"top1": 2.0}).frame) == 0
     bad = [Way("pytorch"), Way("openvino", "int8", flips=0.3)]
     results = load(synthetic.write_run(tmp_path / "bad", bad, samples=5))
-    assert trial_table.exit_code(trial_table.frame(results)) == 0
-    assert trial_table.exit_code(trial_table.frame(results, budget="top1=2")) == 1
+    assert trial_table.exit_code(trial_table.read(results).frame) == 0
+    assert trial_table.exit_code(trial_table.read(results, budget={"top1": 2.0}).frame) == 1
 
 
-def test_text_fits_hides_what_is_empty_and_names_failures(frame: pd.DataFrame) -> None:
-    text = render.render(frame, width=100)
+def test_text_fits_hides_what_is_empty_and_names_failures(whole: RunData) -> None:
+    text = printed.trials(whole, width=100)
     rows = [line for line in text.splitlines() if not line.startswith("  ")]
     assert max(map(len, rows)) <= 100
     assert "digits, size 64, batch 8" in text
@@ -165,11 +172,11 @@ def test_text_fits_hides_what_is_empty_and_names_failures(frame: pd.DataFrame) -
     assert "gpu" not in text
     assert "  fake bf16 timeout: run: no sign of life for 600 s" in text
     assert "change, points" not in text.splitlines()[2]
-    assert "change, points" in render.render(frame, width=200).splitlines()[2]
+    assert "change, points" in printed.trials(whole, width=200).splitlines()[2]
 
 
-def test_grouping(frame: pd.DataFrame) -> None:
-    text = render.render(frame, by="backend")
+def test_grouping(whole: RunData) -> None:
+    text = printed.trials(whole, by="backend")
     assert re.findall(r"^backend (\w+)$", text, re.M)[:3] == ["pytorch", "compile", "fake"]
     assert "batch" in text.splitlines()[2]
     for name, near in (
@@ -178,28 +185,32 @@ def test_grouping(frame: pd.DataFrame) -> None:
         ("engine", "--format csv"),
     ):
         with pytest.raises(UserError, match=near) as e:
-            render.render(frame, by=name)
+            printed.trials(whole, by=name)
         assert len(str(e.value)) < 160
     with pytest.raises(UserError, match="unknown format 'xml'"):
-        render.render(frame, "xml")
+        printed.trials(whole, "xml")
 
 
-def test_csv_and_json_are_the_table(frame: pd.DataFrame) -> None:
-    back = pd.read_csv(io.StringIO(render.render(frame, "csv")))
+def test_csv_and_json_are_the_table(whole: RunData, frame: pd.DataFrame) -> None:
+    back = pd.read_csv(io.StringIO(printed.trials(whole, "csv")))
     assert list(back.columns) == list(frame.columns)
     assert back["speedup"].to_numpy() == pytest.approx(frame["speedup"].to_numpy(), nan_ok=True)
     assert back["layers"].dropna().unique().tolist() == [21]
-    rows = json.loads(render.render(frame, "json"), parse_constant=lambda c: pytest.fail(f"{c} is no JSON"))
-    assert len(rows) == len(frame)
+    found = json.loads(printed.trials(whole, "json"), parse_constant=lambda c: pytest.fail(f"{c} is no JSON"))
+    rows = found["rows"]
+    assert found["schema"] == SCHEMA and len(rows) == len(frame)
+    assert [c["name"] for c in found["columns"]] == list(frame.columns)
+    assert all(c["meaning"] and c["kind"] for c in found["columns"])
     failed = next(r for r in rows if r["status"] == "oom")
     assert failed["latency_model_ms_median"] is None
     assert isinstance(rows[0]["batch"], int)
 
 
 def test_hostile_names_stay_text(hostile: Results) -> None:
-    frame = trial_table.frame(hostile)
-    assert "модель" in render.render(frame, "json")
-    text = render.render(frame, "markdown")
+    found = trial_table.read(hostile)
+    assert "модель" in printed.trials(found, "json")
+    assert "<script" not in printed.trials(found, "html")
+    text = printed.trials(found, "markdown")
     assert "<script" not in text
     assert "<img" not in text
     rows = [line for line in text.splitlines() if line.startswith("|")]

@@ -24,7 +24,7 @@ def said(path: Path, selected: list[Way], again: list[Way]) -> str:
         for k, made in enumerate(sorted((other / "trials" / way.trial.id).iterdir())):
             shutil.copytree(made, folder / "trials" / way.trial.id / f"c{k}")
     loaded = load(folder)
-    return "\n".join(verdict.sentences(loaded, trial_table.frame(loaded)))
+    return "\n".join(verdict.sentences(trial_table.read(loaded)))
 
 
 def test_a_winner_that_holds_is_told_by_its_confirmations_alone(tmp_path: Path) -> None:

@@ -15,16 +15,16 @@ from dyno.analysis.tables import trial_table
 from dyno.analysis.verdict import verdict
 
 
-def said(results: Results, budget: str | None = None) -> str:
-    return "\n".join(verdict.sentences(results, trial_table.frame(results, budget=budget)))
+def said(results: Results, budget: dict[str, float] | None = None) -> str:
+    return "\n".join(verdict.sentences(trial_table.read(results, budget=budget)))
 
 
-def study(path: Path, *ways: Way, budget: str | None = None, count: int = 360) -> str:
+def study(path: Path, *ways: Way, budget: dict[str, float] | None = None, count: int = 360) -> str:
     return said(load(synthetic.write_run(path / "run", list(ways), samples=50, count=count)), budget)
 
 
 def test_the_demo_in_words(demo: Results) -> None:
-    text = said(demo, "top1=1.2")
+    text = said(demo, {"top1": 1.2})
     first = text.splitlines()[0]
     assert first.startswith("digits at size 64: fastest within the budget top1=1.2 is openvino bf16, 1.2")
     assert "at batch 1: 3.3" in first
@@ -37,7 +37,7 @@ def test_the_demo_in_words(demo: Results) -> None:
     assert "onnxruntime int8 is not faster than onnxruntime fp32 (batch 1, 8: 0.9" in text
     assert "11 of 20 convolutions were not fused into QLinearConv." in text
     assert "3 of 20 trials did not finish: 1 crashed, 1 timeout, 1 oom" in text
-    assert "1 of 20 trials were skipped" in text
+    assert "1 of 20 trials was skipped" in text
     assert "2 of 20 trials have warnings" in text
 
 
@@ -90,7 +90,7 @@ def test_one_round_proves_nothing(tmp_path: Path) -> None:
 
 def test_a_fast_engine_that_lost_its_accuracy_does_not_win(tmp_path: Path) -> None:
     ways = Way("pytorch"), Way("openvino", "int8", 0.001, flips=0.2)
-    text = study(tmp_path, *ways, budget="top1=1.5")
+    text = study(tmp_path, *ways, budget={"top1": 1.5})
     assert "fastest within the budget top1=1.5 is pytorch fp32" in text
     assert "openvino int8 is faster (1.0" in text
     assert "loses more than top1=1.5 allows (-" in text
@@ -118,8 +118,8 @@ def test_unreadable_records_are_findings(tmp_path: Path) -> None:
     assert "r1/record.json can't be read" in said(load(folder))
 
 
-@pytest.mark.parametrize("budget", [None, "top1=1"])
-def test_outputs_without_timings_have_no_winner(tmp_path: Path, budget: str | None) -> None:
+@pytest.mark.parametrize("budget", [None, {"top1": 1.0}])
+def test_outputs_without_timings_have_no_winner(tmp_path: Path, budget: dict[str, float] | None) -> None:
     folder = synthetic.write_run(tmp_path / "run", [Way("pytorch"), Way("a")], samples=5)
     for path in folder.glob("trials/*/r*/samples.npz"):
         path.unlink()
@@ -161,5 +161,5 @@ def test_each_of_several_networks_is_named_where_a_precision_gains_nothing(tmp_p
 def test_an_engine_that_names_no_types_is_not_called_untrue(tmp_path: Path) -> None:
     silent = {"precision_truth": {"ok": False, "sentence": "an engine says nothing"}, "layers_by_type": {}}
     text = study(tmp_path, Way("pytorch"), Way("compile", facts=silent))
-    assert "Precision: 1 of 1 trials ran" in text
+    assert "Precision: 1 of 1 trial ran" in text
     assert "compile fp32 (batch 1): an engine says nothing." in text and "not what it says" not in text

@@ -1,1 +1,16 @@
-"""Charts of a run."""
+"""Charts of a run, each an object in a module, and found by its name."""
+
+from __future__ import annotations
+
+import sys
+
+from dyno.analysis.presentation.chart import Chart
+from dyno.worker import plugins
+
+GROUP = "dyno.charts"
+
+
+def kinds() -> list[Chart]:
+    """Every chart there can be, in the report's order: Dyno's own, then those of installed distributions."""
+    found = plugins.declared(sys.modules[__name__], Chart, GROUP).values()
+    return sorted(found, key=lambda chart: (chart.place, chart.name))

@@ -1,4 +1,4 @@
-"""Charts of the table: each function takes the frame and returns a matplotlib Figure, or None with nothing to draw."""
+"""Charts of a run's trials: latency, speed-up, accuracy against speed, throughput against batch and size."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from dyno.analysis.charts.series import LONGEST, Panel, scaling, title_of
 from dyno.analysis.formatting import bounded, short, show
-from dyno.analysis.metrics.measures import Metric, quality
+from dyno.analysis.metrics.measures import Metric
+from dyno.analysis.presentation.chart import Chart
 from dyno.analysis.ranking import frontier
 from dyno.analysis.ranking.contests import contests
 from dyno.analysis.ranking.frontier import LATENCY, THROUGHPUT, way
+from dyno.analysis.records.run_data import RunData
 from dyno.analysis.style import HATCHES, INK, WIDTH, color, marker, styled
 
 if TYPE_CHECKING:
@@ -24,28 +26,15 @@ ROW = 0.27  # inches a bar takes
 SPEED_LIMITS = {LATENCY: ("latency_ms_low", "latency_ms_high"), THROUGHPUT: ("throughput_low", "throughput_high")}
 
 
-def everything(frame: pd.DataFrame) -> dict[str, Any]:
-    """All figures that have something to draw, by file name, in the order a reader wants them."""
-    drawn = {
-        "latency": latency(frame),
-        "speedup": speedup(frame),
-        "accuracy-latency": accuracy(frame, LATENCY),
-        "accuracy-throughput": accuracy(frame, THROUGHPUT),
-        "throughput-batch": scaling(frame, "batch"),
-        "throughput-size": scaling(frame, "size"),
-    }
-    return {name: figure for name, figure in drawn.items() if figure is not None}
-
-
-def latency(frame: pd.DataFrame) -> Any:
+def latency(run: RunData) -> Any:
     """Bars of the latency per batch with its interval between processes, one panel per model, size and batch (R15)."""
-    rows = frame.dropna(subset=[LATENCY])
+    rows = run.frame.dropna(subset=[LATENCY])
     return _rows_figure(rows, _latency_panel, "latency per batch, ms", lambda r: show(r[LATENCY] * 1e-3, "duration"))
 
 
-def speedup(frame: pd.DataFrame) -> Any:
+def speedup(run: RunData) -> Any:
     """Speed-ups over the reference with their intervals, one panel per model, size and batch."""
-    rows = frame.dropna(subset=["speedup"])
+    rows = run.frame.dropna(subset=["speedup"])
     rows = rows[rows.groupby("reference")["trial"].transform("count") > 1] if len(rows) else rows
     return _rows_figure(rows, _speedup_panel, "times as fast as the reference", lambda r: f"{r['speedup']:.2f}x")
 
@@ -116,12 +105,12 @@ def _name_rows(axes: Any, rows: pd.DataFrame, value: Any) -> None:
         axes.text(1.015, y, value(r), transform=axes.get_yaxis_transform(), va="center", fontweight="bold")
 
 
-def accuracy(frame: pd.DataFrame, speed: str = LATENCY) -> Any:
+def accuracy(run: RunData, speed: str = LATENCY) -> Any:
     """Accuracy against latency or throughput with 95 % intervals on both axes and the frontier drawn.
 
     Sizes share a panel where a budget lets them compete; all batches do where images per second are compared.
     """
-    panels = [p for p in _accuracy_panels(frame, speed) if len(p[1]) > 1][:MOST_PANELS]
+    panels = [p for p in _accuracy_panels(run, speed) if len(p[1]) > 1][:MOST_PANELS]
     if not panels:
         return None
     with styled() as figure_class:
@@ -132,13 +121,13 @@ def accuracy(frame: pd.DataFrame, speed: str = LATENCY) -> Any:
             _accuracy_panel(axes, group, edge, speed, metric)
             axes.set_title(title, pad=20)
             axes.text(0, 1.03, _named_frontier(edge, group), transform=axes.transAxes, fontsize=8.5)
-        _legend(figure, frontier.usable(frame).dropna(subset=[speed]))
+        _legend(figure, frontier.usable(run.frame).dropna(subset=[speed]))
     return figure
 
 
-def _accuracy_panels(frame: pd.DataFrame, speed: str) -> Iterator[tuple[str, pd.DataFrame, Metric]]:
-    for contest in contests(frame):
-        metric = quality(contest.group)
+def _accuracy_panels(run: RunData, speed: str) -> Iterator[tuple[str, pd.DataFrame, Metric]]:
+    for contest in contests(run):
+        metric = contest.metric
         if metric.column not in contest.group:
             continue
         rows = frontier.usable(contest.group).dropna(subset=[speed, metric.column])
@@ -199,3 +188,40 @@ def _fitting(groups: list[Panel]) -> tuple[list[Panel], int]:
         kept.append((title, group.nsmallest(MOST_BARS, LATENCY)))
         bars += len(group)
     return kept, len(groups) - len(kept)
+
+
+LATENCIES = Chart(
+    "latency",
+    "Latency per batch. Bars are medians over the rounds, whiskers the 95 % interval between processes. None is drawn "
+    "that is wider than a factor of two.",
+    latency,
+    1,
+)
+SPEEDUP = Chart(
+    "speedup",
+    "Speed-up over the reference of the same model, size and batch, with its 95 % interval. None is drawn that is "
+    "wider than a factor of two.",
+    speedup,
+    2,
+)
+ACCURACY_LATENCY = Chart(
+    "accuracy-latency",
+    "Accuracy against latency, with 95 % intervals on both axes. Ringed: nothing is both faster and more accurate.",
+    accuracy,
+    3,
+)
+ACCURACY_THROUGHPUT = Chart(
+    "accuracy-throughput",
+    "Accuracy against throughput at every batch, with 95 % intervals on both axes.",
+    lambda run: accuracy(run, THROUGHPUT),
+    4,
+)
+THROUGHPUT_BATCH = Chart(
+    "throughput-batch",
+    "Throughput (batches overlap) and FPS (one batch after another) against the batch.",
+    lambda run: scaling(run, "batch"),
+    5,
+)
+THROUGHPUT_SIZE = Chart(
+    "throughput-size", "Throughput and FPS against the image size.", lambda run: scaling(run, "size"), 6
+)

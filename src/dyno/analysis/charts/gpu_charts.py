@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from dyno.analysis.formatting import short
+from dyno.analysis.presentation.chart import Chart
 from dyno.analysis.ranking.frontier import LATENCY
 from dyno.analysis.records import timeline as gpu_trace
-from dyno.analysis.records.results import Results, TrialResult
+from dyno.analysis.records.results import TrialResult
 from dyno.analysis.records.rounds import Round
+from dyno.analysis.records.run_data import RunData
 from dyno.analysis.style import FAINT, INK, WIDTH, color, styled
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 BESIDE = 4  # ways in one row of panels
 MOST_ROWS = 6
@@ -24,18 +23,12 @@ LONGEST = 26  # characters of a panel's title
 Shown = tuple[TrialResult, Round, gpu_trace.Trace]
 
 
-def everything(results: Results, frame: pd.DataFrame) -> dict[str, Any]:
-    """The figure by its file name; nothing where no trial has telemetry of a GPU."""
-    figure = timeline(results, frame)
-    return {} if figure is None else {"gpu": figure}
-
-
-def timeline(results: Results, frame: pd.DataFrame) -> Any:
+def timeline(run: RunData) -> Any:
     """Memory and SM utilisation against time (R13): a row per model and size at its largest batch, a column per way.
 
     The reference stands first, then the fastest; the shaded stretches were timed.
     """
-    rows = list(_rows(results, frame))[:MOST_ROWS]
+    rows = list(_rows(run))[:MOST_ROWS]
     if not rows:
         return None
     with styled() as figure_class:
@@ -54,9 +47,9 @@ def timeline(results: Results, frame: pd.DataFrame) -> Any:
     return figure
 
 
-def _rows(results: Results, frame: pd.DataFrame) -> Iterator[tuple[str, list[Shown]]]:
-    known = {t.id: found for t in results if (found := _shown(t)) is not None}
-    table = frame[frame["trial"].isin(list(known))].dropna(subset=[LATENCY])
+def _rows(run: RunData) -> Iterator[tuple[str, list[Shown]]]:
+    known = {t.id: found for t in run.records if (found := _shown(t)) is not None}
+    table = run.frame[run.frame["trial"].isin(list(known))].dropna(subset=[LATENCY])
     for (model, size, device), group in table.groupby(["model", "size", "device"], sort=False):
         last = group[group["batch"] == group["batch"].max()]
         order = last.assign(first=last["verdict"] != "reference").sort_values(["first", LATENCY], kind="stable")
@@ -78,3 +71,12 @@ def _panel(column: Any, t: TrialResult, r: Round, trace: gpu_trace.Trace) -> Non
         axes.plot(seconds, values, color=color(t.backend), lw=1.4)
         axes.set_xlim(left=0)
     column[0].set_title(short(t.way, LONGEST), fontsize=9, color=INK)
+
+
+GPU = Chart(
+    "gpu",
+    "The GPU while each job ran (its first round), from outside the job: memory above what was used before, and SM "
+    "utilisation. Shaded: timing.",
+    timeline,
+    12,
+)

@@ -1,7 +1,6 @@
 """The charts that published comparisons draw: bars for all models, speed-up against size, TFLOPS under the peak.
 
-Throughput and FPS against batch and size are `series.scaling`. Each function takes the frame and returns a Figure, or
-None with nothing to draw.
+Throughput and FPS against batch and size are `series.scaling`.
 """
 
 from __future__ import annotations
@@ -11,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 from dyno.analysis.charts import series
 from dyno.analysis.charts.series import LONGEST
 from dyno.analysis.formatting import short, significant
+from dyno.analysis.presentation.chart import Chart
 from dyno.analysis.ranking import frontier
 from dyno.analysis.ranking.frontier import LATENCY
+from dyno.analysis.records.run_data import RunData
 from dyno.analysis.style import HATCHES, INK, LINES, WIDTH, color, styled
 
 if TYPE_CHECKING:
@@ -21,23 +22,11 @@ if TYPE_CHECKING:
 FEW, MANY = 12, 30  # bars of a panel up to which their numbers lie flat, and stand
 
 
-def everything(frame: pd.DataFrame) -> dict[str, Any]:
-    """All figures that have something to draw, by file name."""
-    drawn = {
-        "inference-time": inference_time(frame),
-        "speedup-size": speedup(frame, "size"),
-        "speedup-batch": speedup(frame, "batch"),
-        "tflops-batch": tflops(frame, "batch"),
-        "tflops-size": tflops(frame, "size"),
-    }
-    return {name: figure for name, figure in drawn.items() if figure is not None}
-
-
-def inference_time(frame: pd.DataFrame) -> Any:
+def inference_time(run: RunData) -> Any:
     """Grouped bars of the latency of every model on a log axis, one panel per size and batch (R15)."""
     from matplotlib.patches import Patch
 
-    rows = series.ways(frontier.usable(frame).dropna(subset=[LATENCY]))
+    rows = series.ways(frontier.usable(run.frame).dropna(subset=[LATENCY]))
     found = [
         (f"size {size}, batch {batch}", group)
         for (size, batch), group in rows.groupby(["size", "batch"], sort=False)
@@ -79,18 +68,18 @@ def _bars(axes: Any, group: pd.DataFrame) -> None:
     axes.grid(False, axis="x")
 
 
-def speedup(frame: pd.DataFrame, axis: str) -> Any:
+def speedup(run: RunData, axis: str) -> Any:
     """Speed-up over the reference against the image size or the batch, with its intervals (R35)."""
-    rows = frontier.usable(frame).dropna(subset=["speedup"])
+    rows = frontier.usable(run.frame).dropna(subset=["speedup"])
     figure = series.lines(rows, axis, "speedup", "times as fast as the reference")
     for axes in figure.axes if figure else ():
         axes.axhline(1, color=INK, lw=0.9, zorder=1)
     return figure
 
 
-def tflops(frame: pd.DataFrame, axis: str) -> Any:
+def tflops(run: RunData, axis: str) -> Any:
     """TFLOPS achieved against batch or size, under the peaks that were measured on the device (R36)."""
-    rows = frontier.usable(frame).dropna(subset=["tflops"])
+    rows = frontier.usable(run.frame).dropna(subset=["tflops"])
     figure = series.lines(rows, axis, "tflops", "TFLOPS achieved")
     if figure is None:
         return None
@@ -129,3 +118,30 @@ def _fill(r: Any) -> dict[str, Any]:
     hatch = HATCHES.get(r["precision"], "")
     return {"facecolor": color(r["backend"]), "hatch": hatch, "edgecolor": "white", "linewidth": 0,
             "alpha": 0.55 if r["twin"] else 1.0}  # fmt: skip
+
+
+INFERENCE_TIME = Chart("inference-time", "Latency per batch of all models, on a logarithmic axis.", inference_time, 7)
+SPEEDUP_SIZE = Chart(
+    "speedup-size",
+    "Speed-up over the reference of the same size, against the image size; shaded: 95 % interval.",
+    lambda run: speedup(run, "size"),
+    8,
+)
+SPEEDUP_BATCH = Chart(
+    "speedup-batch",
+    "Speed-up over the reference of the same batch, against the batch; shaded: 95 % interval.",
+    lambda run: speedup(run, "batch"),
+    9,
+)
+TFLOPS_BATCH = Chart(
+    "tflops-batch",
+    "Operations per second against the batch, under the peaks that were measured; logarithmic axis.",
+    lambda run: tflops(run, "batch"),
+    10,
+)
+TFLOPS_SIZE = Chart(
+    "tflops-size",
+    "Operations per second against the image size, under the peaks; logarithmic axis.",
+    lambda run: tflops(run, "size"),
+    11,
+)

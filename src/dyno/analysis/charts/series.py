@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from dyno.analysis.formatting import NO_IMAGE, bounded, short
 from dyno.analysis.ranking import frontier
 from dyno.analysis.ranking.frontier import LATENCY, THROUGHPUT, way
+from dyno.analysis.records.run_data import RunData
 from dyno.analysis.style import LINES, WIDTH, color, marker, styled
 
 if TYPE_CHECKING:
@@ -20,9 +21,9 @@ LONGEST = 44  # characters of a name on an axis
 Panel = tuple[str, "pd.DataFrame"]
 
 
-def scaling(frame: pd.DataFrame, axis: str) -> Any:
+def scaling(run: RunData, axis: str) -> Any:
     """Throughput, and FPS from latency, against batch or image size (R35)."""
-    rows = frontier.usable(frame).dropna(subset=[LATENCY])
+    rows = frontier.usable(run.frame).dropna(subset=[LATENCY])
     panels, left = panels_of(ways(rows.assign(fps=frontier.fps(rows))), axis)
     if not panels:
         return None

@@ -11,7 +11,7 @@ import numpy as np
 from dyno.analysis.metrics import detection
 from dyno.analysis.records.results import TrialResult
 from dyno.analysis.stats import Interval, paired_difference, wilson
-from dyno.worker.spec import UserError
+from dyno.worker.spec import UserError, check_known
 
 WITHIN, OVER, UNDECIDED = "within", "over", "undecided"
 METRICS = {"top1": 1, "top5": 5}
@@ -60,31 +60,16 @@ class Decision:
     more: int | None = None
 
 
-def budgets(wanted: str | Mapping[str, float] | None) -> tuple[Budget, ...]:
-    """Budgets from `top1=0.5` (at most half a point below the reference), `top1=0.5,top5=1`, or a table of the same.
+def budgets(wanted: Mapping[str, float]) -> tuple[Budget, ...]:
+    """Budgets from a study's table: `{"top1": 0.5}` is at most half a point below the reference.
 
-    UserError when it says something else.
+    UserError for a metric that is none, and for points outside 0 to 100.
     """
-    if not wanted:
-        return ()
-    if isinstance(wanted, str):
-        parts = [part.partition("=")[::2] for part in wanted.replace(" ", "").split(",")]
-    else:
-        parts = [(name, str(points)) for name, points in wanted.items()]
-    return tuple(_budget(name, points) for name, points in parts)
-
-
-def _budget(metric: str, points: str) -> Budget:
-    try:
-        value = float(points)
-    except ValueError:
-        value = math.nan
-    if metric not in (*METRICS, MEAN_AP) or not 0 <= value <= 100:
-        known = ", ".join((*METRICS, MEAN_AP))
-        raise UserError(
-            f"budget {f'{metric}={points}'!r} is not understood; write one of {known} and points, e.g. top1=0.5"
-        )
-    return Budget(metric, value)
+    for metric, points in wanted.items():
+        check_known("budget", metric, (*METRICS, MEAN_AP))
+        if not 0 <= points <= 100:
+            raise UserError(f"budget {metric}={points:g} must be between 0 and 100 points, e.g. {metric}=0.5")
+    return tuple(Budget(metric, points) for metric, points in wanted.items())
 
 
 def correct(answers: dict[str, np.ndarray], k: int) -> np.ndarray | None:

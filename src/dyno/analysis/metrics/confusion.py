@@ -8,19 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dyno.analysis.formatting import short
 from dyno.analysis.records.results import Results, TrialResult
 from dyno.analysis.stats import wilson
-from dyno.analysis.style import INK, WIDTH, styled
 
 if TYPE_CHECKING:
     import pandas as pd
-
-MOST_DRAWN = 4  # matrices in a report; every one is stored as CSV
-MOST_NUMBERED = 20  # classes up to which the picture has the numbers in it
-MOST_LABELLED = 60
-MOST_SQUARES = 30  # classes up to which each cell is a shape of its own in the page, beyond it a picture
-LONGEST = 24
 
 
 @dataclass(frozen=True)
@@ -106,40 +98,3 @@ def write(results: Results, folder: Path) -> list[Path]:
             found.to_pandas().to_csv(made[-2])
             found.per_class().to_csv(made[-1], index=False)
     return made
-
-
-def everything(results: Results) -> dict[str, tuple[Any, str]]:
-    """A figure and a caption by file name, for the first MOST_DRAWN of the chosen trials."""
-    drawn = [(t, found) for t in chosen(results)[:MOST_DRAWN] if (found := of(t)) and len(found.classes) > 1]
-    text = "Confusion matrix of {}: rows are the labels, columns the answers, shades the share of the label's images."
-    return {f"confusion-{t.id}": (figure(found), text.format(t.label)) for t, found in drawn}
-
-
-def figure(found: Confusion) -> Any:
-    """The matrix as a picture, shaded by the share of each label's images."""
-    total = np.maximum(found.counts.sum(axis=1, keepdims=True), 1)
-    count = len(found.classes)
-    side = min(WIDTH, max(3.2, 1.6 + 0.32 * count))
-    with styled() as Figure:
-        made = Figure(figsize=(side, side), layout="constrained")
-        axes = made.subplots()
-        axes.grid(False)
-        axes.pcolormesh(found.counts / total, cmap="Blues", vmin=0, vmax=1, rasterized=count > MOST_SQUARES)
-        axes.set_aspect("equal")
-        axes.invert_yaxis()
-        axes.set_xlabel("answer")
-        axes.set_ylabel("label")
-        ticks = range(count) if count <= MOST_LABELLED else []
-        names = [short(name, LONGEST) for name in found.names]
-        middles = [place + 0.5 for place in ticks]
-        axes.set_xticks(middles, names if ticks else [], rotation=90, fontsize=8)
-        axes.set_yticks(middles, names if ticks else [], fontsize=8)
-        if count <= MOST_NUMBERED:
-            _numbers(axes, found.counts, found.counts / total)
-    return made
-
-
-def _numbers(axes: Any, counts: np.ndarray, shares: np.ndarray) -> None:
-    for i, j in zip(*np.nonzero(counts), strict=True):
-        shade = "white" if shares[i, j] > 0.5 else INK
-        axes.text(j + 0.5, i + 0.5, f"{counts[i, j]:,}", ha="center", va="center", fontsize=7, color=shade)

@@ -13,7 +13,7 @@ import io
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -26,6 +26,7 @@ from dyno.analysis.stats import Interval, t_quantile
 from dyno.worker.extras import install
 from dyno.worker.record import save_arrays
 from dyno.worker.spec import Unavailable, UserError
+from dyno.worker.system import cache_dir
 
 WORDS = {"bbox": "boxes", "segm": "masks", "keypoints": "keypoints"}
 GROUPS = 20  # of images in the jackknife
@@ -120,7 +121,7 @@ def _mean_ap(trial: TrialResult) -> MeanAP | None:
     arrays = place.arrays("outputs.npz", ARRAYS)
     if "detection_image" not in arrays:
         return None
-    stored = _Stored(place.folder, arrays, truth)
+    stored = _Stored(arrays, truth)
     own = stored.scores(kind)
     if np.isnan(own.each).all():  # no object is there to be found
         return None
@@ -134,20 +135,22 @@ def truth_file(round_folder: Path, trial: TrialResult) -> Path | None:
 
 
 class _Stored:
-    """Scores beside the round that they are of, found by the content of what they were made from."""
+    """Scores in the cache, found by the content of what they were made from."""
 
-    def __init__(self, folder: Path, arrays: Mapping[str, np.ndarray], truth: Path) -> None:
-        self._folder, self._arrays = folder, arrays
-        self._truth = truth.read_bytes()
+    def __init__(self, arrays: Mapping[str, np.ndarray], truth: Path) -> None:
+        self._arrays, self._truth = arrays, truth.read_bytes()
 
     def scores(self, kind: str) -> Scores:
-        path = self._folder / f"map-{kind}-{self._key(kind)}.npz"
+        path = cache_dir() / "map" / f"{self._key(kind)}.npz"
         try:
             with np.load(path, allow_pickle=False) as found:
                 return Scores(found["each"], tuple(map(str, found["names"])), int(found["images"]))
         except (OSError, ValueError, KeyError):
             made = scores(self._arrays, _json(self._truth), kind)
-        with contextlib.suppress(OSError):  # a run folder that can't be written to can still be read
+        # In the order in which the cache gives it back, so that sums over it have the same rounding.
+        made = replace(made, each=np.ascontiguousarray(made.each))
+        with contextlib.suppress(OSError):  # without a cache it is worked out each time
+            path.parent.mkdir(parents=True, exist_ok=True)
             names = np.array(made.names, dtype=np.str_)
             save_arrays(path, {"each": made.each, "names": names, "images": made.images})
         return made
@@ -157,7 +160,7 @@ class _Stored:
         for name in ARRAYS:
             if name in self._arrays:
                 hashed.update(name.encode() + np.ascontiguousarray(self._arrays[name]).tobytes())
-        return hashed.hexdigest()[:16]
+        return hashed.hexdigest()[:24]
 
 
 def _json(content: bytes) -> dict[str, Any]:

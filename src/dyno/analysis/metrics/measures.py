@@ -6,7 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import pandas as pd
+
+    from dyno.analysis.metrics.accuracy import Budget
 
 
 @dataclass(frozen=True)
@@ -44,9 +48,8 @@ METRICS = (
 )
 
 
-def quality(frame: pd.DataFrame) -> Metric:
+def quality(frame: pd.DataFrame, budgets: Sequence[Budget] = ()) -> Metric:
     """What the accuracy of these trials is shown by: the budget's first metric, else the first one they have."""
     known = {m.key: m for m in METRICS}
-    asked = [part.partition("=")[0].strip() for part in str(frame.attrs.get("budget", "")).split(",")]
-    order = [*(known[name] for name in asked if name in known), *METRICS]
+    order = [*(known[budget.metric] for budget in budgets), *METRICS]
     return next((m for m in order if m.column in frame and frame[m.column].notna().any()), METRICS[0])

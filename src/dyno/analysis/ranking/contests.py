@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dyno.analysis.formatting import NO_IMAGE
+from dyno.analysis.metrics.measures import Metric, quality
 from dyno.analysis.ranking import frontier
 from dyno.analysis.ranking.frontier import LATENCY, THROUGHPUT
 from dyno.analysis.ranking.references import INCOMPARABLE
 from dyno.analysis.records.results import TrialResult
+from dyno.analysis.records.run_data import RunData
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -23,12 +25,14 @@ class Contest:
     """Trials of one model on one device, at one size, or at every size where a budget says what a size may cost.
 
     `apart` holds those that must not be held against their reference: with other weights it is another model.
+    `metric` is what their accuracy is shown by.
     """
 
     where: str
     group: pd.DataFrame
     apart: pd.DataFrame
     sizes: bool
+    metric: Metric
 
     @property
     def first(self) -> pd.DataFrame:
@@ -59,35 +63,33 @@ class Contest:
         return frontier.told(row) + (f" at size {row['size']}" if self.sizes else "")
 
 
-def contests(frame: pd.DataFrame) -> list[Contest]:
+def contests(run: RunData) -> list[Contest]:
     """Every contest of a run, in the table's order."""
-    together = bool(frame.attrs.get("budget"))
     found = []
-    for _, models in frame.groupby(["model", "device"], sort=False):
+    for _, models in run.frame.groupby(["model", "device"], sort=False):
         name, sizes = models["model"].iloc[0], models["size"].unique()
-        if together and len(sizes) > 1:
-            found.append(_contest(str(name), models, frame, True))
+        if run.budgets and len(sizes) > 1:
+            found.append(_contest(str(name), models, run, True))
             continue
         for size in sizes:
             where = str(name) if size == NO_IMAGE else f"{name} at size {size}"
-            found.append(_contest(where, models[models["size"] == size], frame, False))
+            found.append(_contest(where, models[models["size"] == size], run, False))
     return found
 
 
-def _contest(where: str, rows: pd.DataFrame, frame: pd.DataFrame, sizes: bool) -> Contest:
-    rows.attrs = dict(frame.attrs)
+def _contest(where: str, rows: pd.DataFrame, run: RunData, sizes: bool) -> Contest:
     apart = rows["verdict"].str.startswith(INCOMPARABLE)
-    return Contest(where, rows[~apart], rows[apart], sizes)
+    return Contest(where, rows[~apart], rows[apart], sizes, quality(rows[~apart], run.budgets))
 
 
-def contenders(frame: pd.DataFrame, trials: Mapping[str, TrialResult]) -> list[str]:
+def contenders(run: RunData) -> list[str]:
     """Ids of what is worth measuring again: each winner, its runner-up, and the reference of its speed-up."""
     found: list[str] = []
-    for contest in contests(frame):
+    for contest in contests(run):
         for speed in (LATENCY, THROUGHPUT):
             ranked = contest.ranked(speed)
             chosen = [str(id) for id in ranked["trial"].iloc[:PLACES]]
-            if len(ranked) and (reference := contest.reference(ranked.iloc[0], trials)) is not None:
+            if len(ranked) and (reference := contest.reference(ranked.iloc[0], run.trials)) is not None:
                 chosen.append(reference.id)
             if len(set(chosen)) > 1:  # alone there is nothing that luck could have decided
                 found += chosen

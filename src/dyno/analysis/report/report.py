@@ -6,45 +6,29 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dyno.analysis import style
-from dyno.analysis.charts import charts, gpu_charts, reference_charts
+from dyno.analysis import charts, style, tables
+from dyno.analysis.formatting import markdown
 from dyno.analysis.metrics import confusion
+from dyno.analysis.presentation.export import export, page_part
+from dyno.analysis.presentation.table import TEXT, Column, Table, joined
 from dyno.analysis.records.results import Results
-from dyno.analysis.report import sections, task_sections
-from dyno.analysis.tables import reference_tables, views
-from dyno.analysis.tables import trial_table as tables
-from dyno.analysis.tables.cells import Table
+from dyno.analysis.records.run_data import RunData
+from dyno.analysis.report import sections
+from dyno.analysis.tables.trial_table import TRIALS
 from dyno.analysis.verdict import verdict
 from dyno.analysis.verdict.findings import Finding
 from dyno.worker.spec import UserError
 
-if TYPE_CHECKING:
-    import pandas as pd
-
-CAPTIONS = {
-    "latency": "Latency per batch. Bars are medians over the rounds, whiskers the 95 % interval between processes. "
-    "None is drawn that is wider than a factor of two.",
-    "speedup": "Speed-up over the reference of the same model, size and batch, with its 95 % interval. "
-    "None is drawn that is wider than a factor of two.",
-    "accuracy-latency": "Accuracy against latency, with 95 % intervals on both axes. Ringed: nothing is both "
-    "faster and more accurate.",
-    "accuracy-throughput": "Accuracy against throughput at every batch, with 95 % intervals on both axes.",
-    "throughput-batch": "Throughput (batches overlap) and FPS (one batch after another) against the batch.",
-    "throughput-size": "Throughput and FPS against the image size.",
-    "inference-time": "Latency per batch of all models, on a logarithmic axis.",
-    "speedup-size": "Speed-up over the reference of the same size, against the image size; shaded: 95 % interval.",
-    "speedup-batch": "Speed-up over the reference of the same batch, against the batch; shaded: 95 % interval.",
-    "tflops-batch": "Operations per second against the batch, under the peaks that were measured; logarithmic axis.",
-    "tflops-size": "Operations per second against the image size, under the peaks; logarithmic axis.",
-    "gpu": "The GPU while each job ran (its first round), from outside the job: memory above what was used before, and "
-    "SM utilisation. Shaded: timing.",
-}
+LEAD = (
+    "Every table of the run that holds something; times are in milliseconds per batch. Where a trial has no number, "
+    "the table says how it ended. Each table lies in `tables/` as CSV too."
+)
 
 
 @dataclass(frozen=True)
-class Chart:
+class Drawn:
     """A chart inside the page: its caption and the <svg> element, which matplotlib has escaped."""
 
     caption: str
@@ -53,107 +37,116 @@ class Chart:
 
 @dataclass(frozen=True)
 class Section:
-    """All that the page says about one run."""
+    """All that the page says about one run; `tables` are HTML by the section of the page, `side` with their titles."""
 
     results: Results
     findings: list[Finding]
     method: list[tuple[str, str]]
     machine: list[tuple[str, str]]
-    tables: list[Table]
-    charts: list[Chart]
-    views: list[Table]
-    saturation: Table | None
-    pivots: list[Table]
-    accuracy: Table | None
-    tasks: list[Table]
-    agreement: list[Table]
+    tables: dict[str, list[Any]]
+    side: list[tuple[str, Any]]
+    charts: list[Drawn]
     complaints: list[tuple[str, str, str]]
-    gpu: Table | None
     details: list[sections.Detail]
 
 
-def write(results: list[Results], out: Path) -> Path:
+def write(runs: Sequence[RunData], out: Path) -> Path:
     """Write OUT/report.html, charts/*.png, tables.md and every table as CSV; returns the page's path.
 
     Several runs become sections of one page. UserError when the folder can't be written.
     """
-    import pandas as pd
-
-    out = Path(out)
-    frames = [tables.frame(r) for r in results]
-    every = [reference_tables.sheets(r, f) for r, f in zip(results, frames, strict=True)]
+    out, page = Path(out), Path(out) / "report.html"
+    every = [tables.named(run, "all") for run in runs]
     try:
         (out / "charts").mkdir(parents=True, exist_ok=True)
+        names = [run.records.name if len(runs) > 1 else "" for run in runs]
         parts = [
-            _section(r, f, e, out / "charts", i, len(results))
-            for i, (r, f, e) in enumerate(zip(results, frames, every, strict=True))
+            _section(run, found, out / "charts", i, name)
+            for i, (run, found, name) in enumerate(zip(runs, every, names, strict=True))
         ]
-        together = frames[0] if len(frames) == 1 else pd.concat(_named(results, frames), ignore_index=True)
-        together.to_csv(out / "results.csv", index=False)
-        reference_tables.write(list(zip(results, every, strict=True)), out)
-        page = out / "report.html"
+        write_tables(runs, every, out)
         page.write_text(_html(parts), encoding="utf-8")
     except OSError as e:
         raise UserError(f"the report can't be written to {out}: {e.strerror or e}; give another folder") from e
     return page
 
 
-def _named(results: Sequence[Results], frames: Sequence[pd.DataFrame]) -> list[pd.DataFrame]:
-    return [frame.assign(run=r.name) for r, frame in zip(results, frames, strict=True)]
+def write_tables(runs: Sequence[RunData], every: Sequence[list[Table]], out: Path) -> None:
+    """Write OUT/results.csv, tables.md and tables/*.csv; with several runs the CSV files begin with the run's name."""
+    (out / "tables").mkdir(parents=True, exist_ok=True)
+    parts, placed = [], {kind.name for kind in tables.kinds() if kind.section}
+    for run, found in zip(runs, every, strict=True):
+        name = run.records.name
+        for table in found:
+            file = _file(f"{name}-{table.name}" if len(runs) > 1 else table.name)
+            (out / "tables" / f"{file}.csv").write_text(export([table], "csv"), encoding="utf-8")
+        parts.append(f"# Tables of {markdown(name)}\n\n{LEAD}\n\n{_markdown(found, placed)}")
+    (out / "tables.md").write_text("\n".join(parts), encoding="utf-8")
+    (out / "results.csv").write_text(export([_together(runs)], "csv"), encoding="utf-8")
 
 
-def _section(
-    results: Results, frame: pd.DataFrame, every: list[reference_tables.Sheet], folder: Path, index: int, runs: int
-) -> Section:
-    others = _views(results, frame, folder.parent, results.name if runs > 1 else "")
+def _markdown(found: Sequence[Table], placed: set[str]) -> str:
+    """The tables that the page has; what is in no section of it is too long for people, and lies there as CSV."""
+    return export([table for table in found if table.name in placed], "markdown")
+
+
+def _together(runs: Sequence[RunData]) -> Table:
+    """The trials of all runs; of several, with the run's name."""
+    each = [TRIALS.table(run) for run in runs]
+    if len(runs) == 1:
+        return each[0]
+    for run, table in zip(runs, each, strict=True):
+        for row in table.rows:
+            row["run"] = run.records.name
+    whole = joined(each)
+    return TRIALS.of((*whole.columns, Column("run", "its name", kind=TEXT)), whole.rows)
+
+
+def _section(run: RunData, found: Sequence[Table], folder: Path, index: int, name: str) -> Section:
+    from markupsafe import Markup
+
+    places = {kind.name: kind.section for kind in tables.kinds()}
+    shown: dict[str, list[Any]] = {section: [] for section in tables.SECTIONS}
+    for table in found:
+        if places[table.name] != "side":
+            shown[places[table.name]] += [Markup(page_part(table, part)) for part in table.parts()]
+    side = [] if _alone(run) else [table for table in found if places[table.name] == "side"]
+    folded = [
+        (f"{table.title}: {part.title}" if part.title else table.title, Markup(page_part(table, part, heading="")))
+        for table in side
+        for part in table.parts()
+    ]
     return Section(
-        results=results,
-        findings=verdict.findings(results, frame),
-        method=sections.method(results),
-        machine=sections.machine(results.environment),
-        tables=sections.results_tables(frame),
-        charts=_charts(results, frame, folder, f"r{index}", results.name if runs > 1 else ""),
-        views=[table for made in others.values() for table in made],
-        saturation=sections.saturation_table(frame),
-        pivots=reference_tables.pages(every, frame),
-        accuracy=sections.accuracy_table(results, frame),
-        tasks=task_sections.everything(results, frame),
-        agreement=sections.agreement_tables(results),
-        complaints=sections.complaints(results),
-        gpu=sections.gpu_table(results),
-        details=sections.details(results),
+        results=run.records,
+        findings=verdict.findings(run),
+        method=sections.method(run.records),
+        machine=sections.machine(run.records.environment),
+        tables=shown,
+        side=folded,
+        charts=_charts(run, folder, f"r{index}", name),
+        complaints=sections.complaints(run.records),
+        details=sections.details(run.records),
     )
 
 
-def _views(results: Results, frame: pd.DataFrame, out: Path, run: str) -> dict[str, list[Table]]:
-    """The other tables of the run, each with its CSV twin beside the page."""
-    found = {}
-    for name, view in views.VIEWS.items():
-        made = view.table(results, frame)
-        made.to_csv(out / f"{_file(f'{run}-{name}' if run else name)}.csv", index=False)
-        found[name] = sections.results_tables(made, view.by, view.printed, view.title)
-        if found[name]:
-            found[name][-1].notes.extend(view.notes)
-    return found
+def _alone(run: RunData) -> bool:
+    """Whether the run has one model, size and batch alone: then the trials' own table says it all."""
+    return len(run.frame[["model", "size", "batch"]].drop_duplicates()) < 2
 
 
 def _file(name: str) -> str:
     return re.sub(r"[^\w.-]+", "_", name)
 
 
-def _charts(results: Results, frame: pd.DataFrame, folder: Path, prefix: str, run: str) -> list[Chart]:
+def _charts(run: RunData, folder: Path, prefix: str, name: str) -> list[Drawn]:
     from markupsafe import Markup
 
     found = []
-    drawn = {**charts.everything(frame), **reference_charts.everything(frame), **gpu_charts.everything(results, frame)}
-    for name, figure in drawn.items():
-        file = _file(f"{run}-{name}" if run else name)
-        style.save(figure, folder / f"{file}.png")
-        found.append(Chart(CAPTIONS[name], Markup(style.svg(figure, f"{prefix}-{name}"))))
-    for name, (figure, caption) in confusion.everything(results).items():
-        style.save(figure, folder / f"{name}.png")
-        found.append(Chart(caption, Markup(style.svg(figure, f"{prefix}-{name}"))))
-    confusion.write(results, folder)
+    for chart in charts.kinds():
+        if (figure := chart.draw(run)) is not None:
+            style.save(figure, folder / f"{_file(f'{name}-{chart.name}' if name else chart.name)}.png")
+            found.append(Drawn(chart.caption, Markup(style.svg(figure, f"{prefix}-{chart.name}"))))
+    confusion.write(run.records, folder)
     return found
 
 

@@ -1,1 +1,50 @@
-"""Tables of a run or of two, and how they are printed."""
+"""Tables of a run or of two, each an object in a module, and found by its name."""
+
+from __future__ import annotations
+
+import sys
+
+from dyno.analysis.presentation.table import TEXT, Column, Table, TableKind
+from dyno.analysis.records.run_data import RunData
+from dyno.worker import plugins
+from dyno.worker.spec import check_known
+
+GROUP = "dyno.tables"
+SECTIONS = ("tables", "accuracy", "side", "")  # of the report, in its order
+
+
+def kinds() -> list[TableKind]:
+    """Every table there can be, in the report's order: Dyno's own, then those of installed distributions."""
+    found = plugins.declared(sys.modules[__name__], TableKind, GROUP).values()
+    return sorted(found, key=lambda kind: (SECTIONS.index(kind.section), kind.place, kind.name))
+
+
+def named(run: RunData, name: str) -> list[Table]:
+    """The run's table of that name, or for `all` every one that holds something; UserError for a name that is none."""
+    known = {kind.name: kind for kind in kinds()}
+    if name != "all":
+        check_known("table", name, (*known, "all"))
+        return [known[name].table(run)]
+    return [table for kind in known.values() if kind.make and (table := kind.table(run)).rows]
+
+
+def nothing(name: str) -> str:
+    """Why a run may have nothing in the table of that name."""
+    return next((kind.nothing for kind in kinds() if kind.name == name), "this run has no table that holds anything")
+
+
+def listed() -> Table:
+    """The tables there can be, as a table."""
+    rows = [
+        {"name": kind.name, "holds": kind.description, "command": kind.command or f"dyno show RUN --table {kind.name}"}
+        for kind in kinds()
+    ]
+    return LIST.of(COLUMNS, rows)
+
+
+COLUMNS = (
+    Column("name", "for --table", kind=TEXT),
+    Column("holds", "in a sentence", kind=TEXT),
+    Column("command", "that prints it", kind=TEXT, rank=1),
+)
+LIST = TableKind("tables", "Tables", "The tables there are.")

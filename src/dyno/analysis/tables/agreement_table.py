@@ -1,114 +1,134 @@
-"""The tables of `dyno agree`: every trial's outputs against the first one's."""
+"""Outputs against a reference's: of a run's trials against their own, and what `dyno agree` prints."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import pandas as pd
-from rich.markup import escape
-from rich.table import Table
-
-from dyno.analysis.formatting import console, markdown, markdown_table
+from dyno.analysis.formatting import significant
 from dyno.analysis.metrics import agreement
-from dyno.analysis.records import results
-from dyno.analysis.records.results import TrialResult
+from dyno.analysis.metrics.agreement import ATOL, RTOL, Agreement, Rank
+from dyno.analysis.presentation.table import COUNT, PERCENT, TEXT, Column, Row, Table, TableKind
+from dyno.analysis.records.results import Results, TrialResult
+from dyno.analysis.records.run_data import RunData
 from dyno.worker.spec import UserError
 
-FORMATS = ("text", "markdown", "csv", "json")
+MOST_PAIRS = 300  # trials whose raw outputs are compared
 
 
-def compare(folders: Sequence[Path], rtol: float, atol: float) -> tuple[list[dict[str, Any]], list[str]]:
-    """Rows (one per trial after the first good one), and one line for each trial without outputs.
+def _pairs(run: RunData) -> list[tuple[TrialResult, TrialResult]]:
+    known = ((t, run.references.get(t.id)) for t in run.records if t.good)
+    return [(t, other) for t, other in known if other is not None and other is not t][:MOST_PAIRS]
 
-    `close` is the share of values with |a - b| <= atol + rtol |b|, `ranks` the top-10 table of a classifier.
+
+def _agreement(run: RunData) -> Table:
+    each = ((t, other, agreement.of(t, other)) for t, other in _pairs(run))
+    rows = [_row(t.label, other.way, found) for t, other, found in each if found]
+    return AGREEMENT.of(columns(RTOL, ATOL), rows)
+
+
+def _ranks(run: RunData) -> Table:
+    each = ((t.label, agreement.ranks(t.answers, other.answers)) for t, other in _pairs(run))
+    return ranks([(label, found) for label, found in each if found])
+
+
+def ranks(found: Sequence[tuple[str, list[Rank]]]) -> Table:
+    """The table of the first ten ranks of classifiers, each by its name (R8)."""
+    rows = [
+        {"trial": name, **{f"rank_{r.rank}": 100 * r.disagreement for r in each}, "mae": {r.rank: r.mae for r in each}}
+        for name, each in found
+    ]
+    longest = max((len(each) for _, each in found), default=0)
+    return RANKS.of((NAME, *(_rank(n) for n in range(1, longest + 1))), rows)
+
+
+def _rank(number: int) -> Column:
+    name = f"rank_{number}"
+
+    def cell(row: Row) -> str:
+        return f"{significant(row['mae'][number], 2)} / {row[name]:.2f} %" if name in row else ""
+
+    meaning = "share of inputs whose class at that rank differs; printed behind the mean absolute error of the score"
+    return Column(name, meaning, "%", PERCENT, f"rank {number}", cell=cell)
+
+
+def compare(runs: Sequence[Results], rtol: float, atol: float) -> tuple[Table, Table, list[str]]:
+    """Every good trial after the first against the first one: the values, the ranks, and a line for each trial that
+    left no outputs. UserError where there are not two, or where they have other outputs.
+
+    `close` is the share of values with |a - b| <= atol + rtol |b|.
     """
-    trials = [trial for folder in folders for trial in results.load(folder)]
+    trials = [trial for run in runs for trial in run]
     good = [t for t in trials if t.good]
     bad = [f"{_name(t)}: {t.status}, {t.reason}" for t in trials if not t.good]
     if len(good) < 2:
         raise UserError("agreement needs two ways of running that work" + (f"; {bad[0]}" if bad else ""))
     reference, *others = good
-    return [_row(other, reference, rtol, atol) for other in others], bad
+    rows = [_row(_name(t), _name(reference), _compared(t, reference, rtol, atol)) for t in others]
+    found = [(_name(t), agreement.ranks(t.answers, reference.answers)) for t in others]
+    notes = (
+        f"against {_name(reference)}: {rows[0]['inputs']} inputs; close is |a - b| <= {atol:g} + {rtol:g} |b|",
+        *(f"no outputs from {line}" for line in bad),
+    )
+    table = AGREEMENT.of(columns(rtol, atol), rows, notes=notes)
+    return table, ranks([(name, each) for name, each in found if each]), bad
 
 
 def _name(trial: TrialResult) -> str:
     return f"{trial.model} {trial.backend} {trial.precision}"
 
 
-def _row(trial: TrialResult, reference: TrialResult, rtol: float, atol: float) -> dict[str, Any]:
+def _compared(trial: TrialResult, reference: TrialResult, rtol: float, atol: float) -> Agreement:
     # Files name their outputs as they like; what counts is their order.
     own, other = list(trial.outputs().values()), list(reference.outputs().values())
     if len(own) != len(other):
         raise UserError(f"{_name(trial)} has {len(own)} outputs, {_name(reference)} has {len(other)}")
     numbered = [{str(i): array for i, array in enumerate(arrays)} for arrays in (own, other)]
-    found = agreement.agree(numbered[0], numbered[1], rtol, atol)
-    ranks = agreement.ranks(trial.answers, reference.answers)
+    return agreement.agree(numbered[0], numbered[1], rtol, atol)
+
+
+def _row(name: str, reference: str, found: Agreement) -> dict[str, Any]:
     return {
-        "trial": _name(trial),
-        "reference": _name(reference),
-        "inputs": found.samples,
-        "values": found.count,
-        "close": found.close,
-        "max_abs": found.max_abs,
-        "mean_abs": found.mean_abs,
-        "max_rel": found.max_rel,
-        "nonfinite": found.nonfinite,
-        "ranks": [{"rank": r.rank, "mae": r.mae, "disagreement": r.disagreement} for r in ranks],
-    }
+        "trial": name, "reference": reference, "inputs": found.samples, "values": found.count, "close": found.close,
+        "max_abs": found.max_abs, "mean_abs": found.mean_abs, "max_rel": found.max_rel, "nonfinite": found.nonfinite,
+    }  # fmt: skip
 
 
-def show(folders: Sequence[Path], rtol: float, atol: float, least: float, format: str) -> int:
-    """Print the tables; 1 when a share is below `least`, 3 when a trial left no outputs, else 0."""
-    if format not in FORMATS:
-        raise UserError(f"unknown format {format!r}; known: {', '.join(FORMATS)}")
-    rows, bad = compare(folders, rtol, atol)
-    if format == "json":
-        print(json.dumps({"rows": rows, "without_outputs": bad, "rtol": rtol, "atol": atol}, indent=1))
-    elif format == "text":
-        _print(rows, bad, rtol, atol)
-    else:
-        flat = pd.DataFrame(rows).drop(columns="ranks")
-        print(flat.to_csv(index=False) if format == "csv" else _markdown(flat), end="")
-    if any(row["close"] < least for row in rows):
-        return 1
-    return 3 if bad else 0
+NAME = Column("trial", "model and way of running", kind=TEXT)
 
 
-def _markdown(frame: pd.DataFrame) -> str:
-    rows = [[markdown(cell) for cell in row] for row in frame.to_numpy()]
-    return markdown_table([*map(str, frame.columns)], rows, [frame[c].dtype.kind in "if" for c in frame.columns])
+def columns(rtol: float, atol: float) -> tuple[Column, ...]:
+    """The columns of a comparison by these tolerances."""
+    return (
+        NAME,
+        Column("reference", "what it is held against", kind=TEXT, title="against", rank=2),
+        Column("inputs", "that both answered", kind=COUNT, rank=3),
+        Column("values", "that were compared", kind=COUNT, rank=1),
+        Column("close", "share of values with |a - b| <= atol + rtol |b|, 0 to 1",
+               title=f"close, % (rtol {rtol:g}, atol {atol:g})", cell=lambda row: f"{100 * row['close']:.2f}"),
+        Column("max_abs", "largest |a - b|", title="max abs"),
+        Column("mean_abs", "mean |a - b|", title="mean abs"),
+        Column("max_rel", "largest |a - b| / |b|", title="max rel"),
+        Column("nonfinite", "values that are NaN or infinite where the reference's are not", kind=COUNT,
+               title="not finite"),
+    )  # fmt: skip
 
 
-def _print(rows: list[dict[str, Any]], bad: list[str], rtol: float, atol: float) -> None:
-    out = console()
-    first = rows[0]
-    out.print(
-        f"against {escape(first['reference'])}: {first['inputs']} inputs, {first['values']} values; "
-        f"close is |a - b| <= {atol:g} + {rtol:g} |b|",
-        soft_wrap=True,
-    )
-    table = Table(box=None, pad_edge=False)
-    for heading in ("trial", "close", "max abs", "mean abs", "max rel", "not finite"):
-        table.add_column(heading, justify="left" if heading == "trial" else "right", no_wrap=True)
-    for row in rows:
-        numbers = (f"{row[key]:.3g}" for key in ("max_abs", "mean_abs", "max_rel"))
-        table.add_row(escape(row["trial"]), f"{row['close']:.2%}", *numbers, str(row["nonfinite"]))
-    out.print(table)
-    for row in rows:
-        if row["ranks"]:
-            out.print(f"\n{escape(row['trial'])}: scores and classes by rank", soft_wrap=True)
-            out.print(_rank_table(row))
-    for line in bad:
-        out.print(f"no outputs from {escape(line)}", style="red", soft_wrap=True)
-
-
-def _rank_table(row: dict[str, Any]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for heading in ("rank", "mean abs error", "other class"):
-        table.add_column(heading, justify="right")
-    for rank in row["ranks"]:
-        table.add_row(str(rank["rank"]), f"{rank['mae']:.3g}", f"{rank['disagreement']:.2%}")
-    return table
+AGREEMENT = TableKind(
+    "agreement",
+    "Outputs against the reference",
+    "A row per trial: share of output values close to the reference's, and the errors.",
+    _agreement,
+    "no two trials left outputs to compare",
+    "accuracy",
+    6,
+)
+RANKS = TableKind(
+    "ranks",
+    "Ranks: mean absolute error of the score / inputs whose class at that rank differs",
+    "A row per classifier: how the first ten ranks differ from the reference's.",
+    _ranks,
+    "no two trials left a classifier's answers",
+    "accuracy",
+    7,
+)

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from dyno.analysis import stats
 from dyno.analysis.formatting import limits, significant
+from dyno.analysis.presentation.table import TEXT, Column, Table, TableKind
 from dyno.analysis.ranking.frontier import usable
 from dyno.analysis.ranking.references import INCOMPARABLE
-from dyno.analysis.records.results import Results, TrialResult
-from dyno.analysis.tables.render import Column, number
+from dyno.analysis.records.results import TrialResult
+from dyno.analysis.records.run_data import RunData
+from dyno.analysis.tables.trial_columns import IDENTITY, pick
 from dyno.analysis.tables.trial_table import REFERENCE, build_seconds
 
 if TYPE_CHECKING:
@@ -21,10 +23,11 @@ if TYPE_CHECKING:
 PARTS = {"onnx_export": "export_s", "onnx_precision": "convert_s", "onnx_modelopt": "convert_s",
          "onnx_sensitivity": "ranking_s"}  # fmt: skip
 PREPARATION = ("export_s", "ranking_s", "convert_s", "engine_s", "compile_s")
-IDENTITY = ("model", "size", "batch", "device", "backend", "precision", "runtime", "options")
-COLUMNS = (*IDENTITY, "trial", "reference", *PREPARATION, "prepare_s", "extra_s", "gain_us_per_image", "speedup",
-           "speedup_low", "speedup_high", "images", "images_low", "images_high", "pays_off")  # fmt: skip
-NEVER, PERHAPS, AT_ONCE = "never", "not shown to", "at once"
+NEVER, PERHAPS, AT_ONCE = "never", "no gain is shown", "at once"
+NOTE = (
+    "Export, ranking of layers, conversion with its calibration, engine and compilation, less what the reference "
+    "needs, over what an image gains. The interval is the speed-up's."
+)
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class BreakEven:
         if self.images is None:
             return NEVER if not math.isinf(self.high) else PERHAPS
         if self.extra <= 0:
-            return AT_ONCE
+            return PERHAPS if math.isinf(self.high) else AT_ONCE  # without a gain there is nothing to pay off
         if math.isinf(self.high):
             return f"{_count(self.images)} images, or never"
         return f"{_count(self.images)} images{limits(self.low, self.high, _count)}"
@@ -96,22 +99,15 @@ def parts(t: TrialResult) -> dict[str, float]:
     return found
 
 
-def table(results: Results, frame: pd.DataFrame) -> pd.DataFrame:
-    """One row per trial that has a reference of its own batch and size, columns COLUMNS; seconds, microseconds, images.
-
-    `pays_off` says it in words; `images_high` is infinite where it may never.
-    """
-    import pandas as pd
-
-    trials = {t.id: t for t in results}
+def _break_even(run: RunData) -> Table:
     rows = []
-    for _, row in usable(frame).iterrows():
-        reference = trials.get(row["reference"])
+    for _, row in usable(run.frame).iterrows():
+        reference = run.trials.get(row["reference"])
         if reference is None or row["verdict"] == REFERENCE or str(row["verdict"]).startswith(INCOMPARABLE):
             continue
-        if (found := against(row, trials[row["trial"]], reference)) is not None:
-            rows.append(_row(row, trials[row["trial"]], found))
-    return pd.DataFrame.from_records(rows, columns=list(COLUMNS))
+        if (found := against(row, run.trials[row["trial"]], reference)) is not None:
+            rows.append(_row(row, run.trials[row["trial"]], found))
+    return BREAK_EVEN.of(COLUMNS, rows, notes=(NOTE,), group=("model", "size", "batch"), printed=PRINTED)
 
 
 def _row(row: pd.Series, t: TrialResult, found: BreakEven) -> dict[str, Any]:
@@ -127,9 +123,33 @@ def _count(value: float) -> str:
     return significant(value, 2)
 
 
-PRINTED = (
-    *(number(name.removesuffix("_s") + " s", name, 3) for name in PREPARATION),
-    number("more than reference, s", "extra_s", 1),
-    number("gain, µs/image", "gain_us_per_image", 2),
-    Column("pays off after", lambda r: str(r["pays_off"]), 0, right=False, sort="images"),
+WHAT = {
+    "export_s": "exporting", "ranking_s": "ranking layers by their sensitivity",
+    "convert_s": "converting to a precision, calibration included", "engine_s": "building the engine's file",
+    "compile_s": "compiling in the process",
+}  # fmt: skip
+COLUMNS = (
+    *pick(*IDENTITY, "trial", "reference"),
+    *(
+        Column(name, f"time of {what}", "s", title=f"{name.removesuffix('_s')} s", rank=3)
+        for name, what in WHAT.items()
+    ),
+    Column("prepare_s", "time of all of these", "s"),
+    Column("extra_s", "time beyond the reference's", "s", title="more than reference, s", rank=1),
+    Column("gain_us_per_image", "what an image gains", "µs", title="gain, µs/image", rank=2),
+    *pick("speedup", "speedup_low", "speedup_high"),
+    Column("images", "after which the time has paid for itself", "images"),
+    Column("images_low", "lower limit by the speed-up's interval", "images"),
+    Column("images_high", "upper limit, infinite where it may never", "images"),
+    Column("pays_off", "the same in words", kind=TEXT, title="pays off after"),
+)
+PRINTED = (*IDENTITY, *PREPARATION, "extra_s", "gain_us_per_image", "pays_off")
+BREAK_EVEN = TableKind(
+    "break-even",
+    "When the preparation pays off",
+    "After how many images the time to export, build, calibrate and compile has paid for itself.",
+    _break_even,
+    "nothing to pay off: no trial has a reference to gain on",
+    section="tables",
+    place=4,
 )

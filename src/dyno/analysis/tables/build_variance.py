@@ -7,23 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import pandas as pd
 
 from dyno.analysis.formatting import significant
+from dyno.analysis.presentation.table import Table, TableKind
 from dyno.analysis.records.results import Results, TrialResult
+from dyno.analysis.records.run_data import RunData
 from dyno.analysis.tables import trial_table
-from dyno.analysis.tables.render import Column, number
+from dyno.analysis.tables.trial_columns import COLUMNS, IDENTITY
 
 SURE = 0.05  # chance of seeing such a difference between builds that are all alike
 BUILD = "build"
-PRINTED: tuple[Column, ...] = (
-    number("layers", "layers", 0),
-    number("parameters", "parameters", 2),
-    number("size MB", "size_mb", 1),
-    number("build s", "build_s", 1),
-    number("median ms", "latency_model_ms_median", 0),
-    number("p95 ms", "latency_model_ms_p95", 3),
-)
+PRINTED = (*IDENTITY, "layers", "parameters", "size_mb", "build_s", "latency_model_ms_median", "latency_model_ms_p95")
 
 
 @dataclass(frozen=True)
@@ -43,9 +37,12 @@ def good(results: Results) -> list[TrialResult]:
     return sorted((t for t in results if t.good), key=lambda t: int(t.options.get(BUILD, 0)))
 
 
-def frame(results: Results) -> pd.DataFrame:
-    """One row per build, with the columns of every table."""
-    return trial_table.frame(results)
+def _builds(run: RunData) -> Table | None:
+    if not any(BUILD in t.options for t in run.records):
+        return None
+    rows, notes = run.frame.to_dict("records"), tuple(sentences(run.records))
+    return BUILDS.of(COLUMNS, rows, notes=notes, group=("model", "size", "batch"), printed=PRINTED,
+                     below=trial_table.below)  # fmt: skip
 
 
 def spread(builds: Sequence[TrialResult]) -> Spread | None:
@@ -87,3 +84,12 @@ def _counted(tag: str, builds: Sequence[TrialResult]) -> str:
     if len(set(counts)) == 1:
         return f"{tag}: {counts[0]:,} in every build"
     return f"{tag} differ: " + ", ".join(f"{count:,}" for count in counts)
+
+
+BUILDS = TableKind(
+    "builds",
+    "Builds of one engine",
+    "A row per build: layers, parameters, file size, build time and latency, and whether builds differ beyond noise.",
+    _builds,
+    "this run has one build of each engine; `dyno build --repeat` makes several",
+)

@@ -11,22 +11,20 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dyno.analysis import stats
-from dyno.analysis.formatting import plain, points
+from dyno.analysis.formatting import counting, plain, points
 from dyno.analysis.metrics import accuracy, agreement, detection
+from dyno.analysis.presentation.table import COUNT, FINE, PERCENT, POINTS, TEXT, Column, Row, Table, TableKind, missing
 from dyno.analysis.ranking.correctness import WRONG
 from dyno.analysis.ranking.frontier import way
 from dyno.analysis.ranking.references import INCOMPARABLE, incomparable
 from dyno.analysis.records.results import Results, TrialResult, clock_of
 from dyno.analysis.records.rounds import LATENCIES
 from dyno.analysis.tables import trial_table
-from dyno.analysis.tables.render import Column, Row, change, missing, number, ratio
+from dyno.analysis.tables.trial_columns import IDENTITY, pick
 from dyno.worker.spec import UserError
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 SLOWER, LESS_ACCURATE, DISAGREE, STATUS, WRONG_OUTPUTS = CONDITIONS = (
     "slower", "less-accurate", "disagree", "status", "wrong-outputs",
@@ -36,19 +34,9 @@ TOLERANCE = 0.02
 FAIL_ON = (SLOWER, LESS_ACCURATE, STATUS, WRONG_OUTPUTS)
 VOLATILE = ("load_average",)  # differs from one minute to the next on the same machine
 LONGEST = 6  # differences between machines named in one line
+METRICS = {"top1": "top-1", "map": "mAP50-95"}
 COPIED = ("model", "backend", "precision", "batch", "size", "device", "runtime", "options", "status", "reason",
           "ran_as", "asked_share", "precision_ok")  # fmt: skip
-COLUMNS = (
-    "model", "backend", "precision", "batch", "size", "device", "runtime", "options", "status_a", "status", "reason",
-    "boundary", "latency_a_ms", "latency_b_ms", "ratio", "ratio_low", "ratio_high", "verdict", "rounds_a", "rounds_b",
-    "images", "top1_a", "top1_b", "top1_diff", "top1_diff_low", "top1_diff_high", "map_a", "map_b",
-    "map_diff", "map_diff_low", "map_diff_high", "accuracy", "close", "max_abs",
-    "failed", "trial_a", "trial_b", "ran_as", "asked_share", "precision_ok", "outputs_a", "outputs",
-)  # fmt: skip
-WHOLE = ("batch", "rounds_a", "rounds_b", "images")
-TEXT = ("model", "backend", "precision", "size", "device", "runtime", "options", "status_a", "status", "reason",
-        "boundary", "verdict", "accuracy", "failed", "trial_a", "trial_b", "ran_as", "precision_ok", "outputs_a",
-        "outputs")  # fmt: skip
 
 
 def _verdict(r: Row) -> str:
@@ -57,15 +45,46 @@ def _verdict(r: Row) -> str:
     return str(r["status"]) if r["status_a"] == r["status"] else f"{r['status']} (was {r['status_a']})"
 
 
-PRINTED = (
-    number("A ms", "latency_a_ms", 1),
-    number("B ms", "latency_b_ms", 0),
-    Column("B / A", lambda r: ratio(r, "ratio", 3), 0, sort="ratio"),
-    Column("verdict", _verdict, 0, right=False, sort="verdict"),
-    Column("change, points", change, 2, sort="top1_diff"),
-    Column("accuracy", lambda r: str(r["accuracy"]), 3, right=False, sort="accuracy"),
-    Column("agree", lambda r: "" if missing(r["close"]) else f"{_floored(r['close'])} %", 1, sort="close"),
-    Column("failed", lambda r: str(r["failed"]), 0, right=False, sort="failed"),
+def _points(name: str, metric: str) -> tuple[Column, ...]:
+    column = Column(name, f"{metric} of B less A's on the same images", "points", POINTS, "change, points", 2, True)
+    return (column, *(Column(f"{name}_{end}", f"{end} limit of its 95 % interval", "points", POINTS) for end in ENDS))
+
+
+ENDS = ("low", "high")
+RATIO_SHOWN = Column("ratio", "latency of B over A's: above 1 is slower", kind=FINE, title="B / A", interval=True)
+COLUMNS = (
+    *pick(*IDENTITY),
+    Column("status_a", "of A's trial", kind=TEXT),
+    *pick("status", "reason", "boundary"),
+    Column("latency_a_ms", "of A, over its processes", "ms", title="A ms", rank=1),
+    Column("latency_b_ms", "of B, over its processes", "ms", title="B ms"),
+    RATIO_SHOWN,
+    *(Column(f"ratio_{end}", f"{end} limit of its 95 % interval", kind=FINE) for end in ENDS),
+    Column("verdict", "slower, faster, not distinguishable, not comparable, wrong outputs", kind=TEXT, cell=_verdict),
+    Column("rounds_a", "of A that ended well", kind=COUNT),
+    Column("rounds_b", "of B that ended well", kind=COUNT),
+    Column("images", "that both answered", kind=COUNT),
+    *(Column(f"{m}_{run}", f"{words} of {run.upper()}", "%", PERCENT) for m, words in METRICS.items() for run in "ab"),
+    *_points("top1_diff", "top-1"),
+    *_points("map_diff", "mAP50-95"),
+    Column("accuracy", "less accurate, more accurate or not distinguishable", kind=TEXT, rank=3),
+    Column("close", "share of B's output values close to A's, 0 to 1", title="agree", rank=1,
+           cell=lambda r: "" if missing(r["close"]) else f"{_floored(r['close'])} %"),
+    Column("max_abs", "largest difference of outputs"),
+    Column("failed", "conditions that the row breaks", kind=TEXT),
+    Column("trial_a", "id of A's trial", kind=TEXT),
+    Column("trial_b", "id of B's trial", kind=TEXT),
+    *pick("ran_as", "asked_share", "precision_ok"),
+    Column("outputs_a", "of A: agree with its reference's, or wrong outputs", kind=TEXT),
+    Column("outputs", "of B: agree with its reference's, or wrong outputs", kind=TEXT),
+)  # fmt: skip
+PRINTED = (*IDENTITY, "latency_a_ms", "latency_b_ms", "ratio", "verdict", "top1_diff", "map_diff", "accuracy", "close",
+           "failed")  # fmt: skip
+COMPARE = TableKind(
+    "compare",
+    "Two runs",
+    "A row per trial that two runs share: ratio of latencies, accuracy, agreement, and what became worse.",
+    command="dyno compare A B",
 )
 
 
@@ -100,17 +119,15 @@ class Rules:
             object.__setattr__(self, "fail_on", (*self.fail_on, DISAGREE))
 
 
-def compare(a: Results, b: Results, rules: Rules | None = None) -> pd.DataFrame:
+def compare(a: Results, b: Results, rules: Rules | None = None) -> Table:
     """Each trial that both runs have, B against A: one row of COLUMNS per trial, in A's order.
 
     `ratio` is B's latency over A's (above 1 is slower) with the interval of `stats.speedup`, from the spread between
     processes; `accuracy` and `top1_diff` (points) come from the images both answered, `close` is the share of B's
     output values close to A's. A trial whose outputs are wrong in its own run (`outputs`, `outputs_a`) has no ratio,
-    and its verdict says why. `failed` names the conditions of the rules that the row breaks. The frame's `attrs` hold
-    `notes` (sentences on what may explain a difference). UserError when nothing can be compared.
+    and its verdict says why. `failed` names the conditions of the rules that the row breaks. The table's `notes` are
+    sentences on what may explain a difference. UserError when nothing can be compared.
     """
-    import pandas as pd
-
     rules = rules or Rules()
     shared = pairs(a, b)
     if not any(x.good for x, _ in shared):
@@ -121,22 +138,19 @@ def compare(a: Results, b: Results, rules: Rules | None = None) -> pd.DataFrame:
     if len(refused) == len(rows):
         why = Counter(r["verdict"].partition(": ")[2] for r in refused).most_common(1)[0][0]
         raise UserError(f"{a.folder} and {b.folder} can't be compared: {why}")
-    table = pd.DataFrame.from_records(rows, columns=list(COLUMNS))
-    table = table.astype(dict.fromkeys(WHOLE, "Int64") | dict.fromkeys(TEXT, object))
-    numbers = [c for c in COLUMNS if c not in (*WHOLE, *TEXT)]
-    table[numbers] = table[numbers].astype(float)
     left_out = [f"{plain(y.label)} is {r['verdict']}" for (_, y), r in zip(shared, rows, strict=True) if r in refused]
-    table.attrs["notes"] = [*_notes(a, b, shared), *left_out]
-    return table
+    several = ("device",) if len({r["device"] for r in rows}) > 1 else ()
+    return COMPARE.of(COLUMNS, rows, notes=(*_notes(a, b, shared), *left_out), printed=PRINTED,
+                      group=("model", "size", "batch", *several), below=trial_table.below)  # fmt: skip
 
 
 def _checked(run: Results) -> dict[str, str]:
     """What each trial's outputs are, held against its own run's reference: AGREE, the verdict of wrong ones, or ""."""
     try:
-        frame = trial_table.frame(run)
+        rows = trial_table.read(run).frame.to_dict("records")
     except UserError:  # the study's reference didn't run: nothing was checked, and the row of that trial says why
         return {}
-    return {r["trial"]: r["verdict"] if r["outputs"] == WRONG else r["outputs"] for r in frame.to_dict("records")}
+    return {r["trial"]: r["verdict"] if r["outputs"] == WRONG else r["outputs"] for r in rows}
 
 
 def pairs(a: Results, b: Results) -> list[tuple[TrialResult, TrialResult]]:
@@ -186,7 +200,9 @@ def row(a: TrialResult, b: TrialResult, rules: Rules, checked: tuple[str, str] =
     `checked` says of A's outputs and of B's what `_checked` does.
     """
     own = trial_table.row(b, trial_table.Comparison(None))
-    found: dict[str, Any] = dict.fromkeys(TEXT, "") | {name: own[name] for name in COPIED if name in own}
+    found: dict[str, Any] = {c.name: "" if c.kind == TEXT else None for c in COLUMNS} | {
+        name: own[name] for name in COPIED if name in own
+    }
     found |= {"status_a": a.status, "rounds_a": len(a.good), "rounds_b": len(b.good), "trial_a": a.id, "trial_b": b.id}
     if why := refusal(a, b):
         return found | {"verdict": f"{INCOMPARABLE}: {why}"}
@@ -295,7 +311,7 @@ def _fails(condition: str, r: Row, rules: Rules, both_ran: bool) -> bool:
     if condition == WRONG_OUTPUTS:
         return bool(both_ran and r["outputs"] == WRONG and r["outputs_a"] != WRONG)
     # Outputs of another shape, or none at all, have no share; that is no agreement.
-    return both_ran and not r.get("close", 0.0) >= rules.least
+    return both_ran and not (r.get("close") or 0.0) >= rules.least
 
 
 def _notes(a: Results, b: Results, shared: list[tuple[TrialResult, TrialResult]]) -> Iterator[str]:
@@ -335,13 +351,15 @@ def _flat(values: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def sentences(frame: pd.DataFrame) -> list[str]:
+def sentences(table: Table) -> list[str]:
     """The comparison in sentences: wrong outputs, how many of what, then each trial that failed and why."""
-    counted = Counter(_verdict(r).partition(":")[0] for r in frame.to_dict("records"))
+    rows = table.rows
+    counted = Counter(_verdict(r).partition(":")[0] for r in rows)
     found = [f"{_where(r)}: {r['verdict']}; not judged, whatever the speed."
-             for r in frame.to_dict("records") if r["verdict"].startswith(WRONG)]  # fmt: skip
-    found += [f"{len(frame)} shared trials: " + ", ".join(f"{n} {words}" for words, n in counted.most_common()) + "."]
-    for r in frame.to_dict("records"):
+             for r in rows if r["verdict"].startswith(WRONG)]  # fmt: skip
+    each = ", ".join(f"{n} {words}" for words, n in counted.most_common())
+    found += [f"{counting(len(rows), 'shared trial')}: {each}."]
+    for r in rows:
         if r["failed"]:
             found.append(f"failed: {_where(r)}: {'; '.join(_why(c, r) for c in r['failed'].split(', '))}")
     if counted[stats.ONE_ROUND]:
@@ -355,7 +373,7 @@ def _where(r: Row) -> str:
 
 def _why(condition: str, r: Row) -> str:
     if condition == SLOWER:
-        return f"slower, {ratio(r, 'ratio', 3)} the latency"
+        return f"slower, {RATIO_SHOWN.text(r)} the latency"
     if condition == LESS_ACCURATE:
         name = "map_diff" if missing(r["top1_diff_low"]) else "top1_diff"
         low, value, high = (points(r[f"{name}{x}"] / 100) for x in ("_low", "", "_high"))
@@ -372,8 +390,8 @@ def _floored(share: float) -> str:
     return f"{math.floor(1e4 * share + 1e-9) / 100:.2f}"
 
 
-def exit_code(frame: pd.DataFrame) -> int:
+def exit_code(table: Table) -> int:
     """1 when a condition failed, else 2 when some trial could not be compared or has wrong outputs, else 0."""
-    if frame["failed"].astype(bool).any():
+    if any(r["failed"] for r in table.rows):
         return 1
-    return 2 if frame["verdict"].str.startswith((INCOMPARABLE, WRONG)).any() else 0
+    return 2 if any(r["verdict"].startswith((INCOMPARABLE, WRONG)) for r in table.rows) else 0

@@ -3,38 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from dyno.analysis.formatting import limits, significant
-from dyno.analysis.metrics.measures import Metric, quality
+from dyno.analysis.metrics.measures import Metric
+from dyno.analysis.presentation.table import PERCENT, POINTS, TEXT, Column, Table, TableKind
 from dyno.analysis.ranking import frontier
 from dyno.analysis.ranking.contests import Contest, contests
 from dyno.analysis.ranking.frontier import LATENCY, THROUGHPUT
-from dyno.analysis.tables.render import Column, missing
+from dyno.analysis.records.run_data import RunData
+from dyno.analysis.tables.trial_columns import IDENTITY, pick
 
 if TYPE_CHECKING:
     import pandas as pd
 
-IDENTITY = ("model", "size", "batch", "device", "backend", "precision", "runtime", "options")
+LIMITS = ("low", "high")
 SPEEDS = ("latency_ms", "latency_ms_low", "latency_ms_high", "throughput_ips", "throughput_low", "throughput_high")
-COLUMNS = (*IDENTITY, "trial", "frontier", *SPEEDS, "metric", "accuracy", "accuracy_low", "accuracy_high", "change",
-           "change_low", "change_high", "budget", "more_images")  # fmt: skip
+NOTE = (
+    "Nothing is both faster and more accurate: by latency among the smallest batch, by images/s among all. Intervals "
+    "of speed are between processes; neighbours whose intervals overlap may belong the other way round."
+)
 
 
-def table(frame: pd.DataFrame) -> pd.DataFrame:
-    """The trials that no other beats in both accuracy and speed, fastest first; columns COLUMNS.
-
-    `frontier` says in which speed: latency (among the smallest batch's trials), throughput (among all), or both.
-    Accuracy is the budget's metric in percent, its change in points against the reference.
-    """
-    import pandas as pd
-
-    rows = [row for contest in contests(frame) for row in _rows(contest)]
-    return pd.DataFrame.from_records(rows, columns=list(COLUMNS))
+def _frontier(run: RunData) -> Table:
+    rows = [row for contest in contests(run) for row in _rows(contest)]
+    return FRONTIER.of(COLUMNS, rows, notes=(NOTE,), group=("model", "device"), printed=PRINTED)
 
 
 def _rows(contest: Contest) -> Iterator[dict[str, Any]]:
-    metric = quality(contest.group)
+    metric = contest.metric
     if metric.column not in contest.group:
         return
     edges = {
@@ -53,31 +50,30 @@ def _row(row: pd.Series, metric: Metric, where: str) -> dict[str, Any]:
     change_low, change, change_high = metric.change(row)
     own = {name: row[name] for name in (*IDENTITY, "trial", *SPEEDS, "budget", "more_images")}
     return own | {
+        "throughput_ips_low": row["throughput_low"], "throughput_ips_high": row["throughput_high"],
         "frontier": where, "metric": metric.key, "accuracy": row[metric.column], "accuracy_low": low,
         "accuracy_high": high, "change": change, "change_low": change_low, "change_high": change_high,
     }  # fmt: skip
 
 
-def _speed(row: dict[str, Any], value: str, low: str, high: str) -> str:
-    if missing(row[value]):
-        return ""
-    return significant(row[value]) + ("" if missing(row[low]) else limits(row[low], row[high], significant))
-
-
-def _percent(row: dict[str, Any], value: str) -> str:
-    """A share, or a difference of shares, with its interval, which may be as wide as it is."""
-    if missing(row[value]):
-        return ""
-    low, high = row[f"{value}_low"], row[f"{value}_high"]
-    return f"{row[value]:.2f}" + ("" if missing(low) or missing(high) else f" [{low:.2f}, {high:.2f}]")
-
-
-PRINTED = (
-    Column("latency ms", lambda r: _speed(r, *SPEEDS[:3]), 0, sort="latency_ms"),
-    Column("images/s", lambda r: _speed(r, *SPEEDS[3:]), 0, sort="throughput_ips"),
-    Column("accuracy %", lambda r: _percent(r, "accuracy"), 0, sort="accuracy"),
-    Column("change, points", lambda r: _percent(r, "change"), 2, sort="change"),
-    Column("metric", lambda r: str(r["metric"]), 4, right=False, sort="metric"),
-    Column("budget", lambda r: str(r["budget"]), 1, right=False, sort="budget"),
-    Column("frontier", lambda r: str(r["frontier"]), 0, right=False, sort="frontier"),
+COLUMNS = (
+    *pick(*IDENTITY, "trial"),
+    Column("frontier", "in which speed nothing beats it: latency, throughput or both", kind=TEXT),
+    *(replace(column, interval=column.name in (LATENCY, THROUGHPUT), rank=0) for column in pick(*SPEEDS)),
+    Column("metric", "what accuracy is shown by: the budget's first metric", kind=TEXT, rank=4),
+    Column("accuracy", "by that metric", "%", PERCENT, "accuracy %", interval=True),
+    *(Column(f"accuracy_{end}", f"{end} limit of its 95 % interval", "%", PERCENT) for end in LIMITS),
+    Column("change", "against the reference on the same images", "points", POINTS, rank=2, interval=True),
+    *(Column(f"change_{end}", f"{end} limit of its 95 % interval", "points", POINTS) for end in LIMITS),
+    *pick("budget", "more_images"),
+)
+PRINTED = (*IDENTITY, LATENCY, THROUGHPUT, "accuracy", "change", "metric", "budget", "frontier")
+FRONTIER = TableKind(
+    "frontier",
+    "Frontier",
+    "The trials that no other beats in both accuracy and speed, fastest first.",
+    _frontier,
+    "there is no frontier: no trial has both an accuracy and a speed",
+    section="tables",
+    place=3,
 )

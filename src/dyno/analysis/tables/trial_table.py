@@ -6,50 +6,31 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dyno.analysis import stats
+from dyno.analysis.formatting import images_tested
 from dyno.analysis.metrics import accuracy, detection, work
 from dyno.analysis.metrics.precision import truth
+from dyno.analysis.presentation.table import COUNT, TEXT, Row, Table, TableKind, missing
 from dyno.analysis.ranking import correctness
 from dyno.analysis.ranking.correctness import AGREE, WRONG, Correctness
 from dyno.analysis.ranking.references import INCOMPARABLE, incomparable, references, yardsticks
 from dyno.analysis.records import gpu_remarks
-from dyno.analysis.records.results import Results, TrialResult, clock_of
+from dyno.analysis.records.results import Results, TrialResult, clock_of, load
 from dyno.analysis.records.rounds import LATENCIES
+from dyno.analysis.records.run_data import RunData
+from dyno.analysis.tables.trial_columns import COLUMNS, PRINTED, STAGES, STATISTICS
 from dyno.worker.spec import UserError, route_of
 
 if TYPE_CHECKING:
     import pandas as pd
 
 REFERENCE = "reference"
-STAGES = ("decode", "preprocess", "inference", "postprocess")  # of an evaluation, per image
 _LIMITS = {"": "value", "_low": "low", "_high": "high"}
-STATISTICS = ("mean", "median", "p90", "p95", "p99", "max", "std", "trimmed")
-COLUMNS = (
-    "model", "backend", "precision", "batch", "size", "device", "status", "reason",
-    *(f"latency_{b}_ms_{s}" for b in ("all", "model") for s in STATISTICS),
-    "throughput_ips", "top1", "top1_low", "top1_high", "top5", "map50", "map50_95", "map_low", "map_high", "map_diff",
-    "map_diff_low", "map_diff_high", "box_map50", "box_map50_95", "size_mb", "layers", "parameters", "gpu_memory_mb",
-    "build_s", "first_call_ms", "speedup", "speedup_low", "speedup_high", "verdict",
-)  # fmt: skip
-# After the promised columns: what identifies a row, what the comparison was, and the decision.
-EXTRAS = (
-    "trial", "runtime", "options", "reference", "boundary", "latency_ms", "latency_ms_low", "latency_ms_high",
-    "rounds", "images", "top1_diff", "top1_diff_low", "top1_diff_high", "budget", "more_images", "ran_as",
-    "asked_share", "precision_ok", "latency_all_ms_trimmed_std",
-    "latency_model_ms_trimmed_std", "gflops", "tflops", "peak_tflops", "peak_share", "load_s", "memory_mb", "warnings",
-    "clock", "outside_gpu_ms", "gpu_util", "gpu_clock_mhz", "gpu_power_w", "gpu_temperature_c", "throttle",
-    "throttled_samples", "gpu_others", "pipeline_ips", "decode_ms", "preprocess_ms", "inference_ms", "postprocess_ms",
-    "throughput_low", "throughput_high", "top5_low", "top5_high", "top5_diff", "top5_diff_low", "top5_diff_high",
-    "budget_reference", "set_aside", "outputs", "output_error", "answers_changed",
-    "route",
-)  # fmt: skip
-WHOLE = ("batch", "layers", "parameters", "rounds", "images", "more_images", "warnings", "throttled_samples",
-         "gpu_others", "set_aside")  # fmt: skip
-TEXT = ("model", "backend", "precision", "size", "device", "status", "reason", "verdict", "trial", "runtime", "options",
-        "reference", "boundary", "budget", "budget_reference", "ran_as", "precision_ok", "clock",
-        "throttle", "outputs", "route")  # fmt: skip
+WHOLE = tuple(c.name for c in COLUMNS if c.kind == COUNT)
+TEXTS = tuple(c.name for c in COLUMNS if c.kind == TEXT)
 
 
 @dataclass(frozen=True)
@@ -65,10 +46,8 @@ class Comparison:
     outputs: Correctness | None = None
 
 
-def frame(
-    results: Results, reference: str | None = None, budget: str | Mapping[str, float] | None = None
-) -> pd.DataFrame:
-    """The run as a DataFrame, one row per trial, columns COLUMNS + EXTRAS.
+def read(results: Results | Path, reference: str | None = None, budget: Mapping[str, float] | None = None) -> RunData:
+    """A run folder, or what was read of it, with its table: one row per trial, those of `trial_columns`.
 
     Times are in ms where the name says so (a latency is per batch, over the good rounds as in `stats.over_rounds`),
     top1, top5 and their differences in percent and percentage points, sizes in MB (1e6 bytes). `reference` as in
@@ -78,9 +57,9 @@ def frame(
     """
     import pandas as pd
 
-    limits = accuracy.budgets(budget or results.settings.get("budget"))
-    reference = reference or results.settings.get("reference")
-    chosen = references(results, reference)
+    results = results if isinstance(results, Results) else load(results)
+    limits = accuracy.budgets(budget or results.settings.get("budget") or {})
+    chosen = references(results, reference or results.settings.get("reference"))
     measures = yardsticks(results, chosen)
     company: dict[Any, list[TrialResult]] = defaultdict(list)
     for t in results.trials:
@@ -98,14 +77,13 @@ def frame(
     ]
     known = work.peaks(results)
     rows = [r | work.columns(t, r, results, known) for t, r in zip(results.trials, rows, strict=True)]
-    table = pd.DataFrame.from_records(rows, columns=[*COLUMNS, *EXTRAS])
-    table = table.astype(dict.fromkeys(WHOLE, "Int64") | dict.fromkeys(TEXT, object))
+    table = pd.DataFrame.from_records(rows, columns=[c.name for c in COLUMNS])
+    table = table.astype(dict.fromkeys(WHOLE, "Int64") | dict.fromkeys(TEXTS, object))
     if budget:
         _check_budget(limits, table)
-    table.attrs |= {"budget": ", ".join(map(str, limits)), "reference": reference}
-    numbers = [c for c in table.columns if c not in (*WHOLE, *TEXT)]
+    numbers = [c for c in table.columns if c not in (*WHOLE, *TEXTS)]
     table[numbers] = table[numbers].astype(float)
-    return table
+    return RunData(results, table, limits, chosen)
 
 
 def _check_budget(limits: Sequence[accuracy.Budget], table: pd.DataFrame) -> None:
@@ -117,8 +95,8 @@ def _check_budget(limits: Sequence[accuracy.Budget], table: pd.DataFrame) -> Non
 
 
 def row(t: TrialResult, against: Comparison, compare: bool = True) -> dict[str, Any]:
-    """One trial as a dict of COLUMNS + EXTRAS; a column that doesn't apply is missing, None or NaN."""
-    found: dict[str, Any] = dict.fromkeys(TEXT, "")
+    """One trial as a dict of COLUMNS; a column that doesn't apply is missing, None or NaN."""
+    found: dict[str, Any] = dict.fromkeys(TEXTS, "")
     found |= {
         "model": t.model, "backend": t.backend, "precision": t.precision, "batch": t.batch, "size": t.size,
         "device": t.device, "status": t.status, "reason": t.reason, "trial": t.id, "runtime": t.runtime,
@@ -314,3 +292,28 @@ def _speed(t: TrialResult, against: Comparison, compare: bool) -> dict[str, Any]
 
 def _scale(value: Any, factor: float) -> float:
     return math.nan if value is None else float(value) * factor
+
+
+def _trials(run: RunData) -> Table:
+    several = ("device",) if run.frame["device"].nunique() > 1 else ()
+    rows = run.frame.to_dict("records")
+    return TRIALS.of(COLUMNS, rows, group=("model", "size", "batch", *several), printed=PRINTED, below=below)
+
+
+def below(rows: list[Row]) -> list[str]:
+    """What is printed below trials: images that their accuracies are not of, and the reason of every failure."""
+    judged = [r for r in rows if not (missing(r.get("top1")) and missing(r.get("map50_95")))]
+    tested = [(r["images"], r["set_aside"]) for r in judged if not missing(r.get("set_aside")) and r["set_aside"]]
+    bad = [r for r in rows if r["status"] != "ok"]
+    said = [f"accuracy is on {images_tested(*each)}" for each in dict.fromkeys(tested)]
+    return [*said, *(f"{r['backend']} {r['precision']} {r['status']}: {r['reason']}" for r in bad)]
+
+
+TRIALS = TableKind(
+    "trials",
+    "Trials",
+    "A row per trial: latency, throughput, speed-up over the reference, verdict, accuracy and its budget, file, build.",
+    _trials,
+    section="tables",
+    place=1,
+)

@@ -14,7 +14,7 @@ from dyno.analysis.metrics.detection import WORDS, MeanAP
 from dyno.analysis.records.results import TrialResult
 from dyno.analysis.records.rounds import LATENCIES
 from dyno.analysis.stats import Interval
-from dyno.analysis.tables.trial_table import STAGES
+from dyno.analysis.tables.trial_columns import STAGES
 
 COLUMNS = ("mean", "median", "p90", "p95", "p99", "max")
 WORST = 5  # classes and confusions that are named

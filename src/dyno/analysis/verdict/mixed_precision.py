@@ -11,7 +11,8 @@ from dyno.analysis.metrics import accuracy
 from dyno.analysis.metrics.accuracy import OVER, UNDECIDED, WITHIN
 from dyno.analysis.metrics.measures import quality
 from dyno.analysis.ranking.frontier import LATENCY
-from dyno.analysis.records.results import Results, TrialResult
+from dyno.analysis.records.results import TrialResult
+from dyno.analysis.records.run_data import RunData
 from dyno.analysis.verdict.findings import NOTE, WARNING, Finding, ms, ratio
 
 if TYPE_CHECKING:
@@ -23,16 +24,16 @@ HIGHER = ("fp32", "tf32")
 NAMED = 3  # kept layers that a sentence names
 
 
-def failing(results: Results, frame: pd.DataFrame) -> list[str]:
+def failing(run: RunData) -> list[str]:
     """Ids of the trials whose lowered precision is not within the budget with confidence although it could be.
 
     One per way of running and size, at the smallest batch that ran. Left out is what no layer could mend: too few
     images for any trial to be within, or a size at which the higher precisions fail the budget too.
     """
+    frame = run.frame
     rows = {row["trial"]: row for _, row in frame.iterrows()}
-    limits = accuracy.budgets(frame.attrs.get("budget"))
     smallest: dict[Any, TrialResult] = {}
-    for t in sorted(results, key=lambda t: t.batch):
+    for t in sorted(run.records, key=lambda t: t.batch):
         if t.precision in LOWERED and KEEP not in t.options and t.status == "ok":
             smallest.setdefault(_series(t), t)
     chosen = []
@@ -40,7 +41,7 @@ def failing(results: Results, frame: pd.DataFrame) -> list[str]:
         row = rows[t.id]
         others = frame[(frame["model"] == t.model) & (frame["size"] == t.size) & (frame["device"] == t.device)]
         higher = others[others["precision"].isin(HIGHER) & (others["status"] == "ok")]
-        if row["budget"] in (OVER, UNDECIDED) and (higher["budget"] == WITHIN).any() and _enough(row, limits):
+        if row["budget"] in (OVER, UNDECIDED) and (higher["budget"] == WITHIN).any() and _enough(row, run.budgets):
             chosen.append(t.id)
     return chosen
 
@@ -57,21 +58,20 @@ def _series(t: TrialResult) -> tuple[Any, ...]:
     return t.model, t.backend, t.precision, t.size, t.device, t.runtime, options
 
 
-def findings(results: Results, frame: pd.DataFrame) -> Iterator[Finding]:
+def findings(run: RunData) -> Iterator[Finding]:
     """What was kept higher for each lowered precision, and what it costs."""
-    budget = str(frame.attrs.get("budget", ""))
     tried: dict[Any, list[TrialResult]] = {}
-    for t in results:
+    for t in run.records:
         if KEEP in t.options:
             tried.setdefault(_series(t), []).append(t)
-    plain = {(_series(t), t.batch): t for t in results if KEEP not in t.options}
-    rows = {row["trial"]: row for _, row in frame.iterrows()} if budget and tried else {}
+    plain = {(_series(t), t.batch): t for t in run.records if KEEP not in t.options}
+    rows = {row["trial"]: row for _, row in run.frame.iterrows()} if run.budgets and tried else {}
     for series, trials in tried.items() if rows else ():
         batch = min(t.batch for t in trials)
         there = [t for t in trials if t.batch == batch]
         if (without := plain.get((series, batch))) is not None and rows[without.id]["budget"] in (OVER, UNDECIDED):
             held = [t for t in there if rows[t.id]["budget"] == WITHIN and t.status == "ok"]
-            yield _found(without, min(held, key=_kept), rows, budget) if held else _none(without, there, budget)
+            yield _found(without, min(held, key=_kept), rows, run) if held else _none(without, there, run.budget)
 
 
 def _kept(t: TrialResult) -> int:
@@ -82,9 +82,9 @@ def _made_by(t: TrialResult) -> dict[str, Any]:
     return t.artifact.get("made_by") or {}
 
 
-def _found(plain: TrialResult, mixed: TrialResult, rows: dict[str, pd.Series], budget: str) -> Finding:
+def _found(plain: TrialResult, mixed: TrialResult, rows: dict[str, pd.Series], run: RunData) -> Finding:
     row, before = rows[mixed.id], rows[plain.id]
-    change = quality(row.to_frame().T).change(before)[1]
+    change = quality(row.to_frame().T, run.budgets).change(before)[1]
     loss = f" ({points(change / 100)} points)" if change == change else ""
     fails = "loses more than it allows" if before["budget"] == OVER else "is undecided"
     kept = _made_by(mixed).get("kept") or []
@@ -93,8 +93,8 @@ def _found(plain: TrialResult, mixed: TrialResult, rows: dict[str, pd.Series], b
     cost = stats.speedup(mixed.medians(boundary, clock), plain.medians(boundary, clock))
     return Finding(
         NOTE,
-        f"{plain.label} {fails} under {budget}{loss}; with {_kept(mixed)} of {_made_by(mixed).get('ranked')} layers "
-        f"in a higher precision ({names}) it is within: {ms(row[LATENCY])}, "
+        f"{plain.label} {fails} under {run.budget}{loss}; with {_kept(mixed)} of {_made_by(mixed).get('ranked')} "
+        f"layers in a higher precision ({names}) it is within: {ms(row[LATENCY])}, "
         f"{ratio(cost.value, cost.low, cost.high)} as fast as without. How many to keep was chosen on the test images "
         "themselves.",
     )

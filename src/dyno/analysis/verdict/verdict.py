@@ -8,10 +8,10 @@ from math import ceil, isinf, isnan
 from typing import TYPE_CHECKING
 
 from dyno.analysis import stats
-from dyno.analysis.formatting import limits, plain, points, show, significant
+from dyno.analysis.formatting import counting, limits, plain, points, show, significant
 from dyno.analysis.metrics.accuracy import OVER, UNDECIDED, judged, set_aside
-from dyno.analysis.metrics.measures import quality
 from dyno.analysis.metrics.precision import truth
+from dyno.analysis.presentation.table import missing
 from dyno.analysis.ranking import frontier
 from dyno.analysis.ranking.contention import Crowding, crowding
 from dyno.analysis.ranking.contests import Contest, contests
@@ -21,8 +21,8 @@ from dyno.analysis.ranking.references import incomparable
 from dyno.analysis.records import gpu_remarks
 from dyno.analysis.records.results import Results, TrialResult, clock_of
 from dyno.analysis.records.rounds import GPU
+from dyno.analysis.records.run_data import RunData
 from dyno.analysis.tables import breakeven
-from dyno.analysis.tables.render import missing
 from dyno.analysis.verdict import confirmation, mixed_precision
 from dyno.analysis.verdict.findings import BEST, FAILURE, NOTE, WARNING, Finding, ms, ratio
 
@@ -38,36 +38,36 @@ WIDER = {
 }
 
 
-def sentences(results: Results, frame: pd.DataFrame) -> list[str]:
+def sentences(run: RunData) -> list[str]:
     """The verdict in plain sentences, most important first."""
-    return [plain(f.text) for f in findings(results, frame)]
+    return [plain(f.text) for f in findings(run)]
 
 
-def findings(results: Results, frame: pd.DataFrame) -> list[Finding]:
+def findings(run: RunData) -> list[Finding]:
     """The verdict: the fastest within the budget and how sure that is, then truth of precision, reasons, failures."""
-    trials = {t.id: t for t in results.trials}
-    every, crowd = contests(frame), crowding(results)
-    found = [f for contest in every[:MOST_GROUPS] for f in _contest(contest, trials, frame.attrs.get("budget", ""))]
+    results, trials = run.records, run.trials
+    every, crowd = contests(run), crowding(results)
+    found = [f for contest in every[:MOST_GROUPS] for f in _contest(contest, trials, run.budget)]
     if crowd and crowd.mostly:  # whatever is said of an order would be said of the machine's load
         failed = [f for f in found if f.kind == FAILURE]
         apart = [f for contest in every[:MOST_GROUPS] for f in _apart(contest)]
         told = [*failed, *apart, *_truths(results), *_outcome(results, crowd)]
-        return [*_wrong_outputs(frame, trials), Finding(WARNING, crowd.sentence), *told]
+        return [*_wrong_outputs(run), Finding(WARNING, crowd.sentence), *told]
     if len(every) > MOST_GROUPS:
         found.append(Finding(NOTE, f"{len(every) - MOST_GROUPS} more models and sizes are in the tables."))
     return [
-        *_wrong_outputs(frame, trials),
+        *_wrong_outputs(run),
         *found,
-        *mixed_precision.findings(results, frame),
+        *mixed_precision.findings(run),
         *_truths(results),
         *_slow_precisions(results),
         *_outcome(results, crowd),
     ]
 
 
-def _wrong_outputs(frame: pd.DataFrame, trials: dict[str, TrialResult]) -> Iterator[Finding]:
+def _wrong_outputs(run: RunData) -> Iterator[Finding]:
     """Trials that compute something else than their reference, so that none of them was ranked."""
-    wrong = frame[frame["outputs"] == WRONG]
+    trials, wrong = run.trials, run.frame[run.frame["outputs"] == WRONG]
     for (reference, verdict), rows in wrong.groupby(["reference", "verdict"], sort=False):
         held = [trials[id] for id in rows["trial"]]
         names = ", ".join(dict.fromkeys(t.way for t in held))
@@ -143,7 +143,7 @@ def _runner_up(contest: Contest, trials: dict[str, TrialResult]) -> Iterator[Fin
 
 
 def _accuracy(contest: Contest, winner: pd.Series, trials: dict[str, TrialResult]) -> Iterator[Finding]:
-    metric = quality(contest.group)
+    metric = contest.metric
     if metric.column not in winner or isnan(winner[metric.column]):
         return
     low, high = metric.interval(winner)
@@ -178,7 +178,7 @@ def _left_out(contest: Contest, budget: str) -> Iterator[Finding]:
     """Faster trials that the budget kept from being the fastest."""
     if not budget:
         return
-    ranked, metric = contest.fastest, quality(contest.group)
+    ranked, metric = contest.fastest, contest.metric
     limit = ranked.iloc[0][LATENCY] if len(ranked) else float("inf")
     faster = frontier.ranked(frontier.usable(contest.first))
     for _, row in faster[faster[LATENCY] < limit].iterrows():
@@ -228,7 +228,7 @@ def _truths(results: Results) -> Iterator[Finding]:
     told = [found for _, found in known if found.known]
     if told:
         kept = sum(found.ok for found in told)
-        yield Finding(NOTE, f"Precision: {kept} of {len(told)} trials ran in the type they were asked for.")
+        yield Finding(NOTE, f"Precision: {kept} of {counting(len(told), 'trial')} ran in the type they were asked for.")
     for (_, sentence), trials in wrong.items():
         whose = f"{trials[0].model} " if len({t.model for t in results}) > 1 else ""
         found = truth(trials[0])
@@ -292,9 +292,11 @@ def _outcome(results: Results, crowd: Crowding | None) -> Iterator[Finding]:
     total = len(results.trials)
     if bad:
         each = ", ".join(f"{n} {status}" for status, n in bad.items())
-        yield Finding(FAILURE, f"{sum(bad.values())} of {total} trials did not finish: {each}; each has its reason.")
+        yield Finding(
+            FAILURE, f"{sum(bad.values())} of {counting(total, 'trial')} did not finish: {each}; each has its reason."
+        )
     if count["skipped"]:
-        yield Finding(NOTE, f"{count['skipped']} of {total} trials were skipped, each with its reason.")
+        yield Finding(NOTE, f"{_of(count['skipped'], total, 'was', 'were')} skipped, each with its reason.")
     if crowd and not crowd.mostly:
         yield Finding(WARNING, crowd.sentence)
     yield from _gpu(results)
@@ -305,7 +307,7 @@ def _outcome(results: Results, crowd: Crowding | None) -> Iterator[Finding]:
         )
     warned = sum(1 for t in results if t.warnings())
     if warned:
-        yield Finding(WARNING, f"{warned} of {total} trials have warnings; the report lists them.")
+        yield Finding(WARNING, f"{_of(warned, total, 'has', 'have')} warnings; the report lists them.")
     for problem in results.problems:
         yield Finding(FAILURE, problem)
 
@@ -342,6 +344,10 @@ def _launch_bound(results: Results) -> Iterator[Finding]:
         t, found = max(known, key=lambda each: each[1].share)
         others = f"; {len(known) - 1} more trials say so too" if len(known) > 1 else ""
         yield Finding(NOTE, f"{t.label}: {found.sentence}{others}.")
+
+
+def _of(count: int, total: int, one: str, several: str) -> str:
+    return f"{count} of {counting(total, 'trial')} {one if count == 1 else several}"
 
 
 def _places(trials: list[TrialResult]) -> str:

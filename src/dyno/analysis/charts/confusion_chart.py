@@ -1,0 +1,68 @@
+"""Which classes a classifier takes for which, as pictures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from dyno.analysis.formatting import short
+from dyno.analysis.metrics import confusion
+from dyno.analysis.metrics.confusion import Confusion
+from dyno.analysis.presentation.chart import Chart
+from dyno.analysis.records.run_data import RunData
+from dyno.analysis.style import INK, WIDTH, styled
+
+MOST_DRAWN = 4  # matrices; every one is stored as CSV
+MOST_NUMBERED = 20  # classes up to which the picture has the numbers in it
+MOST_LABELLED = 60
+MOST_SQUARES = 30  # classes up to which each cell is a shape of its own in the page, beyond it a picture
+LONGEST = 24
+
+
+def matrices(run: RunData) -> Any:
+    """The matrices of the first MOST_DRAWN ways of running a model, shaded by the share of each label's images."""
+    chosen = confusion.chosen(run.records)[:MOST_DRAWN]
+    drawn = [(t.label, found) for t in chosen if (found := confusion.of(t)) and len(found.classes) > 1]
+    if not drawn:
+        return None
+    sides = [min(WIDTH, max(3.2, 1.6 + 0.32 * len(found.classes))) for _, found in drawn]
+    with styled() as figure_class:
+        made = figure_class(figsize=(max(sides), sum(sides)), layout="constrained")
+        places = made.subplots(len(drawn), 1, squeeze=False, height_ratios=sides)[:, 0]
+        for axes, (label, found) in zip(places, drawn, strict=True):
+            axes.set_title(short(label, 2 * LONGEST), fontsize=9)
+            _matrix(axes, found)
+    return made
+
+
+def _matrix(axes: Any, found: Confusion) -> None:
+    total = np.maximum(found.counts.sum(axis=1, keepdims=True), 1)
+    count = len(found.classes)
+    axes.grid(False)
+    axes.pcolormesh(found.counts / total, cmap="Blues", vmin=0, vmax=1, rasterized=count > MOST_SQUARES)
+    axes.set_aspect("equal")
+    axes.invert_yaxis()
+    axes.set_xlabel("answer")
+    axes.set_ylabel("label")
+    ticks = range(count) if count <= MOST_LABELLED else []
+    names = [short(name, LONGEST) for name in found.names]
+    middles = [place + 0.5 for place in ticks]
+    axes.set_xticks(middles, names if ticks else [], rotation=90, fontsize=8)
+    axes.set_yticks(middles, names if ticks else [], fontsize=8)
+    if count <= MOST_NUMBERED:
+        _numbers(axes, found.counts, found.counts / total)
+
+
+def _numbers(axes: Any, counts: np.ndarray, shares: np.ndarray) -> None:
+    for i, j in zip(*np.nonzero(counts), strict=True):
+        shade = "white" if shares[i, j] > 0.5 else INK
+        axes.text(j + 0.5, i + 0.5, f"{counts[i, j]:,}", ha="center", va="center", fontsize=7, color=shade)
+
+
+CONFUSION = Chart(
+    "confusion",
+    "Confusion matrices: rows are the labels, columns the answers, shades the share of the label's images.",
+    matrices,
+    13,
+)

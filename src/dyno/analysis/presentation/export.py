@@ -1,0 +1,209 @@
+"""A table in a format: text for a terminal, Markdown, CSV, JSON or HTML, all from the same `Table`."""
+
+from __future__ import annotations
+
+import csv
+import html
+import io
+import json
+import math
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from dyno.analysis import formatting
+from dyno.analysis.formatting import UNLIMITED, markdown, markdown_table, plain, short
+from dyno.analysis.presentation.table import TEXT, Column, Part, Row, Table, missing
+from dyno.worker.spec import SCHEMA, check_known
+
+LONGEST = 32  # characters of a name in a terminal, and to which words are folded before a column is left out
+GAP, LEAST = 2, 6  # between columns; characters to which a word may be broken where nothing else helps
+NAMES = 2  # columns that say which row it is
+
+By = str | Sequence[str]
+
+
+def export(tables: Sequence[Table], format: str = "text", by: By = (), about: Mapping[str, Any] | None = None) -> str:
+    """The tables in one of FORMATS, ending with a line end.
+
+    `csv`, `json` and `html` hold plain values; csv and json have every column, the others those that are printed, a
+    part for each of the values of the columns `by`. `about` stands at the beginning of the JSON object, which holds
+    one table's `columns`, `rows` and `notes`, or several `tables` by name. UserError for an unknown format or column.
+    """
+    check_known("format", format, FORMATS)
+    if format == "json":
+        return _json(tables, about or {})
+    return FORMATS[format](tables, by)
+
+
+def _csv(tables: Sequence[Table], by: By) -> str:
+    made = io.StringIO()
+    writer = csv.writer(made, lineterminator="\n")
+    for number, table in enumerate(tables):
+        made.write("\n" if number else "")
+        writer.writerow([c.name for c in table.columns])
+        writer.writerows([_cell(row.get(c.name)) for c in table.columns] for row in table.rows)
+    return made.getvalue()
+
+
+def _cell(value: Any) -> Any:
+    return "" if missing(value) else value
+
+
+def _json(tables: Sequence[Table], about: Mapping[str, Any]) -> str:
+    each = {table.name: _content(table) for table in tables}
+    content = {"table": tables[0].name, **each[tables[0].name]} if len(tables) == 1 else {"tables": each}
+    found = {"schema": SCHEMA, **about, **content}
+    return json.dumps(found, ensure_ascii=False, indent=1, allow_nan=False) + "\n"
+
+
+def _content(table: Table) -> dict[str, Any]:
+    about = {name: getattr(table, name) for name in ("title", "description")}
+    columns = [{name: getattr(c, name) for name in ("name", "unit", "kind", "meaning")} for c in table.columns]
+    rows = [{c.name: _value(row.get(c.name)) for c in table.columns} for row in table.rows]
+    return {**about, "columns": columns, "rows": rows, "notes": list(table.notes)}
+
+
+def _value(value: Any) -> Any:
+    if missing(value) or value == "" or (isinstance(value, float) and math.isinf(value)):
+        return None
+    return value.item() if hasattr(value, "item") else value
+
+
+def _heading(table: Table, part: Part, alone: bool) -> str:
+    """The part's own heading, with the table's where there are others beside it, or where it names a statistic."""
+    if not part.title:
+        return table.title
+    return part.title if alone and "statistic" not in table.group else f"{table.title}: {part.title}"
+
+
+def _markdown(tables: Sequence[Table], by: By) -> str:
+    blocks = []
+    for table in tables:
+        blocks += [f"## {table.name}\n"] if len(tables) > 1 else []
+        for part in table.parts(by):
+            cells = [[_raw(c, c.text(r)) for c in part.columns] for r in part.rows]
+            heads = [markdown(c.heading) for c in part.columns]
+            written = markdown_table(heads, cells, [c.right for c in part.columns])
+            below = "".join(f"\n- {markdown(note)}" for note in part.notes)
+            heading = markdown(_heading(table, part, len(tables) == 1))
+            blocks.append(f"### {heading}\n\n{written}" + (below + "\n" if below else ""))
+    return "\n".join(blocks)
+
+
+def _raw(column: Column, text: str) -> str:
+    """Words are escaped; numbers with their intervals mean nothing in Markdown."""
+    return markdown(text) if column.kind == TEXT else text
+
+
+def _html(tables: Sequence[Table], by: By) -> str:
+    return "\n".join(page_part(table, part) for table in tables for part in table.parts(by))
+
+
+def page_part(table: Table, part: Part, heading: str = "h3") -> str:
+    """One part as HTML, with what each cell is sorted by; everything in it is escaped."""
+    columns = part.columns
+    heads = "".join(
+        f'<th scope="col"{_side(c)} title="{html.escape(c.meaning)}">'
+        f'<button type="button">{html.escape(c.heading)}</button></th>'
+        for c in columns
+    )
+    rows = "\n".join(f"<tr>{''.join(_html_cell(c, r) for c in columns)}</tr>" for r in part.rows)
+    notes = "".join(f'<p class="note">{html.escape(note)}</p>' for note in part.notes)
+    title = f"<{heading}>{html.escape(_heading(table, part, alone=False))}</{heading}>\n" if heading else ""
+    return (
+        f'{title}<div class="box"><table class="sortable">\n<thead><tr>{heads}</tr></thead>\n'
+        f"<tbody>\n{rows}\n</tbody></table></div>\n{notes}"
+    )
+
+
+def _side(column: Column) -> str:
+    return ' class="n"' if column.right else ""
+
+
+def _html_cell(column: Column, row: Row) -> str:
+    key = html.escape(str(_cell(row.get(column.name))))
+    return f'<td{_side(column)} data-v="{key}">{html.escape(column.text(row))}</td>'
+
+
+def _text(tables: Sequence[Table], by: By) -> str:
+    width = formatting.width()
+    return "\n".join(
+        _text_part(_heading(table, part, len(tables) == 1), part, width) for table in tables for part in table.parts(by)
+    )
+
+
+def _text_part(title: str, part: Part, width: int) -> str:
+    """The part with its least important columns left out until it fits, then with cells broken between words."""
+    longest = LONGEST if width < UNLIMITED else UNLIMITED
+    cells = {c.name: [plain(c.heading), *(_shortened(c, r, longest) for r in part.rows)] for c in part.columns}
+    most = {c.name: longest if c.kind == TEXT else UNLIMITED for c in part.columns}  # words can be folded
+    widest = {name: min(max(map(_cells, texts)), most[name]) for name, texts in cells.items()}
+    kept = list(part.columns)
+    while sum(widest[c.name] + GAP for c in kept) - GAP > width and any(c.rank for c in kept):
+        kept.remove(max(reversed(kept), key=lambda c: c.rank))
+    hidden = ", ".join(c.heading for c in part.columns if c not in kept)
+    notes = [*map(plain, part.notes), *([f"not shown at this width: {hidden}"] if hidden else [])]
+    widths = _widths([cells[c.name] for c in kept], width - GAP * (len(kept) - 1))
+    lines = [
+        _line([cells[c.name][i] for c in kept], widths, [c.right for c in kept]) for i in range(len(part.rows) + 1)
+    ]
+    rule = "─" * (sum(widths) + GAP * (len(kept) - 1))
+    below = [textwrap.fill(note, width, initial_indent="  ", subsequent_indent="    ") for note in notes]
+    return "\n".join([title, rule, lines[0], rule, *lines[1:], rule, *below]) + "\n"
+
+
+def _shortened(column: Column, row: Row, longest: int) -> str:
+    """The cell on one line; names are cut, for they can be of any length."""
+    return short(column.text(row), longest if column.identity else UNLIMITED)
+
+
+def _widths(columns: Sequence[list[str]], whole: int) -> list[int]:
+    """Each column's width: its longest word at least, and what is left to those that lack least."""
+    wanted = [max(map(_cells, texts)) for texts in columns]
+    if sum(wanted) <= whole:
+        return wanted
+    widths = [max((_cells(word) for text in texts for word in text.split()), default=1) for texts in columns]
+    while sum(widths) > whole and (broken := [i for i, width in enumerate(widths) if width > LEAST]):
+        # Names stand first; their words are broken last.
+        widths[max(broken, key=lambda i: (i >= NAMES, widths[i]))] -= 1
+    for index in sorted(range(len(widths)), key=lambda i: wanted[i] - widths[i]):
+        widths[index] += max(0, min(wanted[index] - widths[index], whole - sum(widths)))
+    return widths
+
+
+def _line(texts: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -> str:
+    """A row of the table: one line, or several where a cell doesn't fit."""
+    cells = [_folded(text, width) for text, width in zip(texts, widths, strict=True)]
+    height = max(map(len, cells), default=1)
+    each = [[*lines, *[""] * (height - len(lines))] for lines in cells]
+    return "\n".join(
+        (" " * GAP).join(map(_pad, [lines[i] for lines in each], widths, right)).rstrip() for i in range(height)
+    )
+
+
+def _folded(text: str, width: int) -> list[str]:
+    if _cells(text) <= width:
+        return [text]
+    from rich.console import Console
+    from rich.text import Text
+
+    return [line.plain.rstrip() for line in Text(text).wrap(Console(width=width), width, overflow="fold")]
+
+
+def _cells(text: str) -> int:
+    if text.isascii():
+        return len(text)
+    from rich.cells import cell_len
+
+    return cell_len(text)
+
+
+def _pad(text: str, width: int, right: bool) -> str:
+    gap = " " * (width - _cells(text))
+    return gap + text if right else text + gap
+
+
+FORMATS: dict[str, Callable[[Sequence[Table], By], str]] = {
+    "text": _text, "markdown": _markdown, "csv": _csv, "json": lambda tables, by: _json(tables, {}), "html": _html,
+}  # fmt: skip

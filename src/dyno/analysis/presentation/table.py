@@ -1,0 +1,198 @@
+"""A table as plain data: columns that know their unit, kind and meaning, rows of plain values, and notes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+from dyno.analysis.formatting import NO_IMAGE, limits, plain, points, significant
+from dyno.analysis.records.run_data import RunData
+from dyno.worker.spec import UserError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+TEXT, NUMBER, COUNT, PERCENT, POINTS, RATIO, FINE = KINDS = (
+    "text", "number", "count", "percent", "points", "ratio", "fine ratio",
+)  # fmt: skip
+TITLES = ("model", "statistic", "label", "title")  # values that say in a heading what they are
+NEAREST = 3  # columns that may have been meant by a misspelt one
+
+Row = dict[str, Any]
+
+
+def missing(value: Any) -> bool:
+    """Whether a value is none: None, NaN or pandas' NA."""
+    # pandas' NA compares as NA, so it is told by its type; NaN is the value that isn't itself.
+    return value is None or type(value).__name__ == "NAType" or (isinstance(value, float) and math.isnan(value))
+
+
+def _whole(value: float) -> str:
+    return f"{value:,.0f}" if float(value).is_integer() else significant(value)
+
+
+SHOWN: dict[str, Callable[[float], str]] = {
+    NUMBER: lambda v: significant(float(v)),
+    COUNT: _whole,
+    PERCENT: lambda v: f"{v:.2f}",
+    POINTS: lambda v: points(v / 100),
+    RATIO: lambda v: f"{v:.2f}x",
+    FINE: lambda v: f"{v:.3f}x",
+}
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: its `name` in CSV and JSON, a `heading` for people, one of KINDS, the unit, and what it means.
+
+    An `identity` is a part of a row's name, printed where rows differ in it. An `interval` is printed behind the value,
+    from the row's NAME_low and NAME_high. On a narrow terminal the columns of the highest `rank` go first; those of
+    rank 0 stay. `cell` makes the printed text from the whole row instead.
+    """
+
+    name: str
+    meaning: str = ""
+    unit: str = ""
+    kind: str = NUMBER
+    title: str = ""
+    rank: int = 0
+    interval: bool = False
+    identity: bool = False
+    cell: Callable[[Row], str] | None = None
+
+    @property
+    def heading(self) -> str:
+        """The title, else the name with its unit."""
+        return self.title or (f"{self.name}, {self.unit}" if self.unit else self.name)
+
+    @property
+    def right(self) -> bool:
+        """Whether its cells stand on the right, as numbers do."""
+        return self.kind != TEXT
+
+    def text(self, row: Row) -> str:
+        """The cell of a row, "" where there is no value."""
+        if self.cell is not None:
+            return self.cell(row)
+        value: Any = row.get(self.name)
+        if missing(value):
+            return ""
+        if self.kind == TEXT:
+            return str(value)
+        show = SHOWN[self.kind]
+        low: Any = row.get(f"{self.name}_low")
+        high: Any = row.get(f"{self.name}_high")
+        if not self.interval or missing(low) or missing(high):
+            return show(value)
+        if self.kind in (PERCENT, POINTS):
+            return f"{show(value)} [{show(low)}, {show(high)}]"
+        return show(value) + limits(low, high, lambda v: show(v).removesuffix("x"))
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is printed as one table: a heading, the columns that hold anything, the rows, and its own notes."""
+
+    title: str
+    columns: list[Column]
+    rows: list[Row]
+    notes: list[str]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table with its content.
+
+    CSV and JSON hold every column; for people there are those named in `printed` (none: all), a part for each of the
+    values of the columns in `group`. `below` makes the notes of a part; `notes` stand under the last one. A row may
+    hold values that are no column's, for cells to read.
+    """
+
+    name: str
+    title: str
+    description: str
+    columns: tuple[Column, ...] = ()
+    rows: list[Row] = field(default_factory=list)
+    notes: tuple[str, ...] = ()
+    group: tuple[str, ...] = ()
+    printed: tuple[str, ...] = ()
+    below: Callable[[list[Row]], list[str]] | None = None
+
+    def parts(self, by: str | Sequence[str] = ()) -> Iterator[Part]:
+        """The parts to print, grouped by other columns (comma-separated, or a sequence) where `by` names some."""
+        asked = [k.strip() for k in by.split(",")] if isinstance(by, str) and by else list(by)
+        keys = asked or list(self.group)
+        known = {column.name: column for column in self.columns}
+        if unknown := [k for k in keys if k not in known]:
+            raise UserError(_no_column(unknown[0], list(known)))
+        grouped: dict[tuple[Any, ...], list[Row]] = {}
+        for row in self.rows:
+            grouped.setdefault(tuple(row.get(k) for k in keys), []).append(row)
+        shown = self._shown(keys, known)
+        for number, (values, rows) in enumerate(grouped.items(), 1):
+            columns = [c for c in shown if c.identity or any(c.text(r) for r in rows)]
+            own = [*(self.below(rows) if self.below else ()), *(self.notes if number == len(grouped) else ())]
+            yield Part(_title(keys, values), columns, rows, own)
+
+    def _shown(self, keys: list[str], known: Mapping[str, Column]) -> list[Column]:
+        """The columns for people: those that were not grouped by, of names those in which rows differ."""
+        chosen = [known[name] for name in self.printed or known if name not in keys]
+        left = [c for c in chosen if not c.identity or len({str(r.get(c.name)) for r in self.rows}) > 1]
+        return left if any(c.identity or c.kind == TEXT for c in left) else chosen
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Every column as a DataFrame: whole numbers as Int64, words as objects, all others as float."""
+        import pandas as pd
+
+        frame = pd.DataFrame.from_records(self.rows, columns=[c.name for c in self.columns])
+        kinds = {c.name: "Int64" if c.kind == COUNT else object if c.kind == TEXT else float for c in self.columns}
+        return frame.astype(kinds)
+
+
+def _title(keys: Sequence[str], values: Sequence[Any]) -> str:
+    named = [(k, v) for k, v in zip(keys, values, strict=True) if (k, v) != ("size", NO_IMAGE)]
+    return ", ".join(plain(v) if k in TITLES else f"{k} {plain(v)}" for k, v in named)
+
+
+def _no_column(name: str, columns: list[str]) -> str:
+    near = list(dict.fromkeys([*get_close_matches(name, columns, NEAREST), *(c for c in columns if name in c)]))
+    meant = f"did you mean {' or '.join(near[:NEAREST])}? " if near and name else ""
+    return f"there is no column {name!r} to group by; {meant}the first line of --format csv names all columns"
+
+
+@dataclass(frozen=True)
+class TableKind:
+    """A table that there can be, declared at the top of a module of `analysis/tables` or by an entry point of the group
+    `dyno.tables`: its name in `dyno show --table`, a title, and a sentence on what it holds.
+
+    `make` fills it from a run, or gives None where the run has nothing for it, which `nothing` says; a table that is no
+    run's has none, and is what `command` prints. The report shows it in its `section`, in the order of `place`.
+    """
+
+    name: str
+    title: str
+    description: str
+    make: Callable[[RunData], Table | None] | None = None
+    nothing: str = "this run has nothing for it"
+    section: str = ""
+    place: int = 100
+    command: str = ""
+
+    def of(self, columns: Sequence[Column], rows: Sequence[Row], **more: Any) -> Table:
+        """The table with this content; `more` are fields of `Table`."""
+        return Table(self.name, self.title, self.description, tuple(columns), list(rows), **more)
+
+    def table(self, run: RunData) -> Table:
+        """The run's table, which may be empty; UserError for a table that is no run's."""
+        if self.make is None:
+            raise UserError(f"the table {self.name} is not of a run; `{self.command}` prints it")
+        return self.make(run) or self.of((), ())
+
+
+def joined(tables: Sequence[Table]) -> Table:
+    """One table of the rows of several of one kind."""
+    first = tables[0]
+    return Table(**{**vars(first), "rows": [row for table in tables for row in table.rows]})

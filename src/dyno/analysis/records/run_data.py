@@ -1,0 +1,37 @@
+"""A run, loaded once: what tables, verdict, charts and report of one command are all made from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from dyno.analysis.records.results import Results, TrialResult
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import pandas as pd
+
+    from dyno.analysis.metrics.accuracy import Budget
+
+
+@dataclass(frozen=True)
+class RunData:
+    """Stored records with the table of their trials (a row each, as `tables.trial_table` makes it), the accuracy
+    budgets and the reference that the table is held against, and the reference trial of each trial by its id."""
+
+    records: Results
+    frame: pd.DataFrame
+    budgets: tuple[Budget, ...] = ()
+    references: Mapping[str, TrialResult] = field(default_factory=dict)
+
+    @cached_property
+    def trials(self) -> dict[str, TrialResult]:
+        """The trials by id."""
+        return {t.id: t for t in self.records}
+
+    @property
+    def budget(self) -> str:
+        """The budgets in words, `top1=0.5, top5=1`; "" without one."""
+        return ", ".join(map(str, self.budgets))

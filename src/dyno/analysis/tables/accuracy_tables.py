@@ -1,0 +1,166 @@
+"""Tables of accuracy: with intervals and budget, against the reference, class by class, and how evaluation went."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dyno.analysis.metrics import accuracy, confusion, detection
+from dyno.analysis.metrics.detection import WORDS
+from dyno.analysis.presentation.table import COUNT, PERCENT, POINTS, TEXT, Column, Row, Table, TableKind
+from dyno.analysis.records.run_data import RunData
+from dyno.analysis.tables.trial_columns import STAGES
+
+MOST_CLASSES, MOST_COLUMNS = 200, 8  # rows and trials of a table of classes
+LABEL = Column("label", "the trial: model, way of running, batch and size", kind=TEXT, title="trial")
+DECISION = (
+    Column("budget", "within, over or undecided", kind=TEXT),
+    Column("more_images", "about how many more would decide it", kind=COUNT, title="images to settle"),
+)
+
+
+def _copied(run: RunData, row: Any, names: tuple[str, ...]) -> Row:
+    return {"label": run.trials[row["trial"]].label, **{name: row[name] for name in names}}
+
+
+def _classification(run: RunData) -> Table | None:
+    rows = []
+    for _, r in run.frame[run.frame["top1"].notna()].iterrows():
+        t, reference = run.trials[r["trial"]], run.trials.get(r["reference"])
+        pair = accuracy.paired(t, reference) if reference is not None and reference is not t else None
+        change = {"top1_diff": None} if pair is None else {"gained": pair.gained, "lost": pair.lost}
+        rows.append(_copied(run, r, CLASSIFICATION_COPIED) | change)
+    return CLASSIFICATION.of(CLASSIFICATION_COLUMNS, rows) if rows else None
+
+
+def _detection(run: RunData) -> Table | None:
+    rows = []
+    for _, r in run.frame[run.frame["map50_95"].notna()].iterrows():
+        scored = detection.of(run.trials[r["trial"]])
+        own = _copied(run, r, DETECTION_COPIED) | {"of": WORDS[scored.kind] if scored else ""}
+        limits = {"map50_95_low": r["map_low"], "map50_95_high": r["map_high"]}
+        rows.append(own | limits)
+    return DETECTION.of(DETECTION_COLUMNS, rows) if rows else None
+
+
+def _classes(run: RunData) -> Table | None:
+    """Top-1 of each class in each way of running the model, the worst of the first one first."""
+    shown = [(t, found) for t in confusion.chosen(run.records)[:MOST_COLUMNS] if (found := confusion.of(t))]
+    if not shown or accuracy.of(shown[0][0]) is None:
+        return None
+    tables = [found.per_class() for _, found in shown]
+    each = {
+        t.id: dict(zip(table["class"], table["top1"], strict=True)) for (t, _), table in zip(shown, tables, strict=True)
+    }
+    rows = [
+        {"class": r["class"], "images": r["images"], **{id: found.get(r["class"]) for id, found in each.items()},
+         "taken_for": r["taken_for"], "times": r["times"] or None}
+        for r in tables[0].head(MOST_CLASSES).to_dict("records")
+    ]  # fmt: skip
+    columns = (
+        Column("class", "of the label", kind=TEXT),
+        Column("images", "with that label", kind=COUNT),
+        *(Column(t.id, f"top-1 of {t.label}", "%", PERCENT, f"top-1 %, {t.label}") for t, _ in shown),
+        Column("taken_for", "the class that the first trial takes it for most", kind=TEXT, title="taken for"),
+        Column("times", "how often", kind=COUNT),
+    )
+    return CLASSES.of(columns, rows, notes=("The report's charts/confusion-ID.csv has each whole confusion matrix.",))
+
+
+def _average_precision(run: RunData) -> Table | None:
+    """AP50-95 of each class in each way of running the model; rows are classes."""
+    scored = [(t, found) for t in run.records if t.good and (found := detection.of(t))][:MOST_COLUMNS]
+    each = {t.id: {name: 100 * ap for name, _, ap in found.own.by_class()} for t, found in scored}
+    names = list(dict.fromkeys(name for found in each.values() for name in found))[:MOST_CLASSES]
+    rows = [{"class": name, **{id: found.get(name) for id, found in each.items()}} for name in names]
+    columns = [Column(t.id, f"AP50-95 of {t.label}", "%", PERCENT, t.label) for t, _ in scored]
+    return AVERAGE_PRECISION.of((Column("class", "of the objects", kind=TEXT), *columns), rows) if rows else None
+
+
+def _evaluation(run: RunData) -> Table | None:
+    rows = [_copied(run, r, EVALUATION_COPIED) for _, r in run.frame[run.frame["pipeline_ips"].notna()].iterrows()]
+    return EVALUATION.of(EVALUATION_COLUMNS, rows, notes=(EVALUATION_NOTE,)) if rows else None
+
+
+CLASSIFICATION_COPIED = ("images", "top1", "top1_low", "top1_high", "top5", "top5_low", "top5_high", "top1_diff",
+                         "top1_diff_low", "top1_diff_high", "budget", "more_images")  # fmt: skip
+CLASSIFICATION_COLUMNS = (
+    LABEL,
+    Column("images", "that the accuracy is from", kind=COUNT),
+    Column("top1", "with Wilson's 95 % interval", "%", PERCENT, "top-1 %", interval=True),
+    Column("top5", "with Wilson's 95 % interval", "%", PERCENT, "top-5 %", interval=True),
+    Column("gained", "images that only this trial has right, not the reference", kind=COUNT),
+    Column("lost", "images that only the reference has right", kind=COUNT),
+    Column(
+        "top1_diff", "against the reference, with Tango's interval", "points", POINTS, "change, points", interval=True
+    ),
+    *DECISION,
+)
+CLASSIFICATION = TableKind(
+    "classification",
+    "Accuracy",
+    "Top-1 and top-5 with intervals, what was gained and lost against the reference, and the budget's decision.",
+    _classification,
+    "no trial answered labelled images",
+    "accuracy",
+    1,
+)
+DETECTION_COPIED = ("images", "map50", "map50_95", "box_map50", "box_map50_95", "map_diff", "map_diff_low",
+                    "map_diff_high", "budget", "more_images")  # fmt: skip
+DETECTION_COLUMNS = (
+    LABEL,
+    Column("of", "what is scored: boxes, masks or keypoints", kind=TEXT),
+    Column("images", "that the accuracy is from", kind=COUNT),
+    Column("map50", "at an overlap of 0.5", "%", PERCENT, "mAP50 %"),
+    Column("map50_95", "with the jackknife's 95 % interval", "%", PERCENT, "mAP50-95 %", interval=True),
+    Column("box_map50", "of the boxes", "%", PERCENT, "boxes: mAP50 %"),
+    Column("box_map50_95", "of the boxes", "%", PERCENT, "boxes: mAP50-95 %"),
+    Column("map_diff", "of mAP50-95 against the reference", "points", POINTS, "change, points", interval=True),
+    *DECISION,
+)
+DETECTION = TableKind(
+    "detection",
+    "Accuracy of detection",
+    "mAP with its interval, the change against the reference, and the budget's decision.",
+    _detection,
+    "no trial has a mAP",
+    "accuracy",
+    3,
+)
+CLASSES = TableKind(
+    "classes",
+    "Top-1 by class",
+    "A row per class: top-1 of each way of running the model, and what the class is taken for.",
+    _classes,
+    "no trial answered labelled images",
+    "accuracy",
+    5,
+)
+AVERAGE_PRECISION = TableKind(
+    "average-precision",
+    "AP50-95 by class, %",
+    "A row per class: average precision of each way of running the model.",
+    _average_precision,
+    "no trial has a mAP",
+    "accuracy",
+    4,
+)
+EVALUATION_COPIED = ("pipeline_ips", *(f"{stage}_ms" for stage in STAGES), "throughput_ips")
+EVALUATION_COLUMNS = (
+    LABEL,
+    Column("pipeline_ips", "of the whole evaluation", "images/s", title="whole pipeline, images/s"),
+    *(Column(f"{stage}_ms", f"{stage} of an image", "ms", title=f"{stage}, ms per image") for stage in STAGES),
+    Column("throughput_ips", "with batches queued", "images/s", title="throughput, images/s"),
+)
+EVALUATION_NOTE = (
+    "The pipeline reads, normalises, runs and ranks or post-processes every image, overlapped. The stages are timed "
+    "one after the other; decoding was timed when the data set was decoded, and is not in the rate."
+)
+EVALUATION = TableKind(
+    "evaluation",
+    "Evaluation",
+    "Images per second of the whole evaluation, and the time of each stage.",
+    _evaluation,
+    "nothing was evaluated",
+    "accuracy",
+    2,
+)

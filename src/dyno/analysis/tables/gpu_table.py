@@ -1,0 +1,118 @@
+"""What each trial did to its GPU, and how each of its rounds was sampled."""
+
+from __future__ import annotations
+
+from dyno.analysis import stats
+from dyno.analysis.formatting import UNBOUNDED, bounded, show
+from dyno.analysis.presentation.table import COUNT, TEXT, Column, Row, Table, TableKind, missing
+from dyno.analysis.records import gpu_remarks
+from dyno.analysis.records.results import TrialResult
+from dyno.analysis.records.rounds import GPU as GPU_CLOCK
+from dyno.analysis.records.rounds import HOST, LATENCIES, Round
+from dyno.analysis.records.run_data import RunData
+from dyno.analysis.records.timeline import Summary
+from dyno.analysis.tables.accuracy_tables import LABEL
+
+STOPPED = {"interval": "narrow enough", "seconds": "time was up", "samples": "enough samples"}
+
+
+def _gpu(run: RunData) -> Table:
+    note = "While timing, but memory and temperature of the whole job. Memory is the peak less what was used before."
+    rows = [_gpu_row(t, t.gpu) for t in run.records if t.gpu is not None]
+    return GPU.of(GPU_COLUMNS, rows, notes=(note,))
+
+
+def _gpu_row(t: TrialResult, found: Summary) -> Row:
+    launch = gpu_remarks.launch(t)
+    return {
+        "label": t.label, "memory": 1e-6 * found.memory, "utilisation": found.utilisation, "clock": found.clock,
+        "lowest_clock": found.clock_min, "power": found.power, "temperature": found.temperature,
+        "limited_by": found.throttle, "throttled_samples": sum(each.hit for each in gpu_remarks.throttled(t)),
+        "others": found.others, "outside_gpu_ms": 1e3 * launch.outside if launch else None,
+    }  # fmt: skip
+
+
+def _rounds(run: RunData) -> Table:
+    return ROUNDS.of(ROUND_COLUMNS, [row for t in run.records for row in rounds_of(t)], group=("label",))
+
+
+def rounds_of(t: TrialResult) -> list[Row]:
+    """A row for each round, boundary and clock that was timed; rounds count from 1."""
+    return [
+        {"label": t.label, "trial": t.id, "round": r.number + 1, "status": r.status, "boundary": boundary,
+         "clock": clock, **_sampling(r, boundary, clock)}
+        for r in t.rounds for boundary in LATENCIES for clock in (GPU_CLOCK, HOST)
+        if r.measurement("latency", boundary, clock)
+    ]  # fmt: skip
+
+
+def _sampling(r: Round, boundary: str, clock: str) -> Row:
+    samples = r.samples("latency", boundary, clock)
+    stopped = str(r.measurement("latency", boundary, clock).get("stopped") or "")
+    ended = {"ended": STOPPED.get(stopped, stopped)}
+    if not samples.size:
+        return ended
+    s, interval = stats.summary(samples), stats.median_interval(samples)
+    return ended | {"samples": s.count, "median_s": s.median, "median_s_low": interval.low, "median_s_high":
+                    interval.high, "mean_s": s.mean, "p99_s": s.p99, "max_s": s.max}  # fmt: skip
+
+
+def _duration(name: str, meaning: str, digits: int = 3) -> Column:
+    def cell(row: Row) -> str:
+        return show(row.get(name), "duration", digits)
+
+    return Column(name, meaning, "s", title=name.removesuffix("_s"), cell=cell)
+
+
+def _interval(row: Row) -> str:
+    low, high = row.get("median_s_low"), row.get("median_s_high")
+    if low is None or high is None or missing(low):
+        return ""
+    return f"{show(low, 'duration')} to {show(high, 'duration')}" if bounded(low, high) else UNBOUNDED
+
+
+GPU_COLUMNS = (
+    LABEL,
+    Column("memory", "the peak less what was used before", "MB", COUNT),
+    Column("utilisation", "of the SMs, mean while timing", "%", COUNT, "SM utilisation, %"),
+    Column("clock", "of the SMs, median while timing", "MHz", COUNT, "SM clock, MHz"),
+    Column("lowest_clock", "lowest while timing", "MHz", COUNT, "lowest"),
+    Column("power", "mean while timing", "W", COUNT),
+    Column("temperature", "highest of the job", "°C", COUNT, "hottest, °C"),
+    Column("limited_by", "what limited the clock, with its share of the time", kind=TEXT, title="clock limited by"),
+    Column("throttled_samples", "latencies taken while the GPU was throttled", kind=COUNT, title="throttled samples"),
+    Column("others", "most processes of others while timing", kind=COUNT),
+    Column("outside_gpu_ms", "latency by the host's clock less that by the GPU's", "ms", title="outside GPU, ms"),
+)
+GPU = TableKind(
+    "gpu",
+    "GPU",
+    "A row per trial on a GPU: memory, utilisation, clocks, power, throttling, and time outside the GPU's work.",
+    _gpu,
+    "no trial ran on a GPU",
+    "tables",
+    5,
+)
+ROUND_COLUMNS = (
+    LABEL,
+    Column("trial", "the id", kind=TEXT),
+    Column("round", "from 1 on", kind=COUNT),
+    Column("status", "of the round", kind=TEXT),
+    Column("boundary", "model or all", kind=TEXT),
+    Column("clock", "gpu or host", kind=TEXT),
+    Column("samples", "that count", kind=COUNT),
+    _duration("median_s", "of the samples", 4),
+    Column("median_s_low", "lower limit of the median's 95 % interval", "s", title="95 % interval", cell=_interval),
+    Column("median_s_high", "upper limit of it", "s", cell=lambda _: ""),
+    _duration("mean_s", "of the samples"),
+    _duration("p99_s", "of the samples"),
+    _duration("max_s", "of the samples"),
+    Column("ended", "why sampling ended", kind=TEXT, title="ended because"),
+)
+ROUNDS = TableKind(
+    "rounds",
+    "Rounds",
+    "A row per trial, round, boundary and clock: samples, median with its interval, and why sampling ended.",
+    _rounds,
+    "nothing was timed",
+)

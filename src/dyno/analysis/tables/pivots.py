@@ -1,0 +1,170 @@
+"""The tables that published comparisons print: a row per model, size and batch, a column per way of running it.
+
+docs/tables.md says what each one holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from dyno.analysis.formatting import UNBOUNDED, bounded
+from dyno.analysis.metrics import agreement
+from dyno.analysis.presentation.table import COUNT, NUMBER, PERCENT, SHOWN, TEXT, Column, Row, Table, TableKind, missing
+from dyno.analysis.ranking.frontier import fps, way
+from dyno.analysis.records.run_data import RunData
+from dyno.analysis.tables.trial_columns import STATISTICS, pick
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+KEYS = ("model", "size", "batch")
+STATISTIC = Column("statistic", "what of the trials the numbers are", kind=TEXT)
+LIMITS = ("interval from", "interval to")  # of the speed-up
+MOST_PAIRS = 300  # trials whose raw outputs are compared
+NAMES = {**{name: name for name in STATISTICS if name != "std"}, "trimmed std": "trimmed_std"}
+
+
+def pivot(kind: TableKind, run: RunData, columns: Mapping[str, str], shown: str = NUMBER, **more: Any) -> Table | None:
+    """One row per statistic, model, size and batch; `columns` maps a statistic's name to the frame's column, or to one
+    of `more`, and `shown` is the kind of its numbers.
+
+    A trial without a number is printed as how it ended, which is no number in CSV and JSON.
+    """
+    frame = run.frame.assign(**more)
+    columns = {k: c for k, c in columns.items() if frame[c].notna().any()}
+    if not columns:
+        return None
+    rows = frame.assign(way=[way(r) for _, r in frame.iterrows()], **frame[list(columns.values())].astype(float))
+    useful = rows.groupby("way", sort=False)[list(columns.values())].count().sum(axis=1) > 0
+    silent = rows.groupby("way", sort=False)["status"].agg(lambda s: set(s) <= {"ok", "skipped"})
+    ways = sorted((w for w in useful.index if useful[w] or not silent[w]), key=_place(rows))
+    made: list[Row] = []
+    for statistic, column in columns.items():
+        for key, group in rows.groupby(list(KEYS), sort=False):
+            cells = dict(zip(group["way"], group[column], strict=True))
+            said = {w: _said(r, statistic) for w, (_, r) in zip(group["way"], group.iterrows(), strict=True)}
+            own = {"statistic": statistic, **dict(zip(KEYS, key, strict=True)), "said": said}
+            made.append(own | {w: cells.get(w) for w in ways})
+    heads = (
+        STATISTIC,
+        *pick(*KEYS),
+        *(Column(w, "of this way of running", kind=shown, cell=_cell(w, shown)) for w in ways),
+    )
+    return kind.of(heads, made, group=("statistic",), notes=_left_out(rows, ways))
+
+
+def _cell(name: str, kind: str) -> Callable[[Row], str]:
+    def cell(row: Row) -> str:
+        said = row["said"].get(name, "")
+        return said if said == UNBOUNDED or missing(row[name]) else SHOWN[kind](row[name])
+
+    return cell
+
+
+def _said(row: pd.Series, statistic: str) -> str:
+    """What is printed instead of a number: how the trial ended, or that an interval bounds nothing."""
+    wide = not missing(row["speedup_low"]) and not bounded(row["speedup_low"], row["speedup_high"])
+    if statistic in LIMITS and wide:
+        return UNBOUNDED
+    return str(row["status"]) if row["status"] != "ok" else ""
+
+
+def _place(rows: pd.DataFrame) -> Callable[[str], tuple[bool, int]]:
+    """Where a way's column stands: PyTorch first, then as the ways come."""
+    order = list(dict.fromkeys(rows["way"]))
+    return lambda w: (not w.startswith("pytorch"), order.index(w))
+
+
+def _left_out(rows: pd.DataFrame, ways: list[str]) -> tuple[str, ...]:
+    """Ways without a column, each with its reason, where they were refused."""
+    gone = rows[~rows["way"].isin(ways) & (rows["status"] == "skipped")].drop_duplicates(["way", "reason"])
+    return tuple(f"{r['way']} was skipped: {r['reason']}" for _, r in gone.iterrows())
+
+
+def _latency(kind: str, boundary: str) -> Callable[[RunData], Table | None]:
+    columns = {name: f"latency_{boundary}_ms_{column}" for name, column in NAMES.items()}
+    return lambda run: pivot(PIVOTS[kind], run, columns)
+
+
+def _throughput(run: RunData) -> Table | None:
+    rates = {"throughput, images/s": "throughput_ips", "FPS, one batch after another": "fps"}
+    return pivot(THROUGHPUT, run, rates, fps=fps(run.frame))
+
+
+def _speedup(run: RunData) -> Table | None:
+    ratio = {"times as fast": "speedup", LIMITS[0]: "speedup_low", LIMITS[1]: "speedup_high"}
+    return pivot(SPEEDUP, run, ratio, PERCENT)
+
+
+def _accuracy(run: RunData) -> Table | None:
+    shares = {"top-1, %": "top1", "top-5, %": "top5", "mAP50, %": "map50", "mAP50-95, %": "map50_95"}
+    return pivot(ACCURACY, run, shares, PERCENT)
+
+
+def _equality(run: RunData) -> Table | None:
+    return pivot(EQUALITY, run, {"values, %": "equal"}, PERCENT, equal=_equal(run))
+
+
+def _equal(run: RunData) -> list[float | None]:
+    """Share of output values that agree with the reference's, in percent, for each row of the frame."""
+    found: list[float | None] = []
+    for place, name in enumerate(run.frame["trial"]):
+        t, other = run.trials[name], run.references.get(name)
+        compared = place < MOST_PAIRS and other is not None and other is not t and bool(t.good)
+        known = agreement.of(t, other) if compared and other is not None else None
+        found.append(100 * known.close if known else None)
+    return found
+
+
+def _layers(run: RunData) -> Table | None:
+    return pivot(LAYERS, run, {"file, MB": "size_mb", "layers": "layers", "parameters": "parameters"}, COUNT)
+
+
+def _memory(run: RunData) -> Table | None:
+    return pivot(MEMORY, run, {"on the GPU, MB": "gpu_memory_mb", "of the process, MB": "memory_mb"})
+
+
+def _kind(name: str, title: str, description: str, make: Callable[[RunData], Table | None], place: int) -> TableKind:
+    return TableKind(name, title, description, make, f"no trial has a number for {name}", "side", place)
+
+
+LATENCY_MODEL = _kind(
+    "latency-model",
+    "Latency/model, ms per batch",
+    "Milliseconds per batch with inputs and outputs on the device, side by side.",
+    _latency("latency-model", "model"),
+    1,
+)
+LATENCY_ALL = _kind(
+    "latency-all",
+    "Latency/all, ms per batch",
+    "Milliseconds per batch from host memory to host memory, side by side.",
+    _latency("latency-all", "all"),
+    2,
+)
+THROUGHPUT = _kind(
+    "throughput",
+    "Images per second",
+    "Images per second with batches queued, and of one batch after another, side by side.",
+    _throughput,
+    3,
+)
+SPEEDUP = _kind(
+    "speedup",
+    "Speed-up over the reference",
+    "Times as fast as the reference with the ends of the 95 % interval, side by side.",
+    _speedup,
+    4,
+)
+ACCURACY = _kind("accuracy", "Accuracy", "Top-1 and top-5, or mAP, in percent, side by side.", _accuracy, 5)
+EQUALITY = _kind(
+    "equality",
+    f"Outputs equal to the reference's (rtol {agreement.RTOL:g}, atol {agreement.ATOL:g})",
+    "Share of output values that are close to the reference's, side by side.",
+    _equality,
+    6,
+)
+LAYERS = _kind("layers", "What the engine is", "File size, layers and parameters, side by side.", _layers, 7)
+MEMORY = _kind("memory", "Peak memory", "Most memory of the GPU and of the process, side by side.", _memory, 8)
+PIVOTS = {kind.name: kind for kind in (LATENCY_MODEL, LATENCY_ALL)}

@@ -1,0 +1,216 @@
+"""Tables of what changes with the size and the batch: a row per trial, or per way of running a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from dyno.analysis.formatting import UNBOUNDED, bounded, significant
+from dyno.analysis.metrics import work
+from dyno.analysis.presentation.table import COUNT, PERCENT, RATIO, TEXT, Column, Row, Table, TableKind, missing
+from dyno.analysis.ranking.frontier import SATURATED, SERIES, fps, saturation, throughput, usable, way
+from dyno.analysis.records.run_data import RunData
+from dyno.analysis.tables.trial_columns import outcome, pick
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+KEYS = ("model", "size", "batch")
+WAY = Column("way", "backend with its options, and precision", kind=TEXT)
+TRIAL = (*pick(*KEYS), WAY)
+
+
+def _named(row: pd.Series) -> Row:
+    return {**{key: row[key] for key in KEYS}, "way": way(row)}
+
+
+def _limit(name: str) -> Column:
+    def cell(row: Row) -> str:
+        if missing(row[name]):
+            return ""
+        return f"{row[name]:.2f}" if bounded(row["from"], row["to"]) else UNBOUNDED
+
+    return Column(name, "limit of the 95 % interval of the speed-up", kind=RATIO, cell=cell)
+
+
+def _sizes(run: RunData) -> Table | None:
+    """Trimmed mean and deviation, FPS, memory and speed-up of each trial (R33, R34)."""
+    frame = run.frame.assign(fps=fps(run.frame))
+    if frame["fps"].isna().all():
+        return None
+    rows = frame[frame["fps"].notna() | ~frame["status"].isin(["ok", "skipped"])]
+    where = "model" if frame["latency_model_ms_trimmed"].notna().any() else "all"
+    on_card = bool(rows["gpu_memory_mb"].notna().any())
+    whose = (
+        "the GPU, above what was used before the job" if on_card else "the job's process, Python and library included"
+    )
+    note = (
+        f"Mean and std are of latency/{where} without the fastest and the slowest 10 % of the samples. FPS is the "
+        f"batch over the median latency. Memory is the most of {whose}."
+    )
+    made = [
+        {
+            **_named(r), "mean": r[f"latency_{where}_ms_trimmed"], "std": r[f"latency_{where}_ms_trimmed_std"],
+            "fps": r["fps"], "throughput": r["throughput_ips"],
+            "memory": r["gpu_memory_mb" if on_card else "memory_mb"], "speedup": r["speedup"],
+            "from": r["speedup_low"], "to": r["speedup_high"], "verdict": outcome(r.to_dict()),
+        }
+        for _, r in rows.iterrows()
+    ]  # fmt: skip
+    return SIZES.of(SIZE_COLUMNS, made, notes=(note,))
+
+
+def _flops(run: RunData) -> Table | None:
+    """TFLOPS achieved and their share of the measured peak (R36)."""
+    rows = run.frame[run.frame["tflops"].notna()]
+    if not len(rows):
+        return None
+    results, known = run.records, work.peaks(run.records)
+    made = [
+        {
+            **_named(r), "gflop": r["gflops"], "tflops": r["tflops"],
+            "ran_in": work.ran_in(run.trials[r["trial"]]) or "not known", "peak": r["peak_tflops"],
+            "share": 100 * r["peak_share"],
+        }
+        for _, r in rows.iterrows()
+    ]  # fmt: skip
+    notes = [
+        "Operations are those of convolutions and matrix products in the model as PyTorch or ONNX has it, a "
+        "multiplication with its addition as two; TFLOPS are over the median of latency/model."
+    ]
+    notes += [_peak(peak) for peak in known.values()] or [work.missing(results)]
+    notes += [f"The peak is too low, perhaps: {warning}." for warning in results.peak.get("warnings") or ()]
+    if any(share > 1 for share in rows["peak_share"].dropna()):
+        notes.append(
+            "More than 100 %: PyTorch's matrix product is not the most this device can do, or an engine did less than "
+            "the model's operations (Winograd's convolutions)."
+        )
+    return FLOPS.of(FLOPS_COLUMNS, made, notes=tuple(filter(None, notes)))
+
+
+def _peak(peak: work.Peak) -> str:
+    clock = f", SM clock {peak.clock:,.0f} MHz" if peak.clock == peak.clock else ""
+    return (
+        f"Peak in {peak.type}: {significant(peak.flops_per_s / 1e12)} TFLOPS, measured with PyTorch's product of two "
+        f"{peak.side:,} × {peak.side:,} matrices{clock}."
+    )
+
+
+def _saturation(run: RunData) -> Table:
+    """From which batch on more buys next to nothing (R37)."""
+    rows = [
+        {
+            "model": s.model, "size": s.size, "way": s.way, "batch": s.batch, "images_per_s": s.images_per_s,
+            "best_batch": s.best_batch, "best_images_per_s": s.best_images_per_s, "words": s.words,
+        }
+        for s in saturation(run.frame)
+    ]  # fmt: skip
+    return SATURATION.of(SATURATION_COLUMNS, rows)
+
+
+def _best(run: RunData) -> Table | None:
+    """The best batch of each way at each size, in images and in pixels per second, and the best of all (R37)."""
+    rows = usable(run.frame).assign(ips=throughput(usable(run.frame))).dropna(subset=["ips"])
+    if rows["size"].nunique() < 2 and rows["batch"].nunique() < 2:
+        return None
+    best = [group.loc[group["ips"].idxmax()] for _, group in rows.groupby(list(SERIES), sort=False)]
+    made = [
+        {"model": r["model"], "way": way(r), "size": r["size"], "batch": int(r["batch"]), "images_per_s": r["ips"],
+         "megapixels_per_s": r["ips"] * _pixels(r["size"]) / 1e6}
+        for r in best
+    ]  # fmt: skip
+    return BEST.of(BEST_COLUMNS, made, notes=tuple(_winners(made)))
+
+
+def _winners(best: list[dict[str, Any]]) -> Iterator[str]:
+    """For each model the combination with the most images per second and, across sizes, with the most pixels."""
+    for model in dict.fromkeys(row["model"] for row in best):
+        rows = [row for row in best if row["model"] == model]
+        for column, words in (("images_per_s", "images/s"), ("megapixels_per_s", "megapixels/s")):
+            if column == "megapixels_per_s" and len({row["size"] for row in rows}) == 1:
+                continue
+            r = max(rows, key=lambda row: row[column])
+            place = f"size {r['size']}, batch {r['batch']}, with {r['way']}"
+            yield f"{model}: most {words}, {significant(r[column])}, at {place}."
+
+
+def _pixels(size: str) -> float:
+    height, _, width = size.partition("x")
+    return float(height) * float(width or height)
+
+
+SIZE_COLUMNS = (
+    *TRIAL,
+    Column("mean", "trimmed mean of the latency", "ms"),
+    Column("std", "standard deviation of the same samples", "ms"),
+    Column("fps", "the batch over the median latency", title="FPS"),
+    Column("throughput", "with batches queued", "images/s"),
+    Column("memory", "most of the GPU or of the process", "MB"),
+    Column("speedup", "over the reference", kind=RATIO, title="speed-up"),
+    _limit("from"),
+    _limit("to"),
+    Column("verdict", "against the reference, or how the trial ended", kind=TEXT),
+)
+SIZES = TableKind(
+    "sizes",
+    "Sizes and batches",
+    "A row per trial: trimmed mean and deviation, FPS, throughput, memory, speed-up with its interval, verdict.",
+    _sizes,
+    "no trial has a latency",
+    "side",
+    9,
+)
+FLOPS_COLUMNS = (
+    *TRIAL,
+    Column("gflop", "operations of one image", title="GFLOP per image"),
+    Column("tflops", "operations per second at the median latency", title="TFLOPS"),
+    Column("ran_in", "the type that most layers ran in", kind=TEXT, title="ran mostly in"),
+    Column("peak", "the measured peak in that type", title="peak TFLOPS"),
+    Column("share", "of that peak", "%", PERCENT, "of the peak, %"),
+)
+FLOPS = TableKind(
+    "flops",
+    "Arithmetic per second",
+    "A row per trial: operations of an image, TFLOPS achieved, and their share of the measured peak.",
+    _flops,
+    "no operations were counted",
+    "side",
+    10,
+)
+SATURATION_COLUMNS = (
+    *pick("model", "size"),
+    WAY,
+    Column(
+        "batch", "the smallest that reaches that share", kind=COUNT, title=f"{100 * SATURATED:.0f} % of best at batch"
+    ),
+    Column("images_per_s", "there", "images/s", title="images/s there"),
+    Column("best_batch", "with the most images per second", kind=COUNT, title="best batch"),
+    Column("best_images_per_s", "there", "images/s", title="best images/s"),
+    Column("words", "the same in words", kind=TEXT, title="in words", rank=1),
+)
+SATURATION = TableKind(
+    "saturation",
+    "Where throughput saturates",
+    "A row per way of running a model: the batch from which on more buys less than 5 % of throughput.",
+    _saturation,
+    "no way of running a model was tried at several batches",
+    "tables",
+    2,
+)
+BEST_COLUMNS = (
+    *pick("model"),
+    WAY,
+    *pick("size"),
+    Column("batch", "with the most images per second", kind=COUNT, title="best batch"),
+    Column("images_per_s", "there", "images/s", title="images/s"),
+    Column("megapixels_per_s", "there", "megapixels/s", title="megapixels/s"),
+)
+BEST = TableKind(
+    "best",
+    "The best batch at each size",
+    "The best batch of each way at each size, in images and in megapixels per second, and the best of all.",
+    _best,
+    "there is one size and one batch",
+    "side",
+    11,
+)

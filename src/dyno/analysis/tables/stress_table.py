@@ -1,0 +1,57 @@
+"""The stress test of an engine that takes several batches: a row per phase."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from dyno.analysis import stats
+from dyno.analysis.formatting import show
+from dyno.analysis.presentation.table import COUNT, TEXT, Column, Row, Table, TableKind
+
+
+def table(title: str, phases: Mapping[str, Mapping[str, Any]], samples: Mapping[str, np.ndarray]) -> Table:
+    """The phases of a record by their kind, with the latencies `latency_KIND` in seconds."""
+    rows = [_row(kind, phase, samples[f"latency_{kind}"]) for kind, phase in phases.items()]
+    return STRESS.of(COLUMNS, [{"title": title, **row} for row in rows], group=("title",))
+
+
+def _row(kind: str, phase: Mapping[str, Any], seconds: np.ndarray) -> Row:
+    found = stats.summary(seconds)
+    low, high = phase["batches"]
+    return {
+        "phase": kind, "batch": str(low) if low == high else f"{low}-{high}", "count": phase["iterations"],
+        "median_s": found.median, "p99_s": found.p99, "max_s": found.max, "wrong": phase["wrong"],
+        "worst_error": phase["worst"], "gpu_growth": float(phase["device_growth"]),
+        "host_growth": float(phase["host_growth"]),
+    }  # fmt: skip
+
+
+def _shown(name: str, meaning: str, unit: str, hint: str) -> Column:
+    def cell(row: Row) -> str:
+        return show(row[name], hint)
+
+    return Column(name, meaning, unit, title=name.removesuffix("_s").replace("_", " "), cell=cell)
+
+
+COLUMNS = (
+    Column("title", "the trial", kind=TEXT),
+    Column("phase", "min, opt, max, random or a number", kind=TEXT),
+    Column("batch", "or from-to", kind=TEXT),
+    Column("count", "of batches that ran", kind=COUNT),
+    _shown("median_s", "latency per batch", "s", "duration"),
+    _shown("p99_s", "latency per batch", "s", "duration"),
+    _shown("max_s", "latency per batch", "s", "duration"),
+    Column("wrong", "batches whose outputs differ from the reference's", kind=COUNT),
+    Column("worst_error", "largest difference, as a share of the reference's largest value", title="worst error"),
+    _shown("gpu_growth", "memory of the GPU at the end less that at the beginning", "B", "bytes"),
+    _shown("host_growth", "memory of the process at the end less that at the beginning", "B", "bytes"),
+)
+STRESS = TableKind(
+    "stress",
+    "Stress test",
+    "A row per phase: latencies, wrong outputs, growth of memory.",
+    command="dyno stress ENGINE",
+)

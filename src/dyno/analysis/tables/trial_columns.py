@@ -1,0 +1,130 @@
+"""The columns of a trial: name, unit, kind and meaning, in the order of results.csv."""
+
+from __future__ import annotations
+
+from dyno.analysis.metrics.precision import named
+from dyno.analysis.presentation.table import COUNT, PERCENT, POINTS, RATIO, TEXT, Column, Row
+
+STATISTICS = {
+    "mean": "mean", "median": "median", "p90": "90th percentile", "p95": "95th percentile", "p99": "99th percentile",
+    "max": "largest", "std": "standard deviation", "trimmed": "mean without the fastest and slowest 10 %",
+}  # fmt: skip
+BOUNDARIES = {"all": "host memory to host memory", "model": "inputs and outputs on the device"}
+STAGES = ("decode", "preprocess", "inference", "postprocess")  # of an evaluation, per image
+LIMITS = {"low": "lower", "high": "upper"}
+
+
+def precision(row: Row) -> str:
+    """A row's precision, with what it ran in where that is something else."""
+    return named(row) if row.get("precision_ok") else str(row["precision"])
+
+
+def outcome(row: Row) -> str:
+    """A row's verdict, or how it ended where that isn't well."""
+    return str(row["verdict"] if row["status"] == "ok" else row["status"])
+
+
+def _limits(name: str, of: str, unit: str = "%", kind: str = PERCENT) -> tuple[Column, ...]:
+    return tuple(Column(f"{name}_{end}", f"{words} limit of {of}", unit, kind) for end, words in LIMITS.items())
+
+
+def _latencies(boundary: str, where: str) -> tuple[Column, ...]:
+    heads = {"latency_model_ms_median": ("median ms", 0), "latency_model_ms_p95": ("p95 ms", 4),
+             "latency_all_ms_median": ("all ms", 3)}  # fmt: skip
+    found = []
+    for name, words in STATISTICS.items():
+        column = f"latency_{boundary}_ms_{name}"
+        title, rank = heads.get(column, ("", 0))
+        found.append(Column(column, f"{words} of the latency, {where}", "ms", title=title, rank=rank))
+    return tuple(found)
+
+
+COLUMNS = (
+    Column("model", "as asked for; of several files of one network, the network", kind=TEXT, identity=True),
+    Column("backend", "as asked for", kind=TEXT),
+    Column("precision", "as asked for", kind=TEXT, cell=precision),
+    Column("batch", "images of a batch", "images", COUNT, "batch", identity=True),
+    Column("size", "of an image: 224, or height x width", "pixels", TEXT, "size", identity=True),
+    Column("device", "cpu or cuda:N", kind=TEXT, identity=True),
+    Column("status", "of the worst round", kind=TEXT),
+    Column("reason", "why the status isn't ok", kind=TEXT),
+    *(column for boundary, where in BOUNDARIES.items() for column in _latencies(boundary, where)),
+    Column("throughput_ips", "images per second with batches queued", "images/s", title="images/s", rank=1),
+    Column("top1", "share of images whose first answer is right", "%", PERCENT, "top-1 %"),
+    *_limits("top1", "Wilson's 95 % interval of top1"),
+    Column("top5", "share of images with the right answer among the first five", "%", PERCENT, "top-5 %"),
+    Column("map50", "mAP at an overlap of 0.5", "%", PERCENT, "mAP50 %", rank=4),
+    Column("map50_95", "mean of mAP over overlaps from 0.5 to 0.95", "%", PERCENT, "mAP50-95 %"),
+    *_limits("map", "the jackknife's 95 % interval of map50_95"),
+    Column("map_diff", "map50_95 against the reference's, paired", "points", POINTS, "change, points", 6, True),
+    *_limits("map_diff", "the 95 % interval of map_diff", "points", POINTS),
+    Column("box_map50", "map50 of the boxes", "%", PERCENT),
+    Column("box_map50_95", "map50_95 of the boxes", "%", PERCENT),
+    Column("size_mb", "of the file that the engine reads", "MB", title="size MB", rank=5),
+    Column("layers", "as the engine counts them", kind=COUNT),
+    Column("parameters", "as the engine counts them", kind=COUNT),
+    Column("gpu_memory_mb", "most that was used on the GPU, less what was before", "MB", title="GPU MB", rank=6),
+    Column("build_s", "time of the whole chain of files, and of compilation", "s", title="build s", rank=5),
+    Column("first_call_ms", "the first inference", "ms"),
+    Column("speedup", "latency of the reference over the own one", "", RATIO, "speed-up", 0, True),
+    *_limits("speedup", "the 95 % interval of speedup", "", RATIO),
+    Column("verdict", "against the reference, by the spread between processes", kind=TEXT, cell=outcome),
+    Column("trial", "the id", kind=TEXT),
+    Column("runtime", "main, or another interpreter's name", kind=TEXT, identity=True),
+    Column("options", "of the backend", kind=TEXT, identity=True),
+    Column("reference", "id of the trial that it is held against", kind=TEXT),
+    Column("boundary", "at which speeds are compared: model or all", kind=TEXT),
+    Column("latency_ms", "geometric mean of the rounds' medians", "ms", title="latency ms", interval=True),
+    *_limits("latency_ms", "the 95 % interval of latency_ms", "ms", "number"),
+    Column("rounds", "that ended well", kind=COUNT),
+    Column("images", "that the accuracy is from", kind=COUNT),
+    Column("top1_diff", "top1 against the reference's, paired", "points", POINTS, "change, points", 6, True),
+    *_limits("top1_diff", "Tango's 95 % interval of top1_diff", "points", POINTS),
+    Column("budget", "within, over or undecided", kind=TEXT),
+    Column("more_images", "about how many more would decide it", kind=COUNT),
+    Column("ran_as", "compute layers by the type they ran in", kind=TEXT, title="ran as", rank=7),
+    Column("asked_share", "of compute layers that ran as asked, 0 to 1"),
+    Column("precision_ok", "whether it ran in the type asked for: yes or no", kind=TEXT),
+    *(Column(f"latency_{b}_ms_trimmed_std", f"standard deviation behind latency_{b}_ms_trimmed", "ms")
+      for b in BOUNDARIES),
+    Column("gflops", "operations of one image, in 1e9", "GFLOP"),
+    Column("tflops", "operations per second at latency_model_ms_median, in 1e12", "TFLOPS"),
+    Column("peak_tflops", "the measured peak in the type that most layers ran in", "TFLOPS"),
+    Column("peak_share", "tflops over peak_tflops, 0 to 1"),
+    Column("load_s", "time to load", "s"),
+    Column("memory_mb", "peak memory of the process", "MB"),
+    Column("warnings", "how many", kind=COUNT),
+    Column("clock", "by which latency_ms and speedup are: gpu or host", kind=TEXT),
+    Column("outside_gpu_ms", "latency by the host's clock less that by the GPU's", "ms"),
+    Column("gpu_util", "mean utilisation while timing", "%", title="GPU %", rank=8),
+    Column("gpu_clock_mhz", "median SM clock while timing", "MHz"),
+    Column("gpu_power_w", "mean power while timing", "W"),
+    Column("gpu_temperature_c", "highest of the job", "°C"),
+    Column("throttle", "what limited the clock, with its share", kind=TEXT, title="clock limited by", rank=9),
+    Column("throttled_samples", "latencies taken while the GPU was throttled", kind=COUNT),
+    Column("gpu_others", "most processes of others on the GPU while timing", kind=COUNT),
+    Column("pipeline_ips", "of the whole evaluation", "images/s", title="pipeline images/s", rank=3),
+    *(Column(f"{stage}_ms", f"{stage} of an image", "ms") for stage in STAGES),
+    *_limits("throughput", "the 95 % interval of throughput_ips", "images/s", "number"),
+    *_limits("top5", "Wilson's 95 % interval of top5"),
+    Column("top5_diff", "top5 against the reference on the same images", "points", POINTS, interval=True),
+    *_limits("top5_diff", "Tango's 95 % interval of top5_diff", "points", POINTS),
+    Column("budget_reference", "id of the trial that the accuracy is held against", kind=TEXT),
+    Column("set_aside", "images not tested on, for calibration has them", kind=COUNT),
+    Column("outputs", "agree with the reference's, or wrong outputs", kind=TEXT),
+    Column("output_error", "relative error of the outputs against the reference's"),
+    Column("answers_changed", "share of answers that are not the reference's", "%", PERCENT),
+    Column("route", "by which the ONNX file was made", kind=TEXT),
+)  # fmt: skip
+IDENTITY = ("model", "size", "batch", "device", "backend", "precision", "runtime", "options")
+PRINTED = (
+    *IDENTITY, "latency_model_ms_median", "latency_model_ms_p95", "latency_all_ms_median", "throughput_ips",
+    "pipeline_ips", "speedup", "verdict", "top1", "map50_95", "map50", "top1_diff", "map_diff", "budget", "size_mb",
+    "build_s", "gpu_memory_mb", "gpu_util", "throttle", "ran_as",
+)  # fmt: skip
+_BY_NAME = {column.name: column for column in COLUMNS}
+
+
+def pick(*names: str) -> tuple[Column, ...]:
+    """The trial's columns of these names, for another table that has them."""
+    return tuple(_BY_NAME[name] for name in names)

@@ -1,0 +1,29 @@
+"""What is printed of a run, as the command line prints it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+from unittest import mock
+
+from dyno.analysis import charts, tables
+from dyno.analysis.presentation.export import By, export
+from dyno.analysis.presentation.table import Table
+from dyno.analysis.records.run_data import RunData
+from dyno.analysis.tables.trial_table import TRIALS
+
+
+def trials(run: RunData, format: str = "text", by: By = (), width: int = 0) -> str:
+    """The trials' table, as wide as a file takes it or so many characters."""
+    with mock.patch.dict(os.environ, {"COLUMNS": str(width)} if width else {}):
+        return export([TRIALS.table(run)], format, by)
+
+
+def drawn(run: RunData) -> dict[str, Any]:
+    """The run's charts by name."""
+    return {chart.name: figure for chart in charts.kinds() if (figure := chart.draw(run)) is not None}
+
+
+def every(run: RunData) -> dict[str, Table]:
+    """The run's tables that hold something, by name."""
+    return {table.name: table for table in tables.named(run, "all")}
