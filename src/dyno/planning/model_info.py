@@ -17,7 +17,7 @@ from dyno.study import Choice, Study, model_name, parse_size
 from dyno.worker import registry, system
 from dyno.worker.extras import install
 from dyno.worker.nets.local_code import sha256_with_imports
-from dyno.worker.record import Record, read_record
+from dyno.worker.record import Record, read_record, regular, write_bytes
 from dyno.worker.spec import (
     SAVED,
     Dims,
@@ -105,7 +105,7 @@ def normalised(preprocess: Preprocess, study: Study, channels: int) -> Preproces
 
 
 def _existing(text: str, what: str) -> Path:
-    path = Path(text)
+    path = regular(Path(text), what)
     if not path.is_file():
         raise UserError(f"there is no {what} {text}")
     return path
@@ -184,7 +184,7 @@ def _looking(model: ModelSpec, name: str, study: Study) -> Runtime:
 
 def _keep(made: Path, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "record.json").write_bytes((made / "record.json").read_bytes())
+    write_bytes(folder / "record.json", (made / "record.json").read_bytes())
 
 
 def sizes(study: Study, found: dict[str, Any]) -> list[tuple[int, int]]:

@@ -30,7 +30,6 @@ if __name__ == "__main__":
     _enter()
 
 import errno
-import json
 import os
 import time
 import traceback
@@ -44,7 +43,7 @@ from dyno.worker.backend import Arrays, Session
 from dyno.worker.evaluation import evaluate
 from dyno.worker.inputs import input_data
 from dyno.worker.journal import Journal
-from dyno.worker.record import Measurement, Record, save_arrays, write_record
+from dyno.worker.record import Measurement, Record, read_json, save_arrays, write_record
 from dyno.worker.registry import find
 from dyno.worker.registry import maker as find_maker
 from dyno.worker.sessions import gpu
@@ -340,7 +339,7 @@ def main(folder: Path) -> int:
     begin = time.perf_counter()
     # Run by hand there is no launcher to name itself, and whoever is the parent now will do.
     system.die_with_parent(int(os.environ.pop("DYNO_LAUNCHER", os.getppid())))
-    data = json.loads((folder / "job.json").read_text(encoding="utf-8"))
+    data = read_json(folder / "job.json")
     if data.get("schema") != SCHEMA:
         print(f"job.json has schema {data.get('schema')}, this worker reads {SCHEMA}", file=sys.stderr)
         return 2

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dyno.analysis.formatting import csv_cell
 from dyno.analysis.records.results import Results, TrialResult
 from dyno.analysis.stats import wilson
+from dyno.worker.record import write_text
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -95,6 +97,7 @@ def write(results: Results, folder: Path) -> list[Path]:
     for t in chosen(results):
         if found := of(t):
             made += [folder / f"confusion-{t.id}.csv", folder / f"classes-{t.id}.csv"]
-            found.to_pandas().to_csv(made[-2])
-            found.per_class().to_csv(made[-1], index=False)
+            counts = found.to_pandas().rename(index=csv_cell, columns=csv_cell)
+            write_text(made[-2], counts.to_csv())
+            write_text(made[-1], found.per_class().map(csv_cell).to_csv(index=False))
     return made

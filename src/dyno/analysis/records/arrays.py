@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import io
 import zipfile
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,16 +20,21 @@ MAGIC = b"\x93NUMPY"
 def read_npz(path: Path, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
     """The arrays of an npz file (only `names`, or all), read-only; each member's checksum is verified.
 
-    Raises OSError when the file can't be read and ValueError when it is damaged or holds Python objects.
+    Raises OSError when the file can't be read and ValueError when it is damaged, holds Python objects, or says of
+    itself that it unpacks to more than it is, which none that Dyno wrote does.
     """
     found = {}
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is not a regular file")
     try:
         with zipfile.ZipFile(path) as stored:
+            if sum(info.file_size for info in stored.infolist()) > path.stat().st_size:
+                raise ValueError(f"{path} would unpack to more than it is")
             for info in stored.infolist():
                 name = info.filename.removesuffix(".npy")
                 if names is None or name in names:
                     found[name] = _array(stored.read(info))
-    except (zipfile.BadZipFile, EOFError, NotImplementedError) as e:
+    except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError) as e:
         raise ValueError(f"{path} is damaged: {e}") from e
     return found
 
@@ -43,6 +49,21 @@ def _array(data: bytes) -> np.ndarray:
         raise ValueError("the npz file holds Python objects, which are never loaded")
     flat = np.frombuffer(data, dtype, offset=start)
     return flat.reshape(shape, order="F" if fortran else "C")
+
+
+def damage(folder: Path, record: Mapping[str, Any]) -> str:
+    """The array file of a round, given its record, that can't be read, "" where all can: samples.npz is read whole, of
+    outputs.npz, which may be large, only what is in it."""
+    named = any(m.get("samples") for m in record.get("measurements") or ())
+    for name, only, needed in (("samples.npz", None, named), ("outputs.npz", (), False)):
+        try:
+            read_npz(folder / name, only)
+        except FileNotFoundError:
+            if needed:
+                return name
+        except (OSError, ValueError):
+            return name
+    return ""
 
 
 @lru_cache(maxsize=1024)

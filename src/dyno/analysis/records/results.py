@@ -5,7 +5,6 @@ JSON is read into plain dicts and only what a table needs is touched, because `d
 
 from __future__ import annotations
 
-import json
 import statistics
 import tomllib
 from collections.abc import Iterator
@@ -18,10 +17,11 @@ import numpy as np
 
 from dyno.analysis.formatting import NO_IMAGE
 from dyno.analysis.records import gpu_remarks, timeline
+from dyno.analysis.records.arrays import damage
 from dyno.analysis.records.forms import Form, forms
 from dyno.analysis.records.rounds import GPU, HOST, Round
 from dyno.worker import tasks
-from dyno.worker.record import STATUSES
+from dyno.worker.record import STATUSES, read_json
 from dyno.worker.spec import PRECISIONS, SCHEMA, ModelSpec, UserError
 from dyno.worker.tasks.task import Task
 
@@ -246,7 +246,7 @@ class Results:
         """study.toml as a table; empty when there is none or it can't be read."""
         try:
             return tomllib.loads(self.study)
-        except tomllib.TOMLDecodeError:
+        except (tomllib.TOMLDecodeError, RecursionError):
             return {}
 
     @property
@@ -310,10 +310,18 @@ def _trial(folder: Path, problems: list[str]) -> TrialResult | None:
             job = _job(path / "job.json", problems)
         raw = _json(path / "record.json", problems)
         if raw and raw.get("status") in STATUSES:
-            found[path.name[0]].append(Round(path, int(raw.get("round", 0)), raw, _device(job)))
+            found[path.name[0]].append(Round(path, int(raw.get("round", 0)), _whole(path, raw), _device(job)))
         elif raw:
             problems.append(f"{path / 'record.json'} has no status that is known; it is left out")
     return TrialResult(folder.name, job, found["r"], found["c"]) if job else None
+
+
+def _whole(folder: Path, raw: dict[str, Any]) -> dict[str, Any]:
+    """The record, which is of a failure where what was measured can't be read any more."""
+    if raw["status"] != "ok" or not (name := damage(folder, raw)):
+        return raw
+    reason = f"{name} is damaged; the same `dyno run` measures this round again"
+    return {**raw, "status": "failed", "stage": "", "reason": reason}
 
 
 def _device(job: dict[str, Any] | None) -> str:
@@ -336,14 +344,11 @@ def _job(path: Path, problems: list[str]) -> dict[str, Any] | None:
 
 def _json(path: Path, problems: list[str]) -> dict[str, Any] | None:
     try:
-        data = json.loads(path.read_bytes())
+        data = read_json(path)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as e:
         problems.append(f"{path} can't be read ({e}); it is left out")
-        return None
-    if not isinstance(data, dict):
-        problems.append(f"{path} is not a JSON object; it is skipped")
         return None
     schema = data.get("schema", SCHEMA)
     if not isinstance(schema, int) or schema > SCHEMA:
