@@ -19,6 +19,7 @@ ELSEWHERE = "give another path (--out; DYNO_CACHE for the cache)"
 OS_ERRORS = {
     errno.ENOSPC: "the disk is full; free some space and run again, what was measured is stored",
     errno.EDQUOT: "the disk quota is used up; free some space and run again, what was measured is stored",
+    errno.EFBIG: "no file may grow that large here (ulimit -f); allow more and run again, what was measured is stored",
     errno.EROFS: f"the file system is read-only; {ELSEWHERE}",
     errno.EACCES: f"permission denied; {ELSEWHERE}",
     errno.EPERM: f"writing is not permitted; {ELSEWHERE}",

@@ -50,7 +50,7 @@ from dyno.worker.sessions import gpu
 from dyno.worker.spec import SCHEMA, Artifact, Job, NoRoute, Trial, Unavailable, UserError, from_json
 
 RANDOM = 1e-2  # of their size: outputs of two calls on one input that are further apart are drawn
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # What a file made from another says of the model they share, and of the route to it.
 INHERITED = ("weights_sha256", "parameters", "exporter", "opset", "fixed_batch", "folded", "calibration")
 

@@ -20,6 +20,7 @@ from dyno.analysis.records import gpu_remarks, timeline
 from dyno.analysis.records.arrays import damage
 from dyno.analysis.records.forms import Form, forms
 from dyno.analysis.records.rounds import GPU, HOST, Round
+from dyno.analysis.records.shapes import JOB, MODELS, RECORD, wrong
 from dyno.worker import tasks
 from dyno.worker.record import STATUSES, read_json
 from dyno.worker.spec import PRECISIONS, SCHEMA, ModelSpec, UserError
@@ -282,18 +283,18 @@ def load(run: Path) -> Results:
     if not trials:
         raise UserError(f"{run} has no trials yet; run the study first")
     study = run / "study.toml"
-    models = _models(_json(run / "models.json", problems) or {})
+    models = _models(_json(run / "models.json", problems, MODELS) or {})
     known = forms(models)
     for t in trials:
         t.form = known.get(t.given)
     return Results(
         folder=run,
         trials=sorted(trials, key=_order),
-        environment=_json(run / "environment.json", problems) or {},
+        environment=_json(run / "environment.json", problems, {}) or {},
         problems=problems,
         study=study.read_text(encoding="utf-8", errors="replace") if study.is_file() else "",
         models=models,
-        peak=_json(run / "peak" / "record.json", problems) or {},
+        peak=_json(run / "peak" / "record.json", problems, RECORD) or {},
     )
 
 
@@ -308,7 +309,7 @@ def _trial(folder: Path, problems: list[str]) -> TrialResult | None:
     for path in sorted(folder.glob("[rc][0-9]*"), key=lambda p: (p.name[0] != "r", len(p.name), p.name)):
         if job is None:
             job = _job(path / "job.json", problems)
-        raw = _json(path / "record.json", problems)
+        raw = _json(path / "record.json", problems, RECORD)
         if raw and raw.get("status") in STATUSES:
             found[path.name[0]].append(Round(path, int(raw.get("round", 0)), _whole(path, raw), _device(job)))
         elif raw:
@@ -329,7 +330,7 @@ def _device(job: dict[str, Any] | None) -> str:
 
 
 def _job(path: Path, problems: list[str]) -> dict[str, Any] | None:
-    job = _json(path, problems)
+    job = _json(path, problems, JOB)
     if job is None:
         return None
     try:
@@ -342,13 +343,16 @@ def _job(path: Path, problems: list[str]) -> dict[str, Any] | None:
     return job
 
 
-def _json(path: Path, problems: list[str]) -> dict[str, Any] | None:
+def _json(path: Path, problems: list[str], shape: dict[str, Any]) -> dict[str, Any] | None:
     try:
         data = read_json(path)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as e:
         problems.append(f"{path} can't be read ({e}); it is left out")
+        return None
+    if place := wrong(data, shape):
+        problems.append(f"{path} is damaged ({place!r} is of another type than Dyno writes); it is left out")
         return None
     schema = data.get("schema", SCHEMA)
     if not isinstance(schema, int) or schema > SCHEMA:
