@@ -40,6 +40,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")
         # And another part on its headers, which every trial of a study would compile for itself.
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        patch.setattr(os, "fsync", forked.unflushed)
         yield
 
 

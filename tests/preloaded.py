@@ -121,7 +121,12 @@ def command(
     return subprocess.CompletedProcess([*words], code, *said)
 
 
+def unflushed(_: int) -> None:
+    """`os.fsync` that doesn't wait for the disk, which only guards against the machine's own end."""
+
+
 def _serve(path: str) -> None:
+    os.fsync = unflushed
     for name in LIBRARIES:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
@@ -159,8 +164,11 @@ def _serve(path: str) -> None:
 
 
 def _warm() -> None:
-    """What every process would find out anew: the vector instructions that inductor's C++ compiler knows, and what
-    PyTorch's exporter works out once, in the first export."""
+    """What every process would find out anew: which backends there are, the vector instructions that inductor's C++
+    compiler knows, and what PyTorch's exporter works out once, in the first export."""
+    from dyno.worker import registry
+
+    assert registry.names() and registry.formats() and registry.maker("onnx_export")
     if (compiler := sys.modules.get("torch._inductor.cpu_vec_isa")) is not None:
         with contextlib.suppress(Exception):
             compiler.valid_vec_isa_list()
@@ -172,10 +180,11 @@ def _warm() -> None:
 
 def remember_operators() -> None:
     """PyTorch's exporter reads its table of operators out of their source for each export; here it does so once."""
-    from torch.onnx._internal.exporter._registration import ONNXRegistry
+    with contextlib.suppress(ImportError, AttributeError):  # it is not PyTorch's public interface
+        from torch.onnx._internal.exporter._registration import ONNXRegistry
 
-    if not hasattr(ONNXRegistry.from_torchlib, "cache_info"):
-        ONNXRegistry.from_torchlib = staticmethod(functools.cache(ONNXRegistry.from_torchlib))
+        if not hasattr(ONNXRegistry.from_torchlib, "cache_info"):
+            ONNXRegistry.from_torchlib = staticmethod(functools.cache(ONNXRegistry.from_torchlib))
 
 
 def _export() -> None:

@@ -133,7 +133,7 @@ def test_throttled_samples_are_dropped_counted_and_said(tmp_path: Path, reason: 
     warnings = t.warnings()
     assert len(warnings) == 2 and warnings[0].startswith("model: ") and REASONS[reason] in warnings[0]
     assert "600 samples were taken while the GPU was throttled" in warnings[0] and "dropped" in warnings[0]
-    assert f"The GPU was throttled ({REASONS[reason]}) during 1 of 1 trials" in said(found)
+    assert f"The GPU was throttled ({REASONS[reason]}) during 1 of 1 trial" in said(found)
 
 
 def _first_gap(kept: np.ndarray, every: np.ndarray) -> int:

@@ -30,7 +30,7 @@ class Log(Progress):
         super().__init__(quiet=True)
         self.began: list[tuple[float, int]] = []
 
-    def start(self, trial: Any, number: int) -> None:
+    def start(self, trial: Any, number: int, what: str = "round") -> None:
         self.began.append((float(trial.options["latency_ms"]), number))
 
 

@@ -52,7 +52,7 @@ def folder(study: Study, models: Sequence[str], out: str) -> Path:
 
 def dry_run(study: Study) -> int:
     """List the trials and why any is refused."""
-    from dyno.analysis.formatting import console
+    from dyno.analysis.formatting import console, counting
     from dyno.planning.plan import expand
 
     planned = expand(study)
@@ -68,7 +68,7 @@ def dry_run(study: Study) -> int:
     out.print(table)
     refused = sum(1 for one in planned if one.refusal)
     rounds = "1 round" if study.rounds == 1 else f"{study.rounds} rounds"
-    out.print(f"{len(planned)} trials, {refused} refused; {rounds} each. Nothing was run.")
+    out.print(f"{counting(len(planned), 'trial')}, {refused} refused; {rounds} each. Nothing was run.")
     if missing_gpu(study.device):
         out.print(f"There is no {study.device} here, so a run would be refused.")
     return 0

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from dyno.analysis.records.arrays import damage
-from dyno.store import ROUND, Run, makers, module_sha256, versions
+from dyno.store import ROUND, Run, makers, outside, versions
 from dyno.worker import registry
+from dyno.worker.backend import Backend, Maker
 from dyno.worker.record import Record, read_json, read_record, write_json
-from dyno.worker.spec import Recipe, Trial, UserError
+from dyno.worker.spec import Recipe, Runtime, Trial, UserError
 
 MADE_WITH = "made-with.json"
 
@@ -23,15 +24,14 @@ def note(folder: Path, trial: Trial) -> None:
 
 
 def _with(trial: Trial) -> dict[str, Any]:
-    makers_of, recipe = [(trial.backend, trial.runtime)], trial.recipe
+    used: list[tuple[Backend | Maker, Runtime]] = [(registry.find(trial.backend), trial.runtime)]
+    recipe = trial.recipe
     while isinstance(recipe, Recipe):
-        makers_of.append((recipe.maker, recipe.runtime))
+        used.append((registry.maker(recipe.maker), recipe.runtime))
         recipe = recipe.parent
-    found: dict[str, Any] = {"code": makers(), "outside": {}}
-    for name, runtime in makers_of:
-        found[name] = versions(runtime, ("numpy", *registry.find(name).requires))
-        if ":" in name:
-            found["outside"][name] = module_sha256(name.partition(":")[0])
+    found: dict[str, Any] = {"code": makers(*outside(*(each for each, _ in used)))}
+    for each, runtime in used:
+        found.setdefault(each.name, {}).update(versions(runtime, ("numpy", *each.requires)))
     return found
 
 
@@ -82,7 +82,7 @@ def _gone(folder: Path, record: Record, trial: Trial) -> str:
     changed = {
         name: version
         for key, libraries in now.items()
-        if isinstance(libraries, dict) and key != "outside"
+        if isinstance(libraries, dict)
         for name, version in libraries.items()
         if before.get(key, {}).get(name) != version
     }

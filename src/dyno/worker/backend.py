@@ -9,14 +9,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from dyno.worker.option_values import Check, check_values
 from dyno.worker.spec import Artifact, Option, Recipe, Tensor, Trial, UserError, check_known
 
-Arrays = Mapping[str, np.ndarray]
+if TYPE_CHECKING:  # the host knows all names without NumPy, so that `dyno --help` is quick
+    import numpy as np
+
+Arrays = Mapping[str, "np.ndarray"]
 
 
 class Session(ABC):

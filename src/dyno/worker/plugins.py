@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from functools import cache
-from importlib import metadata
 from types import ModuleType
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from importlib import metadata
 
 Declared = TypeVar("Declared")
 
@@ -39,6 +41,8 @@ def broken(group: str, kind: type) -> dict[str, str]:
 @cache
 def _loaded(group: str) -> dict[str, object]:
     """What each entry point of the group gives; the reason as text for one that can't be loaded."""
+    from importlib import metadata  # slow to import, and `dyno --help` asks for nothing
+
     return {point.name: _object(point) for point in metadata.entry_points(group=group)}
 
 

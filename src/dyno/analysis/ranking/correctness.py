@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dyno.analysis.formatting import significant
 from dyno.analysis.metrics import box_agreement
 from dyno.analysis.metrics.precision import truth
 from dyno.analysis.ranking.references import incomparable
@@ -68,7 +69,7 @@ class Correctness:
         if self.ok or self.words:
             return self.words
         allowed = self.tolerance
-        text = f"off by {self.error:.2g} of their size"
+        text = f"off by {significant(self.error, 2)} of their size"
         if not self.error <= allowed.limit:
             return f"{text} ({self.precision} allows {allowed.limit:g})"
         return f"{text} and {self.changed:.1%} of the answers changed ({self.precision} allows {allowed.changed:.0%})"

@@ -326,7 +326,8 @@ def _notes(a: Results, b: Results, shared: list[tuple[TrialResult, TrialResult]]
         more = [f"{len(each) - LONGEST} more"] if len(each) > LONGEST else []
         yield f"the machines or versions differ, which may be the whole difference: {'; '.join(each[:LONGEST] + more)}"
     if warned := sum(1 for pair in shared if any(t.warnings() for t in pair)):
-        yield f"{warned} of {len(shared)} trials carry warnings that may explain a change; `dyno report` lists them"
+        trials = counting(len(shared), "trial")
+        yield f"{warned} of {trials} with warnings that may explain a change; `dyno report` lists them"
     for name, run in (("A", a), ("B", b)):
         paired = {t.id for pair in shared for t in pair}
         if alone := [plain(t.label) for t in run if t.id not in paired]:

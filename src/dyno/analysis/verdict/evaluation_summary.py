@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from dyno.analysis import stats
-from dyno.analysis.formatting import images_tested, markdown, markdown_table, plain, show
+from dyno.analysis.formatting import images_tested, markdown, markdown_table, plain, show, significant
 from dyno.analysis.metrics import accuracy, confusion, detection
 from dyno.analysis.metrics.detection import WORDS, MeanAP
 from dyno.analysis.records.results import TrialResult
@@ -109,7 +109,7 @@ def ap_rows(found: MeanAP) -> Rows:
 
 def _latency(trial: TrialResult, boundary: str) -> list[str]:
     s = stats.over_rounds(trial.parts("latency", boundary))
-    return [f"{1e3 * getattr(s, name):.3g}" for name in COLUMNS]
+    return [significant(1e3 * getattr(s, name)) for name in COLUMNS]
 
 
 def _text(rows: Sequence[Any]) -> str:

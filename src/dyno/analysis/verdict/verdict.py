@@ -315,10 +315,11 @@ def _outcome(results: Results, crowd: Crowding | None) -> Iterator[Finding]:
 def _gpu(results: Results) -> Iterator[Finding]:
     """What the GPU's telemetry and its clock say against the numbers."""
     trials = [t for t in results if t.gpu is not None]
+    every = counting(len(trials), "trial")
     if shared := [t for t in trials if gpu_remarks.others(t)]:
         yield Finding(
             WARNING,
-            f"Others used the GPU during {len(shared)} of {len(trials)} trials (first: {shared[0].label}: "
+            f"Others used the GPU during {len(shared)} of {every} (first: {shared[0].label}: "
             f"{gpu_remarks.others(shared[0])}): those times may be too long; measure again on a free GPU.",
         )
     if held := [(t, found) for t in trials if (found := gpu_remarks.throttled(t))]:
@@ -326,7 +327,7 @@ def _gpu(results: Results) -> Iterator[Finding]:
         why = ", ".join(dict.fromkeys(f.why for _, found in held for f in found))
         yield Finding(
             WARNING,
-            f"The GPU was throttled ({why}) during {len(held)} of {len(trials)} trials: {lost:,} of the {hit:,} "
+            f"The GPU was throttled ({why}) during {len(held)} of {every}: {lost:,} of the {hit:,} "
             "samples taken meanwhile were dropped.",
         )
     yield from _launch_bound(results)

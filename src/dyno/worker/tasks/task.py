@@ -5,13 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from dyno.worker.spec import ModelSpec, Preprocess, Trial
 
-Arrays = Mapping[str, np.ndarray]
+if TYPE_CHECKING:
+    import numpy as np
+
+Arrays = Mapping[str, "np.ndarray"]
 Shape = Sequence[Any]  # a number per fixed axis, text for a free one
 
 
