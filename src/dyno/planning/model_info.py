@@ -114,7 +114,7 @@ def _existing(text: str, what: str) -> Path:
 def _absolute(source: str) -> str:
     path, _, function = source.rpartition(":")
     if path == "ultralytics":  # a name of the library's, or the user's own file
-        return f"{path}:{Path(function).resolve()}" if Path(function).is_file() else source
+        return f"{path}:{Path(function).resolve()}" if regular(Path(function), "checkpoint").is_file() else source
     return f"{_existing(path, 'Python file').resolve()}:{function}" if path.endswith(".py") else source
 
 
