@@ -62,9 +62,9 @@ def clear_damaged(run: Run, trials: list[Trial]) -> list[str]:
     gone = []
     for trial in trials:
         for folder in sorted(run.round_folder(trial, 0).parent.glob("[rc][0-9]*")):
-            with suppress(OSError, ValueError, AttributeError):
+            with suppress(OSError, ValueError):
                 record = read_json(folder / "record.json")
-                if record.get("status") == "ok" and (name := damage(folder, record)):
+                if record.get("status") == "ok" and (name := damage(folder)):
                     shutil.rmtree(folder)
                     gone.append(f"{trial.label}: {folder.name}/{name} is damaged, so that round is measured again")
     return gone

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import io
 import zipfile
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -51,16 +50,14 @@ def _array(data: bytes) -> np.ndarray:
     return flat.reshape(shape, order="F" if fortran else "C")
 
 
-def damage(folder: Path, record: Mapping[str, Any]) -> str:
-    """The array file of a round, given its record, that can't be read, "" where all can: samples.npz is read whole, of
+def damage(folder: Path) -> str:
+    """The array file of a round that can't be read, "" where all can, or were taken away: samples.npz is read whole, of
     outputs.npz, which may be large, only what is in it."""
-    named = any(m.get("samples") for m in record.get("measurements") or ())
-    for name, only, needed in (("samples.npz", None, named), ("outputs.npz", (), False)):
+    for name, only in (("samples.npz", None), ("outputs.npz", ())):
         try:
             read_npz(folder / name, only)
         except FileNotFoundError:
-            if needed:
-                return name
+            continue
         except (OSError, ValueError):
             return name
     return ""

@@ -319,7 +319,7 @@ def _trial(folder: Path, problems: list[str]) -> TrialResult | None:
 
 def _whole(folder: Path, raw: dict[str, Any]) -> dict[str, Any]:
     """The record, which is of a failure where what was measured can't be read any more."""
-    if raw["status"] != "ok" or not (name := damage(folder, raw)):
+    if raw["status"] != "ok" or not (name := damage(folder)):
         return raw
     reason = f"{name} is damaged; the same `dyno run` measures this round again"
     return {**raw, "status": "failed", "stage": "", "reason": reason}
