@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -24,6 +24,8 @@ from dyno.worker.record import Record, read_record, write_json, write_record
 from dyno.worker.spec import Artifact, Job, Recipe, Runtime, Trial, UserError, digest, to_json
 
 cache_dir = system.cache_dir
+LOCK = "lock"  # who works in a folder holds this file in it
+FOLDERS = ("trials", "archive", "charts", "tables", "truth", "peak")  # what there is in a run folder
 ROUND, CONFIRMATION = "r", "c"  # what a round's folder is called: one that selects, or one after the selection
 
 
@@ -34,12 +36,14 @@ def lock(path: Path, busy: Callable[[str], None]) -> Iterator[None]:
     The lock ends with the process, however it ends.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a+") as f:
+    if path.is_symlink() or not (path.is_file() or not path.exists()):  # a folder from elsewhere may hold anything
+        raise UserError(f"{path} is not a regular file, so it can't be held; remove it")
+    with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), "a+") as f:
         try:
             fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             f.seek(0)
-            busy(f.read().strip() or "unknown")
+            busy(f.read(20).strip() or "unknown")
             fcntl.flock(f, fcntl.LOCK_EX)
         f.truncate(0)
         f.write(str(os.getpid()))
@@ -83,7 +87,7 @@ class Run:
                 f"{self.folder} is in use by another dyno (process {owner}); wait for it or give another --out"
             )
 
-        with lock(self.folder / "lock", busy):
+        with lock(self.folder / LOCK, busy):
             yield
 
 
@@ -235,9 +239,8 @@ class Cache:
     @contextmanager
     def making(self, key: str) -> Iterator[Path]:
         """A folder to make the file in; it joins the cache when the block ends with a good record there."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{key}.", dir=self.folder, ignore_cleanup_errors=True) as scratch:
-            folder = Path(scratch) / key
+        with self._scratch(key) as scratch:
+            folder = scratch / key
             folder.mkdir()
             yield folder
             record = read_record(folder)
@@ -247,6 +250,23 @@ class Cache:
             if self.find(key)[0] is None:  # another study may have made it meanwhile, and be reading it
                 shutil.rmtree(self.folder / key, ignore_errors=True)
                 folder.rename(self.folder / key)
+
+    @contextmanager
+    def _scratch(self, key: str) -> Iterator[Path]:
+        """A folder that is gone afterwards; those that killed processes left, which nobody holds, go now."""
+        with ExitStack() as held:
+            with lock(self.folder / ".lock", lambda owner: None):  # none is swept before its maker holds it
+                for left in self.folder.glob(".*.*"):
+                    with suppress(UserError, OSError), lock(left / LOCK, _busy):
+                        shutil.rmtree(left, ignore_errors=True)
+                made = tempfile.TemporaryDirectory(prefix=f".{key}.", dir=self.folder, ignore_cleanup_errors=True)
+                scratch = Path(held.enter_context(made))
+                held.enter_context(lock(scratch / LOCK, _busy))
+            yield scratch
+
+
+def _busy(owner: str) -> None:
+    raise UserError(f"process {owner} holds it")
 
 
 def _relative(artifact: Artifact, folder: Path) -> Artifact:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dyno.cli import options
+from dyno.store import FOLDERS
 from dyno.worker.spec import UserError
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ FILES = (
     "study.toml", "environment.json", "models.json", "results.csv", "tables.md",
     "report.html", "lock",
 )  # fmt: skip
-FOLDERS = ("trials", "archive", "charts", "tables", "truth", "peak")
 
 
 def list_runs(

@@ -128,6 +128,8 @@ class _File:
 
 
 def _read(file: Path) -> _File:
+    if file.exists() and not file.is_file():  # a pipe would be waited for
+        raise UserError(f"annotation file {file} is not a regular file; give a file")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterable
@@ -15,7 +14,7 @@ from dyno.store import Run, gpu_identity, sha256_of
 from dyno.study import Choice, Study, model_name
 from dyno.worker import registry, system
 from dyno.worker.nets.local_code import sha256_with_imports
-from dyno.worker.record import read_record, replacing, write_json
+from dyno.worker.record import read_json, read_record, write_json, write_text
 from dyno.worker.spec import SCHEMA, Job, ModelSpec, Recipe, Trial, UserError, digest, from_json
 
 DISTRIBUTIONS = ("inference-dyno", "numpy", "torch", "torchvision", "timm", "onnx", "onnxruntime", "openvino")
@@ -54,7 +53,7 @@ def stored(folder: Path) -> list[Stored]:
     for place in sorted(folder.iterdir()) if folder.is_dir() else ():
         for job in sorted(place.glob("[rc][0-9]*/job.json")):
             try:
-                trial = from_json(Job, json.loads(job.read_bytes())).trial
+                trial = from_json(Job, read_json(job)).trial
             except (OSError, ValueError, TypeError, AttributeError, UserError):
                 continue
             if trial is not None:
@@ -76,8 +75,8 @@ def measured(folder: Path) -> bool:
 
 def _good(record: Path) -> bool:
     try:
-        return bool(json.loads(record.read_bytes()).get("status") == "ok")
-    except (OSError, ValueError, AttributeError):  # a damaged one is told of when it is needed
+        return bool(read_json(record).get("status") == "ok")
+    except (OSError, ValueError):  # a damaged one is told of when it is needed
         return True
 
 
@@ -135,8 +134,7 @@ def settle(study: Study, run: Run, planned: list[Planned]) -> tuple[list[Planned
     renamed = _named(planned, there)
     said = [*_archive(run, there, renamed), *_restore(run, renamed)]
     there = stored(run.folder / "trials")
-    with replacing(run.folder / "study.toml") as f:
-        f.write((_union(before, study, there, renamed) if before else study).to_toml().encode())
+    write_text(run.folder / "study.toml", (_union(before, study, there, renamed) if before else study).to_toml())
     gpu = {"gpu": gpu_identity(study.device)} if study.device != "cpu" else {}
     write_json(run.folder / "environment.json", {**system.describe(DISTRIBUTIONS), **gpu})
     _models(run, renamed)
@@ -298,7 +296,7 @@ def _models(run: Run, planned: list[Planned]) -> None:
     path = run.folder / "models.json"
     counted = {(one.trial.model.name, one.trial.dims.size): one.model_facts for one in planned if one.model_facts}
     try:
-        rows = json.loads(path.read_bytes())["models"]
+        rows = read_json(path)["models"]
         known = {(row.pop("model"), row.pop("size")): row for row in rows}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         known = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import signal
 import subprocess
@@ -13,11 +12,10 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from dyno.jobs.telemetry import Telemetry
 from dyno.worker import system
-from dyno.worker.record import Record, read_record, write_json, write_record
+from dyno.worker.record import Record, read_json, read_record, write_json, write_record
 from dyno.worker.spec import Job, Runtime, UserError, from_json, to_json
 
 MAIN = Path(__file__).parents[1] / "worker" / "main.py"
@@ -64,7 +62,7 @@ def launch(
     """
     folder.mkdir(parents=True, exist_ok=True)
     # Files of an earlier job must not pass for this one's.
-    for stale in ("record.json", "partial.json", "stage"):
+    for stale in ("record.json", "partial.json", "stage", "stdout.log", "stderr.log"):
         (folder / stale).unlink(missing_ok=True)
     write_json(folder / "job.json", to_json(job))
     python = job.runtime.python or sys.executable
@@ -132,8 +130,7 @@ def _ended_without(job: Job, folder: Path, code: int, timed_out: bool, timeout_s
     stage = read_stage(folder)
     record = Record("crashed", trial=job.trial.id if job.trial else "", round=job.round)
     if (folder / "partial.json").exists():
-        partial: dict[str, Any] = json.loads((folder / "partial.json").read_text(encoding="utf-8"))
-        record = from_json(Record, partial)
+        record = from_json(Record, read_json(folder / "partial.json"))
     if timed_out:
         status, reason = "timeout", f"not finished after {timeout_s:g} s; killed"
     elif oom_killed and code == -signal.SIGKILL:

@@ -17,7 +17,7 @@ from dyno.study import Choice, Study, model_name, parse_size
 from dyno.worker import registry, system
 from dyno.worker.extras import install
 from dyno.worker.nets.local_code import sha256_with_imports
-from dyno.worker.record import Record, read_record
+from dyno.worker.record import Record, read_record, regular, write_bytes
 from dyno.worker.spec import (
     SAVED,
     Dims,
@@ -103,7 +103,7 @@ def normalised(preprocess: Preprocess, study: Study, channels: int) -> Preproces
 
 
 def _existing(text: str, what: str) -> Path:
-    path = Path(text)
+    path = regular(Path(text), what)
     if not path.is_file():
         raise UserError(f"there is no {what} {text}")
     return path
@@ -112,7 +112,7 @@ def _existing(text: str, what: str) -> Path:
 def _absolute(source: str) -> str:
     path, _, function = source.rpartition(":")
     if path == "ultralytics":  # a name of the library's, or the user's own file
-        return f"{path}:{Path(function).resolve()}" if Path(function).is_file() else source
+        return f"{path}:{Path(function).resolve()}" if regular(Path(function), "checkpoint").is_file() else source
     return f"{_existing(path, 'Python file').resolve()}:{function}" if path.endswith(".py") else source
 
 
@@ -182,7 +182,7 @@ def _inspection_runtime(model: ModelSpec, name: str, study: Study) -> Runtime:
 
 def _keep(job_folder: Path, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "record.json").write_bytes((job_folder / "record.json").read_bytes())
+    write_bytes(folder / "record.json", (job_folder / "record.json").read_bytes())
 
 
 def sizes(study: Study, facts: dict[str, Any]) -> list[tuple[int, int]]:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from dyno.store import sha256_of
+from dyno.worker.record import regular
 from dyno.worker.spec import UserError, check_known
 
 TYPES = ("float32", "int64", "int32", "int16", "int8", "uint8", "bool")
@@ -71,7 +72,7 @@ def _arrays(path: Path) -> dict[str, dict[str, Any]]:
     """Shape, type and place of each array of an .npz file; the first axis of those as long as the first one's is the
     batch."""
     try:
-        with np.load(path, allow_pickle=False) as stored:
+        with np.load(regular(path, "array file"), allow_pickle=False) as stored:
             arrays = {name: (stored[name].shape, str(stored[name].dtype)) for name in stored.files}
     except (OSError, ValueError) as e:
         raise UserError(f"{path} can't be read as arrays by input name (numpy.savez): {e}") from e

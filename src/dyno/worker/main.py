@@ -30,7 +30,6 @@ if __name__ == "__main__":
     _enter()
 
 import errno
-import json
 import os
 import time
 import traceback
@@ -44,14 +43,14 @@ from dyno.worker.backend import Arrays, Session
 from dyno.worker.evaluation import evaluate
 from dyno.worker.inputs import input_data
 from dyno.worker.journal import Journal
-from dyno.worker.record import Measurement, Record, save_arrays, write_record
+from dyno.worker.record import Measurement, Record, read_json, save_arrays, write_record
 from dyno.worker.registry import find
 from dyno.worker.registry import maker as find_maker
 from dyno.worker.sessions import gpu
 from dyno.worker.spec import SCHEMA, Artifact, Job, NoRoute, Trial, Unavailable, UserError, from_json
 
 RANDOM = 1e-2  # of their size: outputs of two calls on one input that are further apart are drawn
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # What a file made from another says of the model they share, and of the route to it.
 INHERITED = ("weights_sha256", "parameters", "exporter", "opset", "fixed_batch", "folded", "calibration")
 
@@ -340,7 +339,7 @@ def main(folder: Path) -> int:
     begin = time.perf_counter()
     # Run by hand there is no launcher to name itself, and whoever is the parent now will do.
     system.die_with_parent(int(os.environ.pop("DYNO_LAUNCHER", os.getppid())))
-    data = json.loads((folder / "job.json").read_text(encoding="utf-8"))
+    data = read_json(folder / "job.json")
     if data.get("schema") != SCHEMA:
         print(f"job.json has schema {data.get('schema')}, this worker reads {SCHEMA}", file=sys.stderr)
         return 2

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dyno.analysis.formatting import csv_cell
 from dyno.analysis.records.results import Results, TrialResult
 from dyno.analysis.stats import wilson
+from dyno.worker.record import write_text
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -95,6 +97,7 @@ def write(results: Results, folder: Path) -> list[Path]:
     for t in chosen(results):
         if matrix := of(t):
             files += [folder / f"confusion-{t.id}.csv", folder / f"classes-{t.id}.csv"]
-            matrix.to_pandas().to_csv(files[-2])
-            matrix.per_class().to_csv(files[-1], index=False)
+            counts = matrix.to_pandas().rename(index=csv_cell, columns=csv_cell)
+            write_text(files[-2], counts.to_csv())
+            write_text(files[-1], matrix.per_class().map(csv_cell).to_csv(index=False))
     return files

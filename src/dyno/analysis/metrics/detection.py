@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ from dyno.analysis.metrics.average_precision import average, matches
 from dyno.analysis.records.results import TrialResult
 from dyno.analysis.stats import Interval, t_quantile
 from dyno.worker.extras import install
-from dyno.worker.record import save_arrays
+from dyno.worker.record import parse_json, save_arrays
 from dyno.worker.spec import Unavailable, UserError
 from dyno.worker.system import cache_dir
 
@@ -149,8 +148,10 @@ class _Stored:
 
 
 def _json(content: bytes) -> dict[str, Any]:
-    truth: dict[str, Any] = json.loads(content)
-    return truth
+    try:
+        return parse_json(content)
+    except ValueError as e:
+        raise UserError(f"the images' annotations (truth/) are damaged: {e}") from e
 
 
 def scores(arrays: Mapping[str, np.ndarray], truth: Mapping[str, Any], kind: str) -> Scores:

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from dyno.worker.record import regular
 from dyno.worker.spec import UserError
 
 LINE = re.compile(r"\[[VIWEF]\] (.*)")
@@ -78,7 +79,7 @@ class Report:
 def read(path: Path) -> Report:
     """The log or the exported times in the file; anything else is a `UserError`."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = regular(path, "log").read_text(encoding="utf-8")
     except OSError as e:
         raise UserError(f"{path} can't be read ({e.strerror}); {HELP}") from e
     except UnicodeDecodeError as e:
@@ -221,7 +222,7 @@ def _times(text: str, name: str) -> Report:
     """Exported times: one object per query. The file has neither shapes nor engine nor flags."""
     try:
         rows = json.loads(text)
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise UserError(f"{name} is not a complete JSON file ({e}); run trtexec again") from e
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         raise UserError(f"{name} holds no times; {HELP}")
