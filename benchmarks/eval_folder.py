@@ -158,11 +158,11 @@ def evaluate(photos: Path, weights: Path, place: Path, args: argparse.Namespace,
 
 def same(found: dict[str, Any], trial: results.TrialResult) -> str:
     """How near the two accuracies are, in images."""
-    from dyno.analysis.metrics import accuracy
+    from dyno.analysis.metrics.hits import TOP1
 
-    own = accuracy.of(trial)
-    assert own is not None and own.count == found["images"]
-    return f"top-1: plain {found['top1']} of {found['images']} right, dyno {round(own.top1.value * own.count)}"
+    hits = TOP1.hits(trial)
+    assert hits is not None and len(hits) == found["images"]
+    return f"top-1: plain {found['top1']} of {found['images']} right, dyno {int(hits.sum())}"
 
 
 def on_gpu(trial: results.TrialResult) -> tuple[float, float]:

@@ -20,7 +20,7 @@ from PIL import Image
 from dyno import datasets
 from dyno.datasets import cache as store
 from dyno.datasets.decode import Transform
-from dyno.datasets.photos import spread
+from dyno.datasets.photos import stratified_order
 from dyno.worker.spec import DataSpec, Preprocess, UserError
 
 STRAIGHT = Preprocess(resize=0)
@@ -122,7 +122,7 @@ def test_the_training_images_are_decoded_when_they_are_asked_for(tmp_path: Path,
     found = arrays(make(folder, calibration=other, train=True))
     assert (len(found["train"]), len(found["calibration"])) == (16, 5)
     assert not set(found["calibration"]) & set(found["train"])
-    with pytest.raises(UserError, match="has no train/; put the images to learn from there"):
+    with pytest.raises(UserError, match="has no train/; put the training images there"):
         make(folder / "train", train=True)
 
 
@@ -392,7 +392,7 @@ def test_digits(tmp_path: Path) -> None:
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=200), st.integers(0, 2**32), st.data())
 def test_any_beginning_of_a_split_is_stratified(labels: list[int], seed: int, data: st.DataObject) -> None:
-    order = spread(np.array(labels), seed)
+    order = stratified_order(np.array(labels), seed)
     assert sorted(order) == list(range(len(labels)))
     n = data.draw(st.integers(1, len(labels)))
     counts, taken = np.bincount(labels), np.bincount(np.array(labels)[order[:n]], minlength=max(labels) + 1)

@@ -154,9 +154,9 @@ def test_arrays_of_a_file_are_what_is_fed(call: Call, nets: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (("nets.py:rate",), "rate takes x, sr, and nothing says what they are; give --shapes x:1x3x224x224"),
+        (("nets.py:rate",), "rate takes x, sr, whose shapes and types are unknown; give --shapes x:1x3x224x224"),
         (("nets.py:rate", "--shapes", "y:1x2"), "the model has no input 'y'; its inputs: x, sr"),
-        (("nets.py:audio",), "by --shapes input:SHAPE, with :int64 behind it for token ids, or by"),
+        (("nets.py:audio",), "with --shapes input:SHAPE (followed by :int64 for token ids), or by"),
         (("nets.py:bare", "--input", "input_ids=0..9"), "'input_ids' has a range, but no shape; give --shapes"),
         (("nets.py:tokens", "--size", "32"), "tokens takes no image, so a size doesn't apply to it; omit it"),
         (("nets.py:two", "--shapes", "left:1x3x8x8", "--size", "16"), "an input of 8x8 pixels, and sizes 16x16"),

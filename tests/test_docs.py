@@ -6,6 +6,7 @@ import dataclasses
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ from dyno.worker.record import STATUSES, Measurement, Record
 from dyno.worker.spec import Artifact, DataSpec, Dims, Job, ModelSpec, Plan, Recipe, Trial
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCS = sorted((ROOT / "docs").glob("*.md"))
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [*sorted(ROOT.glob("*.md")), *DOCS]
 OTHER_PROGRAMS = {"cp", "python"}
 EXAMPLES = ROOT / "examples"
@@ -228,6 +229,51 @@ def test_what_the_page_on_extending_shows_is_the_example() -> None:
     assert shown
     written = {line.strip() for block in shown for line in block.splitlines()}
     assert sorted(written - known - {"..."}) == []
+
+
+def measured(*words: str) -> subprocess.CompletedProcess[str]:
+    return python(str(ROOT / "tools/measured.py"), *words, cwd=ROOT)
+
+
+def test_the_tables_of_what_was_measured_are_their_files() -> None:
+    done = measured("--check")
+    assert done.returncode == 0, done.stderr
+
+
+def test_figures_come_from_files_and_have_a_command(tmp_path: Path) -> None:
+    folder = shutil.copytree(ROOT / "docs/measured", tmp_path / "measured")
+    where = ("--folder", str(folder))
+    page = folder / "two-cores.md"
+    text = page.read_text(encoding="utf-8")
+    page.write_text(text.replace(" 17.3 |", " 16.3 |"), encoding="utf-8")
+    assert "two-cores.md" in measured("--check", *where).stderr
+    assert measured(*where).returncode == 0
+    assert page.read_text(encoding="utf-8") == text
+    figures = folder / "data/two-core-resnet18.csv"
+    figures.write_text(figures.read_text(encoding="utf-8").replace(",r18-cpu", ",another-run"), encoding="utf-8")
+    done = measured(*where)
+    assert done.returncode == 1 and "another-run" in done.stderr
+
+
+def test_rows_of_the_matrix_take_the_place_of_earlier_ones(tmp_path: Path) -> None:
+    folder = shutil.copytree(ROOT / "docs/measured", tmp_path / "measured")
+    rows = tmp_path / "matrix.csv"
+    head = "network,model,backend,options,precision,status,outputs,output_error,answers_changed,ran_as,route,latency_ms"
+    new = [
+        "torchvision:resnet18,resnet18,pytorch,,fp32,ok,,nan,nan,21 fp32,,98.7654,reference,",
+        "torchvision:resnet18,resnet18,openvino,,int8,ok,wrong outputs,0.9,nan,21 int8,,4.3,wrong outputs: off by 0.9,",
+        "torchvision:resnet50,resnet50,pytorch,,fp32,ok,,nan,nan,54 fp32,,1234,reference,",
+    ]
+    rows.write_text("\n".join([f"{head},verdict,reason", *new]) + "\n", encoding="utf-8")
+    words = ("--add", str(rows), "--date", "2026-12-01", "--without", "resnet50", "--folder", str(folder))
+    assert measured(*words, "--machine", "c").returncode == 2
+    done = measured(*words, "--machine", "b")
+    assert done.returncode == 0, done.stderr
+    page = (folder / "matrix-cpu.md").read_text(encoding="utf-8")
+    (line,) = [line for line in page.splitlines() if line.startswith("| resnet18 ")]
+    cells = [cell.strip() for cell in line.split("|")]
+    assert cells[2:5] == ["b", "2026-12-01", "98.8 ms"] and "wrong" in cells[-2]
+    assert "`resnet18` openvino int8: wrong outputs: off by 0.9" in page and "1,230 ms" not in page
 
 
 @pytest.mark.slow

@@ -124,6 +124,12 @@ def test_its_task_keeps_answers_of_its_own(dyno: Call, built: Path, place: Path)
     with np.load(path) as stored:
         assert stored["grade"].shape == (6,) and stored["label"].tolist().count(1) == 3
         np.testing.assert_allclose(stored["grade"], stored["output:output"][:, 0])
+        stored_grade, stored_label = stored["grade"], stored["label"]
+    (row,) = rows(dyno("show", "graded", "--format", "csv", "--budget", "nearest=100").stdout)
+    right = np.rint(stored_grade) == stored_label
+    assert float(row["nearest"]) == pytest.approx(100 * right.mean()) and float(row["nearest_high"]) > 0
+    assert row["budget"] == "within" and float(row["nearest_diff"]) == 0
+    assert "nearest grade %" in dyno("show", "graded", "--table", "classification").stdout
     wrong = dyno("run", built, "--task", "grade", "--data", "photos", code=2)
     assert "a network for grade gives batch x 1" in wrong.stderr
 

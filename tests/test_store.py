@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dyno.store import Cache, makers
+from dyno.store import Cache, worker_code_sha256
 from dyno.worker import registry
 from dyno.worker.spec import Dims, ModelSpec, Recipe
 
@@ -37,11 +37,11 @@ def test_the_key_holds_all_that_shapes_a_file(tmp_path: Path, monkeypatch: pytes
     monkeypatch.syspath_prepend(tmp_path)
     for change in ("# first", "# second"):  # a maker from outside, before and after a change
         (tmp_path / "outside_maker.py").write_text(f"{OUTSIDE}{change}")
-        makers.cache_clear()
+        worker_code_sha256.cache_clear()
         other += [key(maker="outside_maker:Mine"), key(parent=replace(recipe, maker="outside_maker:Mine"))]
     monkeypatch.setattr(registry.maker("onnx_export"), "requires", ("numpy",))
     other.append(key())
-    monkeypatch.setattr("dyno.store.makers", lambda *outside: "code of another Dyno")
+    monkeypatch.setattr("dyno.store.worker_code_sha256", lambda *outside: "code of another Dyno")
     other.append(key())
     assert len(set(other)) == len(other)
 
@@ -52,5 +52,5 @@ def test_other_code_of_the_worker_is_another_maker(tmp_path: Path, monkeypatch: 
     for name, text in (("a.py", "1"), ("a.py", "2"), ("backends/b.py", "1"), ("note.txt", "no code")):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-        seen.add(makers.__wrapped__())
+        seen.add(worker_code_sha256.__wrapped__())
     assert len(seen) == 3

@@ -1,4 +1,4 @@
-"""Where things lie: run folders with their lock, and the cache of made files, keyed by all that shaped them."""
+"""Storage: run folders with their lock, and the cache of built files, keyed by everything that shaped them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -24,23 +24,27 @@ from dyno.worker.record import Record, read_record, write_json, write_record
 from dyno.worker.spec import Artifact, Job, Recipe, Runtime, Trial, UserError, digest, to_json
 
 cache_dir = system.cache_dir
+LOCK = "lock"  # who works in a folder holds this file in it
+FOLDERS = ("trials", "archive", "charts", "tables", "truth", "peak")  # what there is in a run folder
 # What a round's folder is called: one that selects, one after the selection, or one that others took turns with.
 ROUND, CONFIRMATION, COMPANION = "r", "c", "t"
 
 
 @contextmanager
 def lock(path: Path, busy: Callable[[str], None]) -> Iterator[None]:
-    """Hold the file; while another process has it, `busy` is told its number, and raises or has this wait.
+    """Hold the file; while another process has it, `busy` gets its number, and raises or lets this wait.
 
     The lock ends with the process, however it ends.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a+") as f:
+    if path.is_symlink() or not (path.is_file() or not path.exists()):  # a folder from elsewhere may hold anything
+        raise UserError(f"{path} is not a regular file, so it can't be held; remove it")
+    with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), "a+") as f:
         try:
             fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             f.seek(0)
-            busy(f.read().strip() or "unknown")
+            busy(f.read(20).strip() or "unknown")
             fcntl.flock(f, fcntl.LOCK_EX)
         f.truncate(0)
         f.write(str(os.getpid()))
@@ -49,13 +53,13 @@ def lock(path: Path, busy: Callable[[str], None]) -> Iterator[None]:
 
 
 class Run:
-    """The folder of one study: what is asked for, and each round's job folder."""
+    """The folder of one study: its study file, and each round's job folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def round_folder(self, trial: Trial, number: int, kind: str = ROUND) -> Path:
-        """Where that round of the trial lies, or what else it was measured for (kind)."""
+        """The folder of that round of the trial, or of what else it was measured for (kind)."""
         return self.folder / "trials" / trial.id / f"{kind}{number}"
 
     def record(self, trial: Trial, number: int, kind: str = ROUND) -> Record | None:
@@ -63,7 +67,7 @@ class Run:
         return read_record(self.round_folder(trial, number, kind))
 
     def fresh(self, trial: Trial, number: int, kind: str = ROUND) -> Path:
-        """An empty folder for that round: what an interrupted job left there is removed."""
+        """An empty folder for that round: files of an interrupted job are removed."""
         folder = self.round_folder(trial, number, kind)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -77,14 +81,14 @@ class Run:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the folder for one study; a second one is told so."""
+        """Hold the folder for one study; a second one is refused."""
 
         def busy(owner: str) -> None:
             raise UserError(
                 f"{self.folder} is in use by another dyno (process {owner}); wait for it or give another --out"
             )
 
-        with lock(self.folder / "lock", busy):
+        with lock(self.folder / LOCK, busy):
             yield
 
 
@@ -99,23 +103,23 @@ def sha256_of(path: Path) -> str:
     return hashed.hexdigest()
 
 
-def copy(made: Path, out: Path) -> None:
+def copy(source: Path, out: Path) -> None:
     """Copy a file with what belongs to it to where the user wants it."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    kind = registry.format_of(made)
+    kind = registry.format_of(source)
     if kind is None:
-        shutil.copyfile(made, out)
+        shutil.copyfile(source, out)
     else:
-        kind.copy(made, out)
+        kind.copy(source, out)
 
 
 def code_file(module: str) -> Path | None:
-    """A module's own file, None where there is none; found without running it, but for its packages."""
+    """A module's own file, None where there is none; located without running it, but for its packages."""
     try:
-        found = importlib.util.find_spec(module)
+        spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):
         return None
-    return Path(found.origin) if found and found.origin and Path(found.origin).is_file() else None
+    return Path(spec.origin) if spec and spec.origin and Path(spec.origin).is_file() else None
 
 
 def module_sha256(module: str) -> str:
@@ -150,15 +154,15 @@ def _versions_there(
         )  # fmt: skip
         return tuple(json.loads(done.stdout).items())
     except subprocess.CalledProcessError as e:
-        said = (e.stderr.strip().splitlines() or [f"exit code {e.returncode}"])[-1]
-        raise UserError(f"the interpreter {python} can't be used: {said}") from e
+        reason = (e.stderr.strip().splitlines() or [f"exit code {e.returncode}"])[-1]
+        raise UserError(f"the interpreter {python} can't be used: {reason}") from e
     except (OSError, subprocess.TimeoutExpired, ValueError) as e:
-        raise UserError(f"the interpreter {python} can't be used: it is no Python, or does not answer") from e
+        raise UserError(f"the interpreter {python} can't be used: it is not Python, or does not answer") from e
 
 
 @lru_cache(maxsize=8)
-def card(device: str) -> str:
-    """The GPU's model and driver, "" where NVML knows none of that name: an engine is made for both."""
+def gpu_identity(device: str) -> str:
+    """The GPU's model and driver, "" where NVML has no such GPU: an engine is built for both."""
     gpu = find_gpu(device, os.environ)
     if gpu is None:
         return ""
@@ -169,7 +173,7 @@ def card(device: str) -> str:
 
 
 @lru_cache(maxsize=8)
-def makers(*outside: str) -> str:
+def worker_code_sha256(*outside: str) -> str:
     """sha256 over the worker's source, which draws weights, exports, converts and builds: other code, other files.
 
     `outside` are modules of plug-ins, whose own file counts as well, but not what it imports.
@@ -208,36 +212,36 @@ class Cache:
         """
         device, chain = recipe.runtime.device, _chain(recipe)
         steps = [registry.maker(one.maker) for one in chain]
+        processor = [gpu_identity(device)] if device != "cpu" else system.describe()["cpu_flags"]
         shaped_by = {
             "recipe": digest(recipe),
-            "makers": makers(*outside(*steps)),
+            "makers": worker_code_sha256(*outside(*steps)),
             "versions": [versions(one.runtime, step.requires) for one, step in zip(chain, steps, strict=True)],
-            "machine": [platform.machine(), *([card(device)] if device != "cpu" else system.describe()["cpu_flags"])],
+            "machine": [platform.machine(), *processor],
         }
         return hashlib.sha256(json.dumps(shaped_by, sort_keys=True).encode()).hexdigest()[:24]
 
     def find(self, key: str) -> tuple[Artifact | None, str]:
-        """The file made under this key, and why there is none: "" (never made) or what is wrong with it."""
+        """The file stored under this key, and why there is none: "" (never built) or what is wrong with it."""
         try:
             record = read_record(self.folder / key)
         except UserError:
             return None, "the record in the cache is damaged"
         if record is None or record.artifact is None:
             return None, ""
-        made = record.artifact
-        path = self.folder / key / made.path if not Path(made.path).is_absolute() else Path(made.path)
+        artifact = record.artifact
+        path = self.folder / key / artifact.path if not Path(artifact.path).is_absolute() else Path(artifact.path)
         if not path.is_file():
-            return None, f"{path.name} is gone from the cache"
-        if sha256_of(path) != made.sha256:
-            return None, f"{path.name} in the cache was changed or cut short after it was made"
-        return replace(made, path=str(path)), ""
+            return None, f"{path.name} is missing from the cache"
+        if sha256_of(path) != artifact.sha256:
+            return None, f"{path.name} in the cache was changed or cut short after it was built"
+        return replace(artifact, path=str(path)), ""
 
     @contextmanager
     def making(self, key: str) -> Iterator[Path]:
         """A folder to make the file in; it joins the cache when the block ends with a good record there."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{key}.", dir=self.folder, ignore_cleanup_errors=True) as scratch:
-            folder = Path(scratch) / key
+        with self._scratch(key) as scratch:
+            folder = scratch / key
             folder.mkdir()
             yield folder
             record = read_record(folder)
@@ -247,6 +251,23 @@ class Cache:
             if self.find(key)[0] is None:  # another study may have made it meanwhile, and be reading it
                 shutil.rmtree(self.folder / key, ignore_errors=True)
                 folder.rename(self.folder / key)
+
+    @contextmanager
+    def _scratch(self, key: str) -> Iterator[Path]:
+        """A folder that is gone afterwards; those that killed processes left, which nobody holds, go now."""
+        with ExitStack() as held:
+            with lock(self.folder / ".lock", lambda owner: None):  # none is swept before its maker holds it
+                for left in self.folder.glob(".*.*"):
+                    with suppress(UserError, OSError), lock(left / LOCK, _busy):
+                        shutil.rmtree(left, ignore_errors=True)
+                made = tempfile.TemporaryDirectory(prefix=f".{key}.", dir=self.folder, ignore_cleanup_errors=True)
+                scratch = Path(held.enter_context(made))
+                held.enter_context(lock(scratch / LOCK, _busy))
+            yield scratch
+
+
+def _busy(owner: str) -> None:
+    raise UserError(f"process {owner} holds it")
 
 
 def _relative(artifact: Artifact, folder: Path) -> Artifact:

@@ -19,7 +19,8 @@ from typing import Any
 from dyno.study_options import Compared, DataOptions, Measurement, ModelOptions, RuntimeOptions, described
 from dyno.worker import registry, tasks
 from dyno.worker.jobs.turns import LEAST_BLOCKS
-from dyno.worker.spec import BOUNDARIES, PRECISIONS, SAVED, Option, Plan, UserError, check_known
+from dyno.worker.record import regular
+from dyno.worker.spec import BOUNDARIES, PRECISIONS, SAVED, Option, Plan, UserError, check_known, check_utf8
 
 LONGEST = 80  # characters of a value in a message
 CONFIRMATIONS = 2  # of a winner, where the study has a budget and doesn't say
@@ -91,6 +92,8 @@ class Study(RuntimeOptions, Measurement, DataOptions, ModelOptions, Compared):
     def _check(self) -> None:
         if not self.models:
             raise UserError("no model given; name one, e.g. torchvision:resnet18 or model.onnx")
+        for text in (*self.models, *self.inputs, self.data, self.weights, self.calibration):
+            check_utf8(text)
         for name in (*self.precisions, *(p for b in self.backends for p in Choice.parse(b).precisions)):
             check_known("precision", name, PRECISIONS)
         for name in self.boundaries:
@@ -134,11 +137,13 @@ class Study(RuntimeOptions, Measurement, DataOptions, ModelOptions, Compared):
     def from_toml(cls, path: Path, **changes: Any) -> Study:
         """Read a study file; `changes` (options that were given) win over the file. Unknown keys are a `UserError`."""
         try:
-            table = tomllib.loads(path.read_text(encoding="utf-8"))
+            table = tomllib.loads(regular(path, "study file").read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise UserError(f"there is no study file {path}") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
             raise UserError(f"{path} is not valid TOML: {e}") from e
+        except RecursionError:
+            raise UserError(f"{path} is not valid TOML: its brackets are nested too deeply") from None
         except IsADirectoryError:
             raise UserError(f"{path} is a folder, not a study file") from None
         for key in table:
@@ -207,7 +212,7 @@ def _source(model: Any, study: Study) -> Any:
     from dyno.sources import in_memory, input_options
 
     size = parse_size(study.sizes[0]) if study.sizes else None
-    return in_memory.saved(model, input_options.asked(study.inputs, study.shapes), study.channels, size)
+    return in_memory.saved(model, input_options.overrides(study.inputs, study.shapes), study.channels, size)
 
 
 def _in_memory(value: Any) -> bool:

@@ -161,14 +161,14 @@ def test_without_windows_or_with_a_damaged_trace_nothing_is_dropped(tmp_path: Pa
     assert len(again.samples("latency", "model")) == 600
 
 
-def test_stretches_reach_from_the_last_clean_look_to_the_next() -> None:
-    assert trace([0, 4, HOT, HOT | 4, 1, 0x8]).held_back == [(102, 105), (105, math.inf)]
-    assert trace([0x20, 0]).held_back == [(-math.inf, 102)]
-    assert trace([0, 0]).held_back == []
-    assert trace([]).held_back == []
+def test_throttling_reaches_from_the_last_clean_sample_to_the_next() -> None:
+    assert trace([0, 4, HOT, HOT | 4, 1, 0x8]).throttled == [(102, 105), (105, math.inf)]
+    assert trace([0x20, 0]).throttled == [(-math.inf, 102)]
+    assert trace([0, 0]).throttled == []
+    assert trace([]).throttled == []
 
 
-def test_a_sample_is_clean_when_it_lies_outside_the_stretches() -> None:
+def test_a_sample_is_clean_when_it_lies_outside_the_throttling() -> None:
     samples = np.full(10, 1.0)
     assert clean(samples, (0, 10), [(2.5, 4.5)]).tolist() == [True] * 2 + [False] * 3 + [True] * 5
     assert clean(samples, (0, 20), [(4, 6)]).tolist() == [True, True, False] + [True] * 7  # the loop took as long again

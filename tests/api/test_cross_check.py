@@ -82,10 +82,10 @@ def test_trtexec_waits_for_a_gpu_that_another_dyno_has(
     with lock(cache_dir() / "gpus" / "GPU-of-a-test.lock", pytest.fail):
         thread.start()
         deadline = time.monotonic() + 600
-        while "waits for process" not in said and time.monotonic() < deadline:
+        while "waiting for process" not in said and time.monotonic() < deadline:
             time.sleep(0.01)
             said += capsys.readouterr().err
-        assert "trtexec waits for process" in said and not words.exists()
+        assert "trtexec is waiting for process" in said and not words.exists()
     thread.join()
     assert words.exists()
 
@@ -114,7 +114,7 @@ def test_a_trtexec_that_fails_costs_only_its_comparison(run: Path, script: str, 
 def test_a_trtexec_that_hangs_is_stopped(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool(run, "while :; do :; done")
     monkeypatch.setattr(cross_check, "LOAD_S", -7.5)  # 2 x (1 s of warm-up + 3 s) - 7.5 s
-    assert [line for line in cross_check.cross_check(run) if "was stopped: no end after 0 s" in line]
+    assert [line for line in cross_check.cross_check(run) if "was stopped: not finished after 0 s" in line]
 
 
 def test_an_unreadable_file_is_an_error(run: Path) -> None:

@@ -170,7 +170,7 @@ def test_what_can_not_be_taken_is_one_line(run: Result, refused: Callable[..., s
     assert "is a .onnx file; give -o best.onnx" in refused("take", run.folder, "onnxruntime/fp32", "-o", "best.xml")
     assert "fits several trials" in refused("take", run.folder, "onnxruntime")
     (tmp_path / "net.py").write_text(NET)
-    assert "net.py is there already, and not by" in refused("take", run.folder, "openvino", "-o", "net.xml")
+    assert "net.py exists already and was not written by" in refused("take", run.folder, "openvino", "-o", "net.xml")
     assert (tmp_path / "net.py").read_text() == NET
     assert refused("take", "nowhere").startswith("nowhere is not a folder")
 

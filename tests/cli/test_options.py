@@ -15,7 +15,7 @@ Refused = Callable[..., str]
     [
         (
             ["run", "resnet18"],
-            "model 'resnet18' doesn't say where it comes from; write torchvision:resnet18 or timm:resnet18",
+            "model 'resnet18' has no source prefix; did you mean torchvision:resnet18 or timm:resnet18?",
         ),
         (["run", "none.onnx"], "there is no model file none.onnx"),
         (["run", "none.py:f"], "there is no Python file none.py"),
@@ -34,7 +34,7 @@ Refused = Callable[..., str]
         ),
         (
             ["run", "fake:n", "--backends", "fake", "--budget", "mAP=1", "--data", "digits"],
-            "n is for classify, which mAP",
+            "n is for classify, which has no mAP",
         ),
         (["run", "fake:n", "--backends", "fake", "--device", "gpu"], "unknown device 'gpu'; write cpu, or cuda:0"),
         (

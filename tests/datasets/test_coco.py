@@ -172,7 +172,7 @@ def test_a_corrupt_image_in_the_middle(coco: Folder, make: Make) -> None:
 
 
 def test_images_without_a_single_object_are_no_test(coco: Folder, make: Make) -> None:
-    with pytest.raises(UserError, match="no test image has an object to be found"):
+    with pytest.raises(UserError, match="no test image has an annotated object"):
         make(coco(**{**drawn.coco_file(6), "annotations": []}))
 
 
@@ -190,7 +190,7 @@ def test_files_that_are_not_coco_s(coco: Folder, make: Make) -> None:
         json.dumps(
             {**tables, "images": [tables["images"][0], {**tables["images"][0], "id": 77}]}
         ): "lists 000.jpg twice",
-        json.dumps({**tables, "images": [{"id": 1, "file_name": 3}]}): "a file_name among its images is no text",
+        json.dumps({**tables, "images": [{"id": 1, "file_name": 3}]}): "a file_name among its images is not a string",
         json.dumps({**tables, "categories": [{"id": 1, "name": "a"}, {"id": "x", "name": "b"}]}): "neither all numbers",
         "[" * 100_000: "is not JSON",
     }.items():

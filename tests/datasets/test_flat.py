@@ -29,16 +29,16 @@ def placed(out: Path) -> dict[str, list[str]]:
 WANTED = {"n01440764": ["2", "4"], "n01751748": ["1"], "n15075141": ["3"]}
 
 
-@pytest.mark.parametrize("how", ["link", "copy", "move"])
-def test_by_the_synset_in_the_name(tmp_path: Path, how: flat.How) -> None:
+@pytest.mark.parametrize("transfer", ["link", "copy", "move"])
+def test_by_the_synset_in_the_name(tmp_path: Path, transfer: flat.Transfer) -> None:
     folder, out = download(tmp_path / "flat", named=True), tmp_path / "out"
     inode = next(folder.glob("*1_*.JPEG")).stat().st_ino
-    done = flat.sort(folder, out, how=how)
+    done = flat.sort(folder, out, transfer=transfer)
     assert (done.placed, done.there, done.classes, done.unlabelled) == (4, 0, 3, [])
     assert placed(out) == WANTED
-    assert (next((out / "val/n01751748").iterdir()).stat().st_ino == inode) == (how != "copy")
-    assert len(list(folder.glob("*.JPEG"))) == (0 if how == "move" else 4)
-    again = flat.sort(folder, out, how=how)
+    assert (next((out / "val/n01751748").iterdir()).stat().st_ino == inode) == (transfer != "copy")
+    assert len(list(folder.glob("*.JPEG"))) == (0 if transfer == "move" else 4)
+    again = flat.sort(folder, out, transfer=transfer)
     assert (again.placed, again.there, again.images) == (0, 4, 4)
 
 
@@ -96,9 +96,9 @@ def test_a_stopped_move_is_gone_on_with(tmp_path: Path) -> None:
             raise Stop
 
     with pytest.raises(Stop):
-        flat.sort(folder, out, table, how="move", progress=stop)
+        flat.sort(folder, out, table, transfer="move", progress=stop)
     assert len(list(folder.glob("*.JPEG"))) == 2
-    done = flat.sort(folder, out, table, how="move")
+    done = flat.sort(folder, out, table, transfer="move")
     assert (done.placed, done.there) == (2, 2), "by place, though two are no longer there"
     assert placed(out) == WANTED
 
@@ -121,7 +121,8 @@ def test_what_is_wrong_is_one_line(tmp_path: Path) -> None:
         "n01440764\n3\n": "mixes synsets and numbers",
         "n01440764\na b\n": "line 2 is neither a name and a label nor a label alone",
         "a n01440764\na n01440764": "has a twice",
-        "n01440764\n" * 3 + "n99999999": r"ILSVRC2012_val_00000004.JPEG: n99999999 is none of ImageNet's 1,000 classes",
+        "n01440764\n" * 3
+        + "n99999999": r"ILSVRC2012_val_00000004.JPEG: n99999999 is not one of ImageNet's 1,000 classes",
     }.items():
         table.write_text(text)
         with pytest.raises(UserError, match=line) as e:
@@ -135,9 +136,9 @@ def test_what_is_wrong_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no images in .*empty"):
         flat.sort(tmp_path / "empty", out)
     table.write_text(TABLES["names"])
-    flat.sort(folder, out, table, how="copy")
+    flat.sort(folder, out, table, transfer="copy")
     table.write_text(TABLES["names"].replace("n01751748", "n01440764"))
-    with pytest.raises(UserError, match=r"lies in .*n01751748 but its label is n01440764; which is it"):
+    with pytest.raises(UserError, match=r"lies in .*n01751748 but its label is n01440764; correct one of them"):
         flat.sort(folder, out, table)
     table.write_text(TABLES["names"])
     next((out / "val/n01751748").iterdir()).write_bytes(b"another")

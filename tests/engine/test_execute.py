@@ -318,7 +318,7 @@ def test_files_are_made_once_and_damage_is_seen(fake_study: Studies, tmp_path: P
     harm: list[tuple[Callable[[], Any], str]] = [
         (lambda: path.write_bytes(path.read_bytes()[:-1]), "made.bin in the cache was changed or cut short"),
         (lambda: path.write_bytes(b"made of made of nothinG"), "made.bin in the cache was changed or cut short"),
-        (lambda: path.unlink(), "made.bin is gone from the cache"),
+        (lambda: path.unlink(), "made.bin is missing from the cache"),
         (lambda: path.with_name("record.json").write_text("{"), "the record in the cache is damaged"),
         (lambda: path.with_name("record.json").unlink(), ""),
     ]
@@ -336,7 +336,7 @@ def test_a_changed_file_is_made_again(fake_study: Studies, tmp_path: Path, cache
     assert run(study, tmp_path / "a").files == ["", ""]
     (path,) = [f for f in cache.glob("*/made.bin") if made_of(f)[1] == 2]
     path.write_bytes(path.read_bytes()[:-1])
-    assert run(study, tmp_path / "b").files == ["made.bin in the cache was changed or cut short after it was made"]
+    assert run(study, tmp_path / "b").files == ["made.bin in the cache was changed or cut short after it was built"]
     assert statuses(tmp_path / "b") == {"fp32": ["ok"]}
 
 

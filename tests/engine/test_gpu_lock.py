@@ -53,7 +53,7 @@ def test_a_job_waits_for_another_s_gpu_and_says_so(fake_trial: Trials, tmp_path:
         deadline = time.monotonic() + 600
         while not progress.stage and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert progress.stage == f"waits for process {os.getpid()}, another dyno on this GPU"
+        assert progress.stage == f"waiting for process {os.getpid()}, another dyno on this GPU"
         assert not ended and not (tmp_path / "gpu").exists()
     thread.join()
     assert ended[0].status == "ok"

@@ -30,10 +30,10 @@ ENDS = {
     "exception": ("failed", "RuntimeError: scripted failure"),
     "skip": ("skipped", "scripted: this machine lacks it; install nothing"),
     "segfault": ("crashed", "killed by SIGSEGV"),
-    "exit": ("crashed", "exited with code 7 and left no record"),
+    "exit": ("crashed", "exited with code 7 without a record"),
     "oom": ("oom", r"out of memory: Unable to allocate .*"),
     "killed": ("crashed", SIGKILLED),
-    "hang": ("timeout", "no end after 1.5 s; killed"),
+    "hang": ("timeout", "not finished after 1.5 s; killed"),
     "nan": ("failed", r"the outputs are not finite .*"),
 }
 STAGES = {"load": "load", "run": "first call", "fetch": "warm up all"}
@@ -226,7 +226,7 @@ def test_an_interpreter_that_is_none_is_a_crash_with_its_words(fake_trial: Trial
     python.write_text("#!/bin/sh\necho first >&2\necho this is no Python >&2\nexit 3\n")
     python.chmod(0o755)
     record = run(fake_trial(runtime=Runtime(python=str(python))), tmp_path / "r0")
-    assert record.reason == "exited with code 3 and left no record: this is no Python"
+    assert record.reason == "exited with code 3 without a record: this is no Python"
     assert (record.status, record.stage) == ("crashed", "start")
 
 

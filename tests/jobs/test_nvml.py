@@ -126,7 +126,7 @@ def looked(telemetry: Telemetry, times: int = 3) -> None:
     """Wait until it has looked so often, however long that takes here."""
     deadline = time.monotonic() + 600
     while len(telemetry._rows) < times:
-        assert time.monotonic() < deadline, "it doesn't look"
+        assert time.monotonic() < deadline, "it takes no sample"
         time.sleep(0.01)
 
 
@@ -143,7 +143,7 @@ def test_one_look_in_the_units_that_columns_have(nvml: Nvml) -> None:
     nvml.told["pids"] = [7, 8, 9]
     gpu = find_gpu("cuda:0", {})
     assert gpu is not None and (gpu.name, gpu.uuid) == ("NVIDIA Test", "GPU-aaaa-1")
-    assert dict(zip(COLUMNS, gpu.look({8}), strict=True)) == {
+    assert dict(zip(COLUMNS, gpu.sample({8}), strict=True)) == {
         "gpu_memory": 5e9, "gpu_util": 93, "gpu_clock": 1755, "gpu_memory_clock": 2619, "gpu_power": 412.5,
         "gpu_temperature": 61, "gpu_throttle": 4, "gpu_processes": 3, "gpu_own": 1,
     }  # fmt: skip
@@ -153,7 +153,7 @@ def test_what_nvml_does_not_tell_is_nan(nvml: Nvml) -> None:
     gpu = find_gpu("cuda:0", {})
     assert gpu is not None
     nvml.told = {"power": 1000}
-    found = dict(zip(COLUMNS, gpu.look(()), strict=True))
+    found = dict(zip(COLUMNS, gpu.sample(()), strict=True))
     assert found.pop("gpu_power") == 1
     assert all(map(math.isnan, found.values()))
 
@@ -162,7 +162,7 @@ def test_an_old_driver_is_asked_in_its_own_words(nvml: Nvml) -> None:
     nvml.told |= {"memory": None, "memory_v1": 3e9, "EventReasons": None, "ThrottleReasons": 64}
     gpu = find_gpu("cuda:0", {})
     assert gpu is not None
-    found = dict(zip(COLUMNS, gpu.look(()), strict=True))
+    found = dict(zip(COLUMNS, gpu.sample(()), strict=True))
     assert (found["gpu_memory"], found["gpu_throttle"]) == (3e9, 64)
 
 

@@ -32,7 +32,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "card", lambda device: "")
+    monkeypatch.setattr(checks, "gpu_identity", lambda device: "")
     monkeypatch.setattr(checks, "_driver_count", lambda: 0)
 
 
@@ -53,8 +53,8 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (["build", "m.onnx", "-o", "m.xml", "--repeat", "0"], "--repeat is 0; it must be at least 1"),
         (["build", "m.onnx", "-o", "m.xml", "--option", "streams=x"], "streams=x can't be: openvino's streams is"),
         (["build", "m.onnx", "-o", "m.xml", "--batch", "8"], "openvino's files take any batch; omit --batch"),
-        (["agree", "m.onnx"], "there is only one way of running to compare; give another model or file, or --back"),
-        (["agree", "m.onnx", "--backends", "onnxruntime"], "there is only one way of running to compare"),
+        (["agree", "m.onnx"], "there is only one configuration to compare; give another model or file, or --back"),
+        (["agree", "m.onnx", "--backends", "onnxruntime"], "there is only one configuration to compare"),
         (["export", "fake:n", "-o", "m.onnx", "--opset", "3"], "--opset 3 can't be written; an export's opset is 7 "),
         (["export", "fake:n", "-o", "m.onnx", "--opset", "99"], "--opset 99 can't be written; an export's opset is 7"),
         (["time", "m.onnx", "--format", "xml"], "unknown format 'xml'; known: text, markdown, csv, json"),
@@ -63,7 +63,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (["resnet18"], "there is no command 'resnet18'; to measure a model: dyno run torchvision:resnet18"),
         (["torchvision:resnet18"], "there is no command 'torchvision:resnet18'; to measure it: dyno run torchvision:"),
         (["m.onnx", "--batch", "1"], "there is no command 'm.onnx'; to measure it: dyno run m.onnx"),
-        (["show"], "missing argument 'RUN"),
+        (["show"], "give the run folder to show"),
         (["report"], "missing argument 'RUN"),
         (["export", "fake:n"], "missing option '--out' / '-o'; see dyno export --help"),
         (["run", "fake:n", "--presicion", "int8"], "no such option: --presicion; did you mean --precision?"),
@@ -102,7 +102,7 @@ def test_planning_for_a_gpu_elsewhere_is_not_refused(call: Callable[..., Any]) -
 
 
 def test_a_gpu_that_the_driver_alone_sees_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "card", lambda device: "")
+    monkeypatch.setattr(checks, "gpu_identity", lambda device: "")
     monkeypatch.setattr(checks, "_driver_count", lambda: 1)
     assert not checks.missing_gpu("cuda:0") and checks.missing_gpu("cuda:1") and not checks.missing_gpu("cpu")
 
@@ -112,7 +112,7 @@ def test_two_backends_of_one_file_are_enough_to_agree() -> None:
 
     checks.check_several([Study(models=("m.onnx",), backends=("onnxruntime", "openvino"))])
     checks.check_several([Study(models=("m.onnx",), backends=("onnxruntime@precision=fp32+int8",))])
-    with pytest.raises(UserError, match="only one way"):
+    with pytest.raises(UserError, match="only one configuration"):
         checks.check_several([Study(models=("m.onnx",), backends=("onnxruntime",))])
     assert commands.check_several is checks.check_several
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dyno.planning.defaults import new_folder, study_of, usual
+from dyno.planning.defaults import default_runner, new_folder, study_of
 
 
 def test_engines_are_known_by_their_first_bytes(tmp_path: Path) -> None:
     for name, content, whose in (("a.engine", b"ftrt...", "tensorrt"), ("b.plan", b"vtrt...", "tensorrt_rtx")):
         (tmp_path / name).write_bytes(content)
-        assert usual(str(tmp_path / name)) == (whose, "cuda:0")
-    assert usual("m.onnx") == ("onnxruntime", "cpu") and usual("torchvision:resnet18") == ("pytorch", "cpu")
+        assert default_runner(str(tmp_path / name)) == (whose, "cuda:0")
+    assert default_runner("m.onnx") == ("onnxruntime", "cpu") and default_runner("torchvision:resnet18") == (
+        "pytorch",
+        "cpu",
+    )
 
 
 def test_a_file_knows_its_batch_and_what_is_asked_goes_before_defaults() -> None:

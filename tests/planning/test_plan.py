@@ -177,13 +177,13 @@ def test_files_are_known_by_content_wherever_they_lie(fake_study: Studies, tmp_p
 @pytest.mark.parametrize(
     ("source", "fields", "message"),
     [
-        ("best.pt", {}, "best.pt is no model file (.onnx, .xml, .engine, .plan); weights go with"),
-        ("nets/resnet18", {}, "nets/resnet18 is no model file (.onnx"),
-        ("yolov8n.yaml", {}, "model 'yolov8n.yaml' doesn't say where it comes from; write ultralytics:"),
+        ("best.pt", {}, "best.pt is not a model file (.onnx, .xml, .engine, .plan); weights need"),
+        ("nets/resnet18", {}, "nets/resnet18 is not a model file (.onnx"),
+        ("yolov8n.yaml", {}, "model 'yolov8n.yaml' has no source prefix; did you mean ultralytics:"),
         (
             "resnet18",
             {},
-            "model 'resnet18' doesn't say where it comes from; write torchvision:resnet18 or timm:resnet18",
+            "model 'resnet18' has no source prefix; did you mean torchvision:resnet18 or timm:resnet18?",
         ),
         ("none.onnx", {}, "there is no model file none.onnx"),
         ("none.xml", {}, "there is no model file none.xml"),
@@ -202,7 +202,7 @@ def test_a_folder_is_no_model(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"is a folder; give a model.s file, or FILE\.py:FUNCTION"):
         model_spec(Study(models=(str(tmp_path),)), str(tmp_path))
     (tmp_path / "study.toml").touch()
-    with pytest.raises(UserError, match=r"is a run folder; to go on with it: dyno run .*study\.toml"):
+    with pytest.raises(UserError, match=r"is a run folder; to resume it: dyno run .*study\.toml"):
         model_spec(Study(models=(str(tmp_path),)), str(tmp_path))
 
 
@@ -216,7 +216,7 @@ def test_an_engine_s_batches_are_known_before_anything_runs(fake_study: Studies)
 
 def test_a_file_for_a_gpu_is_another_for_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def key(card: str, device: str) -> str:
-        monkeypatch.setattr(store, "card", lambda device: card)
+        monkeypatch.setattr(store, "gpu_identity", lambda device: card)
         recipe = Recipe(
             "tensorrt", "engine", "fp16", ModelSpec("net", "fake:net"), Dims(1, 4, 4), runtime=Runtime(device=device)
         )
@@ -234,11 +234,11 @@ def test_a_model_that_dies_when_it_is_looked_at_is_rows_and_the_others_run(
     (tmp_path / "net.py").write_text("import os\ndef dies(): os.kill(os.getpid(), 11)\n")
     words = "run", "net.py:dies", "--backends", "fake", "--batch", "1,2", "--out", "run"
     code, out, err = call(*words)
-    assert (code, err) == (2, "dyno: dies: killed by SIGSEGV, when it was looked at\n")
+    assert (code, err) == (2, "dyno: dies: model inspection: killed by SIGSEGV\n")
     code, out, err = call(*words, "fake:[/x]", "--rounds", "1", "--samples", "5")
     assert code == 3
     frame = load("run").to_pandas().sort_values(["model", "batch"])
     assert [*zip(frame["model"], frame["batch"], frame["status"], strict=True)] == [
         ("[/x]", 1, "ok"), ("[/x]", 2, "ok"), ("dies", 1, "crashed"), ("dies", 2, "crashed")]  # fmt: skip
-    assert set(frame["reason"]) == {"", "looking at the model: killed by SIGSEGV"}
-    assert "fake fp32 crashed: looking at the model: killed by SIGSEGV" in out
+    assert set(frame["reason"]) == {"", "model inspection: killed by SIGSEGV"}
+    assert "fake fp32 crashed: model inspection: killed by SIGSEGV" in out

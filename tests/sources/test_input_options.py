@@ -11,9 +11,9 @@ from dyno import Study, UserError
 from dyno.sources import input_options
 
 
-def asked(**fields: object) -> dict[str, dict[str, object]]:
+def overrides(**fields: object) -> dict[str, dict[str, object]]:
     study = Study(models="fake:net", **fields)
-    return input_options.asked(study.inputs, study.shapes)
+    return input_options.overrides(study.inputs, study.shapes)
 
 
 def test_shapes_with_and_without_a_type() -> None:
@@ -34,7 +34,7 @@ def test_an_unknown_type_is_named() -> None:
 
 
 def test_ranges_and_constants() -> None:
-    found = asked(inputs=["ids=0..30521", "sr=16000", "flag=true", "x=-1.5..1"], shapes=["ids:1x8:int64"])
+    found = overrides(inputs=["ids=0..30521", "sr=16000", "flag=true", "x=-1.5..1"], shapes=["ids:1x8:int64"])
     assert found["ids"] == {"low": 0, "high": 30521, "shape": [1, 8], "dtype": "int64"}
     assert found["sr"]["value"] == 16000 and found["flag"]["value"] is True
     assert found["x"] == {"low": -1.5, "high": 1}
@@ -43,22 +43,22 @@ def test_ranges_and_constants() -> None:
 @pytest.mark.parametrize("text", ["ids", "ids=", "=3", "ids=a..b", "ids=true..false", "ids=1..", "feeds"])
 def test_a_broken_input_is_named(text: str) -> None:
     with pytest.raises(UserError, match="is not NAME=VALUE such as sr=16000"):
-        asked(inputs=[text])
+        overrides(inputs=[text])
 
 
 def test_a_range_ends_after_it_begins() -> None:
-    with pytest.raises(UserError, match="a range that ends before it begins"):
-        asked(inputs=["ids=9..0"])
+    with pytest.raises(UserError, match="a range whose end is below its start"):
+        overrides(inputs=["ids=9..0"])
 
 
 def test_arrays_say_their_shapes_and_are_known_by_their_content(tmp_path: Path) -> None:
     path = tmp_path / "feeds.npz"
     np.savez(path, ids=np.arange(12).reshape(4, 3), table=np.ones((2, 5)))
-    found = asked(inputs=[str(path)])
+    found = overrides(inputs=[str(path)])
     assert found["ids"]["shape"] == ["batch", 3] and found["ids"]["dtype"] == "int64"
     assert found["table"]["shape"] == [2, 5] and found["table"]["dtype"] == "float32"
     np.savez(path, ids=np.zeros((4, 3), np.int64), table=np.ones((2, 5)))
-    assert asked(inputs=[str(path)])["ids"]["feeds_sha256"] != found["ids"]["feeds_sha256"]
+    assert overrides(inputs=[str(path)])["ids"]["feeds_sha256"] != found["ids"]["feeds_sha256"]
     path.write_text("no arrays")
     with pytest.raises(UserError, match=r"feeds.npz can't be read as arrays by input name"):
-        asked(inputs=[str(path)])
+        overrides(inputs=[str(path)])

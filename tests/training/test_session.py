@@ -125,7 +125,7 @@ def test_a_killed_training_ends_as_if_it_had_not_been(parted: Path, preloaded: s
     assert 3 <= done < 12
     on = run("killed", "--resume")
     assert on.returncode == 0, on.stderr
-    assert re.search(r"going on after epoch \d+ of 12", on.stderr)
+    assert re.search(r"resuming after epoch \d+ of 12", on.stderr)
     assert run("whole").returncode == 0
     assert (folder / "best.safetensors").read_bytes() == (tmp_path / "whole/best.safetensors").read_bytes()
     assert (folder / "last.safetensors").read_bytes() == (tmp_path / "whole/last.safetensors").read_bytes()
@@ -197,7 +197,7 @@ def test_a_training_waits_for_a_gpu_that_another_dyno_has(
         while "another dyno on this GPU" not in said and time.monotonic() < deadline:
             time.sleep(0.01)
             said += capsys.readouterr().err
-        assert "waits for process" in said and not (tmp_path / "run" / "job.json").exists()
+        assert "waiting for process" in said and not (tmp_path / "run" / "job.json").exists()
     thread.join()
     assert json.loads((tmp_path / "run" / "training.json").read_text(encoding="utf-8"))["status"] == "ok"
 
@@ -222,7 +222,7 @@ def test_a_layout_that_can_not_work_is_one_line(flat: Path, parted: Path, call: 
     assert "class 'b' has no images" in said(tmp_path / "empty", *draws)
     assert "has test images of its own; omit --holdout" in said(parted, "--holdout", "0.2", *draws)
     assert "--holdout is 1.5" in said(flat, "--holdout", "1.5", *draws)
-    assert "there is no training to go on with" in said(flat, "--resume")
+    assert "there is no training to resume" in said(flat, "--resume")
     assert "unknown optimizer 'lion'" in said(flat, "--optimizer", "lion")
     assert "unknown backend 'onnxruntim'; did you mean" in said(flat, "--then", "onnxruntim")
     (tmp_path / "yolo/labels/val").mkdir(parents=True)
@@ -279,7 +279,7 @@ def test_a_terminal_shows_a_bar_and_each_epoch_once(tmp_path: Path) -> None:
 def test_what_is_trained_is_said_when_nothing_is_refused_any_more(tmp_path: Path) -> None:
     row = "{},0.1,2.0,1.5,50.0,1.0,10\n".format
     (tmp_path / "history.csv").write_text("epoch,lr,train_loss,test_loss,top1,seconds,images_per_s\n" + row(1) + row(2))
-    opening = "training net\ngoing on after epoch 2 of 4\n"
+    opening = "training net\nresuming after epoch 2 of 4\n"
 
     def said(stage: str, rows: str = "") -> str:
         screen = io.StringIO()

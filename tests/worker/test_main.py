@@ -187,8 +187,8 @@ def test_an_unsteady_model_is_said_to_be(fake_trial: Trials, tmp_path: Path, mon
     assert [w for w in record.warnings if "other programs" not in w] == said
 
 
-def test_other_programs_are_told_of(fake_trial: Trials, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(main.system.Neighbours, "busy", lambda _: 1.5)
+def test_cpu_contention_is_a_warning(fake_trial: Trials, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(main.system.CpuContention, "busy", lambda _: 1.5)
     record = done(Job("run", trial=fake_trial()), tmp_path)
     assert record.facts["others_busy"] == {"model": 1.5, "all": 1.5}
     assert record.warnings[-1] == f"all: other programs kept 1.5 of {os.cpu_count()} processors busy meanwhile"
@@ -196,7 +196,7 @@ def test_other_programs_are_told_of(fake_trial: Trials, tmp_path: Path, monkeypa
 
 def test_beside_a_gpu_half_of_the_processors_may_be_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(main.system.os, "cpu_count", lambda: 64)
-    assert (main.system.bearable("cpu"), main.system.bearable("cuda:1")) == (0.2, 32)
+    assert (main.system.contention_threshold("cpu"), main.system.contention_threshold("cuda:1")) == (0.2, 32)
 
 
 def by_hand(*words: object, **more: Any) -> subprocess.CompletedProcess[str]:

@@ -29,6 +29,7 @@ class Grade(Task):
 
     name = "grade"
     labels = "classes"
+    metrics = ("nearest",)
     size = (224, 224)
 
     def preprocess(self, channels: int) -> Preprocess:

@@ -6,7 +6,7 @@ import csv
 from pathlib import Path
 
 from dyno.datasets.data_format import DataFormat, Wanted
-from dyno.datasets.photos import Listing, Photo, loose, printable
+from dyno.datasets.photos import Listing, Photo, calibration_photos, printable
 from dyno.worker.spec import UserError
 
 TABLE = "labels.csv"
@@ -39,7 +39,7 @@ class PhotoTable(DataFormat):
         if lost := [photo.name for photo in photos if not photo.path.is_file()]:
             raise UserError(f"{table} lists {lost[0]}, which isn't there")
         own = isinstance(wanted.calibration, Path)
-        photos += loose(wanted.calibration) if isinstance(wanted.calibration, Path) else []
+        photos += calibration_photos(wanted.calibration) if isinstance(wanted.calibration, Path) else []
         return Listing(printable(table.parent.name), classes, photos, own, {"label_source": "table"})
 
 

@@ -11,10 +11,14 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from dyno.worker.spec import plain as plain
+
 UNLIMITED = 100_000  # characters of a line in a file or a pipe
 DURATIONS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 WIDEST = 2.0  # times its lower end: an interval that is wider is said in words, because its digits look like knowledge
 UNBOUNDED = "too uncertain to bound"
+FORMULA = ("=", "+", "-", "@")  # how what a spreadsheet works out begins
+NUMERAL = re.compile(r"[+-]?\d+(\.\d*)?(e[+-]?\d+)?", re.IGNORECASE)
 SIZES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 
 
@@ -26,7 +30,7 @@ def width() -> int:
 
 def wrapped(text: str) -> str:
     """The text in lines that fit, broken between words."""
-    return textwrap.fill(text, width(), subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(plain(text), width(), subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def console() -> Any:
@@ -105,11 +109,6 @@ def images_tested(count: int, set_aside: int) -> str:
     return f"{count:,} of {count + set_aside:,} images: {set_aside:,} {were} set aside for calibration"
 
 
-def plain(text: object) -> str:
-    """Text for one line of a terminal: control characters (escape sequences, line ends) become spaces."""
-    return "".join(c if c.isprintable() else " " for c in str(text)).strip()
-
-
 def counting(count: int, what: str) -> str:
     """A count with its noun: `1 trial`, `2,300 trials`."""
     return f"{count:,} {what}" + ("" if count == 1 else "s")
@@ -121,11 +120,25 @@ def short(text: object, longest: int) -> str:
     return clean if len(clean) <= longest else clean[: longest - 1] + "…"
 
 
+def csv_cell(value: Any) -> Any:
+    """A value for a cell of a CSV file: words that a spreadsheet would take for a formula get an apostrophe in front,
+    and control characters become spaces; numbers stay as they are."""
+    if not isinstance(value, str):
+        return value
+    text = plain(value)
+    return f"'{text}" if text.startswith(FORMULA) and not NUMERAL.fullmatch(text) else text
+
+
 def markdown(text: object) -> str:
     """Text for a Markdown table cell: nothing in it is taken for a column, for emphasis, a link or HTML."""
     escaped = re.sub(r"([\\`*\[\]|])", r"\\\1", plain(text))
     escaped = re.sub(r"(?<!\w)_|_(?!\w)", r"\\_", escaped)  # an underscore inside a word means nothing in Markdown
     return escaped.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("$", "&#36;")
+
+
+def bullet(text: object) -> str:
+    """A sentence as an item of a list in Markdown."""
+    return f"- {markdown(text)}"
 
 
 NO_IMAGE = "0"  # the size of a trial whose inputs are no images, which is not shown

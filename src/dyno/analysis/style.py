@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from dyno.worker.record import replacing
+
 # Okabe and Ito's palette, told apart by colour-blind readers too.
 COLORS = {
     "pytorch": "#0072B2",
@@ -75,8 +77,8 @@ def save(figure: Any, path: Any) -> None:
     """Write the figure as PNG, 150 dots per inch."""
     import matplotlib as mpl
 
-    with mpl.rc_context(SETTINGS), _any_script():
-        figure.savefig(path, dpi=150, bbox_inches="tight", format="png")
+    with mpl.rc_context(SETTINGS), _any_script(), replacing(path) as f:
+        figure.savefig(f, dpi=150, bbox_inches="tight", format="png")
 
 
 def svg(figure: Any, prefix: str) -> str:

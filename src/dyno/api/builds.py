@@ -1,4 +1,4 @@
-"""`dyno build --repeat`: the same engine built several times, to see what a build is worth as a measurement."""
+"""`dyno build --repeat`: the same engine built several times, to see how much builds differ."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def compare(study: Study, engine: Backend, options: Mapping[str, Option], batch:
             f"{engine.name} makes the same file every time; --repeat is for engines that are tuned by timing"
         )
     fresh = {**options, "timing_cache": False}
-    asked = "".join(f"@{key}={value}" for key, value in fresh.items())
-    builds = tuple(f"{engine.name}{asked}@{build_variance.BUILD}={k}" for k in range(1, repeat + 1))
+    suffix = "".join(f"@{key}={value}" for key, value in fresh.items())
+    builds = tuple(f"{engine.name}{suffix}@{build_variance.BUILD}={k}" for k in range(1, repeat + 1))
     whole = replace(study, backends=builds, batches=(batch,), rounds=max(ROUNDS, study.rounds), boundaries=("model",))
     data = run(whole, out.with_suffix(".builds")).data
     print(export([build_variance.BUILDS.table(data)]), end="")

@@ -28,14 +28,14 @@ def cross_check(
     """Sentences on every TensorRT trial of a run folder (or on the trials given).
 
     Each is explained in trtexec's terms, followed by the commands that should give the same. `trtexec_file` is a log or
-    exported times to hold against it; without one, trtexec is run where it is on the PATH and `run` allows. UserError
+    exported times to compare with; without one, trtexec is run where it is on the PATH and `run` allows. UserError
     for a file that trtexec didn't write and for records without a TensorRT trial.
     """
     given = log.read(trtexec_file) if trtexec_file else None
-    found = _trials(records)
+    trials = _trials(records)
     sentences: list[str] = []
-    for trial in found:
-        sentences += [f"{trial.label}:"] if len(found) > 1 else []
+    for trial in trials:
+        sentences += [f"{trial.label}:"] if len(trials) > 1 else []
         sentences += [*terms.explain(trial), *command_lines(trial)]
         sentences += differences.compare(trial, given) if given else _run_all(trial) if run else []
     return sentences
@@ -44,11 +44,11 @@ def cross_check(
 def _trials(records: Path | TrialResult | Sequence[TrialResult]) -> list[TrialResult]:
     if isinstance(records, TrialResult):
         records = [records]
-    every = load(records).trials if isinstance(records, Path) else list(records)
-    found = [t for t in every if is_engine(t)]
-    if not found:
-        raise UserError("no TensorRT trial ended well here, and trtexec runs nothing else; time an .engine file")
-    return found
+    trials = load(records).trials if isinstance(records, Path) else list(records)
+    engines = [t for t in trials if is_engine(t)]
+    if not engines:
+        raise UserError("no TensorRT trial succeeded here, and trtexec runs nothing else; time an .engine file")
+    return engines
 
 
 def is_engine(trial: TrialResult) -> bool:
@@ -67,7 +67,7 @@ def command_lines(trial: TrialResult) -> list[str]:
     named = [(command.timing(trial, boundary), f"latency/{boundary}") for boundary in boundaries(trial)]
     if build := command.built(trial):
         named.append((build.command(), "such an engine"))
-    return ["The same by hand:", *(f"  {shlex.join(words)}    # for {what}" for words, what in named)]
+    return ["The same by hand:", *(f"  {shlex.join(arguments)}    # for {purpose}" for arguments, purpose in named)]
 
 
 def _run_all(trial: TrialResult) -> Iterator[str]:
@@ -85,7 +85,7 @@ def _run_all(trial: TrialResult) -> Iterator[str]:
 
 
 def measure(trial: TrialResult, boundary: str = "model") -> log.Report:
-    """Run trtexec as `timing` says and read its log, the GPU's clock watched meanwhile; UserError when it fails.
+    """Run the command of `timing` and read its log, with the GPU's clock sampled meanwhile; UserError when it fails.
 
     It has the GPU for itself, as Dyno's own jobs have.
     """
@@ -94,7 +94,7 @@ def measure(trial: TrialResult, boundary: str = "model") -> log.Report:
 
 
 def _waiting(owner: str) -> None:
-    print(f"trtexec waits for process {owner}, another dyno on this GPU", file=sys.stderr)
+    print(f"trtexec is waiting for process {owner}, another dyno on this GPU", file=sys.stderr)
 
 
 def _measured(trial: TrialResult, boundary: str) -> log.Report:
@@ -102,23 +102,23 @@ def _measured(trial: TrialResult, boundary: str) -> log.Report:
     spent = float(plan.get("warmup_s", 1.0)) + float(plan.get("seconds", 3.0))
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        words = command.timing(trial, boundary, str(folder / command.TIMES))
+        arguments = command.timing(trial, boundary, str(folder / command.TIMES))
         telemetry = Telemetry(trial.device)
         try:
-            process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         except OSError as e:
-            raise UserError(f"{words[0]} can't be started ({e.strerror})") from e
+            raise UserError(f"{arguments[0]} can't be started ({e.strerror})") from e
         telemetry.watch(process.pid)
         try:
-            said, _ = process.communicate(timeout=LOAD_S + 2 * spent)
+            output, _ = process.communicate(timeout=LOAD_S + 2 * spent)
         except subprocess.TimeoutExpired as e:
-            raise UserError(f"{words[0]} was stopped: no end after {LOAD_S + 2 * spent:.0f} s") from e
+            raise UserError(f"{arguments[0]} was stopped: not finished after {LOAD_S + 2 * spent:.0f} s") from e
         finally:
             ended = time.monotonic()
             process.kill()
             process.wait()
             telemetry.stop(folder / "telemetry.npz")
-        report = log.parse(said.decode(errors="replace"), f"{words[0]}'s output")
+        report = log.parse(output.decode(errors="replace"), f"{arguments[0]}'s output")
         trace = timeline.read(folder)
         timed = ended - float(plan.get("seconds", 3.0)), ended
         return replace(report, clock=terms.clock(trace, timed) if trace else None)

@@ -1,4 +1,4 @@
-"""`dyno eval`: each model over labelled images, and what is printed of it."""
+"""`dyno eval`: each model over labelled images, and its printed summary."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def evaluate(
 ) -> Result:
     """Accuracy and speed of one model on the images of a data set; returns what was stored.
 
-    `settings` are fields of `Study`; without them the model runs under the backend its kind of file is for, in one
+    `settings` are fields of `Study`; by default the model runs under the default backend of its kind of file, in one
     round of batches of 8. The run folder is `out`, or a new one below runs/eval. `Result.confusion` and
-    `Result.per_class` tell the classes apart. Raises `UserError`, one line.
+    `Result.per_class` are about single classes. Raises `UserError`, one line.
     """
-    said = {name: settings[name] for name in ("shapes", "inputs", "sizes", "channels") if name in settings}
-    (source,) = Study(models=(model,), **said).models
+    source_settings = {name: settings[name] for name in ("shapes", "inputs", "sizes", "channels") if name in settings}
+    (source,) = Study(models=(model,), **source_settings).models
     folder = Path(out) if out else new_folder("eval", [source])
     return run(study_of(source, EVALUATION, {"data": data, **settings}), folder, quiet=quiet)
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Result:
-    """What lies in a run folder, read once, when it is first asked for; nothing is measured."""
+    """The content of a run folder, read once, at its first use; nothing is measured."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -46,8 +46,8 @@ class Result:
         """The table of that name, as `dyno show --table NAME`: its rows, its notes, and `to_pandas()`."""
         from dyno.analysis import tables
 
-        (found,) = tables.named(self.data, name)
-        return found
+        (table,) = tables.named(self.data, name)
+        return table
 
     def confusion(self, trial: str = "") -> pd.DataFrame:
         """How often each label (row) was taken for each class (column) in a trial, by its id (default: the first)."""
@@ -61,8 +61,8 @@ class Result:
         from dyno.analysis.metrics import confusion
 
         records = self.records
-        found = (confusion.of(t) for t in ([records.trial(trial)] if trial else records))
-        first = next((each for each in found if each), None)
+        matrices = (confusion.of(t) for t in ([records.trial(trial)] if trial else records))
+        first = next((each for each in matrices if each), None)
         if first is None:
             raise UserError(f"{self.folder} has no classifier's answers to labelled images")
         return first
@@ -70,7 +70,7 @@ class Result:
     def take(self, trial: str = "", out: str | Path | None = None) -> Taken:
         """Write the winner's file, or that of a trial (its id, or BACKEND/PRECISION), with a script that runs it.
 
-        As `dyno take`: `out` is the file (default: MODEL-BACKEND-PRECISION here); returns where both lie.
+        As `dyno take`: `out` is the file (default: MODEL-BACKEND-PRECISION here); returns the paths of both.
         """
         from dyno.api import take
 

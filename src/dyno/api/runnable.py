@@ -4,30 +4,28 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dyno import study
 from dyno.api.result import Result
 from dyno.engine.execute import execute
 from dyno.engine.run_names import place
 from dyno.jobs.progress import Progress
+from dyno.study import Study as StudyData
 
 
-def run(
-    asked: study.Study, out: str | Path | None = None, *, quiet: bool = False, retry_failed: bool = False
-) -> Result:
+def run(study: StudyData, out: str | Path | None = None, *, quiet: bool = False, retry_failed: bool = False) -> Result:
     """Measure every trial that the folder `out` (default `runs/NAME`) lacks, and return the result.
 
-    `retry_failed` measures all that failed once more; without it only those whose reason may be gone are.
+    `retry_failed` measures all that failed once more; without it only failures that may not happen again are.
     """
     progress = Progress(quiet=quiet)
-    folder, said = (Path(out), "") if out else place(asked)
-    if said:
-        progress.note(said)
-    execute(asked, folder, progress, retry_failed=retry_failed)
+    folder, note = (Path(out), "") if out else place(study)
+    if note:
+        progress.note(note)
+    execute(study, folder, progress, retry_failed=retry_failed)
     return Result(folder)
 
 
-class Study(study.Study):
-    __doc__ = study.Study.__doc__
+class Study(StudyData):
+    __doc__ = StudyData.__doc__
 
     def run(self, out: str | Path | None = None, *, quiet: bool = False, retry_failed: bool = False) -> Result:
         """Measure every trial that the folder `out` (default `runs/NAME`) lacks, and return the result: `dyno.run`."""

@@ -19,7 +19,7 @@ from dyno.planning.checks import check_format, check_several, missing_gpu
 from dyno.planning.defaults import EVALUATION, each_of, new_folder, study_of
 from dyno.study import Study, model_name
 from dyno.worker.extras import distribution, install
-from dyno.worker.spec import UserError
+from dyno.worker.spec import UserError, plain
 
 UNFINISHED = 3  # exit code where some of what was asked for could not be measured
 
@@ -63,7 +63,7 @@ def dry_run(study: Study) -> int:
         t = one.trial
         made = f"{t.recipe.format} {t.recipe.precision}" if t.recipe else ""
         row = (t.id, t.model.name, t.variant, t.precision, str(t.dims.batch), t.dims.shown, made, one.refusal)
-        table.add_row(*map(escape, row))  # a model may be called what rich takes for markup
+        table.add_row(*(escape(plain(cell)) for cell in row))  # a model may be called what rich takes for markup
     out = console()
     out.print(table)
     refused = sum(1 for one in planned if one.refusal)
@@ -92,23 +92,24 @@ def finish(folder: Path) -> int:
     from dyno.api import take as module
 
     run = trial_table.read(folder)
+    try:  # before anything is printed: whoever reads it may be gone
+        last = f"report: {page.write([run], folder)}"
+    except ImportError as e:
+        page.write_tables([run], [tables.named(run, "all")], folder)
+        last = f"no report: {distribution(str(e.name))} is not installed; {install(str(e.name))}"
     print(export([TRIALS.table(run)]))
     for sentence in verdict.sentences(run):
         print(wrapped(sentence))
     for line in module.commands(run):
-        print(line)
-    try:
-        print(f"\nreport: {page.write([run], folder)}")
-    except ImportError as e:
-        page.write_tables([run], [tables.named(run, "all")], folder)
-        print(f"\nno report: {distribution(str(e.name))} is not installed; {install(str(e.name))}")
+        print(plain(line))
+    print(f"\n{last}")
     return trial_table.exit_code(run.frame)
 
 
 def show(run: Path, format: str, by: str, reference: str, budget: dict[str, float], table: str) -> None:
     """Print a table of a stored run, or `all` of them; the trials' with the verdict."""
     from dyno.analysis import tables
-    from dyno.analysis.formatting import wrapped
+    from dyno.analysis.formatting import bullet, wrapped
     from dyno.analysis.presentation.export import export
     from dyno.analysis.tables import trial_table
     from dyno.analysis.verdict import verdict
@@ -119,10 +120,10 @@ def show(run: Path, format: str, by: str, reference: str, budget: dict[str, floa
     text = export(found, format, by, about(data) if format == "json" else None)
     print(text or tables.nothing(table), end="" if text else "\n")
     if format in ("text", "markdown") and not (table or by):
-        bullet = "" if format == "text" else "- "
-        print("\n" + "\n".join(wrapped(bullet + sentence) for sentence in verdict.sentences(data)))
+        shown = wrapped if format == "text" else bullet
+        print("\n" + "\n".join(map(shown, verdict.sentences(data))))
     for problem in data.records.problems:
-        Console(stderr=True).print(f"dyno: {escape(problem)}", style="yellow", soft_wrap=True)
+        Console(stderr=True).print(f"dyno: {escape(plain(problem))}", style="yellow", soft_wrap=True)
 
 
 def list_tables(format: str) -> None:
@@ -135,6 +136,7 @@ def list_tables(format: str) -> None:
 
 def compare(run_a: Path, run_b: Path, format: str, fail_on: str, tolerance: float, least: float, rtol: float) -> int:
     """Hold a stored run against another; exit code 1 when a condition failed, 2 when a trial can't be compared."""
+    from dyno.analysis.formatting import bullet
     from dyno.analysis.presentation.export import export
     from dyno.analysis.records import results
     from dyno.analysis.tables import compare as module
@@ -145,9 +147,9 @@ def compare(run_a: Path, run_b: Path, format: str, fail_on: str, tolerance: floa
     shown = replace(table, notes=()) if format in ("text", "markdown") else table
     print(export([shown], format), end="")
     if format in ("text", "markdown"):
-        print("\n" + "\n".join(module.sentences(table)))
+        print("\n" + "\n".join(map(plain if format == "text" else bullet, module.sentences(table))))
     for note in table.notes:
-        Console(stderr=True).print(f"dyno: {escape(note)}", style="yellow", soft_wrap=True)
+        Console(stderr=True).print(f"dyno: {escape(plain(note))}", style="yellow", soft_wrap=True)
     return module.exit_code(table)
 
 
@@ -195,7 +197,7 @@ def time(given: Given, models: Sequence[str], out: str, format: str, trtexec: Pa
     for run in runs:
         engines = [t for t in run.records if is_engine(t)]
         if trtexec or (engines and format == "text"):
-            print("\n".join(cross_check(engines, trtexec)))
+            print("\n".join(map(plain, cross_check(engines, trtexec))))
     return trial_table.exit_code(table.to_pandas()) or UNFINISHED * (len(folders) < len(models))
 
 

@@ -40,8 +40,8 @@ def imagenet_val(
     if copy and move:
         raise UserError("--copy and --move are two ways; give one of them")
     with decoding(verbs=("sorting", "sorted")) as progress:
-        how: module.How = "copy" if copy else "move" if move else "link"
-        found = module.sort(flat, out, Path(labels) if labels else None, order, how, progress)
+        transfer: module.Transfer = "copy" if copy else "move" if move else "link"
+        found = module.sort(flat, out, Path(labels) if labels else None, order, transfer, progress)
     earlier = f", {found.there:,} of them before" if found.there else ""
     print(f"{found.images:,} images of {found.classes:,} classes are in {out / 'val'}{earlier}")
     if found.unlabelled:

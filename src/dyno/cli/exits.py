@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import io
+import os
 import sys
 from typing import Any
 
@@ -10,16 +12,18 @@ import typer
 
 from dyno.cli import hints
 from dyno.worker.extras import EXTRAS, distribution, lacking
-from dyno.worker.spec import Unavailable, UserError
+from dyno.worker.spec import Unavailable, UserError, check_utf8, plain
 
 INTERRUPTED = 130
 ELSEWHERE = "give another path (--out; DYNO_CACHE for the cache)"
 OS_ERRORS = {
     errno.ENOSPC: "the disk is full; free some space and run again, what was measured is stored",
     errno.EDQUOT: "the disk quota is used up; free some space and run again, what was measured is stored",
+    errno.EFBIG: "no file may grow that large here (ulimit -f); allow more and run again, what was measured is stored",
     errno.EROFS: f"the file system is read-only; {ELSEWHERE}",
     errno.EACCES: f"permission denied; {ELSEWHERE}",
     errno.EPERM: f"writing is not permitted; {ELSEWHERE}",
+    errno.ELOOP: "is a symbolic link, and nothing is written through one; remove it",
     errno.ENOENT: f"there is no such place; {ELSEWHERE}",
     errno.EEXIST: "is a file where a folder is needed; give another path",
     errno.EISDIR: "is a folder where a file is needed; give another path",
@@ -28,12 +32,53 @@ OS_ERRORS = {
 _USAGE: Any = typer.BadParameter.__base__  # click's UsageError; typer brings a click of its own, or uses the real one
 
 
+class _Stream(io.FileIO):
+    """Standard output or error whose reader may go away: what is left to say is dropped, and the command goes on."""
+
+    lost = False
+
+    def write(self, content: Any, /) -> int:
+        """See io's."""
+        if self.lost:
+            return len(content)
+        try:
+            return super().write(content) or 0
+        except OSError as e:
+            self.lost = True
+            if isinstance(e, BrokenPipeError):
+                return len(content)
+            raise
+
+
+def _outlive_readers() -> None:
+    """Have a closed or broken stdout or stderr cost neither files nor the exit code, and names of no encoding neither.
+
+    A closed one is opened as nothing, or the next file that is opened would get what is printed.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+        stream = getattr(sys, name)
+        if number and stream is getattr(sys, f"__{name}__"):  # not where a test reads it
+            encoding = stream.encoding if stream else "utf-8"
+            raw = _Stream(number, "w", closefd=False)
+            through = number == 2 or raw.isatty()
+            made = io.TextIOWrapper(io.BufferedWriter(raw), encoding, "backslashreplace", line_buffering=through)
+            setattr(sys, name, made)
+
+
 def end(app: typer.Typer) -> None:
     """Run the command line; the user's errors become one line and exit code 2, an interrupt 130."""
+    _outlive_readers()
     try:
+        for word in sys.argv[1:]:
+            check_utf8(word)
         code = app(prog_name="dyno", standalone_mode=False)
         if code == INTERRUPTED:  # what typer makes of an interrupt
             raise KeyboardInterrupt
+        sys.stdout.flush()
         sys.exit(code or 0)
     except _USAGE as e:
         if type(e).__name__ == "NoArgsIsHelpError":
@@ -56,5 +101,5 @@ def end(app: typer.Typer) -> None:
 
 
 def _fail(line: str) -> None:
-    print("dyno: " + " ".join(line.splitlines()), file=sys.stderr)
+    print("dyno: " + plain(line), file=sys.stderr)
     sys.exit(2)

@@ -11,7 +11,7 @@ from dyno.engine.execute import Files
 from dyno.jobs.progress import Progress
 from dyno.planning.images import prepared
 from dyno.planning.interpreters import missing, runtime_of
-from dyno.planning.model_info import look, model_spec, sizes
+from dyno.planning.model_info import inspect_model, model_spec, sizes
 from dyno.store import copy
 from dyno.study import Choice, Study
 from dyno.worker import registry, system
@@ -148,7 +148,7 @@ def _number(batch: str) -> int:
 def _trial(study: Study, precision: str) -> Trial:
     if len(study.sizes) > 1:
         raise UserError(f"a file is for one image size, not for {', '.join(study.sizes)}")
-    model, found = look(model_spec(study, study.models[0]), study)
+    model, found = inspect_model(model_spec(study, study.models[0]), study)
     size = sizes(study, found)[0]
     data = prepared(study, model, size) if study.data or study.calibration else DataSpec(count=1)
     runtime = Runtime(threads=system.physical_cores())

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dyno.cli import options
+from dyno.store import FOLDERS
 from dyno.worker.spec import UserError
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ FILES = (
     "study.toml", "environment.json", "models.json", "results.csv", "tables.md",
     "report.html", "lock",
 )  # fmt: skip
-FOLDERS = ("trials", "archive", "charts", "tables", "truth", "peak")
 
 
 def list_runs(
@@ -86,16 +86,16 @@ def _row(run: Path) -> tuple[str, str, str, str]:
 
 
 def _fastest(data: RunData) -> str:
-    """What wins the run's first contest, as the verdict has it; nothing where no trial is good."""
+    """The winner of the run's first ranking, as in the verdict; nothing where no trial is good."""
     from dyno.analysis.formatting import significant
-    from dyno.analysis.ranking import contests
+    from dyno.analysis.ranking import rankings
     from dyno.analysis.ranking.frontier import LATENCY
 
-    for contest in contests.contests(data):
+    for contest in rankings.rankings(data):
         ranked = contest.fastest
         if len(ranked):
             best = ranked.iloc[0]
-            return f"{contest.way(best)}, {significant(best[LATENCY])} ms at batch {best['batch']}"
+            return f"{contest.configuration(best)}, {significant(best[LATENCY])} ms at batch {best['batch']}"
     return ""
 
 

@@ -21,8 +21,8 @@ from dyno.datasets.data_format import format_of as format_of
 from dyno.datasets.data_format import formats as formats
 from dyno.datasets.decode import Progress as Progress
 from dyno.datasets.decode import Transform, library_version
-from dyno.datasets.folders import tuning
-from dyno.datasets.photos import CALIBRATION, How, spec, spread, stored
+from dyno.datasets.folders import calibration_listing
+from dyno.datasets.photos import CALIBRATION, DecodeOptions, cached_data, spec, stratified_order
 from dyno.datasets.photos import OnUnreadable as OnUnreadable
 from dyno.datasets.rows import Timed, timed
 from dyno.worker.extras import distribution, install
@@ -44,9 +44,9 @@ def digits(cache: Path, size: int = 64) -> DataSpec:
     made_by = {"scikit-learn": library_version("scikit-learn"), "pillow": library_version("pillow")}
     transform = Transform((size, size), DIGITS, channels=1)
     key = store.key_of("digits", transform.identity, made_by, DIGITS_TEST, DIGITS_CALIBRATION)
-    if (found := store.find(cache, key)) is None:
+    if (folder := store.find(cache, key)) is None:
         small, labels = _small_digits()
-        order = spread(labels, seed=0)
+        order = stratified_order(labels, seed=0)
         train = order[DIGITS_TEST:]
         splits = {"test": order[:DIGITS_TEST], "train": train, "calibration": train[:DIGITS_CALIBRATION]}
         about = {"name": "digits", "photographs": "digits", "classes": [str(n) for n in range(10)], "made_by": made_by}
@@ -58,8 +58,8 @@ def digits(cache: Path, size: int = 64) -> DataSpec:
                 pixels = transform.pixels(image)
                 yield timed(pixels, time.perf_counter() - began)
 
-        found = store.write(cache, key, store.Content(rows, transform.shape, {"labels": labels}, splits, about))
-    return spec("digits", found)
+        folder = store.write(cache, key, store.Content(rows, transform.shape, {"labels": labels}, splits, about))
+    return spec("digits", folder)
 
 
 def load(
@@ -78,39 +78,40 @@ def load(
     objects: bool = False,
     needs: str = "",
 ) -> DataSpec:
-    """Images in a folder, in any format that is known (see `formats`), decoded to `size` (height, width).
+    """Images in a folder, in any of the `formats`, decoded to `size` (height, width).
 
     For a classifier the shorter side becomes `size * preprocess.resize`, then the centre is cropped (resize 0: straight
     to the size), as torchvision does it on PIL images: with antialiasing and without JPEG's reduced-scale decoding,
     which would change the pixels. As in torchvision's ImageFolder, EXIF orientation is not applied; unlike there,
     16-bit grey keeps its upper 8 bits and doesn't go white. With `objects` (boxes, masks, keypoints) each image is
-    turned as its EXIF orientation says and letterboxed, as ultralytics' LetterBox does it, within a grey level.
+    rotated by its EXIF orientation and letterboxed, as ultralytics' LetterBox does it, within a grey level.
 
     Calibration images are never test images: a number is taken from the training images; where there are none, and only
     with `set_aside`, out of the test images (at most a fifth of them; meta.json has the number as `set_aside`). A path
-    is a folder of images of its own. With `train` every training image is decoded too, calibration ones among them, and
-    listed in train.npy. Copies of test images are left out of both. `outputs` is how many classes the model tells
-    apart, and `needs` (masks, keypoints) chooses between two annotation files of COCO. `progress` is called with images
-    done and in all.
+    is a folder of calibration images. With `train` every training image is decoded too, calibration ones among them,
+    and listed in train.npy. Copies of test images are left out of both. `outputs` is the model's number of classes, and
+    `needs` (masks, keypoints) chooses between two annotation files of COCO. `progress` is called with the number of
+    images done and in all.
 
     With objects sizes.npy has the height and width of the originals and truth.json COCO's ground truth of the test
     images, in original pixels; images alone have none. Annotations are checked when the images are decoded.
 
-    The cache is found by the content of the images and the transform. Images that can't be read are refused together,
+    The cache key is made from the images' content and the transform. Images that can't be read are refused together,
     counted and named; with "skip" they are left out and listed in meta.json. Raises `UserError`, one line each.
     """
     if isinstance(calibration, int) and calibration < 0:
         raise UserError(f"the number of calibration images can't be {calibration}")
     path = Path(path).resolve()
-    found = format_of(path)
-    if found.labels and (found.labels == "objects") != objects:
-        asked = "boxes, masks or keypoints" if objects else "a class for each image"
-        raise UserError(f"{path} is in {found.described}, which has no {asked}")
+    data_format = format_of(path)
+    if data_format.labels and (data_format.labels == "objects") != objects:
+        missing = "boxes, masks or keypoints" if objects else "a class for each image"
+        raise UserError(f"{path} is in {data_format.described}, which has no {missing}")
     preprocess = dataclasses.replace(preprocess, letterbox=True) if objects else preprocess
     aside = 0 if isinstance(calibration, Path) or not set_aside else calibration
-    how = How(Path(cache), Transform(size, preprocess, channels, upright=objects), on_unreadable, progress, seed, aside)
-    listing = found.scan(path, Wanted(calibration, seed, train, objects, needs, outputs, set_aside))
-    return stored(listing, path, how)
+    transform = Transform(size, preprocess, channels, upright=objects)
+    options = DecodeOptions(Path(cache), transform, on_unreadable, progress, seed, aside)
+    listing = data_format.scan(path, Wanted(calibration, seed, train, objects, needs, outputs, set_aside))
+    return cached_data(listing, path, options)
 
 
 def calibration_alone(
@@ -124,14 +125,14 @@ def calibration_alone(
 ) -> DataSpec:
     """All images below the folder, without labels, as test and as calibration images in one.
 
-    They serve to calibrate, to time and to compare outputs on, not to be right about. Decoded as in `load`.
+    They serve for calibration, timing and comparing outputs; accuracy can't be measured. Decoded as in `load`.
     """
-    how = How(Path(cache), Transform(size, preprocess, channels), on_unreadable, progress)
-    return stored(tuning(folder), Path(folder).resolve(), how)
+    options = DecodeOptions(Path(cache), Transform(size, preprocess, channels), on_unreadable, progress)
+    return cached_data(calibration_listing(folder), Path(folder).resolve(), options)
 
 
 def meta(data: DataSpec) -> dict[str, Any]:
-    """What meta.json says of a decoded data set: name, sha256, classes, size, count, splits, unreadable, preprocess."""
+    """A decoded data set's meta.json: name, sha256, classes, size, count, splits, unreadable, preprocess."""
     return store.meta(Path(data.folder))
 
 

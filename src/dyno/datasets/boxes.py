@@ -13,7 +13,7 @@ from dyno.datasets.photos import Annotations, Photo, Sizes
 from dyno.worker.spec import UserError
 
 TOLERANCE = 1.0  # pixels that a box, a mask or a keypoint may lie outside its image: labels are rounded
-Found = dict[str, Any]
+Annotation = dict[str, Any]
 
 
 @dataclass
@@ -25,30 +25,32 @@ class Labels:
     classes: list[str]
     keypoints: tuple[int, ...] = ()
     names: list[str] = field(default_factory=list)  # of the keypoints
-    by_row: dict[int, list[Found]] = field(default_factory=dict)
+    by_row: dict[int, list[Annotation]] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
-    def add(self, row: int, found: Found) -> None:
+    def add(self, row: int, annotation: Annotation) -> None:
         """Add an annotation: category_id, bbox, area, iscrowd, and segmentation or keypoints where there are."""
-        self.by_row.setdefault(row, []).append(found)
+        self.by_row.setdefault(row, []).append(annotation)
 
     def done(self) -> Annotations:
-        """Settle what the data set has: boxes, and masks or keypoints where every object has them."""
-        every = [found for all_of_row in self.by_row.values() for found in all_of_row]
-        if not every:
-            raise UserError("no test image has an object to be found; give others, or no data to measure speed alone")
+        """Decide what the data set has: boxes, and masks or keypoints where every object has them."""
+        annotations = [annotation for all_of_row in self.by_row.values() for annotation in all_of_row]
+        if not annotations:
+            raise UserError(
+                "no test image has an annotated object; give other images, or omit --data to measure speed alone"
+            )
         has = ["boxes"]
-        masked = [found for found in every if found.get("segmentation")]
-        if every and len(masked) == len(every):
+        masked = [annotation for annotation in annotations if annotation.get("segmentation")]
+        if annotations and len(masked) == len(annotations):
             has.append("masks")
         elif masked:
-            line = f"{len(every) - len(masked)} of {len(every)} objects have no mask"
+            line = f"{len(annotations) - len(masked)} of {len(annotations)} objects have no mask"
             self.warnings.append(f"{line}, so the masks of the others are not used")
-            for found in every:
-                found.pop("segmentation", None)
+            for annotation in annotations:
+                annotation.pop("segmentation", None)
         if self.keypoints:
             has.append("keypoints")
-        present = {found["category_id"] for found in every}
+        present = {annotation["category_id"] for annotation in annotations}
         empty = [name for i, name in enumerate(self.classes) if i not in present]
         if empty:
             more = f" (and {len(empty) - 1} more)" if len(empty) > 1 else ""
@@ -60,15 +62,15 @@ class Labels:
 
     def _truth(self, kept: np.ndarray) -> dict[str, Any]:
         """COCO's ground truth of the test images: an image's id is its row, a category's id its class."""
-        images: list[Found] = []
-        annotations: list[Found] = []
+        images: list[Annotation] = []
+        annotations: list[Annotation] = []
         for place, row in enumerate(kept.tolist()):
             photo, size = self.photos[row], self.sizes[row]
             if photo.split != "test" or size is None:
                 continue
             images.append({"id": place, "height": size[0], "width": size[1], "file_name": photo.name})
-            for found in self.by_row.get(row, []):
-                annotations.append({"id": len(annotations) + 1, "image_id": place, **found})
+            for annotation in self.by_row.get(row, []):
+                annotations.append({"id": len(annotations) + 1, "image_id": place, **annotation})
         points = {"keypoints": self.names, "skeleton": []} if self.keypoints else {}
         categories = [{"id": i, "name": name, **points} for i, name in enumerate(self.classes)]
         return {"images": images, "annotations": annotations, "categories": categories}

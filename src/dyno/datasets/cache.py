@@ -1,4 +1,4 @@
-"""Decoded data sets on disk, found by what went into them: written beside, then renamed into place whole."""
+"""Decoded data sets on disk, keyed by everything that shapes them: written beside, then renamed into place."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ FORMAT = 3  # of the data set folder; part of every key
 UNSURE_NS = (
     2_000_000_000  # a file changed this shortly before it was hashed may have changed again with the same time stamp
 )
-STALE_S = 7 * 24 * 3600  # a killed run can be gone on with for so long
+STALE_S = 7 * 24 * 3600  # a killed run can be resumed for so long
 
 
 @dataclass(frozen=True)
 class Content:
-    """What a data set is made of. `rows` gives an image, or why it can't be read, for each row from the one named on.
+    """What a data set is made of. `rows` gives an image, or why it can't be read, for each row from a given one on.
 
-    `columns` has an array of as many rows for each further file, `labels` among them. `check` is told the reasons by
+    `columns` has an array of as many rows for each further file, `labels` among them. `check` takes the reasons by
     row; it raises, or returns them as the lines that meta.json lists. `beside` makes further JSON files by name from
     the rows that were kept.
     """
@@ -50,17 +50,17 @@ class Content:
 
 
 def key_of(*parts: Any) -> str:
-    """Name of the data set made from these: a sha256 over their JSON."""
+    """Key of the data set with these parts: a sha256 over their JSON."""
     return hashlib.sha256(json.dumps([FORMAT, *parts], sort_keys=True).encode()).hexdigest()[:24]
 
 
 def find(cache: Path, key: str) -> Path | None:
-    """The data set's folder, or None when it has to be made, or made again because a file is missing or cut short."""
+    """The data set's folder; None when it has to be written, also where a file is missing or cut short."""
     folder = Path(cache) / key
     try:
-        found = meta(folder)
-        whole = (folder / "images.npy").stat().st_size == found["bytes"]
-        whole = whole and all((folder / name).exists() for name in found["files"])
+        about = meta(folder)
+        whole = (folder / "images.npy").stat().st_size == about["bytes"]
+        whole = whole and all((folder / name).exists() for name in about["files"])
     except (OSError, ValueError, KeyError):
         return None
     return folder if whole else None
@@ -68,23 +68,23 @@ def find(cache: Path, key: str) -> Path | None:
 
 def meta(folder: Path) -> dict[str, Any]:
     """The data set's meta.json."""
-    found: dict[str, Any] = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-    return found
+    about: dict[str, Any] = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    return about
 
 
 def write(cache: Path, key: str, content: Content) -> Path:
     """Store the data set under its key and return its folder; raises `UserError` on a full disk or an unwritable cache.
 
-    Only one process does this at a time, and another waits for what it makes. A run that was killed is gone on with.
+    Only one process does this at a time, and another waits for its result. A run that was killed is resumed.
     """
     needed = len(content.columns["labels"]) * int(np.prod(content.shape))
-    with _explained(cache, needed):
+    with _file_errors_explained(cache, needed):
         cache.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(cache)
         part = cache / f".part-{key}"
-        with _alone(part):
+        with _locked(part):
             try:
-                target = find(cache, key) or _made(part, cache / key, content, needed)
+                target = find(cache, key) or _make(part, cache / key, content, needed)
             except OSError:
                 shutil.rmtree(part, ignore_errors=True)
                 raise
@@ -93,8 +93,8 @@ def write(cache: Path, key: str, content: Content) -> Path:
 
 
 @contextmanager
-def _alone(part: Path) -> Iterator[None]:
-    """Hold the folder in which a data set is made; the lock ends with the process, however it ends."""
+def _locked(part: Path) -> Iterator[None]:
+    """Hold the folder in which a data set is written; the lock ends with the process, however it ends."""
     while True:
         part.mkdir(exist_ok=True)
         try:
@@ -118,11 +118,11 @@ def _same(opened: int, path: Path) -> bool:
         return False
 
 
-def _made(part: Path, target: Path, content: Content, needed: int) -> Path:
-    folder = part / "made"
+def _make(part: Path, target: Path, content: Content, needed: int) -> Path:
+    folder = part / "data"
     folder.mkdir(exist_ok=True)
-    there = sum(path.stat().st_size for path in folder.iterdir())
-    if shutil.disk_usage(part).free < needed - there:
+    present = sum(path.stat().st_size for path in folder.iterdir())
+    if shutil.disk_usage(part).free < needed - present:
         raise OSError(errno.ENOSPC, "")
     _fill(folder, part / "journal", content)
     return _into_place(folder, target)
@@ -164,7 +164,7 @@ def _fill(folder: Path, journal: Path, content: Content) -> None:
 
 
 def _into_place(folder: Path, target: Path) -> Path:
-    if target.exists():  # what lies there is damaged
+    if target.exists():  # it is damaged
         target.rename(folder.with_name("damaged"))
     folder.rename(target)
     return target
@@ -180,8 +180,8 @@ def _remove_abandoned(cache: Path) -> None:
 
 
 @contextmanager
-def _explained(cache: Path, needed: int = 0) -> Iterator[None]:
-    """Turn what the file system says about the cache into one line for the user."""
+def _file_errors_explained(cache: Path, needed: int = 0) -> Iterator[None]:
+    """Turn file system errors about the cache into one line for the user."""
     try:
         yield
     except OSError as e:
@@ -199,17 +199,17 @@ def content_hashes(paths: list[Path], cache: Path, folder: Path) -> list[str]:
     """
     index = Path(cache) / "hashes" / f"{hashlib.sha256(os.fsencode(folder)).hexdigest()[:24]}.json"
     try:
-        known = json.loads(index.read_text(encoding="utf-8"))
+        cached = json.loads(index.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        known = {}
+        cached = {}
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        entries = list(pool.map(lambda path: _entry(path, known.get(str(path))), paths))
+        entries = list(pool.map(lambda path: _entry(path, cached.get(str(path))), paths))
     # Entries of other files stay: with and without its training images, a folder is listed differently.
     gone = {str(path) for path, entry in zip(paths, entries, strict=True) if not entry}
     fresh = {str(path): entry for path, entry in zip(paths, entries, strict=True) if entry}
-    fresh = {**{path: entry for path, entry in known.items() if path not in gone}, **fresh}
-    if fresh != known:
-        with _explained(Path(cache)):
+    fresh = {**{path: entry for path, entry in cached.items() if path not in gone}, **fresh}
+    if fresh != cached:
+        with _file_errors_explained(Path(cache)):
             index.parent.mkdir(parents=True, exist_ok=True)
             beside = index.with_name(f"{index.name}.{uuid.uuid4().hex}")
             beside.write_text(json.dumps(fresh), encoding="utf-8")
@@ -217,17 +217,17 @@ def content_hashes(paths: list[Path], cache: Path, folder: Path) -> list[str]:
     return [entry[-1] if entry else "" for entry in entries]
 
 
-def _entry(path: Path, known: list[Any] | None) -> list[Any] | None:
+def _entry(path: Path, cached: list[Any] | None) -> list[Any] | None:
     """[inode, size, mtime, ctime, when it was hashed, sha256] of a file; times in ns."""
     try:
         now = path.stat()
         if not stat.S_ISREG(now.st_mode):
             return None
-        seen = [now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns]
-        if known and known[:4] == seen and max(seen[2:]) + UNSURE_NS < known[4]:
-            return known
+        state = [now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns]
+        if cached and cached[:4] == state and max(state[2:]) + UNSURE_NS < cached[4]:
+            return cached
         when = time.time_ns()
         with open(path, "rb") as f:
-            return [*seen, when, hashlib.file_digest(f, "sha256").hexdigest()]
+            return [*state, when, hashlib.file_digest(f, "sha256").hexdigest()]
     except OSError:
         return None

@@ -13,9 +13,9 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from dyno.datasets.boxes import Found, Labels, checked_box, checked_keypoints, checked_polygon, polygon_area
+from dyno.datasets.boxes import Annotation, Labels, checked_box, checked_keypoints, checked_polygon, polygon_area
 from dyno.datasets.data_format import DataFormat, Wanted
-from dyno.datasets.photos import Annotations, Listing, Photo, Sizes, images, loose, name_below, printable
+from dyno.datasets.photos import Annotations, Listing, Photo, Sizes, calibration_photos, images, name_below, printable
 from dyno.worker.spec import UserError
 
 SPLITS = ("val", "test")  # of which images are tested on; COCO's own test images come without annotations
@@ -26,7 +26,7 @@ SEEN = 20  # images that decide which folder they are all in
 
 
 class Coco(DataFormat):
-    """An annotation file, or the folder above annotations/, where two files are told apart by what is needed."""
+    """An annotation file, or the folder above annotations/, where `needs` chooses between two files."""
 
     name = "coco"
     described = "COCO's format"
@@ -48,16 +48,16 @@ def _scan(path: Path, calibration: int | Path, seed: int, needs: str) -> Listing
     about = _read(file)
     folder = _image_folder(file, about.images)
     shown = path if path.is_dir() else folder
-    found = [Photo(folder / image["file_name"], printable(image["file_name"]), -1, "test") for image in about.images]
-    if lost := [photo.name for photo in found if not photo.path.is_file()]:
-        raise UserError(f"{len(lost)} of {len(found)} images of {file.name} are not in {folder}, e.g. {lost[0]}")
+    photos = [Photo(folder / image["file_name"], printable(image["file_name"]), -1, "test") for image in about.images]
+    if lost := [photo.name for photo in photos if not photo.path.is_file()]:
+        raise UserError(f"{len(lost)} of {len(photos)} images of {file.name} are not in {folder}, e.g. {lost[0]}")
     own = isinstance(calibration, Path)
     if isinstance(calibration, Path):
-        found = found + loose(calibration)
+        photos = photos + calibration_photos(calibration)
     else:
-        found = found + _training(folder, shown, calibration, seed)
+        photos = photos + _training(folder, shown, calibration, seed)
     name = printable(path.name if path.is_dir() else path.stem)
-    return Listing(name, about.classes, found, own, sources=[file], annotate=about.annotate)
+    return Listing(name, about.classes, photos, own, sources=[file], annotate=about.annotate)
 
 
 def chosen(folder: Path, needs: str = "") -> Path:
@@ -80,7 +80,7 @@ def chosen(folder: Path, needs: str = "") -> Path:
 
 @dataclass
 class _File:
-    """An annotation file whose tables have been looked at."""
+    """An annotation file whose tables have been checked."""
 
     path: Path
     images: list[dict[str, Any]]
@@ -93,32 +93,32 @@ class _File:
 
     def annotate(self, photos: list[Photo], sizes: Sizes) -> Annotations:
         rows = {photo.name: row for row, photo in enumerate(photos) if photo.split == "test"}
-        by_id = {image["id"]: rows.get(printable(image["file_name"])) for image in self.images}
+        row_of = {image["id"]: rows.get(printable(image["file_name"])) for image in self.images}
         class_of = {category["id"]: i for i, category in enumerate(self.categories)}
         self._check_sizes(rows, sizes)
         names = self._keypoints()
         labels = Labels(photos, sizes, self.classes, (len(names), 3) if names else (), names)
-        for number, found in enumerate(self.annotations):
-            where = f"{self.path.name}, annotation {found.get('id', number)}"
-            row = _looked_up(by_id, found, "image_id", "image", where)
-            category = _looked_up(class_of, found, "category_id", "category", where)
+        for number, annotation in enumerate(self.annotations):
+            where = f"{self.path.name}, annotation {annotation.get('id', number)}"
+            row = _by_id(row_of, annotation, "image_id", "image", where)
+            category = _by_id(class_of, annotation, "category_id", "category", where)
             if row is not None and (size := sizes[row]) is not None:
                 where = f"{where} of {photos[row].name}"
-                labels.add(row, _object(found, category, size, names, where))
+                labels.add(row, _object(annotation, category, size, names, where))
         return labels.done()
 
     def _check_sizes(self, rows: dict[str, int], sizes: Sizes) -> None:
         for image in self.images:
             row = rows.get(printable(image["file_name"]))
             size = sizes[row] if row is not None else None
-            said = (image.get("height"), image.get("width"))
-            if size is not None and None not in said and said != size:
+            declared = (image.get("height"), image.get("width"))
+            if size is not None and None not in declared and declared != size:
                 real = f"{image['file_name']} is {size[1]} x {size[0]} pixels"
-                raise UserError(f"{real}, but {self.path.name} says {said[1]} x {said[0]}")
+                raise UserError(f"{real}, but {self.path.name} says {declared[1]} x {declared[0]}")
 
     def _keypoints(self) -> list[str]:
         """Names of the keypoints, which all categories that have any must share."""
-        used = {found.get("category_id") for found in self.annotations if found.get("keypoints")}
+        used = {annotation.get("category_id") for annotation in self.annotations if annotation.get("keypoints")}
         named = {c["name"]: [str(n) for n in c["keypoints"]] for c in self.categories if c.get("keypoints")}
         named = {c["name"]: named[c["name"]] for c in self.categories if c["id"] in used and c["name"] in named}
         if len({len(points) for points in named.values()}) > 1:
@@ -128,15 +128,17 @@ class _File:
 
 
 def _read(file: Path) -> _File:
+    if file.exists() and not file.is_file():  # a pipe would be waited for
+        raise UserError(f"annotation file {file} is not a regular file; give a file")
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"there is no annotation file {file}") from None
     except (ValueError, RecursionError) as e:
         raise UserError(f"{file} is not JSON: {e}") from e
     parts: dict[str, list[dict[str, Any]]] = {}
     for part, needed in (("images", ("id", "file_name")), ("categories", ("id", "name")), ("annotations", ())):
-        entries = found.get(part) if isinstance(found, dict) else None
+        entries = content.get(part) if isinstance(content, dict) else None
         if not isinstance(entries, list):
             raise UserError(f"{file} is not in COCO's format: it has no list {part!r}")
         parts[part] = entries
@@ -148,16 +150,16 @@ def _read(file: Path) -> _File:
     for part in ("images", "categories"):
         ids = [item["id"] for item in parts[part]]
         if {type(id) for id in ids} not in ({int}, {str}):
-            raise UserError(f"{file}: the ids of {part} are neither all numbers nor all texts")
+            raise UserError(f"{file}: the ids of {part} are neither all numbers nor all strings")
         if len(set(ids)) < len(ids):
             raise UserError(f"{file}: two {part} have the same id")
     names = [image["file_name"] for image in parts["images"]]
     if not all(isinstance(name, str) for name in names):
-        raise UserError(f"{file}: a file_name among its images is no text")
+        raise UserError(f"{file}: a file_name among its images is not a string")
     if twice := next((name for name, count in Counter(names).items() if count > 1), ""):
-        raise UserError(f"{file} lists {twice} twice; give all that is in an image one image_id")
+        raise UserError(f"{file} lists {twice} twice; list each image once, with one image_id for all its annotations")
     if any(not isinstance(category.get("keypoints", []), list) for category in parts["categories"]):
-        raise UserError(f"{file}: the keypoints of a category are no list of names")
+        raise UserError(f"{file}: the keypoints of a category are not a list of names")
     return _File(file, parts["images"], sorted(parts["categories"], key=lambda c: c["id"]), parts["annotations"])
 
 
@@ -170,8 +172,8 @@ def _image_folder(file: Path, listed: list[dict[str, Any]]) -> Path:
     hits = {base: sum((base / name).is_file() for name in names) for base in bases}
     best = max(bases, key=lambda base: hits[base])
     if not hits[best]:
-        looked = ", ".join(str(base) for base in dict.fromkeys(bases))
-        raise UserError(f"image {names[0]} of {file.name} is in none of {looked}")
+        searched = ", ".join(str(base) for base in dict.fromkeys(bases))
+        raise UserError(f"image {names[0]} of {file.name} is in none of {searched}")
     return best
 
 
@@ -185,37 +187,37 @@ def _training(folder: Path, shown: Path, wanted: int, seed: int) -> list[Photo]:
     return []
 
 
-def _looked_up(known: dict[Any, Any], found: Found, key: str, what: str, where: str) -> Any:
-    value = found.get(key)
-    if not isinstance(value, (int, str)) or value not in known:
+def _by_id(table: dict[Any, Any], annotation: Annotation, key: str, what: str, where: str) -> Any:
+    value = annotation.get(key)
+    if not isinstance(value, (int, str)) or value not in table:
         raise UserError(f"{where}: there is no {what} with id {value!r}")
-    return known[value]
+    return table[value]
 
 
-def _object(found: Found, category: int, size: tuple[int, int], names: list[str], where: str) -> Found:
-    box = found.get("bbox")
+def _object(annotation: Annotation, category: int, size: tuple[int, int], names: list[str], where: str) -> Annotation:
+    box = annotation.get("bbox")
     if not _numbers(box) or len(box) != 4:
         raise UserError(f"{where}: bbox is {box!r}, not [x, y, width, height]")
-    made: Found = {"category_id": category, "bbox": checked_box(box, size, where)}
-    if (crowd := found.get("iscrowd") or 0) not in (0, 1):
-        raise UserError(f"{where}: iscrowd is {crowd!r}, not 0 or 1")
-    made["iscrowd"] = int(crowd)
-    mask = found.get("segmentation")
+    checked: Annotation = {"category_id": category, "bbox": checked_box(box, size, where)}
+    if (iscrowd := annotation.get("iscrowd") or 0) not in (0, 1):
+        raise UserError(f"{where}: iscrowd is {iscrowd!r}, not 0 or 1")
+    checked["iscrowd"] = int(iscrowd)
+    mask = annotation.get("segmentation")
     if mask:
-        made["segmentation"] = _mask(mask, size, where)
-    area = found.get("area")
+        checked["segmentation"] = _mask(mask, size, where)
+    area = annotation.get("area")
     if area is not None and not (_numbers([area]) and area >= 0):
         raise UserError(f"{where}: area is {str(area)[:30]}, not a number of square pixels")
-    made["area"] = _area(made) if area is None else float(area)
+    checked["area"] = _area(checked) if area is None else float(area)
     if names:
-        points = found.get("keypoints") or [0] * (3 * len(names))
+        points = annotation.get("keypoints") or [0] * (3 * len(names))
         if not _numbers(points) or len(points) != 3 * len(names):
             raise UserError(
                 f"{where}: keypoints has {len(points)} values; {len(names)} keypoints need {3 * len(names)}"
             )
-        made["keypoints"] = checked_keypoints(points, size, where)
-        made["num_keypoints"] = sum(1 for visible in points[2::3] if visible > 0)
-    return made
+        checked["keypoints"] = checked_keypoints(points, size, where)
+        checked["num_keypoints"] = sum(1 for visible in points[2::3] if visible > 0)
+    return checked
 
 
 def _mask(mask: Any, size: tuple[int, int], where: str) -> Any:
@@ -233,7 +235,7 @@ def _mask(mask: Any, size: tuple[int, int], where: str) -> Any:
 
 
 def _unpacked(text: str) -> list[int]:
-    """The lengths in COCO's packed text, [-1] where it is none: an evaluation was seen to hang on such a text.
+    """The lengths in COCO's packed text, [-1] where it is invalid: an evaluation was seen to hang on such a text.
 
     Five bits and a sign of "more" to a letter, from the third length on as the change from the one before the last.
     """
@@ -253,14 +255,14 @@ def _unpacked(text: str) -> list[int]:
     return [-1] if shift else runs
 
 
-def _area(made: Found) -> float:
-    """Square pixels that the object covers, for files that don't say."""
-    mask = made.get("segmentation")
+def _area(annotation: Annotation) -> float:
+    """Square pixels that the object covers, for files without areas."""
+    mask = annotation.get("segmentation")
     if isinstance(mask, list):
         return sum(polygon_area(points) for points in mask)
     if mask and isinstance(mask["counts"], list):
         return float(sum(mask["counts"][1::2]))
-    return float(made["bbox"][2] * made["bbox"][3])
+    return float(annotation["bbox"][2] * annotation["bbox"][3])
 
 
 def _numbers(values: Any) -> TypeGuard[list[float]]:

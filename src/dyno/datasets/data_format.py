@@ -1,4 +1,4 @@
-"""One way in which a data set lies on disk: how it is known, and which images, labels and objects it lists."""
+"""A format of data sets on disk: how it is recognised, and which images, labels and objects it lists."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ GROUP = "dyno.datasets"
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is asked of a data set.
+    """What a scan should list.
 
-    `calibration` is how many images there are to be to calibrate on, or a folder of them; `train`: training images too.
-    The model finds `objects`, with what it `needs` besides boxes (masks, keypoints), or tells classes apart, `outputs`
-    of them (0: not known). `set_aside`: test images will serve for calibration where there are none to train on.
+    `calibration` is the number of calibration images, or a folder of them; `train`: training images too. The model
+    detects `objects` and `needs` masks or keypoints besides boxes, or it classifies into `outputs` classes (0: not
+    known). `set_aside`: test images will serve for calibration where there are no training images.
     """
 
     calibration: int | Path = CALIBRATION
@@ -35,9 +35,9 @@ class Wanted:
 class DataFormat(ABC):
     """A format of data sets.
 
-    `described` is what messages call it, and `suffixes` are of files that may be given in place of the folder. `labels`
-    is what it says of its images: their `classes`, the `objects` in them, or nothing (""). A `fallback` is taken only
-    where no other format fits.
+    `described` is its name in messages, and `suffixes` are of files that may be given in place of the folder. `labels`
+    is what its labels are: `classes` of images, `objects` in them, or none (""). A `fallback` is used only where no
+    other format fits.
     """
 
     name: str = ""
@@ -48,7 +48,7 @@ class DataFormat(ABC):
 
     @abstractmethod
     def fits(self, path: Path) -> bool:
-        """Whether a data set of this format lies there: a folder, or a file with one of the suffixes."""
+        """Whether the path is a data set of this format: a folder, or a file with one of the suffixes."""
 
     @abstractmethod
     def scan(self, path: Path, wanted: Wanted) -> Listing:
@@ -65,20 +65,20 @@ def formats() -> dict[str, DataFormat]:
 
 def format_of(path: Path) -> DataFormat:
     """The format of the data set at the path; raises `UserError` when two fit, or none."""
-    path, known = Path(path), formats().values()
+    path, every_format = Path(path), formats().values()
     if not path.exists():
         raise UserError(f"no data folder {path}")
     try:
-        fitting = [each for each in known if each.fits(path)]
+        fitting = [each for each in every_format if each.fits(path)]
     except PermissionError as e:
         raise UserError(f"{e.filename} can't be listed: permission denied") from e
     fitting = [each for each in fitting if not each.fallback] or fitting
     if not fitting:
-        files = ", ".join(f"a file in {each.described} ({each.suffixes[0]})" for each in known if each.suffixes)
+        files = ", ".join(f"a file in {each.described} ({each.suffixes[0]})" for each in every_format if each.suffixes)
         raise UserError(f"{path} is not a folder, nor {files}")
     if len(fitting) > 1:
         both, files = (
-            " and ".join(words) for words in zip(*((f.described, f.suffixes[0]) for f in fitting), strict=True)
+            " and ".join(parts) for parts in zip(*((f.described, f.suffixes[0]) for f in fitting), strict=True)
         )
         raise UserError(f"{path} is in {both}; give the file of the one to use ({files})")
     return fitting[0]

@@ -24,20 +24,20 @@ FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "TIFF", "PPM")
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming")
 IN_FLIGHT_BYTES = 64 << 20
 EXIF_ORIENTATION = 0x0112
-TURNED = (5, 6, 7, 8)  # orientations in which the stored image lies on its side
+SIDEWAYS = (5, 6, 7, 8)  # orientations in which the stored image lies on its side
 GREY = 114  # around a letterboxed image
 
 
 class Transform:
     """How an image becomes uint8 of `shape` (channels, height, width); `identity` is all that shapes the pixels.
 
-    `upright` turns it first as its EXIF orientation says.
+    `upright` rotates it first by its EXIF orientation.
     """
 
     def __init__(self, size: tuple[int, int], preprocess: Preprocess, channels: int, upright: bool = False) -> None:
         if preprocess.interpolation not in INTERPOLATIONS:
-            known = ", ".join(INTERPOLATIONS)
-            raise UserError(f"unknown interpolation {preprocess.interpolation!r}; known: {known}")
+            names = ", ".join(INTERPOLATIONS)
+            raise UserError(f"unknown interpolation {preprocess.interpolation!r}; known: {names}")
         if preprocess.resize != 0 and preprocess.resize < 1:
             raise UserError(f"resize {preprocess.resize} would leave less than the crop; give 0, or 1 and more")
         if min(size) < 1 or channels not in (1, 3):
@@ -82,10 +82,10 @@ class Transform:
         _, height, width, top, left = geometry(image.height, image.width, to_height, to_width)
         steps = (image.width / width, 0, 0, 0, image.height / height, 0)
         image = image.transform((width, height), Image.Transform.AFFINE, steps, Image.Resampling.BILINEAR)
-        made = np.full(self.shape, GREY, np.uint8)
+        canvas = np.full(self.shape, GREY, np.uint8)
         pixels = np.asarray(image).reshape(height, width, channels).transpose(2, 0, 1)
-        made[:, top : top + height, left : left + width] = pixels
-        return made
+        canvas[:, top : top + height, left : left + width] = pixels
+        return canvas
 
     def _before_crop(self, width: int, height: int) -> tuple[int, int]:
         """Width and height to resize to: one side is exact, the other follows, truncated as in torchvision."""
@@ -117,9 +117,9 @@ class Transform:
 
         try:
             with Image.open(path, formats=FORMATS) as image:
-                turned = self._upright and image.getexif().get(EXIF_ORIENTATION, 1) in TURNED
-                return (image.width, image.height) if turned else (image.height, image.width)
-        except Exception:  # as above; `read` says why
+                sideways = self._upright and image.getexif().get(EXIF_ORIENTATION, 1) in SIDEWAYS
+                return (image.width, image.height) if sideways else (image.height, image.width)
+        except Exception:  # as above; `read` gives the reason
             return None
 
 

@@ -22,15 +22,15 @@ from dyno.datasets.photos import is_image
 from dyno.datasets.standard import COUNT, SYNSET, synsets
 from dyno.worker.spec import UserError
 
-How = Literal["link", "copy", "move"]
-ORDERS = ("synset", "synset-0", "synset-1")  # sorted synsets: from 0 or 1, whichever the numbers show, or as said
+Transfer = Literal["link", "copy", "move"]
+ORDERS = ("synset", "synset-0", "synset-1")  # sorted synsets: from 0 or 1, as the numbers show, or as given
 NAMED = re.compile(r"_(n\d{8})$")
 PART = ".part"
 
 
 @dataclass
 class Sorted:
-    """What came of it: images put into their folder, those that were there, classes, and images that have no label."""
+    """Counts of images placed, images already there and classes, and the names of images without a label."""
 
     placed: int = 0
     there: int = 0
@@ -48,13 +48,13 @@ def sort(
     out: Path,
     labels: Path | None = None,
     order: str = "",
-    how: How = "link",
+    transfer: Transfer = "link",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Sorted:
     """Put every image of the folder into `out/val/<synset>/`, as a hard link, a copy or moved there.
 
-    What lies there already is left as it is, so that a run that was stopped is gone on with. Raises `UserError` for a
-    folder, a table or a file that can't be used; images without a label are listed, not placed.
+    Files that are there already stay as they are, so that a run that was stopped can be resumed. Raises `UserError` for
+    a folder, a table or a file that can't be used; images without a label are listed, not placed.
     """
     if order and order not in ORDERS:
         raise UserError(f"unknown order {order!r}; known: {', '.join(ORDERS)}")
@@ -70,7 +70,7 @@ def sort(
         raise UserError(f"no image in {folder} has a synset in its name, e.g. {names[0]}; give --labels")
     done = Sorted(classes=len(set(wanted.values())), unlabelled=[name for name in names if name not in wanted])
     for number, (name, label) in enumerate(wanted.items(), 1):
-        new = _place(folder / name, target / label / name, how)
+        new = _place(folder / name, target / label / name, transfer)
         done.placed, done.there = done.placed + new, done.there + (not new)
         progress(number, len(wanted))
     return done
@@ -83,20 +83,20 @@ def _images(folder: Path) -> list[str]:
 
 
 def _check(label_of: dict[str, str], before: dict[str, str], target: Path) -> None:
-    """Before anything is placed: every label is a class, and none contradicts what lies there."""
-    known = synsets()
+    """Before anything is placed: every label is a class, and none contradicts the files in the target."""
+    classes = synsets()
     for name, label in label_of.items():
-        if label and label not in known:
-            raise UserError(f"{name}: {label} is none of ImageNet's {COUNT:,} classes")
+        if label and label not in classes:
+            raise UserError(f"{name}: {label} is not one of ImageNet's {COUNT:,} classes")
         if before.get(name, label) != label:
             raise UserError(
-                f"{name} lies in {target / before[name]} but its label is {label or 'unknown'}; which is it?"
+                f"{name} lies in {target / before[name]} but its label is {label or 'unknown'}; correct one of them"
             )
 
 
 def _from_name(name: str) -> str:
-    found = NAMED.search(Path(name).stem)
-    return found.group(1) if found else ""
+    match = NAMED.search(Path(name).stem)
+    return match.group(1) if match else ""
 
 
 def _from_table(file: Path, names: list[str], order: str) -> dict[str, str]:
@@ -115,18 +115,18 @@ def _from_table(file: Path, names: list[str], order: str) -> dict[str, str]:
             row["ImageId"]: (row["PredictionString"] or "").split()[:1] for row in csv.DictReader(text.splitlines())
         }
         return _by_name(names, {name: first[0] for name, first in table.items() if first})
-    wrong = next((n for n, words in enumerate(lines, 1) if len(words) != len(lines[0]) or len(words) > 2), 0)
+    wrong = next((n for n, fields in enumerate(lines, 1) if len(fields) != len(lines[0]) or len(fields) > 2), 0)
     if wrong:
         raise UserError(f"{file}, line {wrong} is neither a name and a label nor a label alone, like the first line")
-    found = _synsets_of(file, [words[-1] for words in lines], order)
+    synsets_of_lines = _synsets_of(file, [fields[-1] for fields in lines], order)
     if len(lines[0]) == 2:
-        named = [words[0] for words in lines]
+        named = [fields[0] for fields in lines]
         if twice := [name for name, count in Counter(named).items() if count > 1]:
             raise UserError(f"{file} has {twice[0]} twice")
-        return _by_name(names, dict(zip(named, found, strict=True)))
+        return _by_name(names, dict(zip(named, synsets_of_lines, strict=True)))
     if len(lines) != len(names):
         raise UserError(f"{file} has {len(lines)} labels for {len(names)} images; by place it needs one for each")
-    return dict(zip(names, found, strict=True))
+    return dict(zip(names, synsets_of_lines, strict=True))
 
 
 def _by_name(names: list[str], table: dict[str, str]) -> dict[str, str]:
@@ -167,17 +167,17 @@ def _first(file: Path, numbers: list[int], order: str) -> int:
     )
 
 
-def _place(source: Path, target: Path, how: How) -> bool:
+def _place(source: Path, target: Path, transfer: Transfer) -> bool:
     """Whether the file had to be put there; a half-written copy never has the target's name."""
     if target.exists():
         if source.exists() and not source.samefile(target):
             if source.stat().st_size != target.stat().st_size:
                 raise UserError(f"{target} is another file than {source}; remove one of them")
-            if how == "move":  # stopped between copying and removing
+            if transfer == "move":  # stopped between copying and removing
                 source.unlink()
         return False
     target.parent.mkdir(parents=True, exist_ok=True)
-    if how == "link":
+    if transfer == "link":
         try:
             target.hardlink_to(source)
         except OSError as e:
@@ -187,13 +187,13 @@ def _place(source: Path, target: Path, how: How) -> bool:
                 ) from e
             raise
         return True
-    if how == "move":
+    if transfer == "move":
         with suppress(OSError):
             source.rename(target)
             return True
     beside = target.with_name(target.name + PART)
     shutil.copy2(source, beside)
     beside.replace(target)
-    if how == "move":
+    if transfer == "move":
         source.unlink()
     return True

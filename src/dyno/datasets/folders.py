@@ -9,7 +9,15 @@ from pathlib import Path
 import numpy as np
 
 from dyno.datasets.data_format import DataFormat, Wanted
-from dyno.datasets.photos import EXTENSIONS, Listing, images, loose, name_below, printable, spread
+from dyno.datasets.photos import (
+    EXTENSIONS,
+    Listing,
+    calibration_photos,
+    images,
+    name_below,
+    printable,
+    stratified_order,
+)
 from dyno.datasets.photos import Photo as Photo
 from dyno.datasets.standard import COUNT, all_known, readable, synsets
 from dyno.worker.spec import UserError
@@ -19,7 +27,7 @@ class ClassFolders(DataFormat):
     """`DIR/<class>/…` or `DIR/{train,test|val}/<class>/…` (test before val).
 
     A label is the class folder's place in the folders' order by Unicode code point; train/ decides the order where
-    there is one. Where the model tells 1,000 classes apart and each folder is named by a synset of ImageNet's 1,000
+    there is one. Where the model has 1,000 classes and each folder is named by a synset of ImageNet's 1,000
     classes, it is the place among those.
     """
 
@@ -35,8 +43,8 @@ class ClassFolders(DataFormat):
         return scan(path, wanted.calibration, wanted.seed, wanted.train, wanted.outputs)
 
 
-class LooseImages(DataFormat):
-    """Images without class folders or annotations: fit to time and to compare outputs on, not to be right about."""
+class UnlabelledImages(DataFormat):
+    """Images without class folders or annotations: for timing and comparing outputs; accuracy can't be measured."""
 
     name = "images"
     described = "images alone"
@@ -53,44 +61,44 @@ class LooseImages(DataFormat):
 
 
 CLASS_FOLDERS = ClassFolders()
-IMAGES = LooseImages()
+IMAGES = UnlabelledImages()
 
 
 def scan(folder: Path, calibration: int | Path, seed: int, train: bool = False, outputs: int = 0) -> Listing:
     """List the folder's images; raises `UserError` when it is missing, or has no class folders or an empty one.
 
-    With `train` all images of train/ are listed, and those for calibration are marked among them. `outputs` is how many
-    classes the model tells apart (0: not known).
+    With `train` all images of train/ are listed, and those for calibration are marked among them. `outputs` is the
+    model's number of classes (0: not known).
     """
     if not folder.is_dir():
         raise UserError(f"no data folder {folder}" if not folder.exists() else f"{folder} is not a folder")
     try:
         test_root, train_root = _roots(folder)
         if train and train_root is None:
-            raise UserError(f"{folder} has no train/; put the images to learn from there and the others into test/")
+            raise UserError(f"{folder} has no train/; put the training images there and the others into test/")
         classes = _folders(train_root or test_root)
         if not classes and images(test_root):
             return _unlabelled(folder, calibration)
         standard = outputs == COUNT and all_known(classes)
         test = _photos(folder, test_root, classes, "test")
-        learnt = _photos(folder, train_root, classes, "train") if train_root and train else []
+        training = _photos(folder, train_root, classes, "train") if train_root and train else []
         if isinstance(calibration, Path):
-            return _listing(folder, classes, standard, test + learnt + loose(calibration), own=True)
+            return _listing(folder, classes, standard, test + training + calibration_photos(calibration), own=True)
         if train_root is None:
             return _listing(folder, classes, standard, test)
-        learnt = learnt or _photos(folder, train_root, classes, "calibration")
+        training = training or _photos(folder, train_root, classes, "calibration")
     except PermissionError as e:
         raise UserError(f"{e.filename} can't be listed: permission denied") from e
-    chosen = set(spread(np.array([photo.label for photo in learnt]), seed)[:calibration].tolist())
-    marked = [replace(photo, tunes=i in chosen) for i, photo in enumerate(learnt)]
-    return _listing(folder, classes, standard, test + [photo for photo in marked if train or photo.tunes])
+    chosen = set(stratified_order(np.array([photo.label for photo in training]), seed)[:calibration].tolist())
+    marked = [replace(photo, calibrates=i in chosen) for i, photo in enumerate(training)]
+    return _listing(folder, classes, standard, test + [photo for photo in marked if train or photo.calibrates])
 
 
-def tuning(folder: Path) -> Listing:
+def calibration_listing(folder: Path) -> Listing:
     """The images of a calibration folder where there are no others to test on."""
-    photos = [replace(photo, split="test", tunes=True) for photo in loose(folder)]
-    said = "outputs are compared on the calibration images themselves; give --data for others"
-    return Listing(printable(folder.resolve().name), [], photos, about={"label_source": "none", "warnings": [said]})
+    photos = [replace(photo, split="test", calibrates=True) for photo in calibration_photos(folder)]
+    warning = "outputs are compared on the calibration images themselves; give --data for others"
+    return Listing(printable(folder.resolve().name), [], photos, about={"label_source": "none", "warnings": [warning]})
 
 
 def _listing(folder: Path, classes: list[str], standard: bool, photos: list[Photo], own: bool = False) -> Listing:
@@ -105,10 +113,10 @@ def _listing(folder: Path, classes: list[str], standard: bool, photos: list[Phot
 
 
 def _unlabelled(folder: Path, calibration: int | Path) -> Listing:
-    """The images of a folder without class folders: fit to time and to compare outputs on, not to be right about."""
+    """The images of a folder without class folders: for timing and comparing outputs; accuracy can't be measured."""
     photos = [Photo(path, name_below(path, folder), -1, "test") for path in images(folder)]
     own = isinstance(calibration, Path)
-    photos = photos + loose(calibration) if isinstance(calibration, Path) else photos
+    photos = photos + calibration_photos(calibration) if isinstance(calibration, Path) else photos
     return Listing(printable(folder.name), [], photos, own, {"label_source": "none"})
 
 
@@ -134,13 +142,13 @@ def _photos(folder: Path, root: Path, classes: list[str], split: str) -> list[Ph
     present = _folders(root)
     if not present:
         raise UserError(f"no class folders in {root}; put the images of each class into a folder named after it")
-    if strange := sorted(set(present) - set(classes)):
-        raise UserError(f"class {strange[0]!r} is in {root} but not in {root.parent / 'train'}")
+    if unknown := sorted(set(present) - set(classes)):
+        raise UserError(f"class {unknown[0]!r} is in {root} but not in {root.parent / 'train'}")
     label = {name: i for i, name in enumerate(classes)}
-    found = {name: images(root / name) for name in present}
-    if not any(found.values()):
+    images_of = {name: images(root / name) for name in present}
+    if not any(images_of.values()):
         raise UserError(f"no images in {root}; known formats: {', '.join(sorted(EXTENSIONS))}")
-    if empty := [name for name in present if not found[name]]:
+    if empty := [name for name in present if not images_of[name]]:
         more = f" (and {len(empty) - 1} more)" if len(empty) > 1 else ""
         raise UserError(f"class {empty[0]!r} has no images in {root}{more}; add some or remove the folder")
-    return [Photo(path, name_below(path, folder), label[name], split) for name in present for path in found[name]]
+    return [Photo(path, name_below(path, folder), label[name], split) for name in present for path in images_of[name]]

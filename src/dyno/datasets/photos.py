@@ -27,14 +27,14 @@ OnUnreadable = Literal["refuse", "skip"]
 class Photo:
     """One image file: `name` is its printable path below the data folder, `label` its class's index or -1.
 
-    `split` is where it belongs: test, train or calibration; `tunes`: a training image that is for calibration too.
+    `split` is where it belongs: test, train or calibration; `calibrates`: a training image that is for calibration too.
     """
 
     path: Path
     name: str
     label: int
     split: str
-    tunes: bool = False
+    calibrates: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class Listing:
 
 
 @dataclass(frozen=True)
-class How:
-    """Where decoded images are kept, and how they are decoded.
+class DecodeOptions:
+    """How images are decoded, and the cache folder that keeps them.
 
     `set_aside`: how many test images may become calibration images where the listing has none of its own.
     """
@@ -81,37 +81,44 @@ class How:
     set_aside: int = 0
 
 
-def stored(listing: Listing, folder: Path, how: How) -> DataSpec:
+def cached_data(listing: Listing, folder: Path, options: DecodeOptions) -> DataSpec:
     """The listed images below the folder, decoded unless the cache has them already."""
     made_by = {"pillow": library_version("pillow")}
-    listing = _with_calibration(listing, how.set_aside, how.seed)
+    listing = _with_calibration(listing, options.set_aside, options.seed)
     files = [*(photo.path for photo in listing.photos), *listing.sources]
-    hashes = store.content_hashes(files, how.cache, folder)
+    hashes = store.content_hashes(files, options.cache, folder)
     count = len(listing.photos)
     listing, shas = _without_test_copies(listing, hashes[:count])
-    identity = [(p.split, p.name, p.label, p.tunes, sha) for p, sha in zip(listing.photos, shas, strict=True)]
+    identity = [(p.split, p.name, p.label, p.calibrates, sha) for p, sha in zip(listing.photos, shas, strict=True)]
     aside = listing.about.get("set_aside", 0)
-    marks = [aside] if aside else []  # data sets of earlier versions don't say that images were set aside
-    key = store.key_of(listing.classes, identity, hashes[count:], how.transform.identity, made_by, how.seed, *marks)
-    found = store.find(how.cache, key)
-    if found is None:
-        about = {"name": listing.name, "classes": listing.classes, "made_by": made_by, **how.transform.identity}
+    marks = [aside] if aside else []  # only where there are some: other data sets keep their key
+    key = store.key_of(
+        listing.classes, identity, hashes[count:], options.transform.identity, made_by, options.seed, *marks
+    )
+    data_folder = store.find(options.cache, key)
+    if data_folder is None:
+        meta_fields = {
+            "name": listing.name,
+            "classes": listing.classes,
+            "made_by": made_by,
+            **options.transform.identity,
+        }
         # With and without images set aside the rows are the same, so that what both were tested on can be compared.
-        pictures = [("test" if aside else split, *rest) for split, *rest in identity]
-        about["photographs"] = store.key_of(listing.classes, pictures)
-        found = store.write(how.cache, key, _content(listing, {**about, **listing.about}, how))
-    if how.on_unreadable == "refuse":
-        _refuse(store.meta(found)["unreadable"], len(listing.photos))
-    return spec(listing.name, found)
+        test_identity = [("test" if aside else split, *rest) for split, *rest in identity]
+        meta_fields["photographs"] = store.key_of(listing.classes, test_identity)
+        data_folder = store.write(options.cache, key, _content(listing, {**meta_fields, **listing.about}, options))
+    if options.on_unreadable == "refuse":
+        _refuse(store.meta(data_folder)["unreadable"], len(listing.photos))
+    return spec(listing.name, data_folder)
 
 
 def spec(name: str, folder: Path) -> DataSpec:
     """The test split of the decoded data set in that folder."""
-    found = store.meta(folder)
-    return DataSpec(name, str(folder.resolve()), found["sha256"], "test", found["splits"]["test"])
+    about = store.meta(folder)
+    return DataSpec(name, str(folder.resolve()), about["sha256"], "test", about["splits"]["test"])
 
 
-def spread(labels: np.ndarray, seed: int) -> np.ndarray:
+def stratified_order(labels: np.ndarray, seed: int) -> np.ndarray:
     """A seeded order in which any beginning holds the classes in their proportions (systematic sampling by class)."""
     rng = np.random.default_rng(seed)
     values, inverse, counts = np.unique(labels, return_inverse=True, return_counts=True)
@@ -130,7 +137,7 @@ def printable(name: str) -> str:
 
 
 def name_below(path: Path, folder: Path) -> str:
-    """The path as it is shown: below the folder where it lies there."""
+    """The path for messages: relative to the folder where it is inside."""
     if not path.is_relative_to(folder):
         return printable(path.as_posix())
     return printable(path.relative_to(folder).as_posix())
@@ -138,11 +145,11 @@ def name_below(path: Path, folder: Path) -> str:
 
 def images(root: Path) -> list[Path]:
     """Image files below the folder at any depth, in order; hidden files and folders are left out."""
-    found = []
+    paths = []
     for parent, folders, files in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [Path(parent, name) for name in files if not name.startswith(".") and is_image(name)]
-    return sorted(found)
+        paths += [Path(parent, name) for name in files if not name.startswith(".") and is_image(name)]
+    return sorted(paths)
 
 
 def is_image(name: str) -> bool:
@@ -158,7 +165,7 @@ def _with_calibration(listing: Listing, wanted: int, seed: int) -> Listing:
     labels = np.array([photo.label for photo in test])
     _, inverse, counts = np.unique(labels, return_inverse=True, return_counts=True)
     only = counts[inverse] == 1
-    order = [i for i in spread(labels, seed).tolist() if not only[i]]
+    order = [i for i in stratified_order(labels, seed).tolist() if not only[i]]
     taken = set(order[: min(wanted, len(test) // CALIBRATION_SHARE)])
     if not taken:
         return listing
@@ -166,7 +173,7 @@ def _with_calibration(listing: Listing, wanted: int, seed: int) -> Listing:
     return replace(listing, photos=photos, about={**listing.about, "set_aside": len(taken)})
 
 
-def loose(folder: Path) -> list[Photo]:
+def calibration_photos(folder: Path) -> list[Photo]:
     """All images of a calibration folder, in class folders or not; their labels don't matter."""
     if not folder.is_dir():
         raise UserError(f"no calibration folder {folder}")
@@ -178,54 +185,56 @@ def loose(folder: Path) -> list[Photo]:
 
 
 def _without_test_copies(listing: Listing, hashes: list[str]) -> tuple[Listing, list[str]]:
-    """Leave out other images that are copies of test images: nothing is trained or tuned on what it is tested on."""
+    """Leave out other images that are copies of test images: nothing is trained or calibrated on test images."""
     photos = listing.photos
     tested = {sha for photo, sha in zip(photos, hashes, strict=True) if photo.split == "test" and sha}
     keep = [i for i, photo in enumerate(photos) if photo.split == "test" or hashes[i] not in tested]
-    left = replace(listing, photos=[photos[i] for i in keep])
-    splits = {photo.split for photo in left.photos}
+    without_copies = replace(listing, photos=[photos[i] for i in keep])
+    splits = {photo.split for photo in without_copies.photos}
     if listing.own_calibration and "calibration" not in splits:
         raise UserError("every calibration image is also a test image; give a folder with other images")
     if any(photo.split == "train" for photo in photos) and "train" not in splits:
         raise UserError("every training image is also a test image; give others")
-    return left, [hashes[i] for i in keep]
+    return without_copies, [hashes[i] for i in keep]
 
 
-def _content(listing: Listing, about: dict[str, Any], how: How) -> store.Content:
+def _content(listing: Listing, about: dict[str, Any], options: DecodeOptions) -> store.Content:
     photos = listing.photos
     paths = [photo.path for photo in photos]
     columns = {"labels": np.array([photo.label for photo in photos], np.int64)}
     annotations = None
     if listing.annotate or listing.sized:
-        sizes = image_sizes(paths, how.transform)
+        sizes = image_sizes(paths, options.transform)
         columns["sizes"] = np.array([size or (0, 0) for size in sizes], np.int32)
     if listing.annotate:
         annotations = listing.annotate(photos, sizes)
         about = {**about, **annotations.about, "truth": TRUTH}
 
-    def beside(kept: np.ndarray) -> dict[str, Any]:
+    def further_files(kept: np.ndarray) -> dict[str, Any]:
         return {TRUTH: annotations.truth(kept)} if annotations else {}
 
     def check(unreadable: dict[int, str]) -> list[str]:
         lines = [f"{photos[i].name} ({reason})" for i, reason in unreadable.items()]
-        if how.on_unreadable == "refuse":
+        if options.on_unreadable == "refuse":
             _refuse(lines, len(photos))
         _all_classes(listing, unreadable, lines[0])
         return lines
 
     def rows(start: int) -> Iterator[Timed]:
-        return decoded(paths, how.transform, how.progress, start)
+        return decoded(paths, options.transform, options.progress, start)
 
-    return store.Content(rows, how.transform.shape, columns, _splits(photos, how.seed), about, check, beside)
+    return store.Content(
+        rows, options.transform.shape, columns, _splits(photos, options.seed), about, check, further_files
+    )
 
 
 def _splits(photos: list[Photo], seed: int) -> dict[str, np.ndarray]:
     labels = np.array([photo.label for photo in photos], np.int64)
     splits = {}
     for split in ("test", "train", "calibration"):
-        belongs = [photo.split == split or (photo.tunes and split == "calibration") for photo in photos]
+        belongs = [photo.split == split or (photo.calibrates and split == "calibration") for photo in photos]
         if len(chosen := np.flatnonzero(belongs)):
-            splits[split] = chosen[spread(labels[chosen], seed)]
+            splits[split] = chosen[stratified_order(labels[chosen], seed)]
     return splits
 
 

@@ -1,7 +1,7 @@
-"""Decoded images written one after the other beside a journal of them, so that a killed run goes on where it stopped.
+"""Decoded images written one after the other beside a journal of them, so that a killed run resumes where it stopped.
 
-The journal has a line for each row: the seconds it took, and the seal of its pixels or why it can't be read. What the
-journal says is held against what lies there before anything is added; the first row that isn't whole ends it.
+The journal has a line for each row: the seconds it took, and the seal of its pixels or why it can't be read. The
+journal is checked against the stored rows before anything is added; the first row that isn't whole ends it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Source = Callable[[int], Iterable[Timed]]  # the rows from that one on
 
 
 def timed(row: Row, seconds: float) -> Timed:
-    """The row with its seal, which whoever decodes makes: one thread that seals them all would hold up sixteen.
+    """The row with its seal, computed by the decoding thread: one thread that seals them all would hold up sixteen.
 
     Blake2b, as it takes half of sha256's time where the processor has no instruction for that.
     """
@@ -41,7 +41,7 @@ def timed(row: Row, seconds: float) -> Timed:
 
 @dataclass
 class Written:
-    """What lies in images.npy: a sha256 of its rows' seals, how many rows it has, why others aren't there, seconds."""
+    """The state of images.npy: a sha256 of its rows' seals, its number of rows, why others are missing, seconds."""
 
     sha: Any = field(default_factory=hashlib.sha256)
     kept: int = 0
@@ -64,7 +64,7 @@ class Written:
 
 
 def write(images: Path, journal: Path, shape: tuple[int, ...], count: int, rows: Source) -> Written:
-    """Write `count` rows of `shape` to images.npy, going on from what a killed run left there.
+    """Write `count` rows of `shape` to images.npy, resuming from what a killed run left there.
 
     Plain writes, because writing to mapped memory on a full disk would kill the process.
     """

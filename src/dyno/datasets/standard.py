@@ -20,8 +20,8 @@ def synsets() -> dict[str, str]:
 
     The lists that come with timm are read as files: importing timm would load torch for a table of names.
     """
-    found = importlib.util.find_spec("timm")
-    folders = [Path(place) / "data" / "_info" for place in (found.submodule_search_locations or [])] if found else []
+    spec = importlib.util.find_spec("timm")
+    folders = [Path(place) / "data" / "_info" for place in (spec.submodule_search_locations or [])] if spec else []
     lists = next((folder for folder in folders if (folder / "imagenet_synsets.txt").is_file()), None)
     if lists is None:
         raise Unavailable(f"ImageNet's list of classes comes with timm; {install('timm')}")

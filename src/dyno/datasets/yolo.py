@@ -1,7 +1,7 @@
 """YOLO's format: a text file of labels for each image, in labels/ where the image is in images/.
 
-data.yaml names the classes and says where the images are; see https://docs.ultralytics.com/datasets/. Without it,
-folders named images and labels do.
+data.yaml names the classes and the places of the images; see https://docs.ultralytics.com/datasets/. Without it,
+folders named images and labels are read.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from dyno.datasets.photos import (
     Listing,
     Photo,
     Sizes,
+    calibration_photos,
     images,
     is_image,
-    loose,
     name_below,
     printable,
 )
@@ -34,8 +34,8 @@ BESIDE = ("classes.txt",)  # what labelling tools leave among the labels
 
 
 @dataclass(frozen=True)
-class _About:
-    """What data.yaml says, or what the folders say where there is none."""
+class _Description:
+    """The data set as data.yaml describes it, or as its folders do where there is none."""
 
     folder: Path
     names: list[str] = field(default_factory=list)
@@ -43,11 +43,11 @@ class _About:
     test: list[Path] = field(default_factory=list)
     train: list[Path] = field(default_factory=list)
     sources: list[Path] = field(default_factory=list)
-    lost: str = ""  # what is wrong with the images to train on, of which calibration images would be taken
+    lost: str = ""  # what is wrong with the training images, of which calibration images would be taken
 
 
 class Yolo(DataFormat):
-    """What data.yaml, or a folder with images/ and labels/, is about."""
+    """A data set described by data.yaml, or by a folder with images/ and labels/."""
 
     name = "yolo"
     described = "YOLO's format"
@@ -61,8 +61,8 @@ class Yolo(DataFormat):
         if any(path.glob("data.y*ml")):
             return True
         beside = [path / "labels", *(path / split / "labels" for split in ("val", "valid", "test", "train"))]
-        found = (next(labels.rglob("*.txt"), None) for labels in beside if (labels.parent / "images").is_dir())
-        return any(file is not None for file in found)
+        first_labels = (next(labels.rglob("*.txt"), None) for labels in beside if (labels.parent / "images").is_dir())
+        return any(file is not None for file in first_labels)
 
     def scan(self, path: Path, wanted: Wanted) -> Listing:
         return _scan(path, wanted.calibration, wanted.seed, wanted.outputs, wanted.set_aside)
@@ -72,45 +72,47 @@ YOLO = Yolo()
 
 
 def _scan(path: Path, calibration: int | Path, seed: int, classes: int, set_aside: bool) -> Listing:
-    """`classes` counts where nothing names them. `set_aside`: what is lost of the images to train on is warned of."""
-    about = _bare(path) if path.is_dir() and _yaml(path) is None else _described(_yaml(path) or path)
-    test = [Photo(file, name_below(file, about.folder), -1, "test") for file in about.test]
+    """`classes` is their number where they have no names. `set_aside`: missing training images are a warning."""
+    description = _from_folders(path) if path.is_dir() and _yaml(path) is None else _from_yaml(_yaml(path) or path)
+    test = [Photo(file, name_below(file, description.folder), -1, "test") for file in description.test]
     labels = {photo.path: label_file(photo.path) for photo in test}
     present = [label for label in labels.values() if label.is_file()]
     if not present:
         raise UserError(f"none of the {len(test)} images in {path} has a label file, e.g. {labels[test[0].path]}")
-    _check_orphans(about.folder, labels)
+    _check_orphans(description.folder, labels)
     if isinstance(calibration, Path):
-        photos = test + loose(calibration)
-    elif about.train:
-        order = np.random.default_rng(seed).permutation(len(about.train))[:calibration]
-        chosen = [about.train[i] for i in sorted(order)]
-        photos = test + [Photo(file, name_below(file, about.folder), -1, "calibration") for file in chosen]
+        photos = test + calibration_photos(calibration)
+    elif description.train:
+        order = np.random.default_rng(seed).permutation(len(description.train))[:calibration]
+        chosen = [description.train[i] for i in sorted(order)]
+        photos = test + [Photo(file, name_below(file, description.folder), -1, "calibration") for file in chosen]
     else:
         photos, calibration = test, calibration if set_aside else 0
-    if not about.names:
-        about = dataclasses.replace(about, names=[str(i) for i in range(max(classes, classes_used(present)))])
+    if not description.names:
+        description = dataclasses.replace(
+            description, names=[str(i) for i in range(max(classes, classes_used(present)))]
+        )
     name = printable(path.name if path.is_dir() else path.parent.name)
 
     def annotate(photos: list[Photo], sizes: Sizes) -> Annotations:
-        return read_labels(photos, sizes, about.names, about.keypoints, about.folder, warnings)
+        return read_labels(photos, sizes, description.names, description.keypoints, description.folder, warnings)
 
     own = isinstance(calibration, Path)
-    sources = [*about.sources, *present]
-    warnings = [about.lost] if about.lost and calibration and not own else []
-    return Listing(name, about.names, photos, own, {}, sources, annotate)
+    sources = [*description.sources, *present]
+    warnings = [description.lost] if description.lost and calibration and not own else []
+    return Listing(name, description.names, photos, own, {}, sources, annotate)
 
 
 def _yaml(path: Path) -> Path | None:
     """The folder's data.yaml, or its only YAML file."""
     if path.is_file():
         return path
-    found = sorted([*path.glob("*.yaml"), *path.glob("*.yml")])
-    named = [file for file in found if file.stem == "data"]
-    return (named or found)[0] if named or len(found) == 1 else None
+    files = sorted([*path.glob("*.yaml"), *path.glob("*.yml")])
+    named = [file for file in files if file.stem == "data"]
+    return (named or files)[0] if named or len(files) == 1 else None
 
 
-def _described(file: Path) -> _About:
+def _from_yaml(file: Path) -> _Description:
     try:
         import yaml
     except ImportError as e:
@@ -120,7 +122,7 @@ def _described(file: Path) -> _About:
     except FileNotFoundError:
         raise UserError(f"there is no file {file}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as e:
-        raise UserError(f"{file} is no YAML: {' '.join(str(e).split())}") from e
+        raise UserError(f"{file} is not valid YAML: {' '.join(str(e).split())}") from e
     if not isinstance(about, dict) or not about.get("names"):
         raise UserError(f"{file} names no classes; write names: [one, two]")
     names = about["names"]
@@ -130,12 +132,12 @@ def _described(file: Path) -> _About:
         names = [names[i] for i in range(len(names))]
     if not isinstance(names, list):
         raise UserError(f"{file}: names is {names!r}, not a list of classes; write names: [one, two]")
-    if (said := about.get("nc", len(names))) != len(names):
-        raise UserError(f"{file}: nc is {said!r}, but names has {len(names)} classes")
+    if (count := about.get("nc", len(names))) != len(names):
+        raise UserError(f"{file}: nc is {count!r}, but names has {len(names)} classes")
     root = _root(file, about)
     split = next((split for split in SPLITS if about.get(split)), None)
     if split is None:
-        raise UserError(f"{file} says neither val nor test: which images are to be tested on?")
+        raise UserError(f"{file} has neither val nor test; add the folder of the test images as val")
     test, wrong = _listed(root, about[split])
     if wrong:
         raise UserError(f"{file}: {wrong}")
@@ -144,8 +146,8 @@ def _described(file: Path) -> _About:
     if lost:
         taken = "" if train else "; calibration images are taken from the test images"
         lost = f"{file.name}, train: {lost}{taken}"
-    shown = [printable(str(name)) for name in names]
-    return _About(file.parent.resolve(), shown, _shape(file, about), test, train, [file], lost)
+    classes = [printable(str(name)) for name in names]
+    return _Description(file.parent.resolve(), classes, _shape(file, about), test, train, [file], lost)
 
 
 def _shape(file: Path, about: dict[str, Any]) -> tuple[int, ...]:
@@ -168,50 +170,50 @@ def _root(file: Path, about: dict[str, Any]) -> Path:
 def _listed(root: Path, entries: Any) -> tuple[list[Path], str]:
     """The images of a split (of a folder, of a text file that lists them, or of several of those), and what is wrong
     where one of them isn't there or there are no images, else ""."""
-    found: list[Path] = []
+    paths: list[Path] = []
     entries, wrong = entries if isinstance(entries, list) else [entries], ""
     for entry in entries:
-        # Exports of some tools say ../valid/images for the folder beside the file.
+        # Exports of some tools write ../valid/images for the folder beside the file.
         places = [root / str(entry), root / str(entry).removeprefix("../")]
         place = next((place.resolve() for place in places if place.exists()), None)
         if place is not None:
-            found += images(place) if place.is_dir() else _in_text(place, root)
+            paths += images(place) if place.is_dir() else _in_text(place, root)
         else:
             wrong = wrong or f"there is no {places[0]}"
-    if not found:
+    if not paths:
         wrong = wrong or f"no images in {', '.join(map(str, entries))}"
-    return sorted(set(found)), wrong
+    return sorted(set(paths)), wrong
 
 
 def _in_text(file: Path, root: Path) -> list[Path]:
     try:
         lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     except UnicodeDecodeError as e:
-        raise UserError(f"{file} is no list of images: a name in each line, in UTF-8") from e
-    found = [next((p for p in (file.parent / line, root / line) if p.is_file()), root / line) for line in lines]
-    if lost := [path for path in found if not path.is_file() or not is_image(path.name)]:
-        raise UserError(f"{len(lost)} of {len(found)} images in {file} are missing, e.g. {lost[0]}")
-    return [path.resolve() for path in found]
+        raise UserError(f"{file} is not a list of images; it needs one file name per line, in UTF-8") from e
+    paths = [next((p for p in (file.parent / line, root / line) if p.is_file()), root / line) for line in lines]
+    if lost := [path for path in paths if not path.is_file() or not is_image(path.name)]:
+        raise UserError(f"{len(lost)} of {len(paths)} images in {file} are missing, e.g. {lost[0]}")
+    return [path.resolve() for path in paths]
 
 
-def _bare(folder: Path) -> _About:
+def _from_folders(folder: Path) -> _Description:
     """images/val or val/images, with labels beside; all of images/ where there are no splits."""
     folder = folder.resolve()
 
-    def of(*splits: str) -> list[Path]:
+    def images_of(*splits: str) -> list[Path]:
         for split in splits:
             for place in (folder / "images" / split, folder / split / "images"):
-                if place.is_dir() and (found := images(place)):
-                    return found
+                if place.is_dir() and (paths := images(place)):
+                    return paths
         return []
 
-    test, train = of(*SPLITS), of("train")
+    test, train = images_of(*SPLITS), images_of("train")
     if not test and train:
-        raise UserError(f"{folder} has images to train on but none to test on; add images/val and labels/val")
+        raise UserError(f"{folder} has training images but no test images; add images/val and labels/val")
     test = test or images(folder / "images")
     if not test:
         raise UserError(f"no images in {folder / 'images'}")
-    return _About(folder, test=test, train=train)
+    return _Description(folder, test=test, train=train)
 
 
 def _check_orphans(folder: Path, labels: dict[Path, Path]) -> None:

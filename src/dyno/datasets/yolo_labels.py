@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from dyno.datasets.boxes import TOLERANCE, Found, Labels, checked_box, checked_polygon, polygon_area
+from dyno.datasets.boxes import TOLERANCE, Annotation, Labels, checked_box, checked_polygon, polygon_area
 from dyno.datasets.photos import Annotations, Photo, Sizes, name_below
 from dyno.worker.spec import UserError
 
@@ -49,19 +49,19 @@ def read_labels(
         twice += len(lines) - len(once)
         for line, number in sorted(once.items(), key=lambda item: item[1]):
             where = f"{name_below(file, folder)}, line {number}"
-            kind, found = _object(line, labels, size, where)
-            labels.add(row, found)
+            kind, annotation = _object(line, labels, size, where)
+            labels.add(row, annotation)
             if kinds.setdefault(kind, where) and len(kinds) > 1:
                 raise UserError(f"boxes and polygons are mixed: {kinds['box']} is a box, {kinds['polygon']} a polygon")
     if without:
         labels.warnings.append(f"{without} images have no label file and count as background")
     if twice:
-        labels.warnings.append(f"{twice} lines stand twice in one file and count once")
+        labels.warnings.append(f"{twice} lines are duplicates within their file and count once")
     return labels.done()
 
 
 def classes_used(files: list[Path]) -> int:
-    """One more than the highest class in the files; what is wrong in them is said when they are read."""
+    """One more than the highest class in the files; errors in them are reported when they are read."""
     firsts = ((file, line.split()[0]) for file in files for _, line in _lines(file))
     highest, file = max(((int(first), file) for file, first in firsts if first.isdecimal()), default=(0, Path()))
     if highest > MOST_CLASSES:
@@ -74,24 +74,24 @@ def _lines(file: Path) -> list[tuple[int, str]]:
     return [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
 
 
-def _object(line: str, labels: Labels, size: tuple[int, int], where: str) -> tuple[str, Found]:
+def _object(line: str, labels: Labels, size: tuple[int, int], where: str) -> tuple[str, Annotation]:
     try:
-        first, *rest = (float(word) for word in line.split())
+        first, *rest = (float(number) for number in line.split())
     except ValueError:
         raise UserError(f"{where}: {line[:60]!r} is not a row of numbers") from None
     if not first.is_integer() or not 0 <= first < len(labels.classes):
         raise UserError(f"{where}: there is no class {first:g}; the {len(labels.classes)} classes are numbered from 0")
-    found: Found = {"category_id": int(first), "iscrowd": 0}
+    annotation: Annotation = {"category_id": int(first), "iscrowd": 0}
     height, width = size
     if labels.keypoints:
-        return "box", found | _pose(rest, labels.keypoints, size, where)
+        return "box", annotation | _pose(rest, labels.keypoints, size, where)
     if len(rest) == 4:
         box = _box(rest, size, where)
-        return "box", found | {"bbox": box, "area": box[2] * box[3]}
+        return "box", annotation | {"bbox": box, "area": box[2] * box[3]}
     polygon = checked_polygon([v * (height if i % 2 else width) for i, v in enumerate(rest)], size, where)
     xs, ys = polygon[::2], polygon[1::2]
     box = checked_box((min(xs), min(ys), max(xs) - min(xs), max(ys) - min(ys)), size, where)
-    return "polygon", found | {"bbox": box, "area": polygon_area(polygon), "segmentation": [polygon]}
+    return "polygon", annotation | {"bbox": box, "area": polygon_area(polygon), "segmentation": [polygon]}
 
 
 def _box(shares: list[float], size: tuple[int, int], where: str) -> list[float]:
@@ -100,13 +100,13 @@ def _box(shares: list[float], size: tuple[int, int], where: str) -> list[float]:
     return checked_box(((x - w / 2) * width, (y - h / 2) * height, w * width, h * height), size, where)
 
 
-def _pose(rest: list[float], shape: tuple[int, ...], size: tuple[int, int], where: str) -> Found:
+def _pose(rest: list[float], shape: tuple[int, ...], size: tuple[int, int], where: str) -> Annotation:
     """Box and keypoints; a point with two values is visible unless it lies left of or above the image."""
     points, values = shape
     if len(rest) != 4 + points * values:
         raise UserError(
-            f"{where}: {len(rest) - 4} values after the box; {points} keypoints of {values} are needed: "
-            "mend the line, or kpt_shape in data.yaml"
+            f"{where}: {len(rest) - 4} values after the box; {points} keypoints of {values} are needed; "
+            "correct the line, or kpt_shape in data.yaml"
         )
     height, width = size
     box, placed = _box(rest[:4], size, where), []

@@ -16,10 +16,10 @@ from dyno.engine.run_folder import refuse_other, settle
 from dyno.jobs.progress import Progress
 from dyno.planning.checks import check_device
 from dyno.planning.plan import Planned, expand
-from dyno.store import CONFIRMATION, Cache, Run
+from dyno.store import CONFIRMATION, FOLDERS, Cache, Run
 from dyno.study import Study
 from dyno.worker import system
-from dyno.worker.record import TIMING, Record, replacing, write_record
+from dyno.worker.record import TIMING, Record, refuse_links, write_bytes, write_record, write_text
 from dyno.worker.spec import Artifact, Job, Recipe, Trial
 
 MAKE_TIMEOUT_S = 3600.0
@@ -35,11 +35,12 @@ def execute(study: Study, folder: Path, progress: Progress, *, retry_failed: boo
     planned = expand(study)
     run = Run(folder)
     with run.locked():
+        refuse_links(folder, FOLDERS)
         planned, said = settle(study, run, planned)
         _refuse(run, planned)
         _keep_truth(run, planned)
         todo = [one.trial for one in planned if not one.refusal]
-        for line in (*said, *retry.clear(run, todo, retry_failed)):
+        for line in (*said, *retry.clear(run, todo, retry_failed), *retry.clear_damaged(run, todo)):
             progress.note(line)
         files = Files(progress)
         if study.peak:
@@ -53,7 +54,7 @@ def execute(study: Study, folder: Path, progress: Progress, *, retry_failed: boo
         if study.searches:
             todo += precision_search.search(study, folder, todo, rounds)
         if study.confirmations:
-            _confirm(run, confirmation.contenders(folder, todo), study.confirmations, files, progress)
+            _confirm(run, confirmation.finalists(folder, todo), study.confirmations, files, progress)
         for trial in todo:
             shutil.rmtree(run.round_folder(trial, 0).parent / "compiler", ignore_errors=True)
 
@@ -131,8 +132,7 @@ def _keep_truth(run: Run, planned: list[Planned]) -> None:
         source, kept = Path(data.folder) / "truth.json", run.folder / "truth" / f"{data.sha256[:12]}.json"
         if source.is_file() and not kept.exists():
             kept.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(kept) as f:
-                f.write(source.read_bytes())
+            write_bytes(kept, source.read_bytes())
 
 
 def _order(trials: list[Trial]) -> list[tuple[Trial, int]]:
@@ -166,7 +166,7 @@ def _round(run: Run, trial: Trial, number: int, made: Artifact | Record | None, 
         record = replace(made, facts={})
         run.store(trial, number, record)
         if said := made.facts.get(PRINTED):
-            (folder / "stderr.log").write_text(said, encoding="utf-8")
+            write_text(folder / "stderr.log", said)
     else:
         progress.start(trial, number)
         job = Job("run", trial.runtime, trial, number, artifact=made)

@@ -12,7 +12,7 @@ from typing import Any
 from dyno.engine.gpu_lock import launch_in_turn
 from dyno.jobs.progress import Progress
 from dyno.planning.interpreters import runtime_of
-from dyno.store import cache_dir, card, makers, versions
+from dyno.store import cache_dir, gpu_identity, versions, worker_code_sha256
 from dyno.study import Choice, Study
 from dyno.worker import system
 from dyno.worker.record import Record, read_record
@@ -56,9 +56,9 @@ def _key(runtime: Runtime) -> str:
     machine = system.describe()
     decides: dict[str, Any] = {
         "cpu": [machine["cpu"], machine["cpu_flags"], machine["cores"]],
-        "device": [runtime.device, card(runtime.device) if runtime.device != "cpu" else ""],
+        "device": [runtime.device, gpu_identity(runtime.device) if runtime.device != "cpu" else ""],
         "threads": runtime.threads,
-        "code": makers(),
+        "code": worker_code_sha256(),
         "torch": versions(runtime, ("torch",)),
     }
     return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:24]

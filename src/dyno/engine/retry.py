@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from dyno.store import ROUND, Run, makers, outside, versions
+from dyno.analysis.records.arrays import damage
+from dyno.store import ROUND, Run, outside, versions, worker_code_sha256
 from dyno.worker import registry
 from dyno.worker.backend import Backend, Maker
-from dyno.worker.record import Record, read_record, write_json
+from dyno.worker.record import Record, read_json, read_record, write_json
 from dyno.worker.spec import Recipe, Runtime, Trial, UserError
 
 MADE_WITH = "made-with.json"
@@ -28,7 +29,7 @@ def _with(trial: Trial) -> dict[str, Any]:
     while isinstance(recipe, Recipe):
         used.append((registry.maker(recipe.maker), recipe.runtime))
         recipe = recipe.parent
-    found: dict[str, Any] = {"code": makers(*outside(*(each for each, _ in used)))}
+    found: dict[str, Any] = {"code": worker_code_sha256(*outside(*(each for each, _ in used)))}
     for each, runtime in used:
         found.setdefault(each.name, {}).update(versions(runtime, ("numpy", *each.requires)))
     return found
@@ -55,6 +56,20 @@ def clear(run: Run, trials: list[Trial], every: bool) -> list[str]:
     return [f"{n} failed job{'s' * (n != 1)} tried again: {reason}" for reason, n in why.items()]
 
 
+def clear_damaged(run: Run, trials: list[Trial]) -> list[str]:
+    """Remove rounds that ended well and whose samples or outputs can't be read any more, so that they are measured
+    anew. Returns what was done, in sentences."""
+    gone = []
+    for trial in trials:
+        for folder in sorted(run.round_folder(trial, 0).parent.glob("[rc][0-9]*")):
+            with suppress(OSError, ValueError):
+                record = read_json(folder / "record.json")
+                if record.get("status") == "ok" and (name := damage(folder)):
+                    shutil.rmtree(folder)
+                    gone.append(f"{trial.label}: {folder.name}/{name} is damaged, so that round is measured again")
+    return gone
+
+
 def _gone(folder: Path, record: Record, trial: Trial) -> str:
     """Why the failure may not happen again, "" where nothing speaks for that."""
     if record.status == "timeout" and not record.stage.startswith("make"):
@@ -76,7 +91,6 @@ def _gone(folder: Path, record: Record, trial: Trial) -> str:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_bytes())
+        return read_json(path)
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterable
@@ -11,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from dyno.planning.plan import Planned
-from dyno.store import Run, card, sha256_of
+from dyno.store import Run, gpu_identity, sha256_of
 from dyno.study import Choice, Study, model_name
 from dyno.worker import registry, system
 from dyno.worker.nets.local_code import sha256_with_imports
-from dyno.worker.record import read_record, replacing, write_json
+from dyno.worker.record import read_json, read_record, write_json, write_text
 from dyno.worker.spec import SCHEMA, Job, ModelSpec, Recipe, Trial, UserError, digest, from_json
 
 DISTRIBUTIONS = ("inference-dyno", "numpy", "torch", "torchvision", "timm", "onnx", "onnxruntime", "openvino")
@@ -54,7 +53,7 @@ def stored(folder: Path) -> list[Stored]:
     for place in sorted(folder.iterdir()) if folder.is_dir() else ():
         for job in sorted(place.glob("[rc][0-9]*/job.json")):
             try:
-                trial = from_json(Job, json.loads(job.read_bytes())).trial
+                trial = from_json(Job, read_json(job)).trial
             except (OSError, ValueError, TypeError, AttributeError, UserError):
                 continue
             if trial is not None:
@@ -76,8 +75,8 @@ def measured(folder: Path) -> bool:
 
 def _good(record: Path) -> bool:
     try:
-        return bool(json.loads(record.read_bytes()).get("status") == "ok")
-    except (OSError, ValueError, AttributeError):  # a damaged one is told of when it is needed
+        return bool(read_json(record).get("status") == "ok")
+    except (OSError, ValueError):  # a damaged one is told of when it is needed
         return True
 
 
@@ -135,9 +134,8 @@ def settle(study: Study, run: Run, planned: list[Planned]) -> tuple[list[Planned
     renamed = _named(planned, there)
     said = [*_archive(run, there, renamed), *_restore(run, renamed)]
     there = stored(run.folder / "trials")
-    with replacing(run.folder / "study.toml") as f:
-        f.write((_union(before, study, there, renamed) if before else study).to_toml().encode())
-    gpu = {"gpu": card(study.device)} if study.device != "cpu" else {}
+    write_text(run.folder / "study.toml", (_union(before, study, there, renamed) if before else study).to_toml())
+    gpu = {"gpu": gpu_identity(study.device)} if study.device != "cpu" else {}
     write_json(run.folder / "environment.json", {**system.describe(DISTRIBUTIONS), **gpu})
     _models(run, renamed)
     return renamed, said
@@ -217,7 +215,7 @@ def _archive(run: Run, there: list[Stored], planned: list[Planned]) -> list[str]
         other = _what_changed(old, new) if new is not None else overwritten[old]
         changed = bool(other)
         again = bool(each.refused) and (
-            each.question in asked or (new is not None and not new.unseen and each.refused != "skipped")
+            each.question in asked or (new is not None and not new.uninspected and each.refused != "skipped")
         )
         if not changed and not again and asked.get(each.question, each.trial.id) == each.trial.id:
             continue
@@ -237,9 +235,9 @@ def _what_changed(old: ModelSpec, now: Planned) -> str:
     Of one that could not be looked at, as far as its file tells.
     """
     new = now.trial.model
-    if _content(old) == _content(new) if now.unseen else digest(old) == digest(new):
+    if _content(old) == _content(new) if now.uninspected else digest(old) == digest(new):
         return ""
-    if now.unseen and not new.source_sha256:
+    if now.uninspected and not new.source_sha256:
         return ""
     if old.weights_sha256 != new.weights_sha256:
         return Path(new.weights or old.weights).name
@@ -266,7 +264,7 @@ def _place(model: ModelSpec) -> Path:
 def _restore(run: Run, planned: list[Planned]) -> list[str]:
     """Bring back what the archive holds of the models as they are now."""
     asked = {question(one.trial): one.trial.id for one in planned if not one.refusal}
-    places = {digest(one.trial.model)[:12] for one in planned if not one.unseen} | {REPLACED}
+    places = {digest(one.trial.model)[:12] for one in planned if not one.uninspected} | {REPLACED}
     back: list[str] = []
     for place in sorted(run.folder / ARCHIVE / name for name in places):
         for each in stored(place):
@@ -296,9 +294,9 @@ def _move(folder: Path, place: Path) -> None:
 def _models(run: Run, planned: list[Planned]) -> None:
     """Write down what the look at each model counted, by size: a trial's id has no place for it."""
     path = run.folder / "models.json"
-    counted = {(one.trial.model.name, one.trial.dims.size): one.seen for one in planned if one.seen}
+    counted = {(one.trial.model.name, one.trial.dims.size): one.model_facts for one in planned if one.model_facts}
     try:
-        rows = json.loads(path.read_bytes())["models"]
+        rows = read_json(path)["models"]
         known = {(row.pop("model"), row.pop("size")): row for row in rows}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         known = {}

@@ -17,7 +17,7 @@ from dyno.engine.gpu_lock import launch_in_turn
 from dyno.jobs.progress import Progress
 from dyno.planning.plan import expand
 from dyno.study import Study
-from dyno.worker.record import Record
+from dyno.worker.record import Record, refuse_links
 from dyno.worker.spec import PHASES, Artifact, Job, Trial, UserError
 
 SLOWEST_S = 1.0  # per batch, its check included, before the job counts as hung
@@ -54,6 +54,7 @@ def run(study: Study, phases: list[str], iterations: int, folder: Path) -> int:
             raise UserError(f"{trial.label}: {made.reason}")
         _check_free(trial, made)
         where = folder / "stress" / str(number)
+        refuse_links(folder, ("stress",))
         job = Job("stress", trial.runtime, trial, artifact=made, options={"phases": phases, "iterations": iterations})
         timeout = max(trial.plan.timeout_s, iterations * len(phases) * SLOWEST_S)
         with progress.running([]):

@@ -1,9 +1,8 @@
-"""Start one job in its own process, watch it, end it when its time is over, and say how it ended."""
+"""Start one job in its own process, watch it, end it when its time is over, and record how it ended."""
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import signal
 import subprocess
@@ -13,11 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from dyno.jobs.telemetry import Telemetry
 from dyno.worker import system
-from dyno.worker.record import Record, read_record, write_json, write_record
+from dyno.worker.record import Record, read_json, read_record, write_json, write_record
 from dyno.worker.spec import Job, Runtime, UserError, from_json, to_json
 
 MAIN = Path(__file__).parents[1] / "worker" / "main.py"
@@ -85,8 +83,8 @@ class Started:
 def start(job: Job, folder: Path, extra: Mapping[str, str] | None = None, inherited: Sequence[int] = ()) -> Started:
     """Start the job's process in the folder, with `extra` in its environment and these files open."""
     folder.mkdir(parents=True, exist_ok=True)
-    # What an earlier job left there must not pass for this one's.
-    for stale in ("record.json", "partial.json", "stage"):
+    # Files of an earlier job must not pass for this one's.
+    for stale in ("record.json", "partial.json", "stage", "stdout.log", "stderr.log"):
         (folder / stale).unlink(missing_ok=True)
     write_json(folder / "job.json", to_json(job))
     python = job.runtime.python or sys.executable
@@ -151,7 +149,7 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def read_stage(folder: Path) -> str:
-    """Where the job in the folder is, or was when it ended."""
+    """The stage of the job in the folder, or its last one."""
     try:
         return (folder / "stage").read_text(encoding="utf-8")
     except OSError:
@@ -159,20 +157,19 @@ def read_stage(folder: Path) -> str:
 
 
 def _ended_without(job: Job, folder: Path, code: int, timed_out: bool, timeout_s: float, oom_killed: bool) -> Record:
-    """A record for a job that left none: what it had measured until then, and how it ended."""
+    """A record for a job that wrote none: what it had measured until then, and how it ended."""
     stage = read_stage(folder)
     record = Record("crashed", trial=job.trial.id if job.trial else "", round=job.round)
     if (folder / "partial.json").exists():
-        partial: dict[str, Any] = json.loads((folder / "partial.json").read_text(encoding="utf-8"))
-        record = from_json(Record, partial)
+        record = from_json(Record, read_json(folder / "partial.json"))
     if timed_out:
-        status, reason = "timeout", f"no end after {timeout_s:g} s; killed"
+        status, reason = "timeout", f"not finished after {timeout_s:g} s; killed"
     elif oom_killed and code == -signal.SIGKILL:
         status, reason = "oom", "killed by the kernel because memory ran out"
     elif code < 0:
         status, reason = "crashed", f"killed by {signal.Signals(-code).name}"
     else:
-        status, reason = "crashed", f"exited with code {code} and left no record"
+        status, reason = "crashed", f"exited with code {code} without a record"
     last = _last_line(folder / "stderr.log") if code > 0 else ""
     return replace(record, status=status, stage=stage, reason=f"{reason}: {last}" if last else reason)
 
@@ -183,7 +180,7 @@ def _last_line(path: Path) -> str:
 
 
 def _kernel_kills() -> int:
-    """How many processes the kernel has killed for want of memory since it started."""
+    """How many processes the kernel has killed since it started because memory ran out."""
     try:
         text = Path("/proc/vmstat").read_text()
     except OSError:

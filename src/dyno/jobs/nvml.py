@@ -1,4 +1,4 @@
-"""What NVML says of the GPU a job runs on, asked from outside the job; no setting of the card is ever changed."""
+"""NVML's readings of the GPU that a job runs on, from outside the job; no setting of the GPU is ever changed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
-Ask = Callable[[], float]
+Query = Callable[[], float]
 
 # PCIe throughput is left out: NVML measures it while the caller waits, 20 ms a direction.
 COLUMNS = (
@@ -17,14 +17,14 @@ COLUMNS = (
 
 
 class Gpu:
-    """One NVML device; `look` reads it, and what NVML doesn't tell is NaN."""
+    """One NVML device; `sample` reads it, and what NVML doesn't report is NaN."""
 
     def __init__(self, nvml: Any, handle: Any) -> None:
         self._nvml, self._handle = nvml, handle
         self.name = _text(partial(nvml.nvmlDeviceGetName, handle), nvml)
         self.driver = _text(nvml.nvmlSystemGetDriverVersion, nvml)
         self.uuid = _text(partial(nvml.nvmlDeviceGetUUID, handle), nvml)
-        self._asks: tuple[Ask, ...] = (
+        self._queries: tuple[Query, ...] = (
             self._first(
                 # The second version leaves out what the driver keeps for itself; an old driver has the first alone.
                 lambda: nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2).used,
@@ -41,31 +41,31 @@ class Gpu:
             ),
         )
 
-    def look(self, own: Collection[int]) -> tuple[float, ...]:
+    def sample(self, own: Collection[int]) -> tuple[float, ...]:
         """COLUMNS now: B, %, MHz, MHz, W, degrees C, NVML's bit mask of reasons, compute processes, and how many of
         these are among `own`."""
-        return (*(self._ask(ask) for ask in self._asks), *self._processes(own))
+        return (*(self._query(query) for query in self._queries), *self._processes(own))
 
     def close(self) -> None:
-        """Let go of NVML."""
-        self._ask(self._nvml.nvmlShutdown)
+        """Shut NVML down."""
+        self._query(self._nvml.nvmlShutdown)
 
     def _processes(self, own: Collection[int]) -> tuple[float, float]:
         try:
-            found = {p.pid for p in self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)}
+            pids = {p.pid for p in self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)}
         except self._nvml.NVMLError:
             return math.nan, math.nan
-        return float(len(found)), float(len(found.intersection(own)))
+        return float(len(pids)), float(len(pids.intersection(own)))
 
-    def _ask(self, ask: Callable[[], Any]) -> float:
+    def _query(self, query: Callable[[], Any]) -> float:
         try:
-            return float(ask() or 0)
+            return float(query() or 0)
         except self._nvml.NVMLError:
             return math.nan
 
-    def _first(self, *asks: Ask) -> Ask:
-        """The first of several ways to ask that is answered; decided once, so that a column has one meaning."""
-        return next((ask for ask in asks if not math.isnan(self._ask(ask))), asks[-1])
+    def _first(self, *queries: Query) -> Query:
+        """The first of several queries that is answered; decided once, so that a column has one meaning."""
+        return next((query for query in queries if not math.isnan(self._query(query))), queries[-1])
 
 
 def find_gpu(device: str, environment: Mapping[str, str]) -> Gpu | None:
@@ -108,9 +108,9 @@ def _handle(nvml: Any, number: int, visible: str | None) -> Any:
     return fits[0]
 
 
-def _text(ask: Callable[[], Any], nvml: Any) -> str:
+def _text(query: Callable[[], Any], nvml: Any) -> str:
     try:
-        found = ask()
+        text = query()
     except nvml.NVMLError:
         return ""
-    return found.decode() if isinstance(found, bytes) else str(found)
+    return text.decode() if isinstance(text, bytes) else str(text)

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dyno.worker.record import Record
-from dyno.worker.spec import Recipe, Trial
+from dyno.worker.spec import Recipe, Trial, plain
 
 SHOWN = 6
 COLOURS = {"ok": "green", "skipped": "yellow"}
@@ -49,26 +49,26 @@ class Progress:
         self.live = None
 
     def making(self, recipe: Recipe, wrong: str = "") -> None:
-        """A file is being made; `wrong` says why the cached one was not taken."""
+        """A file is being made; `wrong` is the reason why the cached one was not used."""
         what = "check" if recipe.model.file and recipe.parent is None else "export" if recipe.parent is None else "make"
         batch = f" b{recipe.dims.batch}" if recipe.dims.batch else ""
         self._begin(
             f"{what} {recipe.model.name} {recipe.format} {recipe.precision}{batch} {recipe.dims.shown}".rstrip()
         )
         if wrong:
-            self._say(Text(f"{wrong}; making it again", "yellow"))
+            self._say(Text(f"{plain(wrong)}; building it again", "yellow"))
         if self.live is None:
             self._say(Text(self.now))
 
     def other(self, what: str) -> None:
-        """Something that is neither a file nor a trial begins."""
+        """A step that is neither a file nor a trial begins."""
         self._begin(what)
         if self.live is None:
-            self._say(Text(what))
+            self._say(Text(self.now))
 
     def note(self, line: str) -> None:
         """Something that the user should know of, whatever begins next."""
-        self._say(Text(line, "yellow"))
+        self._say(Text(plain(line), "yellow"))
 
     def start(self, trial: Trial, number: int, what: str = "round") -> None:
         """A job begins, the round (or confirmation) of that number, counted from 0."""
@@ -78,36 +78,36 @@ class Progress:
 
     def tick(self, stage: str, elapsed: float) -> None:
         """The running job's stage."""
-        self.stage = stage
+        self.stage = plain(stage)
 
     def waiting(self, owner: str) -> None:
-        """The job waits for that process's; where nothing is drawn anew it gets a line, or it would pass for a hang."""
-        self.stage = f"waits for process {owner}, another dyno on this GPU"
+        """The job waits for that process's; without a terminal it gets a line, or it would look like a hang."""
+        self.stage = f"waiting for process {plain(owner)}, another dyno on this GPU"
         if self.live is None:
             self._say(Text(f"{self.now}: {self.stage}"))
 
     def done(self, trial: Trial, record: Record, *, stored: bool = False, seconds: float | None = None) -> None:
-        """A job ended, or was found stored; it took that long, or since it began."""
+        """A job ended after that long (default: since it began), or its record was stored already."""
         if trial in self.left:
             self.left.remove(trial)
         if stored:
             return
-        if self.step:  # else it was not started, for want of its file
+        if self.step:  # else it was not started, because its file is missing
             # Start of the process and import included.
             self.seconds[trial.id] = time.monotonic() - self.since if seconds is None else seconds
         width = len(str(self.total))
         text = Text.assemble(
             (f"{self.total - len(self.left):{width}}/{self.total} ", "dim"),
             (f"{record.status:8}", COLOURS.get(record.status, "red")),
-            f" {trial.label}",
+            f" {plain(trial.label)}",
             (f"  {self.step}" if self.step else "", "dim"),
-            (f"  {record.reason}" if record.reason else f"  {record.seconds:.1f} s", "dim"),
+            (f"  {plain(record.reason)}" if record.reason else f"  {record.seconds:.1f} s", "dim"),
         )
         self._say(text)
         self.job, self.step = None, ""
 
     def _begin(self, what: str) -> None:
-        self.now, self.stage, self.since = what, "start", time.monotonic()
+        self.now, self.stage, self.since = plain(what), "start", time.monotonic()
         self.job, self.step = None, ""
 
     def _say(self, line: Text) -> None:
@@ -140,7 +140,7 @@ class Progress:
             f"about {_clock(remaining)} left" if remaining and remaining >= 1 else "",  # 0:00 might stay for minutes
         )
         coming = self.left[1:] if self.job else self.left
-        following = ", ".join(dict.fromkeys(trial.label for trial in coming[:2]))
+        following = ", ".join(dict.fromkeys(plain(trial.label) for trial in coming[:2]))
         return Group(*self.lines, grid, now, Text(f"then {following}" if following else "", "dim"))
 
 

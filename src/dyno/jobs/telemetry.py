@@ -16,7 +16,7 @@ from dyno.worker.record import save_arrays
 
 PERIOD_S, GPU_PERIOD_S = 0.25, 0.1
 COLUMNS = ("at", "rss", "cpu", "others", "frequency")
-PATIENCE_S = 5.0  # for a last look; a driver that hangs must not hold up the study
+PATIENCE_S = 5.0  # for a last sample; a driver that hangs must not hold up the study
 
 
 class Telemetry:
@@ -25,14 +25,14 @@ class Telemetry:
     Columns: `at` (s since `epoch`, which is CLOCK_MONOTONIC's), `rss` (B, the tree's), `cpu` (processors the tree kept
     busy), `others` (processors kept busy by everything else), `frequency` (MHz). A job on `cuda:N` adds
     `nvml.COLUMNS` and, from before the job began, `gpu_before_memory`, `gpu_before_util` and
-    `gpu_before_processes`. What the system doesn't tell is NaN.
+    `gpu_before_processes`. What the system doesn't report is NaN.
     """
 
     def __init__(self, device: str = "cpu", environment: Mapping[str, str] | None = None) -> None:
         """`environment` is the job's; made before the job is started, so that the GPU is seen without it."""
         self._gpu = nvml.find_gpu(device, os.environ if environment is None else environment)
         self._names = COLUMNS + (nvml.COLUMNS if self._gpu else ())
-        self._before = self._gpu.look(()) if self._gpu else ()
+        self._before = self._gpu.sample(()) if self._gpu else ()
         self._period = GPU_PERIOD_S if self._gpu else PERIOD_S
         self._epoch = time.monotonic()
         self._rows: list[tuple[float, ...]] = []
@@ -62,17 +62,17 @@ class Telemetry:
             self._thread.join(PATIENCE_S)
         columns = np.asarray(self._rows, np.float64).reshape(-1, len(self._names))
         arrays = {name: columns[:, i] for i, name in enumerate(self._names)}
-        save_arrays(path, {**arrays, "epoch": np.float64(self._epoch), **self._known()})
+        save_arrays(path, {**arrays, "epoch": np.float64(self._epoch), **self._gpu_facts()})
         if self._gpu and not (self._thread and self._thread.is_alive()):
             self._gpu.close()
 
-    def _known(self) -> dict[str, np.ndarray]:
-        """What is known of the GPU once and for all, and what it did before the job."""
+    def _gpu_facts(self) -> dict[str, np.ndarray]:
+        """The GPU's name and UUID, and its state before the job."""
         if self._gpu is None:
             return {}
         before = dict(zip(nvml.COLUMNS, self._before, strict=True))
-        found = {f"gpu_before_{name}": np.asarray(before[f"gpu_{name}"]) for name in ("memory", "util", "processes")}
-        return {**found, "gpu_name": np.asarray(self._gpu.name), "gpu_uuid": np.asarray(self._gpu.uuid)}
+        state = {f"gpu_before_{name}": np.asarray(before[f"gpu_{name}"]) for name in ("memory", "util", "processes")}
+        return {**state, "gpu_name": np.asarray(self._gpu.name), "gpu_uuid": np.asarray(self._gpu.uuid)}
 
     def _sample(self, pid: int) -> None:
         before = self._epoch
@@ -87,7 +87,7 @@ class Telemetry:
             others = max(0.0, (busy_now - busy) / span - cpu)
             if not self._whole:
                 cpu = others = float("nan")
-            gpu = self._gpu.look(pids) if self._gpu else ()
+            gpu = self._gpu.sample(pids) if self._gpu else ()
             self._rows.append((now - self._epoch, rss, cpu, others, _frequency(), *gpu))
             before, busy, own = now, busy_now, own_now
             self._whole = not self._frozen.is_set()
@@ -111,13 +111,13 @@ def _tree(pid: int) -> tuple[float, float, set[int]]:
                 cpu += used.user + used.system
             pids.add(process.pid)
     except psutil.Error:
-        pass  # it ended between two looks: what was summed so far is all there is to know
+        pass  # it ended meanwhile: what was summed so far is kept
     return rss, cpu, pids
 
 
 def _frequency() -> float:
     try:
-        found = psutil.cpu_freq()
+        frequency = psutil.cpu_freq()
     except (OSError, NotImplementedError):
         return float("nan")
-    return float(found.current) if found else float("nan")
+    return float(frequency.current) if frequency else float("nan")

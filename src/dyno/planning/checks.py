@@ -1,4 +1,4 @@
-"""What a command refuses before anything is trained, measured or written, because it can't be or says nothing."""
+"""What a command refuses before anything is trained, measured or written."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 import os
 from collections.abc import Iterable, Sequence
 
-from dyno.store import card
+from dyno.store import gpu_identity
 from dyno.study import Choice, Study
 from dyno.worker.spec import UserError, check_known
 
@@ -39,7 +39,7 @@ def missing_gpu(device: str) -> bool:
     kind, _, index = device.partition(":")
     if kind == "cuda" and index and not index.isdecimal():
         raise UserError(f"device {device!r} has no number after the colon; write cuda:0 for the first GPU")
-    return kind == "cuda" and not card(device) and int(index or 0) >= _driver_count()
+    return kind == "cuda" and not gpu_identity(device) and int(index or 0) >= _driver_count()
 
 
 def _driver_count() -> int:
@@ -53,12 +53,12 @@ def _driver_count() -> int:
 
 
 def check_several(studies: Sequence[Study]) -> None:
-    """Refuse to compare one way of running with nothing."""
-    if sum(map(_ways, studies)) < 2:
-        raise UserError("there is only one way of running to compare; give another model or file, or --backends A,B")
+    """Refuse to compare a single configuration."""
+    if sum(map(_configurations, studies)) < 2:
+        raise UserError("there is only one configuration to compare; give another model or file, or --backends A,B")
 
 
-def _ways(study: Study) -> int:
+def _configurations(study: Study) -> int:
     """How many rows the study has at the least."""
     usual = len(study.precisions) or 1
     each = sum(len(choice.precisions) or usual for choice in map(Choice.parse, study.backends))

@@ -20,17 +20,17 @@ EVALUATION: dict[str, Any] = {
 }  # fmt: skip
 
 
-def study_of(model: str, defaults: Mapping[str, Any], asked: Mapping[str, Any]) -> Study:
-    """One round of the model under the backend its kind of file is for; `asked` goes before a command's `defaults`."""
-    backend, device = usual(model)
+def study_of(model: str, defaults: Mapping[str, Any], settings: Mapping[str, Any]) -> Study:
+    """One round of the model under the backend its kind of file is for; `settings` override a command's `defaults`."""
+    backend, device = default_runner(model)
     fields = {"backends": (backend,), "device": device, **ONE_ROUND, **defaults}
     if registry.format_of(model):  # a file may take one batch only, and knows which
         fields.pop("batches", None)
-    return Study(models=(model,), **{**fields, **asked})
+    return Study(models=(model,), **{**fields, **settings})
 
 
-def usual(model: str) -> tuple[str, str]:
-    """The backend and the device that a model is timed on when nobody says: by the kind of file it is."""
+def default_runner(model: str) -> tuple[str, str]:
+    """The default backend and device of a model, by the kind of file it is."""
     kind = registry.format_of(model)
     if kind is None:
         return "pytorch", "cpu"
@@ -38,7 +38,7 @@ def usual(model: str) -> tuple[str, str]:
 
 
 def new_folder(command: str, models: Sequence[str]) -> Path:
-    """A folder of its own for a command that always measures anew."""
+    """A new folder for a command that always measures again."""
     name = "-".join(map(model_name, models))[:60]
     return Path("runs") / command / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
 

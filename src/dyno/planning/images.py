@@ -1,4 +1,4 @@
-"""A study's images decoded for a model and a size, with a bar meanwhile, and held against what the model is for."""
+"""A study's images decoded for a model and a size, with a progress bar, and checked against the model's task."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def prepared(
 ) -> DataSpec:
     """The study's images decoded for this model and size, or random inputs when it has none, not even to calibrate on.
 
-    `outputs` is how many classes the model tells apart (0: not known). Every image that isn't to train on is tested on,
-    but for those that are set aside where `calibrates(study)` and there are no others. Raises `UserError` when the data
+    `outputs` is the model's number of classes (0: not known). Every image that isn't for training is tested on, but for
+    those that are set aside where `calibrates(study)` and there are no others. Raises `UserError` when the data
     is for another task or has other classes.
     """
     if not study.data and not study.calibration:
@@ -40,10 +40,10 @@ def prepared(
     cache = cache_dir() / "datasets"
     if not study.data:
         folder = Path(study.calibration)
-        how: dict[str, Any] = {"on_unreadable": study.unreadable, "channels": model.channels}
+        options: dict[str, Any] = {"on_unreadable": study.unreadable, "channels": model.channels}
         with decoding(console) as progress:
-            data = datasets.calibration_alone(folder, cache, size, model.preprocess, progress=progress, **how)
-        say_left_out(datasets.meta(data), console)
+            data = datasets.calibration_alone(folder, cache, size, model.preprocess, progress=progress, **options)
+        warn_unreadable(datasets.meta(data), console)
         return data
     if study.data == "digits":
         return _digits(cache, model, size, outputs)
@@ -51,44 +51,44 @@ def prepared(
     kind, task = datasets.format_of(path), tasks.find(model.task)
     objects = task.labels == "objects"
     if kind.labels not in ("", task.labels):
-        wanted = "annotations in COCO's or YOLO's format, or one folder of images" if objects else "class folders"
-        raise UserError(f"{study.data} is in {kind.described}, but {model.name} is for {model.task}; give {wanted}")
+        expected = "annotations in COCO's or YOLO's format, or one folder of images" if objects else "class folders"
+        raise UserError(f"{study.data} is in {kind.described}, but {model.name} is for {model.task}; give {expected}")
     if study.budget and objects and not kind.labels:
         raise UserError(f"a budget needs boxes, and {study.data} has none; give annotations in COCO's or YOLO's format")
-    more: dict[str, Any] = {"calibration": Path(study.calibration)} if study.calibration else {}
-    more |= {"on_unreadable": study.unreadable, "channels": model.channels, "set_aside": calibrates(study)}
-    more |= {"objects": objects, "needs": task.needs, "outputs": outputs}
+    settings: dict[str, Any] = {"calibration": Path(study.calibration)} if study.calibration else {}
+    settings |= {"on_unreadable": study.unreadable, "channels": model.channels, "set_aside": calibrates(study)}
+    settings |= {"objects": objects, "needs": task.needs, "outputs": outputs}
     with decoding(console) as progress:
-        data = datasets.load(path, cache, size, model.preprocess, progress=progress, **more)
+        data = datasets.load(path, cache, size, model.preprocess, progress=progress, **settings)
     about = datasets.meta(data)
     _check(study.data, about, model, outputs)
-    say_left_out(about, console)
+    warn_unreadable(about, console)
     return data
 
 
 def calibrates(study: Study) -> bool:
-    """Whether any way of running a model in the study is made with calibration images; all its trials share the data.
+    """Whether any configuration in the study needs calibration images; all its trials share the data.
 
     Those of int8 and fp8, those with some layers kept higher (`keep=N`), and those that a search may add for a budget.
     """
     choices = [Choice.parse(text) for text in study.backends] or [Choice(name) for name in registry.names()]
     for choice in choices:
         engine = registry.find(choice.name)
-        asked = set(choice.precisions or study.precisions) & set(engine.precisions)
+        precisions = set(choice.precisions or study.precisions) & set(engine.precisions)
         keeps = "keep" in choice.options or (study.searches and "keep" in engine.options)
-        if asked & CALIBRATED or (keeps and asked & RANKED):
+        if precisions & CALIBRATED or (keeps and precisions & RANKED):
             return True
     return False
 
 
-def say_left_out(about: dict[str, Any], console: Console | None) -> None:
+def warn_unreadable(about: dict[str, Any], console: Console | None) -> None:
     """Name the images that could not be read, where they are left out."""
-    if lines := about.get("unreadable"):
+    if unreadable := about.get("unreadable"):
         from rich.console import Console
 
-        shown = ", ".join(lines[:3]) + (", …" if len(lines) > 3 else "")
-        said = f"{len(lines)} images can't be read and are left out: {shown}"
-        (console or Console(stderr=True)).print(said, markup=False, highlight=False, soft_wrap=True)
+        shown = ", ".join(unreadable[:3]) + (", …" if len(unreadable) > 3 else "")
+        line = f"{len(unreadable)} images can't be read and are left out: {shown}"
+        (console or Console(stderr=True)).print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _digits(cache: Path, model: ModelSpec, size: tuple[int, int], outputs: int) -> DataSpec:
@@ -109,25 +109,25 @@ def _check(name: str, about: dict[str, Any], model: ModelSpec, outputs: int) -> 
             f"give data with {needed}, or a network for detect"
         )
     if needed == "keypoints" and has and model.keypoints and tuple(about["keypoints"])[:1] != model.keypoints[:1]:
-        own, there = model.keypoints[0], about["keypoints"][0]
+        own, given = model.keypoints[0], about["keypoints"][0]
         raise UserError(
-            f"{name} has {there} keypoints, but {model.name} gives {own}; give data with {own}, or a network of {there}"
+            f"{name} has {given} keypoints, but {model.name} gives {own}; give data with {own}, or a network of {given}"
         )
     if not outputs or not classes or outputs == classes:
         return
     what = "class folders" if about.get("label_source") == "folders" else "classes"
-    line = f"{name} has {classes} {what}, but {model.name} tells {outputs} classes apart"
+    line = f"{name} has {classes} {what}, but {model.name} has {outputs} classes"
     if has or classes > outputs:
         raise UserError(f"{line}; give the data that it was trained for, or build it with --classes {classes}")
     raise UserError(
-        f"{line}: which are these? Build it with --classes {classes}, name the folders by their ImageNet synsets "
+        f"{line}; build it with --classes {classes}, name the folders by their ImageNet synsets "
         "(n01440764), or put the images into one folder to use them without labels"
     )
 
 
 @contextmanager
 def decoding(console: Console | None = None, verbs: tuple[str, str] = ("decoding", "decoded")) -> Iterator[Progress]:
-    """What decoding reports to: a bar on stderr once it has taken a second, a line at the end where nobody watches."""
+    """Where decoding reports its progress: a bar on stderr after a second; without a terminal, a line at the end."""
     shown = _Bar(console, verbs)
     try:
         yield shown

@@ -1,4 +1,4 @@
-"""What a model is: its source, weights and code by their hashes, and what a process of its own finds out about it."""
+"""What a model is: its source, weights and code by their hashes, and what an inspection in its own process found."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dyno.jobs.launcher import launch
 from dyno.planning.interpreters import missing, runtime_of
 from dyno.sources import input_options
 from dyno.sources.model_files import stored_source
-from dyno.store import cache_dir, code_file, makers, outside, sha256_of, versions
+from dyno.store import cache_dir, code_file, outside, sha256_of, versions, worker_code_sha256
 from dyno.study import Choice, Study, model_name, parse_size
 from dyno.worker import registry, system
 from dyno.worker.extras import install
 from dyno.worker.nets.local_code import sha256_with_imports
-from dyno.worker.record import Record, read_record
+from dyno.worker.record import Record, read_record, regular, write_bytes
 from dyno.worker.spec import (
     SAVED,
     Dims,
@@ -32,17 +32,17 @@ from dyno.worker.spec import (
     from_json,
 )
 
-CHECKPOINTS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")  # weights, which alone are no model
-LIBRARIES = "site-packages"  # what lies there is known by its version
-LOOK_LIBRARIES = ("torch", "torchvision", "timm", "ultralytics", "onnx", "openvino")
+CHECKPOINTS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")  # weights, which need their network
+LIBRARIES = "site-packages"  # packages there are identified by their version
+INSPECTION_LIBRARIES = ("torch", "torchvision", "timm", "ultralytics", "onnx", "openvino")
 
 
-class Died(UserError):
-    """The process that looked at a model came to its end: no word of its own, but a crash, no memory or no time."""
+class InspectionFailed(UserError):
+    """Model inspection crashed, timed out or ran out of memory."""
 
     def __init__(self, name: str, record: Record) -> None:
-        self.status, self.reason = record.status, f"looking at the model: {record.reason}"
-        super().__init__(f"{name}: {record.reason}, when it was looked at")
+        self.status, self.reason = record.status, f"model inspection: {record.reason}"
+        super().__init__(f"{name}: model inspection: {record.reason}")
 
 
 def model_spec(study: Study, source: str) -> ModelSpec:
@@ -76,23 +76,21 @@ def model_spec(study: Study, source: str) -> ModelSpec:
 
 
 def _no_model(source: str) -> str:
-    """What is wrong with a name that doesn't say where the model comes from."""
+    """What is wrong with a name that has no source prefix."""
     if Path(source, "study.toml").is_file():
-        return f"{source} is a run folder; to go on with it: dyno run {Path(source, 'study.toml')}"
+        return f"{source} is a run folder; to resume it: dyno run {Path(source, 'study.toml')}"
     if Path(source).is_dir():
         return f"{source} is a folder; give a model's file, or FILE.py:FUNCTION"
     if source.endswith((".yaml", ".yml")):
-        return f"model {source!r} doesn't say where it comes from; write ultralytics:{source}"
+        return f"model {source!r} has no source prefix; did you mean ultralytics:{source}?"
     if source.endswith(".ort"):
-        return (
-            f"{source} is in ONNX Runtime's own format, which nothing else reads; give the .onnx file it was made from"
-        )
+        return f"{source} is in ONNX Runtime's own format, which nothing else reads; give its original .onnx file"
     if "/" in source or Path(source).is_file() or Path(source).suffix in CHECKPOINTS:
         return (
-            f"{source} is no model file ({', '.join(registry.suffixes())}); weights go with their network "
-            f"(torchvision:resnet50 --weights {source}), and a function is FILE.py:FUNCTION"
+            f"{source} is not a model file ({', '.join(registry.suffixes())}); weights need their network "
+            f"(torchvision:resnet50 --weights {source}); a function is given as FILE.py:FUNCTION"
         )
-    return f"model {source!r} doesn't say where it comes from; write torchvision:{source} or timm:{source}"
+    return f"model {source!r} has no source prefix; did you mean torchvision:{source} or timm:{source}?"
 
 
 def normalised(preprocess: Preprocess, study: Study, channels: int) -> Preprocess:
@@ -105,7 +103,7 @@ def normalised(preprocess: Preprocess, study: Study, channels: int) -> Preproces
 
 
 def _existing(text: str, what: str) -> Path:
-    path = Path(text)
+    path = regular(Path(text), what)
     if not path.is_file():
         raise UserError(f"there is no {what} {text}")
     return path
@@ -114,12 +112,12 @@ def _existing(text: str, what: str) -> Path:
 def _absolute(source: str) -> str:
     path, _, function = source.rpartition(":")
     if path == "ultralytics":  # a name of the library's, or the user's own file
-        return f"{path}:{Path(function).resolve()}" if Path(function).is_file() else source
+        return f"{path}:{Path(function).resolve()}" if regular(Path(function), "checkpoint").is_file() else source
     return f"{_existing(path, 'Python file').resolve()}:{function}" if path.endswith(".py") else source
 
 
 def _source_sha256(source: str) -> str:
-    """Hash of the code of a `MODULE:FUNCTION` or `FILE.py:FUNCTION` source; libraries are known by their version."""
+    """Hash of the code of a `MODULE:FUNCTION` or `FILE.py:FUNCTION` source; libraries count by their version."""
     place, _, name = source.rpartition(":")
     if place == "ultralytics":
         return sha256_of(Path(name)) if Path(name).is_file() else ""
@@ -132,45 +130,45 @@ def _source_sha256(source: str) -> str:
     return sha256_of(file) if LIBRARIES in file.parts else sha256_with_imports(file)
 
 
-def look(model: ModelSpec, study: Study) -> tuple[ModelSpec, dict[str, Any]]:
+def inspect_model(model: ModelSpec, study: Study) -> tuple[ModelSpec, dict[str, Any]]:
     """Build the model once in a process of its own: does it exist, do its weights fit, does it take these sizes?
 
-    Returns the model with its own preprocessing, and what was found: `size` [h, w], `batch` (0: any). Cached.
+    Returns the model with its own preprocessing, and the facts found: `size` [h, w], `batch` (0: any). Cached.
     """
     if model.source.startswith("fake:"):
         return model, {"size": [8, 8], "batch": 0}
     options = {
         "sizes": [list(parse_size(size)) for size in study.sizes],
-        "asked": input_options.asked(study.inputs, study.shapes),
+        "asked": input_options.overrides(study.inputs, study.shapes),
         "task": study.task,
     }
     kind = registry.format_of(model.file)
     reader = kind.usual(Path(model.file)) if kind and kind.on_device else ""
-    where = _looking(model, reader, study)
-    libraries = registry.find(reader).requires if reader else LOOK_LIBRARIES
-    key = digest([model, options, where, makers(*outside(kind)), versions(where, libraries)])[:24]
-    folder = cache_dir() / "looks" / key
+    where = _inspection_runtime(model, reader, study)
+    libraries = registry.find(reader).requires if reader else INSPECTION_LIBRARIES
+    key = digest([model, options, where, worker_code_sha256(*outside(kind)), versions(where, libraries)])[:24]
+    folder = cache_dir() / "inspections" / key
     record = read_record(folder)
     if record is None or record.status != "ok":
         with tempfile.TemporaryDirectory() as scratch:
             trial = Trial(model, reader, "fp32", Dims(1, 0, 0), runtime=where)
-            record = launch(Job("look", where, trial, options=options), Path(scratch) / "look", study.timeout)
+            record = launch(Job("look", where, trial, options=options), Path(scratch) / "job", study.timeout)
             if record.status in ("failed", "skipped"):
                 raise UserError(f"{model.name}: {record.reason}")
             if record.status != "ok":
-                raise Died(model.name, record)
-            _keep(Path(scratch) / "look", folder)
-    found = record.facts
-    channels = found.get("channels", study.channels)
-    preprocess = normalised(from_json(Preprocess, found["preprocess"]), study, channels)
-    task, points = found.get("task", model.task), tuple(found.get("keypoints", ()))
-    described = tuple(from_json(InputSpec, each) for each in found.get("inputs", ()))
-    model = replace(model, task=task, classes=found.get("classes", model.classes), keypoints=points, inputs=described)
-    return replace(model, preprocess=preprocess, channels=channels, precision=found.get("precision", "")), found
+                raise InspectionFailed(model.name, record)
+            _keep(Path(scratch) / "job", folder)
+    facts = record.facts
+    channels = facts.get("channels", study.channels)
+    preprocess = normalised(from_json(Preprocess, facts["preprocess"]), study, channels)
+    task, points = facts.get("task", model.task), tuple(facts.get("keypoints", ()))
+    inputs = tuple(from_json(InputSpec, each) for each in facts.get("inputs", ()))
+    model = replace(model, task=task, classes=facts.get("classes", model.classes), keypoints=points, inputs=inputs)
+    return replace(model, preprocess=preprocess, channels=channels, precision=facts.get("precision", "")), facts
 
 
-def _looking(model: ModelSpec, name: str, study: Study) -> Runtime:
-    """Where a model is looked at: here, but for an engine, which only the backend of that name on its GPU can read."""
+def _inspection_runtime(model: ModelSpec, name: str, study: Study) -> Runtime:
+    """Where a model is inspected: here, but for an engine, which only the backend of that name on its GPU can read."""
     threads = study.threads or system.physical_cores()
     if not name:
         return Runtime(threads=threads)
@@ -178,50 +176,50 @@ def _looking(model: ModelSpec, name: str, study: Study) -> Runtime:
     if lacks := missing(name, runtime := replace(runtime_of(study, named), threads=threads)):
         raise UserError(f"{model.name} is an engine of {name}: {lacks} is not installed; {install(lacks)}, or --python")
     if runtime.device == "cpu":
-        raise UserError(f"{model.name} is an engine for a GPU; say which with --device cuda:0")
+        raise UserError(f"{model.name} is an engine for a GPU; choose the GPU with --device cuda:0")
     return runtime
 
 
-def _keep(made: Path, folder: Path) -> None:
+def _keep(job_folder: Path, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "record.json").write_bytes((made / "record.json").read_bytes())
+    write_bytes(folder / "record.json", (job_folder / "record.json").read_bytes())
 
 
-def sizes(study: Study, found: dict[str, Any]) -> list[tuple[int, int]]:
+def sizes(study: Study, facts: dict[str, Any]) -> list[tuple[int, int]]:
     """Heights and widths that the study asks for, or the model's own; one that its file can't take is a `UserError`."""
-    fixed = tuple(found["size"]) if found.get("fixed_size") else None
-    asked = [parse_size(size) for size in study.sizes]
-    wrong = [size for size in asked if fixed and size != fixed]
+    fixed = tuple(facts["size"]) if facts.get("fixed_size") else None
+    requested = [parse_size(size) for size in study.sizes]
+    wrong = [size for size in requested if fixed and size != fixed]
     if wrong and fixed:
         raise UserError(
             f"the file's image size is fixed at {fixed[0]}x{fixed[1]}; {wrong[0][0]}x{wrong[0][1]} needs another export"
         )
-    return asked or [(int(found["size"][0]), int(found["size"][1]))]
+    return requested or [(int(facts["size"][0]), int(facts["size"][1]))]
 
 
-def batches(study: Study, found: dict[str, Any]) -> tuple[int, ...]:
-    low, best, high = found.get("batches", (1, 1, math.inf))
+def batches(study: Study, facts: dict[str, Any]) -> tuple[int, ...]:
+    low, best, high = facts.get("batches", (1, 1, math.inf))
     outside = [batch for batch in study.batches if not low <= batch <= high]
     if outside:
         raise UserError(
             f"batch {outside[0]} is outside the engine's profile, {low} to {high}; build it with a wider one"
         )
-    fixed = int(found.get("batch", 0))
+    fixed = int(facts.get("batch", 0))
     wrong = [batch for batch in study.batches if fixed and batch != fixed]
     if wrong:
-        if "usual_batch" in found:
+        if "usual_batch" in facts:
             raise UserError(f"the model takes its example inputs' batch, {fixed}, and not {wrong[0]}; omit the batch")
         raise UserError(f"the file's batch is fixed at {fixed}, not {wrong[0]}; export it again with --batch dynamic")
-    return study.batches or (fixed or found.get("usual_batch", best),)
+    return study.batches or (fixed or facts.get("usual_batch", best),)
 
 
 def file_shapes(study: Study, model: ModelSpec, batch: int) -> dict[str, tuple[int, ...]]:
     """The shapes that the user gave a file's inputs, at this batch; a module's are in its description."""
     if not model.file:
         return {}
-    words = input_options.asked(study.inputs, study.shapes)
+    overrides = input_options.overrides(study.inputs, study.shapes)
     return {
-        name: tuple(batch if isinstance(axis, str) else axis for axis in word["shape"])
-        for name, word in words.items()
-        if "shape" in word
+        name: tuple(batch if isinstance(axis, str) else axis for axis in override["shape"])
+        for name, override in overrides.items()
+        if "shape" in override
     }

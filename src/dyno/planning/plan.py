@@ -1,4 +1,4 @@
-"""A study becomes trials: models looked at, images decoded, every combination listed, refusals given a reason."""
+"""A study becomes trials: models inspected, images decoded, every combination listed, refusals given a reason."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dyno.datasets import meta
 from dyno.planning.checks import check_threads
 from dyno.planning.images import prepared
 from dyno.planning.interpreters import installed, missing, placed, runtime_of
-from dyno.planning.model_info import Died, batches, file_shapes, look, model_spec, sizes
+from dyno.planning.model_info import InspectionFailed, batches, file_shapes, inspect_model, model_spec, sizes
 from dyno.planning.routes import routed
 from dyno.study import Choice, Study, model_name, parse_size, runtimes
 from dyno.worker import registry, system, tasks
@@ -24,7 +24,7 @@ from dyno.worker.spec import (
     check_known,
 )
 
-STEPS = ("modelopt",)  # what a file is made with on its way may have an interpreter too
+STEPS = ("modelopt",)  # steps of making a file that may have an interpreter of their own
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Planned:
     trial: Trial
     refusal: str = ""
     status: str = "skipped"  # of a trial that will not run
-    seen: dict[str, Any] = field(default_factory=dict)  # what the look at the model counted: flops, parameters
-    unseen: bool = False  # of a model that could not be looked at
+    model_facts: dict[str, Any] = field(default_factory=dict)  # what inspection counted: flops, parameters
+    uninspected: bool = False  # of a model whose inspection failed
 
 
 def expand(study: Study) -> list[Planned]:
@@ -46,8 +46,8 @@ def expand(study: Study) -> list[Planned]:
     if study.device.partition(":")[0] not in {kind for name in names for kind in registry.find(name).devices}:
         raise UserError(f"unknown device {study.device!r}; write cpu, or cuda:0 for the first GPU")
     if not choices:
-        usual = install("torch", "onnx", "openvino")
-        raise UserError(f"no backend that is installed here runs on {study.device}; {usual}, or see `dyno doctor`")
+        packages = install("torch", "onnx", "openvino")
+        raise UserError(f"no backend that is installed here runs on {study.device}; {packages}, or see `dyno doctor`")
     for choice in choices:
         registry.find(choice.name).check_options(choice.options)
         runtimes(study, choice)
@@ -62,51 +62,51 @@ def expand(study: Study) -> list[Planned]:
             failed.append(e)
             if len(failed) == len(study.models):
                 raise failed[0] from e
-            planned += _of_none(study, source, choices, e)
+            planned += _of_uninspected(study, source, choices, e)
     if study.reference:
         _check_reference(study.reference, planned)
-    found: dict[str, Planned] = {}
+    by_id: dict[str, Planned] = {}
     for one in planned:
-        found.setdefault(one.trial.id, one)
-    return list(found.values())
+        by_id.setdefault(one.trial.id, one)
+    return list(by_id.values())
 
 
 def _of_model(study: Study, source: str, choices: list[Choice]) -> list[Planned]:
-    """The trials of one model, which is looked at and whose images are decoded."""
-    model, found = look(_named(study, source, model_spec(study, source)), study)
+    """The trials of one model, which is inspected and whose images are decoded."""
+    model, facts = inspect_model(_named(study, source, model_spec(study, source)), study)
     try:
-        pairs, counts = sizes(study, found), batches(study, found)
+        pairs, counts = sizes(study, facts), batches(study, facts)
     except UserError as e:
         raise UserError(f"{model.name}: {e}") from e
     planned = []
     for height, width in pairs:
-        data = prepared(study, model, (height, width), found.get("outputs", 0))
-        _check_budget(study, model, data, found.get("outputs", 0))
+        data = prepared(study, model, (height, width), facts.get("outputs", 0))
+        _check_budget(study, model, data, facts.get("outputs", 0))
         for batch in counts:
             dims = Dims(batch, height, width, file_shapes(study, model, batch))
-            seen = _seen(found, dims, model)
+            model_facts = _model_facts(facts, dims, model)
             planned += [
-                replace(_checked(study, _trial(study, choice, model, precision, dims, data)), seen=seen)
-                for choice, precision in _ways(study, choices, model)
+                replace(_checked(study, _trial(study, choice, model, precision, dims, data)), model_facts=model_facts)
+                for choice, precision in _configurations(study, choices, model)
             ]
     return planned
 
 
-def _of_none(study: Study, source: str, choices: list[Choice], error: UserError) -> list[Planned]:
-    """Rows for a model that can't be looked at: the other models of the study are measured all the same."""
+def _of_uninspected(study: Study, source: str, choices: list[Choice], error: UserError) -> list[Planned]:
+    """Rows for a model whose inspection failed: the other models of the study are measured all the same."""
     try:
         model = _named(study, source, model_spec(study, source))
     except UserError:  # there is no such file
         model = _named(study, source, ModelSpec(model_name(source), source, channels=study.channels))
-    status, reason = (error.status, error.reason) if isinstance(error, Died) else ("failed", str(error))
+    status, reason = (error.status, error.reason) if isinstance(error, InspectionFailed) else ("failed", str(error))
     reason = reason.removeprefix(f"{model.name}: ")
     pairs = [parse_size(size) for size in study.sizes] or [(0, 0)]
     rows = []
     for pair in pairs:
         for batch in study.batches or (1,):
-            for choice, precision in _ways(study, choices, model):
+            for choice, precision in _configurations(study, choices, model):
                 trial = _trial(study, choice, model, precision, Dims(batch, *pair), DataSpec())
-                rows.append(Planned(trial, reason, status, unseen=True))
+                rows.append(Planned(trial, reason, status, uninspected=True))
     return rows
 
 
@@ -115,8 +115,8 @@ def _named(study: Study, source: str, model: ModelSpec) -> ModelSpec:
     return replace(model, name=source) if [*map(model_name, study.models)].count(model.name) > 1 else model
 
 
-def _ways(study: Study, choices: list[Choice], model: ModelSpec) -> list[tuple[Choice, str]]:
-    """Every backend in every precision that is asked of it."""
+def _configurations(study: Study, choices: list[Choice], model: ModelSpec) -> list[tuple[Choice, str]]:
+    """Every backend in every precision that is requested of it."""
     usual = study.precisions or (model.precision or "fp32",)
     fitting = choices if study.backends else [choice for choice in choices if _reads(choice.name, model)] or choices
     by_route = routed(fitting, study.routes, file=bool(model.file))
@@ -124,39 +124,40 @@ def _ways(study: Study, choices: list[Choice], model: ModelSpec) -> list[tuple[C
 
 
 def _reads(name: str, model: ModelSpec) -> bool:
-    """Whether the backend can run the model at all; one that says nothing of files may."""
+    """Whether the backend can run the model at all; one that declares no file formats may."""
     return not model.file or registry.find(name).reads(model.file)
 
 
-def _check_reference(wanted: str, planned: list[Planned]) -> None:
+def _check_reference(reference: str, planned: list[Planned]) -> None:
     """Refuse a reference that no trial can be, before anything is measured; see `analysis.ranking.references`."""
-    name, _, precision = wanted.replace("/", ":").replace(" ", ":").partition(":")
+    name, _, precision = reference.replace("/", ":").replace(" ", ":").partition(":")
     for t in (one.trial for one in planned):
         if name in (t.backend, t.variant) and precision in ("", t.precision):
             return
-        if len(wanted) >= 4 and t.id.startswith(wanted):
+        if len(reference) >= 4 and t.id.startswith(reference):
             return
-    ways = sorted({f"{one.trial.backend}/{one.trial.precision}" for one in planned})
-    raise UserError(f"no trial fits the reference {wanted!r}; there are {', '.join(ways)}")
+    configurations = sorted({f"{one.trial.backend}/{one.trial.precision}" for one in planned})
+    raise UserError(f"no trial fits the reference {reference!r}; there are {', '.join(configurations)}")
 
 
 def _check_budget(study: Study, model: ModelSpec, data: DataSpec, outputs: int) -> None:
-    """Refuse a budget that nothing here could be held against: everything would seem to be within it."""
-    fitting = tasks.find(model.task).metrics
+    """Refuse a budget that can't be checked here: everything would seem to be within it."""
+    task = tasks.find(model.task)
     for metric in study.budget:
-        if metric not in fitting:
-            raise UserError(f"{model.name} is for {model.task}, which {metric} says nothing of; {fitting[0]} does")
-        if metric == "top5" and 0 < outputs < 5:
-            raise UserError(f"top5 is always met with {outputs} classes; give a budget of top1")
+        if metric not in task.metrics:
+            other = f"give a budget of {task.metrics[0]}" if task.metrics else "no budget can be checked"
+            raise UserError(f"{model.name} is for {model.task}, which has no {metric}; {other}")
+        if 0 < outputs < task.least_outputs.get(metric, 0):
+            raise UserError(f"{metric} is always met with {outputs} classes; give a budget of {task.metrics[0]}")
     if study.budget and not meta(data)["classes"]:
         raise UserError(f"a budget needs labels, and {study.data} has none; put the images into a folder per class")
 
 
-def _seen(found: dict[str, Any], dims: Dims, model: ModelSpec) -> dict[str, Any]:
-    """Operations of one image at that size, and parameters, where the look could count them; what a file's ends are."""
-    counts = {"flops": found.get("flops", {}).get(dims.size, 0), "parameters": found.get("parameters", 0)}
-    ends = {"file": Path(model.file).name, "signature": found["signature"]} if "signature" in found else {}
-    return {**{name: int(count) for name, count in counts.items() if count}, **ends}
+def _model_facts(facts: dict[str, Any], dims: Dims, model: ModelSpec) -> dict[str, Any]:
+    """Operations of one image at that size, and parameters, where counted; a file's name and signature."""
+    counts = {"flops": facts.get("flops", {}).get(dims.size, 0), "parameters": facts.get("parameters", 0)}
+    file_facts = {"file": Path(model.file).name, "signature": facts["signature"]} if "signature" in facts else {}
+    return {**{name: int(count) for name, count in counts.items() if count}, **file_facts}
 
 
 def _trial(study: Study, choice: Choice, model: ModelSpec, precision: str, dims: Dims, data: DataSpec) -> Trial:

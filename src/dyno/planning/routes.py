@@ -14,17 +14,17 @@ ALL = ("dynamo", "torchscript", "dynamo+static+fold", "torchscript+static+fold")
 
 def options_of(text: str) -> dict[str, Option]:
     """The backend's options that a route like `torchscript+opset17+static+fold` stands for; else a `UserError`."""
-    found: dict[str, Option] = {}
+    options: dict[str, Option] = {}
     for part in text.split("+"):
         if part in ("dynamo", "torchscript"):
-            found["exporter"] = part
+            options["exporter"] = part
         elif part in ("static", "fold"):
-            found[part] = True
+            options[part] = True
         elif part.startswith("opset") and part[len("opset") :].isdecimal():
-            found["opset"] = int(part[len("opset") :])
+            options["opset"] = int(part[len("opset") :])
         else:
             raise UserError(f"unknown route {text!r}; a route is made of {', '.join(PARTS)}, joined by +, or it is all")
-    return found
+    return options
 
 
 def routed(choices: list[Choice], routes: tuple[str, ...], *, file: bool = False) -> list[Choice]:
@@ -36,12 +36,12 @@ def routed(choices: list[Choice], routes: tuple[str, ...], *, file: bool = False
     if file:
         names = [name for name in names if not {"dynamo", "torchscript"} & set(name.split("+"))]
         names = ["fold", *names] if "all" in routes else names
-    found = []
+    by_route = []
     for choice in choices:
         reads = "exporter" in registry.find(choice.name).options
-        found += (
+        by_route += (
             [replace(choice, options={**choice.options, **options_of(name)}) for name in names]
             if reads and names
             else [choice]
         )
-    return found
+    return by_route

@@ -17,7 +17,7 @@ from typing import Any
 
 from dyno.store import cache_dir
 from dyno.worker.inputs import modules
-from dyno.worker.inputs.modules import Taken
+from dyno.worker.inputs.modules import ModuleInputs
 from dyno.worker.nets import models
 from dyno.worker.nets.saved_modules import INPUTS
 from dyno.worker.sessions.torch_support import positional
@@ -25,14 +25,14 @@ from dyno.worker.spec import Dims, InputSpec, ModelSpec, UserError, to_json
 
 Specs = tuple[InputSpec, ...]
 
-SIZE = 224  # of an image that nobody described
+SIZE = 224  # of an image without a description
 
 
-def saved(value: Any, asked: Mapping[str, Mapping[str, Any]], channels: int, size: tuple[int, int] | None) -> str:
+def saved(value: Any, overrides: Mapping[str, Mapping[str, Any]], channels: int, size: tuple[int, int] | None) -> str:
     """Path of a file with the module, or the (module, example inputs) pair, in the cache folder; named after its class.
 
     Its folder is named after the content, so that the same module is the same file again. Stored by torch.export where
-    that takes the module, else as TorchScript. Raises `UserError` where neither does, or its inputs can't be known.
+    that takes the module, else as TorchScript. Raises `UserError` where neither does, or its inputs are unknown.
     """
     module, examples = value if isinstance(value, tuple) else (value, None)
     if any(each.device.type != "cpu" for each in (*module.parameters(), *module.buffers())):
@@ -40,50 +40,50 @@ def saved(value: Any, asked: Mapping[str, Mapping[str, Any]], channels: int, siz
     name = getattr(module, "original_name", type(module).__name__)
     model = ModelSpec(name, f"saved:{name}", channels=channels)
     with _evaluating(module):
-        found = modules.taken(module, model, examples, asked)
-        dims = Dims(found.batch, *(found.size if all(found.size) else size or (SIZE, SIZE)))
+        described = modules.describe_inputs(module, model, examples, overrides)
+        dims = Dims(described.batch, *(described.size if all(described.size) else size or (SIZE, SIZE)))
         first = next(iter(modules.signature_of(module).required), "input")
         image = InputSpec(first, "float32", ("batch", channels, "height", "width"))
-        specs = found.inputs or (image,)
+        specs = described.inputs or (image,)
         try:
-            settled, _ = modules.settled(module, model, replace(found, inputs=specs), dims)
+            verified, _ = modules.verify_inputs(module, model, replace(described, inputs=specs), dims)
         except UserError:
             raise
-        except Exception as e:  # the module is anyone's code: whatever it raises is its word on the input
-            said = f"{name} refuses {modules.shown(specs, dims)}: {_line(e)}"
-            raise UserError(f"{said}; give example inputs too: models=(module, inputs)") from e
-        return _stored(module, model, settled, dims)
+        except Exception as e:  # the module is anyone's code: whatever it raises means that it refuses the input
+            problem = f"{name} refuses {modules.listed(specs, dims)}: {_line(e)}"
+            raise UserError(f"{problem}; give example inputs too: models=(module, inputs)") from e
+        return _stored(module, model, verified, dims)
 
 
 @dataclass(frozen=True)
-class Way:
-    """A way to store a module: its file's suffix and its name in messages; `made` gives text that tells modules apart,
+class Storage:
+    """How a module is stored: the file's suffix, the name in messages; `make` gives text that identifies the module,
     how the file is written, and the inputs that the stored module takes."""
 
     suffix: str
     name: str
-    made: Callable[[Any, ModelSpec, Specs, Dims], tuple[str, Callable[..., Any], Specs]]
+    make: Callable[[Any, ModelSpec, Specs, Dims], tuple[str, Callable[..., Any], Specs]]
 
 
-def _stored(module: Any, model: ModelSpec, found: Taken, dims: Dims) -> str:
+def _stored(module: Any, model: ModelSpec, described: ModuleInputs, dims: Dims) -> str:
     import torch
 
     reasons = []
-    for way in WAYS[-1:] if isinstance(module, torch.jit.ScriptModule) else WAYS:
+    for storage in STORAGES[-1:] if isinstance(module, torch.jit.ScriptModule) else STORAGES:
         try:
             with _quiet():
-                text, write, taken = way.made(module, model, found.inputs, dims)
+                text, write, taken = storage.make(module, model, described.inputs, dims)
         except MemoryError:
             raise
-        except Exception as e:  # each way has its own families of errors, and all of them mean "not this one"
-            reasons.append(f"{way.name}: {_line(e)}")
+        except Exception as e:  # each has its own families of errors, and all of them mean "try the next"
+            reasons.append(f"{storage.name}: {_line(e)}")
             continue
-        told = json.dumps({"inputs": [*map(to_json, taken)], "batch": found.batch, "size": found.size})
-        identity = "\n".join((way.suffix, torch.__version__, models.weights_sha256(module), text, told))
+        description = json.dumps({"inputs": [*map(to_json, taken)], "batch": described.batch, "size": described.size})
+        identity = "\n".join((storage.suffix, torch.__version__, models.weights_sha256(module), text, description))
         key = hashlib.sha256(identity.encode()).hexdigest()[:24]
-        path = cache_dir() / "modules" / key / f"{model.name}{way.suffix}"
+        path = cache_dir() / "modules" / key / f"{model.name}{storage.suffix}"
         if not path.is_file():
-            _put(path, write, told)
+            _put(path, write, description)
         return str(path)
     raise UserError(
         f"{model.name} can't be handed to other processes ({'; '.join(dict.fromkeys(reasons))}); "
@@ -97,10 +97,10 @@ def _program(module: Any, model: ModelSpec, specs: Specs, dims: Dims) -> tuple[s
     names = [*modules.signature_of(module).required]
     positional_axes = [_axes(spec) for spec in specs if not spec.keyword]
     if len(positional_axes) > len(names):
-        raise UserError("forward takes *args")  # which the flat way stores
+        raise UserError("forward takes *args")  # which the flat program stores
     shapes = dict(zip(names, positional_axes, strict=False)) | {s.name: _axes(s) for s in specs if s.keyword}
-    made = _exported(module, tuple(args), keywords, shapes if _free(specs) else None)
-    return made.graph_module.code, _saving(made), specs
+    program = _exported(module, tuple(args), keywords, shapes if _free(specs) else None)
+    return program.graph_module.code, _saving(program), specs
 
 
 def _flat_program(module: Any, model: ModelSpec, specs: Specs, dims: Dims) -> tuple[str, Callable[..., Any], Specs]:
@@ -113,8 +113,8 @@ def _flat_program(module: Any, model: ModelSpec, specs: Specs, dims: Dims) -> tu
     arrays = tuple(replace(spec, keyword=False) for spec in specs if spec.dtype)
     flat = positional(torch, module, specs, flat=True)
     shapes = (tuple(_axes(spec) for spec in arrays),) if _free(specs) else None
-    made = _exported(flat, tuple(given[spec.name] for spec in arrays), {}, shapes)
-    return made.graph_module.code, _saving(made), arrays
+    program = _exported(flat, tuple(given[spec.name] for spec in arrays), {}, shapes)
+    return program.graph_module.code, _saving(program), arrays
 
 
 def _exported(module: Any, args: tuple[Any, ...], keywords: dict[str, Any], shapes: Any) -> Any:
@@ -123,10 +123,10 @@ def _exported(module: Any, args: tuple[Any, ...], keywords: dict[str, Any], shap
     return torch.export.export(module, args, keywords, dynamic_shapes=shapes)
 
 
-def _saving(made: Any) -> Callable[..., Any]:
+def _saving(program: Any) -> Callable[..., Any]:
     import torch
 
-    return lambda place, extra: torch.export.save(made, place, extra_files=extra)
+    return lambda place, extra: torch.export.save(program, place, extra_files=extra)
 
 
 def _wide(specs: Specs, dims: Dims) -> Dims:
@@ -139,38 +139,38 @@ def _free(specs: Specs) -> bool:
 
 
 def _axes(spec: InputSpec) -> Any:
-    """The free axes as torch.export wants them told: the batch must be free, the size is where the module allows it."""
+    """The free axes as torch.export takes them: the batch must be free, the size is where the module allows it."""
     import torch
 
     if not spec.dtype:
         return None
     dim, auto = torch.export.Dim, torch.export.Dim.AUTO
-    found = {k: dim("batch") if axis == "batch" else auto for k, axis in enumerate(spec.shape) if isinstance(axis, str)}
-    return found or None
+    axes = {k: dim("batch") if axis == "batch" else auto for k, axis in enumerate(spec.shape) if isinstance(axis, str)}
+    return axes or None
 
 
 def _script(module: Any, model: ModelSpec, specs: Specs, dims: Dims) -> tuple[str, Callable[..., Any], Specs]:
     import torch
 
-    made = torch.jit.script(module)
-    parts = sorted(each.code for each in made.modules() if hasattr(each, "forward"))
-    return "\n".join(parts), lambda place, extra: torch.jit.save(made, place, _extra_files=extra), specs
+    script = torch.jit.script(module)
+    parts = sorted(each.code for each in script.modules() if hasattr(each, "forward"))
+    return "\n".join(parts), lambda place, extra: torch.jit.save(script, place, _extra_files=extra), specs
 
 
-WAYS = (
-    Way(".pt2", "torch.export", _program),
-    Way(".pt2", "torch.export", _flat_program),
-    Way(".torchscript", "torch.jit.script", _script),
+STORAGES = (
+    Storage(".pt2", "torch.export", _program),
+    Storage(".pt2", "torch.export", _flat_program),
+    Storage(".torchscript", "torch.jit.script", _script),
 )
 
 
-def _put(path: Path, write: Callable[..., Any], told: str) -> None:
-    """Written beside and renamed into place: another process may look for it meanwhile."""
+def _put(path: Path, write: Callable[..., Any], description: str) -> None:
+    """Written beside and renamed into place: another process may read it meanwhile."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch, _quiet():
-        made = Path(scratch) / path.name
-        write(str(made), {INPUTS: told})
-        made.replace(path)
+        part = Path(scratch) / path.name
+        write(str(part), {INPUTS: description})
+        part.replace(path)
 
 
 @contextmanager

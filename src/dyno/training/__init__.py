@@ -1,1 +1,1 @@
-"""Train a classifier on one's own images."""
+"""Train a classifier on your own images."""

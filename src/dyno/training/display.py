@@ -1,4 +1,4 @@
-"""What a training shows: a line per epoch while it runs, its curves as a chart afterwards."""
+"""The console output of a training: a line per epoch while it runs, its curves as a chart afterwards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 HISTORY, CURVES = "history.csv", "curves.png"
-BEGUN = ("epoch", "evaluate")  # how the stages of a job begin in which nothing is refused any more
+BEGUN = ("epoch", "evaluate")  # stages whose name begins so come after every refusal
 
 Row = dict[str, float]
 
@@ -33,20 +33,23 @@ class TrainingView:
         self.folder, self.epochs, self.quiet = folder, epochs, quiet
         self.console = console or Console(stderr=True, quiet=quiet)
         self._shown = 0
-        self._seen = 0.0
+        self._modified = 0.0
         self._opening: list[str] = []
         self._bar: Progress | None = None
         self._task = TaskID(0)
 
     @contextmanager
     def running(self, opening: str = "") -> Iterator[None]:
-        """Show the training while the block runs: what it is of, and how many epochs were done before, once it has
-        begun in earnest, so that a refusal comes alone."""
+        """Show the training while the block runs.
+
+        What is trained, and how many epochs were done before, is printed once nothing can be refused any more, so that
+        a refusal is one line.
+        """
         done = history(self.folder)
         self._shown = len(done)
         self._opening = [opening] if opening else []
         if done and len(done) < self.epochs:
-            self._opening.append(f"going on after epoch {len(done)} of {self.epochs}")
+            self._opening.append(f"resuming after epoch {len(done)} of {self.epochs}")
         if self.quiet or not self.console.is_terminal:
             yield
             self._lines()
@@ -65,16 +68,16 @@ class TrainingView:
         if self._bar is not None:
             self._bar.update(self._task, description=escape(stage), completed=self._shown)
         try:
-            changed = (self.folder / HISTORY).stat().st_mtime
+            modified = (self.folder / HISTORY).stat().st_mtime
         except OSError:
             return
-        if changed != self._seen:
-            self._seen = changed
+        if modified != self._modified:
+            self._modified = modified
             self._lines()
 
     def waiting(self, owner: str) -> None:
         """The training waits for that process's job."""
-        self.say(f"waits for process {owner}, another dyno on this GPU")
+        self.say(f"waiting for process {owner}, another dyno on this GPU")
 
     def say(self, line: str) -> None:
         """One line, unless quiet."""

@@ -1,4 +1,4 @@
-"""Train a classifier on one's own images, evaluate it, and measure the trained weights as engines if asked."""
+"""Train a classifier on your own images, evaluate it, and optionally measure the trained weights as engines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dyno.api.runnable import run
 from dyno.engine import gpu_lock
 from dyno.jobs.launcher import launch
 from dyno.planning.checks import check_device, check_threads
-from dyno.planning.model_info import look, model_spec, sizes
+from dyno.planning.model_info import inspect_model, model_spec, sizes
 from dyno.store import Run, sha256_of
 from dyno.study import Choice, Study, check_types, model_name
 from dyno.training import split
@@ -36,8 +36,8 @@ LIBRARIES = ("torchvision:", "timm:")
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """A finished training: where it lies, its best weights, their top-1 and top-5 on the test images (percent), the
-    epoch they are of, a row per epoch, and what was measured of them as engines, where that was asked for."""
+    """A finished training: its folder, its best weights, their top-1 and top-5 on the test images (percent), the
+    epoch they are of, a row per epoch, and what was measured of them as engines, where `then` named any."""
 
     folder: Path
     weights: Path
@@ -56,7 +56,7 @@ class TrainingResult:
 
 @dataclass(frozen=True)
 class Training:
-    """All that a training is of: the study of the untrained model on the data, the model, size, images, settings."""
+    """Everything that defines a training: the study of the untrained model, the model, size, images, settings."""
 
     study: Study
     model: ModelSpec
@@ -98,8 +98,8 @@ def train(
 ) -> TrainingResult:
     """Train `model` (a source as of `Study`) on a folder of class folders, or `digits`, and evaluate the best weights.
 
-    `settings` are the fields of `TrainOptions`: epochs, batch, optimizer, lr… Everything lies in `out` (default
-    `runs/train-NAME`); a training that was stopped goes on from its last finished epoch when it is started again, and
+    `settings` are the fields of `TrainOptions`: epochs, batch, optimizer, lr… Everything is stored in `out` (default
+    `runs/train-NAME`); a training that was stopped resumes after its last finished epoch when it is started again, and
     `resume` insists that there is one. `holdout` is the share of a folder without test/ that is tested on. `then` names
     backends that the trained weights are measured under beside PyTorch. `advise` ends with the commands that measure
     them. Raises `UserError`.
@@ -119,7 +119,7 @@ def train(
     check_device(study)
     folder = Path(out) if out else Path("runs") / f"train-{model_name(model)}"
     if resume and not (folder / "state.pt").is_file():
-        raise UserError(f"there is no training to go on with in {folder}; leave --resume out to begin one")
+        raise UserError(f"there is no training to resume in {folder}; omit --resume to start one")
     view = TrainingView(folder, chosen.epochs, quiet=quiet)
     with Run(folder).locked():
         plan = _planned(study, chosen, holdout, folder, view)
@@ -130,23 +130,23 @@ def train(
 
 
 def _planned(study: Study, chosen: TrainOptions, holdout: float | None, folder: Path, view: TrainingView) -> Training:
-    """Look at the model, find and decode the images: all that can be wrong before a training begins."""
+    """Inspect the model, list and decode the images: every check before a training begins."""
     source = study.models[0]
     if registry.format_of(source):
         raise UserError(f"{source} can't be trained; give the PyTorch model it was exported from")
     study = replace(study, data=split.source(study.data, holdout, folder, chosen.seed))
-    asked = model_spec(study, source)
-    bare = replace(asked, weights="", weights_sha256="", pretrained=False)
-    seen, found = look(bare, study)
-    size = sizes(study, found)[0]
-    model = replace(asked, preprocess=seen.preprocess)
+    requested = model_spec(study, source)
+    unweighted = replace(requested, weights="", weights_sha256="", pretrained=False)
+    inspected, facts = inspect_model(unweighted, study)
+    size = sizes(study, facts)[0]
+    model = replace(requested, preprocess=inspected.preprocess)
     training, test = split.decoded(study, model, size, chosen, view.console)
     names = split.classes(training)
     return Training(study, replace(model, classes=len(names)), size, training, test, chosen, names)
 
 
 def _run(plan: Training, folder: Path, view: TrainingView) -> tuple[Record, bool]:
-    """Do the job, and keep what became of it beside the weights; False where it was done before."""
+    """Run the job and store its outcome beside the weights; False where it was done before."""
     names = ", ".join(plan.classes[:5]) + (", …" if len(plan.classes) > 5 else "")
     opening = (
         f"training {plan.model.name} at {plan.size[0]}x{plan.size[1]} on {_count(plan.training)} images of "
@@ -188,7 +188,7 @@ def _count(data: DataSpec) -> int:
 
 
 def _describe(plan: Training, folder: Path, about: dict[str, Any]) -> None:
-    """training.json: settings, model, data and what became of it."""
+    """training.json: settings, model, data and the outcome."""
     data = {
         "source": plan.study.data,
         "classes": plan.classes,
@@ -211,7 +211,7 @@ def _why(record: Record, plan: Training, done: int) -> str:
         )
     if record.status in ("failed", "skipped"):
         return record.reason
-    return f"the training {record.status} after {done} epochs ({record.reason}); the same command goes on from there"
+    return f"the training {record.status} after {done} epochs ({record.reason}); the same command resumes there"
 
 
 def _result(record: Record, folder: Path) -> TrainingResult:
@@ -244,19 +244,19 @@ def _tell(
 def next_command(command: str, plan: Training, weights: Path) -> str:
     """A command line that measures the trained weights on the test images."""
     study, model = plan.study, plan.model
-    words = ["dyno", command, study.models[0], "--weights", str(weights), "--data", study.data]
-    words += ["--size", Dims(1, *plan.size).size]
+    command_line = ["dyno", command, study.models[0], "--weights", str(weights), "--data", study.data]
+    command_line += ["--size", Dims(1, *plan.size).size]
     if not model.source.startswith(LIBRARIES):
-        words += ["--classes", str(model.classes)]
+        command_line += ["--classes", str(model.classes)]
     if study.channels != 3:
-        words += ["--channels", str(study.channels)]
+        command_line += ["--channels", str(study.channels)]
     if study.mean:
-        words += [f"--mean={','.join(map(str, study.mean))}", f"--std={','.join(map(str, study.std))}"]
+        command_line += [f"--mean={','.join(map(str, study.mean))}", f"--std={','.join(map(str, study.std))}"]
     if study.unreadable != "refuse":
-        words += ["--unreadable", study.unreadable]
+        command_line += ["--unreadable", study.unreadable]
     if command == "run" and study.device != "cpu":
-        words += ["--device", study.device]
-    return shlex.join(words)
+        command_line += ["--device", study.device]
+    return shlex.join(command_line)
 
 
 def _engines(plan: Training, result: TrainingResult, quiet: bool) -> Result:

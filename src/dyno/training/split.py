@@ -1,4 +1,4 @@
-"""The images of a training: whose layout is understood, which are held out for testing, decoded with room to crop."""
+"""The images of a training: their layout, which are held out for testing, decoded with room to crop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.console import Console
 
 from dyno import datasets
 from dyno.datasets.folders import Photo, scan
-from dyno.planning.images import decoding, prepared, say_left_out
+from dyno.planning.images import decoding, prepared, warn_unreadable
 from dyno.store import cache_dir
 from dyno.study import Study
 from dyno.worker.spec import DataSpec, ModelSpec, UserError
@@ -39,18 +39,18 @@ def source(data: str, holdout: float | None, out: Path, seed: int) -> str:
     if (kind := datasets.format_of(folder)).labels == "objects":
         raise UserError(f"{folder} is in {kind.described}; only classifiers are trained here, give class folders")
     tested = any(_has_classes(folder / name) for name in ("test", "val"))
-    learnt = _has_classes(folder / "train")
-    if tested and not learnt:
-        raise UserError(f"{folder} has no train/; put the images to learn from there")
+    has_training = _has_classes(folder / "train")
+    if tested and not has_training:
+        raise UserError(f"{folder} has no train/; put the training images there")
     if tested:
         if holdout is not None:
             raise UserError(f"{folder} has test images of its own; omit --holdout")
         return data
-    root = folder / "train" if learnt else folder
+    root = folder / "train" if has_training else folder
     share = HOLDOUT if holdout is None else holdout
     if not 0 < share < 1:
         raise UserError(f"--holdout is {share:g}; it is a share of the images between 0 and 1, e.g. 0.2")
-    return str(_linked(_split(root.resolve(), share, seed), out / "data" / folder.resolve().name, out))
+    return str(_link_folder(_split(root.resolve(), share, seed), out / "data" / folder.resolve().name, out))
 
 
 def _has_classes(root: Path) -> bool:
@@ -61,23 +61,23 @@ def _split(root: Path, share: float, seed: int) -> dict[str, Path]:
     """Every image by its path in the split folder: `train/CLASS/…` or `test/CLASS/…`."""
     listing = scan(root, 0, seed)
     rng = np.random.default_rng(seed)
-    found: dict[str, Path] = {}
+    placed: dict[str, Path] = {}
     for label, name in enumerate(listing.classes):
         photos = [photo for photo in listing.photos if photo.label == label]
         if len(photos) < 2:
             raise UserError(f"class {name!r} has one image; it takes two, one to train on and one to test on")
         held = min(max(1, round(share * len(photos))), len(photos) - 1)
         tested = set(rng.permutation(len(photos))[:held].tolist())
-        found |= {_place(photo, root, i in tested): photo.path for i, photo in enumerate(photos)}
-    return found
+        placed |= {_place(photo, root, i in tested): photo.path for i, photo in enumerate(photos)}
+    return placed
 
 
 def _place(photo: Photo, root: Path, tested: bool) -> str:
     return f"{'test' if tested else 'train'}/{photo.path.relative_to(root).as_posix()}"
 
 
-def _linked(split: dict[str, Path], where: Path, out: Path) -> Path:
-    """The folder of links, made when it is not there; another one under a training that has begun is refused."""
+def _link_folder(split: dict[str, Path], where: Path, out: Path) -> Path:
+    """The folder of links, created where it is missing; a different one under a training that has begun is refused."""
     wanted = {place: os.fspath(path) for place, path in split.items()}
     if where.is_dir():
         links = [path for path in where.rglob("*") if path.is_symlink()]
@@ -86,7 +86,7 @@ def _linked(split: dict[str, Path], where: Path, out: Path) -> Path:
         if (out / "state.pt").exists():
             raise UserError(
                 f"the training in {out} began with another split of the images (they, --holdout or --seed changed); "
-                "give another --out, or remove that folder to start anew"
+                "give another --out, or remove that folder to start over"
             )
         shutil.rmtree(where)
     part = where.with_name(where.name + ".part")
@@ -109,25 +109,25 @@ def decoded(
     if study.data == "digits":
         test = prepared(study, model, size, console=console)
         return replace(test, split="train"), test
-    roomy, preprocess, channels = size, model.preprocess, model.channels
+    larger, preprocess, channels = size, model.preprocess, model.channels
     if options.augment in CROPPING:
         room = max(ROOM, preprocess.resize)
-        roomy = (round(size[0] * room), round(size[1] * room))
+        larger = (round(size[0] * room), round(size[1] * room))
         preprocess = replace(preprocess, resize=1.0 if preprocess.resize else 0.0)
     on_unreadable: datasets.OnUnreadable = "skip" if study.unreadable == "skip" else "refuse"
     images, cache = Path(study.data), cache_dir() / "datasets"
     with decoding(console) as progress:
-        found = datasets.load(images, cache, roomy, preprocess, 0, on_unreadable, progress, channels, train=True)
-    say_left_out(datasets.meta(found), console)
-    training = replace(found, split="train", count=datasets.meta(found)["splits"].get("train", 0))
+        data = datasets.load(images, cache, larger, preprocess, 0, on_unreadable, progress, channels, train=True)
+    warn_unreadable(datasets.meta(data), console)
+    training = replace(data, split="train", count=datasets.meta(data)["splits"].get("train", 0))
     if not training.count:
-        raise UserError(f"every image to train on in {study.data} is also a test image; give other images")
+        raise UserError(f"every training image in {study.data} is also a test image; give other images")
     return training, prepared(study, model, size, console=console)
 
 
 def classes(training: DataSpec) -> list[str]:
-    """The names of the classes; `UserError` when there is nothing to tell apart."""
+    """The names of the classes; `UserError` when there is only one."""
     names: list[str] = datasets.meta(training)["classes"]
     if len(names) < 2:
-        raise UserError(f"there is a single class, {names[0]!r}; telling apart takes two or more")
+        raise UserError(f"there is a single class, {names[0]!r}; a classifier needs two or more")
     return names

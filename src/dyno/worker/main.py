@@ -30,7 +30,6 @@ if __name__ == "__main__":
     _enter()
 
 import errno
-import json
 import os
 import time
 import traceback
@@ -45,14 +44,14 @@ from dyno.worker.evaluation import evaluate
 from dyno.worker.inputs import input_data
 from dyno.worker.jobs.turns import Alone, conductor
 from dyno.worker.journal import Journal
-from dyno.worker.record import Measurement, Record, save_arrays, write_record
+from dyno.worker.record import Measurement, Record, read_json, save_arrays, write_record
 from dyno.worker.registry import find
 from dyno.worker.registry import maker as find_maker
 from dyno.worker.sessions import gpu
 from dyno.worker.spec import SCHEMA, Artifact, Job, NoRoute, Trial, Unavailable, UserError, from_json
 
 RANDOM = 1e-2  # of their size: outputs of two calls on one input that are further apart are drawn
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # What a file made from another says of the model they share, and of the route to it.
 INHERITED = ("weights_sha256", "parameters", "exporter", "opset", "fixed_batch", "folded", "calibration")
 
@@ -94,15 +93,15 @@ def _time(session: Session, trial: Trial, feeds: measure.Feeds, journal: Journal
         if not measure.warm_up(once, trial.plan):
             journal.warn(f"{boundary}: the median was not steady after {trial.plan.warmup_s:g} s of warm-up")
         journal.stage(f"time {boundary}")
-        neighbours = system.Neighbours()
-        blocks = neighbours.during(turns.blocks(boundary, trial.plan)) if trial.plan.blocks else None
+        contention = system.CpuContention()
+        blocks = contention.during(turns.blocks(boundary, trial.plan)) if trial.plan.blocks else None
         if boundary == "throughput":
             found = measure.throughput(session, feeds, trial.dims.batch, trial.plan, blocks)
             journal.sampled("throughput", boundary, "1/s", "rate", found)
         else:
             found = measure.latency(once, trial.plan, watch, blocks)
             journal.sampled("latency", boundary, "s", "duration", found)
-        _crowd(boundary, neighbours.busy(), trial.runtime.device, journal)
+        _record_contention(boundary, contention.busy(), trial.runtime.device, journal)
     if "all" in trial.plan.boundaries and (parts := measure.parts(session, feeds, trial.plan)):
         journal.parted(parts)
 
@@ -118,12 +117,12 @@ def _watch(session: Session, boundary: str, journal: Journal) -> gpu.Stopwatch |
         return None
 
 
-def _crowd(boundary: str, busy: float, device: str, journal: Journal) -> None:
-    """Keep what others did to this timing, and warn when it was enough to change it."""
-    limit = system.bearable(device)
-    seen = {**journal.record.facts.get("others_busy", {}), boundary: round(busy, 3)}
-    journal.facts({"others_busy": seen, "others_bearable": limit})
-    if busy > limit:
+def _record_contention(boundary: str, busy: float, device: str, journal: Journal) -> None:
+    """Record the CPU contention of this timing, and warn when it was enough to change it."""
+    threshold = system.contention_threshold(device)
+    busy_by_boundary = {**journal.record.facts.get("others_busy", {}), boundary: round(busy, 3)}
+    journal.facts({"others_busy": busy_by_boundary, "others_bearable": threshold})
+    if busy > threshold:
         journal.warn(f"{boundary}: other programs kept {busy:.1f} of {os.cpu_count()} processors busy meanwhile")
 
 
@@ -135,7 +134,7 @@ def _evaluate(session: Session, trial: Trial, journal: Journal) -> None:
     shown = {"name": trial.data.name, "split": trial.data.split, "count": len(arrays["sample"])}
     # The hash over the pictures that were decoded, the same at every size, and how many of them calibration has; where
     # nobody knows it, there is none.
-    about = input_data.about(trial.data)
+    about = input_data.metadata(trial.data)
     shown |= {key: about[key] for key in ("photographs", "set_aside") if about.get(key)}
     journal.facts({"data": shown})
     for sentence in found.oddities:
@@ -274,11 +273,11 @@ def find_peak(job: Job, journal: Journal) -> None:
 
     journal.stage("peak")
     journal.record = replace(journal.record, system=system.describe(("numpy", "torch")))
-    neighbours = system.Neighbours()
+    contention = system.CpuContention()
     for name, found in peak.measure(job.runtime):
         journal.facts({"peak": {**journal.record.facts.get("peak", {}), name: found}})
         journal.add()
-    _crowd("peak", neighbours.busy(), job.runtime.device, journal)
+    _record_contention("peak", contention.busy(), job.runtime.device, journal)
 
 
 def take_home(job: Job, journal: Journal) -> None:
@@ -345,7 +344,7 @@ def main(folder: Path) -> int:
     begin = time.perf_counter()
     # Run by hand there is no launcher to name itself, and whoever is the parent now will do.
     system.die_with_parent(int(os.environ.pop("DYNO_LAUNCHER", os.getppid())))
-    data = json.loads((folder / "job.json").read_text(encoding="utf-8"))
+    data = read_json(folder / "job.json")
     if data.get("schema") != SCHEMA:
         print(f"job.json has schema {data.get('schema')}, this worker reads {SCHEMA}", file=sys.stderr)
         return 2

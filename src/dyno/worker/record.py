@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -68,19 +68,76 @@ class Record:
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file to write to, flushed to disk and renamed into place at the end: a reader sees the whole new one or none
-    of it, and an error leaves what was there."""
+    of it, and an error leaves what was there. A link of that name is replaced, and what it points to stays."""
     beside = path.with_name(path.name + ".part")
-    with open(beside, "wb") as f:
-        yield f
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(beside, path)
+    beside.unlink(missing_ok=True)  # of a killed process, or a link that somebody laid there
+    try:
+        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb") as f:
+            yield f
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(beside, path)
+    except OSError as e:
+        with suppress(OSError):  # on a full disk it would only be in the way
+            beside.unlink(missing_ok=True)
+        e.filename = e.filename or str(path)
+        raise
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Store the bytes; see `replacing`."""
+    with replacing(path) as f:
+        f.write(content)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Store the text as UTF-8, what has no place in it as an escape; see `replacing`."""
+    write_bytes(path, text.encode("utf-8", "backslashreplace"))
 
 
 def write_json(path: Path, value: Any) -> None:
     """Store the value as JSON; see `replacing`."""
-    with replacing(path) as f:
-        f.write(json.dumps(value, indent=1).encode())
+    write_bytes(path, json.dumps(value, indent=1).encode())
+
+
+def parse_json(text: str | bytes) -> dict[str, Any]:
+    """The JSON object; a ValueError says why it is none, however deep its brackets are."""
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        raise ValueError("its brackets are nested too deeply") from None
+    if not isinstance(found, dict):
+        raise ValueError("it is not a JSON object")
+    return found
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; OSError where it can't be read, ValueError where it holds none."""
+    return parse_json(read_bytes(path))
+
+
+def read_bytes(path: Path) -> bytes:
+    """The file's content; a ValueError for a pipe or a device, which would be waited for."""
+    if path.exists() and not path.is_file():
+        raise ValueError("it is not a regular file")
+    return path.read_bytes()
+
+
+def regular(path: Path, what: str) -> Path:
+    """The path; a `UserError` where it is a pipe, a socket or a device, which would be waited for."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise UserError(f"{what} {path} is not a regular file; give a file")
+    return path
+
+
+def refuse_links(folder: Path, names: Iterable[str]) -> None:
+    """A `UserError` where one of the folders of these names, or one below them, is a symbolic link: what is written
+    there would land somewhere else."""
+    for place in (folder / name for name in names):
+        below = (Path(above, each) for above, folders, _ in os.walk(place) for each in folders)
+        for each in (place, *below):
+            if each.is_symlink():
+                raise UserError(f"{each} is a symbolic link, and nothing is written through one; remove it")
 
 
 def save_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
@@ -97,10 +154,8 @@ def write_record(folder: Path, record: Record) -> None:
 def read_record(folder: Path) -> Record | None:
     """The record in the folder, or None when the job left none; one that can't be read is a `UserError`."""
     try:
-        text = (folder / "record.json").read_text(encoding="utf-8")
+        return from_json(Record, read_json(folder / "record.json"))
     except FileNotFoundError:
         return None
-    try:
-        return from_json(Record, json.loads(text))
-    except ValueError as e:
+    except (ValueError, UserError) as e:
         raise UserError(f"{folder / 'record.json'} is damaged ({e}); remove that folder to measure it again") from e

@@ -48,6 +48,18 @@ def check_known(what: str, name: str, known: Iterable[str]) -> None:
         raise UserError(f"unknown {what} {name!r}; {hint}")
 
 
+def plain(text: object) -> str:
+    """Text for one line of a terminal: control characters (escape sequences, line ends) become spaces."""
+    return "".join(c if c.isprintable() else " " for c in str(text)).strip()
+
+
+def check_utf8(name: str) -> None:
+    """A `UserError` for a name with bytes of no text, which tables, TOML and terminals have no place for."""
+    shown = name.encode("utf-8", "backslashreplace").decode()
+    if shown != name:
+        raise UserError(f"the name {shown} is not UTF-8; rename it, or give a link with another name")
+
+
 @dataclass(frozen=True)
 class Tensor:
     """One input or output: `shape` holds a number per fixed dimension and a name per free one."""
@@ -343,6 +355,7 @@ def _build(kind: Any, data: Any, where: str) -> Any:
     if origin in (Union, types.UnionType):
         inner = [a for a in args if a is not type(None)]
         return None if data is None else _build(inner[0], data, where) if len(inner) == 1 else data
+    _check_kind(dict if dataclasses.is_dataclass(kind) else origin or kind, data, where)
     if origin is tuple:
         return tuple(_build(args[0], item, where) for item in data)
     if origin is dict:
@@ -359,3 +372,9 @@ def _build(kind: Any, data: Any, where: str) -> Any:
         return make(**{key: _build(hints[key], item, f"{where}.{key}") for key, item in data.items()})
     except TypeError as e:
         raise UserError(f"{where} is incomplete: {e}") from e
+
+
+def _check_kind(kind: Any, data: Any, where: str) -> None:
+    takes: Any = {tuple: (list, tuple), float: (float, int), Any: object}.get(kind, kind)
+    if not isinstance(data, takes):
+        raise UserError(f"{where} is of type {type(data).__name__}, which it can't be")

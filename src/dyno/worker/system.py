@@ -1,4 +1,4 @@
-"""The machine a job ran on, as far as the standard library sees it, and the threads it may use."""
+"""The machine that a job ran on, from the standard library alone, and the processors that it may use."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CPU_FLAGS = (
     "asimd",
 )
 PR_SET_PDEATHSIG = 1
-# What belongs to one interpreter and would lead another one astray.
+# Variables of one interpreter that would break another one.
 PYTHON_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONSTARTUP")
 
 
@@ -61,16 +61,16 @@ def _siblings(cpu: int, allowed: list[int]) -> list[int]:
 
 
 def pin(threads: int) -> list[int]:
-    """Keep this process on as many processors as it has threads; returns which."""
+    """Pin this process to as many processors as it has threads; returns which."""
     chosen = cores()[: max(1, threads)]
     os.sched_setaffinity(0, chosen)
     return chosen
 
 
 def die_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when the one that started it dies: no orphan disturbs the next study.
+    """Have the kernel kill this process when the one that started it dies: no orphan disturbs the next study.
 
-    `parent` is who started it; a parent that died before this was asked is seen by that, too.
+    `parent` is the id of the process that started this one: if it died before this call, the process ends at once.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -79,27 +79,27 @@ def die_with_parent(parent: int) -> None:
 
 
 def end(code: int) -> NoReturn:
-    """End this process at once, without what libraries have registered for its end; what was printed is kept."""
+    """End this process at once, without running exit handlers; buffered output is flushed first."""
     try:
         sys.stdout.flush()
         sys.stderr.flush()
-        ctypes.CDLL(None).fflush(None)  # what C libraries printed
-    finally:  # on a full disk nothing can be kept, and the code must still say so
+        ctypes.CDLL(None).fflush(None)  # C libraries have buffers of their own
+    finally:  # on a full disk flushing fails, and the exit code must be right all the same
         os._exit(code)
 
 
-def bearable(device: str) -> float:
-    """Processors that others may keep busy before a timing carries a warning.
+def contention_threshold(device: str) -> float:
+    """Processors that other programs may keep busy before a timing carries a warning.
 
-    On a GPU that is half of them: its host has little to do, and what others do on idle processors doesn't hinder it.
+    For a GPU that is half of them: its host has little to do, and work on idle processors doesn't slow it down.
     """
     return 0.2 if device == "cpu" else (os.cpu_count() or 1) / 2
 
 
-class Neighbours:
-    """How many processors everything else kept busy, the hypervisor's other guests included, since this was made.
+class CpuContention:
+    """CPU contention: how many processors other programs and the hypervisor's other guests have kept busy since now.
 
-    Whoever launched this process is no neighbour: its sampling of the GPU and of this process is part of every job.
+    The process that launched this one doesn't count: its sampling of the GPU and of this process is part of every job.
     """
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class Neighbours:
             self._kept = others, span
 
     def busy(self) -> float:
-        """Processors, on average; 0 where the system doesn't say."""
+        """Processors, on average; 0 where the system has no such figures."""
         others, span = self._kept or self._seconds()
         return max(0.0, others / span) if span > 0 else 0.0
 
@@ -142,14 +142,14 @@ def _own_seconds() -> float:
 
 
 def _launcher_seconds() -> float:
-    """Processor seconds of the parent so far; 0 where the system doesn't say."""
+    """Processor seconds of the parent so far; 0 where unknown."""
     # The name, in brackets, may hold spaces; what follows it doesn't.
     fields = _first_line(f"/proc/{os.getppid()}/stat").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if len(fields) > 12 else 0.0
 
 
 def memory() -> int:
-    """Resident set size of this process now, in bytes; 0 where the system doesn't say."""
+    """Resident set size of this process now, in bytes; 0 where unknown."""
     pages = _first_line("/proc/self/statm").split()
     return int(pages[1]) * os.sysconf("SC_PAGE_SIZE") if pages else 0
 
@@ -165,13 +165,13 @@ def peak_memory() -> int:
 
 def versions(distributions: Iterable[str]) -> dict[str, str]:
     """Installed version of each distribution (`a|b`: of either); absent ones are left out."""
-    found = {}
+    installed = {}
     for name in (one for either in distributions for one in either.split("|")):
         try:
-            found[name] = metadata.version(name)
+            installed[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def describe(distributions: Iterable[str] = ()) -> dict[str, Any]:
@@ -192,21 +192,21 @@ def describe(distributions: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def cpu_flags() -> set[str]:
-    """What the processor says it can do, empty where it doesn't say."""
+    """The processor's feature flags; empty where unknown."""
     info = _proc("/proc/cpuinfo")
     return set(info.get("flags", info.get("Features", "")).split())
 
 
 def _proc(path: str) -> dict[str, str]:
-    found: dict[str, str] = {}
+    fields: dict[str, str] = {}
     try:
         lines = Path(path).read_text().splitlines()
     except OSError:
-        return found
+        return fields
     for line in lines:
         key, _, value = line.partition(":")
-        found.setdefault(key.strip(), value.strip())
-    return found
+        fields.setdefault(key.strip(), value.strip())
+    return fields
 
 
 def _first_line(path: str) -> str:

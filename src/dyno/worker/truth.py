@@ -1,4 +1,4 @@
-"""Precision truth: did the engine compute in the type it was asked for?"""
+"""Precision truth: did the engine compute in the requested type?"""
 
 from __future__ import annotations
 
@@ -18,62 +18,66 @@ FLOATS = {*TYPES.values(), "float64"} - {"int8"}
 # A lower precision keeps sensitive layers higher on purpose; IEEE FP32 has no such excuse.
 LEAST_SHARE = {"fp32": 1.0, "tf32": 1.0}
 LEAST_SHARE_LOWERED = 0.5
-UNTOLD = "unknown"  # in place of a type: a part that the engine doesn't open
+UNKNOWN = "unknown"  # in place of a type: a part of the graph that the engine doesn't describe
 # Below this share of the layers, or of the time, a cause is too small to be worth a sentence.
 NOTEWORTHY = 0.1
 
 
-def precision_truth(asked: str, layers_by_type: Mapping[str, int], engine: str) -> dict[str, Any]:
-    """What `facts["precision_truth"]` holds: asked, share of compute layers by type, ok, refuted, and one sentence.
+def precision_truth(requested: str, layers_by_type: Mapping[str, int], engine: str) -> dict[str, Any]:
+    """The value of `facts["precision_truth"]`: asked, share of compute layers by type, ok, refuted, and one sentence.
 
-    `ok` needs every compute layer for fp32 and at least half of them for a lowered precision; `refuted` says that they
-    ran in something else. Parts that the engine does not open (`UNTOLD`) count for neither; an engine that tells the
-    types of half its compute layers or fewer is not ok either: what isn't known isn't true.
+    `ok` needs every compute layer for fp32 and at least half of them for a lowered precision; `refuted` means that they
+    ran in another type. Parts that the engine doesn't describe (`UNKNOWN`) count for neither. `ok` also needs an engine
+    that reports the types of more than half of its compute layers.
     """
-    total, wanted = sum(layers_by_type.values()), TYPES[asked]
+    total, wanted = sum(layers_by_type.values()), TYPES[requested]
     share = {kind: count / total for kind, count in sorted(layers_by_type.items())} if total else {}
-    told = total - layers_by_type.get(UNTOLD, 0)
-    held = layers_by_type.get(wanted, 0) >= LEAST_SHARE.get(asked, LEAST_SHARE_LOWERED) * told
-    ok = held and 2 * told > total
-    sentence = _sentence(asked, wanted, layers_by_type, engine)
+    reported = total - layers_by_type.get(UNKNOWN, 0)
+    held = layers_by_type.get(wanted, 0) >= LEAST_SHARE.get(requested, LEAST_SHARE_LOWERED) * reported
+    ok = held and 2 * reported > total
+    sentence = _sentence(requested, wanted, layers_by_type, engine)
     if held and not ok:
-        sentence += f", so {asked} is not confirmed"
-    return {"asked": asked, "share": share, "ok": ok, "refuted": not held, "sentence": sentence}
+        sentence += f", so {requested} is not confirmed"
+    return {"asked": requested, "share": share, "ok": ok, "refuted": not held, "sentence": sentence}
 
 
-def has_precision(kind: str, asked: str) -> bool:
-    """Whether a layer of this type says something of a graph's precision when nothing in it multiplies matrices.
+def has_precision(kind: str, requested: str) -> bool:
+    """Whether a layer of this type counts for the precision of a graph that has no matrix products.
 
-    Indices, shapes, sequences and truth values (bytes to an engine) are what they are in every precision.
+    Indices, shapes, sequences and booleans (bytes to an engine) have the same type in every precision.
     """
-    return kind in FLOATS or kind == TYPES[asked]
+    return kind in FLOATS or kind == TYPES[requested]
 
 
-def _sentence(asked: str, wanted: str, layers: Mapping[str, int], engine: str) -> str:
-    untold = layers.get(UNTOLD, 0)
-    total = sum(layers.values()) - untold
+def _sentence(requested: str, wanted: str, layers: Mapping[str, int], engine: str) -> str:
+    unknown = layers.get(UNKNOWN, 0)
+    total = sum(layers.values()) - unknown
     if not total:
-        return f"{engine} says nothing of the types its layers ran in"
-    others = "".join(f", {n} in {kind}" for kind, n in sorted(layers.items()) if kind not in (wanted, UNTOLD))
-    ran = f"asked for {asked}: {engine} ran {layers.get(wanted, 0)} of {total} compute layers in {wanted}{others}"
-    return f"{ran}; parts of the graph that it doesn't open: {untold}" if untold else ran
+        return f"{engine} doesn't report the types that its layers ran in"
+    others = "".join(f", {n} in {kind}" for kind, n in sorted(layers.items()) if kind not in (wanted, UNKNOWN))
+    ran = f"asked for {requested}: {engine} ran {layers.get(wanted, 0)} of {total} compute layers in {wanted}{others}"
+    return f"{ran}; parts of the graph that it doesn't open: {unknown}" if unknown else ran
 
 
 def why_not_faster(
-    asked: str, compute: Iterable[tuple[str, str]], time_by_operator: Mapping[str, float], converters: Iterable[str]
+    requested: str, compute: Iterable[tuple[str, str]], time_by_operator: Mapping[str, float], converters: Iterable[str]
 ) -> list[str]:
-    """Sentences about what keeps a lowered precision from being faster, from operator and type of the compute layers.
+    """Sentences on why a lowered precision isn't faster, from operator and type of the compute layers.
 
     `converters` are the operators that only change types or layouts; shares of time are from 0 to 1.
     """
-    if asked == "fp32":
+    if requested == "fp32":
         return []
-    found, layers = [], list(compute)
-    wide = Counter(operator for operator, kind in layers if kind == "float32")
-    if TYPES[asked] != "float32" and wide.total() > NOTEWORTHY * len(layers):
-        which = ", ".join(f"{count} {operator}" for operator, count in wide.items())
-        found.append(f"{wide.total()} of {len(layers)} compute layers stayed in float32 ({which})")
-    spent = {operator: time_by_operator[operator] for operator in converters if time_by_operator.get(operator, 0) > 0}
-    if sum(spent.values()) > NOTEWORTHY:
-        found.append(f"{sum(spent.values()):.0%} of the time goes into changing types and layouts ({', '.join(spent)})")
-    return found
+    reasons, layers = [], list(compute)
+    in_float32 = Counter(operator for operator, kind in layers if kind == "float32")
+    if TYPES[requested] != "float32" and in_float32.total() > NOTEWORTHY * len(layers):
+        operators = ", ".join(f"{count} {operator}" for operator, count in in_float32.items())
+        reasons.append(f"{in_float32.total()} of {len(layers)} compute layers stayed in float32 ({operators})")
+    overhead = {
+        operator: time_by_operator[operator] for operator in converters if time_by_operator.get(operator, 0) > 0
+    }
+    if sum(overhead.values()) > NOTEWORTHY:
+        reasons.append(
+            f"{sum(overhead.values()):.0%} of the time goes into changing types and layouts ({', '.join(overhead)})"
+        )
+    return reasons

@@ -12,39 +12,40 @@ from hypothesis import strategies as st
 from synthetic import Way
 
 from dyno.analysis.metrics import accuracy
-from dyno.analysis.metrics.accuracy import Budget, Decision, Paired, budgets, decide
+from dyno.analysis.metrics.accuracy import Budget, Decision, budgets, decide
+from dyno.analysis.metrics.hits import TOP1, TOP5, Paired, correct
 from dyno.analysis.records.results import Results, load
 from dyno.analysis.stats import paired_difference
 from dyno.worker.spec import UserError
 
 
 def pair(gained: int, lost: int, count: int) -> Paired:
-    return Paired(count, gained, lost, paired_difference(gained, lost, count))
+    return Paired(count, paired_difference(gained, lost, count), gained, lost)
 
 
 def test_top1_and_top5_count_the_first_answers() -> None:
     index = np.array([[1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 4, 5], [9, 8, 7, 6, 5, 4]], np.int32)
     answers = {"topk_index": index, "label": np.array([1, 4, 4])}
-    assert accuracy.correct(answers, 1).tolist() == [True, False, False]
-    assert accuracy.correct(answers, 5).tolist() == [True, True, False]
-    assert accuracy.correct(answers, 7) is None
-    assert accuracy.correct({"topk_index": index}, 1) is None
+    assert correct(answers, 1).tolist() == [True, False, False]
+    assert correct(answers, 5).tolist() == [True, True, False]
+    assert correct(answers, 7) is None
+    assert correct({"topk_index": index}, 1) is None
 
 
 def test_accuracy_of_a_stored_trial(demo: Results) -> None:
-    found = accuracy.of(demo.trials[0])
-    hits = accuracy.correct(demo.trials[0].answers, 1)
-    assert found.count == 360
-    assert found.top1.value == hits.mean()
-    assert found.top1.low < found.top1.value < found.top1.high
-    assert found.top5.value >= found.top1.value
+    found, five = TOP1.of(demo.trials[0]), TOP5.of(demo.trials[0])
+    hits = correct(demo.trials[0].answers, 1)
+    assert found.images == 360
+    assert found.interval.value == hits.mean()
+    assert found.interval.low < found.interval.value < found.interval.high
+    assert five.interval.value >= found.interval.value
 
 
 def test_no_labels_no_accuracy(tmp_path: Path) -> None:
     ways = [Way("pytorch", labelled=False), Way("openvino", labelled=False)]
     a, b = load(synthetic.write_run(tmp_path / "r", ways, samples=5, count=20)).trials
-    assert accuracy.of(a) is None
-    assert accuracy.paired(a, b) is None
+    assert TOP1.of(a) is None
+    assert TOP1.change(a, b) is None
 
 
 def test_pairs_are_matched_by_image(demo: Results) -> None:
@@ -57,8 +58,8 @@ def test_pairs_are_matched_by_image(demo: Results) -> None:
 def test_paired_counts_are_those_of_the_answers(demo: Results) -> None:
     reference = demo.trials[0]
     int8 = next(t for t in demo if t.way == "onnxruntime int8")
-    a, b = accuracy.correct(int8.answers, 1), accuracy.correct(reference.answers, 1)
-    found = accuracy.paired(int8, reference)
+    a, b = correct(int8.answers, 1), correct(reference.answers, 1)
+    found = TOP1.change(int8, reference)
     assert (found.gained, found.lost) == (int((a & ~b).sum()), int((b & ~a).sum()))
     assert found.difference.value == pytest.approx(a.mean() - b.mean())
 
@@ -79,8 +80,8 @@ def test_the_promised_images_settle_it(gained: int, lost: int, points: float) ->
     if decision.verdict != "undecided" or decision.more is None:
         return
     scale = (360 + 1.05 * decision.more) / 360
-    later = Paired(0, 0, 0, paired_difference(gained * scale, lost * scale, 360 * scale))
-    assert accuracy._verdict(later.difference, budget) != "undecided"
+    later = Paired(360, paired_difference(gained * scale, lost * scale, 360 * scale), gained, lost)
+    assert decide(later, budget).verdict != "undecided"
 
 
 def test_a_loss_that_is_the_budget_is_never_settled() -> None:

@@ -8,7 +8,7 @@ import pytest
 import synthetic
 from synthetic import Way
 
-from dyno.analysis.ranking.contention import crowding
+from dyno.analysis.ranking.contention import cpu_contention
 from dyno.analysis.ranking.correctness import WRONG
 from dyno.analysis.records.results import Results, load
 from dyno.analysis.tables import trial_table
@@ -29,7 +29,7 @@ def said(results: Results) -> list[str]:
 
 def test_a_quiet_study_has_nothing_to_say(tmp_path: Path) -> None:
     results = run(tmp_path, QUIET, QUIET)
-    assert crowding(results) is None
+    assert cpu_contention(results) is None
     assert "fastest is way1" in said(results)[0]
     assert take.commands(trial_table.read(results)) == [f"take it: dyno take {results.folder}"]
 

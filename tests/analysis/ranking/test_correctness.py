@@ -122,7 +122,7 @@ def test_the_wider_of_two_tolerances_counts(tmp_path: Path) -> None:
     assert all(held is not None and held.ok and held.precision == "int8" for held in both)
 
 
-def test_a_reference_that_ran_in_eight_bits_is_a_yardstick_of_eight_bits(tmp_path: Path) -> None:
+def test_a_reference_that_ran_in_eight_bits_has_the_tolerance_of_eight_bits(tmp_path: Path) -> None:
     for kind, ok in (("int8", True), ("float32", False)):
         ways = [Way("pytorch", "fp32", 0.004, facts={"layers_by_type": {kind: 4}}), Way("onnxruntime", "fp32", 0.001)]
         results = load(synthetic.write_run(tmp_path / kind, ways))

@@ -38,8 +38,8 @@ def test_only_trials_that_ended_well_can_be_chosen(demo: Results) -> None:
     assert set(frontier.usable(frame)["status"]) == {"ok"}
     assert set(frontier.within(frame)["budget"]) == {"within"}
     first = frontier.ranked(frontier.within(frame[frame["batch"] == 1])).iloc[0]
-    assert frontier.way(first) == "openvino bf16"
-    assert frontier.way(frontier.ranked(frontier.usable(frame), THROUGHPUT).iloc[0]) == "openvino int8"
+    assert frontier.configuration(first) == "openvino bf16"
+    assert frontier.configuration(frontier.ranked(frontier.usable(frame), THROUGHPUT).iloc[0]) == "openvino int8"
 
 
 def saturating(path: Path, batches: tuple[int, ...], fixed: float) -> pd.DataFrame:
@@ -59,7 +59,7 @@ def test_saturation_is_the_smallest_batch_near_the_best(tmp_path: Path) -> None:
 
 def test_throughput_that_still_rises_is_said_so(tmp_path: Path) -> None:
     (found,) = frontier.saturation(saturating(tmp_path, (1, 2, 4), fixed=50))
-    assert found.words == "throughput still rises at batch 4, the largest tried"
+    assert found.description == "throughput still rises at batch 4, the largest tried"
 
 
 def test_one_batch_says_nothing_of_saturation(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def test_exported_times_with_starts_and_ends_alone() -> None:
         ("[]", "holds no times"),
         ("[1, 2]", "neither a trtexec log"),
         ('[{"name": "conv", "averageMs": 1.0}]', "no computeMs"),
-        (json.dumps([row(), row()])[:-9], "no whole JSON"),
+        (json.dumps([row(), row()])[:-9], "not a complete JSON"),
         (json.dumps([row(computeMs="soon")]), "'soon' where trtexec writes a time"),
         (json.dumps([row(computeMs=-1)]), "'-1' where"),
         (json.dumps([row(computeMs=float("nan"))]), "'nan' where"),
@@ -151,7 +151,7 @@ def test_anything_else_is_refused_in_one_line(text: str, reason: str, tmp_path: 
 def test_files_that_are_no_text_are_refused(tmp_path: Path) -> None:
     binary = tmp_path / "net.engine"
     binary.write_bytes(b"ptrt\xff\xfe\x00\x80")
-    with pytest.raises(UserError, match="no text file"):
+    with pytest.raises(UserError, match="not a text file"):
         log.read(binary)
     with pytest.raises(UserError, match="can't be read"):
         log.read(tmp_path / "absent.log")

@@ -49,21 +49,21 @@ def trial(data: DataSpec, batch: int) -> Trial:
 @pytest.mark.parametrize("batch", [1, 3, 7, 10])
 def test_every_image_once_and_in_order_at_any_batch(data: DataSpec, batch: int) -> None:
     session = Linear(batch)
-    found = evaluate.outputs(session, trial(data, batch))
+    arrays = evaluate.outputs(session, trial(data, batch))
     pixels = np.load(Path(data.folder) / "images.npy")[[3, 1, 4, 15, 9, 2, 6]].astype(np.float32)
     expected = ((pixels / 255 - 0.5) / 0.5).reshape(7, -1) @ session.weights
-    np.testing.assert_allclose(found["output:output"], expected, rtol=1e-4, atol=1e-5)
-    assert found["sample"].tolist() == [3, 1, 4, 15, 9, 2, 6]
-    assert found["label"].tolist() == [3, 1, 4, 3, 9, 2, 6]
+    np.testing.assert_allclose(arrays["output:output"], expected, rtol=1e-4, atol=1e-5)
+    assert arrays["sample"].tolist() == [3, 1, 4, 15, 9, 2, 6]
+    assert arrays["label"].tolist() == [3, 1, 4, 3, 9, 2, 6]
     assert all(len(bound) == batch for bound in session.seen), "every run is at the trial's own batch"
 
 
 def test_the_best_ten_are_ranked(data: DataSpec) -> None:
-    found = evaluate.outputs(Linear(2), trial(data, 2))
-    assert found["topk_index"].shape == found["topk_score"].shape == (7, 10)
-    assert (found["topk_index"].dtype, found["topk_score"].dtype) == (np.int32, np.float32)
-    assert (np.diff(found["topk_score"]) <= 0).all()
-    np.testing.assert_array_equal(found["topk_index"][:, 0], found["output:output"].argmax(1))
+    arrays = evaluate.outputs(Linear(2), trial(data, 2))
+    assert arrays["topk_index"].shape == arrays["topk_score"].shape == (7, 10)
+    assert (arrays["topk_index"].dtype, arrays["topk_score"].dtype) == (np.int32, np.float32)
+    assert (np.diff(arrays["topk_score"]) <= 0).all()
+    np.testing.assert_array_equal(arrays["topk_index"][:, 0], arrays["output:output"].argmax(1))
 
 
 def test_fewer_classes_than_ten(data: DataSpec) -> None:
@@ -74,22 +74,22 @@ def test_fewer_classes_than_ten(data: DataSpec) -> None:
 def test_ties_rank_alike_everywhere(data: DataSpec) -> None:
     session = Linear(1)
     session.weights[:] = 0
-    found = evaluate.outputs(session, trial(data, 1))
-    assert (found["topk_index"] == np.arange(10)).all()
+    arrays = evaluate.outputs(session, trial(data, 1))
+    assert (arrays["topk_index"] == np.arange(10)).all()
 
 
 def test_random_inputs_have_no_labels() -> None:
-    found = evaluate.outputs(Linear(2), trial(DataSpec(count=5), 2))
-    assert set(found) == {"output:output", "output:scale", "topk_index", "topk_score", "sample"}
-    assert found["sample"].tolist() == [0, 1, 2, 3, 4]
-    assert found["output:output"].shape == (5, CLASSES)
+    arrays = evaluate.outputs(Linear(2), trial(DataSpec(count=5), 2))
+    assert set(arrays) == {"output:output", "output:scale", "topk_index", "topk_score", "sample"}
+    assert arrays["sample"].tolist() == [0, 1, 2, 3, 4]
+    assert arrays["output:output"].shape == (5, CLASSES)
 
 
 def test_raw_outputs_are_capped_and_answers_are_not(data: DataSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluate, "RAW_BYTES", 2 * (2 * CLASSES + 1) * 4)
-    found = evaluate.outputs(Linear(2), trial(data, 2))
-    assert found["output:output"].shape == (4, CLASSES)
-    assert len(found["topk_index"]) == len(found["label"]) == len(found["sample"]) == 7
+    arrays = evaluate.outputs(Linear(2), trial(data, 2))
+    assert arrays["output:output"].shape == (4, CLASSES)
+    assert len(arrays["topk_index"]) == len(arrays["label"]) == len(arrays["sample"]) == 7
 
 
 def test_the_session_may_reuse_its_output(data: DataSpec) -> None:
@@ -106,20 +106,20 @@ def test_the_session_may_reuse_its_output(data: DataSpec) -> None:
 
 def test_real_images_are_timed_after_a_tenth_of_warm_up(data: DataSpec) -> None:
     session = Linear(2)
-    found = evaluate.evaluate(session, trial(data, 2))
-    assert (found.images, found.warm_up) == (7, 2)
-    assert found.seconds > 0 and {m.tag: m.unit for m in found.measurements()} == {
+    evaluation = evaluate.evaluate(session, trial(data, 2))
+    assert (evaluation.images, evaluation.warm_up) == (7, 2)
+    assert evaluation.seconds > 0 and {m.tag: m.unit for m in evaluation.measurements()} == {
         "preprocess": "s", "inference": "s", "postprocess": "s", "pipeline": "1/s",
     }  # fmt: skip
-    assert found.facts() == {"images": 7, "seconds": found.seconds, "warm_up": 2}
-    assert all(len(samples) >= 3 and (samples > 0).all() for samples in found.stages.values())
+    assert evaluation.facts() == {"images": 7, "seconds": evaluation.seconds, "warm_up": 2}
+    assert all(len(samples) >= 3 and (samples > 0).all() for samples in evaluation.stages.values())
     for name, array in evaluate.outputs(Linear(2), trial(data, 2)).items():
-        np.testing.assert_array_equal(array, found.arrays[name])
+        np.testing.assert_array_equal(array, evaluation.arrays[name])
 
 
 def test_random_inputs_are_not_timed() -> None:
-    found = evaluate.evaluate(Linear(2), trial(DataSpec(count=5), 2))
-    assert (found.measurements(), found.facts()) == ([], {})
+    evaluation = evaluate.evaluate(Linear(2), trial(DataSpec(count=5), 2))
+    assert (evaluation.measurements(), evaluation.facts()) == ([], {})
 
 
 def test_pixels_go_as_they_are_to_a_uint8_input(data: DataSpec) -> None:
@@ -129,10 +129,10 @@ def test_pixels_go_as_they_are_to_a_uint8_input(data: DataSpec) -> None:
     assert {bound.dtype for bound in session.seen} == {np.dtype(np.uint8)}
 
 
-def test_what_the_data_set_knows_comes_along(data: DataSpec) -> None:
-    about = '{"decode_s": 0.002, "classes": ["a", "б"], "warnings": ["class \'б\' is in no image"]}'
-    (Path(data.folder) / "meta.json").write_text(about, encoding="utf-8")
-    found = evaluate.evaluate(Linear(2), trial(data, 2))
-    assert found.measurements()[0].tag == "decode" and found.decode == 0.002
-    assert found.arrays["classes"].tolist() == ["a", "б"]
-    assert found.oddities == ("class 'б' is in no image",)
+def test_metadata_of_the_data_set_is_recorded(data: DataSpec) -> None:
+    metadata = '{"decode_s": 0.002, "classes": ["a", "б"], "warnings": ["class \'б\' is in no image"]}'
+    (Path(data.folder) / "meta.json").write_text(metadata, encoding="utf-8")
+    evaluation = evaluate.evaluate(Linear(2), trial(data, 2))
+    assert evaluation.measurements()[0].tag == "decode" and evaluation.decode == 0.002
+    assert evaluation.arrays["classes"].tolist() == ["a", "б"]
+    assert evaluation.oddities == ("class 'б' is in no image",)

@@ -25,7 +25,7 @@ class Counting(Source):
         self.parts, self.seconds = parts, seconds
         self.filled: list[int] = []
 
-    def room(self):
+    def new_arrays(self):
         return {"input": np.full((BATCH, 2), -1.0, np.float32)}
 
     def fill(self, feed, number, part):
@@ -68,18 +68,18 @@ class Late(Session):
 
 @pytest.fixture
 def session(request: pytest.FixtureRequest) -> Iterator[Late]:
-    made = Late(request.param)
-    yield made
-    made.queue.shutdown()
+    late = Late(request.param)
+    yield late
+    late.queue.shutdown()
 
 
-def first(turn: int, fetched: dict[str, np.ndarray]) -> tuple[int, float]:
+def first(number: int, fetched: dict[str, np.ndarray]) -> tuple[int, float]:
     time.sleep(0.001)
     assert (fetched["output"] == fetched["output"][0, 0]).all()
-    return turn, float(fetched["output"][0, 0])
+    return number, float(fetched["output"][0, 0])
 
 
-def nothing(turn: int, fetched: dict[str, np.ndarray]) -> None:
+def nothing(number: int, fetched: dict[str, np.ndarray]) -> None:
     pass
 
 
@@ -89,11 +89,11 @@ def nothing(turn: int, fetched: dict[str, np.ndarray]) -> None:
 def test_every_batch_once_and_in_order(session: Late, small: bool, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "SMALL", 1 << 20 if small else 0)
     kept: list[float] = []
-    flowed = Pipeline(session, Counting(parts=2), helpers=3).run(
-        count, lambda turn, fetched: kept.append(float(fetched["output"][0, 0])), first
+    result = Pipeline(session, Counting(parts=2), helpers=3).run(
+        count, lambda number, fetched: kept.append(float(fetched["output"][0, 0])), first
     )
-    assert flowed.made == [(turn, 10.0 * turn) for turn in range(count)]
-    assert kept == [10.0 * turn for turn in range(count)]
+    assert result.results == [(number, 10.0 * number) for number in range(count)]
+    assert kept == [10.0 * number for number in range(count)]
     assert session.staged == session.slots + AHEAD, "buffers are made once, where the session wants them"
 
 
@@ -101,7 +101,7 @@ def test_every_batch_once_and_in_order(session: Late, small: bool, count: int, m
 def test_buffers_serve_a_second_run(session: Late) -> None:
     source = Counting()
     both = Pipeline(session, source)
-    assert both.run(5, nothing, first).made == both.run(5, nothing, first).made
+    assert both.run(5, nothing, first).results == both.run(5, nothing, first).results
     assert session.staged == session.slots + AHEAD
     assert source.filled == [*range(5), *range(5)]
 
@@ -116,12 +116,12 @@ def test_warm_up_fills_the_pipeline_and_counts_for_nothing(session: Late) -> Non
     kept: list[int] = []
     source = SlowStart()
     begin = time.perf_counter()
-    flowed = Pipeline(session, source).run(6, lambda turn, fetched: kept.append(turn), first, warm_up=4)
+    result = Pipeline(session, source).run(6, lambda number, fetched: kept.append(number), first, warm_up=4)
     took = time.perf_counter() - begin
-    assert flowed.seconds > 0.01 and took - flowed.seconds > 0.19, "six batches of 2 ms, without the two slow ones"
+    assert result.seconds > 0.01 and took - result.seconds > 0.19, "six batches of 2 ms, without the two slow ones"
     assert source.filled == [*range(4), *range(6)]
     assert kept == [*range(6)]
-    assert flowed.made == [(turn, 10.0 * turn) for turn in range(6)]
+    assert result.results == [(number, 10.0 * number) for number in range(6)]
 
 
 @pytest.mark.parametrize("session", [2], indirect=True)
@@ -139,27 +139,27 @@ def test_reading_running_and_ranking_overlap(session: Late) -> None:
             meeting.wait(600)
         Late._compute(session, slot)
 
-    def rank(turn: int, fetched: dict[str, np.ndarray]) -> int:
-        if turn == 7:
+    def rank(number: int, fetched: dict[str, np.ndarray]) -> int:
+        if number == 7:
             meeting.wait(600)
-        return turn
+        return number
 
     session._compute = compute  # type: ignore[method-assign]
-    assert Pipeline(session, Reading(), helpers=2).run(20, nothing, rank).made == [*range(20)]
+    assert Pipeline(session, Reading(), helpers=2).run(20, nothing, rank).results == [*range(20)]
 
 
 @pytest.mark.parametrize("session", [1], indirect=True)
 def test_stages_do_not_overlap(session: Late) -> None:
-    found = Pipeline(session, Counting(seconds=0.004)).stages(first, 0.05)
-    assert list(found) == ["preprocess", "inference", "postprocess"]
-    assert len({len(samples) for samples in found.values()}) == 1 and len(found["inference"]) >= 3
+    stages = Pipeline(session, Counting(seconds=0.004)).stages(first, 0.05)
+    assert list(stages) == ["preprocess", "inference", "postprocess"]
+    assert len({len(samples) for samples in stages.values()}) == 1 and len(stages["inference"]) >= 3
     for name, least in (("preprocess", 0.004), ("inference", 0.002), ("postprocess", 0.001)):
-        assert found[name].min() >= least
+        assert stages[name].min() >= least
 
 
 @pytest.mark.parametrize("session", [3], indirect=True)
 def test_an_error_in_any_thread_ends_the_run(session: Late) -> None:
-    def broken(turn: int, fetched: dict[str, np.ndarray]) -> None:
+    def broken(number: int, fetched: dict[str, np.ndarray]) -> None:
         raise ValueError("no ranks")
 
     with pytest.raises(ValueError, match="no ranks"):

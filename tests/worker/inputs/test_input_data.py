@@ -109,7 +109,7 @@ def test_several_inputs_are_all_fed() -> None:
 @pytest.mark.parametrize(
     ("tensors", "dims", "message"),
     [
-        ([FREE], Dims(3, 8, 8), r"the images are 3x4x4 but the model's input 'input' is 3x8x8; give the --size"),
+        ([FREE], Dims(3, 8, 8), r"the images are 3x4x4 but the model's input 'input' is 3x8x8; set --size"),
         ([IMAGE, Tensor("mask", "float32", (3, 2))], DIMS, "images fit a model with one N x C x H x W input"),
         ([Tensor("ids", "int64", (3, 2))], DIMS, "images fit a model with one N x C x H x W input"),
     ],

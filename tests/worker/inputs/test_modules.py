@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dyno.worker.inputs.input_data import batches, fingerprint
-from dyno.worker.inputs.modules import Taken, settled, taken
+from dyno.worker.inputs.modules import ModuleInputs, describe_inputs, verify_inputs
 from dyno.worker.inputs.specs import arguments
 from dyno.worker.spec import DataSpec, Dims, InputSpec, ModelSpec, Preprocess, Tensor, UserError
 
@@ -32,9 +32,9 @@ class Image(nn.Module):
         return x.mean((2, 3))
 
 
-def described(module: nn.Module, examples: Any, asked: Any = None) -> Taken:
-    found = taken(module, MODEL, examples, asked or {})
-    return settled(module, MODEL, found, Dims(found.batch, *found.size))[0]
+def described(module: nn.Module, examples: Any, asked: Any = None) -> ModuleInputs:
+    inputs = describe_inputs(module, MODEL, examples, asked or {})
+    return verify_inputs(module, MODEL, inputs, Dims(inputs.batch, *inputs.size))[0]
 
 
 def fed(specs: tuple[InputSpec, ...], batch: int = 8, count: int = 4) -> list[dict[str, np.ndarray]]:
@@ -80,15 +80,15 @@ def test_a_constant_keyword_reaches_forward() -> None:
 
 def test_one_image_stays_the_one_image() -> None:
     for examples in (None, torch.randn(1, 3, 8, 12), {"x": torch.zeros(1, 3, 8, 12)}):
-        assert taken(Image(), MODEL, examples, {}).inputs == ()
-    assert taken(Image(), MODEL, torch.randn(4, 3, 8, 12), {}).size == (8, 12)
-    assert taken(Image(), MODEL, None, {"input": {"shape": [2, 3, 8, 8]}}).batch == 2
-    other = taken(Image(), MODEL, torch.randn(1, 5, 8, 8), {}).inputs
+        assert describe_inputs(Image(), MODEL, examples, {}).inputs == ()
+    assert describe_inputs(Image(), MODEL, torch.randn(4, 3, 8, 12), {}).size == (8, 12)
+    assert describe_inputs(Image(), MODEL, None, {"input": {"shape": [2, 3, 8, 8]}}).batch == 2
+    other = describe_inputs(Image(), MODEL, torch.randn(1, 5, 8, 8), {}).inputs
     assert other == (InputSpec("x", "float32", ("batch", 5, "height", "width")),)
 
 
 def test_what_is_no_tensor_is_named() -> None:
     with pytest.raises(UserError, match="example of net's input 'x' is a object; it must be a tensor, an array"):
-        taken(Image(), MODEL, {"x": object()}, {})
+        describe_inputs(Image(), MODEL, {"x": object()}, {})
     with pytest.raises(UserError, match="net has 2 example inputs, but its forward takes x"):
-        taken(Image(), MODEL, (torch.ones(1), torch.ones(1)), {})
+        describe_inputs(Image(), MODEL, (torch.ones(1), torch.ones(1)), {})

@@ -119,9 +119,9 @@ def test_fixed_shapes_that_a_file_can_not_have_are_refused(tmp_path: Path) -> No
     graph = onnx.helper.make_graph([onnx.helper.make_node("Relu", ["x"], ["y"])], "g", [value], [out])
     model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=10)
     onnx.save(model, tmp_path / "m.onnx")
-    from dyno.worker.onnx_graph.file import given
+    from dyno.worker.onnx_graph.file import prepare_given
 
-    parent = given(str(tmp_path / "m.onnx"), None, tmp_path)
+    parent = prepare_given(str(tmp_path / "m.onnx"), None, tmp_path)
     trial = replace(_trial(f"file:{tmp_path / 'm.onnx'}"), dims=Dims(4, 16, 16))
     recipe = static_of(Recipe("onnx_export", "onnx", "fp32", trial.model, trial.dims), trial)
     with pytest.raises(UserError, match="fixed height 8"):

@@ -59,7 +59,7 @@ def test_parse_refuses_what_is_no_source(source):
         ("torchvision:resnt50", "did you mean torchvision:resnet50?"),
         ("timm:vit_tiny_patch16_22", "did you mean timm:vit_tiny_patch16_224?"),
         ("torchvision.models:resnt50", "did you mean 'resnet50'?"),
-        ("resnet50", "try torchvision:resnet50"),
+        ("resnet50", "did you mean torchvision:resnet50?"),
         ("nowhere_at_all:net", "No module named 'nowhere_at_all'"),
         ("missing.py:net", "missing.py doesn't exist"),
         ("math:pi", "is a float"),
@@ -148,9 +148,9 @@ def test_the_number_of_classes_is_read_from_the_checkpoint(source, tmp_path):
     path = tmp_path / "w.pth"
     torch.save(models.load(spec("torchvision:resnet18", classes=4)).state_dict(), path)
     assert models.load(spec(source, weights=str(path))).fc.out_features == 4
-    said = refusal(spec(source, classes=5, weights=str(path)))
-    assert "fc.weight (model [5, 512], file [4, 512])" in said
-    assert said.endswith("; they are of 4 classes: give --classes 4")
+    message = refusal(spec(source, classes=5, weights=str(path)))
+    assert "fc.weight (model [5, 512], file [4, 512])" in message
+    assert message.endswith("; they are of 4 classes: give --classes 4")
 
 
 def test_weights_of_other_classes_say_what_to_give(tmp_path, trained):
@@ -164,8 +164,8 @@ def test_weights_of_other_classes_say_what_to_give(tmp_path, trained):
     weights = {"channels": 1, "weights": str(tmp_path / "ten.pt")}
     assert refusal(spec(f"{file}:net", **weights)).endswith("; they are of 10 classes: give --classes 10")
     assert models.load(spec(f"{file}:net", classes=10, **weights)).fc.out_features == 10
-    said = refusal(spec(f"{file}:fixed", **weights))
-    assert said.endswith("they are of 10 classes: let the function take num_classes and give --classes 10")
+    message = refusal(spec(f"{file}:fixed", **weights))
+    assert message.endswith("they are of 10 classes: let the function take num_classes and give --classes 10")
 
 
 def test_weights_that_do_not_fit_are_named(tmp_path, trained):
@@ -173,9 +173,9 @@ def test_weights_that_do_not_fit_are_named(tmp_path, trained):
     del state["conv1.weight"]
     state["extra"] = torch.zeros(1)
     torch.save(state, tmp_path / "w.pt")
-    said = refusal(spec(channels=1, weights=str(tmp_path / "w.pt")))
-    assert "missing conv1.weight" in said
-    assert "unexpected extra" in said
+    message = refusal(spec(channels=1, weights=str(tmp_path / "w.pt")))
+    assert "missing conv1.weight" in message
+    assert "unexpected extra" in message
 
 
 class Trap:
@@ -234,11 +234,11 @@ def test_damaged_checkpoints_are_refused(suffix, tmp_path, trained):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"), [({"epoch": 1, "net": {}}, "it has epoch, net"), (torch.zeros(1), "a Tensor")]
+    ("content", "message"), [({"epoch": 1, "net": {}}, "it has epoch, net"), (torch.zeros(1), "a Tensor")]
 )
-def test_a_checkpoint_without_weights_says_what_it_has(content, said, tmp_path):
+def test_a_checkpoint_without_weights_says_what_it_has(content, message, tmp_path):
     torch.save(content, tmp_path / "w.pt")
-    assert said in refusal(spec(weights=str(tmp_path / "w.pt")))
+    assert message in refusal(spec(weights=str(tmp_path / "w.pt")))
 
 
 def test_a_failed_download_is_one_line(tmp_path, monkeypatch):
@@ -247,8 +247,8 @@ def test_a_failed_download_is_one_line(tmp_path, monkeypatch):
 
     monkeypatch.setattr("socket.getaddrinfo", no_network)
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    said = refusal(spec("torchvision:resnet18", pretrained=True))
-    assert "published weights of torchvision:resnet18 can't be loaded" in said
+    message = refusal(spec("torchvision:resnet18", pretrained=True))
+    assert "published weights of torchvision:resnet18 can't be loaded" in message
 
 
 def test_preprocess_is_what_the_library_says():

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dyno.worker.nets import models
-from dyno.worker.nets.random_weights import settle, undo_zero_init
+from dyno.worker.nets.random_weights import init_batch_norm, undo_zero_init
 from dyno.worker.spec import Dims, ModelSpec
 
 LARGEST = 65504.0  # of float16
@@ -39,7 +39,7 @@ def small() -> nn.Sequential:
 @pytest.mark.slow
 def test_a_deep_random_network_fits_float16():
     deep = ModelSpec("r", "torchvision:resnet101")
-    assert largest(models.drawn(deep)) > LARGEST
+    assert largest(models.build(deep)) > LARGEST
     assert largest(models.load(deep)) < LARGEST / 4
 
 
@@ -47,8 +47,8 @@ def test_a_deep_random_network_fits_float16():
 def test_the_statistics_do_not_depend_on_threads(source):
     def settled(threads: int) -> str:
         torch.set_num_threads(threads)
-        module = models.drawn(ModelSpec("m", source)) if source else small()
-        settle(torch, module, 3, (224, 224))
+        module = models.build(ModelSpec("m", source)) if source else small()
+        init_batch_norm(torch, module, 3, (224, 224))
         assert torch.get_num_threads() == threads
         return models.weights_sha256(module)
 
@@ -61,7 +61,7 @@ def test_the_statistics_do_not_depend_on_threads(source):
 
 def test_each_norm_gives_unit_variance_and_is_as_it_was_otherwise():
     module = small().train()
-    settle(torch, module, 3, (64, 64))
+    init_batch_norm(torch, module, 3, (64, 64))
     for norm in (module[1], module[3]):
         assert norm.momentum == 0.1 and int(norm.num_batches_tracked) == 0 and not norm.training
         assert norm.running_var.dtype is torch.float32 and not norm._forward_hooks and not norm._forward_pre_hooks
@@ -89,7 +89,7 @@ def test_a_small_error_stays_small_through_residual_branches(monkeypatch):
     def settled() -> nn.Sequential:
         torch.manual_seed(0)
         module = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), *(Block() for _ in range(30)))
-        settle(torch, module, 3, (64, 64))
+        init_batch_norm(torch, module, 3, (64, 64))
         return module
 
     module = settled()
@@ -126,14 +126,14 @@ class Only(nn.Module):
 
 def test_a_network_for_one_size_is_settled_at_its_own():
     module = Only(40)
-    settle(torch, module, 3, (40, 40))
+    init_batch_norm(torch, module, 3, (40, 40))
     assert float((module.net[1].running_var - 1).abs().max()) > 0.1
 
 
 def test_a_network_that_refuses_is_left_as_it_was_drawn():
     module = Only(40)
     drawn = models.weights_sha256(module)
-    settle(torch, module, 3, (50, 50))
+    init_batch_norm(torch, module, 3, (50, 50))
     assert models.weights_sha256(module) == drawn
     assert {p.dtype for p in module.parameters()} == {torch.float32}
 

@@ -69,7 +69,7 @@ def test_the_length_of_a_prediction_says_the_rest(
 
 
 @pytest.mark.parametrize(
-    ("task", "said", "outputs", "says"),
+    ("task", "metadata", "outputs", "reason"),
     [
         ("pose", {"task": "detect"}, [(1, 84, 8400)], "is a network for detect, not pose"),
         ("detect", {}, [(1, 1000)], "1x1000; a network for detect gives predictions"),
@@ -79,6 +79,6 @@ def test_the_length_of_a_prediction_says_the_rest(
         ("segment", {}, [(1, 30, 8400), (1, 32, 160, 160)], "check --task and --classes"),
     ],
 )
-def test_contradictions_are_one_line(task: str, said: dict[str, Any], outputs: list[Any], says: str) -> None:
-    with pytest.raises(UserError, match=says):
-        task_facts.facts(MODEL, task, said, outputs)
+def test_contradictions_are_one_line(task: str, metadata: dict[str, Any], outputs: list[Any], reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        task_facts.facts(MODEL, task, metadata, outputs)

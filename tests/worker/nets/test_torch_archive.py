@@ -97,7 +97,7 @@ def test_a_planted_command_is_never_run(tmp_path: Path, place: str, protocol: in
     if place not in ("top", "model"):
         assert torch.equal(torch_archive.tensors(found)["body.0.weight"], module.body[0].weight)
         read_checkpoint(str(tmp_path / "trap.pt"))
-    assert torch_archive.what_to_do(archive)
+    assert torch_archive.advice(archive)
     assert not mark.exists()
     torch.load(tmp_path / "trap.pt", weights_only=False)
     assert mark.exists(), "the trap is a real one"
@@ -128,23 +128,23 @@ def tensor(*, offset: int = 0, shape: bytes = b"I2\n", stride: bytes = b"I1\n", 
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "reason"),
     [
         (tensor(of=storage(count=10**12)), "the size of the tensor '0' is not what its entry says"),
         (tensor(of=storage(key="7")), "the size of the tensor '7'"),
         (tensor(of=storage("QInt8Storage")), "tensor of an unknown kind, QInt8"),
-        (tensor(shape=b"I-1\n"), "a tensor's shape is none"),
-        (b"S'elsewhere'\nQ.", "refers to something that is no tensor"),
+        (tensor(shape=b"I-1\n"), "invalid shape or stride"),
+        (b"S'elsewhere'\nQ.", "refers to something other than a tensor"),
         (b"ctorch._utils\n_rebuild_tensor_v2\n}b.", "a function is given a state"),
         (b"\x80\x02Nr\xff\xff\xff\xff.", "the pickle has LONG_BINPUT 4294967295"),
         (b"\x80\x04\x82\x01.", "the pickle has EXT1"),
         (b"\x80\x04\x8e\xff\xff\xff\xff\xff\xff\xff\x7f.", "cut short or damaged"),
-        (b"ccollections\nOrderedDict\n}S'x'\nI1\nsb.", "is damaged, or no file of torch.save"),
+        (b"ccollections\nOrderedDict\n}S'x'\nI1\nsb.", "is damaged, or not a file of torch.save"),
         (b"(lp0\n", "cut short or damaged"),
     ],
 )
-def test_sizes_that_lie_and_pickles_that_are_none(handmade: Handmade, content: bytes, says: str) -> None:
-    with pytest.raises(UserError, match=says) as e:
+def test_sizes_that_lie_and_pickles_that_are_none(handmade: Handmade, content: bytes, reason: str) -> None:
+    with pytest.raises(UserError, match=reason) as e:
         Archive(handmade(content, **{"0": bytes(8)})).load()
     assert "\n" not in str(e.value)
 
@@ -173,7 +173,7 @@ def script(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("save", "kind", "says"),
+    ("save", "kind", "advice"),
     [
         (lambda path: torch.save(Inside().state_dict(), path), WEIGHTS, "weights without their network: give that too"),
         (lambda path: torch.save({"model": {}, "path": Path("x")}, path), OTHER, "weights and objects (pathlib"),
@@ -182,10 +182,10 @@ def script(path: Path) -> None:
         (script, PROGRAM, "it is a TorchScript program"),
     ],
 )
-def test_files_are_told_from_one_another(tmp_path: Path, save: Callable[..., None], kind: str, says: str) -> None:
+def test_files_are_told_from_one_another(tmp_path: Path, save: Callable[..., None], kind: str, advice: str) -> None:
     save(tmp_path / "x.pt")
     archive = Archive(tmp_path / "x.pt")
-    assert archive.kind == kind and says in torch_archive.what_to_do(archive)
+    assert archive.kind == kind and advice in torch_archive.advice(archive)
 
 
 def test_what_is_no_file_of_torch_save(tmp_path: Path) -> None:
@@ -193,10 +193,10 @@ def test_what_is_no_file_of_torch_save(tmp_path: Path) -> None:
     torch.save([], tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     with zipfile.ZipFile(tmp_path / "other.pt", "w") as file:
         file.writestr("a.txt", "a")
-    for name, says in {
-        "text": "cut short, or in no format",
-        "old": "since PyTorch 1.6",
+    for name, reason in {
+        "text": "cut short, or not a torch.save file",
+        "old": "of PyTorch 1.6 or later",
         "other": "no data.pkl",
     }.items():
-        with pytest.raises(UserError, match=says):
+        with pytest.raises(UserError, match=reason):
             Archive(tmp_path / f"{name}.pt")

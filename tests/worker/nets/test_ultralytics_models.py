@@ -129,7 +129,7 @@ def test_where_a_checkpoint_lies_does_not_change_what_is_measured() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "reason"),
     [
         ("yolov8n", "did you mean ultralytics:yolov8n.yaml"),
         ("yolov8n-sge.yaml", "did you mean ultralytics:yolov8n-seg.yaml"),
@@ -144,14 +144,14 @@ def test_where_a_checkpoint_lies_does_not_change_what_is_measured() -> None:
         ("rtdetr-l.yaml", "unknown task"),
     ],
 )
-def test_networks_that_cannot_be_measured_are_refused_in_one_line(name: str, says: str) -> None:
-    with pytest.raises(UserError, match=says) as caught:
+def test_networks_that_cannot_be_measured_are_refused_in_one_line(name: str, reason: str) -> None:
+    with pytest.raises(UserError, match=reason) as caught:
         models.load(spec(name))
     assert "\n" not in str(caught.value)
 
 
 def test_every_network_that_is_suggested_exists() -> None:
-    tasks, names = ultralytics_models.library(), ultralytics_models._names()
+    tasks, names = ultralytics_models.library(), ultralytics_models._network_names()
     assert {"yolov8n.yaml", "yolov8x-pose-p6.yaml", "yolo11-cls-resnet18.yaml", "yolov9c-seg.yaml"} < set(names)
     files = {path.name for path in (Path(tasks.__file__).parents[1] / "cfg/models").rglob("*.yaml")}
     for name in sorted({*names} - files)[::4]:

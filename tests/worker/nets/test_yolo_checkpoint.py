@@ -125,7 +125,7 @@ def test_what_is_planted_in_a_checkpoint_is_never_run(saved: Callable[..., Path]
 
 
 @pytest.mark.parametrize(
-    ("config", "says"),
+    ("config", "reason"),
     [
         ({"activation": "__import__('os').system('touch ran')"}, "the activation .* is not a layer of torch.nn"),
         ({"activation": "nn.SiLU() or exit()"}, "is not a layer of torch.nn"),
@@ -136,11 +136,11 @@ def test_what_is_planted_in_a_checkpoint_is_never_run(saved: Callable[..., Path]
     ],
 )
 def test_an_architecture_names_layers_alone(
-    saved: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: dict[str, Any], says: str
+    saved: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: dict[str, Any], reason: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     path = changed(saved("yolov8n-cls", 4), lambda content: content["model"].yaml.update(config))
-    with pytest.raises(UserError, match=says) as e:
+    with pytest.raises(UserError, match=reason) as e:
         ultralytics_models.build(spec(path), str(path))
     assert "\n" not in str(e.value) and not Path("ran").exists()
 

@@ -50,19 +50,19 @@ W = (4, 4, 1, 1)
 
 
 def test_a_sum_keeps_the_branch_it_is_fused_with_in_float_and_its_relu_is_free() -> None:
-    found = placed(graph("Conv x w -> a", "Add x a -> b", "Relu b -> c", "Conv c v -> d", weights={"w": W, "v": W}))
-    assert found == {"a": [True, True], "b": [True, False], "c": [False], "d": [True, True]}
+    pairs = placed(graph("Conv x w -> a", "Add x a -> b", "Relu b -> c", "Conv c v -> d", weights={"w": W, "v": W}))
+    assert pairs == {"a": [True, True], "b": [True, False], "c": [False], "d": [True, True]}
 
 
 def test_of_two_convolutions_the_longer_branch_takes_the_sum_in() -> None:
     net = ("Conv x u -> short", "Conv x v -> one", "Relu one -> two", "Conv two w -> long")
-    found = placed(graph(*net, "Add short long -> sum", weights={"u": W, "v": W, "w": W}))
-    assert found["sum"] == [True, False]
+    pairs = placed(graph(*net, "Add short long -> sum", weights={"u": W, "v": W, "w": W}))
+    assert pairs["sum"] == [True, False]
 
 
 def test_a_sum_that_no_convolution_can_take_in_stays_float() -> None:
-    found = placed(graph("Conv x w -> a", "Relu a -> b", "Add x b -> c", weights={"w": W}))
-    assert found["c"] == [False, False]
+    pairs = placed(graph("Conv x w -> a", "Relu a -> b", "Add x b -> c", weights={"w": W}))
+    assert pairs["c"] == [False, False]
     shared = placed(graph("Conv x w -> a", "Add x a -> b", "Mul a b -> c", weights={"w": W}))
     assert shared["b"] == [False, False]
 
@@ -73,8 +73,8 @@ def test_a_transformers_sums_and_pools_stay_float() -> None:
 
 
 def test_what_is_excluded_stays_float() -> None:
-    found = placed(graph("MatMul x w -> a", "MatMul a x -> b", weights={"w": (6, 6)}), excluded=frozenset({"b"}))
-    assert found == {"a": [True, True], "b": [False, False]}
+    pairs = placed(graph("MatMul x w -> a", "MatMul a x -> b", weights={"w": (6, 6)}), excluded=frozenset({"b"}))
+    assert pairs == {"a": [True, True], "b": [False, False]}
 
 
 @pytest.mark.parametrize("mean", ["GlobalAveragePool a -> m", "ReduceMean a -> m 2 3", "ReduceMean a -> m -1 -2"])
@@ -90,12 +90,12 @@ def test_scales_are_symmetric_per_channel_and_never_zero() -> None:
     weight[1] = 0
     model.graph.initializer[0].CopyFrom(onnx.numpy_helper.from_array(weight, "w"))
     placed(model)
-    found = {t.name: onnx.numpy_helper.to_array(t) for t in model.graph.initializer}
-    assert all(not a.any() and a.dtype == np.int8 for name, a in found.items() if name.endswith("zero_point"))
-    assert found["x_for_a_0_scale"] == pytest.approx(2 / 127)
+    pairs = {t.name: onnx.numpy_helper.to_array(t) for t in model.graph.initializer}
+    assert all(not a.any() and a.dtype == np.int8 for name, a in pairs.items() if name.endswith("zero_point"))
+    assert pairs["x_for_a_0_scale"] == pytest.approx(2 / 127)
     peaks = np.abs(weight).max(axis=(1, 2, 3))
     peaks[1] = 127
-    np.testing.assert_allclose(found["w_for_a_1_scale"], peaks / 127, rtol=1e-6)
+    np.testing.assert_allclose(pairs["w_for_a_1_scale"], peaks / 127, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Given files become what their exporter meant, and each change is said."""
+"""Given files are repaired, and each change is a warning."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from onnx import helper as h
 from onnx import numpy_helper
 
 from dyno.worker.onnx_graph.check import session
-from dyno.worker.onnx_graph.file import check, given, read_io
+from dyno.worker.onnx_graph.file import check, prepare_given, read_io
 from dyno.worker.onnx_graph.repair import in_single
 from dyno.worker.spec import UserError
 
@@ -29,12 +29,12 @@ def linear(dtype: Any = np.float32, ir: int = 8, inputs: bool = False, opset: in
     return h.make_model(graph, opset_imports=[h.make_opsetid("", opset)], ir_version=ir)
 
 
-def taken(model: Any, folder: Path) -> tuple[Any, list[str]]:
-    """The file as it is measured, and what was said."""
+def prepared(model: Any, folder: Path) -> tuple[Any, list[str]]:
+    """The graph as it is measured, and the warnings."""
     onnx.save(model, folder / "given.onnx")
     (folder / "made").mkdir()
-    made = given(str(folder / "given.onnx"), None, folder / "made")
-    return onnx.load(made.path), made.made_by["warnings"]
+    artifact = prepare_given(str(folder / "given.onnx"), None, folder / "made")
+    return onnx.load(artifact.path), artifact.made_by["warnings"]
 
 
 def output(model: Any, feeds: np.ndarray = FEEDS) -> np.ndarray:
@@ -51,36 +51,36 @@ def test_a_batch_stored_as_less_than_1_is_free(tmp_path: Path, stored: int | Non
             dim.dim_value = stored
     onnx.save(model, tmp_path / "file.onnx")
     assert isinstance(read_io(str(tmp_path / "file.onnx"))[0][0].shape[0], str)
-    made, said = taken(model, tmp_path)
-    assert len(said) == (stored is not None)
-    if said:
-        assert said[0].startswith(f"axes stored as less than 1 are read as free ones: x axis 0 ({stored})")
-        assert made.graph.input[0].type.tensor_type.shape.dim[0].dim_param
-    np.testing.assert_allclose(output(made), FEEDS @ (np.arange(12).reshape(4, 3) / 8), rtol=1e-5)
+    repaired, warnings = prepared(model, tmp_path)
+    assert len(warnings) == (stored is not None)
+    if warnings:
+        assert warnings[0].startswith(f"axes stored as less than 1 are read as free ones: x axis 0 ({stored})")
+        assert repaired.graph.input[0].type.tensor_type.shape.dim[0].dim_param
+    np.testing.assert_allclose(output(repaired), FEEDS @ (np.arange(12).reshape(4, 3) / 8), rtol=1e-5)
 
 
 @pytest.mark.parametrize(("ir", "opset", "changed"), [(3, 8, False), (8, 17, True)])
 def test_weights_listed_as_inputs_are_none(tmp_path: Path, ir: int, opset: int, changed: bool) -> None:
-    made, said = taken(linear(ir=ir, inputs=True, opset=opset), tmp_path)
-    assert [value.name for value in made.graph.input] == (["x"] if changed else ["x", "w"])
+    repaired, warnings = prepared(linear(ir=ir, inputs=True, opset=opset), tmp_path)
+    assert [value.name for value in repaired.graph.input] == (["x"] if changed else ["x", "w"])
     assert (
-        said
+        warnings
         == ["1 weights were listed as inputs too and no longer are: ONNX Runtime folds nothing into those"] * changed
     )
     assert [tensor.name for tensor in read_io(str(tmp_path / "given.onnx"))[0]] == ["x"]
 
 
 def test_float64_is_computed_in_float32(tmp_path: Path) -> None:
-    made, said = taken(linear(np.float64), tmp_path)
-    assert said == ["the graph was in float64, in part or as a whole, and is computed in float32"]
-    assert output(made).dtype == np.float32
+    repaired, warnings = prepared(linear(np.float64), tmp_path)
+    assert warnings == ["the graph was in float64, in part or as a whole, and is computed in float32"]
+    assert output(repaired).dtype == np.float32
 
 
 def test_a_right_file_stays_where_it_is(tmp_path: Path) -> None:
     onnx.save(linear(), tmp_path / "right.onnx")
-    made = given(str(tmp_path / "right.onnx"), None, tmp_path)
-    assert made.path == str(tmp_path / "right.onnx")
-    assert made.made_by["warnings"] == []
+    repaired = prepare_given(str(tmp_path / "right.onnx"), None, tmp_path)
+    assert repaired.path == str(tmp_path / "right.onnx")
+    assert repaired.made_by["warnings"] == []
 
 
 def test_half_precision_is_cast_up_with_its_values_kept() -> None:
@@ -115,9 +115,9 @@ def test_the_files_own_functions_are_put_in_line(tmp_path: Path) -> None:
     model.graph.node.append(h.make_node("Twice", ["half"], ["y"], domain="acme"))
     model.functions.append(twice)
     model.opset_import.append(h.make_opsetid("acme", 1))
-    made, said = taken(model, tmp_path)
-    assert not made.functions and len(said) == 1 and "acme.Twice" in said[0]
-    np.testing.assert_array_equal(output(made), output(model))
+    repaired, warnings = prepared(model, tmp_path)
+    assert not repaired.functions and len(warnings) == 1 and "acme.Twice" in warnings[0]
+    np.testing.assert_array_equal(output(repaired), output(model))
 
 
 def test_what_is_no_tensor_of_numbers_is_refused_with_what_to_do(tmp_path: Path) -> None:

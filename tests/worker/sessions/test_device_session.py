@@ -21,5 +21,5 @@ def test_batches_in_flight() -> None:
 
 @pytest.mark.parametrize("slots", [0, -1, 1.5, "many"])
 def test_slots_that_are_none(slots: Any) -> None:
-    with pytest.raises(UserError, match="slots is a whole number"):
+    with pytest.raises(UserError, match="slots is"):
         slots_of(trial(slots=slots))

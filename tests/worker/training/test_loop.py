@@ -174,10 +174,10 @@ def test_the_state_runs_no_code_and_a_damaged_one_is_told(digits, nets, tmp_path
     assert set(torch.load(path, weights_only=True)) == {"about", "module", "optimizer", "schedule", "scaler"}
     for content in (path.read_bytes()[:5000], b"", b"no state"):
         path.write_bytes(content)
-        with pytest.raises(UserError, match="damaged or no state of a training; give another --out"):
+        with pytest.raises(UserError, match="damaged or not the state of a training; give another --out"):
             fit(digits, tmp_path, model, epochs=1)
     torch.save({"about": Path("x")}, path)  # would need code
-    with pytest.raises(UserError, match="damaged or no state"):
+    with pytest.raises(UserError, match="damaged or not the state"):
         fit(digits, tmp_path, model, epochs=1)
 
 
@@ -218,14 +218,14 @@ def test_a_gpu_learns_and_goes_on(mixed, digits, tmp_path):
 
 
 def test_the_table_says_what_happened(digits, nets, tmp_path):
-    told: list[str] = []
-    found = fit(digits, tmp_path, dataclasses.replace(NET, source=f"{nets}:two"), told.append)
-    assert told[:2] == ["build the model", "epoch 1/3"], "before the first batch, which may take long"
+    stages: list[str] = []
+    result = fit(digits, tmp_path, dataclasses.replace(NET, source=f"{nets}:two"), stages.append)
+    assert stages[:2] == ["build the model", "epoch 1/3"], "before the first batch, which may take long"
     rows = (tmp_path / snapshot.HISTORY).read_text().splitlines()
     assert rows[0] == "epoch,lr,train_loss,test_loss,top1,seconds,images_per_s"
     assert [row.split(",")[0] for row in rows[1:]] == ["1", "2", "3"]
-    assert found["top1"] == 100 * found["hits"] / 64 == max(float(row.split(",")[4]) for row in rows[1:])
-    assert found["top5"] >= found["top1"] and found["images"] == 128
+    assert result["top1"] == 100 * result["hits"] / 64 == max(float(row.split(",")[4]) for row in rows[1:])
+    assert result["top5"] >= result["top1"] and result["images"] == 128
 
 
 def test_weights_of_another_number_of_classes_get_a_new_head(digits, tmp_path):
@@ -233,11 +233,11 @@ def test_weights_of_another_number_of_classes_get_a_new_head(digits, tmp_path):
     state = models.load(dataclasses.replace(NET, classes=4, seed=9)).state_dict()
     save_file({k: v.contiguous() for k, v in state.items()}, tmp_path / "four.safetensors")
     given = dataclasses.replace(NET, weights=str(tmp_path / "four.safetensors"), classes=10)
-    module, said = network.build(given, DIMS)
-    assert said[0].endswith("has 4 classes and the data 10: fc.weight, fc.bias begin from random values")
+    module, notes = network.build(given, DIMS)
+    assert notes[0].endswith("has 4 classes and the data 10: fc.weight, fc.bias begin from random values")
     assert torch.equal(module.conv1.weight, state["conv1.weight"]) and module.fc.weight.shape[0] == 10
-    found = fit(digits, tmp_path / "run", given, epochs=1, freeze=True)
-    assert found["notes"] == [*said, "only fc.weight, fc.bias are trained"]
+    result = fit(digits, tmp_path / "run", given, epochs=1, freeze=True)
+    assert result["notes"] == [*notes, "only fc.weight, fc.bias are trained"]
     after = load_file(tmp_path / "run" / snapshot.BEST)
     assert all(torch.equal(after[name], state[name]) for name in state if not name.startswith("fc."))
     assert not torch.equal(after["fc.weight"], module.fc.weight)
@@ -249,8 +249,8 @@ def test_published_weights_keep_all_but_the_head(tmp_path, monkeypatch):
     torch.save(state, tmp_path / "hub/checkpoints/resnet18-f37072fd.pth")
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     net = ModelSpec("r", "torchvision:resnet18", pretrained=True, classes=3)
-    module, said = network.build(net, Dims(2, 32, 32))
-    assert "has 1000" in said[0].replace("published weights of torchvision:resnet18 ", "") and "the data 3" in said[0]
+    module, notes = network.build(net, Dims(2, 32, 32))
+    assert "has 1000" in notes[0].replace("published weights of torchvision:resnet18 ", "") and "the data 3" in notes[0]
     assert torch.equal(module.layer4[1].conv2.weight, state["layer4.1.conv2.weight"])
 
 
@@ -307,7 +307,7 @@ def test_every_image_is_in_one_batch_and_none_is_alone(images, sizes, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("settings", "message"),
     [
         ({"epoch": 1}, "did you mean 'epochs'"),
         ({"epochs": 0}, "epochs is 0; it must be at least 1"),
@@ -322,9 +322,9 @@ def test_every_image_is_in_one_batch_and_none_is_alone(images, sizes, tmp_path):
         ({"warmup_epochs": 20}, "warmup_epochs is 20 of 20 epochs; it must be fewer"),
     ],
 )
-def test_options_that_can_not_work_are_refused(given, said):
-    with pytest.raises(UserError, match=said):
-        options(given)
+def test_options_that_can_not_work_are_refused(settings, message):
+    with pytest.raises(UserError, match=message):
+        options(settings)
 
 
 def test_every_optimiser_has_a_usual_rate():
@@ -335,15 +335,15 @@ def test_every_optimiser_has_a_usual_rate():
 
 
 def test_what_does_not_fit_is_refused(digits, nets, tmp_path):
-    def said(data: DataSpec, source: str = NET.source, dims: Dims = DIMS, **settings) -> str:
+    def refusal(data: DataSpec, source: str = NET.source, dims: Dims = DIMS, **settings) -> str:
         channels = 3 if source.startswith("torchvision") else 1
         with pytest.raises((UserError, Unavailable)) as caught:
             fit(data, tmp_path / "x", ModelSpec("x", source, channels=channels), dims=dims, **settings)
         return str(caught.value)
 
-    assert "needs images with labels" in said(DataSpec())
-    assert "1 channels and the model takes 3" in said(digits, "torchvision:resnet18")
-    assert "trained at 48" in said(digits, dims=Dims(2, 48, 48))
-    assert "tells 7 classes apart and the data has 10" in said(digits, f"{nets}:seven")
-    assert "only classifiers can be trained" in said(digits, f"{nets}:picture")
-    assert "needs a GPU" in said(digits, device="cuda:99")
+    assert "needs images with labels" in refusal(DataSpec())
+    assert "1 channels and the model takes 3" in refusal(digits, "torchvision:resnet18")
+    assert "trained at 48" in refusal(digits, dims=Dims(2, 48, 48))
+    assert "has 7 classes and the data has 10" in refusal(digits, f"{nets}:seven")
+    assert "only classifiers can be trained" in refusal(digits, f"{nets}:picture")
+    assert "needs a GPU" in refusal(digits, device="cuda:99")

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from dyno.analysis.charts.series import LONGEST, Panel, scaling, title_of
 from dyno.analysis.formatting import bounded, short, show
-from dyno.analysis.metrics.measures import Metric
+from dyno.analysis.metrics.metric import Metric
 from dyno.analysis.presentation.chart import Chart
 from dyno.analysis.ranking import frontier
-from dyno.analysis.ranking.contests import contests
-from dyno.analysis.ranking.frontier import LATENCY, THROUGHPUT, way
+from dyno.analysis.ranking.frontier import LATENCY, THROUGHPUT, configuration
+from dyno.analysis.ranking.rankings import rankings
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.style import HATCHES, INK, WIDTH, color, marker, styled
 
@@ -97,7 +97,7 @@ def _rows_figure(rows: pd.DataFrame, draw: Any, axis: str, value: Any) -> Any:
 
 
 def _name_rows(axes: Any, rows: pd.DataFrame, value: Any) -> None:
-    axes.set_yticks(range(len(rows)), [short(way(r), LONGEST) for _, r in rows.iterrows()])
+    axes.set_yticks(range(len(rows)), [short(configuration(r), LONGEST) for _, r in rows.iterrows()])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
     axes.grid(False, axis="y")
@@ -126,7 +126,7 @@ def accuracy(run: RunData, speed: str = LATENCY) -> Any:
 
 
 def _accuracy_panels(run: RunData, speed: str) -> Iterator[tuple[str, pd.DataFrame, Metric]]:
-    for contest in contests(run):
+    for contest in rankings(run):
         metric = contest.metric
         if metric.column not in contest.group:
             continue
@@ -138,7 +138,9 @@ def _accuracy_panels(run: RunData, speed: str) -> Iterator[tuple[str, pd.DataFra
 def _named_frontier(edge: pd.DataFrame, group: pd.DataFrame) -> str:
     """The frontier in words: names beside crowded points would cover them."""
     unequal = [k for k in ("size", "batch") if group[k].nunique() > 1]
-    names = [" ".join([short(way(r), LONGEST), *(f"{k} {r[k]}" for k in unequal)]) for _, r in edge.iterrows()]
+    names = [
+        " ".join([short(configuration(r), LONGEST), *(f"{k} {r[k]}" for k in unequal)]) for _, r in edge.iterrows()
+    ]
     more = f", and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     return "frontier (ringed), fastest first: " + ", ".join(names[:MOST_NAMED]) + more
 
@@ -162,7 +164,7 @@ def _accuracy_panel(axes: Any, group: pd.DataFrame, edge: pd.DataFrame, speed: s
     axes.set_xlim(left=max(0.0, axes.get_xlim()[0]))
     measured = "latency per batch, ms" if speed == LATENCY else "images per second"
     axes.set_xlabel(f"{measured} (95 % interval between processes)")
-    axes.set_ylabel(f"{metric.title}, % (95 % interval)")
+    axes.set_ylabel(f"{metric.label}, % (95 % interval)")
 
 
 def _groups(rows: pd.DataFrame) -> Iterator[Panel]:

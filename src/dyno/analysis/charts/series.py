@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from dyno.analysis.formatting import NO_IMAGE, bounded, short
 from dyno.analysis.ranking import frontier
-from dyno.analysis.ranking.frontier import LATENCY, THROUGHPUT, way
+from dyno.analysis.ranking.frontier import LATENCY, THROUGHPUT, configuration
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.style import LINES, WIDTH, color, marker, styled
 
@@ -90,7 +90,7 @@ def draw(axes: Any, group: pd.DataFrame, axis: str, column: str) -> None:
 
 def ways(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows of the first MOST_WAYS ways, with `way` and, as `twin`, which of those alike in colour and marker."""
-    rows = rows.assign(way=[way(r) for _, r in rows.iterrows()])
+    rows = rows.assign(way=[configuration(r) for _, r in rows.iterrows()])
     rows = rows[rows["way"].isin(list(dict.fromkeys(rows["way"]))[:MOST_WAYS])]
     alike: dict[tuple[str, str], dict[str, int]] = {}
     each = list(zip(rows["way"], rows["backend"], rows["precision"], strict=True))

@@ -1,44 +1,20 @@
-"""Task accuracy from stored answers: top-1 and top-5, the paired difference to a reference, and the budget decision."""
+"""What is common to all metrics of accuracy: which images two trials share, budgets, and the budget's decision."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from dyno.analysis.metrics import detection
+from dyno.analysis.metrics import known, measured
+from dyno.analysis.metrics.metric import Change
 from dyno.analysis.records.results import TrialResult
-from dyno.analysis.stats import Interval, paired_difference, wilson
+from dyno.analysis.stats import Interval
 from dyno.worker.spec import UserError, check_known
 
 WITHIN, OVER, UNDECIDED = "within", "over", "undecided"
-METRICS = {"top1": 1, "top5": 5}
-MEAN_AP = "mAP"  # of detectors: points of mAP50-95
 MOST_IMAGES = 10_000_000  # beyond this "more images" is no advice
-
-
-@dataclass(frozen=True)
-class Accuracy:
-    """Top-1 and top-5 of one trial as shares with Wilson intervals; `top5` is None with fewer than five answers."""
-
-    count: int
-    top1: Interval
-    top5: Interval | None
-
-
-@dataclass(frozen=True)
-class Paired:
-    """A trial and its reference on the same images: `gained` only the trial has right, `lost` only the reference.
-
-    `difference` is trial minus reference as a share, with Tango's interval.
-    """
-
-    count: int
-    gained: int
-    lost: int
-    difference: Interval
 
 
 @dataclass(frozen=True)
@@ -47,6 +23,11 @@ class Budget:
 
     metric: str
     points: float
+
+    @property
+    def limit(self) -> float:
+        """The lowest change that is within it, as a share."""
+        return -self.points / 100
 
     def __str__(self) -> str:
         return f"{self.metric}={self.points:g}"
@@ -66,64 +47,20 @@ def budgets(wanted: Mapping[str, float]) -> tuple[Budget, ...]:
     UserError for a metric that is none, and for points outside 0 to 100.
     """
     for metric, points in wanted.items():
-        check_known("budget", metric, (*METRICS, MEAN_AP))
+        check_known("budget", metric, list(known()))
         if not 0 <= points <= 100:
             raise UserError(f"budget {metric}={points:g} must be between 0 and 100 points, e.g. {metric}=0.5")
     return tuple(Budget(metric, points) for metric, points in wanted.items())
 
 
-def correct(answers: dict[str, np.ndarray], k: int) -> np.ndarray | None:
-    """Whether each image's label is among the first k answers, bool [N]; None without labels or with fewer than k."""
-    index, label = answers.get("topk_index"), answers.get("label")
-    if index is None or label is None or not len(label) or index.shape[1] < k or len(index) != len(label):
-        return None
-    if label.max() < 0:  # images without labels
-        return None
-    return np.asarray((index[:, :k] == label[:, None]).any(axis=1))
-
-
-def of(trial: TrialResult) -> Accuracy | None:
-    """Accuracy of the trial, None when it isn't a classifier on labelled images."""
-    top1 = correct(trial.answers, 1)
-    if top1 is None:
-        return None
-    top5 = correct(trial.answers, 5)
-    return Accuracy(len(top1), _share(top1), None if top5 is None else _share(top5))
-
-
 def judged(trial: TrialResult) -> bool:
-    """Whether the trial has an accuracy: of a classifier on labelled images, or of a detector on known objects."""
-    return correct(trial.answers, 1) is not None or detection.of(trial) is not None
+    """Whether the trial has an accuracy, by any metric of its task."""
+    return bool(measured(trial))
 
 
 def set_aside(trial: TrialResult) -> int:
     """How many images of the trial's data were not tested on because calibration has them."""
     return int((trial.facts.get("data") or {}).get("set_aside") or 0)
-
-
-def _share(hits: np.ndarray) -> Interval:
-    return wilson(int(hits.sum()), len(hits))
-
-
-def paired(trial: TrialResult, reference: TrialResult, metric: str = "top1") -> Paired | None:
-    """The trial against the reference on the images both have answered, None when there are none."""
-    own, other = (correct(t.answers, METRICS[metric]) for t in (trial, reference))
-    if own is None or other is None or not same_photographs(trial, reference):
-        return None
-    here, there = matching(trial.answers, reference.answers)
-    own, other = own[here], other[there]
-    if not len(own):
-        return None
-    gained, lost = int((own & ~other).sum()), int((other & ~own).sum())
-    return Paired(len(own), gained, lost, paired_difference(gained, lost, len(own)))
-
-
-def mean_ap_change(trial: TrialResult, reference: TrialResult) -> Interval | None:
-    """mAP50-95 of the trial less the reference's as a share, None where they didn't see the same photographs."""
-    own, other = detection.of(trial), detection.of(reference)
-    if own is None or other is None or not same_photographs(trial, reference):
-        return None
-    return detection.difference(own, other)
 
 
 def same_photographs(trial: TrialResult, other: TrialResult) -> bool:
@@ -148,70 +85,37 @@ def matching(own: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> tuple[
     if "sample" in own and "sample" in other and not np.array_equal(own["sample"], other["sample"]):
         _, here, there = np.intersect1d(own["sample"], other["sample"], return_indices=True)
         return here, there
-    same = np.arange(min(len(own["topk_index"]), len(other["topk_index"])))
+    names = ("sample", "label", "topk_index")
+    same = np.arange(min(len(next(a[name] for name in names if name in a)) for a in (own, other)))
     return same, same
 
 
-def decide(pair: Paired, budget: Budget) -> Decision:
+def decide(change: Change, budget: Budget) -> Decision:
     """Whether the loss against the reference stays within the budget, with confidence.
 
-    `within` and `over` only when the whole 95 % interval of the paired difference lies on that side of the budget.
-    Otherwise `undecided`, with the number of further images after which the same rates of gained and lost images would
-    settle it.
+    `within` and `over` only when the whole 95 % interval of the change lies on that side of the budget. Otherwise
+    `undecided`, with the number of further images after which the same rates would settle it.
     """
-    verdict = _verdict(pair.difference, budget)
+    verdict = side(change.difference, budget.limit)
     if verdict != UNDECIDED:
         return Decision(verdict)
-    count = _enough(pair, budget)
-    return Decision(UNDECIDED, None if count is None else _round_up(count - pair.count))
+    count = change.enough(budget.limit)
+    return Decision(UNDECIDED, None if count is None or count > MOST_IMAGES else _round_up(count - change.images))
 
 
-def decide_all(trial: TrialResult, reference: TrialResult, limits: Sequence[Budget]) -> Decision | None:
-    """The strictest decision over several budgets: over before undecided before within; None when none applies."""
-    decisions = [d for limit in limits if (d := _decision(trial, reference, limit))]
+def decide_all(changes: Mapping[str, Change], budgets: Sequence[Budget]) -> Decision | None:
+    """The strictest decision over several budgets: over before undecided before within; None when none applies.
+
+    `changes` are a trial's by the metric's name.
+    """
+    decisions = [decide(changes[budget.metric], budget) for budget in budgets if budget.metric in changes]
     order = (WITHIN, UNDECIDED, OVER)
     return max(decisions, key=lambda d: (order.index(d.verdict), d.more or 0), default=None)
 
 
-def _decision(trial: TrialResult, reference: TrialResult, limit: Budget) -> Decision | None:
-    if limit.metric == MEAN_AP:
-        own, found = detection.of(trial), mean_ap_change(trial, reference)
-        return decide_mean_ap(found, own.own.images, limit) if own and found else None
-    pair = paired(trial, reference, limit.metric)
-    return decide(pair, limit) if pair else None
-
-
-def decide_mean_ap(difference: Interval, images: int, budget: Budget) -> Decision:
-    """As `decide`, by the jackknife's interval, whose width falls with the square root of the images."""
-    if math.isnan(difference.low):
-        return Decision(UNDECIDED)
-    verdict = _verdict(difference, budget)
-    gap = abs(difference.value + budget.points / 100)
-    if verdict != UNDECIDED or not gap:
-        return Decision(verdict)
-    count = images * ((difference.value - difference.low) / gap) ** 2
-    return Decision(UNDECIDED, _round_up(math.ceil(count - images)) if count < MOST_IMAGES else None)
-
-
-def _verdict(difference: Interval, budget: Budget) -> str:
-    limit = -budget.points / 100
+def side(difference: Interval, limit: float) -> str:
+    """On which side of the limit, a share, the whole interval lies: WITHIN above it, OVER below, else UNDECIDED."""
     return WITHIN if difference.low >= limit else OVER if difference.high < limit else UNDECIDED
-
-
-def _enough(pair: Paired, budget: Budget) -> int | None:
-    def settled(count: int) -> bool:
-        scale = count / pair.count
-        return _verdict(paired_difference(pair.gained * scale, pair.lost * scale, count), budget) != UNDECIDED
-
-    low = high = pair.count
-    while not settled(high):
-        if high > MOST_IMAGES:
-            return None
-        low, high = high, 2 * high
-    while high - low > max(1, low // 50):
-        middle = (low + high) // 2
-        low, high = (low, middle) if settled(middle) else (middle, high)
-    return high
 
 
 def _round_up(count: int) -> int:

@@ -1,4 +1,4 @@
-"""Do two ways of running a model give the same outputs: isclose share, errors, and the table of the first ten ranks."""
+"""Do two configurations of a model give the same outputs: isclose share, errors, and the table of ten ranks."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def of(trial: TrialResult, reference: TrialResult, rtol: float = RTOL, atol: flo
         return None
     try:
         return agree(own, other, rtol, atol)
-    except UserError:  # other shapes: a way of running that gives something else has its own row and its own reason
+    except UserError:  # other shapes: that trial has a row and a reason of its own
         return None
 
 

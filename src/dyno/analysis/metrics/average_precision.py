@@ -38,7 +38,7 @@ def matches(evaluated: Iterable[dict[str, Any] | None], groups: dict[int, int], 
 
 
 def average(m: Matches, recalls: np.ndarray, without: int | None = None) -> np.ndarray:
-    """Average precision at each threshold, less one group of images; NaN where no object is left to be found.
+    """Average precision at each threshold, less one group of images; NaN where no object is left.
 
     The mean over `recalls` of the best precision at that recall or a higher one (Everingham et al. 2010, with COCO's
     101 points); `ignored` detections count neither as right nor as wrong.
@@ -54,8 +54,8 @@ def average(m: Matches, recalls: np.ndarray, without: int | None = None) -> np.n
     tried = np.cumsum(~ignored, axis=1, dtype=np.float64)
     precision = hits / np.maximum(tried, np.spacing(1))
     best = np.maximum.accumulate(precision[:, ::-1], axis=1)[:, ::-1]
-    found = np.zeros(len(right))
+    averages = np.zeros(len(right))
     for i, reached in enumerate(hits / wanted):
         places = np.searchsorted(reached, recalls, side="left")
-        found[i] = best[i, places[places < reached.size]].sum() / len(recalls)
-    return found
+        averages[i] = best[i, places[places < reached.size]].sum() / len(recalls)
+    return averages

@@ -1,4 +1,4 @@
-"""Do two ways of running a detector find the same objects: how many of one's sure detections the other has again."""
+"""Do two configurations of a detector find the same objects: how many of one's confident detections the other has."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def agree(own: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray]) ->
     same image, with an intersection over union >= 0.5. Each counts once: the surest choose first, the nearest box.
     """
     images = _images(own, reference)
-    a, b = _kept(own, images), _kept(reference, images)
+    a, b = _confident(own, images), _confident(reference, images)
     expected, own_sure = int((b.scores >= SURE).sum()), int((a.scores >= SURE).sum())
     if not expected:
         return None
-    return BoxAgreement(len(images), expected, _again(b, a), own_sure, _again(a, b))
+    return BoxAgreement(len(images), expected, _matched_count(b, a), own_sure, _matched_count(a, b))
 
 
 def of(trial: TrialResult, reference: TrialResult) -> BoxAgreement | None:
@@ -63,8 +63,8 @@ def of(trial: TrialResult, reference: TrialResult) -> BoxAgreement | None:
 
 def _stored(trial: TrialResult) -> dict[str, np.ndarray]:
     """Detections of the first good round that has any."""
-    each = (place.arrays("outputs.npz", ARRAYS) for place in trial.good)
-    return next((found for found in each if "detection_image" in found), {})
+    rounds = (place.arrays("outputs.npz", ARRAYS) for place in trial.good)
+    return next((arrays for arrays in rounds if "detection_image" in arrays), {})
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def _images(own: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray]) 
     return np.union1d(own["detection_image"], reference["detection_image"])
 
 
-def _kept(arrays: Mapping[str, np.ndarray], images: np.ndarray) -> _Detections:
+def _confident(arrays: Mapping[str, np.ndarray], images: np.ndarray) -> _Detections:
     keep = np.isin(arrays["detection_image"], images) & (arrays["detection_score"] >= DOUBTFUL)
     rows = np.flatnonzero(keep)
     rows = rows[np.argsort(-arrays["detection_score"][rows], kind="stable")]
@@ -92,17 +92,17 @@ def _kept(arrays: Mapping[str, np.ndarray], images: np.ndarray) -> _Detections:
     return _Detections(places, arrays["detection_box"][rows].astype(np.float64), arrays["detection_score"][rows])
 
 
-def _again(wanted: _Detections, there: _Detections) -> int:
+def _matched_count(detections: _Detections, others: _Detections) -> int:
     """How many of the sure detections the other has again."""
     free: dict[tuple[int, ...], list[int]] = {}
-    for row, place in enumerate(map(tuple, there.places.tolist())):
+    for row, place in enumerate(map(tuple, others.places.tolist())):
         free.setdefault(place, []).append(row)
     count = 0
-    for row in np.flatnonzero(wanted.scores >= SURE).tolist():
-        candidates = free.get(tuple(wanted.places[row].tolist()))
+    for row in np.flatnonzero(detections.scores >= SURE).tolist():
+        candidates = free.get(tuple(detections.places[row].tolist()))
         if not candidates:
             continue
-        overlaps = _overlap(wanted.boxes[row], there.boxes[candidates])
+        overlaps = _overlap(detections.boxes[row], others.boxes[candidates])
         best = int(overlaps.argmax())
         if overlaps[best] >= OVERLAP:
             candidates.pop(best)
@@ -115,5 +115,5 @@ def _overlap(box: np.ndarray, others: np.ndarray) -> np.ndarray:
     sides = np.minimum(box[2:], others[:, 2:]) - np.maximum(box[:2], others[:, :2])
     shared = sides.clip(0).prod(axis=1)
     areas = (others[:, 2:] - others[:, :2]).clip(0).prod(axis=1) + (box[2:] - box[:2]).clip(0).prod()
-    found: np.ndarray = shared / np.maximum(areas - shared, np.finfo(np.float64).tiny)
-    return found
+    ratios: np.ndarray = shared / np.maximum(areas - shared, np.finfo(np.float64).tiny)
+    return ratios

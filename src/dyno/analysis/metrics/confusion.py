@@ -1,4 +1,4 @@
-"""Which classes a classifier takes for which: the matrix, the accuracy of each class, and the largest confusions."""
+"""Confusions of a classifier: the matrix, the accuracy of each class, and the largest confusions."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dyno.analysis.formatting import csv_cell
 from dyno.analysis.records.results import Results, TrialResult
 from dyno.analysis.stats import wilson
+from dyno.worker.record import write_text
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -35,8 +37,8 @@ class Confusion:
         and what it is taken for most, with how often; the worst first."""
         import pandas as pd
 
-        found = pd.DataFrame.from_records([self._class(i) for i in np.flatnonzero(self.counts.sum(axis=1)).tolist()])
-        return found.sort_values(["top1", "images"], ascending=[True, False], kind="stable", ignore_index=True)
+        rows = pd.DataFrame.from_records([self._class(i) for i in np.flatnonzero(self.counts.sum(axis=1)).tolist()])
+        return rows.sort_values(["top1", "images"], ascending=[True, False], kind="stable", ignore_index=True)
 
     def _class(self, i: int) -> dict[str, Any]:
         images, correct = int(self.counts[i].sum()), int(self.counts[i, i])
@@ -70,8 +72,8 @@ def of(trial: TrialResult) -> Confusion | None:
     classes, places = np.unique(np.concatenate([label, first]), return_inverse=True)
     counts = np.zeros((len(classes), len(classes)), np.int64)
     np.add.at(counts, (places[: len(label)], places[len(label) :]), 1)
-    known = [str(name) for name in answers.get("classes", ())]
-    names = [known[c] if 0 <= c < len(known) else f"class {c}" for c in classes.tolist()]
+    class_names = [str(name) for name in answers.get("classes", ())]
+    names = [class_names[c] if 0 <= c < len(class_names) else f"class {c}" for c in classes.tolist()]
     return Confusion(counts, classes, _different(names, classes))
 
 
@@ -81,20 +83,21 @@ def _different(names: list[str], classes: np.ndarray) -> list[str]:
 
 
 def chosen(results: Results) -> list[TrialResult]:
-    """One trial of each way of running a model at a size: the batch changes no answer."""
-    found: dict[tuple[str, str, str], TrialResult] = {}
+    """One trial of each configuration and size: the batch changes no answer."""
+    first: dict[tuple[str, str, str], TrialResult] = {}
     for t in results:
         if t.good and "label" in t.answers:
-            found.setdefault((t.model, t.size, t.way), t)
-    return list(found.values())
+            first.setdefault((t.model, t.size, t.way), t)
+    return list(first.values())
 
 
 def write(results: Results, folder: Path) -> list[Path]:
     """FOLDER/confusion-ID.csv and FOLDER/classes-ID.csv of the chosen trials."""
-    made = []
+    files = []
     for t in chosen(results):
-        if found := of(t):
-            made += [folder / f"confusion-{t.id}.csv", folder / f"classes-{t.id}.csv"]
-            found.to_pandas().to_csv(made[-2])
-            found.per_class().to_csv(made[-1], index=False)
-    return made
+        if matrix := of(t):
+            files += [folder / f"confusion-{t.id}.csv", folder / f"classes-{t.id}.csv"]
+            counts = matrix.to_pandas().rename(index=csv_cell, columns=csv_cell)
+            write_text(files[-2], counts.to_csv())
+            write_text(files[-1], matrix.per_class().map(csv_cell).to_csv(index=False))
+    return files

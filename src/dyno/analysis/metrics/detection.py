@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ from dyno.analysis.metrics.average_precision import average, matches
 from dyno.analysis.records.results import TrialResult
 from dyno.analysis.stats import Interval, t_quantile
 from dyno.worker.extras import install
-from dyno.worker.record import save_arrays
+from dyno.worker.record import parse_json, save_arrays
 from dyno.worker.spec import Unavailable, UserError
 from dyno.worker.system import cache_dir
 
@@ -61,9 +60,9 @@ class Scores:
 
 
 def _mean(each: np.ndarray) -> np.ndarray:
-    known = ~np.isnan(each)
-    total = np.where(known, each, 0).sum(axis=(1, 2))
-    return np.asarray(total / np.maximum(known.sum(axis=(1, 2)), 1))
+    valid = ~np.isnan(each)
+    total = np.where(valid, each, 0).sum(axis=(1, 2))
+    return np.asarray(total / np.maximum(valid.sum(axis=(1, 2)), 1))
 
 
 @dataclass(frozen=True)
@@ -74,12 +73,6 @@ class MeanAP:
     own: Scores
     boxes: Scores
 
-    @property
-    def interval(self) -> Interval:
-        """mAP50-95 with its 95 % interval, which ends at 0 and at 1."""
-        found = jackknife(self.own.map50_95)
-        return Interval(found.value, *(float(np.clip(limit, 0, 1)) for limit in (found.low, found.high)))
-
 
 def jackknife(values: np.ndarray) -> Interval:
     """The first value with its 95 % interval (Student's t) from those without each group; no interval for one group."""
@@ -89,15 +82,6 @@ def jackknife(values: np.ndarray) -> Interval:
     error = math.sqrt((len(parts) - 1) / len(parts) * float(((parts - whole) ** 2).sum()))
     reach = t_quantile(len(parts) - 1) * error
     return Interval(whole, whole - reach, whole + reach)
-
-
-def difference(trial: MeanAP, reference: MeanAP) -> Interval | None:
-    """mAP50-95 of the trial less the reference's as a share, paired: both lose the same images in each group."""
-    if trial.kind != reference.kind or trial.own.images != reference.own.images:
-        return None
-    if trial.own.each.shape != reference.own.each.shape:
-        return None
-    return jackknife(trial.own.map50_95 - reference.own.map50_95)
 
 
 def kind_of(trial: TrialResult) -> str:
@@ -123,7 +107,7 @@ def _mean_ap(trial: TrialResult) -> MeanAP | None:
         return None
     stored = _Stored(arrays, truth)
     own = stored.scores(kind)
-    if np.isnan(own.each).all():  # no object is there to be found
+    if np.isnan(own.each).all():  # there is no object
         return None
     return MeanAP(kind, own, own if kind == "bbox" else stored.scores("bbox"))
 
@@ -135,7 +119,7 @@ def truth_file(round_folder: Path, trial: TrialResult) -> Path | None:
 
 
 class _Stored:
-    """Scores in the cache, found by the content of what they were made from."""
+    """Scores in the cache, keyed by the content of detections and ground truth."""
 
     def __init__(self, arrays: Mapping[str, np.ndarray], truth: Path) -> None:
         self._arrays, self._truth = arrays, truth.read_bytes()
@@ -143,17 +127,17 @@ class _Stored:
     def scores(self, kind: str) -> Scores:
         path = cache_dir() / "map" / f"{self._key(kind)}.npz"
         try:
-            with np.load(path, allow_pickle=False) as found:
-                return Scores(found["each"], tuple(map(str, found["names"])), int(found["images"]))
+            with np.load(path, allow_pickle=False) as stored:
+                return Scores(stored["each"], tuple(map(str, stored["names"])), int(stored["images"]))
         except (OSError, ValueError, KeyError):
-            made = scores(self._arrays, _json(self._truth), kind)
+            computed = scores(self._arrays, _json(self._truth), kind)
         # In the order in which the cache gives it back, so that sums over it have the same rounding.
-        made = replace(made, each=np.ascontiguousarray(made.each))
-        with contextlib.suppress(OSError):  # without a cache it is worked out each time
+        computed = replace(computed, each=np.ascontiguousarray(computed.each))
+        with contextlib.suppress(OSError):  # without a cache it is computed each time
             path.parent.mkdir(parents=True, exist_ok=True)
-            names = np.array(made.names, dtype=np.str_)
-            save_arrays(path, {"each": made.each, "names": names, "images": made.images})
-        return made
+            names = np.array(computed.names, dtype=np.str_)
+            save_arrays(path, {"each": computed.each, "names": names, "images": computed.images})
+        return computed
 
     def _key(self, kind: str) -> str:
         hashed = hashlib.sha256(f"{VERSION} {GROUPS} {kind}".encode() + self._truth)
@@ -164,8 +148,10 @@ class _Stored:
 
 
 def _json(content: bytes) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(content)
-    return found
+    try:
+        return parse_json(content)
+    except ValueError as e:
+        raise UserError(f"the images' annotations (truth/) are damaged: {e}") from e
 
 
 def scores(arrays: Mapping[str, np.ndarray], truth: Mapping[str, Any], kind: str) -> Scores:
@@ -199,21 +185,21 @@ def _evaluated(arrays: Mapping[str, np.ndarray], truth: Mapping[str, Any], kind:
         from pycocotools.cocoeval import COCOeval
     except ImportError as e:
         raise Unavailable(f"mAP needs pycocotools; {install('pycocotools')}") from e
-    with contextlib.redirect_stdout(io.StringIO()):  # it tells its progress
-        there, found = COCO(), COCO()
-        there.dataset = _objects(truth, kind)
-        there.createIndex()
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints its progress
+        ground_truth, detections = COCO(), COCO()
+        ground_truth.dataset = _objects(truth, kind)
+        ground_truth.createIndex()
         sizes = {image["id"]: (int(image["height"]), int(image["width"])) for image in truth["images"]}
-        found.dataset = {**there.dataset, "annotations": _detections(arrays, kind, sizes)}
-        found.createIndex()
-        made = COCOeval(there, found, kind)
-        parameters = made.params
+        detections.dataset = {**ground_truth.dataset, "annotations": _detections(arrays, kind, sizes)}
+        detections.createIndex()
+        evaluation = COCOeval(ground_truth, detections, kind)
+        parameters = evaluation.params
         parameters.imgIds, parameters.maxDets = sorted(images), parameters.maxDets[-1:]
         parameters.areaRng, parameters.areaRngLbl = [[0, 1e10]], ["all"]
         if kind == "keypoints" and (points := _points(truth)) != len(parameters.kpt_oks_sigmas):
             parameters.kpt_oks_sigmas = np.full(points, 1 / points)
-        made.evaluate()
-    return made
+        evaluation.evaluate()
+    return evaluation
 
 
 def _points(truth: Mapping[str, Any]) -> int:
@@ -240,18 +226,18 @@ def _detections(
     boxes = arrays["detection_box"].astype(np.float64)
     boxes[:, 2:] -= boxes[:, :2]
     columns = (arrays[f"detection_{name}"].tolist() for name in ("image", "class", "score"))
-    found = [
+    detections = [
         {"id": n, "image_id": i, "category_id": c, "score": s, "bbox": box, "area": box[2] * box[3], "iscrowd": 0}
         for n, (i, c, s, box) in enumerate(zip(*columns, boxes.tolist(), strict=True), 1)
     ]
     if kind == "segm":
         ends = np.cumsum(arrays["mask_lengths"])
-        for each, counts in zip(found, np.split(arrays["mask_counts"], ends)[:-1], strict=True):
+        for each, counts in zip(detections, np.split(arrays["mask_counts"], ends)[:-1], strict=True):
             each["segmentation"] = {"size": list(sizes[each["image_id"]]), "counts": counts.tolist()}
     if kind == "keypoints":
         points = arrays["detection_keypoints"].astype(np.float64)
         if points.shape[2:] == (2,):
             points = np.concatenate([points, np.ones((*points.shape[:2], 1))], axis=2)
-        for each, one in zip(found, points, strict=True):
+        for each, one in zip(detections, points, strict=True):
             each["keypoints"] = one.reshape(-1).tolist()
-    return found
+    return detections

@@ -1,4 +1,4 @@
-"""Precision truth: the types that layers really ran in, beside the precision that was asked for."""
+"""Precision truth: the types that layers really ran in, beside the requested precision."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from dyno.analysis.records.results import TrialResult
 
-# What engines call their types, under the name of the precision it stands for.
+# Engines' names of types, under the precision that they stand for.
 ALIASES = {
     "fp32": ("float32", "fp32", "f32", "float", "torch.float32"),
     "tf32": ("tf32", "tensorfloat32"),
@@ -17,27 +17,27 @@ ALIASES = {
     "int8": ("int8", "uint8", "i8", "u8", "qint8", "quint8", "torch.int8", "torch.uint8"),
     "fp8": ("fp8", "f8", "float8", "float8e4m3fn", "float8_e4m3fn", "f8e4m3", "f8e5m2"),
 }
-MOST = 0.5  # int8 and fp16 graphs keep some layers higher on purpose; below this share it is not what was asked
+MOST = 0.5  # int8 and fp16 graphs keep some layers higher on purpose; below this share it isn't what was requested
 NAMES = {alias: precision for precision, aliases in ALIASES.items() for alias in aliases}
 
 
 @dataclass(frozen=True)
 class Truth:
-    """Compute layers by the precision they ran in, most first, and the share that ran as asked.
+    """Compute layers by the precision they ran in, most first, and the share that ran as requested.
 
     `ok` is the worker's judgement where it left one (`precision_truth` in the facts), else whether most layers ran as
-    asked; `sentence` says it in words.
+    requested; `sentence` is for people.
     """
 
-    asked: str
+    requested: str
     share: float
     types: dict[str, int]
     ok: bool
     sentence: str
 
     @property
-    def known(self) -> bool:
-        """Whether the engine said anything of its layers."""
+    def reported(self) -> bool:
+        """Whether the engine reported its layers' types."""
         return bool(self.types)
 
     def __str__(self) -> str:
@@ -49,23 +49,23 @@ def truth(t: TrialResult) -> Truth | None:
     judged = t.facts.get("precision_truth") or {}
     counts: dict[str, int] = {}
     for name, number in (t.facts.get("layers_by_type") or {}).items():
-        known = NAMES.get(str(name).lower(), str(name))
-        # TF32 is how FP32 data is multiplied, so an engine that lists data types says float32 for both.
-        known = "tf32" if known == "fp32" and t.precision == "tf32" else known
-        counts[known] = counts.get(known, 0) + int(number)
+        precision = NAMES.get(str(name).lower(), str(name))
+        # TF32 is how FP32 data is multiplied, so an engine that lists data types has float32 for both.
+        precision = "tf32" if precision == "fp32" and t.precision == "tf32" else precision
+        counts[precision] = counts.get(precision, 0) + int(number)
     total = sum(counts.values())
     if not total and not judged:
         return None
     share = counts.get(t.precision, 0) / total if total else 0.0
     types = dict(sorted(counts.items(), key=lambda item: -item[1]))
-    said = (
+    sentence = (
         judged.get("sentence") or f"asked for {t.precision}, {counts.get(t.precision, 0)} of {total} layers ran in it"
     )
-    return Truth(t.precision, share, types, bool(judged.get("ok", share >= MOST)), str(said))
+    return Truth(t.precision, share, types, bool(judged.get("ok", share >= MOST)), str(sentence))
 
 
 def named(row: Mapping[str, Any]) -> str:
-    """A row's precision, with the truth beside it where the engine did something else or said nothing."""
+    """A row's precision, with the truth beside it where the engine did something else or reported nothing."""
     precision, types, share = str(row["precision"]), str(row["ran_as"]), row["asked_share"]
     if row["precision_ok"] != "no":
         return precision

@@ -1,6 +1,6 @@
 """Arithmetic: operations per image, TFLOPS achieved, and their share of the peak that was measured on the device (R36).
 
-A share is of the peak in the type that most of the trial's layers really ran in, not in the one that was asked for.
+A share is of the peak in the type that most of the trial's layers really ran in, not in the requested one.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ class Peak:
 
 
 def peaks(results: Results) -> dict[str, Peak]:
-    """The run's measured peaks by type; empty where the study did not ask for them or they could not be measured."""
+    """The run's measured peaks by type; empty where none were requested or could be measured."""
     stored = Round(results.folder / "peak", 0, results.peak, _device(results))
-    found = {}
+    by_type = {}
     for name, one in (stored.facts.get("peak") or {}).items():
         if "flops_per_s" in one:
             clock = math.nan
             if stored.trace is not None:
                 clock = timeline.summary(stored.trace, [(one["window"][0], one["window"][1])]).clock
-            found[name] = Peak(name, float(one["flops_per_s"]), int(one["side"]), clock)
-    return found
+            by_type[name] = Peak(name, float(one["flops_per_s"]), int(one["side"]), clock)
+    return by_type
 
 
 def missing(results: Results) -> str:
@@ -49,23 +49,23 @@ def missing(results: Results) -> str:
 
 
 def ran_in(t: TrialResult) -> str:
-    """The type that most layers ran in, "" where the engine doesn't say."""
-    found = truth(t)
-    return next(iter(found.types), "") if found else ""
+    """The type that most layers ran in, "" where the engine doesn't report it."""
+    precision_truth = truth(t)
+    return next(iter(precision_truth.types), "") if precision_truth else ""
 
 
-def columns(t: TrialResult, row: dict[str, Any], results: Results, known: dict[str, Peak]) -> dict[str, float]:
+def columns(t: TrialResult, row: dict[str, Any], results: Results, measured: dict[str, Peak]) -> dict[str, float]:
     """`gflops` of one image, `tflops` at the median of latency/model, `peak_tflops` and `peak_share` (0 to 1)."""
     flops = results.models.get((t.given, t.size), {}).get("flops")
     if not flops:
         return {}
-    found = {"gflops": flops / 1e9}
+    values = {"gflops": flops / 1e9}
     latency = row.get("latency_model_ms_median")
     if latency:
-        found["tflops"] = flops * t.batch / (1e-3 * latency) / 1e12
-        if peak := known.get(ran_in(t)):
-            found |= {"peak_tflops": peak.flops_per_s / 1e12, "peak_share": 1e12 * found["tflops"] / peak.flops_per_s}
-    return found
+        values["tflops"] = flops * t.batch / (1e-3 * latency) / 1e12
+        if peak := measured.get(ran_in(t)):
+            values |= {"peak_tflops": peak.flops_per_s / 1e12, "peak_share": 1e12 * values["tflops"] / peak.flops_per_s}
+    return values
 
 
 def _device(results: Results) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dyno.analysis import formatting
-from dyno.analysis.formatting import UNLIMITED, markdown, markdown_table, plain, short
+from dyno.analysis.formatting import UNLIMITED, csv_cell, markdown, markdown_table, plain, short
 from dyno.analysis.presentation.table import TEXT, Column, Part, Row, Table, missing
 from dyno.worker.spec import SCHEMA, check_known
 
@@ -41,8 +41,8 @@ def _csv(tables: Sequence[Table], by: By) -> str:
     writer = csv.writer(made, lineterminator="\n")
     for number, table in enumerate(tables):
         made.write("\n" if number else "")
-        writer.writerow([c.name for c in table.columns])
-        writer.writerows([_cell(row.get(c.name)) for c in table.columns] for row in table.rows)
+        writer.writerow([csv_cell(c.name) for c in table.columns])
+        writer.writerows([csv_cell(_cell(row.get(c.name))) for c in table.columns] for row in table.rows)
     return made.getvalue()
 
 

@@ -1,1 +1,1 @@
-"""Which trials may be compared, which of them are right, and which are worth choosing."""
+"""Which trials may be compared, whose outputs are correct, and which are best."""

@@ -1,4 +1,4 @@
-"""What other programs did while a study was measured, and when that was so much that no order can be believed."""
+"""CPU contention: other programs' load while a study was measured, and whether a ranking can still be trusted."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from dyno.analysis.records.results import Results
 
-OLD_BEARABLE = 0.2  # records older than `others_bearable` had one limit for all
+OLD_THRESHOLD = 0.2  # records without `others_bearable` had one threshold for all
 
 
 @dataclass(frozen=True)
-class Crowding:
-    """How many timed jobs there were, how many of them others disturbed, and by how many processors at the most."""
+class Contention:
+    """Timed jobs, how many of them other programs disturbed, and the most processors that those kept busy."""
 
     jobs: int
     disturbed: int
@@ -19,25 +19,25 @@ class Crowding:
 
     @property
     def mostly(self) -> bool:
-        """Whether most jobs were disturbed: those that were not are no sample to rank engines by."""
+        """Whether most jobs were disturbed: the others are too few to rank engines by."""
         return self.disturbed > self.jobs / 2
 
     @property
     def sentence(self) -> str:
-        """What that does to the numbers."""
+        """What it means for the numbers."""
         during = f"during {self.disturbed} of {self.jobs} jobs"
-        seen = f"Other programs kept up to {self.processors:.1f} processors busy {during}"
+        busy = f"Other programs kept up to {self.processors:.1f} processors busy {during}"
         if self.mostly:
-            return f"{seen}: those latencies are too long and no winner is named; measure again on a quiet machine."
-        return f"{seen}: those latencies are too long and their order may be wrong; measure again on a quiet machine."
+            return f"{busy}: those latencies are too long and no winner is named; measure again on a quiet machine."
+        return f"{busy}: those latencies are too long and their order may be wrong; measure again on a quiet machine."
 
 
-def crowding(results: Results) -> Crowding | None:
-    """What the records say of other programs; None where no job was disturbed."""
+def cpu_contention(results: Results) -> Contention | None:
+    """The contention that the records show; None where no job was disturbed."""
     timed = [r.facts for t in results for r in t.good]
     busy = [
-        (max((facts.get("others_busy") or {"": 0.0}).values()), facts.get("others_bearable", OLD_BEARABLE))
+        (max((facts.get("others_busy") or {"": 0.0}).values()), facts.get("others_bearable", OLD_THRESHOLD))
         for facts in timed
     ]
-    over = [processors for processors, bearable in busy if processors > bearable]
-    return Crowding(len(timed), len(over), max(over)) if over else None
+    over = [processors for processors, threshold in busy if processors > threshold]
+    return Contention(len(timed), len(over), max(over)) if over else None

@@ -1,6 +1,6 @@
-"""Is what a trial gives right? Its outputs against the reference's, by tolerances for each precision.
+"""Are a trial's outputs correct? They are compared with the reference's, by tolerances for each precision.
 
-A graph that computes something else has no speed: such a trial takes no part in any ranking.
+The speed of a graph that computes something else means nothing: such a trial takes no part in any ranking.
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ class Correctness:
     changed: float | None
     tolerance: Tolerance
     precision: str
-    words: str = ""  # why the outputs can't be compared at all
+    mismatch: str = ""  # why the outputs can't be compared at all
 
     @property
     def ok(self) -> bool:
         """Whether the outputs are within the tolerance."""
-        if self.words or not self.error <= self.tolerance.limit:
+        if self.mismatch or not self.error <= self.tolerance.limit:
             return False
         return self.error <= self.tolerance.close or self.changed is None or self.changed <= self.tolerance.changed
 
     @property
     def reason(self) -> str:
         """What is beyond the tolerance, with the tolerance; "" where nothing is."""
-        if self.ok or self.words:
-            return self.words
+        if self.ok or self.mismatch:
+            return self.mismatch
         allowed = self.tolerance
         text = f"off by {significant(self.error, 2)} of their size"
         if not self.error <= allowed.limit:
@@ -87,7 +87,7 @@ def check(trial: TrialResult, reference: TrialResult) -> Correctness | None:
     own, other = list(trial.outputs().values()), list(reference.outputs().values())
     if not own or not other:
         return None
-    # A module that PyTorch quantised is asked for as FP32, and what is made of it rounds elsewhere by a step.
+    # A module that PyTorch quantised has the precision FP32, and files made of it round elsewhere by a step.
     ran = truth(reference)
     types = [name for name in (ran.types if ran else ()) if name in TOLERANCES]
     precision = max(trial.precision, reference.precision, *types, key=lambda name: TOLERANCES[name].limit)

@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     import pandas as pd
 
 LATENCY, THROUGHPUT = "latency_ms", "throughput_ips"
-SATURATED = 0.95  # share of the best throughput at which more batch buys next to nothing (R37)
+SATURATED = 0.95  # share of the best throughput beyond which a larger batch gains little (R37)
 SERIES = ("model", "size", "device", "backend", "precision", "runtime", "options")
 
 
 @dataclass(frozen=True)
 class Saturation:
-    """How one way of running a model takes to larger batches: where it reaches 95 % of its best throughput."""
+    """How the throughput of one configuration grows with the batch: where it reaches 95 % of its best."""
 
     model: str
-    way: str
+    configuration: str
     size: str
     batch: int
     images_per_s: float
@@ -33,8 +33,8 @@ class Saturation:
     largest: int
 
     @property
-    def words(self) -> str:
-        """Where throughput saturates, in words."""
+    def description(self) -> str:
+        """Where throughput saturates, as text."""
         if self.batch == self.largest:
             return f"throughput still rises at batch {self.largest}, the largest tried"
         share = f"{100 * self.images_per_s / self.best_images_per_s:.0f} %"
@@ -43,12 +43,12 @@ class Saturation:
 
     @property
     def sentence(self) -> str:
-        """The same with the way of running and the size in front."""
-        return f"{self.way} at size {self.size}: {self.words}"
+        """The same with the configuration and the size in front."""
+        return f"{self.configuration} at size {self.size}: {self.description}"
 
 
 def usable(frame: pd.DataFrame) -> pd.DataFrame:
-    """Trials that could be chosen: every round ended well, and the outputs are right as far as they were checked."""
+    """Trials that could be chosen: every round succeeded, and the outputs are right as far as they were checked."""
     return frame[(frame["status"] == "ok") & (frame["outputs"] != WRONG)]
 
 
@@ -90,8 +90,8 @@ def ranked(frame: pd.DataFrame, speed: str = LATENCY) -> pd.DataFrame:
 
 
 def saturation(frame: pd.DataFrame) -> list[Saturation]:
-    """The smallest batch that reaches SATURATED of the best throughput, for each way tried at several batches."""
-    found = []
+    """The smallest batch that reaches SATURATED of the best throughput, per configuration tried at several batches."""
+    saturations = []
     rows = usable(frame).assign(ips=throughput(usable(frame))).dropna(subset=["ips"])
     for key, series in rows.groupby(list(SERIES), sort=False):
         ordered = series.sort_values("batch")
@@ -100,10 +100,10 @@ def saturation(frame: pd.DataFrame) -> list[Saturation]:
         best = ordered.loc[ordered["ips"].idxmax()]
         first = ordered[ordered["ips"] >= SATURATED * best["ips"]].iloc[0]
         named = dict(zip(SERIES, key, strict=True))
-        found.append(
+        saturations.append(
             Saturation(
                 model=str(named["model"]),
-                way=way(first),
+                configuration=configuration(first),
                 size=str(named["size"]),
                 batch=int(first["batch"]),
                 images_per_s=float(first["ips"]),
@@ -112,16 +112,16 @@ def saturation(frame: pd.DataFrame) -> list[Saturation]:
                 largest=int(ordered["batch"].max()),
             )
         )
-    return found
+    return saturations
 
 
-def told(row: pd.Series) -> str:
-    """The same as `way` for a sentence: nothing is called fast in a type that it didn't run in."""
-    return way(row).removesuffix(str(row["precision"])) + named(row.to_dict())
+def describe(row: pd.Series) -> str:
+    """The same as `configuration` for a sentence, with the precision that it really ran in."""
+    return configuration(row).removesuffix(str(row["precision"])) + named(row.to_dict())
 
 
-def way(row: pd.Series) -> str:
-    """Backend with what is unusual about it, and precision: a row's name within its group."""
+def configuration(row: pd.Series) -> str:
+    """Backend with its options, and precision: a row's name within its group."""
     options = f"@{str(row['options']).replace(' ', '@')}" if row["options"] else ""
     runtime = f"@runtime={row['runtime']}" if row["runtime"] != "main" else ""
     return f"{row['backend']}{options}{runtime} {row['precision']}"

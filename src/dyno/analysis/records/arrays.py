@@ -19,18 +19,23 @@ MAGIC = b"\x93NUMPY"
 def read_npz(path: Path, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
     """The arrays of an npz file (only `names`, or all), read-only; each member's checksum is verified.
 
-    Raises OSError when the file can't be read and ValueError when it is damaged or holds Python objects.
+    Raises OSError when the file can't be read and ValueError when it is damaged, holds Python objects, or says of
+    itself that it unpacks to more than it is, which none that Dyno wrote does.
     """
-    found = {}
+    arrays = {}
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is not a regular file")
     try:
         with zipfile.ZipFile(path) as stored:
+            if sum(info.file_size for info in stored.infolist()) > path.stat().st_size:
+                raise ValueError(f"{path} would unpack to more than it is")
             for info in stored.infolist():
                 name = info.filename.removesuffix(".npy")
                 if names is None or name in names:
-                    found[name] = _array(stored.read(info))
-    except (zipfile.BadZipFile, EOFError, NotImplementedError) as e:
+                    arrays[name] = _array(stored.read(info))
+    except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError) as e:
         raise ValueError(f"{path} is damaged: {e}") from e
-    return found
+    return arrays
 
 
 def _array(data: bytes) -> np.ndarray:
@@ -43,6 +48,19 @@ def _array(data: bytes) -> np.ndarray:
         raise ValueError("the npz file holds Python objects, which are never loaded")
     flat = np.frombuffer(data, dtype, offset=start)
     return flat.reshape(shape, order="F" if fortran else "C")
+
+
+def damage(folder: Path) -> str:
+    """The array file of a round that can't be read, "" where all can, or were taken away: samples.npz is read whole, of
+    outputs.npz, which may be large, only what is in it."""
+    for name, only in (("samples.npz", None), ("outputs.npz", ())):
+        try:
+            read_npz(folder / name, only)
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError):
+            return name
+    return ""
 
 
 @lru_cache(maxsize=1024)

@@ -1,4 +1,4 @@
-"""What the GPU's clock and telemetry mean for a trial's numbers, in sentences."""
+"""Sentences on what the GPU's clock and telemetry mean for a trial's numbers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Launch:
 
     @property
     def sentence(self) -> str:
-        """What can be known of launching, or "" when it takes too little to matter."""
+        """What is known of launching, or "" when it takes too little to matter."""
         if self.enqueue is not None and self.enqueue >= NEARLY * self.gpu:
             return (
                 f"launch-bound: run() returns after {_time(self.enqueue)}, the GPU needs {_time(self.gpu)} from its "
@@ -57,7 +57,7 @@ class Launch:
 
 
 def launch(t: TrialResult) -> Launch | None:
-    """How the two clocks of a trial differ at latency/model; None without both."""
+    """The launch times of a trial at latency/model; None without both clocks."""
     host, gpu = t.medians("model", "host"), t.medians("model", "gpu")
     if not host or not gpu:
         return None
@@ -88,10 +88,10 @@ class Throttled:
 
 def throttled(t: TrialResult) -> list[Throttled]:
     """What throttling cost each boundary of a trial, where it cost anything."""
-    if not any(r.trace is not None and r.trace.held_back for r in t.good):
+    if not any(r.trace is not None and r.trace.throttled for r in t.good):
         return []
-    found = (_throttled(t, boundary) for boundary in ("model", "all"))
-    return [each for each in found if each.hit]
+    boundaries = (_throttled(t, boundary) for boundary in ("model", "all"))
+    return [each for each in boundaries if each.hit]
 
 
 def _throttled(t: TrialResult, boundary: str) -> Throttled:
@@ -101,23 +101,23 @@ def _throttled(t: TrialResult, boundary: str) -> Throttled:
 
 def _why(t: TrialResult, boundary: str) -> str:
     windows = [(r.trace, timeline.windows(r.facts).get(boundary)) for r in t.good]
-    words = [timeline.why_held_back(trace, window) for trace, window in windows if trace and window]
-    return ", ".join(dict.fromkeys(w for w in words if w))
+    reasons = [timeline.throttle_reasons(trace, window) for trace, window in windows if trace and window]
+    return ", ".join(dict.fromkeys(w for w in reasons if w))
 
 
 def meanwhile(others: int) -> str:
-    """That so many other processes were there."""
+    """How many other processes were on the GPU."""
     return f"{'another process was' if others == 1 else f'{others} other processes were'} on the GPU meanwhile"
 
 
 def others(t: TrialResult) -> str:
-    """Who else used the GPU, in words, or ""."""
-    found = t.gpu
-    if found is None:
+    """Who else used the GPU, as text, or ""."""
+    gpu = t.gpu
+    if gpu is None:
         return ""
-    busy = f"it was {found.busy_before:.0f} % busy before the job began" if found.busy_before > timeline.BUSY else ""
-    if found.others:
-        return meanwhile(found.others) + (f"; {busy}" if busy else "")
+    busy = f"it was {gpu.busy_before:.0f} % busy before the job began" if gpu.busy_before > timeline.BUSY else ""
+    if gpu.others:
+        return meanwhile(gpu.others) + (f"; {busy}" if busy else "")
     return f"others used the GPU: {busy}" if busy else ""
 
 
@@ -130,15 +130,15 @@ def warnings(t: TrialResult) -> list[str]:
 
 def notes(t: TrialResult) -> list[str]:
     """What explains a trial's numbers: launching, a power cap, memory that was taken before."""
-    found = launch(t) if t.device != "cpu" else None
-    said = [found.sentence] if found and found.sentence else []
+    launching = launch(t) if t.device != "cpu" else None
+    sentences = [launching.sentence] if launching and launching.sentence else []
     if t.gpu is None:
-        return said
+        return sentences
     if capped := t.gpu.reasons.get(timeline.POWER_CAP, 0.0):
-        said.append(f"the GPU's clock was limited by its power cap for {100 * capped:.0f} % of the time")
+        sentences.append(f"the GPU's clock was limited by its power cap for {100 * capped:.0f} % of the time")
     if t.gpu.memory_before > TAKEN:
-        said.append(f"{show(t.gpu.memory_before, 'bytes')} of the GPU's memory were in use before the job began")
-    return said
+        sentences.append(f"{show(t.gpu.memory_before, 'bytes')} of the GPU's memory were in use before the job began")
+    return sentences
 
 
 def _time(seconds: float) -> str:

@@ -5,7 +5,6 @@ JSON is read into plain dicts and only what a table needs is touched, because `d
 
 from __future__ import annotations
 
-import json
 import statistics
 import tomllib
 from collections.abc import Iterator
@@ -18,10 +17,12 @@ import numpy as np
 
 from dyno.analysis.formatting import NO_IMAGE
 from dyno.analysis.records import gpu_remarks, timeline
+from dyno.analysis.records.arrays import damage
 from dyno.analysis.records.forms import Form, forms
 from dyno.analysis.records.rounds import GPU, HOST, Round
+from dyno.analysis.records.shapes import JOB, MODELS, RECORD, wrong
 from dyno.worker import tasks
-from dyno.worker.record import STATUSES
+from dyno.worker.record import STATUSES, read_json
 from dyno.worker.spec import PRECISIONS, SCHEMA, ModelSpec, UserError
 from dyno.worker.tasks.task import Task
 
@@ -165,6 +166,10 @@ class TrialResult:
         """The classifier's answers of the first good round that has any."""
         return next((r.answers for r in self.good if r.answers), {})
 
+    def stored(self, *names: str) -> dict[str, np.ndarray]:
+        """Arrays of outputs.npz, of the round that `answers` are of."""
+        return next((r.arrays("outputs.npz", names) for r in self.good if r.answers), {})
+
     def outputs(self) -> dict[str, np.ndarray]:
         """Raw outputs of the first good round that has any."""
         return next((found for r in self.good if (found := r.outputs())), {})
@@ -248,7 +253,7 @@ class Results:
         """study.toml as a table; empty when there is none or it can't be read."""
         try:
             return tomllib.loads(self.study)
-        except tomllib.TOMLDecodeError:
+        except (tomllib.TOMLDecodeError, RecursionError):
             return {}
 
     @property
@@ -284,18 +289,18 @@ def load(run: Path) -> Results:
     if not trials:
         raise UserError(f"{run} has no trials yet; run the study first")
     study = run / "study.toml"
-    models = _models(_json(run / "models.json", problems) or {})
+    models = _models(_json(run / "models.json", problems, MODELS) or {})
     known = forms(models)
     for t in trials:
         t.form = known.get(t.given)
     return Results(
         folder=run,
         trials=sorted(trials, key=_order),
-        environment=_json(run / "environment.json", problems) or {},
+        environment=_json(run / "environment.json", problems, {}) or {},
         problems=problems,
         study=study.read_text(encoding="utf-8", errors="replace") if study.is_file() else "",
         models=models,
-        peak=_json(run / "peak" / "record.json", problems) or {},
+        peak=_json(run / "peak" / "record.json", problems, RECORD) or {},
     )
 
 
@@ -310,12 +315,20 @@ def _trial(folder: Path, problems: list[str]) -> TrialResult | None:
     for path in sorted(folder.glob("[rct][0-9]*"), key=lambda p: (p.name[0] != "r", len(p.name), p.name)):
         if job is None:
             job = _job(path / "job.json", problems)
-        raw = _json(path / "record.json", problems)
+        raw = _json(path / "record.json", problems, RECORD)
         if raw and raw.get("status") in STATUSES:
-            found[path.name[0]].append(Round(path, int(raw.get("round", 0)), raw, _device(job)))
+            found[path.name[0]].append(Round(path, int(raw.get("round", 0)), _whole(path, raw), _device(job)))
         elif raw:
             problems.append(f"{path / 'record.json'} has no status that is known; it is left out")
     return TrialResult(folder.name, job, found["r"], found["c"], found["t"]) if job else None
+
+
+def _whole(folder: Path, raw: dict[str, Any]) -> dict[str, Any]:
+    """The record, which is of a failure where what was measured can't be read any more."""
+    if raw["status"] != "ok" or not (name := damage(folder)):
+        return raw
+    reason = f"{name} is damaged; the same `dyno run` measures this round again"
+    return {**raw, "status": "failed", "stage": "", "reason": reason}
 
 
 def _device(job: dict[str, Any] | None) -> str:
@@ -323,7 +336,7 @@ def _device(job: dict[str, Any] | None) -> str:
 
 
 def _job(path: Path, problems: list[str]) -> dict[str, Any] | None:
-    job = _json(path, problems)
+    job = _json(path, problems, JOB)
     if job is None:
         return None
     try:
@@ -336,16 +349,16 @@ def _job(path: Path, problems: list[str]) -> dict[str, Any] | None:
     return job
 
 
-def _json(path: Path, problems: list[str]) -> dict[str, Any] | None:
+def _json(path: Path, problems: list[str], shape: dict[str, Any]) -> dict[str, Any] | None:
     try:
-        data = json.loads(path.read_bytes())
+        data = read_json(path)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as e:
         problems.append(f"{path} can't be read ({e}); it is left out")
         return None
-    if not isinstance(data, dict):
-        problems.append(f"{path} is not a JSON object; it is skipped")
+    if place := wrong(data, shape):
+        problems.append(f"{path} is damaged ({place!r} is of another type than Dyno writes); it is left out")
         return None
     schema = data.get("schema", SCHEMA)
     if not isinstance(schema, int) or schema > SCHEMA:

@@ -1,4 +1,4 @@
-"""One round of a trial: its record as it lies in the run folder, and the arrays beside it."""
+"""One round of a trial: its record as stored in the run folder, and the arrays beside it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HOST, GPU = "host", "gpu"
 
 @dataclass
 class Round:
-    """One process that ran a trial: `raw` is its record.json, the arrays beside it are read when asked for."""
+    """One process that ran a trial: `raw` is its record.json, the arrays beside it are read on first use."""
 
     folder: Path
     number: int
@@ -45,14 +45,14 @@ class Round:
 
     def measurement(self, tag: str, boundary: str = "", clock: str = "") -> dict[str, Any]:
         """The measurement of that tag and boundary as stored, or an empty dict; by the GPU's clock where there is one
-        and no `clock` is asked for."""
-        found: dict[str, Any] = {}
+        and no `clock` is given."""
+        by_host: dict[str, Any] = {}
         for m in self.raw.get("measurements") or ():
             if m["tag"] == tag and m.get("boundary", "") == boundary and clock in ("", m.get("clock") or HOST):
                 if m.get("clock") == GPU:
                     return cast(dict[str, Any], m)
-                found = found or m
-        return found
+                by_host = by_host or m
+        return by_host
 
     def value(self, tag: str, boundary: str = "") -> float | None:
         """The single value measured under this tag and boundary (SI), or None."""
@@ -75,13 +75,13 @@ class Round:
 
     def _clean(self, taken: np.ndarray, boundary: str) -> np.ndarray:
         window = timeline.windows(self.facts).get(boundary)
-        if self.trace is None or window is None or not self.trace.held_back:
+        if self.trace is None or window is None or not self.trace.throttled:
             return np.ones(len(taken), bool)
         # The host's samples fill the window; the GPU's, of the same turns, leave out what is between them.
         turns = self.raw_samples("latency", boundary, HOST)
         if (numbers := self._blocks("latency", boundary, len(taken))) is not None:
-            return timeline.clean_blocks(taken, numbers, self.facts["blocks"][boundary], self.trace.held_back)
-        return timeline.clean(turns if len(turns) == len(taken) else taken, window, self.trace.held_back)
+            return timeline.clean_blocks(taken, numbers, self.facts["blocks"][boundary], self.trace.throttled)
+        return timeline.clean(turns if len(turns) == len(taken) else taken, window, self.trace.throttled)
 
     def throttled(self, boundary: str) -> tuple[int, int, int]:
         """Latencies taken at a boundary, those of them taken while the GPU was throttled, and those dropped for it."""
@@ -91,7 +91,7 @@ class Round:
 
     @cached_property
     def trace(self) -> timeline.Trace | None:
-        """What the GPU did meanwhile; None for a job on a CPU."""
+        """The GPU's telemetry during the round; None for a job on a CPU."""
         return timeline.read(self.folder) if self.device.startswith("cuda") else None
 
     def median(self, boundary: str, clock: str = "") -> float | None:
@@ -141,5 +141,5 @@ class Round:
 
     def outputs(self) -> dict[str, np.ndarray]:
         """Raw model outputs by name, [N, ...], in input order; not kept, because they can be large."""
-        found = self.arrays("outputs.npz")
-        return {name[len("output:") :]: a for name, a in found.items() if name.startswith("output:")}
+        arrays = self.arrays("outputs.npz")
+        return {name[len("output:") :]: a for name, a in arrays.items() if name.startswith("output:")}

@@ -32,6 +32,11 @@ class RunData:
         return {t.id: t for t in self.records}
 
     @property
+    def budget_metrics(self) -> list[str]:
+        """Names of the metrics that the budgets are about."""
+        return [each.metric for each in self.budgets]
+
+    @property
     def budget(self) -> str:
-        """The budgets in words, `top1=0.5, top5=1`; "" without one."""
+        """The budgets as text, `top1=0.5, top5=1`; "" without one."""
         return ", ".join(map(str, self.budgets))

@@ -1,4 +1,4 @@
-"""What the GPU did while a round ran: telemetry.npz cut to the windows in which something was timed."""
+"""The GPU's telemetry of a round: telemetry.npz cut to the windows in which something was timed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from dyno.analysis.records.arrays import read_npz
 
-# NVML's reasons for a lower clock (nvmlClocksEventReasons): bit -> words.
+# NVML's reasons for a lower clock (nvmlClocksEventReasons) by their bit.
 REASONS = {
     0x1: "idle",
     0x2: "application clocks",
@@ -25,14 +25,14 @@ REASONS = {
     0x80: "power brake",
     0x100: "display clock",
 }
-# The card is not itself: too hot, or its supply gave out. A power cap is how a card normally runs under load.
+# Throttling: too hot, or too little power. A power cap is normal under load.
 THROTTLED = 0x8 | 0x20 | 0x40 | 0x80
 POWER_CAP = REASONS[0x4]
-UNREMARKABLE = 0x1  # a card that waits for its next launch is idle between two looks
+UNREMARKABLE = 0x1  # a GPU that waits for its next launch is idle between two samples
 READ = ("at", "epoch", "gpu_before_memory", "gpu_before_processes", "gpu_memory", "gpu_util", "gpu_clock", "gpu_power",
         "gpu_temperature", "gpu_throttle", "gpu_processes", "gpu_own")  # fmt: skip
-LEAST_KEPT = 3  # samples; fewer make no number
-QUIET_LOOKS = 3  # before the job takes memory; NVML's utilisation is an average that still holds what ran before
+LEAST_KEPT = 3  # samples; fewer are too few for a median
+QUIET_SAMPLES = 3  # before the job takes memory; NVML's utilisation is an average that still holds what ran before
 GREW = 32e6  # bytes above the start from which the job itself is on the GPU
 BUSY = 5.0  # percent
 
@@ -41,7 +41,7 @@ Window = tuple[float, float]
 
 @dataclass(frozen=True)
 class Trace:
-    """Columns of telemetry.npz, float64 [looks]; `at` in seconds of CLOCK_MONOTONIC, as the windows of a record are.
+    """Columns of telemetry.npz, float64 [samples]; `at` in seconds of CLOCK_MONOTONIC, as the windows of a record are.
 
     The job began at `epoch`.
     """
@@ -53,18 +53,18 @@ class Trace:
     before_processes: float
 
     def column(self, name: str) -> np.ndarray:
-        """One column; NaN for each look when it was not stored."""
-        found = self.columns.get(f"gpu_{name}")
-        return np.full(len(self.at), math.nan) if found is None else found
+        """One column; NaN for each sample when it was not stored."""
+        values = self.columns.get(f"gpu_{name}")
+        return np.full(len(self.at), math.nan) if values is None else values
 
     @cached_property
     def reasons(self) -> np.ndarray:
-        """The bit masks of each look, int64; 0 where NVML told none."""
+        """The bit mask of each sample, int64; 0 where NVML reported none."""
         return np.asarray(np.nan_to_num(self.column("throttle")), np.int64)
 
     @cached_property
-    def held_back(self) -> list[Window]:
-        """Stretches in which the card throttled itself (THROTTLED), from the last look before to the first after."""
+    def throttled(self) -> list[Window]:
+        """Intervals in which the GPU throttled itself (THROTTLED), from the last sample before to the first after."""
         flagged = (self.reasons & THROTTLED) != 0
         if not flagged.any():
             return []
@@ -73,7 +73,7 @@ class Trace:
         return [(float(ends[first]), float(ends[last + 1])) for first, last in edges.reshape(-1, 2)]
 
     def inside(self, windows: Iterable[Window]) -> np.ndarray:
-        """Which looks fall into one of the windows, bool [looks]."""
+        """Which samples fall into one of the windows, bool [samples]."""
         chosen = np.zeros(len(self.at), bool)
         for begin, end in windows:
             chosen |= (self.at >= begin) & (self.at <= end)
@@ -103,7 +103,7 @@ class Summary:
 
     @property
     def throttle(self) -> str:
-        """The reasons in words, each with its share of the time: `power cap 34 %`."""
+        """The reasons as text, each with its share of the time: `power cap 34 %`."""
         ordered = sorted(self.reasons.items(), key=lambda item: -item[1])
         return ", ".join(f"{name} {100 * share:.0f} %" for name, share in ordered)
 
@@ -131,7 +131,7 @@ def summary(trace: Trace, timed: Sequence[Window]) -> Summary:
     """A round in numbers; without windows only memory and temperature are known."""
     inside = trace.inside(timed)
     mask = trace.reasons[inside & ~np.isnan(trace.column("throttle"))]
-    shares = {words: float(((mask & bit) != 0).mean()) for bit, words in REASONS.items() if len(mask)}
+    shares = {reason: float(((mask & bit) != 0).mean()) for bit, reason in REASONS.items() if len(mask)}
     return Summary(
         memory=_over(np.max, trace.column("memory") - trace.before_memory),
         utilisation=_over(np.mean, trace.column("util")[inside]),
@@ -139,7 +139,7 @@ def summary(trace: Trace, timed: Sequence[Window]) -> Summary:
         clock_min=_over(np.min, trace.column("clock")[inside]),
         power=_over(np.mean, trace.column("power")[inside]),
         temperature=_over(np.max, trace.column("temperature")),
-        reasons={words: share for words, share in shares.items() if share and words != REASONS[UNREMARKABLE]},
+        reasons={reason: share for reason, share in shares.items() if share and reason != REASONS[UNREMARKABLE]},
         others=most_others(trace, inside),
         busy_before=_busy_before(trace),
         memory_before=trace.before_memory,
@@ -151,11 +151,11 @@ def together(rounds: Sequence[Summary]) -> Summary | None:
     if not rounds:
         return None
 
-    def over(how: Any, name: str) -> float:
-        return _over(how, np.asarray([getattr(r, name) for r in rounds], np.float64))
+    def over(statistic: Any, name: str) -> float:
+        return _over(statistic, np.asarray([getattr(r, name) for r in rounds], np.float64))
 
-    known = [r for r in rounds if not math.isnan(r.utilisation)] or list(rounds)
-    names = dict.fromkeys(name for r in known for name in r.reasons)
+    timed = [r for r in rounds if not math.isnan(r.utilisation)] or list(rounds)
+    names = dict.fromkeys(name for r in timed for name in r.reasons)
     return Summary(
         memory=over(np.max, "memory"),
         utilisation=over(np.mean, "utilisation"),
@@ -163,28 +163,28 @@ def together(rounds: Sequence[Summary]) -> Summary | None:
         clock_min=over(np.min, "clock_min"),
         power=over(np.mean, "power"),
         temperature=over(np.max, "temperature"),
-        reasons={name: sum(r.reasons.get(name, 0.0) for r in known) / len(known) for name in names},
+        reasons={name: sum(r.reasons.get(name, 0.0) for r in timed) / len(timed) for name in names},
         others=max(r.others for r in rounds),
         busy_before=over(np.max, "busy_before"),
         memory_before=over(np.max, "memory_before"),
     )
 
 
-def _over(how: Any, values: np.ndarray) -> float:
-    known = values[~np.isnan(values)]
-    return float(how(known)) if len(known) else math.nan
+def _over(statistic: Any, values: np.ndarray) -> float:
+    finite = values[~np.isnan(values)]
+    return float(statistic(finite)) if len(finite) else math.nan
 
 
 def most_others(trace: Trace, inside: np.ndarray | slice = slice(None)) -> int:
-    """The most compute processes of others seen on the GPU in those looks."""
+    """The most compute processes of others seen on the GPU in those samples."""
     return int(np.nan_to_num(_others(trace)[inside]).max(initial=0))
 
 
 def _others(trace: Trace) -> np.ndarray:
-    """Compute processes on the GPU besides the job's, at each look.
+    """Compute processes on the GPU besides the job's, at each sample.
 
-    In a container NVML's process ids may be of another namespace, so that the job itself can't be told from others.
-    Then one process is taken for the job, once there are more than before it began.
+    In a container NVML's process ids may be of another namespace, so that the job can't be distinguished from others.
+    Then one process counts as the job, once there are more than before it began.
     """
     processes, own = trace.column("processes"), trace.column("own")
     if np.nan_to_num(own).max(initial=0) > 0:
@@ -197,40 +197,40 @@ def _busy_before(trace: Trace) -> float:
     """Utilisation in percent that others caused before the job took memory; NaN when it took it at once."""
     grown = trace.column("memory") > trace.before_memory + GREW
     quiet = int(np.argmax(grown)) if grown.any() else 0
-    return _over(np.min, trace.column("util")[:quiet]) if quiet >= QUIET_LOOKS else math.nan
+    return _over(np.min, trace.column("util")[:quiet]) if quiet >= QUIET_SAMPLES else math.nan
 
 
-def why_held_back(trace: Trace, window: Window) -> str:
-    """The throttle reasons seen in or right beside the window, in words."""
-    near = [s for s in trace.held_back if s[0] < window[1] and s[1] > window[0]]
-    seen = int(np.bitwise_or.reduce(trace.reasons[trace.inside(near)]))
-    return ", ".join(words for bit, words in REASONS.items() if bit & THROTTLED & seen)
+def throttle_reasons(trace: Trace, window: Window) -> str:
+    """The throttle reasons in or right beside the window, as text."""
+    near = [s for s in trace.throttled if s[0] < window[1] and s[1] > window[0]]
+    bits = int(np.bitwise_or.reduce(trace.reasons[trace.inside(near)]))
+    return ", ".join(reason for bit, reason in REASONS.items() if bit & THROTTLED & bits)
 
 
 def clean_blocks(
-    samples: np.ndarray, numbers: np.ndarray, blocks: Sequence[Sequence[float]], stretches: Sequence[Window]
+    samples: np.ndarray, numbers: np.ndarray, blocks: Sequence[Sequence[float]], intervals: Sequence[Window]
 ) -> np.ndarray:
     """`clean` for samples that were taken in blocks: the number of each one's block, and each block's window."""
     kept = np.ones(len(samples), bool)
     for number, (begin, end) in enumerate(blocks):
         own = numbers == number
-        kept[own] = clean(samples[own], (begin, end), stretches)
+        kept[own] = clean(samples[own], (begin, end), intervals)
     return kept
 
 
-def clean(samples: np.ndarray, window: Window, stretches: Sequence[Window]) -> np.ndarray:
-    """Which samples lie wholly outside the stretches, bool [n].
+def clean(samples: np.ndarray, window: Window, intervals: Sequence[Window]) -> np.ndarray:
+    """Which samples lie wholly outside the intervals, bool [n].
 
     Samples are seconds, one after another; their sum is a little less than the window, by what the loop costs between
     them, so their ends are spread over the window in proportion.
     """
     total = float(samples.sum())
-    if not stretches or not total:
+    if not intervals or not total:
         return np.ones(len(samples), bool)
     begin, end = window
     ends = begin + np.cumsum(samples) * ((end - begin) / total)
     starts = np.concatenate([[begin], ends[:-1]])
     kept = np.ones(len(samples), bool)
-    for first, last in stretches:
+    for first, last in intervals:
         kept &= (ends <= first) | (starts >= last)
     return kept

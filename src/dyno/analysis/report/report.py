@@ -19,6 +19,7 @@ from dyno.analysis.report import sections
 from dyno.analysis.tables.trial_table import TRIALS
 from dyno.analysis.verdict import verdict
 from dyno.analysis.verdict.findings import Finding
+from dyno.worker.record import refuse_links, write_text
 from dyno.worker.spec import UserError
 
 LEAD = (
@@ -57,6 +58,7 @@ def write(runs: Sequence[RunData], out: Path) -> Path:
     """
     out, page = Path(out), Path(out) / "report.html"
     every = [tables.named(run, "all") for run in runs]
+    refuse_links(out, ("charts", "tables"))
     try:
         (out / "charts").mkdir(parents=True, exist_ok=True)
         names = [run.records.name if len(runs) > 1 else "" for run in runs]
@@ -65,7 +67,7 @@ def write(runs: Sequence[RunData], out: Path) -> Path:
             for i, (run, found, name) in enumerate(zip(runs, every, names, strict=True))
         ]
         write_tables(runs, every, out)
-        page.write_text(_html(parts), encoding="utf-8")
+        write_text(page, _html(parts))
     except OSError as e:
         raise UserError(f"the report can't be written to {out}: {e.strerror or e}; give another folder") from e
     return page
@@ -73,16 +75,17 @@ def write(runs: Sequence[RunData], out: Path) -> Path:
 
 def write_tables(runs: Sequence[RunData], every: Sequence[list[Table]], out: Path) -> None:
     """Write OUT/results.csv, tables.md and tables/*.csv; with several runs the CSV files begin with the run's name."""
+    refuse_links(out, ("tables",))
     (out / "tables").mkdir(parents=True, exist_ok=True)
     parts, placed = [], {kind.name for kind in tables.kinds() if kind.section}
     for run, found in zip(runs, every, strict=True):
         name = run.records.name
         for table in found:
             file = _file(f"{name}-{table.name}" if len(runs) > 1 else table.name)
-            (out / "tables" / f"{file}.csv").write_text(export([table], "csv"), encoding="utf-8")
+            write_text(out / "tables" / f"{file}.csv", export([table], "csv"))
         parts.append(f"# Tables of {markdown(name)}\n\n{LEAD}\n\n{_markdown(found, placed)}")
-    (out / "tables.md").write_text("\n".join(parts), encoding="utf-8")
-    (out / "results.csv").write_text(export([_together(runs)], "csv"), encoding="utf-8")
+    write_text(out / "tables.md", "\n".join(parts))
+    write_text(out / "results.csv", export([_together(runs)], "csv"))
 
 
 def _markdown(found: Sequence[Table], placed: set[str]) -> str:

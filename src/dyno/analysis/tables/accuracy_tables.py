@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-from dyno.analysis.metrics import accuracy, confusion, detection
-from dyno.analysis.metrics.detection import WORDS
-from dyno.analysis.presentation.table import COUNT, PERCENT, POINTS, TEXT, Column, Row, Table, TableKind
+from dyno.analysis import metrics
+from dyno.analysis.metrics import confusion, detection
+from dyno.analysis.metrics.hits import Paired
+from dyno.analysis.metrics.metric import Metric
+from dyno.analysis.presentation.table import COUNT, PERCENT, TEXT, Column, Row, Table, TableKind
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.tables.trial_columns import STAGES
 
 MOST_CLASSES, MOST_COLUMNS = 200, 8  # rows and trials of a table of classes
+OF = Column("of", "what is scored: boxes, masks or keypoints", kind=TEXT)
+IMAGES = Column("images", "that the accuracy is from", kind=COUNT)
+PAIRED = (
+    Column("gained", "images that only this trial has right, not the reference", kind=COUNT),
+    Column("lost", "images that only the reference has right", kind=COUNT),
+)
+COPIED = ("images", "budget", "more_images")
 LABEL = Column("label", "the trial: model, way of running, batch and size", kind=TEXT, title="trial")
 DECISION = (
     Column("budget", "within, over or undecided", kind=TEXT),
@@ -18,34 +28,44 @@ DECISION = (
 )
 
 
-def _copied(run: RunData, row: Any, names: tuple[str, ...]) -> Row:
+def _copied(run: RunData, row: Any, names: Iterable[str]) -> Row:
     return {"label": run.trials[row["trial"]].label, **{name: row[name] for name in names}}
 
 
-def _classification(run: RunData) -> Table | None:
-    rows = []
-    for _, r in run.frame[run.frame["top1"].notna()].iterrows():
+def _scored(kind: TableKind, run: RunData, labels: str) -> Table | None:
+    """The metrics of the trials whose data is labelled so: each with its interval, and the first one's change."""
+    rows: list[Row] = []
+    shown: dict[str, Metric] = {}
+    for _, r in run.frame.iterrows():
         t, reference = run.trials[r["trial"]], run.trials.get(r["reference"])
-        pair = accuracy.paired(t, reference) if reference is not None and reference is not t else None
-        change = {"top1_diff": None} if pair is None else {"gained": pair.gained, "lost": pair.lost}
-        rows.append(_copied(run, r, CLASSIFICATION_COPIED) | change)
-    return CLASSIFICATION.of(CLASSIFICATION_COLUMNS, rows) if rows else None
+        if t.task.labels != labels or not (known := metrics.measured(t)):
+            continue
+        shown |= {metric.name: metric for metric, _ in known}
+        columns = [column.name for metric, _ in known for column in metric.columns]
+        row = _copied(run, r, (*columns, *COPIED)) | {"of": known[0][1].of}
+        change = known[0][0].change(t, reference) if reference is not None and reference is not t else None
+        if isinstance(change, Paired):
+            row |= {"gained": change.gained, "lost": change.lost}
+        rows.append(row if change else row | {metric.diff: None for metric, _ in known})
+    if not rows:
+        return None
+    every = sorted(shown.values(), key=lambda metric: metric.place)
+    changes = [m.change_columns[0] for m in every if m.diff in m.printed_columns]
+    return kind.of((LABEL, OF, IMAGES, *(m.value_column for m in every), *PAIRED, *changes, *DECISION), rows)
+
+
+def _classification(run: RunData) -> Table | None:
+    return _scored(CLASSIFICATION, run, "classes")
 
 
 def _detection(run: RunData) -> Table | None:
-    rows = []
-    for _, r in run.frame[run.frame["map50_95"].notna()].iterrows():
-        scored = detection.of(run.trials[r["trial"]])
-        own = _copied(run, r, DETECTION_COPIED) | {"of": WORDS[scored.kind] if scored else ""}
-        limits = {"map50_95_low": r["map_low"], "map50_95_high": r["map_high"]}
-        rows.append(own | limits)
-    return DETECTION.of(DETECTION_COLUMNS, rows) if rows else None
+    return _scored(DETECTION, run, "objects")
 
 
 def _classes(run: RunData) -> Table | None:
     """Top-1 of each class in each way of running the model, the worst of the first one first."""
     shown = [(t, found) for t in confusion.chosen(run.records)[:MOST_COLUMNS] if (found := confusion.of(t))]
-    if not shown or accuracy.of(shown[0][0]) is None:
+    if not shown or not metrics.measured(shown[0][0]):
         return None
     tables = [found.per_class() for _, found in shown]
     each = {
@@ -81,41 +101,14 @@ def _evaluation(run: RunData) -> Table | None:
     return EVALUATION.of(EVALUATION_COLUMNS, rows, notes=(EVALUATION_NOTE,)) if rows else None
 
 
-CLASSIFICATION_COPIED = ("images", "top1", "top1_low", "top1_high", "top5", "top5_low", "top5_high", "top1_diff",
-                         "top1_diff_low", "top1_diff_high", "budget", "more_images")  # fmt: skip
-CLASSIFICATION_COLUMNS = (
-    LABEL,
-    Column("images", "that the accuracy is from", kind=COUNT),
-    Column("top1", "with Wilson's 95 % interval", "%", PERCENT, "top-1 %", interval=True),
-    Column("top5", "with Wilson's 95 % interval", "%", PERCENT, "top-5 %", interval=True),
-    Column("gained", "images that only this trial has right, not the reference", kind=COUNT),
-    Column("lost", "images that only the reference has right", kind=COUNT),
-    Column(
-        "top1_diff", "against the reference, with Tango's interval", "points", POINTS, "change, points", interval=True
-    ),
-    *DECISION,
-)
 CLASSIFICATION = TableKind(
     "classification",
     "Accuracy",
-    "Top-1 and top-5 with intervals, what was gained and lost against the reference, and the budget's decision.",
+    "Top-1 and its like with intervals, what was gained and lost against the reference, and the budget's decision.",
     _classification,
     "no trial answered labelled images",
     "accuracy",
     1,
-)
-DETECTION_COPIED = ("images", "map50", "map50_95", "box_map50", "box_map50_95", "map_diff", "map_diff_low",
-                    "map_diff_high", "budget", "more_images")  # fmt: skip
-DETECTION_COLUMNS = (
-    LABEL,
-    Column("of", "what is scored: boxes, masks or keypoints", kind=TEXT),
-    Column("images", "that the accuracy is from", kind=COUNT),
-    Column("map50", "at an overlap of 0.5", "%", PERCENT, "mAP50 %"),
-    Column("map50_95", "with the jackknife's 95 % interval", "%", PERCENT, "mAP50-95 %", interval=True),
-    Column("box_map50", "of the boxes", "%", PERCENT, "boxes: mAP50 %"),
-    Column("box_map50_95", "of the boxes", "%", PERCENT, "boxes: mAP50-95 %"),
-    Column("map_diff", "of mAP50-95 against the reference", "points", POINTS, "change, points", interval=True),
-    *DECISION,
 )
 DETECTION = TableKind(
     "detection",

@@ -13,12 +13,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dyno.analysis import stats
+from dyno.analysis import metrics, stats
 from dyno.analysis.formatting import counting, plain, points
-from dyno.analysis.metrics import accuracy, agreement, detection
+from dyno.analysis.metrics import accuracy, agreement
+from dyno.analysis.metrics.metric import Metric, in_percent
 from dyno.analysis.presentation.table import COUNT, FINE, PERCENT, POINTS, TEXT, Column, Row, Table, TableKind, missing
 from dyno.analysis.ranking.correctness import WRONG
-from dyno.analysis.ranking.frontier import way
+from dyno.analysis.ranking.frontier import configuration
 from dyno.analysis.ranking.references import INCOMPARABLE, incomparable
 from dyno.analysis.records.results import Results, TrialResult, clock_of
 from dyno.analysis.records.rounds import LATENCIES
@@ -34,7 +35,6 @@ TOLERANCE = 0.02
 FAIL_ON = (SLOWER, LESS_ACCURATE, STATUS, WRONG_OUTPUTS)
 VOLATILE = ("load_average",)  # differs from one minute to the next on the same machine
 LONGEST = 6  # differences between machines named in one line
-METRICS = {"top1": "top-1", "map": "mAP50-95"}
 COPIED = ("model", "backend", "precision", "batch", "size", "device", "runtime", "options", "status", "reason",
           "ran_as", "asked_share", "precision_ok")  # fmt: skip
 
@@ -45,9 +45,12 @@ def _verdict(r: Row) -> str:
     return str(r["status"]) if r["status_a"] == r["status"] else f"{r['status']} (was {r['status_a']})"
 
 
-def _points(name: str, metric: str) -> tuple[Column, ...]:
-    column = Column(name, f"{metric} of B less A's on the same images", "points", POINTS, "change, points", 2, True)
-    return (column, *(Column(f"{name}_{end}", f"{end} limit of its 95 % interval", "points", POINTS) for end in ENDS))
+def _metric_columns(metric: Metric) -> Iterator[Column]:
+    for run in "ab":
+        yield Column(f"{metric.column}_{run}", f"{metric.label} of {run.upper()}", "%", PERCENT)
+    meaning = f"{metric.label} of B less A's on the same images"
+    yield Column(metric.diff, meaning, "points", POINTS, "change, points", 2, True)
+    yield from (Column(f"{metric.diff}_{end}", f"{end} limit of its 95 % interval", "points", POINTS) for end in ENDS)
 
 
 ENDS = ("low", "high")
@@ -64,9 +67,7 @@ COLUMNS = (
     Column("rounds_a", "of A that ended well", kind=COUNT),
     Column("rounds_b", "of B that ended well", kind=COUNT),
     Column("images", "that both answered", kind=COUNT),
-    *(Column(f"{m}_{run}", f"{words} of {run.upper()}", "%", PERCENT) for m, words in METRICS.items() for run in "ab"),
-    *_points("top1_diff", "top-1"),
-    *_points("map_diff", "mAP50-95"),
+    *(column for metric in metrics.known().values() for column in _metric_columns(metric)),
     Column("accuracy", "less accurate, more accurate or not distinguishable", kind=TEXT, rank=3),
     Column("close", "share of B's output values close to A's, 0 to 1", title="agree", rank=1,
            cell=lambda r: "" if missing(r["close"]) else f"{_floored(r['close'])} %"),
@@ -78,7 +79,8 @@ COLUMNS = (
     Column("outputs_a", "of A: agree with its reference's, or wrong outputs", kind=TEXT),
     Column("outputs", "of B: agree with its reference's, or wrong outputs", kind=TEXT),
 )  # fmt: skip
-PRINTED = (*IDENTITY, "latency_a_ms", "latency_b_ms", "ratio", "verdict", "top1_diff", "map_diff", "accuracy", "close",
+PRINTED = (*IDENTITY, "latency_a_ms", "latency_b_ms", "ratio", "verdict",
+           *(m.diff for m in metrics.known().values() if m.diff in m.printed_columns), "accuracy", "close",
            "failed")  # fmt: skip
 COMPARE = TableKind(
     "compare",
@@ -273,27 +275,21 @@ def _outputs(a: str, b: str) -> dict[str, Any]:
 
 
 def _accuracy(a: TrialResult, b: TrialResult) -> dict[str, Any]:
-    pair, own, other = accuracy.paired(b, a), accuracy.of(b), accuracy.of(a)
-    if pair is None or own is None or other is None:
-        return _mean_ap(a, b)
-    d = pair.difference
-    words = "less accurate" if d.high < 0 else "more accurate" if d.low > 0 else stats.SAME
-    return {
-        "images": pair.count, "top1_a": 100 * other.top1.value, "top1_b": 100 * own.top1.value, "accuracy": words,
-        "top1_diff": 100 * d.value, "top1_diff_low": 100 * d.low, "top1_diff_high": 100 * d.high,
-    }  # fmt: skip
-
-
-def _mean_ap(a: TrialResult, b: TrialResult) -> dict[str, Any]:
-    own, other = detection.of(b), detection.of(a)
-    d = detection.difference(own, other) if own and other else None
-    if own is None or other is None or d is None:
-        return {}
-    words = "less accurate" if d.high < 0 else "more accurate" if d.low > 0 else stats.SAME
-    return {
-        "images": own.own.images, "map_a": 100 * other.interval.value, "map_b": 100 * own.interval.value,
-        "map_diff": 100 * d.value, "map_diff_low": 100 * d.low, "map_diff_high": 100 * d.high, "accuracy": words,
-    }  # fmt: skip
+    """Each metric that both have, and by the first one whether B is less accurate."""
+    found: dict[str, Any] = {}
+    before = {metric.name: value for metric, value in metrics.measured(a)}
+    for metric, own in metrics.measured(b):
+        change = metric.change(b, a)
+        if change is None or metric.name not in before:
+            continue
+        if not found:
+            d = change.difference
+            words = "less accurate" if d.high < 0 else "more accurate" if d.low > 0 else stats.SAME
+            found = {"images": change.images, "accuracy": words, "judged_by": metric.diff}
+        found |= {f"{metric.column}_a": 100 * before[metric.name].interval.value,
+                  f"{metric.column}_b": 100 * own.interval.value}  # fmt: skip
+        found |= in_percent(metric.diff, change.difference)
+    return found
 
 
 def _agreement(a: TrialResult, b: TrialResult, rules: Rules) -> dict[str, Any]:
@@ -369,15 +365,14 @@ def sentences(table: Table) -> list[str]:
 
 
 def _where(r: Row) -> str:
-    return f"{plain(r['model'])} {plain(way(r))} b{r['batch']} {r['size']}"
+    return f"{plain(r['model'])} {plain(configuration(r))} b{r['batch']} {r['size']}"
 
 
 def _why(condition: str, r: Row) -> str:
     if condition == SLOWER:
         return f"slower, {RATIO_SHOWN.text(r)} the latency"
     if condition == LESS_ACCURATE:
-        name = "map_diff" if missing(r["top1_diff_low"]) else "top1_diff"
-        low, value, high = (points(r[f"{name}{x}"] / 100) for x in ("_low", "", "_high"))
+        low, value, high = (points(r[f"{r['judged_by']}{x}"] / 100) for x in ("_low", "", "_high"))
         return f"less accurate, {value} points [{low}, {high}] on the same images"
     if condition == STATUS:
         return f"was ok, now {r['status']}: {plain(r['reason'])}"

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from dyno.analysis.metrics.measures import Metric
+from dyno.analysis.metrics.metric import Metric
 from dyno.analysis.presentation.table import PERCENT, POINTS, TEXT, Column, Table, TableKind
 from dyno.analysis.ranking import frontier
-from dyno.analysis.ranking.contests import Contest, contests
 from dyno.analysis.ranking.frontier import LATENCY, THROUGHPUT
+from dyno.analysis.ranking.rankings import Ranking, rankings
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.tables.trial_columns import IDENTITY, pick
 
@@ -26,11 +26,11 @@ NOTE = (
 
 
 def _frontier(run: RunData) -> Table:
-    rows = [row for contest in contests(run) for row in _rows(contest)]
+    rows = [row for contest in rankings(run) for row in _rows(contest)]
     return FRONTIER.of(COLUMNS, rows, notes=(NOTE,), group=("model", "device"), printed=PRINTED)
 
 
-def _rows(contest: Contest) -> Iterator[dict[str, Any]]:
+def _rows(contest: Ranking) -> Iterator[dict[str, Any]]:
     metric = contest.metric
     if metric.column not in contest.group:
         return
@@ -47,11 +47,11 @@ def _rows(contest: Contest) -> Iterator[dict[str, Any]]:
 
 def _row(row: pd.Series, metric: Metric, where: str) -> dict[str, Any]:
     low, high = metric.interval(row)
-    change_low, change, change_high = metric.change(row)
+    change_low, change, change_high = metric.change_in(row)
     own = {name: row[name] for name in (*IDENTITY, "trial", *SPEEDS, "budget", "more_images")}
     return own | {
         "throughput_ips_low": row["throughput_low"], "throughput_ips_high": row["throughput_high"],
-        "frontier": where, "metric": metric.key, "accuracy": row[metric.column], "accuracy_low": low,
+        "frontier": where, "metric": metric.name, "accuracy": row[metric.column], "accuracy_low": low,
         "accuracy_high": high, "change": change, "change_low": change_low, "change_high": change_high,
     }  # fmt: skip
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from dyno.analysis import metrics
 from dyno.analysis.formatting import UNBOUNDED, bounded
 from dyno.analysis.metrics import agreement
 from dyno.analysis.presentation.table import COUNT, NUMBER, PERCENT, SHOWN, TEXT, Column, Row, Table, TableKind, missing
-from dyno.analysis.ranking.frontier import fps, way
+from dyno.analysis.ranking.frontier import configuration, fps
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.tables.trial_columns import STATISTICS, pick
 
@@ -35,7 +36,9 @@ def pivot(kind: TableKind, run: RunData, columns: Mapping[str, str], shown: str 
     columns = {k: c for k, c in columns.items() if frame[c].notna().any()}
     if not columns:
         return None
-    rows = frame.assign(way=[way(r) for _, r in frame.iterrows()], **frame[list(columns.values())].astype(float))
+    rows = frame.assign(
+        way=[configuration(r) for _, r in frame.iterrows()], **frame[list(columns.values())].astype(float)
+    )
     useful = rows.groupby("way", sort=False)[list(columns.values())].count().sum(axis=1) > 0
     silent = rows.groupby("way", sort=False)["status"].agg(lambda s: set(s) <= {"ok", "skipped"})
     ways = sorted((w for w in useful.index if useful[w] or not silent[w]), key=_place(rows))
@@ -98,7 +101,7 @@ def _speedup(run: RunData) -> Table | None:
 
 
 def _accuracy(run: RunData) -> Table | None:
-    shares = {"top-1, %": "top1", "top-5, %": "top5", "mAP50, %": "map50", "mAP50-95, %": "map50_95"}
+    shares = {f"{metric.label}, %": metric.column for metric in metrics.known().values()}
     return pivot(ACCURACY, run, shares, PERCENT)
 
 
@@ -157,7 +160,7 @@ SPEEDUP = _kind(
     _speedup,
     4,
 )
-ACCURACY = _kind("accuracy", "Accuracy", "Top-1 and top-5, or mAP, in percent, side by side.", _accuracy, 5)
+ACCURACY = _kind("accuracy", "Accuracy", "The metrics of the task in percent, side by side.", _accuracy, 5)
 EQUALITY = _kind(
     "equality",
     f"Outputs equal to the reference's (rtol {agreement.RTOL:g}, atol {agreement.ATOL:g})",

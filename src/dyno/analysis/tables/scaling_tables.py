@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from dyno.analysis.formatting import UNBOUNDED, bounded, significant
 from dyno.analysis.metrics import work
 from dyno.analysis.presentation.table import COUNT, PERCENT, RATIO, TEXT, Column, Row, Table, TableKind, missing
-from dyno.analysis.ranking.frontier import SATURATED, SERIES, fps, saturation, throughput, usable, way
+from dyno.analysis.ranking.frontier import SATURATED, SERIES, configuration, fps, saturation, throughput, usable
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.tables.trial_columns import outcome, pick
 
@@ -21,7 +21,7 @@ TRIAL = (*pick(*KEYS), WAY)
 
 
 def _named(row: pd.Series) -> Row:
-    return {**{key: row[key] for key in KEYS}, "way": way(row)}
+    return {**{key: row[key] for key in KEYS}, "way": configuration(row)}
 
 
 def _limit(name: str) -> Column:
@@ -100,8 +100,8 @@ def _saturation(run: RunData) -> Table:
     """From which batch on more buys next to nothing (R37)."""
     rows = [
         {
-            "model": s.model, "size": s.size, "way": s.way, "batch": s.batch, "images_per_s": s.images_per_s,
-            "best_batch": s.best_batch, "best_images_per_s": s.best_images_per_s, "words": s.words,
+            "model": s.model, "size": s.size, "way": s.configuration, "batch": s.batch, "images_per_s": s.images_per_s,
+            "best_batch": s.best_batch, "best_images_per_s": s.best_images_per_s, "words": s.description,
         }
         for s in saturation(run.frame)
     ]  # fmt: skip
@@ -115,8 +115,8 @@ def _best(run: RunData) -> Table | None:
         return None
     best = [group.loc[group["ips"].idxmax()] for _, group in rows.groupby(list(SERIES), sort=False)]
     made = [
-        {"model": r["model"], "way": way(r), "size": r["size"], "batch": int(r["batch"]), "images_per_s": r["ips"],
-         "megapixels_per_s": r["ips"] * _pixels(r["size"]) / 1e6}
+        {"model": r["model"], "way": configuration(r), "size": r["size"], "batch": int(r["batch"]),
+         "images_per_s": r["ips"], "megapixels_per_s": r["ips"] * _pixels(r["size"]) / 1e6}
         for r in best
     ]  # fmt: skip
     return BEST.of(BEST_COLUMNS, made, notes=tuple(_winners(made)))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dyno.analysis.metrics import known
 from dyno.analysis.metrics.precision import named
-from dyno.analysis.presentation.table import COUNT, PERCENT, POINTS, RATIO, TEXT, Column, Row
+from dyno.analysis.presentation.table import COUNT, PERCENT, RATIO, TEXT, Column, Row
 
 STATISTICS = {
     "mean": "mean", "median": "median", "p90": "90th percentile", "p95": "95th percentile", "p99": "99th percentile",
@@ -50,16 +51,7 @@ COLUMNS = (
     Column("reason", "why the status isn't ok", kind=TEXT),
     *(column for boundary, where in BOUNDARIES.items() for column in _latencies(boundary, where)),
     Column("throughput_ips", "images per second with batches queued", "images/s", title="images/s", rank=1),
-    Column("top1", "share of images whose first answer is right", "%", PERCENT, "top-1 %"),
-    *_limits("top1", "Wilson's 95 % interval of top1"),
-    Column("top5", "share of images with the right answer among the first five", "%", PERCENT, "top-5 %"),
-    Column("map50", "mAP at an overlap of 0.5", "%", PERCENT, "mAP50 %", rank=4),
-    Column("map50_95", "mean of mAP over overlaps from 0.5 to 0.95", "%", PERCENT, "mAP50-95 %"),
-    *_limits("map", "the jackknife's 95 % interval of map50_95"),
-    Column("map_diff", "map50_95 against the reference's, paired", "points", POINTS, "change, points", 6, True),
-    *_limits("map_diff", "the 95 % interval of map_diff", "points", POINTS),
-    Column("box_map50", "map50 of the boxes", "%", PERCENT),
-    Column("box_map50_95", "map50_95 of the boxes", "%", PERCENT),
+    *(column for metric in known().values() for column in metric.columns),
     Column("size_mb", "of the file that the engine reads", "MB", title="size MB", rank=5),
     Column("layers", "as the engine counts them", kind=COUNT),
     Column("parameters", "as the engine counts them", kind=COUNT),
@@ -78,8 +70,6 @@ COLUMNS = (
     *_limits("latency_ms", "the 95 % interval of latency_ms", "ms", "number"),
     Column("rounds", "that ended well", kind=COUNT),
     Column("images", "that the accuracy is from", kind=COUNT),
-    Column("top1_diff", "top1 against the reference's, paired", "points", POINTS, "change, points", 6, True),
-    *_limits("top1_diff", "Tango's 95 % interval of top1_diff", "points", POINTS),
     Column("budget", "within, over or undecided", kind=TEXT),
     Column("more_images", "about how many more would decide it", kind=COUNT),
     Column("ran_as", "compute layers by the type they ran in", kind=TEXT, title="ran as", rank=7),
@@ -106,9 +96,6 @@ COLUMNS = (
     Column("pipeline_ips", "of the whole evaluation", "images/s", title="pipeline images/s", rank=3),
     *(Column(f"{stage}_ms", f"{stage} of an image", "ms") for stage in STAGES),
     *_limits("throughput", "the 95 % interval of throughput_ips", "images/s", "number"),
-    *_limits("top5", "Wilson's 95 % interval of top5"),
-    Column("top5_diff", "top5 against the reference on the same images", "points", POINTS, interval=True),
-    *_limits("top5_diff", "Tango's 95 % interval of top5_diff", "points", POINTS),
     Column("budget_reference", "id of the trial that the accuracy is held against", kind=TEXT),
     Column("set_aside", "images not tested on, for calibration has them", kind=COUNT),
     Column("outputs", "agree with the reference's, or wrong outputs", kind=TEXT),
@@ -118,9 +105,11 @@ COLUMNS = (
     Column("route", "by which the ONNX file was made", kind=TEXT),
 )  # fmt: skip
 IDENTITY = ("model", "size", "batch", "device", "backend", "precision", "runtime", "options")
+_ACCURACY = [name for metric in known().values() for name in metric.printed_columns]
 PRINTED = (
     *IDENTITY, "latency_model_ms_median", "latency_model_ms_p95", "latency_all_ms_median", "throughput_ips",
-    "pipeline_ips", "speedup", "verdict", "top1", "map50_95", "map50", "top1_diff", "map_diff", "budget", "size_mb",
+    "pipeline_ips", "speedup", "verdict", *(name for name in _ACCURACY if not name.endswith("_diff")),
+    *(name for name in _ACCURACY if name.endswith("_diff")), "budget", "size_mb",
     "build_s", "gpu_memory_mb", "gpu_util", "throttle", "ran_as",
 )  # fmt: skip
 _BY_NAME = {column.name: column for column in COLUMNS}

@@ -9,14 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dyno.analysis import stats
+from dyno.analysis import metrics, stats
 from dyno.analysis.formatting import images_tested
-from dyno.analysis.metrics import accuracy, detection, speedups, work
+from dyno.analysis.metrics import accuracy, speedups, work
+from dyno.analysis.metrics.metric import in_percent
 from dyno.analysis.metrics.precision import truth
 from dyno.analysis.presentation.table import COUNT, TEXT, Row, Table, TableKind, missing
 from dyno.analysis.ranking import correctness
 from dyno.analysis.ranking.correctness import AGREE, WRONG, Correctness
-from dyno.analysis.ranking.references import INCOMPARABLE, incomparable, references, yardsticks
+from dyno.analysis.ranking.references import INCOMPARABLE, accuracy_references, incomparable, references
 from dyno.analysis.records import gpu_remarks
 from dyno.analysis.records.results import Results, TrialResult, clock_of, load
 from dyno.analysis.records.rounds import LATENCIES
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 REFERENCE = "reference"
-_LIMITS = {"": "value", "_low": "low", "_high": "high"}
 WHOLE = tuple(c.name for c in COLUMNS if c.kind == COUNT)
 TEXTS = tuple(c.name for c in COLUMNS if c.kind == TEXT)
 
@@ -42,7 +42,7 @@ class Comparison:
     reference: TrialResult | None
     budgets: tuple[accuracy.Budget, ...] = ()
     clocks: Mapping[str, str] = field(default_factory=dict)
-    yardstick: TrialResult | None = None
+    accuracy_reference: TrialResult | None = None
     outputs: Correctness | None = None
 
 
@@ -50,7 +50,7 @@ def read(results: Results | Path, reference: str | None = None, budget: Mapping[
     """A run folder, or what was read of it, with its table: one row per trial, those of `trial_columns`.
 
     Times are in ms where the name says so (a latency is per batch, over the good rounds as in `stats.over_rounds`),
-    top1, top5 and their differences in percent and percentage points, sizes in MB (1e6 bytes). `reference` as in
+    accuracies and their changes in percent and percentage points, sizes in MB (1e6 bytes). `reference` as in
     `references.references`; `budget` as in `accuracy.budgets`; without them the study's own count. `latency_ms` with
     its limits is the latency over processes that `speedup` compares, at the `boundary` and by the `clock` named.
     UserError for a reference or budget that makes no sense.
@@ -60,7 +60,7 @@ def read(results: Results | Path, reference: str | None = None, budget: Mapping[
     results = results if isinstance(results, Results) else load(results)
     limits = accuracy.budgets(budget or results.settings.get("budget") or {})
     chosen = references(results, reference or results.settings.get("reference"))
-    measures = yardsticks(results, chosen)
+    measures = accuracy_references(results, chosen)
     company: dict[Any, list[TrialResult]] = defaultdict(list)
     for t in results.trials:
         company[t.group].append(t)
@@ -78,19 +78,17 @@ def read(results: Results | Path, reference: str | None = None, budget: Mapping[
     known = work.peaks(results)
     rows = [r | work.columns(t, r, results, known) for t, r in zip(results.trials, rows, strict=True)]
     table = pd.DataFrame.from_records(rows, columns=[c.name for c in COLUMNS])
-    table = table.astype(dict.fromkeys(WHOLE, "Int64") | dict.fromkeys(TEXTS, object))
+    kinds = dict.fromkeys(table.columns, float) | dict.fromkeys(WHOLE, "Int64") | dict.fromkeys(TEXTS, object)
+    table = table.astype(kinds).copy()  # the copy puts columns of a type together, or pandas warns of so many
     if budget:
         _check_budget(limits, table)
-    numbers = [c for c in table.columns if c not in (*WHOLE, *TEXTS)]
-    table[numbers] = table[numbers].astype(float)
     return RunData(results, table, limits, chosen)
 
 
 def _check_budget(limits: Sequence[accuracy.Budget], table: pd.DataFrame) -> None:
     """Refuse a budget that no trial can be held against; a study's own was checked before it ran."""
-    columns = {"top1": "top1", "top5": "top5", accuracy.MEAN_AP: "map50_95"}
     for limit in limits:
-        if table[columns[limit.metric]].isna().all():
+        if table[metrics.known()[limit.metric].column].isna().all():
             raise UserError(f"no trial here was measured in {limit.metric}, which the budget {limit} is about")
 
 
@@ -134,7 +132,7 @@ def _precision(t: TrialResult) -> dict[str, Any]:
     found = truth(t)
     if found is None:
         return {}
-    share = found.share if found.known else None
+    share = found.share if found.reported else None
     return {"ran_as": str(found), "asked_share": share, "precision_ok": "yes" if found.ok else "no"}
 
 
@@ -219,53 +217,26 @@ def build_seconds(t: TrialResult) -> float | None:
 
 
 def _accuracy(t: TrialResult, against: Comparison) -> dict[str, Any]:
-    own = accuracy.of(t)
-    if own is None:
-        return _mean_ap(t, against)
-    found: dict[str, Any] = {
-        "top1": 100 * own.top1.value, "top1_low": 100 * own.top1.low, "top1_high": 100 * own.top1.high,
-        "top5": 100 * own.top5.value if own.top5 else None, "images": own.count, "set_aside": accuracy.set_aside(t),
-    }  # fmt: skip
-    if own.top5:
-        found |= {"top5_low": 100 * own.top5.low, "top5_high": 100 * own.top5.high}
-    reference = against.yardstick or against.reference
-    if reference is None or incomparable(t, reference) == "other weights":
-        return found
-    pair = accuracy.paired(t, reference)
-    if pair is None:
-        return found
-    found["budget_reference"] = reference.id
-    if t is reference:
-        return found | {"top1_diff": 0.0, "budget": accuracy.WITHIN if against.budgets else ""}
-    for metric in ("top1", "top5"):
-        if each := accuracy.paired(t, reference, metric):
-            d = each.difference
-            found |= {f"{metric}_diff{end}": 100 * getattr(d, name) for end, name in _LIMITS.items()}
-    if decision := accuracy.decide_all(t, reference, against.budgets):
-        found |= {"budget": decision.verdict, "more_images": decision.more}
-    return found
-
-
-def _mean_ap(t: TrialResult, against: Comparison) -> dict[str, Any]:
-    own, reference = detection.of(t), against.yardstick or against.reference
-    if own is None:
+    """Each metric of the trial's task, its change against the reference, and the budget's decision."""
+    known = metrics.measured(t)
+    if not known:
         return {}
-    whole = own.interval
-    found: dict[str, Any] = {
-        "map50": 100 * own.own.map50[0], "map50_95": 100 * whole.value, "map_low": 100 * whole.low,
-        "map_high": 100 * whole.high, "box_map50": 100 * own.boxes.map50[0],
-        "box_map50_95": 100 * own.boxes.map50_95[0], "images": own.own.images, "set_aside": accuracy.set_aside(t),
-    }  # fmt: skip
+    found: dict[str, Any] = {"images": known[0][1].images, "set_aside": accuracy.set_aside(t)}
+    for metric, value in known:
+        found |= in_percent(metric.column, value.interval)
+    reference = against.accuracy_reference or against.reference
     if reference is None or incomparable(t, reference) == "other weights":
         return found
-    d = accuracy.mean_ap_change(t, reference)
-    if d is None:
+    changes = {m.name: (m, change) for m, _ in known if (change := m.change(t, reference)) is not None}
+    if not changes:
         return found
     found["budget_reference"] = reference.id
     if t is reference:
-        return found | {"map_diff": 0.0, "budget": accuracy.WITHIN if against.budgets else ""}
-    found |= {"map_diff": 100 * d.value, "map_diff_low": 100 * d.low, "map_diff_high": 100 * d.high}
-    if decision := accuracy.decide_all(t, reference, against.budgets):
+        same = {metric.diff: 0.0 for metric, _ in changes.values()}
+        return found | same | {"budget": accuracy.WITHIN if against.budgets else ""}
+    for metric, change in changes.values():
+        found |= in_percent(metric.diff, change.difference)
+    if decision := accuracy.decide_all({name: change for name, (_, change) in changes.items()}, against.budgets):
         found |= {"budget": decision.verdict, "more_images": decision.more}
     return found
 
@@ -303,7 +274,7 @@ def _trials(run: RunData) -> Table:
 
 def below(rows: list[Row]) -> list[str]:
     """What is printed below trials: images that their accuracies are not of, and the reason of every failure."""
-    judged = [r for r in rows if not (missing(r.get("top1")) and missing(r.get("map50_95")))]
+    judged = [r for r in rows if not all(missing(r.get(m.column)) for m in metrics.known().values())]
     tested = [(r["images"], r["set_aside"]) for r in judged if not missing(r.get("set_aside")) and r["set_aside"]]
     bad = [r for r in rows if r["status"] != "ok"]
     said = [f"accuracy is on {images_tested(*each)}" for each in dict.fromkeys(tested)]

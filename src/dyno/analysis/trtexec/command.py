@@ -38,11 +38,11 @@ def graph_flag(trial: TrialResult) -> str:
 
 
 def version(trial: TrialResult) -> str:
-    """TensorRT's version as the job found it, "" where it isn't stored."""
+    """TensorRT's version in the job's record, "" where it isn't stored."""
     for one in trial.rounds:
-        found = (one.raw.get("system") or {}).get("versions") or {}
-        if name := next((name for name in found if name.startswith("tensorrt")), ""):
-            return str(found[name])
+        versions = (one.raw.get("system") or {}).get("versions") or {}
+        if name := next((name for name in versions if name.startswith("tensorrt")), ""):
+            return str(versions[name])
     return ""
 
 
@@ -63,34 +63,34 @@ def shapes(trial: TrialResult) -> dict[str, tuple[int, ...]]:
 
 def _static(shape: tuple[int | str, ...], dims: Mapping[str, Any]) -> tuple[int, ...]:
     """Free dimensions filled in as a session does: batch first, height and width of images last."""
-    known = {0: dims["batch"]} | ({2: dims["height"], 3: dims["width"]} if len(shape) == 4 else {})
-    return tuple(int(n) if isinstance(n, int) else int(known.get(axis, 1)) for axis, n in enumerate(shape))
+    values = {0: dims["batch"]} | ({2: dims["height"], 3: dims["width"]} if len(shape) == 4 else {})
+    return tuple(int(n) if isinstance(n, int) else int(values.get(axis, 1)) for axis, n in enumerate(shape))
 
 
 def dynamic(trial: TrialResult) -> bool:
     """Whether the engine takes more than one shape."""
-    said = (trial.facts.get("options") or {}).get("dynamic")
-    if said is not None:
-        return bool(said)
+    option = (trial.facts.get("options") or {}).get("dynamic")
+    if option is not None:
+        return bool(option)
     return any(isinstance(n, str) for t in trial.artifact.get("inputs") or () for n in t["shape"])
 
 
 def timing(trial: TrialResult, boundary: str = "model", times: str = TIMES) -> list[str]:
-    """The words of the command that times the same engine in the same way; `boundary` is `model` or `all`."""
+    """The arguments of the command that times the same engine alike; `boundary` is `model` or `all`."""
     path = engine(trial)
     if not path:
-        raise UserError(f"{trial.label}: the record names no engine file, so there is nothing for trtexec to load")
+        raise UserError(f"{trial.label}: the record names no engine file for trtexec to load; time an .engine file")
     plan, ran = trial.spec.get("plan") or {}, trial.facts.get("options") or {}
-    words = [tool(trial), f"--loadEngine={path}"]
+    arguments = [tool(trial), f"--loadEngine={path}"]
     if dynamic(trial):
-        words.append(f"--shapes={spec(shapes(trial)) or 'INPUT:NxCxHxW'}")
-    words.append(f"--device={trial.device.partition(':')[2] or 0}")
+        arguments.append(f"--shapes={spec(shapes(trial)) or 'INPUT:NxCxHxW'}")
+    arguments.append(f"--device={trial.device.partition(':')[2] or 0}")
     if ran.get("graph", True):
-        words.append(graph_flag(trial))
+        arguments.append(graph_flag(trial))
     if boundary == "model":
-        words.append("--noDataTransfers")
+        arguments.append("--noDataTransfers")
     return [
-        *words,
+        *arguments,
         "--useSpinWait",
         f"--warmUp={1e3 * plan.get('warmup_s', 1.0):.0f}",
         f"--duration={plan.get('seconds', 3.0):g}",
@@ -100,9 +100,9 @@ def timing(trial: TrialResult, boundary: str = "model", times: str = TIMES) -> l
     ]
 
 
-def spec(found: Mapping[str, Sequence[int]]) -> str:
+def spec(shapes_by_input: Mapping[str, Sequence[int]]) -> str:
     """Shapes as trtexec takes them: `x:8x3x224x224,y:8x2`."""
-    return ",".join(f"{name}:{'x'.join(map(str, shape))}" for name, shape in found.items())
+    return ",".join(f"{name}:{'x'.join(map(str, shape))}" for name, shape in shapes_by_input.items())
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Build:
 
     `typed`: the types are in the graph (strongly typed, from TensorRT 10 on; always so in 11 and for RTX), else builder
     flags ask for them. `calibration` is a calibrator's cache for an INT8 graph without Q/DQ
-    nodes. `profile` is (min, opt, max) per input, `workspace` in bytes, `tactics` the sources that were asked for.
+    nodes. `profile` is (min, opt, max) per input, `workspace` in bytes, `tactics` the sources that were requested.
     """
 
     onnx: str
@@ -127,19 +127,20 @@ class Build:
     calibration: str = ""
 
     def command(self) -> list[str]:
-        """The words of the command."""
-        words = ["tensorrt_rtx" if self.rtx else "trtexec", f"--onnx={self.onnx}", f"--saveEngine={self.out}"]
-        words += self._precision()
+        """The command's arguments."""
+        arguments = ["tensorrt_rtx" if self.rtx else "trtexec", f"--onnx={self.onnx}", f"--saveEngine={self.out}"]
+        arguments += self._precision()
         for number, name in enumerate(("min", "opt", "max")):
             if self.profile:
-                words.append(f"--{name}Shapes={spec({key: ranges[number] for key, ranges in self.profile.items()})}")
+                shapes = {key: ranges[number] for key, ranges in self.profile.items()}
+                arguments.append(f"--{name}Shapes={spec(shapes)}")
         if self.level is not None and not self.rtx:
-            words.append(f"--builderOptimizationLevel={self.level}")
+            arguments.append(f"--builderOptimizationLevel={self.level}")
         if self.workspace is not None:
-            words.append(f"--memPoolSize=workspace:{self.workspace / 2**20:g}")  # in MiB where no unit is given
+            arguments.append(f"--memPoolSize=workspace:{self.workspace / 2**20:g}")  # in MiB where no unit is given
         if self._major < 10 and not self.rtx:
-            words.append("--tacticSources=" + ",".join(("+" if n in self.tactics else "-") + n for n in EXTERNAL))
-        return [*words, "--skipInference"]
+            arguments.append("--tacticSources=" + ",".join(("+" if n in self.tactics else "-") + n for n in EXTERNAL))
+        return [*arguments, "--skipInference"]
 
     @property
     def _major(self) -> int:
@@ -147,7 +148,7 @@ class Build:
 
     def _precision(self) -> list[str]:
         major = self._major
-        exact = ["--noTF32"] if self.precision != "tf32" else []  # Dyno allows it where it was asked for alone
+        exact = ["--noTF32"] if self.precision != "tf32" else []  # Dyno allows it only where it was requested
         if self.rtx or major >= 11:
             return exact  # every network is strongly typed, and the flags are gone
         if self.typed and major == 10:
@@ -162,34 +163,34 @@ def built(trial: TrialResult) -> Build | None:
     Where the types are in the graph, `onnx` is the converted file, which lies in Dyno's cache: it gets the name that
     `converted` makes.
     """
-    made = trial.artifact.get("made_by") or {}
-    if "typed" not in made:
+    made_by = trial.artifact.get("made_by") or {}
+    if "typed" not in made_by:
         return None
-    asked, source = made.get("options") or {}, str(trial.spec["model"].get("source", ""))
-    given = source.removeprefix("file:") if source.endswith(".onnx") else ""
-    same = made.get("route") != "graph" or trial.precision in ("fp32", "tf32", trial.spec["model"].get("precision"))
+    options, source = made_by.get("options") or {}, str(trial.spec["model"].get("source", ""))
+    source_file = source.removeprefix("file:") if source.endswith(".onnx") else ""
+    same = made_by.get("route") != "graph" or trial.precision in ("fp32", "tf32", trial.spec["model"].get("precision"))
     return Build(
-        onnx=given if given and same else converted(trial, "fp32" if same else trial.precision),
+        onnx=source_file if source_file and same else converted(trial, "fp32" if same else trial.precision),
         out=PurePath(engine(trial) or "model.engine").name,
         precision=trial.precision,
-        version=version(trial) or next(iter((made.get("versions") or {}).values()), ""),
+        version=version(trial) or next(iter((made_by.get("versions") or {}).values()), ""),
         rtx=is_rtx(trial),
-        typed=made["typed"] == "strongly",
-        profile=_profile(trial, made.get("profiles") or []),
-        level=asked.get("optimization"),
-        workspace=int(asked["workspace_mb"]) * 2**20 if asked.get("workspace_mb") else None,
-        tactics=str(asked.get("tactics", "")).upper().split("+"),
-        calibration="calibration.cache" if made.get("route") == "calibrator" else "",
+        typed=made_by["typed"] == "strongly",
+        profile=_profile(trial, made_by.get("profiles") or []),
+        level=options.get("optimization"),
+        workspace=int(options["workspace_mb"]) * 2**20 if options.get("workspace_mb") else None,
+        tactics=str(options.get("tactics", "")).upper().split("+"),
+        calibration="calibration.cache" if made_by.get("route") == "calibrator" else "",
     )
 
 
 def converted(trial: TrialResult, precision: str) -> str:
-    """What the ONNX file is called that `dyno export --precision PRECISION --target tensorrt` writes."""
+    """The name of the ONNX file that `dyno export --precision PRECISION --target tensorrt` writes."""
     return f"{trial.model}.{precision}.onnx"
 
 
 def _profile(trial: TrialResult, profiles: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The engine's first profile; none for a static ONNX file, to which trtexec takes no shapes."""
+    """The engine's first profile; none for a static ONNX file, for which trtexec takes no shapes."""
     if not profiles:
         return {}
     parent = (trial.spec.get("recipe") or {}).get("parent") or {}

@@ -12,7 +12,7 @@ from dyno.analysis.trtexec import command
 from dyno.analysis.trtexec.log import Report
 from dyno.analysis.trtexec.terms import Own, ms, own, signed
 
-CLOSE = 0.02  # medians this near each other agree: it is about what two runs of one tool differ by
+CLOSE = 0.02  # medians this close agree: two runs of one tool differ by about as much
 UNEXPLAINED, GRAPH = "unexplained", "CUDA graph"
 NOTHING = 5e-8  # seconds: a tenth of what CUDA events resolve
 NO_CLOCKS = "clocks are not known on both sides; a log doesn't hold the one it ran at"
@@ -20,7 +20,7 @@ NO_CLOCKS = "clocks are not known on both sides; a log doesn't hold the one it r
 
 @dataclass(frozen=True)
 class Part:
-    """A share of a gap in seconds (positive: it makes Dyno's number the longer one), and why it is there."""
+    """A share of a gap in seconds (positive: it makes Dyno's number the longer one), and its reason."""
 
     name: str
     seconds: float
@@ -57,17 +57,17 @@ class Gap:
 
 
 def compare(trial: TrialResult, report: Report) -> list[str]:
-    """trtexec's numbers against the trial's: each gap split into its parts, or one sentence why not."""
+    """trtexec's numbers against the trial's: each gap split into its parts, or one sentence with the reason why not."""
     if refusal := unlike(trial, report):
         return [refusal]
-    found = list(gaps(own(trial), report))
-    if not found:
+    differences = list(gaps(own(trial), report))
+    if not differences:
         return ["Not compared: the record and trtexec have no measurement in common."]
-    return [*map(str, found), *_notes(trial, report)]
+    return [*map(str, differences), *_notes(trial, report)]
 
 
 def unlike(trial: TrialResult, report: Report) -> str:
-    """Why the two measured different things, one sentence; "" when nothing says so."""
+    """Why the two measured different things, one sentence; "" when they are alike as far as the file shows."""
     engine = command.engine(trial)
     if report.onnx and not report.engine:
         return (
@@ -134,7 +134,7 @@ def _graph(mine: Own, report: Report, left: float) -> Part | None:
         return None
     why = f"only {'Dyno' if mine.graph else 'trtexec'} used one"
     if mine.enqueue is None or report.enqueue is None:
-        return Part(GRAPH, 0.0, f"{why}, and without enqueue times its share can't be told")
+        return Part(GRAPH, 0.0, f"{why}, and without enqueue times its share is unknown")
     saved = abs(mine.enqueue - report.enqueue.median)
     return Part(GRAPH, _share(left, -saved if mine.graph else saved), why)
 
@@ -161,18 +161,18 @@ def _latency_parts(mine: Own, report: Report, gap: float) -> Iterator[Part]:
         return
     copies, gpu = mine.copies - report.h2d.median - report.d2h.median, mine.compute - report.compute.median
     yield Part("copies", copies, "H2D and D2H by the GPU's clock")
-    *causes, unknown = _gpu_parts(mine, report, gpu)
+    *causes, unexplained = _gpu_parts(mine, report, gpu)
     yield from causes
     left = gap - copies - gpu
     if mine.waiting is not None:
         waiting = _share(left, mine.waiting)
         left -= waiting
         yield Part("synchronisation", waiting, "the host's launch and spinning wait, which trtexec's sum leaves out")
-    yield Part(UNEXPLAINED, left + unknown.seconds, "the host's calls for the copies are in it")
+    yield Part(UNEXPLAINED, left + unexplained.seconds, "the host's calls for the copies are in it")
 
 
 def _rate_parts(mine: Own, report: Report, gap: float) -> Iterator[Part]:
-    """The time per query is that of the slowest stage (compute, or a copy) and what it stands still."""
+    """The time per query is that of the slowest stage (compute, or a copy) and its idle time."""
     compute = min((t for t in (mine.model, mine.compute) if t is not None), default=None)
     if compute is None:
         yield Part(UNEXPLAINED, gap, "the record has no GPU time")
@@ -183,7 +183,7 @@ def _rate_parts(mine: Own, report: Report, gap: float) -> Iterator[Part]:
     copies -= max(0.0, max(s.median if s else 0.0 for s in (report.h2d, report.d2h)) - theirs)
     yield Part("GPU compute", gpu)
     yield Part("copies", copies, "trtexec made none" if report.transfers is False else "where they outlast compute")
-    why = "what the GPU stands still" + ("; trtexec's host sleeps while it waits" if report.spin is False else "")
+    why = "the GPU's idle time" + ("; trtexec's host sleeps while it waits" if report.spin is False else "")
     yield Part("launch and synchronisation", gap - gpu - copies, why)
 
 
@@ -192,7 +192,7 @@ def _notes(trial: TrialResult, report: Report) -> Iterator[str]:
     if ours and theirs and ours.split(".")[:2] != theirs.split(".")[:2]:
         yield f"trtexec is of TensorRT {theirs}, Dyno ran {ours}: kernels and launch costs may differ."
     if not report.engine and not report.shapes:
-        yield "The file names neither engine nor shapes nor flags; that they are the same is taken on trust."
+        yield "The file names neither engine nor shapes nor flags; they are assumed to be the same."
     if report.spin is False:
         yield "trtexec's host slept while it waited; with --useSpinWait both wait alike."
     for warning in report.warnings:

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from dyno.worker.record import regular
 from dyno.worker.spec import UserError
 
 LINE = re.compile(r"\[[VIWEF]\] (.*)")
@@ -30,7 +31,7 @@ METRICS = {
     "GPU Compute Time": "compute",
     "D2H Latency": "d2h",
 }
-# trtexec says so, in either of two ways, when it could not record the graph it was asked for.
+# The two messages of trtexec when it could not record the requested graph.
 NO_GRAPH = ("--useCudaGraph flag has been ignored", "graph capture on the stream has failed")
 ENGINE_FLAGS = ("loadEngine", "saveEngine")
 HELP = "give the log that trtexec prints, or the file it writes with --exportTimes"
@@ -49,11 +50,11 @@ class Spread:
 
 @dataclass(frozen=True)
 class Report:
-    """One run of trtexec; what the file doesn't tell is None, or empty.
+    """One run of trtexec; what the file doesn't contain is None, or empty.
 
     `rate` is queries/s. `graph`, `transfers` (host-device copies) and `spin` (spin-wait) are how it was run, `streams`
     how many inferences were in flight side by side. `onnx` is set where it built the engine itself. `clock`, the GPU's
-    in MHz, is known only to someone who watched: the rates in a log are the card's, not the run's.
+    in MHz, is known only from sampling: the rates in a log are the GPU's limits, not the run's.
     """
 
     compute: Spread
@@ -78,26 +79,27 @@ class Report:
 def read(path: Path) -> Report:
     """The log or the exported times in the file; anything else is a `UserError`."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = regular(path, "log").read_text(encoding="utf-8")
     except OSError as e:
         raise UserError(f"{path} can't be read ({e.strerror}); {HELP}") from e
     except UnicodeDecodeError as e:
-        raise UserError(f"{path} is no text file; {HELP}") from e
+        raise UserError(f"{path} is not a text file; {HELP}") from e
     return parse(text, str(path))
 
 
 def parse(text: str, name: str = "the file") -> Report:
-    """The report in a log's or an exported file's text; `name` is what errors call it."""
+    """The report in a log's or an exported file's text; `name` is its name in errors."""
     return _times(text, name) if EXPORTED.match(text) else _log(text, name)
 
 
 def _log(text: str, name: str) -> Report:
-    said = [found[1].rstrip() for line in text.splitlines() if (found := LINE.search(line))]
-    runs = said.count(SUMMARY)
+    lines = [match[1].rstrip() for line in text.splitlines() if (match := LINE.search(line))]
+    runs = lines.count(SUMMARY)
     if runs != 1:
-        raise UserError(f"{name} {_why_none(text) if not runs else f'holds {runs} runs of trtexec; give one of them'}")
-    start = said.index(SUMMARY)
-    metrics = dict(_metrics(said[start:], name))
+        reason = f"holds {runs} runs of trtexec; give the log of one" if runs else _no_summary_reason(text)
+        raise UserError(f"{name} {reason}")
+    start = lines.index(SUMMARY)
+    metrics = dict(_metrics(lines[start:], name))
     if "compute" not in metrics:
         raise UserError(f"{name} ends before trtexec's summary does; run trtexec again")
     running = RUNNING.search(text)
@@ -105,18 +107,18 @@ def _log(text: str, name: str) -> Report:
     return Report(
         compute=metrics.pop("compute"),
         **cast(dict[str, Any], metrics),
-        **_how(flags, said),
-        rate=_rate(said[start:], name),
-        engine=next(filter(None, (_echo(said, "Load engine"), *(flags.get(f) for f in ENGINE_FLAGS))), ""),
-        onnx=flags.get("onnx") or _echo(said, "Model"),
-        shapes=_shapes(said, flags),
-        device=_echo(said, "Selected Device"),
-        version=_echo(said, "TensorRT version") or _version(running[1] if running else None),
-        warnings=_warnings(said[start:]),
+        **_run_options(flags, lines),
+        rate=_rate(lines[start:], name),
+        engine=next(filter(None, (_echo(lines, "Load engine"), *(flags.get(f) for f in ENGINE_FLAGS))), ""),
+        onnx=flags.get("onnx") or _echo(lines, "Model"),
+        shapes=_shapes(lines, flags),
+        device=_echo(lines, "Selected Device"),
+        version=_echo(lines, "TensorRT version") or _version(running[1] if running else None),
+        warnings=_warnings(lines[start:]),
     )
 
 
-def _why_none(text: str) -> str:
+def _no_summary_reason(text: str) -> str:
     """Why a log has no summary, as the end of a sentence."""
     error = re.search(r"^\[.*?\] \[E\] (.*)", text, re.M)
     if error or re.search("^&&&& FAILED", text, re.M):
@@ -152,8 +154,8 @@ def _number(text: Any, name: str) -> float:
 
 
 def _rate(lines: Iterable[str], name: str) -> float | None:
-    found = (re.fullmatch(r"Throughput: (\S+) qps", line) for line in lines)
-    return next((_number(match[1], name) for match in found if match), None)
+    matches = (re.fullmatch(r"Throughput: (\S+) qps", line) for line in lines)
+    return next((_number(match[1], name) for match in matches if match), None)
 
 
 def _flags(command: str) -> dict[str, str]:
@@ -161,40 +163,40 @@ def _flags(command: str) -> dict[str, str]:
     return {key: (value or "").strip() for key, value in re.findall(r"--(\w+)(?:=(.*?))?(?=\s--|\s*$)", command)}
 
 
-def _echo(said: Iterable[str], key: str) -> str:
-    """What the log repeats of an option under its section's heading, "" where it says nothing."""
-    return next((line[len(key) + 1 :].strip() for line in said if line.startswith(key + ":")), "")
+def _echo(lines: Iterable[str], key: str) -> str:
+    """The log's line about an option, less its key; "" where there is none."""
+    return next((line[len(key) + 1 :].strip() for line in lines if line.startswith(key + ":")), "")
 
 
-def _how(flags: Mapping[str, str], said: list[str]) -> dict[str, Any]:
+def _run_options(flags: Mapping[str, str], lines: list[str]) -> dict[str, Any]:
     """How the queries were run: the log's own list of options first, then the command line."""
 
-    def told(echo: str, flag: str, with_flag: bool) -> bool | None:
-        answer = _echo(said, echo)
+    def enabled(key: str, flag: str, with_flag: bool) -> bool | None:
+        answer = _echo(lines, key)
         if answer in ("Enabled", "Disabled"):
             return answer == "Enabled"
         return (flag in flags) == with_flag if flags else None
 
-    graph = told("CUDA Graph", "useCudaGraph", True)
+    graph = enabled("CUDA Graph", "useCudaGraph", True)
     if flags.get("rtxCudaGraphStrategy", "disable").startswith("whole"):
         graph = True
-    if any(sentence in line for line in said for sentence in NO_GRAPH):
+    if any(sentence in line for line in lines for sentence in NO_GRAPH):
         graph = False
-    streams = _echo(said, "Inference Streams") or _echo(said, "Streams") or flags.get("infStreams", "")
+    streams = _echo(lines, "Inference Streams") or _echo(lines, "Streams") or flags.get("infStreams", "")
     return {
         "graph": graph,
-        "transfers": told("Data transfers", "noDataTransfers", False),
-        "spin": told("Spin-wait", "useSpinWait", True),
+        "transfers": enabled("Data transfers", "noDataTransfers", False),
+        "spin": enabled("Spin-wait", "useSpinWait", True),
         "streams": int(streams) if streams.isdecimal() else 1,
     }
 
 
-def _shapes(said: Iterable[str], flags: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
-    """Input shapes: of the bindings that were made, else as asked for by `--shapes`."""
-    bound = (re.match(r"Input binding for (.+) with dimensions ([\dx]+) is created", line) for line in said)
-    found = {match[1]: _dims(match[2]) for match in bound if match}
-    asked = re.findall(r"([^,]+):([\dx]+)(?:,|$)", flags.get("shapes", ""))
-    return found or {name.strip("'\\"): _dims(text) for name, text in asked}
+def _shapes(lines: Iterable[str], flags: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+    """Input shapes: of the created bindings, else those of `--shapes`."""
+    bound = (re.match(r"Input binding for (.+) with dimensions ([\dx]+) is created", line) for line in lines)
+    from_bindings = {match[1]: _dims(match[2]) for match in bound if match}
+    from_flags = re.findall(r"([^,]+):([\dx]+)(?:,|$)", flags.get("shapes", ""))
+    return from_bindings or {name.strip("'\\"): _dims(text) for name, text in from_flags}
 
 
 def _dims(text: str) -> tuple[int, ...]:
@@ -217,11 +219,11 @@ def _warnings(lines: Iterable[str]) -> tuple[str, ...]:
 
 
 def _times(text: str, name: str) -> Report:
-    """Exported times: one object per query. The file tells neither shapes nor engine nor flags."""
+    """Exported times: one object per query. The file has neither shapes nor engine nor flags."""
     try:
         rows = json.loads(text)
-    except ValueError as e:
-        raise UserError(f"{name} is no whole JSON file ({e}); run trtexec again") from e
+    except (ValueError, RecursionError) as e:
+        raise UserError(f"{name} is not a complete JSON file ({e}); run trtexec again") from e
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         raise UserError(f"{name} holds no times; {HELP}")
     columns = {key: _column(rows, key, name) for key in ("enq", "h2d", "compute", "d2h")}
@@ -229,13 +231,13 @@ def _times(text: str, name: str) -> Report:
         raise UserError(f"{name} holds no computeMs, so trtexec did not write it; {HELP}")
     parts = [values for key in ("h2d", "compute", "d2h") if (values := columns[key]) is not None]
     moved = [values for key in ("h2d", "d2h") if (values := columns[key]) is not None]
-    found = {key: None if values is None else _summary(values) for key, values in columns.items()}
+    summaries = {key: None if values is None else _summary(values) for key, values in columns.items()}
     return Report(
         _summary(columns["compute"]),
         latency=_summary(np.sum(parts, axis=0)),
-        enqueue=found["enq"],
-        h2d=found["h2d"],
-        d2h=found["d2h"],
+        enqueue=summaries["enq"],
+        h2d=summaries["h2d"],
+        d2h=summaries["d2h"],
         rate=_exported_rate(rows),
         transfers=any(values.any() for values in moved) if moved else None,
     )

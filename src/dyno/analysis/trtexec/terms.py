@@ -20,7 +20,7 @@ from dyno.analysis.records.results import TrialResult
 from dyno.analysis.records.rounds import GPU, HOST, Round
 from dyno.analysis.trtexec import command
 
-BOUND = 0.8  # from this share of GPU Compute Time on trtexec, too, says that Enqueue Time may be the limit
+BOUND = 0.8  # from this share of GPU Compute Time on trtexec too reports that Enqueue Time may be the limit
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ def own(trial: TrialResult) -> Own:
     """The trial's medians."""
 
     def median(tag: str, boundary: str, by: str) -> float | None:
-        found = trial.parts(tag, boundary, by)
-        return stats.over_rounds(found).median if found else None
+        samples = trial.parts(tag, boundary, by)
+        return stats.over_rounds(samples).median if samples else None
 
     images = trial.value("throughput", "throughput")
     return Own(
@@ -87,19 +87,19 @@ def _array(one: Round, name: str) -> Any:
 
 
 def _clock(trial: TrialResult) -> float | None:
-    found = []
+    clocks = []
     for one in trial.good:
         window = timeline.windows(one.facts).get("model")
         if one.trace and window and (rate := clock(one.trace, window)):
-            found.append(rate)
-    return float(np.median(found)) if found else None
+            clocks.append(rate)
+    return float(np.median(clocks)) if clocks else None
 
 
 def clock(trace: timeline.Trace, window: timeline.Window) -> float | None:
     """Median of the GPU's clock in MHz in the window; None where it wasn't sampled there."""
-    seen = trace.column("clock")[trace.inside([window])]
-    seen = seen[np.isfinite(seen)]
-    return float(np.median(seen)) if seen.size else None
+    samples = trace.column("clock")[trace.inside([window])]
+    samples = samples[np.isfinite(samples)]
+    return float(np.median(samples)) if samples.size else None
 
 
 def ms(seconds: float) -> str:
@@ -113,7 +113,7 @@ def signed(seconds: float) -> str:
 
 
 def explain(trial: TrialResult) -> list[str]:
-    """The trial's numbers in trtexec's terms, sentence by sentence; what wasn't measured is said."""
+    """The trial's numbers in trtexec's terms, sentence by sentence; what wasn't measured is mentioned."""
     measured = own(trial)
     flag = command.graph_flag(trial)
     return [
@@ -121,19 +121,19 @@ def explain(trial: TrialResult) -> list[str]:
         *_model(measured, flag),
         *_all(measured),
         *_throughput(measured, trial),
-        _manner(measured, flag),
+        _run_mode(measured, flag),
     ]
 
 
 def _terms(measured: Own) -> Iterator[str]:
-    known = {
+    values = {
         "Enqueue Time": measured.enqueue,
         "H2D Latency": measured.h2d,
         "GPU Compute Time": measured.compute,
         "D2H Latency": measured.d2h,
         "Latency (H2D + GPU Compute + D2H)": measured.latency,
     }
-    listed = ", ".join(f"{name} {ms(value)}" for name, value in known.items() if value is not None)
+    listed = ", ".join(f"{name} {ms(value)}" for name, value in values.items() if value is not None)
     if listed:
         yield f"In trtexec's terms (medians): {listed}."
     else:
@@ -178,9 +178,9 @@ def _throughput(measured: Own, trial: TrialResult) -> Iterator[str]:
     )
 
 
-def _manner(measured: Own, flag: str) -> str:
-    how = f"replayed a CUDA graph ({flag})" if measured.graph else f"launched kernel by kernel (no {flag})"
+def _run_mode(measured: Own, flag: str) -> str:
+    launches = f"replayed a CUDA graph ({flag})" if measured.graph else f"launched kernel by kernel (no {flag})"
     return (
-        f"Dyno {how} and waited by spinning (--useSpinWait; without it trtexec's host thread sleeps, and waking it can "
-        "leave the GPU idle between queries)."
+        f"Dyno {launches} and waited by spinning (--useSpinWait; without it trtexec's host thread sleeps, and waking "
+        "it can leave the GPU idle between queries)."
     )

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from dyno.analysis import stats
-from dyno.analysis.ranking.contests import Contest
 from dyno.analysis.ranking.frontier import LATENCY
+from dyno.analysis.ranking.rankings import Ranking
 from dyno.analysis.records.results import TrialResult
 from dyno.analysis.records.rounds import Round
 from dyno.analysis.verdict.findings import NOTE, WARNING, Finding, ratio, spread
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-def findings(contest: Contest, speed: str, trials: Mapping[str, TrialResult]) -> Iterator[Finding]:
+def findings(contest: Ranking, speed: str, trials: Mapping[str, TrialResult]) -> Iterator[Finding]:
     """How the winner by LATENCY or THROUGHPUT did when it was measured again, and whether that agrees."""
     ranked = contest.ranked(speed)
     if ranked.empty:
@@ -28,7 +28,7 @@ def findings(contest: Contest, speed: str, trials: Mapping[str, TrialResult]) ->
         return
     if failed := next((r for r in winner.confirmations if not r.ok), None):
         why = str(failed.raw.get("reason") or failed.status)
-        yield Finding(WARNING, f"{contest.way(row)} did not end well when it was measured again: {why}.")
+        yield Finding(WARNING, f"{contest.configuration(row)} did not end well when it was measured again: {why}.")
     own = _costs(winner.confirmations, row, speed)
     if not own:
         return
@@ -41,7 +41,7 @@ def findings(contest: Contest, speed: str, trials: Mapping[str, TrialResult]) ->
 
 
 def _disagreements(
-    contest: Contest, speed: str, trials: Mapping[str, TrialResult], own: list[float], gain: stats.Speedup | None
+    contest: Ranking, speed: str, trials: Mapping[str, TrialResult], own: list[float], gain: stats.Speedup | None
 ) -> Iterator[Finding]:
     ranked = contest.ranked(speed)
     row = ranked.iloc[0]
@@ -57,12 +57,12 @@ def _disagreements(
     ahead = stats.speedup(own, _costs(second.confirmations, _scaled(row, ranked.iloc[1]), speed))
     if ahead.value < 1:
         sure = "and the difference is real" if ahead.verdict == stats.SLOWER else "if not beyond noise"
-        name = contest.way(ranked.iloc[1])
+        name = contest.configuration(ranked.iloc[1])
         text = f"Measured again, the runner-up {name} is ahead, {sure}"
         yield Finding(WARNING, f"{text}: {ratio(ahead.value, ahead.low, ahead.high)}.")
 
 
-def _was_faster(row: pd.Series, speed: str, contest: Contest) -> bool:
+def _was_faster(row: pd.Series, speed: str, contest: Ranking) -> bool:
     return speed == LATENCY and not contest.sizes and row["verdict"] == stats.FASTER
 
 
@@ -103,5 +103,5 @@ def _as(speed: str) -> str:
     return "as fast as" if speed == LATENCY else "the images per second of"
 
 
-def _name(contest: Contest, reference: TrialResult) -> str:
+def _name(contest: Ranking, reference: TrialResult) -> str:
     return reference.way + (f" at size {reference.size}" if contest.sizes else "")

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from dyno.analysis import stats
+from dyno.analysis import metrics, stats
 from dyno.analysis.formatting import images_tested, markdown, markdown_table, plain, show, significant
 from dyno.analysis.metrics import accuracy, confusion, detection
-from dyno.analysis.metrics.detection import WORDS, MeanAP
+from dyno.analysis.metrics.detection import MeanAP
 from dyno.analysis.records.results import TrialResult
 from dyno.analysis.records.rounds import LATENCIES
 from dyno.analysis.stats import Interval
@@ -34,17 +34,9 @@ def told(trial: TrialResult, format: str = "text", per_class: bool = False) -> s
 
 
 def _accuracy(trial: TrialResult) -> Iterator[str]:
-    aside = accuracy.set_aside(trial)
-    if own := accuracy.of(trial):
-        yield f"top-1 {_percent(own.top1)} on {images_tested(own.count, aside)}"
-        if own.top5:
-            yield f"top-5 {_percent(own.top5)}"
-    if found := detection.of(trial):
-        yield f"mAP50-95 of {WORDS[found.kind]} {_percent(found.interval)} on {images_tested(found.own.images, aside)}"
-        yield f"mAP50 of {WORDS[found.kind]} {100 * found.own.map50[0]:.2f} %"
-        if found.kind != "bbox":
-            boxes = found.boxes
-            yield f"boxes: mAP50 {100 * boxes.map50[0]:.2f} %, mAP50-95 {100 * boxes.map50_95[0]:.2f} %"
+    for place, (metric, found) in enumerate(metrics.measured(trial)):
+        on = "" if place else f" on {images_tested(found.images, accuracy.set_aside(trial))}"
+        yield f"{metric.label}{f' of {found.of}' if found.of else ''} {_percent(found.interval)}{on}"
 
 
 def _percent(share: Interval) -> str:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dyno.analysis import stats
 from dyno.analysis.formatting import points
-from dyno.analysis.metrics import accuracy, speedups
+from dyno.analysis.metrics import accuracy, known, quality, speedups
 from dyno.analysis.metrics.accuracy import OVER, UNDECIDED, WITHIN
-from dyno.analysis.metrics.measures import quality
 from dyno.analysis.ranking.frontier import LATENCY
 from dyno.analysis.records.results import TrialResult
 from dyno.analysis.records.run_data import RunData
@@ -48,8 +46,7 @@ def failing(run: RunData) -> list[str]:
 
 def _enough(row: pd.Series, limits: Sequence[accuracy.Budget]) -> bool:
     """Whether a trial with all the reference's answers would be within the budget on that many images."""
-    shares = [limit for limit in limits if limit.metric in ("top1", "top5")]
-    return all(stats.paired_difference(0, 0, row["images"]).low >= -limit.points / 100 for limit in shares)
+    return all(known()[each.metric].unchanged(row["images"]).low >= each.limit for each in limits)
 
 
 def _series(t: TrialResult) -> tuple[Any, ...]:
@@ -84,7 +81,7 @@ def _made_by(t: TrialResult) -> dict[str, Any]:
 
 def _found(plain: TrialResult, mixed: TrialResult, rows: dict[str, pd.Series], run: RunData) -> Finding:
     row, before = rows[mixed.id], rows[plain.id]
-    change = quality(row.to_frame().T, run.budgets).change(before)[1]
+    change = quality(row.to_frame().T, run.budget_metrics).change_in(before)[1]
     loss = f" ({points(change / 100)} points)" if change == change else ""
     fails = "loses more than it allows" if before["budget"] == OVER else "is undecided"
     kept = _made_by(mixed).get("kept") or []

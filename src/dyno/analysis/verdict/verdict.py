@@ -14,10 +14,10 @@ from dyno.analysis.metrics.accuracy import OVER, UNDECIDED, judged, set_aside
 from dyno.analysis.metrics.precision import truth
 from dyno.analysis.presentation.table import missing
 from dyno.analysis.ranking import frontier
-from dyno.analysis.ranking.contention import Crowding, crowding
-from dyno.analysis.ranking.contests import Contest, contests
+from dyno.analysis.ranking.contention import Contention, cpu_contention
 from dyno.analysis.ranking.correctness import WRONG
 from dyno.analysis.ranking.frontier import LATENCY, THROUGHPUT
+from dyno.analysis.ranking.rankings import Ranking, rankings
 from dyno.analysis.ranking.references import incomparable
 from dyno.analysis.records import gpu_remarks
 from dyno.analysis.records.results import Results, TrialResult, clock_of
@@ -47,7 +47,7 @@ def sentences(run: RunData) -> list[str]:
 def findings(run: RunData) -> list[Finding]:
     """The verdict: the fastest within the budget and how sure that is, then truth of precision, reasons, failures."""
     results, trials = run.records, run.trials
-    every, crowd = contests(run), crowding(results)
+    every, crowd = rankings(run), cpu_contention(results)
     found = [f for contest in every[:MOST_GROUPS] for f in _contest(contest, trials, run.budget)]
     if crowd and crowd.mostly:  # whatever is said of an order would be said of the machine's load
         failed = [f for f in found if f.kind == FAILURE]
@@ -77,7 +77,7 @@ def _wrong_outputs(run: RunData) -> Iterator[Finding]:
         yield Finding(FAILURE, text)
 
 
-def _contest(contest: Contest, trials: dict[str, TrialResult], budget: str) -> Iterator[Finding]:
+def _contest(contest: Ranking, trials: dict[str, TrialResult], budget: str) -> Iterator[Finding]:
     ranked = contest.fastest
     if frontier.usable(contest.group).empty:
         yield Finding(FAILURE, f"{contest.where}: no trial ended well.")
@@ -96,10 +96,11 @@ def _contest(contest: Contest, trials: dict[str, TrialResult], budget: str) -> I
     yield from confirmation.findings(contest, THROUGHPUT, trials)
 
 
-def _fastest(contest: Contest, winner: pd.Series, trials: dict[str, TrialResult], budget: str) -> str:
+def _fastest(contest: Ranking, winner: pd.Series, trials: dict[str, TrialResult], budget: str) -> str:
     limit = f" within the budget {budget}" if budget and winner["budget"] else ""
     low, high = winner["latency_ms_low"], winner["latency_ms_high"]
-    text = f"{contest.where}: fastest{limit} is {contest.way(winner)}, {ms(winner[LATENCY])}{limits(low, high, ms)}"
+    name, latency = contest.configuration(winner), f"{ms(winner[LATENCY])}{limits(low, high, ms)}"
+    text = f"{contest.where}: fastest{limit} is {name}, {latency}"
     text += f" at batch {winner['batch']}"
     reference = contest.reference(winner, trials)
     if reference is None or reference.id == winner["trial"]:
@@ -121,7 +122,7 @@ def _gain(winner: pd.Series, reference: TrialResult, trials: dict[str, TrialResu
     return speedups.speedup(trials[winner["trial"]], reference, boundary, clock)
 
 
-def _runner_up(contest: Contest, trials: dict[str, TrialResult]) -> Iterator[Finding]:
+def _runner_up(contest: Ranking, trials: dict[str, TrialResult]) -> Iterator[Finding]:
     ranked = contest.fastest
     if len(ranked) < 2:
         return
@@ -129,7 +130,7 @@ def _runner_up(contest: Contest, trials: dict[str, TrialResult]) -> Iterator[Fin
     told = contest.reference(ranked.iloc[0], trials)
     if told is not None and told.id == second.id:
         return  # the winner was held against it already
-    name = contest.way(ranked.iloc[1])
+    name = contest.configuration(ranked.iloc[1])
     boundary = str(ranked.iloc[0]["boundary"])
     clock = str(ranked.iloc[0]["clock"])
     against = speedups.speedup(first, second, boundary, clock)
@@ -143,18 +144,18 @@ def _runner_up(contest: Contest, trials: dict[str, TrialResult]) -> Iterator[Fin
         yield Finding(WARNING, text)
 
 
-def _accuracy(contest: Contest, winner: pd.Series, trials: dict[str, TrialResult]) -> Iterator[Finding]:
+def _accuracy(contest: Ranking, winner: pd.Series, trials: dict[str, TrialResult]) -> Iterator[Finding]:
     metric = contest.metric
     if metric.column not in winner or isnan(winner[metric.column]):
         return
     low, high = metric.interval(winner)
-    text = f"Its {metric.title} is {winner[metric.column]:.2f} %"
+    text = f"Its {metric.label} is {winner[metric.column]:.2f} %"
     text += "" if isnan(low) else f" [{low:.2f}, {high:.2f}]"
     if not missing(winner["images"]):
         text += f" on {winner['images']:,} images"
         if not missing(winner["set_aside"]) and winner["set_aside"]:
             text += f" ({winner['set_aside']:,} more were set aside for calibration)"
-    low, value, high = metric.change(winner)
+    low, value, high = metric.change_in(winner)
     if not isnan(low):
         change, lowest, highest = (points(each / 100) for each in (value, low, high))
         reference = contest.reference(winner, trials)
@@ -163,7 +164,7 @@ def _accuracy(contest: Contest, winner: pd.Series, trials: dict[str, TrialResult
     yield Finding(NOTE, text + ".")
 
 
-def _preparation(contest: Contest, winner: pd.Series, trials: dict[str, TrialResult]) -> Iterator[Finding]:
+def _preparation(contest: Ranking, winner: pd.Series, trials: dict[str, TrialResult]) -> Iterator[Finding]:
     """After how many images the time to build pays off against the reference."""
     reference = contest.reference(winner, trials)
     if reference is None or reference.id == winner["trial"]:
@@ -175,7 +176,7 @@ def _preparation(contest: Contest, winner: pd.Series, trials: dict[str, TrialRes
         yield Finding(NOTE, f"Making it takes {show(found.extra, 'duration')}, {words}.")
 
 
-def _left_out(contest: Contest, budget: str) -> Iterator[Finding]:
+def _left_out(contest: Ranking, budget: str) -> Iterator[Finding]:
     """Faster trials that the budget kept from being the fastest."""
     if not budget:
         return
@@ -183,9 +184,9 @@ def _left_out(contest: Contest, budget: str) -> Iterator[Finding]:
     limit = ranked.iloc[0][LATENCY] if len(ranked) else float("inf")
     faster = frontier.ranked(frontier.usable(contest.first))
     for _, row in faster[faster[LATENCY] < limit].iterrows():
-        taken, name = ms(row[LATENCY]), contest.way(row)
+        taken, name = ms(row[LATENCY]), contest.configuration(row)
         what = f"{name} is faster ({taken})" if len(ranked) else f"{name} takes {taken}"
-        change = metric.change(row)[1]
+        change = metric.change_in(row)[1]
         loss = "" if isnan(change) else f" ({points(change / 100)} points)"
         if row["budget"] == OVER:
             yield Finding(NOTE, f"{what} but loses more than {budget} allows{loss}.")
@@ -196,28 +197,28 @@ def _left_out(contest: Contest, budget: str) -> Iterator[Finding]:
             yield Finding(WARNING, f"{what} but whether it is within {budget} is undecided{loss}: {settle}.")
 
 
-def _apart(contest: Contest) -> Iterator[Finding]:
+def _apart(contest: Ranking) -> Iterator[Finding]:
     """Trials that could not be held against their reference, so that none of them was the fastest."""
     reasons: dict[str, list[str]] = {}
     for _, row in contest.apart.iterrows():
         names = reasons.setdefault(str(row["verdict"]), [])
-        if (name := contest.way(row)) not in names:
+        if (name := contest.configuration(row)) not in names:
             names.append(name)
     for verdict, names in reasons.items():
         yield Finding(WARNING, f"{contest.where}: {', '.join(names)} took no part, {verdict}.")
 
 
-def _most_images(contest: Contest) -> Iterator[Finding]:
+def _most_images(contest: Ranking) -> Iterator[Finding]:
     ranked = contest.most_images
     if ranked.empty:
         return
     best = ranked.iloc[0]
-    name = contest.way(best)
+    name = contest.configuration(best)
     text = f"{contest.where}: most images per second with {name} at batch {best['batch']}: "
     text += f"{significant(best[THROUGHPUT])}/s"
-    same = [s for s in frontier.saturation(contest.group)
-            if (s.way, s.size) == (frontier.way(best), best["size"]) and s.best_batch == best["batch"]]  # fmt: skip
-    yield Finding(BEST, text + (f"; {same[0].words}." if same else "."))
+    line = frontier.configuration(best), best["size"], best["batch"]
+    same = [s for s in frontier.saturation(contest.group) if (s.configuration, s.size, s.best_batch) == line]
+    yield Finding(BEST, text + (f"; {same[0].description}." if same else "."))
 
 
 def _truths(results: Results) -> Iterator[Finding]:
@@ -226,14 +227,14 @@ def _truths(results: Results) -> Iterator[Finding]:
     for t, found in known:
         if not found.ok:
             wrong.setdefault((t.model, found.sentence), []).append(t)
-    told = [found for _, found in known if found.known]
+    told = [found for _, found in known if found.reported]
     if told:
         kept = sum(found.ok for found in told)
         yield Finding(NOTE, f"Precision: {kept} of {counting(len(told), 'trial')} ran in the type they were asked for.")
     for (_, sentence), trials in wrong.items():
         whose = f"{trials[0].model} " if len({t.model for t in results}) > 1 else ""
         found = truth(trials[0])
-        is_wrong = " is not what it says" if found and found.known else ""
+        is_wrong = " is not what it says" if found and found.reported else ""
         yield Finding(WARNING, f"{whose}{trials[0].way} ({_places(trials)}){is_wrong}: {sentence}.")
 
 
@@ -287,7 +288,7 @@ def _silence(gain: stats.Speedup) -> str:
     return "the spread between processes hides any gain"
 
 
-def _outcome(results: Results, crowd: Crowding | None) -> Iterator[Finding]:
+def _outcome(results: Results, crowd: Contention | None) -> Iterator[Finding]:
     count = Counter(t.status for t in results)
     bad = {status: n for status, n in count.items() if status not in ("ok", "skipped")}
     total = len(results.trials)

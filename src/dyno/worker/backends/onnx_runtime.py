@@ -17,11 +17,11 @@ import numpy as np
 
 from dyno.worker.backend import Arrays, Backend, Session
 from dyno.worker.extras import install
-from dyno.worker.inputs.calibration import lacking
+from dyno.worker.inputs.calibration import missing_data
 from dyno.worker.inputs.shapes import Shape, fitted, static_shapes
 from dyno.worker.makers.precision import PREPARATION, VALUES
 from dyno.worker.makers.routes import routed
-from dyno.worker.onnx_graph.check import HALF_CRASHES, said
+from dyno.worker.onnx_graph.check import HALF_CRASHES, error_line
 from dyno.worker.option_values import Check, flag, one_of
 from dyno.worker.sessions import onnx_runtime_cuda as cuda
 from dyno.worker.sessions.onnx_runtime_cuda import OPTIONS as CUDA_OPTIONS
@@ -67,7 +67,7 @@ class OnnxRuntime(Backend):
             return why
         if trial.precision == "fp32" and trial.model.precision in ("int8", "fp8"):
             return f"the file's graph is {trial.model.precision} already; give the fp32 file, or --precision"
-        return lacking(trial)
+        return missing_data(trial)
 
     def recipe(self, trial: Trial) -> Recipe:
         """An ONNX export, converted to the trial's precision as ONNX Runtime wants it."""
@@ -302,7 +302,7 @@ def _raise_if_memory(error: Exception, what: str) -> None:
 def _meaning(error: Exception, what: str) -> Exception:
     """A loading error of the library as one of ours, in one line."""
     _raise_if_memory(error, what)
-    text = said(error)
+    text = error_line(error)
     if type(error).__name__ == "NotImplemented":
         return Unavailable(f"{what}: ONNX Runtime has no kernel for it here ({text})")
     return UserError(f"{what}: {text}")

@@ -16,7 +16,7 @@ import numpy as np
 
 from dyno.worker.backend import Arrays, Backend, Session
 from dyno.worker.extras import install
-from dyno.worker.inputs.calibration import lacking
+from dyno.worker.inputs.calibration import missing_data
 from dyno.worker.inputs.shapes import fitted, static_shapes
 from dyno.worker.makers.precision import PREPARATION, VALUES
 from dyno.worker.makers.routes import routed
@@ -54,7 +54,7 @@ class OpenVino(Backend):
             return why
         if trial.model.file.endswith(".xml") and trial.precision == "int8" != trial.model.precision:
             return "an IR can't be quantised here; give the ONNX file or the module it was made from"
-        return lacking(trial)
+        return missing_data(trial)
 
     def recipe(self, trial: Trial) -> Recipe:
         """ONNX to IR; a model that is an IR already stays the file it is.

@@ -1,1 +1,1 @@
-"""Every image once through a session: answers and detections."""
+"""Every image once through a session: class scores and detections."""

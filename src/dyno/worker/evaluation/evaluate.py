@@ -1,5 +1,5 @@
-"""Every image of the data once through the session: the outputs that accuracy and agreement are computed from, and how
-many images a second the whole way takes."""
+"""Every image of the data once through the session: the outputs for accuracy and agreement, and the throughput of the
+whole pipeline in images per second."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from dyno.worker import tasks
 from dyno.worker.backend import Session
 from dyno.worker.evaluation.pipeline import Outputs, Pipeline
-from dyno.worker.evaluation.sources import Numbers, Photos
+from dyno.worker.evaluation.sources import DecodedImages, RandomInputs
 from dyno.worker.inputs import input_data
 from dyno.worker.inputs.layout import channels_first
 from dyno.worker.inputs.shapes import static_shapes
@@ -30,7 +30,7 @@ STAGES_S = 0.5
 @dataclass(frozen=True)
 class Evaluation:
     """Arrays for outputs.npz; images and seconds of the loop over them, 0 for random inputs; seconds per image of each
-    stage, one sample per batch; what was odd about the data when it was decoded."""
+    stage, one sample per batch; warnings from decoding the data."""
 
     arrays: dict[str, np.ndarray]
     images: int = 0
@@ -41,16 +41,16 @@ class Evaluation:
     oddities: tuple[str, ...] = ()
 
     def measurements(self) -> list[Measurement]:
-        """The rate of the pipeline and the stages' times, which are raw samples of their own names."""
-        found = [Measurement(name, "s", "duration", None, name, clock="host") for name in self.stages]
+        """The throughput of the pipeline and the stages' times, whose samples are stored under the stages' names."""
+        measurements = [Measurement(name, "s", "duration", None, name, clock="host") for name in self.stages]
         if self.decode:
-            found.insert(0, Measurement("decode", "s", "duration", self.decode, clock="host"))
+            measurements.insert(0, Measurement("decode", "s", "duration", self.decode, clock="host"))
         if self.seconds:
-            found.append(Measurement("pipeline", "1/s", "rate", self.images / self.seconds, clock="host"))
-        return found
+            measurements.append(Measurement("pipeline", "1/s", "rate", self.images / self.seconds, clock="host"))
+        return measurements
 
     def facts(self) -> dict[str, Any]:
-        """How many images the rate is of, in how many seconds, and how many warmed it up."""
+        """Images and seconds of the throughput, and images of warm-up."""
         return {"images": self.images, "seconds": self.seconds, "warm_up": self.warm_up} if self.seconds else {}
 
 
@@ -67,34 +67,34 @@ def evaluate(session: Session, trial: Trial, timed: bool = True) -> Evaluation:
     of them warms the pipeline up (R4), and a few batches tell the stages apart afterwards; neither counts.
     """
     batch, threads = _batch(session, trial), max(1, trial.runtime.threads)
-    # A CPU's processors are busy with the engine; beside a GPU they have nothing else to do.
+    # On a CPU the processors are busy with the engine; with a GPU they are idle.
     helpers = threads if session.stream is not None else max(1, threads // 4)
-    real = Photos(session, trial, helpers) if trial.data.folder else None
-    count = min(trial.data.count, len(real.images)) if real else trial.data.count
-    turns = math.ceil(count / batch)
-    pipeline = Pipeline(session, real or Numbers(session, trial, turns), helpers if real else 1)
-    answers = tasks.find(trial.model.task).collector(_fed(trial, real, batch, count))
-    warm = min(turns, math.ceil(min(MOST_WARM_UP, WARM_UP * count) / batch)) if real and timed else 0
-    kept = _Kept(answers)
-    flowed = pipeline.run(turns, kept.add, answers.of, warm)
+    decoded = DecodedImages(session, trial, helpers) if trial.data.folder else None
+    count = min(trial.data.count, len(decoded.images)) if decoded else trial.data.count
+    batches = math.ceil(count / batch)
+    pipeline = Pipeline(session, decoded or RandomInputs(session, trial, batches), helpers if decoded else 1)
+    collector = tasks.find(trial.model.task).collector(_evaluated(trial, decoded, batch, count))
+    warm_up = min(batches, math.ceil(min(MOST_WARM_UP, WARM_UP * count) / batch)) if decoded and timed else 0
+    raw_outputs = _RawOutputs(collector)
+    result = pipeline.run(batches, raw_outputs.add, collector.of, warm_up)
     seconds, stages = 0.0, {}
-    if real and timed:
-        seconds = flowed.seconds
-        stages = {name: s / batch for name, s in pipeline.stages(answers.of, STAGES_S).items()}
-    about = input_data.about(trial.data)
-    arrays = {**kept.arrays(), **answers.arrays(flowed.made), **_identity(real, count, about)}
-    decode = float(about.get("decode_s") or 0)
-    oddities = (*about.get("warnings", ()), *_left_out(about.get("unreadable", ())))
-    return Evaluation(arrays, count, min(warm * batch, count), seconds, decode, stages, oddities)
+    if decoded and timed:
+        seconds = result.seconds
+        stages = {name: s / batch for name, s in pipeline.stages(collector.of, STAGES_S).items()}
+    metadata = input_data.metadata(trial.data)
+    arrays = {**raw_outputs.arrays(), **collector.arrays(result.results), **_identity(decoded, count, metadata)}
+    decode = float(metadata.get("decode_s") or 0)
+    oddities = (*metadata.get("warnings", ()), *_left_out(metadata.get("unreadable", ())))
+    return Evaluation(arrays, count, min(warm_up * batch, count), seconds, decode, stages, oddities)
 
 
-def _identity(real: Photos | None, count: int, about: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Which image each answer is of, its label, and what the classes are called."""
-    if real is None:
+def _identity(decoded: DecodedImages | None, count: int, metadata: dict[str, Any]) -> dict[str, np.ndarray]:
+    """The image of each row of the outputs, its label, and the names of the classes."""
+    if decoded is None:
         return {"sample": np.arange(count, dtype=np.int64)}
-    sample = real.images.index[:count]
-    names = {"classes": np.array(about["classes"], np.str_)} if about.get("classes") else {}
-    return {"sample": sample, "label": real.images.labels[sample], **names}
+    sample = decoded.images.index[:count]
+    names = {"classes": np.array(metadata["classes"], np.str_)} if metadata.get("classes") else {}
+    return {"sample": sample, "label": decoded.images.labels[sample], **names}
 
 
 def _left_out(unreadable: Sequence[str]) -> list[str]:
@@ -107,25 +107,25 @@ def _batch(session: Session, trial: Trial) -> int:
     return trial.dims.batch if trial.model.inputs and trial.dims.batch else first[0]
 
 
-def _fed(trial: Trial, real: Photos | None, batch: int, count: int) -> Evaluated:
-    if real is None:
+def _evaluated(trial: Trial, decoded: DecodedImages | None, batch: int, count: int) -> Evaluated:
+    if decoded is None:
         return Evaluated(trial, batch, count)
-    height, width = channels_first(real.shape)[2:]
-    return Evaluated(trial, batch, count, real.images.index[:count], (height, width))
+    height, width = channels_first(decoded.shape)[2:]
+    return Evaluated(trial, batch, count, decoded.images.index[:count], (height, width))
 
 
-class _Kept:
-    """Raw outputs in order, as many as there is room for."""
+class _RawOutputs:
+    """Raw outputs in order, up to RAW_BYTES."""
 
-    def __init__(self, answers: Collector) -> None:
-        self._answers = answers
+    def __init__(self, collector: Collector) -> None:
+        self._collector = collector
         self._raw: dict[str, list[np.ndarray]] = {}
         self._bytes = 0
 
-    def add(self, turn: int, fetched: Outputs) -> None:
+    def add(self, number: int, fetched: Outputs) -> None:
         if self._bytes >= RAW_BYTES:
             return
-        cut = self._answers.cut(turn, fetched)
+        cut = self._collector.cut(number, fetched)
         size = sum(a.nbytes for a in cut.values())
         if self._bytes + size > RAW_BYTES:
             self._bytes = RAW_BYTES  # a later, smaller batch must not leave a hole

@@ -1,5 +1,5 @@
-"""Batches through a session with all its slots in flight: the next are read while it runs, and what came out is worked
-up beside it, so that the engine is what an evaluation waits for."""
+"""Batches through a session with all its slots in flight: the next are read while it runs, and outputs are processed at
+the same time, so that the engine is the bottleneck of an evaluation."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ Keep = Callable[[int, Outputs], None]
 Work = Callable[[int, Outputs], Any]
 
 AHEAD = 2  # batches that are read, or lie ready, while every slot has one
-BACKLOG = 8  # batches whose outputs may wait to be worked up before the loop waits for them
+BACKLOG = 8  # batches whose outputs may wait for processing before the loop waits for them
 SMALL = 4 << 20  # outputs of fewer bytes are copied out of the slot, so that it can run again at once
 LEAST_SAMPLES = 3  # of the times of each stage
 
 
 @dataclass(frozen=True)
-class Flowed:
-    """What `work` made of each batch's outputs, in order, and the seconds from the last warm-up batch to the end."""
+class PipelineResult:
+    """Results of `work` for each batch's outputs, in order, and the seconds from the last warm-up batch to the end."""
 
-    made: list[Any]
+    results: list[Any]
     seconds: float
 
 
 class Pipeline:
-    """One session and one source of batches; buffers are made once, where the session reads them fastest."""
+    """One session and one source of batches; buffers are allocated once, where the session reads them fastest."""
 
     def __init__(self, session: Session, source: Source, helpers: int = 1) -> None:
         self._session, self._source, self._helpers = session, source, helpers
-        self._buffers = [session.stage(source.room()) for _ in range(session.slots + AHEAD)]
+        self._buffers = [session.stage(source.new_arrays()) for _ in range(session.slots + AHEAD)]
 
-    def run(self, count: int, keep: Keep, work: Work, warm_up: int = 0) -> Flowed:
-        """The first `count` batches, and before them the first `warm_up` of them for nothing.
+    def run(self, count: int, keep: Keep, work: Work, warm_up: int = 0) -> PipelineResult:
+        """The first `count` batches, after the first `warm_up` of them as warm-up.
 
-        `keep` is called in order and at once, `work` in other threads; the outputs are theirs until they return. The
-        clock starts when the last batch of warm-up has been fetched and the next are on their way, so that filling the
-        pipeline counts for nothing; draining it counts. Without warm-up, everything does.
+        `keep` is called in order and at once, `work` in other threads; the outputs are valid until they return. The
+        clock starts when the last batch of warm-up has been fetched and the next are in flight, so that the time to
+        fill the pipeline is left out and the time to drain it counts. Without warm-up, both count.
         """
         numbers = [*range(warm_up), *range(count)]
         with ThreadPoolExecutor(self._helpers) as readers, ThreadPoolExecutor(self._helpers) as workers:
             feeder = _Feeder(self._source, self._buffers, readers, numbers)
-            return _Flow(self._session, feeder, workers, keep, work).run(numbers, warm_up)
+            return _Run(self._session, feeder, workers, keep, work).run(numbers, warm_up)
 
     def stages(self, work: Work, seconds: float) -> dict[str, np.ndarray]:
         """Seconds per batch of each stage, one batch at a time in one thread so that no stage overlaps another.
@@ -58,27 +58,27 @@ class Pipeline:
         `preprocess` ends with the input bound, `inference` with the outputs in host memory, `postprocess` with `work`.
         On a GPU the copy of the input is only queued by `bind`, so its time is part of `inference`.
         """
-        now, found, feed = time.perf_counter, [], self._buffers[0]
-        deadline, turn = now() + seconds, 0
-        while turn < LEAST_SAMPLES or now() < deadline:
+        now, times, feed = time.perf_counter, [], self._buffers[0]
+        deadline, number = now() + seconds, 0
+        while number < LEAST_SAMPLES or now() < deadline:
             start = now()
             for part in range(self._source.parts):
-                self._source.fill(feed, turn, part)
+                self._source.fill(feed, number, part)
             self._session.bind(feed)
             bound = now()
             self._session.run()
             self._session.wait()
             fetched = self._session.fetch()
             ran = now()
-            work(turn, fetched)
-            found.append((bound - start, ran - bound, now() - ran))
-            turn += 1
-        columns = np.asarray(found, np.float64).T
+            work(number, fetched)
+            times.append((bound - start, ran - bound, now() - ran))
+            number += 1
+        columns = np.asarray(times, np.float64).T
         return dict(zip(("preprocess", "inference", "postprocess"), columns, strict=True))
 
 
 class _Feeder:
-    """Reads batches in order into buffers that come back; only the loop's own thread calls it."""
+    """Reads batches in order into recycled buffers; only the loop's own thread calls it."""
 
     def __init__(self, source: Source, buffers: list[Any], readers: ThreadPoolExecutor, numbers: Sequence[int]) -> None:
         self._source, self._readers, self._numbers = source, readers, iter(numbers)
@@ -102,28 +102,28 @@ class _Feeder:
         self._read_ahead()
 
 
-class _Flow:
-    """One run of the loop, and what is where in it."""
+class _Run:
+    """One run of the loop, with the feed and the reader of each slot."""
 
     def __init__(self, session: Session, feeder: _Feeder, workers: ThreadPoolExecutor, keep: Keep, work: Work) -> None:
         self._session, self._feeder, self._workers = session, feeder, workers
         self._keep, self._work = keep, work
         self._fed: list[Any] = [None] * session.slots
         self._reading: list[Future[Any] | None] = [None] * session.slots  # work that still reads the slot's outputs
-        self._made: list[Future[Any]] = []
+        self._results: list[Future[Any]] = []
 
-    def run(self, numbers: Sequence[int], warm_up: int) -> Flowed:
+    def run(self, numbers: Sequence[int], warm_up: int) -> PipelineResult:
         slots, count = self._session.slots, len(numbers)
         start = time.perf_counter()
-        for turn in range(count + slots):
-            if turn >= slots:
-                self._finish(turn - slots, numbers[turn - slots], counts=turn - slots >= warm_up)
-                if turn - slots == warm_up - 1:
+        for step in range(count + slots):
+            if step >= slots:
+                self._finish(step - slots, numbers[step - slots], counts=step - slots >= warm_up)
+                if step - slots == warm_up - 1:
                     start = time.perf_counter()
-            if turn < count:
-                self._start(turn % slots)
-        made = [made.result() for made in self._made]
-        return Flowed(made[warm_up:], time.perf_counter() - start)
+            if step < count:
+                self._start(step % slots)
+        result = [result.result() for result in self._results]
+        return PipelineResult(result[warm_up:], time.perf_counter() - start)
 
     def _start(self, slot: int) -> None:
         self._fed[slot] = self._feeder.take()
@@ -132,8 +132,8 @@ class _Flow:
             reader.result()
         self._session.run(slot)
 
-    def _finish(self, turn: int, number: int, counts: bool) -> None:
-        slot = turn % self._session.slots
+    def _finish(self, step: int, number: int, counts: bool) -> None:
+        slot = step % self._session.slots
         self._session.wait(slot)
         fetched = self._session.fetch(slot)
         self._feeder.give(self._fed[slot])
@@ -141,9 +141,9 @@ class _Flow:
             self._keep(number, fetched)
         # With one slot the next run comes at once, and with small outputs a copy costs less than waiting.
         copied = self._session.slots == 1 or sum(a.nbytes for a in fetched.values()) <= SMALL
-        own = {name: np.array(a) for name, a in fetched.items()} if copied else fetched
-        made = self._workers.submit(self._work, number, own)
-        self._reading[slot] = None if copied else made
-        self._made.append(made)
-        if len(self._made) > BACKLOG:
-            self._made[-BACKLOG - 1].result()
+        outputs = {name: np.array(a) for name, a in fetched.items()} if copied else fetched
+        result = self._workers.submit(self._work, number, outputs)
+        self._reading[slot] = None if copied else result
+        self._results.append(result)
+        if len(self._results) > BACKLOG:
+            self._results[-BACKLOG - 1].result()

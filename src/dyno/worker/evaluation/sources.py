@@ -1,4 +1,4 @@
-"""Where a pipeline's batches come from: images of a decoded data set, read in several threads, or random numbers."""
+"""Sources of a pipeline's batches: images of a decoded data set, read in several threads, or random numbers."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ class Source:
 
     parts = 1
 
-    def room(self) -> dict[str, np.ndarray]:
+    def new_arrays(self) -> dict[str, np.ndarray]:
         """New arrays for one batch, as the engine is fed them."""
         raise NotImplementedError
 
     def fill(self, feed: Feed, number: int, part: int) -> None:
-        """Write one part of the batch into arrays like `room`'s."""
+        """Write one part of the batch into arrays as from `new_arrays`."""
         raise NotImplementedError
 
 
-class Photos(Source):
+class DecodedImages(Source):
     """Images of a decoded data set; after the last one the first follows, so that every batch is full."""
 
     def __init__(self, session: Session, trial: Trial, threads: int) -> None:
-        self.name, self.shape, self.images = input_data.opened(
+        self.name, self.shape, self.images = input_data.open_images(
             trial.data, trial.model.preprocess, session.inputs, trial.dims
         )
         self._dtype = "uint8" if session.inputs[0].dtype == "uint8" else "float32"
         self.parts = min(threads, self.shape[0])
 
-    def room(self) -> dict[str, np.ndarray]:
+    def new_arrays(self) -> dict[str, np.ndarray]:
         return {self.name: np.zeros(self.shape, self._dtype)}
 
     def fill(self, feed: Feed, number: int, part: int) -> None:
@@ -47,7 +47,7 @@ class Photos(Source):
         self.images.read_into(feed[self.name][begin:end], number * batch + begin)
 
 
-class Numbers(Source):
+class RandomInputs(Source):
     """Random inputs, the same for every run: they are drawn one after the other from the data's seed."""
 
     def __init__(self, session: Session, trial: Trial, count: int) -> None:
@@ -55,7 +55,7 @@ class Numbers(Source):
         model, tensors = trial.model, session.inputs
         self._batches = list(input_data.batches(trial.data, model.preprocess, tensors, trial.dims, count, model.inputs))
 
-    def room(self) -> dict[str, np.ndarray]:
+    def new_arrays(self) -> dict[str, np.ndarray]:
         return {name: np.zeros_like(array) for name, array in self._batches[0].items()}
 
     def fill(self, feed: Feed, number: int, part: int) -> None:

@@ -1,5 +1,5 @@
-"""What an INT8 calibration sees: real images, from the split of the data that no accuracy is measured on; for a model
-that takes something else, what describes its inputs."""
+"""The data of an INT8 calibration: real images, from the split that no accuracy is measured on; for a model that takes
+something else, values within the ranges that were given for its inputs."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from dyno.worker.spec import Artifact, DataSpec, InputSpec, ModelSpec, Recipe, T
 
 SAMPLES = 128
 NO_DATA = "int8 needs real calibration images: give --data, or --calibration"
-NO_VALUES = f"{NO_DATA}; of inputs that are no images, describe the values with --input NAME=LOW..HIGH or FILE.npz"
+NO_VALUES = f"{NO_DATA}; for inputs that are not images, give their values with --input NAME=LOW..HIGH or FILE.npz"
 
 
-def lacking(trial: Trial) -> str:
-    """Why there is nothing that int8 could calibrate on, or "" where there is, or nothing is to be quantised."""
+def missing_data(trial: Trial) -> str:
+    """The message when int8 has no data to calibrate on; "" where it has, or nothing is to be quantised."""
     quantised = trial.precision == "int8" != trial.model.precision
-    return NO_VALUES if quantised and not trial.data.folder and not described(trial.model) else ""
+    return NO_VALUES if quantised and not trial.data.folder and not inputs_suffice(trial.model) else ""
 
 
-def described(model: ModelSpec) -> bool:
-    """Whether the model's inputs are described well enough to calibrate on: anything but one image without values."""
+def inputs_suffice(model: ModelSpec) -> bool:
+    """Whether values drawn for the described inputs can be calibrated on: not those of a single image without range."""
     tensors = [spec for spec in model.inputs if spec.dtype]
     bare = [spec for spec in tensors if spec.low is None and not spec.feeds]
     return bool(tensors) and not (len(tensors) == 1 and bare and len(tensors[0].shape) == 4)
 
 
 def calibration_data(trial: Trial) -> DataSpec:
-    """The data of the trial's calibration: the images that are set aside for it, else values of the described inputs.
+    """The data of the trial's calibration: the images set aside for it, else values for the described inputs.
 
     Values that are drawn come from another seed than those that are timed and compared.
     """
     if trial.data.folder:
         return DataSpec(trial.data.name, trial.data.folder, trial.data.sha256, split="calibration")
-    if not described(trial.model):
+    if not inputs_suffice(trial.model):
         raise UserError(NO_VALUES.replace("int8", trial.precision))
     return DataSpec("inputs", split="calibration", seed=trial.data.seed + 1)
 
 
 def calibration_of(recipe: Recipe, parent: Artifact) -> CalibrationImages | CalibrationInputs:
-    """What the recipe's data calibrates the parent's file on; a `UserError` where it doesn't fit, or there is none."""
-    if recipe.data is not None and not recipe.data.folder and described(recipe.model):
+    """The recipe's calibration data for the parent's file; a `UserError` where it doesn't fit, or there is none."""
+    if recipe.data is not None and not recipe.data.folder and inputs_suffice(recipe.model):
         return CalibrationInputs(recipe, parent)
     return CalibrationImages(recipe, parent)
 
@@ -68,24 +68,24 @@ class CalibrationImages:
             raise UserError(f"the data set {self.data.name} has no {self.data.split} split, which int8 needs")
         self._images = Images(self.data, recipe.model.preprocess, channels_last(self.input.shape))
         _check_shape(self.input, self._images.shape, self.data.name)
-        self._asked = _samples(recipe)
-        self.found, self.count = len(self._images), min(len(self._images), self._asked)
+        self._requested = _samples(recipe)
+        self.available, self.count = len(self._images), min(len(self._images), self._requested)
         if not self.count:
             raise UserError(f"the {self.data.split} split of {self.data.name} is empty; {NO_DATA}")
-        self._images.index = self._images.index[np.linspace(0, self.found - 1, self.count).astype(np.int64)]
+        self._images.index = self._images.index[np.linspace(0, self.available - 1, self.count).astype(np.int64)]
         first = self.input.shape[0]
         self.batch = first if isinstance(first, int) else 1
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the record says of the data."""
+        """The data's entries in the record."""
         return {"samples": self.count, "data_sha256": self.data.sha256}
 
     @property
     def warnings(self) -> list[str]:
-        """What the reader of a record should know: fewer images than were asked for."""
+        """One where there are fewer images than requested."""
         few = f"calibrated on {self.count} images, all that {self.data.name} has for it"
-        return [few] if self.found < self._asked else []
+        return [few] if self.available < self._requested else []
 
     def __len__(self) -> int:
         """Number of batches; the last is filled up with images seen already, which leaves the ranges as they are."""
@@ -108,38 +108,39 @@ class CalibrationInputs:
     def __init__(self, recipe: Recipe, parent: Artifact) -> None:
         self._recipe, self._parent = recipe, parent
         self._specs = [spec for spec in recipe.model.inputs if spec.dtype]
-        self._asked = _samples(recipe)
+        self._requested = _samples(recipe)
         # Beside drawn values the rows are fed again and again, each time with others.
-        drawn = len(self._given) < len(self._specs)
-        batched = [spec for spec in self._given if spec.shape and isinstance(spec.shape[0], str)]
-        self.found = self._asked if drawn else max(map(rows, batched or self._given))
-        self.count = min(self.found, self._asked)
+        drawn = len(self._from_files) < len(self._specs)
+        batched = [spec for spec in self._from_files if spec.shape and isinstance(spec.shape[0], str)]
+        self.available = self._requested if drawn else max(map(rows, batched or self._from_files))
+        self.count = min(self.available, self._requested)
         self.batch = _batch(recipe, parent)
 
     @property
-    def _given(self) -> list[InputSpec]:
+    def _from_files(self) -> list[InputSpec]:
         return [spec for spec in self._specs if spec.feeds]
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the record says of the data: where the values of each input came from, and a note on what they are."""
-        files = list(dict.fromkeys(Path(spec.feeds).name for spec in self._given))
-        given = ", ".join(spec.name for spec in self._given)
+        """The data's entries in the record: the source of each input's values, and a note that names them."""
+        files = list(dict.fromkeys(Path(spec.feeds).name for spec in self._from_files))
+        stored = ", ".join(spec.name for spec in self._from_files)
         drawn = ", ".join(spec.name for spec in self._specs if not spec.feeds)
-        said = [f"the rows of {', '.join(files)} ({given}), which outputs are compared on too"] if files else []
-        said += [f"random values, not real ones, of {drawn}"] if drawn else []
+        sources = [f"the rows of {', '.join(files)} ({stored}), which outputs are compared on too"] if files else []
+        sources += [f"random values, not real ones, of {drawn}"] if drawn else []
         return {
             "samples": self.count,
-            "data_sha256": next((spec.feeds_sha256 for spec in self._given), ""),
+            "data_sha256": next((spec.feeds_sha256 for spec in self._from_files), ""),
             "inputs": {spec.name: _source(spec) for spec in self._specs},
-            "note": f"INT8 was calibrated on {' and on '.join(said)}",
+            "note": f"INT8 was calibrated on {' and on '.join(sources)}",
         }
 
     @property
     def warnings(self) -> list[str]:
-        """What the reader of a record should know: fewer rows than were asked for."""
-        few = f"calibrated on {self.count} rows, all that {Path(self._given[0].feeds).name} has" if self._given else ""
-        return [few] if self.found < self._asked else []
+        """One where the files have fewer rows than requested."""
+        if self.available >= self._requested:
+            return []
+        return [f"calibrated on {self.count} rows, all that {Path(self._from_files[0].feeds).name} has"]
 
     def __len__(self) -> int:
         """Number of batches."""
@@ -151,7 +152,7 @@ class CalibrationInputs:
 
 
 def _source(spec: InputSpec) -> str:
-    """Where an input's calibration values came from, in words."""
+    """The source of an input's calibration values: a file, or a range."""
     if spec.feeds:
         return Path(spec.feeds).name
     return "random" if spec.low is None else f"random, {spec.low:g} to {spec.high:g}"
@@ -160,7 +161,7 @@ def _source(spec: InputSpec) -> str:
 def _samples(recipe: Recipe) -> int:
     samples = recipe.options.get("samples", SAMPLES)
     if not isinstance(samples, int) or samples < 1:
-        raise UserError(f"int8 calibrates on a whole number of samples from 1 on, not {samples!r}")
+        raise UserError(f"samples is {samples!r}; int8 calibration takes a whole number from 1 on")
     return samples
 
 
@@ -172,11 +173,11 @@ def _image_input(parent: Artifact) -> Tensor:
 
 
 def _check_shape(tensor: Tensor, shape: tuple[int, ...], name: str) -> None:
-    wanted = [tensor.shape[axis] for axis in axes(tensor.shape)]
-    if any(isinstance(want, int) and want != have for want, have in zip(wanted, shape, strict=True)):
-        has, wants = ("x".join(map(str, sizes)) for sizes in (shape, wanted))
+    expected = [tensor.shape[axis] for axis in axes(tensor.shape)]
+    if any(isinstance(wanted, int) and wanted != actual for wanted, actual in zip(expected, shape, strict=True)):
+        given, needed = ("x".join(map(str, sizes)) for sizes in (shape, expected))
         raise UserError(
-            f"the calibration images of {name} are {has}, but the model reads {wants}; give the --size it wants"
+            f"the calibration images of {name} are {given}, but the model reads {needed}; set --size to match"
         )
 
 
@@ -192,19 +193,19 @@ def _generated(recipe: Recipe, parent: Artifact, count: int) -> Iterator[dict[st
     kinds = {tensor.name: tensor.dtype for tensor in parent.inputs}
     dims, model = replace(recipe.dims, batch=_batch(recipe, parent)), recipe.model
     data = DataSpec(seed=recipe.data.seed if recipe.data else 0)
-    for made in batches(data, model.preprocess, parent.inputs, dims, count, model.inputs):
-        yield {name: made[name].astype(kind, copy=False) for name, kind in kinds.items()}
+    for batch in batches(data, model.preprocess, parent.inputs, dims, count, model.inputs):
+        yield {name: batch[name].astype(kind, copy=False) for name, kind in kinds.items()}
 
 
 def _batch(recipe: Recipe, parent: Artifact) -> int:
-    """The batch of the shapes that were given, else the file's own, else 1."""
+    """The batch of the requested shapes, else the file's own, else 1."""
     shapes: list[Sequence[int | str]] = [recipe.dims.shapes.get(t.name, t.shape) for t in parent.inputs]
     first = next((shape[0] for shape in shapes if shape), 1)
     return first if isinstance(first, int) else 1
 
 
 def reader(feeds: Iterator[dict[str, np.ndarray]]) -> Any:
-    """The feeds in the form that onnxruntime.quantization asks for them."""
+    """The feeds as onnxruntime.quantization's data reader."""
     from onnxruntime.quantization import CalibrationDataReader
 
     class Reader(CalibrationDataReader):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""The bytes that a model is fed: real images from a decoded data set, or seeded random numbers, never zeros."""
+"""Input data: real images from a decoded data set, or seeded random numbers, never zeros."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from dyno.worker.inputs.specs import Values, shape_of
 from dyno.worker.spec import DataSpec, Dims, InputSpec, Option, Preprocess, Tensor, UserError
 
 FEEDS = 4  # different batches that timing with copies rotates through, so that no cache serves one batch for ever
-READ = ("float32", "uint8")  # what the option `input` may be: normalised images, or their pixels
+READ = ("float32", "uint8")  # values of the option `input`: normalised images, or raw pixels
 
 
 class Images:
-    """The split of a decoded data set, normalised as the model wants it; `len` is its number of images.
+    """The split of a decoded data set, normalised for the model; `len` is its number of images.
 
     With `last` batches are N x H x W x C.
     """
@@ -46,30 +46,30 @@ class Images:
         """`count` images from `start` on, wrapping around: N x C x H x W, float32, or the pixels as uint8."""
         return arranged(_as_read(self._pixels[self._chosen(start, count)], self._preprocess, dtype), self._last)
 
-    def read_into(self, place: np.ndarray, start: int) -> None:
-        """What `batch` makes of as many images as `place` is long, written there: pixels where it is uint8.
+    def read_into(self, target: np.ndarray, start: int) -> None:
+        """As `batch`, written into `target`, as many images as it is long: raw pixels where it is uint8.
 
-        Pixels in one call, because every call holds up the thread that drives the engine for a moment; else image by
-        image, so that what is worked on stays in the processor's cache.
+        Pixels are copied in one call, because every call holds up the thread that drives the engine for a moment; the
+        rest is normalised image by image, so that the working set stays in the processor's cache.
         """
-        place = place.transpose(CHANNELS_LAST) if self._last else place
-        if place.dtype == np.uint8 and place.flags.c_contiguous:
-            np.take(self._pixels, self._chosen(start, len(place)), axis=0, out=place, mode="clip")
+        target = target.transpose(CHANNELS_LAST) if self._last else target
+        if target.dtype == np.uint8 and target.flags.c_contiguous:
+            np.take(self._pixels, self._chosen(start, len(target)), axis=0, out=target, mode="clip")
             return
-        mean, std = (each[0] for each in normalisation(self._preprocess, place.shape[1]))
-        direct, raw = place.dtype == np.float32, place.dtype == np.uint8
-        made: np.ndarray = np.empty(place.shape[1:], np.float32)
-        for i, chosen in enumerate(self._chosen(start, len(place))):
-            made = place[i] if direct else made
+        mean, std = (each[0] for each in normalisation(self._preprocess, target.shape[1]))
+        direct, raw = target.dtype == np.float32, target.dtype == np.uint8
+        values: np.ndarray = np.empty(target.shape[1:], np.float32)
+        for i, chosen in enumerate(self._chosen(start, len(target))):
+            values = target[i] if direct else values
             if raw:
-                place[i] = self._pixels[chosen]
+                target[i] = self._pixels[chosen]
                 continue
-            np.copyto(made, self._pixels[chosen])
-            made /= 255
-            made -= mean
-            made /= std
+            np.copyto(values, self._pixels[chosen])
+            values /= 255
+            values -= mean
+            values /= std
             if not direct:
-                np.copyto(place[i], made, casting="same_kind")
+                np.copyto(target[i], values, casting="same_kind")
 
     def _chosen(self, start: int, count: int) -> np.ndarray:
         """Rows of `count` images of the split from `start` on, wrapping around."""
@@ -77,13 +77,13 @@ class Images:
         return chosen
 
 
-def about(data: DataSpec) -> dict[str, Any]:
-    """What meta.json says of the decoded images, their classes for one; {} for data without a folder."""
+def metadata(data: DataSpec) -> dict[str, Any]:
+    """The decoded data set's meta.json, with its classes among others; {} for data without a folder."""
     if not data.folder:
         return {}
     try:
-        found: dict[str, Any] = json.loads((Path(data.folder) / "meta.json").read_bytes())
-        return found
+        content: dict[str, Any] = json.loads((Path(data.folder) / "meta.json").read_bytes())
+        return content
     except (OSError, ValueError):
         return {}
 
@@ -101,11 +101,11 @@ def pixel_scale(preprocess: Preprocess, channels: int) -> tuple[np.ndarray, np.n
 
 
 def wants_pixels(options: Mapping[str, Option]) -> bool:
-    """Whether the option `input` asks for raw pixels; anything but float32 and uint8 is a `UserError`."""
-    asked = options.get("input", "float32")
-    if asked not in READ:
-        raise UserError(f"unknown input {asked!r}; it is one of {', '.join(READ)}")
-    return asked == "uint8"
+    """Whether the option `input` requests raw pixels; anything but float32 and uint8 is a `UserError`."""
+    value = options.get("input", "float32")
+    if value not in READ:
+        raise UserError(f"unknown input {value!r}; it is one of {', '.join(READ)}")
+    return value == "uint8"
 
 
 def _as_read(pixels: np.ndarray, preprocess: Preprocess, dtype: str) -> np.ndarray:
@@ -113,11 +113,11 @@ def _as_read(pixels: np.ndarray, preprocess: Preprocess, dtype: str) -> np.ndarr
     if dtype == "uint8":
         return np.ascontiguousarray(pixels)
     mean, std = normalisation(preprocess, pixels.shape[1])
-    made: np.ndarray = pixels.astype(np.float32)
-    made /= 255
-    made -= mean
-    made /= std
-    return made
+    values: np.ndarray = pixels.astype(np.float32)
+    values /= 255
+    values -= mean
+    values /= std
+    return values
 
 
 def batches(
@@ -133,41 +133,41 @@ def batches(
     Images, real or random, go to an input as it reads them: raw to one in uint8, else normalised, so that both see the
     same picture. Random images are uniform pixels; other random numbers are standard normal for floating-point inputs,
     0..255 for uint8 and 0..1 for other integers (token ids and masks that every vocabulary has). With `specs` all that
-    they describe is fed as they say, also what an engine that dropped an input doesn't read.
+    they describe is fed with the values that they give, including inputs that an engine dropped as unused.
     """
-    wanted = static_shapes(tensors, dims)
+    shapes = static_shapes(tensors, dims)
     if data.folder:
-        name, shape, images = opened(data, preprocess, tensors, dims)
+        name, shape, images = open_images(data, preprocess, tensors, dims)
         for i in range(count):
             yield {name: images.batch(i * shape[0], shape[0], tensors[0].dtype)}
         return
     kinds = {t.name: t.dtype for t in tensors}
     if specs:
-        shapes = {**wanted, **{s.name: shape_of(s, dims) for s in specs if s.dtype and s.name not in wanted}}
-        yield from Values(specs, data.seed, partial(_random, preprocess=preprocess)).batches(shapes, kinds, count)
+        fed_shapes = {**shapes, **{s.name: shape_of(s, dims) for s in specs if s.dtype and s.name not in shapes}}
+        yield from Values(specs, data.seed, partial(_random, preprocess=preprocess)).batches(fed_shapes, kinds, count)
         return
     rng = np.random.default_rng(data.seed)
     for _ in range(count):
-        yield {name: _random(rng, kinds[name], shape, preprocess) for name, shape in wanted.items()}
+        yield {name: _random(rng, kinds[name], shape, preprocess) for name, shape in shapes.items()}
 
 
-def opened(
+def open_images(
     data: DataSpec, preprocess: Preprocess, tensors: Sequence[Tensor], dims: Dims
 ) -> tuple[str, tuple[int, ...], Images]:
     """The one input that takes images, its shape, and the images; a `UserError` where they don't fit it."""
     name, shape = _image_input(tensors, static_shapes(tensors, dims))
-    images, wanted = Images(data, preprocess, channels_last(shape)), channels_first(shape)[1:]
-    if images.shape != wanted:
-        has, wants = ("x".join(map(str, s)) for s in (images.shape, wanted))
-        raise UserError(f"the images are {has} but the model's input {name!r} is {wants}; give the --size it wants")
+    images, expected = Images(data, preprocess, channels_last(shape)), channels_first(shape)[1:]
+    if images.shape != expected:
+        given, needed = ("x".join(map(str, s)) for s in (images.shape, expected))
+        raise UserError(f"the images are {given} but the model's input {name!r} is {needed}; set --size to match")
     return name, shape, images
 
 
-def _image_input(tensors: Sequence[Tensor], wanted: dict[str, tuple[int, ...]]) -> tuple[str, tuple[int, ...]]:
-    if len(tensors) != 1 or len(wanted[tensors[0].name]) != 4:
-        names = ", ".join(f"{name} {shape}" for name, shape in wanted.items())
+def _image_input(tensors: Sequence[Tensor], shapes: dict[str, tuple[int, ...]]) -> tuple[str, tuple[int, ...]]:
+    if len(tensors) != 1 or len(shapes[tensors[0].name]) != 4:
+        names = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
         raise UserError(f"images fit a model with one N x C x H x W input; this one has {names}")
-    return tensors[0].name, wanted[tensors[0].name]
+    return tensors[0].name, shapes[tensors[0].name]
 
 
 def _random(rng: np.random.Generator, dtype: str, shape: tuple[int, ...], preprocess: Preprocess) -> np.ndarray:
@@ -185,7 +185,7 @@ def _random(rng: np.random.Generator, dtype: str, shape: tuple[int, ...], prepro
 def fingerprint(feeds: Sequence[dict[str, np.ndarray]], preprocess: Preprocess | None = None) -> str:
     """sha256 of the feeds' bytes: two runs with the same value were fed the same.
 
-    With `preprocess`, raw images count as what their normalisation makes of them: one picture, one value.
+    With `preprocess`, raw images are normalised first, so that the same images have the same value in either form.
     """
     hashed = hashlib.sha256()
     for feed in feeds:

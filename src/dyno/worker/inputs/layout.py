@@ -1,4 +1,4 @@
-"""Where an image input has its channels: N x C x H x W as PyTorch writes it, or N x H x W x C as TensorFlow does."""
+"""Memory layout of image inputs: channels first (N x C x H x W, as in PyTorch) or last (N x H x W x C, TensorFlow)."""
 
 from __future__ import annotations
 
@@ -31,5 +31,5 @@ def channels_first(shape: Sequence[int]) -> tuple[int, int, int, int]:
 
 
 def arranged(images: np.ndarray, last: bool) -> np.ndarray:
-    """Images N x C x H x W, with channels last where that is wanted; contiguous."""
+    """Images N x C x H x W, with channels last if `last`; contiguous."""
     return np.ascontiguousarray(images.transpose(0, 2, 3, 1)) if last else images

@@ -1,4 +1,4 @@
-"""Where an image lies in its letterbox: the longer side fits the size, and grey fills the rest evenly on both sides."""
+"""Geometry of a letterbox: the image's longer side fits the size, grey fills the rest evenly on both sides."""
 
 from __future__ import annotations
 

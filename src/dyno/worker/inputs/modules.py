@@ -1,4 +1,4 @@
-"""What a PyTorch module takes: from example inputs, its signature and the command line, checked by running it."""
+"""Inputs of a PyTorch module: from example inputs, its signature and the command line, checked by running it."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Signature:
 
 
 @dataclass(frozen=True)
-class Taken:
-    """A module's inputs, () for the one image; the batch and the size (height, width) that they were described with, 0
-    where nothing says it; whether the batch may be another, whether the user named the axis that is the batch, and the
-    inputs whose range the user gave."""
+class ModuleInputs:
+    """A module's inputs, () for the one image; the batch and the size (height, width) of their description, 0 where it
+    has none; whether another batch is accepted, whether the user named the batch axis, and the inputs whose range the
+    user gave."""
 
     inputs: tuple[InputSpec, ...] = ()
     batch: int = 1
@@ -48,70 +48,74 @@ class Taken:
 
     @property
     def signature(self) -> Signature:
-        """What a module of these inputs takes, where its own signature doesn't have their names."""
+        """A signature from these inputs, for a module whose own doesn't have their names."""
         keyword = frozenset(spec.name for spec in self.inputs if spec.keyword)
         return Signature({spec.name: True for spec in self.inputs}, keyword)
 
 
-def taken(module: Any, model: ModelSpec, examples: Any, asked: Mapping[str, Mapping[str, Any]]) -> Taken:
-    """What the module takes, before it was run.
+def describe_inputs(
+    module: Any, model: ModelSpec, examples: Any, overrides: Mapping[str, Mapping[str, Any]]
+) -> ModuleInputs:
+    """The module's inputs, before it is run.
 
-    `examples` are what was saved with a module, a tensor, tuple or dict, or None; `asked` is the command line's word on
-    inputs by name. The only parameter of which nothing is said is the image. Raises `UserError` where the inputs can't
-    be known.
+    `examples` were saved with the module, are a tensor, tuple or dict, or None; `overrides` are the command line's
+    settings by input name. A single parameter without a description is the image. Raises `UserError` where the inputs
+    can't be determined.
     """
-    told = examples if isinstance(examples, Taken) else None
-    signature = told.signature if told else signature_of(module)
-    specs = {spec.name: spec for spec in (told.inputs if told else _of_examples(examples, signature, model))}
-    specs = {spec.name: spec for spec in _with_asked(specs, signature, asked, model)}
+    stored = examples if isinstance(examples, ModuleInputs) else None
+    signature = stored.signature if stored else signature_of(module)
+    specs = {spec.name: spec for spec in (stored.inputs if stored else _of_examples(examples, signature, model))}
+    specs = {spec.name: spec for spec in _with_overrides(specs, signature, overrides, model)}
     missing = [name for name, required in signature.required.items() if required and name not in specs]
     if not specs and not missing:
         missing = [*signature.required][:1]
     if len(missing) > 1:
         names = ", ".join(missing)
-        raise UserError(f"{model.name} takes {names}, and nothing says what they are; {advice(model, missing)}")
+        raise UserError(f"{model.name} takes {names}, whose shapes and types are unknown; {advice(model, missing)}")
     if missing:
         by_keyword = bool(specs) or missing[0] in signature.keyword_only
         specs[missing[0]] = InputSpec(missing[0], "float32", (BATCH, model.channels, *SIZE), keyword=by_keyword)
     order = [*signature.required]
     ordered = sorted(specs.values(), key=lambda s: order.index(s.name) if s.name in order else len(order))
-    found = replace(_symbolic(tuple(ordered)), ranged=frozenset(n for n, words in asked.items() if "low" in words))
-    if told:
-        size = found.size if all(found.size) else told.size
-        found = replace(found, batch=told.batch, size=size, named=False)
-    return replace(found, inputs=()) if _is_image(found.inputs, signature, model) else found
+    described = replace(
+        _symbolic(tuple(ordered)), ranged=frozenset(n for n, override in overrides.items() if "low" in override)
+    )
+    if stored:
+        size = described.size if all(described.size) else stored.size
+        described = replace(described, batch=stored.batch, size=size, named=False)
+    return replace(described, inputs=()) if _is_image(described.inputs, signature, model) else described
 
 
-def of_file(
-    file: Sequence[Tensor], asked: Mapping[str, Mapping[str, Any]], stored: Sequence[InputSpec] = ()
+def describe_file_inputs(
+    file: Sequence[Tensor], overrides: Mapping[str, Mapping[str, Any]], stored: Sequence[InputSpec] = ()
 ) -> tuple[InputSpec, ...]:
-    """What the user, or the file's metadata (`stored`), said of its inputs' values; () where nothing.
+    """The file's inputs with the value ranges of the user or of its metadata (`stored`); () where there are none.
 
-    Raises `UserError` for an input or a type that the file doesn't have, and for a value without a type of its own.
+    Raises `UserError` for an input or a type that the file doesn't have.
     """
     kinds = {tensor.name: tensor.dtype for tensor in file}
-    for name, words in asked.items():
+    for name, override in overrides.items():
         if name not in kinds:
             raise UserError(f"the model has no input {name!r}; its inputs: {', '.join(kinds)}")
-        if "feeds" not in words and words.get("dtype", kinds[name]) != kinds[name]:
-            raise UserError(f"the file's input {name!r} is {kinds[name]}, not {words['dtype']}; omit the type")
-    known = {spec.name: spec for spec in stored}
-    if not known and not any("low" in words or "feeds" in words for words in asked.values()):
+        if "feeds" not in override and override.get("dtype", kinds[name]) != kinds[name]:
+            raise UserError(f"the file's input {name!r} is {kinds[name]}, not {override['dtype']}; omit the type")
+    specs = {spec.name: spec for spec in stored}
+    if not specs and not any("low" in override or "feeds" in override for override in overrides.values()):
         return ()
     keys = ("low", "high", "feeds", "feeds_sha256")
-    said = {name: {key: words[key] for key in keys if key in words} for name, words in asked.items()}
-    base = [replace(known.get(t.name, InputSpec(t.name)), dtype=t.dtype, shape=t.shape) for t in file]
-    return tuple(replace(spec, **said.get(spec.name, {})) for spec in base)
+    ranges = {name: {key: override[key] for key in keys if key in override} for name, override in overrides.items()}
+    base = [replace(specs.get(t.name, InputSpec(t.name)), dtype=t.dtype, shape=t.shape) for t in file]
+    return tuple(replace(spec, **ranges.get(spec.name, {})) for spec in base)
 
 
 def signature_of(module: Any) -> Signature:
-    """What forward takes, of TorchScript too."""
+    """The signature of forward, of a TorchScript module too."""
     import torch
 
     if isinstance(module, torch.jit.ScriptModule):
-        given = [a for a in module.forward.schema.arguments if a.name != "self"]
-        keyword = frozenset(a.name for a in given if a.kwarg_only)
-        return Signature({a.name: not a.has_default_value() for a in given}, keyword)
+        arguments = [a for a in module.forward.schema.arguments if a.name != "self"]
+        keyword = frozenset(a.name for a in arguments if a.kwarg_only)
+        return Signature({a.name: not a.has_default_value() for a in arguments}, keyword)
     parameters = inspect.signature(module.forward).parameters.values()
     many = [p for p in parameters if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     named = [p for p in parameters if p not in many]
@@ -120,7 +124,7 @@ def signature_of(module: Any) -> Signature:
 
 
 def advice(model: ModelSpec, names: Sequence[str] = ("x",)) -> str:
-    """How to say what a module takes."""
+    """What to do about inputs of unknown shape and type, as the end of a message."""
     function = model.source.rpartition(":")[2]
     shapes = " ".join(f"--shapes {name}:{'1x128:int64' if TOKENS.search(name) else '1x3x224x224'}" for name in names)
     if model.source.startswith("saved:"):
@@ -128,12 +132,12 @@ def advice(model: ModelSpec, names: Sequence[str] = ("x",)) -> str:
     return f"give {shapes}, or write {function}_inputs() beside {function}, which returns example inputs"
 
 
-def advice_after(module: Any, model: ModelSpec) -> str:
-    """How to say what a module takes that refused what it was given."""
+def advice_after_refusal(module: Any, model: ModelSpec) -> str:
+    """What to do about a module that refused its inputs, as the end of a message."""
     name = next(iter(signature_of(module).required), "input")
     function = model.source.rpartition(":")[2]
     beside = "" if model.source.startswith("saved:") else f", or by {function}_inputs() beside {function}"
-    return f"say what it takes by --shapes {name}:SHAPE, with :int64 behind it for token ids{beside}"
+    return f"describe its inputs with --shapes {name}:SHAPE (followed by :int64 for token ids){beside}"
 
 
 def _of_examples(examples: Any, signature: Signature, model: ModelSpec) -> list[InputSpec]:
@@ -141,14 +145,14 @@ def _of_examples(examples: Any, signature: Signature, model: ModelSpec) -> list[
         return []
     if isinstance(examples, Mapping):
         return [_spec(str(name), value, True, model) for name, value in examples.items()]
-    given = [*examples] if isinstance(examples, (list, tuple)) else [examples]
+    values = [*examples] if isinstance(examples, (list, tuple)) else [examples]
     names = [*signature.required]
-    if len(given) > len(names) and not signature.more:
+    if len(values) > len(names) and not signature.more:
         raise UserError(
-            f"{model.name} has {len(given)} example inputs, but its forward takes {', '.join(names) or 'none'}"
+            f"{model.name} has {len(values)} example inputs, but its forward takes {', '.join(names) or 'none'}"
         )
-    names += [f"input_{i}" if i else "input" for i in range(len(names), len(given))]
-    pairs = zip(names, given, strict=False)
+    names += [f"input_{i}" if i else "input" for i in range(len(names), len(values))]
+    pairs = zip(names, values, strict=False)
     return [_spec(name, value, name in signature.keyword_only, model) for name, value in pairs]
 
 
@@ -178,45 +182,45 @@ def _range(example: Any) -> tuple[float | None, float | None]:
     finite = example[torch.isfinite(example)] if example.is_floating_point() else example
     low, high = (finite.min().item(), finite.max().item()) if finite.numel() else (0, 0)
     if example.is_floating_point():
-        drawn = low == high and example.numel() > 1
-        return (None, None) if drawn or (example.ndim == 4 and low < 0) else (low, high)
+        constant = low == high and example.numel() > 1
+        return (None, None) if constant or (example.ndim == 4 and low < 0) else (low, high)
     return (None, None) if low >= 0 and high <= 1 else (low, high)
 
 
-def _with_asked(
-    specs: dict[str, InputSpec], signature: Signature, asked: Mapping[str, Mapping[str, Any]], model: ModelSpec
+def _with_overrides(
+    specs: dict[str, InputSpec], signature: Signature, overrides: Mapping[str, Mapping[str, Any]], model: ModelSpec
 ) -> list[InputSpec]:
-    """The specs, less what the command line says otherwise."""
-    made = dict(specs)
-    for name, words in asked.items():
+    """The specs with the command line's settings in their place."""
+    result = dict(specs)
+    for name, override in overrides.items():
         alias = name == "input" and len(signature.required) == 1
         if name not in {*signature.required, *specs} and not signature.more and not alias:
             names = ", ".join(signature.required) or "none"
             raise UserError(f"the model has no input {name!r}; its inputs: {names}")
         own = next(iter(signature.required)) if alias and name not in signature.required else name
-        made[own] = _one_asked(own, made.get(own), words, model, own in signature.required)
-    return [*made.values()]
+        result[own] = _overridden(own, result.get(own), override, model, own in signature.required)
+    return [*result.values()]
 
 
-def _one_asked(
-    name: str, known: InputSpec | None, words: Mapping[str, Any], model: ModelSpec, named: bool
+def _overridden(
+    name: str, spec: InputSpec | None, override: Mapping[str, Any], model: ModelSpec, named: bool
 ) -> InputSpec:
-    if known is None and "shape" not in words:
-        if "value" in words:
-            return InputSpec(name, "", value=words["value"], keyword=named)
+    if spec is None and "shape" not in override:
+        if "value" in override:
+            return InputSpec(name, "", value=override["value"], keyword=named)
         raise UserError(f"{model.name}'s input {name!r} has a range, but no shape; give --shapes {name}:1x128:int64")
-    if known is not None and not known.dtype and "shape" not in words:
-        return replace(known, value=words.get("value", known.value))
-    base = known if known is not None and known.dtype else InputSpec(name, keyword=known.keyword if known else named)
-    fields = {key: words[key] for key in ("dtype", "low", "high", "feeds", "feeds_sha256") if key in words}
-    if "shape" in words:
-        fields["shape"] = tuple(words["shape"])
-    if fields.get("dtype", base.dtype) != base.dtype and "low" not in words:
+    if spec is not None and not spec.dtype and "shape" not in override:
+        return replace(spec, value=override.get("value", spec.value))
+    base = spec if spec is not None and spec.dtype else InputSpec(name, keyword=spec.keyword if spec else named)
+    fields = {key: override[key] for key in ("dtype", "low", "high", "feeds", "feeds_sha256") if key in override}
+    if "shape" in override:
+        fields["shape"] = tuple(override["shape"])
+    if fields.get("dtype", base.dtype) != base.dtype and "low" not in override:
         fields |= {"low": None, "high": None}
     return replace(base, **fields)
 
 
-def _symbolic(specs: tuple[InputSpec, ...]) -> Taken:
+def _symbolic(specs: tuple[InputSpec, ...]) -> ModuleInputs:
     """The specs with the batch for the first axis of all that have the first one's length there, and the size of the
     first image for every image of that size."""
     arrays = [spec for spec in specs if spec.dtype and spec.shape]
@@ -234,7 +238,7 @@ def _symbolic(specs: tuple[InputSpec, ...]) -> Taken:
             shape = (*shape[:2], *SIZE)
         return replace(spec, shape=shape)
 
-    return Taken(tuple(map(symbols, specs)), batch, (height, width), named=named)
+    return ModuleInputs(tuple(map(symbols, specs)), batch, (height, width), named=named)
 
 
 def _may_be_image(spec: InputSpec) -> bool:
@@ -242,36 +246,36 @@ def _may_be_image(spec: InputSpec) -> bool:
 
 
 def _is_image(specs: Sequence[InputSpec], signature: Signature, model: ModelSpec) -> bool:
-    """Whether this is the one image that a model without description takes."""
+    """Whether this is the single image that is assumed for a model without description."""
     if not specs:
         return True
-    usual = InputSpec(specs[0].name, "float32", (BATCH, model.channels, *SIZE))
-    return len(specs) == 1 and replace(specs[0], keyword=False) == usual and usual.name not in signature.keyword_only
+    image = InputSpec(specs[0].name, "float32", (BATCH, model.channels, *SIZE))
+    return len(specs) == 1 and replace(specs[0], keyword=False) == image and image.name not in signature.keyword_only
 
 
-def settled(module: Any, model: ModelSpec, found: Taken, dims: Dims) -> tuple[Taken, Any]:
-    """The description after the module was run on it, and what the module returned.
+def verify_inputs(module: Any, model: ModelSpec, described: ModuleInputs, dims: Dims) -> tuple[ModuleInputs, Any]:
+    """The inputs as confirmed by running the module on them, and what the module returned.
 
     Token ids get the range of the embedding that they reach, unless a range was given. An axis that was taken for the
-    batch only because of its length is one where the module takes another length too.
+    batch only because of its length stays so if the module accepts another length there too.
     """
-    result, limits = _watched(module, *example(model, found.inputs, dims), found.inputs)
+    result, limits = _run_and_record(module, *example(model, described.inputs, dims), described.inputs)
     specs = tuple(
         replace(spec, low=0, high=limits[spec.name] - 1)
-        if spec.name in limits and not spec.feeds and spec.name not in found.ranged
+        if spec.name in limits and not spec.feeds and spec.name not in described.ranged
         else spec
-        for spec in found.inputs
+        for spec in described.inputs
     )
-    if found.named or not has_batch(specs):
-        return replace(found, inputs=specs, free=has_batch(specs)), result
-    wider = replace(dims, batch=dims.batch + 1)
-    for chosen in dict.fromkeys(_choices(specs, dims.batch)):
-        if has_batch(chosen) and _takes(module, model, chosen, wider):
-            return replace(found, inputs=chosen), result
-    return replace(found, inputs=_fixed(specs, dims.batch, lambda spec: True), free=False), result
+    if described.named or not has_batch(specs):
+        return replace(described, inputs=specs, free=has_batch(specs)), result
+    larger_batch = replace(dims, batch=dims.batch + 1)
+    for choice in dict.fromkeys(_choices(specs, dims.batch)):
+        if has_batch(choice) and _accepts(module, model, choice, larger_batch):
+            return replace(described, inputs=choice), result
+    return replace(described, inputs=_fixed(specs, dims.batch, lambda spec: True), free=False), result
 
 
-def _watched(
+def _run_and_record(
     module: Any, args: list[Any], keywords: dict[str, Any], specs: Sequence[InputSpec]
 ) -> tuple[Any, dict[str, int]]:
     """The module's result, and for each input that is looked up in an embedding how many rows that has."""
@@ -279,8 +283,8 @@ def _watched(
     from torch.utils._python_dispatch import TorchDispatchMode
 
     positional = iter(args)
-    given = {spec.name: keywords[spec.name] if spec.keyword else next(positional) for spec in specs}
-    names = {given[spec.name].data_ptr(): spec.name for spec in specs if spec.dtype}
+    values = {spec.name: keywords[spec.name] if spec.keyword else next(positional) for spec in specs}
+    names = {values[spec.name].data_ptr(): spec.name for spec in specs if spec.dtype}
     lookups = (torch.ops.aten.embedding.default, torch.ops.aten._embedding_bag_forward_only.default)
     limits: dict[str, int] = {}
 
@@ -309,12 +313,12 @@ def _fixed(specs: tuple[InputSpec, ...], batch: int, which: Callable[[InputSpec]
     return tuple(one(spec) if which(spec) else spec for spec in specs)
 
 
-def _takes(module: Any, model: ModelSpec, specs: tuple[InputSpec, ...], dims: Dims) -> bool:
+def _accepts(module: Any, model: ModelSpec, specs: tuple[InputSpec, ...], dims: Dims) -> bool:
     try:
         call(module, model, specs, dims)
     except MemoryError:
         raise
-    except Exception:  # whatever a module raises at a batch that it doesn't take
+    except Exception:  # a module may raise anything at a batch that it doesn't accept
         return False
     return True
 
@@ -334,10 +338,10 @@ def example(
     """Random arguments of forward: tensors in the described ranges."""
     import torch
 
-    (fed,) = feeds.batches(DataSpec(seed=seed), model.preprocess, tensors(specs, dims), dims, 1, specs)
-    return arguments(specs, {name: torch.from_numpy(np.asarray(array, order="C")) for name, array in fed.items()})
+    (arrays,) = feeds.batches(DataSpec(seed=seed), model.preprocess, tensors(specs, dims), dims, 1, specs)
+    return arguments(specs, {name: torch.from_numpy(np.asarray(array, order="C")) for name, array in arrays.items()})
 
 
-def shown(specs: Sequence[InputSpec], dims: Dims) -> str:
-    """The inputs with their shapes and types, for messages."""
+def listed(specs: Sequence[InputSpec], dims: Dims) -> str:
+    """The inputs' names, shapes and types, for messages."""
     return ", ".join(f"{t.name} {'x'.join(map(str, t.shape)) or 'scalar'} {t.dtype}" for t in tensors(specs, dims))

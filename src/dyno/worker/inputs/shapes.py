@@ -1,4 +1,4 @@
-"""From a file's free dimensions to the shapes of one trial, and from a feed to the array an engine reads."""
+"""Static shapes of a trial from a file's free dimensions, and feeds as the arrays that an engine reads."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from dyno.worker.inputs.layout import axes
 from dyno.worker.spec import Dims, Tensor, UserError
 
 Shape = tuple[int, ...]
-# What a module raises at inputs of a shape that it doesn't take.
+# Exceptions of modules at inputs of a shape that they don't accept.
 REFUSALS = (RuntimeError, ValueError, AssertionError, TypeError, IndexError, ZeroDivisionError)
 
 
 def static_shapes(inputs: Iterable[Tensor], dims: Dims) -> dict[str, Shape]:
     """The shape of every input in this trial: free dimensions come from batch, height, width, or `dims.shapes`.
 
-    A file that is fixed at another batch or size, or has a free dimension nobody gave, is a `UserError`. The size is
-    that of the first image: a second one, a map or a mask of four dimensions may have its own.
+    A file that is fixed at another batch or size, or has a free dimension without a length, is a `UserError`. The size
+    is that of the first image: a second one, a map or a mask of four dimensions may have its own.
     """
     tensors = list(inputs)
     unknown = sorted(set(dims.shapes) - {tensor.name for tensor in tensors})
@@ -30,33 +30,34 @@ def static_shapes(inputs: Iterable[Tensor], dims: Dims) -> dict[str, Shape]:
 
 
 def _static(tensor: Tensor, dims: Dims, first_image: bool) -> Shape:
-    given = dims.shapes.get(tensor.name)
-    wanted: dict[int, tuple[str, int]] = {0: ("batch", dims.batch)}
+    requested = dims.shapes.get(tensor.name)
+    lengths: dict[int, tuple[str, int]] = {0: ("batch", dims.batch)}
     if len(tensor.shape) == 4:
         _, height, width = axes(tensor.shape)
-        wanted |= {height: ("height", dims.height), width: ("width", dims.width)}
-    if given is not None:
-        if len(given) != len(tensor.shape):
-            raise UserError(f"input {tensor.name!r} has {len(tensor.shape)} dimensions, not {_text(given)}")
-        wanted = {axis: (f"dimension {axis} of {tensor.name!r}", size) for axis, size in enumerate(given)}
+        lengths |= {height: ("height", dims.height), width: ("width", dims.width)}
+    if requested is not None:
+        if len(requested) != len(tensor.shape):
+            raise UserError(f"input {tensor.name!r} has {len(tensor.shape)} dimensions, not {_text(requested)}")
+        lengths = {axis: (f"dimension {axis} of {tensor.name!r}", size) for axis, size in enumerate(requested)}
     return tuple(
-        _size(tensor, axis, known, wanted, first_image or given is not None) for axis, known in enumerate(tensor.shape)
+        _size(tensor, axis, length, lengths, first_image or requested is not None)
+        for axis, length in enumerate(tensor.shape)
     )
 
 
-def _size(tensor: Tensor, axis: int, known: int | str, wanted: dict[int, tuple[str, int]], strict: bool) -> int:
-    what, size = wanted.get(axis, ("", 0))
-    if isinstance(known, str):
-        if not what:
+def _size(tensor: Tensor, axis: int, length: int | str, lengths: dict[int, tuple[str, int]], strict: bool) -> int:
+    dimension, size = lengths.get(axis, ("", 0))
+    if isinstance(length, str):
+        if not dimension:
             raise UserError(
-                f"input {tensor.name!r} has a free dimension {known or axis!r}; give its shape with --shapes"
+                f"input {tensor.name!r} has a free dimension {length or axis!r}; give its shape with --shapes"
             )
         return size
-    # A fixed first dimension need not be the batch, unless the input is an image or its shape was asked for by name.
-    if strict and what and known != size:
-        how = "--batch dynamic" if what == "batch" else "the size you want"
-        raise UserError(f"the file has a fixed {what} {known}, not {size}; export it with {how}")
-    return known
+    # A fixed first dimension need not be the batch, unless the input is an image or its shape was given by name.
+    if strict and dimension and length != size:
+        option = "--batch dynamic" if dimension == "batch" else "the size you want"
+        raise UserError(f"the file has a fixed {dimension} {length}, not {size}; export it with {option}")
+    return length
 
 
 def fitted(feed: np.ndarray, tensor: Tensor, shape: Shape) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What a described module is fed: shapes in a trial, values in their range, and how forward takes them."""
+"""Inputs from their description: shapes in a trial, values within their range, and the arguments of forward."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ SYMBOLS = (BATCH, "height", "width")
 
 
 def resolved(shape: Sequence[int | str], batch: int) -> Shape:
-    """The shape that the user gave a file's input, with this batch where it says `batch`."""
+    """The shape that the user gave for a file's input, with this batch for the axis `batch`."""
     if wrong := [axis for axis in shape if isinstance(axis, str) and axis != BATCH]:
-        raise UserError(f"a file's shapes are numbers, or {BATCH} for the batch, not {wrong[0]}")
+        raise UserError(f"shape has {wrong[0]!r}; the axes of a file's input are numbers, or {BATCH} for the batch")
     return tuple(batch if isinstance(axis, str) else axis for axis in shape)
 
 
@@ -38,11 +38,11 @@ def has_batch(specs: Sequence[InputSpec]) -> bool:
     return any(BATCH in spec.shape for spec in specs)
 
 
-def arguments(specs: Sequence[InputSpec], given: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Positional and keyword arguments of forward, tensors taken from `given`; without specs there is one, `input`."""
+def arguments(specs: Sequence[InputSpec], arrays: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Positional and keyword arguments of forward, tensors from `arrays`; without specs there is one, `input`."""
     if not specs:
-        return [given["input"]], {}
-    values = {spec.name: given[spec.name] if spec.dtype else spec.value for spec in specs}
+        return [arrays["input"]], {}
+    values = {spec.name: arrays[spec.name] if spec.dtype else spec.value for spec in specs}
     keywords = {spec.name for spec in specs if spec.keyword}
     return [v for name, v in values.items() if name not in keywords], {name: values[name] for name in sorted(keywords)}
 
@@ -50,30 +50,31 @@ def arguments(specs: Sequence[InputSpec], given: Mapping[str, Any]) -> tuple[lis
 class Values:
     """Values for described inputs, the same for every backend: each input has its own random numbers, from the seed.
 
-    `usual` draws what has no range: it is given random numbers, a type and a shape.
+    `draw_default` draws inputs without a range, from a generator, a type and a shape.
     """
 
-    def __init__(self, specs: Sequence[InputSpec], seed: int, usual: Callable[..., np.ndarray]) -> None:
+    def __init__(self, specs: Sequence[InputSpec], seed: int, draw_default: Callable[..., np.ndarray]) -> None:
         self._specs = {spec.name: spec for spec in specs if spec.dtype}
         self._rng = {name: np.random.default_rng([seed, zlib.crc32(name.encode())]) for name in self._specs}
-        self._usual = usual
+        self._draw_default = draw_default
         self._arrays: dict[str, np.ndarray] = {}
 
     def batches(
-        self, shapes: Mapping[str, Shape], read: Mapping[str, str], count: int
+        self, shapes: Mapping[str, Shape], engine_types: Mapping[str, str], count: int
     ) -> Iterator[dict[str, np.ndarray]]:
-        """`count` feeds of these shapes; `read` is the type in which an engine reads an input."""
-        for turn in range(count):
+        """`count` feeds of these shapes; `engine_types` are the types in which an engine reads them."""
+        for number in range(count):
             yield {
-                name: self._one(self._specs[name], shape, read.get(name, ""), turn) for name, shape in shapes.items()
+                name: self._one(self._specs[name], shape, engine_types.get(name, ""), number)
+                for name, shape in shapes.items()
             }
 
-    def _one(self, spec: InputSpec, shape: Shape, read: str, turn: int) -> np.ndarray:
-        pixels = read == "uint8" and spec.dtype.startswith("float")
+    def _one(self, spec: InputSpec, shape: Shape, engine_type: str, number: int) -> np.ndarray:
+        pixels = engine_type == "uint8" and spec.dtype.startswith("float")
         if pixels and (spec.feeds or spec.low is not None):
             raise UserError(f"input=uint8 reads pixels of images, but {spec.name!r} has values of its own; omit it")
         if spec.feeds:
-            return self._stored(spec, shape, turn)
+            return self._stored(spec, shape, number)
         rng = self._rng[spec.name]
         if spec.low is not None and spec.high is not None:
             if spec.dtype.startswith("float"):
@@ -81,34 +82,34 @@ class Values:
             return rng.integers(int(spec.low), int(spec.high), shape, endpoint=True).astype(spec.dtype)
         if "mask" in spec.name.lower() and shape and not spec.dtype.startswith("float"):
             return _mask(rng, spec.dtype, shape)
-        return self._usual(rng, "uint8" if pixels else spec.dtype, shape)
+        return self._draw_default(rng, "uint8" if pixels else spec.dtype, shape)
 
-    def _stored(self, spec: InputSpec, shape: Shape, turn: int) -> np.ndarray:
+    def _stored(self, spec: InputSpec, shape: Shape, number: int) -> np.ndarray:
         """Rows of the user's array, wrapping around; the whole of one that has no batch."""
         if spec.name not in self._arrays:
             self._arrays[spec.name] = _read(spec)
         array = self._arrays[spec.name]
         if array.shape != shape and array.ndim and array.shape[1:] == shape[1:]:
-            array = array[np.arange(turn * shape[0], (turn + 1) * shape[0]) % len(array)]
+            array = array[np.arange(number * shape[0], (number + 1) * shape[0]) % len(array)]
         if array.shape != shape:
-            raise UserError(f"{spec.feeds} has {spec.name!r} as {array.shape}, but the model wants {shape}")
+            raise UserError(f"{spec.feeds} has {spec.name!r} as {array.shape}, but the model takes {shape}")
         return array.astype(spec.dtype)
 
 
 def _mask(rng: np.random.Generator, dtype: str, shape: Shape) -> np.ndarray:
-    """Ones up to a length of at least half, then zeros, as padding is told apart; never a row of zeros alone.
+    """Ones up to a length of at least half, then zeros, as a padding mask; never a row of zeros alone.
 
-    A bool mask always has both: in some networks True is what counts, in others what doesn't.
+    A bool mask always has both: in some networks True marks padding, in others the rest.
     """
     longest = shape[-1]
     most = longest - 1 if dtype == "bool" and longest > 1 else longest
     lengths = rng.integers(max(1, longest // 2), most, (*shape[:-1], 1), endpoint=True)
-    made: np.ndarray = np.broadcast_to(np.arange(longest), shape) < lengths
-    return made.astype(dtype)
+    mask: np.ndarray = np.broadcast_to(np.arange(longest), shape) < lengths
+    return mask.astype(dtype)
 
 
 def rows(spec: InputSpec) -> int:
-    """How many rows the user's array of an input has; 1 of a number."""
+    """Number of rows of the user's array for an input; 1 for a number."""
     array = _read(spec)
     return len(array) if array.ndim else 1
 
@@ -116,7 +117,7 @@ def rows(spec: InputSpec) -> int:
 def _read(spec: InputSpec) -> np.ndarray:
     try:
         with np.load(spec.feeds, allow_pickle=False) as stored:
-            found: np.ndarray = stored[spec.name]
+            array: np.ndarray = stored[spec.name]
     except (OSError, ValueError, KeyError) as e:
         raise UserError(f"{spec.feeds} can't be read for input {spec.name!r}: {e}") from e
-    return found
+    return array

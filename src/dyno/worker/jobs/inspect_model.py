@@ -8,7 +8,7 @@ from typing import Any
 
 from dyno.worker import registry
 from dyno.worker.inputs import modules
-from dyno.worker.inputs.modules import Taken
+from dyno.worker.inputs.modules import ModuleInputs
 from dyno.worker.inputs.shapes import static_shapes
 from dyno.worker.inputs.specs import resolved
 from dyno.worker.nets import file_images, flops, models, task_facts, ultralytics_models
@@ -42,8 +42,12 @@ def _module(
     if len(wanted) == 2 and all(isinstance(n, int) for n in wanted):
         own = (wanted[0], wanted[1])
     height, width = sizes[0] if sizes else own
-    module = models.drawn(model, Dims(1, height, width))  # what is asked here, statistics would not change
-    takes = modules.taken(module, model, models.examples(model), asked) if _may_differ(model, asked) else Taken()
+    module = models.build(model, Dims(1, height, width))  # what is asked here, statistics would not change
+    takes = (
+        modules.describe_inputs(module, model, models.examples(model), asked)
+        if _may_differ(model, asked)
+        else ModuleInputs()
+    )
     own = takes.size if all(takes.size) else own if takes.image else (0, 0)
     _check_sizes(model, sizes, takes, asked)
     yolo = models.parse(model.source)[0] == "ultralytics"
@@ -51,7 +55,7 @@ def _module(
     counted = {}
     for number, (height, width) in enumerate(sizes or [own]):
         dims = Dims(takes.batch, height, width)
-        module = models.drawn(model, dims) if number else module
+        module = models.build(model, dims) if number else module
         said = ultralytics_models.facts(module) if yolo else {}
         if yolo:
             ultralytics_models.check_size(model.source, said["stride"], height, width)
@@ -74,7 +78,7 @@ def _may_differ(model: ModelSpec, asked: Mapping[str, Any]) -> bool:
     return bool(asked) or models.parse(model.source)[0] not in (*models.LIBRARIES, "ultralytics")
 
 
-def _check_sizes(model: ModelSpec, sizes: list[list[int]], takes: Taken, asked: Mapping[str, Any]) -> None:
+def _check_sizes(model: ModelSpec, sizes: list[list[int]], takes: ModuleInputs, asked: Mapping[str, Any]) -> None:
     if sizes and not takes.image:
         raise UserError(f"{model.name} takes no image, so a size doesn't apply to it; omit it")
     given = all(takes.size) and any("shape" in words for words in asked.values())
@@ -94,7 +98,7 @@ def _parameters(module: Any) -> int:
         return 0
 
 
-def _count(module: Any, model: ModelSpec, takes: Taken, dims: Dims) -> int:
+def _count(module: Any, model: ModelSpec, takes: ModuleInputs, dims: Dims) -> int:
     """Operations of one image, 0 where they can't be counted."""
     import torch
 
@@ -107,13 +111,13 @@ def _count(module: Any, model: ModelSpec, takes: Taken, dims: Dims) -> int:
         return 0
 
 
-def _try(module: Any, model: ModelSpec, takes: Taken, dims: Dims) -> tuple[Taken, list[tuple[int, ...]]]:
+def _try(module: Any, model: ModelSpec, takes: ModuleInputs, dims: Dims) -> tuple[ModuleInputs, list[tuple[int, ...]]]:
     """Run the module once; what it takes, and the shapes of its outputs."""
     import torch
 
     try:
         if takes.inputs:
-            takes, result = modules.settled(module, model, takes, dims)
+            takes, result = modules.verify_inputs(module, model, takes, dims)
         else:
             with torch.inference_mode():
                 result = module(torch.zeros(1, model.channels, dims.height, dims.width))
@@ -121,7 +125,7 @@ def _try(module: Any, model: ModelSpec, takes: Taken, dims: Dims) -> tuple[Taken
         raise
     except Exception as e:  # the module is anyone's code: whatever it raises is its word on the input
         reason = (str(e).strip() or type(e).__name__).splitlines()[0]
-        shown = modules.shown(takes.inputs, dims) or f"1x{model.channels}x{dims.height}x{dims.width}"
+        shown = modules.listed(takes.inputs, dims) or f"1x{model.channels}x{dims.height}x{dims.width}"
         raise UserError(f"the model refuses {shown}: {reason}{_hint(module, model)}") from e
     return takes, [tuple(tensor.shape) for tensor in tensors_of(result)]
 
@@ -130,7 +134,7 @@ def _hint(module: Any, model: ModelSpec) -> str:
     """What to do about a module that refuses its input; a library's network takes an image of some size."""
     if not _may_differ(model, {}):
         return ""
-    return f"; {modules.advice_after(module, model)}"
+    return f"; {modules.advice_after_refusal(module, model)}"
 
 
 def _classes(shapes: Sequence[Sequence[int | str]]) -> int:
@@ -150,7 +154,7 @@ def _file(trial: Trial, sizes: list[list[int]], asked: Mapping[str, Mapping[str,
         raise UserError(f"{model.file} has no inputs, so there is nothing to run it on; export the model with one")
     found: dict[str, Any] = {"preprocess": to_json(model.preprocess), "batch": _fixed(tensors, 0)}
     shapes = {name: resolved(words["shape"], 1) for name, words in asked.items() if "shape" in words}
-    found |= file_images.described(model, tensors, shapes, sizes, contents.image)
+    found |= file_images.image_facts(model, tensors, shapes, sizes, contents.image)
     model = replace(model, channels=found.get("channels", model.channels))
     outputs = [tensor.shape for tensor in contents.outputs]
     found |= {"outputs": _classes(outputs), "flops": {}, "precision": contents.precision}
@@ -165,7 +169,7 @@ def _file(trial: Trial, sizes: list[list[int]], asked: Mapping[str, Mapping[str,
     shapes = {name: resolved(words["shape"], batch) for name, words in asked.items() if "shape" in words}
     dims = Dims(batch, found["size"][0], found["size"][1], shapes)
     static_shapes(tensors, dims)
-    found["inputs"] = [*map(to_json, modules.of_file(tensors, asked, contents.task.get("inputs", ())))]
+    found["inputs"] = [*map(to_json, modules.describe_file_inputs(tensors, asked, contents.task.get("inputs", ())))]
     if contents.flops:
         sized = [dims] if found.get("fixed_size") or not sizes else [replace(dims, height=h, width=w) for h, w in sizes]
         counts = {one.size: contents.flops(static_shapes(tensors, one)) // one.batch for one in sized}

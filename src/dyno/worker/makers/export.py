@@ -23,7 +23,7 @@ from dyno.worker.makers.control_flow import check_control_flow, traced_values
 from dyno.worker.makers.verify import Case, Refused, Source, Wrong, doubtful, verified
 from dyno.worker.nets import models, task_facts
 from dyno.worker.onnx_graph.attention import plain_transposes
-from dyno.worker.onnx_graph.file import artifact, given, import_onnx, opset_of, read_io
+from dyno.worker.onnx_graph.file import artifact, import_onnx, opset_of, prepare_given, read_io
 from dyno.worker.onnx_graph.opset import lower_file
 from dyno.worker.sessions.torch_support import first_line, import_torch, memory_errors, named_outputs, positional
 from dyno.worker.spec import Artifact, DataSpec, Dims, ModelSpec, Option, Recipe, Runtime, UserError
@@ -72,7 +72,7 @@ class OnnxExport(Maker):
         wrong the other exporter is tried. Raises `UserError` when neither is right, or the file is not whole.
         """
         if recipe.model.file:
-            return given(recipe.model.file, recipe.options.get("opset"), folder)
+            return prepare_given(recipe.model.file, recipe.options.get("opset"), folder)
         started = time.perf_counter()
         with memory_errors():
             made_by = _export(recipe, folder / "model.onnx")

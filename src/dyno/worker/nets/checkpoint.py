@@ -1,4 +1,4 @@
-"""Weights from a file, read without running anything that the file contains."""
+"""Weights from a file, read without running code from it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def read_checkpoint(path: str) -> dict[str, Any]:
 
     Of a pickled module the tensors alone are read, without its class. A dict nested under state_dict, model_state_dict
     or model is unwrapped and the prefixes of wrappers are removed. Raises `UserError` for a file that is missing,
-    empty, cut short, no checkpoint, or that needs code to be unpickled.
+    empty, truncated, not a checkpoint, or that needs code to be unpickled.
     """
     file = Path(path)
     if not file.is_file():
@@ -45,9 +45,9 @@ def apply(module: Any, state: Mapping[str, Any], path: str, advice: str = "") ->
         for k in own
         if k in state and own[k].shape != state[k].shape
     ]
-    wrong = [_first("missing", missing), _first("unexpected", unexpected), _first("of another shape", shapes)]
-    if any(wrong):
-        raise UserError(f"the weights in {path} don't fit the model: {'; '.join(filter(None, [*wrong, advice]))}")
+    problems = [_some("missing", missing), _some("unexpected", unexpected), _some("of another shape", shapes)]
+    if any(problems):
+        raise UserError(f"the weights in {path} don't fit the model: {'; '.join(filter(None, [*problems, advice]))}")
     module.load_state_dict(dict(state), strict=False)  # strict but for batch norm's counters: checked above
 
 
@@ -59,16 +59,16 @@ def head_classes(module: Any, state: Mapping[str, Any]) -> int | None:
     """
     pairs = set()
     for name, value in module.state_dict().items():
-        there = state.get(name)
-        if there is None or there.shape == value.shape:
+        stored = state.get(name)
+        if stored is None or stored.shape == value.shape:
             continue
-        if there.dim() == 0 or value.dim() == 0 or there.shape[1:] != value.shape[1:]:
+        if stored.dim() == 0 or value.dim() == 0 or stored.shape[1:] != value.shape[1:]:
             return None
-        pairs.add((int(value.shape[0]), int(there.shape[0])))
+        pairs.add((int(value.shape[0]), int(stored.shape[0])))
     return pairs.pop()[1] if len(pairs) == 1 else None
 
 
-def _first(what: str, names: list[str], count: int = 3) -> str:
+def _some(what: str, names: list[str], count: int = 3) -> str:
     if not names:
         return ""
     more = f" and {len(names) - count} more" if len(names) > count else ""
@@ -84,7 +84,7 @@ def _safetensors(file: Path) -> Any:
     try:
         return load_file(file)
     except SafetensorError as e:
-        raise UserError(f"checkpoint {file} is not a whole .safetensors file: {e}") from e
+        raise UserError(f"checkpoint {file} is not a whole .safetensors file: {e}; copy or save it again") from e
 
 
 def _torch(file: Path) -> Any:
@@ -95,17 +95,17 @@ def _torch(file: Path) -> Any:
             warnings.simplefilter("ignore")  # about TorchScript archives, which are refused below
             return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as e:
-        if (found := _of_module(file)) is not None:
-            return found
+        if (tensors := _module_tensors(file)) is not None:
+            return tensors
         raise UserError(_refusal(file, str(e))) from e
     except (RuntimeError, EOFError, OSError, ValueError, KeyError, IndexError, AttributeError) as e:
         if "TorchScript" in str(e):
             raise UserError(f"{file} is a TorchScript program; save the weights alone with state_dict()") from e
-        kind = "cut short or damaged" if _is_zip(file) else "no checkpoint that torch can read"
+        kind = "cut short or damaged" if _is_zip(file) else "not a checkpoint that torch can read"
         raise UserError(f"checkpoint {file} is {kind}; {SAVE_AGAIN}") from e
 
 
-def _of_module(file: Path) -> dict[str, Any] | None:
+def _module_tensors(file: Path) -> dict[str, Any] | None:
     """The tensors of a pickled module, whose class is neither imported nor needed; None where the file holds none."""
     try:
         archive = torch_archive.Archive(file)
@@ -122,14 +122,16 @@ def _is_zip(file: Path) -> bool:
 
 
 def _refusal(file: Path, reason: str) -> str:
-    """Code in the pickle is told from bytes that are no pickle: torch raises the same error for both."""
+    """The message for code in the pickle, or for bytes that aren't a pickle: torch raises the same error for both."""
     # "Unsupported global: GLOBAL a.b", "unsupported GLOBAL a.b whose module…", a built-in without its module;
     # torch 2.2 has "Unsupported class a.b", and "Unsupported operand 118" for bytes that are no pickle
-    found = re.search(r"[Uu]nsupported (?:(?:global: )?GLOBAL|class) ([\w.]*\w)", reason)
-    code = found is not None or any(text in reason for text in ("Trying to call", "Trying to instantiate", "blocked"))
-    if not code:
-        return f"checkpoint {file} is no checkpoint that torch can read; {SAVE_AGAIN}"
-    name = f" ({found.group(1)})" if found else ""
+    match = re.search(r"[Uu]nsupported (?:(?:global: )?GLOBAL|class) ([\w.]*\w)", reason)
+    runs_code = match is not None or any(
+        text in reason for text in ("Trying to call", "Trying to instantiate", "blocked")
+    )
+    if not runs_code:
+        return f"checkpoint {file} is not a checkpoint that torch can read; {SAVE_AGAIN}"
+    name = f" ({match.group(1)})" if match else ""
     return f"checkpoint {file} runs code when it is read{name}, which is refused; save state_dict() alone"
 
 

@@ -1,4 +1,4 @@
-"""What a file says of the images that it takes: layout, channels and size, by its inputs and its metadata."""
+"""Layout, channels and size of the images that a model file takes, from its inputs and its metadata."""
 
 from __future__ import annotations
 
@@ -16,49 +16,50 @@ KEYS = ("imgsz", "batch", "stride")  # of an ONNX file's metadata, as ultralytic
 
 
 def metadata(path: str) -> dict[str, Any]:
-    """Those of KEYS that an ONNX file has, as Python values."""
+    """The entries of an ONNX file's metadata under KEYS, as Python values."""
     import onnx
 
-    said = {entry.key: entry.value for entry in onnx.load(path, load_external_data=False).metadata_props}
-    found = {key: _literal(said[key]) for key in KEYS if key in said}
-    return {key: value for key, value in found.items() if value}
+    properties = {entry.key: entry.value for entry in onnx.load(path, load_external_data=False).metadata_props}
+    values = {key: _literal(properties[key]) for key in KEYS if key in properties}
+    return {key: value for key, value in values.items() if value}
 
 
-def described(
+def image_facts(
     model: ModelSpec,
     tensors: Sequence[Tensor],
     shapes: Mapping[str, Shape],
     sizes: Sequence[Sequence[int]],
-    said: Mapping[str, Any],
+    metadata: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Facts of a look: `size` [h, w] ([0, 0] without an image), `fixed_size`, `channels` and `usual_batch`.
+    """Facts for the inspection: `size` [h, w] ([0, 0] without an image), `fixed_size`, `channels` and `usual_batch`.
 
-    The size is that of the file's first image where it is fixed, else what `shapes` give it, else the `imgsz` of what
-    the file `said`, else DEFAULT_SIZE. Of `sizes`, which the user asked for, one that the shapes contradict, or that
-    the network's stride doesn't divide, is a `UserError`.
+    The size is that of the file's first image where it is fixed, else that of `shapes`, else the metadata's `imgsz`,
+    else DEFAULT_SIZE. One of the user's `sizes` that contradicts `shapes`, or that the network's stride doesn't divide,
+    is a `UserError`.
     """
     image = next((tensor for tensor in tensors if len(tensor.shape) == 4), None)
     if image is None:
         return {"size": [0, 0]}
     channel, *sides = axes(image.shape)
     fixed = [_number(image.shape[side]) for side in sides]
-    given = [shapes[image.name][side] for side in sides] if len(shapes.get(image.name, ())) == 4 else [0, 0]
-    found: dict[str, Any] = {"fixed_size": all(fixed) or all(given)}
-    usual = _pair(said.get("imgsz")) or [DEFAULT_SIZE, DEFAULT_SIZE]
-    found["size"] = [side or shape or own for side, shape, own in zip(fixed, given, usual, strict=True)]
+    requested = [shapes[image.name][side] for side in sides] if len(shapes.get(image.name, ())) == 4 else [0, 0]
+    facts: dict[str, Any] = {"fixed_size": all(fixed) or all(requested)}
+    default = _pair(metadata.get("imgsz")) or [DEFAULT_SIZE, DEFAULT_SIZE]
+    facts["size"] = [side or shape or own for side, shape, own in zip(fixed, requested, default, strict=True)]
     if channels := _number(image.shape[channel]):
-        found["channels"] = channels
-    if isinstance(said.get("batch"), int) and not _number(image.shape[0]):
-        found["usual_batch"] = said["batch"]
-    _check(model, sizes, given, said.get("stride"))
-    return found
+        facts["channels"] = channels
+    if isinstance(metadata.get("batch"), int) and not _number(image.shape[0]):
+        facts["usual_batch"] = metadata["batch"]
+    _check(model, sizes, requested, metadata.get("stride"))
+    return facts
 
 
-def _check(model: ModelSpec, sizes: Sequence[Sequence[int]], given: Sequence[int], stride: Any) -> None:
+def _check(model: ModelSpec, sizes: Sequence[Sequence[int]], requested: Sequence[int], stride: Any) -> None:
     for height, width in sizes:
-        if all(given) and [height, width] != [*given]:
+        if all(requested) and [height, width] != [*requested]:
             raise UserError(
-                f"shapes give the image {given[0]}x{given[1]} pixels, and sizes {height}x{width}; omit one of them"
+                f"shapes give the image {requested[0]}x{requested[1]} pixels, and sizes {height}x{width}; "
+                "omit one of them"
             )
         if isinstance(stride, int):
             ultralytics_models.check_size(model.name, stride, height, width)

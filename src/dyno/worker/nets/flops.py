@@ -1,7 +1,7 @@
 """Floating-point operations of one image: counted while a module runs, or read off an ONNX graph.
 
-Only convolutions and matrix products count, a multiplication with its addition as two: what is left is a small part
-of a network's arithmetic, and a peak is measured with matrix products too.
+Only convolutions and matrix products count, a multiplication with its addition as two: the rest is a small part of a
+network's arithmetic, and the peak is measured with matrix products too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def of_module(module: Any, *args: Any, **keywords: Any) -> int:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
-    # Fused attention would be one operator that nobody counts; the plain one is made of products.
+    # The counter doesn't know fused attention; the unfused form consists of products.
     fused = torch.backends.mha.get_fastpath_enabled()
     with ExitStack() as undo:
         undo.callback(torch.backends.mha.set_fastpath_enabled, fused)
@@ -42,16 +42,16 @@ def of_onnx(path: str, shapes: Mapping[str, tuple[int, ...]]) -> int:
     for value in model.graph.input:
         for axis, length in zip(value.type.tensor_type.shape.dim, shapes.get(value.name, ()), strict=False):
             axis.dim_value = length
-    del model.graph.value_info[:]  # told for other batches, these would win over what is inferred
+    del model.graph.value_info[:]  # recorded for other batches, these would override inference
     for value in model.graph.output:
         value.type.tensor_type.ClearField("shape")
     try:
         graph = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
     except (onnx.shape_inference.InferenceError, ValueError):
         return 0
-    known = {v.name: _shape(v) for v in (*graph.input, *graph.value_info, *graph.output)}
-    known |= {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
-    counts = [_node(node, known) for node in graph.node if node.op_type in PRODUCTS]
+    inferred = {v.name: _shape(v) for v in (*graph.input, *graph.value_info, *graph.output)}
+    inferred |= {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
+    counts = [_node(node, inferred) for node in graph.node if node.op_type in PRODUCTS]
     return 0 if None in counts else sum(count for count in counts if count)
 
 
@@ -59,11 +59,11 @@ def _shape(value: Any) -> tuple[int, ...]:
     return tuple(d.dim_value if d.HasField("dim_value") else 0 for d in value.type.tensor_type.shape.dim)
 
 
-def _node(node: Any, known: Mapping[str, tuple[int, ...]]) -> int | None:
+def _node(node: Any, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
     """Operations of a product, None where its shapes aren't known."""
-    first = known.get(node.input[0], ())
-    second = known.get(node.input[SECOND.get(node.op_type, 1)], ())
-    result = known.get(node.output[0], ())
+    first = shapes.get(node.input[0], ())
+    second = shapes.get(node.input[SECOND.get(node.op_type, 1)], ())
+    result = shapes.get(node.output[0], ())
     if not first or not second or not result or 0 in (*first, *second, *result):
         return None
     if node.op_type == "ConvTranspose":  # each input value meets its whole kernel: [C, M / group, kernel…]

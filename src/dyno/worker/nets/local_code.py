@@ -1,4 +1,4 @@
-"""The content of a model's Python file: its own, and that of the modules beside it which it imports."""
+"""The content of a model's Python file and of the modules beside it that it imports."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 
 def sha256_with_imports(file: Path) -> str:
-    """sha256 of a Python file, over those of the files below its folder that its import statements lead to, if any.
+    """sha256 of a Python file and of the files below its folder that its import statements lead to, if any.
 
-    What is imported by a name that is made up while running, or lies elsewhere on the path, is not seen.
+    Imports by a name that is computed at run time, or from elsewhere on the path, are not included.
     """
     own = _sha256(file)
     beside = local_files(file)
@@ -27,15 +27,15 @@ def local_files(file: Path) -> list[Path]:
     """The files below the file's own folder that it imports, directly or through each other, in alphabetical order."""
     root, seen, todo = _root(file), {file.resolve()}, [file.resolve()]
     while todo:
-        for found in _imported(todo.pop(), root):
-            if found not in seen:
-                seen.add(found)
-                todo.append(found)
+        for path in _imported(todo.pop(), root):
+            if path not in seen:
+                seen.add(path)
+                todo.append(path)
     return sorted(seen - {file.resolve()})
 
 
 def _root(file: Path) -> Path:
-    """The folder that absolute imports start from: of a package, the one that it lies in."""
+    """The folder that absolute imports start from: for a package, its parent."""
     folder = file.resolve().parent
     return folder.parent if file.name == "__init__.py" else folder
 
@@ -43,7 +43,7 @@ def _root(file: Path) -> Path:
 def _imported(file: Path, root: Path) -> Iterator[Path]:
     try:
         tree = ast.parse(file.read_bytes())
-    except (OSError, SyntaxError, ValueError):  # running it will say what is wrong with it
+    except (OSError, SyntaxError, ValueError):  # importing it reports what is wrong
         return
     package = file.parent.relative_to(root).parts
     for node in ast.walk(tree):

@@ -1,4 +1,4 @@
-"""Where a module comes from: torchvision, timm, ultralytics or a function, with random, published or stored weights."""
+"""Modules from torchvision, timm, ultralytics or a function, with random, published or stored weights."""
 
 from __future__ import annotations
 
@@ -20,37 +20,38 @@ from dyno.worker import tasks
 from dyno.worker.extras import install
 from dyno.worker.nets import local_code, saved_modules, ultralytics_models
 from dyno.worker.nets.checkpoint import apply, head_classes, read_checkpoint
-from dyno.worker.nets.random_weights import settle, undo_zero_init
+from dyno.worker.nets.random_weights import init_batch_norm, undo_zero_init
 from dyno.worker.spec import Dims, ModelSpec, Preprocess, Unavailable, UserError, check_known
 
 LIBRARIES = ("torchvision", "timm")
-NEAR = 0.75  # how alike a name must be to be meant; among a thousand names something is always half alike
+NEAR = 0.75  # similarity at which a name is suggested; among a thousand names something is always half alike
 SHA256 = 64  # hexadecimal digits
 FORMS = "torchvision:NAME, timm:NAME, ultralytics:NAME.yaml, MODULE:FUNCTION, FILE.py:FUNCTION, saved:PATH or file:PATH"
 
 
 def parse(source: str) -> tuple[str, str]:
-    """Tell sources apart without importing anything: (kind, rest).
+    """Kind and rest of a source, without importing anything.
 
     Kinds are `torchvision`, `timm` and `ultralytics` (rest: the name), `file` and `saved` (the path), `python`
-    (FILE.py:FUNCTION) and `module` (MODULE:FUNCTION). The function is what follows the last colon, so that a path may
-    have its own.
-    Raises `UserError` when the text is none of these.
+    (FILE.py:FUNCTION) and `module` (MODULE:FUNCTION). The function follows the last colon, so that a path may contain
+    colons. Raises `UserError` for any other text.
     """
     head, _, rest = source.partition(":")
     if head in (*LIBRARIES, "ultralytics", "saved", "file"):
         if not rest:
-            raise UserError(f"model {source!r} names nothing after the colon; it is one of {FORMS}")
+            raise UserError(f"model {source!r} has nothing after the colon; a model is one of {FORMS}")
         return head, rest
-    place, _, function = source.rpartition(":")
-    if not place:
-        raise UserError(f"model {source!r} doesn't say where it is from; try torchvision:{source}, or any of {FORMS}")
+    location, _, function = source.rpartition(":")
+    if not location:
+        raise UserError(
+            f"model {source!r} has no source prefix; did you mean torchvision:{source}? A model is one of {FORMS}"
+        )
     if not all(part.isidentifier() for part in function.split(".")):
         raise UserError(f"model {source!r}: {function!r} is not the name of a function; a model is one of {FORMS}")
-    if place.endswith(".py"):
+    if location.endswith(".py"):
         return "python", source
-    if not all(part.isidentifier() for part in place.split(".")):
-        raise UserError(f"model {source!r}: {place!r} is neither a module nor a .py file; a model is one of {FORMS}")
+    if not all(part.isidentifier() for part in location.split(".")):
+        raise UserError(f"model {source!r}: {location!r} is neither a module nor a .py file; a model is one of {FORMS}")
     return "module", source
 
 
@@ -58,39 +59,39 @@ def load(model: ModelSpec, dims: Dims | None = None) -> Any:
     """The model as a `torch.nn.Module` in eval mode, with the weights that the specification asks for.
 
     Without a checkpoint and without `pretrained`, the weights are random and the same for the same `seed`; a library's
-    network then gets branches that count (`undo_zero_init`) and statistics of batch norm from noise (`settle`), which
-    `drawn` leaves out. `dims` sets the image size of models that are built for one size (vision transformers of timm).
-    The number of classes is `model.classes`, else that of the checkpoint, else the library's. Raises `UserError` and
-    `Unavailable`.
+    network then gets branches that contribute (`undo_zero_init`) and batch norm statistics of noise
+    (`init_batch_norm`), which `build` leaves out. `dims` sets the image size of models that are built for one size
+    (vision transformers of timm). The number of classes is `model.classes`, else that of the checkpoint, else the
+    library's. Raises `UserError` and `Unavailable`.
     """
-    module = drawn(model, dims)
+    module = build(model, dims)
     random = not (model.weights or model.pretrained or model.source.endswith(ultralytics_models.CHECKPOINTS))
     if random and (size := image_size(model)):
         undo_zero_init(_library("torch"), module)
-        settle(_library("torch"), module, model.channels, size)
+        init_batch_norm(_library("torch"), module, model.channels, size)
     return module
 
 
-def drawn(model: ModelSpec, dims: Dims | None = None) -> Any:
-    """`load`, with random weights as the library draws them: what a training begins with."""
+def build(model: ModelSpec, dims: Dims | None = None) -> Any:
+    """As `load`, but with random weights as the library initialises them: the start of a training."""
     if model.file:
         raise UserError(f"there is no PyTorch module in {model.file}; give the model it was exported from")
     state = None
     if model.weights:
-        _unchanged(model.weights, model.weights_sha256, "checkpoint")
+        _check_unchanged(model.weights, model.weights_sha256, "checkpoint")
         state = read_checkpoint(model.weights)
-    module = _build(model, dims, model.classes, state)
+    module = _from_source(model, dims, model.classes, state)
     if state is not None:
         classes = head_classes(module, state)
         if model.classes is None and classes is not None and parse(model.source)[0] in LIBRARIES:
-            module = _build(model, dims, classes)
+            module = _from_source(model, dims, classes)
         apply(module, state, model.weights, _other_classes(model, classes) if classes is not None else "")
     return module if parse(model.source)[0] == "saved" else module.eval()  # an exported program is in one mode for ever
 
 
 def examples(model: ModelSpec) -> Any:
-    """Example inputs: what FUNCTION_inputs() beside a model's function returns, or what was saved with a module; None
-    where there are none."""
+    """Example inputs, from FUNCTION_inputs() beside a model's function or saved with a module; None if there are
+    none."""
     kind, rest = parse(model.source)
     if kind == "saved":
         return saved_modules.examples(rest)
@@ -107,14 +108,14 @@ def examples(model: ModelSpec) -> Any:
 
 
 def _other_classes(model: ModelSpec, classes: int) -> str:
-    """What to do about weights of so many classes where the model tells another number apart."""
+    """What to do about weights of so many classes where the model has another number."""
     own = parse(model.source)[0] in ("python", "module") and not _takes(_function(model), "num_classes")
     first = "let the function take num_classes and give" if own else "give"
     return f"they are of {classes} classes: {first} --classes {classes}"
 
 
 def weights_sha256(module: Any) -> str:
-    """sha256 over the names, types, shapes and bytes of the state dict in sorted order: what "same weights" means."""
+    """sha256 over the names, types, shapes and bytes of the state dict in sorted order: equal for the same weights."""
     import torch
 
     total = hashlib.sha256()
@@ -130,29 +131,31 @@ def weights_sha256(module: Any) -> str:
 
 
 def preprocess(model: ModelSpec) -> Preprocess:
-    """What the model's library says of its input (mean, std, crop, interpolation), read without a download.
+    """Preprocessing by the model's library (mean, std, crop, interpolation), read without a download.
 
-    `model.preprocess` where the library says nothing, and for sources that have no library.
+    `model.preprocess` where the library has none, and for sources without a library.
     """
-    return _said(model)[0] or model.preprocess
+    return _library_config(model)[0] or model.preprocess
 
 
 def image_size(model: ModelSpec) -> tuple[int, int] | None:
-    """Height and width that the model's library says it is meant for; None where it says nothing."""
-    return _said(model)[1]
+    """Height and width that the model's library gives for it; None where it gives none."""
+    return _library_config(model)[1]
 
 
-def _said(model: ModelSpec) -> tuple[Preprocess | None, tuple[int, int] | None]:
+def _library_config(model: ModelSpec) -> tuple[Preprocess | None, tuple[int, int] | None]:
     kind, name = parse(model.source)
     if kind == "torchvision":
-        return _torchvision_says(name)
+        return _torchvision_config(name)
     if kind == "ultralytics":
         task = ultralytics_models.task_of(model.source, name)
         return tasks.find(task).preprocess(model.channels), ultralytics_models.size(task, name)
-    return _timm_says(name) if kind == "timm" else (None, None)
+    return _timm_config(name) if kind == "timm" else (None, None)
 
 
-def _build(model: ModelSpec, dims: Dims | None, classes: int | None, state: Mapping[str, Any] | None = None) -> Any:
+def _from_source(
+    model: ModelSpec, dims: Dims | None, classes: int | None, state: Mapping[str, Any] | None = None
+) -> Any:
     torch = _library("torch")
     kind, rest = parse(model.source)
     torch.manual_seed(model.seed)
@@ -162,11 +165,11 @@ def _build(model: ModelSpec, dims: Dims | None, classes: int | None, state: Mapp
         return _timm(model, rest, dims, classes)
     if kind == "ultralytics":
         if model.source_sha256:
-            _unchanged(rest, model.source_sha256, "model file")
+            _check_unchanged(rest, model.source_sha256, "model file")
         return ultralytics_models.build(model, rest, state, free_batch=dims is not None and not dims.batch)
     if kind == "saved":
         if len(model.source_sha256) == SHA256:  # else it is the name of a folder in the cache
-            _unchanged(rest, model.source_sha256, "saved module")
+            _check_unchanged(rest, model.source_sha256, "saved module")
         return saved_modules.load(rest)
     module = _call(_function(model), model)
     if not isinstance(module, torch.nn.Module):
@@ -182,21 +185,21 @@ def _library(name: str) -> Any:
 
 
 def _torchvision(model: ModelSpec, name: str, classes: int | None) -> Any:
-    known = _library("torchvision").models
-    if name not in known.list_models():
-        raise UserError(_unknown("torchvision", name, known.list_models()))
+    library = _library("torchvision").models
+    if name not in library.list_models():
+        raise UserError(_unknown("torchvision", name, library.list_models()))
     if model.channels != 3:
         raise UserError(
             f"{model.source} has 3 input channels, not {model.channels}; write a function, give it as FILE.py:FUNCTION"
         )
     options: dict[str, Any] = {} if classes is None else {"num_classes": classes}
-    if "init_weights" in inspect.signature(known.get_model_builder(name)).parameters:
-        options["init_weights"] = True  # said aloud, it draws the same weights without a warning
+    if "init_weights" in inspect.signature(library.get_model_builder(name)).parameters:
+        options["init_weights"] = True  # the default, but without its warning
     if model.pretrained:
-        return _published(model, lambda: known.get_model(name, weights="DEFAULT", **options))
-    if "weights_backbone" in inspect.signature(known.get_model_builder(name)).parameters:
+        return _published(model, lambda: library.get_model(name, weights="DEFAULT", **options))
+    if "weights_backbone" in inspect.signature(library.get_model_builder(name)).parameters:
         options["weights_backbone"] = None
-    return known.get_model(name, weights=None, **options)
+    return library.get_model(name, weights=None, **options)
 
 
 def _timm(model: ModelSpec, name: str, dims: Dims | None, classes: int | None) -> Any:
@@ -211,7 +214,7 @@ def _timm(model: ModelSpec, name: str, dims: Dims | None, classes: int | None) -
 
 
 def timm_options(model: ModelSpec, name: str, dims: Dims | None, classes: int | None) -> dict[str, Any]:
-    """What `timm.create_model` is told besides the name: channels, classes, and the size of a model made for one."""
+    """Options of `timm.create_model`: channels, classes, and the size of a model that is built for one size."""
     options: dict[str, Any] = {"in_chans": model.channels}
     if classes is not None:
         options["num_classes"] = classes
@@ -222,11 +225,11 @@ def timm_options(model: ModelSpec, name: str, dims: Dims | None, classes: int | 
     return options
 
 
-def _published(model: ModelSpec, build: Callable[[], Any]) -> Any:
+def _published(model: ModelSpec, create: Callable[[], Any]) -> Any:
     if not model.pretrained:
-        return build()
+        return create()
     try:
-        return build()
+        return create()
     except Exception as e:
         # urllib, requests, httpx and the hub each have their own family of errors for "no network", and a weights
         # entry that is missing or doesn't fit is a ValueError or a RuntimeError: all of them end the same way.
@@ -238,42 +241,42 @@ def _published(model: ModelSpec, build: Callable[[], Any]) -> Any:
 
 def _unknown(library: str, name: str, names: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, list(names), 1, NEAR)
-    place = {"torchvision": "torchvision.models", "timm": "timm"}[library]
-    listed = f'list them with: python -c "import {place} as m; print(*m.list_models())"'
+    module = {"torchvision": "torchvision.models", "timm": "timm"}[library]
+    listed = f'list them with: python -c "import {module} as m; print(*m.list_models())"'
     hint = f"did you mean {library}:{near[0]}?" if near else listed
     return f"{library} has no model {name!r}; {hint}"
 
 
 def _function(model: ModelSpec) -> Callable[..., Any]:
-    place, module, found = _attribute(model.source, model.source_sha256)
-    if found is None:
+    location, module, attribute = _attribute(model.source, model.source_sha256)
+    if attribute is None:
         names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
-        check_known(f"function of {place}", model.source.rpartition(":")[2], names)
-    if not callable(found):
-        raise UserError(f"{model.source} is a {type(found).__name__}; it must be a function that returns a module")
-    function: Callable[..., Any] = found
+        check_known(f"function of {location}", model.source.rpartition(":")[2], names)
+    if not callable(attribute):
+        raise UserError(f"{model.source} is a {type(attribute).__name__}; it must be a function that returns a module")
+    function: Callable[..., Any] = attribute
     return function
 
 
 def _attribute(source: str, sha256: str) -> tuple[str, Any, Any]:
-    """The file or module of a source, imported, and what it names there; None where there is no such name."""
-    place, _, attribute = source.rpartition(":")
-    module = _from_file(Path(place), sha256) if place.endswith(".py") else _from_module(place, source)
-    found = module
-    for part in attribute.split("."):
-        found = getattr(found, part, None)
-    return place, module, found
+    """Location and module of a source, imported, and its attribute there; None where there is no such name."""
+    location, _, path = source.rpartition(":")
+    module = _from_file(Path(location), sha256) if location.endswith(".py") else _from_module(location, source)
+    value = module
+    for part in path.split("."):
+        value = getattr(value, part, None)
+    return location, module, value
 
 
-def _from_module(place: str, source: str) -> Any:
+def _from_module(location: str, source: str) -> Any:
     try:
-        return importlib.import_module(place)
+        return importlib.import_module(location)
     except ModuleNotFoundError as e:
         raise UserError(
             f"model {source!r}: {e}; install it, put its folder on PYTHONPATH, or give the file as FILE.py:FUNCTION"
         ) from e
     except Exception as e:  # importing is running the user's code, which may raise anything
-        raise UserError(f"model {source!r}: importing {place} failed: {type(e).__name__}: {e}") from e
+        raise UserError(f"model {source!r}: importing {location} failed: {type(e).__name__}: {e}") from e
 
 
 def _from_file(path: Path, sha256: str) -> Any:
@@ -289,7 +292,7 @@ def _from_file(path: Path, sha256: str) -> Any:
     sys.modules[name] = module  # dataclasses and pickling inside the file look their module up by name
     folder = str(path.resolve().parent)
     if folder not in sys.path:
-        sys.path.append(folder)  # last, so that the file's neighbours can be imported but shadow nothing
+        sys.path.append(folder)  # last, so that modules beside the file can be imported but shadow nothing
     try:
         spec.loader.exec_module(module)
     except Exception as e:  # importing is running the user's code, which may raise anything
@@ -298,7 +301,7 @@ def _from_file(path: Path, sha256: str) -> Any:
 
 
 def call_options(model: ModelSpec, function: Callable[..., Any] | None = None) -> dict[str, Any]:
-    """What the user's function is called with."""
+    """Keyword arguments for the user's function."""
     if model.classes is not None and _takes(function or _function(model), "num_classes"):
         return {"num_classes": model.classes}
     return {}
@@ -323,39 +326,42 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-def _unchanged(path: str, sha256: str, what: str) -> None:
+def _check_unchanged(path: str, sha256: str, what: str) -> None:
     if not sha256 or not Path(path).is_file():
         return
     with open(path, "rb") as f:
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         while chunk := f.read(1 << 20):
-            found.update(chunk)
-    if found.hexdigest() != sha256:
+            digest.update(chunk)
+    if digest.hexdigest() != sha256:
         raise UserError(f"{what} {path} changed since the study was planned; run the same command again")
 
 
-def _torchvision_says(name: str) -> tuple[Preprocess | None, tuple[int, int] | None]:
-    known = _library("torchvision").models
-    if name not in known.list_models():
-        raise UserError(_unknown("torchvision", name, known.list_models()))
-    weights = known.get_model_weights(name)
-    said: Any = weights.DEFAULT.transforms() if len(weights) else None
-    if not hasattr(said, "mean") or not hasattr(said, "crop_size"):
+def _torchvision_config(name: str) -> tuple[Preprocess | None, tuple[int, int] | None]:
+    library = _library("torchvision").models
+    if name not in library.list_models():
+        raise UserError(_unknown("torchvision", name, library.list_models()))
+    weights = library.get_model_weights(name)
+    transforms: Any = weights.DEFAULT.transforms() if len(weights) else None
+    if not hasattr(transforms, "mean") or not hasattr(transforms, "crop_size"):
         return None, None  # detection and segmentation models resize inside
-    crop = said.crop_size[0]
-    size = (crop, crop) if len(said.crop_size) == 1 else tuple(said.crop_size)
-    resize = said.resize_size[0] / crop
-    return Preprocess(tuple(said.mean), tuple(said.std), resize, said.interpolation.value), size
+    crop = transforms.crop_size[0]
+    size = (crop, crop) if len(transforms.crop_size) == 1 else tuple(transforms.crop_size)
+    resize = transforms.resize_size[0] / crop
+    return Preprocess(tuple(transforms.mean), tuple(transforms.std), resize, transforms.interpolation.value), size
 
 
-def _timm_says(name: str) -> tuple[Preprocess | None, tuple[int, int] | None]:
+def _timm_config(name: str) -> tuple[Preprocess | None, tuple[int, int] | None]:
     timm = _library("timm")
     if not timm.is_model(name):
         raise UserError(_unknown("timm", name, timm.list_models()))
     config = timm.get_pretrained_cfg(name)
     if config is None:
         return None, None
-    said = _library("timm.data").resolve_data_config(pretrained_cfg=dataclasses.asdict(config))
-    resize = 0.0 if said["crop_mode"] == "squash" else 1 / said["crop_pct"]
-    height, width = said["input_size"][1:]
-    return Preprocess(tuple(said["mean"]), tuple(said["std"]), resize, said["interpolation"]), (height, width)
+    settings = _library("timm.data").resolve_data_config(pretrained_cfg=dataclasses.asdict(config))
+    resize = 0.0 if settings["crop_mode"] == "squash" else 1 / settings["crop_pct"]
+    height, width = settings["input_size"][1:]
+    return Preprocess(tuple(settings["mean"]), tuple(settings["std"]), resize, settings["interpolation"]), (
+        height,
+        width,
+    )

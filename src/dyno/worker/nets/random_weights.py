@@ -1,16 +1,16 @@
-"""Random weights that stand in for trained ones: every part counts, and activations stay in place.
+"""Random weights in place of trained ones: every part of the network contributes, and activations stay in range.
 
 Many networks begin to train with branches that add nothing: the last batch norm of a block has weight 0 (timm's
-ResNets), a layer scale is 1e-6 (ConvNeXt), a head is all zeros (MLP-Mixer, torchvision's vision transformers). As
-drawn, what an engine computes there never reaches the outputs: a wrong graph would pass every comparison. So they are
-given values (`undo_zero_init`).
+ResNets), a layer scale is 1e-6 (ConvNeXt), a head is all zeros (MLP-Mixer, torchvision's vision transformers). With
+such weights an error of an engine there never reaches the outputs: a wrong graph would pass every comparison. So they
+are given values (`undo_zero_init`).
 
-As drawn, batch norm subtracts nothing and divides by one, as if every layer's results had unit variance. They don't:
-through the 33 blocks of a ResNet-101 they grow beyond what float16 can hold. A trained network's statistics keep them
-in place, so a network that stands in for one gets statistics too, of noise (`settle`).
+Initial batch norm subtracts nothing and divides by one, as if every layer's results had unit variance. They don't:
+through the 33 blocks of a ResNet-101 they grow beyond the range of float16. A trained network's statistics keep them
+in range, so a random network gets statistics of noise (`init_batch_norm`).
 
-That alone would make a deep one chaotic: each block of a ResNet-152 adds as much as it is given, and a small error of
-the input is two thousand times as large in the output. So residual branches are damped, as training does it that begins
+That alone would make a deep network chaotic: each block of a ResNet-152 adds as much as it is given, and a small error
+of the input is two thousand times as large in the output. So residual branches are damped, as by training that begins
 without them (Goyal et al. 2017, "Accurate, Large Minibatch SGD", section 5.1): then it is twenty times as large.
 """
 
@@ -27,25 +27,25 @@ from dyno.worker.sessions.torch_support import one_thread
 # Few images' statistics fit other images worse, by a factor per layer that a hundred layers raise to its power.
 IMAGES, SIZES, SEED = 16, ((64, 64), (96, 96)), 0
 GRAINS = 1, 4, 16  # pixels to a side: photographs have detail and broad areas, and layers answer to both
-SHARE = 0.5  # of its layer's mean in a channel's variance: what noise hardly moves must not be blown up by an image
+SHARE = 0.5  # of its layer's mean in a channel's variance: else an image amplifies channels that noise hardly changes
 DAMPED = 0.25  # of its weight is left to the batch norm that ends a branch; a power of two, so that nothing is rounded
 SUMS = ("add", "iadd", "radd")
-SPREAD = 0.02  # standard deviation of what was zero, as vision transformers draw their weights
-SMALL = 0.1  # a scale below this is a start, not what training ends with
+SPREAD = 0.02  # standard deviation in place of zeros, as in the initial weights of vision transformers
+SMALL = 0.1  # a scale below this is an initial value, not the result of training
 SCALES = ("weight", "gain")
 # Of a batch norm that began at 0. Noise says little of what an attention's result is for a photograph (LeViT: 40 times
 # as much): with 1, an error of the input would be 42,000 times as large in the outputs.
 QUIET = 0.1
 
 
-class _Settled(Exception):
-    """Every batch norm has its statistics; what comes after the last one need not run."""
+class _AllMeasured(Exception):
+    """Every batch norm has its statistics; layers after the last one need not run."""
 
 
 def undo_zero_init(torch: Any, module: Any) -> None:
-    """Give what is silent a value, in place: zero matrices noise, zero or tiny scales `DAMPED`.
+    """Replace parameters that suppress a branch, in place: zero matrices by noise, zero or tiny scales by `DAMPED`.
 
-    The weight of a batch norm becomes `QUIET`, and `settle` damps it where it ends a branch. Biases stay 0.
+    The weight of a batch norm becomes `QUIET`, and `init_batch_norm` damps it where it ends a branch. Biases stay 0.
     """
     draw = torch.Generator().manual_seed(SEED)
     batch_norm = torch.nn.modules.batchnorm._BatchNorm
@@ -62,16 +62,16 @@ def undo_zero_init(torch: Any, module: Any) -> None:
                     value.fill_(QUIET if isinstance(owner, batch_norm) else DAMPED)
 
 
-def settle(torch: Any, module: Any, channels: int, size: tuple[int, int]) -> None:
+def init_batch_norm(torch: Any, module: Any, channels: int, size: tuple[int, int]) -> None:
     """Damp residual branches, then set mean and variance of every batch norm to those of noise; in place.
 
-    `size` is what the network is meant for, tried where it refuses small images, which are enough for this. A network
-    that takes neither is left as it was drawn. So that threads, processor and version of torch make no difference,
-    it is computed in float64 by one thread and rounded to eight bits.
+    `size` is the network's own, tried where it refuses small images, which are enough for this. A network that takes
+    neither keeps its initial weights. So that threads, processor and version of torch make no difference, statistics
+    are computed in float64 by one thread and rounded to eight bits.
     """
     kind = torch.nn.modules.batchnorm._BatchNorm
     norms = [m for m in module.modules() if isinstance(m, kind) and m.running_mean is not None]
-    drawn = [{name: value.clone() for name, value in norm.state_dict().items()} for norm in norms]
+    initial = [{name: value.clone() for name, value in norm.state_dict().items()} for norm in norms]
     for height, width in dict.fromkeys((*SIZES, size)) if norms else ():
         images = _noise(torch, channels, height, width)
         try:
@@ -79,7 +79,7 @@ def settle(torch: Any, module: Any, channels: int, size: tuple[int, int]) -> Non
             with one_thread(torch), _in_float64(module), _without_borders(torch, module), _measuring(norms):
                 module(images)
         except REFUSALS:
-            for norm, state in zip(norms, drawn, strict=True):
+            for norm, state in zip(norms, initial, strict=True):
                 norm.load_state_dict(state)
         else:
             for norm in norms:
@@ -91,21 +91,21 @@ def settle(torch: Any, module: Any, channels: int, size: tuple[int, int]) -> Non
 
 
 def _damp(torch: Any, module: Any, norms: list[Any], image: Any) -> None:
-    """Scale down what each residual branch adds to the way around it.
+    """Scale down what each residual branch adds to its shortcut.
 
     Of two tensors of one shape that are added, the one that has passed more batch norms is a branch. A tensor carries
-    how many it has passed, and the last of them, through every function of PyTorch.
+    their number, and the last of them, through every function of PyTorch.
     """
     ends: set[Any] = set()
 
-    class Watch(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
+    class Counter(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            given = [t for a in args for t in _each(a) if isinstance(t, torch.Tensor)]
-            passed = [getattr(t, "passed", (0, None)) for t in given]
+            tensors = [t for a in args for t in _each(a) if isinstance(t, torch.Tensor)]
+            passed = [getattr(t, "passed", (0, None)) for t in tensors]
             most = max(passed, key=lambda one: one[0], default=(0, None))
-            if getattr(func, "__name__", "").strip("_") in SUMS and len(given) == 2:
+            if getattr(func, "__name__", "").strip("_") in SUMS and len(tensors) == 2:
                 (a, _), (b, _) = passed
-                if a != b and given[0].shape == given[1].shape:
+                if a != b and tensors[0].shape == tensors[1].shape:
                     ends.add(most[1])
             out = func(*args, **(kwargs or {}))
             for tensor in _each(out):
@@ -113,13 +113,13 @@ def _damp(torch: Any, module: Any, norms: list[Any], image: Any) -> None:
                     tensor.passed = most
             return out
 
-    def count(norm: Any, given: tuple[Any, ...], out: Any) -> None:
-        out.passed = getattr(given[0], "passed", (0, None))[0] + 1, norm
+    def count(norm: Any, args: tuple[Any, ...], out: Any) -> None:
+        out.passed = getattr(args[0], "passed", (0, None))[0] + 1, norm
 
     hooks = [norm.register_forward_hook(count) for norm in norms]
     try:
         # A head that refuses so small an image comes after the branches.
-        with torch.no_grad(), Watch(), contextlib.suppress(*REFUSALS):
+        with torch.no_grad(), Counter(), contextlib.suppress(*REFUSALS):
             module(image)
     finally:
         for hook in hooks:
@@ -134,9 +134,9 @@ def _each(value: Any) -> tuple[Any, ...]:
 
 
 def _round(norm: Any) -> None:
-    """To what every machine computes alike: means in 256ths of the deviation, so that none is the noise of a zero."""
-    found = norm.running_var.double()
-    variance = found.lerp(found.mean(), SHARE).bfloat16().double()
+    """Round to what every machine computes alike: means in 256ths of the deviation, so that rounding noise is zero."""
+    measured = norm.running_var.double()
+    variance = measured.lerp(measured.mean(), SHARE).bfloat16().double()
     step = (variance.sqrt() / 256).clamp(min=1e-30)
     norm.running_var.copy_(variance)
     norm.running_mean.copy_((norm.running_mean.double() / step).round() * step + 0.0)
@@ -155,7 +155,7 @@ def _noise(torch: Any, channels: int, height: int, width: int) -> Any:
 
 @contextlib.contextmanager
 def _without_borders(torch: Any, module: Any) -> Iterator[None]:
-    """Pad with the other side's pixels: zeros at the border would count for more here than in a larger image."""
+    """Pad with the opposite side's pixels: zeros at the border would weigh more here than in a larger image."""
     kinds = torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d
     padded = [(m, m.padding_mode) for m in module.modules() if isinstance(m, kinds)]
     for layer, _ in padded:
@@ -169,7 +169,7 @@ def _without_borders(torch: Any, module: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _in_float64(module: Any) -> Iterator[None]:
-    """Each layer in float64 while it runs and no longer: a copy of the network would count as memory that it takes."""
+    """Each layer in float64 only while it runs: a copy of the network would count towards the process's peak memory."""
     hooks = []
     for owner in module.modules():
         if next(chain(owner.parameters(recurse=False), owner.buffers(recurse=False)), None) is not None:
@@ -185,20 +185,20 @@ def _in_float64(module: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _measuring(norms: list[Any]) -> Iterator[None]:
-    """Batch norm as in training, so that its statistics become this batch's; `_Settled` after the last one."""
+    """Batch norm as in training, so that its statistics become this batch's; `_AllMeasured` after the last one."""
     momenta = [norm.momentum for norm in norms]
-    left = set(norms)
+    pending = set(norms)
 
     def measured(norm: Any, _: Any, out: Any) -> None:
-        left.discard(norm)
-        if not left:
-            raise _Settled
+        pending.discard(norm)
+        if not pending:
+            raise _AllMeasured
 
     hooks = [norm.register_forward_hook(measured) for norm in norms]
     for norm in norms:
         norm.train().momentum = 1.0
     try:
-        with contextlib.suppress(_Settled):
+        with contextlib.suppress(_AllMeasured):
             yield
     finally:
         for hook, norm, momentum in zip(hooks, norms, momenta, strict=True):

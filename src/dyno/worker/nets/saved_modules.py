@@ -8,7 +8,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from dyno.worker.inputs.modules import Taken
+from dyno.worker.inputs.modules import ModuleInputs
 from dyno.worker.spec import InputSpec, Unavailable, UserError, from_json
 
 INPUTS = "dyno_inputs.json"  # a file inside both formats: the inputs as JSON, where Dyno stored the module
@@ -30,10 +30,10 @@ def examples(path: str) -> Any:
     """The inputs as they were described when the module was saved, else a program's own examples, else None."""
     extra = {INPUTS: ""}
     program = _program(path, extra) if path.endswith(".pt2") else _script(path, extra)
-    if told := extra[INPUTS]:
-        found = json.loads(told)
-        specs = tuple(from_json(InputSpec, each) for each in found["inputs"])
-        return Taken(specs, found["batch"], tuple(found["size"]))
+    if text := extra[INPUTS]:
+        description = json.loads(text)
+        specs = tuple(from_json(InputSpec, each) for each in description["inputs"])
+        return ModuleInputs(specs, description["batch"], tuple(description["size"]))
     if not path.endswith(".pt2") or program.example_inputs is None:
         return None
     args, keywords = program.example_inputs

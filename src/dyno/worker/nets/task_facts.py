@@ -1,6 +1,6 @@
-"""What a network is for and how its outputs are laid out, where its source doesn't say: from metadata and shapes.
+"""A model file's task and the layout of its outputs, from metadata and shapes.
 
-ONNX files carry it in their metadata: `task`, `names` and `kpt_shape` as ultralytics writes them, and `preprocess`
+ONNX files have them in their metadata: `task`, `names` and `kpt_shape` as ultralytics writes them, and `preprocess`
 (JSON, a `Preprocess`) and `inputs` (JSON, a list of `InputSpec`) in files that Dyno exported.
 """
 
@@ -19,66 +19,68 @@ from dyno.worker.tasks.task import Shape
 
 
 def read(path: str) -> dict[str, Any]:
-    """`task`, `classes`, `keypoints`, `preprocess` and `inputs` of an ONNX file, those that its metadata has."""
+    """`task`, `classes`, `keypoints`, `preprocess` and `inputs` from an ONNX file's metadata, as far as it has them."""
     import onnx
 
     model = onnx.load(path, load_external_data=False)
-    said = {entry.key: entry.value for entry in model.metadata_props}
-    found: dict[str, Any] = {}
-    if said.get("task") in tasks.names():
-        found["task"] = said["task"]
-    names, points = _literal(said.get("names")), _literal(said.get("kpt_shape"))
+    metadata = {entry.key: entry.value for entry in model.metadata_props}
+    facts: dict[str, Any] = {}
+    if metadata.get("task") in tasks.names():
+        facts["task"] = metadata["task"]
+    names, points = _literal(metadata.get("names")), _literal(metadata.get("kpt_shape"))
     if isinstance(names, (dict, list, tuple)) and names:
-        found["classes"] = len(names)
+        facts["classes"] = len(names)
     if isinstance(points, (list, tuple)) and points:
-        found["keypoints"] = [int(n) for n in points]
-    if "inputs" in said:
+        facts["keypoints"] = [int(n) for n in points]
+    if "inputs" in metadata:
         with contextlib.suppress(ValueError, TypeError, AttributeError, UserError):  # another program's idea of the key
-            found["inputs"] = tuple(from_json(InputSpec, each) for each in json.loads(said["inputs"]))
-    if "preprocess" in said:
+            facts["inputs"] = tuple(from_json(InputSpec, each) for each in json.loads(metadata["inputs"]))
+    if "preprocess" in metadata:
         with contextlib.suppress(ValueError, TypeError, AttributeError, UserError):  # another program's idea of the key
-            found["preprocess"] = to_json(from_json(Preprocess, json.loads(said["preprocess"])))
-    return found
+            facts["preprocess"] = to_json(from_json(Preprocess, json.loads(metadata["preprocess"])))
+    return facts
 
 
 def write(path: str, model: ModelSpec) -> None:
-    """Let an ONNX file know what it is for, so that nobody has to say it again."""
+    """Write task, classes, preprocessing and inputs into an ONNX file's metadata, so that the file needs no options."""
     import onnx
 
     graph = onnx.load(path, load_external_data=False)
-    onnx.helper.set_model_props(graph, {**{entry.key: entry.value for entry in graph.metadata_props}, **_said(model)})
+    onnx.helper.set_model_props(
+        graph, {**{entry.key: entry.value for entry in graph.metadata_props}, **_metadata(model)}
+    )
     onnx.save(graph, path)
 
 
-def _said(model: ModelSpec) -> dict[str, str]:
-    said = {"task": model.task, "preprocess": json.dumps(to_json(model.preprocess))}
+def _metadata(model: ModelSpec) -> dict[str, str]:
+    metadata = {"task": model.task, "preprocess": json.dumps(to_json(model.preprocess))}
     if model.classes is not None:
-        said["names"] = str({number: str(number) for number in range(model.classes)})
+        metadata["names"] = str({number: str(number) for number in range(model.classes)})
     if model.keypoints:
-        said["kpt_shape"] = str(list(model.keypoints))
+        metadata["kpt_shape"] = str(list(model.keypoints))
     if specs := [replace(spec, feeds="", feeds_sha256="") for spec in model.inputs if spec.dtype]:
-        said["inputs"] = json.dumps([*map(to_json, specs)])
-    return said
+        metadata["inputs"] = json.dumps([*map(to_json, specs)])
+    return metadata
 
 
-def facts(model: ModelSpec, asked: str, said: dict[str, Any], outputs: Sequence[Shape]) -> dict[str, Any]:
-    """Facts of a look: `task`, and for detection and its kin `classes`, `keypoints` and `preprocess`.
+def facts(model: ModelSpec, requested: str, metadata: dict[str, Any], outputs: Sequence[Shape]) -> dict[str, Any]:
+    """Facts for the inspection: `task`, and for detection and its kin `classes`, `keypoints` and `preprocess`.
 
-    `asked` is the user's --task, `said` what the file's metadata says, `outputs` the shapes of the outputs, free axes
-    as text. Nothing where nobody says what the network is for. Raises `UserError` where they contradict each other.
+    `requested` is the user's --task, `metadata` the file's, `outputs` the shapes of the outputs, free axes as text. {}
+    where neither names the task. Raises `UserError` where they contradict each other.
     """
-    if asked and said.get("task", asked) != asked:
+    if requested and metadata.get("task", requested) != requested:
         raise UserError(
-            f"{model.name} is a network for {said['task']}, not {asked}; leave --task away, "
-            f"or export it again with --task {asked}"
+            f"{model.name} is a network for {metadata['task']}, not {requested}; omit --task, "
+            f"or export it again with --task {requested}"
         )
-    name = said.get("task") or asked
+    name = metadata.get("task") or requested
     if not name:
         return {}
     task = tasks.find(name)
-    preprocess = said.get("preprocess") or to_json(task.preprocess(model.channels))
-    sure = bool(said) or task.labels == "objects"  # a classifier that the user alone says so keeps what it had
-    return {"task": name, **task.layout(model, said, outputs), **({"preprocess": preprocess} if sure else {})}
+    preprocess = metadata.get("preprocess") or to_json(task.preprocess(model.channels))
+    complete = bool(metadata) or task.labels == "objects"  # a classifier by --task alone keeps its preprocessing
+    return {"task": name, **task.layout(model, metadata, outputs), **({"preprocess": preprocess} if complete else {})}
 
 
 def _literal(text: str | None) -> Any:

@@ -1,8 +1,8 @@
-"""What a file of torch.save holds, read without running it: no class is imported, no function of the pickle is called.
+"""Files of torch.save, read without running them: no class is imported, no function of the pickle is called.
 
-The file is a zip with a pickle beside the bytes of its tensors. What the pickle names is either a plain container, part
-of a tensor, or becomes a `Stub`: an object that keeps what it was given and does nothing. Sizes are checked against the
-zip's entries before anything is read. Needs torch only to make tensors.
+The file is a zip with a pickle beside the bytes of its tensors. A name in the pickle is a plain container, part of a
+tensor, or becomes a `Stub`: an object that keeps its arguments and state and does nothing. Sizes are checked against
+the zip's entries before anything is read. Needs torch only to create tensors.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from dyno.worker.spec import UserError
 
 WEIGHTS, MODULE, PROGRAM, OTHER = "weights", "module", "program", "other"
 YOLO = "ultralytics.nn."  # the package of the classes in a YOLO's checkpoint
-MOST_PICKLE = 1 << 26  # bytes of a pickle without its tensors; that of a large YOLO has half a megabyte
-DEEPEST = 100  # modules inside one another
-HOLDING = ("ema", "model", "net", "state_dict", "model_state_dict")  # where training programs put a module
+MAX_PICKLE_BYTES = 1 << 26  # bytes of a pickle without its tensors; that of a large YOLO has half a megabyte
+MAX_DEPTH = 100  # modules inside one another
+MODULE_KEYS = ("ema", "model", "net", "state_dict", "model_state_dict")  # where training programs put a module
 # Storages as torch names them, with the type and the bytes of an element; untyped ones hold bytes.
 STORAGES = {
     "Double": ("float64", 8), "Float": ("float32", 4), "Half": ("float16", 2), "BFloat16": ("bfloat16", 2),
     "Long": ("int64", 8), "Int": ("int32", 4), "Short": ("int16", 2), "Char": ("int8", 1), "Byte": ("uint8", 1),
     "Bool": ("bool", 1), "Untyped": ("uint8", 1),
 }  # fmt: skip
-PLAIN = {"collections.OrderedDict": OrderedDict, "builtins.set": set, "builtins.list": list, "builtins.dict": dict}
+CONTAINERS = {"collections.OrderedDict": OrderedDict, "builtins.set": set, "builtins.list": list, "builtins.dict": dict}
 REFUSED = {"EXT1", "EXT2", "EXT4", "NEXT_BUFFER", "READONLY_BUFFER"}
 
 
 class Stub:
-    """An object of a class that isn't imported: `args` it was made with, `state` it was given, `items` put into it."""
+    """An object of a class that isn't imported: the `args` of its constructor, its `state`, and `items` added to it."""
 
     path = ""  # the class's module and name
     args: tuple[Any, ...]
@@ -44,15 +44,15 @@ class Stub:
     items: list[Any]
 
     def __new__(cls, *args: Any, **_: Any) -> Stub:
-        made = object.__new__(cls)
-        made.args, made.state, made.items = args, {}, []
-        return made
+        stub = object.__new__(cls)
+        stub.args, stub.state, stub.items = args, {}, []
+        return stub
 
     def __call__(self, *args: Any, **options: Any) -> Stub:
         return Stub(*args)
 
     def __setstate__(self, state: Any) -> None:
-        # A pair is what an object with slots has.
+        # The state of an object with slots is a pair.
         parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
         self.state = {key: value for part in parts if isinstance(part, dict) for key, value in part.items()}
 
@@ -73,7 +73,7 @@ class Stub:
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in the file: `read` gives the bytes of its storage, the rest says which of its elements it has."""
+    """A tensor in the file: `read` gives the bytes of its storage, the other fields its view of them."""
 
     dtype: str
     read: Callable[[], bytes]
@@ -92,16 +92,16 @@ class Stored:
 
 
 class Archive:
-    """A file of torch.save; a `UserError` where it is none, is damaged, or says other sizes than it has."""
+    """A file of torch.save; a `UserError` where it isn't one, is damaged, or its sizes contradict each other."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._zip = _opened(self.path)
+        self._zip = _open_zip(self.path)
         names = self._zip.namelist()
         self._root = next((name.partition("/")[0] for name in names if name.endswith("/data.pkl")), "")
         self.program = any(name.startswith(f"{self._root}/code/") or name.endswith("/constants.pkl") for name in names)
         if not self._root:
-            raise UserError(f"{path} is a zip file, but none of torch.save: it has no data.pkl")
+            raise UserError(f"{path} is a zip file, but not of torch.save: it has no data.pkl")
         entries = self._zip.infolist()
         packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
         if not self.program and (packed or sum(e.file_size for e in entries) > self.path.stat().st_size):
@@ -109,16 +109,16 @@ class Archive:
 
     @property
     def names(self) -> list[str]:
-        """The classes and functions that the pickle names, but for those of plain containers and tensors."""
+        """The classes and functions that the pickle names, without those of plain containers and tensors."""
         plain = ("torch.", "_codecs.")
-        return [name for name in self._named if not (name in PLAIN or name.startswith(plain))]
+        return [name for name in self._global_names if not (name in CONTAINERS or name.startswith(plain))]
 
     @property
     def kind(self) -> str:
         """WEIGHTS (tensors and plain containers), MODULE (a pickled nn.Module), PROGRAM (TorchScript) or OTHER."""
         if self.program:
             return PROGRAM
-        if self.yolo or any(name.startswith("torch.nn.modules.") for name in self._named):
+        if self.yolo or any(name.startswith("torch.nn.modules.") for name in self._global_names):
             return MODULE
         return OTHER if self.names else WEIGHTS
 
@@ -128,25 +128,25 @@ class Archive:
         return not self.program and any(name.startswith(YOLO) for name in self.names)
 
     def load(self) -> Any:
-        """What was saved: containers as they are, tensors as `Stored`, everything else as a `Stub`."""
-        assert self._named is not None  # reading the names has checked every opcode
+        """The saved object: containers as they are, tensors as `Stored`, everything else as a `Stub`."""
+        assert self._global_names is not None  # reading the names has checked every opcode
         try:
             return _Reader(self._pickle, self._storage).load()
         except UserError:
             raise
-        # Whatever a pickle can do wrong with objects that do nothing.
+        # Any error that a pickle can cause with stubs.
         except (pickle.UnpicklingError, ValueError, TypeError, AttributeError, KeyError, IndexError, EOFError) as e:
             reason = (str(e) or type(e).__name__).splitlines()[0]
-            raise UserError(f"{self.path} is damaged, or no file of torch.save: {reason}") from e
+            raise UserError(f"{self.path} is damaged, or not a file of torch.save: {reason}") from e
 
     @cached_property
-    def _named(self) -> list[str]:
-        return _named(self._pickle)
+    def _global_names(self) -> list[str]:
+        return _global_names(self._pickle)
 
     @cached_property
     def _pickle(self) -> bytes:
         info = self._zip.getinfo(f"{self._root}/data.pkl")
-        if info.file_size > MOST_PICKLE:
+        if info.file_size > MAX_PICKLE_BYTES:
             raise UserError(f"{self.path} holds a pickle of {info.file_size / 1e6:,.0f} MB, too large to be a model's")
         return self._bytes(info.filename)
 
@@ -158,20 +158,20 @@ class Archive:
 
     def _storage(self, key: str, size: int) -> Callable[[], bytes]:
         name = f"{self._root}/data/{key}"
-        there = self._zip.NameToInfo.get(name)
-        if there is None or there.file_size != size:
+        entry = self._zip.NameToInfo.get(name)
+        if entry is None or entry.file_size != size:
             raise UserError(f"{self.path} is damaged: the size of the tensor {key!r} is not what its entry says")
         return lambda: self._bytes(name)
 
 
-def what_to_do(archive: Archive) -> str:
-    """What a file that isn't a YOLO's checkpoint holds, and how it can be run: the end of a message."""
+def advice(archive: Archive) -> str:
+    """The content of a file that isn't a YOLO's checkpoint, and how it can be run: the end of a message."""
     path, classes = archive.path, ", ".join(archive.names[:2])
     if archive.kind == PROGRAM:
         return f"it is a TorchScript program: give it as the model, {path}"
     if archive.kind == MODULE:
         return (
-            f"it is a pickled module ({classes or 'of torch.nn'}), which only running its code brings back: give the "
+            f"it is a pickled module ({classes or 'of torch.nn'}), which loads only by running its code: give the "
             f"function that builds it with its weights, FILE.py:FUNCTION --weights {path}; or, if you trust it, write "
             f"two lines into FILE.py, import torch and def net(): return torch.load({str(path)!r}, "
             "weights_only=False), and give FILE.py:net"
@@ -181,14 +181,14 @@ def what_to_do(archive: Archive) -> str:
 
 
 def tensors(module: Any) -> dict[str, Any]:
-    """Torch tensors by name of a module that was read, as its `state_dict()` has them; a `UserError` if damaged."""
-    found = {}
+    """Torch tensors by name of a module in an archive, as in its `state_dict()`; a `UserError` if damaged."""
+    result = {}
     for name, stored in _stored(module, "", 0):
         try:
-            found[name] = stored.tensor()
+            result[name] = stored.tensor()
         except (RuntimeError, ValueError) as e:
             raise UserError(f"the tensor {name} reaches beyond the bytes that are stored of it") from e
-    return found
+    return result
 
 
 def is_module(value: Any) -> bool:
@@ -197,14 +197,14 @@ def is_module(value: Any) -> bool:
 
 
 def module_in(loaded: Any) -> Any:
-    """The `Stub` of the module in what was loaded: that itself, or under a usual key, the averaged weights first; None
-    where there is none."""
-    places = [loaded, *(loaded.get(key) for key in HOLDING)] if isinstance(loaded, dict) else [loaded]
-    return next((place for place in places if is_module(place)), None)
+    """The `Stub` of the module in a loaded object: the object itself, or under one of MODULE_KEYS, averaged weights
+    first; None where there is none."""
+    candidates = [loaded, *(loaded.get(key) for key in MODULE_KEYS)] if isinstance(loaded, dict) else [loaded]
+    return next((candidate for candidate in candidates if is_module(candidate)), None)
 
 
 def _stored(module: Any, prefix: str, depth: int) -> Iterator[tuple[str, Stored]]:
-    if not is_module(module) or depth > DEEPEST:
+    if not is_module(module) or depth > MAX_DEPTH:
         return
     state = module.state
     passing = state.get("_non_persistent_buffers_set") or ()
@@ -220,20 +220,20 @@ def _items(value: Any) -> list[tuple[str, Any]]:
     return [(str(key), item) for key, item in value.items()] if isinstance(value, Mapping) else []
 
 
-def _opened(path: Path) -> zipfile.ZipFile:
+def _open_zip(path: Path) -> zipfile.ZipFile:
     try:
         return zipfile.ZipFile(path)
     except FileNotFoundError:
         raise UserError(f"there is no checkpoint {path}") from None
     except (zipfile.BadZipFile, OSError, ValueError) as e:
-        raise UserError(f"{path} is cut short, or in no format of torch.save since PyTorch 1.6") from e
+        raise UserError(f"{path} is cut short, or not a torch.save file of PyTorch 1.6 or later; save it again") from e
 
 
-def _named(content: bytes) -> list[str]:
+def _global_names(content: bytes) -> list[str]:
     """The classes and functions that a pickle names, in order, from its opcodes alone; checks them on the way."""
     texts: list[str] = []
     memo: dict[int, str] = {}
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     last = ""  # the text on top of the stack, "" where something else is
     try:
         argument: Any
@@ -243,9 +243,9 @@ def _named(content: bytes) -> list[str]:
             if name in REFUSED or (name.endswith("PUT") and not 0 <= argument <= count):
                 raise UserError(f"the pickle has {name} {argument}, which no model needs; it isn't read")
             if name in ("GLOBAL", "INST"):
-                found[_known(*argument.split(" ", 1))] = None
+                names[_qualified_name(*argument.split(" ", 1))] = None
             elif name == "STACK_GLOBAL":
-                found[_known(*texts[-2:])] = None
+                names[_qualified_name(*texts[-2:])] = None
             elif name == "MEMOIZE" or name.endswith("PUT"):
                 memo[len(memo) if name == "MEMOIZE" else argument] = last
                 continue
@@ -253,15 +253,15 @@ def _named(content: bytes) -> list[str]:
             texts += [last] if last else []
     except (ValueError, TypeError) as e:
         raise UserError(f"the pickle is cut short or damaged: {str(e).splitlines()[0] if str(e) else e!r}") from e
-    return list(found)
+    return list(names)
 
 
-def _known(module: str, name: str) -> str:
+def _qualified_name(module: str, name: str) -> str:
     return f"{'builtins' if module in ('__builtin__', 'builtins') else module}.{name}"
 
 
 class _Guarded:
-    """A function of ours that a pickle may call, and not change."""
+    """A function that a pickle may call but not change."""
 
     __slots__ = ("_function",)
 
@@ -276,7 +276,7 @@ class _Guarded:
 
 
 class _Reader(pickle.Unpickler):
-    """Knows plain containers and what tensors are made of; `storage` finds the bytes of one."""
+    """An unpickler that knows plain containers and the parts of tensors; `storage` finds the bytes of one."""
 
     def __init__(self, content: bytes, storage: Callable[[str, int], Callable[[], bytes]]) -> None:
         super().__init__(io.BytesIO(content), encoding="utf-8", errors="replace")
@@ -284,11 +284,11 @@ class _Reader(pickle.Unpickler):
         self._stubs: dict[str, type[Stub]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        path = _known(module, name)
-        if path in PLAIN:
-            return PLAIN[path]
+        path = _qualified_name(module, name)
+        if path in CONTAINERS:
+            return CONTAINERS[path]
         if path == "torch._utils._rebuild_tensor_v2":
-            return _Guarded(_rebuilt)
+            return _Guarded(_rebuild_tensor)
         if path in ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state"):
             return _Guarded(lambda data, *_: data)
         if path == "torch.Size":
@@ -299,7 +299,7 @@ class _Reader(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         if not (isinstance(pid, tuple) and len(pid) == 5 and pid[0] == "storage"):
-            raise pickle.UnpicklingError("it refers to something that is no tensor")
+            raise pickle.UnpicklingError("it refers to something other than a tensor")
         _, kind, key, _, count = pid
         name = getattr(kind, "path", "").rpartition(".")[2].removesuffix("Storage")
         if name not in STORAGES or not isinstance(key, str) or type(count) is not int:
@@ -308,9 +308,9 @@ class _Reader(pickle.Unpickler):
         return dtype, self._storage(key, count * size)
 
 
-def _rebuilt(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> Stored:
+def _rebuild_tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> Stored:
     numbers = [offset, *shape, *stride]
     if len(shape) != len(stride) or any(type(n) is not int or n < 0 for n in numbers):
-        raise pickle.UnpicklingError("a tensor's shape is none")
+        raise pickle.UnpicklingError("a tensor has an invalid shape or stride")
     dtype, read = storage
     return Stored(str(dtype), read, offset, tuple(shape), tuple(stride))

@@ -1,4 +1,4 @@
-"""Networks of ultralytics (YOLOv8, YOLO11 and kin) from a YAML or a checkpoint, giving their raw outputs alone.
+"""Networks of ultralytics (YOLOv8, YOLO11 and kin) from a YAML or a checkpoint, with their raw outputs alone.
 
 The library is under the AGPL and an extra: only its public classes are called. It is imported without telemetry,
 installing or banners, and its settings go to a folder that is deleted again.
@@ -41,7 +41,7 @@ ACTIVATION = re.compile(r"(?:torch\.)?nn\.([A-Z]\w*)\([\w., =-]*\)")  # which th
 
 
 def library() -> Any:
-    """`ultralytics.nn.tasks`; `Unavailable` says what to install."""
+    """`ultralytics.nn.tasks`; `Unavailable` names what to install."""
     try:
         if "ultralytics" in sys.modules:
             return __import__("ultralytics.nn.tasks", fromlist=["tasks"])
@@ -56,15 +56,17 @@ def build(model: ModelSpec, name: str, state: Mapping[str, Any] | None = None, *
     """The network of NAME.yaml with random weights, or of a checkpoint PATH.pt, with its raw outputs alone.
 
     `state` are the weights that will be loaded into it: they decide the number of classes and keypoints where `model`
-    doesn't. With `free_batch` it can be exported for every batch. Raises `UserError` for what isn't there, doesn't fit,
-    or isn't a YOLO that this project can read.
+    doesn't. With `free_batch` it can be exported for every batch. Raises `UserError` for a network that doesn't exist,
+    weights that don't fit, or a YOLO that isn't supported.
     """
     tasks = library()
     if model.pretrained:
         raise UserError(
             f"{model.source} has no published weights here; get the file yourself and give it as ultralytics:FILE.pt"
         )
-    module = _stored(tasks, model, name) if name.endswith(CHECKPOINTS) else _drawn(tasks, model, name, state)
+    module = (
+        _from_checkpoint(tasks, model, name) if name.endswith(CHECKPOINTS) else _from_yaml(tasks, model, name, state)
+    )
     head = module.model[-1]
     end_to_end = getattr(head, "one2one_cv2", None) is not None  # a second head without suppression, always computed
     if type(head).__name__ not in HEADS or end_to_end:
@@ -78,7 +80,7 @@ def build(model: ModelSpec, name: str, state: Mapping[str, Any] | None = None, *
 
 
 def facts(module: Any) -> dict[str, Any]:
-    """What the network says of itself: task, classes, the keypoints' shape ([] for none) and its stride."""
+    """Task, classes, the keypoints' shape ([] for none) and the stride of a network."""
     head = module.model[-1]
     task = HEADS[type(head).__name__]
     whole = hasattr(head, "linear")  # a head that sees the whole image, whatever its size
@@ -91,29 +93,29 @@ def facts(module: Any) -> dict[str, Any]:
 
 
 def size(task: str, name: str = "") -> tuple[int, int]:
-    """Height and width that such networks are trained for, or that a checkpoint says it was trained for."""
+    """Height and width that such networks are trained for, or that a checkpoint was trained for."""
     side = yolo_checkpoint.read(name).size if name.endswith(CHECKPOINTS) else 0
     return (side, side) if side else find_task(task).size
 
 
 def task_of(source: str, name: str) -> str:
-    """The task of NAME.yaml, or of a checkpoint; a `UserError` for one that isn't measured here."""
+    """The task of NAME.yaml, or of a checkpoint; a `UserError` for one that isn't supported."""
     tasks = library()
     stored = name.endswith(CHECKPOINTS)
     return _task(tasks, source, yolo_checkpoint.read(name).config if stored else _config(tasks, source, name))
 
 
 def _task(tasks: Any, source: str, config: dict[str, Any]) -> str:
-    found = tasks.guess_model_task(config)
-    if found not in HEADS.values():
+    task = tasks.guess_model_task(config)
+    if task not in HEADS.values():
         raise UserError(
-            f"{source} is a network for {found or 'an unknown task'}; measured are {', '.join(HEADS.values())}"
+            f"{source} is a network for {task or 'an unknown task'}; measured are {', '.join(HEADS.values())}"
         )
-    return str(found)
+    return str(task)
 
 
 def check_size(source: str, stride: int, height: int, width: int) -> None:
-    """A `UserError` for an image that the network's steps down and up again don't divide."""
+    """A `UserError` for an image whose sides aren't multiples of the network's stride."""
     if height % stride or width % stride:
         near = [max(stride, round(side / stride) * stride) for side in (height, width)]
         shown = f"{near[0]}" if near[0] == near[1] else f"{near[0]}x{near[1]}"
@@ -122,12 +124,12 @@ def check_size(source: str, stride: int, height: int, width: int) -> None:
         )
 
 
-def _drawn(tasks: Any, model: ModelSpec, name: str, state: Mapping[str, Any] | None) -> Any:
-    config = _checked(tasks, model.source, _config(tasks, model.source, name))
-    return _built(tasks, model if state is None else _fitted(model, config, state), config)
+def _from_yaml(tasks: Any, model: ModelSpec, name: str, state: Mapping[str, Any] | None) -> Any:
+    config = _check_layers(tasks, model.source, _config(tasks, model.source, name))
+    return _build_from_config(tasks, model if state is None else _fitted(model, config, state), config)
 
 
-def _built(tasks: Any, model: ModelSpec, config: dict[str, Any]) -> Any:
+def _build_from_config(tasks: Any, model: ModelSpec, config: dict[str, Any]) -> Any:
     task = _task(tasks, model.source, config)
     options: dict[str, Any] = {"ch": model.channels, "nc": model.classes, "verbose": False}
     if task == "pose" and model.keypoints:
@@ -139,14 +141,14 @@ def _built(tasks: Any, model: ModelSpec, config: dict[str, Any]) -> Any:
         raise UserError(f"{model.source} can't be built: {reason}") from e
 
 
-def _stored(tasks: Any, model: ModelSpec, name: str) -> Any:
-    found = yolo_checkpoint.read(name)
-    weights = torch_archive.tensors(found.module)
-    config = _checked(tasks, model.source, found.config)
+def _from_checkpoint(tasks: Any, model: ModelSpec, name: str) -> Any:
+    checkpoint = yolo_checkpoint.read(name)
+    weights = torch_archive.tensors(checkpoint.module)
+    config = _check_layers(tasks, model.source, checkpoint.config)
     config["channels"] = channels = config.get("channels", config.get("ch", model.channels))
     if channels != model.channels:
         raise UserError(f"{model.source} takes images of {channels} channels; give --channels {channels}")
-    module = _built(tasks, _fitted(replace(model, weights=name), config, weights), config)
+    module = _build_from_config(tasks, _fitted(replace(model, weights=name), config, weights), config)
     apply(module, weights, name, yolo_checkpoint.advice(name))
     return module
 
@@ -154,25 +156,25 @@ def _stored(tasks: Any, model: ModelSpec, name: str) -> Any:
 def _config(tasks: Any, source: str, name: str) -> dict[str, Any]:
     """The YAML as ultralytics reads it: a file of the user's, or one of its own by name."""
     if not Path(name).is_file():
-        names = _names()
+        names = _network_names()
         if name not in names:
-            stems = [known.removesuffix(".yaml") for known in names]  # what all names end with makes none of them near
+            stems = [other.removesuffix(".yaml") for other in names]  # the common suffix would make all names similar
             near = difflib.get_close_matches(name.removesuffix(".yaml"), stems, 1, 0.75)
             hint = f"did you mean ultralytics:{near[0]}.yaml?" if near else "it is NAME.yaml, your own .yaml or a .pt"
             raise UserError(f"ultralytics has no network {name!r}; {hint}")
     try:
-        found: dict[str, Any] = tasks.yaml_model_load(name)
-        if not found.get("scale") and Path(name).is_file():  # it reads the letter from the file's name alone
+        config: dict[str, Any] = tasks.yaml_model_load(name)
+        if not config.get("scale") and Path(name).is_file():  # it reads the letter from the file's name alone
             import yaml
 
-            found["scale"] = (yaml.safe_load(Path(name).read_text(encoding="utf-8")) or {}).get("scale", "")
+            config["scale"] = (yaml.safe_load(Path(name).read_text(encoding="utf-8")) or {}).get("scale", "")
     except Exception as e:  # of the YAML reader, which the library chooses
         raise UserError(f"{source} can't be read: {' '.join(str(e).split())[:200]}") from e
-    return found
+    return config
 
 
-def _checked(tasks: Any, source: str, config: dict[str, Any]) -> dict[str, Any]:
-    """The architecture, if it names layers alone: the library would call any function of its module by name."""
+def _check_layers(tasks: Any, source: str, config: dict[str, Any]) -> dict[str, Any]:
+    """The architecture, if it names only layers: the library would call any function of its module by name."""
     import torch
 
     activation = config.get("activation")
@@ -184,14 +186,14 @@ def _checked(tasks: Any, source: str, config: dict[str, Any]) -> dict[str, Any]:
     for layer in (layer for part in parts for layer in part or ()):
         name = str(layer[2]) if isinstance(layer, (list, tuple)) and len(layer) == 4 else ""
         library, _, last = name.rpartition(".")
-        place = {"": tasks, "nn": torch.nn, "torchvision.ops": sys.modules.get("torchvision.ops")}.get(library)
-        found = getattr(place, last, None)
-        if not (isinstance(found, type) and issubclass(found, torch.nn.Module)):
+        namespace = {"": tasks, "nn": torch.nn, "torchvision.ops": sys.modules.get("torchvision.ops")}.get(library)
+        layer_class = getattr(namespace, last, None)
+        if not (isinstance(layer_class, type) and issubclass(layer_class, torch.nn.Module)):
             raise UserError(f"{source}: {name or layer} is not a layer that ultralytics has")
     return config
 
 
-def _names() -> list[str]:
+def _network_names() -> list[str]:
     """The networks that the library has, with every letter of scale."""
     import ultralytics
 
@@ -199,14 +201,14 @@ def _names() -> list[str]:
     for path in (Path(ultralytics.__file__).parent / "cfg/models").rglob("*.yaml"):
         names.append(path.name)
         # yolov9c.yaml has its letter, which is none of scale, and of yolov3.yaml there is one size.
-        if found := re.fullmatch(r"(yolo(?:e-)?v?\d+)(?![a-z])(.*)", path.name):
+        if match := re.fullmatch(r"(yolo(?:e-)?v?\d+)(?![a-z])(.*)", path.name):
             scales = re.findall(r"^ +([nsmlx]): *\[", path.read_text(encoding="utf-8"), re.MULTILINE)
-            names += [f"{found[1]}{scale}{found[2]}" for scale in scales]
+            names += [f"{match[1]}{scale}{match[2]}" for scale in scales]
     return sorted(names)
 
 
 def _fitted(model: ModelSpec, config: Mapping[str, Any], state: Mapping[str, Any]) -> ModelSpec:
-    """The model with as many classes and keypoints as the weights have, where nothing else is said."""
+    """The model with as many classes and keypoints as the weights have, where it doesn't set them itself."""
     last = max((int(key.split(".")[1]) for key in state if re.match(r"model\.\d+\.", key)), default=0)
 
     def rows(name: str) -> int:

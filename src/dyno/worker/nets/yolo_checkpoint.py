@@ -1,4 +1,4 @@
-"""A YOLO user's own checkpoint (best.pt), taken apart without running its code: the architecture and the weights."""
+"""A YOLO user's own checkpoint (best.pt), read without running its code: the architecture and the weights."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 from dyno.worker.nets import torch_archive
 from dyno.worker.spec import UserError
 
-LARGEST = 8192  # pixels of a side that a checkpoint may say it was trained for
-MOST = 10_000  # values in an architecture
+MAX_SIDE = 8192  # pixels of a side that a checkpoint may name as its training size
+MAX_VALUES = 10_000  # values in an architecture
 
 
 @dataclass(frozen=True)
 class Checkpoint:
     """`config` is the architecture as the YAML has it, `module` the stub that holds the tensors, `size` the side of the
-    images that it was trained on (0: not said)."""
+    images that it was trained on (0: unknown)."""
 
     config: dict[str, Any]
     module: torch_archive.Stub
@@ -23,10 +23,10 @@ class Checkpoint:
 
 
 def read(path: str) -> Checkpoint:
-    """The checkpoint, its averaged weights (EMA) where it has them; a `UserError` says what else could be done."""
+    """The checkpoint, its averaged weights (EMA) where it has them; a `UserError` names the alternatives."""
     archive = torch_archive.Archive(path)
     if not archive.yolo:
-        raise UserError(f"{path} is not a checkpoint of ultralytics; {torch_archive.what_to_do(archive)}")
+        raise UserError(f"{path} is not a checkpoint of ultralytics; {torch_archive.advice(archive)}")
     loaded = archive.load()
     module = torch_archive.module_in(loaded)
     config = module.state.get("yaml") if module is not None else None
@@ -36,14 +36,14 @@ def read(path: str) -> Checkpoint:
 
 
 def _side(arguments: Any) -> int:
-    """The longest side among the settings of its training, 0 where they don't say."""
-    said = arguments.get("imgsz") if isinstance(arguments, dict) else None
-    sides = said if isinstance(said, (list, tuple)) else [said]
-    return max((side for side in sides if isinstance(side, int) and 0 < side <= LARGEST), default=0)
+    """The longest side in the settings of its training, 0 where it isn't among them."""
+    size = arguments.get("imgsz") if isinstance(arguments, dict) else None
+    sides = size if isinstance(size, (list, tuple)) else [size]
+    return max((side for side in sides if isinstance(side, int) and 0 < side <= MAX_SIDE), default=0)
 
 
 def advice(path: str) -> str:
-    """The two lines of Python that take the checkpoint apart where this can't, for one that is trusted."""
+    """The two lines of Python that split a trusted checkpoint where this module can't."""
     return (
         f"if you trust it, run m = ultralytics.YOLO({path!r}).model.float(); "
         "safetensors.torch.save_file(m.state_dict(), 'net.safetensors') and yaml.safe_dump(m.yaml, open('net.yaml', "
@@ -53,13 +53,13 @@ def advice(path: str) -> str:
 
 def _plain(config: dict[str, Any], path: str) -> dict[str, Any]:
     """A copy of the architecture, of text, numbers, lists and tables alone."""
-    left = MOST
+    remaining = MAX_VALUES
 
     def copied(value: Any, depth: int) -> Any:
-        nonlocal left
-        left -= 1
-        if left < 0 or depth > 10:
-            raise UserError(f"{path} says of its architecture more than any network needs; {advice(path)}")
+        nonlocal remaining
+        remaining -= 1
+        if remaining < 0 or depth > 10:
+            raise UserError(f"the architecture in {path} is too large to be a network's; {advice(path)}")
         if isinstance(value, dict):
             return {copied(key, depth + 1): copied(item, depth + 1) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
@@ -68,5 +68,5 @@ def _plain(config: dict[str, Any], path: str) -> dict[str, Any]:
             return value
         raise UserError(f"{path} has something in its architecture that is neither text nor a number; {advice(path)}")
 
-    found: dict[str, Any] = copied(config, 0)
-    return found
+    copy: dict[str, Any] = copied(config, 0)
+    return copy

@@ -18,7 +18,7 @@ def plain_transposes(model: Any) -> Any:
 
 
 def _known_shape() -> Any:
-    """Reshape to [n, a, b], swap, Reshape to [..., b, a], by shapes that the graph knows."""
+    """Reshape to [n, a, b], swap, Reshape to [..., b, a], by shapes that are constants of the graph."""
     from onnxscript.rewriter import pattern
 
     def swapped(op: Any, x: Any, flat: Any, back: Any) -> Any:
@@ -52,8 +52,8 @@ def _computed_shape() -> Any:
         context: Any, x: Any, before: Any, last: Any, ahead: Any, one: Any, begin: Any, end: Any, **_: Any
     ) -> bool:
         rank = len(x.shape) if x.shape is not None else 0
-        wanted = {before: -2, last: -1, ahead: -2, one: -1}
-        if rank < 3 or any(_number(value) != number for value, number in wanted.items()):
+        expected = {before: -2, last: -1, ahead: -2, one: -1}
+        if rank < 3 or any(_number(value) != number for value, number in expected.items()):
             return False
         first, beyond = _number(begin), _number(end)
         return first is not None and beyond is not None and (first == 0 or first <= -rank) and beyond >= rank
@@ -67,6 +67,6 @@ def _transpose(op: Any, x: Any, **_: Any) -> Any:
 
 
 def _number(value: Any) -> int | None:
-    """The one number that a value of the graph always has, None where it isn't such a value."""
+    """The number of a constant scalar of the graph, None for any other value."""
     tensor = value.const_value
     return int(tensor.numpy().item()) if tensor is not None and tensor.size == 1 else None

@@ -1,4 +1,4 @@
-"""BF16 ONNX graphs: the mixed-precision conversion of `onnx_fp16`, and what a CPU can run to check them."""
+"""BF16 ONNX graphs: the mixed-precision conversion of `fp16`, and their emulation on a CPU to check them."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ def to_bf16(model: Any, recipe: Recipe, parent: Artifact, path: Path) -> dict[st
 
     refuse_half(model, parent)
     model = in_opset(model, max(OPSET, opset(model)))
-    lacking = {node.op_type for node in model.graph.node if not _has_bf16(node, opset(model))}
-    made, _ = mixed(
-        model, lacking, sorted(decoding(model.graph, recipe.model))
-    )  # what it says of weights beyond FP16's range is of no concern here
-    _as_bf16(made.graph, {tensor.name: tensor for tensor in model.graph.initializer})
-    onnx.checker.check_model(made, full_check=True)
-    onnx.save(made, path)
-    kept = ", ".join(sorted(lacking - set(SENSITIVE)))
-    said = [f"kept in FP32, as ONNX has no bfloat16 for them: {kept}"] if kept else []
-    return {"scheme": "mixed BF16; inputs, outputs and sensitive nodes in FP32", "warnings": said}
+    unsupported = {node.op_type for node in model.graph.node if not _has_bf16(node, opset(model))}
+    converted, _ = mixed(
+        model, unsupported, sorted(decoding(model.graph, recipe.model))
+    )  # its warnings on weights beyond FP16's range don't apply to BF16
+    _as_bf16(converted.graph, {tensor.name: tensor for tensor in model.graph.initializer})
+    onnx.checker.check_model(converted, full_check=True)
+    onnx.save(converted, path)
+    kept = ", ".join(sorted(unsupported - set(SENSITIVE)))
+    warnings = [f"kept in FP32, as ONNX has no bfloat16 for them: {kept}"] if kept else []
+    return {"scheme": "mixed BF16; inputs, outputs and sensitive nodes in FP32", "warnings": warnings}
 
 
 def _has_bf16(node: Any, version: int) -> bool:
-    """Whether what the operator computes in float32 it can compute in bfloat16 too, in that opset."""
+    """Whether the operator has a bfloat16 form in that opset, as far as it computes in floating point."""
     import onnx
 
     try:
@@ -66,20 +66,20 @@ def _as_bf16(graph: Any, originals: dict[str, Any]) -> None:
 
 
 def emulated(model: Any) -> Any:
-    """The graph in float32 with every bfloat16 result rounded to bfloat16: what a GPU computes, for any CPU.
+    """The graph in float32 with every bfloat16 result rounded to bfloat16: on any CPU the results of a GPU.
 
-    Run it without graph optimisation, which would take the rounding out.
+    Run it without graph optimisation, which would remove the rounding.
     """
     import onnx
 
     bf16, single = onnx.TensorProto.BFLOAT16, onnx.TensorProto.FLOAT
     typed = onnx.shape_inference.infer_shapes(model).graph
     rounded = {v.name for v in (*typed.value_info, *typed.output) if v.type.tensor_type.elem_type == bf16}
-    made = type(model).FromString(model.SerializeToString())
-    for tensor in _tensors(made.graph, bf16):
+    converted = type(model).FromString(model.SerializeToString())
+    for tensor in _tensors(converted.graph, bf16):
         values = onnx.numpy_helper.to_array(tensor).astype(np.float32)
         tensor.CopyFrom(onnx.numpy_helper.from_array(values, tensor.name))
-    for cast in _casts(made.graph, bf16):
+    for cast in _casts(converted.graph, bf16):
         cast.i = single
 
     def rounding(node: Any) -> Iterator[Any]:
@@ -90,8 +90,8 @@ def emulated(model: Any) -> Any:
                 yield onnx.helper.make_node("Cast", [f"{name}_exact"], [f"{name}_bf16"], to=bf16)
                 yield onnx.helper.make_node("Cast", [f"{name}_bf16"], [name], to=single)
 
-    _rewrite(made.graph, rounding)
-    return made
+    _rewrite(converted.graph, rounding)
+    return converted
 
 
 def _rewrite(graph: Any, change: Callable[[Any], Iterator[Any]]) -> None:
@@ -107,5 +107,5 @@ def _tensors(graph: Any, kind: int) -> list[Any]:
 
 
 def _casts(graph: Any, kind: int) -> list[Any]:
-    """The attributes that say a node's result is of that type."""
+    """The attributes that set a node's result type to that one."""
     return [a for node in graph.node for a in node.attribute if a.name in ("to", "dtype") and a.i == kind]

@@ -1,4 +1,4 @@
-"""ONNX files as they are: inputs, outputs, precision, and what it takes to trust one that the user gave."""
+"""ONNX files: inputs, outputs, precision, and the checks and repairs of one that the user gave."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def read_io(path: str) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
 
 
 def read_precision(path: str) -> str:
-    """What an ONNX file's graph is in: int8 or fp8 when it has quantised nodes, else what most weights are."""
+    """Precision of an ONNX file: int8 or fp8 when it has quantised nodes, else the type of most weights."""
     import onnx
 
     graph = _read(path).graph
@@ -46,8 +46,8 @@ def read_precision(path: str) -> str:
 
 
 def check(path: str) -> None:
-    """A `UserError` for a graph that ONNX's own checker refuses, that takes or returns something else than tensors of
-    numbers, or whose weights are not where it says."""
+    """A `UserError` for a graph that ONNX's own checker refuses, that takes or returns something other than tensors of
+    numbers, or whose external weights are missing."""
     onnx = import_onnx()
     graph = _read(path).graph
     _only_tensors(path, {"input": graph.input, "output": graph.output})
@@ -62,7 +62,7 @@ def check(path: str) -> None:
 
 
 def _only_tensors(path: str, sides: dict[str, Any]) -> None:
-    """A `UserError` that names the first input or output that no array can be fed to or read from."""
+    """A `UserError` that names the first input or output that isn't a tensor of numbers."""
     import onnx
 
     remedy = "export the model with tensors of numbers alone"
@@ -73,11 +73,11 @@ def _only_tensors(path: str, sides: dict[str, Any]) -> None:
                 raise UserError(f"{path}'s {side} {value.name!r} is text; {remedy}")
             if kind in ("sequence_type", "map_type", "optional_type"):
                 zipmap = kind == "map_type" or value.type.sequence_type.elem_type.HasField("map_type")
-                how = ", for scikit-learn's classifiers by skl2onnx's options={'zipmap': False}" if zipmap else ""
-                raise UserError(f"{path}'s {side} {value.name!r} is a {kind.removesuffix('_type')}; {remedy}{how}")
+                option = ", for scikit-learn's classifiers by skl2onnx's options={'zipmap': False}" if zipmap else ""
+                raise UserError(f"{path}'s {side} {value.name!r} is a {kind.removesuffix('_type')}; {remedy}{option}")
 
 
-def given(path: str, wanted: Option | None, folder: Path) -> Artifact:
+def prepare_given(path: str, wanted: Option | None, folder: Path) -> Artifact:
     """The user's own file; a copy where it needs `onnx_repair`, or is in a later opset than `wanted`."""
     onnx = import_onnx()
     model = _read(path)
@@ -98,7 +98,7 @@ def given(path: str, wanted: Option | None, folder: Path) -> Artifact:
     if isinstance(wanted, int) and opset_of(Path(path)) > wanted and not beside(Path(path)):
         try:
             onnx.save(opset.in_opset(model, wanted), copy)
-        except UserError as e:  # a later engine may read it all the same, and one that doesn't will say so
+        except UserError as e:  # a newer engine may read it all the same; another one reports an error
             made_by["warnings"].append(str(e))
         else:
             made_by["opset"], path = wanted, str(copy)
@@ -136,8 +136,8 @@ def _tensor(value: Any) -> Tensor:
         dim.dim_value if dim.dim_value > 0 else dim.dim_param or f"{value.name}_{axis}"
         for axis, dim in enumerate(kind.shape.dim)
     )
-    known = kind.elem_type != onnx.TensorProto.UNDEFINED
-    return Tensor(value.name, str(onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type)) if known else "", shape)
+    typed = kind.elem_type != onnx.TensorProto.UNDEFINED
+    return Tensor(value.name, str(onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type)) if typed else "", shape)
 
 
 def _digest(path: str) -> str:

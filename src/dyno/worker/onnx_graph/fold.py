@@ -23,10 +23,10 @@ Folder = Callable[[Any, Path], Any]
 
 
 def folded(model: Any, feeds: Mapping[str, np.ndarray], scratch: Path) -> tuple[Any, list[str]]:
-    """The graph folded and its shapes inferred, and what is to be said of that; `scratch` is a folder to work in.
+    """The graph folded and its shapes inferred, and warnings; `scratch` is a folder for temporary files.
 
     By onnxslim, else by ONNX Runtime's basic optimisation: the first whose graph gives the same outputs for the feeds.
-    Where neither does the graph is only `lifted`, with a warning.
+    Where neither does, the graph is only `lifted`, with a warning.
     """
     import onnx
 
@@ -34,10 +34,10 @@ def folded(model: Any, feeds: Mapping[str, np.ndarray], scratch: Path) -> tuple[
     expected = _outputs(model, feeds)
     for fold in (_slimmed, _optimised):
         try:
-            made = onnx.shape_inference.infer_shapes(fold(_copy(model), scratch), data_prop=True)
-            onnx.checker.check_model(made)
-            if _same(expected, _outputs(made, feeds)):
-                return _typed(made), []
+            candidate = onnx.shape_inference.infer_shapes(fold(_copy(model), scratch), data_prop=True)
+            onnx.checker.check_model(candidate)
+            if _same(expected, _outputs(candidate, feeds)):
+                return _typed(candidate), []
             notes.append(f"{fold.__name__.strip('_')}: other outputs")
         except MemoryError:
             raise
@@ -51,8 +51,8 @@ def lifted(model: Any) -> Any:
     """The graph with Constant nodes turned into initialisers, none of which is listed as an input too."""
     import onnx
 
-    made = _copy(model)
-    graph, kept = made.graph, []
+    copy = _copy(model)
+    graph, kept = copy.graph, []
     outputs = {value.name for value in graph.output}
     for node in graph.node:
         constant = node.op_type == "Constant" and node.domain in DOMAINS and node.output[0] not in outputs
@@ -70,24 +70,24 @@ def lifted(model: Any) -> Any:
     del graph.input[:]
     graph.input.extend(inputs)
     # Before IR version 4 every initialiser had to be an input.
-    made.ir_version = max(made.ir_version, onnx.IR_VERSION_2019_1_22 + 1)
-    return made
+    copy.ir_version = max(copy.ir_version, onnx.IR_VERSION_2019_1_22 + 1)
+    return copy
 
 
 def _typed(model: Any) -> Any:
-    """The graph with a type for every tensor; ONNX Runtime knows those behind operators that aren't ONNX's own."""
+    """The graph with a type for every tensor; ONNX Runtime infers those behind operators that aren't ONNX's own."""
     import onnx
 
-    known = {value.name for value in (*model.graph.value_info, *model.graph.input, *model.graph.output)}
-    unknown = [name for node in model.graph.node for name in node.output if name and name not in known]
-    if not unknown:
+    typed = {value.name for value in (*model.graph.value_info, *model.graph.input, *model.graph.output)}
+    untyped = [name for node in model.graph.node for name in node.output if name and name not in typed]
+    if not untyped:
         return model
-    asked = _copy(model)
-    asked.graph.output.extend(onnx.ValueInfoProto(name=name) for name in unknown)
-    for seen in session(asked.SerializeToString(), optimised=False).get_outputs():
-        if seen.name in unknown and seen.type in TYPES:
-            kind = getattr(onnx.TensorProto, TYPES[seen.type])
-            model.graph.value_info.append(onnx.helper.make_tensor_value_info(seen.name, kind, seen.shape))
+    probe = _copy(model)
+    probe.graph.output.extend(onnx.ValueInfoProto(name=name) for name in untyped)
+    for output in session(probe.SerializeToString(), optimised=False).get_outputs():
+        if output.name in untyped and output.type in TYPES:
+            kind = getattr(onnx.TensorProto, TYPES[output.type])
+            model.graph.value_info.append(onnx.helper.make_tensor_value_info(output.name, kind, output.shape))
     return model
 
 
@@ -124,17 +124,17 @@ def _optimised(model: Any, scratch: Path) -> Any:
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
     options.optimized_model_filepath = str(scratch / "folded.onnx")
     onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    made = onnx.load(options.optimized_model_filepath)
-    used = {node.domain for node in made.graph.node}
-    unused = [entry for entry in made.opset_import if entry.domain and entry.domain not in used]
+    optimised = onnx.load(options.optimized_model_filepath)
+    used = {node.domain for node in optimised.graph.node}
+    unused = [entry for entry in optimised.opset_import if entry.domain and entry.domain not in used]
     for entry in unused:
-        made.opset_import.remove(entry)
-    return made
+        optimised.opset_import.remove(entry)
+    return optimised
 
 
 def _outputs(model: Any, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    ready = session(model.SerializeToString(), optimised=False)
-    return [np.asarray(output) for output in ready.run(None, dict(feeds))]
+    loaded = session(model.SerializeToString(), optimised=False)
+    return [np.asarray(output) for output in loaded.run(None, dict(feeds))]
 
 
 def _same(before: Sequence[np.ndarray], after: Sequence[np.ndarray]) -> bool:
@@ -151,6 +151,6 @@ def _close(before: np.ndarray, after: np.ndarray) -> bool:
 
 
 def _copy(message: Any) -> Any:
-    made = type(message)()
-    made.CopyFrom(message)
-    return made
+    copy = type(message)()
+    copy.CopyFrom(message)
+    return copy

@@ -1,4 +1,4 @@
-"""FP16 ONNX graphs: onnxconverter-common's mixed-precision conversion, with what FP16 can't hold kept in FP32."""
+"""FP16 ONNX graphs: onnxconverter-common's mixed-precision conversion, values beyond FP16's range kept in FP32."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def to_fp16(model: Any, recipe: Recipe, parent: Artifact, path: Path, kept: Sequ
     refuse_half(model, parent)
     head = decoding(model.graph, recipe.model)
     large = _too_large(model, example(recipe, parent), path.parent)
-    made, said = mixed(model, set(), sorted({*large, *head, *kept}))
-    onnx.checker.check_model(made, full_check=True)
-    onnx.save(made, path)
+    converted, warnings = mixed(model, set(), sorted({*large, *head, *kept}))
+    onnx.checker.check_model(converted, full_check=True)
+    onnx.save(converted, path)
     if large:
-        said.insert(0, f"kept in FP32, as their values exceed what FP16 holds: {', '.join(large[:10])}")
+        warnings.insert(0, f"kept in FP32, as their values exceed what FP16 holds: {', '.join(large[:10])}")
     what = "sensitive nodes and the detector's decoding" if head else "sensitive nodes"
-    return {"scheme": f"mixed FP16; inputs, outputs and {what} in FP32", "warnings": said}
+    return {"scheme": f"mixed FP16; inputs, outputs and {what} in FP32", "warnings": warnings}
 
 
 def refuse_half(model: Any, parent: Artifact) -> None:
@@ -49,11 +49,11 @@ def refuse_half(model: Any, parent: Artifact) -> None:
     names = {onnx.TensorProto.FLOAT16: ("float16", "fp16"), onnx.TensorProto.BFLOAT16: ("bfloat16", "bf16")}
     kind = next((names[t.data_type] for t in model.graph.initializer if t.data_type in names), None)
     if kind:
-        raise UserError(f"{parent.path} is in {kind[0]} already: run it as {kind[1]}, which leaves the file as it is")
+        raise UserError(f"{parent.path} is in {kind[0]} already; run it as {kind[1]}, which leaves the file as it is")
 
 
 def mixed(model: Any, blocked: set[str], large: list[str]) -> tuple[Any, list[str]]:
-    """The graph in FP16 but for sensitive operators, blocked ones and the nodes named; and what is to be said of it."""
+    """The graph in FP16 but for sensitive operators, blocked ones and the nodes named; and warnings."""
     import onnx
     from onnxconverter_common import float16
 
@@ -61,13 +61,13 @@ def mixed(model: Any, blocked: set[str], large: list[str]) -> tuple[Any, list[st
     named(model.graph)
     kept = sorted({*sensitive(), *blocked})
     _own_weights(model.graph, [node for node in model.graph.node if node.op_type in kept or node.name in large])
-    # The converter overlooks casts to float that the graph has of itself: what reads them would get two types.
+    # The converter overlooks the graph's own casts to float: their readers would get two types.
     own_casts = [n.name for n in model.graph.node if n.op_type == "Cast" and n.attribute[0].i == onnx.TensorProto.FLOAT]
     copy = type(model).FromString(model.SerializeToString())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         # The library's own limits, 1e-7 and 1e4, would change weights that half precision holds.
-        made = float16.convert_float_to_float16(
+        converted = float16.convert_float_to_float16(
             copy,
             min_positive_val=float(np.finfo(np.float16).smallest_subnormal),
             max_finite_val=float(np.finfo(np.float16).max),
@@ -75,9 +75,9 @@ def mixed(model: Any, blocked: set[str], large: list[str]) -> tuple[Any, list[st
             op_block_list=kept,
             node_block_list=[*large, *own_casts],
         )
-    _skip_round_trips(made.graph)
-    _keep_outputs(made.graph, model.graph)
-    return made, _summary([str(w.message) for w in caught if issubclass(w.category, UserWarning)])
+    _skip_round_trips(converted.graph)
+    _keep_outputs(converted.graph, model.graph)
+    return converted, _summary([str(w.message) for w in caught if issubclass(w.category, UserWarning)])
 
 
 def sensitive() -> list[str]:
@@ -87,14 +87,14 @@ def sensitive() -> list[str]:
     return sorted({*float16.DEFAULT_OP_BLOCK_LIST, *SENSITIVE})
 
 
-def _summary(said: list[str]) -> list[str]:
-    """What matters of the library's warnings: it gives one for each tensor with a weight that FP16 can't hold.
+def _summary(messages: list[str]) -> list[str]:
+    """A summary of the library's warnings: it gives one for each tensor with a weight outside FP16's range.
 
-    Those too small become FP16's smallest number, which is rounding like any other's; those too large are cut.
+    Weights too small become FP16's smallest number, which is ordinary rounding; those too large are clipped.
     """
-    numbers = {message: re.search(r"number (\S+) will be truncated", message) for message in said}
-    largest = max((abs(float(found[1])) for found in numbers.values() if found), default=0.0)
-    others = sorted(message for message, found in numbers.items() if not found)
+    numbers = {message: re.search(r"number (\S+) will be truncated", message) for message in messages}
+    largest = max((abs(float(match[1])) for match in numbers.values() if match), default=0.0)
+    others = sorted(message for message, match in numbers.items() if not match)
     if largest < 1:
         return others
     holds = np.finfo(np.float16).max
@@ -102,15 +102,15 @@ def _summary(said: list[str]) -> list[str]:
 
 
 def _own_outputs(graph: Any) -> None:
-    """Let nodes that read an output of the graph read what it is made from.
+    """Give outputs of the graph that nodes read too a tensor of their own, behind an Identity node.
 
     The converter casts the output back to FP32 under its own name, and its readers would get that type.
     """
     import onnx
 
     read = {name for node in graph.node for name in node.input}
-    made = {name for node in graph.node for name in node.output}
-    shared = {out.name: f"{out.name}_inside" for out in graph.output if out.name in read & made}
+    written = {name for node in graph.node for name in node.output}
+    shared = {out.name: f"{out.name}_inside" for out in graph.output if out.name in read & written}
     for node in graph.node:
         for names in (node.input, node.output):
             for k, name in enumerate(names):
@@ -135,7 +135,7 @@ def _own_weights(graph: Any, kept: list[Any]) -> None:
 
 
 def _skip_round_trips(graph: Any) -> None:
-    """Let a node in FP32 read another one's FP32 output itself, not what FP16 left of it.
+    """Let a node in FP32 read another one's FP32 output directly, not rounded to FP16 in between.
 
     The converter leaves such a pair of casts behind a tensor with more than one reader: large values overflow there.
     """
@@ -169,7 +169,7 @@ def _keep_outputs(graph: Any, original: Any) -> None:
 def _too_large(model: Any, feeds: dict[str, np.ndarray], scratch: Path) -> list[str]:
     """Names of the nodes that read or write values beyond FP16's range on this input.
 
-    Looked for in the FP32 model: a CPU without FP16 kernels computes the converted one in FP32 and shows no overflow.
+    Computed with the FP32 model: a CPU without FP16 kernels computes the converted one in FP32 without overflow.
     """
     import onnx
     from onnxruntime.quantization.calibrate import create_calibrator

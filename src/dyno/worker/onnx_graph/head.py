@@ -1,7 +1,7 @@
-"""The part of a detector's graph that turns its last layers' values into boxes, scores and keypoints.
+"""The part of a detector's graph that decodes its last layers' values into boxes, scores and keypoints.
 
-It joins pixels, probabilities and coefficients in one tensor: one INT8 scale for all of them leaves nothing of the
-scores, and in half precision coordinates are only good to half a pixel or worse. So it stays in FP32.
+It joins pixels, probabilities and coefficients in one tensor: one INT8 scale for all of them rounds the scores to zero,
+and in half precision coordinates are only good to half a pixel or worse. So it stays in FP32.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def decoding(graph: Any, model: ModelSpec) -> set[str]:
     for node in graph.node:
         for name in node.input:
             readers.setdefault(name, []).append(node.name)
-    found: set[str] = set()
+    names: set[str] = set()
     for node in reversed(graph.node):
         learned = node.op_type in LINEAR and bool(weights & {*node.input[1:]}) and not _is_mean(node, makers)
         used = any(name in outputs or name in readers for name in node.output)
-        behind = all(reader in found for name in node.output for reader in readers.get(name, ()))
+        behind = all(reader in names for name in node.output for reader in readers.get(name, ()))
         if used and behind and not learned:
-            found.add(node.name)
-    return found
+            names.add(node.name)
+    return names
 
 
 def named(graph: Any) -> None:
@@ -48,7 +48,7 @@ def named(graph: Any) -> None:
 
 
 def _is_mean(node: Any, makers: dict[str, Any]) -> bool:
-    """Whether what the node weighs are probabilities: a softmax, perhaps seen in another shape."""
+    """Whether the node's input is a softmax, possibly reshaped: then the node computes a mean."""
     maker = makers.get(node.input[0])
     while maker is not None and maker.op_type in SHAPING:
         maker = makers.get(maker.input[0])

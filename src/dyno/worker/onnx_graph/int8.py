@@ -1,8 +1,7 @@
 """INT8 ONNX graphs: Q/DQ by onnxruntime.quantization's static post-training quantisation, calibrated on real images.
 
-Of a model that takes something else, its described inputs are what it is calibrated on: see `calibration`.
-
-The scheme (Jacob et al., 2018) depends on the engine that will read the file: see `SCHEMES`.
+A model without image input is calibrated on its described inputs: see `calibration`. The scheme (Jacob et al., 2018)
+depends on the engine that will read the file: see `SCHEMES`.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ HISTOGRAM_BATCHES = 8
 
 Ranges = dict[str, tuple[float, float]]
 Calibration = CalibrationImages | CalibrationInputs
-# Eight bits cost these much accuracy and bring no speed; what selects by index must not be rounded at all.
+# Eight bits cost these much accuracy and bring no speed; indices must not be rounded at all.
 NOT_QUANTISED = set(
     "Softmax LayerNormalization InstanceNormalization BatchNormalization EmbedLayerNormalization CumSum TopK ArgMax "
     "Where".split()
@@ -45,11 +44,11 @@ PER_CHANNEL_OPSET = 13
 
 @dataclass(frozen=True)
 class Scheme:
-    """How an engine wants its Q/DQ nodes.
+    """The quantisation scheme that an engine reads best.
 
     `activations` of values that are never negative and of others: unsigned with any zero point (`U8`), signed and
     symmetric (`S8`), or unsigned with zero point 0 and signed for the others (`U8 or S8`).
-    `fused`: Q/DQ nodes stand only where `onnx_placement` puts them.
+    `fused`: Q/DQ nodes stand only where `placement` puts them.
     """
 
     activations: str
@@ -79,7 +78,7 @@ SCHEMES = {
 def to_int8(model: Any, recipe: Recipe, parent: Artifact, path: Path, kept: Sequence[str] = ()) -> dict[str, Any]:
     """Write the quantised graph, nodes named in `kept` left in float.
 
-    Returns what shaped it: scheme, target, calibration and warnings.
+    Returns scheme, target, calibration, number of nodes in float and warnings.
     """
     import onnx
 
@@ -95,7 +94,7 @@ def to_int8(model: Any, recipe: Recipe, parent: Artifact, path: Path, kept: Sequ
         else:
             extra = _extra_options(seen.scheme, seen.ranges)
             if kept:
-                # The tool quantises what a layer writes too, and so what a kept one reads.
+                # The tool quantises the outputs of a layer too, and so the inputs of a kept one.
                 extra["OpTypesToExcludeOutputQuantization"] = sorted(seen.types)
             settings = {"reduce_range": seen.narrow, "extra_options": extra}
             _quantise(scratch, path, METHODS[method], sorted(seen.types), sorted(excluded), **settings)
@@ -112,8 +111,8 @@ def to_int8(model: Any, recipe: Recipe, parent: Artifact, path: Path, kept: Sequ
 
 @dataclass(frozen=True)
 class Observed:
-    """A graph with named nodes and what calibration saw of it: the range of each tensor, the operators that are
-    quantised, the nodes that aren't, whether it is a transformer, whether weights get seven bits, and its warnings."""
+    """A calibrated graph with named nodes: the range of each tensor, the operators that are quantised, the nodes that
+    aren't, whether it is a transformer, whether weights get seven bits, and warnings."""
 
     model: Any
     scheme: Scheme
@@ -128,8 +127,8 @@ class Observed:
 def observed(model: Any, recipe: Recipe, data: Calibration, scratch: Path) -> Observed:
     """Prepare the graph and calibrate it, as the recipe's options `target` and `method` say; works in `scratch`."""
     target, method = str(recipe.options.get("target", "")), str(recipe.options.get("method", METHOD))
-    scheme: Scheme = _known(target, SCHEMES, "int8 target")
-    _known(method, METHODS, "calibration method")
+    scheme: Scheme = _one_of(target, SCHEMES, "int8 target")
+    _one_of(method, METHODS, "calibration method")
     prepared, notes = _prepared(model, data, scratch)
     excluded, transformer = _attention(prepared)
     excluded |= decoding(prepared.graph, recipe.model)
@@ -140,7 +139,7 @@ def observed(model: Any, recipe: Recipe, data: Calibration, scratch: Path) -> Ob
 
 
 def _reading_floats(path: Path, kept: Sequence[str]) -> None:
-    """Let kept nodes read the tensors themselves: the tool puts one pair between a tensor and all of its readers."""
+    """Let kept nodes read the tensors directly: the tool puts one pair between a tensor and all of its readers."""
     import onnx
 
     if not kept:
@@ -176,14 +175,14 @@ def _quantise(scratch: Path, path: Path, method: str, types: list[str], excluded
     )
 
 
-def _known(name: str, choices: dict[str, Any], what: str) -> Any:
+def _one_of(name: str, choices: dict[str, Any], what: str) -> Any:
     if name not in choices:
         raise UserError(f"unknown {what} {name!r}; known: {', '.join(choices)}")
     return choices[name]
 
 
 def _prepared(model: Any, data: Calibration, scratch: Path) -> tuple[Any, list[str]]:
-    """The graph folded (see `onnx_fold`) and every node named, also as prepared.onnx; what is to be said of that."""
+    """The graph folded (see `fold`) with every node named, also written as prepared.onnx; and warnings."""
     import onnx
 
     (feeds,) = data.feeds(0, 1)
@@ -231,9 +230,9 @@ def _calibrated(scratch: Path, types: Iterable[str], data: Calibration, recipe: 
     for start in range(0, len(data), HISTOGRAM_BATCHES):
         end = min(start + HISTOGRAM_BATCHES, len(data))
         calibrator.collect_data(reader(data.feeds(start, end)))
-    found = calibrator.compute_data()
-    save_tensors_data(found, scratch / "ranges.json")
-    return {name: (float(np.min(s.range_value[0])), float(np.max(s.range_value[1]))) for name, s in found.items()}
+    collected = calibrator.compute_data()
+    save_tensors_data(collected, scratch / "ranges.json")
+    return {name: (float(np.min(s.range_value[0])), float(np.max(s.range_value[1]))) for name, s in collected.items()}
 
 
 def _extra_options(scheme: Scheme, ranges: Ranges) -> dict[str, Any]:

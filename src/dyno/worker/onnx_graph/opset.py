@@ -11,7 +11,7 @@ DOMAINS = ("", "ai.onnx")
 
 
 def opset(model: Any) -> int:
-    """The opset of ONNX's own operators that the graph is written in; 0 when it uses none."""
+    """The graph's opset of ONNX's own operators; 0 when it uses none."""
     return next((int(entry.version) for entry in model.opset_import if entry.domain in DOMAINS), 0)
 
 
@@ -24,16 +24,16 @@ def in_opset(model: Any, wanted: int) -> Any:
         return model
     _drop_defaults(model.graph)
     try:
-        made = onnx.version_converter.convert_version(model, wanted)
-        onnx.checker.check_model(made, full_check=True)
+        converted = onnx.version_converter.convert_version(model, wanted)
+        onnx.checker.check_model(converted, full_check=True)
     except (RuntimeError, onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as e:
         reason = " ".join(str(e).split())[:160]
         raise UserError(f"the graph can't be written in opset {wanted} instead of {opset(model)}: {reason}") from e
-    return made
+    return converted
 
 
 def lower_file(path: Path, wanted: int) -> None:
-    """Rewrite the file in the wanted opset where it is in a later one; a `UserError` where that can't be."""
+    """Rewrite the file in the wanted opset where it is in a later one; a `UserError` where that isn't possible."""
     import onnx
 
     if opset(onnx.load(path, load_external_data=False)) <= wanted:
@@ -45,7 +45,7 @@ def lower_file(path: Path, wanted: int) -> None:
 
 
 def _drop_defaults(graph: Any) -> None:
-    """Take out `noop_with_empty_axes=0`: it says nothing, and ONNX's converter carries it to where it isn't known."""
+    """Remove `noop_with_empty_axes=0`: it is the default, and ONNX's converter keeps it in opsets that lack it."""
     for node in graph.node:
         for attribute in list(node.attribute):
             if attribute.name == "noop_with_empty_axes" and attribute.i == 0:

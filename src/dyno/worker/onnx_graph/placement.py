@@ -28,9 +28,8 @@ LARGEST = 127.0
 def place(model: Any, ranges: Mapping[str, tuple[float, float]], excluded: set[str], transformer: bool) -> None:
     """Insert the pairs: symmetric, zero point 0, one scale per activation and per output channel of a weight.
 
-    `ranges` maps tensors to the lowest and highest value seen in calibration; `excluded` and `transformer` as in
-    `sites`. Weights stay float32 in front of their pair: TensorRT 8 reads no
-    INT8 initializers.
+    `ranges` maps tensors to the lowest and highest value in calibration; `excluded` and `transformer` as in `sites`.
+    Weights stay float32 in front of their pair: TensorRT 8 reads no INT8 initializers.
     """
     graph = model.graph
     weights = {tensor.name: tensor for tensor in graph.initializer}
@@ -53,9 +52,9 @@ def sites(graph: Any, excluded: set[str], transformer: bool) -> list[tuple[Any, 
 
     Nodes named in `excluded` stay in float, and so do the sums and pools of a transformer.
     """
-    found = [(node, 0) for node in graph.node if node.op_type in LINEAR]
-    found += [] if transformer else [*_pools(graph), *_residuals(graph)]
-    return [(node, k) for node, k in found if node.name not in excluded]
+    activations = [(node, 0) for node in graph.node if node.op_type in LINEAR]
+    activations += [] if transformer else [*_pools(graph), *_residuals(graph)]
+    return [(node, k) for node, k in activations if node.name not in excluded]
 
 
 def _pools(graph: Any) -> Iterator[tuple[Any, int]]:
@@ -83,7 +82,7 @@ def _means_image(node: Any, constants: Mapping[str, Any]) -> bool:
 
 
 def _residuals(graph: Any) -> Iterator[tuple[Any, int]]:
-    """Sums that a convolution can take in, and which of their two inputs comes from the other branch."""
+    """Sums that can be fused into a convolution, and which of their two inputs comes from the other branch."""
     makers = {name: node for node in graph.node for name in node.output}
     readers = Counter(name for node in graph.node for name in node.input)
     depth = _depths(graph)
@@ -97,7 +96,7 @@ def _residuals(graph: Any) -> Iterator[tuple[Any, int]]:
             if name in makers and makers[name].op_type == "Conv" and readers[name] == 1
         ]
         if fused:
-            # Where both branches end in a convolution, the longer one runs last and takes the sum in.
+            # Where both branches end in a convolution, the sum is fused into the longer one, which runs last.
             yield node, 1 - max(fused, key=lambda k: depth[node.input[k]])
 
 
@@ -111,13 +110,13 @@ def _depths(graph: Any) -> dict[str, int]:
 
 def channel_axis(node: Any, dimensions: int) -> int | None:
     """The axis of a weight's output channels; None where one scale has to serve the whole weight."""
-    given = {attribute.name: attribute.i for attribute in node.attribute}
+    attributes = {attribute.name: attribute.i for attribute in node.attribute}
     if node.op_type == "Gemm":
-        return 0 if given.get("transB") else 1
+        return 0 if attributes.get("transB") else 1
     if node.op_type == "MatMul":
         return 1 if dimensions == 2 else None
     if node.op_type == "ConvTranspose":
-        return 1 if given.get("group", 1) == 1 else None
+        return 1 if attributes.get("group", 1) == 1 else None
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Given ONNX files that engines read differently, or not at all, made into what their exporter meant."""
+"""Repairs of given ONNX files that engines would read differently, or not at all."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def repaired(model: Any) -> tuple[Any, list[str]]:
     being inputs, the file's own functions become the operators they are made of, and a graph in float64 becomes one in
     float32. Weights beside the file are not touched.
     """
-    made = type(model)()
-    made.CopyFrom(model)
-    return made, [line for change in (_free, _inputs, _functions, _singles) if (line := change(made))]
+    copy = type(model)()
+    copy.CopyFrom(model)
+    return copy, [line for change in (_free, _inputs, _functions, _singles) if (line := change(copy))]
 
 
 def save(model: Any, path: Path) -> None:
@@ -34,19 +34,19 @@ def save(model: Any, path: Path) -> None:
 
 
 def to_fp32(model: Any, recipe: Recipe, parent: Artifact, path: Path) -> dict[str, Any]:
-    """Write a graph in FP16 or BF16 in FP32, from which the other precisions are made; says what it is worth."""
+    """Write a graph in FP16 or BF16 in FP32, from which the other precisions are made, with a warning."""
     import onnx
 
     in_single(model, (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16))
     model = onnx.shape_inference.infer_shapes(model)
     onnx.checker.check_model(model, full_check=True)
     onnx.save(model, path)
-    said = f"made from a file in {parent.precision}: its weights have that file's rounding in every precision"
-    return {"scheme": "FP32, weights as rounded before", "warnings": [said]}
+    warning = f"made from a file in {parent.precision}: its weights have that file's rounding in every precision"
+    return {"scheme": "FP32, weights as rounded before", "warnings": [warning]}
 
 
 def in_single(model: Any, kinds: tuple[int, ...]) -> None:
-    """Cast everything that is of those types to float32: weights, constants, inputs, outputs and casts."""
+    """Convert everything of those types to float32: weights, constants, inputs, outputs and casts."""
     import onnx
 
     single = onnx.TensorProto.FLOAT
@@ -82,7 +82,7 @@ def _free(model: Any) -> str:
 
 
 def _inputs(model: Any) -> str:
-    """From IR version 4 on such a weight may be fed, so that ONNX Runtime folds nothing into it."""
+    """Remove weights from the inputs: from IR version 4 on they may be fed, so that ONNX Runtime doesn't fold them."""
     import onnx
 
     weights = {tensor.name for tensor in model.graph.initializer}
@@ -97,7 +97,7 @@ def _inputs(model: Any) -> str:
 
 
 def _functions(model: Any) -> str:
-    """OpenVINO and TensorRT read no functions of a file's own; to ONNX Runtime both forms are the same."""
+    """Inline the file's own functions, which OpenVINO and TensorRT don't read; ONNX Runtime treats both forms alike."""
     if not model.functions:
         return ""
     import onnx.inliner

@@ -1,4 +1,4 @@
-"""A session whose inputs and outputs lie on a GPU: copies, slots and their order, for every engine that only enqueues.
+"""A session with inputs and outputs in GPU memory: copies, slots and their order, for every engine that only enqueues.
 
 Three streams (in, compute, out) and one set of buffers per slot, so that a slot's copies overlap with another's work.
 """
@@ -24,12 +24,12 @@ def slots_of(trial: Trial) -> int:
     """The trial's option `slots`; anything but a whole number from 1 on is a `UserError`."""
     slots = trial.options.get("slots", SLOTS)
     if not isinstance(slots, int) or slots < 1:
-        raise UserError(f"slots is a whole number of batches in flight from 1 on, not {slots!r}")
+        raise UserError(f"slots is {slots!r}; it must be a whole number of batches in flight from 1 on")
     return slots
 
 
 class Slot:
-    """Where one batch lies: device addresses and page-locked host arrays by tensor name, and the events of its way."""
+    """Memory of one batch: device addresses and page-locked host arrays by tensor name, and its events."""
 
     def __init__(self, device: Device) -> None:
         self.addresses: dict[str, int] = {}
@@ -39,7 +39,7 @@ class Slot:
 
 
 class DeviceSession(Session):
-    """Copies and order of `slots` batches in flight; a subclass says what to `enqueue`.
+    """Copies and order of `slots` batches in flight; a subclass implements `enqueue`.
 
     `bind` copies straight from arrays that `stage` made, through page-locked memory from all others. Outputs are read
     by `fetch` into page-locked memory.
@@ -90,15 +90,15 @@ class DeviceSession(Session):
 
     def _sources(self, feeds: Arrays, slot: int) -> list[tuple[int, int, int]]:
         """Device address, host address and bytes of every copy to the device."""
-        place, found = self._slots[slot], []
+        place, copies = self._slots[slot], []
         for tensor in self.inputs:
             feed = self._fed(tensor, feeds)
             if not self._is_staged(feed):
                 locked = self._room(place, tensor.name, feed.nbytes)
                 np.copyto(locked.view(feed.dtype).reshape(feed.shape), feed)
                 feed = locked
-            found.append((place.addresses[tensor.name], feed.ctypes.data, feed.nbytes))
-        return found
+            copies.append((place.addresses[tensor.name], feed.ctypes.data, feed.nbytes))
+        return copies
 
     def _send(self, slot: int, sources: list[tuple[int, int, int]]) -> None:
         place = self._slots[slot]
@@ -126,18 +126,18 @@ class DeviceSession(Session):
 
     def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
         """Outputs in page-locked memory, valid until the slot is fetched again."""
-        found = self._targets(slot)
-        self._receive(found)
+        targets = self._targets(slot)
+        self._receive(targets)
         call(self._cuda.cuStreamSynchronize, self._out)
-        return {name: array for name, (array, _) in found.items()}
+        return {name: array for name, (array, _) in targets.items()}
 
     def _targets(self, slot: int) -> dict[str, tuple[np.ndarray, int]]:
         """Host array and device address of every output."""
-        place, found = self._slots[slot], {}
+        place, targets = self._slots[slot], {}
         for name, (shape, dtype, address) in self.results(slot).items():
             host = self._room(place, name, math.prod(shape) * np.dtype(dtype).itemsize)
-            found[name] = (host.view(dtype).reshape(shape), address)
-        return found
+            targets[name] = (host.view(dtype).reshape(shape), address)
+        return targets
 
     def _receive(self, targets: Mapping[str, tuple[np.ndarray, int]]) -> None:
         for array, address in targets.values():
@@ -145,7 +145,7 @@ class DeviceSession(Session):
                 call(self._cuda.cuMemcpyDtoHAsync, array.ctypes.data, address, array.nbytes, self._out)
 
     def _room(self, place: Slot, name: str, size: int) -> np.ndarray:
-        """The tensor's host memory, made when it is first needed and again when it needs more."""
+        """The tensor's host memory, allocated on first use and again when it needs more."""
         if name not in place.hosts or place.hosts[name].nbytes < size:
             place.hosts[name] = self.device.pinned((size,), np.uint8)
         return place.hosts[name][:size]
@@ -183,7 +183,7 @@ class DeviceSession(Session):
         return tuple(Stopwatch(int(stream)) for stream in (self._in, self._compute, self._out))
 
     def device_memory(self) -> int:
-        """Bytes in use on the card, by everyone."""
+        """Bytes in use on the GPU, by all processes."""
         free, total = self.device.memory()
         return total - free
 

@@ -45,16 +45,16 @@ def _meaning(cuda: Any, error: Any) -> str:
 
 
 def call(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call the driver and return what it returns; `MemoryError` when the GPU's memory ran out, else `CudaError`."""
-    error, *found = function(*arguments)
+    """Call the driver and return its results; `MemoryError` when the GPU's memory ran out, else `CudaError`."""
+    error, *values = function(*arguments)
     if error:
         text = f"{function.__name__}: {_meaning(driver(), error)}"
         raise MemoryError(f"the GPU's memory ran out ({text})") if int(error) == OUT_OF_MEMORY else CudaError(text)
-    return found[0] if len(found) == 1 else found
+    return values[0] if len(values) == 1 else values
 
 
 class Device:
-    """One GPU by its name (`cuda:0`), its primary context made current; what it gave out is freed by `close`."""
+    """One GPU by its name (`cuda:0`), its primary context made current; `close` frees all that it allocated."""
 
     def __init__(self, name: str) -> None:
         self.cuda = driver()
@@ -78,23 +78,23 @@ class Device:
 
     @property
     def model(self) -> str:
-        """What the card is called, e.g. `NVIDIA H200`."""
+        """The GPU's product name, e.g. `NVIDIA H200`."""
         name: bytes = call(self.cuda.cuDeviceGetName, 256, self._handle)
         return name.split(b"\0")[0].decode()
 
     def memory(self) -> tuple[int, int]:
-        """Free and total bytes of the card's memory, other programs' use counted."""
+        """Free and total bytes of the GPU's memory, other programs' use counted."""
         free, total = call(self.cuda.cuMemGetInfo)
         return int(free), int(total)
 
     def allocate(self, size: int) -> int:
-        """Address of `size` bytes on the card."""
+        """Address of `size` bytes on the GPU."""
         pointer = call(self.cuda.cuMemAlloc, max(size, 1))
         self._freed_by.append((self.cuda.cuMemFree, pointer))
         return int(pointer)
 
     def pinned(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        """An array in page-locked host memory, which the card reads and writes without a detour."""
+        """An array in page-locked host memory, which the GPU reads and writes directly."""
         size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
         address = int(call(self.cuda.cuMemHostAlloc, max(size, 1), 0))
         self._freed_by.append((self.cuda.cuMemFreeHost, address))
@@ -103,26 +103,26 @@ class Device:
 
     def stream(self) -> Any:
         """A stream that doesn't wait for the legacy default stream."""
-        made = call(self.cuda.cuStreamCreate, int(self.cuda.CUstream_flags.CU_STREAM_NON_BLOCKING))
-        self._freed_by.append((self.cuda.cuStreamDestroy, made))
-        return made
+        stream = call(self.cuda.cuStreamCreate, int(self.cuda.CUstream_flags.CU_STREAM_NON_BLOCKING))
+        self._freed_by.append((self.cuda.cuStreamDestroy, stream))
+        return stream
 
     def event(self) -> Any:
-        """An event; one without a time is cheaper and orders streams all the same."""
+        """An event without timing, which is cheaper and orders streams all the same."""
         flags = self.cuda.CUevent_flags
-        made = call(self.cuda.cuEventCreate, int(flags.CU_EVENT_DISABLE_TIMING))
-        self._freed_by.append((self.cuda.cuEventDestroy, made))
-        return made
+        event = call(self.cuda.cuEventCreate, int(flags.CU_EVENT_DISABLE_TIMING))
+        self._freed_by.append((self.cuda.cuEventDestroy, event))
+        return event
 
     def synchronize(self) -> None:
-        """Wait for everything queued on the card by this process."""
+        """Wait for everything queued on the GPU by this process."""
         call(self.cuda.cuCtxSynchronize)
 
     def close(self) -> None:
-        """Free all that was given out, newest first, and let the context go."""
+        """Free all that was allocated, newest first, and release the context."""
         while self._freed_by:
-            function, thing = self._freed_by.pop()
-            function(thing)  # after a fault every call fails; the process ends soon and takes it all along
+            function, resource = self._freed_by.pop()
+            function(resource)  # after a fault every call fails; the memory is freed when the process ends
         self.cuda.cuDevicePrimaryCtxRelease(self._handle)
 
 

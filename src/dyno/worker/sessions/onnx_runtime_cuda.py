@@ -39,7 +39,7 @@ class Providers:
         return providers(self._trial, self._index, stream)
 
     def check(self, session: Any) -> None:
-        """A provider whose libraries can't be loaded is left out silently: that must not pass for a GPU's number."""
+        """`Unavailable` if ONNX Runtime dropped the provider, silently, because its libraries can't be loaded."""
         if self.wanted not in session.get_providers():
             raise Unavailable(
                 f"ONNX Runtime left {self.wanted} out: the libraries it needs are missing or of another version"
@@ -65,10 +65,10 @@ def providers(trial: Trial, index: int, stream: int | None = None) -> list[tuple
 
 
 def _kind(trial: Trial) -> str:
-    kind = str(trial.options.get("provider", "cuda"))
-    if kind not in KINDS:
-        raise UserError(f"onnxruntime has no provider {kind!r} on a GPU; known: {', '.join(KINDS)}")
-    return kind
+    provider = str(trial.options.get("provider", "cuda"))
+    if provider not in KINDS:
+        raise UserError(f"onnxruntime has no provider {provider!r} on a GPU; known: {', '.join(KINDS)}")
+    return provider
 
 
 class CudaSession(DeviceSession):
@@ -83,11 +83,11 @@ class CudaSession(DeviceSession):
         providers.check(self._session)
         self.inputs = tuple(replace(t, shape=file.shapes[t.name]) for t in map(tensor, self._session.get_inputs()))
         self.outputs = tuple(tensor(arg) for arg in self._session.get_outputs())
-        self._known = {t.name: t for t in (*self.inputs, *self.outputs) if all(isinstance(n, int) for n in t.shape)}
-        self.place(file.shapes, {name: _bytes(t) for name, t in self._known.items()})
-        self._how = file.ort.RunOptions()
+        self._static = {t.name: t for t in (*self.inputs, *self.outputs) if all(isinstance(n, int) for n in t.shape)}
+        self.place(file.shapes, {name: _bytes(t) for name, t in self._static.items()})
+        self._run_options = file.ort.RunOptions()
         # Without this every run would end with a wait, and nothing could overlap.
-        self._how.add_run_config_entry("disable_synchronize_execution_providers", "1")
+        self._run_options.add_run_config_entry("disable_synchronize_execution_providers", "1")
         self._bindings = [self._bound(slot) for slot in range(self.slots)]
 
     def _bound(self, slot: int) -> Any:
@@ -96,7 +96,7 @@ class CudaSession(DeviceSession):
             kind, shape = np.dtype(tensor.dtype).type, list(tensor.shape)
             binding.bind_input(tensor.name, "cuda", self.device.index, kind, shape, addresses[tensor.name])
         for tensor in self.outputs:
-            if tensor.name in self._known:
+            if tensor.name in self._static:
                 kind, shape = np.dtype(tensor.dtype).type, list(tensor.shape)
                 binding.bind_output(tensor.name, "cuda", self.device.index, kind, shape, addresses[tensor.name])
             else:
@@ -105,27 +105,27 @@ class CudaSession(DeviceSession):
 
     def enqueue(self, slot: int) -> None:
         """Queue one run; nodes that ONNX Runtime leaves to the CPU make it wait in between."""
-        self._session.run_with_iobinding(self._bindings[slot], self._how)
+        self._session.run_with_iobinding(self._bindings[slot], self._run_options)
 
     def results(self, slot: int) -> dict[str, tuple[Shape, str, int]]:
-        """See `DeviceSession.results`; outputs that ONNX Runtime placed itself lie where it says."""
+        """See `DeviceSession.results`; for outputs that ONNX Runtime allocated itself the address is its own."""
         values = self._bindings[slot].get_outputs()
-        found = {}
+        results = {}
         for tensor, value in zip(self.outputs, values, strict=True):
-            found[tensor.name] = (tuple(value.shape()), tensor.dtype, int(value.data_ptr()))
-        return found
+            results[tensor.name] = (tuple(value.shape()), tensor.dtype, int(value.data_ptr()))
+        return results
 
     def facts(self) -> dict[str, Any]:
-        """See `OnnxFile.facts`; besides, what was left to the CPU."""
-        found: dict[str, Any] = self._file.facts(self._providers, {})
-        elsewhere = found["nodes_by_provider"].get("CPUExecutionProvider", 0)
-        if elsewhere:
-            found["notes"] = [
-                *found["notes"],
-                f"{elsewhere} of {found['layers']} nodes ran on the CPU, with copies around them",
+        """See `OnnxFile.facts`; also the nodes that ran on the CPU."""
+        facts: dict[str, Any] = self._file.facts(self._providers, {})
+        on_cpu = facts["nodes_by_provider"].get("CPUExecutionProvider", 0)
+        if on_cpu:
+            facts["notes"] = [
+                *facts["notes"],
+                f"{on_cpu} of {facts['layers']} nodes ran on the CPU, with copies around them",
             ]
-        found["options"] |= {"slots": self.slots, **self._providers[0][1]}
-        return found
+        facts["options"] |= {"slots": self.slots, **self._providers[0][1]}
+        return facts
 
     def close(self) -> None:
         """Free the bindings and the session before the memory they use."""

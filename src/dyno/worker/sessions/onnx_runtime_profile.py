@@ -1,4 +1,4 @@
-"""What ONNX Runtime ran, from the events of its own profile."""
+"""The nodes and kernels that ONNX Runtime ran, from the events of its own profile."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ CONVERTERS = ("QuantizeLinear", "DequantizeLinear", "Cast", "ReorderInput", "Reo
 
 
 class Profile:
-    """What ran, from the events of a profile; the first run is left out, it allocates and packs weights."""
+    """The kernels of a profile; the first run is left out, as it allocates and packs weights."""
 
-    def __init__(self, events: list[dict[str, Any]], asked: str) -> None:
-        self._asked = asked
+    def __init__(self, events: list[dict[str, Any]], precision: str) -> None:
+        self._precision = precision
         runs = sorted(e["ts"] for e in events if e["name"] == "model_run")
         since = runs[1] if len(runs) > 1 else 0
         nodes = [e for e in events if e["cat"] == "Node" and e["ts"] >= since]
@@ -29,14 +29,14 @@ class Profile:
             taken[event["args"]["op_name"], event["name"], event["args"].get("node_index")].append(event["dur"] * 1e-6)
         self.seconds: dict[str, float] = defaultdict(float)  # of one run
         for (op, *_), each in taken.items():
-            # A run in which another program interrupted the node says nothing of it.
+            # The median leaves out runs in which another program interrupted the node.
             self.seconds[op] += statistics.median(each)
 
     def compute(self) -> list[dict[str, Any]]:
         """Convolutions, matrix products and the like; in a model that has none, all nodes in a type of precision."""
         nodes = self.seen.values()
         return [node for node in nodes if COMPUTE.search(node["op_name"])] or [
-            node for node in nodes if has_precision(_computed_in(node), self._asked)
+            node for node in nodes if has_precision(_computed_in(node), self._precision)
         ]
 
     def by_type(self) -> dict[str, int]:
@@ -57,9 +57,9 @@ class Profile:
         return {op: round(s / total, 4) for op, s in sorted(self.seconds.items(), key=lambda kv: -kv[1])}
 
     def notes(self) -> list[str]:
-        """Sentences about what keeps a lowered precision from being faster."""
+        """Sentences on why a lowered precision isn't faster."""
         compute = [(node["op_name"], _computed_in(node)) for node in self.compute()]
-        return why_not_faster(self._asked, compute, self.time_by_operator(), CONVERTERS)
+        return why_not_faster(self._precision, compute, self.time_by_operator(), CONVERTERS)
 
 
 def _computed_in(node: dict[str, Any]) -> str:

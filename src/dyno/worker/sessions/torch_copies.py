@@ -12,7 +12,7 @@ from dyno.worker.spec import PARTS
 
 
 class Copies:
-    """Brings inputs to the slots' tensors on the device and outputs back, on a stream for each way.
+    """Copies inputs to the slots' tensors on the device and outputs back, on a stream for each direction.
 
     Page-locked memory on both ends; types and layouts change on the device, where it costs least. `bound` are each
     slot's input tensors by name.
@@ -92,9 +92,9 @@ class Copies:
 
     def fetch(self, outputs: Mapping[str, Any], slot: int) -> dict[str, np.ndarray]:
         """The tensors as float32 arrays in page-locked memory, valid until the slot is fetched again."""
-        found = self._read(outputs, slot)
+        arrays = self._read(outputs, slot)
         self._out.synchronize()
-        return found
+        return arrays
 
     def _read(self, outputs: Mapping[str, Any], slot: int) -> dict[str, np.ndarray]:
         with self._torch.cuda.stream(self._out):
@@ -104,10 +104,10 @@ class Copies:
         return {name: self._fetched[slot][name].numpy() for name in outputs}
 
     def _room(self, name: str, shape: Any, slot: int) -> Any:
-        have = self._fetched[slot].get(name)
-        if have is None or have.shape != shape:
-            have = self._fetched[slot][name] = self._locked(shape, self._torch.float32)
-        return have
+        buffer = self._fetched[slot].get(name)
+        if buffer is None or buffer.shape != shape:
+            buffer = self._fetched[slot][name] = self._locked(shape, self._torch.float32)
+        return buffer
 
     def parts(
         self, bind: Callable[[], None], run: Callable[[], None], outputs: Callable[[], Mapping[str, Any]]
@@ -116,8 +116,8 @@ class Copies:
         GPU's by CUDA events; changes of type and layout belong to the copies."""
         _, h2d = self._timed(self._in, bind)
         enqueue, compute = self._timed(self.compute, run)
-        found = outputs()
-        _, d2h = self._timed(self._out, lambda: self._read(found, 0))
+        tensors = outputs()
+        _, d2h = self._timed(self._out, lambda: self._read(tensors, 0))
         return dict(zip(PARTS, (enqueue, h2d, compute, d2h), strict=True))
 
     def _timed(self, stream: Any, action: Callable[[], Any]) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""What the PyTorch backends share: settings, outputs by name, PyTorch's errors in Dyno's words."""
+"""Shared by the PyTorch backends: settings, outputs by name, PyTorch's errors as Dyno's."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def configure(torch: Any, trial: Trial, benchmark: bool = False) -> None:
 
 @contextlib.contextmanager
 def one_thread(torch: Any) -> Iterator[None]:
-    """Without gradients and by the calling thread alone, for what everything else is held against.
+    """Without gradients and in the calling thread alone, for reference values.
 
     With torch 2.2 (MKL of 2022), some convolutions in float64 are wrong by eight or more threads, and not by rounding:
     off by several times the outputs' deviation.
@@ -60,7 +60,7 @@ def one_thread(torch: Any) -> Iterator[None]:
 
 
 def positional(torch: Any, module: Any, specs: Sequence[InputSpec], flat: bool = False) -> Any:
-    """Around a module with described inputs, one that takes their tensors in order; with `flat` it returns a tuple of
+    """A wrapper of a module with described inputs that takes their tensors in order; with `flat` it returns a tuple of
     tensors, whatever the module returns."""
     names = [spec.name for spec in specs if spec.dtype] or ["input"]
 
@@ -69,22 +69,22 @@ def positional(torch: Any, module: Any, specs: Sequence[InputSpec], flat: bool =
             super().__init__()
             self.model = module
 
-        def forward(self, *given: Any) -> Any:
-            args, keywords = arguments(specs, dict(zip(names, given, strict=True)))
+        def forward(self, *values: Any) -> Any:
+            args, keywords = arguments(specs, dict(zip(names, values, strict=True)))
             result = self.model(*args, **keywords)
             return tuple(tensors(result)) if flat else result
 
-    made = Positional()
-    made.training = module.training
-    return made
+    wrapper = Positional()
+    wrapper.training = module.training
+    return wrapper
 
 
 def named_outputs(result: Any) -> dict[str, Any]:
     """A module's result as tensors by name: output, output_1, output_2… in the order of its tuples and dicts."""
-    found = list(tensors(result))
-    if not found:
+    outputs = list(tensors(result))
+    if not outputs:
         raise UserError(f"the model returns a {type(result).__name__} without tensors; it must return at least one")
-    return {f"output_{i}" if i else "output": tensor for i, tensor in enumerate(found)}
+    return {f"output_{i}" if i else "output": tensor for i, tensor in enumerate(outputs)}
 
 
 def tensors(result: Any) -> Iterator[Any]:
@@ -102,7 +102,7 @@ def tensors(result: Any) -> Iterator[Any]:
 def cast(module: Any, kind: str) -> Any:
     """The module with its floating-point weights in the type of that name.
 
-    Complex ones, which `.to` would strip of their imaginary part, stay what they are.
+    Complex ones, which `.to` would strip of their imaginary part, keep their type.
     """
     methods = {"float32": "float", "float16": "half", "bfloat16": "bfloat16"}
     return getattr(module, methods[kind])()
@@ -117,18 +117,18 @@ def compute_layers(torch: Any) -> tuple[type, ...]:
 def is_quantised(module: Any) -> bool:
     """Whether the module is a layer that PyTorch quantised: one of torch.ao's, whose weights lie packed in eight bits.
 
-    They are no parameters any more, but what a method `weight` gives.
+    They are no longer parameters; a method `weight` returns them.
     """
     return ".quantized" in type(module).__module__ and callable(getattr(module, "weight", None))
 
 
 def notes(trial: Trial) -> list[str]:
-    """Why a lower precision is not faster here, as far as it can be known."""
-    wanted = NATIVE.get(trial.precision)
-    if wanted is None or trial.runtime.device != "cpu":
+    """Why a lower precision isn't faster on this CPU, as far as its feature flags show."""
+    needed = NATIVE.get(trial.precision)
+    if needed is None or trial.runtime.device != "cpu":
         return []
-    has = system.cpu_flags()
-    if not has or has & set(wanted):
+    flags = system.cpu_flags()
+    if not flags or flags & set(needed):
         return []
     return [f"this CPU has no {trial.precision} arithmetic: PyTorch computes in float32 and converts around it"]
 
@@ -142,19 +142,19 @@ def kernels() -> set[str]:
 
 
 def first_line(e: BaseException) -> str:
-    """The error's own words in one line."""
+    """The first line of the error's message."""
     return next((line.strip() for line in str(e).splitlines() if line.strip()), type(e).__name__)[:300]
 
 
 def is_memory_error(e: BaseException) -> bool:
     """Whether the device or the host had no memory left; PyTorch has one type for the first and none for the second."""
     text = str(e)
-    return type(e).__name__ == "OutOfMemoryError" or any(sign in text for sign in NO_MEMORY)
+    return type(e).__name__ == "OutOfMemoryError" or any(pattern in text for pattern in NO_MEMORY)
 
 
 @contextlib.contextmanager
 def memory_errors() -> Iterator[None]:
-    """PyTorch's ways to say "out of memory" as Python's `MemoryError`."""
+    """PyTorch's several out-of-memory errors as Python's `MemoryError`."""
     try:
         yield
     except RuntimeError as e:
@@ -174,9 +174,11 @@ def compiler_errors() -> Iterator[None]:
             raise Unavailable(NO_COMPILER.format(_compiler())) from e
         if "Python.h" in text:
             raise Unavailable(NO_HEADERS) from e
-        lacks = re.search(r"ModuleNotFoundError: No module named '(\w+)'", text)
-        if lacks:  # torch 2.2 imports setuptools to compile for a CPU
-            raise Unavailable(f"torch.compile needs {lacks[1]} here; install it with: pip install {lacks[1]}") from e
+        missing = re.search(r"ModuleNotFoundError: No module named '(\w+)'", text)
+        if missing:  # torch 2.2 imports setuptools to compile for a CPU
+            raise Unavailable(
+                f"torch.compile needs {missing[1]} here; install it with: pip install {missing[1]}"
+            ) from e
         inner = getattr(e, "inner_exception", None)  # the wrapper's own first line says only that something failed
         if inner is not None:
             raise RuntimeError(f"inductor failed: {type(inner).__name__}: {first_line(inner)}") from e
@@ -194,7 +196,7 @@ def need_compiler() -> None:
 
 
 def import_torch() -> Any:
-    """The library, or `Unavailable` with what to install."""
+    """The library; `Unavailable` names what to install."""
     try:
         import torch
     except ImportError as e:

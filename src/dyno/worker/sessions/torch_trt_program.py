@@ -1,4 +1,4 @@
-"""What Torch-TensorRT made of a module: the engines inside, and the operators it left to PyTorch.
+"""The result of Torch-TensorRT's compilation: the engines inside, and the operators left to PyTorch.
 
 A program is a `ScriptModule` (the TorchScript route), or an `ExportedProgram` or `GraphModule` (the Dynamo route, by
 version).
@@ -17,8 +17,8 @@ def engines(program: Any) -> list[Any]:
     """The `torch.classes.tensorrt.Engine` objects that it runs."""
     if hasattr(program, "inlined_graph"):
         return [program._c.getattr(name) for name in attributes(program, ENGINE)]
-    found = {id(value): value for value in _values(program) if hasattr(value, "get_engine_layer_info")}
-    return list(found.values())
+    by_id = {id(value): value for value in _values(program) if hasattr(value, "get_engine_layer_info")}
+    return list(by_id.values())
 
 
 def attributes(program: Any, kind: str) -> list[str]:

@@ -1,7 +1,7 @@
 """A script that runs a trial's model in the trial's own library, as the trial ran it, without Dyno.
 
-Each has the same parts: constants that say how, `load()`, and `run(model, feeds)`; where the model's one input is an
-image also `prepare(path)`, which makes of a photograph what the measurement made of it.
+Each has the same parts: constants for the settings, `load()`, and `run(model, feeds)`; where the model's one input is
+an image also `prepare(path)`, which preprocesses a photograph as in the measurement.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ GROUP = "dyno.scripts"
 def write(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Write script.py into the folder, and beside it what a module needs: state.pt, and model.py where it is a copy.
 
-    `about` says how the `file` beside the script will be called, and has the trial's `outputs` by name, the engine's
-    `options` as it ran, and the `story` that heads the script. Returns the names of the files that were written.
-    `UserError` for a backend that no script can be written for.
+    `about` has the name of the `file` beside the script, the trial's `outputs` by name, the engine's `options` as it
+    ran, and the `story` for the script's docstring. Returns the names of the files that were written. `UserError` for a
+    backend without scripts.
     """
-    known = plugins.declared(sys.modules[__name__], Script, GROUP)
-    if trial.backend not in known:
-        raise UserError(f"there is no script for {trial.backend}; one can be written for {', '.join(known)}")
-    part = known[trial.backend].part(trial, artifact, about, folder)
+    scripts = plugins.declared(sys.modules[__name__], Script, GROUP)
+    if trial.backend not in scripts:
+        raise UserError(f"there is no script for {trial.backend}; one can be written for {', '.join(scripts)}")
+    part = scripts[trial.backend].part(trial, artifact, about, folder)
     text = written(part, trial, inputs_of(trial, artifact), about)
     (folder / "script.py").write_text(text, encoding="utf-8")
     return {

@@ -48,8 +48,8 @@ def load():
 def run(model, feeds):
     """The outputs by name for inputs by name."""
     typed = {name: np.asarray(feeds[name], kind, order="C") for name, (_, kind) in INPUTS.items()}
-    found = model(typed)
-    return {name: np.array(found[k]) for k, name in enumerate(OUTPUTS)}
+    results = model(typed)
+    return {name: np.array(results[k]) for k, name in enumerate(OUTPUTS)}
 '''
 
 
@@ -58,8 +58,8 @@ def place(about: dict[str, Any]) -> str:
     return f"Path(__file__).with_name({about['file']!r})"
 
 
-def described(artifact: Artifact | None, trial: Trial) -> Artifact:
-    """The file, which these libraries always have."""
+def require_file(artifact: Artifact | None, trial: Trial) -> Artifact:
+    """The trial's file, which these libraries need."""
     if artifact is None:
         raise UserError(f"{trial.label} has no file")
     return artifact
@@ -67,7 +67,7 @@ def described(artifact: Artifact | None, trial: Trial) -> Artifact:
 
 def onnx_runtime(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> Part:
     """Session options and providers as `OnnxFile.open` has them."""
-    known = described(artifact, trial).inputs
+    inputs = require_file(artifact, trial).inputs
     settings = ort.settings(trial)
     on_gpu = trial.runtime.device != "cpu"
     constants = {
@@ -76,7 +76,7 @@ def onnx_runtime(trial: Trial, artifact: Artifact | None, about: dict[str, Any],
         "OPTIMIZATION": ort.OPTIMIZATION[settings["optimization"]],
         "DISABLED": settings["disabled_optimizers"],
         "SPINNING": str(int(settings["spinning"])),
-        "FREE_DIMENSIONS": ort.overrides(known, static_shapes(known, trial.dims)),
+        "FREE_DIMENSIONS": ort.overrides(inputs, static_shapes(inputs, trial.dims)),
         "PROVIDERS": cuda.providers(trial, _index(trial)) if on_gpu else list(ort.PROVIDERS),
     }
     needs = ("numpy", "onnxruntime-gpu" if on_gpu else "onnxruntime")
@@ -90,7 +90,7 @@ def _index(trial: Trial) -> int:
 
 def open_vino(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> Part:
     """The settings of `OpenVinoSession`; outputs by their place, as an IR gives one several names."""
-    described(artifact, trial)
+    require_file(artifact, trial)
     constants = {"FILE": place(about), "OUTPUTS": list(about["outputs"]), "SETTINGS": vino.settings(trial)}
     return Part(("numpy", "openvino"), "import openvino\n", constants, OPEN_VINO)
 

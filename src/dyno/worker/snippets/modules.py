@@ -1,4 +1,4 @@
-"""A script for PyTorch, eager or compiled: the network built as the trial built it, with the trial's very weights."""
+"""A script for PyTorch, eager or compiled: the network built as in the trial, with the trial's weights."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from dyno.worker.spec import Artifact, ModelSpec, Option, Trial, UserError
 LIBRARY = '''
 
 def build():
-    """The network, as yet with other weights."""
+    """The network, before its weights are loaded."""
     return {call}
 '''
 OWN = '''
 
 def build():
-    """The network, as yet with other weights: from the copy of the code that was measured."""
-    sys.path.append({folder!r})  # its neighbours, should it import them
+    """The network, before its weights are loaded, from the copy of the code that was measured."""
+    sys.path.append({folder!r})  # for modules beside the original file that it imports
     spec = importlib.util.spec_from_file_location("taken_model", Path(__file__).with_name({copy!r}))
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -36,7 +36,7 @@ def build():
 YOLO = '''
 
 def build():
-    """The network, as yet with other weights, giving its raw outputs."""
+    """The network, before its weights are loaded, with its raw outputs."""
     network = tasks.{kind}(CONFIG, ch={channels}, nc={classes}, verbose=False)
     network.model[-1].export = True
     network.model[-1].dynamic = False
@@ -74,8 +74,8 @@ def run(model, feeds):
         x = x.to(getattr(torch, TYPE)) if x.is_floating_point() else x
         given[name] = x.contiguous(memory_format=layout) if x.ndim == 4 and x.is_floating_point() else x
     with torch.inference_mode():
-        found = list(tensors(model(*(given[name] for name in ORDER), **{{name: given[name] for name in KEYWORDS}})))
-        return {{f"output_{{k}}" if k else "output": one.float().cpu().numpy() for k, one in enumerate(found)}}
+        results = list(tensors(model(*(given[name] for name in ORDER), **{{name: given[name] for name in KEYWORDS}})))
+        return {{f"output_{{k}}" if k else "output": one.float().cpu().numpy() for k, one in enumerate(results)}}
 
 
 def tensors(result):
@@ -106,11 +106,11 @@ COMPILED = """    torch._inductor.config.freezing = FREEZE
 
 
 def module(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> Part:
-    """Build the network once more, store its state, and say how it is built."""
+    """The code that builds the network, whose state is stored beside the script."""
     torch = import_torch()
     network = models.load(trial.model, trial.dims)
     if (measured := about.get("weights_sha256")) and models.weights_sha256(network) != measured:
-        raise UserError(f"{trial.model.name} is built with other weights now than when it was measured; run it again")
+        raise UserError(f"{trial.model.name} now has other weights than when it was measured; run the study again")
     if any(".quantized.dynamic" in type(each).__module__ for each in network.modules()):
         raise UserError(
             f"{trial.model.name} was quantised dynamically by PyTorch, which can't be stored as weights alone"
@@ -121,12 +121,12 @@ def module(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folde
         torch.save(network.state_dict(), folder / "state.pt")
     options = find(trial.backend).checked(trial)  # type: ignore[attr-defined]
     pixels = input_data.wants_pixels(options)
-    constants = {"FILE": place(about), **constants, **_called(trial), **_how(trial, options)}
+    constants = {"FILE": place(about), **constants, **_called(trial), **_settings(trial, options)}
     if pixels:
         channels = int(inputs_of(trial, None)[0].shape[1])
-        found = input_data.pixel_scale(trial.model.preprocess, channels)
+        scale_and_offset = input_data.pixel_scale(trial.model.preprocess, channels)
         constants |= dict(
-            zip(("SCALE", "OFFSET"), ([float(v) for v in each.reshape(-1)] for each in found), strict=True)
+            zip(("SCALE", "OFFSET"), ([float(v) for v in each.reshape(-1)] for each in scale_and_offset), strict=True)
         )
     end = PIXELS if pixels else "    called = network\n"
     end += COMPILED if trial.backend == "compile" else "    return called\n"
@@ -135,7 +135,7 @@ def module(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folde
 
 
 def _called(trial: Trial) -> dict[str, Any]:
-    """How forward takes its arguments: the order of those by place, the names of the others, values beside tensors."""
+    """Arguments of forward: the order of the positional ones, the names of the others, values that aren't tensors."""
     specs = trial.model.inputs
     return {
         "ORDER": [spec.name for spec in specs if not spec.keyword] if specs else ["input"],
@@ -144,10 +144,10 @@ def _called(trial: Trial) -> dict[str, Any]:
     }
 
 
-def _how(trial: Trial, options: dict[str, Option]) -> dict[str, Any]:
+def _settings(trial: Trial, options: dict[str, Option]) -> dict[str, Any]:
     from dyno.worker.backends.pytorch import TYPES
 
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "DEVICE": trial.runtime.device,
         "TYPE": TYPES[trial.precision],
         "THREADS": trial.runtime.threads,
@@ -157,8 +157,8 @@ def _how(trial: Trial, options: dict[str, Option]) -> dict[str, Any]:
     }
     if trial.backend == "compile":
         mode = str(options["mode"])
-        found |= {"MODE": None if mode == "default" else mode, "FREEZE": bool(options["freeze"])}
-    return found
+        settings |= {"MODE": None if mode == "default" else mode, "FREEZE": bool(options["freeze"])}
+    return settings
 
 
 def _built(
@@ -168,7 +168,7 @@ def _built(
     model, (kind, name) = trial.model, models.parse(trial.model.source)
     classes = _classes(model, network)
     if kind == "torchvision":
-        options = {**({} if classes is None else {"num_classes": classes}), **_switched(network)}
+        options = {**({} if classes is None else {"num_classes": classes}), **_branch_options(network)}
         call = f"torchvision.models.get_model({name!r}, weights=None{_written(options)})"
         return "import torchvision\n", ("torchvision",), {}, LIBRARY.format(call=call)
     if kind == "timm":
@@ -178,7 +178,7 @@ def _built(
         config, channels = network.yaml, network.yaml.get("ch") or network.yaml.get("channels") or model.channels
         code = YOLO.format(kind=type(network).__name__, channels=channels, classes=config.get("nc"))
         return "from ultralytics.nn import tasks\n", ("ultralytics",), {"CONFIG": config}, code
-    return _saved(name, folder) if kind == "saved" else _own(model, about, folder)
+    return _saved(name, folder) if kind == "saved" else _user_function(model, about, folder)
 
 
 def _saved(path: str, folder: Path) -> tuple[str, tuple[str, ...], dict[str, Any], str]:
@@ -190,38 +190,40 @@ def _saved(path: str, folder: Path) -> tuple[str, tuple[str, ...], dict[str, Any
     return "", (), {}, SAVED.format(call=f'torch.export.load(FILE.open("rb")).module({unguarded})')
 
 
-def _switched(network: Any) -> dict[str, Any]:
-    """What torchvision decides by whether weights are published: what a network computes besides, and its scaling."""
-    found: dict[str, Any] = {
+def _branch_options(network: Any) -> dict[str, Any]:
+    """Options whose default torchvision derives from pretrained weights: auxiliary outputs and input scaling."""
+    options: dict[str, Any] = {
         name: bool(getattr(network, name)) for name in ("aux_logits", "transform_input") if hasattr(network, name)
     }
     if hasattr(network, "aux_classifier"):
-        found["aux_loss"] = network.aux_classifier is not None
+        options["aux_loss"] = network.aux_classifier is not None
     if hasattr(network, "backbone"):
-        found["weights_backbone"] = None
-    return found
+        options["weights_backbone"] = None
+    return options
 
 
-def _own(model: ModelSpec, about: dict[str, Any], folder: Path) -> tuple[str, tuple[str, ...], dict[str, Any], str]:
+def _user_function(
+    model: ModelSpec, about: dict[str, Any], folder: Path
+) -> tuple[str, tuple[str, ...], dict[str, Any], str]:
     """The user's function: a copy of its file beside the script, or an import of its module."""
-    place_, _, function = model.source.rpartition(":")
-    taken = models.call_options(model)
-    options = ", ".join(f"{key}={value!r}" for key, value in taken.items())
-    path = _file(place_)
+    location, _, function = model.source.rpartition(":")
+    arguments = models.call_options(model)
+    options = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+    path = _source_file(location)
     if path is None:
-        imported = f"from {place_} import {function.split('.')[0]}\n"
-        return imported, (place_.split(".")[0],), {}, LIBRARY.format(call=f"{function}({options})")
+        imported = f"from {location} import {function.split('.')[0]}\n"
+        return imported, (location.split(".")[0],), {}, LIBRARY.format(call=f"{function}({options})")
     shutil.copyfile(path, folder / "model.py")
     copy = f"{Path(about['script']).stem}_model.py"
     code = OWN.format(folder=str(path.parent), copy=copy, function=function, options=options)
     return "import importlib.util\n", (), {}, code
 
 
-def _file(place_: str) -> Path | None:
+def _source_file(location: str) -> Path | None:
     """The one file of the code: a FILE.py, or a module of Dyno's own, which must not be needed to run the script."""
-    if place_.endswith(".py"):
-        return Path(place_).resolve()
-    spec = importlib.util.find_spec(place_) if place_.startswith("dyno.") else None
+    if location.endswith(".py"):
+        return Path(location).resolve()
+    spec = importlib.util.find_spec(location) if location.startswith("dyno.") else None
     return Path(spec.origin) if spec and spec.origin else None
 
 
@@ -229,11 +231,10 @@ def _classes(model: ModelSpec, network: Any) -> int | None:
     """The number of classes the network was built with where it isn't its library's own."""
     if model.classes is not None or not model.weights:
         return model.classes
-    bare = models.drawn(_bare(model))
-    return head_classes(bare, read_checkpoint(model.weights))
+    return head_classes(models.build(_without_weights(model)), read_checkpoint(model.weights))
 
 
-def _bare(model: ModelSpec) -> ModelSpec:
+def _without_weights(model: ModelSpec) -> ModelSpec:
     from dataclasses import replace
 
     return replace(model, weights="", weights_sha256="", pretrained=False)

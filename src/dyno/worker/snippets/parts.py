@@ -1,4 +1,4 @@
-"""What every script has: its head, its constants, the preparation of photographs, and what it does when it is run."""
+"""The parts of every script: docstring, constants, the preparation of photographs, and the main program."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True)
 class Part:
-    """What is a library's own in a script: its distributions, imports, constants (by name), and the code."""
+    """The part of a script for one library: its distributions, imports, constants (by name), and the code."""
 
     needs: tuple[str, ...]
     imports: str
@@ -92,21 +92,21 @@ class Part:
 
 @dataclass(frozen=True)
 class Script:
-    """What writes the scripts of a backend: `part(trial, artifact, about, folder)`, see `snippets.write`."""
+    """Scripts of a backend, whose own part is `part(trial, artifact, about, folder)`, see `snippets.write`."""
 
     name: str  # the backend's
     part: Callable[[Trial, Artifact | None, dict[str, Any], Path], Part]
 
 
 def inputs_of(trial: Trial, artifact: Artifact | None) -> tuple[Tensor, ...]:
-    """Every input with the shape that the trial has for it: what the file says, or what a module takes."""
+    """Every input with its shape in the trial, from the file or the module's description."""
     if artifact is not None:
         shapes = static_shapes(artifact.inputs, trial.dims)
         return tuple(Tensor(t.name, t.dtype, shapes[t.name]) for t in artifact.inputs)
     dims = trial.dims
     shape = dims.shapes.get("input", (dims.batch, trial.model.channels, dims.height, dims.width))
-    found = specs.tensors(trial.model.inputs, dims) or (Tensor("input", "float32", tuple(shape)),)
-    return tuple(replace(t, dtype="uint8") for t in found) if input_data.wants_pixels(trial.options) else found
+    tensors = specs.tensors(trial.model.inputs, dims) or (Tensor("input", "float32", tuple(shape)),)
+    return tuple(replace(t, dtype="uint8") for t in tensors) if input_data.wants_pixels(trial.options) else tensors
 
 
 def written(part: Part, trial: Trial, tensors: tuple[Tensor, ...], about: Mapping[str, Any]) -> str:
@@ -152,24 +152,24 @@ def _takes_images(tensors: tuple[Tensor, ...]) -> bool:
 
 
 def _ranges(trial: Trial, tensors: tuple[Tensor, ...]) -> dict[str, tuple[float, float]]:
-    """The least and the largest value that is fed to an input, without photographs; none for the standard normal."""
-    said = {s.name: (s.low, s.high) for s in trial.model.inputs if s.low is not None and s.high is not None}
+    """Range of the random values for each input, without photographs; none for the standard normal."""
+    described = {s.name: (s.low, s.high) for s in trial.model.inputs if s.low is not None and s.high is not None}
     whole = {t.name: (0, 255) if t.dtype == "uint8" else (0, 1) for t in tensors if not t.dtype.startswith("float")}
     masks = {name: (1, 1) for name in whole if "mask" in name.lower()}
-    found = {**whole, **masks, **said}
-    return {t.name: found[t.name] for t in tensors if t.name in found}
+    ranges = {**whole, **masks, **described}
+    return {t.name: ranges[t.name] for t in tensors if t.name in ranges}
 
 
 def _preparation(trial: Trial, image: Tensor) -> dict[str, Any]:
-    """The constants that say how a photograph becomes an input."""
+    """The constants for the preprocessing of photographs."""
     preprocess, channels = trial.model.preprocess, int(image.shape[1])
-    found: dict[str, Any] = {}
+    constants: dict[str, Any] = {}
     if image.dtype != "uint8":
         mean, std = preprocess.mean, preprocess.std
-        found = {"MEAN": _for_each(mean, channels), "STD": _for_each(std, channels)}
+        constants = {"MEAN": _for_each(mean, channels), "STD": _for_each(std, channels)}
     if not preprocess.letterbox:
-        found |= {"RESIZE": preprocess.resize, "INTERPOLATION": preprocess.interpolation.upper()}
-    return found
+        constants |= {"RESIZE": preprocess.resize, "INTERPOLATION": preprocess.interpolation.upper()}
+    return constants
 
 
 def _for_each(values: tuple[float, ...], channels: int) -> tuple[float, ...]:

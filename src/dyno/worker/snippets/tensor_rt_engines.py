@@ -5,18 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dyno.worker.snippets.graph_files import described, place
+from dyno.worker.snippets.graph_files import place, require_file
 from dyno.worker.snippets.parts import Part, Script
 from dyno.worker.spec import Artifact, Trial
 
 ENGINE = '''
 
-def checked(answer):
-    """What a call of CUDA returned; an exception where it failed."""
-    error, *found = answer
+def checked(result):
+    """The values that a call of CUDA returned; an exception where it failed."""
+    error, *values = result
     if int(error):
         raise RuntimeError(f"CUDA: {error}")
-    return found[0] if len(found) == 1 else found
+    return values[0] if len(values) == 1 else values
 
 
 def load():
@@ -67,7 +67,7 @@ def run(model, feeds):
 
 def engine(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> Part:
     """The profile that the measurement chose, on the same GPU."""
-    described(artifact, trial)
+    require_file(artifact, trial)
     constants = {
         "FILE": place(about),
         "GPU": int(trial.runtime.device.partition(":")[2] or 0),

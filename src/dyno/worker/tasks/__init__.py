@@ -24,7 +24,7 @@ def names() -> list[str]:
 
 
 def metrics() -> list[str]:
-    """What budgets may be of: each task's metrics."""
+    """What budgets may be of: each task's metrics, by the names of their objects in `analysis/metrics`."""
     return list(dict.fromkeys(metric for task in _tasks().values() for metric in task.metrics))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ class Classify(Task):
 
     name = "classify"
     metrics = ("top1", "top5")
+    least_outputs = MappingProxyType({"top5": 5})
     size = (224, 224)
 
     def preprocess(self, channels: int) -> Preprocess:

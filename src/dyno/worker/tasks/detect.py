@@ -24,7 +24,7 @@ class Detect(Task):
 
     name = "detect"
     labels = "objects"
-    metrics = ("mAP",)
+    metrics: tuple[str, ...] = ("mAP", "mAP50")
     coco = "bbox"
     note = "The outputs are the network's own, before non-maximum suppression."
     besides = ""  # outputs besides the predictions, for messages

@@ -19,6 +19,7 @@ class Pose(Detect):
 
     name = "pose"
     needs = "keypoints"
+    metrics = ("mAP", "mAP50", "box_mAP", "box_mAP50")
     coco = "keypoints"
 
     def extra(self, shapes: Sequence[Shape], keypoints: Sequence[int]) -> int:

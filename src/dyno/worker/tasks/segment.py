@@ -20,6 +20,7 @@ class Segment(Detect):
 
     name = "segment"
     needs = "masks"
+    metrics = ("mAP", "mAP50", "box_mAP", "box_mAP50")
     coco = "segm"
     besides = " and prototypes"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from dyno.worker.spec import ModelSpec, Preprocess, Trial
@@ -53,14 +54,16 @@ class Task(ABC):
     """What a network is for.
 
     `labels` is what its data must say: the `classes` of images, or the `objects` in them, all of which have `needs`
-    besides boxes ("" for nothing). `metrics` are what a budget may be of, the usual one first, and `coco` is COCO's
-    name of its average precision. `size` is height and width where nothing says them.
+    besides boxes ("" for nothing). `metrics` names the objects of `analysis/metrics` that its accuracy is measured by
+    and a budget may be of, the usual one first; `least_outputs` says with how many outputs one begins to mean anything.
+    `coco` is COCO's name of its average precision. `size` is height and width where nothing says them.
     """
 
     name: str = ""
     labels: str = "classes"
     needs: str = ""
     metrics: tuple[str, ...] = ()
+    least_outputs: Mapping[str, int] = MappingProxyType({})
     coco: str = ""
     size: tuple[int, int] = (640, 640)
     note: str = ""  # on what the outputs are, for a script that runs the network alone

@@ -1,4 +1,4 @@
-"""What a training reads: batches of a decoded data set in seeded order, cropped and mirrored as they are read.
+"""Training data: batches of a decoded data set in seeded order, cropped and mirrored as they are read.
 
 Pixels stay uint8 until they are on the device, where they are normalised as everywhere else in Dyno.
 """
@@ -39,18 +39,15 @@ class Split:
         folder = Path(data.folder)
         for name in ("images.npy", "labels.npy", f"{data.split}.npy", "meta.json"):
             if not data.folder or not (folder / name).is_file():
-                where = data.folder or data.name
-                raise UserError(f"data set {where!r} has no {name}; training needs images with labels")
-        found = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+                location = data.folder or data.name
+                raise UserError(f"data set {location!r} has no {name}; training needs images with labels")
+        metadata = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         pixels = np.load(folder / "images.npy", mmap_mode="r")
         index = np.load(folder / f"{data.split}.npy")
         if len(index) < 2:
-            raise UserError(f"data set {data.name} has {len(index)} images to {_verb(data.split)}; it takes 2 or more")
-        return cls(pixels, np.load(folder / "labels.npy"), index, tuple(found["classes"]))
-
-
-def _verb(split: str) -> str:
-    return "test on" if split == "test" else "train on"
+            purpose = "test" if data.split == "test" else "train"
+            raise UserError(f"data set {data.name} has {len(index)} images to {purpose} on; it takes 2 or more")
+        return cls(pixels, np.load(folder / "labels.npy"), index, tuple(metadata["classes"]))
 
 
 def epoch_seed(seed: int, epoch: int) -> int:
@@ -76,25 +73,25 @@ def plain_batches(split: Split, size: int) -> list[Key]:
 
 
 def augmentation(kind: str, size: tuple[int, int]) -> Callable[[Any], Any] | None:
-    """torchvision's transforms that make a training image of `size` (height, width) of a cached one; None for none."""
+    """torchvision's transforms from a cached image to a training image of `size` (height, width); None for none."""
     from torchvision.transforms import v2
 
     if kind == "none":
         return None
     if kind == "shift":
         padding = [max(1, size[1] // SHIFT), max(1, size[0] // SHIFT)]
-        shifted: Callable[[Any], Any] = v2.RandomCrop(size, padding=padding, padding_mode="edge")
-        return shifted
+        shift: Callable[[Any], Any] = v2.RandomCrop(size, padding=padding, padding_mode="edge")
+        return shift
     crop = v2.RandomCrop(size) if kind == "light" else v2.RandomResizedCrop(size, antialias=True)
-    both: Callable[[Any], Any] = v2.Compose([crop, v2.RandomHorizontalFlip()])
-    return both
+    combined: Callable[[Any], Any] = v2.Compose([crop, v2.RandomHorizontalFlip()])
+    return combined
 
 
 class Batched:
     """A data set for torch's DataLoader whose item is a whole batch: pixels uint8 B x C x H x W, labels int64.
 
-    An augmentation draws from the seed that comes with the batch, and leaves torch's own generator as it was, so that
-    neither the number of workers nor what ran before changes an image.
+    An augmentation draws from the batch's own seed and restores torch's generator, so that neither the number of
+    workers nor earlier batches change an image.
     """
 
     def __init__(self, split: Split, change: Callable[[Any], Any] | None = None) -> None:
@@ -129,7 +126,7 @@ class Epochs:
         return len(self.keys)
 
 
-def _as_it_is(batch: Any) -> Any:
+def _unchanged(batch: Any) -> Any:
     return batch
 
 
@@ -149,7 +146,7 @@ class Reader:
             Batched(split, change),
             batch_size=None,  # an item is a batch already
             sampler=self._epochs,
-            collate_fn=_as_it_is,
+            collate_fn=_unchanged,
             num_workers=options.workers,
             persistent_workers=options.workers > 0,
             pin_memory=self._device.type == "cuda",

@@ -17,7 +17,7 @@ from dyno.worker.training import loader, network, snapshot
 from dyno.worker.training.options import TrainOptions
 from dyno.worker.training.snapshot import State
 
-LOOK_EVERY = 20  # batches between two looks at the loss: each makes a GPU wait
+LOSS_EVERY = 20  # batches between two readings of the loss, each of which synchronises with the GPU
 ONE_CYCLE_UP = 0.3  # share of the training in which the learning rate rises, as in torch's OneCycleLR
 
 
@@ -36,11 +36,11 @@ class Loop:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=options.mixed_precision == "fp16")
 
     def parts(self) -> dict[str, Any]:
-        """What has a state, by name."""
+        """Everything that has a state dict, by name."""
         return {name: getattr(self, name) for name in ("module", "optimizer", "schedule", "scaler")}
 
     def autocast(self) -> Any:
-        """The mixed precision that was asked for."""
+        """The context of the requested mixed precision."""
         import torch
 
         kind = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(self.options.mixed_precision)
@@ -59,7 +59,7 @@ class Loop:
 
 
 def optimizer(module: Any, options: TrainOptions) -> Any:
-    """torch's optimiser over what is to be trained; sgd with Nesterov's momentum where there is any."""
+    """torch's optimiser over the trainable parameters; sgd with Nesterov's momentum where there is any."""
     from torch import optim
 
     parameters = [p for p in module.parameters() if p.requires_grad]
@@ -78,7 +78,7 @@ def schedule(optimizer: Any, options: TrainOptions, steps: int) -> Any:
     total, warm = options.epochs * steps, round(options.warmup_epochs * steps)
     if options.schedule == "onecycle":
         up = options.warmup_epochs / options.epochs or ONE_CYCLE_UP
-        # The momentum stays what was asked for.
+        # The momentum stays as requested.
         return lr_scheduler.OneCycleLR(optimizer, options.peak, total + 1, pct_start=up, cycle_momentum=False)
     if options.schedule == "cosine":
         main = lr_scheduler.CosineAnnealingLR(optimizer, max(1, total - warm))
@@ -99,39 +99,39 @@ def train(
     model: ModelSpec,
     dims: Dims,
     folder: Path,
-    tell: Callable[[str], None] = lambda text: None,
+    report: Callable[[str], None] = lambda text: None,
     threads: int = 0,
 ) -> dict[str, Any]:
     """Train on `training`, whose images may be larger than `dims`, and evaluate on `test` after each epoch.
 
-    Writes what `train_state` says into the folder after each epoch and goes on from what it finds there. `tell` is
-    called with what happens now. Returns `top1` and `top5` (percent, of the best weights as they lie on disk, in fp32),
+    Writes the files of `snapshot` into the folder after each epoch and resumes from those there. `report` is called
+    with the current stage. Returns `top1` and `top5` (percent, of the best weights as they lie on disk, in fp32),
     `test_loss`, `hits`, `count`, `epochs`, `best_epoch`, `seconds` (in training), `images`, `weights` (a file name),
     `sha256` and `notes`. Raises `UserError` for data, options or a model that don't fit together.
     """
     torch = import_torch()
     _prepare(torch, options, threads)
     splits = loader.Split.open(training), loader.Split.open(test)
-    model = _fitted(model, dims, *splits)
-    tell("build the model")
+    model = _with_classes(model, dims, *splits)
+    report("build the model")
     module, notes = network.build(model, dims, freeze=options.freeze)
-    change = loader.augmentation(options.augment, (dims.height, dims.width))
-    read = loader.Reader(splits[0], model.preprocess, options, change)
-    tested = loader.Reader(splits[1], model.preprocess, replace(options, workers=0))
+    transform = loader.augmentation(options.augment, (dims.height, dims.width))
+    reader = loader.Reader(splits[0], model.preprocess, options, transform)
+    test_reader = loader.Reader(splits[1], model.preprocess, replace(options, workers=0))
     with memory_errors():
         module = module.to(options.device, memory_format=torch.channels_last)
         loop = Loop(module, options, len(loader.batches(splits[0], options, 1)))
         state = snapshot.restore(folder, _settings(options, training, test, model, dims), loop.parts())
         for epoch in range(state.epoch + 1, options.epochs + 1):
-            tell(f"epoch {epoch}/{options.epochs}")
-            row = _epoch(loop, epoch, read, splits[0], state, folder, tell)
-            tell(f"epoch {epoch}/{options.epochs}, test")
+            report(f"epoch {epoch}/{options.epochs}")
+            row = _epoch(loop, epoch, reader, splits[0], state, folder, report)
+            report(f"epoch {epoch}/{options.epochs}, test")
             with loop.autocast():
-                row |= _tested(module, tested, splits[1], options)[0]
+                row |= _evaluate(module, test_reader, splits[1], options)[0]
             state.add({name: row[name] for name in snapshot.COLUMNS})
             snapshot.store(folder, state, loop.parts())
-        tell("evaluate the best weights")
-        return {**_ended(state, tested, splits, options, model, dims, folder), "notes": notes}
+        report("evaluate the best weights")
+        return {**_evaluate_best(state, test_reader, splits, options, model, dims, folder), "notes": notes}
 
 
 def _prepare(torch: Any, options: TrainOptions, threads: int) -> None:
@@ -141,24 +141,24 @@ def _prepare(torch: Any, options: TrainOptions, threads: int) -> None:
     torch.backends.cudnn.benchmark = device.type == "cuda"
 
 
-def _fitted(model: ModelSpec, dims: Dims, training: loader.Split, test: loader.Split) -> ModelSpec:
+def _with_classes(model: ModelSpec, dims: Dims, training: loader.Split, test: loader.Split) -> ModelSpec:
     """The model with the data's number of classes; `UserError` when images and model don't fit."""
     channels, *size = test.pixels.shape[1:]
     if channels != model.channels:
-        raise UserError(f"the images have {channels} channels and the model takes {model.channels}; see --channels")
+        raise UserError(f"the images have {channels} channels and the model takes {model.channels}; set --channels")
     if size != [dims.height, dims.width]:
         raise UserError(f"the test images are {size[0]}x{size[1]} and the model is trained at {dims.size}")
     if training.classes != test.classes:
-        raise UserError("the images to train on and those to test on have other classes")
+        raise UserError("the images to train on and those to test on have different classes; use the same for both")
     if len(test.classes) < 2:
-        raise UserError("there is a single class; telling apart takes two or more")
+        raise UserError("the data set has a single class; a classifier takes two or more")
     return replace(model, classes=len(test.classes))
 
 
 def _settings(
     options: TrainOptions, training: DataSpec, test: DataSpec, model: ModelSpec, dims: Dims
 ) -> dict[str, Any]:
-    """All that makes the result what it is, by the names that a user knows."""
+    """Everything that determines the result, by the names that the user knows."""
     beginning = model.weights_sha256 or ("pretrained" if model.pretrained else "random")
     return {
         **options.settings(),
@@ -176,11 +176,11 @@ def _settings(
 def _epoch(
     loop: Loop,
     epoch: int,
-    read: loader.Reader,
+    reader: loader.Reader,
     split: loader.Split,
     state: State,
     folder: Path,
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> dict[str, float]:
     """Train for one epoch; the mean loss, the last learning rate, seconds and images per second."""
     import torch
@@ -191,12 +191,12 @@ def _epoch(
     loop.module.train(not options.freeze)  # a frozen network keeps its statistics, too
     total, images = torch.zeros((), device=loop.device), 0
     started = time.perf_counter()
-    for number, (x, y) in enumerate(read(keys), 1):
+    for number, (x, y) in enumerate(reader(keys), 1):
         total += loop.step(x, y).float() * len(y)
         images += len(y)
-        if number % LOOK_EVERY == 0 or number == len(keys):
+        if number % LOSS_EVERY == 0 or number == len(keys):
             mean = float(total) / images
-            tell(f"epoch {epoch}/{options.epochs}, batch {number}/{len(keys)}, loss {mean:.4f}")
+            report(f"epoch {epoch}/{options.epochs}, batch {number}/{len(keys)}, loss {mean:.4f}")
             if not math.isfinite(mean):
                 raise UserError(_diverged(epoch, mean, options, state, folder))
     seconds = time.perf_counter() - started
@@ -211,55 +211,55 @@ def _epoch(
 
 
 def _diverged(epoch: int, loss: float, options: TrainOptions, state: State, folder: Path) -> str:
-    kept = "nothing was kept yet"
+    kept = "no weights were stored yet"
     if state.best:
         best = state.history[state.best - 1]
         kept = f"the best weights, of epoch {state.best} with top-1 {best['top1']:.2f} %, are in {folder.name}"
     return f"training diverged in epoch {epoch} (loss {loss}); lower lr, now {options.peak:g}; {kept}"
 
 
-def _tested(
-    module: Any, read: loader.Reader, split: loader.Split, options: TrainOptions
+def _evaluate(
+    module: Any, reader: loader.Reader, split: loader.Split, options: TrainOptions
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """Loss and top-1 in percent, and besides them top-5 and the counts."""
+    """Loss and top-1 in percent; and, apart, top-5 and the counts."""
     import torch
 
     module.eval()
     loss = torch.zeros((), device=options.device)
     ranks = []
     with torch.inference_mode():
-        for x, y in read(loader.plain_batches(split, max(options.batch, loader.EVALUATED))):
+        for x, y in reader(loader.plain_batches(split, max(options.batch, loader.EVALUATED))):
             scores = module(x).float()
             loss += torch.nn.functional.cross_entropy(scores, y, reduction="sum")
             best = scores.topk(min(5, scores.shape[1])).indices
             ranks.append((best == y[:, None]).cpu())
     hit = torch.cat(ranks)
     count = len(hit)
-    hits, among = int(hit[:, 0].sum()), int(hit.any(1).sum())
+    hits, top5_hits = int(hit[:, 0].sum()), int(hit.any(1).sum())
     row = {"test_loss": float(loss) / count, "top1": 100 * hits / count}
-    return row, {"top5": 100 * among / count, "hits": hits, "count": count}
+    return row, {"top5": 100 * top5_hits / count, "hits": hits, "count": count}
 
 
-def _ended(
+def _evaluate_best(
     state: State,
-    read: loader.Reader,
+    reader: loader.Reader,
     splits: tuple[loader.Split, loader.Split],
     options: TrainOptions,
     model: ModelSpec,
     dims: Dims,
     folder: Path,
 ) -> dict[str, Any]:
-    """What the best weights are worth: read back from disk into a new module, evaluated in IEEE FP32."""
+    """Results of the best weights, read back from disk into a new module and evaluated in IEEE FP32."""
     import torch
 
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     path = folder / snapshot.BEST
     stored = replace(model, weights=str(path), weights_sha256="", pretrained=False)
     module = models.load(stored, dims).to(options.device, memory_format=torch.channels_last)
-    row, more = _tested(module, read, splits[1], options)
+    row, counts = _evaluate(module, reader, splits[1], options)
     return {
         **row,
-        **more,
+        **counts,
         "epochs": state.epoch,
         "best_epoch": state.best,
         "seconds": math.fsum(row["seconds"] for row in state.history),
@@ -270,7 +270,7 @@ def _ended(
 
 
 def job(options: Mapping[str, Any]) -> tuple[TrainOptions, DataSpec]:
-    """Options and training images out of a job's `options`."""
+    """Options and training images from a job's `options`."""
     from dyno.worker.spec import from_json
     from dyno.worker.training.options import options as checked
 

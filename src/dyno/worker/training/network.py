@@ -17,24 +17,24 @@ AUXILIARY = 0.3  # weight of the loss of an auxiliary classifier (Szegedy et al.
 
 
 def build(model: ModelSpec, dims: Dims, *, freeze: bool = False) -> tuple[Any, list[str]]:
-    """The module with `model.classes` classes, and what has to be said of its weights, in sentences.
+    """The module with `model.classes` classes, and notes on its weights.
 
-    Weights of a checkpoint or the library's own are taken over; where only the classifier is of another number of
-    classes, it is drawn anew. With `freeze` only the classifier takes part in training. Raises `UserError`.
+    It starts from the weights of a checkpoint or the library's own; where only the number of classes differs, the
+    classifier is initialised at random. With `freeze` only the classifier is trained. Raises `UserError`.
     """
-    module = models.drawn(replace(model, weights="", pretrained=False), dims)
-    said = []
-    state, where = _given(model, dims)
+    module = models.build(replace(model, weights="", pretrained=False), dims)
+    notes = []
+    state, where = _initial_weights(model, dims)
     if state is not None:
-        said = _take_over(module, state, where)
+        notes = _apply(module, state, where)
     _check(module, model, dims)
     if freeze:
-        said.append(_freeze(module, model, dims))
-    return module, said
+        notes.append(_freeze(module, model, dims))
+    return module, notes
 
 
-def _given(model: ModelSpec, dims: Dims) -> tuple[Mapping[str, Any] | None, str]:
-    """The weights to begin with, and where they are from."""
+def _initial_weights(model: ModelSpec, dims: Dims) -> tuple[Mapping[str, Any] | None, str]:
+    """The initial weights and their origin."""
     if model.weights:
         return read_checkpoint(model.weights), model.weights
     if model.pretrained:
@@ -42,7 +42,7 @@ def _given(model: ModelSpec, dims: Dims) -> tuple[Mapping[str, Any] | None, str]
     return None, ""
 
 
-def _take_over(module: Any, state: Mapping[str, Any], where: str) -> list[str]:
+def _apply(module: Any, state: Mapping[str, Any], where: str) -> list[str]:
     own = module.state_dict()
     classes = head_classes(module, state)
     if classes is None:
@@ -55,7 +55,7 @@ def _take_over(module: Any, state: Mapping[str, Any], where: str) -> list[str]:
 
 
 def _check(module: Any, model: ModelSpec, dims: Dims) -> None:
-    """Refuse a network that doesn't take the images or doesn't give a score for each class, trained or evaluated."""
+    """Refuse a network that doesn't take the images or return a score for each class, in training or evaluation."""
     import torch
 
     tried = copy.deepcopy(module)  # a pass in training mode moves the statistics of batch norm
@@ -71,7 +71,7 @@ def _check(module: Any, model: ModelSpec, dims: Dims) -> None:
             raise UserError(f"{model.source} doesn't return [batch, classes]; only classifiers can be trained")
         if main.shape[1] != model.classes:
             raise UserError(
-                f"{model.source} tells {main.shape[1]} classes apart and the data has {model.classes}; "
+                f"{model.source} has {main.shape[1]} classes and the data has {model.classes}; "
                 "let the function take num_classes"
             )
 
@@ -79,10 +79,10 @@ def _check(module: Any, model: ModelSpec, dims: Dims) -> None:
 def _freeze(module: Any, model: ModelSpec, dims: Dims) -> str:
     """Leave only the classifier trainable: the parameters whose shape follows the number of classes."""
     assert model.classes is not None
-    more = models.drawn(replace(model, weights="", pretrained=False, classes=model.classes + 1), dims).state_dict()
-    head = [name for name, value in module.named_parameters() if more[name].shape != value.shape]
+    larger = models.build(replace(model, weights="", pretrained=False, classes=model.classes + 1), dims).state_dict()
+    head = [name for name, value in module.named_parameters() if larger[name].shape != value.shape]
     if not head:
-        raise UserError(f"{model.source} has no layer whose size follows the number of classes; leave freeze out")
+        raise UserError(f"{model.source} has no layer whose size follows the number of classes; omit freeze")
     for name, value in module.named_parameters():
         value.requires_grad_(name in head)
     return f"only {', '.join(head)} are trained"

@@ -9,7 +9,7 @@ from typing import Any
 
 from dyno.worker.spec import UserError, check_known
 
-# Peak learning rate and weight decay of each optimiser where nobody gives one.
+# Default peak learning rate and weight decay of each optimiser.
 OPTIMIZERS: dict[str, tuple[float, float]] = {
     "sgd": (0.05, 1e-4),
     "adamw": (1e-3, 0.01),
@@ -23,7 +23,7 @@ FREE = ("workers",)  # may change when a training goes on: they don't change its
 
 
 def _option(default: Any, help: str, usual: str = "", *, common: bool = False) -> Any:
-    """A field with its help for the command line; `usual` says what the default means."""
+    """A field with its help for the command line; `usual` describes the default."""
     return field(default=default, metadata={"help": help, "usual": usual, "common": common})
 
 
@@ -58,14 +58,14 @@ class TrainOptions:
     device: str = _option("cpu", "Device: cpu, or cuda:0, cuda:1…", common=True)
 
     def __post_init__(self) -> None:
-        for name, known in (
+        for name, choices in (
             ("optimizer", tuple(OPTIMIZERS)),
             ("schedule", SCHEDULES),
             ("augment", AUGMENTATIONS),
             ("mixed_precision", MIXED),
         ):
-            if getattr(self, name) not in known:
-                raise UserError(f"unknown {name} {getattr(self, name)!r}; known: {', '.join(known)}")
+            if getattr(self, name) not in choices:
+                raise UserError(f"unknown {name} {getattr(self, name)!r}; known: {', '.join(choices)}")
         for name, least in (("epochs", 1), ("batch", 2), ("workers", 0), ("warmup_epochs", 0), ("seed", 0)):
             if not getattr(self, name) >= least:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least {least}")
@@ -100,9 +100,9 @@ class TrainOptions:
         return {name: value for name, value in filled.items() if name not in FREE}
 
 
-def options(given: Mapping[str, Any]) -> TrainOptions:
+def options(settings: Mapping[str, Any]) -> TrainOptions:
     """The options by name; an unknown name is a `UserError` with the nearest spelling."""
-    known = [f.name for f in dataclasses.fields(TrainOptions)]
-    for name in given:
-        check_known("training option", name, known)
-    return TrainOptions(**given)
+    names = [f.name for f in dataclasses.fields(TrainOptions)]
+    for name in settings:
+        check_known("training option", name, names)
+    return TrainOptions(**settings)

@@ -1,7 +1,7 @@
-"""What a training leaves on disk after each epoch: all that is needed to go on, the weights, the curves.
+"""Snapshots of a training after each epoch: its state for resuming, the weights, the curves.
 
-state.pt is written first and whole; the other files follow from it, so that a kill between two writes is mended by the
-next start. It holds tensors, numbers and text only, and is read without running code.
+state.pt is written first and atomically; the other files follow from it, so that the next start repairs a kill between
+two writes. It holds tensors, numbers and text only, and is read without running code.
 """
 
 from __future__ import annotations
@@ -73,18 +73,18 @@ def publish(folder: Path, state: State, module: Any) -> None:
 
 
 def restore(folder: Path, settings: dict[str, Any], parts: Mapping[str, Any]) -> State:
-    """Where the training in the folder stands, its `parts` set back to that; a fresh state when there is none.
+    """The state of the training in the folder, loaded into its `parts`; a new state when there is none.
 
-    Raises `UserError` when the file is damaged, or of other settings or data, which it names.
+    Raises `UserError` when the file is damaged, or names the settings or data that differ.
     """
     path = folder / STATE
     if not path.is_file():
         return State(settings)
-    found = _read(path)
-    about = json.loads(found["about"])
-    _same(path, about["settings"], settings)
+    stored = _read(path)
+    about = json.loads(stored["about"])
+    _check_settings(path, about["settings"], settings)
     for name, part in parts.items():
-        part.load_state_dict(found[name])
+        part.load_state_dict(stored[name])
     state = State(settings, about["history"], about["best"])
     publish(folder, state, parts["module"])
     return state
@@ -94,19 +94,19 @@ def _read(path: Path) -> dict[str, Any]:
     import torch
 
     try:
-        found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        json.loads(found["about"])
+        stored: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        json.loads(stored["about"])
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError, TypeError) as e:
-        raise UserError(f"{path} is damaged or no state of a training; {AGAIN}") from e
-    return found
+        raise UserError(f"{path} is damaged or not the state of a training; {AGAIN}") from e
+    return stored
 
 
-def _same(path: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse to go on with anything that would make the result another one, and name it."""
-    names = [name for name in {**then, **now} if then.get(name) != now.get(name)]
+def _check_settings(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse to resume with settings that change the result, and name them."""
+    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     if names:
-        told = ", ".join(f"{name} {_shown(then.get(name))} (now {_shown(now.get(name))})" for name in names)
-        raise UserError(f"the training in {path.parent} began with {told}; {AGAIN}")
+        changes = ", ".join(f"{name} {_shown(before.get(name))} (now {_shown(now.get(name))})" for name in names)
+        raise UserError(f"the training in {path.parent} began with {changes}; {AGAIN}")
 
 
 def _shown(value: Any) -> str:

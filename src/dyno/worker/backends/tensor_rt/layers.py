@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dyno.worker.spec import UserError
-from dyno.worker.truth import NOTEWORTHY, UNTOLD, precision_truth, why_not_faster
+from dyno.worker.truth import NOTEWORTHY, UNKNOWN, precision_truth, why_not_faster
 
 ENGINE = "TensorRT"
 # A type by the words for it in "Thirty-two wide channel vectorized row major Int8 format", "Half", "FP16"…
@@ -99,12 +99,12 @@ class Layer:
     @property
     def computed_in(self) -> str:
         """The type it multiplies in: its input's or its weights', whichever is wider, as a kernel that reads two types
-        converts the narrower one; `UNTOLD` for a subgraph that the library doesn't open."""
+        converts the narrower one; `UNKNOWN` for a subgraph that the library doesn't describe."""
         if OPAQUE.search(self.type):
-            return UNTOLD
+            return UNKNOWN
         told = [port.dtype for port in self.inputs[:1]] + ([self.weights.dtype] if self.weights else [])
         known = [kind for kind in told if kind in BITS]
-        return max(known, key=lambda kind: BITS[kind]) if known else (told[0] if told and told[0] else UNTOLD)
+        return max(known, key=lambda kind: BITS[kind]) if known else (told[0] if told and told[0] else UNKNOWN)
 
 
 def inspect(trt: Any, engine: Any) -> list[Layer]:

@@ -11,8 +11,8 @@ import synthetic
 from synthetic import Way
 
 from dyno.analysis.charts import charts
-from dyno.analysis.metrics import measures
-from dyno.analysis.ranking.contests import contests
+from dyno.analysis.metrics import quality
+from dyno.analysis.ranking.rankings import rankings
 from dyno.analysis.records.results import Results, load
 from dyno.analysis.tables import trial_table
 from dyno.analysis.tables.frontier_table import FRONTIER
@@ -38,7 +38,7 @@ def sized(path: Path, *, flips: float = 0.0, first: int = BIG, count: int = 900)
 def test_a_smaller_size_wins_when_it_keeps_the_budget(tmp_path: Path) -> None:
     results = sized(tmp_path)
     run = trial_table.read(results, budget={"top1": 1.0})
-    (contest,) = contests(run)
+    (contest,) = rankings(run)
     assert contest.sizes
     text = "\n".join(verdict.sentences(run))
     assert text.startswith("digits: fastest within the budget top1=1 is a fp32 at size 32, 3.")
@@ -57,14 +57,14 @@ def test_a_size_that_costs_too_much_is_over_budget_in_every_backend(tmp_path: Pa
     )
 
 
-def test_the_first_size_that_was_given_is_the_yardstick(tmp_path: Path) -> None:
+def test_the_first_size_that_was_given_is_the_accuracy_reference(tmp_path: Path) -> None:
     frame = trial_table.read(sized(tmp_path, first=SMALL), budget={"top1": 1.0}).frame
     there = frame.set_index(["backend", "size"])
     assert set(frame["budget_reference"]) == {there.loc[("pytorch", "32"), "trial"]}
 
 
 def test_without_a_budget_sizes_do_not_compete(tmp_path: Path) -> None:
-    assert [c.where for c in contests(trial_table.read(sized(tmp_path)))] == ["digits at size 32", "digits at size 64"]
+    assert [c.where for c in rankings(trial_table.read(sized(tmp_path)))] == ["digits at size 32", "digits at size 64"]
 
 
 def test_other_photographs_are_not_paired(tmp_path: Path) -> None:
@@ -99,16 +99,16 @@ def test_the_frontier_has_intervals_on_both_axes(tmp_path: Path) -> None:
 def test_accuracy_is_shown_by_the_budget_s_metric(tmp_path: Path, budget: dict[str, float], key: str) -> None:
     folder = synthetic.write_run(tmp_path / "run", [Way("pytorch"), Way("a", flips=0.01)], samples=5)
     run = trial_table.read(folder, budget=budget)
-    ((frame, metric),) = ((contest.group, contest.metric) for contest in contests(run))
-    assert metric.key == key
-    low, value, high = metric.change(frame.set_index("backend").loc["a"])
+    ((frame, metric),) = ((contest.group, contest.metric) for contest in rankings(run))
+    assert metric.name == key
+    low, value, high = metric.change_in(frame.set_index("backend").loc["a"])
     assert low <= value <= high
 
 
 def test_columns_of_another_task_serve_as_well(tmp_path: Path) -> None:
     loaded = load(synthetic.write_run(tmp_path / "run", [Way("pytorch", labelled=False)], samples=5))
     run = trial_table.read(loaded)
-    frame = run.frame.assign(map50_95=41.5, map_low=40.0, map_high=43.0)
-    metric = measures.quality(frame)
-    assert (metric.key, metric.interval(frame.iloc[0])) == ("mAP", (40.0, 43.0))
+    frame = run.frame.assign(map50_95=41.5, map50_95_low=40.0, map50_95_high=43.0)
+    metric = quality(frame)
+    assert (metric.name, metric.interval(frame.iloc[0])) == ("mAP", (40.0, 43.0))
     assert [row["accuracy"] for row in FRONTIER.table(replace(run, frame=frame)).rows] == [41.5]

@@ -1,4 +1,4 @@
-"""Who competes with whom for being the fastest, and who is ahead: what the verdict says and a study confirms."""
+"""Rankings: which trials are compared for speed, and their order; the verdict reports it and a study confirms it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dyno.analysis.formatting import NO_IMAGE
-from dyno.analysis.metrics.measures import Metric, quality
+from dyno.analysis.metrics import quality
+from dyno.analysis.metrics.metric import Metric
 from dyno.analysis.ranking import frontier
 from dyno.analysis.ranking.frontier import LATENCY, THROUGHPUT
 from dyno.analysis.ranking.references import INCOMPARABLE
@@ -21,11 +22,11 @@ PLACES = 2  # the winner and its runner-up
 
 
 @dataclass(frozen=True)
-class Contest:
-    """Trials of one model on one device, at one size, or at every size where a budget says what a size may cost.
+class Ranking:
+    """Trials of one model on one device, at one size, or at every size where an accuracy budget covers all sizes.
 
-    `apart` holds those that must not be held against their reference: with other weights it is another model.
-    `metric` is what their accuracy is shown by.
+    `apart` holds those that can't be compared with their reference: with other weights it is another model.
+    `metric` is the accuracy that is shown.
     """
 
     where: str
@@ -36,7 +37,7 @@ class Contest:
 
     @property
     def first(self) -> pd.DataFrame:
-        """Those at the smallest batch, among which the lowest latency wins."""
+        """Trials at the smallest batch, where the lowest latency wins."""
         return self.group[self.group["batch"] == self.group["batch"].min()]
 
     @property
@@ -46,7 +47,7 @@ class Contest:
 
     @property
     def most_images(self) -> pd.DataFrame:
-        """Trials within the budget by images per second, most first; empty with one batch, which `fastest` tells."""
+        """Trials within the budget by images per second, most first; empty with one batch, which `fastest` covers."""
         ranked = frontier.ranked(frontier.within(self.group), THROUGHPUT)
         return ranked if self.group["batch"].nunique() > 1 else ranked.iloc[:0]
 
@@ -58,39 +59,39 @@ class Contest:
         """The reference of a row's speed-up: that of its size, or of the first size where all sizes compete."""
         return trials.get(row["budget_reference"] if self.sizes else row["reference"])
 
-    def way(self, row: pd.Series) -> str:
-        """A row's name among the contest's rows, with what it ran as where that isn't what was asked for."""
-        return frontier.told(row) + (f" at size {row['size']}" if self.sizes else "")
+    def configuration(self, row: pd.Series) -> str:
+        """A row's name in the ranking, with the precision it ran in where that isn't the requested one."""
+        return frontier.describe(row) + (f" at size {row['size']}" if self.sizes else "")
 
 
-def contests(run: RunData) -> list[Contest]:
-    """Every contest of a run, in the table's order."""
-    found = []
+def rankings(run: RunData) -> list[Ranking]:
+    """Every ranking of a run, in the table's order."""
+    every = []
     for _, models in run.frame.groupby(["model", "device"], sort=False):
         name, sizes = models["model"].iloc[0], models["size"].unique()
         if run.budgets and len(sizes) > 1:
-            found.append(_contest(str(name), models, run, True))
+            every.append(_ranking(str(name), models, run, True))
             continue
         for size in sizes:
             where = str(name) if size == NO_IMAGE else f"{name} at size {size}"
-            found.append(_contest(where, models[models["size"] == size], run, False))
-    return found
+            every.append(_ranking(where, models[models["size"] == size], run, False))
+    return every
 
 
-def _contest(where: str, rows: pd.DataFrame, run: RunData, sizes: bool) -> Contest:
+def _ranking(where: str, rows: pd.DataFrame, run: RunData, sizes: bool) -> Ranking:
     apart = rows["verdict"].str.startswith(INCOMPARABLE)
-    return Contest(where, rows[~apart], rows[apart], sizes, quality(rows[~apart], run.budgets))
+    return Ranking(where, rows[~apart], rows[apart], sizes, quality(rows[~apart], run.budget_metrics))
 
 
-def contenders(run: RunData) -> list[str]:
-    """Ids of what is worth measuring again: each winner, its runner-up, and the reference of its speed-up."""
-    found: list[str] = []
-    for contest in contests(run):
+def finalists(run: RunData) -> list[str]:
+    """Ids of the trials to confirm: each winner, its runner-up, and the reference of its speed-up."""
+    ids: list[str] = []
+    for ranking in rankings(run):
         for speed in (LATENCY, THROUGHPUT):
-            ranked = contest.ranked(speed)
-            chosen = [str(id) for id in ranked["trial"].iloc[:PLACES]]
-            if len(ranked) and (reference := contest.reference(ranked.iloc[0], run.trials)) is not None:
+            ordered = ranking.ranked(speed)
+            chosen = [str(id) for id in ordered["trial"].iloc[:PLACES]]
+            if len(ordered) and (reference := ranking.reference(ordered.iloc[0], run.trials)) is not None:
                 chosen.append(reference.id)
-            if len(set(chosen)) > 1:  # alone there is nothing that luck could have decided
-                found += chosen
-    return list(dict.fromkeys(found))
+            if len(set(chosen)) > 1:  # alone there is nothing that chance could have decided
+                ids += chosen
+    return list(dict.fromkeys(ids))
