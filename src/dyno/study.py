@@ -127,7 +127,10 @@ class Study(RuntimeOptions, Measurement, DataOptions, ModelOptions, Compared):
         if self.confirm is not None and self.confirm < 0:
             raise UserError(f"confirm is {self.confirm}; it must be at least 0")
         if self.turns and self.samples:
-            raise UserError("in turns blocks are counted, not samples; leave out --samples, or --turns")
+            raise UserError("in turns blocks are counted, not samples; omit --samples or --turns")
+        if self.turns and self.device != "cpu":
+            # Frozen processes keep the GPU's memory, and telemetry counts them as other users of it.
+            raise UserError(f"measuring in turns runs on CPUs only so far, not on {self.device}; omit --turns")
         if self.search and not self.budget:
             raise UserError("a search for mixed precisions needs a budget to hold; give --budget, e.g. top1=0.5")
         if self.budget and not self.data:

@@ -262,6 +262,8 @@ def test_what_makes_no_sense_in_turns_is_refused(study: Studies) -> None:
         study(samples=10)
     with pytest.raises(UserError, match="block"):
         study(block=0.0)
+    with pytest.raises(UserError, match="cuda:0"):
+        study(device="cuda:0")
 
 
 def test_the_command_line_with_an_engine(dyno: Any, tmp_path: Path) -> None:
