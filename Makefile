@@ -10,6 +10,7 @@ RUNS ?= runs
 # The tests run in two processes side by side: those that load engines into the process, and those that start jobs. A few
 # files stand with the other half, so that both take as long.
 TO_ENGINES := $(addprefix tests/,test_contract.py sources/test_in_memory.py test_onnx_files.py api/test_take.py test_yolo.py)
+TO_ENGINES += $(addprefix tests/,test_described_inputs.py test_offline.py)
 ENGINES := tests/analysis tests/datasets tests/gpu tests/worker $(TO_ENGINES)
 JOBS := $(filter-out $(TO_ENGINES),$(wildcard tests/test_*.py tests/api/*.py tests/sources/*.py))
 JOBS += $(addprefix tests/,cli engine jobs planning training)
@@ -36,7 +37,7 @@ demo: $(READY)  ## the whole job on scikit-learn's digits, into runs/demo
 	$(BIN)/dyno demo
 
 test: setup  ## every test
-	@echo "two processes test side by side, for twenty minutes on two cores; each shows what it did when it ends"
+	@echo "two processes test side by side, for a quarter of an hour on two cores; each shows what it did when it ends"
 	@$(MAKE) --no-print-directory -j2 --output-sync=line --keep-going test-engines test-jobs
 
 test-engines:

@@ -54,6 +54,6 @@ def test_on_a_cpu_a_study_runs_small(root: Path, dyno: Command, tmp_path: Path) 
     with open(tmp_path / "run" / "tables" / "flops.csv") as f:
         rows = list(csv.DictReader(f))
     (row,) = rows
-    assert float(row["of the peak, %"]) > 0 and float(row["GFLOP per image"]) > 0.01
+    assert float(row["share"]) > 0 and float(row["gflop"]) > 0.01
     shown = dyno("show", tmp_path / "run", "--table", "sizes")
-    assert shown.stdout.startswith("## sizes\n")
+    assert shown.stdout.startswith("Sizes and batches\n")

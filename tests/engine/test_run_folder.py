@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -215,12 +216,12 @@ def test_failures_are_tried_again_when_their_reason_may_be_gone(call: Call, monk
     def tried(fail: str, *more: object) -> list[str]:
         words = ["run", "fake:net", "--channels", 1, *SHORT, "--backends", f"fake@fail={fail}", "--out", fail]
         lines = call(*words, *more)[2].splitlines()
-        return [line for line in lines if line.startswith(("failed", "timeout")) or "tried again" in line]
+        return [line for line in lines if re.match(r"1/1 (failed|timeout)", line) or "tried again" in line]
 
     assert len(tried("hang", "--timeout", 1)) == 1
     assert tried("hang", "--timeout", 0.5) == tried("hang", "--timeout", 1) == []
     (said, again) = tried("hang", "--timeout", 1.5)
-    assert said == "1 failed job tried again: 1.5 s instead of 1 s" and again.startswith("timeout")
+    assert said == "1 failed job tried again: 1.5 s instead of 1 s" and again.startswith("1/1 timeout")
     assert len(tried("exception")) == 1 and tried("exception") == []
     assert tried("exception", "--retry-failed")[0] == "1 failed job tried again: as you ask"
     monkeypatch.setattr("dyno.engine.retry.versions", lambda *_: {"numpy": "99"})

@@ -177,7 +177,7 @@ def test_a_study_looks_at_the_classes_of_the_model(tmp_path: Path, dyno) -> None
     photos(tmp_path / "loose", "")
     done = dyno("eval", *words, "--data", "loose", "--format", "json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)[0]["top1"] is None
+    assert json.loads(done.stdout)["rows"][0]["top1"] is None
 
 
 def test_photographs_without_boxes_serve_a_detector(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from dyno.worker.evaluation.evaluate import outputs
 from dyno.worker.inputs import input_data
 from dyno.worker.makers.pixels import OnnxInput, reading_pixels
 from dyno.worker.makers.precision import OnnxPrecision, converted
-from dyno.worker.registry import find
+from dyno.worker.registry import find, maker
 from dyno.worker.spec import Artifact, Dims, Recipe, Tensor, UserError
 
 
@@ -73,7 +73,9 @@ def session(digits: Any, backend: str, artifact: Artifact, folder: Path) -> Sess
     engine = find(backend)
     folder.mkdir()
     if backend == "openvino":
-        artifact = engine.make(Recipe("openvino", "openvino", "fp32", digits.model, Dims(0, 8, 8)), artifact, folder)
+        artifact = maker("openvino").make(
+            Recipe("openvino", "openvino", "fp32", digits.model, Dims(0, 8, 8)), artifact, folder
+        )
     return engine.load(trial, artifact)
 
 

@@ -163,7 +163,7 @@ def test_zero_and_tiny_values_are_given_weight_and_others_are_left():
     before.load_state_dict(net.state_dict())
     undo_zero_init(torch, net)
     state = net.state_dict()
-    assert float(state["gamma"].min()) >= 0.1 and float(state["norm.weight"].min()) == 1.0
+    assert float(state["gamma"].min()) >= 0.1 and float(state["norm.weight"].min()) >= 0.05
     assert float(state["head.weight"].std()) > 0.01 and not net.head.bias.any()
     assert torch.equal(net.branch.weight, before.branch.weight)
     again = Scaled()

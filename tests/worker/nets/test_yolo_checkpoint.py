@@ -195,4 +195,4 @@ def test_a_checkpoint_runs_from_the_command_line(saved: Callable[..., Path], tmp
     done = dyno("run", path, *words, cwd=tmp_path, timeout=300)
     assert done.returncode == 0, done.stderr
     shown = dyno("show", "r", "--format", "json", cwd=tmp_path)
-    assert [(row["model"], row["status"]) for row in json.loads(shown.stdout)] == [("best", "ok")] * 2
+    assert [(row["model"], row["status"]) for row in json.loads(shown.stdout)["rows"]] == [("best", "ok")] * 2
