@@ -26,7 +26,9 @@ LIBRARIES = set(
     "torch_tensorrt modelopt cuda ultralytics pandas scipy matplotlib jinja2 sklearn skimage PIL cv2 av typer rich "
     "psutil pynvml safetensors yaml".split()
 )
-HEAVY = set("torch pandas scipy matplotlib onnx onnxruntime onnxscript openvino sklearn PIL timm torchvision".split())
+HEAVY = set(
+    "numpy torch pandas scipy matplotlib onnx onnxruntime onnxscript openvino sklearn PIL timm torchvision".split()
+)
 
 # Written with brackets so that the pattern doesn't find itself.
 MACHINE = re.compile(rb"p[y]pi\.org|python[h]osted|/wor[k]/|/roo[t]/|registry\.n[p]m|deb\.d[e]bian")

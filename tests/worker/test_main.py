@@ -17,6 +17,7 @@ import pytest
 
 from dyno.worker import main, registry
 from dyno.worker.backend import Backend, Maker
+from dyno.worker.backends import fake
 from dyno.worker.backends.fake import Fake, FakeSession
 from dyno.worker.jobs.turns import Alone
 from dyno.worker.journal import Journal
@@ -192,6 +193,18 @@ def test_cpu_contention_is_a_warning(fake_trial: Trials, tmp_path: Path, monkeyp
     record = done(Job("run", trial=fake_trial()), tmp_path)
     assert record.facts["others_busy"] == {"model": 1.5, "all": 1.5}
     assert record.warnings[-1] == f"all: other programs kept 1.5 of {os.cpu_count()} processors busy meanwhile"
+
+
+def test_outputs_that_do_not_depend_on_the_input_are_a_warning(
+    fake_trial: Trials, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def same_for_all(record: Record) -> bool:
+        return any("the same for every input" in warning for warning in record.warnings)
+
+    assert not same_for_all(done(Job("run", trial=fake_trial()), tmp_path))
+    fetched = fake.FakeSession.fetch
+    monkeypatch.setattr(fake.FakeSession, "fetch", lambda *of: {name: a * 0 + 1 for name, a in fetched(*of).items()})
+    assert same_for_all(done(Job("run", trial=fake_trial()), tmp_path))
 
 
 def test_beside_a_gpu_half_of_the_processors_may_be_busy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,7 +66,7 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: p
     with pytest.raises(TypeError):
         write_json(tmp_path / "record.json", {"x": object()})
     with monkeypatch.context() as patch:
-        patch.setattr(module.np, "savez", lambda f, **_: (f.write(b"half"), 1 / 0))
+        patch.setattr(np, "savez", lambda f, **_: (f.write(b"half"), 1 / 0))
         with pytest.raises(ZeroDivisionError):
             save_arrays(tmp_path / "a.npz", {"x": np.arange(4)})
     assert read_record(tmp_path) == RECORD

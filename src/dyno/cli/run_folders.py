@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dyno.cli import options
-from dyno.store import FOLDERS
 from dyno.worker.spec import UserError
 
 if TYPE_CHECKING:
@@ -52,6 +51,8 @@ def list_runs(
 
 def runs_below(folder: Path) -> Iterator[Path]:
     """Every run folder there, in alphabetical order; symbolic links are not followed."""
+    from dyno.store import FOLDERS
+
     for place, inside, _ in os.walk(folder):
         is_run = why_no_run(Path(place)) == ""
         inside[:] = [name for name in sorted(inside) if not (is_run and name in FOLDERS)]
@@ -126,10 +127,12 @@ def _remove_trials(run: Path, wanted: list[str]) -> None:
     for path in dict.fromkeys(chosen):
         shutil.rmtree(path)
         print(f"removed {path}")
-    print(f"the report is of before; `dyno report {run}` writes it anew")
+    print(f"the report still shows them; `dyno report {run}` writes it anew")
 
 
 def _remove_run(run: Path) -> None:
+    from dyno.store import FOLDERS
+
     for name in FOLDERS:
         path = run / name
         if path.is_dir() and not path.is_symlink():

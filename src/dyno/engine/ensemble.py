@@ -27,7 +27,7 @@ def groups(trials: Sequence[Trial]) -> list[list[Trial]]:
 
 
 def reference(trials: Sequence[Trial], asked: str | None) -> Trial | None:
-    """The trial that the others are held against, as tables choose it (`analysis.ranking.references`)."""
+    """The trial that the others are compared with, as tables choose it (`analysis.ranking.references`)."""
     if asked:
         backend, _, precision = asked.replace("/", ":").replace(" ", ":").partition(":")
         fits = [t for t in trials if backend in (t.backend, t.variant) and precision in ("", t.precision)]
@@ -44,7 +44,7 @@ def reference(trials: Sequence[Trial], asked: str | None) -> Trial | None:
 def measure(
     run: Run, trials: Sequence[Trial], first: Trial | None, number: int, made: Made, progress: Progress
 ) -> list[Trial]:
-    """One round of trials that are compared, in turns with `first`, which they are held against.
+    """One round of trials that are compared, in turns with `first`, which they are compared with.
 
     Where that one has its round stored, it measures once more as their companion. Gives back the trials that nobody
     could take turns with: they are alone, or there was memory for one process only.

@@ -125,7 +125,7 @@ class Group:
                 spent += player.used_s - before
             number += 1
         order = self._shuffled(f"{boundary} end", self.alive)
-        if boundary == plan.boundaries[-1]:  # the first is what others are held against: its record is on disk first
+        if boundary == plan.boundaries[-1]:  # the first is what others are compared with: its record is on disk first
             order.sort(key=lambda player: player is not self.players[0])
         for player in order:
             self.progress.start(player.trial, player.number)

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
-
 from dyno.worker.spec import SCHEMA, Artifact, UserError, from_json, to_json
 
 STATUSES = ("ok", "skipped", "failed", "oom", "timeout", "crashed")
@@ -142,6 +140,8 @@ def refuse_links(folder: Path, names: Iterable[str]) -> None:
 
 def save_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
     """Store arrays by name as an npz file; see `replacing`."""
+    import numpy as np  # a third of the start of `dyno --help`, which imports this file too
+
     with replacing(path) as f:
         np.savez(f, **arrays)
 

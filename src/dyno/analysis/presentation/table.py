@@ -26,7 +26,7 @@ Row = dict[str, Any]
 
 def missing(value: Any) -> bool:
     """Whether a value is none: None, NaN or pandas' NA."""
-    # pandas' NA compares as NA, so it is told by its type; NaN is the value that isn't itself.
+    # pandas' NA compares as NA, so its type is checked; NaN is the only value that doesn't equal itself.
     return value is None or type(value).__name__ == "NAType" or (isinstance(value, float) and math.isnan(value))
 
 

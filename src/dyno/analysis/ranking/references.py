@@ -45,7 +45,7 @@ def accuracy_references(results: Results, chosen: dict[str, TrialResult]) -> dic
 
 
 def incomparable(a: TrialResult, b: TrialResult) -> str:
-    """Why two trials must not be compared (random outputs; other weights or inputs, seen by their sha256), or ""."""
+    """Why two trials can't be compared (random outputs, or another sha256 of weights or inputs), or ""."""
     if a.facts.get("random_outputs") or b.facts.get("random_outputs"):
         return RANDOM
     files = a.form and b.form and a.form != b.form  # files have hashes of their own, whatever their weights

@@ -226,7 +226,7 @@ class TrialResult:
 
 
 def clock_of(boundary: str, *trials: TrialResult) -> str:
-    """The clock by which these trials' latencies are told and held against each other: GPU where every round has it,
+    """The clock by which these trials' latencies are told and compared with each other: GPU where every round has it,
     else HOST, so that a time with the launch in it never meets one without."""
     timed = [r for t in trials for r in t.good if r.measurement("latency", boundary)]
     return GPU if timed and all(r.measurement("latency", boundary, GPU) for r in timed) else HOST

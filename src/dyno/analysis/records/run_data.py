@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class RunData:
     """Stored records with the table of their trials (a row each, as `tables.trial_table` makes it), the accuracy
-    budgets and the reference that the table is held against, and the reference trial of each trial by its id."""
+    budgets and the reference that the table is compared with, and the reference trial of each trial by its id."""
 
     records: Results
     frame: pd.DataFrame

@@ -101,7 +101,7 @@ def columns(rtol: float, atol: float) -> tuple[Column, ...]:
     """The columns of a comparison by these tolerances."""
     return (
         NAME,
-        Column("reference", "what it is held against", kind=TEXT, title="against", rank=2),
+        Column("reference", "the trial that it is compared with", kind=TEXT, title="against", rank=2),
         Column("inputs", "that both answered", kind=COUNT, rank=3),
         Column("values", "that were compared", kind=COUNT, rank=1),
         Column("close", "share of values with |a - b| <= atol + rtol |b|, 0 to 1",

@@ -1,4 +1,4 @@
-"""Two runs held against each other, trial by trial: what became slower, less accurate, different, or stopped working.
+"""Two runs compared with each other, trial by trial: what became slower, less accurate, different, or stopped working.
 
 Every interval is a 95 % interval on its own. A gate over many trials will therefore see a slow-down that is only chance
 now and then: `tolerance` is what keeps such small ones from failing it.
@@ -147,7 +147,7 @@ def compare(a: Results, b: Results, rules: Rules | None = None) -> Table:
 
 
 def _checked(run: Results) -> dict[str, str]:
-    """What each trial's outputs are, held against its own run's reference: AGREE, the verdict of wrong ones, or ""."""
+    """What each trial's outputs are, compared with its own run's reference: AGREE, the verdict of wrong ones, or ""."""
     try:
         rows = trial_table.read(run).frame.to_dict("records")
     except UserError:  # the study's reference didn't run: nothing was checked, and the row of that trial says why
@@ -197,7 +197,7 @@ def _some(run: Results) -> str:
 
 
 def row(a: TrialResult, b: TrialResult, rules: Rules, checked: tuple[str, str] = ("", "")) -> dict[str, Any]:
-    """One trial of B held against the same of A, as a dict of COLUMNS; what doesn't apply is "", None or NaN.
+    """One trial of B compared with the same of A, as a dict of COLUMNS; what doesn't apply is "", None or NaN.
 
     `checked` says of A's outputs and of B's what `_checked` does.
     """
@@ -214,7 +214,7 @@ def row(a: TrialResult, b: TrialResult, rules: Rules, checked: tuple[str, str] =
 
 
 def refusal(a: TrialResult, b: TrialResult) -> str:
-    """Why two trials must not be held against each other (other weights, data, inputs, boundary), or ""."""
+    """Why two trials must not be compared with each other (other weights, data, inputs, boundary), or ""."""
     weights = [t.facts.get("weights_sha256") for t in (a, b)]
     if not all(weights) and _weights(a) != _weights(b):
         return "other weights"

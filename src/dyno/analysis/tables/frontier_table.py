@@ -73,7 +73,7 @@ FRONTIER = TableKind(
     "Frontier",
     "The trials that no other beats in both accuracy and speed, fastest first.",
     _frontier,
-    "there is no frontier: no trial has both an accuracy and a speed",
+    "no frontier: no trial has both an accuracy and a speed; give labelled images with --data",
     section="tables",
     place=3,
 )

@@ -35,7 +35,7 @@ TEXTS = tuple(c.name for c in COLUMNS if c.kind == TEXT)
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a row is held against: the reference trial (None: there is none), the accuracy budgets, if any, the clock
+    """What a row is compared with: the reference trial (None: there is none), the accuracy budgets, if any, the clock
     of each boundary that all trials it competes with have (missing: the trial's own), what its accuracy is held
     against where that is another trial than the reference, and whether its outputs are the reference's."""
 
@@ -86,7 +86,7 @@ def read(results: Results | Path, reference: str | None = None, budget: Mapping[
 
 
 def _check_budget(limits: Sequence[accuracy.Budget], table: pd.DataFrame) -> None:
-    """Refuse a budget that no trial can be held against; a study's own was checked before it ran."""
+    """Refuse a budget whose metric no trial has; a study's own was checked before it ran."""
     for limit in limits:
         if table[metrics.known()[limit.metric].column].isna().all():
             raise UserError(f"no trial here was measured in {limit.metric}, which the budget {limit} is about")
@@ -137,7 +137,7 @@ def _precision(t: TrialResult) -> dict[str, Any]:
 
 
 def exit_code(table: pd.DataFrame) -> int:
-    """What a study's process ends with: 0 good, 1 every trial that was held against the budget is over it, 3 some
+    """What a study's process ends with: 0 good, 1 every trial with a budget is over it, 3 some
     trials did not finish (a skipped one was never started, so it doesn't count), gave wrong outputs, or none ran."""
     if not set(table["status"]) <= {"ok", "skipped"} or "ok" not in set(table["status"]):
         return 3

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 MOST_GROUPS = 8  # model x size pairs that get sentences of their own; the rest stands in the tables
 SLIGHT = 1.1  # an interval that ends below it leaves no gain worth looking for
-# What a lowered precision ought to be faster than, in the order in which it is held against them.
+# What a lowered precision ought to be faster than, in the order of comparison.
 WIDER = {
     **dict.fromkeys(("tf32", "fp16", "bf16"), ("fp32",)),
     **dict.fromkeys(("int8", "fp8"), ("fp32", "fp16", "bf16")),
@@ -115,7 +115,7 @@ def _fastest(contest: Ranking, winner: pd.Series, trials: dict[str, TrialResult]
 
 
 def _gain(winner: pd.Series, reference: TrialResult, trials: dict[str, TrialResult]) -> stats.Speedup:
-    """The row's speed-up; worked out again where it is told against another size's reference than the table's."""
+    """The row's speed-up; computed again where its reference is of another size than the table's."""
     if winner["reference"] == reference.id:
         return stats.Speedup(winner["speedup"], winner["speedup_low"], winner["speedup_high"], winner["verdict"])
     boundary, clock = str(winner["boundary"]), str(winner["clock"])
@@ -129,7 +129,7 @@ def _runner_up(contest: Ranking, trials: dict[str, TrialResult]) -> Iterator[Fin
     first, second = (trials[ranked.iloc[i]["trial"]] for i in (0, 1))
     told = contest.reference(ranked.iloc[0], trials)
     if told is not None and told.id == second.id:
-        return  # the winner was held against it already
+        return  # the winner was compared with it already
     name = contest.configuration(ranked.iloc[1])
     boundary = str(ranked.iloc[0]["boundary"])
     clock = str(ranked.iloc[0]["clock"])
@@ -198,7 +198,7 @@ def _left_out(contest: Ranking, budget: str) -> Iterator[Finding]:
 
 
 def _apart(contest: Ranking) -> Iterator[Finding]:
-    """Trials that could not be held against their reference, so that none of them was the fastest."""
+    """Trials that could not be compared with their reference, so that none of them was the fastest."""
     reasons: dict[str, list[str]] = {}
     for _, row in contest.apart.iterrows():
         names = reasons.setdefault(str(row["verdict"]), [])

@@ -51,7 +51,7 @@ def exported(
     """The recipe of a model's ONNX file. Pure.
 
     `dims.batch` 0 leaves the batch free, so that one file serves every batch. Of the options, `exporter` (auto, dynamo,
-    torchscript) and `opset` are kept; a device is not: a file is exported on the CPU. The graph is held against the
+    torchscript) and `opset` are kept; a device is not: a file is exported on the CPU. The graph is compared with the
     module on images of `data` too.
     """
     kept = {key: value for key, value in (options or {}).items() if key in OPTIONS}
