@@ -10,7 +10,7 @@ RUNS ?= runs
 # The tests run in two processes side by side: those that load engines into the process, and those that start jobs. A few
 # files stand with the other half, so that both take as long.
 TO_ENGINES := $(addprefix tests/,test_contract.py sources/test_in_memory.py test_onnx_files.py api/test_take.py test_yolo.py)
-TO_ENGINES += $(addprefix tests/,test_described_inputs.py test_offline.py)
+TO_ENGINES += $(addprefix tests/,test_described_inputs.py test_offline.py test_suppressed_boxes.py)
 ENGINES := tests/analysis tests/datasets tests/gpu tests/worker $(TO_ENGINES)
 JOBS := $(filter-out $(TO_ENGINES),$(wildcard tests/test_*.py tests/api/*.py tests/sources/*.py))
 JOBS += $(addprefix tests/,cli engine jobs planning training)

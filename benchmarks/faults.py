@@ -65,6 +65,10 @@ class Campaign:
         pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         return subprocess.Popen(command, cwd=self.folder, env=env, text=True, errors="replace", **pipes, **how)
 
+    def command(self, *words: object) -> subprocess.Popen[str]:
+        """A command that nothing happens to while it runs; a test may start it in a quicker way."""
+        return self.start(*words)
+
     def ended(self, process: subprocess.Popen[str], what: str) -> tuple[int, str, str]:
         """Exit code and what was said; a hang, a traceback or a death by a signal is kept as wrong."""
         try:
@@ -113,7 +117,9 @@ def kills(campaign: Campaign, count: int) -> str:
             campaign.wrong += [f"kill of a {victim}: {place} was lost or measured twice" for place in lost]
             if code == 0 or victim == "nobody":
                 break
-        campaign.ended(campaign.start("run", campaign.folder / "study.toml", "--out", run, "--retry-failed"), "the end")
+        campaign.ended(
+            campaign.command("run", campaign.folder / "study.toml", "--out", run, "--retry-failed"), "the end"
+        )
         finished += 1
         campaign.wrong += list(_not_whole(run))
     left = list((campaign.folder / "cache").glob("artifacts/.*.*"))
@@ -164,7 +170,7 @@ def full_disk(campaign: Campaign) -> str:
         ended[code] += 1
         if code == 0 and len(good(run)) != 2:
             campaign.wrong.append(f"files of at most {1 << power} bytes: ended well without its records: {err[-200:]}")
-        again = campaign.start("run", campaign.folder / "study.toml", "--rounds", 1, "--out", run, "--retry-failed")
+        again = campaign.command("run", campaign.folder / "study.toml", "--rounds", 1, "--out", run, "--retry-failed")
         code, _, err = campaign.ended(again, "with room again")
         if code or len(good(run)) != 2:
             campaign.wrong.append(f"after files of at most {1 << power} bytes: exit code {code}: {err[-200:]}")
@@ -225,7 +231,7 @@ def mutations(campaign: Campaign, count: int) -> str:
         change = retyped if path.suffix == ".json" and campaign.chance.random() < 0.6 else mutated
         path.write_bytes(change(whole, campaign.chance))
         for words in commands:
-            code = campaign.ended(campaign.start(*words), f"{name} {number}: dyno {words[0]}")[0]
+            code = campaign.ended(campaign.command(*words), f"{name} {number}: dyno {words[0]}")[0]
             ended[code] += 1
             if any(line.startswith(f"{name} {number}: ") for line in campaign.wrong):
                 shutil.copy(path, campaign.folder / f"wrong-{number}-{path.name}")
@@ -238,7 +244,7 @@ def _subjects(campaign: Campaign) -> Iterator[tuple[str, Path, list[list[Any]]]]
     """Files to change, and the commands that read them: (kind, file, commands)."""
     run = campaign.folder / "read"
     code, _, err = campaign.ended(
-        campaign.start("run", campaign.folder / "study.toml", "--rounds", 1, "--out", run), "read"
+        campaign.command("run", campaign.folder / "study.toml", "--rounds", 1, "--out", run), "read"
     )
     if code:
         raise RuntimeError(f"the study to be changed could not be measured: {err}")

@@ -12,18 +12,18 @@ import os
 import sys
 import tempfile
 from dataclasses import replace
-from typing import Any
 
 from dyno import Study
 from dyno.engine.execute import Files
 from dyno.jobs.progress import Progress
 from dyno.planning.plan import expand
+from dyno.worker.facts.files import TimingUse
 from dyno.worker.record import Record
 
 WANTED = 5.0
 
 
-def build_seconds(study: Study, files: Files, number: int) -> tuple[float, dict[str, Any]]:
+def build_seconds(study: Study, files: Files, number: int) -> tuple[float, TimingUse]:
     """Seconds that TensorRT took for build `number`, and what it tells of its timing cache."""
     (planned,) = expand(replace(study, backends=(f"{study.backends[0]}@build={number}",)))
     if planned.refusal or planned.trial.recipe is None:
@@ -32,7 +32,7 @@ def build_seconds(study: Study, files: Files, number: int) -> tuple[float, dict[
     made = files.file(planned.trial.recipe)
     if isinstance(made, Record):
         sys.exit(f"not measured: {made.reason}")
-    return float(made.made_by["build_s"]), made.made_by["timing_cache"]
+    return made.made_by.build_s or 0.0, made.made_by.timing_cache or TimingUse()
 
 
 def main() -> int:
@@ -52,7 +52,7 @@ def main() -> int:
         files = Files(Progress(quiet=True))
         (first, timed), (second, timed_again) = (build_seconds(study, files, k) for k in (1, 2))
     print(f"first build {first:.2f} s, second {second:.2f} s: {first / second:.1f} x faster (wanted {WANTED:g})")
-    print(f"tactics timed: {timed['timed']}, then {timed_again['timed']}. {timed_again['complaint']}")
+    print(f"tactics timed: {timed.timed}, then {timed_again.timed}. {timed_again.complaint}")
     return int(first / second < WANTED)
 
 

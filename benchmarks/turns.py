@@ -1,8 +1,10 @@
 """A against A: how far apart two processes of one session seem, measured in turns and one after the other.
 
     python benchmarks/turns.py [--rounds 20] [--seconds 2] [--blocks 0.02,0.1,0.3]
+        [--backend pytorch --model torchvision:resnet18 --device cuda:0] [--python tensorrt=PATH]
 
-Both are one small network in ONNX Runtime on a CPU, from the same file, so that every difference is noise. In each
+Both are one network from the same file, so that every difference is noise: unless another is named, a small one in ONNX
+Runtime on a CPU. In each
 round each way to measure starts two fresh processes; the ways follow in shuffled order, so that they meet the same
 hours. A process is timed for the same seconds in each way. Prints the standard deviation of the log ratios over rounds.
 """
@@ -32,7 +34,7 @@ from dyno.jobs.launcher import launch
 from dyno.jobs.progress import Progress
 from dyno.planning.plan import expand
 from dyno.worker.record import read_record
-from dyno.worker.spec import Artifact, Job, Plan, Trial, to_json
+from dyno.worker.spec import Artifact, Job, Plan, Trial
 
 ALONE = "one after the other"
 WHOLE, MEAN, MEDIAN, WALL = "medians of all samples", "mean over blocks", "median over blocks", "wall"
@@ -50,11 +52,13 @@ def network(path: Path) -> None:
     torch.onnx.export(net, (torch.zeros(1, 3, 32, 32),), str(path), dynamo=False, input_names=["input"])
 
 
-def job(model: Path, seconds: float, block: float | None) -> Job:
+def job(model: str, asked: argparse.Namespace, block: float | None) -> Job:
     """The job of one process."""
+    pythons = dict(pair.split("=", 1) for pair in asked.python)
     study = Study(
-        models=(str(model),), backends=("onnxruntime",), boundaries=("model",), seconds=seconds, warmup=0.5, threads=1,
-        interval=1e-9, turns=block is not None, block=block or Plan.block_s,
+        models=(model,), backends=(asked.backend,), precisions=(asked.precision,), device=asked.device, threads=1,
+        runtime={name: {"python": python} for name, python in pythons.items()}, boundaries=("model",),
+        seconds=asked.seconds, warmup=0.5, interval=1e-9, turns=block is not None, block=block or Plan.block_s,
     )  # fmt: skip
     trial: Trial = expand(study)[0].trial
     made = Files(Progress(quiet=True)).file(trial.recipe) if trial.recipe else None
@@ -79,7 +83,7 @@ def ratio(one: Job, folder: Path, seed: str) -> dict[str, float]:
     took = time.monotonic() - since
     a, b = (read_record(folder / name) for name in NAMES)
     assert a is not None and b is not None and a.status == b.status == "ok", (a, b)
-    left, right = (Round(folder / name, 1, to_json(record)) for name, record in zip(NAMES, (a, b), strict=True))
+    left, right = (Round(folder / name, 1, record) for name, record in zip(NAMES, (a, b), strict=True))
     blocks = within(*(each.block_medians("latency", "model") for each in (left, right)))
     found = {WALL: took, WHOLE: float(np.log((left.median("model") or 1) / (right.median("model") or 1)))}
     return found | ({MEAN: float(blocks.mean()), MEDIAN: float(np.median(blocks))} if blocks.size else {})
@@ -91,14 +95,21 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--blocks", default="0.02,0.1,0.3")
+    parser.add_argument("--model", default="")
+    parser.add_argument("--backend", default="onnxruntime")
+    parser.add_argument("--precision", default="fp32")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--python", action="append", default=[])
     asked = parser.parse_args()
     ways = {ALONE: None, **{f"in turns, blocks of {b} s": float(b) for b in asked.blocks.split(",")}}
     found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     loads = [os.getloadavg()[0]]
     with tempfile.TemporaryDirectory() as folder:
-        model = Path(folder) / "net.onnx"
-        network(model)
-        jobs = {way: job(model, asked.seconds, block) for way, block in ways.items()}
+        model = asked.model
+        if not model:
+            model = str(Path(folder) / "net.onnx")
+            network(Path(model))
+        jobs = {way: job(model, asked, block) for way, block in ways.items()}
         for number in range(asked.rounds):
             for place, way in enumerate(random.Random(number).sample(list(ways), len(ways))):
                 found[way].append(ratio(jobs[way], Path(folder) / f"{number}-{place}", f"{number} {way}"))
@@ -115,7 +126,8 @@ def main() -> None:
                 "median distance from 0": f"{100 * np.median(abs(logs)):.2f} %", "mean": f"{100 * logs.mean():+.2f} %",
                 "wall seconds of a round": f"{np.mean([one[WALL] for one in each]):.1f}",
             })  # fmt: skip
-    print(f"{time.strftime('%Y-%m-%d')}, {asked.rounds} rounds, {asked.seconds:g} s each process, "
+    what = f"{asked.model or 'two convolutions'} {asked.backend} {asked.precision} {asked.device}"
+    print(f"{time.strftime('%Y-%m-%d')}, {what}, {asked.rounds} rounds, {asked.seconds:g} s each process, "
           f"load average {min(loads):.1f} to {max(loads):.1f} of {os.cpu_count()} processors\n")  # fmt: skip
     print(markdown_table([*rows[0]], [[*row.values()] for row in rows], [False, *[True] * (len(rows[0]) - 1)]), end="")
 

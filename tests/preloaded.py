@@ -117,7 +117,7 @@ def command(
         said = []
         for file in (out, err):
             file.seek(0)
-            said.append(file.read().decode())
+            said.append(file.read().decode(errors="replace"))
     return subprocess.CompletedProcess([*words], code, *said)
 
 

@@ -19,8 +19,9 @@ from dyno.planning.interpreters import missing
 from dyno.planning.model_info import model_spec
 from dyno.worker import registry
 from dyno.worker.backend import Session
+from dyno.worker.facts.engine import EngineFacts, Probe
 from dyno.worker.record import Record
-from dyno.worker.spec import Dims, Runtime, Tensor, Trial, Unavailable, UserError
+from dyno.worker.spec import Dims, Runtime, Tensor, Trial, Unavailable, UserError, from_json, to_json
 
 CLASSES, SIZE, THREADS = 10, 32, 1
 # Half a minute of C++ for each model, or a build.
@@ -184,12 +185,12 @@ def test_facts_say_what_ran(load: Load) -> None:
     trial, session = load()
     before = outputs(session, images(2))
     facts = session.facts()
-    assert json.loads(json.dumps(facts)) == facts, "facts travel as JSON"
-    assert sum(facts["layers_by_type"].values()) > 0
-    assert set(facts["layers_by_type"]) == {"float32"}, "fp32 was asked for"
+    assert from_json(EngineFacts, json.loads(json.dumps(to_json(facts)))) == facts, "facts travel as JSON"
+    assert sum(facts.layers_by_type.values()) > 0
+    assert set(facts.layers_by_type) == {"float32"}, "fp32 was asked for"
     if trial.backend != "fake":
-        assert facts["precision_truth"]["ok"], facts["precision_truth"]["sentence"]
-        assert facts["threads"] == THREADS
+        assert facts.precision_truth.ok, facts.precision_truth.sentence
+        assert facts.threads == THREADS
     np.testing.assert_array_equal(outputs(session, images(2)), before)
 
 
@@ -205,8 +206,8 @@ def test_refusals_are_one_line(load: Load) -> None:
 def test_the_probe_works_where_loading_works(load: Load) -> None:
     trial, _ = load()
     found = registry.find(trial.backend).probe()
-    assert found["version"] and "cpu" in found["devices"]
-    assert json.loads(json.dumps(found)) == found
+    assert found.version and "cpu" in found.devices
+    assert from_json(Probe, json.loads(json.dumps(to_json(found)))) == found
 
 
 def test_no_backend_is_left_out() -> None:

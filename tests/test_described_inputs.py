@@ -67,7 +67,7 @@ def test_every_engine_runs_it_and_agrees(
         assert found[engine].keys() == found["pytorch"].keys()
         for output, want in found["pytorch"].items():
             np.testing.assert_allclose(found[engine][output], want, 1e-3, 1e-4)
-    fed = {trial.facts["inputs_sha256"] for trial in dyno.load("r").records}
+    fed = {trial.facts.inputs_sha256 for trial in dyno.load("r").records}
     assert len(fed) == 1
 
 
@@ -81,7 +81,7 @@ def test_what_pytorch_quantised_runs_there_and_the_export_says_why_not(call: Cal
     assert dict(rows["status"]) == {"pytorch": "ok", "onnxruntime": "failed"}
     assert "quantised dynamically by PyTorch, and such layers have no ONNX form" in rows["reason"]["onnxruntime"]
     (trial,) = [t for t in dyno.load("r").records if t.backend == "pytorch"]
-    assert trial.facts["weights_sha256"]
+    assert trial.facts.weights_sha256
 
 
 @pytest.mark.slow

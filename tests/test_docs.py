@@ -18,11 +18,15 @@ import pytest
 import typer
 
 import dyno
+import preloaded as forked
 from dyno import Study
 from dyno.analysis.ranking.correctness import TOLERANCES
 from dyno.analysis.tables import trial_table
 from dyno.cli import app
 from dyno.worker import registry
+from dyno.worker.facts.files import MadeBy
+from dyno.worker.facts.job import Facts
+from dyno.worker.inspection import Inspection
 from dyno.worker.record import STATUSES, Measurement, Record
 from dyno.worker.spec import Artifact, DataSpec, Dims, Job, ModelSpec, Plan, Recipe, Trial
 
@@ -146,7 +150,10 @@ def test_every_column_is_described() -> None:
     assert first_cells(section("docs/file-format.md", "results.csv")) == {column.name for column in trial_table.COLUMNS}
 
 
-@pytest.mark.parametrize("kind", [Job, Trial, Recipe, Artifact, ModelSpec, DataSpec, Dims, Plan, Record, Measurement])
+@pytest.mark.parametrize(
+    "kind",
+    [Job, Trial, Recipe, Artifact, ModelSpec, DataSpec, Dims, Plan, Record, Measurement, Facts, MadeBy, Inspection],
+)
 def test_every_field_of_a_job_and_a_record_is_described(kind: type) -> None:
     text = section("docs/file-format.md", "job.json") + section("docs/file-format.md", "record.json")
     missing = [f.name for f in dataclasses.fields(kind) if f"`{f.name}`" not in text]  # type: ignore[arg-type]
@@ -277,8 +284,9 @@ def test_rows_of_the_matrix_take_the_place_of_earlier_ones(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_the_python_example_runs(tmp_path: Path) -> None:
-    done = python(str(EXAMPLES / "compare_backends.py"), cwd=tmp_path)
+def test_the_python_example_runs(preloaded: str, tmp_path: Path) -> None:
+    start = f"import runpy; runpy.run_path({str(EXAMPLES / 'compare_backends.py')!r}, run_name='__main__')"
+    done = forked.command(preloaded, [], tmp_path, os.environ, 1200, ("-c", start))
     assert done.returncode == 0, done.stderr
     assert "reference" in done.stdout and "samples, fastest" in done.stdout
     assert (tmp_path / "runs/example/report.html").is_file()

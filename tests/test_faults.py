@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import preloaded as forked
 from dyno.analysis.formatting import csv_cell
 from dyno.analysis.presentation.export import export
 from dyno.analysis.presentation.table import TEXT, Column, Table
@@ -27,6 +30,7 @@ from dyno.worker.spec import UserError, from_json
 Call = Callable[..., tuple[int, str, str]]
 Refused = Callable[..., str]
 ROOT = Path(__file__).resolve().parents[1]
+FAULTS = ROOT / "benchmarks/faults.py"
 BRACKETS = "[" * 100_000
 FAKE = ["run", "fake:net", "--channels", "1", "--backends", "fake@latency_ms=0.1"]
 SHORT = "--rounds 2 --seconds 0.04 --warmup 0.02 --threads 1".split()
@@ -228,11 +232,32 @@ def test_damaged_rounds_are_measured_again(call: Call, tmp_path: Path, preloaded
     assert first.read_bytes() == kept and np.all(read_npz(samples)["latency_model"] > 0)
 
 
-@pytest.mark.slow
-def test_a_short_fault_campaign_finds_nothing(tmp_path: Path) -> None:
-    words = [sys.executable, ROOT / "benchmarks/faults.py", "--kills", 5, "--mutations", 50, "--keep", tmp_path]
-    done = subprocess.run([*map(str, words)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+class Ended:
+    """A command that was forked and has ended, as the campaign asks for it."""
+
+    def __init__(self, done: Any) -> None:
+        self.returncode, self._said = done.returncode, (done.stdout, done.stderr)
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        return self._said
+
+
+def test_a_short_fault_campaign_finds_nothing(preloaded: str, tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("faults_campaign", FAULTS)
+    assert spec is not None and spec.loader is not None
+    faults = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(faults)
+    campaign = faults.Campaign(tmp_path, random.Random(0))
+    environment = {**os.environ, "DYNO_CACHE": str(tmp_path / "cache"), "COLUMNS": "200"}
+
+    def start(*words: object) -> Ended:
+        return Ended(forked.command(preloaded, [*map(str, words)], tmp_path, environment, faults.LIMIT_S))
+
+    campaign.command = start  # what is killed or has no room is a process of its own
+    (tmp_path / "study.toml").write_text(faults.STUDY)
+    said = [faults.kills(campaign, 5), faults.full_disk(campaign), faults.mutations(campaign, 50)]
+    assert campaign.wrong == [], said
+    assert said[2].startswith("mutations: 50 files of ") and "9 limits" in said[1]
 
 
 def test_what_write_json_writes_is_read_back(tmp_path: Path) -> None:

@@ -195,7 +195,7 @@ def test_imports_run_one_way() -> None:
         ("dyno.worker.main", "from dyno.study import Study"),
         ("dyno.worker.spec", "from dyno.worker.record import Record"),
         ("dyno.worker.inputs.shapes", "from dyno.worker.nets.models import loaded"),
-        ("dyno.datasets.folders", "import dyno.worker.record"),
+        ("dyno.datasets.folders", "import dyno.worker.measure"),
         ("dyno.datasets", "from dyno.worker import backend"),
         ("dyno.study", "def run():\n    from dyno.engine.execute import execute"),
         ("dyno.study", "from dyno.worker import measure"),

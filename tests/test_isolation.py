@@ -68,11 +68,11 @@ def check(folder: Path, other_python: str) -> None:
     assert record.system["python"] == ".".join(map(str, sys.version_info[:3]))
     assert record.system["python"].split(".")[:2] != other.system["python"].split(".")[:2]
     assert record.system["versions"]["onnxruntime"] and other.system["versions"]["onnxruntime"]
-    assert record.facts["inputs_sha256"] == other.facts["inputs_sha256"], "both were fed the same bytes"
+    assert record.facts.inputs_sha256 == other.facts.inputs_sha256, "both were fed the same bytes"
     np.testing.assert_allclose(outputs, others, rtol=1e-4, atol=1e-4)
     for one in (record, other):
         assert len([m for m in one.measurements if m.tag == "latency"]) == 2
-        assert one.facts["threads"] == 1
+        assert one.facts.threads == 1
 
 
 @pytest.fixture
@@ -168,11 +168,11 @@ def test_the_path_is_left_clean(tmp_path: Path, safe: bool) -> None:
     assert done.returncode == 0
     record = read_record(tmp_path / "job")
     assert record is not None and record.status == "ok", record
-    assert record.facts["record"] == str(tmp_path / "record.py")
-    assert not [p for p in record.facts["path"] if p.startswith(str(MAIN.parent))]
+    assert record.facts.probe.other["record"] == str(tmp_path / "record.py")
+    assert not [p for p in record.facts.probe.other["path"] if p.startswith(str(MAIN.parent))]
     code = "import sys, json; print(json.dumps(sys.path))"
     plain = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
-    assert [p for p in json.loads(plain) if p] == record.facts["path"]
+    assert [p for p in json.loads(plain) if p] == record.facts.probe.other["path"]
 
 
 def test_a_stored_job_runs_again_by_hand(

@@ -42,6 +42,7 @@ SHORT = {
     ),  # several wait for each other on a busy machine
 }
 SMALL = {
+    "--minutes": {"2": "30", "3": "30"},  # of the self-test, which three rounds end long before
     "--size": {"224": "32", "320": "64", "64": "32", "64,96": "32"},
     "--precision": {"fp32,bf16": "fp32"},
     "--batch": {"1,8": "1"},  # "1,4" stays, as the best of one is no table
@@ -115,6 +116,8 @@ def shortened(words: list[str]) -> list[str]:
         if flag in kept:
             value = kept[kept.index(flag) + 1]
             kept[kept.index(flag) + 1] = values.get(value, value)
+    if words[1] == "calibrate":
+        kept += ["--rounds", "3"]
     if (
         "--size" not in kept
         and words[1] in ("run", "export", "agree", "time")

@@ -95,7 +95,7 @@ def test_it_finds_shapes_and_the_library_agrees(network: Network) -> None:
 
 @pytest.mark.parametrize("batch", [1, 2, 3])
 def test_the_exported_graph_is_right_at_every_batch(network: Network, batch: int) -> None:
-    assert network.artifact.made_by["exporter"] == "dynamo"
+    assert network.artifact.made_by.exporter == "dynamo"
     for got, want in zip(run(network.artifact.path, network.images[:6], batch), network.reference, strict=True):
         np.testing.assert_allclose(got, want[:6], rtol=1e-3, atol=2e-3)
 
@@ -132,7 +132,7 @@ def test_nvidia_modelopt_spares_the_decoding_too(network: Network, tmp_path: Pat
     job = Job("make", Runtime("modelopt", MODELOPT, threads=2), recipe=step, artifact=network.artifact)
     record = launch(job, tmp_path / "job", 1200)
     assert record.status == "ok" and record.artifact is not None, record.reason
-    assert "nodes that decode boxes among it" in record.artifact.made_by["scheme"]
+    assert "nodes that decode boxes among it" in record.artifact.made_by.scheme
     got = run(record.artifact.path, network.images, optimised=False)
     for kind in ("bbox", "segm"):
         assert network.scores(got, kind)[1] > network.scores(network.reference, kind)[1] - 0.05

@@ -17,7 +17,10 @@ PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- made by tools/rooms.py -->", "<!-- end -->"
 
 # What of the worker the host may use: the border's data, what backends declare, and the hash of a model's own code.
-BORDER = "spec record backend registry tasks plugins system extras jobs.turns training.options nets.local_code"
+BORDER = (
+    "facts spec inspection record backend registry tasks plugins system extras jobs.turns training.options "
+    "nets.local_code"
+)
 
 # Room -> rooms that it may import, within its own tree; nothing imports upwards, in a function or outside one.
 HOST = {
@@ -30,7 +33,7 @@ HOST = {
     "analysis": "",
     "planning": "jobs store sources study datasets",
     "engine": "jobs store study planning analysis",
-    "api": "jobs store study planning engine analysis",
+    "api": "jobs store sources study planning engine analysis",
     "training": "jobs store study datasets planning engine api analysis",
     "cli": "jobs store study_options study datasets planning engine api training analysis",
 }
@@ -38,45 +41,49 @@ ANALYSIS = {
     "formatting": "",
     "stats": "",
     "style": "",
-    "records": "formatting",
+    "records": "formatting stats",
     "presentation": "formatting records",
     "metrics": "formatting stats records presentation",
-    "ranking": "formatting records metrics",
-    "tables": "formatting stats records metrics presentation ranking",
-    "verdict": "formatting stats records metrics presentation ranking tables",
+    "self_test": "formatting stats records presentation",
+    "ranking": "formatting stats records metrics",
+    "gate": "stats metrics",
+    "tables": "formatting stats records metrics presentation ranking gate",
+    "verdict": "formatting stats records metrics presentation self_test ranking gate tables",
     "charts": "formatting style records metrics presentation ranking",
-    "report": "formatting stats style records metrics presentation ranking tables verdict charts",
+    "report": "formatting stats style records metrics presentation self_test ranking gate tables verdict charts",
     "trtexec": "stats records",
 }
 WORKER = {
-    "spec": "",
-    "record": "spec",
+    "facts": "",
+    "spec": "facts",
+    "inspection": "facts spec",
+    "record": "facts spec inspection",
     "option_values": "spec",
     "extras": "spec",
     "system": "spec",
-    "truth": "",
     "plugins": "",
-    "backend": "spec option_values",
-    "inputs": "spec",
-    "tasks": "spec plugins inputs",
-    "sessions": "spec backend option_values extras system truth inputs",
-    "nets": "spec extras inputs tasks sessions",
-    "onnx_graph": "spec extras system inputs tasks sessions",
-    "makers": "spec backend option_values extras system inputs sessions nets onnx_graph",
-    "backends": "spec record backend option_values extras truth inputs sessions nets onnx_graph makers",
+    "backend": "facts spec inspection option_values",
+    "inputs": "facts spec",
+    "tasks": "spec inspection plugins inputs",
+    "sessions": "facts spec backend option_values extras system inputs",
+    "nets": "spec inspection extras inputs tasks sessions",
+    "onnx_graph": "facts spec extras system inputs tasks sessions",
+    "makers": "facts spec backend option_values extras system inputs sessions nets onnx_graph",
+    "backends": "facts spec record backend option_values extras inputs sessions nets onnx_graph makers",
     "registry": "spec plugins backend backends makers",
     "measure": "spec backend sessions",
-    "evaluation": "spec record backend inputs tasks",
-    "training": "spec record inputs sessions nets",
+    "evaluation": "facts spec record backend inputs tasks",
+    "training": "facts spec record inputs sessions nets",
     "snippets": "spec plugins registry inputs tasks sessions nets backends",
-    "jobs": "spec backend registry extras system inputs sessions nets onnx_graph backends",
+    "jobs": "facts spec inspection backend registry extras system inputs sessions nets onnx_graph backends",
     "journal": "spec record measure evaluation",
-    "main": "spec record backend registry system inputs sessions measure evaluation training snippets jobs journal",
+    "main": "facts spec record backend registry system inputs sessions measure evaluation training snippets jobs "
+    "journal",
 }
 # What single rooms of the host take from the worker besides: pure functions that both sides must do alike.
 BESIDES = {
-    "dyno.analysis": "spec record extras plugins system tasks",
-    "dyno.datasets": "spec extras plugins inputs.letterbox",
+    "dyno.analysis": "facts spec record extras plugins system tasks",
+    "dyno.datasets": "spec record extras plugins inputs.letterbox",
     "dyno.sources": f"{BORDER} nets.models nets.saved_modules nets.torch_archive inputs.modules sessions.torch_support",
 }
 MOST_MODULES = 12

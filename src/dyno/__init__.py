@@ -8,9 +8,13 @@ from __future__ import annotations
 import typing
 
 if typing.TYPE_CHECKING:
+    from dyno.analysis.self_test.figures import SelfTest as SelfTest
+    from dyno.api.bisection import bisect as bisect
+    from dyno.api.calibrate import calibrate as calibrate
+    from dyno.api.comparison import Comparison as Comparison
+    from dyno.api.comparison import compare as compare
     from dyno.api.evaluation import evaluate as evaluate
     from dyno.api.result import Result as Result
-    from dyno.api.result import compare as compare
     from dyno.api.result import load as load
     from dyno.api.runnable import Study as Study
     from dyno.api.runnable import run as run
@@ -19,14 +23,32 @@ if typing.TYPE_CHECKING:
     from dyno.worker.spec import UserError as UserError
 
 __version__ = "0.1.0"
-__all__ = ["Result", "Study", "TrainingResult", "UserError", "compare", "evaluate", "load", "run", "train"]
+__all__ = [
+    "Comparison",
+    "Result",
+    "SelfTest",
+    "Study",
+    "TrainingResult",
+    "UserError",
+    "bisect",
+    "calibrate",
+    "compare",
+    "evaluate",
+    "load",
+    "run",
+    "train",
+]
 
 _HOMES = {
     "Study": "dyno.api.runnable",
     "run": "dyno.api.runnable",
     "Result": "dyno.api.result",
     "UserError": "dyno.worker.spec",
-    "compare": "dyno.api.result",
+    "bisect": "dyno.api.bisection",
+    "Comparison": "dyno.api.comparison",
+    "compare": "dyno.api.comparison",
+    "calibrate": "dyno.api.calibrate",
+    "SelfTest": "dyno.analysis.self_test.figures",
     "evaluate": "dyno.api.evaluation",
     "load": "dyno.api.result",
     "train": "dyno.training.session",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import importlib.util
 import json
@@ -12,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import lru_cache
@@ -20,7 +19,7 @@ from pathlib import Path
 
 from dyno.jobs.nvml import find_gpu
 from dyno.worker import registry, system
-from dyno.worker.record import Record, read_record, write_json, write_record
+from dyno.worker.record import Record, lock, read_record, write_json, write_record
 from dyno.worker.spec import Artifact, Job, Recipe, Runtime, Trial, UserError, digest, to_json
 
 cache_dir = system.cache_dir
@@ -30,26 +29,29 @@ FOLDERS = ("trials", "archive", "charts", "tables", "truth", "peak")  # what the
 ROUND, CONFIRMATION, COMPANION = "r", "c", "t"
 
 
-@contextmanager
-def lock(path: Path, busy: Callable[[str], None]) -> Iterator[None]:
-    """Hold the file; while another process has it, `busy` gets its number, and raises or lets this wait.
+def good_record(folder: Path) -> Record | None:
+    """The record of a job that ended well; None without one, and where it is damaged or of another Dyno."""
+    try:
+        record = read_record(folder)
+    except UserError:
+        return None
+    return record if record is not None and record.status == "ok" else None
 
-    The lock ends with the process, however it ends.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_symlink() or not (path.is_file() or not path.exists()):  # a folder from elsewhere may hold anything
-        raise UserError(f"{path} is not a regular file, so it can't be held; remove it")
-    with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), "a+") as f:
-        try:
-            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            f.seek(0)
-            busy(f.read(20).strip() or "unknown")
-            fcntl.flock(f, fcntl.LOCK_EX)
-        f.truncate(0)
-        f.write(str(os.getpid()))
-        f.flush()
-        yield
+
+def remembered(kind: str, key: str) -> Path:
+    """The folder of the cache in which a job of that kind is kept by its key: see `remember`."""
+    return cache_dir() / kind / key
+
+
+def remember(job: Path, kind: str, key: str) -> None:
+    """Keep the folder of a job that ended well in the cache, whole or not at all."""
+    place = remembered(kind, key)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{key}.", dir=place.parent, ignore_cleanup_errors=True) as scratch:
+        shutil.copytree(job, Path(scratch) / key)
+        with lock(place.parent / ".lock"):
+            shutil.rmtree(place, ignore_errors=True)
+            (Path(scratch) / key).rename(place)
 
 
 class Run:
@@ -256,7 +258,7 @@ class Cache:
     def _scratch(self, key: str) -> Iterator[Path]:
         """A folder that is gone afterwards; those that killed processes left, which nobody holds, go now."""
         with ExitStack() as held:
-            with lock(self.folder / ".lock", lambda owner: None):  # none is swept before its maker holds it
+            with lock(self.folder / ".lock"):  # none is swept before its maker holds it
                 for left in self.folder.glob(".*.*"):
                     with suppress(UserError, OSError), lock(left / LOCK, _busy):
                         shutil.rmtree(left, ignore_errors=True)

@@ -23,8 +23,10 @@ from dyno.worker.record import regular
 from dyno.worker.spec import BOUNDARIES, PRECISIONS, SAVED, Option, Plan, UserError, check_known, check_utf8
 
 LONGEST = 80  # characters of a value in a message
+DECIDED = "decided"  # what a study may go on until
 CONFIRMATIONS = 2  # of a winner, where the study has a budget and doesn't say
 LISTS = "models backends precisions batches sizes shapes inputs mean std boundaries".split()  # fields
+BASELINE = ("models", "weights", "pretrained", "runtime")  # fields in which the two sides of a comparison may differ
 RESERVED = ("precision", "runtime", "rounds")  # options that say which trials, where and how often, not how
 
 
@@ -84,12 +86,22 @@ class Study(RuntimeOptions, Measurement, DataOptions, ModelOptions, Compared):
             object.__setattr__(self, name, _text(getattr(self, name)))
         object.__setattr__(self, "inputs", tuple(map(_text, self.inputs)))
         object.__setattr__(self, "models", tuple(_source(model, self) for model in self.models))
+        object.__setattr__(
+            self, "baseline", {name: self._otherwise(name, self.baseline[name]) for name in self.baseline}
+        )
         object.__setattr__(self, "routes", _tuple(self.routes))
         object.__setattr__(self, "sizes", tuple(str(size) for size in self.sizes))
         check_types(vars(self), typing.get_type_hints(type(self)))
         self._check()
 
+    def _otherwise(self, name: str, value: Any) -> Any:
+        """A value of the baseline as a study file has it."""
+        check_known("baseline", name, BASELINE)
+        return [_source(model, self) for model in _tuple(value)] if name == "models" else _text(value)
+
     def _check(self) -> None:
+        if self.baseline:
+            _ = self.sides
         if not self.models:
             raise UserError("no model given; name one, e.g. torchvision:resnet18 or model.onnx")
         for text in (*self.models, *self.inputs, self.data, self.weights, self.calibration):
@@ -111,7 +123,7 @@ class Study(RuntimeOptions, Measurement, DataOptions, ModelOptions, Compared):
         for name, least in least_of.items():
             if getattr(self, name) < least:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least {least}")
-        for name in ("seconds", "warmup", "interval", "timeout", "block"):
+        for name in ("seconds", "warmup", "interval", "timeout", "block", "equivalent", "minutes"):
             if not getattr(self, name) > 0:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be more than 0")
         if any(batch < 1 for batch in self.batches):
@@ -126,11 +138,11 @@ class Study(RuntimeOptions, Measurement, DataOptions, ModelOptions, Compared):
             raise UserError(f"classes is {self.classes}; it must be at least 1")
         if self.confirm is not None and self.confirm < 0:
             raise UserError(f"confirm is {self.confirm}; it must be at least 0")
+        check_known("until", self.until or DECIDED, (DECIDED,))
+        if self.until and self.rounds < 2:
+            raise UserError("until=decided goes by the spread between rounds; give --rounds 2 or more")
         if self.turns and self.samples:
             raise UserError("in turns blocks are counted, not samples; omit --samples or --turns")
-        if self.turns and self.device != "cpu":
-            # Frozen processes keep the GPU's memory, and telemetry counts them as other users of it.
-            raise UserError(f"measuring in turns runs on CPUs only so far, not on {self.device}; omit --turns")
         if self.search and not self.budget:
             raise UserError("a search for mixed precisions needs a budget to hold; give --budget, e.g. top1=0.5")
         if self.budget and not self.data:
@@ -171,6 +183,14 @@ class Study(RuntimeOptions, Measurement, DataOptions, ModelOptions, Compared):
     def to_toml(self) -> str:
         """The study as a TOML document that `from_toml` reads back."""
         return "".join(f"{key} = {_toml(value)}\n" for key, value in self.to_table().items())
+
+    @property
+    def sides(self) -> dict[str, Study]:
+        """The studies of the two sides of a comparison, `a` the baseline's; of none, this one by the name ""."""
+        if not self.baseline:
+            return {"": self}
+        own = dataclasses.replace(self, baseline={})
+        return {"a": dataclasses.replace(own, **self.baseline), "b": own}
 
     @property
     def confirmations(self) -> int:

@@ -52,6 +52,14 @@ class Compared:
         "Ways to the ONNX file to compare, a row each: dynamo, torchscript, static, fold, opset17 joined by +; or all.",
         usual="the usual one; others where it fails",
     )
+    baseline: dict[str, Any] = field(
+        default_factory=dict,
+        metadata={
+            "help": "What the study is compared with, as what is otherwise: models, weights, pretrained, runtime.",
+            "flag": None,
+            "usual": "nothing: no comparison of two sides",
+        },
+    )
     reference: str = option(
         "",
         "Trial that speed-ups are against: its id, or BACKEND/PRECISION.",
@@ -133,6 +141,13 @@ class Measurement:
         "What is compared measures in turns: all processes alive, short blocks, one runs and the others are frozen.",
     )
     block: float = option(0.1, "Seconds of a block, with turns.")
+    until: str = option(
+        "",
+        "decided: rounds go on for pairs that matter until each is faster, slower or equivalent, or time is up.",
+        usual="as many rounds as --rounds says",
+    )
+    minutes: float = option(10.0, "Minutes of measuring at most, with --until.")
+    equivalent: float = option(2.0, "Percent by which two speeds may differ and count as equivalent.")
     peak: bool = option(False, "First measure the device's peak arithmetic (TFLOPS), for shares of it in tables.")
     timeout: float = option(600.0, "Seconds after which a job is killed.")
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from dyno.worker.facts.job import Facts
 from dyno.worker.record import Measurement, Record, write_json, write_record
-from dyno.worker.spec import DataSpec, Dims, Job, ModelSpec, Plan, Trial, to_json
+from dyno.worker.spec import DataSpec, Dims, Job, ModelSpec, Plan, Trial, from_json, to_json
 
 NAMES = ("circle", "square", "star")
 SIZE = 100
@@ -95,7 +96,7 @@ def write_run(folder: Path, task: str, ways: dict[str, Arrays], objects: Truth, 
             Measurement("pipeline", "1/s", "rate", 123.0, clock="host"),
         )
         facts = {"weights_sha256": "a" * 64, "inputs_sha256": f"{size:064}", "data": {"photographs": "shapes"}}
-        write_record(path, Record("ok", "done", trial=trial.id, measurements=measured, facts=facts))
+        write_record(path, Record("ok", "done", trial=trial.id, measurements=measured, facts=from_json(Facts, facts)))
     (folder / "truth").mkdir(exist_ok=True)
     (folder / "truth" / f"{SHA[:12]}.json").write_text(json.dumps(objects))
     (folder / "study.toml").write_text('models = ["net"]\n')

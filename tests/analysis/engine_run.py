@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 
 from dyno.analysis.records.results import TrialResult, load
+from dyno.worker.facts.files import MadeBy
+from dyno.worker.facts.job import Facts
 from dyno.worker.record import Measurement, Record, write_json, write_record
-from dyno.worker.spec import Artifact, Dims, Job, ModelSpec, Plan, Runtime, Tensor, Trial, to_json
+from dyno.worker.spec import Artifact, Dims, Job, ModelSpec, Plan, Runtime, Tensor, Trial, from_json, to_json
 
 BATCH = 8
 # Seconds, by tag, boundary and clock.
@@ -39,7 +41,7 @@ def trial(folder: Path, medians: dict[tuple[str, str, str], float] | None = None
 def write(folder: Path, medians: dict[tuple[str, str, str], float], **changes: Any) -> None:
     """Write the run folder; see `trial`."""
     image = Tensor("input", "float32", changes.get("shape", SHAPE))
-    path, made_by = changes.get("engine", "/cache/net b8.engine"), changes.get("made_by", {})
+    path, made_by = changes.get("engine", "/cache/net b8.engine"), from_json(MadeBy, changes.get("made_by", {}))
     engine = Artifact(changes.get("format", "engine"), path, "e" * 64, 10, "fp16", (image,), (), 1.0, made_by=made_by)
     ran = Trial(
         ModelSpec("net", changes.get("source", "torchvision:resnet18")),
@@ -56,10 +58,14 @@ def write(folder: Path, medians: dict[tuple[str, str, str], float], **changes: A
     np.savez(there / "samples.npz", **arrays)
     measured = [Measurement(k[0], "s", "duration", None, "_".join(k), k[1], k[2]) for k in medians]
     rate = Measurement("throughput", "1/s", "rate", RATE, "", "throughput", "host")
-    facts = {"options": {"graph": changes.get("graph", True), "slots": 3}, "timed": {"model": [100.0, 103.0]}}
+    said = {"options": {"graph": changes.get("graph", True), "slots": 3}, "timed": {"model": [100.0, 103.0]}}
+    facts = from_json(Facts, said)
     system = {"versions": {"numpy": "2.3", "tensorrt": changes.get("version", "8.6.1")}}
     measurements = (*measured, rate) if medians else ()
-    write_record(there, Record("ok", "done", trial=ran.id, measurements=measurements, facts=facts, system=system))
+    write_record(
+        there,
+        Record("ok", "done", trial=ran.id, measurements=measurements, facts=facts, system=system),
+    )
     telemetry(there, changes.get("clock", 1980.0), changes.get("device", "NVIDIA Example"))
 
 

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 from synthetic_card import Card
 
+from dyno.worker.facts.files import MadeBy
+from dyno.worker.facts.job import Facts
 from dyno.worker.record import Measurement, Record, write_json, write_record
-from dyno.worker.spec import Artifact, DataSpec, Dims, Job, ModelSpec, Plan, Runtime, Tensor, Trial, to_json
+from dyno.worker.spec import Artifact, DataSpec, Dims, Job, ModelSpec, Plan, Runtime, Tensor, Trial, from_json, to_json
 
 CLASSES = 10
 NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "int8": "int8"}
@@ -127,7 +129,7 @@ def _write_round(folder: Path, way: Way, number: int, status: str, rng: np.rando
         facts["timed"] = _on_card(folder, way.card, number, arrays)
     np.savez(folder / "samples.npz", **arrays)
     np.savez(folder / "outputs.npz", **_outputs(way, rng, labels, scores))
-    done = replace(record, stage="done", measurements=_measurements(way, arrays), facts=facts)
+    done = replace(record, stage="done", measurements=_measurements(way, arrays), facts=from_json(Facts, facts))
     write_record(folder, replace(done, artifact=_artifact(way) if way.build else None))
 
 
@@ -192,6 +194,7 @@ def _artifact(way: Way) -> Artifact:
              {"maker": way.backend, "format": way.backend, "precision": way.precision, "seconds": way.build - 0.9,
               "bytes": 1_450_000}]  # fmt: skip
     image = Tensor("input", "float32", (way.batch, 3, way.size, way.size))
-    made = {"backend": way.backend, "options": {}, "versions": {}, "warnings": [], "steps": steps}
+    how = {"backend": way.backend, "options": {}, "versions": {}, "warnings": [], "steps": steps}
+    made = from_json(MadeBy, how)
     return Artifact("onnx", "model.onnx", "c" * 64, 1_450_000, way.precision, (image,),
                     (Tensor("output", "float32", (way.batch, CLASSES)),), way.build, "", made)  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -151,7 +152,7 @@ def test_a_card_throttled_all_the_time_keeps_its_number_and_says_so(tmp_path: Pa
 def test_without_windows_or_with_a_damaged_trace_nothing_is_dropped(tmp_path: Path) -> None:
     t = one(tmp_path, Card(reasons=HOT, held=(0.5, 0.75)))
     for r in t.rounds:
-        del r.raw["facts"]["timed"]
+        r.record = replace(r.record, facts=replace(r.record.facts, timed={}))
     assert len(t.samples("latency", "model")) == 600
     assert t.gpu is not None and t.gpu.memory == 2.5e9 and math.isnan(t.gpu.utilisation)
     for r in t.rounds:

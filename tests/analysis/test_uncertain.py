@@ -68,7 +68,7 @@ def test_no_wide_interval_is_printed(wild: Results, tmp_path: Path) -> None:
     texts = {format: printed.trials(run, format) for format in ("text", "markdown")}
     texts["verdict"] = "\n".join(verdict.sentences(run))
     texts |= {name: export([table], "markdown") for name, table in printed.every(run).items()}
-    texts["compare"] = export([compare.compare(wild, wild, compare.Rules())], "markdown")
+    texts["compare"] = export([compare.compare(wild, wild)], "markdown")
     for name, text in texts.items():
         assert not wide(text), (name, wide(text))
     assert all(formatting.UNBOUNDED in texts[name] for name in ("text", "markdown", "verdict", "compare"))

@@ -19,7 +19,7 @@ from dyno.analysis.tables import compare
 from dyno.analysis.verdict import evaluation_summary, verdict
 from dyno.api.result import Result
 from dyno.engine import execute
-from dyno.planning.plan import Planned
+from dyno.planning.planned import Planned
 from dyno.store import Run
 from dyno.worker.spec import DataSpec, Dims, ModelSpec, Trial, UserError
 
@@ -66,7 +66,7 @@ def test_text_names_everything(command: Callable[..., str], tmp_path: Path) -> N
                   "latency, all, ms", "p99"):  # fmt: skip
         assert words in out, (words, out)
     (trial,) = Result(tmp_path / "run").records
-    assert trial.facts["evaluation"]["images"] == 30
+    assert trial.facts.evaluation.images == 30
     assert (tmp_path / "run" / f"confusion-{trial.id}.csv").is_file()
     again = command("--out", tmp_path / "run", "--per-class", "--format", "markdown")
     rows = [" ".join(line.split()) for line in again.splitlines()]

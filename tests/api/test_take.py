@@ -157,7 +157,7 @@ def test_the_winner_is_taken_and_the_file_made_again_when_it_is_gone(
     assert f"best.xml ({size / 1e6:.2f} MB)" in out
     done = subprocess.run([sys.executable, "best.py"], capture_output=True, text=True, cwd=tmp_path, timeout=1200)
     assert done.returncode == 0 and "output float32 2x2" in done.stdout, done.stderr
-    made = Path(run.records.trial(run.take("openvino", tmp_path / "again").trial).artifact["path"])
+    made = Path(run.records.trial(run.take("openvino", tmp_path / "again").trial).artifact.path)
     shutil.rmtree(made.parent)
     code, out, err = call("take", run.folder, "openvino", "-o", "best")
     assert code == 0 and made.is_file(), err

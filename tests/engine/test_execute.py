@@ -20,7 +20,8 @@ from dyno import Study, UserError
 from dyno.analysis.records import timeline
 from dyno.engine.execute import Files, execute
 from dyno.jobs.progress import Progress
-from dyno.planning.plan import Planned, expand
+from dyno.planning.plan import expand
+from dyno.planning.planned import Planned
 from dyno.store import Cache, Run
 from dyno.worker import registry
 from dyno.worker.record import Record, read_record, write_record
@@ -344,7 +345,7 @@ def made_of(path: Path) -> tuple[str, int]:
     """Precision of a cached file and the number of steps that led to it."""
     record = read_record(path.parent)
     assert record is not None and record.artifact is not None
-    return record.artifact.precision, len(record.artifact.made_by["steps"])
+    return record.artifact.precision, len(record.artifact.made_by.steps)
 
 
 @pytest.mark.slow
@@ -372,9 +373,9 @@ def test_a_file_built_beside_somebody_else_s_work_carries_a_warning(
     for _ in ("made", "from the cache"):
         made = Files(Progress(quiet=True)).file(recipe)
         assert isinstance(made, Artifact)
-        assert made.made_by["warnings"] == [
-            "another process was on the GPU meanwhile: kernels were timed beside it and may not be the fastest"
-        ]
+        assert made.made_by.warnings == (
+            "another process was on the GPU meanwhile: kernels were timed beside it and may not be the fastest",
+        )
 
 
 @pytest.mark.slow

@@ -16,8 +16,8 @@ from dyno.engine import gpu_lock
 from dyno.engine.gpu_lock import launch_in_turn
 from dyno.jobs.progress import Progress
 from dyno.planning.plan import expand
-from dyno.store import cache_dir, lock
-from dyno.worker.record import Record
+from dyno.store import cache_dir
+from dyno.worker.record import Record, lock
 from dyno.worker.spec import Job, Runtime, Trial
 
 Trials = Callable[..., Trial]
@@ -88,5 +88,5 @@ def test_two_jobs_are_not_timed_at_once(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert [record.status for record in ended] == ["ok", "ok"], [record.reason for record in ended]
-    (_, first_end), (second_begin, _) = sorted(record.facts["timed"]["model"] for record in ended)
+    (_, first_end), (second_begin, _) = sorted(record.facts.timed["model"] for record in ended)
     assert first_end < second_begin

@@ -12,11 +12,12 @@ from dyno import Study
 from dyno.engine import peak
 from dyno.engine.execute import execute
 from dyno.jobs.progress import Progress
+from dyno.worker.facts.job import Facts, PeakOfType
 from dyno.worker.record import Record, write_record
 from dyno.worker.spec import Job
 
 Studies = Callable[..., Study]
-GOOD = Record("ok", "done", facts={"peak": {"fp32": {"flops_per_s": 1e11, "side": 512, "window": [0, 1]}}})
+GOOD = Record("ok", "done", facts=Facts(peak={"fp32": PeakOfType(1e11, 512)}))
 
 
 @pytest.fixture

@@ -35,14 +35,14 @@ def test_the_command_line_finds_the_layer_that_must_stay_higher(
     assert frame.loc[("int8", "", 1), "budget"] == "over"
     assert frame.loc[("int8", "keep=1", 1), "budget"] == "within"
     assert ("int8", "keep=1", 4) in frame.index, "what holds is measured at every batch"
-    made_by = next(t for t in results.load(tmp_path / "run") if t.options).artifact["made_by"]
-    assert made_by["kept"][0]["op"] == "Conv" and made_by["kept"][0]["sqnr_db"] < 10
-    assert made_by["ranked"] == 4
-    assert [step["maker"] for step in made_by["steps"]][-2:] == ["onnx_sensitivity", "onnx_precision"]
+    made_by = next(t for t in results.load(tmp_path / "run") if t.options).made_by
+    assert made_by.kept[0].op == "Conv" and made_by.kept[0].sqnr_db < 10
+    assert made_by.ranked == 4
+    assert [step.maker for step in made_by.steps][-2:] == ["onnx_sensitivity", "onnx_precision"]
     monkeypatch.setattr(verdict, "cpu_contention", lambda results: None)  # whatever else runs here
     loaded = results.load(tmp_path / "run")
     said = "\n".join(verdict.sentences(trial_table.read(loaded)))
-    assert f"with 1 of 4 layers in a higher precision ({made_by['kept'][0]['node']}) it is within" in said
+    assert f"with 1 of 4 layers in a higher precision ({made_by.kept[0].node}) it is within" in said
     assert "chosen on the test images themselves" in said
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("run/trials/*/*/record.json")}
     assert dyno(*words).returncode == 0

@@ -54,9 +54,9 @@ def told(record: Record) -> dict[str, Any]:
 
 def test_the_timing_cache_spares_the_second_build_its_timing(make: Any, tmp_path: Path) -> None:
     first, second, off = told(make()), told(make(build=1)), told(make(build=2, timing_cache=False))
-    assert [one["timing_cache"]["used"] for one in (first, second, off)] == [False, True, False]
-    assert second["timing_cache"]["timed"] < first["timing_cache"]["timed"]
-    assert second["build_s"] < first["build_s"] and second["build_s"] < off["build_s"]
+    assert [one.timing_cache.used for one in (first, second, off)] == [False, True, False]
+    assert second.timing_cache.timed < first.timing_cache.timed
+    assert second.build_s < first.build_s and second.build_s < off.build_s
     assert [path.suffix for path in (tmp_path / "timing").glob("*.timing")] == [".timing"]
 
 
@@ -64,35 +64,35 @@ def test_a_damaged_timing_cache_is_left_unused(make: Any, tmp_path: Path) -> Non
     told(make())
     (path,) = (tmp_path / "timing").glob("*.timing")
     path.write_bytes(b"no timing cache")
-    assert not told(make(build=1))["timing_cache"]["used"]
-    assert told(make(build=2))["timing_cache"]["used"], "and written anew"
+    assert not told(make(build=1)).timing_cache.used
+    assert told(make(build=2)).timing_cache.used, "and written anew"
 
 
 def test_the_layers_are_listed(make: Any) -> None:
     record = make()
     listed = json.loads((Path(record.artifact.path).parent / "layers.json").read_text())
     found = told(record)
-    assert found["layers"] == len(listed) > 3
-    assert set(found["layers_by_type"]) == {"float32"} and found["layers_by_type"]["float32"] >= 3
-    assert found["precision_truth"]["ok"] and found["gpu"]["capability"]
-    assert found["engine_parameters"] > 3 * 32 * 9
+    assert found.layers == len(listed) > 3
+    assert set(found.layers_by_type) == {"float32"} and found.layers_by_type["float32"] >= 3
+    assert found.precision_truth.ok and found.gpu.capability
+    assert found.engine_parameters > 3 * 32 * 9
 
 
 def test_flags_give_what_they_say(make: Any) -> None:
     found = told(make(precision="fp16", route="flags", allow_mixed=True))
-    assert found["flags"] == ["FP16"]
-    assert found["typed"] == "weakly" and found["layers_by_type"].get("float16", 0) >= 2
+    assert found.flags == ("FP16",)
+    assert found.typed == "weakly" and found.layers_by_type.get("float16", 0) >= 2
 
 
 def test_what_the_version_lacks_is_skipped(make: Any) -> None:
-    old = told(make())["versions"]["tensorrt"].startswith("8.")
+    old = told(make()).versions["tensorrt"].startswith("8.")
     record = make(weight_streaming=True)
     assert record.status == ("skipped" if old else "ok")
     assert (" has no weight_streaming" in record.reason) == old
 
 
 def test_a_graph_in_another_type_is_no_engine_in_this_one(make: Any) -> None:
-    old = told(make())["versions"]["tensorrt"].startswith("8.")
+    old = told(make()).versions["tensorrt"].startswith("8.")
     record = make(precision="bf16")
     assert record.status == ("skipped" if old else "failed")
     assert ("has no builder flag for bf16" if old else "ran 0 of 4 compute layers in bfloat16") in record.reason

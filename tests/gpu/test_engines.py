@@ -39,7 +39,9 @@ def net():
 
 def rows(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
     assert done.stdout.strip(), done.stderr
-    return json.loads(done.stdout)
+    shown = json.loads(done.stdout)
+    rows: list[dict[str, Any]] = shown["rows"] if isinstance(shown, dict) else shown
+    return rows
 
 
 def line(done: subprocess.CompletedProcess[str]) -> str:
@@ -70,12 +72,10 @@ def test_every_precision_is_what_it_says(study: Any, tmp_path: Path) -> None:
     result = study(*ways, batches=(2,)).run(tmp_path / "run", quiet=True)
     frame = result.to_pandas()
     assert set(frame["status"]) == {"ok"}, frame[["backend", "precision", "status", "reason"]].to_string()
-    truths = {
-        (t.backend, t.precision): t.facts["precision_truth"] for t in result.records if "precision_truth" in t.facts
-    }
-    assert all(truth["ok"] for truth in truths.values()), truths
-    assert truths["tensorrt", "fp16"]["share"].get("float16", 0) >= 0.5
-    shares = [t.facts["time_by_operator"] for t in result.records if t.backend == "tensorrt"]
+    truths = {(t.backend, t.precision): t.facts.precision_truth for t in result.records if t.facts.precision_truth}
+    assert all(truth.ok for truth in truths.values()), truths
+    assert truths["tensorrt", "fp16"].share.get("float16", 0) >= 0.5
+    shares = [t.facts.time_by_operator for t in result.records if t.backend == "tensorrt"]
     assert all(sum(share.values()) == pytest.approx(1, abs=0.01) for share in shares), shares
     assert not any("unknown" in share for share in shares), "the profiler's names are the inspector's"
     outputs = {(t.backend, t.precision): next(iter(t.outputs().values())) for t in result.records}
@@ -100,7 +100,7 @@ def test_int8_by_graph_and_by_calibrator(study: Any, net: str, tmp_path: Path) -
     result = study(*ways, **gray).run(tmp_path / "run", quiet=True)
     frame = result.to_pandas()
     assert set(frame["status"]) == {"ok"}, frame[["backend", "status", "reason"]].to_string()
-    int8 = [t.facts["precision_truth"]["share"].get("int8", 0) for t in result.records if t.precision == "int8"]
+    int8 = [t.facts.precision_truth.share.get("int8", 0) for t in result.records if t.precision == "int8"]
     assert len(int8) == 3 and min(int8) >= 0.5, int8
 
 
@@ -237,4 +237,4 @@ def test_onnx_runtime_on_the_gpu(net: str, ortgpu_python: str, tmp_path: Path) -
     assert abs(outputs["onnxruntime", "fp32"] - want).max() < 1e-4 * abs(want).max()
     for trial in result.records:
         if trial.backend == "onnxruntime":
-            assert set(trial.facts["nodes_by_provider"]) == {"CUDAExecutionProvider"}, trial.facts
+            assert set(trial.facts.nodes_by_provider) == {"CUDAExecutionProvider"}, trial.facts

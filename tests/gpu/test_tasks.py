@@ -42,4 +42,4 @@ def test_the_layer_that_must_stay_higher_is_found_on_engines(trt: Any, hostile: 
     assert frame.loc[("int8", ""), "budget"] == "over"
     kept = next(t for t in found if t.options.get("keep"))
     assert frame.loc[("int8", f"keep={kept.options['keep']}"), "budget"] == "within"
-    assert kept.artifact["made_by"]["kept"][0]["op"] == "Conv"
+    assert kept.made_by.kept[0].op == "Conv"

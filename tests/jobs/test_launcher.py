@@ -20,7 +20,7 @@ import pytest
 from dyno.jobs.launcher import SILENCE, environment, launch, read_stage
 from dyno.jobs.telemetry import Telemetry
 from dyno.worker.record import Record, read_record, write_json
-from dyno.worker.spec import Job, Runtime, Trial, UserError, to_json
+from dyno.worker.spec import SCHEMA, Job, Runtime, Trial, UserError, to_json
 
 Trials = Callable[..., Trial]
 SIGKILLED = "killed by SIGKILL"
@@ -86,7 +86,7 @@ def test_a_good_job_leaves_everything_in_its_folder(fake_trial: Trials, tmp_path
     }  # fmt: skip
     assert record.value("load") is not None and record.value("first_call") is not None
     assert (record.value("peak_memory") or 0) > 5e6
-    assert (len(record.facts["affinity"]), record.facts["threads"]) == (1, 1)
+    assert (len(record.facts.affinity), record.facts.threads) == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_what_was_measured_before_a_crash_is_kept(fake_trial: Trials, tmp_path: 
     with np.load(tmp_path / "samples.npz") as samples:
         assert len(samples["latency_model"]) >= 3
         assert (samples["latency_model"] >= 0.1e-3).all()
-    assert record.system["python"] and record.facts["inputs_sha256"]
+    assert record.system["python"] and record.facts.inputs_sha256
 
 
 def test_nan_is_told_beside_the_numbers(fake_trial: Trials, tmp_path: Path) -> None:
@@ -277,7 +277,8 @@ def test_reasons_are_one_line(fake_trial: Trials, tmp_path: Path) -> None:
 def test_another_schema_is_not_read(fake_trial: Trials, tmp_path: Path) -> None:
     trial = fake_trial()
     record = launch(replace(Job("run", trial.runtime, trial), schema=99), tmp_path, 1200.0)
-    assert (record.status, record.reason.endswith("job.json has schema 99, this worker reads 1")) == ("crashed", True)
+    wanted = f"job.json has schema 99, this worker reads {SCHEMA}"
+    assert (record.status, record.reason.endswith(wanted)) == ("crashed", True)
 
 
 def test_a_record_that_an_earlier_job_left_is_not_taken_for_this_one_s(fake_trial: Any, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from dyno.planning.model_info import batches, model_spec
 from dyno.planning.plan import expand
 from dyno.worker import registry
 from dyno.worker.backends.fake import Fake
+from dyno.worker.inspection import Inspection
 from dyno.worker.spec import Dims, ModelSpec, Recipe, Runtime, Trial, digest
 
 Studies = Callable[..., Study]
@@ -207,7 +208,7 @@ def test_a_folder_is_no_model(tmp_path: Path) -> None:
 
 
 def test_an_engine_s_batches_are_known_before_anything_runs(fake_study: Studies) -> None:
-    found = {"batch": 0, "batches": [1, 4, 8]}
+    found = Inspection(batches=(1, 4, 8))
     assert batches(fake_study(), found) == (4,), "what it was tuned for"
     assert batches(fake_study(batches=(1, 8)), found) == (1, 8)
     with pytest.raises(UserError, match="batch 16 is outside the engine's profile, 1 to 8"):

@@ -19,6 +19,10 @@ from dyno.worker import main, registry
 from dyno.worker.backend import Backend, Maker
 from dyno.worker.backends import fake
 from dyno.worker.backends.fake import Fake, FakeSession
+from dyno.worker.facts.engine import EngineFacts, Probe
+from dyno.worker.facts.files import MadeBy
+from dyno.worker.facts.job import Answered
+from dyno.worker.facts.precision import PrecisionTruth
 from dyno.worker.jobs.turns import Alone
 from dyno.worker.journal import Journal
 from dyno.worker.main import perform
@@ -80,9 +84,9 @@ def test_what_the_engine_says_becomes_facts_and_measurements(
     fake_trial: Trials, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Built(FakeSession):
-        def facts(self) -> dict[str, Any]:
-            lie = {"ok": False, "sentence": "asked for fp32: it ran 0 of 1 compute layers in float32"}
-            return {"layers": 21, "build_s": 2.5, "precision_truth": lie, "notes": ["slow"]}
+        def facts(self) -> EngineFacts:
+            lie = PrecisionTruth(ok=False, sentence="asked for fp32: it ran 0 of 1 compute layers in float32")
+            return EngineFacts(layers=21, build_s=2.5, precision_truth=lie, notes=("slow",), other={"mine": [1]})
 
     class Says(Fake):
         name = "says"
@@ -91,14 +95,15 @@ def test_what_the_engine_says_becomes_facts_and_measurements(
             return Built(trial)
 
     use(monkeypatch, "says", Says())
-    made_by = {"backend": "x", "weights_sha256": "ab", "parameters": 77}
+    made_by = MadeBy(backend="x", weights_sha256="ab", parameters=77)
     artifact = Artifact("onnx", "/x", "cd", 1234, "fp32", TENSORS, TENSORS, 1.0, made_by=made_by)
     trial = fake_trial("says")
     record = done(Job("run", trial.runtime, trial, artifact=artifact), tmp_path)
     values = {m.tag: m.value for m in record.measurements if m.value is not None}
     assert values.items() >= {"layers": 21.0, "build": 2.5, "parameters": 77.0, "file_size": 1234.0}.items()
-    assert record.facts["weights_sha256"] == "ab"
-    assert record.facts["data"] == {"name": "random", "split": "test", "count": 5}
+    assert record.facts.weights_sha256 == "ab"
+    assert record.facts.data == Answered("random", "test", 5)
+    assert record.facts.other == {"mine": [1]}, "what a plug-in says besides is kept"
     assert "asked for fp32: it ran 0 of 1 compute layers in float32" in record.warnings
 
 
@@ -109,7 +114,7 @@ def test_a_made_file_remembers_the_whole_chain(tmp_path: Path, monkeypatch: pyte
         def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
             path = folder / "made.bin"
             path.write_bytes(b"12345" * (2 if parent else 1))
-            made_by = {"backend": "writer", "weights_sha256": "ab"} if parent is None else {"backend": "writer"}
+            made_by = MadeBy(backend="writer", weights_sha256="" if parent else "ab")
             size = path.stat().st_size
             return Artifact("bin", str(path), "ab", size, recipe.precision, TENSORS, TENSORS, 0.0, made_by=made_by)
 
@@ -123,16 +128,16 @@ def test_a_made_file_remembers_the_whole_chain(tmp_path: Path, monkeypatch: pyte
     record = done(Job("make", recipe=second, artifact=parent), tmp_path)
     made = record.artifact
     assert made is not None and made.seconds > 0
-    assert [(s["maker"], s["precision"], s["bytes"]) for s in made.made_by["steps"]] == [
+    assert [(s.maker, s.precision, s.bytes) for s in made.made_by.steps] == [
         ("writer", "fp32", 5), ("writer", "int8", 10),
     ]  # fmt: skip
-    assert made.made_by["weights_sha256"] == "ab", "what is known of the model goes down the chain"
+    assert made.made_by.weights_sha256 == "ab", "what is known of the model goes down the chain"
     assert record.stage == "done" and (tmp_path / "stage").read_text() == "make bin int8"
 
 
 def test_a_probe_says_what_the_backend_says(tmp_path: Path) -> None:
     record = done(Job("probe", backend="fake"), tmp_path)
-    assert (record.status, record.facts["version"], record.facts["devices"]) == ("ok", "1", ["cpu"])
+    assert (record.status, record.facts.probe) == ("ok", Probe(version="1", devices=("cpu",), detail="scripted"))
 
 
 @pytest.mark.parametrize(
@@ -191,7 +196,7 @@ def test_an_unsteady_model_is_said_to_be(fake_trial: Trials, tmp_path: Path, mon
 def test_cpu_contention_is_a_warning(fake_trial: Trials, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(main.system.CpuContention, "busy", lambda _: 1.5)
     record = done(Job("run", trial=fake_trial()), tmp_path)
-    assert record.facts["others_busy"] == {"model": 1.5, "all": 1.5}
+    assert record.facts.others_busy == {"model": 1.5, "all": 1.5}
     assert record.warnings[-1] == f"all: other programs kept 1.5 of {os.cpu_count()} processors busy meanwhile"
 
 

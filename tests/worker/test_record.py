@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from dyno.worker import record as module
+from dyno.worker.facts.job import Facts
 from dyno.worker.record import Measurement, Record, read_record, save_arrays, write_json, write_record
 from dyno.worker.spec import Artifact, Tensor, UserError
 
@@ -24,7 +25,7 @@ RECORD = Record(
         Measurement("throughput", "1/s", "rate", 812.0, "throughput", "throughput", "host", "seconds"),
     ),
     warnings=("hot",),
-    facts={"layers_by_type": {"float32": 21}},
+    facts=Facts(layers_by_type={"float32": 21}),
     artifact=Artifact("onnx", "m.onnx", "ab", 5, "fp32", (Tensor("input", "float32", ("n", 3)),), (), 0.5),
 )
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dyno.worker.facts.files import MadeBy, Step
 from dyno.worker.spec import (
     Artifact,
     DataSpec,
@@ -35,7 +36,16 @@ PARENT = Recipe("onnx_export", "onnx", "fp32", MODEL, DIMS)
 RECIPE = Recipe("onnx_precision", "onnx", "int8", MODEL, DIMS, {"samples": 64}, DataSpec("d", "/d", "cd"), PARENT)
 TRIAL = Trial(MODEL, "onnxruntime", "int8", DIMS, {"spinning": False}, RECIPE, DataSpec("d", "/d", "cd", count=9))
 ARTIFACT = Artifact(
-    "onnx", "/x.onnx", "ef", 123, "fp32", (Tensor("input", "float32", ("batch", 3, 8, 8)),), (), 1.5, "aa", {"k": [1]}
+    "onnx",
+    "/x.onnx",
+    "ef",
+    123,
+    "fp32",
+    (Tensor("input", "float32", ("batch", 3, 8, 8)),),
+    (),
+    1.5,
+    "aa",
+    MadeBy(other={"k": [1]}, steps=(Step("m"),)),
 )
 JOB = Job("run", Runtime("old", "/p", {"A": "1"}), TRIAL, 2, RECIPE, ARTIFACT, "x", {"n": [1, {"m": None}]})
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from dyno.worker.inspection import Purpose
 from dyno.worker.spec import ModelSpec, Preprocess, UserError
 from dyno.worker.tasks.task import Arrays, Collector, Evaluated, Shape, Task
 
@@ -36,11 +37,11 @@ class Grade(Task):
         """Pixels in 0..1."""
         return Preprocess((0.0,) * channels, (1.0,) * channels, resize=1.0)
 
-    def layout(self, model: ModelSpec, said: Mapping[str, Any], outputs: Sequence[Shape]) -> dict[str, Any]:
+    def layout(self, model: ModelSpec, said: Purpose, outputs: Sequence[Shape]) -> Purpose:
         """Nothing to be said, but the outputs must be right."""
         if len(outputs) != 1 or list(outputs[0][1:]) != [1]:
             raise UserError(f"{model.name} gives {list(map(list, outputs))}; a network for grade gives batch x 1")
-        return {}
+        return Purpose()
 
     def collector(self, fed: Evaluated) -> Collector:
         """The same with random inputs."""

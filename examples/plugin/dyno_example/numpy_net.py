@@ -17,11 +17,13 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.backend import Arrays, Backend, FileContents, FileFormat, Maker, Session
+from dyno.worker.facts.engine import EngineFacts, Probe
+from dyno.worker.facts.files import MadeBy
+from dyno.worker.facts.precision import precision_truth
 from dyno.worker.inputs.shapes import fitted, static_shapes
 from dyno.worker.option_values import one_of
 from dyno.worker.record import save_arrays
 from dyno.worker.spec import Artifact, Dims, Recipe, Runtime, Tensor, Trial, UserError
-from dyno.worker.truth import precision_truth
 
 TYPES = {"fp32": np.float32, "fp16": np.float16}
 COMPUTE = ("conv", "linear")
@@ -58,10 +60,10 @@ class NumpyNet(Backend):
         # `Runtime()`: the file is made in Dyno's own Python, which has the model, whichever the trial runs in.
         return Recipe(NumpyNetMaker.name, NpnetFormat.name, "fp32", trial.model, dims, runtime=Runtime())
 
-    def probe(self) -> dict[str, Any]:
+    def probe(self) -> Probe:
         """Multiply two matrices."""
         product = np.ones((2, 3), np.float32) @ np.ones((3, 2), np.float32)
-        return {"version": np.__version__, "devices": ["cpu"] if (product == 3).all() else [], "detail": "matmul"}
+        return Probe(version=np.__version__, devices=("cpu",) if (product == 3).all() else (), detail="matmul")
 
     def load(self, trial: Trial, artifact: Artifact | None) -> Session:
         """The weights in memory in the trial's type, ready to multiply."""
@@ -91,14 +93,12 @@ class NumpyNetMaker(Maker):
             inputs=inputs,
             outputs=outputs,
             seconds=time.perf_counter() - started,
-            made_by={
-                "backend": self.name,
-                "options": {},
-                "versions": {"numpy": np.__version__},
-                "parameters": sum(value.size for value in weights.values()),
-                "weights_sha256": about["weights_sha256"],  # trials of the same weights are compared
-                "warnings": [],
-            },
+            made_by=MadeBy(
+                backend=self.name,
+                versions={"numpy": np.__version__},
+                parameters=sum(value.size for value in weights.values()),
+                weights_sha256=about["weights_sha256"],  # trials of the same weights are compared
+            ),
         )
 
 
@@ -137,21 +137,21 @@ class NumpySession(Session):
         """The scores as float32."""
         return {"output": self._y.astype(np.float32, copy=False)}
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> EngineFacts:
         """Layers by the type of the arrays that came out of them, which is the type NumPy multiplied in."""
         x, kinds = self._x, Counter[str]()
         for step in self._steps:
             x = _apply(step, self._weights, x)
             if step["op"] in COMPUTE:
                 kinds[str(x.dtype)] += 1
-        return {
-            "layers": len(self._steps),
-            "layers_by_type": dict(kinds),
-            "precision_truth": precision_truth(self._trial.precision, kinds, "NumPy"),
-            "threads": self._trial.runtime.threads,
-            "options": {"order": self._order},
-            "notes": [SLOW] if kinds["float16"] else [],
-        }
+        return EngineFacts(
+            layers=len(self._steps),
+            layers_by_type=dict(kinds),
+            precision_truth=precision_truth(self._trial.precision, kinds, "NumPy"),
+            threads=self._trial.runtime.threads,
+            options={"order": self._order},
+            notes=(SLOW,) if kinds["float16"] else (),
+        )
 
 
 def _written(recipe: Recipe, path: Path) -> Path:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dyno.analysis.presentation.export import export
-from dyno.analysis.tables import build_variance
+from dyno.analysis.tables import variance_tables
 from dyno.api.runnable import run
 from dyno.store import copy
 from dyno.study import Study
@@ -23,19 +23,19 @@ def compare(study: Study, engine: Backend, options: Mapping[str, Option], batch:
     Prints a row per build (layers, parameters, size, build seconds, latency) and whether builds differ beyond noise.
     The records stay beside `out`, in a folder with the suffix .builds.
     """
-    if build_variance.BUILD not in engine.options:
+    if variance_tables.BUILD not in engine.options:
         raise UserError(
             f"{engine.name} makes the same file every time; --repeat is for engines that are tuned by timing"
         )
     fresh = {**options, "timing_cache": False}
     suffix = "".join(f"@{key}={value}" for key, value in fresh.items())
-    builds = tuple(f"{engine.name}{suffix}@{build_variance.BUILD}={k}" for k in range(1, repeat + 1))
+    builds = tuple(f"{engine.name}{suffix}@{variance_tables.BUILD}={k}" for k in range(1, repeat + 1))
     whole = replace(study, backends=builds, batches=(batch,), rounds=max(ROUNDS, study.rounds), boundaries=("model",))
     data = run(whole, out.with_suffix(".builds")).data
-    print(export([build_variance.BUILDS.table(data)]), end="")
-    best = build_variance.fastest(data.records)
-    if best is None:
+    print(export([variance_tables.BUILDS.table(data)]), end="")
+    best = variance_tables.fastest(data.records)
+    if best is None or best.artifact is None:
         raise UserError(f"no build could be timed; `dyno show {out.with_suffix('.builds')}` has the reasons")
-    copy(Path(best.artifact["path"]), out)
+    copy(Path(best.artifact.path), out)
     print(f"{out}  the fastest, {best.backend}")
     return 0

@@ -53,7 +53,7 @@ def _trials(records: Path | TrialResult | Sequence[TrialResult]) -> list[TrialRe
 
 def is_engine(trial: TrialResult) -> bool:
     """Whether the trial ran a TensorRT engine's file, which trtexec runs too."""
-    return bool(trial.good) and trial.artifact.get("format") == "engine"
+    return bool(trial.good) and trial.artifact is not None and trial.artifact.format == "engine"
 
 
 def boundaries(trial: TrialResult) -> list[str]:

@@ -28,8 +28,9 @@ class Result:
     def records(self) -> Results:
         """Trials, rounds, raw samples and outputs."""
         from dyno.analysis.records.results import load
+        from dyno.engine import self_test
 
-        return load(self.folder)
+        return self_test.attach(load(self.folder))
 
     @cached_property
     def data(self) -> RunData:
@@ -92,16 +93,3 @@ class Result:
 def load(folder: str | Path) -> Result:
     """The result of an earlier study; a folder that isn't one is a `UserError` as soon as it is read."""
     return Result(folder)
-
-
-def compare(a: Result | str | Path, b: Result | str | Path, **rules: Any) -> Table:
-    """Each trial that both runs have, B against A, one row per trial: ratio of latencies, accuracy, agreement, verdict.
-
-    `rules` are fields of `dyno.analysis.tables.compare.Rules`: fail_on, tolerance, least, rtol, atol. The table has
-    `rows` (and `to_pandas()`), whose `failed` names the conditions that a row breaks, and `notes` on what else may
-    explain a difference. UserError when the runs share no trial or can't be compared.
-    """
-    from dyno.analysis.tables import compare as module
-
-    before, after = (one if isinstance(one, Result) else Result(one) for one in (a, b))
-    return module.compare(before.records, after.records, module.Rules(**rules))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,19 +60,19 @@ def take(run: RunData, which: str = "", out: Path | None = None) -> Taken:
         "script": script.name,
         "story": _story(chosen, results),
         "outputs": list(chosen.outputs()) or [t.name for t in (artifact.outputs if artifact else ())],
-        "options": chosen.facts.get("options", {}),
-        "weights_sha256": chosen.facts.get("weights_sha256", ""),
+        "options": chosen.facts.options,
+        "weights_sha256": chosen.facts.weights_sha256,
     }
     with tempfile.TemporaryDirectory() as scratch:
         record = launch(Job("take", trial.runtime, trial, artifact=artifact, options=about), Path(scratch), TIMEOUT_S)
         if record.status != "ok":
             raise UserError(f"{chosen.label} can't be taken: {record.reason}")
-        _put(Path(scratch), record.facts["files"], artifact, file, script)
+        _put(Path(scratch), record.facts.files, artifact, file, script)
     size = artifact.bytes if artifact else file.stat().st_size
     return Taken(chosen.id, chosen.label, file, script, size, (*notes, *_doubts(results, which)))
 
 
-def _put(written: Path, names: list[str], artifact: Artifact | None, file: Path, script: Path) -> None:
+def _put(written: Path, names: Sequence[str], artifact: Artifact | None, file: Path, script: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     if artifact is not None:
         copy(Path(artifact.path), file)
@@ -149,8 +149,8 @@ def _named(results: Results, which: str) -> TrialResult:
 def _file(measured: TrialResult, trial: Trial) -> tuple[Artifact | None, list[str]]:
     """The file that was measured; where it is missing or changed, it is built again. None for a module."""
     stored = measured.artifact
-    if stored and Path(stored["path"]).is_file() and sha256_of(Path(stored["path"])) == stored["sha256"]:
-        return from_json(Artifact, stored), []
+    if stored and Path(stored.path).is_file() and sha256_of(Path(stored.path)) == stored.sha256:
+        return stored, []
     if trial.recipe is None:
         if not trial.model.file:
             return None, []
@@ -160,7 +160,7 @@ def _file(measured: TrialResult, trial: Trial) -> tuple[Artifact | None, list[st
         raise UserError(
             f"the file of {measured.label} is missing from the cache and can't be built again: {artifact.reason}"
         )
-    same = artifact.sha256 == stored.get("sha256")
+    same = stored is not None and artifact.sha256 == stored.sha256
     return artifact, [] if same else ["the file was built again and differs from the one that was measured"]
 
 
@@ -195,7 +195,7 @@ def _check_free(file: Path, script: Path, artifact: Artifact | None) -> None:
 
 def _story(trial: TrialResult, results: Results) -> str:
     """The script's first line: what it is and how fast it was."""
-    versions = (trial.good[0].raw.get("system") or {}).get("versions", {})
+    versions = trial.good[0].record.system.get("versions", {})
     library = next((f" ({name} {v})" for name, v in versions.items() if name != "numpy"), "")
     medians = trial.medians("model")
     median = f": {show(sorted(medians)[len(medians) // 2], 'duration')}" if medians else ""

@@ -11,8 +11,9 @@ import typer.core
 
 from dyno import __version__
 from dyno.cli import data_commands, exits, hints, options, run_folders, take, train
-from dyno.planning.defaults import EVALUATION, ONE_ROUND
-from dyno.study_options import Compared, DataOptions, Measurement, ModelOptions, RuntimeOptions
+from dyno.cli.comparison import bisection, compare
+from dyno.planning.defaults import EVALUATION, ONE_ROUND, SELF_TEST_MINUTES
+from dyno.study_options import MODEL_HELP, Compared, DataOptions, Measurement, ModelOptions, RuntimeOptions
 from dyno.worker.spec import UserError
 
 # Groups in which `dyno --help` lists commands.
@@ -43,7 +44,8 @@ ONE = (Compared, ModelOptions, DataOptions, RuntimeOptions)
 FIXED = "what a file is fixed at"
 BY_FILE = {**ONE_ROUND, "backends": "the one for this kind of file", "device": "cpu, cuda:0 for TensorRT's engines"}
 # Options that a command doesn't have.
-NOT_FOR_ONE = "routes reference search confirm peak turns block"  # what only a study of several configurations needs
+# What only a study of several configurations needs.
+NOT_FOR_ONE = "routes reference search confirm peak turns block equivalent until minutes"
 NOT_FOR_FILES = "backends precisions batches routes reference compared budget search"
 
 
@@ -103,7 +105,7 @@ def run(
 
 
 @command(READ)
-@options.takes(Compared, DataOptions, only="reference budget")
+@options.takes(Compared, DataOptions, Measurement, only="reference budget equivalent")
 def show(
     given: options.Given,
     run: Annotated[Path | None, typer.Argument(help="A run folder.", metavar="RUN")] = None,
@@ -120,26 +122,7 @@ def show(
     elif run is None:
         raise UserError("give the run folder to show, such as runs/demo")
     else:
-        commands.show(run, format, by, given.get("reference", ""), given.get("budget", {}), table)
-
-
-@command(READ)
-def compare(
-    run_a: Annotated[Path, typer.Argument(help="The run to compare with.", metavar="RUN_A")],
-    run_b: Annotated[Path, typer.Argument(help="The run to judge.", metavar="RUN_B")],
-    fail_on: Annotated[
-        str,
-        typer.Option(help="Exit 1 on any of: slower, less-accurate, disagree (needs --least), status, wrong-outputs."),
-    ] = "slower,less-accurate,status,wrong-outputs",
-    tolerance: Annotated[float, typer.Option(help="Relative slow-down that is still fine.")] = 0.02,
-    least: options.Least = 0.0,
-    rtol: options.Rtol = 1e-3,
-    format: options.Format = "text",
-) -> None:
-    """Judge each trial that two runs share: speed, accuracy, outputs, status; exit 1 when B got worse."""
-    from dyno.cli import commands
-
-    raise typer.Exit(commands.compare(run_a, run_b, format, fail_on, tolerance, least, rtol))
+        commands.show(run, format, by, table, given)
 
 
 @command(READ)
@@ -272,11 +255,35 @@ def eval(
     raise typer.Exit(commands.evaluate(given, models, out, format, per_class))
 
 
+command(MEASURE)(compare.compare)
+command(MEASURE)(bisection.bisect)
 command(MAKE)(train.train)
 command(MAKE)(take.take)
 command(READ, "list")(run_folders.list_runs)
 command(READ, "rm")(run_folders.remove)
 command(READ, "open")(run_folders.open_report)
+
+
+@command(MACHINE)
+@options.takes(Compared, ModelOptions, RuntimeOptions, leave="backends routes reference")
+def calibrate(
+    given: options.Given,
+    model: Annotated[
+        str, typer.Argument(help=f"{MODEL_HELP} (default: a small network of Dyno's).", metavar="[MODEL]")
+    ] = "",
+    minutes: Annotated[
+        float, typer.Option(help="Minutes to measure for; more of them make the figures surer.")
+    ] = SELF_TEST_MINUTES,
+    rounds: Annotated[int, typer.Option(help="Rounds at most; 3 are the least.", show_default="as many as fit")] = 0,
+    backend: Annotated[
+        str, typer.Option(help="Backend, with options as NAME@option=value.", show_default="one that is installed")
+    ] = "",
+    format: options.Format = "text",
+) -> None:
+    """Test the instrument on this machine: false alarms, the smallest difference it can see, and a grade."""
+    from dyno.cli import commands
+
+    commands.calibrate(given, model, minutes, rounds, backend, format)
 
 
 @command(MACHINE)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from dyno.api import runnable
+from dyno.cli.exits import INTERRUPTED
 from dyno.cli.options import Given
 from dyno.engine.run_names import RUNS, place
 from dyno.planning.checks import check_format, check_several, missing_gpu
@@ -20,6 +20,9 @@ from dyno.planning.defaults import EVALUATION, each_of, new_folder, study_of
 from dyno.study import Study, model_name
 from dyno.worker.extras import distribution, install
 from dyno.worker.spec import UserError, plain
+
+if TYPE_CHECKING:
+    from dyno.analysis.records.run_data import RunData
 
 UNFINISHED = 3  # exit code where some of what was asked for could not be measured
 
@@ -91,12 +94,13 @@ def finish(folder: Path) -> int:
     from dyno.analysis.verdict import verdict
     from dyno.api import take as module
 
-    run = trial_table.read(folder)
+    run = _read(folder)
     try:  # before anything is printed: whoever reads it may be gone
         last = f"report: {page.write([run], folder)}"
     except ImportError as e:
         page.write_tables([run], [tables.named(run, "all")], folder)
         last = f"no report: {distribution(str(e.name))} is not installed; {install(str(e.name))}"
+    _say_visible(run)
     print(export([TRIALS.table(run)]))
     for sentence in verdict.sentences(run):
         print(wrapped(sentence))
@@ -106,7 +110,27 @@ def finish(folder: Path) -> int:
     return trial_table.exit_code(run.frame)
 
 
-def show(run: Path, format: str, by: str, reference: str, budget: dict[str, float], table: str) -> None:
+def _read(folder: Path, given: Given | None = None) -> RunData:
+    """The run with its table, and with this machine's self-test where it has none of its own."""
+    from dyno.analysis.records.results import load
+    from dyno.analysis.tables import trial_table
+    from dyno.engine import self_test
+
+    asked = given or Given()
+    results = self_test.attach(load(folder))
+    return trial_table.read(results, asked.get("reference"), asked.get("budget"), asked.get("equivalent"))
+
+
+def _say_visible(run: RunData) -> None:
+    """Which differences the run can see, where the machine has tested that."""
+    from dyno.analysis.formatting import wrapped
+    from dyno.analysis.self_test import words
+
+    if said := words.of_run(run.records):
+        print(wrapped(said) + "\n")
+
+
+def show(run: Path, format: str, by: str, table: str, given: Given) -> None:
     """Print a table of a stored run, or `all` of them; the trials' with the verdict."""
     from dyno.analysis import tables
     from dyno.analysis.formatting import bullet, wrapped
@@ -115,9 +139,11 @@ def show(run: Path, format: str, by: str, reference: str, budget: dict[str, floa
     from dyno.analysis.verdict import verdict
     from dyno.analysis.verdict.about import about
 
-    data = trial_table.read(run, reference or None, budget or None)
+    data = _read(run, given)
     found = tables.named(data, table or trial_table.TRIALS.name)
     text = export(found, format, by, about(data) if format == "json" else None)
+    if format in ("text", "markdown") and not (table or by):
+        _say_visible(data)
     print(text or tables.nothing(table), end="" if text else "\n")
     if format in ("text", "markdown") and not (table or by):
         shown = wrapped if format == "text" else bullet
@@ -134,33 +160,13 @@ def list_tables(format: str) -> None:
     print(export([tables.listed()], format), end="")
 
 
-def compare(run_a: Path, run_b: Path, format: str, fail_on: str, tolerance: float, least: float, rtol: float) -> int:
-    """Hold a stored run against another; exit code 1 when a condition failed, 2 when a trial can't be compared."""
-    from dyno.analysis.formatting import bullet
-    from dyno.analysis.presentation.export import export
-    from dyno.analysis.records import results
-    from dyno.analysis.tables import compare as module
-
-    conditions = tuple(name.strip() for name in fail_on.split(",") if name.strip())
-    rules = module.Rules(conditions, tolerance, least, rtol)
-    table = module.compare(results.load(run_a), results.load(run_b), rules)
-    shown = replace(table, notes=()) if format in ("text", "markdown") else table
-    print(export([shown], format), end="")
-    if format in ("text", "markdown"):
-        print("\n" + "\n".join(map(plain if format == "text" else bullet, module.sentences(table))))
-    for note in table.notes:
-        Console(stderr=True).print(f"dyno: {escape(plain(note))}", style="yellow", soft_wrap=True)
-    return module.exit_code(table)
-
-
 def report(runs: Sequence[Path], out: Path) -> None:
     """Write the report of one or several runs."""
     from dyno.analysis.report import report as page
-    from dyno.analysis.tables import trial_table
 
     if out.suffix == ".html" and not out.is_dir():
         raise UserError(f"--out {out} is the folder for the page, its charts and tables; give one, like {out.stem}")
-    print(page.write([trial_table.read(run) for run in runs], out))
+    print(page.write([_read(run) for run in runs], out))
 
 
 def _single(given: Given, models: Sequence[str], out: str, command: str, **defaults: Any) -> list[Path]:
@@ -239,3 +245,22 @@ def agree(given: Given, models: Sequence[str], out: str, rtol: float, atol: floa
     if any(row["close"] < least for row in values.rows):
         return 1
     return UNFINISHED * (bool(bad) or len(folders) < len(models))
+
+
+def calibrate(given: Given, model: str, minutes: float, rounds: int, backend: str, format: str) -> None:
+    """Test the instrument on this machine and print what it can see."""
+    from dyno.analysis.formatting import bullet, wrapped
+    from dyno.analysis.presentation.export import export
+    from dyno.analysis.self_test import words
+    from dyno.analysis.self_test.tables import tables
+    from dyno.api import calibrate as module
+
+    check_format(format)
+    try:
+        found = module.calibrate(model, minutes=minutes, rounds=rounds, backend=backend, **given)
+    except KeyboardInterrupt:
+        print("dyno: stopped; a self-test that did not end is not kept", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+    print(export(tables(found), format, about=words.about(found)), end="")
+    if format in ("text", "markdown"):
+        print("\n" + "\n".join(map(wrapped if format == "text" else bullet, words.sentences(found))))

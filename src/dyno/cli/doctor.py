@@ -19,9 +19,11 @@ from dyno.analysis.presentation.chart import Chart
 from dyno.analysis.presentation.export import export
 from dyno.analysis.presentation.table import TEXT, Column, Table, TableKind
 from dyno.datasets.data_format import GROUP, DataFormat
+from dyno.engine import self_test
 from dyno.jobs.launcher import launch
 from dyno.planning.checks import check_format
 from dyno.worker import plugins, registry, system, tasks
+from dyno.worker.facts.engine import Probe
 from dyno.worker.record import Record
 from dyno.worker.spec import Job, Runtime
 from dyno.worker.tasks.task import Task
@@ -96,13 +98,14 @@ def _row(name: str, runtime: Runtime, folder: Path, asked: _Asked) -> dict[str, 
     job = Job("probe", runtime, backend=name)
     record: Record = launch(job, folder, TIMEOUT_S, lambda _, seconds: asked.tick(who, seconds))
     asked.done(who, record.status)
+    seen = record.facts.probe or Probe()
     return {
         "backend": name,
         "python": record.system.get("python", "") + (f" ({runtime.python})" if runtime.python else ""),
         "status": record.status,
-        "version": record.facts.get("version", ""),
-        "devices": ", ".join(record.facts.get("devices", ())),
-        "detail": record.facts.get("detail", "") if record.status == "ok" else record.reason,
+        "version": seen.version,
+        "devices": ", ".join(seen.devices),
+        "detail": seen.detail if record.status == "ok" else record.reason,
     }
 
 
@@ -118,7 +121,10 @@ def doctor(others: dict[str, dict[str, Any]], format: str) -> int:
     """Print the rows; 0 when at least one backend works, 3 when none does."""
     check_format(format)
     rows = examine(others)
-    print(export([Table("doctor", "Backends", "What works here, and why not.", COLUMNS, rows)], format), end="")
+    tests = self_test.states()
+    about = {"self_tests": tests}
+    print(export([Table("doctor", "Backends", "What works here, and why not.", COLUMNS, rows)], format, about=about),
+          end="")  # fmt: skip
     if format == "text":
         found = system.describe()
         line = (
@@ -126,4 +132,6 @@ def doctor(others: dict[str, dict[str, Any]], format: str) -> int:
             f"{' '.join(found['cpu_flags'])}; {found['os']}"
         )
         print(wrapped(line))
+        for each in tests:
+            print(wrapped(f"self-test of {each['device']}: {each['said']}"))
     return 0 if any(row["status"] == "ok" for row in rows) else 3

@@ -166,17 +166,18 @@ def _make(recipe: Recipe | None, out: Path) -> Artifact:
         raise UserError(f"{recipe.model.name}: {made.reason}")
     copy(Path(made.path), out)
     print(f"{out}  {_story(made, files.built)}")
-    if note := made.made_by.get("calibration", {}).get("note"):
-        print(f"note: {note}", file=sys.stderr)
-    for warning in made.made_by.get("warnings", ()):
+    calibration = made.made_by.calibration
+    if calibration and calibration.note:
+        print(f"note: {calibration.note}", file=sys.stderr)
+    for warning in made.made_by.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     return made
 
 
 def _story(made: Artifact, built: int) -> str:
     """Size, inputs and outputs, and the steps that made it: the last `built` of them now, the others earlier."""
-    known = made.made_by.get("steps", ())
-    times = ["cached"] * (len(known) - built) + [f"{s['seconds']:.1f} s" for s in known[len(known) - built :]]
-    steps = ", ".join(f"{s['maker']} {s['precision']} {t}" for s, t in zip(known, times, strict=True))
+    known = made.made_by.steps
+    times = ["cached"] * (len(known) - built) + [f"{s.seconds:.1f} s" for s in known[len(known) - built :]]
+    steps = ", ".join(f"{s.maker} {s.precision} {t}" for s, t in zip(known, times, strict=True))
     ends = "; ".join(f"{t.name} {t.dtype} {'x'.join(map(str, t.shape))}" for t in (*made.inputs, *made.outputs))
     return f"{made.bytes / 1e6:.2f} MB  {ends}  ({steps})"

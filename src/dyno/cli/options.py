@@ -168,15 +168,15 @@ class _Option:
             raise UserError(f"{self.flag} {text!r} is not {what}; write e.g. {self.flag} {EXAMPLES[kind]}") from None
 
 
-def pythons(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
+def pythons(texts: Sequence[str], flag: str = "--python") -> dict[str, dict[str, Any]]:
     """`[runtime]` tables from `BACKEND=/path/to/python`."""
     found: dict[str, dict[str, Any]] = {}
     for text in texts:
         name, _, path = text.partition("=")
         if not name or not path:
-            raise UserError(f"--python {text!r} is not BACKEND=PATH, e.g. onnxruntime=/usr/bin/python3.10")
+            raise UserError(f"{flag} {text!r} is not BACKEND=PATH, e.g. onnxruntime=/usr/bin/python3.10")
         if not Path(path).is_file():
-            raise UserError(f"--python {name}: there is no interpreter {path}")
+            raise UserError(f"{flag} {name}: there is no interpreter {path}")
         found[name] = {"python": str(Path(path).absolute())}
     return found
 

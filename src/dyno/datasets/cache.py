@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
 import shutil
 import stat
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -22,6 +20,7 @@ import numpy as np
 
 from dyno.datasets import rows
 from dyno.datasets.rows import Source
+from dyno.worker.record import lock, write_json
 from dyno.worker.spec import UserError
 
 FORMAT = 3  # of the data set folder; part of every key
@@ -82,7 +81,7 @@ def write(cache: Path, key: str, content: Content) -> Path:
         cache.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(cache)
         part = cache / f".part-{key}"
-        with _locked(part):
+        with lock(part / "lock"):  # which goes with the folder
             try:
                 target = find(cache, key) or _make(part, cache / key, content, needed)
             except OSError:
@@ -90,32 +89,6 @@ def write(cache: Path, key: str, content: Content) -> Path:
                 raise
             shutil.rmtree(part, ignore_errors=True)
             return target
-
-
-@contextmanager
-def _locked(part: Path) -> Iterator[None]:
-    """Hold the folder in which a data set is written; the lock ends with the process, however it ends."""
-    while True:
-        part.mkdir(exist_ok=True)
-        try:
-            lock = os.open(part / "lock", os.O_CREAT | os.O_RDWR)
-        except FileNotFoundError:
-            continue
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            # Whoever held it before has removed the folder when it was done, and the lock in it.
-            if _same(lock, part / "lock"):
-                yield
-                return
-        finally:
-            os.close(lock)
-
-
-def _same(opened: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(opened), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 def _make(part: Path, target: Path, content: Content, needed: int) -> Path:
@@ -157,10 +130,7 @@ def _fill(folder: Path, journal: Path, content: Content) -> None:
         "files": files,
         "bytes": (folder / "images.npy").stat().st_size,
     }
-    with open(folder / "meta.json", "w", encoding="utf-8") as f:
-        json.dump(about, f, indent=1)
-        f.flush()
-        os.fsync(f.fileno())
+    write_json(folder / "meta.json", about)
 
 
 def _into_place(folder: Path, target: Path) -> Path:
@@ -209,11 +179,8 @@ def content_hashes(paths: list[Path], cache: Path, folder: Path) -> list[str]:
     fresh = {str(path): entry for path, entry in zip(paths, entries, strict=True) if entry}
     fresh = {**{path: entry for path, entry in cached.items() if path not in gone}, **fresh}
     if fresh != cached:
-        with _file_errors_explained(Path(cache)):
-            index.parent.mkdir(parents=True, exist_ok=True)
-            beside = index.with_name(f"{index.name}.{uuid.uuid4().hex}")
-            beside.write_text(json.dumps(fresh), encoding="utf-8")
-            beside.replace(index)
+        with _file_errors_explained(Path(cache)), lock(index.with_suffix(".lock")):
+            write_json(index, fresh)
     return [entry[-1] if entry else "" for entry in entries]
 
 

@@ -15,13 +15,22 @@ from dyno.worker.spec import PRECISIONS, Artifact, Job, Trial
 Made = Mapping[str, Artifact | Record]
 
 
+def company(trial: Trial) -> str:
+    """What is measured together, one after the other of these: a model, or the two sides of a comparison."""
+    return "" if trial.side else trial.model.name
+
+
 def groups(trials: Sequence[Trial]) -> list[list[Trial]]:
-    """The trials that are compared with each other: of one model, at one size and batch, on one device."""
+    """The trials that are compared with each other: at one size and batch, on one device, of one model.
+
+    In a comparison it is one configuration on both sides, whatever the models are called.
+    """
     found: dict[tuple[object, ...], list[Trial]] = {}
     for trial in trials:
         dims = trial.dims
         shapes = tuple(sorted(dims.shapes.items()))
-        key = trial.model.name, dims.batch, dims.height, dims.width, shapes, trial.runtime.device
+        compared = (trial.variant, trial.precision) if trial.side else (trial.model.name,)
+        key = compared, dims.batch, dims.height, dims.width, shapes, trial.runtime.device
         found.setdefault(key, []).append(trial)
     return list(found.values())
 
@@ -36,7 +45,15 @@ def reference(trials: Sequence[Trial], asked: str | None) -> Trial | None:
     def place(trial: Trial) -> tuple[object, ...]:
         plain = (trial.backend, trial.precision) == ("pytorch", "fp32")
         precision = PRECISIONS.index(trial.precision) if trial.precision in PRECISIONS else len(PRECISIONS)
-        return not plain, len(trial.options) if plain else 0, trial.backend, precision, trial.variant, trial.id
+        return (
+            trial.side,
+            not plain,
+            len(trial.options) if plain else 0,
+            trial.backend,
+            precision,
+            trial.variant,
+            trial.id,
+        )
 
     return min(trials, key=place, default=None)
 

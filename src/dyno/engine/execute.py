@@ -4,32 +4,36 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from dyno.analysis.records import gpu_remarks, timeline
-from dyno.engine import confirmation, ensemble, precision_search, retry
+from dyno.engine import ensemble, further_rounds, precision_search, retry, self_test
 from dyno.engine.gpu_lock import launch_in_turn
 from dyno.engine.peak import find_peak
 from dyno.engine.run_folder import refuse_other, settle
 from dyno.jobs.progress import Progress
 from dyno.planning.checks import check_device
-from dyno.planning.plan import Planned, expand
+from dyno.planning.plan import expand
+from dyno.planning.planned import Planned
 from dyno.store import CONFIRMATION, FOLDERS, Cache, Run
 from dyno.study import Study
 from dyno.worker import system
+from dyno.worker.facts.job import Facts
 from dyno.worker.record import TIMING, Record, refuse_links, write_bytes, write_record, write_text
 from dyno.worker.spec import Artifact, Job, Recipe, Trial
 
 MAKE_TIMEOUT_S = 3600.0
 OTHER_ROUTE = ("failed", "crashed", "timeout")  # how a route ends behind which another may lead on
-PRINTED, LONGEST_LOG = "printed", 100_000  # characters
+LONGEST_LOG = 100_000  # characters
 
 
-def execute(study: Study, folder: Path, progress: Progress, *, retry_failed: bool = False) -> None:
+def execute(
+    study: Study, folder: Path, progress: Progress, *, retry_failed: bool = False, only: Container[str] | None = None
+) -> None:
     """Measure whatever the folder doesn't hold yet; of what is stored only failures whose reason may be gone are tried
-    again, or all of them with `retry_failed`."""
+    again, or all of them with `retry_failed`. With `only`, trials of other ids are left as they are."""
     check_device(study)
     refuse_other(study, folder)
     planned = expand(study)
@@ -39,7 +43,8 @@ def execute(study: Study, folder: Path, progress: Progress, *, retry_failed: boo
         planned, said = settle(study, run, planned)
         _refuse(run, planned)
         _keep_truth(run, planned)
-        todo = [one.trial for one in planned if not one.refusal]
+        self_test.keep_in(run.folder, study.device)
+        todo = [one.trial for one in planned if not one.refusal and (only is None or one.trial.id in only)]
         for line in (*said, *retry.clear(run, todo, retry_failed), *retry.clear_damaged(run, todo)):
             progress.note(line)
         files = Files(progress)
@@ -53,8 +58,14 @@ def execute(study: Study, folder: Path, progress: Progress, *, retry_failed: boo
         rounds(todo)
         if study.searches:
             todo += precision_search.search(study, folder, todo, rounds)
+        if study.until:
+
+            def once(trials: list[Trial], number: int) -> None:
+                _further(run, trials, number, files, progress, study.reference)
+
+            further_rounds.go_on(study, run, todo, once, progress)
         if study.confirmations:
-            _confirm(run, confirmation.finalists(folder, todo), study.confirmations, files, progress)
+            _confirm(run, further_rounds.finalists(folder, todo), study.confirmations, files, progress)
         for trial in todo:
             shutil.rmtree(run.round_folder(trial, 0).parent / "compiler", ignore_errors=True)
 
@@ -66,7 +77,7 @@ def _rounds(run: Run, trials: list[Trial], files: Files, progress: Progress, ref
     """
     models: dict[str, list[Trial]] = {}
     for trial in trials:
-        models.setdefault(trial.model.name, []).append(trial)
+        models.setdefault(ensemble.company(trial), []).append(trial)
     orders = [_order(own) for own in models.values()]
     with progress.running([trial for order in orders for trial, _ in order]):
         for own, order in zip(models.values(), orders, strict=True):
@@ -85,19 +96,44 @@ def _turns(
 ) -> None:
     """Every round of a model's trials, those that are compared in turns."""
     for number in range(max(trial.plan.rounds for trial in trials)):
-        groups = ensemble.groups([trial for trial in trials if number < trial.plan.rounds])
-        random.Random(number).shuffle(groups)
-        for group in groups:
-            left = []
-            for trial in group:
-                if _stored(run, trial, number) is None and not isinstance(made.get(trial.id), Record):
-                    left.append(trial)
-                else:
-                    _round(run, trial, number, made.get(trial.id), progress)
-            known = {trial.id: _stored(run, trial, number) for trial in group}
-            first = ensemble.reference([t for t in group if (r := known[t.id]) is None or r.status == "ok"], asked)
-            for trial in ensemble.measure(run, left, first, number, made, progress):
+        _turn(run, [t for t in trials if number < t.plan.rounds], number, made, progress, asked)
+
+
+def _turn(
+    run: Run,
+    trials: list[Trial],
+    number: int,
+    made: Mapping[str, Artifact | Record],
+    progress: Progress,
+    asked: str | None,
+) -> None:
+    """One round of a model's trials, those that are compared in turns."""
+    groups = ensemble.groups(trials)
+    random.Random(number).shuffle(groups)
+    for group in groups:
+        left = []
+        for trial in group:
+            if _stored(run, trial, number) is None and not isinstance(made.get(trial.id), Record):
+                left.append(trial)
+            else:
                 _round(run, trial, number, made.get(trial.id), progress)
+        known = {trial.id: _stored(run, trial, number) for trial in group}
+        first = ensemble.reference([t for t in group if (r := known[t.id]) is None or r.status == "ok"], asked)
+        for trial in ensemble.measure(run, left, first, number, made, progress):
+            _round(run, trial, number, made.get(trial.id), progress)
+
+
+def _further(run: Run, trials: list[Trial], number: int, files: Files, progress: Progress, asked: str | None) -> None:
+    """One more round, of that number, of trials of one model."""
+    again = [replace(trial, plan=replace(trial.plan, rounds=number + 1)) for trial in trials]
+    random.Random(number).shuffle(again)
+    with progress.running(again):
+        made = files.all(again)
+        if again[0].plan.blocks:
+            _turn(run, again, number, made, progress, asked)
+            return
+        for trial in again:
+            _round(run, trial, number, made.get(trial.id), progress)
 
 
 def _confirm(run: Run, trials: list[Trial], times: int, files: Files, progress: Progress) -> None:
@@ -163,10 +199,10 @@ def _round(run: Run, trial: Trial, number: int, made: Artifact | Record | None, 
         return
     folder = run.fresh(trial, number)
     if isinstance(made, Record):
-        record = replace(made, facts={})
+        record = replace(made, facts=Facts())
         run.store(trial, number, record)
-        if said := made.facts.get(PRINTED):
-            write_text(folder / "stderr.log", said)
+        if made.facts.printed:
+            write_text(folder / "stderr.log", made.facts.printed)
     else:
         progress.start(trial, number)
         job = Job("run", trial.runtime, trial, number, artifact=made)
@@ -203,7 +239,7 @@ class Files:
         made = self._by(recipe, key, wrong)
         if isinstance(made, Artifact) or recipe.fallback is None:
             return made
-        if made.status not in OTHER_ROUTE or made.facts.get("no_route"):
+        if made.status not in OTHER_ROUTE or made.facts.no_route:
             return made
         other = self.file(recipe.fallback)
         # What the last route says is left to do: it has the fixed batch that those before it may have asked for.
@@ -211,10 +247,9 @@ class Files:
 
     def _instead(self, other: Artifact, failed: Record, key: str) -> Artifact:
         """Another route's file in place of the one that could not be made; kept, so that nobody tries that again."""
-        said = f"made by another route ({other.route or 'not folded'}), because the usual one "
+        said = f"made by another route ({other.made_by.onnx_route or 'not folded'}), because the usual one "
         said += f"ended as {failed.status} at {failed.stage}: {failed.reason}"
-        made_by = {**other.made_by, "warnings": [*other.made_by.get("warnings", ()), said]}
-        made = replace(other, made_by=made_by)
+        made = replace(other, made_by=replace(other.made_by, warnings=(*other.made_by.warnings, said)))
         with self.cache.making(key) as folder:
             write_record(folder, Record("ok", artifact=made))
         return made
@@ -232,9 +267,7 @@ class Files:
             timing = {TIMING: str(self.cache.timing)}
             record = launch_in_turn(job, folder, MAKE_TIMEOUT_S, self.progress, timing)
             _say_shared(folder, record)
-            said = {key: value for key, value in record.facts.items() if key == "no_route"}
-            if text := _printed(folder):  # its folder is gone after this
-                said[PRINTED] = text
+            said = Facts(no_route=record.facts.no_route, printed=_printed(folder))  # its folder is gone after this
         if record.status != "ok":
             return Record(record.status, record.stage, record.reason, system=record.system, facts=said)
         self.built += 1
@@ -256,6 +289,5 @@ def _say_shared(folder: Path, record: Record) -> None:
         return
     made_by = record.artifact.made_by
     said = f"{gpu_remarks.meanwhile(others)}: kernels were timed beside it and may not be the fastest"
-    warnings = dict.fromkeys((*made_by.get("warnings", ()), said))  # a parent's are among them
-    made_by = {**made_by, "warnings": list(warnings)}
+    made_by = replace(made_by, warnings=tuple(dict.fromkeys((*made_by.warnings, said))))  # a parent's are among them
     write_record(folder, replace(record, artifact=replace(record.artifact, made_by=made_by)))

@@ -10,8 +10,8 @@ from pathlib import Path
 from dyno.jobs.launcher import launch
 from dyno.jobs.nvml import find_gpu
 from dyno.jobs.progress import Progress
-from dyno.store import cache_dir, lock
-from dyno.worker.record import Record
+from dyno.store import cache_dir
+from dyno.worker.record import Record, lock
 from dyno.worker.spec import Job, Runtime
 
 

@@ -12,11 +12,11 @@ from typing import Any
 from dyno.engine.gpu_lock import launch_in_turn
 from dyno.jobs.progress import Progress
 from dyno.planning.interpreters import runtime_of
-from dyno.store import cache_dir, gpu_identity, versions, worker_code_sha256
+from dyno.store import good_record, gpu_identity, remember, remembered, versions, worker_code_sha256
 from dyno.study import Choice, Study
 from dyno.worker import system
-from dyno.worker.record import Record, read_record
-from dyno.worker.spec import Job, Runtime, UserError
+from dyno.worker.record import Record
+from dyno.worker.spec import Job, Runtime
 
 TIMEOUT_S = 300.0
 
@@ -27,28 +27,21 @@ def find_peak(study: Study, folder: Path, progress: Progress) -> Record:
     A measurement that other programs disturbed is the study's but is not remembered. What can't be measured here is a
     record that says why.
     """
-    if (stored := _good(folder)) is not None:
+    if (stored := good_record(folder)) is not None:
         return stored
     runtime = replace(runtime_of(study, Choice("pytorch")), threads=study.threads or system.physical_cores())
-    kept = cache_dir() / "peaks" / _key(runtime)
-    if _good(kept) is None:
+    key = _key(runtime)
+    kept = remembered("peaks", key)
+    if good_record(kept) is None:
         progress.other(f"peak of {runtime.device}")
         shutil.rmtree(folder, ignore_errors=True)
         record = launch_in_turn(Job("peak", runtime), folder, TIMEOUT_S, progress)
         if record.status == "ok" and not record.warnings:
-            shutil.copytree(folder, kept, dirs_exist_ok=True)
+            remember(folder, "peaks", key)
         return record
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(kept, folder)
-    return read_record(folder) or Record("failed", "peak", "the peak could not be copied from the cache")
-
-
-def _good(folder: Path) -> Record | None:
-    try:
-        record = read_record(folder)
-    except UserError:  # damaged: measured again
-        return None
-    return record if record is not None and record.status == "ok" else None
+    return good_record(folder) or Record("failed", "peak", "the peak could not be copied from the cache")
 
 
 def _key(runtime: Runtime) -> str:

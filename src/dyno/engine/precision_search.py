@@ -108,8 +108,7 @@ class _Search:
         from dyno.analysis.records import results
 
         found = next((t for t in results.load(self.folder) if t.id == self._at(self.plain, 1).id), None)
-        made = found.artifact.get("made_by") if found is not None else None
-        return int((made or {}).get("ranked") or 0)
+        return (found.made_by.ranked or 0) if found is not None else 0
 
     def _at(self, trial: Trial, layers: int) -> Trial:
         candidate = kept(self.study, trial, layers)

@@ -42,8 +42,7 @@ def clear(run: Run, trials: list[Trial], every: bool) -> list[str]:
     """
     why: Counter[str] = Counter()
     for trial in trials:
-        for number in range(trial.plan.rounds):
-            folder = run.round_folder(trial, number, ROUND)
+        for folder in sorted(run.round_folder(trial, 0).parent.glob(f"{ROUND}[0-9]*")):
             try:
                 record = read_record(folder)
             except UserError:  # damaged, which is told where it is needed

@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from dyno.planning.plan import Planned
+from dyno.planning.planned import Planned
+from dyno.planning.sides import place_of, renamed
 from dyno.store import Run, gpu_identity, sha256_of
 from dyno.study import Choice, Study, model_name
 from dyno.worker import registry, system
 from dyno.worker.nets.local_code import sha256_with_imports
 from dyno.worker.record import read_json, read_record, write_json, write_text
-from dyno.worker.spec import SCHEMA, Job, ModelSpec, Recipe, Trial, UserError, digest, from_json
+from dyno.worker.spec import SCHEMA, Job, ModelSpec, Trial, UserError, digest, from_json
 
 DISTRIBUTIONS = ("inference-dyno", "numpy", "torch", "torchvision", "timm", "onnx", "onnxruntime", "openvino")
 # What may differ when the same folder is used again: none of them changes a number that is already stored.
-REPEATABLE = ("rounds", "timeout", "budget", "reference", "confirm", "search", "peak", "routes")
+REPEATABLE = (
+    "rounds",
+    "timeout",
+    "budget",
+    "reference",
+    "confirm",
+    "search",
+    "peak",
+    "routes",
+    "equivalent",
+    "minutes",
+    "until",
+)
 AXES = ("models", "backends", "precisions", "batches", "sizes")  # what a folder may have more of
 ARCHIVE, REPLACED = "archive", "replaced"
 
@@ -82,7 +94,10 @@ def _good(record: Path) -> bool:
 
 def contradictions(before: Study, study: Study) -> list[tuple[str, Any, Any]]:
     """The settings by which the two studies' numbers would not belong together: (name, before, now)."""
-    names = [f.name for f in fields(Study) if f.name not in (*AXES, *REPEATABLE, "runtime")]
+    # Rounds that went on until pairs were decided are judged by when they were first looked at.
+    fixed = ("rounds", "until") if before.until else ()
+    free = {*AXES, *REPEATABLE, "runtime"}.difference(fixed)
+    names = [f.name for f in fields(Study) if f.name not in free]
     found = [(name, a, b) for name in names if (a := getattr(before, name)) != (b := getattr(study, name))]
     found = [one for one in found if one[0] != "weights" or not _same_content(*one[1:])]
     for name in before.runtime.keys() & study.runtime.keys():
@@ -131,14 +146,14 @@ def settle(study: Study, run: Run, planned: list[Planned]) -> tuple[list[Planned
         for each in there:
             _move(each.folder, run.folder / ARCHIVE / REPLACED)
         there = []
-    renamed = _named(planned, there)
-    said = [*_archive(run, there, renamed), *_restore(run, renamed)]
+    named = _named(planned, there)
+    said = [*_archive(run, there, named), *_restore(run, named)]
     there = stored(run.folder / "trials")
-    write_text(run.folder / "study.toml", (_union(before, study, there, renamed) if before else study).to_toml())
+    write_text(run.folder / "study.toml", (_union(before, study, there, named) if before else study).to_toml())
     gpu = {"gpu": gpu_identity(study.device)} if study.device != "cpu" else {}
     write_json(run.folder / "environment.json", {**system.describe(DISTRIBUTIONS), **gpu})
-    _models(run, renamed)
-    return renamed, said
+    _models(run, named)
+    return named, said
 
 
 def _union(before: Study, study: Study, there: list[Stored], planned: list[Planned]) -> Study:
@@ -176,19 +191,9 @@ def _named(planned: list[Planned], there: list[Stored]) -> list[Planned]:
         other = taken.get(model.name)
         name = known.get(model.source, model.name)
         if other is not None and model.source not in known and not _moved(other, model):
-            name = os.path.relpath(model.file) if model.file else model.source
-        found.append(one if name == model.name else replace(one, trial=_renamed(one.trial, name)))
+            name = place_of(model)
+        found.append(one if name == model.name else replace(one, trial=renamed(one.trial, name)))
     return found
-
-
-def _renamed(trial: Trial, name: str) -> Trial:
-    def recipe(old: Recipe | None) -> Recipe | None:
-        if old is None:
-            return None
-        model = replace(old.model, name=name)
-        return replace(old, model=model, parent=recipe(old.parent), fallback=recipe(old.fallback))
-
-    return replace(trial, model=replace(trial.model, name=name), recipe=recipe(trial.recipe))
 
 
 def _moved(old: ModelSpec, new: ModelSpec) -> bool:
@@ -208,11 +213,11 @@ def _archive(run: Run, there: list[Stored], planned: list[Planned]) -> list[str]
     now = {one.trial.model.name: one for one in planned}
     asked = {question(one.trial): one.trial.id for one in planned if not one.refusal}
     others = {each.trial.model for each in there if each.trial.model.name not in now}
-    overwritten = {model: _overwritten(model) for model in others}
+    elsewhere = {model: overwritten(model) for model in others}
     moved: dict[tuple[str, Path], int] = {}
     for each in there:
         old, new = each.trial.model, now.get(each.trial.model.name)
-        other = _what_changed(old, new) if new is not None else overwritten[old]
+        other = _what_changed(old, new) if new is not None else elsewhere[old]
         changed = bool(other)
         again = bool(each.refused) and (
             each.question in asked or (new is not None and not new.uninspected and each.refused != "skipped")
@@ -244,7 +249,7 @@ def _what_changed(old: ModelSpec, now: Planned) -> str:
     return _place(old).name if old.source_sha256 != new.source_sha256 and _place(old).name else old.name
 
 
-def _overwritten(model: ModelSpec) -> str:
+def overwritten(model: ModelSpec) -> str:
     """The file of a model that is not planned now, where its content is another one; "" where it is as it was."""
     place, weights = _place(model), Path(model.weights)
     if model.source_sha256 and place.is_file():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -17,6 +16,7 @@ from dyno.engine.gpu_lock import launch_in_turn
 from dyno.jobs.progress import Progress
 from dyno.planning.plan import expand
 from dyno.study import Study
+from dyno.worker.facts.job import StressPhase
 from dyno.worker.record import Record, refuse_links
 from dyno.worker.spec import PHASES, Artifact, Job, Trial, UserError
 
@@ -76,11 +76,11 @@ def _check_free(trial: Trial, made: Artifact | None) -> None:
 def _code(record: Record) -> int:
     if record.status != "ok":
         return 3
-    return int(not all(phase["ok"] for phase in record.facts["stress"].values()))
+    return int(not all(phase.ok for phase in record.facts.stress.values()))
 
 
 def _print(title: str, record: Record, samples: dict[str, np.ndarray]) -> None:
-    phases = record.facts.get("stress", {})
+    phases = record.facts.stress
     print(export([stress_table.table(title, phases, samples)]), end="")
     if record.status != "ok":
         print(f"{record.status}: {record.reason}")
@@ -88,11 +88,11 @@ def _print(title: str, record: Record, samples: dict[str, np.ndarray]) -> None:
         print(_sentence(name, phase))
 
 
-def _sentence(name: str, phase: dict[str, Any]) -> str:
-    if phase["wrong"]:
+def _sentence(name: str, phase: StressPhase) -> str:
+    if phase.wrong:
         return (
-            f"{name}: {phase['wrong']} of {phase['iterations']} batches differ from the reference by more than "
-            f"{phase['tolerance']:g} of its largest value"
+            f"{name}: {phase.wrong} of {phase.iterations} batches differ from the reference by more than "
+            f"{phase.tolerance:g} of its largest value"
         )
-    grown = max(phase["device_growth"], phase["host_growth"])
-    return f"{name}: every output right" + ("" if phase["ok"] else f", but memory grew by {show(grown, 'bytes')}")
+    grown = max(phase.device_growth, phase.host_growth)
+    return f"{name}: every output right" + ("" if phase.ok else f", but memory grew by {show(grown, 'bytes')}")

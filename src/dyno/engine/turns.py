@@ -66,6 +66,7 @@ class Group:
     name: str = field(default_factory=lambda: uuid4().hex[:12])  # of this set of processes, kept in their records
     alive: list[Player] = field(default_factory=list)
     largest: int = 0  # bytes that a process took
+    pids: set[int] = field(default_factory=set)  # of all that were started
 
     def play(self) -> None:
         """Measure as many players as memory holds, the first among them; `ended` is given each once it has its record.
@@ -100,13 +101,16 @@ class Group:
         return available() > ROOM * need * count
 
     def _start(self, player: Player, place: int) -> None:
-        job = player.job = replace(player.job, options={"turns": {"set": self.name, "place": place}})
+        job = player.job = replace(
+            player.job, options={**player.job.options, "turns": {"set": self.name, "place": place}}
+        )
         self.progress.start(player.trial, player.number)
         hear, tell = os.pipe()
         listen, say = os.pipe()
         try:
             extra = {CONDUCTOR: f"{hear},{say}"}
-            player.started = launcher.start(job, player.folder, extra, (hear, say))
+            player.started = launcher.start(job, player.folder, extra, (hear, say), self.pids)
+            self.pids.add(player.started.process.pid)
         finally:
             os.close(hear)
             os.close(say)

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -80,8 +80,17 @@ class Started:
     kills: int
 
 
-def start(job: Job, folder: Path, extra: Mapping[str, str] | None = None, inherited: Sequence[int] = ()) -> Started:
-    """Start the job's process in the folder, with `extra` in its environment and these files open."""
+def start(
+    job: Job,
+    folder: Path,
+    extra: Mapping[str, str] | None = None,
+    inherited: Sequence[int] = (),
+    mates: Collection[int] = (),
+) -> Started:
+    """Start the job's process in the folder, with `extra` in its environment and these files open.
+
+    `mates` are the processes that it takes turns with.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     # Files of an earlier job must not pass for this one's.
     for stale in ("record.json", "partial.json", "stage", "stdout.log", "stderr.log"):
@@ -89,7 +98,7 @@ def start(job: Job, folder: Path, extra: Mapping[str, str] | None = None, inheri
     write_json(folder / "job.json", to_json(job))
     python = job.runtime.python or sys.executable
     kills = _kernel_kills()
-    telemetry = Telemetry(job.runtime.device, environment(job.runtime))
+    telemetry = Telemetry(job.runtime.device, environment(job.runtime), mates)
     with open(folder / "stdout.log", "wb") as out, open(folder / "stderr.log", "wb") as err:
         try:
             process = subprocess.Popen(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -28,8 +28,15 @@ class Telemetry:
     `gpu_before_processes`. What the system doesn't report is NaN.
     """
 
-    def __init__(self, device: str = "cpu", environment: Mapping[str, str] | None = None) -> None:
-        """`environment` is the job's; made before the job is started, so that the GPU is seen without it."""
+    def __init__(
+        self, device: str = "cpu", environment: Mapping[str, str] | None = None, mates: Collection[int] = ()
+    ) -> None:
+        """`environment` is the job's; made before the job is started, so that the GPU is seen without it.
+
+        `mates` are the processes that take turns with the job: frozen while it runs, they are no others. More of them
+        may come meanwhile, and from then on the GPU's memory isn't the job's alone: it is NaN.
+        """
+        self._mates, self._mates_before = mates, frozenset(mates)
         self._gpu = nvml.find_gpu(device, os.environ if environment is None else environment)
         self._names = COLUMNS + (nvml.COLUMNS if self._gpu else ())
         self._before = self._gpu.sample(()) if self._gpu else ()
@@ -87,10 +94,18 @@ class Telemetry:
             others = max(0.0, (busy_now - busy) / span - cpu)
             if not self._whole:
                 cpu = others = float("nan")
-            gpu = self._gpu.sample(pids) if self._gpu else ()
+            gpu = self._look_at_gpu(pids)
             self._rows.append((now - self._epoch, rss, cpu, others, _frequency(), *gpu))
             before, busy, own = now, busy_now, own_now
             self._whole = not self._frozen.is_set()
+
+    def _look_at_gpu(self, pids: set[int]) -> tuple[float, ...]:
+        if self._gpu is None:
+            return ()
+        sample = self._gpu.sample(pids.union(self._mates))
+        if not set(self._mates) - self._mates_before - pids:
+            return sample
+        return tuple(float("nan") if name == "gpu_memory" else x for name, x in zip(nvml.COLUMNS, sample, strict=True))
 
 
 def _busy_seconds() -> float:

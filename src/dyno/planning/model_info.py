@@ -10,18 +10,28 @@ from typing import Any
 
 from dyno.jobs.launcher import launch
 from dyno.planning.interpreters import missing, runtime_of
-from dyno.sources import input_options
+from dyno.sources import commits, input_options
 from dyno.sources.model_files import stored_source
-from dyno.store import cache_dir, code_file, outside, sha256_of, versions, worker_code_sha256
+from dyno.store import (
+    cache_dir,
+    code_file,
+    good_record,
+    outside,
+    remember,
+    remembered,
+    sha256_of,
+    versions,
+    worker_code_sha256,
+)
 from dyno.study import Choice, Study, model_name, parse_size
 from dyno.worker import registry, system
 from dyno.worker.extras import install
+from dyno.worker.inspection import Inspection
 from dyno.worker.nets.local_code import sha256_with_imports
-from dyno.worker.record import Record, read_record, regular, write_bytes
+from dyno.worker.record import Record, regular
 from dyno.worker.spec import (
     SAVED,
     Dims,
-    InputSpec,
     Job,
     ModelSpec,
     Preprocess,
@@ -29,7 +39,6 @@ from dyno.worker.spec import (
     Trial,
     UserError,
     digest,
-    from_json,
 )
 
 CHECKPOINTS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")  # weights, which need their network
@@ -47,9 +56,9 @@ class InspectionFailed(UserError):
 
 def model_spec(study: Study, source: str) -> ModelSpec:
     """The model as the user named it, with the hashes of every file that decides what it is."""
-    source = stored_source(source)
+    given, source = source, stored_source(commits.checked_out(source))
     common: dict[str, Any] = {
-        "name": model_name(source),
+        "name": model_name(given if commits.split(given)[1] else source),
         "pretrained": study.pretrained,
         "seed": study.seed,
         "classes": study.classes,
@@ -130,13 +139,13 @@ def _source_sha256(source: str) -> str:
     return sha256_of(file) if LIBRARIES in file.parts else sha256_with_imports(file)
 
 
-def inspect_model(model: ModelSpec, study: Study) -> tuple[ModelSpec, dict[str, Any]]:
+def inspect_model(model: ModelSpec, study: Study) -> tuple[ModelSpec, Inspection]:
     """Build the model once in a process of its own: does it exist, do its weights fit, does it take these sizes?
 
-    Returns the model with its own preprocessing, and the facts found: `size` [h, w], `batch` (0: any). Cached.
+    Returns the model with its own preprocessing, and what was found. Cached.
     """
     if model.source.startswith("fake:"):
-        return model, {"size": [8, 8], "batch": 0}
+        return model, Inspection(size=(8, 8))
     options = {
         "sizes": [list(parse_size(size)) for size in study.sizes],
         "asked": input_options.overrides(study.inputs, study.shapes),
@@ -147,9 +156,8 @@ def inspect_model(model: ModelSpec, study: Study) -> tuple[ModelSpec, dict[str, 
     where = _inspection_runtime(model, reader, study)
     libraries = registry.find(reader).requires if reader else INSPECTION_LIBRARIES
     key = digest([model, options, where, worker_code_sha256(*outside(kind)), versions(where, libraries)])[:24]
-    folder = cache_dir() / "inspections" / key
-    record = read_record(folder)
-    if record is None or record.status != "ok":
+    record = good_record(remembered("inspections", key))
+    if record is None:
         with tempfile.TemporaryDirectory() as scratch:
             trial = Trial(model, reader, "fp32", Dims(1, 0, 0), runtime=where)
             record = launch(Job("look", where, trial, options=options), Path(scratch) / "job", study.timeout)
@@ -157,14 +165,19 @@ def inspect_model(model: ModelSpec, study: Study) -> tuple[ModelSpec, dict[str, 
                 raise UserError(f"{model.name}: {record.reason}")
             if record.status != "ok":
                 raise InspectionFailed(model.name, record)
-            _keep(Path(scratch) / "job", folder)
-    facts = record.facts
-    channels = facts.get("channels", study.channels)
-    preprocess = normalised(from_json(Preprocess, facts["preprocess"]), study, channels)
-    task, points = facts.get("task", model.task), tuple(facts.get("keypoints", ()))
-    inputs = tuple(from_json(InputSpec, each) for each in facts.get("inputs", ()))
-    model = replace(model, task=task, classes=facts.get("classes", model.classes), keypoints=points, inputs=inputs)
-    return replace(model, preprocess=preprocess, channels=channels, precision=facts.get("precision", "")), facts
+            remember(Path(scratch) / "job", "inspections", key)
+    seen = record.inspection or Inspection()
+    channels = study.channels if seen.channels is None else seen.channels
+    return replace(
+        model,
+        preprocess=normalised(seen.preprocess or Preprocess(), study, channels),
+        channels=channels,
+        precision=seen.precision,
+        task=seen.task or model.task,
+        classes=model.classes if seen.classes is None else seen.classes,
+        keypoints=seen.keypoints,
+        inputs=seen.inputs,
+    ), seen
 
 
 def _inspection_runtime(model: ModelSpec, name: str, study: Study) -> Runtime:
@@ -180,37 +193,34 @@ def _inspection_runtime(model: ModelSpec, name: str, study: Study) -> Runtime:
     return runtime
 
 
-def _keep(job_folder: Path, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    write_bytes(folder / "record.json", (job_folder / "record.json").read_bytes())
-
-
-def sizes(study: Study, facts: dict[str, Any]) -> list[tuple[int, int]]:
+def sizes(study: Study, seen: Inspection) -> list[tuple[int, int]]:
     """Heights and widths that the study asks for, or the model's own; one that its file can't take is a `UserError`."""
-    fixed = tuple(facts["size"]) if facts.get("fixed_size") else None
+    fixed = seen.size if seen.fixed_size else None
     requested = [parse_size(size) for size in study.sizes]
     wrong = [size for size in requested if fixed and size != fixed]
     if wrong and fixed:
         raise UserError(
             f"the file's image size is fixed at {fixed[0]}x{fixed[1]}; {wrong[0][0]}x{wrong[0][1]} needs another export"
         )
-    return requested or [(int(facts["size"][0]), int(facts["size"][1]))]
+    return requested or [seen.size]
 
 
-def batches(study: Study, facts: dict[str, Any]) -> tuple[int, ...]:
-    low, best, high = facts.get("batches", (1, 1, math.inf))
+def batches(study: Study, seen: Inspection) -> tuple[int, ...]:
+    low, best, high = seen.batches or (1, 1, math.inf)
     outside = [batch for batch in study.batches if not low <= batch <= high]
     if outside:
         raise UserError(
             f"batch {outside[0]} is outside the engine's profile, {low} to {high}; build it with a wider one"
         )
-    fixed = int(facts.get("batch", 0))
+    fixed = seen.batch
     wrong = [batch for batch in study.batches if fixed and batch != fixed]
     if wrong:
-        if "usual_batch" in facts:
+        if seen.batch_reason:
+            raise UserError(f"{seen.batch_reason}; omit the batch, {wrong[0]}")
+        if seen.usual_batch is not None:
             raise UserError(f"the model takes its example inputs' batch, {fixed}, and not {wrong[0]}; omit the batch")
         raise UserError(f"the file's batch is fixed at {fixed}, not {wrong[0]}; export it again with --batch dynamic")
-    return study.batches or (fixed or facts.get("usual_batch", best),)
+    return study.batches or (fixed or (best if seen.usual_batch is None else seen.usual_batch),)
 
 
 def file_shapes(study: Study, model: ModelSpec, batch: int) -> dict[str, tuple[int, ...]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,13 @@ from dyno.planning.checks import check_threads
 from dyno.planning.images import prepared
 from dyno.planning.interpreters import installed, missing, placed, runtime_of
 from dyno.planning.model_info import InspectionFailed, batches, file_shapes, inspect_model, model_spec, sizes
+from dyno.planning.planned import Planned
 from dyno.planning.routes import routed
+from dyno.planning.sides import paired
 from dyno.study import Choice, Study, model_name, parse_size, runtimes
 from dyno.worker import registry, system, tasks
 from dyno.worker.extras import install
+from dyno.worker.inspection import Inspection
 from dyno.worker.spec import (
     DataSpec,
     Dims,
@@ -22,24 +25,23 @@ from dyno.worker.spec import (
     Trial,
     UserError,
     check_known,
+    to_json,
 )
 
 STEPS = ("modelopt",)  # steps of making a file that may have an interpreter of their own
 
 
-@dataclass(frozen=True)
-class Planned:
-    """A trial, and why it will not be run ("" when it will)."""
-
-    trial: Trial
-    refusal: str = ""
-    status: str = "skipped"  # of a trial that will not run
-    model_facts: dict[str, Any] = field(default_factory=dict)  # what inspection counted: flops, parameters
-    uninspected: bool = False  # of a model whose inspection failed
-
-
 def expand(study: Study) -> list[Planned]:
-    """Every trial of the study in a fixed order; input that can't be used is a `UserError` before anything runs."""
+    """Every trial of the study in a fixed order; input that can't be used is a `UserError` before anything runs.
+
+    Of a comparison those of both sides, of which at least two have to belong together.
+    """
+    if study.baseline:
+        return paired({side: _expanded(own) for side, own in study.sides.items()})
+    return _expanded(study)
+
+
+def _expanded(study: Study) -> list[Planned]:
     check_threads(study)
     choices = [Choice.parse(text) for text in study.backends] or [Choice(name) for name in installed(study.device)]
     names = {*registry.names(), *(choice.name for choice in choices)}
@@ -73,18 +75,18 @@ def expand(study: Study) -> list[Planned]:
 
 def _of_model(study: Study, source: str, choices: list[Choice]) -> list[Planned]:
     """The trials of one model, which is inspected and whose images are decoded."""
-    model, facts = inspect_model(_named(study, source, model_spec(study, source)), study)
+    model, seen = inspect_model(_named(study, source, model_spec(study, source)), study)
     try:
-        pairs, counts = sizes(study, facts), batches(study, facts)
+        pairs, counts = sizes(study, seen), batches(study, seen)
     except UserError as e:
         raise UserError(f"{model.name}: {e}") from e
     planned = []
     for height, width in pairs:
-        data = prepared(study, model, (height, width), facts.get("outputs", 0))
-        _check_budget(study, model, data, facts.get("outputs", 0))
+        data = prepared(study, model, (height, width), seen.outputs)
+        _check_budget(study, model, data, seen.outputs)
         for batch in counts:
             dims = Dims(batch, height, width, file_shapes(study, model, batch))
-            model_facts = _model_facts(facts, dims, model)
+            model_facts = _model_facts(seen, dims, model)
             planned += [
                 replace(_checked(study, _trial(study, choice, model, precision, dims, data)), model_facts=model_facts)
                 for choice, precision in _configurations(study, choices, model)
@@ -153,10 +155,10 @@ def _check_budget(study: Study, model: ModelSpec, data: DataSpec, outputs: int) 
         raise UserError(f"a budget needs labels, and {study.data} has none; put the images into a folder per class")
 
 
-def _model_facts(facts: dict[str, Any], dims: Dims, model: ModelSpec) -> dict[str, Any]:
+def _model_facts(seen: Inspection, dims: Dims, model: ModelSpec) -> dict[str, Any]:
     """Operations of one image at that size, and parameters, where counted; a file's name and signature."""
-    counts = {"flops": facts.get("flops", {}).get(dims.size, 0), "parameters": facts.get("parameters", 0)}
-    file_facts = {"file": Path(model.file).name, "signature": facts["signature"]} if "signature" in facts else {}
+    counts = {"flops": seen.flops.get(dims.size, 0), "parameters": seen.parameters or 0}
+    file_facts = {"file": Path(model.file).name, "signature": to_json(seen.signature)} if seen.signature else {}
     return {**{name: int(count) for name, count in counts.items() if count}, **file_facts}
 
 

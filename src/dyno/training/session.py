@@ -22,6 +22,7 @@ from dyno.study import Choice, Study, check_types, model_name
 from dyno.training import split
 from dyno.training.display import CURVES, Row, TrainingView, chart, history
 from dyno.worker import registry, system
+from dyno.worker.facts.job import Trained
 from dyno.worker.record import Record, read_record, write_json
 from dyno.worker.spec import DataSpec, Dims, Job, ModelSpec, Runtime, Trial, UserError, to_json
 from dyno.worker.training.options import TrainOptions, options
@@ -137,8 +138,8 @@ def _planned(study: Study, chosen: TrainOptions, holdout: float | None, folder: 
     study = replace(study, data=split.source(study.data, holdout, folder, chosen.seed))
     requested = model_spec(study, source)
     unweighted = replace(requested, weights="", weights_sha256="", pretrained=False)
-    inspected, facts = inspect_model(unweighted, study)
-    size = sizes(study, facts)[0]
+    inspected, seen = inspect_model(unweighted, study)
+    size = sizes(study, seen)[0]
     model = replace(requested, preprocess=inspected.preprocess)
     training, test = split.decoded(study, model, size, chosen, view.console)
     names = split.classes(training)
@@ -163,7 +164,7 @@ def _run(plan: Training, folder: Path, view: TrainingView) -> tuple[Record, bool
     if rows := history(folder):
         chart(rows, folder / CURVES)
     about = {"status": record.status, "reason": record.reason, "started": begun}
-    _describe(plan, folder, {**about, "result": record.facts, "system": record.system})
+    _describe(plan, folder, {**about, "result": to_json(record.facts.training), "system": record.system})
     if record.status != "ok":
         raise UserError(_why(record, plan, len(rows)))
     return record, True
@@ -176,9 +177,8 @@ def _finished(job: Job, folder: Path) -> Record | None:
     except (OSError, ValueError):
         return None
     record = read_record(folder) if same else None
-    if record is None or record.status != "ok" or sha256_of(folder / record.facts["weights"]) != record.facts["sha256"]:
-        return None
-    return record
+    trained = record.facts.training if record is not None and record.status == "ok" else None
+    return record if trained is not None and sha256_of(folder / trained.weights) == trained.sha256 else None
 
 
 def _count(data: DataSpec) -> int:
@@ -214,10 +214,14 @@ def _why(record: Record, plan: Training, done: int) -> str:
     return f"the training {record.status} after {done} epochs ({record.reason}); the same command resumes there"
 
 
+def _trained(record: Record) -> Trained:
+    assert record.facts.training is not None  # every job of this kind that ended well leaves it
+    return record.facts.training
+
+
 def _result(record: Record, folder: Path) -> TrainingResult:
-    facts = record.facts
-    best = int(facts["best_epoch"])
-    return TrainingResult(folder, folder / facts["weights"], facts["top1"], facts["top5"], best, history(folder))
+    found = _trained(record)
+    return TrainingResult(folder, folder / found.weights, found.top1, found.top5, found.best_epoch, history(folder))
 
 
 def _tell(
@@ -227,15 +231,15 @@ def _tell(
     from dyno.analysis.formatting import show
     from dyno.analysis.stats import wilson
 
-    facts = record.facts
-    for note in facts["notes"]:
+    facts = _trained(record)
+    for note in facts.notes:
         view.say(f"note: {note}")
-    share = wilson(facts["hits"], facts["count"])
+    share = wilson(facts.hits, facts.count)
     five = f", top-5 {result.top5:.2f} %" if len(plan.classes) > 5 else ""
-    took = f", trained in {show(facts['seconds'], 'duration')}" if now else ""
+    took = f", trained in {show(facts.seconds, 'duration')}" if now else ""
     view.say(
         f"{result.weights}: epoch {result.best_epoch}, top-1 {result.top1:.2f} % [{100 * share.low:.2f}, "
-        f"{100 * share.high:.2f}] on {facts['count']} images in PyTorch fp32{five}{took}"
+        f"{100 * share.high:.2f}] on {facts.count} images in PyTorch fp32{five}{took}"
     )
     for command in ("eval", "run") if advise else ():
         view.say(f"next: {next_command(command, plan, result.weights)}")

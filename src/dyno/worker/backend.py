@@ -11,6 +11,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dyno.worker.facts.engine import EngineFacts, Probe
+from dyno.worker.facts.files import MadeBy
+from dyno.worker.inspection import Purpose
 from dyno.worker.option_values import Check, check_values
 from dyno.worker.spec import Artifact, Option, Recipe, Tensor, Trial, UserError, check_known
 
@@ -68,10 +71,9 @@ class Session(ABC):
         """Bytes in use on the session's GPU, by everyone; 0 on a CPU."""
         return 0
 
-    def facts(self) -> dict[str, Any]:
-        """What the engine says of itself, asked after timing: `layers`, `layers_by_type`, `nodes_by_provider`,
-        `parameters`, `options`, `weights_sha256`, `build_s`… as far as it knows."""
-        return {}
+    def facts(self) -> EngineFacts:
+        """What the engine says of itself, asked after timing, as far as it knows."""
+        return EngineFacts()
 
     def close(self) -> None:  # noqa: B027 - nor has one that Python frees
         """Give everything back."""
@@ -125,7 +127,7 @@ class Backend(ABC):
         return None
 
     @abstractmethod
-    def probe(self) -> dict[str, Any]:
+    def probe(self) -> Probe:
         """Import the library and run one operation: version and devices, or `Unavailable` with what to install."""
 
     @abstractmethod
@@ -157,7 +159,7 @@ class FileContents:
     outputs: tuple[Tensor, ...]
     precision: str = "fp32"
     batches: tuple[int, int, int] | None = None
-    task: Mapping[str, Any] = field(default_factory=dict)
+    task: Purpose = field(default_factory=Purpose)
     image: Mapping[str, Any] = field(default_factory=dict)
     flops: Callable[[Mapping[str, tuple[int, ...]]], int] | None = None
 
@@ -200,7 +202,7 @@ class FileFormat(ABC):
         """What the file says of itself; a `UserError` for one that is missing or damaged. Runs in a worker."""
 
 
-def derived(parent: Artifact, path: Path, precision: str, made_by: Mapping[str, Any], began: float) -> Artifact:
+def derived(parent: Artifact, path: Path, precision: str, made_by: MadeBy, began: float) -> Artifact:
     """The file at `path`, made from the parent's since `began` (of `perf_counter`)."""
     content = path.read_bytes()
     return replace(
@@ -211,5 +213,5 @@ def derived(parent: Artifact, path: Path, precision: str, made_by: Mapping[str, 
         precision=precision,
         seconds=time.perf_counter() - began,
         parent_sha256=parent.sha256,
-        made_by=dict(made_by),
+        made_by=made_by,
     )

@@ -46,12 +46,12 @@ class Journal:
     def sampled(self, tag: str, boundary: str, unit: str, hint: str, found: measure.Sampling) -> None:
         """Keep raw samples, when they were taken, and the measurements that name them."""
         name = tag if tag == boundary else f"{tag}_{boundary}"
-        self.facts({"timed": {**self.record.facts.get("timed", {}), boundary: list(found.window)}})
+        self.facts(timed={**self.record.facts.timed, boundary: found.window})
         made = [Measurement(tag, unit, hint, found.value, name, boundary, "host", found.stopped)]
         self.samples[name] = found.samples
         if found.block is not None:
             self.samples[f"{name}_block"] = found.block
-            self.facts({"blocks": {**self.record.facts.get("blocks", {}), boundary: [*map(list, found.windows)]}})
+            self.facts(blocks={**self.record.facts.blocks, boundary: tuple(found.windows)})
         if found.gpu is not None:
             self.samples[f"{name}_gpu"] = found.gpu
             made.append(Measurement(tag, unit, hint, None, f"{name}_gpu", boundary, "gpu", found.stopped))
@@ -71,7 +71,7 @@ class Journal:
             self.samples.update(found.stages)
             save_arrays(self.folder / "samples.npz", self.samples)
         if told := found.facts():
-            self.facts({"evaluation": told})
+            self.facts(evaluation=told)
         self.add(*found.measurements())
 
     def timed(self, tag: str, stage: str, action: Callable[[], Any]) -> Any:
@@ -82,9 +82,9 @@ class Journal:
         self.add(Measurement(tag, "s", "duration", time.perf_counter() - start, clock="host"))
         return result
 
-    def facts(self, found: dict[str, Any]) -> None:
-        """Merge what the engine says of itself."""
-        self.record = replace(self.record, facts={**self.record.facts, **found})
+    def facts(self, **found: Any) -> None:
+        """Keep facts, by the names of the fields of `Facts`."""
+        self.record = replace(self.record, facts=replace(self.record.facts, **found))
 
     def warn(self, sentence: str) -> None:
         """Keep a warning for the reader of the numbers."""

@@ -33,27 +33,29 @@ import errno
 import os
 import time
 import traceback
-from dataclasses import replace
-from typing import Any
+from dataclasses import fields, replace
 
 import numpy as np
 
 from dyno.worker import measure, system
 from dyno.worker.backend import Arrays, Session
 from dyno.worker.evaluation import evaluate
+from dyno.worker.facts.engine import Origin
+from dyno.worker.facts.files import MadeBy, Step
+from dyno.worker.facts.job import Answered, Turns
 from dyno.worker.inputs import input_data
 from dyno.worker.jobs.turns import Alone, conductor
 from dyno.worker.journal import Journal
 from dyno.worker.record import Measurement, Record, read_json, save_arrays, write_record
 from dyno.worker.registry import find
 from dyno.worker.registry import maker as find_maker
-from dyno.worker.sessions import gpu
-from dyno.worker.spec import SCHEMA, Artifact, Job, NoRoute, Trial, Unavailable, UserError, from_json
+from dyno.worker.sessions import gpu, slowed
+from dyno.worker.spec import SCHEMA, SLOWDOWN, Artifact, Job, NoRoute, Trial, Unavailable, UserError, from_json
 
 RANDOM = 1e-2  # of their size: outputs of two calls on one input that are further apart are drawn
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # What a file made from another says of the model they share, and of the route to it.
-INHERITED = ("weights_sha256", "parameters", "exporter", "opset", "fixed_batch", "folded", "calibration")
+INHERITED = [f.name for f in fields(Origin) if f.name != "other"]
 
 
 def run_trial(job: Job, trial: Trial, journal: Journal, turns: Alone) -> None:
@@ -61,11 +63,13 @@ def run_trial(job: Job, trial: Trial, journal: Journal, turns: Alone) -> None:
     backend = find(trial.backend)
     journal.record = replace(journal.record, system=system.describe(("numpy", *backend.requires)))
     session: Session = journal.timed("load", "load", lambda: backend.load(trial, job.artifact))
+    if SLOWDOWN in job.options:
+        session = _slowed(session, float(job.options[SLOWDOWN]), journal)
     model = trial.model
     fed = list(
         input_data.batches(trial.data, model.preprocess, session.inputs, trial.dims, input_data.FEEDS, model.inputs)
     )
-    journal.facts({"inputs_sha256": input_data.fingerprint(fed, model.preprocess), "threads": trial.runtime.threads})
+    journal.facts(inputs_sha256=input_data.fingerprint(fed, model.preprocess), threads=trial.runtime.threads)
     feeds = [session.stage(feed) for feed in fed]
     journal.timed("first_call", "first call", measure.step(session, "model", feeds))
     _time(session, trial, feeds, journal, turns)
@@ -78,11 +82,19 @@ def run_trial(job: Job, trial: Trial, journal: Journal, turns: Alone) -> None:
     _inspect(session, job, journal)
     journal.stage("close")  # where an engine may crash still: what it said of itself is on disk by then
     session.close()
-    if not journal.record.facts.get("finite", True):
+    if not journal.record.facts.finite:
         journal.stage("evaluate")
         raise UserError(
             "the outputs are not finite (NaN or infinity): this engine is wrong, or its precision overflows"
         )
+
+
+def _slowed(session: Session, share: float, journal: Journal) -> Session:
+    """The session with the delay that the self-test asks for; the record says so."""
+    journal.facts(slowdown=share)
+    if share:
+        journal.warn(f"slowed down on purpose, by {100 * share:g} %: a self-test has to see it")
+    return slowed.Slowed(session, share)
 
 
 def _time(session: Session, trial: Trial, feeds: measure.Feeds, journal: Journal, turns: Alone) -> None:
@@ -120,8 +132,8 @@ def _watch(session: Session, boundary: str, journal: Journal) -> gpu.Stopwatch |
 def _record_contention(boundary: str, busy: float, device: str, journal: Journal) -> None:
     """Record the CPU contention of this timing, and warn when it was enough to change it."""
     threshold = system.contention_threshold(device)
-    busy_by_boundary = {**journal.record.facts.get("others_busy", {}), boundary: round(busy, 3)}
-    journal.facts({"others_busy": busy_by_boundary, "others_bearable": threshold})
+    busy_by_boundary = {**journal.record.facts.others_busy, boundary: round(busy, 3)}
+    journal.facts(others_busy=busy_by_boundary, others_bearable=threshold)
     if busy > threshold:
         journal.warn(f"{boundary}: other programs kept {busy:.1f} of {os.cpu_count()} processors busy meanwhile")
 
@@ -131,21 +143,23 @@ def _evaluate(session: Session, trial: Trial, journal: Journal) -> None:
     arrays = found.arrays
     save_arrays(journal.folder / "outputs.npz", arrays)
     journal.evaluated(found)
-    shown = {"name": trial.data.name, "split": trial.data.split, "count": len(arrays["sample"])}
     # The hash over the pictures that were decoded, the same at every size, and how many of them calibration has; where
     # nobody knows it, there is none.
     about = input_data.metadata(trial.data)
-    shown |= {key: about[key] for key in ("photographs", "set_aside") if about.get(key)}
-    journal.facts({"data": shown})
+    known = str(about.get("photographs") or ""), int(about.get("set_aside") or 0)
+    journal.facts(data=Answered(trial.data.name, trial.data.split, len(arrays["sample"]), *known))
     for sentence in found.oddities:
         journal.warn(f"data: {sentence}")
     own = [a for name, a in arrays.items() if name.startswith("output:") and len(a) > 1]
     if own and all((a == a[:1]).all() for a in own):
         journal.warn("the outputs are the same for every input: that they agree with another engine's proves little")
+    raw = [a for name, a in arrays.items() if name.startswith("output:")]
+    if raw and not any(a.size for a in raw):
+        journal.warn("the outputs have no rows for any input: there is nothing to compare")
     bad = [name[7:] for name, a in arrays.items() if name.startswith("output:") and not np.isfinite(a).all()]
     if bad:
         journal.warn(f"output {', '.join(bad)} has values that are not finite")
-        journal.facts({"finite": False})
+        journal.facts(finite=False)
 
 
 def _repeat(session: Session, feeds: Arrays, journal: Journal) -> None:
@@ -158,7 +172,7 @@ def _repeat(session: Session, feeds: Arrays, journal: Journal) -> None:
         calls.append({name: np.array(array) for name, array in session.fetch().items()})
     apart = max((_apart(calls[0][name], calls[1][name]) for name in calls[0]), default=0.0)
     if apart > RANDOM:
-        journal.facts({"random_outputs": apart})
+        journal.facts(random_outputs=apart)
         journal.warn(f"the outputs are random: two calls on one input are {apart:.2g} of their size apart")
 
 
@@ -171,24 +185,23 @@ def _apart(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def _inspect(session: Session, job: Job, journal: Journal) -> None:
-    made_by = job.artifact.made_by if job.artifact else {}
-    known: dict[str, Any] = {key: made_by[key] for key in INHERITED if key in made_by}
+    known = job.artifact.made_by.said(INHERITED) if job.artifact else {}
+    journal.facts(**known)
     try:
-        said = session.facts()
+        facts = journal.record.facts.joined(session.facts())
     except Exception as e:  # what was timed stands, whatever an engine fails to say of itself afterwards
         traceback.print_exc()
-        said = {}
+        facts = journal.record.facts
         journal.warn(f"what the engine says of itself can't be read: {type(e).__name__}: {_one_line(e)}")
-    facts = {**known, **said}
-    for tag, unit, hint in (("parameters", "1", "count"), ("layers", "1", "count"), ("build_s", "s", "duration")):
-        if tag in facts:
-            journal.add(Measurement(tag.removesuffix("_s"), unit, hint, float(facts[tag])))
+    journal.record = replace(journal.record, facts=facts)
+    counts = {"parameters": facts.parameters, "layers": facts.layers}
+    journal.add(*(Measurement(tag, "1", "count", float(n)) for tag, n in counts.items() if n is not None))
+    if facts.build_s is not None:
+        journal.add(Measurement("build", "s", "duration", float(facts.build_s)))
     if job.artifact:
         journal.add(Measurement("file_size", "B", "bytes", float(job.artifact.bytes)))
-    truth = facts.get("precision_truth", {})
-    if truth and not truth.get("ok", True):
-        journal.warn(str(truth.get("sentence", "the engine does not run in the precision it was asked for")))
-    journal.facts(facts)
+    if (truth := facts.precision_truth) and not truth.ok:
+        journal.warn(truth.sentence or "the engine does not run in the precision it was asked for")
 
 
 def stress_trial(job: Job, journal: Journal) -> None:
@@ -202,7 +215,7 @@ def stress_trial(job: Job, journal: Journal) -> None:
     journal.stage("first phase")
     for found in stress(session, trial, job.options["phases"], int(job.options["iterations"])):
         told = found.told(TOLERANCE[trial.precision])
-        journal.facts({"stress": {**journal.record.facts.get("stress", {}), found.name: told}})
+        journal.facts(stress={**journal.record.facts.stress, found.name: told})
         name = f"latency_{found.name}"
         journal.samples[name] = found.seconds
         save_arrays(journal.folder / "samples.npz", journal.samples)
@@ -220,20 +233,14 @@ def make_file(job: Job, journal: Journal) -> None:
     start = time.perf_counter()
     made: Artifact = maker.make(replace(job.recipe, runtime=job.runtime), job.artifact, journal.folder)
     seconds = time.perf_counter() - start
-    step = {
-        "maker": job.recipe.maker,
-        "format": made.format,
-        "precision": made.precision,
-        "seconds": seconds,
-        "bytes": made.bytes,
-    }
-    before = job.artifact.made_by if job.artifact else {}
-    inherited: dict[str, Any] = {key: before[key] for key in INHERITED if key in before}
+    step = Step(job.recipe.maker, made.format, made.precision, seconds, made.bytes)
+    before = job.artifact.made_by if job.artifact else MadeBy()
     # A file that the user gave was described, not made: nobody knows what it took.
     steps = [step] if Path(made.path).resolve().is_relative_to(journal.folder.resolve()) else []
     # What is to be said of a file holds for all that is made from it.
-    warnings = [*dict.fromkeys([*before.get("warnings", ()), *made.made_by.get("warnings", ())])]
-    made_by = {**inherited, **made.made_by, "steps": [*before.get("steps", []), *steps], "warnings": warnings}
+    warnings = tuple(dict.fromkeys([*before.warnings, *made.made_by.warnings]))
+    made_by = MadeBy(**before.said(INHERITED)).joined(made.made_by)
+    made_by = replace(made_by, steps=(*before.steps, *steps), warnings=warnings)
     journal.record = replace(journal.record, artifact=replace(made, seconds=seconds, made_by=made_by))
 
 
@@ -242,7 +249,7 @@ def probe(job: Job, journal: Journal) -> None:
     backend = find(job.backend)
     journal.stage("probe")
     journal.record = replace(journal.record, system=system.describe(("numpy", *backend.requires)))
-    journal.facts(backend.probe())
+    journal.facts(probe=backend.probe())
 
 
 def look_at(job: Job, journal: Journal) -> None:
@@ -252,7 +259,8 @@ def look_at(job: Job, journal: Journal) -> None:
     assert job.trial is not None
     journal.stage("look at the model")
     options = job.options
-    journal.facts(look(job.trial, options["sizes"], options.get("asked", {}), str(options.get("task", ""))))
+    seen = look(job.trial, options["sizes"], options.get("asked", {}), str(options.get("task", "")))
+    journal.record = replace(journal.record, inspection=seen)
 
 
 def train_model(job: Job, journal: Journal) -> None:
@@ -264,7 +272,7 @@ def train_model(job: Job, journal: Journal) -> None:
     journal.record = replace(journal.record, system=system.describe(("torch", "torchvision", "timm")))
     options, images = loop.job(job.options)
     place = (journal.folder, journal.stage, trial.runtime.threads)
-    journal.facts(loop.train(options, images, trial.data, trial.model, trial.dims, *place))
+    journal.facts(training=loop.train(options, images, trial.data, trial.model, trial.dims, *place))
 
 
 def find_peak(job: Job, journal: Journal) -> None:
@@ -275,7 +283,7 @@ def find_peak(job: Job, journal: Journal) -> None:
     journal.record = replace(journal.record, system=system.describe(("numpy", "torch")))
     contention = system.CpuContention()
     for name, found in peak.measure(job.runtime):
-        journal.facts({"peak": {**journal.record.facts.get("peak", {}), name: found}})
+        journal.facts(peak={**journal.record.facts.peak, name: found})
         journal.add()
     _record_contention("peak", contention.busy(), job.runtime.device, journal)
 
@@ -286,7 +294,7 @@ def take_home(job: Job, journal: Journal) -> None:
 
     assert job.trial is not None
     journal.stage("write")
-    journal.facts(snippets.write(job.trial, job.artifact, job.options, journal.folder))
+    journal.facts(files=snippets.write(job.trial, job.artifact, job.options, journal.folder))
 
 
 OTHER_JOBS = {"make": make_file, "probe": probe, "look": look_at, "train": train_model, "stress": stress_trial,
@@ -296,12 +304,12 @@ OTHER_JOBS = {"make": make_file, "probe": probe, "look": look_at, "train": train
 def perform(job: Job, journal: Journal, turns: Alone) -> Record:
     """Do the job; every way it can fail inside Python becomes a status with one line of reason."""
     try:
-        journal.facts({"affinity": system.pin(job.runtime.threads)})
+        journal.facts(affinity=tuple(system.pin(job.runtime.threads)))
         journal.stage("import")
         if job.kind == "run":
             assert job.trial is not None
             if turns.conducted:
-                journal.facts({"turns": job.options["turns"]})
+                journal.facts(turns=from_json(Turns, job.options["turns"]))
             run_trial(job, job.trial, journal, turns)
         else:
             OTHER_JOBS[job.kind](job, journal)
@@ -310,7 +318,7 @@ def perform(job: Job, journal: Journal, turns: Alone) -> Record:
         return _ended(journal, "skipped", str(e))
     except UserError as e:
         if isinstance(e, NoRoute):
-            journal.facts({"no_route": True})
+            journal.facts(no_route=True)
         return _ended(journal, "failed", str(e))
     except MemoryError as e:
         traceback.print_exc()

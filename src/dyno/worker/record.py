@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
+from dyno.worker.facts.job import Facts
+from dyno.worker.inspection import Inspection
 from dyno.worker.spec import SCHEMA, Artifact, UserError, from_json, to_json
 
 STATUSES = ("ok", "skipped", "failed", "oom", "timeout", "crashed")
@@ -40,7 +43,8 @@ class Record:
     """How one job ended and all that it measured; written once, never changed.
 
     `stage` is where it was when it ended, `reason` one line that says why it isn't ok. `system` is the machine and
-    versions, `facts` what the engine says of itself (layers by type, nodes per provider, options taken, hashes).
+    versions, `facts` what the engine says of itself and how it was timed; `artifact` is the file that was made, and
+    `inspection` what was found out about a model.
     """
 
     status: str
@@ -53,8 +57,9 @@ class Record:
     measurements: tuple[Measurement, ...] = ()
     warnings: tuple[str, ...] = ()
     system: dict[str, Any] = field(default_factory=dict)
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: Facts = field(default_factory=Facts)
     artifact: Artifact | None = None
+    inspection: Inspection | None = None
     schema: int = SCHEMA
 
     def value(self, tag: str, boundary: str = "") -> float | None:
@@ -80,6 +85,44 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             beside.unlink(missing_ok=True)
         e.filename = e.filename or str(path)
         raise
+
+
+@contextmanager
+def lock(path: Path, busy: Callable[[str], None] = lambda owner: None) -> Iterator[None]:
+    """Hold the file; while another process has it, `busy` gets its number, and raises or lets this wait.
+
+    The lock ends with the process, however it ends. Its folder may go with it: whoever waited holds a new file then.
+    """
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_symlink() or not (path.is_file() or not path.exists()):  # a folder from elsewhere may hold anything
+            raise UserError(f"{path} is not a regular file, so it can't be held; remove it")
+        try:
+            number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        except FileNotFoundError:  # its folder went this moment
+            continue
+        with open(number, "a+") as f:
+            try:
+                fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                f.seek(0)
+                busy(f.read(20).strip() or "unknown")
+                fcntl.flock(f, fcntl.LOCK_EX)
+            if not _is_at(f, path):
+                continue
+            f.truncate(0)
+            f.write(str(os.getpid()))
+            f.flush()
+            yield
+            return
+
+
+def _is_at(opened: IO[str], path: Path) -> bool:
+    """Whether the open file is still the one at that path."""
+    try:
+        return os.path.samestat(os.fstat(opened.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def write_bytes(path: Path, content: bytes) -> None:
@@ -151,11 +194,29 @@ def write_record(folder: Path, record: Record) -> None:
     write_json(folder / "record.json", to_json(record))
 
 
+def check_schema(path: Path, data: Mapping[str, Any]) -> None:
+    """A `UserError` for what an older or a newer Dyno wrote."""
+    schema = data.get("schema", SCHEMA)
+    if schema == SCHEMA:
+        return
+    if isinstance(schema, int) and schema < SCHEMA:
+        raise UserError(
+            f"{path} was written by an older Dyno (schema {schema}, this one reads {SCHEMA}); measure into a new folder"
+        )
+    raise UserError(f"{path} was written by a newer Dyno (schema {schema}, this one reads {SCHEMA}); update Dyno")
+
+
 def read_record(folder: Path) -> Record | None:
     """The record in the folder, or None when the job left none; one that can't be read is a `UserError`."""
+    path = folder / "record.json"
     try:
-        return from_json(Record, read_json(folder / "record.json"))
+        data = read_json(path)
     except FileNotFoundError:
         return None
-    except (ValueError, UserError) as e:
-        raise UserError(f"{folder / 'record.json'} is damaged ({e}); remove that folder to measure it again") from e
+    except ValueError as e:
+        raise UserError(f"{path} is damaged ({e}); remove that folder to measure it again") from e
+    check_schema(path, data)
+    try:
+        return from_json(Record, data)
+    except UserError as e:
+        raise UserError(f"{path} is damaged ({e}); remove that folder to measure it again") from e

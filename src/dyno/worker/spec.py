@@ -10,18 +10,22 @@ import dataclasses
 import difflib
 import hashlib
 import json
-import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, Union
 
-SCHEMA = 1
+from dyno.worker.facts.files import MadeBy
+from dyno.worker.facts.json_values import Misfit, reader
+from dyno.worker.facts.sparse import Sparse
+
+SCHEMA = 2
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "int8", "fp8")
 BOUNDARIES = ("model", "all", "throughput")
 PARTS = ("enqueue", "h2d", "compute", "d2h")  # of one inference from host to host on a GPU
 SAVED = (".pt2", ".torchscript")  # modules as PyTorch stores them, by torch.export.save and torch.jit.save
 PHASES = ("min", "opt", "max", "random")  # batches of the stress test, by name
+SLOWDOWN = "slowdown"  # option of a job, of the self-test's alone: by which share each run is slowed down on purpose
 
 Option = Union[str, int, float, bool]
 T = TypeVar("T")
@@ -237,17 +241,12 @@ class Artifact:
     outputs: tuple[Tensor, ...]
     seconds: float
     parent_sha256: str = ""
-    made_by: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def route(self) -> str:
-        """By which route from the model it was made: see `route_of`."""
-        return route_of(self.made_by)
+    made_by: MadeBy = field(default_factory=MadeBy)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One way to run one model: a row of every table."""
+    """One way to run one model: a row of every table. `side` is `a` (the baseline) or `b` in a comparison."""
 
     model: ModelSpec
     backend: str
@@ -258,6 +257,7 @@ class Trial:
     data: DataSpec = DataSpec()
     runtime: Runtime = Runtime()
     plan: Plan = Plan()
+    side: str = ""
 
     @property
     def id(self) -> str:
@@ -273,7 +273,8 @@ class Trial:
     @property
     def label(self) -> str:
         """Short text for progress and messages, e.g. `resnet18 onnxruntime int8 b8 224`."""
-        return f"{self.model.name} {self.variant} {self.precision} b{self.dims.batch} {self.dims.shown}".rstrip()
+        side = f"{self.side.upper()}: " if self.side else ""
+        return f"{side}{self.model.name} {self.variant} {self.precision} b{self.dims.batch} {self.dims.shown}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -302,14 +303,9 @@ UNHASHED = {
     Runtime: {"name"},
 }
 # Fields that came later count only where they say something, so that the ids of what was stored before them hold.
-LATER = {ModelSpec: {"task", "keypoints", "inputs"}, Preprocess: {"letterbox"}, Plan: {"blocks", "block_s"}}
-
-
-def route_of(made_by: Mapping[str, Any]) -> str:
-    """Exporter, opset, fixed batch and folding of a file's ONNX graph, as its record has them; "" without any."""
-    exported = f"{made_by['exporter']} opset {made_by.get('opset')}" if made_by.get("exporter") else ""
-    batch = "fixed batch" if made_by.get("fixed_batch") else ""
-    return ", ".join(filter(None, (exported, batch, "folded" if made_by.get("folded") else "")))
+LATER = {
+    ModelSpec: {"task", "keypoints", "inputs"}, Preprocess: {"letterbox"}, Plan: {"blocks", "block_s"}, Trial: {"side"},
+}  # fmt: skip
 
 
 def digest(value: Any) -> str:
@@ -340,41 +336,22 @@ def _placeless(source: str, hashed: bool) -> str:
 
 
 def to_json(value: Any) -> Any:
-    """The dataclass as plain dicts, lists, strings and numbers."""
-    return dataclasses.asdict(value)
+    """The dataclass as plain dicts, lists, strings and numbers; of a `Sparse` one what it says."""
+    if isinstance(value, Sparse):
+        said = value.said()
+        return {name: to_json(each) for name, each in {**said.pop("other", {}), **said}.items()}
+    if dataclasses.is_dataclass(value):
+        return {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {key: to_json(each) for key, each in value.items()}
+    return [to_json(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def from_json(cls: type[T], data: Any) -> T:
-    """Rebuild a dataclass from `to_json`'s output; an unknown or missing key is a `UserError` that names it."""
-    return typing.cast(T, _build(cls, data, cls.__name__))
-
-
-def _build(kind: Any, data: Any, where: str) -> Any:
-    """`data` as the annotation `kind` says: dataclass, tuple, dict, optional or plain value."""
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (Union, types.UnionType):
-        inner = [a for a in args if a is not type(None)]
-        return None if data is None else _build(inner[0], data, where) if len(inner) == 1 else data
-    _check_kind(dict if dataclasses.is_dataclass(kind) else origin or kind, data, where)
-    if origin is tuple:
-        return tuple(_build(args[0], item, where) for item in data)
-    if origin is dict:
-        return {key: _build(args[1], item, f"{where}.{key}") for key, item in data.items()}
-    if not dataclasses.is_dataclass(kind):
-        return data
-    make: Any = kind
-    hints = typing.get_type_hints(kind)
-    known = {f.name: f for f in dataclasses.fields(kind)}
-    unknown = sorted(set(data) - set(known))
-    if unknown:
-        raise UserError(f"{where} has an unknown key {unknown[0]!r}; known keys: {', '.join(known)}")
+    """Rebuild a dataclass from `to_json`'s output; a key that is unknown or missing, or a value of another type, is a
+    `UserError` that names it. What a `Sparse` one doesn't know is kept in `other`."""
+    kind: Any = cls
     try:
-        return make(**{key: _build(hints[key], item, f"{where}.{key}") for key, item in data.items()})
-    except TypeError as e:
-        raise UserError(f"{where} is incomplete: {e}") from e
-
-
-def _check_kind(kind: Any, data: Any, where: str) -> None:
-    takes: Any = {tuple: (list, tuple), float: (float, int), Any: object}.get(kind, kind)
-    if not isinstance(data, takes):
-        raise UserError(f"{where} is of type {type(data).__name__}, which it can't be")
+        return typing.cast(T, reader(kind)(data))
+    except Misfit as e:
+        raise UserError(f"{cls.__name__}{e.place}{e.what}") from e

@@ -15,6 +15,7 @@ from dyno.analysis.charts import reference_charts, series
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.tables import trial_table
 from dyno.worker.record import write_json
+from dyno.worker.spec import SCHEMA
 
 
 @pytest.fixture(scope="module")
@@ -27,10 +28,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunData:
     ]  # fmt: skip
     folder = synthetic.write_run(tmp_path_factory.mktemp("runs") / "r", ways, samples=10, count=5)
     rows = [{"model": m, "size": str(s), "flops": 10**9} for m in ("small", "large") for s in (64, 128)]
-    write_json(folder / "models.json", {"schema": 1, "models": rows})
+    write_json(folder / "models.json", {"schema": SCHEMA, "models": rows})
     (folder / "peak").mkdir()
     peak = {"fp32": {"flops_per_s": 5e12, "side": 512, "window": [0, 1]}}
-    write_json(folder / "peak" / "record.json", {"schema": 1, "status": "ok", "facts": {"peak": peak}})
+    write_json(folder / "peak" / "record.json", {"schema": SCHEMA, "status": "ok", "facts": {"peak": peak}})
     return trial_table.read(folder)
 
 

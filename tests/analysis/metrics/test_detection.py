@@ -13,6 +13,7 @@ import printed
 import pytest
 from detected import Arrays, Truth
 
+from dyno.analysis.gate.rules import LESS_ACCURATE, Rules
 from dyno.analysis.metrics import accuracy, detection
 from dyno.analysis.metrics.metric import Change
 from dyno.analysis.records.results import load
@@ -207,6 +208,6 @@ def test_a_worse_detector_is_less_accurate_in_compare(truth: Truth, tmp_path: Pa
         load(detected.write_run(tmp_path / name, "detect", {"pytorch": arrays}, truth))
         for name, arrays in (("a", good), ("b", bad))
     ]
-    (row,) = compare.compare(*runs, compare.Rules((compare.LESS_ACCURATE,))).rows
-    assert (row["accuracy"], row["failed"]) == ("less accurate", compare.LESS_ACCURATE)
+    (row,) = compare.compare(*runs, Rules((LESS_ACCURATE,))).rows
+    assert (row["accuracy"], row["failed"]) == ("less accurate", LESS_ACCURATE)
     assert (row["map50_95_a"], row["map50_95_b"]) == (pytest.approx(100), pytest.approx(40))

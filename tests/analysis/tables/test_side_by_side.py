@@ -21,7 +21,7 @@ from dyno.analysis.records.run_data import RunData
 from dyno.analysis.report import report
 from dyno.analysis.tables import trial_table
 from dyno.worker.record import write_json
-from dyno.worker.spec import UserError
+from dyno.worker.spec import SCHEMA, UserError
 
 GFLOP, PEAK = 2.0, 1e12
 
@@ -40,7 +40,7 @@ def study(folder: Path, models: tuple[str, ...] = ("one", "two")) -> Path:
                          Way("tensorrt", "fp16", statuses=("skipped",), reason="no tensorrt", **at)]  # fmt: skip
     synthetic.write_run(folder, ways, count=20, samples=40)
     rows = [{"model": m, "size": str(s), "flops": int(GFLOP * 1e9 * (s / 64) ** 2)} for m in models for s in (64, 128)]
-    write_json(folder / "models.json", {"schema": 1, "models": rows})
+    write_json(folder / "models.json", {"schema": SCHEMA, "models": rows})
     return folder
 
 
@@ -48,7 +48,7 @@ def with_peak(folder: Path, status: str = "ok") -> Path:
     (folder / "peak").mkdir()
     found = {"fp32": {"flops_per_s": PEAK, "side": 512, "window": [0, 1]}, "int8": {"missing": "no kernel"}}
     facts = {"peak": found} if status == "ok" else {}
-    record = {"schema": 1, "status": status, "reason": "no torch", "facts": facts}
+    record = {"schema": SCHEMA, "status": status, "reason": "no torch", "facts": facts}
     write_json(folder / "peak" / "record.json", record)
     return folder
 

@@ -15,7 +15,9 @@ import pytest
 import synthetic
 from synthetic import Way
 
+from dyno.analysis import tables
 from dyno.analysis.formatting import markdown, plain, points, show, significant
+from dyno.analysis.presentation.export import export
 from dyno.analysis.records.results import Results, load
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.tables import trial_table
@@ -241,3 +243,20 @@ def test_significant_digits() -> None:
     assert [significant(v) for v in (0.8126, 18.84, 1020.4, 9.996, 0.0123, -2.5)] == [
         "0.813", "18.8", "1,020", "10.0", "0.0123", "-2.50"]  # fmt: skip
     assert [points(v) for v in (-0.0028, 0.0, 0.00001, 0.0106)] == ["-0.28", "0.00", "0.00", "+1.06"]
+
+
+def test_a_percentile_of_few_samples_stands_in_parentheses(tmp_path: Path) -> None:
+    few, enough = (
+        trial_table.read(synthetic.write_run(tmp_path / str(n), [Way("pytorch"), Way("a")], samples=n))
+        for n in (100, 150)
+    )
+    assert list(few.frame["samples_model"]) == [100, 100]
+    for run, marked in ((few, True), (enough, False)):
+        text = printed.trials(run, "markdown")
+        assert bool(re.search(r"\(\d+\.\d+\)", text)) == marked and ("130 for p95" in text) == marked
+        row = run.frame.iloc[0]
+        for name in ("p90", "p95", "p99"):
+            ends = [row[f"latency_model_ms_{name}{end}"] for end in ("_low", "", "_high")]
+            assert ends[0] < ends[1] < ends[2]
+    latencies = export(tables.named(few, "latency-model"), "text")
+    assert latencies.count("in parentheses") == 2, "of p95 and p99, not of p90"

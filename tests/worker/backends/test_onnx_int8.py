@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import pytest
 
+from dyno.worker.facts.files import MadeBy
 from dyno.worker.makers.precision import OnnxPrecision
 from dyno.worker.onnx_graph import check
 from dyno.worker.onnx_graph.file import artifact
@@ -62,7 +63,7 @@ def test_weights_in_constant_nodes_and_unfused_batch_norms_become_int8(
     assert len(layers) == 4
     assert {makers.get(name) for node in layers for name in node.input[:2]} == {"DequantizeLinear"}
     assert "BatchNormalization" not in makers.values()
-    assert made.made_by["warnings"] == []
+    assert made.made_by.warnings == ()
     feeds = {"input": digits.images()[0][:100]}
     (before,), (after,) = (check.outputs(file.path, feeds)[0] for file in (parent, made))
     assert np.abs(after - before).mean() < 0.1 * np.abs(before).mean()
@@ -79,7 +80,7 @@ def test_such_a_file_runs_in_int8(digits: Any, tmp_path: Path, backend: str) -> 
         (tmp_path / "ir").mkdir()
         step = Recipe(backend, backend, "int8", digits.model, Dims(0, 8, 8))
         made = maker(step.maker).make(step, made, tmp_path / "ir")
-    assert engine.load(digits.trial(backend, "int8"), made).facts()["precision_truth"]["share"] == {"int8": 1.0}
+    assert engine.load(digits.trial(backend, "int8"), made).facts().precision_truth.share == {"int8": 1.0}
 
 
 def test_an_operator_of_the_library_s_own_is_no_end_of_the_quantisation(digits: Any, tmp_path: Path) -> None:
@@ -101,15 +102,15 @@ def test_a_file_in_half_precision_becomes_fp32_and_then_int8(digits: Any, tmp_pa
 
     half = float16.convert_float_to_float16(onnx.load(digits.artifact.path))
     onnx.save(half, tmp_path / "half.onnx")
-    parent = replace(artifact(str(tmp_path / "half.onnx"), 0.0, {}), precision="fp16")
+    parent = replace(artifact(str(tmp_path / "half.onnx"), 0.0, MadeBy()), precision="fp16")
     assert parent.inputs[0].dtype == "float16"
     (tmp_path / "single").mkdir()
     up = Recipe("onnx_precision", "onnx", "fp32", digits.model, Dims(0, 8, 8))
     single = OnnxPrecision().make(up, parent, tmp_path / "single")
     assert single.inputs[0].dtype == "float32"
-    assert single.made_by["warnings"] == [
-        "made from a file in fp16: its weights have that file's rounding in every precision"
-    ]
+    assert single.made_by.warnings == (
+        "made from a file in fp16: its weights have that file's rounding in every precision",
+    )
     made = quantised(digits, single, tmp_path / "made", "onnxruntime")
     images = digits.images()[0][:100]
     (exact,), (up_cast,), (low,) = (

@@ -42,8 +42,8 @@ def file_trial(path: Path | str, batch: int = 1, **shapes: tuple[int, ...]) -> T
 
 def test_a_real_operation_answers_the_probe() -> None:
     found = OnnxRuntime().probe()
-    assert found["devices"] == ["cpu"]
-    assert "CPUExecutionProvider" in found["detail"]
+    assert found.devices == ("cpu",)
+    assert "CPUExecutionProvider" in found.detail
 
 
 def test_outputs_are_those_of_a_plain_run_at_every_batch(digits: Any) -> None:
@@ -88,34 +88,34 @@ def test_the_feed_may_be_forgotten_by_its_owner(digits: Any) -> None:
 
 def test_facts_tell_layers_types_providers_and_settings(digits: Any) -> None:
     facts = load(digits, optimization="basic", spinning=False).facts()
-    assert facts["layers_by_type"] == {"float32": 4}
-    assert facts["nodes_by_provider"] == {"CPUExecutionProvider": facts["layers"]}
-    assert facts["operators"]["Conv"] == 3
-    assert facts["precision_truth"]["ok"]
-    assert facts["threads"] == 2
-    assert facts["options"]["optimization"] == "basic"
-    assert facts["options"]["spinning"] is False
-    assert sum(facts["time_by_operator"].values()) == pytest.approx(1, abs=0.01)
+    assert facts.layers_by_type == {"float32": 4}
+    assert facts.nodes_by_provider == {"CPUExecutionProvider": facts.layers}
+    assert facts.operators["Conv"] == 3
+    assert facts.precision_truth.ok
+    assert facts.threads == 2
+    assert facts.options["optimization"] == "basic"
+    assert facts.options["spinning"] is False
+    assert sum(facts.time_by_operator.values()) == pytest.approx(1, abs=0.01)
 
 
 def test_int8_runs_in_int8_and_signed_activations_show_why_they_are_not_faster(
     digits: Any, int8: Artifact, tmp_path: Path
 ) -> None:
     facts = load(digits, int8, "int8").facts()
-    assert facts["layers_by_type"] == {"int8": 4}
-    assert facts["precision_truth"]["ok"]
+    assert facts.layers_by_type == {"int8": 4}
+    assert facts.precision_truth.ok
     unfused = load(digits, int8, "int8", optimization="disable").facts()
-    assert not unfused["precision_truth"]["ok"]
-    assert any("4 of 4 compute layers stayed in float32" in note for note in unfused["notes"])
-    assert any("QuantizeLinear" in note for note in unfused["notes"])
+    assert not unfused.precision_truth.ok
+    assert any("4 of 4 compute layers stayed in float32" in note for note in unfused.notes)
+    assert any("QuantizeLinear" in note for note in unfused.notes)
 
 
 def test_fp16_on_a_cpu_without_such_kernels_is_said(digits: Any, tmp_path: Path) -> None:
     recipe = Recipe("onnx_precision", "onnx", "fp16", digits.model, Dims(0, 8, 8))
     session = load(digits, OnnxPrecision().make(recipe, digits.artifact, tmp_path), "fp16")
-    truth = session.facts()["precision_truth"]
+    truth = session.facts().precision_truth
     # Which is right depends on the CPU; the sentence must agree with the counts either way.
-    assert truth["ok"] == (truth["share"].get("float16", 0) >= 0.5)
+    assert truth.ok == (truth.share.get("float16", 0) >= 0.5)
     assert digits.accuracy(session, 1) > 0.95
 
 
@@ -237,5 +237,5 @@ def test_indices_and_conditions_are_no_precision(onnx_file: Callable[..., Path])
     )
     session.bind({"x": np.array([[1, 2, 0, 4]], np.float32)})
     facts = session.facts()
-    assert "Transpose" in facts["operators"] and facts["layers_by_type"].keys() == {"float32"}
-    assert facts["precision_truth"]["ok"]
+    assert "Transpose" in facts.operators and facts.layers_by_type.keys() == {"float32"}
+    assert facts.precision_truth.ok

@@ -55,7 +55,7 @@ def noise(tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
 def test_raw_pixels_and_a_lower_precision_build(digits: Any, made: Make, precision: str, kind: str) -> None:
     engine = made(find(NAME).recipe(trial(digits.model, precision, 8, digits.data, input="uint8")))
     assert engine.inputs == (Tensor("input", "uint8", (2, 1, 8, 8)),)
-    assert engine.made_by["layers_by_type"] == {kind: 4}, "three convolutions and a matrix product"
+    assert engine.made_by.layers_by_type == {kind: 4}, "three convolutions and a matrix product"
 
 
 @needs_builder
@@ -75,7 +75,7 @@ def test_every_layer_with_weights_is_int8(
         noise = grown(noise, size, tmp_path)
     model = ModelSpec(source.rpartition(":")[2], source)
     engine = made(find(NAME).recipe(trial(model, "int8", size, noise, exporter="dynamo")))
-    assert engine.made_by["layers_by_type"]["int8"] == convolutions + products
+    assert engine.made_by.layers_by_type["int8"] == convolutions + products
 
 
 def grown(data: DataSpec, size: int, folder: Path) -> DataSpec:
@@ -93,7 +93,7 @@ def grown(data: DataSpec, size: int, folder: Path) -> DataSpec:
 def test_networks_come_in_the_opset_that_8_6_reads(noise: DataSpec, made: Make, source: str, exporter: str) -> None:
     model = ModelSpec(source.rpartition(":")[2], source)
     file = made(converted(trial(model, "fp32", 64, noise, exporter=exporter), "tensorrt"))
-    assert (file.made_by["exporter"], file.made_by["opset"]) == (exporter, 17)
+    assert (file.made_by.exporter, file.made_by.opset) == (exporter, 17)
     onnx.checker.check_model(file.path, full_check=True)
 
 

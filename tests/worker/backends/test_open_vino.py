@@ -17,6 +17,7 @@ import pytest
 
 from dyno.worker.backends.open_vino import HINTS, OpenVino, _core
 from dyno.worker.backends.open_vino_files import IR_MAKER
+from dyno.worker.facts.precision import PrecisionTruth
 from dyno.worker.makers.precision import OnnxPrecision
 from dyno.worker.spec import Artifact, DataSpec, Dims, ModelSpec, Recipe, Runtime, Tensor, Trial, Unavailable, UserError
 
@@ -65,8 +66,8 @@ def test_a_signal_after_several_uses_does_not_end_the_process() -> None:
 
 def test_a_real_operation_answers_the_probe() -> None:
     found = OpenVino().probe()
-    assert found["devices"] == ["cpu"]
-    assert "FP32" in found["detail"]
+    assert found.devices == ("cpu",)
+    assert "FP32" in found.detail
 
 
 def test_the_ir_is_described_and_keeps_its_weights_whole(digits: Any, fp32: Artifact) -> None:
@@ -76,7 +77,7 @@ def test_the_ir_is_described_and_keeps_its_weights_whole(digits: Any, fp32: Arti
     assert fp32.sha256 == hashlib.sha256(both).hexdigest()
     assert fp32.inputs == digits.artifact.inputs
     assert fp32.seconds > 0
-    assert fp32.made_by["parameters"] == 1234
+    assert fp32.made_by.parameters == 1234
     assert fp32.parent_sha256 == digits.artifact.sha256
 
 
@@ -96,28 +97,28 @@ def test_outputs_are_those_of_onnx_runtime_at_every_batch(digits: Any, fp32: Art
 
 def test_fp32_is_float32_on_every_cpu(digits: Any, fp32: Artifact) -> None:
     facts = load(digits, fp32).facts()
-    assert facts["layers_by_type"] == {"float32": 4}
-    assert facts["precision_truth"] == {
-        "asked": "fp32",
-        "share": {"float32": 1.0},
-        "ok": True,
-        "refuted": False,
-        "sentence": "asked for fp32: OpenVINO ran 4 of 4 compute layers in float32",
-    }
-    assert facts["options"]["INFERENCE_PRECISION_HINT"] == "f32"
-    assert facts["options"]["NUM_STREAMS"] == 1
-    assert facts["threads"] == 2
-    assert facts["operators"]["Convolution"] == 3
-    assert sum(facts["time_by_operator"].values()) == pytest.approx(1, abs=0.01)
+    assert facts.layers_by_type == {"float32": 4}
+    assert facts.precision_truth == PrecisionTruth(
+        asked="fp32",
+        share={"float32": 1.0},
+        ok=True,
+        refuted=False,
+        sentence="asked for fp32: OpenVINO ran 4 of 4 compute layers in float32",
+    )
+    assert facts.options["INFERENCE_PRECISION_HINT"] == "f32"
+    assert facts.options["NUM_STREAMS"] == 1
+    assert facts.threads == 2
+    assert facts.operators["Convolution"] == 3
+    assert sum(facts.time_by_operator.values()) == pytest.approx(1, abs=0.01)
 
 
 def test_fp32_that_ran_in_bfloat16_is_found_out(digits: Any, fp32: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
     if "BF16" not in capabilities():
         pytest.skip("this CPU has no bfloat16 for OpenVINO to slip into")
     monkeypatch.setitem(HINTS, "fp32", "bf16")
-    truth = load(digits, fp32).facts()["precision_truth"]
-    assert not truth["ok"]
-    assert "4 in bfloat16" in truth["sentence"]
+    truth = load(digits, fp32).facts().precision_truth
+    assert not truth.ok
+    assert "4 in bfloat16" in truth.sentence
 
 
 @pytest.mark.parametrize(
@@ -131,7 +132,7 @@ def test_16_bits_run_in_16_bits_or_are_unavailable(
             load(digits, fp32, precision)
         return
     session = load(digits, fp32, precision)
-    assert session.facts()["layers_by_type"] == {kind: 4}
+    assert session.facts().layers_by_type == {kind: 4}
     assert digits.accuracy(session, 1) > 0.95
 
 
@@ -139,11 +140,11 @@ def test_16_bits_run_in_16_bits_or_are_unavailable(
 def test_int8_runs_in_int8_and_is_as_accurate_within_a_point(digits: Any, fp32: Artifact, int8: Artifact) -> None:
     session = load(digits, int8, "int8")
     facts = session.facts()
-    assert facts["layers_by_type"] == {"int8": 4}
-    assert facts["precision_truth"]["ok"]
+    assert facts.layers_by_type == {"int8": 4}
+    assert facts.precision_truth.ok
     assert digits.accuracy(session, 1) > digits.accuracy(load(digits, fp32), 1) - 0.01
-    assert int8.made_by["calibration"]["samples"] == 128
-    assert int8.made_by["scheme"].startswith("U8S8")
+    assert int8.made_by.calibration.samples == 128
+    assert int8.made_by.scheme.startswith("U8S8")
 
 
 @pytest.mark.slow
@@ -174,8 +175,8 @@ def test_int8_is_right_on_a_network_that_asymmetric_activations_break(digits: An
 
 def test_int8_asked_of_a_float_graph_is_found_out(digits: Any, fp32: Artifact) -> None:
     facts = load(digits, fp32, "int8").facts()
-    assert not facts["precision_truth"]["ok"]
-    assert any("stayed in float32" in note for note in facts["notes"])
+    assert not facts.precision_truth.ok
+    assert any("stayed in float32" in note for note in facts.notes)
 
 
 def test_streams_are_slots_that_work_at_the_same_time(digits: Any, fp32: Artifact) -> None:
@@ -329,4 +330,4 @@ def test_a_loop_over_a_number_and_a_condition_run_and_are_no_precision(
     session.run()
     session.wait()
     np.testing.assert_allclose(session.fetch()["y"], [4, 8, 12])
-    assert session.facts()["layers_by_type"].keys() <= {"float32"}
+    assert session.facts().layers_by_type.keys() <= {"float32"}

@@ -117,11 +117,11 @@ def test_eager_computes_in_the_type_asked_for(precision, error, channels_last):
     assert precision == "fp32" or worst > 1e-5  # it was not float32 in disguise
     facts = session.facts()
     kind = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[precision]
-    assert facts["layers_by_type"] == {kind: 21}
-    assert facts["precision_truth"]["ok"]
-    assert facts["parameters"] == 701_818
-    assert facts["weights_sha256"] == models.weights_sha256(models.load(DIGITS))
-    assert facts["options"]["channels_last"] is channels_last
+    assert facts.layers_by_type == {kind: 21}
+    assert facts.precision_truth.ok
+    assert facts.parameters == 701_818
+    assert facts.weights_sha256 == models.weights_sha256(models.load(DIGITS))
+    assert facts.options["channels_last"] is channels_last
     session.close()
 
 
@@ -137,8 +137,8 @@ def test_pixels_are_normalised_in_front_of_the_module(precision, channels_last):
     normalised = ((pixels.astype(np.float32) / 255 - 0.3) / 0.2).astype(np.float32)
     want = outputs(usual, {"input": normalised})["output"]
     np.testing.assert_allclose(got, want, 1e-2, (1e-5 if precision == "fp32" else 5e-3) * np.abs(want).max())
-    assert raw.facts()["layers_by_type"] == usual.facts()["layers_by_type"]
-    assert raw.facts()["weights_sha256"] == usual.facts()["weights_sha256"]
+    assert raw.facts().layers_by_type == usual.facts().layers_by_type
+    assert raw.facts().weights_sha256 == usual.facts().weights_sha256
 
 
 def test_pixels_of_something_else_than_an_image_are_refused(nets):
@@ -180,7 +180,7 @@ def test_threads_and_tf32_are_set_as_the_trial_says():
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     torch.set_float32_matmul_precision("medium")  # on a CPU this would mean bfloat16
     session = find("pytorch").load(trial(runtime=Runtime(threads=1)), None)
-    assert torch.get_num_threads() == session.facts()["threads"] == 1
+    assert torch.get_num_threads() == session.facts().threads == 1
     assert torch.get_float32_matmul_precision() == "highest"
     assert not torch.backends.cuda.matmul.allow_tf32
     assert not torch.backends.cudnn.allow_tf32
@@ -195,13 +195,13 @@ def test_outputs_in_dicts_and_lists_get_names(nets):
         "output_2": (2, 4),
     }
     assert [t.name for t in session.outputs] == list(got)
-    assert session.facts()["layers"] == 1  # the unused layer doesn't count
+    assert session.facts().layers == 1  # the unused layer doesn't count
 
 
 def test_layers_that_stay_in_float32_are_seen(nets):
     session = find("pytorch").load(trial(ModelSpec("mixed", f"{nets}:mixed"), "bf16", size=8), None)
     outputs(session)
-    assert session.facts()["layers_by_type"] == {"float32": 1, "bfloat16": 1}
+    assert session.facts().layers_by_type == {"float32": 1, "bfloat16": 1}
 
 
 @pytest.mark.slow
@@ -254,8 +254,8 @@ def test_a_missing_compiler_is_unavailable(monkeypatch):
 
 def test_probe_runs_a_convolution():
     found = find("pytorch").probe()
-    assert found["version"] == torch.__version__
-    assert found["devices"][0] == "cpu"
+    assert found.version == torch.__version__
+    assert found.devices[0] == "cpu"
 
 
 def test_slow_types_are_explained(monkeypatch):
@@ -282,20 +282,20 @@ def test_compiled_code_agrees_and_says_what_it_took(cache, nets):
     want = reference(asked, feeds(first)["input"])
     np.testing.assert_allclose(outputs(first)["output"], want, 1e-3, 1e-4 * np.abs(want).max())
     facts = first.facts()
-    assert facts["build_s"] > 0
-    assert (facts["build_cached"], facts["graph_breaks"], facts["graphs"]) == (False, 0, 1)
-    assert facts["options"]["freeze"]
-    assert facts["layers_by_type"] == {"float32": 2}
+    assert facts.build_s > 0
+    assert (facts.build_cached, facts.graph_breaks, facts.graphs) == (False, 0, 1)
+    assert facts.options["freeze"]
+    assert facts.layers_by_type == {"float32": 2}
     again = find("compile").load(asked, None).facts()
-    assert again["build_cached"]
-    assert again["build_s"] < facts["build_s"]
+    assert again.build_cached
+    assert again.build_s < facts.build_s
 
 
 @pytest.mark.slow
 @needs_compiler
 def test_graph_breaks_are_counted(cache, nets):
     asked = trial(ModelSpec("broken", f"{nets}:broken"), backend="compile", size=8, freeze=False)
-    assert find("compile").load(asked, None).facts()["graph_breaks"] == 1
+    assert find("compile").load(asked, None).facts().graph_breaks == 1
 
 
 @pytest.mark.slow
@@ -321,7 +321,7 @@ def test_gpu_computes_in_the_type_asked_for(backend, precision, error):
         assert worst < error
         assert precision == "fp32" or worst > 1e-5
     assert session.stream
-    assert session.facts()["precision_truth"]["ok"]
+    assert session.facts().precision_truth.ok
     session.close()
 
 

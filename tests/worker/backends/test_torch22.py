@@ -50,7 +50,7 @@ def test_the_same_seed_gives_the_same_weights_and_outputs(tmp_path: Path, model:
     assert (old.status, old.reason) == ("ok", "")
     assert old.system["versions"]["torch"].startswith("2.2.")
     for fact in ("weights_sha256", "inputs_sha256", "parameters", "layers_by_type"):
-        assert old.facts[fact] == new.facts[fact], fact
+        assert getattr(old.facts, fact) == getattr(new.facts, fact), fact
     with np.load(tmp_path / "old" / "outputs.npz") as a, np.load(tmp_path / "new" / "outputs.npz") as b:
         worst = np.abs(a["output:output"] - b["output:output"]).max() / np.abs(b["output:output"]).max()
     assert worst < 1e-4
@@ -59,20 +59,20 @@ def test_the_same_seed_gives_the_same_weights_and_outputs(tmp_path: Path, model:
 @pytest.mark.slow
 def test_many_threads_give_the_same_weights(tmp_path: Path) -> None:
     # Some of its convolutions in float64 are wrong by eight threads and more.
-    one, many = (run(PYTHON, tmp_path / str(n), MODELS[0], threads=n).facts["weights_sha256"] for n in (1, 16))
+    one, many = (run(PYTHON, tmp_path / str(n), MODELS[0], threads=n).facts.weights_sha256 for n in (1, 16))
     assert one == many
 
 
 @pytest.mark.slow
 def test_lower_precision_runs_in_its_type(tmp_path: Path) -> None:
     record = run(PYTHON, tmp_path / "bf16", MODELS[3], precision="bf16")
-    assert (record.status, record.facts["layers_by_type"]) == ("ok", {"bfloat16": 21})
+    assert (record.status, record.facts.layers_by_type) == ("ok", {"bfloat16": 21})
 
 
 @pytest.mark.slow
 def test_compile_runs_or_says_what_is_missing(tmp_path: Path) -> None:
     record = run(PYTHON, tmp_path / "compile", MODELS[3], "compile")
     if record.status == "ok":
-        assert record.facts["graphs"] == 1
+        assert record.facts.graphs == 1
     else:
         assert record.status == "skipped" and "install" in record.reason

@@ -304,12 +304,13 @@ def test_both_routes_compute_in_the_type_asked_for(
     assert (record.status, record.reason) == ("ok", "")
     assert worst(tmp_path, asked) < error
     facts = record.facts
-    assert (facts["engines"], facts["operators_in_pytorch"]) == (1, {})
-    assert facts["weights_sha256"] == models.weights_sha256(models.load(DIGITS))
-    assert facts["precision_truth"]["ok"], facts["precision_truth"]
-    assert 0 < facts["engine_s"] <= facts["call_s"] < 0.1 and facts["layers"] > 0
-    assert record.value("build") == facts["build_s"] > 0
-    print(precision, options, {key: facts[key] for key in ("engine_s", "call_s", "call_overhead_s", "layers_by_type")})
+    assert (facts.engines, facts.operators_in_pytorch) == (1, {})
+    assert facts.weights_sha256 == models.weights_sha256(models.load(DIGITS))
+    assert facts.precision_truth.ok, facts.precision_truth
+    assert 0 < facts.engine_s <= facts.call_s < 0.1 and facts.layers > 0
+    assert record.value("build") == facts.build_s > 0
+    shown = ("engine_s", "call_s", "call_overhead_s", "layers_by_type")
+    print(precision, options, {key: getattr(facts, key) for key in shown})
 
 
 @pytest.mark.gpu
@@ -321,8 +322,8 @@ def test_operators_without_a_layer_stay_in_pytorch_and_are_named(there: None, tm
     record = run(tmp_path / "job", asked)
     assert (record.status, record.reason) == ("ok", "")
     assert worst(tmp_path / "job", asked) < 1e-4
-    assert any("erfinv" in name for name in record.facts["operators_in_pytorch"])
-    assert any("still run in PyTorch" in note for note in record.facts["notes"])
+    assert any("erfinv" in name for name in record.facts.operators_in_pytorch)
+    assert any("still run in PyTorch" in note for note in record.facts.notes)
 
 
 @pytest.mark.gpu
@@ -336,4 +337,4 @@ def test_a_shape_the_model_refuses_is_said_in_its_words(there: None, tmp_path: P
 def test_probe_compiles_and_runs(there: None, tmp_path: Path) -> None:
     record = run(tmp_path, None, "probe")
     assert (record.status, record.reason) == ("ok", "")
-    assert record.facts["devices"][0] == "cuda:0" and "TensorRT" in record.facts["detail"]
+    assert record.facts.probe.devices[0] == "cuda:0" and "TensorRT" in record.facts.probe.detail

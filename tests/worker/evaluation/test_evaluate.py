@@ -9,6 +9,7 @@ import pytest
 
 from dyno.worker.backend import Session
 from dyno.worker.evaluation import evaluate
+from dyno.worker.facts.job import Evaluated
 from dyno.worker.spec import DataSpec, Dims, ModelSpec, Preprocess, Tensor, Trial
 
 CLASSES = 12
@@ -80,7 +81,7 @@ def test_ties_rank_alike_everywhere(data: DataSpec) -> None:
 
 def test_random_inputs_have_no_labels() -> None:
     arrays = evaluate.outputs(Linear(2), trial(DataSpec(count=5), 2))
-    assert set(arrays) == {"output:output", "output:scale", "topk_index", "topk_score", "sample"}
+    assert set(arrays) == {"output:output", "output:scale", "rows:scale", "topk_index", "topk_score", "sample"}
     assert arrays["sample"].tolist() == [0, 1, 2, 3, 4]
     assert arrays["output:output"].shape == (5, CLASSES)
 
@@ -111,7 +112,7 @@ def test_real_images_are_timed_after_a_tenth_of_warm_up(data: DataSpec) -> None:
     assert evaluation.seconds > 0 and {m.tag: m.unit for m in evaluation.measurements()} == {
         "preprocess": "s", "inference": "s", "postprocess": "s", "pipeline": "1/s",
     }  # fmt: skip
-    assert evaluation.facts() == {"images": 7, "seconds": evaluation.seconds, "warm_up": 2}
+    assert evaluation.facts() == Evaluated(7, evaluation.seconds, 2)
     assert all(len(samples) >= 3 and (samples > 0).all() for samples in evaluation.stages.values())
     for name, array in evaluate.outputs(Linear(2), trial(data, 2)).items():
         np.testing.assert_array_equal(array, evaluation.arrays[name])
@@ -119,7 +120,7 @@ def test_real_images_are_timed_after_a_tenth_of_warm_up(data: DataSpec) -> None:
 
 def test_random_inputs_are_not_timed() -> None:
     evaluation = evaluate.evaluate(Linear(2), trial(DataSpec(count=5), 2))
-    assert (evaluation.measurements(), evaluation.facts()) == ([], {})
+    assert (evaluation.measurements(), evaluation.facts()) == ([], None)
 
 
 def test_pixels_go_as_they_are_to_a_uint8_input(data: DataSpec) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import dyno
+from dyno.worker.facts.files import MadeBy
 from dyno.worker.inputs.calibration import CalibrationInputs
 from dyno.worker.makers.precision import OnnxPrecision, converted
 from dyno.worker.onnx_graph.file import artifact
@@ -45,7 +46,7 @@ def trial(file: Path, *specs: InputSpec, backend: str = "onnxruntime", **options
 def quantised(asked: Trial, folder: Path) -> tuple[Artifact, float]:
     """The file, and the width of the range that x was found to have."""
     recipe = converted(asked, asked.backend)
-    made = OnnxPrecision().make(recipe, artifact(asked.model.file, 0.0, {}), folder)
+    made = OnnxPrecision().make(recipe, artifact(asked.model.file, 0.0, MadeBy()), folder)
     graph = onnx.load(made.path).graph
     (node,) = [n for n in graph.node if n.op_type == "QuantizeLinear" and n.input[0] == "x"]
     (scale,) = [onnx.numpy_helper.to_array(t) for t in graph.initializer if t.name == node.input[1]]
@@ -55,9 +56,9 @@ def quantised(asked: Trial, folder: Path) -> tuple[Artifact, float]:
 def test_ranges_are_those_of_the_values_that_are_described(file: Path, tmp_path: Path) -> None:
     made, width = quantised(trial(file, X, InputSpec("scale", "float32", ("batch", 4))), tmp_path)
     assert 3.8 < width <= 4.0
-    said = made.made_by["calibration"]
-    assert said["inputs"] == {"x": "random, -2 to 2", "scale": "random"} and said["samples"] == 128
-    assert "random values, not real ones, of x, scale" in said["note"]
+    said = made.made_by.calibration
+    assert said.inputs == {"x": "random, -2 to 2", "scale": "random"} and said.samples == 128
+    assert "random values, not real ones, of x, scale" in said.note
 
 
 def test_the_rows_of_an_array_are_what_is_seen_and_no_more_than_there_are(file: Path, tmp_path: Path) -> None:
@@ -67,18 +68,18 @@ def test_the_rows_of_an_array_are_what_is_seen_and_no_more_than_there_are(file: 
     both = replace(X, **arrays), InputSpec("scale", "float32", ("batch", 4), **arrays)
     made, width = quantised(trial(file, *both), tmp_path)
     assert width == pytest.approx(20, rel=1e-3)
-    said = made.made_by["calibration"]
-    assert (said["samples"], said["data_sha256"]) == (5, "f" * 64) and set(said["inputs"].values()) == {"feeds.npz"}
-    assert "calibrated on 5 rows, all that feeds.npz has" in made.made_by["warnings"]
+    said = made.made_by.calibration
+    assert (said.samples, said.data_sha256) == (5, "f" * 64) and set(said.inputs.values()) == {"feeds.npz"}
+    assert "calibrated on 5 rows, all that feeds.npz has" in made.made_by.warnings
     assert quantised(trial(file, *both, samples=1), tmp_path)[1] < 11  # 0 is in every range
     mixed, _ = quantised(trial(file, both[0], InputSpec("scale", "float32", ("batch", 4))), tmp_path)
-    assert mixed.made_by["calibration"]["inputs"] == {"x": "feeds.npz", "scale": "random"}
+    assert mixed.made_by.calibration.inputs == {"x": "feeds.npz", "scale": "random"}
 
 
 def test_what_calibrates_is_not_what_is_compared_and_the_same_each_time(file: Path) -> None:
     recipe = converted(trial(file, X), "onnxruntime")
     assert recipe.data is not None and recipe.data.seed != DataSpec().seed
-    seen = CalibrationInputs(replace(recipe, dims=Dims(0, 0, 0)), only_x(artifact(str(file), 0.0, {})))
+    seen = CalibrationInputs(replace(recipe, dims=Dims(0, 0, 0)), only_x(artifact(str(file), 0.0, MadeBy())))
     whole = list(seen.feeds(0, 4))
     np.testing.assert_array_equal(next(seen.feeds(3, 4))["x"], whole[3]["x"])
     assert len({feed["x"].tobytes() for feed in whole}) == 4
@@ -110,5 +111,5 @@ def test_the_row_of_a_run_says_what_it_was_calibrated_on(call: Callable[..., Any
     assert code == 0, out + err
     for each in dyno.load("r").records:
         assert any("random values, not real ones, of x" in note for note in each.notes())
-        assert each.facts["calibration"]["inputs"]["x"] == "random, -2 to 2"
+        assert each.facts.calibration.inputs["x"] == "random, -2 to 2"
         assert not any("random" in reason for reason in each.reasons())

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dyno.jobs.launcher import launch
+from dyno.worker.facts.job import PeakOfType
 from dyno.worker.jobs import peak
 from dyno.worker.spec import Job, Runtime, Unavailable
 
@@ -19,17 +20,17 @@ def test_every_type_of_a_cpu_has_a_peak_or_a_reason(monkeypatch: pytest.MonkeyPa
     found = dict(peak.measure(Runtime(threads=1), 0.02))
     assert set(found) == {"fp32", "fp16", "bf16", "int8"}, "a CPU has no TF32"
     for one in found.values():
-        assert one.get("missing") or one["flops_per_s"] == max(one["sides"].values()) == one["sides"][str(one["side"])]
+        assert one.missing or one.flops_per_s == max(one.sides.values()) == one.sides[str(one.side)]
     fp32 = found["fp32"]
-    assert fp32["flops_per_s"] > 1e7
-    assert began <= fp32["window"][0] < fp32["window"][1] <= time.monotonic()
+    assert fp32.flops_per_s > 1e7
+    assert began <= fp32.window[0] < fp32.window[1] <= time.monotonic()
 
 
 def test_a_slow_type_is_not_tried_at_sizes_that_take_all_day(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = {16: 1e6, 32: 1e6, 4096: 1e6}
     monkeypatch.setitem(peak.SIDES, "cpu", tuple(rates))
     monkeypatch.setattr(peak, "_side", lambda torch, device, name, side, seconds: rates[side])
-    assert all(set(one["sides"]) == {"16", "32"} for _, one in peak.measure(Runtime(threads=1), 1.0))
+    assert all(set(one.sides) == {"16", "32"} for _, one in peak.measure(Runtime(threads=1), 1.0))
 
 
 def test_a_type_without_a_kernel_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,7 +39,7 @@ def test_a_type_without_a_kernel_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setitem(peak.SIDES, "cpu", (16,))
     monkeypatch.setattr(torch, "_int_mm", refuse)
-    assert dict(peak.measure(Runtime(threads=1), 0.01))["int8"] == {"missing": "no kernel for int8 here"}
+    assert dict(peak.measure(Runtime(threads=1), 0.01))["int8"] == PeakOfType(missing="no kernel for int8 here")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is an NVIDIA GPU")

@@ -17,7 +17,7 @@ from dyno.worker.makers.export import exported
 from dyno.worker.nets import models
 from dyno.worker.onnx_graph.file import read_io
 from dyno.worker.registry import maker, names
-from dyno.worker.spec import Artifact, Dims, ModelSpec, Runtime, Tensor, UserError, digest
+from dyno.worker.spec import Artifact, Dims, ModelSpec, Runtime, Tensor, UserError, digest, to_json
 
 DIGITS = ModelSpec("digits", "dyno.worker.nets.digits:resnet18", channels=1)
 FREE = Dims(0, 64, 64)
@@ -109,19 +109,19 @@ def test_a_free_batch_serves_every_batch(tmp_path, capfd):
     for batch in (1, 2, 5):
         same(artifact, DIGITS, batch, 64)
     made_by = artifact.made_by
-    assert (made_by["exporter"], made_by["opset"], made_by["warnings"]) == ("dynamo", 18, [])
-    assert made_by["verified"]["batches"] == [1, 3]
-    assert 0 < made_by["verified"]["max_abs_error"] < 1e-3
-    assert made_by["weights_sha256"] == models.weights_sha256(models.load(DIGITS))
-    assert made_by["parameters"] == 701_818
-    json.dumps(made_by)
+    assert (made_by.exporter, made_by.opset, made_by.warnings) == ("dynamo", 18, ())
+    assert made_by.verified.batches == (1, 3)
+    assert 0 < made_by.verified.max_abs_error < 1e-3
+    assert made_by.weights_sha256 == models.weights_sha256(models.load(DIGITS))
+    assert made_by.parameters == 701_818
+    json.dumps(to_json(made_by))
 
 
 def test_a_fixed_batch_stays_fixed(tmp_path):
     artifact = make(tmp_path, dims=Dims(4, 64, 64), exporter="torchscript", opset=17)
     assert artifact.inputs[0].shape == (4, 1, 64, 64)
     assert artifact.outputs[0].shape == (4, 10)
-    assert (artifact.made_by["exporter"], artifact.made_by["opset"]) == ("torchscript", 17)
+    assert (artifact.made_by.exporter, artifact.made_by.opset) == ("torchscript", 17)
     same(artifact, DIGITS, 4, 64)
 
 
@@ -129,8 +129,8 @@ def test_a_fixed_batch_stays_fixed(tmp_path):
 def test_the_other_exporter_takes_over(tmp_path, nets):
     model = ModelSpec("branch", f"{nets}:branch")
     artifact = make(tmp_path, model, Dims(0, 4, 4))
-    assert artifact.made_by["exporter"] == "torchscript"
-    assert "the dynamo exporter: failed" in artifact.made_by["warnings"][0]
+    assert artifact.made_by.exporter == "torchscript"
+    assert "the dynamo exporter: failed" in artifact.made_by.warnings[0]
     same(artifact, model, 7, 4)
 
 
@@ -164,7 +164,7 @@ def test_a_size_or_option_that_does_not_work_is_one_line(tmp_path):
 @pytest.mark.slow
 def test_dynamo_is_brought_down_to_an_opset_it_does_not_write(tmp_path) -> None:
     artifact = make(tmp_path, exporter="dynamo", opset=17)
-    assert (artifact.made_by["exporter"], artifact.made_by["opset"]) == ("dynamo", 17)
+    assert (artifact.made_by.exporter, artifact.made_by.opset) == ("dynamo", 17)
     onnx.checker.check_model(artifact.path, full_check=True)
     same(artifact, DIGITS, 5, 64)
 
@@ -174,7 +174,7 @@ def test_a_file_is_taken_as_it_is(tmp_path):
     given = make(tmp_path / "elsewhere", ModelSpec("m", f"file:{path}"))
     assert (given.path, given.seconds, given.format) == (path, 0.0, "onnx")
     assert (given.inputs, given.outputs) == read_io(path)
-    assert given.made_by["weights_sha256"] == given.sha256
+    assert given.made_by.weights_sha256 == given.sha256
 
 
 def test_files_that_are_no_onnx_are_refused(tmp_path):
@@ -222,7 +222,7 @@ def test_weights_beside_the_graph_belong_to_the_file(tmp_path):
 def test_known_networks_export_with_a_free_batch(source, size, tmp_path):
     model = replace(DIGITS, source=source, channels=3)
     artifact = make(tmp_path, model, Dims(0, size, size))
-    assert artifact.made_by["exporter"] == "dynamo"
+    assert artifact.made_by.exporter == "dynamo"
     same(artifact, model, 2, size)
 
 
@@ -237,5 +237,5 @@ def test_a_result_per_image_has_no_free_batch(tmp_path, nets):
 def test_an_operator_of_a_later_opset_is_exported_in_that(tmp_path, nets):
     model = ModelSpec("bent", f"{nets}:bent")
     made = make(tmp_path, model, Dims(0, 8, 8))
-    assert made.made_by["opset"] > 18 and "ONNX Runtime refuses" in made.made_by["warnings"][0]
+    assert made.made_by.opset > 18 and "ONNX Runtime refuses" in made.made_by.warnings[0]
     same(made, model, 3, 8)

@@ -80,8 +80,8 @@ def test_its_files_are_right_and_build(digits: Any, tmp_path: Path, precision: s
     assert record.status == "ok", record.reason
     made = record.artifact
     assert made is not None and made.precision == precision == read_precision(made.path)
-    assert made.made_by["calibration"]["samples"] == 128
-    assert made.made_by["check"]["max_difference"] < 0.15 * made.made_by["check"]["max_output"]
+    assert made.made_by.calibration.samples == 128
+    assert made.made_by.check.max_difference < 0.15 * made.made_by.check.max_output
     assert onnx.load(made.path).graph.input[0].type.tensor_type.elem_type == onnx.TensorProto.FLOAT
     assert sorted(p.suffix for p in (tmp_path / "job").iterdir()).count(".onnx") == 1
 
@@ -92,4 +92,4 @@ def test_its_files_are_right_and_build(digits: Any, tmp_path: Path, precision: s
     recipe = find("tensorrt_rtx").recipe(trial)
     assert recipe is not None
     told = maker("tensorrt_rtx").make(recipe, made, tmp_path).made_by
-    assert told["layers_by_type"].get(kind, 0) >= {"fp8": 1, "int8": 3}[precision]
+    assert told.layers_by_type.get(kind, 0) >= {"fp8": 1, "int8": 3}[precision]

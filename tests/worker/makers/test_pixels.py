@@ -41,11 +41,11 @@ def test_raw_pixels_give_what_normalised_ones_give(digits: Any, tmp_path: Path, 
     made = pixels(digits, parent, tmp_path / "made")
     assert (made.inputs, made.outputs) == ((Tensor("input", "uint8", ("batch", 1, 8, 8)),), parent.outputs)
     assert (made.precision, made.parent_sha256) == (precision, parent.sha256)
-    check = made.made_by["input_check"]
-    assert check["max_difference"] < {"fp32": 1e-5, "int8": 0.02}.get(precision, 0.005) * check["max_output"]
-    assert made.made_by["input"]["scale"] == [pytest.approx(1 / (255 * 0.5))]
-    assert made.made_by["input"]["offset"] == [pytest.approx(-1)]
-    assert set(parent.made_by) - {"steps"} <= set(made.made_by)
+    check = made.made_by.input_check
+    assert check.max_difference < {"fp32": 1e-5, "int8": 0.02}.get(precision, 0.005) * check.max_output
+    assert made.made_by.input.scale == (pytest.approx(1 / (255 * 0.5)),)
+    assert made.made_by.input.offset == (pytest.approx(-1),)
+    assert parent.made_by.said().keys() - {"steps"} <= made.made_by.said().keys()
 
 
 @pytest.mark.slow
@@ -94,7 +94,7 @@ def test_normalisation_is_done_in_float32_before_the_graphs_own_type(digits: Any
     made = pixels(digits, parent, tmp_path / "made")
     first = [node.op_type for node in onnx.load(made.path).graph.node][:5]
     assert first == ["Cast", "Mul", "Add", "Cast", "Cast"]
-    assert made.made_by["input_check"]["max_difference"] < 1e-3 * made.made_by["input_check"]["max_output"]
+    assert made.made_by.input_check.max_difference < 1e-3 * made.made_by.input_check.max_output
 
 
 def test_the_step_comes_last_and_only_when_it_is_asked_for(digits: Any) -> None:

@@ -14,6 +14,8 @@ import numpy as np
 import onnx
 import pytest
 
+from dyno.worker.facts.engine import Calibration
+from dyno.worker.facts.files import MadeBy
 from dyno.worker.inputs import calibration
 from dyno.worker.makers import precision as onnx_precision
 from dyno.worker.makers.precision import OnnxPrecision, converted
@@ -46,7 +48,7 @@ def test_onnx_runtime_gets_unsigned_activations_and_signed_weights_per_channel(d
     assert len(weights) == 3
     assert sorted(map(tuple, scales.values()))[-1] == (32,)
     assert points[kinds.INT32] or any(t.data_type == kinds.INT32 for t in graph.initializer)
-    assert made.made_by["scheme"].startswith("U8S8")
+    assert made.made_by.scheme.startswith("U8S8")
 
 
 def test_tensorrt_gets_signed_symmetric_and_no_quantised_bias(digits: Any, tmp_path: Path) -> None:
@@ -55,7 +57,7 @@ def test_tensorrt_gets_signed_symmetric_and_no_quantised_bias(digits: Any, tmp_p
     assert not any(t.data_type == onnx.TensorProto.INT32 for t in graph.initializer)
     zero = [onnx.numpy_helper.to_array(t) for t in graph.initializer if t.name.endswith("zero_point")]
     assert all((points == 0).all() for points in zero)
-    assert made.made_by["scheme"].startswith("S8S8")
+    assert made.made_by.scheme.startswith("S8S8")
 
 
 def test_openvino_gets_zero_points_of_0_unsigned_where_nothing_is_negative(digits: Any, tmp_path: Path) -> None:
@@ -66,7 +68,7 @@ def test_openvino_gets_zero_points_of_0_unsigned_where_nothing_is_negative(digit
     (seen,) = (t for t in graph.initializer if t.name == "input_zero_point")
     assert seen.data_type == onnx.TensorProto.INT8
     assert not any(t.data_type == onnx.TensorProto.INT32 for t in graph.initializer)
-    assert made.made_by["scheme"].startswith("U8S8 or S8S8, zero-point 0")
+    assert made.made_by.scheme.startswith("U8S8 or S8S8, zero-point 0")
 
 
 def test_attention_and_residual_sums_of_a_transformer_stay_in_float(
@@ -93,15 +95,15 @@ def test_attention_and_residual_sums_of_a_transformer_stay_in_float(
     assert fed_by["query"] == fed_by["key"] == {"DequantizeLinear"}
     assert fed_by["softmax"] == {"MatMul"}
     assert producers["output"] == "Add"
-    assert made.made_by["kept_float"] == 1
+    assert made.made_by.kept_float == 1
 
 
 def test_the_record_says_what_shaped_the_file(digits: Any, tmp_path: Path) -> None:
     made, *_ = make(digits, tmp_path, samples=40)
-    assert made.made_by["calibration"] == {"samples": 40, "method": "minmax", "data_sha256": "d161"}
-    assert made.made_by["target"] == "onnxruntime"
-    assert made.made_by["parameters"] == 1234
-    assert 0 < made.made_by["check"]["max_difference"] < 0.1 * made.made_by["check"]["max_output"]
+    assert made.made_by.calibration == Calibration(40, "minmax", "d161")
+    assert made.made_by.target == "onnxruntime"
+    assert made.made_by.parameters == 1234
+    assert 0 < made.made_by.check.max_difference < 0.1 * made.made_by.check.max_output
     assert made.parent_sha256 == digits.artifact.sha256
     assert made.bytes < 0.5 * digits.artifact.bytes
     assert [p.name for p in tmp_path.iterdir()] == ["model.onnx"]
@@ -109,8 +111,8 @@ def test_the_record_says_what_shaped_the_file(digits: Any, tmp_path: Path) -> No
 
 def test_fewer_calibration_images_than_asked_for_is_a_warning(digits: Any, tmp_path: Path) -> None:
     made, *_ = make(digits, tmp_path, samples=5000)
-    assert made.made_by["calibration"]["samples"] == 200
-    assert made.made_by["warnings"] == ["calibrated on 200 images, all that digits has for it"]
+    assert made.made_by.calibration.samples == 200
+    assert made.made_by.warnings == ("calibrated on 200 images, all that digits has for it",)
 
 
 def test_percentiles_give_other_ranges(digits: Any, tmp_path: Path) -> None:
@@ -141,7 +143,7 @@ def test_seven_bit_weights_where_the_cpu_would_overflow(
         made, _, graph = make(digits, tmp_path, target=target)
         weights = [onnx.numpy_helper.to_array(t) for t in graph.initializer if t.data_type == onnx.TensorProto.INT8]
         assert max(int(np.abs(w).max()) for w in weights) == most
-        assert ("7 bits" in made.made_by["scheme"]) is narrow
+        assert ("7 bits" in made.made_by.scheme) is narrow
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one processor is all there is")
@@ -173,7 +175,7 @@ def test_fp16_halves_the_file_and_keeps_float32_feeds(digits: Any, tmp_path: Pat
     assert made.bytes < 0.6 * digits.artifact.bytes
     assert graph.input[0].type.tensor_type.elem_type == onnx.TensorProto.FLOAT
     assert {t.data_type for t in graph.initializer if len(t.dims) == 4} == {onnx.TensorProto.FLOAT16}
-    assert made.made_by["check"]["max_difference"] < 0.02 * made.made_by["check"]["max_output"]
+    assert made.made_by.check.max_difference < 0.02 * made.made_by.check.max_output
 
 
 def test_fp16_keeps_softmax_in_fp32_and_weights_that_half_precision_holds(
@@ -230,7 +232,7 @@ def test_nodes_whose_values_fp16_cannot_hold_stay_in_fp32(
     asked = recipe(digits, "fp16")
     bright = replace(asked.model, preprocess=Preprocess((0.5,), (0.1,)))  # pixels from -5 to 5
     made = OnnxPrecision().make(replace(asked, model=bright), parent, folder)
-    assert made.made_by["warnings"][0].endswith("exceed what FP16 holds: up, down, down_too")
+    assert made.made_by.warnings[0].endswith("exceed what FP16 holds: up, down, down_too")
     graph = onnx.shape_inference.infer_shapes(onnx.load(made.path)).graph
     large = next(node for node in graph.node if node.name == "up").output[0]
     assert [node.op_type for node in graph.node if large in node.input] == ["Mul", "Mul"]
@@ -251,7 +253,7 @@ def test_a_cast_that_the_graph_has_of_itself_meets_the_type_around_it(
     folder = tmp_path / "made"
     folder.mkdir()
     made = OnnxPrecision().make(recipe(digits, precision), parent, folder)
-    assert made.made_by["check"]["max_difference"] < 0.01 * made.made_by["check"]["max_output"]
+    assert made.made_by.check.max_difference < 0.01 * made.made_by.check.max_output
 
 
 def test_bf16_computes_in_bfloat16_from_the_weights_own_values(digits: Any, tmp_path: Path) -> None:
@@ -266,9 +268,9 @@ def test_bf16_computes_in_bfloat16_from_the_weights_own_values(digits: Any, tmp_
         want = exact[tensor.name]
         got = onnx.numpy_helper.to_array(tensor).astype(np.float32)
         assert (np.abs(got - want) <= np.abs(want) * 2**-8).all()
-    check = made.made_by["check"]
-    assert 0 < check["max_difference"] < 0.02 * check["max_output"]
-    assert "rounded" in check["ran"]
+    check = made.made_by.check
+    assert 0 < check.max_difference < 0.02 * check.max_output
+    assert "rounded" in check.ran
 
 
 def test_bf16_holds_what_fp16_overflows_on_and_keeps_softmax_in_fp32(
@@ -291,7 +293,7 @@ def test_bf16_holds_what_fp16_overflows_on_and_keeps_softmax_in_fp32(
     assert kinds[next(node for node in model.graph.node if "less" in node.output[0]).output[0]] == 16
     softmax = next(node for node in model.graph.node if node.op_type == "Softmax")
     assert kinds[softmax.input[0]] == onnx.TensorProto.FLOAT
-    assert made.made_by["check"]["max_difference"] < 0.02
+    assert made.made_by.check.max_difference < 0.02
 
 
 def test_the_emulation_rounds_every_bfloat16_result(tmp_path: Path) -> None:
@@ -319,7 +321,9 @@ def test_a_result_that_overflows_is_refused(
     io = [h.make_tensor_value_info(name, kind, ["batch", 1, 8, 8]) for name in ("input", "output")]
     zero = onnx.numpy_helper.from_array(np.float32([0.0]), "zero")
     infinite = onnx_file([h.make_node("Div", ["input", "zero"], ["output"])], io[:1], io[1:], [zero])
-    monkeypatch.setattr(onnx_precision, "to_fp16", lambda *args: args[3].write_bytes(infinite.read_bytes()) and {})
+    monkeypatch.setattr(
+        onnx_precision, "to_fp16", lambda *args: args[3].write_bytes(infinite.read_bytes()) and MadeBy()
+    )
     folder = tmp_path / "result"
     folder.mkdir()
     with pytest.raises(UserError, match="digits overflows in fp16"):

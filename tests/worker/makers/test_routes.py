@@ -83,7 +83,7 @@ def test_attention_with_a_free_batch_folds_to_a_graph_that_no_shape_is_computed_
     made = _file(registry.find("onnxruntime").recipe(_trial(net, fold=True, exporter="dynamo")))
     kinds = {node.op_type for node in onnx.load(made.path).graph.node}
     assert not kinds & {"Shape", "Expand", "ConstantOfShape"}
-    assert made.route == "dynamo opset 18, folded" and made.inputs[0].shape == (2, 3, 32, 32)
+    assert made.made_by.onnx_route == "dynamo opset 18, folded" and made.inputs[0].shape == (2, 3, 32, 32)
 
 
 @pytest.mark.slow
@@ -107,7 +107,7 @@ def test_where_a_route_fails_the_next_one_is_taken_and_said(net: str, monkeypatc
     made = files.file(bad)
     assert isinstance(made, Artifact)
     assert "made by another route (torchscript opset 18), because the usual one ended as failed" in str(
-        made.made_by["warnings"]
+        made.made_by.warnings
     )
     again = Files(Progress(quiet=True)).file(bad)  # kept: the route that fails isn't tried again
     assert isinstance(again, Artifact) and again.sha256 == made.sha256

@@ -34,27 +34,27 @@ def _steps(digits: Any, precision: str, target: str, keep: int) -> tuple[Recipe,
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_layer_is_ranked_the_worst_first(digits: Any, target: str, tmp_path: Path) -> None:
     made = ranked(digits, tmp_path, target=target)
-    ranking = made.made_by["ranking"]
-    assert {each["op"] for each in ranking} >= {"Conv", "Gemm"}
-    ratios = [each["sqnr_db"] for each in ranking]
+    ranking = made.made_by.ranking
+    assert {each.op for each in ranking} >= {"Conv", "Gemm"}
+    ratios = [each.sqnr_db for each in ranking]
     assert ratios == sorted(ratios) and 10 < ratios[0] < 60
     names = {node.name for node in onnx.load(made.path).graph.node}
-    assert {each["node"] for each in ranking} <= names
-    assert ranking == ranked(digits, tmp_path / "again", target=target).made_by["ranking"]
-    assert made.precision == "fp32" and made.made_by["ranked_on"] == 16
+    assert {each.node for each in ranking} <= names
+    assert ranking == ranked(digits, tmp_path / "again", target=target).made_by.ranking
+    assert made.precision == "fp32" and made.made_by.ranked_on == 16
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_kept_layers_read_floats(digits: Any, target: str, tmp_path: Path) -> None:
     parent = ranked(digits, tmp_path, target=target, keep=2)
     made = OnnxPrecision().make(_steps(digits, "int8", target, 2)[1], parent, _folder(tmp_path / "made"))
-    kept = [each["node"] for each in made.made_by["kept"]]
-    assert kept == [each["node"] for each in parent.made_by["ranking"][:2]]
+    kept = [each.node for each in made.made_by.kept]
+    assert kept == [each.node for each in parent.made_by.ranking[:2]]
     graph = onnx.load(made.path).graph
     makers = {name: node.op_type for node in graph.node for name in node.output}
     reads = {node.name: [makers.get(name) for name in node.input] for node in graph.node}
     assert all("DequantizeLinear" not in reads[name] for name in kept)
-    assert any("DequantizeLinear" in reads[each["node"]] for each in parent.made_by["ranking"][2:])
+    assert any("DequantizeLinear" in reads[each.node] for each in parent.made_by.ranking[2:])
 
 
 def test_the_more_layers_are_kept_the_nearer_the_outputs(digits: Any, tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_the_more_layers_are_kept_the_nearer_the_outputs(digits: Any, tmp_path: 
     exact = outputs(digits.artifact.path, feeds)[0]
     parent = ranked(digits, tmp_path)
     ratios = []
-    for keep in (1, len(parent.made_by["ranking"]) - 1):
+    for keep in (1, len(parent.made_by.ranking) - 1):
         recipe = _steps(digits, "int8", "onnxruntime", keep)[1]
         made = OnnxPrecision().make(recipe, parent, _folder(tmp_path / str(keep)))
         ratios.append(sqnr(exact, outputs(made.path, feeds)[0]))
@@ -72,9 +72,9 @@ def test_the_more_layers_are_kept_the_nearer_the_outputs(digits: Any, tmp_path: 
 def test_fp16_keeps_them_too(digits: Any, tmp_path: Path) -> None:
     parent = ranked(digits, tmp_path, "fp16")
     made = OnnxPrecision().make(_steps(digits, "fp16", "onnxruntime", 1)[1], parent, _folder(tmp_path / "made"))
-    (kept,) = made.made_by["kept"]
+    (kept,) = made.made_by.kept
     graph = onnx.load(made.path).graph
-    node = next(node for node in graph.node if node.name == kept["node"])
+    node = next(node for node in graph.node if node.name == kept.node)
     weights = {t.name: t.data_type for t in graph.initializer}
     assert {weights[name] for name in node.input if name in weights} == {onnx.TensorProto.FLOAT}
     assert onnx.TensorProto.FLOAT16 in weights.values()

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+import onnx
 import pytest
 import torch
+from onnx import numpy_helper, parser
 from torch import nn
 
 from dyno.worker.makers.verify import Case, Source, Wrong, doubtful, verified
@@ -47,14 +50,14 @@ def source(module: nn.Module) -> Source:
 def test_a_right_graph_raises_no_doubts(tmp_path):
     path = graph(Scaled(2.0), tmp_path / "twice.onnx")
     checked = verified(path, read_io(str(path))[1], source(Scaled(2.0)))
-    assert checked["max_abs_error"] == 0 and "own_error" not in checked
+    assert checked.max_abs_error == 0 and checked.own_error is None
     assert doubtful(checked) == []
 
 
 def test_what_the_module_s_own_rounding_explains_is_accepted_and_said(tmp_path):
     path = graph(Scaled(1.0), tmp_path / "same.onnx")
     checked = verified(path, read_io(str(path))[1], source(Rounding()))
-    assert checked["max_abs_error"] == pytest.approx(checked["own_error"]) and checked["own_error"] > checked["atol"]
+    assert checked.max_abs_error == pytest.approx(checked.own_error) and checked.own_error > checked.atol
     (said,) = doubtful(checked)
     assert "amplifies rounding" in said and "lower precisions will differ by far more" in said
 
@@ -64,3 +67,42 @@ def test_rounding_is_no_excuse_for_a_wrong_graph(tmp_path):
     for module in (Scaled(1.0), Rounding()):
         with pytest.raises(Wrong, match="output is off by"):
             verified(path, read_io(str(path))[1], source(module))
+
+
+def suppressing(order: np.ndarray, shift: float, path: Path) -> Path:
+    """A graph that leaves the rows of its input as boxes, labels and scores in that order, boxes moved by `shift`."""
+    graph = parser.parse_graph("""rows (float[n, 6] input) => (float[m, 4] boxes, int64[m] labels, float[m] scores) {
+        ordered = Gather<axis = 0>(input, order)
+        corners, label, score = Split<axis = 1>(ordered, widths)
+        boxes = Add(corners, shift)
+        named = Squeeze(label, last)
+        labels = Cast<to = 7>(named)
+        scores = Squeeze(score, last)
+    }""")
+    stored = {"order": order, "shift": np.float32(shift), "widths": np.int64([4, 1, 1]), "last": np.int64([1])}
+    graph.initializer.extend(numpy_helper.from_array(np.asarray(array), name) for name, array in stored.items())
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=9)
+    onnx.save(model, path)
+    return path
+
+
+def test_boxes_are_compared_as_a_set(tmp_path):
+    rng = np.random.default_rng(0)
+    rows = rng.uniform(0, 100, (200, 6)).astype(np.float32)
+    rows[:, 4], rows[:, 5] = rng.integers(0, 9, 200), 0.5  # one score for all, so that any order is right
+    outputs = {"boxes": rows[:, :4], "labels": rows[:, 4].astype(np.int64), "scores": rows[:, 5]}
+    boxes = Source(None, (), tuple(outputs), (Case(1, {"input": rows}, outputs),), False, rows=True)
+    everything = rng.permutation(200)
+    path = suppressing(everything, 0, tmp_path / "mixed.onnx")
+    assert verified(path, read_io(str(path))[1], boxes).boxes_apart == 0
+    path = suppressing(everything[:199], 0, tmp_path / "one.onnx")  # at a threshold rounding may lose one
+    assert verified(path, read_io(str(path))[1], boxes).boxes_apart == 1
+    for order, shift, said in [(everything, 2, "400 of 400 boxes"), (everything[:190], 0, "10 of 390 boxes")]:
+        path = suppressing(order, shift, tmp_path / "wrong.onnx")
+        with pytest.raises(Wrong, match=said):
+            verified(path, read_io(str(path))[1], boxes)
+    empty = {name: array[:0] for name, array in outputs.items()}
+    path = suppressing(everything[:0], 0, tmp_path / "empty.onnx")
+    nothing = Source(None, (), tuple(outputs), (Case(1, {"input": rows}, empty),), False, rows=True)
+    with pytest.raises(Wrong, match="no image has boxes; give trained weights"):
+        verified(path, read_io(str(path))[1], nothing)

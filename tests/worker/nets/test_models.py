@@ -265,7 +265,9 @@ def test_preprocess_is_what_the_library_says():
 def test_image_size_is_what_the_library_says():
     assert models.image_size(spec("torchvision:inception_v3")) == (299, 299)
     assert models.image_size(spec("timm:vit_base_patch16_384")) == (384, 384)
-    assert models.image_size(spec("torchvision:fasterrcnn_resnet50_fpn")) is None
+    assert models.image_size(spec("torchvision:fasterrcnn_resnet50_fpn")) == (800, 800)
+    assert models.image_size(spec("torchvision:ssd300_vgg16")) == (300, 300)
+    assert models.image_size(spec("torchvision:fcn_resnet50")) is None
     assert models.image_size(spec()) is None
 
 

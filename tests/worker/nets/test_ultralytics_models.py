@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from safetensors.torch import save_file
 
 pytest.importorskip("ultralytics", reason="ultralytics is not installed (pip install 'inference-dyno[ultralytics]')")
 
+from dyno.worker.inspection import Inspection
 from dyno.worker.jobs.inspect_model import look
 from dyno.worker.nets import models, ultralytics_models
-from dyno.worker.spec import Dims, ModelSpec, Trial, UserError, digest
+from dyno.worker.spec import Dims, ModelSpec, Preprocess, Trial, UserError, digest
 
 PROBE = """
 from dyno.worker.nets import ultralytics_models
@@ -29,7 +31,7 @@ def spec(name: str, **options: Any) -> ModelSpec:
     return ModelSpec("yolo", f"ultralytics:{name}", **options)
 
 
-def facts(model: ModelSpec, size: int = 64, task: str = "") -> dict[str, Any]:
+def facts(model: ModelSpec, size: int = 64, task: str = "") -> Inspection:
     return look(Trial(model, "", "fp32", Dims(1, 0, 0)), [[size, size]], {}, task)
 
 
@@ -59,16 +61,14 @@ def test_classifiers_give_probabilities() -> None:
 
 def test_the_look_knows_task_classes_keypoints_and_preprocessing() -> None:
     found = facts(spec("yolov8n-pose.yaml"))
-    assert (found["task"], found["classes"], found["keypoints"]) == ("pose", 1, [17, 3])
-    assert found["size"] == [640, 640]
-    assert found["preprocess"]["letterbox"]
-    assert found["preprocess"]["mean"] == (0.0, 0.0, 0.0)
-    assert facts(spec("yolov8n-pose.yaml", classes=2, keypoints=(4, 2)))["keypoints"] == [4, 2]
+    assert (found.task, found.classes, found.keypoints) == ("pose", 1, (17, 3))
+    assert found.size == (640, 640)
+    assert found.preprocess.letterbox
+    assert found.preprocess.mean == (0.0, 0.0, 0.0)
+    assert facts(spec("yolov8n-pose.yaml", classes=2, keypoints=(4, 2))).keypoints == (4, 2)
     classifier = facts(spec("yolov8n-cls.yaml", channels=1))
-    assert (classifier["task"], classifier["classes"], classifier["size"]) == ("classify", 1000, [224, 224])
-    assert classifier["preprocess"] | {"std": ()} == {
-        "mean": (0.0,), "std": (), "resize": 1.0, "interpolation": "bilinear", "letterbox": False
-    }  # fmt: skip
+    assert (classifier.task, classifier.classes, classifier.size) == ("classify", 1000, (224, 224))
+    assert replace(classifier.preprocess, std=()) == Preprocess((0.0,), (), 1.0, "bilinear", False)
 
 
 def test_one_seed_draws_the_same_weights() -> None:
@@ -81,7 +81,7 @@ def test_weights_decide_classes_and_keypoints(tmp_path: Path) -> None:
     save_file(trained.state_dict(), tmp_path / "pose.safetensors")
     again = models.load(spec("yolov8n-pose.yaml", weights=str(tmp_path / "pose.safetensors")))
     found = ultralytics_models.facts(again)
-    assert (found["classes"], found["keypoints"]) == (3, [4, 3])
+    assert (found.classes, found.keypoints) == (3, (4, 3))
     assert models.weights_sha256(again) == models.weights_sha256(trained)
     with pytest.raises(UserError, match="don't fit the model"):
         models.load(spec("yolov8s-pose.yaml", weights=str(tmp_path / "pose.safetensors")))
@@ -94,7 +94,7 @@ def test_a_checkpoint_of_the_library_is_read(tmp_path: Path) -> None:
 
     YOLO("yolov8n-cls.yaml").save(tmp_path / "best.pt")
     model = spec(str(tmp_path / "best.pt"))
-    assert facts(model)["task"] == "classify"
+    assert facts(model).task == "classify"
     with pytest.raises(UserError, match=r"are of 1000 classes, not 5; give --classes 1000"):
         models.load(spec(str(tmp_path / "best.pt"), classes=5))
     (tmp_path / "cut.pt").write_bytes((tmp_path / "best.pt").read_bytes()[:5000])
@@ -169,7 +169,7 @@ def test_sizes_that_do_not_fit_are_refused_with_the_nearest() -> None:
         facts(spec("yolov8n.yaml"), 100)
     with pytest.raises(UserError, match="is a network for detect, not pose"):
         facts(spec("yolov8n.yaml"), 64, "pose")
-    assert facts(spec("yolov8n-cls.yaml"), 50)["task"] == "classify"
+    assert facts(spec("yolov8n-cls.yaml"), 50).task == "classify"
 
 
 @pytest.mark.slow

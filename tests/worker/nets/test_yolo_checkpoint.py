@@ -17,7 +17,7 @@ pytest.importorskip("ultralytics", reason="ultralytics is not installed (pip ins
 from dyno import Study
 from dyno.planning.model_info import model_spec
 from dyno.worker.jobs.inspect_model import look
-from dyno.worker.nets import models, ultralytics_models, yolo_checkpoint
+from dyno.worker.nets import models, ultralytics_models
 from dyno.worker.spec import Dims, ModelSpec, Trial, UserError
 
 pytestmark = pytest.mark.usefixtures("preloaded")
@@ -73,7 +73,7 @@ def test_a_checkpoint_answers_as_the_library_has_it(
     model = spec(path)
     assert (model.name, model.source) == ("best", f"ultralytics:{path}")
     said = look(Trial(model, "", "fp32", Dims(1, 0, 0)), [[64, 64]], {}, "")
-    assert (said["task"], said["classes"]) == (task, classes)
+    assert (said.task, said.classes) == (task, classes)
     image = torch.rand(2, 3, 64, 96)
     theirs = YOLO(path).model.float().eval()
     theirs.model[-1].export = True
@@ -155,7 +155,7 @@ def test_what_can_not_be_read_says_the_lines_that_help(saved: Callable[..., Path
     with pytest.raises(
         UserError, match=r"m = ultralytics.YOLO\('.*best.pt'\).*give ultralytics:net.yaml --weights net"
     ):
-        yolo_checkpoint.read(str(path))
+        ultralytics_models.read_checkpoint(str(path))
 
 
 def test_the_lines_that_help_do_help(saved: Callable[..., Path], tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def prepared(model: Any, folder: Path) -> tuple[Any, list[str]]:
     onnx.save(model, folder / "given.onnx")
     (folder / "made").mkdir()
     artifact = prepare_given(str(folder / "given.onnx"), None, folder / "made")
-    return onnx.load(artifact.path), artifact.made_by["warnings"]
+    return onnx.load(artifact.path), artifact.made_by.warnings
 
 
 def output(model: Any, feeds: np.ndarray = FEEDS) -> np.ndarray:
@@ -65,14 +65,14 @@ def test_weights_listed_as_inputs_are_none(tmp_path: Path, ir: int, opset: int, 
     assert [value.name for value in repaired.graph.input] == (["x"] if changed else ["x", "w"])
     assert (
         warnings
-        == ["1 weights were listed as inputs too and no longer are: ONNX Runtime folds nothing into those"] * changed
+        == ("1 weights were listed as inputs too and no longer are: ONNX Runtime folds nothing into those",) * changed
     )
     assert [tensor.name for tensor in read_io(str(tmp_path / "given.onnx"))[0]] == ["x"]
 
 
 def test_float64_is_computed_in_float32(tmp_path: Path) -> None:
     repaired, warnings = prepared(linear(np.float64), tmp_path)
-    assert warnings == ["the graph was in float64, in part or as a whole, and is computed in float32"]
+    assert warnings == ("the graph was in float64, in part or as a whole, and is computed in float32",)
     assert output(repaired).dtype == np.float32
 
 
@@ -80,7 +80,7 @@ def test_a_right_file_stays_where_it_is(tmp_path: Path) -> None:
     onnx.save(linear(), tmp_path / "right.onnx")
     repaired = prepare_given(str(tmp_path / "right.onnx"), None, tmp_path)
     assert repaired.path == str(tmp_path / "right.onnx")
-    assert repaired.made_by["warnings"] == []
+    assert repaired.made_by.warnings == ()
 
 
 def test_half_precision_is_cast_up_with_its_values_kept() -> None:

@@ -115,7 +115,7 @@ def test_a_training_that_was_stopped_ends_with_the_same_bytes(settings, digits, 
         with pytest.raises(KeyboardInterrupt):
             fit(digits, tmp_path / "parts", model, interrupt(stage), **settings)
     parts = fit(digits, tmp_path / "parts", model, **settings)
-    assert parts["sha256"] == whole["sha256"]
+    assert parts.sha256 == whole.sha256
     for name in (snapshot.BEST, snapshot.LAST):
         assert (tmp_path / "parts" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
@@ -125,7 +125,7 @@ def test_a_network_with_batch_norm_goes_on_too(digits, tmp_path):
     whole = fit(digits, tmp_path / "whole", epochs=2)
     with pytest.raises(KeyboardInterrupt):
         fit(digits, tmp_path / "parts", tell=interrupt("epoch 2/2, test"), epochs=2)
-    assert fit(digits, tmp_path / "parts", epochs=2)["sha256"] == whole["sha256"]
+    assert fit(digits, tmp_path / "parts", epochs=2).sha256 == whole.sha256
 
 
 @pytest.mark.parametrize("write", range(4))
@@ -144,7 +144,7 @@ def test_a_kill_between_two_writes_is_mended(write, digits, nets, tmp_path, monk
     with pytest.raises(KeyboardInterrupt):
         fit(digits, tmp_path / "parts", model, epochs=1)
     monkeypatch.undo()
-    assert fit(digits, tmp_path / "parts", model, epochs=1)["sha256"] == whole["sha256"]
+    assert fit(digits, tmp_path / "parts", model, epochs=1).sha256 == whole.sha256
     left = {path.name for path in (tmp_path / "parts").iterdir()}
     assert left == {snapshot.STATE, snapshot.BEST, snapshot.LAST, snapshot.HISTORY}
 
@@ -153,8 +153,8 @@ def test_neither_workers_nor_what_ran_before_change_the_result(digits, nets, tmp
     model = dataclasses.replace(NET, source=f"{nets}:two")
     first = fit(digits, tmp_path / "a", model, epochs=2)
     torch.rand(7)
-    assert fit(digits, tmp_path / "b", model, epochs=2, workers=2)["sha256"] == first["sha256"]
-    assert fit(digits, tmp_path / "c", model, epochs=2, seed=1)["sha256"] != first["sha256"]
+    assert fit(digits, tmp_path / "b", model, epochs=2, workers=2).sha256 == first.sha256
+    assert fit(digits, tmp_path / "c", model, epochs=2, seed=1).sha256 != first.sha256
 
 
 def test_other_settings_or_data_are_named(digits, nets, tmp_path):
@@ -164,7 +164,7 @@ def test_other_settings_or_data_are_named(digits, nets, tmp_path):
         UserError, match=r"began with lr 0\.005 \(now 0\.1\), training images of-digits\d+ \(now another"
     ):
         fit(dataclasses.replace(digits, sha256="another"), tmp_path / "run", model, epochs=1, lr=0.1)
-    assert fit(digits, tmp_path / "run", model, epochs=1, workers=1)["epochs"] == 1
+    assert fit(digits, tmp_path / "run", model, epochs=1, workers=1).epochs == 1
 
 
 def test_the_state_runs_no_code_and_a_damaged_one_is_told(digits, nets, tmp_path):
@@ -212,7 +212,7 @@ def test_a_gpu_learns_and_goes_on(mixed, digits, tmp_path):
     settings = {"device": "cuda:0", "mixed_precision": mixed, "epochs": 12, "workers": 2}
     with pytest.raises(KeyboardInterrupt):
         fit(digits, tmp_path, tell=interrupt("epoch 7/12, test"), **settings)
-    assert fit(digits, tmp_path, **settings)["top1"] > 60  # chance is 10
+    assert fit(digits, tmp_path, **settings).top1 > 60  # chance is 10
     with pytest.raises(UserError, match=r"began with .*device cuda \(now cpu\)"):
         fit(digits, tmp_path, **{**settings, "device": "cpu", "mixed_precision": "none"})
 
@@ -224,8 +224,8 @@ def test_the_table_says_what_happened(digits, nets, tmp_path):
     rows = (tmp_path / snapshot.HISTORY).read_text().splitlines()
     assert rows[0] == "epoch,lr,train_loss,test_loss,top1,seconds,images_per_s"
     assert [row.split(",")[0] for row in rows[1:]] == ["1", "2", "3"]
-    assert result["top1"] == 100 * result["hits"] / 64 == max(float(row.split(",")[4]) for row in rows[1:])
-    assert result["top5"] >= result["top1"] and result["images"] == 128
+    assert result.top1 == 100 * result.hits / 64 == max(float(row.split(",")[4]) for row in rows[1:])
+    assert result.top5 >= result.top1 and result.images == 128
 
 
 def test_weights_of_another_number_of_classes_get_a_new_head(digits, tmp_path):
@@ -237,7 +237,7 @@ def test_weights_of_another_number_of_classes_get_a_new_head(digits, tmp_path):
     assert notes[0].endswith("has 4 classes and the data 10: fc.weight, fc.bias begin from random values")
     assert torch.equal(module.conv1.weight, state["conv1.weight"]) and module.fc.weight.shape[0] == 10
     result = fit(digits, tmp_path / "run", given, epochs=1, freeze=True)
-    assert result["notes"] == [*notes, "only fc.weight, fc.bias are trained"]
+    assert result.notes == (*notes, "only fc.weight, fc.bias are trained")
     after = load_file(tmp_path / "run" / snapshot.BEST)
     assert all(torch.equal(after[name], state[name]) for name in state if not name.startswith("fc."))
     assert not torch.equal(after["fc.weight"], module.fc.weight)

@@ -66,7 +66,7 @@ def _panel(column: Any, t: TrialResult, r: Round, trace: gpu_trace.Trace) -> Non
     seconds = trace.at - trace.epoch
     lines = ((trace.column("memory") - trace.before_memory) * 1e-9, trace.column("util"))
     for axes, values in zip(column, lines, strict=True):
-        for begin, end in gpu_trace.windows(r.facts).values():
+        for begin, end in r.facts.timed.values():
             axes.axvspan(begin - trace.epoch, end - trace.epoch, color=FAINT, lw=0)
         axes.plot(seconds, values, color=color(t.backend), lw=1.4)
         axes.set_xlim(left=0)

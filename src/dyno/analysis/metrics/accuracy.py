@@ -11,6 +11,7 @@ from dyno.analysis.metrics import known, measured
 from dyno.analysis.metrics.metric import Change
 from dyno.analysis.records.results import TrialResult
 from dyno.analysis.stats import Interval
+from dyno.worker.facts.job import Answered
 from dyno.worker.spec import UserError, check_known
 
 WITHIN, OVER, UNDECIDED = "within", "over", "undecided"
@@ -60,7 +61,7 @@ def judged(trial: TrialResult) -> bool:
 
 def set_aside(trial: TrialResult) -> int:
     """How many images of the trial's data were not tested on because calibration has them."""
-    return int((trial.facts.get("data") or {}).get("set_aside") or 0)
+    return trial.facts.data.set_aside if trial.facts.data else 0
 
 
 def same_photographs(trial: TrialResult, other: TrialResult) -> bool:
@@ -68,13 +69,13 @@ def same_photographs(trial: TrialResult, other: TrialResult) -> bool:
 
     By the hash over the photographs that the decoded data set has; where one is missing, by the data's name and labels.
     """
-    own, their = (t.facts.get("data") or {} for t in (trial, other))
-    if (mine := own.get("photographs")) and (theirs := their.get("photographs")):
-        return bool(mine == theirs)
+    own, their = (t.facts.data or Answered() for t in (trial, other))
+    if own.photographs and their.photographs:
+        return own.photographs == their.photographs
     if trial.size == other.size:
         return True
     label, others = (t.answers.get("label") for t in (trial, other))
-    if label is None or others is None or own.get("name") != their.get("name"):
+    if label is None or others is None or own.name != their.name:
         return False
     here, there = matching(trial.answers, other.answers)
     return np.array_equal(label[here], others[there])

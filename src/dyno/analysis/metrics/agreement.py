@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from dyno.analysis.metrics import box_agreement
 from dyno.analysis.metrics.accuracy import matching
 from dyno.analysis.records.results import TrialResult
 from dyno.worker.spec import UserError
@@ -83,17 +84,26 @@ def _flat(name: str, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 
 def of(trial: TrialResult, reference: TrialResult, rtol: float = RTOL, atol: float = ATOL) -> Agreement | None:
-    """Agreement of two stored trials over the inputs both have; None when either stored no outputs of that shape.
-
-    Files name their outputs as they like, so what counts is their order.
-    """
-    own, other = (dict(enumerate_names(t.outputs())) for t in (trial, reference))
-    if not own or not other or len(own) != len(other):
-        return None
+    """Agreement of two stored trials over the inputs both have; None when either stored no outputs of that shape."""
     try:
-        return agree(own, other, rtol, atol)
+        return compare(trial, reference, rtol, atol)
     except UserError:  # other shapes: that trial has a row and a reason of its own
         return None
+
+
+def compare(trial: TrialResult, reference: TrialResult, rtol: float = RTOL, atol: float = ATOL) -> Agreement:
+    """As `of`; UserError where there is nothing to compare.
+
+    Files name their outputs as they like, so what counts is their order. Boxes that the network has suppressed itself
+    are paired first, and one without a partner is close to nothing.
+    """
+    if rows := box_agreement.pair_rows(trial, reference):
+        return replace(agree(rows.own, rows.reference, rtol, atol), samples=rows.images)
+    own, other = (dict(enumerate_names(t.outputs())) for t in (trial, reference))
+    if len(own) != len(other):
+        raise UserError(f"{trial.model} {trial.backend} {trial.precision} has {len(own)} outputs, "
+                        f"{reference.model} {reference.backend} {reference.precision} has {len(other)}")  # fmt: skip
+    return agree(own, other, rtol, atol)
 
 
 def enumerate_names(outputs: Mapping[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:

@@ -8,11 +8,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from dyno.analysis.metrics.accuracy import same_photographs
+from dyno.analysis.records import box_rows
+from dyno.analysis.records.box_rows import CORNERS, IN_ONE, BoxRows
 from dyno.analysis.records.results import TrialResult
 
 SURE = 0.25  # the score from which a detection is usually shown
 DOUBTFUL = SURE / 2  # the other's score may be lower by so much: one just below the line is no lost object
 OVERLAP = 0.5  # intersection over union from which two boxes are of one object
+LEAST_SIDE = 0.01  # of the farthest edge of any box
+EDGE = 1.01  # times the lowest score that was kept: whether a row of up to that is kept, rounding decides
 ARRAYS = ("detection_image", "detection_box", "detection_score", "detection_class", "sample")
 
 
@@ -117,3 +121,99 @@ def _overlap(box: np.ndarray, others: np.ndarray) -> np.ndarray:
     areas = (others[:, 2:] - others[:, :2]).clip(0).prod(axis=1) + (box[2:] - box[:2]).clip(0).prod()
     ratios: np.ndarray = shared / np.maximum(areas - shared, np.finfo(np.float64).tiny)
     return ratios
+
+
+@dataclass(frozen=True)
+class PairedRows:
+    """Rows of boxes that two networks with non-maximum suppression inside left, paired whatever their order.
+
+    `own` and `reference` have each output by its position: the pairs, then rows that only the reference has, then rows
+    that only the trial has, with NaN for what isn't there. `errors` has a number per row that counts: how far its box
+    (as a share of its longer side), its score (of the highest) and its other values (2-norm) are apart, and 1 without
+    a partner.
+    """
+
+    images: int
+    own: dict[str, np.ndarray]
+    reference: dict[str, np.ndarray]
+    errors: np.ndarray
+
+
+def pair_rows(trial: TrialResult, reference: TrialResult) -> PairedRows | None:
+    """Pair the boxes of two trials' raw outputs, None where those aren't boxes after suppression.
+
+    They are a set: an engine may leave boxes of equal scores in any order. Partners have one label in one image and
+    overlap by half, so that the sum of overlaps is the largest there is (Kuhn, 1955). A row without a partner doesn't
+    count where its score is within 1 % of the lowest that was kept.
+    """
+    own, other = box_rows.of(trial), box_rows.of(reference)
+    if own is None or other is None:
+        return None
+    widths = [[values.shape[1] for values in rows.values.values()] for rows in (own, other)]
+    if widths[0] != widths[1]:
+        return None
+    a, b = _partners(own, other)
+    extra, lost = np.setdiff1d(np.arange(len(own.scores)), a), np.setdiff1d(np.arange(len(other.scores)), b)
+    alone = np.ones(_counting(own, extra, other) + _counting(other, lost, own))
+    return PairedRows(
+        max(len(own.counts), len(other.counts)),
+        {name: np.concatenate([v[a], np.full((len(lost), v.shape[1]), np.nan), v[extra]])
+         for name, v in own.values.items()},
+        {name: np.concatenate([v[b], v[lost], np.full((len(extra), v.shape[1]), np.nan)])
+         for name, v in other.values.items()},
+        np.concatenate([_row_errors(own, a, other, b), alone]),
+    )  # fmt: skip
+
+
+def _partners(own: BoxRows, other: BoxRows) -> tuple[np.ndarray, np.ndarray]:
+    """Row numbers of the pairs in each."""
+    from scipy.optimize import linear_sum_assignment
+
+    margin = _least_side(other) * np.array([-1, -1, 1, 1])  # boxes cut off at the image's edge may have no area
+    ours, theirs = own.boxes + margin, other.boxes + margin
+    pairs: list[tuple[np.ndarray, np.ndarray]] = [(np.zeros(0, np.int64), np.zeros(0, np.int64))]
+    for image, label in np.unique(np.stack([other.images, other.labels], axis=1), axis=0).tolist():
+        a, b = (np.flatnonzero((rows.images == image) & (rows.labels == label)) for rows in (own, other))
+        overlaps = np.stack([_overlap(box, ours[a]) for box in theirs[b]])
+        # Of boxes that lie on each other the scores say which is which.
+        nearness = 1 - np.abs(other.scores[b][:, None] - own.scores[a][None, :])
+        there, here = linear_sum_assignment(np.nan_to_num(overlaps + 1e-3 * nearness), maximize=True)
+        overlapping = overlaps[there, here] >= OVERLAP
+        pairs.append((a[here[overlapping]], b[there[overlapping]]))
+    return np.concatenate([p[0] for p in pairs]), np.concatenate([p[1] for p in pairs])
+
+
+def _least_side(rows: BoxRows) -> float:
+    """What a box's side counts as at least, in the boxes' own unit: pixels, or shares of the image."""
+    return float(max(LEAST_SIDE * np.abs(rows.boxes).max(initial=0), np.finfo(np.float64).tiny))
+
+
+def _row_errors(own: BoxRows, a: np.ndarray, other: BoxRows, b: np.ndarray) -> np.ndarray:
+    """How far the values of each pair are apart, as shares of their size."""
+    boxes = other.boxes[b]
+    side = np.maximum((boxes[:, 2:] - boxes[:, :2]).max(axis=1, initial=0), _least_side(other))
+    errors = [
+        np.abs(own.boxes[a] - boxes).max(axis=1, initial=0) / side,
+        np.abs(own.scores[a] - other.scores[b]) / other.scores.max(initial=np.finfo(np.float64).tiny),
+    ]
+    for name, values in other.values.items():
+        if values.shape[1] not in (1, CORNERS, IN_ONE):  # masks, keypoints
+            apart = np.linalg.norm(own.values[name][a] - values[b], axis=1)
+            errors.append(apart / max(float(np.sqrt(np.mean(np.square(np.linalg.norm(values, axis=1))))), 1e-30))
+    worst: np.ndarray = np.max(errors, axis=0)
+    return np.where(np.isnan(worst), 1.0, worst)
+
+
+def _counting(rows: BoxRows, alone: np.ndarray, others: BoxRows) -> int:
+    """How many rows without a partner count: those whose score isn't at the edge of what either kept.
+
+    The edge is the lowest score of all; in images with the largest number of rows, which a limit may have cut, their
+    own lowest one. Where most rows would lie at it, all count.
+    """
+    if not len(alone):
+        return 0
+    edge = np.full(len(rows.counts), min(rows.scores.min(initial=1), others.scores.min(initial=1)))
+    for image in np.flatnonzero(rows.counts == rows.counts.max(initial=0)):
+        edge[image] = max(edge[image], rows.scores[rows.images == image].min(initial=1))
+    edge_rows = rows.scores <= EDGE * edge[rows.images]
+    return len(alone) if edge_rows.mean() > 0.5 else int((~edge_rows[alone]).sum())

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dyno.analysis.records.results import TrialResult
+from dyno.worker.facts.precision import TYPES, precision_truth
 
 # Engines' names of types, under the precision that they stand for.
 ALIASES = {
@@ -17,7 +18,6 @@ ALIASES = {
     "int8": ("int8", "uint8", "i8", "u8", "qint8", "quint8", "torch.int8", "torch.uint8"),
     "fp8": ("fp8", "f8", "float8", "float8e4m3fn", "float8_e4m3fn", "f8e4m3", "f8e5m2"),
 }
-MOST = 0.5  # int8 and fp16 graphs keep some layers higher on purpose; below this share it isn't what was requested
 NAMES = {alias: precision for precision, aliases in ALIASES.items() for alias in aliases}
 
 
@@ -25,8 +25,7 @@ NAMES = {alias: precision for precision, aliases in ALIASES.items() for alias in
 class Truth:
     """Compute layers by the precision they ran in, most first, and the share that ran as requested.
 
-    `ok` is the worker's judgement where it left one (`precision_truth` in the facts), else whether most layers ran as
-    requested; `sentence` is for people.
+    `ok` and `sentence` are the judgement of `worker.facts.precision`.
     """
 
     requested: str
@@ -46,22 +45,22 @@ class Truth:
 
 def truth(t: TrialResult) -> Truth | None:
     """What is stored about the types that compute layers ran in, None when nothing is."""
-    judged = t.facts.get("precision_truth") or {}
     counts: dict[str, int] = {}
-    for name, number in (t.facts.get("layers_by_type") or {}).items():
+    for name, number in t.facts.layers_by_type.items():
         precision = NAMES.get(str(name).lower(), str(name))
         # TF32 is how FP32 data is multiplied, so an engine that lists data types has float32 for both.
         precision = "tf32" if precision == "fp32" and t.precision == "tf32" else precision
         counts[precision] = counts.get(precision, 0) + int(number)
     total = sum(counts.values())
-    if not total and not judged:
+    if not total and t.facts.precision_truth is None:
         return None
     share = counts.get(t.precision, 0) / total if total else 0.0
     types = dict(sorted(counts.items(), key=lambda item: -item[1]))
-    sentence = (
-        judged.get("sentence") or f"asked for {t.precision}, {counts.get(t.precision, 0)} of {total} layers ran in it"
-    )
-    return Truth(t.precision, share, types, bool(judged.get("ok", share >= MOST)), str(sentence))
+    judged = t.facts.precision_truth
+    if judged is None:  # a plug-in's engine, which only counted its layers
+        by_type = {TYPES.get(name, name): number for name, number in counts.items()}
+        judged = precision_truth(t.precision, by_type, t.backend)
+    return Truth(t.precision, share, types, judged.ok, judged.sentence)
 
 
 def named(row: Mapping[str, Any]) -> str:

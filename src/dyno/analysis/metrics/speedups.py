@@ -2,20 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from dyno.analysis import stats
 from dyno.analysis.records.blocks import log_ratios
 from dyno.analysis.records.results import TrialResult
+from dyno.worker.spec import Plan
 
 LEAST_ROUNDS = 2  # that both took turns in; fewer have no spread
 
 
-def speedup(own: TrialResult, reference: TrialResult, boundary: str, clock: str = "") -> stats.Speedup:
-    """Reference latency over the own one at the boundary, by that clock, with its interval and verdict.
+def rule(settings: Mapping[str, Any], equivalent: float | None = None) -> stats.Rule:
+    """How the pairs of a study are decided, by its settings; `equivalent` percent count in place of its own."""
+    percent = settings.get("equivalent") if equivalent is None else equivalent
+    margin = stats.Rule.margin if percent is None else float(percent) / 100
+    return stats.Rule(margin, int(settings.get("rounds", Plan.rounds)) if settings.get("until") else 0)
 
-    Where both measured in turns in two rounds or more it is `stats.paired_speedup`, else `stats.speedup`.
+
+def evidence(
+    own: TrialResult, reference: TrialResult, boundary: str, clock: str = "", rule: stats.Rule | None = None
+) -> stats.Evidence | None:
+    """What the rounds say of the two at the boundary, by that clock.
+
+    Where both measured in turns in two rounds or more it is `stats.paired`, else `stats.unpaired`. Where rounds went on
+    until decided, only those count that both have: others' further rounds must not change what was decided.
     """
-    medians = own.medians(boundary, clock), reference.medians(boundary, clock)
     paired = log_ratios(reference, own, boundary, clock)
+    medians = [t.round_medians(boundary, clock) for t in (own, reference)]
+    if rule is not None and rule.first:
+        both = medians[0].keys() & medians[1].keys()
+        medians = [{name: m for name, m in each.items() if name in both} for each in medians]
     if len(paired) >= LEAST_ROUNDS or (paired and min(map(len, medians)) < LEAST_ROUNDS):
-        return stats.paired_speedup(paired)
-    return stats.speedup(*medians)
+        return stats.paired(paired)
+    return stats.unpaired(*(list(each.values()) for each in medians))
+
+
+def speedup(
+    own: TrialResult, reference: TrialResult, boundary: str, clock: str = "", rule: stats.Rule | None = None
+) -> stats.Speedup:
+    """Reference latency over the own one at the boundary, by that clock, with its interval and verdict, for a pair
+    that is compared for its own sake."""
+    return stats.decide(evidence(own, reference, boundary, clock, rule), rule)

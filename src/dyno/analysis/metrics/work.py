@@ -28,23 +28,25 @@ class Peak:
 
 def peaks(results: Results) -> dict[str, Peak]:
     """The run's measured peaks by type; empty where none were requested or could be measured."""
+    if results.peak is None:
+        return {}
     stored = Round(results.folder / "peak", 0, results.peak, _device(results))
     by_type = {}
-    for name, one in (stored.facts.get("peak") or {}).items():
-        if "flops_per_s" in one:
+    for name, one in stored.facts.peak.items():
+        if one.flops_per_s is not None:
             clock = math.nan
             if stored.trace is not None:
-                clock = timeline.summary(stored.trace, [(one["window"][0], one["window"][1])]).clock
-            by_type[name] = Peak(name, float(one["flops_per_s"]), int(one["side"]), clock)
+                clock = timeline.summary(stored.trace, [one.window]).clock
+            by_type[name] = Peak(name, one.flops_per_s, one.side, clock)
     return by_type
 
 
 def missing(results: Results) -> str:
     """The reason why the peak is unknown, in one sentence; "" where it is known."""
-    if not results.peak:
+    if results.peak is None:
         return "No peak was measured; the same command with --peak measures it."
-    if results.peak.get("status") != "ok":
-        return f"No peak was measured: {results.peak.get('reason') or 'no reason recorded'}."
+    if results.peak.status != "ok":
+        return f"No peak was measured: {results.peak.reason or 'no reason recorded'}."
     return ""
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dyno.analysis.records.results import Results
-
-OLD_THRESHOLD = 0.2  # records without `others_bearable` had one threshold for all
+from dyno.analysis.records.results import TrialResult
 
 
 @dataclass(frozen=True)
@@ -32,12 +31,9 @@ class Contention:
         return f"{busy}: those latencies are too long and their order may be wrong; measure again on a quiet machine."
 
 
-def cpu_contention(results: Results) -> Contention | None:
+def cpu_contention(results: Iterable[TrialResult]) -> Contention | None:
     """The contention that the records show; None where no job was disturbed."""
     timed = [r.facts for t in results for r in t.good]
-    busy = [
-        (max((facts.get("others_busy") or {"": 0.0}).values()), facts.get("others_bearable", OLD_THRESHOLD))
-        for facts in timed
-    ]
-    over = [processors for processors, threshold in busy if processors > threshold]
+    busy = [(max(facts.others_busy.values(), default=0.0), facts.others_bearable) for facts in timed]
+    over = [processors for processors, threshold in busy if threshold is not None and processors > threshold]
     return Contention(len(timed), len(over), max(over)) if over else None

@@ -54,7 +54,7 @@ class Correctness:
     changed: float | None
     tolerance: Tolerance
     precision: str
-    mismatch: str = ""  # why the outputs can't be compared at all
+    mismatch: str = ""  # what is wrong whatever the error: other shapes, or too many other boxes
 
     @property
     def ok(self) -> bool:
@@ -92,6 +92,8 @@ def check(trial: TrialResult, reference: TrialResult) -> Correctness | None:
     types = [name for name in (ran.types if ran else ()) if name in TOLERANCES]
     precision = max(trial.precision, reference.precision, *types, key=lambda name: TOLERANCES[name].limit)
     tolerance = TOLERANCES[precision]
+    if (rows := box_agreement.pair_rows(trial, reference)) is not None:
+        return _boxes(rows.errors, tolerance, precision)
     shapes = [[list(a.shape[1:]) for a in arrays] for arrays in (own, other)]
     if shapes[0] != shapes[1]:
         return Correctness(np.inf, None, tolerance, precision, f"outputs of shape {shapes[0]} instead of {shapes[1]}")
@@ -100,6 +102,20 @@ def check(trial: TrialResult, reference: TrialResult) -> Correctness | None:
     worst = max((float(np.quantile(e, tolerance.quantile, method="higher")) for e in errors if e.size), default=0.0)
     changed = None if worst <= tolerance.close else _changed(trial, reference, own[0], other[0], tolerance)
     return Correctness(worst, changed, tolerance, precision)
+
+
+def _boxes(errors: np.ndarray, tolerance: Tolerance, precision: str) -> Correctness | None:
+    """By the errors of the paired boxes: how many may be beyond the limit is the share of answers that may change."""
+    if not errors.size:
+        return None
+    beyond = errors > tolerance.limit
+    share = float(beyond.mean())
+    text = (
+        f"{share:.1%} of the boxes have no partner or are off by more than {tolerance.limit:g} of their size "
+        f"({precision} allows {tolerance.changed:.0%})"
+    )
+    error = float(errors[~beyond].max(initial=0.0))
+    return Correctness(error, share, tolerance, precision, text if share > tolerance.changed else "")
 
 
 def _errors(a: np.ndarray, b: np.ndarray, channels: bool) -> np.ndarray:

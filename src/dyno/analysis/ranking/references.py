@@ -18,7 +18,7 @@ def references(results: Results, requested: str | None = None) -> dict[str, Tria
     (its backend, precision and options then count in every group). By default pytorch fp32 where the group has it, else
     the group's first trial that ran. A group without it has no reference.
     """
-    groups: dict[tuple[str, str, int, str], list[TrialResult]] = {}
+    groups: dict[tuple[str, str, int, str, str], list[TrialResult]] = {}
     for t in results.trials:
         groups.setdefault(t.group, []).append(t)
     if requested is None:
@@ -46,15 +46,14 @@ def accuracy_references(results: Results, chosen: dict[str, TrialResult]) -> dic
 
 def incomparable(a: TrialResult, b: TrialResult) -> str:
     """Why two trials can't be compared (random outputs, or another sha256 of weights or inputs), or ""."""
-    if a.facts.get("random_outputs") or b.facts.get("random_outputs"):
+    if a.facts.random_outputs or b.facts.random_outputs:
         return RANDOM
     files = a.form and b.form and a.form != b.form  # files have hashes of their own, whatever their weights
-    for key, reason in (("weights_sha256", "other weights"), ("inputs_sha256", "other inputs")):
-        left, right = a.facts.get(key), b.facts.get(key)
-        if files and key == "weights_sha256":
-            continue
-        if left and right and left != right:
-            return reason
+    weights = {t.facts.weights_sha256 for t in (a, b)} - {""}
+    if len(weights) > 1 and not files:
+        return "other weights"
+    if len({t.facts.inputs_sha256 for t in (a, b)} - {""}) > 1:
+        return "other inputs"
     return ""
 
 

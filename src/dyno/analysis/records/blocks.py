@@ -11,16 +11,23 @@ from dyno.analysis.records.results import TrialResult
 
 
 def log_ratios(a: TrialResult, b: TrialResult, boundary: str, clock: str = "") -> list[float]:
-    """One number for each set of fresh processes in which both took turns: the median over blocks of log(a / b).
+    """One number for each set of fresh processes in which both took turns: the median of their `block_ratios`.
 
-    a and b are the medians of a block's latencies at the boundary (images per second, where that is throughput). A
-    median, because a block in which others took the processor from one of the two is far off.
+    A median, because a block in which others took the processor from one of the two is far off.
+    """
+    return [float(np.median(each)) for each in block_ratios(a, b, boundary, clock)]
+
+
+def block_ratios(a: TrialResult, b: TrialResult, boundary: str, clock: str = "") -> list[np.ndarray]:
+    """log(a / b) of each block, float64 [blocks], for each set of fresh processes in which both took turns.
+
+    a and b are the medians of a block's latencies at the boundary (images per second, where that is throughput).
     """
     tag = "throughput" if boundary == "throughput" else "latency"
     theirs = {r.turns: r for r in (*b.rounds, *b.companions) if r.ok and r.turns}
     pairs = [(r, theirs[r.turns]) for r in (*a.rounds, *a.companions) if r.ok and r.turns in theirs]
-    found = [within(x.block_medians(tag, boundary, clock), y.block_medians(tag, boundary, clock)) for x, y in pairs]
-    return [float(np.median(each)) for each in found if each.size]
+    every = [within(x.block_medians(tag, boundary, clock), y.block_medians(tag, boundary, clock)) for x, y in pairs]
+    return [each for each in every if each.size]
 
 
 def within(a: Mapping[int, float], b: Mapping[int, float]) -> np.ndarray:

@@ -16,11 +16,21 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Form:
-    """What a file is among its network's files: the network's name, the file as tables show it, and its place."""
+    """What a file is among its network's files: the network's name, the file as tables show it, and its place.
+
+    In a comparison the two sides are forms of one network, told apart by `option`.
+    """
 
     network: str
     file: str
     place: int
+    option: str = "file"
+
+
+def sides(names: Mapping[str, str]) -> dict[str, Form]:
+    """The form of each side of a comparison, by its letter; `names` are the models' by side."""
+    network = " and ".join(dict.fromkeys(names[side] for side in sorted(names)))
+    return {side: Form(network, side.upper(), place, "side") for place, side in enumerate(sorted(names))}
 
 
 def forms(models: Mapping[tuple[str, str], Row]) -> dict[str, Form]:

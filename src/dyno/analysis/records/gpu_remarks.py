@@ -100,7 +100,7 @@ def _throttled(t: TrialResult, boundary: str) -> Throttled:
 
 
 def _why(t: TrialResult, boundary: str) -> str:
-    windows = [(r.trace, timeline.windows(r.facts).get(boundary)) for r in t.good]
+    windows = [(r.trace, r.facts.timed.get(boundary)) for r in t.good]
     reasons = [timeline.throttle_reasons(trace, window) for trace, window in windows if trace and window]
     return ", ".join(dict.fromkeys(w for w in reasons if w))
 

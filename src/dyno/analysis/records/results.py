@@ -1,13 +1,14 @@
 """Stored records, read back: a run folder becomes trials, each with its rounds and arrays loaded when asked for.
 
-JSON is read into plain dicts and only what a table needs is touched, because `dyno show` opens thousands of records.
+Records become dataclasses; of a job, which says what was asked for, only what a table needs is looked at, because
+`dyno show` opens thousands of them.
 """
 
 from __future__ import annotations
 
 import statistics
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,15 +18,18 @@ import numpy as np
 
 from dyno.analysis.formatting import NO_IMAGE
 from dyno.analysis.records import gpu_remarks, timeline
-from dyno.analysis.records.arrays import damage
-from dyno.analysis.records.forms import Form, forms
+from dyno.analysis.records.forms import Form, forms, sides
 from dyno.analysis.records.rounds import GPU, HOST, Round
-from dyno.analysis.records.shapes import JOB, MODELS, RECORD, wrong
+from dyno.analysis.records.shapes import MODELS
+from dyno.analysis.records.stored import read_job, read_round, read_table, undamaged
 from dyno.worker import tasks
-from dyno.worker.record import STATUSES, read_json
-from dyno.worker.spec import PRECISIONS, SCHEMA, ModelSpec, UserError
+from dyno.worker.facts.files import MadeBy
+from dyno.worker.facts.job import Facts
+from dyno.worker.record import STATUSES, Record
+from dyno.worker.spec import PRECISIONS, Artifact, ModelSpec, UserError
 from dyno.worker.tasks.task import Task
 
+SELF_TEST = "self-test.json"  # in a run folder: the summary of the machine's self-test
 # A trial is as bad as its worst round; "unfinished" is a trial of which no round has left a record.
 SEVERITY = ("ok", "unfinished", "skipped", "failed", "timeout", "oom", "crashed")
 
@@ -43,6 +47,7 @@ class TrialResult:
     rounds: list[Round] = field(default_factory=list)
     confirmations: list[Round] = field(default_factory=list)
     companions: list[Round] = field(default_factory=list)
+    ran: Artifact | None = None  # the file that the job names
     form: Form | None = None  # of a file that has another of the same network beside it
     derived: dict[str, Any] = field(default_factory=dict)  # what was worked out of it once, by name
 
@@ -94,12 +99,22 @@ class TrialResult:
     def options(self) -> dict[str, Any]:
         """The backend's options, and which file it is where several of one network are compared."""
         own = self.spec.get("options") or {}
-        return {"file": self.form.file, **own} if self.form else own
+        return {self.form.option: self.form.file, **own} if self.form else own
 
     @property
-    def group(self) -> tuple[str, str, int, str]:
-        """What must be equal for two speeds to be compared: model, size, batch and device."""
-        return self.model, self.size, self.batch, self.device
+    def side(self) -> str:
+        """`a` (the baseline) or `b` in a comparison, else ""."""
+        return str(self.spec.get("side") or "")
+
+    @property
+    def pair(self) -> str:
+        """The configuration that both sides of a comparison have, "" outside one."""
+        return self.way.replace(f"@side={self.side.upper()}", "") if self.side else ""
+
+    @property
+    def group(self) -> tuple[str, str, int, str, str]:
+        """What must be equal for two speeds to be compared: model, size, batch, device; in a comparison the pair."""
+        return self.model, self.size, self.batch, self.device, self.pair
 
     @property
     def variant(self) -> str:
@@ -136,8 +151,8 @@ class TrialResult:
             return "no round has left a record; the same `dyno run` again finishes it"
         if worst.ok:
             return ""
-        stage = str(worst.raw.get("stage") or "")
-        text = " ".join(str(worst.raw.get("reason") or "no reason recorded").split())
+        stage = worst.record.stage
+        text = " ".join((worst.record.reason or "no reason recorded").split())
         text = f"{stage}: {text}" if stage not in ("", "plan") and worst.status != "skipped" else text
         text = f"{text} ({len(self.good)} of {len(self.rounds)} rounds good)" if self.good else text
         return f"{text}; log: {self.log}" if self.log else text
@@ -151,15 +166,20 @@ class TrialResult:
         return path.relative_to(path.parents[3]).as_posix()
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Facts:
         """Facts of the first good round, else of the first round at all."""
         rounds = self.good or self.rounds
-        return rounds[0].facts if rounds else {}
+        return rounds[0].facts if rounds else Facts()
 
     @property
-    def artifact(self) -> dict[str, Any]:
-        """The file the trial ran, as stored in its job (or its records); empty when it needs none."""
-        return self.job.get("artifact") or next((a for r in self.rounds if (a := r.raw.get("artifact"))), {})
+    def artifact(self) -> Artifact | None:
+        """The file the trial ran, as stored in its job (or its records); None when it needs none."""
+        return self.ran or next((r.record.artifact for r in self.rounds if r.record.artifact), None)
+
+    @property
+    def made_by(self) -> MadeBy:
+        """How that file was made; empty without one."""
+        return self.artifact.made_by if self.artifact else MadeBy()
 
     @cached_property
     def answers(self) -> dict[str, np.ndarray]:
@@ -174,25 +194,28 @@ class TrialResult:
         """Raw outputs of the first good round that has any."""
         return next((found for r in self.good if (found := r.outputs())), {})
 
+    def output_rows(self, names: Collection[str]) -> dict[str, np.ndarray]:
+        """How many rows each batch or input has of those `outputs` whose first axis isn't the inputs."""
+        return next((rows for r in self.good if (rows := r.output_rows(names))), {})
+
     def warnings(self) -> list[str]:
         """Warnings of all rounds and of the file's makers, each once, in order."""
-        made = self.artifact.get("made_by") or {}
-        every = [w for r in self.rounds for w in r.warnings] + [str(w) for w in made.get("warnings") or ()]
+        every = [w for r in self.rounds for w in r.warnings] + [*self.made_by.warnings]
         return list(dict.fromkeys([*every, *gpu_remarks.warnings(self)]))
 
     def notes(self) -> list[str]:
         """What explains the numbers: `reasons`, and what INT8 was calibrated on where that weren't real images."""
-        note = (self.facts.get("calibration") or {}).get("note")
-        return [*([str(note)] if note else []), *self.reasons()]
+        calibration = self.facts.calibration
+        return [*([calibration.note] if calibration and calibration.note else []), *self.reasons()]
 
     def reasons(self) -> list[str]:
         """What explains the speed: the engine's own notes, and what the GPU's clock and telemetry say."""
-        return [*(str(n) for n in self.facts.get("notes") or ()), *gpu_remarks.notes(self)]
+        return [*self.facts.notes, *gpu_remarks.notes(self)]
 
     @cached_property
     def gpu(self) -> timeline.Summary | None:
         """What the GPU did in the good rounds; None on a CPU, and where nothing was stored."""
-        known = [(r.trace, list(timeline.windows(r.facts).values())) for r in self.good if r.trace is not None]
+        known = [(r.trace, list(r.facts.timed.values())) for r in self.good if r.trace is not None]
         return timeline.together([timeline.summary(trace, timed) for trace, timed in known])
 
     def value(self, tag: str, boundary: str = "") -> float | None:
@@ -221,8 +244,12 @@ class TrialResult:
 
     def medians(self, boundary: str, clock: str = "") -> list[float]:
         """Median latency of each good round in seconds: what a comparison between processes is made from."""
+        return list(self.round_medians(boundary, clock).values())
+
+    def round_medians(self, boundary: str, clock: str = "") -> dict[str, float]:
+        """The same by the round's folder."""
         clock = clock or clock_of(boundary, self)
-        return [m for r in self.good if (m := r.median(boundary, clock)) is not None]
+        return {r.folder.name: m for r in self.good if (m := r.median(boundary, clock)) is not None}
 
 
 def clock_of(boundary: str, *trials: TrialResult) -> str:
@@ -237,7 +264,8 @@ class Results:
     """A run folder: its trials in a stable order, its environment, and what in it could not be read.
 
     `models` has what was counted of each model at each size (`flops` of one image, `parameters`), by name and size;
-    `peak` is the record of the device's peak, empty without.
+    `peak` is the record of the device's peak, None without; `self_test` the summary of the machine's self-test, empty
+    without.
     """
 
     folder: Path
@@ -246,7 +274,8 @@ class Results:
     problems: list[str] = field(default_factory=list)
     study: str = ""
     models: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
-    peak: dict[str, Any] = field(default_factory=dict)
+    peak: Record | None = None
+    self_test: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -289,18 +318,20 @@ def load(run: Path) -> Results:
     if not trials:
         raise UserError(f"{run} has no trials yet; run the study first")
     study = run / "study.toml"
-    models = _models(_json(run / "models.json", problems, MODELS) or {})
+    models = _models(read_table(run / "models.json", problems, MODELS) or {})
     known = forms(models)
+    two = sides({t.side: t.given for t in trials if t.side})
     for t in trials:
-        t.form = known.get(t.given)
+        t.form = two.get(t.side) or known.get(t.given)
     return Results(
         folder=run,
         trials=sorted(trials, key=_order),
-        environment=_json(run / "environment.json", problems, {}) or {},
+        environment=read_table(run / "environment.json", problems, {}) or {},
         problems=problems,
         study=study.read_text(encoding="utf-8", errors="replace") if study.is_file() else "",
         models=models,
-        peak=_json(run / "peak" / "record.json", problems, RECORD) or {},
+        peak=read_round(run / "peak", problems),
+        self_test=read_table(run / SELF_TEST, problems, {}) or {},
     )
 
 
@@ -311,60 +342,21 @@ def _models(stored: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
 
 def _trial(folder: Path, problems: list[str]) -> TrialResult | None:
     job: dict[str, Any] | None = None
+    ran: Artifact | None = None
     found: dict[str, list[Round]] = {"r": [], "c": [], "t": []}
     for path in sorted(folder.glob("[rct][0-9]*"), key=lambda p: (p.name[0] != "r", len(p.name), p.name)):
         if job is None:
-            job = _job(path / "job.json", problems)
-        raw = _json(path / "record.json", problems, RECORD)
-        if raw and raw.get("status") in STATUSES:
-            found[path.name[0]].append(Round(path, int(raw.get("round", 0)), _whole(path, raw), _device(job)))
-        elif raw:
+            job, ran = read_job(path / "job.json", problems)
+        record = read_round(path, problems)
+        if record and record.status in STATUSES:
+            found[path.name[0]].append(Round(path, record.round, undamaged(path, record), _device(job)))
+        elif record:
             problems.append(f"{path / 'record.json'} has no status that is known; it is left out")
-    return TrialResult(folder.name, job, found["r"], found["c"], found["t"]) if job else None
-
-
-def _whole(folder: Path, raw: dict[str, Any]) -> dict[str, Any]:
-    """The record, which is of a failure where what was measured can't be read any more."""
-    if raw["status"] != "ok" or not (name := damage(folder)):
-        return raw
-    reason = f"{name} is damaged; the same `dyno run` measures this round again"
-    return {**raw, "status": "failed", "stage": "", "reason": reason}
+    return TrialResult(folder.name, job, found["r"], found["c"], found["t"], ran) if job else None
 
 
 def _device(job: dict[str, Any] | None) -> str:
     return str(((job or {}).get("trial") or {}).get("runtime", {}).get("device", "cpu"))
-
-
-def _job(path: Path, problems: list[str]) -> dict[str, Any] | None:
-    job = _json(path, problems, JOB)
-    if job is None:
-        return None
-    try:
-        trial = job["trial"]
-        _ = trial["model"]["name"], trial["backend"], trial["precision"]
-        _ = trial["dims"]["batch"], trial["dims"]["height"], trial["dims"]["width"]
-    except (KeyError, TypeError):
-        problems.append(f"{path} describes no trial; it is left out")
-        return None
-    return job
-
-
-def _json(path: Path, problems: list[str], shape: dict[str, Any]) -> dict[str, Any] | None:
-    try:
-        data = read_json(path)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as e:
-        problems.append(f"{path} can't be read ({e}); it is left out")
-        return None
-    if place := wrong(data, shape):
-        problems.append(f"{path} is damaged ({place!r} is of another type than Dyno writes); it is left out")
-        return None
-    schema = data.get("schema", SCHEMA)
-    if not isinstance(schema, int) or schema > SCHEMA:
-        problems.append(f"{path} was written by a newer Dyno (schema {schema}, this one reads {SCHEMA}); update Dyno")
-        return None
-    return data
 
 
 def _order(t: TrialResult) -> tuple[Any, ...]:

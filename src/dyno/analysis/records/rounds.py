@@ -6,12 +6,13 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
 
 import numpy as np
 
 from dyno.analysis.records import timeline
 from dyno.analysis.records.arrays import read_npz
+from dyno.worker.facts.job import Facts
+from dyno.worker.record import Measurement, Record
 
 LATENCIES = ("model", "all")
 HOST, GPU = "host", "gpu"
@@ -19,50 +20,50 @@ HOST, GPU = "host", "gpu"
 
 @dataclass
 class Round:
-    """One process that ran a trial: `raw` is its record.json, the arrays beside it are read on first use."""
+    """One process that ran a trial: its record, and the arrays beside it, which are read on first use."""
 
     folder: Path
     number: int
-    raw: dict[str, Any]
+    record: Record
     device: str = "cpu"
     _medians: dict[tuple[str, str], float | None] = field(default_factory=dict)
 
     @property
     def status(self) -> str:
-        return str(self.raw["status"])
+        return self.record.status
 
     @property
     def ok(self) -> bool:
         return self.status == "ok"
 
     @property
-    def facts(self) -> dict[str, Any]:
-        return self.raw.get("facts") or {}
+    def facts(self) -> Facts:
+        return self.record.facts
 
     @property
-    def warnings(self) -> list[str]:
-        return [str(w) for w in self.raw.get("warnings") or ()]
+    def warnings(self) -> tuple[str, ...]:
+        return self.record.warnings
 
-    def measurement(self, tag: str, boundary: str = "", clock: str = "") -> dict[str, Any]:
-        """The measurement of that tag and boundary as stored, or an empty dict; by the GPU's clock where there is one
-        and no `clock` is given."""
-        by_host: dict[str, Any] = {}
-        for m in self.raw.get("measurements") or ():
-            if m["tag"] == tag and m.get("boundary", "") == boundary and clock in ("", m.get("clock") or HOST):
-                if m.get("clock") == GPU:
-                    return cast(dict[str, Any], m)
+    def measurement(self, tag: str, boundary: str = "", clock: str = "") -> Measurement | None:
+        """The measurement of that tag and boundary, or None; by the GPU's clock where there is one and no `clock` is
+        given."""
+        by_host: Measurement | None = None
+        for m in self.record.measurements:
+            if m.tag == tag and m.boundary == boundary and clock in ("", m.clock or HOST):
+                if m.clock == GPU:
+                    return m
                 by_host = by_host or m
         return by_host
 
     def value(self, tag: str, boundary: str = "") -> float | None:
         """The single value measured under this tag and boundary (SI), or None."""
-        value = self.measurement(tag, boundary).get("value")
-        return None if value is None else float(value)
+        found = self.measurement(tag, boundary)
+        return None if found is None or found.value is None else float(found.value)
 
     def raw_samples(self, tag: str, boundary: str, clock: str = "") -> np.ndarray:
         """All samples as they were taken (seconds for a latency, images/s for throughput), float64; empty without."""
-        name = self.measurement(tag, boundary, clock).get("samples") or ""
-        return self._samples.get(name, np.empty(0)) if name else np.empty(0)
+        found = self.measurement(tag, boundary, clock)
+        return self._samples.get(found.samples, np.empty(0)) if found is not None and found.samples else np.empty(0)
 
     def samples(self, tag: str, boundary: str, clock: str = "") -> np.ndarray:
         """The samples that count: `raw_samples`, latencies less those taken while the GPU was throttled, if enough are
@@ -74,13 +75,13 @@ class Round:
         return taken if clean.sum() < timeline.LEAST_KEPT or clean.all() else taken[clean]
 
     def _clean(self, taken: np.ndarray, boundary: str) -> np.ndarray:
-        window = timeline.windows(self.facts).get(boundary)
+        window = self.facts.timed.get(boundary)
         if self.trace is None or window is None or not self.trace.throttled:
             return np.ones(len(taken), bool)
         # The host's samples fill the window; the GPU's, of the same turns, leave out what is between them.
         turns = self.raw_samples("latency", boundary, HOST)
         if (numbers := self._blocks("latency", boundary, len(taken))) is not None:
-            return timeline.clean_blocks(taken, numbers, self.facts["blocks"][boundary], self.trace.throttled)
+            return timeline.clean_blocks(taken, numbers, self.facts.blocks[boundary], self.trace.throttled)
         return timeline.clean(turns if len(turns) == len(taken) else taken, window, self.trace.throttled)
 
     def throttled(self, boundary: str) -> tuple[int, int, int]:
@@ -105,22 +106,26 @@ class Round:
     @property
     def turns(self) -> str:
         """The name of the set of processes that this one measured in turns with, "" where it measured alone."""
-        return str((self.facts.get("turns") or {}).get("set") or "")
+        return self.facts.turns.set if self.facts.turns else ""
 
     def block_medians(self, tag: str, boundary: str, clock: str = "") -> dict[int, float]:
         """The median of each block's samples that count, by the block's number; empty where it has no blocks."""
+        return {k: float(np.median(samples)) for k, samples in self.block_samples(tag, boundary, clock).items()}
+
+    def block_samples(self, tag: str, boundary: str, clock: str = "") -> dict[int, np.ndarray]:
+        """Each block's samples that count, by the block's number; empty where it has no blocks."""
         taken = self.raw_samples(tag, boundary, clock)
         numbers = self._blocks(tag, boundary, len(taken))
         if numbers is None:
             return {}
         kept = self._clean(taken, boundary) if tag == "latency" else np.ones(len(taken), bool)
         taken, numbers = taken[kept], numbers[kept]
-        return {int(k): float(np.median(taken[numbers == k])) for k in np.unique(numbers)}
+        return {int(k): taken[numbers == k] for k in np.unique(numbers)}
 
     def _blocks(self, tag: str, boundary: str, count: int) -> np.ndarray | None:
         """The block of each of that many samples, None where they are in none."""
-        name = self.measurement(tag, boundary, HOST).get("samples") or ""
-        found = self._samples.get(f"{name}_block")
+        measured = self.measurement(tag, boundary, HOST)
+        found = self._samples.get(f"{measured.samples}_block") if measured is not None else None
         return found if found is not None and count and len(found) == count else None
 
     @cached_property
@@ -143,3 +148,8 @@ class Round:
         """Raw model outputs by name, [N, ...], in input order; not kept, because they can be large."""
         arrays = self.arrays("outputs.npz")
         return {name[len("output:") :]: a for name, a in arrays.items() if name.startswith("output:")}
+
+    def output_rows(self, names: Collection[str]) -> dict[str, np.ndarray]:
+        """How many rows of an output each batch or input has, by name, for those whose first axis isn't the inputs."""
+        arrays = self.arrays("outputs.npz", {f"rows:{name}" for name in names})
+        return {name[len("rows:") :]: a for name, a in arrays.items()}

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from dyno.analysis.records.results import Results, TrialResult
+from dyno.analysis.stats import Rule
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,12 +20,14 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class RunData:
     """Stored records with the table of their trials (a row each, as `tables.trial_table` makes it), the accuracy
-    budgets and the reference that the table is compared with, and the reference trial of each trial by its id."""
+    budgets and the reference that the table is compared with, the reference trial of each trial by its id, and the rule
+    by which speeds are decided."""
 
     records: Results
     frame: pd.DataFrame
     budgets: tuple[Budget, ...] = ()
     references: Mapping[str, TrialResult] = field(default_factory=dict)
+    rule: Rule = field(default_factory=Rule)
 
     @cached_property
     def trials(self) -> dict[str, TrialResult]:

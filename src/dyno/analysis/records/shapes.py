@@ -1,28 +1,18 @@
-"""What stored JSON has to look like, as far as tables read it: a folder from elsewhere may hold anything."""
+"""What a stored job and models.json have to look like, as far as tables read them: a folder from elsewhere may hold
+anything."""
 
 from __future__ import annotations
 
 from typing import Any
 
 NUMBER = (int, float)
-MEASUREMENT = {"tag": str, "value": NUMBER, "samples": str, "boundary": str, "clock": str}
-ARTIFACT = {"made_by": {"warnings": [str]}, "bytes": NUMBER, "format": str, "path": str}
-FACTS = {
-    "timed": {"": [NUMBER]}, "calibration": {}, "notes": [str], "evaluation": {}, "options": {}, "data": {},
-    "others_busy": {"": NUMBER}, "others_bearable": NUMBER, "peak": {"": {}}, "layers_by_type": {"": NUMBER},
-    "slowest_layers": [{}], "nodes_by_provider": {}, "precision_truth": {}, "stress": {"": {}},
-}  # fmt: skip
-RECORD = {
-    "status": str, "stage": str, "reason": str, "round": int, "seconds": NUMBER, "measurements": [MEASUREMENT],
-    "warnings": [str], "system": {}, "facts": FACTS, "artifact": ARTIFACT,
-}  # fmt: skip
 TRIAL = {
     "model": {"name": str, "source": str, "task": str, "precision": str}, "backend": str, "precision": str,
     "dims": {"batch": int, "height": int, "width": int}, "options": {"": (str, int, float)},
     "runtime": {"device": str, "name": str, "python": str}, "data": {"name": str, "sha256": str, "folder": str},
     "plan": {"boundaries": [str], "seconds": NUMBER, "rounds": int}, "recipe": {},
 }  # fmt: skip
-JOB = {"trial": TRIAL, "artifact": ARTIFACT, "round": int}
+JOB = {"trial": TRIAL, "round": int}
 MODELS = {"models": [{"model": str, "size": str, "flops": NUMBER, "parameters": NUMBER, "file": str}]}
 
 

@@ -122,11 +122,6 @@ def read(folder: Path) -> Trace | None:
     return Trace(stored["at"] + epoch, columns, epoch, memory, processes)
 
 
-def windows(facts: Mapping[str, Any]) -> dict[str, Window]:
-    """The windows in which each boundary was timed, from a record's facts; empty where they were not kept."""
-    return {str(k): (float(v[0]), float(v[1])) for k, v in (facts.get("timed") or {}).items()}
-
-
 def summary(trace: Trace, timed: Sequence[Window]) -> Summary:
     """A round in numbers; without windows only memory and temperature are known."""
     inside = trace.inside(timed)

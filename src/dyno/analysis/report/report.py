@@ -16,6 +16,7 @@ from dyno.analysis.presentation.table import TEXT, Column, Table, joined
 from dyno.analysis.records.results import Results
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.report import sections
+from dyno.analysis.self_test import words
 from dyno.analysis.tables.trial_table import TRIALS
 from dyno.analysis.verdict import verdict
 from dyno.analysis.verdict.findings import Finding
@@ -41,6 +42,7 @@ class Section:
     """All that the page says about one run; `tables` are HTML by the section of the page, `side` with their titles."""
 
     results: Results
+    visible: str
     findings: list[Finding]
     method: list[tuple[str, str]]
     machine: list[tuple[str, str]]
@@ -121,6 +123,7 @@ def _section(run: RunData, found: Sequence[Table], folder: Path, index: int, nam
     ]
     return Section(
         results=run.records,
+        visible=words.of_run(run.records),
         findings=verdict.findings(run),
         method=sections.method(run.records),
         machine=sections.machine(run.records.environment),

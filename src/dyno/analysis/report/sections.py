@@ -11,9 +11,16 @@ from dyno.analysis.formatting import short, show
 from dyno.analysis.metrics.precision import truth
 from dyno.analysis.presentation.export import page_part
 from dyno.analysis.records.results import Results, TrialResult
-from dyno.analysis.tables.gpu_table import ROUND_COLUMNS, ROUNDS, STOPPED, rounds_of
+from dyno.analysis.self_test import words
+from dyno.analysis.tables.gpu_table import ROUND_COLUMNS, ROUNDS, STOPPED, doubts, rounds_of
 from dyno.analysis.tables.trial_table import build_seconds
+from dyno.worker.facts.job import Answered
 
+APART = "Welch's t interval of the log medians of the rounds, so the spread between processes decides"
+TOGETHER = (
+    "of what measured in turns, Student's t interval of the rounds' log ratios, each the median over blocks; of other "
+    "pairs, Welch's of the log medians of the rounds"
+)
 LONGEST = 60  # characters of the name of a layer, which names all nodes that it was fused from
 MOST_DETAILS = 300  # trials with a section of their own
 
@@ -23,8 +30,11 @@ def method(results: Results) -> list[tuple[str, str]]:
     trials = results.trials
     plans = [t.spec.get("plan") or {} for t in trials]
     threads = _each(t.spec.get("runtime", {}).get("threads") for t in trials)
-    data = [d for t in trials if (d := t.facts.get("data"))] or [t.spec.get("data") or {} for t in trials]
-    inputs = _each(f"{d.get('name')} ({d.get('split', '')}, {d.get('count', 0)} images)" for d in data)
+    asked = [t.spec.get("data") or {} for t in trials]
+    data = [d for t in trials if (d := t.facts.data)] or [
+        Answered(str(d.get("name", "")), str(d.get("split", "")), int(d.get("count", 0))) for d in asked
+    ]
+    inputs = _each(f"{d.name} ({d.split}, {d.count} images)" for d in data)
     return [
         ("latency, model", "inputs already where the engine reads them, outputs left there; one batch at a time"),
         ("latency, all", "from host memory to host memory, copies included; one batch at a time"),
@@ -35,11 +45,12 @@ def method(results: Results) -> list[tuple[str, str]]:
         ("sampling ends", _stopping(plans, trials)),
         ("threads", f"{threads} for every backend, pinned to the same cores"),
         ("inputs", inputs),
-        ("“faster”", "Welch's t interval of the log medians of the rounds, so the spread between processes decides"),
+        ("“faster”", TOGETHER if any(plan.get("blocks") for plan in plans) else APART),
         (
             "accuracy",
             "Wilson's interval for one trial, Tango's score interval for the paired difference to the reference",
         ),
+        ("visible differences", words.of_run(results) or words.HINT),
         ("trimmed mean", "without the fastest and the slowest 10 % of the samples"),
     ]
 
@@ -63,8 +74,8 @@ def _gpu_method(trials: list[TrialResult]) -> list[tuple[str, str]]:
 
 def _stopping(plans: list[dict[str, Any]], trials: list[TrialResult]) -> str:
     ended = Counter(
-        STOPPED.get(m["stopped"], m["stopped"])
-        for t in trials for r in t.good for m in r.raw.get("measurements") or () if m.get("stopped")
+        STOPPED.get(m.stopped, m.stopped)
+        for t in trials for r in t.good for m in r.record.measurements if m.stopped
     )  # fmt: skip
     counts = ", ".join(f"{n} × {why}" for why, n in ended.most_common())
     interval = _each(f"{100 * p['interval']:g} %" for p in plans if "interval" in p)
@@ -116,7 +127,7 @@ def details(results: Results) -> list[Detail]:
 
     found = []
     for t in results.trials[:MOST_DETAILS]:
-        table = ROUNDS.of([c for c in ROUND_COLUMNS if c.name not in ("label", "trial")], rounds_of(t))
+        table = ROUNDS.of([c for c in ROUND_COLUMNS if c.name not in ("label", "trial")], rounds_of(t), below=doubts)
         parts = [Markup(page_part(table, part, heading="")) for part in table.parts()]
         found.append(Detail(t.label, t.id, t.status, list(_facts(t)), Markup("").join(parts)))
     return found
@@ -127,11 +138,11 @@ def _facts(t: TrialResult) -> Iterator[tuple[str, str]]:
         yield "reason", t.reason
     found = truth(t)
     known: list[tuple[str, Any]] = [
-        ("options", t.facts.get("options") or t.options),
+        ("options", t.facts.options or t.options),
         ("layers by type", str(found) if found else ""),
         ("precision", found.sentence if found else ""),
-        ("nodes by provider", t.facts.get("nodes_by_provider")),
-        ("threads", t.facts.get("threads")),
+        ("nodes by provider", t.facts.nodes_by_provider),
+        ("threads", t.facts.threads),
         ("slowest layers", _slowest(t)),
         ("notes", "; ".join(t.notes())),
         ("GPU meanwhile", _gpu_words(t)),
@@ -140,25 +151,23 @@ def _facts(t: TrialResult) -> Iterator[tuple[str, str]]:
         ("load", show(t.value("load"), "duration")),
         ("first call", show(t.value("first_call"), "duration")),
         ("peak memory", show(t.value("peak_memory"), "bytes")),
-        ("weights sha256", str(t.facts.get("weights_sha256") or "")[:16]),
-        ("inputs sha256", str(t.facts.get("inputs_sha256") or "")[:16]),
+        ("weights sha256", t.facts.weights_sha256[:16]),
+        ("inputs sha256", t.facts.inputs_sha256[:16]),
     ]
     yield from ((name, _value("", value)) for name, value in known if value)
 
 
 def _steps(t: TrialResult) -> str:
-    steps = (t.artifact.get("made_by") or {}).get("steps") or ()
     return " → ".join(
-        f"{s.get('maker')}: {s.get('format')} {s.get('precision')} in {show(s.get('seconds'), 'duration')}"
-        f" ({show(s.get('bytes'), 'bytes')})"
-        for s in steps
+        f"{s.maker}: {s.format} {s.precision} in {show(s.seconds, 'duration')} ({show(s.bytes, 'bytes')})"
+        for s in t.made_by.steps
     )
 
 
 def _slowest(t: TrialResult) -> str:
     return "; ".join(
-        f"{layer['share']:.0%} {short(layer['name'], LONGEST)} ({layer['operator']}, {layer['dtype']})"
-        for layer in t.facts.get("slowest_layers") or ()
+        f"{layer.share:.0%} {short(layer.name, LONGEST)} ({layer.operator}, {layer.dtype})"
+        for layer in t.facts.slowest_layers
     )
 
 

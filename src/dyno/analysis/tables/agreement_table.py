@@ -64,7 +64,7 @@ def compare(runs: Sequence[Results], rtol: float, atol: float) -> tuple[Table, T
     if len(good) < 2:
         raise UserError("agreement needs two ways of running that work" + (f"; {bad[0]}" if bad else ""))
     reference, *others = good
-    rows = [_row(_name(t), _name(reference), _compared(t, reference, rtol, atol)) for t in others]
+    rows = [_row(_name(t), _name(reference), agreement.compare(t, reference, rtol, atol)) for t in others]
     found = [(_name(t), agreement.ranks(t.answers, reference.answers)) for t in others]
     notes = (
         f"against {_name(reference)}: {rows[0]['inputs']} inputs; close is |a - b| <= {atol:g} + {rtol:g} |b|",
@@ -76,15 +76,6 @@ def compare(runs: Sequence[Results], rtol: float, atol: float) -> tuple[Table, T
 
 def _name(trial: TrialResult) -> str:
     return f"{trial.model} {trial.backend} {trial.precision}"
-
-
-def _compared(trial: TrialResult, reference: TrialResult, rtol: float, atol: float) -> Agreement:
-    # Files name their outputs as they like; what counts is their order.
-    own, other = list(trial.outputs().values()), list(reference.outputs().values())
-    if len(own) != len(other):
-        raise UserError(f"{_name(trial)} has {len(own)} outputs, {_name(reference)} has {len(other)}")
-    numbered = [{str(i): array for i, array in enumerate(arrays)} for arrays in (own, other)]
-    return agreement.agree(numbered[0], numbered[1], rtol, atol)
 
 
 def _row(name: str, reference: str, found: Agreement) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from dyno.analysis import stats
 from dyno.analysis.formatting import limits, significant
 from dyno.analysis.metrics import speedups
-from dyno.analysis.presentation.table import TEXT, Column, Table, TableKind
+from dyno.analysis.presentation.table import TEXT, Column, Table, TableKind, missing
 from dyno.analysis.ranking.frontier import usable
 from dyno.analysis.ranking.references import INCOMPARABLE
 from dyno.analysis.records.results import TrialResult
@@ -66,8 +66,7 @@ def against(row: pd.Series, trial: TrialResult, reference: TrialResult) -> Break
     boundary, clock = str(row["boundary"]), str(row["clock"])
     own = [m / trial.batch for m in trial.medians(boundary, clock)]
     theirs = [m / reference.batch for m in reference.medians(boundary, clock)]
-    same = trial.batch == reference.batch
-    found = speedups.speedup(trial, reference, boundary, clock) if same else stats.speedup(own, theirs)
+    found = _speedup(row, trial, reference) or stats.speedup(own, theirs)
     if math.isnan(found.value):
         return None
     seconds = stats.center(theirs).value
@@ -77,6 +76,15 @@ def against(row: pd.Series, trial: TrialResult, reference: TrialResult) -> Break
     if found.value <= 1:
         return BreakEven(extra, gain, None, math.nan, math.inf if found.high > 1 else math.nan)
     return BreakEven(extra, gain, _images(extra, seconds, found.value), least, most)
+
+
+def _speedup(row: pd.Series, trial: TrialResult, reference: TrialResult) -> stats.Interval | None:
+    """The row's own where it has one against that reference, so that it says what the verdict does."""
+    if row["reference"] == reference.id and not missing(row["speedup"]):
+        return stats.Interval(row["speedup"], row["speedup_low"], row["speedup_high"])
+    if trial.batch != reference.batch:  # an image of each is compared, not a batch
+        return None
+    return speedups.speedup(trial, reference, str(row["boundary"]), str(row["clock"]))
 
 
 def _images(extra: float, seconds: float, speedup: float) -> float:
@@ -91,10 +99,9 @@ def parts(t: TrialResult) -> dict[str, float]:
     Calibration is a part of the conversion, which can't do without it.
     """
     found: dict[str, float] = {}
-    made = t.artifact.get("made_by") or {}
-    for step in made.get("steps") or ():
-        name = PARTS.get(str(step.get("maker")), "engine_s")
-        found[name] = found.get(name, 0.0) + float(step.get("seconds") or 0)
+    for step in t.made_by.steps:
+        name = PARTS.get(step.maker, "engine_s")
+        found[name] = found.get(name, 0.0) + step.seconds
     inside = (build_seconds(t) or 0.0) - sum(found.values())
     if inside > 0 and any(r.value("build") is not None for r in t.good):
         found["compile_s"] = inside

@@ -10,16 +10,18 @@ import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from dyno.analysis import metrics, stats
-from dyno.analysis.formatting import counting, plain, points
-from dyno.analysis.metrics import accuracy, agreement
+from dyno.analysis.formatting import counting, plain
+from dyno.analysis.gate.power import smallest_slowdown
+from dyno.analysis.gate.rules import LESS_ACCURATE, SLOWER, STATUS, WRONG_OUTPUTS, Rules
+from dyno.analysis.metrics import accuracy, agreement, speedups
 from dyno.analysis.metrics.metric import Metric, in_percent
 from dyno.analysis.presentation.table import COUNT, FINE, PERCENT, POINTS, TEXT, Column, Row, Table, TableKind, missing
+from dyno.analysis.ranking.contention import cpu_contention
 from dyno.analysis.ranking.correctness import WRONG
-from dyno.analysis.ranking.frontier import configuration
 from dyno.analysis.ranking.references import INCOMPARABLE, incomparable
 from dyno.analysis.records.results import Results, TrialResult, clock_of
 from dyno.analysis.records.rounds import LATENCIES
@@ -27,19 +29,18 @@ from dyno.analysis.tables import trial_table
 from dyno.analysis.tables.trial_columns import IDENTITY, pick
 from dyno.worker.spec import UserError
 
-SLOWER, LESS_ACCURATE, DISAGREE, STATUS, WRONG_OUTPUTS = CONDITIONS = (
-    "slower", "less-accurate", "disagree", "status", "wrong-outputs",
-)  # fmt: skip
-TOLERATED = "slower, tolerated"
-TOLERANCE = 0.02
-FAIL_ON = (SLOWER, LESS_ACCURATE, STATUS, WRONG_OUTPUTS)
+TOLERATED, NO_CHANGE = "slower, tolerated", "no change shown"
 VOLATILE = ("load_average",)  # differs from one minute to the next on the same machine
+MACHINE = ("cpu", "cpu_flags", "cores", "machine", "gpu")  # what is another machine where it differs
+BEYOND = "too few rounds for this spread"
+Checked = Mapping[str, str]  # what outputs are, by the trial's id
 LONGEST = 6  # differences between machines named in one line
 COPIED = ("model", "backend", "precision", "batch", "size", "device", "runtime", "options", "status", "reason",
           "ran_as", "asked_share", "precision_ok")  # fmt: skip
 
 
-def _verdict(r: Row) -> str:
+def verdict(r: Row) -> str:
+    """A row's verdict; without one, what became of its trial."""
     if r["verdict"]:
         return str(r["verdict"])
     return str(r["status"]) if r["status_a"] == r["status"] else f"{r['status']} (was {r['status_a']})"
@@ -63,14 +64,17 @@ COLUMNS = (
     Column("latency_b_ms", "of B, over its processes", "ms", title="B ms"),
     RATIO_SHOWN,
     *(Column(f"ratio_{end}", f"{end} limit of its 95 % interval", kind=FINE) for end in ENDS),
-    Column("verdict", "slower, faster, not distinguishable, not comparable, wrong outputs", kind=TEXT, cell=_verdict),
+    Column("verdict", "slower, faster, equivalent, undecided, not comparable, wrong outputs", kind=TEXT, cell=verdict),
+    Column("measured", "in turns, or one after the other", kind=TEXT),
+    Column("smallest", "smallest slow-down that would fail with 80 % power", "%", PERCENT, "catches from, %"),
+    Column("undecided", "why the gate can't tell whether B is slower than allowed", kind=TEXT),
     Column("rounds_a", "of A that ended well", kind=COUNT),
     Column("rounds_b", "of B that ended well", kind=COUNT),
     Column("images", "that both answered", kind=COUNT),
     *(column for metric in metrics.known().values() for column in _metric_columns(metric)),
-    Column("accuracy", "less accurate, more accurate or not distinguishable", kind=TEXT, rank=3),
+    Column("accuracy", "less accurate, more accurate or no change shown", kind=TEXT, rank=3),
     Column("close", "share of B's output values close to A's, 0 to 1", title="agree", rank=1,
-           cell=lambda r: "" if missing(r["close"]) else f"{_floored(r['close'])} %"),
+           cell=lambda r: "" if missing(r["close"]) else f"{floored(r['close'])} %"),
     Column("max_abs", "largest difference of outputs"),
     Column("failed", "conditions that the row breaks", kind=TEXT),
     Column("trial_a", "id of A's trial", kind=TEXT),
@@ -90,37 +94,6 @@ COMPARE = TableKind(
 )
 
 
-@dataclass(frozen=True)
-class Rules:
-    """Which changes fail the comparison, and how large they may be.
-
-    `tolerance` is the relative slow-down that is still fine: "slower" needs the whole interval beyond it. `least` is
-    the share of output values (0 to 1) that must be close to A's, |b - a| <= atol + rtol |a|; giving it asks for the
-    condition "disagree". UserError for anything else.
-    """
-
-    fail_on: tuple[str, ...] = FAIL_ON
-    tolerance: float = TOLERANCE
-    least: float = 0.0
-    rtol: float = agreement.RTOL
-    atol: float = agreement.ATOL
-
-    def __post_init__(self) -> None:
-        unknown = [name for name in self.fail_on if name not in CONDITIONS]
-        if unknown:
-            raise UserError(f"can't fail on {unknown[0]!r}; known: {', '.join(CONDITIONS)}")
-        for name in ("tolerance", "rtol", "atol"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise UserError(f"{name} is {value:g}; it must be 0 or more")
-        if not 0 <= self.least <= 1:
-            raise UserError(f"least is {self.least:g}; it is a share of values from 0 to 1, such as 0.999")
-        if DISAGREE in self.fail_on and not self.least:
-            raise UserError("to fail on disagree, say with least which share of the values must agree, such as 0.999")
-        if self.least and DISAGREE not in self.fail_on:
-            object.__setattr__(self, "fail_on", (*self.fail_on, DISAGREE))
-
-
 def compare(a: Results, b: Results, rules: Rules | None = None) -> Table:
     """Each trial that both runs have, B against A: one row of COLUMNS per trial, in A's order.
 
@@ -131,22 +104,72 @@ def compare(a: Results, b: Results, rules: Rules | None = None) -> Table:
     sentences on what may explain a difference. UserError when nothing can be compared.
     """
     rules = rules or Rules()
-    shared = pairs(a, b)
-    if not any(x.good for x, _ in shared):
-        raise UserError(_nothing(a, b, shared))
-    checked = [_checked(each) for each in (a, b)]
-    rows = [row(x, y, rules, (checked[0].get(x.id, ""), checked[1].get(y.id, ""))) for x, y in shared]
-    refused = [r for r in rows if r["verdict"].startswith(INCOMPARABLE)]
-    if len(refused) == len(rows):
-        why = Counter(r["verdict"].partition(": ")[2] for r in refused).most_common(1)[0][0]
+    if not any(x.good for x, _ in pairs(a, b)):
+        raise UserError(_nothing(a, b, pairs(a, b)))
+    table = _table(a, b, rules, (_checked(a), _checked(b)))
+    refused = [r["verdict"] for r in table.rows if r["verdict"].startswith(INCOMPARABLE)]
+    if len(refused) == len(table.rows):
+        why = Counter(verdict.partition(": ")[2] for verdict in refused).most_common(1)[0][0]
         raise UserError(f"{a.folder} and {b.folder} can't be compared: {why}")
+    return table
+
+
+def of_sides(run: Results, rules: Rules | None = None) -> Table:
+    """The two sides of a comparison that was measured as one study, as `compare` has it of two runs.
+
+    Outputs are held against the other side's. UserError for the run folder of another study.
+    """
+    a, b = (replace(run, trials=[t for t in run if t.side == side]) for side in "ab")
+    if not pairs(a, b):
+        raise UserError(f"{run.folder} is not of a comparison; give two run folders, or a run and a model")
+    rules, checked = rules or Rules(), _checked(run)
+    return _table(a, b, rules, ({}, {} if rules.any_outputs else checked))
+
+
+def _table(a: Results, b: Results, rules: Rules, checked: tuple[Checked, Checked]) -> Table:
+    shared = pairs(a, b)
+    elsewhere = other_machine(a, b)
+    rows = [_gated(row(x, y, rules, (checked[0].get(x.id, ""), checked[1].get(y.id, ""))), x, y, rules, elsewhere)
+            for x, y in shared]  # fmt: skip
+    refused = [r for r in rows if r["verdict"].startswith(INCOMPARABLE)]
     left_out = [f"{plain(y.label)} is {r['verdict']}" for (_, y), r in zip(shared, rows, strict=True) if r in refused]
     several = ("device",) if len({r["device"] for r in rows}) > 1 else ()
     return COMPARE.of(COLUMNS, rows, notes=(*_notes(a, b, shared), *left_out), printed=PRINTED,
                       group=("model", "size", "batch", *several), below=trial_table.below)  # fmt: skip
 
 
-def _checked(run: Results) -> dict[str, str]:
+def other_machine(a: Results, b: Results) -> str:
+    """What tells the machine of one run from that of the other, "" where it seems to be the same."""
+    before, now = _flat(a.environment), _flat(b.environment)
+    changed = [n for n in MACHINE if before.get(n) and now.get(n) and before[n] != now[n]]
+    return "; ".join(f"{n} {before[n]} against {now[n]}" for n in changed)
+
+
+def _gated(found: dict[str, Any], a: TrialResult, b: TrialResult, rules: Rules, elsewhere: str) -> dict[str, Any]:
+    """The row with what a gate says of it: what it would have caught, and why it can't tell, if it can't."""
+    low, high, rounds = found["ratio_low"], found["ratio_high"], min(found["rounds_a"], found["rounds_b"])
+    if not missing(low):
+        found["smallest"] = 100 * smallest_slowdown(low, high, rounds, rules.tolerance)
+    if not rules.gate or STATUS in found["failed"]:
+        return found
+    failed = [c for c in found["failed"].split(", ") if c and c != SLOWER]
+    crowd = cpu_contention([a, b]) if found["measured"] != stats.TURNS else None
+    if missing(found["ratio"]):
+        why = found["verdict"] or f"A is {found['status_a']}, B is {found['status']}"
+    elif found["verdict"] == stats.ONE_ROUND:
+        why = "one round only, and nothing is known of the next; measure two rounds or more"
+    elif elsewhere:
+        why = f"A was measured on another machine ({elsewhere}); measure it again here with --again"
+    elif crowd and crowd.mostly:
+        why = f"other programs kept up to {crowd.processors:.1f} processors busy, and it wasn't measured in turns"
+    elif SLOWER not in found["failed"] and high >= 1 + rules.tolerance:
+        why = f"{BEYOND}: the interval reaches {100 * (high - 1):.1f} %, and {100 * rules.tolerance:g} % are allowed"
+    else:
+        return found
+    return found | {"failed": ", ".join(failed), "undecided": why}
+
+
+def _checked(run: Results) -> Checked:
     """What each trial's outputs are, compared with its own run's reference: AGREE, the verdict of wrong ones, or ""."""
     try:
         rows = trial_table.read(run).frame.to_dict("records")
@@ -182,7 +205,7 @@ def _by_name(trials: Iterator[TrialResult]) -> Mapping[str, list[TrialResult]]:
 
 
 def _name(t: TrialResult) -> str:
-    return json.dumps([t.way, t.group, t.spec["dims"].get("shapes")], sort_keys=True)
+    return json.dumps([t.pair or t.way, t.group, t.spec["dims"].get("shapes")], sort_keys=True)
 
 
 def _nothing(a: Results, b: Results, shared: list[tuple[TrialResult, TrialResult]]) -> str:
@@ -205,6 +228,8 @@ def row(a: TrialResult, b: TrialResult, rules: Rules, checked: tuple[str, str] =
     found: dict[str, Any] = {c.name: "" if c.kind == TEXT else None for c in COLUMNS} | {
         name: own[name] for name in COPIED if name in own
     }
+    if b.side:  # a pair is of both sides
+        found["options"] = found["options"].removeprefix(f"side={b.side.upper()}").strip()
     found |= {"status_a": a.status, "rounds_a": len(a.good), "rounds_b": len(b.good), "trial_a": a.id, "trial_b": b.id}
     if why := refusal(a, b):
         return found | {"verdict": f"{INCOMPARABLE}: {why}"}
@@ -215,8 +240,8 @@ def row(a: TrialResult, b: TrialResult, rules: Rules, checked: tuple[str, str] =
 
 def refusal(a: TrialResult, b: TrialResult) -> str:
     """Why two trials must not be compared with each other (other weights, data, inputs, boundary), or ""."""
-    weights = [t.facts.get("weights_sha256") for t in (a, b)]
-    if not all(weights) and _weights(a) != _weights(b):
+    weights = [t.facts.weights_sha256 for t in (a, b)]
+    if not (all(weights) or a.side) and _weights(a) != _weights(b):
         return "other weights"
     data = [(d.get("sha256"), d.get("split") if d.get("sha256") else d.get("seed")) for d in _data(a, b)]
     if data[0] != data[1]:
@@ -252,7 +277,7 @@ def _speed(a: TrialResult, b: TrialResult, tolerance: float) -> dict[str, Any]:
     if not (before and after):
         return {}
     # Turned round on purpose: how many times faster A is, is how many times longer B takes.
-    s = stats.speedup(before, after)
+    s = speedups.speedup(a, b, boundary, clock, stats.Rule(tolerance))
     verdict = s.verdict
     if verdict == stats.FASTER:
         verdict = stats.SLOWER if s.low > 1 + tolerance else TOLERATED
@@ -262,6 +287,7 @@ def _speed(a: TrialResult, b: TrialResult, tolerance: float) -> dict[str, Any]:
         "boundary": boundary, "latency_a_ms": 1e3 * stats.center(before).value,
         "latency_b_ms": 1e3 * stats.center(after).value,
         "ratio": s.value, "ratio_low": s.low, "ratio_high": s.high, "verdict": verdict,
+        "measured": s.measured,
     }  # fmt: skip
 
 
@@ -284,7 +310,7 @@ def _accuracy(a: TrialResult, b: TrialResult) -> dict[str, Any]:
             continue
         if not found:
             d = change.difference
-            words = "less accurate" if d.high < 0 else "more accurate" if d.low > 0 else stats.SAME
+            words = "less accurate" if d.high < 0 else "more accurate" if d.low > 0 else NO_CHANGE
             found = {"images": change.images, "accuracy": words, "judged_by": metric.diff}
         found |= {f"{metric.column}_a": 100 * before[metric.name].interval.value,
                   f"{metric.column}_b": 100 * own.interval.value}  # fmt: skip
@@ -315,9 +341,9 @@ def _notes(a: Results, b: Results, shared: list[tuple[TrialResult, TrialResult]]
     changed = dict(_differences(a.environment, b.environment))
     for x, y in shared:
         if x.good and y.good:
-            changed |= _differences(x.good[0].raw.get("system") or {}, y.good[0].raw.get("system") or {})
-            changed |= _differences({"threads": x.facts.get("threads")}, {"threads": y.facts.get("threads")})
-    if changed:
+            changed |= _differences(x.good[0].record.system, y.good[0].record.system)
+            changed |= _differences({"threads": x.facts.threads}, {"threads": y.facts.threads})
+    if changed and a.folder != b.folder:
         each = [f"{name} {before} against {after}" for name, (before, after) in changed.items()]
         more = [f"{len(each) - LONGEST} more"] if len(each) > LONGEST else []
         yield f"the machines or versions differ, which may be the whole difference: {'; '.join(each[:LONGEST] + more)}"
@@ -348,46 +374,6 @@ def _flat(values: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def sentences(table: Table) -> list[str]:
-    """The comparison in sentences: wrong outputs, how many of what, then each trial that failed and why."""
-    rows = table.rows
-    counted = Counter(_verdict(r).partition(":")[0] for r in rows)
-    found = [f"{_where(r)}: {r['verdict']}; not judged, whatever the speed."
-             for r in rows if r["verdict"].startswith(WRONG)]  # fmt: skip
-    each = ", ".join(f"{n} {words}" for words, n in counted.most_common())
-    found += [f"{counting(len(rows), 'shared trial')}: {each}."]
-    for r in rows:
-        if r["failed"]:
-            found.append(f"failed: {_where(r)}: {'; '.join(_why(c, r) for c in r['failed'].split(', '))}")
-    if counted[stats.ONE_ROUND]:
-        found.append("One round proves nothing about speed: measure both runs with two rounds or more.")
-    return found
-
-
-def _where(r: Row) -> str:
-    return f"{plain(r['model'])} {plain(configuration(r))} b{r['batch']} {r['size']}"
-
-
-def _why(condition: str, r: Row) -> str:
-    if condition == SLOWER:
-        return f"slower, {RATIO_SHOWN.text(r)} the latency"
-    if condition == LESS_ACCURATE:
-        low, value, high = (points(r[f"{r['judged_by']}{x}"] / 100) for x in ("_low", "", "_high"))
-        return f"less accurate, {value} points [{low}, {high}] on the same images"
-    if condition == STATUS:
-        return f"was ok, now {r['status']}: {plain(r['reason'])}"
-    if condition == WRONG_OUTPUTS:
-        return str(r["verdict"])
-    return "no outputs to hold against A's" if missing(r["close"]) else f"only {_floored(r['close'])} % of values agree"
-
-
-def _floored(share: float) -> str:
+def floored(share: float) -> str:
     """A share in percent to two places, cut so that only a whole one reads as 100."""
     return f"{math.floor(1e4 * share + 1e-9) / 100:.2f}"
-
-
-def exit_code(table: Table) -> int:
-    """1 when a condition failed, else 2 when some trial could not be compared or has wrong outputs, else 0."""
-    if any(r["failed"] for r in table.rows):
-        return 1
-    return 2 if any(r["verdict"].startswith((INCOMPARABLE, WRONG)) for r in table.rows) else 0

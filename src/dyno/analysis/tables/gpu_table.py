@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 from dyno.analysis import stats
-from dyno.analysis.formatting import UNBOUNDED, bounded, show
+from dyno.analysis.formatting import UNBOUNDED, bounded, limits, show
 from dyno.analysis.presentation.table import COUNT, TEXT, Column, Row, Table, TableKind, missing
 from dyno.analysis.records import gpu_remarks
 from dyno.analysis.records.results import TrialResult
@@ -12,7 +14,9 @@ from dyno.analysis.records.rounds import HOST, LATENCIES, Round
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.records.timeline import Summary
 from dyno.analysis.tables.accuracy_tables import LABEL
+from dyno.analysis.tables.trial_columns import FEW, PERCENTILES, few, parenthesised
 
+ENDS = {"value": "", "low": "_low", "high": "_high"}  # of an interval, behind a column's name
 STOPPED = {"interval": "narrow enough", "seconds": "time was up", "samples": "enough samples"}
 
 
@@ -33,7 +37,13 @@ def _gpu_row(t: TrialResult, found: Summary) -> Row:
 
 
 def _rounds(run: RunData) -> Table:
-    return ROUNDS.of(ROUND_COLUMNS, [row for t in run.records for row in rounds_of(t)], group=("label",))
+    rows = [row for t in run.records for row in rounds_of(t)]
+    return ROUNDS.of(ROUND_COLUMNS, rows, group=("label",), below=doubts)
+
+
+def doubts(rows: list[Row]) -> list[str]:
+    """Why a percentile of a round is in parentheses, where one is."""
+    return [FEW] if any(few("p99", row.get("samples")) for row in rows) else []
 
 
 def rounds_of(t: TrialResult) -> list[Row]:
@@ -48,13 +58,16 @@ def rounds_of(t: TrialResult) -> list[Row]:
 
 def _sampling(r: Round, boundary: str, clock: str) -> Row:
     samples = r.samples("latency", boundary, clock)
-    stopped = str(r.measurement("latency", boundary, clock).get("stopped") or "")
+    measured = r.measurement("latency", boundary, clock)
+    stopped = measured.stopped if measured else ""
     ended = {"ended": STOPPED.get(stopped, stopped)}
     if not samples.size:
         return ended
     s, interval = stats.summary(samples), stats.median_interval(samples)
-    return ended | {"samples": s.count, "median_s": s.median, "median_s_low": interval.low, "median_s_high":
-                    interval.high, "mean_s": s.mean, "p99_s": s.p99, "max_s": s.max}  # fmt: skip
+    found = {f"{name}_s": stats.percentile_interval(samples, q) for name, q in PERCENTILES.items()}
+    each = {f"{name}{end}": getattr(p, key) for name, p in found.items() for key, end in ENDS.items()}
+    return ended | each | {"samples": s.count, "median_s": s.median, "median_s_low": interval.low, "median_s_high":
+                           interval.high, "mean_s": s.mean, "max_s": s.max}  # fmt: skip
 
 
 def _duration(name: str, meaning: str, digits: int = 3) -> Column:
@@ -69,6 +82,24 @@ def _interval(row: Row) -> str:
     if low is None or high is None or missing(low):
         return ""
     return f"{show(low, 'duration')} to {show(high, 'duration')}" if bounded(low, high) else UNBOUNDED
+
+
+def _percentile(name: str) -> tuple[Column, ...]:
+    """A percentile of a round's samples, and the limits of its exact interval, which is printed with it."""
+
+    def cell(row: Row) -> str:
+        value, low, high = (row.get(f"{name}_s{end}", math.nan) for end in ENDS.values())
+        if missing(value):
+            return ""
+        if few(name, row["samples"]):
+            return parenthesised(show(value, "duration"), True)
+        return show(value, "duration") + limits(low, high, lambda v: show(v, "duration"))
+
+    column = Column(f"{name}_s", "of the samples, with its exact interval", "s", title=name, cell=cell)
+    ends = (("_low", "lower"), ("_high", "upper"))
+    return column, *(
+        Column(f"{name}_s{end}", f"{words} limit of its 95 % interval", "s", cell=lambda _: "") for end, words in ends
+    )
 
 
 GPU_COLUMNS = (
@@ -105,7 +136,9 @@ ROUND_COLUMNS = (
     Column("median_s_low", "lower limit of the median's 95 % interval", "s", title="95 % interval", cell=_interval),
     Column("median_s_high", "upper limit of it", "s", cell=lambda _: ""),
     _duration("mean_s", "of the samples"),
-    _duration("p99_s", "of the samples"),
+    *_percentile("p90"),
+    *_percentile("p95"),
+    *_percentile("p99"),
     _duration("max_s", "of the samples"),
     Column("ended", "why sampling ended", kind=TEXT, title="ended because"),
 )

@@ -14,7 +14,7 @@ from dyno.analysis.metrics import agreement
 from dyno.analysis.presentation.table import COUNT, NUMBER, PERCENT, SHOWN, TEXT, Column, Row, Table, TableKind, missing
 from dyno.analysis.ranking.frontier import configuration, fps
 from dyno.analysis.records.run_data import RunData
-from dyno.analysis.tables.trial_columns import STATISTICS, pick
+from dyno.analysis.tables.trial_columns import FEW, STATISTICS, few, parenthesised, pick
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -26,9 +26,11 @@ MOST_PAIRS = 300  # trials whose raw outputs are compared
 NAMES = {**{name: name for name in STATISTICS if name != "std"}, "trimmed std": "trimmed_std"}
 
 
-def pivot(kind: TableKind, run: RunData, columns: Mapping[str, str], shown: str = NUMBER, **more: Any) -> Table | None:
+def pivot(
+    kind: TableKind, run: RunData, columns: Mapping[str, str], shown: str = NUMBER, samples: str = "", **more: Any
+) -> Table | None:
     """One row per statistic, model, size and batch; `columns` maps a statistic's name to the frame's column, or to one
-    of `more`, and `shown` is the kind of its numbers.
+    of `more`, and `shown` is the kind of its numbers. `samples` is the frame's column of how many stand behind them.
 
     A trial without a number is printed as how it ended, which is no number in CSV and JSON.
     """
@@ -47,22 +49,33 @@ def pivot(kind: TableKind, run: RunData, columns: Mapping[str, str], shown: str 
         for key, group in rows.groupby(list(KEYS), sort=False):
             cells = dict(zip(group["way"], group[column], strict=True))
             said = {w: _said(r, statistic) for w, (_, r) in zip(group["way"], group.iterrows(), strict=True)}
-            own = {"statistic": statistic, **dict(zip(KEYS, key, strict=True)), "said": said}
+            doubts = (
+                {w for w, n in zip(group["way"], group[samples], strict=True) if few(statistic, n)} if samples else ()
+            )
+            own = {"statistic": statistic, **dict(zip(KEYS, key, strict=True)), "said": said, "few": doubts}
             made.append(own | {w: cells.get(w) for w in ways})
     heads = (
         STATISTIC,
         *pick(*KEYS),
         *(Column(w, "of this way of running", kind=shown, cell=_cell(w, shown)) for w in ways),
     )
-    return kind.of(heads, made, group=("statistic",), notes=_left_out(rows, ways))
+    return kind.of(heads, made, group=("statistic",), notes=_left_out(rows, ways), below=_doubts)
+
+
+def _doubts(rows: list[Row]) -> list[str]:
+    return [FEW] if any(row["few"] for row in rows) else []
 
 
 def _cell(name: str, kind: str) -> Callable[[Row], str]:
     def cell(row: Row) -> str:
         said = row["said"].get(name, "")
-        return said if said == UNBOUNDED or missing(row[name]) else SHOWN[kind](row[name])
+        return said if said == UNBOUNDED or missing(row[name]) else _number(row, name, kind)
 
     return cell
+
+
+def _number(row: Row, name: str, kind: str) -> str:
+    return parenthesised(SHOWN[kind](row[name]), name in row["few"])
 
 
 def _said(row: pd.Series, statistic: str) -> str:
@@ -87,7 +100,7 @@ def _left_out(rows: pd.DataFrame, ways: list[str]) -> tuple[str, ...]:
 
 def _latency(kind: str, boundary: str) -> Callable[[RunData], Table | None]:
     columns = {name: f"latency_{boundary}_ms_{column}" for name, column in NAMES.items()}
-    return lambda run: pivot(PIVOTS[kind], run, columns)
+    return lambda run: pivot(PIVOTS[kind], run, columns, samples=f"samples_{boundary}")
 
 
 def _throughput(run: RunData) -> Table | None:

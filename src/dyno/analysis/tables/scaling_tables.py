@@ -66,6 +66,7 @@ def _flops(run: RunData) -> Table | None:
     if not len(rows):
         return None
     results, known = run.records, work.peaks(run.records)
+    peak_warnings = results.peak.warnings if results.peak else ()
     made = [
         {
             **_named(r), "gflop": r["gflops"], "tflops": r["tflops"],
@@ -79,7 +80,7 @@ def _flops(run: RunData) -> Table | None:
         "multiplication with its addition as two; TFLOPS are over the median of latency/model."
     ]
     notes += [_peak(peak) for peak in known.values()] or [work.missing(results)]
-    notes += [f"The peak is too low, perhaps: {warning}." for warning in results.peak.get("warnings") or ()]
+    notes += [f"The peak is too low, perhaps: {warning}." for warning in peak_warnings]
     if any(share > 1 for share in rows["peak_share"].dropna()):
         notes.append(
             "More than 100 %: PyTorch's matrix product is not the most this device can do, or an engine did less than "

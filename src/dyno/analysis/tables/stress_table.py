@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
 from dyno.analysis import stats
 from dyno.analysis.formatting import show
 from dyno.analysis.presentation.table import COUNT, TEXT, Column, Row, Table, TableKind
+from dyno.worker.facts.job import StressPhase
 
 
-def table(title: str, phases: Mapping[str, Mapping[str, Any]], samples: Mapping[str, np.ndarray]) -> Table:
+def table(title: str, phases: Mapping[str, StressPhase], samples: Mapping[str, np.ndarray]) -> Table:
     """The phases of a record by their kind, with the latencies `latency_KIND` in seconds."""
     rows = [_row(kind, phase, samples[f"latency_{kind}"]) for kind, phase in phases.items()]
     return STRESS.of(COLUMNS, [{"title": title, **row} for row in rows], group=("title",))
 
 
-def _row(kind: str, phase: Mapping[str, Any], seconds: np.ndarray) -> Row:
+def _row(kind: str, phase: StressPhase, seconds: np.ndarray) -> Row:
     found = stats.summary(seconds)
-    low, high = phase["batches"]
+    low, high = phase.batches
     return {
-        "phase": kind, "batch": str(low) if low == high else f"{low}-{high}", "count": phase["iterations"],
-        "median_s": found.median, "p99_s": found.p99, "max_s": found.max, "wrong": phase["wrong"],
-        "worst_error": phase["worst"], "gpu_growth": float(phase["device_growth"]),
-        "host_growth": float(phase["host_growth"]),
+        "phase": kind, "batch": str(low) if low == high else f"{low}-{high}", "count": phase.iterations,
+        "median_s": found.median, "p99_s": found.p99, "max_s": found.max, "wrong": phase.wrong,
+        "worst_error": phase.worst, "gpu_growth": float(phase.device_growth),
+        "host_growth": float(phase.host_growth),
     }  # fmt: skip
 
 

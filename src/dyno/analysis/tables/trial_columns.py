@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+from dyno.analysis.formatting import significant
 from dyno.analysis.metrics import known
 from dyno.analysis.metrics.precision import named
-from dyno.analysis.presentation.table import COUNT, PERCENT, RATIO, TEXT, Column, Row
+from dyno.analysis.presentation.table import COUNT, PERCENT, RATIO, TEXT, Column, Row, missing
+from dyno.analysis.stats import EQUIVALENT, MOST_ROUNDS, UNDECIDED, samples_for
 
 STATISTICS = {
     "mean": "mean", "median": "median", "p90": "90th percentile", "p95": "95th percentile", "p99": "99th percentile",
     "max": "largest", "std": "standard deviation", "trimmed": "mean without the fastest and slowest 10 %",
 }  # fmt: skip
+PERCENTILES = {"p90": 0.9, "p95": 0.95, "p99": 0.99}
+FEW = (
+    "in parentheses: a percentile of fewer samples a round than say anything of it ("
+    + ", ".join(f"{samples_for(q)} for {name}" for name, q in PERCENTILES.items())
+    + ", MLPerf's floors)"
+)
 BOUNDARIES = {"all": "host memory to host memory", "model": "inputs and outputs on the device"}
 STAGES = ("decode", "preprocess", "inference", "postprocess")  # of an evaluation, per image
 LIMITS = {"low": "lower", "high": "upper"}
@@ -22,7 +33,28 @@ def precision(row: Row) -> str:
 
 def outcome(row: Row) -> str:
     """A row's verdict, or how it ended where that isn't well."""
-    return str(row["verdict"] if row["status"] == "ok" else row["status"])
+    return str(row["status"]) if row["status"] != "ok" else verdict(row)
+
+
+def verdict(row: Row) -> str:
+    """A row's verdict with what is to be known of it: the margin of an equivalence, how many rounds would settle it."""
+    if row["verdict"] == EQUIVALENT:
+        return within(row["equivalent"])
+    if row["verdict"] == UNDECIDED and not missing(row["more_rounds"]):
+        return f"{UNDECIDED}: {rounds_needed(row['more_rounds'])}"
+    return str(row["verdict"])
+
+
+def within(percent: float) -> str:
+    """The verdict on speeds that don't differ by that many percent."""
+    return f"{EQUIVALENT} within ±{percent:g} %"
+
+
+def rounds_needed(more: int) -> str:
+    """How many more rounds would settle what is undecided, in words."""
+    if more > MOST_ROUNDS:
+        return f"more than {MOST_ROUNDS} more rounds"
+    return f"about {more} more round{'s' * (more != 1)}"
 
 
 def _limits(name: str, of: str, unit: str = "%", kind: str = PERCENT) -> tuple[Column, ...]:
@@ -36,8 +68,28 @@ def _latencies(boundary: str, where: str) -> tuple[Column, ...]:
     for name, words in STATISTICS.items():
         column = f"latency_{boundary}_ms_{name}"
         title, rank = heads.get(column, ("", 0))
-        found.append(Column(column, f"{words} of the latency, {where}", "ms", title=title, rank=rank))
+        cell = _marked(column, name, boundary) if name in PERCENTILES else None
+        found.append(Column(column, f"{words} of the latency, {where}", "ms", title=title, rank=rank, cell=cell))
     return tuple(found)
+
+
+def few(statistic: str, samples: Any) -> bool:
+    """Whether it is a percentile of fewer samples than say anything of it."""
+    return statistic in PERCENTILES and not missing(samples) and samples < samples_for(PERCENTILES[statistic])
+
+
+def _marked(column: str, statistic: str, boundary: str) -> Callable[[Row], str]:
+    def cell(row: Row) -> str:
+        if missing(row.get(column)):
+            return ""
+        return parenthesised(significant(row[column]), few(statistic, row.get(f"samples_{boundary}")))
+
+    return cell
+
+
+def parenthesised(text: str, doubtful: bool) -> str:
+    """A number as text, in parentheses where too little stands behind it."""
+    return f"({text})" if doubtful else text
 
 
 COLUMNS = (
@@ -59,8 +111,8 @@ COLUMNS = (
     Column("build_s", "time of the whole chain of files, and of compilation", "s", title="build s", rank=5),
     Column("first_call_ms", "the first inference", "ms"),
     Column("speedup", "latency of the reference over the own one", "", RATIO, "speed-up", 0, True),
-    *_limits("speedup", "the 95 % interval of speedup", "", RATIO),
-    Column("verdict", "against the reference, by the spread between processes", kind=TEXT, cell=outcome),
+    *_limits("speedup", "speedup's interval, of 95 % for all rows of the reference together", "", RATIO),
+    Column("verdict", "against the reference: faster, slower, equivalent, undecided…", kind=TEXT, cell=outcome),
     Column("trial", "the id", kind=TEXT),
     Column("runtime", "main, or another interpreter's name", kind=TEXT, identity=True),
     Column("options", "of the backend", kind=TEXT, identity=True),
@@ -103,6 +155,13 @@ COLUMNS = (
     Column("answers_changed", "share of answers that are not the reference's", "%", PERCENT),
     Column("measured", "beside its reference: in turns, or one after the other", kind=TEXT),
     Column("route", "by which the ONNX file was made", kind=TEXT),
+    *(Column(f"samples_{b}", f"fewest of a round behind the statistics of latency_{b}", kind=COUNT)
+      for b in BOUNDARIES),
+    *(column for b in BOUNDARIES for name in PERCENTILES
+      for column in _limits(f"latency_{b}_ms_{name}", f"the 95 % interval of latency_{b}_ms_{name}", "ms", "number")),
+    Column("p_value", "of no difference to the reference, adjusted for all its rows", ""),
+    Column("equivalent", "the margin within which speeds count as equivalent", "%"),
+    Column("more_rounds", "about how many would decide the row; 101: more than 100", kind=COUNT),
 )  # fmt: skip
 IDENTITY = ("model", "size", "batch", "device", "backend", "precision", "runtime", "options")
 _ACCURACY = [name for metric in known().values() for name in metric.printed_columns]

@@ -22,8 +22,8 @@ from dyno.analysis.records import gpu_remarks
 from dyno.analysis.records.results import Results, TrialResult, clock_of, load
 from dyno.analysis.records.rounds import LATENCIES
 from dyno.analysis.records.run_data import RunData
-from dyno.analysis.tables.trial_columns import COLUMNS, PRINTED, STAGES, STATISTICS
-from dyno.worker.spec import UserError, route_of
+from dyno.analysis.tables.trial_columns import COLUMNS, FEW, LIMITS, PERCENTILES, PRINTED, STAGES, STATISTICS, few
+from dyno.worker.spec import UserError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -46,12 +46,18 @@ class Comparison:
     outputs: Correctness | None = None
 
 
-def read(results: Results | Path, reference: str | None = None, budget: Mapping[str, float] | None = None) -> RunData:
+def read(
+    results: Results | Path,
+    reference: str | None = None,
+    budget: Mapping[str, float] | None = None,
+    equivalent: float | None = None,
+) -> RunData:
     """A run folder, or what was read of it, with its table: one row per trial, those of `trial_columns`.
 
     Times are in ms where the name says so (a latency is per batch, over the good rounds as in `stats.over_rounds`),
     accuracies and their changes in percent and percentage points, sizes in MB (1e6 bytes). `reference` as in
-    `references.references`; `budget` as in `accuracy.budgets`; without them the study's own count. `latency_ms` with
+    `references.references`, `budget` as in `accuracy.budgets`, and `equivalent` percent is how far speeds may differ
+    and count as equivalent; without them the study's own count. `latency_ms` with
     its limits is the latency over processes that `speedup` compares, at the `boundary` and by the `clock` named.
     UserError for a reference or budget that makes no sense.
     """
@@ -75,6 +81,8 @@ def read(results: Results | Path, reference: str | None = None, budget: Mapping[
         )
         for t in results.trials
     ]
+    rule = speedups.rule(results.settings, equivalent)
+    _decide(results.trials, rows, chosen, rule)
     known = work.peaks(results)
     rows = [r | work.columns(t, r, results, known) for t, r in zip(results.trials, rows, strict=True)]
     table = pd.DataFrame.from_records(rows, columns=[c.name for c in COLUMNS])
@@ -82,7 +90,7 @@ def read(results: Results | Path, reference: str | None = None, budget: Mapping[
     table = table.astype(kinds).copy()  # the copy puts columns of a type together, or pandas warns of so many
     if budget:
         _check_budget(limits, table)
-    return RunData(results, table, limits, chosen)
+    return RunData(results, table, limits, chosen, rule)
 
 
 def _check_budget(limits: Sequence[accuracy.Budget], table: pd.DataFrame) -> None:
@@ -123,8 +131,7 @@ def _outputs(against: Comparison, row: Mapping[str, Any]) -> dict[str, Any]:
         "outputs": AGREE if seen.ok or kept else WRONG,
     }
     if found["outputs"] == WRONG and not str(row["verdict"]).startswith(INCOMPARABLE):
-        found |= {"verdict": f"{WRONG}: {seen.reason}"}
-        found |= dict.fromkeys(("speedup", "speedup_low", "speedup_high"), math.nan)
+        found["verdict"] = f"{WRONG}: {seen.reason}"
     return found
 
 
@@ -159,6 +166,10 @@ def _latencies(t: TrialResult) -> dict[str, float]:
             s = stats.over_rounds(rounds)
             found |= {f"latency_{boundary}_ms_{name}": 1e3 * getattr(s, name) for name in STATISTICS}
             found[f"latency_{boundary}_ms_trimmed_std"] = 1e3 * s.trimmed_std
+            found[f"samples_{boundary}"] = min(map(len, rounds))
+            for name, q in PERCENTILES.items():
+                interval = stats.percentile_over_rounds(rounds, q)
+                found |= {f"latency_{boundary}_ms_{name}_{end}": 1e3 * getattr(interval, end) for end in LIMITS}
     return found
 
 
@@ -169,13 +180,13 @@ def _values(t: TrialResult) -> dict[str, Any]:
         "throughput_ips": t.value("throughput", "throughput"),
         "throughput_low": rate.low,
         "throughput_high": rate.high,
-        "size_mb": _scale(t.artifact.get("bytes") if size is None else size, 1e-6),
+        "size_mb": _scale(t.artifact.bytes if size is None and t.artifact else size, 1e-6),
         "layers": t.count("layers"),
         "parameters": t.count("parameters"),
         "gpu_memory_mb": _scale(t.gpu.memory if t.gpu else None, 1e-6),
         "memory_mb": _scale(t.value("peak_memory"), 1e-6),
         "build_s": build_seconds(t),
-        "route": route_of(t.artifact.get("made_by") or {}),
+        "route": t.made_by.onnx_route,
         "first_call_ms": _scale(t.value("first_call"), 1e3),
         "load_s": t.value("load"),
     }
@@ -207,11 +218,10 @@ def build_seconds(t: TrialResult) -> float | None:
 
     Later rounds may find the compiler's cache warm, so only rounds that really compiled count, where there are any.
     """
-    made = t.artifact.get("made_by") or {}
-    steps = [float(s.get("seconds") or 0) for s in made.get("steps") or ()]
-    chain = sum(steps) if steps else t.artifact.get("seconds")
+    steps = [step.seconds for step in t.made_by.steps]
+    chain = sum(steps) if steps else t.artifact.seconds if t.artifact else None
     compiled = [r for r in t.good if r.value("build") is not None]
-    fresh = [r for r in compiled if not r.facts.get("build_cached")] or compiled
+    fresh = [r for r in compiled if not r.facts.build_cached] or compiled
     inside = max((v for r in fresh if (v := r.value("build")) is not None), default=None)
     return None if chain is None and inside is None else float(chain or 0) + float(inside or 0)
 
@@ -257,9 +267,25 @@ def _speed(t: TrialResult, against: Comparison, compare: bool) -> dict[str, Any]
         return found | {"speedup": 1.0, "verdict": REFERENCE}
     if why := incomparable(t, reference):
         return found | {"verdict": f"{INCOMPARABLE}: {why}"}
-    s = speedups.speedup(t, reference, boundary, clock)
-    found |= {"speedup": s.value, "speedup_low": s.low, "speedup_high": s.high, "verdict": s.verdict}
-    return found | {"measured": s.measured}
+    return found
+
+
+def _decide(
+    trials: Sequence[TrialResult], rows: Sequence[Row], references: Mapping[str, TrialResult], rule: stats.Rule
+) -> None:
+    """Put speed-up and verdict into each row that may be compared with its reference, all rows of a reference as one
+    family."""
+    families: dict[str, list[tuple[Row, stats.Evidence]]] = defaultdict(list)
+    for t, row in zip(trials, rows, strict=True):
+        if row.get("reference") and not row["verdict"]:
+            found = speedups.evidence(t, references[t.id], row["boundary"], row["clock"], rule)
+            if found is not None:
+                families[row["reference"]].append((row, found))
+    for family in families.values():
+        for (row, _), s in zip(family, stats.decide_family([e for _, e in family], rule), strict=True):
+            row |= {"speedup": s.value, "speedup_low": s.low, "speedup_high": s.high, "verdict": s.verdict,
+                    "measured": s.measured, "p_value": s.p, "equivalent": 100 * rule.margin,
+                    "more_rounds": s.more}  # fmt: skip
 
 
 def _scale(value: Any, factor: float) -> float:
@@ -273,11 +299,13 @@ def _trials(run: RunData) -> Table:
 
 
 def below(rows: list[Row]) -> list[str]:
-    """What is printed below trials: images that their accuracies are not of, and the reason of every failure."""
+    """What is printed below trials: images that their accuracies are not of, why a percentile is in doubt, and the
+    reason of every failure."""
     judged = [r for r in rows if not all(missing(r.get(m.column)) for m in metrics.known().values())]
     tested = [(r["images"], r["set_aside"]) for r in judged if not missing(r.get("set_aside")) and r["set_aside"]]
     bad = [r for r in rows if r["status"] != "ok"]
     said = [f"accuracy is on {images_tested(*each)}" for each in dict.fromkeys(tested)]
+    said += [FEW] if any(few("p95", r.get("samples_model")) for r in rows) else []
     return [*said, *(f"{r['backend']} {r['precision']} {r['status']}: {r['reason']}" for r in bad)]
 
 

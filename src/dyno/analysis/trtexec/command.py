@@ -40,7 +40,7 @@ def graph_flag(trial: TrialResult) -> str:
 def version(trial: TrialResult) -> str:
     """TensorRT's version in the job's record, "" where it isn't stored."""
     for one in trial.rounds:
-        versions = (one.raw.get("system") or {}).get("versions") or {}
+        versions = one.record.system.get("versions") or {}
         if name := next((name for name in versions if name.startswith("tensorrt")), ""):
             return str(versions[name])
     return ""
@@ -50,14 +50,14 @@ def engine(trial: TrialResult) -> str:
     """Path of the engine that was run: the artifact's, else the file the user named."""
     source = str(trial.spec["model"].get("source", ""))
     named = source.removeprefix("file:") if source.startswith("file:") else ""
-    return str(trial.artifact.get("path") or named)
+    return trial.artifact.path if trial.artifact else named
 
 
 def shapes(trial: TrialResult) -> dict[str, tuple[int, ...]]:
     """The shapes that were fed, by input; empty where the record has neither shapes nor a described file."""
     dims = trial.spec["dims"]
     given = {name: tuple(int(n) for n in shape) for name, shape in (dims.get("shapes") or {}).items()}
-    described = {t["name"]: tuple(t["shape"]) for t in trial.artifact.get("inputs") or ()}
+    described = {t.name: t.shape for t in (trial.artifact.inputs if trial.artifact else ())}
     return {name: given.get(name) or _static(shape, dims) for name, shape in described.items()} or given
 
 
@@ -69,10 +69,10 @@ def _static(shape: tuple[int | str, ...], dims: Mapping[str, Any]) -> tuple[int,
 
 def dynamic(trial: TrialResult) -> bool:
     """Whether the engine takes more than one shape."""
-    option = (trial.facts.get("options") or {}).get("dynamic")
+    option = trial.facts.options.get("dynamic")
     if option is not None:
         return bool(option)
-    return any(isinstance(n, str) for t in trial.artifact.get("inputs") or () for n in t["shape"])
+    return any(isinstance(n, str) for t in (trial.artifact.inputs if trial.artifact else ()) for n in t.shape)
 
 
 def timing(trial: TrialResult, boundary: str = "model", times: str = TIMES) -> list[str]:
@@ -80,7 +80,7 @@ def timing(trial: TrialResult, boundary: str = "model", times: str = TIMES) -> l
     path = engine(trial)
     if not path:
         raise UserError(f"{trial.label}: the record names no engine file for trtexec to load; time an .engine file")
-    plan, ran = trial.spec.get("plan") or {}, trial.facts.get("options") or {}
+    plan, ran = trial.spec.get("plan") or {}, trial.facts.options
     arguments = [tool(trial), f"--loadEngine={path}"]
     if dynamic(trial):
         arguments.append(f"--shapes={spec(shapes(trial)) or 'INPUT:NxCxHxW'}")
@@ -163,24 +163,24 @@ def built(trial: TrialResult) -> Build | None:
     Where the types are in the graph, `onnx` is the converted file, which lies in Dyno's cache: it gets the name that
     `converted` makes.
     """
-    made_by = trial.artifact.get("made_by") or {}
-    if "typed" not in made_by:
+    made_by = trial.made_by
+    if not made_by.typed:
         return None
-    options, source = made_by.get("options") or {}, str(trial.spec["model"].get("source", ""))
+    options, source = made_by.options, str(trial.spec["model"].get("source", ""))
     source_file = source.removeprefix("file:") if source.endswith(".onnx") else ""
-    same = made_by.get("route") != "graph" or trial.precision in ("fp32", "tf32", trial.spec["model"].get("precision"))
+    same = made_by.route != "graph" or trial.precision in ("fp32", "tf32", trial.spec["model"].get("precision"))
     return Build(
         onnx=source_file if source_file and same else converted(trial, "fp32" if same else trial.precision),
         out=PurePath(engine(trial) or "model.engine").name,
         precision=trial.precision,
-        version=version(trial) or next(iter((made_by.get("versions") or {}).values()), ""),
+        version=version(trial) or next(iter(made_by.versions.values()), ""),
         rtx=is_rtx(trial),
-        typed=made_by["typed"] == "strongly",
-        profile=_profile(trial, made_by.get("profiles") or []),
+        typed=made_by.typed == "strongly",
+        profile=_profile(trial, made_by.profiles),
         level=options.get("optimization"),
         workspace=int(options["workspace_mb"]) * 2**20 if options.get("workspace_mb") else None,
         tactics=str(options.get("tactics", "")).upper().split("+"),
-        calibration="calibration.cache" if made_by.get("route") == "calibrator" else "",
+        calibration="calibration.cache" if made_by.route == "calibrator" else "",
     )
 
 

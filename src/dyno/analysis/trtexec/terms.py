@@ -76,7 +76,7 @@ def own(trial: TrialResult) -> Own:
         compute=median("compute", "all", GPU),
         d2h=median("d2h", "all", GPU),
         rate=images / trial.batch if images else None,
-        graph=bool((trial.facts.get("options") or {}).get("graph", True)),
+        graph=bool(trial.facts.options.get("graph", True)),
         clock=_clock(trial),
         device=next(filter(None, (str(_array(one, "gpu_name")) for one in trial.good)), ""),
     )
@@ -89,7 +89,7 @@ def _array(one: Round, name: str) -> Any:
 def _clock(trial: TrialResult) -> float | None:
     clocks = []
     for one in trial.good:
-        window = timeline.windows(one.facts).get("model")
+        window = one.facts.timed.get("model")
         if one.trace and window and (rate := clock(one.trace, window)):
             clocks.append(rate)
     return float(np.median(clocks)) if clocks else None
@@ -170,7 +170,7 @@ def _all(measured: Own) -> Iterator[str]:
 def _throughput(measured: Own, trial: TrialResult) -> Iterator[str]:
     if measured.rate is None:
         return
-    slots = (trial.facts.get("options") or {}).get("slots")
+    slots = trial.facts.options.get("slots")
     flight = f"{slots} batches in flight and " if slots else ""
     yield (
         f"Throughput is {measured.rate:,.1f} qps (a query is a batch of {trial.batch}), with {flight}copies included; "

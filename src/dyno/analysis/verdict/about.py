@@ -5,17 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from dyno.analysis.records.run_data import RunData
+from dyno.analysis.self_test import words
 from dyno.analysis.verdict import verdict
 
 
 def about(run: RunData) -> dict[str, Any]:
-    """The run's name, when its first job began (local time, ISO 8601), machine, study and verdict."""
+    """The run's name, when its first job began (local time, ISO 8601), machine, study, which differences it can see
+    (`visible`, None where that isn't known), and verdict."""
     records = run.records
-    started = [str(r.raw["started"]) for t in records for r in t.rounds if r.raw.get("started")]
+    started = [r.record.started for t in records for r in t.rounds if r.record.started]
     return {
         "run": records.name,
         "date": min(started, default=None),
         "machine": records.environment,
         "study": records.settings,
+        "visible": words.of_run(records) or None,
         "verdict": verdict.sentences(run),
     }

@@ -11,15 +11,18 @@ from dyno.analysis.ranking.frontier import LATENCY
 from dyno.analysis.ranking.rankings import Ranking
 from dyno.analysis.records.results import TrialResult
 from dyno.analysis.records.rounds import Round
+from dyno.analysis.records.run_data import RunData
 from dyno.analysis.verdict.findings import NOTE, WARNING, Finding, ratio, spread
 
 if TYPE_CHECKING:
     import pandas as pd
 
+NO_GAIN = stats.SLOWER, stats.EQUIVALENT, stats.UNDECIDED
 
-def findings(contest: Ranking, speed: str, trials: Mapping[str, TrialResult]) -> Iterator[Finding]:
+
+def findings(contest: Ranking, speed: str, run: RunData) -> Iterator[Finding]:
     """How the winner by LATENCY or THROUGHPUT did when it was measured again, and whether that agrees."""
-    ranked = contest.ranked(speed)
+    ranked, trials = contest.ranked(speed), run.trials
     if ranked.empty:
         return
     row = ranked.iloc[0]
@@ -27,7 +30,7 @@ def findings(contest: Ranking, speed: str, trials: Mapping[str, TrialResult]) ->
     if not winner.confirmations:
         return
     if failed := next((r for r in winner.confirmations if not r.ok), None):
-        why = str(failed.raw.get("reason") or failed.status)
+        why = failed.record.reason or failed.status
         yield Finding(WARNING, f"{contest.configuration(row)} did not end well when it was measured again: {why}.")
     own = _costs(winner.confirmations, row, speed)
     if not own:
@@ -49,7 +52,7 @@ def _disagreements(
     if now.verdict == stats.SLOWER:
         text = f"That is slower than in the rounds that selected it ({ratio(now.value, now.low, now.high)})"
         yield Finding(WARNING, f"{text}: they were lucky, or the machine has changed since.")
-    if gain is not None and gain.verdict in (stats.SLOWER, stats.SAME) and _was_faster(row, speed, contest):
+    if gain is not None and gain.verdict in NO_GAIN and _was_faster(row, speed, contest):
         yield Finding(WARNING, "So the confirmation does not show it to be faster than the reference.")
     if len(ranked) < 2:
         return

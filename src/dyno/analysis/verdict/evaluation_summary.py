@@ -14,7 +14,7 @@ from dyno.analysis.metrics.detection import MeanAP
 from dyno.analysis.records.results import TrialResult
 from dyno.analysis.records.rounds import LATENCIES
 from dyno.analysis.stats import Interval
-from dyno.analysis.tables.trial_columns import STAGES
+from dyno.analysis.tables.trial_columns import FEW, STAGES, few, parenthesised
 
 COLUMNS = ("mean", "median", "p90", "p95", "p99", "max")
 WORST = 5  # classes and confusions that are named
@@ -46,8 +46,8 @@ def _percent(share: Interval) -> str:
 
 def _speed(trial: TrialResult) -> Iterator[str]:
     if rate := trial.value("pipeline"):
-        of = trial.facts.get("evaluation") or {}
-        counted = f" ({of['images']:,} images, after {of['warm_up']:,} of warm-up)" if of else ""
+        of = trial.facts.evaluation
+        counted = f" ({of.images:,} images, after {of.warm_up:,} of warm-up)" if of else ""
         yield f"whole pipeline {show(rate, 'rate').removesuffix('/s')} images/s{counted}"
     stages = [f"{name} {show(seconds, 'duration')}" for name in STAGES if (seconds := _stage(trial, name)) is not None]
     if stages:
@@ -80,11 +80,13 @@ def _classes(trial: TrialResult, per_class: bool) -> Iterator[str]:
         yield "taken for another most: " + "; ".join(f"{a} for {b} ({n:,} of {of:,})" for a, b, n, of in largest)
 
 
-def _tables(trial: TrialResult, per_class: bool) -> Iterator[Rows]:
-    """Rows of each table, its heading first."""
+def _tables(trial: TrialResult, per_class: bool) -> Iterator[Sequence[Any]]:
+    """Rows of each table, its heading first, and what is to be said below one."""
     latencies = [[f"latency, {b}, ms", *_latency(trial, b)] for b in LATENCIES if trial.samples("latency", b).size]
     if latencies:
         yield [["", *COLUMNS], *latencies]
+        if any(cell.startswith("(") for row in latencies for cell in row):
+            yield [FEW]
     if per_class and (found := confusion.of(trial)):
         rows = [[r["class"], f"{r['images']:,}", f"{r['top1']:.2f}", f"[{r['top1_low']:.2f}, {r['top1_high']:.2f}]",
                  r["taken_for"], str(r["times"] or "")] for r in found.per_class().to_dict("records")]  # fmt: skip
@@ -100,8 +102,9 @@ def ap_rows(found: MeanAP) -> Rows:
 
 
 def _latency(trial: TrialResult, boundary: str) -> list[str]:
-    s = stats.over_rounds(trial.parts("latency", boundary))
-    return [significant(1e3 * getattr(s, name)) for name in COLUMNS]
+    rounds = trial.parts("latency", boundary)
+    s, samples = stats.over_rounds(rounds), min(map(len, rounds))
+    return [parenthesised(significant(1e3 * getattr(s, name)), few(name, samples)) for name in COLUMNS]
 
 
 def _text(rows: Sequence[Any]) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dyno.analysis.formatting import limits, show, significant
-from dyno.analysis.stats import Interval
+from dyno.analysis.stats import MOST_ROUNDS, Interval, Rule, Speedup
+from dyno.analysis.tables.trial_columns import rounds_needed, within
 
 BEST, NOTE, WARNING, FAILURE = "best", "note", "warning", "failure"
 
@@ -26,6 +27,17 @@ def ms(value: float) -> str:
 def ratio(value: float, low: float, high: float) -> str:
     """`2.1x [1.9, 2.3]`; without an interval where there is none, with words for one that is too wide."""
     return f"{value:.2f}x{limits(low, high, lambda v: f'{v:.2f}')}"
+
+
+def equivalent(name: str, rule: Rule) -> str:
+    """That something is as fast as what is named, within the rule's margin."""
+    return within(100 * rule.margin).replace("equivalent", f"equivalent to {name}")
+
+
+def settled(found: Speedup) -> str:
+    """How many more rounds would decide an undecided pair."""
+    more = MOST_ROUNDS + 1 if found.more is None else found.more
+    return f"{rounds_needed(more)} would settle it" if more <= MOST_ROUNDS else f"it would take {rounds_needed(more)}"
 
 
 def spread(found: Interval, latency: bool) -> str:

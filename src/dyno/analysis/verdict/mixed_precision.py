@@ -75,22 +75,18 @@ def _kept(t: TrialResult) -> int:
     return int(t.options[KEEP])
 
 
-def _made_by(t: TrialResult) -> dict[str, Any]:
-    return t.artifact.get("made_by") or {}
-
-
 def _found(plain: TrialResult, mixed: TrialResult, rows: dict[str, pd.Series], run: RunData) -> Finding:
     row, before = rows[mixed.id], rows[plain.id]
     change = quality(row.to_frame().T, run.budget_metrics).change_in(before)[1]
     loss = f" ({points(change / 100)} points)" if change == change else ""
     fails = "loses more than it allows" if before["budget"] == OVER else "is undecided"
-    kept = _made_by(mixed).get("kept") or []
-    names = ", ".join(str(each["node"]) for each in kept[:NAMED]) + (", …" if len(kept) > NAMED else "")
+    kept = mixed.made_by.kept
+    names = ", ".join(each.node for each in kept[:NAMED]) + (", …" if len(kept) > NAMED else "")
     boundary, clock = str(row["boundary"]), str(row["clock"])
     cost = speedups.speedup(mixed, plain, boundary, clock)
     return Finding(
         NOTE,
-        f"{plain.label} {fails} under {run.budget}{loss}; with {_kept(mixed)} of {_made_by(mixed).get('ranked')} "
+        f"{plain.label} {fails} under {run.budget}{loss}; with {_kept(mixed)} of {mixed.made_by.ranked} "
         f"layers in a higher precision ({names}) it is within: {ms(row[LATENCY])}, "
         f"{ratio(cost.value, cost.low, cost.high)} as fast as without. How many to keep was chosen on the test images "
         "themselves.",
@@ -99,7 +95,7 @@ def _found(plain: TrialResult, mixed: TrialResult, rows: dict[str, pd.Series], r
 
 def _none(plain: TrialResult, tried: Sequence[TrialResult], budget: str) -> Finding:
     most = max(map(_kept, tried))
-    total = next((n for t in tried if (n := _made_by(t).get("ranked"))), "?")
+    total = next((n for t in tried if (n := t.made_by.ranked)), "?")
     return Finding(
         WARNING, f"{plain.label}: up to {most} of {total} layers in a higher precision don't bring it within {budget}."
     )

@@ -25,13 +25,14 @@ from dyno.analysis.records.rounds import GPU
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.tables import breakeven
 from dyno.analysis.verdict import confirmation, mixed_precision
-from dyno.analysis.verdict.findings import BEST, FAILURE, NOTE, WARNING, Finding, ms, ratio
+from dyno.analysis.verdict.findings import BEST, FAILURE, NOTE, WARNING, Finding, equivalent, ms, ratio, settled
 
 if TYPE_CHECKING:
     import pandas as pd
 
 MOST_GROUPS = 8  # model x size pairs that get sentences of their own; the rest stands in the tables
 SLIGHT = 1.1  # an interval that ends below it leaves no gain worth looking for
+NO_GAIN = stats.SLOWER, stats.EQUIVALENT, stats.UNDECIDED
 # What a lowered precision ought to be faster than, in the order of comparison.
 WIDER = {
     **dict.fromkeys(("tf32", "fp16", "bf16"), ("fp32",)),
@@ -46,9 +47,9 @@ def sentences(run: RunData) -> list[str]:
 
 def findings(run: RunData) -> list[Finding]:
     """The verdict: the fastest within the budget and how sure that is, then truth of precision, reasons, failures."""
-    results, trials = run.records, run.trials
+    results = run.records
     every, crowd = rankings(run), cpu_contention(results)
-    found = [f for contest in every[:MOST_GROUPS] for f in _contest(contest, trials, run.budget)]
+    found = [f for contest in every[:MOST_GROUPS] for f in _contest(contest, run)]
     if crowd and crowd.mostly:  # whatever is said of an order would be said of the machine's load
         failed = [f for f in found if f.kind == FAILURE]
         apart = [f for contest in every[:MOST_GROUPS] for f in _apart(contest)]
@@ -61,7 +62,7 @@ def findings(run: RunData) -> list[Finding]:
         *found,
         *mixed_precision.findings(run),
         *_truths(results),
-        *_slow_precisions(results),
+        *_slow_precisions(run),
         *_outcome(results, crowd),
     ]
 
@@ -77,53 +78,57 @@ def _wrong_outputs(run: RunData) -> Iterator[Finding]:
         yield Finding(FAILURE, text)
 
 
-def _contest(contest: Ranking, trials: dict[str, TrialResult], budget: str) -> Iterator[Finding]:
-    ranked = contest.fastest
+def _contest(contest: Ranking, run: RunData) -> Iterator[Finding]:
+    ranked, trials, budget = contest.fastest, run.trials, run.budget
     if frontier.usable(contest.group).empty:
         yield Finding(FAILURE, f"{contest.where}: no trial ended well.")
     elif ranked.empty and budget and frontier.usable(contest.first)[LATENCY].notna().any():
         yield Finding(FAILURE, f"{contest.where}: no trial is within {budget} for certain.")
     elif len(ranked):
         winner = ranked.iloc[0]
-        yield Finding(BEST, _fastest(contest, winner, trials, budget))
-        yield from _runner_up(contest, trials)
-        yield from confirmation.findings(contest, LATENCY, trials)
+        yield Finding(BEST, _fastest(contest, winner, run))
+        yield from _runner_up(contest, run)
+        yield from confirmation.findings(contest, LATENCY, run)
         yield from _accuracy(contest, winner, trials)
         yield from _preparation(contest, winner, trials)
     yield from _left_out(contest, budget)
     yield from _apart(contest)
     yield from _most_images(contest)
-    yield from confirmation.findings(contest, THROUGHPUT, trials)
+    yield from confirmation.findings(contest, THROUGHPUT, run)
 
 
-def _fastest(contest: Ranking, winner: pd.Series, trials: dict[str, TrialResult], budget: str) -> str:
-    limit = f" within the budget {budget}" if budget and winner["budget"] else ""
+def _fastest(contest: Ranking, winner: pd.Series, run: RunData) -> str:
+    limit = f" within the budget {run.budget}" if run.budget and winner["budget"] else ""
     low, high = winner["latency_ms_low"], winner["latency_ms_high"]
     name, latency = contest.configuration(winner), f"{ms(winner[LATENCY])}{limits(low, high, ms)}"
     text = f"{contest.where}: fastest{limit} is {name}, {latency}"
     text += f" at batch {winner['batch']}"
-    reference = contest.reference(winner, trials)
+    reference = contest.reference(winner, run.trials)
     if reference is None or reference.id == winner["trial"]:
         return text + "."
-    gain = _gain(winner, reference, trials)
+    gain = _gain(winner, reference, run)
     shown = ratio(gain.value, gain.low, gain.high)
     name = reference.way + (f" at size {reference.size}" if contest.sizes else "")
-    if gain.verdict == stats.SAME:
-        return f"{text}; it is not distinguishable from {name} ({shown})."
+    if gain.verdict == stats.EQUIVALENT:
+        return f"{text}; it is {equivalent(name, run.rule)} ({shown})."
+    if gain.verdict == stats.UNDECIDED:
+        return f"{text}; whether it is faster than {name} is undecided ({shown}): {settled(gain)}."
     sure = " (one round only, so unproven)" if gain.verdict == stats.ONE_ROUND else ""
     return f"{text}: {shown} as fast as {name}{sure}."
 
 
-def _gain(winner: pd.Series, reference: TrialResult, trials: dict[str, TrialResult]) -> stats.Speedup:
+def _gain(winner: pd.Series, reference: TrialResult, run: RunData) -> stats.Speedup:
     """The row's speed-up; computed again where its reference is of another size than the table's."""
     if winner["reference"] == reference.id:
-        return stats.Speedup(winner["speedup"], winner["speedup_low"], winner["speedup_high"], winner["verdict"])
+        limits = winner["speedup"], winner["speedup_low"], winner["speedup_high"]
+        more = None if missing(winner["more_rounds"]) else int(winner["more_rounds"])
+        return stats.Speedup(*limits, winner["verdict"], more=more)
     boundary, clock = str(winner["boundary"]), str(winner["clock"])
-    return speedups.speedup(trials[winner["trial"]], reference, boundary, clock)
+    return speedups.speedup(run.trials[winner["trial"]], reference, boundary, clock, run.rule)
 
 
-def _runner_up(contest: Ranking, trials: dict[str, TrialResult]) -> Iterator[Finding]:
-    ranked = contest.fastest
+def _runner_up(contest: Ranking, run: RunData) -> Iterator[Finding]:
+    ranked, trials = contest.fastest, run.trials
     if len(ranked) < 2:
         return
     first, second = (trials[ranked.iloc[i]["trial"]] for i in (0, 1))
@@ -133,12 +138,17 @@ def _runner_up(contest: Ranking, trials: dict[str, TrialResult]) -> Iterator[Fin
     name = contest.configuration(ranked.iloc[1])
     boundary = str(ranked.iloc[0]["boundary"])
     clock = str(ranked.iloc[0]["clock"])
-    against = speedups.speedup(first, second, boundary, clock)
+    against = speedups.speedup(first, second, boundary, clock, run.rule)
     shown = ratio(against.value, against.low, against.high)
     if against.verdict == stats.FASTER:
         yield Finding(NOTE, f"The runner-up is {name}; the difference is real: {shown}.")
-    elif against.verdict == stats.SAME:
-        yield Finding(WARNING, f"It is not distinguishable from the runner-up, {name} ({shown}).")
+    elif against.verdict == stats.EQUIVALENT:
+        yield Finding(NOTE, f"It is {equivalent(f'the runner-up, {name},', run.rule)} ({shown}).")
+    elif against.verdict == stats.UNDECIDED:
+        text = f"Whether it is faster than the runner-up, {name}, is undecided ({shown})"
+        yield Finding(WARNING, f"{text}: {settled(against)}.")
+    elif against.verdict == stats.SLOWER:  # the rounds' latencies and the ratio within blocks may disagree
+        yield Finding(WARNING, f"The runner-up, {name}, is faster where both measured in turns ({shown}).")
     else:
         text = f"The runner-up is {name} ({shown}); with one round, significance can't be assessed."
         yield Finding(WARNING, text)
@@ -238,17 +248,18 @@ def _truths(results: Results) -> Iterator[Finding]:
         yield Finding(WARNING, f"{whose}{trials[0].way} ({_places(trials)}){is_wrong}: {sentence}.")
 
 
-def _slow_precisions(results: Results) -> Iterator[Finding]:
+def _slow_precisions(run: RunData) -> Iterator[Finding]:
     """Lowered precisions that gain nothing over a wider one of the same backend, with the engine's own reasons.
 
     The wider one is fp32; where eight bits gain something over that, it is what sixteen bits there are.
     """
+    results = run.records
     ran = {(t.group, t.variant, t.precision): t for t in results if t.good}
     found: dict[tuple[str, ...], list[tuple[TrialResult, stats.Speedup]]] = {}
     for t in ran.values():
         for wider in WIDER.get(t.precision, ()):
             other = ran.get((t.group, t.variant, wider))
-            if other is not None and not incomparable(t, other) and (gain := _no_gain(t, other)) is not None:
+            if other is not None and not incomparable(t, other) and (gain := _no_gain(t, other, run.rule)):
                 found.setdefault((t.model, t.size, t.way, other.way), []).append((t, gain))
                 break
     several = len({(t.model, t.size) for t in results}) > 1
@@ -271,11 +282,11 @@ def _not_faster(other: str, slow: list[tuple[TrialResult, stats.Speedup]]) -> st
     return f"{word} than {other} ({_places([t for t, _ in slow])}: {shown}): {at}{reasons[0]}"
 
 
-def _no_gain(t: TrialResult, wider: TrialResult) -> stats.Speedup | None:
+def _no_gain(t: TrialResult, wider: TrialResult, rule: stats.Rule) -> stats.Speedup | None:
     """The speed-up over the wider precision where it is none, or may be none."""
     clock = clock_of("model", t, wider)
-    gain = speedups.speedup(t, wider, "model", clock)
-    none = gain.verdict in (stats.SLOWER, stats.SAME) or (gain.verdict == stats.ONE_ROUND and gain.value < 1)
+    gain = speedups.speedup(t, wider, "model", clock, rule)
+    none = gain.verdict in NO_GAIN or (gain.verdict == stats.ONE_ROUND and gain.value < 1)
     return gain if none else None
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.backend import Arrays, Backend, Session
+from dyno.worker.facts.engine import EngineFacts, Probe
 from dyno.worker.inputs.shapes import fitted
 from dyno.worker.option_values import Check, number, one_of
 from dyno.worker.spec import Artifact, Tensor, Trial, Unavailable
@@ -35,8 +36,8 @@ class Fake(Backend):
         "fail": one_of("exception", "skip", "segfault", "exit", "hang", "oom", "killed", "nan"),
     }  # fmt: skip
 
-    def probe(self) -> dict[str, Any]:
-        return {"version": "1", "devices": ["cpu"], "detail": "scripted"}
+    def probe(self) -> Probe:
+        return Probe(version="1", devices=("cpu",), detail="scripted")
 
     def load(self, trial: Trial, artifact: Artifact | None) -> Session:
         return FakeSession(trial)
@@ -84,8 +85,8 @@ class FakeSession(Session):
         output = np.round(flat @ self.weights, self.decimals)
         return {"output": output * np.float32(np.nan) if self.options.get("fail") == "nan" else output}
 
-    def facts(self) -> dict[str, Any]:
-        return {"layers": 1, "layers_by_type": {"float32": 1}, "weights_sha256": "0" * 64}
+    def facts(self) -> EngineFacts:
+        return EngineFacts(layers=1, layers_by_type={"float32": 1}, weights_sha256="0" * 64)
 
 
 def _exception() -> None:

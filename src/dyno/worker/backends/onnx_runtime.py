@@ -17,6 +17,8 @@ import numpy as np
 
 from dyno.worker.backend import Arrays, Backend, Session
 from dyno.worker.extras import install
+from dyno.worker.facts.engine import EngineFacts, Probe
+from dyno.worker.facts.precision import precision_truth
 from dyno.worker.inputs.calibration import missing_data
 from dyno.worker.inputs.shapes import Shape, fitted, static_shapes
 from dyno.worker.makers.precision import PREPARATION, VALUES
@@ -28,7 +30,6 @@ from dyno.worker.sessions.onnx_runtime_cuda import OPTIONS as CUDA_OPTIONS
 from dyno.worker.sessions.onnx_runtime_cuda import VALUES as CUDA_VALUES
 from dyno.worker.sessions.onnx_runtime_profile import Profile
 from dyno.worker.spec import Artifact, Option, Recipe, Tensor, Trial, Unavailable, UserError
-from dyno.worker.truth import precision_truth
 
 ENGINE = "ONNX Runtime"
 PROVIDERS = ["CPUExecutionProvider"]
@@ -73,7 +74,7 @@ class OnnxRuntime(Backend):
         """An ONNX export, converted to the trial's precision as ONNX Runtime wants it."""
         return routed(trial, self.name, lambda file: file)
 
-    def probe(self) -> dict[str, Any]:
+    def probe(self) -> Probe:
         """Add two numbers on the CPU provider, and on the first GPU where there is one."""
         ort = _library()
         session = ort.InferenceSession(ONE_ADD, _quiet(ort), providers=PROVIDERS)
@@ -81,7 +82,7 @@ class OnnxRuntime(Backend):
         devices = ["cpu"] if out == 4 else []
         if cuda.CUDA in ort.get_available_providers() and cuda.adds(ort, ONE_ADD, _quiet(ort)):
             devices.append("cuda:0")
-        return {"version": ort.__version__, "devices": devices, "detail": ", ".join(ort.get_available_providers())}
+        return Probe(version=ort.__version__, devices=tuple(devices), detail=", ".join(ort.get_available_providers()))
 
     def load(self, trial: Trial, artifact: Artifact | None) -> Session:
         """A session with the trial's threads, and shapes that are static even where the file's batch is free.
@@ -133,20 +134,20 @@ class OnnxFile:
         off = self.settings["disabled_optimizers"]
         return self.ort.InferenceSession(self.path, options, providers=providers, disabled_optimizers=off)
 
-    def facts(self, providers: Any, feeds: Arrays) -> dict[str, Any]:
+    def facts(self, providers: Any, feeds: Arrays) -> EngineFacts:
         """Layers, types, providers and time by operator, from ONNX Runtime's profile of a second, short session."""
         nodes = Profile(self._profile(providers, feeds), self.asked)
-        return {
-            "layers": len(nodes.seen),
-            "layers_by_type": nodes.by_type(),
-            "nodes_by_provider": nodes.by_provider(),
-            "operators": nodes.operators(),
-            "time_by_operator": nodes.time_by_operator(),
-            "precision_truth": precision_truth(self.asked, nodes.by_type(), ENGINE),
-            "threads": self.settings["intra_op_threads"],
-            "options": dict(self.settings),
-            "notes": nodes.notes(),
-        }
+        return EngineFacts(
+            layers=len(nodes.seen),
+            layers_by_type=nodes.by_type(),
+            nodes_by_provider=nodes.by_provider(),
+            operators=nodes.operators(),
+            time_by_operator=nodes.time_by_operator(),
+            precision_truth=precision_truth(self.asked, nodes.by_type(), ENGINE),
+            threads=self.settings["intra_op_threads"],
+            options=dict(self.settings),
+            notes=tuple(nodes.notes()),
+        )
 
     def _profile(self, providers: Any, feeds: Arrays) -> list[dict[str, Any]]:
         rng = np.random.default_rng(0)
@@ -216,7 +217,7 @@ class OnnxRuntimeSession(Session):
         values = self._binding.get_outputs()
         return {t.name: self._outputs.get(t.name, values[k].numpy()) for k, t in enumerate(self.outputs)}
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> EngineFacts:
         """See `OnnxFile.facts`."""
         return self._file.facts(PROVIDERS, self._feeds)
 

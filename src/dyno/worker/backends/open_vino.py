@@ -16,13 +16,14 @@ import numpy as np
 
 from dyno.worker.backend import Arrays, Backend, Session
 from dyno.worker.extras import install
+from dyno.worker.facts.engine import EngineFacts, Probe
+from dyno.worker.facts.precision import has_precision, precision_truth, why_not_faster
 from dyno.worker.inputs.calibration import missing_data
 from dyno.worker.inputs.shapes import fitted, static_shapes
 from dyno.worker.makers.precision import PREPARATION, VALUES
 from dyno.worker.makers.routes import routed
 from dyno.worker.option_values import Check, flag, whole
 from dyno.worker.spec import Artifact, Recipe, Runtime, Tensor, Trial, Unavailable, UserError
-from dyno.worker.truth import has_precision, precision_truth, why_not_faster
 
 ENGINE = "OpenVINO"
 # Left to itself OpenVINO computes an FP32 model in bfloat16 where the CPU can, so every precision is asked for by name.
@@ -69,7 +70,7 @@ class OpenVino(Backend):
             return ir
         return routed(replace(trial, precision=kept), self.name, lambda file: replace(ir, dims=file.dims, parent=file))
 
-    def probe(self) -> dict[str, Any]:
+    def probe(self) -> Probe:
         """Add two numbers on the CPU device."""
         ov, core = library(), _core()
         x = ov.opset13.parameter([], np.float32)
@@ -77,7 +78,7 @@ class OpenVino(Backend):
         out = next(iter(compiled([np.asarray(2, np.float32)]).values()))
         can = " ".join(core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"))
         detail = f"{core.get_property('CPU', 'FULL_DEVICE_NAME')}: {can}"
-        return {"version": version(), "devices": ["cpu"] if out == 4 else [], "detail": detail}
+        return Probe(version=version(), devices=("cpu",) if out == 4 else (), detail=detail)
 
     def load(self, trial: Trial, artifact: Artifact | None) -> Session:
         """Compile for the trial's static shapes, precision and threads.
@@ -154,22 +155,22 @@ class OpenVinoSession(Session):
         ports = zip(self._compiled.outputs, self.outputs, strict=True)
         return {tensor.name: request.get_tensor(port).data for port, tensor in ports}
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> EngineFacts:
         """Layers, their types and time, from OpenVINO's execution graph of a second compilation that counts time."""
         graph = _ExecutionGraph(self._profile(), self._asked)
         settings = {name: _plain(self._compiled.get_property(name)) for name in SETTINGS}
-        return {
-            "layers": len(graph.layers),
-            "layers_by_type": graph.by_type(),
-            "nodes_by_provider": {"CPU": len(graph.layers)},
-            "operators": dict(Counter(layer["layerType"] for layer in graph.layers).most_common()),
-            "kernels": dict(Counter(layer["primitiveType"] for layer in graph.compute()).most_common()),
-            "time_by_operator": graph.time_by_operator(),
-            "precision_truth": precision_truth(self._asked, graph.by_type(), ENGINE),
-            "threads": settings["INFERENCE_NUM_THREADS"],
-            "options": settings,
-            "notes": graph.notes(),
-        }
+        return EngineFacts(
+            layers=len(graph.layers),
+            layers_by_type=graph.by_type(),
+            nodes_by_provider={"CPU": len(graph.layers)},
+            operators=dict(Counter(layer["layerType"] for layer in graph.layers).most_common()),
+            kernels=dict(Counter(layer["primitiveType"] for layer in graph.compute()).most_common()),
+            time_by_operator=graph.time_by_operator(),
+            precision_truth=precision_truth(self._asked, graph.by_type(), ENGINE),
+            threads=settings["INFERENCE_NUM_THREADS"],
+            options=settings,
+            notes=tuple(graph.notes()),
+        )
 
     def _profile(self) -> Any:
         compiled = _core().compile_model(self._model, "CPU", self._settings | {"PERF_COUNT": True})

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from dyno.worker.backend import FileContents, FileFormat, Maker
 from dyno.worker.backends.open_vino import library, read_model, tensor_of, version
+from dyno.worker.facts.files import MadeBy
 from dyno.worker.makers.precision import INHERITED
 from dyno.worker.spec import Artifact, Recipe, Trial, UserError
 
@@ -43,7 +45,7 @@ class IRMaker(Maker):
         Raises `UserError` for a file that OpenVINO can't read.
         """
         ov = library()
-        made_by = {"backend": self.name, "options": dict(recipe.options), "versions": {"openvino": version()}}
+        made_by = MadeBy(backend=self.name, options=dict(recipe.options), versions={"openvino": version()})
         began = time.perf_counter()
         if recipe.model.file.endswith(".xml"):
             path, seconds, parent_sha256 = Path(recipe.model.file), 0.0, ""
@@ -56,11 +58,12 @@ class IRMaker(Maker):
             ov.save_model(read_model(ov, parent.path), path, compress_to_fp16=False)
             seconds = time.perf_counter() - began
             inputs, outputs = parent.inputs, parent.outputs
-            made_by |= {"warnings": [], **{key: parent.made_by[key] for key in INHERITED if key in parent.made_by}}
+            made_by = replace(made_by, **parent.made_by.said(INHERITED))
         written = [path.read_bytes(), *(part.read_bytes() for part in IR.companions(path))]
         sha256 = hashlib.sha256(b"".join(written)).hexdigest()
         if parent is None:
-            made_by["weights_sha256"] = sha256  # nobody knows what it was made of: it is comparable with itself alone
+            # Nobody knows what it was made of: it is comparable with itself alone.
+            made_by = replace(made_by, weights_sha256=sha256)
         size = sum(map(len, written))
         return Artifact(
             IR.name, str(path), sha256, size, recipe.precision, inputs, outputs, seconds, parent_sha256, made_by

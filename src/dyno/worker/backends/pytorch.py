@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.backend import Arrays, Backend, Session
+from dyno.worker.facts.engine import EngineFacts, Probe
+from dyno.worker.facts.precision import precision_truth
 from dyno.worker.inputs import input_data
 from dyno.worker.inputs.specs import tensors as tensors_of
 from dyno.worker.nets import models
@@ -36,7 +38,6 @@ from dyno.worker.sessions.torch_support import (
     tensors,
 )
 from dyno.worker.spec import Artifact, DataSpec, Tensor, Trial, Unavailable, UserError
-from dyno.worker.truth import precision_truth
 
 TYPES = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 MODES = ("default", "reduce-overhead", "max-autotune")
@@ -65,7 +66,7 @@ class PyTorch(Backend):
             return f"there is no PyTorch module in {'an ONNX' if trial.model.file.endswith('.onnx') else 'that'} file"
         return super().refuse(trial)
 
-    def probe(self) -> dict[str, Any]:
+    def probe(self) -> Probe:
         """Run one convolution on each device."""
         torch = import_torch()
         devices = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
@@ -73,7 +74,7 @@ class PyTorch(Backend):
             self._convolve(torch, device)
         gpus = [torch.cuda.get_device_name(device) for device in devices[1:]]
         detail = ", ".join([f"CPU kernels for {torch.backends.cpu.get_cpu_capability()}", *gpus])
-        return {"version": torch.__version__, "devices": devices, "detail": detail}
+        return Probe(version=torch.__version__, devices=tuple(devices), detail=detail)
 
     def _convolve(self, torch: Any, device: str) -> None:
         x, weight = torch.randn(1, 3, 8, 8, device=device), torch.randn(4, 3, 3, 3, device=device)
@@ -282,21 +283,21 @@ class TorchSession(Session):
         self.run()
         self.wait()
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> EngineFacts:
         """Parameters, options, and the layers by the type of their results, seen in one more forward pass."""
         layers, kinds = self._layers()
         truth = precision_truth(self._trial.precision, kinds, "PyTorch")
-        return {**self._common(), "layers": layers, "layers_by_type": kinds, "precision_truth": truth}
+        return replace(self._common(), layers=layers, layers_by_type=kinds, precision_truth=truth)
 
-    def _common(self) -> dict[str, Any]:
+    def _common(self) -> EngineFacts:
         cuda = self._torch.backends.cuda.matmul
-        return {
-            "parameters": sum(p.numel() for p in self._module.parameters()),
-            "weights_sha256": self._weights,
-            "options": {**self._options, "allow_tf32": bool(cuda.allow_tf32)},
-            "threads": self._torch.get_num_threads(),
-            "notes": notes(self._trial),
-        }
+        return EngineFacts(
+            parameters=sum(p.numel() for p in self._module.parameters()),
+            weights_sha256=self._weights,
+            options={**self._options, "allow_tf32": bool(cuda.allow_tf32)},
+            threads=self._torch.get_num_threads(),
+            notes=tuple(notes(self._trial)),
+        )
 
     def _layers(self) -> tuple[int, dict[str, int]]:
         seen: dict[Any, str] = {}
@@ -361,18 +362,18 @@ class CompiledSession(TorchSession):
         self._counters = {key: dict(value) for key, value in counters.items()}
         self._cached = bool(before) and not kernels() - before
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> EngineFacts:
         """What compilation took and whether it was whole; the types are those that the code was compiled for."""
         compute = compute_layers(self._torch)
         layers: list[Any] = [m for m in self._module.modules() if isinstance(m, compute)]
         weights: list[Any] = [next(m.parameters(), None) for m in layers]
         kinds = dict(Counter(str(w.dtype).removeprefix("torch.") for w in weights if w is not None))
-        return {
-            **self._common(),
-            "layers_by_type": kinds,
-            "precision_truth": precision_truth(self._trial.precision, kinds, "torch.compile"),
-            "build_s": self._build_s,
-            "build_cached": self._cached,
-            "graph_breaks": sum(self._counters.get("graph_break", {}).values()),
-            "graphs": self._counters.get("stats", {}).get("unique_graphs", 0),
-        }
+        return replace(
+            self._common(),
+            layers_by_type=kinds,
+            precision_truth=precision_truth(self._trial.precision, kinds, "torch.compile"),
+            build_s=self._build_s,
+            build_cached=self._cached,
+            graph_breaks=sum(self._counters.get("graph_break", {}).values()),
+            graphs=self._counters.get("stats", {}).get("unique_graphs", 0),
+        )

@@ -11,6 +11,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,6 +21,8 @@ from dyno.worker.backends.pytorch import PyTorch, TorchSession
 from dyno.worker.backends.tensor_rt import layers
 from dyno.worker.backends.tensor_rt.profiles import batch_range, outside
 from dyno.worker.backends.tensor_rt.settings import STATIC
+from dyno.worker.facts.engine import Compilation, EngineFacts, Probe
+from dyno.worker.facts.precision import NOTEWORTHY, precision_truth
 from dyno.worker.makers.control_flow import check_control_flow, traced_values
 from dyno.worker.option_values import Check, one_of, whole
 from dyno.worker.record import TIMING
@@ -33,7 +36,6 @@ from dyno.worker.sessions.torch_support import (
 )
 from dyno.worker.sessions.torch_trt_program import engines, left_in_pytorch
 from dyno.worker.spec import Artifact, Option, Trial, Unavailable, UserError
-from dyno.worker.truth import NOTEWORTHY, precision_truth
 
 ROUTES = ("ts", "dynamo")
 NO_INT8 = "torch_tensorrt has no int8 here: its calibrator is gone from newer versions; take tensorrt for int8"
@@ -74,7 +76,7 @@ class TorchTensorRT(PyTorch):
             return NO_INT8
         return super().refuse(trial) or _misfit(trial)
 
-    def probe(self) -> dict[str, Any]:
+    def probe(self) -> Probe:
         """Compile one convolution and run it on the first GPU."""
         torch = import_torch()
         device = device_named(torch, "cuda:0")
@@ -88,7 +90,7 @@ class TorchTensorRT(PyTorch):
         devices = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
         gpus = ", ".join(torch.cuda.get_device_name(one) for one in devices)
         detail = f"TensorRT {importlib.import_module('tensorrt').__version__}, torch {torch.__version__}, {gpus}"
-        return {"version": library.__version__, "devices": devices, "detail": detail}
+        return Probe(version=library.__version__, devices=tuple(devices), detail=detail)
 
     def load(self, trial: Trial, artifact: Artifact | None) -> Session:
         """Compile for the trial's shape or profile; its seconds are `build_s` in the session's facts."""
@@ -231,39 +233,38 @@ class TorchTensorRTSession(TorchSession):
             f"{self._trial.model.name} for {shape} in {self._trial.precision}: {first_line(e)}"
         )
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> EngineFacts:
         """What became engines and what didn't, their layers, and the engine's own time beside that of a call."""
         found = engines(self._call)
-        common, told, times = self._common(), self._told(found), self._times(found)
+        common, listed, times = self._common(), self._layers_of(found), self._times(found)
         left = left_in_pytorch(self._call)
-        notes = [*common["notes"], *told.pop("notes"), *_about_calls(times), *_about_operators(left, len(found))]
-        return {
-            **common,
-            **told,
-            **times,
-            "engines": len(found),
-            "operators_in_pytorch": left,
-            "build_s": self._build_s,
-            "notes": notes,
-        }
+        notes = (*common.notes, *listed.notes, *_about_calls(times), *_about_operators(left, len(found)))
+        return replace(
+            common.joined(listed).joined(times),
+            engines=len(found),
+            operators_in_pytorch=left,
+            build_s=self._build_s,
+            notes=notes,
+        )
 
-    def _told(self, found: list[Any]) -> dict[str, Any]:
+    def _layers_of(self, found: list[Any]) -> EngineFacts:
         """Layers by type from the engines' own information, else from what the module was compiled for."""
         listed = [layer for engine in found for layer in layers.from_json(engine.get_engine_layer_info())]
         if any(layer.type for layer in listed):
             asked = self._trial.precision
-            return {**layers.summary(listed, asked), "notes": layers.notes(listed, asked)}
+            return EngineFacts(notes=tuple(layers.notes(listed, asked))).joined(layers.summary(listed, asked))
         given: list[Any] = [m for m in self._module.modules() if isinstance(m, compute_layers(self._torch))]
         weights: list[Any] = [next(m.parameters(), None) for m in given]
         kinds = dict(Counter(str(w.dtype).removeprefix("torch.") for w in weights if w is not None))
         truth = precision_truth(self._trial.precision, kinds, "Torch-TensorRT")
-        truth["sentence"] = (
+        sentence = (
             f"asked for {self._trial.precision}: {sum(kinds.values())} compute layers were compiled for "
             f"{' and '.join(kinds)}; these engines tell no types, so what each layer ran in is not confirmed"
         )
-        return {"layers": len(listed), "layers_by_type": kinds, "precision_truth": truth, "notes": []}
+        truth = replace(truth, sentence=sentence)
+        return EngineFacts(layers=len(listed), layers_by_type=kinds, precision_truth=truth)
 
-    def _times(self, found: list[Any]) -> dict[str, float]:
+    def _times(self, found: list[Any]) -> Compilation:
         """Seconds of a call by the host's clock and, where the module became one engine, the engine's alone."""
         calls = []
         for _ in range(CALLS):
@@ -271,9 +272,9 @@ class TorchTensorRTSession(TorchSession):
             self._once()
             calls.append(time.perf_counter() - start)
         if len(found) != 1:
-            return {"call_s": median(calls)}
+            return Compilation(call_s=median(calls))
         engine = self._engine_seconds(found[0])
-        return {"call_s": median(calls), "engine_s": engine, "call_overhead_s": max(median(calls) - engine, 0.0)}
+        return Compilation(call_s=median(calls), engine_s=engine, call_overhead_s=max(median(calls) - engine, 0.0))
 
     def _engine_seconds(self, engine: Any) -> float:
         """Mean GPU time of the engine alone, by CUDA events around calls that were all queued before the first ran."""
@@ -290,9 +291,9 @@ class TorchTensorRTSession(TorchSession):
         return float(begin.elapsed_time(end)) / 1e3 / CALLS
 
 
-def _about_calls(times: Mapping[str, float]) -> list[str]:
-    call, engine = times["call_s"], times.get("engine_s")
-    if engine is None:
+def _about_calls(times: Compilation) -> list[str]:
+    call, engine = times.call_s, times.engine_s
+    if call is None or engine is None:
         return ["not one engine alone: what the calls between them and PyTorch cost is not told apart"]
     if call - engine <= NOTEWORTHY * engine:
         return []

@@ -14,6 +14,7 @@ from dyno.worker import tasks
 from dyno.worker.backend import Session
 from dyno.worker.evaluation.pipeline import Outputs, Pipeline
 from dyno.worker.evaluation.sources import DecodedImages, RandomInputs
+from dyno.worker.facts import job as facts
 from dyno.worker.inputs import input_data
 from dyno.worker.inputs.layout import channels_first
 from dyno.worker.inputs.shapes import static_shapes
@@ -24,7 +25,7 @@ from dyno.worker.tasks.task import Collector, Evaluated
 RAW_BYTES = 64 * 2**20  # raw outputs kept per trial; classes and scores are kept for every image
 WARM_UP = 0.1  # share of the data that goes through once before anything counts
 MOST_WARM_UP = 400  # images
-STAGES_S = 0.5
+STAGES_S = 0.5  # at most, and never longer than the measurement itself
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,9 @@ class Evaluation:
             measurements.append(Measurement("pipeline", "1/s", "rate", self.images / self.seconds, clock="host"))
         return measurements
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> facts.Evaluated | None:
         """Images and seconds of the throughput, and images of warm-up."""
-        return {"images": self.images, "seconds": self.seconds, "warm_up": self.warm_up} if self.seconds else {}
+        return facts.Evaluated(self.images, self.seconds, self.warm_up) if self.seconds else None
 
 
 def outputs(session: Session, trial: Trial) -> dict[str, np.ndarray]:
@@ -62,9 +63,10 @@ def outputs(session: Session, trial: Trial) -> dict[str, np.ndarray]:
 def evaluate(session: Session, trial: Trial, timed: bool = True) -> Evaluation:
     """Every image of the data through the session, at the trial's own batch, in a pipeline.
 
-    Arrays are `output:NAME` raw, `sample`, `label`, and `topk_index` and `topk_score` of a classifier or the detections
-    of a detector. The last batch is filled by wrapping around and cut again. Real images are timed: a tenth
-    of them warms the pipeline up (R4), and a few batches tell the stages apart afterwards; neither counts.
+    Arrays are `output:NAME` raw (with `rows:NAME` where each input has its own number of rows), `sample`, `label`, and
+    `topk_index` and `topk_score` of a classifier or the detections of a detector. The last batch is filled by wrapping
+    around and cut again. Real images are timed: a tenth of them warms the pipeline up (R4), and a few batches tell the
+    stages apart afterwards; neither counts.
     """
     batch, threads = _batch(session, trial), max(1, trial.runtime.threads)
     # On a CPU the processors are busy with the engine; with a GPU they are idle.
@@ -80,7 +82,9 @@ def evaluate(session: Session, trial: Trial, timed: bool = True) -> Evaluation:
     seconds, stages = 0.0, {}
     if decoded and timed:
         seconds = result.seconds
-        stages = {name: s / batch for name, s in pipeline.stages(collector.of, STAGES_S).items()}
+        stages = {
+            name: s / batch for name, s in pipeline.stages(collector.of, min(STAGES_S, trial.plan.seconds)).items()
+        }
     metadata = input_data.metadata(trial.data)
     arrays = {**raw_outputs.arrays(), **collector.arrays(result.results), **_identity(decoded, count, metadata)}
     decode = float(metadata.get("decode_s") or 0)
@@ -120,6 +124,7 @@ class _RawOutputs:
     def __init__(self, collector: Collector) -> None:
         self._collector = collector
         self._raw: dict[str, list[np.ndarray]] = {}
+        self._images: list[int] = []
         self._bytes = 0
 
     def add(self, number: int, fetched: Outputs) -> None:
@@ -131,8 +136,28 @@ class _RawOutputs:
             self._bytes = RAW_BYTES  # a later, smaller batch must not leave a hole
             return
         self._bytes += size
+        self._images.append(self._collector.images(number))
         for name, a in cut.items():
             self._raw.setdefault(name, []).append(np.atleast_1d(np.array(a)))
 
     def arrays(self) -> dict[str, np.ndarray]:
-        return {f"output:{name}": np.concatenate(parts) for name, parts in self._raw.items()}
+        stored: dict[str, np.ndarray] = {}
+        for name, parts in self._raw.items():
+            stored[f"output:{name}"], rows = _joined(parts, self._images)
+            if rows is not None:
+                stored[f"rows:{name}"] = rows
+        return stored
+
+
+def _joined(parts: Sequence[np.ndarray], images: Sequence[int]) -> tuple[np.ndarray, np.ndarray | None]:
+    """An output of all batches, and the rows of each where the first axis doesn't count the inputs.
+
+    Non-maximum suppression inside a network leaves boxes of any number: n x 4 of each batch, or batch x n x 6.
+    """
+    batched = all(len(part) == count for part, count in zip(parts, images, strict=True))
+    if len({part.shape[1:] for part in parts}) == 1:
+        return np.concatenate(parts), None if batched else np.array([len(part) for part in parts], np.int64)
+    if batched and len({part.shape[2:] for part in parts}) == 1:
+        rows = np.repeat([part.shape[1] for part in parts], images).astype(np.int64)
+        return np.concatenate([part.reshape(-1, *part.shape[2:]) for part in parts]), rows
+    return np.concatenate([part.ravel() for part in parts]), np.array([part.size for part in parts], np.int64)

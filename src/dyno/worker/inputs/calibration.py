@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from dyno.worker.facts.engine import Calibration
 from dyno.worker.inputs.input_data import Images, batches
 from dyno.worker.inputs.layout import axes, channels_last
 from dyno.worker.inputs.specs import rows
@@ -77,9 +78,9 @@ class CalibrationImages:
         self.batch = first if isinstance(first, int) else 1
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """The data's entries in the record."""
-        return {"samples": self.count, "data_sha256": self.data.sha256}
+    def facts(self) -> Calibration:
+        """What the record keeps of the data, but for the method."""
+        return Calibration(self.count, "", self.data.sha256)
 
     @property
     def warnings(self) -> list[str]:
@@ -121,19 +122,19 @@ class CalibrationInputs:
         return [spec for spec in self._specs if spec.feeds]
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """The data's entries in the record: the source of each input's values, and a note that names them."""
+    def facts(self) -> Calibration:
+        """What the record keeps of the data: the source of each input's values, and a note that names them."""
         files = list(dict.fromkeys(Path(spec.feeds).name for spec in self._from_files))
         stored = ", ".join(spec.name for spec in self._from_files)
         drawn = ", ".join(spec.name for spec in self._specs if not spec.feeds)
         sources = [f"the rows of {', '.join(files)} ({stored}), which outputs are compared on too"] if files else []
         sources += [f"random values, not real ones, of {drawn}"] if drawn else []
-        return {
-            "samples": self.count,
-            "data_sha256": next((spec.feeds_sha256 for spec in self._from_files), ""),
-            "inputs": {spec.name: _source(spec) for spec in self._specs},
-            "note": f"INT8 was calibrated on {' and on '.join(sources)}",
-        }
+        return Calibration(
+            samples=self.count,
+            data_sha256=next((spec.feeds_sha256 for spec in self._from_files), ""),
+            inputs={spec.name: _source(spec) for spec in self._specs},
+            note=f"INT8 was calibrated on {' and on '.join(sources)}",
+        )
 
     @property
     def warnings(self) -> list[str]:

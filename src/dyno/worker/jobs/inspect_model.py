@@ -11,31 +11,23 @@ from dyno.worker.inputs import modules
 from dyno.worker.inputs.modules import ModuleInputs
 from dyno.worker.inputs.shapes import static_shapes
 from dyno.worker.inputs.specs import resolved
-from dyno.worker.nets import file_images, flops, models, task_facts, ultralytics_models
+from dyno.worker.inspection import Inspection, Purpose
+from dyno.worker.nets import file_images, flops, models, task_facts, torchvision_detectors, ultralytics_models
 from dyno.worker.nets.file_images import DEFAULT_SIZE
 from dyno.worker.sessions.torch_support import tensors as tensors_of
-from dyno.worker.spec import Dims, ModelSpec, Tensor, Trial, UserError, to_json
+from dyno.worker.spec import Dims, ModelSpec, Tensor, Trial, UserError
 
 
-def look(
-    trial: Trial, sizes: list[list[int]], asked: Mapping[str, Mapping[str, Any]], task: str = ""
-) -> dict[str, Any]:
+def look(trial: Trial, sizes: list[list[int]], asked: Mapping[str, Mapping[str, Any]], task: str = "") -> Inspection:
     """What Dyno needs to know before it lists trials.
 
-    Returns `preprocess`, `size` [h, w] (the model's own), `batch` (0: any), `usual_batch` (of its example inputs, or
-    what a file's metadata says), `batches` (an engine's smallest, best and largest), `fixed_size` (a file that takes
-    one only), `inputs` (see `ModelSpec.inputs`), `outputs` (how many classes a classifier's scores are of, else 0),
-    `flops` (of one image, by size: "224", "480x640"; nothing where they can't be counted), for a module `parameters`
-    and for a file `channels`; where it is known what the network is for, `task`, `classes` and `keypoints`. `asked` is
-    the user's word on inputs by name, `task` on what the network is for. A model, checkpoint, input or size that
-    doesn't work is a `UserError`.
+    `asked` is the user's word on inputs by name, `task` on what the network is for. A model, checkpoint, input or size
+    that doesn't work is a `UserError`.
     """
     return _file(trial, sizes, asked, task) if trial.model.file else _module(trial.model, sizes, asked, task)
 
 
-def _module(
-    model: ModelSpec, sizes: list[list[int]], asked: Mapping[str, Mapping[str, Any]], task: str
-) -> dict[str, Any]:
+def _module(model: ModelSpec, sizes: list[list[int]], asked: Mapping[str, Mapping[str, Any]], task: str) -> Inspection:
     preprocess = models.preprocess(model)
     own = models.image_size(model) or (DEFAULT_SIZE, DEFAULT_SIZE)
     wanted = tuple(asked.get("input", {}).get("shape", ()))[2:]
@@ -51,26 +43,28 @@ def _module(
     own = takes.size if all(takes.size) else own if takes.image else (0, 0)
     _check_sizes(model, sizes, takes, asked)
     yolo = models.parse(model.source)[0] == "ultralytics"
-    found: dict[str, Any] = {}
-    counted = {}
+    found, counted = Inspection(), {}
     for number, (height, width) in enumerate(sizes or [own]):
         dims = Dims(takes.batch, height, width)
         module = models.build(model, dims) if number else module
-        said = ultralytics_models.facts(module) if yolo else {}
+        said = ultralytics_models.facts(module) if yolo else Purpose()
         if yolo:
-            ultralytics_models.check_size(model.source, said["stride"], height, width)
+            ultralytics_models.check_size(model.source, said.stride or 1, height, width)
         takes, outputs = _try(module, model, takes, dims)
-        found["outputs"] = _classes(outputs)
         counted[dims.size] = _count(module, model, takes, dims)
-        found["parameters"] = _parameters(module)
-        found |= said if yolo and task in ("", said["task"]) else task_facts.facts(model, task, said, outputs)
-    found["flops"] = {size: n for size, n in counted.items() if n}
-    found |= {
-        "inputs": [*map(to_json, takes.inputs)],
-        "usual_batch": takes.batch,
-        "batch": 0 if takes.free else takes.batch,
-    }
-    return {"preprocess": to_json(preprocess), "size": list(own), **found}
+        purpose = said if yolo and task in ("", said.task) else task_facts.facts(model, task, said, outputs)
+        found = replace(found, outputs=_classes(outputs), parameters=_parameters(module)).joined(purpose)
+    one_image = models.is_torchvision_detector(model)
+    return replace(
+        found,
+        preprocess=found.preprocess or preprocess,
+        size=own,
+        flops={size: n for size, n in counted.items() if n},
+        inputs=takes.inputs,
+        usual_batch=takes.batch,
+        batch=1 if one_image else 0 if takes.free else takes.batch,
+        batch_reason=torchvision_detectors.ONE_IMAGE if one_image else "",
+    )
 
 
 def _may_differ(model: ModelSpec, asked: Mapping[str, Any]) -> bool:
@@ -144,7 +138,7 @@ def _classes(shapes: Sequence[Sequence[int | str]]) -> int:
     return shapes[0][1] if shapes[0][1] > 1 else 0
 
 
-def _file(trial: Trial, sizes: list[list[int]], asked: Mapping[str, Mapping[str, Any]], task: str) -> dict[str, Any]:
+def _file(trial: Trial, sizes: list[list[int]], asked: Mapping[str, Mapping[str, Any]], task: str) -> Inspection:
     model, kind = trial.model, registry.format_of(trial.model.file)
     if kind is None:  # a plug-in that is installed where the study runs, and not here
         raise UserError(f"nothing here reads {model.file}; known files: {', '.join(registry.suffixes())}")
@@ -152,28 +146,31 @@ def _file(trial: Trial, sizes: list[list[int]], asked: Mapping[str, Mapping[str,
     tensors = contents.inputs
     if not tensors:
         raise UserError(f"{model.file} has no inputs, so there is nothing to run it on; export the model with one")
-    found: dict[str, Any] = {"preprocess": to_json(model.preprocess), "batch": _fixed(tensors, 0)}
     shapes = {name: resolved(words["shape"], 1) for name, words in asked.items() if "shape" in words}
-    found |= file_images.image_facts(model, tensors, shapes, sizes, contents.image)
-    model = replace(model, channels=found.get("channels", model.channels))
+    found = file_images.image_facts(model, tensors, shapes, sizes, contents.image)
+    model = replace(model, channels=found.channels or model.channels)
     outputs = [tensor.shape for tensor in contents.outputs]
-    found |= {"outputs": _classes(outputs), "flops": {}, "precision": contents.precision}
-    found["signature"] = [[list(tensor.shape) for tensor in side] for side in (tensors, contents.outputs)]
-    found |= task_facts.facts(model, task, dict(contents.task), outputs)
-    if contents.batches:  # an engine knows which batches it was built for
-        found["batches"] = list(contents.batches)
+    purpose = task_facts.facts(model, task, contents.task, outputs)
     lengths = [words["shape"][0] for words in asked.values() if words.get("shape")]
-    if lengths and isinstance(lengths[0], int):
-        found["batch"] = lengths[0]
-    batch = found["batch"] or found.get("batches", [1, found.get("usual_batch", 1)])[1]
+    fixed = lengths[0] if lengths and isinstance(lengths[0], int) else _fixed(tensors, 0)
+    found = replace(
+        found.joined(purpose),
+        preprocess=purpose.preprocess or model.preprocess,
+        batch=fixed,
+        batches=contents.batches,  # an engine knows which ones it was built for
+        outputs=_classes(outputs),
+        precision=contents.precision,
+        signature=tuple(tuple(tensor.shape for tensor in side) for side in (tensors, contents.outputs)),
+        inputs=tuple(modules.describe_file_inputs(tensors, asked, contents.task.inputs)),
+    )
+    batch = fixed or (contents.batches[1] if contents.batches else found.usual_batch or 1)
     shapes = {name: resolved(words["shape"], batch) for name, words in asked.items() if "shape" in words}
-    dims = Dims(batch, found["size"][0], found["size"][1], shapes)
+    dims = Dims(batch, *found.size, shapes)
     static_shapes(tensors, dims)
-    found["inputs"] = [*map(to_json, modules.describe_file_inputs(tensors, asked, contents.task.get("inputs", ())))]
     if contents.flops:
-        sized = [dims] if found.get("fixed_size") or not sizes else [replace(dims, height=h, width=w) for h, w in sizes]
+        sized = [dims] if found.fixed_size or not sizes else [replace(dims, height=h, width=w) for h, w in sizes]
         counts = {one.size: contents.flops(static_shapes(tensors, one)) // one.batch for one in sized}
-        found["flops"] = {size: count for size, count in counts.items() if count}
+        found = replace(found, flops={size: count for size, count in counts.items() if count})
     return found
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from dyno.worker.extras import install
+from dyno.worker.facts.job import PeakOfType
 from dyno.worker.sessions.torch_support import first_line
 from dyno.worker.spec import Runtime, Unavailable
 
@@ -23,9 +24,8 @@ LEAST = 3  # timings of a side; fewer are no median
 Timer = Callable[[Callable[[], Any]], float]
 
 
-def measure(runtime: Runtime, seconds: float = SECONDS) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each type with what was found: `flops_per_s` and `side` of the best product, `sides` {side: operations/s} and
-    `window` (CLOCK_MONOTONIC), or `missing`, why there is none. `Unavailable` without PyTorch or the device."""
+def measure(runtime: Runtime, seconds: float = SECONDS) -> Iterator[tuple[str, PeakOfType]]:
+    """Each type with its peak. `Unavailable` without PyTorch or the device."""
     try:
         import torch
     except ImportError as e:
@@ -44,7 +44,7 @@ def measure(runtime: Runtime, seconds: float = SECONDS) -> Iterator[tuple[str, d
         yield name, _type(torch, device, name, seconds)
 
 
-def _type(torch: Any, device: Any, name: str, seconds: float) -> dict[str, Any]:
+def _type(torch: Any, device: Any, name: str, seconds: float) -> PeakOfType:
     torch.backends.cuda.matmul.allow_tf32 = name == "tf32"
     torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
     sides: dict[str, float] = {}
@@ -59,9 +59,9 @@ def _type(torch: Any, device: Any, name: str, seconds: float) -> dict[str, Any]:
             missing = first_line(e)
             break
     if not sides:
-        return {"missing": missing}
+        return PeakOfType(missing=missing)
     best = max(sides, key=lambda side: sides[side])
-    return {"flops_per_s": sides[best], "side": int(best), "sides": sides, "window": [since, time.monotonic()]}
+    return PeakOfType(sides[best], int(best), sides, (since, time.monotonic()))
 
 
 def _side(torch: Any, device: Any, name: str, side: int, seconds: float) -> float:

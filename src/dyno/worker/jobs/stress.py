@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from dyno.worker import system
 from dyno.worker.backend import Arrays, Session
+from dyno.worker.facts.job import StressPhase
 from dyno.worker.inputs import input_data
 from dyno.worker.spec import Trial, UserError
 
@@ -33,18 +33,18 @@ class Phase:
     device_growth: int
     host_growth: int
 
-    def told(self, tolerance: float) -> dict[str, Any]:
+    def told(self, tolerance: float) -> StressPhase:
         """The phase as a record keeps it; its seconds are stored as samples."""
-        return {
-            "iterations": len(self.seconds),
-            "batches": list(self.batches),
-            "wrong": self.wrong,
-            "worst": self.worst,
-            "tolerance": tolerance,
-            "device_growth": self.device_growth,
-            "host_growth": self.host_growth,
-            "ok": not self.wrong and max(self.device_growth, self.host_growth) <= GROWTH,
-        }
+        return StressPhase(
+            iterations=len(self.seconds),
+            batches=self.batches,
+            wrong=self.wrong,
+            worst=self.worst,
+            tolerance=tolerance,
+            device_growth=self.device_growth,
+            host_growth=self.host_growth,
+            ok=not self.wrong and max(self.device_growth, self.host_growth) <= GROWTH,
+        )
 
 
 def stress(session: Session, trial: Trial, phases: list[str], iterations: int) -> Iterator[Phase]:

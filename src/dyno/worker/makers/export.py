@@ -16,17 +16,18 @@ import numpy as np
 
 from dyno.worker import system
 from dyno.worker.backend import Maker
+from dyno.worker.facts.files import MadeBy
 from dyno.worker.inputs import input_data
 from dyno.worker.inputs.shapes import REFUSALS
 from dyno.worker.inputs.specs import BATCH, arguments, has_batch, tensors
 from dyno.worker.makers.control_flow import check_control_flow, traced_values
 from dyno.worker.makers.verify import Case, Refused, Source, Wrong, doubtful, verified
-from dyno.worker.nets import models, task_facts
+from dyno.worker.nets import models, task_facts, torchvision_detectors
 from dyno.worker.onnx_graph.attention import plain_transposes
 from dyno.worker.onnx_graph.file import artifact, import_onnx, opset_of, prepare_given, read_io
 from dyno.worker.onnx_graph.opset import lower_file
 from dyno.worker.sessions.torch_support import first_line, import_torch, memory_errors, named_outputs, positional
-from dyno.worker.spec import Artifact, DataSpec, Dims, ModelSpec, Option, Recipe, Runtime, UserError
+from dyno.worker.spec import Artifact, DataSpec, Dims, ModelSpec, Option, Recipe, Runtime, Tensor, UserError
 
 OPTIONS = ("exporter", "opset")
 EXPORTERS = ("auto", "dynamo", "torchscript")
@@ -77,35 +78,38 @@ class OnnxExport(Maker):
         with memory_errors():
             made_by = _export(recipe, folder / "model.onnx")
             task_facts.write(str(folder / "model.onnx"), recipe.model)
-        made_by = {"backend": self.name, "versions": system.versions(self.requires), **made_by}
+        made_by = replace(made_by, backend=self.name, versions=system.versions(self.requires))
         return artifact(str(folder / "model.onnx"), time.perf_counter() - started, made_by)
 
 
 ONNX_EXPORT = OnnxExport()
 
 
-def _export(recipe: Recipe, path: Path) -> dict[str, Any]:
+def _export(recipe: Recipe, path: Path) -> MadeBy:
     torch = import_torch()
     import_onnx()
     exporters, opset = _options(recipe.options)
     torch.set_num_threads(recipe.runtime.threads)
+    detects = models.is_torchvision_detector(recipe.model)
+    if detects:
+        exporters = _of_detector(recipe, exporters)
     module = models.load(recipe.model, recipe.dims)
-    made_by = {
-        "options": dict(recipe.options),
-        "weights_sha256": models.weights_sha256(module),
-        "parameters": sum(p.numel() for p in module.parameters()),
-    }
+    made_by = MadeBy(
+        options=dict(recipe.options),
+        weights_sha256=models.weights_sha256(module),
+        parameters=sum(p.numel() for p in module.parameters()),
+    )
     _refuse_quantised(module, recipe)
     if isinstance(module, torch.jit.ScriptModule) and "exporter" not in recipe.options:
         exporters = ("torchscript",)  # which keeps both sides of a branch; the other knows no TorchScript
-    source = _source(torch, module, recipe)
+    source = _source(torch, module, recipe, detects)
     static = check_control_flow(torch, source.module, source.example)
     notes: list[str] = []
     ways = [(exporter, opset) for exporter in exporters]
     for exporter, number in ways:
         try:
             traced = _write(torch, source, exporter, number, path)
-            if traced and not static:
+            if traced and not static and not detects:
                 raise Wrong(f"took a value of its example for a constant ({traced})")
             checked = verified(path, read_io(str(path))[1], source)
         except Wrong as e:
@@ -114,14 +118,14 @@ def _export(recipe: Recipe, path: Path) -> dict[str, Any]:
                 ways.append((exporter, LATER))
             continue
         notes += doubtful(checked)
-        return {
-            **made_by,
-            "exporter": exporter,
-            "opset": opset_of(path),
-            "fixed_batch": not source.free_batch,
-            "verified": checked,
-            "warnings": notes,
-        }
+        return replace(
+            made_by,
+            exporter=exporter,
+            opset=opset_of(path),
+            fixed_batch=not source.free_batch,
+            verified=checked,
+            warnings=tuple(notes),
+        )
     other = "try another --opset, measure it with --backends pytorch,compile, or give an ONNX file made otherwise"
     remedy = "export with a fixed batch (--batch 1)" if source.free_batch else other
     raise UserError(f"{recipe.model.name} can't be exported right, {remedy}; {'; '.join(notes)}")
@@ -136,6 +140,14 @@ def _refuse_quantised(module: Any, recipe: Recipe) -> None:
         )
 
 
+def _of_detector(recipe: Recipe, exporters: tuple[str, ...]) -> tuple[str, ...]:
+    """The exporters of torchvision's detectors, which are written for tracing: what a trace of one image holds fixed is
+    that there is one image."""
+    if recipe.dims.batch != 1:
+        raise UserError(f"{torchvision_detectors.ONE_IMAGE}; export with a fixed batch (--batch 1)")
+    return exporters if "exporter" in recipe.options else ("torchscript",)
+
+
 def _options(options: Mapping[str, Option]) -> tuple[tuple[str, ...], int]:
     exporter, opset = options.get("exporter", "auto"), options.get("opset", OPSET)
     if exporter not in EXPORTERS:
@@ -146,12 +158,12 @@ def _options(options: Mapping[str, Option]) -> tuple[tuple[str, ...], int]:
     return chosen, opset
 
 
-def _source(torch: Any, module: Any, recipe: Recipe) -> Source:
+def _source(torch: Any, module: Any, recipe: Recipe, rows: bool = False) -> Source:
     model, dims = recipe.model, recipe.dims
     free = not dims.batch and (has_batch(model.inputs) or not model.inputs)
     batches = OTHER_BATCHES if free else (dims.batch or 1,)
     cases = []
-    *random, example = _feeds(torch, recipe, (*batches, (EXAMPLE_BATCH if free else batches[0])))
+    *random, example = _feeds(torch, recipe, (*batches, (EXAMPLE_BATCH if free else batches[0])), rows)
     for feeds in (*random, *_photographs(recipe, 0 if free else batches[0]), example):
         given = {name: torch.from_numpy(array) for name, array in feeds.items()}
         args, keywords = arguments(model.inputs, given)
@@ -173,7 +185,7 @@ def _source(torch: Any, module: Any, recipe: Recipe) -> Source:
             warnings.simplefilter("ignore")
             flat = torch.jit.trace(flat, tuple(given.values()), check_trace=False)
     batched = tuple(s.name for s in model.inputs if BATCH in s.shape) if model.inputs else ("input",)
-    return Source(flat, tuple(given.values()), tuple(found), tuple(cases[:-1]), free, batched)
+    return Source(flat, tuple(given.values()), tuple(found), tuple(cases[:-1]), free, batched, rows)
 
 
 def _same_outputs(model: ModelSpec, first: Case, other: Case) -> None:
@@ -193,22 +205,26 @@ def _same_outputs(model: ModelSpec, first: Case, other: Case) -> None:
 
 
 def _photographs(recipe: Recipe, batch: int) -> Iterator[dict[str, np.ndarray]]:
-    """One batch of the study's own images, which may take another way through the module than noise does."""
+    """A few of the study's own images, which may take another way through the module than noise does, in batches."""
     if recipe.data is not None and recipe.data.folder and not recipe.model.inputs:
         images = input_data.Images(recipe.data, recipe.model.preprocess)
-        yield {"input": images.batch(0, batch or min(len(images), REAL_IMAGES))}
+        size = batch or min(len(images), REAL_IMAGES)
+        for first in range(0, max(1, min(len(images), REAL_IMAGES) // size) * size, size):
+            yield {"input": images.batch(first, size)}
 
 
-def _feeds(torch: Any, recipe: Recipe, batches: Sequence[int]) -> Iterator[dict[str, np.ndarray]]:
-    """Random inputs of each of these batches, different ones."""
+def _feeds(torch: Any, recipe: Recipe, batches: Sequence[int], pixels: bool) -> Iterator[dict[str, np.ndarray]]:
+    """Random inputs of each of these batches, different ones: of `pixels`, or an image of any size of values, which
+    may saturate the scores of detectors."""
     dims, model = recipe.dims, recipe.model
     generator = torch.Generator().manual_seed(0)
     for number, batch in enumerate(batches):
-        if model.inputs:
+        shape = dims.shapes.get("input", (batch, model.channels, dims.height, dims.width))
+        if model.inputs or pixels:
             there, data = replace(dims, batch=batch), DataSpec(seed=number)
-            yield next(input_data.batches(data, model.preprocess, tensors(model.inputs, there), there, 1, model.inputs))
+            fed = tensors(model.inputs, there) if model.inputs else (Tensor("input", "float32", shape),)
+            yield next(input_data.batches(data, model.preprocess, fed, there, 1, model.inputs))
         else:
-            shape = dims.shapes.get("input", (batch, model.channels, dims.height, dims.width))
             yield {"input": torch.randn(*shape, generator=generator).numpy()}
 
 

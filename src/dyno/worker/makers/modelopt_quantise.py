@@ -19,6 +19,8 @@ import numpy as np
 
 from dyno.worker import system
 from dyno.worker.backend import Maker, derived
+from dyno.worker.facts.engine import Calibration
+from dyno.worker.facts.files import Check, MadeBy
 from dyno.worker.inputs.calibration import CalibrationImages, example
 from dyno.worker.onnx_graph.check import compared, outputs
 from dyno.worker.onnx_graph.head import decoding
@@ -65,17 +67,17 @@ class OnnxModelopt(Maker):
             raise UserError(f"nvidia-modelopt has no calibration method {method!r}; it has {', '.join(METHODS)}")
         images, path = CalibrationImages(recipe, parent), folder / "model.onnx"
         spared = _quantise(parent, recipe, METHODS[method], images, path)
-        made_by = {
-            "backend": self.name,
-            "options": dict(recipe.options),
-            "versions": system.versions(self.requires),
-            "scheme": f"nvidia-modelopt: Q/DQ in {recipe.precision} as it places them, the rest in "
+        made_by = MadeBy(
+            backend=self.name,
+            options=dict(recipe.options),
+            versions=system.versions(self.requires),
+            scheme=f"nvidia-modelopt: Q/DQ in {recipe.precision} as it places them, the rest in "
             + (f"{EXACT}: {spared} nodes that decode boxes among it" if spared else REST),
-            "target": "tensorrt",
-            "calibration": {"samples": images.count, "method": method, "data_sha256": images.data.sha256},
-            "check": _check(path, recipe, parent),
-            "warnings": images.warnings,
-        }
+            target="tensorrt",
+            calibration=Calibration(images.count, method, images.data.sha256),
+            check=_check(path, recipe, parent),
+            warnings=tuple(images.warnings),
+        )
         return derived(parent, path, recipe.precision, made_by, started)
 
 
@@ -136,7 +138,7 @@ class Feeds:
         self.left = self.images.feeds(0, len(self.images))
 
 
-def _check(path: Path, recipe: Recipe, parent: Artifact) -> dict[str, Any]:
+def _check(path: Path, recipe: Recipe, parent: Artifact) -> Check:
     """Parent and result on one batch. ONNX Runtime's optimiser changes what such graphs compute, so it is off."""
     feeds = example(recipe, parent)
     before, _ = outputs(parent.path, feeds)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.backend import Maker, derived
+from dyno.worker.facts.files import Check, PixelInput
 from dyno.worker.inputs.calibration import example
 from dyno.worker.inputs.input_data import pixel_scale
 from dyno.worker.inputs.layout import axes
@@ -48,13 +49,14 @@ class OnnxInput(Maker):
         _prepend(model.graph, image.name, scale, offset)
         onnx.checker.check_model(model, full_check=True)
         onnx.save(model, path)
-        made_by = {key: value for key, value in parent.made_by.items() if key != "steps"}
-        made_by |= {
-            "backend": self.name,
-            "options": {**parent.made_by.get("options", {}), **recipe.options},
-            "input": {"dtype": "uint8", "scale": scale.ravel().tolist(), "offset": offset.ravel().tolist()},
-            "input_check": _check(path, recipe, parent, image),
-        }
+        made_by = replace(
+            parent.made_by,
+            steps=(),
+            backend=self.name,
+            options={**parent.made_by.options, **recipe.options},
+            input=PixelInput("uint8", tuple(scale.ravel().tolist()), tuple(offset.ravel().tolist())),
+            input_check=_check(path, recipe, parent, image),
+        )
         made = derived(parent, path, parent.precision, made_by, started)
         return replace(made, inputs=(replace(image, dtype="uint8"),))
 
@@ -109,7 +111,7 @@ def _prepend(graph: Any, name: str, scale: np.ndarray, offset: np.ndarray) -> No
     graph.node.extend(nodes)
 
 
-def _check(path: Path, recipe: Recipe, parent: Artifact, image: Tensor) -> dict[str, Any]:
+def _check(path: Path, recipe: Recipe, parent: Artifact, image: Tensor) -> Check:
     """Both files on one random picture: what normalising in the graph changes."""
     before, ran = outputs(parent.path, _fed(recipe, parent, image), recipe.precision)
     after, _ = outputs(str(path), _fed(recipe, parent, replace(image, dtype="uint8")), recipe.precision)

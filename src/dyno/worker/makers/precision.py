@@ -143,20 +143,26 @@ class OnnxPrecision(Maker):
         if parent is None:
             raise UserError(f"{recipe.precision} is made from an ONNX file in fp32: give one, or a PyTorch model")
         model, path = lifted(_read(parent.path)), folder / "model.onnx"
-        made_by: dict[str, Any] = {"backend": self.name, "options": dict(recipe.options), "versions": versions}
-        made_by["parameters"] = parent.made_by.get("parameters", _parameters(model))
+        known_parameters = parent.made_by.parameters
+        parameters = _parameters(model) if known_parameters is None else known_parameters
         before, _ = outputs(parent.path, example(recipe, parent), parent.precision)
         higher = kept(recipe, parent)
-        more = {"kept": [each["node"] for each in higher]} if higher else {}
-        made_by |= convert(model, recipe, parent, path, **more)
-        if higher:
-            made_by |= {"kept": higher, "ranked": len(parent.made_by["ranking"])}
+        more = {"kept": [each.node for each in higher]} if higher else {}
+        made_by = replace(
+            convert(model, recipe, parent, path, **more),
+            backend=self.name,
+            options=dict(recipe.options),
+            versions=versions,
+            parameters=parameters,
+            kept=tuple(higher),
+            ranked=len(parent.made_by.ranking) if higher else None,
+        )
         inputs, outs = read_io(str(path))  # of another type than the parent's where that was cast up
         made = replace(derived(parent, path, recipe.precision, made_by, started), inputs=inputs, outputs=outs)
         # The same input for both: outputs must stay finite, and it is kept how far they are apart.
         after, ran = outputs(made.path, example(recipe, made), recipe.precision)
         check = compared(before, after, f"{recipe.model.name} overflows in {recipe.precision}", ran)
-        return replace(made, made_by={**made.made_by, "check": check})
+        return replace(made, made_by=replace(made_by, check=check))
 
 
 ONNX_PRECISION = OnnxPrecision()

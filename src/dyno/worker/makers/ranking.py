@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from dyno.worker.facts.files import RankedLayer
 from dyno.worker.onnx_graph.check import session
 from dyno.worker.onnx_graph.int8 import Observed, Scheme
 from dyno.worker.onnx_graph.placement import LINEAR, channel_axis, sites
@@ -30,8 +31,8 @@ Changed = Callable[[Any], None]
 
 def rank(
     model: Any, changes: Mapping[str, Changed], feeds: Feeds, threads: int, told: Callable[[int, int], None]
-) -> list[dict[str, Any]]:
-    """The layers, the most sensitive first: `node`, `op` and `sqnr_db`; ties in the graph's order.
+) -> list[RankedLayer]:
+    """The layers, the most sensitive first; ties in the graph's order.
 
     `changes` maps a node's name to what rounds that one layer in a copy of the graph. `told` hears how many are done.
     """
@@ -44,8 +45,8 @@ def rank(
         copy.CopyFrom(model)
         change(copy.graph)
         ratio = sqnr(exact, _outputs(copy, feeds, threads))
-        found.append({"node": name, "op": kinds[name], "sqnr_db": round(ratio, 2)})
-    return sorted(found, key=lambda each: each["sqnr_db"])
+        found.append(RankedLayer(name, kinds[name], round(ratio, 2)))
+    return sorted(found, key=lambda each: each.sqnr_db)
 
 
 def sqnr(exact: Sequence[np.ndarray], rounded: Sequence[np.ndarray]) -> float:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.backend import Maker, derived
+from dyno.worker.facts.files import MadeBy, RankedLayer
 from dyno.worker.inputs.calibration import calibration_of, example
 from dyno.worker.makers.ranking import IMAGES, Changed, fp16_changes, int8_changes, rank
 from dyno.worker.onnx_graph.fold import lifted
@@ -33,7 +34,7 @@ class OnnxSensitivity(Maker):
     requires = ("onnx", "onnxruntime", "onnxconverter-common", "onnxslim")
 
     def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
-        """Write the FP32 graph that the ranking's names are of; `made_by["ranking"]` lists `node`, `op`, `sqnr_db`.
+        """Write the FP32 graph that the ranking's names are of; `made_by.ranking` lists them.
 
         FOLDER/stage says how far it is. Raises `UserError` without a parent and for calibration data that is missing or
         of another shape than the model reads.
@@ -50,13 +51,12 @@ class OnnxSensitivity(Maker):
         ranking = rank(model, changes, feeds, recipe.runtime.threads, told)
         path = folder / "model.onnx"
         path.write_bytes(model.SerializeToString())
-        made_by = {
-            "backend": self.name,
-            "options": dict(recipe.options),
-            "ranking": ranking,
-            "ranked_on": sum(len(next(iter(feed.values()))) for feed in feeds),
-            "warnings": [],
-        }
+        made_by = MadeBy(
+            backend=self.name,
+            options=dict(recipe.options),
+            ranking=tuple(ranking),
+            ranked_on=sum(len(next(iter(feed.values()))) for feed in feeds),
+        )
         return derived(parent, path, parent.precision, made_by, started)
 
 
@@ -85,10 +85,10 @@ def _feeds(recipe: Recipe, parent: Artifact) -> Sequence[dict[str, np.ndarray]]:
     return list(data.feeds(0, len(data)))
 
 
-def kept(recipe: Recipe, parent: Artifact) -> list[dict[str, Any]]:
+def kept(recipe: Recipe, parent: Artifact) -> tuple[RankedLayer, ...]:
     """The layers that the recipe's option `keep` keeps higher: the most sensitive ones of the parent's ranking."""
     count = recipe.options.get("keep", 0)
-    ranking: list[dict[str, Any]] = parent.made_by.get("ranking", [])
+    ranking = parent.made_by.ranking
     if count > len(ranking):  # type: ignore[operator]
         raise UserError(f"keep={count}: {recipe.model.name} has {len(ranking)} layers that {recipe.precision} touches")
     return ranking[: int(count)]

@@ -45,9 +45,8 @@ class OnnxStatic(Maker):
         model, said = folded(model, {name: feeds[name].astype(_dtype(parent, name)) for name in shapes}, folder)
         onnx.save(model, path)
         read, written = read_io(str(path))
-        made_by = {key: value for key, value in parent.made_by.items() if key != "steps"}
-        made_by |= {"backend": self.name, "folded": not said}
-        made_by["warnings"] = [*parent.made_by.get("warnings", ()), *said]
+        warnings = (*parent.made_by.warnings, *said)
+        made_by = replace(parent.made_by, steps=(), backend=self.name, folded=not said, warnings=warnings)
         return replace(derived(parent, path, parent.precision, made_by, started), inputs=read, outputs=written)
 
 

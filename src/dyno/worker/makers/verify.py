@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dyno.worker.extras import install
+from dyno.worker.facts.files import Verified
 from dyno.worker.onnx_graph.check import session
 from dyno.worker.sessions.torch_support import first_line, import_torch, named_outputs, one_thread
 from dyno.worker.spec import Tensor
 
 RELATIVE, ABSOLUTE = 1e-3, 1e-4  # the second as a share of the largest output
 OWN_ERRORS = 10  # a graph may be off by so many times what the module in FP32 is off from itself in FP64 …
+LOST = 0.01  # of the boxes after suppression: scores near a threshold or near each other may change places
 DOUBT = 1e-2  # … but never by more than this share of the largest output
 
 
@@ -40,7 +42,8 @@ class Case(NamedTuple):
 class Source:
     """The module, an example of each input, the names of its outputs, and cases that a graph of it must pass.
 
-    With `free_batch`, `batched` are the inputs whose first axis is the batch.
+    With `free_batch`, `batched` are the inputs whose first axis is the batch. With `rows` the outputs are boxes after
+    suppression, a row for each, whose order and number rounding may change a little.
     """
 
     module: Any
@@ -49,6 +52,7 @@ class Source:
     expected: tuple[Case, ...]
     free_batch: bool
     batched: tuple[str, ...] = ("input",)
+    rows: bool = False
 
     @property
     def following(self) -> tuple[str, ...]:
@@ -60,8 +64,8 @@ class Source:
         )
 
 
-def verified(path: Path, outputs: Sequence[Tensor], source: Source) -> dict[str, Any]:
-    """Compare the graph with the module; `Wrong` where they differ, {} where nothing is there to run it.
+def verified(path: Path, outputs: Sequence[Tensor], source: Source) -> Verified | None:
+    """Compare the graph with the module; `Wrong` where they differ, None where nothing is there to run it.
 
     Rounding alone moves the outputs of a deep network with random weights by more than the usual tolerance. So before a
     graph is called wrong the module is run in FP64, which says how far its own FP32 outputs are to be trusted.
@@ -73,9 +77,11 @@ def verified(path: Path, outputs: Sequence[Tensor], source: Source) -> dict[str,
         fed = [{name: array for name, array in case.feeds.items() if name in read} for case in source.expected]
         given = [ready.run(list(source.outputs), feeds) for feeds in fed]
     except ImportError:
-        return {}
+        return None
     except Exception as e:  # ONNX Runtime's errors have no common base but this one
         raise Refused(f"wrote a graph that ONNX Runtime refuses, {first_line(e)}") from e
+    if source.rows:
+        return _rows(source, given)
     pairs = [(name, case.outputs[name], got[i]) for case, got in zip(source.expected, given, strict=True)
              for i, name in enumerate(source.outputs)]  # fmt: skip
     own: dict[str, float] = {}
@@ -85,23 +91,54 @@ def verified(path: Path, outputs: Sequence[Tensor], source: Source) -> dict[str,
         own = _own_errors(source)
         worst = max(_difference(*pair, OWN_ERRORS * own.get(pair[0], 0.0)) for pair in pairs)
     largest = max(_largest(a) for case in source.expected for a in case.outputs.values())
-    return {
-        "batches": [case.batch for case in source.expected],
-        "max_abs_error": worst,
-        "max_abs_output": largest,
-        "rtol": RELATIVE,
-        "atol": ABSOLUTE * largest,
-        **({"own_error": max(own.values())} if own else {}),
-    }
+    return Verified(
+        batches=tuple(case.batch for case in source.expected),
+        max_abs_error=worst,
+        max_abs_output=largest,
+        rtol=RELATIVE,
+        atol=ABSOLUTE * largest,
+        own_error=max(own.values()) if own else None,
+    )
 
 
-def doubtful(checked: dict[str, Any]) -> list[str]:
+def _rows(source: Source, given: Sequence[Sequence[np.ndarray]]) -> Verified:
+    """Compare boxes as sets; `Wrong` where more than 1 % of either side's have none on the other that is close in all
+    values, and where no image has any."""
+    count, lost = 0, 0
+    for case, got in zip(source.expected, given, strict=True):
+        close = _close_rows([*case.outputs.values()], got)
+        count += sum(close.shape)
+        lost += int((~close.any(axis=1)).sum() + (~close.any(axis=0)).sum())
+    if not count:
+        raise Wrong("wrote a graph that can't be checked: no image has boxes; give trained weights (--weights)")
+    if lost > LOST * count:
+        raise Wrong(f"wrote a graph in which {lost} of {count} boxes are others than the module's")
+    batches = tuple(case.batch for case in source.expected)
+    return Verified(batches=batches, boxes=count, boxes_apart=lost, rtol=RELATIVE)
+
+
+def _close_rows(wanted: Sequence[np.ndarray], given: Sequence[np.ndarray]) -> np.ndarray:
+    """Whether each row of the one is close to each of the other in every output; whole numbers must be the same."""
+    close = np.ones((len(wanted[0]), len(given[0])), bool)
+    for want, got in zip(wanted, given, strict=True):
+        if want.shape[1:] != got.shape[1:]:
+            raise Wrong(
+                f"wrote a graph whose rows are {list(got.shape[1:])} where the module's are {list(want.shape[1:])}"
+            )
+        scale = 0.0 if want.dtype.kind in "iu" else RELATIVE * _largest(want)
+        for at in np.ndindex(want.shape[1:]):
+            a, b = (rows[(slice(None), *at)].astype(np.float64) for rows in (want, got))
+            close &= np.abs(a[:, None] - b[None, :]) <= scale
+    return close
+
+
+def doubtful(checked: Verified | None) -> list[str]:
     """What there is to say of a comparison that left doubts."""
-    if not checked:
+    if checked is None:
         return [f"the graph was not verified: onnxruntime is not installed ({install('onnxruntime')})"]
-    if "own_error" not in checked:
+    if checked.own_error is None:
         return []
-    own, off, largest = (f"{checked[key]:.2g}" for key in ("own_error", "max_abs_error", "max_abs_output"))
+    own, off, largest = (f"{n:.2g}" for n in (checked.own_error, checked.max_abs_error, checked.max_abs_output))
     return [
         f"this network amplifies rounding: its outputs in FP32 are off by {own} from FP64, and the graph's by {off} "
         f"from those, where the largest is {largest}; lower precisions will differ by far more"

@@ -8,6 +8,7 @@ from typing import Any
 
 from dyno.worker.inputs.layout import axes
 from dyno.worker.inputs.shapes import Shape
+from dyno.worker.inspection import Inspection
 from dyno.worker.nets import ultralytics_models
 from dyno.worker.spec import ModelSpec, Tensor, UserError
 
@@ -30,8 +31,8 @@ def image_facts(
     shapes: Mapping[str, Shape],
     sizes: Sequence[Sequence[int]],
     metadata: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Facts for the inspection: `size` [h, w] ([0, 0] without an image), `fixed_size`, `channels` and `usual_batch`.
+) -> Inspection:
+    """For the inspection: size, (0, 0) without an image, and whether it is fixed; channels and the usual batch.
 
     The size is that of the file's first image where it is fixed, else that of `shapes`, else the metadata's `imgsz`,
     else DEFAULT_SIZE. One of the user's `sizes` that contradicts `shapes`, or that the network's stride doesn't divide,
@@ -39,19 +40,20 @@ def image_facts(
     """
     image = next((tensor for tensor in tensors if len(tensor.shape) == 4), None)
     if image is None:
-        return {"size": [0, 0]}
+        return Inspection()
     channel, *sides = axes(image.shape)
     fixed = [_number(image.shape[side]) for side in sides]
     requested = [shapes[image.name][side] for side in sides] if len(shapes.get(image.name, ())) == 4 else [0, 0]
-    facts: dict[str, Any] = {"fixed_size": all(fixed) or all(requested)}
     default = _pair(metadata.get("imgsz")) or [DEFAULT_SIZE, DEFAULT_SIZE]
-    facts["size"] = [side or shape or own for side, shape, own in zip(fixed, requested, default, strict=True)]
-    if channels := _number(image.shape[channel]):
-        facts["channels"] = channels
-    if isinstance(metadata.get("batch"), int) and not _number(image.shape[0]):
-        facts["usual_batch"] = metadata["batch"]
+    height, width = (side or shape or own for side, shape, own in zip(fixed, requested, default, strict=True))
+    usual = metadata.get("batch")
     _check(model, sizes, requested, metadata.get("stride"))
-    return facts
+    return Inspection(
+        size=(height, width),
+        fixed_size=all(fixed) or all(requested),
+        channels=_number(image.shape[channel]) or None,
+        usual_batch=usual if isinstance(usual, int) and not _number(image.shape[0]) else None,
+    )
 
 
 def _check(model: ModelSpec, sizes: Sequence[Sequence[int]], requested: Sequence[int], stride: Any) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 
 from dyno.worker import tasks
 from dyno.worker.extras import install
-from dyno.worker.nets import local_code, saved_modules, ultralytics_models
+from dyno.worker.nets import local_code, saved_modules, torchvision_detectors, ultralytics_models
 from dyno.worker.nets.checkpoint import apply, head_classes, read_checkpoint
 from dyno.worker.nets.random_weights import init_batch_norm, undo_zero_init
 from dyno.worker.spec import Dims, ModelSpec, Preprocess, Unavailable, UserError, check_known
@@ -66,10 +66,19 @@ def load(model: ModelSpec, dims: Dims | None = None) -> Any:
     """
     module = build(model, dims)
     random = not (model.weights or model.pretrained or model.source.endswith(ultralytics_models.CHECKPOINTS))
-    if random and (size := image_size(model)):
+    if random and is_torchvision_detector(model):
+        wanted = (dims.height, dims.width) if dims else torchvision_detectors.SMALL
+        torchvision_detectors.init(_library("torch"), module, *wanted)
+    elif random and (size := image_size(model)):
         undo_zero_init(_library("torch"), module)
         init_batch_norm(_library("torch"), module, model.channels, size)
     return module
+
+
+def is_torchvision_detector(model: ModelSpec) -> bool:
+    """Whether the source names one of torchvision's detectors (see `torchvision_detectors`)."""
+    kind, name = parse(model.source) if model.source and not model.file else ("", "")
+    return kind == "torchvision" and name in torchvision_detectors.names(_library("torchvision"))
 
 
 def build(model: ModelSpec, dims: Dims | None = None) -> Any:
@@ -160,7 +169,7 @@ def _from_source(
     kind, rest = parse(model.source)
     torch.manual_seed(model.seed)
     if kind == "torchvision":
-        return _torchvision(model, rest, classes)
+        return _torchvision(model, rest, dims, classes)
     if kind == "timm":
         return _timm(model, rest, dims, classes)
     if kind == "ultralytics":
@@ -184,8 +193,9 @@ def _library(name: str) -> Any:
         raise Unavailable(f"{name} can't be imported ({e}); {install(name)}") from e
 
 
-def _torchvision(model: ModelSpec, name: str, classes: int | None) -> Any:
-    library = _library("torchvision").models
+def _torchvision(model: ModelSpec, name: str, dims: Dims | None, classes: int | None) -> Any:
+    torchvision = _library("torchvision")
+    library = torchvision.models
     if name not in library.list_models():
         raise UserError(_unknown("torchvision", name, library.list_models()))
     if model.channels != 3:
@@ -195,11 +205,22 @@ def _torchvision(model: ModelSpec, name: str, classes: int | None) -> Any:
     options: dict[str, Any] = {} if classes is None else {"num_classes": classes}
     if "init_weights" in inspect.signature(library.get_model_builder(name)).parameters:
         options["init_weights"] = True  # the default, but without its warning
+    options |= torchvision_options(name, dims)
     if model.pretrained:
         return _published(model, lambda: library.get_model(name, weights="DEFAULT", **options))
-    if "weights_backbone" in inspect.signature(library.get_model_builder(name)).parameters:
-        options["weights_backbone"] = None
     return library.get_model(name, weights=None, **options)
+
+
+def torchvision_options(name: str, dims: Dims | None) -> dict[str, Any]:
+    """Options of `torchvision.models.get_model`: no weights of a backbone by themselves, and a detector's size."""
+    torchvision = _library("torchvision")
+    builder = torchvision.models.get_model_builder(name)
+    options: dict[str, Any] = {}
+    if "weights_backbone" in inspect.signature(builder).parameters:
+        options["weights_backbone"] = None
+    if name in torchvision_detectors.names(torchvision):
+        options |= torchvision_detectors.resizing(name, dims)
+    return options
 
 
 def _timm(model: ModelSpec, name: str, dims: Dims | None, classes: int | None) -> Any:
@@ -338,13 +359,16 @@ def _check_unchanged(path: str, sha256: str, what: str) -> None:
 
 
 def _torchvision_config(name: str) -> tuple[Preprocess | None, tuple[int, int] | None]:
-    library = _library("torchvision").models
+    torchvision = _library("torchvision")
+    library = torchvision.models
     if name not in library.list_models():
         raise UserError(_unknown("torchvision", name, library.list_models()))
+    if name in torchvision_detectors.names(torchvision):
+        return tasks.find("detect").preprocess(3), torchvision_detectors.size(torchvision, name)
     weights = library.get_model_weights(name)
     transforms: Any = weights.DEFAULT.transforms() if len(weights) else None
     if not hasattr(transforms, "mean") or not hasattr(transforms, "crop_size"):
-        return None, None  # detection and segmentation models resize inside
+        return None, None  # segmentation models resize inside
     crop = transforms.crop_size[0]
     size = (crop, crop) if len(transforms.crop_size) == 1 else tuple(transforms.crop_size)
     resize = transforms.resize_size[0] / crop

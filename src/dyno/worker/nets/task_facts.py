@@ -14,31 +14,33 @@ from dataclasses import replace
 from typing import Any
 
 from dyno.worker import tasks
+from dyno.worker.inspection import Purpose
 from dyno.worker.spec import InputSpec, ModelSpec, Preprocess, UserError, from_json, to_json
 from dyno.worker.tasks.task import Shape
 
 
-def read(path: str) -> dict[str, Any]:
-    """`task`, `classes`, `keypoints`, `preprocess` and `inputs` from an ONNX file's metadata, as far as it has them."""
+def read(path: str) -> Purpose:
+    """What an ONNX file's metadata says of it, as far as it has any."""
     import onnx
 
     model = onnx.load(path, load_external_data=False)
     metadata = {entry.key: entry.value for entry in model.metadata_props}
-    facts: dict[str, Any] = {}
+    said = Purpose()
     if metadata.get("task") in tasks.names():
-        facts["task"] = metadata["task"]
+        said = replace(said, task=metadata["task"])
     names, points = _literal(metadata.get("names")), _literal(metadata.get("kpt_shape"))
     if isinstance(names, (dict, list, tuple)) and names:
-        facts["classes"] = len(names)
+        said = replace(said, classes=len(names))
     if isinstance(points, (list, tuple)) and points:
-        facts["keypoints"] = [int(n) for n in points]
+        said = replace(said, keypoints=tuple(int(n) for n in points))
     if "inputs" in metadata:
         with contextlib.suppress(ValueError, TypeError, AttributeError, UserError):  # another program's idea of the key
-            facts["inputs"] = tuple(from_json(InputSpec, each) for each in json.loads(metadata["inputs"]))
+            inputs = tuple(from_json(InputSpec, each) for each in json.loads(metadata["inputs"]))
+            said = replace(said, inputs=inputs)
     if "preprocess" in metadata:
         with contextlib.suppress(ValueError, TypeError, AttributeError, UserError):  # another program's idea of the key
-            facts["preprocess"] = to_json(from_json(Preprocess, json.loads(metadata["preprocess"])))
-    return facts
+            said = replace(said, preprocess=from_json(Preprocess, json.loads(metadata["preprocess"])))
+    return said
 
 
 def write(path: str, model: ModelSpec) -> None:
@@ -63,24 +65,24 @@ def _metadata(model: ModelSpec) -> dict[str, str]:
     return metadata
 
 
-def facts(model: ModelSpec, requested: str, metadata: dict[str, Any], outputs: Sequence[Shape]) -> dict[str, Any]:
-    """Facts for the inspection: `task`, and for detection and its kin `classes`, `keypoints` and `preprocess`.
+def facts(model: ModelSpec, requested: str, metadata: Purpose, outputs: Sequence[Shape]) -> Purpose:
+    """For the inspection: the task, and for detection and its kin classes, keypoints and preprocessing.
 
-    `requested` is the user's --task, `metadata` the file's, `outputs` the shapes of the outputs, free axes as text. {}
-    where neither names the task. Raises `UserError` where they contradict each other.
+    `requested` is the user's --task, `metadata` the file's, `outputs` the shapes of the outputs, free axes as text.
+    Empty where neither names the task. Raises `UserError` where they contradict each other.
     """
-    if requested and metadata.get("task", requested) != requested:
+    if requested and (metadata.task or requested) != requested:
         raise UserError(
-            f"{model.name} is a network for {metadata['task']}, not {requested}; omit --task, "
+            f"{model.name} is a network for {metadata.task}, not {requested}; omit --task, "
             f"or export it again with --task {requested}"
         )
-    name = metadata.get("task") or requested
+    name = metadata.task or requested
     if not name:
-        return {}
+        return Purpose()
     task = tasks.find(name)
-    preprocess = metadata.get("preprocess") or to_json(task.preprocess(model.channels))
-    complete = bool(metadata) or task.labels == "objects"  # a classifier by --task alone keeps its preprocessing
-    return {"task": name, **task.layout(model, metadata, outputs), **({"preprocess": preprocess} if complete else {})}
+    preprocess = metadata.preprocess or task.preprocess(model.channels)
+    complete = bool(metadata.said()) or task.labels == "objects"  # a classifier by --task alone keeps its preprocessing
+    return replace(task.layout(model, metadata, outputs), task=name, preprocess=preprocess if complete else None)
 
 
 def _literal(text: str | None) -> Any:

@@ -12,12 +12,13 @@ import re
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from dyno.worker.extras import install
-from dyno.worker.nets import torch_archive, yolo_checkpoint
+from dyno.worker.inspection import Purpose
+from dyno.worker.nets import torch_archive
 from dyno.worker.nets.checkpoint import apply
 from dyno.worker.spec import ModelSpec, Unavailable, UserError
 from dyno.worker.tasks import find as find_task
@@ -36,7 +37,9 @@ BUILDERS = {
 }
 # Heads whose outputs are laid out as the tasks read them.
 HEADS = {"Classify": "classify", "Detect": "detect", "Segment": "segment", "Pose": "pose"}
-CHECKPOINTS = (".pt", ".pth")
+CHECKPOINTS = (".pt", ".pth")  # of a user's own (best.pt), read without running their code
+MAX_SIDE = 8192  # pixels of a side that a checkpoint may name as its training size
+MAX_VALUES = 10_000  # values in an architecture
 ACTIVATION = re.compile(r"(?:torch\.)?nn\.([A-Z]\w*)\([\w., =-]*\)")  # which the library evaluates as code
 
 
@@ -79,22 +82,22 @@ def build(model: ModelSpec, name: str, state: Mapping[str, Any] | None = None, *
     return module
 
 
-def facts(module: Any) -> dict[str, Any]:
-    """Task, classes, the keypoints' shape ([] for none) and the stride of a network."""
+def facts(module: Any) -> Purpose:
+    """Task, classes, the keypoints' shape (() for none) and the stride of a network."""
     head = module.model[-1]
     task = HEADS[type(head).__name__]
     whole = hasattr(head, "linear")  # a head that sees the whole image, whatever its size
-    return {
-        "task": task,
-        "classes": int(head.linear.out_features if whole else head.nc),
-        "keypoints": [int(n) for n in getattr(head, "kpt_shape", ())],
-        "stride": 1 if whole else int(max(module.stride)),
-    }
+    return Purpose(
+        task=task,
+        classes=int(head.linear.out_features if whole else head.nc),
+        keypoints=tuple(int(n) for n in getattr(head, "kpt_shape", ())),
+        stride=1 if whole else int(max(module.stride)),
+    )
 
 
 def size(task: str, name: str = "") -> tuple[int, int]:
     """Height and width that such networks are trained for, or that a checkpoint was trained for."""
-    side = yolo_checkpoint.read(name).size if name.endswith(CHECKPOINTS) else 0
+    side = read_checkpoint(name).size if name.endswith(CHECKPOINTS) else 0
     return (side, side) if side else find_task(task).size
 
 
@@ -102,7 +105,7 @@ def task_of(source: str, name: str) -> str:
     """The task of NAME.yaml, or of a checkpoint; a `UserError` for one that isn't supported."""
     tasks = library()
     stored = name.endswith(CHECKPOINTS)
-    return _task(tasks, source, yolo_checkpoint.read(name).config if stored else _config(tasks, source, name))
+    return _task(tasks, source, read_checkpoint(name).config if stored else _config(tasks, source, name))
 
 
 def _task(tasks: Any, source: str, config: dict[str, Any]) -> str:
@@ -142,14 +145,14 @@ def _build_from_config(tasks: Any, model: ModelSpec, config: dict[str, Any]) -> 
 
 
 def _from_checkpoint(tasks: Any, model: ModelSpec, name: str) -> Any:
-    checkpoint = yolo_checkpoint.read(name)
+    checkpoint = read_checkpoint(name)
     weights = torch_archive.tensors(checkpoint.module)
     config = _check_layers(tasks, model.source, checkpoint.config)
     config["channels"] = channels = config.get("channels", config.get("ch", model.channels))
     if channels != model.channels:
         raise UserError(f"{model.source} takes images of {channels} channels; give --channels {channels}")
     module = _build_from_config(tasks, _fitted(replace(model, weights=name), config, weights), config)
-    apply(module, weights, name, yolo_checkpoint.advice(name))
+    apply(module, weights, name, advice(name))
     return module
 
 
@@ -227,3 +230,63 @@ def _fitted(model: ModelSpec, config: Mapping[str, Any], state: Mapping[str, Any
         each = next(n for n in (shape[1], 3, 2, 1) if values % n == 0)
         model = replace(model, keypoints=(values // each, each))
     return model
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """`config` is the architecture as the YAML has it, `module` the stub that holds the tensors, `size` the side of the
+    images that it was trained on (0: unknown)."""
+
+    config: dict[str, Any]
+    module: torch_archive.Stub
+    size: int
+
+
+def read_checkpoint(path: str) -> Checkpoint:
+    """The checkpoint, its averaged weights (EMA) where it has them; a `UserError` names the alternatives."""
+    archive = torch_archive.Archive(path)
+    if not archive.yolo:
+        raise UserError(f"{path} is not a checkpoint of ultralytics; {torch_archive.advice(archive)}")
+    loaded = archive.load()
+    module = torch_archive.module_in(loaded)
+    config = module.state.get("yaml") if module is not None else None
+    if not isinstance(config, dict) or not {"backbone", "head"} <= set(config):
+        raise UserError(f"{path} holds no module with its architecture; {advice(path)}")
+    return Checkpoint(_plain(config, path), module, _side(module.state.get("args") or loaded.get("train_args")))
+
+
+def _side(arguments: Any) -> int:
+    """The longest side in the settings of its training, 0 where it isn't among them."""
+    size = arguments.get("imgsz") if isinstance(arguments, dict) else None
+    sides = size if isinstance(size, (list, tuple)) else [size]
+    return max((side for side in sides if isinstance(side, int) and 0 < side <= MAX_SIDE), default=0)
+
+
+def advice(path: str) -> str:
+    """The two lines of Python that split a trusted checkpoint where this module can't."""
+    return (
+        f"if you trust it, run m = ultralytics.YOLO({path!r}).model.float(); "
+        "safetensors.torch.save_file(m.state_dict(), 'net.safetensors') and yaml.safe_dump(m.yaml, open('net.yaml', "
+        "'w')), then give ultralytics:net.yaml --weights net.safetensors"
+    )
+
+
+def _plain(config: dict[str, Any], path: str) -> dict[str, Any]:
+    """A copy of the architecture, of text, numbers, lists and tables alone."""
+    remaining = MAX_VALUES
+
+    def copied(value: Any, depth: int) -> Any:
+        nonlocal remaining
+        remaining -= 1
+        if remaining < 0 or depth > 10:
+            raise UserError(f"the architecture in {path} is too large to be a network's; {advice(path)}")
+        if isinstance(value, dict):
+            return {copied(key, depth + 1): copied(item, depth + 1) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [copied(item, depth + 1) for item in value]
+        if value is None or isinstance(value, (str, int, float, bool)):
+            return value
+        raise UserError(f"{path} has something in its architecture that is neither text nor a number; {advice(path)}")
+
+    copy: dict[str, Any] = copied(config, 0)
+    return copy

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from dyno.worker.facts.files import Check
 from dyno.worker.onnx_graph.bf16 import EMULATION, emulated
 from dyno.worker.spec import UserError
 from dyno.worker.system import physical_cores
@@ -17,16 +18,12 @@ Feeds = Mapping[str, np.ndarray]
 HALF_CRASHES = ("NchwcTransformer",)
 
 
-def compared(before: list[np.ndarray], after: list[np.ndarray], what: str, ran: str) -> dict[str, Any]:
+def compared(before: list[np.ndarray], after: list[np.ndarray], what: str, ran: str) -> Check:
     """Largest difference of the outputs, largest output, and how they were computed; overflow is a `UserError`."""
     if all(np.isfinite(b).all() for b in before) and not all(np.isfinite(a).all() for a in after):
         raise UserError(f"{what}: outputs are not finite; use bf16 or fp32")
     difference = max(float(np.abs(a - b).max(initial=0)) for a, b in zip(after, before, strict=True))
-    return {
-        "max_difference": difference,
-        "max_output": max(float(np.abs(b).max(initial=0)) for b in before),
-        "ran": ran,
-    }
+    return Check(difference, max(float(np.abs(b).max(initial=0)) for b in before), ran)
 
 
 def outputs(

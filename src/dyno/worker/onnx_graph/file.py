@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dyno.worker.extras import install
+from dyno.worker.facts.files import MadeBy
 from dyno.worker.onnx_graph import opset, repair
 from dyno.worker.onnx_graph.weights import beside
 from dyno.worker.spec import Artifact, Option, Tensor, Unavailable, UserError
@@ -82,16 +84,15 @@ def prepare_given(path: str, wanted: Option | None, folder: Path) -> Artifact:
     onnx = import_onnx()
     model = _read(path)
     check(path)
-    made_by: dict[str, Any] = {
-        "backend": "given",
-        "opset": opset_of(Path(path)),
-        "parameters": sum(math.prod(t.dims) for t in model.graph.initializer),
-        "weights_sha256": _digest(path),
-        "warnings": [],
-    }
+    made_by = MadeBy(
+        backend="given",
+        opset=opset_of(Path(path)),
+        parameters=sum(math.prod(t.dims) for t in model.graph.initializer),
+        weights_sha256=_digest(path),
+    )
     copy = folder / "model.onnx"
-    repaired, made_by["warnings"] = repair.repaired(model)
-    if made_by["warnings"]:
+    repaired, warnings = repair.repaired(model)
+    if warnings:
         onnx.load_external_data_for_model(repaired, str(Path(path).parent))
         repair.save(repaired, copy)
         model, path = repaired, str(copy)
@@ -99,13 +100,13 @@ def prepare_given(path: str, wanted: Option | None, folder: Path) -> Artifact:
         try:
             onnx.save(opset.in_opset(model, wanted), copy)
         except UserError as e:  # a newer engine may read it all the same; another one reports an error
-            made_by["warnings"].append(str(e))
+            warnings.append(str(e))
         else:
-            made_by["opset"], path = wanted, str(copy)
-    return artifact(path, 0.0, made_by)
+            made_by, path = replace(made_by, opset=wanted), str(copy)
+    return artifact(path, 0.0, replace(made_by, warnings=tuple(warnings)))
 
 
-def artifact(path: str, seconds: float, made_by: dict[str, Any]) -> Artifact:
+def artifact(path: str, seconds: float, made_by: MadeBy) -> Artifact:
     inputs, outputs = read_io(path)
     size = sum(file.stat().st_size for file in (Path(path), *beside(Path(path))))
     return Artifact("onnx", path, _digest(path), size, "fp32", inputs, outputs, seconds, made_by=made_by)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from dyno.worker.facts.files import MadeBy
 from dyno.worker.inputs.calibration import example, reader
 from dyno.worker.onnx_graph.head import decoding, named
 from dyno.worker.spec import Artifact, Recipe, UserError
@@ -23,7 +24,7 @@ SENSITIVE = (
 ).split()
 
 
-def to_fp16(model: Any, recipe: Recipe, parent: Artifact, path: Path, kept: Sequence[str] = ()) -> dict[str, Any]:
+def to_fp16(model: Any, recipe: Recipe, parent: Artifact, path: Path, kept: Sequence[str] = ()) -> MadeBy:
     """Write the mixed-precision graph, nodes named in `kept` left in FP32.
 
     Returns its scheme and warnings, nodes kept for their large values included.
@@ -39,7 +40,7 @@ def to_fp16(model: Any, recipe: Recipe, parent: Artifact, path: Path, kept: Sequ
     if large:
         warnings.insert(0, f"kept in FP32, as their values exceed what FP16 holds: {', '.join(large[:10])}")
     what = "sensitive nodes and the detector's decoding" if head else "sensitive nodes"
-    return {"scheme": f"mixed FP16; inputs, outputs and {what} in FP32", "warnings": warnings}
+    return MadeBy(scheme=f"mixed FP16; inputs, outputs and {what} in FP32", warnings=tuple(warnings))
 
 
 def refuse_half(model: Any, parent: Artifact) -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import platform
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dyno.worker import system
+from dyno.worker.facts.files import MadeBy
 from dyno.worker.inputs.calibration import CalibrationImages, CalibrationInputs, calibration_of, reader
 from dyno.worker.onnx_graph.check import session
 from dyno.worker.onnx_graph.fold import folded
@@ -75,7 +76,7 @@ SCHEMES = {
 }
 
 
-def to_int8(model: Any, recipe: Recipe, parent: Artifact, path: Path, kept: Sequence[str] = ()) -> dict[str, Any]:
+def to_int8(model: Any, recipe: Recipe, parent: Artifact, path: Path, kept: Sequence[str] = ()) -> MadeBy:
     """Write the quantised graph, nodes named in `kept` left in float.
 
     Returns scheme, target, calibration, number of nodes in float and warnings.
@@ -100,13 +101,13 @@ def to_int8(model: Any, recipe: Recipe, parent: Artifact, path: Path, kept: Sequ
             _quantise(scratch, path, METHODS[method], sorted(seen.types), sorted(excluded), **settings)
             _reading_floats(path, kept)
     onnx.checker.check_model(str(path), full_check=True)
-    return {
-        "scheme": seen.scheme.text + (", weights in 7 bits because this CPU has no VNNI" if seen.narrow else ""),
-        "target": target,
-        "calibration": {**data.facts, "method": method},
-        "kept_float": len(excluded),
-        "warnings": [*seen.warnings, *data.warnings],
-    }
+    return MadeBy(
+        scheme=seen.scheme.text + (", weights in 7 bits because this CPU has no VNNI" if seen.narrow else ""),
+        target=target,
+        calibration=replace(data.facts, method=method),
+        kept_float=len(excluded),
+        warnings=(*seen.warnings, *data.warnings),
+    )
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from dyno.worker.facts.files import MadeBy
 from dyno.worker.spec import Artifact, Recipe
 
 WHOLE = 2**31 - 2**26  # bytes of weights that a protobuf file has room for
@@ -33,7 +34,7 @@ def save(model: Any, path: Path) -> None:
     onnx.save(model, path, save_as_external_data=large, location=f"{path.name}.data")
 
 
-def to_fp32(model: Any, recipe: Recipe, parent: Artifact, path: Path) -> dict[str, Any]:
+def to_fp32(model: Any, recipe: Recipe, parent: Artifact, path: Path) -> MadeBy:
     """Write a graph in FP16 or BF16 in FP32, from which the other precisions are made, with a warning."""
     import onnx
 
@@ -42,7 +43,7 @@ def to_fp32(model: Any, recipe: Recipe, parent: Artifact, path: Path) -> dict[st
     onnx.checker.check_model(model, full_check=True)
     onnx.save(model, path)
     warning = f"made from a file in {parent.precision}: its weights have that file's rounding in every precision"
-    return {"scheme": "FP32, weights as rounded before", "warnings": [warning]}
+    return MadeBy(scheme="FP32, weights as rounded before", warnings=(warning,))
 
 
 def in_single(model: Any, kinds: tuple[int, ...]) -> None:

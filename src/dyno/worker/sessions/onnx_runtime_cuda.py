@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from dyno.worker.facts.engine import EngineFacts
 from dyno.worker.inputs.shapes import Shape
 from dyno.worker.option_values import Check, flag, one_of, whole
 from dyno.worker.sessions.device_session import DeviceSession, slots_of
@@ -115,17 +116,16 @@ class CudaSession(DeviceSession):
             results[tensor.name] = (tuple(value.shape()), tensor.dtype, int(value.data_ptr()))
         return results
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> EngineFacts:
         """See `OnnxFile.facts`; also the nodes that ran on the CPU."""
-        facts: dict[str, Any] = self._file.facts(self._providers, {})
-        on_cpu = facts["nodes_by_provider"].get("CPUExecutionProvider", 0)
-        if on_cpu:
-            facts["notes"] = [
-                *facts["notes"],
-                f"{on_cpu} of {facts['layers']} nodes ran on the CPU, with copies around them",
-            ]
-        facts["options"] |= {"slots": self.slots, **self._providers[0][1]}
-        return facts
+        facts: EngineFacts = self._file.facts(self._providers, {})
+        on_cpu = facts.nodes_by_provider.get("CPUExecutionProvider", 0)
+        note = f"{on_cpu} of {facts.layers} nodes ran on the CPU, with copies around them"
+        return replace(
+            facts,
+            notes=(*facts.notes, note) if on_cpu else facts.notes,
+            options={**facts.options, "slots": self.slots, **self._providers[0][1]},
+        )
 
     def close(self) -> None:
         """Free the bindings and the session before the memory they use."""

@@ -7,7 +7,7 @@ import statistics
 from collections import Counter, defaultdict
 from typing import Any
 
-from dyno.worker.truth import has_precision, why_not_faster
+from dyno.worker.facts.precision import has_precision, why_not_faster
 
 TYPE_NAMES = {"float": "float32", "uint8": "int8", "double": "float64"}
 COMPUTE = re.compile("Conv|Gemm|MatMul|Attention|LSTM|GRU|RNN")

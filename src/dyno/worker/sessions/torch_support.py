@@ -205,11 +205,15 @@ def import_torch() -> Any:
 
 
 def device_named(torch: Any, name: str) -> Any:
-    """The `torch.device`; `Unavailable` when PyTorch doesn't see it here."""
+    """The `torch.device`, a GPU made PyTorch's current one; `Unavailable` when PyTorch doesn't see it here.
+
+    Streams and events are made in the current device's context: those of another one can't time it.
+    """
     if name.startswith("cuda"):
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         number = int(name.partition(":")[2] or 0)
         if number >= count:
             has = f"{count} CUDA devices" if count else "no CUDA device"
             raise Unavailable(f"PyTorch {torch.__version__} sees {has}; {name} needs a GPU, a driver and a CUDA build")
+        torch.cuda.set_device(number)
     return torch.device(name)

@@ -17,7 +17,7 @@ from dyno.worker.spec import Artifact, Trial, UserError
 GROUP = "dyno.scripts"
 
 
-def write(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> dict[str, Any]:
+def write(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> tuple[str, ...]:
     """Write script.py into the folder, and beside it what a module needs: state.pt, and model.py where it is a copy.
 
     `about` has the name of the `file` beside the script, the trial's `outputs` by name, the engine's `options` as it
@@ -30,6 +30,4 @@ def write(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder
     part = scripts[trial.backend].part(trial, artifact, about, folder)
     text = written(part, trial, inputs_of(trial, artifact), about)
     (folder / "script.py").write_text(text, encoding="utf-8")
-    return {
-        "files": sorted(path.name for path in folder.iterdir() if path.name in ("script.py", "state.pt", "model.py"))
-    }
+    return tuple(sorted(path.name for path in folder.iterdir() if path.name in ("script.py", "state.pt", "model.py")))

@@ -169,6 +169,7 @@ def _built(
     classes = _classes(model, network)
     if kind == "torchvision":
         options = {**({} if classes is None else {"num_classes": classes}), **_branch_options(network)}
+        options |= models.torchvision_options(name, trial.dims)
         call = f"torchvision.models.get_model({name!r}, weights=None{_written(options)})"
         return "import torchvision\n", ("torchvision",), {}, LIBRARY.format(call=call)
     if kind == "timm":
@@ -197,8 +198,6 @@ def _branch_options(network: Any) -> dict[str, Any]:
     }
     if hasattr(network, "aux_classifier"):
         options["aux_loss"] = network.aux_classifier is not None
-    if hasattr(network, "backbone"):
-        options["weights_backbone"] = None
     return options
 
 

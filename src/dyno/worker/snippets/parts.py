@@ -72,10 +72,11 @@ PHOTOGRAPHS = """    if paths:
 MAIN = """
 
 if __name__ == "__main__":
-    outputs = run(load(), feeds_of(sys.argv[1:]))
-    for name, values in outputs.items():
+    feeds = feeds_of(sys.argv[1:])
+    batches = {len(values) for values in feeds.values() if np.ndim(values)}
+    for name, values in run(load(), feeds).items():
         print(name, values.dtype, "x".join(map(str, values.shape)))
-        if values.ndim == 2:
+        if values.ndim == 2 and len(values) in batches:
             print("  class with the highest score:", *values.argmax(axis=1))
 """
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
+from dyno.worker.inspection import Purpose
 from dyno.worker.spec import ModelSpec, Preprocess
 from dyno.worker.tasks.task import Arrays, Collector, Evaluated, Shape, Task
 
@@ -19,18 +20,18 @@ class TopKCollector(Collector):
     """The best classes of each image."""
 
     def of(self, turn: int, fetched: Arrays) -> Any:
-        """Index and score of the best classes, None where the first output is no classes."""
+        """Index and score of the best classes, None where the first output has no row of classes for each image."""
         first = next(iter(self.cut(turn, fetched).values()))
-        return ranked(first.astype(np.float32), TOP) if first.ndim == 2 and first.shape[1] > 1 else None
+        classes = first.ndim == 2 and len(first) == self.images(turn) and first.shape[1] > 1
+        return ranked(first.astype(np.float32), TOP) if classes else None
 
     def arrays(self, made: Sequence[Any]) -> dict[str, np.ndarray]:
-        """`topk_index` and `topk_score`."""
-        found = [each for each in made if each is not None]
-        if not found:
+        """`topk_index` and `topk_score`; nothing where a batch has none: a single box looks like classes."""
+        if not made or any(ranks is None for ranks in made):
             return {}
         return {
             name: np.concatenate(parts)
-            for name, parts in zip(("topk_index", "topk_score"), zip(*found, strict=True), strict=True)
+            for name, parts in zip(("topk_index", "topk_score"), zip(*made, strict=True), strict=True)
         }
 
 
@@ -45,8 +46,8 @@ class Classify(Task):
     def preprocess(self, channels: int) -> Preprocess:
         return Preprocess((0.0,) * channels, (1.0,) * channels, resize=1.0)
 
-    def layout(self, model: ModelSpec, said: Mapping[str, Any], outputs: Sequence[Shape]) -> dict[str, Any]:
-        return {}
+    def layout(self, model: ModelSpec, said: Purpose, outputs: Sequence[Shape]) -> Purpose:
+        return Purpose()
 
     def collector(self, fed: Evaluated) -> Collector:
         return TopKCollector(fed)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dyno.worker.inspection import Purpose
 from dyno.worker.spec import ModelSpec, Preprocess, UserError
 from dyno.worker.tasks.postprocess import Detections, Place, best, corners
 from dyno.worker.tasks.task import Arrays, Collector, Evaluated, Shape, Task
@@ -41,7 +42,7 @@ class Detect(Task):
         """Whether there are as many outputs of as many axes as the task has."""
         return bool(shapes) and len(shapes[0]) == 3
 
-    def keypoints(self, model: ModelSpec, said: Mapping[str, Any], values: Any, classes: int) -> tuple[int, ...]:
+    def keypoints(self, model: ModelSpec, said: Purpose, values: Any, classes: int) -> tuple[int, ...]:
         """How many keypoints there are and how many values each has, () for none."""
         return ()
 
@@ -57,14 +58,14 @@ class Detect(Task):
     def preprocess(self, channels: int) -> Preprocess:
         return Preprocess((0.0,) * channels, (1.0,) * channels, letterbox=True)
 
-    def layout(self, model: ModelSpec, said: Mapping[str, Any], outputs: Sequence[Shape]) -> dict[str, Any]:
+    def layout(self, model: ModelSpec, said: Purpose, outputs: Sequence[Shape]) -> Purpose:
         """From what is said and the length of a prediction."""
         if not self.fits(outputs):
             raise UserError(
                 f"{model.name} gives {shown(outputs)}; a network for {self.name} gives predictions, "
                 f"batch x values x anchors{self.besides}"
             )
-        values, classes = outputs[0][1], model.classes or said.get("classes") or 0
+        values, classes = outputs[0][1], model.classes or said.classes or 0
         keypoints = self.keypoints(model, said, values, classes)
         if isinstance(values, int):
             extra = self.extra(outputs, keypoints)
@@ -76,7 +77,7 @@ class Detect(Task):
                 )
         elif not classes or (self.needs == "keypoints" and not keypoints):
             raise UserError(f"{model.name} doesn't say how long its predictions are; give --classes")
-        return {"classes": classes, "keypoints": list(keypoints)}
+        return Purpose(classes=classes, keypoints=tuple(keypoints))
 
     def collector(self, fed: Evaluated) -> Collector:
         return Collector(fed) if fed.samples is None else DetectionCollector(self, fed)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from dyno.worker.inspection import Purpose
 from dyno.worker.spec import ModelSpec
 from dyno.worker.tasks.detect import COORDINATES, Detect, joined
 from dyno.worker.tasks.postprocess import Detections, Place
@@ -29,9 +30,9 @@ class Pose(Detect):
     def extra_shown(self, extra: int) -> str:
         return f" + {extra} keypoint values"
 
-    def keypoints(self, model: ModelSpec, said: Mapping[str, Any], values: Any, classes: int) -> tuple[int, ...]:
+    def keypoints(self, model: ModelSpec, said: Purpose, values: Any, classes: int) -> tuple[int, ...]:
         """Those that the user or the file says, else as many as a prediction has room for."""
-        known = tuple(model.keypoints or said.get("keypoints", ()))
+        known = tuple(model.keypoints or said.keypoints)
         if known or not isinstance(values, int):
             return known
         rest = values - COORDINATES - (classes or 1)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from dyno.worker.inspection import Purpose
 from dyno.worker.spec import ModelSpec, Preprocess, Trial
 
 if TYPE_CHECKING:
@@ -35,10 +36,13 @@ class Collector:
     def __init__(self, fed: Evaluated) -> None:
         self.fed = fed
 
+    def images(self, turn: int) -> int:
+        """How many of the batch's images are its own; the others only fill it."""
+        return min(self.fed.batch, self.fed.count - turn * self.fed.batch)
+
     def cut(self, turn: int, fetched: Arrays) -> Arrays:
         """The outputs of the batch's own images, less those that only fill it."""
-        batch = self.fed.batch
-        valid = min(batch, self.fed.count - turn * batch)
+        batch, valid = self.fed.batch, self.images(turn)
         return {name: a[:valid] if a.ndim and a.shape[0] == batch else a for name, a in fetched.items()}
 
     def of(self, turn: int, fetched: Arrays) -> Any:
@@ -73,7 +77,7 @@ class Task(ABC):
         """How images are prepared where nothing says it."""
 
     @abstractmethod
-    def layout(self, model: ModelSpec, said: Mapping[str, Any], outputs: Sequence[Shape]) -> dict[str, Any]:
+    def layout(self, model: ModelSpec, said: Purpose, outputs: Sequence[Shape]) -> Purpose:
         """`classes` and `keypoints` by what the file said and the outputs' shapes; a `UserError` for a misfit."""
 
     @abstractmethod

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dyno.worker.facts.job import Trained
 from dyno.worker.nets import models
 from dyno.worker.sessions.torch_support import device_named, import_torch, memory_errors
 from dyno.worker.spec import DataSpec, Dims, ModelSpec, UserError, digest, to_json
@@ -101,13 +102,13 @@ def train(
     folder: Path,
     report: Callable[[str], None] = lambda text: None,
     threads: int = 0,
-) -> dict[str, Any]:
+) -> Trained:
     """Train on `training`, whose images may be larger than `dims`, and evaluate on `test` after each epoch.
 
     Writes the files of `snapshot` into the folder after each epoch and resumes from those there. `report` is called
-    with the current stage. Returns `top1` and `top5` (percent, of the best weights as they lie on disk, in fp32),
-    `test_loss`, `hits`, `count`, `epochs`, `best_epoch`, `seconds` (in training), `images`, `weights` (a file name),
-    `sha256` and `notes`. Raises `UserError` for data, options or a model that don't fit together.
+    with the current stage.
+    The result is of the best weights as they lie on disk, in fp32. Raises `UserError` for data, options or a model that
+    don't fit together.
     """
     torch = import_torch()
     _prepare(torch, options, threads)
@@ -131,7 +132,8 @@ def train(
             state.add({name: row[name] for name in snapshot.COLUMNS})
             snapshot.store(folder, state, loop.parts())
         report("evaluate the best weights")
-        return {**_evaluate_best(state, test_reader, splits, options, model, dims, folder), "notes": notes}
+        best = _evaluate_best(state, test_reader, splits, options, model, dims, folder)
+        return replace(best, notes=tuple(notes))
 
 
 def _prepare(torch: Any, options: TrainOptions, threads: int) -> None:
@@ -220,7 +222,7 @@ def _diverged(epoch: int, loss: float, options: TrainOptions, state: State, fold
 
 def _evaluate(
     module: Any, reader: loader.Reader, split: loader.Split, options: TrainOptions
-) -> tuple[dict[str, float], dict[str, Any]]:
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Loss and top-1 in percent; and, apart, top-5 and the counts."""
     import torch
 
@@ -248,7 +250,7 @@ def _evaluate_best(
     model: ModelSpec,
     dims: Dims,
     folder: Path,
-) -> dict[str, Any]:
+) -> Trained:
     """Results of the best weights, read back from disk into a new module and evaluated in IEEE FP32."""
     import torch
 
@@ -257,16 +259,16 @@ def _evaluate_best(
     stored = replace(model, weights=str(path), weights_sha256="", pretrained=False)
     module = models.load(stored, dims).to(options.device, memory_format=torch.channels_last)
     row, counts = _evaluate(module, reader, splits[1], options)
-    return {
+    return Trained(
         **row,
         **counts,
-        "epochs": state.epoch,
-        "best_epoch": state.best,
-        "seconds": math.fsum(row["seconds"] for row in state.history),
-        "images": len(splits[0].index),
-        "weights": path.name,
-        "sha256": snapshot.sha256(path),
-    }
+        epochs=state.epoch,
+        best_epoch=state.best,
+        seconds=math.fsum(row["seconds"] for row in state.history),
+        images=len(splits[0].index),
+        weights=path.name,
+        sha256=snapshot.sha256(path),
+    )
 
 
 def job(options: Mapping[str, Any]) -> tuple[TrainOptions, DataSpec]:

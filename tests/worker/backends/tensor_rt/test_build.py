@@ -17,9 +17,23 @@ import numpy as np
 import pytest
 
 from dyno.worker.backends.tensor_rt import layers, library
+from dyno.worker.facts.engine import Probe
+from dyno.worker.facts.files import MadeBy
 from dyno.worker.makers.precision import converted
 from dyno.worker.registry import find, maker
-from dyno.worker.spec import Artifact, Dims, ModelSpec, Recipe, Runtime, Tensor, Trial, Unavailable, UserError, to_json
+from dyno.worker.spec import (
+    Artifact,
+    Dims,
+    ModelSpec,
+    Recipe,
+    Runtime,
+    Tensor,
+    Trial,
+    Unavailable,
+    UserError,
+    from_json,
+    to_json,
+)
 
 onnx = pytest.importorskip("onnx")
 NAME = "tensorrt_rtx"
@@ -63,14 +77,14 @@ def test_a_dynamic_file_becomes_a_static_engine(digits: Any, tmp_path: Path) -> 
     assert made.inputs == (Tensor("input", "float32", (4, 1, 8, 8)),)
     assert made.outputs == (Tensor("output", "float32", (4, 10)),)
     assert made.parent_sha256 == digits.artifact.sha256
-    assert made.made_by["parameters"] == 1234, "the model's, from the file's maker"
+    assert made.made_by.parameters == 1234, "the model's, from the file's maker"
 
 
 def test_a_dynamic_engine_keeps_the_file_s_name_for_its_batch(digits: Any, tmp_path: Path) -> None:
     made = make(digits.artifact, tmp_path, profile="1:8:16")
     assert made.inputs == (Tensor("input", "float32", ("batch", 1, 8, 8)),)
     assert made.outputs == (Tensor("output", "float32", ("batch", 10)),)
-    assert made.made_by["profiles"] == [{"input": [[1, 1, 8, 8], [8, 1, 8, 8], [16, 1, 8, 8]]}]
+    assert made.made_by.profiles == ({"input": [[1, 1, 8, 8], [8, 1, 8, 8], [16, 1, 8, 8]]},)
 
 
 def test_min_opt_and_max_alike_are_static(digits: Any, tmp_path: Path) -> None:
@@ -80,17 +94,17 @@ def test_min_opt_and_max_alike_are_static(digits: Any, tmp_path: Path) -> None:
 
 def test_several_profiles(digits: Any, tmp_path: Path) -> None:
     made = make(digits.artifact, tmp_path, profile="1|16:32:64")
-    assert [sorted(p) for p in made.made_by["profiles"]] == [["input"], ["input"]]
+    assert [sorted(p) for p in made.made_by.profiles] == [["input"], ["input"]]
     assert made.inputs[0].shape == ("batch", 1, 8, 8)
 
 
 def test_the_layers_are_listed(digits: Any, tmp_path: Path) -> None:
     made = make(digits.artifact, tmp_path)
     listed, told = layers_of(tmp_path), made.made_by
-    assert told["layers"] == len(listed) > 5
-    assert told["operators"]["correlation"] == 3, "three convolutions"
-    assert told["layers_by_type"] == {"float32": 4}, "and a matrix product"
-    assert told["precision_truth"]["ok"]
+    assert told.layers == len(listed) > 5
+    assert told.operators["correlation"] == 3, "three convolutions"
+    assert told.layers_by_type == {"float32": 4}, "and a matrix product"
+    assert told.precision_truth.ok
     convolutions = [one for one in listed if one["type"] == "correlation"]
     assert convolutions[0]["inputs"][0]["shape"] == [4, 1, 8, 8]
     assert {one["weights"]["dtype"] for one in convolutions} == {"float32"}
@@ -99,16 +113,16 @@ def test_the_layers_are_listed(digits: Any, tmp_path: Path) -> None:
 
 def test_the_record_says_how_it_was_made(digits: Any, tmp_path: Path) -> None:
     told = make(digits.artifact, tmp_path, optimization=1).made_by
-    assert json.loads(json.dumps(told)) == told
-    assert (told["backend"], told["route"], told["typed"], told["flags"]) == (NAME, "graph", "strongly", [])
-    assert told["options"] == {"optimization": 1}
-    assert told["versions"] == {"tensorrt-rtx": library.load(NAME).__version__}
-    assert told["build_s"] > 0 and not told["timing_cache"]["used"]
-    assert any("no TensorRT build time" in note for note in told["notes"])
+    assert from_json(MadeBy, json.loads(json.dumps(to_json(told)))) == told
+    assert (told.backend, told.route, told.typed, told.flags) == (NAME, "graph", "strongly", ())
+    assert told.options == {"optimization": 1}
+    assert told.versions == {"tensorrt-rtx": library.load(NAME).__version__}
+    assert told.build_s > 0 and not told.timing_cache.used
+    assert any("no TensorRT build time" in note for note in told.notes)
 
 
 def test_tf32_is_off_unless_it_is_asked_for(digits: Any, tmp_path: Path) -> None:
-    assert make(digits.artifact, tmp_path, "tf32").made_by["flags"] == ["TF32"]
+    assert make(digits.artifact, tmp_path, "tf32").made_by.flags == ("TF32",)
 
 
 def lowered(digits: Any, precision: str, folder: Path) -> Artifact:
@@ -123,10 +137,10 @@ def test_the_graph_s_types_are_the_engine_s(digits: Any, tmp_path: Path, precisi
     parent = lowered(digits, precision, tmp_path)
     made = make(parent, tmp_path, precision)
     told = made.made_by
-    assert told["precision_truth"]["ok"], told["precision_truth"]["sentence"]
-    assert told["layers_by_type"].get(kind, 0) >= 3
+    assert told.precision_truth.ok, told.precision_truth.sentence
+    assert told.layers_by_type.get(kind, 0) >= 3
     assert made.inputs[0].dtype == "float32" and made.precision == precision
-    assert told["scheme"] == parent.made_by["scheme"], "what shaped the file is told of the engine too"
+    assert told.scheme == parent.made_by.scheme, "what shaped the file is told of the engine too"
 
 
 def test_an_engine_that_is_not_what_was_asked_for_is_an_error(digits: Any, tmp_path: Path) -> None:
@@ -143,20 +157,17 @@ def test_parts_that_are_not_opened_are_a_warning_at_most(
     listed = layers.from_log
     closed = layers.Layer("{ForeignNode[softmax]}", "Myelin", (), (), "")
     monkeypatch.setattr(layers, "from_log", lambda text: [*listed(text), closed])
-    truth = make(digits.artifact, tmp_path, "fp32").made_by["precision_truth"]
-    assert (
-        truth["ok"]
-        and "4 of 4 compute layers in float32; parts of the graph that it doesn't open: 1" in truth["sentence"]
-    )
+    truth = make(digits.artifact, tmp_path, "fp32").made_by.precision_truth
+    assert truth.ok and "4 of 4 compute layers in float32; parts of the graph that it doesn't open: 1" in truth.sentence
     monkeypatch.setattr(layers, "from_log", lambda text: [*listed(text), *[closed] * 9])
     told = make(digits.artifact, tmp_path, "fp32").made_by
-    assert not told["precision_truth"]["ok"] and "so fp32 is not confirmed" in told["warnings"][0]
+    assert not told.precision_truth.ok and "so fp32 is not confirmed" in told.warnings[0]
 
 
 def test_mixed_precision_can_be_allowed(digits: Any, tmp_path: Path) -> None:
     told = make(digits.artifact, tmp_path, "fp16", allow_mixed=True).made_by
-    assert len(told["kept_float32"]) == 4
-    assert told["warnings"][0] == told["precision_truth"]["sentence"]
+    assert len(told.kept_float32) == 4
+    assert told.warnings[0] == told.precision_truth.sentence
 
 
 @pytest.mark.parametrize("route", ["flags", "calibrator"])
@@ -268,7 +279,7 @@ def test_what_a_machine_lacks_for_an_option(digits: Any, tmp_path: Path, option:
     except Unavailable as e:
         reason = str(e)
     else:
-        reason = "" if made.made_by["options"] == {option: True} else "the option was lost"
+        reason = "" if made.made_by.options == {option: True} else "the option was lost"
     assert reason == "" or re.search("TensorRT-RTX .*(Unable to load library|only where there is a GPU)", reason)
 
 
@@ -309,9 +320,9 @@ def test_the_job_s_stage_shows_the_phase(digits: Any, tmp_path: Path) -> None:
 
 def test_the_probe_builds(tmp_path: Path) -> None:
     found = find(NAME).probe()
-    assert found["version"] == library.load(NAME).__version__
-    assert json.loads(json.dumps(found)) == found
-    assert found["devices"] or found["detail"].startswith("builds engines but can't run them here: ")
+    assert found.version == library.load(NAME).__version__
+    assert from_json(Probe, json.loads(json.dumps(to_json(found)))) == found
+    assert found.devices or found.detail.startswith("builds engines but can't run them here: ")
 
 
 def test_a_given_engine_needs_a_gpu_to_be_read(digits: Any, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from dyno.worker.backends.tensor_rt import layer_times, layers
+from dyno.worker.facts.engine import SlowLayer
 
 CONV = layers.Layer("conv1", "CaskConvolution", (), (), "sm80_xmma", layers.Weights("int8", 9408))
 MOVE = layers.Layer("to int8", "Reformat", (), (), "0x3e8")
@@ -41,15 +42,13 @@ def test_shares_go_by_kind_and_by_layer_largest_first() -> None:
     seconds = {"to int8": 1e-3, "conv1": 2e-3, "a kernel without a listing": 1e-3}
     assert layer_times.by_operator([MOVE, CONV], seconds) == {"CaskConvolution": 0.5, "Reformat": 0.25, "unknown": 0.25}
     first, *rest = layer_times.slowest([MOVE, CONV], seconds)
-    assert first == {
-        "name": "conv1", "operator": "CaskConvolution", "dtype": "int8", "tactic": "sm80_xmma", "share": 0.5
-    }  # fmt: skip
-    assert [one["name"] for one in rest] == ["to int8", "a kernel without a listing"]
+    assert first == SlowLayer("conv1", "CaskConvolution", "int8", "sm80_xmma", 0.5)
+    assert [one.name for one in rest] == ["to int8", "a kernel without a listing"]
 
 
 def test_a_library_that_reports_nothing_gives_nothing() -> None:
     seconds = layer_times.profiled(SimpleNamespace(IProfiler=Profiler), *context_of([{}] * layer_times.RUNS))
-    assert (seconds, layer_times.by_operator([CONV], {}), layer_times.slowest([CONV], {})) == ({}, {}, [])
+    assert (seconds, layer_times.by_operator([CONV], {}), layer_times.slowest([CONV], {})) == ({}, {}, ())
 
 
 def test_time_spent_on_types_and_layouts_is_a_note() -> None:

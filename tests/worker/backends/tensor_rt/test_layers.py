@@ -56,25 +56,25 @@ def test_an_older_inspector() -> None:
 
 def test_summary_counts_compute_layers_and_what_stayed_wide() -> None:
     found = layers.summary(older(OLDER), "fp16")
-    assert found["layers"] == 5 and found["reformats"] == 1
-    assert found["layers_by_type"] == {"float16": 1, "float32": 1, "int8": 1}
-    assert found["kept_float32"] == ["conv2"]
-    assert found["engine_parameters"] == 3 * (9408 + 64)
-    assert found["operators"]["CaskConvolution"] == 3
-    assert not found["precision_truth"]["ok"]
-    assert "kept_float32" not in layers.summary(older(OLDER[2:3]), "fp32")
-    assert layers.summary(older(OLDER[2:3]), "fp32")["precision_truth"]["ok"]
+    assert found.layers == 5 and found.reformats == 1
+    assert found.layers_by_type == {"float16": 1, "float32": 1, "int8": 1}
+    assert found.kept_float32 == ("conv2",)
+    assert found.engine_parameters == 3 * (9408 + 64)
+    assert found.operators["CaskConvolution"] == 3
+    assert not found.precision_truth.ok
+    assert layers.summary(older(OLDER[2:3]), "fp32").kept_float32 == ()
+    assert layers.summary(older(OLDER[2:3]), "fp32").precision_truth.ok
 
 
 def test_a_convolution_without_bias_counts() -> None:
     bare = convolution("conv", HALF, "Half") | {"Bias": {"Type": "Half", "Count": 0}}
-    assert layers.summary(older([bare]), "fp16")["engine_parameters"] == 9408
-    assert "engine_parameters" not in layers.summary(layers.from_log(LOG), "fp16")
+    assert layers.summary(older([bare]), "fp16").engine_parameters == 9408
+    assert layers.summary(layers.from_log(LOG), "fp16").engine_parameters is None
 
 
 def test_layers_of_which_only_names_are_told_confirm_nothing() -> None:
     found = layers.summary(older(["conv1 + relu", "pool"]), "fp16")
-    assert (found["layers"], found["layers_by_type"], found["precision_truth"]["ok"]) == (2, {}, False)
+    assert (found.layers, found.layers_by_type, found.precision_truth.ok) == (2, {}, False)
 
 
 def test_control_characters_between_nodes() -> None:

@@ -64,8 +64,8 @@ def timed(config: Config, *tactics: str) -> Config:
 
 def told(cache: TimingCache) -> bool:
     used = cache.told(SimpleNamespace(timed=7))
-    assert used["timed"] == 7
-    return bool(used["used"])
+    assert used.timed == 7
+    return used.used
 
 
 def test_the_next_build_has_what_this_one_found(folder: Path) -> None:

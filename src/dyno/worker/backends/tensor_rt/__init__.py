@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -23,6 +22,7 @@ from dyno.worker.backends.tensor_rt.build import build
 from dyno.worker.backends.tensor_rt.given import ENGINE as ENGINE
 from dyno.worker.backends.tensor_rt.given import SUFFIXES, given, product_of
 from dyno.worker.backends.tensor_rt.settings import Settings
+from dyno.worker.facts.engine import Probe
 from dyno.worker.inputs.calibration import NO_DATA
 from dyno.worker.makers.precision import PREPARATION, VALUES
 from dyno.worker.makers.routes import routed
@@ -124,19 +124,19 @@ class TensorRT(Backend):
 
         return TensorRTSession(trial, artifact, self.product)
 
-    def probe(self) -> dict[str, Any]:
+    def probe(self) -> Probe:
         """Build y = x + x and run it where there is a GPU that the library takes."""
         trt = library.load(self.product)
         with tempfile.TemporaryDirectory() as scratch:
             trial, parent = _one_add(self.name, Path(scratch))
             made = build(self.product, self.recipe(trial), parent, Path(scratch))
-            gpu = made.made_by["gpu"]
-            detail = f"{gpu['model']}, compute capability {gpu['capability']}" if gpu else ""
+            gpu = made.made_by.gpu
+            detail = f"{gpu.model}, compute capability {gpu.capability}" if gpu else ""
             try:
-                devices = ["cuda"] if _doubles(self.load(trial, made)) else []
+                devices = ("cuda",) if _doubles(self.load(trial, made)) else ()
             except (Unavailable, UserError) as e:
-                devices, detail = [], f"builds engines but can't run them here: {e}"
-        return {"version": trt.__version__, "devices": devices, "detail": detail}
+                devices, detail = (), f"builds engines but can't run them here: {e}"
+        return Probe(version=trt.__version__, devices=devices, detail=detail)
 
 
 TENSORRT = TensorRT()

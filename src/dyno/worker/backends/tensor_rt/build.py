@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from dyno.worker.backends.tensor_rt import layers, library, profiles
 from dyno.worker.backends.tensor_rt.calibrator import calibrator, images_for
 from dyno.worker.backends.tensor_rt.settings import Settings
 from dyno.worker.backends.tensor_rt.timing import TimingCache
+from dyno.worker.facts.files import Gpu, MadeBy
 from dyno.worker.makers.precision import INHERITED
 from dyno.worker.sessions.gpu import Device
 from dyno.worker.spec import Artifact, Recipe, Tensor, Unavailable, UserError
@@ -72,14 +73,15 @@ def build(product: str, recipe: Recipe, parent: Artifact, folder: Path, tell: Te
         library.configure(job.trt, job.config, job.settings)
         job.flags = library.allow_types(job.trt, job.config, recipe.precision, job.typed)
         _calibrate(job)
-        timings = TimingCache.open(job.trt, job.config, _gpu(job).get("model", ""), job.settings.timing_cache)
+        gpu = job.device.model if job.device else ""
+        timings = TimingCache.open(job.trt, job.config, gpu, job.settings.timing_cache)
         timings.complaint = job.log.complaint()
         path = folder / "model.engine"
         listed, seconds = _built_and_listed(job, path, tell or (lambda text: None))
         timings.save(job.config)
         (folder / "layers.json").write_text(json.dumps(layers.as_json(listed), indent=1), encoding="utf-8")
-        made_by = _made_by(job, listed) | {"build_s": seconds, "timing_cache": timings.told(job.log)}
-        _hold_to(job, made_by)
+        made_by = replace(_made_by(job, listed), build_s=seconds, timing_cache=timings.told(job.log))
+        made_by = _held_to(job, made_by)
         inputs, outputs = _ends(job)
     return Artifact(
         format="engine",
@@ -200,8 +202,8 @@ def _built_and_listed(job: Build, path: Path, tell: Tell) -> tuple[list[layers.L
     plan, seconds = _built(job, tell)
     path.write_bytes(plan)
     listed = _layers(job, path)
-    refuted = layers.summary(listed, job.recipe.precision)["precision_truth"]["refuted"]
-    if not refuted or job.typed or job.route != "graph" or job.settings.allow_mixed:
+    truth = layers.summary(listed, job.recipe.precision).precision_truth
+    if truth is None or not truth.refuted or job.typed or job.route != "graph" or job.settings.allow_mixed:
         return listed, seconds
     if not library.keep_types(job.trt, job.config, job.network):
         return listed, seconds
@@ -270,30 +272,23 @@ def _layers(job: Build, path: Path) -> list[layers.Layer]:
     return layers.inspect(job.trt, engine)
 
 
-def _made_by(job: Build, listed: Sequence[layers.Layer]) -> dict[str, Any]:
+def _made_by(job: Build, listed: Sequence[layers.Layer]) -> MadeBy:
     found = layers.summary(listed, job.recipe.precision)
-    inherited = {key: job.parent.made_by[key] for key in INHERITED if key in job.parent.made_by}
-    if "parameters" not in inherited and "engine_parameters" in found:
-        inherited["parameters"] = found["engine_parameters"]
+    inherited = {"parameters": found.engine_parameters, **job.parent.made_by.said(INHERITED)}
     rtx = library.is_rtx(job.trt)
-    return {
-        "backend": job.recipe.maker,
-        "route": job.route,
-        "typed": "strongly" if job.typed else "weakly",
-        "flags": job.flags,
-        "options": dict(job.recipe.options),
-        "profiles": profiles.as_text(job.shapes),
-        "versions": {library.INSTALL[job.trt.__name__]: job.trt.__version__},
-        "gpu": _gpu(job),
-        "warnings": _warnings(job),
-        "notes": [*([RTX_TIME] if rtx else []), *layers.notes(listed, job.recipe.precision)],
+    return MadeBy(
+        backend=job.recipe.maker,
+        route=job.route,
+        typed="strongly" if job.typed else "weakly",
+        flags=tuple(job.flags),
+        options=dict(job.recipe.options),
+        profiles=tuple(profiles.as_text(job.shapes)),
+        versions={library.INSTALL[job.trt.__name__]: job.trt.__version__},
+        gpu=Gpu(job.device.model, job.device.capability) if job.device else None,
+        warnings=tuple(_warnings(job)),
+        notes=(*([RTX_TIME] if rtx else []), *layers.notes(listed, job.recipe.precision)),
         **inherited,
-        **found,
-    }
-
-
-def _gpu(job: Build) -> dict[str, str]:
-    return {"model": job.device.model, "capability": job.device.capability} if job.device else {}
+    ).joined(found)
 
 
 def _warnings(job: Build) -> list[str]:
@@ -307,14 +302,13 @@ def _warnings(job: Build) -> list[str]:
     return found + short[:SHOWN] + ([f"and {len(short) - SHOWN} more warnings"] if len(short) > SHOWN else [])
 
 
-def _hold_to(job: Build, made_by: dict[str, Any]) -> None:
+def _held_to(job: Build, made_by: MadeBy) -> MadeBy:
     """An engine that isn't what was asked for is an error; one whose types aren't told carries a warning."""
-    truth = made_by["precision_truth"]
-    if truth["ok"]:
-        return
-    if not truth["refuted"] or job.settings.allow_mixed:
-        made_by["warnings"].insert(0, truth["sentence"])
-        return
-    wide = made_by.get("kept_float32", [])
+    truth = made_by.precision_truth
+    if truth is None or truth.ok:
+        return made_by
+    if not truth.refuted or job.settings.allow_mixed:
+        return replace(made_by, warnings=(truth.sentence, *made_by.warnings))
+    wide = made_by.kept_float32
     names = f" ({', '.join(wide[:SHOWN])}{' …' if len(wide) > SHOWN else ''})" if wide else ""
-    raise UserError(f"{truth['sentence']}{names}; give allow_mixed=true to take the engine as it is")
+    raise UserError(f"{truth.sentence}{names}; give allow_mixed=true to take the engine as it is")

@@ -10,9 +10,10 @@ from typing import Any
 
 from dyno.worker.backend import FileContents, FileFormat
 from dyno.worker.backends.tensor_rt import layers, library
+from dyno.worker.facts.files import Gpu, MadeBy
+from dyno.worker.facts.precision import TYPES
 from dyno.worker.sessions.gpu import Device
 from dyno.worker.spec import Artifact, Recipe, Tensor, Trial
-from dyno.worker.truth import TYPES
 
 SUFFIXES = (".engine", ".plan")
 
@@ -59,16 +60,15 @@ def given(product: str, recipe: Recipe) -> Artifact:
     content = path.read_bytes()
     sha256 = hashlib.sha256(content).hexdigest()
     found = layers.summary(opened.layers, recipe.precision)
-    made_by = {
-        "backend": recipe.maker,
-        "options": {},
-        "versions": {library.INSTALL[product]: opened.version},
-        "gpu": opened.gpu,
-        "weights_sha256": sha256,  # nobody knows what it was made of: it is comparable with itself alone
-        "warnings": [] if found["precision_truth"]["ok"] else [found["precision_truth"]["sentence"]],
-        "notes": layers.notes(opened.layers, recipe.precision),
-        **found,
-    }
+    truth = found.precision_truth
+    made_by = MadeBy(
+        backend=recipe.maker,
+        versions={library.INSTALL[product]: opened.version},
+        gpu=opened.gpu,
+        weights_sha256=sha256,  # nobody knows what it was made of: it is comparable with itself alone
+        warnings=() if truth is None or truth.ok else (truth.sentence,),
+        notes=tuple(layers.notes(opened.layers, recipe.precision)),
+    ).joined(found)
     return Artifact(
         "engine", str(path), sha256, len(content), recipe.precision, opened.inputs, opened.outputs, 0.0, "", made_by
     )
@@ -83,7 +83,7 @@ class Opened:
     batches: tuple[int, int, int]
     layers: list[layers.Layer]
     version: str
-    gpu: dict[str, str]
+    gpu: Gpu
 
 
 def _opened(product: str, device_name: str, path: str) -> Opened:
@@ -93,7 +93,7 @@ def _opened(product: str, device_name: str, path: str) -> Opened:
     trt, device = library.load(product), Device(device_name)
     try:
         runtime, engine = deserialised(trt, library.Log(trt), path)
-        gpu = {"model": device.model, "capability": device.capability}
+        gpu = Gpu(device.model, device.capability)
         found = Opened(*tensors(trt, engine), _batches(engine), layers.inspect(trt, engine), trt.__version__, gpu)
         del engine, runtime
     finally:

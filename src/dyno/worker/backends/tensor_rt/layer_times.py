@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dyno.worker.backends.tensor_rt.layers import Layer
+from dyno.worker.facts.engine import SlowLayer
 
 RUNS = 6  # the first is left out
 SLOWEST = 5
@@ -48,20 +49,12 @@ def by_operator(listed: Sequence[Layer], seconds: Mapping[str, float]) -> dict[s
     return {kind: round(share, 4) for kind, share in sorted(found.items(), key=lambda kv: -kv[1])}
 
 
-def slowest(listed: Sequence[Layer], seconds: Mapping[str, float]) -> list[dict[str, Any]]:
+def slowest(listed: Sequence[Layer], seconds: Mapping[str, float]) -> tuple[SlowLayer, ...]:
     """The layers that take longest: name, kind, the type they compute in, tactic, and share of the layers' time."""
     known = {layer.name: layer for layer in listed}
     total = sum(seconds.values()) or 1.0
     found = []
     for name, taken in sorted(seconds.items(), key=lambda kv: -kv[1])[:SLOWEST]:
         layer = known.get(name) or Layer(name, "", (), (), "")
-        found.append(
-            {
-                "name": name,
-                "operator": layer.type,
-                "dtype": layer.computed_in,
-                "tactic": layer.tactic,
-                "share": round(taken / total, 4),
-            }
-        )
-    return found
+        found.append(SlowLayer(name, layer.type, layer.computed_in, layer.tactic, round(taken / total, 4)))
+    return tuple(found)

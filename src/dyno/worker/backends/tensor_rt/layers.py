@@ -14,8 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from dyno.worker.facts.engine import Layers
+from dyno.worker.facts.precision import NOTEWORTHY, UNKNOWN, precision_truth, why_not_faster
 from dyno.worker.spec import UserError
-from dyno.worker.truth import NOTEWORTHY, UNKNOWN, precision_truth, why_not_faster
 
 ENGINE = "TensorRT"
 # A type by the words for it in "Thirty-two wide channel vectorized row major Int8 format", "Half", "FP16"…
@@ -226,24 +227,18 @@ def kept_wide(listed: Sequence[Layer]) -> list[str]:
     return [layer.name for layer in compute(listed) if layer.computed_in == "float32"]
 
 
-def summary(listed: Sequence[Layer], asked: str) -> dict[str, Any]:
-    """Facts of a record: `layers`, `layers_by_type`, `reformats`, `operators`, `precision_truth`.
-
-    Also `kept_float32` where a lower precision was asked for, and `engine_parameters` (weights and biases) where the
-    library counts them.
-    """
-    found: dict[str, Any] = {
-        "layers": len(listed),
-        "layers_by_type": by_type(listed),
-        "reformats": sum(layer.moves for layer in listed),
-        "operators": dict(Counter(layer.type for layer in listed if layer.type).most_common()),
-        "precision_truth": precision_truth(asked, by_type(listed), ENGINE),
-    }
-    if asked not in ("fp32", "tf32"):
-        found["kept_float32"] = kept_wide(listed)
-    if counted := sum(layer.parameters for layer in listed):
-        found["engine_parameters"] = counted
-    return found
+def summary(listed: Sequence[Layer], asked: str) -> Layers:
+    """Facts of a record; those in float32 where a lower precision was asked for, and the number of weights and biases
+    where the library counts them."""
+    return Layers(
+        layers=len(listed),
+        layers_by_type=by_type(listed),
+        reformats=sum(layer.moves for layer in listed),
+        operators=dict(Counter(layer.type for layer in listed if layer.type).most_common()),
+        precision_truth=precision_truth(asked, by_type(listed), ENGINE),
+        kept_float32=() if asked in ("fp32", "tf32") else tuple(kept_wide(listed)),
+        engine_parameters=sum(layer.parameters for layer in listed) or None,
+    )
 
 
 def notes(listed: Sequence[Layer], asked: str, time_by_operator: Mapping[str, float] | None = None) -> list[str]:

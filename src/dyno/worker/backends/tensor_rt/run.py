@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.backends.tensor_rt import layer_times, layers, library
+from dyno.worker.facts.engine import EngineFacts
 from dyno.worker.inputs.shapes import Shape, static_shapes
 from dyno.worker.sessions.device_session import DeviceSession, slots_of
 from dyno.worker.sessions.gpu import Device, Graph
@@ -214,7 +215,7 @@ class TensorRTSession(DeviceSession):
             raise MemoryError(f"{what}: the GPU's memory ran out ({reason[:160]})")
         raise UserError(f"{what}: {reason}")
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> EngineFacts:
         """What the engine says of itself: layers, their types and times, memory, and how it was run.
 
         Nothing can be timed afterwards: the profiler stays with the first slot's context.
@@ -222,20 +223,20 @@ class TensorRTSession(DeviceSession):
         listed = layers.inspect(self._trt, self._engine)
         seconds = layer_times.profiled(self._trt, self._contexts[0], self._run_directly)
         shares = layer_times.by_operator(listed, seconds)
-        return {
-            **layers.summary(listed, self._trial.precision),
-            "time_by_operator": shares,
-            "slowest_layers": layer_times.slowest(listed, seconds),
-            "options": {
-                "graph": any(self._graphs),
-                "slots": self.slots,
-                "profile": self._profile,
-                "dynamic": self._dynamic,
-                **{key: value for key, value in self._trial.options.items() if key not in ("graph", "slots")},
-            },
-            "engine_memory": library.device_memory(self._engine),
-            "notes": layers.notes(listed, self._trial.precision, shares),
+        options = {
+            "graph": any(self._graphs),
+            "slots": self.slots,
+            "profile": self._profile,
+            "dynamic": self._dynamic,
+            **{key: value for key, value in self._trial.options.items() if key not in ("graph", "slots")},
         }
+        return EngineFacts(
+            time_by_operator=shares,
+            slowest_layers=layer_times.slowest(listed, seconds),
+            options=options,
+            engine_memory=library.device_memory(self._engine),
+            notes=tuple(layers.notes(listed, self._trial.precision, shares)),
+        ).joined(layers.summary(listed, self._trial.precision))
 
     def _run_directly(self) -> None:
         self._launch(0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 from dataclasses import dataclass
@@ -10,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from dyno.worker.backends.tensor_rt import library
-from dyno.worker.record import TIMING, replacing
+from dyno.worker.facts.files import TimingUse
+from dyno.worker.record import TIMING, lock, replacing
 
 
 def _size(config: Any, content: bytes) -> int:
@@ -61,9 +61,7 @@ class TimingCache:
         cache = config.get_timing_cache() if self.path else None
         if self.path is None or cache is None:
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path.with_suffix(".lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with lock(self.path.with_suffix(".lock")):
             now = self._read()
             if now and now != self.before:
                 other = config.create_timing_cache(now)
@@ -72,7 +70,7 @@ class TimingCache:
             with replacing(self.path) as f:
                 f.write(bytes(cache.serialize()))
 
-    def told(self, log: Any) -> dict[str, Any]:
+    def told(self, log: Any) -> TimingUse:
         """For the record: whether earlier timings were used, what was wrong with them, and the tactics timed anew."""
         file = self.path.name if self.path else ""
-        return {"used": self.used, "file": file, "timed": log.timed, "complaint": self.complaint}
+        return TimingUse(self.used, file, log.timed, self.complaint)

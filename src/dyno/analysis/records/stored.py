@@ -1,0 +1,70 @@
+"""One file of a run folder, read back; what is wrong with it becomes a line of `problems`, and the rest is shown."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dyno.analysis.records.arrays import damage
+from dyno.analysis.records.shapes import JOB, wrong
+from dyno.worker.record import Record, check_schema, read_json
+from dyno.worker.spec import Artifact, UserError, from_json
+
+
+def read_table(path: Path, problems: list[str], shape: dict[str, Any]) -> dict[str, Any] | None:
+    """The JSON object in the file, whose values have the types in `shape`; None without one and where it is damaged."""
+    try:
+        data = read_json(path)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as e:
+        problems.append(f"{path} can't be read ({e}); it is left out")
+        return None
+    try:
+        check_schema(path, data)
+    except UserError as e:
+        problems.append(str(e))
+        return None
+    if place := wrong(data, shape):
+        problems.append(f"{path} is damaged ({place!r} is of another type than Dyno writes); it is left out")
+        return None
+    return data
+
+
+def read_round(folder: Path, problems: list[str]) -> Record | None:
+    """The record in the folder; None without one, and where it is damaged."""
+    path = folder / "record.json"
+    data = read_table(path, problems, {})
+    try:
+        return None if data is None else from_json(Record, data)
+    except UserError as e:
+        problems.append(f"{path} is damaged ({e}); it is left out")
+        return None
+
+
+def read_job(path: Path, problems: list[str]) -> tuple[dict[str, Any] | None, Artifact | None]:
+    """The job as stored, and the file that it runs."""
+    job = read_table(path, problems, JOB)
+    if job is None:
+        return None, None
+    try:
+        ran = from_json(Artifact, job["artifact"]) if job.get("artifact") else None
+        trial = job["trial"]
+        _ = trial["model"]["name"], trial["backend"], trial["precision"]
+        _ = trial["dims"]["batch"], trial["dims"]["height"], trial["dims"]["width"]
+    except (KeyError, TypeError):
+        problems.append(f"{path} describes no trial; it is left out")
+        return None, None
+    except UserError as e:
+        problems.append(f"{path} is damaged ({e}); it is left out")
+        return None, None
+    return job, ran
+
+
+def undamaged(folder: Path, record: Record) -> Record:
+    """The record, which is of a failure where what was measured can't be read any more."""
+    if record.status != "ok" or not (name := damage(folder)):
+        return record
+    reason = f"{name} is damaged; the same `dyno run` measures this round again"
+    return replace(record, status="failed", stage="", reason=reason)

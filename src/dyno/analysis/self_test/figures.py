@@ -1,0 +1,259 @@
+"""The figures of a self-test: error rates, the smallest visible difference, what bounds it, and the grade."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from dyno.analysis import stats
+from dyno.analysis.self_test import power
+from dyno.analysis.self_test.stored import Pair, Stored, TestRound
+
+CURVE = (3, 5, 10)  # rounds for which the power is told
+SUMMED_UP = (2, 3, 4, 5, 6, 7, 8, 10, 15, 20)  # rounds for which a run keeps it
+# The grade by the smallest difference that a study of the usual number of rounds sees.
+GRADES = {"A": 0.01, "B": 0.02, "C": 0.05, "D": 0.10}
+WORST = "E"
+# From where on something that was watched may be what the noise comes from.
+BUSY, STOLEN, CLOCKS = 0.2, 0.01, 0.02  # processors; share of their time; relative spread of the clock
+
+
+@dataclass(frozen=True)
+class Rate:
+    """How often something happened, with Wilson's interval."""
+
+    hits: int
+    count: int
+
+    @cached_property
+    def interval(self) -> stats.Interval:
+        """The share with its limits."""
+        return stats.wilson(self.hits, self.count)
+
+    @property
+    def at_most(self) -> float:
+        """The one-sided upper 95 % limit."""
+        return power.at_most(self.hits, self.count)
+
+
+@dataclass(frozen=True)
+class Verdicts:
+    """What studies of so many rounds said of pairs whose second was slowed down by a share.
+
+    The studies are the rounds of the self-test in their order, each used once; `predicted` is how many would call it
+    slower (of equal pairs: slower or faster) going by all the noise seen.
+    """
+
+    slowdown: float
+    rounds: int
+    slower: Rate
+    faster: Rate
+    covered: Rate
+    predicted: float
+
+    @property
+    def false(self) -> Rate:
+        """Verdicts that were wrong whatever they said: of equal pairs any, of others `faster`."""
+        extra = 0 if self.slowdown else self.slower.hits
+        return Rate(self.faster.hits + extra, self.faster.count)
+
+
+@dataclass(frozen=True)
+class Levels:
+    """Variances of a pair's log ratio by what they come from: fresh processes, and blocks within them."""
+
+    process: float
+    block: float
+
+    @property
+    def largest(self) -> str:
+        return "process" if self.process >= self.block else "block"
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a run keeps of the machine's self-test: the smallest visible slow-downs by the number of rounds, in `turns`
+    and `apart` (one after the other), of processes that measured for `seconds`; `block` is the share of the variance
+    that comes from blocks."""
+
+    date: str
+    grade: str
+    way: str
+    seconds: float
+    block: float
+    turns: dict[str, float]
+    apart: dict[str, float]
+
+
+def visible(summary: Summary, rounds: int, seconds: float, in_turns: bool) -> float:
+    """The smallest slow-down that a run of so many rounds sees with 80 % power; infinite where it sees none.
+
+    A run that measures for fewer seconds than the self-test did has fewer blocks, so that their part grows; more
+    seconds promise nothing beyond what was tested. NaN where nothing is known of the way it measured.
+    """
+    if rounds < 2:
+        return math.inf
+    known_of = summary.turns if in_turns else summary.apart
+    found = {int(count): value for count, value in known_of.items() if count.isdecimal()}
+    known = max((count for count in found if count <= rounds), default=0)
+    if not known:
+        return math.nan
+    more = math.sqrt(known / rounds)  # rounds than were worked out
+    shorter = max(1.0, summary.seconds / seconds) if in_turns and seconds > 0 else 1.0
+    return found[known] * more * math.sqrt(1 + summary.block * (shorter - 1))
+
+
+class SelfTest:
+    """A self-test's figures, worked out of what is stored of it."""
+
+    def __init__(self, stored: Stored) -> None:
+        self.stored = stored
+        self._visible: dict[int, stats.Interval] = {}
+
+    @property
+    def rounds(self) -> Sequence[TestRound]:
+        """The rounds, in the order in which they were measured."""
+        return self.stored.rounds
+
+    @cached_property
+    def slowdowns(self) -> list[float]:
+        """The shares by which processes were slowed down, 0 among them, in order."""
+        return sorted({pair.slowdown for one in self.rounds for pair in one.pairs})
+
+    def pairs(self, slowdown: float) -> list[Pair]:
+        """The pairs of that slow-down, round after round."""
+        return [pair for one in self.rounds for pair in one.pairs if pair.slowdown == slowdown]
+
+    @cached_property
+    def spread(self) -> stats.Interval:
+        """Standard deviation of the log ratio of two processes in turns, pooled over all slow-downs.
+
+        Its interval counts the rounds alone: the pairs of a round may share a process.
+        """
+        groups = [[pair.log for pair in self.pairs(slowdown)] for slowdown in self.slowdowns]
+        squares = sum((len(logs) - 1) * statistics.variance(logs) for logs in groups)
+        value = math.sqrt(squares / sum(len(logs) - 1 for logs in groups))
+        return power.spread_interval(value, len(self.rounds) - 1)
+
+    @cached_property
+    def noise(self) -> np.ndarray:
+        """The log ratios of each round less the true ones, float64 [rounds, pairs]."""
+        return np.array([[pair.log + math.log1p(pair.slowdown) for pair in one.pairs] for one in self.rounds])
+
+    @cached_property
+    def steps(self) -> np.ndarray:
+        """The log ratios of two processes of which one measured after the other: the firsts of rounds that follow each
+        other, float64 [rounds - 1]."""
+        return np.diff(np.log([one.first_s for one in self.rounds]))
+
+    @cached_property
+    def apart(self) -> float:
+        """The spread one after the other."""
+        return math.sqrt(float(np.mean(self.steps**2)))
+
+    @cached_property
+    def equal(self) -> stats.Speedup:
+        """The speed-up of equal processes over all rounds; it should be 1."""
+        return stats.paired_speedup([pair.log for pair in self.pairs(0.0)])
+
+    @cached_property
+    def levels(self) -> Levels:
+        """What the spread in turns comes from.
+
+        The blocks' part is seen from halves: the difference between a pair's medians over its even and over its odd
+        blocks has four times the variance that blocks alone give the median over all.
+        """
+        halves = [
+            (statistics.median(pair.logs[::2]) - statistics.median(pair.logs[1::2])) ** 2 / 4
+            for one in self.rounds for pair in one.pairs if len(pair.logs) > 1
+        ]  # fmt: skip
+        total = self.spread.value**2
+        block = min(total, statistics.fmean(halves)) if halves else 0.0
+        return Levels(total - block, block)
+
+    @cached_property
+    def verdicts(self) -> list[Verdicts]:
+        """What studies of 3, 5 and 10 rounds said, for each slow-down; where there are rounds for one at least."""
+        return [self._verdicts(slowdown, rounds) for slowdown in self.slowdowns for rounds in CURVE
+                if len(self.rounds) >= rounds]  # fmt: skip
+
+    def _verdicts(self, slowdown: float, rounds: int) -> Verdicts:
+        said = [stats.paired_speedup(logs) for logs in self._studies(slowdown, rounds)]
+        words = [one.verdict for one in said]
+        truth = 1 / (1 + slowdown)
+        held = sum(one.low <= truth <= one.high for one in said)
+        drawn = power.Studies(self.noise.ravel(), rounds)
+        expected = drawn.seen(math.log1p(slowdown)) if slowdown else drawn.false_alarms
+        slower, faster = (Rate(words.count(word), len(words)) for word in (stats.SLOWER, stats.FASTER))
+        return Verdicts(slowdown, rounds, slower, faster, Rate(held, len(words)), expected)
+
+    def _studies(self, slowdown: float, rounds: int) -> list[list[float]]:
+        """The log ratios of studies of so many rounds, of the pairs of one slow-down; no round is in two of them."""
+        each = [[pair.log for pair in one.pairs if pair.slowdown == slowdown] for one in self.rounds]
+        starts = range(0, len(each) - rounds + 1, rounds)
+        return [list(logs) for start in starts for logs in zip(*each[start : start + rounds], strict=False)]
+
+    @cached_property
+    def coverage(self) -> Rate:
+        """How many of the studies of the shortest kind have an interval that holds the true ratio."""
+        each = [one.covered for one in self.verdicts if one.rounds == CURVE[0]]
+        return Rate(sum(one.hits for one in each), sum(one.count for one in each))
+
+    def false_alarms(self, rounds: int = CURVE[0]) -> Rate:
+        """Studies of so many rounds that called equal processes faster or slower."""
+        found = [one.false for one in self.verdicts if not one.slowdown and one.rounds == rounds]
+        return found[0] if found else Rate(0, 0)
+
+    def visible(self, rounds: int) -> stats.Interval:
+        """The smallest slow-down (a share) that so many rounds in turns see with 80 % power."""
+        if rounds not in self._visible:
+            self._visible[rounds] = power.smallest_with_limits(self.noise, rounds)
+        return self._visible[rounds]
+
+    def visible_apart(self, rounds: int) -> float:
+        """The same of so many rounds one after the other."""
+        return power.smallest(self.steps, rounds, paired=False)
+
+    @cached_property
+    def grade(self) -> str:
+        """A letter for what a study of the usual number of rounds sees: A 1 %, B 2 %, C 5 %, D 10 %, else E."""
+        found = self.visible(self.stored.study_rounds).value
+        return next((letter for letter, limit in GRADES.items() if found <= limit), WORST)
+
+    @cached_property
+    def bound_by(self) -> str:
+        """Which noise bounds what can be seen: process, neighbours, clocks, or block where nothing that was watched
+        explains what happens within a process."""
+        if self.levels.largest == "process":
+            return "process"
+        if max(_mean(one.others for one in self.rounds) / BUSY, _mean(one.steal for one in self.rounds) / STOLEN) > 1:
+            return "neighbours"
+        return "clocks" if self.clock_spread > CLOCKS else "block"
+
+    @cached_property
+    def clock_spread(self) -> float:
+        """Relative standard deviation of the clock between processes; 0 where it isn't known."""
+        clocks = [clock for one in self.rounds for clock in one.clock if clock > 0]
+        return statistics.stdev(clocks) / statistics.fmean(clocks) if len(clocks) > 1 else 0.0
+
+    def __str__(self) -> str:
+        from dyno.analysis.self_test.words import sentences
+
+        return "\n".join(sentences(self))
+
+    def summary(self) -> Summary:
+        """What a run keeps."""
+        kept, total = self.stored, self.levels.process + self.levels.block
+        turns = {str(n): power.smallest(self.noise.ravel(), n) for n in SUMMED_UP}
+        apart = {str(n): self.visible_apart(n) for n in SUMMED_UP}
+        share = self.levels.block / total if total else 0.0
+        return Summary(kept.date, self.grade, kept.way, kept.seconds, share, turns, apart)
+
+
+def _mean(values: Iterable[float]) -> float:
+    return statistics.fmean(values)

@@ -1,0 +1,133 @@
+"""Whether A is faster than B: faster, slower, equivalent, or undecided and how many more rounds would settle it.
+
+One interval decides each pair: above 1 it is faster, below slower, within the margin equivalent (two one-sided tests,
+Schuirmann 1987), else undecided. So no verdict contradicts the interval beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dyno.analysis.stats.evidence import ALONE, Evidence, paired, unpaired
+from dyno.analysis.stats.intervals import CONFIDENCE, Interval, t_quantile
+from dyno.analysis.stats.power import more_rounds
+from dyno.analysis.stats.sequential import share
+
+ALPHA = 1 - CONFIDENCE
+VERDICTS = FASTER, SLOWER, EQUIVALENT, UNDECIDED, ONE_ROUND = (
+    "faster", "slower", "equivalent", "undecided", "one round only",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How pairs are decided: speeds whose ratio lies within 1 / (1 + margin) and 1 + margin count as equivalent.
+
+    Where rounds went on until pairs were decided, `first` is the number of rounds before the first look, else 0.
+    """
+
+    margin: float = 0.02
+    first: int = 0
+
+    @property
+    def reach(self) -> float:
+        """The margin as a log ratio."""
+        return math.log1p(self.margin)
+
+
+@dataclass(frozen=True)
+class Speedup(Interval):
+    """How many times faster A is than B (reference seconds / own seconds), that in words, and how the two measured.
+
+    `p` is the p-value of "no difference", adjusted for the family and for looks (NaN with one round). `more` is how
+    many more rounds would settle an undecided pair, MOST_ROUNDS + 1 for more than that.
+    """
+
+    verdict: str
+    measured: str = ALONE
+    p: float = math.nan
+    more: int | None = None
+
+    @property
+    def decided(self) -> bool:
+        """Whether more rounds are of no use."""
+        return self.verdict in (FASTER, SLOWER, EQUIVALENT)
+
+
+def decide(evidence: Evidence | None, rule: Rule | None = None) -> Speedup:
+    """The verdict on one pair that is compared for its own sake, at 5 %."""
+    return decide_family([evidence], rule)[0]
+
+
+def decide_family(family: Sequence[Evidence | None], rule: Rule | None = None) -> list[Speedup]:
+    """The verdicts on pairs that are read together, such as the rows of a table against one reference.
+
+    With 95 % confidence no pair of equal speeds is called faster or slower (Holm 1979), and with 95 % confidence none
+    that differs by the margin or more is called equivalent (Bonferroni). A faster or slower pair has the interval of
+    the step at which Holm's procedure found it, all others have the simultaneous one, so each covers its ratio in 95 %
+    of studies at least. With looks, that holds over all of them.
+    """
+    rule = rule or Rule()
+    judged = [e for e in family if e is not None and not e.single]
+    steps = _holm([_p(e) / share(e.rounds, rule.first) for e in judged])
+    known = {id(e): _judged(e, rule, *step, len(judged)) for e, step in zip(judged, steps, strict=True)}
+    return [known.get(id(e)) or _unjudged(e) for e in family]
+
+
+def speedup(own: Sequence[float], reference: Sequence[float], rule: Rule | None = None) -> Speedup:
+    """`decide` for two trials that measured apart: one median latency per round of each, in seconds."""
+    return decide(unpaired(own, reference), rule)
+
+
+def paired_speedup(logs: Sequence[float], rule: Rule | None = None) -> Speedup:
+    """`decide` for two trials that measured in turns: log(reference / own seconds) of each round."""
+    return decide(paired(logs), rule)
+
+
+def _unjudged(e: Evidence | None) -> Speedup:
+    if e is None:
+        return Speedup(math.nan, math.nan, math.nan, "")
+    return Speedup(math.exp(e.difference), math.nan, math.nan, ONE_ROUND, e.measured)
+
+
+def _judged(e: Evidence, rule: Rule, level: float, p: float, count: int) -> Speedup:
+    """A pair of `count` with its adjusted p-value and the level of its step in Holm's procedure (0: not rejected)."""
+    simultaneous = ALPHA / count
+    spent = share(e.rounds, rule.first) * (level or simultaneous)
+    half = t_quantile(e.freedom, spent) * e.error if e.error else 0.0
+    low, high = e.difference - half, e.difference + half
+    more = None
+    if level:
+        verdict = FASTER if e.difference > 0 else SLOWER
+    elif max(-low, high) <= rule.reach:
+        verdict = EQUIVALENT
+    else:
+        verdict, more = UNDECIDED, more_rounds(e, rule.reach, simultaneous, rule.first)
+    return Speedup(math.exp(e.difference), _exp(low), _exp(high), verdict, e.measured, p, more)
+
+
+def _holm(values: Sequence[float]) -> list[tuple[float, float]]:
+    """For each p-value the level of the step that rejected it (0: none did) and its adjusted value (Holm 1979)."""
+    order = sorted(range(len(values)), key=lambda i: values[i])
+    found, adjusted = [(0.0, 1.0)] * len(values), 0.0
+    for place, i in enumerate(order):
+        left = len(values) - place
+        adjusted = min(1.0, max(adjusted, left * values[i]))
+        found[i] = (ALPHA / left if adjusted <= ALPHA else 0.0, adjusted)
+    return found
+
+
+def _p(e: Evidence) -> float:
+    """The two-sided p-value of Student's t test."""
+    from scipy.special import stdtr
+
+    if not e.error:
+        return 0.0 if e.difference else 1.0
+    return float(2 * stdtr(e.freedom, -abs(e.difference) / e.error))
+
+
+def _exp(log: float) -> float:
+    """The ratio of a log, which few rounds may leave too wide for any number."""
+    return math.exp(min(log, 700.0))

@@ -1,0 +1,19 @@
+"""Looking again after every round without crying wolf more often: how much of the error each look may spend."""
+
+from __future__ import annotations
+
+
+def share(rounds: int, first: int) -> float:
+    """The share of the error that the look after so many rounds may spend, 1 / (k (k + 1)) for look k; all of it at
+    once where `first` is 0, as nobody looks again.
+
+    The first look comes after `first` rounds, and every further round counts as one, whether anybody looked or not, so
+    that a run may be read or stopped at any time. The shares sum to 1 however many looks there are, so by Bonferroni's
+    inequality the chance of a false claim at any look is at most what is shared, with Student's t exact at each look
+    however few its rounds. A union bound over looks with a convergent series: Darling and Robbins 1967. Half goes to
+    the first look, where the few degrees of freedom make a small share dearest.
+    """
+    if not first:
+        return 1.0
+    look = max(1, rounds - first + 1)
+    return 1 / (look * (look + 1))

@@ -1,0 +1,64 @@
+"""Where the spread comes from: rounds (processes), blocks within a round, samples within a block."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Levels:
+    """Variances of log values between rounds, between blocks of a round and between samples of a block (0 where that
+    level has nothing of its own), and how many of each there are: rounds, blocks of a round, samples of a block."""
+
+    rounds: float
+    blocks: float
+    samples: float
+    counts: tuple[int, float, float]
+
+    @property
+    def parts(self) -> tuple[float, float, float]:
+        """What each level adds to the variance of a round's mean: rounds, blocks, samples."""
+        _, blocks, samples = self.counts
+        return self.rounds, self.blocks / blocks, self.samples / (blocks * samples)
+
+    def best_blocks(self, round_cost: float, block_cost: float) -> float:
+        """How many blocks of a round give the narrowest interval in a given time, where starting a round and a block
+        take so many seconds; infinite where rounds don't differ of themselves (Kalibera and Jones 2013,
+        arXiv 2007.10899: the root of the ratio of costs times that of variances)."""
+        within = self.blocks + self.samples / self.counts[2]
+        if not self.rounds:
+            return math.inf if within else 1.0
+        return max(1.0, math.sqrt(round_cost / block_cost * within / self.rounds))
+
+
+def levels(logs: Sequence[Sequence[np.ndarray]]) -> Levels | None:
+    """Variance components of nested data, by analysis of variance: `logs` holds for each round each block's samples.
+
+    Each level's mean square less what the levels below put into it, at 0 least (Searle, Casella and McCulloch 1992).
+    None with fewer than two rounds. A round that is one block has nothing between blocks.
+    """
+    if len(logs) < 2 or not all(len(each) and all(b.size for b in each) for each in logs):
+        return None
+    sizes = [np.array([len(b) for b in each], np.float64) for each in logs]
+    blocks = [np.array([b.mean() for b in each]) for each in logs]
+    means = np.array([each.mean() for each in blocks])
+    samples = _pooled([b for each in logs for b in each])
+    seen = [float((1 / n).mean()) for n in sizes]  # of a sample's variance, in a block's mean
+    many = [i for i, each in enumerate(blocks) if len(each) > 1]
+    weight = np.array([len(blocks[i]) - 1.0 for i in many])
+    below = float(np.average([seen[i] for i in many], weights=weight)) if many else 0.0
+    between = max(0.0, _pooled([blocks[i] for i in many]) - samples * below)
+    inside = float(np.mean([(between + samples * s) / len(b) for s, b in zip(seen, blocks, strict=True)]))
+    rounds = max(0.0, float(means.var(ddof=1)) - inside)
+    count = float(np.mean([len(each) for each in blocks]))
+    return Levels(rounds, between, samples, (len(logs), count, float(np.mean(np.concatenate(sizes)))))
+
+
+def _pooled(groups: Sequence[np.ndarray]) -> float:
+    """The variance within groups; 0 where no group has two values."""
+    free = sum(len(g) - 1 for g in groups)
+    return float(sum(((g - g.mean()) ** 2).sum() for g in groups)) / free if free else 0.0

@@ -1,0 +1,184 @@
+"""Where spread comes from: builds of one engine, rounds, blocks of a round, samples of a block."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dyno.analysis import stats
+from dyno.analysis.formatting import show, significant
+from dyno.analysis.presentation.table import COUNT, TEXT, Column, Row, Table, TableKind
+from dyno.analysis.records.blocks import block_ratios
+from dyno.analysis.records.results import Results, TrialResult
+from dyno.analysis.records.rounds import Round
+from dyno.analysis.records.run_data import RunData
+from dyno.analysis.tables import trial_table
+from dyno.analysis.tables.accuracy_tables import LABEL
+from dyno.analysis.tables.trial_columns import COLUMNS, IDENTITY
+
+STRETCHES = 10  # of equal length that a round without blocks is cut into, as its samples follow each other
+OTHER_LENGTH = 2.0  # times the length of a round that another one has to be, to be worth advice
+LATENCY, PAIR = "latency", "ratio to the reference"
+SURE = 0.05  # chance of seeing such a difference between builds that are all alike
+BUILD = "build"
+PRINTED = (*IDENTITY, "layers", "parameters", "size_mb", "build_s", "latency_model_ms_median", "latency_model_ms_p95")
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Whether builds differ in speed: `ratio` is the slowest over the fastest, `p` the chance of it by noise alone."""
+
+    ratio: float
+    p: float
+
+    @property
+    def real(self) -> bool:
+        return self.p < SURE
+
+
+def good(results: Results) -> list[TrialResult]:
+    """The builds that could be made and timed, in order."""
+    return sorted((t for t in results if t.good), key=lambda t: int(t.options.get(BUILD, 0)))
+
+
+def _builds(run: RunData) -> Table | None:
+    if not any(BUILD in t.options for t in run.records):
+        return None
+    rows, notes = run.frame.to_dict("records"), tuple(sentences(run.records))
+    return BUILDS.of(COLUMNS, rows, notes=notes, group=("model", "size", "batch"), printed=PRINTED,
+                     below=trial_table.below)  # fmt: skip
+
+
+def spread(builds: Sequence[TrialResult]) -> Spread | None:
+    """One-way analysis of variance of the processes' log medians between builds; None with fewer than two of either."""
+    groups = [np.log(t.medians("model")) for t in builds if len(t.medians("model")) > 1]
+    if len(groups) < 2:
+        return None
+    from scipy.stats import f_oneway
+
+    centres = [float(np.median(group)) for group in groups]
+    p = float(f_oneway(*groups).pvalue) if max(map(np.ptp, groups)) > 0 else 0.0
+    return Spread(math.exp(max(centres) - min(centres)), p)
+
+
+def fastest(results: Results) -> TrialResult | None:
+    """The build with the lowest median over processes."""
+    timed = [t for t in good(results) if t.medians("model")]
+    return min(timed, key=lambda t: float(np.median(t.medians("model"))), default=None)
+
+
+def sentences(results: Results) -> list[str]:
+    """What the builds have in common and what not, and whether they differ in speed beyond noise."""
+    builds = good(results)
+    if len(builds) < 2:
+        return ["fewer than two builds could be timed, so nothing can be said of their differences"]
+    found = [_counted("layers", builds), _counted("parameters", builds)]
+    if (between := spread(builds)) is None:
+        return [*found, "a build needs two processes or more before differences between builds can be told from noise"]
+    gap = f"the slowest build takes {significant((between.ratio - 1) * 100)} % longer than the fastest"
+    chance = f"analysis of variance between {len(builds)} builds, p = {significant(between.p, 2)}"
+    verdict = "builds differ in speed beyond noise" if between.real else "that is not distinguishable from noise"
+    return [*found, f"{gap}: {verdict} ({chance})"]
+
+
+def _counted(tag: str, builds: Sequence[TrialResult]) -> str:
+    counts = [count for t in builds if (count := t.count(tag)) is not None]
+    if not counts:
+        return f"{tag}: not told by these engines"
+    if len(set(counts)) == 1:
+        return f"{tag}: {counts[0]:,} in every build"
+    return f"{tag} differ: " + ", ".join(f"{count:,}" for count in counts)
+
+
+BUILDS = TableKind(
+    "builds",
+    "Builds of one engine",
+    "A row per build: layers, parameters, file size, build time and latency, and whether builds differ beyond noise.",
+    _builds,
+    "this run has one build of each engine; `dyno build --repeat` makes several",
+)
+
+
+def _variance(run: RunData) -> Table | None:
+    rows = []
+    for row in run.frame.to_dict("records"):
+        t, boundary, clock = run.trials[row["trial"]], str(row["boundary"]), str(row["clock"])
+        if boundary and len(t.good) > 1:
+            own = [_blocks(r, boundary, clock) for r in t.good]
+            rows += _row(t, boundary, LATENCY, stats.levels([each for each in own if each]))
+            reference = run.references.get(t.id)
+            if reference is not None and reference is not t:
+                ratios = [[*each[:, None]] for each in block_ratios(reference, t, boundary, clock)]
+                rows += _row(t, boundary, PAIR, stats.levels(ratios))
+    return VARIANCE.of(VARIANCE_COLUMNS, rows, notes=(VARIANCE_NOTE,)) if rows else None
+
+
+def _blocks(r: Round, boundary: str, clock: str) -> list[np.ndarray]:
+    """The logarithms of a round's latencies, block by block, or in stretches where it has none."""
+    if blocks := r.block_samples("latency", boundary, clock):
+        return [np.log(each) for each in blocks.values()]
+    samples = r.samples("latency", boundary, clock)
+    return [np.log(each) for each in np.array_split(samples, STRETCHES)] if len(samples) >= 3 * STRETCHES else []
+
+
+def _row(t: TrialResult, boundary: str, of: str, found: stats.Levels | None) -> list[Row]:
+    """The row of a trial's latency or of its ratio, none where there are too few rounds."""
+    if found is None:
+        return []
+    whole, (count, blocks, samples) = sum(found.parts) or 1.0, found.counts
+    names = LEVELS[:2] if of == PAIR else LEVELS  # a block has one ratio
+    parts = dict(zip(LEVELS, found.parts, strict=True))
+    sampled = [sum(r.samples("latency", boundary)) for r in t.good]
+    seconds = float(np.median(sampled))
+    start = max(0.0, float(np.median([r.record.seconds for r in t.good])) - seconds)
+    best = found.best_blocks(start, seconds / blocks) * seconds / blocks
+    return [
+        {"label": t.label, "of": of, "rounds": count, "blocks": blocks, "samples": samples}
+        | {f"{name}_share": 100 * parts[name] / whole for name in names}
+        | {f"{name}_spread": 100 * math.sqrt(getattr(found, name)) for name in names}
+        | {"seconds": seconds, "best_seconds": best, "advice": _advice(best, seconds)}
+    ]
+
+
+def _advice(best: float, seconds: float) -> str:
+    if math.isinf(best):
+        return "longer rounds: they don't differ beyond what is in them"
+    if best > OTHER_LENGTH * seconds:
+        return f"longer rounds: about {show(best, 'duration', 2)}"
+    if best * OTHER_LENGTH < seconds:
+        return f"more and shorter rounds: about {show(best, 'duration', 2)}"
+    return "more rounds of this length"
+
+
+LEVELS = ("rounds", "blocks", "samples")
+BETWEEN = {"rounds": "rounds, each a process", "blocks": "blocks of a round", "samples": "samples of a block"}
+VARIANCE_NOTE = (
+    "Shares are of the variance of a round's mean, so the largest one is what is worth more of. Where a trial has no "
+    f"blocks, a round is cut into {STRETCHES}. Advice is on the narrowest interval in a given time, for this boundary."
+)
+VARIANCE_COLUMNS = (
+    LABEL,
+    Column("of", "latency, or in turns its ratio to the reference", kind=TEXT),
+    Column("rounds", "how many", kind=COUNT),
+    Column("blocks", "of a round"),
+    Column("samples", "of a block", rank=2),
+    *(Column(f"{name}_share", f"of the variance that comes from between {words}", "%", title=f"{name} %")
+      for name, words in BETWEEN.items()),
+    *(Column(f"{name}_spread", f"standard deviation between {words}", "%", title=f"{name} spread, %", rank=3)
+      for name, words in BETWEEN.items()),
+    Column("seconds", "sampled in a round now", "s", rank=1),
+    Column("best_seconds", "sampling of a round that gives the narrowest interval in a given time", "s", rank=4),
+    Column("advice", "what narrows the interval most", kind=TEXT),
+)  # fmt: skip
+VARIANCE = TableKind(
+    "variance",
+    "Where the spread comes from",
+    "Shares of rounds (processes), blocks and samples in the variance, and whether more or longer rounds would help.",
+    _variance,
+    "levels of spread need two rounds or more, each of 30 samples or more",
+    "tables",
+    6,
+)

@@ -1,0 +1,40 @@
+"""What else differs between two trials that are compared: facts that may explain their speeds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from dyno.analysis.formatting import show
+from dyno.analysis.metrics.precision import truth
+from dyno.analysis.records.results import TrialResult
+
+
+def changes(a: TrialResult, b: TrialResult) -> list[str]:
+    """Each fact of the engine that is another in B, as `layers 41 to 44`: versions, types, layers, the file's size."""
+    if not (a.good and b.good):
+        return []
+    before, after = dict(_facts(a)), dict(_facts(b))
+    return [
+        f"{name} {before.get(name, 'none')} to {after.get(name, 'none')}"
+        for name in dict.fromkeys((*before, *after))
+        if before.get(name) != after.get(name)
+    ]
+
+
+def _facts(t: TrialResult) -> Iterator[tuple[str, str]]:
+    system: Mapping[str, Any] = t.good[0].record.system
+    if python := system.get("python"):
+        yield "Python", str(python)
+    for name, version in (system.get("versions") or {}).items():
+        yield str(name), str(version)
+    if found := truth(t):
+        yield "ran as", str(found)
+    for name in ("layers", "parameters"):
+        if (count := t.count(name)) is not None:
+            yield name, f"{count:,}"
+    size = t.artifact.bytes if t.artifact else t.value("file_size")
+    if size:
+        yield "file size", show(float(size), "bytes")
+    if t.facts.threads is not None:
+        yield "threads", str(t.facts.threads)

@@ -1,0 +1,192 @@
+"""`dyno.calibrate`: the instrument tests itself on this machine, on processes whose difference is known."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from dyno.analysis.records.arrays import read_npz
+from dyno.analysis.records.blocks import within
+from dyno.analysis.records.rounds import Round
+from dyno.analysis.self_test.figures import CURVE, SelfTest
+from dyno.analysis.self_test.stored import Pair, Stored, TestRound
+from dyno.engine import self_test
+from dyno.engine.execute import Files
+from dyno.engine.gpu_lock import held
+from dyno.engine.turns import Group, Player
+from dyno.jobs.progress import Progress
+from dyno.planning.checks import check_device
+from dyno.planning.defaults import SELF_TEST_MINUTES
+from dyno.planning.interpreters import installed
+from dyno.planning.plan import expand
+from dyno.store import versions
+from dyno.study import Study
+from dyno.worker import registry, system
+from dyno.worker.record import Record
+from dyno.worker.spec import SLOWDOWN, Job, Trial, UserError
+
+MODEL = "dyno.worker.nets.digits:resnet18"  # the demo's network, with random weights: small, and the same everywhere
+OF_MODEL: dict[str, Any] = {"channels": 1, "sizes": ("64",)}
+BACKENDS = ("onnxruntime", "tensorrt", "openvino", "pytorch")  # the first one that is installed for the device
+USUAL: dict[str, Any] = {"seconds": 0.8, "warmup": 0.3, "timeout": 120.0}
+LEAST_ROUNDS = CURVE[0]  # fewer make no study
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The processes of a round, by the share that each is slowed down by, and which two of them make a pair."""
+
+    slowdowns: tuple[float, ...]
+    pairs: tuple[tuple[int, int], ...]
+
+
+# Each against the first, as trials of a study are against their reference.
+AGAINST_THE_FIRST = Layout((0.0, 0.0, 0.01, 0.02, 0.05), ((0, 1), (0, 2), (0, 3), (0, 4)))
+
+
+def calibrate(
+    model: str = "",
+    *,
+    minutes: float = SELF_TEST_MINUTES,
+    rounds: int = 0,
+    backend: str = "",
+    device: str = "cpu",
+    layout: Layout = AGAINST_THE_FIRST,
+    keep: bool = True,
+    quiet: bool = False,
+    **fields: Any,
+) -> SelfTest:
+    """Test the instrument on this machine for so many minutes, or until there are so many rounds.
+
+    In each round fresh processes of one trial measure in turns: equal ones, and some that are slowed down by 1, 2 and
+    5 %. `model` is a source as in `Study` (default: a small network of Dyno's), `fields` are others of `Study`. The
+    result has the figures; studies on this machine keep a summary of it, unless `keep` is False. UserError where the
+    minutes are too few, or where the trial does not run.
+    """
+    progress = Progress(quiet=quiet)
+    study = _study(model, backend, device, fields)
+    if rounds and rounds < LEAST_ROUNDS:
+        raise UserError(f"a self-test of {rounds} rounds has no study to judge; give {LEAST_ROUNDS} or more")
+    if not minutes * 60 >= (least := LEAST_ROUNDS * len(layout.slowdowns) * study.seconds):
+        raise _too_short(minutes, least)
+    trial = _trial(study)
+    made = Files(progress).file(trial.recipe) if trial.recipe else None
+    if isinstance(made, Record):
+        raise UserError(f"{trial.label}: {made.reason}")
+    job = Job("run", trial.runtime, trial, artifact=made)
+    with progress.running([]):
+        measured = tuple(_rounds(job, layout, minutes, rounds, progress))
+    stored = Stored(
+        datetime.now().astimezone().isoformat(timespec="seconds"),
+        system.versions(("inference-dyno",)).get("inference-dyno", ""), self_test.machine(device), device, trial.label,
+        trial.runtime.threads, study.seconds, study.block, Study.rounds, measured,
+        versions(trial.runtime, registry.find(trial.backend).requires),
+    )  # fmt: skip
+    if keep:
+        self_test.keep(stored)
+    return SelfTest(stored)
+
+
+def _study(model: str, backend: str, device: str, fields: dict[str, Any]) -> Study:
+    """The study of the one trial; what a self-test can't be is refused."""
+    given = {**USUAL, **({} if model else OF_MODEL), **fields}
+    study = Study(models=(model or MODEL,), device=device, boundaries=("model",), **given)
+    check_device(study)
+    chosen = [backend] if backend else [name for name in BACKENDS if name in installed(device)]
+    return replace(study, backends=tuple(chosen[:1]), turns=True)
+
+
+def _trial(study: Study) -> Trial:
+    planned = expand(study)
+    if len(planned) > 1:
+        names = ", ".join(one.trial.label for one in planned[:3])
+        raise UserError(f"the self-test is of one trial, and {len(planned)} are asked for ({names}…); give one of each")
+    if planned[0].refusal:
+        raise UserError(planned[0].refusal)
+    return planned[0].trial
+
+
+def _too_short(minutes: float, least_s: float) -> UserError:
+    tenths = math.ceil(least_s / 6) / 10
+    return UserError(
+        f"--minutes {minutes:g} is too short: {LEAST_ROUNDS} rounds are the least, and take longer here; "
+        f"give --minutes {tenths:g} or more"
+    )
+
+
+def _rounds(job: Job, layout: Layout, minutes: float, most: int, progress: Progress) -> Iterator[TestRound]:
+    """Rounds of fresh processes until the time is over, or there are so many."""
+    began, longest, number = time.monotonic(), 0.0, 0
+    with tempfile.TemporaryDirectory(prefix="dyno-self-test-") as folder:
+        while number < LEAST_ROUNDS or time.monotonic() - began + longest <= minutes * 60:
+            since = time.monotonic()
+            progress.other(f"self-test, round {number + 1}, after {(since - began) / 60:.1f} of {minutes:g} minutes")
+            place = Path(folder) / str(number)
+            yield _round(job, layout, place, number, progress)
+            shutil.rmtree(place, ignore_errors=True)
+            longest = max(longest, time.monotonic() - since)
+            if not number and longest * LEAST_ROUNDS > minutes * 60:
+                raise _too_short(minutes, longest * LEAST_ROUNDS)
+            number += 1
+            if number == most:
+                return
+
+
+def _round(job: Job, layout: Layout, place: Path, number: int, progress: Progress) -> TestRound:
+    """One set of fresh processes in turns."""
+    players = []
+    for index, share in enumerate(layout.slowdowns):
+        # Counted from 1: round 0 of a trial evaluates, which nobody needs here.
+        own = replace(job, round=number + 1, options={SLOWDOWN: share})
+        players.append(Player(own, place / str(index), number))
+        players[-1].folder.mkdir(parents=True)
+    before = psutil.cpu_times()
+    with held(job.runtime, progress.waiting):
+        Group(players, f"self-test {number}", Progress(quiet=True), lambda _: None).play()
+    measured = [_measured(player, len(players)) for player in players]
+    medians = [one.block_medians("latency", "model") for one in measured]
+    pairs = [Pair(layout.slowdowns[b], tuple(map(float, within(medians[a], medians[b])))) for a, b in layout.pairs]
+    others = [float(one.facts.others_busy.get("model", 0.0)) for one in measured]
+    first_s = statistics.median(medians[0].values())
+    return TestRound(first_s, tuple(pairs), statistics.fmean(others), _stolen(before), _clocks(measured))
+
+
+def _measured(player: Player, count: int) -> Round:
+    """What the player measured; a `UserError` where it did not."""
+    record = player.record
+    if record is None:
+        raise UserError(f"there is no memory for {count} processes of {player.trial.label}; give a smaller model")
+    if record.status != "ok":
+        raise UserError(f"{player.trial.label} can't be measured: {record.status} at {record.stage}: {record.reason}")
+    return Round(player.folder, player.number, record, player.trial.runtime.device)
+
+
+def _stolen(before: Any) -> float:
+    """The share of all processors' time since then that the host gave to other guests; 0 where unknown."""
+    now = psutil.cpu_times()
+    span = sum(now) - sum(before)
+    return max(0.0, getattr(now, "steal", 0.0) - getattr(before, "steal", 0.0)) / span if span > 0 else 0.0
+
+
+def _clocks(measured: Sequence[Round]) -> tuple[float, ...]:
+    """The mean clock of each process in MHz, the GPU's where it ran on one; () where the system has no figure."""
+    found = []
+    for one in measured:
+        name = "gpu_clock" if one.device.startswith("cuda") else "frequency"
+        try:
+            values = read_npz(one.folder / "telemetry.npz", (name,)).get(name)
+        except (OSError, ValueError):
+            values = None
+        seen = [float(v) for v in values if v == v] if values is not None else []
+        found += [statistics.fmean(seen)] if seen else []
+    return tuple(found)

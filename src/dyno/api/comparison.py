@@ -1,0 +1,242 @@
+"""`dyno compare`: two stored runs, or two sides that are measured here, in turns where that is possible."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dyno.analysis.gate.rules import SLOWER, Rules
+from dyno.analysis.presentation.table import Row, Table
+from dyno.analysis.records.results import Results, load
+from dyno.analysis.tables import compare as tables
+from dyno.analysis.verdict import comparison as verdict
+from dyno.analysis.verdict.changes import changes
+from dyno.api.result import Result
+from dyno.engine.execute import execute
+from dyno.engine.run_folder import earlier, overwritten, stored
+from dyno.jobs.progress import Progress
+from dyno.planning.defaults import default_runner, new_folder
+from dyno.sources import commits
+from dyno.study import Study
+from dyno.worker.spec import UserError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+ROUNDS = 5
+DEFAULTS: dict[str, Any] = {"rounds": ROUNDS, "boundaries": ("model",)}
+# Fields of a study that a comparison has no place for: a gate has rounds and a limit of its own.
+NOT_COMPARED = (
+    "budget", "search", "confirm", "reference", "peak", "routes", "baseline", "until", "minutes", "equivalent",
+)  # fmt: skip
+LIMITS = "its limits are fail_on and tolerance, and its length is rounds and seconds"
+RULES = tuple(f.name for f in dataclasses.fields(Rules) if f.name != "gate")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """B held against A: `table` has a row for each pair of trials, `folder` is the run folder of what was measured for
+    it, None where two stored runs were compared."""
+
+    table: Table
+    folder: Path | None = None
+
+    @property
+    def rows(self) -> list[Row]:
+        """The table's rows, each a dict."""
+        return self.table.rows
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What else may explain a difference."""
+        return self.table.notes
+
+    @property
+    def verdicts(self) -> list[str]:
+        """The comparison in sentences, the most important first."""
+        return [*verdict.sentences(self.table, stored=self.folder is None), *self._sides]
+
+    @property
+    def exit_code(self) -> int:
+        """0 no regression, 1 a condition failed, 3 it can't be told."""
+        return verdict.exit_code(self.table)
+
+    @cached_property
+    def result(self) -> Result | None:
+        """What was measured for it, with tables and a report of its own."""
+        return Result(self.folder) if self.folder else None
+
+    def to_pandas(self) -> pd.DataFrame:
+        """One row per pair of trials."""
+        return self.table.to_pandas()
+
+    def junit(self, path: str | Path) -> None:
+        """Write JUnit's XML: a test case per pair."""
+        from dyno.analysis.report import for_ci
+
+        for_ci.junit(self.table, self.verdicts, Path(path))
+
+    def summary(self, path: str | Path) -> None:
+        """Append a summary in Markdown, for a pull request."""
+        from dyno.analysis.report import for_ci
+
+        for_ci.summary(self.table, self.verdicts, Path(path))
+
+    @property
+    def _sides(self) -> list[str]:
+        """Which side is what, and what else differs between them."""
+        if self.folder is None or (study := earlier(self.folder)) is None or self.result is None:
+            return []
+        a, b = (_called(each) for each in study.sides.values())
+        found = [f"A is {a}, B is {b}."]
+        for r in self.rows:
+            pair = [self.result.records.trial(r[name]) for name in ("trial_a", "trial_b")]
+            if other := changes(pair[0], pair[1]):
+                where = f"{verdict.where(r)}: " if len(self.rows) > 1 else ""
+                found.append(f"{where}besides the speed there changed: {'; '.join(other)}.")
+        return found
+
+
+def _called(side: Study) -> str:
+    """A side of a comparison in a few words."""
+    pythons = {str(table["python"]): None for table in side.runtime.values() if table.get("python")}
+    weights = f" with {side.weights}" if side.weights else ""
+    return f"{side.models[0]}{weights}" + (f" under {', '.join(pythons)}" if pythons else "")
+
+
+def compare(
+    a: Any,
+    b: Any = None,
+    *,
+    again: bool = False,
+    against: Mapping[str, Mapping[str, Any]] | None = None,
+    commits: str = "",
+    out: str | Path | None = None,
+    quiet: bool = True,
+    **settings: Any,
+) -> Comparison:
+    """B held against A, trial by trial: speed, accuracy, outputs, status.
+
+    `a` and `b` are two run folders (or `Result`s), or anything else that a study takes as a model, which is then
+    measured here in turns; a run folder beside a model, or two with `again`, is measured again as well.
+    `against` has the interpreters of A where both are one model: {"onnxruntime": {"python": PATH}}, and `commits` the
+    git commits of A and B: "main..HEAD". One run folder that a comparison was measured into is read once more.
+    `settings` are fields of `dyno.Study`, and of the rules: fail_on, tolerance, least, rtol, atol, any_outputs. The run
+    folder is `out`, or a new one below runs/compare. UserError where nothing can be compared.
+    """
+    rules = Rules(**{name: settings.pop(name) for name in RULES if name in settings})
+    sources = [one for one in (a, b) if one is not None]
+    if wrong := next((name for name in settings if name in NOT_COMPARED), ""):
+        raise UserError(f"a comparison takes no {wrong}; {LIMITS}")
+    runs = [_stored(one) for one in sources]
+    if None not in runs and not (again or against or commits or settings):
+        read = [run for run in runs if run is not None]
+        if len(read) == 1:
+            return Comparison(tables.of_sides(read[0], rules), read[0].folder)
+        return Comparison(tables.compare(read[0], read[1], rules))
+    if len(runs) == 2 and None not in runs and not again:
+        raise UserError("two stored runs are compared as they are; --again measures both here, with other settings")
+    study = _study(sources, again, against, commits, settings)
+    folder = Path(out) if out else new_folder("compare", _names(study))
+    return measured(study, folder, rules, Progress(quiet=quiet))
+
+
+def _names(study: Study) -> list[str]:
+    return list(dict.fromkeys(model for side in study.sides.values() for model in side.models))
+
+
+def measured(study: Study, folder: Path, rules: Rules, progress: Progress) -> Comparison:
+    """Measure what the folder lacks of the comparison and judge it.
+
+    What a gate would fail, or can't tell, is measured once more in as many fresh rounds, and judged by all of them: a
+    false alarm is then no likelier than in a comparison of twice the rounds.
+    """
+    if rules.gate and study.rounds < 2:
+        raise UserError("slower=… with one round can't be told: nothing is known of the next; give --rounds 2 or more")
+    execute(study, folder, progress)
+    comparison = Comparison(tables.of_sides(load(folder), rules), folder)
+    suspects = [r for r in comparison.rows if _suspect(r) and min(r["rounds_a"], r["rounds_b"]) < 2 * study.rounds]
+    if not (rules.gate and suspects):
+        return comparison
+    progress.note(f"measured again before it is judged: {', '.join(map(verdict.where, suspects))}")
+    ids = {r[name] for r in suspects for name in ("trial_a", "trial_b")}
+    execute(replace(study, rounds=2 * study.rounds), folder, progress, only=ids)
+    return Comparison(tables.of_sides(load(folder), rules), folder)
+
+
+def _suspect(r: Row) -> bool:
+    return SLOWER in r["failed"] or r["undecided"].startswith(tables.BEYOND)
+
+
+def _stored(one: Any) -> Results | None:
+    """The run that a user names, None for anything else."""
+    if isinstance(one, Result):
+        return one.records
+    if isinstance(one, (str, Path)) and Path(one).is_dir():
+        return load(Path(one))
+    return None
+
+
+def _study(
+    sources: list[Any], again: bool, against: Mapping[str, Any] | None, span: str, settings: Mapping[str, Any]
+) -> Study:
+    """The study of the two sides that the user names."""
+    runs = [_stored(one) for one in sources]
+    first, last = _side(sources[0]), _side(sources[-1])
+    if len(sources) == 1 and not (against or span):
+        raise UserError(
+            f"there is nothing to compare {first.models[0]} with; give another run or model, "
+            "--against BACKEND=PYTHON or --commits A..B"
+        )
+    if again and not any(run is not None for run in runs):
+        raise UserError("--again measures a stored run once more, and none is given")
+    if (against is not None or span) and len(sources) > 1:
+        raise UserError("--against and --commits are for one model; of two models they say nothing")
+    if span:
+        before, after = _at(first.models[0], span)
+        first, last = replace(first, models=(before,)), replace(last, models=(after,))
+    asked = last if runs[0] is None and runs[-1] is not None else first  # a stored study says how to measure
+    usual = {**asked.to_table(), "turns": not settings.get("samples"), **settings}
+    b = {name: getattr(last, name) for name in ("models", "weights", "pretrained", "runtime")}
+    b |= {name: settings[name] for name in b if name in settings}
+    a = {name: getattr(first, name) for name in b} | {name: settings[name] for name in b if name in settings}
+    a |= {"models": first.models} | ({"runtime": dict(against)} if against is not None else {})
+    other = {name: a[name] for name in a if name == "models" or a[name] != b[name]}
+    return Study(**{**usual, **b, "models": last.models, "baseline": other})
+
+
+def _side(one: Any) -> Study:
+    """One side as a study of its own: a stored one's, or the model with a comparison's defaults."""
+    run = _stored(one)
+    if run is None:
+        (source,) = Study(models=(one,)).models
+        place, _ = commits.split(source)
+        backend, device = default_runner(place)
+        return Study(models=(source if place == source else commits.fixed(source),), backends=(backend,),
+                     device=device, **DEFAULTS)  # fmt: skip
+    study = earlier(run.folder)
+    if study is None:
+        raise UserError(f"{run.folder} has no study.toml, so it can't be measured again")
+    if len(study.models) > 1 or study.baseline:
+        raise UserError(f"{run.folder} has several models; a comparison that measures has one on each side")
+    for each in stored(run.folder / "trials"):
+        if file := overwritten(each.trial.model):
+            raise UserError(f"{file} is another file now than when {run.folder} was measured, so it can't be again")
+    kept = {name: value for name, value in study.to_table().items() if name not in NOT_COMPARED}
+    return Study(**{**kept, "rounds": max(ROUNDS, study.rounds), "boundaries": study.boundaries})
+
+
+def _at(model: str, span: str) -> tuple[str, str]:
+    """The model at both ends of `A..B`; no B is the file as it lies there."""
+    before, dots, after = span.partition("..")
+    if not (before and dots) or after.startswith(".") or commits.split(model)[1]:
+        raise UserError(f"--commits {span!r} is not A..B, two commits of {model}; write main..HEAD, or main.. for now")
+    ends = [commits.fixed(f"{model}@{end}") if end else model for end in (before, after)]
+    for end, text in zip((before, after), ends, strict=True):
+        if end and not commits.split(text)[1]:
+            raise UserError(f"{model} is no file, so it has no commits; give FILE.py:FUNCTION or a model's file")
+    return ends[0], ends[1]

@@ -1,0 +1,1 @@
+"""`dyno compare` and `dyno bisect`."""

@@ -1,0 +1,81 @@
+"""What is measured again: whatever is undecided, until it is decided or the time is up, and whoever won, so that luck
+is not crowned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from dyno.engine.ensemble import company
+from dyno.jobs.progress import Progress
+from dyno.store import COMPANION, ROUND, Run
+from dyno.study import Study
+from dyno.worker.record import read_record
+from dyno.worker.spec import Trial
+
+Measure = Callable[[list[Trial], int], None]  # one round of these trials, of that number
+
+
+def go_on(study: Study, run: Run, trials: Sequence[Trial], measure: Measure, progress: Progress) -> None:
+    """Measure rounds of the trials that still matter, one model after the other, within `study.minutes` in all.
+
+    What was measured before counts, so the same command again changes nothing, and one with more minutes goes on.
+    """
+    models = list(dict.fromkeys(company(trial) for trial in trials))
+    for place, name in enumerate(models):
+        own = [trial for trial in trials if company(trial) == name]
+        allowed = _seconds(run, own) + (60 * study.minutes - _seconds(run, trials)) / (len(models) - place)
+        while todo := _pending(run.folder, own):
+            if _seconds(run, own) + sum(_last_seconds(run, trial) for trial in todo) > allowed:
+                minutes = f"{study.minutes:g} minute{'s' * (study.minutes != 1)}"
+                progress.note(
+                    f"{name or 'the comparison'}: {len(todo)} trials are left in pairs that {minutes} could not decide"
+                )
+                break
+            last = max(_last(run, trial) for trial in todo)
+            whole = all(_last(run, trial) == last for trial in todo)
+            measure(todo, last + 1 if whole else last)  # of one that was cut short, those that lack it
+
+
+def finalists(folder: Path, trials: list[Trial]) -> list[Trial]:
+    """The winners of a run, their runners-up and references, by the selection's rounds alone.
+
+    Because confirmations never enter the selection, an interrupted study finds the same ones when it is run again.
+    """
+    from dyno.analysis.ranking import rankings
+    from dyno.analysis.tables import trial_table
+
+    chosen = rankings.finalists(trial_table.read(folder))
+    by_id = {trial.id: trial for trial in trials}
+    return [by_id[id] for id in chosen if id in by_id]
+
+
+def _pending(folder: Path, trials: Sequence[Trial]) -> list[Trial]:
+    """The trials that another round is for, by what lies in the folder: whoever kills the study loses nothing."""
+    from dyno.analysis.ranking.pending import pending
+    from dyno.analysis.tables import trial_table
+
+    ids = {id for group in pending(trial_table.read(folder)).values() for id in group}
+    return [trial for trial in trials if trial.id in ids]
+
+
+def _folders(run: Run, trial: Trial, kind: str) -> list[Path]:
+    return list(run.round_folder(trial, 0).parent.glob(f"{kind}[0-9]*"))
+
+
+def _last(run: Run, trial: Trial) -> int:
+    """The highest number of a round that the trial has finished."""
+    folders = _folders(run, trial, ROUND)
+    return max(int(folder.name.removeprefix(ROUND)) for folder in folders if read_record(folder))
+
+
+def _seconds(run: Run, trials: Sequence[Trial]) -> float:
+    """Seconds that the trials' processes have measured, one at a time."""
+    folders = [folder for trial in trials for kind in (ROUND, COMPANION) for folder in _folders(run, trial, kind)]
+    return sum(record.seconds for folder in folders if (record := read_record(folder)))
+
+
+def _last_seconds(run: Run, trial: Trial) -> float:
+    """Seconds that the trial's last round took."""
+    record = run.record(trial, _last(run, trial))
+    return record.seconds if record else 0.0

@@ -1,0 +1,111 @@
+"""Self-tests that are kept: one for each machine and device, which studies there take a summary of."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+from dyno.analysis.records.results import SELF_TEST, Results
+from dyno.analysis.self_test import words
+from dyno.analysis.self_test.figures import SelfTest
+from dyno.analysis.self_test.stored import Stored, read
+from dyno.jobs.nvml import find_gpu
+from dyno.store import cache_dir
+from dyno.worker import system
+from dyno.worker.record import read_json, write_json
+from dyno.worker.spec import to_json
+
+
+def _read(path: Path) -> Stored | None:
+    try:
+        return read(read_json(path))
+    except (OSError, ValueError):
+        return None
+
+
+def machine(device: str) -> dict[str, Any]:
+    """What identifies this machine and device: another one's self-test says nothing here."""
+    about = system.describe()
+    found = {"host": platform.node(), "cpu": about["cpu"], "cores": about["cores"], "machine": about["machine"]}
+    if device == "cpu":
+        return found
+    gpu = find_gpu(device, os.environ)
+    if gpu is None:
+        return {**found, "gpu": "", "gpu_uuid": ""}
+    gpu.close()
+    return {**found, "gpu": gpu.name, "gpu_uuid": gpu.uuid}
+
+
+def place(device: str) -> Path:
+    """Where the self-test of a device of this host is kept."""
+    key = hashlib.sha256(f"{platform.node()} {device}".encode()).hexdigest()[:24]
+    return cache_dir() / "self-tests" / f"{key}.json"
+
+
+def keep(stored: Stored) -> None:
+    """Keep the self-test in place of an earlier one."""
+    path = place(stored.device)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, to_json(stored))
+
+
+def find(device: str) -> tuple[SelfTest | None, str]:
+    """The self-test of this machine and device, and why there is none: "" (never tested) or what is wrong with it."""
+    path = place(device)
+    if (stored := _read(path)) is None:
+        return None, "it can't be read" if path.is_file() else ""
+    now = machine(device)
+    changed = [name for name in sorted(now.keys() | stored.machine.keys()) if now.get(name) != stored.machine.get(name)]
+    if changed:
+        what = ", ".join(
+            f"{name} was {stored.machine.get(name) or 'unknown'} and is {now.get(name)}" for name in changed
+        )
+        return None, f"the machine is another one since {stored.date[:10]}: {what}"
+    return SelfTest(stored), ""
+
+
+def states() -> list[dict[str, Any]]:
+    """For the CPU and every other device that was tested: `device`, `grade`, `date` ("" without a test that counts) and
+    what is `said` of it."""
+    kept = (cache_dir() / "self-tests").glob("*.json")
+    devices = sorted({"cpu", *(one.device for path in kept if (one := _read(path)) and place(one.device) == path)})
+    return [_state(device) for device in devices]
+
+
+def _state(device: str) -> dict[str, Any]:
+    found, wrong = find(device)
+    again = f"dyno calibrate{'' if device == 'cpu' else f' --device {device}'}"
+    if found is None:
+        said = f"it doesn't count, because {wrong}; `{again}` tests anew" if wrong else f"none yet; `{again}` makes one"
+        return {"device": device, "grade": "", "date": "", "said": said}
+    date = found.stored.date
+    return {"device": device, "grade": found.grade, "date": date, "said": f"{words.grade(found)} ({date[:10]})"}
+
+
+def summary(device: str) -> dict[str, Any]:
+    """What a run on this machine and device keeps of the self-test; empty without a good one."""
+    found, _ = find(device)
+    if found is None:
+        return {}
+    kept: dict[str, Any] = to_json(found.summary())
+    return kept
+
+
+def keep_in(folder: Path, device: str) -> None:
+    """Have the run folder keep the summary of this machine's self-test, where there is one."""
+    if known := summary(device):
+        write_json(folder / SELF_TEST, known)
+
+
+def attach(results: Results) -> Results:
+    """The results, with this machine's self-test where they have none and were measured here, before it."""
+    here, there = system.describe(), results.environment
+    devices = {t.device for t in results}
+    same = all(here[name] == there.get(name) for name in ("cpu", "cores", "memory_bytes", "os"))
+    if not results.self_test and len(devices) == 1 and same:
+        (device,) = devices
+        results.self_test = summary(device)
+    return results

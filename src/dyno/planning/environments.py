@@ -1,0 +1,63 @@
+"""Environments with chosen versions of libraries, made by uv in the cache, each once."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from dyno.store import cache_dir
+from dyno.worker.record import lock
+from dyno.worker.spec import UserError, plain
+
+TIMEOUT_S = 3600.0  # for a download of some GB
+REQUIREMENT = re.compile(r"[A-Za-z0-9][\w.\-]*(\[[\w,\-]+\])?((==|>=|<=|~=|<|>|!=)[\w.*+!]+,?)*")
+DONE = "packages.txt"  # in an environment in which everything was installed
+
+
+def made(packages: Sequence[str]) -> str:
+    """The interpreter of an environment with these packages, of this Python's version.
+
+    uv takes them from the index that it is configured for. `UserError` where there is no uv, or where they can't be
+    installed: its last words.
+    """
+    for package in packages:
+        if not REQUIREMENT.fullmatch(package):
+            raise UserError(f"{package!r} is no package with a version, such as onnxruntime==1.20.1")
+    uv = _uv()
+    content = "\n".join([*packages, sys.version, sys.executable])
+    folder = cache_dir() / "environments" / hashlib.sha256(content.encode()).hexdigest()[:16]
+    python = folder / "bin" / "python"
+    with lock(folder.with_suffix(".lock")):
+        if not (folder / DONE).is_file():
+            shutil.rmtree(folder, ignore_errors=True)
+            _run([uv, "venv", "--quiet", "--python", sys.executable, str(folder)])
+            try:
+                _run([uv, "pip", "install", "--quiet", "--python", str(python), *packages])
+            except UserError:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
+            (folder / DONE).write_text(content, encoding="utf-8")
+    return str(python)
+
+
+def _uv() -> str:
+    beside = Path(sys.executable).with_name("uv")
+    found = str(beside) if beside.is_file() else shutil.which("uv")
+    if found is None:
+        raise UserError("uv is not installed, which makes an environment for each version; pip install uv")
+    return found
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise UserError(f"{Path(command[0]).name} {command[1]} did not end within {TIMEOUT_S:g} s") from None
+    if done.returncode:
+        lines = [plain(line).lstrip("×╰─▶├│ ").strip() for line in done.stderr.partition("hint:")[0].splitlines()]
+        raise UserError(" ".join(filter(None, lines)) or f"uv ended with exit code {done.returncode}")

@@ -1,0 +1,106 @@
+"""A model as it was at a git commit, `FILE@COMMIT`: its files go into the cache, the checkout is left alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from dyno.store import cache_dir
+from dyno.worker import registry
+from dyno.worker.spec import SAVED, UserError
+
+LENGTH = 12  # hex digits by which a commit is called
+
+
+def split(source: str) -> tuple[str, str]:
+    """The source and its commit, "" where it has none: only of files, and not where a file has that whole name."""
+    before, at, commit = source.rpartition("@")
+    file, _, _ = _file(before)
+    known = file.endswith((".py", *SAVED)) or registry.format_of(file) is not None
+    if not (at and commit and known) or Path(source).exists():
+        return source, ""
+    return before, commit
+
+
+def fixed(source: str) -> str:
+    """The source with its commit by its hash, so that it means the same when a branch has moved on."""
+    place, commit = split(source)
+    return f"{place}@{_hash(_root(_file(place)[0]), commit)[:LENGTH]}" if commit else source
+
+
+def checked_out(source: str) -> str:
+    """The source with its file at the commit instead, which lies in the cache with all other files of that commit.
+
+    What `git lfs` keeps elsewhere is fetched as git does it; submodules are left out. `UserError` where there is no
+    git, no repository, no such commit or no such file in it.
+    """
+    place, commit = split(source)
+    if not commit:
+        return source
+    file, colon, function = _file(place)
+    root = _root(file)
+    commit = _hash(root, commit)
+    inside = os.path.relpath(Path(file).absolute(), root)
+    if _git(root, "cat-file", "-e", f"{commit}:{Path(inside).as_posix()}").returncode:
+        raise UserError(f"there is no {inside} at commit {commit[:LENGTH]} of {root}")
+    return f"{_tree(root, commit) / inside}{colon}{function}"
+
+
+def _file(source: str) -> tuple[str, str, str]:
+    """The file of `FILE.py:FUNCTION`, or of any file, with what follows it."""
+    file, colon, function = source.rpartition(":")
+    return (file, colon, function) if file.endswith(".py") else (source, "", "")
+
+
+def _root(file: str) -> Path:
+    """The top folder of the repository that the file is, or was, in."""
+    folder = Path(file).absolute().parent
+    while not folder.is_dir():
+        folder = folder.parent
+    done = _git(folder, "rev-parse", "--show-toplevel")
+    if done.returncode:
+        raise UserError(f"{file} is in no git repository that can be read: {_last(done)}")
+    top = Path(done.stdout.strip())
+    # As the user wrote it, where a link leads to the repository.
+    return next((each for each in (folder, *folder.parents) if each.resolve() == top.resolve()), top)
+
+
+def _hash(root: Path, commit: str) -> str:
+    done = _git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{commit}^{{commit}}")
+    if done.returncode:
+        raise UserError(f"there is no commit {commit!r} in {root}; fetch it first, such as by `git fetch --unshallow`")
+    return done.stdout.strip()
+
+
+def _tree(root: Path, commit: str) -> Path:
+    """Every file of the commit, in a folder of the cache."""
+    folder = cache_dir() / "commits" / commit
+    if folder.is_dir():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".", dir=folder.parent) as scratch:
+        # An index of its own: the repository's says what the user has staged.
+        index = {"GIT_INDEX_FILE": str(Path(scratch) / "index")}
+        tree = Path(scratch) / "tree"
+        tree.mkdir()
+        for words in (["read-tree", commit], ["checkout-index", "--all", f"--prefix={tree}/"]):
+            if (done := _git(root, *words, env=index)).returncode:
+                raise UserError(f"the files of commit {commit[:LENGTH]} can't be taken from {root}: {_last(done)}")
+        with suppress(OSError):  # another process was faster
+            tree.rename(folder)
+    return folder
+
+
+def _git(folder: Path, *words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    command = ["git", "-C", str(folder), "-c", "core.hooksPath=/dev/null", *words]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **(env or {})})
+    except FileNotFoundError:
+        raise UserError("git is not installed, and a model's commit needs it; install git") from None
+
+
+def _last(done: subprocess.CompletedProcess[str]) -> str:
+    return (done.stderr.strip().splitlines() or ["git says nothing"])[-1]

@@ -1,0 +1,136 @@
+"""How a file was made: everything needed to trust it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from dyno.worker.facts.engine import Layers, Origin
+from dyno.worker.facts.sparse import Sparse
+
+
+@dataclass(frozen=True)
+class Step:
+    """One link of the chain of files: its maker, what came out, the seconds it took, and the file's bytes."""
+
+    maker: str
+    format: str = ""
+    precision: str = ""
+    seconds: float = 0.0
+    bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Verified:
+    """An exported graph beside its module: the batches that were compared, the largest difference and the largest
+    output, the tolerances, and how far the module's own FP32 outputs are off FP64 (None where that wasn't asked); of
+    boxes, which are compared as sets, how many and how many of them have no partner."""
+
+    batches: tuple[int, ...] = ()
+    max_abs_error: float = 0.0
+    max_abs_output: float = 0.0
+    rtol: float = 0.0
+    atol: float = 0.0
+    own_error: float | None = None
+    boxes: int | None = None
+    boxes_apart: int | None = None
+
+
+@dataclass(frozen=True)
+class Check:
+    """A converted file beside its parent on the same input: the largest difference, the largest output, and how it
+    ran (as it is, or emulated)."""
+
+    max_difference: float
+    max_output: float
+    ran: str = ""
+
+
+@dataclass(frozen=True)
+class RankedLayer:
+    """A layer and what lowering it alone costs: the signal-to-noise ratio of the outputs in dB, lowest first."""
+
+    node: str
+    op: str = ""
+    sqnr_db: float = 0.0
+
+
+@dataclass(frozen=True)
+class PixelInput:
+    """The normalisation that is a part of the graph: `pixel * scale + offset`, per channel."""
+
+    dtype: str = "uint8"
+    scale: tuple[float, ...] = ()
+    offset: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """The GPU that an engine was built on; empty where there was none."""
+
+    model: str = ""
+    capability: str = ""
+
+
+@dataclass(frozen=True)
+class TimingUse:
+    """What a build had of its timing cache: whether earlier timings were used, the file, the tactics timed anew, and
+    what was wrong with it."""
+
+    used: bool = False
+    file: str = ""
+    timed: int = 0
+    complaint: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lowering(Sparse):
+    """A conversion to a lower precision: its scheme, the engine it is for, its check, and layers that stay higher.
+
+    `kept` were chosen from `ranked` layers by their sensitivity.
+    """
+
+    scheme: str = ""
+    target: str = ""
+    check: Check | None = None
+    kept: tuple[RankedLayer, ...] = ()
+    ranked: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Build(Sparse):
+    """An engine's build: where its types come from (graph, flags, calibrator), and whether strongly or weakly typed.
+
+    `profiles` have the least, usual and largest shape of each input, `build_s` is in seconds.
+    """
+
+    route: str = ""
+    typed: str = ""
+    flags: tuple[str, ...] = ()
+    profiles: tuple[dict[str, Any], ...] = ()
+    gpu: Gpu | None = None
+    build_s: float | None = None
+    timing_cache: TimingUse | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MadeBy(Build, Lowering, Layers, Origin):
+    """What a maker says of its file (`Artifact.made_by`).
+
+    `steps` is the whole chain up to the file, and `warnings` hold for all that is made from it. `kept_float` counts the
+    nodes that INT8 left in float, `ranking` lists the layers by sensitivity, on `ranked_on` samples; `input` is the
+    normalisation in the graph, and `input_check` its check.
+    """
+
+    backend: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    steps: tuple[Step, ...] = ()
+    verified: Verified | None = None
+    kept_float: int | None = None
+    ranking: tuple[RankedLayer, ...] = ()
+    ranked_on: int | None = None
+    input: PixelInput | None = None
+    input_check: Check | None = None

@@ -1,0 +1,106 @@
+"""Reading dataclasses back from JSON, by their annotations."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, Union
+
+from dyno.worker.facts.sparse import Sparse
+
+
+class Misfit(Exception):
+    """What is wrong with a value, and where: the place becomes longer on the way out."""
+
+    def __init__(self, what: str) -> None:
+        self.what, self.place = what, ""
+
+
+@lru_cache(maxsize=256)
+def reader(kind: Any) -> Callable[[Any], Any]:
+    """Reads JSON as the annotation `kind` says: dataclass, tuple, dict, union or plain value.
+
+    Made once for each kind: a run folder has thousands of records.
+    """
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        return _dataclass_reader(kind)
+    if origin in (Union, types.UnionType):
+        inner = [a for a in args if a is not type(None)]
+        read = reader(inner[0]) if len(inner) == 1 else _plain_reader(tuple(inner))
+        return lambda data: None if data is None and len(inner) < len(args) else read(data)
+    if origin is tuple:
+        return _tuple_reader(args)
+    if origin is dict:
+        return _dict_reader(reader(args[1]))
+    return _plain_reader((float, int) if kind is float else object if kind is Any else kind)
+
+
+def _plain_reader(takes: Any) -> Callable[[Any], Any]:
+    def read(data: Any) -> Any:
+        if not isinstance(data, takes):
+            raise Misfit(f" is of type {type(data).__name__}, which it can't be")
+        return data
+
+    return read
+
+
+def _tuple_reader(args: tuple[Any, ...]) -> Callable[[Any], Any]:
+    check, number = _plain_reader((list, tuple)), None if args[-1] is Ellipsis else len(args)
+    read = reader(args[0])  # of several values, all are of one type
+
+    def read_all(data: Any) -> Any:
+        if number not in (None, len(check(data))):
+            raise Misfit(f" has {len(data)} values, and not {number}")
+        return tuple(map(read, data))
+
+    return read_all
+
+
+def _dict_reader(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    check = _plain_reader(dict)
+
+    def read_all(data: Any) -> Any:
+        made = {}
+        for key, item in check(data).items():
+            try:
+                made[key] = read(item)
+            except Misfit as e:
+                e.place = f".{key}{e.place}"
+                raise
+        return made
+
+    return read_all
+
+
+def _dataclass_reader(kind: Any) -> Callable[[Any], Any]:
+    sparse, check = issubclass(kind, Sparse), _plain_reader(dict)
+    names = [f.name for f in dataclasses.fields(kind) if not (sparse and f.name == "other")]
+    readers: dict[str, Callable[[Any], Any]] = {}
+
+    def read(data: Any) -> Any:
+        if not readers:  # on first use, as a kind may hold others of its own
+            hints = typing.get_type_hints(kind)
+            readers.update({name: reader(hints[name]) for name in names})
+        values, other = {}, {}
+        for key, item in check(data).items():
+            known = readers.get(key)
+            if known is None:
+                other[key] = item
+                continue
+            try:
+                values[key] = known(item)
+            except Misfit as e:
+                e.place = f".{key}{e.place}"
+                raise
+        if other and not sparse:
+            raise Misfit(f" has an unknown key {min(other)!r}; known keys: {', '.join(names)}")
+        try:
+            return kind(**values, **({"other": other} if other else {}))
+        except TypeError as e:
+            raise Misfit(f" is incomplete: {e}") from e
+
+    return read

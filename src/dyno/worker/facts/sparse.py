@@ -1,0 +1,41 @@
+"""Records of which only those fields are stored that say something, and which a plug-in may add to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
+from typing import Any, TypeVar, cast
+
+S = TypeVar("S", bound="Sparse")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sparse:
+    """Stored without the fields that are at their default.
+
+    `other` is what a plug-in's backend or maker adds under names of its own: in JSON it lies among the fields, and a
+    key that no field has is read into it.
+    """
+
+    other: dict[str, Any] = field(default_factory=dict)
+
+    def said(self, names: Iterable[str] = ()) -> dict[str, Any]:
+        """The fields that aren't at their default, `other` among them; of these names alone where any are given."""
+        chosen, kind = set(names), cast(Any, type(self))
+        return {
+            name: value
+            for name, default in defaults(kind).items()
+            if (not chosen or name in chosen) and (value := getattr(self, name)) != default
+        }
+
+    def joined(self: S, later: Sparse) -> S:
+        """This record with what `later`, one of the same fields or fewer, says besides or instead."""
+        return replace(self, **{**later.said(), "other": {**self.other, **later.other}})
+
+
+@lru_cache(maxsize=64)
+def defaults(kind: Any) -> dict[str, Any]:
+    """The default of each field of a dataclass in which every field has one."""
+    blank = kind()
+    return {f.name: getattr(blank, f.name) for f in fields(kind)}

@@ -1,0 +1,50 @@
+"""What an inspection finds out about a model before anything is planned: its inputs, outputs, parameters, FLOPs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from dyno.worker.facts.sparse import Sparse
+from dyno.worker.spec import InputSpec, Preprocess
+
+
+@dataclass(frozen=True, kw_only=True)
+class Purpose(Sparse):
+    """What a network is for, as far as its file, its library or the user says.
+
+    `task` is "" and `classes` None where nobody says; `keypoints` are how many points a pose has and the values of
+    each. `inputs` are those that Dyno wrote into a file, `stride` is what the image's sides must be multiples of.
+    """
+
+    task: str = ""
+    classes: int | None = None
+    keypoints: tuple[int, ...] = ()
+    preprocess: Preprocess | None = None
+    inputs: tuple[InputSpec, ...] = ()
+    stride: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection(Purpose):
+    """What Dyno needs to know of a model before it lists trials.
+
+    `size` [h, w] is the model's own, (0, 0) without an image, and `fixed_size` says that its file takes no other.
+    `batch` is the one that it takes (0: any) and `batch_reason` why, `usual_batch` that of its example inputs or of
+    its file's metadata, and `batches` an engine's smallest, best and largest. `inputs` are as `ModelSpec.inputs`.
+    `outputs` is how many classes a classifier's scores are of (else 0), `flops` the operations of one image by size
+    (nothing where they can't be counted), `parameters` a module's, `channels` and `precision` a file's, and
+    `signature` the shapes of the inputs and outputs of a file.
+    """
+
+    size: tuple[int, int] = (0, 0)
+    fixed_size: bool = False
+    batch: int = 0
+    batch_reason: str = ""
+    usual_batch: int | None = None
+    batches: tuple[int, int, int] | None = None
+    outputs: int = 0
+    flops: dict[str, int] = field(default_factory=dict)
+    parameters: int | None = None
+    channels: int | None = None
+    precision: str = ""
+    signature: tuple[tuple[tuple[int | str, ...], ...], ...] = ()

@@ -1,0 +1,89 @@
+"""The gate of a comparison: beyond the limit, within it, or it can't be told; and what it would have caught."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import synthetic
+from scipy.stats import t
+from synthetic import Way
+
+import dyno
+from dyno.analysis.gate.power import smallest_slowdown
+from dyno.worker.record import write_json
+
+BASE = Way("pytorch", seconds=0.004, spread=0.001)
+Gate = Callable[..., dyno.Comparison]
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Gate:
+    """BASE as run A, with these changes as run B, held against a limit."""
+
+    def run(limit: str = "slower=5%", edit: Callable[[Path], None] | None = None, **changes: Any) -> dyno.Comparison:
+        for name in "ab":
+            shutil.rmtree(tmp_path / name, ignore_errors=True)
+        a, b = (synthetic.write_run(tmp_path / name, [way], samples=40, count=50)
+                for name, way in (("a", BASE), ("b", replace(BASE, **changes))))  # fmt: skip
+        if edit:
+            edit(b)
+        return dyno.compare(a, b, fail_on=(limit,))
+
+    return run
+
+
+def test_three_answers(gate: Gate) -> None:
+    assert gate().exit_code == 0
+    slower = gate(seconds=0.0048)
+    assert slower.exit_code == 1 and "failed: " in " ".join(slower.verdicts)
+    within = gate("slower=30%", seconds=0.0048)
+    assert within.exit_code == 0 and 30 < within.rows[0]["smallest"] < 35, "slower, but less than is allowed"
+    wide = gate("slower=1%", spread=0.05)
+    assert wide.exit_code == 3 and "too few rounds for this spread" in wide.rows[0]["undecided"]
+    assert any("can't tell: digits pytorch fp32" in line for line in wide.verdicts)
+    assert any("not interleaved" in line for line in wide.verdicts)
+
+
+def elsewhere(run: Path) -> None:
+    environment = json.loads((run / "environment.json").read_text())
+    write_json(run / "environment.json", {**environment, "cpu": "Another CPU", "machine": {"cpu": "Another CPU"}})
+
+
+def disturbed(run: Path) -> None:
+    for path in run.parent.glob("*/trials/*/r*/record.json"):
+        record = json.loads(path.read_text())
+        record["facts"] |= {"others_busy": {"model": 1.5}, "others_bearable": 0.2}
+        write_json(path, record)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"statuses": ("ok",)}, "one round only"),
+        ({"statuses": ("failed",), "reason": "no"}, "B is failed"),
+        ({"edit": elsewhere}, "another machine (cpu Synthetic CPU against Another CPU)"),
+        ({"edit": elsewhere, "seconds": 0.04}, "measure it again here with --again"),
+        ({"edit": disturbed, "seconds": 0.04}, "1.5 processors busy"),
+    ],
+)
+def test_what_cant_be_told(gate: Gate, changes: dict[str, Any], words: str) -> None:
+    found = gate(**changes)
+    assert found.exit_code == 3 and words in found.rows[0]["undecided"]
+    assert not found.rows[0]["failed"]
+
+
+@pytest.mark.parametrize("rounds", [3, 5, 10])
+def test_the_smallest_slowdown_is_caught_in_80_percent(rounds: int) -> None:
+    error, tolerance, rng = 0.01, 0.02, np.random.default_rng(0)
+    half = error * t.ppf(0.975, rounds - 1)
+    smallest = smallest_slowdown(float(np.exp(-half)), float(np.exp(half)), rounds, tolerance)
+    logs = np.log1p(smallest) + error * np.sqrt(rounds) * rng.standard_normal((40_000, rounds))
+    seen = logs.std(axis=1, ddof=1) / np.sqrt(rounds) * t.ppf(0.975, rounds - 1)
+    assert np.mean(logs.mean(axis=1) - seen > np.log1p(tolerance)) == pytest.approx(0.8, abs=0.01)

@@ -1,0 +1,157 @@
+"""What a self-test says of simulated machines whose noise is known."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dyno.analysis.records.results import Results, TrialResult
+from dyno.analysis.records.rounds import Round
+from dyno.analysis.self_test import words
+from dyno.analysis.self_test.figures import SelfTest, visible
+from dyno.analysis.self_test.power import smallest
+from dyno.analysis.self_test.stored import Pair, Stored, TestRound, read
+from dyno.analysis.self_test.tables import tables
+from dyno.worker.facts.job import Facts, Turns
+from dyno.worker.record import Record
+from dyno.worker.spec import to_json
+
+SLOWED = (0.0, 0.01, 0.02, 0.05)
+
+
+def simulated(
+    rounds: int = 60, process: float = 0.004, block: float = 0.0, drift: float = 0.1, blocks: int = 9, bias: float = 0,
+    wrong: float = 0.0, seed: int = 0, **more: Any,
+) -> SelfTest:  # fmt: skip
+    """A machine by the standard deviations of its noise: of a process, of a block, and of the machine between rounds.
+
+    `bias` is what every second process is slower by, and `wrong` how much more a slow-down is than it should be.
+    """
+    rng = np.random.default_rng(seed)
+    found = []
+    for level in rng.normal(0, drift, rounds):
+        own = rng.normal(0, process, len(SLOWED) + 1)
+        pairs = [
+            Pair(share, tuple((own[0] - own[i + 1]) - math.log1p(share * (1 + wrong)) - bias
+                              + rng.normal(0, block, blocks) - rng.normal(0, block, blocks)))
+            for i, share in enumerate(SLOWED)
+        ]  # fmt: skip
+        found.append(TestRound(math.exp(level + own[0]) / 1e3, tuple(pairs), **more))
+    return SelfTest(Stored("2026-11-23T10:00:00+00:00", "1", {"cores": 2}, "cpu", "net", 1, 0.9, 0.1, 3, tuple(found)))
+
+
+def test_the_noise_is_told_by_its_levels() -> None:
+    quiet = simulated(rounds=200)
+    assert quiet.spread.value == pytest.approx(0.004 * math.sqrt(2), rel=0.1)
+    assert quiet.spread.low < 0.004 * math.sqrt(2) < quiet.spread.high
+    assert quiet.levels.block == 0 and quiet.bound_by == "process"
+    assert quiet.apart == pytest.approx(0.1 * math.sqrt(2), rel=0.15), "what turns take out of the comparison"
+    both = simulated(rounds=300, process=0.002, block=0.02)
+    # A median of nine has a variance of 1.57 ninths of one's.
+    expected = 2 * 0.02**2 * 1.57 / 9
+    assert both.levels.block == pytest.approx(expected, rel=0.35)
+    assert both.levels.process < both.levels.block
+    assert both.bound_by == "block"
+    assert simulated(process=0.001, block=0.02, others=0.5).bound_by == "neighbours"
+    assert simulated(process=0.001, block=0.02, steal=0.05).bound_by == "neighbours"
+    assert simulated(process=0.001, block=0.02, clock=(2000.0, 2600.0)).bound_by == "clocks"
+
+
+def test_studies_of_a_steady_machine_do_as_promised() -> None:
+    found = simulated(rounds=900)
+    assert found.false_alarms(3).count == 300 and found.false_alarms(10).count == 90
+    assert found.false_alarms(3).interval.low <= 0.05 <= found.false_alarms(3).interval.high
+    assert found.coverage.interval.value == pytest.approx(0.95, abs=0.02)
+    assert found.equal.low < 1 < found.equal.high
+    for one in found.verdicts:
+        if one.slowdown:
+            seen = one.slower.interval
+            assert seen.value == pytest.approx(one.predicted, abs=0.08), one
+    assert words._surprises(found) == []
+
+
+def test_outliers_are_taken_as_they_are() -> None:
+    """A round in ten that is far off hides less than its variance says."""
+    calm = simulated(rounds=300, process=0.002).stored
+    rounds = [
+        replace(one, pairs=tuple(replace(pair, logs=tuple(x + 0.3 for x in pair.logs)) for pair in one.pairs))
+        if number % 10 == 0 else one
+        for number, one in enumerate(calm.rounds)
+    ]  # fmt: skip
+    found = SelfTest(replace(calm, rounds=tuple(rounds)))
+    (seen,) = [one for one in found.verdicts if (one.slowdown, one.rounds) == (0.05, 3)]
+    assert seen.slower.interval.low < seen.predicted < seen.slower.interval.high
+    assert seen.predicted > 0.6
+    assert smallest(np.random.default_rng(0).normal(0, found.spread.value, 4000), 3) > 0.3, "as normal noise, hopeless"
+
+
+@pytest.mark.parametrize(
+    ("spread", "grade"), [(0.002, "A"), (0.005, "B"), (0.01, "C"), (0.02, "D"), (0.04, "E")],
+)  # fmt: skip
+def test_the_grade_is_what_three_rounds_see(spread: float, grade: str) -> None:
+    found = simulated(process=spread / math.sqrt(2), rounds=400)
+    # What the noncentral t distribution needs for normal noise.
+    assert found.visible(3).value == pytest.approx(math.expm1(3.264 * spread), rel=0.15)
+    assert found.visible(3).low < found.visible(3).value < found.visible(3).high
+    assert found.grade == grade
+    assert words.grade(found).startswith(f"Grade {grade} (")
+    assert found.visible(10).value < found.visible(5).value < found.visible(3).value
+
+
+def test_what_contradicts_the_promises_is_said() -> None:
+    biased = words._surprises(simulated(bias=0.05, rounds=90))
+    assert any("not to be trusted" in line for line in biased)
+    unseen = words._surprises(simulated(wrong=-1.0, rounds=90))
+    assert any("depend on each other" in line for line in unseen)
+
+
+def test_a_run_that_measures_for_less_sees_less() -> None:
+    whole = simulated(rounds=300, process=0.002, block=0.01)
+    known = whole.summary()
+    usual = visible(known, 3, known.seconds, True)
+    assert usual == whole.visible(3).value
+    assert visible(known, 3, known.seconds / 3, True) > usual
+    assert visible(known, 3, known.seconds * 9, True) == usual, "more than was tested is not promised"
+    assert visible(known, 10, known.seconds, True) < usual < visible(known, 3, known.seconds, False)
+    assert math.isinf(visible(known, 1, 1.0, True))
+    assert visible(known, 80, 9.0, True) == pytest.approx(visible(known, 20, 9.0, True) / 2)
+    assert math.isnan(visible(replace(known, apart={}), 3, 1.0, False))
+
+
+def test_a_run_says_what_it_sees_in_words() -> None:
+    def said(rounds: int, spread: float) -> str:
+        results = Results(Path("run"), [], self_test=to_json(simulated(process=spread).summary()))
+        plan = {"plan": {"seconds": 0.9}, "runtime": {}}
+        record = Record("ok", facts=Facts(turns=Turns("x", 0)))
+        good = [Round(Path("r"), n, record) for n in range(rounds)]
+        results.trials = [TrialResult("id", {"trial": plan}, good)]
+        return words.of_run(results)
+
+    assert "differences of ≥ 1" in said(3, 0.003) and "(3 rounds in turns, 80 % power; self-test of" in said(3, 0.003)
+    assert "no difference below a factor of two" in said(2, 0.1)
+    assert "it has one round" in said(1, 0.003)
+    assert words.of_run(Results(Path("run"), [], self_test={"grade": 1})) == ""
+
+
+def test_what_is_stored_is_read_back_or_is_none() -> None:
+    stored = simulated(rounds=4).stored
+    content = to_json(stored)
+    assert read(content) == stored
+    assert read({**content, "rounds": []}) is None
+    assert read({**content, "schema": 99}) is None
+    assert read({**content, "more": 1}) is None
+    assert read({**content, "rounds": [{"first_s": "x", "pairs": []}]}) is None
+
+
+def test_a_study_of_each_kind_needs_its_rounds() -> None:
+    few = simulated(rounds=4)
+    assert {one.rounds for one in few.verdicts} == {3}
+    visible_table, verdicts = tables(few)
+    assert [row["rounds"] for row in visible_table.rows] == [3, 5, 10]
+    assert [row["studies"] for row in verdicts.rows] == [1] * len(SLOWED)
+    assert math.isnan(few.visible(3).low), "too few rounds for limits"

@@ -1,0 +1,225 @@
+"""The four verdicts, and what is promised of them, on simulated studies: processes that differ, on a machine that
+drifts from round to round, which both of a pair share where they measure in turns."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from scipy import stats as scipy_stats
+
+from dyno.analysis import stats
+from dyno.analysis.stats.power import more_rounds
+from dyno.analysis.stats.sequential import share
+
+MEDIANS = st.lists(st.floats(1e-4, 1.0), min_size=2, max_size=6)
+DRIFT, PROCESS = 0.06, 0.02  # standard deviations of logs: of the machine between jobs, and of a process
+RULE = stats.Rule()
+DIFFERENT = stats.FASTER, stats.SLOWER
+STUDIES = 2000
+NOISE = 3 * math.sqrt(0.05 * 0.95 / STUDIES)  # of a share of 5 % in so many studies, three standard errors
+
+
+def in_turns(seed: int, studies: int, rounds: int, *speedups: float, process: float = PROCESS) -> np.ndarray:
+    """Log ratios [studies, trials, rounds] of trials so many times as fast as the reference: its process is in all of
+    them, the machine's drift in none."""
+    rng = np.random.default_rng(seed)
+    drift = DRIFT * rng.standard_normal((studies, 1, rounds))
+    processes = process * rng.standard_normal((studies, len(speedups) + 1, rounds))
+    seconds = drift + processes - np.log([1.0, *speedups])[None, :, None]
+    return np.asarray(seconds[:, :1] - seconds[:, 1:])
+
+
+def share_of(verdicts: list[str], *which: str) -> float:
+    return float(np.mean([v in which for v in verdicts]))
+
+
+@given(MEDIANS, MEDIANS)
+def test_speedup_is_welchs_interval(own: list[float], reference: list[float]) -> None:
+    found = stats.speedup(own, reference)
+    a, b = np.log(own), np.log(reference)
+    assume(a.var(ddof=1) > 1e-9 and b.var(ddof=1) > 1e-9)
+    expected = scipy_stats.ttest_ind(b, a, equal_var=False)
+    assume(max(abs(x) for x in expected.confidence_interval(0.95)) < 600)
+    low, high = np.exp(expected.confidence_interval(0.95))
+    assert (found.low, found.high) == pytest.approx((low, high), rel=1e-6)
+    assert found.p == pytest.approx(expected.pvalue, rel=1e-6)
+
+
+@given(MEDIANS, MEDIANS)
+def test_speedup_turned_round_is_the_inverse(a: list[float], b: list[float]) -> None:
+    there, back = stats.speedup(a, b), stats.speedup(b, a)
+    assert there.value * back.value == pytest.approx(1)
+    assert there.low * back.high == pytest.approx(1)
+    opposite = {stats.FASTER: stats.SLOWER, stats.SLOWER: stats.FASTER}
+    assert opposite.get(there.verdict, there.verdict) == back.verdict and there.more == back.more
+
+
+def test_verdicts() -> None:
+    slow, fast, noisy = [0.010, 0.0101, 0.0099], [0.005, 0.0051, 0.0049], [0.005, 0.010, 0.020]
+    assert stats.speedup(fast, slow).verdict == "faster"
+    assert stats.speedup(slow, fast).verdict == "slower"
+    found = stats.speedup(noisy, slow)
+    assert (found.verdict, found.more) == ("undecided", stats.MOST_ROUNDS + 1)
+    alike = stats.paired_speedup([0.001, -0.002, 0.002])
+    assert (alike.verdict, alike.more) == ("equivalent", None)
+    assert stats.paired_speedup([0.001, -0.002, 0.002], stats.Rule(margin=0.001)).verdict == "undecided"
+    one = stats.speedup([0.005], slow)
+    assert one.verdict == stats.paired_speedup([0.5]).verdict == "one round only"
+    assert one.value == pytest.approx(2, rel=0.01)
+    assert math.isnan(one.low)
+    assert stats.speedup([], slow).verdict == stats.paired_speedup([]).verdict == ""
+    same = stats.paired_speedup([0.1, 0.1])
+    assert (same.verdict, same.measured, same.value) == (stats.FASTER, stats.TURNS, pytest.approx(np.exp(0.1)))
+    assert stats.paired_speedup([0.0, 0.0]).verdict == stats.EQUIVALENT
+
+
+@given(
+    st.lists(st.lists(st.floats(-0.2, 0.2), min_size=1, max_size=6), min_size=1, max_size=7),
+    st.sampled_from([RULE, stats.Rule(0.05, first=2)]),
+)
+def test_no_verdict_contradicts_its_interval(family: list[list[float]], rule: stats.Rule) -> None:
+    found = stats.decide_family([stats.paired(logs) for logs in family], rule)
+    for logs, s in zip(family, found, strict=True):
+        if len(logs) < 2:
+            assert s.verdict == stats.ONE_ROUND
+            continue
+        assume(np.std(logs) > 1e-6)
+        within = s.low * (1 + rule.margin) >= 1 - 1e-12 and s.high <= 1 + rule.margin + 1e-12
+        above, below = s.low > 1, s.high < 1
+        expected = stats.FASTER if above else stats.SLOWER if below else stats.EQUIVALENT if within else stats.UNDECIDED
+        assert s.verdict == expected
+        assert (s.p <= stats.ALPHA) == (above or below)
+        alone = stats.decide(stats.paired(logs), rule)
+        assert s.low <= alone.low * (1 + 1e-12) and s.high >= alone.high * (1 - 1e-12), "never narrower than alone"
+
+
+def test_holm_is_statsmodels_and_costs_a_clear_row_nothing() -> None:
+    clear, close = [0.5, 0.51, 0.49], [0.02, 0.01, 0.015]
+    alone = stats.paired_speedup(close)
+    first, second = stats.decide_family([stats.paired(clear), stats.paired(close)])
+    assert second == alone, "the last step has the whole error"
+    p = stats.paired_speedup(clear).p
+    assert first.p == pytest.approx(2 * p)
+    missing = stats.decide_family([None, stats.paired([0.1]), stats.paired(close)])
+    assert [s.verdict for s in missing] == ["", stats.ONE_ROUND, alone.verdict] and missing[2] == alone
+
+
+def test_intervals_cover_what_they_should() -> None:
+    logs = in_turns(0, STUDIES, 4, 1.03)[:, 0]
+    found = [stats.paired_speedup(each) for each in logs]
+    assert 0.93 < np.mean([s.low < 1.03 < s.high for s in found]) < 0.97
+    family = in_turns(1, STUDIES, 4, 1.0, 1.01, 1.04, 1.1)
+    rows = [stats.decide_family([stats.paired(row) for row in study]) for study in family]
+    for place, truth in enumerate((1.0, 1.01, 1.04, 1.1)):
+        assert np.mean([row[place].low < truth < row[place].high for row in rows]) > 0.95 - NOISE
+
+
+def test_equal_trials_of_a_table_are_seldom_called_different() -> None:
+    """Over a family of eight, two of them really faster: any false claim at all."""
+    truths = (1.0,) * 6 + (1.2, 1.5)
+    studies = in_turns(2, STUDIES, 5, *truths)
+    rows = [[s.verdict for s in stats.decide_family([stats.paired(row) for row in study])] for study in studies]
+    assert np.mean([any(v in DIFFERENT for v in row[:6]) for row in rows]) <= 0.05 + NOISE
+    assert np.mean([row[7] == stats.FASTER for row in rows]) > 0.99
+    rng = np.random.default_rng(3)
+    apart = np.exp(rng.normal(-5, 0.06, (STUDIES, 2, 3)))
+    assert share_of([stats.speedup(a, b).verdict for a, b in apart], *DIFFERENT) <= 0.05 + NOISE
+
+
+@pytest.mark.parametrize("process", [0.004, 0.008, 0.02])
+def test_trials_at_the_margin_are_seldom_called_equivalent(process: float) -> None:
+    studies = in_turns(4, STUDIES, 6, 1.02, 1 / 1.02, 1.02, process=process)
+    rows = [[s.verdict for s in stats.decide_family([stats.paired(row) for row in study])] for study in studies]
+    assert np.mean([stats.EQUIVALENT in row for row in rows]) <= 0.05 + NOISE
+    alone = [stats.paired_speedup(study[0]).verdict for study in studies]
+    assert share_of(alone, stats.EQUIVALENT) <= 0.05 + NOISE
+
+
+def until_decided(studies: np.ndarray, first: int, rule: stats.Rule) -> list[tuple[str, int]]:
+    """The verdict and the rounds of each study, looked at after `first` rounds and after every further one."""
+    found = []
+    for logs in studies:
+        looks = ((stats.paired_speedup(logs[:n], rule), n) for n in range(first, len(logs) + 1))
+        s, n = next((each for each in looks if each[0].decided), (stats.paired_speedup(logs, rule), len(logs)))
+        found.append((s.verdict, n))
+    return found
+
+
+@pytest.mark.parametrize("first", [2, 3, 5])
+def test_twenty_looks_keep_the_error(first: int) -> None:
+    rule = stats.Rule(margin=1e-6, first=first)  # so that no study ends as equivalent
+    same = in_turns(5, 800, first + 19, 1.0)[:, 0]
+    wrong = share_of([v for v, _ in until_decided(same, first, rule)], *DIFFERENT)
+    noise = 3 * math.sqrt(0.05 * 0.95 / 800)
+    assert wrong <= 0.05 + noise
+    peeking = stats.Rule(margin=1e-6)  # the whole 5 % at each look
+    assert share_of([v for v, _ in until_decided(same, first, peeking)], *DIFFERENT) > 0.1, "what it is there for"
+
+
+def test_twenty_looks_keep_the_error_of_an_equivalence_and_of_a_family() -> None:
+    margin = in_turns(6, 600, 22, 1.02, process=0.008)[:, 0]
+    noise = 3 * math.sqrt(0.05 * 0.95 / 600)
+    rule = stats.Rule(first=3)
+    assert share_of([v for v, _ in until_decided(margin, 3, rule)], stats.EQUIVALENT) <= 0.05 + noise
+    wrong = 0
+    for study in in_turns(7, 300, 15, 1.0, 1.0, 1.0, 1.1, process=0.01):
+        left, rounds = [True] * 4, [3] * 4  # a decided one stops, the others go on
+        while any(left) and max(rounds) < 15:
+            rows = stats.decide_family([stats.paired(row[:n]) for row, n in zip(study, rounds, strict=True)], rule)
+            assert all(s.decided for s, on in zip(rows, left, strict=True) if not on), "what is decided stays so"
+            left = [not s.decided for s in rows]
+            rounds = [n + on for n, on in zip(rounds, left, strict=True)]
+        wrong += any(s.verdict in DIFFERENT for s in rows[:3])
+    assert wrong / 300 <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 300)
+
+
+def test_shares_of_the_error_sum_to_one() -> None:
+    assert sum(share(n, 3) for n in range(3, 2000)) == pytest.approx(1, abs=1e-3)
+    assert [share(n, 0) for n in (1, 9)] == [1, 1] and share(1, 3) == share(3, 3) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("difference", "first"), [(0.03, 0), (0.015, 0), (0.0, 0), (0.03, 4), (0.0, 4)], ids=lambda v: str(v)
+)
+def test_the_advised_rounds_have_the_promised_power(difference: float, first: int) -> None:
+    """With the true difference and spread, so many more rounds decide about 80 % of studies."""
+    spread = PROCESS * math.sqrt(2)
+    seen = stats.Evidence(difference, spread / 2, 3, 4, stats.TURNS, spread)
+    more = more_rounds(seen, RULE.reach, stats.ALPHA, first)
+    assert 1 <= more <= stats.MOST_ROUNDS
+    rule = replace(RULE, first=first)
+
+    def power(rounds: int) -> float:
+        studies = in_turns(8, 1200, rounds, math.exp(difference))[:, 0]
+        return float(np.mean([stats.paired_speedup(each, rule).decided for each in studies]))
+
+    assert 0.77 < power(4 + more) < 0.9
+    assert power(4 + more - max(2, more // 3)) < 0.8
+
+
+def test_more_than_a_hundred_rounds_are_no_advice() -> None:
+    seen = stats.Evidence(0.019, 0.05, 3, 4, stats.TURNS, 0.1)
+    assert more_rounds(seen, RULE.reach, stats.ALPHA, 0) == stats.MOST_ROUNDS + 1
+
+
+def power_of(count: int, effect: float, studies: int = 200) -> tuple[float, float]:
+    """How often a speed-up of that log is found in studies of so many rounds: by Welch, and in turns."""
+    rng = np.random.default_rng(count)
+    process, drift = (s * rng.standard_normal((2, studies, count)) for s in (PROCESS, DRIFT))
+    own, reference = np.exp(process + drift - [[[effect]], [[0.0]]])
+    welch = [stats.speedup(a, b).verdict == stats.FASTER for a, b in zip(own, reference, strict=True)]
+    turns = [stats.paired_speedup(r).verdict == stats.FASTER for r in process[1] - process[0] + effect]
+    return float(np.mean(welch)), float(np.mean(turns))
+
+
+@pytest.mark.parametrize("count", [3, 5])
+def test_turns_see_what_drift_hides(count: int) -> None:
+    found = {effect: power_of(count, effect) for effect in np.geomspace(0.02, 0.6, 14)}
+    alone, turns = (min(effect for effect, each in found.items() if each[i] >= 0.8) for i in (0, 1))
+    assert turns < 0.65 * alone
+    assert found[turns][0] < 0.5

@@ -1,0 +1,159 @@
+"""Summaries and intervals against scipy's own, against known answers, and by their promised coverage."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import optimize
+from scipy import stats as scipy_stats
+
+from dyno.analysis import stats
+
+SAMPLES = st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=80).map(np.array)
+Z = scipy_stats.norm.ppf(0.975)
+
+
+@given(SAMPLES)
+def test_summary_is_numpys_and_scipys(x: np.ndarray) -> None:
+    s = stats.summary(x)
+    assert s.count == len(x)
+    assert s.mean == pytest.approx(x.mean())
+    assert s.max == x.max()
+    assert (s.median, s.p90, s.p95, s.p99) == pytest.approx(tuple(np.percentile(x, [50, 90, 95, 99])))
+    assert s.std == pytest.approx(x.std(ddof=1) if len(x) > 1 else 0.0)
+    assert s.trimmed == pytest.approx(scipy_stats.trim_mean(x, 0.1))
+
+
+def test_every_round_counts_the_same_however_many_samples_it_took() -> None:
+    fast, slow = np.full(1000, 1.0), np.full(30, 4.0)
+    s = stats.over_rounds([fast, slow])
+    assert (s.count, s.max, s.std) == (1030, 4.0, 0.0)
+    assert (s.mean, s.median, s.p99, s.trimmed) == pytest.approx((2.0,) * 4)
+
+
+@given(st.lists(SAMPLES, min_size=1, max_size=4))
+def test_the_median_over_rounds_is_what_speed_ups_are_ratios_of(rounds: list[np.ndarray]) -> None:
+    s = stats.over_rounds(rounds)
+    assert s.median == pytest.approx(stats.center([float(np.median(x)) for x in rounds]).value)
+    assert s.median <= s.p90 <= s.p95 <= s.p99 <= s.max * (1 + 1e-12)
+    assert stats.over_rounds(rounds[:1]) == stats.summary(rounds[0])
+
+
+def test_trimmed_values_lack_a_tenth_at_each_end() -> None:
+    x = np.array([0.0, *[1.0, 2.0] * 4, 100.0])
+    s = stats.summary(x)
+    assert s.trimmed == 1.5
+    assert s.trimmed_std == pytest.approx(np.std([1.0, 2.0] * 4, ddof=1))
+    assert s.std > 10
+
+
+def test_summary_of_nothing_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no samples"):
+        stats.summary(np.empty(0))
+
+
+@pytest.mark.parametrize("n", [25, 60, 201])
+def test_median_interval_is_what_the_bootstrap_converges_to(n: int) -> None:
+    x = np.random.default_rng(n).exponential(1.0, n)
+    drawn = scipy_stats.bootstrap(
+        (x,), np.median, n_resamples=20_000, method="percentile", rng=np.random.default_rng(1)
+    )
+    found, order = stats.median_interval(x), np.sort(x)
+    for limit, other in zip((found.low, found.high), drawn.confidence_interval, strict=True):
+        # Resampling is noisy: the limits may differ by one order statistic, no more.
+        assert abs(np.searchsorted(order, limit) - np.searchsorted(order, other)) <= 1
+    assert found.low <= found.value <= found.high
+
+
+def test_median_interval_needs_three_samples() -> None:
+    assert math.isnan(stats.median_interval(np.array([1.0, 2.0])).low)
+    assert math.isnan(stats.median_interval(np.empty(0)).value)
+
+
+@pytest.mark.parametrize("q", [0.5, 0.9, 0.95, 0.99])
+def test_percentile_intervals_are_the_narrowest_that_keep_each_tail(q: float) -> None:
+    n = 800
+    x = np.arange(1.0, n + 1)  # a sample is its rank
+    found = stats.percentile_interval(x, q)
+    below = scipy_stats.binom(n, q)
+    assert below.cdf(found.low - 1) <= 0.025 < below.cdf(found.low)
+    assert below.sf(found.high - 1) <= 0.025 < below.sf(found.high - 2)
+    assert found.value == pytest.approx(np.percentile(x, 100 * q))
+
+
+def test_percentile_intervals_cover_where_samples_are_skewed() -> None:
+    drawn = np.random.default_rng(2).exponential(1.0, (1500, 700))
+    found = [stats.percentile_interval(x, 0.99) for x in drawn]
+    assert 0.95 <= np.mean([i.low <= -math.log(0.01) <= i.high for i in found]) < 0.99
+
+
+def test_too_few_samples_bound_no_percentile() -> None:
+    assert math.isnan(stats.percentile_interval(np.arange(100.0), 0.99).high)
+    assert math.isnan(stats.percentile_interval(np.empty(0), 0.9).value)
+    assert [stats.samples_for(q) for q in (0.9, 0.95, 0.99)] == [64, 130, 662], "MLPerf's 64 and 662"
+
+
+@given(st.integers(1, 400).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
+def test_wilson_is_scipys(counts: tuple[int, int]) -> None:
+    hits, n = counts
+    expected = scipy_stats.binomtest(hits, n).proportion_ci(method="wilson")
+    found = stats.wilson(hits, n)
+    assert (found.low, found.high) == pytest.approx((expected.low, expected.high), abs=1e-9)
+    assert found.low <= found.value <= found.high
+    assert found.high > found.low
+
+
+def test_center_covers_the_true_latency() -> None:
+    rng = np.random.default_rng(5)
+    found = [stats.center(list(np.exp(rng.normal(math.log(0.004), 0.03, 3)))) for _ in range(500)]
+    assert 0.91 < sum(i.low <= 0.004 <= i.high for i in found) / len(found) < 0.99
+    assert math.isnan(stats.center([0.004]).low)
+
+
+def score(gained: int, lost: int, n: int, d: float) -> float:
+    """The score statistic with the nuisance parameter found by a numerical maximum of the likelihood."""
+
+    def against(p: float) -> float:
+        rest = 1 - 2 * p - d
+        return -(gained * math.log(p + d) + lost * math.log(p) + (n - gained - lost) * math.log(rest))
+
+    low, high = max(0.0, -d), (1 - d) / 2
+    p = optimize.minimize_scalar(
+        against, bounds=(low + 1e-12, high - 1e-12), method="bounded", options={"xatol": 1e-12}
+    ).x
+    return (gained - lost - n * d) / math.sqrt(n * (2 * p + d - d * d))
+
+
+@pytest.mark.parametrize(("gained", "lost", "n"), [(3, 9, 120), (1, 4, 360), (12, 2, 50), (20, 25, 300)])
+def test_tangos_limits_are_where_the_score_test_turns(gained: int, lost: int, n: int) -> None:
+    found = stats.paired_difference(gained, lost, n)
+    assert score(gained, lost, n, found.low) == pytest.approx(Z, abs=2e-3)
+    assert score(gained, lost, n, found.high) == pytest.approx(-Z, abs=2e-3)
+
+
+@given(st.integers(0, 40), st.integers(0, 40), st.integers(80, 5000))
+def test_paired_difference_is_never_certain(gained: int, lost: int, n: int) -> None:
+    found = stats.paired_difference(gained, lost, n)
+    assert -1 <= found.low < found.value < found.high <= 1
+    mirror = stats.paired_difference(lost, gained, n)
+    assert (mirror.low, mirror.high) == pytest.approx((-found.high, -found.low), abs=1e-6)
+
+
+def test_no_discordant_pair_still_has_a_width() -> None:
+    found = stats.paired_difference(0, 0, 360)
+    assert found.high == pytest.approx(Z**2 / (360 + Z**2))
+    assert found.low == -found.high
+    almost = stats.paired_difference(1e-6, 1e-6, 360)  # the closed form is the limit of the general one
+    assert almost.high == pytest.approx(found.high, abs=1e-4)
+
+
+@pytest.mark.parametrize(("gain", "loss"), [(0.002, 0.008), (0.0, 0.005), (0.02, 0.02)])
+def test_paired_difference_covers_rare_differences(gain: float, loss: float) -> None:
+    """Where Wald's interval fails: a few discordant pairs in 360."""
+    drawn = np.random.default_rng(7).multinomial(360, [gain, loss, 1 - gain - loss], 1500)
+    found = [stats.paired_difference(int(g), int(lost), 360) for g, lost, _ in drawn]
+    assert sum(i.low <= gain - loss <= i.high for i in found) / len(found) > 0.94

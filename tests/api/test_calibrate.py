@@ -1,0 +1,156 @@
+"""`dyno calibrate`: what it measures, prints and keeps, what runs make of it, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import dyno
+from dyno import Study
+from dyno.analysis.report import sections
+from dyno.analysis.self_test import words
+from dyno.analysis.self_test.stored import Pair, Stored, TestRound
+from dyno.api import calibrate as module
+from dyno.engine import self_test
+from dyno.engine.execute import execute
+from dyno.jobs.progress import Progress
+from dyno.worker import registry
+from dyno.worker.record import write_json
+from dyno.worker.spec import to_json
+
+pytestmark = pytest.mark.usefixtures("preloaded")
+# The fake backend's processes differ by nothing but what the machine does; a slow-down of a half can't be missed.
+COARSE = module.Layout((0.0, 0.0, 0.5), ((0, 1), (0, 2)))
+FAKE: dict[str, Any] = {
+    "backend": "fake@latency_ms=2", "channels": 1, "sizes": ("8",), "seconds": 0.1, "warmup": 0.02, "block": 0.02,
+    "threads": 1, "minutes": 30.0, "rounds": 5, "layout": COARSE, "quiet": True,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache in which no self-test is kept yet."""
+    monkeypatch.setenv("DYNO_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command measures few short rounds of the fake backend."""
+    given = {name: FAKE[name] for name in ("seconds", "warmup", "block", "threads", "layout")} | {"rounds": 3}
+    whole = module.calibrate
+
+    def short(model: str, *, minutes: float, backend: str, **more: Any) -> dyno.SelfTest:
+        return whole(model, minutes=minutes, backend=backend, **{**given, **more})
+
+    monkeypatch.setattr(module, "calibrate", short)
+    monkeypatch.setattr(registry, "names", lambda: ["fake"])  # the others would be asked by `dyno doctor`
+
+
+def known() -> Stored:
+    """A self-test of this machine, as if it had been measured."""
+    rounds = tuple(TestRound(1e-3 + n * 1e-5, (Pair(0.0, (0.001 * (n % 3), 0.002)),)) for n in range(4))
+    return Stored("2026-11-23T10:00:00+00:00", "1", self_test.machine("cpu"), "cpu", "net", 1, 0.2, 0.1, 3, rounds)
+
+
+def test_it_tells_equal_processes_from_slowed_ones() -> None:
+    found = dyno.calibrate("fake:net", **FAKE)
+    assert len(found.rounds) == 5
+    assert found.slowdowns == [0.0, 0.5]
+    (slowed,) = [one for one in found.verdicts if one.slowdown and one.rounds == 5]
+    assert (slowed.slower.hits, slowed.slower.count, slowed.faster.hits) == (1, 1, 0)
+    medians = sorted(1 / 2.718281828**pair.log for pair in found.pairs(0.5))
+    assert medians[2] == pytest.approx(1.5, rel=0.2)
+    assert found.grade in "ABCDE" and str(found).startswith("Grade ")
+    kept, wrong = self_test.find("cpu")
+    assert kept is not None and not wrong
+    assert kept.stored == found.stored
+
+
+@pytest.mark.usefixtures("quick", "unreported")
+def test_the_command_prints_and_every_run_says_what_it_sees(call: Callable[..., Any], tmp_path: Path) -> None:
+    assert "none yet; `dyno calibrate` makes one" in call("doctor")[1]
+    asked = ("run", "fake:net", "--channels", 1, "--boundaries", "model", "--seconds", 0.04, "--warmup", 0.02)
+    asked += ("--rounds", 2)
+    backends = ("--backends", "fake@latency_ms=1,fake@latency_ms=2")
+    assert call(*asked, *backends, "--out", "before")[0] == 0
+    assert "This run can see" not in call("show", "before")[1]
+    tested = ("calibrate", "fake:net", "--backend", "fake@latency_ms=2", "--channels", 1)
+    code, out, _ = call(*tested, "--size", 8)
+    assert code == 0
+    assert "called slower" in out and "Grade " in out and "false alarm" in out
+    code, out, _ = call(*tested, "--size", 8, "--format", "json")
+    told = json.loads(out)
+    assert told["grade"] in "ABCDE" and told["rounds"] == 3 and set(told["tables"]) == {"visible", "verdicts"}
+    (state,) = json.loads(call("doctor", "--format", "json")[1])["self_tests"]
+    assert state["grade"] == told["grade"]
+    assert f"self-test of cpu: Grade {told['grade']}" in call("doctor")[1].replace("\n  ", " ")
+    assert "This run can see" in call("show", "before")[1], "measured here, before the self-test"
+    code, out, _ = call(*asked, *backends, "--turns", "--block", 0.01, "--out", "after")
+    assert "This run can see" in out and "2 rounds in turns" in out.replace("\n  ", " ")
+    assert "This run can see" in json.loads(call("show", "after", "--format", "json")[1])["visible"]
+    (tmp_path / "after" / "self-test.json").write_text("{}")
+    assert dyno.load("after").records.self_test, "and a damaged one is the machine's again"
+
+
+def test_the_report_has_it(fake_study: Callable[..., Study], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    execute(fake_study(rounds=2), tmp_path / "run", Progress(quiet=True))
+    run = dyno.load(tmp_path / "run")
+    assert ("visible differences", words.HINT) in sections.method(run.records)
+    self_test.keep(known())
+    page = dyno.load(tmp_path / "run").report(tmp_path / "with").read_text()
+    assert page.count("This run can see") == 2, "below the verdict and in the method"
+
+
+def test_another_machines_self_test_counts_for_nothing(fake_study: Callable[..., Study], tmp_path: Path) -> None:
+    kept = known()
+    self_test.keep(replace(kept, machine={**kept.machine, "cores": 999}))
+    found, wrong = self_test.find("cpu")
+    assert found is None and "cores was 999" in wrong
+    (state,) = self_test.states()
+    assert state["grade"] == "" and "cores was 999" in state["said"]
+    execute(fake_study(), tmp_path / "run", Progress(quiet=True))
+    assert not (tmp_path / "run" / "self-test.json").exists()
+    write_json(self_test.place("cpu"), {**to_json(kept), "rounds": "none"})
+    assert self_test.find("cpu") == (None, "it can't be read")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--minutes", 0.01), "give --minutes 0.2 or more"),
+        (("--minutes", "nan"), "too short"),
+        (("--device", "cuda:0"), "cuda:0"),
+        (("--batch", "1,2"), "2 are asked for"),
+        (("--backend", "onnxruntme"), "did you mean 'onnxruntime'"),
+        (("--format", "xml"), "unknown format"),
+    ],
+)
+def test_what_makes_no_sense_is_one_line(refused: Callable[..., str], options: tuple[Any, ...], said: str) -> None:
+    backend = () if "--backend" in options else ("--backend", "fake")
+    line = partial(refused, "calibrate", "fake:net", "--channels", 1)
+    assert said in line(*backend, *options)
+
+
+def test_a_trial_that_does_not_run_is_one_line(call: Callable[..., Any]) -> None:
+    code, out, err = call("calibrate", "fake:net", "--channels", 1, "--backend", "fake@fail=exception")
+    assert (code, out) == (2, "")
+    assert "scripted failure" in err.splitlines()[-1] and "Traceback" not in err
+
+
+def test_few_rounds_and_slow_ones_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(dyno.UserError, match="3 or more"):
+        dyno.calibrate("fake:net", **{**FAKE, "rounds": 2})
+    later = iter(range(0, 10**9, 100))  # every look at the clock is 100 s after the one before
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: float(next(later))))
+    monkeypatch.setattr(module, "_round", lambda *_: None)
+    with pytest.raises(dyno.UserError, match=r"give --minutes \d+"):
+        dyno.calibrate("fake:net", **{**FAKE, "minutes": 0.1, "rounds": 0})
