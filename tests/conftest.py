@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -42,6 +43,13 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
         patch.setattr(os, "fsync", forked.unflushed)
         yield
+
+
+@pytest.fixture(autouse=True)
+def _no_self_test() -> Iterator[None]:
+    """No test sees the self-test that another one kept in the cache they share."""
+    yield
+    shutil.rmtree(Path(os.environ["DYNO_CACHE"], "self-tests"), ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

@@ -44,7 +44,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command measures few short rounds of the fake backend."""
-    given = {name: FAKE[name] for name in ("seconds", "warmup", "block", "threads", "layout")} | {"rounds": 3}
+    given = {name: FAKE[name] for name in ("seconds", "warmup", "block", "threads", "layout")}
     whole = module.calibrate
 
     def short(model: str, *, minutes: float, backend: str, **more: Any) -> dyno.SelfTest:
@@ -82,7 +82,7 @@ def test_the_command_prints_and_every_run_says_what_it_sees(call: Callable[..., 
     backends = ("--backends", "fake@latency_ms=1,fake@latency_ms=2")
     assert call(*asked, *backends, "--out", "before")[0] == 0
     assert "This run can see" not in call("show", "before")[1]
-    tested = ("calibrate", "fake:net", "--backend", "fake@latency_ms=2", "--channels", 1)
+    tested = ("calibrate", "fake:net", "--backend", "fake@latency_ms=2", "--channels", 1, "--rounds", 3)
     code, out, _ = call(*tested, "--size", 8)
     assert code == 0
     assert "called slower" in out and "Grade " in out and "false alarm" in out
@@ -98,6 +98,7 @@ def test_the_command_prints_and_every_run_says_what_it_sees(call: Callable[..., 
     assert "This run can see" in json.loads(call("show", "after", "--format", "json")[1])["visible"]
     (tmp_path / "after" / "self-test.json").write_text("{}")
     assert dyno.load("after").records.self_test, "and a damaged one is the machine's again"
+    assert call("rm", "after")[:2] == (0, "removed after\n")
 
 
 def test_the_report_has_it(fake_study: Callable[..., Study], tmp_path: Path) -> None:

@@ -21,11 +21,6 @@ if TYPE_CHECKING:
 
 Trials = Annotated[list[str], typer.Argument(help="Only these trials: ids, or how they begin.", metavar="[TRIAL]...")]
 HEADINGS = ("run", "models", "trials", "measured", "fastest")
-# What Dyno writes into a run folder; whatever else lies there is somebody's own.
-FILES = (
-    "study.toml", "environment.json", "models.json", "results.csv", "tables.md",
-    "report.html", "lock",
-)  # fmt: skip
 
 
 def list_runs(
@@ -131,7 +126,7 @@ def _remove_trials(run: Path, wanted: list[str]) -> None:
 
 
 def _remove_run(run: Path) -> None:
-    from dyno.store import FOLDERS
+    from dyno.store import FILES, FOLDERS
 
     for name in FOLDERS:
         path = run / name
