@@ -120,7 +120,7 @@ def test_every_image_is_tested_on_but_where_int8_needs_some(
     for format in ("text", "markdown"):
         assert f"accuracy is on {said}" in export([fewer.table()], format)
         assert "set aside" not in export([every.table()], format)
-    assert f"on {said}" in evaluation_summary.told(fewer.records.trials[0])
+    assert f"on {said}" in evaluation_summary.describe(fewer.records.trials[0])
     warned = "Accuracy is not on all images: 6 were set aside for calibration"
     assert any(warned in sentence for sentence in verdict.sentences(fewer.data))
     page = fewer.report().read_text(encoding="utf-8")

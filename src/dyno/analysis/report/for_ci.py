@@ -22,11 +22,11 @@ HEADINGS = {GOOD: "no regression", REGRESSION: "regression"}
 
 def outcome(table: Table) -> str:
     """The whole comparison in two or three words."""
-    return HEADINGS.get(exit_code(table), "can't tell")
+    return HEADINGS.get(exit_code(table), "undecided")
 
 
 def junit(table: Table, sentences: Sequence[str], path: Path) -> None:
-    """Write a test case for each row: a failure for a regression, an error for what can't be told."""
+    """Write a test case for each row: a failure for a regression, an error for an undecided one."""
     rows = table.rows
     counts = {"failures": sum(bool(r["failed"]) for r in rows),
               "errors": sum(bool(not r["failed"] and undecided(r)) for r in rows)}  # fmt: skip
@@ -38,7 +38,7 @@ def junit(table: Table, sentences: Sequence[str], path: Path) -> None:
         if r["failed"]:
             Xml.SubElement(case, "failure", {"type": r["failed"], "message": plain(failure(r))})
         elif why := undecided(r):
-            Xml.SubElement(case, "error", {"type": "can't tell", "message": plain(why)})
+            Xml.SubElement(case, "error", {"type": "undecided", "message": plain(why)})
         ratio = "" if missing(r["ratio"]) else f"{RATIO_SHOWN.text(r)} the latency, "
         Xml.SubElement(case, "system-out").text = plain(f"{ratio}{verdict(r)}")
     Xml.SubElement(suite, "system-out").text = "\n".join(map(plain, sentences))

@@ -67,7 +67,7 @@ COLUMNS = (
     Column("verdict", "slower, faster, equivalent, undecided, not comparable, wrong outputs", kind=TEXT, cell=verdict),
     Column("measured", "in turns, or one after the other", kind=TEXT),
     Column("smallest", "smallest slow-down that would fail with 80 % power", "%", PERCENT, "catches from, %"),
-    Column("undecided", "why the gate can't tell whether B is slower than allowed", kind=TEXT),
+    Column("undecided", "why the gate doesn't decide whether B is slower than allowed", kind=TEXT),
     Column("rounds_a", "of A that ended well", kind=COUNT),
     Column("rounds_b", "of B that ended well", kind=COUNT),
     Column("images", "that both answered", kind=COUNT),

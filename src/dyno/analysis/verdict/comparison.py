@@ -31,7 +31,7 @@ def sentences(table: Table, stored: bool = True) -> list[str]:
     each = ", ".join(f"{n} {words}" for words, n in counted.most_common())
     found += [f"{counting(len(rows), 'shared trial' if stored else 'pair')}: {each}."]
     found += [f"failed: {where(r)}: {failure(r)}" for r in rows if r["failed"]]
-    found += [f"can't tell: {where(r)}: {r['undecided']}" for r in rows if r["undecided"]]
+    found += [f"undecided: {where(r)}: {r['undecided']}" for r in rows if r["undecided"]]
     if counted[stats.ONE_ROUND]:
         found.append("One round proves nothing about speed: measure both with two rounds or more.")
     return [*found, *_measured(rows, stored), *_caught(rows)]

@@ -1,4 +1,4 @@
-"""What `dyno eval` says of each trial below the table: accuracy, classes, latencies, stages and size."""
+"""What `dyno eval` prints on each trial below the table: accuracy, classes, latencies, stages and size."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WORST = 5  # classes and confusions that are named
 Rows = list[list[str]]
 
 
-def told(trial: TrialResult, format: str = "text", per_class: bool = False) -> str:
+def describe(trial: TrialResult, format: str = "text", per_class: bool = False) -> str:
     """The trial's own section as text or Markdown; `per_class` lists every class instead of the worst."""
     warned = (f"warning: {sentence}" for sentence in trial.warnings())
     lines = [*_accuracy(trial), *_speed(trial), *_classes(trial, per_class), *warned]
