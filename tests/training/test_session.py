@@ -327,5 +327,5 @@ def test_a_model_that_can_not_work_is_one_line(flat: Path, tmp_path: Path) -> No
     assert "did you mean" in said(flat, "torchvision:resnet81")
     assert "refuses 1x3x8x8" in said(flat, "torchvision:alexnet", size=8)
     assert "there is a single class, 'а'" in said(tmp_path / "single", NET, size=32, channels=1)
-    assert "two different sets of weights" in said(flat, NET, weights=__file__, pretrained=True)
+    assert "--weights and --pretrained can't be used together" in said(flat, NET, weights=__file__, pretrained=True)
     assert "did you mean 'epochs'" in said(flat, NET, epoch=3)

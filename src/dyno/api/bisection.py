@@ -122,7 +122,7 @@ def bisect(
         interpreters: dict[str, Callable[[], str]] = {name: partial(str, path) for name, path in pythons.items()}
     else:
         needed = {version: [f"{library}=={version}", "numpy", *add] for version in versions}
-        interpreters = {version: partial(environments.made, packages) for version, packages in needed.items()}
+        interpreters = {version: partial(environments.python_with, packages) for version, packages in needed.items()}
     if len(interpreters) < 2:
         raise UserError("bisect needs two or more versions, the good one first")
     folder = Path(out) if out else new_folder("bisect", [source])

@@ -59,13 +59,13 @@ def test_uv_makes_an_environment_once(tmp_path: Path, monkeypatch: pytest.Monkey
         wheel.writestr(f"{about}/METADATA", "Metadata-Version: 2.1\nName: tiny\nVersion: 1.0\n")
         wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nGenerator: a\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr(f"{about}/RECORD", "")
-    python = environments.made(["tiny==1.0"])
-    assert Path(python).is_file() and environments.made(["tiny==1.0"]) == python
+    python = environments.python_with(["tiny==1.0"])
+    assert Path(python).is_file() and environments.python_with(["tiny==1.0"]) == python
     with pytest.raises(UserError, match=r"tiny==2\.0"):
-        environments.made(["tiny==2.0"])
+        environments.python_with(["tiny==2.0"])
     with pytest.raises(UserError, match="no package with a version"):
-        environments.made(["--index-url=x"])
+        environments.python_with(["--index-url=x"])
     monkeypatch.setattr(environments.sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", "")
     with pytest.raises(UserError, match="uv is not installed"):
-        environments.made(["tiny==1.0"])
+        environments.python_with(["tiny==1.0"])
