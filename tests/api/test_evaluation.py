@@ -62,7 +62,7 @@ def test_text_names_everything(command: Callable[..., str], tmp_path: Path) -> N
     out = command("--out", tmp_path / "run")
     for words in ("top-1 ", " on 30 images", "top-5 ", "whole pipeline ", "(30 images, after 8 of warm-up)",
                   "preprocess ",                  "inference ", "postprocess ", "worst classes: ",
-                  "taken for another most: ", "latency, model, ms",
+                  "most common confusions: ", "latency, model, ms",
                   "latency, all, ms", "p99"):  # fmt: skip
         assert words in out, (words, out)
     (trial,) = Result(tmp_path / "run").records

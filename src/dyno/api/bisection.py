@@ -113,7 +113,7 @@ def bisect(
     """
     rules = Rules(fail_on=(fail_on,))
     if not rules.gate or rules.fail_on != (SLOWER,):
-        raise UserError(f"bisect takes a limit of slow-down as its condition, such as slower=5%, not {fail_on!r}")
+        raise UserError(f"bisect needs a limit of slow-down, such as slower=5%, not {fail_on!r}")
     if bool(pythons) == bool(library and versions):
         raise UserError("give either --library with --versions, or --pythons NAME=PATH,…")
     (source,) = Study(models=(model,)).models

@@ -41,7 +41,7 @@ def test_the_first_bad_python(call: Any, chain: Any, script: Any, slow_python: P
         (["--library", "nothing-at-all", "--versions", "1,2"], "no backend needs nothing-at-all"),
         (["--pythons", "old"], "is not NAME=PATH"),
         (["--pythons", "old=/nowhere/python,new=/nowhere"], "there is no interpreter"),
-        (["--library", "onnxruntime", "--versions", "1,2", "--fail-on", "status"], "looks for a slow-down"),
+        (["--library", "onnxruntime", "--versions", "1,2", "--fail-on", "status"], "needs a limit of slow-down"),
     ],
 )
 def test_what_makes_no_sense_is_one_line(refused: Any, words: list[str], said: str) -> None:

@@ -70,7 +70,7 @@ def _panel(column: Any, t: TrialResult, r: Round, trace: gpu_trace.Trace) -> Non
             axes.axvspan(begin - trace.epoch, end - trace.epoch, color=FAINT, lw=0)
         axes.plot(seconds, values, color=color(t.backend), lw=1.4)
         axes.set_xlim(left=0)
-    column[0].set_title(short(t.way, LONGEST), fontsize=9, color=INK)
+    column[0].set_title(short(t.configuration, LONGEST), fontsize=9, color=INK)
 
 
 GPU = Chart(
