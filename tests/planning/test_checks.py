@@ -145,6 +145,6 @@ def test_a_file_of_one_batch_has_no_others_to_test(refused: Refused, call: Calla
     code, _, err = call("stress", "rows.onnx", "--batches", "min,max", "--out", "r")
     assert code == 2 and "rows takes batch 2 alone, and a stress test changes it; export or build it with a " in err
     assert not (tmp_path / "r").exists()
-    assert "openvino takes one alone, ONNX Runtime and TensorRT take several" in refused(
+    assert "openvino takes only one, ONNX Runtime and TensorRT take several" in refused(
         "stress", "rows.onnx", "--backends", "openvino", "--batches", "min", "--out", "r"
     )

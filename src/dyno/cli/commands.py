@@ -14,7 +14,7 @@ from rich.table import Table
 from dyno.api import runnable
 from dyno.cli.exits import INTERRUPTED
 from dyno.cli.options import Overrides
-from dyno.engine.run_names import RUNS, place
+from dyno.engine.run_names import RUNS, choose_folder
 from dyno.planning.checks import check_format, check_several, missing_gpu
 from dyno.planning.defaults import EVALUATION, each_of, new_folder, study_of
 from dyno.study import Study, model_name
@@ -47,7 +47,7 @@ def folder(study: Study, models: Sequence[str], out: str) -> Path:
         if path.name == "study.toml":
             return path.parent
         first = RUNS / path.stem
-    chosen, notice = place(study, first)
+    chosen, notice = choose_folder(study, first)
     if notice:
         print(f"dyno: {notice}", file=sys.stderr)
     return chosen

@@ -10,7 +10,7 @@ from rich.console import Console
 from dyno import datasets
 from dyno.api.runnable import run
 from dyno.cli.commands import finish
-from dyno.engine.run_names import RUNS, place
+from dyno.engine.run_names import RUNS, choose_folder
 from dyno.planning.model_info import model_spec
 from dyno.store import cache_dir, versions
 from dyno.study import Study
@@ -67,7 +67,7 @@ def demo(out: Path, *, rounds: int, quick: bool) -> int:
         warmup=0.3 if quick else 0.4,
     )
     if out == PLACE:
-        out, notice = place(study, out)
+        out, notice = choose_folder(study, out)
         console.print(notice, soft_wrap=True, end="\n" if notice else "")
     run(study, out)
     return finish(out)
