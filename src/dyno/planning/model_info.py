@@ -148,7 +148,7 @@ def inspect_model(model: ModelSpec, study: Study) -> tuple[ModelSpec, Inspection
         return model, Inspection(size=(8, 8))
     options = {
         "sizes": [list(parse_size(size)) for size in study.sizes],
-        "asked": input_options.overrides(study.inputs, study.shapes),
+        "overrides": input_options.overrides(study.inputs, study.shapes),
         "task": study.task,
     }
     file_format = registry.format_of(model.file)
@@ -162,7 +162,7 @@ def inspect_model(model: ModelSpec, study: Study) -> tuple[ModelSpec, Inspection
     if record is None:
         with tempfile.TemporaryDirectory() as scratch:
             trial = Trial(model, reader, "fp32", Dims(1, 0, 0), runtime=runtime)
-            record = launch(Job("look", runtime, trial, options=options), Path(scratch) / "job", study.timeout)
+            record = launch(Job("inspect", runtime, trial, options=options), Path(scratch) / "job", study.timeout)
             if record.status in ("failed", "skipped"):
                 raise UserError(f"{model.name}: {record.reason}")
             if record.status != "ok":

@@ -279,7 +279,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Job:
-    """One process: `run` or `stress` a trial, `make` a file, `probe` a backend, `look` at a model, `train` one, find
+    """One process: `run` or `stress` a trial, `make` a file, `probe` a backend, `inspect` a model, `train` one, find
     the device's `peak`, or `take` a trial home."""
 
     kind: str
@@ -338,8 +338,8 @@ def _placeless(source: str, hashed: bool) -> str:
 def to_json(value: Any) -> Any:
     """The dataclass as plain dicts, lists, strings and numbers; of a `Sparse` one what it says."""
     if isinstance(value, Sparse):
-        said = value.said()
-        return {name: to_json(each) for name, each in {**said.pop("other", {}), **said}.items()}
+        set_fields = value.set_fields()
+        return {name: to_json(each) for name, each in {**set_fields.pop("other", {}), **set_fields}.items()}
     if dataclasses.is_dataclass(value):
         return {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, dict):

@@ -150,11 +150,11 @@ def test_pixels_of_something_else_than_an_image_are_refused(nets):
 @pytest.mark.parametrize(
     ("backend", "options", "line"),
     [
-        ("pytorch", {"input": "int8"}, "input=int8 can't be: pytorch's input is one of float32, uint8"),
+        ("pytorch", {"input": "int8"}, "input=int8: pytorch's input must be one of float32, uint8"),
         (
             "compile",
             {"mode": "fast"},
-            "mode=fast can't be: compile's mode is one of default, reduce-overhead, max-auto",
+            "mode=fast: compile's mode must be one of default, reduce-overhead, max-auto",
         ),
     ],
 )

@@ -116,7 +116,7 @@ def _keep(trial: Trial) -> dict[str, Option]:
     """The option `keep` as the conversion has it; nothing where no layer is asked to be kept higher."""
     count = trial.options.get("keep", 0)
     if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-        raise UserError(f"keep is {count!r}; it is the number of layers to keep in a higher type, from 0 on")
+        raise UserError(f"keep is {count!r}; it must be the number of layers to keep in a higher type, 0 or more")
     if count and trial.precision == "bf16":
         raise UserError("keep=N is for fp16 and int8; bf16 has the range of fp32")
     return {"keep": count} if count else {}
