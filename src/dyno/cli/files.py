@@ -35,7 +35,7 @@ def export(
     if target not in TARGETS:
         raise UserError(f"unknown target {target!r}; known: {', '.join(TARGETS)}")
     if opset and (allowed := find("onnxruntime").values["opset"](opset)):
-        raise UserError(f"--opset {opset} can't be written; an export's opset is {allowed}")
+        raise UserError(f"--opset {opset} can't be written; an export's opset must be {allowed}")
     if shape and "sizes" in overrides:
         raise UserError("--shape and --size both set the image size; give one of them")
     if shape:

@@ -93,7 +93,7 @@ def _slowed(session: Session, share: float, journal: Journal) -> Session:
     """The session with the delay that the self-test asks for; the record says so."""
     journal.facts(slowdown=share)
     if share:
-        journal.warn(f"slowed down on purpose, by {100 * share:g} %: a self-test has to see it")
+        journal.warn(f"slowed down on purpose, by {100 * share:g} %: for the self-test")
     return slowed.Slowed(session, share)
 
 

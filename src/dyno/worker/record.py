@@ -96,7 +96,7 @@ def lock(path: Path, busy: Callable[[str], None] = lambda owner: None) -> Iterat
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_symlink() or not (path.is_file() or not path.exists()):  # a folder from elsewhere may hold anything
-            raise UserError(f"{path} is not a regular file, so it can't be held; remove it")
+            raise UserError(f"{path} is not a regular file, so it can't be locked; remove it")
         try:
             number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         except FileNotFoundError:  # its folder went this moment

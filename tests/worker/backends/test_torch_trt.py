@@ -71,7 +71,7 @@ def test_what_it_refuses_and_why() -> None:
     refuse = find("torch_tensorrt").refuse
     assert refuse(trial()) == ""
     assert refuse(trial(ir="dynamo", optimization=5, profile="1:2:4", workspace_mb=512, min_block_size=1)) == ""
-    assert "take tensorrt for int8" in refuse(trial("int8"))
+    assert "use tensorrt for int8" in refuse(trial("int8"))
     assert "has no bf16 here" in refuse(trial("bf16"))
     assert "can't run on cpu" in refuse(replace(trial(), runtime=Runtime()))
     assert "no PyTorch module in an ONNX file" in refuse(trial(model=replace(DIGITS, source="file:m.onnx")))

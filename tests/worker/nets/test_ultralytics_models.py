@@ -138,7 +138,7 @@ def test_where_a_checkpoint_lies_does_not_change_what_is_measured() -> None:
         ("qqq", "it is NAME.yaml, your own .yaml or a .pt"),
         ("https://somewhere.invalid/yolov8n.yaml", "has no network"),
         ("yolov8n.pt", "there is no checkpoint yolov8n.pt"),
-        ("yolov8n-obb.yaml", "network for obb; measured are classify, detect"),
+        ("yolov8n-obb.yaml", "network for obb; supported are classify, detect"),
         ("yolov10n.yaml", "end to end"),
         ("yolo26n.yaml", "end to end"),
         ("rtdetr-l.yaml", "unknown task"),

@@ -351,7 +351,7 @@ def _trial(folder: Path, problems: list[str]) -> TrialResult | None:
         if record and record.status in STATUSES:
             found[path.name[0]].append(Round(path, record.round, undamaged(path, record), _device(job)))
         elif record:
-            problems.append(f"{path / 'record.json'} has no status that is known; it is left out")
+            problems.append(f"{path / 'record.json'} has an unknown status; it is left out")
     return TrialResult(folder.name, job, found["r"], found["c"], found["t"], ran) if job else None
 
 

@@ -184,7 +184,7 @@ class TorchSession(Session):
     def _image(self) -> Tensor:
         if len(self.inputs) != 1 or len(self.inputs[0].shape) != 4 or self.inputs[0].dtype != "float32":
             shapes = ", ".join(str(t.shape) for t in self.inputs)
-            raise UserError(f"input=uint8 wants a model with one image input (N x C x H x W); this one has {shapes}")
+            raise UserError(f"input=uint8 needs a model with one image input (N x C x H x W); this one has {shapes}")
         return self.inputs[0]
 
     def _callable(self, dtype: Any) -> Any:

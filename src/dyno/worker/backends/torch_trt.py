@@ -38,7 +38,7 @@ from dyno.worker.sessions.torch_trt_program import engines, left_in_pytorch
 from dyno.worker.spec import Artifact, Option, Trial, Unavailable, UserError
 
 ROUTES = ("ts", "dynamo")
-NO_INT8 = "torch_tensorrt has no int8 here: its calibrator is gone from newer versions; take tensorrt for int8"
+NO_INT8 = "torch_tensorrt has no int8 here: newer versions have no calibrator; use tensorrt for int8"
 LEVELS = range(6)
 CALLS = 20  # whose mean is the engine's own time
 HEAD_START = 50_000_000  # GPU clock cycles (25 ms on an H200) in which the host queues those calls
@@ -168,7 +168,7 @@ def _traced(torch: Any, module: Any, examples: tuple[Any, ...]) -> Any:
         warnings.simplefilter("always")
         traced = torch.jit.trace(module, examples, strict=False, check_trace=False)
     if not static and (fixed := traced_values(torch, caught)):
-        raise UserError(f"tracing took a value of its example for a constant ({fixed}); give the option ir=dynamo")
+        raise UserError(f"tracing made a constant of a value of its example ({fixed}); give the option ir=dynamo")
     return traced
 
 

@@ -35,7 +35,7 @@ def measure(runtime: Runtime, seconds: float = SECONDS) -> Iterator[tuple[str, P
         raise Unavailable(f"the peak of a {device.type} can't be measured; cpu and cuda can")
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            raise Unavailable("this PyTorch sees no NVIDIA GPU; the peak needs one that does")
+            raise Unavailable("this PyTorch finds no NVIDIA GPU; measuring the peak needs a build with CUDA")
         torch.cuda.set_device(device)
     torch.set_num_threads(runtime.threads)
     for name in TYPES:

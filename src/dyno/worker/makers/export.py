@@ -33,7 +33,7 @@ OPTIONS = ("exporter", "opset")
 EXPORTERS = ("auto", "dynamo", "torchscript")
 OPSET = 18  # the newest that every engine here reads, and the oldest that dynamo writes
 OPSET_RANGE = range(7, 27)  # what PyTorch's exporters write and ONNX Runtime reads; TorchScript's ends with 23
-WRITTEN = f"{OPSET_RANGE[0]} to {OPSET_RANGE[-1]}, and {OPSET} is usual"
+WRITTEN = f"from {OPSET_RANGE[0]} to {OPSET_RANGE[-1]}; the default is {OPSET}"
 LATER = 20  # where the usual one lacks an operator, as that of deformable convolutions (19)
 EXAMPLE_BATCH = 2  # torch.export treats a batch of 0 or 1 as a constant
 OTHER_BATCHES = (1, 3)
@@ -112,7 +112,7 @@ def _export(recipe: Recipe, path: Path) -> MadeBy:
         try:
             traced = _write(torch, source, exporter, number, path)
             if traced and not static and not detects:
-                raise Wrong(f"took a value of its example for a constant ({traced})")
+                raise Wrong(f"made a constant of a value of its example ({traced})")
             checked = verified(path, read_io(str(path))[1], source)
         except Wrong as e:
             notes.append(f"the {exporter} exporter{f' in opset {number}' if number != opset else ''}: {e}")
@@ -199,12 +199,12 @@ def _same_outputs(model: ModelSpec, first: Case, other: Case) -> None:
         return
     if first.batch == other.batch:
         raise UserError(
-            f"{model.name} returns {counts[0]} tensors for one input and {counts[1]} for another, and a graph always "
-            "returns as many; return tensors of a fixed number, or measure it with --backends pytorch,compile"
+            f"{model.name} returns {counts[0]} tensors for one input and {counts[1]} for another, and a graph has a "
+            "fixed number of outputs; return tensors of a fixed number, or measure it with --backends pytorch,compile"
         )
     raise UserError(
         f"{model.name} returns {counts[0]} tensors at batch {first.batch} and {counts[1]} at {other.batch}, and a "
-        "graph always returns as many; return one tensor for all images, or export it with a fixed batch (--batch 1)"
+        "graph has a fixed number of outputs; return one tensor for all images, or export with a fixed batch (--batch 1)"
     )
 
 
