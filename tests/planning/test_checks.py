@@ -143,7 +143,7 @@ def test_a_file_of_one_batch_has_no_others_to_test(refused: Refused, call: Calla
     model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8)
     onnx.save(model, tmp_path / "rows.onnx")
     code, _, err = call("stress", "rows.onnx", "--batches", "min,max", "--out", "r")
-    assert code == 2 and "rows takes batch 2 alone, and a stress test changes it; export or build it with a " in err
+    assert code == 2 and "rows takes only batch 2, and a stress test changes it; export or build it with a " in err
     assert not (tmp_path / "r").exists()
     assert "openvino takes only one, ONNX Runtime and TensorRT take several" in refused(
         "stress", "rows.onnx", "--backends", "openvino", "--batches", "min", "--out", "r"

@@ -56,7 +56,7 @@ def test_images_per_second_are_confirmed_too(tmp_path: Path) -> None:
 
 def test_a_confirmation_that_fails_is_a_warning(tmp_path: Path) -> None:
     text = said(tmp_path, [REFERENCE, A], [REFERENCE, replace(A, statuses=("ok", "crashed"), reason="killed")])
-    assert "a fp32 did not end well when it was measured again: killed." in text
+    assert "a fp32 failed when it was measured again: killed." in text
     assert "Measured again after the selection, in one fresh process" in text
 
 

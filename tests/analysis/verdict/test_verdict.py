@@ -32,7 +32,7 @@ def test_the_demo_in_words(demo: Results) -> None:
     assert "The runner-up is openvino fp32 (ran bf16); the difference is real: 1.5" in text
     assert "openvino int8 is faster (816 µs) but whether it is within top1=1.2 is undecided" in text
     assert "more images would settle it" in text
-    assert "Precision: 13 of 17 trials ran in the type they were asked for." in text
+    assert "Precision: 13 of 17 trials ran in the requested type." in text
     assert "openvino fp32 (batch 1, 8) did not run as requested: asked for fp32: openvino ran 0 of 21 compute" in text
     assert "onnxruntime int8 is not faster than onnxruntime fp32 (batch 1, 8: 0.9" in text
     assert "11 of 20 convolutions were not fused into QLinearConv." in text

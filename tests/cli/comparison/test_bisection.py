@@ -63,7 +63,7 @@ def test_uv_makes_an_environment_once(tmp_path: Path, monkeypatch: pytest.Monkey
     assert Path(python).is_file() and environments.python_with(["tiny==1.0"]) == python
     with pytest.raises(UserError, match=r"tiny==2\.0"):
         environments.python_with(["tiny==2.0"])
-    with pytest.raises(UserError, match="no package with a version"):
+    with pytest.raises(UserError, match="not a package with a version"):
         environments.python_with(["--index-url=x"])
     monkeypatch.setattr(environments.sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", "")

@@ -89,7 +89,7 @@ def draw(axes: Any, group: pd.DataFrame, axis: str, column: str) -> None:
 
 
 def configurations(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of the first MOST_CONFIGURATIONS, with `configuration` and `twin`, the number among those alike in looks."""
+    """The rows of the first MOST_CONFIGURATIONS, with `configuration` and `twin`, its number among look-alikes."""
     rows = rows.assign(configuration=[configuration(r) for _, r in rows.iterrows()])
     rows = rows[rows["configuration"].isin(list(dict.fromkeys(rows["configuration"]))[:MOST_CONFIGURATIONS])]
     alike: dict[tuple[str, str], dict[str, int]] = {}

@@ -204,7 +204,7 @@ def _same_outputs(model: ModelSpec, first: Case, other: Case) -> None:
         )
     raise UserError(
         f"{model.name} returns {counts[0]} tensors at batch {first.batch} and {counts[1]} at {other.batch}, and a "
-        "graph has a fixed number of outputs; return one tensor for all images, or export with a fixed batch (--batch 1)"
+        "graph has a fixed number of outputs; return one tensor for all images, or export with --batch 1"
     )
 
 
