@@ -64,7 +64,7 @@ def test_one_thing_need_not_be_a_list() -> None:
         ({"mean": (0.5,) * 3, "std": (0.0,) * 3}, "std is 0.0, 0.0, 0.0; pixels are divided by it"),
         ({"budget": {"top1": math.nan}, "data": "d"}, "budget top1=nan must be between 0 and 100 points"),
         ({"budget": {"top1": -1.0}, "data": "d"}, "budget top1=-1 must be between 0 and 100 points"),
-        ({"batches": (0,)}, "batch sizes are whole numbers from 1 on, not 0"),
+        ({"batches": (0,)}, "batch sizes must be whole numbers of at least 1, not 0"),
         ({"batches": ("8",)}, "batches is '8'; it must be one or several of: a whole number"),
         ({"batches": (True,)}, "batches is True; it must be"),
         ({"rounds": 0}, "rounds is 0; it must be at least 1"),

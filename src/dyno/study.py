@@ -54,7 +54,7 @@ class Choice:
         options = {key: _value(value) for key, value in found.items() if key not in RESERVED}
         rounds = found.get("rounds", "")
         if rounds and (not rounds.isdecimal() or int(rounds) < 1):
-            raise UserError(f"rounds={rounds} in {text!r} is not a whole number from 1 on")
+            raise UserError(f"rounds={rounds} in {text!r} is not a whole number of at least 1")
         return cls(name, options, precisions, found.get("runtime", ""), int(rounds or 0))
 
 
@@ -127,7 +127,7 @@ class Study(RuntimeOptions, Measurement, DataOptions, ModelOptions, Compared):
             if not getattr(self, name) > 0:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be more than 0")
         if any(batch < 1 for batch in self.batches):
-            raise UserError(f"batch sizes are whole numbers from 1 on, not {', '.join(map(str, self.batches))}")
+            raise UserError(f"batch sizes must be whole numbers of at least 1, not {', '.join(map(str, self.batches))}")
         if bool(self.mean) != bool(self.std) or (self.mean and {len(self.mean), len(self.std)} != {self.channels}):
             raise UserError(f"mean and std go together, one number for each of the {self.channels} channels")
         if self.std and not min(self.std) > 0:

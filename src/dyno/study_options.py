@@ -1,4 +1,4 @@
-"""What a study can be asked, in groups: each field has its help here, for the command line, study files and Python."""
+"""The options of a study, in groups: each field has its help here, for the command line, study files and Python."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Compared:
         (), f"Precisions: {', '.join(PRECISIONS)}.", "--precision", usual="the file's own, else fp32", common=True
     )
     batches: tuple[int, ...] = option(
-        (), "Batch sizes: 1,8,32.", "--batch", usual="1, or what a file is fixed at", common=True
+        (), "Batch sizes: 1,8,32.", "--batch", usual="1, or the file's fixed batch", common=True
     )
     sizes: tuple[str, ...] = option(
         (),
@@ -49,20 +49,20 @@ class Compared:
     )
     routes: tuple[str, ...] = option(
         (),
-        "Ways to the ONNX file to compare, a row each: dynamo, torchscript, static, fold, opset17 joined by +; or all.",
+        "Routes to the ONNX file, a row each: dynamo, torchscript, static, fold, opset17 joined by +; or all.",
         usual="the usual one; others where it fails",
     )
     baseline: dict[str, Any] = field(
         default_factory=dict,
         metadata={
-            "help": "What the study is compared with, as what is otherwise: models, weights, pretrained, runtime.",
+            "help": "Side A of a comparison, as the settings that differ: models, weights, pretrained, runtime.",
             "flag": None,
             "usual": "nothing: no comparison of two sides",
         },
     )
     reference: str = option(
         "",
-        "Trial that speed-ups are against: its id, or BACKEND/PRECISION.",
+        "Trial that speed-ups are relative to: its id, or BACKEND/PRECISION.",
         usual="eager PyTorch in fp32, else the first that ran",
     )
 
@@ -164,9 +164,9 @@ class RuntimeOptions:
 
 
 def described(kind: type) -> str:
-    """Each field with its help and what it is unless given, in lines for a docstring."""
-    known = [f for f in dataclasses.fields(kind) if "help" in f.metadata]
-    return "\n".join(f"    {f.name}: {f.metadata['help'].rstrip('.')}{_default(f)}." for f in known)
+    """Each field with its help and its default, in lines for a docstring."""
+    fields = [f for f in dataclasses.fields(kind) if "help" in f.metadata]
+    return "\n".join(f"    {f.name}: {f.metadata['help'].rstrip('.')}{_default(f)}." for f in fields)
 
 
 def _default(one: dataclasses.Field[Any]) -> str:

@@ -62,7 +62,7 @@ def test_text_names_everything(command: Callable[..., str], tmp_path: Path) -> N
     out = command("--out", tmp_path / "run")
     for words in ("top-1 ", " on 30 images", "top-5 ", "whole pipeline ", "(30 images, after 8 of warm-up)",
                   "preprocess ",                  "inference ", "postprocess ", "worst classes: ",
-                  "taken for another most: ", "latency, model, ms",
+                  "most common confusions: ", "latency, model, ms",
                   "latency, all, ms", "p99"):  # fmt: skip
         assert words in out, (words, out)
     (trial,) = Result(tmp_path / "run").records
@@ -120,7 +120,7 @@ def test_every_image_is_tested_on_but_where_int8_needs_some(
     for format in ("text", "markdown"):
         assert f"accuracy is on {said}" in export([fewer.table()], format)
         assert "set aside" not in export([every.table()], format)
-    assert f"on {said}" in evaluation_summary.told(fewer.records.trials[0])
+    assert f"on {said}" in evaluation_summary.describe(fewer.records.trials[0])
     warned = "Accuracy is not on all images: 6 were set aside for calibration"
     assert any(warned in sentence for sentence in verdict.sentences(fewer.data))
     page = fewer.report().read_text(encoding="utf-8")

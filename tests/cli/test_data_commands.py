@@ -20,6 +20,6 @@ def test_imagenet_val(tmp_path: Path, dyno) -> None:
     (tmp_path / "flat/ILSVRC2012_val_00000003.JPEG").write_bytes(b"another")
     done = dyno("data", "imagenet-val", "flat", "-o", "out", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (3, "2 images of 2 classes are in out/val, 2 of them before\n")
-    assert done.stderr == "dyno: 1 images have no label and stay where they are: ILSVRC2012_val_00000003.JPEG\n"
+    assert done.stderr == "dyno: left 1 image without a label in flat: ILSVRC2012_val_00000003.JPEG\n"
     done = dyno("data", "imagenet-val", "flat", "-o", "out", "--copy", "--move", cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (2, "dyno: --copy and --move are two ways; give one of them\n")
+    assert (done.returncode, done.stderr) == (2, "dyno: --copy and --move can't be used together\n")

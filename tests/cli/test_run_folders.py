@@ -49,7 +49,7 @@ def test_runs_are_listed(call: Call, refused: Refused, run: Path, tmp_path: Path
 
 def test_a_trial_is_removed_by_the_beginning_of_its_id(call: Call, refused: Refused, run: Path) -> None:
     ids = [t.id for t in load(run).records]
-    assert "no trials of runs/one have an id that begins with 'zz'; it has " in refused("rm", run, "zz")
+    assert "no trials of runs/one have an id that begins with 'zz'; its ids are " in refused("rm", run, "zz")
     assert "4 trials" not in refused("rm", run, ids[0], "") and len(load(run).records.trials) == 4
     code, out, _ = call("rm", run, ids[0][:8], ids[1])
     assert code == 0 and out.startswith(f"removed runs/one/trials/{ids[0]}\n")

@@ -88,7 +88,10 @@ def test_the_fewest_layers_are_found_by_doubling_and_halving(
 def test_only_what_has_layers_to_keep_is_tried(hostile: Path) -> None:
     study = Study(models=(str(hostile),), channels=1, data="digits", precisions=("fp16", "int8"),
                   backends=("onnxruntime", "openvino"))  # fmt: skip
-    can = {(p.trial.backend, p.trial.precision): precision_search.kept(study, p.trial, 2) for p in expand(study)}
+    can = {
+        (p.trial.backend, p.trial.precision): precision_search.with_kept_layers(study, p.trial, 2)
+        for p in expand(study)
+    }
     assert can[("openvino", "fp16")] is None, "it lowers types itself, whatever the file says"
     made = can[("openvino", "int8")]
     assert made is not None and made.options == {"keep": 2} and made.recipe is not None

@@ -114,7 +114,7 @@ def test_an_overwritten_file_is_another_model_and_comes_back(call: Call, tmp_pat
     assert {path.name for path in (tmp_path / "r/archive").glob("*/*")} == old
     net(tmp_path / "m.onnx")
     code, out, err = call(*words)
-    assert code == 0 and "2 trials of these very files: brought back from r/archive" in err
+    assert code == 0 and "2 trials of the current files: restored from r/archive" in err
     assert ids(tmp_path / "r") == old and "ok  " not in err, "nothing is measured again"
     assert {path.name for path in (tmp_path / "r/archive").glob("*/*")} == new
 
@@ -203,11 +203,11 @@ def test_default_folders_do_not_collide(call: Call, tmp_path: Path) -> None:
         (tmp_path / place).mkdir()
         net(tmp_path / place / "m.onnx", 2.0 if place == "a" else 3.0)
     assert folder("a/m.onnx") == ("runs/m/report.html", "")
-    other = "dyno: runs/m holds a/m.onnx: this goes"
-    assert folder("b/m.onnx") == ("runs/b-m/report.html", f"{other} to runs/b-m")
-    assert folder("b/m.onnx", "--batch", 2) == ("runs/b-m/report.html", f"{other} on in runs/b-m")
-    was = "dyno: runs/m was measured with seed=0, this command says seed=1: this goes"
-    assert folder("a/m.onnx", "--seed", 1) == ("runs/m-2/report.html", f"{was} to runs/m-2")
+    other = "dyno: runs/m holds a/m.onnx: "
+    assert folder("b/m.onnx") == ("runs/b-m/report.html", f"{other}writing to runs/b-m")
+    assert folder("b/m.onnx", "--batch", 2) == ("runs/b-m/report.html", f"{other}continuing in runs/b-m")
+    was = "dyno: runs/m was measured with seed=0, this command says seed=1: "
+    assert folder("a/m.onnx", "--seed", 1) == ("runs/m-2/report.html", f"{was}writing to runs/m-2")
     assert folder("a/m.onnx", "--batch", 4) == ("runs/m/report.html", "")
 
 
@@ -223,7 +223,7 @@ def test_failures_are_tried_again_when_their_reason_may_be_gone(call: Call, monk
     (said, again) = tried("hang", "--timeout", 1.5)
     assert said == "1 failed job tried again: 1.5 s instead of 1 s" and again.startswith("1/1 timeout")
     assert len(tried("exception")) == 1 and tried("exception") == []
-    assert tried("exception", "--retry-failed")[0] == "1 failed job tried again: as you ask"
+    assert tried("exception", "--retry-failed")[0] == "1 failed job tried again: as requested"
     monkeypatch.setattr("dyno.engine.retry.versions", lambda *_: {"numpy": "99"})
     assert tried("exception")[0] == "1 failed job tried again: numpy is 99 now"
 
@@ -252,7 +252,7 @@ def test_two_files_of_one_network_are_one_table(call: Call, tmp_path: Path) -> N
     assert frame["speedup"].notna().all() and f"{network}, size 8, batch 1\n" in out
     words = "--channels", 1, "--backends", "onnxruntime", *SHORT
     out = call("run", "a.onnx", "other.onnx", *words, "--out", "t")[1]
-    assert "took no part, not comparable: other inputs" in out, "whose input has another name"
+    assert "not ranked, not comparable: other inputs" in out, "whose input has another name"
     code, out, _ = call("run", "b.xml", "--channels", 1, "--backends", "onnxruntime,openvino", *SHORT, "--out", "s")
     assert code == 0 and "onnxruntime reads .onnx files, not b.xml" in out, "a backend that is asked for has its row"
 

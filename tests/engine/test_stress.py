@@ -42,7 +42,7 @@ def test_a_test_that_can_t_be_done(dyno: Any, onnx: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (("--batches", "some"), "--batches takes min, opt, max, random and numbers from 1 on, not some"),
+        (("--batches", "some"), "--batches takes min, opt, max, random and numbers of at least 1, not some"),
         (("--batches", ","), "not nothing"),
         (("--rounds", "4"), "no such option: --rounds"),
         (("--batches", "2", "--iterations", "0"), "--iterations is 0; it must be at least 1"),

@@ -156,7 +156,7 @@ def test_an_engine_that_is_none(trt: Any, engine: Path, tmp_path: Path, damage: 
     bad.write_bytes(
         {"cut": content[: len(content) // 2], "flipped": b"\xff" * 64 + content[64:], "text": b"no engine"}[damage]
     )
-    assert "is no engine that TensorRT" in line(trt("time", bad))
+    assert "is not an engine for TensorRT" in line(trt("time", bad))
 
 
 def test_a_file_cut_short_in_the_cache_is_built_again(study: Any, tmp_path: Path) -> None:

@@ -40,9 +40,9 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["run", "fake:n", "--backends", "onnxruntime@optimization=fast"], "optimization=fast can't be: onnxruntime's"),
-        (["run", "fake:n", "--backends", "openvino@streams=0"], "streams=0 can't be: openvino's streams is a whole"),
-        (["run", "fake:n", "--backends", "compile@mode=fast"], "mode=fast can't be: compile's mode is one of default"),
+        (["run", "fake:n", "--backends", "onnxruntime@optimization=fast"], "optimization=fast: onnxruntime's"),
+        (["run", "fake:n", "--backends", "openvino@streams=0"], "streams=0: openvino's streams must be a whole"),
+        (["run", "fake:n", "--backends", "compile@mode=fast"], "mode=fast: compile's mode must be one of default"),
         (["run", "fake:n", "--backends", "fake", "--device", "cuda:0"], "there is no cuda:0 here: neither NVML nor"),
         (["run", "fake:n", "--backends", "fake", "--device", "cuda:x"], "device 'cuda:x' has no number"),
         (["run", "fake:n", "--backends", "fake", "--threads", MANY], f"threads is {MANY}, but there are {MANY - 1} "),
@@ -51,7 +51,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (["demo", "--rounds", "0"], "rounds is 0; it must be at least 1"),
         (["build", "m.onnx", "-o", "m.xml", "--batch", "0"], "--batch is 0; it must be at least 1"),
         (["build", "m.onnx", "-o", "m.xml", "--repeat", "0"], "--repeat is 0; it must be at least 1"),
-        (["build", "m.onnx", "-o", "m.xml", "--option", "streams=x"], "streams=x can't be: openvino's streams is"),
+        (["build", "m.onnx", "-o", "m.xml", "--option", "streams=x"], "streams=x: openvino's streams must be"),
         (["build", "m.onnx", "-o", "m.xml", "--batch", "8"], "openvino's files take any batch; omit --batch"),
         (["agree", "m.onnx"], "there is only one configuration to compare; give another model or file, or --back"),
         (["agree", "m.onnx", "--backends", "onnxruntime"], "there is only one configuration to compare"),
@@ -143,8 +143,8 @@ def test_a_file_of_one_batch_has_no_others_to_test(refused: Refused, call: Calla
     model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8)
     onnx.save(model, tmp_path / "rows.onnx")
     code, _, err = call("stress", "rows.onnx", "--batches", "min,max", "--out", "r")
-    assert code == 2 and "rows takes batch 2 alone, and a stress test changes it; export or build it with a " in err
+    assert code == 2 and "rows takes only batch 2, and a stress test changes it; export or build it with a " in err
     assert not (tmp_path / "r").exists()
-    assert "openvino takes one alone, ONNX Runtime and TensorRT take several" in refused(
+    assert "openvino takes only one, ONNX Runtime and TensorRT take several" in refused(
         "stress", "rows.onnx", "--backends", "openvino", "--batches", "min", "--out", "r"
     )

@@ -190,7 +190,7 @@ def test_files_are_known_by_content_wherever_they_lie(fake_study: Studies, tmp_p
         ("none.xml", {}, "there is no model file none.xml"),
         ("none.py:net", {}, "there is no Python file none.py"),
         ("torchvision:resnet18", {"weights": "none.pt"}, "there is no weights file none.pt"),
-        ("torchvision:resnet18", {"weights": __file__, "pretrained": True}, "--weights and --pretrained are two"),
+        ("torchvision:resnet18", {"weights": __file__, "pretrained": True}, "--weights and --pretrained can't be"),
     ],
 )
 def test_models_that_are_not_there(source: str, fields: dict, message: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 import described_nets
 import dyno
 from dyno import Study, UserError
-from dyno.engine.run_names import place
+from dyno.engine.run_names import choose_folder
 
 pytestmark = pytest.mark.usefixtures("preloaded")
 
@@ -62,7 +62,7 @@ def test_the_study_is_text_and_resumes(tmp_path: Path) -> None:
     study = Study(models=net, backends="pytorch", sizes="8", batches=(1, 3), **QUICK)
     path = tmp_path / "study.toml"
     path.write_text(study.to_toml())
-    assert Study.from_toml(path) == study and place(study)[0].name == "Small"
+    assert Study.from_toml(path) == study and choose_folder(study)[0].name == "Small"
     result = study.run(tmp_path / "run", quiet=True)
     assert list(result.to_pandas()["status"]) == ["ok", "ok"] and set(result.to_pandas()["model"]) == {"Small"}
     records = sorted(tmp_path.glob("run/trials/*/r0/record.json"))

@@ -218,7 +218,7 @@ def test_a_layout_that_can_not_work_is_one_line(flat: Path, parted: Path, call: 
     draws = ["--size", "32", "--channels", "1"]
     assert "no data folder" in said(tmp_path / "nowhere")
     assert "has no train/" in said(tmp_path / "only", *draws)
-    assert "class 'b' has one image; it takes two" in said(tmp_path / "lone", *draws)
+    assert "class 'b' has one image; it needs two" in said(tmp_path / "lone", *draws)
     assert "class 'b' has no images" in said(tmp_path / "empty", *draws)
     assert "has test images of its own; omit --holdout" in said(parted, "--holdout", "0.2", *draws)
     assert "--holdout is 1.5" in said(flat, "--holdout", "1.5", *draws)
@@ -327,5 +327,5 @@ def test_a_model_that_can_not_work_is_one_line(flat: Path, tmp_path: Path) -> No
     assert "did you mean" in said(flat, "torchvision:resnet81")
     assert "refuses 1x3x8x8" in said(flat, "torchvision:alexnet", size=8)
     assert "there is a single class, 'а'" in said(tmp_path / "single", NET, size=32, channels=1)
-    assert "two different sets of weights" in said(flat, NET, weights=__file__, pretrained=True)
+    assert "--weights and --pretrained can't be used together" in said(flat, NET, weights=__file__, pretrained=True)
     assert "did you mean 'epochs'" in said(flat, NET, epoch=3)

@@ -20,7 +20,7 @@ def test_every_option_says_what_it_may_be(name: str) -> None:
     for option in set(found.options) - FREE:
         said = found.values[option]("no such value")
         assert said and "\n" not in said, option
-        with pytest.raises(UserError, match=f"^{option}=no such value can't be: {name}'s {option} is "):
+        with pytest.raises(UserError, match=f"^{option}=no such value: {name}'s {option} must be "):
             found.check_options({option: "no such value"})
 
 
@@ -45,8 +45,8 @@ def test_what_may_be_passes(name: str, options: dict[str, Option]) -> None:
     [
         (one_of("all", "basic"), "basik", "one of all, basic; did you mean basic?"),
         (flag, 1, "true or false"),
-        (whole(1), 0, "a whole number from 1 on"),
-        (whole(1), True, "a whole number from 1 on"),
+        (whole(1), 0, "a whole number of at least 1"),
+        (whole(1), True, "a whole number of at least 1"),
         (whole(0, 5), 6, "a whole number from 0 to 5"),
         (whole(0, 5), 2.5, "a whole number from 0 to 5"),
         (number(50, 100), 101, "a number from 50 to 100"),

@@ -20,9 +20,9 @@ class Grades(Collector):
         first = next(iter(self.cut(turn, fetched).values()))
         return first.reshape(len(first)).astype(np.float32)
 
-    def arrays(self, made: Sequence[Any]) -> dict[str, np.ndarray]:
+    def arrays(self, batches: Sequence[Any]) -> dict[str, np.ndarray]:
         """`grade`, in the order of the images."""
-        return {"grade": np.concatenate(made)}
+        return {"grade": np.concatenate(batches)}
 
 
 class Grade(Task):
@@ -37,15 +37,15 @@ class Grade(Task):
         """Pixels in 0..1."""
         return Preprocess((0.0,) * channels, (1.0,) * channels, resize=1.0)
 
-    def layout(self, model: ModelSpec, said: Purpose, outputs: Sequence[Shape]) -> Purpose:
+    def layout(self, model: ModelSpec, metadata: Purpose, outputs: Sequence[Shape]) -> Purpose:
         """Nothing to be said, but the outputs must be right."""
         if len(outputs) != 1 or list(outputs[0][1:]) != [1]:
             raise UserError(f"{model.name} gives {list(map(list, outputs))}; a network for grade gives batch x 1")
         return Purpose()
 
-    def collector(self, fed: Evaluated) -> Collector:
+    def collector(self, evaluated: Evaluated) -> Collector:
         """The same with random inputs."""
-        return Grades(fed)
+        return Grades(evaluated)
 
 
 GRADE = Grade()

@@ -9,7 +9,7 @@ from dyno.analysis.presentation.table import TEXT, Column, Table, TableKind
 from dyno.analysis.records.run_data import RunData
 
 COLUMNS = (
-    Column("trial", "model, way of running, batch and size", kind=TEXT),
+    Column("trial", "model, configuration, batch and size", kind=TEXT),
     Column("fps", "the batch over the median latency", "images/s"),
 )
 

@@ -1,4 +1,4 @@
-"""`dyno build --repeat`: the same engine built several times, to see how much builds differ."""
+"""`dyno build --repeat`: the same engine built several times, to show how much builds differ."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ def compare(study: Study, engine: Backend, options: Mapping[str, Option], batch:
     fresh = {**options, "timing_cache": False}
     suffix = "".join(f"@{key}={value}" for key, value in fresh.items())
     builds = tuple(f"{engine.name}{suffix}@{variance_tables.BUILD}={k}" for k in range(1, repeat + 1))
-    whole = replace(study, backends=builds, batches=(batch,), rounds=max(ROUNDS, study.rounds), boundaries=("model",))
-    data = run(whole, out.with_suffix(".builds")).data
+    rounds = max(ROUNDS, study.rounds)
+    repeated = replace(study, backends=builds, batches=(batch,), rounds=rounds, boundaries=("model",))
+    data = run(repeated, out.with_suffix(".builds")).data
     print(export([variance_tables.BUILDS.table(data)]), end="")
     best = variance_tables.fastest(data.records)
     if best is None or best.artifact is None:

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 ROUNDS = 5
 DEFAULTS: dict[str, Any] = {"rounds": ROUNDS, "boundaries": ("model",)}
-# Fields of a study that a comparison has no place for: a gate has rounds and a limit of its own.
-NOT_COMPARED = (
+# Fields of a study that a comparison doesn't take: its limit and its number of rounds are the gate's.
+REFUSED = (
     "budget", "search", "confirm", "reference", "peak", "routes", "baseline", "until", "minutes", "equivalent",
 )  # fmt: skip
 LIMITS = "its limits are fail_on and tolerance, and its length is rounds and seconds"
@@ -52,7 +52,7 @@ class Comparison:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What else may explain a difference."""
+        """Sentences on what else may explain a difference."""
         return self.table.notes
 
     @property
@@ -62,12 +62,12 @@ class Comparison:
 
     @property
     def exit_code(self) -> int:
-        """0 no regression, 1 a condition failed, 3 it can't be told."""
+        """0 no regression, 1 a condition failed, 3 undecided."""
         return verdict.exit_code(self.table)
 
     @cached_property
     def result(self) -> Result | None:
-        """What was measured for it, with tables and a report of its own."""
+        """What was measured for it, with its tables and its report; None where two stored runs were compared."""
         return Result(self.folder) if self.folder else None
 
     def to_pandas(self) -> pd.DataFrame:
@@ -88,20 +88,20 @@ class Comparison:
 
     @property
     def _sides(self) -> list[str]:
-        """Which side is what, and what else differs between them."""
+        """What A and B are, and what else differs between them."""
         if self.folder is None or (study := earlier(self.folder)) is None or self.result is None:
             return []
-        a, b = (_called(each) for each in study.sides.values())
-        found = [f"A is {a}, B is {b}."]
+        a, b = (_describe(side) for side in study.sides.values())
+        sentences = [f"A is {a}, B is {b}."]
         for r in self.rows:
             pair = [self.result.records.trial(r[name]) for name in ("trial_a", "trial_b")]
-            if other := changes(pair[0], pair[1]):
+            if differences := changes(pair[0], pair[1]):
                 where = f"{verdict.where(r)}: " if len(self.rows) > 1 else ""
-                found.append(f"{where}besides the speed there changed: {'; '.join(other)}.")
-        return found
+                sentences.append(f"{where}besides the speed, these changed: {'; '.join(differences)}.")
+        return sentences
 
 
-def _called(side: Study) -> str:
+def _describe(side: Study) -> str:
     """A side of a comparison in a few words."""
     pythons = {str(table["python"]): None for table in side.runtime.values() if table.get("python")}
     weights = f" with {side.weights}" if side.weights else ""
@@ -129,15 +129,15 @@ def compare(
     folder is `out`, or a new one below runs/compare. UserError where nothing can be compared.
     """
     rules = Rules(**{name: settings.pop(name) for name in RULES if name in settings})
-    sources = [one for one in (a, b) if one is not None]
-    if wrong := next((name for name in settings if name in NOT_COMPARED), ""):
-        raise UserError(f"a comparison takes no {wrong}; {LIMITS}")
-    runs = [_stored(one) for one in sources]
+    sources = [source for source in (a, b) if source is not None]
+    if refused := next((name for name in settings if name in REFUSED), ""):
+        raise UserError(f"a comparison doesn't take {refused}; {LIMITS}")
+    runs = [_loaded(source) for source in sources]
     if None not in runs and not (again or against or commits or settings):
-        read = [run for run in runs if run is not None]
-        if len(read) == 1:
-            return Comparison(tables.of_sides(read[0], rules), read[0].folder)
-        return Comparison(tables.compare(read[0], read[1], rules))
+        loaded = [run for run in runs if run is not None]
+        if len(loaded) == 1:
+            return Comparison(tables.of_sides(loaded[0], rules), loaded[0].folder)
+        return Comparison(tables.compare(loaded[0], loaded[1], rules))
     if len(runs) == 2 and None not in runs and not again:
         raise UserError("two stored runs are compared as they are; --again measures both here, with other settings")
     study = _study(sources, again, against, commits, settings)
@@ -152,11 +152,11 @@ def _names(study: Study) -> list[str]:
 def measured(study: Study, folder: Path, rules: Rules, progress: Progress) -> Comparison:
     """Measure what the folder lacks of the comparison and judge it.
 
-    What a gate would fail, or can't tell, is measured once more in as many fresh rounds, and judged by all of them: a
+    Pairs that fail a gate, or are undecided, are measured again in as many fresh rounds, and judged by all of them: a
     false alarm is then no likelier than in a comparison of twice the rounds.
     """
     if rules.gate and study.rounds < 2:
-        raise UserError("slower=… with one round can't be told: nothing is known of the next; give --rounds 2 or more")
+        raise UserError("one round can't show how much rounds differ, so slower=… needs --rounds 2 or more")
     execute(study, folder, progress)
     comparison = Comparison(tables.of_sides(load(folder), rules), folder)
     suspects = [r for r in comparison.rows if _suspect(r) and min(r["rounds_a"], r["rounds_b"]) < 2 * study.rounds]
@@ -172,12 +172,12 @@ def _suspect(r: Row) -> bool:
     return SLOWER in r["failed"] or r["undecided"].startswith(tables.BEYOND)
 
 
-def _stored(one: Any) -> Results | None:
-    """The run that a user names, None for anything else."""
-    if isinstance(one, Result):
-        return one.records
-    if isinstance(one, (str, Path)) and Path(one).is_dir():
-        return load(Path(one))
+def _loaded(source: Any) -> Results | None:
+    """The stored run that the user gave, None for anything else."""
+    if isinstance(source, Result):
+        return source.records
+    if isinstance(source, (str, Path)) and Path(source).is_dir():
+        return load(Path(source))
     return None
 
 
@@ -185,7 +185,7 @@ def _study(
     sources: list[Any], again: bool, against: Mapping[str, Any] | None, span: str, settings: Mapping[str, Any]
 ) -> Study:
     """The study of the two sides that the user names."""
-    runs = [_stored(one) for one in sources]
+    runs = [_loaded(source) for source in sources]
     first, last = _side(sources[0]), _side(sources[-1])
     if len(sources) == 1 and not (against or span):
         raise UserError(
@@ -193,50 +193,52 @@ def _study(
             "--against BACKEND=PYTHON or --commits A..B"
         )
     if again and not any(run is not None for run in runs):
-        raise UserError("--again measures a stored run once more, and none is given")
+        raise UserError("--again measures stored runs again; give at least one run folder")
     if (against is not None or span) and len(sources) > 1:
-        raise UserError("--against and --commits are for one model; of two models they say nothing")
+        raise UserError("--against and --commits compare one model with itself; give one model")
     if span:
-        before, after = _at(first.models[0], span)
+        before, after = _at_commits(first.models[0], span)
         first, last = replace(first, models=(before,)), replace(last, models=(after,))
-    asked = last if runs[0] is None and runs[-1] is not None else first  # a stored study says how to measure
-    usual = {**asked.to_table(), "turns": not settings.get("samples"), **settings}
+    template = last if runs[0] is None and runs[-1] is not None else first  # a stored study's settings are kept
+    defaults = {**template.to_table(), "turns": not settings.get("samples"), **settings}
     b = {name: getattr(last, name) for name in ("models", "weights", "pretrained", "runtime")}
     b |= {name: settings[name] for name in b if name in settings}
     a = {name: getattr(first, name) for name in b} | {name: settings[name] for name in b if name in settings}
     a |= {"models": first.models} | ({"runtime": dict(against)} if against is not None else {})
-    other = {name: a[name] for name in a if name == "models" or a[name] != b[name]}
-    return Study(**{**usual, **b, "models": last.models, "baseline": other})
+    baseline = {name: a[name] for name in a if name == "models" or a[name] != b[name]}
+    return Study(**{**defaults, **b, "models": last.models, "baseline": baseline})
 
 
-def _side(one: Any) -> Study:
+def _side(source: Any) -> Study:
     """One side as a study of its own: a stored one's, or the model with a comparison's defaults."""
-    run = _stored(one)
+    run = _loaded(source)
     if run is None:
-        (source,) = Study(models=(one,)).models
-        place, _ = commits.split(source)
-        backend, device = default_runner(place)
-        return Study(models=(source if place == source else commits.fixed(source),), backends=(backend,),
+        (source,) = Study(models=(source,)).models
+        path, _ = commits.split(source)
+        backend, device = default_runner(path)
+        return Study(models=(source if path == source else commits.fixed(source),), backends=(backend,),
                      device=device, **DEFAULTS)  # fmt: skip
     study = earlier(run.folder)
     if study is None:
         raise UserError(f"{run.folder} has no study.toml, so it can't be measured again")
     if len(study.models) > 1 or study.baseline:
         raise UserError(f"{run.folder} has several models; a comparison that measures has one on each side")
-    for each in stored(run.folder / "trials"):
-        if file := overwritten(each.trial.model):
-            raise UserError(f"{file} is another file now than when {run.folder} was measured, so it can't be again")
-    kept = {name: value for name, value in study.to_table().items() if name not in NOT_COMPARED}
-    return Study(**{**kept, "rounds": max(ROUNDS, study.rounds), "boundaries": study.boundaries})
+    for trial in stored(run.folder / "trials"):
+        if file := overwritten(trial.trial.model):
+            raise UserError(f"{file} has changed since {run.folder} was measured, so it can't be measured again")
+    settings = {name: value for name, value in study.to_table().items() if name not in REFUSED}
+    return Study(**{**settings, "rounds": max(ROUNDS, study.rounds), "boundaries": study.boundaries})
 
 
-def _at(model: str, span: str) -> tuple[str, str]:
-    """The model at both ends of `A..B`; no B is the file as it lies there."""
+def _at_commits(model: str, span: str) -> tuple[str, str]:
+    """The model at both commits of `A..B`; without B, the file as it is now."""
     before, dots, after = span.partition("..")
     if not (before and dots) or after.startswith(".") or commits.split(model)[1]:
-        raise UserError(f"--commits {span!r} is not A..B, two commits of {model}; write main..HEAD, or main.. for now")
-    ends = [commits.fixed(f"{model}@{end}") if end else model for end in (before, after)]
-    for end, text in zip((before, after), ends, strict=True):
-        if end and not commits.split(text)[1]:
-            raise UserError(f"{model} is no file, so it has no commits; give FILE.py:FUNCTION or a model's file")
-    return ends[0], ends[1]
+        raise UserError(
+            f"--commits {span!r} is not A..B, two commits of {model}; write main..HEAD, or main.. for the file as it is"
+        )
+    sources = [commits.fixed(f"{model}@{commit}") if commit else model for commit in (before, after)]
+    for commit, source in zip((before, after), sources, strict=True):
+        if commit and not commits.split(source)[1]:
+            raise UserError(f"{model} is not a file, so it has no commits; give FILE.py:FUNCTION or a model's file")
+    return sources[0], sources[1]

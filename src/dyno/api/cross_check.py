@@ -1,4 +1,4 @@
-"""The cross-check with trtexec: a trial in its terms, the command that repeats it, and the two side by side."""
+"""The cross-check with trtexec: a trial in its terms, the command that repeats it, and both results side by side."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from dyno.engine.gpu_lock import held
 from dyno.jobs.telemetry import Telemetry
 from dyno.worker.spec import Runtime, UserError
 
-LOAD_S = 300.0  # for what trtexec does besides warming up and timing: an engine of some GB, a slow disk
+LOAD_S = 300.0  # what trtexec may take besides warming up and timing: an engine of some GB, a slow disk
 
 
 def cross_check(
     records: Path | TrialResult | Sequence[TrialResult], trtexec_file: Path | None = None, run: bool = True
 ) -> list[str]:
-    """Sentences on every TensorRT trial of a run folder (or on the trials given).
+    """Sentences on every TensorRT trial of a run folder, or of `records`.
 
     Each is explained in trtexec's terms, followed by the commands that should give the same. `trtexec_file` is a log or
     exported times to compare with; without one, trtexec is run where it is on the PATH and `run` allows. UserError
     for a file that trtexec didn't write and for records without a TensorRT trial.
     """
-    given = log.read(trtexec_file) if trtexec_file else None
+    log_times = log.read(trtexec_file) if trtexec_file else None
     trials = _trials(records)
     sentences: list[str] = []
     for trial in trials:
         sentences += [f"{trial.label}:"] if len(trials) > 1 else []
         sentences += [*terms.explain(trial), *command_lines(trial)]
-        sentences += differences.compare(trial, given) if given else _run_all(trial) if run else []
+        sentences += differences.compare(trial, log_times) if log_times else _run_all(trial) if run else []
     return sentences
 
 
@@ -47,7 +47,7 @@ def _trials(records: Path | TrialResult | Sequence[TrialResult]) -> list[TrialRe
     trials = load(records).trials if isinstance(records, Path) else list(records)
     engines = [t for t in trials if is_engine(t)]
     if not engines:
-        raise UserError("no TensorRT trial succeeded here, and trtexec runs nothing else; time an .engine file")
+        raise UserError("no TensorRT trial succeeded, and trtexec runs only TensorRT engines; time an .engine file")
     return engines
 
 
@@ -64,14 +64,14 @@ def boundaries(trial: TrialResult) -> list[str]:
 
 def command_lines(trial: TrialResult) -> list[str]:
     """The shell commands that should give the trial's numbers, and its engine where Dyno built it."""
-    named = [(command.timing(trial, boundary), f"latency/{boundary}") for boundary in boundaries(trial)]
+    purposes = [(command.timing(trial, boundary), f"latency/{boundary}") for boundary in boundaries(trial)]
     if build := command.built(trial):
-        named.append((build.command(), "such an engine"))
-    return ["The same by hand:", *(f"  {shlex.join(arguments)}    # for {purpose}" for arguments, purpose in named)]
+        purposes.append((build.command(), "such an engine"))
+    return ["The same by hand:", *(f"  {shlex.join(arguments)}    # for {purpose}" for arguments, purpose in purposes)]
 
 
 def _run_all(trial: TrialResult) -> Iterator[str]:
-    """Compare with a run per boundary; what goes wrong with trtexec is a sentence, for Dyno's own numbers stand."""
+    """Compare with a run per boundary; a failure of trtexec is a sentence, as Dyno's own numbers are still valid."""
     tool = command.tool(trial)
     if shutil.which(tool) is None:
         yield f"{tool} is not on the PATH; run the command where it is, and give its log or times.json with --trtexec."
@@ -87,7 +87,7 @@ def _run_all(trial: TrialResult) -> Iterator[str]:
 def measure(trial: TrialResult, boundary: str = "model") -> log.Report:
     """Run the command of `timing` and read its log, with the GPU's clock sampled meanwhile; UserError when it fails.
 
-    It has the GPU for itself, as Dyno's own jobs have.
+    It holds the GPU lock, as Dyno's own jobs do.
     """
     with held(Runtime(device=trial.device), _waiting):
         return _measured(trial, boundary)
@@ -99,7 +99,7 @@ def _waiting(owner: str) -> None:
 
 def _measured(trial: TrialResult, boundary: str) -> log.Report:
     plan = trial.spec.get("plan") or {}
-    spent = float(plan.get("warmup_s", 1.0)) + float(plan.get("seconds", 3.0))
+    measuring_s = float(plan.get("warmup_s", 1.0)) + float(plan.get("seconds", 3.0))
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         arguments = command.timing(trial, boundary, str(folder / command.TIMES))
@@ -110,9 +110,9 @@ def _measured(trial: TrialResult, boundary: str) -> log.Report:
             raise UserError(f"{arguments[0]} can't be started ({e.strerror})") from e
         telemetry.watch(process.pid)
         try:
-            output, _ = process.communicate(timeout=LOAD_S + 2 * spent)
+            output, _ = process.communicate(timeout=LOAD_S + 2 * measuring_s)
         except subprocess.TimeoutExpired as e:
-            raise UserError(f"{arguments[0]} was stopped: not finished after {LOAD_S + 2 * spent:.0f} s") from e
+            raise UserError(f"{arguments[0]} was stopped: not finished after {LOAD_S + 2 * measuring_s:.0f} s") from e
         finally:
             ended = time.monotonic()
             process.kill()

@@ -40,11 +40,11 @@ def show(folders: Sequence[Path], format: str, per_class: bool) -> int:
     from dyno.analysis.verdict.about import about
 
     runs = [trial_table.read(folder) for folder in folders]
-    table = joined([TRIALS.table(each) for each in runs])
+    table = joined([TRIALS.table(data) for data in runs])
     print(export([table], format, about=about(runs[0]) if len(runs) == 1 else {}), end="")
-    for each in runs:
+    for data in runs:
         if format in ("text", "markdown"):
-            for t in (t for t in each.records if t.good):
-                print("\n" + evaluation_summary.told(t, format, per_class).rstrip("\n"))
-        confusion.write(each.records, each.records.folder)
+            for t in (t for t in data.records if t.good):
+                print("\n" + evaluation_summary.describe(t, format, per_class).rstrip("\n"))
+        confusion.write(data.records, data.records.folder)
     return trial_table.exit_code(table.to_pandas())

@@ -63,7 +63,7 @@ class Result:
 
         records = self.records
         matrices = (confusion.of(t) for t in ([records.trial(trial)] if trial else records))
-        first = next((each for each in matrices if each), None)
+        first = next((matrix for matrix in matrices if matrix), None)
         if first is None:
             raise UserError(f"{self.folder} has no classifier's answers to labelled images")
         return first

@@ -1,4 +1,4 @@
-"""A study that measures itself: what `dyno.Study` is, and `dyno.run`."""
+"""`dyno.Study`, which has a method `run`, and `dyno.run`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dyno.api.result import Result
 from dyno.engine.execute import execute
-from dyno.engine.run_names import place
+from dyno.engine.run_names import choose_folder
 from dyno.jobs.progress import Progress
 from dyno.study import Study as StudyData
 
@@ -14,10 +14,10 @@ from dyno.study import Study as StudyData
 def run(study: StudyData, out: str | Path | None = None, *, quiet: bool = False, retry_failed: bool = False) -> Result:
     """Measure every trial that the folder `out` (default `runs/NAME`) lacks, and return the result.
 
-    `retry_failed` measures all that failed once more; without it only failures that may not happen again are.
+    `retry_failed` measures all failed trials again; without it, only those whose failure may be temporary.
     """
     progress = Progress(quiet=quiet)
-    folder, note = (Path(out), "") if out else place(study)
+    folder, note = (Path(out), "") if out else choose_folder(study)
     if note:
         progress.note(note)
     execute(study, folder, progress, retry_failed=retry_failed)

@@ -29,7 +29,7 @@ TIMEOUT_S = 3600.0
 
 @dataclass(frozen=True)
 class Taken:
-    """What was taken: the trial's id and label, its file (for a module its weights), the script, and what to know.
+    """What was taken: the trial's id and label, its file (for a module its weights), the script, and notes.
 
     `bytes` is of the file with what belongs to it, such as an IR's .bin.
     """
@@ -42,14 +42,14 @@ class Taken:
     notes: tuple[str, ...] = ()
 
 
-def take(run: RunData, which: str = "", out: Path | None = None) -> Taken:
+def take(run: RunData, choice: str = "", out: Path | None = None) -> Taken:
     """Write a trial's file to `out` and a script that runs it beside that, with the same name and .py.
 
-    `which` is a trial's id or its beginning, or BACKEND/PRECISION; "" is the verdict's winner. `out` is by default
+    `choice` is a trial's id or its beginning, or BACKEND/PRECISION; "" is the verdict's winner. `out` is by default
     MODEL-BACKEND-PRECISION in the current folder. A file missing from the cache is built again. Raises `UserError`.
     """
     results = run.records
-    chosen = _chosen(run, which)
+    chosen = _chosen(run, choice)
     trial = from_json(Trial, chosen.job["trial"])
     artifact, notes = _file(chosen, trial)
     file = _place(out or Path(_name(chosen)), Path(artifact.path).suffix if artifact else STATE)
@@ -58,7 +58,7 @@ def take(run: RunData, which: str = "", out: Path | None = None) -> Taken:
     about = {
         "file": file.name,
         "script": script.name,
-        "story": _story(chosen, results),
+        "story": _heading(chosen, results),
         "outputs": list(chosen.outputs()) or [t.name for t in (artifact.outputs if artifact else ())],
         "options": chosen.facts.options,
         "weights_sha256": chosen.facts.weights_sha256,
@@ -67,12 +67,12 @@ def take(run: RunData, which: str = "", out: Path | None = None) -> Taken:
         record = launch(Job("take", trial.runtime, trial, artifact=artifact, options=about), Path(scratch), TIMEOUT_S)
         if record.status != "ok":
             raise UserError(f"{chosen.label} can't be taken: {record.reason}")
-        _put(Path(scratch), record.facts.files, artifact, file, script)
+        _write(Path(scratch), record.facts.files, artifact, file, script)
     size = artifact.bytes if artifact else file.stat().st_size
-    return Taken(chosen.id, chosen.label, file, script, size, (*notes, *_doubts(results, which)))
+    return Taken(chosen.id, chosen.label, file, script, size, (*notes, *_caveats(results, choice)))
 
 
-def _put(written: Path, names: Sequence[str], artifact: Artifact | None, file: Path, script: Path) -> None:
+def _write(written: Path, names: Sequence[str], artifact: Artifact | None, file: Path, script: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     if artifact is not None:
         copy(Path(artifact.path), file)
@@ -95,54 +95,54 @@ def winners(run: RunData) -> Iterator[tuple[str, str]]:
 
 def commands(run: RunData) -> list[str]:
     """The commands that write each winner of a run."""
-    every, folder = list(winners(run)), run.records.folder
-    if every and (contention := cpu_contention(run.records)) and contention.mostly:
+    all_winners, folder = list(winners(run)), run.records.folder
+    if all_winners and (contention := cpu_contention(run.records)) and contention.mostly:
         return [f"take one: dyno take {folder} BACKEND/PRECISION"]
-    if len(every) == 1:
+    if len(all_winners) == 1:
         return [f"take it: dyno take {folder}"]
-    return [f"take it: dyno take {folder} {id}  ({where})" for where, id in every]
+    return [f"take it: dyno take {folder} {id}  ({where})" for where, id in all_winners]
 
 
-def _chosen(run: RunData, which: str) -> TrialResult:
-    """The trial that is meant, which must have run."""
-    chosen = _named(run.records, which) if which else _winner(run)
+def _chosen(run: RunData, choice: str) -> TrialResult:
+    """The chosen trial, which must have run."""
+    chosen = _find(run.records, choice) if choice else _winner(run)
     if not chosen.good:
         raise UserError(f"{chosen.label} did not run ({chosen.status}: {chosen.reason}), so there is nothing to take")
     return chosen
 
 
 def _winner(run: RunData) -> TrialResult:
-    every, results = list(winners(run)), run.records
-    if not every:
+    all_winners, results = list(winners(run)), run.records
+    if not all_winners:
         raise UserError(f"the verdict of {results.folder} names no winner; choose a trial as BACKEND/PRECISION")
-    if len(every) > 1:
-        named = ", ".join(f"{id} ({where})" for where, id in every)
-        raise UserError(f"{results.folder} has several winners; choose one: {named}")
-    return results.trial(every[0][1])
+    if len(all_winners) > 1:
+        choices = ", ".join(f"{id} ({where})" for where, id in all_winners)
+        raise UserError(f"{results.folder} has several winners; choose one: {choices}")
+    return results.trial(all_winners[0][1])
 
 
-def _doubts(results: Results, which: str) -> list[str]:
+def _caveats(results: Results, choice: str) -> list[str]:
     """A note where no trial was chosen and the verdict names no winner."""
-    contention = None if which else cpu_contention(results)
+    contention = None if choice else cpu_contention(results)
     return [f"{contention.sentence} This was the fastest measured."] if contention and contention.mostly else []
 
 
-def _named(results: Results, which: str) -> TrialResult:
+def _find(results: Results, choice: str) -> TrialResult:
     """By its id, or by backend and precision: then the one that ran at the smallest batch."""
-    name, _, precision = which.replace("/", ":").rpartition(":") if "/" in which else (which, "", "")
+    name, _, precision = choice.replace("/", ":").rpartition(":") if "/" in choice else (choice, "", "")
     fitting = [t for t in results if name in (t.backend, t.variant) and precision in ("", t.precision)]
     fitting = [t for t in fitting if t.good] or fitting
     matching = [t for t in fitting if t.variant == name] or fitting
-    if not matching and re.fullmatch("[0-9a-f]{4,12}", which):
-        return results.trial(which)
+    if not matching and re.fullmatch("[0-9a-f]{4,12}", choice):
+        return results.trial(choice)
     if not matching:
         available = ", ".join(dict.fromkeys(f"{t.variant}/{t.precision}" for t in results))
-        raise UserError(f"no trial of {results.folder} is {which!r}; there are {available}")
+        raise UserError(f"no trial of {results.folder} is {choice!r}; there are {available}")
     models = dict.fromkeys((t.model, t.size) for t in matching)
     kinds = dict.fromkeys((t.variant, t.precision) for t in matching)
     if len(models) > 1 or len(kinds) > 1:
-        named = ", ".join(f"{t.id} ({t.label})" for t in matching)
-        raise UserError(f"{which!r} fits several trials of {results.folder}; choose one by its id: {named}")
+        labels = ", ".join(f"{t.id} ({t.label})" for t in matching)
+        raise UserError(f"{choice!r} fits several trials of {results.folder}; choose one by its id: {labels}")
     return min(matching, key=lambda t: (not t.good, t.batch))
 
 
@@ -193,7 +193,7 @@ def _check_free(file: Path, script: Path, artifact: Artifact | None) -> None:
         raise UserError(f"{_copied_code(script)} exists already; give another name with -o")
 
 
-def _story(trial: TrialResult, results: Results) -> str:
+def _heading(trial: TrialResult, results: Results) -> str:
     """The script's first line: what it is and how fast it was."""
     versions = trial.good[0].record.system.get("versions", {})
     library = next((f" ({name} {v})" for name, v in versions.items() if name != "numpy"), "")

@@ -21,10 +21,10 @@ MEASURE, READ, MAKE, MACHINE = "Measure", "Read results", "Make files and data",
 
 
 class Commands(typer.core.TyperGroup):
-    """The commands; a name that is none is told what may have been meant."""
+    """The commands; an unknown name is answered with what may have been meant."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """See click's; a `UserError` for a name that is no command's."""
+        """See click's; a `UserError` for an unknown command."""
         if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
             raise UserError(hints.no_command(args[0], self.list_commands(ctx)))
         return super().resolve_command(ctx, args)
@@ -40,11 +40,10 @@ app = typer.Typer(
 app.add_typer(data_commands.app, name="data", rich_help_panel=MAKE)
 
 ONE = (Compared, ModelOptions, DataOptions, RuntimeOptions)
-# What defaults are where they go by the kind of file.
-FIXED = "what a file is fixed at"
+# Defaults that go by the kind of file.
+FIXED = "the file's fixed batch"
 BY_FILE = {**ONE_ROUND, "backends": "the one for this kind of file", "device": "cpu, cuda:0 for TensorRT's engines"}
-# Options that a command doesn't have.
-# What only a study of several configurations needs.
+# Options that a command doesn't have: the first are for studies of several configurations.
 NOT_FOR_ONE = "routes reference search confirm peak turns block equivalent until minutes"
 NOT_FOR_FILES = "backends precisions batches routes reference compared budget search"
 
@@ -54,8 +53,8 @@ def command(panel: str, name: str | None = None) -> Callable[[options.F], option
     return app.command(name, cls=options.Command, rich_help_panel=panel)
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(show: bool) -> None:
+    if show:
         print(f"dyno {__version__}")
         raise typer.Exit
 
@@ -66,7 +65,7 @@ def _every_command(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """A dynamometer for inference engines: which way of running a model is fastest here, and is it still accurate?"""
+    """A dynamometer for inference engines: which configuration of a model is fastest here, and is it still accurate?"""
 
 
 @command(MEASURE)
@@ -75,7 +74,7 @@ def demo(
     rounds: Annotated[int, typer.Option(help="Rounds: in each, every trial runs in a fresh process.")] = 3,
     quick: Annotated[bool, typer.Option("--quick", help="One short round, without torch.compile.")] = False,
 ) -> None:
-    """The whole job on handwritten digits: train, export, quantise, measure, compare, report."""
+    """The whole workflow on handwritten digits: train, export, quantise, measure, compare, report."""
     from dyno.cli import demo as module
 
     raise typer.Exit(module.demo(Path(out), rounds=rounds, quick=quick))
@@ -84,7 +83,7 @@ def demo(
 @command(MEASURE)
 @options.takes(Compared, ModelOptions, DataOptions, Measurement, RuntimeOptions)
 def run(
-    given: options.Given,
+    overrides: options.Overrides,
     models: options.Studied,
     out: options.Out = "",
     retry_failed: Annotated[
@@ -95,10 +94,10 @@ def run(
         typer.Option("--dry-run", help="List the trials and why any is refused.", rich_help_panel=options.OUTPUT),
     ] = False,
 ) -> None:
-    """Measure models every way that is asked for; the same command again resumes."""
+    """Measure models in every configuration that is asked for; the same command again resumes."""
     from dyno.cli import commands
 
-    study = commands.study(given, models)
+    study = commands.study(overrides, models)
     if dry_run:
         raise typer.Exit(commands.dry_run(study))
     raise typer.Exit(commands.run(study, commands.folder(study, models, out), retry_failed=retry_failed))
@@ -107,22 +106,22 @@ def run(
 @command(READ)
 @options.takes(Compared, DataOptions, Measurement, only="reference budget equivalent")
 def show(
-    given: options.Given,
+    overrides: options.Overrides,
     run: Annotated[Path | None, typer.Argument(help="A run folder.", metavar="RUN")] = None,
     format: options.Format = "text",
     by: Annotated[str, typer.Option(help="Columns to group by, e.g. backend,batch.")] = "",
     table: Annotated[str, typer.Option(help="One table: frontier, break-even, latency-model, sizes…; or all.")] = "",
-    every: Annotated[bool, typer.Option("--list", help="Name every table, with a sentence on each.")] = False,
+    list_all: Annotated[bool, typer.Option("--list", help="Name every table, with a sentence on each.")] = False,
 ) -> None:
     """Print the table of a run's trials and the verdict, or another table."""
     from dyno.cli import commands
 
-    if every:
+    if list_all:
         commands.list_tables(format)
     elif run is None:
         raise UserError("give the run folder to show, such as runs/demo")
     else:
-        commands.show(run, format, by, table, given)
+        commands.show(run, format, by, table, overrides)
 
 
 @command(READ)
@@ -137,9 +136,9 @@ def report(
 
 
 @command(MAKE)
-@options.takes(Compared, ModelOptions, DataOptions, leave=NOT_FOR_FILES)
+@options.takes(Compared, ModelOptions, DataOptions, omit=NOT_FOR_FILES)
 def export(
-    given: options.Given,
+    overrides: options.Overrides,
     model: options.Model,
     out: Annotated[Path, typer.Option("--out", "-o", help="File to write: .onnx")],
     batch: Annotated[str, typer.Option(help="A number, or 'dynamic'.")] = "dynamic",
@@ -153,16 +152,18 @@ def export(
     """Export a model to ONNX, checked against the module at other batches; quantise it on real images for int8."""
     from dyno.cli import files
 
-    files.export(given, model, out, batch=batch, shape=shape, precision=precision, target=target, opset=opset)
+    files.export(overrides, model, out, batch=batch, shape=shape, precision=precision, target=target, opset=opset)
 
 
 @command(MAKE)
-@options.takes(*ONE, leave=f"{NOT_FOR_FILES} shapes threads", device="cpu, cuda:0 for TensorRT")
+@options.takes(*ONE, omit=f"{NOT_FOR_FILES} shapes threads", device="cpu, cuda:0 for TensorRT")
 def build(
-    given: options.Given,
+    overrides: options.Overrides,
     model: Annotated[str, typer.Argument(help="An ONNX file, or any model.", metavar="FILE.onnx")],
     out: Annotated[Path, typer.Option("--out", "-o", help="File to write: .engine (TensorRT) or .xml (OpenVINO)")],
-    backend: Annotated[str, typer.Option(help="Whose engine, e.g. tensorrt_rtx.", show_default="by the suffix")] = "",
+    backend: Annotated[
+        str, typer.Option(help="Backend to build for, e.g. tensorrt_rtx.", show_default="by the suffix")
+    ] = "",
     precision: Annotated[str, typer.Option(help="fp32, tf32, fp16, bf16, int8 or fp8.")] = "fp32",
     static: Annotated[
         int | None, typer.Option("--batch", help="The one batch of a static engine.", show_default="1")
@@ -176,19 +177,19 @@ def build(
     high: Annotated[int, typer.Option("--max", help="Largest batch of a dynamic engine.", show_default=False)] = 0,
     profile: Annotated[str, typer.Option("--shapes", help="NAME:MIN,OPT,MAX, e.g. x:1x3x224x224,8x3x224x224,…")] = "",
     option: Annotated[list[str], typer.Option(help="NAME=VALUE of the backend, e.g. optimization=5.")] = [],  # noqa: B006
-    repeat: Annotated[int, typer.Option(help="Build so many times and compare the engines.")] = 1,
+    repeat: Annotated[int, typer.Option(help="Number of builds; the engines are compared.")] = 1,
 ) -> None:
     """Build an engine's own file from ONNX or any model: a TensorRT engine, an OpenVINO IR."""
     from dyno.cli import files
 
-    how = files.Build(backend, precision, static, files.profile(profile, low, opt, high), tuple(option), repeat)
-    raise typer.Exit(files.build(given, model, out, how))
+    request = files.Build(backend, precision, static, files.profile(profile, low, opt, high), tuple(option), repeat)
+    raise typer.Exit(files.build(overrides, model, out, request))
 
 
 @command(MEASURE)
-@options.takes(*ONE, Measurement, leave=f"{NOT_FOR_ONE} compared budget", **BY_FILE)
+@options.takes(*ONE, Measurement, omit=f"{NOT_FOR_ONE} compared budget", **BY_FILE)
 def time(
-    given: options.Given,
+    overrides: options.Overrides,
     models: options.Models,
     out: options.Out = "",
     format: options.Format = "text",
@@ -197,13 +198,13 @@ def time(
     """Time any module, ONNX file, engine or OpenVINO IR on generated or real data."""
     from dyno.cli import commands
 
-    raise typer.Exit(commands.time(given, models, out, format, Path(trtexec) if trtexec else None))
+    raise typer.Exit(commands.time(overrides, models, out, format, Path(trtexec) if trtexec else None))
 
 
 @command(MEASURE)
-@options.takes(*ONE, leave=f"{NOT_FOR_ONE} batches compared budget", **BY_FILE)
+@options.takes(*ONE, omit=f"{NOT_FOR_ONE} batches compared budget", **BY_FILE)
 def stress(
-    given: options.Given,
+    overrides: options.Overrides,
     models: options.Models,
     batches: Annotated[
         str, typer.Option(help="A phase for each: min, opt or max of the engine's profile, random, or a number.")
@@ -214,13 +215,13 @@ def stress(
     """Run a dynamic engine or ONNX file at changing batch sizes for long: every output checked, memory watched."""
     from dyno.cli import commands
 
-    raise typer.Exit(commands.stress(given, models, out, batches, iterations))
+    raise typer.Exit(commands.stress(overrides, models, out, batches, iterations))
 
 
 @command(MEASURE)
-@options.takes(*ONE, leave=f"{NOT_FOR_ONE} budget", **BY_FILE)
+@options.takes(*ONE, omit=f"{NOT_FOR_ONE} budget", **BY_FILE)
 def agree(
-    given: options.Given,
+    overrides: options.Overrides,
     models: options.Models,
     rtol: options.Rtol = 1e-3,
     atol: options.Atol = 1e-8,
@@ -231,19 +232,19 @@ def agree(
     """Compare the outputs of several files or backends with the first: errors, share that agrees, top-10 table."""
     from dyno.cli import commands
 
-    raise typer.Exit(commands.agree(given, models, out, rtol, atol, least, format))
+    raise typer.Exit(commands.agree(overrides, models, out, rtol, atol, least, format))
 
 
 @command(MEASURE)
 @options.takes(
     *ONE,
     Measurement,
-    leave=f"{NOT_FOR_ONE} compared",
+    omit=f"{NOT_FOR_ONE} compared",
     data=...,
     **{**BY_FILE, **EVALUATION, "batches": f"8, or {FIXED}"},
 )
 def eval(
-    given: options.Given,
+    overrides: options.Overrides,
     models: options.Models,
     per_class: Annotated[bool, typer.Option("--per-class", help="Show every class, not only the worst.")] = False,
     out: options.Out = "",
@@ -252,7 +253,7 @@ def eval(
     """Accuracy on labelled images with intervals, classes and confusions, beside latency and the pipeline's rate."""
     from dyno.cli import commands
 
-    raise typer.Exit(commands.evaluate(given, models, out, format, per_class))
+    raise typer.Exit(commands.evaluate(overrides, models, out, format, per_class))
 
 
 command(MEASURE)(compare.compare)
@@ -265,16 +266,16 @@ command(READ, "open")(run_folders.open_report)
 
 
 @command(MACHINE)
-@options.takes(Compared, ModelOptions, RuntimeOptions, leave="backends routes reference")
+@options.takes(Compared, ModelOptions, RuntimeOptions, omit="backends routes reference")
 def calibrate(
-    given: options.Given,
+    overrides: options.Overrides,
     model: Annotated[
         str, typer.Argument(help=f"{MODEL_HELP} (default: a small network of Dyno's).", metavar="[MODEL]")
     ] = "",
     minutes: Annotated[
-        float, typer.Option(help="Minutes to measure for; more of them make the figures surer.")
+        float, typer.Option(help="Minutes to measure for; the longer, the more certain the figures.")
     ] = SELF_TEST_MINUTES,
-    rounds: Annotated[int, typer.Option(help="Rounds at most; 3 are the least.", show_default="as many as fit")] = 0,
+    rounds: Annotated[int, typer.Option(help="Rounds at most; at least 3.", show_default="as many as fit")] = 0,
     backend: Annotated[
         str, typer.Option(help="Backend, with options as NAME@option=value.", show_default="one that is installed")
     ] = "",
@@ -283,19 +284,19 @@ def calibrate(
     """Test the instrument on this machine: false alarms, the smallest difference it can see, and a grade."""
     from dyno.cli import commands
 
-    commands.calibrate(given, model, minutes, rounds, backend, format)
+    commands.calibrate(overrides, model, minutes, rounds, backend, format)
 
 
 @command(MACHINE)
 @options.takes(RuntimeOptions, only="runtime")
 def doctor(
-    given: options.Given,
+    overrides: options.Overrides,
     format: options.Format = "text",
 ) -> None:
-    """Every backend in every Python it was told of: its version after a real operation, or why not."""
+    """Check every backend, in this Python and those of --python: its version after a real operation, or the error."""
     from dyno.cli import doctor as module
 
-    raise typer.Exit(module.doctor(given.get("runtime", {}), format))
+    raise typer.Exit(module.doctor(overrides.get("runtime", {}), format))
 
 
 def main() -> None:

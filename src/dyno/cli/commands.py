@@ -13,8 +13,8 @@ from rich.table import Table
 
 from dyno.api import runnable
 from dyno.cli.exits import INTERRUPTED
-from dyno.cli.options import Given
-from dyno.engine.run_names import RUNS, place
+from dyno.cli.options import Overrides
+from dyno.engine.run_names import RUNS, choose_folder
 from dyno.planning.checks import check_format, check_several, missing_gpu
 from dyno.planning.defaults import EVALUATION, each_of, new_folder, study_of
 from dyno.study import Study, model_name
@@ -24,21 +24,21 @@ from dyno.worker.spec import UserError, plain
 if TYPE_CHECKING:
     from dyno.analysis.records.run_data import RunData
 
-UNFINISHED = 3  # exit code where some of what was asked for could not be measured
+UNFINISHED = 3  # exit code where some of the models could not be measured
 
 
-def study(given: Given, models: Sequence[str]) -> Study:
+def study(overrides: Overrides, models: Sequence[str]) -> Study:
     """The study that the command line describes: a TOML file with options on top, or models and options."""
     files = [model for model in models if model.endswith(".toml")]
     if not files:
-        return Study(models=tuple(models), **given)
+        return Study(models=tuple(models), **overrides)
     if len(models) > 1:
         raise UserError(f"give either one study file or models, not {files[0]} and {len(models) - 1} more")
-    return Study.from_toml(Path(files[0]), **given)
+    return Study.from_toml(Path(files[0]), **overrides)
 
 
 def folder(study: Study, models: Sequence[str], out: str) -> Path:
-    """`--out`, else runs/NAME: the study file's name, else the models' names; another one where that is taken."""
+    """`--out`, else runs/NAME after the study file or the models, with a suffix where that folder is taken."""
     if out:
         return Path(out)
     first = None
@@ -47,9 +47,9 @@ def folder(study: Study, models: Sequence[str], out: str) -> Path:
         if path.name == "study.toml":
             return path.parent
         first = RUNS / path.stem
-    chosen, said = place(study, first)
-    if said:
-        print(f"dyno: {said}", file=sys.stderr)
+    chosen, notice = choose_folder(study, first)
+    if notice:
+        print(f"dyno: {notice}", file=sys.stderr)
     return chosen
 
 
@@ -62,14 +62,14 @@ def dry_run(study: Study) -> int:
     table = Table(box=None, pad_edge=False)
     for heading in ("trial", "model", "backend", "precision", "batch", "size", "file", "refused because"):
         table.add_column(heading, overflow="fold")
-    for one in planned:
-        t = one.trial
-        made = f"{t.recipe.format} {t.recipe.precision}" if t.recipe else ""
-        row = (t.id, t.model.name, t.variant, t.precision, str(t.dims.batch), t.dims.shown, made, one.refusal)
+    for entry in planned:
+        t = entry.trial
+        file = f"{t.recipe.format} {t.recipe.precision}" if t.recipe else ""
+        row = (t.id, t.model.name, t.variant, t.precision, str(t.dims.batch), t.dims.shown, file, entry.refusal)
         table.add_row(*(escape(plain(cell)) for cell in row))  # a model may be called what rich takes for markup
     out = console()
     out.print(table)
-    refused = sum(1 for one in planned if one.refusal)
+    refused = sum(1 for entry in planned if entry.refusal)
     rounds = "1 round" if study.rounds == 1 else f"{study.rounds} rounds"
     out.print(f"{counting(len(planned), 'trial')}, {refused} refused; {rounds} each. Nothing was run.")
     if missing_gpu(study.device):
@@ -95,7 +95,7 @@ def finish(folder: Path) -> int:
     from dyno.api import take as module
 
     run = _read(folder)
-    try:  # before anything is printed: whoever reads it may be gone
+    try:  # before anything is printed: the reader of the pipe may be gone
         last = f"report: {page.write([run], folder)}"
     except ImportError as e:
         page.write_tables([run], [tables.named(run, "all")], folder)
@@ -110,15 +110,15 @@ def finish(folder: Path) -> int:
     return trial_table.exit_code(run.frame)
 
 
-def _read(folder: Path, given: Given | None = None) -> RunData:
+def _read(folder: Path, overrides: Overrides | None = None) -> RunData:
     """The run with its table, and with this machine's self-test where it has none of its own."""
     from dyno.analysis.records.results import load
     from dyno.analysis.tables import trial_table
     from dyno.engine import self_test
 
-    asked = given or Given()
+    chosen = overrides or Overrides()
     results = self_test.attach(load(folder))
-    return trial_table.read(results, asked.get("reference"), asked.get("budget"), asked.get("equivalent"))
+    return trial_table.read(results, chosen.get("reference"), chosen.get("budget"), chosen.get("equivalent"))
 
 
 def _say_visible(run: RunData) -> None:
@@ -126,11 +126,11 @@ def _say_visible(run: RunData) -> None:
     from dyno.analysis.formatting import wrapped
     from dyno.analysis.self_test import words
 
-    if said := words.of_run(run.records):
-        print(wrapped(said) + "\n")
+    if sentence := words.of_run(run.records):
+        print(wrapped(sentence) + "\n")
 
 
-def show(run: Path, format: str, by: str, table: str, given: Given) -> None:
+def show(run: Path, format: str, by: str, table: str, overrides: Overrides) -> None:
     """Print a table of a stored run, or `all` of them; the trials' with the verdict."""
     from dyno.analysis import tables
     from dyno.analysis.formatting import bullet, wrapped
@@ -139,9 +139,9 @@ def show(run: Path, format: str, by: str, table: str, given: Given) -> None:
     from dyno.analysis.verdict import verdict
     from dyno.analysis.verdict.about import about
 
-    data = _read(run, given)
-    found = tables.named(data, table or trial_table.TRIALS.name)
-    text = export(found, format, by, about(data) if format == "json" else None)
+    data = _read(run, overrides)
+    chosen = tables.named(data, table or trial_table.TRIALS.name)
+    text = export(chosen, format, by, about(data) if format == "json" else None)
     if format in ("text", "markdown") and not (table or by):
         _say_visible(data)
     print(text or tables.nothing(table), end="" if text else "\n")
@@ -165,16 +165,18 @@ def report(runs: Sequence[Path], out: Path) -> None:
     from dyno.analysis.report import report as page
 
     if out.suffix == ".html" and not out.is_dir():
-        raise UserError(f"--out {out} is the folder for the page, its charts and tables; give one, like {out.stem}")
+        raise UserError(
+            f"--out {out} is the folder for the page, its charts and tables; give a folder, such as {out.stem}"
+        )
     print(page.write([_read(run) for run in runs], out))
 
 
-def _single(given: Given, models: Sequence[str], out: str, command: str, **defaults: Any) -> list[Path]:
-    """Measure each model under the backend its kind of file is for (or the ones asked for); the folder of each."""
+def _single(overrides: Overrides, models: Sequence[str], out: str, command: str, **defaults: Any) -> list[Path]:
+    """Measure each model under its file format's backend, or the ones asked for; returns each run folder."""
     folder = Path(out) if out else new_folder(command, models)
 
     def measured(number: int, model: str) -> Path:
-        return runnable.run(study_of(model, defaults, given), _part(folder, models, number)).folder
+        return runnable.run(study_of(model, defaults, overrides), _part(folder, models, number)).folder
 
     return each_of(models, measured, needed=1 if command == "agree" else 0)  # the one that all are compared with
 
@@ -184,7 +186,7 @@ def _part(out: Path, models: Sequence[str], number: int) -> Path:
     return out if len(models) == 1 else out / f"{number}-{model_name(models[number])}"
 
 
-def time(given: Given, models: Sequence[str], out: str, format: str, trtexec: Path | None) -> int:
+def time(overrides: Overrides, models: Sequence[str], out: str, format: str, trtexec: Path | None) -> int:
     """Time each model and print its rows; an engine's number is explained in trtexec's terms."""
     from dyno.analysis.presentation.export import export
     from dyno.analysis.presentation.table import joined
@@ -195,8 +197,8 @@ def time(given: Given, models: Sequence[str], out: str, format: str, trtexec: Pa
 
     check_format(format)
     if trtexec:
-        logs.read(trtexec)  # a file that is none is said before anything is timed
-    folders = _single(given, models, out, "time")
+        logs.read(trtexec)  # a file that is not a log is refused before anything is timed
+    folders = _single(overrides, models, out, "time")
     runs = [trial_table.read(folder) for folder in folders]
     table = joined([trial_table.TRIALS.table(run) for run in runs])
     print(export([table], format, about=about(runs[0]) if len(runs) == 1 else {}), end="")
@@ -207,7 +209,7 @@ def time(given: Given, models: Sequence[str], out: str, format: str, trtexec: Pa
     return trial_table.exit_code(table.to_pandas()) or UNFINISHED * (len(folders) < len(models))
 
 
-def stress(given: Given, models: Sequence[str], out: str, batches: str, iterations: int) -> int:
+def stress(overrides: Overrides, models: Sequence[str], out: str, batches: str, iterations: int) -> int:
     """The stress test of each model's engine."""
     from dyno.engine import stress as module
 
@@ -215,22 +217,24 @@ def stress(given: Given, models: Sequence[str], out: str, batches: str, iteratio
     phases = module.phases_of(batches)
 
     def tested(number: int, model: str) -> int:
-        return module.run(study_of(model, {}, given), phases, iterations, _part(folder, models, number))
+        return module.run(study_of(model, {}, overrides), phases, iterations, _part(folder, models, number))
 
     codes = each_of(models, tested)
     return max(*codes, UNFINISHED * (len(codes) < len(models)))
 
 
-def evaluate(given: Given, models: Sequence[str], out: str, format: str, per_class: bool) -> int:
+def evaluate(overrides: Overrides, models: Sequence[str], out: str, format: str, per_class: bool) -> int:
     """Accuracy of each model on labelled images, beside its speed."""
     from dyno.api import evaluation
 
     check_format(format)
-    folders = _single(given, models, out, "eval", **EVALUATION)
+    folders = _single(overrides, models, out, "eval", **EVALUATION)
     return evaluation.show(folders, format, per_class) or UNFINISHED * (len(folders) < len(models))
 
 
-def agree(given: Given, models: Sequence[str], out: str, rtol: float, atol: float, least: float, format: str) -> int:
+def agree(
+    overrides: Overrides, models: Sequence[str], out: str, rtol: float, atol: float, least: float, format: str
+) -> int:
     """Outputs of every model and backend against the first one's: 1 when a share is below `least`, 3 when a trial left
     no outputs."""
     from dyno.analysis.presentation.export import export
@@ -238,16 +242,16 @@ def agree(given: Given, models: Sequence[str], out: str, rtol: float, atol: floa
     from dyno.analysis.tables import agreement_table
 
     check_format(format)
-    check_several([study_of(model, {"boundaries": ()}, given) for model in models])
-    folders = _single(given, models, out, "agree", boundaries=())
-    values, ranks, bad = agreement_table.compare([results.load(folder) for folder in folders], rtol, atol)
+    check_several([study_of(model, {"boundaries": ()}, overrides) for model in models])
+    folders = _single(overrides, models, out, "agree", boundaries=())
+    values, ranks, failed = agreement_table.compare([results.load(folder) for folder in folders], rtol, atol)
     print(export([values, *([ranks] if ranks.rows else [])], format), end="")
     if any(row["close"] < least for row in values.rows):
         return 1
-    return UNFINISHED * (bool(bad) or len(folders) < len(models))
+    return UNFINISHED * (bool(failed) or len(folders) < len(models))
 
 
-def calibrate(given: Given, model: str, minutes: float, rounds: int, backend: str, format: str) -> None:
+def calibrate(overrides: Overrides, model: str, minutes: float, rounds: int, backend: str, format: str) -> None:
     """Test the instrument on this machine and print what it can see."""
     from dyno.analysis.formatting import bullet, wrapped
     from dyno.analysis.presentation.export import export
@@ -257,10 +261,10 @@ def calibrate(given: Given, model: str, minutes: float, rounds: int, backend: st
 
     check_format(format)
     try:
-        found = module.calibrate(model, minutes=minutes, rounds=rounds, backend=backend, **given)
+        result = module.calibrate(model, minutes=minutes, rounds=rounds, backend=backend, **overrides)
     except KeyboardInterrupt:
-        print("dyno: stopped; a self-test that did not end is not kept", file=sys.stderr)
+        print("dyno: stopped; an unfinished self-test is not stored", file=sys.stderr)
         sys.exit(INTERRUPTED)
-    print(export(tables(found), format, about=words.about(found)), end="")
+    print(export(tables(result), format, about=words.about(result)), end="")
     if format in ("text", "markdown"):
-        print("\n" + "\n".join(map(wrapped if format == "text" else bullet, words.sentences(found))))
+        print("\n" + "\n".join(map(wrapped if format == "text" else bullet, words.sentences(result))))

@@ -17,7 +17,7 @@ UNFINISHED = 3
 
 @app.callback()
 def _several() -> None:
-    """Make folders of images ready."""  # with it, typer keeps the command's name though there is only one
+    """Make folders of images ready."""  # a callback makes typer keep the command's name though there is only one
 
 
 @app.command("imagenet-val")
@@ -28,23 +28,27 @@ def imagenet_val(
         str, typer.Option(help="LOC_val_solution.csv, lines of a name and a synset, or a synset or number per line.")
     ] = "",
     order: Annotated[
-        str, typer.Option(help="Numbers in --labels are places in the sorted synsets: synset, synset-0 or synset-1.")
+        str, typer.Option(help="How --labels numbers the sorted synsets: synset, synset-0 or synset-1.")
     ] = "",
     copy: Annotated[bool, typer.Option("--copy", help="Copy instead of hard links.")] = False,
     move: Annotated[bool, typer.Option("--move", help="Move instead of hard links.")] = False,
 ) -> None:
     """Sort ImageNet's flat validation images into class folders; the same command again goes on."""
+    from dyno.analysis.formatting import counting
     from dyno.datasets import flat as module
     from dyno.planning.images import decoding
 
     if copy and move:
-        raise UserError("--copy and --move are two ways; give one of them")
+        raise UserError("--copy and --move can't be used together")
     with decoding(verbs=("sorting", "sorted")) as progress:
         transfer: module.Transfer = "copy" if copy else "move" if move else "link"
-        found = module.sort(flat, out, Path(labels) if labels else None, order, transfer, progress)
-    earlier = f", {found.there:,} of them before" if found.there else ""
-    print(f"{found.images:,} images of {found.classes:,} classes are in {out / 'val'}{earlier}")
-    if found.unlabelled:
-        named = ", ".join(found.unlabelled[:SHOWN]) + (", …" if len(found.unlabelled) > SHOWN else "")
-        print(f"dyno: {len(found.unlabelled):,} images have no label and stay where they are: {named}", file=sys.stderr)
+        result = module.sort(flat, out, Path(labels) if labels else None, order, transfer, progress)
+    earlier = f", {result.there:,} of them before" if result.there else ""
+    print(f"{result.images:,} images of {result.classes:,} classes are in {out / 'val'}{earlier}")
+    if result.unlabelled:
+        names = ", ".join(result.unlabelled[:SHOWN]) + (", …" if len(result.unlabelled) > SHOWN else "")
+        print(
+            f"dyno: left {counting(len(result.unlabelled), 'image')} without a label in {flat}: {names}",
+            file=sys.stderr,
+        )
         raise typer.Exit(UNFINISHED)

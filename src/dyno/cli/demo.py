@@ -1,4 +1,4 @@
-"""`dyno demo`: the whole job on scikit-learn's handwritten digits, with no download and no GPU needed."""
+"""`dyno demo`: the whole workflow on scikit-learn's handwritten digits, with no download and no GPU needed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.console import Console
 from dyno import datasets
 from dyno.api.runnable import run
 from dyno.cli.commands import finish
-from dyno.engine.run_names import RUNS, place
+from dyno.engine.run_names import RUNS, choose_folder
 from dyno.planning.model_info import model_spec
 from dyno.store import cache_dir, versions
 from dyno.study import Study
@@ -44,11 +44,11 @@ def trained() -> TrainingResult:
 
 
 def demo(out: Path, *, rounds: int, quick: bool) -> int:
-    """Train, then compare every backend found here at batches 1 and 8; returns the exit code."""
+    """Train, then compare every installed backend at batches 1 and 8; returns the exit code."""
     if rounds < 1:  # before the training, after which the study would say so
         raise UserError(f"rounds is {rounds}; it must be at least 1")
-    if lacks := [name for name in NEEDS if name not in versions(Runtime(), NEEDS)]:
-        raise UserError(lacking(lacks))
+    if missing := [name for name in NEEDS if name not in versions(Runtime(), NEEDS)]:
+        raise UserError(lacking(missing))
     console = Console(stderr=True)
     result = trained()
     study = Study(
@@ -67,7 +67,7 @@ def demo(out: Path, *, rounds: int, quick: bool) -> int:
         warmup=0.3 if quick else 0.4,
     )
     if out == PLACE:
-        out, said = place(study, out)
-        console.print(said, soft_wrap=True, end="\n" if said else "")
+        out, notice = choose_folder(study, out)
+        console.print(notice, soft_wrap=True, end="\n" if notice else "")
     run(study, out)
     return finish(out)

@@ -1,4 +1,4 @@
-"""`dyno doctor`: every backend in every Python it was told of, after one real operation in a process of its own."""
+"""`dyno doctor`: every backend in every configured Python, after one real operation in a process of its own."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ KINDS: dict[str, type] = {
 COLUMNS = tuple(
     Column(name, meaning, kind=TEXT)
     for name, meaning in {
-        "backend": "or what else was declared", "python": "version, and interpreter where it is another",
-        "status": "ok, skipped, failed or broken", "version": "of its library", "devices": "that it found",
+        "backend": "backend, or a plug-in's entry point", "python": "version, and interpreter where it is another",
+        "status": "ok, skipped, failed or broken", "version": "of its library", "devices": "that the backend can use",
         "detail": "or why it can't be used",
     }.items()
 )  # fmt: skip
@@ -51,18 +51,18 @@ def examine(others: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     threads = system.physical_cores()
     places = [(name, Runtime(threads=threads)) for name in registry.names()]
     for name, table in others.items():
-        there = Runtime(name=name, python=table["python"], threads=threads)
-        places += [(one, there) for one in ([name] if name in registry.names() else registry.names())]
-    asked = _Asked(len(places))
+        runtime = Runtime(name=name, python=table["python"], threads=threads)
+        places += [(backend, runtime) for backend in ([name] if name in registry.names() else registry.names())]
+    pending = _Pending(len(places))
     # Side by side: nothing is timed here, and most of a probe is spent importing a library.
-    with tempfile.TemporaryDirectory() as scratch, asked.shown(), ThreadPoolExecutor(threads) as pool:
+    with tempfile.TemporaryDirectory() as scratch, pending.shown(), ThreadPoolExecutor(threads) as pool:
         folders = [Path(scratch) / str(i) for i in range(len(places))]
-        found = pool.map(lambda place, folder: _row(place[0], place[1], folder, asked), places, folders)
-        return [*found, *_broken()]
+        rows = pool.map(lambda place, folder: _row(place[0], place[1], folder, pending), places, folders)
+        return [*rows, *_broken()]
 
 
-class _Asked:
-    """Who is being asked and for how long, on standard error: one line on a terminal, elsewhere one per answer."""
+class _Pending:
+    """Which backends have yet to answer, on standard error: one line on a terminal, elsewhere one per answer."""
 
     def __init__(self, total: int) -> None:
         self.console = Console(stderr=True)
@@ -76,11 +76,11 @@ class _Asked:
             yield
 
     def tick(self, who: str, seconds: float) -> None:
-        """It has been asked that long ago."""
+        """`who` has been running for that long."""
         self.waiting[who] = seconds
 
     def done(self, who: str, status: str) -> None:
-        """It has answered."""
+        """`who` has answered."""
         seconds = self.waiting.pop(who, 0.0)
         self.answered += 1
         if not self.console.is_terminal:
@@ -88,24 +88,24 @@ class _Asked:
             self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _line(self) -> Text:
-        asking = ", ".join(f"{who} {seconds:.0f} s" for who, seconds in self.waiting.copy().items())
-        return Text(f"{self.answered}/{self.total} answered; asking {asking}")
+        running = ", ".join(f"{who} {seconds:.0f} s" for who, seconds in self.waiting.copy().items())
+        return Text(f"{self.answered}/{self.total} answered; waiting for {running}")
 
 
-def _row(name: str, runtime: Runtime, folder: Path, asked: _Asked) -> dict[str, Any]:
+def _row(name: str, runtime: Runtime, folder: Path, pending: _Pending) -> dict[str, Any]:
     who = f"{name} in {runtime.python}" if runtime.python else name
-    asked.tick(who, 0.0)
+    pending.tick(who, 0.0)
     job = Job("probe", runtime, backend=name)
-    record: Record = launch(job, folder, TIMEOUT_S, lambda _, seconds: asked.tick(who, seconds))
-    asked.done(who, record.status)
-    seen = record.facts.probe or Probe()
+    record: Record = launch(job, folder, TIMEOUT_S, lambda _, seconds: pending.tick(who, seconds))
+    pending.done(who, record.status)
+    probe = record.facts.probe or Probe()
     return {
         "backend": name,
         "python": record.system.get("python", "") + (f" ({runtime.python})" if runtime.python else ""),
         "status": record.status,
-        "version": seen.version,
-        "devices": ", ".join(seen.devices),
-        "detail": seen.detail if record.status == "ok" else record.reason,
+        "version": probe.version,
+        "devices": ", ".join(probe.devices),
+        "detail": probe.detail if record.status == "ok" else record.reason,
     }
 
 
@@ -126,12 +126,12 @@ def doctor(others: dict[str, dict[str, Any]], format: str) -> int:
     print(export([Table("doctor", "Backends", "What works here, and why not.", COLUMNS, rows)], format, about=about),
           end="")  # fmt: skip
     if format == "text":
-        found = system.describe()
+        machine = system.describe()
         line = (
-            f"{found['cpu']}, {found['cores']} logical processors, {found['memory_bytes'] / 2**30:.0f} GiB, "
-            f"{' '.join(found['cpu_flags'])}; {found['os']}"
+            f"{machine['cpu']}, {machine['cores']} logical processors, {machine['memory_bytes'] / 2**30:.0f} GiB, "
+            f"{' '.join(machine['cpu_flags'])}; {machine['os']}"
         )
         print(wrapped(line))
-        for each in tests:
-            print(wrapped(f"self-test of {each['device']}: {each['said']}"))
+        for test in tests:
+            print(wrapped(f"self-test of {test['device']}: {test['said']}"))
     return 0 if any(row["status"] == "ok" for row in rows) else 3

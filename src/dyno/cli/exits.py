@@ -1,4 +1,4 @@
-"""How the command line ends: whatever the user can mend is one line on standard error and exit code 2."""
+"""How the command line ends: an error that the user can correct is one line on standard error and exit code 2."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OS_ERRORS = {
     errno.EACCES: f"permission denied; {ELSEWHERE}",
     errno.EPERM: f"writing is not permitted; {ELSEWHERE}",
     errno.ELOOP: "is a symbolic link, and nothing is written through one; remove it",
-    errno.ENOENT: f"there is no such place; {ELSEWHERE}",
+    errno.ENOENT: f"there is no such file or folder; {ELSEWHERE}",
     errno.EEXIST: "is a file where a folder is needed; give another path",
     errno.EISDIR: "is a folder where a file is needed; give another path",
     errno.ENOTDIR: "is a file where a folder is needed; give another path",
@@ -33,7 +33,7 @@ _USAGE: Any = typer.BadParameter.__base__  # click's UsageError; typer brings a 
 
 
 class _Stream(io.FileIO):
-    """Standard output or error whose reader may go away: what is left to say is dropped, and the command goes on."""
+    """Standard output or error whose reader may go away: the rest of the output is dropped, and the command goes on."""
 
     lost = False
 
@@ -65,8 +65,8 @@ def _outlive_readers() -> None:
             encoding = stream.encoding if stream else "utf-8"
             raw = _Stream(number, "w", closefd=False)
             through = number == 2 or raw.isatty()
-            made = io.TextIOWrapper(io.BufferedWriter(raw), encoding, "backslashreplace", line_buffering=through)
-            setattr(sys, name, made)
+            wrapper = io.TextIOWrapper(io.BufferedWriter(raw), encoding, "backslashreplace", line_buffering=through)
+            setattr(sys, name, wrapper)
 
 
 def end(app: typer.Typer) -> None:
@@ -92,7 +92,7 @@ def end(app: typer.Typer) -> None:
             raise
         _fail(lacking([str(e.name)]))
     except (KeyboardInterrupt, typer.Abort):
-        print("dyno: stopped; what was measured is stored, the same command goes on from there", file=sys.stderr)
+        print("dyno: stopped; what was measured is stored, the same command continues from there", file=sys.stderr)
         sys.exit(INTERRUPTED)
     except OSError as e:
         if e.errno not in OS_ERRORS:

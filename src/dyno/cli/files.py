@@ -1,4 +1,4 @@
-"""`dyno export` and `dyno build`: the files a study makes on its way, made by themselves."""
+"""`dyno export` and `dyno build`: make one file, as a study would."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dyno.cli.options import Given
+from dyno.cli.options import Overrides
 from dyno.engine.execute import Files
 from dyno.jobs.progress import Progress
 from dyno.planning.images import prepared
@@ -24,33 +24,33 @@ TARGETS = ("onnxruntime", "openvino", "tensorrt")
 
 
 def export(
-    given: Given, model: str, out: Path, *, batch: str, shape: str, precision: str, target: str, opset: int
+    overrides: Overrides, model: str, out: Path, *, batch: str, shape: str, precision: str, target: str, opset: int
 ) -> Artifact:
     """Write the model as ONNX; `shape` "N,C,H,W" says batch (-1: dynamic), channels and size in one."""
-    kind = registry.format_of(out)
-    if kind is None or kind.builders:
+    file_format = registry.format_of(out)
+    if file_format is None or file_format.builders:
         raise UserError(f"export writes {_suffixes(built=False)} files, not {out.name}; `dyno build` writes engines")
     if Path(model).is_file() and out.exists() and out.samefile(model):
         raise UserError(f"{out} is the model itself; give another file to write to")
     if target not in TARGETS:
         raise UserError(f"unknown target {target!r}; known: {', '.join(TARGETS)}")
     if opset and (allowed := find("onnxruntime").values["opset"](opset)):
-        raise UserError(f"--opset {opset} can't be written; an export's opset is {allowed}")
-    if shape and "sizes" in given:
-        raise UserError("--shape says what --size says; give one or the other")
+        raise UserError(f"--opset {opset} can't be written; an export's opset must be {allowed}")
+    if shape and "sizes" in overrides:
+        raise UserError("--shape and --size both set the image size; give one of them")
     if shape:
-        batch, given["channels"], given["sizes"] = _shape(shape)
-    study = Study(models=(model,), **{**given, "precisions": (precision,)})
+        batch, overrides["channels"], overrides["sizes"] = _shape(shape)
+    study = Study(models=(model,), **{**overrides, "precisions": (precision,)})
     trial = _trial(study, precision)
     dims = replace(trial.dims, batch=_number(batch))
     options: dict[str, Option] = {"target": target, **({"opset": opset} if opset else {})}
-    return _make(kind.recipe(replace(trial, dims=dims, options=options)), out)
+    return _make(file_format.recipe(replace(trial, dims=dims, options=options)), out)
 
 
 @dataclass(frozen=True)
 class Build:
-    """What `dyno build` is asked for: `backend` "" goes by the file's suffix, `profile` "" is a static `batch`, None
-    stands for 1."""
+    """The options of `dyno build`: `backend` "" goes by the file's suffix, `profile` "" is a static `batch`, which is 1
+    if None."""
 
     backend: str
     precision: str
@@ -63,55 +63,55 @@ class Build:
 def profile(shapes: str, low: int, opt: int, high: int) -> str:
     """An engine's option `profile` from `--shapes`, or from the batches of `--min --opt --max`; "" for neither."""
     if shapes and (low or opt or high):
-        raise UserError("--shapes says what --min, --opt and --max say; give one or the other")
+        raise UserError("--shapes and --min, --opt, --max both set the batches; give one or the other")
     if not (low or opt or high):
         return shapes
     if not high:
         raise UserError("a dynamic engine needs --max, its largest batch (--min is 1 and --opt is --max unless given)")
-    found = (low or 1, opt or high, high)
-    if min(found) < 1 or sorted(found) != list(found):
+    batches = (low or 1, opt or high, high)
+    if min(batches) < 1 or sorted(batches) != list(batches):
         raise UserError(
-            f"--min, --opt and --max are {found[0]}, {found[1]} and {found[2]}; none may be less than the one before"
+            f"--min, --opt and --max are {batches[0]}, {batches[1]} and {batches[2]}; they must ascend, from at least 1"
         )
-    return ":".join(map(str, found))
+    return ":".join(map(str, batches))
 
 
-def build(given: Given, model: str, out: Path, how: Build) -> int:
+def build(overrides: Overrides, model: str, out: Path, request: Build) -> int:
     """Write an engine's own file; with `repeat`, build it several times and say whether the builds differ."""
-    for name, value in (("--batch", how.batch), ("--repeat", how.repeat)):
+    for name, value in (("--batch", request.batch), ("--repeat", request.repeat)):
         if value is not None and value < 1:
             raise UserError(f"{name} is {value}; it must be at least 1")
-    kind = registry.format_of(out)
-    if kind is None or not kind.builders:
+    file_format = registry.format_of(out)
+    if file_format is None or not file_format.builders:
         raise UserError(
             f"build writes {_suffixes(built=True)}, not {out.name}; `dyno export` writes {_suffixes(built=False)}"
         )
     if Path(model).suffix == out.suffix:
-        raise UserError(f"{model} is what build would write already")
-    engine = find(how.backend or kind.builders[0])
-    if engine.name not in kind.builders:
-        raise UserError(f"{engine.name} builds no {out.suffix} files; {' or '.join(kind.builders)} does")
-    choice = Choice.parse("@".join((engine.name, *how.options)))
+        raise UserError(f"{model} is already a {out.suffix} file; give the model to build it from")
+    engine = find(request.backend or file_format.builders[0])
+    if engine.name not in file_format.builders:
+        raise UserError(f"{engine.name} doesn't build {out.suffix} files; {' or '.join(file_format.builders)} does")
+    choice = Choice.parse("@".join((engine.name, *request.options)))
     engine.check_options(choice.options)
     on_gpu = "cuda" in engine.devices
     device = "cuda:0" if on_gpu else "cpu"
-    study = Study(models=(model,), **{"device": device, **given, "precisions": (how.precision,)})
-    options = {**choice.options, **({"profile": how.profile} if how.profile else {})}
+    study = Study(models=(model,), **{"device": device, **overrides, "precisions": (request.precision,)})
+    options = {**choice.options, **({"profile": request.profile} if request.profile else {})}
     runtime = runtime_of(study, choice)
-    if lacks := missing(engine.name, runtime):
-        raise UserError(f"{lacks} is not installed; {install(lacks)}, or give its Python with --python")
-    if how.repeat > 1:
+    if library := missing(engine.name, runtime):
+        raise UserError(f"{library} is not installed; {install(library)}, or give its Python with --python")
+    if request.repeat > 1:
         from dyno.api import builds
 
-        return builds.compare(study, engine, options, how.batch or 1, how.repeat, out)
-    if not on_gpu and how.precision in ("fp16", "bf16"):
+        return builds.compare(study, engine, options, request.batch or 1, request.repeat, out)
+    if not on_gpu and request.precision in ("fp16", "bf16"):
         raise UserError(
-            f"{engine.name} chooses {how.precision} when it runs a file, not when it makes one; omit --precision"
+            f"{engine.name} chooses {request.precision} when it runs a file, not when it makes one; omit --precision"
         )
-    if not on_gpu and (how.profile or how.batch is not None):
+    if not on_gpu and (request.profile or request.batch is not None):
         raise UserError(f"{engine.name}'s files take any batch; omit --batch, --min, --opt, --max and --shapes")
-    trial = _trial(study, how.precision)
-    dims = replace(trial.dims, batch=(how.batch or 1) if on_gpu and not how.profile else 0)
+    trial = _trial(study, request.precision)
+    dims = replace(trial.dims, batch=(request.batch or 1) if on_gpu and not request.profile else 0)
     runtime = replace(runtime, threads=trial.runtime.threads)
     trial = replace(trial, backend=engine.name, options=options, runtime=runtime, dims=dims)
     if refusal := engine.refuse(trial):
@@ -134,22 +134,24 @@ def _shape(text: str) -> tuple[str, int, tuple[str]]:
     except ValueError:
         raise UserError(f"shape {text!r} is not four numbers N,C,H,W such as -1,3,224,224") from None
     if n == 0 or n < -1 or min(c, h, w) < 1:
-        raise UserError(f"shape {text!r} needs a batch from 1 on (or -1 for dynamic) and sizes from 1 on")
+        raise UserError(
+            f"shape {text!r} needs a batch of at least 1 (or -1 for a dynamic one), and sizes of at least 1"
+        )
     return ("dynamic" if n < 0 else str(n)), c, (f"{h}x{w}",)
 
 
 def _number(batch: str) -> int:
     """The batch to export with, 0 for a dynamic one."""
     if batch != "dynamic" and (not batch.isdecimal() or int(batch) < 1):
-        raise UserError(f"batch {batch!r} is neither 'dynamic' nor a whole number from 1 on")
+        raise UserError(f"batch {batch!r} must be 'dynamic' or a whole number of at least 1")
     return 0 if batch == "dynamic" else int(batch)
 
 
 def _trial(study: Study, precision: str) -> Trial:
     if len(study.sizes) > 1:
         raise UserError(f"a file is for one image size, not for {', '.join(study.sizes)}")
-    model, found = inspect_model(model_spec(study, study.models[0]), study)
-    size = sizes(study, found)[0]
+    model, inspection = inspect_model(model_spec(study, study.models[0]), study)
+    size = sizes(study, inspection)[0]
     data = prepared(study, model, size) if study.data or study.calibration else DataSpec(count=1)
     runtime = Runtime(threads=system.physical_cores())
     return Trial(model, "", precision, Dims(0, *size), data=data, runtime=runtime)
@@ -161,23 +163,26 @@ def _make(recipe: Recipe | None, out: Path) -> Artifact:
     progress = Progress()
     files = Files(progress)
     with progress.running([]):
-        made = files.file(recipe)
-    if isinstance(made, Record):
-        raise UserError(f"{recipe.model.name}: {made.reason}")
-    copy(Path(made.path), out)
-    print(f"{out}  {_story(made, files.built)}")
-    calibration = made.made_by.calibration
+        artifact = files.file(recipe)
+    if isinstance(artifact, Record):
+        raise UserError(f"{recipe.model.name}: {artifact.reason}")
+    copy(Path(artifact.path), out)
+    print(f"{out}  {_summary(artifact, files.built)}")
+    calibration = artifact.made_by.calibration
     if calibration and calibration.note:
         print(f"note: {calibration.note}", file=sys.stderr)
-    for warning in made.made_by.warnings:
+    for warning in artifact.made_by.warnings:
         print(f"warning: {warning}", file=sys.stderr)
-    return made
+    return artifact
 
 
-def _story(made: Artifact, built: int) -> str:
+def _summary(artifact: Artifact, built: int) -> str:
     """Size, inputs and outputs, and the steps that made it: the last `built` of them now, the others earlier."""
-    known = made.made_by.steps
-    times = ["cached"] * (len(known) - built) + [f"{s.seconds:.1f} s" for s in known[len(known) - built :]]
-    steps = ", ".join(f"{s.maker} {s.precision} {t}" for s, t in zip(known, times, strict=True))
-    ends = "; ".join(f"{t.name} {t.dtype} {'x'.join(map(str, t.shape))}" for t in (*made.inputs, *made.outputs))
-    return f"{made.bytes / 1e6:.2f} MB  {ends}  ({steps})"
+    steps = artifact.made_by.steps
+    cached = len(steps) - built
+    listed = ", ".join(
+        f"{s.maker} {s.precision} {'cached' if i < cached else f'{s.seconds:.1f} s'}" for i, s in enumerate(steps)
+    )
+    tensors = (*artifact.inputs, *artifact.outputs)
+    described = "; ".join(f"{t.name} {t.dtype} {'x'.join(map(str, t.shape))}" for t in tensors)
+    return f"{artifact.bytes / 1e6:.2f} MB  {described}  ({listed})"

@@ -51,45 +51,47 @@ class Command(typer.core.TyperCommand):
         for parameter in folded:
             parameter.hidden = True
         super().format_help(ctx, formatter)
-        for parameter in folded:  # they are completed, and known to the tests of the documents
+        for parameter in folded:  # shell completion and the tests of the documents see them
             parameter.hidden = False
 
 
-def _help_all(ctx: typer.Context, asked: bool) -> None:
-    if asked:
+def _help_all(ctx: typer.Context, show: bool) -> None:
+    if show:
         ctx.meta[ALL] = True
         typer.echo(ctx.get_help())
         raise typer.Exit
 
 
-class Given(dict[str, Any]):
+class Overrides(dict[str, Any]):
     """What the user wrote of a command's options, by the names of the fields; defaults are not among it."""
 
 
-def takes(*kinds: type, only: str = "", leave: str = "", **defaults: Any) -> Callable[[F], F]:
-    """Give a command an option for each field of the dataclasses: `only` these, or all but those to `leave`.
+def takes(*kinds: type, only: str = "", omit: str = "", **defaults: Any) -> Callable[[F], F]:
+    """Give a command an option for each field of the dataclasses: `only` these, or all but those to `omit`.
 
-    The command gets what was written as `given`, and its own parameters as ever. `defaults` are what help shows where
-    the command's default isn't the field's; `...` makes an option required.
+    The command gets what the user wrote as `overrides`, and its own parameters as usual. `defaults` are what help shows
+    where the command's default isn't the field's; `...` makes an option required.
     """
-    known: dict[str, _Option] = {}
-    for one in (_Option(f, hint, kind) for kind in kinds for f, hint in _fields(kind)):
-        known.setdefault(one.name, one)
-    chosen = [known[name] for name in only.split() or known if name not in leave.split()]
-    rare = set() if only else {one.name for one in chosen if not one.about.get("common")}
+    options: dict[str, _Option] = {}
+    for option in (_Option(f, hint, kind) for kind in kinds for f, hint in _fields(kind)):
+        options.setdefault(option.name, option)
+    chosen = [options[name] for name in only.split() or options if name not in omit.split()]
+    rare = set() if only else {option.name for option in chosen if not option.about.get("common")}
 
     def decorated(command: F) -> F:
-        own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "given"]
+        own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "overrides"]
 
         def called(ctx: typer.Context, **values: Any) -> None:
-            given = Given((one.name, one.read(values[one.name])) for one in chosen if written(ctx, one.name))
-            command(given=given, **{p.name: values[p.name] for p in own})
+            overrides = Overrides(
+                (option.name, option.read(values[option.name])) for option in chosen if written(ctx, option.name)
+            )
+            command(overrides=overrides, **{p.name: values[p.name] for p in own})
 
-        made = [one.parameter(defaults.get(one.name)) for one in chosen]
+        from_fields = [option.parameter(defaults.get(option.name)) for option in chosen]
         required = [p for p in own if p.default is p.empty]
         optional = [p for p in own if p.default is not p.empty]
         more = [_named("help_all", _all(len(rare)), False)] if rare else []
-        parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*required, *made, *optional, *more)]
+        parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*required, *from_fields, *optional, *more)]
         signature = inspect.Signature([_named("ctx", typer.Context), *parameters])
         hints = {p.name: p.annotation for p in signature.parameters.values()}
         vars(called).update(__signature__=signature, rare=rare)
@@ -104,8 +106,8 @@ def _named(name: str, annotation: Any, default: Any = inspect.Parameter.empty) -
 
 
 def _all(rare: int) -> Any:
-    said = f"Show this with {rare} more options, and exit."
-    return Annotated[bool, typer.Option(ALL, is_eager=True, callback=_help_all, help=said)]
+    help_text = f"Show this with {rare} more options, and exit."
+    return Annotated[bool, typer.Option(ALL, is_eager=True, callback=_help_all, help=help_text)]
 
 
 def written(ctx: typer.Context, name: str) -> bool:
@@ -122,12 +124,12 @@ def _fields(kind: type) -> list[tuple[dataclasses.Field[Any], Any]]:
 
 
 def _plain(hint: Any) -> Any:
-    """A type less the None that it may also be."""
+    """A type without its None."""
     return next((kind for kind in typing.get_args(hint) if kind is not type(None)), hint)
 
 
 class _Option:
-    """A field of a dataclass as an option: what typer is told of it, and how its text is read."""
+    """A field of a dataclass as an option: typer's parameter for it, and how its text is read."""
 
     def __init__(self, field: dataclasses.Field[Any], hint: Any, kind: type) -> None:
         self.name, self.default, self.about, self.hint = field.name, field.default, field.metadata, hint
@@ -135,8 +137,8 @@ class _Option:
         self.flag = self.about.get("flag") or "--" + self.name.replace("_", "-")
 
     def parameter(self, default: Any) -> inspect.Parameter:
-        """The parameter that typer makes an option of; `default` goes before the field's, text says it in words."""
-        usual = default if isinstance(default, str) else self.about.get("usual", "") if default is None else ""
+        """Typer's parameter; `default` goes before the field's own, and text describes one that is decided later."""
+        described = default if isinstance(default, str) else self.about.get("usual", "") if default is None else ""
         value = self.default if default is None else default
         kind, help, metavar = _plain(self.hint), self.about["help"], None
         if self.name in REPEATED:
@@ -144,10 +146,12 @@ class _Option:
         elif typing.get_origin(self.hint) is tuple:
             kind, metavar = str, "A,B,…"
             value = ",".join(map(str, value)) if isinstance(value, tuple) else value
-        if usual or value == "":
+        if described or value == "":
             value = [] if self.name in REPEATED else None
         flags = f"{self.flag}/--no-{self.flag[2:]}" if self.hint == bool | None else self.flag
-        option = typer.Option(flags, help=help, rich_help_panel=self.panel, show_default=usual or True, metavar=metavar)
+        option = typer.Option(
+            flags, help=help, rich_help_panel=self.panel, show_default=described or True, metavar=metavar
+        )
         annotation = Annotated[kind | None if value is None else kind, option]  # type: ignore[valid-type]
         return _named(self.name, annotation, inspect.Parameter.empty if default is ... else value)
 
@@ -170,15 +174,15 @@ class _Option:
 
 def pythons(texts: Sequence[str], flag: str = "--python") -> dict[str, dict[str, Any]]:
     """`[runtime]` tables from `BACKEND=/path/to/python`."""
-    found: dict[str, dict[str, Any]] = {}
+    runtimes: dict[str, dict[str, Any]] = {}
     for text in texts:
         name, _, path = text.partition("=")
         if not name or not path:
             raise UserError(f"{flag} {text!r} is not BACKEND=PATH, e.g. onnxruntime=/usr/bin/python3.10")
         if not Path(path).is_file():
             raise UserError(f"{flag} {name}: there is no interpreter {path}")
-        found[name] = {"python": str(Path(path).absolute())}
-    return found
+        runtimes[name] = {"python": str(Path(path).absolute())}
+    return runtimes
 
 
 READERS: dict[str, Callable[[Any], Any]] = {"budget": parse_budget, "runtime": pythons}

@@ -34,12 +34,12 @@ def list_runs(
 
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}; `dyno run` makes runs/, and `dyno list FOLDER` looks elsewhere")
-    found = list(runs_below(folder))
-    if not found:
+    folders = list(runs_below(folder))
+    if not folders:
         print(f"no run folder below {folder}")
         return
     table = Table(*HEADINGS, box=None, pad_edge=False)
-    for run in found:
+    for run in folders:
         table.add_row(*(escape(plain(cell)) for cell in (str(run), *_row(run))))
     console().print(table)
 
@@ -48,15 +48,15 @@ def runs_below(folder: Path) -> Iterator[Path]:
     """Every run folder there, in alphabetical order; symbolic links are not followed."""
     from dyno.store import FOLDERS
 
-    for place, inside, _ in os.walk(folder):
-        is_run = why_no_run(Path(place)) == ""
-        inside[:] = [name for name in sorted(inside) if not (is_run and name in FOLDERS)]
+    for path, subfolders, _ in os.walk(folder):
+        is_run = why_no_run(Path(path)) == ""
+        subfolders[:] = [name for name in sorted(subfolders) if not (is_run and name in FOLDERS)]
         if is_run:
-            yield Path(place)
+            yield Path(path)
 
 
 def why_no_run(folder: Path) -> str:
-    """Why the folder is not a run folder, "" when it is one."""
+    """Why the folder is not a run folder; "" if it is one."""
     if folder.is_symlink():
         return "is a symbolic link, which is not followed; give the folder itself"
     if not folder.is_dir():
@@ -69,16 +69,16 @@ def why_no_run(folder: Path) -> str:
 def _row(run: Path) -> tuple[str, str, str, str]:
     from dyno.analysis.tables import trial_table
 
-    at = f"{datetime.fromtimestamp((run / 'study.toml').stat().st_mtime):%Y-%m-%d %H:%M}"
+    written = f"{datetime.fromtimestamp((run / 'study.toml').stat().st_mtime):%Y-%m-%d %H:%M}"
     try:
         data = trial_table.read(run)
     except UserError as e:
-        return "", "none that can be read", at, str(e).partition(":")[2].strip()
-    loaded = data.records
-    models = dict.fromkeys(t.model for t in loaded)
-    counted = Counter("ok" if t.status == "ok" else "skipped" if t.status == "skipped" else "failed" for t in loaded)
-    trials = ", ".join(f"{counted[word]} {word}" for word in ("ok", "failed", "skipped") if counted[word])
-    return ", ".join(models), trials, at, _fastest(data)
+        return "", "unreadable", written, str(e).partition(":")[2].strip()
+    records = data.records
+    models = dict.fromkeys(t.model for t in records)
+    counts = Counter("ok" if t.status == "ok" else "skipped" if t.status == "skipped" else "failed" for t in records)
+    trials = ", ".join(f"{counts[status]} {status}" for status in ("ok", "failed", "skipped") if counts[status])
+    return ", ".join(models), trials, written, _fastest(data)
 
 
 def _fastest(data: RunData) -> str:
@@ -87,11 +87,11 @@ def _fastest(data: RunData) -> str:
     from dyno.analysis.ranking import rankings
     from dyno.analysis.ranking.frontier import LATENCY
 
-    for contest in rankings.rankings(data):
-        ranked = contest.fastest
+    for ranking in rankings.rankings(data):
+        ranked = ranking.fastest
         if len(ranked):
             best = ranked.iloc[0]
-            return f"{contest.configuration(best)}, {significant(best[LATENCY])} ms at batch {best['batch']}"
+            return f"{ranking.configuration(best)}, {significant(best[LATENCY])} ms at batch {best['batch']}"
     return ""
 
 
@@ -99,10 +99,10 @@ def remove(run: options.RunFolder, trials: Trials = []) -> None:  # noqa: B006  
     """Remove a run folder, or trials inside; asks nothing, and touches nothing that Dyno did not write."""
     from dyno.store import Run
 
-    if why := why_no_run(run):
-        within = [str(each) for each in runs_below(run)] if run.is_dir() and not run.is_symlink() else []
-        hint = f"; the run folders in it: {', '.join(within)}" if within else ""
-        raise UserError(f"{run} {why}{hint}")
+    if reason := why_no_run(run):
+        runs = [str(path) for path in runs_below(run)] if run.is_dir() and not run.is_symlink() else []
+        hint = f"; the run folders in it: {', '.join(runs)}" if runs else ""
+        raise UserError(f"{run} {reason}{hint}")
     with Run(run).locked():
         if trials:
             _remove_trials(run, trials)
@@ -114,15 +114,19 @@ def _remove_trials(run: Path, wanted: list[str]) -> None:
     places = [path for path in sorted((run / "trials").iterdir()) if path.is_dir() and not path.is_symlink()]
     chosen = []
     for id in wanted:
-        found = [path for path in places if path.name.startswith(id)] if id else []
-        if len(found) != 1:
-            known = ", ".join(path.name for path in (found or places)[:5]) + (", …" if len(found or places) > 5 else "")
-            raise UserError(f"{len(found) or 'no'} trials of {run} have an id that begins with {id!r}; it has {known}")
-        chosen.append(found[0])
+        matches = [path for path in places if path.name.startswith(id)] if id else []
+        if len(matches) != 1:
+            ids = ", ".join(path.name for path in (matches or places)[:5]) + (
+                ", …" if len(matches or places) > 5 else ""
+            )
+            raise UserError(
+                f"{len(matches) or 'no'} trials of {run} have an id that begins with {id!r}; its ids are {ids}"
+            )
+        chosen.append(matches[0])
     for path in dict.fromkeys(chosen):
         shutil.rmtree(path)
         print(f"removed {path}")
-    print(f"the report still shows them; `dyno report {run}` writes it anew")
+    print(f"the report still shows them; `dyno report {run}` updates it")
 
 
 def _remove_run(run: Path) -> None:
@@ -136,21 +140,21 @@ def _remove_run(run: Path) -> None:
         path = run / name
         if path.is_file() or path.is_symlink():
             path.unlink()
-    left = sorted(path.name for path in run.iterdir())
-    if left:
-        print(f"removed what Dyno wrote into {run}; what is not Dyno's stays: {', '.join(left)}")
+    others = sorted(path.name for path in run.iterdir())
+    if others:
+        print(f"removed what Dyno wrote into {run}; what is not Dyno's stays: {', '.join(others)}")
         return
     run.rmdir()
     print(f"removed {run}")
 
 
 def open_report(run: options.RunFolder) -> None:
-    """Open a run's report in the browser; it is written first where there is none, or an older one."""
+    """Open a run's report in the browser; it is written first if missing or out of date."""
     from dyno.analysis.report import report as page
     from dyno.analysis.tables import trial_table
 
-    if why := why_no_run(run):
-        raise UserError(f"{run} {why}")
+    if reason := why_no_run(run):
+        raise UserError(f"{run} {reason}")
     path = run / "report.html"
     if not path.is_file() or path.stat().st_mtime < (run / "study.toml").stat().st_mtime:
         try:
@@ -160,5 +164,5 @@ def open_report(run: options.RunFolder) -> None:
     print(path)
     try:
         webbrowser.open(path.resolve().as_uri())
-    except webbrowser.Error:  # there is no browser here: the path is what can be said
+    except webbrowser.Error:  # no browser here: the path is printed, which is all that can be done
         return

@@ -12,7 +12,7 @@ from dyno.analysis.records import gpu_remarks, timeline
 from dyno.engine import ensemble, further_rounds, precision_search, retry, self_test
 from dyno.engine.gpu_lock import launch_in_turn
 from dyno.engine.peak import find_peak
-from dyno.engine.run_folder import refuse_other, settle
+from dyno.engine.run_folder import prepare_folder, refuse_other
 from dyno.jobs.progress import Progress
 from dyno.planning.checks import check_device
 from dyno.planning.plan import expand
@@ -40,7 +40,7 @@ def execute(
     run = Run(folder)
     with run.locked():
         refuse_links(folder, FOLDERS)
-        planned, said = settle(study, run, planned)
+        planned, said = prepare_folder(study, run, planned)
         _refuse(run, planned)
         _keep_truth(run, planned)
         self_test.keep_in(run.folder, study.device)

@@ -25,10 +25,10 @@ def launch_in_turn(
 
 @contextmanager
 def held(runtime: Runtime, waiting: Callable[[str], None]) -> Iterator[None]:
-    """Have the runtime's GPU for oneself while the block runs: it waits until no other dyno has it.
+    """Hold the runtime's GPU while the block runs, after a wait for any other dyno that holds it.
 
     Two studies side by side would slow each other down unevenly, and a builder that times its kernels beside a running
-    job may pick the wrong ones. `waiting` is told the process that has the GPU. Nothing is held for a CPU.
+    job may pick the wrong ones. `waiting` is called with the process that holds the GPU. Nothing is held for a CPU.
     """
     if not (uuid := _uuid(runtime)):
         yield
@@ -38,7 +38,7 @@ def held(runtime: Runtime, waiting: Callable[[str], None]) -> Iterator[None]:
 
 
 def _uuid(runtime: Runtime) -> str:
-    """The job's GPU, "" for a CPU and where NVML knows none."""
+    """The job's GPU, "" for a CPU and where NVML has none."""
     gpu = find_gpu(runtime.device, {**os.environ, **runtime.env})
     if gpu is None:
         return ""

@@ -1,4 +1,4 @@
-"""The device's peak as a job: measured once for a machine, driver, PyTorch and number of threads, then remembered."""
+"""The device's peak as a job: measured once for a machine, driver, PyTorch and number of threads, then cached."""
 
 from __future__ import annotations
 
@@ -22,17 +22,16 @@ TIMEOUT_S = 300.0
 
 
 def find_peak(study: Study, folder: Path, progress: Progress) -> Record:
-    """The peak's job folder, as the study's own: kept where it is good, else from the cache, else measured.
+    """The peak in the study's own folder: reused where it is good, else from the cache, else measured.
 
-    A measurement that other programs disturbed is the study's but is not remembered. What can't be measured here is a
-    record that says why.
+    A measurement that other programs disturbed is stored but not cached. A failure is a record with the reason.
     """
     if (stored := good_record(folder)) is not None:
         return stored
     runtime = replace(runtime_of(study, Choice("pytorch")), threads=study.threads or system.physical_cores())
     key = _key(runtime)
-    kept = remembered("peaks", key)
-    if good_record(kept) is None:
+    cached = remembered("peaks", key)
+    if good_record(cached) is None:
         progress.other(f"peak of {runtime.device}")
         shutil.rmtree(folder, ignore_errors=True)
         record = launch_in_turn(Job("peak", runtime), folder, TIMEOUT_S, progress)
@@ -40,18 +39,18 @@ def find_peak(study: Study, folder: Path, progress: Progress) -> Record:
             remember(folder, "peaks", key)
         return record
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(kept, folder)
+    shutil.copytree(cached, folder)
     return good_record(folder) or Record("failed", "peak", "the peak could not be copied from the cache")
 
 
 def _key(runtime: Runtime) -> str:
-    """Everything that decides what the peak is."""
+    """A hash of everything that the peak depends on."""
     machine = system.describe()
-    decides: dict[str, Any] = {
+    parts: dict[str, Any] = {
         "cpu": [machine["cpu"], machine["cpu_flags"], machine["cores"]],
         "device": [runtime.device, gpu_identity(runtime.device) if runtime.device != "cpu" else ""],
         "threads": runtime.threads,
         "code": worker_code_sha256(),
         "torch": versions(runtime, ("torch",)),
     }
-    return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:24]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]

@@ -1,4 +1,4 @@
-"""Where int8 or fp16 alone fails the budget: the fewest sensitive layers that must stay higher until it holds."""
+"""Where int8 or fp16 alone fails the budget: the fewest sensitive layers that must stay in a higher precision."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dyno.worker import registry
 from dyno.worker.spec import Trial, UserError, digest
 
 KEEP = "keep"
-MOST = 10  # candidates for one way of running a model
+MOST = 10  # candidates for one configuration
 
 Measure = Callable[[list[Trial]], None]
 
@@ -20,25 +20,25 @@ Measure = Callable[[list[Trial]], None]
 def search(study: Study, folder: Path, trials: list[Trial], measure: Measure) -> list[Trial]:
     """Try mixed precisions for every trial that the budget rules out; returns the trials that were added.
 
-    Each candidate is a trial of the same run with the option `keep`. It is decided by the stored answers alone, so an
-    interrupted search goes the same way when it is run again.
+    Each candidate is a trial of the same run with the option `keep`. The search depends on the stored answers alone, so
+    an interrupted one takes the same steps when it is resumed.
     """
     from dyno.analysis.tables import trial_table
     from dyno.analysis.verdict import mixed_precision
 
     if not (folder / "trials").is_dir():
         return []
-    chosen = mixed_precision.failing(trial_table.read(folder))
+    failing = mixed_precision.failing(trial_table.read(folder))
     added: list[Trial] = []
     for trial in trials:
-        if trial.id in chosen and kept(study, trial, 1) is not None:
+        if trial.id in failing and with_kept_layers(study, trial, 1) is not None:
             batches = [other for other in trials if _series(other) == _series(trial)]
             added += _Search(study, folder, trial, batches, measure).run()
     return added
 
 
-def kept(study: Study, trial: Trial, layers: int) -> Trial | None:
-    """The trial with that many layers kept higher; None where its backend or its file leaves nothing to keep."""
+def with_kept_layers(study: Study, trial: Trial, layers: int) -> Trial | None:
+    """The trial with that many layers kept higher; None where its backend or its file has no such layers."""
     engine = registry.find(trial.backend)
     if KEEP not in engine.options:
         return None
@@ -67,12 +67,12 @@ class _Search:
         """The candidates that were measured, those within the budget in all rounds, the best one at all batches."""
         self.tried: dict[int, bool] = {}
         fewest = self._fewest()
-        held = [self._at(self.plain, layers) for layers, holds in self.tried.items() if holds]
+        good = [self._at(self.plain, layers) for layers, holds in self.tried.items() if holds]
         if fewest is not None:
-            held += [self._at(other, fewest) for other in self.batches if other.id != self.plain.id]
-            self.measure(held)
+            good += [self._at(other, fewest) for other in self.batches if other.id != self.plain.id]
+            self.measure(good)
         failed = [self._at(self.plain, layers) for layers, holds in self.tried.items() if not holds]
-        return [*held, *(replace(t, plan=replace(t.plan, rounds=1)) for t in failed)]
+        return [*good, *(replace(t, plan=replace(t.plan, rounds=1)) for t in failed)]
 
     def _fewest(self) -> int | None:
         """Doubling until the budget holds, then halving down; None when half of the layers are not enough."""
@@ -104,13 +104,13 @@ class _Search:
         return self.tried[layers]
 
     def _layers(self) -> int:
-        """How many layers there are to keep; 0 where the first candidate could not be made."""
+        """The number of layers that can be kept; 0 where the first candidate could not be made."""
         from dyno.analysis.records import results
 
-        found = next((t for t in results.load(self.folder) if t.id == self._at(self.plain, 1).id), None)
-        return (found.made_by.ranked or 0) if found is not None else 0
+        trial = next((t for t in results.load(self.folder) if t.id == self._at(self.plain, 1).id), None)
+        return (trial.made_by.ranked or 0) if trial is not None else 0
 
     def _at(self, trial: Trial, layers: int) -> Trial:
-        candidate = kept(self.study, trial, layers)
+        candidate = with_kept_layers(self.study, trial, layers)
         assert candidate is not None
         return candidate

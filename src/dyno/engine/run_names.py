@@ -1,4 +1,4 @@
-"""Where a study lies when nobody says: under a readable name, and under another one where that name is taken."""
+"""The default run folder of a study: under a readable name, and under another one where that is in use."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from dyno.worker import registry
 from dyno.worker.spec import UserError
 
 RUNS = Path("runs")
-LIBRARIES = ("torchvision", "timm", "ultralytics", "fake")  # whose models are known by their names alone
+LIBRARIES = ("torchvision", "timm", "ultralytics", "fake")  # whose models are identified by their names alone
 LONGEST = 80
-HASH = re.compile("[0-9a-f]{16,}")  # where a module given in memory is kept: no name that says anything
-OWN = {"lock"}  # what a study that was refused may have left in its folder
+HASH = re.compile("[0-9a-f]{16,}")  # a folder named by a hash, as of modules in memory: not a readable name
+OWN = {"lock"}  # files that a refused study may have left in its folder
 
 
 def folder_name(models: Sequence[str]) -> str:
@@ -24,11 +24,11 @@ def folder_name(models: Sequence[str]) -> str:
 
 
 def _name(source: str) -> str:
-    place, _, _ = source.rpartition(":")
+    module_path, _, _ = source.rpartition(":")
     name = model_name(source)
-    if place in ("", *LIBRARIES) or registry.format_of(source):
+    if module_path in ("", *LIBRARIES) or registry.format_of(source):
         return name
-    module = Path(place).stem if place.endswith(".py") else place.rpartition(".")[2]
+    module = Path(module_path).stem if module_path.endswith(".py") else module_path.rpartition(".")[2]
     return name if module == name else f"{module}-{name}"
 
 
@@ -36,30 +36,30 @@ def _clean(name: str) -> str:
     return re.sub(r"[^\w.+=@-]+", "-", name)[:LONGEST].strip("-.") or "model"
 
 
-def place(study: Study, first: Path | None = None) -> tuple[Path, str]:
-    """The folder for the study, and one line where it is not the `first` (default runs/NAME): what lies there instead.
+def choose_folder(study: Study, preferred: Path | None = None) -> tuple[Path, str]:
+    """The folder for the study, and one line where it is not the `preferred` one (default runs/NAME): why not.
 
-    A folder fits that is free, or of the same models with settings that don't contradict.
+    A folder fits if it is free, or of the same models with settings that may share it.
     """
-    first = first or RUNS / folder_name(study.models)
-    why = _taken(study, first)
-    if not why:
-        return first, ""
-    others = list(_others(study, first))
-    chosen = next((each for each in others if each.exists() and not _taken(study, each)), None)
+    preferred = preferred or RUNS / folder_name(study.models)
+    reason = _in_use(study, preferred)
+    if not reason:
+        return preferred, ""
+    alternatives = list(_alternatives(study, preferred))
+    chosen = next((folder for folder in alternatives if folder.exists() and not _in_use(study, folder)), None)
     if chosen is not None:
-        return chosen, f"{first} {why}: this goes on in {chosen}"
-    chosen = next(each for each in others if not each.exists())
-    return chosen, f"{first} {why}: this goes to {chosen}"
+        return chosen, f"{preferred} {reason}: continuing in {chosen}"
+    chosen = next(folder for folder in alternatives if not folder.exists())
+    return chosen, f"{preferred} {reason}: writing to {chosen}"
 
 
-def _taken(study: Study, folder: Path) -> str:
-    """Why the study can't have the folder, "" when it can."""
+def _in_use(study: Study, folder: Path) -> str:
+    """Why the study can't use the folder, "" if it can."""
     if not folder.exists():
         return ""
     if not (folder / "study.toml").is_file():
         empty = folder.is_dir() and {path.name for path in folder.iterdir()} <= OWN
-        return "" if empty else "is something else"
+        return "" if empty else "is not a run folder"
     try:
         before = earlier(folder)
     except UserError:
@@ -70,29 +70,29 @@ def _taken(study: Study, folder: Path) -> str:
         return "" if set(study.models) <= set(before.models) else "was begun with other models"
     if not set(study.models) <= set(before.models):
         return f"holds {', '.join(before.models)}"
-    found = contradictions(before, study)
-    return differences(found) if found else ""
+    settings = contradictions(before, study)
+    return differences(settings) if settings else ""
 
 
-def _others(study: Study, first: Path) -> Iterator[Path]:
-    """Other names: with what tells the study from the one that lies there, then with a number."""
+def _alternatives(study: Study, preferred: Path) -> Iterator[Path]:
+    """Other names: with what distinguishes the study from the one in that folder, then with a number."""
     try:
-        before = earlier(first)
+        before = earlier(preferred)
     except UserError:
         before = None
-    words = [first.name]
+    parts = [preferred.name]
     if before is not None and len(study.models) == 1 and study.models[0] not in before.models:
         source = study.models[0]
         prefix = source.partition(":")[0] if ":" in source else Path(source).resolve().parent.name
-        words = [prefix, *words] if not HASH.fullmatch(prefix) else words
+        parts = [prefix, *parts] if not HASH.fullmatch(prefix) else parts
     if before is not None and study.weights != before.weights:
-        words.append(Path(study.weights).stem or "random")
+        parts.append(Path(study.weights).stem or "random")
     if before is not None and study.pretrained and not before.pretrained:
-        words.append("pretrained")
-    if len(words) > 1:
-        yield first.with_name(_clean("-".join(words)))
-    for number in range(2, 3 + len(list(first.parent.glob(f"{_globbed(first.name)}-*")))):
-        yield first.with_name(f"{first.name}-{number}")
+        parts.append("pretrained")
+    if len(parts) > 1:
+        yield preferred.with_name(_clean("-".join(parts)))
+    for number in range(2, 3 + len(list(preferred.parent.glob(f"{_globbed(preferred.name)}-*")))):
+        yield preferred.with_name(f"{preferred.name}-{number}")
 
 
 def _globbed(name: str) -> str:

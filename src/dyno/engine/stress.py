@@ -21,56 +21,58 @@ from dyno.worker.record import Record, refuse_links
 from dyno.worker.spec import PHASES, Artifact, Job, Trial, UserError
 
 SLOWEST_S = 1.0  # per batch, its check included, before the job counts as hung
-CHANGING = ("onnxruntime", "tensorrt", "tensorrt_rtx", "fake")
+DYNAMIC = ("onnxruntime", "tensorrt", "tensorrt_rtx", "fake")
 WHO = "ONNX Runtime and TensorRT"
 REMEDY = "export or build it with a dynamic batch"
 
 
 def phases_of(text: str) -> list[str]:
     """`min,opt,max,random` or numbers, as a list; anything else is a `UserError`."""
-    found = [part.strip() for part in text.split(",") if part.strip()]
-    wrong = [name for name in found if name not in PHASES and not (name.isdecimal() and int(name) > 0)]
-    if wrong or not found:
+    names = [part.strip() for part in text.split(",") if part.strip()]
+    unknown = [name for name in names if name not in PHASES and not (name.isdecimal() and int(name) > 0)]
+    if unknown or not names:
         raise UserError(
-            f"--batches takes {', '.join(PHASES)} and numbers from 1 on, not {', '.join(wrong) or 'nothing'}"
+            f"--batches takes {', '.join(PHASES)} and numbers of at least 1, not {', '.join(unknown) or 'nothing'}"
         )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(names))
 
 
 def run(study: Study, phases: list[str], iterations: int, folder: Path) -> int:
-    """Test every trial of the study, print its table; 0 when all held, 1 for a wrong output or growing memory, 3 when
+    """Test every trial of the study, print its table; 0 when all passed, 1 for a wrong output or growing memory, 3 when
     a test could not be finished."""
     if iterations < 1:
         raise UserError(f"--iterations is {iterations}; it must be at least 1")
     codes, progress = [], Progress()
-    for number, one in enumerate(expand(study)):
-        if one.refusal:
-            raise UserError(one.refusal)
-        trial = replace(one.trial, dims=replace(one.trial.dims, batch=0))
-        if trial.backend not in CHANGING:
-            raise UserError(f"a stress test changes the batch; {trial.backend} takes one alone, {WHO} take several")
-        made = Files(progress).file(trial.recipe) if trial.recipe else None
-        if isinstance(made, Record):
-            raise UserError(f"{trial.label}: {made.reason}")
-        _check_free(trial, made)
-        where = folder / "stress" / str(number)
+    for number, entry in enumerate(expand(study)):
+        if entry.refusal:
+            raise UserError(entry.refusal)
+        trial = replace(entry.trial, dims=replace(entry.trial.dims, batch=0))
+        if trial.backend not in DYNAMIC:
+            raise UserError(f"a stress test changes the batch; {trial.backend} takes only one, {WHO} take several")
+        artifact = Files(progress).file(trial.recipe) if trial.recipe else None
+        if isinstance(artifact, Record):
+            raise UserError(f"{trial.label}: {artifact.reason}")
+        _check_free(trial, artifact)
+        job_folder = folder / "stress" / str(number)
         refuse_links(folder, ("stress",))
-        job = Job("stress", trial.runtime, trial, artifact=made, options={"phases": phases, "iterations": iterations})
+        job = Job(
+            "stress", trial.runtime, trial, artifact=artifact, options={"phases": phases, "iterations": iterations}
+        )
         timeout = max(trial.plan.timeout_s, iterations * len(phases) * SLOWEST_S)
         with progress.running([]):
             progress.other(f"stress test of {trial.label}: {len(phases)} phases of {iterations:,} batches")
-            record = launch_in_turn(job, where, timeout, progress)
-        stored = where / "samples.npz"
+            record = launch_in_turn(job, job_folder, timeout, progress)
+        stored = job_folder / "samples.npz"
         _print(trial.label, record, read_npz(stored) if stored.exists() else {})
         codes.append(_code(record))
     return max(codes, default=0)
 
 
-def _check_free(trial: Trial, made: Artifact | None) -> None:
-    """Refuse what takes one batch and no other, before a process is started for it."""
-    first = [t.shape[0] for t in made.inputs if t.shape] if made else []
+def _check_free(trial: Trial, artifact: Artifact | None) -> None:
+    """Refuse a file with a fixed batch, before a process is started for it."""
+    first = [t.shape[0] for t in artifact.inputs if t.shape] if artifact else []
     if first and all(isinstance(size, int) for size in first):
-        raise UserError(f"{trial.model.name} takes batch {first[0]} alone, and a stress test changes it; {REMEDY}")
+        raise UserError(f"{trial.model.name} takes only batch {first[0]}, and a stress test changes it; {REMEDY}")
 
 
 def _code(record: Record) -> int:
@@ -94,5 +96,5 @@ def _sentence(name: str, phase: StressPhase) -> str:
             f"{name}: {phase.wrong} of {phase.iterations} batches differ from the reference by more than "
             f"{phase.tolerance:g} of its largest value"
         )
-    grown = max(phase.device_growth, phase.host_growth)
-    return f"{name}: every output right" + ("" if phase.ok else f", but memory grew by {show(grown, 'bytes')}")
+    growth = max(phase.device_growth, phase.host_growth)
+    return f"{name}: every output right" + ("" if phase.ok else f", but memory grew by {show(growth, 'bytes')}")

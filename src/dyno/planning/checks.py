@@ -59,10 +59,10 @@ def check_several(studies: Sequence[Study]) -> None:
 
 
 def _configurations(study: Study) -> int:
-    """How many rows the study has at the least."""
-    usual = len(study.precisions) or 1
-    each = sum(len(choice.precisions) or usual for choice in map(Choice.parse, study.backends))
-    return each * _count(study.batches) * _count(study.sizes)
+    """The least number of rows that the study has."""
+    default = len(study.precisions) or 1
+    configurations = sum(len(choice.precisions) or default for choice in map(Choice.parse, study.backends))
+    return configurations * _count(study.batches) * _count(study.sizes)
 
 
 def _count(values: Iterable[object]) -> int:

@@ -1,4 +1,4 @@
-"""One model by itself, as `dyno time`, `dyno eval` and `dyno agree` measure it: how, and where it is kept."""
+"""One model by itself, as `dyno time`, `dyno eval` and `dyno agree` measure it: its settings, and its run folder."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ EVALUATION: dict[str, Any] = {
 
 
 def study_of(model: str, defaults: Mapping[str, Any], settings: Mapping[str, Any]) -> Study:
-    """One round of the model under the backend its kind of file is for; `settings` override a command's `defaults`."""
+    """One round of the model under its file format's default backend; `settings` override a command's `defaults`."""
     backend, device = default_runner(model)
     fields = {"backends": (backend,), "device": device, **ONE_ROUND, **defaults}
-    if registry.format_of(model):  # a file may take one batch only, and knows which
+    if registry.format_of(model):  # a file's batch may be fixed
         fields.pop("batches", None)
     return Study(models=(model,), **{**fields, **settings})
 
 
 def default_runner(model: str) -> tuple[str, str]:
-    """The default backend and device of a model, by the kind of file it is."""
+    """The default backend and device of a model, by its file format."""
     kind = registry.format_of(model)
     if kind is None:
         return "pytorch", "cpu"
@@ -45,21 +45,21 @@ def new_folder(command: str, models: Sequence[str]) -> Path:
 
 
 def each_of(models: Sequence[str], measure: Callable[[int, str], T], needed: int = 0) -> list[T]:
-    """What the function has for each model; one that can't be measured is a line and hides no other one's result.
+    """The function's result for each model; a model that can't be measured is a line on stderr, and the others go on.
 
-    Raises the `UserError` of the first `needed` ones, and the first one's when none can be measured.
+    Raises the `UserError` of the first `needed` models, and the first error when none can be measured.
     """
-    done: list[T] = []
-    wrong: list[UserError] = []
+    results: list[T] = []
+    errors: list[UserError] = []
     for number, model in enumerate(models):
         try:
-            done.append(measure(number, model))
+            results.append(measure(number, model))
         except UserError as e:
             if number < needed:
                 raise
-            wrong.append(e)
-    if not done:
-        raise wrong[0]
-    for error in wrong:
+            errors.append(e)
+    if not results:
+        raise errors[0]
+    for error in errors:
         print(f"dyno: {error}", file=sys.stderr)
-    return done
+    return results

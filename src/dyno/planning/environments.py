@@ -19,15 +19,15 @@ REQUIREMENT = re.compile(r"[A-Za-z0-9][\w.\-]*(\[[\w,\-]+\])?((==|>=|<=|~=|<|>|!
 DONE = "packages.txt"  # in an environment in which everything was installed
 
 
-def made(packages: Sequence[str]) -> str:
+def python_with(packages: Sequence[str]) -> str:
     """The interpreter of an environment with these packages, of this Python's version.
 
-    uv takes them from the index that it is configured for. `UserError` where there is no uv, or where they can't be
-    installed: its last words.
+    uv takes them from the index that it is configured for. `UserError` where there is no uv, or, with uv's
+    message, where they can't be installed.
     """
     for package in packages:
         if not REQUIREMENT.fullmatch(package):
-            raise UserError(f"{package!r} is no package with a version, such as onnxruntime==1.20.1")
+            raise UserError(f"{package!r} is not a package with a version, such as onnxruntime==1.20.1")
     uv = _uv()
     content = "\n".join([*packages, sys.version, sys.executable])
     folder = cache_dir() / "environments" / hashlib.sha256(content.encode()).hexdigest()[:16]
@@ -47,17 +47,17 @@ def made(packages: Sequence[str]) -> str:
 
 def _uv() -> str:
     beside = Path(sys.executable).with_name("uv")
-    found = str(beside) if beside.is_file() else shutil.which("uv")
-    if found is None:
-        raise UserError("uv is not installed, which makes an environment for each version; pip install uv")
-    return found
+    uv = str(beside) if beside.is_file() else shutil.which("uv")
+    if uv is None:
+        raise UserError("uv is not installed; it makes an environment for each version: pip install uv")
+    return uv
 
 
 def _run(command: list[str]) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
         raise UserError(f"{Path(command[0]).name} {command[1]} did not end within {TIMEOUT_S:g} s") from None
-    if done.returncode:
-        lines = [plain(line).lstrip("×╰─▶├│ ").strip() for line in done.stderr.partition("hint:")[0].splitlines()]
-        raise UserError(" ".join(filter(None, lines)) or f"uv ended with exit code {done.returncode}")
+    if process.returncode:
+        lines = [plain(line).lstrip("×╰─▶├│ ").strip() for line in process.stderr.partition("hint:")[0].splitlines()]
+        raise UserError(" ".join(filter(None, lines)) or f"uv ended with exit code {process.returncode}")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich import progress as bars
     from rich.console import Console
 
-QUIET_S = 1.0  # decoding that is done sooner shows nothing
+QUIET_S = 1.0  # faster decoding shows no progress
 CALIBRATED = {"int8", "fp8"}  # precisions whose ranges are taken from images
 RANKED = {"int8", "fp16"}  # precisions whose layers are ranked on images, where some are to be kept higher
 
@@ -30,7 +30,7 @@ def prepared(
     """The study's images decoded for this model and size, or random inputs when it has none, not even to calibrate on.
 
     `outputs` is the model's number of classes (0: not known). Every image that isn't for training is tested on, but for
-    those that are set aside where `calibrates(study)` and there are no others. Raises `UserError` when the data
+    those set aside for calibration where `calibrates(study)` and no others are given. Raises `UserError` when the data
     is for another task or has other classes.
     """
     if not study.data and not study.calibration:
@@ -48,21 +48,23 @@ def prepared(
     if study.data == "digits":
         return _digits(cache, model, size, outputs)
     path, outputs = Path(study.data), outputs or model.classes or 0
-    kind, task = datasets.format_of(path), tasks.find(model.task)
+    data_format, task = datasets.format_of(path), tasks.find(model.task)
     objects = task.labels == "objects"
-    if kind.labels not in ("", task.labels):
+    if data_format.labels not in ("", task.labels):
         expected = "annotations in COCO's or YOLO's format, or one folder of images" if objects else "class folders"
-        raise UserError(f"{study.data} is in {kind.described}, but {model.name} is for {model.task}; give {expected}")
-    if study.budget and objects and not kind.labels:
+        raise UserError(
+            f"{study.data} is in {data_format.described}, but {model.name} is for {model.task}; give {expected}"
+        )
+    if study.budget and objects and not data_format.labels:
         raise UserError(f"a budget needs boxes, and {study.data} has none; give annotations in COCO's or YOLO's format")
     settings: dict[str, Any] = {"calibration": Path(study.calibration)} if study.calibration else {}
     settings |= {"on_unreadable": study.unreadable, "channels": model.channels, "set_aside": calibrates(study)}
     settings |= {"objects": objects, "needs": task.needs, "outputs": outputs}
     with decoding(console) as progress:
         data = datasets.load(path, cache, size, model.preprocess, progress=progress, **settings)
-    about = datasets.meta(data)
-    _check(study.data, about, model, outputs)
-    warn_unreadable(about, console)
+    meta = datasets.meta(data)
+    _check(study.data, meta, model, outputs)
+    warn_unreadable(meta, console)
     return data
 
 
@@ -100,7 +102,7 @@ def _digits(cache: Path, model: ModelSpec, size: tuple[int, int], outputs: int) 
 
 
 def _check(name: str, about: dict[str, Any], model: ModelSpec, outputs: int) -> None:
-    """Refuse labels that mean something else to the model."""
+    """Refuse labels that don't fit the model's task or its number of classes."""
     has, classes = about.get("has", []), len(about["classes"])
     needed = tasks.find(model.task).needs
     if needed and has and needed not in has:
@@ -109,14 +111,15 @@ def _check(name: str, about: dict[str, Any], model: ModelSpec, outputs: int) -> 
             f"give data with {needed}, or a network for detect"
         )
     if needed == "keypoints" and has and model.keypoints and tuple(about["keypoints"])[:1] != model.keypoints[:1]:
-        own, given = model.keypoints[0], about["keypoints"][0]
+        expected, present = model.keypoints[0], about["keypoints"][0]
         raise UserError(
-            f"{name} has {given} keypoints, but {model.name} gives {own}; give data with {own}, or a network of {given}"
+            f"{name} has {present} keypoints, but {model.name} gives {expected}; "
+            f"give data with {expected}, or a network of {present}"
         )
     if not outputs or not classes or outputs == classes:
         return
-    what = "class folders" if about.get("label_source") == "folders" else "classes"
-    line = f"{name} has {classes} {what}, but {model.name} has {outputs} classes"
+    unit = "class folders" if about.get("label_source") == "folders" else "classes"
+    line = f"{name} has {classes} {unit}, but {model.name} has {outputs} classes"
     if has or classes > outputs:
         raise UserError(f"{line}; give the data that it was trained for, or build it with --classes {classes}")
     raise UserError(

@@ -1,4 +1,4 @@
-"""Where a backend runs: the interpreter, environment and device of its jobs, and whether its libraries are there."""
+"""Where a backend runs: the interpreter, environment and device of its jobs, and which libraries it lacks."""
 
 from __future__ import annotations
 
@@ -21,19 +21,21 @@ def installed(device: str) -> list[str]:
 def missing(name: str, runtime: Runtime = HERE) -> str:
     """The first library that the backend needs and that runtime lacks, or ""."""
     requires = registry.find(name).requires
-    have = versions(runtime, requires)
-    return next((either.split("|")[0] for either in requires if not have.keys() & set(either.split("|"))), "")
+    present = versions(runtime, requires)
+    return next((either.split("|")[0] for either in requires if not present.keys() & set(either.split("|"))), "")
 
 
 def placed(recipe: Recipe | None, study: Study) -> Recipe | None:
     """The recipe with each step in the interpreter that the study has for the name of its runtime."""
     if recipe is None:
         return None
-    place = recipe.runtime
-    if place.name in study.runtime:
-        named = runtime_of(study, Choice(place.name))
-        place = replace(place, python=named.python, env=named.env)
-    return replace(recipe, parent=placed(recipe.parent, study), fallback=placed(recipe.fallback, study), runtime=place)
+    runtime = recipe.runtime
+    if runtime.name in study.runtime:
+        configured = runtime_of(study, Choice(runtime.name))
+        runtime = replace(runtime, python=configured.python, env=configured.env)
+    return replace(
+        recipe, parent=placed(recipe.parent, study), fallback=placed(recipe.fallback, study), runtime=runtime
+    )
 
 
 def runtime_of(study: Study, choice: Choice) -> Runtime:

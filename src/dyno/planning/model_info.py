@@ -1,4 +1,4 @@
-"""What a model is: its source, weights and code by their hashes, and what an inspection in its own process found."""
+"""What a model is: its source, weights and code by their hashes, and the result of an inspection in its own process."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ class InspectionFailed(UserError):
 
 def model_spec(study: Study, source: str) -> ModelSpec:
     """The model as the user named it, with the hashes of every file that decides what it is."""
-    given, source = source, stored_source(commits.checked_out(source))
+    named, source = source, stored_source(commits.checked_out(source))
     common: dict[str, Any] = {
-        "name": model_name(given if commits.split(given)[1] else source),
+        "name": model_name(named if commits.split(named)[1] else source),
         "pretrained": study.pretrained,
         "seed": study.seed,
         "classes": study.classes,
@@ -69,7 +69,7 @@ def model_spec(study: Study, source: str) -> ModelSpec:
         path = _existing(study.weights, "weights file")
         common |= {"weights": str(path.resolve()), "weights_sha256": sha256_of(path)}
         if study.pretrained:
-            raise UserError("--weights and --pretrained are two different sets of weights; give one of them")
+            raise UserError("--weights and --pretrained can't be used together")
     if registry.format_of(source):
         path = _existing(source, "model file")
         return ModelSpec(source=f"file:{path.resolve()}", source_sha256=sha256_of(path), **common)
@@ -85,7 +85,7 @@ def model_spec(study: Study, source: str) -> ModelSpec:
 
 
 def _no_model(source: str) -> str:
-    """What is wrong with a name that has no source prefix."""
+    """The error for a name without a source prefix."""
     if Path(source, "study.toml").is_file():
         return f"{source} is a run folder; to resume it: dyno run {Path(source, 'study.toml')}"
     if Path(source).is_dir():
@@ -126,58 +126,60 @@ def _absolute(source: str) -> str:
 
 
 def _source_sha256(source: str) -> str:
-    """Hash of the code of a `MODULE:FUNCTION` or `FILE.py:FUNCTION` source; libraries count by their version."""
-    place, _, name = source.rpartition(":")
-    if place == "ultralytics":
+    """Hash of the code of a `MODULE:FUNCTION` or `FILE.py:FUNCTION` source; a library's is its version."""
+    module, _, name = source.rpartition(":")
+    if module == "ultralytics":
         return sha256_of(Path(name)) if Path(name).is_file() else ""
-    if place.endswith(".py"):
-        return sha256_with_imports(Path(place))
-    # Looking for a module inside a package runs the package, and a user's may be heavy.
-    file = code_file(place) if "." not in place or place.startswith("dyno.") else None
+    if module.endswith(".py"):
+        return sha256_with_imports(Path(module))
+    # Finding a module inside a package imports the package, and a user's may be slow to import.
+    file = code_file(module) if "." not in module or module.startswith("dyno.") else None
     if file is None:
         return ""
     return sha256_of(file) if LIBRARIES in file.parts else sha256_with_imports(file)
 
 
 def inspect_model(model: ModelSpec, study: Study) -> tuple[ModelSpec, Inspection]:
-    """Build the model once in a process of its own: does it exist, do its weights fit, does it take these sizes?
+    """Build the model once in a process of its own: whether it exists, its weights fit, and it takes these sizes.
 
-    Returns the model with its own preprocessing, and what was found. Cached.
+    Returns the model with its own preprocessing, and the inspection's result. Cached.
     """
     if model.source.startswith("fake:"):
         return model, Inspection(size=(8, 8))
     options = {
         "sizes": [list(parse_size(size)) for size in study.sizes],
-        "asked": input_options.overrides(study.inputs, study.shapes),
+        "overrides": input_options.overrides(study.inputs, study.shapes),
         "task": study.task,
     }
-    kind = registry.format_of(model.file)
-    reader = kind.usual(Path(model.file)) if kind and kind.on_device else ""
-    where = _inspection_runtime(model, reader, study)
+    file_format = registry.format_of(model.file)
+    reader = file_format.usual(Path(model.file)) if file_format and file_format.on_device else ""
+    runtime = _inspection_runtime(model, reader, study)
     libraries = registry.find(reader).requires if reader else INSPECTION_LIBRARIES
-    key = digest([model, options, where, worker_code_sha256(*outside(kind)), versions(where, libraries)])[:24]
+    key = digest([model, options, runtime, worker_code_sha256(*outside(file_format)), versions(runtime, libraries)])[
+        :24
+    ]
     record = good_record(remembered("inspections", key))
     if record is None:
         with tempfile.TemporaryDirectory() as scratch:
-            trial = Trial(model, reader, "fp32", Dims(1, 0, 0), runtime=where)
-            record = launch(Job("look", where, trial, options=options), Path(scratch) / "job", study.timeout)
+            trial = Trial(model, reader, "fp32", Dims(1, 0, 0), runtime=runtime)
+            record = launch(Job("inspect", runtime, trial, options=options), Path(scratch) / "job", study.timeout)
             if record.status in ("failed", "skipped"):
                 raise UserError(f"{model.name}: {record.reason}")
             if record.status != "ok":
                 raise InspectionFailed(model.name, record)
             remember(Path(scratch) / "job", "inspections", key)
-    seen = record.inspection or Inspection()
-    channels = study.channels if seen.channels is None else seen.channels
+    inspection = record.inspection or Inspection()
+    channels = study.channels if inspection.channels is None else inspection.channels
     return replace(
         model,
-        preprocess=normalised(seen.preprocess or Preprocess(), study, channels),
+        preprocess=normalised(inspection.preprocess or Preprocess(), study, channels),
         channels=channels,
-        precision=seen.precision,
-        task=seen.task or model.task,
-        classes=model.classes if seen.classes is None else seen.classes,
-        keypoints=seen.keypoints,
-        inputs=seen.inputs,
-    ), seen
+        precision=inspection.precision,
+        task=inspection.task or model.task,
+        classes=model.classes if inspection.classes is None else inspection.classes,
+        keypoints=inspection.keypoints,
+        inputs=inspection.inputs,
+    ), inspection
 
 
 def _inspection_runtime(model: ModelSpec, name: str, study: Study) -> Runtime:
@@ -185,42 +187,44 @@ def _inspection_runtime(model: ModelSpec, name: str, study: Study) -> Runtime:
     threads = study.threads or system.physical_cores()
     if not name:
         return Runtime(threads=threads)
-    named = next((choice for choice in map(Choice.parse, study.backends) if choice.name == name), Choice(name))
-    if lacks := missing(name, runtime := replace(runtime_of(study, named), threads=threads)):
-        raise UserError(f"{model.name} is an engine of {name}: {lacks} is not installed; {install(lacks)}, or --python")
+    choice = next((choice for choice in map(Choice.parse, study.backends) if choice.name == name), Choice(name))
+    if library := missing(name, runtime := replace(runtime_of(study, choice), threads=threads)):
+        raise UserError(
+            f"{model.name} is an engine of {name}: {library} is not installed; {install(library)}, or --python"
+        )
     if runtime.device == "cpu":
         raise UserError(f"{model.name} is an engine for a GPU; choose the GPU with --device cuda:0")
     return runtime
 
 
-def sizes(study: Study, seen: Inspection) -> list[tuple[int, int]]:
+def sizes(study: Study, inspection: Inspection) -> list[tuple[int, int]]:
     """Heights and widths that the study asks for, or the model's own; one that its file can't take is a `UserError`."""
-    fixed = seen.size if seen.fixed_size else None
+    fixed = inspection.size if inspection.fixed_size else None
     requested = [parse_size(size) for size in study.sizes]
     wrong = [size for size in requested if fixed and size != fixed]
     if wrong and fixed:
         raise UserError(
             f"the file's image size is fixed at {fixed[0]}x{fixed[1]}; {wrong[0][0]}x{wrong[0][1]} needs another export"
         )
-    return requested or [seen.size]
+    return requested or [inspection.size]
 
 
-def batches(study: Study, seen: Inspection) -> tuple[int, ...]:
-    low, best, high = seen.batches or (1, 1, math.inf)
+def batches(study: Study, inspection: Inspection) -> tuple[int, ...]:
+    low, best, high = inspection.batches or (1, 1, math.inf)
     outside = [batch for batch in study.batches if not low <= batch <= high]
     if outside:
         raise UserError(
             f"batch {outside[0]} is outside the engine's profile, {low} to {high}; build it with a wider one"
         )
-    fixed = seen.batch
+    fixed = inspection.batch
     wrong = [batch for batch in study.batches if fixed and batch != fixed]
     if wrong:
-        if seen.batch_reason:
-            raise UserError(f"{seen.batch_reason}; omit the batch, {wrong[0]}")
-        if seen.usual_batch is not None:
+        if inspection.batch_reason:
+            raise UserError(f"{inspection.batch_reason}; omit the batch, {wrong[0]}")
+        if inspection.usual_batch is not None:
             raise UserError(f"the model takes its example inputs' batch, {fixed}, and not {wrong[0]}; omit the batch")
         raise UserError(f"the file's batch is fixed at {fixed}, not {wrong[0]}; export it again with --batch dynamic")
-    return study.batches or (fixed or (best if seen.usual_batch is None else seen.usual_batch),)
+    return study.batches or (fixed or (best if inspection.usual_batch is None else inspection.usual_batch),)
 
 
 def file_shapes(study: Study, model: ModelSpec, batch: int) -> dict[str, tuple[int, ...]]:

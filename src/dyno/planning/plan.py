@@ -34,7 +34,7 @@ STEPS = ("modelopt",)  # steps of making a file that may have an interpreter of 
 def expand(study: Study) -> list[Planned]:
     """Every trial of the study in a fixed order; input that can't be used is a `UserError` before anything runs.
 
-    Of a comparison those of both sides, of which at least two have to belong together.
+    Of a comparison, the trials of both sides, with at least one pair.
     """
     if study.baseline:
         return paired({side: _expanded(own) for side, own in study.sides.items()})
@@ -68,25 +68,25 @@ def _expanded(study: Study) -> list[Planned]:
     if study.reference:
         _check_reference(study.reference, planned)
     by_id: dict[str, Planned] = {}
-    for one in planned:
-        by_id.setdefault(one.trial.id, one)
+    for entry in planned:
+        by_id.setdefault(entry.trial.id, entry)
     return list(by_id.values())
 
 
 def _of_model(study: Study, source: str, choices: list[Choice]) -> list[Planned]:
     """The trials of one model, which is inspected and whose images are decoded."""
-    model, seen = inspect_model(_named(study, source, model_spec(study, source)), study)
+    model, inspection = inspect_model(_named(study, source, model_spec(study, source)), study)
     try:
-        pairs, counts = sizes(study, seen), batches(study, seen)
+        pairs, counts = sizes(study, inspection), batches(study, inspection)
     except UserError as e:
         raise UserError(f"{model.name}: {e}") from e
     planned = []
     for height, width in pairs:
-        data = prepared(study, model, (height, width), seen.outputs)
-        _check_budget(study, model, data, seen.outputs)
+        data = prepared(study, model, (height, width), inspection.outputs)
+        _check_budget(study, model, data, inspection.outputs)
         for batch in counts:
             dims = Dims(batch, height, width, file_shapes(study, model, batch))
-            model_facts = _model_facts(seen, dims, model)
+            model_facts = _model_facts(inspection, dims, model)
             planned += [
                 replace(_checked(study, _trial(study, choice, model, precision, dims, data)), model_facts=model_facts)
                 for choice, precision in _configurations(study, choices, model)
@@ -95,7 +95,7 @@ def _of_model(study: Study, source: str, choices: list[Choice]) -> list[Planned]
 
 
 def _of_uninspected(study: Study, source: str, choices: list[Choice], error: UserError) -> list[Planned]:
-    """Rows for a model whose inspection failed: the other models of the study are measured all the same."""
+    """Rows for a model whose inspection failed: the other models of the study are measured anyway."""
     try:
         model = _named(study, source, model_spec(study, source))
     except UserError:  # there is no such file
@@ -113,16 +113,16 @@ def _of_uninspected(study: Study, source: str, choices: list[Choice], error: Use
 
 
 def _named(study: Study, source: str, model: ModelSpec) -> ModelSpec:
-    """Two models of one name would share a table and a reference: they go by their whole source."""
+    """The model, called by its whole source where another one has its name: they would share a reference."""
     return replace(model, name=source) if [*map(model_name, study.models)].count(model.name) > 1 else model
 
 
 def _configurations(study: Study, choices: list[Choice], model: ModelSpec) -> list[tuple[Choice, str]]:
-    """Every backend in every precision that is requested of it."""
-    usual = study.precisions or (model.precision or "fp32",)
-    fitting = choices if study.backends else [choice for choice in choices if _reads(choice.name, model)] or choices
-    by_route = routed(fitting, study.routes, file=bool(model.file))
-    return [(choice, precision) for choice in by_route for precision in choice.precisions or usual]
+    """Every backend in each of its precisions."""
+    default = study.precisions or (model.precision or "fp32",)
+    readers = choices if study.backends else [choice for choice in choices if _reads(choice.name, model)] or choices
+    by_route = routed(readers, study.routes, file=bool(model.file))
+    return [(choice, precision) for choice in by_route for precision in choice.precisions or default]
 
 
 def _reads(name: str, model: ModelSpec) -> bool:
@@ -131,19 +131,19 @@ def _reads(name: str, model: ModelSpec) -> bool:
 
 
 def _check_reference(reference: str, planned: list[Planned]) -> None:
-    """Refuse a reference that no trial can be, before anything is measured; see `analysis.ranking.references`."""
+    """Refuse a reference that fits no trial, before anything is measured; see `analysis.ranking.references`."""
     name, _, precision = reference.replace("/", ":").replace(" ", ":").partition(":")
-    for t in (one.trial for one in planned):
+    for t in (entry.trial for entry in planned):
         if name in (t.backend, t.variant) and precision in ("", t.precision):
             return
         if len(reference) >= 4 and t.id.startswith(reference):
             return
-    configurations = sorted({f"{one.trial.backend}/{one.trial.precision}" for one in planned})
+    configurations = sorted({f"{entry.trial.backend}/{entry.trial.precision}" for entry in planned})
     raise UserError(f"no trial fits the reference {reference!r}; there are {', '.join(configurations)}")
 
 
 def _check_budget(study: Study, model: ModelSpec, data: DataSpec, outputs: int) -> None:
-    """Refuse a budget that can't be checked here: everything would seem to be within it."""
+    """Refuse a budget that can't be checked: every trial would seem to be within it."""
     task = tasks.find(model.task)
     for metric in study.budget:
         if metric not in task.metrics:
@@ -155,10 +155,12 @@ def _check_budget(study: Study, model: ModelSpec, data: DataSpec, outputs: int) 
         raise UserError(f"a budget needs labels, and {study.data} has none; put the images into a folder per class")
 
 
-def _model_facts(seen: Inspection, dims: Dims, model: ModelSpec) -> dict[str, Any]:
+def _model_facts(inspection: Inspection, dims: Dims, model: ModelSpec) -> dict[str, Any]:
     """Operations of one image at that size, and parameters, where counted; a file's name and signature."""
-    counts = {"flops": seen.flops.get(dims.size, 0), "parameters": seen.parameters or 0}
-    file_facts = {"file": Path(model.file).name, "signature": to_json(seen.signature)} if seen.signature else {}
+    counts = {"flops": inspection.flops.get(dims.size, 0), "parameters": inspection.parameters or 0}
+    file_facts = (
+        {"file": Path(model.file).name, "signature": to_json(inspection.signature)} if inspection.signature else {}
+    )
     return {**{name: int(count) for name, count in counts.items() if count}, **file_facts}
 
 
@@ -169,11 +171,11 @@ def _trial(study: Study, choice: Choice, model: ModelSpec, precision: str, dims:
 
 
 def _checked(study: Study, trial: Trial) -> Planned:
-    """The trial with the recipe of its file, or why it will not be run."""
+    """The trial with the recipe of its file, or the reason for which it is refused."""
     engine, python = registry.find(trial.backend), trial.runtime.python
-    if lacks := missing(trial.backend, trial.runtime):
-        return Planned(trial, f"{lacks} is not installed in {python}; pip install {lacks}" if python else
-                       f"{lacks} is not installed in this Python; {install(lacks)}")  # fmt: skip
+    if library := missing(trial.backend, trial.runtime):
+        return Planned(trial, f"{library} is not installed in {python}; pip install {library}" if python else
+                       f"{library} is not installed in this Python; {install(library)}")  # fmt: skip
     if refusal := engine.refuse(trial):
         return Planned(trial, refusal)
     return Planned(replace(trial, recipe=placed(engine.recipe(trial), study)))

@@ -10,7 +10,7 @@ from dyno.worker.spec import Trial
 
 @dataclass(frozen=True)
 class Planned:
-    """A trial, and why it will not be run ("" when it will)."""
+    """A trial, and the reason for which it is refused ("" if it isn't)."""
 
     trial: Trial
     refusal: str = ""

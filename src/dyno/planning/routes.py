@@ -30,7 +30,7 @@ def options_of(text: str) -> dict[str, Option]:
 def routed(choices: list[Choice], routes: tuple[str, ...], *, file: bool = False) -> list[Choice]:
     """Each backend that reads ONNX by each of the routes (`all`: those that differ most); the others as they are.
 
-    Of a `file`, which is exported already, only those count that name no exporter.
+    Of a `file`, which is exported already, only routes without an exporter apply.
     """
     names = [name for route in routes for name in (ALL if route == "all" else (route,))]
     if file:

@@ -1,4 +1,4 @@
-"""The two sides of a comparison: their trials, told apart by side and name, and which of them belong together."""
+"""The two sides of a comparison: their trials, distinguished by side and name, and which of them are pairs."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from dyno.worker.spec import ModelSpec, Recipe, Trial, UserError, digest
 
 
 def paired(sides: Mapping[str, Sequence[Planned]]) -> list[Planned]:
-    """The trials of both sides, each with its side; two models of one name go by their files.
+    """The trials of both sides, each with its side; two models of one name are called by their files.
 
-    `UserError` where no trial of one side has its counterpart on the other.
+    `UserError` where no trial of one side has a counterpart on the other.
     """
     names: dict[str, set[str]] = {}
-    for one in (one for planned in sides.values() for one in planned):
-        names.setdefault(one.trial.model.name, set()).add(digest(one.trial.model))
+    for entry in (entry for planned in sides.values() for entry in planned):
+        names.setdefault(entry.trial.model.name, set()).add(digest(entry.trial.model))
     shared = {name for name, models in names.items() if len(models) > 1}
     _check(sides)
-    found = []
+    trials = []
     for side, planned in sides.items():
-        for one in planned:
-            model = one.trial.model
-            trial = renamed(one.trial, place_of(model)) if model.name in shared else one.trial
-            found.append(replace(one, trial=replace(trial, side=side)))
-    return found
+        for entry in planned:
+            model = entry.trial.model
+            trial = renamed(entry.trial, place_of(model)) if model.name in shared else entry.trial
+            trials.append(replace(entry, trial=replace(trial, side=side)))
+    return trials
 
 
 def renamed(trial: Trial, name: str) -> Trial:
@@ -42,18 +42,18 @@ def renamed(trial: Trial, name: str) -> Trial:
 
 
 def place_of(model: ModelSpec) -> str:
-    """What tells a model from another one of its name: its file, or its whole source."""
+    """What distinguishes models of one name: the file, or the whole source."""
     return os.path.relpath(model.file) if model.file else model.source
 
 
 def _check(sides: Mapping[str, Sequence[Planned]]) -> None:
     """Refuse sides that share no batch and size, or no configuration."""
     a, b = sides.values()
-    dims = [{(one.trial.dims.batch, one.trial.dims.shown) for one in side} for side in (a, b)]
+    dims = [{(entry.trial.dims.batch, entry.trial.dims.shown) for entry in side} for side in (a, b)]
     if not dims[0] & dims[1]:
-        said = [", ".join(f"batch {batch}{f', size {size}' * bool(size)}" for batch, size in sorted(d)) for d in dims]
-        raise UserError(f"A runs at {said[0]} and B at {said[1]}, so nothing can be compared; give --batch and --size")
-    ways = [{(one.trial.variant, one.trial.precision) for one in side} for side in (a, b)]
-    if not ways[0] & ways[1]:
-        said = [", ".join(sorted(" ".join(way) for way in each)) for each in ways]
-        raise UserError(f"A runs as {said[0]} and B as {said[1]}; give the --backends and --precision of both")
+        in_a, in_b = (", ".join(f"batch {n}{f', size {size}' * bool(size)}" for n, size in sorted(d)) for d in dims)
+        raise UserError(f"A runs at {in_a} and B at {in_b}, so nothing can be compared; give --batch and --size")
+    configurations = [{f"{entry.trial.variant} {entry.trial.precision}" for entry in side} for side in (a, b)]
+    if not configurations[0] & configurations[1]:
+        in_a, in_b = (", ".join(sorted(names)) for names in configurations)
+        raise UserError(f"A runs as {in_a} and B as {in_b}; give the --backends and --precision of both")

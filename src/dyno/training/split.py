@@ -65,7 +65,7 @@ def _split(root: Path, share: float, seed: int) -> dict[str, Path]:
     for label, name in enumerate(listing.classes):
         photos = [photo for photo in listing.photos if photo.label == label]
         if len(photos) < 2:
-            raise UserError(f"class {name!r} has one image; it takes two, one to train on and one to test on")
+            raise UserError(f"class {name!r} has one image; it needs two, one to train on and one to test on")
         held = min(max(1, round(share * len(photos))), len(photos) - 1)
         tested = set(rng.permutation(len(photos))[:held].tolist())
         placed |= {_place(photo, root, i in tested): photo.path for i, photo in enumerate(photos)}

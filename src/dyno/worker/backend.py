@@ -17,7 +17,7 @@ from dyno.worker.inspection import Purpose
 from dyno.worker.option_values import Check, check_values
 from dyno.worker.spec import Artifact, Option, Recipe, Tensor, Trial, UserError, check_known
 
-if TYPE_CHECKING:  # the host knows all names without NumPy, so that `dyno --help` is quick
+if TYPE_CHECKING:  # the host reads all names without NumPy, so that `dyno --help` is quick
     import numpy as np
 
 Arrays = Mapping[str, "np.ndarray"]
@@ -47,7 +47,7 @@ class Session(ABC):
     def run(self, slot: int = 0) -> None:
         """Start one inference on what is bound."""
 
-    def wait(self, slot: int = 0) -> None:  # noqa: B027 - an engine whose `run` returns when it is done has nothing to add
+    def wait(self, slot: int = 0) -> None:  # noqa: B027 - nothing to do where `run` returns when it is done
         """Return only when the slot's inference is done."""
 
     @abstractmethod
@@ -55,7 +55,7 @@ class Session(ABC):
         """The slot's outputs as host arrays by name; valid until the slot runs again."""
 
     def parts(self, feeds: Arrays) -> dict[str, float]:
-        """Seconds of one inference from host to host, part by part; empty where they can't be told apart."""
+        """Seconds of one inference from host to host, part by part; empty where they can't be measured apart."""
         return {}
 
     @property
@@ -72,19 +72,19 @@ class Session(ABC):
         return 0
 
     def facts(self) -> EngineFacts:
-        """What the engine says of itself, asked after timing, as far as it knows."""
+        """The engine's own facts, read after timing."""
         return EngineFacts()
 
-    def close(self) -> None:  # noqa: B027 - nor has one that Python frees
-        """Give everything back."""
+    def close(self) -> None:  # noqa: B027 - nothing to do where Python frees it
+        """Free everything."""
 
 
 class Backend(ABC):
     """One way to run models.
 
-    `requires` are the distributions whose versions shape its results; `precisions`, `devices` and `options` what it can
-    be asked for, `values` what an option may be (`option_values`), asked before anything runs, and `files` the suffixes
-    of model files that it can run (None: it doesn't say). What a backend does with its library happens in the worker;
+    `requires` are the distributions whose versions shape its results; `precisions`, `devices` and `options` what it
+    takes, `values` the checks of its options' values (`option_values`), made before anything runs, and `files` the
+    suffixes of model files that it can run (None: unknown). What a backend does with its library happens in the worker;
     `refuse` and `recipe` are pure.
     """
 
@@ -103,19 +103,19 @@ class Backend(ABC):
         check_values(self.name, options, self.values)
 
     def refuse(self, trial: Trial) -> str:
-        """One line why this backend can't run the trial, or "" when nothing speaks against trying."""
+        """The reason for which this backend can't run the trial, in one line, or "" if none is known."""
         on_cpu = trial.runtime.device == "cpu"
         if trial.precision == "tf32" and on_cpu:
             return "tf32 is a mode of NVIDIA GPUs; a CPU has none"
-        here = [name for name in self.precisions if name != "tf32" or not on_cpu]
-        if trial.precision not in here:
-            return f"{self.name} has no {trial.precision} here (it has {', '.join(here)})"
+        precisions = [name for name in self.precisions if name != "tf32" or not on_cpu]
+        if trial.precision not in precisions:
+            return f"{self.name} has no {trial.precision} here (it has {', '.join(precisions)})"
         if trial.runtime.device.split(":")[0] not in self.devices:
             return f"{self.name} can't run on {trial.runtime.device} (it runs on {', '.join(self.devices)})"
         file = trial.model.file
         if file and self.files is not None and not file.endswith(self.files):
-            known = " and ".join(filter(None, (", ".join(self.files[:-1]), *self.files[-1:])))
-            return f"{self.name} reads {known or 'no model'} files, not {Path(file).name}"
+            suffixes = " and ".join(filter(None, (", ".join(self.files[:-1]), *self.files[-1:])))
+            return f"{self.name} reads {suffixes or 'no model'} files, not {Path(file).name}"
         return ""
 
     def reads(self, path: str) -> bool:
@@ -148,10 +148,10 @@ class Maker(ABC):
 
 @dataclass(frozen=True)
 class FileContents:
-    """What a model file says of itself.
+    """The contents of a model file as Dyno needs them.
 
-    `batches` are the smallest, best and largest batch of an engine that was built for some; `task` what Dyno wrote of
-    what the network is for (`task_facts`); `image` what the exporter did of its images (`imgsz`, `batch`, `stride`);
+    `batches` are the smallest, best and largest batch of an engine with a profile; `task` Dyno's metadata on the
+    network's task (`task_facts`); `image` the exporter's on its images (`imgsz`, `batch`, `stride`);
     and `flops` counts the operations at static shapes.
     """
 
@@ -165,9 +165,9 @@ class FileContents:
 
 
 class FileFormat(ABC):
-    """One kind of model file: how it is known and read, what belongs to it, and what runs it when nobody says.
+    """One kind of model file: its suffixes, how it is read, what belongs to it, and what runs it by default.
 
-    `suffixes` begins with the one that is written; `backend` and `device` run such a file when nobody says; the recipes
+    `suffixes` begins with the one that is written; `backend` and `device` run such a file by default; the recipes
     of the backends in `builders` make one (`dyno build`). With `on_device` nothing but its backend on its device can
     read it.
     """
@@ -180,17 +180,17 @@ class FileFormat(ABC):
     on_device: bool = False
 
     def usual(self, path: Path) -> str:
-        """The backend that runs this file when nobody says."""
+        """The backend that runs this file by default."""
         return self.backend
 
     def companions(self, path: Path) -> list[Path]:
         """Other files that belong to the file, in a fixed order."""
         return []
 
-    def copy(self, made: Path, out: Path) -> None:
+    def copy(self, file: Path, out: Path) -> None:
         """Copy the file with what belongs to it."""
-        shutil.copyfile(made, out)
-        for part in self.companions(made):
+        shutil.copyfile(file, out)
+        for part in self.companions(file):
             shutil.copyfile(part, out.with_suffix(part.suffix))
 
     def recipe(self, trial: Trial) -> Recipe | None:
@@ -199,7 +199,7 @@ class FileFormat(ABC):
 
     @abstractmethod
     def read(self, path: str, trial: Trial) -> FileContents:
-        """What the file says of itself; a `UserError` for one that is missing or damaged. Runs in a worker."""
+        """The file's contents; a `UserError` for one that is missing or damaged. Runs in a worker."""
 
 
 def derived(parent: Artifact, path: Path, precision: str, made_by: MadeBy, began: float) -> Artifact:

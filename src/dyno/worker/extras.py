@@ -32,8 +32,8 @@ def install(*libraries: str) -> str:
 
 def distribution(library: str) -> str:
     """The distribution that a library comes in, by its name there or where it is imported."""
-    found = IMPORTED.get(library.partition(".")[0], library.partition(".")[0])
-    return found if found in EXTRAS or found.replace("_", "-") not in EXTRAS else found.replace("_", "-")
+    name = IMPORTED.get(library.partition(".")[0], library.partition(".")[0])
+    return name if name in EXTRAS or name.replace("_", "-") not in EXTRAS else name.replace("_", "-")
 
 
 def lacking(names: Iterable[str]) -> str:

@@ -18,7 +18,7 @@ from dyno.worker.spec import Job, to_json
 
 
 class Journal:
-    """What the job has found so far, on disk after every stage, so that a crash later loses nothing."""
+    """The job's results so far, on disk after every stage, so that a later crash loses nothing."""
 
     def __init__(self, folder: Path, job: Job) -> None:
         self.folder = folder
@@ -30,62 +30,62 @@ class Journal:
         self.samples: dict[str, np.ndarray] = {}
 
     def stage(self, name: str) -> None:
-        """Say what comes next, for the progress display and for whoever reads the record of a crash."""
+        """Begin a stage, whose name the progress display and the record of a crash show."""
         self.record = replace(self.record, stage=name)
         (self.folder / "stage").write_text(name)
         self._write()
 
-    def add(self, *found: Measurement) -> None:
-        """Keep measurements."""
-        self.record = replace(self.record, measurements=(*self.record.measurements, *found))
+    def add(self, *measurements: Measurement) -> None:
+        """Store measurements."""
+        self.record = replace(self.record, measurements=(*self.record.measurements, *measurements))
         self._write()
 
     def _write(self) -> None:
         write_json(self.folder / "partial.json", to_json(self.record))
 
-    def sampled(self, tag: str, boundary: str, unit: str, hint: str, found: measure.Sampling) -> None:
-        """Keep raw samples, when they were taken, and the measurements that name them."""
+    def sampled(self, tag: str, boundary: str, unit: str, hint: str, sampling: measure.Sampling) -> None:
+        """Store raw samples, when they were taken, and the measurements that name them."""
         name = tag if tag == boundary else f"{tag}_{boundary}"
-        self.facts(timed={**self.record.facts.timed, boundary: found.window})
-        made = [Measurement(tag, unit, hint, found.value, name, boundary, "host", found.stopped)]
-        self.samples[name] = found.samples
-        if found.block is not None:
-            self.samples[f"{name}_block"] = found.block
-            self.facts(blocks={**self.record.facts.blocks, boundary: tuple(found.windows)})
-        if found.gpu is not None:
-            self.samples[f"{name}_gpu"] = found.gpu
-            made.append(Measurement(tag, unit, hint, None, f"{name}_gpu", boundary, "gpu", found.stopped))
+        self.facts(timed={**self.record.facts.timed, boundary: sampling.window})
+        measurements = [Measurement(tag, unit, hint, sampling.value, name, boundary, "host", sampling.stopped)]
+        self.samples[name] = sampling.samples
+        if sampling.block is not None:
+            self.samples[f"{name}_block"] = sampling.block
+            self.facts(blocks={**self.record.facts.blocks, boundary: tuple(sampling.windows)})
+        if sampling.gpu is not None:
+            self.samples[f"{name}_gpu"] = sampling.gpu
+            measurements.append(Measurement(tag, unit, hint, None, f"{name}_gpu", boundary, "gpu", sampling.stopped))
         save_arrays(self.folder / "samples.npz", self.samples)
-        self.add(*made)
+        self.add(*measurements)
 
-    def parted(self, found: dict[str, np.ndarray]) -> None:
-        """Keep the parts of one inference from host to host."""
-        self.samples.update(found)
+    def parted(self, seconds: dict[str, np.ndarray]) -> None:
+        """Store the parts of one inference from host to host."""
+        self.samples.update(seconds)
         save_arrays(self.folder / "samples.npz", self.samples)
-        clocks = {name: "host" if name == "enqueue" else "gpu" for name in found}
-        self.add(*(Measurement(name, "s", "duration", None, name, "all", clocks[name]) for name in found))
+        clocks = {name: "host" if name == "enqueue" else "gpu" for name in seconds}
+        self.add(*(Measurement(name, "s", "duration", None, name, "all", clocks[name]) for name in seconds))
 
-    def evaluated(self, found: evaluate.Evaluation) -> None:
-        """Keep how fast the evaluation went, and its stages."""
-        if found.stages:
-            self.samples.update(found.stages)
+    def evaluated(self, evaluation: evaluate.Evaluation) -> None:
+        """Store the evaluation's rate and its stages."""
+        if evaluation.stages:
+            self.samples.update(evaluation.stages)
             save_arrays(self.folder / "samples.npz", self.samples)
-        if told := found.facts():
-            self.facts(evaluation=told)
-        self.add(*found.measurements())
+        if facts := evaluation.facts():
+            self.facts(evaluation=facts)
+        self.add(*evaluation.measurements())
 
     def timed(self, tag: str, stage: str, action: Callable[[], Any]) -> Any:
-        """Run the action as a stage and keep its seconds under the tag."""
+        """Run the action as a stage and store its seconds under the tag."""
         self.stage(stage)
         start = time.perf_counter()
         result = action()
         self.add(Measurement(tag, "s", "duration", time.perf_counter() - start, clock="host"))
         return result
 
-    def facts(self, **found: Any) -> None:
-        """Keep facts, by the names of the fields of `Facts`."""
-        self.record = replace(self.record, facts=replace(self.record.facts, **found))
+    def facts(self, **values: Any) -> None:
+        """Store facts, by the names of the fields of `Facts`."""
+        self.record = replace(self.record, facts=replace(self.record.facts, **values))
 
     def warn(self, sentence: str) -> None:
-        """Keep a warning for the reader of the numbers."""
+        """Store a warning for the reader of the numbers."""
         self.record = replace(self.record, warnings=(*self.record.warnings, sentence))

@@ -93,7 +93,7 @@ def _slowed(session: Session, share: float, journal: Journal) -> Session:
     """The session with the delay that the self-test asks for; the record says so."""
     journal.facts(slowdown=share)
     if share:
-        journal.warn(f"slowed down on purpose, by {100 * share:g} %: a self-test has to see it")
+        journal.warn(f"slowed down on purpose, by {100 * share:g} %: for the self-test")
     return slowed.Slowed(session, share)
 
 
@@ -185,14 +185,14 @@ def _apart(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def _inspect(session: Session, job: Job, journal: Journal) -> None:
-    known = job.artifact.made_by.said(INHERITED) if job.artifact else {}
-    journal.facts(**known)
+    inherited = job.artifact.made_by.set_fields(INHERITED) if job.artifact else {}
+    journal.facts(**inherited)
     try:
         facts = journal.record.facts.joined(session.facts())
-    except Exception as e:  # what was timed stands, whatever an engine fails to say of itself afterwards
+    except Exception as e:  # timings are valid whether or not the engine's facts can be read
         traceback.print_exc()
         facts = journal.record.facts
-        journal.warn(f"what the engine says of itself can't be read: {type(e).__name__}: {_one_line(e)}")
+        journal.warn(f"the engine's facts can't be read: {type(e).__name__}: {_one_line(e)}")
     journal.record = replace(journal.record, facts=facts)
     counts = {"parameters": facts.parameters, "layers": facts.layers}
     journal.add(*(Measurement(tag, "1", "count", float(n)) for tag, n in counts.items() if n is not None))
@@ -201,7 +201,7 @@ def _inspect(session: Session, job: Job, journal: Journal) -> None:
     if job.artifact:
         journal.add(Measurement("file_size", "B", "bytes", float(job.artifact.bytes)))
     if (truth := facts.precision_truth) and not truth.ok:
-        journal.warn(truth.sentence or "the engine does not run in the precision it was asked for")
+        journal.warn(truth.sentence or "the engine does not run in the requested precision")
 
 
 def stress_trial(job: Job, journal: Journal) -> None:
@@ -213,14 +213,14 @@ def stress_trial(job: Job, journal: Journal) -> None:
     journal.record = replace(journal.record, system=system.describe(("numpy", *backend.requires)))
     session: Session = journal.timed("load", "load", lambda: backend.load(trial, job.artifact))
     journal.stage("first phase")
-    for found in stress(session, trial, job.options["phases"], int(job.options["iterations"])):
-        told = found.told(TOLERANCE[trial.precision])
-        journal.facts(stress={**journal.record.facts.stress, found.name: told})
-        name = f"latency_{found.name}"
-        journal.samples[name] = found.seconds
+    for phase in stress(session, trial, job.options["phases"], int(job.options["iterations"])):
+        result = phase.to_record(TOLERANCE[trial.precision])
+        journal.facts(stress={**journal.record.facts.stress, phase.name: result})
+        name = f"latency_{phase.name}"
+        journal.samples[name] = phase.seconds
         save_arrays(journal.folder / "samples.npz", journal.samples)
-        journal.add(Measurement("latency", "s", "duration", None, name, found.name, "host", "samples"))
-        journal.stage(f"after {found.name}")
+        journal.add(Measurement("latency", "s", "duration", None, name, phase.name, "host", "samples"))
+        journal.stage(f"after {phase.name}")
     session.close()
 
 
@@ -231,17 +231,17 @@ def make_file(job: Job, journal: Journal) -> None:
     journal.record = replace(journal.record, system=system.describe(("numpy", *maker.requires)))
     journal.stage(f"make {job.recipe.format} {job.recipe.precision}")
     start = time.perf_counter()
-    made: Artifact = maker.make(replace(job.recipe, runtime=job.runtime), job.artifact, journal.folder)
+    artifact: Artifact = maker.make(replace(job.recipe, runtime=job.runtime), job.artifact, journal.folder)
     seconds = time.perf_counter() - start
-    step = Step(job.recipe.maker, made.format, made.precision, seconds, made.bytes)
+    step = Step(job.recipe.maker, artifact.format, artifact.precision, seconds, artifact.bytes)
     before = job.artifact.made_by if job.artifact else MadeBy()
-    # A file that the user gave was described, not made: nobody knows what it took.
-    steps = [step] if Path(made.path).resolve().is_relative_to(journal.folder.resolve()) else []
-    # What is to be said of a file holds for all that is made from it.
-    warnings = tuple(dict.fromkeys([*before.warnings, *made.made_by.warnings]))
-    made_by = MadeBy(**before.said(INHERITED)).joined(made.made_by)
+    # A file that the user gave was read, not made, so there is no time for it.
+    steps = [step] if Path(artifact.path).resolve().is_relative_to(journal.folder.resolve()) else []
+    # A file's warnings hold for all that is made from it.
+    warnings = tuple(dict.fromkeys([*before.warnings, *artifact.made_by.warnings]))
+    made_by = MadeBy(**before.set_fields(INHERITED)).joined(artifact.made_by)
     made_by = replace(made_by, steps=(*before.steps, *steps), warnings=warnings)
-    journal.record = replace(journal.record, artifact=replace(made, seconds=seconds, made_by=made_by))
+    journal.record = replace(journal.record, artifact=replace(artifact, seconds=seconds, made_by=made_by))
 
 
 def probe(job: Job, journal: Journal) -> None:
@@ -252,15 +252,15 @@ def probe(job: Job, journal: Journal) -> None:
     journal.facts(probe=backend.probe())
 
 
-def look_at(job: Job, journal: Journal) -> None:
-    """Build the model once and say what it takes."""
-    from dyno.worker.jobs.inspect_model import look
+def inspect_job(job: Job, journal: Journal) -> None:
+    """Build the model once and record its inputs and outputs."""
+    from dyno.worker.jobs.inspect_model import inspect_model
 
     assert job.trial is not None
-    journal.stage("look at the model")
+    journal.stage("inspect the model")
     options = job.options
-    seen = look(job.trial, options["sizes"], options.get("asked", {}), str(options.get("task", "")))
-    journal.record = replace(journal.record, inspection=seen)
+    inspection = inspect_model(job.trial, options["sizes"], options.get("overrides", {}), str(options.get("task", "")))
+    journal.record = replace(journal.record, inspection=inspection)
 
 
 def train_model(job: Job, journal: Journal) -> None:
@@ -297,7 +297,7 @@ def take_home(job: Job, journal: Journal) -> None:
     journal.facts(files=snippets.write(job.trial, job.artifact, job.options, journal.folder))
 
 
-OTHER_JOBS = {"make": make_file, "probe": probe, "look": look_at, "train": train_model, "stress": stress_trial,
+OTHER_JOBS = {"make": make_file, "probe": probe, "inspect": inspect_job, "train": train_model, "stress": stress_trial,
               "peak": find_peak, "take": take_home}  # fmt: skip
 
 

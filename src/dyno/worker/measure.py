@@ -26,7 +26,7 @@ now = time.perf_counter_ns
 LEAST_SAMPLES = 3  # even when one run outlasts the whole budget
 STEADY = 0.02  # warm-up ends when the medians of two consecutive windows differ by less than this
 RATE_WINDOW_S = 0.1
-PARTS_SHARE = 0.1  # of the seconds per boundary: parts explain a number, they aren't one
+PARTS_SHARE = 0.1  # of the seconds per boundary: parts are for explanation only
 # Runs at the start of a block that don't count, as long as they take less than this share of it: caches and clocks are
 # as the process before left them.
 DISCARDED, DISCARDED_SHARE = 3, 0.1
@@ -166,14 +166,14 @@ def _latency_in_blocks(
             deadline = now() + int(plan.block_s * 1e9)
             windows.append(_sample(once, watch, times, gpu, ended)[1])
             numbers += [number] * (len(times) - before)
-    found = Sampling(_seconds(times), "blocks", gpu=np.asarray(gpu) if watch else None)
-    return replace(found, **_placed(numbers, windows))
+    sampling = Sampling(_seconds(times), "blocks", gpu=np.asarray(gpu) if watch else None)
+    return replace(sampling, **_block_fields(numbers, windows))
 
 
 def _sample(
     once: Callable[[], None], watch: Stopwatch | None, times: list[int], gpu: list[float], ended: Callable[[int], str]
 ) -> tuple[str, tuple[float, float]]:
-    """Add samples until `ended`, asked between two of them with the clock, says why; that, and when it was."""
+    """Add samples until `ended`, called with the clock after each, gives a reason; returns it and the time window."""
     append = times.append
     begin = now()
     while True:
@@ -183,31 +183,31 @@ def _sample(
         append(end - start)
         if watch:
             gpu.append(watch.seconds())
-        if why := ended(end):
-            return why, (begin / 1e9, end / 1e9)
+        if reason := ended(end):
+            return reason, (begin / 1e9, end / 1e9)
 
 
 def _seconds(times: list[int]) -> np.ndarray:
     return np.asarray(times, np.float64) / 1e9
 
 
-def _placed(numbers: list[int], windows: list[tuple[float, float]]) -> dict[str, Any]:
-    """The fields of `Sampling` that say which block a sample is of, and when the blocks were."""
+def _block_fields(numbers: list[int], windows: list[tuple[float, float]]) -> dict[str, Any]:
+    """The fields of `Sampling` on blocks: the block of each sample, and the blocks' time windows."""
     window = (windows[0][0], windows[-1][1]) if windows else (0.0, 0.0)
     return {"block": np.asarray(numbers, np.int32), "windows": tuple(windows), "window": window}
 
 
 def parts(session: Session, feeds: Feeds, plan: Plan) -> dict[str, np.ndarray]:
-    """Raw seconds of each part of one inference from host to host, as far as the session tells parts apart."""
-    found: dict[str, list[float]] = {}
+    """Raw seconds of each part of one inference from host to host, where the session measures parts."""
+    samples: dict[str, list[float]] = {}
     deadline, turn = now() + int(plan.seconds * PARTS_SHARE * 1e9), 0
     while turn < LEAST_SAMPLES or (turn < plan.max_samples and now() < deadline):
         for name, seconds in session.parts(feeds[turn % len(feeds)]).items():
-            found.setdefault(name, []).append(seconds)
+            samples.setdefault(name, []).append(seconds)
         turn += 1
-        if not found:
+        if not samples:
             break
-    return {name: np.asarray(seconds, np.float64) for name, seconds in found.items()}
+    return {name: np.asarray(seconds, np.float64) for name, seconds in samples.items()}
 
 
 def half_width(times: Sequence[float]) -> float:
@@ -249,8 +249,8 @@ def _throughput_in_blocks(session: Session, feeds: Feeds, batch: int, plan: Plan
             numbers.append(number)
             windows.append((begin / 1e9, done[-1] / 1e9))
             images, seconds = images + batch * full, seconds + span
-    found = Sampling(np.asarray(rates, np.float64), "blocks", images / seconds)
-    return replace(found, **_placed(numbers, windows))
+    sampling = Sampling(np.asarray(rates, np.float64), "blocks", images / seconds)
+    return replace(sampling, **_block_fields(numbers, windows))
 
 
 def _pipelined(session: Session, feeds: Feeds, seconds: float, least: int, most: int) -> tuple[int, list[int]]:

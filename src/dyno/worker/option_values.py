@@ -1,4 +1,4 @@
-"""What the value of a backend's option may be: checks that a backend declares by name and that planning asks."""
+"""Checks of the values of a backend's options, which a backend declares by name and planning runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dyno.worker.spec import Option, UserError
 
 LARGEST = 2**31
-Check = Callable[[Option], str]  # "" for a value that may be, else what such values are
+Check = Callable[[Option], str]  # "" for a valid value, else a description of valid ones
 
 
 def one_of(*names: str) -> Check:
@@ -17,8 +17,8 @@ def one_of(*names: str) -> Check:
     def check(value: Option) -> str:
         if value in names:
             return ""
-        near = difflib.get_close_matches(str(value), names, 1)
-        return f"one of {', '.join(names)}" + (f"; did you mean {near[0]}?" if near else "")
+        similar = difflib.get_close_matches(str(value), names, 1)
+        return f"one of {', '.join(names)}" + (f"; did you mean {similar[0]}?" if similar else "")
 
     return check
 
@@ -32,10 +32,10 @@ def whole(least: int, most: int | None = None) -> Check:
     """A whole number in that range."""
 
     def check(value: Option) -> str:
-        counted = isinstance(value, int) and not isinstance(value, bool)
-        if counted and value in range(least, LARGEST if most is None else most + 1):
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        if is_whole and value in range(least, LARGEST if most is None else most + 1):
             return ""
-        return f"a whole number from {least} " + ("on" if most is None else f"to {most}")
+        return f"a whole number of at least {least}" if most is None else f"a whole number from {least} to {most}"
 
     return check
 
@@ -51,8 +51,8 @@ def number(least: float, most: float) -> Check:
 
 
 def check_values(backend: str, options: Mapping[str, Option], checks: Mapping[str, Check]) -> None:
-    """A `UserError` that names the option, its value and what it may be."""
+    """A `UserError` with the option, its value and what it must be."""
     for name, value in options.items():
-        if name in checks and (kind := checks[name](value)):
+        if name in checks and (expected := checks[name](value)):
             shown = str(value).lower() if isinstance(value, bool) else value
-            raise UserError(f"{name}={shown} can't be: {backend}'s {name} is {kind}")
+            raise UserError(f"{name}={shown}: {backend}'s {name} must be {expected}")

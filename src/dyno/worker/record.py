@@ -42,9 +42,9 @@ class Measurement:
 class Record:
     """How one job ended and all that it measured; written once, never changed.
 
-    `stage` is where it was when it ended, `reason` one line that says why it isn't ok. `system` is the machine and
-    versions, `facts` what the engine says of itself and how it was timed; `artifact` is the file that was made, and
-    `inspection` what was found out about a model.
+    `stage` is where it ended, `reason` why it isn't ok, in one line. `system` is the machine and
+    versions, `facts` the engine's own and those of its timing; `artifact` is the file that was made, and
+    `inspection` the result of inspecting a model.
     """
 
     status: str
@@ -64,8 +64,8 @@ class Record:
 
     def value(self, tag: str, boundary: str = "") -> float | None:
         """The single value measured under this tag and boundary, or None."""
-        found = (m.value for m in self.measurements if m.tag == tag and m.boundary == boundary)
-        return next(found, None)
+        values = (m.value for m in self.measurements if m.tag == tag and m.boundary == boundary)
+        return next(values, None)
 
 
 @contextmanager
@@ -96,7 +96,7 @@ def lock(path: Path, busy: Callable[[str], None] = lambda owner: None) -> Iterat
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_symlink() or not (path.is_file() or not path.exists()):  # a folder from elsewhere may hold anything
-            raise UserError(f"{path} is not a regular file, so it can't be held; remove it")
+            raise UserError(f"{path} is not a regular file, so it can't be locked; remove it")
         try:
             number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         except FileNotFoundError:  # its folder went this moment
@@ -144,12 +144,12 @@ def write_json(path: Path, value: Any) -> None:
 def parse_json(text: str | bytes) -> dict[str, Any]:
     """The JSON object; a ValueError says why it is none, however deep its brackets are."""
     try:
-        found = json.loads(text)
+        parsed = json.loads(text)
     except RecursionError:
         raise ValueError("its brackets are nested too deeply") from None
-    if not isinstance(found, dict):
+    if not isinstance(parsed, dict):
         raise ValueError("it is not a JSON object")
-    return found
+    return parsed
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -174,11 +174,11 @@ def regular(path: Path, what: str) -> Path:
 def refuse_links(folder: Path, names: Iterable[str]) -> None:
     """A `UserError` where one of the folders of these names, or one below them, is a symbolic link: what is written
     there would land somewhere else."""
-    for place in (folder / name for name in names):
-        below = (Path(above, each) for above, folders, _ in os.walk(place) for each in folders)
-        for each in (place, *below):
-            if each.is_symlink():
-                raise UserError(f"{each} is a symbolic link, and nothing is written through one; remove it")
+    for folder_path in (folder / name for name in names):
+        below = (Path(above, path) for above, folders, _ in os.walk(folder_path) for path in folders)
+        for path in (folder_path, *below):
+            if path.is_symlink():
+                raise UserError(f"{path} is a symbolic link, and nothing is written through one; remove it")
 
 
 def save_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
@@ -195,7 +195,7 @@ def write_record(folder: Path, record: Record) -> None:
 
 
 def check_schema(path: Path, data: Mapping[str, Any]) -> None:
-    """A `UserError` for what an older or a newer Dyno wrote."""
+    """A `UserError` for a file of an older or a newer Dyno."""
     schema = data.get("schema", SCHEMA)
     if schema == SCHEMA:
         return

@@ -46,12 +46,12 @@ def formats() -> dict[str, FileFormat]:
 
 def format_of(path: str | PurePath) -> FileFormat | None:
     """The format of the model file, by its suffix; None for anything else."""
-    return next((each for each in formats().values() if str(path).endswith(each.suffixes)), None)
+    return next((kind for kind in formats().values() if str(path).endswith(kind.suffixes)), None)
 
 
 def suffixes() -> tuple[str, ...]:
     """The suffixes of model files."""
-    return tuple(suffix for each in formats().values() for suffix in each.suffixes)
+    return tuple(suffix for kind in formats().values() for suffix in kind.suffixes)
 
 
 @cache
@@ -64,15 +64,15 @@ def _makers() -> dict[str, Maker]:
     return plugins.declared(ROOMS, Maker, "dyno.makers")  # type: ignore[type-abstract]
 
 
-def _outside(name: str, kind: type[Kind], what: str) -> Kind:
+def _outside(name: str, kind: type[Kind], noun: str) -> Kind:
     """The object, or an instance of the class, at `module:NAME`."""
     module, _, attribute = name.partition(":")
     try:
-        made = getattr(importlib.import_module(module), attribute)
-        made = made() if isinstance(made, type) else made
-    except Exception as e:  # someone else's code: whatever it raises is what is wrong with it
+        loaded = getattr(importlib.import_module(module), attribute)
+        loaded = loaded() if isinstance(loaded, type) else loaded
+    except Exception as e:  # someone else's code may raise anything
         reason = (str(e).strip() or type(e).__name__).splitlines()[0]
-        raise UserError(f"{what} {name!r} can't be loaded: {reason}") from e
-    if not isinstance(made, kind):
-        raise UserError(f"{what} {name!r} is not a {kind.__module__}.{kind.__name__}")
-    return made
+        raise UserError(f"{noun} {name!r} can't be loaded: {reason}") from e
+    if not isinstance(loaded, kind):
+        raise UserError(f"{noun} {name!r} is not a {kind.__module__}.{kind.__name__}")
+    return loaded

@@ -47,8 +47,8 @@ def check_known(what: str, name: str, known: Iterable[str]) -> None:
     """A `UserError` with the nearest spelling when the name is not known."""
     known = tuple(known)
     if name not in known:
-        near = difflib.get_close_matches(str(name), known, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known) or 'none'}"
+        similar = difflib.get_close_matches(str(name), known, 1)
+        hint = f"did you mean {similar[0]!r}?" if similar else f"known: {', '.join(known) or 'none'}"
         raise UserError(f"unknown {what} {name!r}; {hint}")
 
 
@@ -279,7 +279,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Job:
-    """One process: `run` or `stress` a trial, `make` a file, `probe` a backend, `look` at a model, `train` one, find
+    """One process: `run` or `stress` a trial, `make` a file, `probe` a backend, `inspect` a model, `train` one, find
     the device's `peak`, or `take` a trial home."""
 
     kind: str
@@ -318,17 +318,17 @@ def _identity(value: Any) -> Any:
         hidden = UNHASHED.get(type(value), set())
         later = {f.name: f.default for f in dataclasses.fields(value) if f.name in LATER.get(type(value), set())}
         hidden = hidden | {name for name, default in later.items() if getattr(value, name) == default}
-        found = {f.name: _identity(getattr(value, f.name)) for f in dataclasses.fields(value) if f.name not in hidden}
+        fields = {f.name: _identity(getattr(value, f.name)) for f in dataclasses.fields(value) if f.name not in hidden}
         if isinstance(value, ModelSpec):
-            found["source"] = _placeless(value.source, bool(value.source_sha256))
-        return found
+            fields["source"] = _placeless(value.source, bool(value.source_sha256))
+        return fields
     if isinstance(value, dict):
         return {k: _identity(v) for k, v in value.items()}
     return [_identity(v) for v in value] if isinstance(value, (tuple, list)) else value
 
 
 def _placeless(source: str, hashed: bool) -> str:
-    """The source less the path of a file, whose content is known by its sha256."""
+    """The source without the path of a file, which its sha256 identifies."""
     place, _, function = source.rpartition(":")
     if source.startswith(("file:", "saved:")) or (hashed and source.startswith("ultralytics:")):
         return source.partition(":")[0]
@@ -336,15 +336,15 @@ def _placeless(source: str, hashed: bool) -> str:
 
 
 def to_json(value: Any) -> Any:
-    """The dataclass as plain dicts, lists, strings and numbers; of a `Sparse` one what it says."""
+    """The dataclass as plain dicts, lists, strings and numbers; of a `Sparse` one its set fields."""
     if isinstance(value, Sparse):
-        said = value.said()
-        return {name: to_json(each) for name, each in {**said.pop("other", {}), **said}.items()}
+        set_fields = value.set_fields()
+        return {name: to_json(item) for name, item in {**set_fields.pop("other", {}), **set_fields}.items()}
     if dataclasses.is_dataclass(value):
         return {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, dict):
-        return {key: to_json(each) for key, each in value.items()}
-    return [to_json(each) for each in value] if isinstance(value, (list, tuple)) else value
+        return {key: to_json(item) for key, item in value.items()}
+    return [to_json(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def from_json(cls: type[T], data: Any) -> T:

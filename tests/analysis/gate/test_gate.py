@@ -1,4 +1,4 @@
-"""The gate of a comparison: beyond the limit, within it, or it can't be told; and what it would have caught."""
+"""The gate of a comparison: beyond the limit, within it, or undecided; and what it would have caught."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_three_answers(gate: Gate) -> None:
     assert within.exit_code == 0 and 30 < within.rows[0]["smallest"] < 35, "slower, but less than is allowed"
     wide = gate("slower=1%", spread=0.05)
     assert wide.exit_code == 3 and "too few rounds for this spread" in wide.rows[0]["undecided"]
-    assert any("can't tell: digits pytorch fp32" in line for line in wide.verdicts)
+    assert any("undecided: digits pytorch fp32" in line for line in wide.verdicts)
     assert any("not interleaved" in line for line in wide.verdicts)
 
 

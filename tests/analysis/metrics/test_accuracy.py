@@ -57,7 +57,7 @@ def test_pairs_are_matched_by_image(demo: Results) -> None:
 
 def test_paired_counts_are_those_of_the_answers(demo: Results) -> None:
     reference = demo.trials[0]
-    int8 = next(t for t in demo if t.way == "onnxruntime int8")
+    int8 = next(t for t in demo if t.configuration == "onnxruntime int8")
     a, b = correct(int8.answers, 1), correct(reference.answers, 1)
     found = TOP1.change(int8, reference)
     assert (found.gained, found.lost) == (int((a & ~b).sum()), int((b & ~a).sum()))

@@ -76,8 +76,8 @@ def test_ranks_by_hand() -> None:
 
 def test_stored_trials(demo: Results) -> None:
     reference = demo.trials[0]
-    same = next(t for t in demo if t.way == "openvino fp32")
-    far = next(t for t in demo if t.way == "onnxruntime int8")
+    same = next(t for t in demo if t.configuration == "openvino fp32")
+    far = next(t for t in demo if t.configuration == "onnxruntime int8")
     assert agreement.of(same, reference).close > 0.9 > agreement.of(far, reference).close
     assert len(agreement.ranks(far.answers, reference.answers)) == 10
     assert agreement.of(next(t for t in demo if not t.good), reference) is None

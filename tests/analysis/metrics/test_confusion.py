@@ -81,8 +81,8 @@ def test_files_and_figures(tmp_path: Path) -> None:
 
 
 def test_the_words(trial: TrialResult) -> None:
-    text = evaluation_summary.told(trial)
+    text = evaluation_summary.describe(trial)
     assert "worst classes: cat (33.3 % of 3); dog (50.0 % of 2)" in text
-    assert "taken for another most: cat for dog (2 of 3)" in text
-    assert "лиса" in evaluation_summary.told(trial, per_class=True)
-    assert "| cat | 3 | 33.33 |" in " ".join(evaluation_summary.told(trial, "markdown", per_class=True).split())
+    assert "most common confusions: cat for dog (2 of 3)" in text
+    assert "лиса" in evaluation_summary.describe(trial, per_class=True)
+    assert "| cat | 3 | 33.33 |" in " ".join(evaluation_summary.describe(trial, "markdown", per_class=True).split())

@@ -164,8 +164,8 @@ def test_it_is_printed_and_reported(run: Path, tmp_path: Path) -> None:
     text = printed.trials(read, width=200)
     assert "mAP50-95 %" in text and "top-1" not in text
     assert any("mAP50-95 is" in s for s in verdict.sentences(read))
-    told = evaluation_summary.told(results.trials[0], per_class=True)
-    assert "mAP50-95 of masks" in told and "boxes' mAP50" in told and "circle" in told
+    text = evaluation_summary.describe(results.trials[0], per_class=True)
+    assert "mAP50-95 of masks" in text and "boxes' mAP50" in text and "circle" in text
     assert {"evaluation", "detection", "average-precision"} <= set(printed.every(read))
 
 

@@ -105,7 +105,7 @@ def test_damaged_arrays_are_missing_arrays(run: Path) -> None:
 
 
 def test_a_trial_is_as_bad_as_its_worst_round(demo: Results) -> None:
-    by = {t.way: t for t in demo if t.batch == 1}
+    by = {t.configuration: t for t in demo if t.batch == 1}
     assert by["fake fp32"].status == "crashed"
     assert by["fake fp32"].reason == "run: killed by SIGSEGV (2 of 3 rounds good)"
     assert len(by["fake fp32"].medians("model")) == 2
@@ -121,21 +121,21 @@ def test_an_id_finds_its_trial_by_its_beginning(demo: Results) -> None:
 
 def test_the_reference_is_pytorch_fp32_of_the_same_group(demo: Results) -> None:
     chosen = references(demo)
-    assert {chosen[t.id].way for t in demo} == {"pytorch fp32"}
+    assert {chosen[t.id].configuration for t in demo} == {"pytorch fp32"}
     assert all(chosen[t.id].batch == t.batch for t in demo)
 
 
 @pytest.mark.parametrize("wanted", ["onnxruntime", "onnxruntime/fp32", "onnxruntime:fp32", "id"])
 def test_a_named_reference_counts_in_every_group(demo: Results, wanted: str) -> None:
     if wanted == "id":
-        wanted = next(t.id for t in demo if t.way == "onnxruntime fp32")[:8]
+        wanted = next(t.id for t in demo if t.configuration == "onnxruntime fp32")[:8]
     assert {references(demo, wanted)[t.id].label for t in demo} == {f"digits onnxruntime fp32 b{b} 64" for b in (1, 8)}
 
 
 def test_without_pytorch_the_first_trial_that_ran_is_the_reference(tmp_path: Path) -> None:
     ways = [Way("a", statuses=("failed",)), Way("b", "int8"), Way("c")]
     results = load(synthetic.write_run(tmp_path / "r", ways, samples=5, count=5))
-    assert {r.way for r in references(results).values()} == {"b int8"}
+    assert {r.configuration for r in references(results).values()} == {"b int8"}
 
 
 def test_an_unknown_reference_lists_what_there_is(demo: Results) -> None:

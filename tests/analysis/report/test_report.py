@@ -115,7 +115,7 @@ def test_a_run_without_anything_good_still_has_a_page(tmp_path: Path) -> None:
     (run / "study.toml").unlink()
     text = Page(report.write([trial_table.read(run)], tmp_path / "out")).text
     for expected in (
-        "no trial ended well",
+        "no trial succeeded",
         "There is nothing to draw",
         "out of luck",
         "Not recorded",

@@ -176,7 +176,7 @@ def test_outputs_of_another_shape_do_not_agree(tmp_path: Path) -> None:
         np.savez(path, **{"output:output": np.zeros((3, 7), np.float32)})
     frame = (table := dyno.compare(a, b, least=0.5).table).to_pandas()
     assert list(frame["failed"]) == ["disagree", "disagree"]
-    assert "no outputs to hold against A's" in comparison.sentences(table)[1]
+    assert "no outputs to compare with A's" in comparison.sentences(table)[1]
 
 
 @pytest.mark.parametrize("status", ["failed", "crashed", "skipped", "timeout"])
@@ -334,7 +334,7 @@ def test_machines_that_differ_are_said_and_not_refused(tmp_path: Path) -> None:
     ("rules", "words"),
     [
         ({"fail_on": ("slow",)}, "'slow'; known: slower, less-accurate, disagree, status, wrong-outputs"),
-        ({"fail_on": ("disagree",)}, "which share"),
+        ({"fail_on": ("disagree",)}, "share of values that must agree"),
         ({"tolerance": -0.1}, "tolerance is -0.1"),
         ({"tolerance": float("nan")}, "tolerance is nan"),
         ({"least": 99}, "share of values from 0 to 1"),

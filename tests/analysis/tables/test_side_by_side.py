@@ -120,7 +120,9 @@ def test_without_a_peak_the_table_says_why(status: str, words: str, tmp_path: Pa
 
 def test_the_best_batch_and_size_are_named(every: dict[str, Table]) -> None:
     best = every["best"]
-    row = next(r for r in best.rows if (r["model"], r["way"], r["size"]) == ("one", "onnxruntime fp32", "128"))
+    row = next(
+        r for r in best.rows if (r["model"], r["configuration"], r["size"]) == ("one", "onnxruntime fp32", "128")
+    )
     assert row["batch"] == 8
     assert row["megapixels_per_s"] == pytest.approx(row["images_per_s"] * 128 * 128 / 1e6)
     assert any(note.startswith("one: most images/s, ") and "size 64, batch 8" in note for note in best.notes)

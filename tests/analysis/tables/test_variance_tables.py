@@ -48,7 +48,7 @@ def test_the_sentences_and_the_fastest() -> None:
     four = builds([0.60, 0.61], [0.50, 0.51], [0.60, 0.59], [0.62, 0.61], layers=(191, 221, 197, 185))
     said = variance_tables.sentences(four)  # type: ignore[arg-type]
     assert said[0] == "layers differ: 191, 221, 197, 185"
-    assert said[1] == "parameters: not told by these engines"
+    assert said[1] == "parameters: not reported by these engines"
     assert "beyond noise" in said[2] and "p = " in said[2]
     assert variance_tables.fastest(four).options == {"build": 2}  # type: ignore[arg-type,union-attr]
 

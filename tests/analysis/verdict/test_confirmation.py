@@ -56,7 +56,7 @@ def test_images_per_second_are_confirmed_too(tmp_path: Path) -> None:
 
 def test_a_confirmation_that_fails_is_a_warning(tmp_path: Path) -> None:
     text = said(tmp_path, [REFERENCE, A], [REFERENCE, replace(A, statuses=("ok", "crashed"), reason="killed")])
-    assert "a fp32 did not end well when it was measured again: killed." in text
+    assert "a fp32 failed when it was measured again: killed." in text
     assert "Measured again after the selection, in one fresh process" in text
 
 
@@ -67,4 +67,4 @@ def test_a_damaged_confirmation_is_a_problem_of_its_own(tmp_path: Path) -> None:
     (made / "c0/record.json").write_text(json.dumps({"status": "odd", "schema": 2}))
     loaded = load(folder)
     assert loaded.trials[0].confirmations == [] and len(loaded.trials[0].rounds) == 3
-    assert "c0/record.json has no status that is known" in loaded.problems[0]
+    assert "c0/record.json has an unknown status" in loaded.problems[0]

@@ -1,4 +1,4 @@
-"""The sentences: who wins, how sure that is, and what is not what it says."""
+"""The sentences: who wins, how sure that is, and what did not run as requested."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def test_the_demo_in_words(demo: Results) -> None:
     assert "The runner-up is openvino fp32 (ran bf16); the difference is real: 1.5" in text
     assert "openvino int8 is faster (816 µs) but whether it is within top1=1.2 is undecided" in text
     assert "more images would settle it" in text
-    assert "Precision: 13 of 17 trials ran in the type they were asked for." in text
-    assert "openvino fp32 (batch 1, 8) is not what it says: asked for fp32: openvino ran 0 of 21 compute" in text
+    assert "Precision: 13 of 17 trials ran in the requested type." in text
+    assert "openvino fp32 (batch 1, 8) did not run as requested: asked for fp32: openvino ran 0 of 21 compute" in text
     assert "onnxruntime int8 is not faster than onnxruntime fp32 (batch 1, 8: 0.9" in text
     assert "11 of 20 convolutions were not fused into QLinearConv." in text
     assert "3 of 20 trials did not finish: 1 crashed, 1 timeout, 1 oom" in text
@@ -114,7 +114,7 @@ def test_preparation_that_may_buy_nothing_is_said_to(tmp_path: Path) -> None:
 
 def test_nothing_that_ended_well_is_said_first(tmp_path: Path) -> None:
     text = study(tmp_path, Way("a", statuses=("failed",), reason="no"))
-    assert text.splitlines()[0] == "digits at size 64: no trial ended well."
+    assert text.splitlines()[0] == "digits at size 64: no trial succeeded."
 
 
 def test_unreadable_records_are_findings(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_what_has_other_weights_is_no_winner(tmp_path: Path) -> None:
     other = Way("openvino", seconds=0.001, facts={"weights_sha256": "f" * 64})
     text = study(tmp_path, Way("pytorch"), Way("onnxruntime", seconds=0.005), other)
     assert "fastest is onnxruntime fp32" in text and "runner-up is openvino" not in text and "nan" not in text
-    assert "openvino fp32 took no part, not comparable: other weights." in text
+    assert "openvino fp32 not ranked, not comparable: other weights." in text
 
 
 def test_eight_bits_are_held_against_sixteen_where_they_beat_fp32(tmp_path: Path) -> None:
@@ -167,4 +167,4 @@ def test_an_engine_that_names_no_types_is_not_called_untrue(tmp_path: Path) -> N
     silent = {"precision_truth": {"ok": False, "sentence": "an engine says nothing"}, "layers_by_type": {}}
     text = study(tmp_path, Way("pytorch"), Way("compile", facts=silent))
     assert "Precision: 1 of 1 trial ran" in text
-    assert "compile fp32 (batch 1): an engine says nothing." in text and "not what it says" not in text
+    assert "compile fp32 (batch 1): an engine says nothing." in text and "as requested" not in text

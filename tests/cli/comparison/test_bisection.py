@@ -1,4 +1,4 @@
-"""`dyno bisect` finds the first bad one of several Pythons, skips what can't be run, and says when it can't tell."""
+"""`dyno bisect` finds the first bad one of several Pythons, skips what can't be run, and says when it is undecided."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def test_the_first_bad_python(call: Any, chain: Any, script: Any, slow_python: P
     assert code == 1, (out, err)
     assert "skipped v3: the interpreter" in out
     assert "The first bad version is v4, or one of those that were skipped (v3); the last good one is v2." in out
-    assert "Against v1: " in out and "the latency" in out and "From v2 to v4 there changed" in out
+    assert "Against v1: " in out and "the latency" in out and "Changed from v2 to v4" in out
     assert sorted(path.name for path in Path("found").iterdir()) == ["v2", "v4"], "a run folder for each"
     code, out, _ = call("bisect", model, "--pythons", f"a={broken},b={slow_python}", *QUICK)
-    assert code == 3 and "It can't be told: fewer than two versions can be run." in out
+    assert code == 3 and "Undecided: fewer than two versions can be run." in out
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_the_first_bad_python(call: Any, chain: Any, script: Any, slow_python: P
         (["--library", "nothing-at-all", "--versions", "1,2"], "no backend needs nothing-at-all"),
         (["--pythons", "old"], "is not NAME=PATH"),
         (["--pythons", "old=/nowhere/python,new=/nowhere"], "there is no interpreter"),
-        (["--library", "onnxruntime", "--versions", "1,2", "--fail-on", "status"], "looks for a slow-down"),
+        (["--library", "onnxruntime", "--versions", "1,2", "--fail-on", "status"], "needs a limit of slow-down"),
     ],
 )
 def test_what_makes_no_sense_is_one_line(refused: Any, words: list[str], said: str) -> None:
@@ -59,13 +59,13 @@ def test_uv_makes_an_environment_once(tmp_path: Path, monkeypatch: pytest.Monkey
         wheel.writestr(f"{about}/METADATA", "Metadata-Version: 2.1\nName: tiny\nVersion: 1.0\n")
         wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nGenerator: a\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr(f"{about}/RECORD", "")
-    python = environments.made(["tiny==1.0"])
-    assert Path(python).is_file() and environments.made(["tiny==1.0"]) == python
+    python = environments.python_with(["tiny==1.0"])
+    assert Path(python).is_file() and environments.python_with(["tiny==1.0"]) == python
     with pytest.raises(UserError, match=r"tiny==2\.0"):
-        environments.made(["tiny==2.0"])
-    with pytest.raises(UserError, match="no package with a version"):
-        environments.made(["--index-url=x"])
+        environments.python_with(["tiny==2.0"])
+    with pytest.raises(UserError, match="not a package with a version"):
+        environments.python_with(["--index-url=x"])
     monkeypatch.setattr(environments.sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", "")
     with pytest.raises(UserError, match="uv is not installed"):
-        environments.made(["tiny==1.0"])
+        environments.python_with(["tiny==1.0"])

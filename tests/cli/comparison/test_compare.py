@@ -47,11 +47,11 @@ def test_a_stored_run_is_measured_again_beside_a_file_with_other_outputs(call: A
     assert code == 0 and "A is" in out
     chain(base, 4)
     code, _, err = call(*words, "--out", "again")
-    assert code == 2 and "base.onnx is another file now" in err
+    assert code == 2 and "base.onnx has changed since base was measured" in err
 
 
 def test_fields_that_say_nothing_of_a_comparison_are_refused() -> None:
-    with pytest.raises(dyno.UserError, match="takes no until"):
+    with pytest.raises(dyno.UserError, match="doesn't take until"):
         dyno.compare("fake:a", "fake:b", until="decided")
 
 
@@ -76,14 +76,14 @@ def test_one_after_the_other_is_said(call: Any, fake_study: Callable[..., Study]
     ("words", "said"),
     [
         (["fake:net"], "nothing to compare fake:net with"),
-        (["fake:a", "fake:b", "--again"], "--again measures a stored run"),
-        (["fake:a", "fake:b", "--commits", "a..b"], "are for one model"),
-        (["fake:a", "--commits", "a..b"], "no file"),
+        (["fake:a", "fake:b", "--again"], "--again measures stored runs again"),
+        (["fake:a", "fake:b", "--commits", "a..b"], "compare one model with itself"),
+        (["fake:a", "--commits", "a..b"], "is not a file"),
         (["fake:a", "fake:b", "--fail-on", "slower=2%", "--rounds", "1"], "one round"),
-        (["fake:a", "fake:b", "--fail-on", "slower=2"], "such as slower=2%"),
-        (["fake:a", "fake:b", "--fail-on", "slower=-1%"], "such as slower=2%"),
-        (["fake:a", "fake:b", "--fail-on", "status=2%"], "status has no limit"),
-        (["fake:a", "fake:b", "--fail-on", "slower=2%", "--tolerance", "0.1"], "two limits"),
+        (["fake:a", "fake:b", "--fail-on", "slower=2"], "write slower=2%"),
+        (["fake:a", "fake:b", "--fail-on", "slower=-1%"], "write slower=2%"),
+        (["fake:a", "fake:b", "--fail-on", "status=2%"], "status takes no limit"),
+        (["fake:a", "fake:b", "--fail-on", "slower=2%", "--tolerance", "0.1"], "contradict each other"),
         (["m.onnx@HEAD", "m.onnx"], "no git repository"),
         (["fake:a", "fake:b", "--junit", "."], "is a folder"),
     ],

@@ -191,7 +191,7 @@ def test_streams_are_slots_that_work_at_the_same_time(digits: Any, fp32: Artifac
     both = np.concatenate([session.fetch(slot)["output"] for slot in (0, 1)])
     alone = load(digits, fp32, batch=4)
     np.testing.assert_allclose(both, digits.outputs(alone, images[:4])["output"], atol=1e-3)
-    with pytest.raises(UserError, match="streams are from 1 to the threads"):
+    with pytest.raises(UserError, match="streams must be from 1 to the number of threads"):
         load(digits, fp32, streams=3)
 
 

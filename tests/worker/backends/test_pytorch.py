@@ -143,18 +143,18 @@ def test_pixels_are_normalised_in_front_of_the_module(precision, channels_last):
 
 def test_pixels_of_something_else_than_an_image_are_refused(nets):
     asked = trial(ModelSpec("several", f"{nets}:several"), input="uint8")
-    with pytest.raises(UserError, match="input=uint8 wants a model with one image input"):
+    with pytest.raises(UserError, match="input=uint8 needs a model with one image input"):
         find("pytorch").load(replace(asked, dims=replace(asked.dims, shapes={"input": (2, 5)})), None)
 
 
 @pytest.mark.parametrize(
     ("backend", "options", "line"),
     [
-        ("pytorch", {"input": "int8"}, "input=int8 can't be: pytorch's input is one of float32, uint8"),
+        ("pytorch", {"input": "int8"}, "input=int8: pytorch's input must be one of float32, uint8"),
         (
             "compile",
             {"mode": "fast"},
-            "mode=fast can't be: compile's mode is one of default, reduce-overhead, max-auto",
+            "mode=fast: compile's mode must be one of default, reduce-overhead, max-auto",
         ),
     ],
 )

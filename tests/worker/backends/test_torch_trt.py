@@ -71,7 +71,7 @@ def test_what_it_refuses_and_why() -> None:
     refuse = find("torch_tensorrt").refuse
     assert refuse(trial()) == ""
     assert refuse(trial(ir="dynamo", optimization=5, profile="1:2:4", workspace_mb=512, min_block_size=1)) == ""
-    assert "take tensorrt for int8" in refuse(trial("int8"))
+    assert "use tensorrt for int8" in refuse(trial("int8"))
     assert "has no bf16 here" in refuse(trial("bf16"))
     assert "can't run on cpu" in refuse(replace(trial(), runtime=Runtime()))
     assert "no PyTorch module in an ONNX file" in refuse(trial(model=replace(DIGITS, source="file:m.onnx")))
@@ -95,12 +95,12 @@ def test_options_that_do_not_fit_are_one_line(options: dict[str, Any], reason: s
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"ir": "fx"}, "ir=fx can't be: torch_tensorrt's ir is one of ts, dynamo"),
-        ({"ir": "dynamo", "optimization": 6}, "optimization is a whole number from 0 to 5"),
+        ({"ir": "fx"}, "ir=fx: torch_tensorrt's ir must be one of ts, dynamo"),
+        ({"ir": "dynamo", "optimization": 6}, "optimization must be a whole number from 0 to 5"),
         ({"profile": "4:2:1"}, "batches MIN:OPT:MAX"),
         ({"profile": "x:1x3x8x8"}, "batches MIN:OPT:MAX"),
-        ({"workspace_mb": -1}, "workspace_mb is a whole number from 0 on"),
-        ({"min_block_size": "many"}, "min_block_size is a whole number from 1 on"),
+        ({"workspace_mb": -1}, "workspace_mb must be a whole number of at least 0"),
+        ({"min_block_size": "many"}, "min_block_size must be a whole number of at least 1"),
     ],
 )
 def test_a_value_that_no_trial_can_have_is_told_before_anything_runs(options: dict[str, Any], line: str) -> None:

@@ -44,7 +44,7 @@ def test_a_type_without_a_kernel_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is an NVIDIA GPU")
 def test_a_gpu_that_is_not_there_is_unavailable() -> None:
-    with pytest.raises(Unavailable, match="sees no NVIDIA GPU"):
+    with pytest.raises(Unavailable, match="finds no NVIDIA GPU"):
         dict(peak.measure(Runtime(device="cuda:0")))
 
 

@@ -51,19 +51,19 @@ def test_a_good_engine_holds() -> None:
     assert [s.name for s in found] == ["min", "opt", "max", "random", "3"]
     assert [s.batches for s in found] == [(1, 1), (2, 2), (8, 8), (1, 8), (3, 3)]
     assert all(s.wrong == 0 and len(s.seconds) == 40 and (s.seconds > 0).all() for s in found)
-    assert all(s.told(1e-4).ok for s in found)
+    assert all(s.to_record(1e-4).ok for s in found)
     assert len(set(session.shapes[-400:])) == 8, "random means every size between min and max"
 
 
 @pytest.mark.parametrize("error", [0.1, float("nan")])
 def test_an_output_that_depends_on_the_batch_is_found(error: float) -> None:
     good, bad = stress(Doubler(bad=8, error=error), TRIAL, ["opt", "max"], 10)
-    assert good.wrong == 0 and bad.wrong == 10 and not bad.told(1e-4).ok
+    assert good.wrong == 0 and bad.wrong == 10 and not bad.to_record(1e-4).ok
 
 
 def test_memory_that_grows_is_found() -> None:
     (found,) = stress(Doubler(leak=GROWTH // 5), TRIAL, ["opt"], 10)
-    assert found.wrong == 0 and found.device_growth == 2 * GROWTH // 10 * 10 and not found.told(1e-4).ok
+    assert found.wrong == 0 and found.device_growth == 2 * GROWTH // 10 * 10 and not found.to_record(1e-4).ok
 
 
 def test_a_batch_outside_the_profile_or_no_profile() -> None:

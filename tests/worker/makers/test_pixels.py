@@ -45,7 +45,7 @@ def test_raw_pixels_give_what_normalised_ones_give(digits: Any, tmp_path: Path, 
     assert check.max_difference < {"fp32": 1e-5, "int8": 0.02}.get(precision, 0.005) * check.max_output
     assert made.made_by.input.scale == (pytest.approx(1 / (255 * 0.5)),)
     assert made.made_by.input.offset == (pytest.approx(-1),)
-    assert parent.made_by.said().keys() - {"steps"} <= made.made_by.said().keys()
+    assert parent.made_by.set_fields().keys() - {"steps"} <= made.made_by.set_fields().keys()
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 pytest.importorskip("ultralytics", reason="ultralytics is not installed (pip install 'inference-dyno[ultralytics]')")
 
 from dyno.worker.inspection import Inspection
-from dyno.worker.jobs.inspect_model import look
+from dyno.worker.jobs.inspect_model import inspect_model
 from dyno.worker.nets import models, ultralytics_models
 from dyno.worker.spec import Dims, ModelSpec, Preprocess, Trial, UserError, digest
 
@@ -32,7 +32,7 @@ def spec(name: str, **options: Any) -> ModelSpec:
 
 
 def facts(model: ModelSpec, size: int = 64, task: str = "") -> Inspection:
-    return look(Trial(model, "", "fp32", Dims(1, 0, 0)), [[size, size]], {}, task)
+    return inspect_model(Trial(model, "", "fp32", Dims(1, 0, 0)), [[size, size]], {}, task)
 
 
 def test_detectors_give_predictions_in_pixels_and_scores() -> None:
@@ -138,7 +138,7 @@ def test_where_a_checkpoint_lies_does_not_change_what_is_measured() -> None:
         ("qqq", "it is NAME.yaml, your own .yaml or a .pt"),
         ("https://somewhere.invalid/yolov8n.yaml", "has no network"),
         ("yolov8n.pt", "there is no checkpoint yolov8n.pt"),
-        ("yolov8n-obb.yaml", "network for obb; measured are classify, detect"),
+        ("yolov8n-obb.yaml", "network for obb; supported are classify, detect"),
         ("yolov10n.yaml", "end to end"),
         ("yolo26n.yaml", "end to end"),
         ("rtdetr-l.yaml", "unknown task"),

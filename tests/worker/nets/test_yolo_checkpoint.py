@@ -16,7 +16,7 @@ pytest.importorskip("ultralytics", reason="ultralytics is not installed (pip ins
 
 from dyno import Study
 from dyno.planning.model_info import model_spec
-from dyno.worker.jobs.inspect_model import look
+from dyno.worker.jobs.inspect_model import inspect_model
 from dyno.worker.nets import models, ultralytics_models
 from dyno.worker.spec import Dims, ModelSpec, Trial, UserError
 
@@ -72,7 +72,7 @@ def test_a_checkpoint_answers_as_the_library_has_it(
     path = saved(name, 3 if classes == 3 else None)
     model = spec(path)
     assert (model.name, model.source) == ("best", f"ultralytics:{path}")
-    said = look(Trial(model, "", "fp32", Dims(1, 0, 0)), [[64, 64]], {}, "")
+    said = inspect_model(Trial(model, "", "fp32", Dims(1, 0, 0)), [[64, 64]], {}, "")
     assert (said.task, said.classes) == (task, classes)
     image = torch.rand(2, 3, 64, 96)
     theirs = YOLO(path).model.float().eval()

@@ -175,9 +175,9 @@ def _groups(rows: pd.DataFrame) -> Iterator[Panel]:
 def _legend(figure: Any, rows: pd.DataFrame) -> None:
     from matplotlib.lines import Line2D
 
-    ways = dict.fromkeys(zip(rows["backend"], rows["precision"], strict=True))
+    configurations = dict.fromkeys(zip(rows["backend"], rows["precision"], strict=True))
     handles = [Line2D([], [], color=color(b), marker=marker(p), ls="", mec="white", ms=8, label=f"{b} {p}")
-               for b, p in ways]  # fmt: skip
+               for b, p in configurations]  # fmt: skip
     figure.legend(handles=handles, loc="outside lower center", ncols=4, handlelength=1.2)
 
 
@@ -208,7 +208,7 @@ SPEEDUP = Chart(
 )
 ACCURACY_LATENCY = Chart(
     "accuracy-latency",
-    "Accuracy against latency, with 95 % intervals on both axes. Ringed: nothing is both faster and more accurate.",
+    "Accuracy against latency, with 95 % intervals on both axes. Ringed: no trial is both faster and more accurate.",
     accuracy,
     3,
 )

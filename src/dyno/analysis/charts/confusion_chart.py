@@ -21,7 +21,7 @@ LONGEST = 24
 
 
 def matrices(run: RunData) -> Any:
-    """The matrices of the first MOST_DRAWN ways of running a model, shaded by the share of each label's images."""
+    """The matrices of the first MOST_DRAWN configurations, shaded by the share of each label's images."""
     chosen = confusion.chosen(run.records)[:MOST_DRAWN]
     drawn = [(t.label, found) for t in chosen if (found := confusion.of(t)) and len(found.classes) > 1]
     if not drawn:

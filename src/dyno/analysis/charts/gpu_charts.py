@@ -1,4 +1,4 @@
-"""The GPU over time: memory and utilisation while each job ran, several ways of running a model beside each other."""
+"""The GPU over time: memory and utilisation while each job ran, several configurations beside each other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dyno.analysis.records.rounds import Round
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.style import FAINT, INK, WIDTH, color, styled
 
-BESIDE = 4  # ways in one row of panels
+BESIDE = 4  # configurations in one row of panels
 MOST_ROWS = 6
 LONGEST = 26  # characters of a panel's title
 
@@ -24,7 +24,7 @@ Shown = tuple[TrialResult, Round, gpu_trace.Trace]
 
 
 def timeline(run: RunData) -> Any:
-    """Memory and SM utilisation against time (R13): a row per model and size at its largest batch, a column per way.
+    """Memory and SM utilisation against time (R13), a row per model and size (its largest batch), a column each.
 
     The reference stands first, then the fastest; the shaded stretches were timed.
     """
@@ -70,7 +70,7 @@ def _panel(column: Any, t: TrialResult, r: Round, trace: gpu_trace.Trace) -> Non
             axes.axvspan(begin - trace.epoch, end - trace.epoch, color=FAINT, lw=0)
         axes.plot(seconds, values, color=color(t.backend), lw=1.4)
         axes.set_xlim(left=0)
-    column[0].set_title(short(t.way, LONGEST), fontsize=9, color=INK)
+    column[0].set_title(short(t.configuration, LONGEST), fontsize=9, color=INK)
 
 
 GPU = Chart(

@@ -26,7 +26,7 @@ def inference_time(run: RunData) -> Any:
     """Grouped bars of the latency of every model on a log axis, one panel per size and batch (R15)."""
     from matplotlib.patches import Patch
 
-    rows = series.ways(frontier.usable(run.frame).dropna(subset=[LATENCY]))
+    rows = series.configurations(frontier.usable(run.frame).dropna(subset=[LATENCY]))
     found = [
         (f"size {size}, batch {batch}", group)
         for (size, batch), group in rows.groupby(["size", "batch"], sort=False)
@@ -41,17 +41,17 @@ def inference_time(run: RunData) -> Any:
         for axes, (title, group) in zip(grid, panels, strict=True):
             _bars(axes, group)
             axes.set_title(title)
-        handles = [Patch(label=short(r["way"], LONGEST), **_fill(r)) for r in series.one_of_each(panels)]
+        handles = [Patch(label=short(r["configuration"], LONGEST), **_fill(r)) for r in series.one_of_each(panels)]
         series.place_legend(figure, handles, left)
     return figure
 
 
 def _bars(axes: Any, group: pd.DataFrame) -> None:
-    models, ways = list(dict.fromkeys(group["model"])), list(dict.fromkeys(group["way"]))
-    width, count = 0.84 / len(ways), len(models) * len(ways)
-    for place, name in enumerate(ways):
-        for _, r in group[group["way"] == name].iterrows():
-            x = models.index(r["model"]) + (place - (len(ways) - 1) / 2) * width
+    models, configurations = list(dict.fromkeys(group["model"])), list(dict.fromkeys(group["configuration"]))
+    width, count = 0.84 / len(configurations), len(models) * len(configurations)
+    for place, name in enumerate(configurations):
+        for _, r in group[group["configuration"] == name].iterrows():
+            x = models.index(r["model"]) + (place - (len(configurations) - 1) / 2) * width
             axes.bar(x, r[LATENCY], 0.92 * width, **_fill(r))
             if count <= MANY:
                 axes.annotate(

@@ -1,4 +1,4 @@
-"""Lines against the batch or the image size: a panel for each of what is neither, a line for each way of running."""
+"""Lines against the batch or the image size: a panel for each of what is neither, a line for each configuration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 MOST_PANELS = 12
-MOST_WAYS = 12  # lines or bars of one panel that a reader can tell apart
+MOST_CONFIGURATIONS = 12  # lines or bars of one panel that a reader can tell apart
 LONGEST = 44  # characters of a name on an axis
 
 Panel = tuple[str, "pd.DataFrame"]
@@ -24,7 +24,7 @@ Panel = tuple[str, "pd.DataFrame"]
 def scaling(run: RunData, axis: str) -> Any:
     """Throughput, and FPS from latency, against batch or image size (R35)."""
     rows = frontier.usable(run.frame).dropna(subset=[LATENCY])
-    panels, left = panels_of(ways(rows.assign(fps=frontier.fps(rows))), axis)
+    panels, left = panels_of(configurations(rows.assign(fps=frontier.fps(rows))), axis)
     if not panels:
         return None
     columns = ((THROUGHPUT, "throughput"), ("fps", "FPS, batch after batch"))
@@ -42,7 +42,7 @@ def scaling(run: RunData, axis: str) -> Any:
 
 def lines(rows: pd.DataFrame, axis: str, column: str, label: str) -> Any:
     """One column of the rows against the axis, two panels in a row; None with nothing to draw."""
-    panels, left = panels_of(ways(rows), axis)
+    panels, left = panels_of(configurations(rows), axis)
     if not panels:
         return None
     across = min(2, len(panels))
@@ -69,8 +69,8 @@ def panels_of(rows: pd.DataFrame, axis: str) -> tuple[list[Panel], int]:
 
 
 def draw(axes: Any, group: pd.DataFrame, axis: str, column: str) -> None:
-    """A line for each way, its interval shaded where the column has one, on an axis that begins at 0."""
-    for _, series in group.groupby("way", sort=False):
+    """A line for each configuration, its interval shaded where the column has one, on an axis that begins at 0."""
+    for _, series in group.groupby("configuration", sort=False):
         first, ordered = series.iloc[0], series.dropna(subset=[column]).sort_values("place")
         axes.plot(ordered["place"], ordered[column], **stroke(first))
         if f"{column}_low" in series:
@@ -88,12 +88,12 @@ def draw(axes: Any, group: pd.DataFrame, axis: str, column: str) -> None:
     axes.set_ylim(0, min(axes.get_ylim()[1], 2 * group[column].max()))
 
 
-def ways(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of the first MOST_WAYS ways, with `way` and, as `twin`, which of those alike in colour and marker."""
-    rows = rows.assign(way=[configuration(r) for _, r in rows.iterrows()])
-    rows = rows[rows["way"].isin(list(dict.fromkeys(rows["way"]))[:MOST_WAYS])]
+def configurations(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows of the first MOST_CONFIGURATIONS, with `configuration` and `twin`, its number among look-alikes."""
+    rows = rows.assign(configuration=[configuration(r) for _, r in rows.iterrows()])
+    rows = rows[rows["configuration"].isin(list(dict.fromkeys(rows["configuration"]))[:MOST_CONFIGURATIONS])]
     alike: dict[tuple[str, str], dict[str, int]] = {}
-    each = list(zip(rows["way"], rows["backend"], rows["precision"], strict=True))
+    each = list(zip(rows["configuration"], rows["backend"], rows["precision"], strict=True))
     for name, *kind in each:
         names = alike.setdefault((kind[0], kind[1]), {})
         names.setdefault(name, len(names))
@@ -101,7 +101,7 @@ def ways(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def stroke(r: Any) -> dict[str, Any]:
-    """How the line of a way looks; of two that differ by an option alone the second has hollow markers."""
+    """How the line of a configuration looks; of two that differ by an option alone the second has hollow markers."""
     tone = color(r["backend"])
     inside = {"mfc": "white", "mec": tone, "mew": 1.3} if r["twin"] else {"mec": "white", "mew": 0.6}
     looks = {"color": tone, "marker": marker(r["precision"]), "ls": LINES.get(r["precision"], "-"), "lw": 1.6, "ms": 6}
@@ -113,15 +113,15 @@ def legend(figure: Any, panels: list[Panel], left: int = 0) -> None:
     from matplotlib.lines import Line2D
 
     each = one_of_each(panels)
-    place_legend(figure, [Line2D([], [], label=short(r["way"], LONGEST), **stroke(r)) for r in each], left)
+    place_legend(figure, [Line2D([], [], label=short(r["configuration"], LONGEST), **stroke(r)) for r in each], left)
 
 
 def one_of_each(panels: list[Panel]) -> list[Any]:
-    """A row of each way that is drawn, in order."""
+    """A row of each configuration that is drawn, in order."""
     found: dict[str, Any] = {}
     for _, group in panels:
         for _, r in group.iterrows():
-            found.setdefault(r["way"], r)
+            found.setdefault(r["configuration"], r)
     return list(found.values())
 
 

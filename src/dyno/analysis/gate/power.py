@@ -10,7 +10,7 @@ POWER = 0.8
 
 
 def smallest_slowdown(low: float, high: float, rounds: int, tolerance: float) -> float:
-    """The smallest relative slow-down that would fail in 80 % of such comparisons; NaN where nothing tells it.
+    """The smallest relative slow-down that would fail in 80 % of such comparisons; NaN where that is unknown.
 
     `low` and `high` are the limits of the ratio's 95 % interval over so many `rounds`, and what fails is an interval
     wholly above 1 + `tolerance`. The interval gives the standard error of the mean log ratio; the slow-down is that by

@@ -13,18 +13,18 @@ SLOWER, LESS_ACCURATE, DISAGREE, STATUS, WRONG_OUTPUTS = CONDITIONS = (
 )  # fmt: skip
 TOLERANCE = 0.02
 FAIL_ON = (SLOWER, LESS_ACCURATE, STATUS, WRONG_OUTPUTS)
-MOST = 10.0  # a slow-down that no gate waits for: eleven times as long
+MOST = 10.0  # the largest limit: eleven times as long
 
 
 @dataclass(frozen=True)
 class Rules:
     """Which changes fail the comparison, and how large they may be.
 
-    `tolerance` is the relative slow-down that is still fine: "slower" needs the whole interval beyond it. Written as
-    "slower=2%", which sets the tolerance, it is a gate: what is neither beyond nor within the limit for certain is
-    undecided. `least` is the share of output values (0 to 1) that must be close to A's, |b - a| <= atol + rtol |a|;
-    giving it asks for the condition "disagree". With `any_outputs` speed is judged whatever B computes. UserError for
-    anything else.
+    `tolerance` is the relative slow-down that is still accepted: "slower" needs the whole interval beyond it. Written
+    as "slower=2%", which sets the tolerance, it is a gate: what is neither clearly beyond nor clearly within the limit
+    is undecided. `least` is the share of output values (0 to 1) that must be close to A's, |b - a| <= atol + rtol |a|;
+    giving it asks for the condition "disagree". With `any_outputs` speed is judged even where B's outputs are wrong.
+    UserError for anything else.
     """
 
     fail_on: tuple[str, ...] = FAIL_ON
@@ -44,7 +44,7 @@ class Rules:
         if not 0 <= self.least <= 1:
             raise UserError(f"least is {self.least:g}; it is a share of values from 0 to 1, such as 0.999")
         if DISAGREE in self.fail_on and not self.least:
-            raise UserError("to fail on disagree, say with least which share of the values must agree, such as 0.999")
+            raise UserError("disagree needs least, the share of values that must agree, such as 0.999")
         if self.least and DISAGREE not in self.fail_on:
             object.__setattr__(self, "fail_on", (*self.fail_on, DISAGREE))
 
@@ -53,11 +53,11 @@ class Rules:
         for text in conditions:
             name, equals, limit = text.partition("=")
             if name not in CONDITIONS:
-                raise UserError(f"can't fail on {text!r}; known: {', '.join(CONDITIONS)}, and slower=2% or the like")
+                raise UserError(f"can't fail on {text!r}; known: {', '.join(CONDITIONS)}, and a limit, slower=2%")
             if equals and name != SLOWER:
-                raise UserError(f"{name} has no limit of its own, so {text!r} says nothing; write {name}")
+                raise UserError(f"{name} takes no limit; write {name} instead of {text!r}")
             if equals and self.tolerance not in (TOLERANCE, percent(limit)):
-                raise UserError(f"{text} and a tolerance of {self.tolerance:g} are two limits; give one of them")
+                raise UserError(f"{text} and a tolerance of {self.tolerance:g} contradict each other; give one of them")
             if equals:
                 object.__setattr__(self, "tolerance", percent(limit))
                 object.__setattr__(self, "gate", True)
@@ -66,12 +66,12 @@ class Rules:
 
 
 def percent(text: str) -> float:
-    """The share that `2%` is; a `UserError` for what is no percentage from 0 on."""
+    """The share that `2%` is; a `UserError` for anything but a percentage of at least 0."""
     number = text.strip().removesuffix("%")
     try:
         value = float(number) / 100
     except ValueError:
         value = math.nan
     if not (text.strip().endswith("%") and 0 <= value <= MOST):
-        raise UserError(f"slower={text} is no slow-down; write a percentage of 0 or more, such as slower=2%")
+        raise UserError(f"slower={text} is not a percentage of 0 or more; write slower=2%")
     return value

@@ -87,7 +87,7 @@ def chosen(results: Results) -> list[TrialResult]:
     first: dict[tuple[str, str, str], TrialResult] = {}
     for t in results:
         if t.good and "label" in t.answers:
-            first.setdefault((t.model, t.size, t.way), t)
+            first.setdefault((t.model, t.size, t.configuration), t)
     return list(first.values())
 
 

@@ -10,7 +10,7 @@ from dyno.analysis.records.results import TrialResult
 
 @dataclass(frozen=True)
 class Contention:
-    """Timed jobs, how many of them other programs disturbed, and the most processors that those kept busy."""
+    """The number of timed jobs, of disturbed ones, and the most processors that other programs kept busy."""
 
     jobs: int
     disturbed: int
@@ -23,7 +23,7 @@ class Contention:
 
     @property
     def sentence(self) -> str:
-        """What it means for the numbers."""
+        """The effect on the measured times, as a sentence."""
         during = f"during {self.disturbed} of {self.jobs} jobs"
         busy = f"Other programs kept up to {self.processors:.1f} processors busy {during}"
         if self.mostly:

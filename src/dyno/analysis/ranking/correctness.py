@@ -1,6 +1,6 @@
 """Are a trial's outputs correct? They are compared with the reference's, by tolerances for each precision.
 
-The speed of a graph that computes something else means nothing: such a trial takes no part in any ranking.
+The speed of a graph with other outputs is meaningless: such a trial is in no ranking.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ TOLERANCES = {
 @dataclass(frozen=True)
 class Correctness:
     """How far a trial's outputs are from its reference's: the relative `error`, the share of answers that `changed`
-    (None where there are no answers to hold against each other), and the tolerance they were judged by."""
+    (None where there are no answers to compare), and the tolerance."""
 
     error: float
     changed: float | None
@@ -79,8 +79,8 @@ def check(trial: TrialResult, reference: TrialResult) -> Correctness | None:
     """The trial's stored outputs against the reference's, by the wider of their two tolerances, or that of what the
     reference's layers ran in.
 
-    None where either stored none, and where they had other weights or inputs. For detectors every channel of an output
-    counts by itself, because boxes are numbers far larger than scores; not so in eight bits.
+    None where either stored none, or where their weights or inputs differ. For detectors every channel of an output
+    counts by itself, because boxes are far larger numbers than scores; in eight bits they are taken together.
     """
     if trial is reference or incomparable(trial, reference):
         return None
@@ -124,17 +124,17 @@ def _errors(a: np.ndarray, b: np.ndarray, channels: bool) -> np.ndarray:
     count = min(count, max(1, MOST_VALUES // max(1, a[:1].size)))
     if not count or not a[:1].size:
         return np.zeros(0)
-    a, b = (each[:count].astype(np.float32) for each in (a, b))
-    both = ~np.isfinite(a) & ((a == b) | (np.isnan(a) & np.isnan(b)))
-    a, b = np.where(both, 0, a), np.where(both, 0, b)
+    a, b = (array[:count].astype(np.float32) for array in (a, b))
+    same_nonfinite = ~np.isfinite(a) & ((a == b) | (np.isnan(a) & np.isnan(b)))
+    a, b = np.where(same_nonfinite, 0, a), np.where(same_nonfinite, 0, b)
     shape = (count, b.shape[1], -1) if channels and b.ndim > 2 else (count, 1, -1)
     size = np.linalg.norm(b.reshape(shape), axis=2)
-    # An input whose outputs happen to be near 0 is held to what the others' are.
+    # An input whose outputs happen to be near 0 is judged by the size of the others'.
     size = np.maximum(size, np.sqrt(np.mean(size.astype(np.float64) ** 2, axis=0, keepdims=True)))
     size = np.maximum(size, FLOOR * size.max(axis=1, keepdims=True))
     with np.errstate(invalid="ignore"):
-        apart = np.linalg.norm((a - b).reshape(shape), axis=2)
-    ratio = np.where(apart == 0, 0.0, apart / np.where(size > 0, size, np.finfo(np.float32).tiny))
+        distance = np.linalg.norm((a - b).reshape(shape), axis=2)
+    ratio = np.where(distance == 0, 0.0, distance / np.where(size > 0, size, np.finfo(np.float32).tiny))
     worst: np.ndarray = np.where(np.isnan(ratio), np.inf, ratio).max(axis=1)
     return worst
 
@@ -149,8 +149,8 @@ def _changed(
         return None
     count = min(len(own), len(other))
     a, b = own[:count].astype(np.float64), other[:count].astype(np.float64)
-    rows, here = np.arange(count), a.argmax(axis=1)
+    rows, classes = np.arange(count), a.argmax(axis=1)
     # A class that lay closer to the first than the tolerance allows each score is a tie, which rounding may decide.
-    lead = b.max(axis=1) - b[rows, here]
+    lead = b.max(axis=1) - b[rows, classes]
     tied = tolerance.limit * np.sqrt(np.mean(b**2, axis=1))
     return float((lead > tied).mean())

@@ -69,12 +69,12 @@ def pareto(frame: pd.DataFrame, speed: str = LATENCY, quality: str = "top1") -> 
     """
     rows = usable(frame).dropna(subset=[speed, quality])
     rows = rows.sort_values([speed, quality], ascending=[speed != THROUGHPUT, False], kind="stable")
-    best, kept = -math.inf, []
-    for place, value in enumerate(rows[quality]):
+    best, positions = -math.inf, []
+    for position, value in enumerate(rows[quality]):
         if value > best:
             best = value
-            kept.append(place)
-    return rows.iloc[kept]
+            positions.append(position)
+    return rows.iloc[positions]
 
 
 def within(frame: pd.DataFrame) -> pd.DataFrame:
@@ -99,12 +99,12 @@ def saturation(frame: pd.DataFrame) -> list[Saturation]:
             continue
         best = ordered.loc[ordered["ips"].idxmax()]
         first = ordered[ordered["ips"] >= SATURATED * best["ips"]].iloc[0]
-        named = dict(zip(SERIES, key, strict=True))
+        identity = dict(zip(SERIES, key, strict=True))
         saturations.append(
             Saturation(
-                model=str(named["model"]),
+                model=str(identity["model"]),
                 configuration=configuration(first),
-                size=str(named["size"]),
+                size=str(identity["size"]),
                 batch=int(first["batch"]),
                 images_per_s=float(first["ips"]),
                 best_batch=int(best["batch"]),

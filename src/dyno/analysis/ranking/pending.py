@@ -19,21 +19,21 @@ Group = tuple[str, str, int, str, str]
 def pending(run: RunData) -> dict[Group, list[str]]:
     """The ids of the trials that another round is for, by the group that is compared, its reference first.
 
-    The pairs that matter are each trial with its reference, and each winner with its runner-up. A pair with a trial
-    that did not end well takes no part.
+    The pairs that matter are each trial with its reference, and each winner with its runner-up. A pair with a failed
+    trial is left out.
     """
     rows = run.frame[run.frame["status"] == "ok"]
     good = set(rows["trial"])
     undecided = list(rows[rows["verdict"] == stats.UNDECIDED]["trial"])
     for ranking in rankings(run):
         undecided += _close(ranking.ranked(LATENCY), run)
-    found: dict[Group, list[str]] = {}
+    groups: dict[Group, list[str]] = {}
     for id in dict.fromkeys(undecided):
         reference = run.references[id].id
         if id in good and reference in good:
-            ids = found.setdefault(run.trials[id].group, [reference])
+            ids = groups.setdefault(run.trials[id].group, [reference])
             ids += [id] if id not in ids else []
-    return found
+    return groups
 
 
 def _close(ranked: pd.DataFrame, run: RunData) -> list[str]:
@@ -43,5 +43,5 @@ def _close(ranked: pd.DataFrame, run: RunData) -> list[str]:
     if first is None or not others or others[0].group != first.group:
         return []
     row = rows.iloc[0]
-    found = speedups.speedup(first, others[0], str(row["boundary"]), str(row["clock"]), run.rule)
-    return [first.id, others[0].id] if found.verdict == stats.UNDECIDED else []
+    speedup = speedups.speedup(first, others[0], str(row["boundary"]), str(row["clock"]), run.rule)
+    return [first.id, others[0].id] if speedup.verdict == stats.UNDECIDED else []

@@ -66,16 +66,16 @@ class Ranking:
 
 def rankings(run: RunData) -> list[Ranking]:
     """Every ranking of a run, in the table's order."""
-    every = []
+    all_rankings = []
     for _, models in run.frame.groupby(["model", "device"], sort=False):
         name, sizes = models["model"].iloc[0], models["size"].unique()
         if run.budgets and len(sizes) > 1:
-            every.append(_ranking(str(name), models, run, True))
+            all_rankings.append(_ranking(str(name), models, run, True))
             continue
         for size in sizes:
             where = str(name) if size == NO_IMAGE else f"{name} at size {size}"
-            every.append(_ranking(where, models[models["size"] == size], run, False))
-    return every
+            all_rankings.append(_ranking(where, models[models["size"] == size], run, False))
+    return all_rankings
 
 
 def _ranking(where: str, rows: pd.DataFrame, run: RunData, sizes: bool) -> Ranking:
@@ -92,6 +92,6 @@ def finalists(run: RunData) -> list[str]:
             chosen = [str(id) for id in ordered["trial"].iloc[:PLACES]]
             if len(ordered) and (reference := ranking.reference(ordered.iloc[0], run.trials)) is not None:
                 chosen.append(reference.id)
-            if len(set(chosen)) > 1:  # alone there is nothing that chance could have decided
+            if len(set(chosen)) > 1:  # a single trial was not selected by chance
                 ids += chosen
     return list(dict.fromkeys(ids))

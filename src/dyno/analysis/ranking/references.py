@@ -15,7 +15,7 @@ def references(results: Results, requested: str | None = None) -> dict[str, Tria
     """The trial that each trial is compared to, by trial id: same model, size, batch and device.
 
     `requested` is a backend (with `@option=value`s or without), `BACKEND/PRECISION`, or the beginning of a trial id
-    (its backend, precision and options then count in every group). By default pytorch fp32 where the group has it, else
+    (its configuration is then the reference in every group). By default pytorch fp32 where the group has it, else
     the group's first trial that ran. A group without it has no reference.
     """
     groups: dict[tuple[str, str, int, str, str], list[TrialResult]] = {}
@@ -24,7 +24,7 @@ def references(results: Results, requested: str | None = None) -> dict[str, Tria
     if requested is None:
         chosen = {g: _default(ts) for g, ts in groups.items()}
     else:
-        chosen = _named(results, groups, requested)
+        chosen = _requested(results, groups, requested)
     return {t.id: ref for t in results.trials if (ref := chosen.get(t.group)) is not None}
 
 
@@ -64,12 +64,15 @@ def _default(trials: list[TrialResult]) -> TrialResult | None:
     return min(baselines, key=lambda t: len(t.options)) if baselines else next(iter(ran), None)
 
 
-def _named(results: Results, groups: dict[Any, list[TrialResult]], requested: str) -> dict[Any, TrialResult | None]:
+def _requested(results: Results, groups: dict[Any, list[TrialResult]], requested: str) -> dict[Any, TrialResult | None]:
     backend, _, precision = requested.replace("/", ":").replace(" ", ":").partition(":")
-    way = next((t.way for t in results.trials if t.id.startswith(requested)), None) if len(requested) >= 4 else None
+    by_id = (t.configuration for t in results.trials if len(requested) >= 4 and t.id.startswith(requested))
+    configuration = next(by_id, None)
 
     def fits(t: TrialResult) -> bool:
-        return t.way == way if way else backend in (t.backend, t.variant) and precision in ("", t.precision)
+        if configuration:
+            return t.configuration == configuration
+        return backend in (t.backend, t.variant) and precision in ("", t.precision)
 
     chosen = {g: next((t for t in ts if fits(t) and t.good), None) for g, ts in groups.items()}
     if not any(chosen.values()):

@@ -109,7 +109,7 @@ class TrialResult:
     @property
     def pair(self) -> str:
         """The configuration that both sides of a comparison have, "" outside one."""
-        return self.way.replace(f"@side={self.side.upper()}", "") if self.side else ""
+        return self.configuration.replace(f"@side={self.side.upper()}", "") if self.side else ""
 
     @property
     def group(self) -> tuple[str, str, int, str, str]:
@@ -123,13 +123,13 @@ class TrialResult:
         return self.backend + "".join(f"@{key}={value}" for key, value in sorted(named.items()))
 
     @property
-    def way(self) -> str:
-        """How the model is run: variant and precision."""
+    def configuration(self) -> str:
+        """Variant and precision: the trial's name within its group."""
         return f"{self.variant} {self.precision}"
 
     @property
     def label(self) -> str:
-        return f"{self.model} {self.way} b{self.batch} {self.size}".removesuffix(f" {NO_IMAGE}")
+        return f"{self.model} {self.configuration} b{self.batch} {self.size}".removesuffix(f" {NO_IMAGE}")
 
     @cached_property
     def good(self) -> list[Round]:
@@ -351,7 +351,7 @@ def _trial(folder: Path, problems: list[str]) -> TrialResult | None:
         if record and record.status in STATUSES:
             found[path.name[0]].append(Round(path, record.round, undamaged(path, record), _device(job)))
         elif record:
-            problems.append(f"{path / 'record.json'} has no status that is known; it is left out")
+            problems.append(f"{path / 'record.json'} has an unknown status; it is left out")
     return TrialResult(folder.name, job, found["r"], found["c"], found["t"], ran) if job else None
 
 
@@ -363,5 +363,5 @@ def _order(t: TrialResult) -> tuple[Any, ...]:
     dims = t.spec["dims"]
     precision = PRECISIONS.index(t.precision) if t.precision in PRECISIONS else len(PRECISIONS)
     place = t.form.place if t.form else 0
-    way = t.backend != "pytorch", t.backend, precision, t.way, t.id
-    return (t.model, dims["height"], dims["width"], t.batch, place, *way)
+    configuration = t.backend != "pytorch", t.backend, precision, t.configuration, t.id
+    return (t.model, dims["height"], dims["width"], t.batch, place, *configuration)

@@ -21,24 +21,24 @@ HEADINGS = {GOOD: "no regression", REGRESSION: "regression"}
 
 
 def outcome(table: Table) -> str:
-    """The whole comparison in two or three words."""
-    return HEADINGS.get(exit_code(table), "can't tell")
+    """The comparison's outcome in one or two words."""
+    return HEADINGS.get(exit_code(table), "undecided")
 
 
 def junit(table: Table, sentences: Sequence[str], path: Path) -> None:
-    """Write a test case for each row: a failure for a regression, an error for what can't be told."""
+    """Write a test case for each row: a failure for a regression, an error for an undecided one."""
     rows = table.rows
     counts = {"failures": sum(bool(r["failed"]) for r in rows),
               "errors": sum(bool(not r["failed"] and undecided(r)) for r in rows)}  # fmt: skip
-    about = {"name": "dyno compare", "tests": str(len(rows)), **{name: str(n) for name, n in counts.items()}}
-    suites = Xml.Element("testsuites", about)
-    suite = Xml.SubElement(suites, "testsuite", about)
+    attributes = {"name": "dyno compare", "tests": str(len(rows)), **{name: str(n) for name, n in counts.items()}}
+    suites = Xml.Element("testsuites", attributes)
+    suite = Xml.SubElement(suites, "testsuite", attributes)
     for r in rows:
         case = Xml.SubElement(suite, "testcase", {"classname": "dyno.compare", "name": where(r), "time": _seconds(r)})
         if r["failed"]:
             Xml.SubElement(case, "failure", {"type": r["failed"], "message": plain(failure(r))})
-        elif why := undecided(r):
-            Xml.SubElement(case, "error", {"type": "can't tell", "message": plain(why)})
+        elif reason := undecided(r):
+            Xml.SubElement(case, "error", {"type": "undecided", "message": plain(reason)})
         ratio = "" if missing(r["ratio"]) else f"{RATIO_SHOWN.text(r)} the latency, "
         Xml.SubElement(case, "system-out").text = plain(f"{ratio}{verdict(r)}")
     Xml.SubElement(suite, "system-out").text = "\n".join(map(plain, sentences))

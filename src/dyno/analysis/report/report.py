@@ -24,8 +24,8 @@ from dyno.worker.record import refuse_links, write_text
 from dyno.worker.spec import UserError
 
 LEAD = (
-    "Every table of the run that holds something; times are in milliseconds per batch. Where a trial has no number, "
-    "the table says how it ended. Each table lies in `tables/` as CSV too."
+    "Every table of the run with rows; times are in milliseconds per batch. Where a trial has no number, "
+    "the table shows its status. Each table is in `tables/` as CSV too."
 )
 
 
@@ -39,7 +39,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Section:
-    """All that the page says about one run; `tables` are HTML by the section of the page, `side` with their titles."""
+    """The page's content about one run; `tables` are HTML by the section of the page, `side` with their titles."""
 
     results: Results
     visible: str
@@ -59,63 +59,63 @@ def write(runs: Sequence[RunData], out: Path) -> Path:
     Several runs become sections of one page. UserError when the folder can't be written.
     """
     out, page = Path(out), Path(out) / "report.html"
-    every = [tables.named(run, "all") for run in runs]
+    all_tables = [tables.named(run, "all") for run in runs]
     refuse_links(out, ("charts", "tables"))
     try:
         (out / "charts").mkdir(parents=True, exist_ok=True)
         names = [run.records.name if len(runs) > 1 else "" for run in runs]
         parts = [
-            _section(run, found, out / "charts", i, name)
-            for i, (run, found, name) in enumerate(zip(runs, every, names, strict=True))
+            _section(run, own_tables, out / "charts", i, name)
+            for i, (run, own_tables, name) in enumerate(zip(runs, all_tables, names, strict=True))
         ]
-        write_tables(runs, every, out)
+        write_tables(runs, all_tables, out)
         write_text(page, _html(parts))
     except OSError as e:
         raise UserError(f"the report can't be written to {out}: {e.strerror or e}; give another folder") from e
     return page
 
 
-def write_tables(runs: Sequence[RunData], every: Sequence[list[Table]], out: Path) -> None:
+def write_tables(runs: Sequence[RunData], all_tables: Sequence[list[Table]], out: Path) -> None:
     """Write OUT/results.csv, tables.md and tables/*.csv; with several runs the CSV files begin with the run's name."""
     refuse_links(out, ("tables",))
     (out / "tables").mkdir(parents=True, exist_ok=True)
-    parts, placed = [], {kind.name for kind in tables.kinds() if kind.section}
-    for run, found in zip(runs, every, strict=True):
+    parts, on_page = [], {kind.name for kind in tables.kinds() if kind.section}
+    for run, own_tables in zip(runs, all_tables, strict=True):
         name = run.records.name
-        for table in found:
+        for table in own_tables:
             file = _file(f"{name}-{table.name}" if len(runs) > 1 else table.name)
             write_text(out / "tables" / f"{file}.csv", export([table], "csv"))
-        parts.append(f"# Tables of {markdown(name)}\n\n{LEAD}\n\n{_markdown(found, placed)}")
+        parts.append(f"# Tables of {markdown(name)}\n\n{LEAD}\n\n{_markdown(own_tables, on_page)}")
     write_text(out / "tables.md", "\n".join(parts))
-    write_text(out / "results.csv", export([_together(runs)], "csv"))
+    write_text(out / "results.csv", export([_all_trials(runs)], "csv"))
 
 
-def _markdown(found: Sequence[Table], placed: set[str]) -> str:
-    """The tables that the page has; what is in no section of it is too long for people, and lies there as CSV."""
-    return export([table for table in found if table.name in placed], "markdown")
+def _markdown(run_tables: Sequence[Table], on_page: set[str]) -> str:
+    """The tables of the page; those in no section are too long to read, and are written as CSV."""
+    return export([table for table in run_tables if table.name in on_page], "markdown")
 
 
-def _together(runs: Sequence[RunData]) -> Table:
+def _all_trials(runs: Sequence[RunData]) -> Table:
     """The trials of all runs; of several, with the run's name."""
-    each = [TRIALS.table(run) for run in runs]
+    run_tables = [TRIALS.table(run) for run in runs]
     if len(runs) == 1:
-        return each[0]
-    for run, table in zip(runs, each, strict=True):
+        return run_tables[0]
+    for run, table in zip(runs, run_tables, strict=True):
         for row in table.rows:
             row["run"] = run.records.name
-    whole = joined(each)
-    return TRIALS.of((*whole.columns, Column("run", "its name", kind=TEXT)), whole.rows)
+    all_trials = joined(run_tables)
+    return TRIALS.of((*all_trials.columns, Column("run", "its name", kind=TEXT)), all_trials.rows)
 
 
-def _section(run: RunData, found: Sequence[Table], folder: Path, index: int, name: str) -> Section:
+def _section(run: RunData, run_tables: Sequence[Table], folder: Path, index: int, name: str) -> Section:
     from markupsafe import Markup
 
     places = {kind.name: kind.section for kind in tables.kinds()}
     shown: dict[str, list[Any]] = {section: [] for section in tables.SECTIONS}
-    for table in found:
+    for table in run_tables:
         if places[table.name] != "side":
             shown[places[table.name]] += [Markup(page_part(table, part)) for part in table.parts()]
-    side = [] if _alone(run) else [table for table in found if places[table.name] == "side"]
+    side = [] if _is_single(run) else [table for table in run_tables if places[table.name] == "side"]
     folded = [
         (f"{table.title}: {part.title}" if part.title else table.title, Markup(page_part(table, part, heading="")))
         for table in side
@@ -135,8 +135,8 @@ def _section(run: RunData, found: Sequence[Table], folder: Path, index: int, nam
     )
 
 
-def _alone(run: RunData) -> bool:
-    """Whether the run has one model, size and batch alone: then the trials' own table says it all."""
+def _is_single(run: RunData) -> bool:
+    """Whether the run has a single model, size and batch: then the trials' table is enough."""
     return len(run.frame[["model", "size", "batch"]].drop_duplicates()) < 2
 
 
@@ -147,13 +147,13 @@ def _file(name: str) -> str:
 def _charts(run: RunData, folder: Path, prefix: str, name: str) -> list[Drawn]:
     from markupsafe import Markup
 
-    found = []
+    drawn = []
     for chart in charts.kinds():
         if (figure := chart.draw(run)) is not None:
             style.save(figure, folder / f"{_file(f'{name}-{chart.name}' if name else chart.name)}.png")
-            found.append(Drawn(chart.caption, Markup(style.svg(figure, f"{prefix}-{chart.name}"))))
+            drawn.append(Drawn(chart.caption, Markup(style.svg(figure, f"{prefix}-{chart.name}"))))
     confusion.write(run.records, folder)
-    return found
+    return drawn
 
 
 def _html(parts: list[Section]) -> str:

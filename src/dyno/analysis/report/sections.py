@@ -16,8 +16,8 @@ from dyno.analysis.tables.gpu_table import ROUND_COLUMNS, ROUNDS, STOPPED, doubt
 from dyno.analysis.tables.trial_table import build_seconds
 from dyno.worker.facts.job import Answered
 
-APART = "Welch's t interval of the log medians of the rounds, so the spread between processes decides"
-TOGETHER = (
+ONE_AFTER_ANOTHER = "Welch's t interval of the log medians of the rounds, so the spread between processes decides"
+IN_TURNS = (
     "of what measured in turns, Student's t interval of the rounds' log ratios, each the median over blocks; of other "
     "pairs, Welch's of the log medians of the rounds"
 )
@@ -29,23 +29,26 @@ def method(results: Results) -> list[tuple[str, str]]:
     """How the numbers were made, as terms and sentences."""
     trials = results.trials
     plans = [t.spec.get("plan") or {} for t in trials]
-    threads = _each(t.spec.get("runtime", {}).get("threads") for t in trials)
-    asked = [t.spec.get("data") or {} for t in trials]
+    threads = _distinct(t.spec.get("runtime", {}).get("threads") for t in trials)
+    data_specs = [t.spec.get("data") or {} for t in trials]
     data = [d for t in trials if (d := t.facts.data)] or [
-        Answered(str(d.get("name", "")), str(d.get("split", "")), int(d.get("count", 0))) for d in asked
+        Answered(str(d.get("name", "")), str(d.get("split", "")), int(d.get("count", 0))) for d in data_specs
     ]
-    inputs = _each(f"{d.name} ({d.split}, {d.count} images)" for d in data)
+    inputs = _distinct(f"{d.name} ({d.split}, {d.count} images)" for d in data)
     return [
         ("latency, model", "inputs already where the engine reads them, outputs left there; one batch at a time"),
         ("latency, all", "from host memory to host memory, copies included; one batch at a time"),
         *_gpu_method(trials),
         ("throughput", "batches queued so that copies and computing overlap, as far as the engine can"),
-        ("rounds", f"{_each(p.get('rounds') for p in plans)}, each in a fresh process, in shuffled, interleaved order"),
-        ("warm-up", f"until the median is steady, {_each(p.get('warmup_s') for p in plans)} s at most"),
+        (
+            "rounds",
+            f"{_distinct(p.get('rounds') for p in plans)}, each in a fresh process, in shuffled, interleaved order",
+        ),
+        ("warm-up", f"until the median is steady, {_distinct(p.get('warmup_s') for p in plans)} s at most"),
         ("sampling ends", _stopping(plans, trials)),
         ("threads", f"{threads} for every backend, pinned to the same cores"),
         ("inputs", inputs),
-        ("“faster”", TOGETHER if any(plan.get("blocks") for plan in plans) else APART),
+        ("“faster”", IN_TURNS if any(plan.get("blocks") for plan in plans) else ONE_AFTER_ANOTHER),
         (
             "accuracy",
             "Wilson's interval for one trial, Tango's score interval for the paired difference to the reference",
@@ -67,7 +70,7 @@ def _gpu_method(trials: list[TrialResult]) -> list[tuple[str, str]]:
         (
             "GPU telemetry",
             "by NVML from outside the job, ten times a second; memory is the peak less what was used before the job; "
-            "samples taken while the card was too hot or its supply gave out are dropped and counted",
+            "samples taken while the GPU was throttled by heat or power are dropped and counted",
         ),
     ]
 
@@ -77,15 +80,17 @@ def _stopping(plans: list[dict[str, Any]], trials: list[TrialResult]) -> str:
         STOPPED.get(m.stopped, m.stopped)
         for t in trials for r in t.good for m in r.record.measurements if m.stopped
     )  # fmt: skip
-    counts = ", ".join(f"{n} × {why}" for why, n in ended.most_common())
-    interval = _each(f"{100 * p['interval']:g} %" for p in plans if "interval" in p)
-    limit = f"when the median is known to ±{interval} or after {_each(p.get('seconds') for p in plans)} s per boundary"
+    counts = ", ".join(f"{n} × {reason}" for reason, n in ended.most_common())
+    interval = _distinct(f"{100 * p['interval']:g} %" for p in plans if "interval" in p)
+    limit = (
+        f"when the median is known to ±{interval} or after {_distinct(p.get('seconds') for p in plans)} s per boundary"
+    )
     if plans and all(p.get("min_samples") == p.get("max_samples") for p in plans):
-        limit = f"after {_each(p.get('max_samples') for p in plans)} samples of each boundary, as was asked for"
+        limit = f"after {_distinct(p.get('max_samples') for p in plans)} samples of each boundary, as requested"
     return limit + (f"; seen: {counts}" if counts else "")
 
 
-def _each(values: Iterable[Any]) -> str:
+def _distinct(values: Iterable[Any]) -> str:
     """The different values, in order, as one phrase."""
     return ", ".join(dict.fromkeys(f"{v:g}" if isinstance(v, float) else str(v) for v in values if v is not None))
 
@@ -105,9 +110,9 @@ def _value(key: str, value: Any) -> str:
 
 def complaints(results: Results) -> list[tuple[str, str, str]]:
     """Failures first, then warnings: kind, trial, and one line."""
-    bad = [(t.status, t.label, t.reason) for t in results if t.status != "ok"]
-    warned = [("warning", t.label, " ".join(w.split())) for t in results for w in t.warnings()]
-    return [*(("unreadable", "", p) for p in results.problems), *bad, *warned]
+    failed = [(t.status, t.label, t.reason) for t in results if t.status != "ok"]
+    warnings = [("warning", t.label, " ".join(w.split())) for t in results for w in t.warnings()]
+    return [*(("unreadable", "", p) for p in results.problems), *failed, *warnings]
 
 
 @dataclass(frozen=True)
@@ -125,27 +130,27 @@ def details(results: Results) -> list[Detail]:
     """A section per trial, at most MOST_DETAILS."""
     from markupsafe import Markup
 
-    found = []
+    trial_details = []
     for t in results.trials[:MOST_DETAILS]:
         table = ROUNDS.of([c for c in ROUND_COLUMNS if c.name not in ("label", "trial")], rounds_of(t), below=doubts)
         parts = [Markup(page_part(table, part, heading="")) for part in table.parts()]
-        found.append(Detail(t.label, t.id, t.status, list(_facts(t)), Markup("").join(parts)))
-    return found
+        trial_details.append(Detail(t.label, t.id, t.status, list(_facts(t)), Markup("").join(parts)))
+    return trial_details
 
 
 def _facts(t: TrialResult) -> Iterator[tuple[str, str]]:
     if t.reason:
         yield "reason", t.reason
-    found = truth(t)
-    known: list[tuple[str, Any]] = [
+    types = truth(t)
+    facts: list[tuple[str, Any]] = [
         ("options", t.facts.options or t.options),
-        ("layers by type", str(found) if found else ""),
-        ("precision", found.sentence if found else ""),
+        ("layers by type", str(types) if types else ""),
+        ("precision", types.sentence if types else ""),
         ("nodes by provider", t.facts.nodes_by_provider),
         ("threads", t.facts.threads),
         ("slowest layers", _slowest(t)),
         ("notes", "; ".join(t.notes())),
-        ("GPU meanwhile", _gpu_words(t)),
+        ("GPU meanwhile", _gpu(t)),
         ("made by", _steps(t)),
         ("ready after", show(build_seconds(t), "duration")),
         ("load", show(t.value("load"), "duration")),
@@ -154,7 +159,7 @@ def _facts(t: TrialResult) -> Iterator[tuple[str, str]]:
         ("weights sha256", t.facts.weights_sha256[:16]),
         ("inputs sha256", t.facts.inputs_sha256[:16]),
     ]
-    yield from ((name, _value("", value)) for name, value in known if value)
+    yield from ((name, _value("", value)) for name, value in facts if value)
 
 
 def _steps(t: TrialResult) -> str:
@@ -171,11 +176,11 @@ def _slowest(t: TrialResult) -> str:
     )
 
 
-def _gpu_words(t: TrialResult) -> str:
+def _gpu(t: TrialResult) -> str:
     if t.gpu is None:
         return ""
-    known = [(f"{show(t.gpu.memory, 'bytes')} of memory", t.gpu.memory), (f"busy for {t.gpu.utilisation:.0f} % of "
+    values = [(f"{show(t.gpu.memory, 'bytes')} of memory", t.gpu.memory), (f"busy for {t.gpu.utilisation:.0f} % of "
              "the timing", t.gpu.utilisation), (f"{t.gpu.clock:,.0f} MHz", t.gpu.clock),
              (f"{t.gpu.power:.0f} W", t.gpu.power), (f"{t.gpu.temperature:.0f} °C", t.gpu.temperature)]  # fmt: skip
-    words = [each for each, value in known if value == value]
-    return ", ".join([*words, *([f"clock limited by {t.gpu.throttle}"] if t.gpu.throttle else [])])
+    parts = [text for text, value in values if value == value]
+    return ", ".join([*parts, *([f"clock limited by {t.gpu.throttle}"] if t.gpu.throttle else [])])

@@ -15,22 +15,22 @@ SECTIONS = ("tables", "accuracy", "side", "")  # of the report, in its order
 
 def kinds() -> list[TableKind]:
     """Every table there can be, in the report's order: Dyno's own, then those of installed distributions."""
-    found = plugins.declared(sys.modules[__name__], TableKind, GROUP).values()
-    return sorted(found, key=lambda kind: (SECTIONS.index(kind.section), kind.place, kind.name))
+    declared = plugins.declared(sys.modules[__name__], TableKind, GROUP).values()
+    return sorted(declared, key=lambda kind: (SECTIONS.index(kind.section), kind.place, kind.name))
 
 
 def named(run: RunData, name: str) -> list[Table]:
-    """The run's table of that name, or for `all` every one that holds something; UserError for a name that is none."""
-    known = {kind.name: kind for kind in kinds()}
+    """The run's table of that name, or for `all` every one with rows; UserError for an unknown name."""
+    by_name = {kind.name: kind for kind in kinds()}
     if name != "all":
-        check_known("table", name, (*known, "all"))
-        return [known[name].table(run)]
-    return [table for kind in known.values() if kind.make and (table := kind.table(run)).rows]
+        check_known("table", name, (*by_name, "all"))
+        return [by_name[name].table(run)]
+    return [table for kind in by_name.values() if kind.make and (table := kind.table(run)).rows]
 
 
 def nothing(name: str) -> str:
-    """Why a run may have nothing in the table of that name."""
-    return next((kind.nothing for kind in kinds() if kind.name == name), "this run has no table that holds anything")
+    """Why the table of that name may be empty."""
+    return next((kind.nothing for kind in kinds() if kind.name == name), "this run has no table with rows")
 
 
 def listed() -> Table:

@@ -21,7 +21,7 @@ PAIRED = (
     Column("lost", "images that only the reference has right", kind=COUNT),
 )
 COPIED = ("images", "budget", "more_images")
-LABEL = Column("label", "the trial: model, way of running, batch and size", kind=TEXT, title="trial")
+LABEL = Column("label", "the trial: model, configuration, batch and size", kind=TEXT, title="trial")
 DECISION = (
     Column("budget", "within, over or undecided", kind=TEXT),
     Column("more_images", "about how many more would decide it", kind=COUNT, title="images to settle"),
@@ -38,20 +38,20 @@ def _scored(kind: TableKind, run: RunData, labels: str) -> Table | None:
     shown: dict[str, Metric] = {}
     for _, r in run.frame.iterrows():
         t, reference = run.trials[r["trial"]], run.trials.get(r["reference"])
-        if t.task.labels != labels or not (known := metrics.measured(t)):
+        if t.task.labels != labels or not (scores := metrics.measured(t)):
             continue
-        shown |= {metric.name: metric for metric, _ in known}
-        columns = [column.name for metric, _ in known for column in metric.columns]
-        row = _copied(run, r, (*columns, *COPIED)) | {"of": known[0][1].of}
-        change = known[0][0].change(t, reference) if reference is not None and reference is not t else None
+        shown |= {metric.name: metric for metric, _ in scores}
+        columns = [column.name for metric, _ in scores for column in metric.columns]
+        row = _copied(run, r, (*columns, *COPIED)) | {"of": scores[0][1].of}
+        change = scores[0][0].change(t, reference) if reference is not None and reference is not t else None
         if isinstance(change, Paired):
             row |= {"gained": change.gained, "lost": change.lost}
-        rows.append(row if change else row | {metric.diff: None for metric, _ in known})
+        rows.append(row if change else row | {metric.diff: None for metric, _ in scores})
     if not rows:
         return None
-    every = sorted(shown.values(), key=lambda metric: metric.place)
-    changes = [m.change_columns[0] for m in every if m.diff in m.printed_columns]
-    return kind.of((LABEL, OF, IMAGES, *(m.value_column for m in every), *PAIRED, *changes, *DECISION), rows)
+    ordered = sorted(shown.values(), key=lambda metric: metric.place)
+    changes = [m.change_columns[0] for m in ordered if m.diff in m.printed_columns]
+    return kind.of((LABEL, OF, IMAGES, *(m.value_column for m in ordered), *PAIRED, *changes, *DECISION), rows)
 
 
 def _classification(run: RunData) -> Table | None:
@@ -63,16 +63,16 @@ def _detection(run: RunData) -> Table | None:
 
 
 def _classes(run: RunData) -> Table | None:
-    """Top-1 of each class in each way of running the model, the worst of the first one first."""
-    shown = [(t, found) for t in confusion.chosen(run.records)[:MOST_COLUMNS] if (found := confusion.of(t))]
+    """Top-1 of each class in each configuration, the worst of the first one first."""
+    shown = [(t, matrix) for t in confusion.chosen(run.records)[:MOST_COLUMNS] if (matrix := confusion.of(t))]
     if not shown or not metrics.measured(shown[0][0]):
         return None
-    tables = [found.per_class() for _, found in shown]
-    each = {
+    tables = [matrix.per_class() for _, matrix in shown]
+    top1 = {
         t.id: dict(zip(table["class"], table["top1"], strict=True)) for (t, _), table in zip(shown, tables, strict=True)
     }
     rows = [
-        {"class": r["class"], "images": r["images"], **{id: found.get(r["class"]) for id, found in each.items()},
+        {"class": r["class"], "images": r["images"], **{id: matrix.get(r["class"]) for id, matrix in top1.items()},
          "taken_for": r["taken_for"], "times": r["times"] or None}
         for r in tables[0].head(MOST_CLASSES).to_dict("records")
     ]  # fmt: skip
@@ -87,11 +87,11 @@ def _classes(run: RunData) -> Table | None:
 
 
 def _average_precision(run: RunData) -> Table | None:
-    """AP50-95 of each class in each way of running the model; rows are classes."""
-    scored = [(t, found) for t in run.records if t.good and (found := detection.of(t))][:MOST_COLUMNS]
-    each = {t.id: {name: 100 * ap for name, _, ap in found.own.by_class()} for t, found in scored}
-    names = list(dict.fromkeys(name for found in each.values() for name in found))[:MOST_CLASSES]
-    rows = [{"class": name, **{id: found.get(name) for id, found in each.items()}} for name in names]
+    """AP50-95 of each class in each configuration; rows are classes."""
+    scored = [(t, scores) for t in run.records if t.good and (scores := detection.of(t))][:MOST_COLUMNS]
+    by_trial = {t.id: {name: 100 * ap for name, _, ap in scores.own.by_class()} for t, scores in scored}
+    names = list(dict.fromkeys(name for scores in by_trial.values() for name in scores))[:MOST_CLASSES]
+    rows = [{"class": name, **{id: scores.get(name) for id, scores in by_trial.items()}} for name in names]
     columns = [Column(t.id, f"AP50-95 of {t.label}", "%", PERCENT, t.label) for t, _ in scored]
     return AVERAGE_PRECISION.of((Column("class", "of the objects", kind=TEXT), *columns), rows) if rows else None
 
@@ -122,7 +122,7 @@ DETECTION = TableKind(
 CLASSES = TableKind(
     "classes",
     "Top-1 by class",
-    "A row per class: top-1 of each way of running the model, and what the class is taken for.",
+    "A row per class: top-1 of each configuration, and what the class is taken for.",
     _classes,
     "no trial answered labelled images",
     "accuracy",
@@ -131,7 +131,7 @@ CLASSES = TableKind(
 AVERAGE_PRECISION = TableKind(
     "average-precision",
     "AP50-95 by class, %",
-    "A row per class: average precision of each way of running the model.",
+    "A row per class: average precision of each configuration.",
     _average_precision,
     "no trial has a mAP",
     "accuracy",

@@ -17,28 +17,28 @@ MOST_PAIRS = 300  # trials whose raw outputs are compared
 
 
 def _pairs(run: RunData) -> list[tuple[TrialResult, TrialResult]]:
-    known = ((t, run.references.get(t.id)) for t in run.records if t.good)
-    return [(t, other) for t, other in known if other is not None and other is not t][:MOST_PAIRS]
+    pairs = ((t, run.references.get(t.id)) for t in run.records if t.good)
+    return [(t, other) for t, other in pairs if other is not None and other is not t][:MOST_PAIRS]
 
 
 def _agreement(run: RunData) -> Table:
-    each = ((t, other, agreement.of(t, other)) for t, other in _pairs(run))
-    rows = [_row(t.label, other.way, found) for t, other, found in each if found]
+    compared = ((t, other, agreement.of(t, other)) for t, other in _pairs(run))
+    rows = [_row(t.label, other.configuration, result) for t, other, result in compared if result]
     return AGREEMENT.of(columns(RTOL, ATOL), rows)
 
 
 def _ranks(run: RunData) -> Table:
-    each = ((t.label, agreement.ranks(t.answers, other.answers)) for t, other in _pairs(run))
-    return ranks([(label, found) for label, found in each if found])
+    compared = ((t.label, agreement.ranks(t.answers, other.answers)) for t, other in _pairs(run))
+    return ranks([(label, result) for label, result in compared if result])
 
 
-def ranks(found: Sequence[tuple[str, list[Rank]]]) -> Table:
+def ranks(by_trial: Sequence[tuple[str, list[Rank]]]) -> Table:
     """The table of the first ten ranks of classifiers, each by its name (R8)."""
     rows = [
-        {"trial": name, **{f"rank_{r.rank}": 100 * r.disagreement for r in each}, "mae": {r.rank: r.mae for r in each}}
-        for name, each in found
+        {"trial": name, "mae": {r.rank: r.mae for r in own}} | {f"rank_{r.rank}": 100 * r.disagreement for r in own}
+        for name, own in by_trial
     ]
-    longest = max((len(each) for _, each in found), default=0)
+    longest = max((len(own) for _, own in by_trial), default=0)
     return RANKS.of((NAME, *(_rank(n) for n in range(1, longest + 1))), rows)
 
 
@@ -54,38 +54,39 @@ def _rank(number: int) -> Column:
 
 def compare(runs: Sequence[Results], rtol: float, atol: float) -> tuple[Table, Table, list[str]]:
     """Every good trial after the first against the first one: the values, the ranks, and a line for each trial that
-    left no outputs. UserError where there are not two, or where they have other outputs.
+    left no outputs. UserError with fewer than two, or where their outputs have other shapes.
 
     `close` is the share of values with |a - b| <= atol + rtol |b|.
     """
     trials = [trial for run in runs for trial in run]
     good = [t for t in trials if t.good]
-    bad = [f"{_name(t)}: {t.status}, {t.reason}" for t in trials if not t.good]
+    failed = [f"{_name(t)}: {t.status}, {t.reason}" for t in trials if not t.good]
     if len(good) < 2:
-        raise UserError("agreement needs two ways of running that work" + (f"; {bad[0]}" if bad else ""))
+        raise UserError("agreement needs two configurations that run" + (f"; {failed[0]}" if failed else ""))
     reference, *others = good
     rows = [_row(_name(t), _name(reference), agreement.compare(t, reference, rtol, atol)) for t in others]
-    found = [(_name(t), agreement.ranks(t.answers, reference.answers)) for t in others]
+    by_trial = [(_name(t), agreement.ranks(t.answers, reference.answers)) for t in others]
     notes = (
         f"against {_name(reference)}: {rows[0]['inputs']} inputs; close is |a - b| <= {atol:g} + {rtol:g} |b|",
-        *(f"no outputs from {line}" for line in bad),
+        *(f"no outputs from {line}" for line in failed),
     )
     table = AGREEMENT.of(columns(rtol, atol), rows, notes=notes)
-    return table, ranks([(name, each) for name, each in found if each]), bad
+    return table, ranks([(name, trial_ranks) for name, trial_ranks in by_trial if trial_ranks]), failed
 
 
 def _name(trial: TrialResult) -> str:
     return f"{trial.model} {trial.backend} {trial.precision}"
 
 
-def _row(name: str, reference: str, found: Agreement) -> dict[str, Any]:
+def _row(name: str, reference: str, result: Agreement) -> dict[str, Any]:
     return {
-        "trial": name, "reference": reference, "inputs": found.samples, "values": found.count, "close": found.close,
-        "max_abs": found.max_abs, "mean_abs": found.mean_abs, "max_rel": found.max_rel, "nonfinite": found.nonfinite,
+        "trial": name, "reference": reference, "inputs": result.samples, "values": result.count, "close": result.close,
+        "max_abs": result.max_abs, "mean_abs": result.mean_abs, "max_rel": result.max_rel,
+        "nonfinite": result.nonfinite,
     }  # fmt: skip
 
 
-NAME = Column("trial", "model and way of running", kind=TEXT)
+NAME = Column("trial", "model and configuration", kind=TEXT)
 
 
 def columns(rtol: float, atol: float) -> tuple[Column, ...]:

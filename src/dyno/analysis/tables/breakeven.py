@@ -20,14 +20,14 @@ from dyno.analysis.tables.trial_table import REFERENCE, build_seconds
 if TYPE_CHECKING:
     import pandas as pd
 
-# What each maker's seconds are called; every other maker builds.
+# The column of each maker's seconds; every other maker builds an engine.
 PARTS = {"onnx_export": "export_s", "onnx_precision": "convert_s", "onnx_modelopt": "convert_s",
          "onnx_sensitivity": "ranking_s"}  # fmt: skip
 PREPARATION = ("export_s", "ranking_s", "convert_s", "engine_s", "compile_s")
-NEVER, PERHAPS, AT_ONCE = "never", "no gain is shown", "at once"
+NEVER, UNPROVEN, AT_ONCE = "never", "no gain is shown", "at once"
 NOTE = (
-    "Export, ranking of layers, conversion with its calibration, engine and compilation, less what the reference "
-    "needs, over what an image gains. The interval is the speed-up's."
+    "Export, ranking of layers, conversion with its calibration, engine and compilation, less the reference's "
+    "preparation, over the seconds gained per image. The interval is the speed-up's."
 )
 
 
@@ -46,12 +46,12 @@ class BreakEven:
     high: float
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         """When it pays off, in words."""
         if self.images is None:
-            return NEVER if not math.isinf(self.high) else PERHAPS
+            return NEVER if not math.isinf(self.high) else UNPROVEN
         if self.extra <= 0:
-            return PERHAPS if math.isinf(self.high) else AT_ONCE  # without a gain there is nothing to pay off
+            return UNPROVEN if math.isinf(self.high) else AT_ONCE  # without a gain there is nothing to pay off
         if math.isinf(self.high):
             return f"{_count(self.images)} images, or never"
         return f"{_count(self.images)} images{limits(self.low, self.high, _count)}"
@@ -61,25 +61,25 @@ def against(row: pd.Series, trial: TrialResult, reference: TrialResult) -> Break
     """The trial of a table's row against a reference, per image at the row's boundary; None without latencies.
 
     The interval is that of the speed-up between processes, with the reference's time as it is, so that no limit says
-    that more than all of it is gained. Preparation is measured once and counts as exact.
+    that more than all of it is gained. Preparation is measured once and taken as exact.
     """
     boundary, clock = str(row["boundary"]), str(row["clock"])
-    own = [m / trial.batch for m in trial.medians(boundary, clock)]
-    theirs = [m / reference.batch for m in reference.medians(boundary, clock)]
-    found = _speedup(row, trial, reference) or stats.speedup(own, theirs)
-    if math.isnan(found.value):
+    costs = [m / trial.batch for m in trial.medians(boundary, clock)]
+    reference_costs = [m / reference.batch for m in reference.medians(boundary, clock)]
+    speedup = _speedup(row, trial, reference) or stats.speedup(costs, reference_costs)
+    if math.isnan(speedup.value):
         return None
-    seconds = stats.center(theirs).value
+    seconds = stats.center(reference_costs).value
     extra = (build_seconds(trial) or 0.0) - (build_seconds(reference) or 0.0)
-    most, least = _images(extra, seconds, found.low), _images(extra, seconds, found.high)
-    gain = seconds * (1 - 1 / found.value)
-    if found.value <= 1:
-        return BreakEven(extra, gain, None, math.nan, math.inf if found.high > 1 else math.nan)
-    return BreakEven(extra, gain, _images(extra, seconds, found.value), least, most)
+    low, high = _images(extra, seconds, speedup.low), _images(extra, seconds, speedup.high)
+    gain = seconds * (1 - 1 / speedup.value)
+    if speedup.value <= 1:
+        return BreakEven(extra, gain, None, math.nan, math.inf if speedup.high > 1 else math.nan)
+    return BreakEven(extra, gain, _images(extra, seconds, speedup.value), high, low)
 
 
 def _speedup(row: pd.Series, trial: TrialResult, reference: TrialResult) -> stats.Interval | None:
-    """The row's own where it has one against that reference, so that it says what the verdict does."""
+    """The row's own where it has one against that reference, so that it agrees with the verdict."""
     if row["reference"] == reference.id and not missing(row["speedup"]):
         return stats.Interval(row["speedup"], row["speedup_low"], row["speedup_high"])
     if trial.batch != reference.batch:  # an image of each is compared, not a batch
@@ -94,18 +94,18 @@ def _images(extra: float, seconds: float, speedup: float) -> float:
 
 
 def parts(t: TrialResult) -> dict[str, float]:
-    """Seconds of each part of a trial's preparation, by PREPARATION; those it has none of are left out.
+    """Seconds of each part of a trial's preparation, by PREPARATION; parts that it doesn't have are left out.
 
-    Calibration is a part of the conversion, which can't do without it.
+    Calibration is a part of the conversion.
     """
-    found: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     for step in t.made_by.steps:
         name = PARTS.get(step.maker, "engine_s")
-        found[name] = found.get(name, 0.0) + step.seconds
-    inside = (build_seconds(t) or 0.0) - sum(found.values())
+        seconds[name] = seconds.get(name, 0.0) + step.seconds
+    inside = (build_seconds(t) or 0.0) - sum(seconds.values())
     if inside > 0 and any(r.value("build") is not None for r in t.good):
-        found["compile_s"] = inside
-    return found
+        seconds["compile_s"] = inside
+    return seconds
 
 
 def _break_even(run: RunData) -> Table:
@@ -114,17 +114,17 @@ def _break_even(run: RunData) -> Table:
         reference = run.trials.get(row["reference"])
         if reference is None or row["verdict"] == REFERENCE or str(row["verdict"]).startswith(INCOMPARABLE):
             continue
-        if (found := against(row, run.trials[row["trial"]], reference)) is not None:
-            rows.append(_row(row, run.trials[row["trial"]], found))
+        if (payoff := against(row, run.trials[row["trial"]], reference)) is not None:
+            rows.append(_row(row, run.trials[row["trial"]], payoff))
     return BREAK_EVEN.of(COLUMNS, rows, notes=(NOTE,), group=("model", "size", "batch"), printed=PRINTED)
 
 
-def _row(row: pd.Series, t: TrialResult, found: BreakEven) -> dict[str, Any]:
-    own = {name: row[name] for name in (*IDENTITY, "trial", "reference", "speedup", "speedup_low", "speedup_high")}
-    return own | parts(t) | {
-        "prepare_s": build_seconds(t) or 0.0, "extra_s": found.extra, "gain_us_per_image": 1e6 * found.gain,
-        "images": math.nan if found.images is None else found.images, "images_low": found.low,
-        "images_high": found.high, "pays_off": found.words,
+def _row(row: pd.Series, t: TrialResult, payoff: BreakEven) -> dict[str, Any]:
+    copied = {name: row[name] for name in (*IDENTITY, "trial", "reference", "speedup", "speedup_low", "speedup_high")}
+    return copied | parts(t) | {
+        "prepare_s": build_seconds(t) or 0.0, "extra_s": payoff.extra, "gain_us_per_image": 1e6 * payoff.gain,
+        "images": math.nan if payoff.images is None else payoff.images, "images_low": payoff.low,
+        "images_high": payoff.high, "pays_off": payoff.text,
     }  # fmt: skip
 
 
@@ -132,7 +132,7 @@ def _count(value: float) -> str:
     return significant(value, 2)
 
 
-WHAT = {
+MEANINGS = {
     "export_s": "exporting", "ranking_s": "ranking layers by their sensitivity",
     "convert_s": "converting to a precision, calibration included", "engine_s": "building the engine's file",
     "compile_s": "compiling in the process",
@@ -140,12 +140,12 @@ WHAT = {
 COLUMNS = (
     *pick(*IDENTITY, "trial", "reference"),
     *(
-        Column(name, f"time of {what}", "s", title=f"{name.removesuffix('_s')} s", rank=3)
-        for name, what in WHAT.items()
+        Column(name, f"time of {meaning}", "s", title=f"{name.removesuffix('_s')} s", rank=3)
+        for name, meaning in MEANINGS.items()
     ),
     Column("prepare_s", "time of all of these", "s"),
     Column("extra_s", "time beyond the reference's", "s", title="more than reference, s", rank=1),
-    Column("gain_us_per_image", "what an image gains", "µs", title="gain, µs/image", rank=2),
+    Column("gain_us_per_image", "time gained per image", "µs", title="gain, µs/image", rank=2),
     *pick("speedup", "speedup_low", "speedup_high"),
     Column("images", "after which the time has paid for itself", "images"),
     Column("images_low", "lower limit by the speed-up's interval", "images"),

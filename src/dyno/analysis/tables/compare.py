@@ -1,7 +1,7 @@
 """Two runs compared with each other, trial by trial: what became slower, less accurate, different, or stopped working.
 
-Every interval is a 95 % interval on its own. A gate over many trials will therefore see a slow-down that is only chance
-now and then: `tolerance` is what keeps such small ones from failing it.
+Every interval is a 95 % interval on its own. A gate over many trials will therefore see a slow-down by chance now and
+then: `tolerance` keeps such small ones from failing it.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from dyno.worker.spec import UserError
 
 TOLERATED, NO_CHANGE = "slower, tolerated", "no change shown"
 VOLATILE = ("load_average",)  # differs from one minute to the next on the same machine
-MACHINE = ("cpu", "cpu_flags", "cores", "machine", "gpu")  # what is another machine where it differs
+MACHINE = ("cpu", "cpu_flags", "cores", "machine", "gpu")  # facts that identify a machine
 BEYOND = "too few rounds for this spread"
-Checked = Mapping[str, str]  # what outputs are, by the trial's id
+Checked = Mapping[str, str]  # AGREE or why outputs are wrong, by the trial's id
 LONGEST = 6  # differences between machines named in one line
 COPIED = ("model", "backend", "precision", "batch", "size", "device", "runtime", "options", "status", "reason",
           "ran_as", "asked_share", "precision_ok")  # fmt: skip
 
 
 def verdict(r: Row) -> str:
-    """A row's verdict; without one, what became of its trial."""
+    """A row's verdict; without one, its trial's status."""
     if r["verdict"]:
         return str(r["verdict"])
     return str(r["status"]) if r["status_a"] == r["status"] else f"{r['status']} (was {r['status_a']})"
@@ -67,9 +67,9 @@ COLUMNS = (
     Column("verdict", "slower, faster, equivalent, undecided, not comparable, wrong outputs", kind=TEXT, cell=verdict),
     Column("measured", "in turns, or one after the other", kind=TEXT),
     Column("smallest", "smallest slow-down that would fail with 80 % power", "%", PERCENT, "catches from, %"),
-    Column("undecided", "why the gate can't tell whether B is slower than allowed", kind=TEXT),
-    Column("rounds_a", "of A that ended well", kind=COUNT),
-    Column("rounds_b", "of B that ended well", kind=COUNT),
+    Column("undecided", "why the gate doesn't decide whether B is slower than allowed", kind=TEXT),
+    Column("rounds_a", "of A that succeeded", kind=COUNT),
+    Column("rounds_b", "of B that succeeded", kind=COUNT),
     Column("images", "that both answered", kind=COUNT),
     *(column for metric in metrics.known().values() for column in _metric_columns(metric)),
     Column("accuracy", "less accurate, more accurate or no change shown", kind=TEXT, rank=3),
@@ -105,12 +105,12 @@ def compare(a: Results, b: Results, rules: Rules | None = None) -> Table:
     """
     rules = rules or Rules()
     if not any(x.good for x, _ in pairs(a, b)):
-        raise UserError(_nothing(a, b, pairs(a, b)))
+        raise UserError(_why_nothing(a, b, pairs(a, b)))
     table = _table(a, b, rules, (_checked(a), _checked(b)))
     refused = [r["verdict"] for r in table.rows if r["verdict"].startswith(INCOMPARABLE)]
     if len(refused) == len(table.rows):
-        why = Counter(verdict.partition(": ")[2] for verdict in refused).most_common(1)[0][0]
-        raise UserError(f"{a.folder} and {b.folder} can't be compared: {why}")
+        reason = Counter(verdict.partition(": ")[2] for verdict in refused).most_common(1)[0][0]
+        raise UserError(f"{a.folder} and {b.folder} can't be compared: {reason}")
     return table
 
 
@@ -139,41 +139,43 @@ def _table(a: Results, b: Results, rules: Rules, checked: tuple[Checked, Checked
 
 
 def other_machine(a: Results, b: Results) -> str:
-    """What tells the machine of one run from that of the other, "" where it seems to be the same."""
+    """The facts that distinguish the machines of two runs, "" where it seems to be the same."""
     before, now = _flat(a.environment), _flat(b.environment)
     changed = [n for n in MACHINE if before.get(n) and now.get(n) and before[n] != now[n]]
     return "; ".join(f"{n} {before[n]} against {now[n]}" for n in changed)
 
 
-def _gated(found: dict[str, Any], a: TrialResult, b: TrialResult, rules: Rules, elsewhere: str) -> dict[str, Any]:
-    """The row with what a gate says of it: what it would have caught, and why it can't tell, if it can't."""
-    low, high, rounds = found["ratio_low"], found["ratio_high"], min(found["rounds_a"], found["rounds_b"])
+def _gated(row: dict[str, Any], a: TrialResult, b: TrialResult, rules: Rules, elsewhere: str) -> dict[str, Any]:
+    """The row with a gate's decision: the smallest slow-down that fails, and why it is undecided, if it is."""
+    low, high, rounds = row["ratio_low"], row["ratio_high"], min(row["rounds_a"], row["rounds_b"])
     if not missing(low):
-        found["smallest"] = 100 * smallest_slowdown(low, high, rounds, rules.tolerance)
-    if not rules.gate or STATUS in found["failed"]:
-        return found
-    failed = [c for c in found["failed"].split(", ") if c and c != SLOWER]
-    crowd = cpu_contention([a, b]) if found["measured"] != stats.TURNS else None
-    if missing(found["ratio"]):
-        why = found["verdict"] or f"A is {found['status_a']}, B is {found['status']}"
-    elif found["verdict"] == stats.ONE_ROUND:
-        why = "one round only, and nothing is known of the next; measure two rounds or more"
+        row["smallest"] = 100 * smallest_slowdown(low, high, rounds, rules.tolerance)
+    if not rules.gate or STATUS in row["failed"]:
+        return row
+    failed = [c for c in row["failed"].split(", ") if c and c != SLOWER]
+    contention = cpu_contention([a, b]) if row["measured"] != stats.TURNS else None
+    if missing(row["ratio"]):
+        reason = row["verdict"] or f"A is {row['status_a']}, B is {row['status']}"
+    elif row["verdict"] == stats.ONE_ROUND:
+        reason = "one round only, which can't show how much rounds differ; measure two rounds or more"
     elif elsewhere:
-        why = f"A was measured on another machine ({elsewhere}); measure it again here with --again"
-    elif crowd and crowd.mostly:
-        why = f"other programs kept up to {crowd.processors:.1f} processors busy, and it wasn't measured in turns"
-    elif SLOWER not in found["failed"] and high >= 1 + rules.tolerance:
-        why = f"{BEYOND}: the interval reaches {100 * (high - 1):.1f} %, and {100 * rules.tolerance:g} % are allowed"
+        reason = f"A was measured on another machine ({elsewhere}); measure it again here with --again"
+    elif contention and contention.mostly:
+        reason = (
+            f"other programs kept up to {contention.processors:.1f} processors busy, and it wasn't measured in turns"
+        )
+    elif SLOWER not in row["failed"] and high >= 1 + rules.tolerance:
+        reason = f"{BEYOND}: the interval reaches {100 * (high - 1):.1f} %, and {100 * rules.tolerance:g} % are allowed"
     else:
-        return found
-    return found | {"failed": ", ".join(failed), "undecided": why}
+        return row
+    return row | {"failed": ", ".join(failed), "undecided": reason}
 
 
 def _checked(run: Results) -> Checked:
     """What each trial's outputs are, compared with its own run's reference: AGREE, the verdict of wrong ones, or ""."""
     try:
         rows = trial_table.read(run).frame.to_dict("records")
-    except UserError:  # the study's reference didn't run: nothing was checked, and the row of that trial says why
+    except UserError:  # the study's reference failed: nothing was checked, and that trial's row has the reason
         return {}
     return {r["trial"]: r["verdict"] if r["outputs"] == WRONG else r["outputs"] for r in rows}
 
@@ -181,40 +183,40 @@ def _checked(run: Results) -> Checked:
 def pairs(a: Results, b: Results) -> list[tuple[TrialResult, TrialResult]]:
     """The trials of both runs, as (A's, B's), in A's order.
 
-    The same id is the same trial. An id also stands for the plan and the data, so of the others those belong together
-    that are called the same, where only one of each run is.
+    The same id is the same trial. An id also includes the plan and the data, so the others are
+    paired by name, where each run has one of that name.
     """
     ids = {t.id: t for t in b}
-    known = {t.id for t in a}
-    left, right = (_by_name(t for t in run if not (t.id in ids and t.id in known)) for run in (a, b))
-    found = []
+    own_ids = {t.id for t in a}
+    left, right = (_by_name(t for t in run if not (t.id in ids and t.id in own_ids)) for run in (a, b))
+    matched = []
     for t in a:
         name = _name(t)
         if t.id in ids:
-            found.append((t, ids[t.id]))
+            matched.append((t, ids[t.id]))
         elif len(left[name]) == len(right[name]) == 1:
-            found.append((t, right[name][0]))
-    return found
+            matched.append((t, right[name][0]))
+    return matched
 
 
 def _by_name(trials: Iterator[TrialResult]) -> Mapping[str, list[TrialResult]]:
-    found: dict[str, list[TrialResult]] = defaultdict(list)
+    by_name: dict[str, list[TrialResult]] = defaultdict(list)
     for t in trials:
-        found[_name(t)].append(t)
-    return found
+        by_name[_name(t)].append(t)
+    return by_name
 
 
 def _name(t: TrialResult) -> str:
-    return json.dumps([t.pair or t.way, t.group, t.spec["dims"].get("shapes")], sort_keys=True)
+    return json.dumps([t.pair or t.configuration, t.group, t.spec["dims"].get("shapes")], sort_keys=True)
 
 
-def _nothing(a: Results, b: Results, shared: list[tuple[TrialResult, TrialResult]]) -> str:
+def _why_nothing(a: Results, b: Results, shared: list[tuple[TrialResult, TrialResult]]) -> str:
     if shared:
-        return f"nothing to compare: no trial that both runs have ended well in {a.folder}"
-    return f"{a.folder} and {b.folder} share no trial; {_some(a)} against {_some(b)}"
+        return f"nothing to compare: no trial that both runs have succeeded in {a.folder}"
+    return f"{a.folder} and {b.folder} share no trial; {_some_trials(a)} against {_some_trials(b)}"
 
 
-def _some(run: Results) -> str:
+def _some_trials(run: Results) -> str:
     first, *others = [plain(t.label) for t in run]
     return first + (f" and {len(others)} more" if others else "")
 
@@ -225,17 +227,23 @@ def row(a: TrialResult, b: TrialResult, rules: Rules, checked: tuple[str, str] =
     `checked` says of A's outputs and of B's what `_checked` does.
     """
     own = trial_table.row(b, trial_table.Comparison(None))
-    found: dict[str, Any] = {c.name: "" if c.kind == TEXT else None for c in COLUMNS} | {
+    columns: dict[str, Any] = {c.name: "" if c.kind == TEXT else None for c in COLUMNS} | {
         name: own[name] for name in COPIED if name in own
     }
     if b.side:  # a pair is of both sides
-        found["options"] = found["options"].removeprefix(f"side={b.side.upper()}").strip()
-    found |= {"status_a": a.status, "rounds_a": len(a.good), "rounds_b": len(b.good), "trial_a": a.id, "trial_b": b.id}
-    if why := refusal(a, b):
-        return found | {"verdict": f"{INCOMPARABLE}: {why}"}
-    found |= _speed(a, b, rules.tolerance) | _accuracy(a, b) | _agreement(a, b, rules) | _outputs(*checked)
-    found["failed"] = ", ".join(c for c in rules.fail_on if _fails(c, found, rules, bool(a.good and b.good)))
-    return found
+        columns["options"] = columns["options"].removeprefix(f"side={b.side.upper()}").strip()
+    columns |= {
+        "status_a": a.status,
+        "rounds_a": len(a.good),
+        "rounds_b": len(b.good),
+        "trial_a": a.id,
+        "trial_b": b.id,
+    }
+    if reason := refusal(a, b):
+        return columns | {"verdict": f"{INCOMPARABLE}: {reason}"}
+    columns |= _speed(a, b, rules.tolerance) | _accuracy(a, b) | _agreement(a, b, rules) | _outputs(*checked)
+    columns["failed"] = ", ".join(c for c in rules.fail_on if _fails(c, columns, rules, bool(a.good and b.good)))
+    return columns
 
 
 def refusal(a: TrialResult, b: TrialResult) -> str:
@@ -247,11 +255,11 @@ def refusal(a: TrialResult, b: TrialResult) -> str:
     if data[0] != data[1]:
         aside = [accuracy.set_aside(t) for t in (a, b)]
         if a.good and b.good and aside[0] != aside[1] and accuracy.same_photographs(a, b):
-            few, many = sorted(aside)
-            return f"other test images, {many:,} set aside for calibration in one run and {few:,} in the other"
+            fewest, most = sorted(aside)
+            return f"other test images, {most:,} set aside for calibration in one run and {fewest:,} in the other"
         return "other data"
-    if why := incomparable(b, a):
-        return why
+    if reason := incomparable(b, a):
+        return reason
     timed = [", ".join(x for x in LATENCIES if t.medians(x)) or "none" for t in (a, b)]
     if a.good and b.good and timed[0] != timed[1] and not trial_table.compared_boundary(b, a):
         return f"other boundary, latency of {timed[0]} against {timed[1]}"
@@ -259,7 +267,7 @@ def refusal(a: TrialResult, b: TrialResult) -> str:
 
 
 def _weights(t: TrialResult) -> str:
-    """What the weights are known by before anything ran: a checkpoint's or file's content, or how they are drawn."""
+    """What identifies the weights before anything ran: a checkpoint's or file's content, or how they are drawn."""
     model = t.spec["model"]
     content = model.get("source_sha256") if str(model.get("source")).startswith("file:") else ""
     drawn = "pretrained" if model.get("pretrained") else f"seed {model.get('seed', 0)}"
@@ -276,7 +284,7 @@ def _speed(a: TrialResult, b: TrialResult, tolerance: float) -> dict[str, Any]:
     before, after = a.medians(boundary, clock), b.medians(boundary, clock)
     if not (before and after):
         return {}
-    # Turned round on purpose: how many times faster A is, is how many times longer B takes.
+    # A's speed-up over B is the ratio of B's latency to A's.
     s = speedups.speedup(a, b, boundary, clock, stats.Rule(tolerance))
     verdict = s.verdict
     if verdict == stats.FASTER:
@@ -292,35 +300,35 @@ def _speed(a: TrialResult, b: TrialResult, tolerance: float) -> dict[str, Any]:
 
 
 def _outputs(a: str, b: str) -> dict[str, Any]:
-    """What becomes of a row by its outputs: what computes something else is neither faster nor slower."""
-    found: dict[str, Any] = {"outputs_a": a.partition(":")[0], "outputs": b.partition(":")[0]}
-    if WRONG not in found.values():
-        return found
-    found |= dict.fromkeys(("ratio", "ratio_low", "ratio_high"), math.nan)
-    return found | {"verdict": b if found["outputs"] == WRONG else f"{WRONG} in A: {a.partition(': ')[2]}"}
+    """The columns on outputs: a row with wrong outputs is neither faster nor slower."""
+    columns: dict[str, Any] = {"outputs_a": a.partition(":")[0], "outputs": b.partition(":")[0]}
+    if WRONG not in columns.values():
+        return columns
+    columns |= dict.fromkeys(("ratio", "ratio_low", "ratio_high"), math.nan)
+    return columns | {"verdict": b if columns["outputs"] == WRONG else f"{WRONG} in A: {a.partition(': ')[2]}"}
 
 
 def _accuracy(a: TrialResult, b: TrialResult) -> dict[str, Any]:
-    """Each metric that both have, and by the first one whether B is less accurate."""
-    found: dict[str, Any] = {}
+    """Each metric that both have, and whether B is less accurate by the first one."""
+    columns: dict[str, Any] = {}
     before = {metric.name: value for metric, value in metrics.measured(a)}
     for metric, own in metrics.measured(b):
         change = metric.change(b, a)
         if change is None or metric.name not in before:
             continue
-        if not found:
+        if not columns:
             d = change.difference
-            words = "less accurate" if d.high < 0 else "more accurate" if d.low > 0 else NO_CHANGE
-            found = {"images": change.images, "accuracy": words, "judged_by": metric.diff}
-        found |= {f"{metric.column}_a": 100 * before[metric.name].interval.value,
+            verdict = "less accurate" if d.high < 0 else "more accurate" if d.low > 0 else NO_CHANGE
+            columns = {"images": change.images, "accuracy": verdict, "judged_by": metric.diff}
+        columns |= {f"{metric.column}_a": 100 * before[metric.name].interval.value,
                   f"{metric.column}_b": 100 * own.interval.value}  # fmt: skip
-        found |= in_percent(metric.diff, change.difference)
-    return found
+        columns |= in_percent(metric.diff, change.difference)
+    return columns
 
 
 def _agreement(a: TrialResult, b: TrialResult, rules: Rules) -> dict[str, Any]:
-    found = agreement.of(b, a, rules.rtol, rules.atol)
-    return {} if found is None else {"close": found.close, "max_abs": found.max_abs}
+    result = agreement.of(b, a, rules.rtol, rules.atol)
+    return {} if result is None else {"close": result.close, "max_abs": result.max_abs}
 
 
 def _fails(condition: str, r: Row, rules: Rules, both_ran: bool) -> bool:
@@ -337,23 +345,24 @@ def _fails(condition: str, r: Row, rules: Rules, both_ran: bool) -> bool:
 
 
 def _notes(a: Results, b: Results, shared: list[tuple[TrialResult, TrialResult]]) -> Iterator[str]:
-    """What the reader of the verdicts must know besides them."""
+    """Notes on what may explain the differences."""
     changed = dict(_differences(a.environment, b.environment))
     for x, y in shared:
         if x.good and y.good:
             changed |= _differences(x.good[0].record.system, y.good[0].record.system)
             changed |= _differences({"threads": x.facts.threads}, {"threads": y.facts.threads})
     if changed and a.folder != b.folder:
-        each = [f"{name} {before} against {after}" for name, (before, after) in changed.items()]
-        more = [f"{len(each) - LONGEST} more"] if len(each) > LONGEST else []
-        yield f"the machines or versions differ, which may be the whole difference: {'; '.join(each[:LONGEST] + more)}"
+        differences = [f"{name} {before} against {after}" for name, (before, after) in changed.items()]
+        rest = [f"{len(differences) - LONGEST} more"] if len(differences) > LONGEST else []
+        text = "; ".join(differences[:LONGEST] + rest)
+        yield f"the machines or versions differ, which may be the whole difference: {text}"
     if warned := sum(1 for pair in shared if any(t.warnings() for t in pair)):
         trials = counting(len(shared), "trial")
         yield f"{warned} of {trials} with warnings that may explain a change; `dyno report` lists them"
     for name, run in (("A", a), ("B", b)):
         paired = {t.id for pair in shared for t in pair}
-        if alone := [plain(t.label) for t in run if t.id not in paired]:
-            yield f"only in {name}: {alone[0]}" + (f" and {len(alone) - 1} more" if len(alone) > 1 else "")
+        if unpaired := [plain(t.label) for t in run if t.id not in paired]:
+            yield f"only in {name}: {unpaired[0]}" + (f" and {len(unpaired) - 1} more" if len(unpaired) > 1 else "")
     yield from (*a.problems, *b.problems)
 
 
@@ -364,14 +373,14 @@ def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[
 
 
 def _flat(values: Mapping[str, Any]) -> dict[str, str]:
-    """Nested tables by their innermost name, everything as one line of text; what isn't known is left out."""
-    found: dict[str, str] = {}
+    """Nested tables by their innermost name, everything as one line of text; unknown values are left out."""
+    flat: dict[str, str] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
-            found |= _flat(value)
+            flat |= _flat(value)
         elif value not in (None, "", []):
-            found[name] = plain(" ".join(map(str, value)) if isinstance(value, list) else value)
-    return found
+            flat[name] = plain(" ".join(map(str, value)) if isinstance(value, list) else value)
+    return flat
 
 
 def floored(share: float) -> str:

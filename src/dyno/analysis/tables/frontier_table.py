@@ -20,36 +20,37 @@ if TYPE_CHECKING:
 LIMITS = ("low", "high")
 SPEEDS = ("latency_ms", "latency_ms_low", "latency_ms_high", "throughput_ips", "throughput_low", "throughput_high")
 NOTE = (
-    "Nothing is both faster and more accurate: by latency among the smallest batch, by images/s among all. Intervals "
-    "of speed are between processes; neighbours whose intervals overlap may belong the other way round."
+    "No trial is both faster and more accurate than one of these: by latency at the smallest batch, by images/s at "
+    "all. Intervals "
+    "of speed are between processes; neighbours whose intervals overlap may be in the other order."
 )
 
 
 def _frontier(run: RunData) -> Table:
-    rows = [row for contest in rankings(run) for row in _rows(contest)]
+    rows = [row for ranking in rankings(run) for row in _rows(ranking)]
     return FRONTIER.of(COLUMNS, rows, notes=(NOTE,), group=("model", "device"), printed=PRINTED)
 
 
-def _rows(contest: Ranking) -> Iterator[dict[str, Any]]:
-    metric = contest.metric
-    if metric.column not in contest.group:
+def _rows(ranking: Ranking) -> Iterator[dict[str, Any]]:
+    metric = ranking.metric
+    if metric.column not in ranking.group:
         return
     edges = {
-        "latency": frontier.pareto(contest.first, LATENCY, metric.column),
-        "throughput": frontier.pareto(contest.group, THROUGHPUT, metric.column),
+        "latency": frontier.pareto(ranking.first, LATENCY, metric.column),
+        "throughput": frontier.pareto(ranking.group, THROUGHPUT, metric.column),
     }
-    on = {name: set(edge["trial"]) for name, edge in edges.items()}
-    chosen = contest.group[contest.group["trial"].isin(set().union(*on.values()))]
+    ids_on = {name: set(edge["trial"]) for name, edge in edges.items()}
+    chosen = ranking.group[ranking.group["trial"].isin(set().union(*ids_on.values()))]
     for _, row in chosen.sort_values(["batch", LATENCY], kind="stable").iterrows():
-        where = [name for name, ids in on.items() if row["trial"] in ids]
+        where = [name for name, ids in ids_on.items() if row["trial"] in ids]
         yield _row(row, metric, " and ".join(where))
 
 
 def _row(row: pd.Series, metric: Metric, where: str) -> dict[str, Any]:
     low, high = metric.interval(row)
     change_low, change, change_high = metric.change_in(row)
-    own = {name: row[name] for name in (*IDENTITY, "trial", *SPEEDS, "budget", "more_images")}
-    return own | {
+    copied = {name: row[name] for name in (*IDENTITY, "trial", *SPEEDS, "budget", "more_images")}
+    return copied | {
         "throughput_ips_low": row["throughput_low"], "throughput_ips_high": row["throughput_high"],
         "frontier": where, "metric": metric.name, "accuracy": row[metric.column], "accuracy_low": low,
         "accuracy_high": high, "change": change, "change_low": change_low, "change_high": change_high,
@@ -58,9 +59,9 @@ def _row(row: pd.Series, metric: Metric, where: str) -> dict[str, Any]:
 
 COLUMNS = (
     *pick(*IDENTITY, "trial"),
-    Column("frontier", "in which speed nothing beats it: latency, throughput or both", kind=TEXT),
+    Column("frontier", "the speed in which nothing beats it: latency, throughput or both", kind=TEXT),
     *(replace(column, interval=column.name in (LATENCY, THROUGHPUT), rank=0) for column in pick(*SPEEDS)),
-    Column("metric", "what accuracy is shown by: the budget's first metric", kind=TEXT, rank=4),
+    Column("metric", "the metric of accuracy: the budget's first", kind=TEXT, rank=4),
     Column("accuracy", "by that metric", "%", PERCENT, "accuracy %", interval=True),
     *(Column(f"accuracy_{end}", f"{end} limit of its 95 % interval", "%", PERCENT) for end in LIMITS),
     Column("change", "against the reference on the same images", "points", POINTS, rank=2, interval=True),

@@ -1,4 +1,4 @@
-"""What each trial did to its GPU, and how each of its rounds was sampled."""
+"""The GPU's telemetry for each trial, and how each round was sampled."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ STOPPED = {"interval": "narrow enough", "seconds": "time was up", "samples": "en
 
 
 def _gpu(run: RunData) -> Table:
-    note = "While timing, but memory and temperature of the whole job. Memory is the peak less what was used before."
+    note = "While timing; memory and temperature are of the whole job, memory the peak less what was used before."
     rows = [_gpu_row(t, t.gpu) for t in run.records if t.gpu is not None]
     return GPU.of(GPU_COLUMNS, rows, notes=(note,))
 
 
-def _gpu_row(t: TrialResult, found: Summary) -> Row:
+def _gpu_row(t: TrialResult, summary: Summary) -> Row:
     launch = gpu_remarks.launch(t)
     return {
-        "label": t.label, "memory": 1e-6 * found.memory, "utilisation": found.utilisation, "clock": found.clock,
-        "lowest_clock": found.clock_min, "power": found.power, "temperature": found.temperature,
-        "limited_by": found.throttle, "throttled_samples": sum(each.hit for each in gpu_remarks.throttled(t)),
-        "others": found.others, "outside_gpu_ms": 1e3 * launch.outside if launch else None,
+        "label": t.label, "memory": 1e-6 * summary.memory, "utilisation": summary.utilisation, "clock": summary.clock,
+        "lowest_clock": summary.clock_min, "power": summary.power, "temperature": summary.temperature,
+        "limited_by": summary.throttle, "throttled_samples": sum(span.hit for span in gpu_remarks.throttled(t)),
+        "others": summary.others, "outside_gpu_ms": 1e3 * launch.outside if launch else None,
     }  # fmt: skip
 
 
@@ -47,7 +47,7 @@ def doubts(rows: list[Row]) -> list[str]:
 
 
 def rounds_of(t: TrialResult) -> list[Row]:
-    """A row for each round, boundary and clock that was timed; rounds count from 1."""
+    """A row for each round, boundary and clock that was timed; rounds are numbered from 1."""
     return [
         {"label": t.label, "trial": t.id, "round": r.number + 1, "status": r.status, "boundary": boundary,
          "clock": clock, **_sampling(r, boundary, clock)}
@@ -60,13 +60,13 @@ def _sampling(r: Round, boundary: str, clock: str) -> Row:
     samples = r.samples("latency", boundary, clock)
     measured = r.measurement("latency", boundary, clock)
     stopped = measured.stopped if measured else ""
-    ended = {"ended": STOPPED.get(stopped, stopped)}
+    reason = {"ended": STOPPED.get(stopped, stopped)}
     if not samples.size:
-        return ended
+        return reason
     s, interval = stats.summary(samples), stats.median_interval(samples)
-    found = {f"{name}_s": stats.percentile_interval(samples, q) for name, q in PERCENTILES.items()}
-    each = {f"{name}{end}": getattr(p, key) for name, p in found.items() for key, end in ENDS.items()}
-    return ended | each | {"samples": s.count, "median_s": s.median, "median_s_low": interval.low, "median_s_high":
+    percentiles = {f"{name}_s": stats.percentile_interval(samples, q) for name, q in PERCENTILES.items()}
+    columns = {f"{name}{end}": getattr(p, key) for name, p in percentiles.items() for key, end in ENDS.items()}
+    return reason | columns | {"samples": s.count, "median_s": s.median, "median_s_low": interval.low, "median_s_high":
                            interval.high, "mean_s": s.mean, "max_s": s.max}  # fmt: skip
 
 
@@ -127,11 +127,11 @@ GPU = TableKind(
 ROUND_COLUMNS = (
     LABEL,
     Column("trial", "the id", kind=TEXT),
-    Column("round", "from 1 on", kind=COUNT),
+    Column("round", "number, from 1", kind=COUNT),
     Column("status", "of the round", kind=TEXT),
     Column("boundary", "model or all", kind=TEXT),
     Column("clock", "gpu or host", kind=TEXT),
-    Column("samples", "that count", kind=COUNT),
+    Column("samples", "after the warm-up", kind=COUNT),
     _duration("median_s", "of the samples", 4),
     Column("median_s_low", "lower limit of the median's 95 % interval", "s", title="95 % interval", cell=_interval),
     Column("median_s_high", "upper limit of it", "s", cell=lambda _: ""),

@@ -1,4 +1,4 @@
-"""The tables that published comparisons print: a row per model, size and batch, a column per way of running it.
+"""The tables that published comparisons print: a row per model, size and batch, a column per configuration.
 
 docs/tables.md says what each one holds.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 KEYS = ("model", "size", "batch")
-STATISTIC = Column("statistic", "what of the trials the numbers are", kind=TEXT)
+STATISTIC = Column("statistic", "which statistic of the trials it is", kind=TEXT)
 LIMITS = ("interval from", "interval to")  # of the speed-up
 MOST_PAIRS = 300  # trials whose raw outputs are compared
 NAMES = {**{name: name for name in STATISTICS if name != "std"}, "trimmed std": "trimmed_std"}
@@ -30,36 +30,36 @@ def pivot(
     kind: TableKind, run: RunData, columns: Mapping[str, str], shown: str = NUMBER, samples: str = "", **more: Any
 ) -> Table | None:
     """One row per statistic, model, size and batch; `columns` maps a statistic's name to the frame's column, or to one
-    of `more`, and `shown` is the kind of its numbers. `samples` is the frame's column of how many stand behind them.
+    of `more`, and `shown` is the kind of its numbers. `samples` is the frame's column of the number of samples.
 
-    A trial without a number is printed as how it ended, which is no number in CSV and JSON.
+    A trial without a number is printed as its status, which is empty in CSV and JSON.
     """
     frame = run.frame.assign(**more)
     columns = {k: c for k, c in columns.items() if frame[c].notna().any()}
     if not columns:
         return None
     rows = frame.assign(
-        way=[configuration(r) for _, r in frame.iterrows()], **frame[list(columns.values())].astype(float)
+        configuration=[configuration(r) for _, r in frame.iterrows()], **frame[list(columns.values())].astype(float)
     )
-    useful = rows.groupby("way", sort=False)[list(columns.values())].count().sum(axis=1) > 0
-    silent = rows.groupby("way", sort=False)["status"].agg(lambda s: set(s) <= {"ok", "skipped"})
-    ways = sorted((w for w in useful.index if useful[w] or not silent[w]), key=_place(rows))
-    made: list[Row] = []
+    counts = rows.groupby("configuration", sort=False)[list(columns.values())].count().sum(axis=1) > 0
+    refused = rows.groupby("configuration", sort=False)["status"].agg(lambda s: set(s) <= {"ok", "skipped"})
+    configurations = sorted((name for name in counts.index if counts[name] or not refused[name]), key=_order(rows))
+    pivoted: list[Row] = []
     for statistic, column in columns.items():
         for key, group in rows.groupby(list(KEYS), sort=False):
-            cells = dict(zip(group["way"], group[column], strict=True))
-            said = {w: _said(r, statistic) for w, (_, r) in zip(group["way"], group.iterrows(), strict=True)}
-            doubts = (
-                {w for w, n in zip(group["way"], group[samples], strict=True) if few(statistic, n)} if samples else ()
-            )
-            own = {"statistic": statistic, **dict(zip(KEYS, key, strict=True)), "said": said, "few": doubts}
-            made.append(own | {w: cells.get(w) for w in ways})
-    heads = (
+            values = dict(zip(group["configuration"], group[column], strict=True))
+            names = list(group["configuration"])
+            instead = {name: _instead(r, statistic) for name, (_, r) in zip(names, group.iterrows(), strict=True)}
+            counted = zip(names, group[samples], strict=True) if samples else ()
+            doubts = {name for name, count in counted if few(statistic, count)}
+            row = {"statistic": statistic, **dict(zip(KEYS, key, strict=True)), "instead": instead, "few": doubts}
+            pivoted.append(row | {name: values.get(name) for name in configurations})
+    columns_ = (
         STATISTIC,
         *pick(*KEYS),
-        *(Column(w, "of this way of running", kind=shown, cell=_cell(w, shown)) for w in ways),
+        *(Column(name, "of this configuration", kind=shown, cell=_cell(name, shown)) for name in configurations),
     )
-    return kind.of(heads, made, group=("statistic",), notes=_left_out(rows, ways), below=_doubts)
+    return kind.of(columns_, pivoted, group=("statistic",), notes=_left_out(rows, configurations), below=_doubts)
 
 
 def _doubts(rows: list[Row]) -> list[str]:
@@ -68,8 +68,8 @@ def _doubts(rows: list[Row]) -> list[str]:
 
 def _cell(name: str, kind: str) -> Callable[[Row], str]:
     def cell(row: Row) -> str:
-        said = row["said"].get(name, "")
-        return said if said == UNBOUNDED or missing(row[name]) else _number(row, name, kind)
+        instead = row["instead"].get(name, "")
+        return instead if instead == UNBOUNDED or missing(row[name]) else _number(row, name, kind)
 
     return cell
 
@@ -78,24 +78,25 @@ def _number(row: Row, name: str, kind: str) -> str:
     return parenthesised(SHOWN[kind](row[name]), name in row["few"])
 
 
-def _said(row: pd.Series, statistic: str) -> str:
-    """What is printed instead of a number: how the trial ended, or that an interval bounds nothing."""
+def _instead(row: pd.Series, statistic: str) -> str:
+    """The text instead of a number: the trial's status, or that the interval is too wide."""
     wide = not missing(row["speedup_low"]) and not bounded(row["speedup_low"], row["speedup_high"])
     if statistic in LIMITS and wide:
         return UNBOUNDED
     return str(row["status"]) if row["status"] != "ok" else ""
 
 
-def _place(rows: pd.DataFrame) -> Callable[[str], tuple[bool, int]]:
-    """Where a way's column stands: PyTorch first, then as the ways come."""
-    order = list(dict.fromkeys(rows["way"]))
-    return lambda w: (not w.startswith("pytorch"), order.index(w))
+def _order(rows: pd.DataFrame) -> Callable[[str], tuple[bool, int]]:
+    """The order of the columns: PyTorch first, then as in the run."""
+    names = list(dict.fromkeys(rows["configuration"]))
+    return lambda name: (not name.startswith("pytorch"), names.index(name))
 
 
-def _left_out(rows: pd.DataFrame, ways: list[str]) -> tuple[str, ...]:
-    """Ways without a column, each with its reason, where they were refused."""
-    gone = rows[~rows["way"].isin(ways) & (rows["status"] == "skipped")].drop_duplicates(["way", "reason"])
-    return tuple(f"{r['way']} was skipped: {r['reason']}" for _, r in gone.iterrows())
+def _left_out(rows: pd.DataFrame, configurations: list[str]) -> tuple[str, ...]:
+    """Configurations without a column, each with the reason for which it was refused."""
+    refused = rows[~rows["configuration"].isin(configurations) & (rows["status"] == "skipped")]
+    refused = refused.drop_duplicates(["configuration", "reason"])
+    return tuple(f"{r['configuration']} was skipped: {r['reason']}" for _, r in refused.iterrows())
 
 
 def _latency(kind: str, boundary: str) -> Callable[[RunData], Table | None]:
@@ -124,13 +125,13 @@ def _equality(run: RunData) -> Table | None:
 
 def _equal(run: RunData) -> list[float | None]:
     """Share of output values that agree with the reference's, in percent, for each row of the frame."""
-    found: list[float | None] = []
-    for place, name in enumerate(run.frame["trial"]):
+    shares: list[float | None] = []
+    for index, name in enumerate(run.frame["trial"]):
         t, other = run.trials[name], run.references.get(name)
-        compared = place < MOST_PAIRS and other is not None and other is not t and bool(t.good)
-        known = agreement.of(t, other) if compared and other is not None else None
-        found.append(100 * known.close if known else None)
-    return found
+        applies = index < MOST_PAIRS and other is not None and other is not t and bool(t.good)
+        result = agreement.of(t, other) if applies and other is not None else None
+        shares.append(100 * result.close if result else None)
+    return shares
 
 
 def _layers(run: RunData) -> Table | None:

@@ -1,4 +1,4 @@
-"""Tables of what changes with the size and the batch: a row per trial, or per way of running a model."""
+"""Tables of what changes with the size and the batch: a row per trial, or per configuration."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     import pandas as pd
 
 KEYS = ("model", "size", "batch")
-WAY = Column("way", "backend with its options, and precision", kind=TEXT)
-TRIAL = (*pick(*KEYS), WAY)
+CONFIGURATION = Column("configuration", "backend with its options, and precision", kind=TEXT)
+TRIAL = (*pick(*KEYS), CONFIGURATION)
 
 
-def _named(row: pd.Series) -> Row:
-    return {**{key: row[key] for key in KEYS}, "way": configuration(row)}
+def _identity(row: pd.Series) -> Row:
+    return {**{key: row[key] for key in KEYS}, "configuration": configuration(row)}
 
 
 def _limit(name: str) -> Column:
@@ -39,25 +39,25 @@ def _sizes(run: RunData) -> Table | None:
     if frame["fps"].isna().all():
         return None
     rows = frame[frame["fps"].notna() | ~frame["status"].isin(["ok", "skipped"])]
-    where = "model" if frame["latency_model_ms_trimmed"].notna().any() else "all"
-    on_card = bool(rows["gpu_memory_mb"].notna().any())
-    whose = (
-        "the GPU, above what was used before the job" if on_card else "the job's process, Python and library included"
+    boundary = "model" if frame["latency_model_ms_trimmed"].notna().any() else "all"
+    on_gpu = bool(rows["gpu_memory_mb"].notna().any())
+    source = (
+        "the GPU, above what was used before the job" if on_gpu else "the job's process, Python and library included"
     )
     note = (
-        f"Mean and std are of latency/{where} without the fastest and the slowest 10 % of the samples. FPS is the "
-        f"batch over the median latency. Memory is the most of {whose}."
+        f"Mean and std are of latency/{boundary} without the fastest and the slowest 10 % of the samples. FPS is the "
+        f"batch over the median latency. Memory is the peak of {source}."
     )
-    made = [
+    cells = [
         {
-            **_named(r), "mean": r[f"latency_{where}_ms_trimmed"], "std": r[f"latency_{where}_ms_trimmed_std"],
+            **_identity(r), "mean": r[f"latency_{boundary}_ms_trimmed"], "std": r[f"latency_{boundary}_ms_trimmed_std"],
             "fps": r["fps"], "throughput": r["throughput_ips"],
-            "memory": r["gpu_memory_mb" if on_card else "memory_mb"], "speedup": r["speedup"],
+            "memory": r["gpu_memory_mb" if on_gpu else "memory_mb"], "speedup": r["speedup"],
             "from": r["speedup_low"], "to": r["speedup_high"], "verdict": outcome(r.to_dict()),
         }
         for _, r in rows.iterrows()
     ]  # fmt: skip
-    return SIZES.of(SIZE_COLUMNS, made, notes=(note,))
+    return SIZES.of(SIZE_COLUMNS, cells, notes=(note,))
 
 
 def _flops(run: RunData) -> Table | None:
@@ -65,12 +65,12 @@ def _flops(run: RunData) -> Table | None:
     rows = run.frame[run.frame["tflops"].notna()]
     if not len(rows):
         return None
-    results, known = run.records, work.peaks(run.records)
+    results, peaks = run.records, work.peaks(run.records)
     peak_warnings = results.peak.warnings if results.peak else ()
-    made = [
+    cells = [
         {
-            **_named(r), "gflop": r["gflops"], "tflops": r["tflops"],
-            "ran_in": work.ran_in(run.trials[r["trial"]]) or "not known", "peak": r["peak_tflops"],
+            **_identity(r), "gflop": r["gflops"], "tflops": r["tflops"],
+            "ran_in": work.ran_in(run.trials[r["trial"]]) or "unknown", "peak": r["peak_tflops"],
             "share": 100 * r["peak_share"],
         }
         for _, r in rows.iterrows()
@@ -79,14 +79,14 @@ def _flops(run: RunData) -> Table | None:
         "Operations are those of convolutions and matrix products in the model as PyTorch or ONNX has it, a "
         "multiplication with its addition as two; TFLOPS are over the median of latency/model."
     ]
-    notes += [_peak(peak) for peak in known.values()] or [work.missing(results)]
-    notes += [f"The peak is too low, perhaps: {warning}." for warning in peak_warnings]
+    notes += [_peak(peak) for peak in peaks.values()] or [work.missing(results)]
+    notes += [f"The peak may be too low: {warning}." for warning in peak_warnings]
     if any(share > 1 for share in rows["peak_share"].dropna()):
         notes.append(
-            "More than 100 %: PyTorch's matrix product is not the most this device can do, or an engine did less than "
+            "More than 100 %: the device can do more than PyTorch's matrix product, or an engine did less than "
             "the model's operations (Winograd's convolutions)."
         )
-    return FLOPS.of(FLOPS_COLUMNS, made, notes=tuple(filter(None, notes)))
+    return FLOPS.of(FLOPS_COLUMNS, cells, notes=tuple(filter(None, notes)))
 
 
 def _peak(peak: work.Peak) -> str:
@@ -98,10 +98,11 @@ def _peak(peak: work.Peak) -> str:
 
 
 def _saturation(run: RunData) -> Table:
-    """From which batch on more buys next to nothing (R37)."""
+    """The batch beyond which throughput hardly grows (R37)."""
     rows = [
         {
-            "model": s.model, "size": s.size, "way": s.configuration, "batch": s.batch, "images_per_s": s.images_per_s,
+            "model": s.model, "size": s.size, "configuration": s.configuration, "batch": s.batch,
+            "images_per_s": s.images_per_s,
             "best_batch": s.best_batch, "best_images_per_s": s.best_images_per_s, "words": s.description,
         }
         for s in saturation(run.frame)
@@ -110,29 +111,29 @@ def _saturation(run: RunData) -> Table:
 
 
 def _best(run: RunData) -> Table | None:
-    """The best batch of each way at each size, in images and in pixels per second, and the best of all (R37)."""
+    """The best batch of each configuration and size, in images and in pixels per second, and the best of all (R37)."""
     rows = usable(run.frame).assign(ips=throughput(usable(run.frame))).dropna(subset=["ips"])
     if rows["size"].nunique() < 2 and rows["batch"].nunique() < 2:
         return None
     best = [group.loc[group["ips"].idxmax()] for _, group in rows.groupby(list(SERIES), sort=False)]
-    made = [
-        {"model": r["model"], "way": configuration(r), "size": r["size"], "batch": int(r["batch"]),
+    cells = [
+        {"model": r["model"], "configuration": configuration(r), "size": r["size"], "batch": int(r["batch"]),
          "images_per_s": r["ips"], "megapixels_per_s": r["ips"] * _pixels(r["size"]) / 1e6}
         for r in best
     ]  # fmt: skip
-    return BEST.of(BEST_COLUMNS, made, notes=tuple(_winners(made)))
+    return BEST.of(BEST_COLUMNS, cells, notes=tuple(_winners(cells)))
 
 
 def _winners(best: list[dict[str, Any]]) -> Iterator[str]:
     """For each model the combination with the most images per second and, across sizes, with the most pixels."""
     for model in dict.fromkeys(row["model"] for row in best):
         rows = [row for row in best if row["model"] == model]
-        for column, words in (("images_per_s", "images/s"), ("megapixels_per_s", "megapixels/s")):
+        for column, unit in (("images_per_s", "images/s"), ("megapixels_per_s", "megapixels/s")):
             if column == "megapixels_per_s" and len({row["size"] for row in rows}) == 1:
                 continue
             r = max(rows, key=lambda row: row[column])
-            place = f"size {r['size']}, batch {r['batch']}, with {r['way']}"
-            yield f"{model}: most {words}, {significant(r[column])}, at {place}."
+            best_at = f"size {r['size']}, batch {r['batch']}, with {r['configuration']}"
+            yield f"{model}: most {unit}, {significant(r[column])}, at {best_at}."
 
 
 def _pixels(size: str) -> float:
@@ -180,7 +181,7 @@ FLOPS = TableKind(
 )
 SATURATION_COLUMNS = (
     *pick("model", "size"),
-    WAY,
+    CONFIGURATION,
     Column(
         "batch", "the smallest that reaches that share", kind=COUNT, title=f"{100 * SATURATED:.0f} % of best at batch"
     ),
@@ -192,15 +193,15 @@ SATURATION_COLUMNS = (
 SATURATION = TableKind(
     "saturation",
     "Where throughput saturates",
-    "A row per way of running a model: the batch from which on more buys less than 5 % of throughput.",
+    "A row per configuration: the batch beyond which throughput grows by less than 5 %.",
     _saturation,
-    "no way of running a model was tried at several batches",
+    "no configuration was tried at several batches",
     "tables",
     2,
 )
 BEST_COLUMNS = (
     *pick("model"),
-    WAY,
+    CONFIGURATION,
     *pick("size"),
     Column("batch", "with the most images per second", kind=COUNT, title="best batch"),
     Column("images_per_s", "there", "images/s", title="images/s"),
@@ -209,7 +210,7 @@ BEST_COLUMNS = (
 BEST = TableKind(
     "best",
     "The best batch at each size",
-    "The best batch of each way at each size, in images and in megapixels per second, and the best of all.",
+    "The best batch of each configuration at each size, in images and in megapixels per second, and the best of all.",
     _best,
     "there is one size and one batch",
     "side",

@@ -19,11 +19,11 @@ def table(title: str, phases: Mapping[str, StressPhase], samples: Mapping[str, n
 
 
 def _row(kind: str, phase: StressPhase, seconds: np.ndarray) -> Row:
-    found = stats.summary(seconds)
+    latency = stats.summary(seconds)
     low, high = phase.batches
     return {
         "phase": kind, "batch": str(low) if low == high else f"{low}-{high}", "count": phase.iterations,
-        "median_s": found.median, "p99_s": found.p99, "max_s": found.max, "wrong": phase.wrong,
+        "median_s": latency.median, "p99_s": latency.p99, "max_s": latency.max, "wrong": phase.wrong,
         "worst_error": phase.worst, "gpu_growth": float(phase.device_growth),
         "host_growth": float(phase.host_growth),
     }  # fmt: skip

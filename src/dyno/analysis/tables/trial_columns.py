@@ -17,9 +17,9 @@ STATISTICS = {
 }  # fmt: skip
 PERCENTILES = {"p90": 0.9, "p95": 0.95, "p99": 0.99}
 FEW = (
-    "in parentheses: a percentile of fewer samples a round than say anything of it ("
+    "in parentheses: too few samples in a round for that percentile, which needs "
     + ", ".join(f"{samples_for(q)} for {name}" for name, q in PERCENTILES.items())
-    + ", MLPerf's floors)"
+    + " (MLPerf's floors)"
 )
 BOUNDARIES = {"all": "host memory to host memory", "model": "inputs and outputs on the device"}
 STAGES = ("decode", "preprocess", "inference", "postprocess")  # of an evaluation, per image
@@ -27,17 +27,17 @@ LIMITS = {"low": "lower", "high": "upper"}
 
 
 def precision(row: Row) -> str:
-    """A row's precision, with what it ran in where that is something else."""
+    """A row's precision, with the types that it ran in where those differ."""
     return named(row) if row.get("precision_ok") else str(row["precision"])
 
 
 def outcome(row: Row) -> str:
-    """A row's verdict, or how it ended where that isn't well."""
+    """A row's verdict, or its status where it failed."""
     return str(row["status"]) if row["status"] != "ok" else verdict(row)
 
 
 def verdict(row: Row) -> str:
-    """A row's verdict with what is to be known of it: the margin of an equivalence, how many rounds would settle it."""
+    """A row's verdict with its details: the margin of an equivalence, how many rounds would settle it."""
     if row["verdict"] == EQUIVALENT:
         return within(row["equivalent"])
     if row["verdict"] == UNDECIDED and not missing(row["more_rounds"]):
@@ -62,19 +62,19 @@ def _limits(name: str, of: str, unit: str = "%", kind: str = PERCENT) -> tuple[C
 
 
 def _latencies(boundary: str, where: str) -> tuple[Column, ...]:
-    heads = {"latency_model_ms_median": ("median ms", 0), "latency_model_ms_p95": ("p95 ms", 4),
+    titles = {"latency_model_ms_median": ("median ms", 0), "latency_model_ms_p95": ("p95 ms", 4),
              "latency_all_ms_median": ("all ms", 3)}  # fmt: skip
-    found = []
+    columns = []
     for name, words in STATISTICS.items():
         column = f"latency_{boundary}_ms_{name}"
-        title, rank = heads.get(column, ("", 0))
+        title, rank = titles.get(column, ("", 0))
         cell = _marked(column, name, boundary) if name in PERCENTILES else None
-        found.append(Column(column, f"{words} of the latency, {where}", "ms", title=title, rank=rank, cell=cell))
-    return tuple(found)
+        columns.append(Column(column, f"{words} of the latency, {where}", "ms", title=title, rank=rank, cell=cell))
+    return tuple(columns)
 
 
 def few(statistic: str, samples: Any) -> bool:
-    """Whether it is a percentile of fewer samples than say anything of it."""
+    """Whether it is a percentile of too few samples."""
     return statistic in PERCENTILES and not missing(samples) and samples < samples_for(PERCENTILES[statistic])
 
 
@@ -88,14 +88,14 @@ def _marked(column: str, statistic: str, boundary: str) -> Callable[[Row], str]:
 
 
 def parenthesised(text: str, doubtful: bool) -> str:
-    """A number as text, in parentheses where too little stands behind it."""
+    """A number as text, in parentheses where it is doubtful."""
     return f"({text})" if doubtful else text
 
 
 COLUMNS = (
-    Column("model", "as asked for; of several files of one network, the network", kind=TEXT, identity=True),
-    Column("backend", "as asked for", kind=TEXT),
-    Column("precision", "as asked for", kind=TEXT, cell=precision),
+    Column("model", "as requested; of several files of one network, the network", kind=TEXT, identity=True),
+    Column("backend", "as requested", kind=TEXT),
+    Column("precision", "as requested", kind=TEXT, cell=precision),
     Column("batch", "images of a batch", "images", COUNT, "batch", identity=True),
     Column("size", "of an image: 224, or height x width", "pixels", TEXT, "size", identity=True),
     Column("device", "cpu or cuda:N", kind=TEXT, identity=True),
@@ -110,7 +110,7 @@ COLUMNS = (
     Column("gpu_memory_mb", "most that was used on the GPU, less what was before", "MB", title="GPU MB", rank=6),
     Column("build_s", "time of the whole chain of files, and of compilation", "s", title="build s", rank=5),
     Column("first_call_ms", "the first inference", "ms"),
-    Column("speedup", "latency of the reference over the own one", "", RATIO, "speed-up", 0, True),
+    Column("speedup", "the reference's latency over the trial's", "", RATIO, "speed-up", 0, True),
     *_limits("speedup", "speedup's interval, of 95 % for all rows of the reference together", "", RATIO),
     Column("verdict", "against the reference: faster, slower, equivalent, undecided…", kind=TEXT, cell=outcome),
     Column("trial", "the id", kind=TEXT),
@@ -120,13 +120,13 @@ COLUMNS = (
     Column("boundary", "at which speeds are compared: model or all", kind=TEXT),
     Column("latency_ms", "geometric mean of the rounds' medians", "ms", title="latency ms", interval=True),
     *_limits("latency_ms", "the 95 % interval of latency_ms", "ms", "number"),
-    Column("rounds", "that ended well", kind=COUNT),
+    Column("rounds", "that succeeded", kind=COUNT),
     Column("images", "that the accuracy is from", kind=COUNT),
     Column("budget", "within, over or undecided", kind=TEXT),
     Column("more_images", "about how many more would decide it", kind=COUNT),
     Column("ran_as", "compute layers by the type they ran in", kind=TEXT, title="ran as", rank=7),
-    Column("asked_share", "of compute layers that ran as asked, 0 to 1"),
-    Column("precision_ok", "whether it ran in the type asked for: yes or no", kind=TEXT),
+    Column("asked_share", "of compute layers that ran as requested, 0 to 1"),
+    Column("precision_ok", "whether it ran in the requested type: yes or no", kind=TEXT),
     *(Column(f"latency_{b}_ms_trimmed_std", f"standard deviation behind latency_{b}_ms_trimmed", "ms")
       for b in BOUNDARIES),
     Column("gflops", "operations of one image, in 1e9", "GFLOP"),
@@ -149,7 +149,7 @@ COLUMNS = (
     *(Column(f"{stage}_ms", f"{stage} of an image", "ms") for stage in STAGES),
     *_limits("throughput", "the 95 % interval of throughput_ips", "images/s", "number"),
     Column("budget_reference", "id of the trial that the accuracy is compared with", kind=TEXT),
-    Column("set_aside", "images not tested on, for calibration has them", kind=COUNT),
+    Column("set_aside", "images not tested on, as they are for calibration", kind=COUNT),
     Column("outputs", "agree with the reference's, or wrong outputs", kind=TEXT),
     Column("output_error", "relative error of the outputs against the reference's"),
     Column("answers_changed", "share of answers that are not the reference's", "%", PERCENT),

@@ -1,4 +1,4 @@
-"""The one tidy table that everything else reads: a row per trial, plain numbers, empty where a thing does not apply."""
+"""The tidy table that everything else reads: a row per trial, plain numbers, empty where a column doesn't apply."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ TEXTS = tuple(c.name for c in COLUMNS if c.kind == TEXT)
 @dataclass(frozen=True)
 class Comparison:
     """What a row is compared with: the reference trial (None: there is none), the accuracy budgets, if any, the clock
-    of each boundary that all trials it competes with have (missing: the trial's own), what its accuracy is held
-    against where that is another trial than the reference, and whether its outputs are the reference's."""
+    of each boundary that all trials it competes with have (missing: the trial's own), the trial that its
+    accuracy is compared with where that isn't the reference, and whether its outputs are the reference's."""
 
     reference: TrialResult | None
     budgets: tuple[accuracy.Budget, ...] = ()
@@ -57,9 +57,9 @@ def read(
     Times are in ms where the name says so (a latency is per batch, over the good rounds as in `stats.over_rounds`),
     accuracies and their changes in percent and percentage points, sizes in MB (1e6 bytes). `reference` as in
     `references.references`, `budget` as in `accuracy.budgets`, and `equivalent` percent is how far speeds may differ
-    and count as equivalent; without them the study's own count. `latency_ms` with
+    and count as equivalent; without them the study's own apply. `latency_ms` with
     its limits is the latency over processes that `speedup` compares, at the `boundary` and by the `clock` named.
-    UserError for a reference or budget that makes no sense.
+    UserError for an invalid reference or budget.
     """
     import pandas as pd
 
@@ -67,27 +67,27 @@ def read(
     limits = accuracy.budgets(budget or results.settings.get("budget") or {})
     chosen = references(results, reference or results.settings.get("reference"))
     measures = accuracy_references(results, chosen)
-    company: dict[Any, list[TrialResult]] = defaultdict(list)
+    groups: dict[Any, list[TrialResult]] = defaultdict(list)
     for t in results.trials:
-        company[t.group].append(t)
-    clocks = {group: {b: clock_of(b, *trials) for b in LATENCIES} for group, trials in company.items()}
-    alone = {t.id for trials in company.values() for t in trials if len(trials) == 1}  # has nothing to be compared with
+        groups[t.group].append(t)
+    clocks = {group: {b: clock_of(b, *trials) for b in LATENCIES} for group, trials in groups.items()}
+    single = {t.id for trials in groups.values() for t in trials if len(trials) == 1}  # with nothing to compare
     checks = {t.id: correctness.check(t, chosen[t.id]) for t in results.trials if t.good and t.id in chosen}
     rows = [
         row(
             t,
             Comparison(chosen.get(t.id), limits, clocks[t.group], measures.get(t.id), checks.get(t.id)),
-            compare=t.id not in alone,
+            compare=t.id not in single,
         )
         for t in results.trials
     ]
     rule = speedups.rule(results.settings, equivalent)
     _decide(results.trials, rows, chosen, rule)
-    known = work.peaks(results)
-    rows = [r | work.columns(t, r, results, known) for t, r in zip(results.trials, rows, strict=True)]
+    peaks = work.peaks(results)
+    rows = [r | work.columns(t, r, results, peaks) for t, r in zip(results.trials, rows, strict=True)]
     table = pd.DataFrame.from_records(rows, columns=[c.name for c in COLUMNS])
     kinds = dict.fromkeys(table.columns, float) | dict.fromkeys(WHOLE, "Int64") | dict.fromkeys(TEXTS, object)
-    table = table.astype(kinds).copy()  # the copy puts columns of a type together, or pandas warns of so many
+    table = table.astype(kinds).copy()  # the copy defragments the frame, about which pandas warns
     if budget:
         _check_budget(limits, table)
     return RunData(results, table, limits, chosen, rule)
@@ -102,50 +102,52 @@ def _check_budget(limits: Sequence[accuracy.Budget], table: pd.DataFrame) -> Non
 
 def row(t: TrialResult, against: Comparison, compare: bool = True) -> dict[str, Any]:
     """One trial as a dict of COLUMNS; a column that doesn't apply is missing, None or NaN."""
-    found: dict[str, Any] = dict.fromkeys(TEXTS, "")
-    found |= {
+    columns: dict[str, Any] = dict.fromkeys(TEXTS, "")
+    columns |= {
         "model": t.model, "backend": t.backend, "precision": t.precision, "batch": t.batch, "size": t.size,
         "device": t.device, "status": t.status, "reason": t.reason, "trial": t.id, "runtime": t.runtime,
         "options": " ".join(f"{k}={v}" for k, v in t.options.items()), "rounds": len(t.good),
         "warnings": len(t.warnings()),
     }  # fmt: skip
     if t.good:
-        found |= _latencies(t) | _values(t) | _accuracy(t, against) | _speed(t, against, compare)
-        found |= _precision(t) | _gpu(t) | _evaluation(t)
-        found |= _outputs(against, found)
-    return found
+        columns |= _latencies(t) | _values(t) | _accuracy(t, against) | _speed(t, against, compare)
+        columns |= _precision(t) | _gpu(t) | _evaluation(t)
+        columns |= _outputs(against, columns)
+    return columns
 
 
 def _outputs(against: Comparison, row: Mapping[str, Any]) -> dict[str, Any]:
     """Whether the outputs are right; where they aren't, the row has no speed-up.
 
-    Labelled images that keep the accuracy within its budget say more than classes that changed.
+    An accuracy within its budget on labelled images outweighs changed classes.
     """
-    seen = against.outputs
-    if seen is None:
+    outputs = against.outputs
+    if outputs is None:
         return {}
-    kept = bool(against.budgets) and row.get("budget") == accuracy.WITHIN and seen.error <= seen.tolerance.limit
-    found: dict[str, Any] = {
-        "output_error": seen.error,
-        "answers_changed": math.nan if seen.changed is None else 100 * seen.changed,
-        "outputs": AGREE if seen.ok or kept else WRONG,
+    accurate = (
+        bool(against.budgets) and row.get("budget") == accuracy.WITHIN and outputs.error <= outputs.tolerance.limit
+    )
+    columns: dict[str, Any] = {
+        "output_error": outputs.error,
+        "answers_changed": math.nan if outputs.changed is None else 100 * outputs.changed,
+        "outputs": AGREE if outputs.ok or accurate else WRONG,
     }
-    if found["outputs"] == WRONG and not str(row["verdict"]).startswith(INCOMPARABLE):
-        found["verdict"] = f"{WRONG}: {seen.reason}"
-    return found
+    if columns["outputs"] == WRONG and not str(row["verdict"]).startswith(INCOMPARABLE):
+        columns["verdict"] = f"{WRONG}: {outputs.reason}"
+    return columns
 
 
 def _precision(t: TrialResult) -> dict[str, Any]:
-    found = truth(t)
-    if found is None:
+    types = truth(t)
+    if types is None:
         return {}
-    share = found.share if found.reported else None
-    return {"ran_as": str(found), "asked_share": share, "precision_ok": "yes" if found.ok else "no"}
+    share = types.share if types.reported else None
+    return {"ran_as": str(types), "asked_share": share, "precision_ok": "yes" if types.ok else "no"}
 
 
 def exit_code(table: pd.DataFrame) -> int:
-    """What a study's process ends with: 0 good, 1 every trial with a budget is over it, 3 some
-    trials did not finish (a skipped one was never started, so it doesn't count), gave wrong outputs, or none ran."""
+    """The exit code of a study: 0 good, 1 every trial with a budget is over it, 3 some
+    trials did not finish (a skipped one was never started), gave wrong outputs, or none ran."""
     if not set(table["status"]) <= {"ok", "skipped"} or "ok" not in set(table["status"]):
         return 3
     if ((table["outputs"] == WRONG) & (table["budget"] != accuracy.OVER)).any():
@@ -160,17 +162,17 @@ def compared_boundary(t: TrialResult, reference: TrialResult | None = None) -> s
 
 
 def _latencies(t: TrialResult) -> dict[str, float]:
-    found: dict[str, float] = {}
+    columns: dict[str, float] = {}
     for boundary in LATENCIES:
         if rounds := t.parts("latency", boundary):
             s = stats.over_rounds(rounds)
-            found |= {f"latency_{boundary}_ms_{name}": 1e3 * getattr(s, name) for name in STATISTICS}
-            found[f"latency_{boundary}_ms_trimmed_std"] = 1e3 * s.trimmed_std
-            found[f"samples_{boundary}"] = min(map(len, rounds))
+            columns |= {f"latency_{boundary}_ms_{name}": 1e3 * getattr(s, name) for name in STATISTICS}
+            columns[f"latency_{boundary}_ms_trimmed_std"] = 1e3 * s.trimmed_std
+            columns[f"samples_{boundary}"] = min(map(len, rounds))
             for name, q in PERCENTILES.items():
                 interval = stats.percentile_over_rounds(rounds, q)
-                found |= {f"latency_{boundary}_ms_{name}_{end}": 1e3 * getattr(interval, end) for end in LIMITS}
-    return found
+                columns |= {f"latency_{boundary}_ms_{name}_{end}": 1e3 * getattr(interval, end) for end in LIMITS}
+    return columns
 
 
 def _values(t: TrialResult) -> dict[str, Any]:
@@ -194,29 +196,29 @@ def _values(t: TrialResult) -> dict[str, Any]:
 
 def _gpu(t: TrialResult) -> dict[str, Any]:
     launch = gpu_remarks.launch(t) if t.device != "cpu" else None
-    found: dict[str, Any] = {"outside_gpu_ms": 1e3 * launch.outside} if launch else {}
+    columns: dict[str, Any] = {"outside_gpu_ms": 1e3 * launch.outside} if launch else {}
     if t.gpu is None:
-        return found
-    return found | {
+        return columns
+    return columns | {
         "gpu_util": t.gpu.utilisation, "gpu_clock_mhz": t.gpu.clock, "gpu_power_w": t.gpu.power,
         "gpu_temperature_c": t.gpu.temperature, "throttle": t.gpu.throttle, "gpu_others": t.gpu.others,
-        "throttled_samples": sum(each.hit for each in gpu_remarks.throttled(t)),
+        "throttled_samples": sum(span.hit for span in gpu_remarks.throttled(t)),
     }  # fmt: skip
 
 
 def _evaluation(t: TrialResult) -> dict[str, Any]:
-    """How fast all images went through, and the median time of an image in each stage."""
-    found: dict[str, Any] = {"pipeline_ips": t.value("pipeline")}
+    """Images per second of the whole evaluation, and the median time of an image in each stage."""
+    columns: dict[str, Any] = {"pipeline_ips": t.value("pipeline")}
     for stage in STAGES:
         samples = t.samples(stage, "")
-        found[f"{stage}_ms"] = 1e3 * stats.summary(samples).median if samples.size else _scale(t.value(stage), 1e3)
-    return found
+        columns[f"{stage}_ms"] = 1e3 * stats.summary(samples).median if samples.size else _scale(t.value(stage), 1e3)
+    return columns
 
 
 def build_seconds(t: TrialResult) -> float | None:
-    """Seconds that making this trial ready cost: the whole chain of files, and compilation inside the process.
+    """Seconds of this trial's preparation: the whole chain of files, and compilation inside the process.
 
-    Later rounds may find the compiler's cache warm, so only rounds that really compiled count, where there are any.
+    Later rounds may hit the compiler's cache, so only rounds that compiled count, if there are any.
     """
     steps = [step.seconds for step in t.made_by.steps]
     chain = sum(steps) if steps else t.artifact.seconds if t.artifact else None
@@ -228,27 +230,27 @@ def build_seconds(t: TrialResult) -> float | None:
 
 def _accuracy(t: TrialResult, against: Comparison) -> dict[str, Any]:
     """Each metric of the trial's task, its change against the reference, and the budget's decision."""
-    known = metrics.measured(t)
-    if not known:
+    scores = metrics.measured(t)
+    if not scores:
         return {}
-    found: dict[str, Any] = {"images": known[0][1].images, "set_aside": accuracy.set_aside(t)}
-    for metric, value in known:
-        found |= in_percent(metric.column, value.interval)
+    columns: dict[str, Any] = {"images": scores[0][1].images, "set_aside": accuracy.set_aside(t)}
+    for metric, value in scores:
+        columns |= in_percent(metric.column, value.interval)
     reference = against.accuracy_reference or against.reference
     if reference is None or incomparable(t, reference) == "other weights":
-        return found
-    changes = {m.name: (m, change) for m, _ in known if (change := m.change(t, reference)) is not None}
+        return columns
+    changes = {m.name: (m, change) for m, _ in scores if (change := m.change(t, reference)) is not None}
     if not changes:
-        return found
-    found["budget_reference"] = reference.id
+        return columns
+    columns["budget_reference"] = reference.id
     if t is reference:
         same = {metric.diff: 0.0 for metric, _ in changes.values()}
-        return found | same | {"budget": accuracy.WITHIN if against.budgets else ""}
+        return columns | same | {"budget": accuracy.WITHIN if against.budgets else ""}
     for metric, change in changes.values():
-        found |= in_percent(metric.diff, change.difference)
+        columns |= in_percent(metric.diff, change.difference)
     if decision := accuracy.decide_all({name: change for name, (_, change) in changes.items()}, against.budgets):
-        found |= {"budget": decision.verdict, "more_images": decision.more}
-    return found
+        columns |= {"budget": decision.verdict, "more_images": decision.more}
+    return columns
 
 
 def _speed(t: TrialResult, against: Comparison, compare: bool) -> dict[str, Any]:
@@ -256,18 +258,18 @@ def _speed(t: TrialResult, against: Comparison, compare: bool) -> dict[str, Any]
     boundary = compared_boundary(t, reference) or compared_boundary(t)
     clock = against.clocks.get(boundary) or clock_of(boundary, t)
     own = stats.center(t.medians(boundary, clock)) if boundary else None
-    found: dict[str, Any] = {"boundary": boundary, "clock": clock if boundary else ""}
+    columns: dict[str, Any] = {"boundary": boundary, "clock": clock if boundary else ""}
     if own is None:
-        return found
-    found |= {"latency_ms": 1e3 * own.value, "latency_ms_low": 1e3 * own.low, "latency_ms_high": 1e3 * own.high}
+        return columns
+    columns |= {"latency_ms": 1e3 * own.value, "latency_ms_low": 1e3 * own.low, "latency_ms_high": 1e3 * own.high}
     if reference is None or not reference.medians(boundary, clock):
-        return found
-    found["reference"] = reference.id
+        return columns
+    columns["reference"] = reference.id
     if t is reference:
-        return found | {"speedup": 1.0, "verdict": REFERENCE}
+        return columns | {"speedup": 1.0, "verdict": REFERENCE}
     if why := incomparable(t, reference):
-        return found | {"verdict": f"{INCOMPARABLE}: {why}"}
-    return found
+        return columns | {"verdict": f"{INCOMPARABLE}: {why}"}
+    return columns
 
 
 def _decide(
@@ -278,9 +280,9 @@ def _decide(
     families: dict[str, list[tuple[Row, stats.Evidence]]] = defaultdict(list)
     for t, row in zip(trials, rows, strict=True):
         if row.get("reference") and not row["verdict"]:
-            found = speedups.evidence(t, references[t.id], row["boundary"], row["clock"], rule)
-            if found is not None:
-                families[row["reference"]].append((row, found))
+            evidence = speedups.evidence(t, references[t.id], row["boundary"], row["clock"], rule)
+            if evidence is not None:
+                families[row["reference"]].append((row, evidence))
     for family in families.values():
         for (row, _), s in zip(family, stats.decide_family([e for _, e in family], rule), strict=True):
             row |= {"speedup": s.value, "speedup_low": s.low, "speedup_high": s.high, "verdict": s.verdict,
@@ -299,14 +301,13 @@ def _trials(run: RunData) -> Table:
 
 
 def below(rows: list[Row]) -> list[str]:
-    """What is printed below trials: images that their accuracies are not of, why a percentile is in doubt, and the
-    reason of every failure."""
+    """The notes below trials: images without accuracy, why a percentile is in doubt, and why trials failed."""
     judged = [r for r in rows if not all(missing(r.get(m.column)) for m in metrics.known().values())]
     tested = [(r["images"], r["set_aside"]) for r in judged if not missing(r.get("set_aside")) and r["set_aside"]]
-    bad = [r for r in rows if r["status"] != "ok"]
-    said = [f"accuracy is on {images_tested(*each)}" for each in dict.fromkeys(tested)]
-    said += [FEW] if any(few("p95", r.get("samples_model")) for r in rows) else []
-    return [*said, *(f"{r['backend']} {r['precision']} {r['status']}: {r['reason']}" for r in bad)]
+    failed = [r for r in rows if r["status"] != "ok"]
+    notes = [f"accuracy is on {images_tested(*counts)}" for counts in dict.fromkeys(tested)]
+    notes += [FEW] if any(few("p95", r.get("samples_model")) for r in rows) else []
+    return [*notes, *(f"{r['backend']} {r['precision']} {r['status']}: {r['reason']}" for r in failed)]
 
 
 TRIALS = TableKind(

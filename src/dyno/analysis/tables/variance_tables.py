@@ -19,10 +19,10 @@ from dyno.analysis.tables import trial_table
 from dyno.analysis.tables.accuracy_tables import LABEL
 from dyno.analysis.tables.trial_columns import COLUMNS, IDENTITY
 
-STRETCHES = 10  # of equal length that a round without blocks is cut into, as its samples follow each other
-OTHER_LENGTH = 2.0  # times the length of a round that another one has to be, to be worth advice
+PARTS = 10  # a round without blocks is cut into so many consecutive parts of equal length
+OTHER_LENGTH = 2.0  # a round's length is advised where it differs by at least this factor
 LATENCY, PAIR = "latency", "ratio to the reference"
-SURE = 0.05  # chance of seeing such a difference between builds that are all alike
+SURE = 0.05  # significance level of the difference between builds
 BUILD = "build"
 PRINTED = (*IDENTITY, "layers", "parameters", "size_mb", "build_s", "latency_model_ms_median", "latency_model_ms_p95")
 
@@ -71,23 +71,23 @@ def fastest(results: Results) -> TrialResult | None:
 
 
 def sentences(results: Results) -> list[str]:
-    """What the builds have in common and what not, and whether they differ in speed beyond noise."""
+    """How the builds' counts differ, and whether their speeds differ beyond noise."""
     builds = good(results)
     if len(builds) < 2:
-        return ["fewer than two builds could be timed, so nothing can be said of their differences"]
-    found = [_counted("layers", builds), _counted("parameters", builds)]
-    if (between := spread(builds)) is None:
-        return [*found, "a build needs two processes or more before differences between builds can be told from noise"]
-    gap = f"the slowest build takes {significant((between.ratio - 1) * 100)} % longer than the fastest"
-    chance = f"analysis of variance between {len(builds)} builds, p = {significant(between.p, 2)}"
-    verdict = "builds differ in speed beyond noise" if between.real else "that is not distinguishable from noise"
-    return [*found, f"{gap}: {verdict} ({chance})"]
+        return ["fewer than two builds could be timed, so their differences are unknown"]
+    counts = [_count_of("layers", builds), _count_of("parameters", builds)]
+    if (builds_spread := spread(builds)) is None:
+        return [*counts, "a build needs two processes or more to distinguish differences between builds from noise"]
+    difference = f"the slowest build takes {significant((builds_spread.ratio - 1) * 100)} % longer than the fastest"
+    chance = f"analysis of variance between {len(builds)} builds, p = {significant(builds_spread.p, 2)}"
+    verdict = "builds differ in speed beyond noise" if builds_spread.real else "that is not distinguishable from noise"
+    return [*counts, f"{difference}: {verdict} ({chance})"]
 
 
-def _counted(tag: str, builds: Sequence[TrialResult]) -> str:
+def _count_of(tag: str, builds: Sequence[TrialResult]) -> str:
     counts = [count for t in builds if (count := t.count(tag)) is not None]
     if not counts:
-        return f"{tag}: not told by these engines"
+        return f"{tag}: not reported by these engines"
     if len(set(counts)) == 1:
         return f"{tag}: {counts[0]:,} in every build"
     return f"{tag} differ: " + ", ".join(f"{count:,}" for count in counts)
@@ -107,38 +107,38 @@ def _variance(run: RunData) -> Table | None:
     for row in run.frame.to_dict("records"):
         t, boundary, clock = run.trials[row["trial"]], str(row["boundary"]), str(row["clock"])
         if boundary and len(t.good) > 1:
-            own = [_blocks(r, boundary, clock) for r in t.good]
-            rows += _row(t, boundary, LATENCY, stats.levels([each for each in own if each]))
+            blocks = [_blocks(r, boundary, clock) for r in t.good]
+            rows += _row(t, boundary, LATENCY, stats.levels([block for block in blocks if block]))
             reference = run.references.get(t.id)
             if reference is not None and reference is not t:
-                ratios = [[*each[:, None]] for each in block_ratios(reference, t, boundary, clock)]
+                ratios = [[*block[:, None]] for block in block_ratios(reference, t, boundary, clock)]
                 rows += _row(t, boundary, PAIR, stats.levels(ratios))
     return VARIANCE.of(VARIANCE_COLUMNS, rows, notes=(VARIANCE_NOTE,)) if rows else None
 
 
 def _blocks(r: Round, boundary: str, clock: str) -> list[np.ndarray]:
-    """The logarithms of a round's latencies, block by block, or in stretches where it has none."""
+    """The logarithms of a round's latencies, block by block, or in equal parts where it has none."""
     if blocks := r.block_samples("latency", boundary, clock):
-        return [np.log(each) for each in blocks.values()]
+        return [np.log(block) for block in blocks.values()]
     samples = r.samples("latency", boundary, clock)
-    return [np.log(each) for each in np.array_split(samples, STRETCHES)] if len(samples) >= 3 * STRETCHES else []
+    return [np.log(block) for block in np.array_split(samples, PARTS)] if len(samples) >= 3 * PARTS else []
 
 
-def _row(t: TrialResult, boundary: str, of: str, found: stats.Levels | None) -> list[Row]:
+def _row(t: TrialResult, boundary: str, of: str, levels: stats.Levels | None) -> list[Row]:
     """The row of a trial's latency or of its ratio, none where there are too few rounds."""
-    if found is None:
+    if levels is None:
         return []
-    whole, (count, blocks, samples) = sum(found.parts) or 1.0, found.counts
+    total, (count, blocks, samples) = sum(levels.parts) or 1.0, levels.counts
     names = LEVELS[:2] if of == PAIR else LEVELS  # a block has one ratio
-    parts = dict(zip(LEVELS, found.parts, strict=True))
+    parts = dict(zip(LEVELS, levels.parts, strict=True))
     sampled = [sum(r.samples("latency", boundary)) for r in t.good]
     seconds = float(np.median(sampled))
     start = max(0.0, float(np.median([r.record.seconds for r in t.good])) - seconds)
-    best = found.best_blocks(start, seconds / blocks) * seconds / blocks
+    best = levels.best_blocks(start, seconds / blocks) * seconds / blocks
     return [
         {"label": t.label, "of": of, "rounds": count, "blocks": blocks, "samples": samples}
-        | {f"{name}_share": 100 * parts[name] / whole for name in names}
-        | {f"{name}_spread": 100 * math.sqrt(getattr(found, name)) for name in names}
+        | {f"{name}_share": 100 * parts[name] / total for name in names}
+        | {f"{name}_spread": 100 * math.sqrt(getattr(levels, name)) for name in names}
         | {"seconds": seconds, "best_seconds": best, "advice": _advice(best, seconds)}
     ]
 
@@ -156,8 +156,9 @@ def _advice(best: float, seconds: float) -> str:
 LEVELS = ("rounds", "blocks", "samples")
 BETWEEN = {"rounds": "rounds, each a process", "blocks": "blocks of a round", "samples": "samples of a block"}
 VARIANCE_NOTE = (
-    "Shares are of the variance of a round's mean, so the largest one is what is worth more of. Where a trial has no "
-    f"blocks, a round is cut into {STRETCHES}. Advice is on the narrowest interval in a given time, for this boundary."
+    "Shares are of the variance of a round's mean; the level with the largest share is worth more repetitions. Where a "
+    f"trial has no blocks, a round is cut into {PARTS}. Advice is on the narrowest interval in a given "
+    "time, for this boundary."
 )
 VARIANCE_COLUMNS = (
     LABEL,

@@ -1,4 +1,4 @@
-"""What stands in front of a run's tables in JSON: whose numbers they are, from when, and what they say."""
+"""The head of a run's tables in JSON: run, date, machine, study and verdict."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ def _facts(t: TrialResult) -> Iterator[tuple[str, str]]:
         yield "Python", str(python)
     for name, version in (system.get("versions") or {}).items():
         yield str(name), str(version)
-    if found := truth(t):
-        yield "ran as", str(found)
+    if types := truth(t):
+        yield "ran as", str(types)
     for name in ("layers", "parameters"):
         if (count := t.count(name)) is not None:
             yield name, f"{count:,}"

@@ -1,4 +1,4 @@
-"""What a comparison of two runs, or of two sides, says: in sentences, and as an exit code."""
+"""The verdict of a comparison of two runs, or of two sides: in sentences, and as an exit code."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ def sentences(table: Table, stored: bool = True) -> list[str]:
     """The comparison in sentences: wrong outputs, how many of what, each trial that failed and why, then how it was
     measured (`stored`: as two runs) and what it would have caught."""
     rows = table.rows
-    counted = Counter(verdict(r).partition(":")[0] for r in rows)
-    found = [f"{where(r)}: {r['verdict']}; not judged, whatever the speed."
+    counts = Counter(verdict(r).partition(":")[0] for r in rows)
+    lines = [f"{where(r)}: {r['verdict']}; not judged, whatever the speed."
              for r in rows if r["verdict"].startswith(WRONG)]  # fmt: skip
-    each = ", ".join(f"{n} {words}" for words, n in counted.most_common())
-    found += [f"{counting(len(rows), 'shared trial' if stored else 'pair')}: {each}."]
-    found += [f"failed: {where(r)}: {failure(r)}" for r in rows if r["failed"]]
-    found += [f"can't tell: {where(r)}: {r['undecided']}" for r in rows if r["undecided"]]
-    if counted[stats.ONE_ROUND]:
-        found.append("One round proves nothing about speed: measure both with two rounds or more.")
-    return [*found, *_measured(rows, stored), *_caught(rows)]
+    verdicts = ", ".join(f"{n} {name}" for name, n in counts.most_common())
+    lines += [f"{counting(len(rows), 'shared trial' if stored else 'pair')}: {verdicts}."]
+    lines += [f"failed: {where(r)}: {failure(r)}" for r in rows if r["failed"]]
+    lines += [f"undecided: {where(r)}: {r['undecided']}" for r in rows if r["undecided"]]
+    if counts[stats.ONE_ROUND]:
+        lines.append("One round can't show that a difference is real: measure both with two rounds or more.")
+    return [*lines, *_measured(rows, stored), *_caught(rows)]
 
 
 def _measured(rows: list[Row], stored: bool) -> list[str]:
-    how = {r["measured"] for r in rows if r["measured"]}
+    methods = {r["measured"] for r in rows if r["measured"]}
     if stored:
-        return [APART] if how else []
+        return [APART] if methods else []
     rounds = max((min(r["rounds_a"], r["rounds_b"]) for r in rows), default=0)
-    return [f"Measured {' or '.join(sorted(how))}, {counting(rounds, 'round')}."] if how else []
+    return [f"Measured {' or '.join(sorted(methods))}, {counting(rounds, 'round')}."] if methods else []
 
 
 def _caught(rows: list[Row]) -> list[str]:
@@ -62,10 +62,10 @@ def where(r: Row) -> str:
 
 def failure(r: Row) -> str:
     """Why a row fails."""
-    return "; ".join(_why(condition, r) for condition in r["failed"].split(", "))
+    return "; ".join(_reason(condition, r) for condition in r["failed"].split(", "))
 
 
-def _why(condition: str, r: Row) -> str:
+def _reason(condition: str, r: Row) -> str:
     if condition == SLOWER:
         return f"slower, {RATIO_SHOWN.text(r)} the latency"
     if condition == LESS_ACCURATE:
@@ -75,17 +75,17 @@ def _why(condition: str, r: Row) -> str:
         return f"was ok, now {r['status']}: {plain(r['reason'])}"
     if condition == WRONG_OUTPUTS:
         return str(r["verdict"])
-    return "no outputs to hold against A's" if missing(r["close"]) else f"only {floored(r['close'])} % of values agree"
+    return "no outputs to compare with A's" if missing(r["close"]) else f"only {floored(r['close'])} % of values agree"
 
 
 def undecided(r: Row) -> str:
-    """Why nothing can be told of a row, "" where something can."""
-    apart = r["verdict"] if r["verdict"].startswith((INCOMPARABLE, WRONG)) else ""
-    return str(r["undecided"] or apart)
+    """Why a row is undecided, "" if it isn't."""
+    reason = r["verdict"] if r["verdict"].startswith((INCOMPARABLE, WRONG)) else ""
+    return str(r["undecided"] or reason)
 
 
 def exit_code(table: Table) -> int:
-    """1 where a condition failed, else 3 where some row can't be told, compared, or has wrong outputs, else 0."""
+    """1 where a condition failed, else 3 where a row is undecided, not comparable or wrong, else 0."""
     if any(r["failed"] for r in table.rows):
         return REGRESSION
     return UNDECIDED if any(map(undecided, table.rows)) else GOOD

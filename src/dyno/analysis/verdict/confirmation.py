@@ -1,4 +1,4 @@
-"""What the rounds after the selection say of its winners; they are never mixed with the rounds that selected."""
+"""The confirmation of winners by rounds after the selection, which are never mixed with the rounds that selected."""
 
 from __future__ import annotations
 
@@ -20,39 +20,39 @@ if TYPE_CHECKING:
 NO_GAIN = stats.SLOWER, stats.EQUIVALENT, stats.UNDECIDED
 
 
-def findings(contest: Ranking, speed: str, run: RunData) -> Iterator[Finding]:
-    """How the winner by LATENCY or THROUGHPUT did when it was measured again, and whether that agrees."""
-    ranked, trials = contest.ranked(speed), run.trials
+def findings(ranking: Ranking, speed: str, run: RunData) -> Iterator[Finding]:
+    """The confirmation of the winner by LATENCY or THROUGHPUT, and whether it agrees with the selection."""
+    ranked, trials = ranking.ranked(speed), run.trials
     if ranked.empty:
         return
     row = ranked.iloc[0]
-    winner, reference = trials[row["trial"]], contest.reference(row, trials)
+    winner, reference = trials[row["trial"]], ranking.reference(row, trials)
     if not winner.confirmations:
         return
     if failed := next((r for r in winner.confirmations if not r.ok), None):
         why = failed.record.reason or failed.status
-        yield Finding(WARNING, f"{contest.configuration(row)} did not end well when it was measured again: {why}.")
+        yield Finding(WARNING, f"{ranking.configuration(row)} failed when it was measured again: {why}.")
     own = _costs(winner.confirmations, row, speed)
     if not own:
         return
     text = f"Measured again after the selection, in {_processes(own)}: {_spread(own, row, speed)}"
     gain = _gain(own, reference, row, speed) if reference is not None and reference is not winner else None
     if gain is not None and reference is not None:
-        text += f", {ratio(gain.value, gain.low, gain.high)} {_as(speed)} {_name(contest, reference)}"
+        text += f", {ratio(gain.value, gain.low, gain.high)} {_unit(speed)} {_reference_name(ranking, reference)}"
     yield Finding(NOTE, text + ".")
-    yield from _disagreements(contest, speed, trials, own, gain)
+    yield from _disagreements(ranking, speed, trials, own, gain)
 
 
 def _disagreements(
-    contest: Ranking, speed: str, trials: Mapping[str, TrialResult], own: list[float], gain: stats.Speedup | None
+    ranking: Ranking, speed: str, trials: Mapping[str, TrialResult], own: list[float], gain: stats.Speedup | None
 ) -> Iterator[Finding]:
-    ranked = contest.ranked(speed)
+    ranked = ranking.ranked(speed)
     row = ranked.iloc[0]
     now = stats.speedup(own, _costs(trials[row["trial"]].good, row, speed))
     if now.verdict == stats.SLOWER:
         text = f"That is slower than in the rounds that selected it ({ratio(now.value, now.low, now.high)})"
-        yield Finding(WARNING, f"{text}: they were lucky, or the machine has changed since.")
-    if gain is not None and gain.verdict in NO_GAIN and _was_faster(row, speed, contest):
+        yield Finding(WARNING, f"{text}: chance favoured them, or the machine has changed since.")
+    if gain is not None and gain.verdict in NO_GAIN and _was_faster(row, speed, ranking):
         yield Finding(WARNING, "So the confirmation does not show it to be faster than the reference.")
     if len(ranked) < 2:
         return
@@ -60,17 +60,17 @@ def _disagreements(
     ahead = stats.speedup(own, _costs(second.confirmations, _scaled(row, ranked.iloc[1]), speed))
     if ahead.value < 1:
         sure = "and the difference is real" if ahead.verdict == stats.SLOWER else "if not beyond noise"
-        name = contest.configuration(ranked.iloc[1])
+        name = ranking.configuration(ranked.iloc[1])
         text = f"Measured again, the runner-up {name} is ahead, {sure}"
         yield Finding(WARNING, f"{text}: {ratio(ahead.value, ahead.low, ahead.high)}.")
 
 
-def _was_faster(row: pd.Series, speed: str, contest: Ranking) -> bool:
-    return speed == LATENCY and not contest.sizes and row["verdict"] == stats.FASTER
+def _was_faster(row: pd.Series, speed: str, ranking: Ranking) -> bool:
+    return speed == LATENCY and not ranking.sizes and row["verdict"] == stats.FASTER
 
 
 def _costs(rounds: Sequence[Round], row: pd.Series, speed: str) -> list[float]:
-    """Seconds of each round that ended well: of a batch, or of an image where images per second are compared."""
+    """Seconds of each successful round: of a batch, or of an image where images per second are compared."""
     good = [r for r in rounds if r.ok]
     if speed == LATENCY:
         return [m for r in good if (m := r.median(row["boundary"], row["clock"])) is not None]
@@ -87,24 +87,24 @@ def _scaled(row: pd.Series, other: pd.Series) -> pd.Series:
 
 
 def _gain(own: list[float], reference: TrialResult, row: pd.Series, speed: str) -> stats.Speedup | None:
-    at = row.where(row.index != "batch", reference.batch)
-    found = stats.speedup(own, _costs(reference.confirmations, at, speed))
-    return None if math.isnan(found.value) else found
+    row_of_reference = row.where(row.index != "batch", reference.batch)
+    gain = stats.speedup(own, _costs(reference.confirmations, row_of_reference, speed))
+    return None if math.isnan(gain.value) else gain
 
 
 def _spread(own: list[float], row: pd.Series, speed: str) -> str:
     latency = speed == LATENCY
-    found = stats.center(own if latency else [1 / each for each in own])
-    return spread(found, latency) + (f" at batch {row['batch']}" if latency else "")
+    interval = stats.center(own if latency else [1 / cost for cost in own])
+    return spread(interval, latency) + (f" at batch {row['batch']}" if latency else "")
 
 
 def _processes(own: list[float]) -> str:
     return "one fresh process" if len(own) == 1 else f"{len(own)} fresh processes"
 
 
-def _as(speed: str) -> str:
+def _unit(speed: str) -> str:
     return "as fast as" if speed == LATENCY else "the images per second of"
 
 
-def _name(contest: Ranking, reference: TrialResult) -> str:
-    return reference.way + (f" at size {reference.size}" if contest.sizes else "")
+def _reference_name(ranking: Ranking, reference: TrialResult) -> str:
+    return reference.configuration + (f" at size {reference.size}" if ranking.sizes else "")

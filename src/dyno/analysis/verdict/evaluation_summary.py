@@ -1,4 +1,4 @@
-"""What `dyno eval` says of each trial below the table: accuracy, classes, latencies, stages and size."""
+"""What `dyno eval` prints on each trial below the table: accuracy, classes, latencies, stages and size."""
 
 from __future__ import annotations
 
@@ -22,44 +22,44 @@ WORST = 5  # classes and confusions that are named
 Rows = list[list[str]]
 
 
-def told(trial: TrialResult, format: str = "text", per_class: bool = False) -> str:
+def describe(trial: TrialResult, format: str = "text", per_class: bool = False) -> str:
     """The trial's own section as text or Markdown; `per_class` lists every class instead of the worst."""
-    warned = (f"warning: {sentence}" for sentence in trial.warnings())
-    lines = [*_accuracy(trial), *_speed(trial), *_classes(trial, per_class), *warned]
-    every: list[Sequence[Any]] = [lines, *_tables(trial, per_class)]
-    parts = [part for part in every if part]
+    warnings = (f"warning: {sentence}" for sentence in trial.warnings())
+    lines = [*_accuracy(trial), *_speed(trial), *_classes(trial, per_class), *warnings]
+    blocks: list[Sequence[Any]] = [lines, *_tables(trial, per_class)]
+    parts = [part for part in blocks if part]
     if format == "markdown":
         return f"### {markdown(trial.label)}\n\n" + "\n".join(map(_markdown, parts))
     return f"{plain(trial.label)}\n" + "\n".join(map(_text, parts))
 
 
 def _accuracy(trial: TrialResult) -> Iterator[str]:
-    for place, (metric, found) in enumerate(metrics.measured(trial)):
-        on = "" if place else f" on {images_tested(found.images, accuracy.set_aside(trial))}"
-        yield f"{metric.label}{f' of {found.of}' if found.of else ''} {_percent(found.interval)}{on}"
+    for place, (metric, score) in enumerate(metrics.measured(trial)):
+        images = "" if place else f" on {images_tested(score.images, accuracy.set_aside(trial))}"
+        yield f"{metric.label}{f' of {score.of}' if score.of else ''} {_percent(score.interval)}{images}"
 
 
 def _percent(share: Interval) -> str:
-    known = "" if share.low != share.low else f" [{100 * share.low:.2f}, {100 * share.high:.2f}]"
-    return f"{100 * share.value:.2f} %{known}"
+    limits = "" if share.low != share.low else f" [{100 * share.low:.2f}, {100 * share.high:.2f}]"
+    return f"{100 * share.value:.2f} %{limits}"
 
 
 def _speed(trial: TrialResult) -> Iterator[str]:
     if rate := trial.value("pipeline"):
-        of = trial.facts.evaluation
-        counted = f" ({of.images:,} images, after {of.warm_up:,} of warm-up)" if of else ""
-        yield f"whole pipeline {show(rate, 'rate').removesuffix('/s')} images/s{counted}"
+        evaluation = trial.facts.evaluation
+        count = f" ({evaluation.images:,} images, after {evaluation.warm_up:,} of warm-up)" if evaluation else ""
+        yield f"whole pipeline {show(rate, 'rate').removesuffix('/s')} images/s{count}"
     stages = [f"{name} {show(seconds, 'duration')}" for name in STAGES if (seconds := _stage(trial, name)) is not None]
     if stages:
         yield "per image: " + ", ".join(stages)
     size = trial.value("file_size")
-    known = [
+    parts = [
         f"{size / 1e6:.1f} MB" if size else "",
         f"{layers:,} layers" if (layers := trial.count("layers")) else "",
         f"{parameters:,} parameters" if (parameters := trial.count("parameters")) else "",
     ]
-    if any(known):
-        yield "model: " + ", ".join(part for part in known if part)
+    if any(parts):
+        yield "model: " + ", ".join(part for part in parts if part)
 
 
 def _stage(trial: TrialResult, name: str) -> float | None:
@@ -68,36 +68,36 @@ def _stage(trial: TrialResult, name: str) -> float | None:
 
 
 def _classes(trial: TrialResult, per_class: bool) -> Iterator[str]:
-    found = confusion.of(trial)
-    if found is None:
+    matrix = confusion.of(trial)
+    if matrix is None:
         return
-    classes = found.per_class()
+    classes = matrix.per_class()
     wrong = classes[classes["correct"] < classes["images"]]
     if len(wrong) and not per_class:
         worst = [f"{r['class']} ({r['top1']:.1f} % of {r['images']:,})" for r in wrong.head(WORST).to_dict("records")]
         yield "worst classes: " + "; ".join(worst)
-    if largest := found.largest(WORST):
-        yield "taken for another most: " + "; ".join(f"{a} for {b} ({n:,} of {of:,})" for a, b, n, of in largest)
+    if largest := matrix.largest(WORST):
+        yield "most common confusions: " + "; ".join(f"{a} for {b} ({n:,} of {of:,})" for a, b, n, of in largest)
 
 
 def _tables(trial: TrialResult, per_class: bool) -> Iterator[Sequence[Any]]:
-    """Rows of each table, its heading first, and what is to be said below one."""
+    """Rows of each table, its heading first, and the note below one."""
     latencies = [[f"latency, {b}, ms", *_latency(trial, b)] for b in LATENCIES if trial.samples("latency", b).size]
     if latencies:
         yield [["", *COLUMNS], *latencies]
         if any(cell.startswith("(") for row in latencies for cell in row):
             yield [FEW]
-    if per_class and (found := confusion.of(trial)):
+    if per_class and (matrix := confusion.of(trial)):
         rows = [[r["class"], f"{r['images']:,}", f"{r['top1']:.2f}", f"[{r['top1_low']:.2f}, {r['top1_high']:.2f}]",
-                 r["taken_for"], str(r["times"] or "")] for r in found.per_class().to_dict("records")]  # fmt: skip
+                 r["taken_for"], str(r["times"] or "")] for r in matrix.per_class().to_dict("records")]  # fmt: skip
         yield [["class", "images", "top-1 %", "95 % interval", "taken for", "times"], *rows]
-    if per_class and (scored := detection.of(trial)):
-        yield ap_rows(scored)
+    if per_class and (scores := detection.of(trial)):
+        yield ap_rows(scores)
 
 
-def ap_rows(found: MeanAP) -> Rows:
+def ap_rows(scores: MeanAP) -> Rows:
     """Average precision of each class, a heading first."""
-    rows = [[name, f"{100 * ap50:.2f}", f"{100 * ap:.2f}"] for name, ap50, ap in found.own.by_class()]
+    rows = [[name, f"{100 * ap50:.2f}", f"{100 * ap:.2f}"] for name, ap50, ap in scores.own.by_class()]
     return [["class", "AP50 %", "AP50-95 %"], *rows]
 
 

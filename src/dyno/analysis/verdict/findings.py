@@ -1,4 +1,4 @@
-"""One sentence of the verdict, and the words for numbers in it."""
+"""One sentence of the verdict, and its numbers as text."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def ratio(value: float, low: float, high: float) -> str:
 
 
 def equivalent(name: str, rule: Rule) -> str:
-    """That something is as fast as what is named, within the rule's margin."""
+    """That something is as fast as `name`, within the rule's margin."""
     return within(100 * rule.margin).replace("equivalent", f"equivalent to {name}")
 
 
-def settled(found: Speedup) -> str:
+def settled(speedup: Speedup) -> str:
     """How many more rounds would decide an undecided pair."""
-    more = MOST_ROUNDS + 1 if found.more is None else found.more
+    more = MOST_ROUNDS + 1 if speedup.more is None else speedup.more
     return f"{rounds_needed(more)} would settle it" if more <= MOST_ROUNDS else f"it would take {rounds_needed(more)}"
 
 
-def spread(found: Interval, latency: bool) -> str:
+def spread(interval: Interval, latency: bool) -> str:
     """A latency in seconds or a rate in images/s, with its interval where it has one."""
-    show_one = (lambda v: show(v, "duration")) if latency else significant
+    text = (lambda v: show(v, "duration")) if latency else significant
     unit = "" if latency else " images/s"
-    return f"{show_one(found.value)}{unit}{limits(found.low, found.high, show_one)}"
+    return f"{text(interval.value)}{unit}{limits(interval.low, interval.high, text)}"

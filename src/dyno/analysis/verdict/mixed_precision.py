@@ -1,4 +1,4 @@
-"""Lowered precisions that fail the budget, and what keeping a few of their layers higher makes of them."""
+"""Lowered precisions that fail the budget, and the effect of keeping a few of their layers higher."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAMED = 3  # kept layers that a sentence names
 def failing(run: RunData) -> list[str]:
     """Ids of the trials whose lowered precision is not within the budget with confidence although it could be.
 
-    One per way of running and size, at the smallest batch that ran. Left out is what no layer could mend: too few
+    One per configuration and size, at the smallest batch that ran. Left out is what no layer could change: too few
     images for any trial to be within, or a size at which the higher precisions fail the budget too.
     """
     frame = run.frame
@@ -44,9 +44,9 @@ def failing(run: RunData) -> list[str]:
     return chosen
 
 
-def _enough(row: pd.Series, limits: Sequence[accuracy.Budget]) -> bool:
+def _enough(row: pd.Series, budgets: Sequence[accuracy.Budget]) -> bool:
     """Whether a trial with all the reference's answers would be within the budget on that many images."""
-    return all(known()[each.metric].unchanged(row["images"]).low >= each.limit for each in limits)
+    return all(known()[limit.metric].unchanged(row["images"]).low >= limit.limit for limit in budgets)
 
 
 def _series(t: TrialResult) -> tuple[Any, ...]:
@@ -56,45 +56,46 @@ def _series(t: TrialResult) -> tuple[Any, ...]:
 
 
 def findings(run: RunData) -> Iterator[Finding]:
-    """What was kept higher for each lowered precision, and what it costs."""
-    tried: dict[Any, list[TrialResult]] = {}
+    """Which layers were kept higher for each lowered precision, and their cost."""
+    mixed: dict[Any, list[TrialResult]] = {}
     for t in run.records:
         if KEEP in t.options:
-            tried.setdefault(_series(t), []).append(t)
+            mixed.setdefault(_series(t), []).append(t)
     plain = {(_series(t), t.batch): t for t in run.records if KEEP not in t.options}
-    rows = {row["trial"]: row for _, row in run.frame.iterrows()} if run.budgets and tried else {}
-    for series, trials in tried.items() if rows else ():
+    rows = {row["trial"]: row for _, row in run.frame.iterrows()} if run.budgets and mixed else {}
+    for series, trials in mixed.items() if rows else ():
         batch = min(t.batch for t in trials)
-        there = [t for t in trials if t.batch == batch]
-        if (without := plain.get((series, batch))) is not None and rows[without.id]["budget"] in (OVER, UNDECIDED):
-            held = [t for t in there if rows[t.id]["budget"] == WITHIN and t.status == "ok"]
-            yield _found(without, min(held, key=_kept), rows, run) if held else _none(without, there, run.budget)
+        candidates = [t for t in trials if t.batch == batch]
+        if (lowered := plain.get((series, batch))) is not None and rows[lowered.id]["budget"] in (OVER, UNDECIDED):
+            within = [t for t in candidates if rows[t.id]["budget"] == WITHIN and t.status == "ok"]
+            best = min(within, key=_count_kept, default=None)
+            yield _success(lowered, best, rows, run) if best else _failure(lowered, candidates, run.budget)
 
 
-def _kept(t: TrialResult) -> int:
+def _count_kept(t: TrialResult) -> int:
     return int(t.options[KEEP])
 
 
-def _found(plain: TrialResult, mixed: TrialResult, rows: dict[str, pd.Series], run: RunData) -> Finding:
-    row, before = rows[mixed.id], rows[plain.id]
-    change = quality(row.to_frame().T, run.budget_metrics).change_in(before)[1]
+def _success(plain: TrialResult, mixed: TrialResult, rows: dict[str, pd.Series], run: RunData) -> Finding:
+    row, without = rows[mixed.id], rows[plain.id]
+    change = quality(row.to_frame().T, run.budget_metrics).change_in(without)[1]
     loss = f" ({points(change / 100)} points)" if change == change else ""
-    fails = "loses more than it allows" if before["budget"] == OVER else "is undecided"
-    kept = mixed.made_by.kept
-    names = ", ".join(each.node for each in kept[:NAMED]) + (", …" if len(kept) > NAMED else "")
+    fails = "loses more than it allows" if without["budget"] == OVER else "is undecided"
+    layers = mixed.made_by.kept
+    names = ", ".join(layer.node for layer in layers[:NAMED]) + (", …" if len(layers) > NAMED else "")
     boundary, clock = str(row["boundary"]), str(row["clock"])
     cost = speedups.speedup(mixed, plain, boundary, clock)
     return Finding(
         NOTE,
-        f"{plain.label} {fails} under {run.budget}{loss}; with {_kept(mixed)} of {mixed.made_by.ranked} "
+        f"{plain.label} {fails} under {run.budget}{loss}; with {_count_kept(mixed)} of {mixed.made_by.ranked} "
         f"layers in a higher precision ({names}) it is within: {ms(row[LATENCY])}, "
         f"{ratio(cost.value, cost.low, cost.high)} as fast as without. How many to keep was chosen on the test images "
         "themselves.",
     )
 
 
-def _none(plain: TrialResult, tried: Sequence[TrialResult], budget: str) -> Finding:
-    most = max(map(_kept, tried))
+def _failure(plain: TrialResult, tried: Sequence[TrialResult], budget: str) -> Finding:
+    most = max(map(_count_kept, tried))
     total = next((n for t in tried if (n := t.made_by.ranked)), "?")
     return Finding(
         WARNING, f"{plain.label}: up to {most} of {total} layers in a higher precision don't bring it within {budget}."

@@ -30,10 +30,10 @@ from dyno.analysis.verdict.findings import BEST, FAILURE, NOTE, WARNING, Finding
 if TYPE_CHECKING:
     import pandas as pd
 
-MOST_GROUPS = 8  # model x size pairs that get sentences of their own; the rest stands in the tables
-SLIGHT = 1.1  # an interval that ends below it leaves no gain worth looking for
+MOST_GROUPS = 8  # models and sizes that get sentences; the tables have all
+SLIGHT = 1.1  # an interval that ends below it leaves no gain worth pursuing
 NO_GAIN = stats.SLOWER, stats.EQUIVALENT, stats.UNDECIDED
-# What a lowered precision ought to be faster than, in the order of comparison.
+# Wider precisions that a lowered one should be faster than, in the order of comparison.
 WIDER = {
     **dict.fromkeys(("tf32", "fp16", "bf16"), ("fp32",)),
     **dict.fromkeys(("int8", "fp8"), ("fp32", "fp16", "bf16")),
@@ -46,69 +46,69 @@ def sentences(run: RunData) -> list[str]:
 
 
 def findings(run: RunData) -> list[Finding]:
-    """The verdict: the fastest within the budget and how sure that is, then truth of precision, reasons, failures."""
+    """The verdict: the fastest within the budget with its evidence, then precision truth, reasons, failures."""
     results = run.records
-    every, crowd = rankings(run), cpu_contention(results)
-    found = [f for contest in every[:MOST_GROUPS] for f in _contest(contest, run)]
-    if crowd and crowd.mostly:  # whatever is said of an order would be said of the machine's load
-        failed = [f for f in found if f.kind == FAILURE]
-        apart = [f for contest in every[:MOST_GROUPS] for f in _apart(contest)]
-        told = [*failed, *apart, *_truths(results), *_outcome(results, crowd)]
-        return [*_wrong_outputs(run), Finding(WARNING, crowd.sentence), *told]
-    if len(every) > MOST_GROUPS:
-        found.append(Finding(NOTE, f"{len(every) - MOST_GROUPS} more models and sizes are in the tables."))
+    all_rankings, contention = rankings(run), cpu_contention(results)
+    ranked = [f for ranking in all_rankings[:MOST_GROUPS] for f in _ranking_findings(ranking, run)]
+    if contention and contention.mostly:  # an order would be that of the machine's load
+        failed = [f for f in ranked if f.kind == FAILURE]
+        apart = [f for ranking in all_rankings[:MOST_GROUPS] for f in _apart(ranking)]
+        others = [*failed, *apart, *_truths(results), *_outcome(results, contention)]
+        return [*_wrong_outputs(run), Finding(WARNING, contention.sentence), *others]
+    if len(all_rankings) > MOST_GROUPS:
+        ranked.append(Finding(NOTE, f"{len(all_rankings) - MOST_GROUPS} more models and sizes are in the tables."))
     return [
         *_wrong_outputs(run),
-        *found,
+        *ranked,
         *mixed_precision.findings(run),
         *_truths(results),
         *_slow_precisions(run),
-        *_outcome(results, crowd),
+        *_outcome(results, contention),
     ]
 
 
 def _wrong_outputs(run: RunData) -> Iterator[Finding]:
-    """Trials that compute something else than their reference, so that none of them was ranked."""
+    """Trials with other outputs than their reference, which are not ranked."""
     trials, wrong = run.trials, run.frame[run.frame["outputs"] == WRONG]
     for (reference, verdict), rows in wrong.groupby(["reference", "verdict"], sort=False):
-        held = [trials[id] for id in rows["trial"]]
-        names = ", ".join(dict.fromkeys(t.way for t in held))
-        against = f" against {trials[reference].way}" if reference in trials else ""
-        text = f"{held[0].model}: {names} ({_places(held)}) gave {verdict}{against}; not ranked, whatever the speed."
+        group = [trials[id] for id in rows["trial"]]
+        names = ", ".join(dict.fromkeys(t.configuration for t in group))
+        against = f" against {trials[reference].configuration}" if reference in trials else ""
+        text = f"{group[0].model}: {names} ({_places(group)}) gave {verdict}{against}; not ranked, whatever the speed."
         yield Finding(FAILURE, text)
 
 
-def _contest(contest: Ranking, run: RunData) -> Iterator[Finding]:
-    ranked, trials, budget = contest.fastest, run.trials, run.budget
-    if frontier.usable(contest.group).empty:
-        yield Finding(FAILURE, f"{contest.where}: no trial ended well.")
-    elif ranked.empty and budget and frontier.usable(contest.first)[LATENCY].notna().any():
-        yield Finding(FAILURE, f"{contest.where}: no trial is within {budget} for certain.")
+def _ranking_findings(ranking: Ranking, run: RunData) -> Iterator[Finding]:
+    ranked, trials, budget = ranking.fastest, run.trials, run.budget
+    if frontier.usable(ranking.group).empty:
+        yield Finding(FAILURE, f"{ranking.where}: no trial succeeded.")
+    elif ranked.empty and budget and frontier.usable(ranking.first)[LATENCY].notna().any():
+        yield Finding(FAILURE, f"{ranking.where}: no trial is within {budget} with confidence.")
     elif len(ranked):
         winner = ranked.iloc[0]
-        yield Finding(BEST, _fastest(contest, winner, run))
-        yield from _runner_up(contest, run)
-        yield from confirmation.findings(contest, LATENCY, run)
-        yield from _accuracy(contest, winner, trials)
-        yield from _preparation(contest, winner, trials)
-    yield from _left_out(contest, budget)
-    yield from _apart(contest)
-    yield from _most_images(contest)
-    yield from confirmation.findings(contest, THROUGHPUT, run)
+        yield Finding(BEST, _fastest(ranking, winner, run))
+        yield from _runner_up(ranking, run)
+        yield from confirmation.findings(ranking, LATENCY, run)
+        yield from _accuracy(ranking, winner, trials)
+        yield from _preparation(ranking, winner, trials)
+    yield from _left_out(ranking, budget)
+    yield from _apart(ranking)
+    yield from _most_images(ranking)
+    yield from confirmation.findings(ranking, THROUGHPUT, run)
 
 
-def _fastest(contest: Ranking, winner: pd.Series, run: RunData) -> str:
+def _fastest(ranking: Ranking, winner: pd.Series, run: RunData) -> str:
     limit = f" within the budget {run.budget}" if run.budget and winner["budget"] else ""
     low, high = winner["latency_ms_low"], winner["latency_ms_high"]
-    name, latency = contest.configuration(winner), f"{ms(winner[LATENCY])}{limits(low, high, ms)}"
-    text = f"{contest.where}: fastest{limit} is {name}, {latency}"
+    name, latency = ranking.configuration(winner), f"{ms(winner[LATENCY])}{limits(low, high, ms)}"
+    text = f"{ranking.where}: fastest{limit} is {name}, {latency}"
     text += f" at batch {winner['batch']}"
-    reference = contest.reference(winner, run.trials)
+    reference = ranking.reference(winner, run.trials)
     if reference is None or reference.id == winner["trial"]:
         return text + "."
     gain = _gain(winner, reference, run)
     shown = ratio(gain.value, gain.low, gain.high)
-    name = reference.way + (f" at size {reference.size}" if contest.sizes else "")
+    name = reference.configuration + (f" at size {reference.size}" if ranking.sizes else "")
     if gain.verdict == stats.EQUIVALENT:
         return f"{text}; it is {equivalent(name, run.rule)} ({shown})."
     if gain.verdict == stats.UNDECIDED:
@@ -127,35 +127,35 @@ def _gain(winner: pd.Series, reference: TrialResult, run: RunData) -> stats.Spee
     return speedups.speedup(run.trials[winner["trial"]], reference, boundary, clock, run.rule)
 
 
-def _runner_up(contest: Ranking, run: RunData) -> Iterator[Finding]:
-    ranked, trials = contest.fastest, run.trials
+def _runner_up(ranking: Ranking, run: RunData) -> Iterator[Finding]:
+    ranked, trials = ranking.fastest, run.trials
     if len(ranked) < 2:
         return
     first, second = (trials[ranked.iloc[i]["trial"]] for i in (0, 1))
-    told = contest.reference(ranked.iloc[0], trials)
-    if told is not None and told.id == second.id:
-        return  # the winner was compared with it already
-    name = contest.configuration(ranked.iloc[1])
+    reference = ranking.reference(ranked.iloc[0], trials)
+    if reference is not None and reference.id == second.id:
+        return  # the winner was compared with it above
+    name = ranking.configuration(ranked.iloc[1])
     boundary = str(ranked.iloc[0]["boundary"])
     clock = str(ranked.iloc[0]["clock"])
-    against = speedups.speedup(first, second, boundary, clock, run.rule)
-    shown = ratio(against.value, against.low, against.high)
-    if against.verdict == stats.FASTER:
+    gain = speedups.speedup(first, second, boundary, clock, run.rule)
+    shown = ratio(gain.value, gain.low, gain.high)
+    if gain.verdict == stats.FASTER:
         yield Finding(NOTE, f"The runner-up is {name}; the difference is real: {shown}.")
-    elif against.verdict == stats.EQUIVALENT:
+    elif gain.verdict == stats.EQUIVALENT:
         yield Finding(NOTE, f"It is {equivalent(f'the runner-up, {name},', run.rule)} ({shown}).")
-    elif against.verdict == stats.UNDECIDED:
+    elif gain.verdict == stats.UNDECIDED:
         text = f"Whether it is faster than the runner-up, {name}, is undecided ({shown})"
-        yield Finding(WARNING, f"{text}: {settled(against)}.")
-    elif against.verdict == stats.SLOWER:  # the rounds' latencies and the ratio within blocks may disagree
+        yield Finding(WARNING, f"{text}: {settled(gain)}.")
+    elif gain.verdict == stats.SLOWER:  # the rounds' latencies and the ratio within blocks may disagree
         yield Finding(WARNING, f"The runner-up, {name}, is faster where both measured in turns ({shown}).")
     else:
         text = f"The runner-up is {name} ({shown}); with one round, significance can't be assessed."
         yield Finding(WARNING, text)
 
 
-def _accuracy(contest: Ranking, winner: pd.Series, trials: dict[str, TrialResult]) -> Iterator[Finding]:
-    metric = contest.metric
+def _accuracy(ranking: Ranking, winner: pd.Series, trials: dict[str, TrialResult]) -> Iterator[Finding]:
+    metric = ranking.metric
     if metric.column not in winner or isnan(winner[metric.column]):
         return
     low, high = metric.interval(winner)
@@ -168,66 +168,68 @@ def _accuracy(contest: Ranking, winner: pd.Series, trials: dict[str, TrialResult
     low, value, high = metric.change_in(winner)
     if not isnan(low):
         change, lowest, highest = (points(each / 100) for each in (value, low, high))
-        reference = contest.reference(winner, trials)
-        where = f" at size {reference.size}" if contest.sizes and reference is not None else ""
+        reference = ranking.reference(winner, trials)
+        where = f" at size {reference.size}" if ranking.sizes and reference is not None else ""
         text += f", {change} points [{lowest}, {highest}] against the reference{where} on the same images"
     yield Finding(NOTE, text + ".")
 
 
-def _preparation(contest: Ranking, winner: pd.Series, trials: dict[str, TrialResult]) -> Iterator[Finding]:
+def _preparation(ranking: Ranking, winner: pd.Series, trials: dict[str, TrialResult]) -> Iterator[Finding]:
     """After how many images the time to build pays off against the reference."""
-    reference = contest.reference(winner, trials)
+    reference = ranking.reference(winner, trials)
     if reference is None or reference.id == winner["trial"]:
         return
-    found = breakeven.against(winner, trials[winner["trial"]], reference)
-    if found is not None and found.extra > 0 and found.images is not None:
-        words = f"which pays off after about {significant(found.images, 2)} images"
-        words += ", or never, as the gain is not proven" if isinf(found.high) else ""
-        yield Finding(NOTE, f"Making it takes {show(found.extra, 'duration')}, {words}.")
+    payoff = breakeven.against(winner, trials[winner["trial"]], reference)
+    if payoff is not None and payoff.extra > 0 and payoff.images is not None:
+        when = f"which pays off after about {significant(payoff.images, 2)} images"
+        when += ", or never, as the gain is not proven" if isinf(payoff.high) else ""
+        yield Finding(NOTE, f"Making it takes {show(payoff.extra, 'duration')}, {when}.")
 
 
-def _left_out(contest: Ranking, budget: str) -> Iterator[Finding]:
+def _left_out(ranking: Ranking, budget: str) -> Iterator[Finding]:
     """Faster trials that the budget kept from being the fastest."""
     if not budget:
         return
-    ranked, metric = contest.fastest, contest.metric
+    ranked, metric = ranking.fastest, ranking.metric
     limit = ranked.iloc[0][LATENCY] if len(ranked) else float("inf")
-    faster = frontier.ranked(frontier.usable(contest.first))
+    faster = frontier.ranked(frontier.usable(ranking.first))
     for _, row in faster[faster[LATENCY] < limit].iterrows():
-        taken, name = ms(row[LATENCY]), contest.configuration(row)
-        what = f"{name} is faster ({taken})" if len(ranked) else f"{name} takes {taken}"
+        latency, name = ms(row[LATENCY]), ranking.configuration(row)
+        subject = f"{name} is faster ({latency})" if len(ranked) else f"{name} takes {latency}"
         change = metric.change_in(row)[1]
         loss = "" if isnan(change) else f" ({points(change / 100)} points)"
         if row["budget"] == OVER:
-            yield Finding(NOTE, f"{what} but loses more than {budget} allows{loss}.")
+            yield Finding(NOTE, f"{subject} but loses more than {budget} allows{loss}.")
         elif row["budget"] == UNDECIDED:
             more = row["more_images"]
-            known = isinstance(more, (int, float)) and not isnan(more)
-            settle = f"about {int(more):,} more images would settle it" if known else "more images would not settle it"
-            yield Finding(WARNING, f"{what} but whether it is within {budget} is undecided{loss}: {settle}.")
+            estimated = isinstance(more, (int, float)) and not isnan(more)
+            settle = f"about {int(more):,} more images would" if estimated else "more images would not"
+            yield Finding(
+                WARNING, f"{subject} but whether it is within {budget} is undecided{loss}: {settle} settle it."
+            )
 
 
-def _apart(contest: Ranking) -> Iterator[Finding]:
+def _apart(ranking: Ranking) -> Iterator[Finding]:
     """Trials that could not be compared with their reference, so that none of them was the fastest."""
     reasons: dict[str, list[str]] = {}
-    for _, row in contest.apart.iterrows():
+    for _, row in ranking.apart.iterrows():
         names = reasons.setdefault(str(row["verdict"]), [])
-        if (name := contest.configuration(row)) not in names:
+        if (name := ranking.configuration(row)) not in names:
             names.append(name)
     for verdict, names in reasons.items():
-        yield Finding(WARNING, f"{contest.where}: {', '.join(names)} took no part, {verdict}.")
+        yield Finding(WARNING, f"{ranking.where}: {', '.join(names)} not ranked, {verdict}.")
 
 
-def _most_images(contest: Ranking) -> Iterator[Finding]:
-    ranked = contest.most_images
+def _most_images(ranking: Ranking) -> Iterator[Finding]:
+    ranked = ranking.most_images
     if ranked.empty:
         return
     best = ranked.iloc[0]
-    name = contest.configuration(best)
-    text = f"{contest.where}: most images per second with {name} at batch {best['batch']}: "
+    name = ranking.configuration(best)
+    text = f"{ranking.where}: most images per second with {name} at batch {best['batch']}: "
     text += f"{significant(best[THROUGHPUT])}/s"
     line = frontier.configuration(best), best["size"], best["batch"]
-    same = [s for s in frontier.saturation(contest.group) if (s.configuration, s.size, s.best_batch) == line]
+    same = [s for s in frontier.saturation(ranking.group) if (s.configuration, s.size, s.best_batch) == line]
     yield Finding(BEST, text + (f"; {same[0].description}." if same else "."))
 
 
@@ -237,41 +239,43 @@ def _truths(results: Results) -> Iterator[Finding]:
     for t, found in known:
         if not found.ok:
             wrong.setdefault((t.model, found.sentence), []).append(t)
-    told = [found for _, found in known if found.reported]
-    if told:
-        kept = sum(found.ok for found in told)
-        yield Finding(NOTE, f"Precision: {kept} of {counting(len(told), 'trial')} ran in the type they were asked for.")
+    reported = [found for _, found in known if found.reported]
+    if reported:
+        as_requested = sum(t.ok for t in reported)
+        trials_reported = counting(len(reported), "trial")
+        yield Finding(NOTE, f"Precision: {as_requested} of {trials_reported} ran in the requested type.")
     for (_, sentence), trials in wrong.items():
-        whose = f"{trials[0].model} " if len({t.model for t in results}) > 1 else ""
+        model = f"{trials[0].model} " if len({t.model for t in results}) > 1 else ""
         found = truth(trials[0])
-        is_wrong = " is not what it says" if found and found.reported else ""
-        yield Finding(WARNING, f"{whose}{trials[0].way} ({_places(trials)}){is_wrong}: {sentence}.")
+        is_wrong = " did not run as requested" if found and found.reported else ""
+        yield Finding(WARNING, f"{model}{trials[0].configuration} ({_places(trials)}){is_wrong}: {sentence}.")
 
 
 def _slow_precisions(run: RunData) -> Iterator[Finding]:
     """Lowered precisions that gain nothing over a wider one of the same backend, with the engine's own reasons.
 
-    The wider one is fp32; where eight bits gain something over that, it is what sixteen bits there are.
+    The wider one is fp32; for eight bits that gain something over it, the sixteen-bit ones as well.
     """
     results = run.records
     ran = {(t.group, t.variant, t.precision): t for t in results if t.good}
-    found: dict[tuple[str, ...], list[tuple[TrialResult, stats.Speedup]]] = {}
+    groups: dict[tuple[str, ...], list[tuple[TrialResult, stats.Speedup]]] = {}
     for t in ran.values():
         for wider in WIDER.get(t.precision, ()):
             other = ran.get((t.group, t.variant, wider))
             if other is not None and not incomparable(t, other) and (gain := _no_gain(t, other, run.rule)):
-                found.setdefault((t.model, t.size, t.way, other.way), []).append((t, gain))
+                groups.setdefault((t.model, t.size, t.configuration, other.configuration), []).append((t, gain))
                 break
     several = len({(t.model, t.size) for t in results}) > 1
-    for (model, size, name, other_name), slow in list(found.items())[:MOST_GROUPS]:
+    for (model, size, name, other_name), slow in list(groups.items())[:MOST_GROUPS]:
         where = f"{model} at size {size}: " if several else ""
         yield Finding(WARNING, f"{where}{name} is {_not_faster(other_name, slow)}.")
-    if len(found) > MOST_GROUPS:
-        yield Finding(NOTE, f"{len(found) - MOST_GROUPS} more ways gain nothing by their precision; see the tables.")
+    if len(groups) > MOST_GROUPS:
+        more = len(groups) - MOST_GROUPS
+        yield Finding(NOTE, f"{more} more configurations gain nothing from their precision; see the tables.")
 
 
 def _not_faster(other: str, slow: list[tuple[TrialResult, stats.Speedup]]) -> str:
-    slow = sorted(slow, key=lambda one: one[0].batch)
+    slow = sorted(slow, key=lambda pair: pair[0].batch)
     gains = [gain for _, gain in slow]
     sure = all(gain.verdict in (stats.SLOWER, stats.ONE_ROUND) or gain.high <= 1 for gain in gains)
     shown = ratio(gains[0].value, gains[0].low, gains[0].high)
@@ -283,7 +287,7 @@ def _not_faster(other: str, slow: list[tuple[TrialResult, stats.Speedup]]) -> st
 
 
 def _no_gain(t: TrialResult, wider: TrialResult, rule: stats.Rule) -> stats.Speedup | None:
-    """The speed-up over the wider precision where it is none, or may be none."""
+    """The speed-up over the wider precision, where it shows no gain; else None."""
     clock = clock_of("model", t, wider)
     gain = speedups.speedup(t, wider, "model", clock, rule)
     none = gain.verdict in NO_GAIN or (gain.verdict == stats.ONE_ROUND and gain.value < 1)
@@ -291,7 +295,7 @@ def _no_gain(t: TrialResult, wider: TrialResult, rule: stats.Rule) -> stats.Spee
 
 
 def _silence(gain: stats.Speedup) -> str:
-    """Why nothing is gained where the engine says nothing."""
+    """Why nothing is gained, where the engine gives no reason."""
     if gain.verdict in (stats.SLOWER, stats.ONE_ROUND) or gain.high <= 1:
         return "the engine gives no reason"
     if gain.high < SLIGHT:
@@ -299,19 +303,20 @@ def _silence(gain: stats.Speedup) -> str:
     return "the spread between processes hides any gain"
 
 
-def _outcome(results: Results, crowd: Contention | None) -> Iterator[Finding]:
+def _outcome(results: Results, contention: Contention | None) -> Iterator[Finding]:
     count = Counter(t.status for t in results)
-    bad = {status: n for status, n in count.items() if status not in ("ok", "skipped")}
+    failed = {status: n for status, n in count.items() if status not in ("ok", "skipped")}
     total = len(results.trials)
-    if bad:
-        each = ", ".join(f"{n} {status}" for status, n in bad.items())
+    if failed:
+        counts = ", ".join(f"{n} {status}" for status, n in failed.items())
         yield Finding(
-            FAILURE, f"{sum(bad.values())} of {counting(total, 'trial')} did not finish: {each}; each has its reason."
+            FAILURE,
+            f"{sum(failed.values())} of {counting(total, 'trial')} did not finish: {counts}; each has its reason.",
         )
     if count["skipped"]:
         yield Finding(NOTE, f"{_of(count['skipped'], total, 'was', 'were')} skipped, each with its reason.")
-    if crowd and not crowd.mostly:
-        yield Finding(WARNING, crowd.sentence)
+    if contention and not contention.mostly:
+        yield Finding(WARNING, contention.sentence)
     yield from _gpu(results)
     if aside := max((set_aside(t) for t in results if set_aside(t) and judged(t)), default=0):
         yield Finding(
@@ -326,21 +331,21 @@ def _outcome(results: Results, crowd: Contention | None) -> Iterator[Finding]:
 
 
 def _gpu(results: Results) -> Iterator[Finding]:
-    """What the GPU's telemetry and its clock say against the numbers."""
+    """What in the GPU's telemetry and clocks casts doubt on the numbers."""
     trials = [t for t in results if t.gpu is not None]
-    every = counting(len(trials), "trial")
+    of_trials = counting(len(trials), "trial")
     if shared := [t for t in trials if gpu_remarks.others(t)]:
         yield Finding(
             WARNING,
-            f"Others used the GPU during {len(shared)} of {every} (first: {shared[0].label}: "
+            f"Others used the GPU during {len(shared)} of {of_trials} (first: {shared[0].label}: "
             f"{gpu_remarks.others(shared[0])}): those times may be too long; measure again on a free GPU.",
         )
-    if held := [(t, found) for t in trials if (found := gpu_remarks.throttled(t))]:
-        hit, lost = (sum(getattr(f, name) for _, found in held for f in found) for name in ("hit", "dropped"))
-        why = ", ".join(dict.fromkeys(f.why for _, found in held for f in found))
+    if throttled := [(t, found) for t in trials if (found := gpu_remarks.throttled(t))]:
+        hit, lost = (sum(getattr(f, name) for _, found in throttled for f in found) for name in ("hit", "dropped"))
+        why = ", ".join(dict.fromkeys(f.why for _, found in throttled for f in found))
         yield Finding(
             WARNING,
-            f"The GPU was throttled ({why}) during {len(held)} of {every}: {lost:,} of the {hit:,} "
+            f"The GPU was throttled ({why}) during {len(throttled)} of {of_trials}: {lost:,} of the {hit:,} "
             "samples taken meanwhile were dropped.",
         )
     yield from _launch_bound(results)
@@ -352,12 +357,14 @@ def _gpu(results: Results) -> Iterator[Finding]:
 
 
 def _launch_bound(results: Results) -> Iterator[Finding]:
-    """The ways of running that lose most of their time to launching, worst first."""
-    known = [(t, found) for t in results if t.device != "cpu" and (found := gpu_remarks.launch(t)) and found.sentence]
-    if known:
-        t, found = max(known, key=lambda each: each[1].share)
-        others = f"; {len(known) - 1} more trials say so too" if len(known) > 1 else ""
-        yield Finding(NOTE, f"{t.label}: {found.sentence}{others}.")
+    """The trial that loses the largest share of its time to launching."""
+    bound = [
+        (t, launch) for t in results if t.device != "cpu" and (launch := gpu_remarks.launch(t)) and launch.sentence
+    ]
+    if bound:
+        t, launch = max(bound, key=lambda pair: pair[1].share)
+        others = f"; {len(bound) - 1} more trials are launch-bound" if len(bound) > 1 else ""
+        yield Finding(NOTE, f"{t.label}: {launch.sentence}{others}.")
 
 
 def _of(count: int, total: int, one: str, several: str) -> str:

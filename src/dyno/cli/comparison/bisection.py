@@ -8,14 +8,14 @@ from typing import Annotated
 import typer
 
 from dyno.cli import options
-from dyno.cli.comparison.compare import LEAVE, USUAL
+from dyno.cli.comparison.compare import DEFAULTS, OMITTED
 from dyno.study_options import Compared, DataOptions, Measurement, ModelOptions, RuntimeOptions
 from dyno.worker.spec import UserError
 
 
-@options.takes(Compared, ModelOptions, DataOptions, Measurement, RuntimeOptions, leave=f"{LEAVE} runtime", **USUAL)
+@options.takes(Compared, ModelOptions, DataOptions, Measurement, RuntimeOptions, omit=f"{OMITTED} runtime", **DEFAULTS)
 def bisect(
-    given: options.Given,
+    overrides: options.Overrides,
     model: options.Model,
     library: Annotated[str, typer.Option(help="Distribution whose versions are tried, e.g. onnxruntime.")] = "",
     versions: Annotated[
@@ -30,16 +30,16 @@ def bisect(
     fail_on: Annotated[str, typer.Option(help="The slow-down that makes a version bad.")] = "slower=5%",
     out: options.Out = "",
 ) -> None:
-    """Find the first version of a library with which a model is slower: exit 1 with it, 0 if none, 3 if unclear."""
+    """Find the first version of a library with which a model is slower: exit 1 with it, 0 if none, 3 if undecided."""
     from dyno.api import bisection as module
     from dyno.worker.spec import plain
 
-    found = module.bisect(
+    result = module.bisect(
         model, library=library, versions=_items(versions), pythons=_interpreters(pythons), add=add, fail_on=fail_on,
-        out=out or None, quiet=False, **given,
+        out=out or None, quiet=False, **overrides,
     )  # fmt: skip
-    print("\n".join(map(plain, found.verdicts)))
-    raise typer.Exit(found.exit_code)
+    print("\n".join(map(plain, result.verdicts)))
+    raise typer.Exit(result.exit_code)
 
 
 def _items(text: str) -> list[str]:
@@ -50,14 +50,14 @@ def _items(text: str) -> list[str]:
 
 
 def _interpreters(text: str) -> dict[str, str]:
-    found: dict[str, str] = {}
+    interpreters: dict[str, str] = {}
     for item in _items(text):
         name, _, path = item.partition("=")
-        if not name or not path or name in found:
+        if not name or not path or name in interpreters:
             raise UserError(
-                f"--pythons {item!r} is not NAME=PATH with a name of its own, such as old=/opt/old/bin/python"
+                f"--pythons {item!r} is not NAME=PATH with a name used once, such as old=/opt/old/bin/python"
             )
         if not Path(path).is_file():
             raise UserError(f"--pythons {name}: there is no interpreter {path}")
-        found[name] = str(Path(path).absolute())
-    return found
+        interpreters[name] = str(Path(path).absolute())
+    return interpreters

@@ -12,9 +12,9 @@ from dyno.study_options import Compared, DataOptions, Measurement, ModelOptions,
 from dyno.worker.spec import UserError
 
 GATE = "Gate"
-# What a comparison decides itself, or what its two sides can't have.
-LEAVE = "routes reference budget search confirm peak turns compared until minutes equivalent"
-USUAL: dict[str, Any] = {"rounds": 5, "boundaries": "model", "backends": "the one for this kind of file"}
+# Options that a comparison sets itself, or that its two sides can't have.
+OMITTED = "routes reference budget search confirm peak turns compared until minutes equivalent"
+DEFAULTS: dict[str, Any] = {"rounds": 5, "boundaries": "model", "backends": "the one for this kind of file"}
 
 Junit = Annotated[str, typer.Option(help="Write the verdicts as JUnit's XML into this file.", rich_help_panel=GATE)]
 Summary = Annotated[
@@ -23,10 +23,10 @@ Summary = Annotated[
 
 
 @options.takes(
-    Compared, ModelOptions, DataOptions, Measurement, RuntimeOptions, leave=LEAVE, **USUAL,
+    Compared, ModelOptions, DataOptions, Measurement, RuntimeOptions, omit=OMITTED, **DEFAULTS,
 )  # fmt: skip
 def compare(
-    given: options.Given,
+    overrides: options.Overrides,
     a: Annotated[str, typer.Argument(help="What to compare with: a run folder, or a model.", metavar="A")],
     b: Annotated[str, typer.Argument(help="What to judge: a run folder, or a model.", metavar="[B]")] = "",
     again: Annotated[bool, typer.Option("--again", help="Measure stored runs once more, here and in turns.")] = False,
@@ -38,24 +38,25 @@ def compare(
         str,
         typer.Option(
             help="Exit 1 on any of: slower, less-accurate, disagree (needs --least), status, wrong-outputs. "
-            "slower=2% is a gate: exit 3 where it can't be told.",
+            "slower=2% is a gate: exit 3 where it is undecided.",
             rich_help_panel=GATE,
         ),
     ] = "slower,less-accurate,status,wrong-outputs",
     tolerance: Annotated[
-        float, typer.Option(help="Relative slow-down that is still fine.", rich_help_panel=GATE)
+        float, typer.Option(help="Relative slow-down that is still accepted.", rich_help_panel=GATE)
     ] = 0.02,
     least: options.Least = 0.0,
     rtol: options.Rtol = 1e-3,
     any_outputs: Annotated[
-        bool, typer.Option("--any-outputs", help="Judge the speed whatever B computes.", rich_help_panel=GATE)
+        bool,
+        typer.Option("--any-outputs", help="Judge the speed even where B's outputs are wrong.", rich_help_panel=GATE),
     ] = False,
     junit: Junit = "",
     summary: Summary = "",
     out: options.Out = "",
     format: options.Format = "text",
 ) -> None:
-    """Is B slower than A? Two runs, files, commits or versions of a library; exit 1 when B got worse, 3 if unclear."""
+    """Is B slower than A? Two runs, files, commits or versions of a library; exit 1 if B got worse, 3 if undecided."""
     from dyno.api import comparison
     from dyno.cli.comparison.printed import output
     from dyno.planning.checks import check_format
@@ -64,11 +65,11 @@ def compare(
     check_files(junit, summary)
     conditions = tuple(name.strip() for name in fail_on.split(",") if name.strip())
     rules = {"fail_on": conditions, "tolerance": tolerance, "least": least, "rtol": rtol, "any_outputs": any_outputs}
-    settings = {**rules, **given}
+    settings = {**rules, **overrides}
     if against:
         settings["against"] = options.pythons(against, "--against")
-    found = comparison.compare(a, b or None, again=again, commits=commits, out=out or None, quiet=False, **settings)
-    raise typer.Exit(output(found, format, junit, summary))
+    result = comparison.compare(a, b or None, again=again, commits=commits, out=out or None, quiet=False, **settings)
+    raise typer.Exit(output(result, format, junit, summary))
 
 
 def check_files(*names: str) -> None:

@@ -14,19 +14,19 @@ from dyno.api.comparison import Comparison
 from dyno.worker.spec import plain
 
 
-def output(found: Comparison, format: str, junit: str, summary: str) -> int:
+def output(comparison: Comparison, format: str, junit: str, summary: str) -> int:
     """Write the files, print the table and the sentences; the exit code."""
-    if junit:  # before anything is printed: whoever reads it may be gone
-        found.junit(junit)
+    if junit:  # before anything is printed: the reader of the pipe may be gone
+        comparison.junit(junit)
     if summary:
-        found.summary(summary)
+        comparison.summary(summary)
     sentences = format in ("text", "markdown")
-    table = replace(found.table, notes=()) if sentences else found.table
+    table = replace(comparison.table, notes=()) if sentences else comparison.table
     print(export([table], format), end="")
     if sentences:
-        print("\n" + "\n".join(map(plain if format == "text" else bullet, found.verdicts)))
-        if found.folder and format == "text":
-            print(f"\nrun folder: {plain(Path(found.folder))}")
-    for note in found.notes:
+        print("\n" + "\n".join(map(plain if format == "text" else bullet, comparison.verdicts)))
+        if comparison.folder and format == "text":
+            print(f"\nrun folder: {plain(Path(comparison.folder))}")
+    for note in comparison.notes:
         Console(stderr=True).print(f"dyno: {escape(plain(note))}", style="yellow", soft_wrap=True)
-    return found.exit_code
+    return comparison.exit_code

@@ -291,7 +291,7 @@ def settings(trial: Trial) -> dict[str, Any]:
     streams = trial.options.get("streams", 1)
     most = max(trial.runtime.threads, 1)
     if not isinstance(streams, int) or not 1 <= streams <= most:
-        raise UserError(f"openvino's streams are from 1 to the threads it is given ({most}), not {streams!r}")
+        raise UserError(f"openvino's streams must be from 1 to the number of threads ({most}), not {streams!r}")
     found: dict[str, Any] = {
         "INFERENCE_PRECISION_HINT": HINTS[trial.precision],
         "INFERENCE_NUM_THREADS": trial.runtime.threads,

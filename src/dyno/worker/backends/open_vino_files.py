@@ -58,7 +58,7 @@ class IRMaker(Maker):
             ov.save_model(read_model(ov, parent.path), path, compress_to_fp16=False)
             seconds = time.perf_counter() - began
             inputs, outputs = parent.inputs, parent.outputs
-            made_by = replace(made_by, **parent.made_by.said(INHERITED))
+            made_by = replace(made_by, **parent.made_by.set_fields(INHERITED))
         written = [path.read_bytes(), *(part.read_bytes() for part in IR.companions(path))]
         sha256 = hashlib.sha256(b"".join(written)).hexdigest()
         if parent is None:

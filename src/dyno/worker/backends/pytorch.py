@@ -184,7 +184,7 @@ class TorchSession(Session):
     def _image(self) -> Tensor:
         if len(self.inputs) != 1 or len(self.inputs[0].shape) != 4 or self.inputs[0].dtype != "float32":
             shapes = ", ".join(str(t.shape) for t in self.inputs)
-            raise UserError(f"input=uint8 wants a model with one image input (N x C x H x W); this one has {shapes}")
+            raise UserError(f"input=uint8 needs a model with one image input (N x C x H x W); this one has {shapes}")
         return self.inputs[0]
 
     def _callable(self, dtype: Any) -> Any:
@@ -196,8 +196,8 @@ class TorchSession(Session):
 
     def _from_pixels(self, dtype: Any) -> Callable[[Any], Any]:
         """The module behind the normalisation, which is computed in float32 as a host that normalises would."""
-        found = input_data.pixel_scale(self._trial.model.preprocess, int(self.inputs[0].shape[1]))
-        scale, offset = (self._torch.from_numpy(each).to(self._device) for each in found)
+        scale_and_offset = input_data.pixel_scale(self._trial.model.preprocess, int(self.inputs[0].shape[1]))
+        scale, offset = (self._torch.from_numpy(array).to(self._device) for array in scale_and_offset)
         specs = self._trial.model.inputs
         module = positional(self._torch, self._module, specs) if specs else self._module
 
@@ -256,14 +256,14 @@ class TorchSession(Session):
 
     def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
         """Outputs by name, as float32; dicts, lists and tuples are flattened in their order."""
-        named = named_outputs(self._out[slot])
+        tensors = named_outputs(self._out[slot])
         with self._on(None):
             if self._copies is None:
-                found = {name: tensor.float().numpy() for name, tensor in named.items()}
+                outputs = {name: tensor.float().numpy() for name, tensor in tensors.items()}
             else:
-                found = self._copies.fetch(named, slot)
-        self.outputs = tuple(Tensor(name, "float32", a.shape) for name, a in found.items())
-        return found
+                outputs = self._copies.fetch(tensors, slot)
+        self.outputs = tuple(Tensor(name, "float32", a.shape) for name, a in outputs.items())
+        return outputs
 
     def parts(self, feeds: Arrays) -> dict[str, float]:
         """See `Session.parts`; a CPU has none."""

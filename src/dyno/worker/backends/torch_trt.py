@@ -38,9 +38,9 @@ from dyno.worker.sessions.torch_trt_program import engines, left_in_pytorch
 from dyno.worker.spec import Artifact, Option, Trial, Unavailable, UserError
 
 ROUTES = ("ts", "dynamo")
-NO_INT8 = "torch_tensorrt has no int8 here: its calibrator is gone from newer versions; take tensorrt for int8"
+NO_INT8 = "torch_tensorrt has no int8 here: newer versions have no calibrator; use tensorrt for int8"
 LEVELS = range(6)
-CALLS = 20  # that the engine's own time is the mean of
+CALLS = 20  # whose mean is the engine's own time
 HEAD_START = 50_000_000  # GPU clock cycles (25 ms on an H200) in which the host queues those calls
 
 
@@ -71,10 +71,10 @@ class TorchTensorRT(PyTorch):
     }  # fmt: skip
 
     def refuse(self, trial: Trial) -> str:
-        """See `Backend.refuse`; besides, options that don't fit together and batches outside the profile."""
+        """See `Backend.refuse`; also options that contradict each other, and batches outside the profile."""
         if trial.precision == "int8":
             return NO_INT8
-        return super().refuse(trial) or _misfit(trial)
+        return super().refuse(trial) or _conflict(trial)
 
     def probe(self) -> Probe:
         """Compile one convolution and run it on the first GPU."""
@@ -84,11 +84,11 @@ class TorchTensorRT(PyTorch):
         module = torch.nn.Conv2d(3, 4, 3).eval().to(device)
         x = torch.randn(1, 3, 8, 8, device=device)
         with torch.no_grad():
-            made = compiled(library, module, x, "fp32", {"ir": ROUTES[0], "profile": STATIC, "min_block_size": 1})
-            if not torch.allclose(made(x), module(x), rtol=1e-3, atol=1e-3):
+            engine = compiled(library, module, x, "fp32", {"ir": ROUTES[0], "profile": STATIC, "min_block_size": 1})
+            if not torch.allclose(engine(x), module(x), rtol=1e-3, atol=1e-3):
                 raise UserError("Torch-TensorRT computes a convolution wrongly on this GPU")
         devices = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
-        gpus = ", ".join(torch.cuda.get_device_name(one) for one in devices)
+        gpus = ", ".join(torch.cuda.get_device_name(name) for name in devices)
         detail = f"TensorRT {importlib.import_module('tensorrt').__version__}, torch {torch.__version__}, {gpus}"
         return Probe(version=library.__version__, devices=tuple(devices), detail=detail)
 
@@ -101,21 +101,21 @@ class TorchTensorRT(PyTorch):
     def checked(self, trial: Trial) -> dict[str, Any]:
         """See `PyTorch.checked`; options that don't fit are a `UserError`."""
         options = {"ir": ROUTES[0], "profile": STATIC, **super().checked(trial), "channels_last": False}
-        if why := _misfit(trial):
-            raise UserError(why)
+        if reason := _conflict(trial):
+            raise UserError(reason)
         return options
 
 
 TORCH_TENSORRT = TorchTensorRT()
 
 
-def _misfit(trial: Trial) -> str:
-    """One line about options that can't be, or ""."""
-    asked = trial.options
-    route, level = asked.get("ir", ROUTES[0]), asked.get("optimization")
+def _conflict(trial: Trial) -> str:
+    """The reason for which the options can't be used, in one line, or ""."""
+    options = trial.options
+    route, level = options.get("ir", ROUTES[0]), options.get("optimization")
     if level is not None and route == "ts":
-        return "the TorchScript route has no optimization level; give ir=dynamo, or leave optimization out"
-    return outside(str(asked.get("profile", STATIC)), trial.dims.batch)
+        return "the TorchScript route has no optimization level; give ir=dynamo, or omit optimization"
+    return outside(str(options.get("profile", STATIC)), trial.dims.batch)
 
 
 def import_torch_tensorrt() -> Any:
@@ -130,9 +130,9 @@ def import_torch_tensorrt() -> Any:
 
 
 def compiled(library: Any, module: Any, example: Any, precision: str, options: Mapping[str, Any]) -> Any:
-    """The module compiled for inputs like `example`, a tensor or a tuple; all that differs between versions is here.
+    """The module compiled for inputs like `example`, a tensor or a tuple; it handles differences of versions.
 
-    Types are the module's own where the version can be told so (from 2.5 on), else flags allow the builder to use them.
+    Types are the module's own where the version allows it (from 2.5), else flags allow the builder to use them.
     """
     import torch
 
@@ -140,36 +140,36 @@ def compiled(library: Any, module: Any, example: Any, precision: str, options: M
     frontend = getattr(library, route, None)
     if frontend is None:
         raise UserError(f"Torch-TensorRT {library.__version__} was built without its {route} route; give the other ir")
-    takes = inspect.signature(frontend.compile).parameters
+    parameters = inspect.signature(frontend.compile).parameters
     examples = example if isinstance(example, tuple) else (example,)
-    kinds = {each.dtype for each in examples if each.is_floating_point()} or {torch.float32}
-    kept: dict[str, Any] = {"device": examples[0].device, "disable_tf32": precision != "tf32"}
+    dtypes = {x.dtype for x in examples if x.is_floating_point()} or {torch.float32}
+    keywords: dict[str, Any] = {"device": examples[0].device, "disable_tf32": precision != "tf32"}
     # TensorRT 8.6 has neither type; constants such as shapes and scales come in them.
-    kept |= {name: True for name in ("truncate_long_and_double", "truncate_double") if name in takes}
-    kept |= {"use_explicit_typing": True} if "use_explicit_typing" in takes else {"enabled_precisions": kinds}
-    kept |= {"workspace_size": options["workspace_mb"] << 20} if options.get("workspace_mb") else {}
-    given = {"min_block_size": "min_block_size", "optimization": "optimization_level"}
-    kept |= {name: options[option] for option, name in given.items() if option in options}
-    # Made here, because a traced module has no signature any more.
-    kept["inputs"] = [_input(library, module, each, options["profile"], k) for k, each in enumerate(examples)]
+    keywords |= {name: True for name in ("truncate_long_and_double", "truncate_double") if name in parameters}
+    keywords |= {"use_explicit_typing": True} if "use_explicit_typing" in parameters else {"enabled_precisions": dtypes}
+    keywords |= {"workspace_size": options["workspace_mb"] << 20} if options.get("workspace_mb") else {}
+    renamed = {"min_block_size": "min_block_size", "optimization": "optimization_level"}
+    keywords |= {name: options[option] for option, name in renamed.items() if option in options}
+    # Before tracing, because a traced module has no signature.
+    keywords["inputs"] = [_input(library, module, x, options["profile"], k) for k, x in enumerate(examples)]
     with tempfile.TemporaryDirectory() as scratch, _layer_types_kept():
-        if "timing_cache_path" in takes:  # by default a file that all programs of this machine share
+        if "timing_cache_path" in parameters:  # by default a file shared by all programs of this machine
             folder = os.environ.get(TIMING, scratch)
-            kept["timing_cache_path"] = str(Path(folder) / f"torch_tensorrt-{library.__version__}.timing")
+            keywords["timing_cache_path"] = str(Path(folder) / f"torch_tensorrt-{library.__version__}.timing")
         if route == "ts":
             module = _traced(torch, module, examples)
-        return library.compile(module, ir=route, **kept)
+        return library.compile(module, ir=route, **keywords)
 
 
 def _traced(torch: Any, module: Any, examples: tuple[Any, ...]) -> Any:
-    """The module traced, as scripting refuses many; a `UserError` where a trace would hold one of several ways."""
-    known = check_control_flow(torch, module, examples)
+    """The module traced, as scripting refuses many; a `UserError` where the trace would fix one of several paths."""
+    static = check_control_flow(torch, module, examples)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        made = torch.jit.trace(module, examples, strict=False, check_trace=False)
-    if not known and (fixed := traced_values(torch, caught)):
-        raise UserError(f"tracing took a value of its example for a constant ({fixed}); give the option ir=dynamo")
-    return made
+        traced = torch.jit.trace(module, examples, strict=False, check_trace=False)
+    if not static and (fixed := traced_values(torch, caught)):
+        raise UserError(f"tracing made a constant of a value of its example ({fixed}); give the option ir=dynamo")
+    return traced
 
 
 def _input(library: Any, module: Any, example: Any, profile: str, number: int) -> Any:
@@ -178,30 +178,30 @@ def _input(library: Any, module: Any, example: Any, profile: str, number: int) -
         return library.Input(shape=tuple(example.shape), dtype=example.dtype)
     ranges = zip(("min_shape", "opt_shape", "max_shape"), batches, strict=True)
     shapes: dict[str, Any] = {name: (batch, *example.shape[1:]) for name, batch in ranges}
-    names = [*inspect.signature(module.forward).parameters]  # what Dynamo knows a free dimension by
+    names = [*inspect.signature(module.forward).parameters]  # by which Dynamo identifies a free dimension
     name = names[min(number, len(names) - 1)]
     return library.Input(**shapes, dtype=example.dtype, name=name)
 
 
 @contextmanager
 def _layer_types_kept() -> Iterator[None]:
-    """Let engines keep what their layers compute in, whatever verbosity is asked for while this lasts.
+    """Have engines store their layers' types, whatever verbosity is set while this lasts.
 
-    Torch-TensorRT asks for names alone, unless it is debugged, which changes more than that. The TorchScript route sets
-    it in C++, out of reach from here.
+    Torch-TensorRT stores names alone, except in its debug mode, which changes more than that. The TorchScript route
+    sets it in C++, which can't be changed from here.
     """
     tensorrt = importlib.import_module("tensorrt")
     config, name = tensorrt.IBuilderConfig, "profiling_verbosity"
-    told = vars(config).get(name)
-    if not isinstance(told, property) or told.fset is None:
+    original = vars(config).get(name)
+    if not isinstance(original, property) or original.fset is None:
         yield
         return
-    write = told.fset
-    setattr(config, name, property(told.fget, lambda self, _: write(self, tensorrt.ProfilingVerbosity.DETAILED)))
+    write = original.fset
+    setattr(config, name, property(original.fget, lambda self, _: write(self, tensorrt.ProfilingVerbosity.DETAILED)))
     try:
         yield
     finally:
-        setattr(config, name, told)
+        setattr(config, name, original)
 
 
 class TorchTensorRTSession(TorchSession):
@@ -215,8 +215,8 @@ class TorchTensorRTSession(TorchSession):
         started = time.perf_counter()
         try:
             with self._torch.no_grad(), self._torch.cuda.device(self._device):
-                given = tuple(self._bound[0].values())
-                self._call = compiled(self._library, self._eager, given, trial.precision, options)
+                example = tuple(self._bound[0].values())
+                self._call = compiled(self._library, self._eager, example, trial.precision, options)
             self._build_s = time.perf_counter() - started
             self._once()
         except Exception as e:  # two compilers' errors, of any type: Python's, PyTorch's, TensorRT's
@@ -234,46 +234,51 @@ class TorchTensorRTSession(TorchSession):
         )
 
     def facts(self) -> EngineFacts:
-        """What became engines and what didn't, their layers, and the engine's own time beside that of a call."""
-        found = engines(self._call)
-        common, listed, times = self._common(), self._layers_of(found), self._times(found)
-        left = left_in_pytorch(self._call)
-        notes = (*common.notes, *listed.notes, *_about_calls(times), *_about_operators(left, len(found)))
+        """Engines and operators left in PyTorch, layers, and the engine's own time beside that of a call."""
+        compiled_engines = engines(self._call)
+        common, by_type, times = self._common(), self._layers_of(compiled_engines), self._times(compiled_engines)
+        in_pytorch = left_in_pytorch(self._call)
+        notes = (
+            *common.notes,
+            *by_type.notes,
+            *_notes_on_calls(times),
+            *_notes_on_operators(in_pytorch, len(compiled_engines)),
+        )
         return replace(
-            common.joined(listed).joined(times),
-            engines=len(found),
-            operators_in_pytorch=left,
+            common.joined(by_type).joined(times),
+            engines=len(compiled_engines),
+            operators_in_pytorch=in_pytorch,
             build_s=self._build_s,
             notes=notes,
         )
 
-    def _layers_of(self, found: list[Any]) -> EngineFacts:
+    def _layers_of(self, compiled_engines: list[Any]) -> EngineFacts:
         """Layers by type from the engines' own information, else from what the module was compiled for."""
-        listed = [layer for engine in found for layer in layers.from_json(engine.get_engine_layer_info())]
+        listed = [layer for engine in compiled_engines for layer in layers.from_json(engine.get_engine_layer_info())]
         if any(layer.type for layer in listed):
-            asked = self._trial.precision
-            return EngineFacts(notes=tuple(layers.notes(listed, asked))).joined(layers.summary(listed, asked))
-        given: list[Any] = [m for m in self._module.modules() if isinstance(m, compute_layers(self._torch))]
-        weights: list[Any] = [next(m.parameters(), None) for m in given]
-        kinds = dict(Counter(str(w.dtype).removeprefix("torch.") for w in weights if w is not None))
-        truth = precision_truth(self._trial.precision, kinds, "Torch-TensorRT")
+            precision = self._trial.precision
+            return EngineFacts(notes=tuple(layers.notes(listed, precision))).joined(layers.summary(listed, precision))
+        modules: list[Any] = [m for m in self._module.modules() if isinstance(m, compute_layers(self._torch))]
+        weights: list[Any] = [next(m.parameters(), None) for m in modules]
+        types = dict(Counter(str(w.dtype).removeprefix("torch.") for w in weights if w is not None))
+        truth = precision_truth(self._trial.precision, types, "Torch-TensorRT")
         sentence = (
-            f"asked for {self._trial.precision}: {sum(kinds.values())} compute layers were compiled for "
-            f"{' and '.join(kinds)}; these engines tell no types, so what each layer ran in is not confirmed"
+            f"asked for {self._trial.precision}: {sum(types.values())} compute layers were compiled for "
+            f"{' and '.join(types)}; these engines don't report types, so the type of each layer is not confirmed"
         )
         truth = replace(truth, sentence=sentence)
-        return EngineFacts(layers=len(listed), layers_by_type=kinds, precision_truth=truth)
+        return EngineFacts(layers=len(listed), layers_by_type=types, precision_truth=truth)
 
-    def _times(self, found: list[Any]) -> Compilation:
+    def _times(self, compiled_engines: list[Any]) -> Compilation:
         """Seconds of a call by the host's clock and, where the module became one engine, the engine's alone."""
         calls = []
         for _ in range(CALLS):
             start = time.perf_counter()
             self._once()
             calls.append(time.perf_counter() - start)
-        if len(found) != 1:
+        if len(compiled_engines) != 1:
             return Compilation(call_s=median(calls))
-        engine = self._engine_seconds(found[0])
+        engine = self._engine_seconds(compiled_engines[0])
         return Compilation(call_s=median(calls), engine_s=engine, call_overhead_s=max(median(calls) - engine, 0.0))
 
     def _engine_seconds(self, engine: Any) -> float:
@@ -291,17 +296,17 @@ class TorchTensorRTSession(TorchSession):
         return float(begin.elapsed_time(end)) / 1e3 / CALLS
 
 
-def _about_calls(times: Compilation) -> list[str]:
+def _notes_on_calls(times: Compilation) -> list[str]:
     call, engine = times.call_s, times.engine_s
     if call is None or engine is None:
-        return ["not one engine alone: what the calls between them and PyTorch cost is not told apart"]
+        return ["there is more than one engine, so the time of calls between them and PyTorch is not measured apart"]
     if call - engine <= NOTEWORTHY * engine:
         return []
     return [f"a call takes {call * 1e3:.3g} ms for an engine of {engine * 1e3:.3g} ms: the rest is launching it"]
 
 
-def _about_operators(left: Mapping[str, int], count: int) -> list[str]:
+def _notes_on_operators(in_pytorch: Mapping[str, int], count: int) -> list[str]:
     if not count:
         return ["nothing became an engine: all of it runs in PyTorch"]
-    named = ", ".join(sorted(left)[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
-    return [f"{sum(left.values())} operators still run in PyTorch ({named})"] if left else []
+    names = ", ".join(sorted(in_pytorch)[:3]) + (f" and {len(in_pytorch) - 3} more" if len(in_pytorch) > 3 else "")
+    return [f"{sum(in_pytorch.values())} operators still run in PyTorch ({names})"] if in_pytorch else []

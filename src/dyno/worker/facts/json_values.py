@@ -42,7 +42,7 @@ def reader(kind: Any) -> Callable[[Any], Any]:
 def _plain_reader(takes: Any) -> Callable[[Any], Any]:
     def read(data: Any) -> Any:
         if not isinstance(data, takes):
-            raise Misfit(f" is of type {type(data).__name__}, which it can't be")
+            raise Misfit(f" is of type {type(data).__name__}, which is wrong here")
         return data
 
     return read

@@ -1,4 +1,4 @@
-"""Records of which only those fields are stored that say something, and which a plug-in may add to."""
+"""Records of which only the set fields are stored, and which a plug-in may add to."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ S = TypeVar("S", bound="Sparse")
 class Sparse:
     """Stored without the fields that are at their default.
 
-    `other` is what a plug-in's backend or maker adds under names of its own: in JSON it lies among the fields, and a
-    key that no field has is read into it.
+    `other` is what a plug-in's backend or maker adds under names of its own: in JSON its keys are among the fields; a
+    key without a field is read into it.
     """
 
     other: dict[str, Any] = field(default_factory=dict)
 
-    def said(self, names: Iterable[str] = ()) -> dict[str, Any]:
-        """The fields that aren't at their default, `other` among them; of these names alone where any are given."""
-        chosen, kind = set(names), cast(Any, type(self))
+    def set_fields(self, names: Iterable[str] = ()) -> dict[str, Any]:
+        """The fields that aren't at their default, `other` included; with `names`, only these."""
+        chosen, cls = set(names), cast(Any, type(self))
         return {
             name: value
-            for name, default in defaults(kind).items()
+            for name, default in defaults(cls).items()
             if (not chosen or name in chosen) and (value := getattr(self, name)) != default
         }
 
     def joined(self: S, later: Sparse) -> S:
-        """This record with what `later`, one of the same fields or fewer, says besides or instead."""
-        return replace(self, **{**later.said(), "other": {**self.other, **later.other}})
+        """This record, updated by the set fields of `later`, which has the same fields or fewer."""
+        return replace(self, **{**later.set_fields(), "other": {**self.other, **later.other}})
 
 
 @lru_cache(maxsize=64)

@@ -162,7 +162,7 @@ def _source(spec: InputSpec) -> str:
 def _samples(recipe: Recipe) -> int:
     samples = recipe.options.get("samples", SAMPLES)
     if not isinstance(samples, int) or samples < 1:
-        raise UserError(f"samples is {samples!r}; int8 calibration takes a whole number from 1 on")
+        raise UserError(f"samples is {samples!r}; int8 calibration takes a whole number of at least 1")
     return samples
 
 

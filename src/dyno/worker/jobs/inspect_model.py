@@ -1,4 +1,4 @@
-"""A first look at a model: does it exist, do its weights fit, what does it take, does it take what is asked?"""
+"""Model inspection: whether the model exists, its weights fit, and which inputs it takes."""
 
 from __future__ import annotations
 
@@ -18,70 +18,73 @@ from dyno.worker.sessions.torch_support import tensors as tensors_of
 from dyno.worker.spec import Dims, ModelSpec, Tensor, Trial, UserError
 
 
-def look(trial: Trial, sizes: list[list[int]], asked: Mapping[str, Mapping[str, Any]], task: str = "") -> Inspection:
-    """What Dyno needs to know before it lists trials.
+def inspect_model(
+    trial: Trial, sizes: list[list[int]], overrides: Mapping[str, Mapping[str, Any]], task: str = ""
+) -> Inspection:
+    """What Dyno needs of a model before it lists trials.
 
-    `asked` is the user's word on inputs by name, `task` on what the network is for. A model, checkpoint, input or size
-    that doesn't work is a `UserError`.
+    `overrides` are the user's settings of inputs by name, `task` is what the network is for. A model, checkpoint, input
+    or size that doesn't work is a `UserError`.
     """
-    return _file(trial, sizes, asked, task) if trial.model.file else _module(trial.model, sizes, asked, task)
+    return _file(trial, sizes, overrides, task) if trial.model.file else _module(trial.model, sizes, overrides, task)
 
 
-def _module(model: ModelSpec, sizes: list[list[int]], asked: Mapping[str, Mapping[str, Any]], task: str) -> Inspection:
+def _module(
+    model: ModelSpec, sizes: list[list[int]], overrides: Mapping[str, Mapping[str, Any]], task: str
+) -> Inspection:
     preprocess = models.preprocess(model)
     own = models.image_size(model) or (DEFAULT_SIZE, DEFAULT_SIZE)
-    wanted = tuple(asked.get("input", {}).get("shape", ()))[2:]
-    if len(wanted) == 2 and all(isinstance(n, int) for n in wanted):
-        own = (wanted[0], wanted[1])
+    requested = tuple(overrides.get("input", {}).get("shape", ()))[2:]
+    if len(requested) == 2 and all(isinstance(n, int) for n in requested):
+        own = (requested[0], requested[1])
     height, width = sizes[0] if sizes else own
-    module = models.build(model, Dims(1, height, width))  # what is asked here, statistics would not change
-    takes = (
-        modules.describe_inputs(module, model, models.examples(model), asked)
-        if _may_differ(model, asked)
+    module = models.build(model, Dims(1, height, width))  # batch-norm statistics don't change inputs or outputs
+    inputs = (
+        modules.describe_inputs(module, model, models.examples(model), overrides)
+        if _may_differ(model, overrides)
         else ModuleInputs()
     )
-    own = takes.size if all(takes.size) else own if takes.image else (0, 0)
-    _check_sizes(model, sizes, takes, asked)
+    own = inputs.size if all(inputs.size) else own if inputs.image else (0, 0)
+    _check_sizes(model, sizes, inputs, overrides)
     yolo = models.parse(model.source)[0] == "ultralytics"
-    found, counted = Inspection(), {}
+    inspection, operations = Inspection(), {}
     for number, (height, width) in enumerate(sizes or [own]):
-        dims = Dims(takes.batch, height, width)
+        dims = Dims(inputs.batch, height, width)
         module = models.build(model, dims) if number else module
-        said = ultralytics_models.facts(module) if yolo else Purpose()
+        declared = ultralytics_models.facts(module) if yolo else Purpose()
         if yolo:
-            ultralytics_models.check_size(model.source, said.stride or 1, height, width)
-        takes, outputs = _try(module, model, takes, dims)
-        counted[dims.size] = _count(module, model, takes, dims)
-        purpose = said if yolo and task in ("", said.task) else task_facts.facts(model, task, said, outputs)
-        found = replace(found, outputs=_classes(outputs), parameters=_parameters(module)).joined(purpose)
+            ultralytics_models.check_size(model.source, declared.stride or 1, height, width)
+        inputs, outputs = _try(module, model, inputs, dims)
+        operations[dims.size] = _count(module, model, inputs, dims)
+        purpose = declared if yolo and task in ("", declared.task) else task_facts.facts(model, task, declared, outputs)
+        inspection = replace(inspection, outputs=_classes(outputs), parameters=_parameters(module)).joined(purpose)
     one_image = models.is_torchvision_detector(model)
     return replace(
-        found,
-        preprocess=found.preprocess or preprocess,
+        inspection,
+        preprocess=inspection.preprocess or preprocess,
         size=own,
-        flops={size: n for size, n in counted.items() if n},
-        inputs=takes.inputs,
-        usual_batch=takes.batch,
-        batch=1 if one_image else 0 if takes.free else takes.batch,
+        flops={size: n for size, n in operations.items() if n},
+        inputs=inputs.inputs,
+        usual_batch=inputs.batch,
+        batch=1 if one_image else 0 if inputs.free else inputs.batch,
         batch_reason=torchvision_detectors.ONE_IMAGE if one_image else "",
     )
 
 
-def _may_differ(model: ModelSpec, asked: Mapping[str, Any]) -> bool:
-    """Whether the model may take something else than one image: a library's does only where it is said."""
-    return bool(asked) or models.parse(model.source)[0] not in (*models.LIBRARIES, "ultralytics")
+def _may_differ(model: ModelSpec, overrides: Mapping[str, Any]) -> bool:
+    """Whether the model may take something else than one image: a library's does only with overrides."""
+    return bool(overrides) or models.parse(model.source)[0] not in (*models.LIBRARIES, "ultralytics")
 
 
-def _check_sizes(model: ModelSpec, sizes: list[list[int]], takes: ModuleInputs, asked: Mapping[str, Any]) -> None:
-    if sizes and not takes.image:
+def _check_sizes(model: ModelSpec, sizes: list[list[int]], inputs: ModuleInputs, overrides: Mapping[str, Any]) -> None:
+    if sizes and not inputs.image:
         raise UserError(f"{model.name} takes no image, so a size doesn't apply to it; omit it")
-    given = all(takes.size) and any("shape" in words for words in asked.values())
-    wrong = [size for size in sizes if given and tuple(size) != takes.size]
-    if wrong:
-        shown = f"{takes.size[0]}x{takes.size[1]}"
-        raise UserError(
-            f"shapes give an input of {shown} pixels, and sizes {wrong[0][0]}x{wrong[0][1]}; omit one of them"
-        )
+    fixed_shape = all(inputs.size) and any("shape" in override for override in overrides.values())
+    conflicting = [size for size in sizes if fixed_shape and tuple(size) != inputs.size]
+    if conflicting:
+        shown = f"{inputs.size[0]}x{inputs.size[1]}"
+        height, width = conflicting[0]
+        raise UserError(f"shapes give an input of {shown} pixels, and sizes {height}x{width}; omit one of them")
 
 
 def _parameters(module: Any) -> int:
@@ -92,36 +95,36 @@ def _parameters(module: Any) -> int:
         return 0
 
 
-def _count(module: Any, model: ModelSpec, takes: ModuleInputs, dims: Dims) -> int:
+def _count(module: Any, model: ModelSpec, inputs: ModuleInputs, dims: Dims) -> int:
     """Operations of one image, 0 where they can't be counted."""
     import torch
 
     try:
-        if not takes.inputs:
+        if not inputs.inputs:
             return flops.of_module(module, torch.zeros(1, model.channels, dims.height, dims.width))
-        args, keywords = modules.example(model, takes.inputs, dims)
+        args, keywords = modules.example(model, inputs.inputs, dims)
         return flops.of_module(module, *args, **keywords) // dims.batch
-    except Exception:  # a module that runs but can't be watched by the counter has no count, and that is all
+    except Exception:  # a module that runs may still fail in the counter: it has no count
         return 0
 
 
-def _try(module: Any, model: ModelSpec, takes: ModuleInputs, dims: Dims) -> tuple[ModuleInputs, list[tuple[int, ...]]]:
+def _try(module: Any, model: ModelSpec, inputs: ModuleInputs, dims: Dims) -> tuple[ModuleInputs, list[tuple[int, ...]]]:
     """Run the module once; what it takes, and the shapes of its outputs."""
     import torch
 
     try:
-        if takes.inputs:
-            takes, result = modules.verify_inputs(module, model, takes, dims)
+        if inputs.inputs:
+            inputs, result = modules.verify_inputs(module, model, inputs, dims)
         else:
             with torch.inference_mode():
                 result = module(torch.zeros(1, model.channels, dims.height, dims.width))
     except (UserError, MemoryError):
         raise
-    except Exception as e:  # the module is anyone's code: whatever it raises is its word on the input
+    except Exception as e:  # the module is anyone's code, and may raise anything for an input that it doesn't take
         reason = (str(e).strip() or type(e).__name__).splitlines()[0]
-        shown = modules.listed(takes.inputs, dims) or f"1x{model.channels}x{dims.height}x{dims.width}"
+        shown = modules.listed(inputs.inputs, dims) or f"1x{model.channels}x{dims.height}x{dims.width}"
         raise UserError(f"the model refuses {shown}: {reason}{_hint(module, model)}") from e
-    return takes, [tuple(tensor.shape) for tensor in tensors_of(result)]
+    return inputs, [tuple(tensor.shape) for tensor in tensors_of(result)]
 
 
 def _hint(module: Any, model: ModelSpec) -> str:
@@ -138,7 +141,7 @@ def _classes(shapes: Sequence[Sequence[int | str]]) -> int:
     return shapes[0][1] if shapes[0][1] > 1 else 0
 
 
-def _file(trial: Trial, sizes: list[list[int]], asked: Mapping[str, Mapping[str, Any]], task: str) -> Inspection:
+def _file(trial: Trial, sizes: list[list[int]], overrides: Mapping[str, Mapping[str, Any]], task: str) -> Inspection:
     model, kind = trial.model, registry.format_of(trial.model.file)
     if kind is None:  # a plug-in that is installed where the study runs, and not here
         raise UserError(f"nothing here reads {model.file}; known files: {', '.join(registry.suffixes())}")
@@ -146,12 +149,12 @@ def _file(trial: Trial, sizes: list[list[int]], asked: Mapping[str, Mapping[str,
     tensors = contents.inputs
     if not tensors:
         raise UserError(f"{model.file} has no inputs, so there is nothing to run it on; export the model with one")
-    shapes = {name: resolved(words["shape"], 1) for name, words in asked.items() if "shape" in words}
+    shapes = {name: resolved(words["shape"], 1) for name, words in overrides.items() if "shape" in words}
     found = file_images.image_facts(model, tensors, shapes, sizes, contents.image)
     model = replace(model, channels=found.channels or model.channels)
     outputs = [tensor.shape for tensor in contents.outputs]
     purpose = task_facts.facts(model, task, contents.task, outputs)
-    lengths = [words["shape"][0] for words in asked.values() if words.get("shape")]
+    lengths = [words["shape"][0] for words in overrides.values() if words.get("shape")]
     fixed = lengths[0] if lengths and isinstance(lengths[0], int) else _fixed(tensors, 0)
     found = replace(
         found.joined(purpose),
@@ -161,10 +164,10 @@ def _file(trial: Trial, sizes: list[list[int]], asked: Mapping[str, Mapping[str,
         outputs=_classes(outputs),
         precision=contents.precision,
         signature=tuple(tuple(tensor.shape for tensor in side) for side in (tensors, contents.outputs)),
-        inputs=tuple(modules.describe_file_inputs(tensors, asked, contents.task.inputs)),
+        inputs=tuple(modules.describe_file_inputs(tensors, overrides, contents.task.inputs)),
     )
     batch = fixed or (contents.batches[1] if contents.batches else found.usual_batch or 1)
-    shapes = {name: resolved(words["shape"], batch) for name, words in asked.items() if "shape" in words}
+    shapes = {name: resolved(words["shape"], batch) for name, words in overrides.items() if "shape" in words}
     dims = Dims(batch, *found.size, shapes)
     static_shapes(tensors, dims)
     if contents.flops:

@@ -35,7 +35,7 @@ def measure(runtime: Runtime, seconds: float = SECONDS) -> Iterator[tuple[str, P
         raise Unavailable(f"the peak of a {device.type} can't be measured; cpu and cuda can")
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            raise Unavailable("this PyTorch sees no NVIDIA GPU; the peak needs one that does")
+            raise Unavailable("this PyTorch finds no NVIDIA GPU; measuring the peak needs a build with CUDA")
         torch.cuda.set_device(device)
     torch.set_num_threads(runtime.threads)
     for name in TYPES:
@@ -67,30 +67,30 @@ def _type(torch: Any, device: Any, name: str, seconds: float) -> PeakOfType:
 def _side(torch: Any, device: Any, name: str, side: int, seconds: float) -> float:
     """Operations per second of a product of two square matrices: by the median of its timings, after two to warm up."""
     with torch.inference_mode():
-        one, other = (_matrix(torch, device, TYPES[name], side, seed) for seed in (0, 1))
+        left, right = (_matrix(torch, device, TYPES[name], side, seed) for seed in (0, 1))
         multiply = torch._int_mm if name == "int8" else torch.matmul
-        result = multiply(one, other)  # a product may be written where the one before it was
+        result = multiply(left, right)  # a product may be written where the one before it was
 
         def product() -> None:
-            multiply(one, other, out=result)
+            multiply(left, right, out=result)
 
         timer = _events(torch) if device.type == "cuda" else _host
         timer(product)
-        taken: list[float] = []
+        times: list[float] = []
         since = time.monotonic()
-        while len(taken) < LEAST or time.monotonic() - since < seconds:
-            taken.append(timer(product))
-        return 2 * side**3 / statistics.median(taken)
+        while len(times) < LEAST or time.monotonic() - since < seconds:
+            times.append(timer(product))
+        return 2 * side**3 / statistics.median(times)
 
 
 def _matrix(torch: Any, device: Any, dtype: str, side: int, seed: int) -> Any:
     """Random numbers, because zeros cost a GPU less power and let it clock higher than real work does."""
     generator = torch.Generator(device).manual_seed(seed)
     if dtype == "int8":
-        made = torch.randint(-128, 128, (side, side), generator=generator, device=device, dtype=torch.int8)
+        matrix = torch.randint(-128, 128, (side, side), generator=generator, device=device, dtype=torch.int8)
     else:
-        made = torch.randn(side, side, generator=generator, device=device).to(getattr(torch, dtype))
-    return made.t() if seed else made  # the second as columns, which is how the int8 kernels of a GPU want it
+        matrix = torch.randn(side, side, generator=generator, device=device).to(getattr(torch, dtype))
+    return matrix.t() if seed else matrix  # the second as columns, which is how the int8 kernels of a GPU want it
 
 
 def _host(action: Callable[[], Any]) -> float:

@@ -14,7 +14,7 @@ from dyno.worker.facts.job import StressPhase
 from dyno.worker.inputs import input_data
 from dyno.worker.spec import Trial, UserError
 
-WARM_UP = 50  # runs after which a session has allocated what it keeps
+WARM_UP = 50  # runs after which a session has allocated its memory
 # What a batch's outputs may differ by from the same images at another batch, relative to the largest output:
 # another batch may take another kernel, which sums in another order.
 TOLERANCE = {"fp32": 1e-4, "tf32": 2e-3, "fp16": 1e-2, "bf16": 5e-2, "int8": 5e-2, "fp8": 1e-1}
@@ -23,7 +23,7 @@ GROWTH = 8 * 2**20  # bytes; less comes and goes with the allocators
 
 @dataclass(frozen=True)
 class Phase:
-    """What one phase came to: seconds per batch from host to host, and what was wrong with any."""
+    """The result of a phase: seconds per batch from host to host, wrong batches, growth of memory."""
 
     name: str
     batches: tuple[int, int]
@@ -33,7 +33,7 @@ class Phase:
     device_growth: int
     host_growth: int
 
-    def told(self, tolerance: float) -> StressPhase:
+    def to_record(self, tolerance: float) -> StressPhase:
         """The phase as a record keeps it; its seconds are stored as samples."""
         return StressPhase(
             iterations=len(self.seconds),
@@ -51,10 +51,10 @@ def stress(session: Session, trial: Trial, phases: list[str], iterations: int) -
     """Run `iterations` batches in every phase: the engine's own min, opt or max, random ones between, or a number.
 
     The reference is this engine at the smallest batch, image by image, so that no batch may change an image's outputs;
-    whether the engine is right at all is `dyno agree`'s question. A batch outside its profile is a `UserError`.
+    whether the engine itself is right is for `dyno agree`. A batch outside its profile is a `UserError`.
     """
     if type(session).reshape is Session.reshape:
-        raise UserError(f"{trial.backend} takes one shape and no other; this test is for TensorRT and ONNX Runtime")
+        raise UserError(f"{trial.backend} takes only one shape; this test is for TensorRT and ONNX Runtime")
     sizes = _sizes(session, phases)
     most = max(high for _, high in sizes.values())
     pool = _pool(session, trial, most)
@@ -67,8 +67,8 @@ def stress(session: Session, trial: Trial, phases: list[str], iterations: int) -
         for k in range(iterations):
             batch = int(rng.integers(low, high, endpoint=True))
             start = int(rng.integers(0, most, endpoint=True))
-            seconds[k], found = _once(session, pool, start, batch)
-            error = _error(found, reference, start, batch)
+            seconds[k], outputs = _once(session, pool, start, batch)
+            error = _error(outputs, reference, start, batch)
             worst = max(worst, error)
             wrong += not error <= TOLERANCE[trial.precision]  # a NaN is wrong too
         after = _memory(session)
@@ -84,11 +84,11 @@ def _sizes(session: Session, phases: list[str]) -> dict[str, tuple[int, int]]:
             "this engine has no profile that says min, opt and max; give numbers such as --batches 1,8,random"
         )
     low, opt, high = limits or (min(numbers), min(numbers), max(numbers))
-    named = {"min": (low, low), "opt": (opt, opt), "max": (high, high), "random": (low, high)}
+    sizes = {"min": (low, low), "opt": (opt, opt), "max": (high, high), "random": (low, high)}
     for number in numbers:
         if not low <= number <= high:
             raise UserError(f"batch {number} is outside the engine's profile, {low} to {high}")
-    return {name: named[name] if name in named else (int(name), int(name)) for name in phases}
+    return {name: sizes[name] if name in sizes else (int(name), int(name)) for name in phases}
 
 
 def _pool(session: Session, trial: Trial, most: int) -> Arrays:
@@ -107,8 +107,8 @@ def _reference(session: Session, pool: Arrays, batch: int) -> dict[str, np.ndarr
         start = min(start, count - batch)
         parts.append((start, {name: np.array(a) for name, a in _once(session, pool, start, batch)[1].items()}))
     whole = {name: np.empty((count, *a.shape[1:]), np.float64) for name, a in parts[0][1].items()}
-    for start, found in parts:
-        for name, a in found.items():
+    for start, outputs in parts:
+        for name, a in outputs.items():
             whole[name][start : start + batch] = a
     return whole
 
@@ -121,16 +121,16 @@ def _once(session: Session, pool: Arrays, start: int, batch: int) -> tuple[float
     session.bind(feeds)
     session.run()
     session.wait()
-    found = session.fetch()
-    return time.perf_counter() - begin, found
+    outputs = session.fetch()
+    return time.perf_counter() - begin, outputs
 
 
-def _error(found: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray], start: int, batch: int) -> float:
+def _error(outputs: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray], start: int, batch: int) -> float:
     """Largest difference from the reference, relative to the reference's largest value; NaN when there is one."""
     errors = []
-    for name, a in found.items():
-        wanted = reference[name][start : start + batch]
-        errors.append(float(np.abs(a - wanted).max(initial=0) / max(float(np.abs(wanted).max(initial=0)), 1e-30)))
+    for name, a in outputs.items():
+        expected = reference[name][start : start + batch]
+        errors.append(float(np.abs(a - expected).max(initial=0) / max(float(np.abs(expected).max(initial=0)), 1e-30)))
     return float("nan") if any(e != e for e in errors) else max(errors)
 
 

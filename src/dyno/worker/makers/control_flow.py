@@ -12,7 +12,7 @@ from typing import Any
 from dyno.worker.spec import NoRoute
 
 MARK = "_dyno_from_input"
-REMEDY = "compute both ways and choose with torch.where, or measure it with --backends pytorch,compile"
+REMEDY = "compute both branches and choose with torch.where, or measure it with --backends pytorch,compile"
 
 
 class ReadsValue(Exception):

@@ -1,4 +1,4 @@
-"""From a PyTorch module, or a file that is there already, to an ONNX graph in FP32 that was run and compared."""
+"""From a PyTorch module, or an existing file, to an ONNX graph in FP32 that was run and compared."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ OPTIONS = ("exporter", "opset")
 EXPORTERS = ("auto", "dynamo", "torchscript")
 OPSET = 18  # the newest that every engine here reads, and the oldest that dynamo writes
 OPSET_RANGE = range(7, 27)  # what PyTorch's exporters write and ONNX Runtime reads; TorchScript's ends with 23
-WRITTEN = f"{OPSET_RANGE[0]} to {OPSET_RANGE[-1]}, and {OPSET} is usual"
+WRITTEN = f"from {OPSET_RANGE[0]} to {OPSET_RANGE[-1]}; the default is {OPSET}"
 LATER = 20  # where the usual one lacks an operator, as that of deformable convolutions (19)
-EXAMPLE_BATCH = 2  # torch.export takes a batch of 0 or 1 for a constant
+EXAMPLE_BATCH = 2  # torch.export treats a batch of 0 or 1 as a constant
 OTHER_BATCHES = (1, 3)
 REAL_IMAGES = 8
-NETWORKS = ("torchvision", "timm", "ultralytics")  # whose module it may be
+NETWORKS = ("torchvision", "timm", "ultralytics")  # libraries that may have the module
 PROTOBUF_LIMIT = 2**31 - 2**26  # a protobuf file ends at 2 GiB; the rest is room for the graph
 
 
@@ -52,12 +52,14 @@ def exported(
     """The recipe of a model's ONNX file. Pure.
 
     `dims.batch` 0 leaves the batch free, so that one file serves every batch. Of the options, `exporter` (auto, dynamo,
-    torchscript) and `opset` are kept; a device is not: a file is exported on the CPU. The graph is compared with the
+    torchscript) and `opset` apply; a device doesn't: a file is exported on the CPU. The graph is compared with the
     module on images of `data` too.
     """
-    kept = {key: value for key, value in (options or {}).items() if key in OPTIONS}
-    seen = data if data is not None and data.folder and not model.file else None
-    return Recipe("onnx_export", "onnx", "fp32", model, dims, kept, seen, runtime=replace(runtime, device="cpu"))
+    export_options = {key: value for key, value in (options or {}).items() if key in OPTIONS}
+    images = data if data is not None and data.folder and not model.file else None
+    return Recipe(
+        "onnx_export", "onnx", "fp32", model, dims, export_options, images, runtime=replace(runtime, device="cpu")
+    )
 
 
 class OnnxExport(Maker):
@@ -70,7 +72,7 @@ class OnnxExport(Maker):
         """Write FOLDER/model.onnx, or check the model's own file and point to it.
 
         The graph is run in ONNX Runtime at two batches that weren't exported and compared with the module; when it is
-        wrong the other exporter is tried. Raises `UserError` when neither is right, or the file is not whole.
+        wrong the other exporter is tried. Raises `UserError` when both are wrong, or the file is incomplete.
         """
         if recipe.model.file:
             return prepare_given(recipe.model.file, recipe.options.get("opset"), folder)
@@ -101,21 +103,21 @@ def _export(recipe: Recipe, path: Path) -> MadeBy:
     )
     _refuse_quantised(module, recipe)
     if isinstance(module, torch.jit.ScriptModule) and "exporter" not in recipe.options:
-        exporters = ("torchscript",)  # which keeps both sides of a branch; the other knows no TorchScript
+        exporters = ("torchscript",)  # which keeps both sides of a branch; the other doesn't read TorchScript
     source = _source(torch, module, recipe, detects)
     static = check_control_flow(torch, source.module, source.example)
     notes: list[str] = []
-    ways = [(exporter, opset) for exporter in exporters]
-    for exporter, number in ways:
+    attempts = [(exporter, opset) for exporter in exporters]
+    for exporter, number in attempts:
         try:
             traced = _write(torch, source, exporter, number, path)
             if traced and not static and not detects:
-                raise Wrong(f"took a value of its example for a constant ({traced})")
+                raise Wrong(f"made a constant of a value of its example ({traced})")
             checked = verified(path, read_io(str(path))[1], source)
         except Wrong as e:
             notes.append(f"the {exporter} exporter{f' in opset {number}' if number != opset else ''}: {e}")
             if isinstance(e, Refused) and exporter == "dynamo" and number == opset and "opset" not in recipe.options:
-                ways.append((exporter, LATER))
+                attempts.append((exporter, LATER))
             continue
         notes += doubtful(checked)
         return replace(
@@ -126,23 +128,25 @@ def _export(recipe: Recipe, path: Path) -> MadeBy:
             verified=checked,
             warnings=tuple(notes),
         )
-    other = "try another --opset, measure it with --backends pytorch,compile, or give an ONNX file made otherwise"
+    other = (
+        "try another --opset, measure it with --backends pytorch,compile, or give an ONNX file from another exporter"
+    )
     remedy = "export with a fixed batch (--batch 1)" if source.free_batch else other
-    raise UserError(f"{recipe.model.name} can't be exported right, {remedy}; {'; '.join(notes)}")
+    raise UserError(f"{recipe.model.name} can't be exported correctly, {remedy}; {'; '.join(notes)}")
 
 
 def _refuse_quantised(module: Any, recipe: Recipe) -> None:
-    """A `UserError` for a module that PyTorch quantised dynamically: no exporter knows those layers."""
-    if any(".quantized.dynamic" in type(each).__module__ for each in module.modules()):
+    """A `UserError` for a module that PyTorch quantised dynamically: no exporter supports those layers."""
+    if any(".quantized.dynamic" in type(layer).__module__ for layer in module.modules()):
         raise UserError(
             f"{recipe.model.name} was quantised dynamically by PyTorch, and such layers have no ONNX form; "
-            "give the float module, and ask for --precision int8"
+            "give the float module, with --precision int8"
         )
 
 
 def _of_detector(recipe: Recipe, exporters: tuple[str, ...]) -> tuple[str, ...]:
-    """The exporters of torchvision's detectors, which are written for tracing: what a trace of one image holds fixed is
-    that there is one image."""
+    """The exporters of torchvision's detectors, which are written for tracing: a trace fixes only the
+    number of images, which is one."""
     if recipe.dims.batch != 1:
         raise UserError(f"{torchvision_detectors.ONE_IMAGE}; export with a fixed batch (--batch 1)")
     return exporters if "exporter" in recipe.options else ("torchscript",)
@@ -153,7 +157,7 @@ def _options(options: Mapping[str, Option]) -> tuple[tuple[str, ...], int]:
     if exporter not in EXPORTERS:
         raise UserError(f"unknown exporter {exporter!r}; it is one of {', '.join(EXPORTERS)}")
     if not isinstance(opset, int) or opset not in OPSET_RANGE:
-        raise UserError(f"opset is {opset!r}; it is {WRITTEN}")
+        raise UserError(f"opset is {opset!r}; it must be {WRITTEN}")
     chosen = EXPORTERS[1:] if exporter == "auto" else (str(exporter),)
     return chosen, opset
 
@@ -165,16 +169,16 @@ def _source(torch: Any, module: Any, recipe: Recipe, rows: bool = False) -> Sour
     cases = []
     *random, example = _feeds(torch, recipe, (*batches, (EXAMPLE_BATCH if free else batches[0])), rows)
     for feeds in (*random, *_photographs(recipe, 0 if free else batches[0]), example):
-        given = {name: torch.from_numpy(array) for name, array in feeds.items()}
-        args, keywords = arguments(model.inputs, given)
+        tensor_feeds = {name: torch.from_numpy(array) for name, array in feeds.items()}
+        args, keywords = arguments(model.inputs, tensor_feeds)
         try:
             with torch.no_grad():
                 result = module(*args, **keywords)
         except REFUSALS as e:
             refused = ", ".join("x".join(map(str, array.shape)) or name for name, array in feeds.items())
             raise UserError(f"{model.name} refuses {refused}: {first_line(e)}") from e
-        found = {name: tensor.numpy() for name, tensor in named_outputs(result).items()}
-        cases.append(Case(next((len(a) for a in feeds.values() if a.ndim), 1), feeds, found))
+        outputs = {name: tensor.numpy() for name, tensor in named_outputs(result).items()}
+        cases.append(Case(next((len(a) for a in feeds.values() if a.ndim), 1), feeds, outputs))
         _same_outputs(model, cases[0], cases[-1])
     # The module itself where it takes and returns a tensor: the names of the graph's weights are those of its parts.
     scripted = isinstance(module, torch.jit.ScriptModule)
@@ -183,9 +187,9 @@ def _source(torch: Any, module: Any, recipe: Recipe, rows: bool = False) -> Sour
     if scripted:  # the exporter refuses TorchScript within a module of Python's, but not what is traced around it
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            flat = torch.jit.trace(flat, tuple(given.values()), check_trace=False)
+            flat = torch.jit.trace(flat, tuple(tensor_feeds.values()), check_trace=False)
     batched = tuple(s.name for s in model.inputs if BATCH in s.shape) if model.inputs else ("input",)
-    return Source(flat, tuple(given.values()), tuple(found), tuple(cases[:-1]), free, batched, rows)
+    return Source(flat, tuple(tensor_feeds.values()), tuple(outputs), tuple(cases[:-1]), free, batched, rows)
 
 
 def _same_outputs(model: ModelSpec, first: Case, other: Case) -> None:
@@ -195,17 +199,17 @@ def _same_outputs(model: ModelSpec, first: Case, other: Case) -> None:
         return
     if first.batch == other.batch:
         raise UserError(
-            f"{model.name} returns {counts[0]} tensors for one input and {counts[1]} for another, and a graph always "
-            "returns as many; return tensors of a fixed number, or measure it with --backends pytorch,compile"
+            f"{model.name} returns {counts[0]} tensors for one input and {counts[1]} for another, and a graph has a "
+            "fixed number of outputs; return tensors of a fixed number, or measure it with --backends pytorch,compile"
         )
     raise UserError(
         f"{model.name} returns {counts[0]} tensors at batch {first.batch} and {counts[1]} at {other.batch}, and a "
-        "graph always returns as many; return one tensor for all images, or export it with a fixed batch (--batch 1)"
+        "graph has a fixed number of outputs; return one tensor for all images, or export with --batch 1"
     )
 
 
 def _photographs(recipe: Recipe, batch: int) -> Iterator[dict[str, np.ndarray]]:
-    """A few of the study's own images, which may take another way through the module than noise does, in batches."""
+    """A few of the study's own images, which may take another path through the module than noise does, in batches."""
     if recipe.data is not None and recipe.data.folder and not recipe.model.inputs:
         images = input_data.Images(recipe.data, recipe.model.preprocess)
         size = batch or min(len(images), REAL_IMAGES)
@@ -221,40 +225,40 @@ def _feeds(torch: Any, recipe: Recipe, batches: Sequence[int], pixels: bool) -> 
     for number, batch in enumerate(batches):
         shape = dims.shapes.get("input", (batch, model.channels, dims.height, dims.width))
         if model.inputs or pixels:
-            there, data = replace(dims, batch=batch), DataSpec(seed=number)
-            fed = tensors(model.inputs, there) if model.inputs else (Tensor("input", "float32", shape),)
-            yield next(input_data.batches(data, model.preprocess, fed, there, 1, model.inputs))
+            own_dims, data = replace(dims, batch=batch), DataSpec(seed=number)
+            inputs = tensors(model.inputs, own_dims) if model.inputs else (Tensor("input", "float32", shape),)
+            yield next(input_data.batches(data, model.preprocess, inputs, own_dims, 1, model.inputs))
         else:
             yield {"input": torch.randn(*shape, generator=generator).numpy()}
 
 
 def _write(torch: Any, source: Source, exporter: str, opset: int, path: Path) -> str:
-    """Export the module; returns what tracing took for a constant, "" where it was nothing."""
-    known = inspect.signature(torch.onnx.export).parameters
+    """Export the module; returns the value that tracing treated as a constant, "" for none."""
+    supported = inspect.signature(torch.onnx.export).parameters
     dynamo, names = exporter == "dynamo", [*source.expected[0].feeds]
-    if dynamo and "dynamo" not in known:
+    if dynamo and "dynamo" not in supported:
         raise Wrong(f"PyTorch {torch.__version__} doesn't have it")
     options: dict[str, Any] = {"dynamo": dynamo, "verbose": False, "external_data": dynamo and _is_huge(source.module)}
     if source.free_batch and dynamo:
         free = {0: torch.export.Dim("batch")}
-        each = tuple(free if name in source.batched else None for name in names)
-        options["dynamic_shapes"] = (each,) if type(source.module).__name__ == "Positional" else each
+        axes = tuple(free if name in source.batched else None for name in names)
+        options["dynamic_shapes"] = (axes,) if type(source.module).__name__ == "Positional" else axes
     elif source.free_batch:
         options["dynamic_axes"] = {name: {0: "batch"} for name in (*source.batched, *source.following)}
-    options = {key: value for key, value in options.items() if key in known}
+    options = {key: value for key, value in options.items() if key in supported}
     options |= {"input_names": names, "output_names": list(source.outputs), "opset_version": opset}
     try:
         with _quiet() as caught, torch.no_grad():
             torch.onnx.export(source.module, source.example, str(path), **options)
     except MemoryError:
         raise
-    except Exception as e:  # each exporter has its own families of errors, and all of them mean "not this one"
+    except Exception as e:  # each exporter has errors of its own, and with any of them the next one is tried
         raise Wrong(f"failed, {_last_line(e)}") from e
     if dynamo and not options["external_data"]:
         onnx = import_onnx()
         onnx.save(plain_transposes(onnx.load(path)), path)
     try:
-        lower_file(path, opset)  # dynamo writes 18 at least, whatever it is asked for
+        lower_file(path, opset)  # dynamo writes 18 at least, even if the opset is lower
     except UserError as e:
         raise Wrong(str(e)) from e
     return traced_values(torch, caught)
@@ -274,7 +278,7 @@ def _last_line(e: BaseException) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[list[warnings.WarningMessage]]:
-    # The exporters talk to standard output, and warn about their own internals and about each other.
+    # The exporters print to standard output, and warn about their own internals and about each other.
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield caught

@@ -69,7 +69,7 @@ def _image(parent: Artifact) -> Tensor:
     one = len(inputs) == 1 and len(inputs[0].shape) == 4
     if not one or not isinstance(inputs[0].shape[axes(inputs[0].shape)[0]], int):
         names = ", ".join(tensor.name for tensor in inputs) or "none"
-        raise UserError(f"input=uint8 wants a model with one image input (N x C x H x W); this one has {names}")
+        raise UserError(f"input=uint8 needs a model with one image input (N x C x H x W); this one has {names}")
     if not inputs[0].dtype.startswith("float"):
         read = f"{inputs[0].name!r} is {inputs[0].dtype} already"
         raise UserError(f"the file's input {read}, not normalised pixels; drop input=uint8")

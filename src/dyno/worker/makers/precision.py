@@ -21,7 +21,7 @@ from dyno.worker.makers.export import EXPORTERS, OPSET_RANGE, WRITTEN, exported
 from dyno.worker.makers.modelopt_quantise import METHODS as MODELOPT_METHODS
 from dyno.worker.makers.modelopt_quantise import quantised
 from dyno.worker.makers.pixels import reading_pixels
-from dyno.worker.makers.sensitivity import kept, ranked
+from dyno.worker.makers.sensitivity import layers_to_keep, ranked
 from dyno.worker.makers.static import static_of
 from dyno.worker.onnx_graph.bf16 import to_bf16
 from dyno.worker.onnx_graph.check import compared, outputs
@@ -33,7 +33,7 @@ from dyno.worker.onnx_graph.repair import to_fp32
 from dyno.worker.option_values import Check, flag, number, one_of, whole
 from dyno.worker.spec import Artifact, DataSpec, Option, Recipe, Runtime, Trial, Unavailable, UserError
 
-# Options of a trial that shape its file.
+# Options of a trial on which its file depends.
 PREPARATION = ("samples", "method", "percentile", "quantizer", "exporter", "opset", "static", "fold", "input", "keep")
 QUANTIZERS = ("onnxruntime", "modelopt")
 VALUES: dict[str, Check] = {
@@ -48,10 +48,10 @@ VALUES: dict[str, Check] = {
     "input": one_of(*READ),
     "keep": whole(0),
 }
-HALVES = ("fp16", "bf16")  # of a given file: the other precisions are made from it in FP32
-# The last opset of an engine's oldest parser that is served: TensorRT 8.6's. The others read what is exported anyway.
+HALVES = ("fp16", "bf16")  # of a file from the user: the other precisions are made from it in FP32
+# The newest opset of an engine's oldest supported parser: TensorRT 8.6's. The others read every opset that is exported.
 OPSETS: dict[str, Option] = {"tensorrt": 17}
-# What an engine's file says of itself in the words of the ONNX file that it was made from.
+# Facts that an engine's file takes from the ONNX file that it was made from.
 INHERITED = ("parameters", "weights_sha256", "scheme", "target", "calibration", "check", "kept", "ranked")
 
 
@@ -65,13 +65,13 @@ def converted(trial: Trial, target: str, batch: int = 0) -> Recipe:
     `opset` (17 for TensorRT) the export; `input=uint8` makes the file read raw pixels. Pure; int8 or fp8
     without data is a `UserError`.
     """
-    # Files are made in the Python that has the model, whichever the trial runs in.
-    wanted = {"opset": OPSETS[target], **trial.options} if target in OPSETS else trial.options
+    # Files are made in the Python that has the model, even if the trial runs in another one.
+    options = {"opset": OPSETS[target], **trial.options} if target in OPSETS else trial.options
     dims = replace(trial.dims, batch=batch or (trial.dims.batch if trial.options.get("static") else 0))
-    parent = exported(trial.model, dims, Runtime(), wanted, trial.data)
+    parent = exported(trial.model, dims, Runtime(), options, trial.data)
     parent = static_of(parent, trial) if trial.options.get("fold") else parent
-    made = _lowered(trial, target, parent)
-    return reading_pixels(made) if wants_pixels(trial.options) else made
+    recipe = _lowered(trial, target, parent)
+    return reading_pixels(recipe) if wants_pixels(trial.options) else recipe
 
 
 def _lowered(trial: Trial, target: str, parent: Recipe) -> Recipe:
@@ -93,13 +93,13 @@ def _lowered(trial: Trial, target: str, parent: Recipe) -> Recipe:
         parent = ranked(parent, precision, data if data.folder else None, {}) if keep else parent
         return replace(parent, maker=OnnxPrecision.name, precision=precision, options=keep, data=None, parent=parent)
     data = calibration_data(trial)
-    given = {key: value for key, value in trial.options.items() if key in ("samples", "method", "percentile")}
-    options: dict[str, Option] = {"samples": SAMPLES, "method": METHOD, **given}
+    calibration = {key: value for key, value in trial.options.items() if key in ("samples", "method", "percentile")}
+    options: dict[str, Option] = {"samples": SAMPLES, "method": METHOD, **calibration}
     if precision == "fp8" or quantizer == "modelopt":
         if keep:
             raise UserError("keep=N is for files that Dyno quantises itself, not for nvidia-modelopt's")
         if target != "tensorrt":
-            raise UserError(f"{precision} by nvidia-modelopt is for TensorRT; {target} has no use for it")
+            raise UserError(f"{precision} by nvidia-modelopt is for TensorRT, not for {target}")
         if not data.folder:
             raise UserError(NO_DATA.replace("int8", precision))
         return quantised(parent, precision, data, options)
@@ -113,10 +113,10 @@ def _lowered(trial: Trial, target: str, parent: Recipe) -> Recipe:
 
 
 def _keep(trial: Trial) -> dict[str, Option]:
-    """The option `keep` as the conversion has it; nothing where no layer is asked to be kept higher."""
+    """The option `keep` of the conversion; {} where no layer is to be kept higher."""
     count = trial.options.get("keep", 0)
     if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-        raise UserError(f"keep is {count!r}; it is the number of layers to keep in a higher type, from 0 on")
+        raise UserError(f"keep is {count!r}; it must be the number of layers to keep in a higher type, 0 or more")
     if count and trial.precision == "bf16":
         raise UserError("keep=N is for fp16 and int8; bf16 has the range of fp32")
     return {"keep": count} if count else {}
@@ -136,20 +136,22 @@ class OnnxPrecision(Maker):
         """
         started = time.perf_counter()
         versions = _versions(self.requires)
-        known = {"fp32": to_fp32, "fp16": to_fp16, "bf16": to_bf16, "int8": to_int8}
-        convert = known.get(recipe.precision)
+        conversions = {"fp32": to_fp32, "fp16": to_fp16, "bf16": to_bf16, "int8": to_int8}
+        convert = conversions.get(recipe.precision)
         if convert is None:
-            raise UserError(f"an ONNX graph can't be made {recipe.precision} here (it can be made {', '.join(known)})")
+            raise UserError(
+                f"an ONNX graph can't be made {recipe.precision} here (it can be made {', '.join(conversions)})"
+            )
         if parent is None:
             raise UserError(f"{recipe.precision} is made from an ONNX file in fp32: give one, or a PyTorch model")
         model, path = lifted(_read(parent.path)), folder / "model.onnx"
-        known_parameters = parent.made_by.parameters
-        parameters = _parameters(model) if known_parameters is None else known_parameters
+        parents_count = parent.made_by.parameters
+        parameters = _parameters(model) if parents_count is None else parents_count
         before, _ = outputs(parent.path, example(recipe, parent), parent.precision)
-        higher = kept(recipe, parent)
-        more = {"kept": [each.node for each in higher]} if higher else {}
+        higher = layers_to_keep(recipe, parent)
+        keywords = {"higher": [layer.node for layer in higher]} if higher else {}
         made_by = replace(
-            convert(model, recipe, parent, path, **more),
+            convert(model, recipe, parent, path, **keywords),
             backend=self.name,
             options=dict(recipe.options),
             versions=versions,
@@ -157,12 +159,12 @@ class OnnxPrecision(Maker):
             kept=tuple(higher),
             ranked=len(parent.made_by.ranking) if higher else None,
         )
-        inputs, outs = read_io(str(path))  # of another type than the parent's where that was cast up
-        made = replace(derived(parent, path, recipe.precision, made_by, started), inputs=inputs, outputs=outs)
-        # The same input for both: outputs must stay finite, and it is kept how far they are apart.
-        after, ran = outputs(made.path, example(recipe, made), recipe.precision)
-        check = compared(before, after, f"{recipe.model.name} overflows in {recipe.precision}", ran)
-        return replace(made, made_by=replace(made_by, check=check))
+        inputs, outputs_ = read_io(str(path))  # their types differ from the parent's where that was cast up
+        artifact = replace(derived(parent, path, recipe.precision, made_by, started), inputs=inputs, outputs=outputs_)
+        # The same input for both: outputs must stay finite, and their distance is recorded.
+        after, runtime = outputs(artifact.path, example(recipe, artifact), recipe.precision)
+        check = compared(before, after, f"{recipe.model.name} overflows in {recipe.precision}", runtime)
+        return replace(artifact, made_by=replace(made_by, check=check))
 
 
 ONNX_PRECISION = OnnxPrecision()
@@ -187,7 +189,7 @@ def _read(path: str) -> Any:
     if present:
         raise UserError(
             f"{path} is quantised already (it has {present[0]} nodes): "
-            "run it as int8, which leaves the file as it is, or give the float model"
+            "run it as int8, which doesn't change the file, or give the float model"
         )
     return model
 

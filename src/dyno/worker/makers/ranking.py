@@ -30,23 +30,24 @@ Changed = Callable[[Any], None]
 
 
 def rank(
-    model: Any, changes: Mapping[str, Changed], feeds: Feeds, threads: int, told: Callable[[int, int], None]
+    model: Any, changes: Mapping[str, Changed], feeds: Feeds, threads: int, report: Callable[[int, int], None]
 ) -> list[RankedLayer]:
     """The layers, the most sensitive first; ties in the graph's order.
 
-    `changes` maps a node's name to what rounds that one layer in a copy of the graph. `told` hears how many are done.
+    `changes` maps a node's name to what rounds that one layer in a copy of the graph. `report` gets the
+    number of finished layers, and of all.
     """
     exact = _outputs(model, feeds, threads)
     kinds = {node.name: node.op_type for node in model.graph.node}
-    found = []
+    layers = []
     for done, (name, change) in enumerate(changes.items()):
-        told(done, len(changes))
+        report(done, len(changes))
         copy = type(model)()
         copy.CopyFrom(model)
         change(copy.graph)
         ratio = sqnr(exact, _outputs(copy, feeds, threads))
-        found.append(RankedLayer(name, kinds[name], round(ratio, 2)))
-    return sorted(found, key=lambda each: each.sqnr_db)
+        layers.append(RankedLayer(name, kinds[name], round(ratio, 2)))
+    return sorted(layers, key=lambda layer: layer.sqnr_db)
 
 
 def sqnr(exact: Sequence[np.ndarray], rounded: Sequence[np.ndarray]) -> float:

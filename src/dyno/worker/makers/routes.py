@@ -27,8 +27,8 @@ def routed(trial: Trial, target: str, finish: Callable[[Recipe], Recipe], *, sta
     """
     recipe: Recipe | None = None
     for options in reversed(_candidates(trial, static)):
-        asked = replace(trial, options={**options, **trial.options})
-        recipe = replace(finish(converted(asked, target)), fallback=recipe)
+        requested = replace(trial, options={**options, **trial.options})
+        recipe = replace(finish(converted(requested, target)), fallback=recipe)
     assert recipe is not None
     return recipe
 

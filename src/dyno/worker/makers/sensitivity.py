@@ -45,10 +45,10 @@ class OnnxSensitivity(Maker):
         model, changes = _graph(recipe, parent, folder)
         feeds = _feeds(recipe, parent)
 
-        def told(done: int, total: int) -> None:
+        def report(done: int, total: int) -> None:
             (folder / "stage").write_text(f"rank layers for {recipe.precision}: {done} of {total}")
 
-        ranking = rank(model, changes, feeds, recipe.runtime.threads, told)
+        ranking = rank(model, changes, feeds, recipe.runtime.threads, report)
         path = folder / "model.onnx"
         path.write_bytes(model.SerializeToString())
         made_by = MadeBy(
@@ -85,7 +85,7 @@ def _feeds(recipe: Recipe, parent: Artifact) -> Sequence[dict[str, np.ndarray]]:
     return list(data.feeds(0, len(data)))
 
 
-def kept(recipe: Recipe, parent: Artifact) -> tuple[RankedLayer, ...]:
+def layers_to_keep(recipe: Recipe, parent: Artifact) -> tuple[RankedLayer, ...]:
     """The layers that the recipe's option `keep` keeps higher: the most sensitive ones of the parent's ranking."""
     count = recipe.options.get("keep", 0)
     ranking = parent.made_by.ranking

@@ -42,11 +42,13 @@ class OnnxStatic(Maker):
         _forget_shapes(model.graph)
         model_inputs, preprocess = recipe.model.inputs, recipe.model.preprocess
         feeds = next(input_data.batches(DataSpec(), preprocess, parent.inputs, recipe.dims, 1, model_inputs))
-        model, said = folded(model, {name: feeds[name].astype(_dtype(parent, name)) for name in shapes}, folder)
+        model, fold_warnings = folded(
+            model, {name: feeds[name].astype(_dtype(parent, name)) for name in shapes}, folder
+        )
         onnx.save(model, path)
         read, written = read_io(str(path))
-        warnings = (*parent.made_by.warnings, *said)
-        made_by = replace(parent.made_by, steps=(), backend=self.name, folded=not said, warnings=warnings)
+        warnings = (*parent.made_by.warnings, *fold_warnings)
+        made_by = replace(parent.made_by, steps=(), backend=self.name, folded=not fold_warnings, warnings=warnings)
         return replace(derived(parent, path, parent.precision, made_by, started), inputs=read, outputs=written)
 
 

@@ -1,4 +1,4 @@
-"""Does an exported graph do what its module does?"""
+"""Whether an exported graph gives its module's outputs."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from dyno.worker.sessions.torch_support import first_line, import_torch, named_o
 from dyno.worker.spec import Tensor
 
 RELATIVE, ABSOLUTE = 1e-3, 1e-4  # the second as a share of the largest output
-OWN_ERRORS = 10  # a graph may be off by so many times what the module in FP32 is off from itself in FP64 …
+OWN_ERRORS = 10  # a graph's error may be so many times that of the module in FP32 against FP64 …
 LOST = 0.01  # of the boxes after suppression: scores near a threshold or near each other may change places
 DOUBT = 1e-2  # … but never by more than this share of the largest output
 
 
 class Wrong(Exception):
-    """An exported graph that doesn't do what the module does; the message says how."""
+    """An exported graph whose outputs aren't the module's; the message says how."""
 
 
 class Refused(Wrong):
@@ -65,24 +65,26 @@ class Source:
 
 
 def verified(path: Path, outputs: Sequence[Tensor], source: Source) -> Verified | None:
-    """Compare the graph with the module; `Wrong` where they differ, None where nothing is there to run it.
+    """Compare the graph with the module; `Wrong` where they differ, None without ONNX Runtime.
 
     Rounding alone moves the outputs of a deep network with random weights by more than the usual tolerance. So before a
-    graph is called wrong the module is run in FP64, which says how far its own FP32 outputs are to be trusted.
+    graph is called wrong the module is run in FP64, which shows the rounding error of its own FP32 outputs.
     """
     _signature(outputs, source)
     try:
-        ready = session(str(path))
-        read = {each.name for each in ready.get_inputs()}  # an exporter may drop an input that decides nothing
-        fed = [{name: array for name, array in case.feeds.items() if name in read} for case in source.expected]
-        given = [ready.run(list(source.outputs), feeds) for feeds in fed]
+        runner = session(str(path))
+        input_names = {tensor.name for tensor in runner.get_inputs()}  # an exporter may drop an input without effect
+        all_feeds = [
+            {name: array for name, array in case.feeds.items() if name in input_names} for case in source.expected
+        ]
+        results = [runner.run(list(source.outputs), feeds) for feeds in all_feeds]
     except ImportError:
         return None
     except Exception as e:  # ONNX Runtime's errors have no common base but this one
         raise Refused(f"wrote a graph that ONNX Runtime refuses, {first_line(e)}") from e
     if source.rows:
-        return _rows(source, given)
-    pairs = [(name, case.outputs[name], got[i]) for case, got in zip(source.expected, given, strict=True)
+        return _rows(source, results)
+    pairs = [(name, case.outputs[name], result[i]) for case, result in zip(source.expected, results, strict=True)
              for i, name in enumerate(source.outputs)]  # fmt: skip
     own: dict[str, float] = {}
     try:
@@ -101,39 +103,38 @@ def verified(path: Path, outputs: Sequence[Tensor], source: Source) -> Verified 
     )
 
 
-def _rows(source: Source, given: Sequence[Sequence[np.ndarray]]) -> Verified:
+def _rows(source: Source, results: Sequence[Sequence[np.ndarray]]) -> Verified:
     """Compare boxes as sets; `Wrong` where more than 1 % of either side's have none on the other that is close in all
     values, and where no image has any."""
     count, lost = 0, 0
-    for case, got in zip(source.expected, given, strict=True):
-        close = _close_rows([*case.outputs.values()], got)
+    for case, result in zip(source.expected, results, strict=True):
+        close = _close_rows([*case.outputs.values()], result)
         count += sum(close.shape)
         lost += int((~close.any(axis=1)).sum() + (~close.any(axis=0)).sum())
     if not count:
         raise Wrong("wrote a graph that can't be checked: no image has boxes; give trained weights (--weights)")
     if lost > LOST * count:
-        raise Wrong(f"wrote a graph in which {lost} of {count} boxes are others than the module's")
+        raise Wrong(f"wrote a graph in which {lost} of {count} boxes differ from the module's")
     batches = tuple(case.batch for case in source.expected)
     return Verified(batches=batches, boxes=count, boxes_apart=lost, rtol=RELATIVE)
 
 
-def _close_rows(wanted: Sequence[np.ndarray], given: Sequence[np.ndarray]) -> np.ndarray:
-    """Whether each row of the one is close to each of the other in every output; whole numbers must be the same."""
-    close = np.ones((len(wanted[0]), len(given[0])), bool)
-    for want, got in zip(wanted, given, strict=True):
-        if want.shape[1:] != got.shape[1:]:
-            raise Wrong(
-                f"wrote a graph whose rows are {list(got.shape[1:])} where the module's are {list(want.shape[1:])}"
-            )
-        scale = 0.0 if want.dtype.kind in "iu" else RELATIVE * _largest(want)
-        for at in np.ndindex(want.shape[1:]):
-            a, b = (rows[(slice(None), *at)].astype(np.float64) for rows in (want, got))
+def _close_rows(expected: Sequence[np.ndarray], actual: Sequence[np.ndarray]) -> np.ndarray:
+    """Whether each expected row is close to each actual one in every output; whole numbers must be the same."""
+    close = np.ones((len(expected[0]), len(actual[0])), bool)
+    for expected_array, actual_array in zip(expected, actual, strict=True):
+        rows, own_rows = list(actual_array.shape[1:]), list(expected_array.shape[1:])
+        if rows != own_rows:
+            raise Wrong(f"wrote a graph whose rows are {rows} where the module's are {own_rows}")
+        scale = 0.0 if expected_array.dtype.kind in "iu" else RELATIVE * _largest(expected_array)
+        for at in np.ndindex(expected_array.shape[1:]):
+            a, b = (array[(slice(None), *at)].astype(np.float64) for array in (expected_array, actual_array))
             close &= np.abs(a[:, None] - b[None, :]) <= scale
     return close
 
 
 def doubtful(checked: Verified | None) -> list[str]:
-    """What there is to say of a comparison that left doubts."""
+    """Warnings of a comparison that wasn't made, or with rounding beyond the usual tolerance."""
     if checked is None:
         return [f"the graph was not verified: onnxruntime is not installed ({install('onnxruntime')})"]
     if checked.own_error is None:
@@ -173,20 +174,20 @@ def _difference(name: str, want: np.ndarray, got: np.ndarray, own_error: float) 
 
 
 def _own_errors(source: Source) -> dict[str, float]:
-    """How far each output of the module is from the same in FP64; {} for a module that can't compute in that."""
+    """How far each output of the module is from the same in FP64; {} for a module that can't run in it."""
     torch = import_torch()
-    found = dict.fromkeys(source.outputs, 0.0)
+    errors = dict.fromkeys(source.outputs, 0.0)
     try:
         exact = copy.deepcopy(source.module).double()
         for case in source.expected:
-            given = [torch.from_numpy(array) for array in case.feeds.values()]
+            inputs = [torch.from_numpy(array) for array in case.feeds.values()]
             with one_thread(torch):
-                again = named_outputs(exact(*(x.double() if x.is_floating_point() else x for x in given)))
-            for name, wanted in case.outputs.items():
-                apart = np.abs(again[name].numpy() - wanted.astype(np.float64))
-                found[name] = max(found[name], float(apart[np.isfinite(apart)].max(initial=0.0)))
+                outputs = named_outputs(exact(*(x.double() if x.is_floating_point() else x for x in inputs)))
+            for name, expected in case.outputs.items():
+                difference = np.abs(outputs[name].numpy() - expected.astype(np.float64))
+                errors[name] = max(errors[name], float(difference[np.isfinite(difference)].max(initial=0.0)))
     except MemoryError:
         raise
-    except Exception:  # whatever a module of the user's raises there: it only means that nothing is known
+    except Exception:  # a user's module may raise anything: the errors are then unknown
         return {}
-    return found
+    return errors

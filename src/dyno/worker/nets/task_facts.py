@@ -25,22 +25,22 @@ def read(path: str) -> Purpose:
 
     model = onnx.load(path, load_external_data=False)
     metadata = {entry.key: entry.value for entry in model.metadata_props}
-    said = Purpose()
+    purpose = Purpose()
     if metadata.get("task") in tasks.names():
-        said = replace(said, task=metadata["task"])
+        purpose = replace(purpose, task=metadata["task"])
     names, points = _literal(metadata.get("names")), _literal(metadata.get("kpt_shape"))
     if isinstance(names, (dict, list, tuple)) and names:
-        said = replace(said, classes=len(names))
+        purpose = replace(purpose, classes=len(names))
     if isinstance(points, (list, tuple)) and points:
-        said = replace(said, keypoints=tuple(int(n) for n in points))
+        purpose = replace(purpose, keypoints=tuple(int(n) for n in points))
     if "inputs" in metadata:
         with contextlib.suppress(ValueError, TypeError, AttributeError, UserError):  # another program's idea of the key
-            inputs = tuple(from_json(InputSpec, each) for each in json.loads(metadata["inputs"]))
-            said = replace(said, inputs=inputs)
+            inputs = tuple(from_json(InputSpec, spec) for spec in json.loads(metadata["inputs"]))
+            purpose = replace(purpose, inputs=inputs)
     if "preprocess" in metadata:
         with contextlib.suppress(ValueError, TypeError, AttributeError, UserError):  # another program's idea of the key
-            said = replace(said, preprocess=from_json(Preprocess, json.loads(metadata["preprocess"])))
-    return said
+            purpose = replace(purpose, preprocess=from_json(Preprocess, json.loads(metadata["preprocess"])))
+    return purpose
 
 
 def write(path: str, model: ModelSpec) -> None:
@@ -81,7 +81,9 @@ def facts(model: ModelSpec, requested: str, metadata: Purpose, outputs: Sequence
         return Purpose()
     task = tasks.find(name)
     preprocess = metadata.preprocess or task.preprocess(model.channels)
-    complete = bool(metadata.said()) or task.labels == "objects"  # a classifier by --task alone keeps its preprocessing
+    complete = (
+        bool(metadata.set_fields()) or task.labels == "objects"
+    )  # a classifier by --task alone keeps its preprocessing
     return replace(task.layout(model, metadata, outputs), task=name, preprocess=preprocess if complete else None)
 
 

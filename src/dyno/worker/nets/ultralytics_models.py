@@ -112,7 +112,7 @@ def _task(tasks: Any, source: str, config: dict[str, Any]) -> str:
     task = tasks.guess_model_task(config)
     if task not in HEADS.values():
         raise UserError(
-            f"{source} is a network for {task or 'an unknown task'}; measured are {', '.join(HEADS.values())}"
+            f"{source} is a network for {task or 'an unknown task'}; supported are {', '.join(HEADS.values())}"
         )
     return str(task)
 

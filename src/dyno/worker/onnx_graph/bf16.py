@@ -35,8 +35,8 @@ def to_bf16(model: Any, recipe: Recipe, parent: Artifact, path: Path) -> MadeBy:
     _as_bf16(converted.graph, {tensor.name: tensor for tensor in model.graph.initializer})
     onnx.checker.check_model(converted, full_check=True)
     onnx.save(converted, path)
-    kept = ", ".join(sorted(unsupported - set(SENSITIVE)))
-    warnings = [f"kept in FP32, as ONNX has no bfloat16 for them: {kept}"] if kept else []
+    names = ", ".join(sorted(unsupported - set(SENSITIVE)))
+    warnings = [f"kept in FP32, as ONNX has no bfloat16 for them: {names}"] if names else []
     return MadeBy(scheme="mixed BF16; inputs, outputs and sensitive nodes in FP32", warnings=tuple(warnings))
 
 

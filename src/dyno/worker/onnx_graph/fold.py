@@ -52,19 +52,19 @@ def lifted(model: Any) -> Any:
     import onnx
 
     copy = _copy(model)
-    graph, kept = copy.graph, []
+    graph, remaining = copy.graph, []
     outputs = {value.name for value in graph.output}
     for node in graph.node:
         constant = node.op_type == "Constant" and node.domain in DOMAINS and node.output[0] not in outputs
         tensor = _constant(node) if constant else None
         if tensor is None:
-            kept.append(node)
+            remaining.append(node)
         else:
             graph.initializer.add().CopyFrom(tensor)
-    if len(kept) < len(graph.node):
-        kept = [_copy(node) for node in kept]
+    if len(remaining) < len(graph.node):
+        remaining = [_copy(node) for node in remaining]
         del graph.node[:]
-        graph.node.extend(kept)
+        graph.node.extend(remaining)
     weights = {tensor.name for tensor in graph.initializer}
     inputs = [_copy(value) for value in graph.input if value.name not in weights]
     del graph.input[:]

@@ -24,8 +24,8 @@ SENSITIVE = (
 ).split()
 
 
-def to_fp16(model: Any, recipe: Recipe, parent: Artifact, path: Path, kept: Sequence[str] = ()) -> MadeBy:
-    """Write the mixed-precision graph, nodes named in `kept` left in FP32.
+def to_fp16(model: Any, recipe: Recipe, parent: Artifact, path: Path, higher: Sequence[str] = ()) -> MadeBy:
+    """Write the mixed-precision graph, nodes named in `higher` left in FP32.
 
     Returns its scheme and warnings, nodes kept for their large values included.
     """
@@ -34,7 +34,7 @@ def to_fp16(model: Any, recipe: Recipe, parent: Artifact, path: Path, kept: Sequ
     refuse_half(model, parent)
     head = decoding(model.graph, recipe.model)
     large = _too_large(model, example(recipe, parent), path.parent)
-    converted, warnings = mixed(model, set(), sorted({*large, *head, *kept}))
+    converted, warnings = mixed(model, set(), sorted({*large, *head, *higher}))
     onnx.checker.check_model(converted, full_check=True)
     onnx.save(converted, path)
     if large:
@@ -60,8 +60,10 @@ def mixed(model: Any, blocked: set[str], large: list[str]) -> tuple[Any, list[st
 
     _own_outputs(model.graph)
     named(model.graph)
-    kept = sorted({*sensitive(), *blocked})
-    _own_weights(model.graph, [node for node in model.graph.node if node.op_type in kept or node.name in large])
+    blocked_types = sorted({*sensitive(), *blocked})
+    _own_weights(
+        model.graph, [node for node in model.graph.node if node.op_type in blocked_types or node.name in large]
+    )
     # The converter overlooks the graph's own casts to float: their readers would get two types.
     own_casts = [n.name for n in model.graph.node if n.op_type == "Cast" and n.attribute[0].i == onnx.TensorProto.FLOAT]
     copy = type(model).FromString(model.SerializeToString())
@@ -73,7 +75,7 @@ def mixed(model: Any, blocked: set[str], large: list[str]) -> tuple[Any, list[st
             min_positive_val=float(np.finfo(np.float16).smallest_subnormal),
             max_finite_val=float(np.finfo(np.float16).max),
             keep_io_types=True,
-            op_block_list=kept,
+            op_block_list=blocked_types,
             node_block_list=[*large, *own_casts],
         )
     _skip_round_trips(converted.graph)
@@ -119,14 +121,14 @@ def _own_outputs(graph: Any) -> None:
     graph.node.extend(onnx.helper.make_node("Identity", [inside], [out]) for out, inside in shared.items())
 
 
-def _own_weights(graph: Any, kept: list[Any]) -> None:
+def _own_weights(graph: Any, nodes: list[Any]) -> None:
     """Give nodes that stay in FP32 their own copy of a weight that others read too.
 
     The converter makes a shared weight of one type for all, and the graph is invalid.
     """
     readers = Counter(name for node in graph.node for name in set(node.input))
     shared = {t.name: t for t in graph.initializer if readers[t.name] > 1}
-    for node in kept:
+    for node in nodes:
         for k, name in enumerate(node.input):
             if name in shared:
                 node.input[k] = f"{name}_of_{node.name}"

@@ -76,8 +76,8 @@ SCHEMES = {
 }
 
 
-def to_int8(model: Any, recipe: Recipe, parent: Artifact, path: Path, kept: Sequence[str] = ()) -> MadeBy:
-    """Write the quantised graph, nodes named in `kept` left in float.
+def to_int8(model: Any, recipe: Recipe, parent: Artifact, path: Path, higher: Sequence[str] = ()) -> MadeBy:
+    """Write the quantised graph, nodes named in `higher` left in float.
 
     Returns scheme, target, calibration, number of nodes in float and warnings.
     """
@@ -88,18 +88,18 @@ def to_int8(model: Any, recipe: Recipe, parent: Artifact, path: Path, kept: Sequ
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         scratch = Path(folder)
         seen = observed(model, recipe, data, scratch)
-        excluded = seen.excluded | {*kept}
+        excluded = seen.excluded | {*higher}
         if seen.scheme.fused:
             place(seen.model, seen.ranges, excluded, seen.transformer)
             onnx.save(seen.model, path)
         else:
             extra = _extra_options(seen.scheme, seen.ranges)
-            if kept:
+            if higher:
                 # The tool quantises the outputs of a layer too, and so the inputs of a kept one.
                 extra["OpTypesToExcludeOutputQuantization"] = sorted(seen.types)
             settings = {"reduce_range": seen.narrow, "extra_options": extra}
             _quantise(scratch, path, METHODS[method], sorted(seen.types), sorted(excluded), **settings)
-            _reading_floats(path, kept)
+            _reading_floats(path, higher)
     onnx.checker.check_model(str(path), full_check=True)
     return MadeBy(
         scheme=seen.scheme.text + (", weights in 7 bits because this CPU has no VNNI" if seen.narrow else ""),
@@ -139,16 +139,16 @@ def observed(model: Any, recipe: Recipe, data: Calibration, scratch: Path) -> Ob
     return Observed(prepared, scheme, frozenset(types), excluded, transformer, ranges, narrow, tuple(notes))
 
 
-def _reading_floats(path: Path, kept: Sequence[str]) -> None:
+def _reading_floats(path: Path, higher: Sequence[str]) -> None:
     """Let kept nodes read the tensors directly: the tool puts one pair between a tensor and all of its readers."""
     import onnx
 
-    if not kept:
+    if not higher:
         return
     model = onnx.load(path)
     makers = {name: node for node in model.graph.node for name in node.output}
     for node in model.graph.node:
-        for k, name in enumerate(node.input) if node.name in kept else ():
+        for k, name in enumerate(node.input) if node.name in higher else ():
             pair = makers.get(name)
             quantised = makers.get(pair.input[0]) if pair is not None and pair.op_type == "DequantizeLinear" else None
             if quantised is not None and quantised.op_type == "QuantizeLinear":

@@ -87,13 +87,13 @@ def _inputs(model: Any) -> str:
     import onnx
 
     weights = {tensor.name for tensor in model.graph.initializer}
-    kept = [value for value in model.graph.input if value.name not in weights]
-    count = len(model.graph.input) - len(kept)
+    inputs = [value for value in model.graph.input if value.name not in weights]
+    count = len(model.graph.input) - len(inputs)
     if not count or model.ir_version <= onnx.IR_VERSION_2017_11_3:
         return ""
-    kept = [type(value).FromString(value.SerializeToString()) for value in kept]
+    inputs = [type(value).FromString(value.SerializeToString()) for value in inputs]
     del model.graph.input[:]
-    model.graph.input.extend(kept)
+    model.graph.input.extend(inputs)
     return f"{count} weights were listed as inputs too and no longer are: ONNX Runtime folds nothing into those"
 
 

@@ -21,10 +21,10 @@ SLOTS = 3  # one batch computes, one is on its way to the GPU, one on its way ba
 
 
 def slots_of(trial: Trial) -> int:
-    """The trial's option `slots`; anything but a whole number from 1 on is a `UserError`."""
+    """The trial's option `slots`; anything but a whole number of at least 1 is a `UserError`."""
     slots = trial.options.get("slots", SLOTS)
     if not isinstance(slots, int) or slots < 1:
-        raise UserError(f"slots is {slots!r}; it must be a whole number of batches in flight from 1 on")
+        raise UserError(f"slots is {slots!r}; it must be a whole number of batches in flight, at least 1")
     return slots
 
 

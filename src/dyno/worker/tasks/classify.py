@@ -25,13 +25,13 @@ class TopKCollector(Collector):
         classes = first.ndim == 2 and len(first) == self.images(turn) and first.shape[1] > 1
         return ranked(first.astype(np.float32), TOP) if classes else None
 
-    def arrays(self, made: Sequence[Any]) -> dict[str, np.ndarray]:
+    def arrays(self, batches: Sequence[Any]) -> dict[str, np.ndarray]:
         """`topk_index` and `topk_score`; nothing where a batch has none: a single box looks like classes."""
-        if not made or any(ranks is None for ranks in made):
+        if not batches or any(ranks is None for ranks in batches):
             return {}
         return {
             name: np.concatenate(parts)
-            for name, parts in zip(("topk_index", "topk_score"), zip(*made, strict=True), strict=True)
+            for name, parts in zip(("topk_index", "topk_score"), zip(*batches, strict=True), strict=True)
         }
 
 
@@ -46,11 +46,11 @@ class Classify(Task):
     def preprocess(self, channels: int) -> Preprocess:
         return Preprocess((0.0,) * channels, (1.0,) * channels, resize=1.0)
 
-    def layout(self, model: ModelSpec, said: Purpose, outputs: Sequence[Shape]) -> Purpose:
+    def layout(self, model: ModelSpec, metadata: Purpose, outputs: Sequence[Shape]) -> Purpose:
         return Purpose()
 
-    def collector(self, fed: Evaluated) -> Collector:
-        return TopKCollector(fed)
+    def collector(self, evaluated: Evaluated) -> Collector:
+        return TopKCollector(evaluated)
 
 
 CLASSIFY = Classify()

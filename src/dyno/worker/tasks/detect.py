@@ -1,4 +1,4 @@
-"""Boxes: how a detector's outputs lie, and what it answers in pixels of the original image."""
+"""Boxes: the layout of a detector's outputs, and its detections in pixels of the original image."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Detect(Task):
         """Whether there are as many outputs of as many axes as the task has."""
         return bool(shapes) and len(shapes[0]) == 3
 
-    def keypoints(self, model: ModelSpec, said: Purpose, values: Any, classes: int) -> tuple[int, ...]:
+    def keypoints(self, model: ModelSpec, metadata: Purpose, values: Any, classes: int) -> tuple[int, ...]:
         """How many keypoints there are and how many values each has, () for none."""
         return ()
 
@@ -51,22 +51,22 @@ class Detect(Task):
         """Fields of `Detections` besides the boxes, from the `rest` of the predictions that survived."""
         return {}
 
-    def arrays(self, found: Sequence[Detections], model: ModelSpec) -> dict[str, np.ndarray]:
+    def arrays(self, detections: Sequence[Detections], model: ModelSpec) -> dict[str, np.ndarray]:
         """Arrays for outputs.npz besides the boxes'."""
         return {}
 
     def preprocess(self, channels: int) -> Preprocess:
         return Preprocess((0.0,) * channels, (1.0,) * channels, letterbox=True)
 
-    def layout(self, model: ModelSpec, said: Purpose, outputs: Sequence[Shape]) -> Purpose:
-        """From what is said and the length of a prediction."""
+    def layout(self, model: ModelSpec, metadata: Purpose, outputs: Sequence[Shape]) -> Purpose:
+        """From the metadata and the length of a prediction."""
         if not self.fits(outputs):
             raise UserError(
                 f"{model.name} gives {shown(outputs)}; a network for {self.name} gives predictions, "
                 f"batch x values x anchors{self.besides}"
             )
-        values, classes = outputs[0][1], model.classes or said.classes or 0
-        keypoints = self.keypoints(model, said, values, classes)
+        values, classes = outputs[0][1], model.classes or metadata.classes or 0
+        keypoints = self.keypoints(model, metadata, values, classes)
         if isinstance(values, int):
             extra = self.extra(outputs, keypoints)
             classes = classes or values - COORDINATES - extra
@@ -79,8 +79,8 @@ class Detect(Task):
             raise UserError(f"{model.name} doesn't say how long its predictions are; give --classes")
         return Purpose(classes=classes, keypoints=tuple(keypoints))
 
-    def collector(self, fed: Evaluated) -> Collector:
-        return Collector(fed) if fed.samples is None else DetectionCollector(self, fed)
+    def collector(self, evaluated: Evaluated) -> Collector:
+        return Collector(evaluated) if evaluated.samples is None else DetectionCollector(self, evaluated)
 
     def detections(
         self,
@@ -94,27 +94,27 @@ class Detect(Task):
         iou: float = 0.7,
         most: int = 300,
     ) -> list[Detections]:
-        """Detections of each image of a batch, one way for every backend.
+        """Detections of each image of a batch, by the same code for every backend.
 
         `sizes` is B x 2, height and width of the original images; `input_size` those of the network's input. Raises
         `UserError` where the outputs aren't those of such a network.
         """
         predictions = np.asarray(outputs[0])
         extra = self.extra([np.shape(output) for output in outputs], keypoints)
-        want = COORDINATES + classes + extra
-        if predictions.ndim != 3 or predictions.shape[1] != want:
+        values = COORDINATES + classes + extra
+        if predictions.ndim != 3 or predictions.shape[1] != values:
             raise UserError(
-                f"the predictions are {shown([predictions.shape])}; for task {self.name} they are batch x {want} x "
+                f"the predictions are {shown([predictions.shape])}; for task {self.name} they are batch x {values} x "
                 f"anchors (4 + {classes} classes{self.extra_shown(extra)}); check --task and --classes"
             )
-        found = []
+        detections_ = []
         for k, (height, width) in enumerate(np.asarray(sizes).tolist()):
-            kept, labels, scores = best(predictions[k], classes, confidence, iou, most)
+            rows, labels, scores = best(predictions[k], classes, confidence, iou, most)
             place = Place(height, width, *input_size)
-            boxes = place.boxes(corners(kept[:, :COORDINATES]))
-            more = self.read(kept[:, COORDINATES + classes :], outputs, k, boxes, place, keypoints)
-            found.append(Detections(boxes, scores, labels, **more))
-        return found
+            boxes = place.boxes(corners(rows[:, :COORDINATES]))
+            fields = self.read(rows[:, COORDINATES + classes :], outputs, k, boxes, place, keypoints)
+            detections_.append(Detections(boxes, scores, labels, **fields))
+        return detections_
 
 
 DETECT = Detect()
@@ -123,11 +123,11 @@ DETECT = Detect()
 class DetectionCollector(Collector):
     """Detections of each image by the task's post-processing, which all backends share."""
 
-    def __init__(self, task: Detect, fed: Evaluated) -> None:
-        super().__init__(fed)
-        assert fed.samples is not None
-        self._task, self._model, self._samples = task, fed.trial.model, fed.samples
-        data = fed.trial.data
+    def __init__(self, task: Detect, evaluated: Evaluated) -> None:
+        super().__init__(evaluated)
+        assert evaluated.samples is not None
+        self._task, self._model, self._samples = task, evaluated.trial.model, evaluated.samples
+        data = evaluated.trial.data
         try:
             self._sizes = np.load(Path(data.folder) / "sizes.npy")
         except (OSError, ValueError) as e:
@@ -138,29 +138,29 @@ class DetectionCollector(Collector):
 
     def of(self, turn: int, fetched: Arrays) -> Any:
         cut = list(self.cut(turn, fetched).values())
-        first = turn * self.fed.batch
+        first = turn * self.evaluated.batch
         samples = self._samples[first : first + len(cut[0])]
         sizes, model = self._sizes[samples], self._model
-        found = self._task.detections(
-            cut, sizes, self.fed.input_size, classes=model.classes or 0, keypoints=model.keypoints
+        detections = self._task.detections(
+            cut, sizes, self.evaluated.input_size, classes=model.classes or 0, keypoints=model.keypoints
         )
-        return list(zip(samples.tolist(), found, strict=True))
+        return list(zip(samples.tolist(), detections, strict=True))
 
-    def arrays(self, made: Sequence[Any]) -> dict[str, np.ndarray]:
-        each = [pair for batch in made for pair in batch]
-        found = [detections for _, detections in each]
-        image = np.repeat([sample for sample, _ in each], [len(d.scores) for d in found])
+    def arrays(self, batches: Sequence[Any]) -> dict[str, np.ndarray]:
+        pairs = [pair for batch in batches for pair in batch]
+        detections = [detections for _, detections in pairs]
+        image = np.repeat([sample for sample, _ in pairs], [len(d.scores) for d in detections])
         return {
             "detection_image": image.astype(np.int64),
-            "detection_box": joined([d.boxes for d in found], np.float32, 4),
-            "detection_score": joined([d.scores for d in found], np.float32),
-            "detection_class": joined([d.classes for d in found], np.int32),
-            **self._task.arrays(found, self._model),
+            "detection_box": joined([d.boxes for d in detections], np.float32, 4),
+            "detection_score": joined([d.scores for d in detections], np.float32),
+            "detection_class": joined([d.classes for d in detections], np.int32),
+            **self._task.arrays(detections, self._model),
         }
 
 
 def joined(parts: list[np.ndarray], dtype: Any, *shape: int) -> np.ndarray:
-    """The parts one after the other, none of which may be there."""
+    """The parts one after the other, of which there may be none."""
     return np.concatenate([np.empty((0, *shape), dtype), *(part.reshape(-1, *shape) for part in parts)]).astype(dtype)
 
 

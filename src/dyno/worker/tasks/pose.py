@@ -30,11 +30,11 @@ class Pose(Detect):
     def extra_shown(self, extra: int) -> str:
         return f" + {extra} keypoint values"
 
-    def keypoints(self, model: ModelSpec, said: Purpose, values: Any, classes: int) -> tuple[int, ...]:
+    def keypoints(self, model: ModelSpec, metadata: Purpose, values: Any, classes: int) -> tuple[int, ...]:
         """Those that the user or the file says, else as many as a prediction has room for."""
-        known = tuple(model.keypoints or said.keypoints)
-        if known or not isinstance(values, int):
-            return known
+        declared = tuple(model.keypoints or metadata.keypoints)
+        if declared or not isinstance(values, int):
+            return declared
         rest = values - COORDINATES - (classes or 1)
         return (rest // 3, 3) if rest % 3 == 0 else (rest // 2, 2)
 
@@ -42,8 +42,8 @@ class Pose(Detect):
              keypoints: tuple[int, ...]) -> dict[str, Any]:  # fmt: skip
         return {"keypoints": place.points(rest.reshape(-1, *keypoints))}
 
-    def arrays(self, found: Sequence[Detections], model: ModelSpec) -> dict[str, np.ndarray]:
-        points = [each.keypoints for each in found if each.keypoints is not None]
+    def arrays(self, detections: Sequence[Detections], model: ModelSpec) -> dict[str, np.ndarray]:
+        points = [detection.keypoints for detection in detections if detection.keypoints is not None]
         return {"detection_keypoints": joined(points, np.float32, *model.keypoints)}
 
 

@@ -1,6 +1,6 @@
-"""Parts of the way from the raw outputs of a YOLO-kind network to detections in the original image.
+"""Steps from the raw outputs of a YOLO-like network to detections in the original image.
 
-Non-maximum suppression is the greedy one, each class for itself (Girshick et al., 2014), over every pair of an anchor
+Non-maximum suppression is greedy, for each class by itself (Girshick et al., 2014), over every pair of an anchor
 and a class whose score is above the threshold, as COCO's metric wants it; masks are sums of prototypes (Bolya et al.,
 2019).
 """
@@ -18,7 +18,7 @@ CANDIDATES = 30_000  # pairs of an anchor and a class that go into the suppressi
 
 @dataclass(frozen=True)
 class Detections:
-    """What was found in one image, the surest first; coordinates are pixels of the original image.
+    """The detections in one image, by falling score; coordinates are pixels of the original image.
 
     `boxes` float32 n x 4 (left, top, right, bottom), `scores` float32 n, `classes` int32 n, `masks` one uncompressed
     column-major COCO run-length encoding (uint32 counts) per detection, `keypoints` float32 n x K x D.
@@ -32,30 +32,30 @@ class Detections:
 
 
 def suppress(boxes: np.ndarray, labels: np.ndarray, iou: float, most: int) -> np.ndarray:
-    """Rows of the boxes that stay, at most so many: each is the surest of those of its class that overlap it.
+    """Rows of the boxes that are kept, at most `most`.
 
-    `boxes` (left, top, right, bottom) and `labels` come sorted, the surest first. A box goes when its intersection over
-    union with one that stays is above `iou`.
+    `boxes` (left, top, right, bottom) and `labels` are sorted by falling score. A box is dropped when its intersection
+    over union with a kept one of its class is above `iou`.
     """
     order = np.argsort(labels, kind="stable")
     ends = np.flatnonzero(np.diff(labels[order])) + 1
     rest = {int(labels[rows[0]]): rows for rows in np.split(order, ends) if len(rows)}
     areas = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
     waiting = np.ones(len(boxes), bool)
-    kept: list[int] = []
+    chosen: list[int] = []
     row = 0
-    while len(kept) < most and waiting[row:].any():
+    while len(chosen) < most and waiting[row:].any():
         row += int(waiting[row:].argmax())
-        kept.append(row)
+        chosen.append(row)
         others = rest[int(labels[row])]
         others = others[np.searchsorted(others, row, "right") :]
         overlap = _overlap(boxes[row], boxes[others])
         with np.errstate(divide="ignore", invalid="ignore"):  # boxes without an area overlap nothing
-            gone = overlap / (areas[row] + areas[others] - overlap) > iou
-        waiting[others[gone]] = False
-        rest[int(labels[row])] = others[~gone]
+            suppressed = overlap / (areas[row] + areas[others] - overlap) > iou
+        waiting[others[suppressed]] = False
+        rest[int(labels[row])] = others[~suppressed]
         row += 1
-    return np.array(kept, np.int64)
+    return np.array(chosen, np.int64)
 
 
 def encode(mask: np.ndarray, top: int, left: int, height: int, width: int) -> np.ndarray:
@@ -69,10 +69,10 @@ def encode(mask: np.ndarray, top: int, left: int, height: int, width: int) -> np
     column, starts = np.nonzero(edges == 1)
     origin = (left + column) * height + top
     starts, ends = origin + starts, origin + np.nonzero(edges == -1)[1]
-    apart = starts[1:] != ends[:-1]  # a run at the foot of a column goes on at the head of the next
+    separate = starts[1:] != ends[:-1]  # a run at the end of a column continues at the start of the next
     starts, ends = (
-        starts[np.r_[True, apart]] if len(starts) else starts,
-        ends[np.r_[apart, True]] if len(ends) else ends,
+        starts[np.r_[True, separate]] if len(starts) else starts,
+        ends[np.r_[separate, True]] if len(ends) else ends,
     )
     marks = np.concatenate([[0], np.stack([starts, ends], 1).reshape(-1), [height * width]])
     counts = np.diff(marks)
@@ -80,21 +80,21 @@ def encode(mask: np.ndarray, top: int, left: int, height: int, width: int) -> np
 
 
 class Place:
-    """Where one image lies in the network's input, and the way back."""
+    """Where one image lies in the network's input, and the inverse mapping."""
 
     def __init__(self, height: int, width: int, to_height: int, to_width: int) -> None:
         self.height, self.width = height, width
         self.input = (to_height, to_width)
         _, self.new_height, self.new_width, self.top, self.left = geometry(height, width, to_height, to_width)
-        # Each side is rounded to whole pixels, so its own scale leads back, not the common one.
+        # Each side is rounded to whole pixels, so its own scale maps back, not the common one.
         self.down, self.across = self.new_height / height, self.new_width / width
 
     def points(self, points: np.ndarray) -> np.ndarray:
         """Points (x, y, ...) of the input as points of the image, inside it."""
-        found = points.astype(np.float32)
-        found[..., 0] = ((found[..., 0] - self.left) / self.across).clip(0, self.width)
-        found[..., 1] = ((found[..., 1] - self.top) / self.down).clip(0, self.height)
-        return found
+        mapped = points.astype(np.float32)
+        mapped[..., 0] = ((mapped[..., 0] - self.left) / self.across).clip(0, self.width)
+        mapped[..., 1] = ((mapped[..., 1] - self.top) / self.down).clip(0, self.height)
+        return mapped
 
     def boxes(self, boxes: np.ndarray) -> np.ndarray:
         """Boxes (left, top, right, bottom) of the input as boxes of the image, cut at its edges."""
@@ -117,7 +117,7 @@ _Taps = tuple[np.ndarray, np.ndarray, np.ndarray]
 def _taps(at: np.ndarray, margin: int, length: int, ratio: float, count: int) -> _Taps:
     """The two cells of the coarser grid around each place of the image, and the weight of the second.
 
-    Cells that show the letterbox's grey have no part in it.
+    Cells in the letterbox's grey are left out.
     """
     at = ((at + margin) * ratio - 0.5).clip(margin * ratio, (margin + length) * ratio - 1).clip(0, count - 1)
     low = at.astype(np.int64)
@@ -127,7 +127,7 @@ def _taps(at: np.ndarray, margin: int, length: int, ratio: float, count: int) ->
 def best(
     prediction: np.ndarray, classes: int, confidence: float, iou: float, most: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows of the prediction that survive, the surest first, with their classes and scores."""
+    """Rows of the prediction after suppression, by falling score, with their classes and scores."""
     table = prediction.T
     scores = np.ascontiguousarray(table[:, 4 : 4 + classes])
     pairs = np.flatnonzero(scores > confidence)
@@ -139,11 +139,11 @@ def best(
     anchors, labels = np.divmod(pairs[order], classes)
     values = values[order]
     boxes = table[anchors, :4].astype(np.float32)
-    whole = np.isfinite(boxes).all(1)
-    if not whole.all():
-        anchors, labels, values, boxes = anchors[whole], labels[whole], values[whole], boxes[whole]
-    kept = suppress(corners(boxes), labels, iou, most)
-    return table[anchors[kept]].astype(np.float32), labels[kept].astype(np.int32), values[kept]
+    finite = np.isfinite(boxes).all(1)
+    if not finite.all():
+        anchors, labels, values, boxes = anchors[finite], labels[finite], values[finite], boxes[finite]
+    survivors = suppress(corners(boxes), labels, iou, most)
+    return table[anchors[survivors]].astype(np.float32), labels[survivors].astype(np.int32), values[survivors]
 
 
 def corners(boxes: np.ndarray) -> np.ndarray:

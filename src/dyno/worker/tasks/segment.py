@@ -40,8 +40,8 @@ class Segment(Detect):
              keypoints: tuple[int, ...]) -> dict[str, Any]:  # fmt: skip
         return {"masks": _masks(rest, np.asarray(outputs[1])[image].astype(np.float32), boxes, place)}
 
-    def arrays(self, found: Sequence[Detections], model: ModelSpec) -> dict[str, np.ndarray]:
-        masks = [mask for each in found for mask in each.masks or ()]
+    def arrays(self, detections: Sequence[Detections], model: ModelSpec) -> dict[str, np.ndarray]:
+        masks = [mask for detection in detections for mask in detection.masks or ()]
         lengths = np.array([len(mask) for mask in masks], np.int64)
         return {"mask_counts": joined(masks, np.uint32), "mask_lengths": lengths}
 
@@ -53,12 +53,12 @@ def _masks(coefficients: np.ndarray, prototypes: np.ndarray, boxes: np.ndarray, 
     """Masks at the image's size: sums of prototypes, interpolated bilinearly inside the box, set where above 0."""
     count, height, width = prototypes.shape
     coarse = (coefficients @ prototypes.reshape(count, -1)).reshape(-1, height, width)
-    found = []
+    masks = []
     for logits, box in zip(coarse, boxes, strict=True):
         left, top, right, bottom = np.ceil(box).astype(int).tolist()
         low, high, weight = place.rows(top, bottom, height)
         rows = logits[low] + (logits[high] - logits[low]) * weight[:, None]
         low, high, weight = place.columns(left, right, width)
         fine = rows[:, low] + (rows[:, high] - rows[:, low]) * weight
-        found.append(encode(fine > 0, top, left, place.height, place.width))
-    return found
+        masks.append(encode(fine > 0, top, left, place.height, place.width))
+    return masks

@@ -1,4 +1,4 @@
-"""All that Dyno knows of a task, in one object."""
+"""A task, as one object."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ class Evaluated:
 
 
 class Collector:
-    """Keeps of each batch what counts, and in the end the arrays for outputs.npz; by itself nothing."""
+    """Collects the answers of each batch, and in the end the arrays for outputs.npz; the base class collects none."""
 
-    def __init__(self, fed: Evaluated) -> None:
-        self.fed = fed
+    def __init__(self, evaluated: Evaluated) -> None:
+        self.evaluated = evaluated
 
     def images(self, turn: int) -> int:
-        """How many of the batch's images are its own; the others only fill it."""
-        return min(self.fed.batch, self.fed.count - turn * self.fed.batch)
+        """The number of the batch's images that count; the others only fill it."""
+        return min(self.evaluated.batch, self.evaluated.count - turn * self.evaluated.batch)
 
     def cut(self, turn: int, fetched: Arrays) -> Arrays:
-        """The outputs of the batch's own images, less those that only fill it."""
-        batch, valid = self.fed.batch, self.images(turn)
+        """The outputs of the images that count."""
+        batch, valid = self.evaluated.batch, self.images(turn)
         return {name: a[:valid] if a.ndim and a.shape[0] == batch else a for name, a in fetched.items()}
 
     def of(self, turn: int, fetched: Arrays) -> Any:
-        """What is kept of one batch; called from several threads at once."""
+        """The answers of one batch; called from several threads at once."""
         return None
 
-    def arrays(self, made: Sequence[Any]) -> dict[str, np.ndarray]:
+    def arrays(self, batches: Sequence[Any]) -> dict[str, np.ndarray]:
         """All batches together, by the names they have in outputs.npz."""
         return {}
 
@@ -57,10 +57,10 @@ class Collector:
 class Task(ABC):
     """What a network is for.
 
-    `labels` is what its data must say: the `classes` of images, or the `objects` in them, all of which have `needs`
-    besides boxes ("" for nothing). `metrics` names the objects of `analysis/metrics` that its accuracy is measured by
-    and a budget may be of, the usual one first; `least_outputs` says with how many outputs one begins to mean anything.
-    `coco` is COCO's name of its average precision. `size` is height and width where nothing says them.
+    `labels` are those that its data must have: the `classes` of images, or the `objects` in them, all of which have
+    `needs` besides boxes ("" for nothing). `metrics` names the objects of `analysis/metrics` that measure its accuracy
+    and that budgets may use, the usual one first; `least_outputs` is the least number of outputs for which one is
+    meaningful. `coco` is COCO's name of its average precision. `size` is the default height and width.
     """
 
     name: str = ""
@@ -70,16 +70,16 @@ class Task(ABC):
     least_outputs: Mapping[str, int] = MappingProxyType({})
     coco: str = ""
     size: tuple[int, int] = (640, 640)
-    note: str = ""  # on what the outputs are, for a script that runs the network alone
+    note: str = ""  # on the outputs, for a script that runs the network alone
 
     @abstractmethod
     def preprocess(self, channels: int) -> Preprocess:
-        """How images are prepared where nothing says it."""
+        """The default preprocessing of images."""
 
     @abstractmethod
-    def layout(self, model: ModelSpec, said: Purpose, outputs: Sequence[Shape]) -> Purpose:
-        """`classes` and `keypoints` by what the file said and the outputs' shapes; a `UserError` for a misfit."""
+    def layout(self, model: ModelSpec, metadata: Purpose, outputs: Sequence[Shape]) -> Purpose:
+        """`classes` and `keypoints` from the file's metadata and the outputs' shapes; a `UserError` for a misfit."""
 
     @abstractmethod
-    def collector(self, fed: Evaluated) -> Collector:
-        """What keeps the answers."""
+    def collector(self, evaluated: Evaluated) -> Collector:
+        """The collector of the answers."""

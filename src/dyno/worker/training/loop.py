@@ -213,11 +213,11 @@ def _epoch(
 
 
 def _diverged(epoch: int, loss: float, options: TrainOptions, state: State, folder: Path) -> str:
-    kept = "no weights were stored yet"
+    weights_note = "no weights were stored yet"
     if state.best:
         best = state.history[state.best - 1]
-        kept = f"the best weights, of epoch {state.best} with top-1 {best['top1']:.2f} %, are in {folder.name}"
-    return f"training diverged in epoch {epoch} (loss {loss}); lower lr, now {options.peak:g}; {kept}"
+        weights_note = f"the best weights, of epoch {state.best} with top-1 {best['top1']:.2f} %, are in {folder.name}"
+    return f"training diverged in epoch {epoch} (loss {loss}); lower lr, now {options.peak:g}; {weights_note}"
 
 
 def _evaluate(

@@ -210,14 +210,14 @@ def test_a_parser_s_error_names_the_node_in_every_version(node: str) -> None:
         f"--- Begin node ---\n{node}\n--- End node ---",
     ]
     log = SimpleNamespace(errors=said)
-    assert library.parse_error(parser("false"), log) == "it has no operator Det as node 'det_1' wants it"
+    assert library.parse_error(parser("false"), log) == "it doesn't support the operator Det of node 'det_1'"
     other = library.parse_error(parser("axes must be\nconstant", "ErrorCode.INVALID_NODE"), log)
     assert other == "node 'det_1' (Det): axes must be constant"
 
 
 def test_a_nameless_node_has_its_number() -> None:
     log = SimpleNamespace(errors=["While parsing node number 3 [Det]:"])
-    assert library.parse_error(parser("false"), log) == "it has no operator Det as node 'number 3' wants it"
+    assert library.parse_error(parser("false"), log) == "it doesn't support the operator Det of node 'number 3'"
 
 
 def test_types_by_name(rtx: Any) -> None:

@@ -82,7 +82,7 @@ def test_a_static_file_takes_no_other_shape(text: str) -> None:
 
 
 def test_a_free_batch_that_nobody_gives() -> None:
-    with pytest.raises(UserError, match=r"the batch of 'x' is free: say which one, or a range MIN:OPT:MAX"):
+    with pytest.raises(UserError, match=r"the batch of 'x' is free; give a batch, or a range MIN:OPT:MAX"):
         profiles("static", [IMAGE], Dims(0, 224, 224))
 
 

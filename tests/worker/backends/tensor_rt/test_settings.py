@@ -34,11 +34,11 @@ def test_the_runner_s_options_are_none_of_the_builder_s() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"optimization": 6}, "optimization is a level from 0 to 5, not 6"),
-        ({"optimization": "high"}, "optimization is a whole number, not 'high'"),
-        ({"optimization": True}, "optimization is a whole number, not True"),
-        ({"refit": 1}, "refit is true or false, not 1"),
-        ({"workspace_mb": -1}, "workspace_mb is a size in MiB, not -1"),
+        ({"optimization": 6}, "optimization must be a level from 0 to 5, not 6"),
+        ({"optimization": "high"}, "optimization must be a whole number, not 'high'"),
+        ({"optimization": True}, "optimization must be a whole number, not True"),
+        ({"refit": 1}, "refit must be true or false, not 1"),
+        ({"workspace_mb": -1}, "workspace_mb must be a size in MiB, not -1"),
         ({"route": "magic"}, "unknown route 'magic'; known: auto, graph, flags, calibrator"),
         ({"calibrator": "mse"}, "unknown calibrator 'mse'; known: entropy, minmax"),
     ],

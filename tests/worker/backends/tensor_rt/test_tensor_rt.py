@@ -44,7 +44,7 @@ def test_both_are_found(name: str) -> None:
         (replace(trial("int8"), data=DataSpec()), "int8 needs real calibration images: give --data"),
         (trial(batch=32, profile="1:8:16"), "batch 32 is outside the engine's profile (batches 1 to 16)"),
         (trial(profile="16:8:1"), "is out of order"),
-        (trial(optimization=9), "optimization is a level from 0 to 5, not 9"),
+        (trial(optimization=9), "optimization must be a level from 0 to 5, not 9"),
         (trial("fp16", route="calibrator"), "route=calibrator is for int8, not fp16"),
         (trial("int8", route="flags"), "route=flags has no ranges for int8"),
     ],

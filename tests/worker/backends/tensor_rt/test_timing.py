@@ -63,7 +63,7 @@ def timed(config: Config, *tactics: str) -> Config:
 
 
 def told(cache: TimingCache) -> bool:
-    used = cache.told(SimpleNamespace(timed=7))
+    used = cache.to_record(SimpleNamespace(timed=7))
     assert used.timed == 7
     return used.used
 

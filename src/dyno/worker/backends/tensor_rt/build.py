@@ -26,16 +26,18 @@ from dyno.worker.makers.precision import INHERITED
 from dyno.worker.sessions.gpu import Device
 from dyno.worker.spec import Artifact, Recipe, Tensor, Unavailable, UserError
 
-Tell = Callable[[str], None]
-VAGUE = re.compile("any implementation|no further information")  # what a build ends with that found no kernel to run
-SCARCE = 1 << 30  # B: where less of the GPU's memory is left than this, a build that gives no reason ran out of it
-SHOWN = 5  # so many names in a sentence, so many warnings in a record
-RTX_TIME = "TensorRT-RTX compiles its kernels on the device that runs them: this build time is no TensorRT build time"
+Report = Callable[[str], None]
+VAGUE = re.compile("any implementation|no further information")  # errors of a build without a kernel to run
+SCARCE = 1 << 30  # B: with less free GPU memory than this, a build that fails without a reason ran out of it
+SHOWN = 5  # names in a sentence, and warnings in a record
+RTX_TIME = (
+    "TensorRT-RTX compiles its kernels on the device that runs them: its build time can't be compared with TensorRT's"
+)
 
 
 @dataclass
 class Build:
-    """What one build has at hand."""
+    """The state of a build."""
 
     trt: Any
     log: Any
@@ -58,11 +60,11 @@ class Build:
         return "graph" if self.settings.route == "auto" else self.settings.route
 
 
-def build(product: str, recipe: Recipe, parent: Artifact, folder: Path, tell: Tell | None = None) -> Artifact:
+def build(product: str, recipe: Recipe, parent: Artifact, folder: Path, report: Report | None = None) -> Artifact:
     """Build the recipe's engine from the parent's ONNX file into FOLDER/model.engine.
 
-    `tell` is called with the phase the build is in, where the library says it. Raises `UserError` for a file, shapes or
-    options that can't be, and for an engine that isn't in the precision asked for (unless option `allow_mixed`);
+    `report` is called with the phase of the build, where the library has it. Raises `UserError` for an invalid file,
+    shapes or options, and for an engine that isn't in the requested precision (unless option `allow_mixed`);
     `Unavailable` for what this version or machine lacks; `MemoryError`.
     """
     started = time.perf_counter()
@@ -77,12 +79,12 @@ def build(product: str, recipe: Recipe, parent: Artifact, folder: Path, tell: Te
         timings = TimingCache.open(job.trt, job.config, gpu, job.settings.timing_cache)
         timings.complaint = job.log.complaint()
         path = folder / "model.engine"
-        listed, seconds = _built_and_listed(job, path, tell or (lambda text: None))
+        listed, seconds = _build_and_list(job, path, report or (lambda text: None))
         timings.save(job.config)
         (folder / "layers.json").write_text(json.dumps(layers.as_json(listed), indent=1), encoding="utf-8")
-        made_by = replace(_made_by(job, listed), build_s=seconds, timing_cache=timings.told(job.log))
-        made_by = _held_to(job, made_by)
-        inputs, outputs = _ends(job)
+        made_by = replace(_made_by(job, listed), build_s=seconds, timing_cache=timings.to_record(job.log))
+        made_by = _check_precision(job, made_by)
+        inputs, outputs = _io(job)
     return Artifact(
         format="engine",
         path=str(path),
@@ -103,7 +105,7 @@ def _opened(product: str, recipe: Recipe, parent: Artifact, folder: Path) -> Ite
     settings = Settings.of(recipe.options)
     device = _device(trt, recipe.runtime.device)
     if settings.refit and device is None:
-        raise Unavailable(f"{library.title(trt)} builds engines that can be refitted only where there is a GPU")
+        raise Unavailable(f"{library.title(trt)} builds engines that can be refitted only on a machine with a GPU")
     log = library.Log(trt)
     builder = trt.Builder(log)
     typed = library.is_typed(trt, "graph" if settings.route == "auto" else settings.route)
@@ -145,24 +147,24 @@ def _inputs(job: Build) -> tuple[Tensor, ...]:
     return tuple(_tensor(job, job.network.get_input(i)) for i in range(job.network.num_inputs))
 
 
-def _ends(job: Build) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+def _io(job: Build) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """The engine's inputs and outputs."""
     outputs = tuple(_tensor(job, job.network.get_output(i)) for i in range(job.network.num_outputs))
     return _inputs(job), outputs
 
 
 def _tensor(job: Build, tensor: Any) -> Tensor:
-    """A tensor of the network; a free dimension has the name that the ONNX file gave it."""
-    told = {t.name: t.shape for t in (*job.parent.inputs, *job.parent.outputs)}.get(tensor.name, ())
+    """A tensor of the network; a free dimension has its name in the ONNX file."""
+    onnx_shape = {t.name: t.shape for t in (*job.parent.inputs, *job.parent.outputs)}.get(tensor.name, ())
     sizes = [int(n) for n in tensor.shape]
-    names = [n if isinstance(n, str) and n else f"{tensor.name}_{axis}" for axis, n in enumerate(told)]
+    names = [n if isinstance(n, str) and n else f"{tensor.name}_{axis}" for axis, n in enumerate(onnx_shape)]
     names += [f"{tensor.name}_{axis}" for axis in range(len(names), len(sizes))]
     shape = tuple(size if size >= 0 else name for size, name in zip(sizes, names, strict=False))
     return Tensor(tensor.name, library.dtype_name(tensor.dtype), shape)
 
 
 def _set_shapes(job: Build) -> None:
-    """Fix in the network what all profiles agree on; what is left free needs the profiles."""
+    """Fix the sizes on which all profiles agree; the others stay free, for the profiles."""
     for index in range(job.network.num_inputs):
         tensor = job.network.get_input(index)
         if tensor.is_shape_tensor:
@@ -175,10 +177,10 @@ def _set_shapes(job: Build) -> None:
     if profiles.is_static(job.shapes):
         return
     for profile in job.shapes:
-        made = job.builder.create_optimization_profile()
+        optimisation_profile = job.builder.create_optimization_profile()
         for name, (low, opt, high) in profile.items():
-            made.set_shape(name, low, opt, high)
-        if job.config.add_optimization_profile(made) < 0:
+            optimisation_profile.set_shape(name, low, opt, high)
+        if job.config.add_optimization_profile(optimisation_profile) < 0:
             raise UserError(f"TensorRT doesn't take the profile: {job.log.reason()}")
 
 
@@ -193,13 +195,13 @@ def _calibrate(job: Build) -> None:
     job.config.int8_calibrator = job.calibrator
 
 
-def _built_and_listed(job: Build, path: Path, tell: Tell) -> tuple[list[layers.Layer], float]:
+def _build_and_list(job: Build, path: Path, report: Report) -> tuple[list[layers.Layer], float]:
     """Write the engine and return its layers and the seconds of its build.
 
     A weakly typed builder takes FP32 kernels where they are faster, whatever the graph says. An engine that isn't in
-    the graph's precision for that reason is built once more, held to the graph's types.
+    the graph's precision for that reason is built again with the graph's types preferred.
     """
-    plan, seconds = _built(job, tell)
+    plan, seconds = _build_plan(job, report)
     path.write_bytes(plan)
     listed = _layers(job, path)
     truth = layers.summary(listed, job.recipe.precision).precision_truth
@@ -208,15 +210,15 @@ def _built_and_listed(job: Build, path: Path, tell: Tell) -> tuple[list[layers.L
     if not library.keep_types(job.trt, job.config, job.network):
         return listed, seconds
     job.flags.append("PREFER_PRECISION_CONSTRAINTS")
-    plan, again = _built(job, tell)
+    plan, again = _build_plan(job, report)
     path.write_bytes(plan)
     return _layers(job, path), seconds + again
 
 
-def _built(job: Build, tell: Tell) -> tuple[bytes, float]:
-    """The serialised engine and the seconds it took."""
+def _build_plan(job: Build, report: Report) -> tuple[bytes, float]:
+    """The serialised engine and the seconds of its build."""
     stop = threading.Event()
-    watched = library.watch(job.trt, job.config, tell, stop.is_set)
+    watched = library.watch(job.trt, job.config, report, stop.is_set)
     begin = time.perf_counter()
     with _interruptible(stop, watched):
         plan = job.builder.build_serialized_network(job.network, job.config)
@@ -236,7 +238,7 @@ def _interruptible(stop: threading.Event, watched: bool) -> Iterator[None]:
     """Let an interrupt end the build.
 
     The builder calls back into Python, and an exception there would tear the process down from inside the library. So
-    it is asked to stop where it can be; where it can't, the interrupt ends the process as it would a program in C.
+    it is asked to stop where it supports that; elsewhere the interrupt ends the process as it would a program in C.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -249,17 +251,17 @@ def _interruptible(stop: threading.Event, watched: bool) -> Iterator[None]:
 
 
 def _failure(job: Build, sentence: str, reason: str) -> Exception:
-    if "Unable to load library" in reason:  # a part of the library that its package may leave out
+    if "Unable to load library" in reason:  # an optional part of the library
         return Unavailable(sentence)
     if library.MEMORY.search(reason):
         return MemoryError(sentence)
-    # What didn't fit is a warning; the error is that no kernel is left, and doesn't name memory, or names nothing.
+    # A lack of memory is logged as a warning; the error then is that no kernel is left, or gives no reason.
     if VAGUE.search(reason) or not library.WORDS.search(reason):
         free, total = job.device.memory() if job.device else (SCARCE, SCARCE)
         if free < SCARCE:
             return MemoryError(f"{sentence}; {free / 1e9:.2f} of the GPU's {total / 1e9:.1f} GB were free")
         if any(library.MEMORY.search(w) for w in job.log.warnings):
-            return MemoryError(f"{sentence}; what was tried did not fit into the GPU's memory")
+            return MemoryError(f"{sentence}; the tactics did not fit into the GPU's memory")
     return UserError(sentence)
 
 
@@ -273,8 +275,8 @@ def _layers(job: Build, path: Path) -> list[layers.Layer]:
 
 
 def _made_by(job: Build, listed: Sequence[layers.Layer]) -> MadeBy:
-    found = layers.summary(listed, job.recipe.precision)
-    inherited = {"parameters": found.engine_parameters, **job.parent.made_by.said(INHERITED)}
+    summary = layers.summary(listed, job.recipe.precision)
+    inherited = {"parameters": summary.engine_parameters, **job.parent.made_by.set_fields(INHERITED)}
     rtx = library.is_rtx(job.trt)
     return MadeBy(
         backend=job.recipe.maker,
@@ -288,22 +290,24 @@ def _made_by(job: Build, listed: Sequence[layers.Layer]) -> MadeBy:
         warnings=tuple(_warnings(job)),
         notes=(*([RTX_TIME] if rtx else []), *layers.notes(listed, job.recipe.precision)),
         **inherited,
-    ).joined(found)
+    ).joined(summary)
 
 
 def _warnings(job: Build) -> list[str]:
-    """What the library warned of, each kind once; a warning that comes with every build would hide the others."""
-    said = dict.fromkeys(" ".join(w.split())[:200] for w in job.log.warnings)
-    short = [w for w in said if not library.MEMORY.search(w) and not library.USUAL.search(w)]
+    """The library's warnings, each kind once, without those of every build."""
+    messages = dict.fromkeys(" ".join(w.split())[:200] for w in job.log.warnings)
+    relevant = [w for w in messages if not library.MEMORY.search(w) and not library.USUAL.search(w)]
     tactics = sum(bool(library.MEMORY.search(w)) for w in job.log.warnings)
-    found = (
-        [f"{tactics} tactics were left out for want of GPU memory; a larger workspace may be faster"] if tactics else []
+    warnings = (
+        [f"{tactics} tactics were skipped for lack of GPU memory; a larger workspace may be faster"] if tactics else []
     )
-    return found + short[:SHOWN] + ([f"and {len(short) - SHOWN} more warnings"] if len(short) > SHOWN else [])
+    return (
+        warnings + relevant[:SHOWN] + ([f"and {len(relevant) - SHOWN} more warnings"] if len(relevant) > SHOWN else [])
+    )
 
 
-def _held_to(job: Build, made_by: MadeBy) -> MadeBy:
-    """An engine that isn't what was asked for is an error; one whose types aren't told carries a warning."""
+def _check_precision(job: Build, made_by: MadeBy) -> MadeBy:
+    """A `UserError` for an engine in another precision than requested; one of unknown types gets a warning."""
     truth = made_by.precision_truth
     if truth is None or truth.ok:
         return made_by
@@ -311,4 +315,4 @@ def _held_to(job: Build, made_by: MadeBy) -> MadeBy:
         return replace(made_by, warnings=(truth.sentence, *made_by.warnings))
     wide = made_by.kept_float32
     names = f" ({', '.join(wide[:SHOWN])}{' …' if len(wide) > SHOWN else ''})" if wide else ""
-    raise UserError(f"{truth.sentence}{names}; give allow_mixed=true to take the engine as it is")
+    raise UserError(f"{truth.sentence}{names}; give allow_mixed=true to accept the engine as it is")

@@ -23,38 +23,38 @@ def profiled(trt: Any, context: Any, launch: Callable[[], None]) -> dict[str, fl
     `launch` runs the context once and returns when it is done. The context keeps the profiler: time nothing with it
     afterwards.
     """
-    taken: dict[str, list[float]] = defaultdict(list)
+    times: dict[str, list[float]] = defaultdict(list)
 
     class Profiler(trt.IProfiler):  # type: ignore[misc]
         def __init__(self) -> None:
             trt.IProfiler.__init__(self)
 
         def report_layer_time(self, name: str, milliseconds: float) -> None:
-            taken[name].append(milliseconds / 1e3)
+            times[name].append(milliseconds / 1e3)
 
     profiler = Profiler()
     context.profiler = profiler
     for _ in range(RUNS):
         launch()
-    return {name: statistics.median(each[1:] or each) for name, each in taken.items()}
+    return {name: statistics.median(seconds[1:] or seconds) for name, seconds in times.items()}
 
 
 def by_operator(listed: Sequence[Layer], seconds: Mapping[str, float]) -> dict[str, float]:
     """Share of the layers' time, by kind of layer, largest first."""
-    kinds = {layer.name: layer.type for layer in listed}
+    types = {layer.name: layer.type for layer in listed}
     total = sum(seconds.values()) or 1.0
-    found: dict[str, float] = defaultdict(float)
-    for name, taken in seconds.items():
-        found[kinds.get(name) or "unknown"] += taken / total
-    return {kind: round(share, 4) for kind, share in sorted(found.items(), key=lambda kv: -kv[1])}
+    shares: dict[str, float] = defaultdict(float)
+    for name, duration in seconds.items():
+        shares[types.get(name) or "unknown"] += duration / total
+    return {type_: round(share, 4) for type_, share in sorted(shares.items(), key=lambda kv: -kv[1])}
 
 
 def slowest(listed: Sequence[Layer], seconds: Mapping[str, float]) -> tuple[SlowLayer, ...]:
     """The layers that take longest: name, kind, the type they compute in, tactic, and share of the layers' time."""
-    known = {layer.name: layer for layer in listed}
+    by_name = {layer.name: layer for layer in listed}
     total = sum(seconds.values()) or 1.0
-    found = []
-    for name, taken in sorted(seconds.items(), key=lambda kv: -kv[1])[:SLOWEST]:
-        layer = known.get(name) or Layer(name, "", (), (), "")
-        found.append(SlowLayer(name, layer.type, layer.computed_in, layer.tactic, round(taken / total, 4)))
-    return tuple(found)
+    layers = []
+    for name, duration in sorted(seconds.items(), key=lambda kv: -kv[1])[:SLOWEST]:
+        layer = by_name.get(name) or Layer(name, "", (), (), "")
+        layers.append(SlowLayer(name, layer.type, layer.computed_in, layer.tactic, round(duration / total, 4)))
+    return tuple(layers)

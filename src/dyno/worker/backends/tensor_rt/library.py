@@ -1,6 +1,6 @@
 """TensorRT 8.6, 10 and 11 and TensorRT-RTX: one place for everything in which they differ.
 
-The rest of the package asks here by what it wants; what a version lacks is `Unavailable` with the version's name.
+The rest of the package calls this by what it needs; what a version lacks is `Unavailable` with the version's name.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from dyno.worker.spec import Unavailable, UserError
 
 NAMES = {"tensorrt": "TensorRT", "tensorrt_rtx": "TensorRT-RTX"}  # by module
 INSTALL = {"tensorrt": "tensorrt", "tensorrt_rtx": "tensorrt-rtx"}
-# What 8.6 says of every exported file (its shapes are INT64; weights that don't fit are warned of apart), and how it
-# goes on after a warning that names the number of weights.
+# Warnings of 8.6 for every exported file (its shapes are INT64; weights that don't fit have their own warning), and the
+# lines after a warning that has the number of weights.
 USUAL = re.compile("generated with INT64 weights|^If this is not the desired behavior|^Check verbose logs")
 MEMORY = re.compile(
     "out of ?memory|bad_alloc|MemoryAllocation|cudaError 2:|insufficient memory|memory .*could not be allocated|"
@@ -30,19 +30,17 @@ MEMORY = re.compile(
     re.IGNORECASE,
 )
 WORDS = re.compile("[A-Za-z]{3}")
-NO_DRIVER = re.compile(
-    "cudaError (35|100):"
-)  # RTX builds without a GPU, and reports beside every error that none is there
+NO_DRIVER = re.compile("cudaError (35|100):")  # RTX builds without a GPU, and adds to every error that there is none
 # What a builder of weakly typed networks may use for a precision; 8-bit networks keep layers that can't be quantised.
 FLAGS = {"fp16": ("FP16",), "bf16": ("BF16",), "int8": ("INT8", "FP16"), "fp8": ("FP8", "FP16")}
-# TensorRT 8 may call these three; newer ones don't by default, and a library less to load is memory and time saved.
+# TensorRT 8 may call these three; newer ones don't by default, and not loading them saves memory and time.
 EXTERNAL_TACTICS = ("CUBLAS", "CUBLAS_LT", "CUDNN")
 TYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "FP8": "float8", "FP4": "float4"}
 
 
 @lru_cache(maxsize=2)
 def load(product: str) -> Any:
-    """The library's module (`tensorrt` or `tensorrt_rtx`); `Unavailable` says what to install."""
+    """The library's module (`tensorrt` or `tensorrt_rtx`); `Unavailable` with what to install."""
     flags = sys.getdlopenflags()
     # TensorRT 8's plugin library names functions of cuBLAS and cuDNN that are never called here.
     sys.setdlopenflags(os.RTLD_LAZY)
@@ -58,7 +56,7 @@ def load(product: str) -> Any:
 
 
 def title(trt: Any) -> str:
-    """What a reader calls it, e.g. `TensorRT 8.6.0`."""
+    """Name and version, e.g. `TensorRT 8.6.0`."""
     return f"{NAMES[trt.__name__]} {trt.__version__}"
 
 
@@ -68,7 +66,7 @@ def is_rtx(trt: Any) -> bool:
 
 
 class Log:
-    """What the library said: `Log(trt)` is its logger, emptied.
+    """The library's messages: `Log(trt)` is its logger, emptied.
 
     All builders, parsers and runtimes of a process share the first logger given, so there is one for each library.
     `errors` and `warnings` are kept in order; `listing` is the layer listing of the last build, where the library logs
@@ -115,18 +113,18 @@ def _logger(trt: Any) -> Any:
         def reason(self) -> str:
             return reason(self.errors)
 
-        def complaint(self) -> str:
-            """What went wrong without ending anything, in one line or ""; later errors are told apart from it."""
-            said, self.errors = reason(self.errors) if self.errors else "", []
-            return said
+        def problem(self) -> str:
+            """The errors so far, which ended nothing, in one line or ""; they are then cleared."""
+            sentence, self.errors = reason(self.errors) if self.errors else "", []
+            return sentence
 
     return Logger()
 
 
 def reason(errors: list[str]) -> str:
-    """One line from an action's errors: the first that tells of memory, else the first, which caused the others."""
-    told = [e for e in errors if not NO_DRIVER.search(e) and WORDS.search(e)] or errors
-    first = next((e for e in told if MEMORY.search(e)), told[0] if told else "the library gave no reason")
+    """One line from an action's errors: the first on memory, else the first, which caused the others."""
+    relevant = [e for e in errors if not NO_DRIVER.search(e) and WORDS.search(e)] or errors
+    first = next((e for e in relevant if MEMORY.search(e)), relevant[0] if relevant else "the library gave no reason")
     text = " ".join(first.split())
     text = re.sub(r"^(\d+: )?(\[\S+\] )?(I\w+::\w+: )?(Error Code \d+: )?", "", text)  # where in its sources, and codes
     text = re.sub(r"\.? ?In \w+ at \S+?:\d+", "", text)
@@ -134,13 +132,13 @@ def reason(errors: list[str]) -> str:
 
 
 def new_network(trt: Any, builder: Any, typed: bool) -> Any:
-    """An empty network: strongly typed (types are the graph's) where that is asked for, batch explicit in all."""
-    known = trt.NetworkDefinitionCreationFlag
+    """An empty network: strongly typed (types are the graph's) if `typed`, with an explicit batch."""
+    flag_names = trt.NetworkDefinitionCreationFlag
     flags = 0
     if typed:
-        flags |= 1 << int(known.STRONGLY_TYPED)
-    if hasattr(known, "EXPLICIT_BATCH"):  # before TensorRT 10 it had to be asked for; from 11 on it can't be
-        flags |= 1 << int(known.EXPLICIT_BATCH)
+        flags |= 1 << int(flag_names.STRONGLY_TYPED)
+    if hasattr(flag_names, "EXPLICIT_BATCH"):  # required before TensorRT 10, and removed in 11
+        flags |= 1 << int(flag_names.EXPLICIT_BATCH)
     return builder.create_network(flags)
 
 
@@ -150,7 +148,7 @@ def is_typed(trt: Any, route: str) -> bool:
 
 
 def allow_types(trt: Any, config: Any, precision: str, typed: bool) -> list[str]:
-    """Set the builder's flags for a precision and return their names; TF32 is off unless it is what was asked for.
+    """Set the builder's flags for a precision and return their names; TF32 is off unless it is the precision.
 
     `Unavailable` where the version has no such flag, or can't compute in it.
     """
@@ -161,7 +159,9 @@ def allow_types(trt: Any, config: Any, precision: str, typed: bool) -> list[str]
         return ["TF32"]
     wanted = () if typed else FLAGS.get(precision, ())
     if not typed and precision == "fp8" and _major(trt) < 9:
-        raise Unavailable(f"{title(trt)} has no fp8; TensorRT 9 or newer has, on GPUs of compute capability 8.9 on")
+        raise Unavailable(
+            f"{title(trt)} has no fp8; use TensorRT 9 or newer, on a GPU of compute capability 8.9 or newer"
+        )
     for name in wanted:
         if not hasattr(flag, name):
             other = "" if _major(trt) < 9 and not is_rtx(trt) else "; give route=graph"
@@ -176,22 +176,22 @@ def keep_types(trt: Any, config: Any, network: Any) -> int:
     Matrix products stay free: a preference could take them out of the fused subgraphs that attention needs.
     """
     kinds = {trt.LayerType.CONVOLUTION: trt.IConvolutionLayer, trt.LayerType.DECONVOLUTION: trt.IDeconvolutionLayer}
-    held = 0
+    count = 0
     for index in range(network.num_layers):
         layer = network.get_layer(index)
         if layer.type not in kinds:
             continue
-        layer.__class__ = kinds[layer.type]  # how the binding reaches what only this kind of layer has
+        layer.__class__ = kinds[layer.type]  # gives access to the attributes of this kind of layer
         if getattr(layer.kernel, "dtype", None) in (np.float16, trt.float16):
             layer.precision = trt.float16
-            held += 1
-    if held:
+            count += 1
+    if count:
         config.set_flag(trt.BuilderFlag.PREFER_PRECISION_CONSTRAINTS)
-    return held
+    return count
 
 
 def _major(trt: Any) -> int:
-    # RTX counts its own versions, and began where TensorRT 10 was.
+    # RTX has version numbers of its own, and began with TensorRT 10's features.
     return 10 if is_rtx(trt) else int(trt.__version__.split(".")[0])
 
 
@@ -207,36 +207,36 @@ def configure(trt: Any, config: Any, settings: Settings) -> None:
         "REFIT": settings.refit,
         "WEIGHT_STREAMING": settings.weight_streaming,
     }
-    for name in (name for name, asked in wanted.items() if asked):
+    for name in (name for name, enabled in wanted.items() if enabled):
         if not hasattr(trt.BuilderFlag, name):
             raise Unavailable(f"{title(trt)} has no {name.lower()}")
         config.set_flag(getattr(trt.BuilderFlag, name))
     if settings.hardware_compatible:
         config.hardware_compatibility_level = _compatibility(trt, settings.hardware_compatible)
     if hasattr(trt, "PreviewFeature") and hasattr(trt.PreviewFeature, "PROFILE_SHARING_0806"):
-        # Several contexts of one dynamic engine; newer versions do so unasked.
+        # Several contexts of one dynamic engine; newer versions do so by default.
         config.set_preview_feature(trt.PreviewFeature.PROFILE_SHARING_0806, True)
 
 
-def _tactics(trt: Any, config: Any, asked: str) -> None:
-    known = dict(trt.TacticSource.__members__)
-    if asked:
-        chosen = [] if asked == "none" else asked.upper().split("+")
-        if unknown := [name for name in chosen if name not in known]:
-            names = ", ".join(known)
+def _tactics(trt: Any, config: Any, requested: str) -> None:
+    sources = dict(trt.TacticSource.__members__)
+    if requested:
+        chosen = [] if requested == "none" else requested.upper().split("+")
+        if unknown := [name for name in chosen if name not in sources]:
+            names = ", ".join(sources)
             raise UserError(f"{title(trt)} has no tactic source {unknown[0]}; it has {names} (or none)")
-        config.set_tactic_sources(sum(1 << int(known[name]) for name in chosen))
+        config.set_tactic_sources(sum(1 << int(sources[name]) for name in chosen))
     elif _major(trt) < 10:
-        external = sum(1 << int(known[name]) for name in EXTERNAL_TACTICS if name in known)
+        external = sum(1 << int(sources[name]) for name in EXTERNAL_TACTICS if name in sources)
         config.set_tactic_sources(config.get_tactic_sources() & ~external)
 
 
-def _compatibility(trt: Any, asked: str) -> Any:
-    known = dict(trt.HardwareCompatibilityLevel.__members__)
-    if asked.upper() not in known:
-        names = ", ".join(name.lower() for name in known)
-        raise UserError(f"{title(trt)} has no hardware compatibility level {asked!r}; it has {names}")
-    return known[asked.upper()]
+def _compatibility(trt: Any, requested: str) -> Any:
+    levels = dict(trt.HardwareCompatibilityLevel.__members__)
+    if requested.upper() not in levels:
+        names = ", ".join(name.lower() for name in levels)
+        raise UserError(f"{title(trt)} has no hardware compatibility level {requested!r}; it has {names}")
+    return levels[requested.upper()]
 
 
 def calibrator_class(trt: Any, method: str) -> Any:
@@ -247,8 +247,8 @@ def calibrator_class(trt: Any, method: str) -> Any:
     return getattr(trt, name)
 
 
-def watch(trt: Any, config: Any, tell: Callable[[str], None], stopped: Callable[[], bool]) -> bool:
-    """Say how far the build is and end it when `stopped`; False where the library can't (before TensorRT 10)."""
+def watch(trt: Any, config: Any, report: Callable[[str], None], stopped: Callable[[], bool]) -> bool:
+    """Report the build's progress and end it when `stopped`; False where the library can't (before TensorRT 10)."""
     if not hasattr(trt, "IProgressMonitor"):
         return False
 
@@ -259,10 +259,10 @@ def watch(trt: Any, config: Any, tell: Callable[[str], None], stopped: Callable[
 
         def phase_start(self, phase: str, parent: str | None, steps: int) -> None:
             self.steps[phase] = steps
-            tell(phase)
+            report(phase)
 
         def step_complete(self, phase: str, step: int) -> bool:
-            tell(f"{phase} {step + 1}/{self.steps.get(phase, 0)}")
+            report(f"{phase} {step + 1}/{self.steps.get(phase, 0)}")
             return not stopped()
 
         def phase_finish(self, phase: str) -> None:
@@ -274,29 +274,29 @@ def watch(trt: Any, config: Any, tell: Callable[[str], None], stopped: Callable[
 
 
 def parse_error(parser: Any, log: Any) -> str:
-    """Why the parser gave up, in one line that names the node and its operator where it was at one."""
+    """Why the parser failed, in one line with the node and its operator where there is one."""
     if not parser.num_errors:
         return str(log.reason())
-    error, said = parser.get_error(0), "\n".join(log.errors)
+    error, log_text = parser.get_error(0), "\n".join(log.errors)
     text = " ".join(str(error.desc()).split())
-    at = re.search(r'While parsing node number (\d+) \[(\w+)(?: -> "([^"]*)")?', said)
-    if at is None:
+    match = re.search(r'While parsing node number (\d+) \[(\w+)(?: -> "([^"]*)")?', log_text)
+    if match is None:
         return text[:300]
-    name = re.search(r'Node name: (.*)|^(?:.*\s)?name: "([^"]*)"', said, re.MULTILINE)
-    node = next((part for part in (name.groups() if name else ()) if part), "") or f"number {at[1]}"
+    name = re.search(r'Node name: (.*)|^(?:.*\s)?name: "([^"]*)"', log_text, re.MULTILINE)
+    node = next((part for part in (name.groups() if name else ()) if part), "") or f"number {match[1]}"
     if re.search("UNSUPPORTED_NODE$", str(error.code())) or "Plugin not found" in text or text == "false":
-        return f"it has no operator {at[2]} as node {node!r} wants it"
-    return f"node {node!r} ({at[2]}): {text[:200]}"
+        return f"it doesn't support the operator {match[2]} of node {node!r}"
+    return f"node {node!r} ({match[2]}): {text[:200]}"
 
 
 def dtype_name(kind: Any) -> str:
-    """A tensor's type as NumPy calls it, e.g. float16; types that NumPy lacks by their usual name."""
+    """A tensor's type by its NumPy name, e.g. float16; types that NumPy lacks by their usual name."""
     name = str(kind.name)
     return TYPES.get(name, name.lower())
 
 
 def timing_cache(trt: Any, config: Any, content: bytes) -> Any:
-    """A timing cache with that content set in the config, or None where it doesn't fit or the library keeps none."""
+    """A timing cache with that content set in the config, or None where it doesn't fit or the library has none."""
     if is_rtx(trt):
         return None
     cache = config.create_timing_cache(content)
@@ -318,7 +318,7 @@ def device_memory(engine: Any) -> int:
 
 
 def output_allocator(trt: Any, device: Any) -> Any:
-    """Gives an output whose size only the run can tell its memory; `address` and `shape` are those of the last run."""
+    """Allocates an output whose size depends on the run; `address` and `shape` are those of the last run."""
 
     class Allocator(trt.IOutputAllocator):  # type: ignore[misc]
         def __init__(self) -> None:

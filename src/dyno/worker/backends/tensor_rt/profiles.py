@@ -1,7 +1,7 @@
 """Shapes of an engine: static, or optimisation profiles of min, opt and max.
 
 Text forms: `static` (the trial's own shapes), a batch range `1:8:16` (min:opt:max; `8` is `8:8:8`), or shapes
-`x:1x3x224x224,8x3x224x224,16x3x224x224` (min,opt,max; one shape for all three), `;` between inputs. `|` stands between
+`x:1x3x224x224,8x3x224x224,16x3x224x224` (min,opt,max; one shape for all three), `;` between inputs. `|` separates
 profiles in either form.
 """
 
@@ -22,19 +22,19 @@ SHAPE = re.compile(r"\d+(x\d+)*")
 
 
 def profiles(text: str, inputs: Sequence[Tensor], dims: Dims) -> list[Profile]:
-    """The profiles that the text asks for, with a range for every input.
+    """The profiles in the text, with a range for every input.
 
     Sizes the text leaves open come from `dims`, a free batch (`dims.batch` 0) from the file's own. Raises `UserError`
-    for text that is no profile, min > opt or opt > max, the wrong rank, an unknown input, a fixed dimension given
-    another size.
+    for text that isn't a profile, min > opt or opt > max, the wrong rank, an unknown input, and another size for a
+    fixed dimension.
     """
     if text == STATIC:
         return [_static(inputs, dims)]
-    found = []
+    parsed = []
     for part in text.split("|"):
         batches = batch_range(part)
-        found.append(_of_batches(batches, inputs, dims) if batches else _of_shapes(part, inputs))
-    return found
+        parsed.append(_of_batches(batches, inputs, dims) if batches else _of_shapes(part, inputs))
+    return parsed
 
 
 def batch_range(text: str) -> tuple[int, int, int] | None:
@@ -53,31 +53,31 @@ def batch_range(text: str) -> tuple[int, int, int] | None:
 
 
 def outside(text: str, batch: int) -> str:
-    """One line why no profile of the text takes the batch, or "" when one does or only the engine can tell. Pure."""
+    """Why no profile of the text takes the batch, or "" when one does or only the engine has them. Pure."""
     if text == STATIC:
         return ""
     ranges = [batch_range(part) for part in text.split("|")]
-    known = [r for r in ranges if r is not None]
-    if len(known) < len(ranges) or any(low <= batch <= high for low, _, high in known):
+    batches = [r for r in ranges if r is not None]
+    if len(batches) < len(ranges) or any(low <= batch <= high for low, _, high in batches):
         return ""
-    allowed = " or ".join(str(low) if low == high else f"{low} to {high}" for low, _, high in known)
+    allowed = " or ".join(str(low) if low == high else f"{low} to {high}" for low, _, high in batches)
     return f"batch {batch} is outside the engine's profile (batches {allowed})"
 
 
-def fixed(found: Sequence[Profile], name: str) -> tuple[int, ...]:
+def fixed(parsed: Sequence[Profile], name: str) -> tuple[int, ...]:
     """The input's shape as the network has it: a size where all profiles agree on one, -1 where they don't."""
-    ends = [shape for profile in found for shape in profile[name]]
+    ends = [shape for profile in parsed for shape in profile[name]]
     return tuple(sizes[0] if len(set(sizes)) == 1 else -1 for sizes in zip(*ends, strict=True))
 
 
-def is_static(found: Sequence[Profile]) -> bool:
+def is_static(parsed: Sequence[Profile]) -> bool:
     """Whether every size is fixed, so that the engine needs no profile."""
-    return all(-1 not in fixed(found, name) for name in found[0])
+    return all(-1 not in fixed(parsed, name) for name in parsed[0])
 
 
-def as_text(found: Sequence[Profile]) -> list[dict[str, list[list[int]]]]:
+def as_text(parsed: Sequence[Profile]) -> list[dict[str, list[list[int]]]]:
     """The profiles for a record: min, opt and max by input."""
-    return [{name: [list(shape) for shape in ends] for name, ends in profile.items()} for profile in found]
+    return [{name: [list(shape) for shape in ends] for name, ends in profile.items()} for profile in parsed]
 
 
 def _static(inputs: Sequence[Tensor], dims: Dims) -> Profile:
@@ -90,7 +90,7 @@ def _own_batch(inputs: Sequence[Tensor], dims: Dims) -> int:
     for tensor in inputs:
         if tensor.shape and tensor.name not in dims.shapes and isinstance(tensor.shape[0], str):
             raise UserError(
-                f"the batch of {tensor.name!r} is free: say which one, or a range MIN:OPT:MAX such as 1:8:16"
+                f"the batch of {tensor.name!r} is free; give a batch, or a range MIN:OPT:MAX such as 1:8:16"
             )
     return next((int(t.shape[0]) for t in inputs if t.shape and t.name not in dims.shapes), 1)
 
@@ -101,21 +101,21 @@ def _of_batches(batches: tuple[int, int, int], inputs: Sequence[Tensor], dims: D
 
 
 def _of_shapes(text: str, inputs: Sequence[Tensor]) -> Profile:
-    given = dict(_named(part) for part in text.split(";"))
+    by_name = dict(_named(part) for part in text.split(";"))
     names = ", ".join(tensor.name for tensor in inputs)
-    if unknown := next((name for name in given if name not in {t.name for t in inputs}), None):
+    if unknown := next((name for name in by_name if name not in {t.name for t in inputs}), None):
         raise UserError(f"the model has no input {unknown!r}; its inputs: {names}")
-    return {tensor.name: _checked(tensor, given.get(tensor.name) or _only(tensor)) for tensor in inputs}
+    return {tensor.name: _checked(tensor, by_name.get(tensor.name) or _only(tensor)) for tensor in inputs}
 
 
 def _named(part: str) -> tuple[str, Range]:
     name, _, shapes = part.rpartition(":")
-    found = [tuple(map(int, s.split("x"))) for s in shapes.split(",") if SHAPE.fullmatch(s)]
-    if not name or len(found) != shapes.count(",") + 1 or len(found) not in (1, 3):
+    sizes = [tuple(map(int, s.split("x"))) for s in shapes.split(",") if SHAPE.fullmatch(s)]
+    if not name or len(sizes) != shapes.count(",") + 1 or len(sizes) not in (1, 3):
         raise UserError(
             f"profile {part!r} is neither MIN:OPT:MAX batches nor NAME:MIN,OPT,MAX shapes like x:1x3,8x3,16x3"
         )
-    low, opt, high = found if len(found) == 3 else found * 3
+    low, opt, high = sizes if len(sizes) == 3 else sizes * 3
     return name, (low, opt, high)
 
 

@@ -36,11 +36,11 @@ class TensorRTSession(DeviceSession):
             self._trt, self._log, artifact.path if artifact else trial.model.file
         )
         self._graphed = bool(trial.options.get("graph", True))
-        known = self._described(artifact)
-        wanted = self._wanted(known, trial)
+        inputs = self._check_tensors(artifact)
+        wanted = self._shapes_of(inputs, trial)
         super().__init__(device, slots_of(trial))
-        self._contexts = self._made_contexts()
-        self._profile = self._chosen_profile(wanted)
+        self._contexts = self._new_contexts()
+        self._profile = self._select_profile(wanted)
         self._allocators: list[dict[str, Any]] = [{} for _ in self._contexts]
         self._graphs: list[Graph | None] = [None] * self.slots
         self._runs = [0] * self.slots
@@ -50,28 +50,28 @@ class TensorRTSession(DeviceSession):
             self._prepare(slot)
         self.reshape(wanted)
 
-    def _described(self, artifact: Artifact | None) -> tuple[Tensor, ...]:
-        """The engine's inputs; what the artifact's record says must be so, or the file is another one."""
-        found = tensors(self._trt, self._engine)
+    def _check_tensors(self, artifact: Artifact | None) -> tuple[Tensor, ...]:
+        """The engine's inputs; a `UserError` where its tensors aren't those of the artifact's record."""
+        sides = tensors(self._trt, self._engine)
         if artifact and artifact.inputs:
-            theirs = {t.name: (t.dtype, len(t.shape)) for t in (*artifact.inputs, *artifact.outputs)}
-            ours = {t.name: (t.dtype, len(t.shape)) for side in found for t in side}
-            for name in sorted(set(theirs) | set(ours)):
-                if theirs.get(name) != ours.get(name):
-                    raise UserError(f"tensor {name!r} of the engine is {_told(ours, name)}, not {_told(theirs, name)}")
-        self.inputs, self.outputs = found
-        return found[0]
+            recorded = {t.name: (t.dtype, len(t.shape)) for t in (*artifact.inputs, *artifact.outputs)}
+            own = {t.name: (t.dtype, len(t.shape)) for side in sides for t in side}
+            for name in sorted(set(recorded) | set(own)):
+                if recorded.get(name) != own.get(name):
+                    raise UserError(f"tensor {name!r} of the engine is {_kind(own, name)}, not {_kind(recorded, name)}")
+        self.inputs, self.outputs = sides
+        return sides[0]
 
-    def _wanted(self, known: tuple[Tensor, ...], trial: Trial) -> dict[str, Shape]:
+    def _shapes_of(self, inputs: tuple[Tensor, ...], trial: Trial) -> dict[str, Shape]:
         """The shapes of the trial, where the engine's profiles have them."""
         dims = trial.dims
-        if not dims.batch:  # any batch of the profile will do: begin with the one it was tuned for
-            dims = replace(dims, batch=int(self._engine.get_tensor_profile_shape(known[0].name, 0)[1][0]))
-        shapes = static_shapes(known, dims)
-        for tensor in known:
+        if not dims.batch:  # any batch of the profile: begin with the one it was tuned for
+            dims = replace(dims, batch=int(self._engine.get_tensor_profile_shape(inputs[0].name, 0)[1][0]))
+        shapes = static_shapes(inputs, dims)
+        for tensor in inputs:
             ranges = [self._engine.get_tensor_profile_shape(tensor.name, p) for p in range(self._profiles)]
-            fitting = any(_between(shapes[tensor.name], low, high) for low, _, high in ranges)
-            if any(isinstance(n, str) for n in tensor.shape) and not fitting:
+            in_profile = any(_between(shapes[tensor.name], low, high) for low, _, high in ranges)
+            if any(isinstance(n, str) for n in tensor.shape) and not in_profile:
                 allowed = " or ".join(f"{_text(low)} to {_text(high)}" for low, _, high in ranges)
                 raise UserError(
                     f"{tensor.name!r} as {_text(shapes[tensor.name])} is outside the engine's profile ({allowed}); "
@@ -92,20 +92,20 @@ class TensorRTSession(DeviceSession):
         low, opt, high = (int(s[0]) for s in self._engine.get_tensor_profile_shape(name, self._profile))
         return low, opt, high
 
-    def _made_contexts(self) -> list[Any]:
-        """As many contexts as there are slots; fewer where the memory or a profile that can't be shared allows."""
-        made: list[Any] = []
+    def _new_contexts(self) -> list[Any]:
+        """A context for each slot; fewer where memory runs out or a profile can't be shared."""
+        contexts: list[Any] = []
         for _ in range(self.slots):
             context = self._engine.create_execution_context()
             if context is None:
                 break
-            made.append(context)
-        if not made:
+            contexts.append(context)
+        if not contexts:
             self._raise(f"{self._trial.label}: no execution context can be made")
-        self.slots = len(made)
-        return made
+        self.slots = len(contexts)
+        return contexts
 
-    def _chosen_profile(self, shapes: Mapping[str, Shape]) -> int:
+    def _select_profile(self, shapes: Mapping[str, Shape]) -> int:
         """The first profile that has the shapes, set in every context."""
         profile = next(p for p in range(self._profiles) if self._in_profile(p, shapes))
         if not self._dynamic:
@@ -114,7 +114,7 @@ class TensorRTSession(DeviceSession):
             if not context.set_optimization_profile_async(profile, self.stream):
                 if not number:
                     self._raise(f"profile {profile} can't be used")
-                self.slots = number  # the engine was built so that one context has a profile for itself
+                self.slots = number  # this engine's profile can be used by one context only
                 break
         self.device.synchronize()
         del self._contexts[self.slots :]
@@ -138,7 +138,7 @@ class TensorRTSession(DeviceSession):
         room = {}
         for tensor in (*self.inputs, *self.outputs):
             shape = tuple(context.get_tensor_shape(tensor.name))
-            if min(shape, default=1) >= 0:  # else only a run can tell, and an allocator gives it what it asks for
+            if min(shape, default=1) >= 0:  # else the size depends on the run, and an allocator provides it
                 room[tensor.name] = int(np.prod(shape, dtype=np.int64)) * np.dtype(tensor.dtype).itemsize
         return room
 
@@ -146,7 +146,7 @@ class TensorRTSession(DeviceSession):
         return tuple(self._engine.get_tensor_profile_shape(name, self._profile)[2]) if self._dynamic else shape
 
     def _prepare(self, slot: int) -> None:
-        """Tell the context where its tensors lie; outputs of unknown size get an allocator."""
+        """Set the addresses of the context's tensors; outputs of unknown size get an allocator."""
         addresses, context = self._slots[slot].addresses, self._contexts[slot]
         for name, address in addresses.items():
             context.set_tensor_address(name, address)
@@ -155,7 +155,7 @@ class TensorRTSession(DeviceSession):
                 allocator = library.output_allocator(self._trt, self.device)
                 context.set_output_allocator(tensor.name, allocator)
                 self._allocators[slot][tensor.name] = allocator
-                self._graphed = False  # memory can't be asked for inside a graph
+                self._graphed = False  # a graph can't allocate memory
 
     def reshape(self, shapes: Mapping[str, Shape]) -> None:
         """Run with these input shapes from now on; outside the profile is a `UserError`."""
@@ -194,20 +194,20 @@ class TensorRTSession(DeviceSession):
     def results(self, slot: int) -> dict[str, tuple[Shape, str, int]]:
         """Shapes as the context knows them for the shapes that are fed; see `DeviceSession.results`."""
         if not self._results[slot]:
-            self._results[slot] = self._asked(slot)
-        found = self._results[slot]
-        if self._allocators[slot]:  # only a run can tell their shape, and the next may tell another
+            self._results[slot] = self._result_tensors(slot)
+        results_ = self._results[slot]
+        if self._allocators[slot]:  # their shape depends on the run, and may change with the next
             self._results[slot] = {}
-        return found
+        return results_
 
-    def _asked(self, slot: int) -> dict[str, tuple[Shape, str, int]]:
-        found = {}
+    def _result_tensors(self, slot: int) -> dict[str, tuple[Shape, str, int]]:
+        results = {}
         for tensor in self.outputs:
             allocator = self._allocators[slot].get(tensor.name)
             shape = allocator.shape if allocator else self._contexts[slot].get_tensor_shape(tensor.name)
             address = allocator.address if allocator else self._slots[slot].addresses[tensor.name]
-            found[tensor.name] = (tuple(int(n) for n in shape), tensor.dtype, address)
-        return found
+            results[tensor.name] = (tuple(int(n) for n in shape), tensor.dtype, address)
+        return results
 
     def _raise(self, what: str) -> None:
         reason = self._log.reason()
@@ -216,9 +216,9 @@ class TensorRTSession(DeviceSession):
         raise UserError(f"{what}: {reason}")
 
     def facts(self) -> EngineFacts:
-        """What the engine says of itself: layers, their types and times, memory, and how it was run.
+        """The engine's own facts: layers, their types and times, memory, and how it was run.
 
-        Nothing can be timed afterwards: the profiler stays with the first slot's context.
+        Nothing may be timed afterwards: the first slot's context keeps its profiler.
         """
         listed = layers.inspect(self._trt, self._engine)
         seconds = layer_times.profiled(self._trt, self._contexts[0], self._run_directly)
@@ -272,23 +272,23 @@ def deserialised(trt: Any, log: Any, path: str) -> tuple[Any, Any]:
         if library.MEMORY.search(reason):
             raise MemoryError(f"{path} can't be loaded: the GPU's memory ran out ({reason[:160]})")
         raise UserError(
-            f"{path} is no engine that TensorRT {trt.__version__} takes on this GPU ({reason}); build it again here"
+            f"{path} is not an engine for TensorRT {trt.__version__} on this GPU ({reason}); build it again here"
         )
     return runtime, engine
 
 
 def tensors(trt: Any, engine: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Inputs and outputs of an engine; a free dimension is named by its axis: `batch` for the first, else `dim1`…"""
-    found: tuple[list[Tensor], list[Tensor]] = ([], [])
+    sides: tuple[list[Tensor], list[Tensor]] = ([], [])
     for index in range(engine.num_io_tensors):
         name = engine.get_tensor_name(index)
         shape = tuple(
             int(n) if n >= 0 else ("batch" if axis == 0 else f"dim{axis}")
             for axis, n in enumerate(engine.get_tensor_shape(name))
         )
-        one = Tensor(name, library.dtype_name(engine.get_tensor_dtype(name)), shape)
-        found[engine.get_tensor_mode(name) == trt.TensorIOMode.OUTPUT].append(one)
-    return tuple(found[0]), tuple(found[1])
+        tensor = Tensor(name, library.dtype_name(engine.get_tensor_dtype(name)), shape)
+        sides[engine.get_tensor_mode(name) == trt.TensorIOMode.OUTPUT].append(tensor)
+    return tuple(sides[0]), tuple(sides[1])
 
 
 def _between(shape: Shape, low: Any, high: Any) -> bool:
@@ -299,5 +299,5 @@ def _text(shape: Any) -> str:
     return "x".join(str(int(n)) for n in shape)
 
 
-def _told(tensors: Mapping[str, tuple[str, int]], name: str) -> str:
-    return f"{tensors[name][0]} with {tensors[name][1]} dimensions" if name in tensors else "not there"
+def _kind(tensors: Mapping[str, tuple[str, int]], name: str) -> str:
+    return f"{tensors[name][0]} with {tensors[name][1]} dimensions" if name in tensors else "missing"

@@ -1,4 +1,4 @@
-"""The options of a trial that shape its engine: what each may be, and what it is when nobody says."""
+"""The options of a trial that shape its engine: the values and the default of each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from dyno.worker.spec import Option, UserError
 
-RUNNING = ("graph", "slots")  # options of the runner: the same engine whatever they are
+RUNNING = ("graph", "slots")  # options of the runner, which don't change the engine
 ROUTES = ("auto", "graph", "flags", "calibrator")
 CALIBRATORS = ("entropy", "minmax")
 STATIC = "static"
@@ -21,8 +21,8 @@ class Settings:
 
     `profile`: see `profiles`. `optimization` 0-5 is the builder's level, `workspace_mb` its scratch memory (0: all the
     GPU has), `tactics` its tactic sources joined by `+` ("": the default of TensorRT 10, `none`: none of them).
-    `route` says where types come from: the graph, builder flags, or flags and a calibrator. `build` tells builds apart
-    that are otherwise the same.
+    `route` says where types come from: the graph, builder flags, or flags and a calibrator. `build` distinguishes
+    builds with the same settings.
     """
 
     profile: str = STATIC
@@ -41,19 +41,19 @@ class Settings:
 
     @classmethod
     def of(cls, options: Mapping[str, Option]) -> Settings:
-        """The settings among a trial's or a recipe's options; a value that can't be is a `UserError`."""
-        found: dict[str, Any] = {}
+        """The settings among a trial's or a recipe's options; an invalid value is a `UserError`."""
+        values: dict[str, Any] = {}
         for field in dataclasses.fields(cls):
             if field.name in options:
-                found[field.name] = _typed(field.name, options[field.name], field.default)
-        made = cls(**found)
-        _among("route", made.route, ROUTES)
-        _among("calibrator", made.calibrator, CALIBRATORS)
-        if not 0 <= made.optimization <= 5:
-            raise UserError(f"optimization is a level from 0 to 5, not {made.optimization}")
-        if made.workspace_mb < 0:
-            raise UserError(f"workspace_mb is a size in MiB, not {made.workspace_mb}")
-        return made
+                values[field.name] = _typed(field.name, options[field.name], field.default)
+        settings = cls(**values)
+        _among("route", settings.route, ROUTES)
+        _among("calibrator", settings.calibrator, CALIBRATORS)
+        if not 0 <= settings.optimization <= 5:
+            raise UserError(f"optimization must be a level from 0 to 5, not {settings.optimization}")
+        if settings.workspace_mb < 0:
+            raise UserError(f"workspace_mb must be a size in MiB, not {settings.workspace_mb}")
+        return settings
 
     def options(self) -> dict[str, Option]:
         """What differs from the defaults, as options of a recipe."""
@@ -75,10 +75,10 @@ def _typed(name: str, value: Option, default: Any) -> Option:
         return str(value)  # the command line reads `profile=8` as a number
     if type(value) is not type(default):
         kind = {bool: "true or false", int: "a whole number"}[type(default)]
-        raise UserError(f"{name} is {kind}, not {value!r}")
+        raise UserError(f"{name} must be {kind}, not {value!r}")
     return value
 
 
-def _among(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise UserError(f"unknown {name} {value!r}; known: {', '.join(known)}")
+def _among(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise UserError(f"unknown {name} {value!r}; known: {', '.join(choices)}")

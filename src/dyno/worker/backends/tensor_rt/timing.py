@@ -1,4 +1,4 @@
-"""The timing cache: how long each tactic took in earlier builds with this version on this GPU."""
+"""The timing cache: the seconds of each tactic in earlier builds with this version on this GPU."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def _set(trt: Any, config: Any, content: bytes) -> bool:
 
 @dataclass
 class TimingCache:
-    """The file for a version and GPU, and what it held when this build began.
+    """The file for a version and GPU, and its content when this build began.
 
-    `used` says whether the builder took it: one that is damaged or of another build of the library is left unused, and
-    written anew. `complaint` is what the library said of it.
+    `used` says whether the builder accepted it: one that is damaged or of another build of the library is replaced.
+    `complaint` is the library's error on it.
     """
 
     path: Path | None
@@ -37,18 +37,18 @@ class TimingCache:
 
     @classmethod
     def open(cls, trt: Any, config: Any, gpu: str, wanted: bool) -> TimingCache:
-        """Give the builder what earlier builds found; without a folder, or where the library keeps none, nothing."""
+        """Load earlier builds' timings into the builder; none without a folder, or where the library has no cache."""
         folder = os.environ.get(TIMING, "")
         if not (folder and wanted and gpu) or library.is_rtx(trt):
             return cls(None)
         name = re.sub(r"[^\w.-]+", "-", f"{trt.__name__}-{trt.__version__}-{gpu}")
-        made = cls(Path(folder) / f"{name}.timing")
-        made.before = made._read()
-        # 8.6 takes content that it can't read for an empty cache, without a word.
-        made.used = _size(config, made.before) > _size(config, b"") and _set(trt, config, made.before)
-        if not made.used:
+        cache = cls(Path(folder) / f"{name}.timing")
+        cache.before = cache._read()
+        # 8.6 silently treats content that it can't read as an empty cache.
+        cache.used = _size(config, cache.before) > _size(config, b"") and _set(trt, config, cache.before)
+        if not cache.used:
             _set(trt, config, b"")
-        return made
+        return cache
 
     def _read(self) -> bytes:
         try:
@@ -57,20 +57,20 @@ class TimingCache:
             return b""
 
     def save(self, config: Any) -> None:
-        """Add what this build found to the file, which another build may have written meanwhile."""
+        """Merge this build's timings into the file, which another build may have written meanwhile."""
         cache = config.get_timing_cache() if self.path else None
         if self.path is None or cache is None:
             return
         with lock(self.path.with_suffix(".lock")):
-            now = self._read()
-            if now and now != self.before:
-                other = config.create_timing_cache(now)
+            current = self._read()
+            if current and current != self.before:
+                other = config.create_timing_cache(current)
                 if other is not None:
                     cache.combine(other, False)
             with replacing(self.path) as f:
                 f.write(bytes(cache.serialize()))
 
-    def told(self, log: Any) -> TimingUse:
-        """For the record: whether earlier timings were used, what was wrong with them, and the tactics timed anew."""
+    def to_record(self, log: Any) -> TimingUse:
+        """Whether earlier timings were used, why not, and the number of tactics timed in this build."""
         file = self.path.name if self.path else ""
         return TimingUse(self.used, file, log.timed, self.complaint)
