@@ -4,9 +4,9 @@
         [--backend pytorch --model torchvision:resnet18 --device cuda:0] [--python tensorrt=PATH]
 
 Both are one network from the same file, so that every difference is noise: unless another is named, a small one in ONNX
-Runtime on a CPU. In each
-round each way to measure starts two fresh processes; the ways follow in shuffled order, so that they meet the same
-hours. A process is timed for the same seconds in each way. Prints the standard deviation of the log ratios over rounds.
+Runtime on a CPU. In each round each way to measure starts two fresh processes; the ways follow in shuffled order, so
+that they meet the same hours. A process is timed for the same seconds in each way. Prints the standard deviation of
+the log ratios over rounds, and what turns do to the latency itself: its median ratio to that one after the other.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from dyno.worker.record import read_record
 from dyno.worker.spec import Artifact, Job, Plan, Trial
 
 ALONE = "one after the other"
-WHOLE, MEAN, MEDIAN, WALL = "medians of all samples", "mean over blocks", "median over blocks", "wall"
+WHOLE, MEAN, MEDIAN = "medians of all samples", "mean over blocks", "median over blocks"
+WALL, LEVEL = "wall seconds", "log of the latency"
 NAMES = "a", "b"
 
 
@@ -85,8 +86,9 @@ def ratio(one: Job, folder: Path, seed: str) -> dict[str, float]:
     assert a is not None and b is not None and a.status == b.status == "ok", (a, b)
     left, right = (Round(folder / name, 1, record) for name, record in zip(NAMES, (a, b), strict=True))
     blocks = within(*(each.block_medians("latency", "model") for each in (left, right)))
-    found = {WALL: took, WHOLE: float(np.log((left.median("model") or 1) / (right.median("model") or 1)))}
-    return found | ({MEAN: float(blocks.mean()), MEDIAN: float(np.median(blocks))} if blocks.size else {})
+    logs = [float(np.log(each.median("model") or 1)) for each in (left, right)]
+    of_round = {WALL: took, LEVEL: float(np.mean(logs)), WHOLE: logs[0] - logs[1]}
+    return of_round | ({MEAN: float(blocks.mean()), MEDIAN: float(np.median(blocks))} if blocks.size else {})
 
 
 def main() -> None:
@@ -116,6 +118,7 @@ def main() -> None:
             loads.append(os.getloadavg()[0])
             print(number + 1, *(f"{100 * found[way][-1][WHOLE]:.1f}%" for way in ways), file=sys.stderr, flush=True)
     alone = np.std([each[WHOLE] for each in found[ALONE]], ddof=1)
+    level = np.array([each[LEVEL] for each in found[ALONE]])
     rows = []
     for way, each in found.items():
         for name in (name for name in (WHOLE, MEAN, MEDIAN) if name in each[0]):
@@ -124,6 +127,7 @@ def main() -> None:
                 "measured": way, "log ratio of": name, "spread": f"{100 * logs.std(ddof=1):.2f} %",
                 "smaller by": f"{alone / logs.std(ddof=1):.1f} x", "farthest from 0": f"{100 * abs(logs).max():.2f} %",
                 "median distance from 0": f"{100 * np.median(abs(logs)):.2f} %", "mean": f"{100 * logs.mean():+.2f} %",
+                "latency": f"{np.exp(np.median([one[LEVEL] for one in each] - level)):.4f} x",
                 "wall seconds of a round": f"{np.mean([one[WALL] for one in each]):.1f}",
             })  # fmt: skip
     what = f"{asked.model or 'two convolutions'} {asked.backend} {asked.precision} {asked.device}"
