@@ -76,7 +76,7 @@ def test_it_tells_equal_processes_from_slowed_ones() -> None:
 
 @pytest.mark.usefixtures("quick", "unreported")
 def test_the_command_prints_and_every_run_says_what_it_sees(call: Callable[..., Any], tmp_path: Path) -> None:
-    assert "none yet; `dyno calibrate` makes one" in call("doctor")[1]
+    assert "none yet; run `dyno calibrate`" in call("doctor")[1]
     asked = ("run", "fake:net", "--channels", 1, "--boundaries", "model", "--seconds", 0.04, "--warmup", 0.02)
     asked += ("--rounds", 2)
     backends = ("--backends", "fake@latency_ms=1,fake@latency_ms=2")
@@ -117,7 +117,7 @@ def test_another_machines_self_test_counts_for_nothing(fake_study: Callable[...,
     found, wrong = self_test.find("cpu")
     assert found is None and "cores was 999" in wrong
     (state,) = self_test.states()
-    assert state["grade"] == "" and "cores was 999" in state["said"]
+    assert state["grade"] == "" and "cores was 999" in state["state"]
     execute(fake_study(), tmp_path / "run", Progress(quiet=True))
     assert not (tmp_path / "run" / "self-test.json").exists()
     write_json(self_test.place("cpu"), {**to_json(kept), "rounds": "none"})

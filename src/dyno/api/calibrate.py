@@ -180,7 +180,7 @@ def _stolen(before: Any) -> float:
 
 def _clocks(measured: Sequence[Round]) -> tuple[float, ...]:
     """The mean clock of each process in MHz, the GPU's where it ran on one; () where the system has no figure."""
-    found = []
+    clocks = []
     for one in measured:
         name = "gpu_clock" if one.device.startswith("cuda") else "frequency"
         try:
@@ -188,5 +188,5 @@ def _clocks(measured: Sequence[Round]) -> tuple[float, ...]:
         except (OSError, ValueError):
             values = None
         seen = [float(v) for v in values if v == v] if values is not None else []
-        found += [statistics.fmean(seen)] if seen else []
-    return tuple(found)
+        clocks += [statistics.fmean(seen)] if seen else []
+    return tuple(clocks)

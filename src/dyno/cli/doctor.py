@@ -133,5 +133,5 @@ def doctor(others: dict[str, dict[str, Any]], format: str) -> int:
         )
         print(wrapped(line))
         for test in tests:
-            print(wrapped(f"self-test of {test['device']}: {test['said']}"))
+            print(wrapped(f"self-test of {test['device']}: {test['state']}"))
     return 0 if any(row["status"] == "ok" for row in rows) else 3

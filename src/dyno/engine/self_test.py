@@ -29,14 +29,14 @@ def _read(path: Path) -> Stored | None:
 def machine(device: str) -> dict[str, Any]:
     """What identifies this machine and device: another one's self-test says nothing here."""
     about = system.describe()
-    found = {"host": platform.node(), "cpu": about["cpu"], "cores": about["cores"], "machine": about["machine"]}
+    host = {"host": platform.node(), "cpu": about["cpu"], "cores": about["cores"], "machine": about["machine"]}
     if device == "cpu":
-        return found
+        return host
     gpu = find_gpu(device, os.environ)
     if gpu is None:
-        return {**found, "gpu": "", "gpu_uuid": ""}
+        return {**host, "gpu": "", "gpu_uuid": ""}
     gpu.close()
-    return {**found, "gpu": gpu.name, "gpu_uuid": gpu.uuid}
+    return {**host, "gpu": gpu.name, "gpu_uuid": gpu.uuid}
 
 
 def place(device: str) -> Path:
@@ -69,35 +69,35 @@ def find(device: str) -> tuple[SelfTest | None, str]:
 
 def states() -> list[dict[str, Any]]:
     """For the CPU and every other device that was tested: `device`, `grade`, `date` ("" without a test that counts) and
-    what is `said` of it."""
+    its `state` in words."""
     kept = (cache_dir() / "self-tests").glob("*.json")
     devices = sorted({"cpu", *(one.device for path in kept if (one := _read(path)) and place(one.device) == path)})
     return [_state(device) for device in devices]
 
 
 def _state(device: str) -> dict[str, Any]:
-    found, wrong = find(device)
+    test, wrong = find(device)
     again = f"dyno calibrate{'' if device == 'cpu' else f' --device {device}'}"
-    if found is None:
-        said = f"it doesn't count, because {wrong}; `{again}` tests anew" if wrong else f"none yet; `{again}` makes one"
-        return {"device": device, "grade": "", "date": "", "said": said}
-    date = found.stored.date
-    return {"device": device, "grade": found.grade, "date": date, "said": f"{words.grade(found)} ({date[:10]})"}
+    if test is None:
+        state = f"not valid: {wrong}; run `{again}` again" if wrong else f"none yet; run `{again}`"
+        return {"device": device, "grade": "", "date": "", "state": state}
+    date = test.stored.date
+    return {"device": device, "grade": test.grade, "date": date, "state": f"{words.grade(test)} ({date[:10]})"}
 
 
 def summary(device: str) -> dict[str, Any]:
     """What a run on this machine and device keeps of the self-test; empty without a good one."""
-    found, _ = find(device)
-    if found is None:
+    test, _ = find(device)
+    if test is None:
         return {}
-    kept: dict[str, Any] = to_json(found.summary())
-    return kept
+    stored: dict[str, Any] = to_json(test.summary())
+    return stored
 
 
 def keep_in(folder: Path, device: str) -> None:
     """Have the run folder keep the summary of this machine's self-test, where there is one."""
-    if known := summary(device):
-        write_json(folder / SELF_TEST, known)
+    if stored := summary(device):
+        write_json(folder / SELF_TEST, stored)
 
 
 def attach(results: Results) -> Results:

@@ -83,7 +83,7 @@ class Summary:
 
     date: str
     grade: str
-    way: str
+    configuration: str
     seconds: float
     block: float
     turns: dict[str, float]
@@ -98,14 +98,14 @@ def visible(summary: Summary, rounds: int, seconds: float, in_turns: bool) -> fl
     """
     if rounds < 2:
         return math.inf
-    known_of = summary.turns if in_turns else summary.apart
-    found = {int(count): value for count, value in known_of.items() if count.isdecimal()}
-    known = max((count for count in found if count <= rounds), default=0)
-    if not known:
+    by_rounds = summary.turns if in_turns else summary.apart
+    smallest = {int(count): value for count, value in by_rounds.items() if count.isdecimal()}
+    nearest = max((count for count in smallest if count <= rounds), default=0)
+    if not nearest:
         return math.nan
-    more = math.sqrt(known / rounds)  # rounds than were worked out
+    more = math.sqrt(nearest / rounds)  # rounds than were worked out
     shorter = max(1.0, summary.seconds / seconds) if in_turns and seconds > 0 else 1.0
-    return found[known] * more * math.sqrt(1 + summary.block * (shorter - 1))
+    return smallest[nearest] * more * math.sqrt(1 + summary.block * (shorter - 1))
 
 
 class SelfTest:
@@ -183,10 +183,10 @@ class SelfTest:
                 if len(self.rounds) >= rounds]  # fmt: skip
 
     def _verdicts(self, slowdown: float, rounds: int) -> Verdicts:
-        said = [stats.paired_speedup(logs) for logs in self._studies(slowdown, rounds)]
-        words = [one.verdict for one in said]
+        decisions = [stats.paired_speedup(logs) for logs in self._studies(slowdown, rounds)]
+        words = [one.verdict for one in decisions]
         truth = 1 / (1 + slowdown)
-        held = sum(one.low <= truth <= one.high for one in said)
+        held = sum(one.low <= truth <= one.high for one in decisions)
         drawn = power.Studies(self.noise.ravel(), rounds)
         expected = drawn.seen(math.log1p(slowdown)) if slowdown else drawn.false_alarms
         slower, faster = (Rate(words.count(word), len(words)) for word in (stats.SLOWER, stats.FASTER))
@@ -206,8 +206,8 @@ class SelfTest:
 
     def false_alarms(self, rounds: int = CURVE[0]) -> Rate:
         """Studies of so many rounds that called equal processes faster or slower."""
-        found = [one.false for one in self.verdicts if not one.slowdown and one.rounds == rounds]
-        return found[0] if found else Rate(0, 0)
+        rates = [one.false for one in self.verdicts if not one.slowdown and one.rounds == rounds]
+        return rates[0] if rates else Rate(0, 0)
 
     def visible(self, rounds: int) -> stats.Interval:
         """The smallest slow-down (a share) that so many rounds in turns see with 80 % power."""
@@ -222,8 +222,8 @@ class SelfTest:
     @cached_property
     def grade(self) -> str:
         """A letter for what a study of the usual number of rounds sees: A 1 %, B 2 %, C 5 %, D 10 %, else E."""
-        found = self.visible(self.stored.study_rounds).value
-        return next((letter for letter, limit in GRADES.items() if found <= limit), WORST)
+        smallest = self.visible(self.stored.study_rounds).value
+        return next((letter for letter, limit in GRADES.items() if smallest <= limit), WORST)
 
     @cached_property
     def bound_by(self) -> str:
@@ -248,11 +248,11 @@ class SelfTest:
 
     def summary(self) -> Summary:
         """What a run keeps."""
-        kept, total = self.stored, self.levels.process + self.levels.block
+        stored, total = self.stored, self.levels.process + self.levels.block
         turns = {str(n): power.smallest(self.noise.ravel(), n) for n in SUMMED_UP}
         apart = {str(n): self.visible_apart(n) for n in SUMMED_UP}
         share = self.levels.block / total if total else 0.0
-        return Summary(kept.date, self.grade, kept.way, kept.seconds, share, turns, apart)
+        return Summary(stored.date, self.grade, stored.configuration, stored.seconds, share, turns, apart)
 
 
 def _mean(values: Iterable[float]) -> float:

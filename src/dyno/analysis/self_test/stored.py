@@ -48,16 +48,16 @@ class TestRound:
 class Stored:
     """A self-test: when, by which Dyno, on which machine and device, of what, and its rounds.
 
-    `machine` is what identifies the machine; `versions` the libraries; `way` the model and how it was run; `threads`,
-    `seconds` of each process and of each `block` how it was measured, and `study_rounds` the rounds that a study has
-    unless told.
+    `machine` is what identifies the machine; `versions` the libraries; `configuration` the model and how it was run;
+    `threads`, `seconds` of each process and of each `block` how it was measured, and `study_rounds` the rounds that a
+    study has unless told.
     """
 
     date: str
     version: str
     machine: dict[str, Any]
     device: str
-    way: str
+    configuration: str
     threads: int
     seconds: float
     block: float
@@ -70,8 +70,8 @@ class Stored:
 def read(content: dict[str, Any]) -> Stored | None:
     """The self-test from its JSON; None where it is another's, a newer Dyno's or damaged."""
     try:
-        found = from_json(Stored, content)
+        stored = from_json(Stored, content)
     except (UserError, TypeError, ValueError, KeyError):
         return None
-    whole = found.rounds and all(one.pairs and all(pair.logs for pair in one.pairs) for one in found.rounds)
-    return found if whole and found.schema == SCHEMA else None
+    whole = stored.rounds and all(one.pairs and all(pair.logs for pair in one.pairs) for one in stored.rounds)
+    return stored if whole and stored.schema == SCHEMA else None

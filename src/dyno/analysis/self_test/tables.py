@@ -47,23 +47,23 @@ VERDICTS = (
 )  # fmt: skip
 
 
-def tables(found: SelfTest) -> list[Table]:
+def tables(test: SelfTest) -> list[Table]:
     """What can be seen with how many rounds, and what studies said of equal and of slowed-down processes."""
-    rows = [_visible(found, rounds) for rounds in CURVE]
+    rows = [_visible(test, rounds) for rounds in CURVE]
     every = [
         Table("visible", "The smallest difference that can be seen (80 % power)", "By the rounds of a study.", VISIBLE,
               rows, printed=("rounds", "turns", "apart")),
         Table("verdicts", "Verdicts on known differences", "A row for each slow-down and number of rounds.", VERDICTS,
-              [_verdict(one) for one in found.verdicts],
+              [_verdict(one) for one in test.verdicts],
               printed=("slowdown", "rounds", "studies", "slower", "faster", "expected", "covered")),
     ]  # fmt: skip
     return [table for table in every if table.rows]
 
 
-def _visible(found: SelfTest, rounds: int) -> Row:
-    seen = found.visible(rounds)
+def _visible(test: SelfTest, rounds: int) -> Row:
+    seen = test.visible(rounds)
     return {"rounds": rounds, **_limited("turns", seen.value, seen.low, seen.high),
-            "apart": found.visible_apart(rounds)}  # fmt: skip
+            "apart": test.visible_apart(rounds)}  # fmt: skip
 
 
 def _verdict(one: Verdicts) -> Row:
@@ -78,5 +78,5 @@ def _rate(name: str, rate: Rate) -> dict[str, Any]:
 
 
 def _limited(name: str, value: float, low: float, high: float) -> dict[str, Any]:
-    known = {name: value, name + LOW: low, name + HIGH: high}
-    return {key: None if math.isnan(each) else each for key, each in known.items()}
+    row = {name: value, name + LOW: low, name + HIGH: high}
+    return {key: None if math.isnan(each) else each for key, each in row.items()}

@@ -37,45 +37,45 @@ def with_range(value: float, low: float, high: float) -> str:
     return f"{percent(value)} [{', '.join(percent(each).removesuffix(' %') for each in (low, high))}]"
 
 
-def grade(found: SelfTest) -> str:
+def grade(test: SelfTest) -> str:
     """The grade, in one sentence."""
-    rounds = found.stored.study_rounds
-    seen = found.visible(rounds)
+    rounds = test.stored.study_rounds
+    seen = test.visible(rounds)
     worst = f"more than {percent(max(GRADES.values()))}"
-    limit = f"{percent(GRADES[found.grade])} or less" if found.grade != WORST else worst
+    limit = f"{percent(GRADES[test.grade])} or less" if test.grade != WORST else worst
     return (
-        f"Grade {found.grade} ({limit}): a study of {rounds} rounds in turns sees a difference of "
+        f"Grade {test.grade} ({limit}): a study of {rounds} rounds in turns sees a difference of "
         f"{with_range(seen.value, seen.low, seen.high)} or more here, four times out of five."
     )
 
 
-def sentences(found: SelfTest) -> list[str]:
+def sentences(test: SelfTest) -> list[str]:
     """What the self-test found, the grade first."""
-    return [grade(found), BOUND[found.bound_by], _spread(found), _meanwhile(found), *_apart(found), _equal(found),
-            *_surprises(found)]  # fmt: skip
+    return [grade(test), BOUND[test.bound_by], _spread(test), _meanwhile(test), *_apart(test), _equal(test),
+            *_surprises(test)]  # fmt: skip
 
 
-def about(found: SelfTest) -> dict[str, Any]:
+def about(test: SelfTest) -> dict[str, Any]:
     """What stands in front of a self-test's tables in JSON; shares and standard deviations of logs, None if unknown."""
-    kept, spread, alarms = found.stored, found.spread, found.false_alarms()
+    stored, spread, alarms = test.stored, test.spread, test.false_alarms()
     figures = {
-        "equal": found.equal.value, "equal_low": found.equal.low, "equal_high": found.equal.high,
+        "equal": test.equal.value, "equal_low": test.equal.low, "equal_high": test.equal.high,
         "spread": spread.value, "spread_low": spread.low, "spread_high": spread.high,
-        "spread_process": math.sqrt(found.levels.process), "spread_block": math.sqrt(found.levels.block),
-        "spread_apart": found.apart, "false_alarms": alarms.interval.value, "false_alarms_at_most": alarms.at_most,
-        "coverage": found.coverage.interval.value,
+        "spread_process": math.sqrt(test.levels.process), "spread_block": math.sqrt(test.levels.block),
+        "spread_apart": test.apart, "false_alarms": alarms.interval.value, "false_alarms_at_most": alarms.at_most,
+        "coverage": test.coverage.interval.value,
     }  # fmt: skip
     return {
-        "date": kept.date, "machine": kept.machine, "device": kept.device, "way": kept.way, "versions": kept.versions,
-        "threads": kept.threads, "seconds": kept.seconds, "rounds": len(found.rounds), "grade": found.grade,
-        "bound_by": found.bound_by,
+        "date": stored.date, "machine": stored.machine, "device": stored.device, "versions": stored.versions,
+        "configuration": stored.configuration, "threads": stored.threads, "seconds": stored.seconds, "rounds": len(test.rounds), "grade": test.grade,
+        "bound_by": test.bound_by,
         **{name: value if math.isfinite(value) else None for name, value in figures.items()},
-        "sentences": sentences(found),
+        "sentences": sentences(test),
     }  # fmt: skip
 
 
-def _spread(found: SelfTest) -> str:
-    spread, parts = found.spread, found.levels
+def _spread(test: SelfTest) -> str:
+    spread, parts = test.spread, test.levels
     total = parts.process + parts.block or math.nan
     return (
         f"Two equal processes differ by {with_range(spread.value, spread.low, spread.high)} (standard deviation of the "
@@ -84,44 +84,44 @@ def _spread(found: SelfTest) -> str:
     )
 
 
-def _meanwhile(found: SelfTest) -> str:
-    others, steal = (statistics.fmean(getattr(one, name) for one in found.rounds) for name in ("others", "steal"))
-    clock = f", and clocks differed by {percent(found.clock_spread)}" if any(one.clock for one in found.rounds) else ""
+def _meanwhile(test: SelfTest) -> str:
+    others, steal = (statistics.fmean(getattr(one, name) for one in test.rounds) for name in ("others", "steal"))
+    clock = f", and clocks differed by {percent(test.clock_spread)}" if any(one.clock for one in test.rounds) else ""
     return (
         f"Meanwhile other programs kept {significant(others, 2)} processors busy, the host gave {percent(steal)} of "
         f"their time to other guests{clock}."
     )
 
 
-def _apart(found: SelfTest) -> list[str]:
-    if not found.spread.value:
+def _apart(test: SelfTest) -> list[str]:
+    if not test.spread.value:
         return []
-    gain = significant(found.apart / found.spread.value, 2)
-    return [f"Measured one after the other they would differ by {percent(found.apart)}: {gain} times as much."]
+    gain = significant(test.apart / test.spread.value, 2)
+    return [f"Measured one after the other they would differ by {percent(test.apart)}: {gain} times as much."]
 
 
-def _equal(found: SelfTest) -> str:
-    same, alarms, held = found.equal, found.false_alarms(), found.coverage
+def _equal(test: SelfTest) -> str:
+    same, alarms, held = test.equal, test.false_alarms(), test.coverage
     return (
-        f"Equal processes over all {counting(len(found.rounds), 'round')}: {same.value:.4f}x [{same.low:.4f}, "
+        f"Equal processes over all {counting(len(test.rounds), 'round')}: {same.value:.4f}x [{same.low:.4f}, "
         f"{same.high:.4f}], {same.verdict}. In studies of {CURVE[0]} rounds {alarms.hits} of {alarms.count} raised a "
         f"false alarm (at most {percent(alarms.at_most)}), and {held.hits} of {held.count} intervals hold the truth."
     )
 
 
-def _surprises(found: SelfTest) -> list[str]:
+def _surprises(test: SelfTest) -> list[str]:
     """What the self-test contradicts of what Dyno promises."""
-    said = []
-    for one in found.verdicts:
+    surprises = []
+    for one in test.verdicts:
         studies = f"of {one.slower.count} studies of {one.rounds} rounds"
         if not one.slowdown and one.false.interval.low > POOR:
-            said.append(f"{one.false.hits} {studies} raised a false alarm: verdicts are not to be trusted here.")
+            surprises.append(f"{one.false.hits} {studies} raised a false alarm: verdicts are not to be trusted here.")
         elif one.slowdown and _unlike(one):
-            said.append(
+            surprises.append(
                 f"A slow-down of {percent(one.slowdown)} was seen by {one.slower.hits} {studies}, and going by the "
                 f"noise it should be {percent(one.predicted)}: rounds here depend on each other."
             )
-    return said
+    return surprises
 
 
 def _unlike(one: Verdicts) -> bool:

@@ -72,8 +72,8 @@ def decide_family(family: Sequence[Evidence | None], rule: Rule | None = None) -
     rule = rule or Rule()
     judged = [e for e in family if e is not None and not e.single]
     steps = _holm([_p(e) / share(e.rounds, rule.first) for e in judged])
-    known = {id(e): _judged(e, rule, *step, len(judged)) for e, step in zip(judged, steps, strict=True)}
-    return [known.get(id(e)) or _unjudged(e) for e in family]
+    decided = {id(e): _judged(e, rule, *step, len(judged)) for e, step in zip(judged, steps, strict=True)}
+    return [decided.get(id(e)) or _unjudged(e) for e in family]
 
 
 def speedup(own: Sequence[float], reference: Sequence[float], rule: Rule | None = None) -> Speedup:
@@ -111,12 +111,12 @@ def _judged(e: Evidence, rule: Rule, level: float, p: float, count: int) -> Spee
 def _holm(values: Sequence[float]) -> list[tuple[float, float]]:
     """For each p-value the level of the step that rejected it (0: none did) and its adjusted value (Holm 1979)."""
     order = sorted(range(len(values)), key=lambda i: values[i])
-    found, adjusted = [(0.0, 1.0)] * len(values), 0.0
+    steps, adjusted = [(0.0, 1.0)] * len(values), 0.0
     for place, i in enumerate(order):
         left = len(values) - place
         adjusted = min(1.0, max(adjusted, left * values[i]))
-        found[i] = (ALPHA / left if adjusted <= ALPHA else 0.0, adjusted)
-    return found
+        steps[i] = (ALPHA / left if adjusted <= ALPHA else 0.0, adjusted)
+    return steps
 
 
 def _p(e: Evidence) -> float:
