@@ -67,8 +67,8 @@ def about(test: SelfTest) -> dict[str, Any]:
     }  # fmt: skip
     return {
         "date": stored.date, "machine": stored.machine, "device": stored.device, "versions": stored.versions,
-        "configuration": stored.configuration, "threads": stored.threads, "seconds": stored.seconds, "rounds": len(test.rounds), "grade": test.grade,
-        "bound_by": test.bound_by,
+        "configuration": stored.configuration, "threads": stored.threads, "seconds": stored.seconds,
+        "rounds": len(test.rounds), "grade": test.grade, "bound_by": test.bound_by,
         **{name: value if math.isfinite(value) else None for name, value in figures.items()},
         "sentences": sentences(test),
     }  # fmt: skip
