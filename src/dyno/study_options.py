@@ -81,7 +81,7 @@ class ModelOptions:
         usual="random",
     )
     weights: str = option("", "Checkpoint: .safetensors, or .pt/.pth read without running code.", common=True)
-    pretrained: bool = option(False, "Take the weights that the model's library publishes.", common=True)
+    pretrained: bool = option(False, "Use the weights that the model's library publishes.", common=True)
     classes: int | None = option(None, "Number of classes to build the model with.", usual="the model's own")
     channels: int = option(3, "Channels of the input image.")
     mean: tuple[float, ...] = option(

@@ -144,7 +144,7 @@ def test_ground_truth_travels_with_the_run(tmp_path: Path) -> None:
     model = ModelSpec("net", "fake:net", task="detect")
     trial = Trial(model, "fake", "fp32", Dims(1, 8, 8), data=DataSpec("shapes", str(data), "f" * 64))
     for _ in range(2):
-        execute._keep_truth(Run(tmp_path / "run"), [Planned(trial)])
+        execute._copy_truth(Run(tmp_path / "run"), [Planned(trial)])
         kept = tmp_path / "run" / "truth" / "ffffffffffff.json"
         assert kept.read_text() == '{"images": []}' and len(list(kept.parent.iterdir())) == 1
         (data / "truth.json").write_text("changed later")

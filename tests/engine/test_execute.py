@@ -374,7 +374,7 @@ def test_a_file_built_beside_somebody_else_s_work_carries_a_warning(
         made = Files(Progress(quiet=True)).file(recipe)
         assert isinstance(made, Artifact)
         assert made.made_by.warnings == (
-            "another process was on the GPU meanwhile: kernels were timed beside it and may not be the fastest",
+            "another process was on the GPU meanwhile: kernels were timed meanwhile and may not be the fastest",
         )
 
 

@@ -55,4 +55,4 @@ def test_what_may_be_passes(name: str, options: dict[str, Option]) -> None:
 def test_checks_in_words(check: Check, value: Option, kind: str) -> None:
     with pytest.raises(UserError) as e:
         check_values("engine", {"name": value, "other": "anything"}, {"name": check})
-    assert str(e.value).endswith(f"engine's name is {kind}")
+    assert str(e.value).endswith(f"engine's name must be {kind}")

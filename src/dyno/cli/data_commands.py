@@ -33,7 +33,7 @@ def imagenet_val(
     copy: Annotated[bool, typer.Option("--copy", help="Copy instead of hard links.")] = False,
     move: Annotated[bool, typer.Option("--move", help="Move instead of hard links.")] = False,
 ) -> None:
-    """Sort ImageNet's flat validation images into class folders; the same command again goes on."""
+    """Sort ImageNet's flat validation images into class folders; the same command again continues."""
     from dyno.analysis.formatting import counting
     from dyno.datasets import flat as module
     from dyno.planning.images import decoding

@@ -19,12 +19,12 @@ from dyno.worker.spec import UserError
 if TYPE_CHECKING:
     from dyno.analysis.records.run_data import RunData
 
-Trials = Annotated[list[str], typer.Argument(help="Only these trials: ids, or how they begin.", metavar="[TRIAL]...")]
+Trials = Annotated[list[str], typer.Argument(help="Only these trials: ids, or their beginnings.", metavar="[TRIAL]...")]
 HEADINGS = ("run", "models", "trials", "measured", "fastest")
 
 
 def list_runs(
-    folder: Annotated[Path, typer.Argument(help="Where to look.", metavar="FOLDER")] = Path("runs"),
+    folder: Annotated[Path, typer.Argument(help="Folder to search.", metavar="FOLDER")] = Path("runs"),
 ) -> None:
     """List the run folders below runs/, or another folder: models, trials, when, and what was fastest."""
     from rich.markup import escape

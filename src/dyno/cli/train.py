@@ -21,7 +21,7 @@ def train(
     model: Annotated[str, typer.Option(help="torchvision:NAME, timm:NAME, MODULE:FUNCTION or FILE.py:FUNCTION")],
     size: Annotated[str, typer.Option(help="Image size: 224, or HEIGHTxWIDTH.", show_default="the model's own")] = "",
     holdout: Annotated[
-        float | None, typer.Option(help="Share to test on where there is no test/.", show_default="0.2")
+        float | None, typer.Option(help="Share of the images to test on where there is no test/.", show_default="0.2")
     ] = None,
     then: Annotated[str, typer.Option(help="Backends to measure the trained weights under, comma-separated.")] = "",
     resume: Annotated[bool, typer.Option("--resume", help="Continue a training; fail where there is none.")] = False,

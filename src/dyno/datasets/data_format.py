@@ -69,12 +69,12 @@ def format_of(path: Path) -> DataFormat:
     if not path.exists():
         raise UserError(f"no data folder {path}")
     try:
-        fitting = [each for each in every_format if each.fits(path)]
+        fitting = [f for f in every_format if f.fits(path)]
     except PermissionError as e:
         raise UserError(f"{e.filename} can't be listed: permission denied") from e
-    fitting = [each for each in fitting if not each.fallback] or fitting
+    fitting = [f for f in fitting if not f.fallback] or fitting
     if not fitting:
-        files = ", ".join(f"a file in {each.described} ({each.suffixes[0]})" for each in every_format if each.suffixes)
+        files = ", ".join(f"a file in {f.described} ({f.suffixes[0]})" for f in every_format if f.suffixes)
         raise UserError(f"{path} is not a folder, nor {files}")
     if len(fitting) > 1:
         both, files = (

@@ -53,14 +53,14 @@ class Written:
         """Rows that were tried."""
         return self.kept + len(self.unreadable)
 
-    def add(self, one: Timed) -> None:
+    def add(self, decoded: Timed) -> None:
         """Count one more row."""
-        if isinstance(one.row, str):
-            self.unreadable[self.done] = one.row
+        if isinstance(decoded.row, str):
+            self.unreadable[self.done] = decoded.row
             return
-        self.sha.update(one.seal.encode())
+        self.sha.update(decoded.seal.encode())
         self.kept += 1
-        self.seconds += one.seconds
+        self.seconds += decoded.seconds
 
 
 def write(images: Path, journal: Path, shape: tuple[int, ...], count: int, rows: Source) -> Written:
@@ -74,13 +74,13 @@ def write(images: Path, journal: Path, shape: tuple[int, ...], count: int, rows:
     with open(images, "r+b") as pixels, open(journal, "r+b") as lines:
         pixels.write(header(count, shape))
         _stored(pixels, lines, shape, written)
-        for one in rows(written.done):
-            if not isinstance(one.row, str):
-                pixels.write(one.row.data)
+        for decoded in rows(written.done):
+            if not isinstance(decoded.row, str):
+                pixels.write(decoded.row.data)
                 pixels.flush()
-            lines.write(_line(one))
+            lines.write(_line(decoded))
             lines.flush()
-            written.add(one)
+            written.add(decoded)
         pixels.seek(0)
         pixels.write(header(written.kept, shape))
         pixels.flush()
@@ -100,8 +100,8 @@ def header(count: int, shape: tuple[int, ...]) -> bytes:
 def _stored(pixels: BinaryIO, lines: BinaryIO, shape: tuple[int, ...], written: Written) -> None:
     """Count the rows that both files have whole, and cut both behind them."""
     whole = pixels.tell(), 0
-    for one in _whole(pixels, lines, shape):
-        written.add(one)
+    for decoded in _whole(pixels, lines, shape):
+        written.add(decoded)
         whole = pixels.tell(), lines.tell()
     for file, end in zip((pixels, lines), whole, strict=True):
         file.seek(end)
@@ -115,12 +115,12 @@ def _whole(pixels: BinaryIO, lines: BinaryIO, shape: tuple[int, ...]) -> Iterato
             seconds, seal, reason = json.loads(line)
         except ValueError:
             return
-        one = timed(reason or np.frombuffer(pixels.read(size), np.uint8), seconds)
-        if one.seal != seal:
+        decoded = timed(reason or np.frombuffer(pixels.read(size), np.uint8), seconds)
+        if decoded.seal != seal:
             return
-        yield one
+        yield decoded
 
 
-def _line(one: Timed) -> bytes:
-    reason = one.row if isinstance(one.row, str) else ""
-    return json.dumps([round(one.seconds, 9), one.seal, reason]).encode() + b"\n"
+def _line(decoded: Timed) -> bytes:
+    reason = decoded.row if isinstance(decoded.row, str) else ""
+    return json.dumps([round(decoded.seconds, 9), decoded.seal, reason]).encode() + b"\n"

@@ -25,7 +25,7 @@ from dyno.worker.record import TIMING, Record, refuse_links, write_bytes, write_
 from dyno.worker.spec import Artifact, Job, Recipe, Trial
 
 MAKE_TIMEOUT_S = 3600.0
-OTHER_ROUTE = ("failed", "crashed", "timeout")  # how a route ends behind which another may lead on
+OTHER_ROUTE = ("failed", "crashed", "timeout")  # statuses of a failed route after which the next one is tried
 LONGEST_LOG = 100_000  # characters
 
 
@@ -42,7 +42,7 @@ def execute(
         refuse_links(folder, FOLDERS)
         planned, said = prepare_folder(study, run, planned)
         _refuse(run, planned)
-        _keep_truth(run, planned)
+        _copy_truth(run, planned)
         self_test.keep_in(run.folder, study.device)
         todo = [one.trial for one in planned if not one.refusal and (only is None or one.trial.id in only)]
         for line in (*said, *retry.clear(run, todo, retry_failed), *retry.clear_damaged(run, todo)):
@@ -137,42 +137,42 @@ def _further(run: Run, trials: list[Trial], number: int, files: Files, progress:
 
 
 def _confirm(run: Run, trials: list[Trial], times: int, files: Files, progress: Progress) -> None:
-    """Measure the trials again, interleaved, beside the rounds that they were selected by."""
+    """Measure the trials again, interleaved, apart from the rounds that selected them."""
     order = [(t, k) for t, k in _order([replace(t, plan=replace(t.plan, rounds=times)) for t in trials])
              if run.record(t, k, CONFIRMATION) is None]  # fmt: skip
     with progress.running([trial for trial, _ in order]):
         for trial, number in order:
-            made = files.file(trial.recipe) if trial.recipe else None
-            if isinstance(made, Record):
-                run.store(trial, number, made, CONFIRMATION)
+            artifact = files.file(trial.recipe) if trial.recipe else None
+            if isinstance(artifact, Record):
+                run.store(trial, number, artifact, CONFIRMATION)
                 continue
             folder = run.fresh(trial, number, CONFIRMATION)
             progress.start(trial, number, "confirmation")
-            # Counted from 1: round 0 is the one that answers all images, and that is known of a confirmed trial.
-            job = Job("run", trial.runtime, trial, number + 1, artifact=made)
+            # Counted from 1: round 0 answers all images, which a confirmed trial has done.
+            job = Job("run", trial.runtime, trial, number + 1, artifact=artifact)
             progress.done(trial, launch_in_turn(job, folder, trial.plan.timeout_s, progress))
 
 
 def _refuse(run: Run, planned: list[Planned]) -> None:
     """Store a row for each trial that will not run."""
-    for one in planned:
-        if one.refusal:
-            stored = run.record(one.trial, 0)
-            if stored is None or (stored.stage == "plan" and stored.reason != one.refusal):
-                run.store(one.trial, 0, Record(one.status, "plan", one.refusal))
+    for entry in planned:
+        if entry.refusal:
+            stored = run.record(entry.trial, 0)
+            if stored is None or (stored.stage == "plan" and stored.reason != entry.refusal):
+                run.store(entry.trial, 0, Record(entry.status, "plan", entry.refusal))
 
 
-def _keep_truth(run: Run, planned: list[Planned]) -> None:
-    """What is to be found in a detector's images travels with the run, so that its accuracy can be read anywhere."""
-    for data in {one.trial.data for one in planned if one.trial.data.folder}:
-        source, kept = Path(data.folder) / "truth.json", run.folder / "truth" / f"{data.sha256[:12]}.json"
-        if source.is_file() and not kept.exists():
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            write_bytes(kept, source.read_bytes())
+def _copy_truth(run: Run, planned: list[Planned]) -> None:
+    """Copy a data set's annotations into the run folder, so that the accuracy can be read on any machine."""
+    for data in {entry.trial.data for entry in planned if entry.trial.data.folder}:
+        source, copy = Path(data.folder) / "truth.json", run.folder / "truth" / f"{data.sha256[:12]}.json"
+        if source.is_file() and not copy.exists():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            write_bytes(copy, source.read_bytes())
 
 
 def _order(trials: list[Trial]) -> list[tuple[Trial, int]]:
-    """Every job of these trials: round by round, each round shuffled in its own way, the same on every machine."""
+    """Every job of these trials: round by round, each round shuffled by its number, so the same on every machine."""
     order = []
     for number in range(max((trial.plan.rounds for trial in trials), default=0)):
         jobs = [(trial, number) for trial in trials if number < trial.plan.rounds]
@@ -182,9 +182,9 @@ def _order(trials: list[Trial]) -> list[tuple[Trial, int]]:
 
 
 def _stored(run: Run, trial: Trial, number: int) -> Record | None:
-    """What is known of that round: its own record, or the one of an earlier round that ended badly."""
-    known = [run.record(trial, k) for k in range(number + 1)]
-    return known[-1] or next((record for record in known if record is not None and record.status != "ok"), None)
+    """The record of that round, or the one of an earlier round that failed."""
+    records = [run.record(trial, k) for k in range(number + 1)]
+    return records[-1] or next((record for record in records if record is not None and record.status != "ok"), None)
 
 
 def _left(run: Run, trial: Trial) -> bool:
@@ -218,76 +218,76 @@ class Files:
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
         self.cache = Cache()
-        self.made: dict[str, Artifact | Record] = {}
+        self.results: dict[str, Artifact | Record] = {}
         self.built = 0  # files that were made and not found in the cache
 
     def all(self, trials: Iterable[Trial]) -> dict[str, Artifact | Record]:
-        """The file of each trial by the trial's id; a record that says why where it could not be made."""
+        """The file of each trial by the trial's id; a record with the reason where it could not be made."""
         return {trial.id: self.file(trial.recipe) for trial in trials if trial.recipe is not None}
 
     def file(self, recipe: Recipe) -> Artifact | Record:
-        """The file this recipe makes, from the cache when everything that shaped it is the same."""
+        """The file this recipe makes, from the cache if nothing on which it depends has changed."""
         key = self.cache.key(recipe)
-        if key not in self.made:
-            self.made[key] = self._make(recipe, key)
-        return self.made[key]
+        if key not in self.results:
+            self.results[key] = self._make(recipe, key)
+        return self.results[key]
 
     def _make(self, recipe: Recipe, key: str) -> Artifact | Record:
-        stored, wrong = self.cache.find(key)
+        stored, damage = self.cache.find(key)
         if stored is not None:
             return stored
-        made = self._by(recipe, key, wrong)
-        if isinstance(made, Artifact) or recipe.fallback is None:
-            return made
-        if made.status not in OTHER_ROUTE or made.facts.no_route:
-            return made
+        artifact = self._build(recipe, key, damage)
+        if isinstance(artifact, Artifact) or recipe.fallback is None:
+            return artifact
+        if artifact.status not in OTHER_ROUTE or artifact.facts.no_route:
+            return artifact
         other = self.file(recipe.fallback)
-        # What the last route says is left to do: it has the fixed batch that those before it may have asked for.
-        return other if isinstance(other, Record) else self._instead(other, made, key)
+        # The last route's failure is reported: it has the fixed batch that the others may have proposed.
+        return other if isinstance(other, Record) else self._substitute(other, artifact, key)
 
-    def _instead(self, other: Artifact, failed: Record, key: str) -> Artifact:
-        """Another route's file in place of the one that could not be made; kept, so that nobody tries that again."""
-        said = f"made by another route ({other.made_by.onnx_route or 'not folded'}), because the usual one "
-        said += f"ended as {failed.status} at {failed.stage}: {failed.reason}"
-        made = replace(other, made_by=replace(other.made_by, warnings=(*other.made_by.warnings, said)))
+    def _substitute(self, other: Artifact, failed: Record, key: str) -> Artifact:
+        """Another route's file in place of the one that could not be made; cached, so that it isn't tried again."""
+        warning = f"made by another route ({other.made_by.onnx_route or 'not folded'}), because the usual one "
+        warning += f"ended as {failed.status} at {failed.stage}: {failed.reason}"
+        substitute = replace(other, made_by=replace(other.made_by, warnings=(*other.made_by.warnings, warning)))
         with self.cache.making(key) as folder:
-            write_record(folder, Record("ok", artifact=made))
-        return made
+            write_record(folder, Record("ok", artifact=substitute))
+        return substitute
 
-    def _by(self, recipe: Recipe, key: str, wrong: str) -> Artifact | Record:
-        """The file by this recipe alone."""
+    def _build(self, recipe: Recipe, key: str, damage: str) -> Artifact | Record:
+        """The file by this recipe, without its fallback."""
         parent = self.file(recipe.parent) if recipe.parent else None
         if isinstance(parent, Record):
             return parent
-        self.progress.making(recipe, wrong)
+        self.progress.making(recipe, damage)
         with self.cache.making(key) as folder:
-            # Nothing is timed meanwhile, so a file that nobody gave threads for takes every core.
+            # Nothing is timed meanwhile, so making a file may use every core.
             runtime = replace(recipe.runtime, threads=max(recipe.runtime.threads, system.physical_cores()))
             job = Job("make", runtime, recipe=recipe, artifact=parent)
             timing = {TIMING: str(self.cache.timing)}
             record = launch_in_turn(job, folder, MAKE_TIMEOUT_S, self.progress, timing)
-            _say_shared(folder, record)
-            said = Facts(no_route=record.facts.no_route, printed=_printed(folder))  # its folder is gone after this
+            _warn_of_shared_gpu(folder, record)
+            failure = Facts(no_route=record.facts.no_route, printed=_printed(folder))  # its folder is gone after this
         if record.status != "ok":
-            return Record(record.status, record.stage, record.reason, system=record.system, facts=said)
+            return Record(record.status, record.stage, record.reason, system=record.system, facts=failure)
         self.built += 1
-        made, wrong = self.cache.find(key)
-        return made or Record("failed", record.stage, wrong or "the file was made but is not in the cache")
+        artifact, damage = self.cache.find(key)
+        return artifact or Record("failed", record.stage, damage or "the file was made but is not in the cache")
 
 
 def _printed(folder: Path) -> str:
-    """The end of what a job that made a file printed as errors, to be kept where it failed."""
+    """The end of a making job's standard error, to be stored where it failed."""
     path = folder / "stderr.log"
     return path.read_text(encoding="utf-8", errors="replace")[-LONGEST_LOG:] if path.is_file() else ""
 
 
-def _say_shared(folder: Path, record: Record) -> None:
-    """A builder that timed its kernels beside somebody else's work may have picked the wrong ones: a warning."""
+def _warn_of_shared_gpu(folder: Path, record: Record) -> None:
+    """Warn where others used the GPU while a builder timed its kernels, as it may have picked the wrong ones."""
     trace = timeline.read(folder)
     others = timeline.most_others(trace) if trace else 0
     if record.artifact is None or not others:
         return
     made_by = record.artifact.made_by
-    said = f"{gpu_remarks.meanwhile(others)}: kernels were timed beside it and may not be the fastest"
-    made_by = replace(made_by, warnings=tuple(dict.fromkeys((*made_by.warnings, said))))  # a parent's are among them
+    warning = f"{gpu_remarks.meanwhile(others)}: kernels were timed meanwhile and may not be the fastest"
+    made_by = replace(made_by, warnings=tuple(dict.fromkeys((*made_by.warnings, warning))))  # a parent's are among them
     write_record(folder, replace(record, artifact=replace(record.artifact, made_by=made_by)))

@@ -54,7 +54,7 @@ from dyno.worker.spec import SCHEMA, SLOWDOWN, Artifact, Job, NoRoute, Trial, Un
 
 RANDOM = 1e-2  # of their size: outputs of two calls on one input that are further apart are drawn
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# What a file made from another says of the model they share, and of the route to it.
+# Facts that a file takes from the one it was made from: those of the model, and of the route to it.
 INHERITED = [f.name for f in fields(Origin) if f.name != "other"]
 
 
@@ -66,11 +66,11 @@ def run_trial(job: Job, trial: Trial, journal: Journal, turns: Alone) -> None:
     if SLOWDOWN in job.options:
         session = _slowed(session, float(job.options[SLOWDOWN]), journal)
     model = trial.model
-    fed = list(
+    host_feeds = list(
         input_data.batches(trial.data, model.preprocess, session.inputs, trial.dims, input_data.FEEDS, model.inputs)
     )
-    journal.facts(inputs_sha256=input_data.fingerprint(fed, model.preprocess), threads=trial.runtime.threads)
-    feeds = [session.stage(feed) for feed in fed]
+    journal.facts(inputs_sha256=input_data.fingerprint(host_feeds, model.preprocess), threads=trial.runtime.threads)
+    feeds = [session.stage(feed) for feed in host_feeds]
     journal.timed("first_call", "first call", measure.step(session, "model", feeds))
     _time(session, trial, feeds, journal, turns)
     journal.add(Measurement("peak_memory", "B", "bytes", float(system.peak_memory())))
@@ -80,7 +80,7 @@ def run_trial(job: Job, trial: Trial, journal: Journal, turns: Alone) -> None:
         _repeat(session, feeds[0], journal)
     journal.stage("inspect")
     _inspect(session, job, journal)
-    journal.stage("close")  # where an engine may crash still: what it said of itself is on disk by then
+    journal.stage("close")  # an engine may still crash here: its facts are on disk by then
     session.close()
     if not journal.record.facts.finite:
         journal.stage("evaluate")
@@ -90,7 +90,7 @@ def run_trial(job: Job, trial: Trial, journal: Journal, turns: Alone) -> None:
 
 
 def _slowed(session: Session, share: float, journal: Journal) -> Session:
-    """The session with the delay that the self-test asks for; the record says so."""
+    """The session with the self-test's delay, which is in the record."""
     journal.facts(slowdown=share)
     if share:
         journal.warn(f"slowed down on purpose, by {100 * share:g} %: for the self-test")
@@ -108,18 +108,18 @@ def _time(session: Session, trial: Trial, feeds: measure.Feeds, journal: Journal
         contention = system.CpuContention()
         blocks = contention.during(turns.blocks(boundary, trial.plan)) if trial.plan.blocks else None
         if boundary == "throughput":
-            found = measure.throughput(session, feeds, trial.dims.batch, trial.plan, blocks)
-            journal.sampled("throughput", boundary, "1/s", "rate", found)
+            sampling = measure.throughput(session, feeds, trial.dims.batch, trial.plan, blocks)
+            journal.sampled("throughput", boundary, "1/s", "rate", sampling)
         else:
-            found = measure.latency(once, trial.plan, watch, blocks)
-            journal.sampled("latency", boundary, "s", "duration", found)
+            sampling = measure.latency(once, trial.plan, watch, blocks)
+            journal.sampled("latency", boundary, "s", "duration", sampling)
         _record_contention(boundary, contention.busy(), trial.runtime.device, journal)
     if "all" in trial.plan.boundaries and (parts := measure.parts(session, feeds, trial.plan)):
         journal.parted(parts)
 
 
 def _watch(session: Session, boundary: str, journal: Journal) -> gpu.Stopwatch | None:
-    """A clock of the GPU for what runs on its stream; without one the host's clock has to do, and it is said."""
+    """A clock of the GPU for what runs on its stream; without one the host's clock is used, with a warning."""
     if session.stream is None or boundary != "model":
         return None
     try:
@@ -139,16 +139,15 @@ def _record_contention(boundary: str, busy: float, device: str, journal: Journal
 
 
 def _evaluate(session: Session, trial: Trial, journal: Journal) -> None:
-    found = evaluate.evaluate(session, trial)
-    arrays = found.arrays
+    evaluation = evaluate.evaluate(session, trial)
+    arrays = evaluation.arrays
     save_arrays(journal.folder / "outputs.npz", arrays)
-    journal.evaluated(found)
-    # The hash over the pictures that were decoded, the same at every size, and how many of them calibration has; where
-    # nobody knows it, there is none.
-    about = input_data.metadata(trial.data)
-    known = str(about.get("photographs") or ""), int(about.get("set_aside") or 0)
-    journal.facts(data=Answered(trial.data.name, trial.data.split, len(arrays["sample"]), *known))
-    for sentence in found.oddities:
+    journal.evaluated(evaluation)
+    # The hash of the photographs, the same at every size, and the number set aside for calibration, where known.
+    metadata = input_data.metadata(trial.data)
+    photographs_and_set_aside = str(metadata.get("photographs") or ""), int(metadata.get("set_aside") or 0)
+    journal.facts(data=Answered(trial.data.name, trial.data.split, len(arrays["sample"]), *photographs_and_set_aside))
+    for sentence in evaluation.oddities:
         journal.warn(f"data: {sentence}")
     own = [a for name, a in arrays.items() if name.startswith("output:") and len(a) > 1]
     if own and all((a == a[:1]).all() for a in own):
@@ -156,27 +155,27 @@ def _evaluate(session: Session, trial: Trial, journal: Journal) -> None:
     raw = [a for name, a in arrays.items() if name.startswith("output:")]
     if raw and not any(a.size for a in raw):
         journal.warn("the outputs have no rows for any input: there is nothing to compare")
-    bad = [name[7:] for name, a in arrays.items() if name.startswith("output:") and not np.isfinite(a).all()]
-    if bad:
-        journal.warn(f"output {', '.join(bad)} has values that are not finite")
+    not_finite = [name[7:] for name, a in arrays.items() if name.startswith("output:") and not np.isfinite(a).all()]
+    if not_finite:
+        journal.warn(f"output {', '.join(not_finite)} has values that are not finite")
         journal.facts(finite=False)
 
 
 def _repeat(session: Session, feeds: Arrays, journal: Journal) -> None:
-    """Say so where two calls on the same input differ by far more than rounding: the model draws random numbers."""
+    """Warn where two calls on the same input differ by far more than rounding: the model draws random numbers."""
     calls = []
     for _ in range(2):
         session.bind(feeds)
         session.run()
         session.wait()
         calls.append({name: np.array(array) for name, array in session.fetch().items()})
-    apart = max((_apart(calls[0][name], calls[1][name]) for name in calls[0]), default=0.0)
-    if apart > RANDOM:
-        journal.facts(random_outputs=apart)
-        journal.warn(f"the outputs are random: two calls on one input are {apart:.2g} of their size apart")
+    distance = max((_distance(calls[0][name], calls[1][name]) for name in calls[0]), default=0.0)
+    if distance > RANDOM:
+        journal.facts(random_outputs=distance)
+        journal.warn(f"the outputs are random: two calls on one input are {distance:.2g} of their size apart")
 
 
-def _apart(a: np.ndarray, b: np.ndarray) -> float:
+def _distance(a: np.ndarray, b: np.ndarray) -> float:
     """|a - b| / |b| in the 2-norm, where both are finite; 1 for other shapes, which a random choice may have."""
     if a.shape != b.shape:
         return 1.0

@@ -248,7 +248,7 @@ def test_a_missing_compiler_is_unavailable(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(Unavailable, match=r"found no no-such-compiler.*apt-get install g\+\+"):
         find("compile").load(trial(backend="compile"), None)
-    with pytest.raises(UserError, match="compile's mode is one of"):
+    with pytest.raises(UserError, match="compile's mode must be one of"):
         find("compile").load(trial(backend="compile", mode="fast"), None)
 
 

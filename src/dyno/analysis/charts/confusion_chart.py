@@ -23,35 +23,35 @@ LONGEST = 24
 def matrices(run: RunData) -> Any:
     """The matrices of the first MOST_DRAWN configurations, shaded by the share of each label's images."""
     chosen = confusion.chosen(run.records)[:MOST_DRAWN]
-    drawn = [(t.label, found) for t in chosen if (found := confusion.of(t)) and len(found.classes) > 1]
+    drawn = [(t.label, matrix) for t in chosen if (matrix := confusion.of(t)) and len(matrix.classes) > 1]
     if not drawn:
         return None
-    sides = [min(WIDTH, max(3.2, 1.6 + 0.32 * len(found.classes))) for _, found in drawn]
+    sides = [min(WIDTH, max(3.2, 1.6 + 0.32 * len(matrix.classes))) for _, matrix in drawn]
     with styled() as figure_class:
-        made = figure_class(figsize=(max(sides), sum(sides)), layout="constrained")
-        places = made.subplots(len(drawn), 1, squeeze=False, height_ratios=sides)[:, 0]
-        for axes, (label, found) in zip(places, drawn, strict=True):
+        figure = figure_class(figsize=(max(sides), sum(sides)), layout="constrained")
+        places = figure.subplots(len(drawn), 1, squeeze=False, height_ratios=sides)[:, 0]
+        for axes, (label, matrix) in zip(places, drawn, strict=True):
             axes.set_title(short(label, 2 * LONGEST), fontsize=9)
-            _matrix(axes, found)
-    return made
+            _matrix(axes, matrix)
+    return figure
 
 
-def _matrix(axes: Any, found: Confusion) -> None:
-    total = np.maximum(found.counts.sum(axis=1, keepdims=True), 1)
-    count = len(found.classes)
+def _matrix(axes: Any, matrix: Confusion) -> None:
+    total = np.maximum(matrix.counts.sum(axis=1, keepdims=True), 1)
+    count = len(matrix.classes)
     axes.grid(False)
-    axes.pcolormesh(found.counts / total, cmap="Blues", vmin=0, vmax=1, rasterized=count > MOST_SQUARES)
+    axes.pcolormesh(matrix.counts / total, cmap="Blues", vmin=0, vmax=1, rasterized=count > MOST_SQUARES)
     axes.set_aspect("equal")
     axes.invert_yaxis()
     axes.set_xlabel("answer")
     axes.set_ylabel("label")
     ticks = range(count) if count <= MOST_LABELLED else []
-    names = [short(name, LONGEST) for name in found.names]
+    names = [short(name, LONGEST) for name in matrix.names]
     middles = [place + 0.5 for place in ticks]
     axes.set_xticks(middles, names if ticks else [], rotation=90, fontsize=8)
     axes.set_yticks(middles, names if ticks else [], fontsize=8)
     if count <= MOST_NUMBERED:
-        _numbers(axes, found.counts, found.counts / total)
+        _numbers(axes, matrix.counts, matrix.counts / total)
 
 
 def _numbers(axes: Any, counts: np.ndarray, shares: np.ndarray) -> None:

@@ -64,8 +64,8 @@ def panels_of(rows: pd.DataFrame, axis: str) -> tuple[list[Panel], int]:
     """Title and rows of each panel with two or more values on the axis, and the number of panels left out."""
     rows = rows.assign(place=[place_of(v) for v in rows[axis]])
     keys = [k for k in ("model", "size", "batch", "device") if k != axis]
-    found = [(title_of(keys, v), g) for v, g in rows.groupby(keys, sort=False) if g["place"].nunique() > 1]
-    return found[:MOST_PANELS], max(0, len(found) - MOST_PANELS)
+    panels = [(title_of(keys, v), g) for v, g in rows.groupby(keys, sort=False) if g["place"].nunique() > 1]
+    return panels[:MOST_PANELS], max(0, len(panels) - MOST_PANELS)
 
 
 def draw(axes: Any, group: pd.DataFrame, axis: str, column: str) -> None:
@@ -74,10 +74,12 @@ def draw(axes: Any, group: pd.DataFrame, axis: str, column: str) -> None:
         first, ordered = series.iloc[0], series.dropna(subset=[column]).sort_values("place")
         axes.plot(ordered["place"], ordered[column], **stroke(first))
         if f"{column}_low" in series:
-            known = ordered.dropna(subset=[f"{column}_low"])
-            limits = known[f"{column}_low"], known[f"{column}_high"]
+            bounded_rows = ordered.dropna(subset=[f"{column}_low"])
+            limits = bounded_rows[f"{column}_low"], bounded_rows[f"{column}_high"]
             tight = [bounded(*pair) for pair in zip(*limits, strict=True)]
-            axes.fill_between(known["place"], *limits, where=tight, color=color(first["backend"]), alpha=0.1, lw=0)
+            axes.fill_between(
+                bounded_rows["place"], *limits, where=tight, color=color(first["backend"]), alpha=0.1, lw=0
+            )
     ticks = sorted(set(group["place"]))
     names = {place_of(v): str(v) for v in group[axis]}
     axes.set_xscale("log", base=2)
@@ -93,11 +95,11 @@ def configurations(rows: pd.DataFrame) -> pd.DataFrame:
     rows = rows.assign(configuration=[configuration(r) for _, r in rows.iterrows()])
     rows = rows[rows["configuration"].isin(list(dict.fromkeys(rows["configuration"]))[:MOST_CONFIGURATIONS])]
     alike: dict[tuple[str, str], dict[str, int]] = {}
-    each = list(zip(rows["configuration"], rows["backend"], rows["precision"], strict=True))
-    for name, *kind in each:
+    lines = list(zip(rows["configuration"], rows["backend"], rows["precision"], strict=True))
+    for name, *kind in lines:
         names = alike.setdefault((kind[0], kind[1]), {})
         names.setdefault(name, len(names))
-    return rows.assign(twin=[alike[backend, precision][name] for name, backend, precision in each])
+    return rows.assign(twin=[alike[backend, precision][name] for name, backend, precision in lines])
 
 
 def stroke(r: Any) -> dict[str, Any]:
@@ -112,17 +114,17 @@ def legend(figure: Any, panels: list[Panel], left: int = 0) -> None:
     """One legend below all panels, and how many panels were left out."""
     from matplotlib.lines import Line2D
 
-    each = one_of_each(panels)
-    place_legend(figure, [Line2D([], [], label=short(r["configuration"], LONGEST), **stroke(r)) for r in each], left)
+    rows = one_of_each(panels)
+    place_legend(figure, [Line2D([], [], label=short(r["configuration"], LONGEST), **stroke(r)) for r in rows], left)
 
 
 def one_of_each(panels: list[Panel]) -> list[Any]:
     """A row of each configuration that is drawn, in order."""
-    found: dict[str, Any] = {}
+    first_rows: dict[str, Any] = {}
     for _, group in panels:
         for _, r in group.iterrows():
-            found.setdefault(r["configuration"], r)
-    return list(found.values())
+            first_rows.setdefault(r["configuration"], r)
+    return list(first_rows.values())
 
 
 def place_legend(figure: Any, handles: list[Any], left: int) -> None:

@@ -168,13 +168,13 @@ def scores(arrays: Mapping[str, np.ndarray], truth: Mapping[str, Any], kind: str
     # Images lie in an order of their own; a fixed shuffle keeps that order's pattern out of the groups.
     shuffled = np.random.default_rng(0).permutation(len(images))
     groups = {image: int(place % count) for image, place in zip(sorted(images), shuffled, strict=True)}
-    each = []
+    by_class = []
     for k in range(len(parameters.catIds)):
-        found = evaluation.evalImgs[k * len(images) : (k + 1) * len(images)]
-        m = matches(found, groups, count, len(parameters.iouThrs))
-        each.append([average(m, parameters.recThrs, without) for without in (None, *range(count))])
+        matched = evaluation.evalImgs[k * len(images) : (k + 1) * len(images)]
+        m = matches(matched, groups, count, len(parameters.iouThrs))
+        by_class.append([average(m, parameters.recThrs, without) for without in (None, *range(count))])
     names = {c["id"]: str(c.get("name", c["id"])) for c in truth["categories"]}
-    by_group = np.asarray(each, np.float64).transpose(1, 0, 2)
+    by_group = np.asarray(by_class, np.float64).transpose(1, 0, 2)
     return Scores(by_group, tuple(names[i] for i in parameters.catIds), len(images))
 
 
@@ -232,12 +232,12 @@ def _detections(
     ]
     if kind == "segm":
         ends = np.cumsum(arrays["mask_lengths"])
-        for each, counts in zip(detections, np.split(arrays["mask_counts"], ends)[:-1], strict=True):
-            each["segmentation"] = {"size": list(sizes[each["image_id"]]), "counts": counts.tolist()}
+        for detection, counts in zip(detections, np.split(arrays["mask_counts"], ends)[:-1], strict=True):
+            detection["segmentation"] = {"size": list(sizes[detection["image_id"]]), "counts": counts.tolist()}
     if kind == "keypoints":
         points = arrays["detection_keypoints"].astype(np.float64)
         if points.shape[2:] == (2,):
             points = np.concatenate([points, np.ones((*points.shape[:2], 1))], axis=2)
-        for each, one in zip(detections, points, strict=True):
-            each["keypoints"] = one.reshape(-1).tolist()
+        for detection, keypoints in zip(detections, points, strict=True):
+            detection["keypoints"] = keypoints.reshape(-1).tolist()
     return detections

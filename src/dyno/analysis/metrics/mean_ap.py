@@ -23,22 +23,22 @@ class MeanAveragePrecision(Metric):
     change_by = "the jackknife's 95 % interval"
     place = 2
 
-    def scores(self, found: MeanAP) -> Scores:
+    def scores(self, result: MeanAP) -> Scores:
         """Those that it is the mean of."""
-        return found.own
+        return result.own
 
     def mean(self, scores: Scores) -> np.ndarray:
         """The value from all images, then without each group of them, [1 + groups]."""
         return scores.map50_95
 
     def of(self, trial: TrialResult) -> Measured | None:
-        found = detection.of(trial)
-        if found is None:
+        result = detection.of(trial)
+        if result is None:
             return None
-        scores = self.scores(found)
+        scores = self.scores(result)
         share = detection.jackknife(self.mean(scores))
         low, high = (float(np.clip(limit, 0, 1)) for limit in (share.low, share.high))
-        return Measured(Interval(share.value, low, high), scores.images, WORDS[found.kind])
+        return Measured(Interval(share.value, low, high), scores.images, WORDS[result.kind])
 
     def change(self, trial: TrialResult, reference: TrialResult) -> Change | None:
         """Paired: both lose the same images in each group."""
@@ -76,12 +76,12 @@ class OfBoxes(MeanAveragePrecision):
     printed = ()
     place = 5
 
-    def scores(self, found: MeanAP) -> Scores:
-        return found.boxes
+    def scores(self, result: MeanAP) -> Scores:
+        return result.boxes
 
     def of(self, trial: TrialResult) -> Measured | None:
-        found = super().of(trial)
-        return None if found is None else Measured(found.interval, found.images)
+        result = super().of(trial)
+        return None if result is None else Measured(result.interval, result.images)
 
 
 class OfBoxes50(OfBoxes):

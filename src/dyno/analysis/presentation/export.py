@@ -37,13 +37,13 @@ def export(tables: Sequence[Table], format: str = "text", by: By = (), about: Ma
 
 
 def _csv(tables: Sequence[Table], by: By) -> str:
-    made = io.StringIO()
-    writer = csv.writer(made, lineterminator="\n")
+    text_file = io.StringIO()
+    writer = csv.writer(text_file, lineterminator="\n")
     for number, table in enumerate(tables):
-        made.write("\n" if number else "")
+        text_file.write("\n" if number else "")
         writer.writerow([csv_cell(c.name) for c in table.columns])
         writer.writerows([csv_cell(_cell(row.get(c.name))) for c in table.columns] for row in table.rows)
-    return made.getvalue()
+    return text_file.getvalue()
 
 
 def _cell(value: Any) -> Any:
@@ -51,10 +51,10 @@ def _cell(value: Any) -> Any:
 
 
 def _json(tables: Sequence[Table], about: Mapping[str, Any]) -> str:
-    each = {table.name: _content(table) for table in tables}
-    content = {"table": tables[0].name, **each[tables[0].name]} if len(tables) == 1 else {"tables": each}
-    found = {"schema": SCHEMA, **about, **content}
-    return json.dumps(found, ensure_ascii=False, indent=1, allow_nan=False) + "\n"
+    by_name = {table.name: _content(table) for table in tables}
+    content = {"table": tables[0].name, **by_name[tables[0].name]} if len(tables) == 1 else {"tables": by_name}
+    document = {"schema": SCHEMA, **about, **content}
+    return json.dumps(document, ensure_ascii=False, indent=1, allow_nan=False) + "\n"
 
 
 def _content(table: Table) -> dict[str, Any]:
@@ -139,16 +139,17 @@ def _text_part(title: str, part: Part, width: int) -> str:
     cells = {c.name: [plain(c.heading), *(_shortened(c, r, longest) for r in part.rows)] for c in part.columns}
     most = {c.name: longest if c.kind == TEXT else UNLIMITED for c in part.columns}  # words can be folded
     widest = {name: min(max(map(_cells, texts)), most[name]) for name, texts in cells.items()}
-    kept = list(part.columns)
-    while sum(widest[c.name] + GAP for c in kept) - GAP > width and any(c.rank for c in kept):
-        kept.remove(max(reversed(kept), key=lambda c: c.rank))
-    hidden = ", ".join(c.heading for c in part.columns if c not in kept)
+    columns = list(part.columns)
+    while sum(widest[c.name] + GAP for c in columns) - GAP > width and any(c.rank for c in columns):
+        columns.remove(max(reversed(columns), key=lambda c: c.rank))
+    hidden = ", ".join(c.heading for c in part.columns if c not in columns)
     notes = [*map(plain, part.notes), *([f"not shown at this width: {hidden}"] if hidden else [])]
-    widths = _widths([cells[c.name] for c in kept], width - GAP * (len(kept) - 1))
+    widths = _widths([cells[c.name] for c in columns], width - GAP * (len(columns) - 1))
     lines = [
-        _line([cells[c.name][i] for c in kept], widths, [c.right for c in kept]) for i in range(len(part.rows) + 1)
+        _line([cells[c.name][i] for c in columns], widths, [c.right for c in columns])
+        for i in range(len(part.rows) + 1)
     ]
-    rule = "─" * (sum(widths) + GAP * (len(kept) - 1))
+    rule = "─" * (sum(widths) + GAP * (len(columns) - 1))
     below = [textwrap.fill(note, width, initial_indent="  ", subsequent_indent="    ") for note in notes]
     return "\n".join([title, rule, lines[0], rule, *lines[1:], rule, *below]) + "\n"
 
@@ -176,9 +177,9 @@ def _line(texts: Sequence[str], widths: Sequence[int], right: Sequence[bool]) ->
     """A row of the table: one line, or several where a cell doesn't fit."""
     cells = [_folded(text, width) for text, width in zip(texts, widths, strict=True)]
     height = max(map(len, cells), default=1)
-    each = [[*lines, *[""] * (height - len(lines))] for lines in cells]
+    padded = [[*lines, *[""] * (height - len(lines))] for lines in cells]
     return "\n".join(
-        (" " * GAP).join(map(_pad, [lines[i] for lines in each], widths, right)).rstrip() for i in range(height)
+        (" " * GAP).join(map(_pad, [lines[i] for lines in padded], widths, right)).rstrip() for i in range(height)
     )
 
 

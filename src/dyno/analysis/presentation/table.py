@@ -123,23 +123,23 @@ class Table:
 
     def parts(self, by: str | Sequence[str] = ()) -> Iterator[Part]:
         """The parts to print, grouped by other columns (comma-separated, or a sequence) where `by` names some."""
-        asked = [k.strip() for k in by.split(",")] if isinstance(by, str) and by else list(by)
-        keys = asked or list(self.group)
-        known = {column.name: column for column in self.columns}
-        if unknown := [k for k in keys if k not in known]:
-            raise UserError(_no_column(unknown[0], list(known)))
+        requested = [k.strip() for k in by.split(",")] if isinstance(by, str) and by else list(by)
+        keys = requested or list(self.group)
+        by_name = {column.name: column for column in self.columns}
+        if unknown := [k for k in keys if k not in by_name]:
+            raise UserError(_no_column(unknown[0], list(by_name)))
         grouped: dict[tuple[Any, ...], list[Row]] = {}
         for row in self.rows:
             grouped.setdefault(tuple(row.get(k) for k in keys), []).append(row)
-        shown = self._shown(keys, known)
+        shown = self._shown(keys, by_name)
         for number, (values, rows) in enumerate(grouped.items(), 1):
             columns = [c for c in shown if c.identity or any(c.text(r) for r in rows)]
             own = [*(self.below(rows) if self.below else ()), *(self.notes if number == len(grouped) else ())]
             yield Part(_title(keys, values), columns, rows, own)
 
-    def _shown(self, keys: list[str], known: Mapping[str, Column]) -> list[Column]:
+    def _shown(self, keys: list[str], by_name: Mapping[str, Column]) -> list[Column]:
         """The columns for people: those that were not grouped by, of names those in which rows differ."""
-        chosen = [known[name] for name in self.printed or known if name not in keys]
+        chosen = [by_name[name] for name in self.printed or by_name if name not in keys]
         left = [c for c in chosen if not c.identity or len({str(r.get(c.name)) for r in self.rows}) > 1]
         return left if any(c.identity or c.kind == TEXT for c in left) else chosen
 

@@ -64,8 +64,8 @@ class OnnxRuntime(Backend):
 
     def refuse(self, trial: Trial) -> str:
         """The base class's reasons, and int8 without data."""
-        if why := super().refuse(trial):
-            return why
+        if reason := super().refuse(trial):
+            return reason
         if trial.precision == "fp32" and trial.model.precision in ("int8", "fp8"):
             return f"the file's graph is {trial.model.precision} already; give the fp32 file, or --precision"
         return missing_data(trial)
@@ -96,12 +96,12 @@ class OnnxRuntime(Backend):
             raise UserError(f"{path or 'the ONNX file'} does not exist")
         if Path(path).stat().st_size == 0:
             raise UserError(f"{path} is empty, not an ONNX file")
-        known = artifact.inputs if artifact else ()
+        inputs = artifact.inputs if artifact else ()
         try:
-            file = OnnxFile(ort, path, trial, known or _described(ort, path))
+            file = OnnxFile(ort, path, trial, inputs or _read_inputs(ort, path))
             return cuda.CudaSession(file, trial, _tensor) if trial.runtime.device != "cpu" else OnnxRuntimeSession(file)
         except _errors() as e:
-            raise _meaning(e, f"{path} can't be loaded") from e
+            raise _loading_error(e, f"{path} can't be loaded") from e
 
 
 ONNX_RUNTIME = OnnxRuntime()
@@ -167,22 +167,22 @@ class OnnxRuntimeSession(Session):
     def __init__(self, file: OnnxFile) -> None:
         self._file = file
         self._session = file.open(PROVIDERS)
-        found = tuple(map(_tensor, self._session.get_inputs()))
-        self.inputs = found if file.free else tuple(replace(t, shape=file.shapes[t.name]) for t in found)
+        inputs = tuple(map(_tensor, self._session.get_inputs()))
+        self.inputs = inputs if file.free else tuple(replace(t, shape=file.shapes[t.name]) for t in inputs)
         self.outputs = tuple(_tensor(arg) for arg in self._session.get_outputs())
         self._errors = _errors()
         self._feeds: dict[str, np.ndarray] = {}
         self._bind_outputs()
 
     def _bind_outputs(self) -> None:
-        """Give each output a place to be written to; one whose shape only a run can tell is left to the library."""
+        """Bind each output to an array; one whose shape depends on the run is left to the library."""
         self._binding = self._session.io_binding()
         self._outputs: dict[str, np.ndarray] = {}
         for tensor in self.outputs:
             sizes = [size for size in tensor.shape if isinstance(size, int)]
             if len(sizes) == len(tensor.shape):
-                place = self._outputs[tensor.name] = np.empty(sizes, tensor.dtype)
-                self._binding.bind_output(tensor.name, "cpu", 0, place.dtype.type, place.shape, place.ctypes.data)
+                array = self._outputs[tensor.name] = np.empty(sizes, tensor.dtype)
+                self._binding.bind_output(tensor.name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
         self._unplaced = [tensor.name for tensor in self.outputs if tensor.name not in self._outputs]
 
     def reshape(self, shapes: Mapping[str, Shape]) -> None:
@@ -199,7 +199,7 @@ class OnnxRuntimeSession(Session):
             feed = fitted(feeds[tensor.name], tensor, self._file.shapes[tensor.name])
             self._binding.bind_input(tensor.name, "cpu", 0, feed.dtype.type, feed.shape, feed.ctypes.data)
             self._feeds[tensor.name] = feed
-        for name in self._unplaced:  # what another input made there may have another shape
+        for name in self._unplaced:  # its shape may change with the input
             self._binding.bind_output(name, "cpu")
 
     def run(self, slot: int = 0) -> None:
@@ -233,7 +233,7 @@ def _library() -> Any:
         import onnxruntime
     except ImportError as e:
         raise Unavailable(f"onnxruntime is not installed in this Python; {install('onnxruntime')}") from e
-    # From 1.31 on the library looks up a telemetry host unless told not to.
+    # From 1.31 on the library looks up a telemetry host unless that is disabled.
     if hasattr(onnxruntime, "disable_telemetry_events"):
         onnxruntime.disable_telemetry_events()
     return onnxruntime
@@ -260,8 +260,8 @@ def settings(trial: Trial) -> dict[str, Any]:
     }
 
 
-def _described(ort: Any, path: str) -> tuple[Tensor, ...]:
-    """Inputs of a file nobody has described: an unoptimised session is the cheapest way to read them without onnx."""
+def _read_inputs(ort: Any, path: str) -> tuple[Tensor, ...]:
+    """Inputs of a file: an unoptimised session is the cheapest way to read them without onnx."""
     options = _quiet(ort)
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
@@ -278,12 +278,12 @@ def _tensor(arg: Any) -> Tensor:
 
 def overrides(inputs: tuple[Tensor, ...], shapes: dict[str, Shape]) -> dict[str, int]:
     """The size of each free dimension that has a name; one that would need two sizes is a `UserError`."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for tensor in inputs:
         for name, size in zip(tensor.shape, shapes[tensor.name], strict=True):
-            if isinstance(name, str) and name and found.setdefault(name, size) != size:
-                raise UserError(f"dimension {name!r} can't be both {found[name]} and {size}; make the --shapes agree")
-    return found
+            if isinstance(name, str) and name and sizes.setdefault(name, size) != size:
+                raise UserError(f"dimension {name!r} can't be both {sizes[name]} and {size}; make the --shapes agree")
+    return sizes
 
 
 def _errors() -> tuple[type[Exception], ...]:
@@ -300,8 +300,8 @@ def _raise_if_memory(error: Exception, what: str) -> None:
         raise MemoryError(f"{what}: ONNX Runtime could not allocate memory ({text[-120:]})") from error
 
 
-def _meaning(error: Exception, what: str) -> Exception:
-    """A loading error of the library as one of ours, in one line."""
+def _loading_error(error: Exception, what: str) -> Exception:
+    """A loading error of the library as one of Dyno's, in one line."""
     _raise_if_memory(error, what)
     text = error_line(error)
     if type(error).__name__ == "NotImplemented":

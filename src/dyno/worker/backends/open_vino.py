@@ -51,24 +51,26 @@ class OpenVino(Backend):
 
     def refuse(self, trial: Trial) -> str:
         """The base class's reasons, and int8 without data."""
-        if why := super().refuse(trial):
-            return why
+        if reason := super().refuse(trial):
+            return reason
         if trial.model.file.endswith(".xml") and trial.precision == "int8" != trial.model.precision:
             return "an IR can't be quantised here; give the ONNX file or the module it was made from"
         return missing_data(trial)
 
     def recipe(self, trial: Trial) -> Recipe:
-        """ONNX to IR; a model that is an IR already stays the file it is.
+        """ONNX to IR; a model that is an IR already is used as it is.
 
-        FP32, BF16 and FP16 share one IR: which of them is computed in is decided when it is compiled.
+        FP32, BF16 and FP16 share one IR: the one to compute in is chosen when it is compiled.
         """
         # The conversion runs where OpenVINO is, which may be another Python than the one that exports.
         runtime = Runtime(name=trial.runtime.name, python=trial.runtime.python, env=trial.runtime.env)
-        kept = "int8" if trial.precision == "int8" else "fp32"
-        ir = Recipe(self.name, "openvino", kept, trial.model, replace(trial.dims, batch=0), runtime=runtime)
+        precision = "int8" if trial.precision == "int8" else "fp32"
+        ir = Recipe(self.name, "openvino", precision, trial.model, replace(trial.dims, batch=0), runtime=runtime)
         if trial.model.file.endswith(".xml"):
             return ir
-        return routed(replace(trial, precision=kept), self.name, lambda file: replace(ir, dims=file.dims, parent=file))
+        return routed(
+            replace(trial, precision=precision), self.name, lambda file: replace(ir, dims=file.dims, parent=file)
+        )
 
     def probe(self) -> Probe:
         """Add two numbers on the CPU device."""
@@ -94,7 +96,7 @@ class OpenVino(Backend):
         try:
             return OpenVinoSession(ov, model, trial)
         except RuntimeError as e:
-            raise _meaning(e, f"{trial.model.name} can't be compiled") from e
+            raise _loading_error(e, f"{trial.model.name} can't be compiled") from e
 
 
 OPENVINO = OpenVino()
@@ -283,33 +285,33 @@ def read_model(ov: Any, path: str) -> Any:
         return _core().read_model(path) if path.endswith(".xml") else ov.convert_model(path)
     # convert_model wraps what its front ends throw in its own class, which derives from Exception alone.
     except Exception as e:
-        raise _meaning(e, f"{path} can't be read") from e
+        raise _loading_error(e, f"{path} can't be read") from e
 
 
 def settings(trial: Trial) -> dict[str, Any]:
-    """What the model is compiled with for the trial."""
+    """The properties with which the model is compiled for the trial."""
     streams = trial.options.get("streams", 1)
     most = max(trial.runtime.threads, 1)
     if not isinstance(streams, int) or not 1 <= streams <= most:
         raise UserError(f"openvino's streams must be from 1 to the number of threads ({most}), not {streams!r}")
-    found: dict[str, Any] = {
+    properties: dict[str, Any] = {
         "INFERENCE_PRECISION_HINT": HINTS[trial.precision],
         "INFERENCE_NUM_THREADS": trial.runtime.threads,
         "NUM_STREAMS": streams,
         "PERFORMANCE_HINT": "LATENCY" if streams == 1 else "THROUGHPUT",
     }
     if "pinning" in trial.options:
-        found["ENABLE_CPU_PINNING"] = bool(trial.options["pinning"])
-    return found
+        properties["ENABLE_CPU_PINNING"] = bool(trial.options["pinning"])
+    return properties
 
 
 def tensor_of(port: Any) -> Tensor:
     """A port's name, NumPy type and shape; a free dimension has no name in an IR.
 
-    A port has the name of every tensor that was merged into it; its node keeps the one the file gave it.
+    A port has the name of every tensor that was merged into it; its node has the one in the file.
     """
-    given = port.get_node().get_friendly_name().removesuffix("/sink_port_0")
-    name = given if given in port.get_names() else port.get_any_name()
+    file_name = port.get_node().get_friendly_name().removesuffix("/sink_port_0")
+    name = file_name if file_name in port.get_names() else port.get_any_name()
     shape = tuple("" if dim.is_dynamic else dim.get_length() for dim in port.get_partial_shape())
     return Tensor(name, port.get_element_type().to_dtype().name, shape)
 
@@ -319,11 +321,11 @@ def _raise_if_memory(error: Exception, what: str) -> None:
         raise MemoryError(f"{what}: OpenVINO could not allocate memory") from error
 
 
-def _meaning(error: Exception, what: str) -> Exception:
-    """A loading error of the library as one of ours, in one line; its last line says the most."""
+def _loading_error(error: Exception, what: str) -> Exception:
+    """A loading error of the library as one of Dyno's, in one line: its last one, as a rule."""
     _raise_if_memory(error, what)
     lines = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()]
     if unknown := next((line for line in lines if "No conversion rule found" in line), ""):
-        return UserError(f"{what}: OpenVINO knows no {unknown.rpartition('operations: ')[2][:300]}")
+        return UserError(f"{what}: OpenVINO doesn't support {unknown.rpartition('operations: ')[2][:300]}")
     text = next((line for line in reversed(lines) if not line.startswith("Exception from")), str(error))
     return UserError(f"{what}: {text[:300]}")

@@ -64,14 +64,14 @@ def _dict_reader(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
     check = _plain_reader(dict)
 
     def read_all(data: Any) -> Any:
-        made = {}
+        values = {}
         for key, item in check(data).items():
             try:
-                made[key] = read(item)
+                values[key] = read(item)
             except Misfit as e:
                 e.place = f".{key}{e.place}"
                 raise
-        return made
+        return values
 
     return read_all
 
@@ -87,12 +87,12 @@ def _dataclass_reader(kind: Any) -> Callable[[Any], Any]:
             readers.update({name: reader(hints[name]) for name in names})
         values, other = {}, {}
         for key, item in check(data).items():
-            known = readers.get(key)
-            if known is None:
+            reader_of_key = readers.get(key)
+            if reader_of_key is None:
                 other[key] = item
                 continue
             try:
-                values[key] = known(item)
+                values[key] = reader_of_key(item)
             except Misfit as e:
                 e.place = f".{key}{e.place}"
                 raise

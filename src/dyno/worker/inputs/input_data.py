@@ -56,7 +56,7 @@ class Images:
         if target.dtype == np.uint8 and target.flags.c_contiguous:
             np.take(self._pixels, self._chosen(start, len(target)), axis=0, out=target, mode="clip")
             return
-        mean, std = (each[0] for each in normalisation(self._preprocess, target.shape[1]))
+        mean, std = (array[0] for array in normalisation(self._preprocess, target.shape[1]))
         direct, raw = target.dtype == np.float32, target.dtype == np.uint8
         values: np.ndarray = np.empty(target.shape[1:], np.float32)
         for i, chosen in enumerate(self._chosen(start, len(target))):
@@ -96,7 +96,7 @@ def normalisation(preprocess: Preprocess, channels: int) -> tuple[np.ndarray, np
 
 def pixel_scale(preprocess: Preprocess, channels: int) -> tuple[np.ndarray, np.ndarray]:
     """Scale and offset of each channel as float32, 1 x C x 1 x 1: `pixel * scale + offset` is the normalised value."""
-    mean, std = (each.astype(np.float64) for each in normalisation(preprocess, channels))
+    mean, std = (array.astype(np.float64) for array in normalisation(preprocess, channels))
     return (1 / (255 * std)).astype(np.float32), (-mean / std).astype(np.float32)
 
 
@@ -158,8 +158,8 @@ def open_images(
     name, shape = _image_input(tensors, static_shapes(tensors, dims))
     images, expected = Images(data, preprocess, channels_last(shape)), channels_first(shape)[1:]
     if images.shape != expected:
-        given, needed = ("x".join(map(str, s)) for s in (images.shape, expected))
-        raise UserError(f"the images are {given} but the model's input {name!r} is {needed}; set --size to match")
+        present, needed = ("x".join(map(str, s)) for s in (images.shape, expected))
+        raise UserError(f"the images are {present} but the model's input {name!r} is {needed}; set --size to match")
     return name, shape, images
 
 

@@ -150,14 +150,14 @@ def _file(trial: Trial, sizes: list[list[int]], overrides: Mapping[str, Mapping[
     if not tensors:
         raise UserError(f"{model.file} has no inputs, so there is nothing to run it on; export the model with one")
     shapes = {name: resolved(words["shape"], 1) for name, words in overrides.items() if "shape" in words}
-    found = file_images.image_facts(model, tensors, shapes, sizes, contents.image)
-    model = replace(model, channels=found.channels or model.channels)
+    inspection = file_images.image_facts(model, tensors, shapes, sizes, contents.image)
+    model = replace(model, channels=inspection.channels or model.channels)
     outputs = [tensor.shape for tensor in contents.outputs]
     purpose = task_facts.facts(model, task, contents.task, outputs)
     lengths = [words["shape"][0] for words in overrides.values() if words.get("shape")]
     fixed = lengths[0] if lengths and isinstance(lengths[0], int) else _fixed(tensors, 0)
-    found = replace(
-        found.joined(purpose),
+    inspection = replace(
+        inspection.joined(purpose),
         preprocess=purpose.preprocess or model.preprocess,
         batch=fixed,
         batches=contents.batches,  # an engine knows which ones it was built for
@@ -166,15 +166,15 @@ def _file(trial: Trial, sizes: list[list[int]], overrides: Mapping[str, Mapping[
         signature=tuple(tuple(tensor.shape for tensor in side) for side in (tensors, contents.outputs)),
         inputs=tuple(modules.describe_file_inputs(tensors, overrides, contents.task.inputs)),
     )
-    batch = fixed or (contents.batches[1] if contents.batches else found.usual_batch or 1)
+    batch = fixed or (contents.batches[1] if contents.batches else inspection.usual_batch or 1)
     shapes = {name: resolved(words["shape"], batch) for name, words in overrides.items() if "shape" in words}
-    dims = Dims(batch, *found.size, shapes)
+    dims = Dims(batch, *inspection.size, shapes)
     static_shapes(tensors, dims)
     if contents.flops:
-        sized = [dims] if found.fixed_size or not sizes else [replace(dims, height=h, width=w) for h, w in sizes]
-        counts = {one.size: contents.flops(static_shapes(tensors, one)) // one.batch for one in sized}
-        found = replace(found, flops={size: count for size, count in counts.items() if count})
-    return found
+        sized = [dims] if inspection.fixed_size or not sizes else [replace(dims, height=h, width=w) for h, w in sizes]
+        counts = {d.size: contents.flops(static_shapes(tensors, d)) // d.batch for d in sized}
+        inspection = replace(inspection, flops={size: count for size, count in counts.items() if count})
+    return inspection
 
 
 def _fixed(tensors: tuple[Tensor, ...], axis: int) -> int:

@@ -89,7 +89,7 @@ def _int8_sites(seen: Observed) -> Iterator[tuple[Any, int]]:
 
 def _quantising(name: str, inputs: list[int], seen: Observed) -> Changed:
     def change(graph: Any) -> None:
-        node = next(each for each in graph.node if each.name == name)
+        node = next(n for n in graph.node if n.name == name)
         for k in inputs:
             _round_activation(graph, node, k, seen.ranges[node.input[k]], seen.scheme)
         if node.op_type in LINEAR:
@@ -157,7 +157,7 @@ def _halving(name: str, floats: set[str]) -> Changed:
         ]
 
     def change(graph: Any) -> None:
-        node = next(each for each in graph.node if each.name == name)
+        node = next(n for n in graph.node if n.name == name)
         constants = {t.name: t for t in graph.initializer}
         before, after = [], []
         for k, read in enumerate(node.input):
@@ -190,7 +190,7 @@ def _replace(graph: Any, node: Any, k: int, values: np.ndarray) -> None:
 
 
 def _insert(graph: Any, node: Any, before: Sequence[Any], after: Sequence[Any]) -> None:
-    place = next(i for i, each in enumerate(graph.node) if each.name == node.name)
+    place = next(i for i, n in enumerate(graph.node) if n.name == node.name)
     for k, new in enumerate(before):
         graph.node.insert(place + k, new)
     for k, new in enumerate(after):

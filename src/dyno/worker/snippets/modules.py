@@ -68,14 +68,14 @@ def load():
 def run(model, feeds):
     """The outputs by name for inputs by name."""
     layout = torch.channels_last if CHANNELS_LAST else torch.contiguous_format
-    given = dict(VALUES)
+    feeds = dict(VALUES)
     for name, (shape, kind) in INPUTS.items():
         x = torch.from_numpy(np.asarray(feeds[name], kind, order="C")).to(DEVICE)
         x = x.to(getattr(torch, TYPE)) if x.is_floating_point() else x
-        given[name] = x.contiguous(memory_format=layout) if x.ndim == 4 and x.is_floating_point() else x
+        feeds[name] = x.contiguous(memory_format=layout) if x.ndim == 4 and x.is_floating_point() else x
     with torch.inference_mode():
-        results = list(tensors(model(*(given[name] for name in ORDER), **{{name: given[name] for name in KEYWORDS}})))
-        return {{f"output_{{k}}" if k else "output": one.float().cpu().numpy() for k, one in enumerate(results)}}
+        results = list(tensors(model(*(feeds[name] for name in ORDER), **{{name: feeds[name] for name in KEYWORDS}})))
+        return {{f"output_{{k}}" if k else "output": result.float().cpu().numpy() for k, result in enumerate(results)}}
 
 
 def tensors(result):
@@ -90,13 +90,13 @@ def tensors(result):
             yield from tensors(getattr(result, field.name))
 '''
 PIXELS = """
-    scale, offset = (torch.tensor(each, device=DEVICE).reshape(1, -1, 1, 1) for each in (SCALE, OFFSET))
+    scale, offset = (torch.tensor(numbers, device=DEVICE).reshape(1, -1, 1, 1) for numbers in (SCALE, OFFSET))
 
     def values(x):
         return (x * scale + offset).to(getattr(torch, TYPE)) if isinstance(x, torch.Tensor) else x
 
-    def normalised(*given, **named):
-        return network(*map(values, given), **{name: values(x) for name, x in named.items()})
+    def normalised(*inputs, **named):
+        return network(*map(values, inputs), **{name: values(x) for name, x in named.items()})
 
     called = normalised
 """
@@ -111,7 +111,7 @@ def module(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folde
     network = models.load(trial.model, trial.dims)
     if (measured := about.get("weights_sha256")) and models.weights_sha256(network) != measured:
         raise UserError(f"{trial.model.name} now has other weights than when it was measured; run the study again")
-    if any(".quantized.dynamic" in type(each).__module__ for each in network.modules()):
+    if any(".quantized.dynamic" in type(layer).__module__ for layer in network.modules()):
         raise UserError(
             f"{trial.model.name} was quantised dynamically by PyTorch, which can't be stored as weights alone"
         )
@@ -126,7 +126,7 @@ def module(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folde
         channels = int(inputs_of(trial, None)[0].shape[1])
         scale_and_offset = input_data.pixel_scale(trial.model.preprocess, channels)
         constants |= dict(
-            zip(("SCALE", "OFFSET"), ([float(v) for v in each.reshape(-1)] for each in scale_and_offset), strict=True)
+            zip(("SCALE", "OFFSET"), ([float(v) for v in array.reshape(-1)] for array in scale_and_offset), strict=True)
         )
     end = PIXELS if pixels else "    called = network\n"
     end += COMPILED if trial.backend == "compile" else "    return called\n"

@@ -45,7 +45,7 @@ class TrainOptions:
     warmup_epochs: float = _option(0.0, "Epochs in which the rate rises.", "none; 30 % of the training for onecycle")
     augment: str = _option(
         "light",
-        "Change of images: none; shift (by up to a tenth, never mirrored: digits, letters, signs); light (random crop, "
+        "Augmentation: none; shift (by up to a tenth, never mirrored: digits, letters, signs); light (random crop, "
         "mirrored); standard (random resized crop, mirrored).",
         "light; shift for digits",
         common=True,

@@ -55,18 +55,18 @@ class TensorRT(Backend):
     files = (".onnx", *SUFFIXES)
 
     def refuse(self, trial: Trial) -> str:
-        """The base class's reasons, options and batches that can't be, int8 without data."""
-        if why := super().refuse(trial):
-            return why
+        """The base class's reasons, invalid options and batches, int8 without data."""
+        if reason := super().refuse(trial):
+            return reason
         if trial.model.file.endswith(SUFFIXES):
             return ""
         if trial.precision in ("fp32", "tf32") and trial.model.precision in ("int8", "fp8"):
             return f"the file's graph is {trial.model.precision} already; give the fp32 file, or --precision"
         try:
-            asked = Settings.of(trial.options)
-            if why := profiles.outside(asked.profile, trial.dims.batch) if trial.dims.batch else "":
-                return why
-            self._route(trial, asked)
+            requested = Settings.of(trial.options)
+            if reason := profiles.outside(requested.profile, trial.dims.batch) if trial.dims.batch else "":
+                return reason
+            self._route(trial, requested)
         except UserError as e:
             return str(e)
         quantised = trial.precision in ("int8", "fp8") and trial.precision != trial.model.precision
@@ -76,9 +76,9 @@ class TensorRT(Backend):
         """An engine only where this product wrote it."""
         return product_of(Path(path)) == self.product if path.endswith(SUFFIXES) else super().reads(path)
 
-    def _route(self, trial: Trial, asked: Settings) -> str:
-        """Where types come from; `auto` is the graph: which version will build isn't known here, and all read it."""
-        route = "graph" if asked.route == "auto" else asked.route
+    def _route(self, trial: Trial, requested: Settings) -> str:
+        """Where types come from; `auto` is the graph: the version that will build is unknown here, and all read it."""
+        route = "graph" if requested.route == "auto" else requested.route
         if route == "calibrator" and trial.precision != "int8":
             raise UserError(f"route=calibrator is for int8, not {trial.precision}")
         if route == "flags" and trial.precision in ("int8", "fp8") and trial.precision != trial.model.precision:
@@ -88,23 +88,23 @@ class TensorRT(Backend):
         return "graph" if trial.precision in ("fp32", "tf32") else route
 
     def recipe(self, trial: Trial) -> Recipe:
-        """ONNX to engine, built where it runs; a model that is an engine already stays the file it is.
+        """ONNX to engine, built where it runs; a model that is an engine already is used as it is.
 
         A dynamic profile leaves the trial's batch out, so that all batches share one engine.
         """
         if trial.model.file.endswith(SUFFIXES):
             dims = replace(trial.dims, batch=0)
             return Recipe(self.name, "engine", trial.precision, trial.model, dims, runtime=trial.runtime)
-        asked = Settings.of(trial.options)
-        route = self._route(trial, asked)
-        options = replace(asked, route="auto" if route == "graph" else route).options()
+        requested = Settings.of(trial.options)
+        route = self._route(trial, requested)
+        options = replace(requested, route="auto" if route == "graph" else route).options()
         data = None
         if route == "calibrator":
             if not trial.data.folder:
                 raise UserError(NO_DATA)
             options |= {key: trial.options[key] for key in ("samples",) if key in trial.options}
             data = DataSpec(trial.data.name, trial.data.folder, trial.data.sha256, split="calibration")
-        static = asked.profile == settings.STATIC
+        static = requested.profile == settings.STATIC
         engine = Recipe(
             maker=self.name,
             format="engine",
@@ -115,25 +115,25 @@ class TensorRT(Backend):
             data=data,
             runtime=trial.runtime,
         )
-        wanted = trial if route == "graph" else replace(trial, precision="fp32")
-        return routed(wanted, "tensorrt", lambda file: replace(engine, parent=file), static=static)
+        parent_trial = trial if route == "graph" else replace(trial, precision="fp32")
+        return routed(parent_trial, "tensorrt", lambda file: replace(engine, parent=file), static=static)
 
     def load(self, trial: Trial, artifact: Artifact | None) -> Session:
-        """An execution context per slot, on the trial's GPU; see `run.TensorRTSession` for what can go wrong."""
+        """An execution context per slot, on the trial's GPU; see `run.TensorRTSession` for its errors."""
         from dyno.worker.backends.tensor_rt.run import TensorRTSession
 
         return TensorRTSession(trial, artifact, self.product)
 
     def probe(self) -> Probe:
-        """Build y = x + x and run it where there is a GPU that the library takes."""
+        """Build y = x + x and run it where the library supports the GPU."""
         trt = library.load(self.product)
         with tempfile.TemporaryDirectory() as scratch:
-            trial, parent = _one_add(self.name, Path(scratch))
-            made = build(self.product, self.recipe(trial), parent, Path(scratch))
-            gpu = made.made_by.gpu
+            trial, parent = _addition(self.name, Path(scratch))
+            engine = build(self.product, self.recipe(trial), parent, Path(scratch))
+            gpu = engine.made_by.gpu
             detail = f"{gpu.model}, compute capability {gpu.capability}" if gpu else ""
             try:
-                devices = ("cuda",) if _doubles(self.load(trial, made)) else ()
+                devices = ("cuda",) if _doubles(self.load(trial, engine)) else ()
             except (Unavailable, UserError) as e:
                 devices, detail = (), f"builds engines but can't run them here: {e}"
         return Probe(version=trt.__version__, devices=devices, detail=detail)
@@ -149,16 +149,18 @@ class Builder(Maker):
         self.name, self.requires = name, requires
 
     def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
-        """Build FOLDER/model.engine, or describe the model's own engine; see `build.build` for what can go wrong.
+        """Build FOLDER/model.engine, or describe the model's own engine; see `build.build` for its errors.
 
-        While it builds, FOLDER/stage says how far it is.
+        While it builds, FOLDER/stage has its progress.
         """
         if recipe.model.file.endswith(SUFFIXES):
             return given(self.name, recipe)
         if parent is None:
             raise UserError("an engine is built from an ONNX file: give one, or a PyTorch model")
         stage = folder / "stage"
-        return build(self.name, recipe, parent, folder, lambda text: _say(stage, f"build {recipe.precision}: {text}"))
+        return build(
+            self.name, recipe, parent, folder, lambda text: _report(stage, f"build {recipe.precision}: {text}")
+        )
 
 
 class TensorRTRTX(TensorRT):
@@ -174,12 +176,12 @@ BUILDER = Builder("tensorrt", TensorRT.requires)
 RTX_BUILDER = Builder("tensorrt_rtx", TensorRTRTX.requires)
 
 
-def _say(path: Path, text: str) -> None:
+def _report(path: Path, text: str) -> None:
     with suppress(OSError):  # called from inside the library, which an exception would tear down
         path.write_text(text)
 
 
-def _one_add(backend: str, folder: Path) -> tuple[Trial, Artifact]:
+def _addition(backend: str, folder: Path) -> tuple[Trial, Artifact]:
     path = folder / "add.onnx"
     path.write_bytes(ONE_ADD)
     ends = (Tensor("x", "float32", ()),), (Tensor("y", "float32", ()),)

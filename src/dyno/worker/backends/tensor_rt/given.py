@@ -1,4 +1,4 @@
-"""Engine files: which product wrote one, and what one that is given says of itself where it is deserialised."""
+"""Engine files of the user: which product wrote one, and its contents once it is deserialised."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class EngineFormat(FileFormat):
     def read(self, path: str, trial: Trial) -> FileContents:
         """Its precision is what most of its compute layers run in; fp32 where the engine doesn't say."""
         opened = _opened(product_of(Path(path)), trial.runtime.device, path)
-        kinds: Counter[str] = Counter(layers.by_type(opened.layers))
-        usual = next(iter(kinds.most_common(1)), ("float32", 0))[0]
-        precision = next((name for name, kind in TYPES.items() if kind == usual), "fp32")
+        types: Counter[str] = Counter(layers.by_type(opened.layers))
+        most_common = next(iter(types.most_common(1)), ("float32", 0))[0]
+        precision = next((name for name, type_ in TYPES.items() if type_ == most_common), "fp32")
         return FileContents(opened.inputs, opened.outputs, precision, opened.batches)
 
 
@@ -44,7 +44,7 @@ ENGINE = EngineFormat()
 
 
 def product_of(path: Path) -> str:
-    """The product whose engine the file is, by its first bytes; TensorRT where they say nothing."""
+    """The product whose engine the file is, by its first bytes; TensorRT for any others."""
     with open(path, "rb") as f:
         return "tensorrt_rtx" if f.read(4) == b"vtrt" else "tensorrt"
 
@@ -52,23 +52,23 @@ def product_of(path: Path) -> str:
 def given(product: str, recipe: Recipe) -> Artifact:
     """The model's own engine as an artifact: its tensors, layers and hash.
 
-    Raises `UserError` with the library's reason for one of another version or GPU, or no engine at all; `Unavailable`
-    without a GPU, as only there an engine can be read.
+    Raises `UserError` with the library's reason for one of another version or GPU, or a file that isn't an engine;
+    `Unavailable` without a GPU, which an engine needs to be read.
     """
     path = Path(recipe.model.file)
     opened = _opened(product, recipe.runtime.device, str(path))
     content = path.read_bytes()
     sha256 = hashlib.sha256(content).hexdigest()
-    found = layers.summary(opened.layers, recipe.precision)
-    truth = found.precision_truth
+    summary = layers.summary(opened.layers, recipe.precision)
+    truth = summary.precision_truth
     made_by = MadeBy(
         backend=recipe.maker,
         versions={library.INSTALL[product]: opened.version},
         gpu=opened.gpu,
-        weights_sha256=sha256,  # nobody knows what it was made of: it is comparable with itself alone
+        weights_sha256=sha256,  # its origin is unknown, so it is comparable with itself alone
         warnings=() if truth is None or truth.ok else (truth.sentence,),
         notes=tuple(layers.notes(opened.layers, recipe.precision)),
-    ).joined(found)
+    ).joined(summary)
     return Artifact(
         "engine", str(path), sha256, len(content), recipe.precision, opened.inputs, opened.outputs, 0.0, "", made_by
     )
@@ -76,7 +76,7 @@ def given(product: str, recipe: Recipe) -> Artifact:
 
 @dataclass(frozen=True)
 class Opened:
-    """What an engine says of itself."""
+    """An engine's contents."""
 
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
@@ -87,18 +87,18 @@ class Opened:
 
 
 def _opened(product: str, device_name: str, path: str) -> Opened:
-    """The file's tensors and layers; see `given` for what can go wrong."""
+    """The file's tensors and layers; see `given` for its errors."""
     from dyno.worker.backends.tensor_rt.run import deserialised, tensors
 
     trt, device = library.load(product), Device(device_name)
     try:
         runtime, engine = deserialised(trt, library.Log(trt), path)
         gpu = Gpu(device.model, device.capability)
-        found = Opened(*tensors(trt, engine), _batches(engine), layers.inspect(trt, engine), trt.__version__, gpu)
+        opened = Opened(*tensors(trt, engine), _batches(engine), layers.inspect(trt, engine), trt.__version__, gpu)
         del engine, runtime
     finally:
         device.close()
-    return found
+    return opened
 
 
 def _batches(engine: Any) -> tuple[int, int, int]:

@@ -94,8 +94,8 @@ class Layer:
 
     @property
     def _parts(self) -> list[str]:
-        found = KERNEL.match(self.name)
-        return re.findall("[A-Z][a-z0-9]*", found[1]) if found else []
+        match = KERNEL.match(self.name)
+        return re.findall("[A-Z][a-z0-9]*", match[1]) if match else []
 
     @property
     def computed_in(self) -> str:
@@ -103,53 +103,57 @@ class Layer:
         converts the narrower one; `UNKNOWN` for a subgraph that the library doesn't describe."""
         if OPAQUE.search(self.type):
             return UNKNOWN
-        told = [port.dtype for port in self.inputs[:1]] + ([self.weights.dtype] if self.weights else [])
-        known = [kind for kind in told if kind in BITS]
-        return max(known, key=lambda kind: BITS[kind]) if known else (told[0] if told and told[0] else UNKNOWN)
+        reported = [port.dtype for port in self.inputs[:1]] + ([self.weights.dtype] if self.weights else [])
+        multiplied = [kind for kind in reported if kind in BITS]
+        return (
+            max(multiplied, key=lambda kind: BITS[kind])
+            if multiplied
+            else (reported[0] if reported and reported[0] else UNKNOWN)
+        )
 
 
 def inspect(trt: Any, engine: Any) -> list[Layer]:
-    """The layers of a deserialised engine; complete where it was built with detailed profiling verbosity, as here."""
+    """The layers of a deserialised engine; complete if it was built with detailed profiling verbosity, as by Dyno."""
     inspector = engine.create_engine_inspector()
     text = inspector.get_engine_information(trt.LayerInformationFormat.JSON)
-    del inspector  # TensorRT complains when the engine goes first
+    del inspector  # TensorRT complains when the engine is freed first
     return from_json(text)
 
 
 def from_json(text: str) -> list[Layer]:
-    """The engine inspector's JSON. A layer of which only the name is told has the type ""."""
+    """The engine inspector's JSON. A layer of which only the name is reported has the type ""."""
     try:
         listed = json.loads(text, strict=False).get("Layers", [])
     except ValueError as e:
         raise UserError(f"the engine's layer information is not JSON ({e})") from e
-    return [_layer(one) if isinstance(one, dict) else Layer(str(one), "", (), (), "") for one in listed]
+    return [_layer(entry) if isinstance(entry, dict) else Layer(str(entry), "", (), (), "") for entry in listed]
 
 
-def _layer(told: dict[str, Any]) -> Layer:
-    weights, bias = _weights(told.get("Weights")), _weights(told.get("Bias"))
+def _layer(entry: dict[str, Any]) -> Layer:
+    weights, bias = _weights(entry.get("Weights")), _weights(entry.get("Bias"))
     return Layer(
-        name=str(told.get("Name", "")),
-        type=str(told.get("LayerType", "")),
-        inputs=tuple(map(_port, told.get("Inputs") or ())),
-        outputs=tuple(map(_port, told.get("Outputs") or ())),
-        tactic=str(told.get("TacticName") or told.get("TacticValue") or ""),
-        weights=weights or _largest(map(_port, told.get("Constants") or ())),
+        name=str(entry.get("Name", "")),
+        type=str(entry.get("LayerType", "")),
+        inputs=tuple(map(_port, entry.get("Inputs") or ())),
+        outputs=tuple(map(_port, entry.get("Outputs") or ())),
+        tactic=str(entry.get("TacticName") or entry.get("TacticValue") or ""),
+        weights=weights or _largest(map(_port, entry.get("Constants") or ())),
         bias=bias,
-        nodes=_nodes(str(told.get("Metadata", ""))),
-        parameters=sum(one.count for one in (weights, bias) if one),
+        nodes=_nodes(str(entry.get("Metadata", ""))),
+        parameters=sum(w.count for w in (weights, bias) if w),
     )
 
 
-def _port(told: dict[str, Any]) -> Port:
-    described = str(told.get("Format/Datatype", told.get("Format", "")))
-    dtype = str(told.get("Datatype", "")) or described
-    return Port(str(told.get("Name", "")), tuple(told.get("Dimensions", ())), dtype_of(dtype), described)
+def _port(entry: dict[str, Any]) -> Port:
+    described = str(entry.get("Format/Datatype", entry.get("Format", "")))
+    dtype = str(entry.get("Datatype", "")) or described
+    return Port(str(entry.get("Name", "")), tuple(entry.get("Dimensions", ())), dtype_of(dtype), described)
 
 
-def _weights(told: Any) -> Weights | None:
-    if not isinstance(told, dict) or not told.get("Count"):
+def _weights(entry: Any) -> Weights | None:
+    if not isinstance(entry, dict) or not entry.get("Count"):
         return None
-    return Weights(dtype_of(str(told.get("Type", ""))), int(told["Count"]))
+    return Weights(dtype_of(str(entry.get("Type", ""))), int(entry["Count"]))
 
 
 def dtype_of(text: str) -> str:
@@ -178,43 +182,43 @@ PORT = re.compile(
 
 
 def _logged(line: str) -> Layer:
-    found = LINE.match(line)
-    if found is None:
+    match = LINE.match(line)
+    if match is None:
         return Layer(line.removeprefix("Name: ").partition(", LayerType: ")[0], "", (), (), "")
     return Layer(
-        name=found["name"],
-        type=found["type"],
-        inputs=_ports(found["inputs"]),
-        outputs=_ports(found["outputs"]),
-        tactic=found["tactic"],
-        weights=_largest(_ports(found["constants"] or "")),
-        nodes=_nodes(found["metadata"] or ""),
+        name=match["name"],
+        type=match["type"],
+        inputs=_ports(match["inputs"]),
+        outputs=_ports(match["outputs"]),
+        tactic=match["tactic"],
+        weights=_largest(_ports(match["constants"] or "")),
+        nodes=_nodes(match["metadata"] or ""),
     )
 
 
 def _ports(text: str) -> tuple[Port, ...]:
     return tuple(
         Port(
-            one["name"],
-            tuple(int(n) for n in one["shape"].split(",") if n.strip().lstrip("-").isdigit()),
-            dtype_of(one["dtype"]),
-            one["format"].strip(),
+            match["name"],
+            tuple(int(n) for n in match["shape"].split(",") if n.strip().lstrip("-").isdigit()),
+            dtype_of(match["dtype"]),
+            match["format"].strip(),
         )
-        for one in PORT.finditer(text)
+        for match in PORT.finditer(text)
     )
 
 
 def _largest(constants: Iterable[Port]) -> Weights | None:
-    """The largest constant with more than one dimension above 1: scales, biases and scalars are no weights."""
-    many = [port for port in constants if sum(size > 1 for size in port.shape) > 1]
-    best = max(many, key=lambda port: math.prod(port.shape), default=None)
+    """The largest constant with more than one dimension above 1: scales, biases and scalars are not weights."""
+    candidates = [port for port in constants if sum(size > 1 for size in port.shape) > 1]
+    best = max(candidates, key=lambda port: math.prod(port.shape), default=None)
     return Weights(best.dtype, math.prod(best.shape)) if best else None
 
 
 def compute(listed: Sequence[Layer]) -> list[Layer]:
     """Convolutions, matrix products and the like, opaque subgraphs too; without any, all layers with a type."""
-    found = [layer for layer in listed if layer.computes or OPAQUE.search(layer.type)]
-    return found or [layer for layer in listed if layer.computed_in in BITS]
+    computing = [layer for layer in listed if layer.computes or OPAQUE.search(layer.type)]
+    return computing or [layer for layer in listed if layer.computed_in in BITS]
 
 
 def by_type(listed: Sequence[Layer]) -> dict[str, int]:
@@ -227,29 +231,29 @@ def kept_wide(listed: Sequence[Layer]) -> list[str]:
     return [layer.name for layer in compute(listed) if layer.computed_in == "float32"]
 
 
-def summary(listed: Sequence[Layer], asked: str) -> Layers:
-    """Facts of a record; those in float32 where a lower precision was asked for, and the number of weights and biases
-    where the library counts them."""
+def summary(listed: Sequence[Layer], requested: str) -> Layers:
+    """Facts of a record; the layers in float32 of a lower precision, and the number of weights and biases where the
+    library counts them."""
     return Layers(
         layers=len(listed),
         layers_by_type=by_type(listed),
         reformats=sum(layer.moves for layer in listed),
         operators=dict(Counter(layer.type for layer in listed if layer.type).most_common()),
-        precision_truth=precision_truth(asked, by_type(listed), ENGINE),
-        kept_float32=() if asked in ("fp32", "tf32") else tuple(kept_wide(listed)),
+        precision_truth=precision_truth(requested, by_type(listed), ENGINE),
+        kept_float32=() if requested in ("fp32", "tf32") else tuple(kept_wide(listed)),
         engine_parameters=sum(layer.parameters for layer in listed) or None,
     )
 
 
-def notes(listed: Sequence[Layer], asked: str, time_by_operator: Mapping[str, float] | None = None) -> list[str]:
+def notes(listed: Sequence[Layer], requested: str, time_by_operator: Mapping[str, float] | None = None) -> list[str]:
     """Sentences about what keeps the engine from being faster; shares of time come from a profile, if there was one."""
     moving = [layer for layer in listed if layer.moves]
     converters = {layer.type for layer in moving} - {layer.type for layer in listed if not layer.moves}
     kinds = [(layer.type, layer.computed_in) for layer in compute(listed)]
-    said = why_not_faster(asked, kinds, time_by_operator or {}, sorted(converters))
+    sentences = why_not_faster(requested, kinds, time_by_operator or {}, sorted(converters))
     if len(moving) > NOTEWORTHY * len(listed):
-        said.append(f"{len(moving)} of {len(listed)} layers only change types or layouts")
-    return said
+        sentences.append(f"{len(moving)} of {len(listed)} layers only change types or layouts")
+    return sentences
 
 
 def as_json(listed: Sequence[Layer]) -> list[dict[str, Any]]:

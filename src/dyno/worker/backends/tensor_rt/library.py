@@ -113,7 +113,7 @@ def _logger(trt: Any) -> Any:
         def reason(self) -> str:
             return reason(self.errors)
 
-        def problem(self) -> str:
+        def complaint(self) -> str:
             """The errors so far, which ended nothing, in one line or ""; they are then cleared."""
             sentence, self.errors = reason(self.errors) if self.errors else "", []
             return sentence
