@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 REASONS = "the reasons are below the table"
 EXACT = 1e-5  # relative error below which digits say nothing
-ENOUGH = 3  # rounds that a study has unless told otherwise
+ENOUGH = 3  # rounds that a study has by default
 
 
 def reference_name(ranking: Ranking, reference: TrialResult) -> str:
@@ -97,7 +97,7 @@ def _opening(pairs: list[Speedup], own: Speedup | None, how: str) -> str:
     if verdicts == {stats.FASTER}:
         return f"yes, in {how}"
     if stats.ONE_ROUND in verdicts:
-        return f"not known from {how}: a difference can't be told from noise"
+        return f"not known from {how}: it may be noise"
     if own is None:
         return how
     if own.verdict == stats.UNDECIDED:
@@ -132,7 +132,9 @@ def right(ranking: Ranking, winner: pd.Series, run: RunData) -> str:
         parts.append("its outputs were not compared with any")
     parts += [_accuracy(ranking, winner)] * (not isnan(winner.get(ranking.metric.column, float("nan"))))
     if winner["precision_ok"]:
-        parts.append("ran as asked" if winner["precision_ok"] == "yes" else "did not run as asked")
+        parts.append(
+            "ran in the requested type" if winner["precision_ok"] == "yes" else "did not run in the requested type"
+        )
     return "; ".join(parts)
 
 
@@ -174,7 +176,7 @@ def _undecided_budget(ranking: Ranking) -> str:
     faster = frontier.ranked(frontier.usable(ranking.first))
     limit = ranking.fastest.iloc[0][LATENCY] if len(ranking.fastest) else float("inf")
     rows = [row for _, row in faster[faster[LATENCY] < limit].iterrows() if row["budget"] == UNDECIDED]
-    counts = [(words, row) for row in rows if (words := more_images(row))]
+    counts = [(count, row) for row in rows if (count := more_images(row))]
     return (
         f"{ranking.configuration(counts[0][1])} is faster: {counts[0][0]}, within the budget or not" if counts else ""
     )
@@ -183,8 +185,8 @@ def _undecided_budget(ranking: Ranking) -> str:
 def more_images(row: pd.Series) -> str:
     """How many images would decide a row under its budget; "" where none would."""
     more = row["more_images"]
-    known = isinstance(more, (int, float)) and not isnan(more)
-    return f"about {int(more):,} more images would settle it" if known else ""
+    estimated = isinstance(more, (int, float)) and not isnan(more)
+    return f"about {int(more):,} more images would settle it" if estimated else ""
 
 
 def wider_budget(ranking: Ranking) -> str:

@@ -41,7 +41,7 @@ def apart(ranking: Ranking) -> Iterator[Finding]:
         if (name := ranking.configuration(row)) not in names:
             names.append(name)
     for verdict, names in reasons.items():
-        yield Finding(WARNING, f"{ranking.where}: {', '.join(names)} took no part, {verdict}.")
+        yield Finding(WARNING, f"{ranking.where}: {', '.join(names)} not ranked, {verdict}.")
 
 
 def failed(ranking: Ranking) -> Decision | None:
@@ -132,11 +132,11 @@ def _preparation(ranking: Ranking, winner: pd.Series, trials: dict[str, TrialRes
     reference = ranking.reference(winner, trials)
     if reference is None or reference.id == winner["trial"]:
         return
-    even = breakeven.against(winner, trials[winner["trial"]], reference)
-    if even is not None and even.extra > 0 and even.images is not None:
-        words = f"which pays off after about {significant(even.images, 2)} images"
-        words += ", or never, as the gain is not proven" if isinf(even.high) else ""
-        yield Finding(NOTE, f"Making it takes {show(even.extra, 'duration')}, {words}.")
+    payoff = breakeven.against(winner, trials[winner["trial"]], reference)
+    if payoff is not None and payoff.extra > 0 and payoff.images is not None:
+        when = f"which pays off after about {significant(payoff.images, 2)} images"
+        when += ", or never, as the gain is not proven" if isinf(payoff.high) else ""
+        yield Finding(NOTE, f"Making it takes {show(payoff.extra, 'duration')}, {when}.")
 
 
 def _left_out(ranking: Ranking, budget: str) -> Iterator[Finding]:
@@ -148,14 +148,14 @@ def _left_out(ranking: Ranking, budget: str) -> Iterator[Finding]:
     faster = frontier.ranked(frontier.usable(ranking.first))
     for _, row in faster[faster[LATENCY] < limit].iterrows():
         latency, name = ms(row[LATENCY]), ranking.configuration(row)
-        what = f"{name} is faster ({latency})" if len(ranked) else f"{name} takes {latency}"
+        subject = f"{name} is faster ({latency})" if len(ranked) else f"{name} takes {latency}"
         change = metric.change_in(row)[1]
         loss = "" if isnan(change) else f" ({points(change / 100)} points)"
         if row["budget"] == OVER:
-            yield Finding(NOTE, f"{what} but loses more than {budget} allows{loss}.")
+            yield Finding(NOTE, f"{subject} but loses more than {budget} allows{loss}.")
         elif row["budget"] == UNDECIDED:
             settle = answers.more_images(row) or "more images would not settle it"
-            yield Finding(WARNING, f"{what} but whether it is within {budget} is undecided{loss}: {settle}.")
+            yield Finding(WARNING, f"{subject} but whether it is within {budget} is undecided{loss}: {settle}.")
 
 
 def _most_images(ranking: Ranking, run: RunData) -> Decision:
