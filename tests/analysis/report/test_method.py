@@ -43,7 +43,9 @@ def test_one_after_the_other(tmp_path: Path) -> None:
     assert terms["equivalent"] == "the whole interval is within ±3 %"
     assert terms["family"].startswith("up to 2 rows against one reference are judged together (Holm)")
     assert terms["looks"].startswith("one, after the last round")
-    assert "2 threads" in terms["latencies are of"] and "alone from start to end" in terms["latencies are of"]
+    assert (
+        "2 threads" in terms["level: a latency is of"] and "alone from start to end" in terms["level: a latency is of"]
+    )
 
 
 def test_in_turns(tmp_path: Path) -> None:
@@ -51,7 +53,7 @@ def test_in_turns(tmp_path: Path) -> None:
     assert terms["compared"].startswith("in turns:") and "a block of 0.1 s" in terms["compared"]
     assert "one after the other" not in terms["compared"] and terms["interval"].startswith("Student's t interval")
     assert terms["sampling ends"].startswith("after 4 blocks per boundary")
-    assert "a loop alone may be faster" in terms["latencies are of"]
+    assert "a loop alone may be faster" in terms["level: a latency is of"]
 
 
 def test_some_in_turns(tmp_path: Path) -> None:

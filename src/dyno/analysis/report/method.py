@@ -28,7 +28,7 @@ def terms(run: RunData) -> Terms:
     plans = [t.spec.get("plan") or {} for t in trials]
     return [
         *_decided(run, plans),
-        ("latencies are of", _level(results, plans)),
+        ("level: a latency is of", _level(results, plans)),
         ("latency, model", "inputs already where the engine reads them, outputs left there; one batch at a time"),
         ("latency, all", "from host memory to host memory, copies included; one batch at a time"),
         *_gpu_method(trials),
