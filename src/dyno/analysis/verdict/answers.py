@@ -176,17 +176,18 @@ def _undecided_budget(ranking: Ranking) -> str:
     faster = frontier.ranked(frontier.usable(ranking.first))
     limit = ranking.fastest.iloc[0][LATENCY] if len(ranking.fastest) else float("inf")
     rows = [row for _, row in faster[faster[LATENCY] < limit].iterrows() if row["budget"] == UNDECIDED]
-    counts = [(count, row) for row in rows if (count := more_images(row))]
+    open_rows = ((row, settle) for row in rows if (settle := more_images(row)))
+    row, settle = next(open_rows, (None, ""))
     return (
-        f"{ranking.configuration(counts[0][1])} is faster: {counts[0][0]}, within the budget or not" if counts else ""
+        "" if row is None else f"{settle} whether {ranking.configuration(row)}, which is faster, is within the budget"
     )
 
 
 def more_images(row: pd.Series) -> str:
-    """How many images would decide a row under its budget; "" where none would."""
+    """The beginning of a sentence on how many images would decide a row under its budget; "" where none would."""
     more = row["more_images"]
     estimated = isinstance(more, (int, float)) and not isnan(more)
-    return f"about {int(more):,} more images would settle it" if estimated else ""
+    return f"about {int(more):,} more images would settle" if estimated else ""
 
 
 def wider_budget(ranking: Ranking) -> str:

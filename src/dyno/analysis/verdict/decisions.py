@@ -154,8 +154,8 @@ def _left_out(ranking: Ranking, budget: str) -> Iterator[Finding]:
         if row["budget"] == OVER:
             yield Finding(NOTE, f"{subject} but loses more than {budget} allows{loss}.")
         elif row["budget"] == UNDECIDED:
-            settle = answers.more_images(row) or "more images would not settle it"
-            yield Finding(WARNING, f"{subject} but whether it is within {budget} is undecided{loss}: {settle}.")
+            settle = answers.more_images(row) or "more images would not settle"
+            yield Finding(WARNING, f"{subject} but whether it is within {budget} is undecided{loss}: {settle} it.")
 
 
 def _most_images(ranking: Ranking, run: RunData) -> Decision:
