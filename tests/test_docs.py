@@ -161,7 +161,7 @@ def test_every_field_of_a_job_and_a_record_is_described(kind: type) -> None:
 
 
 def test_the_tolerances_are_those_of_the_code() -> None:
-    text = section("docs/method.md", "Is the output right?")
+    text = section("docs/accuracy.md", "Is the output right?")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:3] == "| `"]
     told = {name: tuple(cells) for first, *cells in rows for name in re.findall(r"`(\w+)`", first)}
     assert told == {

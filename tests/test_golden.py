@@ -169,13 +169,12 @@ def test_the_command_prints_what_the_library_renders(run: RunData, dyno: Callabl
     done = dyno("show", RUN, "--format", format)
     assert (done.returncode, done.stderr) == (0, "")
     found = about(run) if format == "json" else {}
-    tables, said = export([TRIALS.table(run)], format, about=found), verdict.sentences(run)
+    tables, said = export([TRIALS.table(run)], format, about=found), verdict.read(run).lines
     told = done.stdout.removeprefix(tables)
     assert told != done.stdout
     plain = told.replace("\\[", "[").replace("\\]", "]")  # Markdown escapes the brackets of an interval
-    assert [line.removeprefix("- ") for line in plain.split("\n") if line] == (
-        said if format in ("text", "markdown") else []
-    )
+    lines = [re.sub("^( *)- ", r"\1", line) for line in plain.split("\n") if line]
+    assert lines == (said if format in ("text", "markdown") else [])
 
 
 def test_nothing_stored_names_a_place_on_a_machine() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 import dyno
 from dyno import Study
-from dyno.analysis.report import sections
+from dyno.analysis.report import method
 from dyno.analysis.self_test import words
 from dyno.analysis.self_test.stored import Pair, Stored, TestRound
 from dyno.api import calibrate as module
@@ -105,7 +105,7 @@ def test_the_report_has_it(fake_study: Callable[..., Study], tmp_path: Path) -> 
     pytest.importorskip("matplotlib")
     execute(fake_study(rounds=2), tmp_path / "run", Progress(quiet=True))
     run = dyno.load(tmp_path / "run")
-    assert ("visible differences", words.HINT) in sections.method(run.records)
+    assert ("visible differences", words.HINT) in method.terms(run.data)
     self_test.keep(known())
     page = dyno.load(tmp_path / "run").report(tmp_path / "with").read_text()
     assert page.count("This run can see") == 2, "below the verdict and in the method"

@@ -181,9 +181,7 @@ def test_a_run_prints_how_its_winner_is_taken(call: Callable[..., Any], tmp_path
     (tmp_path / "net.py").write_text(NET)
     short = "--rounds 1 --seconds 0.04 --warmup 0.02".split()
     code, out, err = call("run", "net.py:net", "--size", "16", "--backends", "onnxruntime", *short, "--out", "r")
-    assert code == 0 and ("\ntake it: dyno take r\n" in out or "\ntake one: dyno take r BACKEND/PRECISION\n" in out), (
-        err
-    )
+    assert code == 0 and ("take it: dyno take r\n" in out or "choose: dyno take r BACKEND/PRECISION\n" in out), err
     assert call("take", "r")[0] == 0 and (tmp_path / "net-onnxruntime-fp32.onnx").is_file()
 
 

@@ -22,7 +22,7 @@ SHORT = "--rounds 1 --seconds 0.04 --warmup 0.02 --threads 1".split()
 FAKE = ["run", "fake:net", "--channels", "1", "--backends", "fake@latency_ms=0.1", *SHORT]
 COMMANDS = "demo run show report export build time stress agree eval train list rm open doctor".split()
 
-CROWDED = "no winner is named; measure again on a quiet machine"  # what a verdict says where others were busy meanwhile
+CROWDED = "No winner is named"  # what a verdict says where others were busy meanwhile
 
 Refused = Callable[..., str]
 

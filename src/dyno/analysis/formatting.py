@@ -29,8 +29,15 @@ def width() -> int:
 
 
 def wrapped(text: str) -> str:
-    """The text in lines that fit, broken between words."""
-    return textwrap.fill(plain(text), width(), subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    """The text in lines that fit, broken between words; further lines are indented by two more than the first."""
+    indent = indentation(text)
+    return textwrap.fill(plain(text), width(), initial_indent=indent, subsequent_indent=f"{indent}  ",
+                         break_long_words=False, break_on_hyphens=False)  # fmt: skip
+
+
+def indentation(text: str) -> str:
+    """The spaces in front of a text."""
+    return text[: len(text) - len(text.lstrip(" "))]
 
 
 def console() -> Any:
@@ -137,8 +144,8 @@ def markdown(text: object) -> str:
 
 
 def bullet(text: object) -> str:
-    """A sentence as an item of a list in Markdown."""
-    return f"- {markdown(text)}"
+    """A sentence as an item of a list in Markdown; an indented one is an item below the one before."""
+    return f"{indentation(str(text))}- {markdown(text)}"
 
 
 NO_IMAGE = "0"  # the size of a trial whose inputs are no images, which is not shown

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from dyno.analysis.formatting import show
-from dyno.analysis.ranking import rankings
 from dyno.analysis.ranking.contention import cpu_contention
+from dyno.analysis.ranking.rankings import winners
 from dyno.analysis.records.results import Results, TrialResult
 from dyno.analysis.records.run_data import RunData
 from dyno.engine.execute import Files
@@ -83,24 +83,6 @@ def _write(written: Path, names: Sequence[str], artifact: Artifact | None, file:
 
 def _copied_code(script: Path) -> Path:
     return script.with_name(f"{script.stem}_model.py")
-
-
-def winners(run: RunData) -> Iterator[tuple[str, str]]:
-    """For each ranking with a winner: its model and size, and the winner's id."""
-    for ranking in rankings.rankings(run):
-        ordered = ranking.fastest
-        if len(ordered):
-            yield ranking.where, str(ordered.iloc[0]["trial"])
-
-
-def commands(run: RunData) -> list[str]:
-    """The commands that write each winner of a run."""
-    all_winners, folder = list(winners(run)), run.records.folder
-    if all_winners and (contention := cpu_contention(run.records)) and contention.mostly:
-        return [f"take one: dyno take {folder} BACKEND/PRECISION"]
-    if len(all_winners) == 1:
-        return [f"take it: dyno take {folder}"]
-    return [f"take it: dyno take {folder} {id}  ({where})" for where, id in all_winners]
 
 
 def _chosen(run: RunData, choice: str) -> TrialResult:

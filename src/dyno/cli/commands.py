@@ -92,7 +92,6 @@ def finish(folder: Path) -> int:
     from dyno.analysis.tables import trial_table
     from dyno.analysis.tables.trial_table import TRIALS
     from dyno.analysis.verdict import verdict
-    from dyno.api import take as module
 
     run = _read(folder)
     try:  # before anything is printed: the reader of the pipe may be gone
@@ -102,10 +101,7 @@ def finish(folder: Path) -> int:
         last = f"no report: {distribution(str(e.name))} is not installed; {install(str(e.name))}"
     _say_visible(run)
     print(export([TRIALS.table(run)]))
-    for sentence in verdict.sentences(run):
-        print(wrapped(sentence))
-    for line in module.commands(run):
-        print(plain(line))
+    print("\n".join(map(wrapped, verdict.read(run).lines)))
     print(f"\n{last}")
     return trial_table.exit_code(run.frame)
 
@@ -147,7 +143,7 @@ def show(run: Path, format: str, by: str, table: str, overrides: Overrides) -> N
     print(text or tables.nothing(table), end="" if text else "\n")
     if format in ("text", "markdown") and not (table or by):
         shown = wrapped if format == "text" else bullet
-        print("\n" + "\n".join(map(shown, verdict.sentences(data))))
+        print("\n" + "\n".join(map(shown, verdict.read(data).lines)))
     for problem in data.records.problems:
         Console(stderr=True).print(f"dyno: {escape(plain(problem))}", style="yellow", soft_wrap=True)
 

@@ -19,6 +19,7 @@ from dyno.analysis import tables
 from dyno.analysis.records.results import Results
 from dyno.analysis.report import report
 from dyno.analysis.tables import trial_table
+from dyno.analysis.verdict import verdict
 from dyno.worker.spec import UserError
 
 pytestmark = pytest.mark.slow
@@ -51,11 +52,11 @@ def written(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_page_is_whole_and_in_order(written: Path, demo: Results) -> None:
     page = Page(written)
-    heads = ["Verdict", "Method", "Machine", "Tables", "Charts", "Accuracy and agreement", "Side by side",
-             "Warnings and failures", "Trials", "How to reproduce"]  # fmt: skip
+    heads = ["Verdict", "Tables", "Charts", "Accuracy and agreement", "Side by side", "Warnings and failures",
+             "Trials", "How this run was measured", "Machine", "How to reproduce"]  # fmt: skip
     found = re.findall(r"<h2[^>]*>([^<]*)</h2>", written.read_text())
     assert found == heads
-    for expected in ("fastest is openvino int8", "Synthetic CPU", "killed by SIGSEGV", "rank 10", "narrow enough",
+    for expected in ("Fastest is openvino int8", "Synthetic CPU", "killed by SIGSEGV", "rank 10", "narrow enough",
                      "close, % (rtol 0.001, atol 1e-08)", "another process used 40 % of a core",
                      "onnx_export: onnx fp32 in 900 ms", 'models = ["digits"]', "20 int8, 1 fp32"):  # fmt: skip
         assert expected in page.text, expected
@@ -64,8 +65,9 @@ def test_the_page_is_whole_and_in_order(written: Path, demo: Results) -> None:
     kinds = {kind.name: kind for kind in tables.kinds()}
     side = [t for name, t in printed.every(run).items() if kinds[name].section == "side"]
     side_by_side = sum(len(list(table.parts())) for table in side)
-    assert page.tags.count("details") == len(demo.trials) + side_by_side
-    assert page.text.index("fastest is") < page.text.index("inputs already where the engine reads them")
+    folded = sum(bool(decision.findings) for decision in verdict.read(run).decisions) + 1  # and the whole run's
+    assert page.tags.count("details") == len(demo.trials) + side_by_side + folded
+    assert page.text.index("Fastest is") < page.text.index("inputs already where the engine reads them")
 
 
 def test_the_page_needs_nothing_beside_it(written: Path) -> None:
@@ -115,7 +117,7 @@ def test_a_run_without_anything_good_still_has_a_page(tmp_path: Path) -> None:
     (run / "study.toml").unlink()
     text = Page(report.write([trial_table.read(run)], tmp_path / "out")).text
     for expected in (
-        "no trial succeeded",
+        "No trial succeeded",
         "There is nothing to draw",
         "out of luck",
         "Not recorded",

@@ -25,10 +25,11 @@ class Contention:
     def sentence(self) -> str:
         """The effect on the measured times, as a sentence."""
         during = f"during {self.disturbed} of {self.jobs} jobs"
-        busy = f"Other programs kept up to {self.processors:.1f} processors busy {during}"
+        busy = f"other programs kept up to {self.processors:.1f} processors busy {during}"
         if self.mostly:
-            return f"{busy}: those latencies are too long and no winner is named; measure again on a quiet machine."
-        return f"{busy}: those latencies are too long and their order may be wrong; measure again on a quiet machine."
+            return f"No winner is named: {busy}, and on a quiet machine the order may be another."
+        doubt = "those latencies are too long and their order may be wrong; measure again on a quiet machine"
+        return f"{busy.capitalize()}: {doubt}."
 
 
 def cpu_contention(results: Iterable[TrialResult]) -> Contention | None:

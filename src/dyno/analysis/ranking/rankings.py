@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -81,6 +81,14 @@ def rankings(run: RunData) -> list[Ranking]:
 def _ranking(where: str, rows: pd.DataFrame, run: RunData, sizes: bool) -> Ranking:
     apart = rows["verdict"].str.startswith(INCOMPARABLE)
     return Ranking(where, rows[~apart], rows[apart], sizes, quality(rows[~apart], run.budget_metrics))
+
+
+def winners(run: RunData) -> Iterator[tuple[str, str]]:
+    """For each ranking with a winner: its model and size, and the winner's id."""
+    for ranking in rankings(run):
+        ordered = ranking.fastest
+        if len(ordered):
+            yield ranking.where, str(ordered.iloc[0]["trial"])
 
 
 def finalists(run: RunData) -> list[str]:

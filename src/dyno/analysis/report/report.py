@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dyno.analysis import charts, style, tables
-from dyno.analysis.formatting import markdown
+from dyno.analysis.formatting import counting, markdown
 from dyno.analysis.metrics import confusion
 from dyno.analysis.presentation.export import export, page_part
 from dyno.analysis.presentation.table import TEXT, Column, Table, joined
 from dyno.analysis.records.results import Results
 from dyno.analysis.records.run_data import RunData
-from dyno.analysis.report import sections
+from dyno.analysis.report import method, sections
 from dyno.analysis.self_test import words
 from dyno.analysis.tables.trial_table import TRIALS
 from dyno.analysis.verdict import verdict
-from dyno.analysis.verdict.findings import Finding
+from dyno.analysis.verdict.findings import BEST, FAILURE, NOTE, WARNING, Finding
+from dyno.analysis.verdict.verdict import Verdict
 from dyno.worker.record import refuse_links, write_text
 from dyno.worker.spec import UserError
 
@@ -27,6 +29,8 @@ LEAD = (
     "Every table of the run with rows; times are in milliseconds per batch. Where a trial has no number, "
     "the table shows its status. Each table is in `tables/` as CSV too."
 )
+
+PILLS = {BEST: "decided", NOTE: "open", WARNING: "open", FAILURE: "no winner"}  # of a decision, by its kind
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class Section:
 
     results: Results
     visible: str
-    findings: list[Finding]
+    verdict: Verdict
     method: list[tuple[str, str]]
     machine: list[tuple[str, str]]
     tables: dict[str, list[Any]]
@@ -124,8 +128,8 @@ def _section(run: RunData, run_tables: Sequence[Table], folder: Path, index: int
     return Section(
         results=run.records,
         visible=words.of_run(run.records),
-        findings=verdict.findings(run),
-        method=sections.method(run.records),
+        verdict=verdict.read(run),
+        method=method.terms(run),
         machine=sections.machine(run.records.environment),
         tables=shown,
         side=folded,
@@ -156,6 +160,12 @@ def _charts(run: RunData, folder: Path, prefix: str, name: str) -> list[Drawn]:
     return drawn
 
 
+def _counted(findings: Sequence[Finding]) -> str:
+    """How many of each kind: `2 warnings, 1 note`."""
+    kinds = Counter(each.kind for each in findings)
+    return ", ".join(counting(kinds[kind], kind) for kind in (WARNING, NOTE) if kinds[kind])
+
+
 def _html(parts: list[Section]) -> str:
     from importlib import resources
 
@@ -165,4 +175,6 @@ def _html(parts: list[Section]) -> str:
         loader=BaseLoader(), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     source = resources.files("dyno.analysis.report").joinpath("report.html.j2").read_text(encoding="utf-8")
-    return environment.from_string(source).render(sections=parts, most_details=sections.MOST_DETAILS)
+    return environment.from_string(source).render(
+        sections=parts, most_details=sections.MOST_DETAILS, pills=PILLS, counted=_counted
+    )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,88 +10,11 @@ from dyno.analysis.formatting import short, show
 from dyno.analysis.metrics.precision import truth
 from dyno.analysis.presentation.export import page_part
 from dyno.analysis.records.results import Results, TrialResult
-from dyno.analysis.self_test import words
-from dyno.analysis.tables.gpu_table import ROUND_COLUMNS, ROUNDS, STOPPED, doubts, rounds_of
+from dyno.analysis.tables.gpu_table import ROUND_COLUMNS, ROUNDS, doubts, rounds_of
 from dyno.analysis.tables.trial_table import build_seconds
-from dyno.worker.facts.job import Answered
 
-ONE_AFTER_ANOTHER = "Welch's t interval of the log medians of the rounds, so the spread between processes decides"
-IN_TURNS = (
-    "of what measured in turns, Student's t interval of the rounds' log ratios, each the median over blocks; of other "
-    "pairs, Welch's of the log medians of the rounds"
-)
 LONGEST = 60  # characters of the name of a layer, which names all nodes that it was fused from
 MOST_DETAILS = 300  # trials with a section of their own
-
-
-def method(results: Results) -> list[tuple[str, str]]:
-    """How the numbers were made, as terms and sentences."""
-    trials = results.trials
-    plans = [t.spec.get("plan") or {} for t in trials]
-    threads = _distinct(t.spec.get("runtime", {}).get("threads") for t in trials)
-    data_specs = [t.spec.get("data") or {} for t in trials]
-    data = [d for t in trials if (d := t.facts.data)] or [
-        Answered(str(d.get("name", "")), str(d.get("split", "")), int(d.get("count", 0))) for d in data_specs
-    ]
-    inputs = _distinct(f"{d.name} ({d.split}, {d.count} images)" for d in data)
-    return [
-        ("latency, model", "inputs already where the engine reads them, outputs left there; one batch at a time"),
-        ("latency, all", "from host memory to host memory, copies included; one batch at a time"),
-        *_gpu_method(trials),
-        ("throughput", "batches queued so that copies and computing overlap, as far as the engine can"),
-        (
-            "rounds",
-            f"{_distinct(p.get('rounds') for p in plans)}, each in a fresh process, in shuffled, interleaved order",
-        ),
-        ("warm-up", f"until the median is steady, {_distinct(p.get('warmup_s') for p in plans)} s at most"),
-        ("sampling ends", _stopping(plans, trials)),
-        ("threads", f"{threads} for every backend, pinned to the same cores"),
-        ("inputs", inputs),
-        ("“faster”", IN_TURNS if any(plan.get("blocks") for plan in plans) else ONE_AFTER_ANOTHER),
-        (
-            "accuracy",
-            "Wilson's interval for one trial, Tango's score interval for the paired difference to the reference",
-        ),
-        ("visible differences", words.of_run(results) or words.HINT),
-        ("trimmed mean", "without the fastest and the slowest 10 % of the samples"),
-    ]
-
-
-def _gpu_method(trials: list[TrialResult]) -> list[tuple[str, str]]:
-    if all(t.device == "cpu" for t in trials):
-        return []
-    return [
-        (
-            "GPU’s clock",
-            "latency, model is by CUDA events on the engine's own stream, from its first kernel to its last, gaps "
-            "included; by the host's clock where a group has an engine without them; latency, all is the host's",
-        ),
-        (
-            "GPU telemetry",
-            "by NVML from outside the job, ten times a second; memory is the peak less what was used before the job; "
-            "samples taken while the GPU was throttled by heat or power are dropped and counted",
-        ),
-    ]
-
-
-def _stopping(plans: list[dict[str, Any]], trials: list[TrialResult]) -> str:
-    ended = Counter(
-        STOPPED.get(m.stopped, m.stopped)
-        for t in trials for r in t.good for m in r.record.measurements if m.stopped
-    )  # fmt: skip
-    counts = ", ".join(f"{n} × {reason}" for reason, n in ended.most_common())
-    interval = _distinct(f"{100 * p['interval']:g} %" for p in plans if "interval" in p)
-    limit = (
-        f"when the median is known to ±{interval} or after {_distinct(p.get('seconds') for p in plans)} s per boundary"
-    )
-    if plans and all(p.get("min_samples") == p.get("max_samples") for p in plans):
-        limit = f"after {_distinct(p.get('max_samples') for p in plans)} samples of each boundary, as requested"
-    return limit + (f"; seen: {counts}" if counts else "")
-
-
-def _distinct(values: Iterable[Any]) -> str:
-    """The different values, in order, as one phrase."""
-    return ", ".join(dict.fromkeys(f"{v:g}" if isinstance(v, float) else str(v) for v in values if v is not None))
 
 
 def machine(environment: dict[str, Any]) -> list[tuple[str, str]]:

@@ -1,10 +1,10 @@
-"""One sentence of the verdict, and its numbers as text."""
+"""Parts of the verdict: a decision, a sentence about it, and the words for numbers in them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dyno.analysis.formatting import limits, show, significant
+from dyno.analysis.formatting import UNBOUNDED, bounded, limits, show, significant
 from dyno.analysis.stats import MOST_ROUNDS, Interval, Rule, Speedup
 from dyno.analysis.tables.trial_columns import rounds_needed, within
 
@@ -19,13 +19,35 @@ class Finding:
     text: str
 
 
+@dataclass(frozen=True)
+class Decision:
+    """One sentence on what wins and by how much, of which model and size (`where`), and its kind as a finding's.
+
+    `answers` are short ones, by what they answer: whether it is real, whether it is right, what to do next. `findings`
+    are what else there is to say of it.
+    """
+
+    kind: str
+    where: str
+    text: str
+    answers: tuple[tuple[str, str], ...] = ()
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def sentence(self) -> str:
+        """The decision with what it is about."""
+        return f"{self.where}: {self.text}" if self.where else self.text
+
+
 def ms(value: float) -> str:
     """Milliseconds as a duration."""
     return show(value * 1e-3, "duration")
 
 
 def ratio(value: float, low: float, high: float) -> str:
-    """`2.1x [1.9, 2.3]`; without an interval where there is none, with words for one that is too wide."""
+    """`2.1x [1.9, 2.3]`; without an interval where there is none, words alone for one that is too wide."""
+    if low == low and not bounded(low, high):
+        return UNBOUNDED
     return f"{value:.2f}x{limits(low, high, lambda v: f'{v:.2f}')}"
 
 

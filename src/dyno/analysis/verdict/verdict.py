@@ -4,34 +4,32 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from math import ceil, isinf, isnan
+from dataclasses import dataclass
+from math import ceil
 from typing import TYPE_CHECKING
 
 from dyno.analysis import stats
-from dyno.analysis.formatting import counting, limits, plain, points, show, significant
+from dyno.analysis.formatting import counting, indentation, plain
 from dyno.analysis.metrics import speedups
-from dyno.analysis.metrics.accuracy import OVER, UNDECIDED, judged, set_aside
+from dyno.analysis.metrics.accuracy import judged, set_aside
 from dyno.analysis.metrics.precision import truth
-from dyno.analysis.presentation.table import missing
-from dyno.analysis.ranking import frontier
 from dyno.analysis.ranking.contention import Contention, cpu_contention
 from dyno.analysis.ranking.correctness import WRONG
-from dyno.analysis.ranking.frontier import LATENCY, THROUGHPUT
-from dyno.analysis.ranking.rankings import Ranking, rankings
+from dyno.analysis.ranking.rankings import rankings, winners
 from dyno.analysis.ranking.references import incomparable
 from dyno.analysis.records import gpu_remarks
 from dyno.analysis.records.results import Results, TrialResult, clock_of
 from dyno.analysis.records.rounds import GPU
 from dyno.analysis.records.run_data import RunData
-from dyno.analysis.tables import breakeven
-from dyno.analysis.verdict import confirmation, mixed_precision
-from dyno.analysis.verdict.findings import BEST, FAILURE, NOTE, WARNING, Finding, equivalent, ms, ratio, settled
+from dyno.analysis.verdict import decisions, mixed_precision
+from dyno.analysis.verdict.findings import FAILURE, NOTE, WARNING, Decision, Finding, ratio
 
 if TYPE_CHECKING:
-    import pandas as pd
+    pass
 
-MOST_GROUPS = 8  # models and sizes that get sentences; the tables have all
-SLIGHT = 1.1  # an interval that ends below it leaves no gain worth pursuing
+COMPANY = "what the table calls faster or slower is so beside those programs; engines suffer from company differently"
+MOST_GROUPS = 8  # model x size pairs that get sentences of their own; the rest stands in the tables
+SLIGHT = 1.1  # an interval that ends below it leaves no gain worth looking for
 NO_GAIN = stats.SLOWER, stats.EQUIVALENT, stats.UNDECIDED
 # Wider precisions that a lowered one should be faster than, in the order of comparison.
 WIDER = {
@@ -40,31 +38,63 @@ WIDER = {
 }
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """What a run says: rows with `wrong` outputs, a decision for each ranking, and `findings` about the whole run."""
+
+    wrong: tuple[Finding, ...]
+    decisions: tuple[Decision, ...]
+    findings: tuple[Finding, ...]
+
+    @property
+    def sentences(self) -> list[str]:
+        """Everything but the next steps, which name a folder, in plain sentences, most important first."""
+        lines = [each.text for each in self.wrong]
+        for decision in self.decisions:
+            lines += [decision.sentence, *(f"{name}: {text}." for name, text in decision.answers if name != "next")]
+            lines += [each.text for each in decision.findings]
+        return [plain(line) for line in (*lines, *(each.text for each in self.findings))]
+
+    @property
+    def lines(self) -> list[str]:
+        """The same for a terminal: next steps too, but no notes, which the report has."""
+        lines = [each.text for each in self.wrong]
+        for decision in self.decisions:
+            lines += [decision.sentence, *(f"  {name}: {text}" for name, text in decision.answers)]
+            lines += [each.text for each in decision.findings if each.kind != NOTE]
+        lines += [each.text for each in self.findings if each.kind != NOTE]
+        rest = [*self.findings, *(each for decision in self.decisions for each in decision.findings)]
+        notes = sum(each.kind == NOTE for each in rest)
+        more = [f"{counting(notes, 'note')} more in the report."] if notes else []
+        return [*(indentation(line) + plain(line) for line in lines), *more]
+
+
 def sentences(run: RunData) -> list[str]:
     """The verdict in plain sentences, most important first."""
-    return [plain(f.text) for f in findings(run)]
+    return read(run).sentences
 
 
-def findings(run: RunData) -> list[Finding]:
+def read(run: RunData) -> Verdict:
     """The verdict: the fastest within the budget with its evidence, then precision truth, reasons, failures."""
     results = run.records
     all_rankings, contention = rankings(run), cpu_contention(results)
-    ranked = [f for ranking in all_rankings[:MOST_GROUPS] for f in _ranking_findings(ranking, run)]
+    shown, wrong = all_rankings[:MOST_GROUPS], tuple(_wrong_outputs(run))
     if contention and contention.mostly:  # an order would be that of the machine's load
-        failed = [f for f in ranked if f.kind == FAILURE]
-        apart = [f for ranking in all_rankings[:MOST_GROUPS] for f in _apart(ranking)]
-        others = [*failed, *apart, *_truths(results), *_outcome(results, contention)]
-        return [*_wrong_outputs(run), Finding(WARNING, contention.sentence), *others]
-    if len(all_rankings) > MOST_GROUPS:
-        ranked.append(Finding(NOTE, f"{len(all_rankings) - MOST_GROUPS} more models and sizes are in the tables."))
-    return [
-        *_wrong_outputs(run),
-        *ranked,
-        *mixed_precision.findings(run),
-        *_truths(results),
-        *_slow_precisions(run),
-        *_outcome(results, contention),
-    ]
+        failures = [decision for ranking in shown if (decision := decisions.failed(ranking)) is not None]
+        apart = [finding for ranking in shown for finding in decisions.apart(ranking)]
+        unranked = Decision(WARNING, "", contention.sentence, (("real", COMPANY), ("next", _unranked(run))))
+        return Verdict(wrong, (unranked, *failures), (*apart, *_truths(results), *_outcome(results, contention)))
+    decided = tuple(decision for ranking in shown for decision in decisions.decisions(ranking, run))
+    more = len(all_rankings) - MOST_GROUPS
+    rest = [Finding(NOTE, f"{more} more models and sizes are in the tables.")] if more > 0 else []
+    rest += [*mixed_precision.findings(run), *_truths(results), *_slow_precisions(run), *_outcome(results, contention)]
+    return Verdict(wrong, decided, tuple(rest))
+
+
+def _unranked(run: RunData) -> str:
+    """What to do where the machine was too busy for a winner."""
+    step = "measure again on a quiet machine"
+    return f"{step}, or choose: dyno take {run.records.folder} BACKEND/PRECISION" if list(winners(run)) else step
 
 
 def _wrong_outputs(run: RunData) -> Iterator[Finding]:
@@ -76,161 +106,6 @@ def _wrong_outputs(run: RunData) -> Iterator[Finding]:
         against = f" against {trials[reference].configuration}" if reference in trials else ""
         text = f"{group[0].model}: {names} ({_places(group)}) gave {verdict}{against}; not ranked, whatever the speed."
         yield Finding(FAILURE, text)
-
-
-def _ranking_findings(ranking: Ranking, run: RunData) -> Iterator[Finding]:
-    ranked, trials, budget = ranking.fastest, run.trials, run.budget
-    if frontier.usable(ranking.group).empty:
-        yield Finding(FAILURE, f"{ranking.where}: no trial succeeded.")
-    elif ranked.empty and budget and frontier.usable(ranking.first)[LATENCY].notna().any():
-        yield Finding(FAILURE, f"{ranking.where}: no trial is within {budget} with confidence.")
-    elif len(ranked):
-        winner = ranked.iloc[0]
-        yield Finding(BEST, _fastest(ranking, winner, run))
-        yield from _runner_up(ranking, run)
-        yield from confirmation.findings(ranking, LATENCY, run)
-        yield from _accuracy(ranking, winner, trials)
-        yield from _preparation(ranking, winner, trials)
-    yield from _left_out(ranking, budget)
-    yield from _apart(ranking)
-    yield from _most_images(ranking)
-    yield from confirmation.findings(ranking, THROUGHPUT, run)
-
-
-def _fastest(ranking: Ranking, winner: pd.Series, run: RunData) -> str:
-    limit = f" within the budget {run.budget}" if run.budget and winner["budget"] else ""
-    low, high = winner["latency_ms_low"], winner["latency_ms_high"]
-    name, latency = ranking.configuration(winner), f"{ms(winner[LATENCY])}{limits(low, high, ms)}"
-    text = f"{ranking.where}: fastest{limit} is {name}, {latency}"
-    text += f" at batch {winner['batch']}"
-    reference = ranking.reference(winner, run.trials)
-    if reference is None or reference.id == winner["trial"]:
-        return text + "."
-    gain = _gain(winner, reference, run)
-    shown = ratio(gain.value, gain.low, gain.high)
-    name = reference.configuration + (f" at size {reference.size}" if ranking.sizes else "")
-    if gain.verdict == stats.EQUIVALENT:
-        return f"{text}; it is {equivalent(name, run.rule)} ({shown})."
-    if gain.verdict == stats.UNDECIDED:
-        return f"{text}; whether it is faster than {name} is undecided ({shown}): {settled(gain)}."
-    sure = " (one round only, so unproven)" if gain.verdict == stats.ONE_ROUND else ""
-    return f"{text}: {shown} as fast as {name}{sure}."
-
-
-def _gain(winner: pd.Series, reference: TrialResult, run: RunData) -> stats.Speedup:
-    """The row's speed-up; computed again where its reference is of another size than the table's."""
-    if winner["reference"] == reference.id:
-        limits = winner["speedup"], winner["speedup_low"], winner["speedup_high"]
-        more = None if missing(winner["more_rounds"]) else int(winner["more_rounds"])
-        return stats.Speedup(*limits, winner["verdict"], more=more)
-    boundary, clock = str(winner["boundary"]), str(winner["clock"])
-    return speedups.speedup(run.trials[winner["trial"]], reference, boundary, clock, run.rule)
-
-
-def _runner_up(ranking: Ranking, run: RunData) -> Iterator[Finding]:
-    ranked, trials = ranking.fastest, run.trials
-    if len(ranked) < 2:
-        return
-    first, second = (trials[ranked.iloc[i]["trial"]] for i in (0, 1))
-    reference = ranking.reference(ranked.iloc[0], trials)
-    if reference is not None and reference.id == second.id:
-        return  # the winner was compared with it above
-    name = ranking.configuration(ranked.iloc[1])
-    boundary = str(ranked.iloc[0]["boundary"])
-    clock = str(ranked.iloc[0]["clock"])
-    gain = speedups.speedup(first, second, boundary, clock, run.rule)
-    shown = ratio(gain.value, gain.low, gain.high)
-    if gain.verdict == stats.FASTER:
-        yield Finding(NOTE, f"The runner-up is {name}; the difference is real: {shown}.")
-    elif gain.verdict == stats.EQUIVALENT:
-        yield Finding(NOTE, f"It is {equivalent(f'the runner-up, {name},', run.rule)} ({shown}).")
-    elif gain.verdict == stats.UNDECIDED:
-        text = f"Whether it is faster than the runner-up, {name}, is undecided ({shown})"
-        yield Finding(WARNING, f"{text}: {settled(gain)}.")
-    elif gain.verdict == stats.SLOWER:  # the rounds' latencies and the ratio within blocks may disagree
-        yield Finding(WARNING, f"The runner-up, {name}, is faster where both measured in turns ({shown}).")
-    else:
-        text = f"The runner-up is {name} ({shown}); with one round, significance can't be assessed."
-        yield Finding(WARNING, text)
-
-
-def _accuracy(ranking: Ranking, winner: pd.Series, trials: dict[str, TrialResult]) -> Iterator[Finding]:
-    metric = ranking.metric
-    if metric.column not in winner or isnan(winner[metric.column]):
-        return
-    low, high = metric.interval(winner)
-    text = f"Its {metric.label} is {winner[metric.column]:.2f} %"
-    text += "" if isnan(low) else f" [{low:.2f}, {high:.2f}]"
-    if not missing(winner["images"]):
-        text += f" on {winner['images']:,} images"
-        if not missing(winner["set_aside"]) and winner["set_aside"]:
-            text += f" ({winner['set_aside']:,} more were set aside for calibration)"
-    low, value, high = metric.change_in(winner)
-    if not isnan(low):
-        change, lowest, highest = (points(each / 100) for each in (value, low, high))
-        reference = ranking.reference(winner, trials)
-        where = f" at size {reference.size}" if ranking.sizes and reference is not None else ""
-        text += f", {change} points [{lowest}, {highest}] against the reference{where} on the same images"
-    yield Finding(NOTE, text + ".")
-
-
-def _preparation(ranking: Ranking, winner: pd.Series, trials: dict[str, TrialResult]) -> Iterator[Finding]:
-    """After how many images the time to build pays off against the reference."""
-    reference = ranking.reference(winner, trials)
-    if reference is None or reference.id == winner["trial"]:
-        return
-    payoff = breakeven.against(winner, trials[winner["trial"]], reference)
-    if payoff is not None and payoff.extra > 0 and payoff.images is not None:
-        when = f"which pays off after about {significant(payoff.images, 2)} images"
-        when += ", or never, as the gain is not proven" if isinf(payoff.high) else ""
-        yield Finding(NOTE, f"Making it takes {show(payoff.extra, 'duration')}, {when}.")
-
-
-def _left_out(ranking: Ranking, budget: str) -> Iterator[Finding]:
-    """Faster trials that the budget kept from being the fastest."""
-    if not budget:
-        return
-    ranked, metric = ranking.fastest, ranking.metric
-    limit = ranked.iloc[0][LATENCY] if len(ranked) else float("inf")
-    faster = frontier.ranked(frontier.usable(ranking.first))
-    for _, row in faster[faster[LATENCY] < limit].iterrows():
-        latency, name = ms(row[LATENCY]), ranking.configuration(row)
-        subject = f"{name} is faster ({latency})" if len(ranked) else f"{name} takes {latency}"
-        change = metric.change_in(row)[1]
-        loss = "" if isnan(change) else f" ({points(change / 100)} points)"
-        if row["budget"] == OVER:
-            yield Finding(NOTE, f"{subject} but loses more than {budget} allows{loss}.")
-        elif row["budget"] == UNDECIDED:
-            more = row["more_images"]
-            estimated = isinstance(more, (int, float)) and not isnan(more)
-            settle = f"about {int(more):,} more images would" if estimated else "more images would not"
-            yield Finding(
-                WARNING, f"{subject} but whether it is within {budget} is undecided{loss}: {settle} settle it."
-            )
-
-
-def _apart(ranking: Ranking) -> Iterator[Finding]:
-    """Trials that could not be compared with their reference, so that none of them was the fastest."""
-    reasons: dict[str, list[str]] = {}
-    for _, row in ranking.apart.iterrows():
-        names = reasons.setdefault(str(row["verdict"]), [])
-        if (name := ranking.configuration(row)) not in names:
-            names.append(name)
-    for verdict, names in reasons.items():
-        yield Finding(WARNING, f"{ranking.where}: {', '.join(names)} not ranked, {verdict}.")
-
-
-def _most_images(ranking: Ranking) -> Iterator[Finding]:
-    ranked = ranking.most_images
-    if ranked.empty:
-        return
-    best = ranked.iloc[0]
-    name = ranking.configuration(best)
-    text = f"{ranking.where}: most images per second with {name} at batch {best['batch']}: "
-    text += f"{significant(best[THROUGHPUT])}/s"
-    line = frontier.configuration(best), best["size"], best["batch"]
-    same = [s for s in frontier.saturation(ranking.group) if (s.configuration, s.size, s.best_batch) == line]
-    yield Finding(BEST, text + (f"; {same[0].description}." if same else "."))
 
 
 def _truths(results: Results) -> Iterator[Finding]:

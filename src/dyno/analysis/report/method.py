@@ -1,0 +1,158 @@
+"""How a run was measured, how its verdicts were decided, and which configuration its latencies are of."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from dyno.analysis.formatting import counting
+from dyno.analysis.records.results import Results, TrialResult
+from dyno.analysis.records.run_data import RunData
+from dyno.analysis.self_test import words
+from dyno.analysis.stats import ALONE, TURNS, Rule
+from dyno.analysis.tables.gpu_table import STOPPED
+from dyno.worker.facts.job import Answered
+
+INTERVALS = {
+    TURNS: "Student's t interval of the rounds' log ratios, paired, each the median over blocks",
+    ALONE: "Welch's t interval of the log medians of the rounds, so the spread between processes decides",
+}
+Terms = list[tuple[str, str]]
+
+
+def terms(run: RunData) -> Terms:
+    """Terms and sentences: first how verdicts were decided, then what is measured and how."""
+    results = run.records
+    trials = results.trials
+    plans = [t.spec.get("plan") or {} for t in trials]
+    return [
+        *_decided(run, plans),
+        ("level: a latency is of", _level(results, plans)),
+        ("latency, model", "inputs already where the engine reads them, outputs left there; one batch at a time"),
+        ("latency, all", "from host memory to host memory, copies included; one batch at a time"),
+        *_gpu_method(trials),
+        ("throughput", "batches queued so that copies and computing overlap, as far as the engine can"),
+        ("warm-up", f"until the median is steady, {_distinct(p.get('warmup_s') for p in plans)} s at most"),
+        ("sampling ends", _stopping(plans, trials)),
+        ("inputs", _inputs(trials)),
+        (
+            "accuracy",
+            "Wilson's interval for one trial, Tango's score interval for the paired difference to the reference",
+        ),
+        ("visible differences", words.of_run(results) or words.HINT),
+        ("trimmed mean", "without the fastest and the slowest 10 % of the samples"),
+    ]
+
+
+def _decided(run: RunData, plans: list[dict[str, Any]]) -> Terms:
+    """How the verdicts on speed came about: the pairs, the interval, the margin, the family, and the looks."""
+    rows = run.frame[run.frame["measured"] != ""]
+    judged = rows[rows["p_value"].notna()]
+    pairs = Counter(rows["measured"])
+    rounds = int(run.frame["rounds"].max()) if len(run.frame) else 0
+    return [
+        ("rounds", f"{rounds}, each in a fresh process, in shuffled order"),
+        *([("reference", _distinct(t.configuration for t in run.references.values()))] if pairs else []),
+        ("compared", _compared(pairs, _distinct(p["block_s"] for p in plans if p.get("blocks")))),
+        *([("interval", "; ".join(_interval(how, pairs) for how in pairs))] if len(judged) else []),
+        ("equivalent", f"the whole interval is within ±{100 * run.rule.margin:g} %"),
+        ("family", _family(judged.groupby("reference").size().max() if len(judged) else 0)),
+        ("looks", _looks(run.rule, rounds)),
+    ]
+
+
+def _compared(pairs: Counter[str], block: str) -> str:
+    in_turns, apart = pairs[TURNS], pairs[ALONE]
+    how = f"in turns: alive together, one runs a block of {block} s while the others are frozen"
+    if not pairs:
+        return "nothing: no two trials here have a speed-up"
+    if not in_turns:
+        return "one after the other, so what the machine did between two of them is in their ratio"
+    return f"{how}; {counting(apart, 'pair')} one after the other" if apart else how
+
+
+def _interval(how: str, pairs: Counter[str]) -> str:
+    return f"of pairs {how}, {INTERVALS[how]}" if len(pairs) > 1 else INTERVALS[how]
+
+
+def _family(most: int) -> str:
+    alone = "winner and runner-up, and confirmations, are judged each at 5 %"
+    if most < 2:
+        return f"one row at most is judged against a reference, so there is nothing to correct for; {alone}"
+    return (
+        f"up to {most} rows against one reference are judged together (Holm): the chance that any pair of equal speeds "
+        f"is called faster or slower is at most 5 %; {alone}"
+    )
+
+
+def _looks(rule: Rule, rounds: int) -> str:
+    if not rule.first:
+        return "one, after the last round: their number was fixed beforehand"
+    looks = max(1, rounds - rule.first + 1)
+    return (
+        f"until decided: {looks}, after round {rule.first} and each further one; look k may spend 1 / (k (k + 1)) of "
+        "the error, so looking often makes no difference out of noise"
+    )
+
+
+def _level(results: Results, plans: list[dict[str, Any]]) -> str:
+    """Which configuration a latency is a claim about."""
+    trials = results.trials
+    threads = _distinct(t.spec.get("runtime", {}).get("threads") for t in trials)
+    devices = _distinct(t.device for t in trials)
+    company = "alone from start to end"
+    if any(plan.get("blocks") for plan in plans):
+        company = "in blocks after those of other processes, whose caches it finds: a loop alone may be faster"
+    return (
+        f"a row's backend, options, precision, batch and size on {devices} of this machine as it was, with {threads} "
+        f"threads pinned to the same cores for all, warm, one process running at a time, {company}; a speed-up is of "
+        "two rows of one model, size, batch and device"
+    )
+
+
+def _inputs(trials: list[TrialResult]) -> str:
+    asked = [t.spec.get("data") or {} for t in trials]
+    data = [d for t in trials if (d := t.facts.data)] or [
+        Answered(str(d.get("name", "")), str(d.get("split", "")), int(d.get("count", 0))) for d in asked
+    ]
+    return _distinct(f"{d.name} ({d.split}, {d.count} images)" for d in data)
+
+
+def _gpu_method(trials: list[TrialResult]) -> Terms:
+    if all(t.device == "cpu" for t in trials):
+        return []
+    return [
+        (
+            "GPU’s clock",
+            "latency, model is by CUDA events on the engine's own stream, from its first kernel to its last, gaps "
+            "included; by the host's clock where a group has an engine without them; latency, all is the host's",
+        ),
+        (
+            "GPU telemetry",
+            "by NVML from outside the job, ten times a second; memory is the peak less what was used before the job; "
+            "samples taken while the GPU was throttled by heat or power are dropped and counted",
+        ),
+    ]
+
+
+def _stopping(plans: list[dict[str, Any]], trials: list[TrialResult]) -> str:
+    ended = Counter(
+        STOPPED.get(m.stopped, m.stopped)
+        for t in trials for r in t.good for m in r.record.measurements if m.stopped
+    )  # fmt: skip
+    counts = ", ".join(f"{n} × {reason}" for reason, n in ended.most_common())
+    interval = _distinct(f"{100 * p['interval']:g} %" for p in plans if "interval" in p)
+    limit = (
+        f"when the median is known to ±{interval} or after {_distinct(p.get('seconds') for p in plans)} s per boundary"
+    )
+    if plans and all(p.get("min_samples") == p.get("max_samples") for p in plans):
+        limit = f"after {_distinct(p.get('max_samples') for p in plans)} samples of each boundary, as requested"
+    if plans and all(p.get("blocks") for p in plans):
+        limit = f"after {_distinct(p['blocks'] for p in plans)} blocks per boundary, the same number for all"
+    return limit + (f"; seen: {counts}" if counts else "")
+
+
+def _distinct(values: Iterable[Any]) -> str:
+    """The different values, in order, as one phrase."""
+    return ", ".join(dict.fromkeys(f"{v:g}" if isinstance(v, float) else str(v) for v in values if v is not None))

@@ -1,0 +1,195 @@
+"""The short answers below a decision: is the difference real, is the winner right, and what to do next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import isnan
+from typing import TYPE_CHECKING
+
+from dyno.analysis import stats
+from dyno.analysis.formatting import counting, points, show
+from dyno.analysis.metrics import speedups
+from dyno.analysis.metrics.accuracy import UNDECIDED
+from dyno.analysis.presentation.table import missing
+from dyno.analysis.ranking import frontier
+from dyno.analysis.ranking.contention import cpu_contention
+from dyno.analysis.ranking.frontier import LATENCY
+from dyno.analysis.ranking.rankings import Ranking, winners
+from dyno.analysis.records.results import TrialResult
+from dyno.analysis.records.run_data import RunData
+from dyno.analysis.stats import MOST_ROUNDS, Speedup
+from dyno.analysis.verdict.findings import equivalent, ratio, settled
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+REASONS = "the reasons are below the table"
+EXACT = 1e-5  # relative error below which digits say nothing
+ENOUGH = 3  # rounds that a study has by default
+
+
+def reference_name(ranking: Ranking, reference: TrialResult) -> str:
+    """The reference as sentences call it."""
+    return reference.configuration + (f" at size {reference.size}" if ranking.sizes else "")
+
+
+def gain(ranking: Ranking, run: RunData) -> Speedup | None:
+    """The winner's speed-up, as in its row; computed again where its reference is of another size than the table's.
+    None where the winner is the reference, or has none."""
+    winner = ranking.fastest.iloc[0]
+    reference = ranking.reference(winner, run.trials)
+    if reference is None or reference.id == winner["trial"]:
+        return None
+    if winner["reference"] == reference.id:
+        limits = winner["speedup"], winner["speedup_low"], winner["speedup_high"]
+        more = None if missing(winner["more_rounds"]) else int(winner["more_rounds"])
+        return Speedup(*limits, winner["verdict"], winner["measured"], more=more)
+    return _pair(winner, run.trials[winner["trial"]], reference, run)
+
+
+def ahead(ranking: Ranking, run: RunData) -> Speedup | None:
+    """The winner's speed-up over the runner-up; None without one, or where that is the reference."""
+    ranked = ranking.fastest
+    if len(ranked) < 2:
+        return None
+    first, second = (run.trials[ranked.iloc[i]["trial"]] for i in (0, 1))
+    reference = ranking.reference(ranked.iloc[0], run.trials)
+    if reference is not None and reference.id == second.id:
+        return None
+    return _pair(ranked.iloc[0], first, second, run)
+
+
+def _pair(winner: pd.Series, own: TrialResult, other: TrialResult, run: RunData) -> Speedup:
+    return speedups.speedup(own, other, str(winner["boundary"]), str(winner["clock"]), run.rule)
+
+
+def real(ranking: Ranking, own: Speedup | None, over: Speedup | None, run: RunData, doubted: bool) -> str:
+    """Whether the winner is the fastest beyond noise, how that was measured, and what speaks against it (`doubted`: its
+    confirmation does)."""
+    pairs = [each for each in (own, over) if each is not None]
+    if not pairs:
+        return "nothing else is within the budget" if run.budget else "there is nothing to compare it with"
+    how = f"{counting(int(ranking.fastest.iloc[0]['rounds']), 'round')}, measured {pairs[0].measured}"
+    parts = [_opening(pairs, own, how)]
+    if over is not None:
+        parts.append(_over(ranking.configuration(ranking.fastest.iloc[1]), over, run))
+    return "; ".join([*parts, *_doubts(run, doubted)])
+
+
+def real_rate(ranking: Ranking, over: Speedup, run: RunData, doubted: bool) -> str:
+    """The same of the most images per second, which the runner-up's rounds are held against."""
+    best, second = (ranking.most_images.iloc[i] for i in (0, 1))
+    opening = _opening([over], None, counting(int(best["rounds"]), "round"))
+    name = f"{ranking.configuration(second)} at batch {second['batch']}"
+    return "; ".join([opening, _over(name, over, run), *_doubts(run, doubted)])
+
+
+def _doubts(run: RunData, doubted: bool) -> Iterator[str]:
+    contention = cpu_contention(run.records)
+    if contention is not None:
+        yield f"other programs disturbed {contention.disturbed} of {contention.jobs} jobs"
+    if doubted:
+        yield "measured again, not all of it held"
+
+
+def _opening(pairs: list[Speedup], own: Speedup | None, how: str) -> str:
+    verdicts = {each.verdict for each in pairs}
+    if verdicts == {stats.FASTER}:
+        return f"yes, in {how}"
+    if stats.ONE_ROUND in verdicts:
+        return f"not known from {how}: it may be noise"
+    if own is None:
+        return how
+    if own.verdict == stats.UNDECIDED:
+        return f"undecided after {how}: {settled(own)}"
+    return (
+        f"{'no difference that matters' if own.verdict == stats.EQUIVALENT else 'against the reference yes'}, in {how}"
+    )
+
+
+def _over(name: str, over: Speedup, run: RunData) -> str:
+    shown = ratio(over.value, over.low, over.high)
+    if over.verdict == stats.FASTER:
+        return f"ahead of the runner-up, {name}, by {shown}"
+    if over.verdict == stats.EQUIVALENT:
+        return f"it is {equivalent(f'the runner-up, {name},', run.rule)} ({shown})"
+    if over.verdict == stats.UNDECIDED:
+        return f"whether it is faster than the runner-up, {name}, is undecided ({shown}): {settled(over)}"
+    if over.verdict == stats.SLOWER:  # the rounds' latencies and the ratio within blocks may disagree
+        return f"the runner-up, {name}, is faster where both measured in turns ({shown})"
+    return f"the runner-up is {name} ({shown})"
+
+
+def right(ranking: Ranking, winner: pd.Series, run: RunData) -> str:
+    """Whether the winner's outputs are those of its reference, its accuracy, and whether it ran in its precision."""
+    parts = []
+    if winner["reference"] == winner["trial"]:
+        parts.append("it is what the others' outputs are compared with")
+    elif winner["outputs"] and not isnan(winner["output_error"]):
+        name = run.trials[winner["reference"]].configuration if winner["reference"] in run.trials else "the reference"
+        parts.append(f"outputs agree with those of {name}, {_distance(winner['output_error'])}")
+    else:
+        parts.append("its outputs were not compared with any")
+    parts += [_accuracy(ranking, winner)] * (not isnan(winner.get(ranking.metric.column, float("nan"))))
+    if winner["precision_ok"]:
+        parts.append(
+            "ran in the requested type" if winner["precision_ok"] == "yes" else "did not run in the requested type"
+        )
+    return "; ".join(parts)
+
+
+def _distance(error: float) -> str:
+    return f"off by {show(error, 'percentage', 2)}" if error > EXACT else f"to {show(EXACT, 'percentage', 1)}"
+
+
+def _accuracy(ranking: Ranking, winner: pd.Series) -> str:
+    text = f"{ranking.metric.label} {winner[ranking.metric.column]:.2f} %"
+    low, change, high = (points(each / 100) for each in ranking.metric.change_in(winner))
+    return text if isnan(ranking.metric.change_in(winner)[0]) else f"{text}, {change} points [{low}, {high}]"
+
+
+def next_step(ranking: Ranking, own: Speedup | None, over: Speedup | None, run: RunData) -> str:
+    """What settles what is open, and the command that takes the winner home."""
+    winner, pairs = ranking.fastest.iloc[0], [each for each in (own, over) if each is not None]
+    steps = []
+    if any(each.verdict == stats.ONE_ROUND for each in pairs):
+        steps.append(f"measure with --rounds {ENOUGH} or more")
+    elif more := [each.more or 0 for each in pairs if each.verdict == stats.UNDECIDED]:
+        steps.append(_more_rounds(max(more), run))
+    elif own is not None and own.verdict == stats.EQUIVALENT:
+        steps.append("choose by something else than speed")
+    id = f" {winner['trial']}" if len(list(winners(run))) > 1 else ""
+    steps.append(f"take it: dyno take {run.records.folder}{id}")
+    return "; ".join([*steps, *filter(None, [_undecided_budget(ranking)])])
+
+
+def _more_rounds(more: int, run: RunData) -> str:
+    if more > MOST_ROUNDS:
+        return "too alike, or the machine too restless, for rounds to settle it"
+    if run.rule.first:
+        return "the same command with more --minutes goes on"
+    return "measure with --until decided"
+
+
+def _undecided_budget(ranking: Ranking) -> str:
+    """How many images may let a faster trial in; "" where no faster one is undecided."""
+    faster = frontier.ranked(frontier.usable(ranking.first))
+    limit = ranking.fastest.iloc[0][LATENCY] if len(ranking.fastest) else float("inf")
+    rows = [row for _, row in faster[faster[LATENCY] < limit].iterrows() if row["budget"] == UNDECIDED]
+    open_rows = ((row, settle) for row in rows if (settle := more_images(row)))
+    row, settle = next(open_rows, (None, ""))
+    return (
+        "" if row is None else f"{settle} whether {ranking.configuration(row)}, which is faster, is within the budget"
+    )
+
+
+def more_images(row: pd.Series) -> str:
+    """The beginning of a sentence on how many images would decide a row under its budget; "" where none would."""
+    more = row["more_images"]
+    estimated = isinstance(more, (int, float)) and not isnan(more)
+    return f"about {int(more):,} more images would settle" if estimated else ""
+
+
+def wider_budget(ranking: Ranking) -> str:
+    """What to do where no trial is within the budget."""
+    return _undecided_budget(ranking) or "allow more loss, or calibrate and quantise another way"

@@ -1,0 +1,178 @@
+"""What each ranking decides: a sentence on what wins and by how much, short answers, and the rest to fold out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import isinf, isnan
+from typing import TYPE_CHECKING
+
+from dyno.analysis import stats
+from dyno.analysis.formatting import UNBOUNDED, limits, points, show, significant
+from dyno.analysis.metrics.accuracy import OVER, UNDECIDED
+from dyno.analysis.presentation.table import missing
+from dyno.analysis.ranking import frontier
+from dyno.analysis.ranking.frontier import LATENCY, THROUGHPUT
+from dyno.analysis.ranking.rankings import Ranking
+from dyno.analysis.records.results import TrialResult
+from dyno.analysis.records.run_data import RunData
+from dyno.analysis.stats import Speedup
+from dyno.analysis.tables import breakeven
+from dyno.analysis.verdict import answers, confirmation
+from dyno.analysis.verdict.findings import BEST, FAILURE, NOTE, WARNING, Decision, Finding, equivalent, ms, ratio
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+OPEN = stats.UNDECIDED, stats.ONE_ROUND, stats.SLOWER  # verdicts on a winner that leave it unproven
+
+
+def decisions(ranking: Ranking, run: RunData) -> Iterator[Decision]:
+    """The fastest at the smallest batch, and with several batches the most images per second."""
+    yield _fastest(ranking, run)
+    if len(ranking.most_images):
+        yield _most_images(ranking, run)
+
+
+def apart(ranking: Ranking) -> Iterator[Finding]:
+    """Trials that could not be compared with their reference, so that none of them was the fastest."""
+    reasons: dict[str, list[str]] = {}
+    for _, row in ranking.apart.iterrows():
+        names = reasons.setdefault(str(row["verdict"]), [])
+        if (name := ranking.configuration(row)) not in names:
+            names.append(name)
+    for verdict, names in reasons.items():
+        yield Finding(WARNING, f"{ranking.where}: {', '.join(names)} not ranked, {verdict}.")
+
+
+def failed(ranking: Ranking) -> Decision | None:
+    """That no trial of the ranking succeeded; None where one did."""
+    if not frontier.usable(ranking.group).empty:
+        return None
+    return Decision(FAILURE, ranking.where, "no trial succeeded.", (("next", answers.REASONS),))
+
+
+def _fastest(ranking: Ranking, run: RunData) -> Decision:
+    ranked = ranking.fastest
+    others = (*_left_out(ranking, run.budget), *apart(ranking))
+    if (nothing := failed(ranking)) is not None:
+        return Decision(nothing.kind, nothing.where, nothing.text, nothing.answers, others)
+    if ranked.empty and run.budget and frontier.usable(ranking.first)[LATENCY].notna().any():
+        text = f"no trial is within {run.budget} with confidence."
+        return Decision(FAILURE, ranking.where, text, (("next", answers.wider_budget(ranking)),), others)
+    if ranked.empty:
+        return Decision(NOTE, ranking.where, "no latency was measured.", findings=others)
+    winner = ranked.iloc[0]
+    gain, ahead = answers.gain(ranking, run), answers.ahead(ranking, run)
+    confirmed = tuple(confirmation.findings(ranking, LATENCY, run))
+    doubted = any(each.kind == WARNING for each in confirmed)
+    open_still = any(each is not None and each.verdict in OPEN for each in (gain, ahead)) or doubted
+    return Decision(
+        WARNING if open_still else BEST,
+        ranking.where,
+        _headline(ranking, winner, gain, run),
+        (
+            ("real", answers.real(ranking, gain, ahead, run, doubted)),
+            ("right", answers.right(ranking, winner, run)),
+            ("next", answers.next_step(ranking, gain, ahead, run)),
+        ),
+        (
+            *confirmed,
+            *_latency(ranking, winner),
+            *_accuracy(ranking, winner, run.trials),
+            *_preparation(ranking, winner, run.trials),
+            *others,
+        ),
+    )
+
+
+def _headline(ranking: Ranking, winner: pd.Series, gain: Speedup | None, run: RunData) -> str:
+    limit = f" within the budget {run.budget}" if run.budget and winner["budget"] else ""
+    text = f"fastest{limit} is {ranking.configuration(winner)}, {ms(winner[LATENCY])} at batch {winner['batch']}"
+    reference = ranking.reference(winner, run.trials)
+    if gain is None or reference is None:
+        return f"{text}, the reference." if reference is not None else f"{text}."
+    name, shown = answers.reference_name(ranking, reference), ratio(gain.value, gain.low, gain.high)
+    if gain.verdict == stats.EQUIVALENT:
+        return f"{text}; it is {equivalent(name, run.rule)} ({shown})."
+    if gain.verdict == stats.UNDECIDED:
+        return f"{text}; whether it is faster than {name} is undecided ({shown})."
+    if shown == UNBOUNDED:
+        return f"{text}; it is faster than {name}, by how much is {UNBOUNDED}."
+    unproven = " (one round only, so unproven)" if gain.verdict == stats.ONE_ROUND else ""
+    return f"{text}: {shown} as fast as {name}{unproven}."
+
+
+def _latency(ranking: Ranking, winner: pd.Series) -> Iterator[Finding]:
+    if interval := limits(winner["latency_ms_low"], winner["latency_ms_high"], ms):
+        yield Finding(NOTE, f"Its latency is {ms(winner[LATENCY])}{interval}.")
+
+
+def _accuracy(ranking: Ranking, winner: pd.Series, trials: dict[str, TrialResult]) -> Iterator[Finding]:
+    metric = ranking.metric
+    if metric.column not in winner or isnan(winner[metric.column]):
+        return
+    low, high = metric.interval(winner)
+    text = f"Its {metric.label} is {winner[metric.column]:.2f} %"
+    text += "" if isnan(low) else f" [{low:.2f}, {high:.2f}]"
+    if not missing(winner["images"]):
+        text += f" on {winner['images']:,} images"
+        if not missing(winner["set_aside"]) and winner["set_aside"]:
+            text += f" ({winner['set_aside']:,} more were set aside for calibration)"
+    low, value, high = metric.change_in(winner)
+    if not isnan(low):
+        change, lowest, highest = (points(each / 100) for each in (value, low, high))
+        reference = ranking.reference(winner, trials)
+        where = f" at size {reference.size}" if ranking.sizes and reference is not None else ""
+        text += f", {change} points [{lowest}, {highest}] against the reference{where} on the same images"
+    yield Finding(NOTE, text + ".")
+
+
+def _preparation(ranking: Ranking, winner: pd.Series, trials: dict[str, TrialResult]) -> Iterator[Finding]:
+    """After how many images the time to build pays off against the reference."""
+    reference = ranking.reference(winner, trials)
+    if reference is None or reference.id == winner["trial"]:
+        return
+    payoff = breakeven.against(winner, trials[winner["trial"]], reference)
+    if payoff is not None and payoff.extra > 0 and payoff.images is not None:
+        when = f"which pays off after about {significant(payoff.images, 2)} images"
+        when += ", or never, as the gain is not proven" if isinf(payoff.high) else ""
+        yield Finding(NOTE, f"Making it takes {show(payoff.extra, 'duration')}, {when}.")
+
+
+def _left_out(ranking: Ranking, budget: str) -> Iterator[Finding]:
+    """Faster trials that the budget kept from being the fastest."""
+    if not budget:
+        return
+    ranked, metric = ranking.fastest, ranking.metric
+    limit = ranked.iloc[0][LATENCY] if len(ranked) else float("inf")
+    faster = frontier.ranked(frontier.usable(ranking.first))
+    for _, row in faster[faster[LATENCY] < limit].iterrows():
+        latency, name = ms(row[LATENCY]), ranking.configuration(row)
+        subject = f"{name} is faster ({latency})" if len(ranked) else f"{name} takes {latency}"
+        change = metric.change_in(row)[1]
+        loss = "" if isnan(change) else f" ({points(change / 100)} points)"
+        if row["budget"] == OVER:
+            yield Finding(NOTE, f"{subject} but loses more than {budget} allows{loss}.")
+        elif row["budget"] == UNDECIDED:
+            settle = answers.more_images(row) or "more images would not settle"
+            yield Finding(WARNING, f"{subject} but whether it is within {budget} is undecided{loss}: {settle} it.")
+
+
+def _most_images(ranking: Ranking, run: RunData) -> Decision:
+    ranked, confirmed = ranking.most_images, tuple(confirmation.findings(ranking, THROUGHPUT, run))
+    doubted = any(each.kind == WARNING for each in confirmed)
+    shown = [("right", answers.right(ranking, ranked.iloc[0], run))]
+    over = confirmation.ahead(ranking, THROUGHPUT, run) if len(ranked) > 1 else None
+    if over is not None:
+        shown.insert(0, ("real", answers.real_rate(ranking, over, run, doubted)))
+    open_still = over is None or over.verdict in OPEN or doubted
+    return Decision(WARNING if open_still else BEST, ranking.where, _rate(ranking), tuple(shown), confirmed)
+
+
+def _rate(ranking: Ranking) -> str:
+    best = ranking.most_images.iloc[0]
+    text = f"most images per second with {ranking.configuration(best)} at batch {best['batch']}: "
+    text += f"{significant(best[THROUGHPUT])}/s"
+    line = frontier.configuration(best), best["size"], best["batch"]
+    same = [s for s in frontier.saturation(ranking.group) if (s.configuration, s.size, s.best_batch) == line]
+    return text + (f"; {same[0].description}." if same else ".")
