@@ -26,7 +26,7 @@ from dyno.worker import tasks
 from dyno.worker.facts.files import MadeBy
 from dyno.worker.facts.job import Facts
 from dyno.worker.record import STATUSES, Record
-from dyno.worker.spec import PRECISIONS, Artifact, ModelSpec, UserError
+from dyno.worker.spec import PRECISIONS, Artifact, ModelSpec, Trial, UserError
 from dyno.worker.tasks.task import Task
 
 SELF_TEST = "self-test.json"  # in a run folder: the summary of the machine's self-test
@@ -361,7 +361,11 @@ def _device(job: dict[str, Any] | None) -> str:
 
 def _order(t: TrialResult) -> tuple[Any, ...]:
     dims = t.spec["dims"]
-    precision = PRECISIONS.index(t.precision) if t.precision in PRECISIONS else len(PRECISIONS)
     place = t.form.place if t.form else 0
-    configuration = t.backend != "pytorch", t.backend, precision, t.configuration, t.id
-    return (t.model, dims["height"], dims["width"], t.batch, place, *configuration)
+    return (t.model, dims["height"], dims["width"], t.batch, place, *place_in_group(t))
+
+
+def place_in_group(t: Trial | TrialResult) -> tuple[Any, ...]:
+    """What trials that are compared with each other are sorted by: backend, PyTorch first, precision, options."""
+    precision = PRECISIONS.index(t.precision) if t.precision in PRECISIONS else len(PRECISIONS)
+    return t.backend != "pytorch", t.backend, precision, t.variant, t.precision, t.id
