@@ -21,7 +21,7 @@ from dyno.analysis.records import gpu_remarks, timeline
 from dyno.analysis.records.forms import Form, forms, sides
 from dyno.analysis.records.rounds import GPU, HOST, Round
 from dyno.analysis.records.shapes import MODELS
-from dyno.analysis.records.stored import read_job, read_round, read_table, undamaged
+from dyno.analysis.records.stored import measured, read_job, read_round, read_table
 from dyno.worker import tasks
 from dyno.worker.facts.files import MadeBy
 from dyno.worker.facts.job import Facts
@@ -349,7 +349,8 @@ def _trial(folder: Path, problems: list[str]) -> TrialResult | None:
             job, ran = read_job(path / "job.json", problems)
         record = read_round(path, problems)
         if record and record.status in STATUSES:
-            found[path.name[0]].append(Round(path, record.round, undamaged(path, record), _device(job)))
+            record, samples = measured(path, record)
+            found[path.name[0]].append(Round(path, record.round, record, _device(job), samples))
         elif record:
             problems.append(f"{path / 'record.json'} has an unknown status; it is left out")
     return TrialResult(folder.name, job, found["r"], found["c"], found["t"], ran) if job else None
