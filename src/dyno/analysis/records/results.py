@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -53,7 +53,8 @@ class TrialResult:
 
     @property
     def spec(self) -> dict[str, Any]:
-        return cast(dict[str, Any], self.job["trial"])
+        trial: dict[str, Any] = self.job["trial"]
+        return trial
 
     @property
     def model(self) -> str:
