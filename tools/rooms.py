@@ -31,7 +31,7 @@ HOST = {
     "study": "sources study_options",
     "datasets": "",
     "analysis": "",
-    "planning": "jobs store sources study datasets",
+    "planning": "jobs store sources study datasets analysis",
     "engine": "jobs store study planning analysis",
     "api": "jobs store sources study planning engine analysis",
     "training": "jobs store study datasets planning engine api analysis",
@@ -84,6 +84,7 @@ WORKER = {
 BESIDES = {
     "dyno.analysis": "facts spec record extras plugins system tasks",
     "dyno.datasets": "spec record extras plugins inputs.letterbox",
+    "dyno.cli": f"{BORDER} snippets",  # `dyno doctor` names what is broken of every kind that a plug-in may bring
     "dyno.sources": f"{BORDER} nets.models nets.saved_modules nets.torch_archive inputs.modules sessions.torch_support",
 }
 MOST_MODULES = 12

@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from dyno.api import runnable
 from dyno.cli.exits import INTERRUPTED
 from dyno.cli.options import Overrides
 from dyno.engine.run_names import RUNS, choose_folder
@@ -79,6 +78,8 @@ def dry_run(study: Study) -> int:
 
 def run(study: Study, folder: Path, *, retry_failed: bool = False) -> int:
     """Run the study, print its tables, write its report; exit code 0, 1 (no trial within budget) or 3 (unfinished)."""
+    from dyno.api import runnable
+
     runnable.run(study, folder, retry_failed=retry_failed)
     return finish(folder)
 
@@ -169,6 +170,8 @@ def report(runs: Sequence[Path], out: Path) -> None:
 
 def _single(overrides: Overrides, models: Sequence[str], out: str, command: str, **defaults: Any) -> list[Path]:
     """Measure each model under its file format's backend, or the ones asked for; returns each run folder."""
+    from dyno.api import runnable
+
     folder = Path(out) if out else new_folder(command, models)
 
     def measured(number: int, model: str) -> Path:

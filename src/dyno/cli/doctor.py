@@ -13,25 +13,29 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from dyno.analysis import charts, tables
+from dyno.analysis import charts, metrics, tables
 from dyno.analysis.formatting import wrapped
+from dyno.analysis.metrics.metric import Metric
 from dyno.analysis.presentation.chart import Chart
 from dyno.analysis.presentation.export import export
 from dyno.analysis.presentation.table import TEXT, Column, Table, TableKind
-from dyno.datasets.data_format import GROUP, DataFormat
+from dyno.datasets import data_format
+from dyno.datasets.data_format import DataFormat
 from dyno.engine import self_test
 from dyno.jobs.launcher import launch
 from dyno.planning.checks import check_format
-from dyno.worker import plugins, registry, system, tasks
+from dyno.worker import plugins, registry, snippets, system, tasks
 from dyno.worker.facts.engine import Probe
 from dyno.worker.record import Record
+from dyno.worker.snippets.parts import Script
 from dyno.worker.spec import Job, Runtime
 from dyno.worker.tasks.task import Task
 
 TIMEOUT_S = 120.0
 # What plug-ins may bring, by the group of entry points.
 KINDS: dict[str, type] = {
-    **registry.GROUPS, tasks.GROUP: Task, GROUP: DataFormat, tables.GROUP: TableKind, charts.GROUP: Chart,
+    **registry.GROUPS, tasks.GROUP: Task, metrics.GROUP: Metric, snippets.GROUP: Script, tables.GROUP: TableKind,
+    charts.GROUP: Chart, data_format.GROUP: DataFormat,
 }  # fmt: skip
 COLUMNS = tuple(
     Column(name, meaning, kind=TEXT)

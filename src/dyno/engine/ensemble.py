@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from dyno.analysis.ranking import references
+from dyno.analysis.records.results import place_in_group
 from dyno.engine import retry
 from dyno.engine.gpu_lock import held
 from dyno.engine.turns import Group, Player
 from dyno.jobs.progress import Progress
 from dyno.store import COMPANION, ROUND, Run
 from dyno.worker.record import Record
-from dyno.worker.spec import PRECISIONS, Artifact, Job, Trial
+from dyno.worker.spec import Artifact, Job, Trial
 
 Made = Mapping[str, Artifact | Record]
 
@@ -35,27 +37,9 @@ def groups(trials: Sequence[Trial]) -> list[list[Trial]]:
     return list(found.values())
 
 
-def reference(trials: Sequence[Trial], asked: str | None) -> Trial | None:
-    """The trial that the others are compared with, as tables choose it (`analysis.ranking.references`)."""
-    if asked:
-        backend, _, precision = asked.replace("/", ":").replace(" ", ":").partition(":")
-        fits = [t for t in trials if backend in (t.backend, t.variant) and precision in ("", t.precision)]
-        return next((t for t in trials if len(asked) >= 4 and t.id.startswith(asked)), next(iter(fits), None))
-
-    def place(trial: Trial) -> tuple[object, ...]:
-        plain = (trial.backend, trial.precision) == ("pytorch", "fp32")
-        precision = PRECISIONS.index(trial.precision) if trial.precision in PRECISIONS else len(PRECISIONS)
-        return (
-            trial.side,
-            not plain,
-            len(trial.options) if plain else 0,
-            trial.backend,
-            precision,
-            trial.variant,
-            trial.id,
-        )
-
-    return min(trials, key=place, default=None)
+def reference(trials: Sequence[Trial], fits: Callable[[Trial], bool] | None) -> Trial | None:
+    """The trial that the others are compared with, as tables choose it: of those that `fits` the request, if any."""
+    return references.first(sorted(trials, key=lambda t: (t.side, *place_in_group(t))), fits)
 
 
 def measure(

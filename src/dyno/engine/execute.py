@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from dyno.analysis.ranking import references
 from dyno.analysis.records import gpu_remarks, timeline
 from dyno.engine import ensemble, further_rounds, precision_search, retry, self_test
 from dyno.engine.gpu_lock import launch_in_turn
@@ -23,6 +24,8 @@ from dyno.worker import system
 from dyno.worker.facts.job import Facts
 from dyno.worker.record import TIMING, Record, refuse_links, write_bytes, write_record, write_text
 from dyno.worker.spec import Artifact, Job, Recipe, Trial
+
+Fits = Callable[[Trial], bool] | None  # whether a trial is the reference that was requested; None: nothing was
 
 MAKE_TIMEOUT_S = 3600.0
 OTHER_ROUTE = ("failed", "crashed", "timeout")  # statuses of a failed route after which the next one is tried
@@ -52,8 +55,10 @@ def execute(
             with progress.running([]):
                 find_peak(study, run.folder / "peak", progress)
 
+        fits = references.matcher(study.reference, todo) if study.reference else None
+
         def rounds(trials: list[Trial]) -> None:
-            _rounds(run, trials, files, progress, study.reference)
+            _rounds(run, trials, files, progress, fits)
 
         rounds(todo)
         if study.searches:
@@ -61,7 +66,7 @@ def execute(
         if study.until:
 
             def once(trials: list[Trial], number: int) -> None:
-                _further(run, trials, number, files, progress, study.reference)
+                _further(run, trials, number, files, progress, fits)
 
             further_rounds.go_on(study, run, todo, once, progress)
         if study.confirmations:
@@ -70,7 +75,7 @@ def execute(
             shutil.rmtree(run.round_folder(trial, 0).parent / "compiler", ignore_errors=True)
 
 
-def _rounds(run: Run, trials: list[Trial], files: Files, progress: Progress, reference: str | None) -> None:
+def _rounds(run: Run, trials: list[Trial], files: Files, progress: Progress, fits: Fits) -> None:
     """Every round of the trials that isn't stored yet, one model after the other.
 
     Nothing compares two models, and whoever stops a long study early has some of them whole.
@@ -85,18 +90,18 @@ def _rounds(run: Run, trials: list[Trial], files: Files, progress: Progress, ref
             turns = bool(own[0].plan.blocks)
             made = files.all(own if turns and left else left)  # whose rounds are stored may be measured beside others
             if turns:
-                _turns(run, own, made, progress, reference)
+                _turns(run, own, made, progress, fits)
                 continue
             for trial, number in order:
                 _round(run, trial, number, made.get(trial.id), progress)
 
 
 def _turns(
-    run: Run, trials: list[Trial], made: Mapping[str, Artifact | Record], progress: Progress, asked: str | None
+    run: Run, trials: list[Trial], made: Mapping[str, Artifact | Record], progress: Progress, fits: Fits
 ) -> None:
     """Every round of a model's trials, those that are compared in turns."""
     for number in range(max(trial.plan.rounds for trial in trials)):
-        _turn(run, [t for t in trials if number < t.plan.rounds], number, made, progress, asked)
+        _turn(run, [t for t in trials if number < t.plan.rounds], number, made, progress, fits)
 
 
 def _turn(
@@ -105,7 +110,7 @@ def _turn(
     number: int,
     made: Mapping[str, Artifact | Record],
     progress: Progress,
-    asked: str | None,
+    fits: Fits,
 ) -> None:
     """One round of a model's trials, those that are compared in turns."""
     groups = ensemble.groups(trials)
@@ -118,19 +123,19 @@ def _turn(
             else:
                 _round(run, trial, number, made.get(trial.id), progress)
         known = {trial.id: _stored(run, trial, number) for trial in group}
-        first = ensemble.reference([t for t in group if (r := known[t.id]) is None or r.status == "ok"], asked)
+        first = ensemble.reference([t for t in group if (r := known[t.id]) is None or r.status == "ok"], fits)
         for trial in ensemble.measure(run, left, first, number, made, progress):
             _round(run, trial, number, made.get(trial.id), progress)
 
 
-def _further(run: Run, trials: list[Trial], number: int, files: Files, progress: Progress, asked: str | None) -> None:
+def _further(run: Run, trials: list[Trial], number: int, files: Files, progress: Progress, fits: Fits) -> None:
     """One more round, of that number, of trials of one model."""
     again = [replace(trial, plan=replace(trial.plan, rounds=number + 1)) for trial in trials]
     random.Random(number).shuffle(again)
     with progress.running(again):
         made = files.all(again)
         if again[0].plan.blocks:
-            _turn(run, again, number, made, progress, asked)
+            _turn(run, again, number, made, progress, fits)
             return
         for trial in again:
             _round(run, trial, number, made.get(trial.id), progress)

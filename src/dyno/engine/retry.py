@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from dyno.analysis.records.arrays import damage
+from dyno.analysis.records.arrays import read_samples
 from dyno.store import ROUND, Run, outside, versions, worker_code_sha256
 from dyno.worker import registry
 from dyno.worker.backend import Backend, Maker
@@ -63,7 +63,7 @@ def clear_damaged(run: Run, trials: list[Trial]) -> list[str]:
         for folder in sorted(run.round_folder(trial, 0).parent.glob("[rc][0-9]*")):
             with suppress(OSError, ValueError):
                 record = read_json(folder / "record.json")
-                if record.get("status") == "ok" and (name := damage(folder)):
+                if record.get("status") == "ok" and (name := read_samples(folder)[1]):
                     shutil.rmtree(folder)
                     notes.append(f"{trial.label}: {folder.name}/{name} is damaged, so that round is measured again")
     return notes

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dyno.analysis.ranking import references
 from dyno.datasets import meta
 from dyno.planning.checks import check_threads
 from dyno.planning.images import prepared
@@ -131,15 +132,11 @@ def _reads(name: str, model: ModelSpec) -> bool:
 
 
 def _check_reference(reference: str, planned: list[Planned]) -> None:
-    """Refuse a reference that fits no trial, before anything is measured; see `analysis.ranking.references`."""
-    name, _, precision = reference.replace("/", ":").replace(" ", ":").partition(":")
-    for t in (entry.trial for entry in planned):
-        if name in (t.backend, t.variant) and precision in ("", t.precision):
-            return
-        if len(reference) >= 4 and t.id.startswith(reference):
-            return
-    configurations = sorted({f"{entry.trial.backend}/{entry.trial.precision}" for entry in planned})
-    raise UserError(f"no trial fits the reference {reference!r}; there are {', '.join(configurations)}")
+    """Refuse a reference that no trial can be, before anything is measured."""
+    trials = [entry.trial for entry in planned]
+    if not any(map(references.matcher(reference, trials), trials)):
+        configurations = sorted({f"{t.backend}/{t.precision}" for t in trials})
+        raise UserError(f"no trial fits the reference {reference!r}; there are {', '.join(configurations)}")
 
 
 def _check_budget(study: Study, model: ModelSpec, data: DataSpec, outputs: int) -> None:

@@ -6,7 +6,7 @@ import importlib
 import pkgutil
 from functools import cache
 from types import ModuleType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from importlib import metadata
@@ -41,9 +41,15 @@ def broken(group: str, kind: type) -> dict[str, str]:
 @cache
 def _loaded(group: str) -> dict[str, object]:
     """What each entry point of the group gives; the reason as text for one that can't be loaded."""
+    return {point.name: _object(point) for point in _points().select(group=group)}
+
+
+@cache
+def _points() -> Any:
+    """`EntryPoints` of every group (in Python 3.10 `SelectableGroups`): to find one's, all distributions are read."""
     from importlib import metadata  # slow to import, and `dyno --help` asks for nothing
 
-    return {point.name: _object(point) for point in metadata.entry_points(group=group)}
+    return metadata.entry_points()
 
 
 def _object(point: metadata.EntryPoint) -> object:

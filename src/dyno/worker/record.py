@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -159,7 +160,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_bytes(path: Path) -> bytes:
     """The file's content; a ValueError for a pipe or a device, which would be waited for."""
-    if path.exists() and not path.is_file():
+    if not stat.S_ISREG(path.stat().st_mode):
         raise ValueError("it is not a regular file")
     return path.read_bytes()
 

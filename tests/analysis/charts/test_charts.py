@@ -122,6 +122,18 @@ def test_png_and_svg(run: RunData, tmp_path: Path) -> None:
     assert style.svg(charts.speedup(run), "p1") == text
 
 
+def test_a_figure_that_is_laid_out_once_looks_as_if_each_file_did_it(run: RunData, tmp_path: Path) -> None:
+    figures = printed.drawn(run)
+    for name, other in printed.drawn(run).items():
+        style.save(other, tmp_path / "own.png")
+        style.save(figures[name], tmp_path / "once.png", style.laid_out(figures[name]))
+        with Image.open(tmp_path / "own.png") as own, Image.open(tmp_path / "once.png") as once:
+            assert own.size == once.size and own.tobytes() == once.tobytes()
+            width, height = (round(pixels / style.DPI * 72) for pixels in own.size)
+        box = ElementTree.fromstring(style.svg(figures[name], "p", style.laid_out(figures[name]))).get("viewBox")
+        assert [round(float(x)) for x in box.split()] == pytest.approx([0, 0, width, height], abs=1)
+
+
 def test_hostile_names_are_text_in_the_drawing(hostile: Results) -> None:
     for figure in printed.drawn(trial_table.read(hostile)).values():
         text = style.svg(figure, "x")

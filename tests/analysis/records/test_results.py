@@ -43,6 +43,14 @@ def test_trials_come_in_order_with_rounds_and_arrays(run: Path) -> None:
     assert results.environment["machine"]["cores"] == 2
 
 
+def test_samples_are_read_once_with_their_record(run: Path) -> None:
+    results = load(run)
+    for file in run.glob("trials/*/*/samples.npz"):
+        file.unlink()
+    assert all(t.samples("latency", "model").shape == (60,) for t in results)
+    assert not any(t.samples("latency", "model").size for t in load(run))
+
+
 @pytest.mark.parametrize("make", [lambda p: None, Path.mkdir, lambda p: (p / "trials").mkdir(parents=True)])
 def test_no_run_folder_is_one_line(tmp_path: Path, make) -> None:
     make(tmp_path / "x")

@@ -1,12 +1,19 @@
-"""The reference trial of each trial, and whether two trials are comparable."""
+"""The reference trial of each trial, and whether two trials are comparable.
+
+Tables choose references among stored trials, the engine among planned ones, by the same functions.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 from dyno.analysis.records.results import Results, TrialResult
-from dyno.worker.spec import UserError
+from dyno.worker.spec import PRECISIONS, Trial, UserError
 
+T = TypeVar("T", Trial, TrialResult)
+SHORTEST_ID = 4  # characters of an id that name a trial
 RANDOM = "outputs are random"
 INCOMPARABLE = "not comparable"  # the beginning of the verdict of a row that can't be compared with its reference
 
@@ -14,18 +21,50 @@ INCOMPARABLE = "not comparable"  # the beginning of the verdict of a row that ca
 def references(results: Results, requested: str | None = None) -> dict[str, TrialResult]:
     """The trial that each trial is compared to, by trial id: same model, size, batch and device.
 
-    `requested` is a backend (with `@option=value`s or without), `BACKEND/PRECISION`, or the beginning of a trial id
-    (its configuration is then the reference in every group). By default pytorch fp32 where the group has it, else
-    the group's first trial that ran. A group without it has no reference.
+    `requested` is as `matcher` reads it, and counts in every group; by default it is the group's `first`. A group in
+    which nothing that ran fits has no reference. UserError where that is so of all.
     """
     groups: dict[tuple[str, str, int, str, str], list[TrialResult]] = {}
     for t in results.trials:
         groups.setdefault(t.group, []).append(t)
-    if requested is None:
-        chosen = {g: _default(ts) for g, ts in groups.items()}
-    else:
-        chosen = _requested(results, groups, requested)
-    return {t.id: ref for t in results.trials if (ref := chosen.get(t.group)) is not None}
+    fits = matcher(requested, results.trials) if requested else None
+    chosen = {group: first([t for t in trials if t.good], fits) for group, trials in groups.items()}
+    if requested and not any(chosen.values()):
+        available = sorted({f"{t.backend}/{t.precision}" for t in results.trials if t.good})
+        raise UserError(
+            f"no trial that ran fits the reference {requested!r}; there are {', '.join(available) or 'none'}"
+        )
+    return {t.id: ref for t in results.trials if (ref := chosen[t.group]) is not None}
+
+
+def matcher(requested: str, trials: Iterable[T]) -> Callable[[T], bool]:
+    """Whether a trial may be the reference that was requested: `BACKEND`, `BACKEND/PRECISION` (also with a colon or a
+    space), either with the backend's options as `@option=value`, or the beginning of the id of one of the `trials`,
+    whose backend, options and precision then count."""
+    for t in trials if len(requested) >= SHORTEST_ID else ():
+        if t.id.startswith(requested):
+            configuration = t.side, t.variant, t.precision
+            return lambda other: (other.side, other.variant, other.precision) == configuration
+    precisions = "|".join(PRECISIONS)
+    # The precision stands behind the backend or behind its last option.
+    match = re.search(rf"[/: ]({precisions})(?=@|$)", requested)
+    precision = match[1] if match else ""
+    backend, *options = (requested[: match.start()] + requested[match.end() :] if match else requested).split("@")
+
+    def fits(t: T) -> bool:
+        own, *its = t.variant.split("@")
+        return own == backend and precision in ("", t.precision) and (not options or sorted(options) == sorted(its))
+
+    return fits
+
+
+def first(trials: Sequence[T], fits: Callable[[T], bool] | None = None) -> T | None:
+    """The reference of trials that are compared with each other, in their order in tables: the first that `fits`; by
+    default pytorch fp32 with the fewest options, else the first; None where there is none."""
+    if fits:
+        return next((t for t in trials if fits(t)), None)
+    baselines = [t for t in trials if (t.backend, t.precision) == ("pytorch", "fp32")]
+    return min(baselines, key=lambda t: len(t.options)) if baselines else next(iter(trials), None)
 
 
 def accuracy_references(results: Results, chosen: dict[str, TrialResult]) -> dict[str, TrialResult]:
@@ -55,29 +94,3 @@ def incomparable(a: TrialResult, b: TrialResult) -> str:
     if len({t.facts.inputs_sha256 for t in (a, b)} - {""}) > 1:
         return "other inputs"
     return ""
-
-
-def _default(trials: list[TrialResult]) -> TrialResult | None:
-    ran = [t for t in trials if t.good]
-    baselines = [t for t in ran if (t.backend, t.precision) == ("pytorch", "fp32")]
-    # The one with the fewest options is the baseline.
-    return min(baselines, key=lambda t: len(t.options)) if baselines else next(iter(ran), None)
-
-
-def _requested(results: Results, groups: dict[Any, list[TrialResult]], requested: str) -> dict[Any, TrialResult | None]:
-    backend, _, precision = requested.replace("/", ":").replace(" ", ":").partition(":")
-    by_id = (t.configuration for t in results.trials if len(requested) >= 4 and t.id.startswith(requested))
-    configuration = next(by_id, None)
-
-    def fits(t: TrialResult) -> bool:
-        if configuration:
-            return t.configuration == configuration
-        return backend in (t.backend, t.variant) and precision in ("", t.precision)
-
-    chosen = {g: next((t for t in ts if fits(t) and t.good), None) for g, ts in groups.items()}
-    if not any(chosen.values()):
-        available = sorted({f"{t.backend}/{t.precision}" for t in results.trials if t.good})
-        raise UserError(
-            f"no trial that ran fits the reference {requested!r}; there are {', '.join(available) or 'none'}"
-        )
-    return chosen

@@ -6,6 +6,7 @@ A run folder has thousands of small arrays with a handful of different headers, 
 from __future__ import annotations
 
 import io
+import stat
 import zipfile
 from collections.abc import Collection
 from functools import lru_cache
@@ -23,11 +24,12 @@ def read_npz(path: Path, names: Collection[str] | None = None) -> dict[str, np.n
     itself that it unpacks to more than it is, which none that Dyno wrote does.
     """
     arrays = {}
-    if path.exists() and not path.is_file():
+    about = path.stat()
+    if not stat.S_ISREG(about.st_mode):
         raise ValueError(f"{path} is not a regular file")
     try:
         with zipfile.ZipFile(path) as stored:
-            if sum(info.file_size for info in stored.infolist()) > path.stat().st_size:
+            if sum(info.file_size for info in stored.infolist()) > about.st_size:
                 raise ValueError(f"{path} would unpack to more than it is")
             for info in stored.infolist():
                 name = info.filename.removesuffix(".npy")
@@ -50,17 +52,18 @@ def _array(data: bytes) -> np.ndarray:
     return flat.reshape(shape, order="F" if fortran else "C")
 
 
-def damage(folder: Path) -> str:
-    """The array file of a round that can't be read, "" where all can, or were taken away: samples.npz is read whole, of
-    outputs.npz, which may be large, only what is in it."""
+def read_samples(folder: Path) -> tuple[dict[str, np.ndarray], str]:
+    """A round's samples, and the array file that can't be read, "" where all can, or were taken away: samples.npz is
+    read whole, of outputs.npz, which may be large, only what is in it."""
+    found: dict[str, dict[str, np.ndarray]] = {}
     for name, only in (("samples.npz", None), ("outputs.npz", ())):
         try:
-            read_npz(folder / name, only)
+            found[name] = read_npz(folder / name, only)
         except FileNotFoundError:
             continue
         except (OSError, ValueError):
-            return name
-    return ""
+            return {}, name
+    return found.get("samples.npz", {}), ""
 
 
 @lru_cache(maxsize=1024)

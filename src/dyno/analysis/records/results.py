@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -21,12 +21,12 @@ from dyno.analysis.records import gpu_remarks, timeline
 from dyno.analysis.records.forms import Form, forms, sides
 from dyno.analysis.records.rounds import GPU, HOST, Round
 from dyno.analysis.records.shapes import MODELS
-from dyno.analysis.records.stored import read_job, read_round, read_table, undamaged
+from dyno.analysis.records.stored import measured, read_job, read_round, read_table
 from dyno.worker import tasks
 from dyno.worker.facts.files import MadeBy
 from dyno.worker.facts.job import Facts
 from dyno.worker.record import STATUSES, Record
-from dyno.worker.spec import PRECISIONS, Artifact, ModelSpec, UserError
+from dyno.worker.spec import PRECISIONS, Artifact, ModelSpec, Trial, UserError
 from dyno.worker.tasks.task import Task
 
 SELF_TEST = "self-test.json"  # in a run folder: the summary of the machine's self-test
@@ -53,7 +53,8 @@ class TrialResult:
 
     @property
     def spec(self) -> dict[str, Any]:
-        return cast(dict[str, Any], self.job["trial"])
+        trial: dict[str, Any] = self.job["trial"]
+        return trial
 
     @property
     def model(self) -> str:
@@ -349,7 +350,8 @@ def _trial(folder: Path, problems: list[str]) -> TrialResult | None:
             job, ran = read_job(path / "job.json", problems)
         record = read_round(path, problems)
         if record and record.status in STATUSES:
-            found[path.name[0]].append(Round(path, record.round, undamaged(path, record), _device(job)))
+            record, samples = measured(path, record)
+            found[path.name[0]].append(Round(path, record.round, record, _device(job), samples))
         elif record:
             problems.append(f"{path / 'record.json'} has an unknown status; it is left out")
     return TrialResult(folder.name, job, found["r"], found["c"], found["t"], ran) if job else None
@@ -361,7 +363,11 @@ def _device(job: dict[str, Any] | None) -> str:
 
 def _order(t: TrialResult) -> tuple[Any, ...]:
     dims = t.spec["dims"]
-    precision = PRECISIONS.index(t.precision) if t.precision in PRECISIONS else len(PRECISIONS)
     place = t.form.place if t.form else 0
-    configuration = t.backend != "pytorch", t.backend, precision, t.configuration, t.id
-    return (t.model, dims["height"], dims["width"], t.batch, place, *configuration)
+    return (t.model, dims["height"], dims["width"], t.batch, place, *place_in_group(t))
+
+
+def place_in_group(t: Trial | TrialResult) -> tuple[Any, ...]:
+    """What trials that are compared with each other are sorted by: backend, PyTorch first, precision, options."""
+    precision = PRECISIONS.index(t.precision) if t.precision in PRECISIONS else len(PRECISIONS)
+    return t.backend != "pytorch", t.backend, precision, t.variant, t.precision, t.id

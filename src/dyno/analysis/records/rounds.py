@@ -20,12 +20,14 @@ HOST, GPU = "host", "gpu"
 
 @dataclass
 class Round:
-    """One process that ran a trial: its record, and the arrays beside it, which are read on first use."""
+    """One process that ran a trial: its record, and the arrays beside it, which are read on first use; so are its
+    samples where they weren't read with the record."""
 
     folder: Path
     number: int
     record: Record
     device: str = "cpu"
+    read: dict[str, np.ndarray] | None = field(default=None, repr=False, compare=False)
     _medians: dict[tuple[str, str], float | None] = field(default_factory=dict)
 
     @property
@@ -130,7 +132,7 @@ class Round:
 
     @cached_property
     def _samples(self) -> dict[str, np.ndarray]:
-        return self.arrays("samples.npz")
+        return self.arrays("samples.npz") if self.read is None else self.read
 
     def arrays(self, file: str, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
         """Arrays of one of the round's npz files (only `names`, or all); empty when the file is missing or damaged."""

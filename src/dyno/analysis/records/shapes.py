@@ -26,12 +26,13 @@ def wrong(data: Any, shape: Any, where: str = "") -> str:
     if isinstance(shape, dict):
         if not isinstance(data, dict):
             return where or "it"
-        parts = ((key, item, shape.get(key, shape.get(""))) for key, item in data.items())
-        return next((found for key, item, of in parts if of is not None and (found := wrong(item, of, key))), "")
+        for key, item in data.items():
+            of = shape.get(key, shape.get(""))
+            if of is not None and (found := wrong(item, of, key)):
+                return found
+        return ""
     if isinstance(shape, list):
-        if not isinstance(data, list):
-            return where or "it"
-        if None in data:
+        if not isinstance(data, list) or None in data:
             return where or "it"
         return next((found for item in data if (found := wrong(item, shape[0], where))), "")
     return "" if isinstance(data, shape) else where or "it"

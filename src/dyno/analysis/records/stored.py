@@ -6,7 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dyno.analysis.records.arrays import damage
+import numpy as np
+
+from dyno.analysis.records.arrays import read_samples
 from dyno.analysis.records.shapes import JOB, wrong
 from dyno.worker.record import Record, check_schema, read_json
 from dyno.worker.spec import Artifact, UserError, from_json
@@ -62,9 +64,13 @@ def read_job(path: Path, problems: list[str]) -> tuple[dict[str, Any] | None, Ar
     return job, ran
 
 
-def undamaged(folder: Path, record: Record) -> Record:
-    """The record, which is of a failure where what was measured can't be read any more."""
-    if record.status != "ok" or not (name := damage(folder)):
-        return record
-    reason = f"{name} is damaged; the same `dyno run` measures this round again"
-    return replace(record, status="failed", stage="", reason=reason)
+def measured(folder: Path, record: Record) -> tuple[Record, dict[str, np.ndarray] | None]:
+    """The record and its samples (None: not read). Where what was measured can't be read any more, the record is of a
+    failure."""
+    if record.status != "ok":
+        return record, None
+    samples, damaged = read_samples(folder)
+    if not damaged:
+        return record, samples
+    reason = f"{damaged} is damaged; the same `dyno run` measures this round again"
+    return replace(record, status="failed", stage="", reason=reason), {}

@@ -154,8 +154,9 @@ def _charts(run: RunData, folder: Path, prefix: str, name: str) -> list[Drawn]:
     drawn = []
     for chart in charts.kinds():
         if (figure := chart.draw(run)) is not None:
-            style.save(figure, folder / f"{_file(f'{name}-{chart.name}' if name else chart.name)}.png")
-            drawn.append(Drawn(chart.caption, Markup(style.svg(figure, f"{prefix}-{chart.name}"))))
+            box = style.laid_out(figure)
+            style.save(figure, folder / f"{_file(f'{name}-{chart.name}' if name else chart.name)}.png", box)
+            drawn.append(Drawn(chart.caption, Markup(style.svg(figure, f"{prefix}-{chart.name}", box))))
     confusion.write(run.records, folder)
     return drawn
 

@@ -51,16 +51,22 @@ def percentile_interval(samples: np.ndarray, q: float) -> Interval:
     The number of samples below the true percentile is binomial whatever their distribution (David and Nagaraja 2003,
     7.1), if they are independent. A limit is NaN where there are too few samples for one.
     """
-    from scipy.special import bdtr
-
     x = np.sort(samples)
     n = len(x)
     if not n:
         return Interval(math.nan, math.nan, math.nan)
+    low, high = _ranks(n, q)
+    return Interval(at(x, q), float(x[low - 1]) if low else math.nan, float(x[high - 1]) if high <= n else math.nan)
+
+
+@lru_cache(maxsize=1024)
+def _ranks(n: int, q: float) -> tuple[int, int]:
+    """Which of n ordered samples, counted from 1, are the limits of a percentile; 0 or n + 1 where none is."""
+    from scipy.special import bdtr
+
     tail = (1 - CONFIDENCE) / 2
     below = bdtr(np.arange(n), n, q)  # the chance that at most k samples are below the percentile
-    low, high = int(np.searchsorted(below, tail, side="right")), int(np.searchsorted(below, 1 - tail)) + 1
-    return Interval(at(x, q), float(x[low - 1]) if low else math.nan, float(x[high - 1]) if high <= n else math.nan)
+    return int(np.searchsorted(below, tail, side="right")), int(np.searchsorted(below, 1 - tail)) + 1
 
 
 def percentile_over_rounds(rounds: Sequence[np.ndarray], q: float) -> Interval:
@@ -80,7 +86,7 @@ def samples_for(q: float) -> int:
     """
     from scipy.special import bdtr
 
-    counts = np.arange(2, 100_000)
+    counts = np.arange(2, math.ceil(7 / (1 - q)) + 2)  # of 7 expected beyond it, at most one is in less than 1 %
     return int(counts[np.argmax(bdtr(1, counts, 1 - q) <= 1 - FLOOR_CONFIDENCE)])
 
 
