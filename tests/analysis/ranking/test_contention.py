@@ -57,6 +57,17 @@ def test_most_jobs_disturbed_leave_no_winner(tmp_path: Path) -> None:
     assert next_step in printed(results)
 
 
+def test_in_turns_a_winner_is_named_beside_whatever_disturbs_all_alike(tmp_path: Path) -> None:
+    in_turns = {**BUSY, "turns": {"set": "abc", "place": 0}}
+    results = run(tmp_path, in_turns, in_turns, in_turns)
+    contention = cpu_contention(results)
+    assert contention is not None and (contention.disturbed, contention.alone) == (9, 0)
+    lines = said(results)
+    assert "fastest is way2" in lines[0]
+    assert "other programs disturbed 9 of 9 jobs, which engines bear differently" in lines[1]
+    assert any("who is faster was measured in turns, and is so beside such a load" in line for line in lines)
+
+
 def test_failures_are_told_all_the_same(tmp_path: Path) -> None:
     ways = [Way("a", facts=dict(BUSY)), Way("b", statuses=("crashed",), reason="killed by SIGSEGV")]
     text = "\n".join(said(load(synthetic.write_run(tmp_path / "run", ways, samples=50))))

@@ -10,16 +10,21 @@ from dyno.analysis.records.results import TrialResult
 
 @dataclass(frozen=True)
 class Contention:
-    """The number of timed jobs, of disturbed ones, and the most processors that other programs kept busy."""
+    """The number of timed jobs, of disturbed ones, of those that did not measure in turns, and the most processors that
+    other programs kept busy."""
 
     jobs: int
     disturbed: int
+    alone: int
     processors: float
 
     @property
     def mostly(self) -> bool:
-        """Whether most jobs were disturbed: the others are too few to rank engines by."""
-        return self.disturbed > self.jobs / 2
+        """Whether most jobs were disturbed one at a time: the others are too few to rank engines by.
+
+        In turns what disturbs one job disturbs those that it is compared with, so their ratios stand.
+        """
+        return self.alone > self.jobs / 2
 
     @property
     def sentence(self) -> str:
@@ -28,13 +33,18 @@ class Contention:
         busy = f"other programs kept up to {self.processors:.1f} processors busy {during}"
         if self.mostly:
             return f"No winner is named: {busy}, and on a quiet machine the order may be another."
-        doubt = "those latencies are too long and their order may be wrong; measure again on a quiet machine"
+        if not self.alone:
+            doubt = "those latencies are too long; who is faster was measured in turns, and is so beside such a load"
+        else:
+            doubt = "those latencies are too long and their order may be wrong; measure again on a quiet machine"
         return f"{busy.capitalize()}: {doubt}."
 
 
 def cpu_contention(results: Iterable[TrialResult]) -> Contention | None:
     """The contention that the records show; None where no job was disturbed."""
-    timed = [r.facts for t in results for r in t.good]
-    busy = [(max(facts.others_busy.values(), default=0.0), facts.others_bearable) for facts in timed]
-    over = [processors for processors, threshold in busy if threshold is not None and processors > threshold]
-    return Contention(len(timed), len(over), max(over)) if over else None
+    timed = [r for t in results for r in t.good]
+    busy = [(max(r.facts.others_busy.values(), default=0.0), r.facts.others_bearable, r.turns) for r in timed]
+    over = [(processors, turns) for processors, most, turns in busy if most is not None and processors > most]
+    if not over:
+        return None
+    return Contention(len(timed), len(over), sum(not turns for _, turns in over), max(over)[0])

@@ -87,7 +87,8 @@ def real_rate(ranking: Ranking, over: Speedup, run: RunData, doubted: bool) -> s
 def _doubts(run: RunData, doubted: bool) -> Iterator[str]:
     contention = cpu_contention(run.records)
     if contention is not None:
-        yield f"other programs disturbed {contention.disturbed} of {contention.jobs} jobs"
+        unequal = "" if contention.alone else ", which engines bear differently"
+        yield f"other programs disturbed {contention.disturbed} of {contention.jobs} jobs{unequal}"
     if doubted:
         yield "measured again, not all of it held"
 
