@@ -81,9 +81,8 @@ def facts(model: ModelSpec, requested: str, metadata: Purpose, outputs: Sequence
         return Purpose()
     task = tasks.find(name)
     preprocess = metadata.preprocess or task.preprocess(model.channels)
-    complete = (
-        bool(metadata.set_fields()) or task.labels == "objects"
-    )  # a classifier by --task alone keeps its preprocessing
+    # A classifier by --task alone keeps its preprocessing.
+    complete = bool(metadata.set_fields()) or task.labels == "objects"
     return replace(task.layout(model, metadata, outputs), task=name, preprocess=preprocess if complete else None)
 
 
