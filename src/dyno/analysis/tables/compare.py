@@ -235,13 +235,8 @@ def row(
     }
     if b.side:  # a pair is of both sides
         columns["options"] = columns["options"].removeprefix(f"side={b.side.upper()}").strip()
-    columns |= {
-        "status_a": a.status,
-        "rounds_a": len(a.good),
-        "rounds_b": len(b.good),
-        "trial_a": a.id,
-        "trial_b": b.id,
-    }
+    rounds = {"rounds_a": len(a.good), "rounds_b": len(b.good)}
+    columns |= {"status_a": a.status, "trial_a": a.id, "trial_b": b.id, **rounds}
     if reason := refusal(a, b):
         return columns | {"verdict": f"{INCOMPARABLE}: {reason}"}
     columns |= speed | _accuracy(a, b) | _agreement(a, b, rules) | _outputs(*checked)
