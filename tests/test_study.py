@@ -125,6 +125,7 @@ def test_toml_is_read(tmp_path: Path) -> None:
         ({"until": "rounds"}, 3, "rounds", True),
         ({"turns": False}, 3, "decided", False),
         ({"samples": 10}, 3, "decided", False),
+        ({"interval": 0.01}, 3, "decided", False),
     ],
 )
 def test_rounds_that_are_asked_for_are_all(fields: dict[str, Any], rounds: int, until: str, turns: bool) -> None:

@@ -113,7 +113,9 @@ class Study(RuntimeOptions, Measurement, DataOptions, ModelOptions, Compared):
         asked = self.rounds is not None
         object.__setattr__(self, "rounds", self.rounds if asked else ROUNDS)
         object.__setattr__(self, "until", self.until or (FIXED if asked else DECIDED))
-        object.__setattr__(self, "turns", CAN_FREEZE and not self.samples if self.turns is None else self.turns)
+        if self.turns is None:  # what ends a process's sampling is for processes that measure alone
+            alone = self.samples or self.interval != Plan.interval
+            object.__setattr__(self, "turns", CAN_FREEZE and not alone)
 
     def _otherwise(self, name: str, value: Any) -> Any:
         """A value of the baseline as a study file has it."""

@@ -145,7 +145,7 @@ class Measurement:
     turns: bool | None = option(
         None,
         "What is compared measures in turns: all processes alive, short blocks, one runs and the others are frozen.",
-        usual="yes, unless --samples is given",
+        usual="yes, unless --samples or --interval is given",
     )
     block: float = option(0.1, "Seconds of a block, in turns.")
     until: str = option(

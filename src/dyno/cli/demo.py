@@ -63,7 +63,7 @@ def demo(out: Path, *, rounds: int | None, minutes: float, quick: bool) -> int:
         weights=str(result.weights),
         data="digits",
         budget={"top1": 1.0},
-        **(QUICK if quick else {"rounds": rounds, "minutes": minutes, "seconds": 0.6, "warmup": 0.4}),
+        **(QUICK if quick else {"rounds": rounds, "minutes": minutes, "seconds": 0.4, "warmup": 0.3}),
     )
     if out == PLACE:
         out, notice = choose_folder(study, out)

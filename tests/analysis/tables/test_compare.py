@@ -102,21 +102,6 @@ def test_slower_by_a_fifth_fails(judge: Judge) -> None:
     assert any("slower, 1.200x [" in s for s in comparison.sentences(table))
 
 
-def test_pairs_are_one_family(tmp_path: Path) -> None:
-    """A difference that shows by itself may be chance among many, and the sentences say what was done about it."""
-    others = [Way(f"like{k}", seconds=0.004) for k in range(12)]
-    tables = []
-    for name, more in (("alone", []), ("among", others)):
-        a, b = (write(tmp_path / name / run, Way("x", seconds=s), *more) for run, s in (("a", 0.004), ("b", 0.00418)))
-        tables.append(dyno.compare(a, b, tolerance=0.0).table)
-    alone, among = (table.to_pandas().set_index("backend").loc["x"] for table in tables)
-    assert (alone["verdict"], among["verdict"]) == (stats.SLOWER, stats.UNDECIDED)
-    assert among["p_value"] == pytest.approx(13 * alone["p_value"])
-    assert among["ratio_low"] < alone["ratio_low"] and among["smallest"] > alone["smallest"]
-    said = ["\n".join(comparison.sentences(table)) for table in tables]
-    assert "family" not in said[0] and "The 13 pairs are one family (Holm)" in said[1]
-
-
 def test_the_ratio_is_that_of_the_rounds_medians(judge: Judge, tmp_path: Path) -> None:
     first = judge(*changed(seconds=0.005, spread=0.05)).to_pandas().iloc[0]
     a, b = (load(tmp_path / name).trials[0].medians("model") for name in "ab")
