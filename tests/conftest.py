@@ -89,8 +89,9 @@ def fake_study() -> Callable[..., Study]:
     """Studies of the scripted backend that take no time; keyword arguments are fields of `Study`."""
 
     def make(**fields: Any) -> Study:
-        usual = {"backends": ("fake@latency_ms=0.1",), "rounds": 1, "seconds": 0.04, "warmup": 0.02, "threads": 1}
-        return Study(**{"models": ("fake:net",), "channels": 1, "boundaries": ("model",), **usual, **fields})
+        short = {"rounds": 1, "turns": False, "seconds": 0.04, "warmup": 0.02, "threads": 1, "boundaries": ("model",)}
+        what = {"models": ("fake:net",), "channels": 1, "backends": ("fake@latency_ms=0.1",)}
+        return Study(**{**what, **short, **fields})
 
     return make
 

@@ -115,12 +115,34 @@ def test_toml_is_read(tmp_path: Path) -> None:
     assert study.runtime["old"]["env"] == {"LD_LIBRARY_PATH": "/opt/lib"}
 
 
+@pytest.mark.parametrize(
+    ("fields", "rounds", "until", "turns"),
+    [
+        ({}, 3, "decided", True),
+        ({"rounds": 5}, 5, "rounds", True),
+        ({"rounds": 1}, 1, "rounds", True),
+        ({"rounds": 5, "until": "decided"}, 5, "decided", True),
+        ({"until": "rounds"}, 3, "rounds", True),
+        ({"turns": False}, 3, "decided", False),
+        ({"samples": 10}, 3, "decided", False),
+        ({"interval": 0.01}, 3, "decided", False),
+    ],
+)
+def test_rounds_that_are_asked_for_are_all(fields: dict[str, Any], rounds: int, until: str, turns: bool) -> None:
+    study = Study(models=("fake:net",), **fields)
+    assert (study.rounds, study.until, study.turns) == (rounds, until, turns)
+    assert (study.plan.blocks > 0) == turns
+
+
 def test_a_study_comes_back_from_its_own_toml(tmp_path: Path) -> None:
     (tmp_path / "s.toml").write_text(TABLE)
     study = Study.from_toml(tmp_path / "s.toml")
     (tmp_path / "t.toml").write_text(study.to_toml())
     assert Study.from_toml(tmp_path / "t.toml") == study
-    assert Study(models=("fake:net",)).to_table() == {"models": ["fake:net"]}
+    # What was left open is written out, so that a stored study says what was measured.
+    assert Study(models=("fake:net",)).to_table() == {
+        "models": ["fake:net"], "rounds": 3, "until": "decided", "turns": True,
+    }  # fmt: skip
 
 
 words = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=6)

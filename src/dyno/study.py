@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 import sys
 import tomllib
 import typing
@@ -20,10 +21,22 @@ from dyno.study_options import Compared, DataOptions, Measurement, ModelOptions,
 from dyno.worker import registry, tasks
 from dyno.worker.jobs.turns import LEAST_BLOCKS
 from dyno.worker.record import regular
-from dyno.worker.spec import BOUNDARIES, PRECISIONS, SAVED, Option, Plan, UserError, check_known, check_utf8
+from dyno.worker.spec import (
+    BOUNDARIES,
+    DECIDED,
+    FIXED,
+    PRECISIONS,
+    ROUNDS,
+    SAVED,
+    Option,
+    Plan,
+    UserError,
+    check_known,
+    check_utf8,
+)
 
 LONGEST = 80  # characters of a value in a message
-DECIDED = "decided"  # what a study may go on until
+CAN_FREEZE = hasattr(signal, "SIGSTOP")  # what measuring in turns needs
 CONFIRMATIONS = 2  # of a winner, where the study has a budget and doesn't say
 LISTS = "models backends precisions batches sizes shapes inputs mean std boundaries".split()  # fields
 BASELINE = ("models", "weights", "pretrained", "runtime")  # fields in which the two sides of a comparison may differ
@@ -91,8 +104,18 @@ class Study(RuntimeOptions, Measurement, DataOptions, ModelOptions, Compared):
         )
         object.__setattr__(self, "routes", _tuple(self.routes))
         object.__setattr__(self, "sizes", tuple(str(size) for size in self.sizes))
+        self._settle()
         check_types(vars(self), typing.get_type_hints(type(self)))
         self._check()
+
+    def _settle(self) -> None:
+        """Fill in what is left open: a number of rounds that was asked for is what is measured, else until decided."""
+        asked = self.rounds is not None
+        object.__setattr__(self, "rounds", self.rounds if asked else ROUNDS)
+        object.__setattr__(self, "until", self.until or (FIXED if asked else DECIDED))
+        if self.turns is None:  # what ends a process's sampling is for processes that measure alone
+            alone = self.samples or self.interval != Plan.interval
+            object.__setattr__(self, "turns", CAN_FREEZE and not alone)
 
     def _otherwise(self, name: str, value: Any) -> Any:
         """A value of the baseline as a study file has it."""
@@ -138,9 +161,11 @@ class Study(RuntimeOptions, Measurement, DataOptions, ModelOptions, Compared):
             raise UserError(f"classes is {self.classes}; it must be at least 1")
         if self.confirm is not None and self.confirm < 0:
             raise UserError(f"confirm is {self.confirm}; it must be at least 0")
-        check_known("until", self.until or DECIDED, (DECIDED,))
-        if self.until and self.rounds < 2:
+        check_known("until", self.until, (DECIDED, FIXED))
+        if self.until == DECIDED and self.rounds < 2:
             raise UserError("until=decided goes by the spread between rounds; give --rounds 2 or more")
+        if self.turns and not CAN_FREEZE:
+            raise UserError("whoever waits for its turn has to be frozen, which this system can't; omit --turns")
         if self.turns and self.samples:
             raise UserError("in turns blocks are counted, not samples; omit --samples or --turns")
         if self.search and not self.budget:
@@ -149,8 +174,9 @@ class Study(RuntimeOptions, Measurement, DataOptions, ModelOptions, Compared):
             raise UserError("an accuracy budget needs labelled images; give --data")
 
     @classmethod
-    def from_toml(cls, path: Path, **changes: Any) -> Study:
-        """Read a study file; `changes` (options that were given) win over the file. Unknown keys are a `UserError`."""
+    def from_toml(cls, path: Path, usual: Mapping[str, Any] | None = None, **changes: Any) -> Study:
+        """Read a study file; `changes` (options that were given) win over the file, which wins over what is `usual`.
+        Unknown keys are a `UserError`."""
         try:
             table = tomllib.loads(regular(path, "study file").read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -166,7 +192,7 @@ class Study(RuntimeOptions, Measurement, DataOptions, ModelOptions, Compared):
         if not (table.keys() | changes.keys()) >= {"models"}:
             raise UserError(f'{path} names no models; write models = ["torchvision:resnet18"], or the like')
         try:
-            return cls(**{**table, **changes})
+            return cls(**{**(usual or {}), **table, **changes})
         except TypeError as e:
             raise UserError(f"{path}: {e}") from e
 

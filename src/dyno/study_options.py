@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from dyno.worker.spec import BOUNDARIES, PRECISIONS
+from dyno.worker.spec import BOUNDARIES, PRECISIONS, ROUNDS
 
 MODEL_HELP = (
     "torchvision:NAME, timm:NAME, ultralytics:NAME.yaml, MODULE:FUNCTION, FILE.py:FUNCTION, FILE.onnx, FILE.xml, "
@@ -123,30 +123,40 @@ class DataOptions:
 class Measurement:
     """Measurement."""
 
-    rounds: int = option(3, "Rounds: in each, every trial runs in a fresh process, in shuffled order.", common=True)
+    rounds: int = option(
+        None,
+        "Exactly this many rounds; in each, every trial runs in a fresh process.",
+        usual=f"{ROUNDS}, then more until decided",
+        common=True,
+    )
     seconds: float = option(3.0, "Seconds of sampling at most, per trial, round and boundary.", common=True)
     warmup: float = option(1.0, "Seconds of warm-up at most, per trial, round and boundary.")
     samples: int = option(
         0, "Exactly this many samples, however long they take.", usual="until the interval is narrow enough"
     )
     interval: float = option(
-        0.005, "Stop sampling when the median's 95 % interval is within this share of it on both sides."
+        0.005,
+        "Without turns, stop sampling when the median's 95 % interval is within this share of it on both sides.",
     )
     confirm: int | None = option(
         None, "Rounds that measure the winners again after they were selected.", usual="2 with a budget, else 0"
     )
     boundaries: tuple[str, ...] = option(BOUNDARIES, f"What is timed: {', '.join(BOUNDARIES)}.", usual="all three")
-    turns: bool = option(
-        False,
+    turns: bool | None = option(
+        None,
         "What is compared measures in turns: all processes alive, short blocks, one runs and the others are frozen.",
+        usual="yes, unless --samples or --interval is given",
     )
-    block: float = option(0.1, "Seconds of a block, with turns.")
+    block: float = option(0.1, "Seconds of a block, in turns.")
     until: str = option(
         "",
-        "decided: rounds go on for pairs that matter until each is faster, slower or equivalent, or time is up.",
-        usual="as many rounds as --rounds says",
+        "decided: after the first rounds more for each pair that matters, until it is faster, slower or equivalent, or "
+        "--minutes are over. rounds: no more than --rounds.",
+        usual="decided, or rounds where --rounds is given",
     )
-    minutes: float = option(10.0, "Minutes of measuring at most, with --until.")
+    minutes: float = option(
+        10.0, "Minutes of measuring after which no further round begins, until decided.", common=True
+    )
     equivalent: float = option(2.0, "Percent by which two speeds may differ and count as equivalent.")
     peak: bool = option(False, "First measure the device's peak arithmetic (TFLOPS), for shares of it in tables.")
     timeout: float = option(600.0, "Seconds after which a job is killed.")

@@ -72,7 +72,7 @@ np.savez(sys.argv[3], prepared=np.stack(prepared or [0]), **made)
 
 
 def ran(study: Study, folder: Path) -> Result:
-    short: dict[str, Any] = {"rounds": 1, "seconds": 0.04, "warmup": 0.02, "threads": 2}
+    short: dict[str, Any] = {"rounds": 1, "until": "rounds", "seconds": 0.04, "warmup": 0.02, "threads": 2}
     return Study(**{**{name: getattr(study, name) for name in study.to_table()}, **short}).run(folder, quiet=True)
 
 

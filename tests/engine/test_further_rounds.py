@@ -12,15 +12,16 @@ import pytest
 
 from dyno import Study
 from dyno.analysis import stats
-from dyno.analysis.ranking.pending import pending
+from dyno.analysis.ranking.pending import Pair, pending
 from dyno.analysis.records.blocks import log_ratios
 from dyno.analysis.records.results import load
 from dyno.analysis.tables import trial_table
 from dyno.engine import further_rounds
 from dyno.engine.execute import execute
+from dyno.engine.run_folder import earlier
 from dyno.jobs.progress import Progress
-from dyno.worker.record import Measurement, Record, write_json, write_record
-from dyno.worker.spec import Job, Trial, UserError, to_json
+from dyno.worker.record import Measurement, Record, read_json, write_json, write_record
+from dyno.worker.spec import Job, Trial, UserError, from_json, to_json
 
 Studies = Callable[..., Study]
 # The reference, one clearly slower, and one so like the reference that no run of this length tells them apart.
@@ -64,13 +65,7 @@ class Stopped(Progress):
 def study(fake_study: Studies) -> Studies:
     def make(**fields: Any) -> Study:
         # With no margin to speak of nothing is equivalent.
-        usual = {
-            "rounds": FIRST,
-            "until": "decided",
-            "minutes": 1e6,
-            "equivalent": 1e-9,
-            "reference": "fake@latency_ms=2",
-        }
+        usual = {"rounds": FIRST, "until": "decided", "minutes": 1e6, "equivalent": 1e-9, "reference": REFERENCE}
         return fake_study(**{"backends": (REFERENCE, LIKE, CLEAR), **usual, **fields})
 
     return make
@@ -87,48 +82,55 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rounds_go_on_for_what_is_undecided(study: Studies, tmp_path: Path, scripted: None) -> None:
+    both = ("model", "all")
     with pytest.raises(KeyboardInterrupt):
-        execute(study(), tmp_path, Stopped(4))
+        execute(study(boundaries=both), tmp_path, Stopped(4))
     seen = {key: len(each) for key, each in rounds(tmp_path).items()}
     assert seen == {REFERENCE: 4, LIKE: 4, CLEAR: FIRST}
+    timed = {
+        path.parent.name: from_json(Job, read_json(path)).boundaries for path in tmp_path.glob("trials/*/r*/job.json")
+    }
+    assert timed == {"r0": both, "r1": both, "r2": ("model",), "r3": ("model",)}, "no more than the pair is compared at"
     frame = (run := trial_table.read(tmp_path)).frame
     assert run.rule.first == FIRST
     assert dict(zip(frame["options"], frame["verdict"], strict=True)) == {
         "latency_ms=2": "reference", "latency_ms=9": stats.SLOWER, "latency_ms=2 noise=0.1": stats.UNDECIDED,
     }  # fmt: skip
-    execute(study(minutes=5.0), tmp_path, progress := Stopped())  # ten jobs of half a minute
+    execute(study(minutes=5.0, boundaries=both), tmp_path, progress := Stopped())  # ten jobs of half a minute
     assert not progress.began and "2 trials are left in pairs that 5 minutes could not decide" in progress.said[-1]
-    execute(study(minutes=6.0), tmp_path, progress := Stopped())  # a killed study goes on where it was
+    execute(study(minutes=6.0, boundaries=both), tmp_path, progress := Stopped())  # with more minutes it goes on
     assert progress.began == {4: 2}
-    execute(study(equivalent=500.0), tmp_path, progress := Stopped())
+    execute(study(equivalent=500.0, boundaries=both), tmp_path, progress := Stopped())
     assert not progress.began and not progress.said, "with that margin everything is decided"
 
 
 def test_in_turns_the_reference_and_what_is_left_go_on_together(
     study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def left(folder: Path, trials: Sequence[Trial]) -> list[Trial]:
-        return [t for t in trials if t.options["latency_ms"] == 2] if len(rounds(tmp_path)[LIKE]) < 4 else []
+    def left(folder: Path, trials: Sequence[Trial]) -> list[Pair]:
+        like = frozenset(t.id for t in trials if t.options["latency_ms"] == 2)
+        return [Pair(like, "model")] if len(rounds(tmp_path)[LIKE]) < 4 else []
 
     monkeypatch.setattr(further_rounds, "_pending", left)
-    execute(study(turns=True, block=0.02), tmp_path, progress := Stopped())
-    assert progress.began == {0: 6, 1: 6, 2: 4, 3: 4}, "each begins twice: to warm up, and to end"
+    execute(study(turns=True, block=0.02, boundaries=("model", "throughput")), tmp_path, progress := Stopped())
+    assert progress.began == {0: 9, 1: 9, 2: 4, 3: 4}, "each begins anew for each boundary, and to end"
     reference, clear, like = (next(t for t in load(tmp_path) if t.variant == name) for name in (REFERENCE, CLEAR, LIKE))
     assert [len(log_ratios(reference, t, "model")) for t in (clear, like)] == [FIRST, 4]
     assert not reference.companions
+    assert [len([r for r in t.rounds if r.value("throughput", "throughput")]) for t in (clear, like)] == [FIRST, FIRST]
     found = trial_table.read(tmp_path).frame.set_index("trial")
     assert found["measured"][clear.id] == stats.TURNS and found["speedup"][clear.id] < 0.5
 
 
 def test_without_it_nothing_more_is_measured(study: Studies, tmp_path: Path, scripted: None) -> None:
-    execute(study(until=""), tmp_path, progress := Stopped())
+    execute(study(until="rounds"), tmp_path, progress := Stopped())
     assert progress.began == {0: 3, 1: 3}
     assert trial_table.read(tmp_path).rule.first == 0
     # The first look may be followed by others, but what was looked at often is never again judged as if it were not.
     with pytest.raises(KeyboardInterrupt):
         execute(study(), tmp_path, Stopped(FIRST))
-    with pytest.raises(UserError, match="until=decided, this command says no until"):
-        execute(study(until=""), tmp_path, Stopped())
+    with pytest.raises(UserError, match="until=decided, this command says until=rounds"):
+        execute(study(until="rounds"), tmp_path, Stopped())
     with pytest.raises(UserError, match="rounds=2, this command says rounds=3"):
         execute(study(rounds=3), tmp_path, Stopped())
 
@@ -142,6 +144,73 @@ def test_the_verdict_is_the_same_when_it_is_shown_later(study: Studies, tmp_path
     look = stats.speedup(slow, fast, stats.Rule(first=FIRST))
     assert (row["speedup_low"], row["speedup_high"]) == pytest.approx((look.low, look.high))
     assert look.low < stats.speedup(slow, fast).low, "a look costs a part of the error"
+
+
+def test_a_pair_of_which_the_study_has_one_trial_is_left(study: Studies, tmp_path: Path, scripted: None) -> None:
+    execute(study(backends=(REFERENCE,)), tmp_path, Stopped())
+    execute(study(backends=(LIKE,), reference=LIKE), tmp_path, progress := Stopped())
+    assert progress.began == {0: 1, 1: 1} and pending(trial_table.read(tmp_path))
+    with pytest.raises(KeyboardInterrupt):
+        execute(study(backends=(REFERENCE, LIKE)), tmp_path, Stopped(3))
+    assert {len(each) for each in rounds(tmp_path).values()} == {3}
+
+
+def test_a_backend_keeps_to_rounds_of_its_own(study: Studies, tmp_path: Path, scripted: None) -> None:
+    execute(study(backends=(REFERENCE, f"{LIKE}@rounds=3")), tmp_path, progress := Stopped())
+    assert progress.began == {0: 2, 1: 2, 2: 1}
+
+
+def test_a_folder_of_before_goes_on(study: Studies, tmp_path: Path, scripted: None) -> None:
+    """Once no more than the rounds were measured unless asked, one after the other, and study.toml didn't say so."""
+    execute(study(until="rounds"), tmp_path, Stopped())
+    path = tmp_path / "study.toml"
+    path.write_text(path.read_text().replace('until = "rounds"\n', "").replace("turns = false\n", ""))
+    before = earlier(tmp_path)
+    assert before and (before.rounds, before.until, before.turns) == (FIRST, "rounds", False)
+    assert trial_table.read(tmp_path).rule.first == 0
+    with pytest.raises(UserError, match="was measured with turns=False, this command says turns=True"):
+        execute(study(turns=True), tmp_path, Stopped())
+    execute(study(equivalent=1e6), tmp_path, progress := Stopped())
+    assert not progress.began and 'until = "decided"' in path.read_text()
+
+
+COMMAND = "run fake:net --boundaries model --seconds 0.3 --warmup 0.02 --threads 1 --out run".split()
+
+
+def ran(folder: Path) -> set[tuple[str, ...]]:
+    return {tuple(each) for each in rounds(folder / "run").values()}
+
+
+@pytest.mark.usefixtures("unreported")
+def test_a_clear_difference_ends_at_the_first_look(call: Callable[..., Any], tmp_path: Path) -> None:
+    """Thousandfold, because no neighbour makes one run of two so much slower in one of three rounds."""
+    code, _, err = call(
+        *COMMAND, "--backends", "fake@latency_ms=0.1,fake@latency_ms=100", "--reference", "fake@latency_ms=0.1"
+    )
+    assert code == 0 and "could not decide" not in err and ran(tmp_path) == {("r0", "r1", "r2")}
+    row = trial_table.read(tmp_path / "run").frame.set_index("options").loc["latency_ms=100"]
+    assert (row["verdict"], row["measured"]) == (stats.SLOWER, stats.TURNS)
+
+
+@pytest.mark.usefixtures("unreported")
+def test_equal_speeds_end_as_equivalent_or_at_the_ceiling(call: Callable[..., Any], tmp_path: Path) -> None:
+    backends = "--backends", "fake@latency_ms=1,fake@latency_ms=1.0@noise=0", "--reference", "fake@latency_ms=1"
+    code, _, err = call(*COMMAND, *backends, "--equivalent", "1e-9", "--minutes", "0.001")
+    assert code == 0 and "net: 2 trials are left in pairs that 0.001 minutes could not decide" in err
+    assert ran(tmp_path) == {("r0", "r1", "r2")}
+    code, _, err = call(*COMMAND, *backends, "--equivalent", "1e6")  # a factor of ten thousand
+    assert code == 0 and "could not decide" not in err and ran(tmp_path) == {("r0", "r1", "r2")}
+    frame = trial_table.read(tmp_path / "run").frame
+    assert sorted(frame["verdict"]) == [stats.EQUIVALENT, "reference"]
+
+
+@pytest.mark.parametrize("words", [["--backends", "fake"], ["--backends", "fake,fake@noise=0", "--rounds", "1"]])
+@pytest.mark.usefixtures("unreported")
+def test_with_nothing_to_tell_apart_no_round_is_added(
+    words: list[str], call: Callable[..., Any], tmp_path: Path
+) -> None:
+    assert call(*COMMAND, *words, "--minutes", "1e6")[0] == 0
+    assert ran(tmp_path) == {("r0",) if "--rounds" in words else ("r0", "r1", "r2")}
 
 
 def test_bad_input_is_one_line(study: Studies) -> None:

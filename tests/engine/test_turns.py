@@ -21,8 +21,10 @@ from dyno import Study
 from dyno.analysis.records.blocks import log_ratios
 from dyno.analysis.records.results import load
 from dyno.engine import turns
-from dyno.engine.execute import execute
+from dyno.engine.execute import Files, Rounds, execute
 from dyno.jobs.progress import Progress
+from dyno.planning.plan import expand
+from dyno.store import Run
 from dyno.worker.spec import UserError
 
 Studies = Callable[..., Study]
@@ -118,20 +120,24 @@ def test_who_waits_takes_no_processor(study: Studies, tmp_path: Path) -> None:
 
 BACKENDS = """
 import os, time
+import psutil
 from dyno.worker.backends.fake import Fake, FakeSession
 from dyno.worker import jobs
 
 class Late(Fake):
     name = "late"
-    options = (*Fake.options, "hang", "after")
+    options = (*Fake.options, "hang", "after", "most")
     def load(self, trial, artifact):
+        workers = [p for p in psutil.Process(os.getppid()).children() if "main.py" in " ".join(p.cmdline())]
+        if len(workers) > trial.options.get("most", 99):
+            raise MemoryError
         return Session(trial)
 
 class Session(FakeSession):
     def run(self, slot=0):
         super().run(slot)
         self.runs = getattr(self, "runs", 0) + 1
-        if self.runs > self.options["after"]:
+        if self.runs > self.options.get("after", 1e9):
             if self.options.get("hang"):
                 time.sleep(3600)
             os.abort()
@@ -158,6 +164,62 @@ def test_a_crash_in_a_block_is_one_row(study: Studies, tmp_path: Path, late: str
     assert crashed["stage"] == "time model" and "SIGABRT" in crashed["reason"]
     counts = {len(r["facts"]["blocks"]["model"]) for r in records.values() if r["status"] == "ok"}
     assert len(counts) == 1 and counts.pop() >= 3
+
+
+def test_who_runs_out_of_memory_beside_others_is_tried_by_itself(
+    study: Studies, tmp_path: Path, late: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Started last, so that others are alive by then.
+    monkeypatch.setattr(turns.Group, "_shuffled", lambda self, what, players: sorted(players, key=_memory_bound))
+    crowded, never = f"{late}@latency_ms=1@most=1", f"{late}@latency_ms=3@most=0"
+    run(study(SLOW, FAST, crowded, never, reference=SLOW), tmp_path / "run")
+    records = stored(tmp_path / "run")
+    assert {key[0]: r["status"] for key, r in records.items()} == {"4": "ok", "2": "ok", "1": "ok", "3": "oom"}
+    assert records["4", "r0"]["facts"]["turns"]["set"] == records["2", "r0"]["facts"]["turns"]["set"]
+    assert not records["1", "r0"]["facts"].get("turns")
+
+
+def _memory_bound(player: turns.Player) -> int:
+    return int("most" in player.trial.options)
+
+
+class Card:
+    """A GPU on which each process that is alive takes 4 of 10 GB."""
+
+    def __init__(self) -> None:
+        self.alive: list[int] = []
+
+    def free(self) -> float:
+        """See `nvml.Gpu`."""
+        workers = [p for p in psutil.Process().children() if "main.py" in " ".join(p.cmdline())]
+        self.alive.append(len(workers))
+        return 10e9 - 4e9 * len(workers)
+
+    def close(self) -> None:
+        """See `nvml.Gpu`."""
+
+
+def test_the_memory_of_a_gpu_bounds_how_many_are_alive(
+    study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = Card()
+    monkeypatch.setattr(turns, "find_gpu", lambda *_: card)
+    monkeypatch.setattr(turns, "available", lambda: 1e12)
+    run(study(SLOW, FAST, "fake@latency_ms=1", reference=SLOW), tmp_path)
+    # 10 - 4 is what a second one needs, 1.5 times 4; 10 - 8 is not.
+    assert max(card.alive) == 2 and {r["status"] for r in stored(tmp_path).values()} == {"ok"}
+    assert stored(tmp_path, "t*"), "the reference measured beside the one that had no room"
+
+
+def test_what_is_added_later_takes_turns_with_its_reference(study: Studies, tmp_path: Path) -> None:
+    progress = Progress(quiet=True)
+    trials = {str(one.trial.options["latency_ms"]): one.trial for one in expand(study(rounds=2))}
+    rounds = Rounds(Run(tmp_path), Files(progress), progress, lambda trial: trial.options["latency_ms"] == 4)
+    rounds.all([trials["4"]])
+    rounds.all([trials["2"]], [trials["4"]])
+    assert [len(each) for each in (stored(tmp_path), stored(tmp_path, "t*"))] == [4, 2]
+    slow, fast = (next(t for t in load(tmp_path) if t.options["latency_ms"] == ms) for ms in (4, 2))
+    assert len(log_ratios(slow, fast, "model")) == 2
 
 
 def test_a_hang_is_one_row_and_only_its_own_time_counts(study: Studies, tmp_path: Path, late: str) -> None:

@@ -49,6 +49,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (["train", "digits", "--model", "torchvision:resnet18", "--threads", MANY], f"threads is {MANY}, but there "),
         (["train", "digits", "--model", "torchvision:resnet18", "--device", "cuda:0"], "there is no cuda:0 here"),
         (["demo", "--rounds", "0"], "rounds is 0; it must be at least 1"),
+        (["demo", "--minutes", "0"], "minutes is 0.0; it must be more than 0"),
         (["build", "m.onnx", "-o", "m.xml", "--batch", "0"], "--batch is 0; it must be at least 1"),
         (["build", "m.onnx", "-o", "m.xml", "--repeat", "0"], "--repeat is 0; it must be at least 1"),
         (["build", "m.onnx", "-o", "m.xml", "--option", "streams=x"], "streams=x: openvino's streams must be"),

@@ -12,7 +12,7 @@ from dyno.api.runnable import run
 from dyno.store import copy
 from dyno.study import Study
 from dyno.worker.backend import Backend
-from dyno.worker.spec import Option, UserError
+from dyno.worker.spec import FIXED, Option, UserError
 
 ROUNDS = 3
 
@@ -31,7 +31,9 @@ def compare(study: Study, engine: Backend, options: Mapping[str, Option], batch:
     suffix = "".join(f"@{key}={value}" for key, value in fresh.items())
     builds = tuple(f"{engine.name}{suffix}@{variance_tables.BUILD}={k}" for k in range(1, repeat + 1))
     rounds = max(ROUNDS, study.rounds)
-    repeated = replace(study, backends=builds, batches=(batch,), rounds=rounds, boundaries=("model",))
+    repeated = replace(
+        study, backends=builds, batches=(batch,), rounds=rounds, until=FIXED, turns=False, boundaries=("model",)
+    )
     data = run(repeated, out.with_suffix(".builds")).data
     print(export([variance_tables.BUILDS.table(data)]), end="")
     best = variance_tables.fastest(data.records)

@@ -33,7 +33,7 @@ from dyno.store import versions
 from dyno.study import Study
 from dyno.worker import registry, system
 from dyno.worker.record import Record
-from dyno.worker.spec import SLOWDOWN, Job, Trial, UserError
+from dyno.worker.spec import ROUNDS, SLOWDOWN, Job, Trial, UserError
 
 MODEL = "dyno.worker.nets.digits:resnet18"  # the demo's network, with random weights: small, and the same everywhere
 OF_MODEL: dict[str, Any] = {"channels": 1, "sizes": ("64",)}
@@ -89,7 +89,7 @@ def calibrate(
     stored = Stored(
         datetime.now().astimezone().isoformat(timespec="seconds"),
         system.versions(("inference-dyno",)).get("inference-dyno", ""), self_test.machine(device), device, trial.label,
-        trial.runtime.threads, study.seconds, study.block, Study.rounds, measured,
+        trial.runtime.threads, study.seconds, study.block, ROUNDS, measured,
         versions(trial.runtime, registry.find(trial.backend).requires),
     )  # fmt: skip
     if keep:

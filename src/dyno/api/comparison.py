@@ -200,7 +200,7 @@ def _study(
         before, after = _at_commits(first.models[0], span)
         first, last = replace(first, models=(before,)), replace(last, models=(after,))
     template = last if runs[0] is None and runs[-1] is not None else first  # a stored study's settings are kept
-    defaults = {**template.to_table(), "turns": not settings.get("samples"), **settings}
+    defaults = {**template.to_table(), "turns": None, **settings}
     b = {name: getattr(last, name) for name in ("models", "weights", "pretrained", "runtime")}
     b |= {name: settings[name] for name in b if name in settings}
     a = {name: getattr(first, name) for name in b} | {name: settings[name] for name in b if name in settings}

@@ -12,9 +12,9 @@ import typer.core
 from dyno import __version__
 from dyno.cli import data_commands, exits, hints, options, run_folders, take, train
 from dyno.cli.comparison import bisection, compare
-from dyno.planning.defaults import EVALUATION, ONE_ROUND, SELF_TEST_MINUTES
+from dyno.planning.defaults import DEMO_MINUTES, EVALUATION, ONE_ROUND, SELF_TEST_MINUTES
 from dyno.study_options import MODEL_HELP, Compared, DataOptions, Measurement, ModelOptions, RuntimeOptions
-from dyno.worker.spec import UserError
+from dyno.worker.spec import ROUNDS, UserError
 
 # Groups in which `dyno --help` lists commands.
 MEASURE, READ, MAKE, MACHINE = "Measure", "Read results", "Make files and data", "This machine"
@@ -71,13 +71,19 @@ def _every_command(
 @command(MEASURE)
 def demo(
     out: Annotated[str, typer.Option("--out", "-o", help="Run folder.")] = "runs/demo",
-    rounds: Annotated[int, typer.Option(help="Rounds: in each, every trial runs in a fresh process.")] = 3,
+    rounds: Annotated[
+        int | None,
+        typer.Option(help="Exactly this many rounds.", show_default=f"{ROUNDS}, then more until decided"),
+    ] = None,
+    minutes: Annotated[
+        float, typer.Option(help="Minutes of measuring after which no further round begins, until decided.")
+    ] = DEMO_MINUTES,
     quick: Annotated[bool, typer.Option("--quick", help="One short round, without torch.compile.")] = False,
 ) -> None:
     """The whole workflow on handwritten digits: train, export, quantise, measure, compare, report."""
     from dyno.cli import demo as module
 
-    raise typer.Exit(module.demo(Path(out), rounds=rounds, quick=quick))
+    raise typer.Exit(module.demo(Path(out), rounds=rounds, minutes=minutes, quick=quick))
 
 
 @command(MEASURE)

@@ -18,7 +18,7 @@ from dyno.planning.checks import check_format, check_several, missing_gpu
 from dyno.planning.defaults import EVALUATION, each_of, new_folder, study_of
 from dyno.study import Study, model_name
 from dyno.worker.extras import distribution, install
-from dyno.worker.spec import UserError, plain
+from dyno.worker.spec import DECIDED, Trial, UserError, plain
 
 if TYPE_CHECKING:
     from dyno.analysis.records.run_data import RunData
@@ -69,11 +69,27 @@ def dry_run(study: Study) -> int:
     out = console()
     out.print(table)
     refused = sum(1 for entry in planned if entry.refusal)
-    rounds = "1 round" if study.rounds == 1 else f"{study.rounds} rounds"
+    rounds = counting(study.rounds, "round") + (" in turns" if study.turns else "")
     out.print(f"{counting(len(planned), 'trial')}, {refused} refused; {rounds} each. Nothing was run.")
+    out.print(_at_most(study, [entry.trial for entry in planned if not entry.refusal]))
     if missing_gpu(study.device):
         out.print(f"There is no {study.device} here, so a run would be refused.")
     return 0
+
+
+def _at_most(study: Study, trials: Sequence[Trial]) -> str:
+    """How long the study measures at most, in a sentence."""
+    from dyno.analysis.formatting import show
+
+    rounds = sum(trial.plan.rounds for trial in trials)
+    seconds = rounds * len(study.boundaries) * (study.warmup + study.seconds)
+    said = f"Warm-up and sampling take {show(seconds, 'duration')} at most"
+    if study.samples:
+        said = f"Each boundary takes {study.samples} samples, however long they take"
+    said += "; starting, loading and evaluating come on top."
+    if study.until == DECIDED:
+        said += f" Then rounds go on for what is undecided, until {study.minutes:g} minutes were measured in all."
+    return said
 
 
 def run(study: Study, folder: Path, *, retry_failed: bool = False) -> int:

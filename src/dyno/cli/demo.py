@@ -22,12 +22,13 @@ PLACE = RUNS / "demo"
 MODEL = "dyno.worker.nets.digits:resnet18"
 SIZE = 64
 TRAINING: dict[str, Any] = {"epochs": 8, "lr": 0.005, "augment": "shift"}
+QUICK: dict[str, Any] = {"rounds": 1, "confirm": 0, "search": False, "seconds": 0.3, "warmup": 0.3}
 NEEDS = ("torch", "torchvision", "scikit-learn")
 BACKENDS = (
     "pytorch@precision=fp32+bf16",
     "onnxruntime@precision=fp32+int8",
     "openvino@precision=fp32+bf16+int8",
-    "compile@precision=fp32@rounds=2",  # one takes half a minute, most of it compilation
+    "compile@precision=fp32",
 )
 
 
@@ -43,10 +44,12 @@ def trained() -> TrainingResult:
     return train("digits", model=MODEL, size=SIZE, channels=1, out=folder, advise=False, **TRAINING)
 
 
-def demo(out: Path, *, rounds: int, quick: bool) -> int:
+def demo(out: Path, *, rounds: int | None, minutes: float, quick: bool) -> int:
     """Train, then compare every installed backend at batches 1 and 8; returns the exit code."""
-    if rounds < 1:  # before the training, after which the study would say so
+    if rounds is not None and rounds < 1:  # before the training, after which the study would say so
         raise UserError(f"rounds is {rounds}; it must be at least 1")
+    if not minutes > 0:
+        raise UserError(f"minutes is {minutes}; it must be more than 0")
     if missing := [name for name in NEEDS if name not in versions(Runtime(), NEEDS)]:
         raise UserError(lacking(missing))
     console = Console(stderr=True)
@@ -60,11 +63,7 @@ def demo(out: Path, *, rounds: int, quick: bool) -> int:
         weights=str(result.weights),
         data="digits",
         budget={"top1": 1.0},
-        rounds=1 if quick else rounds,
-        confirm=0 if quick else None,
-        search=False if quick else None,
-        seconds=0.3 if quick else 0.6,
-        warmup=0.3 if quick else 0.4,
+        **(QUICK if quick else {"rounds": rounds, "minutes": minutes, "seconds": 0.4, "warmup": 0.3}),
     )
     if out == PLACE:
         out, notice = choose_folder(study, out)

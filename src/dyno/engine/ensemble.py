@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from dyno.analysis.ranking import references
 from dyno.analysis.records.results import place_in_group
@@ -43,16 +45,26 @@ def reference(trials: Sequence[Trial], fits: Callable[[Trial], bool] | None) -> 
 
 
 def measure(
-    run: Run, trials: Sequence[Trial], first: Trial | None, number: int, made: Made, progress: Progress
+    run: Run,
+    trials: Sequence[Trial],
+    first: Trial | None,
+    number: int,
+    made: Made,
+    progress: Progress,
+    options: Mapping[str, Any] | None = None,
 ) -> list[Trial]:
-    """One round of trials that are compared, in turns with `first`, which they are compared with.
+    """One round of trials that are compared, in turns with `first`, which they are compared with; `options` are those
+    of their jobs.
 
     Where that one has its round stored, it measures once more as their companion. Gives back the trials that nobody
     could take turns with: they are alone, or there was memory for one process only.
     """
     left = list(trials)
     while len({*(t.id for t in left), *([first.id] if first else [])}) > 1 and left:
-        players = _players(run, left, first, number, made)
+        players = [
+            replace(player, job=replace(player.job, options={**(options or {})}))
+            for player in _players(run, left, first, number, made)
+        ]
         ended: list[Player] = []
 
         def end(player: Player, ended: list[Player] = ended) -> None:

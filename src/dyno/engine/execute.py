@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Callable, Container, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from dyno.analysis.ranking import references
 from dyno.analysis.records import gpu_remarks, timeline
@@ -23,7 +24,7 @@ from dyno.study import Study
 from dyno.worker import system
 from dyno.worker.facts.job import Facts
 from dyno.worker.record import TIMING, Record, refuse_links, write_bytes, write_record, write_text
-from dyno.worker.spec import Artifact, Job, Recipe, Trial
+from dyno.worker.spec import DECIDED, Artifact, Job, Recipe, Trial
 
 Fits = Callable[[Trial], bool] | None  # whether a trial is the reference that was requested; None: nothing was
 
@@ -56,89 +57,108 @@ def execute(
                 find_peak(study, run.folder / "peak", progress)
 
         fits = references.matcher(study.reference, todo) if study.reference else None
-
-        def rounds(trials: list[Trial]) -> None:
-            _rounds(run, trials, files, progress, fits)
-
-        rounds(todo)
+        rounds = Rounds(run, files, progress, fits)
+        rounds.all(todo)
         if study.searches:
-            todo += precision_search.search(study, folder, todo, rounds)
-        if study.until:
-
-            def once(trials: list[Trial], number: int) -> None:
-                _further(run, trials, number, files, progress, fits)
-
-            further_rounds.go_on(study, run, todo, once, progress)
+            todo += precision_search.search(study, folder, todo, rounds.all)
+        if study.until == DECIDED:
+            further_rounds.go_on(study, run, todo, rounds.further, progress)
         if study.confirmations:
             _confirm(run, further_rounds.finalists(folder, todo), study.confirmations, files, progress)
         for trial in todo:
             shutil.rmtree(run.round_folder(trial, 0).parent / "compiler", ignore_errors=True)
 
 
-def _rounds(run: Run, trials: list[Trial], files: Files, progress: Progress, fits: Fits) -> None:
-    """Every round of the trials that isn't stored yet, one model after the other.
+@dataclass(frozen=True)
+class Rounds:
+    """Measures rounds of a study's trials; `fits` says which of them is the reference that was requested."""
 
-    Nothing compares two models, and whoever stops a long study early has some of them whole.
-    """
-    models: dict[str, list[Trial]] = {}
-    for trial in trials:
-        models.setdefault(ensemble.company(trial), []).append(trial)
-    orders = [_order(own) for own in models.values()]
-    with progress.running([trial for order in orders for trial, _ in order]):
-        for own, order in zip(models.values(), orders, strict=True):
-            left = [trial for trial in own if _left(run, trial)]
-            turns = bool(own[0].plan.blocks)
-            made = files.all(own if turns and left else left)  # whose rounds are stored may be measured beside others
-            if turns:
-                _turns(run, own, made, progress, fits)
+    run: Run
+    files: Files
+    progress: Progress
+    fits: Fits
+
+    def all(self, trials: list[Trial], others: Sequence[Trial] = ()) -> None:
+        """Every round of the trials that isn't stored yet, one model after the other; in turns also with their
+        reference among the `others`.
+
+        Nothing compares two models, and whoever stops a long study early has some of them whole.
+        """
+        models: dict[str, list[Trial]] = {}
+        for trial in trials:
+            models.setdefault(ensemble.company(trial), []).append(trial)
+        orders = [_order(own) for own in models.values()]
+        with self.progress.running([trial for order in orders for trial, _ in order]):
+            for own, order in zip(models.values(), orders, strict=True):
+                left = [trial for trial in own if _left(self.run, trial)]
+                turns = bool(own[0].plan.blocks)
+                beside = [t for t in others if ensemble.company(t) == ensemble.company(own[0])] if turns else []
+                # In turns, those whose rounds are stored may be measured once more beside others.
+                made = self.files.all([*own, *beside] if turns and left else left)
+                if turns:
+                    for number in range(max(trial.plan.rounds for trial in own)):
+                        self._turn([t for t in own if number < t.plan.rounds], number, made, beside)
+                    continue
+                for trial, number in order:
+                    self._one(trial, number, made)
+
+    def further(self, trials: list[Trial], number: int, boundaries: Sequence[str]) -> None:
+        """One more round, of that number, of trials of one model, in which these boundaries are timed."""
+        again = [replace(trial, plan=replace(trial.plan, rounds=number + 1)) for trial in trials]
+        random.Random(number).shuffle(again)
+        options = {"boundaries": list(boundaries)}
+        with self.progress.running(again):
+            made = self.files.all(again)
+            if again[0].plan.blocks:
+                self._turn(again, number, made, (), options)
+                return
+            for trial in again:
+                self._one(trial, number, made, options)
+
+    def _turn(
+        self,
+        trials: Sequence[Trial],
+        number: int,
+        made: ensemble.Made,
+        others: Sequence[Trial],
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """One round of a model's trials, those that are compared in turns."""
+        groups = ensemble.groups([*trials, *others])
+        random.Random(number).shuffle(groups)
+        for group in groups:
+            left = []
+            for trial in (t for t in group if t in trials):
+                if _stored(self.run, trial, number) is None and not isinstance(made.get(trial.id), Record):
+                    left.append(trial)
+                else:
+                    self._one(trial, number, made, options)
+            if not left:
                 continue
-            for trial, number in order:
-                _round(run, trial, number, made.get(trial.id), progress)
+            known = {trial.id: _stored(self.run, trial, number) for trial in group}
+            able = [t for t in group if (r := known[t.id]) is None or r.status == "ok"]
+            first = ensemble.reference(able, self.fits)
+            for trial in ensemble.measure(self.run, left, first, number, made, self.progress, options):
+                self._one(trial, number, made, options)
 
-
-def _turns(
-    run: Run, trials: list[Trial], made: Mapping[str, Artifact | Record], progress: Progress, fits: Fits
-) -> None:
-    """Every round of a model's trials, those that are compared in turns."""
-    for number in range(max(trial.plan.rounds for trial in trials)):
-        _turn(run, [t for t in trials if number < t.plan.rounds], number, made, progress, fits)
-
-
-def _turn(
-    run: Run,
-    trials: list[Trial],
-    number: int,
-    made: Mapping[str, Artifact | Record],
-    progress: Progress,
-    fits: Fits,
-) -> None:
-    """One round of a model's trials, those that are compared in turns."""
-    groups = ensemble.groups(trials)
-    random.Random(number).shuffle(groups)
-    for group in groups:
-        left = []
-        for trial in group:
-            if _stored(run, trial, number) is None and not isinstance(made.get(trial.id), Record):
-                left.append(trial)
-            else:
-                _round(run, trial, number, made.get(trial.id), progress)
-        known = {trial.id: _stored(run, trial, number) for trial in group}
-        first = ensemble.reference([t for t in group if (r := known[t.id]) is None or r.status == "ok"], fits)
-        for trial in ensemble.measure(run, left, first, number, made, progress):
-            _round(run, trial, number, made.get(trial.id), progress)
-
-
-def _further(run: Run, trials: list[Trial], number: int, files: Files, progress: Progress, fits: Fits) -> None:
-    """One more round, of that number, of trials of one model."""
-    again = [replace(trial, plan=replace(trial.plan, rounds=number + 1)) for trial in trials]
-    random.Random(number).shuffle(again)
-    with progress.running(again):
-        made = files.all(again)
-        if again[0].plan.blocks:
-            _turn(run, again, number, made, progress, fits)
+    def _one(self, trial: Trial, number: int, made: ensemble.Made, options: Mapping[str, Any] | None = None) -> None:
+        """One round of one trial, unless it is stored already or an earlier round showed that it can't run."""
+        if (stored := _stored(self.run, trial, number)) is not None:
+            self.progress.done(trial, stored, stored=True)
             return
-        for trial in again:
-            _round(run, trial, number, made.get(trial.id), progress)
+        folder, artifact = self.run.fresh(trial, number), made.get(trial.id)
+        if isinstance(artifact, Record):
+            record = replace(artifact, facts=Facts())
+            self.run.store(trial, number, record)
+            if artifact.facts.printed:
+                write_text(folder / "stderr.log", artifact.facts.printed)
+        else:
+            self.progress.start(trial, number)
+            job = Job("run", trial.runtime, trial, number, artifact=artifact, options={**(options or {})})
+            record = launch_in_turn(job, folder, trial.plan.timeout_s, self.progress)
+        if record.status != "ok":
+            retry.note(folder, trial)
+        self.progress.done(trial, record)
 
 
 def _confirm(run: Run, trials: list[Trial], times: int, files: Files, progress: Progress) -> None:
@@ -195,26 +215,6 @@ def _stored(run: Run, trial: Trial, number: int) -> Record | None:
 def _left(run: Run, trial: Trial) -> bool:
     """Whether a round of the trial is still to be measured."""
     return any(_stored(run, trial, number) is None for number in range(trial.plan.rounds))
-
-
-def _round(run: Run, trial: Trial, number: int, made: Artifact | Record | None, progress: Progress) -> None:
-    """One round of one trial, unless it is stored already or an earlier round showed that it can't run."""
-    if (stored := _stored(run, trial, number)) is not None:
-        progress.done(trial, stored, stored=True)
-        return
-    folder = run.fresh(trial, number)
-    if isinstance(made, Record):
-        record = replace(made, facts=Facts())
-        run.store(trial, number, record)
-        if made.facts.printed:
-            write_text(folder / "stderr.log", made.facts.printed)
-    else:
-        progress.start(trial, number)
-        job = Job("run", trial.runtime, trial, number, artifact=made)
-        record = launch_in_turn(job, folder, trial.plan.timeout_s, progress)
-    if record.status != "ok":
-        retry.note(folder, trial)
-    progress.done(trial, record)
 
 
 class Files:

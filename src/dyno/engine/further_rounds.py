@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dyno.engine.ensemble import company
 from dyno.jobs.progress import Progress
@@ -13,19 +14,28 @@ from dyno.study import Study
 from dyno.worker.record import read_record
 from dyno.worker.spec import Trial
 
-Measure = Callable[[list[Trial], int], None]  # one round of these trials, of that number
+if TYPE_CHECKING:
+    from dyno.analysis.ranking.pending import Pair
+
+# One round of these trials, of that number, in which these boundaries are timed.
+Measure = Callable[[list[Trial], int, tuple[str, ...]], None]
 
 
 def go_on(study: Study, run: Run, trials: Sequence[Trial], measure: Measure, progress: Progress) -> None:
-    """Measure rounds of the trials that still matter, one model after the other, within `study.minutes` in all.
+    """Measure rounds of the pairs that are undecided, one model after the other, within `study.minutes` in all: only
+    the boundary that a pair is compared at.
 
-    What was measured before counts, so the same command again changes nothing, and one with more minutes goes on.
+    What was measured before counts, so the same command again changes nothing, and one with more minutes goes on. A
+    backend that was given rounds of its own keeps to them.
     """
+    trials = [trial for trial in trials if trial.plan.rounds == study.rounds]
     models = list(dict.fromkeys(company(trial) for trial in trials))
     for place, name in enumerate(models):
         own = [trial for trial in trials if company(trial) == name]
         allowed = _seconds(run, own) + (60 * study.minutes - _seconds(run, trials)) / (len(models) - place)
-        while todo := _pending(run.folder, own):
+        while pairs := _pending(run.folder, own):
+            ids = frozenset().union(*(pair.trials for pair in pairs))
+            todo = [trial for trial in own if trial.id in ids]
             if _seconds(run, own) + sum(_last_seconds(run, trial) for trial in todo) > allowed:
                 minutes = f"{study.minutes:g} minute{'s' * (study.minutes != 1)}"
                 progress.note(
@@ -34,7 +44,8 @@ def go_on(study: Study, run: Run, trials: Sequence[Trial], measure: Measure, pro
                 break
             last = max(_last(run, trial) for trial in todo)
             whole = all(_last(run, trial) == last for trial in todo)
-            measure(todo, last + 1 if whole else last)  # of one that was cut short, those that lack it
+            boundaries = tuple(name for name in study.boundaries if any(pair.boundary == name for pair in pairs))
+            measure(todo, last + 1 if whole else last, boundaries)  # of one that was cut short, those that lack it
 
 
 def finalists(folder: Path, trials: list[Trial]) -> list[Trial]:
@@ -50,13 +61,14 @@ def finalists(folder: Path, trials: list[Trial]) -> list[Trial]:
     return [by_id[id] for id in chosen if id in by_id]
 
 
-def _pending(folder: Path, trials: Sequence[Trial]) -> list[Trial]:
-    """The trials that another round is for, by what lies in the folder: whoever kills the study loses nothing."""
+def _pending(folder: Path, trials: Sequence[Trial]) -> list[Pair]:
+    """The pairs of these trials that another round is for, by what lies in the folder: a study that is killed loses
+    nothing."""
     from dyno.analysis.ranking.pending import pending
     from dyno.analysis.tables import trial_table
 
-    ids = {id for group in pending(trial_table.read(folder)).values() for id in group}
-    return [trial for trial in trials if trial.id in ids]
+    ids = {trial.id for trial in trials}
+    return [pair for pair in pending(trial_table.read(folder)) if pair.trials <= ids]
 
 
 def _folders(run: Run, trial: Trial, kind: str) -> list[Path]:

@@ -14,7 +14,7 @@ from dyno.worker.spec import Trial, UserError, digest
 KEEP = "keep"
 MOST = 10  # candidates for one configuration
 
-Measure = Callable[[list[Trial]], None]
+Measure = Callable[[list[Trial], list[Trial]], None]  # all rounds of the first, compared with the second
 
 
 def search(study: Study, folder: Path, trials: list[Trial], measure: Measure) -> list[Trial]:
@@ -33,7 +33,7 @@ def search(study: Study, folder: Path, trials: list[Trial], measure: Measure) ->
     for trial in trials:
         if trial.id in failing and with_kept_layers(study, trial, 1) is not None:
             batches = [other for other in trials if _series(other) == _series(trial)]
-            added += _Search(study, folder, trial, batches, measure).run()
+            added += _Search(study, folder, trial, batches, trials, measure).run()
     return added
 
 
@@ -61,6 +61,7 @@ class _Search:
     folder: Path
     plain: Trial
     batches: list[Trial]
+    others: list[Trial]
     measure: Measure
 
     def run(self) -> list[Trial]:
@@ -70,7 +71,7 @@ class _Search:
         good = [self._at(self.plain, layers) for layers, holds in self.tried.items() if holds]
         if fewest is not None:
             good += [self._at(other, fewest) for other in self.batches if other.id != self.plain.id]
-            self.measure(good)
+            self.measure(good, self.others)
         failed = [self._at(self.plain, layers) for layers, holds in self.tried.items() if not holds]
         return [*good, *(replace(t, plan=replace(t.plan, rounds=1)) for t in failed)]
 
@@ -97,7 +98,7 @@ class _Search:
         from dyno.analysis.tables import trial_table
 
         candidate = self._at(self.plain, layers)
-        self.measure([replace(candidate, plan=replace(candidate.plan, rounds=1))])
+        self.measure([replace(candidate, plan=replace(candidate.plan, rounds=1))], [])
         frame = trial_table.read(self.folder).frame
         row = frame[frame["trial"] == candidate.id]
         self.tried[layers] = bool(((row["budget"] == WITHIN) & (row["status"] == "ok")).any())

@@ -15,7 +15,7 @@ from dyno.study import Choice, Study, model_name
 from dyno.worker import registry, system
 from dyno.worker.nets.local_code import sha256_with_imports
 from dyno.worker.record import read_json, read_record, write_json, write_text
-from dyno.worker.spec import SCHEMA, Job, ModelSpec, Trial, UserError, digest, from_json
+from dyno.worker.spec import DECIDED, FIXED, SCHEMA, Job, ModelSpec, Trial, UserError, digest, from_json
 
 DISTRIBUTIONS = ("inference-dyno", "numpy", "torch", "torchvision", "timm", "onnx", "onnxruntime", "openvino")
 # Settings that may differ when a folder is used again: none of them changes a stored number.
@@ -32,6 +32,8 @@ REPEATABLE = (
     "minutes",
     "until",
 )
+# What a folder leaves out that was written before these settings had their defaults.
+EARLIER_DEFAULTS = {"until": FIXED, "turns": False}
 AXES = ("models", "backends", "precisions", "batches", "sizes")  # settings that a folder may have more values of
 ARCHIVE, REPLACED = "archive", "replaced"
 
@@ -77,7 +79,7 @@ def stored(folder: Path) -> list[Stored]:
 def earlier(folder: Path) -> Study | None:
     """The folder's study, None where it has none."""
     path = folder / "study.toml"
-    return Study.from_toml(path) if path.is_file() else None
+    return Study.from_toml(path, usual=EARLIER_DEFAULTS) if path.is_file() else None
 
 
 def measured(folder: Path) -> bool:
@@ -95,7 +97,7 @@ def _good(record: Path) -> bool:
 def contradictions(before: Study, study: Study) -> list[tuple[str, Any, Any]]:
     """The settings that keep two studies from sharing a folder: (name, before, now)."""
     # Rounds until pairs are decided are judged by the number of rounds before the first look.
-    fixed = ("rounds", "until") if before.until else ()
+    fixed = ("rounds", "until") if before.until == DECIDED else ()
     free = {*AXES, *REPEATABLE, "runtime"}.difference(fixed)
     names = [f.name for f in fields(Study) if f.name not in free]
     settings = [(name, a, b) for name in names if (a := getattr(before, name)) != (b := getattr(study, name))]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 import select
+import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from uuid import uuid4
 import psutil
 
 from dyno.jobs import launcher
+from dyno.jobs.nvml import Gpu, find_gpu
 from dyno.jobs.progress import Progress
 from dyno.worker.jobs.turns import CONDUCTOR, END, GO, LEAST_BLOCKS, READY
 from dyno.worker.record import Record
@@ -66,13 +68,17 @@ class Group:
     name: str = field(default_factory=lambda: uuid4().hex[:12])  # of this set of processes, kept in their records
     alive: list[Player] = field(default_factory=list)
     largest: int = 0  # bytes that a process took
+    largest_on_gpu: float = 0.0
+    gpu: Gpu | None = None
     pids: set[int] = field(default_factory=set)  # of all that were started
 
     def play(self) -> None:
         """Measure as many players as memory holds, the first among them; `ended` is given each once it has its record.
 
-        Those that had no room keep none.
+        Those that had no room keep none, nor does one that ran out of memory beside others.
         """
+        runtime = self.players[0].job.runtime
+        self.gpu = find_gpu(runtime.device, launcher.environment(runtime))
         try:
             self._load()
             while self.alive:
@@ -82,6 +88,8 @@ class Group:
                 assert player.started is not None
                 launcher.abandon(player.started)
                 _close(player)
+            if self.gpu:
+                self.gpu.close()
 
     def _load(self) -> None:
         """Start one after the other, until each says that it is warm, or memory is full."""
@@ -91,13 +99,18 @@ class Group:
             reserved = first is not player and first.started is None
             if place and not self._room(player, 2 if reserved else 1):
                 continue
+            free = self.gpu.free() if self.gpu else 0.0
             self._start(player, place)
             self._advance(player)
+            if self.gpu and player.said:
+                self.largest_on_gpu = max(self.largest_on_gpu, free - self.gpu.free())
             place += 1
 
     def _room(self, player: Player, count: int) -> bool:
         """Whether that many processes of the player's size fit into what memory is free."""
         need = max(player.memory, self.largest) or UNKNOWN_B
+        if self.gpu and self.gpu.free() < ROOM * self.largest_on_gpu * count:
+            return False
         return available() > ROOM * need * count
 
     def _start(self, player: Player, place: int) -> None:
@@ -120,6 +133,7 @@ class Group:
     def _boundary(self) -> None:
         """One boundary's blocks for all that are alive, then each in turn to its next boundary or its end."""
         plan, boundary = self.alive[0].trial.plan, self.alive[0].said.removeprefix(READY).strip()
+        last = self.alive[0].job.boundaries[-1]
         began, spent, number = len(self.alive), 0.0, 0
         while number < plan.blocks and (number < LEAST_BLOCKS or spent < plan.seconds * began):
             for player in self._shuffled(f"{boundary} {number}", self.alive):
@@ -129,7 +143,7 @@ class Group:
                 spent += player.used_s - before
             number += 1
         order = self._shuffled(f"{boundary} end", self.alive)
-        if boundary == plan.boundaries[-1]:  # the first is what others are compared with: its record is on disk first
+        if boundary == last:  # the first is what others are compared with: its record is on disk first
             order.sort(key=lambda player: player is not self.players[0])
         for player in order:
             self.progress.start(player.trial, player.number)
@@ -168,7 +182,10 @@ class Group:
         player.record = launcher.finish(started, player.trial.plan.timeout_s, timed_out)
         self.alive.remove(player)
         _close(player)
-        self.ended(player)
+        if player.record.status == "oom" and self.alive:  # by itself it may have enough
+            shutil.rmtree(player.folder)
+        else:
+            self.ended(player)
 
 
 def _hear(player: Player) -> str:

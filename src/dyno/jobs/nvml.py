@@ -46,6 +46,10 @@ class Gpu:
         these are among `own`."""
         return (*(self._query(query) for query in self._queries), *self._processes(own))
 
+    def free(self) -> float:
+        """Bytes of the GPU's memory that nobody has, NaN where that isn't reported."""
+        return self._query(lambda: self._nvml.nvmlDeviceGetMemoryInfo(self._handle).free)
+
     def close(self) -> None:
         """Shut NVML down."""
         self._query(self._nvml.nvmlShutdown)

@@ -13,8 +13,9 @@ from dyno.worker import registry
 from dyno.worker.spec import UserError
 
 T = TypeVar("T")
-ONE_ROUND: dict[str, Any] = {"rounds": 1}
+ONE_ROUND: dict[str, Any] = {"rounds": 1, "turns": False}
 SELF_TEST_MINUTES = 5.0
+DEMO_MINUTES = 4.5
 # Throughput is what the evaluation itself shows, with reading and ranking in it; latencies are for orientation.
 EVALUATION: dict[str, Any] = {
     "batches": (8,), "seconds": 1.0, "warmup": 0.5, "boundaries": ("model", "all"), "confirm": 0, "search": False,

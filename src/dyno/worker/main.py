@@ -33,6 +33,7 @@ import errno
 import os
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import fields, replace
 
 import numpy as np
@@ -72,7 +73,7 @@ def run_trial(job: Job, trial: Trial, journal: Journal, turns: Alone) -> None:
     journal.facts(inputs_sha256=input_data.fingerprint(host_feeds, model.preprocess), threads=trial.runtime.threads)
     feeds = [session.stage(feed) for feed in host_feeds]
     journal.timed("first_call", "first call", measure.step(session, "model", feeds))
-    _time(session, trial, feeds, journal, turns)
+    _time(session, job.boundaries, trial, feeds, journal, turns)
     journal.add(Measurement("peak_memory", "B", "bytes", float(system.peak_memory())))
     if job.round == 0:
         journal.stage("evaluate")
@@ -97,8 +98,15 @@ def _slowed(session: Session, share: float, journal: Journal) -> Session:
     return slowed.Slowed(session, share)
 
 
-def _time(session: Session, trial: Trial, feeds: measure.Feeds, journal: Journal, turns: Alone) -> None:
-    for boundary in trial.plan.boundaries:
+def _time(
+    session: Session,
+    boundaries: Sequence[str],
+    trial: Trial,
+    feeds: measure.Feeds,
+    journal: Journal,
+    turns: Alone,
+) -> None:
+    for boundary in boundaries:
         watch = _watch(session, boundary, journal)
         once = measure.step(session, "all" if boundary == "throughput" else boundary, feeds, watch)
         journal.stage(f"warm up {boundary}")
@@ -114,7 +122,7 @@ def _time(session: Session, trial: Trial, feeds: measure.Feeds, journal: Journal
             sampling = measure.latency(once, trial.plan, watch, blocks)
             journal.sampled("latency", boundary, "s", "duration", sampling)
         _record_contention(boundary, contention.busy(), trial.runtime.device, journal)
-    if "all" in trial.plan.boundaries and (parts := measure.parts(session, feeds, trial.plan)):
+    if "all" in boundaries and (parts := measure.parts(session, feeds, trial.plan)):
         journal.parted(parts)
 
 

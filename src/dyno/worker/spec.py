@@ -22,6 +22,8 @@ from dyno.worker.facts.sparse import Sparse
 SCHEMA = 2
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "int8", "fp8")
 BOUNDARIES = ("model", "all", "throughput")
+ROUNDS = 3  # unless a study says otherwise; where rounds go on until decided, those before the first look
+DECIDED, FIXED = "decided", "rounds"  # what a study goes on until
 PARTS = ("enqueue", "h2d", "compute", "d2h")  # of one inference from host to host on a GPU
 SAVED = (".pt2", ".torchscript")  # modules as PyTorch stores them, by torch.export.save and torch.jit.save
 PHASES = ("min", "opt", "max", "random")  # batches of the stress test, by name
@@ -205,7 +207,7 @@ class Plan:
     min_samples: int = 30
     max_samples: int = 100_000
     interval: float = 0.005
-    rounds: int = 3
+    rounds: int = ROUNDS
     timeout_s: float = 600.0
     blocks: int = 0
     block_s: float = 0.1
@@ -291,6 +293,12 @@ class Job:
     backend: str = ""
     options: dict[str, Any] = field(default_factory=dict)
     schema: int = SCHEMA
+
+    @property
+    def boundaries(self) -> tuple[str, ...]:
+        """What of the trial is timed: all that its plan has, or what a further round is for."""
+        planned = self.trial.plan.boundaries if self.trial else ()
+        return tuple(self.options.get("boundaries") or planned)
 
 
 # Where a thing lies, what it is called and how often it is repeated do not change what is measured.

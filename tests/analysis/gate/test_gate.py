@@ -16,6 +16,7 @@ from scipy.stats import t
 from synthetic import Way
 
 import dyno
+from dyno.analysis import stats
 from dyno.analysis.gate.power import smallest_slowdown
 from dyno.worker.record import write_json
 
@@ -79,11 +80,27 @@ def test_what_cant_be_told(gate: Gate, changes: dict[str, Any], words: str) -> N
     assert not found.rows[0]["failed"]
 
 
-@pytest.mark.parametrize("rounds", [3, 5, 10])
-def test_the_smallest_slowdown_is_caught_in_80_percent(rounds: int) -> None:
+@pytest.mark.parametrize(("rounds", "pairs"), [(3, 1), (5, 1), (10, 1), (5, 8)])
+def test_the_smallest_slowdown_is_caught_in_80_percent(rounds: int, pairs: int) -> None:
     error, tolerance, rng = 0.01, 0.02, np.random.default_rng(0)
-    half = error * t.ppf(0.975, rounds - 1)
-    smallest = smallest_slowdown(float(np.exp(-half)), float(np.exp(half)), rounds, tolerance)
+    level = 0.05 / pairs
+    smallest = smallest_slowdown(error, rounds - 1, level, tolerance)
     logs = np.log1p(smallest) + error * np.sqrt(rounds) * rng.standard_normal((40_000, rounds))
-    seen = logs.std(axis=1, ddof=1) / np.sqrt(rounds) * t.ppf(0.975, rounds - 1)
+    seen = logs.std(axis=1, ddof=1) / np.sqrt(rounds) * t.ppf(1 - level / 2, rounds - 1)
     assert np.mean(logs.mean(axis=1) - seen > np.log1p(tolerance)) == pytest.approx(0.8, abs=0.01)
+
+
+def test_pairs_are_one_family(tmp_path: Path) -> None:
+    """A difference that shows by itself may be chance among many, and the sentences say what was done about it."""
+    others = [Way(f"like{k}", seconds=0.004) for k in range(12)]
+    comparisons = []
+    for name, more in (("alone", []), ("among", others)):
+        for run, seconds in (("a", 0.004), ("b", 0.00418)):
+            synthetic.write_run(tmp_path / name / run, [Way("x", seconds=seconds), *more], samples=40, count=300)
+        comparisons.append(dyno.compare(tmp_path / name / "a", tmp_path / name / "b", tolerance=0.0))
+    alone, among = (one.to_pandas().set_index("backend").loc["x"] for one in comparisons)
+    assert (alone["verdict"], among["verdict"]) == (stats.SLOWER, stats.UNDECIDED)
+    assert among["p_value"] == pytest.approx(13 * alone["p_value"])
+    assert among["ratio_low"] < alone["ratio_low"] and among["smallest"] > alone["smallest"]
+    sentences = [" ".join(one.verdicts) for one in comparisons]
+    assert "family" not in sentences[0] and "The 13 pairs are one family (Holm)" in sentences[1]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from dyno.analysis import stats
 from dyno.analysis.records.blocks import log_ratios
 from dyno.analysis.records.results import TrialResult
-from dyno.worker.spec import Plan
+from dyno.worker.spec import DECIDED, ROUNDS
 
 LEAST_ROUNDS = 2  # that both took turns in; fewer have no spread
 
@@ -17,7 +18,7 @@ def rule(settings: Mapping[str, Any], equivalent: float | None = None) -> stats.
     """How the pairs of a study are decided, by its settings; `equivalent` percent count in place of its own."""
     percent = settings.get("equivalent") if equivalent is None else equivalent
     margin = stats.Rule.margin if percent is None else float(percent) / 100
-    return stats.Rule(margin, int(settings.get("rounds", Plan.rounds)) if settings.get("until") else 0)
+    return stats.Rule(margin, int(settings.get("rounds", ROUNDS)) if settings.get("until") == DECIDED else 0)
 
 
 def evidence(
@@ -30,11 +31,12 @@ def evidence(
     """
     paired = log_ratios(reference, own, boundary, clock)
     medians = [t.round_medians(boundary, clock) for t in (own, reference)]
+    both = medians[0].keys() & medians[1].keys()
     if rule is not None and rule.first:
-        both = medians[0].keys() & medians[1].keys()
         medians = [{name: m for name, m in each.items() if name in both} for each in medians]
     if len(paired) >= LEAST_ROUNDS or (paired and min(map(len, medians)) < LEAST_ROUNDS):
-        return stats.paired(paired)
+        found = stats.paired(paired)
+        return found and replace(found, seen=len(both))  # it was looked at after rounds, too, that gave it no ratio
     return stats.unpaired(*(list(each.values()) for each in medians))
 
 

@@ -1,7 +1,9 @@
-"""Which trials further rounds are for: those of pairs that matter and that are undecided."""
+"""Which pairs further rounds are for: those that matter and that are undecided."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dyno.analysis import stats
@@ -13,35 +15,38 @@ from dyno.analysis.records.run_data import RunData
 if TYPE_CHECKING:
     import pandas as pd
 
-Group = tuple[str, str, int, str, str]
+
+@dataclass(frozen=True)
+class Pair:
+    """Two trials, by their ids, and the boundary at which it is undecided which of them is faster."""
+
+    trials: frozenset[str]
+    boundary: str
 
 
-def pending(run: RunData) -> dict[Group, list[str]]:
-    """The ids of the trials that another round is for, by the group that is compared, its reference first.
+def pending(run: RunData) -> list[Pair]:
+    """The pairs that another round is for: each trial with its reference, and each winner with its runner-up.
 
-    The pairs that matter are each trial with its reference, and each winner with its runner-up. A pair with a failed
-    trial is left out.
+    A pair with a failed trial is left out.
     """
     rows = run.frame[run.frame["status"] == "ok"]
     good = set(rows["trial"])
-    undecided = list(rows[rows["verdict"] == stats.UNDECIDED]["trial"])
+    pairs = [
+        Pair(frozenset((row["trial"], row["reference"])), str(row["boundary"]))
+        for row in rows[rows["verdict"] == stats.UNDECIDED].to_dict("records")
+    ]
     for ranking in rankings(run):
-        undecided += _close(ranking.ranked(LATENCY), run)
-    groups: dict[Group, list[str]] = {}
-    for id in dict.fromkeys(undecided):
-        reference = run.references[id].id
-        if id in good and reference in good:
-            ids = groups.setdefault(run.trials[id].group, [reference])
-            ids += [id] if id not in ids else []
-    return groups
+        pairs += _close(ranking.ranked(LATENCY), run)
+    return [pair for pair in dict.fromkeys(pairs) if pair.trials <= good]
 
 
-def _close(ranked: pd.DataFrame, run: RunData) -> list[str]:
+def _close(ranked: pd.DataFrame, run: RunData) -> Iterator[Pair]:
     """The winner and its runner-up, where it is undecided which of them is faster."""
     rows = ranked.iloc[:PLACES]
     first, *others = (run.trials[id] for id in rows["trial"]) if len(rows) else (None,)
     if first is None or not others or others[0].group != first.group:
-        return []
+        return
     row = rows.iloc[0]
     speedup = speedups.speedup(first, others[0], str(row["boundary"]), str(row["clock"]), run.rule)
-    return [first.id, others[0].id] if speedup.verdict == stats.UNDECIDED else []
+    if speedup.verdict == stats.UNDECIDED:
+        yield Pair(frozenset((first.id, others[0].id)), str(row["boundary"]))

@@ -71,7 +71,7 @@ def decide_family(family: Sequence[Evidence | None], rule: Rule | None = None) -
     """
     rule = rule or Rule()
     judged = [e for e in family if e is not None and not e.single]
-    steps = _holm([_p(e) / share(e.rounds, rule.first) for e in judged])
+    steps = _holm([_p(e) / share(e.looked, rule.first) for e in judged])
     decided = {id(e): _judged(e, rule, *step, len(judged)) for e, step in zip(judged, steps, strict=True)}
     return [decided.get(id(e)) or _unjudged(e) for e in family]
 
@@ -95,7 +95,7 @@ def _unjudged(e: Evidence | None) -> Speedup:
 def _judged(e: Evidence, rule: Rule, level: float, p: float, count: int) -> Speedup:
     """A pair of `count` with its adjusted p-value and the level of its step in Holm's procedure (0: not rejected)."""
     simultaneous = ALPHA / count
-    spent = share(e.rounds, rule.first) * (level or simultaneous)
+    spent = share(e.looked, rule.first) * (level or simultaneous)
     half = t_quantile(e.freedom, spent) * e.error if e.error else 0.0
     low, high = e.difference - half, e.difference + half
     more = None

@@ -19,7 +19,8 @@ class Evidence:
     and Student's degrees of `freedom`; NaN with a single round.
 
     `spread` is the deviation of a round's log ratio and `parts` how many degrees of freedom each further round brings:
-    what is needed to tell how the error falls.
+    what is needed to tell how the error falls. `seen` is after how many rounds it may have been looked at, where that
+    is more.
     """
 
     difference: float
@@ -29,6 +30,12 @@ class Evidence:
     measured: str
     spread: float = math.nan
     parts: float = 1.0
+    seen: int = 0
+
+    @property
+    def looked(self) -> int:
+        """After how many rounds it is looked at."""
+        return max(self.rounds, self.seen)
 
     @property
     def single(self) -> bool:

@@ -38,7 +38,8 @@ def power(evidence: Evidence, rounds: int, reach: float, level: float, first: in
 
     freedom = evidence.parts * (rounds - 1)
     error = max(evidence.spread, 1e-9) / math.sqrt(rounds)
-    wall = t_quantile(freedom, level * share(rounds, first))
+    looked = rounds + evidence.looked - evidence.rounds
+    wall = t_quantile(freedom, level * share(looked, first))
 
     def below(difference: float, limit: float) -> float:
         return float(nctdtr(freedom, min(FARTHEST, max(-FARTHEST, difference / error)), limit))

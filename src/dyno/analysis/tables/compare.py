@@ -1,7 +1,7 @@
 """Two runs compared with each other, trial by trial: what became slower, less accurate, different, or stopped working.
 
-Every interval is a 95 % interval on its own. A gate over many trials will therefore see a slow-down by chance now and
-then: `tolerance` keeps such small ones from failing it.
+All pairs are one family, as the rows of other tables are: with 95 % confidence no pair of equal speeds is called faster
+or slower, however many pairs there are. `tolerance` keeps small slow-downs that are real from failing a gate.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -65,6 +65,7 @@ COLUMNS = (
     RATIO_SHOWN,
     *(Column(f"ratio_{end}", f"{end} limit of its 95 % interval", kind=FINE) for end in ENDS),
     Column("verdict", "slower, faster, equivalent, undecided, not comparable, wrong outputs", kind=TEXT, cell=verdict),
+    Column("p_value", "of no difference, adjusted for all pairs"),
     Column("measured", "in turns, or one after the other", kind=TEXT),
     Column("smallest", "smallest slow-down that would fail with 80 % power", "%", PERCENT, "catches from, %"),
     Column("undecided", "why the gate doesn't decide whether B is slower than allowed", kind=TEXT),
@@ -97,11 +98,11 @@ COMPARE = TableKind(
 def compare(a: Results, b: Results, rules: Rules | None = None) -> Table:
     """Each trial that both runs have, B against A: one row of COLUMNS per trial, in A's order.
 
-    `ratio` is B's latency over A's (above 1 is slower) with the interval of `stats.speedup`, from the spread between
-    processes; `accuracy` and `top1_diff` (points) come from the images both answered, `close` is the share of B's
-    output values close to A's. A trial whose outputs are wrong in its own run (`outputs`, `outputs_a`) has no ratio,
-    and its verdict says why. `failed` names the conditions of the rules that the row breaks. The table's `notes` are
-    sentences on what may explain a difference. UserError when nothing can be compared.
+    `ratio` is B's latency over A's (above 1 is slower) with the interval of `stats.decide_family`, from the spread
+    between processes; `accuracy` and `top1_diff` (points) come from the images both answered, `close` is the share of
+    B's output values close to A's. A trial whose outputs are wrong in its own run (`outputs`, `outputs_a`) has no
+    ratio, and its verdict says why. `failed` names the conditions of the rules that the row breaks. The table's `notes`
+    are sentences on what may explain a difference. UserError when nothing can be compared.
     """
     rules = rules or Rules()
     if not any(x.good for x, _ in pairs(a, b)):
@@ -129,8 +130,10 @@ def of_sides(run: Results, rules: Rules | None = None) -> Table:
 def _table(a: Results, b: Results, rules: Rules, checked: tuple[Checked, Checked]) -> Table:
     shared = pairs(a, b)
     elsewhere = other_machine(a, b)
-    rows = [_gated(row(x, y, rules, (checked[0].get(x.id, ""), checked[1].get(y.id, ""))), x, y, rules, elsewhere)
-            for x, y in shared]  # fmt: skip
+    outputs = [(checked[0].get(x.id, ""), checked[1].get(y.id, "")) for x, y in shared]
+    speeds = _speeds(shared, outputs, rules.tolerance)
+    rows = [_gated(row(x, y, rules, both, speed), x, y, rules, elsewhere)
+            for (x, y), both, speed in zip(shared, outputs, speeds, strict=True)]  # fmt: skip
     refused = [r for r in rows if r["verdict"].startswith(INCOMPARABLE)]
     left_out = [f"{plain(y.label)} is {r['verdict']}" for (_, y), r in zip(shared, rows, strict=True) if r in refused]
     several = ("device",) if len({r["device"] for r in rows}) > 1 else ()
@@ -146,10 +149,8 @@ def other_machine(a: Results, b: Results) -> str:
 
 
 def _gated(row: dict[str, Any], a: TrialResult, b: TrialResult, rules: Rules, elsewhere: str) -> dict[str, Any]:
-    """The row with a gate's decision: the smallest slow-down that fails, and why it is undecided, if it is."""
-    low, high, rounds = row["ratio_low"], row["ratio_high"], min(row["rounds_a"], row["rounds_b"])
-    if not missing(low):
-        row["smallest"] = 100 * smallest_slowdown(low, high, rounds, rules.tolerance)
+    """The row with a gate's decision: why it is undecided, if it is."""
+    high = row["ratio_high"]
     if not rules.gate or STATUS in row["failed"]:
         return row
     failed = [c for c in row["failed"].split(", ") if c and c != SLOWER]
@@ -221,10 +222,12 @@ def _some_trials(run: Results) -> str:
     return first + (f" and {len(others)} more" if others else "")
 
 
-def row(a: TrialResult, b: TrialResult, rules: Rules, checked: tuple[str, str] = ("", "")) -> dict[str, Any]:
+def row(
+    a: TrialResult, b: TrialResult, rules: Rules, checked: tuple[str, str], speed: dict[str, Any]
+) -> dict[str, Any]:
     """One trial of B compared with the same of A, as a dict of COLUMNS; what doesn't apply is "", None or NaN.
 
-    `checked` says of A's outputs and of B's what `_checked` does.
+    `checked` says of A's outputs and of B's what `_checked` does, `speed` is what `_speeds` has of the pair.
     """
     own = trial_table.row(b, trial_table.Comparison(None))
     columns: dict[str, Any] = {c.name: "" if c.kind == TEXT else None for c in COLUMNS} | {
@@ -232,16 +235,11 @@ def row(a: TrialResult, b: TrialResult, rules: Rules, checked: tuple[str, str] =
     }
     if b.side:  # a pair is of both sides
         columns["options"] = columns["options"].removeprefix(f"side={b.side.upper()}").strip()
-    columns |= {
-        "status_a": a.status,
-        "rounds_a": len(a.good),
-        "rounds_b": len(b.good),
-        "trial_a": a.id,
-        "trial_b": b.id,
-    }
+    rounds = {"rounds_a": len(a.good), "rounds_b": len(b.good)}
+    columns |= {"status_a": a.status, "trial_a": a.id, "trial_b": b.id, **rounds}
     if reason := refusal(a, b):
         return columns | {"verdict": f"{INCOMPARABLE}: {reason}"}
-    columns |= _speed(a, b, rules.tolerance) | _accuracy(a, b) | _agreement(a, b, rules) | _outputs(*checked)
+    columns |= speed | _accuracy(a, b) | _agreement(a, b, rules) | _outputs(*checked)
     columns["failed"] = ", ".join(c for c in rules.fail_on if _fails(c, columns, rules, bool(a.good and b.good)))
     return columns
 
@@ -278,25 +276,39 @@ def _data(*trials: TrialResult) -> list[dict[str, Any]]:
     return [t.spec.get("data") or {} for t in trials]
 
 
-def _speed(a: TrialResult, b: TrialResult, tolerance: float) -> dict[str, Any]:
-    boundary = trial_table.compared_boundary(b, a)
-    clock = clock_of(boundary, a, b)
-    before, after = a.medians(boundary, clock), b.medians(boundary, clock)
-    if not (before and after):
-        return {}
-    # A's speed-up over B is the ratio of B's latency to A's.
-    s = speedups.speedup(a, b, boundary, clock, stats.Rule(tolerance))
-    verdict = s.verdict
-    if verdict == stats.FASTER:
-        verdict = stats.SLOWER if s.low > 1 + tolerance else TOLERATED
-    elif verdict == stats.SLOWER:
-        verdict = stats.FASTER
-    return {
-        "boundary": boundary, "latency_a_ms": 1e3 * stats.center(before).value,
-        "latency_b_ms": 1e3 * stats.center(after).value,
-        "ratio": s.value, "ratio_low": s.low, "ratio_high": s.high, "verdict": verdict,
-        "measured": s.measured,
-    }  # fmt: skip
+def _speeds(
+    shared: Sequence[tuple[TrialResult, TrialResult]], checked: Sequence[tuple[str, str]], tolerance: float
+) -> list[dict[str, Any]]:
+    """The columns on speed of each pair: those that may be compared are judged as one family."""
+    rows: list[dict[str, Any]] = []
+    family: list[stats.Evidence | None] = []
+    for (a, b), outputs in zip(shared, checked, strict=True):
+        boundary = "" if refusal(a, b) else trial_table.compared_boundary(b, a)
+        clock = clock_of(boundary, a, b)
+        medians = a.medians(boundary, clock), b.medians(boundary, clock)
+        if not (boundary and all(medians)):
+            rows.append({})
+            family.append(None)
+            continue
+        latencies = {f"latency_{side}_ms": 1e3 * stats.center(m).value for side, m in zip("ab", medians, strict=True)}
+        rows.append({"boundary": boundary, **latencies})
+        wrong = any(each.startswith(WRONG) for each in outputs)
+        # A's speed-up over B is the ratio of B's latency to A's.
+        family.append(None if wrong else speedups.evidence(a, b, boundary, clock))
+    count = sum(1 for e in family if e is not None and not e.single)
+    for row, e, s in zip(rows, family, stats.decide_family(family, stats.Rule(tolerance)), strict=True):
+        if e is not None:
+            row |= {"ratio": s.value, "ratio_low": s.low, "ratio_high": s.high, "p_value": s.p,
+                    "verdict": _verdict(s, tolerance), "measured": s.measured}  # fmt: skip
+            row["smallest"] = 100 * smallest_slowdown(e.error, e.freedom, stats.ALPHA / max(count, 1), tolerance)
+    return rows
+
+
+def _verdict(s: stats.Speedup, tolerance: float) -> str:
+    """The verdict on B by A's speed-up over it."""
+    if s.verdict == stats.FASTER:
+        return stats.SLOWER if s.low > 1 + tolerance else TOLERATED
+    return stats.FASTER if s.verdict == stats.SLOWER else s.verdict
 
 
 def _outputs(a: str, b: str) -> dict[str, Any]:
@@ -304,7 +316,6 @@ def _outputs(a: str, b: str) -> dict[str, Any]:
     columns: dict[str, Any] = {"outputs_a": a.partition(":")[0], "outputs": b.partition(":")[0]}
     if WRONG not in columns.values():
         return columns
-    columns |= dict.fromkeys(("ratio", "ratio_low", "ratio_high"), math.nan)
     return columns | {"verdict": b if columns["outputs"] == WRONG else f"{WRONG} in A: {a.partition(': ')[2]}"}
 
 

@@ -39,10 +39,13 @@ def sentences(table: Table, stored: bool = True) -> list[str]:
 
 def _measured(rows: list[Row], stored: bool) -> list[str]:
     methods = {r["measured"] for r in rows if r["measured"]}
-    if stored:
-        return [APART] if methods else []
+    if not methods:
+        return []
     rounds = max((min(r["rounds_a"], r["rounds_b"]) for r in rows), default=0)
-    return [f"Measured {' or '.join(sorted(methods))}, {counting(rounds, 'round')}."] if methods else []
+    sentences = [APART if stored else f"Measured {' or '.join(sorted(methods))}, {counting(rounds, 'round')}."]
+    if (count := sum(1 for r in rows if not missing(r["p_value"]))) > 1:
+        sentences.append(f"The {count} pairs are one family (Holm): all verdicts together hold in 95 % of comparisons.")
+    return sentences
 
 
 def _caught(rows: list[Row]) -> list[str]:

@@ -84,7 +84,7 @@ def _success(plain: TrialResult, mixed: TrialResult, rows: dict[str, pd.Series],
     layers = mixed.made_by.kept
     names = ", ".join(layer.node for layer in layers[:NAMED]) + (", …" if len(layers) > NAMED else "")
     boundary, clock = str(row["boundary"]), str(row["clock"])
-    cost = speedups.speedup(mixed, plain, boundary, clock)
+    cost = speedups.speedup(mixed, plain, boundary, clock, run.rule)
     return Finding(
         NOTE,
         f"{plain.label} {fails} under {run.budget}{loss}; with {_count_kept(mixed)} of {mixed.made_by.ranked} "
