@@ -29,14 +29,14 @@ def groups(trials: Sequence[Trial]) -> list[list[Trial]]:
 
     In a comparison it is one configuration on both sides, whatever the models are called.
     """
-    found: dict[tuple[object, ...], list[Trial]] = {}
+    by_key: dict[tuple[object, ...], list[Trial]] = {}
     for trial in trials:
         dims = trial.dims
         shapes = tuple(sorted(dims.shapes.items()))
         compared = (trial.variant, trial.precision) if trial.side else (trial.model.name,)
         key = compared, dims.batch, dims.height, dims.width, shapes, trial.runtime.device
-        found.setdefault(key, []).append(trial)
-    return list(found.values())
+        by_key.setdefault(key, []).append(trial)
+    return list(by_key.values())
 
 
 def reference(trials: Sequence[Trial], fits: Callable[[Trial], bool] | None) -> Trial | None:
@@ -87,10 +87,10 @@ def measure(
 
 def _players(run: Run, trials: Sequence[Trial], first: Trial | None, number: int, made: Made) -> list[Player]:
     """A player for each trial, `first` at the front; as a companion, with round -1, where it has its round already."""
-    known = {trial.id for trial in trials}
+    ids = {trial.id for trial in trials}
     order = sorted(trials, key=lambda trial: first is None or trial.id != first.id)
     players = [_player(run, trial, number, made) for trial in order]
-    if first is not None and first.id not in known:
+    if first is not None and first.id not in ids:
         place = 0
         while run.record(first, place, COMPANION) is not None:
             place += 1
@@ -107,8 +107,8 @@ def _player(run: Run, trial: Trial, number: int, made: Made) -> Player:
 
 
 def _artifact(made: Made, trial: Trial) -> Artifact | None:
-    found = made.get(trial.id)
-    return found if isinstance(found, Artifact) else None
+    artifact = made.get(trial.id)
+    return artifact if isinstance(artifact, Artifact) else None
 
 
 def _memory(run: Run, trial: Trial) -> int:

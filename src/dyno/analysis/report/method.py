@@ -112,9 +112,9 @@ def _level(results: Results, plans: list[dict[str, Any]]) -> str:
 
 
 def _inputs(trials: list[TrialResult]) -> str:
-    asked = [t.spec.get("data") or {} for t in trials]
+    data_specs = [t.spec.get("data") or {} for t in trials]
     data = [d for t in trials if (d := t.facts.data)] or [
-        Answered(str(d.get("name", "")), str(d.get("split", "")), int(d.get("count", 0))) for d in asked
+        Answered(str(d.get("name", "")), str(d.get("split", "")), int(d.get("count", 0))) for d in data_specs
     ]
     return _distinct(f"{d.name} ({d.split}, {d.count} images)" for d in data)
 

@@ -43,9 +43,9 @@ def findings(ranking: Ranking, speed: str, run: RunData) -> Iterator[Finding]:
     yield from _disagreements(ranking, speed, trials, own, gain)
 
 
-def ahead(contest: Ranking, speed: str, run: RunData) -> stats.Speedup | None:
+def ahead(ranking: Ranking, speed: str, run: RunData) -> stats.Speedup | None:
     """The winner's speed over the runner-up's in the rounds that selected it; None where either has none."""
-    first, second = (row for _, row in contest.ranked(speed).iloc[:2].iterrows())
+    first, second = (row for _, row in ranking.ranked(speed).iloc[:2].iterrows())
     own, other = (_costs(run.trials[row["trial"]].good, row, speed) for row in (first, second))
     return stats.speedup(own, other, run.rule) if own and other else None
 

@@ -109,20 +109,20 @@ def _wrong_outputs(run: RunData) -> Iterator[Finding]:
 
 
 def _truths(results: Results) -> Iterator[Finding]:
-    known = [(t, found) for t in results if t.good and (found := truth(t)) is not None]
+    truths = [(t, ran) for t in results if t.good and (ran := truth(t)) is not None]
     wrong: dict[tuple[str, str], list[TrialResult]] = {}
-    for t, found in known:
-        if not found.ok:
-            wrong.setdefault((t.model, found.sentence), []).append(t)
-    reported = [found for _, found in known if found.reported]
+    for t, ran in truths:
+        if not ran.ok:
+            wrong.setdefault((t.model, ran.sentence), []).append(t)
+    reported = [ran for _, ran in truths if ran.reported]
     if reported:
         as_requested = sum(t.ok for t in reported)
         trials_reported = counting(len(reported), "trial")
         yield Finding(NOTE, f"Precision: {as_requested} of {trials_reported} ran in the requested type.")
     for (_, sentence), trials in wrong.items():
         model = f"{trials[0].model} " if len({t.model for t in results}) > 1 else ""
-        found = truth(trials[0])
-        is_wrong = " did not run as requested" if found and found.reported else ""
+        ran = truth(trials[0])
+        is_wrong = " did not run as requested" if ran and ran.reported else ""
         yield Finding(WARNING, f"{model}{trials[0].configuration} ({_places(trials)}){is_wrong}: {sentence}.")
 
 
@@ -215,12 +215,12 @@ def _gpu(results: Results) -> Iterator[Finding]:
             f"Others used the GPU during {len(shared)} of {of_trials} (first: {shared[0].label}: "
             f"{gpu_remarks.others(shared[0])}): those times may be too long; measure again on a free GPU.",
         )
-    if throttled := [(t, found) for t in trials if (found := gpu_remarks.throttled(t))]:
-        hit, lost = (sum(getattr(f, name) for _, found in throttled for f in found) for name in ("hit", "dropped"))
-        why = ", ".join(dict.fromkeys(f.why for _, found in throttled for f in found))
+    if throttled := [(t, spans) for t in trials if (spans := gpu_remarks.throttled(t))]:
+        hit, lost = (sum(getattr(f, name) for _, spans in throttled for f in spans) for name in ("hit", "dropped"))
+        reasons = ", ".join(dict.fromkeys(f.why for _, spans in throttled for f in spans))
         yield Finding(
             WARNING,
-            f"The GPU was throttled ({why}) during {len(throttled)} of {of_trials}: {lost:,} of the {hit:,} "
+            f"The GPU was throttled ({reasons}) during {len(throttled)} of {of_trials}: {lost:,} of the {hit:,} "
             "samples taken meanwhile were dropped.",
         )
     yield from _launch_bound(results)

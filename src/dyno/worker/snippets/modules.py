@@ -68,14 +68,13 @@ def load():
 def run(model, feeds):
     """The outputs by name for inputs by name."""
     layout = torch.channels_last if CHANNELS_LAST else torch.contiguous_format
-    arguments = dict(VALUES)
+    args = dict(VALUES)
     for name, (shape, kind) in INPUTS.items():
         x = torch.from_numpy(np.asarray(feeds[name], kind, order="C")).to(DEVICE)
         x = x.to(getattr(torch, TYPE)) if x.is_floating_point() else x
-        arguments[name] = x.contiguous(memory_format=layout) if x.ndim == 4 and x.is_floating_point() else x
+        args[name] = x.contiguous(memory_format=layout) if x.ndim == 4 and x.is_floating_point() else x
     with torch.inference_mode():
-        ordered, keywords = (arguments[name] for name in ORDER), {{name: arguments[name] for name in KEYWORDS}}
-        results = list(tensors(model(*ordered, **keywords)))
+        results = list(tensors(model(*(args[name] for name in ORDER), **{{name: args[name] for name in KEYWORDS}})))
         return {{f"output_{{k}}" if k else "output": result.float().cpu().numpy() for k, result in enumerate(results)}}
 
 
