@@ -347,6 +347,6 @@ def test_the_command_line_with_engines(dyno: Any, tmp_path: Path) -> None:
     other = rows["openvino"]
     assert other["measured"] == "in turns" and other["speedup_low"] < other["speedup"] < other["speedup_high"]
     page = (tmp_path / "run" / "report.html").read_text()
-    assert "log ratios, each the median over blocks" in page, "the report says how these were compared"
+    assert "log ratios, paired, each the median over blocks" in page, "the report says how these were compared"
     again = dyno("run", *words.split(), *boundaries.split(), "--out", tmp_path / "run", cwd=tmp_path)
     assert again.returncode == 0 and not list(tmp_path.glob("run/trials/*/t*")), "nothing is measured twice"
