@@ -37,7 +37,7 @@ from dyno.worker.spec import (
 
 LONGEST = 80  # characters of a value in a message
 CAN_FREEZE = hasattr(signal, "SIGSTOP")  # what measuring in turns needs
-CONFIRMATIONS = 2  # of a winner, where the study has a budget and doesn't say
+CONFIRMATIONS = 3  # of a winner, where the study has a budget and doesn't say
 LISTS = "models backends precisions batches sizes shapes inputs mean std boundaries".split()  # fields
 BASELINE = ("models", "weights", "pretrained", "runtime")  # fields in which the two sides of a comparison may differ
 RESERVED = ("precision", "runtime", "rounds")  # options that say which trials, where and how often, not how

@@ -139,7 +139,7 @@ class Measurement:
         "Without turns, stop sampling when the median's 95 % interval is within this share of it on both sides.",
     )
     confirm: int | None = option(
-        None, "Rounds that measure the winners again after they were selected.", usual="2 with a budget, else 0"
+        None, "Rounds that measure the winners again after they were selected.", usual="3 with a budget, else 0"
     )
     boundaries: tuple[str, ...] = option(BOUNDARIES, f"What is timed: {', '.join(BOUNDARIES)}.", usual="all three")
     turns: bool | None = option(

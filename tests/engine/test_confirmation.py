@@ -86,6 +86,20 @@ def test_more_confirmations_extend_and_a_lone_trial_has_none(fake_study: Studies
     assert run(fake_study(backends=THREE[:1], confirm=2), tmp_path / "one") == [(0.5, 0)]
 
 
+def test_what_was_selected_in_turns_is_confirmed_in_turns(fake_study: Studies, tmp_path: Path) -> None:
+    study = fake_study(backends=THREE[:2], confirm=2, turns=True, block=0.005, boundaries=("model", "throughput"))
+    run(study, tmp_path)
+    loaded = results.load(tmp_path)
+    sets = [{r.turns for r in t.confirmations} for t in loaded]
+    assert sets[0] == sets[1] and len(sets[0]) == 2 and "" not in sets[0]
+    assert run(study, tmp_path) == []
+    shutil.rmtree(next(iter(tmp_path.glob("trials/*/c1"))))
+    run(study, tmp_path)
+    assert [len(t.confirmations) for t in results.load(tmp_path)] == [2, 2]
+    read = trial_table.read(tmp_path)
+    assert "Measured again after the selection, in 2 fresh processes" in "\n".join(verdict.sentences(read))
+
+
 def test_a_study_from_python_confirms_too(fake_study: Studies, tmp_path: Path) -> None:
     study = fake_study(backends=THREE[:2], confirm=1)
     result = study.run(tmp_path, quiet=True)

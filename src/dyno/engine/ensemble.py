@@ -12,7 +12,7 @@ from dyno.engine import retry
 from dyno.engine.gpu_lock import held
 from dyno.engine.turns import Group, Player
 from dyno.jobs.progress import Progress
-from dyno.store import COMPANION, ROUND, Run
+from dyno.store import COMPANION, CONFIRMATION, ROUND, Run
 from dyno.worker.record import Record
 from dyno.worker.spec import Artifact, Job, Trial
 
@@ -52,9 +52,10 @@ def measure(
     made: Made,
     progress: Progress,
     options: Mapping[str, Any] | None = None,
+    kind: str = ROUND,
 ) -> list[Trial]:
     """One round of trials that are compared, in turns with `first`, which they are compared with; `options` are those
-    of their jobs.
+    of their jobs, and `kind` is ROUND or CONFIRMATION.
 
     Where that one has its round stored, it measures once more as their companion. Gives back the trials that nobody
     could take turns with: they are alone, or there was memory for one process only.
@@ -63,7 +64,7 @@ def measure(
     while len({*(t.id for t in left), *([first.id] if first else [])}) > 1 and left:
         players = [
             replace(player, job=replace(player.job, options={**(options or {})}))
-            for player in _players(run, left, first, number, made)
+            for player in _players(run, left, first, number, made, kind)
         ]
         ended: list[Player] = []
 
@@ -71,7 +72,7 @@ def measure(
             ended.append(player)
             assert player.record is not None
             if player.number >= 0:
-                if player.record.status != "ok":
+                if player.record.status != "ok" and kind == ROUND:
                     retry.note(player.folder, player.trial)
                 progress.done(player.trial, player.record, seconds=player.used_s)
 
@@ -85,11 +86,13 @@ def measure(
     return left
 
 
-def _players(run: Run, trials: Sequence[Trial], first: Trial | None, number: int, made: Made) -> list[Player]:
+def _players(
+    run: Run, trials: Sequence[Trial], first: Trial | None, number: int, made: Made, kind: str
+) -> list[Player]:
     """A player for each trial, `first` at the front; as a companion, with round -1, where it has its round already."""
     ids = {trial.id for trial in trials}
     order = sorted(trials, key=lambda trial: first is None or trial.id != first.id)
-    players = [_player(run, trial, number, made) for trial in order]
+    players = [_player(run, trial, number, made, kind) for trial in order]
     if first is not None and first.id not in ids:
         place = 0
         while run.record(first, place, COMPANION) is not None:
@@ -101,9 +104,9 @@ def _players(run: Run, trials: Sequence[Trial], first: Trial | None, number: int
     return players
 
 
-def _player(run: Run, trial: Trial, number: int, made: Made) -> Player:
-    job = Job("run", trial.runtime, trial, number, artifact=_artifact(made, trial))
-    return Player(job, run.fresh(trial, number, ROUND), number, _memory(run, trial))
+def _player(run: Run, trial: Trial, number: int, made: Made, kind: str) -> Player:
+    job = Job("run", trial.runtime, trial, number + (kind == CONFIRMATION), artifact=_artifact(made, trial))
+    return Player(job, run.fresh(trial, number, kind), number, _memory(run, trial))
 
 
 def _artifact(made: Made, trial: Trial) -> Artifact | None:

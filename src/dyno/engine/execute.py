@@ -64,7 +64,7 @@ def execute(
         if study.until == DECIDED:
             further_rounds.go_on(study, run, todo, rounds.further, progress)
         if study.confirmations:
-            _confirm(run, further_rounds.finalists(folder, todo), study.confirmations, files, progress)
+            _confirm(run, further_rounds.finalists(folder, todo), study.confirmations, files, progress, fits)
         for trial in todo:
             shutil.rmtree(run.round_folder(trial, 0).parent / "compiler", ignore_errors=True)
 
@@ -161,21 +161,35 @@ class Rounds:
         self.progress.done(trial, record)
 
 
-def _confirm(run: Run, trials: list[Trial], times: int, files: Files, progress: Progress) -> None:
-    """Measure the trials again, interleaved, apart from the rounds that selected them."""
-    order = [(t, k) for t, k in _order([replace(t, plan=replace(t.plan, rounds=times)) for t in trials])
-             if run.record(t, k, CONFIRMATION) is None]  # fmt: skip
-    with progress.running([trial for trial, _ in order]):
-        for trial, number in order:
-            artifact = files.file(trial.recipe) if trial.recipe else None
-            if isinstance(artifact, Record):
-                run.store(trial, number, artifact, CONFIRMATION)
-                continue
-            folder = run.fresh(trial, number, CONFIRMATION)
-            progress.start(trial, number, "confirmation")
-            # Counted from 1: round 0 answers all images, which a confirmed trial has done.
-            job = Job("run", trial.runtime, trial, number + 1, artifact=artifact)
-            progress.done(trial, launch_in_turn(job, folder, trial.plan.timeout_s, progress))
+def _confirm(run: Run, trials: list[Trial], times: int, files: Files, progress: Progress, fits: Fits) -> None:
+    """Measure the trials again, as the rounds that selected them did, but apart from these."""
+    again = [replace(t, plan=replace(t.plan, rounds=times)) for t in trials]
+    left = [(t, k) for t, k in _order(again) if run.record(t, k, CONFIRMATION) is None]
+    with progress.running([trial for trial, _ in left]):
+        made = files.all(trial for trial, _ in left)
+        for number in sorted({k for _, k in left}):
+            for group in ensemble.groups([t for t, k in left if k == number]):
+                able = [t for t in group if not isinstance(made.get(t.id), Record)]
+                alone = able
+                if group[0].plan.blocks and len(able) > 1:
+                    first = ensemble.reference(able, fits)
+                    alone = ensemble.measure(run, able, first, number, made, progress, kind=CONFIRMATION)
+                for trial in group:
+                    if trial in alone or trial not in able:
+                        _again(run, trial, number, made, progress)
+
+
+def _again(run: Run, trial: Trial, number: int, made: ensemble.Made, progress: Progress) -> None:
+    """One confirmation of a trial by itself."""
+    artifact = made.get(trial.id)
+    if isinstance(artifact, Record):
+        run.store(trial, number, artifact, CONFIRMATION)
+        return
+    folder = run.fresh(trial, number, CONFIRMATION)
+    progress.start(trial, number, "confirmation")
+    # Counted from 1: round 0 answers all images, which a confirmed trial has done.
+    job = Job("run", trial.runtime, trial, number + 1, artifact=artifact)
+    progress.done(trial, launch_in_turn(job, folder, trial.plan.timeout_s, progress))
 
 
 def _refuse(run: Run, planned: list[Planned]) -> None:

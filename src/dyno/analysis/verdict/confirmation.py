@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dyno.analysis import stats
+from dyno.analysis.metrics.speedups import LEAST_ROUNDS
 from dyno.analysis.ranking.frontier import LATENCY
 from dyno.analysis.ranking.rankings import Ranking
+from dyno.analysis.records.blocks import log_ratios
 from dyno.analysis.records.results import TrialResult
 from dyno.analysis.records.rounds import Round
 from dyno.analysis.records.run_data import RunData
@@ -36,7 +39,7 @@ def findings(ranking: Ranking, speed: str, run: RunData) -> Iterator[Finding]:
     if not own:
         return
     text = f"Measured again after the selection, in {_processes(own)}: {_spread(own, row, speed)}"
-    gain = _gain(own, reference, row, speed) if reference is not None and reference is not winner else None
+    gain = _gain(winner, reference, row, speed) if reference is not None and reference is not winner else None
     if gain is not None and reference is not None:
         text += f", {ratio(gain.value, gain.low, gain.high)} {_unit(speed)} {_reference_name(ranking, reference)}"
     yield Finding(NOTE, text + ".")
@@ -46,8 +49,9 @@ def findings(ranking: Ranking, speed: str, run: RunData) -> Iterator[Finding]:
 def ahead(ranking: Ranking, speed: str, run: RunData) -> stats.Speedup | None:
     """The winner's speed over the runner-up's in the rounds that selected it; None where either has none."""
     first, second = (row for _, row in ranking.ranked(speed).iloc[:2].iterrows())
-    own, other = (_costs(run.trials[row["trial"]].good, row, speed) for row in (first, second))
-    return stats.speedup(own, other, run.rule) if own and other else None
+    own, other = (run.trials[row["trial"]] for row in (first, second))
+    faster = _faster(own, other, first, second, speed, run.rule)
+    return None if math.isnan(faster.value) else faster
 
 
 def _disagreements(
@@ -63,8 +67,8 @@ def _disagreements(
         yield Finding(WARNING, "So the confirmation does not show it to be faster than the reference.")
     if len(ranked) < 2:
         return
-    second = trials[ranked.iloc[1]["trial"]]
-    ahead = stats.speedup(own, _costs(second.confirmations, _scaled(row, ranked.iloc[1]), speed))
+    first, second = (_confirmed(trials[ranked.iloc[k]["trial"]]) for k in (0, 1))
+    ahead = _faster(first, second, row, ranked.iloc[1], speed)
     if ahead.value < 1:
         sure = "and the difference is real" if ahead.verdict == stats.SLOWER else "if not beyond noise"
         name = ranking.configuration(ranked.iloc[1])
@@ -88,14 +92,39 @@ def _costs(rounds: Sequence[Round], row: pd.Series, speed: str) -> list[float]:
     return [m / float(row["batch"]) for m in seconds]
 
 
+def _confirmed(trial: TrialResult) -> TrialResult:
+    """The trial as its confirmations alone show it."""
+    return replace(trial, rounds=trial.confirmations, companions=[])
+
+
+def _faster(
+    own: TrialResult,
+    other: TrialResult,
+    row: pd.Series,
+    of_other: pd.Series,
+    speed: str,
+    rule: stats.Rule | None = None,
+) -> stats.Speedup:
+    """How many times faster the trial of `row` is than the other, paired where both took turns twice or more."""
+    boundary, clock = str(row["boundary"]), str(row["clock"])
+    if speed == LATENCY:
+        logs = log_ratios(other, own, boundary, clock)
+    else:
+        logs = log_ratios(own, other, "throughput")
+    if len(logs) >= LEAST_ROUNDS:
+        return stats.paired_speedup(logs, rule)
+    costs = _costs(own.rounds, row, speed), _costs(other.rounds, _scaled(row, of_other), speed)
+    return stats.speedup(*costs, rule)
+
+
 def _scaled(row: pd.Series, other: pd.Series) -> pd.Series:
     """The winner's boundary and clock with the other's batch."""
     return row.copy() if row["batch"] == other["batch"] else row.where(row.index != "batch", other["batch"])
 
 
-def _gain(own: list[float], reference: TrialResult, row: pd.Series, speed: str) -> stats.Speedup | None:
-    row_of_reference = row.where(row.index != "batch", reference.batch)
-    gain = stats.speedup(own, _costs(reference.confirmations, row_of_reference, speed))
+def _gain(winner: TrialResult, reference: TrialResult, row: pd.Series, speed: str) -> stats.Speedup | None:
+    of_reference = row.where(row.index != "batch", reference.batch)
+    gain = _faster(_confirmed(winner), _confirmed(reference), row, of_reference, speed)
     return None if math.isnan(gain.value) else gain
 
 
