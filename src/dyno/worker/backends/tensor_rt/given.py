@@ -11,11 +11,13 @@ from typing import Any
 from dyno.worker.backend import FileContents, FileFormat
 from dyno.worker.backends.tensor_rt import layers, library
 from dyno.worker.facts.files import Gpu, MadeBy
+from dyno.worker.facts.inside import Inside
 from dyno.worker.facts.precision import TYPES
 from dyno.worker.sessions.gpu import Device
-from dyno.worker.spec import Artifact, Recipe, Tensor, Trial
+from dyno.worker.spec import Artifact, Recipe, Tensor, Trial, UserError
 
 SUFFIXES = (".engine", ".plan")
+LISTING = "layers.json"  # beside an engine that Dyno built
 
 
 class EngineFormat(FileFormat):
@@ -72,6 +74,23 @@ def given(product: str, recipe: Recipe) -> Artifact:
     return Artifact(
         "engine", str(path), sha256, len(content), recipe.precision, opened.inputs, opened.outputs, 0.0, "", made_by
     )
+
+
+def inside(product: str, path: str, device_name: str) -> Inside:
+    """An engine's layers: as its build listed them beside it, else as its inspector tells, which needs its GPU.
+
+    Raises `UserError` for an engine without layer information, and what `given` does.
+    """
+    beside, title = Path(path).with_name(LISTING), library.NAMES[product]
+    if beside.is_file():
+        return layers.inside(layers.from_listing(beside.read_text(encoding="utf-8")), title)
+    opened = _opened(product, device_name, path)
+    if not any(layer.type for layer in opened.layers):
+        raise UserError(
+            f"{path} was built without layer information; build it again with detailed profiling verbosity "
+            "(trtexec --profilingVerbosity=detailed), or with dyno build"
+        )
+    return layers.inside(opened.layers, f"{title} {opened.version}")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,117 @@
+"""Totals of a form, and why two forms of one model have different numbers of parameters."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from dyno.analysis.formatting import counting
+from dyno.analysis.inside.align import Region
+from dyno.worker.facts.inside import MODULES, Inside, Layer
+
+BYTES = {"float64": 8, "int64": 8, "uint64": 8, "float32": 4, "int32": 4, "uint32": 4, "float16": 2, "bfloat16": 2,
+         "int16": 2, "uint16": 2, "complex64": 8, "complex128": 16}  # fmt: skip
+NORMS = ("BatchNorm", "BatchNormalization")
+
+
+def activation_bytes(layer: Layer) -> int | None:
+    """Bytes of the layer's outputs; None where a shape or type isn't known, or the run decides it."""
+    if not layer.outputs or any(not p.dtype or any(n < 0 for n in p.shape) for p in layer.outputs):
+        return None
+    if any(0 in port.shape for port in layer.outputs):
+        return None
+    return sum(math.prod(port.shape) * BYTES.get(port.dtype, 1) for port in layer.outputs)
+
+
+def is_norm(layer: Layer) -> bool:
+    """Whether it is a batch normalisation, which in inference is a multiplication and an addition per channel."""
+    return any(name in layer.type for name in NORMS)
+
+
+def sentences(forms: Sequence[Inside], shown: Sequence[int], regions: Sequence[Region]) -> list[str]:
+    """Why each form shown has another number of parameters than the one before it."""
+    counted = [k for k in shown if forms[k].parameters]
+    said = []
+    for first, k in pairwise(counted):
+        apart = forms[first].parameters - forms[k].parameters
+        if apart:
+            reasons = list(_reasons(forms, first, k, regions, apart))
+            said.append(
+                f"{forms[k].library} has {abs(apart):,} {'fewer' if apart > 0 else 'more'} parameters than "
+                f"{forms[first].library}: {'; '.join(reasons)}."
+            )
+    return said
+
+
+def _reasons(forms: Sequence[Inside], first: int, other: int, regions: Sequence[Region], apart: int) -> Iterator[str]:
+    """Folded batch norms, weights stored once for several layers, and the rest by its largest part."""
+    left = apart
+    lost = {id(r): _sum(forms, r, first) - _sum(forms, r, other) for r in regions}
+    whole = Counter[int]()  # what is spread over several regions, by the module around them
+    for r in regions:
+        whole[_around(r, first) or id(r)] += lost[id(r)]
+    folded = [r for r in regions if r.members[other] and _folds(forms, first, other, r)]
+    if folded:
+        norms = [n for r in folded for n in _layers(forms, r, first) if is_norm(n)]
+        before, change = sum(n.parameters for n in norms), sum(lost.pop(id(r)) for r in folded)
+        yield (
+            f"{counting(len(norms), 'batch norm')} folded into the layers before them, {before:,} parameters became "
+            f"{before - change:,} of their biases"
+        )
+        left -= change
+    if shared := _shared(forms[other]) - _shared(forms[first]):
+        once = "are stored once for several layers that have the same values"
+        yield f"{abs(shared):,} {once if shared > 0 else 'are stored anew for each layer that has these values'}"
+        left -= shared
+    if left:
+        rest = [r for r in regions if id(r) in lost and whole[_around(r, first) or id(r)]]
+        region = max(rest, key=lambda r: abs(lost[id(r)]), default=None)
+        where = _name(forms, region, first, other) if region else ""
+        yield f"{abs(left):,} {'fewer' if left > 0 else 'more'} elsewhere{where}"
+
+
+def _folds(forms: Sequence[Inside], first: int, other: int, region: Region) -> bool:
+    """Whether a batch norm of the first form is no layer of its own in the other."""
+    return any(map(is_norm, _layers(forms, region, first))) and not any(map(is_norm, _layers(forms, region, other)))
+
+
+def _around(region: Region, form: int) -> int:
+    """A number for the module around others that does something in the region, 0 without one."""
+    own = region.around[form] if region.around else ()
+    return -1 - own[0] if own else 0
+
+
+def _layers(forms: Sequence[Inside], region: Region, form: int) -> list[Layer]:
+    return [forms[form].layers[i] for i in region.members[form]]
+
+
+def _sum(forms: Sequence[Inside], region: Region, form: int) -> int:
+    return sum(layer.parameters for layer in _layers(forms, region, form))
+
+
+def _shared(form: Inside) -> int:
+    return sum(layer.parameters for layer in form.layers) - form.parameters
+
+
+def _name(forms: Sequence[Inside], region: Region, *order: int) -> str:
+    name = next((layer.name for form in order for layer in _layers(forms, region, form)), "")
+    return f", most of them in {name}" if name else ""
+
+
+def summary(form: Inside) -> str:
+    """A form in one sentence."""
+    ran = [layer for layer in form.layers if not layer.skipped]
+    said = f"{form.library}: {counting(len(ran), form.form.removesuffix('s'))}"
+    if form.form == MODULES:
+        said = f"{form.library}: {counting(len(ran), 'call')} of modules"
+    if form.parameters:
+        said += f", {form.parameters:,} parameters"
+    if operations := sum(layer.flops or 0 for layer in form.layers):
+        said += f", {operations / 1e9:.3g} GFLOPs"
+    if idle := sum(layer.skipped and bool(layer.outputs) for layer in form.layers):
+        said += f", {idle:,} more in which nothing runs"
+    if moves := sum(layer.moves for layer in ran):
+        said += f", {moves:,} of the layers only {'changes' if moves == 1 else 'change'} types or layouts"
+    return f"{said}."
