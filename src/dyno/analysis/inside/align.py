@@ -11,7 +11,8 @@ from dyno.analysis.inside.place import FLOW, NAMED, Claims, Flow, between, place
 from dyno.worker.facts.inside import MODULES, NODES, Inside
 
 # What engines add to the name of a node, or of the tensor that it writes.
-ADDED = ("/WithoutBiases", "_nchwc", "_quant", "_token_0", "/fq_input_0", "/fq_weights_1")
+ADDED = ("/WithoutBiases", "_nchwc", "_quant")
+NUMBERED = re.compile(r"_token_\d+$")
 FUSION = re.compile(r"(/\w*Fusion\w*/?)+$")
 WRAPPER = "model."  # what an export of a module with described inputs puts before every name
 
@@ -20,13 +21,15 @@ WRAPPER = "model."  # what an export of a module with described inputs puts befo
 class Link:
     """Two forms aligned: the counterparts in `lower` of each layer of `upper`, and how each was found (see `place`).
 
-    `outer` are calls of modules that consist of others: what they do besides is spread over what their parts do.
+    `sure` are the pairs that names tell. `outer` are calls of modules that consist of others: what they do besides is
+    spread over what their parts do.
     """
 
     upper: int
     lower: int
     pairs: Claims
     how: dict[int, str] = field(default_factory=dict)
+    sure: frozenset[tuple[int, int]] = frozenset()
     outer: frozenset[int] = frozenset()
 
 
@@ -60,7 +63,7 @@ def _nodes(forms: Sequence[Inside], upper: int, lower: int) -> Link:
     claims: Claims = defaultdict(set)
     for index, layer in enumerate(engine):
         own = [_known(name, names, tensors) for name in layer.nodes or (layer.name,)]
-        own += [_known(port.name, tensors) for port in layer.outputs] if not layer.moves else []
+        own += [_known(port.name, tensors, names) for port in layer.outputs] if not layer.moves else []
         for node in own:
             if node is not None:
                 claims[node].add(index)
@@ -71,7 +74,8 @@ def _nodes(forms: Sequence[Inside], upper: int, lower: int) -> Link:
     pairs, how = placed(graph, found, inner)
     for node in found.keys() - claims.keys():
         how[node] = FLOW
-    return Link(upper, lower, _helped(pairs, outer, unnamed), how)
+    sure = frozenset((node, layer) for node, own in claims.items() for layer in own)
+    return Link(upper, lower, _helped(pairs, outer, unnamed), how, sure)
 
 
 def _helped(pairs: Mapping[int, set[int]], engine: Flow, unnamed: Sequence[int]) -> Claims:
@@ -86,7 +90,7 @@ def _helped(pairs: Mapping[int, set[int]], engine: Flow, unnamed: Sequence[int])
 
 def _known(name: str, *tables: Mapping[str, int]) -> int | None:
     """What the name stands for in the first table that has it, also without what an engine adds to it."""
-    stem = FUSION.sub("", name)
+    stem = NUMBERED.sub("", FUSION.sub("", name))
     stems = [name, stem, *(stem.removesuffix(added) for added in ADDED if stem.endswith(added))]
     return next((table[each] for each in stems for table in tables if each in table), None)
 
@@ -107,6 +111,7 @@ def _modules(forms: Sequence[Inside], upper: int, lower: int) -> Link:
         chosen = called if number is None else called[number : number + 1]
         for one, counterpart in _shared(chosen, named):
             claims[counterpart].add(one)
+    sure = frozenset((call, node) for node, own in claims.items() for call in own)
     claims, how = placed(graph, claims, Flow(graph))
     if "" not in by_name:  # what the model does itself belongs to none of its parts
         alone = {k for k, node in enumerate(graph) if node.modules == ("",)}
@@ -117,9 +122,9 @@ def _modules(forms: Sequence[Inside], upper: int, lower: int) -> Link:
     outer = frozenset(k for k, call in enumerate(calls) if call.name in inner or not call.name)
     ran = [k for k, call in enumerate(calls) if k not in outer and not call.skipped]
     leaves = {place: pairs[k] for place, k in enumerate(ran) if k in pairs}
-    whole, _ = placed([calls[k] for k in ran], leaves, Flow([calls[k] for k in ran]))
+    whole, _ = placed([calls[k] for k in ran], leaves, Flow([calls[k] for k in ran], complete=False))
     kept = {k: own for k, own in pairs.items() if k in outer} | {ran[place]: own for place, own in whole.items()}
-    return Link(upper, lower, kept, _of_calls(kept, claims, how), outer)
+    return Link(upper, lower, kept, _of_calls(kept, claims, how), sure, outer)
 
 
 def _of_calls(pairs: Mapping[int, set[int]], claims: Mapping[int, set[int]], how: Mapping[int, str]) -> dict[int, str]:
@@ -160,18 +165,17 @@ def regions(forms: Sequence[Inside], links: Sequence[Link]) -> list[Region]:
 
     A layer without counterparts is a region of its own, behind what stands before it in its own form.
     """
-    parent = {(form, k): (form, k) for form, inside in enumerate(forms) for k in range(len(inside.layers))}
-
-    def root(one: tuple[int, int]) -> tuple[int, int]:
-        while parent[one] != one:
-            parent[one] = parent[parent[one]]
-            one = parent[one]
-        return one
-
-    for each in links:
-        for upper, lowers in each.pairs.items():
-            for lower in lowers if upper not in each.outer else ():
-                parent[root((each.lower, lower))] = root((each.upper, upper))
+    groups = _Groups(forms)
+    pairs = [
+        ((each.upper, upper), (each.lower, lower), (upper, lower) in each.sure)
+        for each in links
+        for upper, own in each.pairs.items()
+        for lower in sorted(own)
+        if upper not in each.outer
+    ]
+    for one, other, sure in sorted(pairs, key=lambda pair: not pair[2]):
+        groups.join(one, other, sure)
+    root, parent = groups.root, groups.parent
     around = _around(links, root)
     for one, places in around.items():  # its parameters and operations count once
         parent[one] = places[0]
@@ -186,6 +190,31 @@ def regions(forms: Sequence[Inside], links: Sequence[Link]) -> list[Region]:
     return [whole[one] for one in _ordered(forms, root, around.keys())]
 
 
+class _Groups:
+    """Layers of all forms in groups that grow together: a layer is (form, index)."""
+
+    def __init__(self, forms: Sequence[Inside]) -> None:
+        every = [(form, k) for form, inside in enumerate(forms) for k in range(len(inside.layers))]
+        self.parent = {one: one for one in every}
+        self._forms = {one: {one[0]} for one in every}
+
+    def root(self, one: tuple[int, int]) -> tuple[int, int]:
+        """The layer that stands for the group."""
+        while self.parent[one] != one:
+            self.parent[one] = self.parent[self.parent[one]]
+            one = self.parent[one]
+        return one
+
+    def join(self, one: tuple[int, int], other: tuple[int, int], sure: bool) -> None:
+        """Make one group of both layers' groups. Where that isn't sure, a group that has its place stays as it is: a
+        node may be guessed to be in this layer of one engine, and be known to be in that one of another."""
+        a, b = self.root(one), self.root(other)
+        if a == b or (not sure and other[0] in self._forms[a] and one[0] in self._forms[b]):
+            return
+        self.parent[b] = a
+        self._forms[a] |= self._forms[b]
+
+
 def _around(
     links: Sequence[Link], root: Callable[[tuple[int, int]], tuple[int, int]]
 ) -> dict[tuple[int, int], list[tuple[int, int]]]:
@@ -193,7 +222,8 @@ def _around(
     found: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for each in links:
         for upper in sorted(each.outer):
-            places = dict.fromkeys(root((each.lower, lower)) for lower in sorted(each.pairs.get(upper, ())))
+            known = [lower for lower in sorted(each.pairs.get(upper, ())) if (upper, lower) in each.sure]
+            places = dict.fromkeys(root((each.lower, lower)) for lower in known)
             if places:
                 found.setdefault((each.upper, upper), [*places])
     return found

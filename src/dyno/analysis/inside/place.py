@@ -15,9 +15,12 @@ DEQUANTISES = "DequantizeLinear"
 
 
 class Flow:
-    """Who reads whom among the layers of one form, by the names of tensors."""
+    """Who reads whom among the layers of one form, by the names of tensors.
 
-    def __init__(self, layers: Sequence[Layer]) -> None:
+    `constant` are those that read nothing that changes, of a form that names all that its layers read.
+    """
+
+    def __init__(self, layers: Sequence[Layer], *, complete: bool = True) -> None:
         writer: dict[str, int] = {}
         self.forwards, self.backwards = range(len(layers)), range(len(layers) - 1, -1, -1)
         self.before: list[list[int]] = []
@@ -29,7 +32,8 @@ class Flow:
             for source in self.before[index]:
                 self.after[source].append(index)
             fed = [port for port in layer.inputs if port.name not in writer]
-            if layer.type in SHAPES or (not fed and self.constant.issuperset(self.before[index])):
+            still = not fed and self.constant.issuperset(self.before[index])
+            if complete and (still or layer.type in SHAPES):
                 self.constant.add(index)
             writer.update({port.name: index for port in layer.outputs})
 

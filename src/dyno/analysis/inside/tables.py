@@ -17,6 +17,7 @@ ALIGNED = TableKind("aligned", "Layers side by side", "What became of each layer
 CONVERSIONS = TableKind("conversions", "Conversions", "Layers that only change types or layouts, and for which edge.",
                         command="dyno inspect")  # fmt: skip
 MODEL = "(model)"
+QUANTISES = ("QuantizeLinear", "DequantizeLinear")
 NAMES = 3  # of a region that are printed; csv and json have all
 
 COUNTS = (
@@ -128,8 +129,9 @@ def _row(forms: Sequence[Inside], shown: Sequence[int], region: Region) -> Row:
 
 
 def _names(forms: Sequence[Inside], region: Region, form: int) -> list[str]:
-    """What the region has of the form; the model itself is (model), where no part of it does what is done."""
-    own = [forms[form].layers[i].name or MODEL for i in region.shown(form)]
+    """What the region has of the form, quantisation last; the model itself is (model), where no part of it acts."""
+    layers = sorted((forms[form].layers[i] for i in region.shown(form)), key=lambda layer: layer.type in QUANTISES)
+    own = [layer.name or MODEL for layer in layers]
     if own or forms[form].form != MODULES:
         return own
     graphs = (k for k, each in enumerate(forms) if each.form == NODES)

@@ -40,7 +40,10 @@ def read(module: Any, *args: Any, **keywords: Any) -> Inside:
 
 
 def _dispatched(torch: Any) -> Any:
-    """A mode that counts the operators that run inside it."""
+    """A mode that counts the operators that run inside it.
+
+    What they write has the mark of the last part whose result they read, so that it is known behind `x + y` too.
+    """
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Counter(TorchDispatchMode):  # type: ignore[misc]  # torch has no types here
@@ -48,7 +51,12 @@ def _dispatched(torch: Any) -> Any:
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             self.count += 1
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+            latest = max(tensors((args, kwargs or {})), key=_writer, default=None)
+            for tensor in tensors(result) if latest is not None and _writer(latest) >= 0 else ():
+                if _writer(tensor) < 0:
+                    setattr(tensor, MARK, getattr(latest, MARK))
+            return result
 
     return Counter()
 

@@ -8,6 +8,8 @@ from typing import Any
 
 from dyno.worker.facts.inside import LAYERS, Inside, Layer, Port
 from dyno.worker.layers import graph
+from dyno.worker.onnx_graph.file import import_onnx
+from dyno.worker.sessions.onnx_runtime_profile import COMPUTE
 
 TYPES = {"float": "float32", "double": "float64"}
 COPIES = ("MemcpyFromHost", "MemcpyToHost")
@@ -15,36 +17,43 @@ MOVES = ("Cast", "ReorderInput", "ReorderOutput", *COPIES)
 Seen = Mapping[tuple[str, Any], Mapping[str, Any]]
 
 
-def read(path: str, seen: Seen, library: str) -> Inside:
-    """The optimised file's nodes as an engine's layers.
+def read(path: str, source: str, seen: Seen, library: str) -> Inside:
+    """The optimised file's nodes as an engine's layers; a Transpose that its source doesn't have is a conversion.
 
     `seen` has the arguments of each kernel's event in ONNX Runtime's profile, by the event's name and the node's index.
     A node of the file that no event tells of was not run. UserError for a file that can't be read.
     """
     written = graph.read(path, {})
+    known = {node.name for node in import_onnx().load(source, load_external_data=False).graph.node}
     events: dict[str, list[Mapping[str, Any]]] = {}
     for (name, _), arguments in sorted(seen.items(), key=lambda item: int(item[0][1] or 0)):
         events.setdefault(name.removesuffix("_kernel_time"), []).append(arguments)
     layers = []
     for layer in written.layers:
         told = events.get(layer.name, [])
-        layers.append(_told(layer, told.pop(0) if told else None))
+        moves = _operator(layer) in MOVES or (_operator(layer) == "Transpose" and layer.name not in known)
+        layers.append(_told(replace(layer, moves=moves), told.pop(0) if told else None))
     return replace(written, form=LAYERS, library=library, layers=tuple(layers), notes=())
 
 
 def _told(layer: Layer, told: Mapping[str, Any] | None) -> Layer:
     """The layer with what the profile says; a shape is the run's own, which the file need not have."""
-    operator = layer.type.rpartition(".")[2]
-    layer = replace(layer, flops=None, modules=(), moves=operator in MOVES, skipped=told is None)
+    operator = _operator(layer)
+    layer = replace(layer, flops=None, modules=(), skipped=told is None)
     if told is None:
         return layer
     read, written = _typed(told.get("input_type_shape")), _typed(told.get("output_type_shape"))
     outputs = [replace(p, shape=s, dtype=d) for p, (d, s) in zip(layer.outputs, written, strict=False)]
-    computes = read[0][0] if read and operator not in MOVES else ""
+    computes = read[0][0] if read and COMPUTE.search(operator) else ""
     format = "nchwc" if ".nchwc." in layer.type and operator != "ReorderOutput" else ""
     formed = tuple(Port(p.name, p.shape, p.dtype, format) for p in outputs)
     provider = str(told.get("provider", "")).removesuffix("ExecutionProvider")
     return replace(layer, outputs=formed or layer.outputs, computes_in=computes, tactic=provider)
+
+
+def _operator(layer: Layer) -> str:
+    """The operator without its domain."""
+    return layer.type.rpartition(".")[2]
 
 
 def _typed(told: Any) -> list[tuple[str, tuple[int, ...]]]:
