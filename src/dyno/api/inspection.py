@@ -121,6 +121,9 @@ class _Reading:
         study = replace(self._study, models=(side.source,))
         model = model_spec(study, side.source)
         runtime = replace(runtime_of(study, side.choice), threads=study.threads or system.physical_cores())
+        if runtime.device == "cpu" and side.choice.name not in (ONNX, MODULE):
+            devices = registry.find(side.choice.name).devices
+            runtime = runtime if "cpu" in devices else replace(runtime, device=f"{devices[0]}:0")
         trial = Trial(model, side.choice.name, side.precision or "fp32", Dims(self._batch, 0, 0),
                       side.choice.options, runtime=runtime)  # fmt: skip
         if side.choice.name == MODULE:

@@ -65,7 +65,7 @@ def _remark(layer: Layer) -> str:
 
 def shape(port: Port) -> str:
     """A shape as 1x64x56x56; a dimension that isn't known is ?."""
-    return "x".join(str(n) if n > 0 else "?" for n in port.shape)
+    return "x".join(str(n) if n >= 0 else "?" for n in port.shape)
 
 
 def aligned(forms: Sequence[Inside], shown: Sequence[int], links: Sequence[align.Link]) -> Table:
@@ -74,9 +74,8 @@ def aligned(forms: Sequence[Inside], shown: Sequence[int], links: Sequence[align
     rows = [_row(forms, shown, region) for region in regions]
     names = [_letter(k) for k in range(len(shown))]
     columns = [
-        Column(name, f"layers of {forms[k].library}", kind=TEXT, title=forms[k].library, identity=not position,
-               cell=_cell(name))
-        for position, (name, k) in enumerate(zip(names, shown, strict=True))
+        Column(name, f"layers of {forms[k].library}", kind=TEXT, title=forms[k].library, cell=_cell(name))
+        for name, k in zip(names, shown, strict=True)
     ]  # fmt: skip
     columns += [
         Column("output", "shape of the region's last output", kind=TEXT, rank=2),
@@ -103,10 +102,14 @@ def _letter(position: int) -> str:
 
 
 def _cell(name: str) -> Callable[[Row], str]:
+    """The first few names of a region, a later one without what it shares with the first."""
+
     def text(row: Row) -> str:
-        parts = row[f"{name}_names"]
-        more = f" … and {len(parts) - NAMES} more" if len(parts) > NAMES else ""
-        return ", ".join(parts[:NAMES]) + more
+        first, *others = row[f"{name}_names"] or [""]
+        parent = first.rpartition(".")[0] + "."
+        shown = [first, *(each.removeprefix(parent) if len(parent) > 1 else each for each in others[: NAMES - 1])]
+        more = f" … and {len(others) + 1 - NAMES} more" if len(others) >= NAMES else ""
+        return ", ".join(shown) + more
 
     return text
 

@@ -13,14 +13,13 @@ from dyno.worker.facts.inside import MODULES, Inside, Layer
 
 BYTES = {"float64": 8, "int64": 8, "uint64": 8, "float32": 4, "int32": 4, "uint32": 4, "float16": 2, "bfloat16": 2,
          "int16": 2, "uint16": 2, "complex64": 8, "complex128": 16}  # fmt: skip
+BLOCKED = "nchwc"  # ONNX Runtime's name of the layout
 NORMS = ("BatchNorm", "BatchNormalization")
 
 
 def activation_bytes(layer: Layer) -> int | None:
     """Bytes of the layer's outputs; None where a shape or type isn't known, or the run decides it."""
     if not layer.outputs or any(not p.dtype or any(n < 0 for n in p.shape) for p in layer.outputs):
-        return None
-    if any(0 in port.shape for port in layer.outputs):
         return None
     return sum(math.prod(port.shape) * BYTES.get(port.dtype, 1) for port in layer.outputs)
 
@@ -61,6 +60,10 @@ def _reasons(forms: Sequence[Inside], first: int, other: int, regions: Sequence[
             f"{before - change:,} of their biases"
         )
         left -= change
+    padded = [r for r in regions if id(r) in lost and lost[id(r)] and _blocked(forms, r, first, other)]
+    if filled := sum(lost.pop(id(r)) for r in padded):
+        yield f"{abs(filled):,} zeros fill up blocks of channels in its layout{'' if filled < 0 else ' no longer'}"
+        left -= filled
     if shared := _shared(forms[other]) - _shared(forms[first]):
         once = "are stored once for several layers that have the same values"
         yield f"{abs(shared):,} {once if shared > 0 else 'are stored anew for each layer that has these values'}"
@@ -81,6 +84,12 @@ def _around(region: Region, form: int) -> int:
     """A number for the module around others that does something in the region, 0 without one."""
     own = region.around[form] if region.around else ()
     return -1 - own[0] if own else 0
+
+
+def _blocked(forms: Sequence[Inside], region: Region, first: int, other: int) -> bool:
+    """Whether one of the forms has the region's tensors in blocks of channels, which weights are filled up to."""
+    every = (*_layers(forms, region, first), *_layers(forms, region, other))
+    return any(port.format == BLOCKED for layer in every for port in layer.outputs)
 
 
 def _layers(forms: Sequence[Inside], region: Region, form: int) -> list[Layer]:

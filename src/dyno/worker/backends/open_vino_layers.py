@@ -86,7 +86,8 @@ class ExecutionGraph:
 
 def _weights(port: Any) -> int:
     """How many weights a constant holds; none where it holds indices or one number."""
-    return math.prod(port.shape) if len(port.shape) and _port(port).dtype in FLOATS | {"int8"} else 0
+    count = math.prod(port.shape)
+    return count if count > 1 and _port(port).dtype in FLOATS | {"int8"} else 0
 
 
 def _kind(info: dict[str, str]) -> str:

@@ -17,6 +17,7 @@ from dyno.worker.onnx_graph.weights import beside
 from dyno.worker.spec import UserError
 
 SCOPES = "pkg.torch.onnx.name_scopes"  # what PyTorch's newer exporter writes at a node: its modules, outermost first
+UNKNOWN = (-1,)  # the shape of a tensor of which not even the number of dimensions is known
 # Which inputs are weights where not all constants are: the others are scales, statistics, limits, shapes.
 WEIGHTS: dict[str, tuple[int, ...]] = {
     "BatchNormalization": (1, 2), "QuantizeLinear": (0,), "DequantizeLinear": (0,), "Clip": (0,), "Pad": (0,),
@@ -44,7 +45,7 @@ def read(path: str, shapes: Mapping[str, tuple[int, ...]]) -> Inside:
     graph, known = inferred if inferred else (model.graph, {})
     reader = _Reader(onnx, graph, known)
     layers = tuple(reader.layer(node) for node in graph.node if node.op_type != "Constant")
-    unknown = sum(any(0 in port.shape or not port.dtype for port in layer.outputs) for layer in layers)
+    unknown = sum(any(-1 in port.shape or not port.dtype for port in layer.outputs) for layer in layers)
     notes = (f"the shapes of {unknown} of {len(layers)} nodes can't be inferred",) if unknown else ()
     title = f"ONNX opset {opset(model)}"
     return Inside(form=NODES, library=title, parameters=reader.stored, layers=layers, notes=notes)
@@ -106,7 +107,8 @@ class _Reader:
         return math.prod(self.constants[name])
 
     def _port(self, name: str) -> Port:
-        return Port(name, self._shapes.get(name, ()), self._named.get(self._types.get(name, 0), ""))
+        shape = tuple(length or -1 for length in self._shapes.get(name, UNKNOWN))
+        return Port(name, shape, self._named.get(self._types.get(name, 0), ""))
 
 
 def _indices(onnx: Any) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from dyno.worker.facts.inside import LAYERS, Inside, Layer, Port
+from dyno.worker.facts.inside import LAYERS, Inside, Layer
 from dyno.worker.layers import graph
 from dyno.worker.onnx_graph.file import import_onnx
 from dyno.worker.sessions.onnx_runtime_profile import COMPUTE
@@ -28,11 +28,17 @@ def read(path: str, source: str, seen: Seen, library: str) -> Inside:
     events: dict[str, list[Mapping[str, Any]]] = {}
     for (name, _), arguments in sorted(seen.items(), key=lambda item: int(item[0][1] or 0)):
         events.setdefault(name.removesuffix("_kernel_time"), []).append(arguments)
-    layers = []
+    layers, blocked = [], set[str]()
     for layer in written.layers:
         told = events.get(layer.name, [])
         moves = _operator(layer) in MOVES or (_operator(layer) == "Transpose" and layer.name not in known)
-        layers.append(_told(replace(layer, moves=moves), told.pop(0) if told else None))
+        layer = _told(replace(layer, moves=moves), told.pop(0) if told else None)
+        # Only a reordering ends the layout; an elementwise operator doesn't care for it.
+        enters = ".nchwc." in layer.type or any(port.name in blocked for port in layer.inputs)
+        if enters and _operator(layer) != "ReorderOutput":
+            blocked |= {port.name for port in layer.outputs}
+            layer = replace(layer, outputs=tuple(replace(port, format="nchwc") for port in layer.outputs))
+        layers.append(layer)
     return replace(written, form=LAYERS, library=library, layers=tuple(layers), notes=())
 
 
@@ -45,10 +51,8 @@ def _told(layer: Layer, told: Mapping[str, Any] | None) -> Layer:
     read, written = _typed(told.get("input_type_shape")), _typed(told.get("output_type_shape"))
     outputs = [replace(p, shape=s, dtype=d) for p, (d, s) in zip(layer.outputs, written, strict=False)]
     computes = read[0][0] if read and COMPUTE.search(operator) else ""
-    format = "nchwc" if ".nchwc." in layer.type and operator != "ReorderOutput" else ""
-    formed = tuple(Port(p.name, p.shape, p.dtype, format) for p in outputs)
     provider = str(told.get("provider", "")).removesuffix("ExecutionProvider")
-    return replace(layer, outputs=formed or layer.outputs, computes_in=computes, tactic=provider)
+    return replace(layer, outputs=tuple(outputs) or layer.outputs, computes_in=computes, tactic=provider)
 
 
 def _operator(layer: Layer) -> str:

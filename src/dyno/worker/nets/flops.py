@@ -67,7 +67,8 @@ def with_shapes(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Any,
         graph = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
     except (onnx.shape_inference.InferenceError, ValueError):
         return None
-    known = {v.name: _shape(v) for v in (*graph.input, *graph.value_info, *graph.output)}
+    every = (*graph.input, *graph.value_info, *graph.output)
+    known = {v.name: _shape(v) for v in every if v.type.tensor_type.HasField("shape")}
     return graph, known | {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
 
 
