@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dyno.analysis.inside import align, tables
+from dyno.analysis.inside import tables
 from dyno.analysis.presentation.table import Table
 from dyno.engine.execute import Files
 from dyno.engine.gpu_lock import launch_in_turn
@@ -46,8 +46,7 @@ class Inspected:
         """The layers of one form, or several side by side and the conversions that engines put in."""
         if len(self.shown) == 1:
             return [tables.one(self.forms[self.shown[0]])]
-        links = align.pivots(self.forms, self.graph_of)
-        made = [tables.aligned(self.forms, self.shown, links), tables.conversions(self.forms, self.shown)]
+        made = [tables.aligned(self.forms, self.shown, self.graph_of), tables.conversions(self.forms, self.shown)]
         return [table for table in made if table.rows]
 
     def to_pandas(self) -> pd.DataFrame:
@@ -72,6 +71,8 @@ def inspect(model: Any, *others: Any, batch: int = 1, quiet: bool = True, **sett
     precision behind a slash, `openvino` or `onnxruntime@optimization=basic/int8`. `settings` are fields of
     `dyno.Study`. Raises `UserError` where something can't be read.
     """
+    if batch < 1:
+        raise UserError(f"batch is {batch}; it must be at least 1")
     study = Study(models=(model,), **settings)
     asked = [_first(study.models[0])]
     for other in others:
@@ -93,10 +94,14 @@ def _first(source: str) -> Side:
 
 
 def _form(text: str, source: str) -> Side | None:
-    """A form of the first model, None for text that names none."""
+    """A form of the first model, None for text that is another model."""
     named, _, precision = text.partition("/")
-    if named.partition("@")[0] not in (ONNX, *registry.names()) or Path(text).exists():
+    name = named.partition("@")[0]
+    if Path(text).exists() or ":" in named or registry.format_of(text):
         return None
+    check_known("form", name, (ONNX, *registry.names()))
+    if name == MODULE and registry.format_of(source):
+        raise UserError(f"there is no PyTorch module in {source}; give the model that it was exported from first")
     if precision:
         check_known("precision", precision, PRECISIONS)
     return Side(source, Choice.parse(named), precision or "fp32")
@@ -121,19 +126,24 @@ class _Reading:
         study = replace(self._study, models=(side.source,))
         model = model_spec(study, side.source)
         runtime = replace(runtime_of(study, side.choice), threads=study.threads or system.physical_cores())
-        if runtime.device == "cpu" and side.choice.name not in (ONNX, MODULE):
-            devices = registry.find(side.choice.name).devices
-            runtime = runtime if "cpu" in devices else replace(runtime, device=f"{devices[0]}:0")
+        engine = None if side.choice.name in (ONNX, MODULE) else registry.find(side.choice.name)
+        if engine and runtime.device == "cpu" and "cpu" not in engine.devices:
+            runtime = replace(runtime, device=f"{engine.devices[0]}:0")
+        if engine and (lacks := missing(engine.name, runtime)):
+            raise UserError(f"{engine.name}: {lacks} is not installed; {install(lacks)}, or give its Python")
         trial = Trial(model, side.choice.name, side.precision or "fp32", Dims(self._batch, 0, 0),
                       side.choice.options, runtime=runtime)  # fmt: skip
+        kind = registry.format_of(model.file)
         if side.choice.name == MODULE:
             options = {
                 "sizes": [list(parse_size(size)) for size in study.sizes],
                 "asked": input_options.overrides(study.inputs, study.shapes),
             }
             self._add(_launched(trial, None, options, self._progress), "")
-            return
-        self._engine(study, side, trial)
+        elif kind and kind.on_device:
+            self._add(_launched(trial, None, {}, self._progress), "")
+        else:
+            self._engine(study, side, trial)
 
     def _engine(self, study: Study, side: Side, trial: Trial) -> None:
         model, seen = inspect_model(trial.model, study)
@@ -166,8 +176,6 @@ class _Reading:
             fixed, free = (registry.formats()[ONNX].recipe(replace(trial, dims=replace(trial.dims, batch=n)))
                            for n in (trial.dims.batch, 0))  # fmt: skip
             return replace(free, fallback=fixed) if free else None
-        if lacks := missing(trial.backend, trial.runtime):
-            raise UserError(f"{trial.backend}: {lacks} is not installed; {install(lacks)}, or give its Python")
         engine = registry.find(trial.backend)
         engine.check_options(trial.options)
         return placed(engine.recipe(trial), study)
@@ -195,6 +203,7 @@ class _Reading:
         if file.sha256 not in self._graphs:
             graph = replace(trial, backend="")
             found = self._titled(_launched(graph, file, {}, self._progress), trial)
+            found = replace(found, library=f"{found.library} for {trial.backend}")
             self._forms.append(found)
             self._graphs[file.sha256] = len(self._forms) - 1
         return self._graphs[file.sha256]

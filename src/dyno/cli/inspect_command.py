@@ -7,12 +7,19 @@ from typing import Annotated
 import typer
 
 from dyno.cli import options
-from dyno.study_options import MODEL_HELP, DataOptions, ModelOptions, RuntimeOptions
+from dyno.study_options import MODEL_HELP, Compared, DataOptions, ModelOptions, RuntimeOptions
 
 FORMS = "more models, or forms of the first: onnx, or BACKEND/PRECISION such as openvino/int8"
 
 
-@options.takes(ModelOptions, DataOptions, RuntimeOptions, leave="budget", device="cpu, cuda:0 for TensorRT's engines")
+@options.takes(
+    Compared,
+    ModelOptions,
+    DataOptions,
+    RuntimeOptions,
+    leave="backends precisions batches routes reference compared budget search",
+    device="cpu, cuda:0 for TensorRT's engines",
+)
 def inspect(
     given: options.Given,
     models: Annotated[list[str], typer.Argument(help=f"{MODEL_HELP}; then {FORMS}.", metavar="MODEL [FORM...]")],

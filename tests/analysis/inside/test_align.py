@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from dyno.analysis.inside import align, tables, totals
@@ -89,9 +90,8 @@ def test_an_engine_that_names_only_what_it_writes() -> None:
     (link,) = align.pivots(forms, {})
     found = names(forms, [link])
     assert (["n1", "n2"], ["t2_nchwc"]) in found and (["n3", "n4", "n5"], ["t3_nchwc"]) in found
-    assert tables.coverage(forms, link) == (
-        "nodes to layers, 7 in all: 3 by name, 3 by what flows between those, 1 computed before the first run."
-    )
+    said = tables.coverage(forms, link)
+    assert said.endswith("7 in all: 3 by name, 3 by what flows between those, 1 computed before the first run.")
 
 
 def test_a_layer_that_nothing_names_does_what_lies_between_its_neighbours() -> None:
@@ -125,22 +125,36 @@ def test_two_engines_that_place_a_node_differently_stay_apart() -> None:
 def test_forms_that_have_nothing_in_common_are_said_to_be_unaligned() -> None:
     other = form(LAYERS, layer("k1", "Kernel", "i", "j"), layer("k2", "Kernel", "j", "o"), library="stranger")
     (link,) = align.pivots([GRAPH, other], {})
-    assert tables.coverage([GRAPH, other], link) == "nodes to stranger, 7 in all: 7 unaligned (100.0%)."
-    table = tables.aligned([GRAPH, other], [0, 1], [link])
+    assert tables.coverage([GRAPH, other], link) == "nodes aligned with stranger, 7 in all: 7 unaligned (100.0%)."
+    table = tables.aligned([GRAPH, other], [0, 1], {})
     assert {row["remark"] for row in table.rows} == {"nothing runs for it", "counterpart unknown"}
 
 
 def test_the_sum_explains_folded_batch_norms() -> None:
     forms = [BLOCK, GRAPH]
     assert totals.sentences(forms, [0, 1], align.regions(forms, align.pivots(forms, {}))) == [
-        "nodes has 8 fewer parameters than modules: 2 batch norms folded into the layers before them, 16 parameters "
-        "became 8 of their biases."
+        "nodes has 8 fewer parameters than modules: 2 batch norms folded into the layers before them, whose 16 "
+        "parameters became 8 biases."
+    ]
+
+
+def test_zeros_that_fill_up_a_layout_are_told_from_folded_batch_norms() -> None:
+    blocked = (Port("r", (1, 8, 8, 8), "float32", "nchwc"),)
+    padded = [
+        replace(x, outputs=blocked if x.flops else x.outputs, parameters=296 if x.flops else 0) for x in GRAPH.layers
+    ]
+    engine = form(LAYERS, *(replace(x, flops=None) for x in padded), library="engine")
+    forms = [BLOCK, engine, GRAPH]
+    found = align.regions(forms, align.pivots(forms, {1: 2}))
+    assert totals.sentences(forms, [0, 1], found, {1: 2}) == [
+        "engine has 288 more parameters than modules: 2 batch norms folded into the layers before them, whose 16 "
+        "parameters became 8 biases; 296 zeros fill up blocks of channels in its layout."
     ]
 
 
 def test_the_rest_is_named_by_its_largest_part() -> None:
-    smaller = form(NODES, *(Layer(**{**vars(x), "parameters": 140 if x.name == "n3" else x.parameters})
-                            for x in GRAPH.layers), library="smaller")  # fmt: skip
+    less = [replace(x, parameters=140) if x.name == "n3" else x for x in GRAPH.layers]
+    smaller = form(NODES, *less, library="smaller")
     forms = [GRAPH, smaller]
     links = [align.link(forms, 0, 1)]
     (said,) = totals.sentences(forms, [0, 1], align.regions(forms, links))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from dyno.analysis.inside import align, totals
 from dyno.analysis.inside.align import Region
@@ -40,7 +40,7 @@ def one(form: Inside) -> Table:
             "modules": " ".join(layer.modules) if form.form == NODES else "", "remark": _remark(layer),
         })  # fmt: skip
     columns = (
-        Column("name", "the layer's own name", kind=TEXT, identity=True),
+        Column("name", "the layer's own name", kind=TEXT),
         Column("type", "module's class, operator or kind of layer", kind=TEXT),
         Column("output", "shape of the first output", kind=TEXT, rank=1),
         Column("dtype", "type of the first output", kind=TEXT, title="type of output", rank=5),
@@ -50,7 +50,7 @@ def one(form: Inside) -> Table:
         Column("kernel", "kernel or provider", kind=TEXT, rank=7),
         Column("modules", "PyTorch modules that the node came from", kind=TEXT, rank=6),
         Column("nodes", "ONNX nodes that the engine says it came from", kind=TEXT, rank=8),
-        Column("remark", kind=TEXT, rank=3),
+        Column("remark", "whether it runs, and whether it only converts", kind=TEXT, rank=3),
     )
     return LAYER_TABLE.of(columns, rows, notes=(totals.summary(form), *form.notes))
 
@@ -68,8 +68,12 @@ def shape(port: Port) -> str:
     return "x".join(str(n) if n >= 0 else "?" for n in port.shape)
 
 
-def aligned(forms: Sequence[Inside], shown: Sequence[int], links: Sequence[align.Link]) -> Table:
-    """The forms of the indices `shown` side by side, a row for each region; the others only helped to align them."""
+def aligned(forms: Sequence[Inside], shown: Sequence[int], graph_of: Mapping[int, int]) -> Table:
+    """The forms of the indices `shown` side by side, a row for each region; the others only help to align them.
+
+    `graph_of` has the index of the graph that an engine was made from.
+    """
+    links = align.pivots(forms, graph_of)
     regions = [r for r in align.regions(forms, links) if any(_runs(forms, r, k) for k in shown)]
     rows = [_row(forms, shown, region) for region in regions]
     names = [_letter(k) for k in range(len(shown))]
@@ -86,7 +90,7 @@ def aligned(forms: Sequence[Inside], shown: Sequence[int], links: Sequence[align
         Column("remark", "what happened on the way", kind=TEXT, rank=1),
     ]  # fmt: skip
     notes = [totals.summary(forms[k]) for k in shown]
-    notes += totals.sentences(forms, shown, regions)
+    notes += totals.sentences(forms, shown, regions, graph_of)
     notes += [said for each in links if (said := coverage(forms, each))]
     notes += [note for k in shown for note in forms[k].notes]
     return ALIGNED.of(columns, rows, notes=tuple(dict.fromkeys(notes)))
@@ -106,12 +110,17 @@ def _cell(name: str) -> Callable[[Row], str]:
 
     def text(row: Row) -> str:
         first, *others = row[f"{name}_names"] or [""]
-        parent = first.rpartition(".")[0] + "."
-        shown = [first, *(each.removeprefix(parent) if len(parent) > 1 else each for each in others[: NAMES - 1])]
+        parent = first.rpartition(".")[0]
+        shown = [first, *(_after(parent, each) for each in others[: NAMES - 1])]
         more = f" … and {len(others) + 1 - NAMES} more" if len(others) >= NAMES else ""
         return ", ".join(shown) + more
 
     return text
+
+
+def _after(parent: str, name: str) -> str:
+    """What a name has behind that of the module around it, or all of it."""
+    return name.removeprefix(parent) if parent and name.startswith(f"{parent}.") else name
 
 
 def _row(forms: Sequence[Inside], shown: Sequence[int], region: Region) -> Row:
@@ -127,7 +136,8 @@ def _row(forms: Sequence[Inside], shown: Sequence[int], region: Region) -> Row:
     row["output"] = shape(last.outputs[0]) if last.outputs else ""
     row["flops"] = max(flops, default=0) or None
     row["bytes"] = totals.activation_bytes(last)
-    row["remark"] = _what_happened(forms, shown, region)
+    row["remark"] = _what_happened(forms, [k for name, k in zip(map(_letter, range(len(shown))), shown, strict=True)
+                                           if row[name]], shown[-1], region)  # fmt: skip
     return row
 
 
@@ -141,23 +151,20 @@ def _names(forms: Sequence[Inside], region: Region, form: int) -> list[str]:
     return [MODEL] if any(forms[k].layers[i].modules == ("",) for k in graphs for i in region.members[k]) else []
 
 
-def _what_happened(forms: Sequence[Inside], shown: Sequence[int], region: Region) -> str:
-    """Fusions, folded batch norms, layers that are in one form only."""
-    there = [k for k in shown if region.shown(k)]
+def _what_happened(forms: Sequence[Inside], there: Sequence[int], last: int, region: Region) -> str:
+    """Fusions, folded batch norms, layers that are in one form only; `there` are the forms that have the region."""
+    before, after = ([forms[k].layers[i] for i in region.shown(k)] for k in (there[0], there[-1]))
     if len(there) == 1:
-        layers = [forms[there[0]].layers[i] for i in region.shown(there[0])]
-        if all(layer.moves for layer in layers):
+        if all(layer.moves for layer in after):
             return "conversion"
-        return "nothing runs for it" if there[0] != shown[-1] else "counterpart unknown"
+        return "nothing runs for it" if there[0] != last else "counterpart unknown"
     said = []
-    first = [forms[there[0]].layers[i] for i in region.shown(there[0])]
-    last = [forms[there[-1]].layers[i] for i in region.shown(there[-1])]
-    norms = [layer for layer in first if totals.is_norm(layer)]
-    if norms and not any(totals.is_norm(layer) for layer in last):
+    norms = sum(map(totals.is_norm, before))
+    if norms and not any(map(totals.is_norm, after)):
         said.append("batch norm folded")
-    if len(last) == 1 and len(first) - len(norms) > 1:
-        said.append(f"{len(first) - len(norms)} fused into one")
-    if shown[-1] not in there:
+    if len(after) == 1 and len(before) - norms > 1:
+        said.append(f"{len(before) - norms} fused into one")
+    if last not in there:
         said.append("nothing runs for it")
     return ", ".join(said)
 
@@ -167,14 +174,12 @@ def coverage(forms: Sequence[Inside], each: align.Link) -> str:
     total = sum(not layer.skipped for layer in forms[each.upper].layers)
     count = {why: sum(one == why for one in each.how.values()) for why in (NAMED, FLOW, CONSTANT)}
     alone = total - sum(count.values())
+    if not total:
+        return ""
     words = {NAMED: "by name", FLOW: "by what flows between those", CONSTANT: "computed before the first run"}
-    said = [f"{n} {words[why]}" for why, n in count.items() if n]
-    said += [f"{alone} unaligned ({alone / total:.1%})"] if alone else []
-    return (
-        f"{forms[each.upper].library} to {forms[each.lower].library}, {total} in all: {', '.join(said)}."
-        if total
-        else ""
-    )
+    said = [f"{n:,} {words[why]}" for why, n in count.items() if n]
+    said += [f"{alone:,} unaligned ({alone / total:.1%})"] if alone else []
+    return f"{forms[each.upper].library} aligned with {forms[each.lower].library}, {total:,} in all: {', '.join(said)}."
 
 
 def conversions(forms: Sequence[Inside], shown: Sequence[int]) -> Table:
@@ -187,7 +192,7 @@ def conversions(forms: Sequence[Inside], shown: Sequence[int]) -> Table:
             if form.form == LAYERS and layer.moves and not layer.skipped:
                 rows.append(_conversion(form, layer, writers))
     columns = (
-        Column("engine", kind=TEXT, identity=True),
+        Column("engine", "whose conversion it is", kind=TEXT, identity=True),
         Column("layer", "the conversion itself", kind=TEXT, rank=3),
         Column("writer", "who wrote the tensor", kind=TEXT, title="from"),
         Column("reader", "who reads it", kind=TEXT, title="to"),

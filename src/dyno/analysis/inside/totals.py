@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from dyno.analysis.formatting import counting
@@ -29,14 +29,19 @@ def is_norm(layer: Layer) -> bool:
     return any(name in layer.type for name in NORMS)
 
 
-def sentences(forms: Sequence[Inside], shown: Sequence[int], regions: Sequence[Region]) -> list[str]:
-    """Why each form shown has another number of parameters than the one before it."""
+def sentences(
+    forms: Sequence[Inside], shown: Sequence[int], regions: Sequence[Region], graph_of: Mapping[int, int] | None = None
+) -> list[str]:
+    """Why each form shown has another number of parameters than the one before it.
+
+    `graph_of` has the graph that an engine was made from, in which batch norms are folded and nothing is filled up.
+    """
     counted = [k for k in shown if forms[k].parameters]
     said = []
     for first, k in pairwise(counted):
         apart = forms[first].parameters - forms[k].parameters
         if apart:
-            reasons = list(_reasons(forms, first, k, regions, apart))
+            reasons = list(_reasons(forms, first, k, regions, (graph_of or {}).get(k, k)))
             said.append(
                 f"{forms[k].library} has {abs(apart):,} {'fewer' if apart > 0 else 'more'} parameters than "
                 f"{forms[first].library}: {'; '.join(reasons)}."
@@ -44,23 +49,23 @@ def sentences(forms: Sequence[Inside], shown: Sequence[int], regions: Sequence[R
     return said
 
 
-def _reasons(forms: Sequence[Inside], first: int, other: int, regions: Sequence[Region], apart: int) -> Iterator[str]:
-    """Folded batch norms, weights stored once for several layers, and the rest by its largest part."""
-    left = apart
+def _reasons(forms: Sequence[Inside], first: int, other: int, regions: Sequence[Region], graph: int) -> Iterator[str]:
+    """Folded batch norms, weights filled up or stored once for several layers, and the rest by its largest part."""
+    left = forms[first].parameters - forms[other].parameters
     lost = {id(r): _sum(forms, r, first) - _sum(forms, r, other) for r in regions}
-    whole = Counter[int]()  # what is spread over several regions, by the module around them
-    for r in regions:
-        whole[_around(r, first) or id(r)] += lost[id(r)]
-    folded = [r for r in regions if r.members[other] and _folds(forms, first, other, r)]
+    folded = [r for r in regions if r.members[graph] and _folds(forms, first, graph, r)]
     if folded:
         norms = [n for r in folded for n in _layers(forms, r, first) if is_norm(n)]
-        before, change = sum(n.parameters for n in norms), sum(lost.pop(id(r)) for r in folded)
+        before, change = sum(n.parameters for n in norms), 0
+        for r in folded:
+            apart = _sum(forms, r, first) - _sum(forms, r, graph)
+            change, lost[id(r)] = change + apart, lost[id(r)] - apart
         yield (
-            f"{counting(len(norms), 'batch norm')} folded into the layers before them, {before:,} parameters became "
-            f"{before - change:,} of their biases"
+            f"{counting(len(norms), 'batch norm')} folded into the layers before them, whose {before:,} parameters "
+            f"became {before - change:,} biases"
         )
         left -= change
-    padded = [r for r in regions if id(r) in lost and lost[id(r)] and _blocked(forms, r, first, other)]
+    padded = [r for r in regions if lost[id(r)] and _blocked(forms, r, first, other)]
     if filled := sum(lost.pop(id(r)) for r in padded):
         yield f"{abs(filled):,} zeros fill up blocks of channels in its layout{'' if filled < 0 else ' no longer'}"
         left -= filled
@@ -69,21 +74,17 @@ def _reasons(forms: Sequence[Inside], first: int, other: int, regions: Sequence[
         yield f"{abs(shared):,} {once if shared > 0 else 'are stored anew for each layer that has these values'}"
         left -= shared
     if left:
-        rest = [r for r in regions if id(r) in lost and whole[_around(r, first) or id(r)]]
-        region = max(rest, key=lambda r: abs(lost[id(r)]), default=None)
-        where = _name(forms, region, first, other) if region else ""
+        whole: dict[str, int] = Counter()  # what a module does itself may be spread over several regions
+        for r in regions:
+            whole[_name(forms, r, first, other)] += lost.get(id(r), 0)
+        name = max(whole, key=lambda each: abs(whole[each]), default="")
+        where = f", most of them in {name}" if name and whole[name] else ""
         yield f"{abs(left):,} {'fewer' if left > 0 else 'more'} elsewhere{where}"
 
 
 def _folds(forms: Sequence[Inside], first: int, other: int, region: Region) -> bool:
     """Whether a batch norm of the first form is no layer of its own in the other."""
     return any(map(is_norm, _layers(forms, region, first))) and not any(map(is_norm, _layers(forms, region, other)))
-
-
-def _around(region: Region, form: int) -> int:
-    """A number for the module around others that does something in the region, 0 without one."""
-    own = region.around[form] if region.around else ()
-    return -1 - own[0] if own else 0
 
 
 def _blocked(forms: Sequence[Inside], region: Region, first: int, other: int) -> bool:
@@ -105,8 +106,10 @@ def _shared(form: Inside) -> int:
 
 
 def _name(forms: Sequence[Inside], region: Region, *order: int) -> str:
-    name = next((layer.name for form in order for layer in _layers(forms, region, form)), "")
-    return f", most of them in {name}" if name else ""
+    """The module around the region's parts, else its first layer in the first form that has one."""
+    around = [forms[form].layers[k] for form in order for k in (region.around[form] if region.around else ())]
+    names = (layer.name for layer in (*around, *(each for form in order for each in _layers(forms, region, form))))
+    return next(names, "") or "(model)"
 
 
 def summary(form: Inside) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +14,12 @@ from dyno.worker.backends.tensor_rt import layers, library
 from dyno.worker.facts.files import Gpu, MadeBy
 from dyno.worker.facts.inside import Inside
 from dyno.worker.facts.precision import TYPES
+from dyno.worker.record import parse_json
 from dyno.worker.sessions.gpu import Device
 from dyno.worker.spec import Artifact, Recipe, Tensor, Trial, UserError
 
 SUFFIXES = (".engine", ".plan")
-LISTING = "layers.json"  # beside an engine that Dyno built
+LISTING = "layers.json"  # beside an engine in the cache; beside a copy of it, NAME.layers.json
 
 
 class EngineFormat(FileFormat):
@@ -32,6 +34,15 @@ class EngineFormat(FileFormat):
 
     def usual(self, path: Path) -> str:
         return product_of(path)
+
+    def copy(self, made: Path, out: Path) -> None:
+        """Besides, the layers that the build listed, with the hash of the engine that they are of."""
+        super().copy(made, out)
+        listing = made.with_name(LISTING)
+        if listing.is_file():
+            sha256 = hashlib.sha256(out.read_bytes()).hexdigest()
+            told = {"engine_sha256": sha256, "layers": json.loads(listing.read_text(encoding="utf-8"))}
+            out.with_suffix(f".{LISTING}").write_text(json.dumps(told, indent=1), encoding="utf-8")
 
     def read(self, path: str, trial: Trial) -> FileContents:
         """Its precision is what most of its compute layers run in; fp32 where the engine doesn't say."""
@@ -81,9 +92,9 @@ def inside(product: str, path: str, device_name: str) -> Inside:
 
     Raises `UserError` for an engine without layer information, and what `given` does.
     """
-    beside, title = Path(path).with_name(LISTING), library.NAMES[product]
-    if beside.is_file():
-        return layers.inside(layers.from_listing(beside.read_text(encoding="utf-8")), title)
+    title = library.NAMES[product]
+    if (listed := _listed(Path(path))) is not None:
+        return layers.inside(listed, title)
     opened = _opened(product, device_name, path)
     if not any(layer.type for layer in opened.layers):
         raise UserError(
@@ -91,6 +102,18 @@ def inside(product: str, path: str, device_name: str) -> Inside:
             "(trtexec --profilingVerbosity=detailed), or with dyno build"
         )
     return layers.inside(opened.layers, f"{title} {opened.version}")
+
+
+def _listed(path: Path) -> list[layers.Layer] | None:
+    """The layers in a listing beside the engine; None without one, or where it is of another engine."""
+    in_cache, beside = path.with_name(LISTING), path.with_suffix(f".{LISTING}")
+    if path.is_file() and beside.is_file():
+        told = parse_json(beside.read_bytes())
+        if told.get("engine_sha256") == hashlib.sha256(path.read_bytes()).hexdigest():
+            return layers.from_listing(told["layers"])
+    if in_cache.is_file():
+        return layers.from_listing(json.loads(in_cache.read_text(encoding="utf-8")))
+    return None
 
 
 @dataclass(frozen=True)

@@ -254,9 +254,9 @@ def as_json(listed: Sequence[Layer]) -> list[dict[str, Any]]:
     return [asdict(layer) for layer in listed]
 
 
-def from_listing(text: str) -> list[Layer]:
-    """The layers in a layers.json."""
-    return [spec.from_json(Layer, one) for one in json.loads(text)]
+def from_listing(listed: Iterable[Any]) -> list[Layer]:
+    """The layers of a layers.json."""
+    return [spec.from_json(Layer, one) for one in listed]
 
 
 def inside(listed: Sequence[Layer], library: str) -> Inside:
