@@ -84,6 +84,9 @@ def test_attention_s_own_weights_are_its_own() -> None:
     assert rows["self_attn"].parameters == 3 * 16 * 17 and rows["self_attn"].flops
 
 
-def test_a_script_can_t_be_watched() -> None:
-    with pytest.raises(UserError, match=r"it is TorchScript.* dyno inspect MODEL onnx"):
-        module.read(torch.jit.script(nn.Linear(2, 2)), torch.zeros(1, 2))
+def test_what_has_no_parts_to_watch_is_a_line() -> None:
+    net, image = nn.Sequential(nn.Linear(2, 2), nn.ReLU()).eval(), torch.zeros(1, 2)
+    with pytest.raises(UserError, match=r"it is TorchScript, .* dyno inspect MODEL onnx"):
+        module.read(torch.jit.script(net), image)
+    with pytest.raises(UserError, match=r"it is a program of torch.export, .* dyno inspect MODEL onnx"):
+        module.read(torch.export.export(net, (image,)).module(), image)

@@ -112,6 +112,13 @@ def _name(forms: Sequence[Inside], region: Region, *order: int) -> str:
     return next(names, "") or "(model)"
 
 
+def _operations(count: int) -> str:
+    for name, size in (("G", 1e9), ("M", 1e6)):
+        if count >= size:
+            return f"{count / size:.3g} {name}FLOPs"
+    return f"{count:,} FLOPs"
+
+
 def summary(form: Inside) -> str:
     """A form in one sentence."""
     ran = [layer for layer in form.layers if not layer.skipped]
@@ -121,7 +128,7 @@ def summary(form: Inside) -> str:
     if form.parameters:
         said += f", {form.parameters:,} parameters"
     if operations := sum(layer.flops or 0 for layer in form.layers):
-        said += f", {operations / 1e9:.3g} GFLOPs"
+        said += f", {_operations(operations)}"
     if idle := sum(layer.skipped and bool(layer.outputs) for layer in form.layers):
         said += f", {idle:,} more in which nothing runs"
     if moves := sum(layer.moves for layer in ran):

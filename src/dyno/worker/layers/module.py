@@ -11,6 +11,7 @@ from dyno.worker.nets import flops
 from dyno.worker.sessions.torch_support import import_torch, tensors
 from dyno.worker.spec import UserError
 
+UNSEEN = "whose modules can't be watched; look at its graph: dyno inspect MODEL onnx"
 MARK = "_dyno_port"  # the attribute by which a tensor is known again where it is read
 
 
@@ -20,17 +21,19 @@ def read(module: Any, *args: Any, **keywords: Any) -> Inside:
     A part that only calls others is none, nor is the module itself where it has no parameters and no operations.
     Operations are counted by `torch.utils.flop_counter`. A call in which nothing runs, such as a Dropout's, is
     `skipped`, and so is a part with parameters that was never called itself; it has no outputs. Raises `UserError` for
-    TorchScript, whose parts can't be watched.
+    TorchScript and programs of torch.export, whose parts can't be watched.
     """
     torch = import_torch()
     if isinstance(module, torch.jit.ScriptModule):
-        raise UserError("it is TorchScript, whose modules can't be watched; look at its graph: dyno inspect MODEL onnx")
+        raise UserError(f"it is TorchScript, {UNSEEN}")
     with _dispatched(torch) as ran, flops.counting() as counter:
         watch = _Watch(torch, module, lambda: (counter.get_total_flops(), ran.count))
         try:
             module(*args, **keywords)
         finally:
             watch.end()
+    if isinstance(module, torch.fx.GraphModule) and not watch.parts_ran:
+        raise UserError(f"it is a program of torch.export, {UNSEEN}")
     return Inside(
         form=MODULES,
         library=f"PyTorch {torch.__version__.partition('+')[0]}",
@@ -115,6 +118,11 @@ class _Watch:
     def end(self) -> None:
         for hook in self._hooks:
             hook.remove()
+
+    @property
+    def parts_ran(self) -> bool:
+        """Whether any part was called; the module itself is none."""
+        return any(call.name for call in self._calls)
 
     def rows(self) -> list[Layer]:
         """The calls with each parameter at the first call of its part, then parts that were never called."""
