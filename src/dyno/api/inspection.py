@@ -34,8 +34,8 @@ TIMEOUT_S = 1800.0
 
 @dataclass(frozen=True)
 class Inspected:
-    """What was found: `forms` with a title each in `titles`, the first `shown` of which were asked for; the others are
-    the ONNX graphs behind engines, by which those are aligned."""
+    """Forms of a model: the indices of those that were asked for are in `shown`; the others are the ONNX graphs behind
+    engines, by which those are aligned, and `graph_of` has the index of each engine's."""
 
     forms: tuple[Inside, ...]
     shown: tuple[int, ...]
@@ -46,8 +46,8 @@ class Inspected:
         """The layers of one form, or several side by side and the conversions that engines put in."""
         if len(self.shown) == 1:
             return [tables.one(self.forms[self.shown[0]])]
-        made = [tables.aligned(self.forms, self.shown, self.graph_of), tables.conversions(self.forms, self.shown)]
-        return [table for table in made if table.rows]
+        each = [tables.aligned(self.forms, self.shown, self.graph_of), tables.conversions(self.forms, self.shown)]
+        return [table for table in each if table.rows]
 
     def to_pandas(self) -> pd.DataFrame:
         """The first table's rows."""
@@ -80,7 +80,7 @@ def inspect(model: Any, *others: Any, batch: int = 1, quiet: bool = True, **sett
     reading = _Reading(study, batch, Progress(quiet=quiet))
     for side in asked:
         reading.read(side)
-    return reading.found()
+    return reading.result()
 
 
 def _first(source: str) -> Side:
@@ -118,7 +118,7 @@ class _Reading:
         self._graph_of: dict[int, int] = {}
         self._graphs: dict[str, int] = {}  # by the file's hash
 
-    def found(self) -> Inspected:
+    def result(self) -> Inspected:
         return Inspected(tuple(self._forms), tuple(self._shown), self._graph_of)
 
     def read(self, side: Side) -> None:
@@ -137,7 +137,7 @@ class _Reading:
         if side.choice.name == MODULE:
             options = {
                 "sizes": [list(parse_size(size)) for size in study.sizes],
-                "asked": input_options.overrides(study.inputs, study.shapes),
+                "overrides": input_options.overrides(study.inputs, study.shapes),
             }
             self._add(_launched(trial, None, options, self._progress), "")
         elif kind and kind.on_device:
@@ -146,9 +146,9 @@ class _Reading:
             self._engine(study, side, trial)
 
     def _engine(self, study: Study, side: Side, trial: Trial) -> None:
-        model, seen = inspect_model(trial.model, study)
-        size = sizes(study, seen)[0]
-        batch = seen.batch or self._batch
+        model, inspection = inspect_model(trial.model, study)
+        size = sizes(study, inspection)[0]
+        batch = inspection.batch or self._batch
         precision = side.precision or model.precision or "fp32"
         study = replace(study, precisions=(precision,))
         data = prepared(study, model, size) if study.data or study.calibration else DataSpec(count=1)
@@ -166,10 +166,10 @@ class _Reading:
         if behind is not None:
             self._graph_of[form] = self._graph(trial, behind)
 
-    def _titled(self, found: Inside, trial: Trial) -> Inside:
+    def _titled(self, form: Inside, trial: Trial) -> Inside:
         """The form with its precision in its title, where that isn't the usual one."""
         lowered = trial.precision if trial.precision != "fp32" else ""
-        return replace(found, library=" ".join(filter(None, (found.library, lowered))))
+        return replace(form, library=" ".join(filter(None, (form.library, lowered))))
 
     def _recipe(self, study: Study, trial: Trial) -> Recipe | None:
         if trial.backend == ONNX:  # the file that engines of any batch share, where there is one
@@ -182,10 +182,10 @@ class _Reading:
 
     def _made(self, recipe: Recipe, trial: Trial) -> Artifact:
         with self._progress.running([]):
-            made = self._files.file(recipe)
-        if isinstance(made, Record):
-            raise UserError(f"{trial.model.name}: {made.reason}")
-        return made
+            artifact = self._files.file(recipe)
+        if isinstance(artifact, Record):
+            raise UserError(f"{trial.model.name}: {artifact.reason}")
+        return artifact
 
     def _behind(self, recipe: Recipe | None, artifact: Artifact | None) -> Artifact | None:
         """The ONNX file that the engine was made from, or that it reads."""
@@ -202,14 +202,14 @@ class _Reading:
         """The form of the engine's graph, read once."""
         if file.sha256 not in self._graphs:
             graph = replace(trial, backend="")
-            found = self._titled(_launched(graph, file, {}, self._progress), trial)
-            found = replace(found, library=f"{found.library} for {trial.backend}")
-            self._forms.append(found)
+            form = self._titled(_launched(graph, file, {}, self._progress), trial)
+            form = replace(form, library=f"{form.library} for {trial.backend}")
+            self._forms.append(form)
             self._graphs[file.sha256] = len(self._forms) - 1
         return self._graphs[file.sha256]
 
-    def _add(self, found: Inside, graph: str) -> int:
-        self._forms.append(found)
+    def _add(self, form: Inside, graph: str) -> int:
+        self._forms.append(form)
         self._shown.append(len(self._forms) - 1)
         if graph:
             self._graphs.setdefault(graph, self._shown[-1])

@@ -62,17 +62,17 @@ def _nodes(forms: Sequence[Inside], upper: int, lower: int) -> Link:
     tensors = {port.name: k for k, layer in enumerate(graph) for port in layer.outputs}
     claims: Claims = defaultdict(set)
     for index, layer in enumerate(engine):
-        own = [_known(name, names, tensors) for name in layer.nodes or (layer.name,)]
-        own += [_known(port.name, tensors, names) for port in layer.outputs] if not layer.moves else []
-        for node in own:
+        nodes = [_match(name, names, tensors) for name in layer.nodes or (layer.name,)]
+        nodes += [_match(port.name, tensors, names) for port in layer.outputs] if not layer.moves else []
+        for node in nodes:
             if node is not None:
                 claims[node].add(index)
     inner, outer = Flow(graph), Flow(engine)
     named = set().union(*claims.values())
     unnamed = [k for k, layer in enumerate(engine) if k not in named and not layer.moves]
-    found = between(inner, outer, claims, unnamed)
-    pairs, how = placed(graph, found, inner)
-    for node in found.keys() - claims.keys():
+    extended = between(inner, outer, claims, unnamed)
+    pairs, how = placed(graph, extended, inner)
+    for node in extended.keys() - claims.keys():
         how[node] = FLOW
     sure = frozenset((node, layer) for node, own in claims.items() for layer in own)
     return Link(upper, lower, _helped(pairs, outer, unnamed), how, sure)
@@ -88,7 +88,7 @@ def _helped(pairs: Mapping[int, set[int]], engine: Flow, unnamed: Sequence[int])
     return _turned(nodes_of)
 
 
-def _known(name: str, *tables: Mapping[str, int]) -> int | None:
+def _match(name: str, *tables: Mapping[str, int]) -> int | None:
     """What the name stands for in the first table that has it, also without what an engine adds to it."""
     stem = NUMBERED.sub("", FUSION.sub("", name))
     stems = [name, stem, *(stem.removesuffix(added) for added in ADDED if stem.endswith(added))]
@@ -133,13 +133,13 @@ def _of_calls(pairs: Mapping[int, set[int]], claims: Mapping[int, set[int]], how
     return {call: NAMED if call in named else FLOW for call in pairs}
 
 
-def _call(name: str, known: Mapping[str, Sequence[int]]) -> tuple[str, int | None]:
+def _call(name: str, calls: Mapping[str, Sequence[int]]) -> tuple[str, int | None]:
     """A module's name as the module has it, and which of its calls where the name says: `relu_1` is the second."""
     for text in (name, name.removeprefix(WRAPPER)):
-        if text in known:
+        if text in calls:
             return text, None
         again = re.fullmatch(r"(.*)_(\d+)", text)
-        if again and again[1] in known:
+        if again and again[1] in calls:
             return again[1], int(again[2])
     return name, None
 
@@ -219,14 +219,14 @@ def _around(
     links: Sequence[Link], root: Callable[[tuple[int, int]], tuple[int, int]]
 ) -> dict[tuple[int, int], list[tuple[int, int]]]:
     """For each module around others the regions in which it does something itself, in the order of its nodes."""
-    found: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    regions_of: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for each in links:
         for upper in sorted(each.outer):
-            known = [lower for lower in sorted(each.pairs.get(upper, ())) if (upper, lower) in each.sure]
-            places = dict.fromkeys(root((each.lower, lower)) for lower in known)
+            nodes = [lower for lower in sorted(each.pairs.get(upper, ())) if (upper, lower) in each.sure]
+            places = dict.fromkeys(root((each.lower, lower)) for lower in nodes)
             if places:
-                found.setdefault((each.upper, upper), [*places])
-    return found
+                regions_of.setdefault((each.upper, upper), [*places])
+    return regions_of
 
 
 def _ordered(
@@ -239,7 +239,7 @@ def _ordered(
     first: tuple[int, int] = (-1, -1)  # stands before all
     behind: dict[tuple[int, int], list[tuple[int, int]]] = {first: []}
     for form, inside in enumerate(forms):
-        previous, own = first, 0
+        previous, at_front = first, 0
         last = {root((form, k)): k for k in range(len(inside.layers)) if (form, k) not in around}
         for k in range(len(inside.layers)):
             one = root((form, k))
@@ -248,8 +248,8 @@ def _ordered(
             if one not in behind:
                 behind[one] = []
                 if form and previous == first:
-                    behind[first].insert(own, one)
-                    own += 1
+                    behind[first].insert(at_front, one)
+                    at_front += 1
                     continue
                 behind[previous if form else first].append(one)
             previous = one

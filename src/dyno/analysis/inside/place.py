@@ -48,13 +48,13 @@ def between(graph: Flow, engine: Flow, claims: Mapping[int, set[int]], helpers: 
     for layer in helpers:
         for pair in product(higher[layer], lower[layer]):
             neighbours.setdefault(pair, set()).add(layer)
-    found = {node: set(own) for node, own in claims.items() if own}
+    extended = {node: set(own) for node, own in claims.items() if own}
     for node in graph.forwards:
-        if node not in found and node not in graph.constant:
-            own = [neighbours.get(pair, set()) for pair in product(above[node], below[node])]
-            if reached := set().union(*own):
-                found[node] = reached
-    return found
+        if node not in extended and node not in graph.constant:
+            matches = [neighbours.get(pair, set()) for pair in product(above[node], below[node])]
+            if reached := set().union(*matches):
+                extended[node] = reached
+    return extended
 
 
 def placed(layers: Sequence[Layer], claims: Mapping[int, set[int]], flow: Flow) -> tuple[Claims, dict[int, str]]:
@@ -64,32 +64,32 @@ def placed(layers: Sequence[Layer], claims: Mapping[int, set[int]], flow: Flow) 
     that it belongs to what reads it, as a dequantisation does and what only constants decide; anything else ends one,
     and belongs to the last of those that it reads. The layers are in an order in which they can run.
     """
-    found = {index: set(own) for index, own in claims.items() if own}
-    how = dict.fromkeys(found, NAMED)
+    placements = {index: set(own) for index, own in claims.items() if own}
+    how = dict.fromkeys(placements, NAMED)
     forwards, backwards = flow.forwards, flow.backwards
 
-    def give(index: int, own: set[int]) -> None:
-        if own:
-            found[index], how[index] = own, CONSTANT if index in flow.constant else FLOW
+    def give(index: int, counterparts: set[int]) -> None:
+        if counterparts:
+            placements[index], how[index] = counterparts, CONSTANT if index in flow.constant else FLOW
 
     def claimed(neighbours: Sequence[int]) -> set[int]:
-        return {one for neighbour in neighbours for one in found.get(neighbour, ())}
+        return {one for neighbour in neighbours for one in placements.get(neighbour, ())}
 
-    above, below = _nearest(flow.before, found, forwards), _nearest(flow.after, found, backwards)
+    above, below = _nearest(flow.before, placements, forwards), _nearest(flow.after, placements, backwards)
     for index in forwards:
-        if index not in found and index not in flow.constant:
+        if index not in placements and index not in flow.constant:
             give(index, above[index] & below[index])
     for index in backwards:
-        if index not in found and (index in flow.constant or _begins(layers[index])):
+        if index not in placements and (index in flow.constant or _begins(layers[index])):
             reached = claimed(flow.after[index])
             give(index, reached if index in flow.constant else {min(reached)} if reached else set())
     for index in forwards:
-        if index not in found and index not in flow.constant and (reached := claimed(flow.before[index])):
+        if index not in placements and index not in flow.constant and (reached := claimed(flow.before[index])):
             give(index, {max(reached)})
     for index in backwards:
-        if index not in found and (reached := claimed(flow.after[index])):
+        if index not in placements and (reached := claimed(flow.after[index])):
             give(index, {min(reached)})
-    return found, how
+    return placements, how
 
 
 def _begins(layer: Layer) -> bool:

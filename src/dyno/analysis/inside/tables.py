@@ -91,7 +91,7 @@ def aligned(forms: Sequence[Inside], shown: Sequence[int], graph_of: Mapping[int
     ]  # fmt: skip
     notes = [totals.summary(forms[k]) for k in shown]
     notes += totals.sentences(forms, shown, regions, graph_of)
-    notes += [said for each in links if (said := coverage(forms, each))]
+    notes += [line for each in links if (line := coverage(forms, each))]
     notes += [note for k in shown for note in forms[k].notes]
     return ALIGNED.of(columns, rows, notes=tuple(dict.fromkeys(notes)))
 
@@ -144,9 +144,9 @@ def _row(forms: Sequence[Inside], shown: Sequence[int], region: Region) -> Row:
 def _names(forms: Sequence[Inside], region: Region, form: int) -> list[str]:
     """What the region has of the form, quantisation last; the model itself is (model), where no part of it acts."""
     layers = sorted((forms[form].layers[i] for i in region.shown(form)), key=lambda layer: layer.type in QUANTISES)
-    own = [layer.name or MODEL for layer in layers]
-    if own or forms[form].form != MODULES:
-        return own
+    names = [layer.name or MODEL for layer in layers]
+    if names or forms[form].form != MODULES:
+        return names
     graphs = (k for k, each in enumerate(forms) if each.form == NODES)
     return [MODEL] if any(forms[k].layers[i].modules == ("",) for k in graphs for i in region.members[k]) else []
 
@@ -158,15 +158,15 @@ def _what_happened(forms: Sequence[Inside], there: Sequence[int], last: int, reg
         if all(layer.moves for layer in after):
             return "conversion"
         return "nothing runs for it" if there[0] != last else "counterpart unknown"
-    said = []
+    remarks = []
     norms = sum(map(totals.is_norm, before))
     if norms and not any(map(totals.is_norm, after)):
-        said.append("batch norm folded")
+        remarks.append("batch norm folded")
     if len(after) == 1 and len(before) - norms > 1:
-        said.append(f"{len(before) - norms} fused into one")
+        remarks.append(f"{len(before) - norms} fused into one")
     if last not in there:
-        said.append("nothing runs for it")
-    return ", ".join(said)
+        remarks.append("nothing runs for it")
+    return ", ".join(remarks)
 
 
 def coverage(forms: Sequence[Inside], each: align.Link) -> str:
@@ -177,9 +177,11 @@ def coverage(forms: Sequence[Inside], each: align.Link) -> str:
     if not total:
         return ""
     words = {NAMED: "by name", FLOW: "by what flows between those", CONSTANT: "computed before the first run"}
-    said = [f"{n:,} {words[why]}" for why, n in count.items() if n]
-    said += [f"{alone:,} unaligned ({alone / total:.1%})"] if alone else []
-    return f"{forms[each.upper].library} aligned with {forms[each.lower].library}, {total:,} in all: {', '.join(said)}."
+    shares = [f"{n:,} {words[why]}" for why, n in count.items() if n]
+    shares += [f"{alone:,} unaligned ({alone / total:.1%})"] if alone else []
+    return (
+        f"{forms[each.upper].library} aligned with {forms[each.lower].library}, {total:,} in all: {', '.join(shares)}."
+    )
 
 
 def conversions(forms: Sequence[Inside], shown: Sequence[int]) -> Table:

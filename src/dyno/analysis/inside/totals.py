@@ -37,16 +37,16 @@ def sentences(
     `graph_of` has the graph that an engine was made from, in which batch norms are folded and nothing is filled up.
     """
     counted = [k for k in shown if forms[k].parameters]
-    said = []
+    lines = []
     for first, k in pairwise(counted):
         apart = forms[first].parameters - forms[k].parameters
         if apart:
             reasons = list(_reasons(forms, first, k, regions, (graph_of or {}).get(k, k)))
-            said.append(
+            lines.append(
                 f"{forms[k].library} has {abs(apart):,} {'fewer' if apart > 0 else 'more'} parameters than "
                 f"{forms[first].library}: {'; '.join(reasons)}."
             )
-    return said
+    return lines
 
 
 def _reasons(forms: Sequence[Inside], first: int, other: int, regions: Sequence[Region], graph: int) -> Iterator[str]:
@@ -122,15 +122,15 @@ def _operations(count: int) -> str:
 def summary(form: Inside) -> str:
     """A form in one sentence."""
     ran = [layer for layer in form.layers if not layer.skipped]
-    said = f"{form.library}: {counting(len(ran), form.form.removesuffix('s'))}"
+    sentence = f"{form.library}: {counting(len(ran), form.form.removesuffix('s'))}"
     if form.form == MODULES:
-        said = f"{form.library}: {counting(len(ran), 'call')} of modules"
+        sentence = f"{form.library}: {counting(len(ran), 'call')} of modules"
     if form.parameters:
-        said += f", {form.parameters:,} parameters"
+        sentence += f", {form.parameters:,} parameters"
     if operations := sum(layer.flops or 0 for layer in form.layers):
-        said += f", {_operations(operations)}"
+        sentence += f", {_operations(operations)}"
     if idle := sum(layer.skipped and bool(layer.outputs) for layer in form.layers):
-        said += f", {idle:,} more in which nothing runs"
+        sentence += f", {idle:,} more in which nothing runs"
     if moves := sum(layer.moves for layer in ran):
-        said += f", {moves:,} of the layers only {'changes' if moves == 1 else 'change'} types or layouts"
-    return f"{said}."
+        sentence += f", {moves:,} of the layers only {'changes' if moves == 1 else 'change'} types or layouts"
+    return f"{sentence}."

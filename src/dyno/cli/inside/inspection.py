@@ -17,11 +17,11 @@ FORMS = "more models, or forms of the first: onnx, or BACKEND/PRECISION such as 
     ModelOptions,
     DataOptions,
     RuntimeOptions,
-    leave="backends precisions batches routes reference compared budget search",
+    omit="backends precisions batches routes reference compared budget search",
     device="cpu, cuda:0 for TensorRT's engines",
 )
 def inspect(
-    given: options.Given,
+    overrides: options.Overrides,
     models: Annotated[list[str], typer.Argument(help=f"{MODEL_HELP}; then {FORMS}.", metavar="MODEL [FORM...]")],
     batch: Annotated[int, typer.Option(help="Batch of the shapes.")] = 1,
     format: options.Format = "text",
@@ -32,5 +32,5 @@ def inspect(
     from dyno.planning.checks import check_format
 
     check_format(format)
-    found = inspection.inspect(*models, batch=batch, quiet=False, **given)
+    found = inspection.inspect(*models, batch=batch, quiet=False, **overrides)
     print(export(found.tables, format), end="")

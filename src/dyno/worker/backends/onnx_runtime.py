@@ -168,8 +168,8 @@ class OnnxFile:
         with tempfile.TemporaryDirectory() as scratch:
             path = f"{scratch}/optimised.onnx"
             events = self._profile(providers, feeds, scratch, path)
-            seen = Profile(events, self.asked).seen
-            return optimised.read(path, self.path, seen, f"{ENGINE} {self.ort.__version__}")
+            kernels = Profile(events, self.asked).seen
+            return optimised.read(path, self.path, kernels, f"{ENGINE} {self.ort.__version__}")
 
     def _profile(self, providers: Any, feeds: Arrays, scratch: str, optimised: str = "") -> list[dict[str, Any]]:
         rng = np.random.default_rng(0)

@@ -24,7 +24,7 @@ MODULE = "pytorch"  # the backend whose form is the module itself
 def read(trial: Trial, artifact: Artifact | None, options: Mapping[str, Any]) -> Inside:
     """The form that the trial's backend runs: "" is the ONNX graph.
 
-    Of a module nobody looked at yet, `options` have the user's word (see `inspect_model.look`) and the batch. Raises
+    Of a module that nobody inspected yet, `options` have the user's word (see `inspect_model`) and the batch. Raises
     `UserError` where it can't be read, `Unavailable` where it can't be read here.
     """
     if trial.backend == MODULE:
@@ -42,10 +42,10 @@ def _module(trial: Trial, options: Mapping[str, Any]) -> Inside:
     torch.set_num_threads(trial.runtime.threads)
     model, dims = trial.model, trial.dims
     of_library = models.parse(model.source)[0] in models.LIBRARIES
-    if options and not (of_library and not options["asked"]):
-        seen = inspect_model(trial, options["sizes"], options["asked"])
-        model = replace(model, inputs=seen.inputs)
-        dims = Dims(seen.batch or dims.batch, *(options["sizes"] or [seen.size])[0])
+    if options and not (of_library and not options["overrides"]):
+        inspection = inspect_model(trial, options["sizes"], options["overrides"])
+        model = replace(model, inputs=inspection.inputs)
+        dims = Dims(inspection.batch or dims.batch, *(options["sizes"] or [inspection.size])[0])
     elif options:
         size = models.image_size(model) or (DEFAULT_SIZE, DEFAULT_SIZE)
         dims = Dims(dims.batch, *(options["sizes"] or [size])[0])

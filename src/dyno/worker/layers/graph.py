@@ -42,8 +42,8 @@ def read(path: str, shapes: Mapping[str, tuple[int, ...]]) -> Inside:
             raise UserError(f"{path} keeps weights in {file}, which doesn't exist; put it back beside it")
     model = onnx.load(path, load_external_data=False)
     inferred = flops.with_shapes(model, shapes)
-    graph, known = inferred if inferred else (model.graph, {})
-    reader = _Reader(onnx, graph, known)
+    graph, inferred_shapes = inferred if inferred else (model.graph, {})
+    reader = _Reader(onnx, graph, inferred_shapes)
     layers = tuple(reader.layer(node) for node in graph.node if node.op_type != "Constant")
     unknown = sum(any(-1 in port.shape or not port.dtype for port in layer.outputs) for layer in layers)
     notes = (f"the shapes of {unknown} of {len(layers)} nodes can't be inferred",) if unknown else ()
@@ -97,9 +97,9 @@ class _Reader:
     def _weights(self, node: Any) -> list[str]:
         """The constants among its inputs that are weights: of some dimension, and no indices, scales or statistics."""
         places = WEIGHTS.get(node.op_type)
-        found = [n for k, n in enumerate(node.input) if n in self.constants and (places is None or k in places)]
+        constants = [n for k, n in enumerate(node.input) if n in self.constants and (places is None or k in places)]
         biased = node.op_type in ("DequantizeLinear", "QLinearConv", "QGemm")  # whose biases are of 32 bits
-        kept = [n for n in found if n in self._numbers or (biased and n in self._integers)]
+        kept = [n for n in constants if n in self._numbers or (biased and n in self._integers)]
         scalar = node.op_type in ("Add", "Sub", "Mul", "Div", "Pow", "Where", "Max", "Min")  # with a number for all
         return [n for n in kept if self.constants[n] and not (scalar and self._size(n) == 1)]
 

@@ -152,8 +152,8 @@ def _port(tensor: Any, name: str) -> Port:
     """A tensor as a port; with a name it is marked with it, without one it has that of whoever wrote it last."""
     if name:
         setattr(tensor, MARK, name)
-    known = getattr(tensor, MARK, "")
-    return Port(known, tuple(int(n) for n in tensor.shape), str(tensor.dtype).removeprefix("torch."))
+    mark = getattr(tensor, MARK, "")
+    return Port(mark, tuple(int(n) for n in tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
 def _writer(tensor: Any) -> int:

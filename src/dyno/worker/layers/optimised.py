@@ -14,25 +14,25 @@ from dyno.worker.sessions.onnx_runtime_profile import COMPUTE
 TYPES = {"float": "float32", "double": "float64"}
 COPIES = ("MemcpyFromHost", "MemcpyToHost")
 MOVES = ("Cast", "ReorderInput", "ReorderOutput", *COPIES)
-Seen = Mapping[tuple[str, Any], Mapping[str, Any]]
+Kernels = Mapping[tuple[str, Any], Mapping[str, Any]]
 
 
-def read(path: str, source: str, seen: Seen, library: str) -> Inside:
+def read(path: str, source: str, kernels: Kernels, library: str) -> Inside:
     """The optimised file's nodes as an engine's layers; a Transpose that its source doesn't have is a conversion.
 
-    `seen` has the arguments of each kernel's event in ONNX Runtime's profile, by the event's name and the node's index.
-    A node of the file that no event tells of was not run. UserError for a file that can't be read.
+    `kernels` has the arguments of each kernel's event in ONNX Runtime's profile, by the event's name and the node's
+    index. A node of the file that no event tells of was not run. UserError for a file that can't be read.
     """
     written = graph.read(path, {})
-    known = {node.name for node in import_onnx().load(source, load_external_data=False).graph.node}
+    source_names = {node.name for node in import_onnx().load(source, load_external_data=False).graph.node}
     events: dict[str, list[Mapping[str, Any]]] = {}
-    for (name, _), arguments in sorted(seen.items(), key=lambda item: int(item[0][1] or 0)):
+    for (name, _), arguments in sorted(kernels.items(), key=lambda item: int(item[0][1] or 0)):
         events.setdefault(name.removesuffix("_kernel_time"), []).append(arguments)
     layers, blocked = [], set[str]()
     for layer in written.layers:
-        told = events.get(layer.name, [])
-        moves = _operator(layer) in MOVES or (_operator(layer) == "Transpose" and layer.name not in known)
-        layer = _told(replace(layer, moves=moves), told.pop(0) if told else None)
+        pending = events.get(layer.name, [])
+        moves = _operator(layer) in MOVES or (_operator(layer) == "Transpose" and layer.name not in source_names)
+        layer = _as_run(replace(layer, moves=moves), pending.pop(0) if pending else None)
         # Only a reordering ends the layout; an elementwise operator doesn't care for it.
         enters = ".nchwc." in layer.type or any(port.name in blocked for port in layer.inputs)
         if enters and _operator(layer) != "ReorderOutput":
@@ -42,16 +42,16 @@ def read(path: str, source: str, seen: Seen, library: str) -> Inside:
     return replace(written, form=LAYERS, library=library, layers=tuple(layers), notes=())
 
 
-def _told(layer: Layer, told: Mapping[str, Any] | None) -> Layer:
+def _as_run(layer: Layer, event: Mapping[str, Any] | None) -> Layer:
     """The layer with what the profile says; a shape is the run's own, which the file need not have."""
     operator = _operator(layer)
-    layer = replace(layer, flops=None, modules=(), skipped=told is None)
-    if told is None:
+    layer = replace(layer, flops=None, modules=(), skipped=event is None)
+    if event is None:
         return layer
-    read, written = _typed(told.get("input_type_shape")), _typed(told.get("output_type_shape"))
+    read, written = _typed(event.get("input_type_shape")), _typed(event.get("output_type_shape"))
     outputs = [replace(p, shape=s, dtype=d) for p, (d, s) in zip(layer.outputs, written, strict=False)]
     computes = read[0][0] if read and COMPUTE.search(operator) else ""
-    provider = str(told.get("provider", "")).removesuffix("ExecutionProvider")
+    provider = str(event.get("provider", "")).removesuffix("ExecutionProvider")
     return replace(layer, outputs=tuple(outputs) or layer.outputs, computes_in=computes, tactic=provider)
 
 
@@ -60,6 +60,6 @@ def _operator(layer: Layer) -> str:
     return layer.type.rpartition(".")[2]
 
 
-def _typed(told: Any) -> list[tuple[str, tuple[int, ...]]]:
+def _typed(described: Any) -> list[tuple[str, tuple[int, ...]]]:
     """Type and shape of each tensor of an event."""
-    return [(TYPES.get(k, k), tuple(shape)) for each in told or () for k, shape in each.items()]
+    return [(TYPES.get(k, k), tuple(shape)) for each in described or () for k, shape in each.items()]

@@ -41,8 +41,8 @@ class EngineFormat(FileFormat):
         listing = made.with_name(LISTING)
         if listing.is_file():
             sha256 = hashlib.sha256(out.read_bytes()).hexdigest()
-            told = {"engine_sha256": sha256, "layers": json.loads(listing.read_text(encoding="utf-8"))}
-            out.with_suffix(f".{LISTING}").write_text(json.dumps(told, indent=1), encoding="utf-8")
+            content = {"engine_sha256": sha256, "layers": json.loads(listing.read_text(encoding="utf-8"))}
+            out.with_suffix(f".{LISTING}").write_text(json.dumps(content, indent=1), encoding="utf-8")
 
     def read(self, path: str, trial: Trial) -> FileContents:
         """Its precision is what most of its compute layers run in; fp32 where the engine doesn't say."""
@@ -108,9 +108,9 @@ def _listed(path: Path) -> list[layers.Layer] | None:
     """The layers in a listing beside the engine; None without one, or where it is of another engine."""
     in_cache, beside = path.with_name(LISTING), path.with_suffix(f".{LISTING}")
     if path.is_file() and beside.is_file():
-        told = parse_json(beside.read_bytes())
-        if told.get("engine_sha256") == hashlib.sha256(path.read_bytes()).hexdigest():
-            return layers.from_listing(told["layers"])
+        content = parse_json(beside.read_bytes())
+        if content.get("engine_sha256") == hashlib.sha256(path.read_bytes()).hexdigest():
+            return layers.from_listing(content["layers"])
     if in_cache.is_file():
         return layers.from_listing(json.loads(in_cache.read_text(encoding="utf-8")))
     return None
