@@ -121,8 +121,9 @@ class _Watch:
 
     @property
     def parts_ran(self) -> bool:
-        """Whether any part was called; the module itself is none."""
-        return any(call.name for call in self._calls)
+        """Whether any part with parameters was called; the module itself is none."""
+        called = {call.name for call in self._calls if call.name}
+        return any(count and name in called for name, count in self._own_parameters().items())
 
     def rows(self) -> list[Layer]:
         """The calls with each parameter at the first call of its part, then parts that were never called."""
