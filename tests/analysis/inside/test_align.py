@@ -60,6 +60,20 @@ def test_modules_and_nodes() -> None:
     assert [node for _, nodes in found for node in nodes] == [x.name for x in GRAPH.layers]
 
 
+def test_calls_that_an_exporter_numbers() -> None:
+    numbered = [replace(x, modules=("b.relu_1",)) if x.name == "n5" else x for x in GRAPH.layers]
+    forms = [BLOCK, form(NODES, *numbered)]
+    regions = align.regions(forms, align.pivots(forms, {}))
+    assert [r.members for r in regions if 2 in r.members[0] or 6 in r.members[0]] == [((2,), (1,)), ((6,), (4,))]
+
+
+def test_operations_stand_where_the_graph_has_them() -> None:
+    """A module around others has what it multiplies itself in one place, which must not be counted again."""
+    outer = [replace(x, flops=18) if x.name == "b" else replace(x, flops=0) for x in BLOCK.layers]
+    table = tables.aligned([form(MODULES, *outer), GRAPH], [0, 1], {})
+    assert {row["b"]: row["flops"] for row in table.rows if row["flops"]} == {"n1": 9, "n3": 9}
+
+
 def test_an_engine_that_names_its_nodes() -> None:
     engine = form(
         LAYERS,

@@ -101,16 +101,20 @@ def _modules(forms: Sequence[Inside], upper: int, lower: int) -> Link:
     by_name: dict[str, list[int]] = defaultdict(list)
     for index, call in enumerate(calls):
         by_name[call.name].append(index)
-    nodes: dict[tuple[str, int | None], list[int]] = defaultdict(list)
+    nodes: dict[str, dict[int | None, list[int]]] = defaultdict(lambda: defaultdict(list))
     for index, node in enumerate(graph):
-        for name in node.modules:
-            nodes[_call(name, by_name)].append(index)
+        for text in node.modules:
+            name, number = _call(text, by_name)
+            nodes[name][number].append(index)
     claims: Claims = defaultdict(set)
-    for (name, number), named in nodes.items():
-        called = by_name.get(name, [])
-        chosen = called if number is None else called[number : number + 1]
-        for one, counterpart in _shared(chosen, named):
-            claims[counterpart].add(one)
+    for name, by_call in nodes.items():
+        calls_of = by_name.get(name, [])
+        first = 0 if len(by_call) > 1 else None  # where later calls have a number, the first has none
+        for number, indices in by_call.items():
+            which = first if number is None else number
+            chosen = calls_of if which is None else calls_of[which : which + 1]
+            for one, counterpart in _shared(chosen, indices):
+                claims[counterpart].add(one)
     sure = frozenset((call, node) for node, own in claims.items() for call in own)
     claims, how = placed(graph, claims, Flow(graph))
     if "" not in by_name:  # what the model does itself belongs to none of its parts

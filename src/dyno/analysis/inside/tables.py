@@ -110,7 +110,7 @@ def _cell(name: str) -> Callable[[Row], str]:
 
     def text(row: Row) -> str:
         first, *others = row[f"{name}_names"] or [""]
-        parent = first.rpartition(".")[0]
+        parent = "" if "/" in first else first.rpartition(".")[0]
         shown = [first, *(_after(parent, each) for each in others[: NAMES - 1])]
         more = f" … and {len(others) + 1 - NAMES} more" if len(others) >= NAMES else ""
         return ", ".join(shown) + more
@@ -132,9 +132,12 @@ def _row(forms: Sequence[Inside], shown: Sequence[int], region: Region) -> Row:
         row[name] = " ".join(row[f"{name}_names"])
         row[f"parameters_{name}"] = sum(layer.parameters for layer in layers) or None
     last = next((forms[k].layers[region.members[k][-1]] for k in reversed(shown) if region.members[k]), Layer())
-    flops = [sum(forms[k].layers[i].flops or 0 for i in own) for k, own in enumerate(region.members)]
+    # A graph has each operation where it is; a module around others has its own in one place.
+    order = sorted(range(len(forms)), key=lambda k: forms[k].form != NODES)
+    counted = next((k for k in order if region.members[k] and forms[k].form != LAYERS), None)
+    flops = sum(forms[counted].layers[i].flops or 0 for i in region.members[counted]) if counted is not None else 0
     row["output"] = shape(last.outputs[0]) if last.outputs else ""
-    row["flops"] = max(flops, default=0) or None
+    row["flops"] = flops or None
     row["bytes"] = totals.activation_bytes(last)
     row["remark"] = _what_happened(forms, [k for name, k in zip(map(_letter, range(len(shown))), shown, strict=True)
                                            if row[name]], shown[-1], region)  # fmt: skip
