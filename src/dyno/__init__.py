@@ -14,6 +14,8 @@ if typing.TYPE_CHECKING:
     from dyno.api.comparison import Comparison as Comparison
     from dyno.api.comparison import compare as compare
     from dyno.api.evaluation import evaluate as evaluate
+    from dyno.api.inspection import Inspected as Inspected
+    from dyno.api.inspection import inspect as inspect
     from dyno.api.result import Result as Result
     from dyno.api.result import load as load
     from dyno.api.runnable import Study as Study
@@ -25,6 +27,7 @@ if typing.TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Comparison",
+    "Inspected",
     "Result",
     "SelfTest",
     "Study",
@@ -34,6 +37,7 @@ __all__ = [
     "calibrate",
     "compare",
     "evaluate",
+    "inspect",
     "load",
     "run",
     "train",
@@ -50,6 +54,8 @@ _HOMES = {
     "calibrate": "dyno.api.calibrate",
     "SelfTest": "dyno.analysis.self_test.figures",
     "evaluate": "dyno.api.evaluation",
+    "Inspected": "dyno.api.inspection",
+    "inspect": "dyno.api.inspection",
     "load": "dyno.api.result",
     "train": "dyno.training.session",
     "TrainingResult": "dyno.training.session",

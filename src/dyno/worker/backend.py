@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from dyno.worker.facts.engine import EngineFacts, Probe
 from dyno.worker.facts.files import MadeBy
+from dyno.worker.facts.inside import Inside
 from dyno.worker.inspection import Purpose
 from dyno.worker.option_values import Check, check_values
-from dyno.worker.spec import Artifact, Option, Recipe, Tensor, Trial, UserError, check_known
+from dyno.worker.spec import Artifact, Option, Recipe, Tensor, Trial, Unavailable, UserError, check_known
 
 if TYPE_CHECKING:  # the host reads all names without NumPy, so that `dyno --help` is quick
     import numpy as np
@@ -133,6 +134,10 @@ class Backend(ABC):
     @abstractmethod
     def load(self, trial: Trial, artifact: Artifact | None) -> Session:
         """Load the model for the trial's dims, precision, threads and device. Raises `Unavailable` or `UserError`."""
+
+    def inside(self, trial: Trial, artifact: Artifact | None) -> Inside:
+        """What the engine makes of the trial's model, layer by layer; `Unavailable` where it doesn't say."""
+        raise Unavailable(f"{self.name} doesn't say what its layers are")
 
 
 class Maker(ABC):

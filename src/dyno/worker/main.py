@@ -270,6 +270,15 @@ def inspect_job(job: Job, journal: Journal) -> None:
     journal.record = replace(journal.record, inspection=inspection)
 
 
+def read_layers(job: Job, journal: Journal) -> None:
+    """The layers of one form of a model."""
+    from dyno.worker.jobs.inspect_layers import read
+
+    assert job.trial is not None
+    journal.stage("read the layers")
+    journal.facts(inside=read(job.trial, job.artifact, job.options))
+
+
 def train_model(job: Job, journal: Journal) -> None:
     """Train a model on the data set named in the job; the weights lie in the job's folder."""
     from dyno.worker.training import loop
@@ -304,8 +313,8 @@ def take_home(job: Job, journal: Journal) -> None:
     journal.facts(files=snippets.write(job.trial, job.artifact, job.options, journal.folder))
 
 
-OTHER_JOBS = {"make": make_file, "probe": probe, "inspect": inspect_job, "train": train_model, "stress": stress_trial,
-              "peak": find_peak, "take": take_home}  # fmt: skip
+OTHER_JOBS = {"make": make_file, "probe": probe, "inspect": inspect_job, "layers": read_layers, "train": train_model,
+              "stress": stress_trial, "peak": find_peak, "take": take_home}  # fmt: skip
 
 
 def perform(job: Job, journal: Journal, turns: Alone) -> Record:

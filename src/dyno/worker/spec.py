@@ -281,8 +281,8 @@ class Trial:
 
 @dataclass(frozen=True)
 class Job:
-    """One process: `run` or `stress` a trial, `make` a file, `probe` a backend, `inspect` a model, `train` one, find
-    the device's `peak`, or `take` a trial home."""
+    """One process: `run` or `stress` a trial, `make` a file, `probe` a backend, `inspect` a model, read its `layers`,
+    `train` one, find the device's `peak`, or `take` a trial home."""
 
     kind: str
     runtime: Runtime = Runtime()

@@ -18,9 +18,11 @@ import numpy as np
 from dyno.worker.backend import Arrays, Backend, Session
 from dyno.worker.extras import install
 from dyno.worker.facts.engine import EngineFacts, Probe
+from dyno.worker.facts.inside import Inside
 from dyno.worker.facts.precision import precision_truth
 from dyno.worker.inputs.calibration import missing_data
 from dyno.worker.inputs.shapes import Shape, fitted, static_shapes
+from dyno.worker.layers import optimised
 from dyno.worker.makers.precision import PREPARATION, VALUES
 from dyno.worker.makers.routes import routed
 from dyno.worker.onnx_graph.check import HALF_CRASHES, error_line
@@ -103,6 +105,14 @@ class OnnxRuntime(Backend):
         except _errors() as e:
             raise _loading_error(e, f"{path} can't be loaded") from e
 
+    def inside(self, trial: Trial, artifact: Artifact | None) -> Inside:
+        """The optimised graph, with the types and shapes of a profiled run; see `load`."""
+        session = self.load(trial, artifact)
+        try:
+            return session.inside()  # type: ignore[attr-defined, no-any-return]
+        finally:
+            session.close()
+
 
 ONNX_RUNTIME = OnnxRuntime()
 
@@ -118,8 +128,9 @@ class OnnxFile:
         self._overrides = {} if self.free else overrides(known, self.shapes)
         self.settings = settings(trial)
 
-    def open(self, providers: Any, profile: str = "") -> Any:
-        """An InferenceSession; `profile` is the prefix of the file its profile goes to."""
+    def open(self, providers: Any, profile: str = "", optimised: str = "") -> Any:
+        """An InferenceSession; `profile` is the prefix of the file its profile goes to, `optimised` the file that the
+        optimised graph is written to."""
         options = _quiet(self.ort)
         options.intra_op_num_threads = self.settings["intra_op_threads"]
         options.inter_op_num_threads = self.settings["inter_op_threads"]
@@ -131,12 +142,15 @@ class OnnxFile:
             options.add_free_dimension_override_by_name(name, size)
         if profile:
             options.enable_profiling, options.profile_file_prefix = True, profile
+        if optimised:
+            options.optimized_model_filepath = optimised
         off = self.settings["disabled_optimizers"]
         return self.ort.InferenceSession(self.path, options, providers=providers, disabled_optimizers=off)
 
     def facts(self, providers: Any, feeds: Arrays) -> EngineFacts:
         """Layers, types, providers and time by operator, from ONNX Runtime's profile of a second, short session."""
-        nodes = Profile(self._profile(providers, feeds), self.asked)
+        with tempfile.TemporaryDirectory() as scratch:
+            nodes = Profile(self._profile(providers, feeds, scratch), self.asked)
         return EngineFacts(
             layers=len(nodes.seen),
             layers_by_type=nodes.by_type(),
@@ -149,15 +163,22 @@ class OnnxFile:
             notes=tuple(nodes.notes()),
         )
 
-    def _profile(self, providers: Any, feeds: Arrays) -> list[dict[str, Any]]:
-        rng = np.random.default_rng(0)
+    def inside(self, providers: Any, feeds: Arrays) -> Inside:
+        """The optimised graph as the library writes it, with what a profile of its run says of each node."""
         with tempfile.TemporaryDirectory() as scratch:
-            session = self.open(providers, f"{scratch}/profile")
-            inputs = [_tensor(arg) for arg in session.get_inputs()]
-            made = {t.name: rng.standard_normal(self.shapes[t.name]).astype(t.dtype) for t in inputs}
-            for _ in range(PROFILED_RUNS):
-                session.run(None, made | dict(feeds))
-            events: list[dict[str, Any]] = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
+            path = f"{scratch}/optimised.onnx"
+            events = self._profile(providers, feeds, scratch, path)
+            kernels = Profile(events, self.asked).seen
+            return optimised.read(path, self.path, kernels, f"{ENGINE} {self.ort.__version__}")
+
+    def _profile(self, providers: Any, feeds: Arrays, scratch: str, optimised: str = "") -> list[dict[str, Any]]:
+        rng = np.random.default_rng(0)
+        session = self.open(providers, f"{scratch}/profile", optimised)
+        inputs = [_tensor(arg) for arg in session.get_inputs()]
+        made = {t.name: rng.standard_normal(self.shapes[t.name]).astype(t.dtype) for t in inputs}
+        for _ in range(PROFILED_RUNS):
+            session.run(None, made | dict(feeds))
+        events: list[dict[str, Any]] = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
         return events
 
 
@@ -220,6 +241,10 @@ class OnnxRuntimeSession(Session):
     def facts(self) -> EngineFacts:
         """See `OnnxFile.facts`."""
         return self._file.facts(PROVIDERS, self._feeds)
+
+    def inside(self) -> Inside:
+        """See `OnnxFile.inside`."""
+        return self._file.inside(PROVIDERS, self._feeds)
 
     def close(self) -> None:
         """Free the session and what was bound to it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -15,9 +15,11 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.backend import Arrays, Backend, Session
+from dyno.worker.backends.open_vino_layers import ExecutionGraph, plain
 from dyno.worker.extras import install
 from dyno.worker.facts.engine import EngineFacts, Probe
-from dyno.worker.facts.precision import has_precision, precision_truth, why_not_faster
+from dyno.worker.facts.inside import Inside
+from dyno.worker.facts.precision import precision_truth
 from dyno.worker.inputs.calibration import missing_data
 from dyno.worker.inputs.shapes import fitted, static_shapes
 from dyno.worker.makers.precision import PREPARATION, VALUES
@@ -30,11 +32,7 @@ ENGINE = "OpenVINO"
 HINTS = {"fp32": "f32", "bf16": "bf16", "fp16": "f16", "int8": "f32"}
 # What the CPU plugin must be able to do before a hint is more than a wish.
 CAPABILITIES = {"bf16": "BF16", "fp16": "FP16"}
-TYPE_NAMES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "i8": "int8", "u8": "int8", "f64": "float64"}
-COMPUTE = re.compile("Convolution|Deconvolution|FullyConnected|MatMul|MHA|ScaledDotProduct|QKVProj|LLMMLP|LSTM|GRU|RNN")
-NOT_LAYERS = {"Const", "Input", "Output"}
 PROFILED_RUNS = 3
-CONVERTERS = ("FakeQuantize", "Convert", "Reorder")
 SETTINGS = "INFERENCE_PRECISION_HINT INFERENCE_NUM_THREADS NUM_STREAMS PERFORMANCE_HINT ENABLE_CPU_PINNING".split()
 
 
@@ -98,6 +96,15 @@ class OpenVino(Backend):
         except RuntimeError as e:
             raise _loading_error(e, f"{trial.model.name} can't be compiled") from e
 
+    def inside(self, trial: Trial, artifact: Artifact | None) -> Inside:
+        """The execution graph after a run that counts time, which says what is executed; see `load`."""
+        session = self.load(trial, artifact)
+        assert isinstance(session, OpenVinoSession)
+        try:
+            return ExecutionGraph(session.execution_graph(), trial.precision).inside(f"OpenVINO {version()}")
+        finally:
+            session.close()
+
 
 OPENVINO = OpenVino()
 
@@ -159,8 +166,8 @@ class OpenVinoSession(Session):
 
     def facts(self) -> EngineFacts:
         """Layers, their types and time, from OpenVINO's execution graph of a second compilation that counts time."""
-        graph = _ExecutionGraph(self._profile(), self._asked)
-        settings = {name: _plain(self._compiled.get_property(name)) for name in SETTINGS}
+        graph = ExecutionGraph(self.execution_graph(), self._asked)
+        settings = {name: plain(self._compiled.get_property(name)) for name in SETTINGS}
         return EngineFacts(
             layers=len(graph.layers),
             layers_by_type=graph.by_type(),
@@ -174,7 +181,8 @@ class OpenVinoSession(Session):
             notes=tuple(graph.notes()),
         )
 
-    def _profile(self) -> Any:
+    def execution_graph(self) -> Any:
+        """The runtime model of a second compilation, after runs that counted time."""
         compiled = _core().compile_model(self._model, "CPU", self._settings | {"PERF_COUNT": True})
         request = compiled.create_infer_request()
         rng = np.random.default_rng(0)
@@ -191,60 +199,6 @@ class OpenVinoSession(Session):
         self._held.clear()
         self._requests.clear()
         del self._compiled, self._model
-
-
-class _ExecutionGraph:
-    """What OpenVINO made of the model: fused layers with the type and kernel each one runs in."""
-
-    def __init__(self, runtime_model: Any, asked: str) -> None:
-        self._asked = asked
-        ops = runtime_model.get_ordered_ops()
-        infos = [{key: str(_plain(value)) for key, value in op.get_rt_info().items()} for op in ops]
-        # What was folded into constants or into memory layout stays in the graph, marked as not executed.
-        self.layers = [
-            info
-            for info in infos
-            if info.get("layerType", "Const") not in NOT_LAYERS and info.get("execTimeMcs") != "not_executed"
-        ]
-
-    def compute(self) -> list[dict[str, str]]:
-        """Convolutions, matrix products and the like; in a model that has none, all layers in a type of precision."""
-        return [layer for layer in self.layers if COMPUTE.search(layer["layerType"])] or [
-            layer for layer in self.layers if has_precision(_computed_in(layer), self._asked)
-        ]
-
-    def by_type(self) -> dict[str, int]:
-        """Compute layers by the type they ran in, 8-bit ones signed or not as `int8`."""
-        return dict(Counter(_computed_in(layer) for layer in self.compute()))
-
-    def time_by_operator(self) -> dict[str, float]:
-        """Share of the time in layers, by kind, largest first."""
-        spent: dict[str, float] = defaultdict(float)
-        for layer in self.layers:
-            spent[layer["layerType"]] += _number(layer.get("execTimeMcs", ""))
-        total = sum(spent.values()) or 1.0
-        return {kind: round(t / total, 4) for kind, t in sorted(spent.items(), key=lambda kv: -kv[1]) if t}
-
-    def notes(self) -> list[str]:
-        """Sentences about what keeps a lowered precision from being faster."""
-        compute = [(layer["layerType"], _computed_in(layer)) for layer in self.compute()]
-        return why_not_faster(self._asked, compute, self.time_by_operator(), CONVERTERS)
-
-
-def _computed_in(layer: dict[str, str]) -> str:
-    return TYPE_NAMES.get(layer["runtimePrecision"], layer["runtimePrecision"])
-
-
-def _number(text: str) -> float:
-    return float(text) if text.replace(".", "", 1).isdigit() else 0.0
-
-
-def _plain(value: Any) -> Any:
-    """A property or rt_info value as a string, number or bool, for JSON."""
-    value = getattr(value, "value", value)
-    if isinstance(value, (bool, int, float, str)):
-        return value
-    return value.get_type_name() if hasattr(value, "get_type_name") else getattr(value, "name", str(value))
 
 
 def library() -> Any:

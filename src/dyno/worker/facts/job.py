@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from dyno.worker.facts.engine import EngineFacts, Probe
+from dyno.worker.facts.inside import Inside
 from dyno.worker.facts.sparse import Sparse
 
 Window = tuple[float, float]  # begin and end in seconds of CLOCK_MONOTONIC
@@ -109,7 +110,7 @@ class Facts(EngineFacts, Timing):
 
     `random_outputs` is how far two calls on one input are apart, relative to their size; `no_route` says that no other
     route to the file would lead on, and `printed` is the end of what making it printed. `stress`, `peak`, `probe`,
-    `training` and `files` are what jobs of other kinds found.
+    `training`, `inside` and `files` are what jobs of other kinds found.
     """
 
     data: Answered | None = None
@@ -122,4 +123,5 @@ class Facts(EngineFacts, Timing):
     peak: dict[str, PeakOfType] = field(default_factory=dict)
     probe: Probe | None = None
     training: Trained | None = None
+    inside: Inside | None = None
     files: tuple[str, ...] = ()

@@ -24,6 +24,7 @@ from dyno.worker.facts.files import Check, MadeBy
 from dyno.worker.inputs.calibration import CalibrationImages, example
 from dyno.worker.onnx_graph.check import compared, outputs
 from dyno.worker.onnx_graph.head import decoding
+from dyno.worker.onnx_graph.opset import keep_metadata
 from dyno.worker.spec import Artifact, DataSpec, Option, Recipe, Runtime, Unavailable, UserError
 
 RUNTIME = "modelopt"  # the name that an interpreter is given for this step
@@ -114,6 +115,7 @@ def _quantise(parent: Artifact, recipe: Recipe, method: str, images: Calibration
             log_level="ERROR",
         )
         shutil.move(Path(scratch) / "made.onnx", path)
+    keep_metadata(path, model)
     return len(head)
 
 

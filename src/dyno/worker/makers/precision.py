@@ -29,6 +29,7 @@ from dyno.worker.onnx_graph.file import QUANTISED, read_io
 from dyno.worker.onnx_graph.fold import lifted
 from dyno.worker.onnx_graph.fp16 import to_fp16
 from dyno.worker.onnx_graph.int8 import METHOD, METHODS, to_int8
+from dyno.worker.onnx_graph.opset import keep_metadata
 from dyno.worker.onnx_graph.repair import to_fp32
 from dyno.worker.option_values import Check, flag, number, one_of, whole
 from dyno.worker.spec import Artifact, DataSpec, Option, Recipe, Runtime, Trial, Unavailable, UserError
@@ -150,8 +151,10 @@ class OnnxPrecision(Maker):
         before, _ = outputs(parent.path, example(recipe, parent), parent.precision)
         higher = layers_to_keep(recipe, parent)
         keywords = {"higher": [layer.node for layer in higher]} if higher else {}
+        converted = convert(model, recipe, parent, path, **keywords)
+        keep_metadata(path, model)
         made_by = replace(
-            convert(model, recipe, parent, path, **keywords),
+            converted,
             backend=self.name,
             options=dict(recipe.options),
             versions=versions,

@@ -15,6 +15,7 @@ from dyno.worker.inputs import input_data
 from dyno.worker.inputs.shapes import static_shapes
 from dyno.worker.onnx_graph.file import import_onnx, read_io
 from dyno.worker.onnx_graph.fold import folded, lifted
+from dyno.worker.onnx_graph.opset import with_metadata
 from dyno.worker.onnx_graph.weights import beside
 from dyno.worker.spec import Artifact, DataSpec, Recipe, Runtime, Trial, UserError
 
@@ -42,10 +43,9 @@ class OnnxStatic(Maker):
         _forget_shapes(model.graph)
         model_inputs, preprocess = recipe.model.inputs, recipe.model.preprocess
         feeds = next(input_data.batches(DataSpec(), preprocess, parent.inputs, recipe.dims, 1, model_inputs))
-        model, fold_warnings = folded(
-            model, {name: feeds[name].astype(_dtype(parent, name)) for name in shapes}, folder
-        )
-        onnx.save(model, path)
+        typed = {name: feeds[name].astype(_dtype(parent, name)) for name in shapes}
+        slim, fold_warnings = folded(model, typed, folder)
+        onnx.save(with_metadata(slim, model), path)
         read, written = read_io(str(path))
         warnings = (*parent.made_by.warnings, *fold_warnings)
         made_by = replace(parent.made_by, steps=(), backend=self.name, folded=not fold_warnings, warnings=warnings)

@@ -1,4 +1,7 @@
-"""ONNX graphs in another opset, for engines whose parser ends below it or types that begin above it."""
+"""ONNX graphs in another opset, for engines whose parser ends below it or types that begin above it.
+
+And what no rewriting may lose: the metadata of the nodes, by which they are known to come from a module.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,25 @@ def in_opset(model: Any, wanted: int) -> Any:
     except (RuntimeError, onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as e:
         reason = " ".join(str(e).split())[:160]
         raise UserError(f"the graph can't be written in opset {wanted} instead of {opset(model)}: {reason}") from e
-    return converted
+    return with_metadata(converted, model)
+
+
+def with_metadata(made: Any, model: Any) -> Any:
+    """The graph `made` of the model, its nodes with the metadata of the model's nodes of these names; libraries that
+    rewrite graphs drop it."""
+    known = {node.name: node.metadata_props for node in model.graph.node if node.name and node.metadata_props}
+    for node in made.graph.node:
+        if node.name in known and not node.metadata_props:
+            node.metadata_props.extend(known[node.name])
+    return made
+
+
+def keep_metadata(path: Path, model: Any) -> None:
+    """`with_metadata` for a file that was made of the model."""
+    import onnx
+
+    made = onnx.load(path, load_external_data=False)
+    onnx.save(with_metadata(made, model), path)
 
 
 def lower_file(path: Path, wanted: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.facts.engine import EngineFacts
+from dyno.worker.facts.inside import Inside
 from dyno.worker.inputs.shapes import Shape
 from dyno.worker.option_values import Check, flag, one_of, whole
 from dyno.worker.sessions.device_session import DeviceSession, slots_of
@@ -126,6 +127,11 @@ class CudaSession(DeviceSession):
             notes=(*facts.notes, note) if on_cpu else facts.notes,
             options={**facts.options, "slots": self.slots, **self._providers[0][1]},
         )
+
+    def inside(self) -> Inside:
+        """See `OnnxFile.inside`."""
+        found: Inside = self._file.inside(self._providers, {})
+        return found
 
     def close(self) -> None:
         """Free the bindings and the session before the memory they use."""

@@ -20,9 +20,10 @@ from dyno.worker.backends.onnx_runtime import ONE_ADD
 from dyno.worker.backends.tensor_rt import library, profiles, settings, values
 from dyno.worker.backends.tensor_rt.build import build
 from dyno.worker.backends.tensor_rt.given import ENGINE as ENGINE
-from dyno.worker.backends.tensor_rt.given import SUFFIXES, given, product_of
+from dyno.worker.backends.tensor_rt.given import SUFFIXES, given, inside, product_of
 from dyno.worker.backends.tensor_rt.settings import Settings
 from dyno.worker.facts.engine import Probe
+from dyno.worker.facts.inside import Inside
 from dyno.worker.inputs.calibration import NO_DATA
 from dyno.worker.makers.precision import PREPARATION, VALUES
 from dyno.worker.makers.routes import routed
@@ -123,6 +124,13 @@ class TensorRT(Backend):
         from dyno.worker.backends.tensor_rt.run import TensorRTSession
 
         return TensorRTSession(trial, artifact, self.product)
+
+    def inside(self, trial: Trial, artifact: Artifact | None) -> Inside:
+        """The layers that the build listed beside the engine, which needs no GPU; else what the engine says itself.
+
+        Raises `UserError` for an engine that doesn't say what its layers are, and what `given` does.
+        """
+        return inside(self.product, artifact.path if artifact else trial.model.file, trial.runtime.device)
 
     def probe(self) -> Probe:
         """Build y = x + x and run it where the library supports the GPU."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +12,14 @@ from typing import Any
 from dyno.worker.backend import FileContents, FileFormat
 from dyno.worker.backends.tensor_rt import layers, library
 from dyno.worker.facts.files import Gpu, MadeBy
+from dyno.worker.facts.inside import Inside
 from dyno.worker.facts.precision import TYPES
+from dyno.worker.record import parse_json
 from dyno.worker.sessions.gpu import Device
-from dyno.worker.spec import Artifact, Recipe, Tensor, Trial
+from dyno.worker.spec import Artifact, Recipe, Tensor, Trial, UserError
 
 SUFFIXES = (".engine", ".plan")
+LISTING = "layers.json"  # beside an engine in the cache; beside a copy of it, NAME.layers.json
 
 
 class EngineFormat(FileFormat):
@@ -30,6 +34,15 @@ class EngineFormat(FileFormat):
 
     def usual(self, path: Path) -> str:
         return product_of(path)
+
+    def copy(self, made: Path, out: Path) -> None:
+        """Besides, the layers that the build listed, with the hash of the engine that they are of."""
+        super().copy(made, out)
+        listing = made.with_name(LISTING)
+        if listing.is_file():
+            sha256 = hashlib.sha256(out.read_bytes()).hexdigest()
+            content = {"engine_sha256": sha256, "layers": json.loads(listing.read_text(encoding="utf-8"))}
+            out.with_suffix(f".{LISTING}").write_text(json.dumps(content, indent=1), encoding="utf-8")
 
     def read(self, path: str, trial: Trial) -> FileContents:
         """Its precision is what most of its compute layers run in; fp32 where the engine doesn't say."""
@@ -72,6 +85,35 @@ def given(product: str, recipe: Recipe) -> Artifact:
     return Artifact(
         "engine", str(path), sha256, len(content), recipe.precision, opened.inputs, opened.outputs, 0.0, "", made_by
     )
+
+
+def inside(product: str, path: str, device_name: str) -> Inside:
+    """An engine's layers: as its build listed them beside it, else as its inspector tells, which needs its GPU.
+
+    Raises `UserError` for an engine without layer information, and what `given` does.
+    """
+    title = library.NAMES[product]
+    if (listed := _listed(Path(path))) is not None:
+        return layers.inside(listed, title)
+    opened = _opened(product, device_name, path)
+    if not any(layer.type for layer in opened.layers):
+        raise UserError(
+            f"{path} was built without layer information; build it again with detailed profiling verbosity "
+            "(trtexec --profilingVerbosity=detailed), or with dyno build"
+        )
+    return layers.inside(opened.layers, f"{title} {opened.version}")
+
+
+def _listed(path: Path) -> list[layers.Layer] | None:
+    """The layers in a listing beside the engine; None without one, or where it is of another engine."""
+    in_cache, beside = path.with_name(LISTING), path.with_suffix(f".{LISTING}")
+    if path.is_file() and beside.is_file():
+        content = parse_json(beside.read_bytes())
+        if content.get("engine_sha256") == hashlib.sha256(path.read_bytes()).hexdigest():
+            return layers.from_listing(content["layers"])
+    if in_cache.is_file():
+        return layers.from_listing(json.loads(in_cache.read_text(encoding="utf-8")))
+    return None
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from dyno.worker import spec
+from dyno.worker.facts import inside as facts
 from dyno.worker.facts.engine import Layers
+from dyno.worker.facts.inside import Inside, Port
 from dyno.worker.facts.precision import NOTEWORTHY, UNKNOWN, precision_truth, why_not_faster
 from dyno.worker.spec import UserError
 
@@ -42,16 +45,6 @@ KERNEL = re.compile(r"^__my[el]l?\w*?_([A-Z][A-Za-z0-9]*)_my")
 COMPUTE_PARTS = {"Fc", "Mm", "Bmm", "Gemm", "Conv", "Corr", "Mha", "Attn", "Dot", "Einsum"}
 MOVING_PARTS = {"Move", "Mov", "Tran", "Cast", "Resh", "Copy"}
 OPAQUE = re.compile("myelin|foreign", re.I)  # a whole subgraph in one layer, in versions that don't open it
-
-
-@dataclass(frozen=True)
-class Port:
-    """One tensor that a layer reads or writes; -1 is a dimension that the run decides."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    format: str
 
 
 @dataclass(frozen=True)
@@ -259,3 +252,27 @@ def notes(listed: Sequence[Layer], requested: str, time_by_operator: Mapping[str
 def as_json(listed: Sequence[Layer]) -> list[dict[str, Any]]:
     """The layers for layers.json."""
     return [asdict(layer) for layer in listed]
+
+
+def from_listing(listed: Iterable[Any]) -> list[Layer]:
+    """The layers of a layers.json."""
+    return [spec.from_json(Layer, one) for one in listed]
+
+
+def inside(listed: Sequence[Layer], library: str) -> Inside:
+    """The layers as facts; parameters are counted where the library counts them."""
+    made = [
+        facts.Layer(
+            name=layer.name,
+            type=layer.type,
+            inputs=layer.inputs,
+            outputs=layer.outputs,
+            parameters=layer.parameters,
+            computes_in=layer.computed_in if layer.computes else "",
+            tactic=layer.tactic,
+            moves=layer.moves,
+            nodes=layer.nodes,
+        )
+        for layer in listed
+    ]
+    return Inside(form=facts.LAYERS, library=library, parameters=sum(x.parameters for x in made), layers=tuple(made))

@@ -1,0 +1,277 @@
+"""Forms of one model aligned: which modules became which nodes, and which nodes became which layer of an engine."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from dyno.analysis.inside.place import FLOW, NAMED, Claims, Flow, between, placed
+from dyno.worker.facts.inside import MODULES, NODES, Inside
+
+# What engines add to the name of a node, or of the tensor that it writes.
+ADDED = ("/WithoutBiases", "_nchwc", "_quant")
+NUMBERED = re.compile(r"_token_\d+$")
+FUSION = re.compile(r"(/\w*Fusion\w*/?)+$")
+WRAPPER = "model."  # what an export of a module with described inputs puts before every name
+
+
+@dataclass(frozen=True)
+class Link:
+    """Two forms aligned: the counterparts in `lower` of each layer of `upper`, and how each was found (see `place`).
+
+    `sure` are the pairs that names tell. `outer` are calls of modules that consist of others: what they do besides is
+    spread over what their parts do.
+    """
+
+    upper: int
+    lower: int
+    pairs: Claims
+    how: dict[int, str] = field(default_factory=dict)
+    sure: frozenset[tuple[int, int]] = frozenset()
+    outer: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Region:
+    """What belongs together: the indices of its layers in each form.
+
+    `around` are modules around parts of it, by index in their form; each is a member of one region only.
+    """
+
+    members: tuple[tuple[int, ...], ...]
+    around: tuple[tuple[int, ...], ...] = ()
+
+    def shown(self, form: int) -> list[int]:
+        """Members of a form and what is around them, in order."""
+        return sorted({*self.members[form], *(self.around[form] if self.around else ())})
+
+
+def link(forms: Sequence[Inside], upper: int, lower: int) -> Link:
+    """The forms of these indices aligned: modules with nodes, or nodes with nodes or an engine's layers."""
+    if forms[upper].form == MODULES:
+        return _modules(forms, upper, lower)
+    return _nodes(forms, upper, lower)
+
+
+def _nodes(forms: Sequence[Inside], upper: int, lower: int) -> Link:
+    """By the nodes that a layer names, then by the tensors that it writes, then by what flows between those."""
+    graph, engine = forms[upper].layers, forms[lower].layers
+    names = {layer.name: k for k, layer in enumerate(graph)}
+    tensors = {port.name: k for k, layer in enumerate(graph) for port in layer.outputs}
+    claims: Claims = defaultdict(set)
+    for index, layer in enumerate(engine):
+        nodes = [_match(name, names, tensors) for name in layer.nodes or (layer.name,)]
+        nodes += [_match(port.name, tensors, names) for port in layer.outputs] if not layer.moves else []
+        for node in nodes:
+            if node is not None:
+                claims[node].add(index)
+    inner, outer = Flow(graph), Flow(engine)
+    named = set().union(*claims.values())
+    unnamed = [k for k, layer in enumerate(engine) if k not in named and not layer.moves]
+    extended = between(inner, outer, claims, unnamed)
+    pairs, how = placed(graph, extended, inner)
+    for node in extended.keys() - claims.keys():
+        how[node] = FLOW
+    sure = frozenset((node, layer) for node, own in claims.items() for layer in own)
+    return Link(upper, lower, _helped(pairs, outer, unnamed), how, sure)
+
+
+def _helped(pairs: Mapping[int, set[int]], engine: Flow, unnamed: Sequence[int]) -> Claims:
+    """The pairs with the engine's layers that still stand for no node: each works for the only layer that reads it."""
+    nodes_of = _turned(pairs)
+    for layer in reversed(unnamed):
+        readers = engine.after[layer]
+        if layer not in nodes_of and len(readers) == 1 and (own := nodes_of.get(readers[0])):
+            nodes_of[layer] = set(own)
+    return _turned(nodes_of)
+
+
+def _match(name: str, *tables: Mapping[str, int]) -> int | None:
+    """What the name stands for in the first table that has it, also without what an engine adds to it."""
+    stem = NUMBERED.sub("", FUSION.sub("", name))
+    stems = [name, stem, *(stem.removesuffix(added) for added in ADDED if stem.endswith(added))]
+    return next((table[each] for each in stems for table in tables if each in table), None)
+
+
+def _modules(forms: Sequence[Inside], upper: int, lower: int) -> Link:
+    """By the modules that a node names. Of a module that is called several times the nodes are shared out in order."""
+    calls, graph = forms[upper].layers, forms[lower].layers
+    by_name: dict[str, list[int]] = defaultdict(list)
+    for index, call in enumerate(calls):
+        by_name[call.name].append(index)
+    nodes: dict[str, dict[int | None, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for index, node in enumerate(graph):
+        for text in node.modules:
+            name, number = _call(text, by_name)
+            nodes[name][number].append(index)
+    claims: Claims = defaultdict(set)
+    for name, by_call in nodes.items():
+        calls_of = by_name.get(name, [])
+        first = 0 if len(by_call) > 1 else None  # where later calls have a number, the first has none
+        for number, indices in by_call.items():
+            which = first if number is None else number
+            chosen = calls_of if which is None else calls_of[which : which + 1]
+            for one, counterpart in _shared(chosen, indices):
+                claims[counterpart].add(one)
+    sure = frozenset((call, node) for node, own in claims.items() for call in own)
+    claims, how = placed(graph, claims, Flow(graph))
+    if "" not in by_name:  # what the model does itself belongs to none of its parts
+        alone = {k for k, node in enumerate(graph) if node.modules == ("",)}
+        claims = {k: called for k, called in claims.items() if k not in alone}
+    pairs = _turned(claims)
+    names = {name for name in by_name if name}
+    inner = {name[: m.start()] for name in names for m in re.finditer(r"\.", name)}
+    outer = frozenset(k for k, call in enumerate(calls) if call.name in inner or not call.name)
+    ran = [k for k, call in enumerate(calls) if k not in outer and not call.skipped]
+    leaves = {place: pairs[k] for place, k in enumerate(ran) if k in pairs}
+    whole, _ = placed([calls[k] for k in ran], leaves, Flow([calls[k] for k in ran], complete=False))
+    kept = {k: own for k, own in pairs.items() if k in outer} | {ran[place]: own for place, own in whole.items()}
+    return Link(upper, lower, kept, _of_calls(kept, claims, how), sure, outer)
+
+
+def _of_calls(pairs: Mapping[int, set[int]], claims: Mapping[int, set[int]], how: Mapping[int, str]) -> dict[int, str]:
+    """How each call was found: the surest of its nodes that claim it."""
+    named = {call for node, own in claims.items() if how.get(node) == NAMED for call in own}
+    return {call: NAMED if call in named else FLOW for call in pairs}
+
+
+def _call(name: str, calls: Mapping[str, Sequence[int]]) -> tuple[str, int | None]:
+    """A module's name as the module has it, and which of its calls where the name says: `relu_1` is the second."""
+    for text in (name, name.removeprefix(WRAPPER)):
+        if text in calls:
+            return text, None
+        again = re.fullmatch(r"(.*)_(\d+)", text)
+        if again and again[1] in calls:
+            return again[1], int(again[2])
+    return name, None
+
+
+def _shared(calls: Sequence[int], nodes: Sequence[int]) -> list[tuple[int, int]]:
+    """Pairs of call and node: as many nodes for each call, in order, else all for all."""
+    if calls and len(nodes) % len(calls) == 0:
+        each = len(nodes) // len(calls)
+        return [(call, node) for k, call in enumerate(calls) for node in nodes[k * each : (k + 1) * each]]
+    return [(call, node) for call in calls for node in nodes]
+
+
+def _turned(claims: Mapping[int, set[int]]) -> Claims:
+    turned: Claims = defaultdict(set)
+    for one, others in claims.items():
+        for other in others:
+            turned[other].add(one)
+    return dict(turned)
+
+
+def regions(forms: Sequence[Inside], links: Sequence[Link]) -> list[Region]:
+    """The regions in the order of the first form.
+
+    A layer without counterparts is a region of its own, behind what stands before it in its own form.
+    """
+    groups = _Groups(forms)
+    pairs = [
+        ((each.upper, upper), (each.lower, lower), (upper, lower) in each.sure)
+        for each in links
+        for upper, own in each.pairs.items()
+        for lower in sorted(own)
+        if upper not in each.outer
+    ]
+    for one, other, sure in sorted(pairs, key=lambda pair: not pair[2]):
+        groups.join(one, other, sure)
+    root, parent = groups.root, groups.parent
+    around = _around(links, root)
+    for one, places in around.items():  # its parameters and operations count once
+        parent[one] = places[0]
+    members: dict[tuple[int, int], list[list[int]]] = {}
+    for form, k in sorted(parent):
+        members.setdefault(root((form, k)), [[] for _ in forms])[form].append(k)
+    besides: dict[tuple[int, int], list[list[int]]] = {one: [[] for _ in forms] for one in members}
+    for (form, k), places in around.items():
+        for place in places:
+            besides[place][form].append(k)
+    whole = {one: Region(tuple(map(tuple, own)), tuple(map(tuple, besides[one]))) for one, own in members.items()}
+    return [whole[one] for one in _ordered(forms, root, around.keys())]
+
+
+class _Groups:
+    """Layers of all forms in groups that grow together: a layer is (form, index)."""
+
+    def __init__(self, forms: Sequence[Inside]) -> None:
+        every = [(form, k) for form, inside in enumerate(forms) for k in range(len(inside.layers))]
+        self.parent = {one: one for one in every}
+        self._forms = {one: {one[0]} for one in every}
+
+    def root(self, one: tuple[int, int]) -> tuple[int, int]:
+        """The layer that stands for the group."""
+        while self.parent[one] != one:
+            self.parent[one] = self.parent[self.parent[one]]
+            one = self.parent[one]
+        return one
+
+    def join(self, one: tuple[int, int], other: tuple[int, int], sure: bool) -> None:
+        """Make one group of both layers' groups. Where that isn't sure, a group that has its place stays as it is: a
+        node may be guessed to be in this layer of one engine, and be known to be in that one of another."""
+        a, b = self.root(one), self.root(other)
+        if a == b or (not sure and other[0] in self._forms[a] and one[0] in self._forms[b]):
+            return
+        self.parent[b] = a
+        self._forms[a] |= self._forms[b]
+
+
+def _around(
+    links: Sequence[Link], root: Callable[[tuple[int, int]], tuple[int, int]]
+) -> dict[tuple[int, int], list[tuple[int, int]]]:
+    """For each module around others the regions in which it does something itself, in the order of its nodes."""
+    regions_of: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for each in links:
+        for upper in sorted(each.outer):
+            nodes = [lower for lower in sorted(each.pairs.get(upper, ())) if (upper, lower) in each.sure]
+            places = dict.fromkeys(root((each.lower, lower)) for lower in nodes)
+            if places:
+                regions_of.setdefault((each.upper, upper), [*places])
+    return regions_of
+
+
+def _ordered(
+    forms: Sequence[Inside], root: Callable[[tuple[int, int]], tuple[int, int]], around: Collection[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """The regions in the order of the first form, those it lacks behind their neighbour in a later one.
+
+    Modules `around` others end after them, so that the regions of what they do themselves have another form's place.
+    """
+    first: tuple[int, int] = (-1, -1)  # stands before all
+    behind: dict[tuple[int, int], list[tuple[int, int]]] = {first: []}
+    for form, inside in enumerate(forms):
+        previous, at_front = first, 0
+        last = {root((form, k)): k for k in range(len(inside.layers)) if (form, k) not in around}
+        for k in range(len(inside.layers)):
+            one = root((form, k))
+            if (form, k) in around or (form and one not in behind and k != last[one]):  # shapes are computed early
+                continue
+            if one not in behind:
+                behind[one] = []
+                if form and previous == first:
+                    behind[first].insert(at_front, one)
+                    at_front += 1
+                    continue
+                behind[previous if form else first].append(one)
+            previous = one
+    order, left = [], [first]
+    while left:
+        one = left.pop()
+        order.append(one)
+        left += reversed(behind[one])
+    return order[1:]
+
+
+def pivots(forms: Sequence[Inside], graph_of: Mapping[int, int]) -> list[Link]:
+    """The links between all forms: modules and engines with their graphs, and every graph with the first one."""
+    graphs = [k for k, each in enumerate(forms) if each.form == NODES]
+    links = [link(forms, graphs[0], k) for k in graphs[1:]] if graphs else []
+    for k, each in enumerate(forms):
+        if each.form == MODULES:
+            links += [link(forms, k, graph) for graph in graphs[:1]]
+        elif each.form != NODES and (graphs or k in graph_of):
+            links.append(link(forms, graph_of.get(k, graphs[0]), k))
+    return links

@@ -1,0 +1,106 @@
+"""Where a layer belongs that nothing names: by what flows into it and out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+
+from dyno.worker.facts.inside import Layer
+
+Claims = dict[int, set[int]]  # index of a layer -> indices of its counterparts in another form
+# What a node's name, a tensor's name, or the flow between named ones says; and what is computed before the first run.
+NAMED, FLOW, CONSTANT = "named", "flow", "constant"
+SHAPES = {"Shape", "Size"}  # operators whose results the shapes decide
+DEQUANTISES = "DequantizeLinear"
+
+
+class Flow:
+    """Who reads whom among the layers of one form, by the names of tensors.
+
+    `constant` are those that read nothing that changes, of a form that names all that its layers read.
+    """
+
+    def __init__(self, layers: Sequence[Layer], *, complete: bool = True) -> None:
+        writer: dict[str, int] = {}
+        self.forwards, self.backwards = range(len(layers)), range(len(layers) - 1, -1, -1)
+        self.before: list[list[int]] = []
+        self.after: list[list[int]] = [[] for _ in layers]
+        self.constant: set[int] = set()
+        for index, layer in enumerate(layers):
+            sources = [writer[port.name] for port in layer.inputs if port.name in writer]
+            self.before.append(list(dict.fromkeys(sources)))
+            for source in self.before[index]:
+                self.after[source].append(index)
+            fed = [port for port in layer.inputs if port.name not in writer]
+            still = not fed and self.constant.issuperset(self.before[index])
+            if complete and (still or layer.type in SHAPES):
+                self.constant.add(index)
+            writer.update({port.name: index for port in layer.outputs})
+
+
+def between(graph: Flow, engine: Flow, claims: Mapping[int, set[int]], helpers: Sequence[int]) -> Claims:
+    """The claims with those of the engine's layers `helpers` added, which name no node: of the unclaimed nodes between
+    two, what an unnamed layer between their counterparts does."""
+    named = {layer: {layer} for own in claims.values() for layer in own}
+    above, below = _nearest(graph.before, claims, graph.forwards), _nearest(graph.after, claims, graph.backwards)
+    higher, lower = _nearest(engine.before, named, engine.forwards), _nearest(engine.after, named, engine.backwards)
+    neighbours: dict[tuple[int, int], set[int]] = {}
+    for layer in helpers:
+        for pair in product(higher[layer], lower[layer]):
+            neighbours.setdefault(pair, set()).add(layer)
+    extended = {node: set(own) for node, own in claims.items() if own}
+    for node in graph.forwards:
+        if node not in extended and node not in graph.constant:
+            matches = [neighbours.get(pair, set()) for pair in product(above[node], below[node])]
+            if reached := set().union(*matches):
+                extended[node] = reached
+    return extended
+
+
+def placed(layers: Sequence[Layer], claims: Mapping[int, set[int]], flow: Flow) -> tuple[Claims, dict[int, str]]:
+    """The claims with those of unclaimed layers added, and how each was found.
+
+    A layer between two that have a counterpart in common has it too. Of what engines fuse, a product begins a layer, so
+    that it belongs to what reads it, as a dequantisation does and what only constants decide; anything else ends one,
+    and belongs to the last of those that it reads. The layers are in an order in which they can run.
+    """
+    placements = {index: set(own) for index, own in claims.items() if own}
+    how = dict.fromkeys(placements, NAMED)
+    forwards, backwards = flow.forwards, flow.backwards
+
+    def give(index: int, counterparts: set[int]) -> None:
+        if counterparts:
+            placements[index], how[index] = counterparts, CONSTANT if index in flow.constant else FLOW
+
+    def claimed(neighbours: Sequence[int]) -> set[int]:
+        return {one for neighbour in neighbours for one in placements.get(neighbour, ())}
+
+    above, below = _nearest(flow.before, placements, forwards), _nearest(flow.after, placements, backwards)
+    for index in forwards:
+        if index not in placements and index not in flow.constant:
+            give(index, above[index] & below[index])
+    for index in backwards:
+        if index not in placements and (index in flow.constant or _begins(layers[index])):
+            reached = claimed(flow.after[index])
+            give(index, reached if index in flow.constant else {min(reached)} if reached else set())
+    for index in forwards:
+        if index not in placements and index not in flow.constant and (reached := claimed(flow.before[index])):
+            give(index, {max(reached)})
+    for index in backwards:
+        if index not in placements and (reached := claimed(flow.after[index])):
+            give(index, {min(reached)})
+    return placements, how
+
+
+def _begins(layer: Layer) -> bool:
+    """Whether an engine's layer may begin with it, and hardly ends with it."""
+    return bool(layer.flops) or layer.type == DEQUANTISES
+
+
+def _nearest(edges: Sequence[Sequence[int]], claims: Mapping[int, set[int]], order: Sequence[int]) -> list[set[int]]:
+    """For each layer the counterparts of the nearest claimed ones along the edges; the order visits those first."""
+    reached: list[set[int]] = [set() for _ in edges]
+    for index in order:
+        for neighbour in edges[index]:
+            reached[index] |= claims.get(neighbour, reached[neighbour])
+    return reached

@@ -1,0 +1,228 @@
+"""Layers as tables: of one form, of several side by side, and of the conversions that an engine put in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from dyno.analysis.inside import align, totals
+from dyno.analysis.inside.align import Region
+from dyno.analysis.inside.place import CONSTANT, FLOW, NAMED
+from dyno.analysis.presentation.table import COUNT, TEXT, Column, Row, Table, TableKind
+from dyno.worker.facts.inside import LAYERS, MODULES, NODES, Inside, Layer, Port
+
+LAYER_TABLE = TableKind("layers", "Layers", "Every layer of one form of a model, in the order in which they run.",
+                        command="dyno inspect")  # fmt: skip
+ALIGNED = TableKind("aligned", "Layers side by side", "What became of each layer from one form of a model to the next.",
+                    command="dyno inspect")  # fmt: skip
+CONVERSIONS = TableKind("conversions", "Conversions", "Layers that only change types or layouts, and for which edge.",
+                        command="dyno inspect")  # fmt: skip
+MODEL = "(model)"
+QUANTISES = ("QuantizeLinear", "DequantizeLinear")
+NAMES = 3  # of a region that are printed; csv and json have all
+
+COUNTS = (
+    Column("parameters", "weights of the layer itself", kind=COUNT, rank=2),
+    Column("flops", "operations, a multiply-add counted as two", "1", COUNT, title="FLOPs", rank=3),
+    Column("bytes", "bytes of the outputs", "B", COUNT, title="activations, B", rank=4),
+)
+
+
+def one(form: Inside) -> Table:
+    """The table of a single form."""
+    rows: list[Row] = []
+    for layer in form.layers:
+        output = layer.outputs[0] if layer.outputs else Port("")
+        rows.append({
+            "name": layer.name, "type": layer.type, "output": shape(output), "dtype": output.dtype,
+            "format": output.format, "parameters": layer.parameters or None, "flops": layer.flops or None,
+            "bytes": totals.activation_bytes(layer), "computes_in": layer.computes_in, "kernel": layer.tactic,
+            "nodes": " ".join(layer.nodes) if form.form == LAYERS else "",
+            "modules": " ".join(layer.modules) if form.form == NODES else "", "remark": _remark(layer),
+        })  # fmt: skip
+    columns = (
+        Column("name", "the layer's own name", kind=TEXT),
+        Column("type", "module's class, operator or kind of layer", kind=TEXT),
+        Column("output", "shape of the first output", kind=TEXT, rank=1),
+        Column("dtype", "type of the first output", kind=TEXT, title="type of output", rank=5),
+        Column("format", "memory layout of the first output", kind=TEXT, title="layout", rank=6),
+        *COUNTS,
+        Column("computes_in", "type that it multiplies in", kind=TEXT, title="computes in", rank=5),
+        Column("kernel", "kernel or provider", kind=TEXT, rank=7),
+        Column("modules", "PyTorch modules that the node came from", kind=TEXT, rank=6),
+        Column("nodes", "ONNX nodes that the engine says it came from", kind=TEXT, rank=8),
+        Column("remark", "whether it runs, and whether it only converts", kind=TEXT, rank=3),
+    )
+    return LAYER_TABLE.of(columns, rows, notes=(totals.summary(form), *form.notes))
+
+
+def _remark(layer: Layer) -> str:
+    if layer.moves:
+        return "only changes type or layout"
+    if layer.skipped:
+        return "not run by itself" if layer.parameters or not layer.outputs else "not run"
+    return ""
+
+
+def shape(port: Port) -> str:
+    """A shape as 1x64x56x56; a dimension that isn't known is ?."""
+    return "x".join(str(n) if n >= 0 else "?" for n in port.shape)
+
+
+def aligned(forms: Sequence[Inside], shown: Sequence[int], graph_of: Mapping[int, int]) -> Table:
+    """The forms of the indices `shown` side by side, a row for each region; the others only help to align them.
+
+    `graph_of` has the index of the graph that an engine was made from.
+    """
+    links = align.pivots(forms, graph_of)
+    regions = [r for r in align.regions(forms, links) if any(_runs(forms, r, k) for k in shown)]
+    rows = [_row(forms, shown, region) for region in regions]
+    names = [_letter(k) for k in range(len(shown))]
+    columns = [
+        Column(name, f"layers of {forms[k].library}", kind=TEXT, title=forms[k].library, cell=_cell(name))
+        for name, k in zip(names, shown, strict=True)
+    ]  # fmt: skip
+    columns += [
+        Column("output", "shape of the region's last output", kind=TEXT, rank=2),
+        *(Column(f"parameters_{name}", f"weights in {forms[k].library}", kind=COUNT, title=f"parameters {name}", rank=4)
+          for name, k in zip(names, shown, strict=True)),
+        Column("flops", "operations, a multiply-add counted as two", "1", COUNT, title="FLOPs", rank=5),
+        Column("bytes", "bytes of the last output", "B", COUNT, title="activations, B", rank=6),
+        Column("remark", "what happened on the way", kind=TEXT, rank=1),
+    ]  # fmt: skip
+    notes = [totals.summary(forms[k]) for k in shown]
+    notes += totals.sentences(forms, shown, regions, graph_of)
+    notes += [line for each in links if (line := coverage(forms, each))]
+    notes += [note for k in shown for note in forms[k].notes]
+    return ALIGNED.of(columns, rows, notes=tuple(dict.fromkeys(notes)))
+
+
+def _runs(forms: Sequence[Inside], region: Region, form: int) -> bool:
+    """Whether the region has anything of the form that runs, or has parameters."""
+    return any(not layer.skipped or layer.parameters for i in region.members[form] if (layer := forms[form].layers[i]))
+
+
+def _letter(position: int) -> str:
+    return chr(ord("a") + position)
+
+
+def _cell(name: str) -> Callable[[Row], str]:
+    """The first few names of a region, a later one without what it shares with the first."""
+
+    def text(row: Row) -> str:
+        first, *others = row[f"{name}_names"] or [""]
+        parent = "" if "/" in first else first.rpartition(".")[0]
+        shown = [first, *(_after(parent, each) for each in others[: NAMES - 1])]
+        more = f" … and {len(others) + 1 - NAMES} more" if len(others) >= NAMES else ""
+        return ", ".join(shown) + more
+
+    return text
+
+
+def _after(parent: str, name: str) -> str:
+    """What a name has behind that of the module around it, or all of it."""
+    return name.removeprefix(parent) if parent and name.startswith(f"{parent}.") else name
+
+
+def _row(forms: Sequence[Inside], shown: Sequence[int], region: Region) -> Row:
+    row: Row = {}
+    for position, k in enumerate(shown):
+        layers = [forms[k].layers[i] for i in region.members[k]]
+        name = _letter(position)
+        row[f"{name}_names"] = _names(forms, region, k)
+        row[name] = " ".join(row[f"{name}_names"])
+        row[f"parameters_{name}"] = sum(layer.parameters for layer in layers) or None
+    last = next((forms[k].layers[region.members[k][-1]] for k in reversed(shown) if region.members[k]), Layer())
+    # A graph has each operation where it is; a module around others has its own in one place.
+    order = sorted(range(len(forms)), key=lambda k: forms[k].form != NODES)
+    counted = next((k for k in order if region.members[k] and forms[k].form != LAYERS), None)
+    flops = sum(forms[counted].layers[i].flops or 0 for i in region.members[counted]) if counted is not None else 0
+    row["output"] = shape(last.outputs[0]) if last.outputs else ""
+    row["flops"] = flops or None
+    row["bytes"] = totals.activation_bytes(last)
+    row["remark"] = _what_happened(forms, [k for name, k in zip(map(_letter, range(len(shown))), shown, strict=True)
+                                           if row[name]], shown[-1], region)  # fmt: skip
+    return row
+
+
+def _names(forms: Sequence[Inside], region: Region, form: int) -> list[str]:
+    """What the region has of the form, quantisation last; the model itself is (model), where no part of it acts."""
+    layers = sorted((forms[form].layers[i] for i in region.shown(form)), key=lambda layer: layer.type in QUANTISES)
+    names = [layer.name or MODEL for layer in layers]
+    if names or forms[form].form != MODULES:
+        return names
+    graphs = (k for k, each in enumerate(forms) if each.form == NODES)
+    return [MODEL] if any(forms[k].layers[i].modules == ("",) for k in graphs for i in region.members[k]) else []
+
+
+def _what_happened(forms: Sequence[Inside], there: Sequence[int], last: int, region: Region) -> str:
+    """Fusions, folded batch norms, layers that are in one form only; `there` are the forms that have the region."""
+    before, after = ([forms[k].layers[i] for i in region.shown(k)] for k in (there[0], there[-1]))
+    if len(there) == 1:
+        if all(layer.moves for layer in after):
+            return "conversion"
+        return "nothing runs for it" if there[0] != last else "counterpart unknown"
+    remarks = []
+    norms = sum(map(totals.is_norm, before))
+    if norms and not any(map(totals.is_norm, after)):
+        remarks.append("batch norm folded")
+    if len(after) == 1 and len(before) - norms > 1:
+        remarks.append(f"{len(before) - norms} fused into one")
+    if last not in there:
+        remarks.append("nothing runs for it")
+    return ", ".join(remarks)
+
+
+def coverage(forms: Sequence[Inside], each: align.Link) -> str:
+    """How the layers of the upper form found their counterparts, and how many have none."""
+    total = sum(not layer.skipped for layer in forms[each.upper].layers)
+    count = {why: sum(one == why for one in each.how.values()) for why in (NAMED, FLOW, CONSTANT)}
+    alone = total - sum(count.values())
+    if not total:
+        return ""
+    words = {NAMED: "by name", FLOW: "by what flows between those", CONSTANT: "computed before the first run"}
+    shares = [f"{n:,} {words[why]}" for why, n in count.items() if n]
+    shares += [f"{alone:,} unaligned ({alone / total:.1%})"] if alone else []
+    return (
+        f"{forms[each.upper].library} aligned with {forms[each.lower].library}, {total:,} in all: {', '.join(shares)}."
+    )
+
+
+def conversions(forms: Sequence[Inside], shown: Sequence[int]) -> Table:
+    """Every layer of the engines that only changes types or layouts: between which layers, from what to what."""
+    rows: list[Row] = []
+    for k in shown:
+        form = forms[k]
+        writers = {port.name: layer for layer in form.layers for port in layer.outputs}
+        for layer in form.layers:
+            if form.form == LAYERS and layer.moves and not layer.skipped:
+                rows.append(_conversion(form, layer, writers))
+    columns = (
+        Column("engine", "whose conversion it is", kind=TEXT, identity=True),
+        Column("layer", "the conversion itself", kind=TEXT, rank=3),
+        Column("writer", "who wrote the tensor", kind=TEXT, title="from"),
+        Column("reader", "who reads it", kind=TEXT, title="to"),
+        Column("before", "type and layout that it reads", kind=TEXT, rank=1),
+        Column("after", "type and layout that it writes", kind=TEXT),
+        Column("bytes", "bytes that it writes", "B", COUNT, rank=2),
+    )
+    return CONVERSIONS.of(columns, rows)
+
+
+def _conversion(form: Inside, layer: Layer, writers: dict[str, Layer]) -> Row:
+    read, written = layer.inputs[:1], layer.outputs[:1]
+    source = writers.get(read[0].name) if read else None
+    readers = [each.name for each in form.layers for port in each.inputs if written and port.name == written[0].name]
+    before = source.outputs[0] if source and source.outputs else read[0] if read else Port("")
+    return {
+        "engine": form.library,
+        "layer": layer.name,
+        "writer": source.name if source else (read[0].name if read else ""),
+        "reader": ", ".join(readers) or "output",
+        "before": _typed(before),
+        "after": _typed(written[0]) if written else "",
+        "bytes": totals.activation_bytes(layer),
+    }
+
+
+def _typed(port: Port) -> str:
+    return " ".join(filter(None, (port.dtype, port.format)))

@@ -1,0 +1,136 @@
+"""Totals of a form, and why two forms of one model have different numbers of parameters."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+
+from dyno.analysis.formatting import counting
+from dyno.analysis.inside.align import Region
+from dyno.worker.facts.inside import MODULES, Inside, Layer
+
+BYTES = {"float64": 8, "int64": 8, "uint64": 8, "float32": 4, "int32": 4, "uint32": 4, "float16": 2, "bfloat16": 2,
+         "int16": 2, "uint16": 2, "complex64": 8, "complex128": 16}  # fmt: skip
+BLOCKED = "nchwc"  # ONNX Runtime's name of the layout
+NORMS = ("BatchNorm", "BatchNormalization")
+
+
+def activation_bytes(layer: Layer) -> int | None:
+    """Bytes of the layer's outputs; None where a shape or type isn't known, or the run decides it."""
+    if not layer.outputs or any(not p.dtype or any(n < 0 for n in p.shape) for p in layer.outputs):
+        return None
+    return sum(math.prod(port.shape) * BYTES.get(port.dtype, 1) for port in layer.outputs)
+
+
+def is_norm(layer: Layer) -> bool:
+    """Whether it is a batch normalisation, which in inference is a multiplication and an addition per channel."""
+    return any(name in layer.type for name in NORMS)
+
+
+def sentences(
+    forms: Sequence[Inside], shown: Sequence[int], regions: Sequence[Region], graph_of: Mapping[int, int] | None = None
+) -> list[str]:
+    """Why each form shown has another number of parameters than the one before it.
+
+    `graph_of` has the graph that an engine was made from, in which batch norms are folded and nothing is filled up.
+    """
+    counted = [k for k in shown if forms[k].parameters]
+    lines = []
+    for first, k in pairwise(counted):
+        apart = forms[first].parameters - forms[k].parameters
+        if apart:
+            reasons = list(_reasons(forms, first, k, regions, (graph_of or {}).get(k, k)))
+            lines.append(
+                f"{forms[k].library} has {abs(apart):,} {'fewer' if apart > 0 else 'more'} parameters than "
+                f"{forms[first].library}: {'; '.join(reasons)}."
+            )
+    return lines
+
+
+def _reasons(forms: Sequence[Inside], first: int, other: int, regions: Sequence[Region], graph: int) -> Iterator[str]:
+    """Folded batch norms, weights filled up or stored once for several layers, and the rest by its largest part."""
+    left = forms[first].parameters - forms[other].parameters
+    lost = {id(r): _sum(forms, r, first) - _sum(forms, r, other) for r in regions}
+    folded = [r for r in regions if r.members[graph] and _folds(forms, first, graph, r)]
+    if folded:
+        norms = [n for r in folded for n in _layers(forms, r, first) if is_norm(n)]
+        before, change = sum(n.parameters for n in norms), 0
+        for r in folded:
+            apart = _sum(forms, r, first) - _sum(forms, r, graph)
+            change, lost[id(r)] = change + apart, lost[id(r)] - apart
+        yield (
+            f"{counting(len(norms), 'batch norm')} folded into the layers before them, whose {before:,} parameters "
+            f"became {before - change:,} biases"
+        )
+        left -= change
+    padded = [r for r in regions if lost[id(r)] and _blocked(forms, r, first, other)]
+    if filled := sum(lost.pop(id(r)) for r in padded):
+        yield f"{abs(filled):,} zeros fill up blocks of channels in its layout{'' if filled < 0 else ' no longer'}"
+        left -= filled
+    if shared := _shared(forms[other]) - _shared(forms[first]):
+        once = "are stored once for several layers that have the same values"
+        yield f"{abs(shared):,} {once if shared > 0 else 'are stored anew for each layer that has these values'}"
+        left -= shared
+    if left:
+        whole: dict[str, int] = Counter()  # what a module does itself may be spread over several regions
+        for r in regions:
+            whole[_name(forms, r, first, other)] += lost.get(id(r), 0)
+        name = max(whole, key=lambda each: abs(whole[each]), default="")
+        where = f", most of them in {name}" if name and whole[name] else ""
+        yield f"{abs(left):,} {'fewer' if left > 0 else 'more'} elsewhere{where}"
+
+
+def _folds(forms: Sequence[Inside], first: int, other: int, region: Region) -> bool:
+    """Whether a batch norm of the first form is no layer of its own in the other."""
+    return any(map(is_norm, _layers(forms, region, first))) and not any(map(is_norm, _layers(forms, region, other)))
+
+
+def _blocked(forms: Sequence[Inside], region: Region, first: int, other: int) -> bool:
+    """Whether one of the forms has the region's tensors in blocks of channels, which weights are filled up to."""
+    every = (*_layers(forms, region, first), *_layers(forms, region, other))
+    return any(port.format == BLOCKED for layer in every for port in layer.outputs)
+
+
+def _layers(forms: Sequence[Inside], region: Region, form: int) -> list[Layer]:
+    return [forms[form].layers[i] for i in region.members[form]]
+
+
+def _sum(forms: Sequence[Inside], region: Region, form: int) -> int:
+    return sum(layer.parameters for layer in _layers(forms, region, form))
+
+
+def _shared(form: Inside) -> int:
+    return sum(layer.parameters for layer in form.layers) - form.parameters
+
+
+def _name(forms: Sequence[Inside], region: Region, *order: int) -> str:
+    """The module around the region's parts, else its first layer in the first form that has one."""
+    around = [forms[form].layers[k] for form in order for k in (region.around[form] if region.around else ())]
+    names = (layer.name for layer in (*around, *(each for form in order for each in _layers(forms, region, form))))
+    return next(names, "") or "(model)"
+
+
+def _operations(count: int) -> str:
+    for name, size in (("G", 1e9), ("M", 1e6)):
+        if count >= size:
+            return f"{count / size:.3g} {name}FLOPs"
+    return f"{count:,} FLOPs"
+
+
+def summary(form: Inside) -> str:
+    """A form in one sentence."""
+    ran = [layer for layer in form.layers if not layer.skipped]
+    sentence = f"{form.library}: {counting(len(ran), form.form.removesuffix('s'))}"
+    if form.form == MODULES:
+        sentence = f"{form.library}: {counting(len(ran), 'call')} of modules"
+    if form.parameters:
+        sentence += f", {form.parameters:,} parameters"
+    if operations := sum(layer.flops or 0 for layer in form.layers):
+        sentence += f", {_operations(operations)}"
+    if idle := sum(layer.skipped and bool(layer.outputs) for layer in form.layers):
+        sentence += f", {idle:,} more in which nothing runs"
+    if moves := sum(layer.moves for layer in ran):
+        sentence += f", {moves:,} of the layers only {'changes' if moves == 1 else 'change'} types or layouts"
+    return f"{sentence}."

@@ -1,0 +1,1 @@
+"""Commands that look inside a model."""

@@ -1,0 +1,36 @@
+"""The command `dyno inspect`: look inside a model, in one form or in several side by side."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from dyno.cli import options
+from dyno.study_options import MODEL_HELP, Compared, DataOptions, ModelOptions, RuntimeOptions
+
+FORMS = "more models, or forms of the first: onnx, or BACKEND/PRECISION such as openvino/int8"
+
+
+@options.takes(
+    Compared,
+    ModelOptions,
+    DataOptions,
+    RuntimeOptions,
+    omit="backends precisions batches routes reference compared budget search",
+    device="cpu, cuda:0 for TensorRT's engines",
+)
+def inspect(
+    overrides: options.Overrides,
+    models: Annotated[list[str], typer.Argument(help=f"{MODEL_HELP}; then {FORMS}.", metavar="MODEL [FORM...]")],
+    batch: Annotated[int, typer.Option(help="Batch of the shapes.")] = 1,
+    format: options.Format = "text",
+) -> None:
+    """Show the layers of a module, an ONNX graph or an engine, or several side by side, aligned."""
+    from dyno.analysis.presentation.export import export
+    from dyno.api import inspection
+    from dyno.planning.checks import check_format
+
+    check_format(format)
+    found = inspection.inspect(*models, batch=batch, quiet=False, **overrides)
+    print(export(found.tables, format), end="")

@@ -1,0 +1,135 @@
+"""OpenVINO's execution graph: fused layers with the type, the layout and the kernel that each one runs in."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+from dyno.worker.facts.inside import LAYERS, Inside, Layer, Port
+from dyno.worker.facts.precision import FLOATS, has_precision, why_not_faster
+
+TYPE_NAMES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "i8": "int8", "u8": "int8", "f64": "float64"}
+COMPUTE = re.compile("Convolution|Deconvolution|FullyConnected|MatMul|MHA|ScaledDotProduct|QKVProj|LLMMLP|LSTM|GRU|RNN")
+NOT_LAYERS = {"Const", "Input", "Output"}
+CONVERTERS = ("FakeQuantize", "Convert", "Reorder")
+
+
+class ExecutionGraph:
+    """What OpenVINO made of the model: fused layers with the type and kernel each one runs in."""
+
+    def __init__(self, runtime_model: Any, asked: str) -> None:
+        self._asked, self._ops = asked, runtime_model.get_ordered_ops()
+        self._infos = [{key: str(plain(value)) for key, value in op.get_rt_info().items()} for op in self._ops]
+        # What was folded into constants or into memory layout stays in the graph, marked as not executed.
+        self.layers = [info for info in self._infos if _kind(info) not in NOT_LAYERS and not _skipped(info)]
+
+    def compute(self) -> list[dict[str, str]]:
+        """Convolutions, matrix products and the like; in a model that has none, all layers in a type of precision."""
+        return [layer for layer in self.layers if COMPUTE.search(layer["layerType"])] or [
+            layer for layer in self.layers if has_precision(_computed_in(layer), self._asked)
+        ]
+
+    def by_type(self) -> dict[str, int]:
+        """Compute layers by the type they ran in, 8-bit ones signed or not as `int8`."""
+        return dict(Counter(_computed_in(layer) for layer in self.compute()))
+
+    def time_by_operator(self) -> dict[str, float]:
+        """Share of the time in layers, by kind, largest first."""
+        spent: dict[str, float] = defaultdict(float)
+        for layer in self.layers:
+            spent[layer["layerType"]] += _number(layer.get("execTimeMcs", ""))
+        total = sum(spent.values()) or 1.0
+        return {kind: round(t / total, 4) for kind, t in sorted(spent.items(), key=lambda kv: -kv[1]) if t}
+
+    def notes(self) -> list[str]:
+        """Sentences about what keeps a lowered precision from being faster."""
+        compute = [(layer["layerType"], _computed_in(layer)) for layer in self.compute()]
+        return why_not_faster(self._asked, compute, self.time_by_operator(), CONVERTERS)
+
+    def inside(self, library: str) -> Inside:
+        """The graph's layers; those that OpenVINO left in it and doesn't run are `skipped`, constants left out."""
+        constant, layers, weights_of = set[str](), list[Layer](), list[Any]()
+        for op, info in zip(self._ops, self._infos, strict=True):
+            read = [port.get_source_output() for port in op.inputs()]
+            computed = [port for port in read if _name(port) not in constant]
+            weights = [port for port in read if _name(port) in constant]
+            if _kind(info) == "Const" or (read and not computed):
+                constant.add(op.get_friendly_name())
+            elif _kind(info) not in NOT_LAYERS:
+                layers.append(self._layer(op, info, computed, weights))
+                weights_of += weights if _kind(info) not in CONVERTERS else []
+        stored = {_name(port): _weights(port) for port in weights_of}
+        return Inside(form=LAYERS, library=library, parameters=sum(stored.values()), layers=tuple(layers))
+
+    def _layer(self, op: Any, info: dict[str, str], computed: list[Any], weights: list[Any]) -> Layer:
+        name, kind = op.get_friendly_name(), _kind(info)
+        layouts, types = info.get("outputLayouts", "").split(","), info.get("outputPrecisions", "").split(",")
+        return Layer(
+            name=name,
+            type=kind,
+            inputs=tuple(_port(port) for port in computed),
+            outputs=tuple(
+                Port(_label(name, k), tuple(port.shape), TYPE_NAMES.get(kind, kind), layout)
+                for k, (port, kind, layout) in enumerate(_padded(op.outputs(), types, layouts))
+            ),
+            parameters=0 if kind in CONVERTERS else sum(map(_weights, weights)),
+            computes_in=_computed_in(info) if COMPUTE.search(kind) else "",
+            tactic=info.get("primitiveType", ""),
+            moves=kind in ("Reorder", "Convert"),
+            skipped=_skipped(info),
+            nodes=tuple(filter(None, info.get("originalLayersNames", "").split(","))),
+        )
+
+
+def _weights(port: Any) -> int:
+    """How many weights a constant holds; none where it holds indices or one number."""
+    count = math.prod(port.shape)
+    return count if count > 1 and _port(port).dtype in FLOATS | {"int8"} else 0
+
+
+def _kind(info: dict[str, str]) -> str:
+    return info.get("layerType", "Const")
+
+
+def _skipped(info: dict[str, str]) -> bool:
+    return info.get("execTimeMcs") == "not_executed"
+
+
+def _padded(ports: list[Any], types: list[str], layouts: list[str]) -> Iterator[tuple[Any, str, str]]:
+    """Each output with its type and layout; the library names one for all where they are alike."""
+    for k, port in enumerate(ports):
+        yield port, types[min(k, len(types) - 1)], layouts[min(k, len(layouts) - 1)]
+
+
+def _name(port: Any) -> str:
+    return str(port.get_node().get_friendly_name())
+
+
+def _label(name: str, index: int) -> str:
+    return f"{name}:{index}" if index else name
+
+
+def _port(source: Any) -> Port:
+    info = {key: str(plain(value)) for key, value in source.get_node().get_rt_info().items()}
+    kind = info.get("outputPrecisions", "").split(",")[0]
+    label = _label(_name(source), source.get_index())
+    return Port(label, tuple(source.shape), TYPE_NAMES.get(kind, kind), info.get("outputLayouts", "").split(",")[0])
+
+
+def _computed_in(layer: dict[str, str]) -> str:
+    return TYPE_NAMES.get(layer["runtimePrecision"], layer["runtimePrecision"])
+
+
+def _number(text: str) -> float:
+    return float(text) if text.replace(".", "", 1).isdigit() else 0.0
+
+
+def plain(value: Any) -> Any:
+    """A property or rt_info value as a string, number or bool, for JSON."""
+    value = getattr(value, "value", value)
+    if isinstance(value, (bool, int, float, str)):
+        return value
+    return value.get_type_name() if hasattr(value, "get_type_name") else getattr(value, "name", str(value))

@@ -1,0 +1,59 @@
+"""What a model is made of, in any of its forms: the layers, what flows between them, and where each came from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dyno.worker.facts.sparse import Sparse
+
+MODULES, NODES, LAYERS = "modules", "nodes", "layers"
+
+
+@dataclass(frozen=True)
+class Port:
+    """One tensor that a layer reads or writes; -1 is a dimension that the run decides, `format` its memory layout."""
+
+    name: str
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    format: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer(Sparse):
+    """One call of a module, one node of a graph, or one layer of an engine.
+
+    `inputs` are those that are computed, not weights. `parameters` counts the layer's own weights, `flops` its
+    operations with a multiply-add as two (None: unknown). `computes_in` is the type that an engine multiplies in,
+    `tactic` its kernel, and `moves` says that it only changes types or layouts. `modules` and `nodes` are the PyTorch
+    modules and the ONNX nodes that it came from, as far as its own form says; `skipped` is one that an engine keeps in
+    its list and doesn't run.
+    """
+
+    name: str = ""
+    type: str = ""
+    inputs: tuple[Port, ...] = ()
+    outputs: tuple[Port, ...] = ()
+    parameters: int = 0
+    flops: int | None = None
+    computes_in: str = ""
+    tactic: str = ""
+    moves: bool = False
+    skipped: bool = False
+    modules: tuple[str, ...] = ()
+    nodes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inside(Sparse):
+    """One form of a model: the calls of its `modules`, the `nodes` of its graph, or an engine's `layers`.
+
+    `library` is whose form it is, with its version. `parameters` counts each weight once, however many layers use it;
+    `notes` are sentences on what can't be seen.
+    """
+
+    form: str = ""
+    library: str = ""
+    parameters: int = 0
+    layers: tuple[Layer, ...] = ()
+    notes: tuple[str, ...] = ()

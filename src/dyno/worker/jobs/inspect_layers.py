@@ -1,0 +1,89 @@
+"""One form of a model, read for `dyno inspect`: a module's calls, a graph's nodes or an engine's layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from dyno.worker import registry
+from dyno.worker.facts.inside import Inside
+from dyno.worker.inputs import modules
+from dyno.worker.inputs.shapes import static_shapes
+from dyno.worker.jobs.inspect_model import inspect_model
+from dyno.worker.layers import graph, module
+from dyno.worker.nets import models
+from dyno.worker.nets.file_images import DEFAULT_SIZE
+from dyno.worker.onnx_graph.file import read_io
+from dyno.worker.sessions.torch_support import first_line, import_torch
+from dyno.worker.spec import Artifact, Dims, Trial, UserError
+
+MODULE = "pytorch"  # the backend whose form is the module itself
+
+
+def read(trial: Trial, artifact: Artifact | None, options: Mapping[str, Any]) -> Inside:
+    """The form that the trial's backend runs: "" is the ONNX graph.
+
+    Of a module that nobody inspected yet, `options` have the user's word (see `inspect_model`) and the batch. Raises
+    `UserError` where it can't be read, `Unavailable` where it can't be read here.
+    """
+    if trial.backend == MODULE:
+        return _module(trial, options)
+    if trial.backend:
+        return registry.find(trial.backend).inside(trial, artifact)
+    path = artifact.path if artifact else trial.model.file
+    inputs, _ = read_io(path)
+    return graph.read(path, static_shapes(inputs, trial.dims))
+
+
+def _module(trial: Trial, options: Mapping[str, Any]) -> Inside:
+    """Without weights and without arithmetic where the module allows it, which takes a tenth of the time."""
+    torch = import_torch()
+    torch.set_num_threads(trial.runtime.threads)
+    model, dims = trial.model, trial.dims
+    of_library = models.parse(model.source)[0] in models.LIBRARIES
+    if options and not (of_library and not options["overrides"]):
+        inspection = inspect_model(trial, options["sizes"], options["overrides"])
+        model = replace(model, inputs=inspection.inputs)
+        dims = Dims(inspection.batch or dims.batch, *(options["sizes"] or [inspection.size])[0])
+    elif options:
+        size = models.image_size(model) or (DEFAULT_SIZE, DEFAULT_SIZE)
+        dims = Dims(dims.batch, *(options["sizes"] or [size])[0])
+    if of_library and not (model.weights or model.pretrained):
+        try:
+            with torch.device("meta"):
+                return _read(torch, models.build(model, dims), model, dims)
+        except Exception:  # whatever it is, the module itself says it better below
+            pass
+    built = models.build(model, dims)
+    try:
+        return _read(torch, built.to("meta"), model, dims)
+    except Exception:  # a module that computes with values, or keeps tensors of its own, has to run
+        return _run(torch, model, dims)
+
+
+def _run(torch: Any, model: Any, dims: Dims) -> Inside:
+    try:
+        return _read(torch, models.build(model, dims), model, dims)
+    except (UserError, MemoryError):
+        raise
+    except Exception as e:  # the module is anyone's code
+        raise UserError(f"{model.name} can't be run once to see its layers: {first_line(e)}") from e
+
+
+def _read(torch: Any, built: Any, model: Any, dims: Dims) -> Inside:
+    """The module's calls on an example of the model's inputs, on the device of its weights."""
+    device = next((p.device for p in built.parameters()), torch.device("cpu"))
+    if not model.inputs:
+        return module.read(built, torch.zeros(dims.batch, model.channels, dims.height, dims.width, device=device))
+    args, keywords = modules.example(model, model.inputs, dims)
+    return module.read(built, *_moved(list(args), device), **_moved(keywords, device))
+
+
+def _moved(value: Any, device: Any) -> Any:
+    """Lists and dicts with their tensors on that device."""
+    if isinstance(value, dict):
+        return {key: _moved(each, device) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_moved(each, device) for each in value]
+    return value.to(device) if hasattr(value, "detach") else value

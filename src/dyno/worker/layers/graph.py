@@ -1,0 +1,146 @@
+"""The nodes of an ONNX graph: shapes by inference, weights, operations, and the modules that each node came from."""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dyno.worker.facts.inside import NODES, Inside, Layer, Port
+from dyno.worker.nets import flops
+from dyno.worker.onnx_graph.file import import_onnx, read_io
+from dyno.worker.onnx_graph.opset import opset
+from dyno.worker.onnx_graph.weights import beside
+from dyno.worker.spec import UserError
+
+SCOPES = "pkg.torch.onnx.name_scopes"  # what PyTorch's newer exporter writes at a node: its modules, outermost first
+UNKNOWN = (-1,)  # the shape of a tensor of which not even the number of dimensions is known
+# Which inputs are weights where not all constants are: the others are scales, statistics, limits, shapes.
+WEIGHTS: dict[str, tuple[int, ...]] = {
+    "BatchNormalization": (1, 2), "QuantizeLinear": (0,), "DequantizeLinear": (0,), "Clip": (0,), "Pad": (0,),
+    "Resize": (0,), "Slice": (0,), "Expand": (0,), "Tile": (0,), "OneHot": (), "QLinearConv": (0, 3, 8),
+    "QLinearMatMul": (0, 3), "QGemm": (0, 3, 6), "QLinearAdd": (0, 3), "QLinearMul": (0, 3), "MatMulInteger": (0, 1),
+    "MatMulIntegerToFloat": (0, 1, 6), "DynamicQuantizeMatMul": (0, 1, 4), "ConvInteger": (0, 1),
+    "QLinearGlobalAveragePool": (0,), "QLinearAveragePool": (0,), "QLinearSigmoid": (0,), "QLinearConcat": (),
+    "QLinearSoftmax": (0,), "QLinearLeakyRelu": (0,),
+}  # fmt: skip
+
+
+def read(path: str, shapes: Mapping[str, tuple[int, ...]]) -> Inside:
+    """The nodes of the file for inputs of these shapes, in the file's order; constants are no nodes.
+
+    A node of the standard's domain has its operator as its type, one of another domain `domain.Operator`. Raises
+    `UserError` for a file that is missing, damaged, or lacks weights that it keeps beside it.
+    """
+    onnx = import_onnx()
+    read_io(path)
+    for file in beside(Path(path)):
+        if not file.is_file():
+            raise UserError(f"{path} keeps weights in {file}, which doesn't exist; put it back beside it")
+    model = onnx.load(path, load_external_data=False)
+    inferred = flops.with_shapes(model, shapes)
+    graph, inferred_shapes = inferred if inferred else (model.graph, {})
+    reader = _Reader(onnx, graph, inferred_shapes)
+    layers = tuple(reader.layer(node) for node in graph.node if node.op_type != "Constant")
+    unknown = sum(any(-1 in port.shape or not port.dtype for port in layer.outputs) for layer in layers)
+    notes = (f"the shapes of {unknown} of {len(layers)} nodes can't be inferred",) if unknown else ()
+    title = f"ONNX opset {opset(model)}"
+    return Inside(form=NODES, library=title, parameters=reader.stored, layers=layers, notes=notes)
+
+
+class _Reader:
+    """A graph's constants, types and shapes, and its nodes as layers."""
+
+    def __init__(self, onnx: Any, graph: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._shapes = dict(shapes)
+        self._types = {v.name: v.type.tensor_type.elem_type for v in (*graph.input, *graph.value_info, *graph.output)}
+        self._named = {kind: _type_name(onnx, kind) for kind in {*self._types.values()}}
+        self.constants: dict[str, tuple[int, ...]] = {t.name: tuple(t.dims) for t in graph.initializer}
+        numbers = {t.name for t in graph.initializer if t.data_type not in _indices(onnx)}
+        for node in graph.node:
+            if node.op_type == "Constant":
+                tensor = next((a.t for a in node.attribute if a.name == "value"), None)
+                self.constants[node.output[0]] = tuple(tensor.dims) if tensor is not None else ()
+                if tensor is not None and tensor.data_type not in _indices(onnx):
+                    numbers.add(node.output[0])
+        self._integers = {t.name for t in graph.initializer if t.data_type == onnx.TensorProto.INT32}
+        self._numbers = numbers
+        self._readers = Counter(name for node in graph.node for name in node.input)
+        self._counted: set[str] = set()
+        self._unnamed = Counter[str]()
+        self.stored = 0
+
+    def layer(self, node: Any) -> Layer:
+        """The node; `self.stored` grows by the weights that no node before it had."""
+        weights = self._weights(node)
+        fresh = [name for name in weights if name not in self._counted]
+        self._counted.update(fresh)
+        self.stored += sum(map(self._size, fresh))
+        kind = node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}"
+        name = node.name or f"{node.op_type} to {next(iter(node.output), '')}"
+        operator = node.op_type.removeprefix("Fused")
+        count = flops.of_node(node, self._shapes) if operator in flops.PRODUCTS else 0
+        return Layer(
+            name=name,
+            type=kind,
+            inputs=tuple(self._port(n) for n in node.input if n and n not in self.constants),
+            outputs=tuple(self._port(n) for n in node.output if n),
+            parameters=sum(map(self._size, weights)),
+            flops=count,
+            modules=_modules(node, [n for n in weights if self._readers[n] == 1]),
+            nodes=(name,),
+        )
+
+    def _weights(self, node: Any) -> list[str]:
+        """The constants among its inputs that are weights: of some dimension, and no indices, scales or statistics."""
+        places = WEIGHTS.get(node.op_type)
+        constants = [n for k, n in enumerate(node.input) if n in self.constants and (places is None or k in places)]
+        biased = node.op_type in ("DequantizeLinear", "QLinearConv", "QGemm")  # whose biases are of 32 bits
+        kept = [n for n in constants if n in self._numbers or (biased and n in self._integers)]
+        scalar = node.op_type in ("Add", "Sub", "Mul", "Div", "Pow", "Where", "Max", "Min")  # with a number for all
+        return [n for n in kept if self.constants[n] and not (scalar and self._size(n) == 1)]
+
+    def _size(self, name: str) -> int:
+        return math.prod(self.constants[name])
+
+    def _port(self, name: str) -> Port:
+        shape = tuple(length or -1 for length in self._shapes.get(name, UNKNOWN))
+        return Port(name, shape, self._named.get(self._types.get(name, 0), ""))
+
+
+def _indices(onnx: Any) -> tuple[int, ...]:
+    kinds = onnx.TensorProto
+    return (kinds.INT64, kinds.INT32, kinds.INT16, kinds.BOOL, kinds.STRING, kinds.UINT64, kinds.UINT32, kinds.UINT16)
+
+
+def _type_name(onnx: Any, kind: int) -> str:
+    return "" if not kind else str(onnx.helper.tensor_dtype_to_np_dtype(kind))
+
+
+def _modules(node: Any, weights: list[str]) -> tuple[str, ...]:
+    """The modules that a node came from, innermost names: by PyTorch's own metadata, else by the path in its name, and
+    by the names of its weights where no other node has them, as a folded batch norm's convolution has."""
+    owners = [name.rpartition(".")[0] for name in weights if "." in name and "::" not in name]
+    scopes = next((entry.value for entry in node.metadata_props if entry.key == SCOPES), "")
+    if scopes:
+        try:
+            parts = ast.literal_eval(scopes)
+        except (ValueError, SyntaxError):
+            parts = []
+        owners += [str(part) for part in parts[:-1][-1:]]  # the last is the operator's own name
+    elif node.name.startswith("/"):  # /layer1/layer1.0/conv1/Conv, by the older exporter
+        owners.append(_dotted(node.name.split("/")[1:-1]))
+    return tuple(dict.fromkeys(owners))
+
+
+def _dotted(parts: list[str]) -> str:
+    """A module's name from its scopes: an element of a container repeats the container's name (layer1, layer1.0)."""
+    path: list[str] = []
+    for part in parts:
+        if path and part.startswith(f"{path[-1]}."):
+            path.pop()
+        path.append(part)
+    return ".".join(path)

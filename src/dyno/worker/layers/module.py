@@ -1,0 +1,162 @@
+"""The calls of a PyTorch module's parts, watched while it runs once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dyno.worker.facts.inside import MODULES, Inside, Layer, Port
+from dyno.worker.nets import flops
+from dyno.worker.sessions.torch_support import import_torch, tensors
+from dyno.worker.spec import UserError
+
+UNSEEN = "whose modules can't be watched; look at its graph: dyno inspect MODEL onnx"
+MARK = "_dyno_port"  # the attribute by which a tensor is known again where it is read
+
+
+def read(module: Any, *args: Any, **keywords: Any) -> Inside:
+    """Run the module once: a row for each call of a part, in the order in which the calls end.
+
+    A part that only calls others is none, nor is the module itself where it has no parameters and no operations.
+    Operations are counted by `torch.utils.flop_counter`. A call in which nothing runs, such as a Dropout's, is
+    `skipped`, and so is a part with parameters that was never called itself; it has no outputs. Raises `UserError` for
+    TorchScript and programs of torch.export, whose parts can't be watched.
+    """
+    torch = import_torch()
+    if isinstance(module, torch.jit.ScriptModule):
+        raise UserError(f"it is TorchScript, {UNSEEN}")
+    with _dispatched(torch) as ran, flops.counting() as counter:
+        watch = _Watch(torch, module, lambda: (counter.get_total_flops(), ran.count))
+        try:
+            module(*args, **keywords)
+        finally:
+            watch.end()
+    if isinstance(module, torch.fx.GraphModule) and not watch.parts_ran:
+        raise UserError(f"it is a program of torch.export, {UNSEEN}")
+    return Inside(
+        form=MODULES,
+        library=f"PyTorch {torch.__version__.partition('+')[0]}",
+        parameters=sum(int(p.numel()) for p in module.parameters()),
+        layers=tuple(watch.rows()),
+    )
+
+
+def _dispatched(torch: Any) -> Any:
+    """A mode that counts the operators that run inside it.
+
+    What they write has the mark of the last part whose result they read, so that it is known behind `x + y` too.
+    """
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Counter(TorchDispatchMode):  # type: ignore[misc]  # torch has no types here
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += 1
+            result = func(*args, **(kwargs or {}))
+            latest = max(tensors((args, kwargs or {})), key=_writer, default=None)
+            for tensor in tensors(result) if latest is not None and _writer(latest) >= 0 else ():
+                if _writer(tensor) < 0:
+                    setattr(tensor, MARK, getattr(latest, MARK))
+            return result
+
+    return Counter()
+
+
+@dataclass
+class _Open:
+    """A call that isn't over: operations and operators at its beginning, those of its parts, and the calls before."""
+
+    begin: tuple[int, int]
+    first: int
+    flops: int = 0
+    operators: int = 0
+
+
+class _Watch:
+    """Hooks on every part of a module, and what they saw."""
+
+    def __init__(self, torch: Any, module: Any, so_far: Callable[[], tuple[int, int]]) -> None:
+        nn = torch.nn
+        self._so_far, self._calls, self._open = so_far, list[Layer](), list[_Open]()
+        self._parts = [
+            (name, part)
+            for name, part in module.named_modules()
+            if type(part) not in (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+        ]
+        self._outer = {name for name, part in self._parts if not name or next(part.children(), None) is not None}
+        self._hooks = []
+        for name, part in self._parts:
+            self._hooks.append(part.register_forward_pre_hook(self._enter))
+            self._hooks.append(part.register_forward_hook(self._leaving(name), with_kwargs=True))
+
+    def _enter(self, part: Any, args: Any) -> None:
+        self._open.append(_Open(self._so_far(), len(self._calls)))
+
+    def _leaving(self, name: str) -> Callable[..., None]:
+        def leave(part: Any, args: Any, keywords: Any, result: Any) -> None:
+            call, now = self._open.pop(), self._so_far()
+            spent, ran = now[0] - call.begin[0], now[1] - call.begin[1]
+            if self._open:
+                self._open[-1].flops += spent
+                self._open[-1].operators += ran
+            number = len(self._calls)
+            read = [_port(t, "") for t in tensors((args, keywords))]
+            nothing = ran == call.operators
+            # What a part of this one wrote is the part's, and what went through is whose it was.
+            written = [
+                _port(t, "" if nothing or _writer(t) >= call.first else f"{number}:{k}")
+                for k, t in enumerate(tensors(result))
+            ]
+            layer = Layer(name=name, type=type(part).__name__, outputs=tuple(written), flops=spent - call.flops)
+            inputs = tuple(port for port in read if port.name)
+            self._calls.append(replace(layer, inputs=inputs, modules=(name,), skipped=nothing))
+
+        return leave
+
+    def end(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    @property
+    def parts_ran(self) -> bool:
+        """Whether any part with parameters was called; the module itself is none."""
+        called = {call.name for call in self._calls if call.name}
+        return any(count and name in called for name, count in self._own_parameters().items())
+
+    def rows(self) -> list[Layer]:
+        """The calls with each parameter at the first call of its part, then parts that were never called."""
+        own = self._own_parameters()
+        calls = []
+        for call in self._calls:
+            counted = replace(call, parameters=own.pop(call.name, 0))
+            only_calls = call.skipped or not (call.name or counted.flops)
+            if counted.parameters or not (only_calls and call.name in self._outer):
+                calls.append(counted)
+        kinds = {name: type(part).__name__ for name, part in self._parts}
+        left = [Layer(name=n, type=kinds[n], parameters=count, modules=(n,), skipped=True) for n, count in own.items()]
+        return calls + [layer for layer in left if layer.parameters]
+
+    def _own_parameters(self) -> dict[str, int]:
+        """Parameters of each part itself; one that two parts share counts for the first."""
+        seen: set[int] = set()
+        own: dict[str, int] = {}
+        for name, part in self._parts:
+            fresh = [p for p in part.parameters(recurse=False) if id(p) not in seen]
+            seen.update(map(id, fresh))
+            own[name] = sum(int(p.numel()) for p in fresh)
+        return own
+
+
+def _port(tensor: Any, name: str) -> Port:
+    """A tensor as a port; with a name it is marked with it, without one it has that of whoever wrote it last."""
+    if name:
+        setattr(tensor, MARK, name)
+    mark = getattr(tensor, MARK, "")
+    return Port(mark, tuple(int(n) for n in tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+
+def _writer(tensor: Any) -> int:
+    """The number of the call that wrote the tensor, -1 for none."""
+    return int(getattr(tensor, MARK, "-1:").partition(":")[0])

@@ -1,0 +1,193 @@
+"""Forms of one network aligned: by names, by tensors, by what flows; and what can't be is said to be so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from dyno.analysis.inside import align, tables, totals
+from dyno.worker.facts.inside import LAYERS, MODULES, NODES, Inside, Layer, Port
+
+
+def layer(name: str, type: str, reads: str = "", writes: str = "", **more: Any) -> Layer:
+    """A layer of these tensors, separated by spaces; all are 1x4x8x8."""
+    ports = [tuple(Port(n, (1, 4, 8, 8), "float32") for n in each.split()) for each in (reads, writes)]
+    return Layer(name=name, type=type, inputs=ports[0], outputs=ports[1], **more)
+
+
+def form(kind: str, *layers: Layer, library: str = "") -> Inside:
+    return Inside(form=kind, library=library or kind, parameters=sum(x.parameters for x in layers), layers=layers)
+
+
+# A residual block: relu(bn2(conv2(relu(bn1(conv1(x))))) + x), then pooling. Both ReLUs are one module.
+BLOCK = form(
+    MODULES,
+    layer("b.conv1", "Conv2d", "", "0", parameters=144, flops=9),
+    layer("b.bn1", "BatchNorm2d", "0", "1", parameters=8),
+    layer("b.relu", "ReLU", "1", "2"),
+    layer("b.conv2", "Conv2d", "2", "3", parameters=144, flops=9),
+    layer("b.bn2", "BatchNorm2d", "3", "4", parameters=8),
+    layer("b.drop", "Dropout", "4", "4", skipped=True),
+    layer("b.relu", "ReLU", "4", "5"),
+    layer("b", "Block", "", "5"),
+    layer("pool", "AvgPool2d", "5", "6"),
+)
+GRAPH = form(
+    NODES,
+    layer("n1", "Conv", "x", "t1", parameters=148, flops=9, modules=("b.conv1",)),
+    layer("n2", "Relu", "t1", "t2", modules=("b.relu",)),
+    layer("n3", "Conv", "t2", "t3", parameters=148, flops=9, modules=("b.conv2",)),
+    layer("n4", "Add", "t3 x", "t4", modules=("b",)),
+    layer("n5", "Relu", "t4", "t5", modules=("b.relu",)),
+    layer("n6", "Shape", "t5", "s"),
+    layer("n7", "AveragePool", "t5 s", "y", modules=("pool",)),
+)
+
+
+def names(forms: list[Inside], links: list[align.Link]) -> list[tuple[list[str], ...]]:
+    """The names of each region's members, form by form."""
+    return [
+        tuple([forms[k].layers[i].name for i in own] for k, own in enumerate(region.members))
+        for region in align.regions(forms, links)
+    ]
+
+
+def test_modules_and_nodes() -> None:
+    forms = [BLOCK, GRAPH]
+    found = names(forms, align.pivots(forms, {}))
+    assert (["b.conv1", "b.bn1"], ["n1"]) in found and (["b.relu"], ["n2"]) in found
+    assert (["b.relu"], ["n5"]) in found and (["b"], ["n4"]) in found and (["pool"], ["n6", "n7"]) in found
+    assert [node for _, nodes in found for node in nodes] == [x.name for x in GRAPH.layers]
+
+
+def test_calls_that_an_exporter_numbers() -> None:
+    numbered = [replace(x, modules=("b.relu_1",)) if x.name == "n5" else x for x in GRAPH.layers]
+    forms = [BLOCK, form(NODES, *numbered)]
+    regions = align.regions(forms, align.pivots(forms, {}))
+    assert [r.members for r in regions if 2 in r.members[0] or 6 in r.members[0]] == [((2,), (1,)), ((6,), (4,))]
+
+
+def test_operations_stand_where_the_graph_has_them() -> None:
+    """A module around others has what it multiplies itself in one place, which must not be counted again."""
+    outer = [replace(x, flops=18) if x.name == "b" else replace(x, flops=0) for x in BLOCK.layers]
+    table = tables.aligned([form(MODULES, *outer), GRAPH], [0, 1], {})
+    assert {row["b"]: row["flops"] for row in table.rows if row["flops"]} == {"n1": 9, "n3": 9}
+
+
+def test_an_engine_that_names_its_nodes() -> None:
+    engine = form(
+        LAYERS,
+        layer("r", "Reformat", "x", "x'", moves=True),
+        layer("n1 + n2", "CaskConvolution", "x'", "t2", nodes=("n1", "n2")),
+        layer("n3 + n4 + n5", "CaskConvolution", "t2 x'", "t5", nodes=("n3", "n4", "n5")),
+        layer("n7", "Pooling", "t5", "y", nodes=("n7",)),
+    )
+    forms = [BLOCK, GRAPH, engine]
+    links = align.pivots(forms, {})
+    found = names(forms, links)
+    assert found[0] == ([], [], ["r"])
+    assert found[1] == (["b.conv1", "b.bn1", "b.relu"], ["n1", "n2"], ["n1 + n2"])
+    assert found[2] == (["b.conv2", "b.bn2", "b.relu", "b"], ["n3", "n4", "n5"], ["n3 + n4 + n5"])
+    assert {index for own in links[1].pairs.values() for index in own} == {1, 2, 3}
+
+
+def test_an_engine_that_names_only_what_it_writes() -> None:
+    """As ONNX Runtime does in blocked layouts: a name after one tensor within each fused layer, and other tensors."""
+    engine = form(
+        LAYERS,
+        layer("t2_nchwc", "Conv", "x", "r0"),
+        layer("t3_nchwc", "Conv", "r0 x", "r1"),
+        layer("out", "ReorderOutput", "r1", "r2", moves=True),
+        layer("n7", "AveragePool", "r2", "y"),
+    )
+    forms = [GRAPH, engine]
+    (link,) = align.pivots(forms, {})
+    found = names(forms, [link])
+    assert (["n1", "n2"], ["t2_nchwc"]) in found and (["n3", "n4", "n5"], ["t3_nchwc"]) in found
+    said = tables.coverage(forms, link)
+    assert said.endswith("7 in all: 3 by name, 3 by what flows between those, 1 computed before the first run.")
+
+
+def test_a_layer_that_nothing_names_does_what_lies_between_its_neighbours() -> None:
+    engine = form(
+        LAYERS,
+        layer("n1", "FullyConnected", "x", "n1", nodes=("n1",)),
+        layer("MVN_9", "MVN", "n1", "MVN_9", nodes=("MVN_9",)),
+        layer("n3", "FullyConnected", "MVN_9", "n3", nodes=("n3",)),
+    )
+    found = names([GRAPH, engine], [align.link([GRAPH, engine], 0, 1)])
+    assert (["n2"], ["MVN_9"]) in found
+
+
+def test_two_engines_that_place_a_node_differently_stay_apart() -> None:
+    """One engine says that the pair after a convolution is the convolution's; the other one is only guessed to read it
+    elsewhere, and that must not make one region of both layers."""
+    nodes = [
+        layer("c1", "Conv", "x", "a", flops=9), layer("q", "QuantizeLinear", "a", "b"),
+        layer("d", "DequantizeLinear", "b", "c"), layer("c2", "Conv", "c", "y", flops=9),
+    ]  # fmt: skip
+    says = form(LAYERS, layer("c1", "Conv", "x", "b", nodes=("c1", "q", "d")),
+                layer("c2", "Conv", "b", "y", nodes=("c2",)), library="says")  # fmt: skip
+    silent = form(LAYERS, layer("c1", "Conv", "x", "p"), layer("c2", "Conv", "p", "y"), library="silent")
+    forms = [form(NODES, *nodes), says, silent]
+    assert names(forms, align.pivots(forms, {})) == [
+        (["c1", "q", "d"], ["c1"], ["c1"]),
+        (["c2"], ["c2"], ["c2"]),
+    ]
+
+
+def test_forms_that_have_nothing_in_common_are_said_to_be_unaligned() -> None:
+    other = form(LAYERS, layer("k1", "Kernel", "i", "j"), layer("k2", "Kernel", "j", "o"), library="stranger")
+    (link,) = align.pivots([GRAPH, other], {})
+    assert tables.coverage([GRAPH, other], link) == "nodes aligned with stranger, 7 in all: 7 unaligned (100.0%)."
+    table = tables.aligned([GRAPH, other], [0, 1], {})
+    assert {row["remark"] for row in table.rows} == {"nothing runs for it", "counterpart unknown"}
+
+
+def test_the_sum_explains_folded_batch_norms() -> None:
+    forms = [BLOCK, GRAPH]
+    assert totals.sentences(forms, [0, 1], align.regions(forms, align.pivots(forms, {}))) == [
+        "nodes has 8 fewer parameters than modules: 2 batch norms folded into the layers before them, whose 16 "
+        "parameters became 8 biases."
+    ]
+
+
+def test_zeros_that_fill_up_a_layout_are_told_from_folded_batch_norms() -> None:
+    blocked = (Port("r", (1, 8, 8, 8), "float32", "nchwc"),)
+    padded = [
+        replace(x, outputs=blocked if x.flops else x.outputs, parameters=296 if x.flops else 0) for x in GRAPH.layers
+    ]
+    engine = form(LAYERS, *(replace(x, flops=None) for x in padded), library="engine")
+    forms = [BLOCK, engine, GRAPH]
+    found = align.regions(forms, align.pivots(forms, {1: 2}))
+    assert totals.sentences(forms, [0, 1], found, {1: 2}) == [
+        "engine has 288 more parameters than modules: 2 batch norms folded into the layers before them, whose 16 "
+        "parameters became 8 biases; 296 zeros fill up blocks of channels in its layout."
+    ]
+
+
+def test_the_rest_is_named_by_its_largest_part() -> None:
+    less = [replace(x, parameters=140) if x.name == "n3" else x for x in GRAPH.layers]
+    smaller = form(NODES, *less, library="smaller")
+    forms = [GRAPH, smaller]
+    links = [align.link(forms, 0, 1)]
+    (said,) = totals.sentences(forms, [0, 1], align.regions(forms, links))
+    assert said == "smaller has 8 fewer parameters than nodes: 8 fewer elsewhere, most of them in n3."
+
+
+def test_a_conversion_names_its_edge() -> None:
+    before, after = Port("a", (1, 4, 8, 8), "float32", "abcd"), Port("b", (1, 4, 8, 8), "int8", "acdb")
+    engine = Inside(form=LAYERS, library="engine", layers=(
+        Layer(name="conv", type="Conv", outputs=(before,)),
+        Layer(name="r", type="Reorder", inputs=(before,), outputs=(after,), moves=True),
+        Layer(name="pool", type="Pool", inputs=(after,)),
+    ))  # fmt: skip
+    (row,) = tables.conversions([engine], [0]).rows
+    assert (row["writer"], row["reader"], row["bytes"]) == ("conv", "pool", 256)
+    assert (row["before"], row["after"]) == ("float32 abcd", "int8 acdb")
+
+
+def test_unknown_shapes_have_no_bytes() -> None:
+    assert totals.activation_bytes(layer("a", "A", "", "x")) == 4 * 4 * 64
+    assert totals.activation_bytes(Layer(outputs=(Port("x", (-1, 4), "float32"),))) is None
+    assert totals.activation_bytes(Layer(outputs=(Port("x", (2, 4), ""),))) is None

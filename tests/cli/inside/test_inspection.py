@@ -1,0 +1,148 @@
+"""`dyno inspect`: layers of one form, several aligned, and what can't be read, which is one line."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import dyno
+from dyno.worker.backends.tensor_rt import layers, library
+from dyno.worker.spec import UserError
+
+given: Any = importlib.import_module("dyno.worker.backends.tensor_rt.given")  # the package has a function of that name
+pytestmark = pytest.mark.usefixtures("preloaded")
+
+Call = Callable[..., Any]
+Refused = Callable[..., str]
+NET = """
+import torch
+from torch import nn
+
+def net(channels=3):
+    return nn.Sequential(nn.Conv2d(channels, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3),
+                         nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
+
+def grey():
+    return net(1)
+
+class Broken(nn.Module):
+    def forward(self, x):
+        raise RuntimeError("it never works")
+
+def broken():
+    return Broken()
+
+def script():
+    return torch.jit.script(nn.Conv2d(3, 4, 3))
+"""
+
+
+@pytest.fixture
+def net(tmp_path: Path) -> str:
+    (tmp_path / "net.py").write_text(NET, encoding="utf-8")
+    return "net.py:net"
+
+
+def tables(call: Call, *words: object) -> dict[str, Any]:
+    code, out, err = call("inspect", *words, "--format", "json")
+    assert code == 0, err
+    found: dict[str, Any] = json.loads(out)
+    return found.get("tables") or {found["table"]: found}
+
+
+def test_a_module_alone(call: Call, net: str) -> None:
+    table = tables(call, net, "--size", "16", "--batch", "2")["layers"]
+    assert [row["type"] for row in table["rows"]][:3] == ["Conv2d", "BatchNorm2d", "ReLU"]
+    assert sum(row["parameters"] or 0 for row in table["rows"]) == 216 + 16 + 584 + 90
+    assert table["rows"][0]["output"] == "2x8x14x14" and table["rows"][0]["bytes"] == 4 * 2 * 8 * 14 * 14
+    assert table["notes"][0].startswith("PyTorch ") and "906 parameters" in table["notes"][0]
+
+
+@pytest.mark.parametrize(
+    ("model", "size", "parameters"),
+    [("torchvision:resnet18", "64", (11_689_512, 11_684_712)), ("timm:test_vit", "160", None),
+     ("ultralytics:yolov8n-cls.yaml", "64", (2_719_288, 2_715_880))],
+    ids=["resnet18", "vit", "yolo"],
+)  # fmt: skip
+def test_module_graph_and_engines_side_by_side(
+    call: Call, model: str, size: str, parameters: tuple[int, int] | None
+) -> None:
+    if model.startswith("ultralytics"):
+        pytest.importorskip("ultralytics")
+    table = tables(call, model, "onnx", "onnxruntime", "openvino", "--size", size)["aligned"]
+    rows, notes = table["rows"], table["notes"]
+    assert not any("unaligned" in note for note in notes), notes
+    for name, note in zip("abcd", notes[:4], strict=True):  # no layer is lost, and none counts twice
+        total = sum(row[f"parameters_{name}"] or 0 for row in rows)
+        assert parameters is None or name not in "ab" or total == parameters["ab".index(name)]
+        assert parameters is None or f"{total:,} parameters" in note
+    nodes = [each for row in rows for each in (row["b"] or "").split()]
+    assert len(nodes) == len(set(nodes)) and f"{len(nodes)} nodes" in notes[1]
+    products = [row for row in rows if row["flops"]]
+    assert products and all(row["c"] and row["d"] for row in products if row["b"])  # what computes runs in every engine
+    if parameters:
+        (folded,) = (note for note in notes if "fewer parameters" in note)
+        assert "batch norms folded" in folded and "elsewhere" not in folded
+
+
+def test_names_survive_quantisation(call: Call, net: str) -> None:
+    asked = "onnx/int8", "onnxruntime/int8", "openvino/int8"
+    found = tables(call, net.replace(":net", ":grey"), *asked, "--data", "digits", "--size", "16", "--channels", "1")
+    rows = found["aligned"]["rows"]
+    (first,) = [row for row in rows if (row["a"] or "").split()[:1] == ["0"]]
+    assert "1" in first["a"].split() and "batch norm folded" in first["remark"] and first["c"] and first["d"]
+    convolutions = [row for row in rows if row["flops"]]
+    assert len(convolutions) == 3 and len({row["a"].split()[0] for row in convolutions}) == 3
+
+
+def test_an_engine_built_without_a_gpu_is_read_without_one(call: Call, net: str, tmp_path: Path) -> None:
+    pytest.importorskip("tensorrt_rtx")
+    assert call("export", net, "--size", "16", "-o", "n.onnx")[0] == 0
+    assert call("build", "n.onnx", "--backend", "tensorrt_rtx", "-o", "n.engine")[0] == 0
+    found = tables(call, "n.onnx", "n.engine")
+    rows = [row for row in found["aligned"]["rows"] if row["flops"]]
+    assert len(rows) == 3 and all(row["b"] for row in rows)
+    (tmp_path / "n.engine").write_bytes((tmp_path / "n.engine").read_bytes() + b"more")  # the listing is of another
+    assert given._listed(tmp_path / "n.engine") is None
+
+
+def test_an_engine_without_layer_information(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    silent = given.Opened((), (), (1, 1, 1), [layers.Layer("one", "", (), (), "")], "11.0", given.Gpu())
+    monkeypatch.setattr(given, "_opened", lambda *_: silent)
+    with pytest.raises(UserError, match=r"built without layer information.*--profilingVerbosity=detailed"):
+        given.inside("tensorrt", str(tmp_path / "x.engine"), "cuda:0")
+    spoken = layers.Layer("conv", "CaskConvolution", (), (), "k", nodes=("n",), parameters=9)
+    monkeypatch.setattr(given, "_opened", lambda *_: given.Opened((), (), (1, 1, 1), [spoken], "11.0", given.Gpu()))
+    found = given.inside("tensorrt", str(tmp_path / "x.engine"), "cuda:0")
+    assert (found.library, found.parameters) == (f"{library.NAMES['tensorrt']} 11.0", 9)
+
+
+def test_what_can_t_be_read_is_one_line(refused: Refused, net: str, onnx_file: Path) -> None:
+    onnx = pytest.importorskip("onnx")
+    assert refused("inspect", "net.py:broken").startswith("broken: the model refuses 1x3x224x224: it never works")
+    assert "TorchScript, whose modules can't be watched" in refused("inspect", "net.py:script")
+    assert refused("inspect", net, "opnvino") == "unknown form 'opnvino'; did you mean 'openvino'?"
+    assert refused("inspect", net, "openvino/int9") == "unknown precision 'int9'; did you mean 'int8'?"
+    assert refused("inspect", net, "--batch", "0") == "batch is 0; it must be at least 1"
+    assert refused("inspect", net, "compile") == "net: compile doesn't say what its layers are"
+    assert refused("inspect", onnx_file, "pytorch").startswith(f"there is no PyTorch module in {onnx_file}")
+    weight = onnx.numpy_helper.from_array(np.ones((8, 8), np.float32), "w")
+    model = onnx.load(onnx_file)
+    model.graph.initializer.append(weight)
+    model.graph.node[0].input[1] = "w"
+    onnx.save(model, onnx_file, save_as_external_data=True, location="w.data", size_threshold=0)
+    Path(onnx_file).with_name("w.data").unlink()
+    assert "w.data, which doesn't exist; put it back beside it" in refused("inspect", onnx_file)
+
+
+def test_in_python(net: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = dyno.inspect(net, sizes=("16",))
+    frame = found.to_pandas()
+    assert frame["type"].iloc[0] == "Conv2d" and int(frame["parameters"].sum()) == found.forms[0].parameters
