@@ -24,7 +24,7 @@ from dyno.training.display import CURVES, Row, TrainingView, chart, history
 from dyno.worker import registry, system
 from dyno.worker.facts.job import Trained
 from dyno.worker.record import Record, read_record, write_json
-from dyno.worker.spec import DataSpec, Dims, Job, ModelSpec, Runtime, Trial, UserError, to_json
+from dyno.worker.spec import FIXED, DataSpec, Dims, Job, ModelSpec, Runtime, Trial, UserError, to_json
 from dyno.worker.training.options import TrainOptions, options
 
 if TYPE_CHECKING:
@@ -268,6 +268,6 @@ def _engines(plan: Training, result: TrainingResult, quiet: bool) -> Result:
     others = tuple(name for name in plan.study.backends if name != "pytorch")
     study = replace(
         plan.study, backends=("pytorch", *others), weights=str(result.weights), pretrained=False,
-        classes=plan.model.classes, sizes=(Dims(1, *plan.size).size,), rounds=1, seconds=1.0,
+        classes=plan.model.classes, sizes=(Dims(1, *plan.size).size,), rounds=1, until=FIXED, seconds=1.0,
     )  # fmt: skip
     return run(study, result.folder / "engines", quiet=quiet)
