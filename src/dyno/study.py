@@ -111,7 +111,8 @@ class Study(RuntimeOptions, Measurement, DataOptions, ModelOptions, Compared):
     def _settle(self) -> None:
         """Fill in what is left open: a number of rounds that was asked for is what is measured, else until decided."""
         asked = self.rounds is not None
-        object.__setattr__(self, "rounds", self.rounds if asked else ROUNDS)
+        least = max(ROUNDS, self.builds) if isinstance(self.builds, int) else ROUNDS
+        object.__setattr__(self, "rounds", self.rounds if asked else least)
         object.__setattr__(self, "until", self.until or (FIXED if asked else DECIDED))
         if self.turns is None:  # what ends a process's sampling is for processes that measure alone
             alone = self.samples or self.interval != Plan.interval
@@ -142,10 +143,15 @@ class Study(RuntimeOptions, Measurement, DataOptions, ModelOptions, Compared):
         check_known("unreadable", self.unreadable, ("refuse", "skip"))
         for size in self.sizes:
             parse_size(size)
-        least_of = {"rounds": 1, "compared": 1, "channels": 1, "samples": 0, "threads": 0, "seed": 0}
+        least_of = {"rounds": 1, "builds": 1, "compared": 1, "channels": 1, "samples": 0, "threads": 0, "seed": 0}
         for name, least in least_of.items():
             if getattr(self, name) < least:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        if self.builds > self.rounds:
+            raise UserError(
+                f"builds is {self.builds}, but a round runs one build, and rounds is {self.rounds}; "
+                f"give --rounds {self.builds} or more"
+            )
         for name in ("seconds", "warmup", "interval", "timeout", "block", "equivalent", "minutes"):
             if not getattr(self, name) > 0:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be more than 0")

@@ -129,6 +129,9 @@ class Measurement:
         usual=f"{ROUNDS}, then more until decided",
         common=True,
     )
+    builds: int = option(
+        1, "Builds of each engine that is tuned by timing; the rounds go through them, and verdicts hold for builds."
+    )
     seconds: float = option(3.0, "Seconds of sampling at most, per trial, round and boundary.", common=True)
     warmup: float = option(1.0, "Seconds of warm-up at most, per trial, round and boundary.")
     samples: int = option(

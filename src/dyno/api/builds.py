@@ -12,7 +12,7 @@ from dyno.api.runnable import run
 from dyno.store import copy
 from dyno.study import Study
 from dyno.worker.backend import Backend
-from dyno.worker.spec import FIXED, Option, UserError
+from dyno.worker.spec import BUILD, FIXED, TIMING_CACHE, Option, UserError
 
 ROUNDS = 3
 
@@ -23,13 +23,13 @@ def compare(study: Study, engine: Backend, options: Mapping[str, Option], batch:
     Prints a row per build (layers, parameters, size, build seconds, latency) and whether builds differ beyond noise.
     The records stay beside `out`, in a folder with the suffix .builds.
     """
-    if variance_tables.BUILD not in engine.options:
+    if BUILD not in engine.options:
         raise UserError(
             f"{engine.name} makes the same file every time; --repeat is for engines that are tuned by timing"
         )
-    fresh = {**options, "timing_cache": False}
+    fresh = {**options, TIMING_CACHE: False}
     suffix = "".join(f"@{key}={value}" for key, value in fresh.items())
-    builds = tuple(f"{engine.name}{suffix}@{variance_tables.BUILD}={k}" for k in range(1, repeat + 1))
+    builds = tuple(f"{engine.name}{suffix}@{BUILD}={k}" for k in range(1, repeat + 1))
     rounds = max(ROUNDS, study.rounds)
     repeated = replace(
         study, backends=builds, batches=(batch,), rounds=rounds, until=FIXED, turns=False, boundaries=("model",)

@@ -137,7 +137,8 @@ def _file(measured: TrialResult, trial: Trial) -> tuple[Artifact | None, list[st
         if not trial.model.file:
             return None, []
         raise UserError(f"{trial.model.file} is missing or was changed since it was measured; run the study again")
-    artifact = Files(Progress()).file(trial.recipe)
+    artifact = Files(Progress()).of(trial, 0)
+    assert artifact is not None
     if isinstance(artifact, Record):
         raise UserError(
             f"the file of {measured.label} is missing from the cache and can't be built again: {artifact.reason}"

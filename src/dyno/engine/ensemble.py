@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from dyno.analysis.ranking import references
@@ -12,11 +11,11 @@ from dyno.engine import retry
 from dyno.engine.gpu_lock import held
 from dyno.engine.turns import Group, Player
 from dyno.jobs.progress import Progress
-from dyno.store import COMPANION, CONFIRMATION, ROUND, Run
+from dyno.store import COMPANION, ROUND, Run
 from dyno.worker.record import Record
-from dyno.worker.spec import Artifact, Job, Trial
+from dyno.worker.spec import BUILD, Artifact, Job, Trial
 
-Made = Mapping[str, Artifact | Record]
+Made = Callable[[Trial, int], "Artifact | Record | None"]  # the file of a trial's round
 
 
 def company(trial: Trial) -> str:
@@ -44,6 +43,22 @@ def reference(trials: Sequence[Trial], fits: Callable[[Trial], bool] | None) -> 
     return references.first(sorted(trials, key=lambda t: (t.side, *place_in_group(t))), fits)
 
 
+def job(trial: Trial, number: int, made: Made, options: Mapping[str, Any] | None = None, kind: str = ROUND) -> Job:
+    """The job of that round of the trial, which says which build of its engine it runs; `options` are others of it.
+
+    Confirmations and companions count from 1: round 0 answers all images, which the trial's own round does.
+    """
+    artifact, build = made(trial, number), trial.build(number)
+    return Job(
+        "run",
+        trial.runtime,
+        trial,
+        number + (kind != ROUND),
+        artifact=artifact if isinstance(artifact, Artifact) else None,
+        options={**(options or {}), **({BUILD: build} if build else {})},
+    )
+
+
 def measure(
     run: Run,
     trials: Sequence[Trial],
@@ -62,10 +77,7 @@ def measure(
     """
     left = list(trials)
     while len({*(t.id for t in left), *([first.id] if first else [])}) > 1 and left:
-        players = [
-            replace(player, job=replace(player.job, options={**(options or {})}))
-            for player in _players(run, left, first, number, made, kind)
-        ]
+        players = _players(run, left, first, number, made, kind, options)
         ended: list[Player] = []
 
         def end(player: Player, ended: list[Player] = ended) -> None:
@@ -87,31 +99,33 @@ def measure(
 
 
 def _players(
-    run: Run, trials: Sequence[Trial], first: Trial | None, number: int, made: Made, kind: str
+    run: Run,
+    trials: Sequence[Trial],
+    first: Trial | None,
+    number: int,
+    made: Made,
+    kind: str,
+    options: Mapping[str, Any] | None,
 ) -> list[Player]:
     """A player for each trial, `first` at the front; as a companion, with round -1, where it has its round already."""
     ids = {trial.id for trial in trials}
     order = sorted(trials, key=lambda trial: first is None or trial.id != first.id)
-    players = [_player(run, trial, number, made, kind) for trial in order]
+    players = [
+        Player(
+            job(trial, number, made, options, kind),
+            run.fresh(trial, number, kind),
+            number,
+            _memory(run, trial),
+        )
+        for trial in order
+    ]
     if first is not None and first.id not in ids:
         place = 0
         while run.record(first, place, COMPANION) is not None:
             place += 1
-        # Counted from 1: round 0 answers all images, which its own round does.
-        job = Job("run", first.runtime, first, number + 1, artifact=_artifact(made, first))
-        folder = run.fresh(first, place, COMPANION)
-        players.insert(0, Player(job, folder, -1, _memory(run, first)))
+        companion = job(first, number, made, options, COMPANION)
+        players.insert(0, Player(companion, run.fresh(first, place, COMPANION), -1, _memory(run, first)))
     return players
-
-
-def _player(run: Run, trial: Trial, number: int, made: Made, kind: str) -> Player:
-    job = Job("run", trial.runtime, trial, number + (kind == CONFIRMATION), artifact=_artifact(made, trial))
-    return Player(job, run.fresh(trial, number, kind), number, _memory(run, trial))
-
-
-def _artifact(made: Made, trial: Trial) -> Artifact | None:
-    artifact = made.get(trial.id)
-    return artifact if isinstance(artifact, Artifact) else None
 
 
 def _memory(run: Run, trial: Trial) -> int:

@@ -21,10 +21,10 @@ from dyno.planning.plan import expand
 from dyno.planning.planned import Planned
 from dyno.store import CONFIRMATION, FOLDERS, Cache, Run
 from dyno.study import Study
-from dyno.worker import system
+from dyno.worker import registry, system
 from dyno.worker.facts.job import Facts
 from dyno.worker.record import TIMING, Record, refuse_links, write_bytes, write_record, write_text
-from dyno.worker.spec import DECIDED, Artifact, Job, Recipe, Trial
+from dyno.worker.spec import BUILD, DECIDED, TIMING_CACHE, Artifact, Job, Recipe, Trial
 
 Fits = Callable[[Trial], bool] | None  # whether a trial is the reference that was requested; None: nothing was
 
@@ -94,13 +94,13 @@ class Rounds:
                 turns = bool(own[0].plan.blocks)
                 beside = [t for t in others if ensemble.company(t) == ensemble.company(own[0])] if turns else []
                 # In turns, those whose rounds are stored may be measured once more beside others.
-                made = self.files.all([*own, *beside] if turns and left else left)
+                self.files.all([*own, *beside] if turns and left else left)
                 if turns:
                     for number in range(max(trial.plan.rounds for trial in own)):
-                        self._turn([t for t in own if number < t.plan.rounds], number, made, beside)
+                        self._turn([t for t in own if number < t.plan.rounds], number, beside)
                     continue
                 for trial, number in order:
-                    self._one(trial, number, made)
+                    self._one(trial, number)
 
     def further(self, trials: list[Trial], number: int, boundaries: Sequence[str]) -> None:
         """One more round, of that number, of trials of one model, in which these boundaries are timed."""
@@ -108,18 +108,17 @@ class Rounds:
         random.Random(number).shuffle(again)
         options = {"boundaries": list(boundaries)}
         with self.progress.running(again):
-            made = self.files.all(again)
+            self.files.all(again)
             if again[0].plan.blocks:
-                self._turn(again, number, made, (), options)
+                self._turn(again, number, (), options)
                 return
             for trial in again:
-                self._one(trial, number, made, options)
+                self._one(trial, number, options)
 
     def _turn(
         self,
         trials: Sequence[Trial],
         number: int,
-        made: ensemble.Made,
         others: Sequence[Trial],
         options: Mapping[str, Any] | None = None,
     ) -> None:
@@ -129,24 +128,24 @@ class Rounds:
         for group in groups:
             left = []
             for trial in (t for t in group if t in trials):
-                if _stored(self.run, trial, number) is None and not isinstance(made.get(trial.id), Record):
+                if _stored(self.run, trial, number) is None and not isinstance(self.files.of(trial, number), Record):
                     left.append(trial)
                 else:
-                    self._one(trial, number, made, options)
+                    self._one(trial, number, options)
             if not left:
                 continue
             known = {trial.id: _stored(self.run, trial, number) for trial in group}
             able = [t for t in group if (r := known[t.id]) is None or r.status == "ok"]
             first = ensemble.reference(able, self.fits)
-            for trial in ensemble.measure(self.run, left, first, number, made, self.progress, options):
-                self._one(trial, number, made, options)
+            for trial in ensemble.measure(self.run, left, first, number, self.files.of, self.progress, options):
+                self._one(trial, number, options)
 
-    def _one(self, trial: Trial, number: int, made: ensemble.Made, options: Mapping[str, Any] | None = None) -> None:
+    def _one(self, trial: Trial, number: int, options: Mapping[str, Any] | None = None) -> None:
         """One round of one trial, unless it is stored already or an earlier round showed that it can't run."""
         if (stored := _stored(self.run, trial, number)) is not None:
             self.progress.done(trial, stored, stored=True)
             return
-        folder, artifact = self.run.fresh(trial, number), made.get(trial.id)
+        folder, artifact = self.run.fresh(trial, number), self.files.of(trial, number)
         if isinstance(artifact, Record):
             record = replace(artifact, facts=Facts())
             self.run.store(trial, number, record)
@@ -154,7 +153,7 @@ class Rounds:
                 write_text(folder / "stderr.log", artifact.facts.printed)
         else:
             self.progress.start(trial, number)
-            job = Job("run", trial.runtime, trial, number, artifact=artifact, options={**(options or {})})
+            job = ensemble.job(trial, number, self.files.of, options)
             record = launch_in_turn(job, folder, trial.plan.timeout_s, self.progress)
         if record.status != "ok":
             retry.note(folder, trial)
@@ -166,29 +165,28 @@ def _confirm(run: Run, trials: list[Trial], times: int, files: Files, progress: 
     again = [replace(t, plan=replace(t.plan, rounds=times)) for t in trials]
     left = [(t, k) for t, k in _order(again) if run.record(t, k, CONFIRMATION) is None]
     with progress.running([trial for trial, _ in left]):
-        made = files.all(trial for trial, _ in left)
+        files.all(trial for trial, _ in left)
         for number in sorted({k for _, k in left}):
             for group in ensemble.groups([t for t, k in left if k == number]):
-                able = [t for t in group if not isinstance(made.get(t.id), Record)]
+                able = [t for t in group if not isinstance(files.of(t, number), Record)]
                 alone = able
                 if group[0].plan.blocks and len(able) > 1:
                     first = ensemble.reference(able, fits)
-                    alone = ensemble.measure(run, able, first, number, made, progress, kind=CONFIRMATION)
+                    alone = ensemble.measure(run, able, first, number, files.of, progress, kind=CONFIRMATION)
                 for trial in group:
                     if trial in alone or trial not in able:
-                        _again(run, trial, number, made, progress)
+                        _again(run, trial, number, files, progress)
 
 
-def _again(run: Run, trial: Trial, number: int, made: ensemble.Made, progress: Progress) -> None:
+def _again(run: Run, trial: Trial, number: int, files: Files, progress: Progress) -> None:
     """One confirmation of a trial by itself."""
-    artifact = made.get(trial.id)
+    artifact = files.of(trial, number)
     if isinstance(artifact, Record):
         run.store(trial, number, artifact, CONFIRMATION)
         return
     folder = run.fresh(trial, number, CONFIRMATION)
     progress.start(trial, number, "confirmation")
-    # Counted from 1: round 0 answers all images, which a confirmed trial has done.
-    job = Job("run", trial.runtime, trial, number + 1, artifact=artifact)
+    job = ensemble.job(trial, number, files.of, kind=CONFIRMATION)
     progress.done(trial, launch_in_turn(job, folder, trial.plan.timeout_s, progress))
 
 
@@ -240,9 +238,16 @@ class Files:
         self.results: dict[str, Artifact | Record] = {}
         self.built = 0  # files that were made and not found in the cache
 
-    def all(self, trials: Iterable[Trial]) -> dict[str, Artifact | Record]:
-        """The file of each trial by the trial's id; a record with the reason where it could not be made."""
-        return {trial.id: self.file(trial.recipe) for trial in trials if trial.recipe is not None}
+    def all(self, trials: Iterable[Trial]) -> None:
+        """Make the files of the trials, each build of an engine that rounds go through."""
+        for trial in trials:
+            for number in range(max(1, trial.plan.builds)):
+                self.of(trial, number)
+
+    def of(self, trial: Trial, number: int) -> Artifact | Record | None:
+        """The file of that round of the trial, a record with the reason where it could not be made; None where it
+        needs none."""
+        return self.file(_of_build(trial.recipe, trial.build(number), trial.backend)) if trial.recipe else None
 
     def file(self, recipe: Recipe) -> Artifact | Record:
         """The file this recipe makes, from the cache if nothing on which it depends has changed."""
@@ -292,6 +297,16 @@ class Files:
         self.built += 1
         artifact, damage = self.cache.find(key)
         return artifact or Record("failed", record.stage, damage or "the file was made but is not in the cache")
+
+
+def _of_build(recipe: Recipe, build: int, backend: str) -> Recipe:
+    """The recipe of that build of the backend's engine, from nothing: timings shared with another build would make
+    both alike; as it is for build 0."""
+    if not build:
+        return recipe
+    fresh = {TIMING_CACHE: False} if TIMING_CACHE in registry.find(backend).options else {}
+    fallback = _of_build(recipe.fallback, build, backend) if recipe.fallback else None
+    return replace(recipe, options={**recipe.options, **fresh, BUILD: build}, fallback=fallback)
 
 
 def _printed(folder: Path) -> str:

@@ -17,9 +17,11 @@ from dyno.planning.routes import routed
 from dyno.planning.sides import paired
 from dyno.study import Choice, Study, model_name, parse_size, runtimes
 from dyno.worker import registry, system, tasks
+from dyno.worker.backend import Backend
 from dyno.worker.extras import install
 from dyno.worker.inspection import Inspection
 from dyno.worker.spec import (
+    BUILD,
     DataSpec,
     Dims,
     ModelSpec,
@@ -38,8 +40,11 @@ def expand(study: Study) -> list[Planned]:
     Of a comparison, the trials of both sides, with at least one pair.
     """
     if study.baseline:
-        return paired({side: _expanded(own) for side, own in study.sides.items()})
-    return _expanded(study)
+        planned = paired({side: _expanded(own) for side, own in study.sides.items()})
+    else:
+        planned = _expanded(study)
+    _check_builds(study, planned)
+    return planned
 
 
 def _expanded(study: Study) -> list[Planned]:
@@ -139,6 +144,28 @@ def _check_reference(reference: str, planned: list[Planned]) -> None:
         raise UserError(f"no trial fits the reference {reference!r}; there are {', '.join(configurations)}")
 
 
+def _check_builds(study: Study, planned: list[Planned]) -> None:
+    """Refuse several builds of nothing, and of a backend with fewer rounds of its own."""
+    if study.builds == 1:
+        return
+    if not any(one.trial.plan.builds or _draws(one) for one in planned):
+        names = ", ".join(dict.fromkeys(one.trial.backend for one in planned))
+        raise UserError(
+            f"builds is {study.builds}, but what is measured here ({names}) is made the same every time, or was built "
+            "already; omit --builds, which is for engines that are tuned by timing (tensorrt)"
+        )
+    for trial in (one.trial for one in planned):
+        if trial.plan.builds > trial.plan.rounds:
+            raise UserError(
+                f"{trial.backend} has rounds={trial.plan.rounds}, too few for --builds {study.builds}; omit its rounds="
+            )
+
+
+def _draws(entry: Planned) -> bool:
+    """Whether it is only refused here, and its backend has builds."""
+    return bool(entry.refusal) and BUILD in registry.find(entry.trial.backend).options
+
+
 def _check_budget(study: Study, model: ModelSpec, data: DataSpec, outputs: int) -> None:
     """Refuse a budget that can't be checked: every trial would seem to be within it."""
     task = tasks.find(model.task)
@@ -175,4 +202,14 @@ def _checked(study: Study, trial: Trial) -> Planned:
                        f"{library} is not installed in this Python; {install(library)}")  # fmt: skip
     if refusal := engine.refuse(trial):
         return Planned(trial, refusal)
-    return Planned(replace(trial, recipe=placed(engine.recipe(trial), study)))
+    plan = replace(trial.plan, builds=_builds(study, engine, trial))
+    return Planned(replace(trial, recipe=placed(engine.recipe(trial), study), plan=plan))
+
+
+def _builds(study: Study, engine: Backend, trial: Trial) -> int:
+    """How many builds of its engine a trial goes through: one that was named, all that the study has, or 0 where a
+    build is not in the recipe, as of a model that is an engine already."""
+    if BUILD not in engine.options or BUILD in trial.options:
+        return int(BUILD in trial.options)
+    again = engine.recipe(replace(trial, options={**trial.options, BUILD: 1}))
+    return study.builds if again != engine.recipe(trial) else 0

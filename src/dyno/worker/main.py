@@ -51,7 +51,7 @@ from dyno.worker.record import Measurement, Record, read_json, save_arrays, writ
 from dyno.worker.registry import find
 from dyno.worker.registry import maker as find_maker
 from dyno.worker.sessions import gpu, slowed
-from dyno.worker.spec import SCHEMA, SLOWDOWN, Artifact, Job, NoRoute, Trial, Unavailable, UserError, from_json
+from dyno.worker.spec import BUILD, SCHEMA, SLOWDOWN, Artifact, Job, NoRoute, Trial, Unavailable, UserError, from_json
 
 RANDOM = 1e-2  # of their size: outputs of two calls on one input that are further apart are drawn
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -64,6 +64,8 @@ def run_trial(job: Job, trial: Trial, journal: Journal, turns: Alone) -> None:
     backend = find(trial.backend)
     journal.record = replace(journal.record, system=system.describe(("numpy", *backend.requires)))
     session: Session = journal.timed("load", "load", lambda: backend.load(trial, job.artifact))
+    if BUILD in job.options:
+        journal.facts(build=int(job.options[BUILD]))
     if SLOWDOWN in job.options:
         session = _slowed(session, float(job.options[SLOWDOWN]), journal)
     model = trial.model

@@ -27,6 +27,10 @@ DECIDED, FIXED = "decided", "rounds"  # what a study goes on until
 PARTS = ("enqueue", "h2d", "compute", "d2h")  # of one inference from host to host on a GPU
 SAVED = (".pt2", ".torchscript")  # modules as PyTorch stores them, by torch.export.save and torch.jit.save
 PHASES = ("min", "opt", "max", "random")  # batches of the stress test, by name
+BUILD = (
+    "build"  # option of backends whose builder times kernels, by which equal builds differ; of a job, the one it ran
+)
+TIMING_CACHE = "timing_cache"  # option of a backend whose builds take over the timings of earlier ones
 SLOWDOWN = "slowdown"  # option of a job, of the self-test's alone: by which share each run is slowed down on purpose
 
 Option = Union[str, int, float, bool]
@@ -199,7 +203,8 @@ class Runtime:
 class Plan:
     """How long to measure: seconds are per boundary, and `interval` is the relative half-width of the median's 95 %
     interval at which sampling stops early. With `blocks` it is measured in at most so many blocks of `block_s` seconds
-    instead. `rounds` and `timeout_s` don't change a number, so they aren't hashed."""
+    instead. Rounds go through so many `builds` of the engine in turn; 0: what makes the file makes the same one every
+    time. `rounds`, `builds` and `timeout_s` don't change a number, so they aren't hashed."""
 
     boundaries: tuple[str, ...] = BOUNDARIES
     warmup_s: float = 1.0
@@ -211,6 +216,7 @@ class Plan:
     timeout_s: float = 600.0
     blocks: int = 0
     block_s: float = 0.1
+    builds: int = 0
 
 
 @dataclass(frozen=True)
@@ -278,6 +284,10 @@ class Trial:
         side = f"{self.side.upper()}: " if self.side else ""
         return f"{side}{self.model.name} {self.variant} {self.precision} b{self.dims.batch} {self.dims.shown}".rstrip()
 
+    def build(self, number: int) -> int:
+        """The build of its engine, counted from 1, that the round of that number runs; 0 where all run the same one."""
+        return 1 + number % self.plan.builds if self.plan.builds > 1 else 0
+
 
 @dataclass(frozen=True)
 class Job:
@@ -306,7 +316,7 @@ UNHASHED = {
     InputSpec: {"feeds"},
     ModelSpec: {"name", "weights"},
     DataSpec: {"folder", "name"},
-    Plan: {"rounds", "timeout_s"},
+    Plan: {"rounds", "timeout_s", "builds"},
     Recipe: {"fallback"},
     Runtime: {"name"},
 }

@@ -29,6 +29,22 @@ def test_components_are_found_again() -> None:
     assert found[0] is not None and found[0].counts[:2] == (5, 8)
 
 
+def test_builds_are_a_level_where_each_has_rounds() -> None:
+    rng, drawn, rounds = np.random.default_rng(2), 0.03, 12
+    builds = [number % 4 for number in range(rounds)]
+    found = []
+    for _ in range(300):
+        of_build = drawn * rng.standard_normal(4)
+        logs = [
+            [block + of_build[k] for block in each] for k, each in zip(builds, nested(rng, rounds, 4, 20), strict=True)
+        ]
+        found.append(stats.levels(logs, builds))
+    assert np.mean([f.builds for f in found]) == pytest.approx(drawn**2, rel=0.12)
+    assert np.mean([f.rounds for f in found]) == pytest.approx(TRUTH[0] ** 2, rel=0.12)
+    assert found[0].parts[0] == found[0].builds
+    assert stats.levels(logs, range(rounds)).builds is None and stats.levels(logs).builds is None
+
+
 def test_one_block_a_round_has_nothing_between_blocks() -> None:
     rng = np.random.default_rng(1)
     found = stats.levels([[rng.standard_normal(50)] for _ in range(4)])

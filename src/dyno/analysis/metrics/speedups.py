@@ -26,18 +26,31 @@ def evidence(
 ) -> stats.Evidence | None:
     """What the rounds say of the two at the boundary, by that clock.
 
-    Where both measured in turns in two rounds or more it is `stats.paired`, else `stats.unpaired`. Where rounds went on
+    Where both measured in turns in two rounds or more it is `stats.paired`, else `stats.unpaired`; where rounds go
+    through builds of either engine, a build is one observation, the mean of its rounds. Where rounds went on
     until decided, only those count that both have: others' further rounds must not change what was decided.
     """
     paired = log_ratios(reference, own, boundary, clock)
-    medians = [t.round_medians(boundary, clock) for t in (own, reference)]
-    both = medians[0].keys() & medians[1].keys()
-    if rule is not None and rule.first:
-        medians = [{name: m for name, m in each.items() if name in both} for each in medians]
+    both = own.round_medians(boundary, clock).keys() & reference.round_medians(boundary, clock).keys()
+    only = both if rule is not None and rule.first else None
+    medians = [t.medians(boundary, clock, only) for t in (own, reference)]
     if len(paired) >= LEAST_ROUNDS or (paired and min(map(len, medians)) < LEAST_ROUNDS):
         found = stats.paired(paired)
-        return found and replace(found, seen=len(both))  # it was looked at after rounds, too, that gave it no ratio
-    return stats.unpaired(*(list(each.values()) for each in medians))
+    else:
+        found = stats.unpaired(*medians)
+    return found and of_rounds(found, own, reference, len(both))
+
+
+def of_rounds(found: stats.Evidence, own: TrialResult, reference: TrialResult, rounds: int) -> stats.Evidence:
+    """What was found of the two after so many rounds, and over how many builds it is."""
+    # It was looked at after every round: those, too, that gave it no ratio, or another of a build.
+    over = max(builds(own), builds(reference))
+    return replace(found, seen=rounds, builds=over if over > 1 else 0)
+
+
+def builds(t: TrialResult) -> int:
+    """How many builds of its engine were measured, 0 where every build would be the same file."""
+    return len({r.build for r in t.good} - {0}) or t.builds
 
 
 def speedup(

@@ -6,9 +6,10 @@ Records become dataclasses; of a job, which says what was asked for, only what a
 
 from __future__ import annotations
 
+import math
 import statistics
 import tomllib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from dyno.analysis import stats
 from dyno.analysis.formatting import NO_IMAGE
 from dyno.analysis.records import gpu_remarks, timeline
 from dyno.analysis.records.forms import Form, forms, sides
@@ -178,6 +180,11 @@ class TrialResult:
         return self.ran or next((r.record.artifact for r in self.rounds if r.record.artifact), None)
 
     @property
+    def builds(self) -> int:
+        """How many builds of its engine its rounds go through, 0 where every build would be the same file."""
+        return int((self.spec.get("plan") or {}).get("builds") or 0)
+
+    @property
     def made_by(self) -> MadeBy:
         """How that file was made; empty without one."""
         return self.artifact.made_by if self.artifact else MadeBy()
@@ -240,17 +247,32 @@ class TrialResult:
 
     def parts(self, tag: str, boundary: str, clock: str = "") -> list[np.ndarray]:
         """The same round by round, without rounds that have none."""
-        clock = clock or (clock_of(boundary, self) if tag == "latency" else "")
-        return [s for r in self.good if (s := r.samples(tag, boundary, clock)).size]
+        return [samples for _, samples in self.sampled(tag, boundary, clock)]
 
-    def medians(self, boundary: str, clock: str = "") -> list[float]:
-        """Median latency of each good round in seconds: what a comparison between processes is made from."""
-        return list(self.round_medians(boundary, clock).values())
+    def sampled(self, tag: str, boundary: str, clock: str = "") -> list[tuple[Round, np.ndarray]]:
+        """The same with their rounds."""
+        clock = clock or (clock_of(boundary, self) if tag == "latency" else "")
+        return [(r, s) for r in self.good if (s := r.samples(tag, boundary, clock)).size]
+
+    def medians(self, boundary: str, clock: str = "", only: Collection[str] | None = None) -> list[float]:
+        """Median latency in seconds of each good round, or of those in these folders; of each build where rounds go
+        through several. What a comparison between processes is made from."""
+        medians = self.round_medians(boundary, clock)
+        names = medians if only is None else only
+        return by_build((r, medians[r.folder.name]) for r in self.good if r.folder.name in names)
 
     def round_medians(self, boundary: str, clock: str = "") -> dict[str, float]:
         """The same by the round's folder."""
         clock = clock or clock_of(boundary, self)
         return {r.folder.name: m for r in self.good if (m := r.median(boundary, clock)) is not None}
+
+
+def by_build(values: Iterable[tuple[Round, float]]) -> list[float]:
+    """The rounds' values, or where rounds go through builds of the engine, each build's geometric mean."""
+    every = list(values)
+    if not any(r.build for r, _ in every):
+        return [value for _, value in every]
+    return [math.exp(log) for log in stats.over_units([(r.build, math.log(value)) for r, value in every])]
 
 
 def clock_of(boundary: str, *trials: TrialResult) -> str:

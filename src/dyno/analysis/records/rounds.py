@@ -110,6 +110,11 @@ class Round:
         """The name of the set of processes that this one measured in turns with, "" where it measured alone."""
         return self.facts.turns.set if self.facts.turns else ""
 
+    @property
+    def build(self) -> int:
+        """Which build of its engine it ran, 0 where all rounds ran the same one."""
+        return self.facts.build or 0
+
     def block_medians(self, tag: str, boundary: str, clock: str = "") -> dict[int, float]:
         """The median of each block's samples that count, by the block's number; empty where it has no blocks."""
         return {k: float(np.median(samples)) for k, samples in self.block_samples(tag, boundary, clock).items()}

@@ -10,7 +10,7 @@ TRIAL = {
     "model": {"name": str, "source": str, "task": str, "precision": str}, "backend": str, "precision": str,
     "dims": {"batch": int, "height": int, "width": int}, "options": {"": (str, int, float)},
     "runtime": {"device": str, "name": str, "python": str}, "data": {"name": str, "sha256": str, "folder": str},
-    "plan": {"boundaries": [str], "seconds": NUMBER, "rounds": int}, "recipe": {},
+    "plan": {"boundaries": [str], "seconds": NUMBER, "rounds": int, "builds": int}, "recipe": {},
 }  # fmt: skip
 JOB = {"trial": TRIAL, "round": int}
 MODELS = {"models": [{"model": str, "size": str, "flops": NUMBER, "parameters": NUMBER, "file": str}]}

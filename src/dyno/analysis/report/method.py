@@ -53,12 +53,23 @@ def _decided(run: RunData, plans: list[dict[str, Any]]) -> Terms:
     rounds = int(run.frame["rounds"].max()) if len(run.frame) else 0
     return [
         ("rounds", f"{rounds}, each in a fresh process, in shuffled order"),
+        *_of_builds(run),
         *([("reference", _distinct(t.configuration for t in run.references.values()))] if pairs else []),
         ("compared", _compared(pairs, _distinct(p["block_s"] for p in plans if p.get("blocks")))),
         *([("interval", "; ".join(_interval(how, pairs) for how in pairs))] if len(judged) else []),
         ("equivalent", f"the whole interval is within ±{100 * run.rule.margin:g} %"),
         ("family", _family(judged.groupby("reference").size().max() if len(judged) else 0)),
         ("looks", _looks(run.rule, rounds)),
+    ]
+
+
+def _of_builds(run: RunData) -> Terms:
+    """How many builds the rounds of engines that are tuned by timing went through; nothing without such."""
+    most = int(run.frame["builds"].fillna(0).max()) if len(run.frame) else 0
+    if most < 2:
+        return [("builds", "one of each engine that is tuned by timing: another build may differ")] * most
+    return [
+        ("builds", f"{most} of each engine that is tuned by timing; a build is one observation, the mean of its rounds")
     ]
 
 

@@ -27,13 +27,14 @@ from dyno.analysis.stats.intervals import center as center
 from dyno.analysis.stats.intervals import median_interval as median_interval
 from dyno.analysis.stats.intervals import paired_difference as paired_difference
 from dyno.analysis.stats.intervals import percentile_interval as percentile_interval
-from dyno.analysis.stats.intervals import percentile_over_rounds as percentile_over_rounds
+from dyno.analysis.stats.intervals import percentile_of as percentile_of
 from dyno.analysis.stats.intervals import samples_for as samples_for
 from dyno.analysis.stats.intervals import t_quantile as t_quantile
 from dyno.analysis.stats.intervals import wilson as wilson
 from dyno.analysis.stats.power import MOST_ROUNDS as MOST_ROUNDS
 from dyno.analysis.stats.summaries import Summary as Summary
 from dyno.analysis.stats.summaries import over_rounds as over_rounds
+from dyno.analysis.stats.summaries import over_units as over_units
 from dyno.analysis.stats.summaries import summary as summary
 from dyno.analysis.stats.variance import Levels as Levels
 from dyno.analysis.stats.variance import levels as levels

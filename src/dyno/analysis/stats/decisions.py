@@ -42,13 +42,15 @@ class Speedup(Interval):
     """How many times faster A is than B (reference seconds / own seconds), that in words, and how the two measured.
 
     `p` is the p-value of "no difference", adjusted for the family and for looks (NaN with one round). `more` is how
-    many more rounds would settle an undecided pair, MOST_ROUNDS + 1 for more than that.
+    many more rounds would settle an undecided pair, MOST_ROUNDS + 1 for more than that; where it is over `builds`, how
+    many more builds.
     """
 
     verdict: str
     measured: str = ALONE
     p: float = math.nan
     more: int | None = None
+    builds: int = 0
 
     @property
     def decided(self) -> bool:
@@ -89,7 +91,7 @@ def paired_speedup(logs: Sequence[float], rule: Rule | None = None) -> Speedup:
 def _unjudged(e: Evidence | None) -> Speedup:
     if e is None:
         return Speedup(math.nan, math.nan, math.nan, "")
-    return Speedup(math.exp(e.difference), math.nan, math.nan, ONE_ROUND, e.measured)
+    return Speedup(math.exp(e.difference), math.nan, math.nan, ONE_ROUND, e.measured, builds=e.builds)
 
 
 def _judged(e: Evidence, rule: Rule, level: float, p: float, count: int) -> Speedup:
@@ -105,7 +107,7 @@ def _judged(e: Evidence, rule: Rule, level: float, p: float, count: int) -> Spee
         verdict = EQUIVALENT
     else:
         verdict, more = UNDECIDED, more_rounds(e, rule.reach, simultaneous, rule.first)
-    return Speedup(math.exp(e.difference), _exp(low), _exp(high), verdict, e.measured, p, more)
+    return Speedup(math.exp(e.difference), _exp(low), _exp(high), verdict, e.measured, p, more, e.builds)
 
 
 def _holm(values: Sequence[float]) -> list[tuple[float, float]]:

@@ -20,7 +20,7 @@ class Evidence:
 
     `spread` is the deviation of a round's log ratio and `parts` how many degrees of freedom each further round brings:
     what is needed to tell how the error falls. `seen` is after how many rounds it may have been looked at, where that
-    is more.
+    is more. With `builds` above 0 a round in all this is a build, the mean of its rounds.
     """
 
     difference: float
@@ -31,6 +31,7 @@ class Evidence:
     spread: float = math.nan
     parts: float = 1.0
     seen: int = 0
+    builds: int = 0
 
     @property
     def looked(self) -> int:

@@ -69,12 +69,9 @@ def _ranks(n: int, q: float) -> tuple[int, int]:
     return int(np.searchsorted(below, tail, side="right")), int(np.searchsorted(below, 1 - tail)) + 1
 
 
-def percentile_over_rounds(rounds: Sequence[np.ndarray], q: float) -> Interval:
-    """A percentile over several processes: the geometric mean of theirs, with an interval as `center` has it; of a
-    single process, its own."""
-    if len(rounds) == 1:
-        return percentile_interval(rounds[0], q)
-    return center([at(np.sort(samples), q) for samples in rounds])
+def percentile_of(samples: np.ndarray, q: float) -> float:
+    """A percentile (q = 0.99: the 99th) of raw samples, by linear interpolation."""
+    return at(np.sort(samples), q)
 
 
 @lru_cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import astuple, dataclass, replace
 
 import numpy as np
@@ -50,6 +50,18 @@ def over_rounds(rounds: Sequence[np.ndarray]) -> Summary:
     with np.errstate(divide="ignore"):  # a deviation may be 0, and is then
         means = Summary(*np.exp(np.log(each).mean(axis=0)).tolist())
     return replace(means, count=sum(map(len, rounds)), max=max(float(samples.max()) for samples in rounds))
+
+
+def over_units(values: Sequence[tuple[Hashable, float]]) -> list[float]:
+    """The mean of each unit's values, in the order in which units first appear.
+
+    A unit is the largest thing that was drawn anew, such as the build of an engine: its values share what the draw
+    brought, so only their mean is an independent observation.
+    """
+    units: dict[Hashable, list[float]] = {}
+    for unit, value in values:
+        units.setdefault(unit, []).append(value)
+    return [float(np.mean(each)) for each in units.values()]
 
 
 def at(ordered: np.ndarray, q: float) -> float:

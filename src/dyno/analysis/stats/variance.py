@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,18 +12,20 @@ import numpy as np
 @dataclass(frozen=True)
 class Levels:
     """Variances of log values between rounds, between blocks of a round and between samples of a block (0 where that
-    level has nothing of its own), and how many of each there are: rounds, blocks of a round, samples of a block."""
+    level has nothing of its own), and how many of each there are: rounds, blocks of a round, samples of a block; and
+    the variance between builds, None where not every build has rounds to compare it with."""
 
     rounds: float
     blocks: float
     samples: float
     counts: tuple[int, float, float]
+    builds: float | None = None
 
     @property
-    def parts(self) -> tuple[float, float, float]:
-        """What each level adds to the variance of a round's mean: rounds, blocks, samples."""
+    def parts(self) -> tuple[float, float, float, float]:
+        """What each level adds to the variance of a round's mean: builds, rounds, blocks, samples."""
         _, blocks, samples = self.counts
-        return self.rounds, self.blocks / blocks, self.samples / (blocks * samples)
+        return self.builds or 0.0, self.rounds, self.blocks / blocks, self.samples / (blocks * samples)
 
     def best_blocks(self, round_cost: float, block_cost: float) -> float:
         """How many blocks of a round give the narrowest interval in a given time, where starting a round and a block
@@ -35,11 +37,13 @@ class Levels:
         return max(1.0, math.sqrt(round_cost / block_cost * within / self.rounds))
 
 
-def levels(logs: Sequence[Sequence[np.ndarray]]) -> Levels | None:
-    """Variance components of nested data, by analysis of variance: `logs` holds for each round each block's samples.
+def levels(logs: Sequence[Sequence[np.ndarray]], builds: Sequence[Hashable] = ()) -> Levels | None:
+    """Variance components of nested data, by analysis of variance: `logs` holds for each round each block's samples,
+    `builds` the build that it ran.
 
-    Each level's mean square less what the levels below put into it, at 0 least (Searle, Casella and McCulloch 1992).
-    None with fewer than two rounds. A round that is one block has nothing between blocks.
+    Builds are a level where there are two or more, of two rounds or more each. Each level's mean square less what the
+    levels below put into it, at 0 least (Searle, Casella and McCulloch 1992). None with fewer than two rounds. A round
+    that is one block has nothing between blocks.
     """
     if len(logs) < 2 or not all(len(each) and all(b.size for b in each) for each in logs):
         return None
@@ -53,9 +57,14 @@ def levels(logs: Sequence[Sequence[np.ndarray]]) -> Levels | None:
     below = float(np.average([seen[i] for i in many], weights=weight)) if many else 0.0
     between = max(0.0, _pooled([blocks[i] for i in many]) - samples * below)
     inside = float(np.mean([(between + samples * s) / len(b) for s, b in zip(seen, blocks, strict=True)]))
-    rounds = max(0.0, float(means.var(ddof=1)) - inside)
+    groups = [means[[b == build for b in builds]] for build in dict.fromkeys(builds)]
+    drawn = None
+    if nested := len(groups) > 1 and min(map(len, groups)) > 1:
+        centres = np.array([group.mean() for group in groups])
+        drawn = max(0.0, float(centres.var(ddof=1)) - _pooled(groups) * float(np.mean([1 / len(g) for g in groups])))
+    rounds = max(0.0, (_pooled(groups) if nested else float(means.var(ddof=1))) - inside)
     count = float(np.mean([len(each) for each in blocks]))
-    return Levels(rounds, between, samples, (len(logs), count, float(np.mean(np.concatenate(sizes)))))
+    return Levels(rounds, between, samples, (len(logs), count, float(np.mean(np.concatenate(sizes)))), drawn)
 
 
 def _pooled(groups: Sequence[np.ndarray]) -> float:

@@ -41,7 +41,7 @@ def verdict(row: Row) -> str:
     if row["verdict"] == EQUIVALENT:
         return within(row["equivalent"])
     if row["verdict"] == UNDECIDED and not missing(row["more_rounds"]):
-        return f"{UNDECIDED}: {rounds_needed(row['more_rounds'])}"
+        return f"{UNDECIDED}: {rounds_needed(row['more_rounds'], over_builds(row))}"
     return str(row["verdict"])
 
 
@@ -50,11 +50,17 @@ def within(percent: float) -> str:
     return f"{EQUIVALENT} within ±{percent:g} %"
 
 
-def rounds_needed(more: int) -> str:
-    """How many more rounds would settle what is undecided, in words."""
+def over_builds(row: Row) -> bool:
+    """Whether a row's speed-up is over builds, of which a round adds none."""
+    return not missing(row.get("builds")) and row["builds"] > 1
+
+
+def rounds_needed(more: int, builds: bool = False) -> str:
+    """How many more rounds, or builds, would settle what is undecided, in words."""
+    what = "build" if builds else "round"
     if more > MOST_ROUNDS:
-        return f"more than {MOST_ROUNDS} more rounds"
-    return f"about {more} more round{'s' * (more != 1)}"
+        return f"more than {MOST_ROUNDS} more {what}s"
+    return f"about {more} more {what}{'s' * (more != 1)}"
 
 
 def _limits(name: str, of: str, unit: str = "%", kind: str = PERCENT) -> tuple[Column, ...]:
@@ -161,7 +167,10 @@ COLUMNS = (
       for column in _limits(f"latency_{b}_ms_{name}", f"the 95 % interval of latency_{b}_ms_{name}", "ms", "number")),
     Column("p_value", "of no difference to the reference, adjusted for all its rows", ""),
     Column("equivalent", "the margin within which speeds count as equivalent", "%"),
-    Column("more_rounds", "about how many would decide the row; 101: more than 100", kind=COUNT),
+    Column("more_rounds", "about how many would decide the row; 101: more than 100; builds where it is over those",
+           kind=COUNT),
+    Column("builds", "of its engine or its reference's that the speed is over; empty where builds don't differ",
+           kind=COUNT),
 )  # fmt: skip
 IDENTITY = ("model", "size", "batch", "device", "backend", "precision", "runtime", "options")
 _ACCURACY = [name for metric in known().values() for name in metric.printed_columns]

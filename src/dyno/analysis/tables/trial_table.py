@@ -19,13 +19,14 @@ from dyno.analysis.ranking import correctness
 from dyno.analysis.ranking.correctness import AGREE, WRONG, Correctness
 from dyno.analysis.ranking.references import INCOMPARABLE, accuracy_references, incomparable, references
 from dyno.analysis.records import gpu_remarks
-from dyno.analysis.records.results import Results, TrialResult, clock_of, load
-from dyno.analysis.records.rounds import LATENCIES
+from dyno.analysis.records.results import Results, TrialResult, by_build, clock_of, load
+from dyno.analysis.records.rounds import LATENCIES, Round
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.tables.trial_columns import COLUMNS, FEW, LIMITS, PERCENTILES, PRINTED, STAGES, STATISTICS, few
 from dyno.worker.spec import UserError
 
 if TYPE_CHECKING:
+    import numpy as np
     import pandas as pd
 
 REFERENCE = "reference"
@@ -107,7 +108,7 @@ def row(t: TrialResult, against: Comparison, compare: bool = True) -> dict[str, 
         "model": t.model, "backend": t.backend, "precision": t.precision, "batch": t.batch, "size": t.size,
         "device": t.device, "status": t.status, "reason": t.reason, "trial": t.id, "runtime": t.runtime,
         "options": " ".join(f"{k}={v}" for k, v in t.options.items()), "rounds": len(t.good),
-        "warnings": len(t.warnings()),
+        "warnings": len(t.warnings()), "builds": speedups.builds(t) or None,
     }  # fmt: skip
     if t.good:
         columns |= _latencies(t) | _values(t) | _accuracy(t, against) | _speed(t, against, compare)
@@ -164,20 +165,28 @@ def compared_boundary(t: TrialResult, reference: TrialResult | None = None) -> s
 def _latencies(t: TrialResult) -> dict[str, float]:
     columns: dict[str, float] = {}
     for boundary in LATENCIES:
-        if rounds := t.parts("latency", boundary):
+        if sampled := t.sampled("latency", boundary):
+            rounds = [samples for _, samples in sampled]
             s = stats.over_rounds(rounds)
             columns |= {f"latency_{boundary}_ms_{name}": 1e3 * getattr(s, name) for name in STATISTICS}
             columns[f"latency_{boundary}_ms_trimmed_std"] = 1e3 * s.trimmed_std
             columns[f"samples_{boundary}"] = min(map(len, rounds))
             for name, q in PERCENTILES.items():
-                interval = stats.percentile_over_rounds(rounds, q)
+                interval = _percentile(sampled, q)
                 columns |= {f"latency_{boundary}_ms_{name}_{end}": 1e3 * getattr(interval, end) for end in LIMITS}
     return columns
 
 
+def _percentile(sampled: Sequence[tuple[Round, np.ndarray]], q: float) -> stats.Interval:
+    """A percentile over several processes, with an interval as the latency has it; of a single process, its own."""
+    if len(sampled) == 1:
+        return stats.percentile_interval(sampled[0][1], q)
+    return stats.center(by_build((r, stats.percentile_of(samples, q)) for r, samples in sampled))
+
+
 def _values(t: TrialResult) -> dict[str, Any]:
     size = t.value("file_size")
-    rate = stats.center([v for r in t.good if (v := r.value("throughput", "throughput"))])
+    rate = stats.center(by_build((r, v) for r in t.good if (v := r.value("throughput", "throughput"))))
     return {
         "throughput_ips": t.value("throughput", "throughput"),
         "throughput_low": rate.low,
@@ -287,7 +296,7 @@ def _decide(
         for (row, _), s in zip(family, stats.decide_family([e for _, e in family], rule), strict=True):
             row |= {"speedup": s.value, "speedup_low": s.low, "speedup_high": s.high, "verdict": s.verdict,
                     "measured": s.measured, "p_value": s.p, "equivalent": 100 * rule.margin,
-                    "more_rounds": s.more}  # fmt: skip
+                    "more_rounds": s.more, "builds": s.builds or row.get("builds")}  # fmt: skip
 
 
 def _scale(value: Any, factor: float) -> float:

@@ -1,9 +1,9 @@
-"""Where spread comes from: builds of one engine, rounds, blocks of a round, samples of a block."""
+"""Where spread comes from: builds of an engine, rounds, blocks of a round, samples of a block."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,12 +18,12 @@ from dyno.analysis.records.run_data import RunData
 from dyno.analysis.tables import trial_table
 from dyno.analysis.tables.accuracy_tables import LABEL
 from dyno.analysis.tables.trial_columns import COLUMNS, IDENTITY
+from dyno.worker.spec import BUILD
 
 PARTS = 10  # a round without blocks is cut into so many consecutive parts of equal length
 OTHER_LENGTH = 2.0  # a round's length is advised where it differs by at least this factor
 LATENCY, PAIR = "latency", "ratio to the reference"
 SURE = 0.05  # significance level of the difference between builds
-BUILD = "build"
 PRINTED = (*IDENTITY, "layers", "parameters", "size_mb", "build_s", "latency_model_ms_median", "latency_model_ms_p95")
 
 
@@ -107,13 +107,18 @@ def _variance(run: RunData) -> Table | None:
     for row in run.frame.to_dict("records"):
         t, boundary, clock = run.trials[row["trial"]], str(row["boundary"]), str(row["clock"])
         if boundary and len(t.good) > 1:
-            blocks = [_blocks(r, boundary, clock) for r in t.good]
-            rows += _row(t, boundary, LATENCY, stats.levels([block for block in blocks if block]))
+            every = [(r.build, blocks) for r in t.good if (blocks := _blocks(r, boundary, clock))]
+            rows += _row(t, boundary, LATENCY, _levels(every))
             reference = run.references.get(t.id)
             if reference is not None and reference is not t:
-                ratios = [[*block[:, None]] for block in block_ratios(reference, t, boundary, clock)]
-                rows += _row(t, boundary, PAIR, stats.levels(ratios))
+                ratios = block_ratios(reference, t, boundary, clock)
+                rows += _row(t, boundary, PAIR, _levels([(build, [*blocks[:, None]]) for build, blocks in ratios]))
     return VARIANCE.of(VARIANCE_COLUMNS, rows, notes=(VARIANCE_NOTE,)) if rows else None
+
+
+def _levels(every: Sequence[tuple[Hashable, Sequence[np.ndarray]]]) -> stats.Levels | None:
+    """The levels of rounds, each a build and its blocks."""
+    return stats.levels([blocks for _, blocks in every], [build for build, _ in every])
 
 
 def _blocks(r: Round, boundary: str, clock: str) -> list[np.ndarray]:
@@ -129,7 +134,8 @@ def _row(t: TrialResult, boundary: str, of: str, levels: stats.Levels | None) ->
     if levels is None:
         return []
     total, (count, blocks, samples) = sum(levels.parts) or 1.0, levels.counts
-    names = LEVELS[:2] if of == PAIR else LEVELS  # a block has one ratio
+    absent = {name for name, lacks in (("builds", levels.builds is None), ("samples", of == PAIR)) if lacks}
+    names = [name for name in LEVELS if name not in absent]  # a block has one ratio
     parts = dict(zip(LEVELS, levels.parts, strict=True))
     sampled = [sum(r.samples("latency", boundary)) for r in t.good]
     seconds = float(np.median(sampled))
@@ -139,7 +145,8 @@ def _row(t: TrialResult, boundary: str, of: str, levels: stats.Levels | None) ->
         {"label": t.label, "of": of, "rounds": count, "blocks": blocks, "samples": samples}
         | {f"{name}_share": 100 * parts[name] / total for name in names}
         | {f"{name}_spread": 100 * math.sqrt(getattr(levels, name)) for name in names}
-        | {"seconds": seconds, "best_seconds": best, "advice": _advice(best, seconds)}
+        | {"seconds": seconds, "best_seconds": best}
+        | {"advice": BUILDS_FIRST if parts["builds"] > total / 2 else _advice(best, seconds)}
     ]
 
 
@@ -153,8 +160,14 @@ def _advice(best: float, seconds: float) -> str:
     return "more rounds of this length"
 
 
-LEVELS = ("rounds", "blocks", "samples")
-BETWEEN = {"rounds": "rounds, each a process", "blocks": "blocks of a round", "samples": "samples of a block"}
+LEVELS = ("builds", "rounds", "blocks", "samples")
+BUILDS_FIRST = "more builds: they differ by more than all that is in them"
+BETWEEN = {
+    "builds": "builds of the engine",
+    "rounds": "rounds, each a process",
+    "blocks": "blocks of a round",
+    "samples": "samples of a block",
+}
 VARIANCE_NOTE = (
     "Shares are of the variance of a round's mean; the level with the largest share is worth more repetitions. Where a "
     f"trial has no blocks, a round is cut into {PARTS}. Advice is on the narrowest interval in a given "
@@ -177,7 +190,7 @@ VARIANCE_COLUMNS = (
 VARIANCE = TableKind(
     "variance",
     "Where the spread comes from",
-    "Shares of rounds (processes), blocks and samples in the variance, and whether more or longer rounds would help.",
+    "Shares of builds, rounds (processes), blocks and samples in the variance, and what of them to have more of.",
     _variance,
     "levels of spread need two rounds or more, each of 30 samples or more",
     "tables",

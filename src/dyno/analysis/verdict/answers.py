@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import isnan
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ from dyno.analysis.ranking.rankings import Ranking, winners
 from dyno.analysis.records.results import TrialResult
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.stats import MOST_ROUNDS, Speedup
+from dyno.analysis.tables.trial_columns import over_builds
 from dyno.analysis.verdict.findings import equivalent, ratio, settled
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ def gain(ranking: Ranking, run: RunData) -> Speedup | None:
     if winner["reference"] == reference.id:
         limits = winner["speedup"], winner["speedup_low"], winner["speedup_high"]
         more = None if missing(winner["more_rounds"]) else int(winner["more_rounds"])
-        return Speedup(*limits, winner["verdict"], winner["measured"], more=more)
+        builds = int(winner["builds"]) if over_builds(winner.to_dict()) else 0
+        return Speedup(*limits, winner["verdict"], winner["measured"], more=more, builds=builds)
     return _pair(winner, run.trials[winner["trial"]], reference, run)
 
 
@@ -69,11 +71,14 @@ def real(ranking: Ranking, own: Speedup | None, over: Speedup | None, run: RunDa
     pairs = [each for each in (own, over) if each is not None]
     if not pairs:
         return "nothing else is within the budget" if run.budget else "there is nothing to compare it with"
-    how = f"{counting(int(ranking.fastest.iloc[0]['rounds']), 'round')}, measured {pairs[0].measured}"
+    winner = ranking.fastest.iloc[0]
+    how = f"{counting(int(winner['rounds']), 'round')}, measured {pairs[0].measured}"
     parts = [_opening(pairs, own, how)]
+    trials = [run.trials[winner["trial"]], ranking.reference(winner, run.trials)]
     if over is not None:
         parts.append(_over(ranking.configuration(ranking.fastest.iloc[1]), over, run))
-    return "; ".join([*parts, *_doubts(run, doubted)])
+        trials.append(run.trials[ranking.fastest.iloc[1]["trial"]])
+    return "; ".join([*parts, *_builds(trials, pairs), *_doubts(run, doubted)])
 
 
 def real_rate(ranking: Ranking, over: Speedup, run: RunData, doubted: bool) -> str:
@@ -81,7 +86,19 @@ def real_rate(ranking: Ranking, over: Speedup, run: RunData, doubted: bool) -> s
     best, second = (ranking.most_images.iloc[i] for i in (0, 1))
     opening = _opening([over], None, counting(int(best["rounds"]), "round"))
     name = f"{ranking.configuration(second)} at batch {second['batch']}"
-    return "; ".join([opening, _over(name, over, run), *_doubts(run, doubted)])
+    trials = [run.trials[row["trial"]] for row in (best, second)]
+    return "; ".join([opening, _over(name, over, run), *_builds(trials, [over]), *_doubts(run, doubted)])
+
+
+def _builds(trials: Sequence[TrialResult | None], pairs: Sequence[Speedup]) -> Iterator[str]:
+    """Whether it is true of one build of an engine or of its builds, where a builder makes another one each time."""
+    counts = [count for t in trials if t is not None and (count := speedups.builds(t))]
+    if 1 in counts:
+        yield "of one build: another build may differ"
+    elif counts and all(pair.decided for pair in pairs):
+        yield f"holds for builds, of which {min(counts)} were measured"
+    elif counts:
+        yield f"over {min(counts)} builds"
 
 
 def _doubts(run: RunData, doubted: bool) -> Iterator[str]:
@@ -156,7 +173,8 @@ def next_step(ranking: Ranking, own: Speedup | None, over: Speedup | None, run: 
     if any(each.verdict == stats.ONE_ROUND for each in pairs):
         steps.append(f"measure with --rounds {ENOUGH} or more")
     elif more := [each.more or 0 for each in pairs if each.verdict == stats.UNDECIDED]:
-        steps.append(_more_rounds(max(more), run))
+        builds = max(each.builds for each in pairs)
+        steps.append(f"measure with more than --builds {builds}" if builds else _more_rounds(max(more), run))
     elif own is not None and own.verdict == stats.EQUIVALENT:
         steps.append("choose by something else than speed")
     id = f" {winner['trial']}" if len(list(winners(run))) > 1 else ""

@@ -8,11 +8,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dyno.analysis import stats
+from dyno.analysis.metrics import speedups
 from dyno.analysis.metrics.speedups import LEAST_ROUNDS
 from dyno.analysis.ranking.frontier import LATENCY
 from dyno.analysis.ranking.rankings import Ranking
 from dyno.analysis.records.blocks import log_ratios
-from dyno.analysis.records.results import TrialResult
+from dyno.analysis.records.results import TrialResult, by_build
 from dyno.analysis.records.rounds import Round
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.verdict.findings import NOTE, WARNING, Finding, ratio, spread
@@ -38,7 +39,8 @@ def findings(ranking: Ranking, speed: str, run: RunData) -> Iterator[Finding]:
     own = _costs(winner.confirmations, row, speed)
     if not own:
         return
-    text = f"Measured again after the selection, in {_processes(own)}: {_spread(own, row, speed)}"
+    processes = _processes(sum(r.ok for r in winner.confirmations))
+    text = f"Measured again after the selection, in {processes}: {_spread(own, row, speed)}"
     gain = _gain(winner, reference, row, speed) if reference is not None and reference is not winner else None
     if gain is not None and reference is not None:
         text += f", {ratio(gain.value, gain.low, gain.high)} {_unit(speed)} {_reference_name(ranking, reference)}"
@@ -81,15 +83,15 @@ def _was_faster(row: pd.Series, speed: str, ranking: Ranking) -> bool:
 
 
 def _costs(rounds: Sequence[Round], row: pd.Series, speed: str) -> list[float]:
-    """Seconds of each successful round: of a batch, or of an image where images per second are compared."""
+    """Seconds of each successful round (or build): of a batch, or of an image where images per second are compared."""
     good = [r for r in rounds if r.ok]
     if speed == LATENCY:
-        return [m for r in good if (m := r.median(row["boundary"], row["clock"])) is not None]
-    rates = [v for r in good if (v := r.value("throughput", "throughput"))]
+        return by_build((r, m) for r in good if (m := r.median(row["boundary"], row["clock"])) is not None)
+    rates = [(r, v) for r in good if (v := r.value("throughput", "throughput"))]
     if rates:
-        return [1 / rate for rate in rates]
-    seconds = [m for r in good if (m := r.median(row["boundary"], row["clock"])) is not None]
-    return [m / float(row["batch"]) for m in seconds]
+        return by_build((r, 1 / rate) for r, rate in rates)
+    seconds = [(r, m) for r in good if (m := r.median(row["boundary"], row["clock"])) is not None]
+    return by_build((r, m / float(row["batch"])) for r, m in seconds)
 
 
 def _confirmed(trial: TrialResult) -> TrialResult:
@@ -112,9 +114,11 @@ def _faster(
     else:
         logs = log_ratios(own, other, "throughput")
     if len(logs) >= LEAST_ROUNDS:
-        return stats.paired_speedup(logs, rule)
-    costs = _costs(own.rounds, row, speed), _costs(other.rounds, _scaled(row, of_other), speed)
-    return stats.speedup(*costs, rule)
+        found = stats.paired(logs)
+    else:
+        found = stats.unpaired(_costs(own.rounds, row, speed), _costs(other.rounds, _scaled(row, of_other), speed))
+    rounds = min(len(own.good), len(other.good))
+    return stats.decide(found and speedups.of_rounds(found, own, other, rounds), rule)
 
 
 def _scaled(row: pd.Series, other: pd.Series) -> pd.Series:
@@ -134,8 +138,8 @@ def _spread(own: list[float], row: pd.Series, speed: str) -> str:
     return spread(interval, latency) + (f" at batch {row['batch']}" if latency else "")
 
 
-def _processes(own: list[float]) -> str:
-    return "one fresh process" if len(own) == 1 else f"{len(own)} fresh processes"
+def _processes(count: int) -> str:
+    return "one fresh process" if count == 1 else f"{count} fresh processes"
 
 
 def _unit(speed: str) -> str:

@@ -57,9 +57,10 @@ def equivalent(name: str, rule: Rule) -> str:
 
 
 def settled(speedup: Speedup) -> str:
-    """How many more rounds would decide an undecided pair."""
+    """How many more rounds, or builds, would decide an undecided pair."""
     more = MOST_ROUNDS + 1 if speedup.more is None else speedup.more
-    return f"{rounds_needed(more)} would settle it" if more <= MOST_ROUNDS else f"it would take {rounds_needed(more)}"
+    needed = rounds_needed(more, speedup.builds > 0)
+    return f"{needed} would settle it" if more <= MOST_ROUNDS else f"it would take {needed}"
 
 
 def spread(interval: Interval, latency: bool) -> str:

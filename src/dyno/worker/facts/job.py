@@ -24,7 +24,8 @@ class Timing(Sparse):
     """How a job was timed: the processors it was pinned to, windows and blocks by boundary, and who else was busy.
 
     `others_busy` is how many processors other programs kept busy by boundary, `others_bearable` how many may be before
-    a timing has a warning. `slowdown` is the share by which a self-test slowed the job down on purpose.
+    a timing has a warning. `build` is which build of its engine ran, where rounds go through several. `slowdown` is
+    the share by which a self-test slowed the job down on purpose.
     """
 
     affinity: tuple[int, ...] = ()
@@ -34,6 +35,7 @@ class Timing(Sparse):
     turns: Turns | None = None
     others_busy: dict[str, float] = field(default_factory=dict)
     others_bearable: float | None = None
+    build: int | None = None
     slowdown: float | None = None
 
 
