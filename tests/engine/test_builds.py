@@ -15,8 +15,10 @@ import pytest
 from dyno import Study, UserError
 from dyno.analysis import stats, tables
 from dyno.analysis.records.blocks import log_ratios
+from dyno.analysis.records.results import load
 from dyno.analysis.tables import trial_table
-from dyno.analysis.verdict import verdict
+from dyno.analysis.tables.compare import compare
+from dyno.analysis.verdict import comparison, verdict
 from dyno.engine.execute import execute
 from dyno.engine.gpu_lock import launch_in_turn
 from dyno.jobs.progress import Progress
@@ -208,3 +210,15 @@ def test_a_trial_is_the_same_however_many_builds_it_goes_through(plugin: Path, f
     assert one.trial.plan.builds == 1 and one.trial.build(3) == 0
     (two,) = expand(fake_study(backends=(A,), builds=2, rounds=2))
     assert [two.trial.build(number) for number in range(4)] == [1, 2, 1, 2] and two.trial.id == one.trial.id
+
+
+@pytest.mark.parametrize(("builds", "said"), [(1, "Of one build"), (4, "Over 4 builds")])
+def test_a_comparison_says_of_which_builds_it_is(
+    measured: Callable[..., tuple[Any, Log]], plugin: Path, builds: int, said: str
+) -> None:
+    for name in ("before", "after"):
+        measured(name, builds=builds)
+    table = compare(*(load(plugin / name) for name in ("before", "after")))
+    assert {row["builds"] for row in table.rows} == {builds}
+    (line,) = [line for line in comparison.sentences(table) if "build" in line]
+    assert line.startswith(said)

@@ -36,7 +36,7 @@ BEYOND = "too few rounds for this spread"
 Checked = Mapping[str, str]  # AGREE or why outputs are wrong, by the trial's id
 LONGEST = 6  # differences between machines named in one line
 COPIED = ("model", "backend", "precision", "batch", "size", "device", "runtime", "options", "status", "reason",
-          "ran_as", "asked_share", "precision_ok")  # fmt: skip
+          "ran_as", "asked_share", "precision_ok", "builds")  # fmt: skip
 
 
 def verdict(r: Row) -> str:
@@ -80,7 +80,7 @@ COLUMNS = (
     Column("failed", "conditions that the row breaks", kind=TEXT),
     Column("trial_a", "id of A's trial", kind=TEXT),
     Column("trial_b", "id of B's trial", kind=TEXT),
-    *pick("ran_as", "asked_share", "precision_ok"),
+    *pick("ran_as", "asked_share", "precision_ok", "builds"),
     Column("outputs_a", "of A: agree with its reference's, or wrong outputs", kind=TEXT),
     Column("outputs", "of B: agree with its reference's, or wrong outputs", kind=TEXT),
 )  # fmt: skip
