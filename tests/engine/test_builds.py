@@ -6,6 +6,7 @@ import csv
 import os
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,16 @@ from dyno.analysis.records.results import load
 from dyno.analysis.tables import trial_table
 from dyno.analysis.tables.compare import compare
 from dyno.analysis.verdict import comparison, verdict
-from dyno.engine.execute import execute
+from dyno.engine.execute import Files, execute
 from dyno.engine.gpu_lock import launch_in_turn
 from dyno.jobs.progress import Progress
+from dyno.planning import plan
 from dyno.planning.plan import expand
+from dyno.worker import registry
+from dyno.worker.backends.tensor_rt.settings import Settings
 from dyno.worker.facts.job import Facts
 from dyno.worker.record import Measurement, Record, write_json, write_record
-from dyno.worker.spec import Job, Recipe, Trial, to_json
+from dyno.worker.spec import Job, Recipe, Runtime, Trial, to_json
 
 Studies = Callable[..., Study]
 PLUGIN = """
@@ -222,3 +226,25 @@ def test_a_comparison_says_of_which_builds_it_is(
     assert {row["builds"] for row in table.rows} == {builds}
     (line,) = [line for line in comparison.sentences(table) if "build" in line]
     assert line.startswith(said)
+
+
+def test_builds_of_tensorrt_are_without_a_timing_cache_and_of_an_engine_there_are_none(
+    fake_trial: Callable[..., Trial], fake_study: Studies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial = fake_trial("tensorrt", runtime=Runtime(device="cuda:0"))
+    trial = replace(trial, options={}, recipe=registry.find("tensorrt").recipe(trial))
+    trial = replace(trial, plan=replace(trial.plan, builds=3))
+    recipes: list[Recipe] = []
+    monkeypatch.setattr(Files, "file", lambda files, recipe: recipes.append(recipe))
+    Files(Progress(quiet=True)).all([trial])
+    for build, recipe in enumerate(recipes, 1):
+        settings = [Settings.of(each.options) for each in (recipe, recipe.fallback) if each is not None]
+        assert {(each.build, each.timing_cache) for each in settings} == {(build, False)}
+        assert recipe.parent == recipes[0].parent, "the graph is made once"
+    assert len(recipes) == 3
+    monkeypatch.setattr(type(registry.find("tensorrt")), "refuse", lambda *_: "")
+    monkeypatch.setattr(plan, "missing", lambda *_: "")
+    for source, builds in (("fake:net", 3), ("file:/here/net.engine", 0)):
+        study = fake_study(backends=("tensorrt",), builds=3, rounds=3)
+        one = replace(trial, model=replace(trial.model, source=source))
+        assert plan._checked(study, one).trial.plan.builds == builds
