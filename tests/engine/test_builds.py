@@ -138,8 +138,9 @@ def test_equal_engines_differ_in_one_build_and_not_over_builds(measured: Callabl
     assert other["speedup"] == pytest.approx(1, abs=0.002) and other["speedup_high"] > 1.05
     assert other["latency_ms_high"] - other["latency_ms_low"] > 1  # Student's t over four builds that spread by 5 %
     assert [r.facts.build for r in four.records.trials[0].rounds] == [1, 2, 3, 4] * 2
-    said = " ".join(verdict.sentences(four))
+    said = " ".join(verdict.read(four).lines)
     assert "over 4 builds" in said and "one build" not in said
+    assert f"next: measure with --builds {4 + int(other['more_rounds'])} and another --out" in said
     (variance,) = tables.named(four, "variance")
     assert all(row["builds_share"] > 90 and row["advice"].startswith("more builds") for row in variance.rows)
     again, log = measured("four", builds=4)

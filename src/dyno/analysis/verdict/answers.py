@@ -173,8 +173,7 @@ def next_step(ranking: Ranking, own: Speedup | None, over: Speedup | None, run: 
     if any(each.verdict == stats.ONE_ROUND for each in pairs):
         steps.append(f"measure with --rounds {ENOUGH} or more")
     elif more := [each.more or 0 for each in pairs if each.verdict == stats.UNDECIDED]:
-        builds = max(each.builds for each in pairs)
-        steps.append(f"measure with more than --builds {builds}" if builds else _more_rounds(max(more), run))
+        steps.append(_more_rounds(max(more), max(each.builds for each in pairs), run))
     elif own is not None and own.verdict == stats.EQUIVALENT:
         steps.append("choose by something else than speed")
     id = f" {winner['trial']}" if len(list(winners(run))) > 1 else ""
@@ -182,9 +181,11 @@ def next_step(ranking: Ranking, own: Speedup | None, over: Speedup | None, run: 
     return "; ".join([*steps, *filter(None, [_undecided_budget(ranking)])])
 
 
-def _more_rounds(more: int, run: RunData) -> str:
+def _more_rounds(more: int, builds: int, run: RunData) -> str:
     if more > MOST_ROUNDS:
         return "too alike, or the machine too restless, for rounds to settle it"
+    if builds:
+        return f"measure with --builds {builds + more} and another --out"
     if run.rule.first:
         return "the same command with more --minutes goes on"
     return "measure with --until decided"

@@ -45,9 +45,7 @@ def _measured(rows: list[Row], stored: bool) -> list[str]:
     sentences = [APART if stored else f"Measured {' or '.join(sorted(methods))}, {counting(rounds, 'round')}."]
     builds = [int(r["builds"]) for r in rows if not missing(r["builds"])]
     if 1 in builds:
-        sentences.append(
-            "Of one build of an engine that is tuned by timing: another may differ; see --builds."
-        )
+        sentences.append("Of one build of an engine that is tuned by timing: another may differ; see --builds.")
     elif builds:
         sentences.append(f"Over {min(builds)} builds of each engine that is tuned by timing.")
     if (count := sum(1 for r in rows if not missing(r["p_value"]))) > 1:
