@@ -140,7 +140,6 @@ def test_equal_engines_differ_in_one_build_and_not_over_builds(measured: Callabl
     assert [r.facts.build for r in four.records.trials[0].rounds] == [1, 2, 3, 4] * 2
     said = " ".join(verdict.read(four).lines)
     assert "over 4 builds" in said and "one build" not in said
-    assert f"next: measure with --builds {4 + int(other['more_rounds'])} and another --out" in said
     (variance,) = tables.named(four, "variance")
     assert all(row["builds_share"] > 90 and row["advice"].startswith("more builds") for row in variance.rows)
     again, log = measured("four", builds=4)
@@ -151,6 +150,11 @@ def test_what_is_true_of_builds_is_said_to_hold_for_them(measured: Callable[...,
     four, _ = measured("equal", builds=4, equivalent=30.0)
     assert four.frame.iloc[1]["verdict"] == stats.EQUIVALENT
     assert "holds for builds, of which 4 were measured" in " ".join(verdict.sentences(four))
+    open_still = trial_table.read(four.records.folder, equivalent=8.0)
+    more = int(open_still.frame.iloc[1]["more_rounds"])
+    assert 0 < more < 100
+    said = " ".join(verdict.read(open_still).lines)
+    assert f"about {more} more build" in said and f"next: measure with --builds {4 + more} and another --out" in said
 
 
 def test_rounds_until_decided_go_on_through_the_builds(measured: Callable[..., tuple[Any, Log]]) -> None:
