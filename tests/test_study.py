@@ -118,14 +118,14 @@ def test_toml_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "rounds", "until", "turns"),
     [
-        ({}, 3, "decided", True),
-        ({"rounds": 5}, 5, "rounds", True),
+        ({}, 5, "decided", True),
+        ({"rounds": 4}, 4, "rounds", True),
         ({"rounds": 1}, 1, "rounds", True),
-        ({"rounds": 5, "until": "decided"}, 5, "decided", True),
-        ({"until": "rounds"}, 3, "rounds", True),
-        ({"turns": False}, 3, "decided", False),
-        ({"samples": 10}, 3, "decided", False),
-        ({"interval": 0.01}, 3, "decided", False),
+        ({"rounds": 4, "until": "decided"}, 4, "decided", True),
+        ({"until": "rounds"}, 5, "rounds", True),
+        ({"turns": False}, 5, "decided", False),
+        ({"samples": 10}, 5, "decided", False),
+        ({"interval": 0.01}, 5, "decided", False),
     ],
 )
 def test_rounds_that_are_asked_for_are_all(fields: dict[str, Any], rounds: int, until: str, turns: bool) -> None:
@@ -141,7 +141,7 @@ def test_a_study_comes_back_from_its_own_toml(tmp_path: Path) -> None:
     assert Study.from_toml(tmp_path / "t.toml") == study
     # What was left open is written out, so that a stored study says what was measured.
     assert Study(models=("fake:net",)).to_table() == {
-        "models": ["fake:net"], "rounds": 3, "until": "decided", "turns": True,
+        "models": ["fake:net"], "rounds": 5, "until": "decided", "turns": True,
     }  # fmt: skip
 
 

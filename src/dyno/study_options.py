@@ -132,7 +132,7 @@ class Measurement:
     builds: int = option(
         1, "Builds of each engine that is tuned by timing; the rounds go through them, and verdicts hold for builds."
     )
-    seconds: float = option(3.0, "Seconds of sampling at most, per trial, round and boundary.", common=True)
+    seconds: float = option(2.0, "Seconds of sampling at most, per trial, round and boundary.", common=True)
     warmup: float = option(1.0, "Seconds of warm-up at most, per trial, round and boundary.")
     samples: int = option(
         0, "Exactly this many samples, however long they take.", usual="until the interval is narrow enough"

@@ -164,8 +164,8 @@ def test_too_little_agreement_is_exit_1(call: Callable[..., Any]) -> None:
 def test_a_dry_run_lists_and_runs_nothing(call: Callable[..., Any]) -> None:
     code, out, err = call("run", "fake:[/x]", "--backends", "fake", "--precision", "fp32,fp8", "--dry-run")
     assert (code, err) == (0, "")
-    assert "[/x]" in out and "2 trials, 1 refused; 3 rounds in turns each. Nothing was run." in out
-    assert "sampling take 36.0 s at most" in out and "undecided, until 10 minutes were measured in all." in out
+    assert "[/x]" in out and "2 trials, 1 refused; 5 rounds in turns each. Nothing was run." in out
+    assert "sampling take 45.0 s at most" in out and "undecided, until 10 minutes were measured in all." in out
     assert "fake has no fp8" in " ".join(out.split())
     assert not Path("runs").exists()
     _, out, _ = call("run", "fake:[/x]", "--backends", "pytorch", "--device", "cuda:99", "--dry-run")

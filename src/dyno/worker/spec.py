@@ -22,7 +22,9 @@ from dyno.worker.facts.sparse import Sparse
 SCHEMA = 2
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "int8", "fp8")
 BOUNDARIES = ("model", "all", "throughput")
-ROUNDS = 3  # unless a study says otherwise; where rounds go on until decided, those before the first look
+# Unless a study says otherwise; where rounds go on until decided, those before the first look. Three would have two
+# degrees of freedom, with which a row of a family of seven needs a difference of ten spreads; five need three.
+ROUNDS = 5
 DECIDED, FIXED = "decided", "rounds"  # what a study goes on until
 PARTS = ("enqueue", "h2d", "compute", "d2h")  # of one inference from host to host on a GPU
 SAVED = (".pt2", ".torchscript")  # modules as PyTorch stores them, by torch.export.save and torch.jit.save
@@ -208,7 +210,7 @@ class Plan:
 
     boundaries: tuple[str, ...] = BOUNDARIES
     warmup_s: float = 1.0
-    seconds: float = 3.0
+    seconds: float = 2.0
     min_samples: int = 30
     max_samples: int = 100_000
     interval: float = 0.005

@@ -22,7 +22,7 @@ def test_a_dynamic_engine_at_latency_model(tmp_path: Path) -> None:
         "--noDataTransfers",
         "--useSpinWait",
         "--warmUp=1000",
-        "--duration=3",
+        "--duration=2",
         "--iterations=30",
         "--percentile=90,95,99",
         "--exportTimes=times.json",
