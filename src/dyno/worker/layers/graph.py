@@ -17,6 +17,7 @@ from dyno.worker.onnx_graph.weights import beside
 from dyno.worker.spec import UserError
 
 SCOPES = "pkg.torch.onnx.name_scopes"  # what PyTorch's newer exporter writes at a node: its modules, outermost first
+NOWHERE = "_empty_nn_module_stack_from_metadata_hook"  # the exporter's word for a node of which it lost the module
 UNKNOWN = (-1,)  # the shape of a tensor of which not even the number of dimensions is known
 # Which inputs are weights where not all constants are: the others are scales, statistics, limits, shapes.
 WEIGHTS: dict[str, tuple[int, ...]] = {
@@ -130,7 +131,7 @@ def _modules(node: Any, weights: list[str]) -> tuple[str, ...]:
             parts = ast.literal_eval(scopes)
         except (ValueError, SyntaxError):
             parts = []
-        owners += [str(part) for part in parts[:-1][-1:]]  # the last is the operator's own name
+        owners += [str(part) for part in parts[:-1][-1:] if part != NOWHERE]  # the last is the operator's own name
     elif node.name.startswith("/"):  # /layer1/layer1.0/conv1/Conv, by the older exporter
         owners.append(_dotted(node.name.split("/")[1:-1]))
     return tuple(dict.fromkeys(owners))
