@@ -45,7 +45,7 @@ ANALYSIS = {
     "presentation": "formatting records",
     "metrics": "formatting stats records presentation",
     "self_test": "formatting stats records presentation",
-    "inside": "formatting presentation",
+    "inside": "formatting stats presentation",
     "ranking": "formatting stats records metrics",
     "gate": "stats metrics",
     "tables": "formatting stats records metrics presentation ranking gate",
@@ -69,7 +69,7 @@ WORKER = {
     "sessions": "facts spec backend option_values extras system inputs",
     "nets": "spec inspection extras inputs tasks sessions",
     "onnx_graph": "facts spec extras system inputs tasks sessions",
-    "layers": "facts spec inputs sessions nets onnx_graph",
+    "layers": "facts spec backend inputs sessions nets onnx_graph",
     "makers": "facts spec backend option_values extras system inputs sessions nets onnx_graph",
     "backends": "facts spec record backend option_values extras inputs sessions nets onnx_graph layers makers",
     "registry": "spec plugins backend backends makers",
@@ -77,8 +77,9 @@ WORKER = {
     "evaluation": "facts spec record backend inputs tasks",
     "training": "facts spec record inputs sessions nets",
     "snippets": "spec plugins registry inputs tasks sessions nets backends",
-    "jobs": "facts spec inspection backend registry extras system inputs sessions nets onnx_graph layers backends",
-    "journal": "spec record measure evaluation",
+    "jobs": "facts spec inspection backend registry extras system inputs sessions nets onnx_graph layers backends "
+    "measure",
+    "journal": "spec record system measure evaluation",
     "main": "facts spec record backend registry system inputs sessions measure evaluation training snippets jobs "
     "journal",
 }

@@ -16,6 +16,8 @@ if typing.TYPE_CHECKING:
     from dyno.api.evaluation import evaluate as evaluate
     from dyno.api.inspection import Inspected as Inspected
     from dyno.api.inspection import inspect as inspect
+    from dyno.api.profiling import Profiled as Profiled
+    from dyno.api.profiling import profile as profile
     from dyno.api.result import Result as Result
     from dyno.api.result import load as load
     from dyno.api.runnable import Study as Study
@@ -28,6 +30,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Comparison",
     "Inspected",
+    "Profiled",
     "Result",
     "SelfTest",
     "Study",
@@ -39,6 +42,7 @@ __all__ = [
     "evaluate",
     "inspect",
     "load",
+    "profile",
     "run",
     "train",
 ]
@@ -56,6 +60,8 @@ _HOMES = {
     "evaluate": "dyno.api.evaluation",
     "Inspected": "dyno.api.inspection",
     "inspect": "dyno.api.inspection",
+    "Profiled": "dyno.api.profiling",
+    "profile": "dyno.api.profiling",
     "load": "dyno.api.result",
     "train": "dyno.training.session",
     "TrainingResult": "dyno.training.session",

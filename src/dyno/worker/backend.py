@@ -24,6 +24,20 @@ if TYPE_CHECKING:  # the host reads all names without NumPy, so that `dyno --hel
 Arrays = Mapping[str, "np.ndarray"]
 
 
+@dataclass(frozen=True)
+class LayerTimes:
+    """How long the layers of `inside` took while the engine watched itself, which slows it down.
+
+    `layers` has seconds, a row for each repeat and a column for each layer, 0 for one that doesn't run. `whole` has the
+    seconds of each watched run by the host's clock. `note` is a sentence on how the engine counts.
+    """
+
+    inside: Inside
+    layers: np.ndarray
+    whole: np.ndarray
+    note: str = ""
+
+
 class Session(ABC):
     """A loaded model that the timing loop drives: bind inputs, run, wait, fetch outputs.
 
@@ -76,6 +90,10 @@ class Session(ABC):
         """The engine's own facts, read after timing."""
         return EngineFacts()
 
+    def profile(self, runs: int) -> LayerTimes:
+        """Time every layer in about so many runs of what slot 0 is bound to; nothing is timed afterwards."""
+        raise Unavailable("this engine doesn't say how long its layers take")
+
     def close(self) -> None:  # noqa: B027 - nothing to do where Python frees it
         """Free everything."""
 
@@ -85,14 +103,15 @@ class Backend(ABC):
 
     `requires` are the distributions whose versions shape its results; `precisions`, `devices` and `options` what it
     takes, `values` the checks of its options' values (`option_values`), made before anything runs, and `files` the
-    suffixes of model files that it can run (None: unknown). What a backend does with its library happens in the worker;
-    `refuse` and `recipe` are pure.
+    suffixes of model files that it can run (None: unknown). `profiled` are those of its devices on which its sessions
+    can `profile`. What a backend does with its library happens in the worker; `refuse` and `recipe` are pure.
     """
 
     name: str = ""
     requires: tuple[str, ...] = ()
     precisions: tuple[str, ...] = ()
     devices: tuple[str, ...] = ("cpu",)
+    profiled: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     values: Mapping[str, Check] = {}
     files: tuple[str, ...] | None = None

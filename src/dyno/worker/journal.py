@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker import measure
+from dyno.worker import measure, system
 from dyno.worker.evaluation import evaluate
 from dyno.worker.record import Measurement, Record, save_arrays, write_json
 from dyno.worker.spec import Job, to_json
@@ -73,6 +74,20 @@ class Journal:
         if facts := evaluation.facts():
             self.facts(evaluation=facts)
         self.add(*evaluation.measurements())
+
+    def profiled(self, tag: str, whole: np.ndarray, layers_tag: str, layers: np.ndarray) -> None:
+        """Store the seconds of watched runs under the tag, and those of their layers [repeats, layers]."""
+        self.samples.update({tag: whole, layers_tag: layers})
+        save_arrays(self.folder / "samples.npz", self.samples)
+        self.add(*(Measurement(name, "s", "duration", None, name, "model", "host") for name in (tag, layers_tag)))
+
+    def contended(self, boundary: str, busy: float, device: str) -> None:
+        """Record the CPU contention of this timing, and warn when it was enough to change it."""
+        threshold = system.contention_threshold(device)
+        busy_by_boundary = {**self.record.facts.others_busy, boundary: round(busy, 3)}
+        self.facts(others_busy=busy_by_boundary, others_bearable=threshold)
+        if busy > threshold:
+            self.warn(f"{boundary}: other programs kept {busy:.1f} of {os.cpu_count()} processors busy meanwhile")
 
     def timed(self, tag: str, stage: str, action: Callable[[], Any]) -> Any:
         """Run the action as a stage and store its seconds under the tag."""

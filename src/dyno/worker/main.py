@@ -123,7 +123,7 @@ def _time(
         else:
             sampling = measure.latency(once, trial.plan, watch, blocks)
             journal.sampled("latency", boundary, "s", "duration", sampling)
-        _record_contention(boundary, contention.busy(), trial.runtime.device, journal)
+        journal.contended(boundary, contention.busy(), trial.runtime.device)
     if "all" in boundaries and (parts := measure.parts(session, feeds, trial.plan)):
         journal.parted(parts)
 
@@ -137,15 +137,6 @@ def _watch(session: Session, boundary: str, journal: Journal) -> gpu.Stopwatch |
     except Unavailable as e:
         journal.warn(f"{boundary}: timed by the host's clock alone, because {e}")
         return None
-
-
-def _record_contention(boundary: str, busy: float, device: str, journal: Journal) -> None:
-    """Record the CPU contention of this timing, and warn when it was enough to change it."""
-    threshold = system.contention_threshold(device)
-    busy_by_boundary = {**journal.record.facts.others_busy, boundary: round(busy, 3)}
-    journal.facts(others_busy=busy_by_boundary, others_bearable=threshold)
-    if busy > threshold:
-        journal.warn(f"{boundary}: other programs kept {busy:.1f} of {os.cpu_count()} processors busy meanwhile")
 
 
 def _evaluate(session: Session, trial: Trial, journal: Journal) -> None:
@@ -281,6 +272,13 @@ def read_layers(job: Job, journal: Journal) -> None:
     journal.facts(inside=read(job.trial, job.artifact, job.options))
 
 
+def profile_layers(job: Job, journal: Journal) -> None:
+    """How long each layer of a trial's engine takes."""
+    from dyno.worker.jobs.layer_times import profile
+
+    profile(job, journal)
+
+
 def train_model(job: Job, journal: Journal) -> None:
     """Train a model on the data set named in the job; the weights lie in the job's folder."""
     from dyno.worker.training import loop
@@ -303,7 +301,7 @@ def find_peak(job: Job, journal: Journal) -> None:
     for name, found in peak.measure(job.runtime):
         journal.facts(peak={**journal.record.facts.peak, name: found})
         journal.add()
-    _record_contention("peak", contention.busy(), job.runtime.device, journal)
+    journal.contended("peak", contention.busy(), job.runtime.device)
 
 
 def take_home(job: Job, journal: Journal) -> None:
@@ -315,8 +313,9 @@ def take_home(job: Job, journal: Journal) -> None:
     journal.facts(files=snippets.write(job.trial, job.artifact, job.options, journal.folder))
 
 
-OTHER_JOBS = {"make": make_file, "probe": probe, "inspect": inspect_job, "layers": read_layers, "train": train_model,
-              "stress": stress_trial, "peak": find_peak, "take": take_home}  # fmt: skip
+OTHER_JOBS = {"make": make_file, "probe": probe, "inspect": inspect_job, "layers": read_layers,
+              "profile": profile_layers, "train": train_model, "stress": stress_trial, "peak": find_peak,
+              "take": take_home}  # fmt: skip
 
 
 def perform(job: Job, journal: Journal, turns: Alone) -> Record:

@@ -78,7 +78,7 @@ def aligned(forms: Sequence[Inside], shown: Sequence[int], graph_of: Mapping[int
     rows = [_row(forms, shown, region) for region in regions]
     names = [_letter(k) for k in range(len(shown))]
     columns = [
-        Column(name, f"layers of {forms[k].library}", kind=TEXT, title=forms[k].library, cell=_cell(name))
+        Column(name, f"layers of {forms[k].library}", kind=TEXT, title=forms[k].library, cell=names_cell(name))
         for name, k in zip(names, shown, strict=True)
     ]  # fmt: skip
     columns += [
@@ -105,7 +105,7 @@ def _letter(position: int) -> str:
     return chr(ord("a") + position)
 
 
-def _cell(name: str) -> Callable[[Row], str]:
+def names_cell(name: str) -> Callable[[Row], str]:
     """The first few names of a region, a later one without what it shares with the first."""
 
     def text(row: Row) -> str:

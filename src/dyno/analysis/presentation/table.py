@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 TEXT, NUMBER, COUNT, PERCENT, POINTS, RATIO, FINE = KINDS = (
     "text", "number", "count", "percent", "points", "ratio", "fine ratio",
 )  # fmt: skip
-TITLES = ("model", "statistic", "label", "title")  # values that say in a heading what they are
+TITLES = ("model", "form", "statistic", "label", "title")  # values that say in a heading what they are
 NEAREST = 3  # columns that may have been meant by a misspelt one
 
 Row = dict[str, Any]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker.backend import Arrays, Backend, Session
+from dyno.worker.backend import Arrays, Backend, LayerTimes, Session
 from dyno.worker.extras import install
 from dyno.worker.facts.engine import EngineFacts, Probe
 from dyno.worker.facts.inside import Inside
@@ -30,7 +31,7 @@ from dyno.worker.option_values import Check, flag, one_of
 from dyno.worker.sessions import onnx_runtime_cuda as cuda
 from dyno.worker.sessions.onnx_runtime_cuda import OPTIONS as CUDA_OPTIONS
 from dyno.worker.sessions.onnx_runtime_cuda import VALUES as CUDA_VALUES
-from dyno.worker.sessions.onnx_runtime_profile import Profile
+from dyno.worker.sessions.onnx_runtime_profile import Profile, by_run
 from dyno.worker.spec import Artifact, Option, Recipe, Tensor, Trial, Unavailable, UserError
 
 ENGINE = "ONNX Runtime"
@@ -43,6 +44,7 @@ OPTIMIZATION = {
 }
 NUMPY_TYPES = {"float": "float32", "double": "float64"}
 PROFILED_RUNS = 6
+DISCARDED = 3  # runs of a profile that don't count: the first packs weights
 # An ONNX file of one node, y = x + x on a float scalar, so that `probe` needs no onnx.
 ONE_ADD = bytes.fromhex(
     "08083a2f0a0e0a01780a0178120179220341646412036164645a0b0a017812060a0408011200620b0a017912060a040801120042040a00100d"
@@ -60,6 +62,7 @@ class OnnxRuntime(Backend):
     requires = ("onnxruntime|onnxruntime-gpu",)
     precisions = ("fp32", "tf32", "fp16", "int8")
     devices = ("cpu", "cuda")
+    profiled = ("cpu",)
     options = ("optimization", "spinning", *CUDA_OPTIONS, *PREPARATION)
     values: Mapping[str, Check] = {"optimization": one_of(*OPTIMIZATION), "spinning": flag, **CUDA_VALUES, **VALUES}
     files = (".onnx",)
@@ -167,9 +170,11 @@ class OnnxFile:
         """The optimised graph as the library writes it, with what a profile of its run says of each node."""
         with tempfile.TemporaryDirectory() as scratch:
             path = f"{scratch}/optimised.onnx"
-            events = self._profile(providers, feeds, scratch, path)
-            kernels = Profile(events, self.asked).seen
-            return optimised.read(path, self.path, kernels, f"{ENGINE} {self.ort.__version__}")
+            return self.optimised(path, Profile(self._profile(providers, feeds, scratch, path), self.asked))
+
+    def optimised(self, path: str, profile: Profile) -> Inside:
+        """The optimised graph that was written to the path, with what the profile says."""
+        return optimised.read(path, self.path, profile.seen, f"{ENGINE} {self.ort.__version__}")
 
     def _profile(self, providers: Any, feeds: Arrays, scratch: str, optimised: str = "") -> list[dict[str, Any]]:
         rng = np.random.default_rng(0)
@@ -178,16 +183,15 @@ class OnnxFile:
         made = {t.name: rng.standard_normal(self.shapes[t.name]).astype(t.dtype) for t in inputs}
         for _ in range(PROFILED_RUNS):
             session.run(None, made | dict(feeds))
-        events: list[dict[str, Any]] = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
-        return events
+        return _events(session)
 
 
 class OnnxRuntimeSession(Session):
     """One InferenceSession on the CPU; inputs are read from, and outputs written to, host memory without a copy."""
 
-    def __init__(self, file: OnnxFile) -> None:
+    def __init__(self, file: OnnxFile, profile: str = "", optimised: str = "") -> None:
         self._file = file
-        self._session = file.open(PROVIDERS)
+        self._session = file.open(PROVIDERS, profile, optimised)
         inputs = tuple(map(_tensor, self._session.get_inputs()))
         self.inputs = inputs if file.free else tuple(replace(t, shape=file.shapes[t.name]) for t in inputs)
         self.outputs = tuple(_tensor(arg) for arg in self._session.get_outputs())
@@ -246,11 +250,37 @@ class OnnxRuntimeSession(Session):
         """See `OnnxFile.inside`."""
         return self._file.inside(PROVIDERS, self._feeds)
 
+    def profile(self, runs: int) -> LayerTimes:
+        """The nodes' kernels in a second session like this one, by ONNX Runtime's own profile."""
+        with tempfile.TemporaryDirectory() as scratch:
+            path = f"{scratch}/optimised.onnx"
+            watched = OnnxRuntimeSession(self._file, f"{scratch}/profile", path)
+            watched.bind(self._feeds)
+            whole = []
+            for _ in range(DISCARDED + runs):
+                start = time.perf_counter()
+                watched.run()
+                whole.append(time.perf_counter() - start)
+            events = _events(watched._session)
+            watched.close()
+            inside = self._file.optimised(path, Profile(events, self._file.asked))
+        repeats = by_run(events)[DISCARDED:]
+        kernels = optimised.kernels_of(inside.layers, set().union(*repeats))
+        layers = [[repeat.get(kernel, 0.0) if kernel else 0.0 for kernel in kernels] for repeat in repeats]
+        note = f"{ENGINE} counts whole microseconds."
+        return LayerTimes(inside, np.array(layers), np.array(whole[DISCARDED:]), note)
+
     def close(self) -> None:
         """Free the session and what was bound to it."""
         self._feeds.clear()
         self._outputs.clear()
         del self._binding, self._session
+
+
+def _events(session: Any) -> list[dict[str, Any]]:
+    """The events of the session's profile, which ends."""
+    events: list[dict[str, Any]] = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
+    return events
 
 
 def _library() -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import sys
+import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker.backend import Arrays, Backend, Session
+from dyno.worker.backend import Arrays, Backend, LayerTimes, Session
 from dyno.worker.backends.open_vino_layers import ExecutionGraph, plain
 from dyno.worker.extras import install
 from dyno.worker.facts.engine import EngineFacts, Probe
@@ -33,6 +34,8 @@ HINTS = {"fp32": "f32", "bf16": "bf16", "fp16": "f16", "int8": "f32"}
 # What the CPU plugin must be able to do before a hint is more than a wish.
 CAPABILITIES = {"bf16": "BF16", "fp16": "FP16"}
 PROFILED_RUNS = 3
+# OpenVINO tells a layer's mean since the compilation, in whole microseconds: a repeat of a profile is a compilation.
+REPEATS, DISCARDED = 5, 2
 SETTINGS = "INFERENCE_PRECISION_HINT INFERENCE_NUM_THREADS NUM_STREAMS PERFORMANCE_HINT ENABLE_CPU_PINNING".split()
 
 
@@ -43,6 +46,7 @@ class OpenVino(Backend):
     name = "openvino"
     requires = ("openvino",)
     precisions = ("fp32", "bf16", "fp16", "int8")
+    profiled = ("cpu",)
     options = ("streams", "pinning", *PREPARATION)
     values: Mapping[str, Check] = {"streams": whole(1), "pinning": flag, **VALUES}
     files = (".onnx", ".xml")
@@ -183,6 +187,13 @@ class OpenVinoSession(Session):
 
     def execution_graph(self) -> Any:
         """The runtime model of a second compilation, after runs that counted time."""
+        compiled, request = self._counting()
+        for _ in range(PROFILED_RUNS):
+            request.infer()
+        return compiled.get_runtime_model()
+
+    def _counting(self) -> tuple[Any, Any]:
+        """A compilation that counts time, and a request of it on what is bound, else on random input."""
         compiled = _core().compile_model(self._model, "CPU", self._settings | {"PERF_COUNT": True})
         request = compiled.create_infer_request()
         rng = np.random.default_rng(0)
@@ -190,15 +201,40 @@ class OpenVinoSession(Session):
             held = self._held[0].get(tensor.name)
             feed = held[0] if held else rng.standard_normal(self._shapes[tensor.name]).astype(tensor.dtype)
             request.set_tensor(port, self._ov.Tensor(feed))
-        for _ in range(PROFILED_RUNS):
-            request.infer()
-        return compiled.get_runtime_model()
+        return compiled, request
+
+    def profile(self, runs: int) -> LayerTimes:
+        """The execution graph's layers by OpenVINO's counters: each repeat is the mean over the runs of a compilation,
+        of which the first runs are taken off again."""
+        each = -(-runs // REPEATS)
+        whole, repeats = list[float](), list[dict[str, float]]()
+        for _ in range(REPEATS):
+            compiled, request = self._counting()
+            for _ in range(DISCARDED):
+                request.infer()
+            before = _counted(request, DISCARDED)
+            for _ in range(each):
+                start = time.perf_counter()
+                request.infer(share_outputs=True)
+                whole.append(time.perf_counter() - start)
+            after = _counted(request, DISCARDED + each)
+            repeats.append({name: max(0.0, after[name] - before[name]) / each for name in after})
+        inside = ExecutionGraph(compiled.get_runtime_model(), self._asked).inside(f"{ENGINE} {version()}")
+        layers = [[repeat.get(layer.name, 0.0) for layer in inside.layers] for repeat in repeats]
+        repeat = f"the mean of {each} runs" if each > 1 else "one run"
+        note = f"{ENGINE} tells means in whole microseconds: a repeat is {repeat} of a new compilation."
+        return LayerTimes(inside, np.array(layers), np.array(whole), note)
 
     def close(self) -> None:
         """Free the requests, the compiled model and what was bound."""
         self._held.clear()
         self._requests.clear()
         del self._compiled, self._model
+
+
+def _counted(request: Any, runs: int) -> dict[str, float]:
+    """Seconds of each layer in all of its compilation's runs so far."""
+    return {each.node_name: runs * each.real_time.total_seconds() for each in request.get_profiling_info()}
 
 
 def library() -> Any:

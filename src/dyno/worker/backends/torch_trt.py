@@ -64,6 +64,7 @@ class TorchTensorRT(PyTorch):
     requires = ("torch", "torch_tensorrt", "tensorrt|tensorrt-cu12|tensorrt-cu13")
     precisions = ("fp32", "tf32", "fp16")
     devices = ("cuda",)
+    profiled = ()
     options = ("ir", "profile", "optimization", "workspace_mb", "min_block_size")
     values: Mapping[str, Check] = {
         "ir": one_of(*ROUTES), "optimization": whole(LEVELS[0], LEVELS[-1]), "workspace_mb": whole(0),

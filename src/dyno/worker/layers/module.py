@@ -16,6 +16,11 @@ MARK = "_dyno_port"  # the attribute by which a tensor is known again where it i
 
 
 def read(module: Any, *args: Any, **keywords: Any) -> Inside:
+    """The module's calls on these arguments; see `watched`."""
+    return watched(module, lambda: module(*args, **keywords))
+
+
+def watched(module: Any, run: Callable[[], Any]) -> Inside:
     """Run the module once: a row for each call of a part, in the order in which the calls end.
 
     A part that only calls others is none, nor is the module itself where it has no parameters and no operations.
@@ -29,7 +34,7 @@ def read(module: Any, *args: Any, **keywords: Any) -> Inside:
     with _dispatched(torch) as ran, flops.counting() as counter:
         watch = _Watch(torch, module, lambda: (counter.get_total_flops(), ran.count))
         try:
-            module(*args, **keywords)
+            run()
         finally:
             watch.end()
     if isinstance(module, torch.fx.GraphModule) and not watch.parts_ran:
@@ -64,6 +69,12 @@ def _dispatched(torch: Any) -> Any:
     return Counter()
 
 
+def parts(torch: Any, module: Any) -> list[tuple[str, Any]]:
+    """The module and its parts by name, but for containers that only hold others."""
+    containers = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
+    return [(name, part) for name, part in module.named_modules() if type(part) not in containers]
+
+
 @dataclass
 class _Open:
     """A call that isn't over: operations and operators at its beginning, those of its parts, and the calls before."""
@@ -78,13 +89,8 @@ class _Watch:
     """Hooks on every part of a module, and what they saw."""
 
     def __init__(self, torch: Any, module: Any, so_far: Callable[[], tuple[int, int]]) -> None:
-        nn = torch.nn
         self._so_far, self._calls, self._open = so_far, list[Layer](), list[_Open]()
-        self._parts = [
-            (name, part)
-            for name, part in module.named_modules()
-            if type(part) not in (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-        ]
+        self._parts = parts(torch, module)
         self._outer = {name for name, part in self._parts if not name or next(part.children(), None) is not None}
         self._hooks = []
         for name, part in self._parts:

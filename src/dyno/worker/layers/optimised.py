@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from dyno.worker.facts.inside import LAYERS, Inside, Layer
 from dyno.worker.layers import graph
 from dyno.worker.onnx_graph.file import import_onnx
-from dyno.worker.sessions.onnx_runtime_profile import COMPUTE
+from dyno.worker.sessions.onnx_runtime_profile import COMPUTE, Kernel
 
 TYPES = {"float": "float32", "double": "float64"}
 COPIES = ("MemcpyFromHost", "MemcpyToHost")
 MOVES = ("Cast", "ReorderInput", "ReorderOutput", *COPIES)
-Kernels = Mapping[tuple[str, Any], Mapping[str, Any]]
+Kernels = Mapping[Kernel, Mapping[str, Any]]
 
 
 def read(path: str, source: str, kernels: Kernels, library: str) -> Inside:
@@ -25,14 +25,10 @@ def read(path: str, source: str, kernels: Kernels, library: str) -> Inside:
     """
     written = graph.read(path, {})
     source_names = {node.name for node in import_onnx().load(source, load_external_data=False).graph.node}
-    events: dict[str, list[Mapping[str, Any]]] = {}
-    for (name, _), arguments in sorted(kernels.items(), key=lambda item: int(item[0][1] or 0)):
-        events.setdefault(name.removesuffix("_kernel_time"), []).append(arguments)
     layers, blocked = [], set[str]()
-    for layer in written.layers:
-        pending = events.get(layer.name, [])
+    for layer, kernel in zip(written.layers, kernels_of(written.layers, kernels), strict=True):
         moves = _operator(layer) in MOVES or (_operator(layer) == "Transpose" and layer.name not in source_names)
-        layer = _as_run(replace(layer, moves=moves), pending.pop(0) if pending else None)
+        layer = _as_run(replace(layer, moves=moves), kernels[kernel] if kernel else None)
         # Only a reordering ends the layout; an elementwise operator doesn't care for it.
         enters = ".nchwc." in layer.type or any(port.name in blocked for port in layer.inputs)
         if enters and _operator(layer) != "ReorderOutput":
@@ -40,6 +36,14 @@ def read(path: str, source: str, kernels: Kernels, library: str) -> Inside:
             layer = replace(layer, outputs=tuple(replace(port, format="nchwc") for port in layer.outputs))
         layers.append(layer)
     return replace(written, form=LAYERS, library=library, layers=tuple(layers), notes=())
+
+
+def kernels_of(layers: Sequence[Layer], kernels: Iterable[Kernel]) -> list[Kernel | None]:
+    """The kernel of each layer, None for one that was not run; layers of one name have theirs in order."""
+    pending: dict[str, list[Kernel]] = {}
+    for kernel in sorted(kernels, key=lambda each: int(each[1] or 0)):
+        pending.setdefault(kernel[0].removesuffix("_kernel_time"), []).append(kernel)
+    return [pending[layer.name].pop(0) if pending.get(layer.name) else None for layer in layers]
 
 
 def _as_run(layer: Layer, event: Mapping[str, Any] | None) -> Layer:

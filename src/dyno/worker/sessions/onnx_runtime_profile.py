@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 import statistics
+from bisect import bisect_right
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 from dyno.worker.facts.precision import has_precision, why_not_faster
 
+Kernel = tuple[str, Any]  # the event's name, and the index of its node
 TYPE_NAMES = {"float": "float32", "uint8": "int8", "double": "float64"}
 COMPUTE = re.compile("Conv|Gemm|MatMul|Attention|LSTM|GRU|RNN")
 CONVERTERS = ("QuantizeLinear", "DequantizeLinear", "Cast", "ReorderInput", "ReorderOutput")
@@ -60,6 +63,18 @@ class Profile:
         """Sentences on why a lowered precision isn't faster."""
         compute = [(node["op_name"], _computed_in(node)) for node in self.compute()]
         return why_not_faster(self._precision, compute, self.time_by_operator(), CONVERTERS)
+
+
+def by_run(events: Sequence[dict[str, Any]]) -> list[dict[Kernel, float]]:
+    """Seconds of each kernel in each run, by the event's name and the node's index; the library counts microseconds."""
+    runs = sorted((e for e in events if e["name"] == "model_run"), key=lambda e: e["ts"])
+    seconds: list[dict[Kernel, float]] = [{} for _ in runs]
+    starts = [run["ts"] for run in runs]
+    for event in events:
+        if event["cat"] == "Node" and event["name"].endswith("_kernel_time") and event["ts"] >= starts[0]:
+            kernel = event["name"], event["args"].get("node_index")
+            seconds[bisect_right(starts, event["ts"]) - 1][kernel] = event["dur"] * 1e-6
+    return seconds
 
 
 def _computed_in(node: dict[str, Any]) -> str:

@@ -1,0 +1,161 @@
+"""How long layers take, by the modules that they came from, and how much of the latency that explains."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dyno.analysis.formatting import counting
+from dyno.analysis.inside import align
+from dyno.analysis.inside.tables import MODEL, names_cell, shape
+from dyno.analysis.presentation.table import COUNT, PERCENT, TEXT, Column, Row, Table, TableKind
+from dyno.analysis.stats import Interval, median_interval
+from dyno.worker.facts.inside import MODULES, Inside, Layer, Port
+
+ORDERS = ("time", "graph")
+PROFILE = TableKind("profile", "Time by layer", "How long each layer takes, by the modules that it came from.",
+                    command="dyno profile")  # fmt: skip
+RECONCILIATION = TableKind("reconciliation", "Layers and latency", "What of the latency the layers' times explain.",
+                           command="dyno profile")  # fmt: skip
+COLUMNS = (
+    Column("form", "whose layer it is", kind=TEXT, identity=True),
+    Column("modules", "PyTorch modules that the layer came from, else nodes", kind=TEXT, cell=names_cell("modules")),
+    Column("layer", "the engine's own name of the layer", kind=TEXT, rank=4),
+    Column("type", "module's class, operator or kind of layer", kind=TEXT, rank=2),
+    Column("time_us", "median over the repeats with its 95 % interval", "µs", title="time, µs", interval=True),
+    Column("share", "share of the time of all layers", "%", PERCENT, title="share, %"),
+    Column("cumulative", "share of this row and those above it", "%", PERCENT, title="cumulative, %", rank=1),
+    Column("output", "shape of the first output", kind=TEXT, rank=3),
+    Column("computes_in", "type that it multiplies in", kind=TEXT, title="computes in", rank=5),
+    Column("kernel", "kernel or provider", kind=TEXT, rank=6),
+    Column("remark", "whether it only converts", kind=TEXT, rank=7),
+)
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one form: of runs with nothing switched on, of runs that were watched, and of its layers [repeats,
+    layers of the form]; `warnings` say what disturbed them."""
+
+    unprofiled: np.ndarray
+    profiled: np.ndarray
+    layers: np.ndarray
+    warnings: tuple[str, ...] = ()
+
+
+def profile(
+    forms: Sequence[Inside],
+    graph_of: Mapping[int, int],
+    module_of: Mapping[int, int],
+    times: Mapping[int, Times],
+    order: str,
+    top: int,
+) -> Table:
+    """The `top` layers (0: all) of each form by time, or as they run (`graph`), and the rest in one row.
+
+    A layer's time is its median over the repeats; shares are of the sum of these. `graph_of` and `module_of` have the
+    indices of the graph that an engine was made from, and of the module, where they are there.
+    """
+    rows = []
+    for k, each in times.items():
+        names = modules_of(forms, k, graph_of.get(k), module_of.get(k))
+        rows += _rows(forms[k], names, each.layers, order, top)
+    notes = [
+        note for k in times for note in (*forms[k].notes, *(f"{forms[k].library}: {w}" for w in times[k].warnings))
+    ]
+    return PROFILE.of(COLUMNS, rows, notes=tuple(dict.fromkeys(notes)), group=("form",))
+
+
+def _rows(form: Inside, names: Sequence[list[str]], seconds: np.ndarray, order: str, top: int) -> list[Row]:
+    """The rows of one form: what has no time and doesn't run is none."""
+    medians = np.median(seconds, axis=0)
+    ran = [i for i, layer in enumerate(form.layers) if medians[i] > 0 or not layer.skipped]
+    slowest = sorted(ran, key=lambda i: -medians[i])
+    chosen = slowest[: top or None]
+    rest = sorted(set(ran) - set(chosen))
+    rows = [
+        _row(form, form.layers[i], names[i], seconds[:, [i]]) for i in (sorted(chosen) if order == "graph" else chosen)
+    ]
+    if rest:
+        rows.append(_row(form, Layer(), [counting(len(rest), "more layer")], seconds[:, rest]))
+    total, cumulative = medians[ran].sum() or 1.0, 0.0
+    for row in rows:
+        row["share"] = 100 * row["seconds"] / total
+        cumulative += row["share"]
+        row["cumulative"] = cumulative
+    return rows
+
+
+def _row(form: Inside, layer: Layer, names: list[str], seconds: np.ndarray) -> Row:
+    """One layer with its interval, or several: the sum of their medians, so that all rows add up, has none."""
+    value = float(np.median(seconds, axis=0).sum())
+    interval = median_interval(seconds[:, 0]) if seconds.shape[1] == 1 else Interval(value, math.nan, math.nan)
+    return {
+        "form": form.library, "modules": " ".join(names), "modules_names": names,
+        "layer": layer.name if form.form != MODULES else "", "type": layer.type, "seconds": value,
+        "time_us": 1e6 * value, "time_us_low": 1e6 * interval.low, "time_us_high": 1e6 * interval.high,
+        "output": shape(layer.outputs[0] if layer.outputs else Port("")), "computes_in": layer.computes_in,
+        "kernel": layer.tactic, "remark": "only changes type or layout" if layer.moves else "",
+    }  # fmt: skip
+
+
+def modules_of(forms: Sequence[Inside], k: int, graph: int | None, owner: int | None) -> list[list[str]]:
+    """The modules that each layer of the form came from, in the order of their calls; where none is known the nodes of
+    the graph, and none for a conversion that the engine put in."""
+    form = forms[k]
+    if form.form == MODULES or graph is None:
+        return [[layer.name or MODEL] if form.form == MODULES else [*layer.nodes] for layer in form.layers]
+    nodes = _turned(align.link(forms, graph, k))
+    calls = _turned(align.link(forms, owner, graph)) if owner is not None else {}
+
+    def named(node: int) -> list[str]:
+        if owner is not None and node in calls:
+            return [forms[owner].layers[call].name or MODEL for call in calls[node]]
+        return [name or MODEL for name in forms[graph].layers[node].modules]
+
+    found = []
+    for i, layer in enumerate(form.layers):
+        own = nodes.get(i, ()) if not layer.moves else ()
+        modules = dict.fromkeys(name for node in own for name in named(node))
+        found.append([*modules] or [forms[graph].layers[node].name for node in own])
+    return found
+
+
+def _turned(each: align.Link) -> dict[int, list[int]]:
+    """The upper form's counterparts of each layer of the lower one; of a module around others only where it's sure."""
+    turned: dict[int, list[int]] = {}
+    for upper, own in sorted(each.pairs.items()):
+        for lower in own:
+            if upper not in each.outer or (upper, lower) in each.sure:
+                turned.setdefault(lower, []).append(upper)
+    return turned
+
+
+def reconciliation(forms: Sequence[Inside], times: Mapping[int, Times]) -> Table:
+    """A line for each form: the latency that nobody watched, the sum of its layers, and what is left."""
+    rows: list[Row] = []
+    for k, each in times.items():
+        latency, layers = median_interval(each.unprofiled), float(np.median(each.layers, axis=0).sum())
+        rows.append({
+            "form": forms[k].library, "unprofiled_ms": 1e3 * latency.value, "unprofiled_ms_low": 1e3 * latency.low,
+            "unprofiled_ms_high": 1e3 * latency.high, "layers_ms": 1e3 * layers,
+            "remainder_ms": 1e3 * (latency.value - layers), "profiled_ms": 1e3 * float(np.median(each.profiled)),
+            "repeats": len(each.layers), "runs": len(each.profiled),
+        })  # fmt: skip
+    columns = (
+        Column("form", "which engine", kind=TEXT),
+        Column("unprofiled_ms", "median latency with nothing switched on", "ms", title="unprofiled, ms", interval=True),
+        Column("layers_ms", "sum of the layers' medians", "ms", title="all layers, ms"),
+        Column("remainder_ms", "unprofiled less all layers", "ms", title="remainder, ms"),
+        Column("profiled_ms", "median of the watched runs", "ms", title="watched, ms", rank=1),
+        Column("runs", "watched runs", kind=COUNT, rank=3),
+        Column("repeats", "repeats behind a layer's median", kind=COUNT, rank=2),
+    )
+    note = (
+        "The remainder is the unprofiled median less the sum of the layers' medians: what happens between layers, or, "
+        "where it is negative, what watching costs. Watched runs are no latency."
+    )
+    return RECONCILIATION.of(columns, rows, notes=(note,))

@@ -1,0 +1,192 @@
+"""Forms of a model as a command names them, read one after the other with the graphs behind engines."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dyno.engine.execute import Files
+from dyno.engine.gpu_lock import launch_in_turn
+from dyno.jobs.progress import Progress
+from dyno.planning.images import prepared
+from dyno.planning.interpreters import missing, placed, runtime_of
+from dyno.planning.model_info import file_shapes, inspect_model, model_spec, sizes
+from dyno.sources import input_options
+from dyno.study import Choice, Study, parse_size
+from dyno.worker import registry, system
+from dyno.worker.extras import install
+from dyno.worker.facts.inside import Inside
+from dyno.worker.record import Record
+from dyno.worker.spec import PRECISIONS, Artifact, DataSpec, Dims, Job, Recipe, Trial, UserError, check_known
+
+ONNX, MODULE = "onnx", "pytorch"  # the forms that no engine is needed for
+TIMEOUT_S = 1800.0
+
+
+@dataclass(frozen=True)
+class Side:
+    """One form as the user asked for it: of which model, whose ("onnx": its graph), and in which precision."""
+
+    source: str
+    choice: Choice
+    precision: str
+
+
+def asked(study: Study, others: Sequence[Any]) -> list[Side]:
+    """The study's model as it is, then the others: forms of it, or other models as they are."""
+    source = study.models[0]
+    return [first(source), *(_named(str(o), source) or first(Study(models=(o,)).models[0]) for o in others)]
+
+
+def first(source: str) -> Side:
+    """A model in the form that it has already."""
+    kind = registry.format_of(source)
+    if kind is None:
+        return Side(source, Choice(MODULE), "fp32")
+    path = Path(source)
+    name = ONNX if kind.name == ONNX else kind.usual(path) if path.is_file() else kind.backend
+    return Side(source, Choice(name), "")
+
+
+def _named(text: str, source: str) -> Side | None:
+    """A form of the first model, None for text that is another model."""
+    named, _, precision = text.partition("/")
+    name = named.partition("@")[0]
+    if Path(text).exists() or ":" in named or registry.format_of(text):
+        return None
+    check_known("form", name, (ONNX, *registry.names()))
+    if name == MODULE and registry.format_of(source):
+        raise UserError(f"there is no PyTorch module in {source}; give the model that it was exported from first")
+    if precision:
+        check_known("precision", precision, PRECISIONS)
+    return Side(source, Choice.parse(named), precision or "fp32")
+
+
+class Reading:
+    """Reads one form after the other, and the graphs behind engines."""
+
+    def __init__(self, study: Study, batch: int, progress: Progress) -> None:
+        self._study, self._batch, self._progress = study, batch, progress
+        self._files = Files(progress)
+        self.forms: list[Inside] = []
+        self.shown: list[int] = []
+        self.graph_of: dict[int, int] = {}
+        self._graphs: dict[str, int] = {}  # by the file's hash
+
+    def read(self, side: Side) -> None:
+        """Read that form, and the graph that it was made from."""
+        study = replace(self._study, models=(side.source,))
+        model = model_spec(study, side.source)
+        runtime = replace(runtime_of(study, side.choice), threads=study.threads or system.physical_cores())
+        engine = None if side.choice.name in (ONNX, MODULE) else registry.find(side.choice.name)
+        if engine and runtime.device == "cpu" and "cpu" not in engine.devices:
+            runtime = replace(runtime, device=f"{engine.devices[0]}:0")
+        if engine and (lacks := missing(engine.name, runtime)):
+            raise UserError(f"{engine.name}: {lacks} is not installed; {install(lacks)}, or give its Python")
+        trial = Trial(model, side.choice.name, side.precision or "fp32", Dims(self._batch, 0, 0),
+                      side.choice.options, runtime=runtime)  # fmt: skip
+        kind = registry.format_of(model.file)
+        if side.choice.name == MODULE:
+            self.module(study, side, trial)
+        elif kind and kind.on_device:
+            self._add(self.ran(trial, None), "")
+        else:
+            self.engine(study, side, trial)
+
+    def module(self, study: Study, side: Side, trial: Trial) -> None:
+        """Read the module itself, which takes no look at its inputs before."""
+        options = {
+            "sizes": [list(parse_size(size)) for size in study.sizes],
+            "overrides": input_options.overrides(study.inputs, study.shapes),
+        }
+        self._add(self._launched(trial, None, options), "")
+
+    def ran(self, trial: Trial, artifact: Artifact | None) -> Inside:
+        """The form that an engine runs."""
+        return self._launched(trial, artifact)
+
+    def engine(self, study: Study, side: Side, trial: Trial) -> None:
+        """Read what an engine makes of the model, after its file was made, and the graph of that."""
+        model, inspection = inspect_model(trial.model, study)
+        size = sizes(study, inspection)[0]
+        batch = inspection.batch or self._batch
+        precision = side.precision or model.precision or "fp32"
+        study = replace(study, precisions=(precision,))
+        data = prepared(study, model, size) if study.data or study.calibration else DataSpec(count=1)
+        dims = Dims(batch, *size, file_shapes(study, model, batch))
+        trial = replace(trial, model=model, precision=precision, dims=dims, data=data)
+        recipe = self._recipe(study, trial)
+        artifact = self._made(recipe, trial) if recipe else None
+        if side.choice.name == ONNX:
+            graph = self._launched(replace(trial, backend=""), artifact)
+            self._add(self._titled(graph, trial), artifact.sha256 if artifact else "")
+            return
+        form = self._add(self._titled(self.ran(trial, artifact), trial), "")
+        behind = self._behind(recipe, artifact)
+        if behind is not None:
+            self.graph_of[form] = self._graph(trial, behind)
+
+    def _titled(self, form: Inside, trial: Trial) -> Inside:
+        """The form with its precision, where that isn't the usual one, and its options in its title."""
+        lowered = (trial.precision,) if trial.precision != "fp32" else ()
+        options = [f"{name}={value}" for name, value in trial.options.items()]
+        return replace(form, library=" ".join((form.library, *lowered, *options)))
+
+    def _recipe(self, study: Study, trial: Trial) -> Recipe | None:
+        if trial.backend == ONNX:  # the file that engines of any batch share, where there is one
+            fixed, free = (registry.formats()[ONNX].recipe(replace(trial, dims=replace(trial.dims, batch=n)))
+                           for n in (trial.dims.batch, 0))  # fmt: skip
+            return replace(free, fallback=fixed) if free else None
+        engine = registry.find(trial.backend)
+        engine.check_options(trial.options)
+        return placed(engine.recipe(trial), study)
+
+    def _made(self, recipe: Recipe, trial: Trial) -> Artifact:
+        with self._progress.running([]):
+            artifact = self._files.file(recipe)
+        if isinstance(artifact, Record):
+            raise UserError(f"{trial.model.name}: {artifact.reason}")
+        return artifact
+
+    def _behind(self, recipe: Recipe | None, artifact: Artifact | None) -> Artifact | None:
+        """The ONNX file that the engine was made from, or that it reads."""
+        while recipe is not None and artifact is not None:
+            if artifact.format == ONNX:
+                return artifact
+            parent = self._files.file(recipe.parent) if recipe.parent else None
+            if isinstance(parent, Artifact) and parent.sha256 == artifact.parent_sha256:
+                return parent
+            recipe = recipe.fallback
+        return None
+
+    def _graph(self, trial: Trial, file: Artifact) -> int:
+        """The form of the engine's graph, read once."""
+        if file.sha256 not in self._graphs:
+            form = self._titled(self._launched(replace(trial, backend=""), file), trial)
+            form = replace(form, library=f"{form.library} for {trial.backend}")
+            self.forms.append(form)
+            self._graphs[file.sha256] = len(self.forms) - 1
+        return self._graphs[file.sha256]
+
+    def _add(self, form: Inside, graph: str) -> int:
+        self.forms.append(form)
+        self.shown.append(len(self.forms) - 1)
+        if graph:
+            self._graphs.setdefault(graph, self.shown[-1])
+        return self.shown[-1]
+
+    def _launched(self, trial: Trial, artifact: Artifact | None, options: Mapping[str, Any] | None = None) -> Inside:
+        job = Job("layers", trial.runtime, trial, artifact=artifact, options=dict(options or {}))
+        with tempfile.TemporaryDirectory() as scratch:
+            return self.launched(job, Path(scratch) / "job")[1]
+
+    def launched(self, job: Job, folder: Path) -> tuple[Record, Inside]:
+        """The record of the job that ran in the folder, and the form in it; a `UserError` where there is none."""
+        record = launch_in_turn(job, folder, TIMEOUT_S, self._progress)
+        assert job.trial is not None
+        if record.status != "ok" or record.facts.inside is None:
+            raise UserError(f"{job.trial.model.name}: {record.reason}")
+        return record, record.facts.inside

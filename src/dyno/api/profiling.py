@@ -1,0 +1,165 @@
+"""`dyno profile`: how long each layer takes, in each engine, by the model's own names."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dyno.analysis.inside import times
+from dyno.analysis.inside.times import ORDERS, Times
+from dyno.analysis.presentation.table import Table
+from dyno.analysis.records.arrays import read_npz
+from dyno.api import forms
+from dyno.jobs.progress import Progress
+from dyno.study import Choice, Study
+from dyno.worker import registry
+from dyno.worker.facts.inside import MODULES, Inside
+from dyno.worker.record import Record
+from dyno.worker.spec import Artifact, Job, Plan, Trial, UserError, check_known
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+RUNS, TOP = 50, 20  # watched runs, and rows of a form that are listed
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """Forms of a model with the times of their layers, which `times` has by the index of the form.
+
+    `records` are those of the jobs, in the order of `times`; none has a latency. The other forms are the ONNX graphs
+    behind engines, by which layers get their names: `graph_of` has the index of each engine's, and `module_of` that of
+    its module, where that was profiled too.
+    """
+
+    forms: tuple[Inside, ...]
+    graph_of: Mapping[int, int]
+    module_of: Mapping[int, int]
+    times: Mapping[int, Times]
+    records: tuple[Record, ...]
+    order: str = ORDERS[0]
+    top: int = TOP
+
+    @cached_property
+    def tables(self) -> list[Table]:
+        """The layers of each form with their times, and what of the latency they explain."""
+        return [
+            times.profile(self.forms, self.graph_of, self.module_of, self.times, self.order, self.top),
+            times.reconciliation(self.forms, self.times),
+        ]
+
+    def to_pandas(self) -> pd.DataFrame:
+        """The layers' rows."""
+        return self.tables[0].to_pandas()
+
+
+def profile(
+    model: Any,
+    *others: Any,
+    batch: int = 1,
+    runs: int = RUNS,
+    top: int = TOP,
+    order: str = ORDERS[0],
+    quiet: bool = True,
+    **settings: Any,
+) -> Profiled:
+    """How long each layer of a model takes: of a module in PyTorch, and in each of the other forms.
+
+    `model` and `others` are as in `dyno.inspect`. Of an ONNX file or an IR the backend that usually runs it is
+    profiled; of the first one only its forms, where some are asked for. In one process per form the latency is measured
+    first, then `runs` runs that are watched. `top` layers are listed (0: all) in one of ORDERS. `settings` are fields
+    of `dyno.Study`; `warmup` and `seconds` are those of the latency. Raises `UserError` where layers have no times.
+    """
+    for name, value, least in (("batch", batch, 1), ("runs", runs, 5), ("top", top, 0)):
+        if value < least:
+            raise UserError(f"{name} is {value}; it must be at least {least}")
+    check_known("order", order, ORDERS)
+    study = Study(models=(model,), **settings)
+    reading = _Profiling(study, batch, Progress(quiet=quiet), runs)
+    sides = _engines(forms.asked(study, others))
+    for side in sides:
+        _check(side, study.device)
+    for side in sides:
+        reading.read(side)
+    sources = {k: side.source for k, side in zip(reading.shown, sides, strict=True)}
+    modules = {source: k for k, source in sources.items() if reading.forms[k].form == MODULES}
+    module_of = {k: modules[source] for k, source in sources.items() if source in modules}
+    found = dict(zip(reading.shown, reading.times, strict=True))
+    records = tuple(reading.records)
+    return Profiled(_distinct(reading.forms, sources), reading.graph_of, module_of, found, records, order, top)
+
+
+def _distinct(found: Sequence[Inside], sources: Mapping[int, str]) -> tuple[Inside, ...]:
+    """The forms with titles that tell them apart: with the model where there are several, and numbered."""
+    titles: Counter[str] = Counter()
+    named = list(found)
+    for k, source in sources.items():
+        title = found[k].library
+        if len(set(sources.values())) > 1:
+            title = f"{title}, {Path(source).name}"
+        titles[title] += 1
+        named[k] = replace(found[k], library=f"{title} ({titles[title]})" if titles[title] > 1 else title)
+    return tuple(named)
+
+
+def _engines(asked: Sequence[forms.Side]) -> list[forms.Side]:
+    """The forms with the usual backend of each file; of a first file whose forms are asked for only these."""
+    first, *others = asked
+    only_forms = _is_file(first) and any(other.source == first.source and not _is_file(other) for other in others)
+    return [_usual(side) if _is_file(side) else side for side in (others if only_forms else asked)]
+
+
+def _is_file(side: forms.Side) -> bool:
+    """Whether it is a model file as it is, which has its own precision."""
+    return not side.precision
+
+
+def _usual(side: forms.Side) -> forms.Side:
+    kind = registry.format_of(side.source)
+    assert kind is not None
+    return replace(side, choice=Choice(kind.usual(Path(side.source))))
+
+
+def _check(side: forms.Side, device: str) -> None:
+    """A `UserError` for a form whose layers nobody times there."""
+    name, kind = side.choice.name, device.split(":")[0]
+    if name == forms.ONNX or kind not in registry.find(name).profiled:
+        what = (
+            "an ONNX graph doesn't run by itself" if name == forms.ONNX else f"{name} has no times of layers on {kind}"
+        )
+        able = [f"{each} ({', '.join(on)})" for each in registry.names() if (on := registry.find(each).profiled)]
+        raise UserError(f"{what}; these have times of layers: {', '.join(able)}")
+
+
+class _Profiling(forms.Reading):
+    """Reads forms while they are timed."""
+
+    def __init__(self, study: Study, batch: int, progress: Progress, runs: int) -> None:
+        super().__init__(study, batch, progress)
+        self._runs = runs
+        self._plan = Plan(("model",), study.warmup, study.seconds, rounds=1)
+        self.times: list[Times] = []
+        self.records: list[Record] = []
+
+    def module(self, study: Study, side: forms.Side, trial: Trial) -> None:
+        """A module is timed as PyTorch runs it."""
+        self.engine(study, side, trial)
+
+    def ran(self, trial: Trial, artifact: Artifact | None) -> Inside:
+        """The form with its times, from one process."""
+        if reason := registry.find(trial.backend).refuse(trial):
+            raise UserError(reason)
+        job = Job("profile", trial.runtime, replace(trial, plan=self._plan), artifact=artifact,
+                  options={"runs": self._runs})  # fmt: skip
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch) / "job"
+            record, inside = self.launched(job, folder)
+            samples = read_npz(folder / "samples.npz")
+        self.records.append(record)
+        self.times.append(Times(samples["unprofiled_model"], samples["profiled"], samples["layers"], record.warnings))
+        return inside

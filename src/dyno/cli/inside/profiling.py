@@ -1,0 +1,36 @@
+"""The command `dyno profile`: how long each layer of a model takes."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from dyno.cli import options
+from dyno.cli.inside.inspection import FORMS
+from dyno.study_options import MODEL_HELP, Compared, DataOptions, Measurement, ModelOptions, RuntimeOptions
+
+UNUSED = (
+    "backends precisions batches routes reference compared budget search rounds samples interval confirm boundaries "
+    "turns block until minutes equivalent peak timeout"
+)
+
+
+@options.takes(Compared, ModelOptions, DataOptions, Measurement, RuntimeOptions, omit=UNUSED)
+def profile(
+    overrides: options.Overrides,
+    models: Annotated[list[str], typer.Argument(help=f"{MODEL_HELP}; then {FORMS}.", metavar="MODEL [FORM...]")],
+    batch: Annotated[int, typer.Option(help="Batch.")] = 1,
+    runs: Annotated[int, typer.Option(help="Watched runs.")] = 50,
+    top: Annotated[int, typer.Option(help="Layers that are listed one by one; 0 is all.")] = 20,
+    order: Annotated[str, typer.Option(help="time: the slowest first; graph: as they run.")] = "time",
+    format: options.Format = "text",
+) -> None:
+    """Time every layer in PyTorch, ONNX Runtime or OpenVINO, by the model's own names, beside the latency."""
+    from dyno.analysis.presentation.export import export
+    from dyno.api import profiling
+    from dyno.planning.checks import check_format
+
+    check_format(format)
+    profiled = profiling.profile(*models, batch=batch, runs=runs, top=top, order=order, quiet=False, **overrides)
+    print(export(profiled.tables, format), end="")

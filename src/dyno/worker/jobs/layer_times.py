@@ -1,0 +1,46 @@
+"""A trial's engine, timed as it is and then layer by layer, in one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from dyno.worker import measure, system
+from dyno.worker.inputs import input_data
+from dyno.worker.registry import find
+from dyno.worker.spec import Job
+
+if TYPE_CHECKING:
+    from dyno.worker.journal import Journal
+
+UNPROFILED, PROFILED, LAYERS = "unprofiled", "profiled", "layers"  # tags; none is a latency, which others compare
+
+
+def profile(job: Job, journal: Journal) -> None:
+    """Time the trial's model boundary with nothing switched on, then its layers in `runs` (an option) watched runs.
+
+    Stored are the samples of both, and the layers' seconds, a row for each repeat.
+    """
+    assert job.trial is not None
+    trial = job.trial
+    backend = find(trial.backend)
+    journal.record = replace(journal.record, system=system.describe(("numpy", *backend.requires)))
+    session = journal.timed("load", "load", lambda: backend.load(trial, job.artifact))
+    data = input_data.batches(
+        trial.data, trial.model.preprocess, session.inputs, trial.dims, input_data.FEEDS, trial.model.inputs
+    )
+    once = measure.step(session, "model", [session.stage(feed) for feed in data])
+    journal.timed("first_call", "first call", once)
+    journal.stage("warm up")
+    if not measure.warm_up(once, trial.plan):
+        journal.warn(f"the median was not steady after {trial.plan.warmup_s:g} s of warm-up")
+    journal.stage("time")
+    contention = system.CpuContention()
+    sampling = measure.latency(once, trial.plan)
+    journal.stage("profile")
+    times = session.profile(int(job.options["runs"]))
+    journal.contended("model", contention.busy(), trial.runtime.device)
+    journal.sampled(UNPROFILED, "model", "s", "duration", sampling)
+    journal.profiled(PROFILED, times.whole, LAYERS, times.layers)
+    journal.facts(inside=replace(times.inside, notes=tuple(filter(None, (*times.inside.notes, times.note)))))
+    session.close()

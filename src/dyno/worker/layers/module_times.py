@@ -1,0 +1,87 @@
+"""How long each call of a PyTorch module's parts takes on the CPU, by a clock at its begin and its end."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from dyno.worker.backend import LayerTimes
+from dyno.worker.facts.inside import Inside, Layer
+from dyno.worker.layers import module as calls
+from dyno.worker.sessions.torch_support import import_torch
+
+DISCARDED = 3  # runs that don't count
+NOTE = "PyTorch's rows have what a module does itself, and what calling its parts costs; hooks read the clock."
+Mark = tuple[str | None, int]  # the name of the part whose call ends, None where one begins, and the clock in ns
+
+
+def measure(module: Any, once: Callable[[], None], plainly: Callable[[], Any], runs: int) -> LayerTimes:
+    """Seconds of each call of a part without those of its own parts, in so many runs of `once`.
+
+    `plainly` calls the module for `layers.module.watched`, outside inference mode, in which operations aren't counted.
+    Hooks cost less than the profiler of PyTorch, which watches every operator. Raises `UserError` as `watched` does.
+    """
+    torch = import_torch()
+    with torch.no_grad():
+        inside = _with_whole(calls.watched(module, plainly), module)
+    marks: list[Mark] = []
+    clock = time.perf_counter_ns
+    hooks = []
+    for name, part in calls.parts(torch, module):
+        hooks.append(part.register_forward_pre_hook(lambda *_: marks.append((None, clock()))))
+        hooks.append(part.register_forward_hook(lambda *_, name=name: marks.append((name, clock()))))
+    rows = _rows(inside)
+    layers, whole = [], []
+    try:
+        for _ in range(DISCARDED + runs):
+            marks.clear()
+            start = clock()
+            once()
+            whole.append((clock() - start) / 1e9)
+            layers.append(own_seconds(marks, rows, len(inside.layers)))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return LayerTimes(inside, np.array(layers[DISCARDED:]), np.array(whole[DISCARDED:]), NOTE)
+
+
+def _with_whole(inside: Inside, module: Any) -> Inside:
+    """With a row for the module itself: what its own code does belongs to none of its parts."""
+    if any(not layer.name for layer in inside.layers):
+        return inside
+    return replace(inside, layers=(*inside.layers, Layer(type=type(module).__name__, modules=("",))))
+
+
+def _rows(inside: Inside) -> dict[tuple[str, int], int]:
+    """The row of each call, by the part's name and which of its calls it is."""
+    seen: Counter[str] = Counter()
+    rows = {}
+    for row, layer in enumerate(inside.layers):
+        rows[layer.name, seen[layer.name]] = row
+        seen[layer.name] += 1
+    return rows
+
+
+def own_seconds(marks: Sequence[Mark], rows: Mapping[tuple[str, int], int], count: int) -> list[float]:
+    """Seconds of each row in one run, from the marks in their order; what a call without a row does itself falls to the
+    call around it."""
+    seconds, seen = [0.0] * count, Counter[str]()
+    calling: list[tuple[int, list[int]]] = []  # begin of each open call, and nanoseconds of the calls inside it
+    for name, at in marks:
+        if name is None:
+            calling.append((at, []))
+            continue
+        begin, inner = calling.pop()
+        row = rows.get((name, seen[name]))
+        seen[name] += 1
+        counted = at - begin if row is not None else sum(inner)
+        if row is not None:
+            seconds[row] += (counted - sum(inner)) / 1e9
+        if calling:
+            calling[-1][1].append(counted)
+    return seconds

@@ -1,0 +1,68 @@
+"""Layers' times as tables: medians, shares, the rest in one row, and what is left of the latency."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dyno.analysis.inside import times
+from dyno.analysis.inside.times import Times
+from dyno.worker.facts.inside import LAYERS, MODULES, NODES, Inside, Layer, Port
+
+MODULE = Inside(
+    form=MODULES,
+    library="P",
+    layers=tuple(Layer(name=name, type="Conv2d", modules=(name,)) for name in ("a", "b", "c")),
+)
+GRAPH = Inside(
+    form=NODES,
+    library="O",
+    layers=tuple(
+        Layer(name=f"n{k}", type="Conv", inputs=(Port(f"t{k}"),), outputs=(Port(f"t{k + 1}"),), modules=(name,))
+        for k, name in enumerate(("a", "b", "c"))
+    ),
+)
+ENGINE = Inside(
+    form=LAYERS,
+    library="E",
+    layers=(
+        Layer(name="reorder", type="Reorder", moves=True),
+        Layer(name="fused", type="Conv", nodes=("n0", "n1")),
+        Layer(name="x", type="Conv", nodes=("n2",)),
+        Layer(name="gone", type="Relu", skipped=True),
+    ),
+)
+# The second repeat was interrupted in the first layer.
+SECONDS = np.array([[1e-6, 2e-6, 5e-6], [90e-6, 2e-6, 5e-6], [1e-6, 2e-6, 5e-6]])
+
+
+def test_shares_of_medians_add_up_and_the_rest_is_one_row() -> None:
+    found = {0: Times(np.array([9e-6]), np.array([9e-6]), SECONDS)}
+    first, rest = times.profile([MODULE], {}, {}, found, "time", 1).rows
+    assert (first["modules"], first["time_us"], first["share"]) == ("c", pytest.approx(5), pytest.approx(62.5))
+    assert (rest["modules"], rest["time_us"], rest["cumulative"]) == (
+        "2 more layers",
+        pytest.approx(3),
+        pytest.approx(100),
+    )
+    assert first["time_us_low"] == first["time_us_high"] == pytest.approx(5) and np.isnan(rest["time_us_low"])
+    rows = times.profile([MODULE], {}, {}, found, "graph", 2).rows
+    assert [row["modules"] for row in rows] == ["b", "c", "1 more layer"]
+
+
+def test_an_engine_s_layers_have_the_modules_names() -> None:
+    forms = [MODULE, ENGINE, GRAPH]
+    assert times.modules_of(forms, 1, 2, 0) == [[], ["a", "b"], ["c"], []]
+    assert times.modules_of(forms, 1, 2, None) == [[], ["a", "b"], ["c"], []]  # without the module: what the graph says
+    seconds = np.array([[1e-6, 6e-6, 3e-6, 0.0]])
+    rows = times.profile(forms, {1: 2}, {1: 0}, {1: Times(seconds[0], seconds[0], seconds)}, "time", 0).rows
+    assert [(row["layer"], row["remark"]) for row in rows] == [
+        ("fused", ""), ("x", ""), ("reorder", "only changes type or layout"),
+    ]  # fmt: skip
+
+
+def test_the_remainder_is_negative_where_watching_costs_more() -> None:
+    found = {0: Times(np.full(5, 6e-6), np.full(3, 12e-6), SECONDS)}
+    (line,) = times.reconciliation([MODULE], found).rows
+    assert (line["unprofiled_ms"], line["layers_ms"]) == (pytest.approx(0.006), pytest.approx(0.008))
+    assert line["remainder_ms"] == pytest.approx(-0.002) and line["profiled_ms"] == pytest.approx(0.012)

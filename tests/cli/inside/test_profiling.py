@@ -1,0 +1,140 @@
+"""`dyno profile`: times by the model's own names, a planted slow layer on top, and never a latency."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dyno
+
+pytestmark = pytest.mark.usefixtures("preloaded")
+
+Call = Callable[..., Any]
+Refused = Callable[..., str]
+QUICK = ("--runs", 10, "--seconds", 0.1, "--warmup", 0.1)
+ENGINES = ("onnxruntime", "openvino")
+# `slow` has five hundred times the operations of all others together.
+NET = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU())
+        self.slow = nn.Conv2d(8, 8, 25, padding=12)
+        self.last = nn.Sequential(nn.Conv2d(8, 8, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
+    def forward(self, x):
+        return self.last(self.slow(self.first(x)))
+
+def net():
+    return Net()
+
+def script():
+    return torch.jit.script(Net())
+"""
+
+
+@pytest.fixture
+def net(tmp_path: Path) -> str:
+    (tmp_path / "net.py").write_text(NET, encoding="utf-8")
+    return "net.py:net"
+
+
+def tables(call: Call, *words: object) -> tuple[dict[str, list[dict[str, Any]]], list[dict[str, Any]]]:
+    """The layers' rows by form, and a line for each form."""
+    code, out, err = call("profile", *words, *QUICK, "--format", "json")
+    assert code == 0, err
+    found = json.loads(out)["tables"]
+    by_form: dict[str, list[dict[str, Any]]] = {}
+    for row in found["profile"]["rows"]:
+        by_form.setdefault(row["form"].split(" ")[0], []).append(row)
+    return by_form, found["reconciliation"]["rows"]
+
+
+@pytest.mark.parametrize(
+    ("model", "size"), [("torchvision:resnet18", 64), ("timm:test_vit", 160)], ids=["resnet", "vit"]
+)
+def test_every_engine_s_layers_have_times_and_the_module_s_names(call: Call, model: str, size: int) -> None:
+    library, _, name = model.partition(":")
+    library_module = pytest.importorskip(library)
+    built = library_module.create_model(name) if library == "timm" else library_module.models.get_model(name)
+    parts = {"(model)", *(part for part, _ in built.named_modules())}
+    products = {part for part, each in built.named_modules() if isinstance(each, (torch.nn.Conv2d, torch.nn.Linear))}
+    by_form, lines = tables(call, model, *ENGINES, "--size", size, "--top", 0)
+    assert list(by_form) == ["PyTorch", "ONNX", "OpenVINO"]
+    for form, rows in by_form.items():
+        assert sum(row["share"] for row in rows) == pytest.approx(100)
+        assert rows[-1]["cumulative"] == pytest.approx(100)
+        times = [row["time_us"] for row in rows]
+        assert times == sorted(times, reverse=True) and times[0] > 0
+        named = [set((row["modules"] or "").split()) for row in rows if not row["remark"]]
+        assert all(names and names <= parts for names in named), (form, named)
+        assert products <= set().union(*named), form
+        assert all(row["time_us"] > 0 for row in rows if products & set((row["modules"] or "").split()))
+    assert [line["remainder_ms"] for line in lines] == pytest.approx(
+        [line["unprofiled_ms"] - line["layers_ms"] for line in lines]
+    )
+    sums = [sum(row["time_us"] for row in rows) / 1e3 for rows in by_form.values()]
+    assert [line["layers_ms"] for line in lines] == pytest.approx(sums)
+
+
+def test_the_slow_layer_is_on_top_and_the_rest_is_one_row(call: Call, net: str) -> None:
+    by_form, _ = tables(call, net, *ENGINES, "--size", 32, "--top", 2)
+    for form, rows in by_form.items():
+        assert rows[0]["modules"].split()[0] == "slow" and rows[0]["share"] > 50, form
+        assert len(rows) == 3 and rows[2]["modules"].endswith("more layers") and rows[2]["type"] is None
+        assert rows[2]["cumulative"] == pytest.approx(100) and rows[2]["time_us"] > 0
+
+
+def test_in_the_order_of_the_graph(call: Call, net: str) -> None:
+    by_form, _ = tables(call, net, "--size", 32, "--order", "graph", "--top", 0)
+    assert [row["modules"] for row in by_form["PyTorch"]] == [
+        "first.0", "first.1", "slow", "last.0", "last.1", "last.2", "last.3", "last.4", "(model)",
+    ]  # fmt: skip
+
+
+def test_a_file_runs_in_its_usual_backend_by_the_names_in_it(call: Call, net: str, tmp_path: Path) -> None:
+    assert call("export", net, "--size", "32", "-o", "n.onnx")[0] == 0
+    alone, _ = tables(call, "n.onnx")
+    asked, _ = tables(call, "n.onnx", "openvino")
+    assert list(alone) == ["ONNX"] and list(asked) == ["OpenVINO"]
+    (tmp_path / "copy.onnx").write_bytes((tmp_path / "n.onnx").read_bytes())
+    _, lines = tables(call, "n.onnx", "copy.onnx", "n.onnx")
+    titles = [line["form"].partition(", ")[2] for line in lines]
+    assert titles == ["n.onnx", "copy.onnx", "n.onnx (2)"]
+    assert alone["ONNX"][0]["modules"] == asked["OpenVINO"][0]["modules"] == "slow"
+
+
+def test_no_record_has_a_latency(net: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = dyno.profile(net, "openvino", sizes=("32",), runs=7, seconds=0.1, warmup=0.1)
+    assert len(found.records) == len(found.times) == 2
+    for record, times in zip(found.records, found.times.values(), strict=True):
+        assert {m.tag for m in record.measurements} == {"load", "first_call", "unprofiled", "profiled", "layers"}
+        assert len(times.unprofiled) >= 3 and times.unprofiled.min() > 0
+    torch_times, openvino_times = found.times.values()
+    assert torch_times.layers.shape == (7, 9) and len(torch_times.profiled) == 7
+    assert len(openvino_times.layers) == 5 and len(openvino_times.profiled) == 10  # as many for each compilation
+    # What a part without a row does falls to the one around it: the layers are all of the call.
+    assert (torch_times.layers.sum(axis=1) <= torch_times.profiled).all()
+    frame = found.to_pandas()
+    assert frame["share"].sum() == pytest.approx(200) and frame["modules"].iloc[0] == "slow"
+
+
+def test_what_has_no_times_is_one_line(refused: Refused, net: str) -> None:
+    able = "these have times of layers: onnxruntime (cpu), openvino (cpu), pytorch (cpu)"
+    assert refused("profile", net, "compile") == f"compile has no times of layers on cpu; {able}"
+    assert refused("profile", net, "onnx") == f"an ONNX graph doesn't run by itself; {able}"
+    assert refused("profile", net, "--device", "cuda:0") == f"pytorch has no times of layers on cuda; {able}"
+    assert refused("profile", net, "opnvino") == "unknown form 'opnvino'; did you mean 'openvino'?"
+    assert refused("profile", net, "pytorch/int8").startswith("pytorch has no int8 here")
+    assert refused("profile", net, "--order", "tme") == "unknown order 'tme'; did you mean 'time'?"
+    assert refused("profile", net, "--runs", "4") == "runs is 4; it must be at least 5"
+    assert refused("profile", net, "--batch", "0") == "batch is 0; it must be at least 1"
+    assert "it is TorchScript, whose modules can't be watched" in refused("profile", "net.py:script", "--size", "32")

@@ -1,0 +1,31 @@
+"""Which run and which layer an event of ONNX Runtime's profile belongs to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dyno.worker.facts.inside import Layer
+from dyno.worker.layers.optimised import kernels_of
+from dyno.worker.sessions.onnx_runtime_profile import by_run
+
+
+def event(name: str, at: int, dur: int, index: str = "", cat: str = "Node") -> dict[str, Any]:
+    return {"name": name, "cat": cat, "ts": at, "dur": dur, "args": {"node_index": index}}
+
+
+def test_kernels_are_told_apart_by_run_and_by_node() -> None:
+    # The file isn't in order, two nodes have one name, and a kernel runs before the first run, as the session begins.
+    events = [
+        event("c_kernel_time", 5, 9, "0"),
+        event("c_kernel_time", 31, 3, "0"), event("c_kernel_time", 35, 4, "1"),
+        event("model_run", 30, 10, cat="Session"),
+        event("c_kernel_time", 11, 1, "0"), event("c_fence_before", 12, 7, "0"), event("c_kernel_time", 15, 2, "1"),
+        event("model_run", 10, 10, cat="Session"),
+    ]  # fmt: skip
+    first, second = by_run(events)
+    zero, one = ("c_kernel_time", "0"), ("c_kernel_time", "1")
+    assert first == pytest.approx({zero: 1e-6, one: 2e-6}) and second == pytest.approx({zero: 3e-6, one: 4e-6})
+    layers = [Layer(name="c"), Layer(name="idle"), Layer(name="c")]
+    assert kernels_of(layers, [one, zero]) == [zero, None, one]
