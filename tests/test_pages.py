@@ -30,15 +30,15 @@ HERE = {"ultralytics": find_spec("ultralytics") is not None}  # what a block may
 # Flag: what it is set to, and the commands that get it where a page doesn't give it.
 SHORT = {
     "--rounds": ("1", ("run",)),
-    "--seconds": ("0.05", ("run", "time", "eval")),
-    "--warmup": ("0.05", ("run", "time")),
+    "--seconds": ("0.05", ("run", "time", "eval", "profile")),
+    "--warmup": ("0.05", ("run", "time", "profile")),
     "--epochs": ("1", ("train",)),
     "--confirm": ("0", ("run",)),
     "--inputs": ("4", ("run", "agree")),
     "--iterations": ("5", ("stress",)),
     "--threads": (
         "1",
-        ("run", "time", "stress", "eval", "agree", "train"),
+        ("run", "time", "stress", "eval", "agree", "train", "profile"),
     ),  # several wait for each other on a busy machine
 }
 SMALL = {
@@ -120,7 +120,7 @@ def shortened(words: list[str]) -> list[str]:
         kept += ["--rounds", "3"]
     if (
         "--size" not in kept
-        and words[1] in ("run", "export", "agree", "time")
+        and words[1] in ("run", "export", "agree", "time", "profile")
         and any(w.startswith("torchvision:") for w in kept)
     ):
         kept += ["--size", "32"]
