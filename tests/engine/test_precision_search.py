@@ -115,7 +115,7 @@ def test_a_budget_switches_both_on() -> None:
     plain = Study(models=("fake:x",))
     study = Study(models=("fake:x",), data="digits", budget={"top1": 1.0})
     assert (plain.confirmations, plain.searches) == (0, False)
-    assert (study.confirmations, study.searches) == (2, True)
+    assert (study.confirmations, study.searches) == (3, True)
     off = Study(models=("fake:x",), data="digits", budget={"top1": 1.0}, search=False, confirm=0)
     assert (off.confirmations, off.searches) == (0, False)
     assert json.loads(json.dumps(off.to_table()))["search"] is False
