@@ -14,10 +14,10 @@ if typing.TYPE_CHECKING:
     from dyno.api.comparison import Comparison as Comparison
     from dyno.api.comparison import compare as compare
     from dyno.api.evaluation import evaluate as evaluate
-    from dyno.api.inspection import Inspected as Inspected
-    from dyno.api.inspection import inspect as inspect
-    from dyno.api.profiling import Profiled as Profiled
-    from dyno.api.profiling import profile as profile
+    from dyno.api.inside.inspection import Inspected as Inspected
+    from dyno.api.inside.inspection import inspect as inspect
+    from dyno.api.inside.profiling import Profiled as Profiled
+    from dyno.api.inside.profiling import profile as profile
     from dyno.api.result import Result as Result
     from dyno.api.result import load as load
     from dyno.api.runnable import Study as Study
@@ -58,10 +58,10 @@ _HOMES = {
     "calibrate": "dyno.api.calibrate",
     "SelfTest": "dyno.analysis.self_test.figures",
     "evaluate": "dyno.api.evaluation",
-    "Inspected": "dyno.api.inspection",
-    "inspect": "dyno.api.inspection",
-    "Profiled": "dyno.api.profiling",
-    "profile": "dyno.api.profiling",
+    "Inspected": "dyno.api.inside.inspection",
+    "inspect": "dyno.api.inside.inspection",
+    "Profiled": "dyno.api.inside.profiling",
+    "profile": "dyno.api.inside.profiling",
     "load": "dyno.api.result",
     "train": "dyno.training.session",
     "TrainingResult": "dyno.training.session",

@@ -28,7 +28,7 @@ def inspect(
 ) -> None:
     """Show the layers of a module, an ONNX graph or an engine, or several side by side, aligned."""
     from dyno.analysis.presentation.export import export
-    from dyno.api import inspection
+    from dyno.api.inside import inspection
     from dyno.planning.checks import check_format
 
     check_format(format)

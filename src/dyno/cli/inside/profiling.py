@@ -28,7 +28,7 @@ def profile(
 ) -> None:
     """Time every layer in PyTorch, ONNX Runtime or OpenVINO, by the model's own names, beside the latency."""
     from dyno.analysis.presentation.export import export
-    from dyno.api import profiling
+    from dyno.api.inside import profiling
     from dyno.planning.checks import check_format
 
     check_format(format)

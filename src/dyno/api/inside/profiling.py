@@ -14,7 +14,7 @@ from dyno.analysis.inside import times
 from dyno.analysis.inside.times import ORDERS, Times
 from dyno.analysis.presentation.table import Table
 from dyno.analysis.records.arrays import read_npz
-from dyno.api import forms
+from dyno.api.inside import forms
 from dyno.jobs.progress import Progress
 from dyno.study import Choice, Study
 from dyno.worker import registry

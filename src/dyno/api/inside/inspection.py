@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dyno.analysis.inside import tables
 from dyno.analysis.presentation.table import Table
-from dyno.api import forms
+from dyno.api.inside import forms
 from dyno.jobs.progress import Progress
 from dyno.study import Study
 from dyno.worker.facts.inside import Inside

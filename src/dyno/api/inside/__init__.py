@@ -1,0 +1,1 @@
+"""Looking inside: layers of models and engines, and their times, from Python."""
