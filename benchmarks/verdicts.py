@@ -1,27 +1,33 @@
 """Are verdicts right? Studies of processes whose difference is known: equal ones, and some slowed down by 2 and 5 %.
 
     python benchmarks/verdicts.py [--minutes 10] [--backends onnxruntime,openvino] [--csv verdicts.csv --run NAME]
-    python benchmarks/verdicts.py --until 5 --minutes 60 [--threads 2]
+    python benchmarks/verdicts.py --until 5 --minutes 60 [--threads 2] [--slowdown 0.01]
+    python benchmarks/verdicts.py --device cuda:0 --backends pytorch,tensorrt --python tensorrt=PATH --alone
+    python benchmarks/verdicts.py --store FOLDER [...]; python benchmarks/verdicts.py --read FOLDER
     python benchmarks/verdicts.py --short
 
 The same as `dyno calibrate`, for longer, with more equal pairs, and twice for each backend: as the machine is, and
 beside a neighbour that keeps one core busy at random. Prints how many studies of three, five and ten rounds called
 equal processes faster or slower (with the one-sided upper 95 % limit), how many intervals hold the true ratio, and in
-how many studies a slow-down was seen.
+how many studies a slow-down was seen. --store keeps the self-tests, and --read prints the tables of all that a folder
+holds: several copies, each on cores of its own, are pooled.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import json
 import multiprocessing
 import os
 import random
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +35,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from dyno.analysis.formatting import markdown_table
 from dyno.analysis.self_test.figures import Rate, SelfTest, Verdicts
+from dyno.analysis.self_test.stored import read
 from dyno.analysis.self_test.until import studies
 from dyno.analysis.self_test.words import percent, with_range
 from dyno.analysis.stats import EQUIVALENT, FASTER, SLOWER, UNDECIDED
 from dyno.api.calibrate import Layout, calibrate
+from dyno.worker.spec import ROUNDS, to_json
 
 # Two equal pairs that share no process, and one pair for each slow-down.
 LAYOUT = Layout((0.0, 0.0, 0.0, 0.0, 0.02, 0.05), ((0, 1), (2, 3), (0, 4), (2, 5)))
-# Three pairs that share no process: an equal one, and two of 2 %.
-UNTIL = Layout((0.0, 0.0, 0.0, 0.02, 0.0, 0.02), ((0, 1), (2, 3), (4, 5)))
-UNTIL_S = 3.0  # of each process and round, as `dyno run` has them
-FIRST = 3  # rounds before a study is first looked at
+# Three pairs that share no process: an equal one, and two of which one is slowed down.
+UNTIL_PAIRS = ((0, 1), (2, 3), (4, 5))
+UNTIL_S = 2.0  # of each process and round, as `dyno run` has them
 SHORT: dict[str, Any] = {"rounds": 3, "seconds": 0.2, "warmup": 0.1}
 BURST_S = 0.5  # of the neighbour, on average; between two of them as long
 ALONE, BESIDE = "the machine as it is", "beside a neighbour"
@@ -70,49 +77,104 @@ def neighbour(wanted: bool) -> Iterator[None]:
         beside.join()
 
 
-def row(backend: str, condition: str, one: Verdicts) -> dict[str, str]:
-    """A row of the table: what studies of so many rounds said of one difference."""
-    rate, wrong, held = one.slower.interval, one.false, one.covered.interval
+@dataclass(frozen=True)
+class Measured:
+    """A self-test, under which condition it ran, how long a round took, and the load average at its end."""
+
+    backend: str
+    condition: str
+    test: SelfTest
+    round_s: float
+    load: float
+
+    @classmethod
+    def read(cls, path: Path) -> Measured:
+        """One that `store` wrote."""
+        about = json.loads(path.read_text(encoding="utf-8"))
+        stored = read(about.pop("stored"))
+        assert stored is not None, f"{path} is not a self-test of this Dyno"
+        return cls(test=SelfTest(stored), **about)
+
+    def store(self, folder: Path) -> None:
+        """Keep it in the folder, under a name that no copy beside this one has."""
+        about = {"backend": self.backend, "condition": self.condition, "round_s": self.round_s, "load": self.load}
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"{self.backend}-{'beside' if self.condition == BESIDE else 'alone'}-{os.getpid()}.json"
+        text = json.dumps({**about, "stored": to_json(self.test.stored)})
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+def pooled(rates: Iterable[Rate]) -> Rate:
+    """The rate over all copies."""
+    rates = list(rates)
+    return Rate(sum(one.hits for one in rates), sum(one.count for one in rates))
+
+
+def verdict_rows(copies: list[Measured]) -> list[dict[str, str]]:
+    """Rows of the first table: what studies of so many rounds said of a difference, over the copies of a condition."""
+    by_kind: dict[tuple[float, int], list[Verdicts]] = {}
+    for copy in copies:
+        for one in copy.test.verdicts:
+            by_kind.setdefault((one.slowdown, one.rounds), []).append(one)
+    return [_verdict_row(copies[0], ones) for _, ones in sorted(by_kind.items())]
+
+
+def _verdict_row(about: Measured, ones: list[Verdicts]) -> dict[str, str]:
+    slower, faster, wrong, held = (
+        pooled(getattr(one, name) for one in ones) for name in ("slower", "faster", "false", "covered")
+    )
     return {
-        "backend": backend, "measured": condition, "slowed by": percent(one.slowdown), "rounds": str(one.rounds),
-        "studies": str(one.slower.count), "called slower": with_range(rate.value, rate.low, rate.high),
-        "called faster": percent(one.faster.interval.value),
+        "backend": about.backend, "measured": about.condition, "slowed by": percent(ones[0].slowdown),
+        "rounds": str(ones[0].rounds), "studies": str(slower.count), "called slower": ranged(slower),
+        "called faster": percent(faster.interval.value),
         "wrong": f"{wrong.hits} of {wrong.count}, at most {percent(wrong.at_most)}",
-        "intervals that hold the truth": with_range(held.value, held.low, held.high),
-        "expected to be called different": percent(one.predicted),
+        "intervals that hold the truth": ranged(held),
+        "expected to be called different": percent(statistics.fmean(one.predicted for one in ones)),
     }  # fmt: skip
 
 
-def spreads(backend: str, condition: str, found: SelfTest, load: float) -> dict[str, str]:
-    """A row of the second table: the noise."""
+def ranged(rate: Rate) -> str:
+    """A share with its interval."""
+    return with_range(rate.interval.value, rate.interval.low, rate.interval.high)
+
+
+def noise_row(copy: Measured) -> dict[str, str]:
+    """A row of the second table: the noise of one self-test."""
+    test = copy.test
     return {
-        "backend": backend, "measured": condition, "rounds": str(len(found.rounds)),
-        "spread in turns": with_range(found.spread.value, found.spread.low, found.spread.high),
-        "one after the other": percent(found.apart), "bounded by": found.bound_by, "grade": found.grade,
-        "visible in 3, 5, 10 rounds": ", ".join(percent(found.visible(n).value) for n in (3, 5, 10)),
-        "equal processes over all rounds": f"{found.equal.value:.4f} [{found.equal.low:.4f}, {found.equal.high:.4f}]",
-        "load average": f"{load:.1f}",
+        "backend": copy.backend, "measured": copy.condition, "rounds": str(len(test.rounds)),
+        "spread in turns": with_range(test.spread.value, test.spread.low, test.spread.high),
+        "one after the other": percent(test.apart), "bounded by": test.bound_by, "grade": test.grade,
+        "visible in 3, 5, 10 rounds": ", ".join(percent(test.visible(n).value) for n in (3, 5, 10)),
+        "equal processes over all rounds": f"{test.equal.value:.4f} [{test.equal.low:.4f}, {test.equal.high:.4f}]",
+        "load average": f"{copy.load:.1f}",
     }  # fmt: skip
 
 
-def endings(backend: str, condition: str, found: SelfTest, round_s: float, minutes: float) -> list[dict[str, str]]:
+def ending_rows(copies: list[Measured], minutes: float) -> list[dict[str, str]]:
     """Rows of the third table: how studies of two processes end that go on until they are decided."""
-    pair_s = round_s * 2 / len(UNTIL.slowdowns)  # a study of its own has no other processes
     rows = []
-    for slowdown in found.slowdowns:
-        places = range(sum(pair.slowdown == slowdown for pair in found.rounds[0].pairs))
-        logs = [[[p.log for p in one.pairs if p.slowdown == slowdown][k] for one in found.rounds] for k in places]
-        ended = [one for each in logs for one in studies(each, FIRST, int(minutes * 60 / pair_s))]
+    for slowdown in copies[0].test.slowdowns:
+        ended = [(one.verdict, one.rounds, one.rounds * copy.round_s / 3 / 60) for copy in copies  # a third: its pair's
+                 for logs in _pairs(copy.test, slowdown)
+                 for one in studies(logs, ROUNDS, int(minutes * 60 / (copy.round_s / 3)))]  # fmt: skip
         if not ended:
             continue
         rows.append({
-            "backend": backend, "measured": condition, "slowed by": percent(slowdown), "studies": str(len(ended)),
-            **{word: with_range(rate.value, rate.low, rate.high) for word in (SLOWER, FASTER, EQUIVALENT, UNDECIDED)
-               for rate in [Rate(sum(one.verdict == word for one in ended), len(ended)).interval]},
-            "rounds, median and most": quantiles([float(one.rounds) for one in ended], "g"),
-            "minutes, median and most": quantiles([one.rounds * pair_s / 60 for one in ended], ".1f"),
+            "backend": copies[0].backend, "measured": copies[0].condition, "slowed by": percent(slowdown),
+            "studies": str(len(ended)),
+            **{word: ranged(Rate(sum(verdict == word for verdict, _, _ in ended), len(ended)))
+               for word in (SLOWER, FASTER, EQUIVALENT, UNDECIDED)},
+            "rounds, median and most": quantiles([float(rounds) for _, rounds, _ in ended], "g"),
+            "minutes, median and most": quantiles([took for _, _, took in ended], ".1f"),
         })  # fmt: skip
     return rows
+
+
+def _pairs(test: SelfTest, slowdown: float) -> list[list[float]]:
+    """The log ratios of every pair of that slow-down, round after round."""
+    each = [[pair.log for pair in one.pairs if pair.slowdown == slowdown] for one in test.rounds]
+    return [list(logs) for logs in zip(*each, strict=True)]
 
 
 def quantiles(values: list[float], style: str) -> str:
@@ -125,35 +187,45 @@ def printed(rows: list[dict[str, str]]) -> None:
     print(markdown_table([*rows[0]], [[*each.values()] for each in rows], [False, False, *[True] * (len(rows[0]) - 2)]))
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--minutes", type=float, default=10.0, help="of measuring, over all backends and conditions")
-    parser.add_argument("--backends", default="onnxruntime")
-    parser.add_argument("--short", action="store_true", help="three short rounds: does it run at all?")
-    parser.add_argument("--csv", type=Path, help="beginning of the names of two files for docs/measured/data")
-    parser.add_argument("--run", default="", help="the run's name there")
-    parser.add_argument("--until", type=float, default=0.0, help="studies of so many minutes at most, until decided")
-    parser.add_argument("--threads", type=int, default=0, help="of each process (default: as in a study)")
-    asked = parser.parse_args()
-    backends = asked.backends.split(",")
+def measured(asked: argparse.Namespace) -> Iterator[Measured]:
+    """A self-test for each backend and condition."""
     fields: dict[str, Any] = {"seconds": UNTIL_S} if asked.until else {}
     fields |= {"threads": asked.threads} if asked.threads else {}
     fields |= SHORT if asked.short else {}
-    verdicts, noise, ends = [], [], []
+    pythons = dict(pair.split("=", 1) for pair in asked.python)
+    fields["runtime"] = {name: {"python": python} for name, python in pythons.items()}
+    share, backends = asked.slowdown, asked.backends.split(",")
+    layout = Layout((0.0, 0.0, 0.0, share, 0.0, share), UNTIL_PAIRS) if asked.until else LAYOUT
+    conditions = (ALONE,) if asked.alone else (ALONE, BESIDE)
     for backend in backends:
-        for condition in (ALONE, BESIDE):
-            minutes = asked.minutes / len(backends) / 2
+        for condition in conditions:
+            minutes = asked.minutes / len(backends) / len(conditions)
             with neighbour(condition == BESIDE):
                 since = time.monotonic()
-                layout = UNTIL if asked.until else LAYOUT
-                found = calibrate(backend=backend, minutes=minutes, layout=layout, keep=False, **fields)
-                round_s = (time.monotonic() - since) / len(found.rounds)
-            verdicts += [row(backend, condition, one) for one in found.verdicts]
-            ends += endings(backend, condition, found, round_s, asked.until) if asked.until else []
-            noise.append(spreads(backend, condition, found, os.getloadavg()[0]))
+                test = calibrate(asked.model, backend=backend, device=asked.device, minutes=minutes, layout=layout,
+                                 keep=False, **fields)  # fmt: skip
+                round_s = (time.monotonic() - since) / len(test.rounds)
+            yield Measured(backend, condition, test, round_s, os.getloadavg()[0])
+
+
+def main() -> None:
+    """Measure, or read what was measured, and print."""
+    asked = _arguments()
+    tests = [Measured.read(path) for path in sorted(asked.read.glob("*.json"))] if asked.read else []
+    for test in measured(asked) if not asked.read else ():
+        tests.append(test)
+        if asked.store:
+            test.store(asked.store)
+    tests.sort(key=lambda one: (one.backend, one.condition == BESIDE))
+    groups = [list(copies) for _, copies in groupby(tests, lambda one: (one.backend, one.condition))]
     print(f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} processors\n")
-    tables = {"": verdicts, "-noise": noise} | ({"-until": ends} if ends else {})
+    tables = {
+        "": [row for copies in groups for row in verdict_rows(copies)],
+        "-noise": [noise_row(one) for one in tests],
+    }
+    if asked.until:
+        tables["-until"] = [row for copies in groups for row in ending_rows(copies, asked.until)]
+    tables = {name: rows for name, rows in tables.items() if rows}
     for rows in tables.values():
         printed(rows)
     for name, rows in tables.items() if asked.csv else ():
@@ -161,6 +233,25 @@ def main() -> None:
             writer = csv.DictWriter(file, [*rows[0], "run"], lineterminator="\n")
             writer.writeheader()
             writer.writerows({**each, "run": asked.run} for each in rows)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--minutes", type=float, default=10.0, help="of measuring, over all backends and conditions")
+    parser.add_argument("--backends", default="onnxruntime")
+    parser.add_argument("--model", default="", help="a source, as dyno calibrate has it (default: the demo's network)")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--python", action="append", default=[], help="NAME=PATH, as dyno run has it")
+    parser.add_argument("--alone", action="store_true", help="without the neighbour")
+    parser.add_argument("--short", action="store_true", help="three short rounds: does it run at all?")
+    parser.add_argument("--csv", type=Path, help="beginning of the names of two files for docs/measured/data")
+    parser.add_argument("--run", default="", help="the run's name there")
+    parser.add_argument("--until", type=float, default=0.0, help="studies of so many minutes at most, until decided")
+    parser.add_argument("--slowdown", type=float, default=0.02, help="of the slower process of --until")
+    parser.add_argument("--threads", type=int, default=0, help="of each process (default: as in a study)")
+    parser.add_argument("--store", type=Path, help="folder to keep the self-tests in")
+    parser.add_argument("--read", type=Path, help="print the tables of a folder's self-tests; measure nothing")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":
