@@ -46,6 +46,7 @@ ANALYSIS = {
     "metrics": "formatting stats records presentation",
     "self_test": "formatting stats records presentation",
     "inside": "formatting stats presentation",
+    "layer_files": "formatting style presentation inside",
     "ranking": "formatting stats records metrics",
     "gate": "stats metrics",
     "tables": "formatting stats records metrics presentation ranking gate",

@@ -272,6 +272,14 @@ def read_layers(job: Job, journal: Journal) -> None:
     journal.facts(inside=read(job.trial, job.artifact, job.options))
 
 
+def annotate_graph(job: Job, journal: Journal) -> None:
+    """Write an ONNX file with notes at its nodes."""
+    from dyno.worker.jobs.annotate import annotate
+
+    journal.stage("write")
+    annotate(job.options)
+
+
 def profile_layers(job: Job, journal: Journal) -> None:
     """How long each layer of a trial's engine takes."""
     from dyno.worker.jobs.layer_times import profile
@@ -315,7 +323,7 @@ def take_home(job: Job, journal: Journal) -> None:
 
 OTHER_JOBS = {"make": make_file, "probe": probe, "inspect": inspect_job, "layers": read_layers,
               "profile": profile_layers, "train": train_model, "stress": stress_trial, "peak": find_peak,
-              "take": take_home}  # fmt: skip
+              "take": take_home, "annotate": annotate_graph}  # fmt: skip
 
 
 def perform(job: Job, journal: Journal, turns: Alone) -> Record:
