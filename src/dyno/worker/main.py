@@ -272,19 +272,11 @@ def read_layers(job: Job, journal: Journal) -> None:
     journal.facts(inside=read(job.trial, job.artifact, job.options))
 
 
-def annotate_graph(job: Job, journal: Journal) -> None:
-    """Write an ONNX file with notes at its nodes."""
-    from dyno.worker.jobs.annotate import annotate
+def of_layers(job: Job, journal: Journal) -> None:
+    """How long each layer of a trial's engine takes, or an ONNX file with notes at its nodes."""
+    from dyno.worker.jobs import annotate, layer_times
 
-    journal.stage("write")
-    annotate(job.options)
-
-
-def profile_layers(job: Job, journal: Journal) -> None:
-    """How long each layer of a trial's engine takes."""
-    from dyno.worker.jobs.layer_times import profile
-
-    profile(job, journal)
+    {"profile": layer_times.profile, "annotate": annotate.annotate}[job.kind](job, journal)
 
 
 def train_model(job: Job, journal: Journal) -> None:
@@ -322,8 +314,8 @@ def take_home(job: Job, journal: Journal) -> None:
 
 
 OTHER_JOBS = {"make": make_file, "probe": probe, "inspect": inspect_job, "layers": read_layers,
-              "profile": profile_layers, "train": train_model, "stress": stress_trial, "peak": find_peak,
-              "take": take_home, "annotate": annotate_graph}  # fmt: skip
+              "profile": of_layers, "train": train_model, "stress": stress_trial, "peak": find_peak,
+              "take": take_home, "annotate": of_layers}  # fmt: skip
 
 
 def perform(job: Job, journal: Journal, turns: Alone) -> Record:

@@ -2,44 +2,61 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from dyno.analysis.formatting import counting
 from dyno.analysis.inside import align
 from dyno.analysis.inside.times import turned
 from dyno.analysis.layer_files.steps import Timeline
-from dyno.worker.facts.inside import MODULES, Inside
+from dyno.worker.facts.inside import Inside
 
-Notes = list[dict[str, str]]  # for each node of the graph, by the name of the note
+UNITS = ("µs", "%")
+UNKNOWN = "no layer is known for it: folded, or not run by itself"
 
 
-def notes(forms: Sequence[Inside], graph: int, timelines: Mapping[int, Timeline], module: int | None = None) -> Notes:
-    """The notes of the forms in `timelines` that were made from the graph, and of the `module` that it was made from.
+@dataclass
+class Note:
+    """What is said at one node: a line for each layer that it became, and every fact of it by name."""
 
-    A layer that stands for several nodes has its whole time at each of them, and says for how many. A node of which no
-    layer is known has only the note that says so.
+    lines: list[str] = field(default_factory=list)
+    facts: dict[str, str] = field(default_factory=dict)
+
+    def add(self, title: str, about: Mapping[str, str], nodes: int) -> None:
+        """Add a layer of the form of that title, which stands for so many nodes; facts of a form's further layers are
+        behind those of its first."""
+        stands = {"stands for": counting(nodes, "node")} if nodes > 1 else {}
+        for name, text in {**about, **stands}.items():
+            key = f"{title}: {name}"
+            self.facts[key] = f"{self.facts[key]}; {text}" if key in self.facts else text
+        parts = [about.get("layer", ""), about.get("type", ""), about.get("computes in", "")]
+        parts += [f"{name.removesuffix(f', {unit}')} {about[name]} {unit}" for unit in UNITS for name in about
+                  if name.endswith(f", {unit}")]  # fmt: skip
+        parts += [f"for {text}" for text in stands.values()]
+        self.lines.append(f"{title}: {', '.join(filter(None, parts))}")
+
+
+def notes(
+    forms: Sequence[Inside], graph: int, timelines: Mapping[int, Timeline], module: int | None = None
+) -> list[Note]:
+    """A note for each of the graph's nodes, on the forms in `timelines` that were made from the graph, and on the
+    `module` that it was made from.
+
+    A layer that stands for several nodes has its whole time at each of them, and says for how many.
     """
-    found: Notes = [{} for _ in forms[graph].layers]
+    found = [Note() for _ in forms[graph].layers]
     for k, timeline in timelines.items():
-        is_module = forms[k].form == MODULES
-        if is_module and k != module:
-            continue
-        layers_of = turned(align.link(forms, k, graph)) if is_module else align.link(forms, graph, k).pairs
+        if k == module:
+            layers_of = turned(align.link(forms, k, graph))
+        else:
+            layers_of = {node: sorted(own) for node, own in align.link(forms, graph, k).pairs.items()}
         place = {step.index: at for at, step in enumerate(timeline.steps)}
-        many = {i: sum(i in own for own in layers_of.values()) for own in layers_of.values() for i in own}
-        for node, entries in enumerate(found):
-            for i in sorted(layers_of.get(node, ())):
-                if i in place:
-                    shared = {"of": f"{counting(many[i], 'node')} together"} if many[i] > 1 else {}
-                    about = {**timeline.about(place[i]), **shared}
-                    _add(entries, timeline.title, about)
-            if not any(name.startswith(f"{timeline.title}: ") for name in entries):
-                entries[f"{timeline.title}: layer"] = "none known: folded, or not run by itself"
+        nodes = Counter(i for own in layers_of.values() for i in own)
+        for node, note in enumerate(found):
+            ran = [i for i in layers_of.get(node, ()) if i in place]
+            for i in ran:
+                note.add(timeline.title, timeline.about(place[i]), nodes[i])
+            if not ran:
+                note.lines.append(f"{timeline.title}: {UNKNOWN}")
     return found
-
-
-def _add(entries: dict[str, str], title: str, about: Mapping[str, str]) -> None:
-    """Notes of one more layer; those of further ones are behind those of the first."""
-    for name, text in about.items():
-        key = f"{title}: {name}"
-        entries[key] = f"{entries[key]}; {text}" if key in entries else text

@@ -54,7 +54,7 @@ class Timeline:
     def about(self, at: int) -> dict[str, str]:
         """What is known of a step, in words."""
         step, layer = self.steps[at], self.steps[at].layer
-        own = {"layer": layer.name, "type": layer.type, "modules": " ".join(step.modules)}
+        own = {"layer": layer.name or self.steps[at].stack[-1], "type": layer.type, "modules": " ".join(step.modules)}
         ran = {"computes in": layer.computes_in, "kernel": layer.tactic, "output": output(layer)}
         moves = {"remark": "only changes type or layout" if layer.moves else ""}
         return {name: text for name, text in {**own, **ran, **moves, **self.time(at)}.items() if text}
@@ -121,39 +121,26 @@ def output(layer: Layer) -> str:
     return " ".join(filter(None, (shape(port), port.dtype, port.format)))
 
 
-@dataclass
-class Span:
-    """A call in one repeat, in nanoseconds; `step` is the step that it is or ends with, None for a module around
-    steps."""
+@dataclass(frozen=True)
+class Mark:
+    """Where a call begins or `ends`, in nanoseconds; `step` is the step that the call is, at its end."""
 
     name: str
-    begin: int
-    depth: int
-    end: int = -1
+    at: int
+    ends: bool = False
     step: int | None = None
 
 
-def spans(steps: Sequence[Step], nanoseconds: Sequence[int], begin: int) -> Iterator[Span]:
-    """The calls of one repeat, each before what it calls: steps begin where the one before them ended.
-
-    A call lasts as long as what it calls, so that calls fit into each other exactly.
-    """
-    found: list[Span] = []
-    calling: list[Span] = []
+def marks(steps: Sequence[Step], nanoseconds: Sequence[int], begin: int) -> Iterator[Mark]:
+    """The calls of one repeat in the order of their begins and ends; steps begin where the one before them ended, and
+    a call around steps lasts from its first to its last one."""
+    calling: list[str] = []
     at = begin
-
-    def end_to(depth: int) -> None:
-        while len(calling) > depth:
-            calling.pop().end = at
-
     for number, (step, lasts) in enumerate(zip(steps, nanoseconds, strict=True)):
-        shared = takewhile(lambda pair: pair[0].name == pair[1], zip(calling, step.stack, strict=False))
-        end_to(sum(1 for _ in shared))
-        for name in step.stack[len(calling) :]:
-            calling.append(Span(name, at, len(calling)))
-            found.append(calling[-1])
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(calling, step.stack, strict=False)))
+        yield from (Mark(name, at, ends=True) for name in reversed(calling[shared:]))
+        yield from (Mark(name, at) for name in step.stack[shared:])
         at += lasts
-        calling[-1].step = number
-        end_to(max(len(calling) - 1, 1))  # steps are listed as their calls end; the model's own may come early
-    end_to(0)
-    return iter(found)
+        yield Mark(step.stack[-1], at, ends=True, step=number)
+        calling = [*step.stack[:-1]]  # steps are listed as their calls end
+    yield from (Mark(name, at, ends=True) for name in reversed(calling))

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from dyno.analysis.formatting import counting
-from dyno.analysis.layer_files.steps import Timeline, spans
+from dyno.analysis.inside.tables import MODEL
+from dyno.analysis.layer_files.steps import Timeline, marks
 
 SPEEDSCOPE = "https://www.speedscope.app/file-format-schema.json"
 HOW = (
@@ -17,7 +18,8 @@ HOW = (
 
 def chrome(timelines: Sequence[Timeline], exporter: str) -> dict[str, Any]:
     """The trace event format: a process for each form, and in it the repeats one behind the other, with modules around
-    the layers that came from them. Times are microseconds; whole nanoseconds keep calls inside those around them.
+    the layers that came from them. Times are microseconds, to the nanosecond. Begins and ends are events of their own:
+    of an event with a duration, readers add up both, and what is rounded there no longer fits into the call around it.
 
     https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
     """
@@ -35,11 +37,10 @@ def _events(timeline: Timeline, pid: int) -> Iterator[dict[str, Any]]:
     begin = 0
     for number, seconds in enumerate(timeline.seconds, 1):
         lasts = [round(each * 1e9) for each in seconds.tolist()]
-        for span in spans(timeline.steps, lasts, begin):
-            name = span.name if span.depth else f"repeat {number}{of_runs}"
-            args = about[span.step] if span.step is not None and span.depth else {}
-            yield {"ph": "X", "name": name, "cat": "layer" if args else "module", **thread,
-                   "ts": span.begin / 1e3, "dur": (span.end - span.begin) / 1e3, "args": args}  # fmt: skip
+        for mark in marks(timeline.steps, lasts, begin):
+            name = f"repeat {number}{of_runs}" if mark.name == MODEL else mark.name
+            event = {"ph": "E" if mark.ends else "B", "name": name, "cat": "layers", **thread, "ts": mark.at / 1e3}
+            yield event if mark.step is None else {**event, "args": about[mark.step]}
         begin += sum(lasts)
 
 

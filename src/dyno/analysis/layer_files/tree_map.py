@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dyno.analysis.formatting import counting, show
 from dyno.analysis.layer_files.steps import Timeline
@@ -81,10 +81,12 @@ def tree(timeline: Timeline) -> Node:
 def _simple(node: Node) -> Node:
     """Without what took no time, and without a node around a single other one: that has both names."""
     node.parts = [_simple(part) for part in node.parts if part.seconds > 0]
+    if all(part.name == ITSELF for part in node.parts):  # several calls of one that has no parts
+        node.parts = [replace(part, name=part.type) for part in node.parts]
     if len(node.parts) != 1:
         return node
     (only,) = node.parts
-    name = node.name if only.name == ITSELF else only.name
+    name = node.name if only.name in (ITSELF, only.type) else only.name
     return Node(name, only.seconds, only.type, only.title, only.parts)
 
 
@@ -104,8 +106,9 @@ def _figure(timeline: Timeline) -> str:
     if rest := root.seconds - sum(by_type[name] for name in kinds):
         legend += _entry("others", rest, root.seconds, OTHER) if len(by_type) > len(kinds) else ""
     steps = counting(len(timeline.steps), "layer")
-    caption = f"{timeline.title}: time by module, {show(root.seconds, 'duration')} in {steps}"
-    area = "".join(_drawn(box, WIDTH, HEIGHT, root.seconds, kinds) for box in boxes(root.parts, WIDTH, HEIGHT))
+    groups = "module" if any(step.modules for step in timeline.steps) else "operator"
+    caption = f"{timeline.title}: time by {groups}, {show(root.seconds, 'duration')} in {steps}"
+    area = "".join(_drawn(box, "", WIDTH, HEIGHT, root.seconds, kinds) for box in boxes(root.parts, WIDTH, HEIGHT))
     return (
         f'<figure class="tree-map"><figcaption>{html.escape(caption)}<div class="legend">{legend}</div></figcaption>\n'
         f'<div class="scroll"><div class="area">{area}</div></div></figure>'
@@ -131,17 +134,18 @@ def boxes(nodes: Sequence[Node], width: float, height: float) -> Iterator[Box]:
         yield Box(node, x * place["x"], y * place["y"], x * place["dx"], y * place["dy"])
 
 
-def _drawn(box: Box, width: float, height: float, total: float, kinds: Mapping[str, str]) -> str:
+def _drawn(box: Box, around: str, width: float, height: float, total: float, kinds: Mapping[str, str]) -> str:
+    """A box in the module `around` it, of whose area `width` and `height` are the pixels."""
     node = box.node
     across, down = box.width / 100 * width, box.height / 100 * height
     share = f"{show(node.seconds, 'duration')}, {100 * node.seconds / total:.1f} %"
     title = html.escape("\n".join(filter(None, (f"{node.name}: {share}", node.title))))
     where = f"left:{box.left:.3f}%;top:{box.top:.3f}%;width:{box.width:.3f}%;height:{box.height:.3f}%"
-    text = f"<span>{html.escape(node.name)}</span>"
+    name = html.escape(node.name.removeprefix(f"{around}."))
     if node.parts and across >= LEAST_WIDTH and down >= LEAST_HEIGHT:
         inner = across - 2 * EDGE, down - HEAD - EDGE
-        parts = "".join(_drawn(part, *inner, total, kinds) for part in boxes(node.parts, *inner))
-        head = f"<span>{html.escape(node.name)} {share}</span>"
+        parts = "".join(_drawn(part, node.name, *inner, total, kinds) for part in boxes(node.parts, *inner))
+        head = f"<span>{name} {share}</span>"
         return f'<div class="module" style="{where}" title="{title}">{head}<div class="inside">{parts}</div></div>'
     color = "" if node.parts else f";--kind:{kinds.get(node.type, OTHER)}"
-    return f'<div style="{where}{color}" title="{title}">{text}<span>{share}</span></div>'
+    return f'<div style="{where}{color}" title="{title}"><span>{name}</span><span>{share}</span></div>'

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Protocol
 
 from dyno.analysis.inside.times import Times
 from dyno.analysis.layer_files import explorer, node_notes, page, traces
+from dyno.analysis.layer_files.node_notes import Note
 from dyno.analysis.layer_files.steps import Timeline, timelines
 from dyno.analysis.presentation.table import Table
 from dyno.api.inside import forms
@@ -82,7 +82,7 @@ def kind_of(path: Path, timed: bool) -> Kind:
         return kind
     known = ", ".join(f"{ending} ({kind.opens})" for ending, kind in KINDS.items() if timed or not kind.timed)
     if kind is None:
-        raise UserError(f"{path.name} is no kind of file that can be saved; end its name in one of {known}")
+        raise UserError(f"{str(path)!r} can't be saved; end its name in one of {known}")
     raise UserError(f"{path.name} needs times of layers; `dyno profile` saves it, `dyno inspect` saves {known}")
 
 
@@ -92,13 +92,22 @@ def check(paths: Sequence[Path], sides: Sequence[Side], timed: bool) -> None:
         kind = kind_of(path, timed)
         if kind is KINDS[PAGE]:
             check_page()
-        if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-            raise UserError(f"{path} can't be written; give a file in a folder that exists and may be written to")
+        _check_writable(path)
         if any(path.exists() and Path(s.source).is_file() and path.samefile(s.source) for s in sides):
             raise UserError(f"{path} is the model itself; give another file to save to")
         if kind.text is None and not any(map(_has_graph, sides)):
             raise UserError(f"{path.name} needs an ONNX graph, and none of the forms is made from one; "
                             f"add onnxruntime, or another that is")  # fmt: skip
+
+
+def _check_writable(path: Path) -> None:
+    """By an empty file beside it: what permissions say isn't all that decides."""
+    try:
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as e:
+        raise UserError(f"{path} can't be written ({e.strerror}); give a file in another folder") from e
+    if path.is_dir():
+        raise UserError(f"{path} is a folder; give a file to save to")
 
 
 def _has_graph(side: Side) -> bool:
@@ -160,8 +169,8 @@ def _graphs(found: Found, lines: Mapping[int, Timeline], path: Path) -> list[Pat
     return written
 
 
-def _annotate(file: GraphFile, out: Path, notes: node_notes.Notes) -> None:
-    options = {"source": file.path, "out": str(out.absolute()), "nodes": notes}
+def _annotate(file: GraphFile, out: Path, notes: Sequence[Note]) -> None:
+    options = {"source": file.path, "out": str(out.absolute()), "nodes": [vars(note) for note in notes]}
     job = Job("annotate", file.runtime, options=options)
     with tempfile.TemporaryDirectory() as scratch:
         record = launch_in_turn(job, Path(scratch) / "job", TIMEOUT_S, Progress(quiet=True))
