@@ -102,3 +102,27 @@ def test_numbers_of_every_kind_are_lifted_and_initialisers_are_no_inputs() -> No
     assert [n.output[0] for n in made.graph.node if n.op_type == "Constant"] == ["text", "kept"]
     assert not made.graph.input and made.ir_version > 3
     assert len(model.graph.input) == 1
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_batch_norm_behind_a_linear_layer_goes_into_its_weights(tmp_path: Path, shared: bool) -> None:
+    """As LeViT has them: the norm sees [rows, columns]. A product that others read too keeps its own values."""
+    columns = [("scale", 1 + RNG.random(5)), ("bias", RNG.random(5)), ("mean", RNG.random(5)), ("var", RNG.random(5))]
+    weights = [("w", RNG.standard_normal((8, 5))), *columns]
+    nodes = [
+        h.make_node("MatMul", ["x", "w"], ["product"]),
+        h.make_node("Reshape", ["product", "rows"], ["flat"]),
+        h.make_node("BatchNormalization", ["flat", "scale", "bias", "mean", "var"], ["normed"], name="norm"),
+        h.make_node("Relu", ["product" if shared else "normed"], ["z"]),
+    ]
+    stored = [numpy_helper.from_array(array.astype(np.float32), name) for name, array in weights]
+    stored.append(numpy_helper.from_array(np.array([-1, 5]), "rows"))
+    io = [h.make_tensor_value_info("x", 1, [2, 3, 8, 8])]
+    sizes = {"normed": [48, 5], "z": [2, 3, 8, 5] if shared else [48, 5]}
+    outs = [h.make_tensor_value_info(name, 1, size) for name, size in sizes.items()]
+    graph = h.make_graph(nodes, "linear", io, outs, stored)
+    model = h.make_model(graph, opset_imports=[h.make_opsetid("", 17)], ir_version=8)
+    slim, warnings = folded(model, FEEDS, tmp_path)
+    kinds = {node.op_type for node in slim.graph.node}
+    assert not warnings and ("BatchNormalization" in kinds) == shared
+    np.testing.assert_allclose(outputs(slim), outputs(model), rtol=1e-4, atol=1e-4)

@@ -40,3 +40,21 @@ def test_an_operator_that_the_wanted_opset_lacks_is_one_line() -> None:
     with pytest.raises(UserError, match="can't be written in opset 17 instead of 20: ") as caught:
         in_opset(graph("Gelu", ["x"], 20), 17)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("count", [3, 4])
+def test_a_split_that_only_names_the_number_of_its_parts_goes_back_to_opset_17(count: int) -> None:
+    """11 columns in parts of 4, 4 and 3, or 3, 3, 3 and 2: below opset 18 the sizes have to stand there."""
+    parts = [f"part{k}" for k in range(count)]
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, 11])
+    node = helper.make_node("Split", ["x"], parts, axis=-1, num_outputs=count)
+    outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2, None]) for name in parts]
+    old = helper.make_model(
+        helper.make_graph([node], "one", [x], outputs), opset_imports=[helper.make_opsetid("", 18)], ir_version=10
+    )
+    feeds = {"x": np.arange(22, dtype=np.float32).reshape(2, 11)}
+    expected = ReferenceEvaluator(old).run(None, feeds)
+    new = in_opset(old, 17)
+    assert opset(new) == 17 and {entry.domain for entry in new.opset_import} == {""}
+    for one, other in zip(ReferenceEvaluator(new).run(None, feeds), expected, strict=True):
+        np.testing.assert_array_equal(one, other)

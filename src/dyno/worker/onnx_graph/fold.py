@@ -6,6 +6,7 @@ nodes and in front of batch norms. A quantiser finds no weights there, and leave
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -109,9 +110,57 @@ def _constant(node: Any) -> Any:
 
 
 def _slimmed(model: Any, scratch: Path) -> Any:
+    import onnx
     import onnxslim
 
-    return onnxslim.slim(model)
+    slim = onnx.shape_inference.infer_shapes(onnxslim.slim(model), data_prop=True)
+    return _norms_in_products(slim)
+
+
+def _norms_in_products(model: Any) -> Any:
+    """The graph with batch norms of a matrix product's columns in the product's weights, in place.
+
+    LeViT's linear layers have one each, behind a Reshape to [rows, columns]; onnxslim folds those of convolutions.
+    """
+    graph = model.graph
+    weights = {tensor.name: tensor for tensor in graph.initializer}
+    makers = {name: node for node in graph.node for name in node.output}
+    readers = Counter(name for node in graph.node for name in node.input) + Counter(out.name for out in graph.output)
+    ranks = {value.name: len(value.type.tensor_type.shape.dim) for value in graph.value_info}
+
+    def before(name: str) -> Any:
+        """The node that writes what one node alone reads; None where others read it too, or no node writes it."""
+        return makers.get(name) if readers[name] == 1 else None
+
+    for node in [node for node in graph.node if node.op_type == "BatchNormalization"]:
+        product = before(node.input[0])
+        if product is not None and product.op_type == "Reshape":
+            product = before(product.input[0])
+        weight = weights.get(product.input[1]) if product is not None and product.op_type == "MatMul" else None
+        norm = [weights[name] for name in node.input[1:5] if name in weights]
+        if weight is None or len(norm) < 4 or readers[weight.name] > 1:
+            continue
+        # Of two dimensions the second is the norm's, and the product's columns where it is as long.
+        if ranks.get(node.input[0]) == len(weight.dims) == 2 and weight.dims[1] == norm[0].dims[0]:
+            _into_product(graph, node, weight, norm)
+    return model
+
+
+def _into_product(graph: Any, node: Any, weight: Any, norm: Sequence[Any]) -> None:
+    """Multiply the weight by the norm's scale, and have the norm's node add what remains of it."""
+    import onnx
+
+    epsilon = next((attribute.f for attribute in node.attribute if attribute.name == "epsilon"), 1e-5)
+    scale, bias, mean, variance = (onnx.numpy_helper.to_array(each).astype(np.float64) for each in norm)
+    factor = scale / np.sqrt(variance + epsilon)
+    values = onnx.numpy_helper.to_array(weight)
+    scaled = onnx.numpy_helper.from_array((values * factor).astype(values.dtype), weight.name)
+    weight.CopyFrom(scaled)
+    rest = (bias - mean * factor).astype(values.dtype)
+    graph.initializer.append(onnx.numpy_helper.from_array(rest, f"{node.output[0]}_bias"))
+    made = onnx.helper.make_node("Add", [node.input[0], f"{node.output[0]}_bias"], [node.output[0]], name=node.name)
+    made.metadata_props.extend(node.metadata_props)
+    node.CopyFrom(made)
 
 
 def _optimised(model: Any, scratch: Path) -> Any:

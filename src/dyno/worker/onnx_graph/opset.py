@@ -5,12 +5,18 @@ And what no rewriting may lose: the metadata of the nodes, by which they are kno
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from dyno.worker.spec import UserError
 
 DOMAINS = ("", "ai.onnx")
+SPLIT_SIZES_OPSET = 13  # Split has its sizes as an input from here on; from 18 on it may have their number instead
+HIDDEN = "dyno.hidden"  # a domain that ONNX's converter leaves alone
 
 
 def opset(model: Any) -> int:
@@ -27,7 +33,8 @@ def in_opset(model: Any, wanted: int) -> Any:
         return model
     _drop_defaults(model.graph)
     try:
-        converted = onnx.version_converter.convert_version(model, wanted)
+        with _splits_hidden(model) if opset(model) > wanted >= SPLIT_SIZES_OPSET else nullcontext():
+            converted = _shown(onnx.version_converter.convert_version(model, wanted))
         onnx.checker.check_model(converted, full_check=True)
     except (RuntimeError, onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as e:
         reason = " ".join(str(e).split())[:160]
@@ -71,3 +78,59 @@ def _drop_defaults(graph: Any) -> None:
         for attribute in list(node.attribute):
             if attribute.name == "noop_with_empty_axes" and attribute.i == 0:
                 node.attribute.remove(attribute)
+
+
+@contextmanager
+def _splits_hidden(model: Any) -> Iterator[None]:
+    """Have Split nodes stand in a domain that ONNX's converter leaves alone: it can't bring them below opset 18.
+
+    Their sizes are written out, so that they mean the same in both opsets; a node whose sizes aren't known stays.
+    """
+    import onnx
+
+    hidden = [node for node in model.graph.node if node.op_type == "Split" and node.domain in DOMAINS]
+    if hidden:
+        inferred = onnx.shape_inference.infer_shapes(model).graph
+        shapes = {
+            value.name: [dim.dim_value for dim in value.type.tensor_type.shape.dim]
+            for value in (*inferred.value_info, *inferred.input)
+        }
+        hidden = [node for node in hidden if _with_sizes(model.graph, node, shapes.get(node.input[0], []))]
+        model.opset_import.add(domain=HIDDEN, version=1)
+    for node in hidden:
+        node.domain = HIDDEN
+    yield
+    for node in hidden:
+        node.domain = ""
+
+
+def _with_sizes(graph: Any, node: Any, shape: Sequence[int]) -> bool:
+    """Give the Split node its sizes as an input in place of their number; whether they are known."""
+    import onnx
+
+    options = {attribute.name: attribute for attribute in node.attribute}
+    if len(node.input) < 2:
+        axis = options["axis"].i if "axis" in options else 0
+        length = shape[axis] if -len(shape) <= axis < len(shape) else 0
+        if not length:
+            return False
+        # All parts are as long but the last, which may be shorter.
+        part = -(-length // len(node.output))
+        sizes = [min(part, length - start) for start in range(0, part * len(node.output), part)]
+        tensor = onnx.numpy_helper.from_array(np.asarray(sizes, np.int64), f"{node.output[0]}_sizes")
+        graph.initializer.append(tensor)
+        node.input.append(tensor.name)
+    if "num_outputs" in options:
+        node.attribute.remove(options["num_outputs"])
+    return True
+
+
+def _shown(model: Any) -> Any:
+    """The converted graph with its hidden nodes in ONNX's own domain again."""
+    for node in model.graph.node:
+        if node.domain == HIDDEN:
+            node.domain = ""
+    domains = [entry for entry in model.opset_import if entry.domain != HIDDEN]
+    del model.opset_import[:]
+    model.opset_import.extend(domains)
+    return model
