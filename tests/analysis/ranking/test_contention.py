@@ -64,7 +64,7 @@ def test_in_turns_a_winner_is_named_beside_whatever_disturbs_all_alike(tmp_path:
     assert contention is not None and (contention.disturbed, contention.alone) == (9, 0)
     lines = said(results)
     assert "fastest is way2" in lines[0]
-    assert "other programs disturbed 9 of 9 jobs, which engines bear differently" in lines[1]
+    assert "other programs disturbed 9 of 9 jobs, which slow engines down by different amounts" in lines[1]
     assert any("who is faster was measured in turns, and is so beside such a load" in line for line in lines)
 
 
