@@ -14,7 +14,7 @@ from dyno.analysis.records.results import Results, load
 from dyno.analysis.tables import trial_table
 from dyno.analysis.verdict import verdict
 
-BUSY, QUIET = ({"others_busy": {"model": busy}, "others_bearable": 0.2} for busy in (1.5, 0.1))
+BUSY, QUIET = ({"others_busy": {"model": busy}, "contention_threshold": 0.2} for busy in (1.5, 0.1))
 
 
 def run(path: Path, *facts: dict[str, object]) -> Results:

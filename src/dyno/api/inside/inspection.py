@@ -53,6 +53,6 @@ def inspect(model: Any, *others: Any, batch: int = 1, quiet: bool = True, **sett
         raise UserError(f"batch is {batch}; it must be at least 1")
     study = Study(models=(model,), **settings)
     reading = forms.Reading(study, batch, Progress(quiet=quiet))
-    for side in forms.asked(study, others):
+    for side in forms.sides(study, others):
         reading.read(side)
     return Inspected(tuple(reading.forms), tuple(reading.shown), reading.graph_of)
