@@ -20,6 +20,7 @@ from dyno.analysis.records.results import load
 from dyno.analysis.tables import trial_table
 from dyno.analysis.tables.compare import compare
 from dyno.analysis.verdict import comparison, verdict
+from dyno.api.take import take
 from dyno.engine.execute import Files, execute
 from dyno.engine.gpu_lock import launch_in_turn
 from dyno.jobs.progress import Progress
@@ -162,6 +163,23 @@ def test_rounds_until_decided_go_on_through_the_builds(measured: Callable[..., t
     assert [r.facts.build for r in run.records.trials[0].rounds] == [1, 2, 3, 4, 1, 2] and len(log.made) == 8
     row = run.frame.iloc[1]
     assert row["verdict"] == stats.UNDECIDED and "more build" in " ".join(verdict.sentences(run))
+
+
+def test_the_fastest_build_is_taken(
+    measured: Callable[..., tuple[Any, Log]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def script(job: Job, folder: Path, *_: Any) -> Record:
+        (folder / "script.py").write_text("")
+        return Record("ok", "done", facts=Facts(files=("script.py",)))
+
+    monkeypatch.setattr("dyno.api.take.launch", script)  # no script is known for this backend
+    run, _ = measured("taken", builds=4)
+    fastest = {"a": 1, "b": 4}  # as they are drawn
+    for trial in run.records:
+        kind = trial.spec["options"]["kind"]
+        taken = take(run, trial.id, tmp_path / kind)
+        assert f"'build', {fastest[kind]}" in taken.file.read_text()
+        assert taken.notes[0].startswith(f"build {fastest[kind]} of 4, the fastest")
 
 
 def test_a_build_that_is_named_is_one_build(measured: Callable[..., tuple[Any, Log]]) -> None:

@@ -7,7 +7,7 @@ from math import isnan
 from typing import TYPE_CHECKING
 
 from dyno.analysis import stats
-from dyno.analysis.formatting import counting, points, show
+from dyno.analysis.formatting import UNBOUNDED, counting, points, show
 from dyno.analysis.metrics import speedups
 from dyno.analysis.metrics.accuracy import UNDECIDED
 from dyno.analysis.presentation.table import missing
@@ -128,7 +128,8 @@ def _opening(pairs: list[Speedup], own: Speedup | None, how: str) -> str:
 def _over(name: str, over: Speedup, run: RunData) -> str:
     shown = ratio(over.value, over.low, over.high)
     if over.verdict == stats.FASTER:
-        return f"ahead of the runner-up, {name}, by {shown}"
+        by = f"; by how much is {UNBOUNDED}" if shown == UNBOUNDED else f", by {shown}"
+        return f"ahead of the runner-up, {name}{by}"
     if over.verdict == stats.EQUIVALENT:
         return f"it is {equivalent(f'the runner-up, {name},', run.rule)} ({shown})"
     if over.verdict == stats.UNDECIDED:

@@ -126,25 +126,27 @@ def _norms_in_products(model: Any) -> Any:
     weights = {tensor.name: tensor for tensor in graph.initializer}
     makers = {name: node for node in graph.node for name in node.output}
     readers = Counter(name for node in graph.node for name in node.input) + Counter(out.name for out in graph.output)
-    shapes = {value.name: value.type.tensor_type.shape.dim for value in graph.value_info}
-    for node in graph.node:
-        source = node.input[0] if node.op_type == "BatchNormalization" else ""
-        product = makers.get(source)
-        if product is not None and product.op_type == "Reshape" and readers[source] == 1:
-            product, source = makers.get(product.input[0]), product.input[0]
-        if product is None or product.op_type != "MatMul" or readers[source] != 1:
+    ranks = {value.name: len(value.type.tensor_type.shape.dim) for value in graph.value_info}
+
+    def before(name: str) -> Any:
+        """The node that writes what one node alone reads; None where others read it too, or no node writes it."""
+        return makers.get(name) if readers[name] == 1 else None
+
+    for node in [node for node in graph.node if node.op_type == "BatchNormalization"]:
+        product = before(node.input[0])
+        if product is not None and product.op_type == "Reshape":
+            product = before(product.input[0])
+        weight = weights.get(product.input[1]) if product is not None and product.op_type == "MatMul" else None
+        norm = [weights[name] for name in node.input[1:5] if name in weights]
+        if weight is None or len(norm) < 4 or readers[weight.name] > 1:
             continue
-        weight = weights.get(product.input[1])
-        norm = [weights.get(name) for name in node.input[1:5]]
         # Of two dimensions the second is the norm's, and the product's columns where it is as long.
-        rank, columns = len(shapes.get(node.input[0], ())), weight.dims[-1] if weight is not None else 0
-        if weight is None or None in norm or rank != 2 or columns != norm[0].dims[0] or readers[weight.name] != 1:
-            continue
-        _into_product(graph, node, product, weight, norm)
+        if ranks.get(node.input[0]) == len(weight.dims) == 2 and weight.dims[1] == norm[0].dims[0]:
+            _into_product(graph, node, weight, norm)
     return model
 
 
-def _into_product(graph: Any, node: Any, product: Any, weight: Any, norm: Sequence[Any]) -> None:
+def _into_product(graph: Any, node: Any, weight: Any, norm: Sequence[Any]) -> None:
     """Multiply the weight by the norm's scale, and have the norm's node add what remains of it."""
     import onnx
 
