@@ -28,7 +28,7 @@ TIMEOUT_S = 1800.0
 
 @dataclass(frozen=True)
 class Side:
-    """One form as the user asked for it: of which model, whose ("onnx": its graph), and in which precision."""
+    """One form that the user requested: of which model, whose ("onnx": its graph), and in which precision."""
 
     source: str
     choice: Choice
@@ -43,7 +43,7 @@ class GraphFile:
     runtime: Runtime
 
 
-def asked(study: Study, others: Sequence[Any]) -> list[Side]:
+def sides(study: Study, others: Sequence[Any]) -> list[Side]:
     """The study's model as it is, then the others: forms of it, or other models as they are."""
     source = study.models[0]
     return [first(source), *(_named(str(o), source) or first(Study(models=(o,)).models[0]) for o in others)]

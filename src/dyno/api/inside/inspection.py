@@ -77,7 +77,7 @@ def inspect(
         raise UserError(f"batch is {batch}; it must be at least 1")
     study = Study(models=(model,), **settings)
     reading = forms.Reading(study, batch, Progress(quiet=quiet))
-    sides = forms.asked(study, others)
+    sides = forms.sides(study, others)
     paths = [Path(path) for path in save]
     files.check(paths, sides, timed=False)
     for side in sides:

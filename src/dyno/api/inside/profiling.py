@@ -100,7 +100,7 @@ def profile(
     check_known("order", order, ORDERS)
     study = Study(models=(model,), **settings)
     reading = _Profiling(study, batch, Progress(quiet=quiet), runs)
-    sides = _engines(forms.asked(study, others))
+    sides = _engines(forms.sides(study, others))
     for side in sides:
         _check(side, study.device)
     paths = [Path(path) for path in save]
@@ -129,11 +129,11 @@ def _distinct(found: Sequence[Inside], sources: Mapping[int, str]) -> tuple[Insi
     return tuple(named)
 
 
-def _engines(asked: Sequence[forms.Side]) -> list[forms.Side]:
+def _engines(requested: Sequence[forms.Side]) -> list[forms.Side]:
     """The forms with the usual backend of each file; of a first file whose forms are asked for only these."""
-    first, *others = asked
+    first, *others = requested
     only_forms = _is_file(first) and any(other.source == first.source and not _is_file(other) for other in others)
-    return [_usual(side) if _is_file(side) else side for side in (others if only_forms else asked)]
+    return [_usual(side) if _is_file(side) else side for side in (others if only_forms else requested)]
 
 
 def _is_file(side: forms.Side) -> bool:

@@ -76,7 +76,6 @@ class _Reader:
         self._numbers = numbers
         self._readers = Counter(name for node in graph.node for name in node.input)
         self._counted: set[str] = set()
-        self._unnamed = Counter[str]()
         self.stored = 0
 
     def layer(self, node: Any) -> Layer:
