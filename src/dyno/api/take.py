@@ -52,7 +52,7 @@ def take(run: RunData, choice: str = "", out: Path | None = None) -> Taken:
     results = run.records
     chosen = _chosen(run, choice)
     trial = from_json(Trial, chosen.job["trial"])
-    artifact, notes = _file(chosen, trial)
+    artifact, notes = measured_file(chosen, trial)
     file = _place(out or Path(_name(chosen)), Path(artifact.path).suffix if artifact else STATE)
     script = file.with_suffix(".py")
     _check_free(file, script, artifact)
@@ -129,7 +129,7 @@ def _find(results: Results, choice: str) -> TrialResult:
     return min(matching, key=lambda t: (not t.good, t.batch))
 
 
-def _file(measured: TrialResult, trial: Trial) -> tuple[Artifact | None, list[str]]:
+def measured_file(measured: TrialResult, trial: Trial) -> tuple[Artifact | None, list[str]]:
     """The file that was measured, of several builds the fastest; where it is missing or changed, it is built again.
 
     None for a module.
