@@ -99,6 +99,31 @@ def _by_calls(pair: Pair) -> Link:
     return Link(pair.a.form, pair.b.form, found, dict.fromkeys(found, NAMED), sure)
 
 
+def gathered(found: Sequence[Region], form: int) -> list[Region]:
+    """The regions with those in one in which nothing but the own code of one module runs, that it has between calls of
+    its parts; its time, which is one figure, is there and not with one of its parts."""
+    outer = {k for region in found for k in region.around[form]}
+    own: dict[int, list[Region]] = {}
+    for region in found:
+        if region.around[form] and outer.issuperset(region.members[form]):
+            own.setdefault(min(region.around[form]), []).append(region)  # the innermost: its call ends first
+    joined, left = {id(r) for regions in own.values() for r in regions}, []
+    for region in found:
+        kept = [k for k in region.members[form] if k not in own]
+        whole = [k for k, regions in own.items() if regions[0] is region]
+        if id(region) not in joined:
+            left.append(_with(region, form, kept))
+        for k in whole:
+            members = [sorted({i for r in own[k] for i in r.members[f]}) for f in range(len(region.members))]
+            left.append(_with(Region(tuple(map(tuple, members)), region.around), form, [k]))
+    return left
+
+
+def _with(region: Region, form: int, members: Sequence[int]) -> Region:
+    each = [tuple(members) if f == form else own for f, own in enumerate(region.members)]
+    return Region(tuple(each), region.around)
+
+
 @dataclass
 class _Form:
     """One side: its layers with their median times and names, which of them run, and which only convert."""
@@ -143,7 +168,10 @@ class _Parts:
     def __init__(self, pair: Pair) -> None:
         self._pair = pair
         self.a, self.b = (_form(pair, side) for side in pair.sides)
-        self._regions = align.regions(pair.forms, linked(pair))
+        found = align.regions(pair.forms, linked(pair))
+        for form in (self.a, self.b):
+            found = gathered(found, form.side.form) if form.modules else found
+        self._regions = found
 
     def all(self) -> list[Part]:
         """The parts of every region."""
@@ -183,10 +211,7 @@ class _Parts:
         """The main layers of both sides, and those that only one side has."""
         if not a or not b:
             return [self._alone(a, b, region)] if a or b else []
-        count = min(len(a), len(b))
-        main_a, main_b = (
-            sorted(sorted(own, key=form.weight, reverse=True)[:count]) for form, own in ((self.a, a), (self.b, b))
-        )
+        main_a, main_b = self._main(self.a, a, self.b, len(b)), self._main(self.b, b, self.a, len(a))
         more_a, more_b = (tuple(k for k in own if k not in main) for own, main in ((a, main_a), (b, main_b)))
         types = self.a.type_of(main_a), self.b.type_of(main_b)
         cause = self._cause(main_a, main_b, types)
@@ -196,6 +221,12 @@ class _Parts:
         if more_b:
             found.append(Part(SPLIT, b=more_b, names=self.b.named(more_b)))
         return found
+
+    def _main(self, form: _Form, own: Sequence[int], other: _Form, count: int) -> list[int]:
+        """As many of the layers as the other form has; all that a module became, which may be code of any length."""
+        if other.modules and not form.modules:
+            return sorted(own)
+        return sorted(sorted(own, key=form.weight, reverse=True)[:count])
 
     def _alone(self, a: Sequence[int], b: Sequence[int], region: Region) -> Part:
         """A region that one side lacks: nothing runs for it there, if it is known what it is."""
