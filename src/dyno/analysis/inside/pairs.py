@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from dyno.worker.spec import SCHEMA, UserError, from_json, to_json
 
 KIND = "explained pair"  # what a file says that it holds
 NANO = 1e9
+NUMBER = re.compile(r"\d+(\.\d+)?")
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,11 @@ def _check(pair: Pair) -> None:
                 pair.forms[index]
 
 
-def joined(sides: Sequence[Times]) -> tuple[str, ...]:
-    """The warnings of several processes, each once."""
-    return tuple(dict.fromkeys(warning for each in sides for warning in each.warnings))
+def warned(side: Side) -> list[str]:
+    """The warnings of the side's processes, those that differ in numbers once, and in how many each was."""
+    kinds: dict[str, list[str]] = {}
+    for each in side.processes:
+        for warning in each.warnings:
+            kinds.setdefault(NUMBER.sub("", warning), []).append(warning)
+    count = len(side.processes)
+    return [own[0] if count == 1 else f"{own[0]} ({len(own)} of {count} processes)" for own in kinds.values()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -24,14 +23,14 @@ VERSION = re.compile(r" \d+(\.\d+)+\S*")
 @dataclass(frozen=True)
 class Reason:
     """A sentence and what it says: the key of its cause, or one of the words above, the parts of the model that it is
-    about, and the seconds of the difference with their interval, NaN where it is about none."""
+    about, and the seconds of the difference with their interval, None where it is about none."""
 
     key: str
     text: str
     names: tuple[str, ...] = ()
-    seconds: float = math.nan
-    low: float = math.nan
-    high: float = math.nan
+    seconds: float | None = None
+    low: float | None = None
+    high: float | None = None
 
 
 def reasons(found: Waterfall) -> list[Reason]:

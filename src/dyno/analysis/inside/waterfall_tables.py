@@ -68,17 +68,16 @@ def by_cause(found: Waterfall) -> Table:
 
 def _notes(found: Waterfall) -> tuple[str, ...]:
     rounds = len(found.pair.a.processes)
-    source = f"{counting(rounds, 'process')}" if rounds == 1 else f"{rounds} processes"
-    spread = "repeats in it, which say nothing of another process" if rounds == 1 else "processes"
-    notes = [
-        f"Medians over {source} of each side; the intervals are from the {spread}.",
-        *found.pair.notes,
-        *(f"{title} in the run: {1e3 * side.stored:.3g} ms." for title, side in zip(found.pair.titles, found.pair.sides,
-          strict=True) if side.stored),
-        *(note for side in found.pair.sides for note in found.pair.forms[side.form].notes),
-        *(f"{title}: {warning}" for title, side in zip(found.pair.titles, found.pair.sides, strict=True)
-          for warning in pairs.joined(side.processes)),
-    ]  # fmt: skip
+    process, spread = (
+        ("one process", "repeats in it, which say nothing of another process")
+        if rounds == 1
+        else (f"{rounds} processes", "processes")
+    )
+    sides = list(zip(found.pair.titles, found.pair.sides, strict=True))
+    notes = [f"Medians over {process} of each side; the intervals are from the {spread}.", *found.pair.notes]
+    notes += [f"{title} in the run: {significant(1e3 * side.stored)} ms." for title, side in sides if side.stored]
+    notes += [note for side in found.pair.sides for note in found.pair.forms[side.form].notes]
+    notes += [f"{title}: {warning}" for title, side in sides for warning in pairs.warned(side)]
     return tuple(dict.fromkeys(notes))
 
 

@@ -194,6 +194,7 @@ def _chosen(trials: Sequence[TrialResult], name: str, folder: Path) -> TrialResu
     fits: Callable[[TrialResult], bool] = matcher(name, list[TrialResult]())
     by_id = [t for t in trials if len(name) >= SHORTEST_ID and t.id.startswith(name)]
     fitting = by_id or [t for t in trials if fits(t)]
+    fitting = [t for t in fitting if name in (t.variant, f"{t.variant}/{t.precision}")] or fitting
     ran = [t for t in fitting if t.good]
     if not fitting:
         known = ", ".join(dict.fromkeys(f"{t.variant}/{t.precision}" for t in trials))
