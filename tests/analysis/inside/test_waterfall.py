@@ -158,11 +158,15 @@ def test_interruptions_are_told_from_work_outside_the_layers() -> None:
     assert len(texts) == 1 and "measure again when the machine is quiet" in texts[0]
 
 
-def test_layers_that_watching_slowed_are_scaled_and_that_is_not_called_explained() -> None:
-    found = waterfall.waterfall(pair(latency_b=50))
+def test_layers_that_watching_slowed_are_scaled_and_the_intervals_hold_both_ways_of_it() -> None:
+    found, plain = waterfall.waterfall(pair(latency_b=50)), waterfall.waterfall(pair())
     assert found.b.excess == pytest.approx(53e-6, rel=0.02)
-    assert found.b.layers[0].sum() == pytest.approx(50e-6, rel=0.02)
-    assert found.untold == pytest.approx(53 / 170, rel=0.05) and found.attributed < 1 - 0.9 * found.untold
+    for layers in (found.b.layers[0], found.b.even[0]):
+        assert layers.sum() == pytest.approx(50e-6, rel=0.02) and layers.min() >= 0
+    assert 1e6 * found.b.even[0] == pytest.approx([38, 0, 0, 8], abs=5)  # 22 µs less each, but none less than nothing
+    conversion = by_key(found)["conversion"]  # of 8 µs, which may be 4 µs, or none at all
+    assert 1e6 * conversion.difference.value == pytest.approx(3.9, rel=0.1) and not conversion.proven
+    assert by_key(plain)["conversion"].proven
     assert any(reason.key == "watched" and "by 10" in reason.text for reason in reasons.reasons(found))
 
 

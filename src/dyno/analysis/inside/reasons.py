@@ -112,7 +112,7 @@ class _Words:
         for title, side in zip((self._a, self._b), (self._w.a, self._w.b), strict=True):
             if side.excess >= NOTEWORTHY * side.latency[0]:
                 slowed = f"Watching slowed the layers of {title} by {side.excess / side.latency[0]:.0%}"
-                text = f"{slowed}; they are scaled down alike, but what is small among them is uncertain."
+                text = f"{slowed}: they are scaled down alike, and the intervals hold the other extreme, too."
                 yield Reason(WATCHED, text, seconds=side.excess)
 
     def _amount(self, step: Step) -> str:
@@ -159,7 +159,7 @@ class _Words:
         """The commonest types of layers: `16 Convolution, 3 Add`."""
         layers = self._w.pair.forms[self._w.pair.sides[side].form].layers
         kinds = Counter(layers[k].type.rpartition(".")[2] for part in parts for k in (part.a, part.b)[side])
-        more = f" and {len(kinds) - NAMES} more kinds" if len(kinds) > NAMES else ""
+        more = f" and {counting(len(kinds) - NAMES, 'more kind')}" if len(kinds) > NAMES else ""
         return ", ".join(f"{n} {kind}" for kind, n in kinds.most_common(NAMES)) + more
 
     def _kinds(self, parts: Sequence[Part]) -> str:

@@ -1,7 +1,7 @@
 """From the latency of A to that of B in steps, a step for each cause and each part, with intervals; it closes exactly.
 
 A layer's time is the median over processes of its median over repeats, as is the latency. Where a form's layers add up
-to more than its latency, watching slowed them, and all are scaled down alike (`unwatched`); what they leave of it is a
+to more than its latency, watching slowed them, and all are scaled down alike (`scaled`); what they leave of it is a
 step of its own. So all steps add up to the difference of the latencies.
 """
 
@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -23,6 +22,7 @@ from dyno.analysis.stats import CONFIDENCE, Interval
 
 RESAMPLES = 1000
 SEED = 0
+HALVINGS = 40  # of what is taken off each layer: to a trillionth of the slowest
 TINY = 1e-12  # seconds that are none
 
 
@@ -46,15 +46,17 @@ class Step:
 @dataclass(frozen=True)
 class Estimates:
     """Seconds of one side, first the estimate and behind it resamples of it [1 + resamples]: of the latency, of each
-    layer [1 + resamples, layers], and of what the layers leave of the latency. `watched` is what the layers add up to
-    by themselves, from which they may have been scaled down.
+    layer [1 + resamples, layers], and of what the layers leave of the latency.
 
+    `watched` is what the layers add up to by themselves. Where that is more than the latency, `layers` are scaled down
+    alike, and of `even` the same was taken off each; else both are the same.
     `interrupted` is by how much the layers of a watched run take longer together than their medians add up to: an
     interruption hits any layer, each in few runs, and some layer in every run. `between` is the rest.
     """
 
     latency: np.ndarray
     layers: np.ndarray
+    even: np.ndarray
     interrupted: np.ndarray
     between: np.ndarray
     watched: float
@@ -98,9 +100,14 @@ class Waterfall:
         return [self.step(cause, own) for cause, own in causes.by_cause(self.parts).items()] + self.remainders
 
     def step(self, cause: Cause, places: Sequence[int]) -> Step:
-        """These parts together."""
+        """These parts together. Where watching slowed layers, the interval holds both ways of taking that off."""
         a, b = [k for p in places for k in self.parts[p].a], [k for p in places for k in self.parts[p].b]
-        return _step(cause, self.a.layers[:, a].sum(axis=1), self.b.layers[:, b].sum(axis=1), tuple(places))
+        step = _step(cause, self.a.layers[:, a].sum(axis=1), self.b.layers[:, b].sum(axis=1), tuple(places))
+        if not self.a.excess and not self.b.excess:
+            return step
+        even = _step(cause, self.a.even[:, a].sum(axis=1), self.b.even[:, b].sum(axis=1)).difference
+        low, high = min(step.difference.low, even.low), max(step.difference.high, even.high)
+        return replace(step, difference=Interval(step.difference.value, low, high))
 
     def share(self, seconds: float) -> float:
         """What of the gap that difference is; NaN where there is no gap."""
@@ -113,14 +120,9 @@ class Waterfall:
         return self.share(sum(step.difference.value for step in self.causes if step.cause.region))
 
     @property
-    def untold(self) -> float:
-        """What the layers were scaled down by, against the gap: how it spreads over them isn't known."""
-        return abs(self.share(self.a.excess + self.b.excess))
-
-    @property
     def attributed(self) -> float:
-        """How much of the gap the named parts explain: what they miss it by, and what is untold, is not explained."""
-        return max(0.0, 1 - abs(1 - self.named) - self.untold) if self.named == self.named else math.nan
+        """How much of the gap the named parts explain: all but what they miss it by."""
+        return max(0.0, 1 - abs(1 - self.named)) if self.named == self.named else math.nan
 
 
 def waterfall(pair: Pair) -> Waterfall:
@@ -133,11 +135,11 @@ def waterfall(pair: Pair) -> Waterfall:
 def _estimates(side: Side, rng: np.random.Generator) -> Estimates:
     latency, layers, sums = _one(side.processes[0], rng) if len(side.processes) == 1 else _several(side.processes, rng)
     watched = float(layers[0].sum())
-    layers = unwatched(latency, layers)
+    layers, even = scaled(latency, layers), lowered(latency, layers)
     left = np.maximum(0.0, latency - layers.sum(axis=1))
     left[left < TINY] = 0.0  # rounding, where the layers were scaled down
     interrupted = np.clip(sums - layers.sum(axis=1), 0.0, left)
-    return Estimates(latency, layers, interrupted, left - interrupted, watched)
+    return Estimates(latency, layers, even, interrupted, left - interrupted, watched)
 
 
 def _one(times: Times, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -164,10 +166,24 @@ def _medians(samples: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return np.array([np.median(each, axis=0) for each in drawn])
 
 
-def unwatched(latency: Any, layers: np.ndarray) -> Any:
-    """The layers' seconds [..., layers], scaled down alike where they add up to more than the latency [...]."""
-    sums = layers.sum(axis=-1)
-    return layers * np.where(sums > latency, latency / np.maximum(sums, TINY), 1.0)[..., None]
+def scaled(latency: np.ndarray, layers: np.ndarray) -> np.ndarray:
+    """The layers' seconds [draws, layers], scaled down alike where they add up to more than the latency [draws]."""
+    factors: np.ndarray = np.minimum(1.0, latency / np.maximum(layers.sum(axis=1), TINY))
+    return layers * factors[:, None]
+
+
+def lowered(latency: np.ndarray, layers: np.ndarray) -> np.ndarray:
+    """The layers' seconds [draws, layers] less the same for each layer, as much as makes them add up to the latency
+    [draws] where they add up to more; no layer has less than nothing."""
+    low, high = np.zeros(len(layers)), layers.max(axis=1, initial=0.0)
+    if (layers.sum(axis=1) <= latency).all():
+        return layers
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        more = np.maximum(0.0, layers - middle[:, None]).sum(axis=1) > latency
+        low, high = np.where(more, middle, low), np.where(more, high, middle)
+    each = np.where(layers.sum(axis=1) > latency, high, 0.0)
+    return np.maximum(0.0, layers - each[:, None])
 
 
 def _step(cause: Cause, a: np.ndarray, b: np.ndarray, places: tuple[int, ...] = ()) -> Step:

@@ -86,8 +86,13 @@ def _times(found: Waterfall, step: Step) -> Row:
     return {
         "a_us": 1e6 * step.a, "b_us": 1e6 * step.b, "difference_us": 1e6 * value.value,
         "difference_us_low": 1e6 * value.low, "difference_us_high": 1e6 * value.high,
-        "share": 100 * found.share(value.value),
+        "share": _share(found, value.value),
     }  # fmt: skip
+
+
+def _share(found: Waterfall, seconds: float) -> float | None:
+    """Percent of the difference; none of one that is not shown."""
+    return 100 * found.share(seconds) + 0.0 if found.gap.proven else None
 
 
 def by_part(found: Waterfall, top: int) -> Table:
@@ -99,7 +104,7 @@ def by_part(found: Waterfall, top: int) -> Table:
         a, b = sum(s.a for s in steps), sum(s.b for s in steps)
         rows.append({"modules": counting(len(rest), "more part"), "modules_names": [counting(len(rest), "more part")],
                      "a_us": 1e6 * a, "b_us": 1e6 * b, "difference_us": 1e6 * (b - a),
-                     "share": 100 * found.share(b - a)})  # fmt: skip
+                     "share": _share(found, b - a)})  # fmt: skip
     columns = (
         Column("modules", "the model's own modules, else nodes or layers", kind=TEXT, cell=names_cell("modules")),
         Column("cause", "why it takes another time", kind=TEXT),

@@ -91,7 +91,7 @@ class Explained:
 
     def _about(self) -> dict[str, Any]:
         found = self.waterfall
-        shares = {"attributed": found.attributed, "named": found.named, "untold": found.untold}
+        shares = {"attributed": found.attributed, "named": found.named}
         return {"a": self.pair.titles[0], "b": self.pair.titles[1],
                 **{name: None if share != share else share for name, share in shares.items()}}  # fmt: skip
 
@@ -156,7 +156,9 @@ def _as_they_are(study: Study, other: Any) -> list[forms.Side]:
 def _stored(path: Path) -> Pair:
     try:
         return pairs.read(path)
-    except (OSError, ValueError) as e:
+    except OSError as e:
+        raise UserError(f"{path} can't be read: {e.strerror}") from e
+    except ValueError as e:
         raise UserError(f"{path} can't be read: {e}") from e
 
 
