@@ -168,8 +168,9 @@ def _medians(samples: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 def scaled(latency: np.ndarray, layers: np.ndarray) -> np.ndarray:
     """The layers' seconds [draws, layers], scaled down alike where they add up to more than the latency [draws]."""
-    factors: np.ndarray = np.minimum(1.0, latency / np.maximum(layers.sum(axis=1), TINY))
-    return layers * factors[:, None]
+    factors = np.minimum(1.0, latency / np.maximum(layers.sum(axis=1), TINY))
+    found: np.ndarray = layers * factors[:, None]
+    return found
 
 
 def lowered(latency: np.ndarray, layers: np.ndarray) -> np.ndarray:
@@ -183,7 +184,8 @@ def lowered(latency: np.ndarray, layers: np.ndarray) -> np.ndarray:
         more = np.maximum(0.0, layers - middle[:, None]).sum(axis=1) > latency
         low, high = np.where(more, middle, low), np.where(more, high, middle)
     each = np.where(layers.sum(axis=1) > latency, high, 0.0)
-    return np.maximum(0.0, layers - each[:, None])
+    found: np.ndarray = np.maximum(0.0, layers - each[:, None])
+    return found
 
 
 def _step(cause: Cause, a: np.ndarray, b: np.ndarray, places: tuple[int, ...] = ()) -> Step:
