@@ -242,3 +242,25 @@ def test_two_modules_are_aligned_by_their_calls() -> None:
     found = waterfall.waterfall(Pair((MODULE, replace(MODULE, library="PyTorch 2.1")), a, replace(b, form=1)))
     assert [len(part.a) == len(part.b) == 1 for part in found.parts] == [True] * 6
     assert 1e6 * found.steps[0].difference.value == pytest.approx(-50, rel=0.05)
+
+
+def test_a_module_s_own_code_is_one_part_wherever_it_runs() -> None:
+    """`attn` multiplies before and after it calls `attn.fc`, and the model adds something at the end."""
+    owners = ("attn", "attn.fc", "attn", "")
+    module = Inside(
+        form=MODULES,
+        library="PyTorch 2.0",
+        layers=(
+            Layer(name="attn.fc", type="Linear", modules=("attn.fc",), outputs=(Port("0:0", dtype=FLOAT),), flops=9),
+            Layer(name="attn", type="Attention", modules=("attn",), outputs=(Port("1:0", dtype=FLOAT),), flops=9),
+            Layer(type="Net", modules=("",)),
+        ),
+    )
+    graph = replace(GRAPH, layers=tuple(layer(f"n{k}", k, "MatMul", modules=(o,)) for k, o in enumerate(owners)))
+    engine = replace(FAST, layers=tuple(layer(f"n{k}", k, "MatMul", nodes=(f"n{k}",)) for k in range(4)))
+    a, b = side(0, (30, 50, 5), 90), side(2, (10.0, 20, 11, 1), 45)
+    found = waterfall.waterfall(Pair((module, graph, engine), a, b))
+    assert {part.names: (part.cause.key, part.a, part.b) for part in found.parts} == {
+        ("attn.fc",): ("kernel", (0,), (1,)), ("attn",): ("kernel", (1,), (0, 2)), ("(model)",): ("calls", (2,), (3,)),
+    }  # fmt: skip
+    assert sum(s.a for s in found.steps) == pytest.approx(found.gap.a, rel=1e-12)

@@ -115,7 +115,8 @@ def gathered(found: Sequence[Region], form: int) -> list[Region]:
             left.append(_with(region, form, kept))
         for k in whole:
             members = [sorted({i for r in own[k] for i in r.members[f]}) for f in range(len(region.members))]
-            left.append(_with(Region(tuple(map(tuple, members)), region.around), form, [k]))
+            others = {i for i in members[form] if i not in own}
+            left.append(_with(Region(tuple(map(tuple, members)), region.around), form, sorted({k, *others})))
     return left
 
 
@@ -233,7 +234,8 @@ class _Parts:
         form, own = (self.a, a) if a else (self.b, b)
         others = [k for k in range(len(region.members)) if k != form.side.form and region.members[k]]
         other = self.b if a else self.a
-        known = bool(others) or form.modules or other.modules
+        products = form.modules and any(form.layers[k].flops for k in own)  # which every engine has, under some name
+        known = bool(others) or (not products and (form.modules or other.modules))
         cause = (FUSED if a else SPLIT) if known else UNALIGNED
         return Part(cause, tuple(a), tuple(b), form.named(own))
 

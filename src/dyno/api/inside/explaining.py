@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,12 +18,11 @@ from dyno.analysis.inside.times import Times
 from dyno.analysis.inside.waterfall import Waterfall
 from dyno.analysis.presentation.export import export
 from dyno.analysis.presentation.table import Table
-from dyno.analysis.ranking.references import SHORTEST_ID, matcher
-from dyno.analysis.records.results import TrialResult, load
+from dyno.analysis.records.results import load
 from dyno.analysis.stats import center
 from dyno.analysis.style import laid_out, save, svg
 from dyno.api.inside import forms, profiling
-from dyno.api.take import measured_file
+from dyno.api.take import find, measured_file
 from dyno.jobs.progress import Progress
 from dyno.study import Choice, Study
 from dyno.worker.facts.inside import MODULES, Inside
@@ -169,7 +168,9 @@ def _of_run(
     if settings:
         raise UserError(f"{', '.join(settings)} can't be given for a run: its trials say how they are measured")
     records = load(folder)
-    found = [_chosen(records.trials, str(name), folder) for name in names]
+    found = [find(records, str(name)) for name in names]
+    if failed := next((each for each in found if not each.good), None):
+        raise UserError(f"{failed.label} did not run ({failed.status}: {failed.reason}), so nothing explains it")
     if found[0].id == found[1].id:
         raise UserError(f"{names[0]} and {names[1]} are the same trial of {folder}, {found[0].label}")
     apart = [k for k in ("model", "size", "batch") if getattr(found[0], k) != getattr(found[1], k)]
@@ -189,24 +190,6 @@ def _of_run(
         replace(side, stored=center(each.medians("model")).value) for side, each in zip(pair.sides, found, strict=True)
     )
     return replace(pair, a=a, b=b, notes=tuple(notes))
-
-
-def _chosen(trials: Sequence[TrialResult], name: str, folder: Path) -> TrialResult:
-    """The trial of that name that ran, at the smallest batch."""
-    fits: Callable[[TrialResult], bool] = matcher(name, list[TrialResult]())
-    by_id = [t for t in trials if len(name) >= SHORTEST_ID and t.id.startswith(name)]
-    fitting = by_id or [t for t in trials if fits(t)]
-    fitting = [t for t in fitting if name in (t.variant, f"{t.variant}/{t.precision}")] or fitting
-    ran = [t for t in fitting if t.good]
-    if not fitting:
-        known = ", ".join(dict.fromkeys(f"{t.variant}/{t.precision}" for t in trials))
-        raise UserError(f"no trial of {folder} is {name!r}; there are {known or 'none'}")
-    if not ran:
-        raise UserError(f"{fitting[0].label} did not run ({fitting[0].status}: {fitting[0].reason})")
-    if len({(t.model, t.size, t.variant, t.precision) for t in ran}) > 1:
-        labels = ", ".join(f"{t.id} ({t.label})" for t in ran)
-        raise UserError(f"{name!r} fits several trials of {folder}; choose one by its id: {labels}")
-    return min(ran, key=lambda t: t.batch)
 
 
 class Explaining(profiling.Profiling):
