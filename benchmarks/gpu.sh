@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # All GPU tests, the GPU benchmarks and the study of one network, in one call on a machine with a GPU: bash benchmarks/gpu.sh OUT
 # Nothing is installed: what the machine lacks is skipped with its reason. Every part writes into OUT as it goes, so that
-# a call that is cut short loses nothing; PARTS names the parts to do (default: tests doctor study benchmarks matrix).
-# MATRIX_MINUTES ends the matrix of networks in time (default 9). Other interpreters are named by
+# a call that is cut short loses nothing; PARTS names the parts to do (default: tests doctor study benchmarks matrix;
+# beside them verdicts, and cores: verdicts on the CPU, a copy on each two cores). MATRIX_MINUTES ends the matrix of
+# networks in time (default 9), VERDICT_MINUTES each copy of the last two (default 9). Other interpreters are named by
 # DYNO_TENSORRT_PYTHON, DYNO_ORTGPU_PYTHON and DYNO_TORCH_TENSORRT_PYTHON. Records end up in OUT/runs.tar.gz.
 set -u
 out=${1:?usage: gpu.sh OUT}
@@ -54,4 +55,24 @@ fi
 if wanted matrix; then
   python3 benchmarks/matrix.py "$runs/matrix" --device cuda:0 --backends pytorch,tensorrt@optimization=1 --batch 8 --threads 1 \
     --jobs 8 --minutes "${MATRIX_MINUTES:-9}" --limit 300 "${pythons[@]:0:2}" --rows "$out" | cut -c1-200
+fi
+
+verdicts() { python3 benchmarks/verdicts.py --minutes "${VERDICT_MINUTES:-9}" "$@"; }
+if wanted verdicts; then
+  backends=pytorch
+  [ -n "${DYNO_TENSORRT_PYTHON:-}" ] && backends=tensorrt,pytorch
+  verdicts --until 3 --slowdown 0.01 --alone --device cuda:0 --backends "$backends" "${pythons[@]:0:2}" --store "$out/verdicts-gpu" 2>&1 |
+    tee "$out/verdicts-gpu.txt" | tail -n 30
+fi
+
+if wanted cores; then
+  for ((core = 0; core + 1 < $(nproc); core += 2)); do
+    how=(--store "$out/verdicts")
+    ((core % 4)) && how=(--until 5 --store "$out/until")
+    taskset -c "$core,$((core + 1))" env DYNO_CACHE="$runs/cache-$core" \
+      python3 benchmarks/verdicts.py --minutes "${VERDICT_MINUTES:-9}" "${how[@]}" >"$out/verdicts-$core.txt" 2>&1 &
+  done
+  wait
+  verdicts --read "$out/verdicts"
+  verdicts --read "$out/until" --until 5
 fi

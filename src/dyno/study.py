@@ -143,6 +143,10 @@ class Study(RuntimeOptions, Measurement, DataOptions, ModelOptions, Compared):
         check_known("unreadable", self.unreadable, ("refuse", "skip"))
         for size in self.sizes:
             parse_size(size)
+        if self.shapes:
+            from dyno.sources import input_options
+
+            input_options.shapes(self.shapes)
         least_of = {"rounds": 1, "builds": 1, "compared": 1, "channels": 1, "samples": 0, "threads": 0, "seed": 0}
         for name, least in least_of.items():
             if getattr(self, name) < least:

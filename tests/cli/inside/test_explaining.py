@@ -81,7 +81,19 @@ def test_a_stored_pair_needs_no_measurement_and_says_the_same(
     call: Call, net: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = explained(
-        call, net, "onnxruntime", "openvino", "--size", 32, *QUICK, "-o", "p.json", "-o", "p.svg", "-o", "p.png"
+        call,
+        net,
+        "onnxruntime",
+        "openvino",
+        "--size",
+        32,
+        *QUICK,
+        "--save",
+        "p.json",
+        "--save",
+        "p.svg",
+        "--save",
+        "p.png",
     )
     assert (tmp_path / "p.svg").read_text().startswith("<svg") and (tmp_path / "p.png").read_bytes()[1:4] == b"PNG"
     monkeypatch.setattr("dyno.engine.gpu_lock.launch", lambda *_, **__: pytest.fail("it measured"))
@@ -150,8 +162,8 @@ def test_bad_input_is_one_line(refused: Refused, net: str, tmp_path: Path) -> No
     assert refused("explain", net, "onnx", "openvino").startswith("an ONNX graph doesn't run by itself")
     assert refused("explain", net, "pytorch", "openvino", "--rounds", 0) == "rounds is 0; it must be at least 1"
     assert refused("explain", net, "pytorch", "openvino", "--runs", 4) == "runs is 4; it must be at least 5"
-    assert refused("explain", net, "pytorch", "openvino", "-o", "x.pdf").startswith(
-        "x.pdf should end in .json, .svg, .png"
+    assert refused("explain", net, "pytorch", "openvino", "--save", "x.pdf").startswith(
+        "'x.pdf' can't be saved; end its name in one of .json"
     )
     assert refused("explain", "no.json").startswith("no.json can't be read")
     (tmp_path / "odd.json").write_text("[1]", encoding="utf-8")

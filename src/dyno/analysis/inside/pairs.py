@@ -85,7 +85,7 @@ def read(path: Path) -> Pair:
     """The stored pair; a `UserError` for a file that holds none."""
     data = read_json(path)
     if data.get("kind") != KIND:
-        raise UserError(f"{path} holds no explained pair; `dyno explain MODEL A B --out FILE.json` writes one")
+        raise UserError(f"{path} holds no explained pair; `dyno explain MODEL A B --save FILE.json` writes one")
     check_schema(path, data)
     try:
         forms = tuple(from_json(Inside, each) for each in data["forms"])

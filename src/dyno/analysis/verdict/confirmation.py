@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dyno.analysis import stats
+from dyno.analysis.formatting import UNBOUNDED
 from dyno.analysis.metrics import speedups
 from dyno.analysis.metrics.speedups import LEAST_ROUNDS
 from dyno.analysis.ranking.frontier import LATENCY
@@ -43,7 +44,8 @@ def findings(ranking: Ranking, speed: str, run: RunData) -> Iterator[Finding]:
     text = f"Measured again after the selection, in {processes}: {_spread(own, row, speed)}"
     gain = _gain(winner, reference, row, speed) if reference is not None and reference is not winner else None
     if gain is not None and reference is not None:
-        text += f", {ratio(gain.value, gain.low, gain.high)} {_unit(speed)} {_reference_name(ranking, reference)}"
+        shown, name = ratio(gain.value, gain.low, gain.high), _reference_name(ranking, reference)
+        text += f"; the ratio to {name} is {UNBOUNDED}" if shown == UNBOUNDED else f", {shown} {_unit(speed)} {name}"
     yield Finding(NOTE, text + ".")
     yield from _disagreements(ranking, speed, trials, own, gain)
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dyno.analysis.formatting import points
+from dyno.analysis.formatting import UNBOUNDED, points
 from dyno.analysis.metrics import accuracy, known, quality, speedups
 from dyno.analysis.metrics.accuracy import OVER, UNDECIDED, WITHIN
 from dyno.analysis.ranking.frontier import LATENCY
 from dyno.analysis.records.results import TrialResult
 from dyno.analysis.records.run_data import RunData
+from dyno.analysis.stats import Speedup
 from dyno.analysis.verdict.findings import NOTE, WARNING, Finding, ms, ratio
 
 if TYPE_CHECKING:
@@ -89,9 +90,14 @@ def _success(plain: TrialResult, mixed: TrialResult, rows: dict[str, pd.Series],
         NOTE,
         f"{plain.label} {fails} under {run.budget}{loss}; with {_count_kept(mixed)} of {mixed.made_by.ranked} "
         f"layers in a higher precision ({names}) it is within: {ms(row[LATENCY])}, "
-        f"{ratio(cost.value, cost.low, cost.high)} as fast as without. How many to keep was chosen on the test images "
+        f"{_as_fast(cost)}. How many to keep was chosen on the test images "
         "themselves.",
     )
+
+
+def _as_fast(cost: Speedup) -> str:
+    shown = ratio(cost.value, cost.low, cost.high)
+    return f"what that costs is {UNBOUNDED}" if shown == UNBOUNDED else f"{shown} as fast as without"
 
 
 def _failure(plain: TrialResult, tried: Sequence[TrialResult], budget: str) -> Finding:

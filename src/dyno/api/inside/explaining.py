@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import html
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +20,9 @@ from dyno.analysis.presentation.export import export
 from dyno.analysis.presentation.table import Table
 from dyno.analysis.records.results import load
 from dyno.analysis.stats import center
-from dyno.analysis.style import laid_out, save, svg
-from dyno.api.inside import forms, profiling
+from dyno.analysis.style import laid_out, svg
+from dyno.analysis.style import save as save_figure
+from dyno.api.inside import files, forms, profiling
 from dyno.api.take import find, measured_file
 from dyno.jobs.progress import Progress
 from dyno.study import Choice, Study
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 ROUNDS, RUNS, TOP = 5, 50, 20  # processes of each side, watched runs in each, and parts that are listed
-STORED, CHARTS = ".json", (".svg", ".png")
+STORED = ".json"
+SAVED = {STORED: "what was measured", ".svg": "the waterfall", ".png": "the waterfall"}
 PREFIX = "waterfall"  # of the ids in a chart, which may stand in a page with others
 
 
@@ -63,48 +65,55 @@ class Explained:
         """The parts' rows."""
         return self.tables[1].to_pandas()
 
-    def write(self, path: str | Path) -> None:
-        """Store what was measured (.json), which `dyno.explain(path)` reads, or draw the chart (.svg, .png)."""
+    def save(self, path: str | Path) -> list[Path]:
+        """Store what was measured (.json), which `dyno.explain(path)` reads, or draw the waterfall (.svg, .png).
+
+        Returns what was written."""
         place = Path(path)
-        check_output(place)
+        check_saved(place)
         if place.suffix == STORED:
             pairs.write(place, self.pair)
         elif place.suffix == ".png":
             figure = waterfall_chart.draw(self.waterfall)
-            save(figure, place, laid_out(figure))
+            save_figure(figure, place, laid_out(figure))
         else:
             write_text(place, self._svg())
+        return [place]
+
+    @property
+    def html(self) -> str:
+        """The chart, the tables and the sentences: a part of a page."""
+        listed = "".join(f"<li>{escape(reason.text)}</li>\n" for reason in self.reasons)
+        return f"{self._svg()}\n{export(self.tables, 'html')}\n<ul>\n{listed}</ul>\n"
 
     def export(self, format: str = "text") -> str:
-        """Tables, sentences and, in HTML, the chart, in one of the formats of tables."""
+        """Tables and sentences in one of the formats of tables."""
+        if format == "html":
+            return self.html
         if format == "json":
             return export(self.tables, format, about={"reasons": to_json(self.reasons), **self._about()})
         tables = export(self.tables, format)
         if format == "csv":
             return tables
-        if format == "html":
-            listed = "".join(f"<li>{html.escape(reason.text)}</li>\n" for reason in self.reasons)
-            return f"{self._svg()}\n{tables}\n<ul>\n{listed}</ul>\n"
         as_line = wrapped if format == "text" else bullet
         return tables + "\n" + "\n".join(as_line(reason.text) for reason in self.reasons) + "\n"
 
     def _about(self) -> dict[str, Any]:
         found = self.waterfall
-        shares = {"attributed": found.attributed, "named": found.named}
-        return {"a": self.pair.titles[0], "b": self.pair.titles[1],
-                **{name: None if share != share else share for name, share in shares.items()}}  # fmt: skip
+        shares = {"attributed": found.attributed, "named": found.named} if found.gap.proven else {}
+        return {"a": self.pair.titles[0], "b": self.pair.titles[1], **shares}
 
     def _svg(self) -> str:
         figure = waterfall_chart.draw(self.waterfall)
         return svg(figure, PREFIX, laid_out(figure))
 
 
-def check_output(path: Path) -> None:
-    """A `UserError` for a file that can't be written, before anything is measured."""
-    if path.suffix not in (STORED, *CHARTS):
-        raise UserError(f"{path} should end in {', '.join((STORED, *CHARTS))}: what was measured, or the chart")
-    if path.is_dir():
-        raise UserError(f"{path} is a folder; give the file to write")
+def check_saved(path: Path) -> None:
+    """A `UserError` for a file that can't be saved."""
+    if path.suffix not in SAVED:
+        known = ", ".join(f"{ending} ({what})" for ending, what in SAVED.items())
+        raise UserError(f"{str(path)!r} can't be saved; end its name in one of {known}")
+    files.check_writable(path)
 
 
 def explain(
@@ -114,6 +123,7 @@ def explain(
     rounds: int = ROUNDS,
     runs: int = RUNS,
     top: int = TOP,
+    save: Sequence[str | Path] = (),
     quiet: bool = True,
     **settings: Any,
 ) -> Explained:
@@ -121,29 +131,40 @@ def explain(
 
     `explain(model, a, b)` takes two forms of a model as `dyno.profile` does, `explain(a, b)` two models or files as
     they are, `explain(run, a, b)` two trials of a run folder by BACKEND/PRECISION or id, and `explain(file)` a pair
-    that `Explained.write` stored, for which nothing is measured. Both are profiled in `rounds` processes each, in turn,
-    `runs` watched runs in each. `settings` are fields of `dyno.Study`. Raises `UserError` where layers have no times.
+    that `Explained.save` stored, for which nothing is measured. Both are profiled in `rounds` processes each, in turn,
+    `runs` watched runs in each; `top` parts are listed (0: all). `save` names files to write, which are checked first
+    (see `Explained.save`). `settings` are fields of `dyno.Study`. Raises `UserError` where layers have no times.
     """
     for name, value, least in (("batch", batch, 1), ("rounds", rounds, 1), ("runs", runs, 5), ("top", top, 0)):
         if value < least:
             raise UserError(f"{name} is {value}; it must be at least {least}")
+    for path in save:
+        check_saved(Path(path))
+    found = Explained(_pair(model, sides, batch, rounds, runs, settings, Progress(quiet=quiet)), top)
+    for path in save:
+        found.save(path)
+    return found
+
+
+def _pair(
+    model: Any, sides: Sequence[Any], batch: int, rounds: int, runs: int, settings: dict[str, Any], progress: Progress
+) -> Pair:
+    """What `explain` is about, read or measured."""
     if not sides and Path(str(model)).suffix == STORED:
-        return Explained(_stored(Path(model)), top)
+        return _stored(Path(model))
     if len(sides) not in (1, 2):
         raise UserError("give a model and the two forms to explain, a run folder and two of its trials, two models, or "
-                        "a file that `dyno explain --out FILE.json` wrote")  # fmt: skip
-    progress = Progress(quiet=quiet)
+                        "a file that `dyno explain --save FILE.json` wrote")  # fmt: skip
     if len(sides) == 2 and isinstance(model, (str, Path)) and (Path(model) / "trials").is_dir():
-        return Explained(_of_run(Path(model), sides, rounds, runs, settings, progress), top)
+        return _of_run(Path(model), sides, rounds, runs, settings, progress)
     study = Study(models=(model,), **settings)
-    chosen = profiling.engines(forms.asked(study, sides))[-2:] if len(sides) == 2 else _as_they_are(study, sides[0])
+    chosen = profiling.engines(forms.sides(study, sides))[-2:] if len(sides) == 2 else _as_they_are(study, sides[0])
     for side in chosen:
         profiling.check(side, study.device)
     reading = Explaining(study, batch, progress, runs)
     for side in chosen:
         reading.read(side)
-    sources = [side.source for side in chosen]
-    return Explained(reading.pair(rounds, sources, [side.precision for side in chosen]), top)
+    return reading.pair(rounds, [side.source for side in chosen], [side.precision for side in chosen])
 
 
 def _as_they_are(study: Study, other: Any) -> list[forms.Side]:
@@ -184,7 +205,7 @@ def _of_run(
     for measured, trial in zip(found, trials, strict=True):
         file, said = measured_file(measured, trial)
         notes += [f"{measured.label}: {note}" for note in said]
-        reading.trial(trial, file)
+        reading.made(trial, trial.recipe, file)
     pair = reading.pair(rounds, [t.model.source or t.model.file for t in trials], [t.precision for t in trials])
     a, b = (
         replace(side, stored=center(each.medians("model")).value) for side, each in zip(pair.sides, found, strict=True)
@@ -203,13 +224,6 @@ class Explaining(profiling.Profiling):
         """See `Profiling.ran`; what ran is kept, to run again."""
         self._ran.append((trial, artifact))
         return super().ran(trial, artifact)
-
-    def trial(self, trial: Trial, file: Artifact | None) -> None:
-        """Read a stored trial's form, and the graph behind it."""
-        form = self._add(self._titled(self.ran(trial, file), trial), "")
-        behind = self._behind(trial.recipe, file)
-        if behind is not None:
-            self.graph_of[form] = self._graph(trial, behind)
 
     def pair(self, rounds: int, sources: Sequence[str], precisions: Sequence[str]) -> Pair:
         """What was read, with the times of all rounds; each side of that source, and asked for in that precision."""

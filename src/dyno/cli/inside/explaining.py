@@ -13,7 +13,7 @@ from dyno.study_options import Compared, DataOptions, Measurement, ModelOptions,
 
 WHAT = (
     "A model and two forms of it, such as onnxruntime openvino/int8; a run folder and two of its trials; two models as "
-    "they are; or a file that --out wrote."
+    "they are; or a file that --save wrote."
 )
 
 
@@ -25,10 +25,10 @@ def explain(
     rounds: Annotated[int, typer.Option(help="Processes in which each side is measured, in turn.")] = 5,
     runs: Annotated[int, typer.Option(help="Watched runs in each process.")] = 50,
     top: Annotated[int, typer.Option(help="Parts that are listed one by one; 0 is all.")] = 20,
-    out: Annotated[
+    save: Annotated[
         list[Path],
-        typer.Option("--out", "-o", help="File to write: .json keeps what was measured, .svg and .png draw it. May be "
-                     "repeated.", rich_help_panel=options.OUTPUT),
+        typer.Option(help="File to write: .json keeps what was measured, .svg and .png draw it. May be repeated.",
+                     metavar="FILE", rich_help_panel=options.OUTPUT),
     ] = [],  # noqa: B006  (typer copies it)
     format: options.Format = "text",
 ) -> None:  # fmt: skip
@@ -37,10 +37,8 @@ def explain(
     from dyno.planning.checks import check_format
 
     check_format(format)
-    for file in out:
-        explaining.check_output(file)
     model, *sides = what
-    found = explaining.explain(model, *sides, batch=batch, rounds=rounds, runs=runs, top=top, quiet=False, **overrides)
-    for file in out:
-        found.write(file)
+    found = explaining.explain(
+        model, *sides, batch=batch, rounds=rounds, runs=runs, top=top, save=save, quiet=False, **overrides
+    )
     print(found.export(format), end="")
