@@ -143,6 +143,16 @@ class _Form:
         """Whether the layer only changes a type or a layout."""
         return self.layers[k].moves or self.layers[k].type.rpartition(".")[2] in CONVERTERS
 
+    def reader(self, k: int) -> int | None:
+        """The first layer behind that one which doesn't convert itself; None where only outputs follow."""
+        for later in range(k + 1, len(self.layers)):
+            written = {port.name for port in self.layers[k].outputs}
+            if written & {port.name for port in self.layers[later].inputs}:
+                if not self.converts(later):
+                    return later
+                k = later
+        return None
+
     def weight(self, k: int) -> tuple[int, float]:
         """What makes a layer the main one of its region: operations, then time."""
         return (self.layers[k].flops or int(bool(self.layers[k].computes_in)), float(self.seconds[k]))
@@ -202,9 +212,8 @@ class _Parts:
         return Part(CALLS, tuple(first), tuple(second), (MODEL,))
 
     def _conversion(self, form: _Form, k: int) -> Part:
-        written = {port.name for port in form.layers[k].outputs}
-        readers = [r for r, each in enumerate(form.layers) if written & {port.name for port in each.inputs}]
-        before = form.named(readers[:1])[0] if readers else ""
+        reader = form.reader(k)
+        before = form.named([reader])[0] if reader is not None else ""
         a, b = ((k,), ()) if form is self.a else ((), (k,))
         return Part(CONVERSION, a, b, (form.layers[k].name,), before=before)
 
