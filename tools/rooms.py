@@ -45,7 +45,7 @@ ANALYSIS = {
     "presentation": "formatting records",
     "metrics": "formatting stats records presentation",
     "self_test": "formatting stats records presentation",
-    "inside": "formatting stats presentation",
+    "inside": "formatting stats records presentation",
     "ranking": "formatting stats records metrics",
     "gate": "stats metrics",
     "tables": "formatting stats records metrics presentation ranking gate",
@@ -79,7 +79,7 @@ WORKER = {
     "snippets": "spec plugins registry inputs tasks sessions nets backends",
     "jobs": "facts spec inspection backend registry extras system inputs sessions nets onnx_graph layers backends "
     "measure",
-    "journal": "spec record system measure evaluation",
+    "journal": "spec record backend system measure evaluation",
     "main": "facts spec record backend registry system inputs sessions measure evaluation training snippets jobs "
     "journal",
 }

@@ -50,7 +50,7 @@ from dyno.worker.journal import Journal
 from dyno.worker.record import Measurement, Record, read_json, save_arrays, write_record
 from dyno.worker.registry import find
 from dyno.worker.registry import maker as find_maker
-from dyno.worker.sessions import gpu, slowed
+from dyno.worker.sessions import slowed
 from dyno.worker.spec import BUILD, SCHEMA, SLOWDOWN, Artifact, Job, NoRoute, Trial, Unavailable, UserError, from_json
 
 RANDOM = 1e-2  # of their size: outputs of two calls on one input that are further apart are drawn
@@ -109,7 +109,7 @@ def _time(
     turns: Alone,
 ) -> None:
     for boundary in boundaries:
-        watch = _watch(session, boundary, journal)
+        watch = measure.watch(session, boundary, journal.warn)
         once = measure.step(session, "all" if boundary == "throughput" else boundary, feeds, watch)
         journal.stage(f"warm up {boundary}")
         if not measure.warm_up(once, trial.plan):
@@ -126,17 +126,6 @@ def _time(
         journal.contended(boundary, contention.busy(), trial.runtime.device)
     if "all" in boundaries and (parts := measure.parts(session, feeds, trial.plan)):
         journal.parted(parts)
-
-
-def _watch(session: Session, boundary: str, journal: Journal) -> gpu.Stopwatch | None:
-    """A clock of the GPU for what runs on its stream; without one the host's clock is used, with a warning."""
-    if session.stream is None or boundary != "model":
-        return None
-    try:
-        return gpu.Stopwatch(session.stream)
-    except Unavailable as e:
-        journal.warn(f"{boundary}: timed by the host's clock alone, because {e}")
-        return None
 
 
 def _evaluate(session: Session, trial: Trial, journal: Journal) -> None:

@@ -26,7 +26,7 @@ def profile(
     order: Annotated[str, typer.Option(help="time: the slowest first; graph: as they run.")] = "time",
     format: options.Format = "text",
 ) -> None:
-    """Time every layer in PyTorch, ONNX Runtime or OpenVINO, by the model's own names, beside the latency."""
+    """Time every layer in PyTorch and in each engine, by the model's own names, beside the latency."""
     from dyno.analysis.presentation.export import export
     from dyno.api.inside import profiling
     from dyno.planning.checks import check_format
