@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import fcntl
 import functools
 import gc
 import importlib
@@ -39,6 +40,9 @@ LIBRARIES = (
     "dyno.worker.jobs.inspect_model",
 )  # fmt: skip
 PROGRAM = "-m", "dyno"
+MOST_FILES = 16  # that a process is given: its output, its errors, and pipes to whoever conducts it
+LEAST_MEMORY = 10_000_000  # bytes of a process
+HIGH = 512  # file descriptors from here on are nobody's
 
 
 class Server:
@@ -62,11 +66,20 @@ class Server:
 class Forked:
     """What `subprocess.Popen` is, as far as the launcher needs it, for a process that the server forks."""
 
-    def __init__(self, path: str, words: Sequence[str], cwd: str, env: Mapping[str, str], out: int, err: int) -> None:
+    def __init__(
+        self,
+        path: str,
+        words: Sequence[str],
+        cwd: str,
+        env: Mapping[str, str],
+        output: tuple[int, int],
+        inherited: Sequence[int] = (),
+    ) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(path)
-        asked = json.dumps({"words": [*words], "cwd": cwd, "env": {**env}, "path": path}).encode()
-        socket.send_fds(self._socket, [len(asked).to_bytes(8, "big")], [out, err])
+        request = {"words": [*words], "cwd": cwd, "env": {**env}, "path": path, "inherited": [*inherited]}
+        asked = json.dumps(request).encode()
+        socket.send_fds(self._socket, [len(asked).to_bytes(8, "big")], [*output, *inherited])
         self._socket.sendall(asked)
         self._said = self._socket.makefile("r")
         self.pid = int(self._said.readline())
@@ -98,10 +111,10 @@ class Processes:
         self._path = path
 
     def Popen(self, words: Sequence[str], **how: Any) -> Any:  # noqa: N802
-        if words[0] != sys.executable or how.get("pass_fds"):
+        if words[0] != sys.executable:
             return subprocess.Popen(words, **how)
-        files = [how[name].fileno() for name in ("stdout", "stderr")]
-        return Forked(self._path, words[1:], str(Path.cwd()), how["env"], *files)
+        output = how["stdout"].fileno(), how["stderr"].fileno()
+        return Forked(self._path, words[1:], str(Path.cwd()), how["env"], output, how.get("pass_fds", ()))
 
 
 def command(
@@ -112,7 +125,7 @@ def command(
     `program` is what Python is given in front of the words: `-m dyno`, or `-c` and some code.
     """
     with tempfile.TemporaryFile("w+b") as out, tempfile.TemporaryFile("w+b") as err:
-        process = Forked(path, [*program, *words], str(cwd), env, out.fileno(), err.fileno())
+        process = Forked(path, [*program, *words], str(cwd), env, (out.fileno(), err.fileno()))
         code = process.wait(timeout)
         said = []
         for file in (out, err):
@@ -219,7 +232,7 @@ def _reap(running: dict[int, socket.socket], selector: selectors.BaseSelector) -
 
 
 def _fork(client: socket.socket, server: socket.socket) -> int:
-    length, files, _, _ = socket.recv_fds(client, 8, 2)
+    length, files, _, _ = socket.recv_fds(client, 8, MOST_FILES)
     count, told = int.from_bytes(length, "big"), b""
     while len(told) < count:
         told += client.recv(count - len(told))
@@ -248,8 +261,13 @@ def _become(asked: dict[str, Any], files: Sequence[int]) -> int:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     nothing = os.open(os.devnull, os.O_RDONLY)
-    for number, file in enumerate((nothing, *files)):
+    # By way of high numbers, as one file's number here may be the one that another has to get.
+    high = [fcntl.fcntl(file, fcntl.F_DUPFD, HIGH) for file in (nothing, *files)]
+    for file in (nothing, *files):
+        os.close(file)
+    for file, number in zip(high, (0, 1, 2, *asked["inherited"]), strict=True):
         os.dup2(file, number)
+        os.close(file)
     os.chdir(asked["cwd"])
     os.environ.clear()
     os.environ.update(asked["env"])
@@ -267,6 +285,9 @@ def _job(main: str, folder: str) -> int:
 
     sys.argv = [main, folder]
     os.environ["DYNO_LAUNCHER"] = str(os.getppid())
+    # Less what the libraries of all of them take: it is shared, and bounds how many processes are alive at once.
+    peak, shared = system.peak_memory, system.peak_memory()
+    system.peak_memory = lambda: max(LEAST_MEMORY, peak() - shared)
     code = work(Path(folder))
     system.end(code)
     return code

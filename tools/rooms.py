@@ -46,6 +46,7 @@ ANALYSIS = {
     "metrics": "formatting stats records presentation",
     "self_test": "formatting stats records presentation",
     "inside": "formatting stats records presentation",
+    "layer_files": "formatting style presentation inside",
     "ranking": "formatting stats records metrics",
     "gate": "stats metrics",
     "tables": "formatting stats records metrics presentation ranking gate",
@@ -77,11 +78,10 @@ WORKER = {
     "evaluation": "facts spec record backend inputs tasks",
     "training": "facts spec record inputs sessions nets",
     "snippets": "spec plugins registry inputs tasks sessions nets backends",
-    "jobs": "facts spec inspection backend registry extras system inputs sessions nets onnx_graph layers backends "
-    "measure",
     "journal": "spec record backend system measure evaluation",
-    "main": "facts spec record backend registry system inputs sessions measure evaluation training snippets jobs "
-    "journal",
+    "jobs": "facts spec inspection record backend registry extras system inputs sessions nets onnx_graph layers "
+    "backends measure evaluation journal",
+    "main": "facts spec record backend registry system training snippets jobs journal",
 }
 # What single rooms of the host take from the worker besides: pure functions that both sides must do alike.
 BESIDES = {

@@ -125,7 +125,9 @@ def test_every_image_is_tested_on_but_where_int8_needs_some(
     assert any(warned in sentence for sentence in verdict.sentences(fewer.data))
     page = fewer.report().read_text(encoding="utf-8")
     assert said in page and warned in page and "set aside" not in every.report().read_text(encoding="utf-8")
-    with pytest.raises(UserError, match="other test images, 6 set aside for calibration in one run and 0 in the other"):
+    with pytest.raises(
+        UserError, match="different test images, 6 set aside for calibration in one run and 0 in the other"
+    ):
         compare.compare(every.records, fewer.records)
 
 

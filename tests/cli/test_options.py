@@ -44,7 +44,10 @@ Refused = Callable[..., str]
         (["run", "fake:n", "--rounds", "0"], "rounds is 0; it must be at least 1"),
         (["run", "fake:n", "--backends", "fake", "--data", "nowhere"], "no data folder "),
         (["run", "fake:n", "--python", "fake"], "--python 'fake' is not BACKEND=PATH"),
-        (["run", "fake:n", "--python", "fake=/no/python"], "--python fake: there is no interpreter /no/python"),
+        (
+            ["run", "fake:n", "--python", "fake=/no/python"],
+            "no Python interpreter at /no/python; correct the path in --python fake=/no/python",
+        ),
         (["run", "a.toml", "b.toml"], "give either one study file or models, not a.toml and 1 more"),
         (["run", "fake:n", "--weights", "none.pt"], "there is no weights file none.pt"),
         (["show", "nowhere"], ""),

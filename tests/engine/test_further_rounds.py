@@ -104,6 +104,7 @@ def test_rounds_go_on_for_what_is_undecided(study: Studies, tmp_path: Path, scri
     assert not progress.began and not progress.said, "with that margin everything is decided"
 
 
+@pytest.mark.usefixtures("preloaded")
 def test_in_turns_the_reference_and_what_is_left_go_on_together(
     study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,6 +184,7 @@ def ran(folder: Path) -> set[tuple[str, ...]]:
 
 
 @pytest.mark.usefixtures("unreported")
+@pytest.mark.usefixtures("preloaded")
 def test_a_clear_difference_ends_at_the_first_look(call: Callable[..., Any], tmp_path: Path) -> None:
     """Thousandfold, because no neighbour makes one run of two so much slower in one of five rounds."""
     code, _, err = call(
@@ -194,6 +196,7 @@ def test_a_clear_difference_ends_at_the_first_look(call: Callable[..., Any], tmp
 
 
 @pytest.mark.usefixtures("unreported")
+@pytest.mark.usefixtures("preloaded")
 def test_equal_speeds_end_as_equivalent_or_at_the_ceiling(call: Callable[..., Any], tmp_path: Path) -> None:
     backends = "--backends", "fake@latency_ms=1,fake@latency_ms=1.0@noise=0", "--reference", "fake@latency_ms=1"
     code, _, err = call(*COMMAND, *backends, "--equivalent", "1e-9", "--minutes", "0.001")

@@ -252,7 +252,7 @@ def test_two_files_of_one_network_are_one_table(call: Call, tmp_path: Path) -> N
     assert frame["speedup"].notna().all() and f"{network}, size 8, batch 1\n" in out
     words = "--channels", 1, "--backends", "onnxruntime", *SHORT
     out = call("run", "a.onnx", "other.onnx", *words, "--out", "t")[1]
-    assert "not ranked, not comparable: other inputs" in out, "whose input has another name"
+    assert "not ranked, not comparable: different inputs" in out, "whose input has another name"
     code, out, _ = call("run", "b.xml", "--channels", 1, "--backends", "onnxruntime,openvino", *SHORT, "--out", "s")
     assert code == 0 and "onnxruntime reads .onnx files, not b.xml" in out, "a backend that is asked for has its row"
 

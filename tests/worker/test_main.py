@@ -23,6 +23,7 @@ from dyno.worker.facts.engine import EngineFacts, Probe
 from dyno.worker.facts.files import MadeBy
 from dyno.worker.facts.job import Answered
 from dyno.worker.facts.precision import PrecisionTruth
+from dyno.worker.jobs import run_trial
 from dyno.worker.jobs.turns import Alone
 from dyno.worker.journal import Journal
 from dyno.worker.main import perform
@@ -175,7 +176,7 @@ def test_a_full_disk_is_not_the_trial_s_fault(
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(main, "save_arrays", full)
+    monkeypatch.setattr(run_trial, "save_arrays", full)
     with pytest.raises(OSError, match="No space"):
         done(Job("run", trial=fake_trial()), tmp_path)
 
@@ -187,7 +188,7 @@ def test_an_unknown_backend_is_a_row(fake_trial: Trials, tmp_path: Path) -> None
 
 
 def test_an_unsteady_model_is_said_to_be(fake_trial: Trials, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(main.measure, "warm_up", lambda *_: False)
+    monkeypatch.setattr(run_trial.measure, "warm_up", lambda *_: False)
     record = done(Job("run", trial=fake_trial()), tmp_path)
     said = [f"{boundary}: the median was not steady after 0.02 s of warm-up" for boundary in ("model", "all")]
     assert [w for w in record.warnings if "other programs" not in w] == said

@@ -36,6 +36,18 @@ def test_a_record_comes_back_the_same(tmp_path: Path) -> None:
     assert [f.name for f in tmp_path.iterdir()] == ["record.json"]
 
 
+def test_a_field_is_read_by_its_earlier_name_and_written_by_its_own(tmp_path: Path) -> None:
+    facts = {"others_bearable": 0.2, "precision_truth": {"asked": "fp16", "ok": False}}
+    write_json(tmp_path / "record.json", {"status": "ok", "facts": facts})
+    record = read_record(tmp_path)
+    assert record is not None and record.facts.precision_truth is not None
+    assert (record.facts.contention_threshold, record.facts.precision_truth.requested) == (0.2, "fp16")
+    write_record(tmp_path, record)
+    assert read_record(tmp_path) == record
+    text = (tmp_path / "record.json").read_text()
+    assert "contention_threshold" in text and "others_bearable" not in text
+
+
 def test_no_record_is_none(tmp_path: Path) -> None:
     assert read_record(tmp_path) is None
     assert read_record(tmp_path / "nowhere") is None

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 import zipfile
@@ -16,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker.backend import Arrays, Backend, FileContents, FileFormat, Maker, Session
+from dyno.worker.backend import Arrays, Backend, FileContents, FileFormat, Maker, Session, artifact_of
 from dyno.worker.facts.engine import EngineFacts, Probe
 from dyno.worker.facts.files import MadeBy
 from dyno.worker.facts.precision import precision_truth
@@ -83,23 +82,13 @@ class NumpyNetMaker(Maker):
         started = time.perf_counter()
         path = Path(recipe.model.file) if recipe.model.file else _written(recipe, folder / "model.npnet")
         about, weights = _read(str(path))
-        inputs, outputs = _ends(about)
-        return Artifact(
-            format=recipe.format,
-            path=str(path),
-            sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
-            bytes=path.stat().st_size,
-            precision=recipe.precision,
-            inputs=inputs,
-            outputs=outputs,
-            seconds=time.perf_counter() - started,
-            made_by=MadeBy(
-                backend=self.name,
-                versions={"numpy": np.__version__},
-                parameters=sum(value.size for value in weights.values()),
-                weights_sha256=about["weights_sha256"],  # trials of the same weights are compared
-            ),
+        made_by = MadeBy(
+            backend=self.name,
+            versions={"numpy": np.__version__},
+            parameters=sum(value.size for value in weights.values()),
+            weights_sha256=about["weights_sha256"],  # trials of the same weights are compared
         )
+        return artifact_of(path, recipe.format, recipe.precision, _ends(about), made_by, started)
 
 
 NPNET = NpnetFormat()

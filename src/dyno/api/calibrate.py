@@ -66,7 +66,7 @@ def calibrate(
     quiet: bool = False,
     **fields: Any,
 ) -> SelfTest:
-    """Test the instrument on this machine for so many minutes, or until there are so many rounds.
+    """Test the instrument on this machine for `minutes`, or until there are `rounds` of them (0: no limit).
 
     In each round fresh processes of one trial measure in turns: equal ones, and some that are slowed down by 1, 2 and
     5 %. `model` is a source as in `Study` (default: a small network of Dyno's), `fields` are others of `Study`. The
@@ -76,14 +76,14 @@ def calibrate(
     progress = Progress(quiet=quiet)
     study = _study(model, backend, device, fields)
     if rounds and rounds < LEAST_ROUNDS:
-        raise UserError(f"a self-test of {rounds} rounds has no study to judge; give {LEAST_ROUNDS} or more")
+        raise UserError(f"{rounds} rounds are too few for a self-test; give {LEAST_ROUNDS} or more")
     if not minutes * 60 >= (least := LEAST_ROUNDS * len(layout.slowdowns) * study.seconds):
         raise _too_short(minutes, least)
     trial = _trial(study)
-    made = Files(progress).file(trial.recipe) if trial.recipe else None
-    if isinstance(made, Record):
-        raise UserError(f"{trial.label}: {made.reason}")
-    job = Job("run", trial.runtime, trial, artifact=made)
+    artifact = Files(progress).file(trial.recipe) if trial.recipe else None
+    if isinstance(artifact, Record):
+        raise UserError(f"{trial.label}: {artifact.reason}")
+    job = Job("run", trial.runtime, trial, artifact=artifact)
     with progress.running([]):
         measured = tuple(_rounds(job, layout, minutes, rounds, progress))
     stored = Stored(
@@ -98,7 +98,7 @@ def calibrate(
 
 
 def _study(model: str, backend: str, device: str, fields: dict[str, Any]) -> Study:
-    """The study of the one trial; what a self-test can't be is refused."""
+    """The study of the one trial, on the backend that is given or the first that is installed."""
     given = {**USUAL, **({} if model else OF_MODEL), **fields}
     study = Study(models=(model or MODEL,), device=device, boundaries=("model",), **given)
     check_device(study)
@@ -109,8 +109,10 @@ def _study(model: str, backend: str, device: str, fields: dict[str, Any]) -> Stu
 def _trial(study: Study) -> Trial:
     planned = expand(study)
     if len(planned) > 1:
-        names = ", ".join(one.trial.label for one in planned[:3])
-        raise UserError(f"the self-test is of one trial, and {len(planned)} are asked for ({names}…); give one of each")
+        names = ", ".join(entry.trial.label for entry in planned[:3])
+        raise UserError(
+            f"these options make {len(planned)} trials ({names}…), and a self-test measures one; give one of each"
+        )
     if planned[0].refusal:
         raise UserError(planned[0].refusal)
     return planned[0].trial
@@ -119,13 +121,13 @@ def _trial(study: Study) -> Trial:
 def _too_short(minutes: float, least_s: float) -> UserError:
     tenths = math.ceil(least_s / 6) / 10
     return UserError(
-        f"--minutes {minutes:g} is too short: {LEAST_ROUNDS} rounds are the least, and take longer here; "
+        f"--minutes {minutes:g} is too short for {LEAST_ROUNDS} rounds, the fewest of a self-test; "
         f"give --minutes {tenths:g} or more"
     )
 
 
 def _rounds(job: Job, layout: Layout, minutes: float, most: int, progress: Progress) -> Iterator[TestRound]:
-    """Rounds of fresh processes until the time is over, or there are so many."""
+    """Rounds of fresh processes until the time is over, or until there are `most` of them (0: no limit)."""
     began, longest, number = time.monotonic(), 0.0, 0
     with tempfile.TemporaryDirectory(prefix="dyno-self-test-") as folder:
         while number < LEAST_ROUNDS or time.monotonic() - began + longest <= minutes * 60:
@@ -143,7 +145,7 @@ def _rounds(job: Job, layout: Layout, minutes: float, most: int, progress: Progr
 
 
 def _round(job: Job, layout: Layout, place: Path, number: int, progress: Progress) -> TestRound:
-    """One set of fresh processes in turns."""
+    """One round: a fresh process for each slow-down, all measured in turns."""
     players = []
     for index, share in enumerate(layout.slowdowns):
         # Counted from 1: round 0 of a trial evaluates, which nobody needs here.
@@ -154,18 +156,18 @@ def _round(job: Job, layout: Layout, place: Path, number: int, progress: Progres
     with held(job.runtime, progress.waiting):
         Group(players, f"self-test {number}", Progress(quiet=True), lambda _: None).play()
     measured = [_measured(player, len(players)) for player in players]
-    medians = [one.block_medians("latency", "model") for one in measured]
+    medians = [process.block_medians("latency", "model") for process in measured]
     pairs = [Pair(layout.slowdowns[b], tuple(map(float, within(medians[a], medians[b])))) for a, b in layout.pairs]
-    others = [float(one.facts.others_busy.get("model", 0.0)) for one in measured]
+    others = [float(process.facts.others_busy.get("model", 0.0)) for process in measured]
     first_s = statistics.median(medians[0].values())
     return TestRound(first_s, tuple(pairs), statistics.fmean(others), _stolen(before), _clocks(measured))
 
 
 def _measured(player: Player, count: int) -> Round:
-    """What the player measured; a `UserError` where it did not."""
+    """What the player's process measured; a `UserError` where it failed."""
     record = player.record
     if record is None:
-        raise UserError(f"there is no memory for {count} processes of {player.trial.label}; give a smaller model")
+        raise UserError(f"not enough memory for {count} processes of {player.trial.label}; use a smaller model")
     if record.status != "ok":
         raise UserError(f"{player.trial.label} can't be measured: {record.status} at {record.stage}: {record.reason}")
     return Round(player.folder, player.number, record, player.trial.runtime.device)
@@ -181,12 +183,12 @@ def _stolen(before: Any) -> float:
 def _clocks(measured: Sequence[Round]) -> tuple[float, ...]:
     """The mean clock of each process in MHz, the GPU's where it ran on one; () where the system has no figure."""
     clocks = []
-    for one in measured:
-        name = "gpu_clock" if one.device.startswith("cuda") else "frequency"
+    for process in measured:
+        name = "gpu_clock" if process.device.startswith("cuda") else "frequency"
         try:
-            values = read_npz(one.folder / "telemetry.npz", (name,)).get(name)
+            values = read_npz(process.folder / "telemetry.npz", (name,)).get(name)
         except (OSError, ValueError):
             values = None
-        seen = [float(v) for v in values if v == v] if values is not None else []
-        clocks += [statistics.fmean(seen)] if seen else []
+        known = [float(v) for v in values if v == v] if values is not None else []
+        clocks += [statistics.fmean(known)] if known else []
     return tuple(clocks)

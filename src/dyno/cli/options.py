@@ -174,15 +174,18 @@ class _Option:
 
 def pythons(texts: Sequence[str], flag: str = "--python") -> dict[str, dict[str, Any]]:
     """`[runtime]` tables from `BACKEND=/path/to/python`."""
-    runtimes: dict[str, dict[str, Any]] = {}
-    for text in texts:
-        name, _, path = text.partition("=")
-        if not name or not path:
-            raise UserError(f"{flag} {text!r} is not BACKEND=PATH, e.g. onnxruntime=/usr/bin/python3.10")
-        if not Path(path).is_file():
-            raise UserError(f"{flag} {name}: there is no interpreter {path}")
-        runtimes[name] = {"python": str(Path(path).absolute())}
-    return runtimes
+    named = (interpreter(text, flag, "BACKEND=PATH, e.g. onnxruntime=/usr/bin/python3.10") for text in texts)
+    return {name: {"python": path} for name, path in named}
+
+
+def interpreter(text: str, flag: str, form: str) -> tuple[str, str]:
+    """The name and the absolute path of `NAME=PATH`; a `UserError` for text without the `form` or the file."""
+    name, _, path = text.partition("=")
+    if not name or not path:
+        raise UserError(f"{flag} {text!r} is not {form}")
+    if not Path(path).is_file():
+        raise UserError(f"no Python interpreter at {path}; correct the path in {flag} {text}")
+    return name, str(Path(path).absolute())
 
 
 READERS: dict[str, Callable[[Any], Any]] = {"budget": parse_budget, "runtime": pythons}

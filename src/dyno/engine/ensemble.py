@@ -15,11 +15,12 @@ from dyno.store import COMPANION, ROUND, Run
 from dyno.worker.record import Record
 from dyno.worker.spec import BUILD, Artifact, Job, Trial
 
-Made = Callable[[Trial, int], "Artifact | Record | None"]  # the file of a trial's round
+FileOf = Callable[[Trial, int], "Artifact | Record | None"]  # the file of a trial's round
 
 
-def company(trial: Trial) -> str:
-    """What is measured together, one after the other of these: a model, or the two sides of a comparison."""
+def model_key(trial: Trial) -> str:
+    """What trials that are measured before the next model begins have in common: the model's name, or "" for both
+    sides of a comparison."""
     return "" if trial.side else trial.model.name
 
 
@@ -39,16 +40,16 @@ def groups(trials: Sequence[Trial]) -> list[list[Trial]]:
 
 
 def reference(trials: Sequence[Trial], fits: Callable[[Trial], bool] | None) -> Trial | None:
-    """The trial that the others are compared with, as tables choose it: of those that `fits` the request, if any."""
+    """The trial that the others are compared with, chosen as in tables: one that `fits` the request, if any."""
     return references.first(sorted(trials, key=lambda t: (t.side, *place_in_group(t))), fits)
 
 
-def job(trial: Trial, number: int, made: Made, options: Mapping[str, Any] | None = None, kind: str = ROUND) -> Job:
+def job(trial: Trial, number: int, file_of: FileOf, options: Mapping[str, Any] | None = None, kind: str = ROUND) -> Job:
     """The job of that round of the trial, which says which build of its engine it runs; `options` are others of it.
 
     Confirmations and companions count from 1: round 0 answers all images, which the trial's own round does.
     """
-    artifact, build = made(trial, number), trial.build(number)
+    artifact, build = file_of(trial, number), trial.build(number)
     return Job(
         "run",
         trial.runtime,
@@ -62,22 +63,22 @@ def job(trial: Trial, number: int, made: Made, options: Mapping[str, Any] | None
 def measure(
     run: Run,
     trials: Sequence[Trial],
-    first: Trial | None,
+    reference: Trial | None,
     number: int,
-    made: Made,
+    file_of: FileOf,
     progress: Progress,
     options: Mapping[str, Any] | None = None,
     kind: str = ROUND,
 ) -> list[Trial]:
-    """One round of trials that are compared, in turns with `first`, which they are compared with; `options` are those
-    of their jobs, and `kind` is ROUND or CONFIRMATION.
+    """Measure one round of trials in turns with each other and with their `reference`; `options` are further ones of
+    their jobs, and `kind` is ROUND or CONFIRMATION.
 
-    Where that one has its round stored, it measures once more as their companion. Gives back the trials that nobody
-    could take turns with: they are alone, or there was memory for one process only.
+    A reference whose round is stored already measures once more, as a companion. Returns the trials that could not take
+    turns: there is only one, or memory for only one process.
     """
-    left = list(trials)
-    while len({*(t.id for t in left), *([first.id] if first else [])}) > 1 and left:
-        players = _players(run, left, first, number, made, kind, options)
+    unmeasured = list(trials)
+    while len({*(t.id for t in unmeasured), *([reference.id] if reference else [])}) > 1 and unmeasured:
+        players = _players(run, unmeasured, reference, number, file_of, kind, options)
         ended: list[Player] = []
 
         def end(player: Player, ended: list[Player] = ended) -> None:
@@ -90,41 +91,41 @@ def measure(
 
         with held(players[0].job.runtime, progress.waiting):
             Group(players, f"{number} {players[0].trial.id}", progress, end).play()
-        got = {player.trial.id for player in ended if player.number >= 0}
-        left = [trial for trial in left if trial.id not in got]
-        if left and len(ended) < 2:
-            progress.note(f"there is memory for one process only: {left[0].model.name} is measured one after the other")
+        measured = {player.trial.id for player in ended if player.number >= 0}
+        unmeasured = [trial for trial in unmeasured if trial.id not in measured]
+        if unmeasured and len(ended) < 2:
+            progress.note(f"memory for only one process: {unmeasured[0].model.name} is measured one after the other")
             break
-    return left
+    return unmeasured
 
 
 def _players(
     run: Run,
     trials: Sequence[Trial],
-    first: Trial | None,
+    reference: Trial | None,
     number: int,
-    made: Made,
+    file_of: FileOf,
     kind: str,
     options: Mapping[str, Any] | None,
 ) -> list[Player]:
-    """A player for each trial, `first` at the front; as a companion, with round -1, where it has its round already."""
+    """A player for each trial, the reference first; where its round is stored already, as a companion with round -1."""
     ids = {trial.id for trial in trials}
-    order = sorted(trials, key=lambda trial: first is None or trial.id != first.id)
+    order = sorted(trials, key=lambda trial: reference is None or trial.id != reference.id)
     players = [
         Player(
-            job(trial, number, made, options, kind),
+            job(trial, number, file_of, options, kind),
             run.fresh(trial, number, kind),
             number,
             _memory(run, trial),
         )
         for trial in order
     ]
-    if first is not None and first.id not in ids:
-        place = 0
-        while run.record(first, place, COMPANION) is not None:
-            place += 1
-        companion = job(first, number, made, options, COMPANION)
-        players.insert(0, Player(companion, run.fresh(first, place, COMPANION), -1, _memory(run, first)))
+    if reference is not None and reference.id not in ids:
+        free = 0  # number of the next companion
+        while run.record(reference, free, COMPANION) is not None:
+            free += 1
+        companion = job(reference, number, file_of, options, COMPANION)
+        players.insert(0, Player(companion, run.fresh(reference, free, COMPANION), -1, _memory(run, reference)))
     return players
 
 

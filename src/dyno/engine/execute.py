@@ -12,6 +12,7 @@ from typing import Any
 from dyno.analysis.ranking import references
 from dyno.analysis.records import gpu_remarks, timeline
 from dyno.engine import ensemble, further_rounds, precision_search, retry, self_test
+from dyno.engine.ensemble import model_key
 from dyno.engine.gpu_lock import launch_in_turn
 from dyno.engine.peak import find_peak
 from dyno.engine.run_folder import prepare_folder, refuse_other
@@ -44,12 +45,12 @@ def execute(
     run = Run(folder)
     with run.locked():
         refuse_links(folder, FOLDERS)
-        planned, said = prepare_folder(study, run, planned)
+        planned, notes = prepare_folder(study, run, planned)
         _refuse(run, planned)
         _copy_truth(run, planned)
         self_test.keep_in(run.folder, study.device)
-        todo = [one.trial for one in planned if not one.refusal and (only is None or one.trial.id in only)]
-        for line in (*said, *retry.clear(run, todo, retry_failed), *retry.clear_damaged(run, todo)):
+        todo = [entry.trial for entry in planned if not entry.refusal and (only is None or entry.trial.id in only)]
+        for line in (*notes, *retry.clear(run, todo, retry_failed), *retry.clear_damaged(run, todo)):
             progress.note(line)
         files = Files(progress)
         if study.peak:
@@ -86,36 +87,36 @@ class Rounds:
         """
         models: dict[str, list[Trial]] = {}
         for trial in trials:
-            models.setdefault(ensemble.company(trial), []).append(trial)
-        orders = [_order(own) for own in models.values()]
+            models.setdefault(model_key(trial), []).append(trial)
+        orders = [_order(same_model) for same_model in models.values()]
         with self.progress.running([trial for order in orders for trial, _ in order]):
-            for own, order in zip(models.values(), orders, strict=True):
-                left = [trial for trial in own if _left(self.run, trial)]
-                turns = bool(own[0].plan.blocks)
-                beside = [t for t in others if ensemble.company(t) == ensemble.company(own[0])] if turns else []
+            for (key, same_model), order in zip(models.items(), orders, strict=True):
+                incomplete = [trial for trial in same_model if _incomplete(self.run, trial)]
+                turns = bool(same_model[0].plan.blocks)
+                beside = [t for t in others if model_key(t) == key] if turns else []
                 # In turns, those whose rounds are stored may be measured once more beside others.
-                self.files.all([*own, *beside] if turns and left else left)
+                self.files.all([*same_model, *beside] if turns and incomplete else incomplete)
                 if turns:
-                    for number in range(max(trial.plan.rounds for trial in own)):
-                        self._turn([t for t in own if number < t.plan.rounds], number, beside)
+                    for number in range(max(trial.plan.rounds for trial in same_model)):
+                        self._in_turns([t for t in same_model if number < t.plan.rounds], number, beside)
                     continue
                 for trial, number in order:
-                    self._one(trial, number)
+                    self._alone(trial, number)
 
     def further(self, trials: list[Trial], number: int, boundaries: Sequence[str]) -> None:
-        """One more round, of that number, of trials of one model, in which these boundaries are timed."""
+        """Measure round `number` of trials of one model, at these boundaries only."""
         again = [replace(trial, plan=replace(trial.plan, rounds=number + 1)) for trial in trials]
         random.Random(number).shuffle(again)
         options = {"boundaries": list(boundaries)}
         with self.progress.running(again):
             self.files.all(again)
             if again[0].plan.blocks:
-                self._turn(again, number, (), options)
+                self._in_turns(again, number, (), options)
                 return
             for trial in again:
-                self._one(trial, number, options)
+                self._alone(trial, number, options)
 
-    def _turn(
+    def _in_turns(
         self,
         trials: Sequence[Trial],
         number: int,
@@ -126,21 +127,21 @@ class Rounds:
         groups = ensemble.groups([*trials, *others])
         random.Random(number).shuffle(groups)
         for group in groups:
-            left = []
+            pending = []
             for trial in (t for t in group if t in trials):
                 if _stored(self.run, trial, number) is None and not isinstance(self.files.of(trial, number), Record):
-                    left.append(trial)
+                    pending.append(trial)
                 else:
-                    self._one(trial, number, options)
-            if not left:
+                    self._alone(trial, number, options)
+            if not pending:
                 continue
-            known = {trial.id: _stored(self.run, trial, number) for trial in group}
-            able = [t for t in group if (r := known[t.id]) is None or r.status == "ok"]
-            first = ensemble.reference(able, self.fits)
-            for trial in ensemble.measure(self.run, left, first, number, self.files.of, self.progress, options):
-                self._one(trial, number, options)
+            stored = {trial.id: _stored(self.run, trial, number) for trial in group}
+            runnable = [t for t in group if (r := stored[t.id]) is None or r.status == "ok"]
+            reference = ensemble.reference(runnable, self.fits)
+            for trial in ensemble.measure(self.run, pending, reference, number, self.files.of, self.progress, options):
+                self._alone(trial, number, options)
 
-    def _one(self, trial: Trial, number: int, options: Mapping[str, Any] | None = None) -> None:
+    def _alone(self, trial: Trial, number: int, options: Mapping[str, Any] | None = None) -> None:
         """One round of one trial, unless it is stored already or an earlier round showed that it can't run."""
         if (stored := _stored(self.run, trial, number)) is not None:
             self.progress.done(trial, stored, stored=True)
@@ -161,24 +162,24 @@ class Rounds:
 
 
 def _confirm(run: Run, trials: list[Trial], times: int, files: Files, progress: Progress, fits: Fits) -> None:
-    """Measure the trials again, as the rounds that selected them did, but apart from these."""
-    again = [replace(t, plan=replace(t.plan, rounds=times)) for t in trials]
-    left = [(t, k) for t, k in _order(again) if run.record(t, k, CONFIRMATION) is None]
-    with progress.running([trial for trial, _ in left]):
-        files.all(trial for trial, _ in left)
-        for number in sorted({k for _, k in left}):
-            for group in ensemble.groups([t for t, k in left if k == number]):
-                able = [t for t in group if not isinstance(files.of(t, number), Record)]
-                alone = able
-                if group[0].plan.blocks and len(able) > 1:
-                    first = ensemble.reference(able, fits)
-                    alone = ensemble.measure(run, able, first, number, files.of, progress, kind=CONFIRMATION)
+    """Measure the trials again as in the rounds that selected them, stored apart from those."""
+    repeated = [replace(t, plan=replace(t.plan, rounds=times)) for t in trials]
+    pending = [(t, k) for t, k in _order(repeated) if run.record(t, k, CONFIRMATION) is None]
+    with progress.running([trial for trial, _ in pending]):
+        files.all(trial for trial, _ in pending)
+        for number in sorted({k for _, k in pending}):
+            for group in ensemble.groups([t for t, k in pending if k == number]):
+                runnable = [t for t in group if not isinstance(files.of(t, number), Record)]
+                alone = runnable
+                if group[0].plan.blocks and len(runnable) > 1:
+                    reference = ensemble.reference(runnable, fits)
+                    alone = ensemble.measure(run, runnable, reference, number, files.of, progress, kind=CONFIRMATION)
                 for trial in group:
-                    if trial in alone or trial not in able:
-                        _again(run, trial, number, files, progress)
+                    if trial in alone or trial not in runnable:
+                        _confirm_alone(run, trial, number, files, progress)
 
 
-def _again(run: Run, trial: Trial, number: int, files: Files, progress: Progress) -> None:
+def _confirm_alone(run: Run, trial: Trial, number: int, files: Files, progress: Progress) -> None:
     """One confirmation of a trial by itself."""
     artifact = files.of(trial, number)
     if isinstance(artifact, Record):
@@ -224,7 +225,7 @@ def _stored(run: Run, trial: Trial, number: int) -> Record | None:
     return records[-1] or next((record for record in records if record is not None and record.status != "ok"), None)
 
 
-def _left(run: Run, trial: Trial) -> bool:
+def _incomplete(run: Run, trial: Trial) -> bool:
     """Whether a round of the trial is still to be measured."""
     return any(_stored(run, trial, number) is None for number in range(trial.plan.rounds))
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dyno.engine.ensemble import company
+from dyno.engine.ensemble import model_key
 from dyno.jobs.progress import Progress
 from dyno.store import COMPANION, ROUND, Run
 from dyno.study import Study
@@ -29,9 +29,9 @@ def go_on(study: Study, run: Run, trials: Sequence[Trial], measure: Measure, pro
     backend that was given rounds of its own keeps to them.
     """
     trials = [trial for trial in trials if trial.plan.rounds == study.rounds]
-    models = list(dict.fromkeys(company(trial) for trial in trials))
+    models = list(dict.fromkeys(model_key(trial) for trial in trials))
     for place, name in enumerate(models):
-        own = [trial for trial in trials if company(trial) == name]
+        own = [trial for trial in trials if model_key(trial) == name]
         allowed = _seconds(run, own) + (60 * study.minutes - _seconds(run, trials)) / (len(models) - place)
         while pairs := _pending(run.folder, own):
             ids = frozenset().union(*(pair.trials for pair in pairs))

@@ -7,7 +7,7 @@ import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # the host reads all names without NumPy, so that `dyno --hel
     import numpy as np
 
 Arrays = Mapping[str, "np.ndarray"]
+Ends = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]  # inputs and outputs
 
 
 @dataclass(frozen=True)
@@ -241,16 +242,16 @@ class FileFormat(ABC):
         """The file's contents; a `UserError` for one that is missing or damaged. Runs in a worker."""
 
 
-def derived(parent: Artifact, path: Path, precision: str, made_by: MadeBy, began: float) -> Artifact:
-    """The file at `path`, made from the parent's since `began` (of `perf_counter`)."""
+def artifact_of(
+    path: Path, format: str, precision: str, ends: Ends, made_by: MadeBy, began: float, parent_sha256: str = ""
+) -> Artifact:
+    """The single file at `path`, with these inputs and outputs, made since `began` (of `perf_counter`)."""
     content = path.read_bytes()
-    return replace(
-        parent,
-        path=str(path),
-        sha256=hashlib.sha256(content).hexdigest(),
-        bytes=len(content),
-        precision=precision,
-        seconds=time.perf_counter() - began,
-        parent_sha256=parent.sha256,
-        made_by=made_by,
-    )
+    sha256, seconds = hashlib.sha256(content).hexdigest(), time.perf_counter() - began
+    return Artifact(format, str(path), sha256, len(content), precision, *ends, seconds, parent_sha256, made_by)
+
+
+def derived(parent: Artifact, path: Path, precision: str, made_by: MadeBy, began: float) -> Artifact:
+    """The single file at `path`, of the parent's format, inputs and outputs, made from it since `began`."""
+    ends = (parent.inputs, parent.outputs)
+    return artifact_of(path, parent.format, precision, ends, made_by, began, parent.sha256)

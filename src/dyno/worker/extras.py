@@ -9,7 +9,7 @@ EXTRAS = {
     **dict.fromkeys(("onnx", "onnxscript", "onnxruntime", "onnxconverter-common", "onnxslim"), "onnx"),
     "openvino": "openvino",
     "tensorrt-rtx": "tensorrt_rtx",  # cuda-bindings is in it too, but others need that alone
-    **dict.fromkeys(("jinja2", "matplotlib"), "report"),
+    **dict.fromkeys(("jinja2", "matplotlib", "squarify"), "report"),
     **dict.fromkeys(("pillow", "pycocotools", "pyyaml", "scikit-learn"), "data"),
     "ultralytics": "ultralytics",
 }

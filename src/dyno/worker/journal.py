@@ -96,7 +96,7 @@ class Journal:
         """Record the CPU contention of this timing, and warn when it was enough to change it."""
         threshold = system.contention_threshold(device)
         busy_by_boundary = {**self.record.facts.others_busy, boundary: round(busy, 3)}
-        self.facts(others_busy=busy_by_boundary, others_bearable=threshold)
+        self.facts(others_busy=busy_by_boundary, contention_threshold=threshold)
         if busy > threshold:
             self.warn(f"{boundary}: other programs kept {busy:.1f} of {os.cpu_count()} processors busy meanwhile")
 

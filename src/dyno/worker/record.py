@@ -221,3 +221,13 @@ def read_record(folder: Path) -> Record | None:
         return from_json(Record, data)
     except UserError as e:
         raise UserError(f"{path} is damaged ({e}); remove that folder to measure it again") from e
+
+
+def one_line(e: BaseException) -> str:
+    """An exception's first line, and those that it announces: some libraries begin with where in their code it was."""
+    lines: list[str] = []
+    for line in (line.strip() for line in str(e).splitlines() if line.strip()):
+        lines.append(line)
+        if not line.endswith(":"):
+            break
+    return " ".join(lines)[:300] or "(no message)"

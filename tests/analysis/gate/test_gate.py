@@ -60,7 +60,7 @@ def elsewhere(run: Path) -> None:
 def disturbed(run: Path) -> None:
     for path in run.parent.glob("*/trials/*/r*/record.json"):
         record = json.loads(path.read_text())
-        record["facts"] |= {"others_busy": {"model": 1.5}, "others_bearable": 0.2}
+        record["facts"] |= {"others_busy": {"model": 1.5}, "contention_threshold": 0.2}
         write_json(path, record)
 
 

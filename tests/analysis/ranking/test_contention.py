@@ -14,7 +14,7 @@ from dyno.analysis.records.results import Results, load
 from dyno.analysis.tables import trial_table
 from dyno.analysis.verdict import verdict
 
-BUSY, QUIET = ({"others_busy": {"model": busy}, "others_bearable": 0.2} for busy in (1.5, 0.1))
+BUSY, QUIET = ({"others_busy": {"model": busy}, "contention_threshold": 0.2} for busy in (1.5, 0.1))
 
 
 def run(path: Path, *facts: dict[str, object]) -> Results:
@@ -64,7 +64,7 @@ def test_in_turns_a_winner_is_named_beside_whatever_disturbs_all_alike(tmp_path:
     assert contention is not None and (contention.disturbed, contention.alone) == (9, 0)
     lines = said(results)
     assert "fastest is way2" in lines[0]
-    assert "other programs disturbed 9 of 9 jobs, which engines bear differently" in lines[1]
+    assert "other programs disturbed 9 of 9 jobs, which slow engines down by different amounts" in lines[1]
     assert any("who is faster was measured in turns, and is so beside such a load" in line for line in lines)
 
 

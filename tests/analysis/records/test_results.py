@@ -147,14 +147,14 @@ def test_without_pytorch_the_first_trial_that_ran_is_the_reference(tmp_path: Pat
 
 
 def test_an_unknown_reference_lists_what_there_is(demo: Results) -> None:
-    with pytest.raises(UserError, match="'tensorflow'; there are compile/fp32"):
+    with pytest.raises(UserError, match="'tensorflow'; available: compile/fp32"):
         references(demo, "tensorflow")
 
 
 def test_other_weights_or_inputs_are_incomparable(tmp_path: Path) -> None:
     ways = [Way("pytorch"), Way("a", facts={"weights_sha256": "e" * 64}), Way("b", facts={"inputs_sha256": "e" * 64})]
     trials = load(synthetic.write_run(tmp_path / "r", ways, samples=5, count=5)).trials
-    assert [incomparable(t, trials[0]) for t in trials] == ["", "other weights", "other inputs"]
+    assert [incomparable(t, trials[0]) for t in trials] == ["", "different weights", "different inputs"]
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])

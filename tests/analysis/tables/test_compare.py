@@ -245,7 +245,7 @@ def test_conditions_not_asked_for_fail_nothing(judge: Judge) -> None:
 
 @pytest.mark.parametrize(
     ("facts", "words"),
-    [({"weights_sha256": "e" * 64}, "other weights"), ({"inputs_sha256": "e" * 64}, "other inputs")],
+    [({"weights_sha256": "e" * 64}, "different weights"), ({"inputs_sha256": "e" * 64}, "different inputs")],
 )
 def test_other_weights_and_inputs_are_refused(judge: Judge, facts: dict[str, str], words: str) -> None:
     table = judge(*changed(facts=facts, seconds=0.1))
@@ -270,15 +270,15 @@ def edit_jobs(run: Path, edit: Callable[[dict[str, Any]], None]) -> None:
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
-        (lambda t: t["data"].update(sha256="e" * 64), "other data"),
-        (lambda t: t["data"].update(split="train"), "other data"),
-        (lambda t: t["model"].update(weights_sha256="e" * 64), "other weights"),
+        (lambda t: t["data"].update(sha256="e" * 64), "different data"),
+        (lambda t: t["data"].update(split="train"), "different data"),
+        (lambda t: t["model"].update(weights_sha256="e" * 64), "different weights"),
     ],
 )
 def test_what_is_asked_for_is_refused_where_it_differs(tmp_path: Path, edit: Any, words: str) -> None:
     a, b = write(tmp_path / "a"), write(tmp_path / "b")
     edit_jobs(b, edit)
-    if words == "other weights":  # nothing ran, so there are no facts to tell
+    if words == "different weights":  # nothing ran, so there are no facts to tell
         for path in b.glob("trials/*/r*/record.json"):
             record = json.loads(path.read_text())
             write_json(path, {**record, "status": "failed", "facts": {}})
@@ -293,7 +293,7 @@ def test_another_boundary_is_refused(tmp_path: Path) -> None:
             record = json.loads(path.read_text())
             kept = [m for m in record["measurements"] if m["tag"] != "latency" or m["boundary"] == boundary]
             write_json(path, {**record, "measurements": kept})
-    with pytest.raises(UserError, match="other boundary, latency of model against all"):
+    with pytest.raises(UserError, match="different boundaries, latency of model against all"):
         dyno.compare(a, b)
 
 

@@ -116,7 +116,7 @@ def test_one_round_gives_a_ratio_without_a_verdict(tmp_path: Path) -> None:
 
 def test_other_weights_are_refused_with_a_sentence(tmp_path: Path) -> None:
     r = one(run(tmp_path, Way("pytorch"), Way("openvino", facts={"weights_sha256": "f" * 64})).frame, "openvino fp32")
-    assert r["verdict"] == "not comparable: other weights"
+    assert r["verdict"] == "not comparable: different weights"
     assert np.isnan(r["speedup"])
     assert np.isnan(r["top1_diff"])
 

@@ -143,7 +143,7 @@ def test_what_has_other_weights_is_no_winner(tmp_path: Path) -> None:
     other = Way("openvino", seconds=0.001, facts={"weights_sha256": "f" * 64})
     text = study(tmp_path, Way("pytorch"), Way("onnxruntime", seconds=0.005), other)
     assert "fastest is onnxruntime fp32" in text and "runner-up is openvino" not in text and "nan" not in text
-    assert "openvino fp32 not ranked, not comparable: other weights." in text
+    assert "openvino fp32 not ranked, not comparable: different weights." in text
 
 
 def test_eight_bits_are_held_against_sixteen_where_they_beat_fp32(tmp_path: Path) -> None:

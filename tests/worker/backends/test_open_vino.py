@@ -99,7 +99,7 @@ def test_fp32_is_float32_on_every_cpu(digits: Any, fp32: Artifact) -> None:
     facts = load(digits, fp32).facts()
     assert facts.layers_by_type == {"float32": 4}
     assert facts.precision_truth == PrecisionTruth(
-        asked="fp32",
+        requested="fp32",
         share={"float32": 1.0},
         ok=True,
         refuted=False,

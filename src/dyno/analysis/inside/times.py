@@ -14,7 +14,7 @@ from dyno.analysis.inside.launching import OnGpu
 from dyno.analysis.inside.tables import MODEL, names_cell, shape
 from dyno.analysis.presentation.table import COUNT, PERCENT, TEXT, Column, Row, Table, TableKind
 from dyno.analysis.stats import Interval, median_interval
-from dyno.worker.facts.inside import MODULES, Inside, Layer, Port
+from dyno.worker.facts.inside import MODULES, NODES, Inside, Layer, Port
 
 ORDERS = ("time", "graph")
 PROFILE = TableKind("profile", "Time by layer", "How long each layer takes, by the modules that it came from.",
@@ -112,33 +112,42 @@ def _row(form: Inside, layer: Layer, names: list[str], seconds: np.ndarray) -> R
 def modules_of(forms: Sequence[Inside], k: int, graph: int | None, owner: int | None) -> list[list[str]]:
     """The modules that each layer of the form came from, in the order of their calls; where none is known the nodes of
     the graph, and none for a conversion that the engine put in."""
+    return [modules or nodes for modules, nodes in origins(forms, k, graph, owner)]
+
+
+def origins(forms: Sequence[Inside], k: int, graph: int | None, owner: int | None) -> list[tuple[list[str], list[str]]]:
+    """The modules that each layer of the form came from, in the order of their calls, and the nodes of the graph; both
+    are empty for a conversion that the engine put in."""
     form = forms[k]
-    if form.form == MODULES or graph is None:
-        return [[layer.name or MODEL] if form.form == MODULES else [*layer.nodes] for layer in form.layers]
-    nodes = _turned(align.link(forms, graph, k))
-    calls = _turned(align.link(forms, owner, graph)) if owner is not None else {}
+    if form.form == MODULES:
+        return [([layer.name or MODEL], []) for layer in form.layers]
+    if form.form != NODES and graph is None:
+        return [([], [*layer.nodes]) for layer in form.layers]
+    pivot = k if form.form == NODES or graph is None else graph
+    nodes = {i: [i] for i in range(len(form.layers))} if pivot == k else turned(align.link(forms, pivot, k))
+    calls = turned(align.link(forms, owner, pivot)) if owner is not None else {}
 
     def named(node: int) -> list[str]:
         if owner is not None and node in calls:
             return [forms[owner].layers[call].name or MODEL for call in calls[node]]
-        return [name or MODEL for name in forms[graph].layers[node].modules]
+        return [name or MODEL for name in forms[pivot].layers[node].modules]
 
     found = []
     for i, layer in enumerate(form.layers):
         own = nodes.get(i, ()) if not layer.moves else ()
         modules = dict.fromkeys(name for node in own for name in named(node))
-        found.append([*modules] or [forms[graph].layers[node].name for node in own])
+        found.append(([*modules], [forms[pivot].layers[node].name for node in own]))
     return found
 
 
-def _turned(each: align.Link) -> dict[int, list[int]]:
+def turned(each: align.Link) -> dict[int, list[int]]:
     """The upper form's counterparts of each layer of the lower one; of a module around others only where it's sure."""
-    turned: dict[int, list[int]] = {}
+    by_lower: dict[int, list[int]] = {}
     for upper, own in sorted(each.pairs.items()):
         for lower in own:
             if upper not in each.outer or (upper, lower) in each.sure:
-                turned.setdefault(lower, []).append(upper)
-    return turned
+                by_lower.setdefault(lower, []).append(upper)
+    return by_lower
 
 
 def reconciliation(forms: Sequence[Inside], times: Mapping[int, Times]) -> Table:

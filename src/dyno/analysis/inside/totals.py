@@ -18,7 +18,7 @@ NORMS = ("BatchNorm", "BatchNormalization")
 
 
 def activation_bytes(layer: Layer) -> int | None:
-    """Bytes of the layer's outputs; None where a shape or type isn't known, or the run decides it."""
+    """Bytes of the layer's outputs; None where a shape or type is unknown, or known only at run time."""
     if not layer.outputs or any(not p.dtype or any(n < 0 for n in p.shape) for p in layer.outputs):
         return None
     return sum(math.prod(port.shape) * BYTES.get(port.dtype, 1) for port in layer.outputs)
@@ -32,9 +32,9 @@ def is_norm(layer: Layer) -> bool:
 def sentences(
     forms: Sequence[Inside], shown: Sequence[int], regions: Sequence[Region], graph_of: Mapping[int, int] | None = None
 ) -> list[str]:
-    """Why each form shown has another number of parameters than the one before it.
+    """Why the number of parameters of each form shown differs from that of the one before it.
 
-    `graph_of` has the graph that an engine was made from, in which batch norms are folded and nothing is filled up.
+    `graph_of` has the ONNX graph of each engine, in which batch norms are folded and weights are not padded.
     """
     counted = [k for k in shown if forms[k].parameters]
     lines = []
@@ -50,23 +50,23 @@ def sentences(
 
 
 def _reasons(forms: Sequence[Inside], first: int, other: int, regions: Sequence[Region], graph: int) -> Iterator[str]:
-    """Folded batch norms, weights filled up or stored once for several layers, and the rest by its largest part."""
+    """Folded batch norms, padded weights, weights shared by several layers, and the rest by its largest part."""
     left = forms[first].parameters - forms[other].parameters
-    lost = {id(r): _sum(forms, r, first) - _sum(forms, r, other) for r in regions}
+    differences = {id(r): _sum(forms, r, first) - _sum(forms, r, other) for r in regions}
     folded = [r for r in regions if r.members[graph] and _folds(forms, first, graph, r)]
     if folded:
         norms = [n for r in folded for n in _layers(forms, r, first) if is_norm(n)]
         before, change = sum(n.parameters for n in norms), 0
         for r in folded:
             apart = _sum(forms, r, first) - _sum(forms, r, graph)
-            change, lost[id(r)] = change + apart, lost[id(r)] - apart
+            change, differences[id(r)] = change + apart, differences[id(r)] - apart
         yield (
             f"{counting(len(norms), 'batch norm')} folded into the layers before them, whose {before:,} parameters "
             f"became {before - change:,} biases"
         )
         left -= change
-    padded = [r for r in regions if lost[id(r)] and _blocked(forms, r, first, other)]
-    if filled := sum(lost.pop(id(r)) for r in padded):
+    padded = [r for r in regions if differences[id(r)] and _blocked(forms, r, first, other)]
+    if filled := sum(differences.pop(id(r)) for r in padded):
         yield f"{abs(filled):,} zeros fill up blocks of channels in its layout{'' if filled < 0 else ' no longer'}"
         left -= filled
     if shared := _shared(forms[other]) - _shared(forms[first]):
@@ -76,19 +76,19 @@ def _reasons(forms: Sequence[Inside], first: int, other: int, regions: Sequence[
     if left:
         whole: dict[str, int] = Counter()  # what a module does itself may be spread over several regions
         for r in regions:
-            whole[_name(forms, r, first, other)] += lost.get(id(r), 0)
+            whole[_name(forms, r, first, other)] += differences.get(id(r), 0)
         name = max(whole, key=lambda each: abs(whole[each]), default="")
         where = f", most of them in {name}" if name and whole[name] else ""
         yield f"{abs(left):,} {'fewer' if left > 0 else 'more'} elsewhere{where}"
 
 
 def _folds(forms: Sequence[Inside], first: int, other: int, region: Region) -> bool:
-    """Whether a batch norm of the first form is no layer of its own in the other."""
+    """Whether the region has a batch norm in the first form and none in the other, which folded it."""
     return any(map(is_norm, _layers(forms, region, first))) and not any(map(is_norm, _layers(forms, region, other)))
 
 
 def _blocked(forms: Sequence[Inside], region: Region, first: int, other: int) -> bool:
-    """Whether one of the forms has the region's tensors in blocks of channels, which weights are filled up to."""
+    """Whether one of the forms stores the region's tensors in blocks of channels, to which weights are padded."""
     every = (*_layers(forms, region, first), *_layers(forms, region, other))
     return any(port.format == BLOCKED for layer in every for port in layer.outputs)
 

@@ -91,9 +91,9 @@ def kind_of(trial: TrialResult) -> str:
 
 def of(trial: TrialResult) -> MeanAP | None:
     """mAP of the trial; None for a classifier, without detections, or without the ground truth in the run folder."""
-    if "mean_ap" not in trial.derived:
-        trial.derived["mean_ap"] = _mean_ap(trial)
-    return cast("MeanAP | None", trial.derived["mean_ap"])
+    if "mean_ap" not in trial.computed:
+        trial.computed["mean_ap"] = _mean_ap(trial)
+    return cast("MeanAP | None", trial.computed["mean_ap"])
 
 
 def _mean_ap(trial: TrialResult) -> MeanAP | None:

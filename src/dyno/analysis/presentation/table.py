@@ -25,7 +25,7 @@ Row = dict[str, Any]
 
 
 def missing(value: Any) -> bool:
-    """Whether a value is none: None, NaN or pandas' NA."""
+    """Whether a value is missing: None, NaN or pandas' NA."""
     # pandas' NA compares as NA, so its type is checked; NaN is the only value that doesn't equal itself.
     return value is None or type(value).__name__ == "NAType" or (isinstance(value, float) and math.isnan(value))
 
@@ -49,8 +49,8 @@ class Column:
     """One column: its `name` in CSV and JSON, a `heading` for people, one of KINDS, the unit, and what it means.
 
     An `identity` is a part of a row's name, printed where rows differ in it. An `interval` is printed behind the value,
-    from the row's NAME_low and NAME_high. On a narrow terminal the columns of the highest `rank` go first; those of
-    rank 0 stay. `cell` makes the printed text from the whole row instead.
+    from the row's NAME_low and NAME_high. A narrow terminal omits the columns with the highest `rank` first, and never
+    those of rank 0. `cell` formats the printed text from the whole row instead.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Column:
         return self.kind != TEXT
 
     def text(self, row: Row) -> str:
-        """The cell of a row, "" where there is no value."""
+        """The printed cell of a row, "" for a missing value."""
         if self.cell is not None:
             return self.cell(row)
         value: Any = row.get(self.name)
@@ -108,9 +108,9 @@ class Part:
 class Table:
     """A table with its content.
 
-    CSV and JSON hold every column; for people there are those named in `printed` (none: all), a part for each of the
-    values of the columns in `group`. `below` makes the notes of a part; `notes` stand under the last one. A row may
-    hold values that are no column's, for cells to read.
+    CSV and JSON hold every column. Printed are those named in `printed` (empty: all), in one part for each combination
+    of values in the `group` columns. `below` makes the notes of a part; `notes` follow the last one. A row may hold
+    further values, which cells read.
     """
 
     name: str
@@ -140,7 +140,7 @@ class Table:
             yield Part(_title(keys, values), columns, rows, own)
 
     def _shown(self, keys: list[str], by_name: Mapping[str, Column]) -> list[Column]:
-        """The columns for people: those that were not grouped by, of names those in which rows differ."""
+        """The printed columns: without those grouped by, and without identities in which all rows agree."""
         chosen = [by_name[name] for name in self.printed or by_name if name not in keys]
         left = [c for c in chosen if not c.identity or len({str(r.get(c.name)) for r in self.rows}) > 1]
         return left if any(c.identity or c.kind == TEXT for c in left) else chosen
@@ -167,11 +167,11 @@ def _no_column(name: str, columns: list[str]) -> str:
 
 @dataclass(frozen=True)
 class TableKind:
-    """A table that there can be, declared at the top of a module of `analysis/tables` or by an entry point of the group
+    """A kind of table, declared at the top of a module of `analysis/tables` or by an entry point of the group
     `dyno.tables`: its name in `dyno show --table`, a title, and a sentence on what it holds.
 
-    `make` fills it from a run, or gives None where the run has nothing for it, which `nothing` says; a table that is no
-    run's has none, and is what `command` prints. The report shows it in its `section`, in the order of `place`.
+    `make` fills it from a run, or returns None where the run has no data for it, which `nothing` says. A table that is
+    not of a run has no `make`; `command` prints it. The report shows it in its `section`, in the order of `place`.
     """
 
     name: str
@@ -188,7 +188,7 @@ class TableKind:
         return Table(self.name, self.title, self.description, tuple(columns), list(rows), **more)
 
     def table(self, run: RunData) -> Table:
-        """The run's table, which may be empty; UserError for a table that is no run's."""
+        """The run's table, which may be empty; UserError for a table that is not of a run."""
         if self.make is None:
             raise UserError(f"the table {self.name} is not of a run; `{self.command}` prints it")
         return self.make(run) or self.of((), ())

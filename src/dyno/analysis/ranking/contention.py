@@ -43,7 +43,7 @@ class Contention:
 def cpu_contention(results: Iterable[TrialResult]) -> Contention | None:
     """The contention that the records show; None where no job was disturbed."""
     timed = [r for t in results for r in t.good]
-    busy = [(max(r.facts.others_busy.values(), default=0.0), r.facts.others_bearable, r.turns) for r in timed]
+    busy = [(max(r.facts.others_busy.values(), default=0.0), r.facts.contention_threshold, r.turns) for r in timed]
     over = [(processors, turns) for processors, most, turns in busy if most is not None and processors > most]
     if not over:
         return None

@@ -14,15 +14,15 @@ from dyno.worker.spec import PRECISIONS, Trial, UserError
 
 T = TypeVar("T", Trial, TrialResult)
 SHORTEST_ID = 4  # characters of an id that name a trial
-RANDOM = "outputs are random"
+RANDOM, OTHER_WEIGHTS, OTHER_INPUTS = "outputs are random", "different weights", "different inputs"
 INCOMPARABLE = "not comparable"  # the beginning of the verdict of a row that can't be compared with its reference
 
 
 def references(results: Results, requested: str | None = None) -> dict[str, TrialResult]:
     """The trial that each trial is compared to, by trial id: same model, size, batch and device.
 
-    `requested` is as `matcher` reads it, and counts in every group; by default it is the group's `first`. A group in
-    which nothing that ran fits has no reference. UserError where that is so of all.
+    `requested` (see `matcher`) applies to every group; the default is the group's `first`. A group in which no
+    successful trial fits has no reference. UserError where no group has one.
     """
     groups: dict[tuple[str, str, int, str, str], list[TrialResult]] = {}
     for t in results.trials:
@@ -32,7 +32,7 @@ def references(results: Results, requested: str | None = None) -> dict[str, Tria
     if requested and not any(chosen.values()):
         available = sorted({f"{t.backend}/{t.precision}" for t in results.trials if t.good})
         raise UserError(
-            f"no trial that ran fits the reference {requested!r}; there are {', '.join(available) or 'none'}"
+            f"no successful trial fits the reference {requested!r}; available: {', '.join(available) or 'none'}"
         )
     return {t.id: ref for t in results.trials if (ref := chosen[t.group]) is not None}
 
@@ -84,13 +84,13 @@ def accuracy_references(results: Results, chosen: dict[str, TrialResult]) -> dic
 
 
 def incomparable(a: TrialResult, b: TrialResult) -> str:
-    """Why two trials can't be compared (random outputs, or another sha256 of weights or inputs), or ""."""
+    """Why two trials can't be compared (random outputs, or weights or inputs with different sha256), or ""."""
     if a.facts.random_outputs or b.facts.random_outputs:
         return RANDOM
     files = a.form and b.form and a.form != b.form  # files have hashes of their own, whatever their weights
     weights = {t.facts.weights_sha256 for t in (a, b)} - {""}
     if len(weights) > 1 and not files:
-        return "other weights"
+        return OTHER_WEIGHTS
     if len({t.facts.inputs_sha256 for t in (a, b)} - {""}) > 1:
-        return "other inputs"
+        return OTHER_INPUTS
     return ""

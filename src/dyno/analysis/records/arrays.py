@@ -55,15 +55,15 @@ def _array(data: bytes) -> np.ndarray:
 def read_samples(folder: Path) -> tuple[dict[str, np.ndarray], str]:
     """A round's samples, and the array file that can't be read, "" where all can, or were taken away: samples.npz is
     read whole, of outputs.npz, which may be large, only what is in it."""
-    found: dict[str, dict[str, np.ndarray]] = {}
+    arrays: dict[str, dict[str, np.ndarray]] = {}
     for name, only in (("samples.npz", None), ("outputs.npz", ())):
         try:
-            found[name] = read_npz(folder / name, only)
+            arrays[name] = read_npz(folder / name, only)
         except FileNotFoundError:
             continue
         except (OSError, ValueError):
             return {}, name
-    return found.get("samples.npz", {}), ""
+    return arrays.get("samples.npz", {}), ""
 
 
 @lru_cache(maxsize=1024)

@@ -30,16 +30,16 @@ def block_ratios(
     a and b are the medians of a block's latencies at the boundary (images per second, where that is throughput).
     """
     tag = "throughput" if boundary == "throughput" else "latency"
-    theirs = {r.turns: r for r in (*b.rounds, *b.companions) if r.ok and r.turns}
-    pairs = [(r, theirs[r.turns]) for r in (*a.rounds, *a.companions) if r.ok and r.turns in theirs]
-    every = [
+    rounds_of_b = {r.turns: r for r in (*b.rounds, *b.companions) if r.ok and r.turns}
+    pairs = [(r, rounds_of_b[r.turns]) for r in (*a.rounds, *a.companions) if r.ok and r.turns in rounds_of_b]
+    sets = [
         (
             (x.build, y.build) if x.build or y.build else None,
             within(x.block_medians(tag, boundary, clock), y.block_medians(tag, boundary, clock)),
         )
         for x, y in pairs
     ]
-    return [(build, each) for build, each in every if each.size]
+    return [(builds, ratios) for builds, ratios in sets if ratios.size]
 
 
 def within(a: Mapping[int, float], b: Mapping[int, float]) -> np.ndarray:

@@ -54,21 +54,21 @@ def of(trial: TrialResult) -> BoxRows | None:
 
 def _tables(outputs: Mapping[str, np.ndarray], counts: Mapping[str, np.ndarray]) -> tuple[list[np.ndarray], np.ndarray]:
     """Each output as rows of one or more columns, and the rows of each image; nothing where they differ in those."""
-    tables, every = [], []
+    tables, row_counts = [], []
     fixed = not counts and any(a.ndim == 3 and a.shape[2] in (CORNERS, IN_ONE) for a in outputs.values())
     for name, array in outputs.items():
         if not fixed:  # where every image has one box, nothing tells rows from images
             tables.append(array.reshape(len(array), math.prod(array.shape[1:])))
-            every.append(counts.get(name, np.ones(len(array), np.int64)))
+            row_counts.append(counts.get(name, np.ones(len(array), np.int64)))
         elif array.ndim > 1 and array[:1].size > 1:
             images, rows = array.shape[:2]
             tables.append(array.reshape(images * rows, math.prod(array.shape[2:])))
-            every.append(np.full(images, rows))
+            row_counts.append(np.full(images, rows))
         elif array.dtype.kind not in "iu":  # else it says how many rows are boxes, which the scores say too
             return [], np.zeros(0, np.int64)
-    if not every or any(not np.array_equal(rows, every[0]) for rows in every):
+    if not row_counts or any(not np.array_equal(rows, row_counts[0]) for rows in row_counts):
         return [], np.zeros(0, np.int64)
-    return tables, every[0]
+    return tables, row_counts[0]
 
 
 def _columns(tables: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:

@@ -46,11 +46,11 @@ def forms(models: Mapping[tuple[str, str], Row]) -> dict[str, Form]:
         if row.get("signature"):
             sized.setdefault(name, {})[size] = row
     for name, rows in sized.items():
-        own = next((group for group in groups if _alike(sized[group[0]], rows)), None)
-        if own is None:
+        same_network = next((group for group in groups if _alike(sized[group[0]], rows)), None)
+        if same_network is None:
             groups.append([name])
         else:
-            own.append(name)
+            same_network.append(name)
     return {name: form for group in groups if len(group) > 1 for name, form in _forms(group, sized)}
 
 

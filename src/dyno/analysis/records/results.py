@@ -1,6 +1,6 @@
-"""Stored records, read back: a run folder becomes trials, each with its rounds and arrays loaded when asked for.
+"""Stored records, read back: a run folder becomes trials, each with its rounds and arrays loaded on first use.
 
-Records become dataclasses; of a job, which says what was asked for, only what a table needs is looked at, because
+Records become dataclasses; of a job, which holds what was requested, only what a table needs is read, because
 `dyno show` opens thousands of them.
 """
 
@@ -41,7 +41,8 @@ class TrialResult:
     """A trial and all of its rounds; `job` is the stored job.json.
 
     `confirmations` are rounds after the trial was selected by its `rounds`; no statistic mixes the two. `companions`
-    are processes that others measured in turns with, and count in nothing but comparisons with those (`blocks`).
+    are further processes of the trial that others measured in turns with; only comparisons with those (`blocks`) use
+    them.
     """
 
     id: str
@@ -49,9 +50,9 @@ class TrialResult:
     rounds: list[Round] = field(default_factory=list)
     confirmations: list[Round] = field(default_factory=list)
     companions: list[Round] = field(default_factory=list)
-    ran: Artifact | None = None  # the file that the job names
+    job_artifact: Artifact | None = None  # the file that the job names
     form: Form | None = None  # of a file that has another of the same network beside it
-    derived: dict[str, Any] = field(default_factory=dict)  # what was worked out of it once, by name
+    computed: dict[str, Any] = field(default_factory=dict)  # results that are computed once, by name
 
     @property
     def spec(self) -> dict[str, Any]:
@@ -101,8 +102,8 @@ class TrialResult:
     @property
     def options(self) -> dict[str, Any]:
         """The backend's options, and which file it is where several of one network are compared."""
-        own = self.spec.get("options") or {}
-        return {self.form.option: self.form.file, **own} if self.form else own
+        options = self.spec.get("options") or {}
+        return {self.form.option: self.form.file, **options} if self.form else options
 
     @property
     def side(self) -> str:
@@ -177,7 +178,7 @@ class TrialResult:
     @property
     def artifact(self) -> Artifact | None:
         """The file the trial ran, as stored in its job (or its records); None when it needs none."""
-        return self.ran or next((r.record.artifact for r in self.rounds if r.record.artifact), None)
+        return self.job_artifact or next((r.record.artifact for r in self.rounds if r.record.artifact), None)
 
     @property
     def builds(self) -> int:
@@ -200,7 +201,7 @@ class TrialResult:
 
     def outputs(self) -> dict[str, np.ndarray]:
         """Raw outputs of the first good round that has any."""
-        return next((found for r in self.good if (found := r.outputs())), {})
+        return next((outputs for r in self.good if (outputs := r.outputs())), {})
 
     def output_rows(self, names: Collection[str]) -> dict[str, np.ndarray]:
         """How many rows each batch or input has of those `outputs` whose first axis isn't the inputs."""
@@ -208,8 +209,8 @@ class TrialResult:
 
     def warnings(self) -> list[str]:
         """Warnings of all rounds and of the file's makers, each once, in order."""
-        every = [w for r in self.rounds for w in r.warnings] + [*self.made_by.warnings]
-        return list(dict.fromkeys([*every, *gpu_remarks.warnings(self)]))
+        stored = [w for r in self.rounds for w in r.warnings] + [*self.made_by.warnings]
+        return list(dict.fromkeys([*stored, *gpu_remarks.warnings(self)]))
 
     def notes(self) -> list[str]:
         """What explains the numbers: `reasons`, and what INT8 was calibrated on where that weren't real images."""
@@ -223,13 +224,13 @@ class TrialResult:
     @cached_property
     def gpu(self) -> timeline.Summary | None:
         """What the GPU did in the good rounds; None on a CPU, and where nothing was stored."""
-        known = [(r.trace, list(r.facts.timed.values())) for r in self.good if r.trace is not None]
-        return timeline.together([timeline.summary(trace, timed) for trace, timed in known])
+        traces = [(r.trace, list(r.facts.timed.values())) for r in self.good if r.trace is not None]
+        return timeline.together([timeline.summary(trace, timed) for trace, timed in traces])
 
     def value(self, tag: str, boundary: str = "") -> float | None:
         """Median of a single value over the good rounds, or None."""
-        found = [v for r in self.good if (v := r.value(tag, boundary)) is not None]
-        return statistics.median(found) if found else None
+        values = [v for r in self.good if (v := r.value(tag, boundary)) is not None]
+        return statistics.median(values) if values else None
 
     def confirmed(self, boundary: str, clock: str) -> list[float]:
         """Median latency in seconds of each confirmation that ended well."""
@@ -237,8 +238,8 @@ class TrialResult:
 
     def count(self, tag: str) -> int | None:
         """A count that may differ between builds: the median round's, the lower of two in the middle; or None."""
-        found = [v for r in self.good if (v := r.value(tag)) is not None]
-        return int(statistics.median_low(found)) if found else None
+        counts = [v for r in self.good if (v := r.value(tag)) is not None]
+        return int(statistics.median_low(counts)) if counts else None
 
     def samples(self, tag: str, boundary: str, clock: str = "") -> np.ndarray:
         """Samples of all good rounds together, float64, in SI units; latencies by the trial's own clock unless told."""
@@ -246,37 +247,37 @@ class TrialResult:
         return np.concatenate(parts) if parts else np.empty(0)
 
     def parts(self, tag: str, boundary: str, clock: str = "") -> list[np.ndarray]:
-        """The same round by round, without rounds that have none."""
+        """The samples of each good round that has any."""
         return [samples for _, samples in self.sampled(tag, boundary, clock)]
 
     def sampled(self, tag: str, boundary: str, clock: str = "") -> list[tuple[Round, np.ndarray]]:
-        """The same with their rounds."""
+        """Each good round that has such samples, with them."""
         clock = clock or (clock_of(boundary, self) if tag == "latency" else "")
         return [(r, s) for r in self.good if (s := r.samples(tag, boundary, clock)).size]
 
     def medians(self, boundary: str, clock: str = "", only: Collection[str] | None = None) -> list[float]:
-        """Median latency in seconds of each good round, or of those in these folders; of each build where rounds go
-        through several. What a comparison between processes is made from."""
+        """Median latency in seconds of each good round, or of those in the folders `only`; of each build where rounds
+        go through several. Comparisons between processes are made from these."""
         medians = self.round_medians(boundary, clock)
         names = medians if only is None else only
         return by_build((r, medians[r.folder.name]) for r in self.good if r.folder.name in names)
 
     def round_medians(self, boundary: str, clock: str = "") -> dict[str, float]:
-        """The same by the round's folder."""
+        """Median latency in seconds of each good round, by the name of its folder."""
         clock = clock or clock_of(boundary, self)
         return {r.folder.name: m for r in self.good if (m := r.median(boundary, clock)) is not None}
 
 
 def by_build(values: Iterable[tuple[Round, float]]) -> list[float]:
     """The rounds' values, or where rounds go through builds of the engine, each build's geometric mean."""
-    every = list(values)
-    if not any(r.build for r, _ in every):
-        return [value for _, value in every]
-    return [math.exp(log) for log in stats.over_units([(r.build, math.log(value)) for r, value in every])]
+    rounds = list(values)
+    if not any(r.build for r, _ in rounds):
+        return [value for _, value in rounds]
+    return [math.exp(log) for log in stats.over_units([(r.build, math.log(value)) for r, value in rounds])]
 
 
 def clock_of(boundary: str, *trials: TrialResult) -> str:
-    """The clock by which these trials' latencies are told and compared with each other: GPU where every round has it,
+    """The clock by which these trials' latencies are shown and compared with each other: GPU where every round has it,
     else HOST, so that a time with the launch in it never meets one without."""
     timed = [r for t in trials for r in t.good if r.measurement("latency", boundary)]
     return GPU if timed and all(r.measurement("latency", boundary, GPU) for r in timed) else HOST
@@ -317,10 +318,10 @@ class Results:
 
     def trial(self, id: str) -> TrialResult:
         """The trial with that id, or with an id that begins so."""
-        found = [t for t in self.trials if t.id.startswith(id)]
-        if len(found) != 1:
-            raise UserError(f"{len(found) or 'no'} trials in {self.folder} have an id that begins with {id!r}")
-        return found[0]
+        matches = [t for t in self.trials if t.id.startswith(id)]
+        if len(matches) != 1:
+            raise UserError(f"{len(matches) or 'no'} trials in {self.folder} have an id that begins with {id!r}")
+        return matches[0]
 
 
 def load(run: Path) -> Results:
@@ -342,10 +343,10 @@ def load(run: Path) -> Results:
         raise UserError(f"{run} has no trials yet; run the study first")
     study = run / "study.toml"
     models = _models(read_table(run / "models.json", problems, MODELS) or {})
-    known = forms(models)
-    two = sides({t.side: t.given for t in trials if t.side})
+    file_forms = forms(models)
+    side_forms = sides({t.side: t.given for t in trials if t.side})
     for t in trials:
-        t.form = two.get(t.side) or known.get(t.given)
+        t.form = side_forms.get(t.side) or file_forms.get(t.given)
     return Results(
         folder=run,
         trials=sorted(trials, key=_order),
@@ -365,18 +366,18 @@ def _models(stored: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
 
 def _trial(folder: Path, problems: list[str]) -> TrialResult | None:
     job: dict[str, Any] | None = None
-    ran: Artifact | None = None
-    found: dict[str, list[Round]] = {"r": [], "c": [], "t": []}
+    artifact: Artifact | None = None
+    rounds: dict[str, list[Round]] = {"r": [], "c": [], "t": []}  # by their kind, the first letter of their folders
     for path in sorted(folder.glob("[rct][0-9]*"), key=lambda p: (p.name[0] != "r", len(p.name), p.name)):
         if job is None:
-            job, ran = read_job(path / "job.json", problems)
+            job, artifact = read_job(path / "job.json", problems)
         record = read_round(path, problems)
         if record and record.status in STATUSES:
             record, samples = measured(path, record)
-            found[path.name[0]].append(Round(path, record.round, record, _device(job), samples))
+            rounds[path.name[0]].append(Round(path, record.round, record, _device(job), samples))
         elif record:
             problems.append(f"{path / 'record.json'} has an unknown status; it is left out")
-    return TrialResult(folder.name, job, found["r"], found["c"], found["t"], ran) if job else None
+    return TrialResult(folder.name, job, rounds["r"], rounds["c"], rounds["t"], artifact) if job else None
 
 
 def _device(job: dict[str, Any] | None) -> str:

@@ -20,14 +20,14 @@ HOST, GPU = "host", "gpu"
 
 @dataclass
 class Round:
-    """One process that ran a trial: its record, and the arrays beside it, which are read on first use; so are its
-    samples where they weren't read with the record."""
+    """One process that ran a trial: its record, and the arrays beside it, which are read on first use; `loaded` are
+    samples that were read with the record."""
 
     folder: Path
     number: int
     record: Record
     device: str = "cpu"
-    read: dict[str, np.ndarray] | None = field(default=None, repr=False, compare=False)
+    loaded: dict[str, np.ndarray] | None = field(default=None, repr=False, compare=False)
     _medians: dict[tuple[str, str], float | None] = field(default_factory=dict)
 
     @property
@@ -59,13 +59,15 @@ class Round:
 
     def value(self, tag: str, boundary: str = "") -> float | None:
         """The single value measured under this tag and boundary (SI), or None."""
-        found = self.measurement(tag, boundary)
-        return None if found is None or found.value is None else float(found.value)
+        measured = self.measurement(tag, boundary)
+        return None if measured is None or measured.value is None else float(measured.value)
 
     def raw_samples(self, tag: str, boundary: str, clock: str = "") -> np.ndarray:
         """All samples as they were taken (seconds for a latency, images/s for throughput), float64; empty without."""
-        found = self.measurement(tag, boundary, clock)
-        return self._samples.get(found.samples, np.empty(0)) if found is not None and found.samples else np.empty(0)
+        measured = self.measurement(tag, boundary, clock)
+        if measured is None or not measured.samples:
+            return np.empty(0)
+        return self._samples.get(measured.samples, np.empty(0))
 
     def samples(self, tag: str, boundary: str, clock: str = "") -> np.ndarray:
         """The samples that count: `raw_samples`, latencies less those taken while the GPU was throttled, if enough are
@@ -132,12 +134,12 @@ class Round:
     def _blocks(self, tag: str, boundary: str, count: int) -> np.ndarray | None:
         """The block of each of that many samples, None where they are in none."""
         measured = self.measurement(tag, boundary, HOST)
-        found = self._samples.get(f"{measured.samples}_block") if measured is not None else None
-        return found if found is not None and count and len(found) == count else None
+        numbers = self._samples.get(f"{measured.samples}_block") if measured is not None else None
+        return numbers if numbers is not None and count and len(numbers) == count else None
 
     @cached_property
     def _samples(self) -> dict[str, np.ndarray]:
-        return self.arrays("samples.npz") if self.read is None else self.read
+        return self.arrays("samples.npz") if self.loaded is None else self.loaded
 
     def arrays(self, file: str, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
         """Arrays of one of the round's npz files (only `names`, or all); empty when the file is missing or damaged."""

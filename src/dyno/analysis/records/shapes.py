@@ -27,12 +27,12 @@ def wrong(data: Any, shape: Any, where: str = "") -> str:
         if not isinstance(data, dict):
             return where or "it"
         for key, item in data.items():
-            of = shape.get(key, shape.get(""))
-            if of is not None and (found := wrong(item, of, key)):
-                return found
+            expected = shape.get(key, shape.get(""))
+            if expected is not None and (place := wrong(item, expected, key)):
+                return place
         return ""
     if isinstance(shape, list):
         if not isinstance(data, list) or None in data:
             return where or "it"
-        return next((found for item in data if (found := wrong(item, shape[0], where))), "")
+        return next((place for item in data if (place := wrong(item, shape[0], where))), "")
     return "" if isinstance(data, shape) else where or "it"

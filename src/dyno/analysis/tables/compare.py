@@ -22,7 +22,7 @@ from dyno.analysis.metrics.metric import Metric, in_percent
 from dyno.analysis.presentation.table import COUNT, FINE, PERCENT, POINTS, TEXT, Column, Row, Table, TableKind, missing
 from dyno.analysis.ranking.contention import cpu_contention
 from dyno.analysis.ranking.correctness import WRONG
-from dyno.analysis.ranking.references import INCOMPARABLE, incomparable
+from dyno.analysis.ranking.references import INCOMPARABLE, OTHER_WEIGHTS, incomparable
 from dyno.analysis.records.results import Results, TrialResult, clock_of
 from dyno.analysis.records.rounds import LATENCIES
 from dyno.analysis.tables import trial_table
@@ -68,7 +68,7 @@ COLUMNS = (
     Column("p_value", "of no difference, adjusted for all pairs"),
     Column("measured", "in turns, or one after the other", kind=TEXT),
     Column("smallest", "smallest slow-down that would fail with 80 % power", "%", PERCENT, "catches from, %"),
-    Column("undecided", "why the gate doesn't decide whether B is slower than allowed", kind=TEXT),
+    Column("undecided", "why the gate can't decide whether B is slower than allowed", kind=TEXT),
     Column("rounds_a", "of A that succeeded", kind=COUNT),
     Column("rounds_b", "of B that succeeded", kind=COUNT),
     Column("images", "that both answered", kind=COUNT),
@@ -116,13 +116,13 @@ def compare(a: Results, b: Results, rules: Rules | None = None) -> Table:
 
 
 def of_sides(run: Results, rules: Rules | None = None) -> Table:
-    """The two sides of a comparison that was measured as one study, as `compare` has it of two runs.
+    """The table of `compare` for the two sides of a comparison that was measured as one study.
 
-    Outputs are held against the other side's. UserError for the run folder of another study.
+    Outputs are compared with the other side's. UserError for a run folder without a comparison.
     """
     a, b = (replace(run, trials=[t for t in run if t.side == side]) for side in "ab")
     if not pairs(a, b):
-        raise UserError(f"{run.folder} is not of a comparison; give two run folders, or a run and a model")
+        raise UserError(f"{run.folder} holds no comparison; give two run folders, or a run and a model")
     rules, checked = rules or Rules(), _checked(run)
     return _table(a, b, rules, ({}, {} if rules.any_outputs else checked))
 
@@ -149,7 +149,7 @@ def other_machine(a: Results, b: Results) -> str:
 
 
 def _gated(row: dict[str, Any], a: TrialResult, b: TrialResult, rules: Rules, elsewhere: str) -> dict[str, Any]:
-    """The row with a gate's decision: why it is undecided, if it is."""
+    """The row with the gate's decision: where that is undecided, the reason."""
     high = row["ratio_high"]
     if not rules.gate or STATUS in row["failed"]:
         return row
@@ -173,7 +173,7 @@ def _gated(row: dict[str, Any], a: TrialResult, b: TrialResult, rules: Rules, el
 
 
 def _checked(run: Results) -> Checked:
-    """What each trial's outputs are, compared with its own run's reference: AGREE, the verdict of wrong ones, or ""."""
+    """How each trial's outputs compare with its run's reference: AGREE, the verdict of wrong outputs, or ""."""
     try:
         rows = trial_table.read(run).frame.to_dict("records")
     except UserError:  # the study's reference failed: nothing was checked, and that trial's row has the reason
@@ -227,7 +227,7 @@ def row(
 ) -> dict[str, Any]:
     """One trial of B compared with the same of A, as a dict of COLUMNS; what doesn't apply is "", None or NaN.
 
-    `checked` says of A's outputs and of B's what `_checked` does, `speed` is what `_speeds` has of the pair.
+    `checked` has the entries of `_checked` for A and for B, `speed` the columns that `_speeds` has for the pair.
     """
     own = trial_table.row(b, trial_table.Comparison(None))
     columns: dict[str, Any] = {c.name: "" if c.kind == TEXT else None for c in COLUMNS} | {
@@ -245,22 +245,22 @@ def row(
 
 
 def refusal(a: TrialResult, b: TrialResult) -> str:
-    """Why two trials must not be compared with each other (other weights, data, inputs, boundary), or ""."""
+    """Why two trials can't be compared (different weights, data, inputs or boundaries), or ""."""
     weights = [t.facts.weights_sha256 for t in (a, b)]
     if not (all(weights) or a.side) and _weights(a) != _weights(b):
-        return "other weights"
+        return OTHER_WEIGHTS
     data = [(d.get("sha256"), d.get("split") if d.get("sha256") else d.get("seed")) for d in _data(a, b)]
     if data[0] != data[1]:
         aside = [accuracy.set_aside(t) for t in (a, b)]
         if a.good and b.good and aside[0] != aside[1] and accuracy.same_photographs(a, b):
             fewest, most = sorted(aside)
-            return f"other test images, {most:,} set aside for calibration in one run and {fewest:,} in the other"
-        return "other data"
+            return f"different test images, {most:,} set aside for calibration in one run and {fewest:,} in the other"
+        return "different data"
     if reason := incomparable(b, a):
         return reason
     timed = [", ".join(x for x in LATENCIES if t.medians(x)) or "none" for t in (a, b)]
     if a.good and b.good and timed[0] != timed[1] and not trial_table.compared_boundary(b, a):
-        return f"other boundary, latency of {timed[0]} against {timed[1]}"
+        return f"different boundaries, latency of {timed[0]} against {timed[1]}"
     return ""
 
 

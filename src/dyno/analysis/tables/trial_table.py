@@ -17,7 +17,13 @@ from dyno.analysis.metrics.precision import truth
 from dyno.analysis.presentation.table import COUNT, TEXT, Row, Table, TableKind, missing
 from dyno.analysis.ranking import correctness
 from dyno.analysis.ranking.correctness import AGREE, WRONG, Correctness
-from dyno.analysis.ranking.references import INCOMPARABLE, accuracy_references, incomparable, references
+from dyno.analysis.ranking.references import (
+    INCOMPARABLE,
+    OTHER_WEIGHTS,
+    accuracy_references,
+    incomparable,
+    references,
+)
 from dyno.analysis.records import gpu_remarks
 from dyno.analysis.records.results import Results, TrialResult, by_build, clock_of, load
 from dyno.analysis.records.rounds import LATENCIES, Round
@@ -57,9 +63,9 @@ def read(
 
     Times are in ms where the name says so (a latency is per batch, over the good rounds as in `stats.over_rounds`),
     accuracies and their changes in percent and percentage points, sizes in MB (1e6 bytes). `reference` as in
-    `references.references`, `budget` as in `accuracy.budgets`, and `equivalent` percent is how far speeds may differ
-    and count as equivalent; without them the study's own apply. `latency_ms` with
-    its limits is the latency over processes that `speedup` compares, at the `boundary` and by the `clock` named.
+    `references.references`, `budget` as in `accuracy.budgets`; speeds that differ by up to `equivalent` percent count
+    as equivalent. The default of each is the study's own. `latency_ms` with its limits is the latency over processes
+    that `speedup` compares, at the `boundary` and by the `clock` named.
     UserError for an invalid reference or budget.
     """
     import pandas as pd
@@ -118,7 +124,7 @@ def row(t: TrialResult, against: Comparison, compare: bool = True) -> dict[str, 
 
 
 def _outputs(against: Comparison, row: Mapping[str, Any]) -> dict[str, Any]:
-    """Whether the outputs are right; where they aren't, the row has no speed-up.
+    """Whether the outputs are correct; a row with wrong outputs has no speed-up.
 
     An accuracy within its budget on labelled images outweighs changed classes.
     """
@@ -246,7 +252,7 @@ def _accuracy(t: TrialResult, against: Comparison) -> dict[str, Any]:
     for metric, value in scores:
         columns |= in_percent(metric.column, value.interval)
     reference = against.accuracy_reference or against.reference
-    if reference is None or incomparable(t, reference) == "other weights":
+    if reference is None or incomparable(t, reference) == OTHER_WEIGHTS:
         return columns
     changes = {m.name: (m, change) for m, _ in scores if (change := m.change(t, reference)) is not None}
     if not changes:

@@ -35,8 +35,8 @@ def reference_name(ranking: Ranking, reference: TrialResult) -> str:
 
 
 def gain(ranking: Ranking, run: RunData) -> Speedup | None:
-    """The winner's speed-up, as in its row; computed again where its reference is of another size than the table's.
-    None where the winner is the reference, or has none."""
+    """The winner's speed-up, as in its row; computed again where its reference has another size than the table's.
+    None where the winner is the reference, or has no reference."""
     winner = ranking.fastest.iloc[0]
     reference = ranking.reference(winner, run.trials)
     if reference is None or reference.id == winner["trial"]:
@@ -66,8 +66,8 @@ def _pair(winner: pd.Series, own: TrialResult, other: TrialResult, run: RunData)
 
 
 def real(ranking: Ranking, own: Speedup | None, over: Speedup | None, run: RunData, doubted: bool) -> str:
-    """Whether the winner is the fastest beyond noise, how that was measured, and what speaks against it (`doubted`: its
-    confirmation does)."""
+    """Whether the winner is the fastest beyond noise, how that was measured, and reasons for doubt (`doubted`: its
+    confirmation is one)."""
     pairs = [each for each in (own, over) if each is not None]
     if not pairs:
         return "nothing else is within the budget" if run.budget else "there is nothing to compare it with"
@@ -82,7 +82,7 @@ def real(ranking: Ranking, own: Speedup | None, over: Speedup | None, run: RunDa
 
 
 def real_rate(ranking: Ranking, over: Speedup, run: RunData, doubted: bool) -> str:
-    """The same of the most images per second, which the runner-up's rounds are held against."""
+    """As `real`, for the most images per second, which are compared with the runner-up's."""
     best, second = (ranking.most_images.iloc[i] for i in (0, 1))
     opening = _opening([over], None, counting(int(best["rounds"]), "round"))
     name = f"{ranking.configuration(second)} at batch {second['batch']}"
@@ -91,7 +91,7 @@ def real_rate(ranking: Ranking, over: Speedup, run: RunData, doubted: bool) -> s
 
 
 def _builds(trials: Sequence[TrialResult | None], pairs: Sequence[Speedup]) -> Iterator[str]:
-    """Whether it is true of one build of an engine or of its builds, where a builder makes another one each time."""
+    """Whether the result holds for one build of an engine or for several, where builds differ from each other."""
     counts = [count for t in trials if t is not None and (count := speedups.builds(t))]
     if 1 in counts:
         yield "of one build: another build may differ"
@@ -104,10 +104,10 @@ def _builds(trials: Sequence[TrialResult | None], pairs: Sequence[Speedup]) -> I
 def _doubts(run: RunData, doubted: bool) -> Iterator[str]:
     contention = cpu_contention(run.records)
     if contention is not None:
-        unequal = "" if contention.alone else ", which engines bear differently"
+        unequal = "" if contention.alone else ", which slow engines down by different amounts"
         yield f"other programs disturbed {contention.disturbed} of {contention.jobs} jobs{unequal}"
     if doubted:
-        yield "measured again, not all of it held"
+        yield "not all of it held when measured again"
 
 
 def _opening(pairs: list[Speedup], own: Speedup | None, how: str) -> str:
@@ -140,7 +140,7 @@ def _over(name: str, over: Speedup, run: RunData) -> str:
 
 
 def right(ranking: Ranking, winner: pd.Series, run: RunData) -> str:
-    """Whether the winner's outputs are those of its reference, its accuracy, and whether it ran in its precision."""
+    """Whether the winner's outputs agree with its reference's, its accuracy, and whether it ran in its precision."""
     parts = []
     if winner["reference"] == winner["trial"]:
         parts.append("it is what the others' outputs are compared with")
@@ -168,7 +168,7 @@ def _accuracy(ranking: Ranking, winner: pd.Series) -> str:
 
 
 def next_step(ranking: Ranking, own: Speedup | None, over: Speedup | None, run: RunData) -> str:
-    """What settles what is open, and the command that takes the winner home."""
+    """How to decide what is undecided, and the command that writes the winner's file."""
     winner, pairs = ranking.fastest.iloc[0], [each for each in (own, over) if each is not None]
     steps = []
     if any(each.verdict == stats.ONE_ROUND for each in pairs):
@@ -176,7 +176,7 @@ def next_step(ranking: Ranking, own: Speedup | None, over: Speedup | None, run: 
     elif more := [each.more or 0 for each in pairs if each.verdict == stats.UNDECIDED]:
         steps.append(_more_rounds(max(more), max(each.builds for each in pairs), run))
     elif own is not None and own.verdict == stats.EQUIVALENT:
-        steps.append("choose by something else than speed")
+        steps.append("choose by something other than speed")
     id = f" {winner['trial']}" if len(list(winners(run))) > 1 else ""
     steps.append(f"take it: dyno take {run.records.folder}{id}")
     return "; ".join([*steps, *filter(None, [_undecided_budget(ranking)])])
@@ -184,7 +184,7 @@ def next_step(ranking: Ranking, own: Speedup | None, over: Speedup | None, run: 
 
 def _more_rounds(more: int, builds: int, run: RunData) -> str:
     if more > MOST_ROUNDS:
-        return "too alike, or the machine too restless, for rounds to settle it"
+        return "the difference is too small, or the machine too restless, for more rounds to settle it"
     if builds:
         return f"measure with --builds {builds + more} and another --out"
     if run.rule.first:
@@ -193,7 +193,7 @@ def _more_rounds(more: int, builds: int, run: RunData) -> str:
 
 
 def _undecided_budget(ranking: Ranking) -> str:
-    """How many images may let a faster trial in; "" where no faster one is undecided."""
+    """How many images would decide whether a faster trial is within the budget; "" where none is undecided."""
     faster = frontier.ranked(frontier.usable(ranking.first))
     limit = ranking.fastest.iloc[0][LATENCY] if len(ranking.fastest) else float("inf")
     rows = [row for _, row in faster[faster[LATENCY] < limit].iterrows() if row["budget"] == UNDECIDED]
@@ -213,4 +213,4 @@ def more_images(row: pd.Series) -> str:
 
 def wider_budget(ranking: Ranking) -> str:
     """What to do where no trial is within the budget."""
-    return _undecided_budget(ranking) or "allow more loss, or calibrate and quantise another way"
+    return _undecided_budget(ranking) or "allow more loss, or calibrate and quantise differently"

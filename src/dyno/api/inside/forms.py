@@ -18,9 +18,9 @@ from dyno.sources import input_options
 from dyno.study import Choice, Study, parse_size
 from dyno.worker import registry, system
 from dyno.worker.extras import install
-from dyno.worker.facts.inside import Inside
+from dyno.worker.facts.inside import MODULES, Inside
 from dyno.worker.record import Record
-from dyno.worker.spec import PRECISIONS, Artifact, DataSpec, Dims, Job, Recipe, Trial, UserError, check_known
+from dyno.worker.spec import PRECISIONS, Artifact, DataSpec, Dims, Job, Recipe, Runtime, Trial, UserError, check_known
 
 ONNX, MODULE = "onnx", "pytorch"  # the forms that no engine is needed for
 TIMEOUT_S = 1800.0
@@ -28,14 +28,22 @@ TIMEOUT_S = 1800.0
 
 @dataclass(frozen=True)
 class Side:
-    """One form as the user asked for it: of which model, whose ("onnx": its graph), and in which precision."""
+    """One form that the user requested: of which model, whose ("onnx": its graph), and in which precision."""
 
     source: str
     choice: Choice
     precision: str
 
 
-def asked(study: Study, others: Sequence[Any]) -> list[Side]:
+@dataclass(frozen=True)
+class GraphFile:
+    """Where the file of an ONNX graph lies now, and what reads it."""
+
+    path: str
+    runtime: Runtime
+
+
+def sides(study: Study, others: Sequence[Any]) -> list[Side]:
     """The study's model as it is, then the others: forms of it, or other models as they are."""
     source = study.models[0]
     return [first(source), *(_named(str(o), source) or first(Study(models=(o,)).models[0]) for o in others)]
@@ -74,6 +82,7 @@ class Reading:
         self.forms: list[Inside] = []
         self.shown: list[int] = []
         self.graph_of: dict[int, int] = {}
+        self.graphs: dict[int, GraphFile] = {}
         self._graphs: dict[str, int] = {}  # by the file's hash
 
     def read(self, side: Side) -> None:
@@ -95,6 +104,12 @@ class Reading:
             self.built(study, side, trial)
         else:
             self.engine(study, side, trial)
+
+    def module_of(self, sides: Sequence[Side]) -> dict[int, int]:
+        """The index of each shown form's module, where that is shown too; `sides` are what was read, in order."""
+        sources = {k: side.source for k, side in zip(self.shown, sides, strict=True)}
+        modules = {source: k for k, source in sources.items() if self.forms[k].form == MODULES}
+        return {k: modules[source] for k, source in sources.items() if source in modules}
 
     def module(self, study: Study, side: Side, trial: Trial) -> None:
         """Read the module itself, which takes no look at its inputs before."""
@@ -126,7 +141,8 @@ class Reading:
         artifact = self._made(recipe, trial) if recipe else None
         if side.choice.name == ONNX:
             graph = self._launched(replace(trial, backend=""), artifact)
-            self._add(self._titled(graph, trial), artifact.sha256 if artifact else "")
+            shown = self._add(self._titled(graph, trial), artifact.sha256 if artifact else "")
+            self.graphs[shown] = GraphFile(artifact.path if artifact else trial.model.file, trial.runtime)
             return
         form = self._add(self._titled(self.ran(trial, artifact), trial), "")
         behind = self._behind(recipe, artifact)
@@ -173,6 +189,7 @@ class Reading:
             form = replace(form, library=f"{form.library} for {trial.backend}")
             self.forms.append(form)
             self._graphs[file.sha256] = len(self.forms) - 1
+            self.graphs[len(self.forms) - 1] = GraphFile(file.path, trial.runtime)
         return self._graphs[file.sha256]
 
     def _add(self, form: Inside, graph: str) -> int:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dyno.analysis.inside import tables
+from dyno.analysis.inside.times import Times
 from dyno.analysis.presentation.table import Table
-from dyno.api.inside import forms
+from dyno.api.inside import files, forms
+from dyno.api.inside.forms import GraphFile
 from dyno.jobs.progress import Progress
-from dyno.study import Study
+from dyno.study import Study, model_name
 from dyno.worker.facts.inside import Inside
 from dyno.worker.spec import UserError
 
@@ -22,11 +25,20 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Inspected:
     """Forms of a model: the indices of those that were asked for are in `shown`; the others are the ONNX graphs behind
-    engines, by which those are aligned, and `graph_of` has the index of each engine's."""
+    engines, by which those are aligned, and `graph_of` has the index of each engine's. `module_of` has that of the
+    module, where it is shown too, and `graphs` each graph's file."""
 
     forms: tuple[Inside, ...]
     shown: tuple[int, ...]
     graph_of: Mapping[int, int]
+    module_of: Mapping[int, int]
+    graphs: Mapping[int, GraphFile]
+    name: str = ""
+
+    @property
+    def times(self) -> Mapping[int, Times]:
+        """None: nothing is timed."""
+        return {}
 
     @cached_property
     def tables(self) -> list[Table]:
@@ -36,23 +48,41 @@ class Inspected:
         each = [tables.aligned(self.forms, self.shown, self.graph_of), tables.conversions(self.forms, self.shown)]
         return [table for table in each if table.rows]
 
+    def save(self, path: str | Path) -> list[Path]:
+        """Write a file for another tool, by its name's ending; see docs/layer-files.md. Returns what was written."""
+        return files.save(self, Path(path))
+
     def to_pandas(self) -> pd.DataFrame:
         """The first table's rows."""
         return self.tables[0].to_pandas()
 
 
-def inspect(model: Any, *others: Any, batch: int = 1, quiet: bool = True, **settings: Any) -> Inspected:
+def inspect(
+    model: Any,
+    *others: Any,
+    batch: int = 1,
+    save: Sequence[str | Path] = (),
+    quiet: bool = True,
+    **settings: Any,
+) -> Inspected:
     """The layers of a model, beside those of others or of its own other forms.
 
     `model` is whatever a study takes: of a module its parts' calls are listed, of an ONNX file its nodes, of an engine
     its layers. Each of `others` is the same again, or a form of the first: `onnx`, or a backend as in a study with a
-    precision behind a slash, `openvino` or `onnxruntime@optimization=basic/int8`. `settings` are fields of
-    `dyno.Study`. Raises `UserError` where something can't be read.
+    precision behind a slash, `openvino` or `onnxruntime@optimization=basic/int8`. `save` names files to write, whose
+    names are checked first (see `Inspected.save`). `settings` are fields of `dyno.Study`. Raises `UserError` where
+    something can't be read.
     """
     if batch < 1:
         raise UserError(f"batch is {batch}; it must be at least 1")
     study = Study(models=(model,), **settings)
     reading = forms.Reading(study, batch, Progress(quiet=quiet))
-    for side in forms.asked(study, others):
+    sides = forms.sides(study, others)
+    paths = [Path(path) for path in save]
+    files.check(paths, sides, timed=False)
+    for side in sides:
         reading.read(side)
-    return Inspected(tuple(reading.forms), tuple(reading.shown), reading.graph_of)
+    found = Inspected(tuple(reading.forms), tuple(reading.shown), reading.graph_of, reading.module_of(sides),
+                      reading.graphs, model_name(study.models[0]))  # fmt: skip
+    files.save_all(found, paths, quiet)
+    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,11 +14,12 @@ from dyno.analysis.inside import launching, times
 from dyno.analysis.inside.times import ORDERS, Times
 from dyno.analysis.presentation.table import Table
 from dyno.analysis.records.arrays import read_npz
-from dyno.api.inside import forms
+from dyno.api.inside import files, forms
+from dyno.api.inside.forms import GraphFile
 from dyno.jobs.progress import Progress
-from dyno.study import Choice, Study
+from dyno.study import Choice, Study, model_name
 from dyno.worker import registry
-from dyno.worker.facts.inside import MODULES, Inside
+from dyno.worker.facts.inside import Inside
 from dyno.worker.record import Record
 from dyno.worker.spec import Artifact, Job, Plan, Trial, UserError, check_known
 
@@ -33,8 +34,8 @@ class Profiled:
     """Forms of a model with the times of their layers, which `times` has by the index of the form.
 
     `records` are those of the jobs, in the order of `times`; none has a latency. The other forms are the ONNX graphs
-    behind engines, by which layers get their names: `graph_of` has the index of each engine's, and `module_of` that of
-    its module, where that was profiled too.
+    behind engines, by which layers get their names: `graph_of` has the index of each engine's, `module_of` that of its
+    module, where that was profiled too, and `graphs` each graph's file.
     """
 
     forms: tuple[Inside, ...]
@@ -42,6 +43,8 @@ class Profiled:
     module_of: Mapping[int, int]
     times: Mapping[int, Times]
     records: tuple[Record, ...]
+    graphs: Mapping[int, GraphFile] = field(default_factory=dict)
+    name: str = ""
     order: str = ORDERS[0]
     top: int = TOP
 
@@ -52,6 +55,20 @@ class Profiled:
             times.profile(self.forms, self.graph_of, self.module_of, self.times, self.order, self.top),
             times.reconciliation(self.forms, self.times),
         ]
+
+    @property
+    def shown(self) -> tuple[int, ...]:
+        """The indices of the forms that were asked for."""
+        return tuple(self.times)
+
+    @property
+    def html(self) -> str:
+        """A tree map of the time by module for each form, then the tables: a part of a page."""
+        return files.fragment(self)
+
+    def save(self, path: str | Path) -> list[Path]:
+        """Write a file for another tool, by its name's ending; see docs/layer-files.md. Returns what was written."""
+        return files.save(self, Path(path))
 
     def to_pandas(self) -> pd.DataFrame:
         """The layers' rows."""
@@ -65,6 +82,7 @@ def profile(
     runs: int = RUNS,
     top: int = TOP,
     order: str = ORDERS[0],
+    save: Sequence[str | Path] = (),
     quiet: bool = True,
     **settings: Any,
 ) -> Profiled:
@@ -72,10 +90,10 @@ def profile(
 
     `model` and `others` are as in `dyno.inspect`. Of an ONNX file or an IR the backend that usually runs it is
     profiled; of the first one only its forms, where some are asked for. In one process per form the latency is measured
-    first, then `runs` runs that are watched. `top` layers are listed (0: all) in one of ORDERS. `settings` are fields
-    of `dyno.Study`; `warmup` and `seconds` are those of the latency. On a GPU PyTorch's
-    layers have the times of their kernels, and `Times.gpu` says when none ran. Raises `UserError` where layers have no
-    times.
+    first, then `runs` runs that are watched. `top` layers are listed (0: all) in one of ORDERS. `save` names files to
+    write, whose names are checked first (see `Profiled.save`). `settings` are fields of `dyno.Study`; `warmup` and
+    `seconds` are those of the latency. On a GPU `Times.gpu` says how long it did nothing. Raises
+    `UserError` where layers have no times.
     """
     for name, value, least in (("batch", batch, 1), ("runs", runs, 5), ("top", top, 0)):
         if value < least:
@@ -83,17 +101,20 @@ def profile(
     check_known("order", order, ORDERS)
     study = Study(models=(model,), **settings)
     reading = _Profiling(study, batch, Progress(quiet=quiet), runs)
-    sides = _engines(forms.asked(study, others))
+    sides = _engines(forms.sides(study, others))
     for side in sides:
         _check(side, study.device)
+    paths = [Path(path) for path in save]
+    files.check(paths, sides, timed=True)
     for side in sides:
         reading.read(side)
     sources = {k: side.source for k, side in zip(reading.shown, sides, strict=True)}
-    modules = {source: k for k, source in sources.items() if reading.forms[k].form == MODULES}
-    module_of = {k: modules[source] for k, source in sources.items() if source in modules}
-    found = dict(zip(reading.shown, reading.times, strict=True))
+    timed = dict(zip(reading.shown, reading.times, strict=True))
     records = tuple(reading.records)
-    return Profiled(_distinct(reading.forms, sources), reading.graph_of, module_of, found, records, order, top)
+    found = Profiled(_distinct(reading.forms, sources), reading.graph_of, reading.module_of(sides), timed, records,
+                     reading.graphs, model_name(study.models[0]), order, top)  # fmt: skip
+    files.save_all(found, paths, quiet)
+    return found
 
 
 def _distinct(found: Sequence[Inside], sources: Mapping[int, str]) -> tuple[Inside, ...]:
@@ -109,11 +130,11 @@ def _distinct(found: Sequence[Inside], sources: Mapping[int, str]) -> tuple[Insi
     return tuple(named)
 
 
-def _engines(asked: Sequence[forms.Side]) -> list[forms.Side]:
+def _engines(requested: Sequence[forms.Side]) -> list[forms.Side]:
     """The forms with the usual backend of each file; of a first file whose forms are asked for only these."""
-    first, *others = asked
+    first, *others = requested
     only_forms = _is_file(first) and any(other.source == first.source and not _is_file(other) for other in others)
-    return [_usual(side) if _is_file(side) else side for side in (others if only_forms else asked)]
+    return [_usual(side) if _is_file(side) else side for side in (others if only_forms else requested)]
 
 
 def _is_file(side: forms.Side) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -45,19 +44,15 @@ def bisect(
 def _items(text: str) -> list[str]:
     names = [item.strip() for item in text.split(",") if item.strip()]
     if len(set(names)) < len(names):
-        raise UserError(f"{text!r} names a version twice")
+        raise UserError(f"{text!r} names a version twice; give each one once")
     return names
 
 
 def _interpreters(text: str) -> dict[str, str]:
     interpreters: dict[str, str] = {}
     for item in _items(text):
-        name, _, path = item.partition("=")
-        if not name or not path or name in interpreters:
-            raise UserError(
-                f"--pythons {item!r} is not NAME=PATH with a name used once, such as old=/opt/old/bin/python"
-            )
-        if not Path(path).is_file():
-            raise UserError(f"--pythons {name}: there is no interpreter {path}")
-        interpreters[name] = str(Path(path).absolute())
+        name, path = options.interpreter(item, "--pythons", "NAME=PATH, e.g. old=/opt/old/bin/python")
+        if name in interpreters:
+            raise UserError(f"--pythons uses the name {name!r} twice; give each interpreter its own name")
+        interpreters[name] = path
     return interpreters

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -9,6 +10,11 @@ import typer
 from dyno.cli import options
 from dyno.study_options import MODEL_HELP, Compared, DataOptions, ModelOptions, RuntimeOptions
 
+Save = Annotated[
+    list[Path],
+    typer.Option(help="File for another tool, by its name's ending: see docs/layer-files.md.", metavar="FILE",
+                 rich_help_panel=options.OUTPUT),
+]  # fmt: skip
 FORMS = "more models, or forms of the first: onnx, or BACKEND/PRECISION such as openvino/int8"
 
 
@@ -24,6 +30,7 @@ def inspect(
     overrides: options.Overrides,
     models: Annotated[list[str], typer.Argument(help=f"{MODEL_HELP}; then {FORMS}.", metavar="MODEL [FORM...]")],
     batch: Annotated[int, typer.Option(help="Batch of the shapes.")] = 1,
+    save: Save = [],  # noqa: B006
     format: options.Format = "text",
 ) -> None:
     """Show the layers of a module, an ONNX graph or an engine, or several side by side, aligned."""
@@ -32,5 +39,5 @@ def inspect(
     from dyno.planning.checks import check_format
 
     check_format(format)
-    found = inspection.inspect(*models, batch=batch, quiet=False, **overrides)
+    found = inspection.inspect(*models, batch=batch, save=save, quiet=False, **overrides)
     print(export(found.tables, format), end="")

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from dyno.cli import options
-from dyno.cli.inside.inspection import FORMS
+from dyno.cli.inside.inspection import FORMS, Save
 from dyno.study_options import MODEL_HELP, Compared, DataOptions, Measurement, ModelOptions, RuntimeOptions
 
 UNUSED = (
@@ -24,13 +24,18 @@ def profile(
     runs: Annotated[int, typer.Option(help="Watched runs.")] = 50,
     top: Annotated[int, typer.Option(help="Layers that are listed one by one; 0 is all.")] = 20,
     order: Annotated[str, typer.Option(help="time: the slowest first; graph: as they run.")] = "time",
+    save: Save = [],  # noqa: B006
     format: options.Format = "text",
 ) -> None:
     """Time every layer in PyTorch and in each engine, by the model's own names, beside the latency."""
     from dyno.analysis.presentation.export import export
-    from dyno.api.inside import profiling
+    from dyno.api.inside import files, profiling
     from dyno.planning.checks import check_format
 
     check_format(format)
-    profiled = profiling.profile(*models, batch=batch, runs=runs, top=top, order=order, quiet=False, **overrides)
-    print(export(profiled.tables, format), end="")
+    if format == "html":
+        files.check_page()
+    profiled = profiling.profile(
+        *models, batch=batch, runs=runs, top=top, order=order, save=save, quiet=False, **overrides
+    )
+    print(profiled.html if format == "html" else export(profiled.tables, format), end="")

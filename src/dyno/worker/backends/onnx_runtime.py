@@ -124,7 +124,7 @@ class OnnxFile:
     """An .onnx file and how the trial wants it opened; says of itself what ONNX Runtime made of it."""
 
     def __init__(self, ort: Any, path: str, trial: Trial, known: tuple[Tensor, ...]) -> None:
-        self.ort, self.path, self.asked = ort, path, trial.precision
+        self.ort, self.path, self.requested = ort, path, trial.precision
         # With batch 0 the batch stays free, and may change from run to run.
         self.free = trial.dims.batch == 0
         self.shapes = static_shapes(known, replace(trial.dims, batch=trial.dims.batch or 1))
@@ -153,14 +153,14 @@ class OnnxFile:
     def facts(self, providers: Any, feeds: Arrays) -> EngineFacts:
         """Layers, types, providers and time by operator, from ONNX Runtime's profile of a second, short session."""
         with tempfile.TemporaryDirectory() as scratch:
-            nodes = Profile(self._profile(providers, feeds, scratch), self.asked)
+            nodes = Profile(self._profile(providers, feeds, scratch), self.requested)
         return EngineFacts(
             layers=len(nodes.seen),
             layers_by_type=nodes.by_type(),
             nodes_by_provider=nodes.by_provider(),
             operators=nodes.operators(),
             time_by_operator=nodes.time_by_operator(),
-            precision_truth=precision_truth(self.asked, nodes.by_type(), ENGINE),
+            precision_truth=precision_truth(self.requested, nodes.by_type(), ENGINE),
             threads=self.settings["intra_op_threads"],
             options=dict(self.settings),
             notes=tuple(nodes.notes()),
@@ -170,7 +170,7 @@ class OnnxFile:
         """The optimised graph as the library writes it, with what a profile of its run says of each node."""
         with tempfile.TemporaryDirectory() as scratch:
             path = f"{scratch}/optimised.onnx"
-            return self.optimised(path, Profile(self._profile(providers, feeds, scratch, path), self.asked))
+            return self.optimised(path, Profile(self._profile(providers, feeds, scratch, path), self.requested))
 
     def optimised(self, path: str, profile: Profile) -> Inside:
         """The optimised graph that was written to the path, with what the profile says."""
@@ -263,7 +263,7 @@ class OnnxRuntimeSession(Session):
                 whole.append(time.perf_counter() - start)
             events = _events(watched._session)
             watched.close()
-            inside = self._file.optimised(path, Profile(events, self._file.asked))
+            inside = self._file.optimised(path, Profile(events, self._file.requested))
         repeats = by_run(events)[DISCARDED:]
         kernels = optimised.kernels_of(inside.layers, set().union(*repeats))
         layers = [[repeat.get(kernel, 0.0) if kernel else 0.0 for kernel in kernels] for repeat in repeats]

@@ -117,7 +117,7 @@ class OpenVinoSession(Session):
     """One compiled model and a request per stream; inputs are read in place."""
 
     def __init__(self, ov: Any, model: Any, trial: Trial) -> None:
-        self._ov, self._model, self._asked = ov, model, trial.precision
+        self._ov, self._model, self._requested = ov, model, trial.precision
         ports = tuple(tensor_of(port) for port in model.inputs)
         self._shapes = static_shapes(ports, trial.dims)
         model.reshape({port: list(self._shapes[t.name]) for port, t in zip(model.inputs, ports, strict=True)})
@@ -170,7 +170,7 @@ class OpenVinoSession(Session):
 
     def facts(self) -> EngineFacts:
         """Layers, their types and time, from OpenVINO's execution graph of a second compilation that counts time."""
-        graph = ExecutionGraph(self.execution_graph(), self._asked)
+        graph = ExecutionGraph(self.execution_graph(), self._requested)
         settings = {name: plain(self._compiled.get_property(name)) for name in SETTINGS}
         return EngineFacts(
             layers=len(graph.layers),
@@ -179,7 +179,7 @@ class OpenVinoSession(Session):
             operators=dict(Counter(layer["layerType"] for layer in graph.layers).most_common()),
             kernels=dict(Counter(layer["primitiveType"] for layer in graph.compute()).most_common()),
             time_by_operator=graph.time_by_operator(),
-            precision_truth=precision_truth(self._asked, graph.by_type(), ENGINE),
+            precision_truth=precision_truth(self._requested, graph.by_type(), ENGINE),
             threads=settings["INFERENCE_NUM_THREADS"],
             options=settings,
             notes=tuple(graph.notes()),
@@ -219,7 +219,7 @@ class OpenVinoSession(Session):
                 whole.append(time.perf_counter() - start)
             after = _counted(request, DISCARDED + each)
             repeats.append({name: max(0.0, after[name] - before[name]) / each for name in after})
-        inside = ExecutionGraph(compiled.get_runtime_model(), self._asked).inside(f"{ENGINE} {version()}")
+        inside = ExecutionGraph(compiled.get_runtime_model(), self._requested).inside(f"{ENGINE} {version()}")
         layers = [[repeat.get(layer.name, 0.0) for layer in inside.layers] for repeat in repeats]
         repeat = f"the mean of {each} runs" if each > 1 else "one run"
         note = f"{ENGINE} tells means in whole microseconds: a repeat is {repeat} of a new compilation."

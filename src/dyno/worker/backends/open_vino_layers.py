@@ -20,8 +20,8 @@ CONVERTERS = ("FakeQuantize", "Convert", "Reorder")
 class ExecutionGraph:
     """What OpenVINO made of the model: fused layers with the type and kernel each one runs in."""
 
-    def __init__(self, runtime_model: Any, asked: str) -> None:
-        self._asked, self._ops = asked, runtime_model.get_ordered_ops()
+    def __init__(self, runtime_model: Any, requested: str) -> None:
+        self._requested, self._ops = requested, runtime_model.get_ordered_ops()
         self._infos = [{key: str(plain(value)) for key, value in op.get_rt_info().items()} for op in self._ops]
         # What was folded into constants or into memory layout stays in the graph, marked as not executed.
         self.layers = [info for info in self._infos if _kind(info) not in NOT_LAYERS and not _skipped(info)]
@@ -29,7 +29,7 @@ class ExecutionGraph:
     def compute(self) -> list[dict[str, str]]:
         """Convolutions, matrix products and the like; in a model that has none, all layers in a type of precision."""
         return [layer for layer in self.layers if COMPUTE.search(layer["layerType"])] or [
-            layer for layer in self.layers if has_precision(_computed_in(layer), self._asked)
+            layer for layer in self.layers if has_precision(_computed_in(layer), self._requested)
         ]
 
     def by_type(self) -> dict[str, int]:
@@ -47,7 +47,7 @@ class ExecutionGraph:
     def notes(self) -> list[str]:
         """Sentences about what keeps a lowered precision from being faster."""
         compute = [(layer["layerType"], _computed_in(layer)) for layer in self.compute()]
-        return why_not_faster(self._asked, compute, self.time_by_operator(), CONVERTERS)
+        return why_not_faster(self._requested, compute, self.time_by_operator(), CONVERTERS)
 
     def inside(self, library: str) -> Inside:
         """The graph's layers; those that OpenVINO left in it and doesn't run are `skipped`, constants left out."""

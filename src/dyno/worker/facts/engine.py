@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from dyno.worker.facts.precision import PrecisionTruth
@@ -56,6 +56,9 @@ class Origin(Sparse):
         exported = f"{self.exporter} opset {self.opset}" if self.exporter else ""
         batch = "fixed batch" if self.fixed_batch else ""
         return ", ".join(filter(None, (exported, batch, "folded" if self.folded else "")))
+
+
+ORIGIN = tuple(f.name for f in fields(Origin) if f.name != "other")  # what a file takes from the one it was made from
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from dyno.worker.facts.engine import EngineFacts, Probe
 from dyno.worker.facts.inside import Inside
+from dyno.worker.facts.json_values import EARLIER
 from dyno.worker.facts.sparse import Sparse
 
 Window = tuple[float, float]  # begin and end in seconds of CLOCK_MONOTONIC
@@ -23,9 +24,9 @@ class Turns:
 class Timing(Sparse):
     """How a job was timed: the processors it was pinned to, windows and blocks by boundary, and who else was busy.
 
-    `others_busy` is how many processors other programs kept busy by boundary, `others_bearable` how many may be before
-    a timing has a warning. `build` is which build of its engine ran, where rounds go through several. `slowdown` is
-    the share by which a self-test slowed the job down on purpose.
+    `others_busy` is how many processors other programs kept busy by boundary; above `contention_threshold` a timing has
+    a warning. `build` is which build of its engine ran, where rounds go through several. `slowdown` is the share by
+    which a self-test slowed the job down on purpose.
     """
 
     affinity: tuple[int, ...] = ()
@@ -34,7 +35,7 @@ class Timing(Sparse):
     blocks: dict[str, tuple[Window, ...]] = field(default_factory=dict)
     turns: Turns | None = None
     others_busy: dict[str, float] = field(default_factory=dict)
-    others_bearable: float | None = None
+    contention_threshold: float | None = field(default=None, metadata={EARLIER: "others_bearable"})
     build: int | None = None
     slowdown: float | None = None
 

@@ -11,6 +11,8 @@ from typing import Any, Union
 
 from dyno.worker.facts.sparse import Sparse
 
+EARLIER = "earlier name"  # in a field's metadata: the name under which older records store it
+
 
 class Misfit(Exception):
     """What is wrong with a value, and where: the place becomes longer on the way out."""
@@ -79,6 +81,7 @@ def _dict_reader(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def _dataclass_reader(kind: Any) -> Callable[[Any], Any]:
     sparse, check = issubclass(kind, Sparse), _plain_reader(dict)
     names = [f.name for f in dataclasses.fields(kind) if not (sparse and f.name == "other")]
+    current = {f.metadata[EARLIER]: f.name for f in dataclasses.fields(kind) if EARLIER in f.metadata}
     readers: dict[str, Callable[[Any], Any]] = {}
 
     def read(data: Any) -> Any:
@@ -87,12 +90,13 @@ def _dataclass_reader(kind: Any) -> Callable[[Any], Any]:
             readers.update({name: reader(hints[name]) for name in names})
         values, other = {}, {}
         for key, item in check(data).items():
-            reader_of_key = readers.get(key)
-            if reader_of_key is None:
+            name = current.get(key, key)
+            reader_of_field = readers.get(name)
+            if reader_of_field is None:
                 other[key] = item
                 continue
             try:
-                values[key] = reader_of_key(item)
+                values[name] = reader_of_field(item)
             except Misfit as e:
                 e.place = f".{key}{e.place}"
                 raise

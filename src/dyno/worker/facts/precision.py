@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from dyno.worker.facts.json_values import EARLIER
+
 TYPES = {
     "fp32": "float32",
     "tf32": "float32",
@@ -27,10 +29,10 @@ NOTEWORTHY = 0.1
 class PrecisionTruth:
     """What an engine ran as: `share` of its compute layers by type (0 to 1), and one sentence.
 
-    `ok`: they ran in the type that was asked for, as far as the engine reports it; `refuted`: they ran in another.
+    `ok`: they ran in the requested type, as far as the engine reports it; `refuted`: they ran in another.
     """
 
-    asked: str = ""
+    requested: str = field(default="", metadata={EARLIER: "asked"})
     share: dict[str, float] = field(default_factory=dict)
     ok: bool = True
     refuted: bool = False

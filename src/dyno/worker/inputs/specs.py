@@ -12,7 +12,6 @@ from dyno.worker.inputs.shapes import Shape
 from dyno.worker.spec import Dims, InputSpec, Tensor, UserError
 
 BATCH = "batch"
-SYMBOLS = (BATCH, "height", "width")
 
 
 def resolved(shape: Sequence[int | str], batch: int) -> Shape:

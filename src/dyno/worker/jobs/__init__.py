@@ -1,1 +1,1 @@
-"""Jobs that time no trial (a model's inputs and layers, the device's peak, the stress test), and measuring in turns."""
+"""What jobs do: run a trial, alone or in turns, inspect a model, time its layers, test it for long, find the peak."""

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from dyno.worker import measure, system
 from dyno.worker.inputs import input_data
+from dyno.worker.journal import Journal
 from dyno.worker.registry import find
 from dyno.worker.spec import Job
-
-if TYPE_CHECKING:
-    from dyno.worker.journal import Journal
 
 UNPROFILED, PROFILED, LAYERS = "unprofiled", "profiled", "layers"  # tags; none is a latency, which others compare
 

@@ -36,11 +36,16 @@ def read(path: str, shapes: Mapping[str, tuple[int, ...]]) -> Inside:
     A node of the standard's domain has its operator as its type, one of another domain `domain.Operator`. Raises
     `UserError` for a file that is missing, damaged, or lacks weights that it keeps beside it.
     """
-    onnx = import_onnx()
     read_io(path)
     for file in beside(Path(path)):
         if not file.is_file():
             raise UserError(f"{path} keeps weights in {file}, which doesn't exist; put it back beside it")
+    return nodes(path, shapes)
+
+
+def nodes(path: str, shapes: Mapping[str, tuple[int, ...]]) -> Inside:
+    """The same of a file that is whole, but may have its weights in files that lie elsewhere."""
+    onnx = import_onnx()
     model = onnx.load(path, load_external_data=False)
     inferred = flops.with_shapes(model, shapes)
     graph, inferred_shapes = inferred if inferred else (model.graph, {})
@@ -71,7 +76,6 @@ class _Reader:
         self._numbers = numbers
         self._readers = Counter(name for node in graph.node for name in node.input)
         self._counted: set[str] = set()
-        self._unnamed = Counter[str]()
         self.stored = 0
 
     def layer(self, node: Any) -> Layer:

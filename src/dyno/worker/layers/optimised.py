@@ -23,7 +23,7 @@ def read(path: str, source: str, kernels: Kernels, library: str) -> Inside:
     `kernels` has the arguments of each kernel's event in ONNX Runtime's profile, by the event's name and the node's
     index. A node of the file that no event tells of was not run. UserError for a file that can't be read.
     """
-    written = graph.read(path, {})
+    written = graph.nodes(path, {})
     source_names = {node.name for node in import_onnx().load(source, load_external_data=False).graph.node}
     layers, blocked = [], set[str]()
     for layer, kernel in zip(written.layers, kernels_of(written.layers, kernels), strict=True):

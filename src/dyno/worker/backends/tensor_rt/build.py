@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import signal
@@ -17,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from dyno.worker.backend import artifact_of
 from dyno.worker.backends.tensor_rt import layers, library, profiles
 from dyno.worker.backends.tensor_rt.calibrator import calibrator, images_for
 from dyno.worker.backends.tensor_rt.settings import Settings
@@ -84,19 +84,8 @@ def build(product: str, recipe: Recipe, parent: Artifact, folder: Path, report: 
         (folder / "layers.json").write_text(json.dumps(layers.as_json(listed), indent=1), encoding="utf-8")
         made_by = replace(_made_by(job, listed), build_s=seconds, timing_cache=timings.to_record(job.log))
         made_by = _check_precision(job, made_by)
-        inputs, outputs = _io(job)
-    return Artifact(
-        format="engine",
-        path=str(path),
-        sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
-        bytes=path.stat().st_size,
-        precision=recipe.precision,
-        inputs=inputs,
-        outputs=outputs,
-        seconds=time.perf_counter() - started,
-        parent_sha256=parent.sha256,
-        made_by=made_by,
-    )
+        ends = _io(job)
+    return artifact_of(path, "engine", recipe.precision, ends, made_by, started, parent.sha256)
 
 
 @contextmanager

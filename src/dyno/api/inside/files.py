@@ -1,0 +1,178 @@
+"""What was seen inside a model as files that other tools open, by the ending of a file's name."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from dyno.analysis.inside.times import Times
+from dyno.analysis.layer_files import explorer, node_notes, page, traces
+from dyno.analysis.layer_files.node_notes import Note
+from dyno.analysis.layer_files.steps import Timeline, timelines
+from dyno.analysis.presentation.table import Table
+from dyno.api.inside import forms
+from dyno.api.inside.forms import GraphFile, Side
+from dyno.engine.gpu_lock import launch_in_turn
+from dyno.jobs.progress import Progress
+from dyno.worker import registry
+from dyno.worker.extras import lacking
+from dyno.worker.facts.inside import Inside
+from dyno.worker.record import write_text
+from dyno.worker.spec import Job, UserError
+
+EXPORTER = "dyno"
+PAGE, LAYOUT = ".html", "squarify"
+TIMEOUT_S = 600.0
+
+
+class Found(Protocol):
+    """Forms of a model as `inspect` and `profile` found them."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def forms(self) -> tuple[Inside, ...]: ...
+    @property
+    def shown(self) -> tuple[int, ...]: ...
+    @property
+    def graph_of(self) -> Mapping[int, int]: ...
+    @property
+    def module_of(self) -> Mapping[int, int]: ...
+    @property
+    def graphs(self) -> Mapping[int, GraphFile]: ...
+    @property
+    def times(self) -> Mapping[int, Times]: ...
+    @property
+    def tables(self) -> list[Table]: ...
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of file: what opens it, what makes its text, None for an ONNX graph, and whether it is one of times."""
+
+    opens: str
+    text: Callable[[Found, list[Timeline]], str] | None
+    timed: bool = False
+
+
+KINDS: dict[str, Kind] = {
+    ".trace.json": Kind("Perfetto", lambda _, lines: json.dumps(traces.chrome(lines, EXPORTER)), timed=True),
+    ".speedscope.json": Kind(
+        "speedscope", lambda found, lines: json.dumps(traces.speedscope(lines, found.name, EXPORTER)), timed=True
+    ),
+    ".explorer.json": Kind("Model Explorer", lambda found, lines: json.dumps(
+        explorer.graphs([found.forms[k] for k in found.shown], lines, found.name), indent=1)),
+    ".node-data.json": Kind("Model Explorer", lambda _, lines: json.dumps(explorer.node_data(lines)), timed=True),
+    ".onnx": Kind("Netron", None),
+    PAGE: Kind("a browser", lambda found, lines: page.html(found.name, lines, found.tables), timed=True),
+}  # fmt: skip
+
+
+def kind_of(path: Path, timed: bool) -> Kind:
+    """The kind of a file by its name's ending; a `UserError` for an unknown one, and where nothing is `timed` for one
+    of times."""
+    kind = next((kind for ending, kind in KINDS.items() if path.name.endswith(ending)), None)
+    if kind is not None and (timed or not kind.timed):
+        return kind
+    known = ", ".join(f"{ending} ({kind.opens})" for ending, kind in KINDS.items() if timed or not kind.timed)
+    if kind is None:
+        raise UserError(f"{str(path)!r} can't be saved; end its name in one of {known}")
+    raise UserError(f"{path.name} needs times of layers; `dyno profile` saves it, `dyno inspect` saves {known}")
+
+
+def check(paths: Sequence[Path], sides: Sequence[Side], timed: bool) -> None:
+    """A `UserError` for a file that can't be written, or not of these forms, before anything is read."""
+    for path in paths:
+        kind = kind_of(path, timed)
+        if kind is KINDS[PAGE]:
+            check_page()
+        _check_writable(path)
+        if any(path.exists() and Path(s.source).is_file() and path.samefile(s.source) for s in sides):
+            raise UserError(f"{path} is the model itself; give another file to save to")
+        if kind.text is None and not any(map(_has_graph, sides)):
+            raise UserError(f"{path.name} needs an ONNX graph, and none of the forms is made from one; "
+                            f"add onnxruntime, or another that is")  # fmt: skip
+
+
+def _check_writable(path: Path) -> None:
+    """By an empty file beside it: what permissions say isn't all that decides."""
+    try:
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as e:
+        raise UserError(f"{path} can't be written ({e.strerror}); give a file in another folder") from e
+    if path.is_dir():
+        raise UserError(f"{path} is a folder; give a file to save to")
+
+
+def _has_graph(side: Side) -> bool:
+    """Whether the form is an ONNX graph, or may be made from one."""
+    kind = registry.format_of(side.source)
+    return kind.name == forms.ONNX if kind else side.choice.name != forms.MODULE
+
+
+def save(found: Found, path: Path) -> list[Path]:
+    """Write the file, or with several ONNX graphs one for each; returns what was written.
+
+    Raises `UserError` for a name of no known ending, and OSError where it can't be written.
+    """
+    kind = kind_of(path, bool(found.times))
+    lines = _lines(found)
+    if kind.text is not None:
+        write_text(path, kind.text(found, lines) + "\n")
+        return [path]
+    return _graphs(found, dict(zip(found.shown, lines, strict=True)), path)
+
+
+def save_all(found: Found, paths: Sequence[Path], quiet: bool) -> None:
+    """Write the files, and unless `quiet` say what opens each."""
+    for path in paths:
+        for written in save(found, path):
+            if not quiet:
+                print(f"saved {written}, for {kind_of(path, bool(found.times)).opens}", file=sys.stderr)
+
+
+def check_page() -> None:
+    """A `UserError` where the library that lays out tree maps is missing."""
+    if importlib.util.find_spec(LAYOUT) is None:
+        raise UserError(lacking([LAYOUT]))
+
+
+def fragment(found: Found) -> str:
+    """The tree maps and the tables as a part of a page."""
+    return page.fragment(_lines(found), found.tables)
+
+
+def _lines(found: Found) -> list[Timeline]:
+    return timelines(found.forms, found.graph_of, found.module_of, found.times, found.shown)
+
+
+def _graphs(found: Found, lines: Mapping[int, Timeline], path: Path) -> list[Path]:
+    """Each graph with the notes of what was made from it; those after the first have a number in their name."""
+    written: list[Path] = []
+    for graph, file in found.graphs.items():
+        made = {k: line for k, line in lines.items() if found.graph_of.get(k) == graph}
+        module = next((found.module_of[k] for k in (*made, graph) if k in found.module_of), None)
+        if module is not None and module in lines:
+            made = {module: lines[module], **made}
+        notes = node_notes.notes(found.forms, graph, made, module)
+        out = path.with_name(f"{path.stem}-{len(written) + 1}{path.suffix}") if written else path
+        _annotate(file, out, notes)
+        written.append(out)
+    if not written:
+        raise UserError(f"{path.name} needs an ONNX graph, and none of the forms was made from one; add onnxruntime")
+    return written
+
+
+def _annotate(file: GraphFile, out: Path, notes: Sequence[Note]) -> None:
+    options = {"source": file.path, "out": str(out.absolute()), "nodes": [vars(note) for note in notes]}
+    job = Job("annotate", file.runtime, options=options)
+    with tempfile.TemporaryDirectory() as scratch:
+        record = launch_in_turn(job, Path(scratch) / "job", TIMEOUT_S, Progress(quiet=True))
+    if record.status != "ok":
+        raise UserError(f"{out} can't be written: {record.reason}")

@@ -1,0 +1,158 @@
+"""A trial: its engine loaded, timed at every boundary of the plan, evaluated, and asked for its facts."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from dyno.worker import measure, system
+from dyno.worker.backend import Arrays, Session
+from dyno.worker.evaluation import evaluate
+from dyno.worker.facts.engine import ORIGIN
+from dyno.worker.facts.job import Answered
+from dyno.worker.inputs import input_data
+from dyno.worker.jobs.turns import Alone
+from dyno.worker.journal import Journal
+from dyno.worker.record import Measurement, one_line, save_arrays
+from dyno.worker.registry import find
+from dyno.worker.sessions import slowed
+from dyno.worker.spec import BUILD, SLOWDOWN, Job, Trial, UserError
+
+RANDOM = 1e-2  # of their size: outputs of two calls on one input that are further apart are drawn
+
+
+def run_trial(job: Job, trial: Trial, journal: Journal, turns: Alone) -> None:
+    """Load, time at every boundary of the plan, then evaluate (round 0 only: outputs don't change between rounds)."""
+    backend = find(trial.backend)
+    journal.record = replace(journal.record, system=system.describe(("numpy", *backend.requires)))
+    session: Session = journal.timed("load", "load", lambda: backend.load(trial, job.artifact))
+    if BUILD in job.options:
+        journal.facts(build=int(job.options[BUILD]))
+    if SLOWDOWN in job.options:
+        session = _slowed(session, float(job.options[SLOWDOWN]), journal)
+    model = trial.model
+    host_feeds = list(
+        input_data.batches(trial.data, model.preprocess, session.inputs, trial.dims, input_data.FEEDS, model.inputs)
+    )
+    journal.facts(inputs_sha256=input_data.fingerprint(host_feeds, model.preprocess), threads=trial.runtime.threads)
+    feeds = [session.stage(feed) for feed in host_feeds]
+    journal.timed("first_call", "first call", measure.step(session, "model", feeds))
+    _time(session, job.boundaries, trial, feeds, journal, turns)
+    journal.add(Measurement("peak_memory", "B", "bytes", float(system.peak_memory())))
+    if job.round == 0:
+        journal.stage("evaluate")
+        _evaluate(session, trial, journal)
+        _repeat(session, feeds[0], journal)
+    journal.stage("inspect")
+    _inspect(session, job, journal)
+    journal.stage("close")  # an engine may still crash here: its facts are on disk by then
+    session.close()
+    if not journal.record.facts.finite:
+        journal.stage("evaluate")
+        raise UserError(
+            "the outputs are not finite (NaN or infinity): this engine is wrong, or its precision overflows"
+        )
+
+
+def _slowed(session: Session, share: float, journal: Journal) -> Session:
+    """The session with the self-test's delay, which is in the record."""
+    journal.facts(slowdown=share)
+    if share:
+        journal.warn(f"slowed down on purpose, by {100 * share:g} %: for the self-test")
+    return slowed.Slowed(session, share)
+
+
+def _time(
+    session: Session,
+    boundaries: Sequence[str],
+    trial: Trial,
+    feeds: measure.Feeds,
+    journal: Journal,
+    turns: Alone,
+) -> None:
+    for boundary in boundaries:
+        watch = measure.watch(session, boundary, journal.warn)
+        once = measure.step(session, "all" if boundary == "throughput" else boundary, feeds, watch)
+        journal.stage(f"warm up {boundary}")
+        if not measure.warm_up(once, trial.plan):
+            journal.warn(f"{boundary}: the median was not steady after {trial.plan.warmup_s:g} s of warm-up")
+        journal.stage(f"time {boundary}")
+        contention = system.CpuContention()
+        blocks = contention.during(turns.blocks(boundary, trial.plan)) if trial.plan.blocks else None
+        if boundary == "throughput":
+            sampling = measure.throughput(session, feeds, trial.dims.batch, trial.plan, blocks)
+            journal.sampled("throughput", boundary, "1/s", "rate", sampling)
+        else:
+            sampling = measure.latency(once, trial.plan, watch, blocks)
+            journal.sampled("latency", boundary, "s", "duration", sampling)
+        journal.contended(boundary, contention.busy(), trial.runtime.device)
+    if "all" in boundaries and (parts := measure.parts(session, feeds, trial.plan)):
+        journal.parted(parts)
+
+
+def _evaluate(session: Session, trial: Trial, journal: Journal) -> None:
+    evaluation = evaluate.evaluate(session, trial)
+    arrays = evaluation.arrays
+    save_arrays(journal.folder / "outputs.npz", arrays)
+    journal.evaluated(evaluation)
+    # The hash of the photographs, the same at every size, and the number set aside for calibration, where known.
+    metadata = input_data.metadata(trial.data)
+    photographs_and_set_aside = str(metadata.get("photographs") or ""), int(metadata.get("set_aside") or 0)
+    journal.facts(data=Answered(trial.data.name, trial.data.split, len(arrays["sample"]), *photographs_and_set_aside))
+    for sentence in evaluation.oddities:
+        journal.warn(f"data: {sentence}")
+    own = [a for name, a in arrays.items() if name.startswith("output:") and len(a) > 1]
+    if own and all((a == a[:1]).all() for a in own):
+        journal.warn("the outputs are the same for every input: that they agree with another engine's proves little")
+    raw = [a for name, a in arrays.items() if name.startswith("output:")]
+    if raw and not any(a.size for a in raw):
+        journal.warn("the outputs have no rows for any input: there is nothing to compare")
+    not_finite = [name[7:] for name, a in arrays.items() if name.startswith("output:") and not np.isfinite(a).all()]
+    if not_finite:
+        journal.warn(f"output {', '.join(not_finite)} has values that are not finite")
+        journal.facts(finite=False)
+
+
+def _repeat(session: Session, feeds: Arrays, journal: Journal) -> None:
+    """Warn where two calls on the same input differ by far more than rounding: the model draws random numbers."""
+    calls = []
+    for _ in range(2):
+        session.bind(feeds)
+        session.run()
+        session.wait()
+        calls.append({name: np.array(array) for name, array in session.fetch().items()})
+    distance = max((_distance(calls[0][name], calls[1][name]) for name in calls[0]), default=0.0)
+    if distance > RANDOM:
+        journal.facts(random_outputs=distance)
+        journal.warn(f"the outputs are random: two calls on one input are {distance:.2g} of their size apart")
+
+
+def _distance(a: np.ndarray, b: np.ndarray) -> float:
+    """|a - b| / |b| in the 2-norm, where both are finite; 1 for other shapes, which a random choice may have."""
+    if a.shape != b.shape:
+        return 1.0
+    a, b = (np.nan_to_num(each.astype(np.float64), posinf=0.0, neginf=0.0) for each in (a, b))
+    return float(np.linalg.norm(a - b) / max(np.linalg.norm(b), np.finfo(np.float64).tiny))
+
+
+def _inspect(session: Session, job: Job, journal: Journal) -> None:
+    inherited = job.artifact.made_by.set_fields(ORIGIN) if job.artifact else {}
+    journal.facts(**inherited)
+    try:
+        facts = journal.record.facts.joined(session.facts())
+    except Exception as e:  # timings are valid whether or not the engine's facts can be read
+        traceback.print_exc()
+        facts = journal.record.facts
+        journal.warn(f"the engine's facts can't be read: {type(e).__name__}: {one_line(e)}")
+    journal.record = replace(journal.record, facts=facts)
+    counts = {"parameters": facts.parameters, "layers": facts.layers}
+    journal.add(*(Measurement(tag, "1", "count", float(n)) for tag, n in counts.items() if n is not None))
+    if facts.build_s is not None:
+        journal.add(Measurement("build", "s", "duration", float(facts.build_s)))
+    if job.artifact:
+        journal.add(Measurement("file_size", "B", "bytes", float(job.artifact.bytes)))
+    if (truth := facts.precision_truth) and not truth.ok:
+        journal.warn(truth.sentence or "the engine does not run in the requested precision")

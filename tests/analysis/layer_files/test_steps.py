@@ -1,0 +1,124 @@
+"""Layers as calls inside calls, and what traces and tree maps make of them."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from dyno.analysis.inside.times import Times
+from dyno.analysis.layer_files import explorer, node_notes, traces, tree_map
+from dyno.analysis.layer_files.steps import Mark, marks, timelines
+from dyno.worker.facts.inside import LAYERS, MODULES, NODES, Inside, Layer, Port
+
+
+def port(number: int) -> tuple[Port, ...]:
+    return (Port(f"t{number}", (1, 2), "float32"),)
+
+
+# `a` consists of two parts and does something itself; `b` stands alone.
+MODULE = Inside(form=MODULES, library="P", layers=tuple(
+    Layer(name=name, type=kind, inputs=port(k), outputs=port(k + 1), modules=(name,))
+    for k, (name, kind) in enumerate((("a.0", "Conv2d"), ("a.1", "ReLU"), ("a", "Block"), ("b", "Linear"), ("", "Net")))
+))  # fmt: skip
+GRAPH = Inside(form=NODES, library="O", layers=tuple(
+    Layer(name=f"n{k}", type="Conv", inputs=port(k), outputs=port(k + 1), modules=(name,), nodes=(f"n{k}",))
+    for k, name in enumerate(("a.0", "a.1", "a", "b"))
+))  # fmt: skip
+ENGINE = Inside(form=LAYERS, library="E", layers=(
+    Layer(name="reorder", type="Reorder", moves=True),
+    Layer(name="fused", type="Convolution", outputs=port(2), nodes=("n0", "n1"), computes_in="float32", tactic="jit"),
+    Layer(name="x", type="Add", inputs=port(2), outputs=port(3), nodes=("n2",)),
+    Layer(name="gone", type="Relu", skipped=True),
+    Layer(name="last", type="Gemm", inputs=port(3), outputs=port(4), nodes=("n3",)),
+))  # fmt: skip
+FORMS = [MODULE, ENGINE, GRAPH]
+SECONDS = {
+    0: np.array([[4e-6, 1e-6, 0.5e-6, 2e-6, 0.25e-6]] * 3),
+    1: np.array([[1e-6, 3e-6, 2e-6, 0.0, 5e-6], [1e-6, 5e-6, 2e-6, 0.0, 5e-6], [9e-6, 4e-6, 2e-6, 0.0, 5e-6]]),
+}
+
+
+def found(*shown: int):
+    times = {k: Times(np.ones(1), np.ones(6), SECONDS[k]) for k in (0, 1)}
+    return timelines(FORMS, {1: 2}, {0: 0, 1: 0}, times, shown)
+
+
+def test_layers_are_under_the_modules_around_all_of_them() -> None:
+    module, engine = found(0, 1)
+    assert [step.stack[1:] for step in module.steps] == [("a", "a.0"), ("a", "a.1"), ("a",), ("b",), ()]
+    assert [step.stack[1:] for step in engine.steps] == [
+        ("(conversions)", "reorder"), ("a", "a.0, .1: Convolution"), ("a", "Add"), ("b", "Gemm"),
+    ]  # fmt: skip
+    assert engine.medians.tolist() == [1e-6, 4e-6, 2e-6, 5e-6] and engine.runs_each == 2
+    assert engine.about(1) == {
+        "layer": "fused", "type": "Convolution", "modules": "a.0 a.1", "computes in": "float32", "kernel": "jit",
+        "output": "1x2 float32", "median, µs": "4.000", "share, %": "33.33",
+    }  # fmt: skip
+    assert module.about(2)["own median, µs"] == "0.500"
+
+
+def test_a_call_lasts_as_long_as_what_it_calls() -> None:
+    module, _ = found(0, 1)
+    assert [*marks(module.steps, [4, 1, 2, 3, 5], 100)] == [
+        Mark("(model)", 100), Mark("a", 100), Mark("a.0", 100), Mark("a.0", 104, ends=True, step=0),
+        Mark("a.1", 104), Mark("a.1", 105, ends=True, step=1), Mark("a", 107, ends=True, step=2),
+        Mark("b", 107), Mark("b", 110, ends=True, step=3), Mark("(model)", 115, ends=True, step=4),
+    ]  # fmt: skip
+
+
+def test_a_trace_has_each_repeat() -> None:
+    events = traces.chrome(found(1), "test")["traceEvents"]
+    repeats = [event for event in events if event["name"].startswith("repeat")]
+    assert [event["name"] for event in repeats[::2]] == [f"repeat {k}, mean of 2 runs" for k in (1, 2, 3)]
+    assert [event["ts"] for event in repeats] == pytest.approx([0, 11, 11, 24, 24, 44])
+
+
+def test_the_tree_map_s_areas_are_shares_of_the_time() -> None:
+    module, engine = found(0, 1)
+    root = tree_map.tree(module)
+    assert [(node.name, round(node.seconds * 1e6, 3)) for node in root.parts] == [
+        ("a", 5.5), ("b", 2), ("itself", 0.25),
+    ]  # fmt: skip
+    assert [node.name for node in root.parts[0].parts] == ["a.0", "a.1", "itself"]
+    boxes = [*tree_map.boxes(tree_map.tree(engine).parts, 1200, 560)]
+    areas = {box.node.name: box.width * box.height / 100 for box in boxes}
+    assert areas == pytest.approx({"a": 50, "b": 100 * 5 / 12, "reorder": 100 / 12})
+    drawn = tree_map.figures([engine])
+    assert "time by module, 12.0 µs in 4 layers" in drawn and not re.search(r"https?:|src=", drawn)
+    assert re.findall(r"<i></i>(\w+) ([\d.]+) %", drawn) == [
+        ("Gemm", "41.7"), ("Convolution", "33.3"), ("Add", "16.7"), ("Reorder", "8.3"),
+    ]  # fmt: skip
+    assert "time by operator" in tree_map.figures(
+        timelines([ENGINE], {}, {}, {0: Times(np.ones(1), np.ones(3), SECONDS[1])}, [0])
+    )
+
+
+def test_names_are_escaped() -> None:
+    form = Inside(form=MODULES, library="<P>", layers=(Layer(name="<i>", type="<b>"),))
+    times = {0: Times(np.ones(1), np.ones(3), np.ones((3, 1)))}
+    assert not re.search("<P>|<i>[^<]|<b>", tree_map.figures(timelines([form], {}, {}, times, [0])))
+
+
+def test_a_node_says_which_layer_runs_it() -> None:
+    module, engine = found(0, 1)
+    notes = node_notes.notes(FORMS, 2, {0: module, 1: engine}, 0)
+    assert notes[1].lines == [
+        "P: a.1, ReLU, own median 1.000 µs, share 12.90 %",
+        "E: fused, Convolution, float32, median 4.000 µs, share 33.33 %, for 2 nodes",
+    ]
+    assert notes[3].facts["E: layer"] == "last" and "E: stands for" not in notes[3].facts
+    without = [Inside(form=LAYERS, library="E", layers=ENGINE.layers[:1]), GRAPH]
+    lines = timelines(without, {0: 1}, {}, {}, [0])
+    assert node_notes.notes(without, 1, {0: lines[0]})[3].lines == [f"E: {node_notes.UNKNOWN}"]
+
+
+def test_a_graph_has_the_tensors_between_layers_as_edges() -> None:
+    (graph,) = explorer.graphs([ENGINE], found(1), "net")["graphs"]
+    edges = {node["id"]: [edge["sourceNodeId"] for edge in node["incomingEdges"]] for node in graph["nodes"]}
+    assert edges == {"0": [], "1": [], "2": ["1"], "4": ["2"]}
+    assert [node["namespace"] for node in graph["nodes"]] == ["(conversions)", "a", "a", "b"]
+    (inner,) = [node for node in explorer.graphs([MODULE], found(0), "net")["graphs"][0]["nodes"] if node["id"] == "0"]
+    assert (inner["namespace"], inner["label"]) == ("a", "Conv2d")
+    assert explorer.node_data(found(1))["E"]["results"]["4"] == {"value": 5.0}
