@@ -45,7 +45,7 @@ ANALYSIS = {
     "presentation": "formatting records",
     "metrics": "formatting stats records presentation",
     "self_test": "formatting stats records presentation",
-    "inside": "formatting stats style presentation",
+    "inside": "formatting stats style records presentation",
     "layer_files": "formatting style presentation inside",
     "ranking": "formatting stats records metrics",
     "gate": "stats metrics",
@@ -78,7 +78,7 @@ WORKER = {
     "evaluation": "facts spec record backend inputs tasks",
     "training": "facts spec record inputs sessions nets",
     "snippets": "spec plugins registry inputs tasks sessions nets backends",
-    "journal": "spec record system measure evaluation",
+    "journal": "spec record backend system measure evaluation",
     "jobs": "facts spec inspection record backend registry extras system inputs sessions nets onnx_graph layers "
     "backends measure evaluation journal",
     "main": "facts spec record backend registry system training snippets jobs journal",

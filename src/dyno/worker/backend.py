@@ -26,17 +26,32 @@ Ends = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]  # inputs and outputs
 
 
 @dataclass(frozen=True)
+class GpuWork:
+    """What the GPU and the host did in each watched run.
+
+    `busy` has the seconds in which the GPU ran a kernel or a copy, `calls` those in which the host was inside calls of
+    CUDA other than waits, and `kernels` how many were launched.
+    """
+
+    busy: np.ndarray
+    calls: np.ndarray
+    kernels: np.ndarray
+
+
+@dataclass(frozen=True)
 class LayerTimes:
     """How long the layers of `inside` took while the engine watched itself, which slows it down.
 
     `layers` has seconds, a row for each repeat and a column for each layer, 0 for one that doesn't run. `whole` has the
-    seconds of each watched run by the host's clock. `note` is a sentence on how the engine counts.
+    seconds of each watched run by the host's clock. `note` is a sentence on how the engine counts. `work` is what a GPU
+    did, where the engine says.
     """
 
     inside: Inside
     layers: np.ndarray
     whole: np.ndarray
     note: str = ""
+    work: GpuWork | None = None
 
 
 class Session(ABC):

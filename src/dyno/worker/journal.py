@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker import measure, system
+from dyno.worker.backend import GpuWork
 from dyno.worker.evaluation import evaluate
 from dyno.worker.record import Measurement, Record, save_arrays, write_json
 from dyno.worker.spec import Job, to_json
@@ -80,6 +81,16 @@ class Journal:
         self.samples.update({tag: whole, layers_tag: layers})
         save_arrays(self.folder / "samples.npz", self.samples)
         self.add(*(Measurement(name, "s", "duration", None, name, "model", "host") for name in (tag, layers_tag)))
+
+    def worked(self, work: GpuWork) -> None:
+        """Store what a GPU did in the watched runs, and the host to make it."""
+        self.samples.update({"gpu_busy": work.busy, "cuda_calls": work.calls, "kernels": work.kernels})
+        save_arrays(self.folder / "samples.npz", self.samples)
+        self.add(
+            Measurement("gpu_busy", "s", "duration", None, "gpu_busy", "model", "gpu"),
+            Measurement("cuda_calls", "s", "duration", None, "cuda_calls", "model", "host"),
+            Measurement("kernels", "1", "count", None, "kernels", "model"),
+        )
 
     def contended(self, boundary: str, busy: float, device: str) -> None:
         """Record the CPU contention of this timing, and warn when it was enough to change it."""

@@ -18,7 +18,7 @@ import numpy as np
 
 from dyno.worker.backend import Arrays, Session
 from dyno.worker.sessions.gpu import Stopwatch
-from dyno.worker.spec import Plan
+from dyno.worker.spec import Plan, Unavailable
 
 Feeds = Sequence[Arrays]
 now = time.perf_counter_ns
@@ -84,6 +84,17 @@ def step(session: Session, boundary: str, feeds: Feeds, watch: Stopwatch | None 
         turn += 1
 
     return host_to_host
+
+
+def watch(session: Session, boundary: str, warn: Callable[[str], None]) -> Stopwatch | None:
+    """A clock of the GPU for what runs on its stream; without one the host's clock is used, with a warning."""
+    if session.stream is None or boundary != "model":
+        return None
+    try:
+        return Stopwatch(session.stream)
+    except Unavailable as e:
+        warn(f"{boundary}: timed by the host's clock alone, because {e}")
+        return None
 
 
 def warm_up(once: Callable[[], None], plan: Plan) -> bool:

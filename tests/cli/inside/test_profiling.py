@@ -128,13 +128,26 @@ def test_no_record_has_a_latency(net: str, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_what_has_no_times_is_one_line(refused: Refused, net: str) -> None:
-    able = "these have times of layers: onnxruntime (cpu), openvino (cpu), pytorch (cpu)"
+    able = (
+        "these have times of layers: onnxruntime (cpu), openvino (cpu), pytorch (cpu, cuda), tensorrt (cuda), "
+        "tensorrt_rtx (cuda)"
+    )
     assert refused("profile", net, "compile") == f"compile has no times of layers on cpu; {able}"
     assert refused("profile", net, "onnx") == f"an ONNX graph doesn't run by itself; {able}"
-    assert refused("profile", net, "--device", "cuda:0") == f"pytorch has no times of layers on cuda; {able}"
+    assert refused("profile", net, "tensorrt") == f"tensorrt has no times of layers on cpu; {able}"
+    on_gpu = ("--device", "cuda:0", "--size", "32")
+    assert refused("profile", net, "onnxruntime", *on_gpu) == f"onnxruntime has no times of layers on cuda; {able}"
     assert refused("profile", net, "opnvino") == "unknown form 'opnvino'; did you mean 'openvino'?"
     assert refused("profile", net, "pytorch/int8").startswith("pytorch has no int8 here")
     assert refused("profile", net, "--order", "tme") == "unknown order 'tme'; did you mean 'time'?"
     assert refused("profile", net, "--runs", "4") == "runs is 4; it must be at least 5"
     assert refused("profile", net, "--batch", "0") == "batch is 0; it must be at least 1"
     assert "it is TorchScript, whose modules can't be watched" in refused("profile", "net.py:script", "--size", "32")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("command", ["profile", "inspect"])
+def test_without_a_gpu_one_line_says_so(refused: Refused, net: str, command: str) -> None:
+    form = () if command == "profile" else ("onnxruntime",)
+    said = refused(command, net, *form, "--device", "cuda:0", "--size", "32")
+    assert said.startswith("net: ") and ("no CUDA device" in said or "no NVIDIA driver" in said), said

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from dyno.analysis.formatting import counting
-from dyno.analysis.inside import align
+from dyno.analysis.inside import align, launching
+from dyno.analysis.inside.launching import OnGpu
 from dyno.analysis.inside.tables import MODEL, names_cell, shape
 from dyno.analysis.presentation.table import COUNT, PERCENT, TEXT, Column, Row, Table, TableKind
 from dyno.analysis.stats import Interval, median_interval
@@ -38,12 +39,18 @@ COLUMNS = (
 @dataclass(frozen=True)
 class Times:
     """Seconds of one form: of runs with nothing switched on, of runs that were watched, and of its layers [repeats,
-    layers of the form]; `warnings` say what disturbed them."""
+    layers of the form]; `warnings` say what disturbed them, and `gpu` is what a GPU did meanwhile."""
 
     unprofiled: np.ndarray
     profiled: np.ndarray
     layers: np.ndarray
     warnings: tuple[str, ...] = ()
+    gpu: OnGpu | None = None
+
+    @property
+    def latency(self) -> float:
+        """Median seconds of a run that nobody watched."""
+        return float(np.median(self.unprofiled))
 
 
 def profile(
@@ -153,12 +160,14 @@ def reconciliation(forms: Sequence[Inside], times: Mapping[int, Times]) -> Table
             "unprofiled_ms_high": 1e3 * latency.high, "layers_ms": 1e3 * layers,
             "remainder_ms": 1e3 * (latency.value - layers), "profiled_ms": 1e3 * float(np.median(each.profiled)),
             "repeats": len(each.layers), "runs": len(each.profiled),
+            **(each.gpu.cells(each.latency) if each.gpu else {}),
         })  # fmt: skip
     columns = (
         Column("form", "which engine", kind=TEXT),
         Column("unprofiled_ms", "median latency with nothing switched on", "ms", title="unprofiled, ms", interval=True),
         Column("layers_ms", "sum of the layers' medians", "ms", title="all layers, ms"),
         Column("remainder_ms", "unprofiled less all layers", "ms", title="remainder, ms"),
+        *launching.COLUMNS,
         Column("profiled_ms", "median of the watched runs", "ms", title="watched, ms", rank=1),
         Column("runs", "watched runs", kind=COUNT, rank=3),
         Column("repeats", "repeats behind a layer's median", kind=COUNT, rank=2),
@@ -167,4 +176,6 @@ def reconciliation(forms: Sequence[Inside], times: Mapping[int, Times]) -> Table
         "The remainder is the unprofiled median less the sum of the layers' medians: what happens between layers, or, "
         "where it is negative, what watching costs. Watched runs are no latency."
     )
-    return RECONCILIATION.of(columns, rows, notes=(note,))
+    on_gpu = [(forms[k].library, each.gpu.sentence(each.latency)) for k, each in times.items() if each.gpu]
+    notes = (note, *(f"{library}: {sentence}." for library, sentence in on_gpu if sentence))
+    return RECONCILIATION.of(columns, rows, notes=notes)

@@ -101,7 +101,7 @@ class Reading:
         if side.choice.name == MODULE:
             self.module(study, side, trial)
         elif kind and kind.on_device:
-            self._add(self.ran(trial, None), "")
+            self.built(study, side, trial)
         else:
             self.engine(study, side, trial)
 
@@ -118,6 +118,10 @@ class Reading:
             "overrides": input_options.overrides(study.inputs, study.shapes),
         }
         self._add(self._launched(trial, None, options), "")
+
+    def built(self, study: Study, side: Side, trial: Trial) -> None:
+        """Read an engine that the user built, which takes no look at its inputs."""
+        self._add(self.ran(trial, None), "")
 
     def ran(self, trial: Trial, artifact: Artifact | None) -> Inside:
         """The form that an engine runs."""

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dyno.analysis.inside import times
+from dyno.analysis.inside import launching, times
 from dyno.analysis.inside.times import ORDERS, Times
 from dyno.analysis.presentation.table import Table
 from dyno.analysis.records.arrays import read_npz
@@ -92,7 +92,8 @@ def profile(
     profiled; of the first one only its forms, where some are asked for. In one process per form the latency is measured
     first, then `runs` runs that are watched. `top` layers are listed (0: all) in one of ORDERS. `save` names files to
     write, whose names are checked first (see `Profiled.save`). `settings` are fields of `dyno.Study`; `warmup` and
-    `seconds` are those of the latency. Raises `UserError` where layers have no times.
+    `seconds` are those of the latency. On a GPU `Times.gpu` says how long it did nothing. Raises
+    `UserError` where layers have no times.
     """
     for name, value, least in (("batch", batch, 1), ("runs", runs, 5), ("top", top, 0)):
         if value < least:
@@ -148,7 +149,10 @@ def _usual(side: forms.Side) -> forms.Side:
 
 
 def check(side: forms.Side, device: str) -> None:
-    """A `UserError` for a form whose layers nobody times there."""
+    """A `UserError` for a form whose layers nobody times there; an engine's file has its own device."""
+    file_format = registry.format_of(side.source)
+    if file_format and file_format.on_device and device == "cpu":
+        device = file_format.device
     name, kind = side.choice.name, device.split(":")[0]
     if name == forms.ONNX or kind not in registry.find(name).profiled:
         what = (
@@ -172,6 +176,10 @@ class Profiling(forms.Reading):
         """A module is timed as PyTorch runs it."""
         self.engine(study, side, trial)
 
+    def built(self, study: Study, side: forms.Side, trial: Trial) -> None:
+        """An engine's file runs with shapes, which a look at it tells, on a device of its own."""
+        self.engine(replace(study, device=trial.runtime.device), side, trial)
+
     def ran(self, trial: Trial, artifact: Artifact | None) -> Inside:
         """The form with its times, from one process."""
         if reason := registry.find(trial.backend).refuse(trial):
@@ -183,5 +191,6 @@ class Profiling(forms.Reading):
             record, inside = self.launched(job, folder)
             samples = read_npz(folder / "samples.npz")
         self.records.append(record)
-        self.times.append(Times(samples["unprofiled_model"], samples["profiled"], samples["layers"], record.warnings))
+        self.times.append(Times(samples["unprofiled_model"], samples["profiled"], samples["layers"], record.warnings,
+                                launching.of_samples(samples)))  # fmt: skip
         return inside

@@ -27,7 +27,7 @@ def profile(
     save: Save = [],  # noqa: B006
     format: options.Format = "text",
 ) -> None:
-    """Time every layer in PyTorch, ONNX Runtime or OpenVINO, by the model's own names, beside the latency."""
+    """Time every layer in PyTorch and in each engine, by the model's own names, beside the latency."""
     from dyno.analysis.presentation.export import export
     from dyno.api.inside import files, profiling
     from dyno.planning.checks import check_format

@@ -16,7 +16,7 @@ from dyno.worker.facts.engine import EngineFacts, Probe
 from dyno.worker.facts.precision import precision_truth
 from dyno.worker.inputs import input_data
 from dyno.worker.inputs.specs import tensors as tensors_of
-from dyno.worker.layers import module_times
+from dyno.worker.layers import module_kernels, module_times
 from dyno.worker.nets import models
 from dyno.worker.option_values import Check, flag, one_of
 from dyno.worker.sessions.torch_copies import Copies
@@ -57,7 +57,7 @@ class PyTorch(Backend):
     requires: tuple[str, ...] = ("torch",)
     precisions: tuple[str, ...] = ("fp32", "tf32", "fp16", "bf16")
     devices: tuple[str, ...] = ("cpu", "cuda")
-    profiled: tuple[str, ...] = ("cpu",)
+    profiled: tuple[str, ...] = ("cpu", "cuda")
     options: tuple[str, ...] = ("channels_last", "cudnn_benchmark", "input")
     values: Mapping[str, Check] = {"channels_last": flag, "cudnn_benchmark": flag, "input": one_of(*input_data.READ)}
     files = ()  # which hold no module
@@ -326,10 +326,11 @@ class TorchSession(Session):
         return len(seen), dict(Counter(kind for m, kind in seen.items() if isinstance(m, compute) or is_quantised(m)))
 
     def profile(self, runs: int) -> LayerTimes:
-        """The calls of the module's parts, by hooks; see `module_times`."""
-        if self._on_gpu or self._call is not self._eager:
+        """The calls of the module's parts: by hooks on a CPU, by their kernels on a GPU."""
+        if self._call is not self._eager:
             return super().profile(runs)
-        return module_times.measure(self._module, self._once, lambda: self._eager(*self._bound[0].values()), runs)
+        measure = module_kernels.measure if self._on_gpu else module_times.measure
+        return measure(self._module, self._once, lambda: self._eager(*self._bound[0].values()), runs)
 
     def close(self) -> None:
         """Drop the module and the tensors, and give the GPU's memory back."""

@@ -16,7 +16,8 @@ UNPROFILED, PROFILED, LAYERS = "unprofiled", "profiled", "layers"  # tags; none 
 def profile(job: Job, journal: Journal) -> None:
     """Time the trial's model boundary with nothing switched on, then its layers in `runs` (an option) watched runs.
 
-    Stored are the samples of both, and the layers' seconds, a row for each repeat.
+    Stored are the samples of both, the layers' seconds, a row for each repeat, and on a GPU the parts of an inference
+    that nobody watched, with what the GPU did in the watched runs where the engine says.
     """
     assert job.trial is not None
     trial = job.trial
@@ -26,18 +27,25 @@ def profile(job: Job, journal: Journal) -> None:
     data = input_data.batches(
         trial.data, trial.model.preprocess, session.inputs, trial.dims, input_data.FEEDS, trial.model.inputs
     )
-    once = measure.step(session, "model", [session.stage(feed) for feed in data])
+    feeds = [session.stage(feed) for feed in data]
+    watch = measure.watch(session, "model", journal.warn)
+    once = measure.step(session, "model", feeds, watch)
     journal.timed("first_call", "first call", once)
     journal.stage("warm up")
     if not measure.warm_up(once, trial.plan):
         journal.warn(f"the median was not steady after {trial.plan.warmup_s:g} s of warm-up")
     journal.stage("time")
     contention = system.CpuContention()
-    sampling = measure.latency(once, trial.plan)
+    sampling = measure.latency(once, trial.plan, watch)
+    parts = measure.parts(session, feeds, trial.plan)
     journal.stage("profile")
     times = session.profile(int(job.options["runs"]))
     journal.contended("model", contention.busy(), trial.runtime.device)
     journal.sampled(UNPROFILED, "model", "s", "duration", sampling)
+    if parts:
+        journal.parted(parts)
     journal.profiled(PROFILED, times.whole, LAYERS, times.layers)
+    if times.work:
+        journal.worked(times.work)
     journal.facts(inside=replace(times.inside, notes=tuple(filter(None, (*times.inside.notes, times.note)))))
     session.close()

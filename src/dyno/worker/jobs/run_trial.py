@@ -18,8 +18,8 @@ from dyno.worker.jobs.turns import Alone
 from dyno.worker.journal import Journal
 from dyno.worker.record import Measurement, one_line, save_arrays
 from dyno.worker.registry import find
-from dyno.worker.sessions import gpu, slowed
-from dyno.worker.spec import BUILD, SLOWDOWN, Job, Trial, Unavailable, UserError
+from dyno.worker.sessions import slowed
+from dyno.worker.spec import BUILD, SLOWDOWN, Job, Trial, UserError
 
 RANDOM = 1e-2  # of their size: outputs of two calls on one input that are further apart are drawn
 
@@ -74,7 +74,7 @@ def _time(
     turns: Alone,
 ) -> None:
     for boundary in boundaries:
-        watch = _watch(session, boundary, journal)
+        watch = measure.watch(session, boundary, journal.warn)
         once = measure.step(session, "all" if boundary == "throughput" else boundary, feeds, watch)
         journal.stage(f"warm up {boundary}")
         if not measure.warm_up(once, trial.plan):
@@ -91,17 +91,6 @@ def _time(
         journal.contended(boundary, contention.busy(), trial.runtime.device)
     if "all" in boundaries and (parts := measure.parts(session, feeds, trial.plan)):
         journal.parted(parts)
-
-
-def _watch(session: Session, boundary: str, journal: Journal) -> gpu.Stopwatch | None:
-    """A clock of the GPU for what runs on its stream; without one the host's clock is used, with a warning."""
-    if session.stream is None or boundary != "model":
-        return None
-    try:
-        return gpu.Stopwatch(session.stream)
-    except Unavailable as e:
-        journal.warn(f"{boundary}: timed by the host's clock alone, because {e}")
-        return None
 
 
 def _evaluate(session: Session, trial: Trial, journal: Journal) -> None:

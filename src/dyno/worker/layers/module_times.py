@@ -28,14 +28,14 @@ def measure(module: Any, once: Callable[[], None], plainly: Callable[[], Any], r
     """
     torch = import_torch()
     with torch.no_grad():
-        inside = _with_whole(calls.watched(module, plainly), module)
+        inside = with_whole(calls.watched(module, plainly), module)
     marks: list[Mark] = []
     clock = time.perf_counter_ns
     hooks = []
     for name, part in calls.parts(torch, module):
         hooks.append(part.register_forward_pre_hook(lambda *_: marks.append((None, clock()))))
         hooks.append(part.register_forward_hook(lambda *_, name=name: marks.append((name, clock()))))
-    rows = _rows(inside)
+    rows = rows_of(inside)
     layers, whole = [], []
     try:
         for _ in range(DISCARDED + runs):
@@ -50,14 +50,14 @@ def measure(module: Any, once: Callable[[], None], plainly: Callable[[], Any], r
     return LayerTimes(inside, np.array(layers[DISCARDED:]), np.array(whole[DISCARDED:]), NOTE)
 
 
-def _with_whole(inside: Inside, module: Any) -> Inside:
+def with_whole(inside: Inside, module: Any) -> Inside:
     """With a row for the module itself: what its own code does belongs to none of its parts."""
     if any(not layer.name for layer in inside.layers):
         return inside
     return replace(inside, layers=(*inside.layers, Layer(type=type(module).__name__, modules=("",))))
 
 
-def _rows(inside: Inside) -> dict[tuple[str, int], int]:
+def rows_of(inside: Inside) -> dict[tuple[str, int], int]:
     """The row of each call, by the part's name and which of its calls it is."""
     seen: Counter[str] = Counter()
     rows = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dyno.worker.backends.tensor_rt import layer_times, layers
@@ -36,6 +37,35 @@ def test_the_median_of_a_layer_leaves_the_first_run_out() -> None:
     runs = [{"conv1": 900.0, "to int8": 900.0}, *({"conv1": 3.0 + i, "to int8": 1.0} for i in range(5))]
     found = layer_times.profiled(SimpleNamespace(IProfiler=Profiler), *context_of(runs))
     assert found == {"conv1": pytest.approx(5e-3), "to int8": pytest.approx(1e-3)}
+
+
+def test_a_run_has_each_layer_once_and_those_nobody_listed_stand_at_the_end() -> None:
+    listed = layers.inside([CONV, MOVE, layers.Layer("folded", "Constant", (), (), "")], "TensorRT 10")
+    reports = [{"conv1": 3.0, "to int8": 1.0}, {"conv1": 4.0, "new": 0.5}]
+    runs = layer_times.watched(SimpleNamespace(IProfiler=Profiler), *context_of(reports), 2)
+    inside, seconds = layer_times.of_layers(listed, runs)
+    assert [layer.name for layer in inside.layers] == ["conv1", "to int8", "folded", "new"]
+    assert [layer.skipped for layer in inside.layers] == [False, False, True, False]
+    assert [layer.moves for layer in inside.layers] == [False, True, False, False]
+    assert (inside.layers[0].computes_in, inside.layers[0].tactic) == ("int8", "sm80_xmma")
+    assert seconds == pytest.approx(np.array([[3e-3, 1e-3, 0, 0], [4e-3, 0, 0, 0.5e-3]]))
+
+
+def test_a_layer_reported_several_times_in_a_run_is_their_sum() -> None:
+    context = SimpleNamespace(profiler=None)
+
+    def launch() -> None:
+        for _ in range(3):
+            context.profiler.report_layer_time("body of a loop", 2.0)
+
+    runs = layer_times.watched(SimpleNamespace(IProfiler=Profiler), context, launch, 2)
+    assert runs == [{"body of a loop": pytest.approx(6e-3)}] * 2
+
+
+def test_of_layers_of_one_name_the_first_has_the_time() -> None:
+    inside, seconds = layer_times.of_layers(layers.inside([CONV, CONV], "TensorRT 10"), [{"conv1": 1e-3}])
+    assert [layer.skipped for layer in inside.layers] == [False, True]
+    assert seconds == pytest.approx(np.array([[1e-3, 0]]))
 
 
 def test_shares_go_by_kind_and_by_layer_largest_first() -> None:

@@ -191,3 +191,25 @@ def test_notes_say_what_keeps_an_engine_slow() -> None:
 def test_information_that_is_no_json() -> None:
     with pytest.raises(UserError, match="not JSON"):
         layers.from_json("Layers: conv1")
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes"),
+    [
+        ("/conv1/Conv + /relu/Relu", ("/conv1/Conv", "/relu/Relu")),
+        ("node_a || node_b", ("node_a", "node_b")),
+        ("PWN(PWN(/a/Sigmoid), /a/Mul)", ("/a/Sigmoid", "/a/Mul")),
+        ("{ForeignNode[/norm/Constant + (Unnamed Layer* 4) [Shuffle].../head/Gemm]}", ("/norm/Constant", "/head/Gemm")),
+        ("{ForeignNode[node_a...node_b]}", ("node_a", "node_b")),
+        ("(Unnamed Layer* 12) [Constant]", ()),
+    ],
+)  # fmt: skip
+def test_the_nodes_in_a_layer_s_name(name: str, nodes: tuple[str, ...]) -> None:
+    assert layers.named_nodes(name) == nodes
+
+
+def test_a_layer_without_metadata_has_the_nodes_of_its_name_and_a_conversion_none() -> None:
+    told = layer("a + b", "CaskConvolution", HALF, HALF, Metadata="[ONNX Layer: told]")
+    moved = layer("Reformatting CopyNode for Input Tensor 0 to a + b", "Reformat", PLAIN, HALF)
+    found = layers.inside(older([told, convolution("c + d", HALF, "Half"), moved]), "TensorRT 8.6").layers
+    assert [each.nodes for each in found] == [("told",), ("c", "d"), ()]

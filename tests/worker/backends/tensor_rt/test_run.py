@@ -1,14 +1,18 @@
-"""When a graph is recorded and when it is replayed, without a GPU; tests/gpu has the rest."""
+"""When a graph is recorded or replayed, and whose context is profiled, without a GPU; tests/gpu has the rest."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from dyno.worker.backends.tensor_rt import run
+from dyno.worker.backends.tensor_rt import layer_times, run
 from dyno.worker.backends.tensor_rt.run import TensorRTSession
+from dyno.worker.spec import Tensor, Unavailable
 
 
 class Recorded:
@@ -54,3 +58,92 @@ def test_without_graphs_every_run_is_launched(session: Any) -> None:
     for _ in range(3):
         made.enqueue(0)
     assert done == ["launch"] * 3
+
+
+class Context:
+    """An execution context that reports two layers a run."""
+
+    def __init__(self, shared: bool = True) -> None:
+        self.profiler: Any = None
+        self.shared, self.shapes, self.addresses = shared, dict[str, Any](), dict[str, int]()
+        self.runs = 0
+
+    def set_optimization_profile_async(self, profile: int, stream: int) -> bool:
+        return self.shared
+
+    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        self.shapes[name] = shape
+        return True
+
+    def set_tensor_address(self, name: str, address: int) -> bool:
+        self.addresses[name] = address
+        return True
+
+    def execute_async_v3(self, stream: int) -> bool:
+        self.runs += 1
+        if self.profiler:
+            self.profiler.report_layer_time("/conv/Conv + /relu/Relu", 0.2)
+            self.profiler.report_layer_time("Reformatting CopyNode for Output Tensor 0 to y", 0.1)
+        return True
+
+
+class Library:
+    """What of TensorRT's module a profile needs."""
+
+    __name__, __version__ = "tensorrt", "8.6.1"
+    LayerInformationFormat = SimpleNamespace(JSON="json")
+
+    class IProfiler:
+        def __init__(self) -> None:
+            pass
+
+
+class Engine:
+    """An engine of two layers whose next context is the one given."""
+
+    def __init__(self, context: Context | None) -> None:
+        self.create_execution_context = lambda: context
+        kinds = (("/conv/Conv + /relu/Relu", "CaskConvolution", "Int8"),
+                 ("Reformatting CopyNode for Output Tensor 0 to y", "Reformat", "Int8"))  # fmt: skip
+        told = [{"Name": name, "LayerType": kind, "Inputs": [{"Name": "a", "Dimensions": [1], "Format/Datatype": form}],
+                 "TacticName": "sm80_xmma"} for name, kind, form in kinds]  # fmt: skip
+        information = json.dumps({"Layers": told})
+        self.create_engine_inspector = lambda: SimpleNamespace(get_engine_information=lambda _: information)
+
+
+def profiled(context: Context | None, dims: tuple[Any, ...] = (1, 3)) -> tuple[Any, Context]:
+    """A session of that engine, and the context that its first slot has."""
+    made: Any = TensorRTSession.__new__(TensorRTSession)
+    own = Context()
+    made._trt, made._engine, made._contexts, made.stream, made._profile = Library(), Engine(context), [own], 0, 0
+    made.inputs, made.outputs = (Tensor("x", "float32", dims),), (Tensor("y", "float32", (1, 2)),)
+    made._shapes = {"x": (1, 3)}
+    made._slots = [SimpleNamespace(addresses={"x": 16, "y": 32})]
+    made.device = SimpleNamespace(synchronize=lambda: None)
+    return made, own
+
+
+def test_a_profile_has_a_context_of_its_own() -> None:
+    made, own = profiled(context := Context())
+    found = made.profile(5)
+    assert own.runs == 0 and own.profiler is None, "the first slot's is as it was"
+    assert context.runs == 5 + layer_times.DISCARDED
+    assert (context.shapes, context.addresses) == ({"x": (1, 3)}, {"x": 16, "y": 32})
+    assert found.layers == pytest.approx(np.tile([0.2e-3, 0.1e-3], (5, 1))) and found.whole.shape == (5,)
+    conv, move = found.inside.layers
+    assert (found.inside.library, conv.computes_in, conv.tactic) == ("TensorRT 8.6.1", "int8", "sm80_xmma")
+    assert conv.nodes == ("/conv/Conv", "/relu/Relu") and move.moves and not move.nodes
+
+
+@pytest.mark.parametrize("context", [None, Context(shared=False)], ids=["no room", "profile not shared"])
+def test_a_profile_without_room_for_one_takes_the_first_slot_s(context: Context | None) -> None:
+    made, own = profiled(context, ("batch", 3))
+    made.profile(5)
+    assert own.runs == 5 + layer_times.DISCARDED
+
+
+def test_a_library_that_reports_nothing_is_said() -> None:
+    context = Context()
+    context.execute_async_v3 = lambda stream: True  # type: ignore[method-assign]
+    with pytest.raises(Unavailable, match=r"TensorRT 8\.6\.1 reported no layer's time"):
+        profiled(context)[0].profile(5)

@@ -51,6 +51,7 @@ class TensorRT(Backend):
     requires: tuple[str, ...] = ("tensorrt",)
     precisions = ("fp32", "tf32", "fp16", "bf16", "int8", "fp8")
     devices = ("cuda",)
+    profiled = ("cuda",)
     options = (*settings.NAMES, *settings.RUNNING, *PREPARATION)
     values: Mapping[str, Check] = {**values.VALUES, **VALUES}
     files = (".onnx", *SUFFIXES)

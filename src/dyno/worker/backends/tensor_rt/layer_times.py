@@ -8,35 +8,74 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
+import numpy as np
+
 from dyno.worker.backends.tensor_rt.layers import Layer
+from dyno.worker.facts import inside as facts
 from dyno.worker.facts.engine import SlowLayer
+from dyno.worker.facts.inside import Inside
 
 RUNS = 6  # the first is left out
+DISCARDED = 3  # runs of a profile that don't count
+NOTE = (
+    "TensorRT's profiler runs the layers one after the other without a CUDA graph and times each by events: what lies "
+    "between two is in their times, so that they may add up to more than the latency."
+)
 SLOWEST = 5
 
 
-def profiled(trt: Any, context: Any, launch: Callable[[], None]) -> dict[str, float]:
-    """Median seconds of each layer by its name; {} where the library reports none.
+def watched(trt: Any, context: Any, launch: Callable[[], None], runs: int) -> list[dict[str, float]]:
+    """Seconds of each layer by its name in each of so many runs; empty where the library reports none.
 
     `launch` runs the context once and returns when it is done. The context keeps the profiler: time nothing with it
     afterwards.
     """
-    times: dict[str, list[float]] = defaultdict(list)
+    seconds: dict[str, float] = defaultdict(float)
 
     class Profiler(trt.IProfiler):  # type: ignore[misc]
         def __init__(self) -> None:
             trt.IProfiler.__init__(self)
 
         def report_layer_time(self, name: str, milliseconds: float) -> None:
-            times[name].append(milliseconds / 1e3)
+            seconds[name] += milliseconds / 1e3
 
     profiler = Profiler()
     context.profiler = profiler
-    for _ in range(RUNS):
+    found = []
+    for _ in range(runs):
+        seconds.clear()
         launch()
-    return {name: statistics.median(seconds[1:] or seconds) for name, seconds in times.items()}
+        found.append(dict(seconds))
+    return found
+
+
+def profiled(trt: Any, context: Any, launch: Callable[[], None]) -> dict[str, float]:
+    """Median seconds of each layer by its name; see `watched`."""
+    runs = watched(trt, context, launch, RUNS)[1:]
+    return {name: statistics.median(run.get(name, 0.0) for run in runs) for name in dict.fromkeys(chain(*runs))}
+
+
+def of_layers(listed: Inside, runs: Sequence[Mapping[str, float]]) -> tuple[Inside, np.ndarray]:
+    """The engine's layers, and their seconds [runs, layers].
+
+    A layer that no run reports is `skipped`. One that the list lacks stands at the end, with a name alone.
+    """
+    reported = dict.fromkeys(chain(*runs))
+    rows = {layer.name: k for k, layer in reversed([*enumerate(listed.layers)])}  # of equal names the first
+    layers = [replace(layer, skipped=rows[layer.name] != k or layer.name not in reported)
+              for k, layer in enumerate(listed.layers)]  # fmt: skip
+    for name in reported:
+        if rows.setdefault(name, len(layers)) == len(layers):
+            layers.append(facts.Layer(name=name))
+    seconds = np.zeros((len(runs), len(layers)))
+    for run, times in zip(seconds, runs, strict=True):
+        for name, duration in times.items():
+            run[rows[name]] = duration
+    return replace(listed, layers=tuple(layers)), seconds
 
 
 def by_operator(listed: Sequence[Layer], seconds: Mapping[str, float]) -> dict[str, float]:

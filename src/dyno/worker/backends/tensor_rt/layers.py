@@ -46,6 +46,9 @@ COMPUTE_PARTS = {"Fc", "Mm", "Bmm", "Gemm", "Conv", "Corr", "Mha", "Attn", "Dot"
 MOVING_PARTS = {"Move", "Mov", "Tran", "Cast", "Resh", "Copy"}
 OPAQUE = re.compile("myelin|foreign", re.I)  # a whole subgraph in one layer, in versions that don't open it
 
+WRAPPED = re.compile(r"^\{ForeignNode\[(.*)\]\}$")
+POINTWISE = "PWN("  # elementwise operators in one kernel
+
 
 @dataclass(frozen=True)
 class Weights:
@@ -156,6 +159,15 @@ def dtype_of(text: str) -> str:
 
 def _nodes(metadata: str) -> tuple[str, ...]:
     return tuple(re.findall(r"\[ONNX Layer: (.*?)\](?=\[|$|\x1e|\s)", metadata))
+
+
+def named_nodes(name: str) -> tuple[str, ...]:
+    """The nodes in a layer's name, where the library has no other word for them: those of a fused layer, and of a whole
+    subgraph (`{ForeignNode[a...b]}`) the first and the last."""
+    inner = WRAPPED.sub(r"\1", name)
+    parts = re.split(r" \+ | \|\| |, |\.\.\.(?=[/\w(])", inner.replace(POINTWISE, ""))
+    bare = [part.rstrip(")") for part in parts] if POINTWISE in inner else parts
+    return tuple(dict.fromkeys(part for part in bare if part and not part.startswith("(Unnamed Layer")))
 
 
 def from_log(text: str) -> list[Layer]:
@@ -271,7 +283,7 @@ def inside(listed: Sequence[Layer], library: str) -> Inside:
             computes_in=layer.computed_in if layer.computes else "",
             tactic=layer.tactic,
             moves=layer.moves,
-            nodes=layer.nodes,
+            nodes=layer.nodes or (() if layer.moves else named_nodes(layer.name)),
         )
         for layer in listed
     ]

@@ -6,6 +6,7 @@ its shapes between runs, within its profile, and records its graph anew when a s
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from dyno.worker.backend import LayerTimes
 from dyno.worker.backends.tensor_rt import layer_times, layers, library
 from dyno.worker.facts.engine import EngineFacts
 from dyno.worker.inputs.shapes import Shape, static_shapes
 from dyno.worker.sessions.device_session import DeviceSession, slots_of
 from dyno.worker.sessions.gpu import Device, Graph
-from dyno.worker.spec import Artifact, Tensor, Trial, UserError
+from dyno.worker.spec import Artifact, Tensor, Trial, Unavailable, UserError
 
 
 class TensorRTSession(DeviceSession):
@@ -47,7 +49,8 @@ class TensorRTSession(DeviceSession):
         self._results: list[dict[str, tuple[Shape, str, int]]] = [{} for _ in self._contexts]
         self.place(wanted, self._room_of(wanted))
         for slot in range(self.slots):
-            self._prepare(slot)
+            self._allocators[slot] = self._prepare(self._contexts[slot], slot)
+        self._graphed = self._graphed and not self._allocators[0]  # a graph can't allocate memory
         self.reshape(wanted)
 
     def _check_tensors(self, artifact: Artifact | None) -> tuple[Tensor, ...]:
@@ -145,17 +148,17 @@ class TensorRTSession(DeviceSession):
     def _largest(self, name: str, shape: Shape) -> Shape:
         return tuple(self._engine.get_tensor_profile_shape(name, self._profile)[2]) if self._dynamic else shape
 
-    def _prepare(self, slot: int) -> None:
-        """Set the addresses of the context's tensors; outputs of unknown size get an allocator."""
-        addresses, context = self._slots[slot].addresses, self._contexts[slot]
+    def _prepare(self, context: Any, slot: int) -> dict[str, Any]:
+        """Set the addresses of the context's tensors to the slot's memory; outputs of unknown size get an allocator,
+        and these are returned."""
+        addresses, allocators = self._slots[slot].addresses, {}
         for name, address in addresses.items():
             context.set_tensor_address(name, address)
         for tensor in self.outputs:
             if tensor.name not in addresses:
-                allocator = library.output_allocator(self._trt, self.device)
-                context.set_output_allocator(tensor.name, allocator)
-                self._allocators[slot][tensor.name] = allocator
-                self._graphed = False  # a graph can't allocate memory
+                allocators[tensor.name] = library.output_allocator(self._trt, self.device)
+                context.set_output_allocator(tensor.name, allocators[tensor.name])
+        return allocators
 
     def reshape(self, shapes: Mapping[str, Shape]) -> None:
         """Run with these input shapes from now on; outside the profile is a `UserError`."""
@@ -188,7 +191,10 @@ class TensorRTSession(DeviceSession):
         self._launch(slot)
 
     def _launch(self, slot: int) -> None:
-        if not self._contexts[slot].execute_async_v3(self.stream):
+        self._execute(self._contexts[slot])
+
+    def _execute(self, context: Any) -> None:
+        if not context.execute_async_v3(self.stream):
             self._raise(f"{self._trial.label} can't be run")
 
     def results(self, slot: int) -> dict[str, tuple[Shape, str, int]]:
@@ -221,7 +227,7 @@ class TensorRTSession(DeviceSession):
         Nothing may be timed afterwards: the first slot's context keeps its profiler.
         """
         listed = layers.inspect(self._trt, self._engine)
-        seconds = layer_times.profiled(self._trt, self._contexts[0], self._run_directly)
+        seconds = layer_times.profiled(self._trt, self._contexts[0], lambda: self._run_directly(self._contexts[0]))
         shares = layer_times.by_operator(listed, seconds)
         options = {
             "graph": any(self._graphs),
@@ -238,9 +244,39 @@ class TensorRTSession(DeviceSession):
             notes=tuple(layers.notes(listed, self._trial.precision, shares)),
         ).joined(layers.summary(listed, self._trial.precision))
 
-    def _run_directly(self) -> None:
-        self._launch(0)
+    def _run_directly(self, context: Any) -> None:
+        self._execute(context)
         self.device.synchronize()
+
+    def profile(self, runs: int) -> LayerTimes:
+        """The engine's layers by TensorRT's own profiler, in a context of their own where there is room for one."""
+        context, _allocators = self._new_context()  # which the library calls as long as the context lives
+        whole = []
+
+        def launch() -> None:
+            start = time.perf_counter()
+            self._run_directly(context)
+            whole.append(time.perf_counter() - start)
+
+        found = layer_times.watched(self._trt, context, launch, layer_times.DISCARDED + runs)[layer_times.DISCARDED :]
+        if not any(found):
+            raise Unavailable(f"{library.title(self._trt)} reported no layer's time")
+        listed = layers.inside(layers.inspect(self._trt, self._engine), library.title(self._trt))
+        inside, seconds = layer_times.of_layers(listed, found)
+        return LayerTimes(inside, seconds, np.array(whole[layer_times.DISCARDED :]), layer_times.NOTE)
+
+    def _new_context(self) -> tuple[Any, dict[str, Any]]:
+        """A context for the shapes that are fed, in the first slot's memory, with its allocators; the first slot's own
+        where memory runs out or its profile can't be shared."""
+        context = self._engine.create_execution_context()
+        if context is None:
+            return self._contexts[0], {}
+        if self._dynamic and not context.set_optimization_profile_async(self._profile, self.stream):
+            return self._contexts[0], {}
+        self.device.synchronize()
+        for name, shape in self._shapes.items():
+            context.set_input_shape(name, shape)
+        return context, self._prepare(context, 0)
 
     def close(self) -> None:
         """Free graphs, contexts and the engine before the memory they use."""

@@ -1,0 +1,87 @@
+"""How long the kernels of each call of a PyTorch module's parts run on a GPU, by PyTorch's own profiler."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dyno.worker.backend import GpuWork, LayerTimes
+from dyno.worker.layers import kernel_trace, module_times
+from dyno.worker.layers import module as calls
+from dyno.worker.sessions.torch_support import import_torch
+from dyno.worker.spec import Unavailable
+
+DISCARDED = 3  # runs that don't count
+NOTE = (
+    "PyTorch's rows have the time of the kernels and copies that a module launched itself, by torch.profiler; while "
+    "none ran is in no row."
+)
+
+
+def measure(module: Any, once: Callable[[], None], plainly: Callable[[], Any], runs: int) -> LayerTimes:
+    """Seconds of the kernels of each call of a part, without those of its own parts, in so many runs of `once`.
+
+    `once` returns when the GPU is done; `plainly` is as in `module_times.measure`. Raises `UserError` as
+    `layers.module.watched` does, and `Unavailable` where the profiler sees no kernel.
+    """
+    torch = import_torch()
+    with torch.no_grad():
+        inside = module_times.with_whole(calls.watched(module, plainly), module)
+    torch.cuda.synchronize()
+    events, whole = traced(module, once, DISCARDED + runs)
+    found = kernel_trace.read(events, module_times.rows_of(inside), len(inside.layers))[DISCARDED:]
+    if len(found) != runs or not any(run.kernels for run in found):
+        raise Unavailable("torch.profiler saw no kernel on the GPU; CUPTI may be missing or forbidden here")
+    labels = kernel_trace.labels(found, len(inside.layers))
+    layers = tuple(replace(layer, tactic=label) for layer, label in zip(inside.layers, labels, strict=True))
+    work = GpuWork(*(np.array([getattr(run, name) for run in found]) for name in ("busy", "calls", "kernels")))
+    seconds = np.array([run.seconds for run in found])
+    return LayerTimes(replace(inside, layers=layers), seconds, np.array(whole[DISCARDED:]), NOTE, work)
+
+
+def traced(module: Any, once: Callable[[], None], runs: int) -> tuple[list[dict[str, Any]], list[float]]:
+    """The events of a trace of so many runs, with the ranges of `kernel_trace`, and the host's seconds of each run."""
+    torch = import_torch()
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    calling: list[Any] = []
+
+    def entering(name: str) -> Callable[..., None]:
+        def enter(*_: Any) -> None:
+            scope = record_function(f"{kernel_trace.CALL}{name}")
+            scope.__enter__()
+            calling.append(scope)
+
+        return enter
+
+    def leave(*_: Any) -> None:
+        calling.pop().__exit__(None, None, None)
+
+    hooks, whole = [], []
+    for name, part in calls.parts(torch, module):
+        hooks.append(part.register_forward_pre_hook(entering(name)))
+        hooks.append(part.register_forward_hook(leave))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it warns of what other uses of it need
+            with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+                for _ in range(runs):
+                    start = time.perf_counter()
+                    with record_function(kernel_trace.RUN):
+                        once()
+                    whole.append(time.perf_counter() - start)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return json.loads(path.read_text(encoding="utf-8"), strict=False)["traceEvents"], whole

@@ -1,0 +1,136 @@
+"""Kernels of a trace and the calls that launched them: a trace as a GPU's is, in small, and a real one of the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dyno.worker.layers import kernel_trace, module, module_kernels, module_times
+
+CONV = (
+    "void cutlass::Kernel2<cutlass_80_tensorop_s1688gemm_128x64_16x6_tn_align4>"
+    "(cutlass_80_tensorop_s1688gemm_128x64_16x6_tn_align4::Params)"
+)
+ADD = (
+    "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, std::array<char*, 3ul> >"
+    "(int, at::native::CUDAFunctor_add<float>, std::array<char*, 3ul>)"
+)
+
+
+def event(kind: str, name: str, begin: float, microseconds: float, **details: Any) -> dict[str, Any]:
+    return {"ph": "X", "cat": kind, "name": name, "pid": 7, "tid": 7, "ts": begin, "dur": microseconds, "args": details}
+
+
+def within(name: str, begin: float, end: float, number: int) -> dict[str, Any]:
+    details = {"External id": number, "Record function id": 0, "Ev Idx": number}
+    return event("user_annotation", name, begin, end - begin, **details)
+
+
+def launched(
+    kind: str, name: str, at: float, begin: float, microseconds: float, operator: int, correlation: int
+) -> list[dict[str, Any]]:
+    """The host's call and the GPU's work, which begins later."""
+    numbers = {"External id": operator, "correlation": correlation}
+    call = "cudaLaunchKernel" if kind == "kernel" else "cudaMemcpyAsync"
+    placed = {"device": 0, "context": 1, "stream": 7, **numbers}
+    return [event("cuda_runtime", call, at, 2, cbid=211, **numbers), event(kind, name, begin, microseconds, **placed)]
+
+
+def one_run(begin: float, first: int) -> list[dict[str, Any]]:
+    """The model calls `a`, which calls `b` twice; what `a` does itself, and the model, runs a kernel besides."""
+    names = [("dyno run", 0, 100), ("dyno call ", 1, 90), ("dyno call a", 2, 60), ("dyno call b", 5, 20),
+             ("dyno call b", 30, 40)]  # fmt: skip
+    ranges = [within(name, begin + low, begin + high, first + k) for k, (name, low, high) in enumerate(names)]
+    operators = [event("cpu_op", "aten::x", begin + at, 4, **{"External id": first + 10 + k, "Ev Idx": 0})
+                 for k, at in enumerate((6, 31, 50, 70))]  # fmt: skip
+    works = [
+        # The clocks of the host's calls and of the ranges differ by some microseconds: operators tell the owner.
+        launched("kernel", CONV, begin + 22, begin + 40, 10, first + 10, first),
+        launched("kernel", CONV, begin + 33, begin + 50, 6, first + 11, first + 1),
+        launched("kernel", ADD, begin + 51, begin + 55, 3, first + 12, first + 2),  # overlaps the one before
+        launched("gpu_memcpy", "Memcpy DtoD (Device -> Device)", begin + 71, begin + 80, 4, first + 13, first + 3),
+    ]
+    own = launched("kernel", ADD, begin + 86, begin + 95, 1, 0, first + 4)  # by no operator that is known
+    waits = [event("cuda_runtime", "cudaStreamSynchronize", begin + 91, 8, cbid=131, correlation=first + 5)]
+    seen_by_gpu = [event("gpu_user_annotation", "dyno call b", begin + 40, 10, **{"External id": first + 3})]
+    return [*ranges, *operators, *(e for work in works for e in work), *own, *waits, *seen_by_gpu]
+
+
+ROWS = {("b", 0): 0, ("b", 1): 1, ("a", 0): 2, ("", 0): 3}
+NOISE = [{"ph": "M", "name": "process_name", "pid": 7, "args": {"name": "python"}},
+         {"ph": "s", "id": 3, "cat": "ac2g", "name": "ac2g", "pid": 7, "tid": 7, "ts": 3},
+         event("Trace", "PyTorch Profiler (0)", 0, 400)]  # fmt: skip
+
+
+def test_work_is_of_the_innermost_call_in_which_its_operator_began() -> None:
+    runs = kernel_trace.read([*NOISE, *one_run(0, 100), *one_run(200, 200)], ROWS, 4)
+    assert len(runs) == 2
+    for run in runs:
+        assert run.seconds == pytest.approx([10e-6, 6e-6, 3e-6, 5e-6])
+        assert run.kernels == 4, "a copy is none"
+        assert run.busy == pytest.approx(23e-6), "two overlap by a microsecond"
+        assert run.calls == pytest.approx(10e-6), "a wait is no work"
+    names = kernel_trace.labels(runs, 4)
+    assert names[0] == "cutlass::Kernel2<cutlass_80_tensorop_s1688gemm_128x64_16x6_tn_align4>"
+    assert names[3].startswith("Memcpy DtoD + vectorized_elementwise_kernel<4, CUDAFunctor_add<float>")
+
+
+def test_a_call_without_a_row_is_its_caller_s() -> None:
+    rows = {("a", 0): 0, ("", 0): 1}
+    (run,) = kernel_trace.read(one_run(0, 100), rows, 2)
+    assert run.seconds == pytest.approx([19e-6, 5e-6])
+
+
+def test_work_outside_of_runs_is_of_none() -> None:
+    warm_up = launched("kernel", ADD, 500, 510, 9, 0, 999)
+    (run,) = kernel_trace.read([*one_run(0, 100), *warm_up], ROWS, 4)
+    assert sum(run.seconds) == pytest.approx(24e-6) and run.kernels == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        ("sm80_xmma_fprop_implicit_gemm_f32f32", "sm80_xmma_fprop_implicit_gemm_f32f32"),
+        ("void at::native::(anonymous namespace)::max_pool<float, int>(int, float*)", "max_pool<float, int>"),
+        ("void f<g(h)>(int)", "f<g(h)>"),
+        ("k" * 200, "k" * kernel_trace.LONGEST + "…"),
+    ],
+)
+def test_a_short_name_of_a_kernel(name: str, short: str) -> None:
+    assert kernel_trace.short(name) == short
+
+
+class Calls(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.relu = nn.Conv2d(4, 4, 3, padding=1), nn.ReLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.relu(self.relu(self.conv(x)) + x)
+
+
+def test_a_real_trace_tells_whose_an_operator_is_and_no_hook_stays() -> None:
+    """On a CPU there are no kernels: each operator of interest has one put beside it, as a GPU's profiler does."""
+    net, x = Calls().eval(), torch.zeros(1, 4, 8, 8)
+
+    @torch.inference_mode()
+    def once() -> None:
+        net(x)
+
+    with torch.no_grad():
+        inside = module_times.with_whole(module.read(net, x), net)
+    events, whole = module_kernels.traced(net, once, 3)
+    assert len(whole) == 3 and min(whole) > 0
+    wanted = ("aten::conv2d", "aten::relu", "aten::add")
+    operators = [e for e in events if e.get("cat") == "cpu_op" and e["name"] in wanted]
+    for k, operator in enumerate(operators):
+        events += launched("kernel", operator["name"], 0, 1e6 * k, 5, operator["args"]["External id"], k)
+    runs = kernel_trace.read(events, module_times.rows_of(inside), len(inside.layers))
+    assert [layer.name for layer in inside.layers] == ["conv", "relu", "relu", ""]
+    assert kernel_trace.labels(runs, 4) == ["aten::conv2d", "aten::relu", "aten::relu", "aten::add"]
+    assert [run.seconds for run in runs] == [pytest.approx([5e-6] * 4)] * 3
+    assert [run.kernels for run in runs] == [4] * 3 and runs[0].busy == pytest.approx(20e-6)
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in net.modules())
