@@ -16,6 +16,8 @@ if typing.TYPE_CHECKING:
     from dyno.api.evaluation import evaluate as evaluate
     from dyno.api.inside.inspection import Inspected as Inspected
     from dyno.api.inside.inspection import inspect as inspect
+    from dyno.api.inside.parting import Parted as Parted
+    from dyno.api.inside.parting import agree_layers as agree_layers
     from dyno.api.inside.profiling import Profiled as Profiled
     from dyno.api.inside.profiling import profile as profile
     from dyno.api.result import Result as Result
@@ -30,12 +32,14 @@ __version__ = "0.1.0"
 __all__ = [
     "Comparison",
     "Inspected",
+    "Parted",
     "Profiled",
     "Result",
     "SelfTest",
     "Study",
     "TrainingResult",
     "UserError",
+    "agree_layers",
     "bisect",
     "calibrate",
     "compare",
@@ -58,6 +62,8 @@ _HOMES = {
     "calibrate": "dyno.api.calibrate",
     "SelfTest": "dyno.analysis.self_test.figures",
     "evaluate": "dyno.api.evaluation",
+    "Parted": "dyno.api.inside.parting",
+    "agree_layers": "dyno.api.inside.parting",
     "Inspected": "dyno.api.inside.inspection",
     "inspect": "dyno.api.inside.inspection",
     "Profiled": "dyno.api.inside.profiling",

@@ -101,12 +101,7 @@ def _slowed(session: Session, share: float, journal: Journal) -> Session:
 
 
 def _time(
-    session: Session,
-    boundaries: Sequence[str],
-    trial: Trial,
-    feeds: measure.Feeds,
-    journal: Journal,
-    turns: Alone,
+    session: Session, boundaries: Sequence[str], trial: Trial, feeds: measure.Feeds, journal: Journal, turns: Alone
 ) -> None:
     for boundary in boundaries:
         watch = _watch(session, boundary, journal)
@@ -279,6 +274,13 @@ def profile_layers(job: Job, journal: Journal) -> None:
     profile(job, journal)
 
 
+def part_layers(job: Job, journal: Journal) -> None:
+    """What every layer of a reference computes, or how far an engine's are from that."""
+    from dyno.worker.jobs.layers_apart import perform
+
+    perform(job, journal)
+
+
 def train_model(job: Job, journal: Journal) -> None:
     """Train a model on the data set named in the job; the weights lie in the job's folder."""
     from dyno.worker.training import loop
@@ -314,8 +316,8 @@ def take_home(job: Job, journal: Journal) -> None:
 
 
 OTHER_JOBS = {"make": make_file, "probe": probe, "inspect": inspect_job, "layers": read_layers,
-              "profile": profile_layers, "train": train_model, "stress": stress_trial, "peak": find_peak,
-              "take": take_home}  # fmt: skip
+              "profile": profile_layers, "values": part_layers, "part": part_layers, "train": train_model,
+              "stress": stress_trial, "peak": find_peak, "take": take_home}  # fmt: skip
 
 
 def perform(job: Job, journal: Journal, turns: Alone) -> Record:

@@ -122,14 +122,14 @@ class Reading:
         artifact = self._made(recipe, trial) if recipe else None
         if side.choice.name == ONNX:
             graph = self._launched(replace(trial, backend=""), artifact)
-            self._add(self._titled(graph, trial), artifact.sha256 if artifact else "")
+            self._add(self.titled(graph, trial), artifact.sha256 if artifact else "")
             return
-        form = self._add(self._titled(self.ran(trial, artifact), trial), "")
+        form = self._add(self.titled(self.ran(trial, artifact), trial), "")
         behind = self._behind(recipe, artifact)
         if behind is not None:
-            self.graph_of[form] = self._graph(trial, behind)
+            self.graph_of[form] = self.graph(trial, behind)
 
-    def _titled(self, form: Inside, trial: Trial) -> Inside:
+    def titled(self, form: Inside, trial: Trial) -> Inside:
         """The form with its precision, where that isn't the usual one, and its options in its title."""
         lowered = (trial.precision,) if trial.precision != "fp32" else ()
         options = [f"{name}={value}" for name, value in trial.options.items()]
@@ -162,10 +162,10 @@ class Reading:
             recipe = recipe.fallback
         return None
 
-    def _graph(self, trial: Trial, file: Artifact) -> int:
+    def graph(self, trial: Trial, file: Artifact) -> int:
         """The form of the engine's graph, read once."""
         if file.sha256 not in self._graphs:
-            form = self._titled(self._launched(replace(trial, backend=""), file), trial)
+            form = self.titled(self._launched(replace(trial, backend=""), file), trial)
             form = replace(form, library=f"{form.library} for {trial.backend}")
             self.forms.append(form)
             self._graphs[file.sha256] = len(self.forms) - 1
