@@ -23,7 +23,7 @@ def tensors_of(module: Inside, graph: Inside) -> list[Call]:
     found: dict[str, Call] = {}
     for region in align.regions(forms, [link]):
         last = _last(forms, region)
-        call = _result(module, region, last, readers) if last is not None else None
+        call = _result(module, link, region, last, readers) if last is not None else None
         if call is not None and last is not None:
             found.setdefault(last.name, (module.layers[call].name, numbers[call], last.name))
     return [*found.values()]
@@ -57,14 +57,17 @@ def _last(forms: Sequence[Inside], region: Region) -> Port | None:
     return written[0] if len(written) == 1 else None
 
 
-def _result(module: Inside, region: Region, last: Port, readers: Mapping[str, set[str]]) -> int | None:
+def _result(
+    module: Inside, link: align.Link, region: Region, last: Port, readers: Mapping[str, set[str]]
+) -> int | None:
     """The call whose result the tensor is: the last part's, else that of a module which computes it itself."""
-    chosen = [k for k in region.members[0] if not module.layers[k].skipped and module.layers[k].outputs][-1:]
-    for k in region.around[0] if not chosen else ():
-        name = module.layers[k].name
-        inside = any(reader == name or reader.startswith(f"{name}." if name else "") for reader in readers[last.name])
-        chosen += [k] if module.layers[k].outputs and not inside else []
-    return next((k for k in chosen if module.layers[k].outputs[0].shape == last.shape), None)
+    ran = [k for k in region.shown(0) if not module.layers[k].skipped and module.layers[k].outputs]
+    if not ran or module.layers[ran[-1]].outputs[0].shape != last.shape:
+        return None
+    call, name = ran[-1], module.layers[ran[-1]].name
+    around = call in link.outer  # its own operators may not be its last ones
+    inside = any(reader == name or reader.startswith(f"{name}." if name else "") for reader in readers[last.name])
+    return None if around and inside else call
 
 
 def modules_of(graph: Inside) -> Iterator[tuple[str, Layer]]:

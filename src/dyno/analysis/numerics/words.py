@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dyno.analysis.formatting import counting, significant
 from dyno.worker.facts.numerics import Apart, Parting, Point
 
-HALF = 0.5  # an error that falls below this share of what it was has fallen
+HALF, MOSTLY = 0.5, 0.8  # of what it was: an error that falls below the first has fallen, below the second in part
 NAMED = 4  # suspects that a sentence names
 Labels = Mapping[str, str]  # the layer's name of each tensor
 
@@ -38,10 +38,9 @@ def sentences(found: Parting, limit: float, precision: str, labels: Labels) -> l
 def _outputs(found: Parting, limit: float, precision: str) -> str:
     runs, layers = counting(found.runs, "run"), counting(len(found.points), "layer")
     parts = f", marked in {found.parts} parts" if found.parts > 1 else ""
-    alone = f", {found.skipped:,} of its graph without a counterpart" if found.skipped else ""
     agrees = "agree" if found.whole is not None and found.whole.error <= limit else "disagree"
     return (f"outputs {agrees}: {_off(found.whole)} ({precision} agrees up to {limit:g}); {runs}, {layers} compared"
-            f"{parts}{alone}.")  # fmt: skip
+            f"{parts}.")  # fmt: skip
 
 
 def _off(apart: Apart | None) -> str:
@@ -70,14 +69,15 @@ def _not_finite(points: Sequence[Point], labels: Labels) -> list[str]:
 
 def _first(found: Parting, limit: float, labels: Labels) -> list[str]:
     first = first_beyond(found.points, limit)
+    agrees = found.whole is not None and found.whole.error <= limit
     if first is None:
-        agrees = found.whole is not None and found.whole.error <= limit
         return [] if agrees else ["with tensors marked as outputs, every layer agrees."]
     before = max((point.apart.error for point in found.points if point.tensor in first.reads), default=0.0)
     own = first.added.error
     whose = "made here" if not own <= HALF * first.apart.error else "added up over the layers before"
-    return [f"first layer that disagrees: {label(first.tensor, labels)}, off by {_size(first.apart.error)}; its own "
-            f"error is {_size(own)}, that of its inputs {_size(before)}: {whose}."]  # fmt: skip
+    line = (f"first layer that disagrees: {label(first.tensor, labels)}, off by {_size(first.apart.error)}; its own "
+            f"error is {_size(own)}, that of its inputs {_size(before)}: {whose}.")  # fmt: skip
+    return [line, *(["nothing of that reaches the outputs of the engine as it is."] if agrees else [])]
 
 
 def _border(found: Parting, labels: Labels) -> list[str]:
@@ -101,7 +101,8 @@ def _suspects(found: Parting, labels: Labels) -> list[str]:
     if not total or not math.isfinite(total):
         return [f"suspected: {which}, {listed}{more}."]
     share = sum(effects[name] ** 2 for name in found.suspects) / total
-    return [f"{which} make{'s' if len(found.suspects) == 1 else ''} {share:.0%} of the error: {listed}{more}."]
+    makes = "makes" if len(found.suspects) == 1 else "make"
+    return [f"{which} {makes} {share:.0%} of the error that layers add by themselves: {listed}{more}."]
 
 
 def _tested(found: Parting, limit: float) -> list[str]:
@@ -121,8 +122,6 @@ def verdict(found: Parting, limit: float) -> str:
     whole, cut, mended = found.whole.error, found.cut.error, found.mended.error
     if whole > limit >= cut or (math.isfinite(whole) and cut < HALF * whole):
         return "vanishes when the graph is cut there"
-    if mended <= limit < cut:
+    if mended <= limit < cut or mended < HALF * cut:
         return "confirmed"
-    if mended < HALF * cut:
-        return "confirmed" if cut <= limit else "confirmed in part"
-    return "not confirmed"
+    return "confirmed in part" if mended < MOSTLY * cut else "not confirmed"

@@ -103,9 +103,10 @@ def part(job: Job, folder: Path, report: Report) -> Parting:
 
 
 def _check_common(sides: Sides, path: str) -> None:
-    if not sides.points:
-        raise UserError(f"{path} has no tensor in common with the reference, so layers can't be compared: give two "
-                        "files of one graph, whose tensors have the same names")  # fmt: skip
+    inner = {*sides.graph.floats} - {*sides.graph.outputs}
+    if not sides.points or (inner and inner.isdisjoint(sides.points)):
+        raise UserError(f"no layer of {path} has a tensor in common with the reference, so layers can't be compared; "
+                        "give two files of one graph, whose tensors have the same names")  # fmt: skip
 
 
 def _as_it_is(session: Session, sides: Sides) -> list[list[np.ndarray]]:
@@ -121,12 +122,15 @@ def _as_it_is(session: Session, sides: Sides) -> list[list[np.ndarray]]:
 def _retested(found: Parting, sides: Sides, engine: Engine, always: bool) -> Parting:
     """With suspects and what the unmarked engine says of them, where the outputs disagree, or `always`."""
     limit = sides.limits.error
-    if not _beyond(found.whole, limit) and not _beyond(found.marked, limit) and not always:
+    hidden = _beyond(found.whole, limit) and not _beyond(found.marked, limit)
+    if not (_beyond(found.whole, limit) or _beyond(found.marked, limit) or always):
         return found
-    if _beyond(found.whole, limit) and not _beyond(found.marked, limit):
-        found = replace(found, border=retest.border(sides))
     able = [point for point in found.points if sides.other and point.tensor in sides.other.floats]
-    chosen = retest.suspects(able or found.points)
+    if hidden:
+        found = replace(found, border=retest.border(sides))
+        chosen = retest.fused(sides, found.border[1]) if able else []
+    else:
+        chosen = retest.suspects(able or found.points)
     found = replace(found, suspects=tuple(chosen))
     if not able or not chosen:
         return found

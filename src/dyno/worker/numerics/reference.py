@@ -85,12 +85,12 @@ def bytes_of(graph: Graph, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, i
     return {name: 4 * math.prod(shape) for name, shape in known.items() if 0 not in shape}
 
 
-def in_parts(names: Iterable[str], sizes: Mapping[str, int], most: int = MOST_MARKED) -> Iterator[list[str]]:
-    """The names in lists of so many bytes at most, or of one."""
+def in_parts(names: Iterable[str], sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    """The names in lists of MOST_MARKED bytes at most, or of one."""
     part, filled = list[str](), 0
     for name in names:
         size = sizes.get(name, UNKNOWN)
-        if part and filled + size > most:
+        if part and filled + size > MOST_MARKED:
             yield part
             part, filled = [], 0
         part.append(name)

@@ -17,7 +17,7 @@ from dyno.worker.numerics.compare import Sides
 from dyno.worker.numerics.engine import Engine
 from dyno.worker.numerics.graph import Graph
 
-MOST_SUSPECTS = 8
+MOST_SUSPECTS = MOST_FUSED = 8
 MOST = 0.8  # of the squared errors, which those of independent layers add up in
 Values = dict[str, list[np.ndarray]]
 
@@ -116,3 +116,18 @@ def border(sides: Sides) -> tuple[str, ...]:
         else:
             high = middle
     return (sides.points[low] if low >= 0 else "", sides.points[high] if high < len(sides.points) else "")
+
+
+def fused(sides: Sides, last: str) -> list[str]:
+    """The fewest layers before `last`, with it, that are still wrong when they are cut out as one piece, in the graph's
+    order; none where MOST_FUSED aren't enough."""
+    chosen = {last} & {*sides.points}
+    while chosen and len(chosen) <= MOST_FUSED:
+        found = staged(sides, stages(sides, [*chosen]), None)
+        if found is None or not found.error <= sides.limits.error:
+            return [name for name in sides.points if name in chosen]
+        before = {name for point in chosen for name in sides.graph.reads(point, {*sides.points})} & {*sides.points}
+        if before <= chosen:
+            return []
+        chosen |= before
+    return []
