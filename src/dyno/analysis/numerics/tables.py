@@ -96,7 +96,7 @@ def findings(compared: Sequence[Compared], rtol: float, atol: float) -> Table:
         f"error: |a - b| / |b| in the 2-norm, of the input where it is largest; close: |a - b| <= {atol:g} + {rtol:g} "
         "|b|; own error: the layer alone reads the reference's values; on the outputs: what this alone does to them."
     )
-    return FINDINGS.of(FINDING_COLUMNS, rows, notes=tuple(notes))
+    return FINDINGS.of(FINDING_COLUMNS, rows, notes=tuple(notes), printed=FOUND)
 
 
 def _finding(each: Compared, labels: Mapping[str, str]) -> Row:
@@ -106,8 +106,10 @@ def _finding(each: Compared, labels: Mapping[str, str]) -> Row:
     return {
         "engine": each.name, "reference": each.reference, "precision": each.precision, "limit": limit,
         "layers": len(found.points), "runs": found.runs, "parts": found.parts, "skipped": found.skipped,
+        "mismatched": found.mismatched,
         "close": 100 * found.whole.close if found.whole else None, **tested,
         "first": words.label(first.tensor, labels) if first else "",
+        "suspect_count": len(found.suspects) if words.verdict(found, limit) else None,
         "suspects": ", ".join(words.label(name, labels) for name in found.suspects),
         "border": " to ".join(words.label(name, labels) if name else "end" for name in found.border),
         "verdict": words.verdict(found, limit),
@@ -159,6 +161,7 @@ FINDING_COLUMNS = (
     Column("runs", "runs that were compared, of a batch each", kind=COUNT, rank=8),
     Column("parts", "pieces in which the marked graph was run", kind=COUNT, rank=9),
     Column("skipped", "tensors of the engine's graph without a counterpart", kind=COUNT, rank=9),
+    Column("mismatched", "tensors left out, which are something else in the reference", kind=COUNT),
     Column("close", "share of the outputs' values that are close", "%", PERCENT, title="close, %", rank=3),
     Column("whole_error", "error of the outputs of the engine as it is", title="outputs"),
     Column("marked_error", "error of the outputs with tensors marked", title="marked", rank=2),
@@ -166,6 +169,9 @@ FINDING_COLUMNS = (
     Column("mended_error", "error of the outputs with the reference in the suspects' place", title="mended", rank=1),
     Column("verdict", "whether the engine as it is confirms the suspects", kind=TEXT),
     Column("first", "first layer whose output is off by more than the limit", kind=TEXT, title="first that disagrees"),
-    Column("suspects", "the few layers that make most of the error", kind=TEXT, rank=3),
-    Column("border", "layers between which the error begins where marking hides it", kind=TEXT, rank=9),
+    Column("suspect_count", "how many layers make most of the error", kind=COUNT, title="suspects"),
+    Column("suspects", "these layers", kind=TEXT),
+    Column("border", "layers between which the error begins where marking hides it", kind=TEXT),
 )
+FOUND = ("engine", "reference", "precision", "limit", "layers", "close", "whole_error", "marked_error", "cut_error",
+         "mended_error", "suspect_count", "verdict", "first")  # fmt: skip

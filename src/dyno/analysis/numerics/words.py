@@ -27,6 +27,7 @@ def sentences(found: Parting, limit: float, precision: str, labels: Labels) -> l
     """Whether outputs agree, where they part first, whose error it is, and whether the engine as it is confirms it."""
     return [
         _outputs(found, limit, precision),
+        *_mismatched(found),
         *_not_finite(found.points, labels),
         *_first(found, limit, labels),
         *_border(found, labels),
@@ -41,6 +42,14 @@ def _outputs(found: Parting, limit: float, precision: str) -> str:
     agrees = "agree" if found.whole is not None and found.whole.error <= limit else "disagree"
     return (f"outputs {agrees}: {_off(found.whole)} ({precision} agrees up to {limit:g}); {runs}, {layers} compared"
             f"{parts}.")  # fmt: skip
+
+
+def _mismatched(found: Parting) -> list[str]:
+    if not found.mismatched:
+        return []
+    tensors = counting(found.mismatched, "tensor")
+    return [f"{tensors} left out: off, while what reads {'it' if found.mismatched == 1 else 'them'} is right, so the "
+            "reference has something else there."]  # fmt: skip
 
 
 def _off(apart: Apart | None) -> str:

@@ -43,8 +43,8 @@ class Parting(Sparse):
     The outputs are those of the engine as it is (`whole`), with tensors marked as outputs (`marked`), cut around the
     `suspects` (`cut`), and cut there with the reference in the suspects' place (`mended`). `border` is the last tensor
     that agrees and the first that doesn't where a graph that ends there shows what the marked one hides. `runs` are
-    the batches that were compared, `skipped` the tensors that are in one graph alone or change their shape, `parts` how
-    many pieces the marked graph was run in.
+    the batches that were compared, `skipped` the tensors that are in one graph alone or change their shape,
+    `mismatched` those that stand for something else there, and `parts` how many pieces the marked graph was run in.
     """
 
     points: tuple[Point, ...] = ()
@@ -56,4 +56,5 @@ class Parting(Sparse):
     border: tuple[str, ...] = ()
     runs: int = 0
     skipped: int = 0
+    mismatched: int = 0
     parts: int = 0

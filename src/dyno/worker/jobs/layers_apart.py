@@ -92,12 +92,16 @@ def part(job: Job, folder: Path, report: Report) -> Parting:
     apart, marked, parts = compare.marked(sides, sizes)
     report("run each layer alone")
     added, local = compare.alone(sides, sizes, folder / LOCAL)
+    common = len(sides.points)
+    while others := compare.of_another_meaning(sides, apart, added):
+        sides.points = [name for name in sides.points if name not in others]
+        added, local = compare.alone(sides, sizes, folder / LOCAL)
     stops = {*sides.points}
     points = [Point(n, graph.reads(n, stops), apart[n], added[n]) for n in sides.points if n in added]
     report("find each layer's effect")
     points = compare.with_effects(sides, points, local, trial.runtime.threads, folder / PART)
     found = Parting(points=tuple(points), whole=whole, marked=marked, runs=kept.runs, parts=parts,
-                    skipped=len(graph.floats) - len(points))  # fmt: skip
+                    skipped=len(graph.floats) - common, mismatched=common - len(sides.points))  # fmt: skip
     report("test the finding again")
     return _retested(found, sides, _reference(trial, folder), bool(options["always"]))
 

@@ -102,6 +102,18 @@ def alone(sides: Sides, sizes: Mapping[str, int], folder: Path) -> tuple[dict[st
     return found, Kept(folder)
 
 
+def of_another_meaning(sides: Sides, apart: Mapping[str, Apart], added: Mapping[str, Apart]) -> set[str]:
+    """The points that are off while a reader of theirs is right in the engine, and wrong on the reference's values.
+
+    Such a tensor isn't the reference's under another engine: it was matched with another call of a module, or its
+    readers were scaled to make up for it.
+    """
+    limit, stops = sides.limits.error, {*sides.points}
+    made_up = [name for name, own in added.items() if own.error > limit >= apart[name].error]
+    read = {each for name in made_up for each in sides.graph.reads(name, stops)}
+    return {name for name in read & stops if apart[name].error > limit and not apart[name].nonfinite}
+
+
 def _fed(sides: Sides, reads: Sequence[str]) -> Iterator[dict[str, np.ndarray]]:
     for run, feed in enumerate(sides.feeds):
         yield {name: feed[name] if name in feed else sides.kept[name][run] for name in reads}
