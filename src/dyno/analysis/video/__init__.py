@@ -1,1 +1,1 @@
-"""What bounds a video's way through a network: each stage alone and in the pipeline, two bounds, the limiting stage."""
+"""Video through a network: each stage alone and in the pipeline, what bounds the whole, and how many streams fit."""

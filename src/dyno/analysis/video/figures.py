@@ -1,4 +1,4 @@
-"""The figures of one video and one trial, as pure functions of the stored times."""
+"""The figures of a video that went through one trial's network, as pure functions of the stored times."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from dyno.analysis.stats import Interval
 from dyno.worker.facts.video import VideoFacts
 
 STAGES = ("decode", "preprocess", "inference", "postprocess", "draw", "encode")
+PROCESSORS = "processors"
 BLOCKS = 10  # of consecutive frames, whose means an interval is made from
 PERCENTILES = (0.5, 0.95, 0.99)
 Arrays = Mapping[str, np.ndarray]
@@ -49,7 +50,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class Video:
-    """What is known of a video after one trial's network has answered it."""
+    """What is known of a video after one trial's network has answered it once."""
 
     facts: VideoFacts
     arrays: Arrays
@@ -59,7 +60,7 @@ class Video:
         """The stages that there were, in the order of the pipeline."""
         return tuple(self._stage(name) for name in STAGES if f"alone_{name}" in self.arrays)
 
-    @property
+    @cached_property
     def rate(self) -> float:
         """Frames per second from the first one's reading to the closed file."""
         return self.facts.frames / self.facts.seconds
@@ -90,7 +91,7 @@ class Video:
     @cached_property
     def by_processors(self) -> Bound:
         """What the processors allow that all stages share: their number over the processor time of a frame."""
-        return Bound("processors", Interval(self._cpu_rate(sum(s.cpu for s in self.stages)), math.nan, math.nan))
+        return Bound(PROCESSORS, Interval(self._cpu_rate(sum(s.cpu for s in self.stages)), math.nan, math.nan))
 
     def _cpu_rate(self, seconds: float) -> float:
         return self.facts.processors / seconds if seconds > 0 else math.inf
@@ -106,7 +107,7 @@ class Video:
         slowest = max(self.stages, key=lambda s: s.alone.value * stages[s.name])
         rates = {
             slowest.name: 1 / (slowest.alone.value * stages[slowest.name]),
-            "processors": self._cpu_rate(sum(s.cpu * stages[s.name] for s in self.stages)),
+            PROCESSORS: self._cpu_rate(sum(s.cpu * stages[s.name] for s in self.stages)),
         }
         limiting = min(rates, key=lambda key: rates[key])
         return Bound(limiting, Interval(rates[limiting], math.nan, math.nan))
@@ -143,8 +144,8 @@ class Video:
 def mean_interval(samples: np.ndarray, scale: float = 1.0) -> Interval:
     """The mean with its 95 % interval from the means of consecutive blocks, by Student's t; times `scale`.
 
-    Frames that follow each other resemble each other, so a block counts as one observation (batch means; Law, Simulation
-    Modeling and Analysis, 2015, 9.5.3). Fewer than two frames per block give no limits.
+    Frames that follow each other resemble each other, so a block counts as one observation (batch means; Law,
+    Simulation Modeling and Analysis, 2015, 9.5.3). Fewer than two frames per block give no limits.
     """
     mean = float(np.mean(samples)) if len(samples) else math.nan
     if len(samples) < 2 * BLOCKS:

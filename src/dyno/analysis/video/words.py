@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from dyno.analysis import stats
 from dyno.analysis.formatting import counting, show, significant
-from dyno.analysis.video.figures import PERCENTILES, Bound, Video
+from dyno.analysis.video.figures import PERCENTILES, PROCESSORS, Bound, Video
+from dyno.analysis.video.runs import Filmed
 
 HALF = 0.5
+LATENCY_NOTE = (
+    "A file is read as fast as the pipeline takes it, so its queues are full and latency is mostly waiting in them; a "
+    "live source that is slower than the bound waits less."
+)
 REACHED = 0.95  # of the bound: nothing in the pipeline itself is left to gain
+
+
+def of_run(filmed: Sequence[Filmed]) -> list[str]:
+    """The sentences of each trial, under its name where there are several."""
+    said = []
+    for each in filmed:
+        named = [f"{each.trial.label}:"] if len(filmed) > 1 else []
+        said += [*named, *sentences(each.typical)]
+    return [*said, LATENCY_NOTE]
 
 
 def sentences(video: Video) -> list[str]:
@@ -40,12 +54,12 @@ def _bounds(video: Video) -> Iterator[str]:
 def _changes(video: Video) -> Iterator[str]:
     """What limits, and what it would bring to change that."""
     bound = video.bound
-    if bound.name == "processors":
+    if bound.name == PROCESSORS:
         stage = video.heaviest
         share = stage.cpu / sum(s.cpu for s in video.stages)
         what = (
-            f"The processors bound the whole: the stages share them, and {stage.name} takes {show(share, 'percentage')} "
-            "of the processor time."
+            f"The processors bound the whole: the stages share them, and {stage.name} takes "
+            f"{show(share, 'percentage')} of the processor time."
         )
     else:
         stage = video.slowest
@@ -67,7 +81,7 @@ def _changes(video: Video) -> Iterator[str]:
 
 
 def _limit(bound: Bound) -> str:
-    return "the processors bound it" if bound.name == "processors" else f"{bound.name} bounds it"
+    return "the processors bound it" if bound.name == PROCESSORS else f"{bound.name} bounds it"
 
 
 def _latencies(video: Video) -> Iterator[str]:
@@ -80,10 +94,6 @@ def _latencies(video: Video) -> Iterator[str]:
                 if q == HALF or len(samples) >= stats.samples_for(q)
             ]
             yield f"From the beginning of a frame's reading until {what}: {', '.join(parts)}."
-    yield (
-        "A file is read as fast as the pipeline takes it, so its queues are full and latency is mostly waiting in them; "
-        "a camera that is slower than the bound waits less."
-    )
 
 
 def _rate(value: float) -> str:

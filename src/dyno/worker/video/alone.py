@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -14,10 +14,8 @@ from dyno.worker.backend import Arrays, Session
 from dyno.worker.spec import Plan
 from dyno.worker.video import steps
 from dyno.worker.video.drawing import draw
-from dyno.worker.video.frame import Batch, Frame, now
+from dyno.worker.video.ends import Batch, Frame, Sink, Source, now
 from dyno.worker.video.preparing import Preparation
-from dyno.worker.video.sink import Sink
-from dyno.worker.video.source import Source
 
 FRAMES, BYTES, LEAST = 120, 256 << 20, 8  # of the source that are kept for this, at most and at least
 
@@ -37,32 +35,33 @@ class _Clock:
         self.seconds: list[float] = []
         self.cpu = 0.0
 
-    def time(self, action: Callable[[], Any], frames: int = 1) -> Any:
-        """The action's result; its seconds count for so many frames."""
+    @contextmanager
+    def timing(self, frames: int = 1) -> Iterator[None]:
+        """The block's seconds count for so many frames."""
         cpu, began = time.process_time(), now()
-        result = action()
+        yield
         self.seconds += [(now() - began) / 1e9 / frames] * frames
         self.cpu += time.process_time() - cpu
-        return result
 
     def result(self) -> Alone:
         return Alone(np.asarray(self.seconds), self.cpu / max(1, len(self.seconds)))
 
 
-def decode(source: Source, seconds: float) -> tuple[list[Frame], Alone]:
-    """The first frames of the source, as many as there is time and room for."""
-    clock, frames, held = _Clock(), list[Frame](), 0
-    reading = source.read()
-    until = time.perf_counter() + seconds
-    while len(frames) < FRAMES and (len(frames) < LEAST or (held < BYTES and time.perf_counter() < until)):
-        frame = clock.time(lambda: next(reading, None))
-        if frame is None:
-            clock.seconds.pop()
-            break
+def decode(source: Source, seconds: float, most: int) -> tuple[list[Frame], Alone]:
+    """The first frames of the source, as many as there is time and room for, at most so many (0: FRAMES).
+
+    A frame counts from when its reading began, which of a live source is when it had arrived.
+    """
+    frames, spent, held = list[Frame](), list[float](), 0
+    until, cpu = time.perf_counter() + seconds, time.process_time()
+    for frame in source.read():
+        spent.append((now() - frame.began) / 1e9)
         frames.append(frame)
         held += frame.image.nbytes
-    reading.close()
-    return frames, clock.result()
+        full = held > BYTES or time.perf_counter() > until
+        if len(frames) == (most or FRAMES) or (len(frames) >= LEAST and full):
+            break
+    return frames, Alone(np.asarray(spent), (time.process_time() - cpu) / max(1, len(frames)))
 
 
 def prepare(frames: Sequence[Frame], preparation: Preparation, feeds: Sequence[Arrays]) -> Alone:
@@ -70,8 +69,8 @@ def prepare(frames: Sequence[Frame], preparation: Preparation, feeds: Sequence[A
     preparation.write(frames[0].image, feeds[0], 0)  # what is allocated once
     clock, size = _Clock(), preparation.batch
     for k in range(max(len(frames), size * len(feeds))):
-        image, feed = frames[k % len(frames)].image, feeds[k // size % len(feeds)]
-        clock.time(lambda image=image, feed=feed, k=k: preparation.write(image, feed, k % size))
+        with clock.timing():
+            preparation.write(frames[k % len(frames)].image, feeds[k // size % len(feeds)], k % size)
     return clock.result()
 
 
@@ -99,7 +98,8 @@ def answer(
         groups = [frames[k : k + size] for k in range(first, min(first + size * len(feeds), len(frames)), size)]
         pairs = zip(groups, feeds, strict=False)
         for batch in [_answered(engine, group, preparation, feed) for group, feed in pairs]:
-            clock.time(lambda b=batch: list(step.work(b)), len(batch.frames))
+            with clock.timing(len(batch.frames)):
+                step.work(batch)
     return clock.result()
 
 
@@ -116,18 +116,18 @@ def drawn(frames: Sequence[Frame]) -> Alone:
     clock = _Clock()
     for frame in frames:
         assert frame.detections is not None
-        clock.time(lambda f=frame: draw(f.image, f.detections))
+        with clock.timing():
+            draw(frame.image, frame.detections)
     return clock.result()
 
 
 def encoded(frames: Iterable[Frame], sink: Sink) -> Alone:
     """Writing; what the encoder holds back until the end is shared out among the frames."""
-    clock = _Clock()
+    clock, held = _Clock(), _Clock()
     for frame in frames:
-        clock.time(lambda f=frame: sink.write(replace(f, packets=[])))
-    held = _Clock()
-    held.time(sink.close)
+        with clock.timing():
+            sink.write(replace(frame, packets=[]))
+    with held.timing():
+        sink.close()
     count = max(1, len(clock.seconds))
     return Alone(np.asarray(clock.seconds) + held.seconds[0] / count, (clock.cpu + held.cpu) / count)
-
-

@@ -42,7 +42,8 @@ class Preparation:
         canvas, target = self._canvas, feed[self.name][place]
         if canvas.ndim == 2:
             image = cv2.cvtColor(image, cv2.COLOR_RGB2GRAY)
-        _, height, width, top, left = geometry(*image.shape[:2], *self.size)
+        rows, columns = image.shape[:2]
+        _, height, width, top, left = geometry(rows, columns, *self.size)
         if self._filled != (height, width, top, left):
             canvas[:] = GREY
             self._filled = (height, width, top, left)
@@ -52,10 +53,10 @@ class Preparation:
             np.copyto(target, self._read(cv2, canvas).reshape(target.shape))
             return
         for channel, plane in enumerate(cv2.split(canvas)):
-            if self._raw:
-                np.copyto(target[channel], plane)
-            else:
+            if not self._raw and target.dtype == np.float32:
                 cv2.LUT(plane, self._table[..., channel], target[channel])
+            else:  # where an engine keeps its inputs in another type, that is converted to
+                np.copyto(target[channel], plane if self._raw else cv2.LUT(plane, self._table[..., channel]))
 
     def _read(self, cv2: Any, canvas: np.ndarray) -> np.ndarray:
         return canvas if self._raw else np.asarray(cv2.LUT(canvas, self._table))

@@ -14,10 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker.video.frame import now
+from dyno.worker.video.ends import now
 
 DEPTH = 4  # items that may wait for a stage
+LIVE_DEPTH = 1  # of a live source: whatever waits is late
 TICK_S = 0.25
+READER_S = 1.0  # that a stopped reader has to come back, which may be waiting for its source's next byte
 
 
 class Step:
@@ -75,13 +77,26 @@ class _Channel:
         self.closed = self.stopped = False
 
     def put(self, item: Any) -> None:
+        """Add the item as soon as there is room."""
         with self._condition:
             while len(self._items) >= self._room and not self.stopped:
                 self._condition.wait()
-            if self.stopped:
-                raise Stopped
-            self._items.append(item)
-            self._condition.notify_all()
+            self._add(item)
+
+    def offer(self, item: Any) -> int:
+        """Add the item at once; returns how many older ones had to go for it."""
+        with self._condition:
+            gone = max(0, len(self._items) - self._room + 1)
+            for _ in range(gone):
+                self._items.popleft()
+            self._add(item)
+            return gone
+
+    def _add(self, item: Any) -> None:
+        if self.stopped:
+            raise Stopped
+        self._items.append(item)
+        self._condition.notify_all()
 
     def get(self, wait: bool) -> tuple[Any, int]:
         """The next item (None: there is none now, or none any more) and how many waited, this one included."""
@@ -109,12 +124,16 @@ class _Channel:
 
 
 class Stages:
-    """A source and the steps after it; `run` them once."""
+    """A source and the steps after it; `run` them once.
 
-    def __init__(self, name: str, source: Iterator[Any], steps: Sequence[Step], depth: int = DEPTH) -> None:
-        self._source, self._steps = source, steps
+    A `live` source never waits: where its queue is full, the oldest item there is `dropped`.
+    """
+
+    def __init__(self, name: str, source: Iterator[Any], steps: Sequence[Step], live: bool = False) -> None:
+        self._source, self._steps, self._live = source, steps, live
+        self.dropped = 0
         # A condition for each queue: a shared one would wake every thread for every item.
-        self._channels = [_Channel(depth, threading.Condition()) for _ in steps]
+        self._channels = [_Channel(LIVE_DEPTH if live else DEPTH, threading.Condition()) for _ in steps]
         self.timed = {stage: Timed() for stage in (name, *(step.name for step in steps))}
         self._errors: list[BaseException] = []
         self._first = name
@@ -124,9 +143,9 @@ class Stages:
 
         An interrupt of this thread stops every stage after the item that it is at, and is raised again.
         """
-        threads = [threading.Thread(target=self._guarded, args=(self._read,), name=self._first)]
+        threads = [threading.Thread(target=self._guarded, args=(self._read,), name=self._first, daemon=True)]
         for k, step in enumerate(self._steps):
-            threads.append(threading.Thread(target=self._guarded, args=(self._work, k), name=step.name))
+            threads.append(threading.Thread(target=self._guarded, args=(self._work, k), name=step.name, daemon=True))
         for thread in threads:
             thread.start()
         try:
@@ -136,7 +155,8 @@ class Stages:
         finally:
             if any(thread.is_alive() for thread in threads):
                 self._stop()
-            for thread in threads:
+            threads[0].join(READER_S)
+            for thread in threads[1:]:
                 thread.join()
         if self._errors:
             raise self._errors[0]
@@ -157,12 +177,14 @@ class Stages:
     def _read(self) -> None:
         timed, channel = self.timed[self._first], self._channels[0]
         while True:
-            began = now()
             item = next(self._source, None)
             if item is None:
                 break
-            timed.add(began, now(), 0)
-            channel.put(item)
+            timed.add(item.began, now(), 0)
+            if self._live:
+                self.dropped += channel.offer(item)
+            else:
+                channel.put(item)
             timed.handed.append(now())
         channel.close()
 

@@ -16,9 +16,8 @@ from dyno.worker.spec import Trial
 from dyno.worker.tasks.detect import Detect
 from dyno.worker.tasks.postprocess import Detections
 from dyno.worker.video.drawing import draw
-from dyno.worker.video.frame import Batch, Frame
+from dyno.worker.video.ends import Batch, Frame, Sink
 from dyno.worker.video.preparing import Preparation
-from dyno.worker.video.sink import Sink
 from dyno.worker.video.stages import DEPTH, Step
 
 DECODE, PREPARE, INFER, POSTPROCESS, DRAW, ENCODE = STAGES = (
@@ -153,7 +152,7 @@ class Keep(Step):
     def __init__(self, path: Path | None) -> None:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: IO[str] | None = open(path, "w", encoding="utf-8") if path else None
+        self._file: IO[str] | None = path.open("w", encoding="utf-8") if path else None
         self.began: list[int] = []
         self.boxes: list[int] = []
 

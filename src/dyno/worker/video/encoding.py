@@ -1,8 +1,7 @@
-"""Where annotated frames go: a video file with the source's times and sound, a folder of images, or an image."""
+"""Annotated frames into a video file, by PyAV, with the source's times and sound."""
 
 from __future__ import annotations
 
-import errno
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.spec import UserError, check_known
-from dyno.worker.video.frame import Frame
-from dyno.worker.video.source import IMAGES, Source, library, opened
+from dyno.worker.video.ends import Frame, Sink, Source
 
 # Quick presets: what is written is to be looked at, and the encoder shares the processors with the network.
 FASTEST = {
@@ -23,54 +21,20 @@ FASTEST = {
 }
 USUAL = {"h264": "libx264", "hevc": "libx265", "vp9": "libvpx-vp9", "vp8": "libvpx", "av1": "libsvtav1"}
 # MP4 written in pieces stays playable wherever it ends, and becomes a usual file when it is closed.
-IN_PIECES = {"movflags": "+hybrid_fragmented", "flush_packets": "1"}
+# Sound begins before the pictures, and would otherwise move all of them.
+IN_PIECES = {"movflags": "+hybrid_fragmented", "flush_packets": "1", "avoid_negative_ts": "disabled"}
 CLUSTERS = {"flush_packets": "1", "cluster_time_limit": "1000"}
 CONTAINERS = {".mp4": IN_PIECES, ".mov": IN_PIECES, ".m4v": IN_PIECES, ".mkv": CLUSTERS, ".webm": CLUSTERS}
 USUAL_RATE = 30  # of a source that doesn't say
 PIECE_S = 1  # seconds between pictures at which a player can begin, which also end a piece of an MP4
 
 
-class Sink:
-    """Where frames go; the base class drops them."""
-
-    written = 0
-
-    def write(self, frame: Frame) -> None:
-        """Take the next frame."""
-        self.written += 1
-
-    def close(self, left: list[Any] | None = None) -> list[str]:
-        """Complete what was written, also after an error; `left` are packets of sound behind the last frame.
-
-        Returns sentences on what differs from the source.
-        """
-        return []
-
-
-class ImageFiles(Sink):
-    """Images of the source's names into a folder, or one image into a file."""
-
-    def __init__(self, path: Path, single: bool) -> None:
-        self._path, self._single = path, single
-        if not single:
-            path.mkdir(parents=True, exist_ok=True)
-
-    def write(self, frame: Frame) -> None:
-        import cv2
-
-        file = self._path if self._single else self._path / frame.name
-        done, encoded = cv2.imencode(file.suffix, cv2.cvtColor(frame.image, cv2.COLOR_RGB2BGR))
-        if not done:
-            raise UserError(f"OpenCV can't write {file}; give another suffix, such as .png")
-        file.write_bytes(encoded.tobytes())
-        self.written += 1
-
-
-class VideoFile(Sink):
+class VideoSink(Sink):
     """A video in the container that the file's suffix names."""
 
     def __init__(self, path: Path, source: Source, codec: str = "") -> None:
-        av = library()
+        import av
+
         self._path, self._source = path, source
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -89,6 +53,7 @@ class VideoFile(Sink):
         self._reformat = av.video.reformatter.VideoReformatter()
 
     def write(self, frame: Frame) -> None:
+        import av
         import cv2
 
         if self._stream is None:
@@ -101,7 +66,7 @@ class VideoFile(Sink):
         if image.shape[:2] != (height, width):
             below, right = height - image.shape[0], width - image.shape[1]
             image = cv2.copyMakeBorder(image, 0, below, 0, right, cv2.BORDER_REPLICATE)
-        picture = library().VideoFrame.from_ndarray(np.ascontiguousarray(image), format="rgb24")
+        picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(image), format="rgb24")
         picture = self._reformat.reformat(picture, format=stream.pix_fmt)
         picture.time_base, picture.pts = stream.codec_context.time_base, self._time(frame)
         self._mux_sound(frame.packets)
@@ -131,18 +96,20 @@ class VideoFile(Sink):
         options = {"g": str(max(1, round(PIECE_S * rate))), **FASTEST.get(self._codec, {})}
         self._stream = self._container.add_stream(self._codec, rate=rate, options=options)
         stream = self._stream
+        # Frames that refer to later ones take time to wait for those, and MP4 in pieces would begin late by as much.
+        stream.codec_context.max_b_frames = 0
         stream.width, stream.height = width + width % 2, height + height % 2
         if (stream.width, stream.height) != (width, height):
             self._notes.append(
                 f"{width} x {height} became {stream.width} x {stream.height}: the codec needs even sides"
             )
         base = Fraction(1, 1) / rate
-        if not self._source.images:
-            self._template = opened(self._source.path)
+        self._template = self._source.template()
+        if self._template is not None:
             base = self._template.streams.video[0].time_base or base
             self._add_sound()
         # MPEG-4's clock has 16 bits; a rate that fits in keeps the times of a constant one.
-        self._counts = self._source.images or base.denominator > 65535 or self._codec in ("mpeg4", "mjpeg")
+        self._counts = self._template is None or base.denominator > 65535 or self._codec in ("mpeg4", "mjpeg")
         stream.codec_context.time_base = Fraction(1, 1) / rate if self._counts else base
 
     def _add_sound(self) -> None:
@@ -157,11 +124,12 @@ class VideoFile(Sink):
 
     def _time(self, frame: Frame) -> int:
         """The frame's time, after the one before it, as containers want it."""
-        counted = self._counts or frame.pts is None
-        if counted and frame.seconds is not None and not self._source.images:
+        if frame.pts is not None and not self._counts:
+            at = frame.pts
+        elif frame.seconds is not None:
             at = round(frame.seconds / float(self._stream.codec_context.time_base))
         else:
-            at = frame.index if frame.pts is None or self._counts else frame.pts
+            at = frame.index
         self._last = max(at, self._last + 1)
         return self._last
 
@@ -188,21 +156,3 @@ def _encoder(av: Any, container: Any, path: Path, codec: str) -> str:
         check_known("codec", name, sorted(av.codec.codecs_available))
         raise UserError(f"this FFmpeg can't encode {name}; give another --codec, such as h264 or mpeg4") from None
     return str(name)
-
-
-def sink_for(path: Path | None, source: Source, codec: str) -> Sink:
-    """What writes to that path, by what the source is and by the path's suffix."""
-    if path is None:
-        return Sink()
-    if source.images and path.suffix.lower() in IMAGES:
-        if len(source.files) > 1:
-            raise UserError(f"{source.path} has {len(source.files)} images; give a folder or a video, not {path.name}")
-        return ImageFiles(path, single=True)
-    if source.images and not path.suffix:
-        return ImageFiles(path, single=False)
-    return VideoFile(path, source, codec)
-
-
-def disk_full(e: BaseException) -> bool:
-    """Whether that is what went wrong; FFmpeg's errors have the same numbers."""
-    return getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
