@@ -62,8 +62,9 @@ def write(
     times: Sequence[int] | None = None,
     sound: bool = False,
     options: dict[str, str] | None = None,
+    pixels: str = "yuv420p",
 ) -> Path:
-    """A video of the frames; `times` are theirs in ms (default: RATE a second)."""
+    """A video of the frames; `times` are theirs in ms (default: RATE a second), `pixels` FFmpeg's name of a format."""
     import av
 
     with av.open(str(path), "w") as container:
@@ -72,7 +73,7 @@ def write(
             if stream is None:
                 stream = container.add_stream(codec, rate=RATE, options=options or {})
                 stream.height, stream.width = frame.shape[:2]
-                stream.pix_fmt = "yuv420p"
+                stream.pix_fmt = pixels
                 if times is not None:
                     stream.codec_context.time_base = Fraction(1, 1000)
             picture = av.VideoFrame.from_ndarray(frame, format="rgb24")

@@ -36,6 +36,11 @@ class Filmed:
         return stats.center([video.rate for video in self.videos])
 
     @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the rounds warn of, each sentence once."""
+        return tuple(dict.fromkeys(warning for r in self.trial.good for warning in r.warnings))
+
+    @property
     def seconds(self) -> list[float]:
         """Seconds per frame end to end, of each round."""
         return [1 / video.rate for video in self.videos]

@@ -22,7 +22,7 @@ def of_run(filmed: Sequence[Filmed]) -> list[str]:
     said = []
     for each in filmed:
         named = [f"{each.trial.label}:"] if len(filmed) > 1 else []
-        said += [*named, *sentences(each.typical)]
+        said += [*named, *sentences(each.typical), *(f"{warning}." for warning in each.warnings)]
     return [*said, LATENCY_NOTE]
 
 
@@ -69,6 +69,11 @@ def _changes(video: Video) -> Iterator[str]:
     then = f", and then {_limit(after)}" if after.name != bound.name else ""
     yield f"{what} If {stage.name} took half the time, {_rate(after.rate.value)} would be possible ({gain:.2f}x){then}."
     reached = bound.share(video.rate)
+    if reached > 1 / REACHED:
+        yield (
+            "More than the bound was reached, so something held up the stages while they were measured alone; measure "
+            "again when nothing else runs."
+        )
     if reached < REACHED:
         whole, alone = video.facts.cpu_whole, sum(s.cpu for s in video.stages)
         more = whole / alone if alone else 1.0

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dyno.api.result import Result
 from dyno.api.video.jobs import STDIN, Shot
 from dyno.engine.execute import execute
+from dyno.engine.run_folder import measured
 from dyno.jobs.progress import Progress
 from dyno.planning.defaults import new_folder, study_of
 from dyno.study import Study
@@ -75,7 +76,7 @@ def video(
     folder = Path(out) if out else new_folder("video", [name])
     _remember(shot, folder)
     try:
-        execute(study, folder, Progress(quiet=quiet), launch=shot.launch)
+        execute(study, folder, Progress(quiet=quiet), retry_failed=True, launch=shot.launch)
     except KeyboardInterrupt:
         if not list(folder.glob("trials/*/r*/video.npz")):
             raise
@@ -107,7 +108,7 @@ def _check(shot: Shot, study: Study) -> None:
 def _remember(shot: Shot, folder: Path) -> None:
     """Store which video the folder is of; a folder of another one is refused."""
     about, path = shot.settings(), folder / ABOUT
-    if path.is_file() and read_json(path) != about:
+    if path.is_file() and read_json(path) != about and measured(folder):
         raise UserError(f"{folder} is of another video, or of other settings; give another --out")
     if (folder / "study.toml").is_file() and not path.is_file():
         raise UserError(f"{folder} is of a run without a video; give another --out")

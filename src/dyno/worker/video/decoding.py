@@ -52,12 +52,14 @@ class VideoSource(Source):
             self.left = packets
 
     def _packets(self, container: Any, streams: list[Any]) -> Iterator[Any]:
-        """The packets until the file ends, be it in the middle of one."""
+        """The packets until the file ends, be it in the middle of one, or a stream goes away."""
+        import av
+
         packets = container.demux(streams)
         while True:
             try:
                 packet = next(packets, None)
-            except _errors():
+            except av.error.FFmpegError:
                 self.damaged += 1
                 return
             if packet is None:
@@ -65,19 +67,13 @@ class VideoSource(Source):
             yield packet
 
     def _decoded(self, packet: Any) -> list[Any]:
+        import av
+
         try:
             return list(packet.decode())
-        except _errors():
+        except av.error.FFmpegError:
             self.damaged += 1
             return []
-
-
-def _errors() -> tuple[type[BaseException], ...]:
-    """What a damaged file and a stream that goes away raise."""
-    import av
-
-    found = (av.error.InvalidDataError, av.error.EOFError, av.error.UndefinedError, av.error.UnknownError)
-    return (*found, av.error.ExitError, ConnectionError, TimeoutError)
 
 
 def opened(place: str) -> Any:

@@ -21,10 +21,11 @@ FASTEST = {
 }
 USUAL = {"h264": "libx264", "hevc": "libx265", "vp9": "libvpx-vp9", "vp8": "libvpx", "av1": "libsvtav1"}
 # MP4 written in pieces stays playable wherever it ends, and becomes a usual file when it is closed.
-# Sound begins before the pictures, and would otherwise move all of them.
-IN_PIECES = {"movflags": "+hybrid_fragmented", "flush_packets": "1", "avoid_negative_ts": "disabled"}
+# Sound begins before the pictures, and would move all of them if the index didn't wait for both.
+IN_PIECES = {"movflags": "+hybrid_fragmented+delay_moov", "flush_packets": "1"}
 CLUSTERS = {"flush_packets": "1", "cluster_time_limit": "1000"}
 CONTAINERS = {".mp4": IN_PIECES, ".mov": IN_PIECES, ".m4v": IN_PIECES, ".mkv": CLUSTERS, ".webm": CLUSTERS}
+USUAL_PIXELS = ("yuvj420p", "yuv420p")  # the first is Motion JPEG's alone
 USUAL_RATE = 30  # of a source that doesn't say
 PIECE_S = 1  # seconds between pictures at which a player can begin, which also end a piece of an MP4
 
@@ -96,6 +97,7 @@ class VideoSink(Sink):
         options = {"g": str(max(1, round(PIECE_S * rate))), **FASTEST.get(self._codec, {})}
         self._stream = self._container.add_stream(self._codec, rate=rate, options=options)
         stream = self._stream
+        stream.pix_fmt = self._pixels()
         # Frames that refer to later ones take time to wait for those, and MP4 in pieces would begin late by as much.
         stream.codec_context.max_b_frames = 0
         stream.width, stream.height = width + width % 2, height + height % 2
@@ -111,6 +113,13 @@ class VideoSink(Sink):
         # MPEG-4's clock has 16 bits; a rate that fits in keeps the times of a constant one.
         self._counts = self._template is None or base.denominator > 65535 or self._codec in ("mpeg4", "mjpeg")
         stream.codec_context.time_base = Fraction(1, 1) / rate if self._counts else base
+
+    def _pixels(self) -> str:
+        """The format of pixels that every player knows, or what the codec has in its place."""
+        import av
+
+        formats = [f.name for f in av.codec.Codec(self._codec, "w").video_formats or ()]
+        return next((name for name in USUAL_PIXELS if name in formats), formats[0] if formats else USUAL_PIXELS[-1])
 
     def _add_sound(self) -> None:
         tracks = self._template.streams.audio

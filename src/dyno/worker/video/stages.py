@@ -9,7 +9,9 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -136,6 +138,7 @@ class Stages:
         self._channels = [_Channel(LIVE_DEPTH if live else DEPTH, threading.Condition()) for _ in steps]
         self.timed = {stage: Timed() for stage in (name, *(step.name for step in steps))}
         self._errors: list[BaseException] = []
+        self._ended: SimpleQueue[None] = SimpleQueue()
         self._first = name
 
     def run(self, tick: Callable[[], None]) -> None:
@@ -148,12 +151,15 @@ class Stages:
             threads.append(threading.Thread(target=self._guarded, args=(self._work, k), name=step.name, daemon=True))
         for thread in threads:
             thread.start()
+        running = len(threads)
         try:
-            while any(thread.is_alive() for thread in threads):
-                threads[-1].join(TICK_S)
+            while running:
+                with suppress(Empty):  # an interrupted `join` takes the thread for ended, so threads say it themselves
+                    self._ended.get(timeout=TICK_S)
+                    running -= 1
                 tick()
         finally:
-            if any(thread.is_alive() for thread in threads):
+            if running:
                 self._stop()
             threads[0].join(READER_S)
             for thread in threads[1:]:
@@ -173,6 +179,8 @@ class Stages:
         except BaseException as e:  # it is raised again where the stages were started
             self._errors.append(e)
             self._stop()
+        finally:
+            self._ended.put(None)
 
     def _read(self) -> None:
         timed, channel = self.timed[self._first], self._channels[0]
