@@ -9,6 +9,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime
 from typing import Any
 
 from dyno.worker.spec import plain as plain
@@ -100,6 +101,21 @@ def limits(low: float, high: float, shown: Callable[[float], str]) -> str:
     if math.isnan(low) or math.isnan(high):
         return ""
     return f" [{shown(low)}, {shown(high)}]" if bounded(low, high) else f" [{UNBOUNDED}]"
+
+
+def ratio(value: float, low: float, high: float) -> str:
+    """`2.1x [1.9, 2.3]`; without an interval where there is none, words alone for one that is too wide."""
+    if low == low and not bounded(low, high):
+        return UNBOUNDED
+    return f"{value:.2f}x{limits(low, high, lambda v: f'{v:.2f}')}"
+
+
+def moment(iso: str) -> str:
+    """A moment of ISO 8601 as the reader's own date and time, to the minute; as it is where it isn't one."""
+    try:
+        return f"{datetime.fromisoformat(iso).astimezone():%Y-%m-%d %H:%M}"
+    except (ValueError, OverflowError):
+        return iso
 
 
 def points(share: float) -> str:

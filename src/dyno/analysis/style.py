@@ -33,11 +33,14 @@ LINES = {
     "int8": (0, (2, 1)),
     "fp8": ":",
 }
-INK, FAINT = "#1c2430", "#d5dae1"
+INK, FAINT, EDGE, PAPER = "#1c2430", "#d5dae1", "#9aa3af", "#ffffff"
+# What these colours are called in the style of a page, which has others for a dark screen.
+PAGE_COLORS = {INK: "--ink", FAINT: "--line", EDGE: "--soft", PAPER: "--card", "#000000": "--ink"}
+TIP = "tip: "  # how the id of an artist begins that says something to a pointer
 WIDTH, DPI = 8.2, 150  # inches; dots per inch of a PNG
 SETTINGS = {
     "font.family": ["DejaVu Sans"], "font.size": 9.5, "axes.titlesize": 10.5, "axes.titleweight": "bold",
-    "axes.titlelocation": "left", "axes.edgecolor": "#9aa3af", "axes.labelcolor": INK, "text.color": INK,
+    "axes.titlelocation": "left", "axes.edgecolor": EDGE, "axes.labelcolor": INK, "text.color": INK,
     "xtick.color": INK, "ytick.color": INK, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
     "grid.color": FAINT, "grid.linewidth": 0.6, "axes.axisbelow": True, "hatch.linewidth": 0.7, "legend.frameon": False,
     "legend.fontsize": 8.5, "text.parse_math": False, "svg.fonttype": "none", "svg.hashsalt": "dyno",
@@ -53,6 +56,22 @@ def color(backend: str) -> str:
 def marker(precision: str) -> str:
     """The precision's marker."""
     return MARKERS.get(precision, "X")
+
+
+def tip(artist: Any, text: str) -> None:
+    """Make the artist say the text to a pointer that rests on it, in the page's drawing."""
+    artist.set_gid(TIP + text)
+
+
+def logarithmic(axes: Any, name: str, low: float, high: float) -> None:
+    """Make the axis "x" or "y" logarithmic from `low` to `high`, with ticks at 2 and 5 too where there is room."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axis = {"x": axes.xaxis, "y": axes.yaxis}[name]
+    axes.set(**{f"{name}scale": "log", f"{name}lim": (low, high)})
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,)))
+    axis.set_major_formatter(lambda v, _: f"{v:,.0f}" if v >= 1 else f"{v:g}")
+    axis.set_minor_formatter(NullFormatter())
 
 
 @contextmanager
@@ -96,8 +115,11 @@ def save(figure: Any, path: Any, box: Any = "tight") -> None:
         figure.savefig(f, dpi=DPI, bbox_inches=box, format="png")
 
 
-def svg(figure: Any, prefix: str, box: Any = "tight") -> str:
-    """The same as an <svg> element to be placed inside a page; ids begin with `prefix`, so two never meet."""
+def svg(figure: Any, prefix: str, box: Any = "tight", on_paper: bool = False) -> str:
+    """The same as an <svg> element to be placed inside a page; ids begin with `prefix`, so two never meet.
+
+    It takes the page's colours, unless it is `on_paper`: then it stays dark on white.
+    """
     import matplotlib as mpl
 
     stream = io.StringIO()
@@ -107,7 +129,15 @@ def svg(figure: Any, prefix: str, box: Any = "tight") -> str:
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = text.replace("'DejaVu Sans'", "'DejaVu Sans', Verdana, sans-serif")  # a phone may not have the first
+    text = re.sub(rf'<g id="{TIP}([^"]*)">', r"<g><title>\1</title>", text)
+    if not on_paper:
+        text = re.sub(r"(?<=: )#[0-9a-f]{6}\b", _page_color, text)
     text = re.sub(r'(?<=\bid=")', f"{prefix}-", text)
     text = re.sub(r'(?<=href="#)|(?<=url\(#)', f"{prefix}-", text)
     # A browser scales the drawing by its viewBox; a fixed size in points would not fit a phone.
     return re.sub(r'(<svg[^>]*?) (?:height|width)="[^"]*"(.*?) (?:height|width)="[^"]*"', r"\1\2", text, count=1)
+
+
+def _page_color(match: re.Match[str]) -> str:
+    name = PAGE_COLORS.get(match[0])
+    return f"var({name}, {match[0]})" if name else match[0]

@@ -7,7 +7,6 @@ import shutil
 import webbrowser
 from collections import Counter
 from collections.abc import Iterator
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -67,18 +66,19 @@ def why_no_run(folder: Path) -> str:
 
 
 def _row(run: Path) -> tuple[str, str, str, str]:
+    from dyno.analysis.formatting import moment
     from dyno.analysis.tables import trial_table
+    from dyno.analysis.verdict.about import began
 
-    written = f"{datetime.fromtimestamp((run / 'study.toml').stat().st_mtime):%Y-%m-%d %H:%M}"
     try:
         data = trial_table.read(run)
     except UserError as e:
-        return "", "unreadable", written, str(e).partition(":")[2].strip()
+        return "", "unreadable", "", str(e).partition(":")[2].strip()
     records = data.records
     models = dict.fromkeys(t.model for t in records)
     counts = Counter("ok" if t.status == "ok" else "skipped" if t.status == "skipped" else "failed" for t in records)
     trials = ", ".join(f"{counts[status]} {status}" for status in ("ok", "failed", "skipped") if counts[status])
-    return ", ".join(models), trials, written, _fastest(data)
+    return ", ".join(models), trials, moment(began(records)), _fastest(data)
 
 
 def _fastest(data: RunData) -> str:

@@ -35,6 +35,7 @@ def test_the_demo_has_every_chart_but_sizes(run: RunData) -> None:
     names = [
         "latency",
         "speedup",
+        "rounds",
         "accuracy-latency",
         "accuracy-throughput",
         "throughput-batch",
@@ -60,7 +61,7 @@ def test_the_frontier_is_named(run: RunData) -> None:
 
 def test_nothing_to_draw_is_none(tmp_path: Path) -> None:
     one = trial_table.read(synthetic.write_run(tmp_path / "a", [Way("pytorch", labelled=False)], samples=5))
-    assert list(printed.drawn(one)) == ["latency"]
+    assert list(printed.drawn(one)) == ["latency", "rounds"]
     none = trial_table.read(synthetic.write_run(tmp_path / "b", [Way("x", statuses=("failed",))]))
     assert printed.drawn(none) == {}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import re
 import shutil
 import subprocess
@@ -12,12 +14,12 @@ import pandas as pd
 import printed
 import pytest
 import synthetic
-from PIL import Image
+from PIL import Image, ImageStat
 from synthetic import Way
 
 from dyno.analysis import tables
 from dyno.analysis.records.results import Results
-from dyno.analysis.report import report
+from dyno.analysis.report import report, sections
 from dyno.analysis.tables import trial_table
 from dyno.analysis.verdict import verdict
 from dyno.worker.spec import UserError
@@ -51,35 +53,58 @@ def written(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_page_is_whole_and_in_order(written: Path, demo: Results) -> None:
-    page = Page(written)
-    heads = ["Verdict", "Tables", "Charts", "Accuracy and agreement", "Side by side", "Warnings and failures",
-             "Trials", "How this run was measured", "Machine", "How to reproduce"]  # fmt: skip
-    found = re.findall(r"<h2[^>]*>([^<]*)</h2>", written.read_text())
-    assert found == heads
+    page, run = Page(written), trial_table.read(demo)
+    parts = re.findall(r'<details class="part"[^>]*><summary>([^<:]*)', written.read_text())
+    assert parts == ["Tables", "Charts", "Accuracy and agreement", "Side by side", "Warnings and failures",
+                     "Every trial", "How this run was measured", "Machine", "How to reproduce"]  # fmt: skip
     for expected in ("Fastest is openvino int8", "Synthetic CPU", "killed by SIGSEGV", "rank 10", "narrow enough",
                      "close, % (rtol 0.001, atol 1e-08)", "another process used 40 % of a core",
                      "onnx_export: onnx fp32 in 900 ms", 'models = ["digits"]', "20 int8, 1 fp32"):  # fmt: skip
         assert expected in page.text, expected
-    run = trial_table.read(demo)
+    # A drawing for each chart; one stands above the tables.
     assert page.tags.count("svg") == len(printed.drawn(run))
+    assert page.tags.index("svg") < page.tags.index("table")
     kinds = {kind.name: kind for kind in tables.kinds()}
     side = [t for name, t in printed.every(run).items() if kinds[name].section == "side"]
     side_by_side = sum(len(list(table.parts())) for table in side)
     folded = sum(bool(decision.findings) for decision in verdict.read(run).decisions) + 1  # and the whole run's
-    assert page.tags.count("details") == len(demo.trials) + side_by_side + folded
+    assert page.tags.count("details") == len(demo.trials) + side_by_side + folded + len(parts)
     assert page.text.index("Fastest is") < page.text.index("inputs already where the engine reads them")
 
 
-def test_the_page_needs_nothing_beside_it(written: Path) -> None:
+def test_the_card_has_the_winners_figures(written: Path, demo: Results) -> None:
+    (card, *_) = verdict.read(trial_table.read(demo)).decisions
+    figures = {f.name: f for f in card.figures}
+    assert list(figures) == ["latency", "speed-up", "how sure", "accuracy", "cost"]
+    row = trial_table.read(demo).frame.query("backend == 'openvino' and precision == 'int8' and batch == 1").iloc[0]
+    assert figures["speed-up"].value == f"{row['speedup']:.2f}x" and "pytorch fp32" in figures["speed-up"].below
+    assert figures["how sure"].value == "decided" and f"{row['rounds']} rounds" in figures["how sure"].below
+    assert figures["accuracy"].value == f"{row['top1']:.2f} %"
+    text = Page(written).text
+    assert all(f.value in text and f.below in text for f in figures.values())
+
+
+def test_the_page_needs_nothing_beside_it(written: Path, demo: Results) -> None:
     page = Page(written)
     assert not {"link", "img", "iframe", "object", "base"} & set(page.tags)
     assert not [v for name, v in page.attributes if name in ("src", "srcset", "action", "formaction")]
-    links = [v for name, v in page.attributes if name in ("href", "xlink:href")]
-    assert links and all(v.startswith("#") for v in links)
+    links = [v for name, v in page.attributes if name in ("href", "xlink:href") and not v.startswith("#")]
+    (table,) = [v for v in links if v.startswith("data:text/csv")]
+    stored = (written.parent / "results.csv").read_bytes()
+    assert base64.b64decode(table.partition("base64,")[2]) == stored
+    folders = [(written.parent / v).resolve() for v in links if v != table]
+    assert folders == [(demo.folder / "trials" / t.id).resolve() for t in demo.trials]
     ids = [v for name, v in page.attributes if name == "id"]
     assert len(ids) == len(set(ids))
-    assert {v[1:] for v in links} <= set(ids)
     assert written.stat().st_size < 1_000_000
+
+
+def test_warnings_that_differ_in_numbers_alone_are_one_line(tmp_path: Path) -> None:
+    ways = [Way(name, warnings=(f"another process used {i} % of a core",)) for i, name in enumerate("abc", 30)]
+    results = trial_table.read(synthetic.write_run(tmp_path / "r", ways, samples=3, count=2)).records
+    (line,) = [each for each in sections.complaints(results) if "another process" in each.text]
+    assert line.text == "another process used 30 % of a core; other trials in other numbers"
+    assert line.trials.startswith("3 trials: ") and all(t.label in line.trials for t in results)
 
 
 def test_charts_and_csv_lie_beside_it(written: Path, demo: Results) -> None:
@@ -91,7 +116,7 @@ def test_charts_and_csv_lie_beside_it(written: Path, demo: Results) -> None:
 def test_every_name_is_escaped(hostile: Results, tmp_path: Path) -> None:
     path = report.write([trial_table.read(hostile)], tmp_path)
     page = Page(path)
-    assert page.tags.count("script") == 1
+    assert page.tags.count("script") == 2
     assert "img" not in page.tags
     assert "b" not in page.tags
     assert not [name for name, _ in page.attributes if name.startswith("on")]
@@ -105,6 +130,7 @@ def test_several_runs_are_sections_of_one_page(demo: Results, hostile: Results, 
     page = Page(report.write([trial_table.read(demo), trial_table.read(hostile)], tmp_path))
     ids = [v for name, v in page.attributes if name == "id"]
     assert {"run1", "run2", "run2-tables"} <= set(ids)
+    assert "2 runs" in page.text and "dyno compare A B" in page.text
     assert len(ids) == len(set(ids))
     table = pd.read_csv(tmp_path / "results.csv")
     assert table["run"].unique().tolist() == ["demo", "hostile"]
@@ -177,10 +203,54 @@ def test_a_browser_sorts_the_tables_and_a_narrow_one_never_scrolls_sideways(
 
 
 @pytest.mark.slow
+def test_a_browser_filters_copies_zooms_and_opens_what_is_linked(written: Path, chromium: str, tmp_path: Path) -> None:
+    probe = """<script>
+      const rows = [...document.querySelectorAll("section .table tbody tr")].filter(row => !row.closest(".trial"));
+      const visible = () => rows.filter(row => !row.hidden);
+      const type = text => { words.value = text; words.dispatchEvent(new Event("input")); return visible(); };
+      const found = {};
+      found.all = type("").length;
+      found.int8 = type("INT8 batch 1").map(r => r.textContent);
+      found.count = count.textContent;
+      const first = document.querySelector("table.sortable");
+      found.markdown = asMarkdown(first);
+      type("");
+      [...document.querySelectorAll("button.tool")].find(b => b.textContent === "zoom").click();
+      found.zoomed = document.querySelectorAll(".svg-pan-zoom_viewport").length;
+      const part = document.querySelector("details.part");
+      location.hash = part.id;
+      follow();
+      found.open = part.open;
+      found.tips = [...document.querySelectorAll("svg title")].map(t => t.textContent);
+      document.title = btoa(unescape(encodeURIComponent(JSON.stringify(found))));
+    </script></body>"""
+    page = tmp_path / "probe.html"
+    page.write_text(written.read_text(encoding="utf-8").replace("</body>", probe), encoding="utf-8")
+    dom = browse(chromium, page, tmp_path / "profile", "--dump-dom")
+    found = json.loads(base64.b64decode(re.search(r"<title>(.*?)</title>", dom, re.DOTALL)[1]))
+    assert all("int8" in row for row in found["int8"]) and 0 < len(found["int8"]) < found["all"]
+    assert re.fullmatch(r"\d+ of \d+ rows", found["count"])
+    head, rule, *rows = found["markdown"].splitlines()
+    assert head.startswith("| backend | precision | median ms |") and rule.startswith("| --- | --- | ---: |")
+    assert rows and all("| int8" in row for row in rows)
+    assert found["zoomed"] == 1 and found["open"]
+    assert any(tip.startswith("openvino int8, batch 1: ") and "images/s" in tip for tip in found["tips"])
+
+
+def brightness(image: Image.Image) -> float:
+    """The mean brightness of a picture, 0 to 255."""
+    return float(ImageStat.Stat(image.convert("L")).mean[0])
+
+
+@pytest.mark.slow
 def test_a_screenshot_shows_the_report(written: Path, chromium: str, tmp_path: Path) -> None:
     shot = tmp_path / "shot.png"
     browse(chromium, written, tmp_path / "profile", "--window-size=1280,6400", f"--screenshot={shot}")
     with Image.open(shot) as image:
         assert image.size == (1280, 6400)
         colours = {c for _, c in image.convert("RGB").getcolors(1 << 22)}
-    assert {(0, 158, 115), (230, 159, 0)} <= colours  # OpenVINO's and ONNX Runtime's bars are on the page
+    assert {(0, 158, 115), (230, 159, 0)} <= colours  # OpenVINO's and ONNX Runtime's points are on the page
+    dark = tmp_path / "dark.png"
+    browse(chromium, written, tmp_path / "profile", "--blink-settings=preferredColorScheme=0", f"--screenshot={dark}")
+    with Image.open(shot) as bright, Image.open(dark) as dim:
+        assert brightness(dim) < 60 < 200 < brightness(bright)

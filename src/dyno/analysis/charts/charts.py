@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from dyno.analysis.charts.series import LONGEST, Panel, scaling, title_of
-from dyno.analysis.formatting import bounded, short, show
+from dyno.analysis.formatting import UNBOUNDED, bounded, limits, ratio, short, show, significant
 from dyno.analysis.metrics.metric import Metric
 from dyno.analysis.presentation.chart import Chart
 from dyno.analysis.ranking import frontier
 from dyno.analysis.ranking.frontier import LATENCY, THROUGHPUT, configuration
 from dyno.analysis.ranking.rankings import rankings
 from dyno.analysis.records.run_data import RunData
-from dyno.analysis.style import HATCHES, INK, WIDTH, color, marker, styled
+from dyno.analysis.style import HATCHES, INK, WIDTH, color, logarithmic, marker, styled, tip
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -22,6 +22,7 @@ MOST_BARS = 80  # rows in one figure; what is beyond stands in results.csv
 MOST_PANELS = 6
 MOST_NAMED = 4
 ROW = 0.27  # inches a bar takes
+LOGARITHMIC = 10  # times by which the largest exceeds the smallest, from which an axis is logarithmic
 
 SPEED_LIMITS = {LATENCY: ("latency_ms_low", "latency_ms_high"), THROUGHPUT: ("throughput_low", "throughput_high")}
 
@@ -29,34 +30,75 @@ SPEED_LIMITS = {LATENCY: ("latency_ms_low", "latency_ms_high"), THROUGHPUT: ("th
 def latency(run: RunData) -> Any:
     """Bars of the latency per batch with its interval between processes, one panel per model, size and batch (R15)."""
     rows = run.frame.dropna(subset=[LATENCY])
-    return _rows_figure(rows, _latency_panel, "latency per batch, ms", lambda r: show(r[LATENCY] * 1e-3, "duration"))
+    return rows_figure(rows, _latency_panel, "latency per batch, ms", lambda r: show(r[LATENCY] * 1e-3, "duration"))
 
 
 def speedup(run: RunData) -> Any:
     """Speed-ups over the reference with their intervals, one panel per model, size and batch."""
     rows = run.frame.dropna(subset=["speedup"])
     rows = rows[rows.groupby("reference")["trial"].transform("count") > 1] if len(rows) else rows
-    return _rows_figure(rows, _speedup_panel, "times as fast as the reference", lambda r: f"{r['speedup']:.2f}x")
+    return rows_figure(rows, _speedup_panel, "times as fast as the reference", _times)
+
+
+def _times(r: pd.Series) -> str:
+    """The speed-up, without digits where its interval is too wide for any."""
+    shown = ratio(r["speedup"], r["speedup_low"], r["speedup_high"])
+    return "uncertain" if shown == UNBOUNDED else f"{r['speedup']:.2f}x"
 
 
 def _latency_panel(axes: Any, rows: pd.DataFrame) -> None:
-    limit = _limit(rows[LATENCY].max(), rows["latency_ms_high"].max())
+    limit = set_scale(axes, rows[LATENCY], rows["latency_ms_high"].max())
+    logarithmic = axes.get_xscale() == "log"
     for y, (_, r) in enumerate(rows.iterrows()):
-        hatch = HATCHES.get(r["precision"], "")
-        axes.barh(y, r[LATENCY], 0.72, color=color(r["backend"]), hatch=hatch, edgecolor="white", linewidth=0)
+        if logarithmic:  # where the length of a bar would say nothing
+            _point(axes, r, r[LATENCY], y)
+        else:
+            hatch = HATCHES.get(r["precision"], "")
+            (bar,) = axes.barh(y, r[LATENCY], 0.72, color=color(r["backend"]), hatch=hatch, edgecolor="white", lw=0)
+            tip(bar, _described(r))
         if bounded(r["latency_ms_low"], r["latency_ms_high"]):
             _whisker(axes, r["latency_ms_low"], r["latency_ms_high"], y, limit)
-    axes.set_xlim(0, limit)
 
 
 def _speedup_panel(axes: Any, rows: pd.DataFrame) -> None:
     axes.axvline(1, color=INK, lw=1)
-    limit = _limit(max(rows["speedup"].max(), 1), rows["speedup_high"].max())
+    limit = set_scale(axes, [*rows["speedup"], 1], rows["speedup_high"].max())
     for y, (_, r) in enumerate(rows.iterrows()):
-        axes.plot(r["speedup"], y, marker(r["precision"]), color=color(r["backend"]), mec="white", mew=0.7, ms=9)
+        _point(axes, r, r["speedup"], y)
         if bounded(r["speedup_low"], r["speedup_high"]):
             _whisker(axes, r["speedup_low"], r["speedup_high"], y, limit)
-    axes.set_xlim(0, limit)
+
+
+def _point(axes: Any, r: pd.Series, x: float, y: float, **looks: Any) -> None:
+    """A row's marker, which says its numbers to a pointer that rests on it."""
+    looks = {"mec": "white", "mew": 0.7, "ms": 9} | looks
+    tip(axes.plot(x, y, marker(r["precision"]), color=color(r["backend"]), **looks)[0], _described(r))
+
+
+def _described(r: pd.Series) -> str:
+    """A row in words: its configuration with latency, images per second and speed-up."""
+    interval = limits(r["latency_ms_low"], r["latency_ms_high"], lambda v: show(v * 1e-3, "duration"))
+    words = [f"{configuration(r)}, batch {r['batch']}: {show(r[LATENCY] * 1e-3, 'duration')}{interval}"]
+    if r[THROUGHPUT] == r[THROUGHPUT]:
+        words.append(f"{significant(r[THROUGHPUT])} images/s")
+    if r["speedup"] == r["speedup"] and r["verdict"] != "reference":
+        words.append(f"{ratio(r['speedup'], r['speedup_low'], r['speedup_high'])}, {r['verdict']}")
+    return "; ".join(words)
+
+
+def set_scale(axes: Any, values: Iterable[float], highest: float) -> float:
+    """Set the horizontal axis of values, of which the widest interval ends at `highest` (NaN: there is none); its end.
+
+    It begins at 0, or is logarithmic where values differ more than LOGARITHMIC times.
+    """
+    low, high = min(values), max(values)
+    limit = _limit(high, highest)
+    if high > LOGARITHMIC * low > 0:
+        limit *= 1.2
+        logarithmic(axes, "x", low / 1.6, limit)
+    else:
+        axes.set_xlim(0, limit)
+    return limit
 
 
 def _limit(value: float, high: float) -> float:
@@ -71,7 +113,7 @@ def _whisker(axes: Any, low: float, high: float, y: float, limit: float) -> None
     axes.plot([min(high, limit)], [y], "|" if high <= limit else ">", color=INK, ms=5, mew=1.1, clip_on=False)
 
 
-def _rows_figure(rows: pd.DataFrame, draw: Any, axis: str, value: Any) -> Any:
+def rows_figure(rows: pd.DataFrame, draw: Any, axis: str, value: Any) -> Any:
     """Panels of horizontal rows, best first, names on the left and numbers on the right, where nothing can overlap."""
     groups, left_out = _fitting(list(_groups(rows)))
     if not groups:
@@ -149,7 +191,7 @@ def _accuracy_panel(axes: Any, group: pd.DataFrame, edge: pd.DataFrame, speed: s
     steps = "steps-post" if speed == LATENCY else "steps-pre"
     axes.plot(edge[speed], edge[metric.column], drawstyle=steps, color=INK, lw=1, ls=(0, (4, 2)), zorder=1)
     chosen = set(edge["trial"])
-    limit = _limit(group[speed].max(), group[SPEED_LIMITS[speed][1]].max())
+    limit = set_scale(axes, group[speed], group[SPEED_LIMITS[speed][1]].max())
     for _, r in group.iterrows():
         tone, value = color(r["backend"]), r[metric.column]
         low, high = (r[name] for name in SPEED_LIMITS[speed])
@@ -159,9 +201,10 @@ def _accuracy_panel(axes: Any, group: pd.DataFrame, edge: pd.DataFrame, speed: s
                 axes.plot([limit], [value], ">", color=tone, ms=5)
         axes.plot([r[speed]] * 2, metric.interval(r), color=tone, lw=1.1, alpha=0.8)
         ring = {"mec": INK, "mew": 1.6, "ms": 11} if r["trial"] in chosen else {"mec": "white", "mew": 0.8, "ms": 9}
-        axes.plot(r[speed], value, marker(r["precision"]), color=tone, zorder=3, **ring)
-    axes.margins(x=0.1, y=0.12)
-    axes.set_xlim(left=max(0.0, axes.get_xlim()[0]))
+        _point(axes, r, r[speed], value, zorder=4 if r["trial"] in chosen else 3, **ring)
+    axes.margins(y=0.12)
+    if axes.get_xscale() == "linear":
+        axes.set_xlim(left=max(0.0, 1.1 * group[speed].min() - 0.1 * limit))
     measured = "latency per batch, ms" if speed == LATENCY else "images per second"
     axes.set_xlabel(f"{measured} (95 % interval between processes)")
     axes.set_ylabel(f"{metric.label}, % (95 % interval)")
@@ -210,20 +253,20 @@ ACCURACY_LATENCY = Chart(
     "accuracy-latency",
     "Accuracy against latency, with 95 % intervals on both axes. Ringed: no trial is both faster and more accurate.",
     accuracy,
-    3,
+    4,
 )
 ACCURACY_THROUGHPUT = Chart(
     "accuracy-throughput",
     "Accuracy against throughput at every batch, with 95 % intervals on both axes.",
     lambda run: accuracy(run, THROUGHPUT),
-    4,
+    5,
 )
 THROUGHPUT_BATCH = Chart(
     "throughput-batch",
     "Throughput (batches overlap) and FPS (one batch after another) against the batch.",
     lambda run: scaling(run, "batch"),
-    5,
+    6,
 )
 THROUGHPUT_SIZE = Chart(
-    "throughput-size", "Throughput and FPS against the image size.", lambda run: scaling(run, "size"), 6
+    "throughput-size", "Throughput and FPS against the image size.", lambda run: scaling(run, "size"), 7
 )

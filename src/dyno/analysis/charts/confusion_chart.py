@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from dyno.analysis.formatting import short
 from dyno.analysis.metrics import confusion
 from dyno.analysis.metrics.confusion import Confusion
 from dyno.analysis.presentation.chart import Chart
+from dyno.analysis.ranking.rankings import winners
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.style import INK, WIDTH, styled
 
@@ -21,9 +23,8 @@ LONGEST = 24
 
 
 def matrices(run: RunData) -> Any:
-    """The matrices of the first MOST_DRAWN configurations, shaded by the share of each label's images."""
-    chosen = confusion.chosen(run.records)[:MOST_DRAWN]
-    drawn = [(t.label, matrix) for t in chosen if (matrix := confusion.of(t)) and len(matrix.classes) > 1]
+    """The first MOST_DRAWN matrices that differ, the winners' first, shaded by the share of each label's images."""
+    drawn = list(_different(run))[:MOST_DRAWN]
     if not drawn:
         return None
     sides = [min(WIDTH, max(3.2, 1.6 + 0.32 * len(matrix.classes))) for _, matrix in drawn]
@@ -31,9 +32,25 @@ def matrices(run: RunData) -> Any:
         figure = figure_class(figsize=(max(sides), sum(sides)), layout="constrained")
         places = figure.subplots(len(drawn), 1, squeeze=False, height_ratios=sides)[:, 0]
         for axes, (label, matrix) in zip(places, drawn, strict=True):
-            axes.set_title(short(label, 2 * LONGEST), fontsize=9)
+            axes.set_title(label, fontsize=9)
             _matrix(axes, matrix)
     return figure
+
+
+def _different(run: RunData) -> Iterator[tuple[str, Confusion]]:
+    """Each matrix with a title, which counts the configurations with the same one."""
+    best = {run.trials[id].configuration for _, id in winners(run)}
+    alike: dict[tuple[str, str, bytes], list[str]] = {}
+    matrices: dict[tuple[str, str, bytes], Confusion] = {}
+    for t in sorted(confusion.chosen(run.records), key=lambda t: t.configuration not in best):
+        matrix = confusion.of(t)
+        if matrix and len(matrix.classes) > 1:
+            key = t.model, t.size, matrix.classes.tobytes() + matrix.counts.tobytes()
+            alike.setdefault(key, []).append(short(t.label, 2 * LONGEST))
+            matrices.setdefault(key, matrix)
+    for key, (first, *others) in alike.items():
+        more = f", and {len(others)} more with the same matrix" if others else ""
+        yield first + more, matrices[key]
 
 
 def _matrix(axes: Any, matrix: Confusion) -> None:
@@ -62,7 +79,9 @@ def _numbers(axes: Any, counts: np.ndarray, shares: np.ndarray) -> None:
 
 CONFUSION = Chart(
     "confusion",
-    "Confusion matrices: rows are the labels, columns the answers, shades the share of the label's images.",
+    "Confusion matrices that differ, the winner's first: rows are the labels, columns the answers, shades the share of "
+    "the label's images.",
     matrices,
-    13,
+    14,
+    on_paper=True,
 )

@@ -78,5 +78,5 @@ GPU = Chart(
     "The GPU while each job ran (its first round), from outside the job: memory above what was used before, and SM "
     "utilisation. Shaded: timing.",
     timeline,
-    12,
+    13,
 )

@@ -14,7 +14,7 @@ from dyno.analysis.presentation.chart import Chart
 from dyno.analysis.ranking import frontier
 from dyno.analysis.ranking.frontier import LATENCY
 from dyno.analysis.records.run_data import RunData
-from dyno.analysis.style import HATCHES, INK, LINES, WIDTH, color, styled
+from dyno.analysis.style import HATCHES, INK, LINES, WIDTH, color, logarithmic, styled
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -59,8 +59,7 @@ def _bars(axes: Any, group: pd.DataFrame) -> None:
                     va="bottom", fontsize=7, rotation=90 if count > FEW else 0,
                 )  # fmt: skip
     low, high = group[LATENCY].min(), group[LATENCY].max()
-    axes.set_ylim(low / 2, high * (4 if FEW < count <= MANY else 1.6))
-    _logarithmic(axes)
+    logarithmic(axes, "y", low / 2, high * (4 if FEW < count <= MANY else 1.6))
     axes.set_ylabel("latency per batch, ms")
     tilted = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if sum(map(len, models)) > 70 else {}
     axes.set_xticks(range(len(models)), [short(m, LONGEST) for m in models], **tilted)
@@ -93,8 +92,7 @@ def tflops(run: RunData, axis: str) -> Any:
                 f"peak\n{kind}", (1, value), (3, 0), xycoords=("axes fraction", "data"), textcoords="offset points",
                 va="center", fontsize=8,
             )  # fmt: skip
-        axes.set_ylim(low / 1.5, high * 2)
-        _logarithmic(axes)
+        logarithmic(axes, "y", low / 1.5, high * 2)
     return figure
 
 
@@ -103,45 +101,34 @@ def _ran(types: str) -> str:
     return types.split(",")[0].split()[-1] if types else ""
 
 
-def _logarithmic(axes: Any) -> None:
-    from matplotlib.ticker import LogLocator, NullFormatter
-
-    axes.set_yscale("log")
-    low, high = axes.get_ylim()
-    # Few decades leave room for more ticks than one each.
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,)))
-    axes.yaxis.set_major_formatter(lambda v, _: f"{v:,.0f}" if v >= 1 else f"{v:g}")
-    axes.yaxis.set_minor_formatter(NullFormatter())
-
-
 def _fill(r: Any) -> dict[str, Any]:
     hatch = HATCHES.get(r["precision"], "")
     return {"facecolor": color(r["backend"]), "hatch": hatch, "edgecolor": "white", "linewidth": 0,
             "alpha": 0.55 if r["twin"] else 1.0}  # fmt: skip
 
 
-INFERENCE_TIME = Chart("inference-time", "Latency per batch of all models, on a logarithmic axis.", inference_time, 7)
+INFERENCE_TIME = Chart("inference-time", "Latency per batch of all models, on a logarithmic axis.", inference_time, 8)
 SPEEDUP_SIZE = Chart(
     "speedup-size",
     "Speed-up over the reference of the same size, against the image size; shaded: 95 % interval.",
     lambda run: speedup(run, "size"),
-    8,
+    9,
 )
 SPEEDUP_BATCH = Chart(
     "speedup-batch",
     "Speed-up over the reference of the same batch, against the batch; shaded: 95 % interval.",
     lambda run: speedup(run, "batch"),
-    9,
+    10,
 )
 TFLOPS_BATCH = Chart(
     "tflops-batch",
     "Operations per second against the batch, under the peaks that were measured; logarithmic axis.",
     lambda run: tflops(run, "batch"),
-    10,
+    11,
 )
 TFLOPS_SIZE = Chart(
     "tflops-size",
     "Operations per second against the image size, under the peaks; logarithmic axis.",
     lambda run: tflops(run, "size"),
-    11,
+    12,
 )

@@ -101,10 +101,11 @@ def _html(tables: Sequence[Table], by: By) -> str:
 
 
 def page_part(table: Table, part: Part, heading: str = "h3") -> str:
-    """One part as HTML, with what each cell is sorted by; everything in it is escaped."""
+    """One part as HTML, with what each cell is sorted by; everything in it is escaped. Columns that a narrow terminal
+    omits are `minor`, which a page can hide on a narrow screen."""
     columns = part.columns
     heads = "".join(
-        f'<th scope="col"{_side(c)} title="{html.escape(c.meaning)}">'
+        f'<th scope="col"{_classes(c)} title="{html.escape(c.meaning)}">'
         f'<button type="button">{html.escape(c.heading)}</button></th>'
         for c in columns
     )
@@ -112,18 +113,19 @@ def page_part(table: Table, part: Part, heading: str = "h3") -> str:
     notes = "".join(f'<p class="note">{html.escape(note)}</p>' for note in part.notes)
     title = f"<{heading}>{html.escape(_heading(table, part, alone=False))}</{heading}>\n" if heading else ""
     return (
-        f'{title}<div class="box"><table class="sortable">\n<thead><tr>{heads}</tr></thead>\n'
-        f"<tbody>\n{rows}\n</tbody></table></div>\n{notes}"
+        f'<div class="table">{title}<div class="box"><table class="sortable">\n<thead><tr>{heads}</tr></thead>\n'
+        f"<tbody>\n{rows}\n</tbody></table></div>\n{notes}</div>\n"
     )
 
 
-def _side(column: Column) -> str:
-    return ' class="n"' if column.right else ""
+def _classes(column: Column) -> str:
+    classes = " ".join(["n"] * column.right + ["minor"] * (column.rank > 0))
+    return f' class="{classes}"' if classes else ""
 
 
 def _html_cell(column: Column, row: Row) -> str:
     key = html.escape(str(_cell(row.get(column.name))))
-    return f'<td{_side(column)} data-v="{key}">{html.escape(column.text(row))}</td>'
+    return f'<td{_classes(column)} data-v="{key}">{html.escape(column.text(row))}</td>'
 
 
 def _text(tables: Sequence[Table], by: By) -> str:

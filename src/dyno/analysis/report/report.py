@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dyno.analysis import charts, style, tables
-from dyno.analysis.formatting import counting, markdown
+from dyno.analysis.formatting import counting, markdown, moment
 from dyno.analysis.metrics import confusion
 from dyno.analysis.presentation.export import export, page_part
 from dyno.analysis.presentation.table import TEXT, Column, Table, joined
@@ -20,6 +21,7 @@ from dyno.analysis.report import method, sections
 from dyno.analysis.self_test import words
 from dyno.analysis.tables.trial_table import TRIALS
 from dyno.analysis.verdict import verdict
+from dyno.analysis.verdict.about import began
 from dyno.analysis.verdict.findings import BEST, FAILURE, NOTE, WARNING, Finding
 from dyno.analysis.verdict.verdict import Verdict
 from dyno.worker.record import refuse_links, write_text
@@ -30,30 +32,39 @@ LEAD = (
     "the table shows its status. Each table is in `tables/` as CSV too."
 )
 
+HEADLINES = ("speedup", "latency")  # charts of which the first that is drawn stands above
 PILLS = {BEST: "decided", NOTE: "open", WARNING: "open", FAILURE: "no winner"}  # of a decision, by its kind
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A chart inside the page: its caption and the <svg> element, which matplotlib has escaped."""
+    """A chart inside the page: its name, its caption, the <svg> element, which matplotlib has escaped, and whether it
+    keeps a white background."""
 
+    name: str
     caption: str
     svg: Any
+    on_paper: bool
 
 
 @dataclass(frozen=True)
 class Section:
-    """The page's content about one run; `tables` are HTML by the section of the page, `side` with their titles."""
+    """The page's content about one run: `about` and `date` in words, the trials' table and all others as HTML, those by
+    their section of the page, `side` with their titles; the chart that stands above, and the others."""
 
     results: Results
+    date: str
+    about: list[str]
     visible: str
     verdict: Verdict
     method: list[tuple[str, str]]
     machine: list[tuple[str, str]]
+    trials: list[Any]
     tables: dict[str, list[Any]]
     side: list[tuple[str, Any]]
+    headline: Drawn | None
     charts: list[Drawn]
-    complaints: list[tuple[str, str, str]]
+    complaints: list[sections.Complaint]
     details: list[sections.Detail]
 
 
@@ -69,11 +80,11 @@ def write(runs: Sequence[RunData], out: Path) -> Path:
         (out / "charts").mkdir(parents=True, exist_ok=True)
         names = [run.records.name if len(runs) > 1 else "" for run in runs]
         parts = [
-            _section(run, own_tables, out / "charts", i, name)
+            _section(run, own_tables, out, i, name)
             for i, (run, own_tables, name) in enumerate(zip(runs, all_tables, names, strict=True))
         ]
         write_tables(runs, all_tables, out)
-        write_text(page, _html(parts))
+        write_text(page, _html(parts, export([_all_trials(runs)], "csv")))
     except OSError as e:
         raise UserError(f"the report can't be written to {out}: {e.strerror or e}; give another folder") from e
     return page
@@ -111,11 +122,11 @@ def _all_trials(runs: Sequence[RunData]) -> Table:
     return TRIALS.of((*all_trials.columns, Column("run", "its name", kind=TEXT)), all_trials.rows)
 
 
-def _section(run: RunData, run_tables: Sequence[Table], folder: Path, index: int, name: str) -> Section:
+def _section(run: RunData, run_tables: Sequence[Table], out: Path, index: int, name: str) -> Section:
     from markupsafe import Markup
 
-    places = {kind.name: kind.section for kind in tables.kinds()}
-    shown: dict[str, list[Any]] = {section: [] for section in tables.SECTIONS}
+    places = {kind.name: kind.section for kind in tables.kinds()} | {TRIALS.name: TRIALS.name}
+    shown: dict[str, list[Any]] = {section: [] for section in (*tables.SECTIONS, TRIALS.name)}
     for table in run_tables:
         if places[table.name] != "side":
             shown[places[table.name]] += [Markup(page_part(table, part)) for part in table.parts()]
@@ -125,17 +136,23 @@ def _section(run: RunData, run_tables: Sequence[Table], folder: Path, index: int
         for table in side
         for part in table.parts()
     ]
+    drawn = _charts(run, out / "charts", f"r{index}", name)
+    headline = next((chart for wanted in HEADLINES for chart in drawn if chart.name == wanted), None)
     return Section(
         results=run.records,
+        date=moment(began(run.records)),
+        about=sections.about(run.records),
         visible=words.of_run(run.records),
         verdict=verdict.read(run),
         method=method.terms(run),
         machine=sections.machine(run.records.environment),
+        trials=shown.pop(TRIALS.name),
         tables=shown,
         side=folded,
-        charts=_charts(run, folder, f"r{index}", name),
+        headline=headline,
+        charts=[chart for chart in drawn if chart is not headline],
         complaints=sections.complaints(run.records),
-        details=sections.details(run.records),
+        details=sections.details(run.records, out),
     )
 
 
@@ -156,7 +173,8 @@ def _charts(run: RunData, folder: Path, prefix: str, name: str) -> list[Drawn]:
         if (figure := chart.draw(run)) is not None:
             box = style.laid_out(figure)
             style.save(figure, folder / f"{_file(f'{name}-{chart.name}' if name else chart.name)}.png", box)
-            drawn.append(Drawn(chart.caption, Markup(style.svg(figure, f"{prefix}-{chart.name}", box))))
+            svg = Markup(style.svg(figure, f"{prefix}-{chart.name}", box, chart.on_paper))
+            drawn.append(Drawn(chart.name, chart.caption, svg, chart.on_paper))
     confusion.write(run.records, folder)
     return drawn
 
@@ -167,15 +185,27 @@ def _counted(findings: Sequence[Finding]) -> str:
     return ", ".join(counting(kinds[kind], kind) for kind in (WARNING, NOTE) if kinds[kind])
 
 
-def _html(parts: list[Section]) -> str:
-    from importlib import resources
-
+def _html(parts: list[Section], results: str) -> str:
     from jinja2 import BaseLoader, Environment, StrictUndefined
+    from markupsafe import Markup
 
     environment = Environment(
         loader=BaseLoader(), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    source = resources.files("dyno.analysis.report").joinpath("report.html.j2").read_text(encoding="utf-8")
-    return environment.from_string(source).render(
-        sections=parts, most_details=sections.MOST_DETAILS, pills=PILLS, counted=_counted
+    return environment.from_string(_file_of_page("page.html.j2")).render(
+        sections=parts,
+        names=list(dict.fromkeys(f.name for part in parts for d in part.verdict.decisions for f in d.figures)),
+        most_details=sections.MOST_DETAILS,
+        pills=PILLS,
+        counted=_counted,
+        csv=base64.b64encode(results.encode()).decode(),
+        style=Markup(_file_of_page("page.css")),
+        script=Markup(_file_of_page("page.js")),
+        zoom=Markup(_file_of_page("svg-pan-zoom.min.js")),
     )
+
+
+def _file_of_page(name: str) -> str:
+    from importlib import resources
+
+    return (resources.files("dyno.analysis.report") / "page" / name).read_text(encoding="utf-8")

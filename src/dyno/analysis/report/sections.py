@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from dyno.analysis.formatting import short, show
+from dyno.analysis.formatting import counting, moment, short, show
 from dyno.analysis.metrics.precision import truth
 from dyno.analysis.presentation.export import page_part
 from dyno.analysis.records.results import Results, TrialResult
 from dyno.analysis.tables.gpu_table import ROUND_COLUMNS, ROUNDS, doubts, rounds_of
 from dyno.analysis.tables.trial_table import build_seconds
+from dyno.analysis.verdict.about import began
 
+NUMBERS = re.compile(r"\d+([.,]\d+)*")
 LONGEST = 60  # characters of the name of a layer, which names all nodes that it was fused from
 MOST_DETAILS = 300  # trials with a section of their own
 
@@ -30,33 +35,69 @@ def _value(key: str, value: Any) -> str:
     return show(float(value), "bytes") if key.endswith("_bytes") else str(value)
 
 
-def complaints(results: Results) -> list[tuple[str, str, str]]:
-    """Failures first, then warnings: kind, trial, and one line."""
+def about(results: Results) -> list[str]:
+    """When, on what and with what the run was measured, in words; "" for what isn't known."""
+    environment = results.environment
+    cores = environment.get("cores")
+    return [
+        moment(began(results)),
+        str(environment.get("cpu") or ""),
+        counting(int(cores), "core") if cores else "",
+        str((environment.get("gpu") or {}).get("name", "")),
+        f"Dyno {version}" if (version := (environment.get("versions") or {}).get("inference-dyno")) else "",
+        counting(len(results.trials), "trial"),
+    ]
+
+
+@dataclass(frozen=True)
+class Complaint:
+    """What went wrong in one trial or in several: its kind, their labels, and one line."""
+
+    kind: str
+    trials: str
+    text: str
+
+
+def complaints(results: Results) -> list[Complaint]:
+    """Failures first, then warnings; those that differ in numbers alone are one line, with the first one's."""
     failed = [(t.status, t.label, t.reason) for t in results if t.status != "ok"]
     warnings = [("warning", t.label, " ".join(w.split())) for t in results for w in t.warnings()]
-    return [*(("unreadable", "", p) for p in results.problems), *failed, *warnings]
+    alike: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for kind, label, text in (*(("unreadable", "", p) for p in results.problems), *failed, *warnings):
+        alike.setdefault((kind, NUMBERS.sub("#", text)), []).append((label, text))
+    return [_complaint(kind, group) for (kind, _), group in alike.items()]
+
+
+def _complaint(kind: str, group: list[tuple[str, str]]) -> Complaint:
+    labels = list(dict.fromkeys(label for label, _ in group))
+    numbers = "; other trials in other numbers" if len({text for _, text in group}) > 1 else ""
+    count = f"{len(labels)} trials: " if len(labels) > 1 else ""
+    return Complaint(kind, count + "; ".join(labels), group[0][1] + numbers)
 
 
 @dataclass(frozen=True)
 class Detail:
-    """One trial's own section: facts as terms and values, and a table of its rounds as HTML."""
+    """One trial's own section: its folder as seen from the page, facts as terms and values, and a table of its rounds
+    as HTML."""
 
     label: str
     id: str
     status: str
+    folder: str
     facts: list[tuple[str, str]]
     rounds: Any
 
 
-def details(results: Results) -> list[Detail]:
-    """A section per trial, at most MOST_DETAILS."""
+def details(results: Results, page: Path) -> list[Detail]:
+    """A section per trial, at most MOST_DETAILS, of a page in the folder `page`."""
     from markupsafe import Markup
 
     trial_details = []
     for t in results.trials[:MOST_DETAILS]:
         table = ROUNDS.of([c for c in ROUND_COLUMNS if c.name not in ("label", "trial")], rounds_of(t), below=doubts)
         parts = [Markup(page_part(table, part, heading="")) for part in table.parts()]
-        trial_details.append(Detail(t.label, t.id, t.status, list(_facts(t)), Markup("").join(parts)))
+        folder = Path(os.path.relpath(results.folder / "trials" / t.id, page)).as_posix()
+        trial_details.append(Detail(t.label, t.id, t.status, folder, list(_facts(t)), Markup("").join(parts)))
     return trial_details
 
 

@@ -7,7 +7,7 @@ from math import isnan
 from typing import TYPE_CHECKING
 
 from dyno.analysis import stats
-from dyno.analysis.formatting import UNBOUNDED, counting, points, show
+from dyno.analysis.formatting import UNBOUNDED, counting, points, ratio, show
 from dyno.analysis.metrics import speedups
 from dyno.analysis.metrics.accuracy import UNDECIDED
 from dyno.analysis.presentation.table import missing
@@ -19,7 +19,7 @@ from dyno.analysis.records.results import TrialResult
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.stats import MOST_ROUNDS, Speedup
 from dyno.analysis.tables.trial_columns import over_builds
-from dyno.analysis.verdict.findings import equivalent, ratio, settled
+from dyno.analysis.verdict.findings import equivalent, settled
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -189,7 +189,7 @@ def _more_rounds(more: int, builds: int, run: RunData) -> str:
         return f"measure with --builds {builds + more} and another --out"
     if run.rule.first:
         return "the same command with more --minutes goes on"
-    return "measure with --until decided"
+    return "the same command without --rounds goes on until decided"
 
 
 def _undecided_budget(ranking: Ranking) -> str:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dyno.analysis import stats
-from dyno.analysis.formatting import UNBOUNDED
+from dyno.analysis.formatting import UNBOUNDED, ratio
 from dyno.analysis.metrics import speedups
 from dyno.analysis.metrics.speedups import LEAST_ROUNDS
 from dyno.analysis.ranking.frontier import LATENCY
@@ -17,7 +17,7 @@ from dyno.analysis.records.blocks import log_ratios
 from dyno.analysis.records.results import TrialResult, by_build
 from dyno.analysis.records.rounds import Round
 from dyno.analysis.records.run_data import RunData
-from dyno.analysis.verdict.findings import NOTE, WARNING, Finding, ratio, spread
+from dyno.analysis.verdict.findings import NOTE, WARNING, Finding, spread
 
 if TYPE_CHECKING:
     import pandas as pd

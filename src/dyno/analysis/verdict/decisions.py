@@ -7,7 +7,7 @@ from math import isinf, isnan
 from typing import TYPE_CHECKING
 
 from dyno.analysis import stats
-from dyno.analysis.formatting import UNBOUNDED, limits, points, show, significant
+from dyno.analysis.formatting import UNBOUNDED, limits, points, ratio, show, significant
 from dyno.analysis.metrics.accuracy import OVER, UNDECIDED
 from dyno.analysis.presentation.table import missing
 from dyno.analysis.ranking import frontier
@@ -17,8 +17,8 @@ from dyno.analysis.records.results import TrialResult
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.stats import Speedup
 from dyno.analysis.tables import breakeven
-from dyno.analysis.verdict import answers, confirmation
-from dyno.analysis.verdict.findings import BEST, FAILURE, NOTE, WARNING, Decision, Finding, equivalent, ms, ratio
+from dyno.analysis.verdict import answers, card, confirmation
+from dyno.analysis.verdict.findings import BEST, FAILURE, NOTE, WARNING, Decision, Finding, equivalent, ms
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -82,6 +82,7 @@ def _fastest(ranking: Ranking, run: RunData) -> Decision:
             *_preparation(ranking, winner, run.trials),
             *others,
         ),
+        card.figures(ranking, gain, not open_still, run),
     )
 
 

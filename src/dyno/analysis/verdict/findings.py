@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dyno.analysis.formatting import UNBOUNDED, bounded, limits, show, significant
+from dyno.analysis.formatting import limits, show, significant
 from dyno.analysis.stats import MOST_ROUNDS, Interval, Rule, Speedup
 from dyno.analysis.tables.trial_columns import rounds_needed, within
 
@@ -20,11 +20,20 @@ class Finding:
 
 
 @dataclass(frozen=True)
+class Figure:
+    """A number on a decision's card: what it is, its value, and a line below it."""
+
+    name: str
+    value: str
+    below: str
+
+
+@dataclass(frozen=True)
 class Decision:
     """One sentence on what wins and by how much, of which model and size (`where`), and its kind as a finding's.
 
     `answers` are short ones, by what they answer: whether it is real, whether it is right, what to do next. `findings`
-    are what else there is to say of it.
+    are what else there is to say of it, `figures` its numbers for a card.
     """
 
     kind: str
@@ -32,6 +41,7 @@ class Decision:
     text: str
     answers: tuple[tuple[str, str], ...] = ()
     findings: tuple[Finding, ...] = ()
+    figures: tuple[Figure, ...] = ()
 
     @property
     def sentence(self) -> str:
@@ -42,13 +52,6 @@ class Decision:
 def ms(value: float) -> str:
     """Milliseconds as a duration."""
     return show(value * 1e-3, "duration")
-
-
-def ratio(value: float, low: float, high: float) -> str:
-    """`2.1x [1.9, 2.3]`; without an interval where there is none, words alone for one that is too wide."""
-    if low == low and not bounded(low, high):
-        return UNBOUNDED
-    return f"{value:.2f}x{limits(low, high, lambda v: f'{v:.2f}')}"
 
 
 def equivalent(name: str, rule: Rule) -> str:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dyno.analysis.formatting import UNBOUNDED, points
+from dyno.analysis.formatting import UNBOUNDED, points, ratio
 from dyno.analysis.metrics import accuracy, known, quality, speedups
 from dyno.analysis.metrics.accuracy import OVER, UNDECIDED, WITHIN
 from dyno.analysis.ranking.frontier import LATENCY
 from dyno.analysis.records.results import TrialResult
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.stats import Speedup
-from dyno.analysis.verdict.findings import NOTE, WARNING, Finding, ms, ratio
+from dyno.analysis.verdict.findings import NOTE, WARNING, Finding, ms
 
 if TYPE_CHECKING:
     import pandas as pd

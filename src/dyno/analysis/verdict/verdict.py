@@ -6,10 +6,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil
-from typing import TYPE_CHECKING
 
 from dyno.analysis import stats
-from dyno.analysis.formatting import counting, indentation, plain
+from dyno.analysis.formatting import counting, indentation, plain, ratio
 from dyno.analysis.metrics import speedups
 from dyno.analysis.metrics.accuracy import judged, set_aside
 from dyno.analysis.metrics.precision import truth
@@ -22,10 +21,7 @@ from dyno.analysis.records.results import Results, TrialResult, clock_of
 from dyno.analysis.records.rounds import GPU
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.verdict import decisions, mixed_precision
-from dyno.analysis.verdict.findings import FAILURE, NOTE, WARNING, Decision, Finding, ratio
-
-if TYPE_CHECKING:
-    pass
+from dyno.analysis.verdict.findings import FAILURE, NOTE, WARNING, Decision, Finding
 
 COMPANY = "what the table calls faster or slower is so beside those programs; engines suffer from company differently"
 MOST_GROUPS = 8  # model x size pairs that get sentences of their own; the rest stands in the tables

@@ -1,0 +1,77 @@
+"""The figures on a decision's card: how fast, how much faster, how sure, how accurate, at what cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import isnan
+from typing import TYPE_CHECKING, Any
+
+from dyno.analysis.formatting import UNBOUNDED, bounded, counting, limits, points, ratio, show, significant
+from dyno.analysis.presentation.table import missing
+from dyno.analysis.ranking.frontier import LATENCY, THROUGHPUT
+from dyno.analysis.ranking.rankings import Ranking
+from dyno.analysis.records.run_data import RunData
+from dyno.analysis.stats import FASTER, Speedup
+from dyno.analysis.verdict.answers import reference_name
+from dyno.analysis.verdict.findings import Figure, ms
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+def figures(ranking: Ranking, gain: Speedup | None, decided: bool, run: RunData) -> tuple[Figure, ...]:
+    """The winner's figures: `gain` is its speed-up over its reference, None where it is that itself."""
+    winner = ranking.fastest.iloc[0]
+    return (
+        _latency(winner),
+        *_speedup(ranking, winner, gain, run),
+        _certainty(winner, gain, decided),
+        *_accuracy(ranking, winner),
+        *_cost(winner),
+    )
+
+
+def _latency(winner: pd.Series) -> Figure:
+    low, high = winner["latency_ms_low"], winner["latency_ms_high"]
+    below = [limits(low, high, ms).strip()] if bounded(low, high) else []
+    rate = [] if missing(winner[THROUGHPUT]) else [f"{significant(winner[THROUGHPUT])} images/s"]
+    return Figure("latency", ms(winner[LATENCY]), ", ".join([*below, f"batch {winner['batch']}", *rate]))
+
+
+def _speedup(ranking: Ranking, winner: pd.Series, gain: Speedup | None, run: RunData) -> Iterator[Figure]:
+    reference = ranking.reference(winner, run.trials)
+    if gain is None or reference is None:
+        return
+    name = reference_name(ranking, reference)
+    shown = ratio(gain.value, gain.low, gain.high)
+    if shown == UNBOUNDED:
+        word = "faster" if gain.verdict == FASTER else "undecided"
+        yield Figure("speed-up", word, f"than {name}; by how much is {UNBOUNDED}")
+    else:
+        value, _, interval = shown.partition(" ")
+        yield Figure("speed-up", value, f"as fast as {name}{f' {interval}' if interval else ''}")
+
+
+def _certainty(winner: pd.Series, gain: Speedup | None, decided: bool) -> Figure:
+    how = counting(int(winner["rounds"]), "round")
+    return Figure("how sure", "decided" if decided else "open", f"{how}, {gain.measured}" if gain else how)
+
+
+def _accuracy(ranking: Ranking, winner: pd.Series) -> Iterator[Figure]:
+    value = winner.get(ranking.metric.column, float("nan"))
+    if not isnan(value):
+        low, change, high = (points(each / 100) for each in ranking.metric.change_in(winner))
+        known = not isnan(ranking.metric.change_in(winner)[0])
+        lost = f", {change} points [{low}, {high}] against the reference" if known else ""
+        yield Figure("accuracy", f"{value:.2f} %", f"{ranking.metric.label}{lost}")
+    elif not isnan(winner["output_error"]):
+        yield Figure("outputs", "agree", f"off by {show(winner['output_error'], 'percentage', 2)}")
+
+
+def _cost(winner: pd.Series) -> Iterator[Figure]:
+    """Seconds to make it, and the size of its file and the memory that it takes, as far as each is known."""
+    sizes: list[tuple[Any, str]] = [(winner["size_mb"], "MB file"), (winner["memory_mb"], "MB of memory")]
+    below = ", ".join(f"{significant(value)} {what}" for value, what in sizes if not missing(value) and value)
+    seconds = 0.0 if missing(winner["build_s"]) else float(winner["build_s"])
+    if below or seconds:
+        yield Figure("cost", f"{show(seconds, 'duration')} to make" if seconds else "nothing to make", below)
