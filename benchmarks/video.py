@@ -28,7 +28,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 CONFIDENCE, IOU, GREY = 0.25, 0.7, 114
 
 
-def loop(video: str, model: str, output: str, threads: int) -> dict[str, float]:
+def loop(video: str, model: str, output: str, *, threads: int) -> dict[str, float]:
     """The plain loop; its frames and seconds."""
     import cv2
     import onnxruntime
@@ -77,7 +77,7 @@ def detections(rows: np.ndarray, scale: float) -> list[tuple[float, float, float
     return [(*boxes[k].tolist(), int(labels[k]), float(scores[k])) for k in np.asarray(chosen, int).reshape(-1)]
 
 
-def pipeline(video: str, model: str, output: str, folder: str, threads: int) -> dict[str, float]:
+def pipeline(video: str, model: str, output: str, folder: str, *, threads: int) -> dict[str, float]:
     """`dyno video`; its frames and seconds, and the bound that it names."""
     import dyno
     from dyno.worker.video.options import VideoOptions
@@ -108,7 +108,6 @@ def main() -> None:
     chosen = parser.parse_args()
 
     import moving_photos
-
     from dyno.worker import system
 
     threads = str(chosen.threads or system.physical_cores())
@@ -140,7 +139,8 @@ def environment() -> dict[str, str]:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--only"]:
-        kind, *texts, count = sys.argv[2:]
-        print(json.dumps({"loop": loop, "pipeline": pipeline}[kind](*texts, int(count))))
+        kind, film, net, *outputs, count = sys.argv[2:]
+        run = pipeline if kind == "pipeline" else loop
+        print(json.dumps(run(film, net, *outputs, threads=int(count))))
     else:
         main()

@@ -164,6 +164,7 @@ def open_images(
 
 
 def image_input(tensors: Sequence[Tensor], shapes: dict[str, tuple[int, ...]]) -> tuple[str, tuple[int, ...]]:
+    """The one input that takes images, and its shape; a `UserError` where there is none or another besides."""
     if len(tensors) != 1 or len(shapes[tensors[0].name]) != 4:
         names = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
         raise UserError(f"images fit a model with one N x C x H x W input; this one has {names}")
