@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -77,7 +78,9 @@ def test_sentences_say_what_bounds_and_what_would_help() -> None:
     faster = " ".join(words.sentences(video(period=0.005)))
     assert "More than the bound was reached" in faster
     slower = " ".join(words.sentences(video(period=0.020)))
-    assert "50.0 % of the bound was reached" in slower
+    assert "50.0 % of the bound was reached: the rest is filling" in slower
+    disturbed = " ".join(words.sentences(replace(video(period=0.020), others=1.5)))
+    assert "other programs kept 1.50 of 8 processors busy" in disturbed
 
 
 def test_intervals_come_from_blocks_of_frames() -> None:

@@ -50,10 +50,12 @@ class Bound:
 
 @dataclass(frozen=True)
 class Video:
-    """What is known of a video after one trial's network has answered it once."""
+    """What is known of a video after one trial's network has answered it once; meanwhile other programs kept `others`
+    processors busy."""
 
     facts: VideoFacts
     arrays: Arrays
+    others: float = 0.0
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import shutil
 import signal
@@ -15,7 +16,6 @@ import numpy as np
 from dyno.worker import measure, system, tasks
 from dyno.worker.backend import Session
 from dyno.worker.facts.video import VideoFacts
-from dyno.worker.inputs import input_data
 from dyno.worker.journal import Journal
 from dyno.worker.record import save_arrays
 from dyno.worker.registry import find
@@ -30,7 +30,6 @@ from dyno.worker.video.stages import Stages, Step
 
 ARRAYS = "video.npz"
 REQUIRES = ("numpy", "av", "opencv-python")
-ALONE_S = 2.0  # of decoding at most, for the frames on which each stage is measured alone
 RECENT = 8  # ticks over which the rate is said that the progress shows
 
 
@@ -74,31 +73,27 @@ class _Work:
 
     def alone(self) -> None:
         """Every stage by itself; the engine's latency and throughput are a record's like any other's."""
-        journal, session, preparation = self._journal, self._session, self._preparation
+        journal, session = self._journal, self._session
         journal.stage("each stage alone")
         contention = system.CpuContention()
-        found: dict[str, alone.Alone] = {}
-        frames, found[steps.DECODE] = alone.decode(self._source, ALONE_S, self._options.frames)
-        if not frames:
-            raise UserError(f"{self._source.name} has no frames")
-        feeds = [session.stage(preparation.new_feed()) for _ in range(input_data.FEEDS)]
-        found[steps.PREPARE] = alone.prepare(frames, preparation, feeds)
-        once = measure.step(session, "all", feeds)
+        path = journal.folder / f"alone{self._output.suffix}" if self._output else None
+        sink = sink_of(path, self._source, self._options.codec) if path else None
+        bench = alone.Bench(self._source, session, self._preparation, self._answering, sink)
+        once = measure.step(session, "all", bench.feeds)
         journal.timed("first_call", "first call", once)
         journal.stage("each stage alone")
-        found[steps.INFER], rate = alone.infer(session, feeds, self._trial.plan, preparation.batch)
+        bench.run(self._options.frames)
+        if path:
+            _remove(path)
+        if bench.first is None:
+            raise UserError(f"{self._source.name} has no frames")
+        inference, rate = alone.infer(session, bench.feeds, self._trial.plan, self._preparation.batch)
         journal.sampled("latency", "all", "s", "duration", measure.latency(once, self._trial.plan))
         journal.sampled("throughput", "throughput", "1/s", "rate", rate)
-        answering = steps.Postprocess(self._answering, preparation.size)
-        found[steps.POSTPROCESS] = alone.answer(session, frames, preparation, feeds, answering)
-        if self._output:
-            found[steps.DRAW] = alone.drawn(frames)
-            path = journal.folder / f"alone{self._output.suffix}"
-            found[steps.ENCODE] = alone.encoded(frames, sink_of(path, self._source, self._options.codec))
-            _remove(path)
         journal.contended("all", contention.busy(), self._trial.runtime.device)
+        found = {**bench.results(), steps.INFER: inference}
         self._arrays |= {f"alone_{name}": one.seconds for name, one in found.items()}
-        height, width = frames[0].image.shape[:2]
+        height, width = bench.first.image.shape[:2]
         self._facts = replace(self._facts, height=height, width=width, cpu={k: v.cpu for k, v in found.items()})
 
     def pipeline(self) -> None:
@@ -109,6 +104,8 @@ class _Work:
         stages = Stages(steps.DECODE, itertools.islice(reading, self._options.frames or None),
                         self._chain(keep, sink), source.live)  # fmt: skip
         journal.stage("video")
+        gc.collect()
+        gc.freeze()  # a collection would go through all that the libraries have made, again and again
         contention, cpu, since = system.CpuContention(), time.process_time(), now()
         stopped = False
         try:

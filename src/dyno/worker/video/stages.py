@@ -7,7 +7,6 @@ decoding, resizing, inference and encoding happen in libraries that release Pyth
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -71,58 +70,68 @@ class Stopped(Exception):
 
 
 class _Channel:
-    """A bounded queue between two stages that can be closed by the first and stopped by anyone."""
+    """A bounded queue from one stage to the next, which the first closes and anyone stops.
 
-    def __init__(self, room: int, condition: threading.Condition) -> None:
-        self._items: deque[Any] = deque()
-        self._room, self._condition = room, condition
-        self.closed = self.stopped = False
+    Two queues of the interpreter's own, one of items and one of free places: a thread that waits for either costs
+    nothing, and is awake sooner than by a condition.
+    """
+
+    def __init__(self, room: int) -> None:
+        self._items: SimpleQueue[Any] = SimpleQueue()
+        self._places: SimpleQueue[None] = SimpleQueue()
+        for _ in range(room):
+            self._places.put(None)
+        self.closed = self._stopped = False
 
     def put(self, item: Any) -> None:
         """Add the item as soon as there is room."""
-        with self._condition:
-            while len(self._items) >= self._room and not self.stopped:
-                self._condition.wait()
-            self._add(item)
+        self._places.get()
+        self._check()
+        self._items.put(item)
 
     def offer(self, item: Any) -> int:
         """Add the item at once; returns how many older ones had to go for it."""
-        with self._condition:
-            gone = max(0, len(self._items) - self._room + 1)
-            for _ in range(gone):
-                self._items.popleft()
-            self._add(item)
-            return gone
-
-    def _add(self, item: Any) -> None:
-        if self.stopped:
-            raise Stopped
-        self._items.append(item)
-        self._condition.notify_all()
+        self._check()
+        gone = 0
+        try:
+            self._places.get_nowait()
+        except Empty:
+            try:
+                self._items.get_nowait()  # the item takes its place
+                gone = 1
+            except Empty:
+                self._places.get()  # it was taken just now, and its place is free in a moment
+        self._items.put(item)
+        return gone
 
     def get(self, wait: bool) -> tuple[Any, int]:
         """The next item (None: there is none now, or none any more) and how many waited, this one included."""
-        with self._condition:
-            while wait and not self._items and not self.closed and not self.stopped:
-                self._condition.wait()
-            if self.stopped:
-                raise Stopped
-            if not self._items:
-                return None, 0
-            waiting = len(self._items)
-            item = self._items.popleft()
-            self._condition.notify_all()
-            return item, waiting
+        if self.closed:
+            return None, 0
+        try:
+            item = self._items.get(block=wait)
+        except Empty:
+            return None, 0
+        self._check()
+        if item is None:
+            self.closed = True
+            return None, 0
+        self._places.put(None)
+        return item, self._items.qsize() + 1
 
     def close(self) -> None:
-        with self._condition:
-            self.closed = True
-            self._condition.notify_all()
+        """No further item comes."""
+        self._items.put(None)
 
     def stop(self) -> None:
-        with self._condition:
-            self.stopped = True
-            self._condition.notify_all()
+        """Whoever waits here, or will, gets `Stopped`."""
+        self._stopped = True
+        self._places.put(None)
+        self._items.put(None)
+
+    def _check(self) -> None:
+        if self._stopped:
+            raise Stopped
 
 
 class Stages:
@@ -134,8 +143,7 @@ class Stages:
     def __init__(self, name: str, source: Iterator[Any], steps: Sequence[Step], live: bool = False) -> None:
         self._source, self._steps, self._live = source, steps, live
         self.dropped = 0
-        # A condition for each queue: a shared one would wake every thread for every item.
-        self._channels = [_Channel(LIVE_DEPTH if live else DEPTH, threading.Condition()) for _ in steps]
+        self._channels = [_Channel(LIVE_DEPTH if live else DEPTH) for _ in steps]
         self.timed = {stage: Timed() for stage in (name, *(step.name for step in steps))}
         self._errors: list[BaseException] = []
         self._ended: SimpleQueue[None] = SimpleQueue()
