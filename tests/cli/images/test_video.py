@@ -99,6 +99,25 @@ def test_engines_are_compared_in_rounds(run: Call, clip: Path, tmp_path: Path) -
     assert [row["streams"] for row in streams[:6]] == "1 2 4 8 16 32".split()
 
 
+def test_several_streams_share_one_engine(run: Call, clip: Path, tmp_path: Path) -> None:
+    code, out, errors = run(
+        clip, "out.mp4", "--streams", 3, "--json", "b.jsonl", "--backends", "onnxruntime@streams=2", "--threads", 2,
+        "-o", "run", "--format", "json",
+    )  # fmt: skip
+    assert code == 0, errors
+    tables = json.loads(out)["tables"]
+    (row,) = tables["video"]["rows"]
+    assert (row["frames"], row["streams"]) == (COUNT, 3)
+    predicted = {row["streams"]: row for row in tables["video-streams"]["rows"]}
+    assert list(predicted) == [1, 2, 3, 4, 8, 16, 32]
+    ran = predicted[3]
+    assert ran["reached_fps"] == pytest.approx(row["fps"])
+    assert ran["error"] == pytest.approx(100 * (ran["fps"] / row["fps"] - 1))
+    assert [videos.place_of(frame) for frame in videos.read(tmp_path / "out.mp4")[0]] == expected(COUNT)
+    assert places(lines(tmp_path / "b.jsonl")) == expected(COUNT)
+    assert not list(tmp_path.glob("run/**/stream*.mp4"))
+
+
 def test_a_run_of_a_video_is_shown_like_any_other(run: Call, call: Call, clip: Path) -> None:
     code, out, errors = run(clip, "-o", "run", "--format", "json")
     assert code == 0, errors
@@ -151,3 +170,4 @@ def test_bad_input_is_one_line(refused: Callable[..., str], clip: Path, tmp_path
     assert "is the source" in refused("video", clip, clip, *NET)
     assert "must be between 0 and 1" in refused("video", clip, *NET, "--confidence", 2)
     assert "--frame-size" in refused("video", "-", *NET)
+    assert "omit --streams" in refused("video", "camera:0", *NET, "--streams", 2)

@@ -35,8 +35,10 @@ def _rates(video: Video) -> str:
     facts = video.facts
     ended = " until it was stopped" if facts.stopped else ""
     realtime = f" ({video.rate / facts.rate:.2f} times its own speed)" if facts.rate else ""
+    several = f"{facts.streams} streams at once, the first of " if facts.streams > 1 else ""
     return (
-        f"{counting(facts.frames, 'frame')} of {facts.width} x {facts.height} in {show(facts.seconds, 'duration')}"
+        f"{several}{counting(facts.frames, 'frame')} of {facts.width} x {facts.height} in "
+        f"{show(facts.seconds, 'duration')}"
         f"{ended}: {_rate(video.rate)} end to end{realtime}; inference alone {_rate(video.inference_rate)}, "
         f"and {_rate(video.inference_beside)} beside the other stages."
     )

@@ -96,6 +96,8 @@ def _check(shot: Shot, study: Study) -> None:
         raise UserError("standard input can be read only once; give one backend and --rounds 1")
     if shot.source == STDIN and not shot.options.width:
         raise UserError("raw frames don't say how large they are; give --frame-size WIDTHxHEIGHT")
+    if shot.options.streams > 1 and (shot.source == STDIN or shot.source.startswith("camera:")):
+        raise UserError(f"{shot.source} can be read only once; omit --streams")
     path = Path(shot.source)
     local = shot.source != STDIN and ":" not in shot.source.split("/")[0]
     if local and not path.exists():

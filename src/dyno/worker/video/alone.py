@@ -35,7 +35,7 @@ class _Clock:
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
-        self.cpu = 0.0
+        self.cpu: list[float] = []
 
     @contextmanager
     def timing(self, frames: int = 1) -> Iterator[None]:
@@ -47,20 +47,18 @@ class _Clock:
     def add(self, seconds: float, cpu: float, frames: int = 1) -> None:
         """Those seconds, and those of processor time, count for so many frames."""
         self.seconds += [seconds / frames] * frames
-        self.cpu += cpu
-
-    def forget(self) -> None:
-        """What was timed so far, in which libraries were set up and memory was new, doesn't count."""
-        self.seconds, self.cpu = [], 0.0
+        self.cpu += [cpu / frames] * frames
 
     def share(self, held: _Clock) -> None:
         """That time, which came once for all, is shared out among the frames."""
-        self.seconds = [each + sum(held.seconds) / len(self.seconds) for each in self.seconds]
-        self.cpu += held.cpu
+        count = len(self.seconds)
+        self.seconds = [each + sum(held.seconds) / count for each in self.seconds]
+        self.cpu = [each + sum(held.cpu) / count for each in self.cpu]
 
     def result(self) -> Alone:
-        """The mean and the samples."""
-        return Alone(np.asarray(self.seconds), self.cpu / max(1, len(self.seconds)))
+        """The samples and the mean, without the first turn where there is another: in it libraries were set up."""
+        first = CHUNK if len(self.seconds) >= 2 * CHUNK else 0
+        return Alone(np.asarray(self.seconds[first:]), float(np.mean(self.cpu[first:])))
 
 
 class Bench:
@@ -73,7 +71,7 @@ class Bench:
         self, source: Source, session: Session, preparation: Preparation, answering: steps.Answering, sink: Sink | None
     ) -> None:
         self._source, self._session, self._preparation, self._sink = source, session, preparation, sink
-        self._engine, self._answer = steps.Infer(session), steps.Postprocess(answering, preparation.size)
+        self._engine, self._answer = steps.Infer(steps.Engine(session)), steps.Postprocess(answering, preparation.size)
         self._clocks = {name: _Clock() for name in steps.STAGES if name != steps.INFER}
         count = -(-CHUNK // preparation.batch)
         self.feeds = [session.stage(preparation.new_feed()) for _ in range(max(count, input_data.FEEDS))]
@@ -85,10 +83,7 @@ class Bench:
         until = time.perf_counter() + SECONDS
         while count < most and (frames := self._decoded(reading, min(CHUNK, most - count))):
             self._turn(frames)
-            first, self.first = self.first is None, self.first or frames[0]
-            if first and most > CHUNK:
-                for clock in self._clocks.values():
-                    clock.forget()
+            self.first = self.first or frames[0]
             count += len(frames)
             if time.perf_counter() > until:
                 break
@@ -104,11 +99,12 @@ class Bench:
 
     def _decoded(self, reading: Iterator[Frame], count: int) -> list[Frame]:
         """The next frames; of a live source one counts from when it had arrived."""
-        frames, clock, cpu = list[Frame](), self._clocks[steps.DECODE], time.process_time()
+        frames, cpu = list[Frame](), time.process_time()
         for frame in itertools.islice(reading, count):
-            clock.add((now() - frame.began) / 1e9, 0.0)
+            spent = time.process_time()
+            self._clocks[steps.DECODE].add((now() - frame.began) / 1e9, spent - cpu)
             frames.append(frame)
-        clock.cpu += time.process_time() - cpu
+            cpu = time.process_time()
         return frames
 
     def _turn(self, frames: list[Frame]) -> None:

@@ -7,9 +7,11 @@ decoding, resizing, inference and encoding happen in libraries that release Pyth
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -145,50 +147,17 @@ class Stages:
         self.dropped = 0
         self._channels = [_Channel(LIVE_DEPTH if live else DEPTH) for _ in steps]
         self.timed = {stage: Timed() for stage in (name, *(step.name for step in steps))}
-        self._errors: list[BaseException] = []
-        self._ended: SimpleQueue[None] = SimpleQueue()
         self._first = name
 
-    def run(self, tick: Callable[[], None]) -> None:
-        """Until the source ends; raises what the first stage that failed raised. `tick` is called four times a second.
+    def actions(self) -> list[tuple[str, Callable[[], None]]]:
+        """What the thread of each stage does, the reader first."""
+        working = [(step.name, partial(self._work, k)) for k, step in enumerate(self._steps)]
+        return [(self._first, self._read), *working]
 
-        An interrupt of this thread stops every stage after the item that it is at, and is raised again.
-        """
-        threads = [threading.Thread(target=self._guarded, args=(self._read,), name=self._first, daemon=True)]
-        for k, step in enumerate(self._steps):
-            threads.append(threading.Thread(target=self._guarded, args=(self._work, k), name=step.name, daemon=True))
-        for thread in threads:
-            thread.start()
-        running = len(threads)
-        try:
-            while running:
-                with suppress(Empty):  # an interrupted `join` takes the thread for ended, so threads say it themselves
-                    self._ended.get(timeout=TICK_S)
-                    running -= 1
-                tick()
-        finally:
-            if running:
-                self._stop()
-            threads[0].join(READER_S)
-            for thread in threads[1:]:
-                thread.join()
-        if self._errors:
-            raise self._errors[0]
-
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """Every stage stops after the item that it is at."""
         for channel in self._channels:
             channel.stop()
-
-    def _guarded(self, action: Callable[..., None], *arguments: Any) -> None:
-        try:
-            action(*arguments)
-        except Stopped:
-            pass
-        except BaseException as e:  # it is raised again where the stages were started
-            self._errors.append(e)
-            self._stop()
-        finally:
-            self._ended.put(None)
 
     def _read(self) -> None:
         timed, channel = self.timed[self._first], self._channels[0]
@@ -222,3 +191,50 @@ class Stages:
                 break
         if onward is not None:
             onward.close()
+
+
+def run(lines: Sequence[Stages], tick: Callable[[], None]) -> None:
+    """Run them side by side until their sources end; raises what the first stage that failed raised.
+
+    `tick` is called four times a second. An interrupt of this thread stops every stage and is raised again.
+    """
+    ended: SimpleQueue[None] = SimpleQueue()
+    errors: list[BaseException] = []
+
+    def stop() -> None:
+        for line in lines:
+            line.stop()
+
+    def guarded(action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Stopped:
+            pass
+        except BaseException as e:  # it is raised again where the stages were started
+            errors.append(e)
+            stop()
+        finally:
+            ended.put(None)
+
+    started = [[threading.Thread(target=guarded, args=(action,), name=name, daemon=True)
+                for name, action in line.actions()] for line in lines]  # fmt: skip
+    threads = [thread for line in started for thread in line]
+    for thread in threads:
+        thread.start()
+    running = len(threads)
+    try:
+        while running:
+            with suppress(Empty):  # an interrupted `join` takes the thread for ended, so threads say it themselves
+                ended.get(timeout=TICK_S)
+                running -= 1
+            tick()
+    finally:
+        if running:
+            stop()
+        until = time.monotonic() + READER_S
+        for reader, *working in started:
+            reader.join(max(0.0, until - time.monotonic()))
+            for thread in working:
+                thread.join()
+    if errors:
+        raise errors[0]

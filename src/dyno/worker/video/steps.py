@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import IO, Any
 
 import numpy as np
@@ -71,24 +73,52 @@ class Prepare(Step):
         return (batch,)
 
 
+class Engine:
+    """A session's slots, which several streams share: whoever has one may use it."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.free: SimpleQueue[int] = SimpleQueue()
+        for slot in range(session.slots):
+            self.free.put(slot)
+        self._one = threading.Lock()  # sessions queue work in the order of their slots' calls, one call at a time
+
+    def begin(self, batch: Batch, wait: bool) -> int | None:
+        """Start the batch in a free slot and return it; where there is none, `wait` for one or return None."""
+        try:
+            slot = self.free.get(block=wait)
+        except Empty:
+            return None
+        with self._one:
+            self.session.bind(batch.feed, slot)
+            self.session.run(slot)
+        return slot
+
+    def finish(self, batch: Batch, slot: int) -> Batch:
+        """The batch with its outputs; the slot is free again."""
+        self.session.wait(slot)
+        with self._one:
+            batch.outputs = [np.array(a) for a in self.session.fetch(slot).values()]
+        self.free.put(slot)
+        return batch
+
+
 class Infer(Step):
-    """Batches through the session, with as many in flight as it has slots."""
+    """Batches through the engine, with as many in flight as it has slots."""
 
     name = INFER
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self._flying: deque[tuple[Batch, int]] = deque()
-        self._turn = 0
 
     def work(self, item: Any) -> Iterable[Batch]:
-        done = [self._finish()] if len(self._flying) == self._session.slots else []
-        slot = self._turn % self._session.slots
-        self._session.bind(item.feed, slot)
-        self._session.run(slot)
+        done = []
+        # Who waits for a slot holds none: streams that each wait for another's would do so for ever.
+        while (slot := self._engine.begin(item, wait=not self._flying)) is None:
+            done.append(self._finish())
         self._flying.append((item, slot))
-        self._turn += 1
-        return [*done, self._finish()] if self._session.slots == 1 else done
+        return [*done, self._finish()] if self._engine.session.slots == 1 else done
 
     @property
     def holds(self) -> bool:
@@ -98,10 +128,7 @@ class Infer(Step):
         return [self._finish()] if self._flying else []
 
     def _finish(self) -> Batch:
-        batch, slot = self._flying.popleft()
-        self._session.wait(slot)
-        batch.outputs = [np.array(a) for a in self._session.fetch(slot).values()]
-        return batch
+        return self._engine.finish(*self._flying.popleft())
 
 
 class Postprocess(Step):
