@@ -19,7 +19,7 @@ BEGIN, END = "<!-- made by tools/rooms.py -->", "<!-- end -->"
 # What of the worker the host may use: the border's data, what backends declare, and the hash of a model's own code.
 BORDER = (
     "facts spec inspection record backend registry tasks plugins system extras jobs.turns training.options "
-    "nets.local_code"
+    "video.options nets.local_code"
 )
 
 # Room -> rooms that it may import, within its own tree; nothing imports upwards, in a function or outside one.
@@ -49,7 +49,8 @@ ANALYSIS = {
     "layer_files": "formatting style presentation inside",
     "ranking": "formatting stats records metrics",
     "gate": "stats metrics",
-    "tables": "formatting stats records metrics presentation ranking gate",
+    "video": "formatting stats records presentation",
+    "tables": "formatting stats records metrics presentation ranking gate video",
     "verdict": "formatting stats records metrics presentation self_test ranking gate tables",
     "charts": "formatting style records metrics presentation ranking",
     "report": "formatting stats style records metrics presentation self_test ranking gate tables verdict charts",
@@ -77,10 +78,11 @@ WORKER = {
     "measure": "spec backend sessions",
     "evaluation": "facts spec record backend inputs tasks",
     "training": "facts spec record inputs sessions nets",
+    "video": "spec backend extras inputs tasks measure",
     "snippets": "spec plugins registry inputs tasks sessions nets backends",
     "journal": "spec record backend system measure evaluation",
     "jobs": "facts spec inspection record backend registry extras system inputs sessions nets onnx_graph layers "
-    "backends measure evaluation journal",
+    "backends tasks measure evaluation video journal",
     "main": "facts spec record backend registry system training snippets jobs journal",
 }
 # What single rooms of the host take from the worker besides: pure functions that both sides must do alike.

@@ -24,6 +24,8 @@ if typing.TYPE_CHECKING:
     from dyno.api.result import load as load
     from dyno.api.runnable import Study as Study
     from dyno.api.runnable import run as run
+    from dyno.api.video.session import Filmed as Filmed
+    from dyno.api.video.session import video as video
     from dyno.training.session import TrainingResult as TrainingResult
     from dyno.training.session import train as train
     from dyno.worker.spec import UserError as UserError
@@ -32,6 +34,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Comparison",
     "Explained",
+    "Filmed",
     "Inspected",
     "Profiled",
     "Result",
@@ -49,6 +52,7 @@ __all__ = [
     "profile",
     "run",
     "train",
+    "video",
 ]
 
 _HOMES = {
@@ -68,6 +72,8 @@ _HOMES = {
     "inspect": "dyno.api.inside.inspection",
     "Profiled": "dyno.api.inside.profiling",
     "profile": "dyno.api.inside.profiling",
+    "video": "dyno.api.video.session",
+    "Filmed": "dyno.api.video.session",
     "load": "dyno.api.result",
     "train": "dyno.training.session",
     "TrainingResult": "dyno.training.session",

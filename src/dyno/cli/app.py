@@ -10,8 +10,9 @@ import typer
 import typer.core
 
 from dyno import __version__
-from dyno.cli import data_commands, exits, hints, options, run_folders, take, train
+from dyno.cli import data_commands, exits, hints, options, run_folders, take
 from dyno.cli.comparison import bisection, compare
+from dyno.cli.images import train, video
 from dyno.cli.inside import explaining, inspection, profiling
 from dyno.planning.defaults import DEMO_MINUTES, EVALUATION, ONE_ROUND, SELF_TEST_MINUTES
 from dyno.study_options import MODEL_HELP, Compared, DataOptions, Measurement, ModelOptions, RuntimeOptions
@@ -265,6 +266,7 @@ def eval(
 
 command(MEASURE)(compare.compare)
 command(MEASURE)(bisection.bisect)
+command(MEASURE)(video.video)
 command(MAKE)(train.train)
 command(MAKE)(take.take)
 command(READ)(inspection.inspect)

@@ -16,10 +16,12 @@ import typer.core
 from dyno.study import parse_budget
 from dyno.study_options import MODEL_HELP, Compared, DataOptions, Measurement, ModelOptions, RuntimeOptions
 from dyno.worker.spec import UserError
+from dyno.worker.video.options import VideoOptions
 
 OUTPUT = "Output"
 ALL = "--help-all"
 PANELS: dict[type, str] = {
+    VideoOptions: "Video",
     Compared: "What to compare",
     ModelOptions: "Model",
     DataOptions: "Data and accuracy",

@@ -28,6 +28,7 @@ from dyno.worker.record import TIMING, Record, refuse_links, write_bytes, write_
 from dyno.worker.spec import BUILD, DECIDED, TIMING_CACHE, Artifact, Job, Recipe, Trial
 
 Fits = Callable[[Trial], bool] | None  # whether a trial is the reference that was requested; None: nothing was
+Launch = Callable[[Job, Path, float, Progress], Record]  # runs a round's job in the folder, for so long at most
 
 MAKE_TIMEOUT_S = 3600.0
 OTHER_ROUTE = ("failed", "crashed", "timeout")  # statuses of a failed route after which the next one is tried
@@ -35,10 +36,17 @@ LONGEST_LOG = 100_000  # characters
 
 
 def execute(
-    study: Study, folder: Path, progress: Progress, *, retry_failed: bool = False, only: Container[str] | None = None
+    study: Study,
+    folder: Path,
+    progress: Progress,
+    *,
+    retry_failed: bool = False,
+    only: Container[str] | None = None,
+    launch: Launch = launch_in_turn,
 ) -> None:
     """Measure whatever the folder doesn't hold yet; of what is stored only failures whose reason may be gone are tried
-    again, or all of them with `retry_failed`. With `only`, trials of other ids are left as they are."""
+    again, or all of them with `retry_failed`. With `only`, trials of other ids are left as they are. `launch` runs the
+    jobs of rounds that don't take turns, as jobs of another kind where that is what it makes of them."""
     check_device(study)
     refuse_other(study, folder)
     planned = expand(study)
@@ -58,7 +66,7 @@ def execute(
                 find_peak(study, run.folder / "peak", progress)
 
         fits = references.matcher(study.reference, todo) if study.reference else None
-        rounds = Rounds(run, files, progress, fits)
+        rounds = Rounds(run, files, progress, fits, launch)
         rounds.all(todo)
         if study.searches:
             todo += precision_search.search(study, folder, todo, rounds.all)
@@ -78,6 +86,7 @@ class Rounds:
     files: Files
     progress: Progress
     fits: Fits
+    launch: Launch = launch_in_turn
 
     def all(self, trials: list[Trial], others: Sequence[Trial] = ()) -> None:
         """Every round of the trials that isn't stored yet, one model after the other; in turns also with their
@@ -155,7 +164,7 @@ class Rounds:
         else:
             self.progress.start(trial, number)
             job = ensemble.job(trial, number, self.files.of, options)
-            record = launch_in_turn(job, folder, trial.plan.timeout_s, self.progress)
+            record = self.launch(job, folder, trial.plan.timeout_s, self.progress)
         if record.status != "ok":
             retry.note(folder, trial)
         self.progress.done(trial, record)

@@ -53,20 +53,46 @@ def _own(folder: Path) -> dict[str, str]:
 
 
 def launch(
-    job: Job, folder: Path, timeout_s: float, tick: Tick | None = None, extra: Mapping[str, str] | None = None
+    job: Job,
+    folder: Path,
+    timeout_s: float,
+    tick: Tick | None = None,
+    extra: Mapping[str, str] | None = None,
+    *,
+    inherited: Sequence[int] = (),
+    patience_s: float = 0.0,
 ) -> Record:
     """Run the job in the folder and return its record; a crash, a hang or an out-of-memory kill is a record too.
 
     `tick` is called about twenty times a second with the job's stage and its seconds so far; `extra` is added to the
-    job's environment.
+    job's environment, and the job has the files `inherited` open. An interrupt kills it; with `patience_s` it is passed
+    on to the job, which has so long to end well, and goes on only where it doesn't.
     """
-    started = start(job, folder, extra)
+    started = start(job, folder, extra, inherited)
     try:
         timed_out = _watch(started.process, folder, timeout_s, tick)
+    except KeyboardInterrupt:
+        record = _interrupted(started, patience_s) if patience_s else None
+        abandon(started)
+        if record is None:
+            raise
+        return record
     except BaseException:
         abandon(started)
         raise
     return finish(started, timeout_s, timed_out)
+
+
+def _interrupted(started: Started, patience_s: float) -> Record | None:
+    """The record of a job that ends well after an interrupt of its own, None of any other."""
+    with suppress(ProcessLookupError):
+        os.kill(started.process.pid, signal.SIGINT)
+    try:
+        started.process.wait(patience_s)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):  # or the user's patience is at an end
+        return None
+    record = read_record(started.folder)
+    return record if record is not None and record.status == "ok" else None
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,13 @@ EXTRAS = {
     "tensorrt-rtx": "tensorrt_rtx",  # cuda-bindings is in it too, but others need that alone
     **dict.fromkeys(("jinja2", "matplotlib", "squarify"), "report"),
     **dict.fromkeys(("pillow", "pycocotools", "pyyaml", "scikit-learn"), "data"),
+    **dict.fromkeys(("av", "opencv-python"), "video"),
     "ultralytics": "ultralytics",
 }
 # What some libraries are called where they are imported, by themselves or by another.
 IMPORTED = {
     "PIL": "pillow",
+    "cv2": "opencv-python",
     "sklearn": "scikit-learn",
     "yaml": "pyyaml",
     "markupsafe": "jinja2",

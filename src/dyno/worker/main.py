@@ -160,9 +160,16 @@ def take_home(job: Job, journal: Journal) -> None:
     journal.facts(files=snippets.write(job.trial, job.artifact, job.options, journal.folder))
 
 
+def through_video(job: Job, journal: Journal) -> None:
+    """A video through the trial's engine, as a pipeline."""
+    from dyno.worker.jobs.video import video
+
+    video(job, journal)
+
+
 OTHER_JOBS = {"make": make_file, "probe": probe, "inspect": inspect_job, "layers": read_layers,
               "profile": of_layers, "train": train_model, "stress": stress_trial, "peak": find_peak,
-              "take": take_home, "annotate": of_layers}  # fmt: skip
+              "take": take_home, "annotate": of_layers, "video": through_video}  # fmt: skip
 
 
 def perform(job: Job, journal: Journal, turns: Alone) -> Record:

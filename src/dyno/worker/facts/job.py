@@ -8,6 +8,7 @@ from dyno.worker.facts.engine import EngineFacts, Probe
 from dyno.worker.facts.inside import Inside
 from dyno.worker.facts.json_values import EARLIER
 from dyno.worker.facts.sparse import Sparse
+from dyno.worker.facts.video import VideoFacts
 
 Window = tuple[float, float]  # begin and end in seconds of CLOCK_MONOTONIC
 
@@ -113,7 +114,7 @@ class Facts(EngineFacts, Timing):
 
     `random_outputs` is how far two calls on one input are apart, relative to their size; `no_route` says that no other
     route to the file would lead on, and `printed` is the end of what making it printed. `stress`, `peak`, `probe`,
-    `training`, `inside` and `files` are what jobs of other kinds found.
+    `training`, `inside`, `files` and `video` are what jobs of other kinds found.
     """
 
     data: Answered | None = None
@@ -128,3 +129,4 @@ class Facts(EngineFacts, Timing):
     training: Trained | None = None
     inside: Inside | None = None
     files: tuple[str, ...] = ()
+    video: VideoFacts | None = None

@@ -155,7 +155,7 @@ def open_images(
     data: DataSpec, preprocess: Preprocess, tensors: Sequence[Tensor], dims: Dims
 ) -> tuple[str, tuple[int, ...], Images]:
     """The one input that takes images, its shape, and the images; a `UserError` where they don't fit it."""
-    name, shape = _image_input(tensors, static_shapes(tensors, dims))
+    name, shape = image_input(tensors, static_shapes(tensors, dims))
     images, expected = Images(data, preprocess, channels_last(shape)), channels_first(shape)[1:]
     if images.shape != expected:
         present, needed = ("x".join(map(str, s)) for s in (images.shape, expected))
@@ -163,7 +163,8 @@ def open_images(
     return name, shape, images
 
 
-def _image_input(tensors: Sequence[Tensor], shapes: dict[str, tuple[int, ...]]) -> tuple[str, tuple[int, ...]]:
+def image_input(tensors: Sequence[Tensor], shapes: dict[str, tuple[int, ...]]) -> tuple[str, tuple[int, ...]]:
+    """The one input that takes images, and its shape; a `UserError` where there is none or another besides."""
     if len(tensors) != 1 or len(shapes[tensors[0].name]) != 4:
         names = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
         raise UserError(f"images fit a model with one N x C x H x W input; this one has {names}")

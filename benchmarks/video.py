@@ -1,0 +1,146 @@
+"""`dyno video` against a plain loop of the same steps, side by side: frames per second end to end.
+
+    python benchmarks/video.py [--rounds 5] [--frames 300] [--size 192] [--model ultralytics:yolov8n.yaml]
+
+The loop is what tutorials show: OpenCV reads a frame, letterboxes it, ONNX Runtime answers it with as many threads,
+OpenCV suppresses boxes, draws them and writes the frame, one after the other. Both run the same ONNX file on the same
+video of 960 x 540 and write MPEG-4. In each round both run in fresh processes, in shuffled order. Only the reading to
+the closed file counts, not the start of either.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
+
+CONFIDENCE, IOU, GREY = 0.25, 0.7, 114
+
+
+def loop(video: str, model: str, output: str, *, threads: int) -> dict[str, float]:
+    """The plain loop; its frames and seconds."""
+    import cv2
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    entry = session.get_inputs()[0]
+    side = int(entry.shape[2])
+    session.run(None, {entry.name: np.zeros((1, 3, side, side), np.float32)})
+    count, began = 0, time.perf_counter()
+    capture = cv2.VideoCapture(video)
+    rate = capture.get(cv2.CAP_PROP_FPS)
+    width, height = (int(capture.get(key)) for key in (cv2.CAP_PROP_FRAME_WIDTH, cv2.CAP_PROP_FRAME_HEIGHT))
+    writer = cv2.VideoWriter(output, cv2.VideoWriter.fourcc(*"mp4v"), rate, (width, height))
+    while True:
+        more, frame = capture.read()
+        if not more:
+            break
+        scale = side / max(height, width)
+        small = cv2.resize(frame, (round(width * scale), round(height * scale)))
+        below, right = side - small.shape[0], side - small.shape[1]
+        boxed = cv2.copyMakeBorder(small, 0, below, 0, right, cv2.BORDER_CONSTANT, value=(GREY, GREY, GREY))
+        (rows,) = session.run(None, {entry.name: cv2.dnn.blobFromImage(boxed, 1 / 255, swapRB=True)})[:1]
+        for left, top, wide, high, label, score in detections(rows[0], scale):
+            corner = (int(left), int(top))
+            cv2.rectangle(frame, corner, (int(left + wide), int(top + high)), (0, 255, 0), 2)
+            cv2.putText(frame, f"{label} {score:.2f}", corner, cv2.FONT_HERSHEY_SIMPLEX, 0.5, (0, 255, 0), 1)
+        writer.write(frame)
+        count += 1
+    capture.release()
+    writer.release()
+    return {"frames": count, "seconds": time.perf_counter() - began}
+
+
+def detections(rows: np.ndarray, scale: float) -> list[tuple[float, float, float, float, int, float]]:
+    """Boxes of a frame: left, top, width, height, class and score."""
+    import cv2
+
+    scores = rows[4:].max(0)
+    kept = scores > CONFIDENCE
+    labels, scores = rows[4:, kept].argmax(0), scores[kept]
+    boxes = rows[:4, kept].T / scale
+    boxes[:, :2] -= boxes[:, 2:] / 2
+    chosen = cv2.dnn.NMSBoxesBatched(boxes.tolist(), scores.tolist(), labels.tolist(), CONFIDENCE, IOU)
+    return [(*boxes[k].tolist(), int(labels[k]), float(scores[k])) for k in np.asarray(chosen, int).reshape(-1)]
+
+
+def pipeline(video: str, model: str, output: str, folder: str, *, threads: int) -> dict[str, float]:
+    """`dyno video`; its frames and seconds, and the bound that it names."""
+    import dyno
+    from dyno.worker.video.options import VideoOptions
+
+    made = dyno.video(video, output, model=model, out=folder, options=VideoOptions(codec="mpeg4"), threads=threads,
+                      backends=("onnxruntime",), task="detect")  # fmt: skip
+    (row,) = made.table("video").rows
+    return {"frames": row["frames"], "seconds": row["frames"] / row["fps"], "bound": row["bound_fps"]}
+
+
+def measured(kind: str, *words: str) -> dict[str, float]:
+    """One of the two in a process of its own."""
+    done = subprocess.run([sys.executable, __file__, "--only", kind, *words], capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def main() -> None:
+    """Print the rates of both and their ratio, by round."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--frames", type=int, default=300)
+    parser.add_argument("--size", default="192")
+    parser.add_argument("--model", default="ultralytics:yolov8n.yaml")
+    parser.add_argument("--threads", type=int, default=0, help="of inference, in both (default: one per core)")
+    chosen = parser.parse_args()
+
+    import moving_photos
+    from dyno.worker import system
+
+    threads = str(chosen.threads or system.physical_cores())
+    rates: dict[str, list[float]] = {"loop": [], "pipeline": []}
+    with tempfile.TemporaryDirectory() as scratch:
+        video, model = f"{scratch}/video.mp4", f"{scratch}/network.onnx"
+        moving_photos.write(Path(video), moving_photos.pictures(chosen.frames, 540, 960))
+        export = [sys.executable, "-m", "dyno", "export", chosen.model, "-o", model, "--batch", "1"]
+        subprocess.run([*export, "--size", chosen.size], check=True, capture_output=True, env=environment())
+        for number in range(chosen.rounds):
+            for kind in random.Random(number).sample(sorted(rates), 2):
+                own = [f"{scratch}/run{number}"] if kind == "pipeline" else []
+                found = measured(kind, video, model, f"{scratch}/{kind}.mp4", *own, threads)
+                assert found["frames"] == chosen.frames
+                rates[kind].append(found["frames"] / found["seconds"])
+            print(f"round {number + 1}: loop {rates['loop'][-1]:.1f} frames/s, dyno video {rates['pipeline'][-1]:.1f}, "
+                  f"{rates['pipeline'][-1] / rates['loop'][-1]:.2f}x", flush=True)  # fmt: skip
+    ratios = [a / b for a, b in zip(rates["pipeline"], rates["loop"], strict=True)]
+    print(f"dyno video is {statistics.median(ratios):.2f}x as fast (median of {len(ratios)} rounds, from "
+          f"{min(ratios):.2f} to {max(ratios):.2f})")  # fmt: skip
+
+
+def environment() -> dict[str, str]:
+    """The checkout's own `dyno` for processes."""
+    import os
+
+    return {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--only"]:
+        kind, film, net, *outputs, count = sys.argv[2:]
+        run = pipeline if kind == "pipeline" else loop
+        print(json.dumps(run(film, net, *outputs, threads=int(count))))
+    else:
+        main()

@@ -1,0 +1,161 @@
+"""The figures of a video that went through one trial's network, as pure functions of the stored times."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from dyno.analysis import stats
+from dyno.analysis.stats import Interval
+from dyno.worker.facts.video import VideoFacts
+
+STAGES = ("decode", "preprocess", "inference", "postprocess", "draw", "encode")
+PROCESSORS = "processors"
+BLOCKS = 10  # of consecutive frames, whose means an interval is made from
+PERCENTILES = (0.5, 0.95, 0.99)
+Arrays = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage. `alone` is the mean seconds of a frame with nothing beside it and `beside` that in the pipeline, with
+    95 % intervals; `cpu` the processor time of a frame, alone. Shares of the pipeline's time: `working`, `starved` (its
+    queue was empty) and `blocked` (the next one's was full). `queue` is the mean number of items that waited."""
+
+    name: str
+    alone: Interval
+    beside: Interval
+    cpu: float
+    working: float
+    starved: float
+    blocked: float
+    queue: float
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The most frames per second that something allows, with a 95 % interval where there is one."""
+
+    name: str
+    rate: Interval
+
+    def share(self, reached: float) -> float:
+        """How much of it was reached, as a share."""
+        return reached / self.rate.value
+
+
+@dataclass(frozen=True)
+class Video:
+    """What is known of a video after one trial's network has answered it once."""
+
+    facts: VideoFacts
+    arrays: Arrays
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages that there were, in the order of the pipeline."""
+        return tuple(self._stage(name) for name in STAGES if f"alone_{name}" in self.arrays)
+
+    @cached_property
+    def rate(self) -> float:
+        """Frames per second from the first one's reading to the closed file."""
+        return self.facts.frames / self.facts.seconds
+
+    @property
+    def inference_rate(self) -> float:
+        """Frames per second of inference by itself."""
+        return 1 / self._of("inference").alone.value
+
+    @property
+    def inference_beside(self) -> float:
+        """Frames per second of inference while the other stages run: those over the time in which it had work."""
+        return 1 / self._of("inference").beside.value
+
+    def _of(self, name: str) -> Stage:
+        return next(stage for stage in self.stages if stage.name == name)
+
+    @cached_property
+    def slowest(self) -> Stage:
+        """The stage that takes longest alone."""
+        return max(self.stages, key=lambda stage: stage.alone.value)
+
+    @cached_property
+    def by_stage(self) -> Bound:
+        """What the slowest stage allows if all others cost nothing."""
+        return Bound(self.slowest.name, inverse(self.slowest.alone))
+
+    @cached_property
+    def by_processors(self) -> Bound:
+        """What the processors allow that all stages share: their number over the processor time of a frame."""
+        return Bound(PROCESSORS, Interval(self._cpu_rate(sum(s.cpu for s in self.stages)), math.nan, math.nan))
+
+    def _cpu_rate(self, seconds: float) -> float:
+        return self.facts.processors / seconds if seconds > 0 else math.inf
+
+    @property
+    def bound(self) -> Bound:
+        """The lower of both."""
+        return min(self.by_stage, self.by_processors, key=lambda bound: bound.rate.value)
+
+    def without(self, name: str, share: float) -> Bound:
+        """The bound if that stage took only so much of its time, and of its processor time."""
+        stages = {s.name: share if s.name == name else 1.0 for s in self.stages}
+        slowest = max(self.stages, key=lambda s: s.alone.value * stages[s.name])
+        rates = {
+            slowest.name: 1 / (slowest.alone.value * stages[slowest.name]),
+            PROCESSORS: self._cpu_rate(sum(s.cpu * stages[s.name] for s in self.stages)),
+        }
+        limiting = min(rates, key=lambda key: rates[key])
+        return Bound(limiting, Interval(rates[limiting], math.nan, math.nan))
+
+    @property
+    def heaviest(self) -> Stage:
+        """The stage that takes the most processor time."""
+        return max(self.stages, key=lambda stage: stage.cpu)
+
+    def latencies(self, to: str) -> np.ndarray:
+        """Seconds from the beginning of a frame's reading until its boxes are `known`, or until it is `written`."""
+        began = self.arrays["frame_began"]
+        ended = self.arrays["frame_known"] if to == "known" else self.arrays.get("encode_ended", np.empty(0))
+        count = min(len(began), len(ended))
+        return np.asarray(ended[:count] - began[:count])
+
+    def _stage(self, name: str) -> Stage:
+        began, ended, handed = (self.arrays[f"{name}_{key}"] for key in ("began", "ended", "handed"))
+        frames, whole = max(1, self.facts.frames), self.facts.seconds
+        starved = began[1:] - handed[:-1]
+        waiting = self.arrays[f"{name}_waiting"]
+        return Stage(
+            name,
+            mean_interval(self.arrays[f"alone_{name}"]),
+            mean_interval(ended - began, len(began) / frames),
+            self.facts.cpu.get(name, 0.0),
+            float((ended - began).sum() / whole),
+            float(starved.sum() / whole),
+            float((handed - ended).sum() / whole),
+            float(waiting.mean()) if len(waiting) else 0.0,
+        )
+
+
+def mean_interval(samples: np.ndarray, scale: float = 1.0) -> Interval:
+    """The mean with its 95 % interval from the means of consecutive blocks, by Student's t; times `scale`.
+
+    Frames that follow each other resemble each other, so a block counts as one observation (batch means; Law,
+    Simulation Modeling and Analysis, 2015, 9.5.3). Fewer than two frames per block give no limits.
+    """
+    mean = float(np.mean(samples)) if len(samples) else math.nan
+    if len(samples) < 2 * BLOCKS:
+        return Interval(scale * mean, math.nan, math.nan)
+    means = np.array([float(block.mean()) for block in np.array_split(samples, BLOCKS)])
+    reach = stats.t_quantile(BLOCKS - 1) * float(means.std(ddof=1)) / math.sqrt(BLOCKS)
+    return Interval(scale * mean, scale * max(0.0, mean - reach), scale * (mean + reach))
+
+
+def inverse(seconds: Interval) -> Interval:
+    """An interval of seconds per frame as frames per second."""
+    low, high = (1 / v if v > 0 else math.nan for v in (seconds.high, seconds.low))
+    return Interval(1 / seconds.value, low, high)

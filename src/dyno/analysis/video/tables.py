@@ -1,0 +1,201 @@
+"""The tables of videos: a row for each trial, one for each stage of each, and one for each number of streams."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from dyno.analysis import stats
+from dyno.analysis.formatting import limits, significant
+from dyno.analysis.formatting import show as shown
+from dyno.analysis.presentation.table import COUNT, RATIO, TEXT, Column, Row, Table, TableKind
+from dyno.analysis.records.run_data import RunData
+from dyno.analysis.stats import Interval, Speedup
+from dyno.analysis.video import runs, streams
+from dyno.analysis.video.figures import PERCENTILES, Stage, Video, inverse
+from dyno.analysis.video.runs import Filmed
+
+STREAMS = (1, 2, 4, 8, 16, 32)
+
+
+def _video(run: RunData) -> Table | None:
+    filmed = runs.of_run(run)
+    if not filmed:
+        return None
+    rows = [_row(each) for each in filmed]
+    if len(filmed) > 1:
+        rows = [row | _compared(gain) for row, gain in zip(rows, runs.speedups(filmed, run), strict=True)]
+    return VIDEO.of(VIDEO_COLUMNS, rows, notes=tuple(_video_notes(filmed)), printed=printed(VIDEO_COLUMNS))
+
+
+def _compared(gain: Speedup | None) -> Row:
+    """The columns against the reference, of which None is the reference's own."""
+    return {**_limited("speedup", gain), "verdict": gain.verdict} if gain else {"speedup": 1.0, "verdict": "reference"}
+
+
+def _row(filmed: Filmed) -> Row:
+    video = filmed.typical
+    known = video.latencies("known")
+    return {
+        "label": filmed.trial.label, "trial": filmed.trial.id, "rounds": len(filmed.videos),
+        "frames": video.facts.frames, "dropped": video.facts.dropped if video.facts.live else None,
+        "inference_fps": video.inference_rate, "beside_fps": video.inference_beside,
+        **_limited("fps", filmed.rate), "bound_fps": video.bound.rate.value, "bound_by": video.bound.name,
+        "reached": 100 * video.bound.share(video.rate),
+        **{f"p{100 * q:g}_s": stats.percentile_of(known, q) if len(known) >= least else None for q, least in LEAST},
+    }  # fmt: skip
+
+
+LEAST = tuple((q, 1 if q == PERCENTILES[0] else stats.samples_for(q)) for q in PERCENTILES)
+
+
+def _limited(name: str, interval: Interval) -> Row:
+    return {name: interval.value, f"{name}_low": interval.low, f"{name}_high": interval.high}
+
+
+def _video_notes(filmed: list[Filmed]) -> Iterator[str]:
+    yield (
+        "fps: end to end, from the first frame's reading to the closed file. inference alone and beside: with nothing "
+        "else running, and while the other stages run. bound: the lower of the slowest stage's rate and that of the "
+        "processors, from the stages alone. p50 to p99: from a frame's reading until its boxes are known."
+    )
+    if len(filmed) > 1:
+        yield f"speedup: fps over that of {runs.reference(filmed).trial.label}."
+
+
+def _stages(run: RunData) -> Table | None:
+    rows = [_stage_row(f, stage) for f in runs.of_run(run) for stage in f.typical.stages]
+    if not rows:
+        return None
+    return STAGES.of(STAGE_COLUMNS, rows, group=("label",), below=_stage_notes, printed=printed(STAGE_COLUMNS))
+
+
+def _stage_row(filmed: Filmed, stage: Stage) -> Row:
+    return {
+        "label": filmed.trial.label, "trial": filmed.trial.id, "stage": stage.name,
+        **_limited("alone_s", stage.alone), "alone_fps": inverse(stage.alone).value,
+        **_limited("beside_s", stage.beside), "cpu_s": stage.cpu, "working": 100 * stage.working,
+        "starved": 100 * stage.starved, "blocked": 100 * stage.blocked, "queue": stage.queue,
+    }  # fmt: skip
+
+
+def _stage_notes(rows: list[Row]) -> list[str]:
+    return [
+        "alone and in the pipeline: time per frame. working, starved and blocked: shares of the pipeline's time in "
+        "which the stage worked, waited for something to do, and waited for room behind it."
+    ]
+
+
+def _streams(run: RunData) -> Table | None:
+    filmed = runs.of_run(run)
+    rows = [_stream_row(f, count) for f in filmed for count in STREAMS]
+    videos = {f.trial.label: f.typical for f in filmed}
+
+    def below(part: list[Row]) -> list[str]:
+        return stream_sentences(videos[part[0]["label"]])
+
+    if not rows:
+        return None
+    return STREAM_TABLE.of(STREAM_COLUMNS, rows, group=("label",), below=below, printed=printed(STREAM_COLUMNS))
+
+
+def _stream_row(filmed: Filmed, count: int) -> Row:
+    predicted = streams.predict(filmed.typical, count)
+    return {
+        "label": filmed.trial.label, "trial": filmed.trial.id, "streams": count, "fps": predicted.rate,
+        "each_fps": predicted.each, "bound_by": predicted.bound,
+    }  # fmt: skip
+
+
+def stream_sentences(video: Video) -> list[str]:
+    """How far the prediction is off where it was tried, and how many streams fit at the source's rate."""
+    said = [
+        "Predicted from the stages alone, with one engine for all streams. For the one stream that ran the prediction "
+        f"is {shown(abs(streams.error(video)), 'percentage')} "
+        f"{'above' if streams.error(video) >= 0 else 'below'} what it reached."
+    ]
+    if video.facts.rate > 0:
+        fit = streams.fitting(video, video.facts.rate)
+        most = f"{fit} or more" if fit == streams.MOST_STREAMS else str(fit)
+        said.append(f"Streams that fit at this video's own {significant(video.facts.rate)} frames/s: {most}.")
+    return said
+
+
+def printed(columns: Sequence[Column]) -> tuple[str, ...]:
+    """The columns for people: without limits, which stand behind their value, and without ids."""
+    return tuple(c.name for c in columns if not c.name.endswith(("_low", "_high")) and c.name != TRIAL.name)
+
+
+def _duration(name: str, meaning: str, title: str = "", rank: int = 0) -> Column:
+    def cell(row: Row) -> str:
+        value, low, high = row.get(name), row.get(f"{name}_low"), row.get(f"{name}_high")
+        text = shown(value, "duration")
+        if value is None or low is None or high is None or not np.isfinite([low, high]).all():
+            return text
+        return text + limits(low, high, lambda v: shown(v, "duration"))
+
+    return Column(name, meaning, "s", title=title or name.removesuffix("_s"), cell=cell, rank=rank)
+
+
+LABEL = Column("label", "model, backend with its options, precision, batch, size", kind=TEXT, title="trial")
+TRIAL = Column("trial", "the trial's id", kind=TEXT)
+VIDEO_COLUMNS = (
+    LABEL,
+    TRIAL,
+    Column("rounds", "times that the video was run", kind=COUNT, rank=8),
+    Column("frames", "that were answered", kind=COUNT, rank=7),
+    Column("dropped", "frames of a live source that came too fast", kind=COUNT),
+    Column("inference_fps", "of inference alone, host to host", "1/s", title="inference alone, fps", rank=3),
+    Column("beside_fps", "of inference while the other stages run", "1/s", title="beside, fps", rank=5),
+    Column("fps", "end to end", "1/s", title="fps", interval=True),
+    Column("fps_low", "lower limit over rounds", "1/s"),
+    Column("fps_high", "upper limit over rounds", "1/s"),
+    Column("bound_fps", "what the stages allow at most", "1/s", title="bound, fps", rank=4),
+    Column("bound_by", "the stage that bounds the whole, or the processors", kind=TEXT, title="bound by", rank=2),
+    Column("reached", "share of the bound", "%", rank=4),
+    _duration("p50_s", "from a frame's reading to its boxes", rank=6),
+    _duration("p95_s", "from a frame's reading to its boxes", rank=6),
+    _duration("p99_s", "from a frame's reading to its boxes", rank=6),
+    Column("speedup", "fps over the reference's", kind=RATIO, interval=True, rank=1),
+    Column("speedup_low", "its lower limit", kind=RATIO),
+    Column("speedup_high", "its upper limit", kind=RATIO),
+    Column("verdict", "end to end, against the reference", kind=TEXT, rank=1),
+)
+STAGE_COLUMNS = (
+    LABEL,
+    TRIAL,
+    Column("stage", "of the pipeline, in its order", kind=TEXT),
+    _duration("alone_s", "per frame, with nothing beside it"),
+    Column("alone_s_low", "its lower limit", "s"),
+    Column("alone_s_high", "its upper limit", "s"),
+    Column("alone_fps", "what it allows", "1/s", title="alone, fps", rank=3),
+    _duration("beside_s", "per frame, in the pipeline", "in the pipeline"),
+    Column("beside_s_low", "its lower limit", "s"),
+    Column("beside_s_high", "its upper limit", "s"),
+    _duration("cpu_s", "processor time per frame, alone, of all threads", "processor time", rank=2),
+    Column("working", "share of the pipeline's time in which it worked", "%"),
+    Column("starved", "share in which it had nothing to do", "%", rank=1),
+    Column("blocked", "share in which the next queue was full", "%", rank=1),
+    Column("queue", "mean number that waited for it, itself included", rank=4),
+)
+STREAM_COLUMNS = (
+    LABEL,
+    TRIAL,
+    Column("streams", "at once, each like this one, through one engine", kind=COUNT),
+    Column("fps", "of all together, predicted", "1/s", title="fps in all"),
+    Column("each_fps", "of one of them, predicted", "1/s", title="fps of each"),
+    Column("bound_by", "what bounds them", kind=TEXT, title="bound by"),
+)
+VIDEO = TableKind(
+    "video", "Video", "Frames per second of a video end to end and of inference, what bounds it, and latency.", _video,
+    "this run is of no video; `dyno video` makes one", "tables", 15,
+)  # fmt: skip
+STAGES = TableKind(
+    "video-stages", "Stages of the video", "Each stage of a video's pipeline, alone and beside the others.", _stages,
+    VIDEO.nothing, "tables", 16,
+)  # fmt: skip
+STREAM_TABLE = TableKind(
+    "video-streams", "Predicted streams", "How many frames per second several streams would reach through one engine.",
+    _streams, VIDEO.nothing, "tables", 17,
+)  # fmt: skip

@@ -1,0 +1,118 @@
+"""What the figures of a video say, in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from dyno.analysis import stats
+from dyno.analysis.formatting import counting, show, significant
+from dyno.analysis.video.figures import PERCENTILES, PROCESSORS, Bound, Video
+from dyno.analysis.video.runs import Filmed
+
+HALF = 0.5
+LATENCY_NOTE = (
+    "A file is read as fast as the pipeline takes it, so its queues are full and latency is mostly waiting in them; a "
+    "live source that is slower than the bound waits less."
+)
+REACHED = 0.95  # of the bound: nothing in the pipeline itself is left to gain
+
+
+def of_run(filmed: Sequence[Filmed]) -> list[str]:
+    """The sentences of each trial, under its name where there are several."""
+    said = []
+    for each in filmed:
+        named = [f"{each.trial.label}:"] if len(filmed) > 1 else []
+        said += [*named, *sentences(each.typical), *(f"{warning}." for warning in each.warnings)]
+    return [*said, LATENCY_NOTE]
+
+
+def sentences(video: Video) -> list[str]:
+    """How fast it was, what bounds it, what changing that would bring, and how long a frame takes."""
+    return [_rates(video), *_bounds(video), *_changes(video), *_latencies(video)]
+
+
+def _rates(video: Video) -> str:
+    facts = video.facts
+    ended = " until it was stopped" if facts.stopped else ""
+    realtime = f" ({video.rate / facts.rate:.2f} times its own speed)" if facts.rate else ""
+    return (
+        f"{counting(facts.frames, 'frame')} of {facts.width} x {facts.height} in {show(facts.seconds, 'duration')}"
+        f"{ended}: {_rate(video.rate)} end to end{realtime}; inference alone {_rate(video.inference_rate)}, "
+        f"and {_rate(video.inference_beside)} beside the other stages."
+    )
+
+
+def _bounds(video: Video) -> Iterator[str]:
+    stage, processors = video.by_stage, video.by_processors
+    yield (
+        f"The slowest stage, {stage.name}, allows {_bound(stage)}: {_share(stage, video)} of that was reached. "
+        f"{_processors(video)} at {show(sum(s.cpu for s in video.stages), 'duration')} of processor time per frame "
+        f"{'allows' if video.facts.processors == 1 else 'allow'} {_bound(processors)}: {_share(processors, video)}."
+    )
+
+
+def _changes(video: Video) -> Iterator[str]:
+    """What limits, and what it would bring to change that."""
+    bound = video.bound
+    if bound.name == PROCESSORS:
+        stage = video.heaviest
+        share = stage.cpu / sum(s.cpu for s in video.stages)
+        what = (
+            f"The processors bound the whole: the stages share them, and {stage.name} takes "
+            f"{show(share, 'percentage')} of the processor time."
+        )
+    else:
+        stage = video.slowest
+        what = f"{stage.name.capitalize()} bounds the whole."
+    after = video.without(stage.name, HALF)
+    gain = after.rate.value / bound.rate.value
+    then = f", and then {_limit(after)}" if after.name != bound.name else ""
+    yield f"{what} If {stage.name} took half the time, {_rate(after.rate.value)} would be possible ({gain:.2f}x){then}."
+    reached = bound.share(video.rate)
+    if reached > 1 / REACHED:
+        yield (
+            "More than the bound was reached, so something held up the stages while they were measured alone; measure "
+            "again when nothing else runs."
+        )
+    if reached < REACHED:
+        whole, alone = video.facts.cpu_whole, sum(s.cpu for s in video.stages)
+        more = whole / alone if alone else 1.0
+        why = (
+            f"a frame took {more:.2f} times the processor time in the pipeline that the stages take alone"
+            if more > 1 + (1 - REACHED)
+            else "the rest is filling and emptying the pipeline, and what other programs took"
+        )
+        yield f"{show(reached, 'percentage')} of the bound was reached: {why}."
+
+
+def _limit(bound: Bound) -> str:
+    return "the processors bound it" if bound.name == PROCESSORS else f"{bound.name} bounds it"
+
+
+def _latencies(video: Video) -> Iterator[str]:
+    for to, what in (("known", "its boxes are known"), ("written", "it is written")):
+        samples = video.latencies(to)
+        if len(samples) and (to == "known" or video.facts.output):
+            parts = [
+                f"p{100 * q:g} {show(stats.percentile_of(samples, q), 'duration')}"
+                for q in PERCENTILES
+                if q == HALF or len(samples) >= stats.samples_for(q)
+            ]
+            yield f"From the beginning of a frame's reading until {what}: {', '.join(parts)}."
+
+
+def _rate(value: float) -> str:
+    return f"{significant(value)} frames/s"
+
+
+def _bound(bound: Bound) -> str:
+    return _rate(bound.rate.value)
+
+
+def _share(bound: Bound, video: Video) -> str:
+    return show(bound.share(video.rate), "percentage")
+
+
+def _processors(video: Video) -> str:
+    count = video.facts.processors
+    return "1 processor" if count == 1 else f"{count} processors"

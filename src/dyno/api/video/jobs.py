@@ -1,0 +1,77 @@
+"""The jobs of a video: where each writes, and how one is launched, ended by the user, and read."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dyno.engine.gpu_lock import held
+from dyno.jobs.launcher import launch
+from dyno.jobs.progress import Progress
+from dyno.worker.record import Record
+from dyno.worker.spec import Job, Trial
+from dyno.worker.video.options import VideoOptions
+
+STDIN = "-"
+PATIENCE_S = 20.0  # that an interrupted job has to close its video
+
+
+@dataclass(frozen=True)
+class Shot:
+    """What the jobs of a video have in common: the source, what is written ("" for nothing), the settings.
+
+    With `several` trials each writes to a name of its own; rounds after the first keep nothing.
+    """
+
+    source: str
+    output: str
+    boxes: str
+    options: VideoOptions
+    several: bool = False
+
+    def settings(self) -> dict[str, Any]:
+        """What the run folder remembers, by which another video is refused there."""
+        return {"source": self.source, "options": dataclasses.asdict(self.options), "written": bool(self.output)}
+
+    def named(self, path: str, trial: Trial) -> str:
+        """The output of that trial."""
+        if not path or not self.several:
+            return path
+        whole = Path(path)
+        return str(whole.with_name(f"{whole.stem}-{trial.variant}-{trial.precision}{whole.suffix}"))
+
+    def job(self, job: Job, folder: Path) -> Job:
+        """A round's job with the video in place of the usual measurement."""
+        assert job.trial is not None
+        outputs = [self.named(path, job.trial) for path in (self.output, self.boxes)]
+        if scratch := job.round > 0:
+            outputs = [str(folder.resolve() / f"scratch{Path(path).suffix}") if path else "" for path in outputs]
+        output, boxes = (str(Path(path).resolve()) if path else "" for path in outputs)
+        source = f"pipe:{os.dup(0)}" if self.source == STDIN else self.source
+        video: Mapping[str, Any] = {"source": source, "output": output, "boxes": boxes, "scratch": scratch,
+                                    "settings": dataclasses.asdict(self.options)}  # fmt: skip
+        return dataclasses.replace(job, kind="video", options={**job.options, **video})
+
+    def launch(self, job: Job, folder: Path, timeout_s: float, progress: Progress) -> Record:
+        """The job's record; however long the video is, it has no time limit.
+
+        Interrupted, it closes its file and its record is stored before the interrupt goes on.
+        """
+        own = self.job(job, folder)
+        pipe = own.options["source"]
+        inherited = [int(pipe.removeprefix("pipe:"))] if pipe.startswith("pipe:") else []
+        try:
+            with held(own.runtime, progress.waiting):
+                record = launch(own, folder, math.inf, progress.tick, inherited=inherited, patience_s=PATIENCE_S)
+        finally:
+            for descriptor in inherited:
+                os.close(descriptor)
+        if record.facts.video is not None and record.facts.video.stopped:
+            progress.done(job.trial, record) if job.trial else None
+            raise KeyboardInterrupt
+        return record

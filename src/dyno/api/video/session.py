@@ -1,0 +1,116 @@
+"""Run a video through each engine that is compared, in rounds, and read what that says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dyno.api.result import Result
+from dyno.api.video.jobs import STDIN, Shot
+from dyno.engine.execute import execute
+from dyno.engine.run_folder import measured
+from dyno.jobs.progress import Progress
+from dyno.planning.defaults import new_folder, study_of
+from dyno.study import Study
+from dyno.worker.record import read_json, write_json
+from dyno.worker.spec import FIXED, UserError
+from dyno.worker.video.options import VideoOptions
+
+if TYPE_CHECKING:
+    from dyno.analysis.presentation.table import Table
+
+ABOUT = "video.json"  # in the run folder: which video it is of
+COMPARED = 3  # rounds where engines are compared
+DEFAULTS: dict[str, Any] = {
+    "batches": (1,), "seconds": 1.0, "warmup": 0.5, "boundaries": ("all", "throughput"), "turns": False,
+    "until": FIXED, "confirm": 0, "search": False,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Filmed(Result):
+    """A video that went through one or several engines: its run folder, and whether the user stopped it."""
+
+    folder: Path
+    stopped: bool = False
+
+    @cached_property
+    def tables(self) -> list[Table]:
+        """End to end by engine, the stages of each, and how many streams would fit."""
+        return [self.table(name) for name in ("video", "video-stages", "video-streams")]
+
+    @cached_property
+    def sentences(self) -> list[str]:
+        """For each engine how fast it is, what bounds it, and what changing that would bring."""
+        from dyno.analysis.video import runs, words
+
+        return words.of_run(runs.of_run(self.data))
+
+
+def video(
+    source: str | Path,
+    output: str | Path = "",
+    *,
+    model: Any,
+    boxes: str | Path = "",
+    out: str | Path | None = None,
+    options: VideoOptions | None = None,
+    quiet: bool = True,
+    **settings: Any,
+) -> Filmed:
+    """Answer a video with a detector, in every engine that `settings` (fields of `Study`) name.
+
+    `source` is a video, an image, a folder of images, a URL, camera:0, or - for raw frames from standard input;
+    `output` the annotated video, image or folder ("": nothing is written), and `boxes` a file of JSON lines, one per
+    frame. The run folder is `out`, or a new one below runs/video. Raises `UserError`, one line.
+    """
+    study = study_of(model, DEFAULTS, settings)
+    (name,) = study.models
+    several = len(study.backends) * max(1, len(study.precisions)) * max(1, len(study.batches)) > 1
+    if "rounds" not in settings:
+        study = replace(study, rounds=COMPARED if several else 1)
+    shot = Shot(_named(source), str(output), str(boxes), options or VideoOptions(), several)
+    _check(shot, study)
+    folder = Path(out) if out else new_folder("video", [name])
+    _remember(shot, folder)
+    try:
+        execute(study, folder, Progress(quiet=quiet), retry_failed=True, launch=shot.launch)
+    except KeyboardInterrupt:
+        if not list(folder.glob("trials/*/r*/video.npz")):
+            raise
+        return Filmed(folder, stopped=True)
+    return Filmed(folder)
+
+
+def _named(source: str | Path) -> str:
+    """A path made absolute, as jobs may run elsewhere; anything else as it is."""
+    text = str(source)
+    return text if text == STDIN or ":" in text.split("/")[0] else str(Path(text).absolute())
+
+
+def _check(shot: Shot, study: Study) -> None:
+    """A `UserError` for what can't work, before anything is started."""
+    if shot.source == STDIN and (shot.several or study.rounds > 1):
+        raise UserError("standard input can be read only once; give one backend and --rounds 1")
+    if shot.source == STDIN and not shot.options.width:
+        raise UserError("raw frames don't say how large they are; give --frame-size WIDTHxHEIGHT")
+    path = Path(shot.source)
+    local = shot.source != STDIN and ":" not in shot.source.split("/")[0]
+    if local and not path.exists():
+        raise UserError(f"there is no {path}; give a video, an image, a folder of images, a URL, camera:0 or -")
+    for written in filter(None, (shot.output, shot.boxes)):
+        if local and Path(written).resolve() == path.resolve():
+            raise UserError(f"{written} is the source; give another name for what is written")
+
+
+def _remember(shot: Shot, folder: Path) -> None:
+    """Store which video the folder is of; a folder of another one is refused."""
+    about, path = shot.settings(), folder / ABOUT
+    if path.is_file() and read_json(path) != about and measured(folder):
+        raise UserError(f"{folder} is of another video, or of other settings; give another --out")
+    if (folder / "study.toml").is_file() and not path.is_file():
+        raise UserError(f"{folder} is of a run without a video; give another --out")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(path, about)

@@ -1,0 +1,1 @@
+"""Commands whose input is images or a video of your own."""

@@ -1,0 +1,35 @@
+"""What a job found out about a video that went through a network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class VideoFacts:
+    """A video as it was answered.
+
+    `frames` were answered out of `expected` (0: the source doesn't say), and `dropped` of a `live` one; `height` and
+    `width` are those of its first frame and `rate` the source's own, per second. `seconds` is the wall time from the
+    first frame's reading to the closed file, `processors` how many the job could use, `slots` how many batches its
+    engine has in flight. `cpu` is the processor time of each stage alone per frame, and `cpu_whole` that of the
+    pipeline per frame, in seconds. `stopped` says that the user ended it. `output` and `boxes` are the files written,
+    "" for none.
+    """
+
+    source: str = ""
+    output: str = ""
+    boxes: str = ""
+    frames: int = 0
+    expected: int = 0
+    dropped: int = 0
+    live: bool = False
+    height: int = 0
+    width: int = 0
+    rate: float = 0.0
+    seconds: float = 0.0
+    processors: int = 1
+    slots: int = 1
+    cpu: dict[str, float] = field(default_factory=dict)
+    cpu_whole: float = 0.0
+    stopped: bool = False

@@ -1,0 +1,118 @@
+"""Frames of a video file or stream, by PyAV, in order, with the sound that lies between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dyno.worker.spec import UserError
+from dyno.worker.video.ends import Frame, Source, now
+
+TURNS = {90: "ROTATE_90_COUNTERCLOCKWISE", 180: "ROTATE_180", 270: "ROTATE_90_CLOCKWISE"}
+PATIENCE_S = 10.0  # without a byte from a stream, after which it is gone
+
+
+class VideoSource(Source):
+    """A video file, or a stream by its URL."""
+
+    def __init__(self, place: str, live: bool) -> None:
+        super().__init__(place if "://" in place else Path(place).name)
+        self.place, self.live = place, live
+        with opened(place) as container:
+            stream = container.streams.video[0]
+            self.count, self.rate = int(stream.frames or 0), float(stream.average_rate or 0)
+
+    def template(self) -> Any:
+        return opened(self.place)
+
+    def read(self, sound: bool = False) -> Iterator[Frame]:
+        self.damaged = 0
+        with opened(self.place) as container:
+            video = container.streams.video[0]
+            video.thread_type = "AUTO"
+            heard = container.streams.audio[:1] if sound else []
+            convert, index, packets, began = _Converter(), 0, [], now()
+            for packet in self._packets(container, [video, *heard]):
+                if packet.stream.type == "audio":
+                    if packet.dts is not None:  # the last one is empty
+                        packets.append(packet)
+                    continue
+                if self.live:
+                    began = now()  # waiting for the camera is no work
+                for decoded in self._decoded(packet):
+                    seconds = None if decoded.pts is None else float(decoded.pts * decoded.time_base)
+                    yield Frame(index, convert(decoded), began, decoded.pts, seconds, packets=packets)
+                    index, packets, began = index + 1, [], now()
+            if not index:
+                raise UserError(f"{self.place} has no frame that can be decoded; it is empty or damaged")
+            self.left = packets
+
+    def _packets(self, container: Any, streams: list[Any]) -> Iterator[Any]:
+        """The packets until the file ends, be it in the middle of one, or a stream goes away."""
+        import av
+
+        packets = container.demux(streams)
+        while True:
+            try:
+                packet = next(packets, None)
+            except av.error.FFmpegError:
+                self.damaged += 1
+                return
+            if packet is None:
+                return
+            yield packet
+
+    def _decoded(self, packet: Any) -> list[Any]:
+        import av
+
+        try:
+            return list(packet.decode())
+        except av.error.FFmpegError:
+            self.damaged += 1
+            return []
+
+
+def opened(place: str) -> Any:
+    """The container of a video; a `UserError` for a file that is none, has no pictures or an unknown codec."""
+    import av
+
+    try:
+        container = av.open(place, timeout=PATIENCE_S if "://" in place else None)
+    except OSError as e:
+        raise UserError(f"{place} can't be read: {e.strerror}") from e
+    except ValueError as e:
+        path = Path(place)
+        empty = path.is_file() and not path.stat().st_size
+        what = "is empty" if empty else "is no video that FFmpeg knows, or its end is missing"
+        raise UserError(f"{place} {what}; give a video, an image or a folder of images") from e
+    problem = ""
+    if not container.streams.video:
+        problem = f"{place} has no pictures, only {', '.join(sorted({s.type for s in container.streams})) or 'nothing'}"
+    elif container.streams.video[0].codec_context is None:
+        problem = f"this FFmpeg has no decoder for the pictures of {place}; convert it, e.g. to H.264"
+    if problem:
+        container.close()
+        raise UserError(problem)
+    return container
+
+
+class _Converter:
+    """Decoded frames as arrays of RGB, upright; one object for all, so that the conversion is set up once."""
+
+    def __init__(self) -> None:
+        import av
+
+        self._reformat = av.video.reformatter.VideoReformatter()
+
+    def __call__(self, decoded: Any) -> np.ndarray:
+        import cv2
+
+        image: np.ndarray = self._reformat.reformat(decoded, format="rgb24").to_ndarray()
+        turn = None
+        with suppress(AttributeError):
+            turn = TURNS.get(int(decoded.rotation) % 360)
+        return image if turn is None else np.asarray(cv2.rotate(image, getattr(cv2, turn)))

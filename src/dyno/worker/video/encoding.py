@@ -1,0 +1,167 @@
+"""Annotated frames into a video file, by PyAV, with the source's times and sound."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dyno.worker.spec import UserError, check_known
+from dyno.worker.video.ends import Frame, Sink, Source
+
+# Quick presets: what is written is to be looked at, and the encoder shares the processors with the network.
+FASTEST = {
+    "libx264": {"preset": "veryfast", "crf": "23"},
+    "libx265": {"preset": "ultrafast", "crf": "28", "x265-params": "log-level=none"},
+    "libvpx-vp9": {"deadline": "realtime", "cpu-used": "8", "row-mt": "1"},
+    "libvpx": {"deadline": "realtime", "cpu-used": "8"},
+    "libsvtav1": {"preset": "12"},
+}
+USUAL = {"h264": "libx264", "hevc": "libx265", "vp9": "libvpx-vp9", "vp8": "libvpx", "av1": "libsvtav1"}
+# MP4 written in pieces stays playable wherever it ends, and becomes a usual file when it is closed.
+# Sound begins before the pictures, and would move all of them if the index didn't wait for both.
+IN_PIECES = {"movflags": "+hybrid_fragmented+delay_moov", "flush_packets": "1"}
+CLUSTERS = {"flush_packets": "1", "cluster_time_limit": "1000"}
+CONTAINERS = {".mp4": IN_PIECES, ".mov": IN_PIECES, ".m4v": IN_PIECES, ".mkv": CLUSTERS, ".webm": CLUSTERS}
+USUAL_PIXELS = ("yuvj420p", "yuv420p")  # the first is Motion JPEG's alone
+USUAL_RATE = 30  # of a source that doesn't say
+PIECE_S = 1  # seconds between pictures at which a player can begin, which also end a piece of an MP4
+
+
+class VideoSink(Sink):
+    """A video in the container that the file's suffix names."""
+
+    def __init__(self, path: Path, source: Source, codec: str = "") -> None:
+        import av
+
+        self._path, self._source = path, source
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._container = av.open(str(path), "w", options=CONTAINERS.get(path.suffix.lower(), {}))
+        except OSError as e:
+            raise UserError(f"{path} can't be written: {e.strerror}") from e
+        except ValueError as e:
+            raise UserError(f"no container is known by the suffix of {path}; give .mp4, .mkv, .webm or .avi") from e
+        self._codec = _encoder(av, self._container, path, codec)
+        self._stream: Any = None
+        self._sound: Any = None
+        self._template: Any = None
+        self._last = -1
+        self._resized = 0
+        self._notes: list[str] = []
+        self._reformat = av.video.reformatter.VideoReformatter()
+
+    def write(self, frame: Frame) -> None:
+        import av
+        import cv2
+
+        if self._stream is None:
+            self._begin(*frame.image.shape[:2])
+        stream, image = self._stream, frame.image
+        if image.shape[:2] != self._size:
+            self._resized += 1
+            image = cv2.resize(image, self._size[::-1], interpolation=cv2.INTER_AREA)
+        height, width = stream.height, stream.width
+        if image.shape[:2] != (height, width):
+            below, right = height - image.shape[0], width - image.shape[1]
+            image = cv2.copyMakeBorder(image, 0, below, 0, right, cv2.BORDER_REPLICATE)
+        picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(image), format="rgb24")
+        picture = self._reformat.reformat(picture, format=stream.pix_fmt)
+        picture.time_base, picture.pts = stream.codec_context.time_base, self._time(frame)
+        self._mux_sound(frame.packets)
+        self._put(stream.encode(picture))
+        self.written += 1
+
+    def close(self, left: list[Any] | None = None) -> list[str]:
+        if self._container is None:
+            return []
+        container, self._container = self._container, None
+        try:
+            if self._stream is not None:
+                self._mux_sound(left or [], container)
+                container.mux(self._stream.encode())
+        finally:
+            container.close()
+            if self._template is not None:
+                self._template.close()
+        if self._resized:
+            self._notes.append(f"{self._resized} frames had another size than the first and were resized to it")
+        return self._notes
+
+    def _begin(self, height: int, width: int) -> None:
+        """The streams, now that the first frame says how large it is."""
+        self._size = height, width
+        rate = Fraction(self._source.rate or USUAL_RATE).limit_denominator(1001)
+        options = {"g": str(max(1, round(PIECE_S * rate))), **FASTEST.get(self._codec, {})}
+        self._stream = self._container.add_stream(self._codec, rate=rate, options=options)
+        stream = self._stream
+        stream.pix_fmt = self._pixels()
+        # Frames that refer to later ones take time to wait for those, and MP4 in pieces would begin late by as much.
+        stream.codec_context.max_b_frames = 0
+        stream.width, stream.height = width + width % 2, height + height % 2
+        if (stream.width, stream.height) != (width, height):
+            self._notes.append(
+                f"{width} x {height} became {stream.width} x {stream.height}: the codec needs even sides"
+            )
+        base = Fraction(1, 1) / rate
+        self._template = self._source.template()
+        if self._template is not None:
+            base = self._template.streams.video[0].time_base or base
+            self._add_sound()
+        # MPEG-4's clock has 16 bits; a rate that fits in keeps the times of a constant one.
+        self._counts = self._template is None or base.denominator > 65535 or self._codec in ("mpeg4", "mjpeg")
+        stream.codec_context.time_base = Fraction(1, 1) / rate if self._counts else base
+
+    def _pixels(self) -> str:
+        """The format of pixels that every player knows, or what the codec has in its place."""
+        import av
+
+        formats = [f.name for f in av.codec.Codec(self._codec, "w").video_formats or ()]
+        return next((name for name in USUAL_PIXELS if name in formats), formats[0] if formats else USUAL_PIXELS[-1])
+
+    def _add_sound(self) -> None:
+        tracks = self._template.streams.audio
+        if not tracks:
+            return
+        name = tracks[0].codec_context.name if tracks[0].codec_context else "unknown"
+        try:
+            self._sound = self._container.add_stream_from_template(tracks[0])
+        except (ValueError, OSError):
+            self._notes.append(f"the sound ({name}) was left out: {self._path.suffix} can't hold it")
+
+    def _time(self, frame: Frame) -> int:
+        """The frame's time, after the one before it, as containers want it."""
+        if frame.pts is not None and not self._counts:
+            at = frame.pts
+        elif frame.seconds is not None:
+            at = round(frame.seconds / float(self._stream.codec_context.time_base))
+        else:
+            at = frame.index
+        self._last = max(at, self._last + 1)
+        return self._last
+
+    def _mux_sound(self, packets: list[Any], container: Any = None) -> None:
+        if self._sound is None:
+            return
+        for packet in packets:
+            packet.stream = self._sound
+            self._put([packet], container)
+
+    def _put(self, packets: list[Any], container: Any = None) -> None:
+        (container or self._container).mux(packets)
+
+
+def _encoder(av: Any, container: Any, path: Path, codec: str) -> str:
+    """The encoder by the user's name, else the container's own in its usual implementation."""
+    name = codec or container.default_video_codec
+    name = USUAL.get(name, name)
+    try:
+        av.codec.Codec(name, "w")
+    except ValueError:
+        container.close()
+        path.unlink(missing_ok=True)
+        check_known("codec", name, sorted(av.codec.codecs_available))
+        raise UserError(f"this FFmpeg can't encode {name}; give another --codec, such as h264 or mpeg4") from None
+    return str(name)

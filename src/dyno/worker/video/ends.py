@@ -1,0 +1,93 @@
+"""The ends of the pipeline: a frame, what frames are read from, and what they are written to."""
+
+from __future__ import annotations
+
+import errno
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from dyno.worker.tasks.postprocess import Detections
+
+now = time.perf_counter_ns
+
+
+@dataclass
+class Frame:
+    """One frame: `image` is uint8, height x width x RGB, and belongs to it, so it may be drawn on.
+
+    `pts` counts in the source's time base (None: the source has none), `seconds` is the same time; `name` is that of an
+    image file. `packets` of sound come before it in the source. `began` is when its reading began, in ns of
+    `perf_counter_ns`; of a live source it is when the frame had arrived.
+    """
+
+    index: int
+    image: np.ndarray
+    began: int
+    pts: int | None = None
+    seconds: float | None = None
+    name: str = ""
+    packets: list[Any] = field(default_factory=list)
+    detections: Detections | None = None
+
+
+@dataclass
+class Batch:
+    """Frames that go through the network together: the arrays it reads, and later its outputs (copies)."""
+
+    frames: list[Frame]
+    feed: Any
+    outputs: list[np.ndarray] = field(default_factory=list)
+
+
+class Source(ABC):
+    """What frames are read from. `name` is for messages.
+
+    `count` is the number of frames as far as the source says (0: it doesn't), `rate` its average per second (0: none).
+    `live` frames come when they come, and each is an image file of its own with `images`. After reading, `damaged` is
+    how many pieces could not be decoded, and `left` are packets of sound behind the last frame.
+    """
+
+    count = 0
+    rate = 0.0
+    live = False
+    images = False
+    damaged = 0
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.left: list[Any] = []
+
+    @abstractmethod
+    def read(self, sound: bool = False) -> Iterator[Frame]:
+        """The frames in order, from the beginning at every call; with `sound` also the packets of sound before each."""
+
+    def template(self) -> Any:
+        """A container of its own with the same streams, to write others alike; None where the source is none."""
+        return None
+
+
+class Sink:
+    """Where frames go; the base class drops them."""
+
+    written = 0
+
+    def write(self, frame: Frame) -> None:
+        """Take the next frame."""
+        self.written += 1
+
+    def close(self, left: list[Any] | None = None) -> list[str]:
+        """Complete what was written, also after an error; `left` are packets of sound behind the last frame.
+
+        Returns sentences on what differs from the source.
+        """
+        return []
+
+
+def disk_full(e: BaseException) -> bool:
+    """Whether that is what went wrong; FFmpeg's errors have the same numbers."""
+    return getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -1,0 +1,89 @@
+"""Frames from a camera, and from and to video files where PyAV is missing, by OpenCV: without sound."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dyno.worker.spec import UserError
+from dyno.worker.video.ends import Frame, Sink, Source, now
+
+FOURCC = {".mp4": "mp4v", ".mov": "mp4v", ".m4v": "mp4v", ".mkv": "mp4v", ".avi": "MJPG", ".webm": "VP80"}
+USUAL_RATE = 30.0  # of a source that doesn't say
+
+
+class CaptureSource(Source):
+    """A camera by its number, or a video by its path or URL."""
+
+    def __init__(self, place: int | str, live: bool) -> None:
+        import cv2
+
+        super().__init__(f"camera {place}" if isinstance(place, int) else Path(place).name)
+        self._place, self.live = place, live
+        capture = self._opened()
+        self.rate = max(0.0, float(capture.get(cv2.CAP_PROP_FPS)))
+        if not live:
+            self.count = max(0, int(capture.get(cv2.CAP_PROP_FRAME_COUNT)))
+        capture.release()
+
+    def _opened(self) -> Any:
+        import cv2
+
+        capture = cv2.VideoCapture(self._place)
+        if not capture.isOpened():
+            raise UserError(f"{self.name} can't be opened; check that it is there and that nothing else uses it")
+        return capture
+
+    def read(self, sound: bool = False) -> Iterator[Frame]:
+        import cv2
+
+        capture, index = self._opened(), 0
+        try:
+            began = now()
+            while capture.grab():
+                began = now() if self.live else began  # waiting for the camera is no work
+                done, image = capture.retrieve()
+                if not done:
+                    self.damaged += 1
+                    continue
+                seconds = index / self.rate if self.rate else None
+                yield Frame(index, cv2.cvtColor(image, cv2.COLOR_BGR2RGB), began, None, seconds)
+                index, began = index + 1, now()
+            if not index:
+                raise UserError(f"{self.name} has no frame that can be decoded; it is empty or damaged")
+        finally:
+            capture.release()
+
+
+class WriterSink(Sink):
+    """A video file of the source's average rate; its sound is left out."""
+
+    def __init__(self, path: Path, source: Source) -> None:
+        self._path, self._rate = path, source.rate or USUAL_RATE
+        self._writer: Any = None
+        self._size = (0, 0)
+        if path.suffix.lower() not in FOURCC:
+            raise UserError(f"OpenCV can't write {path}; give {', '.join(FOURCC)}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def write(self, frame: Frame) -> None:
+        import cv2
+
+        height, width = frame.image.shape[:2]
+        if self._writer is None:
+            self._size = (width, height)
+            code = cv2.VideoWriter.fourcc(*FOURCC[self._path.suffix.lower()])
+            self._writer = cv2.VideoWriter(str(self._path), code, self._rate, self._size)
+            if not self._writer.isOpened():
+                raise UserError(f"{self._path} can't be written by OpenCV; give .avi, or install PyAV")
+        image = frame.image if (width, height) == self._size else cv2.resize(frame.image, self._size)
+        self._writer.write(cv2.cvtColor(np.ascontiguousarray(image), cv2.COLOR_RGB2BGR))
+        self.written += 1
+
+    def close(self, left: list[Any] | None = None) -> list[str]:
+        if self._writer is not None:
+            self._writer.release()
+        return ["written by OpenCV, without sound and at a constant rate; PyAV keeps both"]

@@ -1,0 +1,68 @@
+"""What a source's and an output's name mean: which reader and which writer they get."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from dyno.worker.extras import install
+from dyno.worker.spec import Unavailable, UserError
+from dyno.worker.video.decoding import VideoSource
+from dyno.worker.video.encoding import VideoSink
+from dyno.worker.video.ends import Sink, Source
+from dyno.worker.video.images import IMAGES, ImageSink, ImageSource, RawSource
+from dyno.worker.video.opencv import CaptureSource, WriterSink
+from dyno.worker.video.options import VideoOptions
+
+CAMERA, PIPE = "camera:", "pipe:"
+STREAMS = ("rtsp", "rtsps", "rtmp", "rtmps", "rtp", "udp", "tcp", "srt", "mms")
+
+
+def prepare_libraries() -> None:
+    """OpenCV to one thread; `Unavailable` with what to install where it is missing.
+
+    FFmpeg is silent as PyAV has it: at any level its threads would call Python, and wait for whoever waits for them.
+    """
+    try:
+        import cv2
+    except ImportError as e:
+        raise Unavailable(f"video needs OpenCV: {e}; {install('opencv-python')}") from e
+    cv2.setNumThreads(1)  # a stage is a thread already, and OpenCV's own would take the engine's processors
+
+
+def has_pyav() -> bool:
+    """Whether PyAV is installed."""
+    return find_spec("av") is not None
+
+
+def source_of(text: str, options: VideoOptions) -> Source:
+    """What reads the source: a path, a URL, `camera:0`, or `pipe:3` for raw frames from that file descriptor."""
+    if text.startswith(PIPE):
+        return RawSource(int(text.removeprefix(PIPE)), options.width, options.height, options.frame_rate)
+    if text.startswith(CAMERA):
+        number = text.removeprefix(CAMERA)
+        if not number.isdecimal():
+            raise UserError(f"{text!r} is no camera; give camera:0 for the first one")
+        return CaptureSource(int(number), live=options.live is not False)
+    if "://" in text:
+        live = text.split("://")[0].lower() in STREAMS if options.live is None else options.live
+        return VideoSource(text, live) if has_pyav() else CaptureSource(text, live)
+    path = Path(text)
+    if not path.exists():
+        raise UserError(f"there is no {text}; give a video, an image, a folder of images, a URL or camera:0")
+    if path.is_dir() or path.suffix.lower() in IMAGES:
+        return ImageSource(path, options.frame_rate)
+    return VideoSource(text, bool(options.live)) if has_pyav() else CaptureSource(text, bool(options.live))
+
+
+def sink_of(path: Path | None, source: Source, codec: str) -> Sink:
+    """What writes to that path, by what the source is and by the path's suffix."""
+    if path is None:
+        return Sink()
+    if source.images and path.suffix.lower() in IMAGES:
+        if source.count > 1:
+            raise UserError(f"{source.name} has {source.count} images; give a folder or a video, not {path.name}")
+        return ImageSink(path, single=True)
+    if source.images and not path.suffix:
+        return ImageSink(path, single=False)
+    return VideoSink(path, source, codec) if has_pyav() else WriterSink(path, source)

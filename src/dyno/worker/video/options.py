@@ -1,0 +1,61 @@
+"""How a video is read, answered and written: settings of a job, checked before anything is started."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from dyno.worker.spec import UserError
+
+SIZE = re.compile(r"(\d+)x(\d+)")
+
+
+def _option(default: Any, help: str, usual: str = "", *, common: bool = False) -> Any:
+    """A field with its help for the command line; `usual` describes the default."""
+    return field(default=default, metadata={"help": help, "usual": usual, "common": common})
+
+
+@dataclass(frozen=True)
+class VideoOptions:
+    """Video."""
+
+    confidence: float = _option(0.25, "Least score of a box.", common=True)
+    iou: float = _option(0.7, "Overlap above which the weaker of two boxes of a class is dropped.")
+    most: int = _option(300, "Most boxes of a frame.")
+    frames: int = _option(0, "Stop after this many frames.", "the whole video", common=True)
+    codec: str = _option("", "Codec to write with: h264, hevc, vp9, av1, mpeg4…", "the container's own")
+    live: bool | None = _option(
+        None,
+        "Drop the oldest waiting frame when frames come faster than they are answered, as from a camera.",
+        "yes for cameras and streams, no for files",
+    )
+    frame_size: str = _option("", "Of raw frames (IN is -): WIDTHxHEIGHT; three bytes, red, green, blue, per pixel.")
+    frame_rate: float = _option(30.0, "Of raw frames and folders of images, per second.")
+
+    def __post_init__(self) -> None:
+        for name in ("confidence", "iou"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserError(f"{name} is {getattr(self, name):g}; it must be between 0 and 1")
+        for name, least in (("most", 1), ("frames", 0)):
+            if getattr(self, name) < least:
+                raise UserError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        if not 0 < self.frame_rate <= 1000:
+            raise UserError(f"frame_rate is {self.frame_rate:g}; it must be more than 0 and at most 1000")
+        if self.frame_size and self.width * self.height == 0:
+            raise UserError(f"frame_size is {self.frame_size!r}; it must be WIDTHxHEIGHT, such as 960x540")
+
+    @property
+    def width(self) -> int:
+        """Pixels of a row of raw frames, 0 where nothing is said."""
+        return self._sides[0]
+
+    @property
+    def height(self) -> int:
+        """Rows of raw frames, 0 where nothing is said."""
+        return self._sides[1]
+
+    @property
+    def _sides(self) -> tuple[int, int]:
+        match = SIZE.fullmatch(self.frame_size)
+        return (int(match[1]), int(match[2])) if match else (0, 0)

@@ -1,0 +1,191 @@
+"""The steps of each frame behind its reading: prepare, infer, post-process, draw, write."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from dyno.worker.backend import Session
+from dyno.worker.spec import Trial
+from dyno.worker.tasks.detect import Detect
+from dyno.worker.tasks.postprocess import Detections
+from dyno.worker.video.drawing import draw
+from dyno.worker.video.ends import Batch, Frame, Sink
+from dyno.worker.video.preparing import Preparation
+from dyno.worker.video.stages import DEPTH, Step
+
+DECODE, PREPARE, INFER, POSTPROCESS, DRAW, ENCODE = STAGES = (
+    "decode", "preprocess", "inference", "postprocess", "draw", "encode",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Answering:
+    """How predictions become boxes: the task, the least score, the overlap above which the weaker of two boxes of a
+    class is dropped, and the most boxes of a frame."""
+
+    task: Detect
+    trial: Trial
+    confidence: float = 0.25
+    iou: float = 0.7
+    most: int = 300
+
+    def detections(self, outputs: list[np.ndarray], frames: list[Frame], size: tuple[int, int]) -> list[Detections]:
+        """The boxes of each frame of a batch, in the frame's own pixels."""
+        sizes = np.array([frame.image.shape[:2] for frame in frames])
+        model = self.trial.model
+        return self.task.detections(
+            outputs, sizes, size, classes=model.classes or 0, keypoints=model.keypoints,
+            confidence=self.confidence, iou=self.iou, most=self.most,
+        )  # fmt: skip
+
+
+class Prepare(Step):
+    """Frames become batches: each is letterboxed into the next place of one of a few arrays, which are used again."""
+
+    name = PREPARE
+
+    def __init__(self, preparation: Preparation, session: Session) -> None:
+        self._preparation = preparation
+        # Waiting, in flight, being filled and being read: an array is free again before its turn comes round.
+        self._feeds = [session.stage(preparation.new_feed()) for _ in range(DEPTH + session.slots + 2)]
+        self._turn, self._frames = 0, list[Frame]()
+
+    def work(self, item: Any) -> Iterable[Batch]:
+        feed = self._feeds[self._turn % len(self._feeds)]
+        self._preparation.write(item.image, feed, len(self._frames))
+        self._frames.append(item)
+        return self.rest() if len(self._frames) == self._preparation.batch else ()
+
+    def rest(self) -> Iterable[Batch]:
+        if not self._frames:
+            return ()
+        batch = Batch(self._frames, self._feeds[self._turn % len(self._feeds)])
+        self._turn, self._frames = self._turn + 1, []
+        return (batch,)
+
+
+class Infer(Step):
+    """Batches through the session, with as many in flight as it has slots."""
+
+    name = INFER
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._flying: deque[tuple[Batch, int]] = deque()
+        self._turn = 0
+
+    def work(self, item: Any) -> Iterable[Batch]:
+        done = [self._finish()] if len(self._flying) == self._session.slots else []
+        slot = self._turn % self._session.slots
+        self._session.bind(item.feed, slot)
+        self._session.run(slot)
+        self._flying.append((item, slot))
+        self._turn += 1
+        return [*done, self._finish()] if self._session.slots == 1 else done
+
+    @property
+    def holds(self) -> bool:
+        return bool(self._flying)
+
+    def rest(self) -> Iterable[Batch]:
+        return [self._finish()] if self._flying else []
+
+    def _finish(self) -> Batch:
+        batch, slot = self._flying.popleft()
+        self._session.wait(slot)
+        batch.outputs = [np.array(a) for a in self._session.fetch(slot).values()]
+        return batch
+
+
+class Postprocess(Step):
+    """Outputs become boxes, and batches become frames again."""
+
+    name = POSTPROCESS
+
+    def __init__(self, answering: Answering, size: tuple[int, int]) -> None:
+        self._answering, self._size = answering, size
+
+    def work(self, item: Any) -> Iterable[Frame]:
+        count = len(item.frames)
+        outputs = [output[:count] for output in item.outputs]
+        found = self._answering.detections(outputs, item.frames, self._size)
+        for frame, detections in zip(item.frames, found, strict=True):
+            frame.detections = detections
+        return list(item.frames)
+
+
+class Draw(Step):
+    """Boxes are drawn on their frame."""
+
+    name = DRAW
+
+    def work(self, item: Any) -> Iterable[Frame]:
+        draw(item.image, item.detections)
+        return (item,)
+
+
+class Encode(Step):
+    """Frames go to the sink."""
+
+    name = ENCODE
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+
+    def work(self, item: Any) -> Iterable[Any]:
+        self._sink.write(item)
+        return ()
+
+
+class Keep(Step):
+    """The boxes of each frame as a line of JSON, and what is stored of each frame; it takes next to no time."""
+
+    name = "keep"
+
+    def __init__(self, path: Path | None) -> None:
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: IO[str] | None = path.open("w", encoding="utf-8") if path else None
+        self.began: list[int] = []
+        self.boxes: list[int] = []
+
+    def work(self, item: Any) -> Iterable[Frame]:
+        self.began.append(item.began)
+        self.boxes.append(len(item.detections.scores))
+        if self._file:
+            self._file.write(json.dumps(line(item)) + "\n")
+        return (item,)
+
+    def close(self) -> None:
+        """Write what is buffered."""
+        if self._file:
+            self._file.close()
+
+
+def line(frame: Frame) -> dict[str, Any]:
+    """A frame's boxes as JSON: pixels of the frame, left, top, right, bottom; run lengths of masks; keypoints."""
+    found = frame.detections
+    assert found is not None
+    boxes = []
+    for k in range(len(found.scores)):
+        box: dict[str, Any] = {
+            "box": [round(float(v), 2) for v in found.boxes[k]],
+            "score": round(float(found.scores[k]), 4),
+            "class": int(found.classes[k]),
+        }
+        if found.masks is not None:
+            box["mask"] = {"size": list(frame.image.shape[:2]), "counts": found.masks[k].tolist()}
+        if found.keypoints is not None:
+            box["keypoints"] = [[round(float(v), 2) for v in point] for point in found.keypoints[k]]
+        boxes.append(box)
+    height, width = frame.image.shape[:2]
+    named = {"name": frame.name} if frame.name else {}
+    seconds = None if frame.seconds is None else round(frame.seconds, 6)
+    return {"frame": frame.index, **named, "seconds": seconds, "width": width, "height": height, "boxes": boxes}

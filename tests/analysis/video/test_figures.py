@@ -1,0 +1,87 @@
+"""Bounds, shares, waiting and predictions of videos whose times are known."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from dyno.analysis.video import streams, words
+from dyno.analysis.video.figures import PROCESSORS, Video, mean_interval
+from dyno.worker.facts.video import VideoFacts
+
+SECONDS = {"decode": 0.002, "preprocess": 0.001, "inference": 0.010, "postprocess": 0.001}
+
+
+def video(
+    seconds: dict[str, float] | None = None, *, processors: int = 8, period: float = 0.010, count: int = 100
+) -> Video:
+    """A pipeline in steady state: a frame each `period`, of which each stage works its seconds, one after the other."""
+    seconds = seconds or SECONDS
+    arrays: dict[str, np.ndarray] = {}
+    at = period * np.arange(count)
+    began = at
+    for name, each in seconds.items():
+        arrays |= {f"alone_{name}": np.full(count, each), f"{name}_began": at, f"{name}_ended": at + each,
+                   f"{name}_handed": at + each, f"{name}_waiting": np.ones(count, int)}  # fmt: skip
+        at = at + each
+    arrays |= {"frame_began": began, "frame_known": at, "frame_boxes": np.zeros(count, int)}
+    facts = VideoFacts("v.mp4", frames=count, seconds=count * period, processors=processors, rate=25.0, height=540,
+                       width=960, cpu=dict(seconds), cpu_whole=sum(seconds.values()))  # fmt: skip
+    return Video(facts, arrays)
+
+
+def test_the_slowest_stage_bounds_where_processors_are_many() -> None:
+    found = video()
+    assert found.bound.name == "inference" and found.bound.rate.value == pytest.approx(100)
+    assert found.rate == pytest.approx(100) and found.bound.share(found.rate) == pytest.approx(1)
+    assert found.without("inference", 0.5).rate.value == pytest.approx(200)
+    assert found.without("inference", 0.1).name == "decode"
+
+
+def test_few_processors_bound_the_sum_of_all() -> None:
+    found = video(processors=1, period=0.014)
+    assert found.bound.name == PROCESSORS and found.bound.rate.value == pytest.approx(1 / 0.014)
+    assert found.without("inference", 0.5).rate.value == pytest.approx(1 / 0.009)
+
+
+def test_where_each_stage_s_time_went() -> None:
+    by_name = {stage.name: stage for stage in video().stages}
+    assert by_name["inference"].working == pytest.approx(1)
+    assert by_name["decode"].working == pytest.approx(0.2)
+    assert by_name["decode"].starved == pytest.approx(0.8, abs=0.02)
+    assert by_name["decode"].blocked == 0
+    assert by_name["inference"].beside.value == pytest.approx(0.010)
+
+
+def test_latency_counts_from_the_reading_of_a_frame() -> None:
+    np.testing.assert_allclose(video().latencies("known"), 0.014)
+    assert not video().latencies("written").size
+
+
+def test_streams_share_the_engine_and_the_processors() -> None:
+    many = video({"decode": 0.010, "inference": 0.002}, processors=64)
+    assert streams.predict(many, 1) == streams.Predicted(1, pytest.approx(100), "decode")
+    assert streams.predict(many, 4).rate == pytest.approx(400)
+    assert streams.predict(many, 32) == streams.Predicted(32, pytest.approx(500), "inference")
+    assert streams.fitting(many, 24.9) == 20 and streams.fitting(many, 101) == 0
+    few = video({"decode": 0.010, "inference": 0.002}, processors=2)
+    assert streams.predict(few, 8) == streams.Predicted(8, pytest.approx(2 / 0.012), PROCESSORS)
+
+
+def test_sentences_say_what_bounds_and_what_would_help() -> None:
+    said = " ".join(words.sentences(video()))
+    assert "100 frames/s end to end (4.00 times its own speed)" in said
+    assert "Inference bounds the whole. If inference took half the time, 200 frames/s would be possible (2.00x)" in said
+    faster = " ".join(words.sentences(video(period=0.005)))
+    assert "More than the bound was reached" in faster
+    slower = " ".join(words.sentences(video(period=0.020)))
+    assert "50.0 % of the bound was reached" in slower
+
+
+def test_intervals_come_from_blocks_of_frames() -> None:
+    samples = np.random.default_rng(0).normal(0.01, 0.001, 400)
+    found = mean_interval(samples)
+    assert found.low < 0.01 < found.high and found.high - found.low < 0.001
+    assert math.isnan(mean_interval(samples[:5]).low)

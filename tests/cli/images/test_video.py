@@ -1,0 +1,153 @@
+"""`dyno video` from its input to its output: frames, order, boxes, sound, and what it says of its speed."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import moving_photos as videos
+
+pytest.importorskip("cv2")
+av = pytest.importorskip("av")
+pytestmark = pytest.mark.usefixtures("preloaded")
+
+Call = Callable[..., tuple[int, str, str]]
+COUNT = 30
+NET = ("--model", "marker.py:net", "--task", "detect", "--classes", 1, "--size", "288x384")
+QUICK = ("--seconds", 0.05, "--warmup", 0.02)
+
+
+@pytest.fixture(scope="session")
+def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A short video with sound."""
+    path = tmp_path_factory.mktemp("clip") / "clip.mp4"
+    return videos.write(path, videos.pictures(COUNT), sound=True)
+
+
+@pytest.fixture
+def run(call: Call, tmp_path: Path) -> Call:
+    """`dyno video` with the detector that finds the marker."""
+    (tmp_path / "marker.py").write_text(videos.MARKER_NET)
+    return lambda *words: call("video", *words, *NET, *QUICK)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def places(boxes: list[dict[str, Any]]) -> list[int]:
+    """Where the best box of each frame lies, as the marker's place; every frame has one."""
+    assert all(len(line["boxes"]) == 1 for line in boxes)
+    return [round(line["boxes"][0]["box"][0] / videos.CELL) for line in boxes]
+
+
+def expected(count: int, first: int = 0) -> list[int]:
+    return [k % videos.PLACES for k in range(first, first + count)]
+
+
+def has_box(frame: np.ndarray, place: int) -> bool:
+    """Whether a box is drawn around that place: its label is orange, where the marker is red."""
+    left = place * videos.CELL
+    return bool(frame[4:12, left + 2 : left + 28, 1].mean() > 60)
+
+
+def test_every_frame_comes_out_in_order_with_its_own_boxes(run: Call, clip: Path, tmp_path: Path) -> None:
+    code, out, errors = run(clip, "out.mp4", "--json", "boxes.jsonl", "--batch", 4, "-o", "run")
+    assert code == 0, errors
+    frames, times = videos.read(tmp_path / "out.mp4")
+    assert [videos.place_of(frame) for frame in frames] == expected(COUNT)
+    assert all(has_box(frame, k % videos.PLACES) for k, frame in enumerate(frames))
+    np.testing.assert_allclose(times, videos.read(clip)[1], atol=1e-3)
+    boxes = lines(tmp_path / "boxes.jsonl")
+    assert [line["frame"] for line in boxes] == list(range(COUNT))
+    assert places(boxes) == expected(COUNT)
+    np.testing.assert_allclose([line["seconds"] for line in boxes], times, atol=1e-3)
+    with av.open(str(clip)) as before, av.open(str(tmp_path / "out.mp4")) as after:
+        sound = [sum(packet.size for packet in each.demux(audio=0)) for each in (before, after)]
+    assert sound[0] == sound[1] > 0
+    assert "bound" in out and "frames/s end to end" in out
+
+
+def test_engines_are_compared_in_rounds(run: Call, clip: Path, tmp_path: Path) -> None:
+    code, out, errors = run(
+        clip, "out.mp4", "--json", "b.jsonl", "--backends", "pytorch,onnxruntime", "--rounds", 2, "-o", "run",
+        "--format", "csv",
+    )  # fmt: skip
+    assert code == 0, errors
+    for name in ("pytorch-fp32", "onnxruntime-fp32"):
+        assert len(videos.read(tmp_path / f"out-{name}.mp4")[0]) == COUNT
+        assert places(lines(tmp_path / f"b-{name}.jsonl")) == expected(COUNT)
+    assert not list(tmp_path.glob("run/**/scratch*"))  # the second round keeps nothing
+    whole, stages, streams = (list(csv.DictReader(io.StringIO(part))) for part in out.split("\n\n"))
+    assert [row["rounds"] for row in whole] == ["2", "2"]
+    assert {row["frames"] for row in whole} == {str(COUNT)}
+    assert whole[0]["verdict"] == "reference" and whole[1]["verdict"]
+    for row in whole:
+        reached, bound = float(row["fps"]), float(row["bound_fps"])
+        assert reached > 0 and bound > 0
+    assert [row["stage"] for row in stages[:6]] == "decode preprocess inference postprocess draw encode".split()
+    for row in stages:
+        shares = [float(row[name]) for name in ("working", "starved", "blocked")]
+        assert all(share >= 0 for share in shares) and sum(shares) <= 101
+    assert [row["streams"] for row in streams[:6]] == "1 2 4 8 16 32".split()
+
+
+def test_a_run_of_a_video_is_shown_like_any_other(run: Call, call: Call, clip: Path) -> None:
+    code, out, errors = run(clip, "-o", "run", "--format", "json")
+    assert code == 0, errors
+    assert list(json.loads(out)["tables"]) == ["video", "video-stages", "video-streams"]
+    code, shown, errors = call("show", "run", "--table", "video", "--format", "json")
+    assert code == 0, errors
+    assert json.loads(shown)["rows"] == json.loads(out)["tables"]["video"]["rows"]
+    code, again, errors = run(clip, "-o", "run", "--format", "json")  # nothing is measured twice
+    assert (code, again) == (0, out), errors
+
+
+def test_without_an_output_nothing_is_drawn_or_written(run: Call, clip: Path, tmp_path: Path) -> None:
+    code, out, errors = run(clip, "-o", "run", "--frames", 10)
+    assert code == 0, errors
+    assert "10 frames of 384 x 288" in out and "encode" not in out
+    assert {path.name for path in tmp_path.iterdir()} <= {"__pycache__", "marker.py", "run"}
+
+
+def test_images_and_folders(run: Call, tmp_path: Path) -> None:
+    import cv2
+
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    for k, picture in enumerate(videos.pictures(5)):
+        cv2.imwrite(str(folder / f"{k}.png"), picture[..., ::-1])
+    code, _, errors = run(folder, "drawn", "--json", "b.jsonl", "-o", "run")
+    assert code == 0, errors
+    drawn = [cv2.imread(str(tmp_path / "drawn" / f"{k}.png"))[..., ::-1] for k in range(5)]
+    assert all(has_box(image, k) for k, image in enumerate(drawn))
+    assert [line["name"] for line in lines(tmp_path / "b.jsonl")] == [f"{k}.png" for k in range(5)]
+    code, _, errors = run(folder / "3.png", "one.png", "-o", "run1")
+    assert code == 0, errors
+    assert has_box(cv2.imread(str(tmp_path / "one.png"))[..., ::-1], 3)
+    code, _, errors = run(folder, "film.mkv", "-o", "run2")
+    assert code == 0, errors
+    assert [videos.place_of(frame) for frame in videos.read(tmp_path / "film.mkv")[0]] == expected(5)
+
+
+@pytest.mark.parametrize("suffix", [".mkv", ".avi", ".webm", ".mov"])
+def test_other_containers(run: Call, clip: Path, tmp_path: Path, suffix: str) -> None:
+    codec = ("--codec", "vp8") if suffix == ".webm" else ()
+    code, _, errors = run(clip, f"out{suffix}", *codec, "--frames", 6, "-o", "run")
+    assert code == 0, errors
+    assert [videos.place_of(frame) for frame in videos.read(tmp_path / f"out{suffix}")[0]] == expected(6)
+
+
+def test_bad_input_is_one_line(refused: Callable[..., str], clip: Path, tmp_path: Path) -> None:
+    (tmp_path / "marker.py").write_text(videos.MARKER_NET)
+    assert "there is no" in refused("video", "missing.mp4", *NET)
+    assert "is the source" in refused("video", clip, clip, *NET)
+    assert "must be between 0 and 1" in refused("video", clip, *NET, "--confidence", 2)
+    assert "--frame-size" in refused("video", "-", *NET)

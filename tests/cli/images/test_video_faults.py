@@ -1,0 +1,238 @@
+"""Videos that are damaged, odd or end too early, disks that are full, users who stop: one clear line, and a playable
+file."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import json
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import moving_photos as videos
+from dyno.worker.facts.video import VideoFacts
+from dyno.worker.record import Record, read_record
+
+pytest.importorskip("cv2")
+av = pytest.importorskip("av")
+pytestmark = pytest.mark.usefixtures("preloaded")
+
+Call = Callable[..., tuple[int, str, str]]
+COUNT = 40
+WORDS = ("--model", "marker.py:net", "--task", "detect", "--classes", 1, "--size", "288x384", "-o", "run",
+         "--seconds", 0.05, "--warmup", 0.02)  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A short video with a picture every half second at which a player can begin."""
+    path = tmp_path_factory.mktemp("clip") / "clip.mkv"
+    return videos.write(path, videos.pictures(COUNT), sound=True, options={"g": "12"})
+
+
+@pytest.fixture
+def run(call: Call, tmp_path: Path) -> Call:
+    """`dyno video` with the detector that finds the marker, into the folder `run`."""
+    (tmp_path / "marker.py").write_text(videos.MARKER_NET)
+    return lambda *words: call("video", *words, *WORDS)
+
+
+def record(tmp_path: Path) -> Record:
+    (path,) = (tmp_path / "run").glob("trials/*/r0")
+    found = read_record(path)
+    assert found is not None
+    return found
+
+
+def facts(tmp_path: Path) -> VideoFacts:
+    found = record(tmp_path).facts.video
+    assert found is not None
+    return found
+
+
+def places(path: Path) -> list[int]:
+    return [videos.place_of(frame) for frame in videos.read(path)[0]]
+
+
+def expected(count: int) -> list[int]:
+    return [k % videos.PLACES for k in range(count)]
+
+
+def one_line(errors: str) -> str:
+    """The line that a failure ends with, in which no library speaks."""
+    (line,) = [line for line in errors.splitlines() if line.startswith("dyno: ")]
+    assert "Traceback" not in errors
+    return line
+
+
+def test_a_truncated_video_is_answered_as_far_as_it_goes(run: Call, clip: Path, tmp_path: Path) -> None:
+    whole = clip.read_bytes()
+    (tmp_path / "cut.mkv").write_bytes(whole[: len(whole) * 6 // 10])
+    code, _, errors = run("cut.mkv", "out.mp4")
+    assert code == 0, errors
+    found = places(tmp_path / "out.mp4")
+    assert 5 < len(found) < COUNT and found == expected(len(found))
+    assert facts(tmp_path).frames == len(found)
+
+
+def test_damage_inside_is_counted_and_left_out(run: Call, clip: Path, tmp_path: Path) -> None:
+    content = bytearray(clip.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 4000] = bytes(4000)
+    (tmp_path / "damaged.mkv").write_bytes(content)
+    code, _, errors = run("damaged.mkv", "out.mp4")
+    assert code == 0, errors
+    assert len(places(tmp_path / "out.mp4")) == facts(tmp_path).frames > 5
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("empty.mp4", b"", "is empty"),
+        ("text.mp4", b"no video at all, but words " * 100, "is no video that FFmpeg knows"),
+        ("photo.png", b"no image", "can't be read as an image"),
+    ],
+)
+def test_what_is_no_video(run: Call, tmp_path: Path, name: str, content: bytes, says: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    code, out, errors = run(name, "out.mp4")
+    assert code != 0 and says in one_line(errors) and not out
+    assert not (tmp_path / "out.mp4").exists()
+
+
+def test_sound_alone_is_no_video(run: Call, clip: Path, tmp_path: Path) -> None:
+    with av.open(str(clip)) as before, av.open(str(tmp_path / "sound.m4a"), "w") as after:
+        voice = after.add_stream_from_template(before.streams.audio[0])
+        for packet in before.demux(audio=0):
+            if packet.dts is not None:
+                packet.stream = voice
+                after.mux(packet)
+    code, _, errors = run("sound.m4a")
+    assert code != 0 and "has no pictures, only audio" in one_line(errors)
+
+
+def test_an_empty_folder_and_a_missing_codec(run: Call, clip: Path, tmp_path: Path) -> None:
+    (tmp_path / "none").mkdir()
+    code, _, errors = run("none")
+    assert code != 0 and "has no images" in one_line(errors)
+    code, _, errors = run(clip, "out.mp4", "--codec", "h265x")
+    assert code != 0 and "h265x" in one_line(errors)
+    code, _, errors = run(clip, "out.xyz")
+    assert code != 0 and "give .mp4, .mkv" in one_line(errors)
+
+
+def test_odd_sides_grow_by_a_pixel(run: Call, tmp_path: Path) -> None:
+    videos.write(tmp_path / "odd.avi", videos.pictures(8, 289, 385), codec="mjpeg", pixels="yuvj444p")
+    code, _, errors = run("odd.avi", "out.mp4")
+    assert code == 0, errors
+    frames, _ = videos.read(tmp_path / "out.mp4")
+    assert {frame.shape for frame in frames} == {(290, 386, 3)}
+    assert [videos.place_of(frame) for frame in frames] == expected(8)
+    assert any("the codec needs even sides" in line for line in record(tmp_path).warnings)
+
+
+def test_the_times_of_a_variable_rate_are_kept(run: Call, tmp_path: Path) -> None:
+    times = np.cumsum([0, *np.random.default_rng(0).integers(20, 200, 19)]).tolist()
+    videos.write(tmp_path / "vfr.mkv", videos.pictures(20), times=times)
+    code, _, errors = run("vfr.mkv", "out.mp4", "--json", "boxes.jsonl")
+    assert code == 0, errors
+    frames, seconds = videos.read(tmp_path / "out.mp4")
+    assert [videos.place_of(frame) for frame in frames] == expected(20)
+    np.testing.assert_allclose(seconds, np.array(times) / 1000, atol=0.002)
+    stored = [json.loads(line)["seconds"] for line in (tmp_path / "boxes.jsonl").read_text().splitlines()]
+    np.testing.assert_allclose(stored, np.array(times) / 1000, atol=0.002)
+
+
+def test_another_resolution_in_the_middle(run: Call, tmp_path: Path) -> None:
+    parts = [tmp_path / f"{k}.ts" for k in range(2)]
+    videos.write(parts[0], videos.pictures(12), options={"g": "6"})
+    videos.write(parts[1], videos.pictures(12, 432, 576, first=12), options={"g": "6"})
+    (tmp_path / "both.ts").write_bytes(b"".join(part.read_bytes() for part in parts))
+    code, _, errors = run("both.ts", "out.mp4", "--json", "boxes.jsonl")
+    assert code == 0, errors
+    frames, _ = videos.read(tmp_path / "out.mp4")
+    assert len(frames) == 24 and {frame.shape for frame in frames} == {(288, 384, 3)}
+    assert any("12 frames had another size than the first" in line for line in record(tmp_path).warnings)
+    stored = [json.loads(line) for line in (tmp_path / "boxes.jsonl").read_text().splitlines()]
+    assert [line["width"] for line in stored] == [384] * 12 + [576] * 12  # boxes are in pixels of their own frame
+
+
+@pytest.fixture
+def going(clip: Path) -> Iterator[str]:
+    """The URL of the clip on a server that hangs up in the middle."""
+
+    class Half(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            content = clip.read_bytes()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content[: len(content) // 2])
+
+        log_message = functools.partialmethod(lambda *_: None)  # type: ignore[assignment]
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Half) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/clip.mkv"
+        server.shutdown()
+
+
+def test_a_source_that_goes_away(run: Call, going: str, tmp_path: Path) -> None:
+    code, _, errors = run(going, "out.mp4")
+    assert code == 0, errors
+    found = places(tmp_path / "out.mp4")
+    assert 5 < len(found) < COUNT and found == expected(len(found))
+
+
+def test_a_source_that_is_not_there(run: Call) -> None:
+    code, _, errors = run("http://127.0.0.1:9/none.mp4")
+    assert code != 0 and "can't be read" in one_line(errors)
+
+
+def test_a_full_disk(clip: Path, tmp_path: Path) -> None:
+    """As a limit on the size of files, which is the same to whoever writes."""
+    (tmp_path / "marker.py").write_text(videos.MARKER_NET)
+    videos.write(tmp_path / "long.mp4", videos.pictures(400))
+    command = [sys.executable, "-m", "dyno", "video", "long.mp4", "out.mkv", *map(str, WORDS)]
+    command += ["--codec", "mjpeg"]  # of a size that no scene changes much
+
+    def limited() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
+
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, preexec_fn=limited, timeout=1200)
+    assert done.returncode != 0
+    assert "the disk is full" in done.stderr and "free some space" in done.stderr
+    found = places(tmp_path / "out.mkv")
+    assert len(found) > 5 and found == expected(len(found))
+
+
+def test_an_interrupt_leaves_a_playable_file(tmp_path: Path) -> None:
+    (tmp_path / "marker.py").write_text(videos.MARKER_NET)
+    command = [sys.executable, "-m", "dyno", "video", "-", "out.mp4", "--frame-size", "384x288", *map(str, WORDS)]
+    process = subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE)  # fmt: skip
+    assert process.stdin is not None
+    for frame in videos.pictures(200):
+        process.stdin.write(frame.tobytes())
+    process.stdin.flush()  # and it stays open, so the job waits for more
+    until = time.monotonic() + 600
+    while not any("frame 1" in path.read_text() for path in tmp_path.glob("run/trials/*/r0/stage")):
+        assert time.monotonic() < until and process.poll() is None, process.stderr and process.stderr.read()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, errors = process.communicate(timeout=600)
+    assert process.returncode == 130, errors
+    found = places(tmp_path / "out.mp4")
+    assert found and found == expected(len(found))
+    assert facts(tmp_path).stopped and facts(tmp_path).frames == len(found)
+    assert b"until it was stopped" in out

@@ -1,0 +1,114 @@
+"""Videos made for tests: scikit-image's photographs in motion, a marker in each frame that says which it is, a sound.
+
+The marker is a bright square on a dark strip at the top: its place says the frame's number modulo PLACES, so a detector
+that finds it (`MARKER_NET`) tells whether boxes belong to the frame on which they are drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+PLACES, CELL = 12, 32  # places of the marker, and their size in pixels
+RATE = 25
+SOUND_RATE = 44_100
+
+# A "detector": the red channel's mean over each cell is its score, and the cells of the strip are its boxes.
+MARKER_NET = f"""
+import torch
+
+
+class Marker(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.pool = torch.nn.AvgPool2d({CELL})
+
+    def forward(self, x):
+        score = self.pool(x[:, :1])[:, 0, 0] - self.pool(x[:, 2:])[:, 0, 0]
+        count = score.shape[1]
+        centre = ({CELL} * (torch.arange(count) + 0.5)).expand(x.shape[0], count)
+        side = torch.full_like(centre, {CELL})
+        return torch.stack([centre, side / 2, side, side, score], 1)
+
+
+def net():
+    return Marker()
+"""
+
+
+def pictures(count: int, height: int = 288, width: int = 384, first: int = 0) -> Iterator[np.ndarray]:
+    """Frames, uint8 height x width x 3: a window that moves over a photograph, with the marker of each."""
+    from skimage import data
+
+    photo = np.tile(data.astronaut(), (1 + height // 512, 2 + width // 512, 1))
+    for k in range(first, first + count):
+        left = 3 * k % 512
+        frame = photo[:height, left : left + width].copy()
+        frame[:CELL] = 0
+        place = k % PLACES * CELL
+        frame[: CELL - 1, place + 1 : place + CELL - 1] = (255, 0, 0)
+        yield frame
+
+
+def write(
+    path: Path,
+    frames: Sequence[np.ndarray] | Iterator[np.ndarray],
+    *,
+    codec: str = "libx264",
+    times: Sequence[int] | None = None,
+    sound: bool = False,
+    options: dict[str, str] | None = None,
+    pixels: str = "yuv420p",
+) -> Path:
+    """A video of the frames; `times` are theirs in ms (default: RATE a second), `pixels` FFmpeg's name of a format."""
+    import av
+
+    with av.open(str(path), "w") as container:
+        stream, voice = None, container.add_stream("aac", rate=SOUND_RATE) if sound else None
+        for k, frame in enumerate(frames):
+            if stream is None:
+                stream = container.add_stream(codec, rate=RATE, options=options or {})
+                stream.height, stream.width = frame.shape[:2]
+                stream.pix_fmt = pixels
+                if times is not None:
+                    stream.codec_context.time_base = Fraction(1, 1000)
+            picture = av.VideoFrame.from_ndarray(frame, format="rgb24")
+            if times is not None:
+                picture.pts, picture.time_base = times[k], Fraction(1, 1000)
+            container.mux(stream.encode(picture))
+            if voice is not None:
+                container.mux(voice.encode(_tone(k)))
+        for each in filter(None, (stream, voice)):
+            container.mux(each.encode())
+    return path
+
+
+def _tone(k: int) -> Any:
+    """A frame's length of sound."""
+    import av
+
+    count = SOUND_RATE // RATE
+    phase = np.arange(k * count, (k + 1) * count) * 2 * np.pi * 440 / SOUND_RATE
+    tone = av.AudioFrame.from_ndarray(np.sin(phase, dtype=np.float32)[None] * 0.1, format="fltp", layout="mono")
+    tone.sample_rate, tone.pts, tone.time_base = SOUND_RATE, k * count, Fraction(1, SOUND_RATE)
+    return tone
+
+
+def read(path: Path) -> tuple[list[np.ndarray], list[float]]:
+    """The frames of a video as RGB, and their times in seconds."""
+    import av
+
+    with av.open(str(path)) as container:
+        decoded = list(container.decode(video=0))
+    return [frame.to_ndarray(format="rgb24") for frame in decoded], [float(frame.time) for frame in decoded]
+
+
+def place_of(frame: np.ndarray) -> int:
+    """Where the marker is in a frame, as it was written: the frame's number modulo PLACES."""
+    strip = frame[: CELL - 8, :].astype(int)
+    red = (strip[..., 0] - strip[..., 2]).mean(0)[: PLACES * CELL].reshape(PLACES, CELL).mean(1)
+    return int(red.argmax())

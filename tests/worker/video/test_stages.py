@@ -1,0 +1,144 @@
+"""Stages that overlap: order, back-pressure, what a live source drops, errors and interrupts."""
+
+from __future__ import annotations
+
+import _thread
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dyno.worker.video.ends import Frame, now
+from dyno.worker.video.stages import DEPTH, Stages, Step
+
+PICTURE = np.zeros((2, 2, 3), np.uint8)
+
+
+def frames(count: int, before: threading.Event | None = None) -> Iterator[Frame]:
+    for k in range(count):
+        if before is not None:
+            before.wait(60)
+        yield Frame(k, PICTURE, now())
+
+
+class Collect(Step):
+    """Keeps the indices of what it gets."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.seen: list[int] = []
+
+    def work(self, item: Any) -> Iterable[Any]:
+        self.seen.append(item.index)
+        return (item,)
+
+
+class Pairs(Collect):
+    """Hands on two at a time, the last one alone."""
+
+    def __init__(self) -> None:
+        super().__init__("pairs")
+        self._held: list[Frame] = []
+
+    def work(self, item: Any) -> Iterable[Any]:
+        self._held.append(item)
+        return self.rest() if len(self._held) == 2 else ()
+
+    def rest(self) -> Iterable[Any]:
+        held, self._held = self._held, []
+        return held
+
+
+class Gate(Collect):
+    """Waits at each item until it is opened."""
+
+    def __init__(self) -> None:
+        super().__init__("gate")
+        self.at, self.open = threading.Event(), threading.Event()
+
+    def work(self, item: Any) -> Iterable[Any]:
+        self.at.set()
+        self.open.wait(60)
+        return super().work(item)
+
+
+def test_order_is_kept_and_everything_arrives() -> None:
+    first, last = Collect("first"), Collect("last")
+    stages = Stages("read", frames(101), [first, Pairs(), last])
+    stages.run(lambda: None)
+    assert first.seen == last.seen == list(range(101))
+    assert stages.dropped == 0
+    for name, timed in stages.timed.items():
+        times = timed.arrays(0)
+        assert len(times["began"]) == (102 if name == "pairs" else 101)  # and what was left in the end
+        assert (times["ended"] >= times["began"]).all() and (times["handed"] >= times["ended"]).all()
+
+
+def test_a_slow_stage_holds_up_the_reader() -> None:
+    gate, read = Gate(), Collect("read")
+    taken: list[int] = []
+
+    def source() -> Iterator[Frame]:
+        for frame in frames(50):
+            taken.append(frame.index)
+            yield frame
+
+    stages = Stages("source", source(), [gate, read])
+    seen: list[int] = []
+
+    def tick() -> None:
+        seen.append(len(taken))
+        if len(seen) > 1 and seen[-1] == seen[-2]:  # nothing more is read
+            gate.open.set()
+
+    stages.run(tick)
+    assert max(n for n in seen if n <= DEPTH + 2) == DEPTH + 2  # at the gate, in its queue, and in the reader's hand
+    assert read.seen == list(range(50))
+
+
+def test_a_live_source_never_waits_and_the_oldest_go() -> None:
+    gate = Gate()
+    arrived = threading.Event()
+
+    def camera() -> Iterator[Frame]:
+        for frame in frames(20):
+            if frame.index == 1:
+                gate.at.wait(60)
+            yield frame
+        arrived.set()
+
+    stages = Stages("camera", camera(), [gate], live=True)
+    stages.run(lambda: gate.open.set() if arrived.is_set() else None)
+    assert gate.seen == [0, 19]
+    assert stages.dropped == 18
+
+
+def test_an_error_stops_all_and_is_raised() -> None:
+    class Broken(Collect):
+        def work(self, item: Any) -> Iterable[Any]:
+            if item.index == 3:
+                raise ValueError("broken")
+            return super().work(item)
+
+    broken, last = Broken("broken"), Collect("last")
+    with pytest.raises(ValueError, match="broken"):
+        Stages("read", frames(1000), [broken, last]).run(lambda: None)
+    assert last.seen == list(range(len(last.seen))) and len(last.seen) <= 3
+
+
+def test_an_interrupt_stops_after_the_item_in_hand() -> None:
+    endless, last = threading.Event(), Collect("last")
+    endless.set()
+    ticks = iter(range(10**9))
+
+    def tick() -> None:
+        if next(ticks) == 2:
+            _thread.interrupt_main()
+
+    with pytest.raises(KeyboardInterrupt):
+        Stages("read", frames(10**9, endless), [Collect("first"), last]).run(tick)
+    seen = len(last.seen)
+    assert last.seen == list(range(seen))
+    assert not [t for t in threading.enumerate() if t.name in ("first", "last")]  # none goes on
