@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ import pytest
 import torch
 
 import dyno
+from dyno.api.inside import forms
+from dyno.engine.gpu_lock import launch_in_turn
+from dyno.worker.spec import Job
 
 pytestmark = pytest.mark.usefixtures("preloaded")
 
@@ -109,6 +113,25 @@ def test_a_file_runs_in_its_usual_backend_by_the_names_in_it(call: Call, net: st
     titles = [line["form"].partition(", ")[2] for line in lines]
     assert titles == ["n.onnx", "copy.onnx", "n.onnx (2)"]
     assert alone["ONNX"][0]["modules"] == asked["OpenVINO"][0]["modules"] == "slow"
+
+
+def test_an_engine_s_python_needs_no_onnx(
+    call: Call, net: str, other_python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TensorRT's has none; ONNX Runtime's needs it to list layers, so here it runs in this Python after all."""
+    readers = []
+
+    def launch(job: Job, *rest: Any) -> Any:
+        assert job.trial is not None
+        if job.trial.backend:
+            assert job.trial.backend == "pytorch" or job.runtime.python == other_python
+            return launch_in_turn(replace(job, runtime=replace(job.runtime, python="")), *rest)
+        readers.append(job.runtime.python)
+        return launch_in_turn(job, *rest)
+
+    monkeypatch.setattr(forms, "launch_in_turn", launch)
+    tables(call, net, "onnxruntime", "--size", 32, "--python", f"onnxruntime={other_python}")
+    assert readers == [""]
 
 
 def test_no_record_has_a_latency(net: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
