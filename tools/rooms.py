@@ -58,7 +58,6 @@ ANALYSIS = {
 }
 WORKER = {
     "facts": "",
-    "closeness": "",
     "spec": "facts",
     "inspection": "facts spec",
     "record": "facts spec inspection",
@@ -73,7 +72,7 @@ WORKER = {
     "nets": "spec inspection extras inputs tasks sessions",
     "onnx_graph": "facts spec extras system inputs tasks sessions",
     "layers": "facts spec backend inputs sessions nets onnx_graph",
-    "numerics": "facts closeness spec backend nets sessions onnx_graph",
+    "numerics": "facts spec backend nets sessions onnx_graph",
     "makers": "facts spec backend option_values extras system inputs sessions nets onnx_graph",
     "backends": "facts spec record backend option_values extras inputs sessions nets onnx_graph layers makers",
     "registry": "spec plugins backend backends makers",
@@ -88,7 +87,8 @@ WORKER = {
 }
 # What single rooms of the host take from the worker besides: pure functions that both sides must do alike.
 BESIDES = {
-    "dyno.analysis": "facts closeness spec record extras plugins system tasks",
+    "dyno.analysis": "facts spec record extras plugins system tasks numerics.closeness",
+    "dyno.api": f"{BORDER} numerics.closeness",
     "dyno.datasets": "spec record extras plugins inputs.letterbox",
     "dyno.cli": f"{BORDER} snippets",  # `dyno doctor` names what is broken of every kind that a plug-in may bring
     "dyno.sources": f"{BORDER} nets.models nets.saved_modules nets.torch_archive inputs.modules sessions.torch_support",

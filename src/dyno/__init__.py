@@ -18,8 +18,8 @@ if typing.TYPE_CHECKING:
     from dyno.api.inside.explaining import explain as explain
     from dyno.api.inside.inspection import Inspected as Inspected
     from dyno.api.inside.inspection import inspect as inspect
-    from dyno.api.inside.parting import Parted as Parted
-    from dyno.api.inside.parting import agree_layers as agree_layers
+    from dyno.api.inside.layer_agreement import LayerAgreement as LayerAgreement
+    from dyno.api.inside.layer_agreement import agree_layers as agree_layers
     from dyno.api.inside.profiling import Profiled as Profiled
     from dyno.api.inside.profiling import profile as profile
     from dyno.api.result import Result as Result
@@ -35,7 +35,7 @@ __all__ = [
     "Comparison",
     "Explained",
     "Inspected",
-    "Parted",
+    "LayerAgreement",
     "Profiled",
     "Result",
     "SelfTest",
@@ -68,8 +68,8 @@ _HOMES = {
     "evaluate": "dyno.api.evaluation",
     "Explained": "dyno.api.inside.explaining",
     "explain": "dyno.api.inside.explaining",
-    "Parted": "dyno.api.inside.parting",
-    "agree_layers": "dyno.api.inside.parting",
+    "LayerAgreement": "dyno.api.inside.layer_agreement",
+    "agree_layers": "dyno.api.inside.layer_agreement",
     "Inspected": "dyno.api.inside.inspection",
     "inspect": "dyno.api.inside.inspection",
     "Profiled": "dyno.api.inside.profiling",

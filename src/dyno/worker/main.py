@@ -126,9 +126,9 @@ def of_layers(job: Job, journal: Journal) -> None:
     {"profile": layer_times.profile, "annotate": annotate.annotate}[job.kind](job, journal)
 
 
-def part_layers(job: Job, journal: Journal) -> None:
+def compare_layers(job: Job, journal: Journal) -> None:
     """What every layer of a reference computes, or how far an engine's are from that."""
-    from dyno.worker.jobs.layers_apart import perform
+    from dyno.worker.jobs.layer_errors import perform
 
     perform(job, journal)
 
@@ -168,7 +168,7 @@ def take_home(job: Job, journal: Journal) -> None:
 
 
 OTHER_JOBS = {"make": make_file, "probe": probe, "inspect": inspect_job, "layers": read_layers,
-              "profile": of_layers, "values": part_layers, "part": part_layers, "train": train_model,
+              "profile": of_layers, "reference": compare_layers, "layer_errors": compare_layers, "train": train_model,
               "stress": stress_trial, "peak": find_peak, "take": take_home, "annotate": of_layers}  # fmt: skip
 
 

@@ -295,8 +295,8 @@ class Trial:
 @dataclass(frozen=True)
 class Job:
     """One process: `run` or `stress` a trial, `make` a file, `probe` a backend, `inspect` a model, read its `layers`,
-    `profile` how long each takes, keep a reference's `values` or `part` an engine from them, `train` one, find the
-    device's `peak`, `annotate` a graph, or `take` a trial home."""
+    `profile` how long each takes, store the tensors of a `reference`, compare an engine's with them (`layer_errors`),
+    `train` one, find the device's `peak`, `annotate` a graph, or `take` a trial home."""
 
     kind: str
     runtime: Runtime = Runtime()

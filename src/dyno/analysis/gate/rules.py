@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from dyno.worker import closeness
+from dyno.worker.numerics import closeness
 from dyno.worker.spec import UserError
 
 SLOWER, LESS_ACCURATE, DISAGREE, STATUS, WRONG_OUTPUTS = CONDITIONS = (

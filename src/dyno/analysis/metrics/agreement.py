@@ -10,7 +10,7 @@ import numpy as np
 from dyno.analysis.metrics import box_agreement
 from dyno.analysis.metrics.accuracy import matching
 from dyno.analysis.records.results import TrialResult
-from dyno.worker.closeness import ATOL, RTOL, Closeness, closeness
+from dyno.worker.numerics.closeness import ATOL, RTOL, Closeness, closeness
 from dyno.worker.spec import UserError
 
 RANKS = 10

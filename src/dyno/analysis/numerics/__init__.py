@@ -1,1 +1,1 @@
-"""Where two runtimes part, layer by layer: which call became which tensor, the table, and what it says in words."""
+"""Layer errors in words and tables: which call of a module became which tensor, the tables, and the sentences."""

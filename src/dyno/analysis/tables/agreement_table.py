@@ -11,7 +11,7 @@ from dyno.analysis.metrics.agreement import Agreement, Rank
 from dyno.analysis.presentation.table import COUNT, PERCENT, TEXT, Column, Row, Table, TableKind
 from dyno.analysis.records.results import Results, TrialResult
 from dyno.analysis.records.run_data import RunData
-from dyno.worker.closeness import ATOL, RTOL
+from dyno.worker.numerics.closeness import ATOL, RTOL
 from dyno.worker.spec import UserError
 
 MOST_PAIRS = 300  # trials whose raw outputs are compared

@@ -15,7 +15,7 @@ from dyno.analysis.presentation.table import COUNT, NUMBER, PERCENT, SHOWN, TEXT
 from dyno.analysis.ranking.frontier import configuration, fps
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.tables.trial_columns import FEW, STATISTICS, few, parenthesised, pick
-from dyno.worker.closeness import ATOL, RTOL
+from dyno.worker.numerics.closeness import ATOL, RTOL
 
 if TYPE_CHECKING:
     import pandas as pd

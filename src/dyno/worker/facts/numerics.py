@@ -1,4 +1,4 @@
-"""Where two runtimes part: how far every layer's output is from the reference's, and what was found on the way."""
+"""Layer errors: how far the output of each layer of an engine is from the reference's, and which layers make that."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from dyno.worker.facts.sparse import Sparse
 
 
 @dataclass(frozen=True)
-class Apart:
-    """One tensor of two runtimes: |a - b| / |b| of the input where that is largest (infinite: not finite), the share of
-    values that are close, the largest differences, and values of a and of b that are not finite."""
+class Difference:
+    """A tensor of an engine (a) against the reference's (b): |a - b| / |b| of the input where that is largest
+    (infinite: not finite), the share of values that are close, the largest differences, and values of a and of b that
+    are not finite."""
 
     error: float
     close: float
@@ -21,40 +22,41 @@ class Apart:
 
 
 @dataclass(frozen=True)
-class Point:
-    """The output of a layer in both runtimes, by its tensor's name in the graph.
+class LayerError:
+    """The output of one layer, by its tensor's name in the graph.
 
-    `reads` are the compared tensors that it is computed from. `apart` is with what the engine computed before it,
-    `added` with the reference's values of `reads` instead. `effect` is how far the network's outputs move when nothing
-    but `added` happens to the reference (None: not tried).
+    `reads` are the compared tensors that it is computed from. `total` is the difference when the layer reads what the
+    engine computed, `own` when it reads the reference's values. `effect` is the error of the network's outputs when
+    nothing but `own` is added to the reference (None: not tried).
     """
 
     tensor: str
     reads: tuple[str, ...]
-    apart: Apart
-    added: Apart
+    total: Difference
+    own: Difference
     effect: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parting(Sparse):
-    """The network's outputs and its layers in an engine, against a reference.
+class LayerErrors(Sparse):
+    """The layers of an engine against a reference, and the network's outputs under four conditions.
 
-    The outputs are those of the engine as it is (`whole`), with tensors marked as outputs (`marked`), cut around the
-    `suspects` (`cut`), and cut there with the reference in the suspects' place (`mended`). `border` is the last tensor
-    that agrees and the first that doesn't where a graph that ends there shows what the marked one hides. `runs` are
-    the batches that were compared, `skipped` the tensors that are in one graph alone or change their shape,
-    `mismatched` those that stand for something else there, and `parts` how many pieces the marked graph was run in.
+    The outputs are those of the unmodified engine (`unmodified`), with every compared tensor marked as an output
+    (`marked`), of the graph cut around the `suspects` (`cut`), and cut there with the reference computing the suspects
+    (`substituted`). Where marking hides the error, `boundary` is the last tensor at which a graph that ends there
+    agrees, and the first at which it doesn't. `runs` are the batches that were compared, `unmatched` the tensors that
+    the reference doesn't have, or that change their shape, `mismatched` those that it has with another meaning, and
+    `parts` how many pieces the marked graph was run in.
     """
 
-    points: tuple[Point, ...] = ()
-    whole: Apart | None = None
-    marked: Apart | None = None
-    cut: Apart | None = None
-    mended: Apart | None = None
+    layers: tuple[LayerError, ...] = ()
+    unmodified: Difference | None = None
+    marked: Difference | None = None
+    cut: Difference | None = None
+    substituted: Difference | None = None
     suspects: tuple[str, ...] = ()
-    border: tuple[str, ...] = ()
+    boundary: tuple[str, ...] = ()
     runs: int = 0
-    skipped: int = 0
+    unmatched: int = 0
     mismatched: int = 0
     parts: int = 0

@@ -1,1 +1,1 @@
-"""Where two runtimes part: graphs marked and cut, layers run alone on the reference's inputs, and their errors."""
+"""Layer errors: graphs with tensors marked as outputs and graphs cut around layers, and how far each layer is off."""

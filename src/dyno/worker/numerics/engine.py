@@ -1,10 +1,11 @@
-"""An engine that runs graphs made on the way, and the tensors that were kept of a run."""
+"""An engine that runs graphs made on the way, and tensors stored on disk."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,11 @@ class Engine:
 
     def __init__(self, load: Load, trial: Trial, folder: Path) -> None:
         self._load, self._trial, self._path = load, trial, folder / "part.onnx"
+
+    @property
+    def threads(self) -> int:
+        """With how many threads it computes."""
+        return self._trial.runtime.threads
 
     def run(self, model: Any, feeds: Iterable[Feeds], kinds: Mapping[str, np.dtype[Any]]) -> list[list[np.ndarray]]:
         """The model's outputs, in order, for each of the feeds, which are cast to the types of its inputs."""
@@ -59,7 +65,15 @@ def cast(array: np.ndarray, kind: np.dtype[Any]) -> np.ndarray:
         return np.array(array, kind, order="C")
 
 
-class Kept:
+def counterparts(names: Sequence[str], inputs: Sequence[str]) -> dict[str, str]:
+    """Which of the reference's inputs each name is: the same where it has that, else by their place."""
+    pairs = {name: name if name in inputs else own for name, own in zip_longest(names, inputs)}
+    if lacking := [name for name in names if pairs[name] is None]:
+        raise UserError(f"input {lacking[0]!r} has no counterpart; the reference has {', '.join(inputs)}")
+    return {name: pairs[name] for name in names}
+
+
+class StoredTensors:
     """Arrays by name in a folder, [runs, ...] each, and the feeds and outputs of those runs."""
 
     def __init__(self, folder: Path) -> None:
@@ -82,29 +96,27 @@ class Kept:
         return self._read(str(self._files[name]))
 
     def feeds(self, names: Sequence[str]) -> list[dict[str, np.ndarray]]:
-        """The inputs of each run under these names: its own where they are the same, else by their place."""
-        places = {name: name if name in self._feeds else own for name, own in zip(names, self._feeds, strict=False)}
-        if lacking := [name for name in names if name not in places]:
-            raise UserError(f"input {lacking[0]!r} has no counterpart; the reference has {', '.join(self._feeds)}")
-        arrays = {name: self._read(f"feed{self._feeds.index(own)}") for name, own in places.items()}
+        """The inputs of each run under these names; see `counterparts`."""
+        pairs = counterparts(names, self._feeds)
+        arrays = {name: self._read(f"feed{self._feeds.index(own)}") for name, own in pairs.items()}
         return [{name: array[run] for name, array in arrays.items()} for run in range(self.runs)]
 
 
-class Keeping:
-    """Writes what `Kept` reads: add a run's tensors, each [runs, ...] at once, then `end`."""
+class TensorWriter:
+    """Writes what `StoredTensors` reads: `add` each tensor with the values of all runs, then `end`."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._files = folder, dict[str, int]()
 
     def add(self, name: str, runs: Sequence[np.ndarray]) -> None:
-        """Keep a tensor, unless its shape changes from run to run."""
+        """Store a tensor, unless its shape changes from run to run."""
         if len({array.shape for array in runs}) == 1:
             number = self._files.setdefault(name, len(self._files))
             np.save(self._folder / f"{number}.npy", np.stack(runs))
 
     def end(self, feeds: Sequence[Feeds], outputs: Sequence[Sequence[np.ndarray]]) -> None:
-        """Keep the feeds and the outputs of the runs, [output][run]."""
+        """Store the feeds and the outputs of the runs, [output][run]."""
         for k, name in enumerate(feeds[0]):
             np.save(self._folder / f"feed{k}.npy", np.stack([feed[name] for feed in feeds]))
         for k, runs in enumerate(outputs):

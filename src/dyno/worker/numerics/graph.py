@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from dyno.worker.onnx_graph.fold import lifted
 from dyno.worker.onnx_graph.weights import beside
 from dyno.worker.spec import UserError
 
-ALONE = "/alone"  # behind the name of a tensor that a layer writes when it runs by itself
+UNQUANTISED = "/unquantised"  # behind the name of a tensor that is quantised and dequantised
+ISOLATED = "/isolated"  # behind the name of a tensor that a layer writes when it runs by itself
 DELTA = "/delta"  # behind the name of a tensor, for the input that is added to it
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -31,12 +33,12 @@ class Graph:
         graph = self.model.graph
         self.inputs = [value.name for value in graph.input]
         self.outputs = [value.name for value in graph.output]
-        self.nodes = [*graph.node]
+        self.nodes = _behind_quantisation([*graph.node], {*self.outputs})
         self._weights = {tensor.name: tensor for tensor in graph.initializer}
         self._writer = {name: k for k, node in enumerate(self.nodes) for name in node.output if name}
         self._reads = [_read(node) for node in self.nodes]
         self._types = self._inferred()
-        self.floats = self._float_tensors()
+        self.float_tensors = self._float_tensors()
 
     def _inferred(self) -> dict[str, int]:
         """The element type of each tensor, as far as ONNX's inference knows it."""
@@ -67,9 +69,9 @@ class Graph:
         found: np.dtype[Any] = self._onnx.helper.tensor_dtype_to_np_dtype(kind)
         return found
 
-    def node_of(self, tensor: str) -> Any:
-        """The node that writes the tensor."""
-        return self.nodes[self._writer[tensor]]
+    def dtypes(self, tensors: Iterable[str]) -> dict[str, np.dtype[Any]]:
+        """The tensors' NumPy types by name."""
+        return {name: self.dtype(name) for name in tensors}
 
     def walk(self, wanted: Iterable[str], stops: Collection[str]) -> tuple[list[int], list[str]]:
         """The nodes, in order, that compute the wanted tensors from those of `stops` and the graph's inputs, and which
@@ -104,8 +106,8 @@ class Graph:
     def _made(self, chosen: Iterable[int], read: Sequence[str], outputs: Sequence[str], shapes: Shapes) -> Any:
         return self._model([self.nodes[k] for k in chosen], read, outputs, shapes, {name: name for name in outputs})
 
-    def alone(self, tensors: Sequence[str], stops: Collection[str], shapes: Shapes) -> tuple[Any, list[str]]:
-        """A graph in which each tensor is computed by itself from the stops before it; outputs are named TENSOR/alone.
+    def isolated(self, tensors: Sequence[str], stops: Collection[str], shapes: Shapes) -> tuple[Any, list[str]]:
+        """A graph in which each tensor is computed by itself from the stops before it, under the name TENSOR/isolated.
 
         No two of these layers read each other, so an engine fuses nothing across their borders.
         """
@@ -114,12 +116,12 @@ class Graph:
             chosen, read = self.walk([tensor], stops)
             reads.update(dict.fromkeys(read))
             inside = {name for k in chosen for name in self.nodes[k].output if name}
-            names = {name: f"{name}/{number}" for name in inside} | {tensor: tensor + ALONE}
+            names = {name: f"{name}/{number}" for name in inside} | {tensor: tensor + ISOLATED}
             nodes += [_renamed(self.nodes[k], names, {*read}, f"/{number}") for k in chosen]
-        outputs = [tensor + ALONE for tensor in tensors]
+        outputs = [tensor + ISOLATED for tensor in tensors]
         return self._model(nodes, [*reads], outputs, shapes, dict(zip(outputs, tensors, strict=True))), [*reads]
 
-    def movable(self, tensors: Sequence[str]) -> Any:
+    def with_deltas(self, tensors: Sequence[str]) -> Any:
         """The graph with an input TENSOR/delta for each of the tensors, which is added to it."""
         model = type(self.model)()
         model.CopyFrom(self.model)
@@ -168,6 +170,27 @@ class Graph:
         return self._onnx.helper.make_tensor_value_info(name, kind, shapes.get(tensor))
 
 
+def _behind_quantisation(nodes: Sequence[Any], outputs: set[str]) -> list[Any]:
+    """The nodes, with the name of each quantised tensor at what dequantises it, where nothing else reads it.
+
+    So an activation's rounding belongs to the layer that writes it, and so does a ReLU that the quantiser left to the
+    clamping at 0.
+    """
+    readers: dict[str, list[Any]] = defaultdict(list)
+    for node in nodes:
+        for name in _read(node):
+            readers[name].append(node)
+    written, names = {name for node in nodes for name in node.output}, dict[str, str]()
+    for node in nodes:
+        behind = readers[node.output[0]] if node.op_type == "QuantizeLinear" else []
+        if len(behind) != 1 or behind[0].op_type != "DequantizeLinear" or {node.output[0], *behind[0].output} & outputs:
+            continue
+        tensor, restored = node.input[0], behind[0].output[0]
+        if len(readers[tensor]) == 1 and tensor in written - outputs:
+            names |= {tensor: tensor + UNQUANTISED, restored: tensor}
+    return [_renamed(node, names, (), "") for node in nodes]
+
+
 def _read(node: Any) -> list[str]:
     """What a node reads, the graphs inside it included."""
     names = [name for name in node.input if name]
@@ -184,7 +207,7 @@ def _renamed(node: Any, names: Mapping[str, str], read: Collection[str], suffix:
     """A copy whose tensors have these names, but for those that it reads from outside; a graph inside it too."""
     copy = type(node)()
     copy.CopyFrom(node)
-    copy.name = (node.name or node.op_type) + suffix
+    copy.name = node.name and node.name + suffix  # ONNX Runtime takes no name twice, but none as often as one likes
     copy.input[:] = [name if name in read else names.get(name, name) for name in node.input]
     copy.output[:] = [names.get(name, name) for name in node.output]
     for attribute in copy.attribute:

@@ -1,4 +1,4 @@
-"""A finding tested again on the engine as it is: marked tensors change what an engine fuses, and may hide or make it.
+"""Suspects tested again without marks: marked tensors change what an engine fuses, and may hide an error or make one.
 
 The graph is cut around the suspects alone, once with everything in the engine, and once with the reference in the
 suspects' place; what lies between the cuts is fused as ever.
@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker.facts.numerics import Apart, Point
-from dyno.worker.numerics.compare import Sides
+from dyno.worker.facts.numerics import Difference, LayerError
+from dyno.worker.numerics.compare import Comparison
 from dyno.worker.numerics.engine import Engine
 from dyno.worker.numerics.graph import Graph
 
@@ -22,13 +22,13 @@ MOST = 0.8  # of the squared errors, which those of independent layers add up in
 Values = dict[str, list[np.ndarray]]
 
 
-def suspects(points: Sequence[Point]) -> list[str]:
+def suspects(layers: Sequence[LayerError]) -> list[str]:
     """The fewest layers that make MOST of the error, in the graph's order; those that make numbers infinite, if any do.
 
     A layer's weight is its effect on the outputs, or its own error where no effect was tried at all.
     """
-    tried = any(point.effect is not None for point in points)
-    weights = {point.tensor: (point.effect or 0.0) if tried else point.added.error for point in points}
+    tried = any(layer.effect is not None for layer in layers)
+    weights = {layer.tensor: (layer.effect or 0.0) if tried else layer.own.error for layer in layers}
     broken = [name for name, weight in weights.items() if not np.isfinite(weight)]
     if broken:
         return broken[:MOST_SUSPECTS]
@@ -43,90 +43,91 @@ def suspects(points: Sequence[Point]) -> list[str]:
 
 @dataclass(frozen=True)
 class Stages:
-    """Points by the stage that computes them: the suspects in odd ones, all others in even ones.
+    """Tensors by the stage that computes them: the suspects in odd ones, all others in even ones.
 
-    `levels` has each point's, and each output's that is none; `wanted` those that a later stage reads, and the outputs.
+    `numbers` has the stage of each compared tensor and of each output; `wanted` are the tensors that a later stage
+    reads, and the outputs.
     """
 
-    levels: Mapping[str, int]
+    numbers: Mapping[str, int]
     wanted: frozenset[str]
 
 
-def stages(sides: Sides, chosen: Sequence[str]) -> Stages:
-    """The stages of the graph that is cut around the chosen points, which are the reference graph's too."""
-    assert sides.other is not None
-    stops, levels, wanted = {*sides.points}, dict[str, int](), {*sides.graph.outputs}
-    targets = [name for name in sides.graph.outputs if name not in stops]
-    for name in (*sides.points, *targets):
-        reads = {*sides.graph.reads(name, stops)}
+def stages(comparison: Comparison, chosen: Sequence[str]) -> Stages:
+    """The stages of the graph that is cut around the chosen tensors, which the reference's graph has too."""
+    stops, numbers, wanted = {*comparison.tensors}, dict[str, int](), {*comparison.graph.outputs}
+    targets = [name for name in comparison.graph.outputs if name not in stops]
+    for name in (*comparison.tensors, *targets):
+        reads = {*comparison.graph.reads(name, stops)}
         if name in chosen:
-            reads |= {*sides.other.reads(name, stops)}
-        below = {read: levels[read] for read in reads if read in levels}
+            reads |= {*comparison.reference_graph.reads(name, stops)}
+        below = {read: numbers[read] for read in reads if read in numbers}
         deepest = max(below.values(), default=0)
-        levels[name] = deepest + (deepest % 2 != (name in chosen))
-        wanted |= {read for read, level in below.items() if level < levels[name]}
-    return Stages(levels, frozenset(wanted))
+        numbers[name] = deepest + (deepest % 2 != (name in chosen))
+        wanted |= {read for read, number in below.items() if number < numbers[name]}
+    return Stages(numbers, frozenset(wanted))
 
 
-def staged(sides: Sides, plan: Stages, reference: Engine | None) -> Apart | None:
+def run_stages(comparison: Comparison, plan: Stages, reference: Engine | None) -> Difference | None:
     """The network's outputs when it runs stage by stage, the odd ones in the reference where one is given."""
-    other = sides.other
-    assert other is not None
-    values: Values = {name: [feed[name] for feed in sides.feeds] for name in sides.feeds[0]}
-    for level in range(max(plan.levels.values()) + 1):
-        outputs = [name for name, own in plan.levels.items() if own == level and name in plan.wanted]
+    values: Values = {name: [feed[name] for feed in comparison.feeds] for name in comparison.feeds[0]}
+    for number in range(max(plan.numbers.values()) + 1):
+        outputs = [name for name, own in plan.numbers.items() if own == number and name in plan.wanted]
         if not outputs:
             continue
-        own, engine = (other, reference) if level % 2 and reference else (sides.graph, sides.engine)
-        before = {name for name, own_level in plan.levels.items() if own_level < level}
-        values |= _stage(sides, own, engine, outputs, before, values)
-    runs = range(sides.kept.runs)
-    return sides.outputs([[values[name][run] for name in sides.graph.outputs] for run in runs])
+        graph, engine = comparison.graph, comparison.engine
+        if number % 2 and reference:
+            graph, engine = comparison.reference_graph, reference
+        before = {name for name, own in plan.numbers.items() if own < number}
+        values |= _stage(comparison, graph, engine, outputs, before, values)
+    runs = range(comparison.stored.runs)
+    return comparison.outputs([[values[name][run] for name in comparison.graph.outputs] for run in runs])
 
 
 def _stage(
-    sides: Sides, graph: Graph, engine: Engine, outputs: Sequence[str], before: set[str], values: Values
+    comparison: Comparison, graph: Graph, engine: Engine, outputs: Sequence[str], before: set[str], values: Values
 ) -> Values:
     shapes = {name: arrays[0].shape for name, arrays in values.items()}
     inputs: dict[str, Any] = {}
-    if graph is sides.other:  # whose inputs may have other names
-        own = sides.kept.feeds(graph.inputs)
+    if graph is comparison.reference_graph:  # whose inputs may have other names
+        own = comparison.stored.feeds(graph.inputs)
         inputs = {name: [feed[name] for feed in own] for name in graph.inputs}
         shapes |= {name: arrays[0].shape for name, arrays in inputs.items()}
     model, reads = graph.piece(outputs, before, shapes)
-    feeds = [{name: (inputs.get(name) or values[name])[run] for name in reads} for run in range(sides.kept.runs)]
-    results = engine.run(model, feeds, {name: graph.dtype(name) for name in reads})
+    feeds = [{name: (inputs.get(name) or values[name])[run] for name in reads} for run in range(comparison.stored.runs)]
+    results = engine.run(model, feeds, graph.dtypes(reads))
     return {name: [*arrays] for name, arrays in zip(outputs, zip(*results, strict=True), strict=True)}
 
 
-def border(sides: Sides) -> tuple[str, ...]:
-    """The last point at which a graph that ends there, with nothing else marked, still agrees, and the first at which
+def boundary(comparison: Comparison) -> tuple[str, ...]:
+    """The last tensor at which a graph that ends there, with nothing else marked, still agrees, and the first at which
     it doesn't ("" for the inputs and for the whole network): by halves, so that there may be others."""
-    low, high = -1, len(sides.points)
-    kinds = sides.kinds(sides.graph.inputs)
+    tensors = comparison.tensors
+    low, high = -1, len(tensors)
     while high - low > 1:
         middle = (low + high) // 2
-        name = sides.points[middle]
-        model, reads = sides.graph.piece([name], (), sides.shapes)
-        feeds = [{each: feed[each] for each in reads} for feed in sides.feeds]
-        runs = sides.engine.run(model, feeds, kinds)
-        found = sides.apart([run[0] for run in runs], sides.kept[name])
-        if found is not None and found.error <= sides.limits.error:
+        name = tensors[middle]
+        model, reads = comparison.graph.piece([name], (), comparison.shapes)
+        feeds = [{each: feed[each] for each in reads} for feed in comparison.feeds]
+        runs = comparison.engine.run(model, feeds, comparison.graph.dtypes(reads))
+        difference = comparison.difference([run[0] for run in runs], name)
+        if difference is not None and difference.error <= comparison.limits.error:
             low = middle
         else:
             high = middle
-    return (sides.points[low] if low >= 0 else "", sides.points[high] if high < len(sides.points) else "")
+    return (tensors[low] if low >= 0 else "", tensors[high] if high < len(tensors) else "")
 
 
-def fused(sides: Sides, last: str) -> list[str]:
+def fused_suspects(comparison: Comparison, last: str) -> list[str]:
     """The fewest layers before `last`, with it, that are still wrong when they are cut out as one piece, in the graph's
     order; none where MOST_FUSED aren't enough."""
-    chosen = {last} & {*sides.points}
+    tensors = {*comparison.tensors}
+    chosen = {last} & tensors
     while chosen and len(chosen) <= MOST_FUSED:
-        found = staged(sides, stages(sides, [*chosen]), None)
-        if found is None or not found.error <= sides.limits.error:
-            return [name for name in sides.points if name in chosen]
-        before = {name for point in chosen for name in sides.graph.reads(point, {*sides.points})} & {*sides.points}
+        difference = run_stages(comparison, stages(comparison, [*chosen]), None)
+        if difference is None or not difference.error <= comparison.limits.error:
+            return [name for name in comparison.tensors if name in chosen]
+        before = {name for each in chosen for name in comparison.graph.reads(each, tensors)} & tensors
         if before <= chosen:
             return []
         chosen |= before

@@ -10,17 +10,17 @@ from dyno.analysis.inside.align import Region
 from dyno.analysis.inside.tables import QUANTISES
 from dyno.worker.facts.inside import Inside, Layer, Port
 
-Call = tuple[str, int, str]  # a part's name, which of its calls, and the tensor's name in the graph
+ModuleCall = tuple[str, int, str]  # a part's name, which of its calls, and the tensor's name in the graph
 
 
-def tensors_of(module: Inside, graph: Inside) -> list[Call]:
+def tensors_of(module: Inside, graph: Inside) -> list[ModuleCall]:
     """The calls whose result one tensor of the graph has: of what belongs together the last of both, where their shapes
     are the same. A module around others counts where it computes its result itself, such as a sum: then none of its
     parts reads it."""
     forms = (module, graph)
     link = align.link(forms, 0, 1)
     numbers, readers = _numbers(module.layers), _readers(graph.layers)
-    found: dict[str, Call] = {}
+    found: dict[str, ModuleCall] = {}
     for region in align.regions(forms, [link]):
         last = _last(forms, region)
         call = _result(module, link, region, last, readers) if last is not None else None
@@ -71,6 +71,6 @@ def _result(
     return None if around and inside else call
 
 
-def modules_of(graph: Inside) -> Iterator[tuple[str, Layer]]:
+def nodes_of(graph: Inside) -> Iterator[tuple[str, Layer]]:
     """Each tensor of the graph with the node that writes it."""
     return ((port.name, layer) for layer in graph.layers for port in layer.outputs)

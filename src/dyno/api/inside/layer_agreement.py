@@ -1,4 +1,4 @@
-"""`dyno agree --layers`: the first layer where two runtimes part, and the few that make most of the error."""
+"""`dyno agree --layers`: the first layer where two runtimes diverge, and the few that make most of the error."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dyno.analysis.numerics import calls, tables
+from dyno.analysis.numerics import module_outputs, tables
 from dyno.analysis.numerics.tables import ORDERS, Compared
 from dyno.analysis.presentation.table import Table
 from dyno.analysis.ranking.correctness import TOLERANCES
@@ -17,21 +17,21 @@ from dyno.engine.gpu_lock import launch_in_turn
 from dyno.jobs.progress import Progress
 from dyno.study import Choice, Study
 from dyno.worker import registry
-from dyno.worker.closeness import ATOL, RTOL
 from dyno.worker.facts.inside import LAYERS, Inside
-from dyno.worker.facts.numerics import Parting
+from dyno.worker.facts.numerics import LayerErrors
+from dyno.worker.numerics.closeness import ATOL, RTOL
 from dyno.worker.record import Record
 from dyno.worker.spec import Artifact, Job, Trial, UserError, check_known
 
 if TYPE_CHECKING:
     import pandas as pd
 
-RUNS, TOP = 4, 20
+INPUTS, TOP = 4, 20
 NODE_BY_NODE = Choice("onnxruntime", {"optimization": "disable"})  # runs a graph as it is written
 
 
 @dataclass(frozen=True)
-class Parted:
+class LayerAgreement:
     """Engines against the first model, layer by layer; values are close by `rtol` and `atol`; `top` rows of each are
     listed in one of ORDERS."""
 
@@ -43,14 +43,14 @@ class Parted:
 
     @cached_property
     def tables(self) -> list[Table]:
-        """A row for each layer of each engine, and one for each engine with what was found."""
+        """A row for each layer of each engine, and one for each engine with the layers that make its error."""
         rows = tables.layers(self.compared, self.order, self.top)
         return [rows, tables.findings(self.compared, self.rtol, self.atol)]
 
     @property
     def close(self) -> float:
-        """The smallest share of output values that are close in any engine as it is; 0 for outputs of other shapes."""
-        return min(each.found.whole.close if each.found.whole else 0.0 for each in self.compared)
+        """The smallest share of output values that are close in any unmodified engine; 0 for other shapes."""
+        return min(each.errors.unmodified.close if each.errors.unmodified else 0.0 for each in self.compared)
 
     def to_pandas(self) -> pd.DataFrame:
         """The rows of all layers."""
@@ -61,22 +61,22 @@ def agree_layers(
     model: Any,
     *others: Any,
     batch: int = 1,
-    runs: int = RUNS,
+    compared: int = INPUTS,
     rtol: float = RTOL,
     atol: float = ATOL,
     order: str = ORDERS[0],
     top: int = TOP,
     quiet: bool = True,
     **settings: Any,
-) -> Parted:
-    """Compare every layer of a model in other forms with the same layer of the first: where they part.
+) -> LayerAgreement:
+    """Compare every layer of a model in other forms with the same layer of the first: where they diverge.
 
     `model` is a module or an ONNX file, and `others` are forms of it as in `dyno.inspect`, such as `openvino/int8`, or
-    other ONNX files of the same graph. Tensors are compared on `runs` batches, of the data where `settings`, fields
+    other ONNX files of the same graph. Tensors are compared on `compared` inputs, of the data where `settings`, fields
     of `dyno.Study`, have some. `top` rows of each engine are listed (0: all), in one of ORDERS. Raises `UserError` for
     what isn't a graph, and for graphs that have no tensors in common.
     """
-    for name, value, least in (("batch", batch, 1), ("runs", runs, 1), ("top", top, 0)):
+    for name, value, least in (("batch", batch, 1), ("compared", compared, 1), ("top", top, 0)):
         if value < least:
             raise UserError(f"{name} is {value}; it must be at least {least}")
     check_known("order", order, ORDERS)
@@ -86,11 +86,11 @@ def agree_layers(
         raise UserError("layers are compared with something: give a form, such as openvino or onnxruntime/int8, or "
                         "another ONNX file")  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch:
-        reading = _Parting(study, batch, Progress(quiet=quiet), Path(scratch), runs)
+        reading = _Comparing(study, batch, Progress(quiet=quiet), Path(scratch), -(-compared // batch))
         for side in asked:
             reading.read(side)
-        compared = tuple(reading.compared(side, place, rtol, atol) for place, side in enumerate(asked) if place)
-    return Parted(compared, rtol, atol, order, top)
+        engines = tuple(reading.compared(place, rtol, atol) for place in range(1, len(asked)))
+    return LayerAgreement(engines, rtol, atol, order, top)
 
 
 def _runnable(side: forms.Side, later: bool) -> forms.Side:
@@ -101,8 +101,8 @@ def _runnable(side: forms.Side, later: bool) -> forms.Side:
                         f"was made from, and {kind.usual(Path(side.source))} behind it")  # fmt: skip
     if side.choice.name == forms.ONNX:  # a file behind the first runs as ever, a form of the first as it is written
         return replace(side, choice=Choice(NODE_BY_NODE.name) if later and not side.precision else NODE_BY_NODE)
-    if side.choice.name != forms.MODULE and not registry.find(side.choice.name).cuts:
-        able = [name for name in registry.names() if registry.find(name).cuts]
+    if side.choice.name != forms.MODULE and not registry.find(side.choice.name).loads_onnx:
+        able = [name for name in registry.names() if registry.find(name).loads_onnx]
         raise UserError(f"{side.choice.name} runs no parts of a graph, so its layers can't be compared; these do: "
                         f"{', '.join(able)}")  # fmt: skip
     return side
@@ -120,16 +120,16 @@ class _Ran:
     artifact: Artifact | None
 
 
-class _Parting(forms.Reading):
+class _Comparing(forms.Reading):
     """Reads forms and the graphs behind them, then compares their values."""
 
     def __init__(self, study: Study, batch: int, progress: Progress, folder: Path, runs: int) -> None:
         super().__init__(study, batch, progress)
         self._jobs, self._folder, self._runs = 0, folder, runs
         self._ran: list[_Ran] = []
-        self._float: Artifact | None = None
         self._graph_files: dict[int, Artifact] = {}
-        self._kept: dict[tuple[calls.Call, ...], Path] = {}
+        self._stored: dict[int, Path] = {}  # by the index of the reference's graph
+        self._float = -1
 
     def module(self, study: Study, side: forms.Side, trial: Trial) -> None:
         """A module is inspected as for a run, so that it gets the same inputs."""
@@ -148,55 +148,58 @@ class _Parting(forms.Reading):
         return super().titled(form, replace(trial, options={}) if plain else trial)
 
     def graph(self, trial: Trial, file: Artifact) -> int:
-        """The index of the graph's form, and the graph's file kept by it."""
+        """The index of the graph's form, whose file is kept by it."""
         index = super().graph(trial, file)
         self._graph_files.setdefault(index, file)
         return index
 
-    def compared(self, side: forms.Side, place: int, rtol: float, atol: float) -> Compared:
+    def compared(self, place: int, rtol: float, atol: float) -> Compared:
         """The engine at that place of those that were asked for, against the first."""
-        shown, own = self.shown[place], self._ran[place]
-        graph = self.graph_of[shown]
-        first, module = self._ran[0], self._ran[0].trial.backend == forms.MODULE
-        found_calls = tuple(calls.tensors_of(self.forms[self.shown[0]], self.forms[graph])) if module else ()
-        other = self._float_graph() if module else self._graph_files[self.graph_of[self.shown[0]]]
-        values = self._values(first, other, found_calls if module else None)
+        shown, own, first = self.shown[place], self._ran[place], self._ran[0]
+        graph, against = self.graph_of[shown], self._reference_graph(own)
         precision = max(own.trial.precision, first.trial.precision, key=lambda name: TOLERANCES[name].limit)
         limit = TOLERANCES[precision].close
         options = {
-            "graph": self._graph_files[graph].path, "other": other.path, "values": str(values),
-            "limits": [limit, rtol, atol], "always": own.trial.precision != first.trial.precision,
+            "graph": self._graph_files[graph].path, "reference_graph": self._graph_files[against].path,
+            "reference": str(self._reference(first, against)), "limits": [limit, rtol, atol],
+            "always": own.trial.precision != first.trial.precision,
         }  # fmt: skip
-        record = self._finished(Job("part", own.trial.runtime, own.trial, artifact=own.artifact, options=options))
-        parting = record.facts.parting
-        assert isinstance(parting, Parting)
+        job = Job("layer_errors", own.trial.runtime, own.trial, artifact=own.artifact, options=options)
+        errors = self._finished(job).facts.layer_errors
+        assert isinstance(errors, LayerErrors)
         titles = [self.forms[self.shown[k]].library for k in (place, 0)]
         names = [self._name(k, title) for k, title in zip((place, 0), titles, strict=True)]
-        return Compared(names[0], names[1], self.forms[graph], parting, precision, limit)
+        return Compared(names[0], names[1], self.forms[graph], errors, precision, limit)
 
     def _name(self, place: int, title: str) -> str:
         """The form's title, with the model where there are several."""
         sources = [ran.trial.model.source or ran.trial.model.name for ran in self._ran]
         return f"{Path(sources[place]).name} {title}" if len({*sources}) > 1 else title
 
-    def _float_graph(self) -> Artifact:
-        """The graph of the module in FP32, whose nodes stand for the module's own where a layer is put in place."""
-        if self._float is None:
-            self.read(forms.Side(self._ran[0].trial.model.source, NODE_BY_NODE, "fp32"))
-            self._float = self._graph_files[self.graph_of[self.shown[-1]]]
+    def _reference_graph(self, own: _Ran) -> int:
+        """The index of the reference's graph; of a module its export in FP32, the engine's own if possible."""
+        first = self._ran[0].trial
+        if first.backend != forms.MODULE:
+            return self.graph_of[self.shown[0]]
+        if own.trial.precision == "fp32" and own.trial.model.source == first.model.source:
+            return self.graph_of[self.shown[self._ran.index(own)]]
+        if self._float < 0:
+            self.read(forms.Side(first.model.source, NODE_BY_NODE, "fp32"))
+            self._float = self.graph_of[self.shown[-1]]
         return self._float
 
-    def _values(self, first: _Ran, graph: Artifact, found: tuple[calls.Call, ...] | None) -> Path:
-        """The folder of the reference's values, kept once for each list of calls."""
-        key = found or ()
-        if key not in self._kept:
-            options: dict[str, Any] = {"runs": self._runs}
-            if found is not None:
-                options["calls"] = [list(call) for call in found]
-            artifact = None if found is not None else graph
-            self._finished(Job("values", first.trial.runtime, first.trial, artifact=artifact, options=options))
-            self._kept[key] = self._folder / str(self._jobs) / "values"
-        return self._kept[key]
+    def _reference(self, first: _Ran, graph: int) -> Path:
+        """The folder of the reference's tensors by their names in the graph, stored once for each graph."""
+        if graph not in self._stored:
+            file, options = self._graph_files[graph], dict[str, Any](runs=self._runs)
+            artifact: Artifact | None = file
+            if first.trial.backend == forms.MODULE:
+                calls = module_outputs.tensors_of(self.forms[self.shown[0]], self.forms[graph])
+                options |= {"graph": file.path, "calls": [list(call) for call in calls]}
+                artifact = None
+            self._finished(Job("reference", first.trial.runtime, first.trial, artifact=artifact, options=options))
+            self._stored[graph] = self._folder / str(self._jobs) / "tensors"
+        return self._stored[graph]
 
     def _finished(self, job: Job) -> Record:
         """The record of the job; a `UserError` where it failed."""

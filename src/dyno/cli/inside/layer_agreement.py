@@ -19,10 +19,6 @@ Layers = Annotated[
         help="Compare layer by layer, in forms behind the first model such as openvino/int8, or other ONNX files.",
     ),
 ]
-Runs = Annotated[
-    int | None,
-    typer.Option(help="Batches on which layers are compared.", rich_help_panel=LAYERS, show_default="4"),
-]
 Top = Annotated[
     int | None,
     typer.Option(
@@ -44,7 +40,6 @@ INSTEAD = {
     "backends": ("--backends", "forms behind the model, such as openvino/int8"),
     "precisions": ("--precision", "forms behind the model, such as openvino/int8"),
     "routes": ("--routes", "the exported file"),
-    "compared": ("--inputs", "--runs, the number of batches"),
 }
 
 
@@ -60,7 +55,7 @@ def agree_layers(
 ) -> int:
     """Print the layers and the finding: 1 when the share of close output values is below `least`."""
     from dyno.analysis.presentation.export import export
-    from dyno.api.inside import parting
+    from dyno.api.inside import layer_agreement
     from dyno.planning.checks import check_format
 
     check_format(format)
@@ -73,11 +68,11 @@ def agree_layers(
     if len(batches) != 1:
         raise UserError("--layers compares one batch; give one, e.g. --batch 1")
     model, *others = models
-    found = parting.agree_layers(
+    agreement = layer_agreement.agree_layers(
         model, *others, batch=batches[0], rtol=rtol, atol=atol, quiet=False, **given, **overrides
     )
-    print(export(found.tables, format), end="")
-    return int(found.close < least)
+    print(export(agreement.tables, format), end="")
+    return int(agreement.close < least)
 
 
 def refuse_without_layers(rows: Mapping[str, Any]) -> None:

@@ -13,13 +13,13 @@ import pytest
 from dyno.worker.backend import Backend, Session
 from dyno.worker.backends.onnx_runtime import ONNX_RUNTIME, OnnxRuntime
 from dyno.worker.backends.open_vino import OPENVINO
-from dyno.worker.facts.numerics import Parting
-from dyno.worker.jobs import layers_apart
+from dyno.worker.facts.numerics import LayerErrors
+from dyno.worker.jobs import layer_errors
 from dyno.worker.numerics import reference
 from dyno.worker.spec import Artifact, DataSpec, Dims, Job, ModelSpec, Runtime, Trial, UserError
 
 onnx = pytest.importorskip("onnx")
-Compare = Callable[..., Parting]
+Compare = Callable[..., LayerErrors]
 FP32 = (1e-3, 1e-3, 1e-8)  # limits: of the error, relative and absolute of close values
 
 
@@ -109,20 +109,27 @@ class WrongFusion(Changing):
 def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compare:
     """Compare two graphs: the first in ONNX Runtime node by node, the second in a backend."""
 
-    def run(first: Any, second: Any, backend: Backend = ONNX_RUNTIME, **settings: Any) -> Parting:
+    def run(first: Any, second: Any, backend: Backend = ONNX_RUNTIME, **settings: Any) -> LayerErrors:
         paths = []
         for number, model in enumerate((first, second)):
             paths.append(tmp_path / f"{number}.onnx")
             onnx.save(model, paths[-1])
         backends = {"onnxruntime": ONNX_RUNTIME, "own": backend}
-        monkeypatch.setattr(layers_apart, "find", backends.__getitem__)
+        monkeypatch.setattr(layer_errors, "find", backends.__getitem__)
         images, one = DataSpec(count=3), Runtime(threads=1)
         trial = Trial(ModelSpec("net", ""), "own", "fp32", Dims(1, 8, 8), settings, data=images, runtime=one)
         artifacts = [Artifact("onnx", str(path), "", 0, "fp32", (), (), 0.0) for path in paths]
-        layers_apart.keep_values(Job("values", trial=trial, artifact=artifacts[0], options={"runs": 3}), tmp_path, said)
-        more = {"graph": str(paths[1]), "other": str(paths[0]), "values": str(tmp_path / "values"), "limits": FP32}
-        job = Job("part", trial=trial, artifact=artifacts[1], options={**more, "always": False})
-        return layers_apart.part(job, tmp_path, said)
+        layer_errors.store_reference(
+            Job("reference", trial=trial, artifact=artifacts[0], options={"runs": 3}), tmp_path, said
+        )
+        more = {
+            "graph": str(paths[1]),
+            "reference_graph": str(paths[0]),
+            "reference": str(tmp_path / "tensors"),
+            "limits": FP32,
+        }
+        job = Job("layer_errors", trial=trial, artifact=artifacts[1], options={**more, "always": False})
+        return layer_errors.compare_engine(job, tmp_path, said)
 
     return run
 
@@ -131,21 +138,21 @@ def said(stage: str) -> None:
     """Nobody listens."""
 
 
-def own(found: Parting) -> dict[str, float]:
-    return {point.tensor: point.added.error for point in found.points}
+def own(found: LayerErrors) -> dict[str, float]:
+    return {layer.tensor: layer.own.error for layer in found.layers}
 
 
-def first(found: Parting) -> str:
-    return next(point.tensor for point in found.points if point.apart.error > FP32[0])
+def first(found: LayerErrors) -> str:
+    return next(layer.tensor for layer in found.layers if layer.total.error > FP32[0])
 
 
 @pytest.mark.parametrize("backend", [ONNX_RUNTIME, OPENVINO], ids=["onnxruntime", "openvino"])
 def test_equal_graphs_have_no_suspects(compare: Compare, backend: Backend) -> None:
     found = compare(network(), network(), backend)
-    assert found.whole is not None and found.whole.error < 1e-5 and found.whole.close == 1
-    assert [point.tensor for point in found.points] == ["c1", "r1", "c2", "r2", "c3", "d", "u", "v", "s", "p", "f", "y"]
+    assert found.unmodified is not None and found.unmodified.error < 1e-5 and found.unmodified.close == 1
+    assert [layer.tensor for layer in found.layers] == ["c1", "r1", "c2", "r2", "c3", "d", "u", "v", "s", "p", "f", "y"]
     assert max(own(found).values()) < 1e-5 and not found.suspects and found.cut is None
-    assert {point.tensor: point.reads for point in found.points}["d"] == ("c3", "r2")
+    assert {layer.tensor: layer.reads for layer in found.layers}["d"] == ("c3", "r2")
 
 
 @pytest.mark.parametrize("backend", [ONNX_RUNTIME, OPENVINO], ids=["onnxruntime", "openvino"])
@@ -154,11 +161,11 @@ def test_a_changed_weight_is_found_and_confirmed(compare: Compare, backend: Back
     assert found.suspects == ("c3",) == (first(found),)
     errors = own(found)
     assert errors.pop("c3") == pytest.approx(0.5, rel=1e-3) and max(errors.values()) < 1e-5  # others inherit
-    assert found.whole and found.cut and found.mended
-    assert found.whole.error > 0.05 and found.cut.error == pytest.approx(found.whole.error, rel=1e-3)
-    assert found.mended.error < 1e-5
-    effects = {point.tensor: point.effect for point in found.points}
-    assert effects["c3"] == pytest.approx(found.whole.error, rel=1e-3)
+    assert found.unmodified and found.cut and found.substituted
+    assert found.unmodified.error > 0.05 and found.cut.error == pytest.approx(found.unmodified.error, rel=1e-3)
+    assert found.substituted.error < 1e-5
+    effects = {layer.tensor: layer.effect for layer in found.layers}
+    assert effects["c3"] == pytest.approx(found.unmodified.error, rel=1e-3)
 
 
 def test_a_swapped_branch_is_found(compare: Compare) -> None:
@@ -167,30 +174,34 @@ def test_a_swapped_branch_is_found(compare: Compare) -> None:
     difference.input[:] = ["c3", "r2"]
     found = compare(network(), swapped)
     assert found.suspects == ("d",) == (first(found),) and own(found)["d"] == pytest.approx(2, rel=1e-3)
-    assert found.mended is not None and found.mended.error < 1e-5
+    assert found.substituted is not None and found.substituted.error < 1e-5
 
 
 def test_a_wrong_kernel_of_an_engine_is_found(compare: Compare) -> None:
     found = compare(network(), network(), WrongConvolution())
     assert found.suspects == ("c2",) == (first(found),) and own(found)["c2"] == pytest.approx(2, rel=1e-3)
-    assert found.mended and found.mended.error < 1e-5
+    assert found.substituted and found.substituted.error < 1e-5
 
 
 def test_what_only_fusing_makes_wrong_vanishes_when_marked_and_is_found_by_cuts(compare: Compare) -> None:
     found = compare(network(), network(), WrongFusion())
-    assert found.whole and found.whole.error > 0.05 and found.marked and found.marked.error < 1e-5
-    assert max(point.apart.error for point in found.points) < 1e-5  # nothing to see where everything is marked
-    assert found.border == ("c2", "r2") and found.suspects == ("c2", "r2")
-    assert found.cut and found.cut.error == pytest.approx(found.whole.error, rel=1e-3)
-    assert found.mended and found.mended.error < 1e-5
+    assert found.unmodified and found.unmodified.error > 0.05 and found.marked and found.marked.error < 1e-5
+    assert max(layer.total.error for layer in found.layers) < 1e-5  # nothing to see where everything is marked
+    assert found.boundary == ("c2", "r2") and found.suspects == ("c2", "r2")
+    assert found.cut and found.cut.error == pytest.approx(found.unmodified.error, rel=1e-3)
+    assert found.substituted and found.substituted.error < 1e-5
 
 
 def test_an_overflow_is_found_where_it_begins(compare: Compare) -> None:
     found = compare(network(3e4), network(3e4), HalfTensor(), optimization="disable")
-    broken = [point for point in found.points if point.apart.nonfinite]
-    assert broken[0].tensor == first(found) == "u" and broken[0].added.nonfinite
-    assert found.whole and found.whole.nonfinite and not np.isfinite(found.whole.error)
-    assert found.suspects == ("u",) and found.mended and (found.mended.nonfinite, found.mended.error) < (1, 1e-3)
+    broken = [layer for layer in found.layers if layer.total.nonfinite]
+    assert broken[0].tensor == first(found) == "u" and broken[0].own.nonfinite
+    assert found.unmodified and found.unmodified.nonfinite and not np.isfinite(found.unmodified.error)
+    assert (
+        found.suspects == ("u",)
+        and found.substituted
+        and (found.substituted.nonfinite, found.substituted.error) < (1, 1e-3)
+    )
 
 
 def test_an_overflow_that_only_marking_shows(compare: Compare) -> None:
@@ -198,9 +209,11 @@ def test_an_overflow_that_only_marking_shows(compare: Compare) -> None:
     from onnxconverter_common import float16
 
     found = compare(network(3e4), float16.convert_float_to_float16(network(3e4), 1e-8, 65504.0, keep_io_types=True))
-    broken = [point for point in found.points if point.apart.nonfinite]
-    assert broken[0].tensor == "u" and broken[0].added.nonfinite
-    assert found.whole and found.whole.nonfinite == 0 and found.whole.error < FP32[0] and not found.suspects
+    broken = [layer for layer in found.layers if layer.total.nonfinite]
+    assert broken[0].tensor == "u" and broken[0].own.nonfinite
+    assert (
+        found.unmodified and found.unmodified.nonfinite == 0 and found.unmodified.error < FP32[0] and not found.suspects
+    )
 
 
 def test_parts_change_nothing(compare: Compare, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,8 +253,8 @@ def test_a_branch_of_the_graph_itself(compare: Compare) -> None:
         return model
 
     found = compare(with_branch(1.0), with_branch(2.0))
-    assert found.suspects == ("g",) and found.mended and found.mended.error < 1e-5
-    assert {point.tensor: set(point.reads) for point in found.points}["g"] == {"f", "sum"}
+    assert found.suspects == ("g",) and found.substituted and found.substituted.error < 1e-5
+    assert {layer.tensor: set(layer.reads) for layer in found.layers}["g"] == {"f", "sum"}
 
 
 def test_other_graphs_are_refused(compare: Compare) -> None:
@@ -259,6 +272,14 @@ def test_inputs_that_are_no_numbers_are_refused() -> None:
         reference.check_finite([{"x": np.array([1.0, np.nan])}])
 
 
+def test_nodes_without_names(compare: Compare) -> None:
+    wrong = scaled(network(), "w3", 1.5)
+    for node in wrong.graph.node:
+        node.ClearField("name")
+    found = compare(network(), wrong)
+    assert found.suspects == ("c3",) and found.substituted and found.substituted.error < 1e-5
+
+
 def test_suspects_are_few(compare: Compare) -> None:
     wrong: Sequence[tuple[str, float]] = (("w1", 1.0001), ("w2", 1.5), ("w3", 1.5))
     model = network()
@@ -270,5 +291,27 @@ def test_suspects_are_few(compare: Compare) -> None:
 def test_a_tensor_that_its_readers_make_up_for_is_left_out(compare: Compare) -> None:
     """As in a graph whose layers were scaled against each other before quantisation."""
     found = compare(network(), scaled(scaled(network(), "up", 4.0), "down", 0.25))
-    assert found.mismatched == 2 and {"u", "v"}.isdisjoint(point.tensor for point in found.points)
-    assert max(own(found).values()) < 1e-5 and found.whole and found.whole.error < 1e-5
+    assert found.mismatched == 2 and {"u", "v"}.isdisjoint(layer.tensor for layer in found.layers)
+    assert max(own(found).values()) < 1e-5 and found.unmodified and found.unmodified.error < 1e-5
+
+
+def test_a_relu_that_quantising_took_away_is_no_error(compare: Compare) -> None:
+    """A quantiser leaves it to the clamping at 0, and gives the convolution the name of its output."""
+    quantised = network()
+    make, nodes = onnx.helper.make_node, [*quantised.graph.node]
+    names = {node.name: node for node in nodes}
+    names["conv1"].output[0] = "r1"
+    scale = [onnx.numpy_helper.from_array(np.asarray(0.02, np.float32), "scale"),
+             onnx.numpy_helper.from_array(np.asarray(0, np.uint8), "zero")]  # fmt: skip
+    quantised.graph.initializer.extend(scale)
+    for reader in (names["conv2"], names["conv3"]):
+        reader.input[0] = "restored"
+    del quantised.graph.node[:]
+    quantised.graph.node.extend([
+        names["conv1"], make("QuantizeLinear", ["r1", "scale", "zero"], ["q"], "quantise"),
+        make("DequantizeLinear", ["q", "scale", "zero"], ["restored"], "restore"), *nodes[2:],
+    ])  # fmt: skip
+    found = compare(network(), quantised)
+    first_own, *others = own(found).values()
+    assert found.layers[0].tensor == "r1" and 1e-4 < first_own < 0.05 and max(others) < 1e-5
+    assert found.mismatched == 0
