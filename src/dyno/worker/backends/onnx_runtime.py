@@ -66,6 +66,7 @@ class OnnxRuntime(Backend):
     options = ("optimization", "spinning", *CUDA_OPTIONS, *PREPARATION)
     values: Mapping[str, Check] = {"optimization": one_of(*OPTIMIZATION), "spinning": flag, **CUDA_VALUES, **VALUES}
     files = (".onnx",)
+    loads_onnx = True
 
     def refuse(self, trial: Trial) -> str:
         """The base class's reasons, and int8 without data."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from dyno.worker.facts.engine import EngineFacts, Probe
 from dyno.worker.facts.inside import Inside
 from dyno.worker.facts.json_values import EARLIER
+from dyno.worker.facts.numerics import LayerErrors
 from dyno.worker.facts.sparse import Sparse
 from dyno.worker.facts.video import VideoFacts
 
@@ -114,7 +115,7 @@ class Facts(EngineFacts, Timing):
 
     `random_outputs` is how far two calls on one input are apart, relative to their size; `no_route` says that no other
     route to the file would lead on, and `printed` is the end of what making it printed. `stress`, `peak`, `probe`,
-    `training`, `inside`, `files` and `video` are what jobs of other kinds found.
+    `training`, `inside`, `layer_errors`, `files` and `video` are what jobs of other kinds found.
     """
 
     data: Answered | None = None
@@ -128,5 +129,6 @@ class Facts(EngineFacts, Timing):
     probe: Probe | None = None
     training: Trained | None = None
     inside: Inside | None = None
+    layer_errors: LayerErrors | None = None
     files: tuple[str, ...] = ()
     video: VideoFacts | None = None
