@@ -129,8 +129,14 @@ def verdict(result: LayerErrors, limit: float) -> str:
     if result.unmodified is None or result.cut is None or result.substituted is None:
         return "not tested" if result.suspects else ""
     unmodified, cut, substituted = result.unmodified.error, result.cut.error, result.substituted.error
-    if unmodified > limit >= cut or (math.isfinite(unmodified) and cut < HALF * unmodified):
+    if cut <= limit if math.isinf(unmodified) else _gone(unmodified, cut, limit):
         return "vanishes when the graph is cut there"
-    if substituted <= limit < cut or substituted < HALF * cut:
+    if _gone(cut, substituted, limit):
         return "confirmed"
     return "confirmed in part" if substituted < MOSTLY * cut else "not confirmed"
+
+
+def _gone(before: float, after: float, limit: float) -> bool:
+    """Whether most of an error is gone, or so much that it is within the limit now; at the limit a hair's breadth is
+    no finding."""
+    return after < HALF * before or (after <= limit < before and after < MOSTLY * before)
