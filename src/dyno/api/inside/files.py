@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from dyno.analysis import style
+from dyno.analysis.inside.roofline import Ceilings
 from dyno.analysis.inside.times import Times
-from dyno.analysis.layer_files import explorer, node_notes, page, traces
+from dyno.analysis.layer_files import explorer, node_notes, page, roofline_chart, traces
 from dyno.analysis.layer_files.node_notes import Note
 from dyno.analysis.layer_files.steps import Timeline, timelines
 from dyno.analysis.presentation.table import Table
@@ -50,15 +52,19 @@ class Found(Protocol):
     def times(self) -> Mapping[int, Times]: ...
     @property
     def tables(self) -> list[Table]: ...
+    @property
+    def ceilings(self) -> Ceilings | None: ...
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of file: what opens it, what makes its text, None for an ONNX graph, and whether it is one of times."""
+    """One kind of file: what opens it, what makes its text, None for an ONNX graph, whether it is one of times, and
+    whether it needs the device's ceilings."""
 
     opens: str
     text: Callable[[Found, list[Timeline]], str] | None
     timed: bool = False
+    rated: bool = False
 
 
 KINDS: dict[str, Kind] = {
@@ -70,6 +76,7 @@ KINDS: dict[str, Kind] = {
         explorer.graphs([found.forms[k] for k in found.shown], lines, found.name), indent=1)),
     ".node-data.json": Kind("Model Explorer", lambda _, lines: json.dumps(explorer.node_data(lines)), timed=True),
     ".onnx": Kind("Netron", None),
+    ".roofline.svg": Kind("a browser", lambda found, _: _roofline(found), timed=True, rated=True),
     PAGE: Kind("a browser", lambda found, lines: page.html(found.name, lines, found.tables), timed=True),
 }  # fmt: skip
 
@@ -86,12 +93,14 @@ def kind_of(path: Path, timed: bool) -> Kind:
     raise UserError(f"{path.name} needs times of layers; `dyno profile` saves it, `dyno inspect` saves {known}")
 
 
-def check(paths: Sequence[Path], sides: Sequence[Side], timed: bool) -> None:
+def check(paths: Sequence[Path], sides: Sequence[Side], timed: bool, rated: bool = False) -> None:
     """A `UserError` for a file that can't be written, or not of these forms, before anything is read."""
     for path in paths:
         kind = kind_of(path, timed)
         if kind is KINDS[PAGE]:
             check_page()
+        if kind.rated and not rated:
+            raise UserError(f"{path.name} needs the device's ceilings; add --roofline")
         _check_writable(path)
         if any(path.exists() and Path(s.source).is_file() and path.samefile(s.source) for s in sides):
             raise UserError(f"{path} is the model itself; give another file to save to")
@@ -146,6 +155,15 @@ def check_page() -> None:
 def fragment(found: Found) -> str:
     """The tree maps and the tables as a part of a page."""
     return page.fragment(_lines(found), found.tables)
+
+
+def _roofline(found: Found) -> str:
+    if found.ceilings is None:
+        raise UserError("the chart needs the device's ceilings; profile with roofline=True")
+    figure = roofline_chart.draw(found.forms, found.times, found.graph_of, found.ceilings)
+    if figure is None:
+        raise UserError("no layer multiplies, so that there is no roofline chart")
+    return style.svg(figure, "roofline")
 
 
 def _lines(found: Found) -> list[Timeline]:

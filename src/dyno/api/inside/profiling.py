@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dyno.analysis.inside import launching, times
+from dyno.analysis.inside.roofline import Ceilings, types_of
 from dyno.analysis.inside.times import ORDERS, Times
 from dyno.analysis.presentation.table import Table
 from dyno.analysis.records.arrays import read_npz
 from dyno.api.inside import files, forms
 from dyno.api.inside.forms import GraphFile
+from dyno.engine.peak import find_ceilings
 from dyno.jobs.progress import Progress
+from dyno.planning.interpreters import runtime_of
 from dyno.study import Choice, Study, model_name
-from dyno.worker import registry
+from dyno.worker import registry, system
 from dyno.worker.facts.inside import Inside
 from dyno.worker.record import Record
 from dyno.worker.spec import Artifact, Job, Plan, Trial, UserError, check_known
@@ -35,7 +38,8 @@ class Profiled:
 
     `records` are those of the jobs, in the order of `times`; none has a latency. The other forms are the ONNX graphs
     behind engines, by which layers get their names: `graph_of` has the index of each engine's, `module_of` that of its
-    module, where that was profiled too, and `graphs` each graph's file.
+    module, where that was profiled too, and `graphs` each graph's file. `ceilings` are the device's, where they were
+    asked for.
     """
 
     forms: tuple[Inside, ...]
@@ -47,13 +51,15 @@ class Profiled:
     name: str = ""
     order: str = ORDERS[0]
     top: int = TOP
+    ceilings: Ceilings | None = None
 
     @cached_property
     def tables(self) -> list[Table]:
         """The layers of each form with their times, and what of the latency they explain."""
         return [
-            times.profile(self.forms, self.graph_of, self.module_of, self.times, self.order, self.top),
-            times.reconciliation(self.forms, self.times),
+            times.profile(self.forms, self.graph_of, self.module_of, self.times, self.order, self.top, self.ceilings),
+            times.reconciliation(self.forms, self.times, self.graph_of, self.ceilings),
+            *([self.ceilings.table()] if self.ceilings else []),
         ]
 
     @property
@@ -83,6 +89,7 @@ def profile(
     top: int = TOP,
     order: str = ORDERS[0],
     save: Sequence[str | Path] = (),
+    roofline: bool = False,
     quiet: bool = True,
     **settings: Any,
 ) -> Profiled:
@@ -91,7 +98,8 @@ def profile(
     `model` and `others` are as in `dyno.inspect`. Of an ONNX file or an IR the backend that usually runs it is
     profiled; of the first one only its forms, where some are asked for. In one process per form the latency is measured
     first, then `runs` runs that are watched. `top` layers are listed (0: all) in one of ORDERS. `save` names files to
-    write, whose names are checked first (see `Profiled.save`). `settings` are fields of `dyno.Study`; `warmup` and
+    write, whose names are checked first (see `Profiled.save`). With `roofline` the device's
+    ceilings are measured then, and the layers are rated by them. `settings` are fields of `dyno.Study`; `warmup` and
     `seconds` are those of the latency. On a GPU `Times.gpu` says how long it did nothing. Raises
     `UserError` where layers have no times.
     """
@@ -105,14 +113,15 @@ def profile(
     for side in sides:
         _check(side, study.device)
     paths = [Path(path) for path in save]
-    files.check(paths, sides, timed=True)
+    files.check(paths, sides, timed=True, rated=roofline)
     for side in sides:
         reading.read(side)
     sources = {k: side.source for k, side in zip(reading.shown, sides, strict=True)}
     timed = dict(zip(reading.shown, reading.times, strict=True))
     records = tuple(reading.records)
     found = Profiled(_distinct(reading.forms, sources), reading.graph_of, reading.module_of(sides), timed, records,
-                     reading.graphs, model_name(study.models[0]), order, top)  # fmt: skip
+                     reading.graphs, model_name(study.models[0]), order, top,
+                     reading.ceilings(study) if roofline else None)  # fmt: skip
     files.save_all(found, paths, quiet)
     return found
 
@@ -171,6 +180,7 @@ class _Profiling(forms.Reading):
         self._plan = Plan(("model",), study.warmup, study.seconds, rounds=1)
         self.times: list[Times] = []
         self.records: list[Record] = []
+        self._devices: set[str] = set()
 
     def module(self, study: Study, side: forms.Side, trial: Trial) -> None:
         """A module is timed as PyTorch runs it."""
@@ -192,5 +202,20 @@ class _Profiling(forms.Reading):
             samples = read_npz(folder / "samples.npz")
         self.records.append(record)
         self.times.append(Times(samples["unprofiled_model"], samples["profiled"], samples["layers"], record.warnings,
-                                launching.of_samples(samples)))  # fmt: skip
+                                launching.of_samples(samples), trial.backend, trial.precision))  # fmt: skip
+        self._devices.add(trial.runtime.device)
         return inside
+
+    def ceilings(self, study: Study) -> Ceilings:
+        """The ceilings of the device that all forms ran on, in the types that their layers compute in, by PyTorch."""
+        device, *others = self._devices
+        if others:
+            raise UserError("the forms ran on several devices, which have no common ceilings; profile them one by one")
+        runtime = replace(runtime_of(study, Choice(forms.MODULE)), device=device)
+        runtime = replace(runtime, threads=study.threads or system.physical_cores())
+        types = {kind for k, each in zip(self.shown, self.times, strict=True)
+                 for kind in types_of(self.forms[k], each.precision)}  # fmt: skip
+        record = find_ceilings(runtime, types, self._progress)
+        if record.status != "ok" or record.facts.copy is None:
+            raise UserError(f"the ceilings of {device} can't be measured: {record.reason}")
+        return Ceilings(record.facts.peak, record.facts.copy, record.warnings)

@@ -89,6 +89,15 @@ class PeakOfType:
 
 
 @dataclass(frozen=True)
+class CopyRate:
+    """The rate of copies of `bytes` within the device's memory, by their median: bytes/s, read and written ones."""
+
+    bytes_per_s: float
+    bytes: int
+    window: Window = (0.0, 0.0)
+
+
+@dataclass(frozen=True)
 class Trained:
     """What a training came to: accuracy in percent and loss of the best weights on `count` test images, its seconds,
     the file of the weights with its sha256, and sentences on the data."""
@@ -112,8 +121,8 @@ class Facts(EngineFacts, Timing):
     """All facts of a record. `data`, `evaluation`, `finite` and `random_outputs` are of round 0.
 
     `random_outputs` is how far two calls on one input are apart, relative to their size; `no_route` says that no other
-    route to the file would lead on, and `printed` is the end of what making it printed. `stress`, `peak`, `probe`,
-    `training`, `inside` and `files` are what jobs of other kinds found.
+    route to the file would lead on, and `printed` is the end of what making it printed. `stress`, `peak`, `copy`,
+    `probe`, `training`, `inside` and `files` are what jobs of other kinds found.
     """
 
     data: Answered | None = None
@@ -124,6 +133,7 @@ class Facts(EngineFacts, Timing):
     printed: str = ""
     stress: dict[str, StressPhase] = field(default_factory=dict)
     peak: dict[str, PeakOfType] = field(default_factory=dict)
+    copy: CopyRate | None = None
     probe: Probe | None = None
     training: Trained | None = None
     inside: Inside | None = None
