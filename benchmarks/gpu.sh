@@ -2,7 +2,7 @@
 # All GPU tests, the GPU benchmarks and the study of one network, in one call on a machine with a GPU: bash benchmarks/gpu.sh OUT
 # Nothing is installed: what the machine lacks is skipped with its reason. Every part writes into OUT as it goes, so that
 # a call that is cut short loses nothing; PARTS names the parts to do (default: tests doctor study benchmarks matrix;
-# beside them verdicts, and cores: verdicts on the CPU, a copy on each two cores). MATRIX_MINUTES ends the matrix of
+# beside them profile, verdicts, and cores: verdicts on the CPU, a copy on each two cores). MATRIX_MINUTES ends the matrix of
 # networks in time (default 9), VERDICT_MINUTES each copy of the last two (default 9). Other interpreters are named by
 # DYNO_TENSORRT_PYTHON, DYNO_ORTGPU_PYTHON and DYNO_TORCH_TENSORRT_PYTHON. Records end up in OUT/runs.tar.gz.
 set -u
@@ -55,6 +55,18 @@ fi
 if wanted matrix; then
   python3 benchmarks/matrix.py "$runs/matrix" --device cuda:0 --backends pytorch,tensorrt@optimization=1 --batch 8 --threads 1 \
     --jobs 8 --minutes "${MATRIX_MINUTES:-9}" --limit 300 "${pythons[@]:0:2}" --rows "$out" | cut -c1-200
+fi
+
+if wanted profile; then
+  profile() { dyno profile "$@" --device cuda:0 --top 12 "${pythons[@]:0:2}" 2>&1 | tee -a "$out/profile.txt"; }
+  profile torchvision:resnet18 pytorch/fp16
+  profile torchvision:resnet18 --batch 64
+  if [ -n "${DYNO_TENSORRT_PYTHON:-}" ]; then
+    profile torchvision:resnet18 tensorrt/fp16
+    profile timm:vit_tiny_patch16_224 tensorrt/fp16 # one row for what TensorRT compiles as a whole
+    python3 studies/photos.py "$runs/calibration" >/dev/null
+    profile torchvision:resnet18 tensorrt/int8 --data "$runs/calibration"
+  fi
 fi
 
 verdicts() { python3 benchmarks/verdicts.py --minutes "${VERDICT_MINUTES:-9}" "$@"; }

@@ -45,7 +45,7 @@ ANALYSIS = {
     "presentation": "formatting records",
     "metrics": "formatting stats records presentation",
     "self_test": "formatting stats records presentation",
-    "inside": "formatting stats records presentation",
+    "inside": "formatting stats style records presentation",
     "layer_files": "formatting style presentation inside",
     "ranking": "formatting stats records metrics",
     "gate": "stats metrics",

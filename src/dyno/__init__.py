@@ -14,6 +14,8 @@ if typing.TYPE_CHECKING:
     from dyno.api.comparison import Comparison as Comparison
     from dyno.api.comparison import compare as compare
     from dyno.api.evaluation import evaluate as evaluate
+    from dyno.api.inside.explaining import Explained as Explained
+    from dyno.api.inside.explaining import explain as explain
     from dyno.api.inside.inspection import Inspected as Inspected
     from dyno.api.inside.inspection import inspect as inspect
     from dyno.api.inside.profiling import Profiled as Profiled
@@ -29,6 +31,7 @@ if typing.TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Comparison",
+    "Explained",
     "Inspected",
     "Profiled",
     "Result",
@@ -40,6 +43,7 @@ __all__ = [
     "calibrate",
     "compare",
     "evaluate",
+    "explain",
     "inspect",
     "load",
     "profile",
@@ -58,6 +62,8 @@ _HOMES = {
     "calibrate": "dyno.api.calibrate",
     "SelfTest": "dyno.analysis.self_test.figures",
     "evaluate": "dyno.api.evaluation",
+    "Explained": "dyno.api.inside.explaining",
+    "explain": "dyno.api.inside.explaining",
     "Inspected": "dyno.api.inside.inspection",
     "inspect": "dyno.api.inside.inspection",
     "Profiled": "dyno.api.inside.profiling",

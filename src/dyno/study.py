@@ -25,6 +25,7 @@ from dyno.worker.spec import (
     BOUNDARIES,
     DECIDED,
     FIXED,
+    NETWORK_FILES,
     PRECISIONS,
     ROUNDS,
     SAVED,
@@ -367,9 +368,9 @@ def parse_budget(texts: Iterable[str]) -> dict[str, float]:
 
 def model_name(source: str) -> str:
     """The model's name in tables and folders: what stands behind the colon, or the file's stem."""
-    if source.startswith("ultralytics:"):
+    if source.partition(":")[0] in NETWORK_FILES:
         return Path(source.partition(":")[2]).stem
-    if registry.format_of(source) or source.endswith((*SAVED, ".pt", ".pth")):
+    if registry.format_of(source) or source.endswith((*SAVED, ".pt", ".pth", ".cfg")):
         return Path(source).stem
     return source.rpartition(":")[2]
 

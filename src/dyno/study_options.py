@@ -10,7 +10,7 @@ from dyno.worker.spec import BOUNDARIES, PRECISIONS, ROUNDS
 
 MODEL_HELP = (
     "torchvision:NAME, timm:NAME, ultralytics:NAME.yaml, MODULE:FUNCTION, FILE.py:FUNCTION, FILE.onnx, FILE.xml, "
-    "FILE.pt2, FILE.torchscript or FILE.engine"
+    "FILE.cfg, FILE.pt2, FILE.torchscript or FILE.engine"
 )
 
 

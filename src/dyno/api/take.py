@@ -52,7 +52,7 @@ def take(run: RunData, choice: str = "", out: Path | None = None) -> Taken:
     results = run.records
     chosen = _chosen(run, choice)
     trial = from_json(Trial, chosen.job["trial"])
-    artifact, notes = _file(chosen, trial)
+    artifact, notes = measured_file(chosen, trial)
     file = _place(out or Path(_name(chosen)), Path(artifact.path).suffix if artifact else STATE)
     script = file.with_suffix(".py")
     _check_free(file, script, artifact)
@@ -88,7 +88,7 @@ def _copied_code(script: Path) -> Path:
 
 def _chosen(run: RunData, choice: str) -> TrialResult:
     """The chosen trial, which must have run."""
-    chosen = _find(run.records, choice) if choice else _winner(run)
+    chosen = find(run.records, choice) if choice else _winner(run)
     if not chosen.good:
         raise UserError(f"{chosen.label} did not run ({chosen.status}: {chosen.reason}), so there is nothing to take")
     return chosen
@@ -110,8 +110,8 @@ def _caveats(results: Results, choice: str) -> list[str]:
     return [f"{contention.sentence} This was the fastest measured."] if contention and contention.mostly else []
 
 
-def _find(results: Results, choice: str) -> TrialResult:
-    """By its id, or by backend and precision: then the one that ran at the smallest batch."""
+def find(results: Results, choice: str) -> TrialResult:
+    """A trial by its id, or by backend and precision: then the one that ran at the smallest batch."""
     name, _, precision = choice.replace("/", ":").rpartition(":") if "/" in choice else (choice, "", "")
     fitting = [t for t in results if name in (t.backend, t.variant) and precision in ("", t.precision)]
     fitting = [t for t in fitting if t.good] or fitting
@@ -129,7 +129,7 @@ def _find(results: Results, choice: str) -> TrialResult:
     return min(matching, key=lambda t: (not t.good, t.batch))
 
 
-def _file(measured: TrialResult, trial: Trial) -> tuple[Artifact | None, list[str]]:
+def measured_file(measured: TrialResult, trial: Trial) -> tuple[Artifact | None, list[str]]:
     """The file that was measured, of several builds the fastest; where it is missing or changed, it is built again.
 
     None for a module.

@@ -12,7 +12,7 @@ import typer.core
 from dyno import __version__
 from dyno.cli import data_commands, exits, hints, options, run_folders, take, train
 from dyno.cli.comparison import bisection, compare
-from dyno.cli.inside import inspection, profiling
+from dyno.cli.inside import explaining, inspection, profiling
 from dyno.planning.defaults import DEMO_MINUTES, EVALUATION, ONE_ROUND, SELF_TEST_MINUTES
 from dyno.study_options import MODEL_HELP, Compared, DataOptions, Measurement, ModelOptions, RuntimeOptions
 from dyno.worker.spec import ROUNDS, UserError
@@ -269,6 +269,7 @@ command(MAKE)(train.train)
 command(MAKE)(take.take)
 command(READ)(inspection.inspect)
 command(MEASURE)(profiling.profile)
+command(MEASURE)(explaining.explain)
 command(READ, "list")(run_folders.list_runs)
 command(READ, "rm")(run_folders.remove)
 command(READ, "open")(run_folders.open_report)

@@ -15,7 +15,7 @@ from dyno.study import Choice, Study, model_name
 from dyno.worker import registry, system
 from dyno.worker.nets.local_code import sha256_with_imports
 from dyno.worker.record import read_json, read_record, write_json, write_text
-from dyno.worker.spec import DECIDED, FIXED, SCHEMA, Job, ModelSpec, Trial, UserError, digest, from_json
+from dyno.worker.spec import DECIDED, FIXED, NETWORK_FILES, SCHEMA, Job, ModelSpec, Trial, UserError, digest, from_json
 
 DISTRIBUTIONS = ("inference-dyno", "numpy", "torch", "torchvision", "timm", "onnx", "onnxruntime", "openvino")
 # Settings that may differ when a folder is used again: none of them changes a stored number.
@@ -265,7 +265,7 @@ def overwritten(model: ModelSpec) -> str:
 def _place(model: ModelSpec) -> Path:
     """The file that a model's source names, as far as it does."""
     before, _, after = model.source.rpartition(":")
-    return Path(model.file or (after if before == "ultralytics" else before))
+    return Path(model.file or (after if before in NETWORK_FILES else before))
 
 
 def _restore(run: Run, planned: list[Planned]) -> list[str]:

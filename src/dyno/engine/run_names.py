@@ -9,10 +9,10 @@ from pathlib import Path
 from dyno.engine.run_folder import contradictions, differences, earlier, measured
 from dyno.study import Study, model_name
 from dyno.worker import registry
-from dyno.worker.spec import UserError
+from dyno.worker.spec import NETWORK_FILES, UserError
 
 RUNS = Path("runs")
-LIBRARIES = ("torchvision", "timm", "ultralytics", "fake")  # whose models are identified by their names alone
+LIBRARIES = ("torchvision", "timm", *NETWORK_FILES, "fake")  # whose models are identified by their names alone
 LONGEST = 80
 HASH = re.compile("[0-9a-f]{16,}")  # a folder named by a hash, as of modules in memory: not a readable name
 OWN = {"lock"}  # files that a refused study may have left in its folder

@@ -30,6 +30,7 @@ from dyno.worker.inspection import Inspection
 from dyno.worker.nets.local_code import sha256_with_imports
 from dyno.worker.record import Record, regular
 from dyno.worker.spec import (
+    NETWORK_FILES,
     SAVED,
     Dims,
     Job,
@@ -120,7 +121,7 @@ def _existing(text: str, what: str) -> Path:
 
 def _absolute(source: str) -> str:
     path, _, function = source.rpartition(":")
-    if path == "ultralytics":  # a name of the library's, or the user's own file
+    if path in NETWORK_FILES:
         return f"{path}:{Path(function).resolve()}" if regular(Path(function), "checkpoint").is_file() else source
     return f"{_existing(path, 'Python file').resolve()}:{function}" if path.endswith(".py") else source
 
@@ -128,7 +129,7 @@ def _absolute(source: str) -> str:
 def _source_sha256(source: str) -> str:
     """Hash of the code of a `MODULE:FUNCTION` or `FILE.py:FUNCTION` source; a library's is its version."""
     module, _, name = source.rpartition(":")
-    if module == "ultralytics":
+    if module in NETWORK_FILES:
         return sha256_of(Path(name)) if Path(name).is_file() else ""
     if module.endswith(".py"):
         return sha256_with_imports(Path(module))

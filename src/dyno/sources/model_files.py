@@ -8,13 +8,16 @@ from dyno.worker.nets.torch_archive import PROGRAM, Archive, advice
 from dyno.worker.spec import UserError
 
 SUFFIXES = (".pt", ".pth")
+DARKNET = ".cfg"
 
 
 def stored_source(source: str) -> str:
     """The source with the prefix for its content: a YOLO checkpoint (best.pt) or a TorchScript program.
 
-    Raises `UserError` for any other file of torch.save; any other source stays as it is.
+    A .cfg is Darknet's. Raises `UserError` for any other file of torch.save; any other source stays as it is.
     """
+    if Path(source).suffix == DARKNET and ":" not in source:
+        return f"darknet:{source}"
     if Path(source).suffix not in SUFFIXES or not Path(source).is_file():
         return source
     archive = Archive(source)

@@ -22,6 +22,7 @@ from dyno.worker.facts.sparse import Sparse
 SCHEMA = 2
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "int8", "fp8")
 BOUNDARIES = ("model", "all", "throughput")
+NETWORK_FILES = ("ultralytics", "darknet")  # prefixes behind which a user's own file may stand
 # Unless a study says otherwise; where rounds go on until decided, those before the first look. Three would have two
 # degrees of freedom, with which a row of a family of seven needs a difference of ten spreads; five need three.
 ROUNDS = 5
@@ -351,7 +352,7 @@ def _identity(value: Any) -> Any:
 def _placeless(source: str, hashed: bool) -> str:
     """The source without the path of a file, which its sha256 identifies."""
     place, _, function = source.rpartition(":")
-    if source.startswith(("file:", "saved:")) or (hashed and source.startswith("ultralytics:")):
+    if source.startswith(("file:", "saved:")) or (hashed and source.partition(":")[0] in NETWORK_FILES):
         return source.partition(":")[0]
     return function if place.endswith(".py") else source
 

@@ -101,7 +101,7 @@ def check(paths: Sequence[Path], sides: Sequence[Side], timed: bool, rated: bool
             check_page()
         if kind.rated and not rated:
             raise UserError(f"{path.name} needs the device's ceilings; add --roofline")
-        _check_writable(path)
+        check_writable(path)
         if any(path.exists() and Path(s.source).is_file() and path.samefile(s.source) for s in sides):
             raise UserError(f"{path} is the model itself; give another file to save to")
         if kind.text is None and not any(map(_has_graph, sides)):
@@ -109,7 +109,7 @@ def check(paths: Sequence[Path], sides: Sequence[Side], timed: bool, rated: bool
                             f"add onnxruntime, or another that is")  # fmt: skip
 
 
-def _check_writable(path: Path) -> None:
+def check_writable(path: Path) -> None:
     """By an empty file beside it: what permissions say isn't all that decides."""
     try:
         tempfile.TemporaryFile(dir=path.parent).close()

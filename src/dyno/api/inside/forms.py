@@ -144,6 +144,10 @@ class Reading:
             shown = self._add(self._titled(graph, trial), artifact.sha256 if artifact else "")
             self.graphs[shown] = GraphFile(artifact.path if artifact else trial.model.file, trial.runtime)
             return
+        self.made(trial, recipe, artifact)
+
+    def made(self, trial: Trial, recipe: Recipe | None, artifact: Artifact | None) -> None:
+        """Read what the trial runs, made by the recipe, and the graph behind it."""
         form = self._add(self._titled(self.ran(trial, artifact), trial), "")
         behind = self._behind(recipe, artifact)
         if behind is not None:

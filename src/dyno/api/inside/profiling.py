@@ -108,10 +108,10 @@ def profile(
             raise UserError(f"{name} is {value}; it must be at least {least}")
     check_known("order", order, ORDERS)
     study = Study(models=(model,), **settings)
-    reading = _Profiling(study, batch, Progress(quiet=quiet), runs)
-    sides = _engines(forms.sides(study, others))
+    reading = Profiling(study, batch, Progress(quiet=quiet), runs)
+    sides = engines(forms.sides(study, others))
     for side in sides:
-        _check(side, study.device)
+        check(side, study.device)
     paths = [Path(path) for path in save]
     files.check(paths, sides, timed=True, rated=roofline)
     for side in sides:
@@ -119,14 +119,14 @@ def profile(
     sources = {k: side.source for k, side in zip(reading.shown, sides, strict=True)}
     timed = dict(zip(reading.shown, reading.times, strict=True))
     records = tuple(reading.records)
-    found = Profiled(_distinct(reading.forms, sources), reading.graph_of, reading.module_of(sides), timed, records,
+    found = Profiled(distinct(reading.forms, sources), reading.graph_of, reading.module_of(sides), timed, records,
                      reading.graphs, model_name(study.models[0]), order, top,
                      reading.ceilings(study) if roofline else None)  # fmt: skip
     files.save_all(found, paths, quiet)
     return found
 
 
-def _distinct(found: Sequence[Inside], sources: Mapping[int, str]) -> tuple[Inside, ...]:
+def distinct(found: Sequence[Inside], sources: Mapping[int, str]) -> tuple[Inside, ...]:
     """The forms with titles that tell them apart: with the model where there are several, and numbered."""
     titles: Counter[str] = Counter()
     named = list(found)
@@ -139,7 +139,7 @@ def _distinct(found: Sequence[Inside], sources: Mapping[int, str]) -> tuple[Insi
     return tuple(named)
 
 
-def _engines(requested: Sequence[forms.Side]) -> list[forms.Side]:
+def engines(requested: Sequence[forms.Side]) -> list[forms.Side]:
     """The forms with the usual backend of each file; of a first file whose forms are asked for only these."""
     first, *others = requested
     only_forms = _is_file(first) and any(other.source == first.source and not _is_file(other) for other in others)
@@ -157,7 +157,7 @@ def _usual(side: forms.Side) -> forms.Side:
     return replace(side, choice=Choice(kind.usual(Path(side.source))))
 
 
-def _check(side: forms.Side, device: str) -> None:
+def check(side: forms.Side, device: str) -> None:
     """A `UserError` for a form whose layers nobody times there; an engine's file has its own device."""
     file_format = registry.format_of(side.source)
     if file_format and file_format.on_device and device == "cpu":
@@ -171,7 +171,7 @@ def _check(side: forms.Side, device: str) -> None:
         raise UserError(f"{what}; these have times of layers: {', '.join(able)}")
 
 
-class _Profiling(forms.Reading):
+class Profiling(forms.Reading):
     """Reads forms while they are timed."""
 
     def __init__(self, study: Study, batch: int, progress: Progress, runs: int) -> None:

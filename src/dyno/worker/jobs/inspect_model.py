@@ -46,17 +46,19 @@ def _module(
     )
     own = inputs.size if all(inputs.size) else own if inputs.image else (0, 0)
     _check_sizes(model, sizes, inputs, overrides)
-    yolo = models.parse(model.source)[0] == "ultralytics"
+    described = models.DESCRIBED.get(models.parse(model.source)[0])
     inspection, operations = Inspection(), {}
     for number, (height, width) in enumerate(sizes or [own]):
         dims = Dims(inputs.batch, height, width)
         module = models.build(model, dims) if number else module
-        declared = ultralytics_models.facts(module) if yolo else Purpose()
-        if yolo:
+        declared = described.facts(module) if described else Purpose()
+        if described:
             ultralytics_models.check_size(model.source, declared.stride or 1, height, width)
         inputs, outputs = _try(module, model, inputs, dims)
         operations[dims.size] = _count(module, model, inputs, dims)
-        purpose = declared if yolo and task in ("", declared.task) else task_facts.facts(model, task, declared, outputs)
+        purpose = (
+            declared if described and task in ("", declared.task) else task_facts.facts(model, task, declared, outputs)
+        )
         inspection = replace(inspection, outputs=_classes(outputs), parameters=_parameters(module)).joined(purpose)
     one_image = models.is_torchvision_detector(model)
     return replace(
@@ -73,7 +75,7 @@ def _module(
 
 def _may_differ(model: ModelSpec, overrides: Mapping[str, Any]) -> bool:
     """Whether the model may take something else than one image: a library's does only with overrides."""
-    return bool(overrides) or models.parse(model.source)[0] not in (*models.LIBRARIES, "ultralytics")
+    return bool(overrides) or models.parse(model.source)[0] not in (*models.LIBRARIES, *models.DESCRIBED)
 
 
 def _check_sizes(model: ModelSpec, sizes: list[list[int]], inputs: ModuleInputs, overrides: Mapping[str, Any]) -> None:

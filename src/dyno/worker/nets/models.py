@@ -1,4 +1,4 @@
-"""Modules from torchvision, timm, ultralytics or a function, with random, published or stored weights."""
+"""Modules from torchvision, timm, ultralytics, Darknet or a function, with random, published or stored weights."""
 
 from __future__ import annotations
 
@@ -20,24 +20,30 @@ from dyno.worker import tasks
 from dyno.worker.extras import install
 from dyno.worker.nets import local_code, saved_modules, torchvision_detectors, ultralytics_models
 from dyno.worker.nets.checkpoint import apply, head_classes, read_checkpoint
+from dyno.worker.nets.darknet import network as darknet
 from dyno.worker.nets.random_weights import init_batch_norm, undo_zero_init
 from dyno.worker.spec import Dims, ModelSpec, Preprocess, Unavailable, UserError, check_known
 
 LIBRARIES = ("torchvision", "timm")
+# Sources whose networks say what they are for (`facts`) and which images they take (`image_config`).
+DESCRIBED: dict[str, Any] = {"ultralytics": ultralytics_models, "darknet": darknet}
 NEAR = 0.75  # similarity at which a name is suggested; among a thousand names something is always half alike
 SHA256 = 64  # hexadecimal digits
-FORMS = "torchvision:NAME, timm:NAME, ultralytics:NAME.yaml, MODULE:FUNCTION, FILE.py:FUNCTION, saved:PATH or file:PATH"
+FORMS = (
+    "torchvision:NAME, timm:NAME, ultralytics:NAME.yaml, darknet:FILE.cfg, MODULE:FUNCTION, FILE.py:FUNCTION, "
+    "saved:PATH or file:PATH"
+)
 
 
 def parse(source: str) -> tuple[str, str]:
     """Kind and rest of a source, without importing anything.
 
-    Kinds are `torchvision`, `timm` and `ultralytics` (rest: the name), `file` and `saved` (the path), `python`
-    (FILE.py:FUNCTION) and `module` (MODULE:FUNCTION). The function follows the last colon, so that a path may contain
-    colons. Raises `UserError` for any other text.
+    Kinds are `torchvision`, `timm` and `ultralytics` (rest: the name), `darknet`, `file` and `saved` (the path),
+    `python` (FILE.py:FUNCTION) and `module` (MODULE:FUNCTION). The function follows the last colon, so that a path may
+    contain colons. Raises `UserError` for any other text.
     """
     head, _, rest = source.partition(":")
-    if head in (*LIBRARIES, "ultralytics", "saved", "file"):
+    if head in (*LIBRARIES, *DESCRIBED, "saved", "file"):
         if not rest:
             raise UserError(f"model {source!r} has nothing after the colon; a model is one of {FORMS}")
         return head, rest
@@ -88,7 +94,7 @@ def build(model: ModelSpec, dims: Dims | None = None) -> Any:
     state = None
     if model.weights:
         _check_unchanged(model.weights, model.weights_sha256, "checkpoint")
-        state = read_checkpoint(model.weights)
+        state = None if darknet.reads(model) else read_checkpoint(model.weights)
     module = _from_source(model, dims, model.classes, state)
     if state is not None:
         classes = head_classes(module, state)
@@ -156,9 +162,9 @@ def _library_config(model: ModelSpec) -> tuple[Preprocess | None, tuple[int, int
     kind, name = parse(model.source)
     if kind == "torchvision":
         return _torchvision_config(name)
-    if kind == "ultralytics":
-        task = ultralytics_models.task_of(model.source, name)
-        return tasks.find(task).preprocess(model.channels), ultralytics_models.size(task, name)
+    if kind in DESCRIBED:
+        config: tuple[Preprocess | None, tuple[int, int]] = DESCRIBED[kind].image_config(model, name)
+        return config
     return _timm_config(name) if kind == "timm" else (None, None)
 
 
@@ -172,10 +178,10 @@ def _from_source(
         return _torchvision(model, rest, dims, classes)
     if kind == "timm":
         return _timm(model, rest, dims, classes)
-    if kind == "ultralytics":
+    if kind in DESCRIBED:
         if model.source_sha256:
             _check_unchanged(rest, model.source_sha256, "model file")
-        return ultralytics_models.build(model, rest, state, free_batch=dims is not None and not dims.batch)
+        return DESCRIBED[kind].build(model, rest, state, free_batch=dims is not None and not dims.batch)
     if kind == "saved":
         if len(model.source_sha256) == SHA256:  # else it is the name of a folder in the cache
             _check_unchanged(rest, model.source_sha256, "saved module")

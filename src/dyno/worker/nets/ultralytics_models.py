@@ -20,7 +20,7 @@ from dyno.worker.extras import install
 from dyno.worker.inspection import Purpose
 from dyno.worker.nets import torch_archive
 from dyno.worker.nets.checkpoint import apply
-from dyno.worker.spec import ModelSpec, Unavailable, UserError
+from dyno.worker.spec import ModelSpec, Preprocess, Unavailable, UserError
 from dyno.worker.tasks import find as find_task
 
 QUIET = {
@@ -93,6 +93,12 @@ def facts(module: Any) -> Purpose:
         keypoints=tuple(int(n) for n in getattr(head, "kpt_shape", ())),
         stride=1 if whole else int(max(module.stride)),
     )
+
+
+def image_config(model: ModelSpec, name: str) -> tuple[Preprocess, tuple[int, int]]:
+    """How images are prepared for the network, and the height and width that it is meant for."""
+    task = task_of(model.source, name)
+    return find_task(task).preprocess(model.channels), size(task, name)
 
 
 def size(task: str, name: str = "") -> tuple[int, int]:

@@ -42,6 +42,7 @@ def build():
     network.model[-1].dynamic = False
     return network
 '''
+STORED = ("saved", "darknet")  # sources whose script has the module's file in place of its weights
 SAVED = '''
 
 def build():
@@ -116,7 +117,7 @@ def module(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folde
             f"{trial.model.name} was quantised dynamically by PyTorch, which can't be stored as weights alone"
         )
     imports, needs, constants, build = _built(trial, network, about, folder)
-    saved = models.parse(trial.model.source)[0] == "saved"
+    saved = models.parse(trial.model.source)[0] in STORED
     if not saved:
         torch.save(network.state_dict(), folder / "state.pt")
     options = find(trial.backend).checked(trial)  # type: ignore[attr-defined]
@@ -179,6 +180,8 @@ def _built(
         config, channels = network.yaml, network.yaml.get("ch") or network.yaml.get("channels") or model.channels
         code = YOLO.format(kind=type(network).__name__, channels=channels, classes=config.get("nc"))
         return "from ultralytics.nn import tasks\n", ("ultralytics",), {"CONFIG": config}, code
+    if kind == "darknet":
+        return _exported(network, trial, folder)
     return _saved(name, folder) if kind == "saved" else _user_function(model, about, folder)
 
 
@@ -187,6 +190,20 @@ def _saved(path: str, folder: Path) -> tuple[str, tuple[str, ...], dict[str, Any
     shutil.copyfile(path, folder / "state.pt")
     if not path.endswith(".pt2"):
         return "", (), {}, SAVED.format(call='torch.jit.load(FILE, map_location="cpu")')
+    return _program()
+
+
+def _exported(network: Any, trial: Trial, folder: Path) -> tuple[str, tuple[str, ...], dict[str, Any], str]:
+    """A network that only Dyno can build, as a program of torch.export for the trial's shape."""
+    import torch
+
+    dims = trial.dims
+    example = torch.zeros(dims.batch, trial.model.channels, dims.height, dims.width)
+    torch.export.save(torch.export.export(network, (example,)), folder / "state.pt")
+    return _program()
+
+
+def _program() -> tuple[str, tuple[str, ...], dict[str, Any], str]:
     unguarded = ", ".join(f"{key}={value}" for key, value in saved_modules.unguarded().items())
     return "", (), {}, SAVED.format(call=f'torch.export.load(FILE.open("rb")).module({unguarded})')
 

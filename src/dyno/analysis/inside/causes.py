@@ -1,0 +1,293 @@
+"""What makes the time of two forms of a model differ: their regions taken apart, each part with its one cause."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dyno.analysis.inside import align
+from dyno.analysis.inside.align import Link, Region
+from dyno.analysis.inside.pairs import Pair, Side
+from dyno.analysis.inside.place import NAMED
+from dyno.analysis.inside.tables import MODEL
+from dyno.analysis.inside.times import modules_of
+from dyno.analysis.inside.totals import BYTES
+from dyno.worker.facts.inside import MODULES, Layer
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why parts of a model take another time in B than in A: a key for programs, a title for people.
+
+    `region` says whether its parts are named layers whose time was measured; the others are what is left over.
+    """
+
+    key: str
+    title: str
+    region: bool = True
+
+
+NARROWER = Cause("narrower", "a narrower type in B")
+WIDER = Cause("wider", "a wider type in B")
+STAYED = Cause("stayed", "not in the narrower type that B was asked for")
+PROVIDER = Cause("provider", "another provider")
+KERNEL = Cause("kernel", "another kernel")
+SAME = Cause("same", "the same kernel")
+FUSED = Cause("fused", "fused or left out in B")
+SPLIT = Cause("split", "a layer of its own in B")
+CONVERSION = Cause("conversion", "conversions of types and layouts")
+CALLS = Cause("calls", "the model's own code, and calling its parts")
+UNALIGNED = Cause("unaligned", "counterpart unknown", region=False)
+INTERRUPTED = Cause("interrupted", "interruptions, which hit a layer in few runs", region=False)
+BETWEEN = Cause("between", "outside the layers", region=False)
+WHOLE = Cause("whole", "all of it", region=False)
+CAUSES = (NARROWER, WIDER, STAYED, PROVIDER, KERNEL, SAME, FUSED, SPLIT, CONVERSION, CALLS, UNALIGNED)
+
+CONVERTERS = ("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "FakeQuantize")
+PROVIDERS = "ONNX Runtime"  # whose tactics are execution providers
+FULL = ("", "fp32", "tf32")  # precisions in which nothing is narrower than float32
+
+
+@dataclass(frozen=True)
+class Part:
+    """Layers of A and of B, by index, whose difference has one cause; together all parts have each layer once.
+
+    `names` are the model's modules, or nodes, that they are; `types` those that they compute in, "" where that isn't
+    known; `before` is what reads a conversion.
+    """
+
+    cause: Cause
+    a: tuple[int, ...] = ()
+    b: tuple[int, ...] = ()
+    names: tuple[str, ...] = ()
+    types: tuple[str, str] = ("", "")
+    before: str = ""
+
+
+def parts(pair: Pair) -> list[Part]:
+    """The pair's layers, region by region in the model's order."""
+    return _Parts(pair).all()
+
+
+def linked(pair: Pair) -> list[Link]:
+    """How the forms are aligned: by the graphs behind them; without any directly, two modules by their calls' names."""
+    links = align.pivots(pair.forms, pair.graph_of)
+    reached = {each.upper for each in links} | {each.lower for each in links}
+    if {pair.a.form, pair.b.form} <= reached:
+        return links
+    a, b = pair.a.form, pair.b.form
+    if pair.forms[a].form == pair.forms[b].form == MODULES:
+        return [*links, _by_calls(pair)]
+    upper, lower = (a, b) if pair.forms[b].form != MODULES else (b, a)
+    return [*links, align.link(pair.forms, upper, lower)]
+
+
+def _by_calls(pair: Pair) -> Link:
+    """Two modules: each call with the call of the same part."""
+    places: list[dict[tuple[str, int], int]] = []
+    for side in pair.sides:
+        seen: dict[str, int] = {}
+        calls: dict[tuple[str, int], int] = {}
+        for k, layer in enumerate(pair.forms[side.form].layers):
+            calls[layer.name, seen.setdefault(layer.name, 0)] = k
+            seen[layer.name] += 1
+        places.append(calls)
+    found = {k: {places[1][call]} for call, k in places[0].items() if call in places[1]}
+    sure = frozenset((k, other) for k, own in found.items() for other in own)
+    return Link(pair.a.form, pair.b.form, found, dict.fromkeys(found, NAMED), sure)
+
+
+def gathered(found: Sequence[Region], form: int) -> list[Region]:
+    """The regions with those in one in which nothing but the own code of one module runs, that it has between calls of
+    its parts; its time, which is one figure, is there and not with one of its parts."""
+    outer = {k for region in found for k in region.around[form]}
+    own: dict[int, list[Region]] = {}
+    for region in found:
+        if region.around[form] and outer.issuperset(region.members[form]):
+            own.setdefault(min(region.around[form]), []).append(region)  # the innermost: its call ends first
+    joined, left = {id(r) for regions in own.values() for r in regions}, []
+    for region in found:
+        kept = [k for k in region.members[form] if k not in own]
+        whole = [k for k, regions in own.items() if regions[0] is region]
+        if id(region) not in joined:
+            left.append(_with(region, form, kept))
+        for k in whole:
+            members = [sorted({i for r in own[k] for i in r.members[f]}) for f in range(len(region.members))]
+            others = {i for i in members[form] if i not in own}
+            left.append(_with(Region(tuple(map(tuple, members)), region.around), form, sorted({k, *others})))
+    return left
+
+
+def _with(region: Region, form: int, members: Sequence[int]) -> Region:
+    each = [tuple(members) if f == form else own for f, own in enumerate(region.members)]
+    return Region(tuple(each), region.around)
+
+
+@dataclass
+class _Form:
+    """One side: its layers with their median times and names, which of them run, and which only convert."""
+
+    side: Side
+    layers: Sequence[Layer]
+    names: list[list[str]]
+    seconds: np.ndarray
+    ran: list[bool] = field(init=False)
+    modules: bool = False
+
+    def __post_init__(self) -> None:
+        self.ran = [bool(s > 0) or not layer.skipped for s, layer in zip(self.seconds, self.layers, strict=True)]
+
+    def converts(self, k: int) -> bool:
+        """Whether the layer only changes a type or a layout."""
+        return self.layers[k].moves or self.layers[k].type.rpartition(".")[2] in CONVERTERS
+
+    def reader(self, k: int) -> int | None:
+        """The first layer behind that one which doesn't convert itself; None where only outputs follow."""
+        for later in range(k + 1, len(self.layers)):
+            written = {port.name for port in self.layers[k].outputs}
+            if written & {port.name for port in self.layers[later].inputs}:
+                if not self.converts(later):
+                    return later
+                k = later
+        return None
+
+    def weight(self, k: int) -> tuple[int, float]:
+        """What makes a layer the main one of its region: operations, then time."""
+        return (self.layers[k].flops or int(bool(self.layers[k].computes_in)), float(self.seconds[k]))
+
+    def named(self, chosen: Sequence[int]) -> tuple[str, ...]:
+        """The names of these layers, in order."""
+        return tuple(dict.fromkeys(name for k in chosen for name in self.names[k] or [self.layers[k].name or MODEL]))
+
+    def type_of(self, chosen: Sequence[int]) -> str:
+        """The type that these layers compute in, by the one that takes longest; "" where it isn't known."""
+        typed = [k for k in chosen if computed_in(self.layers[k])]
+        return computed_in(self.layers[max(typed, key=lambda k: self.seconds[k])]) if typed else ""
+
+
+def computed_in(layer: Layer) -> str:
+    """The type that a layer multiplies in, else that of its output; "" for indices and what isn't known."""
+    kind = layer.computes_in or (layer.outputs[0].dtype if layer.outputs else "")
+    return kind if kind.startswith(("float", "bfloat", "int8", "uint8")) else ""
+
+
+class _Parts:
+    """Takes regions apart."""
+
+    def __init__(self, pair: Pair) -> None:
+        self._pair = pair
+        self.a, self.b = (_form(pair, side) for side in pair.sides)
+        found = align.regions(pair.forms, linked(pair))
+        for form in (self.a, self.b):
+            found = gathered(found, form.side.form) if form.modules else found
+        self._regions = found
+
+    def all(self) -> list[Part]:
+        """The parts of every region."""
+        return [part for region in self._regions for part in self._of(region) if part.a or part.b]
+
+    def _of(self, region: Region) -> list[Part]:
+        a, b = ([k for k in region.members[form.side.form] if form.ran[k]] for form in (self.a, self.b))
+        moving = [
+            self._conversion(form, k) for form, own in ((self.a, a), (self.b, b)) for k in own if form.converts(k)
+        ]
+        a, b = ([k for k in own if not form.converts(k)] for form, own in ((self.a, a), (self.b, b)))
+        if called := self._called(a, b):
+            moving.append(called)
+            a, b = [k for k in a if k not in called.a], [k for k in b if k not in called.b]
+        return [*moving, *self._compared(a, b, region)]
+
+    def _called(self, a: Sequence[int], b: Sequence[int]) -> Part | None:
+        """What a module does outside its parts: its time is mostly that of calling them. Where no part is beside it,
+        the other form's layers are its counterparts."""
+        roots = [
+            [k for k in own if form.modules and not form.layers[k].name] for form, own in ((self.a, a), (self.b, b))
+        ]
+        if not any(roots):
+            return None
+        alone = all(root in ([], [*own]) for root, own in zip(roots, (a, b), strict=True))
+        first, second = (a, b) if alone else roots
+        return Part(CALLS, tuple(first), tuple(second), (MODEL,))
+
+    def _conversion(self, form: _Form, k: int) -> Part:
+        reader = form.reader(k)
+        before = form.named([reader])[0] if reader is not None else ""
+        a, b = ((k,), ()) if form is self.a else ((), (k,))
+        return Part(CONVERSION, a, b, (form.layers[k].name,), before=before)
+
+    def _compared(self, a: Sequence[int], b: Sequence[int], region: Region) -> list[Part]:
+        """The main layers of both sides, and those that only one side has."""
+        if not a or not b:
+            return [self._alone(a, b, region)] if a or b else []
+        main_a, main_b = self._main(self.a, a, self.b, len(b)), self._main(self.b, b, self.a, len(a))
+        more_a, more_b = (tuple(k for k in own if k not in main) for own, main in ((a, main_a), (b, main_b)))
+        types = self.a.type_of(main_a), self.b.type_of(main_b)
+        cause = self._cause(main_a, main_b, types)
+        found = [Part(cause, tuple(main_a), tuple(main_b), self.a.named(main_a), types)]
+        if more_a:
+            found.append(Part(FUSED, a=more_a, names=self.a.named(more_a)))
+        if more_b:
+            found.append(Part(SPLIT, b=more_b, names=self.b.named(more_b)))
+        return found
+
+    def _main(self, form: _Form, own: Sequence[int], other: _Form, count: int) -> list[int]:
+        """As many of the layers as the other form has; all that a module became, which may be code of any length."""
+        if other.modules and not form.modules:
+            return sorted(own)
+        return sorted(sorted(own, key=form.weight, reverse=True)[:count])
+
+    def _alone(self, a: Sequence[int], b: Sequence[int], region: Region) -> Part:
+        """A region that one side lacks: nothing runs for it there, if it is known what it is."""
+        form, own = (self.a, a) if a else (self.b, b)
+        others = [k for k in range(len(region.members)) if k != form.side.form and region.members[k]]
+        other = self.b if a else self.a
+        products = form.modules and any(form.layers[k].flops for k in own)  # which every engine has, under some name
+        known = bool(others) or (not products and (form.modules or other.modules))
+        cause = (FUSED if a else SPLIT) if known else UNALIGNED
+        return Part(cause, tuple(a), tuple(b), form.named(own))
+
+    def _cause(self, a: Sequence[int], b: Sequence[int], types: tuple[str, str]) -> Cause:
+        if all(types):
+            before, after = (BYTES.get(kind, 1) for kind in types)
+            if after < before:
+                return NARROWER
+            if after > before:
+                return WIDER
+            multiplies = any(self.b.layers[k].computes_in for k in b)
+            if after >= BYTES["float32"] and multiplies and self._pair.b.precision not in FULL:
+                return STAYED
+        if types[0] != types[1] or self._libraries[0] != self._libraries[1]:
+            return KERNEL
+        kernels = [
+            sorted((form.layers[k].type, form.layers[k].tactic) for k in own)
+            for form, own in ((self.a, a), (self.b, b))
+        ]
+        if self._libraries[0] == PROVIDERS and [t for _, t in kernels[0]] != [t for _, t in kernels[1]]:
+            return PROVIDER
+        return SAME if kernels[0] == kernels[1] else KERNEL
+
+    @property
+    def _libraries(self) -> list[str]:
+        """Whose layers they are, without versions."""
+        return [
+            next((word for word in (PROVIDERS,) if title.startswith(word)), title.partition(" ")[0])
+            for title in self._pair.titles
+        ]
+
+
+def _form(pair: Pair, side: Side) -> _Form:
+    form = pair.forms[side.form]
+    names = modules_of(pair.forms, side.form, side.graph, side.module)
+    return _Form(side, form.layers, names, medians(side), modules=form.form == MODULES)
+
+
+def medians(side: Side) -> np.ndarray:
+    """Seconds of each layer: the median over processes of the median over repeats."""
+    return np.array(np.median([np.median(each.layers, axis=0) for each in side.processes], axis=0))
+
+
+def by_cause(found: Sequence[Part]) -> Mapping[Cause, list[int]]:
+    """The places of the parts of each cause, in the order of CAUSES."""
+    return {cause: own for cause in CAUSES if (own := [k for k, part in enumerate(found) if part.cause == cause])}

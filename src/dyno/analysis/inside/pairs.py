@@ -1,0 +1,125 @@
+"""Two forms of a model with the times of their layers, measured in several processes each, and stored in a file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dyno.analysis.inside.times import Times
+from dyno.worker.facts.inside import Inside
+from dyno.worker.record import check_schema, read_json, write_json
+from dyno.worker.spec import SCHEMA, UserError, from_json, to_json
+
+KIND = "explained pair"  # what a file says that it holds
+NANO = 1e9
+NUMBER = re.compile(r"\d+(\.\d+)?")
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two: the index of its form, of its graph and of its module (None: there is none), the precision that
+    was asked for, and its times by process. `stored` is the median latency in seconds that a run has of it."""
+
+    form: int
+    precision: str
+    processes: tuple[Times, ...]
+    graph: int | None = None
+    module: int | None = None
+    stored: float | None = None
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A and B; the other forms are the graphs behind them, by which their layers are aligned.
+
+    `source` is what the user named, `notes` are sentences on what was measured.
+    """
+
+    forms: tuple[Inside, ...]
+    a: Side
+    b: Side
+    source: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def sides(self) -> tuple[Side, Side]:
+        """Both."""
+        return self.a, self.b
+
+    @property
+    def titles(self) -> tuple[str, str]:
+        """What both are called."""
+        return self.forms[self.a.form].library, self.forms[self.b.form].library
+
+    @property
+    def graph_of(self) -> dict[int, int]:
+        """The index of each engine's graph."""
+        return {side.form: side.graph for side in self.sides if side.graph is not None}
+
+
+def write(path: Path, pair: Pair) -> None:
+    """Store the pair; times are kept to the nanosecond."""
+    content = {"schema": SCHEMA, "kind": KIND, "source": pair.source, "notes": list(pair.notes),
+               "forms": to_json(pair.forms), "a": _side(pair.a), "b": _side(pair.b)}  # fmt: skip
+    write_json(path, content)
+
+
+def _side(side: Side) -> dict[str, Any]:
+    return {**to_json(replace(side, processes=())), "processes": [_times(each) for each in side.processes]}
+
+
+def _times(times: Times) -> dict[str, Any]:
+    arrays = {name: np.rint(NANO * getattr(times, name)).astype(int).tolist() for name in ARRAYS}
+    return {**arrays, "warnings": list(times.warnings)}
+
+
+ARRAYS = ("unprofiled", "profiled", "layers")
+
+
+def read(path: Path) -> Pair:
+    """The stored pair; a `UserError` for a file that holds none."""
+    data = read_json(path)
+    if data.get("kind") != KIND:
+        raise UserError(f"{path} holds no explained pair; `dyno explain MODEL A B --save FILE.json` writes one")
+    check_schema(path, data)
+    try:
+        forms = tuple(from_json(Inside, each) for each in data["forms"])
+        pair = Pair(forms, _read(data["a"]), _read(data["b"]), data["source"], tuple(data["notes"]))
+        _check(pair)
+    except (KeyError, TypeError, ValueError, IndexError) as e:
+        raise UserError(f"{path} is damaged: {type(e).__name__}: {e}; measure the pair again") from e
+    return pair
+
+
+def _read(data: Mapping[str, Any]) -> Side:
+    processes = []
+    for each in data["processes"]:
+        unprofiled, profiled, layers = (np.array(each[name], float) / NANO for name in ARRAYS)
+        processes.append(Times(unprofiled, profiled, layers, tuple(each["warnings"])))
+    return Side(data["form"], data["precision"], tuple(processes), data["graph"], data["module"], data["stored"])
+
+
+def _check(pair: Pair) -> None:
+    """A `ValueError` where times and layers don't fit."""
+    for side in pair.sides:
+        layers = len(pair.forms[side.form].layers)
+        if not side.processes or any(each.layers.shape[1:] != (layers,) for each in side.processes):
+            raise ValueError(f"it has {layers} layers and other times")
+        for index in (side.graph, side.module):
+            if index is not None:
+                pair.forms[index]
+
+
+def warned(side: Side) -> list[str]:
+    """The warnings of the side's processes, those that differ in numbers once, and in how many each was."""
+    kinds: dict[str, list[str]] = {}
+    for each in side.processes:
+        for warning in each.warnings:
+            kinds.setdefault(NUMBER.sub("", warning), []).append(warning)
+    count = len(side.processes)
+    return [own[0] if count == 1 else f"{own[0]} ({len(own)} of {count} processes)" for own in kinds.values()]

@@ -1,0 +1,205 @@
+"""Why B is faster or slower than A, in sentences; each is an object that says what it rests on."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from dyno.analysis.formatting import counting, show
+from dyno.analysis.inside import causes
+from dyno.analysis.inside.causes import Part
+from dyno.analysis.inside.waterfall import Step, Waterfall
+
+GAP, ALONE, ATTRIBUTED, WATCHED, NOT_FASTER = "gap", "alone", "attributed", "watched", "not_faster"
+NOTEWORTHY = 0.05  # of the gap, or of the latency where there is none: less isn't worth a sentence
+BY_ITSELF = 0.1  # of the gap: a single part that is worth one
+NAMES = 3  # names of a sentence
+NOTHING, ROUNDED = 1e-9, 5e-4  # seconds, and a share, that are printed as none
+VERSION = re.compile(r" \d+(\.\d+)+\S*")
+
+
+@dataclass(frozen=True)
+class Reason:
+    """A sentence and what it says: the key of its cause, or one of the words above, the parts of the model that it is
+    about, and the seconds of the difference with their interval, None where it is about none."""
+
+    key: str
+    text: str
+    names: tuple[str, ...] = ()
+    seconds: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+
+def reasons(found: Waterfall) -> list[Reason]:
+    """The difference, its causes from the largest on, and how much of it they explain.
+
+    A cause whose interval holds 0 has no sentence, nor has one of less than 5 % of the difference.
+    """
+    words = _Words(found)
+    told = [words.gap(), *words.causes(), *words.alone(), *words.narrower(), *words.attributed()]
+    return [*told, *words.watched()]
+
+
+class _Words:
+    """Makes the sentences of a waterfall."""
+
+    def __init__(self, found: Waterfall) -> None:
+        self._w, self._gap = found, found.gap
+        self._a, self._b = _short(found.pair.titles)
+        whole = abs(self._gap.difference.value) if self._gap.proven else self._gap.a
+        self._least, self._large = NOTEWORTHY * whole, BY_ITSELF * whole
+
+    def gap(self) -> Reason:
+        """How far apart the two are."""
+        times = f"{self._b} takes {_us(self._gap.b)}, {self._a} {_us(self._gap.a)}"
+        if self._gap.proven:
+            way = "less" if self._gap.difference.value < 0 else "more"
+            text = f"{times}: {_us(abs(self._gap.difference.value))} {way} {_limits(self._gap)}."
+        else:
+            text = f"{times}: no difference is shown, the interval {_limits(self._gap)} holds 0."
+        return _reason(GAP, text, self._gap)
+
+    def causes(self) -> Iterator[Reason]:
+        """The causes that are proven and large enough, the largest first."""
+        large = [s for s in self._w.causes if s.proven and abs(s.difference.value) >= self._least]
+        for step in sorted(large, key=lambda s: -abs(s.difference.value)):
+            yield _reason(step.cause.key, f"{self._what(step)}: {self._amount(step)}.", step, self._names(step))
+
+    def alone(self) -> Iterator[Reason]:
+        """The part with the largest difference, where it is a large share by itself and goes the way of the whole."""
+        steps = [s for s in self._w.steps if s.parts and s.cause.region and s.proven]
+        largest = max(steps, key=lambda s: abs(s.difference.value), default=None)
+        if largest is None or abs(largest.difference.value) < self._large or len(steps) < 2:
+            return
+        part = self._w.parts[largest.parts[0]]
+        share = f", {largest.a / self._gap.a:.0%} of {self._a}'s latency" if largest.a > largest.b else ""
+        text = f"The largest part is {_listed(part.names)}: {_us(largest.a)} in {self._a}{share}, {_us(largest.b)} in "
+        yield _reason(ALONE, f"{text}{self._b}.", largest, part.names)
+
+    def narrower(self) -> Iterator[Reason]:
+        """What keeps a narrower type from being faster: layers that didn't take it, and those that it made slower."""
+        precision = self._w.pair.b.precision
+        stayed = [s for s in self._w.steps if s.cause == causes.STAYED]
+        if stayed and sum(s.b for s in stayed) >= NOTEWORTHY * self._gap.b:
+            parts = [self._w.parts[s.parts[0]] for s in sorted(stayed, key=lambda s: -s.b)]
+            names = tuple(name for part in parts for name in part.names[:1])
+            took = _us(sum(s.b for s in stayed))
+            text = f"{precision} was asked for, but {counting(len(stayed), 'layer')} computed in a wider type and took "
+            yield Reason(NOT_FASTER, f"{text}{took} of {_us(self._gap.b)}: {_listed(names)}.", names)
+        slower = [s for s in self._w.steps if s.cause == causes.NARROWER and s.difference.low > 0]
+        whole = self._w.step(causes.NARROWER, [k for s in slower for k in s.parts])
+        if slower and whole.proven and whole.difference.value >= self._least:
+            names = self._names(whole)
+            text = f"{counting(len(slower), 'layer')} took longer in the narrower type: {self._amount(whole)}, most of "
+            yield _reason(NOT_FASTER, f"{text}it in {_listed(names[:1])}.", whole, names)
+
+    def attributed(self) -> Iterator[Reason]:
+        """How much of the difference the layers explain."""
+        if not self._gap.proven:
+            return
+        text = f"Attributed to named layers: {_percent(self._w.attributed)} of the difference"
+        if abs(self._w.attributed - self._w.named) >= ROUNDED:
+            text += f", of which they make up {_percent(self._w.named)}"
+        rest = [f"{s.cause.title}: {_percent(self._w.share(s.difference.value))}" for s in self._w.causes
+                if not s.cause.region]  # fmt: skip
+        yield Reason(ATTRIBUTED, "; ".join([text, *rest]) + ".")
+
+    def watched(self) -> Iterator[Reason]:
+        """By how much watching slowed the layers."""
+        for title, side in zip((self._a, self._b), (self._w.a, self._w.b), strict=True):
+            if side.excess >= NOTEWORTHY * side.latency[0]:
+                slowed = f"Watching slowed the layers of {title} by {side.excess / side.latency[0]:.0%}"
+                text = f"{slowed}: they are scaled down alike, and the intervals hold the other extreme, too."
+                yield Reason(WATCHED, text, seconds=side.excess)
+
+    def _amount(self, step: Step) -> str:
+        value = step.difference.value
+        text = f"{_signed(value)} {_limits(step)}"
+        if not self._gap.proven:
+            return text
+        share = self._w.share(value)
+        return f"{text}, {share:.0%} of the difference" if share > 0 else f"{text}, against the difference"
+
+    def _what(self, step: Step) -> str:
+        parts = [self._w.parts[k] for k in step.parts]
+        count_a, count_b = sum(len(part.a) for part in parts), sum(len(part.b) for part in parts)
+        of_a, of_b = self._types(parts, 0), self._types(parts, 1)
+        count, a, b = counting(len(parts), "part"), self._a, self._b
+        texts = {
+            causes.NARROWER: f"{count} of the model run in a narrower type in {b} ({self._kinds(parts)})",
+            causes.WIDER: f"{count} of the model run in a wider type in {b} ({self._kinds(parts)})",
+            causes.STAYED: f"{count} of the model don't run in {self._w.pair.b.precision} in {b} ({of_b})",
+            causes.PROVIDER: f"{count} of the model run on another provider in {b} ({of_b})",
+            causes.KERNEL: f"{count} of the model have another kernel: {of_a} in {a}, {of_b} in {b}",
+            causes.SAME: f"{count} of the model take another time with the same kernel ({of_b})",
+            causes.FUSED: f"{counting(count_a, 'layer')} of {a} are fused or left out in {b} ({of_a})",
+            causes.SPLIT: f"{counting(count_b, 'layer')} of {b} have no counterpart of their own in {a} ({of_b})",
+            causes.CONVERSION: f"Conversions of types and layouts, {count_a} in {a} and {count_b} in {b}"
+            f"{self._largest(step)}",
+            causes.CALLS: f"The model's own code and calling its parts, {_us(step.a)} in {a} and {_us(step.b)} in {b}",
+            causes.UNALIGNED: f"{count_a} layers of {a} and {count_b} of {b}, whose counterparts are not known",
+            causes.INTERRUPTED: f"Interruptions by other programs, {_us(step.a)} in {a} and {_us(step.b)} in {b}; "
+            "measure again when the machine is quiet",
+            causes.BETWEEN: f"Time outside the layers, {_us(step.a)} in {a} and {_us(step.b)} in {b}",
+        }
+        return texts[step.cause]
+
+    def _largest(self, step: Step) -> str:
+        before = [self._w.parts[k].before for k in self._sorted(step)[:1]]
+        return f", the longest before {before[0]}" if any(before) else ""
+
+    def _sorted(self, step: Step) -> list[int]:
+        """The step's parts, the largest difference first."""
+        return sorted(step.parts, key=lambda k: -abs(self._w.steps[k].difference.value))
+
+    def _types(self, parts: Sequence[Part], side: int) -> str:
+        """The commonest types of layers: `16 Convolution, 3 Add`."""
+        layers = self._w.pair.forms[self._w.pair.sides[side].form].layers
+        kinds = Counter(layers[k].type.rpartition(".")[2] for part in parts for k in (part.a, part.b)[side])
+        more = f" and {counting(len(kinds) - NAMES, 'more kind')}" if len(kinds) > NAMES else ""
+        return ", ".join(f"{n} {kind}" for kind, n in kinds.most_common(NAMES)) + more
+
+    def _kinds(self, parts: Sequence[Part]) -> str:
+        """The types in which most of the parts compute in A and in B."""
+        kinds = Counter(part.types for part in parts)
+        before, after = max(kinds, key=lambda each: kinds[each], default=("", ""))
+        return f"{before} in {self._a}, {after} in {self._b}"
+
+    def _names(self, step: Step) -> tuple[str, ...]:
+        """The parts of the step, the largest difference first."""
+        return tuple(dict.fromkeys(name for k in self._sorted(step) for name in self._w.parts[k].names[:1]))
+
+
+def _short(titles: Sequence[str]) -> list[str]:
+    """The titles without versions, where they still differ."""
+    plain = [VERSION.sub("", title) for title in titles]
+    return plain if len({*plain}) == len(plain) else list(titles)
+
+
+def _reason(key: str, text: str, step: Step, names: Sequence[str] = ()) -> Reason:
+    return Reason(key, text[0].upper() + text[1:], tuple(names), *vars(step.difference).values())
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NAMES} more" if len(names) > NAMES else ""
+    return ", ".join(names[:NAMES]) + more
+
+
+def _percent(share: float) -> str:
+    """A share of the difference, without the sign of nothing."""
+    return f"{share if abs(share) >= ROUNDED else 0.0:.1%}"
+
+
+def _us(seconds: float) -> str:
+    return show(seconds, "duration") if abs(seconds) >= NOTHING else "0 µs"
+
+
+def _signed(seconds: float) -> str:
+    return ("+" if seconds > 0 else "−") + _us(abs(seconds))
+
+
+def _limits(step: Step) -> str:
+    return f"[{_signed(step.difference.low)}, {_signed(step.difference.high)}]"

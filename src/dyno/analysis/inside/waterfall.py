@@ -1,0 +1,195 @@
+"""From the latency of A to that of B in steps, a step for each cause and each part, with intervals; it closes exactly.
+
+A layer's time is the median over processes of its median over repeats, as is the latency. Where a form's layers add up
+to more than its latency, watching slowed them, and all are scaled down alike (`scaled`); what they leave of it is a
+step of its own. So all steps add up to the difference of the latencies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from dyno.analysis.inside import causes
+from dyno.analysis.inside.causes import BETWEEN, INTERRUPTED, WHOLE, Cause, Part
+from dyno.analysis.inside.pairs import Pair, Side
+from dyno.analysis.inside.times import Times
+from dyno.analysis.stats import CONFIDENCE, Interval
+
+RESAMPLES = 1000
+SEED = 0
+HALVINGS = 40  # of what is taken off each layer: to a trillionth of the slowest
+TINY = 1e-12  # seconds that are none
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds in A and in B of what has one cause, and the difference with its interval; `parts` are its places in the
+    waterfall's parts."""
+
+    cause: Cause
+    a: float
+    b: float
+    difference: Interval
+    parts: tuple[int, ...] = ()
+
+    @property
+    def proven(self) -> bool:
+        """Whether the interval leaves out zero."""
+        return self.difference.low > 0 or self.difference.high < 0
+
+
+@dataclass(frozen=True)
+class Estimates:
+    """Seconds of one side, first the estimate and behind it resamples of it [1 + resamples]: of the latency, of each
+    layer [1 + resamples, layers], and of what the layers leave of the latency.
+
+    `watched` is what the layers add up to by themselves. Where that is more than the latency, `layers` are scaled down
+    alike, and of `even` the same was taken off each; else both are the same.
+    `interrupted` is by how much the layers of a watched run take longer together than their medians add up to: an
+    interruption hits any layer, each in few runs, and some layer in every run. `between` is the rest.
+    """
+
+    latency: np.ndarray
+    layers: np.ndarray
+    even: np.ndarray
+    interrupted: np.ndarray
+    between: np.ndarray
+    watched: float
+
+    @property
+    def excess(self) -> float:
+        """Seconds by which watching slowed the layers, as far as it shows."""
+        return max(0.0, self.watched - float(self.latency[0]))
+
+
+@dataclass(frozen=True)
+class Waterfall:
+    """The steps from A to B: `steps` has one for each part, `causes` one for each cause; both add up to `gap`."""
+
+    pair: Pair
+    parts: tuple[Part, ...]
+    a: Estimates
+    b: Estimates
+
+    @cached_property
+    def gap(self) -> Step:
+        """The whole: the latencies with nothing switched on."""
+        return _step(WHOLE, self.a.latency, self.b.latency)
+
+    @cached_property
+    def steps(self) -> list[Step]:
+        """A step for each part, then `remainders`."""
+        return [self.step(part.cause, (k,)) for k, part in enumerate(self.parts)] + self.remainders
+
+    @cached_property
+    def remainders(self) -> list[Step]:
+        """What the layers leave of the latency."""
+        return [
+            _step(INTERRUPTED, self.a.interrupted, self.b.interrupted),
+            _step(BETWEEN, self.a.between, self.b.between),
+        ]
+
+    @cached_property
+    def causes(self) -> list[Step]:
+        """A step for each cause, in the order of CAUSES, then `remainders`."""
+        return [self.step(cause, own) for cause, own in causes.by_cause(self.parts).items()] + self.remainders
+
+    def step(self, cause: Cause, places: Sequence[int]) -> Step:
+        """These parts together. Where watching slowed layers, the interval holds both ways of taking that off."""
+        a, b = [k for p in places for k in self.parts[p].a], [k for p in places for k in self.parts[p].b]
+        step = _step(cause, self.a.layers[:, a].sum(axis=1), self.b.layers[:, b].sum(axis=1), tuple(places))
+        if not self.a.excess and not self.b.excess:
+            return step
+        even = _step(cause, self.a.even[:, a].sum(axis=1), self.b.even[:, b].sum(axis=1)).difference
+        low, high = min(step.difference.low, even.low), max(step.difference.high, even.high)
+        return replace(step, difference=Interval(step.difference.value, low, high))
+
+    def share(self, seconds: float) -> float:
+        """What of the gap that difference is; NaN where there is no gap."""
+        whole = self.gap.difference.value
+        return seconds / whole if whole else math.nan
+
+    @property
+    def named(self) -> float:
+        """The share of the gap that is in named parts; more than 1 where other steps go the other way."""
+        return self.share(sum(step.difference.value for step in self.causes if step.cause.region))
+
+    @property
+    def attributed(self) -> float:
+        """How much of the gap the named parts explain: all but what they miss it by."""
+        return max(0.0, 1 - abs(1 - self.named)) if self.named == self.named else math.nan
+
+
+def waterfall(pair: Pair) -> Waterfall:
+    """The pair's steps. With one process a side its repeats are resampled, which says nothing of how another process
+    would do; with several the processes are (percentile bootstrap, 1,000 resamples)."""
+    rng = np.random.default_rng(SEED)
+    return Waterfall(pair, tuple(causes.parts(pair)), *(_estimates(side, rng) for side in pair.sides))
+
+
+def _estimates(side: Side, rng: np.random.Generator) -> Estimates:
+    latency, layers, sums = _one(side.processes[0], rng) if len(side.processes) == 1 else _several(side.processes, rng)
+    watched = float(layers[0].sum())
+    layers, even = scaled(latency, layers), lowered(latency, layers)
+    left = np.maximum(0.0, latency - layers.sum(axis=1))
+    left[left < TINY] = 0.0  # rounding, where the layers were scaled down
+    interrupted = np.clip(sums - layers.sum(axis=1), 0.0, left)
+    return Estimates(latency, layers, even, interrupted, left - interrupted, watched)
+
+
+def _one(times: Times, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Medians over the repeats of one process, and of resamples of these: latency, layers, and the layers' sum."""
+    latency = _medians(times.unprofiled[:, None], rng)[:, 0]
+    both = _medians(np.column_stack([times.layers, times.layers.sum(axis=1)]), rng)
+    return latency, both[:, :-1], both[:, -1]
+
+
+def _several(processes: Sequence[Times], rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Medians over processes, and over resamples of these: latency, layers, and the layers' sum."""
+    found = np.array([
+        [np.median(each.unprofiled), *np.median(each.layers, axis=0), np.median(each.layers.sum(axis=1))]
+        for each in processes
+    ])  # fmt: skip
+    medians = _medians(found, rng)
+    return medians[:, 0], medians[:, 1:-1], medians[:, -1]
+
+
+def _medians(samples: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Medians of the rows, and of resamples of the rows [1 + resamples, columns]."""
+    count = len(samples)
+    drawn = [samples] + [samples[rng.integers(count, size=count)] for _ in range(RESAMPLES)]
+    return np.array([np.median(each, axis=0) for each in drawn])
+
+
+def scaled(latency: np.ndarray, layers: np.ndarray) -> np.ndarray:
+    """The layers' seconds [draws, layers], scaled down alike where they add up to more than the latency [draws]."""
+    factors = np.minimum(1.0, latency / np.maximum(layers.sum(axis=1), TINY))
+    found: np.ndarray = layers * factors[:, None]
+    return found
+
+
+def lowered(latency: np.ndarray, layers: np.ndarray) -> np.ndarray:
+    """The layers' seconds [draws, layers] less the same for each layer, as much as makes them add up to the latency
+    [draws] where they add up to more; no layer has less than nothing."""
+    low, high = np.zeros(len(layers)), layers.max(axis=1, initial=0.0)
+    if (layers.sum(axis=1) <= latency).all():
+        return layers
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        more = np.maximum(0.0, layers - middle[:, None]).sum(axis=1) > latency
+        low, high = np.where(more, middle, low), np.where(more, high, middle)
+    each = np.where(layers.sum(axis=1) > latency, high, 0.0)
+    found: np.ndarray = np.maximum(0.0, layers - each[:, None])
+    return found
+
+
+def _step(cause: Cause, a: np.ndarray, b: np.ndarray, places: tuple[int, ...] = ()) -> Step:
+    tail = 50 * (1 - CONFIDENCE)
+    value, draws = float(b[0] - a[0]), (b - a)[1:]
+    low, high = np.percentile(draws, [tail, 100 - tail])
+    return Step(cause, float(a[0]), float(b[0]), Interval(value, float(low), float(high)), places)

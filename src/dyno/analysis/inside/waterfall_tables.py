@@ -1,0 +1,139 @@
+"""The waterfall from A to B as tables: a row for each cause, and one for each part of the model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from dyno.analysis.formatting import counting, significant
+from dyno.analysis.inside import pairs
+from dyno.analysis.inside.tables import names_cell
+from dyno.analysis.inside.waterfall import Step, Waterfall
+from dyno.analysis.presentation.table import COUNT, PERCENT, TEXT, Column, Row, Table, TableKind
+
+WATERFALL = TableKind("waterfall", "From A to B", "The steps from the latency of A to that of B, a row for each cause.",
+                      command="dyno explain")  # fmt: skip
+PARTS = TableKind("explained", "Part by part", "What each part of the model takes in A and in B, and why that differs.",
+                  command="dyno explain")  # fmt: skip
+
+
+def signed(value: float) -> str:
+    """A number with its sign: +310, −12.4, 0."""
+    return significant(value) if not value or value != value else ("+" if value > 0 else "−") + significant(abs(value))
+
+
+def _difference(row: Row) -> str:
+    value, low, high = (row.get(name) for name in ("difference_us", "difference_us_low", "difference_us_high"))
+    if value is None:
+        return ""
+    return signed(value) if low is None or high is None else f"{signed(value)} [{signed(low)}, {signed(high)}]"
+
+
+TIMES = (
+    Column("a_us", "seconds in A, in microseconds", "µs", title="A, µs"),
+    Column("b_us", "seconds in B, in microseconds", "µs", title="B, µs"),
+    Column("difference_us", "B less A with its 95 % interval", "µs", title="B − A, µs", cell=_difference),
+    Column("difference_us_low", "lower end of the interval", "µs", cell=lambda row: ""),
+    Column("difference_us_high", "upper end of the interval", "µs", cell=lambda row: ""),
+    Column("share", "share of the whole difference", "%", PERCENT, title="share, %"),
+)
+
+
+def tables(found: Waterfall, top: int) -> list[Table]:
+    """The causes, and the `top` parts (0: all) with the largest differences; the other parts are one row."""
+    return [by_cause(found), by_part(found, top)]
+
+
+def by_cause(found: Waterfall) -> Table:
+    """A's latency, a step for each cause, B's latency; `reached` is the latency after the step."""
+    gap, (title_a, title_b) = found.gap, found.pair.titles
+    rows: list[Row] = [{"cause": f"A: {title_a}", "a_us": 1e6 * gap.a, "reached_us": 1e6 * gap.a}]
+    reached = gap.a
+    for step in found.causes:
+        reached += step.difference.value
+        parts = len(step.parts) or None
+        rows.append({"cause": step.cause.title, "key": step.cause.key, "parts": parts, **_times(found, step),
+                     "reached_us": 1e6 * reached})  # fmt: skip
+    last = {"cause": f"B: {title_b}", **_times(found, gap), "reached_us": 1e6 * gap.b}
+    rows.append({**last, "a_us": None})
+    columns = (
+        Column("cause", "why these parts take another time", kind=TEXT),
+        Column("key", "the cause's name for programs", kind=TEXT, cell=lambda row: ""),
+        Column("parts", "parts of the model with this cause", kind=COUNT, rank=2),
+        *TIMES,
+        Column("reached_us", "the latency after this step", "µs", title="latency, µs", rank=1),
+    )
+    return WATERFALL.of(columns, rows, notes=_notes(found))
+
+
+def _notes(found: Waterfall) -> tuple[str, ...]:
+    rounds = len(found.pair.a.processes)
+    process, spread = (
+        ("one process", "repeats in it, which say nothing of another process")
+        if rounds == 1
+        else (f"{rounds} processes", "processes")
+    )
+    sides = list(zip(found.pair.titles, found.pair.sides, strict=True))
+    notes = [f"Medians over {process} of each side; the intervals are from the {spread}.", *found.pair.notes]
+    notes += [f"{title} in the run: {significant(1e3 * side.stored)} ms." for title, side in sides if side.stored]
+    notes += [note for side in found.pair.sides for note in found.pair.forms[side.form].notes]
+    notes += [f"{title}: {warning}" for title, side in sides for warning in pairs.warned(side)]
+    return tuple(dict.fromkeys(notes))
+
+
+def _times(found: Waterfall, step: Step) -> Row:
+    value = step.difference
+    return {
+        "a_us": 1e6 * step.a, "b_us": 1e6 * step.b, "difference_us": 1e6 * value.value,
+        "difference_us_low": 1e6 * value.low, "difference_us_high": 1e6 * value.high,
+        "share": _share(found, value.value),
+    }  # fmt: skip
+
+
+def _share(found: Waterfall, seconds: float) -> float | None:
+    """Percent of the difference; none of one that is not shown."""
+    return 100 * found.share(seconds) + 0.0 if found.gap.proven else None
+
+
+def by_part(found: Waterfall, top: int) -> Table:
+    """The parts of the model, the largest differences first, and what else there is in a row."""
+    order = sorted(range(len(found.parts)), key=lambda k: -abs(found.steps[k].difference.value))
+    rows = [_row(found, k) for k in order[: top or None]]
+    if rest := order[len(rows) :]:
+        steps = [found.steps[k] for k in rest]
+        a, b = sum(s.a for s in steps), sum(s.b for s in steps)
+        rows.append({"modules": counting(len(rest), "more part"), "modules_names": [counting(len(rest), "more part")],
+                     "a_us": 1e6 * a, "b_us": 1e6 * b, "difference_us": 1e6 * (b - a),
+                     "share": _share(found, b - a)})  # fmt: skip
+    columns = (
+        Column("modules", "the model's own modules, else nodes or layers", kind=TEXT, cell=names_cell("modules")),
+        Column("cause", "why it takes another time", kind=TEXT),
+        Column(
+            "layers_a", "kinds of its layers in A, and the type that they compute in", kind=TEXT, title="in A", rank=2
+        ),
+        Column(
+            "layers_b", "kinds of its layers in B, and the type that they compute in", kind=TEXT, title="in B", rank=2
+        ),
+        *TIMES,
+        Column("kernels_a", "kernels or providers in A", kind=TEXT, title="kernel in A", rank=4),
+        Column("kernels_b", "kernels or providers in B", kind=TEXT, title="kernel in B", rank=3),
+    )
+    return PARTS.of(columns, rows)
+
+
+def _row(found: Waterfall, k: int) -> Row:
+    part, step = found.parts[k], found.steps[k]
+    row: Row = {"modules": " ".join(part.names), "modules_names": list(part.names), "cause": part.cause.title}
+    if part.before:
+        row["modules_names"] = [f"{part.names[0]} before {part.before}"]
+    for name, side, own, kind in zip("ab", found.pair.sides, (part.a, part.b), part.types, strict=True):
+        layers = [found.pair.forms[side.form].layers[i] for i in own]
+        row[f"layers_{name}"] = " ".join(filter(None, (_counted([each.type for each in layers]), kind)))
+        row[f"kernels_{name}"] = _counted([each.tactic for each in layers if each.tactic])
+    return row | _times(found, step)
+
+
+def _counted(names: Sequence[str]) -> str:
+    """The names with how often each is there: `2 Mul, Conv`."""
+    counted: Callable[[str, int], str] = lambda name, n: f"{n} {name}" if n > 1 else name  # noqa: E731
+    return ", ".join(counted(name.rpartition(".")[2], n) for name, n in Counter(names).items())

@@ -1,0 +1,274 @@
+"""`dyno explain`: why one engine is faster than another, in microseconds by the parts of the model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dyno.analysis.formatting import bullet, wrapped
+from dyno.analysis.inside import pairs, reasons, waterfall, waterfall_chart, waterfall_tables
+from dyno.analysis.inside.pairs import Pair, Side
+from dyno.analysis.inside.reasons import Reason
+from dyno.analysis.inside.times import Times
+from dyno.analysis.inside.waterfall import Waterfall
+from dyno.analysis.presentation.export import export
+from dyno.analysis.presentation.table import Table
+from dyno.analysis.records.results import load
+from dyno.analysis.stats import center
+from dyno.analysis.style import laid_out, svg
+from dyno.analysis.style import save as save_figure
+from dyno.api.inside import files, forms, profiling
+from dyno.api.take import find, measured_file
+from dyno.jobs.progress import Progress
+from dyno.study import Choice, Study
+from dyno.worker.facts.inside import MODULES, Inside
+from dyno.worker.record import write_text
+from dyno.worker.spec import Artifact, Trial, UserError, from_json, to_json
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+ROUNDS, RUNS, TOP = 5, 50, 20  # processes of each side, watched runs in each, and parts that are listed
+STORED = ".json"
+SAVED = {STORED: "what was measured", ".svg": "the waterfall", ".png": "the waterfall"}
+PREFIX = "waterfall"  # of the ids in a chart, which may stand in a page with others
+
+
+@dataclass(frozen=True)
+class Explained:
+    """A pair and why its latencies differ: nothing here measures. `top` parts are listed (0: all)."""
+
+    pair: Pair
+    top: int = TOP
+
+    @cached_property
+    def waterfall(self) -> Waterfall:
+        """The steps from A to B, as numbers."""
+        return waterfall.waterfall(self.pair)
+
+    @cached_property
+    def reasons(self) -> list[Reason]:
+        """Sentences to act on, each with what it rests on."""
+        return reasons.reasons(self.waterfall)
+
+    @cached_property
+    def tables(self) -> list[Table]:
+        """A row for each cause, and one for each part of the model."""
+        return waterfall_tables.tables(self.waterfall, self.top)
+
+    def to_pandas(self) -> pd.DataFrame:
+        """The parts' rows."""
+        return self.tables[1].to_pandas()
+
+    def save(self, path: str | Path) -> list[Path]:
+        """Store what was measured (.json), which `dyno.explain(path)` reads, or draw the waterfall (.svg, .png).
+
+        Returns what was written."""
+        place = Path(path)
+        check_saved(place)
+        if place.suffix == STORED:
+            pairs.write(place, self.pair)
+        elif place.suffix == ".png":
+            figure = waterfall_chart.draw(self.waterfall)
+            save_figure(figure, place, laid_out(figure))
+        else:
+            write_text(place, self._svg())
+        return [place]
+
+    @property
+    def html(self) -> str:
+        """The chart, the tables and the sentences: a part of a page."""
+        listed = "".join(f"<li>{escape(reason.text)}</li>\n" for reason in self.reasons)
+        return f"{self._svg()}\n{export(self.tables, 'html')}\n<ul>\n{listed}</ul>\n"
+
+    def export(self, format: str = "text") -> str:
+        """Tables and sentences in one of the formats of tables."""
+        if format == "html":
+            return self.html
+        if format == "json":
+            return export(self.tables, format, about={"reasons": to_json(self.reasons), **self._about()})
+        tables = export(self.tables, format)
+        if format == "csv":
+            return tables
+        as_line = wrapped if format == "text" else bullet
+        return tables + "\n" + "\n".join(as_line(reason.text) for reason in self.reasons) + "\n"
+
+    def _about(self) -> dict[str, Any]:
+        found = self.waterfall
+        shares = {"attributed": found.attributed, "named": found.named} if found.gap.proven else {}
+        return {"a": self.pair.titles[0], "b": self.pair.titles[1], **shares}
+
+    def _svg(self) -> str:
+        figure = waterfall_chart.draw(self.waterfall)
+        return svg(figure, PREFIX, laid_out(figure))
+
+
+def check_saved(path: Path) -> None:
+    """A `UserError` for a file that can't be saved."""
+    if path.suffix not in SAVED:
+        known = ", ".join(f"{ending} ({what})" for ending, what in SAVED.items())
+        raise UserError(f"{str(path)!r} can't be saved; end its name in one of {known}")
+    files.check_writable(path)
+
+
+def explain(
+    model: Any,
+    *sides: Any,
+    batch: int = 1,
+    rounds: int = ROUNDS,
+    runs: int = RUNS,
+    top: int = TOP,
+    save: Sequence[str | Path] = (),
+    quiet: bool = True,
+    **settings: Any,
+) -> Explained:
+    """Why B is faster or slower than A: a waterfall in microseconds from A's latency to B's, by parts of the model.
+
+    `explain(model, a, b)` takes two forms of a model as `dyno.profile` does, `explain(a, b)` two models or files as
+    they are, `explain(run, a, b)` two trials of a run folder by BACKEND/PRECISION or id, and `explain(file)` a pair
+    that `Explained.save` stored, for which nothing is measured. Both are profiled in `rounds` processes each, in turn,
+    `runs` watched runs in each; `top` parts are listed (0: all). `save` names files to write, which are checked first
+    (see `Explained.save`). `settings` are fields of `dyno.Study`. Raises `UserError` where layers have no times.
+    """
+    for name, value, least in (("batch", batch, 1), ("rounds", rounds, 1), ("runs", runs, 5), ("top", top, 0)):
+        if value < least:
+            raise UserError(f"{name} is {value}; it must be at least {least}")
+    for path in save:
+        check_saved(Path(path))
+    found = Explained(_pair(model, sides, batch, rounds, runs, settings, Progress(quiet=quiet)), top)
+    for path in save:
+        found.save(path)
+    return found
+
+
+def _pair(
+    model: Any, sides: Sequence[Any], batch: int, rounds: int, runs: int, settings: dict[str, Any], progress: Progress
+) -> Pair:
+    """What `explain` is about, read or measured."""
+    if not sides and Path(str(model)).suffix == STORED:
+        return _stored(Path(model))
+    if len(sides) not in (1, 2):
+        raise UserError("give a model and the two forms to explain, a run folder and two of its trials, two models, or "
+                        "a file that `dyno explain --save FILE.json` wrote")  # fmt: skip
+    if len(sides) == 2 and isinstance(model, (str, Path)) and (Path(model) / "trials").is_dir():
+        return _of_run(Path(model), sides, rounds, runs, settings, progress)
+    study = Study(models=(model,), **settings)
+    chosen = profiling.engines(forms.sides(study, sides))[-2:] if len(sides) == 2 else _as_they_are(study, sides[0])
+    for side in chosen:
+        profiling.check(side, study.device)
+    reading = Explaining(study, batch, progress, runs)
+    for side in chosen:
+        reading.read(side)
+    return reading.pair(rounds, [side.source for side in chosen], [side.precision for side in chosen])
+
+
+def _as_they_are(study: Study, other: Any) -> list[forms.Side]:
+    """Two models, each in the form that it has."""
+    sides = [forms.first(study.models[0]), forms.first(Study(models=(other,)).models[0])]
+    return profiling.engines(sides)
+
+
+def _stored(path: Path) -> Pair:
+    try:
+        return pairs.read(path)
+    except OSError as e:
+        raise UserError(f"{path} can't be read: {e.strerror}") from e
+    except ValueError as e:
+        raise UserError(f"{path} can't be read: {e}") from e
+
+
+def _of_run(
+    folder: Path, names: Sequence[Any], rounds: int, runs: int, settings: dict[str, Any], progress: Progress
+) -> Pair:
+    """Two trials of a run, profiled now with their own options and files; the run's own medians stand beside."""
+    if settings:
+        raise UserError(f"{', '.join(settings)} can't be given for a run: its trials say how they are measured")
+    records = load(folder)
+    found = [find(records, str(name)) for name in names]
+    if failed := next((each for each in found if not each.good), None):
+        raise UserError(f"{failed.label} did not run ({failed.status}: {failed.reason}), so nothing explains it")
+    if found[0].id == found[1].id:
+        raise UserError(f"{names[0]} and {names[1]} are the same trial of {folder}, {found[0].label}")
+    apart = [k for k in ("model", "size", "batch") if getattr(found[0], k) != getattr(found[1], k)]
+    if apart:
+        raise UserError(f"{found[0].label} and {found[1].label} have another {' and '.join(apart)}; give their ids")
+    trials = [from_json(Trial, each.job["trial"]) for each in found]
+    for trial in trials:
+        profiling.check(forms.Side("", Choice(trial.backend), trial.precision), trial.runtime.device)
+    study = Study(models=(trials[0].model.source or trials[0].model.file,))
+    reading, notes = Explaining(study, found[0].batch, progress, runs), list[str]()
+    for measured, trial in zip(found, trials, strict=True):
+        file, said = measured_file(measured, trial)
+        notes += [f"{measured.label}: {note}" for note in said]
+        reading.made(trial, trial.recipe, file)
+    pair = reading.pair(rounds, [t.model.source or t.model.file for t in trials], [t.precision for t in trials])
+    a, b = (
+        replace(side, stored=center(each.medians("model")).value) for side, each in zip(pair.sides, found, strict=True)
+    )
+    return replace(pair, a=a, b=b, notes=tuple(notes))
+
+
+class Explaining(profiling.Profiling):
+    """Profiles two forms in several processes each, in turn."""
+
+    def __init__(self, study: Study, batch: int, progress: Progress, runs: int) -> None:
+        super().__init__(study, batch, progress, runs)
+        self._ran: list[tuple[Trial, Artifact | None]] = []
+
+    def ran(self, trial: Trial, artifact: Artifact | None) -> Inside:
+        """See `Profiling.ran`; what ran is kept, to run again."""
+        self._ran.append((trial, artifact))
+        return super().ran(trial, artifact)
+
+    def pair(self, rounds: int, sources: Sequence[str], precisions: Sequence[str]) -> Pair:
+        """What was read, with the times of all rounds; each side of that source, and asked for in that precision."""
+        times = self.again(rounds)
+        by_form = dict(zip(self.shown, sources, strict=True))
+        modules = {source: k for k, source in by_form.items() if self.forms[k].form == MODULES}
+        sides = [
+            Side(k, precision, each, self.graph_of.get(k), modules.get(by_form[k]))
+            for k, precision, each in zip(self.shown, precisions, times, strict=True)
+        ]
+        return Pair(profiling.distinct(self.forms, by_form), sides[0], sides[1], sources[0])
+
+    def again(self, rounds: int) -> list[tuple[Times, ...]]:
+        """The times of each form by process: the first ones, and those of further rounds, each in the order opposite
+        to the round before. A `UserError` where a form has other layers in another process."""
+        found = [[times] for times in self.times]
+        for number in range(1, rounds):
+            order = range(len(found)) if number % 2 == 0 else reversed(range(len(found)))
+            for k in order:
+                inside = super().ran(*self._ran[k])
+                found[k].append(fitted(self.forms[self.shown[k]], inside, self.times[-1]))
+        return [tuple(each) for each in found]
+
+
+def fitted(first: Inside, inside: Inside, times: Times) -> Times:
+    """The times of a form in another process, its layers in the order of the first one.
+
+    Engines number the conversions that they put in anew each time, so these are known by what writes what they read.
+    A `UserError` where the layers are others.
+    """
+    places = {key: k for k, key in enumerate(_keys(inside))}
+    keys = _keys(first)
+    if places.keys() != set(keys):
+        raise UserError(f"{inside.library} has other layers in another process; explain one process with rounds=1")
+    return replace(times, layers=times.layers[:, [places[key] for key in keys]])
+
+
+def _keys(form: Inside) -> list[tuple[str, str, int]]:
+    """What each layer is known by in another process."""
+    writers = {port.name: layer for layer in form.layers for port in layer.outputs}
+    seen: Counter[tuple[str, str]] = Counter()
+    keys = []
+    for layer in form.layers:
+        sources = [w.type if w.moves else w.name for p in layer.inputs if (w := writers.get(p.name))]
+        key = (layer.type, " ".join(sources)) if layer.moves else (layer.type, layer.name)
+        keys.append((*key, seen[key]))
+        seen[key] += 1
+    return keys

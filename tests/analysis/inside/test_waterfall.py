@@ -1,0 +1,266 @@
+"""The waterfall from A to B on made-up layers: every cause by its name, steps that close, and what is not claimed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dyno.analysis.inside import causes, pairs, reasons, waterfall, waterfall_tables
+from dyno.analysis.inside.pairs import Pair, Side
+from dyno.analysis.inside.times import Times
+from dyno.analysis.inside.waterfall import Waterfall
+from dyno.worker.facts.inside import LAYERS, MODULES, NODES, Inside, Layer, Port
+from dyno.worker.spec import UserError
+
+NAMES = ("conv", "bn", "relu", "pool", "fc")
+FLOAT, BYTE = "float32", "int8"
+
+
+def layer(name: str, k: int, kind: str, dtype: str = FLOAT, **more: object) -> Layer:
+    return Layer(name=name, type=kind, inputs=(Port(f"t{k}"),), outputs=(Port(f"t{k + 1}", dtype=dtype),), **more)  # type: ignore[arg-type]
+
+
+KINDS = ("Conv2d", "BatchNorm2d", "ReLU", "MaxPool2d", "Linear")
+MODULE = Inside(
+    form=MODULES,
+    library="PyTorch 2.0",
+    layers=(
+        *(
+            layer(name, k, kind, modules=(name,), flops=100 * (kind in ("Conv2d", "Linear")))
+            for k, (name, kind) in enumerate(zip(NAMES, KINDS, strict=True))
+        ),
+        Layer(type="Net", modules=("",)),
+    ),
+)
+GRAPH = Inside(
+    form=NODES,
+    library="ONNX",
+    layers=tuple(layer(f"n_{name}", k, "Node", modules=(name,)) for k, name in enumerate(NAMES)),
+)
+FAST = Inside(
+    form=LAYERS,
+    library="ONNX Runtime 1.0",
+    layers=(
+        layer("fused", 0, "Conv", computes_in=FLOAT, nodes=("n_conv", "n_bn", "n_relu")),
+        layer("ReorderOutput_token_7", 10, "ReorderOutput", moves=True),
+        layer("n_pool", 3, "MaxPool", nodes=("n_pool",)),
+        layer("n_fc", 4, "Gemm", computes_in=FLOAT, nodes=("n_fc",)),
+    ),
+)
+INT8 = replace(
+    FAST,
+    library="ONNX Runtime 1.0 int8",
+    layers=(
+        layer("fused", 0, "QConv", BYTE, computes_in=BYTE, nodes=("n_conv", "n_bn", "n_relu")),
+        layer("n_pool", 3, "MaxPool", nodes=("n_pool",)),
+        layer("n_fc", 4, "Gemm", computes_in=FLOAT, nodes=("n_fc",)),
+        layer("dq", 20, "DequantizeLinear"),
+    ),
+)
+SLOW_US = (100.0, 20, 10, 50, 30, 5)
+FAST_US = (60.0, 8, 5, 30)
+INT8_US = (20.0, 5, 31, 40)
+
+
+def times(each_us: tuple[float, ...], latency_us: float, seed: int, noise: float = 0.01) -> Times:
+    """Twenty repeats in which every layer takes about its time."""
+    rng = np.random.default_rng(seed)
+    layers = 1e-6 * np.array(each_us) * (1 + noise * rng.standard_normal((20, len(each_us))))
+    return Times(1e-6 * latency_us * (1 + noise * rng.standard_normal(50)), layers.sum(axis=1), layers)
+
+
+def side(form: int, each_us: tuple[float, ...], latency_us: float, rounds: int = 5, precision: str = "fp32") -> Side:
+    found = tuple(times(each_us, latency_us, seed) for seed in range(10 * form, 10 * form + rounds))
+    return Side(form, precision, found, graph=None if form == 0 else 1)
+
+
+def pair(latency_a: float = 220, latency_b: float = 108, rounds: int = 5) -> Pair:
+    a, b = side(0, SLOW_US, latency_a, rounds), side(2, FAST_US, latency_b, rounds)
+    return Pair((MODULE, GRAPH, FAST), a, b, "net")
+
+
+def to_int8(*, quicker: float = 20) -> Pair:
+    a, b = side(0, FAST_US, 105), side(2, (quicker, *INT8_US[1:]), quicker + 80, precision="int8")
+    return Pair((FAST, GRAPH, INT8), replace(a, graph=1), b, "net")
+
+
+def by_key(found: Waterfall) -> dict[str, waterfall.Step]:
+    return {step.cause.key: step for step in found.causes}
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 5])
+@pytest.mark.parametrize(("latency_a", "latency_b"), [(220, 108), (180, 80), (215, 300)])
+def test_steps_close_whatever_the_layers_leave(latency_a: float, latency_b: float, rounds: int) -> None:
+    found = waterfall.waterfall(pair(latency_a, latency_b, rounds))
+    for steps in (found.steps, found.causes):
+        assert sum(s.a for s in steps) == pytest.approx(found.gap.a, rel=1e-12)
+        assert sum(s.b for s in steps) == pytest.approx(found.gap.b, rel=1e-12)
+        assert sum(s.difference.value for s in steps) == pytest.approx(found.gap.difference.value, rel=1e-12)
+    medians = [np.median([np.median(each.unprofiled) for each in s.processes]) for s in found.pair.sides]
+    assert [found.gap.a, found.gap.b] == pytest.approx(medians)
+    assert all(s.difference.low <= s.difference.value <= s.difference.high for s in found.causes)
+
+
+def test_each_part_has_its_cause() -> None:
+    found = waterfall.waterfall(pair())
+    assert [(part.cause.key, part.names) for part in found.parts] == [
+        ("kernel", ("conv",)), ("fused", ("bn", "relu")), ("conversion", ("ReorderOutput_token_7",)),
+        ("kernel", ("pool",)), ("kernel", ("fc",)), ("calls", ("(model)",)),
+    ]  # fmt: skip
+    steps = by_key(found)
+    assert 1e6 * steps["fused"].difference.value == pytest.approx(-30, rel=0.02)
+    assert 1e6 * steps["conversion"].difference.value == pytest.approx(8, rel=0.02)
+    assert 1e6 * steps["kernel"].difference.value == pytest.approx(95 - 180, rel=0.02)
+    assert 1e6 * (steps["between"].b + steps["interrupted"].b) == pytest.approx(5, abs=1)
+    assert found.named == pytest.approx(1, abs=0.03) and found.attributed == pytest.approx(found.named, abs=0.06)
+
+
+def test_types_decide_in_engines_of_one_library() -> None:
+    found = waterfall.waterfall(to_int8())
+    assert {part.names[0]: part.cause.key for part in found.parts} == {
+        "conv": "narrower", "ReorderOutput_token_7": "conversion", "pool": "same", "fc": "stayed", "dq": "conversion",
+    }  # fmt: skip
+    back = waterfall.waterfall(replace(to_int8(), a=to_int8().b, b=to_int8().a))
+    keys = {part.names[0]: part.cause.key for part in back.parts}
+    assert keys["conv"] == "wider" and keys["fc"] == "same"
+    forward, backward = by_key(found), by_key(back)
+    assert backward["wider"].difference.value == pytest.approx(-forward["narrower"].difference.value)
+
+
+def test_what_both_lack_a_name_for_is_not_explained() -> None:
+    stranger = layer("odd", 30, "Odd")
+    other = replace(FAST, layers=(*FAST.layers, stranger))
+    given = pair()
+    b = side(2, (*FAST_US, 50), 158)
+    found = waterfall.waterfall(
+        replace(given, forms=(FAST, GRAPH, other), a=replace(side(0, FAST_US, 108), graph=1), b=b)
+    )
+    assert [part.names for part in found.parts if part.cause == causes.UNALIGNED] == [("odd",)]
+    assert found.attributed < 0.1
+
+
+def test_interruptions_are_told_from_work_outside_the_layers() -> None:
+    """Every run has an interruption of 100 µs, in any of the layers; and 20 µs pass outside of them."""
+    quiet = times(FAST_US, 103, 0, 0.0)
+    layers = quiet.layers.copy()
+    for k, row in enumerate(layers):
+        row[k % len(row)] += 100e-6
+    busy = Times(np.full(50, 223e-6), quiet.profiled, layers)
+    forms = (FAST, GRAPH, replace(FAST, library="ONNX Runtime 2.0"))
+    found = waterfall.waterfall(Pair(forms, Side(0, "fp32", (quiet,), 1), Side(2, "fp32", (busy,), 1)))
+    steps = by_key(found)
+    assert 1e6 * steps["interrupted"].b == pytest.approx(100) and 1e6 * steps["between"].b == pytest.approx(20)
+    assert steps["same"].difference.value == pytest.approx(0, abs=1e-9)
+    texts = [reason.text for reason in reasons.reasons(found) if reason.key == "interrupted"]
+    assert len(texts) == 1 and "measure again when the machine is quiet" in texts[0]
+
+
+def test_layers_that_watching_slowed_are_scaled_and_the_intervals_hold_both_ways_of_it() -> None:
+    found, plain = waterfall.waterfall(pair(latency_b=50)), waterfall.waterfall(pair())
+    assert found.b.excess == pytest.approx(53e-6, rel=0.02)
+    for layers in (found.b.layers[0], found.b.even[0]):
+        assert layers.sum() == pytest.approx(50e-6, rel=0.02) and layers.min() >= 0
+    assert 1e6 * found.b.even[0] == pytest.approx([38, 0, 0, 8], abs=5)  # 22 µs less each, but none less than nothing
+    conversion = by_key(found)["conversion"]  # of 8 µs, which may be 4 µs, or none at all
+    assert 1e6 * conversion.difference.value == pytest.approx(3.9, rel=0.1) and not conversion.proven
+    assert by_key(plain)["conversion"].proven
+    assert any(reason.key == "watched" and "by 10" in reason.text for reason in reasons.reasons(found))
+
+
+def test_a_difference_that_is_not_shown_is_called_so_and_noise_is_no_cause() -> None:
+    forms = (FAST, GRAPH, replace(FAST, library="ONNX Runtime 1.0 (2)"))
+    same = Pair(forms, replace(side(0, FAST_US, 108), graph=1), side(2, FAST_US, 108))
+    told = reasons.reasons(waterfall.waterfall(same))
+    assert [reason.key for reason in told] == ["gap"]
+    assert "no difference is shown" in told[0].text and (told[0].low or 0) < 0 < (told[0].high or 0)
+
+
+def test_sentences_say_what_to_act_on() -> None:
+    told = {reason.key: reason for reason in reasons.reasons(waterfall.waterfall(pair()))}
+    assert told["gap"].text.startswith("ONNX Runtime takes ") and "112 µs less" in told["gap"].text
+    assert told["kernel"].names == ("pool", "conv", "fc") and (told["kernel"].high or 0) < 0
+    assert "2 layers of PyTorch are fused or left out in ONNX Runtime (1 BatchNorm2d, 1 ReLU)" in told["fused"].text
+    assert "0 in PyTorch and 1 in ONNX Runtime, the longest before" not in told["conversion"].text
+    assert "against the difference" in told["conversion"].text
+    assert told["alone"].names == ("pool",) and "23% of PyTorch's latency" in told["alone"].text
+    last = reasons.reasons(waterfall.waterfall(pair(latency_a=230)))[-1]
+    assert last.key == "attributed" and last.text.startswith("Attributed to named layers: 91.")
+    assert "outside the layers: 8." in last.text
+
+
+def test_int8_that_is_no_faster_names_the_layers_that_kept_their_type() -> None:
+    told = [r for r in reasons.reasons(waterfall.waterfall(to_int8(quicker=70))) if r.key == "not_faster"]
+    stayed, slower = told
+    assert stayed.names == ("fc",) and "int8 was asked for, but 1 layer computed in a wider type" in stayed.text
+    assert slower.names == ("conv",) and "1 layer took longer in the narrower type: +" in slower.text
+
+
+def test_tables_add_up_and_the_rest_is_one_row() -> None:
+    found = waterfall.waterfall(pair())
+    by_cause, by_part = waterfall_tables.tables(found, 2)
+    first, *steps, last = by_cause.rows
+    assert first["cause"] == "A: PyTorch 2.0" and last["cause"] == "B: ONNX Runtime 1.0"
+    assert first["a_us"] + sum(row["difference_us"] for row in steps) == pytest.approx(last["b_us"])
+    assert steps[-1]["reached_us"] == pytest.approx(last["reached_us"])
+    assert sum(row["share"] for row in steps) == pytest.approx(100)
+    assert [row["modules"] for row in by_part.rows] == ["pool", "conv", "4 more parts"]
+    every = waterfall_tables.by_part(found, 0)
+    assert sum(r["difference_us"] for r in every.rows) == pytest.approx(sum(r["difference_us"] for r in by_part.rows))
+    assert every.rows[-1]["modules"] != "more" and len(every.rows) == len(found.parts)
+
+
+def test_a_stored_pair_is_the_same_pair(tmp_path: Path) -> None:
+    path = tmp_path / "pair.json"
+    pairs.write(path, pair())
+    before, after = (waterfall.waterfall(each) for each in (pair(), pairs.read(path)))
+    assert [s.cause for s in after.steps] == [s.cause for s in before.steps]
+    assert [s.a for s in after.steps] == pytest.approx([s.a for s in before.steps], abs=2e-9)
+    assert pairs.read(path).titles == pair().titles
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{}", "holds no explained pair"),
+        ('{"kind": "explained pair", "schema": 2}', "is damaged: KeyError"),
+        ('{"kind": "explained pair", "schema": 99}', "99"),
+    ],
+)
+def test_a_file_that_holds_no_pair_is_one_line(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "pair.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=said) as told:
+        pairs.read(path)
+    assert "\n" not in str(told.value)
+
+
+def test_two_modules_are_aligned_by_their_calls() -> None:
+    a, b = side(0, SLOW_US, 220), side(0, (50.0, *SLOW_US[1:]), 170)
+    found = waterfall.waterfall(Pair((MODULE, replace(MODULE, library="PyTorch 2.1")), a, replace(b, form=1)))
+    assert [len(part.a) == len(part.b) == 1 for part in found.parts] == [True] * 6
+    assert 1e6 * found.steps[0].difference.value == pytest.approx(-50, rel=0.05)
+
+
+def test_a_module_s_own_code_is_one_part_wherever_it_runs() -> None:
+    """`attn` multiplies before and after it calls `attn.fc`, and the model adds something at the end."""
+    owners = ("attn", "attn.fc", "attn", "")
+    module = Inside(
+        form=MODULES,
+        library="PyTorch 2.0",
+        layers=(
+            Layer(name="attn.fc", type="Linear", modules=("attn.fc",), outputs=(Port("0:0", dtype=FLOAT),), flops=9),
+            Layer(name="attn", type="Attention", modules=("attn",), outputs=(Port("1:0", dtype=FLOAT),), flops=9),
+            Layer(type="Net", modules=("",)),
+        ),
+    )
+    graph = replace(GRAPH, layers=tuple(layer(f"n{k}", k, "MatMul", modules=(o,)) for k, o in enumerate(owners)))
+    engine = replace(FAST, layers=tuple(layer(f"n{k}", k, "MatMul", nodes=(f"n{k}",)) for k in range(4)))
+    a, b = side(0, (30, 50, 5), 90), side(2, (10.0, 20, 11, 1), 45)
+    found = waterfall.waterfall(Pair((module, graph, engine), a, b))
+    assert {part.names: (part.cause.key, part.a, part.b) for part in found.parts} == {
+        ("attn.fc",): ("kernel", (0,), (1,)), ("attn",): ("kernel", (1,), (0, 2)), ("(model)",): ("calls", (2,), (3,)),
+    }  # fmt: skip
+    assert sum(s.a for s in found.steps) == pytest.approx(found.gap.a, rel=1e-12)

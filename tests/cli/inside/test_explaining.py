@@ -1,0 +1,170 @@
+"""`dyno explain`: a waterfall that closes, by the model's own names, of forms, files and a run's trials."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import dyno
+
+pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
+
+Call = Callable[..., Any]
+Refused = Callable[..., str]
+QUICK = ("--rounds", 2, "--runs", 6, "--seconds", 0.1, "--warmup", 0.1, "--threads", 1)
+# `norm` is folded and `relu` fused by every engine; `slow` has most of the operations.
+NET = """
+from torch import nn
+
+def net():
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 17), nn.MaxPool2d(2),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4),
+    )
+"""
+
+
+@pytest.fixture
+def net(tmp_path: Path) -> str:
+    (tmp_path / "net.py").write_text(NET, encoding="utf-8")
+    return "net.py:net"
+
+
+def explained(call: Call, *words: object) -> dict[str, Any]:
+    """The JSON of both tables, whose steps close."""
+    code, out, err = call("explain", *words, "--format", "json")
+    assert code == 0, err
+    found: dict[str, Any] = json.loads(out)
+    first, *steps, last = found["tables"]["waterfall"]["rows"]
+    assert first["a_us"] + sum(step["difference_us"] for step in steps) == pytest.approx(last["b_us"])
+    assert sum(step["a_us"] for step in steps) == pytest.approx(first["a_us"])
+    assert sum(step["b_us"] for step in steps) == pytest.approx(last["b_us"])
+    parts = found["tables"]["explained"]["rows"]
+    measured = [step for step in steps if step["key"] not in ("interrupted", "between")]
+    assert sum(part["difference_us"] for part in parts) == pytest.approx(sum(s["difference_us"] for s in measured))
+    assert found["reasons"][0]["key"] == "gap" and found["reasons"][0]["text"].endswith(".")
+    return found
+
+
+def causes_of(found: dict[str, Any]) -> dict[str, str]:
+    """The cause of each part, by the part's names."""
+    return {part["modules"]: part["cause"] for part in found["tables"]["explained"]["rows"]}
+
+
+@pytest.mark.parametrize(
+    ("model", "size", "engine"),
+    [("torchvision:resnet18", 64, "onnxruntime"), ("timm:test_vit", 160, "openvino")],
+    ids=["resnet", "vit"],
+)
+def test_a_module_and_an_engine(call: Call, model: str, size: int, engine: str) -> None:
+    pytest.importorskip(model.partition(":")[0])
+    found = explained(call, model, "pytorch", engine, "--size", size, "--top", 0, *QUICK)
+    causes = causes_of(found)
+    assert set(causes.values()) <= {
+        "another kernel", "fused or left out in B", "a layer of its own in B", "conversions of types and layouts",
+        "the model's own code, and calling its parts",
+    }  # fmt: skip
+    assert causes["(model)"] == "the model's own code, and calling its parts"
+    if engine == "onnxruntime":  # every batch norm and activation is in the convolution before it
+        norms = {name for names in causes for name in names.split() if ".bn" in name or name == "bn1"}
+        assert norms and all(causes[n] == "fused or left out in B" for n in causes if norms & set(n.split()))
+        assert causes["conv1"] == causes["maxpool"] == causes["fc"] == "another kernel"
+
+
+def test_a_stored_pair_needs_no_measurement_and_says_the_same(
+    call: Call, net: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = explained(
+        call,
+        net,
+        "onnxruntime",
+        "openvino",
+        "--size",
+        32,
+        *QUICK,
+        "--save",
+        "p.json",
+        "--save",
+        "p.svg",
+        "--save",
+        "p.png",
+    )
+    assert (tmp_path / "p.svg").read_text().startswith("<svg") and (tmp_path / "p.png").read_bytes()[1:4] == b"PNG"
+    monkeypatch.setattr("dyno.engine.gpu_lock.launch", lambda *_, **__: pytest.fail("it measured"))
+    again = explained(call, "p.json")
+    assert causes_of(again) == causes_of(first)
+    assert [r["key"] for r in again["reasons"]] == [r["key"] for r in first["reasons"]]
+    code, text, _ = call("explain", "p.json", "--top", 1)
+    assert code == 0 and "more parts" in text and "A: ONNX Runtime" in text and "B: OpenVINO" in text
+    page = call("explain", "p.json", "--format", "html")[1]
+    assert page.startswith("<svg") and "<li>OpenVINO takes" in page and "<table" in page
+    assert call("explain", "p.json", "--format", "csv")[1].startswith("cause,key,parts,")
+    assert "\n- OpenVINO takes" in call("explain", "p.json", "--format", "markdown")[1]
+
+
+def test_from_python_with_two_files_and_two_builds_of_one_engine(
+    call: Call, net: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert call("export", net, "--size", "32", "-o", "n.onnx")[0] == 0
+    (tmp_path / "copy.onnx").write_bytes((tmp_path / "n.onnx").read_bytes())
+    monkeypatch.chdir(tmp_path)
+    short = {"rounds": 2, "runs": 5, "seconds": 0.1, "warmup": 0.1, "threads": 1}
+    files = dyno.explain("n.onnx", "copy.onnx", **short)
+    assert {part.cause.key for part in files.waterfall.parts} == {"same", "conversion"}
+    assert len(files.pair.a.processes) == len(files.pair.b.processes) == 2
+    builds = dyno.explain("n.onnx", "onnxruntime", "onnxruntime@optimization=disable", top=3, **short)
+    keys = {name: part.cause.key for part in builds.waterfall.parts for name in part.names}
+    assert keys["2"] == "split"  # the ReLU is a node again
+    assert list(builds.to_pandas().columns)[:2] == ["modules", "cause"] and len(builds.to_pandas()) == 4
+    assert all(reason.text for reason in builds.reasons)
+
+
+def test_int8_is_told_by_its_types(call: Call, net: str, tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    for k in range(8):
+        Image.fromarray(np.random.default_rng(k).integers(0, 256, (32, 32, 3), np.uint8)).save(f"images/{k}.png")
+    sides = ("onnxruntime", "onnxruntime/int8", "--size", 32, "--calibration", "images", "--top", 0)
+    found = explained(call, net, *sides, *QUICK)
+    causes = causes_of(found)
+    assert next(causes[names] for names in causes if "3" in names.split()) == "a narrower type in B"
+    assert "conversions of types and layouts" in causes.values()
+
+
+def test_two_trials_of_a_run(call: Call, refused: Refused, net: str) -> None:
+    code, _, err = call("run", net, "--backends", "pytorch,onnxruntime,onnxruntime@optimization=basic", "--size", 32,
+                        "--rounds", 1, "--seconds", 0.1, "--warmup", 0.1, "--threads", 1, "-o", "r")  # fmt: skip
+    assert code == 0, err
+    found = explained(call, "r", "pytorch", "onnxruntime", "--rounds", 1, "--runs", 5)
+    assert sum(note.endswith(" ms.") and " in the run: " in note for note in found["tables"]["waterfall"]["notes"]) == 2
+    assert causes_of(found)["1 2"] == "fused or left out in B"
+    builds = explained(call, "r", "onnxruntime", "onnxruntime@optimization=basic", "--rounds", 1, "--runs", 5)
+    assert builds["b"].endswith("optimization=basic")
+    assert refused("explain", "r", "pytorch", "openvino").startswith(
+        "no trial of r is 'openvino'; there are pytorch/fp32"
+    )
+    assert "are the same trial of r" in refused("explain", "r", "pytorch", "pytorch/fp32")
+    assert refused("explain", "r", "pytorch", "onnxruntime", "--seconds", 1).startswith(
+        "seconds can't be given for a run"
+    )
+
+
+def test_bad_input_is_one_line(refused: Refused, net: str, tmp_path: Path) -> None:
+    assert refused("explain", net).startswith("give a model and the two forms to explain")
+    assert refused("explain", net, "a", "b", "c").startswith("give a model and the two forms to explain")
+    assert refused("explain", net, "pytorch", "opnvino") == "unknown form 'opnvino'; did you mean 'openvino'?"
+    assert refused("explain", net, "compile", "openvino").startswith("compile has no times of layers on cpu")
+    assert refused("explain", net, "onnx", "openvino").startswith("an ONNX graph doesn't run by itself")
+    assert refused("explain", net, "pytorch", "openvino", "--rounds", 0) == "rounds is 0; it must be at least 1"
+    assert refused("explain", net, "pytorch", "openvino", "--runs", 4) == "runs is 4; it must be at least 5"
+    assert refused("explain", net, "pytorch", "openvino", "--save", "x.pdf").startswith(
+        "'x.pdf' can't be saved; end its name in one of .json"
+    )
+    assert refused("explain", "no.json").startswith("no.json can't be read")
+    (tmp_path / "odd.json").write_text("[1]", encoding="utf-8")
+    assert refused("explain", "odd.json") == "odd.json can't be read: it is not a JSON object"
