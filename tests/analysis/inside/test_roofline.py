@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from dyno.analysis.inside import roofline, times
-from dyno.analysis.inside.roofline import Ceilings, Work
+from dyno.analysis.inside import times
+from dyno.analysis.inside.roofline import chart
+from dyno.analysis.inside.roofline.ceilings import Ceilings, Rates, data_sheet
+from dyno.analysis.inside.roofline.rated import Rated, notes, rated
+from dyno.analysis.inside.roofline.work import Work, types_of
 from dyno.analysis.inside.times import Times
-from dyno.analysis.layer_files import roofline_chart
 from dyno.worker.facts.inside import LAYERS, MODULES, NODES, Inside, Layer, Port
 from dyno.worker.facts.job import CopyRate, PeakOfType
+from dyno.worker.spec import UserError
 
 # 1 TFLOPS, and 100 GB/s: the ridge is at 10 operations per byte.
-CEILINGS = Ceilings({"fp32": PeakOfType(1e12, 1024), "fp16": PeakOfType(missing="no kernel")}, CopyRate(1e11, 10**8))
+CEILINGS = Ceilings(
+    {"fp32": PeakOfType(1e12, 1024), "fp16": PeakOfType(missing="no kernel")}, CopyRate(1e11, 10**8, cache=1000)
+)
+RATES = CEILINGS.rates
 
 
 def port(name: str, count: int, dtype: str = "float32") -> Port:
@@ -39,31 +47,34 @@ MOVE = Layer(name="m", type="Reorder", inputs=(port("y", 5),), outputs=(port("z"
 
 
 def test_an_engine_s_layers_have_the_operations_of_their_nodes_and_each_byte_once() -> None:
-    rated = roofline.rated([engine(FUSED, LAST, MOVE), GRAPH], 0, 1, "fp32", CEILINGS)
-    assert rated.work == [
+    found = rated([engine(FUSED, LAST, MOVE), GRAPH], 0, 1, "fp32", CEILINGS)
+    assert found.work == [
         Work(8_000_000, 4 * (10 + 100 + 40), "fp32"),
         Work(1000, 4 * (100 + 5 + 500), "fp32"),  # who writes `b` knows its shape
         Work(0, 4 * (5 + 5), ""),
     ]
-    assert rated.flops == 8_001_000
+    assert found.flops == 8_001_000
 
 
 def test_the_nearer_ceiling_decides() -> None:
-    arithmetic, memory, move = roofline.rated([engine(FUSED, LAST, MOVE), GRAPH], 0, 1, "fp32", CEILINGS).work
-    assert arithmetic.least(CEILINGS) == (pytest.approx(8e-6), "arithmetic")
-    assert memory.least(CEILINGS) == (pytest.approx(2420 / 1e11), "memory")
-    assert move.least(CEILINGS) == (pytest.approx(40 / 1e11), "memory")
-    assert Work(10, 10, "fp16").least(CEILINGS) is None, "a type without a ceiling"
-    assert Work(None, 10).least(CEILINGS) is None and Work(0, None).least(CEILINGS) is None
+    arithmetic, memory, move = rated([engine(FUSED, LAST, MOVE), GRAPH], 0, 1, "fp32", CEILINGS).work
+    assert arithmetic.least(RATES) == (pytest.approx(8e-6), "arithmetic")
+    assert memory.least(RATES) == (pytest.approx(2420 / 1e11), "memory")
+    assert move.least(RATES) == (pytest.approx(40 / 1e11), "memory")
+    assert Work(10, 10, "fp16").least(RATES) is None, "a type without a ceiling"
+    assert Work(None, 10).least(RATES) is None and Work(0, None).least(RATES) is None
 
 
 def test_products_in_a_layer_that_names_no_type_are_not_known() -> None:
     attention = Layer(name="s", type="Subgraph", outputs=(port("y", 5),), nodes=("n2",))
     idle = Layer(name="i", type="MatMul", outputs=(port("q", 5),), computes_in="float32", nodes=("elsewhere",))
-    rated = roofline.rated([engine(FUSED, attention, idle), GRAPH], 0, 1, "fp32", CEILINGS)
-    assert [work.flops for work in rated.work] == [8_000_000, None, None]
-    assert "tflops" not in rated.cells([0, 1], 1e-3) and "reached" not in rated.cells([0, 1], 1e-3)
-    assert rated.of_latency([0, 1, 2], 1e-3)["tflops"] == pytest.approx(8_001_000 / 1e-3 / 1e12)
+    found = rated([engine(FUSED, attention, idle), GRAPH], 0, 1, "fp32", CEILINGS)
+    assert [work.flops for work in found.work] == [8_000_000, None, None]
+    both = found.cells([0, 1], 1e-3)
+    assert "tflops" not in both and both["reached"] == pytest.approx(100 * 8e-6 / 1e-3), "what is known is the least"
+    assert "reached" not in found.cells([1], 1e-3)
+    assert found.sentence([8e-6, 1e-6, 1e-6]).endswith(", 20 % in layers of which that isn't known")
+    assert found.of_latency([0, 1, 2], 1e-3)["tflops"] == pytest.approx(8_001_000 / 1e-3 / 1e12)
 
 
 def test_a_module_computes_in_what_it_writes_and_tf32_is_a_ceiling_of_its_own() -> None:
@@ -72,9 +83,9 @@ def test_a_module_computes_in_what_it_writes_and_tf32_is_a_ceiling_of_its_own() 
         Layer(name="b", type="Linear", inputs=(port("0:0", 4, "float16"),), outputs=(port("1:0", 4),), flops=16),
         Layer(type="Net", flops=0),
     ))  # fmt: skip
-    work = roofline.rated([form], 0, None, "tf32", CEILINGS).work
+    work = rated([form], 0, None, "tf32", CEILINGS).work
     assert work == [Work(16, 2 * (4 + 8), "fp16"), Work(16, 8 + 16, "tf32"), Work(0, None, "")]
-    assert roofline.types_of(form, "tf32") == {"fp16", "tf32"}
+    assert types_of(form, "tf32") == {"fp16", "tf32"}
 
 
 def test_rows_say_how_near_the_roof_they_are_and_the_rest_together() -> None:
@@ -108,12 +119,63 @@ def test_the_chart_has_the_layers_that_multiply_under_one_roof_a_type() -> None:
     each = Times(np.full(3, 2e-5), np.full(3, 3e-5), np.tile([16e-6, 1e-6, 0.5e-6], (3, 1)), backend="openvino",
                  precision="fp32")  # fmt: skip
     forms = [engine(FUSED, LAST, MOVE), GRAPH]
-    figure = roofline_chart.draw(forms, {0: each}, {0: 1}, CEILINGS)
+    figure = chart.draw(forms, {0: each}, {0: 1}, CEILINGS)
     assert figure is not None
     (axes,) = figure.axes
     ((points,), (roof,)) = axes.collections, axes.lines
     assert points.get_offsets().data == pytest.approx(np.array([[8e6 / 600, 0.5], [1000 / 2420, 1e-3]]))
     x, y = roof.get_data()
     assert y == pytest.approx(np.minimum(x * 0.1, 1.0))
-    assert roofline_chart.draw([engine(MOVE), GRAPH], {0: Times(*(np.ones(3),) * 2, np.ones((3, 1)))}, {0: 1},
+    assert chart.draw([engine(MOVE), GRAPH], {0: Times(*(np.ones(3),) * 2, np.ones((3, 1)))}, {0: 1},
                                CEILINGS) is None  # fmt: skip
+
+
+def test_a_layer_is_bound_by_what_explains_its_time_or_by_neither() -> None:
+    one = Rated([Work(8_000_000, 600, "fp32"), Work(0, 10**6), Work(0, None)], CEILINGS)
+    assert [one.cells([0], t)["bound"] for t in (16e-6, 17e-6)] == ["arithmetic", "neither"]
+    assert [one.cells([1], t)["bound"] for t in (20e-6, 21e-6)] == ["memory", "neither"]
+    assert "bound" not in one.cells([2], 1e-6)
+    assert one.sentence([16e-6, 40e-6, 4e-6, 0][:3]) == (
+        "27 % of the time in layers bound by arithmetic, 0 % bound by memory, 67 % bound by neither, 7 % in layers of "
+        "which that isn't known"
+    )
+    assert one.sentence([]) == ""
+
+
+def test_above_the_roof_says_how_that_can_be() -> None:
+    one = Rated([Work(8_000_000, 600, "fp32"), Work(0, 1000), Work(0, 1001)], CEILINGS)
+    rows = [one.cells([0], 8.1e-6), one.cells([0], 7e-6), one.cells([1], 9e-9), one.cells([2], 9e-9)]
+    words = ["", "fewer operations, or a better kernel", "may be in the cache", "faster than the copy"]
+    assert [row["above"] for row in rows] == words
+    assert rows[2]["reached"] == pytest.approx(100 * 10 / 9), "not clipped"
+    assert [note.split(":")[0] for note in notes(rows)[1:]] == [f"Above the roof, {word}" for word in words[1:]]
+    disturbed = replace(one, ceilings=replace(CEILINGS, warnings=("others were busy",)))
+    assert disturbed.cells([1], 9e-9)["above"] == "ceilings disturbed"
+
+
+def test_the_data_sheet_stands_beside_what_was_measured() -> None:
+    sheet = data_sheet(["fp32=2", "memory=400"])
+    assert sheet == Rates({"fp32": 2e12}, 4e11)
+    beside = replace(CEILINGS, sheet=sheet, clocks={"fp32": 1500.0, "memory": 1400.0})
+    rows = {row["ceiling"]: row for row in beside.table().rows}
+    assert [(r["sheet"], r["of_sheet"], r["clock"]) for r in (rows["matrix product, fp32"], rows["copy, read and written"])] == [
+        (2, 50, 1500), (400, 25, 1400),
+    ]  # fmt: skip
+    one = Rated([Work(8_000_000, 600, "fp32")], beside, 8_000_000)
+    assert one.cells([0], 16e-6)["of_sheet"] == pytest.approx(25)
+    assert one.of_latency([0], 32e-6)["of_sheet"] == pytest.approx(12.5)
+
+
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [
+        (["fp64=1"], "'fp64' is no ceiling; give one of fp32, tf32, fp16, bf16, int8, memory"),
+        (["fp32"], "give fp32 as a number of TFLOPS, such as fp32=100"),
+        (["memory=-3"], "give memory as a number of GB/s"),
+        (["fp32=nan"], "give fp32 as a number"),
+        (["fp32=1", "fp32=2"], "fp32 twice"),
+    ],
+)
+def test_nonsense_of_a_data_sheet_is_refused(texts: list[str], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        data_sheet(texts)

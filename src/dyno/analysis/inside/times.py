@@ -9,9 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from dyno.analysis.formatting import counting
-from dyno.analysis.inside import align, launching, roofline
+from dyno.analysis.inside import align, launching
 from dyno.analysis.inside.launching import OnGpu
-from dyno.analysis.inside.roofline import Ceilings, Rated
+from dyno.analysis.inside.roofline import rated as roofline
+from dyno.analysis.inside.roofline.ceilings import Ceilings
+from dyno.analysis.inside.roofline.rated import Rated
 from dyno.analysis.inside.tables import MODEL, names_cell, shape
 from dyno.analysis.presentation.table import COUNT, PERCENT, TEXT, Column, Row, Table, TableKind
 from dyno.analysis.stats import Interval, median_interval
@@ -40,14 +42,15 @@ COLUMNS = (
 @dataclass(frozen=True)
 class Times:
     """Seconds of one form: of runs with nothing switched on, of runs that were watched, and of its layers [repeats,
-    layers of the form]; `warnings` say what disturbed them, and `gpu` is what a GPU did meanwhile.
-    `backend` and `precision` are those of the trial."""
+    layers of the form]; `warnings` say what disturbed them, and `gpu` is what a GPU did meanwhile, whose SM clock
+    behind the latency is `clock` in MHz (NaN: unknown). `backend` and `precision` are those of the trial."""
 
     unprofiled: np.ndarray
     profiled: np.ndarray
     layers: np.ndarray
     warnings: tuple[str, ...] = ()
     gpu: OnGpu | None = None
+    clock: float = math.nan
     backend: str = ""
     precision: str = ""
 
@@ -85,6 +88,7 @@ def profile(
     notes = [
         note for k in times for note in (*forms[k].notes, *(f"{forms[k].library}: {w}" for w in times[k].warnings))
     ]
+    notes += roofline.notes(rows) if ceilings else []
     columns = (*COLUMNS, *(roofline.COLUMNS if ceilings else ()))
     return PROFILE.of(columns, rows, notes=tuple(dict.fromkeys(notes)), group=("form",))
 
@@ -175,18 +179,20 @@ def reconciliation(
     """A line for each form: the latency that nobody watched, the sum of its layers, and what is left; with `ceilings`
     what the latency is under them, for which `graph_of` has an engine's graph."""
     rows: list[Row] = []
+    bounds: list[str] = []
     for k, each in times.items():
         latency, layers = median_interval(each.unprofiled), float(np.median(each.layers, axis=0).sum())
         rows.append({
             "form": forms[k].library, "unprofiled_ms": 1e3 * latency.value, "unprofiled_ms_low": 1e3 * latency.low,
             "unprofiled_ms_high": 1e3 * latency.high, "layers_ms": 1e3 * layers,
             "remainder_ms": 1e3 * (latency.value - layers), "profiled_ms": 1e3 * float(np.median(each.profiled)),
-            "repeats": len(each.layers), "runs": len(each.profiled),
+            "repeats": len(each.layers), "runs": len(each.profiled), "clock": each.clock,
             **(each.gpu.cells(each.latency) if each.gpu else {}),
         })  # fmt: skip
         if ceilings:
             rated = roofline.rated(forms, k, (graph_of or {}).get(k), each.precision, ceilings)
             rows[-1] |= rated.of_latency(each.ran(forms[k]), each.latency)
+            bounds.append(f"{forms[k].library}: {rated.sentence(np.median(each.layers, axis=0))}.")
     columns = (
         Column("form", "which engine", kind=TEXT),
         Column("unprofiled_ms", "median latency with nothing switched on", "ms", title="unprofiled, ms", interval=True),
@@ -195,6 +201,7 @@ def reconciliation(
         *launching.COLUMNS,
         *(roofline.OF_LATENCY if ceilings else ()),
         Column("profiled_ms", "median of the watched runs", "ms", title="watched, ms", rank=1),
+        Column("clock", "median SM clock behind the latency", "MHz", title="clock, MHz", rank=4),
         Column("runs", "watched runs", kind=COUNT, rank=3),
         Column("repeats", "repeats behind a layer's median", kind=COUNT, rank=2),
     )
@@ -203,5 +210,5 @@ def reconciliation(
         "where it is negative, what watching costs. Watched runs are no latency."
     )
     on_gpu = [(forms[k].library, each.gpu.sentence(each.latency)) for k, each in times.items() if each.gpu]
-    notes = (note, *(f"{library}: {sentence}." for library, sentence in on_gpu if sentence))
+    notes = (note, *(f"{library}: {sentence}." for library, sentence in on_gpu if sentence), *bounds)
     return RECONCILIATION.of(columns, rows, notes=notes)

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Protocol
 
 from dyno.analysis import style
-from dyno.analysis.inside.roofline import Ceilings
+from dyno.analysis.inside.roofline import chart as roofline_chart
+from dyno.analysis.inside.roofline.ceilings import Ceilings
 from dyno.analysis.inside.times import Times
-from dyno.analysis.layer_files import explorer, node_notes, page, roofline_chart, traces
+from dyno.analysis.layer_files import explorer, node_notes, page, traces
 from dyno.analysis.layer_files.node_notes import Note
 from dyno.analysis.layer_files.steps import Timeline, timelines
 from dyno.analysis.presentation.table import Table
@@ -29,7 +30,7 @@ from dyno.worker.record import write_text
 from dyno.worker.spec import Job, UserError
 
 EXPORTER = "dyno"
-PAGE, LAYOUT = ".html", "squarify"
+PAGE, GRAPH, LAYOUT = ".html", ".onnx", "squarify"
 TIMEOUT_S = 600.0
 
 
@@ -58,8 +59,8 @@ class Found(Protocol):
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of file: what opens it, what makes its text, None for an ONNX graph, whether it is one of times, and
-    whether it needs the device's ceilings."""
+    """One kind of file: what opens it, what makes its text (None: an ONNX graph or a chart), whether it is one of
+    times, and whether it is the chart that needs the device's ceilings."""
 
     opens: str
     text: Callable[[Found, list[Timeline]], str] | None
@@ -75,8 +76,9 @@ KINDS: dict[str, Kind] = {
     ".explorer.json": Kind("Model Explorer", lambda found, lines: json.dumps(
         explorer.graphs([found.forms[k] for k in found.shown], lines, found.name), indent=1)),
     ".node-data.json": Kind("Model Explorer", lambda _, lines: json.dumps(explorer.node_data(lines)), timed=True),
-    ".onnx": Kind("Netron", None),
-    ".roofline.svg": Kind("a browser", lambda found, _: _roofline(found), timed=True, rated=True),
+    GRAPH: Kind("Netron", None),
+    ".svg": Kind("a browser", None, timed=True, rated=True),
+    ".png": Kind("a viewer of images", None, timed=True, rated=True),
     PAGE: Kind("a browser", lambda found, lines: page.html(found.name, lines, found.tables), timed=True),
 }  # fmt: skip
 
@@ -104,7 +106,7 @@ def check(paths: Sequence[Path], sides: Sequence[Side], timed: bool, rated: bool
         check_writable(path)
         if any(path.exists() and Path(s.source).is_file() and path.samefile(s.source) for s in sides):
             raise UserError(f"{path} is the model itself; give another file to save to")
-        if kind.text is None and not any(map(_has_graph, sides)):
+        if kind is KINDS[GRAPH] and not any(map(_has_graph, sides)):
             raise UserError(f"{path.name} needs an ONNX graph, and none of the forms is made from one; "
                             f"add onnxruntime, or another that is")  # fmt: skip
 
@@ -135,6 +137,9 @@ def save(found: Found, path: Path) -> list[Path]:
     if kind.text is not None:
         write_text(path, kind.text(found, lines) + "\n")
         return [path]
+    if kind.rated:
+        _draw_roofline(found, path)
+        return [path]
     return _graphs(found, dict(zip(found.shown, lines, strict=True)), path)
 
 
@@ -157,13 +162,16 @@ def fragment(found: Found) -> str:
     return page.fragment(_lines(found), found.tables)
 
 
-def _roofline(found: Found) -> str:
+def _draw_roofline(found: Found, path: Path) -> None:
     if found.ceilings is None:
         raise UserError("the chart needs the device's ceilings; profile with roofline=True")
     figure = roofline_chart.draw(found.forms, found.times, found.graph_of, found.ceilings)
     if figure is None:
         raise UserError("no layer multiplies, so that there is no roofline chart")
-    return style.svg(figure, "roofline")
+    if path.suffix == ".png":
+        style.save(figure, path)
+    else:
+        write_text(path, style.svg(figure, "roofline"))
 
 
 def _lines(found: Found) -> list[Timeline]:

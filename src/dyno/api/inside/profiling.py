@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,9 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dyno.analysis.inside import launching, times
-from dyno.analysis.inside.roofline import Ceilings, types_of
+from dyno.analysis.inside.roofline.ceilings import MEMORY, Ceilings, Rates, data_sheet
+from dyno.analysis.inside.roofline.work import types_of
 from dyno.analysis.inside.times import ORDERS, Times
 from dyno.analysis.presentation.table import Table
+from dyno.analysis.records import timeline
 from dyno.analysis.records.arrays import read_npz
 from dyno.api.inside import files, forms
 from dyno.api.inside.forms import GraphFile
@@ -90,6 +93,7 @@ def profile(
     order: str = ORDERS[0],
     save: Sequence[str | Path] = (),
     roofline: bool = False,
+    sheet: Sequence[str] = (),
     quiet: bool = True,
     **settings: Any,
 ) -> Profiled:
@@ -99,7 +103,8 @@ def profile(
     profiled; of the first one only its forms, where some are asked for. In one process per form the latency is measured
     first, then `runs` runs that are watched. `top` layers are listed (0: all) in one of ORDERS. `save` names files to
     write, whose names are checked first (see `Profiled.save`). With `roofline` the device's
-    ceilings are measured then, and the layers are rated by them. `settings` are fields of `dyno.Study`; `warmup` and
+    ceilings are measured then, and the layers are rated by them, and by those of the data sheet (`sheet`: texts such as
+    `fp16=989` in TFLOPS, `memory=4800` in GB/s). `settings` are fields of `dyno.Study`; `warmup` and
     `seconds` are those of the latency. On a GPU `Times.gpu` says how long it did nothing. Raises
     `UserError` where layers have no times.
     """
@@ -107,6 +112,9 @@ def profile(
         if value < least:
             raise UserError(f"{name} is {value}; it must be at least {least}")
     check_known("order", order, ORDERS)
+    rates = data_sheet(sheet)
+    if sheet and not roofline:
+        raise UserError("--data-sheet needs measured ceilings beside it; add --roofline")
     study = Study(models=(model,), **settings)
     reading = Profiling(study, batch, Progress(quiet=quiet), runs)
     sides = engines(forms.sides(study, others))
@@ -121,7 +129,7 @@ def profile(
     records = tuple(reading.records)
     found = Profiled(distinct(reading.forms, sources), reading.graph_of, reading.module_of(sides), timed, records,
                      reading.graphs, model_name(study.models[0]), order, top,
-                     reading.ceilings(study) if roofline else None)  # fmt: skip
+                     reading.ceilings(study, rates) if roofline else None)  # fmt: skip
     files.save_all(found, paths, quiet)
     return found
 
@@ -200,13 +208,14 @@ class Profiling(forms.Reading):
             folder = Path(scratch) / "job"
             record, inside = self.launched(job, folder)
             samples = read_npz(folder / "samples.npz")
+            clock = _clock(folder, *record.facts.timed.values())
         self.records.append(record)
         self.times.append(Times(samples["unprofiled_model"], samples["profiled"], samples["layers"], record.warnings,
-                                launching.of_samples(samples), trial.backend, trial.precision))  # fmt: skip
+                                launching.of_samples(samples), clock, trial.backend, trial.precision))  # fmt: skip
         self._devices.add(trial.runtime.device)
         return inside
 
-    def ceilings(self, study: Study) -> Ceilings:
+    def ceilings(self, study: Study, sheet: Rates) -> Ceilings:
         """The ceilings of the device that all forms ran on, in the types that their layers compute in, by PyTorch."""
         device, *others = self._devices
         if others:
@@ -215,7 +224,18 @@ class Profiling(forms.Reading):
         runtime = replace(runtime, threads=study.threads or system.physical_cores())
         types = {kind for k, each in zip(self.shown, self.times, strict=True)
                  for kind in types_of(self.forms[k], each.precision)}  # fmt: skip
-        record = find_ceilings(runtime, types, self._progress)
-        if record.status != "ok" or record.facts.copy is None:
-            raise UserError(f"the ceilings of {device} can't be measured: {record.reason}")
-        return Ceilings(record.facts.peak, record.facts.copy, record.warnings)
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch) / "job"
+            record = find_ceilings(runtime, types, folder, self._progress)
+            copy = record.facts.copy
+            if record.status != "ok" or copy is None:
+                raise UserError(f"the ceilings of {device} can't be measured: {record.reason}")
+            windows = {**{name: one.window for name, one in record.facts.peak.items()}, MEMORY: copy.window}
+            clocks = {name: _clock(folder, window) for name, window in windows.items()}
+        return Ceilings(record.facts.peak, copy, record.warnings, sheet, clocks)
+
+
+def _clock(folder: Path, *windows: timeline.Window) -> float:
+    """The GPU's median SM clock in MHz while the job in that folder timed something; NaN without a GPU."""
+    trace = timeline.read(folder)
+    return timeline.summary(trace, windows).clock if trace else math.nan

@@ -78,8 +78,8 @@ class StressPhase:
 
 @dataclass(frozen=True)
 class PeakOfType:
-    """The best matrix product in one type: operations/s, the side of its matrices, operations/s by side, and when; or
-    `missing`, why there is none."""
+    """The fastest matrix product in one type: operations/s, the side of its matrices, operations/s by side, and when;
+    or `missing`, why there is none."""
 
     flops_per_s: float | None = None
     side: int = 0
@@ -90,10 +90,14 @@ class PeakOfType:
 
 @dataclass(frozen=True)
 class CopyRate:
-    """The rate of copies of `bytes` within the device's memory, by their median: bytes/s, read and written ones."""
+    """The rate of the fastest copy of `bytes` within the device's memory: bytes/s, read and written ones.
+
+    `cache` are the bytes of the device's last cache (0: unknown).
+    """
 
     bytes_per_s: float
     bytes: int
+    cache: int = 0
     window: Window = (0.0, 0.0)
 
 
