@@ -146,15 +146,18 @@ def train_model(job: Job, journal: Journal) -> None:
 
 
 def find_peak(job: Job, journal: Journal) -> None:
-    """The largest matrix products per second in each type; every type is on disk before the next begins."""
+    """The largest matrix products per second in each type, or those of the option `types`, and with the option `copy`
+    the rate of a copy; each is on disk before the next begins."""
     from dyno.worker.jobs import peak
 
     journal.stage("peak")
     journal.record = replace(journal.record, system=system.describe(("numpy", "torch")))
     contention = system.CpuContention()
-    for name, found in peak.measure(job.runtime):
+    for name, found in peak.measure(job.runtime, types=job.options.get("types", tuple(peak.TYPES))):
         journal.facts(peak={**journal.record.facts.peak, name: found})
         journal.add()
+    if job.options.get("copy"):
+        journal.facts(copy=peak.copy(job.runtime))
     journal.contended("peak", contention.busy(), job.runtime.device)
 
 
