@@ -1,4 +1,5 @@
-"""Every command of the README's tour, the tour, the tutorial and the page of inputs, typed in order in an empty folder.
+"""Every command of the README's tour, the tour, the tutorial and the pages of inputs and of layer errors, typed in
+order in an empty folder.
 
 Only how long and on how large images things are measured and trained is less than on the page. A block below
 `<!-- needs: … -->` is left out where that is missing, and says so.
@@ -22,7 +23,13 @@ import pytest
 import preloaded as forked
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = {"README.md": "A tour", "docs/tour.md": "", "docs/tutorial.md": "", "docs/inputs.md": ""}
+PAGES = {
+    "README.md": "A tour",
+    "docs/tour.md": "",
+    "docs/tutorial.md": "",
+    "docs/inputs.md": "",
+    "docs/agree-layers.md": "",
+}
 FENCE = re.compile(
     r"^(?:<!-- needs: (?P<needs>[^\n]*) -->\n)?```(?P<kind>bash|toml|python)\n(?P<text>.*?)^```", re.M | re.S
 )
@@ -43,7 +50,7 @@ SHORT = {
 }
 SMALL = {
     "--minutes": {"2": "30", "3": "30"},  # of the self-test, which three rounds end long before
-    "--size": {"224": "32", "320": "64", "64": "32", "64,96": "32"},
+    "--size": {"224": "32", "320": "64", "96": "32", "64": "32", "64,96": "32"},
     "--precision": {"fp32,bf16": "fp32"},
     "--batch": {"1,8": "1"},  # "1,4" stays, as the best of one is no table
 }

@@ -48,6 +48,7 @@ ANALYSIS = {
     "inside": "formatting stats style records presentation",
     "layer_files": "formatting style presentation inside",
     "ranking": "formatting stats records metrics",
+    "numerics": "formatting presentation ranking inside",
     "gate": "stats metrics",
     "video": "formatting stats records presentation",
     "tables": "formatting stats records metrics presentation ranking gate video",
@@ -72,6 +73,7 @@ WORKER = {
     "nets": "spec inspection extras inputs tasks sessions",
     "onnx_graph": "facts spec extras system inputs tasks sessions",
     "layers": "facts spec backend inputs sessions nets onnx_graph",
+    "numerics": "facts spec backend nets sessions onnx_graph",
     "makers": "facts spec backend option_values extras system inputs sessions nets onnx_graph",
     "backends": "facts spec record backend option_values extras inputs sessions nets onnx_graph layers makers",
     "registry": "spec plugins backend backends makers",
@@ -82,12 +84,13 @@ WORKER = {
     "snippets": "spec plugins registry inputs tasks sessions nets backends",
     "journal": "spec record backend system measure evaluation",
     "jobs": "facts spec inspection record backend registry extras system inputs sessions nets onnx_graph layers "
-    "backends tasks measure evaluation video journal",
+    "numerics backends tasks measure evaluation video journal",
     "main": "facts spec record backend registry system training snippets jobs journal",
 }
 # What single rooms of the host take from the worker besides: pure functions that both sides must do alike.
 BESIDES = {
-    "dyno.analysis": "facts spec record extras plugins system tasks",
+    "dyno.analysis": "facts spec record extras plugins system tasks numerics.closeness",
+    "dyno.api": f"{BORDER} numerics.closeness",
     "dyno.datasets": "spec record extras plugins inputs.letterbox",
     "dyno.cli": f"{BORDER} snippets",  # `dyno doctor` names what is broken of every kind that a plug-in may bring
     "dyno.sources": f"{BORDER} nets.models nets.saved_modules nets.torch_archive inputs.modules sessions.torch_support",

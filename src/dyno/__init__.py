@@ -18,6 +18,8 @@ if typing.TYPE_CHECKING:
     from dyno.api.inside.explaining import explain as explain
     from dyno.api.inside.inspection import Inspected as Inspected
     from dyno.api.inside.inspection import inspect as inspect
+    from dyno.api.inside.layer_agreement import LayerAgreement as LayerAgreement
+    from dyno.api.inside.layer_agreement import agree_layers as agree_layers
     from dyno.api.inside.profiling import Profiled as Profiled
     from dyno.api.inside.profiling import profile as profile
     from dyno.api.result import Result as Result
@@ -36,12 +38,14 @@ __all__ = [
     "Explained",
     "Filmed",
     "Inspected",
+    "LayerAgreement",
     "Profiled",
     "Result",
     "SelfTest",
     "Study",
     "TrainingResult",
     "UserError",
+    "agree_layers",
     "bisect",
     "calibrate",
     "compare",
@@ -68,6 +72,8 @@ _HOMES = {
     "evaluate": "dyno.api.evaluation",
     "Explained": "dyno.api.inside.explaining",
     "explain": "dyno.api.inside.explaining",
+    "LayerAgreement": "dyno.api.inside.layer_agreement",
+    "agree_layers": "dyno.api.inside.layer_agreement",
     "Inspected": "dyno.api.inside.inspection",
     "inspect": "dyno.api.inside.inspection",
     "Profiled": "dyno.api.inside.profiling",

@@ -13,7 +13,7 @@ from dyno import __version__
 from dyno.cli import data_commands, exits, hints, options, run_folders, take
 from dyno.cli.comparison import bisection, compare
 from dyno.cli.images import train, video
-from dyno.cli.inside import explaining, inspection, profiling
+from dyno.cli.inside import explaining, inspection, layer_agreement, profiling
 from dyno.planning.defaults import DEMO_MINUTES, EVALUATION, ONE_ROUND, SELF_TEST_MINUTES
 from dyno.study_options import MODEL_HELP, Compared, DataOptions, Measurement, ModelOptions, RuntimeOptions
 from dyno.worker.spec import ROUNDS, UserError
@@ -231,6 +231,9 @@ def stress(
 def agree(
     overrides: options.Overrides,
     models: options.Models,
+    layers: layer_agreement.Layers = False,
+    top: layer_agreement.Top = None,
+    order: layer_agreement.Order = None,
     rtol: options.Rtol = 1e-3,
     atol: options.Atol = 1e-8,
     least: options.Least = 0.0,
@@ -240,6 +243,10 @@ def agree(
     """Compare the outputs of several files or backends with the first: errors, share that agrees, top-10 table."""
     from dyno.cli import commands
 
+    rows = {"top": top, "order": order}
+    if layers:
+        raise typer.Exit(layer_agreement.agree_layers(overrides, models, rows, out, rtol, atol, least, format))
+    layer_agreement.refuse_without_layers(rows)
     raise typer.Exit(commands.agree(overrides, models, out, rtol, atol, least, format))
 
 

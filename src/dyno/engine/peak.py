@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,16 @@ def find_peak(study: Study, folder: Path, progress: Progress) -> Record:
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(cached, folder)
     return good_record(folder) or Record("failed", "peak", "the peak could not be copied from the cache")
+
+
+def find_ceilings(runtime: Runtime, types: Collection[str], folder: Path, progress: Progress) -> Record:
+    """The highest rates of products in these types and of a copy on the runtime's device, measured now in the folder.
+
+    A failure is a record with the reason.
+    """
+    progress.other(f"ceilings of {runtime.device}")
+    job = Job("peak", runtime, options={"types": sorted(types), "copy": True})
+    return launch_in_turn(job, folder, TIMEOUT_S, progress)
 
 
 def _key(runtime: Runtime) -> str:

@@ -120,7 +120,8 @@ class Backend(ABC):
     `requires` are the distributions whose versions shape its results; `precisions`, `devices` and `options` what it
     takes, `values` the checks of its options' values (`option_values`), made before anything runs, and `files` the
     suffixes of model files that it can run (None: unknown). `profiled` are those of its devices on which its sessions
-    can `profile`. What a backend does with its library happens in the worker; `refuse` and `recipe` are pure.
+    can `profile`, and with `loads_onnx` its `load` takes any ONNX file as it is, so that parts of a graph can be run.
+    What a backend does with its library happens in the worker; `refuse` and `recipe` are pure.
     """
 
     name: str = ""
@@ -131,6 +132,7 @@ class Backend(ABC):
     options: tuple[str, ...] = ()
     values: Mapping[str, Check] = {}
     files: tuple[str, ...] | None = None
+    loads_onnx: bool = False
 
     def check_options(self, options: Mapping[str, Option]) -> None:
         """A `UserError` for an option that isn't this backend's, or a value that it never has."""

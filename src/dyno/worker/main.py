@@ -126,6 +126,13 @@ def of_layers(job: Job, journal: Journal) -> None:
     {"profile": layer_times.profile, "annotate": annotate.annotate}[job.kind](job, journal)
 
 
+def compare_layers(job: Job, journal: Journal) -> None:
+    """What every layer of a reference computes, or how far an engine's are from that."""
+    from dyno.worker.jobs.layer_errors import perform
+
+    perform(job, journal)
+
+
 def train_model(job: Job, journal: Journal) -> None:
     """Train a model on the data set named in the job; the weights lie in the job's folder."""
     from dyno.worker.training import loop
@@ -139,15 +146,18 @@ def train_model(job: Job, journal: Journal) -> None:
 
 
 def find_peak(job: Job, journal: Journal) -> None:
-    """The largest matrix products per second in each type; every type is on disk before the next begins."""
+    """The largest matrix products per second in each type, or those of the option `types`, and with the option `copy`
+    the rate of a copy; each is on disk before the next begins."""
     from dyno.worker.jobs import peak
 
     journal.stage("peak")
     journal.record = replace(journal.record, system=system.describe(("numpy", "torch")))
     contention = system.CpuContention()
-    for name, found in peak.measure(job.runtime):
+    for name, found in peak.measure(job.runtime, types=job.options.get("types", tuple(peak.TYPES))):
         journal.facts(peak={**journal.record.facts.peak, name: found})
         journal.add()
+    if job.options.get("copy"):
+        journal.facts(copy=peak.copy(job.runtime))
     journal.contended("peak", contention.busy(), job.runtime.device)
 
 
@@ -168,8 +178,9 @@ def through_video(job: Job, journal: Journal) -> None:
 
 
 OTHER_JOBS = {"make": make_file, "probe": probe, "inspect": inspect_job, "layers": read_layers,
-              "profile": of_layers, "train": train_model, "stress": stress_trial, "peak": find_peak,
-              "take": take_home, "annotate": of_layers, "video": through_video}  # fmt: skip
+              "profile": of_layers, "reference": compare_layers, "layer_errors": compare_layers, "train": train_model,
+              "stress": stress_trial, "peak": find_peak, "take": take_home, "annotate": of_layers,
+              "video": through_video}  # fmt: skip
 
 
 def perform(job: Job, journal: Journal, turns: Alone) -> Record:

@@ -50,6 +50,17 @@ def physical_cores() -> int:
     return len({min(_siblings(cpu, allowed)) for cpu in allowed})
 
 
+def last_cache(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
+    """Bytes of the largest cache that a processor has, as Linux lists them in the folder; 0 where it doesn't."""
+    found = [0]
+    for file in folder.glob("index*/size"):
+        try:
+            found.append(int(file.read_text().strip().removesuffix("K")) * 1024)  # Linux always gives KiB
+        except (OSError, ValueError):
+            continue
+    return max(found)
+
+
 def _siblings(cpu: int, allowed: list[int]) -> list[int]:
     try:
         text = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()

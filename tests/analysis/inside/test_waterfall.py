@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from dyno.analysis.inside import causes, pairs, reasons, waterfall, waterfall_tables
+from dyno.analysis.inside.launching import OnGpu
 from dyno.analysis.inside.pairs import Pair, Side
 from dyno.analysis.inside.times import Times
 from dyno.analysis.inside.waterfall import Waterfall
@@ -156,6 +157,27 @@ def test_interruptions_are_told_from_work_outside_the_layers() -> None:
     assert steps["same"].difference.value == pytest.approx(0, abs=1e-9)
     texts = [reason.text for reason in reasons.reasons(found) if reason.key == "interrupted"]
     assert len(texts) == 1 and "measure again when the machine is quiet" in texts[0]
+
+
+def on_gpu(found: Side, busy_us: float) -> Side:
+    """The side as if a GPU had run its layers, working for so long in each run."""
+    count = np.empty(0)
+    gpu = OnGpu(count, count, np.full(20, 1e-6 * busy_us), np.full(20, 5e-6), np.full(20, 4.0))
+    return replace(found, processes=tuple(replace(each, gpu=gpu) for each in found.processes))
+
+
+@pytest.mark.parametrize("rounds", [1, 5])
+def test_what_a_gpu_waits_for_the_host_is_a_cause_of_its_own(rounds: int, tmp_path: Path) -> None:
+    given = pair(latency_a=900, rounds=rounds)
+    pairs.write(tmp_path / "pair.json", replace(given, a=on_gpu(given.a, 210)))
+    found = waterfall.waterfall(pairs.read(tmp_path / "pair.json"))
+    steps = by_key(found)
+    assert 1e6 * steps["waiting"].a == pytest.approx(690, abs=10) and steps["waiting"].b == 0
+    assert steps["between"].a == pytest.approx(0, abs=2e-6) and found.attributed > 0.97
+    assert sum(s.difference.value for s in found.causes) == pytest.approx(found.gap.difference.value, rel=1e-12)
+    texts = {reason.key: reason.text for reason in reasons.reasons(found)}
+    assert "ran no kernel" in texts["waiting"] and "named layers and launch gaps" in texts["attributed"]
+    assert "waiting" not in by_key(waterfall.waterfall(given)), "nobody saw kernels"
 
 
 def test_layers_that_watching_slowed_are_scaled_and_the_intervals_hold_both_ways_of_it() -> None:

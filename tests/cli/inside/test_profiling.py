@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ import pytest
 import torch
 
 import dyno
+from dyno.api.inside import forms
+from dyno.engine.gpu_lock import launch_in_turn
+from dyno.worker.spec import Job
 
 pytestmark = pytest.mark.usefixtures("preloaded")
 
@@ -111,6 +115,25 @@ def test_a_file_runs_in_its_usual_backend_by_the_names_in_it(call: Call, net: st
     assert alone["ONNX"][0]["modules"] == asked["OpenVINO"][0]["modules"] == "slow"
 
 
+def test_an_engine_s_python_needs_no_onnx(
+    call: Call, net: str, other_python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TensorRT's has none; ONNX Runtime's needs it to list layers, so here it runs in this Python after all."""
+    readers = []
+
+    def launch(job: Job, *rest: Any) -> Any:
+        assert job.trial is not None
+        if job.trial.backend:
+            assert job.trial.backend == "pytorch" or job.runtime.python == other_python
+            return launch_in_turn(replace(job, runtime=replace(job.runtime, python="")), *rest)
+        readers.append(job.runtime.python)
+        return launch_in_turn(job, *rest)
+
+    monkeypatch.setattr(forms, "launch_in_turn", launch)
+    tables(call, net, "onnxruntime", "--size", 32, "--python", f"onnxruntime={other_python}")
+    assert readers == [""]
+
+
 def test_no_record_has_a_latency(net: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     found = dyno.profile(net, "openvino", sizes=("32",), runs=7, seconds=0.1, warmup=0.1)
@@ -151,3 +174,29 @@ def test_without_a_gpu_one_line_says_so(refused: Refused, net: str, command: str
     form = () if command == "profile" else ("onnxruntime",)
     said = refused(command, net, *form, "--device", "cuda:0", "--size", "32")
     assert said.startswith("net: ") and ("no CUDA device" in said or "no NVIDIA driver" in said), said
+
+
+def test_under_the_roof(call: Call, refused: Refused, net: str, tmp_path: Path) -> None:
+    assert refused("profile", net, "--save", "n.svg") == "n.svg needs the device's ceilings; add --roofline"
+    assert refused("profile", net, "--data-sheet", "fp32=1").endswith("add --roofline")
+    words = ("profile", net, "onnxruntime", "--size", 32, "--top", 0, "--roofline", "--data-sheet", "fp32=1000",
+             "--save", "n.svg", "--save", "n.png")  # fmt: skip
+    code, out, err = call(*words, *QUICK, "--format", "json")
+    assert code == 0, err
+    found = json.loads(out)["tables"]
+    ceilings = {row["ceiling"]: row for row in found["ceilings"]["rows"]}
+    product, copy = ceilings["matrix product, fp32"]["tflops"], ceilings["copy, read and written"]["gb_s"]
+    assert product > 0 and copy > 0
+    slow = [row for row in found["profile"]["rows"] if row["modules"] == "slow"]
+    assert len(slow) == 2
+    flops = 2 * 8 * 8 * 25 * 25 * 32 * 32
+    for row in slow:
+        assert row["tflops"] == pytest.approx(flops / (row["time_us"] * 1e-6) / 1e12)
+        assert row["reached"] == pytest.approx(100 * row["tflops"] / product)
+        assert row["bound"] == ("arithmetic" if row["reached"] >= 50 else "neither")
+        assert bool(row.get("above")) == (row["reached"] > 100)
+    for line in found["reconciliation"]["rows"]:
+        assert line["tflops"] > 0 and line["reached"] == pytest.approx(100 * line["roof_ms"] / line["unprofiled_ms"])
+    assert ceilings["matrix product, fp32"]["of_sheet"] == pytest.approx(product / 10)
+    assert (tmp_path / "n.svg").read_text(encoding="utf-8").startswith("<svg")
+    assert (tmp_path / "n.png").read_bytes().startswith(b"\x89PNG")

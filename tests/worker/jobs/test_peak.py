@@ -54,3 +54,19 @@ def test_as_a_job_it_leaves_a_record_with_a_reason(tmp_path: Path) -> None:
     record = launch(Job("peak", Runtime(device="cuda:0")), tmp_path / "peak", 60)
     assert (record.status, record.stage) == ("skipped", "peak")
     assert "NVIDIA GPU" in record.reason
+
+
+def test_only_the_types_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(peak.SIDES, "cpu", (16,))
+    assert [name for name, _ in peak.measure(Runtime(threads=1), 0.01, ["bf16", "tf32"])] == ["bf16"]
+
+
+def test_a_copy_has_a_rate_that_counts_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peak.system, "last_cache", lambda: 1 << 19)
+    monkeypatch.setitem(peak.COPIED, "cpu", 1 << 20)
+    with monkeypatch.context() as timed:
+        timed.setattr(peak, "_timings", lambda torch, device, action, seconds: [2e-3, 1e-3, 3e-3])
+        found = peak.copy(Runtime(threads=1), 0.01)
+    assert (found.bytes, found.cache) == (1 << 22, 1 << 19), "many times the cache"
+    assert found.bytes_per_s == 2 * (1 << 22) / 1e-3, "the fastest"
+    assert peak.copy(Runtime(threads=1), 0.01).bytes_per_s > 1e7

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from dyno.analysis.metrics import agreement
+from dyno.worker.numerics import closeness
 from dyno.worker.spec import UserError
 
 SLOWER, LESS_ACCURATE, DISAGREE, STATUS, WRONG_OUTPUTS = CONDITIONS = (
@@ -30,8 +30,8 @@ class Rules:
     fail_on: tuple[str, ...] = FAIL_ON
     tolerance: float = TOLERANCE
     least: float = 0.0
-    rtol: float = agreement.RTOL
-    atol: float = agreement.ATOL
+    rtol: float = closeness.RTOL
+    atol: float = closeness.ATOL
     any_outputs: bool = False
     gate: bool = False
 

@@ -21,7 +21,7 @@ from dyno.worker.facts.inside import MODULES, Layer
 class Cause:
     """Why parts of a model take another time in B than in A: a key for programs, a title for people.
 
-    `region` says whether its parts are named layers whose time was measured; the others are what is left over.
+    `region` says whether its time was measured and has a name; the others are what is left over.
     """
 
     key: str
@@ -41,6 +41,7 @@ CONVERSION = Cause("conversion", "conversions of types and layouts")
 CALLS = Cause("calls", "the model's own code, and calling its parts")
 UNALIGNED = Cause("unaligned", "counterpart unknown", region=False)
 INTERRUPTED = Cause("interrupted", "interruptions, which hit a layer in few runs", region=False)
+WAITING = Cause("waiting", "launch gaps: the GPU waits for the host")
 BETWEEN = Cause("between", "outside the layers", region=False)
 WHOLE = Cause("whole", "all of it", region=False)
 CAUSES = (NARROWER, WIDER, STAYED, PROVIDER, KERNEL, SAME, FUSED, SPLIT, CONVERSION, CALLS, UNALIGNED)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dyno.analysis.inside.launching import OnGpu
 from dyno.analysis.inside.times import Times
 from dyno.worker.facts.inside import Inside
 from dyno.worker.record import check_schema, read_json, write_json
@@ -74,11 +75,16 @@ def _side(side: Side) -> dict[str, Any]:
 
 
 def _times(times: Times) -> dict[str, Any]:
-    arrays = {name: np.rint(NANO * getattr(times, name)).astype(int).tolist() for name in ARRAYS}
-    return {**arrays, "warnings": list(times.warnings)}
+    gpu = {"gpu": {**_nanoseconds(times.gpu, GPU_ARRAYS), "kernels": times.gpu.kernels.tolist()}} if times.gpu else {}
+    return {**_nanoseconds(times, ARRAYS), "warnings": list(times.warnings), **gpu}
+
+
+def _nanoseconds(of: Times | OnGpu, names: Sequence[str]) -> dict[str, Any]:
+    return {name: np.rint(NANO * getattr(of, name)).astype(int).tolist() for name in names}
 
 
 ARRAYS = ("unprofiled", "profiled", "layers")
+GPU_ARRAYS = ("latency", "enqueue", "busy", "calls")
 
 
 def read(path: Path) -> Pair:
@@ -99,9 +105,20 @@ def read(path: Path) -> Pair:
 def _read(data: Mapping[str, Any]) -> Side:
     processes = []
     for each in data["processes"]:
-        unprofiled, profiled, layers = (np.array(each[name], float) / NANO for name in ARRAYS)
-        processes.append(Times(unprofiled, profiled, layers, tuple(each["warnings"])))
+        unprofiled, profiled, layers = _seconds(each, ARRAYS)
+        processes.append(Times(unprofiled, profiled, layers, tuple(each["warnings"]), _on_gpu(each.get("gpu"))))
     return Side(data["form"], data["precision"], tuple(processes), data["graph"], data["module"], data["stored"])
+
+
+def _on_gpu(data: Mapping[str, Any] | None) -> OnGpu | None:
+    if data is None:  # on a CPU, or stored before this was kept
+        return None
+    latency, enqueue, busy, calls = _seconds(data, GPU_ARRAYS)
+    return OnGpu(latency, enqueue, busy, calls, np.array(data["kernels"]))
+
+
+def _seconds(data: Mapping[str, Any], names: Sequence[str]) -> list[np.ndarray]:
+    return [np.array(data[name], float) / NANO for name in names]
 
 
 def _check(pair: Pair) -> None:

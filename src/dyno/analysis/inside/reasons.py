@@ -100,7 +100,8 @@ class _Words:
         """How much of the difference the layers explain."""
         if not self._gap.proven:
             return
-        text = f"Attributed to named layers: {_percent(self._w.attributed)} of the difference"
+        also = " and launch gaps" if self._w.on_gpu else ""
+        text = f"Attributed to named layers{also}: {_percent(self._w.attributed)} of the difference"
         if abs(self._w.attributed - self._w.named) >= ROUNDED:
             text += f", of which they make up {_percent(self._w.named)}"
         rest = [f"{s.cause.title}: {_percent(self._w.share(s.difference.value))}" for s in self._w.causes
@@ -143,6 +144,8 @@ class _Words:
             causes.UNALIGNED: f"{count_a} layers of {a} and {count_b} of {b}, whose counterparts are not known",
             causes.INTERRUPTED: f"Interruptions by other programs, {_us(step.a)} in {a} and {_us(step.b)} in {b}; "
             "measure again when the machine is quiet",
+            causes.WAITING: f"Launch gaps, in which the GPU ran no kernel and waited for the host, {_us(step.a)} in "
+            f"{a} and {_us(step.b)} in {b}; CUDA graphs or a larger batch leave less of them",
             causes.BETWEEN: f"Time outside the layers, {_us(step.a)} in {a} and {_us(step.b)} in {b}",
         }
         return texts[step.cause]

@@ -11,6 +11,9 @@ import numpy as np
 from dyno.analysis.formatting import counting
 from dyno.analysis.inside import align, launching
 from dyno.analysis.inside.launching import OnGpu
+from dyno.analysis.inside.roofline import rated as roofline
+from dyno.analysis.inside.roofline.ceilings import Ceilings
+from dyno.analysis.inside.roofline.rated import Rated
 from dyno.analysis.inside.tables import MODEL, names_cell, shape
 from dyno.analysis.presentation.table import COUNT, PERCENT, TEXT, Column, Row, Table, TableKind
 from dyno.analysis.stats import Interval, median_interval
@@ -39,18 +42,27 @@ COLUMNS = (
 @dataclass(frozen=True)
 class Times:
     """Seconds of one form: of runs with nothing switched on, of runs that were watched, and of its layers [repeats,
-    layers of the form]; `warnings` say what disturbed them, and `gpu` is what a GPU did meanwhile."""
+    layers of the form]; `warnings` say what disturbed them, and `gpu` is what a GPU did meanwhile, whose SM clock
+    behind the latency is `clock` in MHz (NaN: unknown). `backend` and `precision` are those of the trial."""
 
     unprofiled: np.ndarray
     profiled: np.ndarray
     layers: np.ndarray
     warnings: tuple[str, ...] = ()
     gpu: OnGpu | None = None
+    clock: float = math.nan
+    backend: str = ""
+    precision: str = ""
 
     @property
     def latency(self) -> float:
         """Median seconds of a run that nobody watched."""
         return float(np.median(self.unprofiled))
+
+    def ran(self, form: Inside) -> list[int]:
+        """The form's layers, without those that have no time and don't run."""
+        medians = np.median(self.layers, axis=0)
+        return [i for i, layer in enumerate(form.layers) if medians[i] > 0 or not layer.skipped]
 
 
 def profile(
@@ -60,34 +72,42 @@ def profile(
     times: Mapping[int, Times],
     order: str,
     top: int,
+    ceilings: Ceilings | None = None,
 ) -> Table:
     """The `top` layers (0: all) of each form by time, or as they run (`graph`), and the rest in one row.
 
     A layer's time is its median over the repeats; shares are of the sum of these. `graph_of` and `module_of` have the
-    indices of the graph that an engine was made from, and of the module, where they are there.
+    indices of the graph that an engine was made from, and of the module, where they are there. With `ceilings` each
+    layer is rated by them.
     """
     rows = []
     for k, each in times.items():
         names = modules_of(forms, k, graph_of.get(k), module_of.get(k))
-        rows += _rows(forms[k], names, each.layers, order, top)
+        rated = roofline.rated(forms, k, graph_of.get(k), each.precision, ceilings) if ceilings else None
+        rows += _rows(forms[k], names, each, order, top, rated)
     notes = [
         note for k in times for note in (*forms[k].notes, *(f"{forms[k].library}: {w}" for w in times[k].warnings))
     ]
-    return PROFILE.of(COLUMNS, rows, notes=tuple(dict.fromkeys(notes)), group=("form",))
+    notes += roofline.notes(rows) if ceilings else []
+    columns = (*COLUMNS, *(roofline.COLUMNS if ceilings else ()))
+    return PROFILE.of(columns, rows, notes=tuple(dict.fromkeys(notes)), group=("form",))
 
 
-def _rows(form: Inside, names: Sequence[list[str]], seconds: np.ndarray, order: str, top: int) -> list[Row]:
+def _rows(
+    form: Inside, names: Sequence[list[str]], each: Times, order: str, top: int, rated: Rated | None
+) -> list[Row]:
     """The rows of one form: what has no time and doesn't run is none."""
+    seconds, ran = each.layers, each.ran(form)
     medians = np.median(seconds, axis=0)
-    ran = [i for i, layer in enumerate(form.layers) if medians[i] > 0 or not layer.skipped]
     slowest = sorted(ran, key=lambda i: -medians[i])
     chosen = slowest[: top or None]
     rest = sorted(set(ran) - set(chosen))
-    rows = [
-        _row(form, form.layers[i], names[i], seconds[:, [i]]) for i in (sorted(chosen) if order == "graph" else chosen)
-    ]
+    listed = sorted(chosen) if order == "graph" else chosen
+    rows = [_row(form, form.layers[i], names[i], seconds[:, [i]]) for i in listed]
     if rest:
         rows.append(_row(form, Layer(), [counting(len(rest), "more layer")], seconds[:, rest]))
+    for row, layers in zip(rows, [*([i] for i in listed), *([rest] if rest else [])], strict=True):
+        row |= rated.cells(layers, row["seconds"]) if rated else {}
     total, cumulative = medians[ran].sum() or 1.0, 0.0
     for row in rows:
         row["share"] = 100 * row["seconds"] / total
@@ -150,25 +170,38 @@ def turned(each: align.Link) -> dict[int, list[int]]:
     return by_lower
 
 
-def reconciliation(forms: Sequence[Inside], times: Mapping[int, Times]) -> Table:
-    """A line for each form: the latency that nobody watched, the sum of its layers, and what is left."""
+def reconciliation(
+    forms: Sequence[Inside],
+    times: Mapping[int, Times],
+    graph_of: Mapping[int, int] | None = None,
+    ceilings: Ceilings | None = None,
+) -> Table:
+    """A line for each form: the latency that nobody watched, the sum of its layers, and what is left; with `ceilings`
+    what the latency is under them, for which `graph_of` has an engine's graph."""
     rows: list[Row] = []
+    bounds: list[str] = []
     for k, each in times.items():
         latency, layers = median_interval(each.unprofiled), float(np.median(each.layers, axis=0).sum())
         rows.append({
             "form": forms[k].library, "unprofiled_ms": 1e3 * latency.value, "unprofiled_ms_low": 1e3 * latency.low,
             "unprofiled_ms_high": 1e3 * latency.high, "layers_ms": 1e3 * layers,
             "remainder_ms": 1e3 * (latency.value - layers), "profiled_ms": 1e3 * float(np.median(each.profiled)),
-            "repeats": len(each.layers), "runs": len(each.profiled),
+            "repeats": len(each.layers), "runs": len(each.profiled), "clock": each.clock,
             **(each.gpu.cells(each.latency) if each.gpu else {}),
         })  # fmt: skip
+        if ceilings:
+            rated = roofline.rated(forms, k, (graph_of or {}).get(k), each.precision, ceilings)
+            rows[-1] |= rated.of_latency(each.ran(forms[k]), each.latency)
+            bounds.append(f"{forms[k].library}: {rated.sentence(np.median(each.layers, axis=0))}.")
     columns = (
         Column("form", "which engine", kind=TEXT),
         Column("unprofiled_ms", "median latency with nothing switched on", "ms", title="unprofiled, ms", interval=True),
         Column("layers_ms", "sum of the layers' medians", "ms", title="all layers, ms"),
         Column("remainder_ms", "unprofiled less all layers", "ms", title="remainder, ms"),
         *launching.COLUMNS,
+        *(roofline.OF_LATENCY if ceilings else ()),
         Column("profiled_ms", "median of the watched runs", "ms", title="watched, ms", rank=1),
+        Column("clock", "median SM clock behind the latency", "MHz", title="clock, MHz", rank=4),
         Column("runs", "watched runs", kind=COUNT, rank=3),
         Column("repeats", "repeats behind a layer's median", kind=COUNT, rank=2),
     )
@@ -177,5 +210,5 @@ def reconciliation(forms: Sequence[Inside], times: Mapping[int, Times]) -> Table
         "where it is negative, what watching costs. Watched runs are no latency."
     )
     on_gpu = [(forms[k].library, each.gpu.sentence(each.latency)) for k, each in times.items() if each.gpu]
-    notes = (note, *(f"{library}: {sentence}." for library, sentence in on_gpu if sentence))
+    notes = (note, *(f"{library}: {sentence}." for library, sentence in on_gpu if sentence), *bounds)
     return RECONCILIATION.of(columns, rows, notes=notes)

@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from dyno.analysis.inside import causes
-from dyno.analysis.inside.causes import BETWEEN, INTERRUPTED, WHOLE, Cause, Part
+from dyno.analysis.inside.causes import BETWEEN, INTERRUPTED, WAITING, WHOLE, Cause, Part
 from dyno.analysis.inside.pairs import Pair, Side
 from dyno.analysis.inside.times import Times
 from dyno.analysis.stats import CONFIDENCE, Interval
@@ -51,13 +51,15 @@ class Estimates:
     `watched` is what the layers add up to by themselves. Where that is more than the latency, `layers` are scaled down
     alike, and of `even` the same was taken off each; else both are the same.
     `interrupted` is by how much the layers of a watched run take longer together than their medians add up to: an
-    interruption hits any layer, each in few runs, and some layer in every run. `between` is the rest.
+    interruption hits any layer, each in few runs, and some layer in every run. `waiting` is what is left of the
+    latency in which a GPU, whose kernels were seen, ran none. `between` is the rest.
     """
 
     latency: np.ndarray
     layers: np.ndarray
     even: np.ndarray
     interrupted: np.ndarray
+    waiting: np.ndarray
     between: np.ndarray
     watched: float
 
@@ -86,11 +88,17 @@ class Waterfall:
         """A step for each part, then `remainders`."""
         return [self.step(part.cause, (k,)) for k, part in enumerate(self.parts)] + self.remainders
 
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the kernels of a GPU were seen on either side."""
+        return any(each.waiting.any() for each in (self.a, self.b))
+
     @cached_property
     def remainders(self) -> list[Step]:
         """What the layers leave of the latency."""
         return [
             _step(INTERRUPTED, self.a.interrupted, self.b.interrupted),
+            *([_step(WAITING, self.a.waiting, self.b.waiting)] if self.on_gpu else []),
             _step(BETWEEN, self.a.between, self.b.between),
         ]
 
@@ -133,30 +141,43 @@ def waterfall(pair: Pair) -> Waterfall:
 
 
 def _estimates(side: Side, rng: np.random.Generator) -> Estimates:
-    latency, layers, sums = _one(side.processes[0], rng) if len(side.processes) == 1 else _several(side.processes, rng)
+    latency, layers, (sums, working) = (_one if len(side.processes) == 1 else _several)(side.processes, rng)
     watched = float(layers[0].sum())
     layers, even = scaled(latency, layers), lowered(latency, layers)
     left = np.maximum(0.0, latency - layers.sum(axis=1))
     left[left < TINY] = 0.0  # rounding, where the layers were scaled down
     interrupted = np.clip(sums - layers.sum(axis=1), 0.0, left)
-    return Estimates(latency, layers, even, interrupted, left - interrupted, watched)
+    waiting = np.clip(latency - working, 0.0, left - interrupted)
+    return Estimates(latency, layers, even, interrupted, waiting, left - interrupted - waiting, watched)
 
 
-def _one(times: Times, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Medians over the repeats of one process, and of resamples of these: latency, layers, and the layers' sum."""
+Drawn = tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray]]
+
+
+def _one(processes: Sequence[Times], rng: np.random.Generator) -> Drawn:
+    """Medians over the repeats of one process, and of resamples of these: latency, layers, then the layers' sum and the
+    time in which a GPU worked."""
+    (times,) = processes
     latency = _medians(times.unprofiled[:, None], rng)[:, 0]
     both = _medians(np.column_stack([times.layers, times.layers.sum(axis=1)]), rng)
-    return latency, both[:, :-1], both[:, -1]
+    working = _medians(_working(times)[:, None], rng)[:, 0]
+    return latency, both[:, :-1], (both[:, -1], working)
 
 
-def _several(processes: Sequence[Times], rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Medians over processes, and over resamples of these: latency, layers, and the layers' sum."""
+def _several(processes: Sequence[Times], rng: np.random.Generator) -> Drawn:
+    """Medians over processes, and over resamples of these, as `_one` has them of repeats."""
     found = np.array([
-        [np.median(each.unprofiled), *np.median(each.layers, axis=0), np.median(each.layers.sum(axis=1))]
+        [np.median(each.unprofiled), *np.median(each.layers, axis=0), np.median(each.layers.sum(axis=1)),
+         np.median(_working(each))]
         for each in processes
     ])  # fmt: skip
     medians = _medians(found, rng)
-    return medians[:, 0], medians[:, 1:-1], medians[:, -1]
+    return medians[:, 0], medians[:, 1:-2], (medians[:, -2], medians[:, -1])
+
+
+def _working(times: Times) -> np.ndarray:
+    """Seconds of a watched run in which a GPU ran kernels; without end where nobody saw them, so that none waits."""
+    return times.gpu.busy if times.gpu and times.gpu.busy.size else np.array([np.inf])
 
 
 def _medians(samples: np.ndarray, rng: np.random.Generator) -> np.ndarray:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -11,28 +10,17 @@ import numpy as np
 from dyno.analysis.metrics import box_agreement
 from dyno.analysis.metrics.accuracy import matching
 from dyno.analysis.records.results import TrialResult
+from dyno.worker.numerics.closeness import ATOL, RTOL, Closeness, closeness
 from dyno.worker.spec import UserError
 
-ATOL, RTOL = 1e-8, 1e-3
 RANKS = 10
 
 
 @dataclass(frozen=True)
-class Agreement:
-    """Values of A against those of B (the reference) over all outputs.
+class Agreement(Closeness):
+    """How close the values of A are to those of B (the reference) over all outputs of so many inputs, by these
+    tolerances."""
 
-    `close` is the share with |a - b| <= atol + rtol * |b|; `max_abs`, `mean_abs` and `max_rel` (|a - b| / |b|, where b
-    isn't 0) are over the finite pairs. `nonfinite` counts values of A that are NaN or infinite where B's are not (they
-    are never close), `reference_nonfinite` such values of B; equal infinities and NaN at the same place agree.
-    """
-
-    count: int
-    close: float
-    max_abs: float
-    mean_abs: float
-    max_rel: float
-    nonfinite: int
-    reference_nonfinite: int
     samples: int
     atol: float = ATOL
     rtol: float = RTOL
@@ -54,26 +42,10 @@ def agree(
     if set(own) != set(reference) or not own:
         raise UserError(f"outputs differ in name: {', '.join(own) or 'none'} against {', '.join(reference) or 'none'}")
     parts = [_flat(name, own[name], reference[name]) for name in reference]
-    a = np.concatenate([p[0] for p in parts])
-    b = np.concatenate([p[1] for p in parts])
-    finite_a, finite_b = np.isfinite(a), np.isfinite(b)
-    both = finite_a & finite_b
-    error, size = np.abs(a[both] - b[both]), np.abs(b[both])
-    same = ~finite_a & ~finite_b & ((a == b) | (np.isnan(a) & np.isnan(b)))
-    close = int((error <= atol + rtol * size).sum()) + int(same.sum())
-    nonzero = size > 0
-    return Agreement(
-        count=len(a),
-        close=close / len(a) if len(a) else math.nan,
-        max_abs=float(error.max(initial=0.0)),
-        mean_abs=float(error.mean()) if len(error) else math.nan,
-        max_rel=float((error[nonzero] / size[nonzero]).max(initial=0.0)),
-        nonfinite=int((~finite_a & ~same).sum()),
-        reference_nonfinite=int((~finite_b).sum()),
-        samples=min(min(len(own[n]), len(reference[n])) for n in reference),
-        atol=atol,
-        rtol=rtol,
-    )
+    a, b = (np.concatenate([part[side] for part in parts]) for side in (0, 1))
+    found = closeness(a, b, rtol, atol)
+    samples = min(min(len(own[n]), len(reference[n])) for n in reference)
+    return Agreement(**vars(found), samples=samples, atol=atol, rtol=rtol)
 
 
 def _flat(name: str, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -14,10 +14,9 @@ from dyno.analysis.metrics import box_agreement
 from dyno.analysis.metrics.precision import truth
 from dyno.analysis.ranking.references import incomparable
 from dyno.analysis.records.results import TrialResult
+from dyno.worker.numerics.closeness import errors as distances
 
 AGREE, WRONG = "agree", "wrong outputs"  # of a row's outputs; the second begins the verdict of a row without a speed
-MOST_VALUES = 4_000_000  # of each output that are compared; from the first input on
-FLOOR = 1e-3  # a channel's size counts as at least this share of the largest channel's
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ def check(trial: TrialResult, reference: TrialResult) -> Correctness | None:
     if shapes[0] != shapes[1]:
         return Correctness(np.inf, None, tolerance, precision, f"outputs of shape {shapes[0]} instead of {shapes[1]}")
     channels = trial.task.labels == "objects" and tolerance.quantile == 1
-    errors = [_errors(a, b, channels) for a, b in zip(own, other, strict=True)]
+    errors = [distances(a, b, channels) for a, b in zip(own, other, strict=True)]
     worst = max((float(np.quantile(e, tolerance.quantile, method="higher")) for e in errors if e.size), default=0.0)
     changed = None if worst <= tolerance.close else _changed(trial, reference, own[0], other[0], tolerance)
     return Correctness(worst, changed, tolerance, precision)
@@ -116,27 +115,6 @@ def _boxes(errors: np.ndarray, tolerance: Tolerance, precision: str) -> Correctn
     )
     error = float(errors[~beyond].max(initial=0.0))
     return Correctness(error, share, tolerance, precision, text if share > tolerance.changed else "")
-
-
-def _errors(a: np.ndarray, b: np.ndarray, channels: bool) -> np.ndarray:
-    """|a - b| / |b| of each input; by channel (axis 1), the worst of them, where there are several."""
-    count = min(len(a), len(b))
-    count = min(count, max(1, MOST_VALUES // max(1, a[:1].size)))
-    if not count or not a[:1].size:
-        return np.zeros(0)
-    a, b = (array[:count].astype(np.float32) for array in (a, b))
-    same_nonfinite = ~np.isfinite(a) & ((a == b) | (np.isnan(a) & np.isnan(b)))
-    a, b = np.where(same_nonfinite, 0, a), np.where(same_nonfinite, 0, b)
-    shape = (count, b.shape[1], -1) if channels and b.ndim > 2 else (count, 1, -1)
-    size = np.linalg.norm(b.reshape(shape), axis=2)
-    # An input whose outputs happen to be near 0 is judged by the size of the others'.
-    size = np.maximum(size, np.sqrt(np.mean(size.astype(np.float64) ** 2, axis=0, keepdims=True)))
-    size = np.maximum(size, FLOOR * size.max(axis=1, keepdims=True))
-    with np.errstate(invalid="ignore"):
-        distance = np.linalg.norm((a - b).reshape(shape), axis=2)
-    ratio = np.where(distance == 0, 0.0, distance / np.where(size > 0, size, np.finfo(np.float32).tiny))
-    worst: np.ndarray = np.where(np.isnan(ratio), np.inf, ratio).max(axis=1)
-    return worst
 
 
 def _changed(

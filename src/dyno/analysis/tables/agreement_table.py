@@ -7,10 +7,11 @@ from typing import Any
 
 from dyno.analysis.formatting import significant
 from dyno.analysis.metrics import agreement
-from dyno.analysis.metrics.agreement import ATOL, RTOL, Agreement, Rank
+from dyno.analysis.metrics.agreement import Agreement, Rank
 from dyno.analysis.presentation.table import COUNT, PERCENT, TEXT, Column, Row, Table, TableKind
 from dyno.analysis.records.results import Results, TrialResult
 from dyno.analysis.records.run_data import RunData
+from dyno.worker.numerics.closeness import ATOL, RTOL
 from dyno.worker.spec import UserError
 
 MOST_PAIRS = 300  # trials whose raw outputs are compared

@@ -15,6 +15,7 @@ from dyno.analysis.presentation.table import COUNT, NUMBER, PERCENT, SHOWN, TEXT
 from dyno.analysis.ranking.frontier import configuration, fps
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.tables.trial_columns import FEW, STATISTICS, few, parenthesised, pick
+from dyno.worker.numerics.closeness import ATOL, RTOL
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -177,7 +178,7 @@ SPEEDUP = _kind(
 ACCURACY = _kind("accuracy", "Accuracy", "The metrics of the task in percent, side by side.", _accuracy, 5)
 EQUALITY = _kind(
     "equality",
-    f"Outputs equal to the reference's (rtol {agreement.RTOL:g}, atol {agreement.ATOL:g})",
+    f"Outputs equal to the reference's (rtol {RTOL:g}, atol {ATOL:g})",
     "Share of output values that are close to the reference's, side by side.",
     _equality,
     6,

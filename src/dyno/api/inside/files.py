@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from dyno.analysis import style
+from dyno.analysis.inside.roofline import chart as roofline_chart
+from dyno.analysis.inside.roofline.ceilings import Ceilings
 from dyno.analysis.inside.times import Times
 from dyno.analysis.layer_files import explorer, node_notes, page, traces
 from dyno.analysis.layer_files.node_notes import Note
@@ -27,7 +30,7 @@ from dyno.worker.record import write_text
 from dyno.worker.spec import Job, UserError
 
 EXPORTER = "dyno"
-PAGE, LAYOUT = ".html", "squarify"
+PAGE, GRAPH, LAYOUT = ".html", ".onnx", "squarify"
 TIMEOUT_S = 600.0
 
 
@@ -50,15 +53,19 @@ class Found(Protocol):
     def times(self) -> Mapping[int, Times]: ...
     @property
     def tables(self) -> list[Table]: ...
+    @property
+    def ceilings(self) -> Ceilings | None: ...
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of file: what opens it, what makes its text, None for an ONNX graph, and whether it is one of times."""
+    """One kind of file: what opens it, what makes its text (None: an ONNX graph or a chart), whether it is one of
+    times, and whether it is the chart that needs the device's ceilings."""
 
     opens: str
     text: Callable[[Found, list[Timeline]], str] | None
     timed: bool = False
+    rated: bool = False
 
 
 KINDS: dict[str, Kind] = {
@@ -69,7 +76,9 @@ KINDS: dict[str, Kind] = {
     ".explorer.json": Kind("Model Explorer", lambda found, lines: json.dumps(
         explorer.graphs([found.forms[k] for k in found.shown], lines, found.name), indent=1)),
     ".node-data.json": Kind("Model Explorer", lambda _, lines: json.dumps(explorer.node_data(lines)), timed=True),
-    ".onnx": Kind("Netron", None),
+    GRAPH: Kind("Netron", None),
+    ".svg": Kind("a browser", None, timed=True, rated=True),
+    ".png": Kind("a viewer of images", None, timed=True, rated=True),
     PAGE: Kind("a browser", lambda found, lines: page.html(found.name, lines, found.tables), timed=True),
 }  # fmt: skip
 
@@ -86,16 +95,18 @@ def kind_of(path: Path, timed: bool) -> Kind:
     raise UserError(f"{path.name} needs times of layers; `dyno profile` saves it, `dyno inspect` saves {known}")
 
 
-def check(paths: Sequence[Path], sides: Sequence[Side], timed: bool) -> None:
+def check(paths: Sequence[Path], sides: Sequence[Side], timed: bool, rated: bool = False) -> None:
     """A `UserError` for a file that can't be written, or not of these forms, before anything is read."""
     for path in paths:
         kind = kind_of(path, timed)
         if kind is KINDS[PAGE]:
             check_page()
+        if kind.rated and not rated:
+            raise UserError(f"{path.name} needs the device's ceilings; add --roofline")
         check_writable(path)
         if any(path.exists() and Path(s.source).is_file() and path.samefile(s.source) for s in sides):
             raise UserError(f"{path} is the model itself; give another file to save to")
-        if kind.text is None and not any(map(_has_graph, sides)):
+        if kind is KINDS[GRAPH] and not any(map(_has_graph, sides)):
             raise UserError(f"{path.name} needs an ONNX graph, and none of the forms is made from one; "
                             f"add onnxruntime, or another that is")  # fmt: skip
 
@@ -126,6 +137,9 @@ def save(found: Found, path: Path) -> list[Path]:
     if kind.text is not None:
         write_text(path, kind.text(found, lines) + "\n")
         return [path]
+    if kind.rated:
+        _draw_roofline(found, path)
+        return [path]
     return _graphs(found, dict(zip(found.shown, lines, strict=True)), path)
 
 
@@ -146,6 +160,18 @@ def check_page() -> None:
 def fragment(found: Found) -> str:
     """The tree maps and the tables as a part of a page."""
     return page.fragment(_lines(found), found.tables)
+
+
+def _draw_roofline(found: Found, path: Path) -> None:
+    if found.ceilings is None:
+        raise UserError("the chart needs the device's ceilings; profile with roofline=True")
+    figure = roofline_chart.draw(found.forms, found.times, found.graph_of, found.ceilings)
+    if figure is None:
+        raise UserError("no layer multiplies, so that there is no roofline chart")
+    if path.suffix == ".png":
+        style.save(figure, path)
+    else:
+        write_text(path, style.svg(figure, "roofline"))
 
 
 def _lines(found: Found) -> list[Timeline]:

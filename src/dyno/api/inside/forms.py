@@ -140,20 +140,19 @@ class Reading:
         recipe = self._recipe(study, trial)
         artifact = self._made(recipe, trial) if recipe else None
         if side.choice.name == ONNX:
-            graph = self._launched(replace(trial, backend=""), artifact)
-            shown = self._add(self._titled(graph, trial), artifact.sha256 if artifact else "")
-            self.graphs[shown] = GraphFile(artifact.path if artifact else trial.model.file, trial.runtime)
+            shown = self._add(self._graph_form(trial, artifact), artifact.sha256 if artifact else "")
+            self.graphs[shown] = _file(trial, artifact)
             return
         self.made(trial, recipe, artifact)
 
     def made(self, trial: Trial, recipe: Recipe | None, artifact: Artifact | None) -> None:
         """Read what the trial runs, made by the recipe, and the graph behind it."""
-        form = self._add(self._titled(self.ran(trial, artifact), trial), "")
+        form = self._add(self.titled(self.ran(trial, artifact), trial), "")
         behind = self._behind(recipe, artifact)
         if behind is not None:
-            self.graph_of[form] = self._graph(trial, behind)
+            self.graph_of[form] = self.graph(trial, behind)
 
-    def _titled(self, form: Inside, trial: Trial) -> Inside:
+    def titled(self, form: Inside, trial: Trial) -> Inside:
         """The form with its precision, where that isn't the usual one, and its options in its title."""
         lowered = (trial.precision,) if trial.precision != "fp32" else ()
         options = [f"{name}={value}" for name, value in trial.options.items()]
@@ -186,15 +185,19 @@ class Reading:
             recipe = recipe.fallback
         return None
 
-    def _graph(self, trial: Trial, file: Artifact) -> int:
+    def graph(self, trial: Trial, file: Artifact) -> int:
         """The form of the engine's graph, read once."""
         if file.sha256 not in self._graphs:
-            form = self._titled(self._launched(replace(trial, backend=""), file), trial)
+            form = self._graph_form(trial, file)
             form = replace(form, library=f"{form.library} for {trial.backend}")
             self.forms.append(form)
             self._graphs[file.sha256] = len(self.forms) - 1
-            self.graphs[len(self.forms) - 1] = GraphFile(file.path, trial.runtime)
+            self.graphs[len(self.forms) - 1] = _file(trial, file)
         return self._graphs[file.sha256]
+
+    def _graph_form(self, trial: Trial, file: Artifact | None) -> Inside:
+        """The form of an ONNX file (None: the trial's model), whatever Python the engine has."""
+        return self.titled(self._launched(replace(trial, backend="", runtime=_reader(trial)), file), trial)
 
     def _add(self, form: Inside, graph: str) -> int:
         self.forms.append(form)
@@ -215,3 +218,12 @@ class Reading:
         if record.status != "ok" or record.facts.inside is None:
             raise UserError(f"{job.trial.model.name}: {record.reason}")
         return record, record.facts.inside
+
+
+def _reader(trial: Trial) -> Runtime:
+    """What reads ONNX files: this Python, for an engine's own needs no onnx."""
+    return Runtime(threads=trial.runtime.threads)
+
+
+def _file(trial: Trial, artifact: Artifact | None) -> GraphFile:
+    return GraphFile(artifact.path if artifact else trial.model.file, _reader(trial))

@@ -40,6 +40,11 @@ class Inspected:
         """None: nothing is timed."""
         return {}
 
+    @property
+    def ceilings(self) -> None:
+        """Nothing is measured."""
+        return None
+
     @cached_property
     def tables(self) -> list[Table]:
         """The layers of one form, or several side by side and the conversions that engines put in."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,14 +12,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dyno.analysis.inside import launching, times
+from dyno.analysis.inside.roofline.ceilings import MEMORY, Ceilings, Rates, data_sheet
+from dyno.analysis.inside.roofline.work import types_of
 from dyno.analysis.inside.times import ORDERS, Times
 from dyno.analysis.presentation.table import Table
+from dyno.analysis.records import timeline
 from dyno.analysis.records.arrays import read_npz
 from dyno.api.inside import files, forms
 from dyno.api.inside.forms import GraphFile
+from dyno.engine.peak import find_ceilings
 from dyno.jobs.progress import Progress
+from dyno.planning.interpreters import runtime_of
 from dyno.study import Choice, Study, model_name
-from dyno.worker import registry
+from dyno.worker import registry, system
 from dyno.worker.facts.inside import Inside
 from dyno.worker.record import Record
 from dyno.worker.spec import Artifact, Job, Plan, Trial, UserError, check_known
@@ -35,7 +41,8 @@ class Profiled:
 
     `records` are those of the jobs, in the order of `times`; none has a latency. The other forms are the ONNX graphs
     behind engines, by which layers get their names: `graph_of` has the index of each engine's, `module_of` that of its
-    module, where that was profiled too, and `graphs` each graph's file.
+    module, where that was profiled too, and `graphs` each graph's file. `ceilings` are the device's, where they were
+    asked for.
     """
 
     forms: tuple[Inside, ...]
@@ -47,13 +54,15 @@ class Profiled:
     name: str = ""
     order: str = ORDERS[0]
     top: int = TOP
+    ceilings: Ceilings | None = None
 
     @cached_property
     def tables(self) -> list[Table]:
         """The layers of each form with their times, and what of the latency they explain."""
         return [
-            times.profile(self.forms, self.graph_of, self.module_of, self.times, self.order, self.top),
-            times.reconciliation(self.forms, self.times),
+            times.profile(self.forms, self.graph_of, self.module_of, self.times, self.order, self.top, self.ceilings),
+            times.reconciliation(self.forms, self.times, self.graph_of, self.ceilings),
+            *([self.ceilings.table()] if self.ceilings else []),
         ]
 
     @property
@@ -83,6 +92,8 @@ def profile(
     top: int = TOP,
     order: str = ORDERS[0],
     save: Sequence[str | Path] = (),
+    roofline: bool = False,
+    sheet: Sequence[str] = (),
     quiet: bool = True,
     **settings: Any,
 ) -> Profiled:
@@ -91,7 +102,9 @@ def profile(
     `model` and `others` are as in `dyno.inspect`. Of an ONNX file or an IR the backend that usually runs it is
     profiled; of the first one only its forms, where some are asked for. In one process per form the latency is measured
     first, then `runs` runs that are watched. `top` layers are listed (0: all) in one of ORDERS. `save` names files to
-    write, whose names are checked first (see `Profiled.save`). `settings` are fields of `dyno.Study`; `warmup` and
+    write, whose names are checked first (see `Profiled.save`). With `roofline` the device's
+    ceilings are measured then, and the layers are rated by them, and by those of the data sheet (`sheet`: texts such as
+    `fp16=989` in TFLOPS, `memory=4800` in GB/s). `settings` are fields of `dyno.Study`; `warmup` and
     `seconds` are those of the latency. On a GPU `Times.gpu` says how long it did nothing. Raises
     `UserError` where layers have no times.
     """
@@ -99,20 +112,24 @@ def profile(
         if value < least:
             raise UserError(f"{name} is {value}; it must be at least {least}")
     check_known("order", order, ORDERS)
+    rates = data_sheet(sheet)
+    if sheet and not roofline:
+        raise UserError("--data-sheet needs measured ceilings beside it; add --roofline")
     study = Study(models=(model,), **settings)
     reading = Profiling(study, batch, Progress(quiet=quiet), runs)
     sides = engines(forms.sides(study, others))
     for side in sides:
         check(side, study.device)
     paths = [Path(path) for path in save]
-    files.check(paths, sides, timed=True)
+    files.check(paths, sides, timed=True, rated=roofline)
     for side in sides:
         reading.read(side)
     sources = {k: side.source for k, side in zip(reading.shown, sides, strict=True)}
     timed = dict(zip(reading.shown, reading.times, strict=True))
     records = tuple(reading.records)
     found = Profiled(distinct(reading.forms, sources), reading.graph_of, reading.module_of(sides), timed, records,
-                     reading.graphs, model_name(study.models[0]), order, top)  # fmt: skip
+                     reading.graphs, model_name(study.models[0]), order, top,
+                     reading.ceilings(study, rates) if roofline else None)  # fmt: skip
     files.save_all(found, paths, quiet)
     return found
 
@@ -171,6 +188,7 @@ class Profiling(forms.Reading):
         self._plan = Plan(("model",), study.warmup, study.seconds, rounds=1)
         self.times: list[Times] = []
         self.records: list[Record] = []
+        self._devices: set[str] = set()
 
     def module(self, study: Study, side: forms.Side, trial: Trial) -> None:
         """A module is timed as PyTorch runs it."""
@@ -190,7 +208,34 @@ class Profiling(forms.Reading):
             folder = Path(scratch) / "job"
             record, inside = self.launched(job, folder)
             samples = read_npz(folder / "samples.npz")
+            clock = _clock(folder, *record.facts.timed.values())
         self.records.append(record)
         self.times.append(Times(samples["unprofiled_model"], samples["profiled"], samples["layers"], record.warnings,
-                                launching.of_samples(samples)))  # fmt: skip
+                                launching.of_samples(samples), clock, trial.backend, trial.precision))  # fmt: skip
+        self._devices.add(trial.runtime.device)
         return inside
+
+    def ceilings(self, study: Study, sheet: Rates) -> Ceilings:
+        """The ceilings of the device that all forms ran on, in the types that their layers compute in, by PyTorch."""
+        device, *others = self._devices
+        if others:
+            raise UserError("the forms ran on several devices, which have no common ceilings; profile them one by one")
+        runtime = replace(runtime_of(study, Choice(forms.MODULE)), device=device)
+        runtime = replace(runtime, threads=study.threads or system.physical_cores())
+        types = {kind for k, each in zip(self.shown, self.times, strict=True)
+                 for kind in types_of(self.forms[k], each.precision)}  # fmt: skip
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch) / "job"
+            record = find_ceilings(runtime, types, folder, self._progress)
+            copy = record.facts.copy
+            if record.status != "ok" or copy is None:
+                raise UserError(f"the ceilings of {device} can't be measured: {record.reason}")
+            windows = {**{name: one.window for name, one in record.facts.peak.items()}, MEMORY: copy.window}
+            clocks = {name: _clock(folder, window) for name, window in windows.items()}
+        return Ceilings(record.facts.peak, copy, record.warnings, sheet, clocks)
+
+
+def _clock(folder: Path, *windows: timeline.Window) -> float:
+    """The GPU's median SM clock in MHz while the job in that folder timed something; NaN without a GPU."""
+    trace = timeline.read(folder)
+    return timeline.summary(trace, windows).clock if trace else math.nan

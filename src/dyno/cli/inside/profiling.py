@@ -25,6 +25,17 @@ def profile(
     top: Annotated[int, typer.Option(help="Layers that are listed one by one; 0 is all.")] = 20,
     order: Annotated[str, typer.Option(help="time: the slowest first; graph: as they run.")] = "time",
     save: Save = [],  # noqa: B006
+    roofline: Annotated[
+        bool, typer.Option(help="Also measure the device's ceilings, and rate the layers by them.")
+    ] = False,
+    data_sheet: Annotated[
+        list[str],
+        typer.Option(
+            help="With --roofline: the data sheet's ceilings too, such as fp16=989 (TFLOPS) or memory=4800 "
+            "(GB/s). May be repeated.",
+            metavar="NAME=RATE",
+        ),
+    ] = [],  # noqa: B006
     format: options.Format = "text",
 ) -> None:
     """Time every layer in PyTorch and in each engine, by the model's own names, beside the latency."""
@@ -36,6 +47,15 @@ def profile(
     if format == "html":
         files.check_page()
     profiled = profiling.profile(
-        *models, batch=batch, runs=runs, top=top, order=order, save=save, quiet=False, **overrides
+        *models,
+        batch=batch,
+        runs=runs,
+        top=top,
+        order=order,
+        save=save,
+        roofline=roofline,
+        sheet=data_sheet,
+        quiet=False,
+        **overrides,
     )
     print(profiled.html if format == "html" else export(profiled.tables, format), end="")

@@ -71,6 +71,7 @@ class OnnxRuntime(Backend):
         "optimization": one_of(*OPTIMIZATION), "spinning": flag, "streams": whole(1), **CUDA_VALUES, **VALUES,
     }  # fmt: skip
     files = (".onnx",)
+    loads_onnx = True
 
     def refuse(self, trial: Trial) -> str:
         """The base class's reasons, and int8 without data."""

@@ -50,6 +50,7 @@ class OpenVino(Backend):
     options = ("streams", "pinning", *PREPARATION)
     values: Mapping[str, Check] = {"streams": whole(1), "pinning": flag, **VALUES}
     files = (".onnx", ".xml")
+    loads_onnx = True
 
     def refuse(self, trial: Trial) -> str:
         """The base class's reasons, and int8 without data."""

@@ -161,6 +161,11 @@ class TorchSession(Session):
         return SLOTS if self._on_gpu else 1
 
     @property
+    def module(self) -> Any:
+        """The module that runs, whose parts can be watched."""
+        return self._module
+
+    @property
     def _on_gpu(self) -> bool:
         return bool(self._device.type == "cuda")
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from dyno.worker.facts.engine import EngineFacts, Probe
 from dyno.worker.facts.inside import Inside
 from dyno.worker.facts.json_values import EARLIER
+from dyno.worker.facts.numerics import LayerErrors
 from dyno.worker.facts.sparse import Sparse
 from dyno.worker.facts.video import VideoFacts
 
@@ -79,14 +80,27 @@ class StressPhase:
 
 @dataclass(frozen=True)
 class PeakOfType:
-    """The best matrix product in one type: operations/s, the side of its matrices, operations/s by side, and when; or
-    `missing`, why there is none."""
+    """The fastest matrix product in one type: operations/s, the side of its matrices, operations/s by side, and when;
+    or `missing`, why there is none."""
 
     flops_per_s: float | None = None
     side: int = 0
     sides: dict[str, float] = field(default_factory=dict)
     window: Window = (0.0, 0.0)
     missing: str = ""
+
+
+@dataclass(frozen=True)
+class CopyRate:
+    """The rate of the fastest copy of `bytes` within the device's memory: bytes/s, read and written ones.
+
+    `cache` are the bytes of the device's last cache (0: unknown).
+    """
+
+    bytes_per_s: float
+    bytes: int
+    cache: int = 0
+    window: Window = (0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -113,8 +127,8 @@ class Facts(EngineFacts, Timing):
     """All facts of a record. `data`, `evaluation`, `finite` and `random_outputs` are of round 0.
 
     `random_outputs` is how far two calls on one input are apart, relative to their size; `no_route` says that no other
-    route to the file would lead on, and `printed` is the end of what making it printed. `stress`, `peak`, `probe`,
-    `training`, `inside`, `files` and `video` are what jobs of other kinds found.
+    route to the file would lead on, and `printed` is the end of what making it printed. `stress`, `peak`, `copy`,
+    `probe`, `training`, `inside`, `layer_errors`, `files` and `video` are what jobs of other kinds found.
     """
 
     data: Answered | None = None
@@ -125,8 +139,10 @@ class Facts(EngineFacts, Timing):
     printed: str = ""
     stress: dict[str, StressPhase] = field(default_factory=dict)
     peak: dict[str, PeakOfType] = field(default_factory=dict)
+    copy: CopyRate | None = None
     probe: Probe | None = None
     training: Trained | None = None
     inside: Inside | None = None
+    layer_errors: LayerErrors | None = None
     files: tuple[str, ...] = ()
     video: VideoFacts | None = None

@@ -1,31 +1,55 @@
-"""The most arithmetic that this device was seen to do: large matrix products in each type, through PyTorch.
+"""The most arithmetic that this device was seen to do: large matrix products in each type, through PyTorch; and copies.
 
 Nothing here is a data sheet's number. A peak is what the vendor's own matrix library reached on this machine, at these
-clocks, with these threads; an engine with better kernels may go beyond it.
+clocks, with these threads; an engine with better kernels may go beyond it. Of repetitions the fastest counts, as in
+McCalpin's STREAM: a ceiling is what nothing disturbed.
 """
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
+from dyno.worker import system
 from dyno.worker.extras import install
-from dyno.worker.facts.job import PeakOfType
+from dyno.worker.facts.job import CopyRate, PeakOfType
 from dyno.worker.sessions.torch_support import first_line
 from dyno.worker.spec import Runtime, Unavailable
 
 TYPES = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16", "int8": "int8"}
 SIDES = {"cpu": (512, 1024, 2048, 4096), "cuda": (2048, 4096, 8192, 16384)}
 SECONDS = 2.0  # per type, over all sides
-LEAST = 3  # timings of a side; fewer are no median
+LEAST = 3  # timings of a side
+COPIED = {"cpu": 1 << 28, "cuda": 1 << 30}  # bytes, at least
+CACHES = 8  # so many times the last cache, at least: what a cache holds of a copy must not count
 
 Timer = Callable[[Callable[[], Any]], float]
 
 
-def measure(runtime: Runtime, seconds: float = SECONDS) -> Iterator[tuple[str, PeakOfType]]:
-    """Each type with its peak. `Unavailable` without PyTorch or the device."""
+def measure(
+    runtime: Runtime, seconds: float = SECONDS, types: Collection[str] = tuple(TYPES)
+) -> Iterator[tuple[str, PeakOfType]]:
+    """Each of the types with its peak. `Unavailable` without PyTorch or the device."""
+    torch, device = _prepared(runtime)
+    for name in TYPES:
+        if name in types and not (name == "tf32" and device.type == "cpu"):
+            yield name, _type(torch, device, name, seconds)
+
+
+def copy(runtime: Runtime, seconds: float = SECONDS) -> CopyRate:
+    """The rate of a large copy within the device's memory; see `measure` for its errors."""
+    torch, device = _prepared(runtime)
+    cache = system.last_cache() if device.type == "cpu" else torch.cuda.get_device_properties(device).L2_cache_size
+    size = max(COPIED[device.type], CACHES * cache)
+    source, target = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
+    since = time.monotonic()
+    fastest = min(_timings(torch, device, lambda: target.copy_(source), seconds))
+    return CopyRate(2 * size / fastest, size, cache, (since, time.monotonic()))
+
+
+def _prepared(runtime: Runtime) -> tuple[Any, Any]:
+    """PyTorch and the device, with the runtime's threads."""
     try:
         import torch
     except ImportError as e:
@@ -38,10 +62,7 @@ def measure(runtime: Runtime, seconds: float = SECONDS) -> Iterator[tuple[str, P
             raise Unavailable("this PyTorch finds no NVIDIA GPU; measuring the peak needs a build with CUDA")
         torch.cuda.set_device(device)
     torch.set_num_threads(runtime.threads)
-    for name in TYPES:
-        if name == "tf32" and device.type == "cpu":
-            continue
-        yield name, _type(torch, device, name, seconds)
+    return torch, device
 
 
 def _type(torch: Any, device: Any, name: str, seconds: float) -> PeakOfType:
@@ -65,7 +86,7 @@ def _type(torch: Any, device: Any, name: str, seconds: float) -> PeakOfType:
 
 
 def _side(torch: Any, device: Any, name: str, side: int, seconds: float) -> float:
-    """Operations per second of a product of two square matrices: by the median of its timings, after two to warm up."""
+    """Operations per second of a product of two square matrices: the fastest of its timings, after two to warm up."""
     with torch.inference_mode():
         left, right = (_matrix(torch, device, TYPES[name], side, seed) for seed in (0, 1))
         multiply = torch._int_mm if name == "int8" else torch.matmul
@@ -74,13 +95,18 @@ def _side(torch: Any, device: Any, name: str, side: int, seconds: float) -> floa
         def product() -> None:
             multiply(left, right, out=result)
 
-        timer = _events(torch) if device.type == "cuda" else _host
-        timer(product)
-        times: list[float] = []
-        since = time.monotonic()
-        while len(times) < LEAST or time.monotonic() - since < seconds:
-            times.append(timer(product))
-        return 2 * side**3 / statistics.median(times)
+        return 2 * side**3 / min(_timings(torch, device, product, seconds))
+
+
+def _timings(torch: Any, device: Any, action: Callable[[], Any], seconds: float) -> list[float]:
+    """Seconds of each repetition for about so long, after one to warm up."""
+    timer = _events(torch) if device.type == "cuda" else _host
+    timer(action)
+    times: list[float] = []
+    since = time.monotonic()
+    while len(times) < LEAST or time.monotonic() - since < seconds:
+        times.append(timer(action))
+    return times
 
 
 def _matrix(torch: Any, device: Any, dtype: str, side: int, seed: int) -> Any:

@@ -54,7 +54,7 @@ def with_whole(inside: Inside, module: Any) -> Inside:
     """With a row for the module itself: what its own code does belongs to none of its parts."""
     if any(not layer.name for layer in inside.layers):
         return inside
-    return replace(inside, layers=(*inside.layers, Layer(type=type(module).__name__, modules=("",))))
+    return replace(inside, layers=(*inside.layers, Layer(type=type(module).__name__, flops=0, modules=("",))))
 
 
 def rows_of(inside: Inside) -> dict[tuple[str, int], int]:

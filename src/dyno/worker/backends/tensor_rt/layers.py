@@ -280,7 +280,7 @@ def inside(listed: Sequence[Layer], library: str) -> Inside:
             inputs=layer.inputs,
             outputs=layer.outputs,
             parameters=layer.parameters,
-            computes_in=layer.computed_in if layer.computes else "",
+            computes_in=layer.computed_in if layer.computes or OPAQUE.search(layer.type) else "",
             tactic=layer.tactic,
             moves=layer.moves,
             nodes=layer.nodes or (() if layer.moves else named_nodes(layer.name)),

@@ -1,0 +1,142 @@
+"""What the layer errors of an engine say, in sentences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from dyno.analysis.formatting import counting, significant
+from dyno.worker.facts.numerics import Difference, LayerError, LayerErrors
+
+HALF, MOSTLY = 0.5, 0.8  # of what it was: an error that falls below the first has fallen, below the second in part
+NAMED = 4  # suspects that a sentence names
+Labels = Mapping[str, str]  # the layer's name of each tensor
+
+
+def first_divergence(layers: Sequence[LayerError], limit: float) -> LayerError | None:
+    """The first layer, in the graph's order, whose output is further off than the limit."""
+    return next((layer for layer in layers if not layer.total.error <= limit), None)
+
+
+def label(tensor: str, labels: Labels) -> str:
+    """The layer that writes the tensor, else the tensor's own name."""
+    return labels.get(tensor, tensor)
+
+
+def of(result: LayerErrors, limit: float, precision: str, labels: Labels) -> list[str]:
+    """Whether outputs agree, where they diverge first, whose error that is, and if the unmarked engine confirms it."""
+    return [
+        _outputs(result, limit, precision),
+        *_mismatched(result),
+        *_not_finite(result.layers, labels),
+        *_first(result, limit, labels),
+        *_border(result, labels),
+        *_suspects(result, labels),
+        *_tested(result, limit),
+    ]
+
+
+def _outputs(result: LayerErrors, limit: float, precision: str) -> str:
+    runs, layers = counting(result.runs, "run"), counting(len(result.layers), "layer")
+    parts = f", marked in {result.parts} parts" if result.parts > 1 else ""
+    agrees = "agree" if result.unmodified is not None and result.unmodified.error <= limit else "disagree"
+    size = _off(result.unmodified)
+    return f"outputs {agrees}: {size} ({precision} agrees up to {limit:g}); {runs}, {layers} compared{parts}."
+
+
+def _mismatched(result: LayerErrors) -> list[str]:
+    if not result.mismatched:
+        return []
+    differ, them = ("it differs", "it") if result.mismatched == 1 else ("they differ", "them")
+    return [f"{counting(result.mismatched, 'tensor')} left out: {differ} from the reference, but what reads {them} is "
+            "right, so the reference has something else there."]  # fmt: skip
+
+
+def _off(difference: Difference | None) -> str:
+    if difference is None:
+        return "of another shape"
+    return f"off by {_size(difference.error)} of their size" if math.isfinite(difference.error) else "not finite"
+
+
+def _size(error: float) -> str:
+    return significant(error, 2) if math.isfinite(error) else "infinite"
+
+
+def _not_finite(layers: Sequence[LayerError], labels: Labels) -> list[str]:
+    lines = []
+    theirs = next((layer for layer in layers if layer.total.reference_nonfinite), None)
+    if theirs is not None:
+        count = f"{theirs.total.reference_nonfinite:,} values"
+        lines.append(f"the reference itself has NaN or infinity from {label(theirs.tensor, labels)} on: {count}.")
+    own = next((layer for layer in layers if layer.total.nonfinite), None)
+    if own is not None:
+        made = "on the reference's values too" if own.own.nonfinite else "but not on the reference's values"
+        lines.append(f"first layer with NaN or infinity: {label(own.tensor, labels)}, {own.total.nonfinite:,} values, "
+                     f"{made}.")  # fmt: skip
+    return lines
+
+
+def _first(result: LayerErrors, limit: float, labels: Labels) -> list[str]:
+    first = first_divergence(result.layers, limit)
+    agrees = result.unmodified is not None and result.unmodified.error <= limit
+    if first is None:
+        return [] if agrees else ["with the layers' outputs marked, every layer agrees."]
+    before = max((layer.total.error for layer in result.layers if layer.tensor in first.reads), default=0.0)
+    own = first.own.error
+    whose = "made here" if not own <= HALF * first.total.error else "added up over the layers before"
+    line = (f"first layer that disagrees: {label(first.tensor, labels)}, off by {_size(first.total.error)}; its own "
+            f"error is {_size(own)}, that of its inputs {_size(before)}: {whose}.")  # fmt: skip
+    return [line, *(["the outputs of the unmodified engine agree all the same."] if agrees else [])]
+
+
+def _border(result: LayerErrors, labels: Labels) -> list[str]:
+    if not result.boundary:
+        return []
+    before, after = result.boundary
+    good = f"the one that ends at {label(before, labels)} agrees" if before else "even the first layer's disagrees"
+    bad = f"the one that ends at {label(after, labels)} doesn't" if after else "the whole network's doesn't"
+    return ["the error vanishes when tensors are marked. Of graphs that end at a layer, with nothing else marked, "
+            f"{good}, {bad}: look at what is fused there."]  # fmt: skip
+
+
+def _suspects(result: LayerErrors, labels: Labels) -> list[str]:
+    if not result.suspects:
+        return []
+    effects = {layer.tensor: layer.effect or 0.0 for layer in result.layers}
+    total = sum(effect**2 for effect in effects.values())
+    listed = ", ".join(label(name, labels) for name in result.suspects[:NAMED])
+    more = f" and {len(result.suspects) - NAMED} more" if len(result.suspects) > NAMED else ""
+    which = f"{counting(len(result.suspects), 'layer')} of {len(result.layers):,}"
+    if not total or not math.isfinite(total):
+        return [f"suspected: {which}, {listed}{more}."]
+    share = sum(effects[name] ** 2 for name in result.suspects) / total
+    makes = "makes" if len(result.suspects) == 1 else "make"
+    return [f"{which} {makes} {share:.0%} of the error that layers add by themselves: {listed}{more}."]
+
+
+def _tested(result: LayerErrors, limit: float) -> list[str]:
+    if not result.suspects:
+        return []
+    if result.substituted is None or result.cut is None:
+        return ["not tested again: the reference has no graph with these layers, to be put in their place."]
+    place = "its place" if len(result.suspects) == 1 else "their place"
+    return [f"{verdict(result, limit)}: with no tensor marked and the reference in {place}, the outputs are "
+            f"{_off(result.substituted)}; with the graph only cut there, {_off(result.cut)}."]  # fmt: skip
+
+
+def verdict(result: LayerErrors, limit: float) -> str:
+    """Whether the engine, cut around the suspects alone, confirms that they make the error; "" where there are none."""
+    if result.unmodified is None or result.cut is None or result.substituted is None:
+        return "not tested" if result.suspects else ""
+    unmodified, cut, substituted = result.unmodified.error, result.cut.error, result.substituted.error
+    if cut <= limit if math.isinf(unmodified) else _gone(unmodified, cut, limit):
+        return "vanishes when the graph is cut there"
+    if _gone(cut, substituted, limit):
+        return "confirmed"
+    return "confirmed in part" if substituted < MOSTLY * cut else "not confirmed"
+
+
+def _gone(before: float, after: float, limit: float) -> bool:
+    """Whether most of an error is gone, or so much that it is within the limit now; at the limit a hair's breadth is
+    no finding."""
+    return after < HALF * before or (after <= limit < before and after < MOSTLY * before)

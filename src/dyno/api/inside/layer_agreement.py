@@ -1,0 +1,211 @@
+"""`dyno agree --layers`: the first layer where two runtimes diverge, and the few that make most of the error."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dyno.analysis.numerics import module_outputs, tables
+from dyno.analysis.numerics.tables import ORDERS, Compared
+from dyno.analysis.presentation.table import Table
+from dyno.analysis.ranking.correctness import TOLERANCES
+from dyno.api.inside import forms
+from dyno.engine.gpu_lock import launch_in_turn
+from dyno.jobs.progress import Progress
+from dyno.study import Choice, Study
+from dyno.worker import registry
+from dyno.worker.facts.inside import LAYERS, Inside
+from dyno.worker.facts.numerics import LayerErrors
+from dyno.worker.numerics.closeness import ATOL, RTOL
+from dyno.worker.record import Record
+from dyno.worker.spec import Artifact, Job, Trial, UserError, check_known
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+INPUTS, TOP = 4, 20
+NODE_BY_NODE = Choice("onnxruntime", {"optimization": "disable"})  # runs a graph as it is written
+
+
+@dataclass(frozen=True)
+class LayerAgreement:
+    """Engines against the first model, layer by layer; values are close by `rtol` and `atol`; `top` rows of each are
+    listed in one of ORDERS."""
+
+    compared: tuple[Compared, ...]
+    rtol: float = RTOL
+    atol: float = ATOL
+    order: str = ORDERS[0]
+    top: int = TOP
+
+    @cached_property
+    def tables(self) -> list[Table]:
+        """A row for each layer of each engine, and one for each engine with the layers that make its error."""
+        rows = tables.layers(self.compared, self.order, self.top)
+        return [rows, tables.findings(self.compared, self.rtol, self.atol)]
+
+    @property
+    def close(self) -> float:
+        """The smallest share of output values that are close in any unmodified engine; 0 for other shapes."""
+        return min(each.errors.unmodified.close if each.errors.unmodified else 0.0 for each in self.compared)
+
+    def to_pandas(self) -> pd.DataFrame:
+        """The rows of all layers."""
+        return tables.layers(self.compared, self.order, 0).to_pandas()
+
+
+def agree_layers(
+    model: Any,
+    *others: Any,
+    batch: int = 1,
+    compared: int = INPUTS,
+    rtol: float = RTOL,
+    atol: float = ATOL,
+    order: str = ORDERS[0],
+    top: int = TOP,
+    quiet: bool = True,
+    **settings: Any,
+) -> LayerAgreement:
+    """Compare every layer of a model in other forms with the same layer of the first: where they diverge.
+
+    `model` is a module or an ONNX file, and `others` are forms of it as in `dyno.inspect`, such as `openvino/int8`, or
+    other ONNX files of the same graph. Tensors are compared on `compared` inputs, of the data where `settings`, fields
+    of `dyno.Study`, have some. `top` rows of each engine are listed (0: all), in one of ORDERS. Raises `UserError` for
+    what isn't a graph, and for graphs that have no tensors in common.
+    """
+    for name, value, least in (("batch", batch, 1), ("compared", compared, 1), ("top", top, 0)):
+        if value < least:
+            raise UserError(f"{name} is {value}; it must be at least {least}")
+    check_known("order", order, ORDERS)
+    study = Study(models=(model,), **settings)
+    asked = [_runnable(side, place > 0) for place, side in enumerate(forms.sides(study, others))]
+    if len(asked) < 2:
+        raise UserError("layers are compared with something: give a form, such as openvino or onnxruntime/int8, or "
+                        "another ONNX file")  # fmt: skip
+    with tempfile.TemporaryDirectory() as scratch:
+        reading = _Comparing(study, batch, Progress(quiet=quiet), Path(scratch), -(-compared // batch))
+        for side in asked:
+            reading.read(side)
+        engines = tuple(reading.compared(place, rtol, atol) for place in range(1, len(asked)))
+    return LayerAgreement(engines, rtol, atol, order, top)
+
+
+def _runnable(side: forms.Side, later: bool) -> forms.Side:
+    """The form with the engine that runs it; a `UserError` for one whose graph can't be cut."""
+    kind = registry.format_of(side.source)
+    if kind is not None and kind.name != forms.ONNX:
+        raise UserError(f"{side.source} is no ONNX graph, whose tensors could be compared; give the ONNX file that it "
+                        f"was made from, and {kind.usual(Path(side.source))} behind it")  # fmt: skip
+    if side.choice.name == forms.ONNX:  # a file behind the first runs as ever, a form of the first as it is written
+        return replace(side, choice=Choice(NODE_BY_NODE.name) if later and not side.precision else NODE_BY_NODE)
+    if side.choice.name != forms.MODULE and not registry.find(side.choice.name).loads_onnx:
+        able = [name for name in registry.names() if registry.find(name).loads_onnx]
+        raise UserError(f"{side.choice.name} runs no parts of a graph, so its layers can't be compared; these do: "
+                        f"{', '.join(able)}")  # fmt: skip
+    return side
+
+
+def _title(trial: Trial) -> str:
+    return "node by node" if Choice(trial.backend, trial.options) == NODE_BY_NODE else trial.backend
+
+
+@dataclass(frozen=True)
+class _Ran:
+    """A form as its engine runs it: the index of its own form, its trial and file, and the graph's file behind it."""
+
+    trial: Trial
+    artifact: Artifact | None
+
+
+class _Comparing(forms.Reading):
+    """Reads forms and the graphs behind them, then compares their values."""
+
+    def __init__(self, study: Study, batch: int, progress: Progress, folder: Path, runs: int) -> None:
+        super().__init__(study, batch, progress)
+        self._jobs, self._folder, self._runs = 0, folder, runs
+        self._ran: list[_Ran] = []
+        self._graph_files: dict[int, Artifact] = {}
+        self._stored: dict[int, Path] = {}  # by the index of the reference's graph
+        self._float = -1
+
+    def module(self, study: Study, side: forms.Side, trial: Trial) -> None:
+        """A module is inspected as for a run, so that it gets the same inputs."""
+        self.engine(study, side, trial)
+
+    def ran(self, trial: Trial, artifact: Artifact | None) -> Inside:
+        """The form's own layers where it is a module; an engine's are those of its graph."""
+        if reason := registry.find(trial.backend).refuse(trial):
+            raise UserError(reason)
+        self._ran.append(_Ran(trial, artifact))
+        return super().ran(trial, None) if trial.backend == forms.MODULE else Inside(form=LAYERS, library=_title(trial))
+
+    def titled(self, form: Inside, trial: Trial) -> Inside:
+        """The form with its title; a graph that runs node by node has no engine's."""
+        plain = form.form == LAYERS and Choice(trial.backend, trial.options) == NODE_BY_NODE
+        return super().titled(form, replace(trial, options={}) if plain else trial)
+
+    def graph(self, trial: Trial, file: Artifact) -> int:
+        """The index of the graph's form, whose file is kept by it."""
+        index = super().graph(trial, file)
+        self._graph_files.setdefault(index, file)
+        return index
+
+    def compared(self, place: int, rtol: float, atol: float) -> Compared:
+        """The engine at that place of those that were asked for, against the first."""
+        shown, own, first = self.shown[place], self._ran[place], self._ran[0]
+        graph, against = self.graph_of[shown], self._reference_graph(own)
+        precision = max(own.trial.precision, first.trial.precision, key=lambda name: TOLERANCES[name].limit)
+        limit = TOLERANCES[precision].close
+        options = {
+            "graph": self._graph_files[graph].path, "reference_graph": self._graph_files[against].path,
+            "reference": str(self._reference(first, against)), "limits": [limit, rtol, atol],
+            "always": own.trial.precision != first.trial.precision,
+        }  # fmt: skip
+        job = Job("layer_errors", own.trial.runtime, own.trial, artifact=own.artifact, options=options)
+        errors = self._finished(job).facts.layer_errors
+        assert isinstance(errors, LayerErrors)
+        titles = [self.forms[self.shown[k]].library for k in (place, 0)]
+        names = [self._name(k, title) for k, title in zip((place, 0), titles, strict=True)]
+        return Compared(names[0], names[1], self.forms[graph], errors, precision, limit)
+
+    def _name(self, place: int, title: str) -> str:
+        """The form's title, with the model where there are several."""
+        sources = [ran.trial.model.source or ran.trial.model.name for ran in self._ran]
+        return f"{Path(sources[place]).name} {title}" if len({*sources}) > 1 else title
+
+    def _reference_graph(self, own: _Ran) -> int:
+        """The index of the reference's graph; of a module its export in FP32, the engine's own if possible."""
+        first = self._ran[0].trial
+        if first.backend != forms.MODULE:
+            return self.graph_of[self.shown[0]]
+        if own.trial.precision == "fp32" and own.trial.model.source == first.model.source:
+            return self.graph_of[self.shown[self._ran.index(own)]]
+        if self._float < 0:
+            self.read(forms.Side(first.model.source, NODE_BY_NODE, "fp32"))
+            self._float = self.graph_of[self.shown[-1]]
+        return self._float
+
+    def _reference(self, first: _Ran, graph: int) -> Path:
+        """The folder of the reference's tensors by their names in the graph, stored once for each graph."""
+        if graph not in self._stored:
+            file, options = self._graph_files[graph], dict[str, Any](runs=self._runs)
+            artifact: Artifact | None = file
+            if first.trial.backend == forms.MODULE:
+                calls = module_outputs.tensors_of(self.forms[self.shown[0]], self.forms[graph])
+                options |= {"graph": file.path, "calls": [list(call) for call in calls]}
+                artifact = None
+            self._finished(Job("reference", first.trial.runtime, first.trial, artifact=artifact, options=options))
+            self._stored[graph] = self._folder / str(self._jobs) / "tensors"
+        return self._stored[graph]
+
+    def _finished(self, job: Job) -> Record:
+        """The record of the job; a `UserError` where it failed."""
+        self._jobs += 1
+        record = launch_in_turn(job, self._folder / str(self._jobs), forms.TIMEOUT_S, self._progress)
+        assert job.trial is not None
+        if record.status != "ok":
+            raise UserError(f"{job.trial.model.name}: {record.reason}")
+        return record

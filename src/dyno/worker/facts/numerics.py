@@ -1,0 +1,62 @@
+"""Layer errors: how far the output of each layer of an engine is from the reference's, and which layers make that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dyno.worker.facts.sparse import Sparse
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A tensor of an engine (a) against the reference's (b): |a - b| / |b| of the input where that is largest
+    (infinite: not finite), the share of values that are close, the largest differences, and values of a and of b that
+    are not finite."""
+
+    error: float
+    close: float
+    max_abs: float
+    max_rel: float
+    nonfinite: int
+    reference_nonfinite: int
+
+
+@dataclass(frozen=True)
+class LayerError:
+    """The output of one layer, by its tensor's name in the graph.
+
+    `reads` are the compared tensors that it is computed from. `total` is the difference when the layer reads what the
+    engine computed, `own` when it reads the reference's values. `effect` is the error of the network's outputs when
+    nothing but `own` is added to the reference (None: not tried).
+    """
+
+    tensor: str
+    reads: tuple[str, ...]
+    total: Difference
+    own: Difference
+    effect: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerErrors(Sparse):
+    """The layers of an engine against a reference, and the network's outputs under four conditions.
+
+    The outputs are those of the unmodified engine (`unmodified`), with every compared tensor marked as an output
+    (`marked`), of the graph cut around the `suspects` (`cut`), and cut there with the reference computing the suspects
+    (`substituted`). Where marking hides the error, `boundary` is the last tensor at which a graph that ends there
+    agrees, and the first at which it doesn't. `runs` are the batches that were compared, `unmatched` the tensors that
+    the reference doesn't have, or that change their shape, `mismatched` those that it has with another meaning, and
+    `parts` how many pieces the marked graph was run in.
+    """
+
+    layers: tuple[LayerError, ...] = ()
+    unmodified: Difference | None = None
+    marked: Difference | None = None
+    cut: Difference | None = None
+    substituted: Difference | None = None
+    suspects: tuple[str, ...] = ()
+    boundary: tuple[str, ...] = ()
+    runs: int = 0
+    unmatched: int = 0
+    mismatched: int = 0
+    parts: int = 0

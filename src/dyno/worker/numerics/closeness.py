@@ -1,0 +1,72 @@
+"""How far two arrays are apart: the measures by which outputs, and tensors inside a network, are compared."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+ATOL, RTOL = 1e-8, 1e-3
+MOST_VALUES = 4_000_000  # of each output that are compared by `errors`; from the first input on
+FLOOR = 1e-3  # a channel's size counts as at least this share of the largest channel's
+
+
+@dataclass(frozen=True)
+class Closeness:
+    """Values of A against those of B (the reference).
+
+    `close` is the share with |a - b| <= atol + rtol * |b|; `max_abs`, `mean_abs` and `max_rel` (|a - b| / |b|, where b
+    isn't 0) are over the finite pairs. `nonfinite` counts values of A that are NaN or infinite where B's are not (they
+    are never close), `reference_nonfinite` such values of B; equal infinities and NaN at the same place agree.
+    """
+
+    count: int
+    close: float
+    max_abs: float
+    mean_abs: float
+    max_rel: float
+    nonfinite: int
+    reference_nonfinite: int
+
+
+def closeness(a: np.ndarray, b: np.ndarray, rtol: float = RTOL, atol: float = ATOL) -> Closeness:
+    """Compare two arrays of as many values, in double precision."""
+    a, b = (array.astype(np.float64).ravel() for array in (a, b))
+    finite_a, finite_b = np.isfinite(a), np.isfinite(b)
+    both = finite_a & finite_b
+    error, size = np.abs(a[both] - b[both]), np.abs(b[both])
+    same = ~finite_a & ~finite_b & ((a == b) | (np.isnan(a) & np.isnan(b)))
+    close = int((error <= atol + rtol * size).sum()) + int(same.sum())
+    nonzero = size > 0
+    return Closeness(
+        count=len(a),
+        close=close / len(a) if len(a) else math.nan,
+        max_abs=float(error.max(initial=0.0)),
+        mean_abs=float(error.mean()) if len(error) else math.nan,
+        max_rel=float((error[nonzero] / size[nonzero]).max(initial=0.0)),
+        nonfinite=int((~finite_a & ~same).sum()),
+        reference_nonfinite=int((~finite_b).sum()),
+    )
+
+
+def errors(a: np.ndarray, b: np.ndarray, channels: bool = False) -> np.ndarray:
+    """|a - b| / |b| in the 2-norm of each input (axis 0); by channel (axis 1), the worst of them, where there are
+    several. What isn't finite is infinitely far off, but for the same at the same place."""
+    count = min(len(a), len(b))
+    count = min(count, max(1, MOST_VALUES // max(1, a[:1].size)))
+    if not count or not a[:1].size:
+        return np.zeros(0)
+    a, b = (array[:count].astype(np.float32) for array in (a, b))
+    same_nonfinite = ~np.isfinite(a) & ((a == b) | (np.isnan(a) & np.isnan(b)))
+    a, b = np.where(same_nonfinite, 0, a), np.where(same_nonfinite, 0, b)
+    shape = (count, b.shape[1], -1) if channels and b.ndim > 2 else (count, 1, -1)
+    size = np.linalg.norm(b.reshape(shape), axis=2)
+    # An input whose outputs happen to be near 0 is judged by the size of the others'.
+    size = np.maximum(size, np.sqrt(np.mean(size.astype(np.float64) ** 2, axis=0, keepdims=True)))
+    size = np.maximum(size, FLOOR * size.max(axis=1, keepdims=True))
+    with np.errstate(invalid="ignore"):
+        distance = np.linalg.norm((a - b).reshape(shape), axis=2)
+    ratio = np.where(distance == 0, 0.0, distance / np.where(size > 0, size, np.finfo(np.float32).tiny))
+    worst: np.ndarray = np.where(np.isnan(ratio), np.inf, ratio).max(axis=1)
+    return worst

@@ -1,0 +1,220 @@
+"""An ONNX graph that can be marked and cut: pieces of it are graphs of their own, as an engine loads them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dyno.worker.onnx_graph.file import import_onnx, read_io
+from dyno.worker.onnx_graph.fold import lifted
+from dyno.worker.onnx_graph.weights import beside
+from dyno.worker.spec import UserError
+
+UNQUANTISED = "/unquantised"  # behind the name of a tensor that is quantised and dequantised
+ISOLATED = "/isolated"  # behind the name of a tensor that a layer writes when it runs by itself
+DELTA = "/delta"  # behind the name of a tensor, for the input that is added to it
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class Graph:
+    """The graph in an ONNX file with its constants as initialisers; a `UserError` for a file that can't be read."""
+
+    def __init__(self, path: str) -> None:
+        self._onnx = import_onnx()
+        read_io(path)
+        for file in beside(Path(path)):
+            if not file.is_file():
+                raise UserError(f"{path} keeps weights in {file}, which doesn't exist; put it back beside it")
+        self.model = lifted(self._onnx.load(path))
+        graph = self.model.graph
+        self.inputs = [value.name for value in graph.input]
+        self.outputs = [value.name for value in graph.output]
+        self.nodes = _behind_quantisation([*graph.node], {*self.outputs})
+        self._weights = {tensor.name: tensor for tensor in graph.initializer}
+        self._writer = {name: k for k, node in enumerate(self.nodes) for name in node.output if name}
+        self._reads = [_read(node) for node in self.nodes]
+        self._types = self._inferred()
+        self.float_tensors = self._float_tensors()
+
+    def _inferred(self) -> dict[str, int]:
+        """The element type of each tensor, as far as ONNX's inference knows it."""
+        try:
+            graph = self._onnx.shape_inference.infer_shapes(self.model).graph
+        except (self._onnx.shape_inference.InferenceError, ValueError):
+            graph = self.model.graph
+        every = (*graph.input, *graph.value_info, *graph.output)
+        types = {value.name: value.type.tensor_type.elem_type for value in every}
+        return types | {name: tensor.data_type for name, tensor in self._weights.items()}
+
+    def _float_tensors(self) -> list[str]:
+        """What nodes compute from the inputs in floating point, in the graph's order."""
+        kinds = self._onnx.TensorProto
+        numbers = (kinds.FLOAT, kinds.FLOAT16, kinds.DOUBLE, kinds.UNDEFINED)
+        changing, found = {*self.inputs}, []
+        for node, reads in zip(self.nodes, self._reads, strict=True):
+            if changing.isdisjoint(reads):
+                continue
+            written = [name for name in node.output if name]
+            changing.update(written)
+            found += [name for name in written if self._types.get(name, 0) in numbers]
+        return found
+
+    def dtype(self, tensor: str) -> np.dtype[Any]:
+        """The tensor's NumPy type; float32 where it isn't known."""
+        kind = self._types.get(tensor) or self._onnx.TensorProto.FLOAT
+        found: np.dtype[Any] = self._onnx.helper.tensor_dtype_to_np_dtype(kind)
+        return found
+
+    def dtypes(self, tensors: Iterable[str]) -> dict[str, np.dtype[Any]]:
+        """The tensors' NumPy types by name."""
+        return {name: self.dtype(name) for name in tensors}
+
+    def walk(self, wanted: Iterable[str], stops: Collection[str]) -> tuple[list[int], list[str]]:
+        """The nodes, in order, that compute the wanted tensors from those of `stops` and the graph's inputs, and which
+        of these they read. A wanted tensor is computed even if it is one of the stops."""
+        wanted = {*wanted}
+        names, chosen, read = [*wanted], set[int](), dict[str, None]()
+        while names:
+            name = names.pop()
+            ends = name in stops and name not in wanted
+            if name in self._writer and not ends:
+                k = self._writer[name]
+                if k not in chosen:
+                    chosen.add(k)
+                    names += self._reads[k]
+            elif ends or name in self.inputs:
+                read[name] = None
+        return sorted(chosen), [*read]
+
+    def reads(self, tensor: str, stops: Collection[str]) -> tuple[str, ...]:
+        """Which of the stops, and of the graph's inputs, a tensor is computed from."""
+        return tuple(self.walk([tensor], stops)[1])
+
+    def marked(self, tensors: Sequence[str], shapes: Shapes) -> Any:
+        """The whole graph with the tensors as outputs behind its own."""
+        return self._made(range(len(self.nodes)), self.inputs, [*self.outputs, *tensors], shapes)
+
+    def piece(self, outputs: Sequence[str], stops: Collection[str], shapes: Shapes) -> tuple[Any, list[str]]:
+        """The part of the graph that computes the outputs from the stops and the graph's inputs, and what it reads."""
+        nodes, read = self.walk(outputs, stops)
+        return self._made(nodes, read, outputs, shapes), read
+
+    def _made(self, chosen: Iterable[int], read: Sequence[str], outputs: Sequence[str], shapes: Shapes) -> Any:
+        return self._model([self.nodes[k] for k in chosen], read, outputs, shapes, {name: name for name in outputs})
+
+    def isolated(self, tensors: Sequence[str], stops: Collection[str], shapes: Shapes) -> tuple[Any, list[str]]:
+        """A graph in which each tensor is computed by itself from the stops before it, under the name TENSOR/isolated.
+
+        No two of these layers read each other, so an engine fuses nothing across their borders.
+        """
+        nodes, reads = [], dict[str, None]()
+        for number, tensor in enumerate(tensors):
+            chosen, read = self.walk([tensor], stops)
+            reads.update(dict.fromkeys(read))
+            inside = {name for k in chosen for name in self.nodes[k].output if name}
+            names = {name: f"{name}/{number}" for name in inside} | {tensor: tensor + ISOLATED}
+            nodes += [_renamed(self.nodes[k], names, {*read}, f"/{number}") for k in chosen]
+        outputs = [tensor + ISOLATED for tensor in tensors]
+        return self._model(nodes, [*reads], outputs, shapes, dict(zip(outputs, tensors, strict=True))), [*reads]
+
+    def with_deltas(self, tensors: Sequence[str]) -> Any:
+        """The graph with an input TENSOR/delta for each of the tensors, which is added to it."""
+        model = type(self.model)()
+        model.CopyFrom(self.model)
+        before = {name: f"{name}/before" for name in tensors}
+        nodes = []
+        for node in self.nodes:
+            copy = type(node)()
+            copy.CopyFrom(node)
+            moved = [name for name in node.output if name in before]
+            copy.output[:] = [before.get(name, name) for name in node.output]
+            nodes += [copy, *(self._onnx.helper.make_node("Add", [before[n], n + DELTA], [n]) for n in moved)]
+        del model.graph.node[:]
+        model.graph.node.extend(nodes)
+        for name in tensors:  # of any shape: what isn't moved gets one zero
+            kind = self._types.get(name) or self._onnx.TensorProto.FLOAT
+            model.graph.input.append(self._onnx.helper.make_tensor_value_info(name + DELTA, kind, None))
+        del model.graph.value_info[:]
+        return model
+
+    def _model(
+        self, nodes: Sequence[Any], read: Sequence[str], outputs: Sequence[str], shapes: Shapes, own: Mapping[str, str]
+    ) -> Any:
+        """A model of the nodes; `own` maps its outputs to the graph's tensors, whose types and shapes they have."""
+        model = type(self.model)()
+        for part in ("ir_version", "producer_name"):
+            setattr(model, part, getattr(self.model, part))
+        model.opset_import.extend(self.model.opset_import)
+        model.functions.extend(self.model.functions)
+        model.graph.name = self.model.graph.name or "part"
+        model.graph.node.extend(nodes)
+        used = {name for node in nodes for name in _read(node)} | {*outputs}
+        model.graph.initializer.extend(tensor for name, tensor in self._weights.items() if name in used)
+        model.graph.input.extend(self._value(name, name, shapes) for name in read)
+        model.graph.output.extend(self._value(name, own[name], shapes) for name in outputs)
+        return model
+
+    def _value(self, name: str, tensor: str, shapes: Shapes) -> Any:
+        """A tensor's name, type and shape; ONNX Runtime and OpenVINO work out what isn't known here."""
+        given = next((v for v in (*self.model.graph.input, *self.model.graph.output) if v.name == tensor), None)
+        if tensor not in shapes and given is not None:
+            value = type(given)()
+            value.CopyFrom(given)
+            value.name = name
+            return value
+        kind = self._types.get(tensor) or self._onnx.TensorProto.FLOAT
+        return self._onnx.helper.make_tensor_value_info(name, kind, shapes.get(tensor))
+
+
+def _behind_quantisation(nodes: Sequence[Any], outputs: set[str]) -> list[Any]:
+    """The nodes, with the name of each quantised tensor at what dequantises it, where nothing else reads it.
+
+    So an activation's rounding belongs to the layer that writes it, and so does a ReLU that the quantiser left to the
+    clamping at 0.
+    """
+    readers: dict[str, list[Any]] = defaultdict(list)
+    for node in nodes:
+        for name in _read(node):
+            readers[name].append(node)
+    written, names = {name for node in nodes for name in node.output}, dict[str, str]()
+    for node in nodes:
+        behind = readers[node.output[0]] if node.op_type == "QuantizeLinear" else []
+        if len(behind) != 1 or behind[0].op_type != "DequantizeLinear" or {node.output[0], *behind[0].output} & outputs:
+            continue
+        tensor, restored = node.input[0], behind[0].output[0]
+        if len(readers[tensor]) == 1 and tensor in written - outputs:
+            names |= {tensor: tensor + UNQUANTISED, restored: tensor}
+    return [_renamed(node, names, (), "") for node in nodes]
+
+
+def _read(node: Any) -> list[str]:
+    """What a node reads, the graphs inside it included."""
+    names = [name for name in node.input if name]
+    for attribute in node.attribute:
+        for graph in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
+            inside = {name for each in graph.node for name in each.output}
+            inside |= {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
+            names += [name for each in graph.node for name in _read(each) if name not in inside]
+            names += [value.name for value in graph.output if value.name not in inside]
+    return names
+
+
+def _renamed(node: Any, names: Mapping[str, str], read: Collection[str], suffix: str) -> Any:
+    """A copy whose tensors have these names, but for those that it reads from outside; a graph inside it too."""
+    copy = type(node)()
+    copy.CopyFrom(node)
+    copy.name = node.name and node.name + suffix  # ONNX Runtime takes no name twice, but none as often as one likes
+    copy.input[:] = [name if name in read else names.get(name, name) for name in node.input]
+    copy.output[:] = [names.get(name, name) for name in node.output]
+    for attribute in copy.attribute:
+        for graph in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
+            inner = [_renamed(each, names, read, suffix) for each in graph.node]
+            del graph.node[:]
+            graph.node.extend(inner)
+            for value in graph.output:
+                value.name = value.name if value.name in read else names.get(value.name, value.name)
+    return copy
