@@ -9,12 +9,12 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from dyno.worker import measure, system, tasks
-from dyno.worker.backend import Session
 from dyno.worker.facts.video import VideoFacts
 from dyno.worker.journal import Journal
 from dyno.worker.record import save_arrays
@@ -45,21 +45,22 @@ def video(job: Job, journal: Journal) -> None:
     journal.record = replace(journal.record, system=system.describe((*REQUIRES, *backend.requires)))
     options = VideoOptions(**job.options["settings"])
     source = source_of(str(job.options["source"]), options)
-    session: Session = journal.timed("load", "load", lambda: backend.load(trial, job.artifact))
-    work = _Work(job, options, session, source, journal)
-    work.alone()
+    engine = steps.Engine(lambda: journal.timed("load", "load", lambda: backend.load(trial, job.artifact)))
+    work = _Work(job, options, engine, source, journal)
+    engine.call(work.alone)
     work.pipeline()
-    journal.record = replace(journal.record, facts=journal.record.facts.joined(session.facts()))
-    session.close()
+    journal.record = replace(journal.record, facts=journal.record.facts.joined(engine.call(engine.session.facts)))
+    engine.call(engine.session.close)
 
 
 class _Work:
     """One job: its session, its source, and what is stored of them."""
 
-    def __init__(self, job: Job, options: VideoOptions, session: Session, source: Source, journal: Journal) -> None:
+    def __init__(self, job: Job, options: VideoOptions, engine: steps.Engine, source: Source, journal: Journal) -> None:
         assert job.trial is not None
         self._trial, self._options = job.trial, options
-        self._session, self._source, self._journal = session, source, journal
+        self._engine, self._source, self._journal = engine, source, journal
+        session = engine.session
         self._answering = steps.Answering(_task(job.trial), job.trial, options.confidence, options.iou, options.most)
         self._output, self._boxes = (Path(job.options[k]) if job.options[k] else None for k in ("output", "boxes"))
         self._scratch, self._source_text = bool(job.options["scratch"]), str(job.options["source"])
@@ -71,13 +72,13 @@ class _Work:
         )  # fmt: skip
 
     def alone(self) -> None:
-        """Every stage by itself; the engine's latency and throughput are a record's like any other's."""
-        journal, session = self._journal, self._session
+        """Every stage by itself, in the engine's thread; its latency and throughput are a record's like any other's."""
+        journal, session = self._journal, self._engine.session
         journal.stage("each stage alone")
         contention = system.CpuContention()
         path = journal.folder / f"alone{self._output.suffix}" if self._output else None
         sink = sink_of(path, self._source, self._options.codec) if path else None
-        bench = alone.Bench(self._source, session, self._preparation, self._answering, sink)
+        bench = alone.Bench(self._source, self._engine, self._preparation, self._answering, sink)
         once = measure.step(session, "all", bench.feeds)
         journal.timed("first_call", "first call", once)
         journal.stage("each stage alone")
@@ -97,8 +98,8 @@ class _Work:
 
     def pipeline(self) -> None:
         """The whole video through all stages at once; stopped by the user, what was written until then."""
-        journal, engine = self._journal, steps.Engine(self._session)
-        lines = [self._line(number, engine) for number in range(self._options.streams)]
+        journal = self._journal
+        lines = [self._engine.call(partial(self._line, number)) for number in range(self._options.streams)]
         journal.stage("video")
         gc.collect()
         gc.freeze()  # a collection would go through all that the libraries have made, again and again
@@ -126,16 +127,17 @@ class _Work:
         for path in filter(None, (self._output, self._boxes) if self._scratch else ()):
             _remove(path)
 
-    def _line(self, number: int, engine: steps.Engine) -> _Line:
+    def _line(self, number: int) -> _Line:
         """The stages of one stream. All but the first are there for the load: what they write is removed."""
         first, output = number == 0, self._output
         if output and not first:
             output = self._journal.folder / f"stream{number}{output.suffix}"
         source = self._source if first else source_of(self._source_text, self._options)
         sink, keep = sink_of(output, source, self._options.codec), steps.Keep(self._boxes if first else None)
-        preparation = Preparation(self._trial.model.preprocess, self._session.inputs, self._trial.dims)
+        session = self._engine.session
+        preparation = Preparation(self._trial.model.preprocess, session.inputs, self._trial.dims)
         chain: list[stages.Step] = [
-            steps.Prepare(preparation, self._session), steps.Infer(engine),
+            steps.Prepare(preparation, session), steps.Infer(self._engine),
             steps.Postprocess(self._answering, preparation.size), keep,
         ]  # fmt: skip
         if output:

@@ -68,13 +68,18 @@ class Bench:
     """
 
     def __init__(
-        self, source: Source, session: Session, preparation: Preparation, answering: steps.Answering, sink: Sink | None
+        self,
+        source: Source,
+        engine: steps.Engine,
+        preparation: Preparation,
+        answering: steps.Answering,
+        sink: Sink | None,
     ) -> None:
-        self._source, self._session, self._preparation, self._sink = source, session, preparation, sink
-        self._engine, self._answer = steps.Infer(steps.Engine(session)), steps.Postprocess(answering, preparation.size)
+        self._source, self._preparation, self._sink = source, preparation, sink
+        self._engine, self._answer = steps.Infer(engine), steps.Postprocess(answering, preparation.size)
         self._clocks = {name: _Clock() for name in steps.STAGES if name != steps.INFER}
         count = -(-CHUNK // preparation.batch)
-        self.feeds = [session.stage(preparation.new_feed()) for _ in range(max(count, input_data.FEEDS))]
+        self.feeds = [engine.session.stage(preparation.new_feed()) for _ in range(max(count, input_data.FEEDS))]
         self.first: Frame | None = None
 
     def run(self, most: int) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import numpy as np
 
@@ -25,6 +26,8 @@ from dyno.worker.video.stages import DEPTH, Step
 DECODE, PREPARE, INFER, POSTPROCESS, DRAW, ENCODE = STAGES = (
     "decode", "preprocess", "inference", "postprocess", "draw", "encode",
 )  # fmt: skip
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -74,33 +77,47 @@ class Prepare(Step):
 
 
 class Engine:
-    """A session's slots, which several streams share: whoever has one may use it."""
+    """A session in a thread of its own, in which it is loaded and called; several streams share it.
 
-    def __init__(self, session: Session) -> None:
-        self.session = session
-        self.free: SimpleQueue[int] = SimpleQueue()
-        for slot in range(session.slots):
-            self.free.put(slot)
-        self._one = threading.Lock()  # sessions queue work in the order of their slots' calls, one call at a time
+    OpenMP keeps threads for each thread that calls it. With two such pools on the same processors neither spins any
+    more, and PyTorch takes three times as long. A GPU's context belongs to a thread, too.
+    """
+
+    def __init__(self, load: Callable[[], Session]) -> None:
+        self._executor = ThreadPoolExecutor(1, "engine")
+        self._thread = self._executor.submit(threading.current_thread).result()
+        self.session = self.call(load)
+        self._free: SimpleQueue[int] = SimpleQueue()
+        for slot in range(self.session.slots):
+            self._free.put(slot)
+
+    def call(self, action: Callable[[], T]) -> T:
+        """The action's result, from the engine's thread."""
+        in_it = threading.current_thread() is self._thread
+        return action() if in_it else self._executor.submit(action).result()
 
     def begin(self, batch: Batch, wait: bool) -> int | None:
         """Start the batch in a free slot and return it; where there is none, `wait` for one or return None."""
         try:
-            slot = self.free.get(block=wait)
+            slot = self._free.get(block=wait)
         except Empty:
             return None
-        with self._one:
-            self.session.bind(batch.feed, slot)
-            self.session.run(slot)
+        self.call(lambda: self._start(batch, slot))
         return slot
 
     def finish(self, batch: Batch, slot: int) -> Batch:
         """The batch with its outputs; the slot is free again."""
-        self.session.wait(slot)
-        with self._one:
-            batch.outputs = [np.array(a) for a in self.session.fetch(slot).values()]
-        self.free.put(slot)
+        batch.outputs = self.call(lambda: self._outputs(slot))
+        self._free.put(slot)
         return batch
+
+    def _start(self, batch: Batch, slot: int) -> None:
+        self.session.bind(batch.feed, slot)
+        self.session.run(slot)
+
+    def _outputs(self, slot: int) -> list[np.ndarray]:
+        self.session.wait(slot)
+        return [np.array(a) for a in self.session.fetch(slot).values()]
 
 
 class Infer(Step):
@@ -113,6 +130,11 @@ class Infer(Step):
         self._flying: deque[tuple[Batch, int]] = deque()
 
     def work(self, item: Any) -> Iterable[Batch]:
+        if self._engine.session.slots == 1:
+            return self._engine.call(lambda: self._answer(item))
+        return self._answer(item)
+
+    def _answer(self, item: Batch) -> list[Batch]:
         done = []
         # Who waits for a slot holds none: streams that each wait for another's would do so for ever.
         while (slot := self._engine.begin(item, wait=not self._flying)) is None:
