@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -44,15 +45,20 @@ class Step:
         return False
 
 
+def numbers() -> array[int]:
+    """An empty list of whole numbers that takes eight bytes for each: there is one for each frame of a film."""
+    return array("q")
+
+
 @dataclass
 class Timed:
     """What one stage did, item by item, in ns of `perf_counter_ns`: when it began and ended the work, and when what it
     handed on had found room; how many items waited when it took one."""
 
-    began: list[int] = field(default_factory=list)
-    ended: list[int] = field(default_factory=list)
-    handed: list[int] = field(default_factory=list)
-    waiting: list[int] = field(default_factory=list)
+    began: array[int] = field(default_factory=numbers)
+    ended: array[int] = field(default_factory=numbers)
+    handed: array[int] = field(default_factory=numbers)
+    waiting: array[int] = field(default_factory=numbers)
 
     def add(self, began: int, ended: int, waiting: int) -> None:
         """One piece of work, which is `handed` on afterwards."""

@@ -21,7 +21,7 @@ from dyno.worker.tasks.postprocess import Detections
 from dyno.worker.video.drawing import draw
 from dyno.worker.video.ends import Batch, Frame, Sink
 from dyno.worker.video.preparing import Preparation
-from dyno.worker.video.stages import DEPTH, Step
+from dyno.worker.video.stages import DEPTH, Step, numbers
 
 DECODE, PREPARE, INFER, POSTPROCESS, DRAW, ENCODE = STAGES = (
     "decode", "preprocess", "inference", "postprocess", "draw", "encode",
@@ -202,8 +202,7 @@ class Keep(Step):
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
         self._file: IO[str] | None = path.open("w", encoding="utf-8") if path else None
-        self.began: list[int] = []
-        self.boxes: list[int] = []
+        self.began, self.boxes = numbers(), numbers()
 
     def work(self, item: Any) -> Iterable[Frame]:
         self.began.append(item.began)
