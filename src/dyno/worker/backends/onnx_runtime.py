@@ -201,14 +201,20 @@ class OnnxRuntimeSession(Session):
         self._bind_outputs()
 
     def _bind_outputs(self) -> None:
-        """Bind each output to an array; one whose shape depends on the run is left to the library."""
+        """Bind each output to an array; one whose shape depends on the run is left to the library.
+
+        So is one without dimensions: that is a scalar, or a tensor of which not even their number is known. All are
+        bound in the graph's order, which is then that of `get_outputs`; binding one again keeps its place.
+        """
         self._binding = self._session.io_binding()
         self._outputs: dict[str, np.ndarray] = {}
         for tensor in self.outputs:
             sizes = [size for size in tensor.shape if isinstance(size, int)]
-            if len(sizes) == len(tensor.shape):
+            if sizes and len(sizes) == len(tensor.shape):
                 array = self._outputs[tensor.name] = np.empty(sizes, tensor.dtype)
                 self._binding.bind_output(tensor.name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+            else:
+                self._binding.bind_output(tensor.name, "cpu")
         self._unplaced = [tensor.name for tensor in self.outputs if tensor.name not in self._outputs]
 
     def reshape(self, shapes: Mapping[str, Shape]) -> None:
