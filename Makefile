@@ -26,7 +26,7 @@ test check: export OMP_WAIT_POLICY = PASSIVE
 
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo test test-engines test-jobs check style bench format clean distclean
+.PHONY: help setup demo test test-engines test-jobs check style bench site format clean distclean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,6 +60,9 @@ format: $(READY)  ## put the code into its format
 
 bench: setup  ## the benchmarks, one after the other
 	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python "$$file" || exit 1; done
+
+site: $(READY)  ## the documentation as a site that needs no network, into build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:  ## remove caches and what was built; results and environments stay
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info

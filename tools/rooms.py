@@ -53,7 +53,7 @@ ANALYSIS = {
     "video": "formatting stats records presentation",
     "tables": "formatting stats records metrics presentation ranking gate video",
     "verdict": "formatting stats records metrics presentation self_test ranking gate tables",
-    "charts": "formatting style records metrics presentation ranking",
+    "charts": "formatting style records metrics presentation ranking video",
     "report": "formatting stats style records metrics presentation self_test ranking gate tables verdict charts",
     "trtexec": "stats records",
 }

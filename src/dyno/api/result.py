@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dyno.worker.spec import UserError
 
@@ -83,8 +83,11 @@ class Result:
 
         return write([self.data], Path(out) if out else self.folder)
 
-    def _repr_html_(self) -> Any:
-        return self.to_pandas().to_html()
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the decisions, the trials and one chart."""
+        from dyno.analysis.report.notebook import cell
+
+        return cell(self.data)
 
     def __repr__(self) -> str:
         return f"Result({str(self.folder)!r})"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from dyno.analysis.video import streams, words
 from dyno.analysis.video.figures import PROCESSORS, Video, mean_interval
+from dyno.analysis.video.simulation import Server, Simulation
 from dyno.worker.facts.video import VideoFacts
 
 SECONDS = {"decode": 0.002, "preprocess": 0.001, "inference": 0.010, "postprocess": 0.001}
@@ -27,8 +29,9 @@ def video(
                    f"{name}_handed": at + each, f"{name}_waiting": np.ones(count, int)}  # fmt: skip
         at = at + each
     arrays |= {"frame_began": began, "frame_known": at, "frame_boxes": np.zeros(count, int)}
-    facts = VideoFacts("v.mp4", frames=count, seconds=count * period, processors=processors, rate=25.0, height=540,
-                       width=960, cpu=dict(seconds), cpu_whole=sum(seconds.values()))  # fmt: skip
+    facts = VideoFacts("v.mp4", frames=count, answered=count, seconds=count * period, processors=processors,
+                       rate=25.0, height=540, width=960, cpu=dict(seconds),
+                       cpu_whole=sum(seconds.values()))  # fmt: skip
     return Video(facts, arrays)
 
 
@@ -60,14 +63,41 @@ def test_latency_counts_from_the_reading_of_a_frame() -> None:
     assert not video().latencies("written").size
 
 
+def predicted(seconds: dict[str, float], count: int, processors: int = 64) -> streams.Predicted:
+    return streams.predict(video(seconds, processors=processors), count)
+
+
 def test_streams_share_the_engine_and_the_processors() -> None:
-    many = video({"decode": 0.010, "inference": 0.002}, processors=64)
-    assert streams.predict(many, 1) == streams.Predicted(1, pytest.approx(100), "decode")
-    assert streams.predict(many, 4).rate == pytest.approx(400)
-    assert streams.predict(many, 32) == streams.Predicted(32, pytest.approx(500), "inference")
-    assert streams.fitting(many, 24.9) == 20 and streams.fitting(many, 101) == 0
-    few = video({"decode": 0.010, "inference": 0.002}, processors=2)
-    assert streams.predict(few, 8) == streams.Predicted(8, pytest.approx(2 / 0.012), PROCESSORS)
+    stages = {"decode": 0.010, "inference": 0.002, "postprocess": 0.0001}
+    alone = predicted(stages, 1)
+    assert (alone.bound, alone.rate) == ("decode", pytest.approx(100, rel=0.01))
+    assert alone.p99 == pytest.approx(0.0121, rel=0.01)  # nothing waits behind the slowest
+    assert predicted(stages, 4).rate == pytest.approx(400, rel=0.01)
+    many = predicted(stages, 32)
+    assert (many.bound, many.rate) == ("inference", pytest.approx(500, rel=0.02))
+    assert many.each == many.rate / 32
+    assert many.p99 == pytest.approx(32 * 6 / 500, rel=0.2)  # of each: one is decoded, four wait, one is at the engine
+    few = predicted(stages, 8, processors=2)
+    assert (few.bound, few.rate) == (PROCESSORS, pytest.approx(2 / 0.0121, rel=0.02))
+    found = video(stages, processors=64)
+    assert streams.fitting(found, 24.9) == 20 and streams.fitting(found, 101) == 0
+
+
+def test_bounds_of_several_streams_count_their_stages() -> None:
+    found = video({"decode": 0.010, "inference": 0.002, "postprocess": 0.0001}, processors=64)
+    several = replace(found, facts=replace(found.facts, streams=4, answered=400))
+    assert several.by_stage.name == "decode" and several.by_stage.rate.value == pytest.approx(400)
+    assert several.rate == pytest.approx(400)
+
+
+def test_a_stage_behind_the_slowest_waits_and_one_before_is_held_up() -> None:
+    slow_end = Simulation([Server(np.array([0.001]), 1.0), Server(np.array([0.01]), 1.0)], 0, 1, 200, 8, depth=3).run()
+    assert slow_end.rate == pytest.approx(100, rel=0.02)
+    np.testing.assert_allclose(slow_end.latencies, 0.001)  # known before it has to wait
+    shared = [Server(np.array([0.001]), 1.0), Server(np.array([0.02]), 1.0, shared=True)]
+    for streams_at_once in (1, 3):  # one engine
+        found = Simulation(shared, 1, streams_at_once, 200, 8, depth=3).run()
+        assert found.rate == pytest.approx(50, rel=0.02)
 
 
 def test_sentences_say_what_bounds_and_what_would_help() -> None:
@@ -77,7 +107,9 @@ def test_sentences_say_what_bounds_and_what_would_help() -> None:
     faster = " ".join(words.sentences(video(period=0.005)))
     assert "More than the bound was reached" in faster
     slower = " ".join(words.sentences(video(period=0.020)))
-    assert "50.0 % of the bound was reached" in slower
+    assert "50.0 % of the bound was reached: the rest is filling" in slower
+    disturbed = " ".join(words.sentences(replace(video(period=0.020), others=1.5)))
+    assert "other programs kept 1.50 of 8 processors busy" in disturbed
 
 
 def test_intervals_come_from_blocks_of_frames() -> None:

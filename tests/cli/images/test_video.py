@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -99,15 +100,49 @@ def test_engines_are_compared_in_rounds(run: Call, clip: Path, tmp_path: Path) -
     assert [row["streams"] for row in streams[:6]] == "1 2 4 8 16 32".split()
 
 
-def test_a_run_of_a_video_is_shown_like_any_other(run: Call, call: Call, clip: Path) -> None:
-    code, out, errors = run(clip, "-o", "run", "--format", "json")
+def test_several_streams_share_one_engine(run: Call, clip: Path, tmp_path: Path) -> None:
+    code, out, errors = run(
+        clip, "out.mp4", "--streams", 3, "--json", "b.jsonl", "--backends", "onnxruntime@streams=2", "--threads", 2,
+        "-o", "run", "--format", "json",
+    )  # fmt: skip
     assert code == 0, errors
+    tables = json.loads(out)["tables"]
+    (row,) = tables["video"]["rows"]
+    assert (row["frames"], row["streams"]) == (COUNT, 3)
+    predicted = {row["streams"]: row for row in tables["video-streams"]["rows"]}
+    assert list(predicted) == [1, 2, 3, 4, 8, 16, 32]
+    ran = predicted[3]
+    assert ran["reached_fps"] == pytest.approx(row["fps"])
+    assert ran["error"] == pytest.approx(100 * (ran["fps"] / row["fps"] - 1))
+    assert [videos.place_of(frame) for frame in videos.read(tmp_path / "out.mp4")[0]] == expected(COUNT)
+    assert places(lines(tmp_path / "b.jsonl")) == expected(COUNT)
+    assert not list(tmp_path.glob("run/**/stream*.mp4"))
+
+
+def test_a_run_of_a_video_is_shown_like_any_other(run: Call, call: Call, clip: Path, tmp_path: Path) -> None:
+    code, out, errors = run(clip, "-o", "run", "--format", "json", "--save", "clip.trace.json")
+    assert code == 0, errors
+    events = json.loads((tmp_path / "clip.trace.json").read_text())["traceEvents"]
+    tracks = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
+    assert tracks == "decode preprocess inference postprocess".split()
+    begins = [event for event in events if event["ph"] == "b"]
+    ends = {event["id"]: event["ts"] for event in events if event["ph"] == "e"}
+    assert [event["id"] for event in begins] == list(range(COUNT))
+    assert all(event["args"] == {"boxes": 1} and event["ts"] < ends[event["id"]] for event in begins)
+    for tid in range(1, 5):  # pieces of one track follow each other, so every end is of what began last
+        own = [event for event in events if event.get("tid") == tid and event["ph"] in "BE"]
+        assert [event["ph"] for event in own] == ["B", "E"] * (len(own) // 2)
+        assert all(a["ts"] <= b["ts"] for a, b in itertools.pairwise(own))
     assert list(json.loads(out)["tables"]) == ["video", "video-stages", "video-streams"]
     code, shown, errors = call("show", "run", "--table", "video", "--format", "json")
     assert code == 0, errors
     assert json.loads(shown)["rows"] == json.loads(out)["tables"]["video"]["rows"]
     code, again, errors = run(clip, "-o", "run", "--format", "json")  # nothing is measured twice
     assert (code, again) == (0, out), errors
+    code, _, errors = call("report", "run")
+    assert code == 0, errors
+    assert "video-timeline" in (tmp_path / "run" / "report.html").read_text()
+    assert (tmp_path / "run" / "charts" / "video-timeline.png").is_file()
 
 
 def test_without_an_output_nothing_is_drawn_or_written(run: Call, clip: Path, tmp_path: Path) -> None:
@@ -151,3 +186,5 @@ def test_bad_input_is_one_line(refused: Callable[..., str], clip: Path, tmp_path
     assert "is the source" in refused("video", clip, clip, *NET)
     assert "must be between 0 and 1" in refused("video", clip, *NET, "--confidence", 2)
     assert "--frame-size" in refused("video", "-", *NET)
+    assert "end its name in .trace.json" in refused("video", clip, *NET, "--save", "trace.txt")
+    assert "omit --streams" in refused("video", "camera:0", *NET, "--streams", 2)

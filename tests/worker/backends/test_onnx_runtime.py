@@ -24,6 +24,29 @@ def load(digits: Any, artifact: Artifact | None = None, precision: str = "fp32",
     return OnnxRuntime().load(digits.trial("onnxruntime", precision, batch, **options), artifact or digits.artifact)
 
 
+def test_streams_are_slots_that_work_at_the_same_time(digits: Any) -> None:
+    images, _ = digits.images()
+    session = load(digits, batch=2, streams=2)
+    assert session.slots == 2
+    for turn in range(3):  # the same slots again and again, never another's images
+        parts = [images[4 * turn + 2 * slot : 4 * turn + 2 * slot + 2].copy() for slot in (0, 1)]
+        for slot in (0, 1):
+            session.bind({"input": parts[slot]}, slot)
+            session.run(slot)
+        for slot in (0, 1):
+            session.wait(slot)
+        both = np.concatenate([session.fetch(slot)["output"] for slot in (0, 1)])
+        alone = load(digits, batch=4)
+        np.testing.assert_allclose(both, digits.outputs(alone, images[4 * turn : 4 * turn + 4])["output"], atol=1e-4)
+    assert session.facts().options["streams"] == 2
+    session.close()
+    with pytest.raises(UserError, match="streams must be from 1 to the number of threads"):
+        load(digits, streams=3)
+    trial = digits.trial("onnxruntime", streams=2)
+    on_gpu = replace(trial, runtime=replace(trial.runtime, device="cuda:0"))
+    assert "give slots" in OnnxRuntime().refuse(on_gpu)
+
+
 def quantised(digits: Any, folder: Path, target: str = "onnxruntime") -> Artifact:
     data = replace(digits.data, split="calibration")
     recipe = Recipe("onnx_precision", "onnx", "int8", digits.model, Dims(0, 8, 8), {"target": target}, data)

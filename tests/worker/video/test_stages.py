@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dyno.worker.video.ends import Frame, now
-from dyno.worker.video.stages import DEPTH, Stages, Step
+from dyno.worker.video.stages import DEPTH, Stages, Step, run
 
 PICTURE = np.zeros((2, 2, 3), np.uint8)
 
@@ -67,7 +67,7 @@ class Gate(Collect):
 def test_order_is_kept_and_everything_arrives() -> None:
     first, last = Collect("first"), Collect("last")
     stages = Stages("read", frames(101), [first, Pairs(), last])
-    stages.run(lambda: None)
+    run([stages], lambda: None)
     assert first.seen == last.seen == list(range(101))
     assert stages.dropped == 0
     for name, timed in stages.timed.items():
@@ -93,7 +93,7 @@ def test_a_slow_stage_holds_up_the_reader() -> None:
         if len(seen) > 1 and seen[-1] == seen[-2]:  # nothing more is read
             gate.open.set()
 
-    stages.run(tick)
+    run([stages], tick)
     assert max(n for n in seen if n <= DEPTH + 2) == DEPTH + 2  # at the gate, in its queue, and in the reader's hand
     assert read.seen == list(range(50))
 
@@ -110,7 +110,7 @@ def test_a_live_source_never_waits_and_the_oldest_go() -> None:
         arrived.set()
 
     stages = Stages("camera", camera(), [gate], live=True)
-    stages.run(lambda: gate.open.set() if arrived.is_set() else None)
+    run([stages], lambda: gate.open.set() if arrived.is_set() else None)
     assert gate.seen == [0, 19]
     assert stages.dropped == 18
 
@@ -124,8 +124,24 @@ def test_an_error_stops_all_and_is_raised() -> None:
 
     broken, last = Broken("broken"), Collect("last")
     with pytest.raises(ValueError, match="broken"):
-        Stages("read", frames(1000), [broken, last]).run(lambda: None)
+        run([Stages("read", frames(1000), [broken, last])], lambda: None)
     assert last.seen == list(range(len(last.seen))) and len(last.seen) <= 3
+
+
+def test_several_run_side_by_side_and_end_together() -> None:
+    lasts = [Collect(f"last{k}") for k in range(3)]
+    run([Stages("read", frames(20 + k), [last]) for k, last in enumerate(lasts)], lambda: None)
+    assert [last.seen for last in lasts] == [list(range(20 + k)) for k in range(3)]
+
+    class Broken(Collect):
+        def work(self, item: Any) -> Iterable[Any]:
+            raise ValueError("broken")
+
+    other = Collect("other")
+    lines = [Stages("read", frames(10**9), [other]), Stages("read", frames(1), [Broken("broken")])]
+    with pytest.raises(ValueError, match="broken"):
+        run(lines, lambda: None)
+    assert other.seen == list(range(len(other.seen)))
 
 
 def test_an_interrupt_stops_after_the_item_in_hand() -> None:
@@ -138,7 +154,7 @@ def test_an_interrupt_stops_after_the_item_in_hand() -> None:
             _thread.interrupt_main()
 
     with pytest.raises(KeyboardInterrupt):
-        Stages("read", frames(10**9, endless), [Collect("first"), last]).run(tick)
+        run([Stages("read", frames(10**9, endless), [Collect("first"), last])], tick)
     seen = len(last.seen)
     assert last.seen == list(range(seen))
     assert not [t for t in threading.enumerate() if t.name in ("first", "last")]  # none goes on

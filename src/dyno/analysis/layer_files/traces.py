@@ -8,6 +8,7 @@ from typing import Any
 from dyno.analysis.formatting import counting
 from dyno.analysis.inside.tables import MODEL
 from dyno.analysis.layer_files.steps import Timeline, marks
+from dyno.analysis.presentation import trace_events
 
 SPEEDSCOPE = "https://www.speedscope.app/file-format-schema.json"
 HOW = (
@@ -20,18 +21,15 @@ def chrome(timelines: Sequence[Timeline], exporter: str) -> dict[str, Any]:
     """The trace event format: a process for each form, and in it the repeats one behind the other, with modules around
     the layers that came from them. Times are microseconds, to the nanosecond. Begins and ends are events of their own:
     of an event with a duration, readers add up both, and what is rounded there no longer fits into the call around it.
-
-    https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
     """
     events = [event for pid, each in enumerate(timelines, 1) for event in _events(each, pid)]
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"exporter": exporter, "note": HOW}}
+    return trace_events.document(events, exporter, HOW)
 
 
 def _events(timeline: Timeline, pid: int) -> Iterator[dict[str, Any]]:
     thread = {"pid": pid, "tid": 1}
-    yield {"ph": "M", "name": "process_name", **thread, "args": {"name": timeline.title}}
-    yield {"ph": "M", "name": "process_sort_index", **thread, "args": {"sort_index": pid}}
-    yield {"ph": "M", "name": "thread_name", **thread, "args": {"name": "layers"}}
+    yield from trace_events.process(pid, timeline.title)
+    yield trace_events.track(pid, 1, "layers")
     about = [timeline.about(at) for at in range(len(timeline.steps))]
     of_runs = f", mean of {counting(timeline.runs_each, 'run')}" if timeline.runs_each > 1 else ""
     begin = 0

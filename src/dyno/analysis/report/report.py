@@ -18,6 +18,7 @@ from dyno.analysis.presentation.table import TEXT, Column, Table, joined
 from dyno.analysis.records.results import Results
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.report import method, sections
+from dyno.analysis.report.notebook import HEADLINES
 from dyno.analysis.self_test import words
 from dyno.analysis.tables.trial_table import TRIALS
 from dyno.analysis.verdict import verdict
@@ -32,7 +33,6 @@ LEAD = (
     "the table shows its status. Each table is in `tables/` as CSV too."
 )
 
-HEADLINES = ("speedup", "latency")  # charts of which the first that is drawn stands above
 PILLS = {BEST: "decided", NOTE: "open", WARNING: "open", FAILURE: "no winner"}  # of a decision, by its kind
 
 

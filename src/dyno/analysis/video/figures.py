@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from dyno.worker.facts.video import VideoFacts
 
 STAGES = ("decode", "preprocess", "inference", "postprocess", "draw", "encode")
 PROCESSORS = "processors"
+SHARED = "inference"  # by all streams, like the processors; of every other stage each stream has one
 BLOCKS = 10  # of consecutive frames, whose means an interval is made from
 PERCENTILES = (0.5, 0.95, 0.99)
 Arrays = Mapping[str, np.ndarray]
@@ -50,10 +52,12 @@ class Bound:
 
 @dataclass(frozen=True)
 class Video:
-    """What is known of a video after one trial's network has answered it once."""
+    """What is known of a video after one trial's network has answered it once; meanwhile other programs kept `others`
+    processors busy."""
 
     facts: VideoFacts
     arrays: Arrays
+    others: float = 0.0
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
@@ -62,31 +66,42 @@ class Video:
 
     @cached_property
     def rate(self) -> float:
-        """Frames per second from the first one's reading to the closed file."""
-        return self.facts.frames / self.facts.seconds
+        """Frames per second from the first one's reading to the closed file, of all streams together."""
+        return self.facts.answered / self.facts.seconds
 
     @property
     def inference_rate(self) -> float:
         """Frames per second of inference by itself."""
-        return 1 / self._of("inference").alone.value
+        return 1 / self._of(SHARED).alone.value
 
     @property
     def inference_beside(self) -> float:
         """Frames per second of inference while the other stages run: those over the time in which it had work."""
-        return 1 / self._of("inference").beside.value
+        return self.facts.streams / self._of(SHARED).beside.value
 
     def _of(self, name: str) -> Stage:
         return next(stage for stage in self.stages if stage.name == name)
 
     @cached_property
     def slowest(self) -> Stage:
-        """The stage that takes longest alone."""
-        return max(self.stages, key=lambda stage: stage.alone.value)
+        """The stage that allows least, alone."""
+        return max(self.stages, key=lambda stage: stage.alone.value / self._times(stage.name, self.facts.streams))
 
     @cached_property
     def by_stage(self) -> Bound:
         """What the slowest stage allows if all others cost nothing."""
-        return Bound(self.slowest.name, inverse(self.slowest.alone))
+        return Bound(self.slowest.name, inverse(self.slowest.alone, self._times(self.slowest.name, self.facts.streams)))
+
+    def limits(self, streams: int, shares: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
+        """Frames per second that each stage and the processors allow so many streams together, if stages took only
+        those `shares` of their time, and of their processor time."""
+        rates = {s.name: self._times(s.name, streams) / (s.alone.value * shares.get(s.name, 1.0)) for s in self.stages}
+        return rates | {PROCESSORS: self._cpu_rate(sum(s.cpu * shares.get(s.name, 1.0) for s in self.stages))}
+
+    @staticmethod
+    def _times(name: str, streams: int) -> int:
+        """How many of the stage so many streams have."""
+        return 1 if name == SHARED else streams
 
     @cached_property
     def by_processors(self) -> Bound:
@@ -103,12 +118,7 @@ class Video:
 
     def without(self, name: str, share: float) -> Bound:
         """The bound if that stage took only so much of its time, and of its processor time."""
-        stages = {s.name: share if s.name == name else 1.0 for s in self.stages}
-        slowest = max(self.stages, key=lambda s: s.alone.value * stages[s.name])
-        rates = {
-            slowest.name: 1 / (slowest.alone.value * stages[slowest.name]),
-            PROCESSORS: self._cpu_rate(sum(s.cpu * stages[s.name] for s in self.stages)),
-        }
+        rates = self.limits(self.facts.streams, {name: share})
         limiting = min(rates, key=lambda key: rates[key])
         return Bound(limiting, Interval(rates[limiting], math.nan, math.nan))
 
@@ -126,7 +136,7 @@ class Video:
 
     def _stage(self, name: str) -> Stage:
         began, ended, handed = (self.arrays[f"{name}_{key}"] for key in ("began", "ended", "handed"))
-        frames, whole = max(1, self.facts.frames), self.facts.seconds
+        frames, whole = max(1, len(self.arrays["frame_known"])), self.facts.seconds
         starved = began[1:] - handed[:-1]
         waiting = self.arrays[f"{name}_waiting"]
         return Stage(
@@ -155,7 +165,7 @@ def mean_interval(samples: np.ndarray, scale: float = 1.0) -> Interval:
     return Interval(scale * mean, scale * max(0.0, mean - reach), scale * (mean + reach))
 
 
-def inverse(seconds: Interval) -> Interval:
-    """An interval of seconds per frame as frames per second."""
-    low, high = (1 / v if v > 0 else math.nan for v in (seconds.high, seconds.low))
-    return Interval(1 / seconds.value, low, high)
+def inverse(seconds: Interval, times: int = 1) -> Interval:
+    """An interval of seconds per frame as frames per second, of so many side by side."""
+    low, high = (times / v if v > 0 else math.nan for v in (seconds.high, seconds.low))
+    return Interval(times / seconds.value, low, high)

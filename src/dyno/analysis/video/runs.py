@@ -51,7 +51,11 @@ def of_run(run: RunData) -> list[Filmed]:
     found = []
     for trial in run.records:
         rounds = [r for r in trial.good if r.facts.video is not None and (r.folder / ARRAYS).is_file()]
-        videos = tuple(Video(r.facts.video, read_npz(r.folder / ARRAYS)) for r in rounds if r.facts.video)
+        videos = tuple(
+            Video(r.facts.video, read_npz(r.folder / ARRAYS), r.facts.others_busy.get("video", 0.0))
+            for r in rounds
+            if r.facts.video
+        )
         if videos:
             found.append(Filmed(trial, videos))
     return found

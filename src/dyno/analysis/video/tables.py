@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from dyno.analysis import stats
-from dyno.analysis.formatting import limits, significant
-from dyno.analysis.formatting import show as shown
+from dyno.analysis.formatting import counting, limits, show, significant
 from dyno.analysis.presentation.table import COUNT, RATIO, TEXT, Column, Row, Table, TableKind
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.stats import Interval, Speedup
@@ -39,7 +38,9 @@ def _row(filmed: Filmed) -> Row:
     known = video.latencies("known")
     return {
         "label": filmed.trial.label, "trial": filmed.trial.id, "rounds": len(filmed.videos),
-        "frames": video.facts.frames, "dropped": video.facts.dropped if video.facts.live else None,
+        "frames": video.facts.frames,
+        "streams": video.facts.streams if video.facts.streams > 1 else None,
+        "dropped": video.facts.dropped if video.facts.live else None,
         "inference_fps": video.inference_rate, "beside_fps": video.inference_beside,
         **_limited("fps", filmed.rate), "bound_fps": video.bound.rate.value, "bound_by": video.bound.name,
         "reached": 100 * video.bound.share(video.rate),
@@ -89,11 +90,11 @@ def _stage_notes(rows: list[Row]) -> list[str]:
 
 def _streams(run: RunData) -> Table | None:
     filmed = runs.of_run(run)
-    rows = [_stream_row(f, count) for f in filmed for count in STREAMS]
-    videos = {f.trial.label: f.typical for f in filmed}
+    rows = [_stream_row(f, count) for f in filmed for count in sorted({*STREAMS, f.typical.facts.streams})]
+    videos = {f.trial.label: f for f in filmed}
 
     def below(part: list[Row]) -> list[str]:
-        return stream_sentences(videos[part[0]["label"]])
+        return stream_sentences(videos[part[0]["label"]].typical, part)
 
     if not rows:
         return None
@@ -101,24 +102,33 @@ def _streams(run: RunData) -> Table | None:
 
 
 def _stream_row(filmed: Filmed, count: int) -> Row:
-    predicted = streams.predict(filmed.typical, count)
-    return {
+    video = filmed.typical
+    predicted = streams.predict(video, count)
+    row = {
         "label": filmed.trial.label, "trial": filmed.trial.id, "streams": count, "fps": predicted.rate,
-        "each_fps": predicted.each, "bound_by": predicted.bound,
+        "each_fps": predicted.each, "p99_s": predicted.p99, "bound_by": predicted.bound,
     }  # fmt: skip
+    if count != video.facts.streams:
+        return row
+    known = video.latencies("known")
+    p99 = stats.percentile_of(known, PERCENTILES[-1]) if len(known) >= stats.samples_for(PERCENTILES[-1]) else None
+    return row | {"reached_fps": video.rate, "error": 100 * (predicted.rate / video.rate - 1), "reached_p99_s": p99}
 
 
-def stream_sentences(video: Video) -> list[str]:
+def stream_sentences(video: Video, rows: list[Row]) -> list[str]:
     """How far the prediction is off where it was tried, and how many streams fit at the source's rate."""
+    off = next(row["error"] for row in rows if row["streams"] == video.facts.streams) / 100
     said = [
-        "Predicted from the stages alone, with one engine for all streams. For the one stream that ran the prediction "
-        f"is {shown(abs(streams.error(video)), 'percentage')} "
-        f"{'above' if streams.error(video) >= 0 else 'below'} what it reached."
+        "Predicted from the stages alone, with one engine for all streams and videos that are read as fast as they are "
+        f"taken. For {counting(video.facts.streams, 'stream')}, which ran, it is {show(abs(off), 'percentage')} "
+        f"{'above' if off >= 0 else 'below'} what was reached."
     ]
     if video.facts.rate > 0:
         fit = streams.fitting(video, video.facts.rate)
         most = f"{fit} or more" if fit == streams.MOST_STREAMS else str(fit)
-        said.append(f"Streams that fit at this video's own {significant(video.facts.rate)} frames/s: {most}.")
+        said.append(
+            f"Streams that fit at this video's own {significant(video.facts.rate)} frames/s, by the bounds: {most}."
+        )
     return said
 
 
@@ -130,10 +140,10 @@ def printed(columns: Sequence[Column]) -> tuple[str, ...]:
 def _duration(name: str, meaning: str, title: str = "", rank: int = 0) -> Column:
     def cell(row: Row) -> str:
         value, low, high = row.get(name), row.get(f"{name}_low"), row.get(f"{name}_high")
-        text = shown(value, "duration")
+        text = show(value, "duration")
         if value is None or low is None or high is None or not np.isfinite([low, high]).all():
             return text
-        return text + limits(low, high, lambda v: shown(v, "duration"))
+        return text + limits(low, high, lambda v: show(v, "duration"))
 
     return Column(name, meaning, "s", title=title or name.removesuffix("_s"), cell=cell, rank=rank)
 
@@ -145,6 +155,7 @@ VIDEO_COLUMNS = (
     TRIAL,
     Column("rounds", "times that the video was run", kind=COUNT, rank=8),
     Column("frames", "that were answered", kind=COUNT, rank=7),
+    Column("streams", "that ran at once, where it was more than one", kind=COUNT),
     Column("dropped", "frames of a live source that came too fast", kind=COUNT),
     Column("inference_fps", "of inference alone, host to host", "1/s", title="inference alone, fps", rank=3),
     Column("beside_fps", "of inference while the other stages run", "1/s", title="beside, fps", rank=5),
@@ -185,7 +196,11 @@ STREAM_COLUMNS = (
     Column("streams", "at once, each like this one, through one engine", kind=COUNT),
     Column("fps", "of all together, predicted", "1/s", title="fps in all"),
     Column("each_fps", "of one of them, predicted", "1/s", title="fps of each"),
+    _duration("p99_s", "from a frame's reading to its boxes, predicted"),
     Column("bound_by", "what bounds them", kind=TEXT, title="bound by"),
+    Column("reached_fps", "of all together, where that many ran", "1/s", title="reached, fps"),
+    Column("error", "how far the predicted fps is above what was reached", "%"),
+    _duration("reached_p99_s", "from a frame's reading to its boxes, where that many ran", "reached, p99"),
 )
 VIDEO = TableKind(
     "video", "Video", "Frames per second of a video end to end and of inference, what bounds it, and latency.", _video,

@@ -35,8 +35,10 @@ def _rates(video: Video) -> str:
     facts = video.facts
     ended = " until it was stopped" if facts.stopped else ""
     realtime = f" ({video.rate / facts.rate:.2f} times its own speed)" if facts.rate else ""
+    several = f"{facts.streams} streams at once, the first of " if facts.streams > 1 else ""
     return (
-        f"{counting(facts.frames, 'frame')} of {facts.width} x {facts.height} in {show(facts.seconds, 'duration')}"
+        f"{several}{counting(facts.frames, 'frame')} of {facts.width} x {facts.height} in "
+        f"{show(facts.seconds, 'duration')}"
         f"{ended}: {_rate(video.rate)} end to end{realtime}; inference alone {_rate(video.inference_rate)}, "
         f"and {_rate(video.inference_beside)} beside the other stages."
     )
@@ -75,14 +77,19 @@ def _changes(video: Video) -> Iterator[str]:
             "again when nothing else runs."
         )
     if reached < REACHED:
-        whole, alone = video.facts.cpu_whole, sum(s.cpu for s in video.stages)
-        more = whole / alone if alone else 1.0
-        why = (
-            f"a frame took {more:.2f} times the processor time in the pipeline that the stages take alone"
-            if more > 1 + (1 - REACHED)
-            else "the rest is filling and emptying the pipeline, and what other programs took"
-        )
-        yield f"{show(reached, 'percentage')} of the bound was reached: {why}."
+        yield f"{show(reached, 'percentage')} of the bound was reached: {_lost(video)}."
+
+
+def _lost(video: Video) -> str:
+    """Why less than the bound was reached, as far as it is known."""
+    facts, alone = video.facts, sum(s.cpu for s in video.stages)
+    more = facts.cpu_whole / alone if alone else 1.0
+    why = []
+    if video.others > (1 - REACHED) * facts.processors:
+        why.append(f"other programs kept {significant(video.others)} of {_processors(video)} busy")
+    if more > 1 + (1 - REACHED):
+        why.append(f"a frame took {more:.2f} times the processor time in the pipeline that the stages take alone")
+    return ", and ".join(why) or "the rest is filling and emptying the pipeline, and stages that waited for each other"
 
 
 def _limit(bound: Bound) -> str:

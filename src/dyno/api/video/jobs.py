@@ -18,6 +18,9 @@ from dyno.worker.spec import Job, Trial
 from dyno.worker.video.options import VideoOptions
 
 STDIN = "-"
+# OpenMP's threads spin while they wait for each other, and here would take the processors from the other stages: with
+# one more busy thread than processors PyTorch takes seven times as long.
+SHARED_PROCESSORS = {"OMP_WAIT_POLICY": "passive"}
 PATIENCE_S = 20.0  # that an interrupted job has to close its video
 
 
@@ -67,7 +70,8 @@ class Shot:
         inherited = [int(pipe.removeprefix("pipe:"))] if pipe.startswith("pipe:") else []
         try:
             with held(own.runtime, progress.waiting):
-                record = launch(own, folder, math.inf, progress.tick, inherited=inherited, patience_s=PATIENCE_S)
+                record = launch(own, folder, math.inf, progress.tick, _environment(own), inherited=inherited,
+                                patience_s=PATIENCE_S)  # fmt: skip
         finally:
             for descriptor in inherited:
                 os.close(descriptor)
@@ -75,3 +79,9 @@ class Shot:
             progress.done(job.trial, record) if job.trial else None
             raise KeyboardInterrupt
         return record
+
+
+def _environment(job: Job) -> dict[str, str]:
+    """What a pipeline's job has besides, where the user doesn't say otherwise."""
+    said = {**os.environ, **dict(job.runtime.env)}
+    return {name: value for name, value in SHARED_PROCESSORS.items() if name not in said}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,13 +15,14 @@ from dyno.engine.run_folder import measured
 from dyno.jobs.progress import Progress
 from dyno.planning.defaults import new_folder, study_of
 from dyno.study import Study
-from dyno.worker.record import read_json, write_json
+from dyno.worker.record import read_json, write_json, write_text
 from dyno.worker.spec import FIXED, UserError
 from dyno.worker.video.options import VideoOptions
 
 if TYPE_CHECKING:
     from dyno.analysis.presentation.table import Table
 
+TRACE, EXPORTER = ".trace.json", "dyno"
 ABOUT = "video.json"  # in the run folder: which video it is of
 COMPARED = 3  # rounds where engines are compared
 DEFAULTS: dict[str, Any] = {
@@ -48,6 +50,12 @@ class Filmed(Result):
 
         return words.of_run(runs.of_run(self.data))
 
+    def save(self, path: Path) -> None:
+        """Write the pipeline's trace: a track for each stage and each frame of each engine's typical round."""
+        from dyno.analysis.video import runs, traces
+
+        write_text(path, json.dumps(traces.chrome(runs.of_run(self.data), EXPORTER)) + "\n")
+
 
 def video(
     source: str | Path,
@@ -55,6 +63,7 @@ def video(
     *,
     model: Any,
     boxes: str | Path = "",
+    save: str | Path = "",
     out: str | Path | None = None,
     options: VideoOptions | None = None,
     quiet: bool = True,
@@ -64,7 +73,8 @@ def video(
 
     `source` is a video, an image, a folder of images, a URL, camera:0, or - for raw frames from standard input;
     `output` the annotated video, image or folder ("": nothing is written), and `boxes` a file of JSON lines, one per
-    frame. The run folder is `out`, or a new one below runs/video. Raises `UserError`, one line.
+    frame; `save` is a file for the pipeline's trace. The run folder is `out`, or a new one below runs/video. Raises
+    `UserError`, one line.
     """
     study = study_of(model, DEFAULTS, settings)
     (name,) = study.models
@@ -73,15 +83,21 @@ def video(
         study = replace(study, rounds=COMPARED if several else 1)
     shot = Shot(_named(source), str(output), str(boxes), options or VideoOptions(), several)
     _check(shot, study)
+    if save and not str(save).endswith(TRACE):
+        raise UserError(f"{str(save)!r} can't be saved; end its name in {TRACE} (Perfetto)")
     folder = Path(out) if out else new_folder("video", [name])
     _remember(shot, folder)
+    stopped = False
     try:
         execute(study, folder, Progress(quiet=quiet), retry_failed=True, launch=shot.launch)
     except KeyboardInterrupt:
         if not list(folder.glob("trials/*/r*/video.npz")):
             raise
-        return Filmed(folder, stopped=True)
-    return Filmed(folder)
+        stopped = True
+    filmed = Filmed(folder, stopped=stopped)
+    if save:
+        filmed.save(Path(save))
+    return filmed
 
 
 def _named(source: str | Path) -> str:
@@ -96,6 +112,8 @@ def _check(shot: Shot, study: Study) -> None:
         raise UserError("standard input can be read only once; give one backend and --rounds 1")
     if shot.source == STDIN and not shot.options.width:
         raise UserError("raw frames don't say how large they are; give --frame-size WIDTHxHEIGHT")
+    if shot.options.streams > 1 and (shot.source == STDIN or shot.source.startswith("camera:")):
+        raise UserError(f"{shot.source} can be read only once; omit --streams")
     path = Path(shot.source)
     local = shot.source != STDIN and ":" not in shot.source.split("/")[0]
     if local and not path.exists():

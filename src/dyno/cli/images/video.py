@@ -28,6 +28,7 @@ def video(
         str, typer.Argument(help="Annotated video, image or folder to write.", metavar="[OUT]", show_default="none")
     ] = "",
     json: Annotated[str, typer.Option(help="File for the boxes: a line of JSON for each frame.")] = "",
+    save: Annotated[str, typer.Option(help="File for the pipeline's trace: .trace.json, for Perfetto.")] = "",
     out: options.Out = "",
     format: options.Format = "text",
 ) -> None:
@@ -40,7 +41,15 @@ def video(
 
     check_format(format)
     filmed = session.video(
-        source, output, model=model, boxes=json, out=out or None, options=_chosen(overrides), quiet=False, **overrides
+        source,
+        output,
+        model=model,
+        boxes=json,
+        save=save,
+        out=out or None,
+        options=_chosen(overrides),
+        quiet=False,
+        **overrides,
     )
     shown = [table for table in filmed.tables if table.rows]
     print(export(shown, format), end="") if shown else None

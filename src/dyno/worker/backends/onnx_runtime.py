@@ -9,7 +9,8 @@ import json
 import re
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,16 +23,17 @@ from dyno.worker.facts.engine import EngineFacts, Probe
 from dyno.worker.facts.inside import Inside
 from dyno.worker.facts.precision import precision_truth
 from dyno.worker.inputs.calibration import missing_data
-from dyno.worker.inputs.shapes import Shape, fitted, static_shapes
+from dyno.worker.inputs.shapes import Shape, static_shapes
 from dyno.worker.layers import optimised
 from dyno.worker.makers.precision import PREPARATION, VALUES
 from dyno.worker.makers.routes import routed
 from dyno.worker.onnx_graph.check import HALF_CRASHES, error_line
-from dyno.worker.option_values import Check, flag, one_of
+from dyno.worker.option_values import Check, flag, one_of, whole
 from dyno.worker.sessions import onnx_runtime_cuda as cuda
 from dyno.worker.sessions.onnx_runtime_cuda import OPTIONS as CUDA_OPTIONS
 from dyno.worker.sessions.onnx_runtime_cuda import VALUES as CUDA_VALUES
 from dyno.worker.sessions.onnx_runtime_profile import Profile, by_run
+from dyno.worker.sessions.onnx_runtime_request import Request
 from dyno.worker.spec import Artifact, Option, Recipe, Tensor, Trial, Unavailable, UserError
 
 ENGINE = "ONNX Runtime"
@@ -52,7 +54,8 @@ ONE_ADD = bytes.fromhex(
 
 
 class OnnxRuntime(Backend):
-    """Runs ONNX files. Options: `optimization` (all, extended, basic, disable) and `spinning` (default true).
+    """Runs ONNX files. Options: `optimization` (all, extended, basic, disable), `spinning` (default true) and, on a
+    CPU, `streams` (batches in flight, default 1: all threads on one batch).
 
     On a GPU besides: `provider` (cuda, tensorrt), `slots` (batches in flight, default 3), `conv_search` (EXHAUSTIVE,
     HEURISTIC, DEFAULT) and `nhwc` (default false).
@@ -63,8 +66,10 @@ class OnnxRuntime(Backend):
     precisions = ("fp32", "tf32", "fp16", "int8")
     devices = ("cpu", "cuda")
     profiled = ("cpu",)
-    options = ("optimization", "spinning", *CUDA_OPTIONS, *PREPARATION)
-    values: Mapping[str, Check] = {"optimization": one_of(*OPTIMIZATION), "spinning": flag, **CUDA_VALUES, **VALUES}
+    options = ("optimization", "spinning", "streams", *CUDA_OPTIONS, *PREPARATION)
+    values: Mapping[str, Check] = {
+        "optimization": one_of(*OPTIMIZATION), "spinning": flag, "streams": whole(1), **CUDA_VALUES, **VALUES,
+    }  # fmt: skip
     files = (".onnx",)
     loads_onnx = True
 
@@ -74,6 +79,8 @@ class OnnxRuntime(Backend):
             return reason
         if trial.precision == "fp32" and trial.model.precision in ("int8", "fp8"):
             return f"the file's graph is {trial.model.precision} already; give the fp32 file, or --precision"
+        if "streams" in trial.options and trial.runtime.device != "cpu":
+            return "streams are of onnxruntime's CPU provider; on a GPU give slots"
         return missing_data(trial)
 
     def recipe(self, trial: Trial) -> Recipe:
@@ -188,7 +195,7 @@ class OnnxFile:
 
 
 class OnnxRuntimeSession(Session):
-    """One InferenceSession on the CPU; inputs are read from, and outputs written to, host memory without a copy."""
+    """One InferenceSession on the CPU and a request per stream, each with a thread where there are several."""
 
     def __init__(self, file: OnnxFile, profile: str = "", optimised: str = "") -> None:
         self._file = file
@@ -197,25 +204,10 @@ class OnnxRuntimeSession(Session):
         self.inputs = inputs if file.free else tuple(replace(t, shape=file.shapes[t.name]) for t in inputs)
         self.outputs = tuple(_tensor(arg) for arg in self._session.get_outputs())
         self._errors = _errors()
-        self._feeds: dict[str, np.ndarray] = {}
-        self._bind_outputs()
-
-    def _bind_outputs(self) -> None:
-        """Bind each output to an array; one whose shape depends on the run is left to the library.
-
-        So is one without dimensions: that is a scalar, or a tensor of which not even their number is known. All are
-        bound in the graph's order, which is then that of `get_outputs`; binding one again keeps its place.
-        """
-        self._binding = self._session.io_binding()
-        self._outputs: dict[str, np.ndarray] = {}
-        for tensor in self.outputs:
-            sizes = [size for size in tensor.shape if isinstance(size, int)]
-            if sizes and len(sizes) == len(tensor.shape):
-                array = self._outputs[tensor.name] = np.empty(sizes, tensor.dtype)
-                self._binding.bind_output(tensor.name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
-            else:
-                self._binding.bind_output(tensor.name, "cpu")
-        self._unplaced = [tensor.name for tensor in self.outputs if tensor.name not in self._outputs]
+        self.slots = file.settings["streams"]
+        self._requests = [Request(self._session, self.outputs) for _ in range(self.slots)]
+        self._threads = ThreadPoolExecutor(self.slots) if self.slots > 1 else None
+        self._running: dict[int, Future[None]] = {}
 
     def reshape(self, shapes: Mapping[str, Shape]) -> None:
         """See `Session.reshape`."""
@@ -224,49 +216,51 @@ class OnnxRuntimeSession(Session):
         self._file.shapes = dict(shapes)
 
     def bind(self, feeds: Arrays, slot: int = 0) -> None:
-        """Point the session at the feeds, which are held until the next `bind`; copied only to change their type."""
-        for tensor in self.inputs:
-            if tensor.name not in feeds:
-                raise UserError(f"input {tensor.name!r} was not fed, only {', '.join(feeds) or 'nothing'}")
-            feed = fitted(feeds[tensor.name], tensor, self._file.shapes[tensor.name])
-            self._binding.bind_input(tensor.name, "cpu", 0, feed.dtype.type, feed.shape, feed.ctypes.data)
-            self._feeds[tensor.name] = feed
-        for name in self._unplaced:  # its shape may change with the input
-            self._binding.bind_output(name, "cpu")
+        """Point the slot at the feeds, which are held until its next `bind`; copied only to change their type."""
+        self._requests[slot].bind(feeds, self.inputs, self._file.shapes)
 
     def run(self, slot: int = 0) -> None:
-        """Run to the end. Raises `MemoryError` when memory runs out."""
+        """Run to the end, or with several streams begin to. Raises `MemoryError` when memory runs out."""
+        if self._threads is None:
+            self._finish(self._requests[slot].run)
+        else:
+            self._running[slot] = self._threads.submit(self._requests[slot].run)
+
+    def wait(self, slot: int = 0) -> None:
+        """Until the slot has run. Raises `MemoryError` when memory runs out."""
+        if slot in self._running:
+            self._finish(self._running.pop(slot).result)
+
+    def _finish(self, action: Callable[[], None]) -> None:
         try:
-            self._session.run_with_iobinding(self._binding)
+            action()
         except self._errors as e:
             _raise_if_memory(e, f"{self._file.path} stopped while running")
             raise
 
     def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
-        """The bound output arrays themselves: valid until the next run."""
-        if not self._unplaced:
-            return dict(self._outputs)
-        values = self._binding.get_outputs()
-        return {t.name: self._outputs.get(t.name, values[k].numpy()) for k, t in enumerate(self.outputs)}
+        """The slot's output arrays themselves: valid until it runs again."""
+        return self._requests[slot].fetch()
 
     def facts(self) -> EngineFacts:
         """See `OnnxFile.facts`."""
-        return self._file.facts(PROVIDERS, self._feeds)
+        return self._file.facts(PROVIDERS, self._requests[0].feeds)
 
     def inside(self) -> Inside:
         """See `OnnxFile.inside`."""
-        return self._file.inside(PROVIDERS, self._feeds)
+        return self._file.inside(PROVIDERS, self._requests[0].feeds)
 
     def profile(self, runs: int) -> LayerTimes:
         """The nodes' kernels in a second session like this one, by ONNX Runtime's own profile."""
         with tempfile.TemporaryDirectory() as scratch:
             path = f"{scratch}/optimised.onnx"
             watched = OnnxRuntimeSession(self._file, f"{scratch}/profile", path)
-            watched.bind(self._feeds)
+            watched.bind(self._requests[0].feeds)
             whole = []
             for _ in range(DISCARDED + runs):
                 start = time.perf_counter()
                 watched.run()
+                watched.wait()
                 whole.append(time.perf_counter() - start)
             events = _events(watched._session)
             watched.close()
@@ -279,9 +273,10 @@ class OnnxRuntimeSession(Session):
 
     def close(self) -> None:
         """Free the session and what was bound to it."""
-        self._feeds.clear()
-        self._outputs.clear()
-        del self._binding, self._session
+        if self._threads is not None:
+            self._threads.shutdown()
+        self._requests.clear()
+        del self._session
 
 
 def _events(session: Any) -> list[dict[str, Any]]:
@@ -310,12 +305,16 @@ def _quiet(ort: Any) -> Any:
 def settings(trial: Trial) -> dict[str, Any]:
     """How a session is opened for the trial, by Dyno's own names."""
     level: Option = trial.options.get("optimization", "all")
+    streams, most = int(trial.options.get("streams", 1)), max(trial.runtime.threads, 1)
+    if not 1 <= streams <= most:
+        raise UserError(f"onnxruntime's streams must be from 1 to the number of threads ({most}), not {streams}")
     if level not in OPTIMIZATION:
         raise UserError(f"unknown optimization {level!r} of onnxruntime; known: {', '.join(OPTIMIZATION)}")
     return {
         "optimization": level,
         "spinning": bool(trial.options.get("spinning", True)),
-        "intra_op_threads": trial.runtime.threads,
+        "streams": streams,
+        "intra_op_threads": trial.runtime.threads - streams + 1,  # a stream's own and what all share, as many in all
         "inter_op_threads": 1,
         "execution_mode": "sequential",
         "disabled_optimizers": [*HALF_CRASHES] if trial.precision == "fp16" and trial.runtime.device == "cpu" else [],

@@ -10,17 +10,20 @@ class VideoFacts:
     """A video as it was answered.
 
     `frames` were answered out of `expected` (0: the source doesn't say), and `dropped` of a `live` one; `height` and
-    `width` are those of its first frame and `rate` the source's own, per second. `seconds` is the wall time from the
-    first frame's reading to the closed file, `processors` how many the job could use, `slots` how many batches its
-    engine has in flight. `cpu` is the processor time of each stage alone per frame, and `cpu_whole` that of the
-    pipeline per frame, in seconds. `stopped` says that the user ended it. `output` and `boxes` are the files written,
-    "" for none.
+    `width` are those of its first frame and `rate` the source's own, per second. With several `streams`, the same
+    video so many times at once, `answered` counts the frames of all, and what else is of one is of the first.
+    `seconds` is the wall time from the first frame's reading to the closed file, `processors` how many the job could
+    use, `slots` how many batches its engine has in flight, and `depth` how many items may wait for a stage. `cpu` is
+    the processor time of each stage alone per frame, and `cpu_whole` that of the pipeline per frame, in seconds.
+    `stopped` says that the user ended it. `output` and `boxes` are the files written, "" for none.
     """
 
     source: str = ""
     output: str = ""
     boxes: str = ""
     frames: int = 0
+    answered: int = 0
+    streams: int = 1
     expected: int = 0
     dropped: int = 0
     live: bool = False
@@ -30,6 +33,7 @@ class VideoFacts:
     seconds: float = 0.0
     processors: int = 1
     slots: int = 1
+    depth: int = 4
     cpu: dict[str, float] = field(default_factory=dict)
     cpu_whole: float = 0.0
     stopped: bool = False

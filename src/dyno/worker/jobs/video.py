@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from dyno.worker import measure, system, tasks
-from dyno.worker.backend import Session
 from dyno.worker.facts.video import VideoFacts
-from dyno.worker.inputs import input_data
 from dyno.worker.journal import Journal
 from dyno.worker.record import save_arrays
 from dyno.worker.registry import find
 from dyno.worker.spec import Job, Trial, UserError
 from dyno.worker.tasks.detect import Detect
-from dyno.worker.video import alone, steps
+from dyno.worker.video import alone, stages, steps
 from dyno.worker.video.ends import Sink, Source, disk_full, now
 from dyno.worker.video.opening import prepare_libraries, sink_of, source_of
 from dyno.worker.video.options import VideoOptions
 from dyno.worker.video.preparing import Preparation
-from dyno.worker.video.stages import Stages, Step
 
 ARRAYS = "video.npz"
 REQUIRES = ("numpy", "av", "opencv-python")
-ALONE_S = 2.0  # of decoding at most, for the frames on which each stage is measured alone
 RECENT = 8  # ticks over which the rate is said that the progress shows
 
 
@@ -47,24 +45,25 @@ def video(job: Job, journal: Journal) -> None:
     journal.record = replace(journal.record, system=system.describe((*REQUIRES, *backend.requires)))
     options = VideoOptions(**job.options["settings"])
     source = source_of(str(job.options["source"]), options)
-    session: Session = journal.timed("load", "load", lambda: backend.load(trial, job.artifact))
-    work = _Work(job, options, session, source, journal)
-    work.alone()
+    engine = steps.Engine(lambda: journal.timed("load", "load", lambda: backend.load(trial, job.artifact)))
+    work = _Work(job, options, engine, source, journal)
+    engine.call(work.alone)
     work.pipeline()
-    journal.record = replace(journal.record, facts=journal.record.facts.joined(session.facts()))
-    session.close()
+    journal.record = replace(journal.record, facts=journal.record.facts.joined(engine.call(engine.session.facts)))
+    engine.call(engine.session.close)
 
 
 class _Work:
     """One job: its session, its source, and what is stored of them."""
 
-    def __init__(self, job: Job, options: VideoOptions, session: Session, source: Source, journal: Journal) -> None:
+    def __init__(self, job: Job, options: VideoOptions, engine: steps.Engine, source: Source, journal: Journal) -> None:
         assert job.trial is not None
         self._trial, self._options = job.trial, options
-        self._session, self._source, self._journal = session, source, journal
+        self._engine, self._source, self._journal = engine, source, journal
+        session = engine.session
         self._answering = steps.Answering(_task(job.trial), job.trial, options.confidence, options.iou, options.most)
         self._output, self._boxes = (Path(job.options[k]) if job.options[k] else None for k in ("output", "boxes"))
-        self._scratch = bool(job.options["scratch"])
+        self._scratch, self._source_text = bool(job.options["scratch"]), str(job.options["source"])
         self._preparation = Preparation(job.trial.model.preprocess, session.inputs, job.trial.dims)
         self._arrays: dict[str, np.ndarray] = {}
         self._facts = VideoFacts(
@@ -73,77 +72,87 @@ class _Work:
         )  # fmt: skip
 
     def alone(self) -> None:
-        """Every stage by itself; the engine's latency and throughput are a record's like any other's."""
-        journal, session, preparation = self._journal, self._session, self._preparation
+        """Every stage by itself, in the engine's thread; its latency and throughput are a record's like any other's."""
+        journal, session = self._journal, self._engine.session
         journal.stage("each stage alone")
         contention = system.CpuContention()
-        found: dict[str, alone.Alone] = {}
-        frames, found[steps.DECODE] = alone.decode(self._source, ALONE_S, self._options.frames)
-        if not frames:
-            raise UserError(f"{self._source.name} has no frames")
-        feeds = [session.stage(preparation.new_feed()) for _ in range(input_data.FEEDS)]
-        found[steps.PREPARE] = alone.prepare(frames, preparation, feeds)
-        once = measure.step(session, "all", feeds)
+        path = journal.folder / f"alone{self._output.suffix}" if self._output else None
+        sink = sink_of(path, self._source, self._options.codec) if path else None
+        bench = alone.Bench(self._source, self._engine, self._preparation, self._answering, sink)
+        once = measure.step(session, "all", bench.feeds)
         journal.timed("first_call", "first call", once)
         journal.stage("each stage alone")
-        found[steps.INFER], rate = alone.infer(session, feeds, self._trial.plan, preparation.batch)
+        bench.run(self._options.frames)
+        if path:
+            _remove(path)
+        if bench.first is None:
+            raise UserError(f"{self._source.name} has no frames")
+        inference, rate = alone.infer(session, bench.feeds, self._trial.plan, self._preparation.batch)
         journal.sampled("latency", "all", "s", "duration", measure.latency(once, self._trial.plan))
         journal.sampled("throughput", "throughput", "1/s", "rate", rate)
-        answering = steps.Postprocess(self._answering, preparation.size)
-        found[steps.POSTPROCESS] = alone.answer(session, frames, preparation, feeds, answering)
-        if self._output:
-            found[steps.DRAW] = alone.drawn(frames)
-            path = journal.folder / f"alone{self._output.suffix}"
-            found[steps.ENCODE] = alone.encoded(frames, sink_of(path, self._source, self._options.codec))
-            _remove(path)
         journal.contended("all", contention.busy(), self._trial.runtime.device)
+        found = {**bench.results(), steps.INFER: inference}
         self._arrays |= {f"alone_{name}": one.seconds for name, one in found.items()}
-        height, width = frames[0].image.shape[:2]
+        height, width = bench.first.image.shape[:2]
         self._facts = replace(self._facts, height=height, width=width, cpu={k: v.cpu for k, v in found.items()})
 
     def pipeline(self) -> None:
         """The whole video through all stages at once; stopped by the user, what was written until then."""
-        journal, source = self._journal, self._source
-        sink, keep = sink_of(self._output, source, self._options.codec), steps.Keep(self._boxes)
-        reading = source.read(sound=self._output is not None)
-        stages = Stages(steps.DECODE, itertools.islice(reading, self._options.frames or None),
-                        self._chain(keep, sink), source.live)  # fmt: skip
+        journal = self._journal
+        lines = [self._engine.call(partial(self._line, number)) for number in range(self._options.streams)]
         journal.stage("video")
+        gc.collect()
+        gc.freeze()  # a collection would go through all that the libraries have made, again and again
         contention, cpu, since = system.CpuContention(), time.process_time(), now()
         stopped = False
         try:
-            stages.run(_ticker(journal, keep, self._options.frames or source.count, since))
+            stages.run([line.stages for line in lines], _ticker(journal, lines, self._options.frames, since))
         except KeyboardInterrupt:
             stopped = True
         except OSError as e:
-            raise self._full(e, sink) from e
+            raise self._full(e, lines[0].sink) from e
         finally:
-            keep.close()
-            notes = self._closed(sink)
+            notes = self._closed(lines)
         seconds, cpu = (now() - since) / 1e9, time.process_time() - cpu
         journal.contended("video", contention.busy(), self._trial.runtime.device)
-        self._store(stages, keep, since)
-        count = sink.written if self._output else len(keep.boxes)
-        self._facts = replace(self._facts, frames=count, dropped=stages.dropped, seconds=seconds, stopped=stopped,
-                              cpu_whole=cpu / max(1, count))  # fmt: skip
+        self._store(lines[0], since)
+        counts = [line.sink.written if self._output else line.answered for line in lines]
+        self._facts = replace(
+            self._facts, frames=counts[0], answered=sum(counts), streams=len(lines), seconds=seconds, stopped=stopped,
+            dropped=sum(line.stages.dropped for line in lines), cpu_whole=cpu / max(1, sum(counts)), depth=stages.DEPTH,
+        )  # fmt: skip
         journal.facts(video=self._facts)
-        for sentence in (*notes, *self._oddities(count, stopped)):
+        for sentence in (*notes, *self._oddities(counts[0], stopped)):
             journal.warn(sentence)
-        if self._scratch:
-            for path in filter(None, (self._output, self._boxes)):
-                _remove(path)
+        for path in filter(None, (self._output, self._boxes) if self._scratch else ()):
+            _remove(path)
 
-    def _chain(self, keep: steps.Keep, sink: Sink) -> list[Step]:
-        """The steps behind the reading; without an output nothing is drawn."""
-        drawing = [steps.Draw(), steps.Encode(sink)] if self._output else []
-        return [steps.Prepare(self._preparation, self._session), steps.Infer(self._session),
-                steps.Postprocess(self._answering, self._preparation.size), keep, *drawing]  # fmt: skip
+    def _line(self, number: int) -> _Line:
+        """The stages of one stream. All but the first are there for the load: what they write is removed."""
+        first, output = number == 0, self._output
+        if output and not first:
+            output = self._journal.folder / f"stream{number}{output.suffix}"
+        source = self._source if first else source_of(self._source_text, self._options)
+        sink, keep = sink_of(output, source, self._options.codec), steps.Keep(self._boxes if first else None)
+        session = self._engine.session
+        preparation = Preparation(self._trial.model.preprocess, session.inputs, self._trial.dims)
+        chain: list[stages.Step] = [
+            steps.Prepare(preparation, session), steps.Infer(self._engine),
+            steps.Postprocess(self._answering, preparation.size), keep,
+        ]  # fmt: skip
+        if output:
+            chain += [steps.Draw(), steps.Encode(sink)]
+        reading = itertools.islice(source.read(sound=output is not None), self._options.frames or None)
+        return _Line(source, sink, keep, stages.Stages(steps.DECODE, reading, chain, source.live),
+                     output if output != self._output else None)  # fmt: skip
 
-    def _closed(self, sink: Sink) -> list[str]:
+    def _closed(self, lines: list[_Line]) -> list[str]:
+        """Close every file; the first stream's sentences on what differs from the source."""
         try:
-            return sink.close(self._source.left)
+            notes, *_ = [line.close() for line in lines]
         except OSError as e:
-            raise self._full(e, sink) from e
+            raise self._full(e, lines[0].sink) from e
+        return notes
 
     def _full(self, e: OSError, sink: Sink) -> Exception:
         """In one line where the disk is full; else the error as it is."""
@@ -162,16 +171,41 @@ class _Work:
         elif whole and expected and count != expected:
             yield f"{source.name} says that it has {expected} frames, and {count} were found"
 
-    def _store(self, stages: Stages, keep: steps.Keep, since: int) -> None:
-        """The times of every stage and frame, in seconds since the pipeline began."""
-        for name, timed in stages.timed.items():
+    def _store(self, line: _Line, since: int) -> None:
+        """The times of every stage and frame of the stream, in seconds since the pipeline began."""
+        keep, every = line.keep, line.stages.timed
+        for name, timed in every.items():
             if name != keep.name:
                 self._arrays |= {f"{name}_{key}": array for key, array in timed.arrays(since).items()}
-        known = np.asarray(stages.timed[keep.name].ended[: len(keep.began)], np.int64)
+        known = np.asarray(every[keep.name].ended[: len(keep.began)], np.int64)
         began = np.asarray(keep.began, np.int64)[: len(known)]
         self._arrays |= {"frame_began": (began - since) / 1e9, "frame_known": (known - since) / 1e9,
                          "frame_boxes": np.asarray(keep.boxes[: len(known)], np.int64)}  # fmt: skip
         save_arrays(self._journal.folder / ARRAYS, self._arrays)
+
+
+@dataclass(frozen=True)
+class _Line:
+    """One stream from its source to its sink; what lies at `scratch` is removed when it is closed."""
+
+    source: Source
+    sink: Sink
+    keep: steps.Keep
+    stages: stages.Stages
+    scratch: Path | None
+
+    @property
+    def answered(self) -> int:
+        """Frames whose boxes are known."""
+        return len(self.keep.boxes)
+
+    def close(self) -> list[str]:
+        """Complete what was written; see `Sink.close`."""
+        self.keep.close()
+        notes = self.sink.close(self.source.left)
+        if self.scratch:
+            _remove(self.scratch)
+        return notes
 
 
 def _task(trial: Trial) -> Detect:
@@ -181,12 +215,13 @@ def _task(trial: Trial) -> Detect:
     return task
 
 
-def _ticker(journal: Journal, keep: steps.Keep, expected: int, since: int) -> Callable[[], None]:
+def _ticker(journal: Journal, lines: list[_Line], most: int, since: int) -> Callable[[], None]:
     """Says how far it is, and how fast at the moment, in the job's stage."""
     recent: list[tuple[int, int]] = [(since, 0)]
+    expected = len(lines) * (most or lines[0].source.count)
 
     def tick() -> None:
-        recent.append((now(), len(keep.boxes)))
+        recent.append((now(), sum(line.answered for line in lines)))
         (began, before), (at, done) = recent[max(0, len(recent) - 1 - RECENT)], recent[-1]
         of = f" of {expected}" if expected else ""
         rate = (done - before) / max((at - began) / 1e9, 1e-9)

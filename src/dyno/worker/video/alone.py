@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -11,13 +12,14 @@ import numpy as np
 
 from dyno.worker import measure
 from dyno.worker.backend import Arrays, Session
+from dyno.worker.inputs import input_data
 from dyno.worker.spec import Plan
 from dyno.worker.video import steps
 from dyno.worker.video.drawing import draw
 from dyno.worker.video.ends import Batch, Frame, Sink, Source, now
 from dyno.worker.video.preparing import Preparation
 
-FRAMES, BYTES, LEAST = 120, 256 << 20, 8  # of the source that are kept for this, at most and at least
+FRAMES, CHUNK, SECONDS = 120, 12, 3.0  # frames at most, those of one turn, and how long no further turn begins
 
 
 @dataclass(frozen=True)
@@ -33,45 +35,103 @@ class _Clock:
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
-        self.cpu = 0.0
+        self.cpu: list[float] = []
 
     @contextmanager
     def timing(self, frames: int = 1) -> Iterator[None]:
         """The block's seconds count for so many frames."""
         cpu, began = time.process_time(), now()
         yield
-        self.seconds += [(now() - began) / 1e9 / frames] * frames
-        self.cpu += time.process_time() - cpu
+        self.add((now() - began) / 1e9, time.process_time() - cpu, frames)
+
+    def add(self, seconds: float, cpu: float, frames: int = 1) -> None:
+        """Those seconds, and those of processor time, count for so many frames."""
+        self.seconds += [seconds / frames] * frames
+        self.cpu += [cpu / frames] * frames
+
+    def share(self, held: _Clock) -> None:
+        """That time, which came once for all, is shared out among the frames."""
+        count = len(self.seconds)
+        self.seconds = [each + sum(held.seconds) / count for each in self.seconds]
+        self.cpu = [each + sum(held.cpu) / count for each in self.cpu]
 
     def result(self) -> Alone:
-        return Alone(np.asarray(self.seconds), self.cpu / max(1, len(self.seconds)))
+        """The samples and the mean, without the first turn where there is another: in it libraries were set up."""
+        first = CHUNK if len(self.seconds) >= 2 * CHUNK else 0
+        return Alone(np.asarray(self.seconds[first:]), float(np.mean(self.cpu[first:])))
 
 
-def decode(source: Source, seconds: float, most: int) -> tuple[list[Frame], Alone]:
-    """The first frames of the source, as many as there is time and room for, at most so many (0: FRAMES).
+class Bench:
+    """The stages that work on frames, in turns of a few frames each: every stage alone, on frames as they come.
 
-    A frame counts from when its reading began, which of a live source is when it had arrived.
+    In turns, as in the pipeline memory is used again and an encoder sees the video as it is.
     """
-    frames, spent, held = list[Frame](), list[float](), 0
-    until, cpu = time.perf_counter() + seconds, time.process_time()
-    for frame in source.read():
-        spent.append((now() - frame.began) / 1e9)
-        frames.append(frame)
-        held += frame.image.nbytes
-        full = held > BYTES or time.perf_counter() > until
-        if len(frames) == (most or FRAMES) or (len(frames) >= LEAST and full):
-            break
-    return frames, Alone(np.asarray(spent), (time.process_time() - cpu) / max(1, len(frames)))
 
+    def __init__(
+        self,
+        source: Source,
+        engine: steps.Engine,
+        preparation: Preparation,
+        answering: steps.Answering,
+        sink: Sink | None,
+    ) -> None:
+        self._source, self._preparation, self._sink = source, preparation, sink
+        self._engine, self._answer = steps.Infer(engine), steps.Postprocess(answering, preparation.size)
+        self._clocks = {name: _Clock() for name in steps.STAGES if name != steps.INFER}
+        count = -(-CHUNK // preparation.batch)
+        self.feeds = [engine.session.stage(preparation.new_feed()) for _ in range(max(count, input_data.FEEDS))]
+        self.first: Frame | None = None
 
-def prepare(frames: Sequence[Frame], preparation: Preparation, feeds: Sequence[Arrays]) -> Alone:
-    """The frames into batches, into one array after the other, all of which are full afterwards."""
-    preparation.write(frames[0].image, feeds[0], 0)  # what is allocated once
-    clock, size = _Clock(), preparation.batch
-    for k in range(max(len(frames), size * len(feeds))):
-        with clock.timing():
-            preparation.write(frames[k % len(frames)].image, feeds[k // size % len(feeds)], k % size)
-    return clock.result()
+    def run(self, most: int) -> None:
+        """On the source's first frames, at most so many (0: FRAMES); all `feeds` are full afterwards."""
+        reading, most, count = self._source.read(), most or FRAMES, 0
+        until = time.perf_counter() + SECONDS
+        while count < most and (frames := self._decoded(reading, min(CHUNK, most - count))):
+            self._turn(frames)
+            self.first = self.first or frames[0]
+            count += len(frames)
+            if time.perf_counter() > until:
+                break
+        if self._sink is not None:
+            held = _Clock()
+            with held.timing():
+                self._sink.close()
+            self._clocks[steps.ENCODE].share(held)
+
+    def results(self) -> dict[str, Alone]:
+        """Each stage that there is, without the engine's."""
+        return {name: clock.result() for name, clock in self._clocks.items() if clock.seconds}
+
+    def _decoded(self, reading: Iterator[Frame], count: int) -> list[Frame]:
+        """The next frames; of a live source one counts from when it had arrived."""
+        frames, cpu = list[Frame](), time.process_time()
+        for frame in itertools.islice(reading, count):
+            spent = time.process_time()
+            self._clocks[steps.DECODE].add((now() - frame.began) / 1e9, spent - cpu)
+            frames.append(frame)
+            cpu = time.process_time()
+        return frames
+
+    def _turn(self, frames: list[Frame]) -> None:
+        size, batches = self._preparation.batch, list[Batch]()
+        for first in range(0, len(frames), size):
+            batches.append(Batch(frames[first : first + size], self.feeds[len(batches)]))
+            for place, frame in enumerate(batches[-1].frames):
+                with self._clocks[steps.PREPARE].timing():
+                    self._preparation.write(frame.image, batches[-1].feed, place)
+        answered = [done for batch in batches for done in (*self._engine.work(batch), *self._engine.rest())]
+        for batch in answered:
+            with self._clocks[steps.POSTPROCESS].timing(len(batch.frames)):
+                self._answer.work(batch)
+        if self._sink is None:
+            return
+        for frame in frames:
+            assert frame.detections is not None
+            with self._clocks[steps.DRAW].timing():
+                draw(frame.image, frame.detections)
+        for frame in frames:
+            with self._clocks[steps.ENCODE].timing():
+                self._sink.write(replace(frame, packets=[]))
 
 
 def infer(session: Session, feeds: Sequence[Arrays], plan: Plan, size: int) -> tuple[Alone, measure.Sampling]:
@@ -82,52 +142,3 @@ def infer(session: Session, feeds: Sequence[Arrays], plan: Plan, size: int) -> t
     share = (time.process_time() - cpu) / (time.perf_counter() - began)  # processors kept busy
     assert sampling.value is not None
     return Alone(1 / sampling.samples, share / sampling.value), sampling
-
-
-def answer(
-    session: Session,
-    frames: Sequence[Frame],
-    preparation: Preparation,
-    feeds: Sequence[Arrays],
-    step: steps.Postprocess,
-) -> Alone:
-    """Post-processing of the frames' own outputs; several batches run first, so that the engine rests meanwhile."""
-    engine, clock, size = steps.Infer(session), _Clock(), preparation.batch
-    list(step.work(_answered(engine, frames[:size], preparation, feeds[0])))  # what is imported and allocated once
-    for first in range(0, len(frames), size * len(feeds)):
-        groups = [frames[k : k + size] for k in range(first, min(first + size * len(feeds), len(frames)), size)]
-        pairs = zip(groups, feeds, strict=False)
-        for batch in [_answered(engine, group, preparation, feed) for group, feed in pairs]:
-            with clock.timing(len(batch.frames)):
-                step.work(batch)
-    return clock.result()
-
-
-def _answered(engine: steps.Infer, frames: Sequence[Frame], preparation: Preparation, feed: Arrays) -> Batch:
-    """The frames as a batch with its outputs."""
-    for place, frame in enumerate(frames):
-        preparation.write(frame.image, feed, place)
-    (batch,) = [*engine.work(Batch(list(frames), feed)), *engine.rest()]
-    return batch
-
-
-def drawn(frames: Sequence[Frame]) -> Alone:
-    """Drawing; the frames are drawn on afterwards."""
-    clock = _Clock()
-    for frame in frames:
-        assert frame.detections is not None
-        with clock.timing():
-            draw(frame.image, frame.detections)
-    return clock.result()
-
-
-def encoded(frames: Iterable[Frame], sink: Sink) -> Alone:
-    """Writing; what the encoder holds back until the end is shared out among the frames."""
-    clock, held = _Clock(), _Clock()
-    for frame in frames:
-        with clock.timing():
-            sink.write(replace(frame, packets=[]))
-    with held.timing():
-        sink.close()
-    count = max(1, len(clock.seconds))
-    return Alone(np.asarray(clock.seconds) + held.seconds[0] / count, (clock.cpu + held.cpu) / count)

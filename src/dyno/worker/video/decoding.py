@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.spec import UserError
-from dyno.worker.video.ends import Frame, Source, now
+from dyno.worker.video.ends import Frame, Source, codec_threads, now
 
 TURNS = {90: "ROTATE_90_COUNTERCLOCKWISE", 180: "ROTATE_180", 270: "ROTATE_90_CLOCKWISE"}
 PATIENCE_S = 10.0  # without a byte from a stream, after which it is gone
@@ -33,7 +33,7 @@ class VideoSource(Source):
         self.damaged = 0
         with opened(self.place) as container:
             video = container.streams.video[0]
-            video.thread_type = "AUTO"
+            video.thread_type, video.codec_context.thread_count = "AUTO", codec_threads()
             heard = container.streams.audio[:1] if sound else []
             convert, index, packets, began = _Converter(), 0, [], now()
             for packet in self._packets(container, [video, *heard]):
@@ -111,7 +111,7 @@ class _Converter:
     def __call__(self, decoded: Any) -> np.ndarray:
         import cv2
 
-        image: np.ndarray = self._reformat.reformat(decoded, format="rgb24").to_ndarray()
+        image: np.ndarray = self._reformat.reformat(decoded, format="rgb24", threads=1).to_ndarray()
         turn = None
         with suppress(AttributeError):
             turn = TURNS.get(int(decoded.rotation) % 360)

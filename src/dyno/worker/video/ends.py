@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -14,6 +15,12 @@ import numpy as np
 from dyno.worker.tasks.postprocess import Detections
 
 now = time.perf_counter_ns
+SHARE, MOST_THREADS = 4, 8  # of the processors that a codec's own threads take, and how many at most
+
+
+def codec_threads() -> int:
+    """How many threads a codec gets: the stages are threads already, and those of a codec cost processor time."""
+    return min(MOST_THREADS, max(1, len(os.sched_getaffinity(0)) // SHARE))
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from dyno.worker.video.images import IMAGES, ImageSink, ImageSource, RawSource
 from dyno.worker.video.opencv import CaptureSource, WriterSink
 from dyno.worker.video.options import VideoOptions
 
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # glibc's numbers of them, in malloc.h
+LARGEST, KEPT = 32 << 20, 1 << 30  # bytes: of one piece, glibc's own limit, and in all
 CAMERA, PIPE = "camera:", "pipe:"
 STREAMS = ("rtsp", "rtsps", "rtmp", "rtmps", "rtp", "udp", "tcp", "srt", "mms")
 
@@ -27,7 +30,16 @@ def prepare_libraries() -> None:
         import cv2
     except ImportError as e:
         raise Unavailable(f"video needs OpenCV: {e}; {install('opencv-python')}") from e
+    _keep_memory()
     cv2.setNumThreads(1)  # a stage is a thread already, and OpenCV's own would take the engine's processors
+
+
+def _keep_memory() -> None:
+    """Have glibc keep what frames free: given back to the kernel, every next one would be zeroed page by page."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(MMAP_THRESHOLD, LARGEST)
+        mallopt(TRIM_THRESHOLD, KEPT)
 
 
 def has_pyav() -> bool:

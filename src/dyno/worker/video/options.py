@@ -24,6 +24,7 @@ class VideoOptions:
     iou: float = _option(0.7, "Overlap above which the weaker of two boxes of a class is dropped.")
     most: int = _option(300, "Most boxes of a frame.")
     frames: int = _option(0, "Stop after this many frames.", "the whole video", common=True)
+    streams: int = _option(1, "Run the video so many times at once through one engine; the first is written as OUT.")
     codec: str = _option("", "Codec to write with: h264, hevc, vp9, av1, mpeg4…", "the container's own")
     live: bool | None = _option(
         None,
@@ -37,7 +38,7 @@ class VideoOptions:
         for name in ("confidence", "iou"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"{name} is {getattr(self, name):g}; it must be between 0 and 1")
-        for name, least in (("most", 1), ("frames", 0)):
+        for name, least in (("most", 1), ("frames", 0), ("streams", 1)):
             if getattr(self, name) < least:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least {least}")
         if not 0 < self.frame_rate <= 1000:

@@ -7,10 +7,12 @@ decoding, resizing, inference and encoding happen in libraries that release Pyth
 from __future__ import annotations
 
 import threading
-from collections import deque
+import time
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -43,15 +45,20 @@ class Step:
         return False
 
 
+def numbers() -> array[int]:
+    """An empty list of whole numbers that takes eight bytes for each: there is one for each frame of a film."""
+    return array("q")
+
+
 @dataclass
 class Timed:
     """What one stage did, item by item, in ns of `perf_counter_ns`: when it began and ended the work, and when what it
     handed on had found room; how many items waited when it took one."""
 
-    began: list[int] = field(default_factory=list)
-    ended: list[int] = field(default_factory=list)
-    handed: list[int] = field(default_factory=list)
-    waiting: list[int] = field(default_factory=list)
+    began: array[int] = field(default_factory=numbers)
+    ended: array[int] = field(default_factory=numbers)
+    handed: array[int] = field(default_factory=numbers)
+    waiting: array[int] = field(default_factory=numbers)
 
     def add(self, began: int, ended: int, waiting: int) -> None:
         """One piece of work, which is `handed` on afterwards."""
@@ -71,58 +78,68 @@ class Stopped(Exception):
 
 
 class _Channel:
-    """A bounded queue between two stages that can be closed by the first and stopped by anyone."""
+    """A bounded queue from one stage to the next, which the first closes and anyone stops.
 
-    def __init__(self, room: int, condition: threading.Condition) -> None:
-        self._items: deque[Any] = deque()
-        self._room, self._condition = room, condition
-        self.closed = self.stopped = False
+    Two queues of the interpreter's own, one of items and one of free places: a thread that waits for either costs
+    nothing, and is awake sooner than by a condition.
+    """
+
+    def __init__(self, room: int) -> None:
+        self._items: SimpleQueue[Any] = SimpleQueue()
+        self._places: SimpleQueue[None] = SimpleQueue()
+        for _ in range(room):
+            self._places.put(None)
+        self.closed = self._stopped = False
 
     def put(self, item: Any) -> None:
         """Add the item as soon as there is room."""
-        with self._condition:
-            while len(self._items) >= self._room and not self.stopped:
-                self._condition.wait()
-            self._add(item)
+        self._places.get()
+        self._check()
+        self._items.put(item)
 
     def offer(self, item: Any) -> int:
         """Add the item at once; returns how many older ones had to go for it."""
-        with self._condition:
-            gone = max(0, len(self._items) - self._room + 1)
-            for _ in range(gone):
-                self._items.popleft()
-            self._add(item)
-            return gone
-
-    def _add(self, item: Any) -> None:
-        if self.stopped:
-            raise Stopped
-        self._items.append(item)
-        self._condition.notify_all()
+        self._check()
+        gone = 0
+        try:
+            self._places.get_nowait()
+        except Empty:
+            try:
+                self._items.get_nowait()  # the item takes its place
+                gone = 1
+            except Empty:
+                self._places.get()  # it was taken just now, and its place is free in a moment
+        self._items.put(item)
+        return gone
 
     def get(self, wait: bool) -> tuple[Any, int]:
         """The next item (None: there is none now, or none any more) and how many waited, this one included."""
-        with self._condition:
-            while wait and not self._items and not self.closed and not self.stopped:
-                self._condition.wait()
-            if self.stopped:
-                raise Stopped
-            if not self._items:
-                return None, 0
-            waiting = len(self._items)
-            item = self._items.popleft()
-            self._condition.notify_all()
-            return item, waiting
+        if self.closed:
+            return None, 0
+        try:
+            item = self._items.get(block=wait)
+        except Empty:
+            return None, 0
+        self._check()
+        if item is None:
+            self.closed = True
+            return None, 0
+        self._places.put(None)
+        return item, self._items.qsize() + 1
 
     def close(self) -> None:
-        with self._condition:
-            self.closed = True
-            self._condition.notify_all()
+        """No further item comes."""
+        self._items.put(None)
 
     def stop(self) -> None:
-        with self._condition:
-            self.stopped = True
-            self._condition.notify_all()
+        """Whoever waits here, or will, gets `Stopped`."""
+        self._stopped = True
+        self._places.put(None)
+        self._items.put(None)
+
+    def _check(self) -> None:
+        if self._stopped:
+            raise Stopped
 
 
 class Stages:
@@ -134,53 +151,19 @@ class Stages:
     def __init__(self, name: str, source: Iterator[Any], steps: Sequence[Step], live: bool = False) -> None:
         self._source, self._steps, self._live = source, steps, live
         self.dropped = 0
-        # A condition for each queue: a shared one would wake every thread for every item.
-        self._channels = [_Channel(LIVE_DEPTH if live else DEPTH, threading.Condition()) for _ in steps]
+        self._channels = [_Channel(LIVE_DEPTH if live else DEPTH) for _ in steps]
         self.timed = {stage: Timed() for stage in (name, *(step.name for step in steps))}
-        self._errors: list[BaseException] = []
-        self._ended: SimpleQueue[None] = SimpleQueue()
         self._first = name
 
-    def run(self, tick: Callable[[], None]) -> None:
-        """Until the source ends; raises what the first stage that failed raised. `tick` is called four times a second.
+    def actions(self) -> list[tuple[str, Callable[[], None]]]:
+        """What the thread of each stage does, the reader first."""
+        working = [(step.name, partial(self._work, k)) for k, step in enumerate(self._steps)]
+        return [(self._first, self._read), *working]
 
-        An interrupt of this thread stops every stage after the item that it is at, and is raised again.
-        """
-        threads = [threading.Thread(target=self._guarded, args=(self._read,), name=self._first, daemon=True)]
-        for k, step in enumerate(self._steps):
-            threads.append(threading.Thread(target=self._guarded, args=(self._work, k), name=step.name, daemon=True))
-        for thread in threads:
-            thread.start()
-        running = len(threads)
-        try:
-            while running:
-                with suppress(Empty):  # an interrupted `join` takes the thread for ended, so threads say it themselves
-                    self._ended.get(timeout=TICK_S)
-                    running -= 1
-                tick()
-        finally:
-            if running:
-                self._stop()
-            threads[0].join(READER_S)
-            for thread in threads[1:]:
-                thread.join()
-        if self._errors:
-            raise self._errors[0]
-
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """Every stage stops after the item that it is at."""
         for channel in self._channels:
             channel.stop()
-
-    def _guarded(self, action: Callable[..., None], *arguments: Any) -> None:
-        try:
-            action(*arguments)
-        except Stopped:
-            pass
-        except BaseException as e:  # it is raised again where the stages were started
-            self._errors.append(e)
-            self._stop()
-        finally:
-            self._ended.put(None)
 
     def _read(self) -> None:
         timed, channel = self.timed[self._first], self._channels[0]
@@ -214,3 +197,50 @@ class Stages:
                 break
         if onward is not None:
             onward.close()
+
+
+def run(lines: Sequence[Stages], tick: Callable[[], None]) -> None:
+    """Run them side by side until their sources end; raises what the first stage that failed raised.
+
+    `tick` is called four times a second. An interrupt of this thread stops every stage and is raised again.
+    """
+    ended: SimpleQueue[None] = SimpleQueue()
+    errors: list[BaseException] = []
+
+    def stop() -> None:
+        for line in lines:
+            line.stop()
+
+    def guarded(action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Stopped:
+            pass
+        except BaseException as e:  # it is raised again where the stages were started
+            errors.append(e)
+            stop()
+        finally:
+            ended.put(None)
+
+    started = [[threading.Thread(target=guarded, args=(action,), name=name, daemon=True)
+                for name, action in line.actions()] for line in lines]  # fmt: skip
+    threads = [thread for line in started for thread in line]
+    for thread in threads:
+        thread.start()
+    running = len(threads)
+    try:
+        while running:
+            with suppress(Empty):  # an interrupted `join` takes the thread for ended, so threads say it themselves
+                ended.get(timeout=TICK_S)
+                running -= 1
+            tick()
+    finally:
+        if running:
+            stop()
+        until = time.monotonic() + READER_S
+        for reader, *working in started:
+            reader.join(max(0.0, until - time.monotonic()))
+            for thread in working:
+                thread.join()
+    if errors:
+        raise errors[0]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from queue import Empty, SimpleQueue
+from typing import IO, Any, TypeVar
 
 import numpy as np
 
@@ -18,11 +21,13 @@ from dyno.worker.tasks.postprocess import Detections
 from dyno.worker.video.drawing import draw
 from dyno.worker.video.ends import Batch, Frame, Sink
 from dyno.worker.video.preparing import Preparation
-from dyno.worker.video.stages import DEPTH, Step
+from dyno.worker.video.stages import DEPTH, Step, numbers
 
 DECODE, PREPARE, INFER, POSTPROCESS, DRAW, ENCODE = STAGES = (
     "decode", "preprocess", "inference", "postprocess", "draw", "encode",
 )  # fmt: skip
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -71,24 +76,71 @@ class Prepare(Step):
         return (batch,)
 
 
+class Engine:
+    """A session in a thread of its own, in which it is loaded and called; several streams share it.
+
+    OpenMP keeps threads for each thread that calls it. With two such pools on the same processors neither spins any
+    more, and PyTorch takes three times as long. A GPU's context belongs to a thread, too.
+    """
+
+    def __init__(self, load: Callable[[], Session]) -> None:
+        self._executor = ThreadPoolExecutor(1, "engine")
+        self._thread = self._executor.submit(threading.current_thread).result()
+        self.session = self.call(load)
+        self._free: SimpleQueue[int] = SimpleQueue()
+        for slot in range(self.session.slots):
+            self._free.put(slot)
+
+    def call(self, action: Callable[[], T]) -> T:
+        """The action's result, from the engine's thread."""
+        in_it = threading.current_thread() is self._thread
+        return action() if in_it else self._executor.submit(action).result()
+
+    def begin(self, batch: Batch, wait: bool) -> int | None:
+        """Start the batch in a free slot and return it; where there is none, `wait` for one or return None."""
+        try:
+            slot = self._free.get(block=wait)
+        except Empty:
+            return None
+        self.call(lambda: self._start(batch, slot))
+        return slot
+
+    def finish(self, batch: Batch, slot: int) -> Batch:
+        """The batch with its outputs; the slot is free again."""
+        batch.outputs = self.call(lambda: self._outputs(slot))
+        self._free.put(slot)
+        return batch
+
+    def _start(self, batch: Batch, slot: int) -> None:
+        self.session.bind(batch.feed, slot)
+        self.session.run(slot)
+
+    def _outputs(self, slot: int) -> list[np.ndarray]:
+        self.session.wait(slot)
+        return [np.array(a) for a in self.session.fetch(slot).values()]
+
+
 class Infer(Step):
-    """Batches through the session, with as many in flight as it has slots."""
+    """Batches through the engine, with as many in flight as it has slots."""
 
     name = INFER
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self._flying: deque[tuple[Batch, int]] = deque()
-        self._turn = 0
 
     def work(self, item: Any) -> Iterable[Batch]:
-        done = [self._finish()] if len(self._flying) == self._session.slots else []
-        slot = self._turn % self._session.slots
-        self._session.bind(item.feed, slot)
-        self._session.run(slot)
+        if self._engine.session.slots == 1:
+            return self._engine.call(lambda: self._answer(item))
+        return self._answer(item)
+
+    def _answer(self, item: Batch) -> list[Batch]:
+        done = []
+        # Who waits for a slot holds none: streams that each wait for another's would do so for ever.
+        while (slot := self._engine.begin(item, wait=not self._flying)) is None:
+            done.append(self._finish())
         self._flying.append((item, slot))
-        self._turn += 1
-        return [*done, self._finish()] if self._session.slots == 1 else done
+        return [*done, self._finish()] if self._engine.session.slots == 1 else done
 
     @property
     def holds(self) -> bool:
@@ -98,10 +150,7 @@ class Infer(Step):
         return [self._finish()] if self._flying else []
 
     def _finish(self) -> Batch:
-        batch, slot = self._flying.popleft()
-        self._session.wait(slot)
-        batch.outputs = [np.array(a) for a in self._session.fetch(slot).values()]
-        return batch
+        return self._engine.finish(*self._flying.popleft())
 
 
 class Postprocess(Step):
@@ -153,8 +202,7 @@ class Keep(Step):
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
         self._file: IO[str] | None = path.open("w", encoding="utf-8") if path else None
-        self.began: list[int] = []
-        self.boxes: list[int] = []
+        self.began, self.boxes = numbers(), numbers()
 
     def work(self, item: Any) -> Iterable[Frame]:
         self.began.append(item.began)

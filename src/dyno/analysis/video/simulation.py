@@ -1,0 +1,116 @@
+"""What a pipeline would do, from its stages alone: a simulation with bounded queues and shared processors.
+
+Work is a fluid: while the stages at work ask for more processors than there are, all get slower alike (processor
+sharing; Kleinrock, Queueing Systems II, 1976, 4.4). So one clock of work done ends every piece in turn, and its speed
+says how long that takes.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Server:
+    """A stage: seconds of each frame alone (used again from the beginning), processors that it keeps busy meanwhile,
+    and whether all streams share it."""
+
+    seconds: np.ndarray
+    processors: float
+    shared: bool = False
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """Frames per second of all streams together, and the seconds from a frame's reading until its boxes are known."""
+
+    rate: float
+    latencies: np.ndarray
+
+
+class Simulation:
+    """Streams of so many frames each through the servers; `known` is the number of the one that ends with boxes."""
+
+    def __init__(
+        self, servers: Sequence[Server], known: int, streams: int, frames: int, processors: int, depth: int
+    ) -> None:
+        self._servers, self._known, self._frames = servers, known, frames
+        self._processors, self._depth, self._streams = processors, depth, streams
+        stages = range(len(servers))
+        self._queues = [[deque[int]() for _ in stages] for _ in range(streams)]
+        self._held = [[-1 for _ in stages] for _ in range(streams)]  # the frame that a stage has, -1 for none
+        self._blocked = [[False for _ in stages] for _ in range(streams)]
+        self._free = [True for _ in servers]
+        self._waiting = [deque[int]() for _ in stages]  # streams that wait for a shared server
+        self._next = [0] * streams
+        self._began = np.zeros((streams, frames))
+        self._latencies: list[float] = []
+        self._heap: list[tuple[float, int, int]] = []  # the work done at which a piece ends, its stream and its stage
+        self._asked = self._done = self._now = 0.0
+
+    def run(self) -> Simulated:
+        """Until every frame has gone through."""
+        for stream in range(self._streams):
+            self._start(stream, 0)
+        while self._heap:
+            done, stream, stage = heapq.heappop(self._heap)
+            self._now += (done - self._done) * max(1.0, self._asked / self._processors)
+            self._done = done
+            self._finish(stream, stage)
+        return Simulated(self._streams * self._frames / self._now, np.array(self._latencies))
+
+    def _start(self, stream: int, stage: int) -> None:
+        """Begin the next frame that waits for the stage, where there is one and the stage is free."""
+        queue = self._queues[stream][stage]
+        if self._held[stream][stage] >= 0 or not (queue or (stage == 0 and self._next[stream] < self._frames)):
+            return
+        if stage == 0:
+            frame, self._next[stream] = self._next[stream], self._next[stream] + 1
+            self._began[stream, frame] = self._now
+        else:
+            frame = queue.popleft()
+        self._held[stream][stage] = frame
+        if stage and self._blocked[stream][stage - 1]:  # there is room for the one before
+            self._hand_on(stream, stage - 1)
+        if not self._servers[stage].shared:
+            self._serve(stream, stage)
+        elif self._free[stage]:
+            self._free[stage] = False
+            self._serve(stream, stage)
+        else:
+            self._waiting[stage].append(stream)
+
+    def _serve(self, stream: int, stage: int) -> None:
+        server = self._servers[stage]
+        self._asked += server.processors
+        seconds = float(server.seconds[self._held[stream][stage] % len(server.seconds)])
+        heapq.heappush(self._heap, (self._done + seconds, stream, stage))
+
+    def _finish(self, stream: int, stage: int) -> None:
+        server = self._servers[stage]
+        self._asked -= server.processors
+        if server.shared and self._waiting[stage]:
+            self._serve(self._waiting[stage].popleft(), stage)
+        else:
+            self._free[stage] = True
+        if stage == self._known:
+            self._latencies.append(self._now - self._began[stream, self._held[stream][stage]])
+        self._hand_on(stream, stage)
+
+    def _hand_on(self, stream: int, stage: int) -> None:
+        """Give the frame to the next stage, or keep it until there is room."""
+        last = stage + 1 == len(self._servers)
+        self._blocked[stream][stage] = not last and len(self._queues[stream][stage + 1]) >= self._depth
+        if self._blocked[stream][stage]:
+            return
+        if not last:
+            self._queues[stream][stage + 1].append(self._held[stream][stage])
+        self._held[stream][stage] = -1
+        if not last:
+            self._start(stream, stage + 1)
+        self._start(stream, stage)

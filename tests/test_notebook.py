@@ -1,0 +1,47 @@
+"""The notebook of examples/ runs from top to bottom, and a result shows itself there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+NOTEBOOK = Path(__file__).resolve().parents[1] / "examples/quickstart.ipynb"
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def cells(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """The notebook's cells of code, run in an empty folder."""
+    folder = tmp_path_factory.mktemp("notebook")
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells), "figures of another machine are no example"
+    NotebookClient(notebook, timeout=900, resources={"metadata": {"path": str(folder)}}).execute()
+    assert (folder / "runs/notebook/report.html").is_file()
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def shown(cell: Any, kind: str) -> str:
+    return "\n".join(output.data.get(kind, "") for output in cell.outputs if "data" in output)
+
+
+def test_a_result_shows_what_was_decided_the_trials_and_a_chart(cells: list[Any]) -> None:
+    html = shown(next(cell for cell in cells if cell.source == "result"), "text/html")
+    assert "<strong>" in html and "real: " in html and "data:image/svg+xml;base64," in html
+    assert all(f"<td>{name}</td>" in html for name in ("pytorch", "onnxruntime", "openvino"))
+    assert "<script" not in html and "<button" not in html
+
+
+def test_progress_is_shown_and_plots_are_drawn(cells: list[Any]) -> None:
+    lines = shown(next(cell for cell in cells if "study.run" in cell.source), "text/html")
+    assert "onnxruntime fp32 b8" in lines and "round 2 of 2" in lines
+    assert shown(next(cell for cell in cells if "plt.hist" in cell.source), "image/png")
+
+
+def test_the_difference_is_explained(cells: list[Any]) -> None:
+    outputs = next(cell for cell in cells if "dyno.explain" in cell.source).outputs
+    assert "From A to B" in "".join(output.get("text", "") for output in outputs)
