@@ -189,6 +189,35 @@ def test_an_output_whose_shape_only_the_run_knows(onnx_file: Callable[..., Path]
         assert session.fetch()["where"].shape == (2, count)
 
 
+def test_outputs_keep_their_names_whichever_of_them_has_a_shape(onnx_file: Callable[..., Path]) -> None:
+    x = H.make_tensor_value_info("x", FLOAT, [1, 4])
+    body = H.make_graph(
+        [H.make_node("Add", ["h", "h"], ["twice"]), H.make_node("Identity", ["go"], ["on"])], "body",
+        [H.make_tensor_value_info("i", onnx.TensorProto.INT64, []), H.make_tensor_value_info("go", 9, []),
+         H.make_tensor_value_info("h", FLOAT, None)],
+        [H.make_tensor_value_info("on", 9, []), H.make_tensor_value_info("twice", FLOAT, None)],
+    )  # fmt: skip
+    nodes = [H.make_node("NonZero", ["x"], ["where"]), H.make_node("Relu", ["x"], ["relu"]),
+             H.make_node("ReduceSum", ["x"], ["sum"], keepdims=0),
+             H.make_node("Loop", ["trips", "true", "x"], ["looped"], body=body)]  # fmt: skip
+    outputs = [
+        H.make_tensor_value_info("where", onnx.TensorProto.INT64, [2, "found"]),  # the library places it
+        H.make_tensor_value_info("relu", FLOAT, [1, 4]),
+        H.make_tensor_value_info("sum", FLOAT, []),
+        H.make_tensor_value_info("looped", FLOAT, None),  # of unknown rank: described like a scalar
+    ]
+    weights = [onnx.numpy_helper.from_array(np.array(3), "trips"), onnx.numpy_helper.from_array(np.array(True), "true")]
+    session = OnnxRuntime().load(file_trial(onnx_file(nodes, [x], outputs, weights), x=(1, 4)), None)
+    for row in ([0, 1, 0, -1], [1, -1, 1, 0]):
+        session.bind({"x": np.array([row], np.float32)})
+        session.run()
+        found = session.fetch()
+        np.testing.assert_array_equal(found["where"], np.nonzero([row]))
+        np.testing.assert_array_equal(found["relu"], np.maximum([row], 0))
+        np.testing.assert_array_equal(found["looped"], 8 * np.array([row]))
+        assert found["sum"] == sum(row) and found["sum"].shape == ()
+
+
 def test_memory_that_runs_out_is_a_memory_error(onnx_file: Callable[..., Path]) -> None:
     size = onnx.numpy_helper.from_array(np.array([1 << 44]), "size")
     nodes = [

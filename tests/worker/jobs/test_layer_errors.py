@@ -267,6 +267,25 @@ def test_other_graphs_are_refused(compare: Compare) -> None:
         compare(network(), other)
 
 
+def test_another_network_whose_tensors_have_the_same_names_is_refused(compare: Compare) -> None:
+    other = network()
+    other.graph.node[0].attribute.append(onnx.helper.make_attribute("strides", [2, 2]))
+    with pytest.raises(UserError, match=r"most tensors of .*1\.onnx have other shapes .* these are different networks"):
+        compare(network(), other)
+
+
+def test_few_counterparts_are_counted(compare: Compare) -> None:
+    """Tensors without a counterpart belong to the next one that has it."""
+    other = scaled(network(), "w2", 1.5)
+    kept = {"x", "c1", "y"}
+    for node in other.graph.node:
+        for names in (node.input, node.output):
+            names[:] = [n if n in kept or n[0] == "w" or n in ("up", "down") else f"{n}_renamed" for n in names]
+    found = compare(network(), other)
+    assert [layer.tensor for layer in found.layers] == ["c1", "y"] and found.suspects == ("y",)
+    assert (found.unmatched, found.reference_layers) == (10, 12)
+
+
 def test_inputs_that_are_no_numbers_are_refused() -> None:
     with pytest.raises(UserError, match="input 'x' has values that are NaN or infinite"):
         reference.check_finite([{"x": np.array([1.0, np.nan])}])

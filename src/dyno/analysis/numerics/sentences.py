@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from dyno.analysis.formatting import counting, significant
 from dyno.worker.facts.numerics import Difference, LayerError, LayerErrors
 
+FEW = 0.5  # of the reference's layers: where fewer are compared a sentence says so
 HALF, MOSTLY = 0.5, 0.8  # of what it was: an error that falls below the first has fallen, below the second in part
 NAMED = 4  # suspects that a sentence names
 Labels = Mapping[str, str]  # the layer's name of each tensor
@@ -23,25 +24,41 @@ def label(tensor: str, labels: Labels) -> str:
     return labels.get(tensor, tensor)
 
 
+def layers_of(tensors: Iterable[str], labels: Labels) -> list[str]:
+    """The layers that write the tensors, in order; one with several outputs is one layer."""
+    return [*dict.fromkeys(label(tensor, labels) for tensor in tensors)]
+
+
 def of(result: LayerErrors, limit: float, precision: str, labels: Labels) -> list[str]:
     """Whether outputs agree, where they diverge first, whose error that is, and if the unmarked engine confirms it."""
     return [
-        _outputs(result, limit, precision),
+        _outputs(result, limit, precision, labels),
+        *_few(result),
         *_mismatched(result),
         *_not_finite(result.layers, labels),
         *_first(result, limit, labels),
         *_border(result, labels),
         *_suspects(result, labels),
-        *_tested(result, limit),
+        *_tested(result, limit, labels),
     ]
 
 
-def _outputs(result: LayerErrors, limit: float, precision: str) -> str:
-    runs, layers = counting(result.runs, "run"), counting(len(result.layers), "layer")
+def _outputs(result: LayerErrors, limit: float, precision: str, labels: Labels) -> str:
+    compared = layers_of((layer.tensor for layer in result.layers), labels)
+    runs, layers = counting(result.runs, "run"), counting(len(compared), "layer")
     parts = f", marked in {result.parts} parts" if result.parts > 1 else ""
     agrees = "agree" if result.unmodified is not None and result.unmodified.error <= limit else "disagree"
     size = _off(result.unmodified)
     return f"outputs {agrees}: {size} ({precision} agrees up to {limit:g}); {runs}, {layers} compared{parts}."
+
+
+def _few(result: LayerErrors) -> list[str]:
+    found, theirs = len(result.layers), result.reference_layers
+    if found >= FEW * theirs:
+        return []
+    have = "has" if found == 1 else "have"
+    return [f"only {found:,} of the reference's {counting(theirs, 'tensor')} {have} a counterpart; what lies between "
+            "two of them counts as the later one's own."]  # fmt: skip
 
 
 def _mismatched(result: LayerErrors) -> list[str]:
@@ -104,22 +121,23 @@ def _suspects(result: LayerErrors, labels: Labels) -> list[str]:
         return []
     effects = {layer.tensor: layer.effect or 0.0 for layer in result.layers}
     total = sum(effect**2 for effect in effects.values())
-    listed = ", ".join(label(name, labels) for name in result.suspects[:NAMED])
-    more = f" and {len(result.suspects) - NAMED} more" if len(result.suspects) > NAMED else ""
-    which = f"{counting(len(result.suspects), 'layer')} of {len(result.layers):,}"
+    suspects, every = layers_of(result.suspects, labels), layers_of(effects, labels)
+    listed = ", ".join(suspects[:NAMED])
+    more = f" and {len(suspects) - NAMED} more" if len(suspects) > NAMED else ""
+    which = f"{counting(len(suspects), 'layer')} of {len(every):,}"
     if not total or not math.isfinite(total):
         return [f"suspected: {which}, {listed}{more}."]
     share = sum(effects[name] ** 2 for name in result.suspects) / total
-    makes = "makes" if len(result.suspects) == 1 else "make"
+    makes = "makes" if len(suspects) == 1 else "make"
     return [f"{which} {makes} {share:.0%} of the error that layers add by themselves: {listed}{more}."]
 
 
-def _tested(result: LayerErrors, limit: float) -> list[str]:
+def _tested(result: LayerErrors, limit: float, labels: Labels) -> list[str]:
     if not result.suspects:
         return []
     if result.substituted is None or result.cut is None:
         return ["not tested again: the reference has no graph with these layers, to be put in their place."]
-    place = "its place" if len(result.suspects) == 1 else "their place"
+    place = "its place" if len(layers_of(result.suspects, labels)) == 1 else "their place"
     return [f"{verdict(result, limit)}: with no tensor marked and the reference in {place}, the outputs are "
             f"{_off(result.substituted)}; with the graph only cut there, {_off(result.cut)}."]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Layers of an engine against a reference's, and what was result, as tables."""
+"""Layers of an engine against a reference's, and where the error comes from, as tables."""
 
 from __future__ import annotations
 
@@ -103,16 +103,18 @@ def findings(compared: Sequence[Compared], rtol: float, atol: float) -> Table:
 
 def _finding(each: Compared, labels: Mapping[str, str]) -> Row:
     result, limit = each.errors, each.limit
+    suspects = sentences.layers_of(result.suspects, labels)
+    compared = sentences.layers_of((layer.tensor for layer in result.layers), labels)
     first = sentences.first_divergence(result.layers, limit)
     tested = {f"{name}_error": finite(apart.error) if apart else None for name, apart in _tested(result).items()}
     return {
         "engine": each.name, "reference": each.reference, "precision": each.precision, "limit": limit,
-        "layers": len(result.layers), "runs": result.runs, "parts": result.parts, "unmatched": result.unmatched,
-        "mismatched": result.mismatched,
+        "layers": len(compared), "runs": result.runs, "parts": result.parts, "unmatched": result.unmatched,
+        "mismatched": result.mismatched, "reference_layers": result.reference_layers,
         "close": 100 * result.unmodified.close if result.unmodified else None, **tested,
         "first": sentences.label(first.tensor, labels) if first else "",
-        "suspect_count": len(result.suspects) if sentences.verdict(result, limit) else None,
-        "suspects": ", ".join(sentences.label(name, labels) for name in result.suspects),
+        "suspect_count": len(suspects) if sentences.verdict(result, limit) else None,
+        "suspects": ", ".join(suspects),
         "boundary": " to ".join(sentences.label(name, labels) if name else "end" for name in result.boundary),
         "verdict": sentences.verdict(result, limit),
     }  # fmt: skip
@@ -164,10 +166,11 @@ FINDING_COLUMNS = (
     Column("reference", "what it is compared with", kind=TEXT, title="against", rank=6),
     Column("precision", "whose tolerance decides", kind=TEXT, rank=5),
     Column("limit", "largest error at which outputs agree", rank=4),
-    Column("layers", "compared tensors", kind=COUNT, rank=7),
+    Column("layers", "compared layers", kind=COUNT, rank=7),
     Column("runs", "runs that were compared, of a batch each", kind=COUNT, rank=8),
     Column("parts", "pieces in which the marked graph was run", kind=COUNT, rank=9),
     Column("unmatched", "tensors of the engine's graph without a counterpart", kind=COUNT, rank=9),
+    Column("reference_layers", "tensors of the reference", kind=COUNT),
     Column("mismatched", "tensors left out, which are something else in the reference", kind=COUNT),
     Column("close", "share of the outputs' values that are close", "%", PERCENT, title="close, %", rank=3),
     Column("unmodified_error", "error of the outputs of the unmodified engine", title="outputs"),

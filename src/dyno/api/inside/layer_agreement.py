@@ -76,8 +76,9 @@ def agree_layers(
     of `dyno.Study`, have some. `top` rows of each engine are listed (0: all), in one of ORDERS. Raises `UserError` for
     what isn't a graph, and for graphs that have no tensors in common.
     """
-    for name, value, least in (("batch", batch, 1), ("compared", compared, 1), ("top", top, 0)):
-        if value < least:
+    counts = (("batch", batch, 1), ("compared", compared, 1), ("top", top, 0), ("rtol", rtol, 0), ("atol", atol, 0))
+    for name, value, least in counts:
+        if not value >= least:
             raise UserError(f"{name} is {value}; it must be at least {least}")
     check_known("order", order, ORDERS)
     study = Study(models=(model,), **settings)

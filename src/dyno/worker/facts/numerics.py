@@ -45,8 +45,8 @@ class LayerErrors(Sparse):
     (`marked`), of the graph cut around the `suspects` (`cut`), and cut there with the reference computing the suspects
     (`substituted`). Where marking hides the error, `boundary` is the last tensor at which a graph that ends there
     agrees, and the first at which it doesn't. `runs` are the batches that were compared, `unmatched` the tensors that
-    the reference doesn't have, or that change their shape, `mismatched` those that it has with another meaning, and
-    `parts` how many pieces the marked graph was run in.
+    the reference doesn't have, or that change their shape, `mismatched` those that it has with another meaning,
+    `reference_layers` how many tensors the reference has, and `parts` how many pieces the marked graph was run in.
     """
 
     layers: tuple[LayerError, ...] = ()
@@ -59,4 +59,5 @@ class LayerErrors(Sparse):
     runs: int = 0
     unmatched: int = 0
     mismatched: int = 0
+    reference_layers: int = 0
     parts: int = 0

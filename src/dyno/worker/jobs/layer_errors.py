@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 Report = Callable[[str], None]
 REFERENCE = "onnxruntime"  # runs the reference's graph, with its optimisation off: node by node
+SAME_SHAPE = 0.5  # of the tensors with a common name have the same shape, at least, in two forms of one network
 PASSES = 3  # in which tensors are left out: a mismatched one may hide another behind it
 TENSORS, ISOLATED, WITH_DELTAS = "tensors", "isolated", "with_deltas.onnx"  # files and folders in the job's folder
 
@@ -77,7 +78,7 @@ def compare_engine(job: Job, folder: Path, report: Report) -> LayerErrors:
 
     `graph` is the ONNX file that the engine was made from, `reference_graph` the reference's own, `limits` are those of
     `Limits`, and `always` asks for suspects even where the outputs agree. Raises `UserError` for graphs that have no
-    tensor in common.
+    tensor in common, or of different networks.
     """
     assert job.trial is not None
     trial, options = job.trial, job.options
@@ -88,7 +89,7 @@ def compare_engine(job: Job, folder: Path, report: Report) -> LayerErrors:
     _check_common(comparison, str(options["graph"]))
     report("run the unmodified engine")
     unmodified = comparison.outputs(_run_unmodified(find(trial.backend).load(trial, job.artifact), comparison))
-    result = _layers(comparison, folder, report)
+    result = _layers(comparison, folder, report, str(options["graph"]))
     report("find each layer's effect")
     layers = compare.with_effects(comparison, result.layers, folder / ISOLATED, folder / WITH_DELTAS)
     report("test the suspects again")
@@ -103,6 +104,15 @@ def _check_common(comparison: Comparison, path: str) -> None:
                         "give two files of one graph, whose tensors have the same names")  # fmt: skip
 
 
+def _check_shapes(comparison: Comparison, named: Collection[str], path: str) -> None:
+    """A `UserError` where most of the tensors with a common name turned out to have other shapes: exporters number
+    tensors alike in every network."""
+    inner = {*named} - {*comparison.graph.outputs}
+    if len(inner & {*comparison.tensors}) < SAME_SHAPE * len(inner):
+        raise UserError(f"most tensors of {path} have other shapes than the reference's of the same name, so these are "
+                        "different networks; give two files of one graph")  # fmt: skip
+
+
 def _run_unmodified(session: Session, comparison: Comparison) -> list[list[np.ndarray]]:
     """The outputs of the engine's own file, with nothing marked or cut."""
     kinds = {tensor.name: np.dtype(tensor.dtype) for tensor in session.inputs}
@@ -113,12 +123,14 @@ def _run_unmodified(session: Session, comparison: Comparison) -> list[list[np.nd
         session.close()
 
 
-def _layers(comparison: Comparison, folder: Path, report: Report) -> LayerErrors:
+def _layers(comparison: Comparison, folder: Path, report: Report, path: str) -> LayerErrors:
     """Each layer's total error and its own, without the tensors that mean something else in the reference."""
     graph = comparison.graph
     sizes = reference.bytes_of(graph, {name: array.shape for name, array in comparison.feeds[0].items()})
     report("run the marked graph")
+    named = comparison.tensors
     total, marked, parts = compare.marked(comparison, sizes)
+    _check_shapes(comparison, named, path)
     report("run each layer alone")
     own = compare.isolated(comparison, sizes, folder / ISOLATED)
     matched = len(comparison.tensors)
@@ -127,9 +139,11 @@ def _layers(comparison: Comparison, folder: Path, report: Report) -> LayerErrors
             break
         comparison.tensors = [name for name in comparison.tensors if name not in others]
         own = compare.isolated(comparison, sizes, folder / ISOLATED)
-    return LayerErrors(layers=_rows(comparison, total, own), marked=marked, runs=comparison.stored.runs, parts=parts,
-                       unmatched=len(graph.float_tensors) - matched,
-                       mismatched=matched - len(comparison.tensors))  # fmt: skip
+    return LayerErrors(
+        layers=_rows(comparison, total, own), marked=marked, runs=comparison.stored.runs, parts=parts,
+        unmatched=len(graph.float_tensors) - matched, mismatched=matched - len(comparison.tensors),
+        reference_layers=len(comparison.stored),
+    )  # fmt: skip
 
 
 def _rows(

@@ -77,13 +77,12 @@ def _difference(pairs: Sequence[tuple[np.ndarray, np.ndarray]], limits: Limits) 
 
 def marked(comparison: Comparison, sizes: Mapping[str, int]) -> tuple[dict[str, Difference], Difference | None, int]:
     """Each tensor's total difference in the graph where it is an output, the network's outputs there, and in how many
-    parts the graph was run. Tensors of other shapes are dropped."""
+    parts the graph was run. Tensors of other shapes are dropped, so their shapes are left to the engine."""
     graph, differences, outputs = comparison.graph, dict[str, Difference](), None
+    shapes = {name: array.shape for name, array in comparison.feeds[0].items()}
     parts = [*in_parts([name for name in comparison.tensors if name not in graph.outputs], sizes)] or [[]]
     for number, part in enumerate(parts):
-        runs = comparison.engine.run(
-            graph.marked(part, comparison.shapes), comparison.feeds, graph.dtypes(graph.inputs)
-        )
+        runs = comparison.engine.run(graph.marked(part, shapes), comparison.feeds, graph.dtypes(graph.inputs))
         if not number:
             outputs = comparison.outputs([run[: len(graph.outputs)] for run in runs])
         for name, own in zip([*graph.outputs, *part], zip(*runs, strict=True), strict=True):

@@ -89,6 +89,9 @@ class StoredTensors:
         array: np.ndarray = np.load(self._folder / f"{name}.npy", mmap_mode="r")
         return array
 
+    def __len__(self) -> int:
+        return len(self._files)
+
     def __contains__(self, name: str) -> bool:
         return name in self._files
 

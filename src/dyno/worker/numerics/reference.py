@@ -36,14 +36,17 @@ def of_module(
 ) -> None:
     """Store the results of the module's calls, each by the name of the tensor that it is in the graph.
 
-    `graph` is the module's own export, which `engine` runs node by node. A call is the tensor that has its values;
-    where none has them, because the export is wrong, `named` says which tensor the names point to.
+    `graph` is the module's own export, which `engine` runs node by node. A call is the tensor that has its values.
+    Where none has them and the export's outputs are wrong too, `named` says which tensor the names point to; with right
+    outputs the names are what is wrong.
     """
     with _Hooks(module) as hooks:
         outputs = [once(session, feeds[0])]
-        calls = _by_values(hooks.results, graph, engine, feeds[0])
-        taken = {*calls.values()}
-        calls = {tensor: call for tensor, call in named.items() if call not in taken} | calls
+        own = {name: feeds[0][given] for name, given in counterparts(graph.inputs, [*feeds[0]]).items()}
+        calls = _by_values(hooks.results, graph, engine, own)
+        if not _same_outputs(graph, engine, own, outputs[0]):
+            taken = {*calls.values()}
+            calls = {tensor: call for tensor, call in named.items() if call not in taken} | calls
         values = {tensor: [hooks.results[call]] for tensor, call in calls.items() if call in hooks.results}
         for feed in within_memory(feeds, lambda: sum(runs[0].nbytes for runs in values.values())):
             if feed is feeds[0]:
@@ -95,8 +98,7 @@ def _by_values(results: Mapping[Call, np.ndarray], graph: Graph, engine: Engine,
     for call, result in results.items():
         by_shape[result.shape].append(call)
     matched: dict[str, Call] = {}
-    feeds = [{name: feed[own] for name, own in counterparts(graph.inputs, [*feed]).items()}]
-    for name, (own,) in _tensors(graph, engine, feeds):
+    for name, (own,) in _tensors(graph, engine, [feed]):
         distances = {
             call: float(errors(own[None], results[call][None]).max(initial=0.0)) for call in by_shape[own.shape]
         }
@@ -104,6 +106,15 @@ def _by_values(results: Mapping[Call, np.ndarray], graph: Graph, engine: Engine,
         if nearest is not None and distances[nearest] <= SAME:
             matched[name] = nearest
     return matched
+
+
+def _same_outputs(graph: Graph, engine: Engine, feed: Feeds, outputs: Sequence[np.ndarray]) -> bool:
+    """Whether the graph puts these values out."""
+    (own,) = engine.run(graph.marked([], {}), [feed], graph.dtypes(graph.inputs))
+    return len(own) == len(outputs) and all(
+        a.shape == b.shape and errors(a[None], b[None]).max(initial=0.0) <= SAME
+        for a, b in zip(own, outputs, strict=True)
+    )
 
 
 def _tensors(graph: Graph, engine: Engine, feeds: Sequence[Feeds]) -> Iterator[tuple[str, list[np.ndarray]]]:

@@ -85,7 +85,8 @@ class CudaSession(DeviceSession):
         providers.check(self._session)
         self.inputs = tuple(replace(t, shape=file.shapes[t.name]) for t in map(tensor, self._session.get_inputs()))
         self.outputs = tuple(tensor(arg) for arg in self._session.get_outputs())
-        self._static = {t.name: t for t in (*self.inputs, *self.outputs) if all(isinstance(n, int) for n in t.shape)}
+        ranked = (t for t in self.outputs if t.shape)  # without dimensions: a scalar, or of any number of them
+        self._static = {t.name: t for t in (*self.inputs, *ranked) if all(isinstance(n, int) for n in t.shape)}
         self.place(file.shapes, {name: _bytes(t) for name, t in self._static.items()})
         self._run_options = file.ort.RunOptions()
         # Without this every run would end with a wait, and nothing could overlap.

@@ -19,11 +19,15 @@ class Request:
         self.feeds: dict[str, np.ndarray] = {}
         self._binding = session.io_binding()
         self._outputs: dict[str, np.ndarray] = {}
-        for tensor in outputs:  # one whose shape depends on the run is left to the library
+        # One whose shape depends on the run is left to the library, and so is one without dimensions: a scalar, or of
+        # any number of them. All are bound in the graph's order, which `get_outputs` keeps when one is bound again.
+        for tensor in outputs:
             sizes = [size for size in tensor.shape if isinstance(size, int)]
-            if len(sizes) == len(tensor.shape):
+            if sizes and len(sizes) == len(tensor.shape):
                 array = self._outputs[tensor.name] = np.empty(sizes, tensor.dtype)
                 self._binding.bind_output(tensor.name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+            else:
+                self._binding.bind_output(tensor.name, "cpu")
         self._unplaced = [tensor.name for tensor in outputs if tensor.name not in self._outputs]
 
     def bind(self, feeds: Mapping[str, np.ndarray], inputs: Sequence[Tensor], shapes: Mapping[str, Shape]) -> None:
