@@ -3,7 +3,8 @@
 # Nothing is installed: what the machine lacks is skipped with its reason. Every part writes into OUT as it goes, so that
 # a call that is cut short loses nothing; PARTS names the parts to do (default: tests doctor study benchmarks matrix;
 # beside them profile, verdicts, and cores: verdicts on the CPU, a copy on each two cores). MATRIX_MINUTES ends the matrix of
-# networks in time (default 9), VERDICT_MINUTES each copy of the last two (default 9). Other interpreters are named by
+# networks in time (default 9), MATRIX_JOBS says how many are built at once (default 3: with seven on one GPU, whose builders all time
+# kernels on it, none was done in seven minutes), VERDICT_MINUTES ends each copy of the last two (default 9). Other interpreters are named by
 # DYNO_TENSORRT_PYTHON, DYNO_ORTGPU_PYTHON and DYNO_TORCH_TENSORRT_PYTHON. Records end up in OUT/runs.tar.gz.
 set -u
 out=${1:?usage: gpu.sh OUT}
@@ -54,7 +55,7 @@ fi
 
 if wanted matrix; then
   python3 benchmarks/matrix.py "$runs/matrix" --device cuda:0 --backends pytorch,tensorrt@optimization=1 --batch 8 --threads 1 \
-    --jobs 8 --minutes "${MATRIX_MINUTES:-9}" --limit 300 "${pythons[@]:0:2}" --rows "$out" | cut -c1-200
+    --jobs "${MATRIX_JOBS:-3}" --minutes "${MATRIX_MINUTES:-9}" --limit 300 "${pythons[@]:0:2}" --rows "$out" | cut -c1-200
 fi
 
 if wanted profile; then
