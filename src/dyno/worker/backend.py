@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dyno.worker.facts.engine import EngineFacts, Probe
 from dyno.worker.facts.files import MadeBy
-from dyno.worker.facts.inside import Inside
+from dyno.worker.facts.inside import Function, Inside
 from dyno.worker.inspection import Purpose
 from dyno.worker.option_values import Check, check_values
 from dyno.worker.spec import Artifact, Option, Recipe, Tensor, Trial, Unavailable, UserError, check_known
@@ -44,7 +44,7 @@ class LayerTimes:
 
     `layers` has seconds, a row for each repeat and a column for each layer, 0 for one that doesn't run. `whole` has the
     seconds of each watched run by the host's clock. `note` is a sentence on how the engine counts. `work` is what a GPU
-    did, where the engine says.
+    did, and `functions` what each function did for it, where the engine says.
     """
 
     inside: Inside
@@ -52,6 +52,7 @@ class LayerTimes:
     whole: np.ndarray
     note: str = ""
     work: GpuWork | None = None
+    functions: tuple[Function, ...] = ()
 
 
 class Session(ABC):

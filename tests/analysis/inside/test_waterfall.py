@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dyno.analysis.inside import causes, pairs, reasons, waterfall, waterfall_tables
-from dyno.analysis.inside.launching import OnGpu
+from dyno.analysis.inside.gpu.launching import OnGpu
 from dyno.analysis.inside.pairs import Pair, Side
 from dyno.analysis.inside.times import Times
 from dyno.analysis.inside.waterfall import Waterfall

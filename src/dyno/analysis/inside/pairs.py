@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dyno.analysis.inside.launching import OnGpu
+from dyno.analysis.inside.gpu.launching import OnGpu
 from dyno.analysis.inside.times import Times
 from dyno.worker.facts.inside import Inside
 from dyno.worker.record import check_schema, read_json, write_json

@@ -9,15 +9,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from dyno.analysis.formatting import counting
-from dyno.analysis.inside import align, launching
-from dyno.analysis.inside.launching import OnGpu
+from dyno.analysis.inside import align
+from dyno.analysis.inside.gpu import launching
+from dyno.analysis.inside.gpu.launching import OnGpu
 from dyno.analysis.inside.roofline import rated as roofline
 from dyno.analysis.inside.roofline.ceilings import Ceilings
 from dyno.analysis.inside.roofline.rated import Rated
 from dyno.analysis.inside.tables import MODEL, names_cell, shape
 from dyno.analysis.presentation.table import COUNT, PERCENT, TEXT, Column, Row, Table, TableKind
 from dyno.analysis.stats import Interval, median_interval
-from dyno.worker.facts.inside import MODULES, NODES, Inside, Layer, Port
+from dyno.worker.facts.inside import MODULES, NODES, Function, Inside, Layer, Port
 
 ORDERS = ("time", "graph")
 PROFILE = TableKind("profile", "Time by layer", "How long each layer takes, by the modules that it came from.",
@@ -43,7 +44,8 @@ COLUMNS = (
 class Times:
     """Seconds of one form: of runs with nothing switched on, of runs that were watched, and of its layers [repeats,
     layers of the form]; `warnings` say what disturbed them, and `gpu` is what a GPU did meanwhile, whose SM clock
-    behind the latency is `clock` in MHz (NaN: unknown). `backend` and `precision` are those of the trial."""
+    behind the latency is `clock` in MHz (NaN: unknown). `backend` and `precision` are those of the trial, `functions`
+    those of the host and the GPU, where they were seen."""
 
     unprofiled: np.ndarray
     profiled: np.ndarray
@@ -53,6 +55,7 @@ class Times:
     clock: float = math.nan
     backend: str = ""
     precision: str = ""
+    functions: tuple[Function, ...] = ()
 
     @property
     def latency(self) -> float:

@@ -11,7 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dyno.analysis.inside import launching, times
+from dyno.analysis.inside import times
+from dyno.analysis.inside.gpu import critical_path, launching
 from dyno.analysis.inside.roofline.ceilings import MEMORY, Ceilings, Rates, data_sheet
 from dyno.analysis.inside.roofline.work import types_of
 from dyno.analysis.inside.times import ORDERS, Times
@@ -58,10 +59,13 @@ class Profiled:
 
     @cached_property
     def tables(self) -> list[Table]:
-        """The layers of each form with their times, and what of the latency they explain."""
+        """The layers of each form with their times, and what of the latency they explain; on a GPU the critical path
+        where its functions were seen; the ceilings where they were measured."""
+        paths = {self.forms[k].library: each.functions for k, each in self.times.items() if each.functions}
         return [
             times.profile(self.forms, self.graph_of, self.module_of, self.times, self.order, self.top, self.ceilings),
             times.reconciliation(self.forms, self.times, self.graph_of, self.ceilings),
+            *([critical_path.table(paths, self.top)] if paths else []),
             *([self.ceilings.table()] if self.ceilings else []),
         ]
 
@@ -211,7 +215,8 @@ class Profiling(forms.Reading):
             clock = _clock(folder, *record.facts.timed.values())
         self.records.append(record)
         self.times.append(Times(samples["unprofiled_model"], samples["profiled"], samples["layers"], record.warnings,
-                                launching.of_samples(samples), clock, trial.backend, trial.precision))  # fmt: skip
+                                launching.of_samples(samples), clock, trial.backend, trial.precision,
+                                record.facts.functions))  # fmt: skip
         self._devices.add(trial.runtime.device)
         return inside
 

@@ -57,3 +57,19 @@ class Inside(Sparse):
     parameters: int = 0
     layers: tuple[Layer, ...] = ()
     notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Function(Sparse):
+    """What a function of the host or the GPU did in one watched run, on average, in seconds.
+
+    `where` is the host, a call of CUDA or the GPU. `path` is what it contributes to the critical path. `waiting` is, of
+    a call, how long it waited for the GPU, and of a kernel how long it waited after its launch.
+    """
+
+    name: str = ""
+    where: str = ""
+    calls: float = 0.0
+    time: float = 0.0
+    path: float = 0.0
+    waiting: float = 0.0

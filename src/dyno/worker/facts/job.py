@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from dyno.worker.facts.engine import EngineFacts, Probe
-from dyno.worker.facts.inside import Inside
+from dyno.worker.facts.inside import Function, Inside
 from dyno.worker.facts.json_values import EARLIER
 from dyno.worker.facts.numerics import LayerErrors
 from dyno.worker.facts.sparse import Sparse
@@ -128,7 +128,8 @@ class Facts(EngineFacts, Timing):
 
     `random_outputs` is how far two calls on one input are apart, relative to their size; `no_route` says that no other
     route to the file would lead on, and `printed` is the end of what making it printed. `stress`, `peak`, `copy`,
-    `probe`, `training`, `inside`, `layer_errors`, `files` and `video` are what jobs of other kinds found.
+    `probe`, `training`, `inside`, `functions` (of a watched run), `layer_errors`, `files` and `video` are what jobs of
+    other kinds found.
     """
 
     data: Answered | None = None
@@ -143,6 +144,7 @@ class Facts(EngineFacts, Timing):
     probe: Probe | None = None
     training: Trained | None = None
     inside: Inside | None = None
+    functions: tuple[Function, ...] = ()
     layer_errors: LayerErrors | None = None
     files: tuple[str, ...] = ()
     video: VideoFacts | None = None

@@ -47,5 +47,7 @@ def profile(job: Job, journal: Journal) -> None:
     journal.profiled(PROFILED, times.whole, LAYERS, times.layers)
     if times.work:
         journal.worked(times.work)
+    if times.functions:
+        journal.facts(functions=times.functions)
     journal.facts(inside=replace(times.inside, notes=tuple(filter(None, (*times.inside.notes, times.note)))))
     session.close()

@@ -52,10 +52,10 @@ def read(events: Sequence[Event], rows: Rows, count: int) -> list[Run]:
     """The runs of a trace in their order, with `count` rows each. Work of a call without a row is its caller's."""
     owners = _Owners(events, rows)
     runs = [Run([0.0] * count) for _ in range(owners.runs)]
-    begun = {e["args"]["External id"]: e["ts"] for e in events if _is(e, ("cpu_op", "user_annotation"))}
-    launched = {e["args"]["correlation"]: e["ts"] for e in events if _is(e, HOST) and "correlation" in e["args"]}
+    begun = {e["args"]["External id"]: e["ts"] for e in events if is_kind(e, ("cpu_op", "user_annotation"))}
+    launched = {e["args"]["correlation"]: e["ts"] for e in events if is_kind(e, HOST) and "correlation" in e["args"]}
     work: list[list[Event]] = [[] for _ in runs]
-    for event in (e for e in events if _is(e, WORK)):
+    for event in (e for e in events if is_kind(e, WORK)):
         details = event["args"]
         moment = begun.get(details.get("External id"), launched.get(details.get("correlation"), -math.inf))
         run, row = owners.at(moment)
@@ -64,7 +64,7 @@ def read(events: Sequence[Event], rows: Rows, count: int) -> list[Run]:
             if row >= 0:
                 _add(runs[run], row, event)
     calls: list[list[Event]] = [[] for _ in runs]
-    for event in (e for e in events if _is(e, HOST) and WAITS not in e["name"]):
+    for event in (e for e in events if is_kind(e, HOST) and WAITS not in e["name"]):
         run, _ = owners.at(event["ts"])
         if run >= 0:
             calls[run].append(event)
@@ -80,7 +80,8 @@ def _add(run: Run, row: int, event: Event) -> None:
     run.by_kernel[row, name] = run.by_kernel.get((row, name), 0.0) + seconds
 
 
-def _is(event: Event, kinds: Sequence[str]) -> bool:
+def is_kind(event: Event, kinds: Sequence[str]) -> bool:
+    """Whether it is an event with a duration, of one of these categories."""
     return event.get("ph") == "X" and event.get("cat", "") in kinds
 
 
@@ -88,7 +89,7 @@ class _Owners:
     """Which call is the innermost at any moment of the host."""
 
     def __init__(self, events: Sequence[Event], rows: Rows) -> None:
-        named = [e for e in events if _is(e, ("user_annotation",)) and e["name"].startswith((RUN, CALL))]
+        named = [e for e in events if is_kind(e, ("user_annotation",)) and e["name"].startswith((RUN, CALL))]
         ranges = [_Range(e["ts"], e["ts"] + e["dur"], e["name"]) for e in named]
         self._ranges = sorted(ranges, key=lambda one: (one.begin, -one.end))
         self._times, self._owners = [-math.inf], [-1]

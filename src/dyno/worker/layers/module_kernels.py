@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.backend import GpuWork, LayerTimes
-from dyno.worker.layers import kernel_trace, module_times
+from dyno.worker.layers import critical_path, kernel_trace, module_times
 from dyno.worker.layers import module as calls
 from dyno.worker.sessions.torch_support import import_torch
 from dyno.worker.spec import Unavailable
@@ -44,7 +44,8 @@ def measure(module: Any, once: Callable[[], None], plainly: Callable[[], Any], r
     layers = tuple(replace(layer, tactic=label) for layer, label in zip(inside.layers, labels, strict=True))
     work = GpuWork(*(np.array([getattr(run, name) for run in found]) for name in ("busy", "calls", "kernels")))
     seconds = np.array([run.seconds for run in found])
-    return LayerTimes(replace(inside, layers=layers), seconds, np.array(whole[DISCARDED:]), NOTE, work)
+    return LayerTimes(replace(inside, layers=layers), seconds, np.array(whole[DISCARDED:]), NOTE, work,
+                      critical_path.functions(events, DISCARDED))  # fmt: skip
 
 
 def traced(module: Any, once: Callable[[], None], runs: int) -> tuple[list[dict[str, Any]], list[float]]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dyno.analysis.inside import launching, times
-from dyno.analysis.inside.launching import OnGpu
+from dyno.analysis.inside import times
+from dyno.analysis.inside.gpu import launching
+from dyno.analysis.inside.gpu.launching import OnGpu
 from dyno.analysis.inside.times import Times
 from dyno.worker.facts.inside import LAYERS, Inside, Layer
 

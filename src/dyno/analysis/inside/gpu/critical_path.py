@@ -1,0 +1,60 @@
+"""Functions of the host and the GPU by their share of a run's critical path, as a table and a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from dyno.analysis.presentation.table import PERCENT, TEXT, Column, Row, Table, TableKind
+from dyno.worker.facts.inside import Function
+
+PATH = TableKind("critical-path", "Critical path",
+                 "What each function of the host and the GPU contributes to the end of a watched run.",
+                 command="dyno profile --device cuda:0")  # fmt: skip
+COLUMNS = (
+    Column("form", "which engine", kind=TEXT),
+    Column("where", "the host outside of CUDA, a call of CUDA, or the GPU", kind=TEXT),
+    Column("function", "its name, or what lies between two", kind=TEXT),
+    Column("calls", "how often it ran", "1"),
+    Column("time_us", "its time", "µs", title="time, µs"),
+    Column("path_us", "its time on the critical path", "µs", title="on the path, µs"),
+    Column("share", "share of the path", "%", PERCENT, title="share, %"),
+    Column("waiting_us", "of a call: for the GPU; of a kernel: after its launch", "µs", title="waiting, µs", rank=1),
+)
+NOTE = (
+    "A mean over the watched runs, in which the host is slower than in others. On the critical path is what would end "
+    "the run earlier if it were faster: the host where the GPU waits for it, and the GPU where work is queued."
+)
+
+
+IN_WORDS = {"host": "the host outside of CUDA", "CUDA call": "calls of CUDA", "GPU": "the GPU"}
+
+
+def table(functions: Mapping[str, Sequence[Function]], top: int) -> Table:
+    """The `top` functions (0: all) of each form by the time on its path, and the rest in one row."""
+    rows: list[Row] = []
+    for form, each in functions.items():
+        whole = sum(one.path for one in each) or 1.0
+        shown = each if not top or len(each) <= top + 1 else each[:top]
+        rest = each[len(shown) :]
+        rows += [{"form": form, "where": one.where, "function": one.name, "calls": one.calls or None,
+                  "time_us": 1e6 * one.time, "path_us": 1e6 * one.path, "share": 100 * one.path / whole,
+                  "waiting_us": 1e6 * one.waiting or None} for one in shown]  # fmt: skip
+        if rest:
+            path = sum(one.path for one in rest)
+            rows.append({"form": form, "function": f"{len(rest)} more functions", "path_us": 1e6 * path,
+                         "time_us": 1e6 * sum(one.time for one in rest), "share": 100 * path / whole})  # fmt: skip
+    sentences = (f"{form}: {sentence(each)}." for form, each in functions.items())
+    return PATH.of(COLUMNS, rows, notes=(NOTE, *sentences), group=("form",))
+
+
+def sentence(functions: Sequence[Function]) -> str:
+    """How the path is divided, and by which function of each the most."""
+    whole = sum(one.path for one in functions) or 1.0
+    shares: dict[str, float] = {}
+    for one in functions:
+        shares[one.where] = shares.get(one.where, 0.0) + one.path / whole
+    parts = [
+        f"{100 * share:.0f} % {IN_WORDS.get(where, where)}"
+        for where, share in sorted(shares.items(), key=lambda item: -item[1])
+    ]
+    return "the critical path is " + ", ".join(parts)

@@ -1,0 +1,31 @@
+"""The table of the critical path: shares, the rest in one row, and how the path is divided."""
+
+from __future__ import annotations
+
+import pytest
+
+from dyno.analysis.inside.gpu import critical_path
+from dyno.analysis.presentation.export import export
+from dyno.worker.facts.inside import Function
+
+FUNCTIONS = (
+    Function(name="outside of CUDA", where="host", time=60e-6, path=60e-6),
+    Function(name="cudaLaunchKernel", where="CUDA call", calls=12, time=30e-6, path=28e-6),
+    Function(name="conv", where="GPU", calls=3, time=40e-6, path=10e-6, waiting=5e-6),
+    Function(name="relu", where="GPU", calls=2, time=4e-6, path=2e-6),
+)
+
+
+def test_shares_add_up_and_the_rest_is_one_row() -> None:
+    found = critical_path.table({"PyTorch": FUNCTIONS}, 2)
+    assert [row["function"] for row in found.rows] == ["outside of CUDA", "cudaLaunchKernel", "2 more functions"]
+    assert sum(row["share"] for row in found.rows) == pytest.approx(100)
+    assert found.rows[2]["time_us"] == pytest.approx(44)
+    assert len(critical_path.table({"PyTorch": FUNCTIONS}, 0).rows) == 4
+    assert len(critical_path.table({"PyTorch": FUNCTIONS}, 3).rows) == 4, "a row for one isn't worth it"
+
+
+def test_words_and_cells() -> None:
+    text = export([critical_path.table({"PyTorch": FUNCTIONS, "other": FUNCTIONS[:1]}, 0)])
+    assert "PyTorch: the critical path is 60 % the host outside of CUDA, 28 % calls of CUDA, 12 % the GPU." in text
+    assert "conv" in text and "\nother\n" in text
