@@ -40,7 +40,9 @@ def measure(
 def copy(runtime: Runtime, seconds: float = SECONDS) -> CopyRate:
     """The rate of a large copy within the device's memory; see `measure` for its errors."""
     torch, device = _prepared(runtime)
-    cache = system.last_cache() if device.type == "cpu" else torch.cuda.get_device_properties(device).L2_cache_size
+    properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    # Older PyTorch does not tell a GPU's cache; the least size is beyond it then too.
+    cache = getattr(properties, "L2_cache_size", 0) if properties else system.last_cache()
     size = max(COPIED[device.type], CACHES * cache)
     source, target = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
     since = time.monotonic()
