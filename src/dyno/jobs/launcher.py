@@ -34,6 +34,14 @@ SILENCE = {
 Tick = Callable[[str, float], None]
 
 
+class Interrupted(KeyboardInterrupt):
+    """The user's interrupt, after which the job ended well; `record` is the job's."""
+
+    def __init__(self, record: Record) -> None:
+        super().__init__()
+        self.record = record
+
+
 def environment(runtime: Runtime, base: Mapping[str, str] | None = None) -> dict[str, str]:
     """The job's environment: threads fixed alike for every BLAS and OpenMP, telemetry off, the runtime's own on top."""
     env = dict(os.environ if base is None else base)
@@ -66,7 +74,7 @@ def launch(
 
     `tick` is called about twenty times a second with the job's stage and its seconds so far; `extra` is added to the
     job's environment, and the job has the files `inherited` open. An interrupt kills it; with `patience_s` it is passed
-    on to the job, which has so long to end well, and goes on only where it doesn't.
+    on to the job, which has so long to end well: the interrupt then goes on as `Interrupted`, with the job's record.
     """
     started = start(job, folder, extra, inherited)
     try:
@@ -76,7 +84,7 @@ def launch(
         abandon(started)
         if record is None:
             raise
-        return record
+        raise Interrupted(record) from None
     except BaseException:
         abandon(started)
         raise

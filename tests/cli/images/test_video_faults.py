@@ -216,7 +216,9 @@ def test_a_full_disk(clip: Path, tmp_path: Path) -> None:
     assert len(found) > 5 and found == expected(len(found))
 
 
-def test_an_interrupt_leaves_a_playable_file(tmp_path: Path) -> None:
+@pytest.fixture
+def interrupted(tmp_path: Path) -> subprocess.Popen[bytes]:
+    """`dyno video`, sent an interrupt after its first frames, while its standard input still waits for more."""
     (tmp_path / "marker.py").write_text(videos.MARKER_NET)
     command = [sys.executable, "-m", "dyno", "video", "-", "out.mp4", "--frame-size", "384x288", *map(str, WORDS)]
     process = subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -230,9 +232,19 @@ def test_an_interrupt_leaves_a_playable_file(tmp_path: Path) -> None:
         assert time.monotonic() < until and process.poll() is None, process.stderr and process.stderr.read()
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    out, errors = process.communicate(timeout=600)
-    assert process.returncode == 130, errors
+    return process
+
+
+def test_an_interrupt_leaves_a_playable_file(interrupted: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    assert interrupted.wait(600) == 130
+    out, _ = interrupted.communicate()
     found = places(tmp_path / "out.mp4")
     assert found and found == expected(len(found))
     assert facts(tmp_path).stopped and facts(tmp_path).frames == len(found)
     assert b"until it was stopped" in out
+
+
+def test_an_interrupt_counts_where_the_source_ends_with_it(interrupted: subprocess.Popen[bytes]) -> None:
+    """As in a shell's pipe, whose other programs are interrupted too: the job may have ended before it is told."""
+    _, errors = interrupted.communicate(timeout=600)
+    assert interrupted.returncode == 130, errors

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dyno.engine.gpu_lock import held
-from dyno.jobs.launcher import launch
+from dyno.jobs.launcher import Interrupted, launch
 from dyno.jobs.progress import Progress
 from dyno.worker.record import Record
 from dyno.worker.spec import Job, Trial
@@ -70,15 +70,14 @@ class Shot:
         inherited = [int(pipe.removeprefix("pipe:"))] if pipe.startswith("pipe:") else []
         try:
             with held(own.runtime, progress.waiting):
-                record = launch(own, folder, math.inf, progress.tick, _environment(own), inherited=inherited,
-                                patience_s=PATIENCE_S)  # fmt: skip
+                return launch(own, folder, math.inf, progress.tick, _environment(own), inherited=inherited,
+                              patience_s=PATIENCE_S)  # fmt: skip
+        except Interrupted as e:
+            progress.done(job.trial, e.record) if job.trial else None
+            raise
         finally:
             for descriptor in inherited:
                 os.close(descriptor)
-        if record.facts.video is not None and record.facts.video.stopped:
-            progress.done(job.trial, record) if job.trial else None
-            raise KeyboardInterrupt
-        return record
 
 
 def _environment(job: Job) -> dict[str, str]:
