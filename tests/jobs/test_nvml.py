@@ -44,8 +44,8 @@ class Nvml(types.ModuleType):
 
     def __init__(self, **told: Any) -> None:
         super().__init__("pynvml")
-        self.told = {"memory": 5e9, "util": 93, "sm": 1755, "clock": 2619, "power": 412_500, "energy": 7_250_000, "temperature": 61,
-                     "EventReasons": 4, "pids": [], **told}  # fmt: skip
+        self.told = {"memory": 5e9, "util": 93, "sm": 1755, "clock": 2619, "power": 412_500, "energy": 7_250_000,
+                     "temperature": 61, "EventReasons": 4, "pids": [], **told}  # fmt: skip
         self.open = 0
         self.asked: list[int] = []
 

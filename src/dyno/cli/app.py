@@ -46,7 +46,7 @@ ONE = (Compared, ModelOptions, DataOptions, RuntimeOptions)
 FIXED = "the file's fixed batch"
 BY_FILE = {**ONE_ROUND, "backends": "the one for this kind of file", "device": "cpu, cuda:0 for TensorRT's engines"}
 # Options that a command doesn't have: the first are for studies of several configurations.
-NOT_FOR_ONE = "routes reference search confirm peak turns block equivalent until minutes"
+NOT_FOR_ONE = "routes reference search confirm peak energy turns block equivalent until minutes"
 NOT_FOR_FILES = "backends precisions batches routes reference compared budget search"
 
 

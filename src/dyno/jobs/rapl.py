@@ -1,4 +1,4 @@
-"""RAPL's counters of the processors' energy, as Linux has them below /sys/class/powercap; often root alone reads them."""
+"""RAPL's counters of the processors' energy, below /sys/class/powercap; often root alone may read them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ POWERCAP = Path("/sys/class/powercap")
 
 @dataclass
 class Package:
-    """One socket's counter: its file, where it starts again, its last value (all in uJ), and how often it began anew."""
+    """One socket's counter: its file, where it starts again, its last value (all in uJ), and how often it started."""
 
     file: Path
     size: int

@@ -12,10 +12,10 @@ from synthetic import Way
 from synthetic_card import Card
 
 from dyno.analysis.charts import over_time as chart
-from dyno.analysis.records import over_time
 from dyno.analysis.records.results import Results, load
 from dyno.analysis.records.rounds import Round
 from dyno.analysis.tables import trial_table
+from dyno.analysis.telemetry import over_time
 from dyno.api.over_time import save
 from dyno.worker.facts.job import Facts
 from dyno.worker.record import Record
@@ -88,7 +88,7 @@ def test_chosen_trials_are_written_as_numbers_and_as_pictures(found: Results, tm
 
 def test_what_can_not_be_drawn_is_one_line(found: Results, tmp_path: Path) -> None:
     run = trial_table.read(found)
-    with pytest.raises(UserError, match="a name that ends in .svg, .png, .csv"):
+    with pytest.raises(UserError, match=r"a name that ends in \.svg, \.png, \.csv"):
         save(run, tmp_path / "a.pdf")
     for t in found:
         for r in t.rounds:

@@ -8,10 +8,10 @@ from typing import Any
 from dyno.analysis.formatting import short
 from dyno.analysis.presentation.chart import Chart
 from dyno.analysis.ranking.frontier import LATENCY
-from dyno.analysis.records.over_time import Series, quantities, read
 from dyno.analysis.records.results import TrialResult
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.style import INK, LINES, SPARE, WIDTH, color, styled
+from dyno.analysis.telemetry.over_time import Series, quantities, read
 
 GROUPS, LONGEST = 3, 60  # groups of trials in one chart, and characters of a title
 PANEL, STRIP = 1.3, 0.22  # inches of a quantity's panel, and of a trial's row of what was timed

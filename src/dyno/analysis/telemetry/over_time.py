@@ -32,7 +32,7 @@ MEMORY_OF_GPU = Quantity("GPU memory", "GB", "gpu_memory", 1e-9)
 ON_GPU = (MEMORY_OF_GPU, Quantity("SM utilisation", "%", "gpu_util"), Quantity("GPU power", "W", "gpu_power"),
           Quantity("SM clock", "MHz", "gpu_clock"))  # fmt: skip
 ON_CPU = (Quantity("memory", "GB", "rss", 1e-9), Quantity("busy processors", "", "cpu"),
-          Quantity("processors' power", "W", "cpu_power"), Quantity("processors' clock", "MHz", "frequency"))  # fmt: skip
+          Quantity("CPU power", "W", "cpu_power"), Quantity("CPU clock", "MHz", "frequency"))  # fmt: skip
 
 
 @dataclass(frozen=True)
