@@ -13,7 +13,7 @@ from dyno import Study
 from dyno.analysis.records.results import load
 from dyno.analysis.tables import trial_table
 from dyno.analysis.telemetry import energy
-from dyno.engine import execute, idle
+from dyno.engine import execute, peak
 from dyno.jobs import rapl, telemetry
 from dyno.jobs.progress import Progress
 
@@ -28,7 +28,7 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constant, "joules", lambda: 30 * (time.monotonic() - begin))
     monkeypatch.setattr(rapl, "find_rapl", lambda: constant)
     monkeypatch.setattr(telemetry, "PERIOD_S", 0.02)
-    monkeypatch.setattr(idle, "IDLE_S", 1.5)
+    monkeypatch.setattr(peak, "IDLE_S", 1.5)
     monkeypatch.setattr(execute, "SUSTAINED_S", 1.5)
 
 

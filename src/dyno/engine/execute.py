@@ -14,8 +14,7 @@ from dyno.analysis.records import gpu_remarks, timeline
 from dyno.engine import ensemble, further_rounds, precision_search, retry, self_test
 from dyno.engine.ensemble import model_key
 from dyno.engine.gpu_lock import launch_in_turn
-from dyno.engine.idle import SUSTAINED_S, keep_idle
-from dyno.engine.peak import find_peak
+from dyno.engine.peak import SUSTAINED_S, find_peak, keep_idle
 from dyno.engine.run_folder import prepare_folder, refuse_other
 from dyno.jobs.progress import Progress
 from dyno.planning.checks import check_device
