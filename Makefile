@@ -10,10 +10,10 @@ RUNS ?= runs
 # The tests run in two processes side by side: those that load engines into the process, and those that start jobs. A few
 # files stand with the other half, so that both take as long.
 TO_ENGINES := $(addprefix tests/,test_contract.py sources/test_in_memory.py test_onnx_files.py api/test_take.py test_yolo.py)
-TO_ENGINES += $(addprefix tests/,test_described_inputs.py test_offline.py test_suppressed_boxes.py cli/inside)
+TO_ENGINES += $(addprefix tests/,test_described_inputs.py test_notebook.py test_offline.py test_suppressed_boxes.py cli/images cli/inside)
 ENGINES := tests/analysis tests/datasets tests/gpu tests/worker $(TO_ENGINES)
 JOBS := $(filter-out $(TO_ENGINES),$(wildcard tests/test_*.py tests/api/*.py tests/sources/*.py tests/cli/test_*.py))
-JOBS += $(addprefix tests/,cli/comparison cli/images engine jobs planning training)
+JOBS += $(addprefix tests/,cli/comparison engine jobs planning training)
 FAST := -q -m "not slow and not gpu"
 
 # A PYTHONPATH or an activated environment of the caller's must not decide what is tested here. The byte-code of what is

@@ -42,11 +42,11 @@ def execute(
     *,
     retry_failed: bool = False,
     only: Container[str] | None = None,
-    launch: Launch = launch_in_turn,
+    launch: Launch | None = None,
 ) -> None:
     """Measure whatever the folder doesn't hold yet; of what is stored only failures whose reason may be gone are tried
     again, or all of them with `retry_failed`. With `only`, trials of other ids are left as they are. `launch` runs the
-    jobs of rounds that don't take turns, as jobs of another kind where that is what it makes of them."""
+    jobs of rounds that don't take turns (default: `launch_in_turn`), as jobs of another kind if it makes them such."""
     check_device(study)
     refuse_other(study, folder)
     planned = expand(study)
@@ -90,7 +90,7 @@ class Rounds:
     files: Files
     progress: Progress
     fits: Fits
-    launch: Launch = launch_in_turn
+    launch: Launch | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def all(self, trials: list[Trial], others: Sequence[Trial] = ()) -> None:
@@ -169,7 +169,7 @@ class Rounds:
         else:
             self.progress.start(trial, number)
             job = ensemble.job(trial, number, self.files.of, options)
-            record = self.launch(job, folder, trial.plan.timeout_s, self.progress)
+            record = (self.launch or launch_in_turn)(job, folder, trial.plan.timeout_s, self.progress)
         if record.status != "ok":
             retry.note(folder, trial)
         self.progress.done(trial, record)

@@ -169,13 +169,13 @@ COLUMNS = (
     Column("equivalent", "the margin within which speeds count as equivalent", "%"),
     Column("more_rounds", "about how many would decide the row; 101: more than 100; builds where it is over those",
            kind=COUNT),
+    Column("builds", "of its engine or its reference's that the speed is over; empty where builds don't differ",
+           kind=COUNT),
     Column("energy_j", "of an image, idle power taken off; with --energy", "J", title="J/image", rank=6, interval=True),
     *_limits("energy_j", "the 95 % interval of energy_j", "J", "number"),
     Column("energy_gross_j", "of an image, idle power included", "J"),
     Column("idle_w", "power before the first job", "W"),
     Column("energy_missing", "why there is no energy_j", kind=TEXT),
-    Column("builds", "of its engine or its reference's that the speed is over; empty where builds don't differ",
-           kind=COUNT),
 )  # fmt: skip
 IDENTITY = ("model", "size", "batch", "device", "backend", "precision", "runtime", "options")
 _ACCURACY = [name for metric in known().values() for name in metric.printed_columns]
