@@ -51,9 +51,10 @@ ANALYSIS = {
     "numerics": "formatting presentation ranking inside",
     "gate": "stats metrics",
     "video": "formatting stats records presentation",
-    "tables": "formatting stats records metrics presentation ranking gate video",
+    "telemetry": "formatting stats records presentation",
+    "tables": "formatting stats records metrics presentation ranking gate video telemetry",
     "verdict": "formatting stats records metrics presentation self_test ranking gate tables",
-    "charts": "formatting style records metrics presentation ranking video",
+    "charts": "formatting style records metrics presentation ranking video telemetry",
     "report": "formatting stats style records metrics presentation self_test ranking gate tables verdict charts",
     "trtexec": "stats records",
 }

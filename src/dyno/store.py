@@ -25,7 +25,7 @@ from dyno.worker.spec import Artifact, Job, Recipe, Runtime, Trial, UserError, d
 cache_dir = system.cache_dir
 LOCK = "lock"  # who works in a folder holds this file in it
 # What Dyno writes into a run folder; whatever else lies there is somebody's own.
-FOLDERS = ("trials", "archive", "charts", "tables", "truth", "peak")
+FOLDERS = ("trials", "archive", "charts", "tables", "truth", "peak", "idle")
 FILES = (
     "study.toml", "environment.json", "models.json", "self-test.json", "results.csv", "tables.md", "report.html", LOCK
 )  # fmt: skip

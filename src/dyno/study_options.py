@@ -162,6 +162,9 @@ class Measurement:
     )
     equivalent: float = option(2.0, "Percent by which two speeds may differ and count as equivalent.")
     peak: bool = option(False, "First measure the device's peak arithmetic (TFLOPS), for shares of it in tables.")
+    energy: bool = option(
+        False, "Also run each trial at full load for its energy, in joules per image (3.75 s a round)."
+    )
     timeout: float = option(600.0, "Seconds after which a job is killed.")
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from dyno.jobs.nvml import COLUMNS
 
 STEP = 0.1  # seconds between two looks
+IDLE_W = 90.0
 IMPORTING, BETWEEN = 1.0, 0.3  # seconds before the job takes memory, and between two windows
 
 Window = tuple[float, float]
@@ -59,19 +60,23 @@ class Card:
             working |= (epoch + at >= begin) & (epoch + at <= end)
             low, high = (begin + share * (end - begin) for share in self.held)
             held |= (epoch + at > low) & (epoch + at < high)
+        power = np.where(working, self.power, IDLE_W)
         columns = {
             "gpu_memory": np.where(running, self.before + self.memory, self.before),
             "gpu_util": np.where(working, self.utilisation, self.busy),
             "gpu_clock": np.where(held, 1200.0, 1755.0),
             "gpu_memory_clock": np.full(len(at), 2619.0),
-            "gpu_power": np.where(working, self.power, 90.0),
+            "gpu_power": power,
+            "gpu_energy": 1e6 + np.cumsum(power) * STEP,
             "gpu_temperature": np.linspace(35, 61, len(at)),
             "gpu_throttle": np.where(held, self.reasons, np.where(working, 0, 1)),
             "gpu_processes": running + float(self.others),
             "gpu_own": running * float(self.visible),
         }
         assert set(columns) == set(COLUMNS)
-        host = {name: np.ones(len(at)) for name in ("rss", "cpu", "others", "frequency")}
+        host = {name: np.ones(len(at)) for name in ("rss", "cpu", "others", "frequency")} | {
+            "cpu_energy": np.full(len(at), np.nan)
+        }
         once = {"epoch": epoch, "gpu_before_memory": self.before, "gpu_before_util": self.busy,
                 "gpu_before_processes": float(self.others), "gpu_name": "NVIDIA Test", "gpu_uuid": "GPU-1"}  # fmt: skip
         arrays = {"at": at, **host, **{name: np.asarray(a, np.float64) for name, a in columns.items()}}

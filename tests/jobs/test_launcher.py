@@ -144,7 +144,7 @@ def test_stage_and_telemetry_are_seen_from_outside(
     assert [s for _, s in seen] == sorted(s for _, s in seen)
     assert read_stage(tmp_path / "nowhere") == "start"
     with np.load(tmp_path / "telemetry.npz") as columns:
-        assert set(columns) == {"at", "rss", "cpu", "others", "frequency", "epoch"}
+        assert set(columns) == {"at", "rss", "cpu", "others", "frequency", "cpu_energy", "epoch"}
         assert len(columns["at"]) >= 2 and (np.diff(columns["at"]) > 0).all()
         assert columns["rss"].max() > 5e6
 

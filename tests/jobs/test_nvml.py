@@ -44,8 +44,8 @@ class Nvml(types.ModuleType):
 
     def __init__(self, **told: Any) -> None:
         super().__init__("pynvml")
-        self.told = {"memory": 5e9, "util": 93, "sm": 1755, "clock": 2619, "power": 412_500, "temperature": 61,
-                     "EventReasons": 4, "pids": [], **told}  # fmt: skip
+        self.told = {"memory": 5e9, "util": 93, "sm": 1755, "clock": 2619, "power": 412_500, "energy": 7_250_000,
+                     "temperature": 61, "EventReasons": 4, "pids": [], **told}  # fmt: skip
         self.open = 0
         self.asked: list[int] = []
 
@@ -93,6 +93,9 @@ class Nvml(types.ModuleType):
 
     def nvmlDeviceGetPowerUsage(self, handle: Any) -> Any:
         return self.tell("power")
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: Any) -> Any:
+        return self.tell("energy")
 
     def nvmlDeviceGetTemperature(self, handle: Any, sensor: int) -> Any:
         return self.tell("temperature")
@@ -145,7 +148,7 @@ def test_one_look_in_the_units_that_columns_have(nvml: Nvml) -> None:
     assert gpu is not None and (gpu.name, gpu.uuid) == ("NVIDIA Test", "GPU-aaaa-1")
     assert dict(zip(COLUMNS, gpu.sample({8}), strict=True)) == {
         "gpu_memory": 5e9, "gpu_util": 93, "gpu_clock": 1755, "gpu_memory_clock": 2619, "gpu_power": 412.5,
-        "gpu_temperature": 61, "gpu_throttle": 4, "gpu_processes": 3, "gpu_own": 1,
+        "gpu_energy": 7250, "gpu_temperature": 61, "gpu_throttle": 4, "gpu_processes": 3, "gpu_own": 1,
     }  # fmt: skip
 
 
@@ -202,7 +205,7 @@ def test_without_nvml_a_job_runs_all_the_same(
         monkeypatch.setitem(sys.modules, "pynvml", None)
     nvml.told = {}
     found = sampled(child.pid, tmp_path / "t.npz")
-    assert set(found) == {"at", "rss", "cpu", "others", "frequency", "epoch"}
+    assert set(found) == {"at", "rss", "cpu", "others", "frequency", "cpu_energy", "epoch"}
     assert found["rss"].max() > 1e6
 
 

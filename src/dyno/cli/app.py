@@ -46,7 +46,7 @@ ONE = (Compared, ModelOptions, DataOptions, RuntimeOptions)
 FIXED = "the file's fixed batch"
 BY_FILE = {**ONE_ROUND, "backends": "the one for this kind of file", "device": "cpu, cuda:0 for TensorRT's engines"}
 # Options that a command doesn't have: the first are for studies of several configurations.
-NOT_FOR_ONE = "routes reference search confirm peak turns block equivalent until minutes"
+NOT_FOR_ONE = "routes reference search confirm peak energy turns block equivalent until minutes"
 NOT_FOR_FILES = "backends precisions batches routes reference compared budget search"
 
 
@@ -120,6 +120,19 @@ def show(
     by: Annotated[str, typer.Option(help="Columns to group by, e.g. backend,batch.")] = "",
     table: Annotated[str, typer.Option(help="One table: frontier, break-even, latency-model, sizes…; or all.")] = "",
     list_all: Annotated[bool, typer.Option("--list", help="Name every table, with a sentence on each.")] = False,
+    over_time: Annotated[
+        str,
+        typer.Option(
+            help="Instead write memory, utilisation, power and clock of trials over time, on one axis.",
+            metavar="FILE.svg|png|csv",
+        ),
+    ] = "",
+    trials: Annotated[
+        str,
+        typer.Option(
+            help="With --over-time: ids or BACKEND/PRECISION, with commas.", show_default="the reference, the fastest"
+        ),
+    ] = "",
 ) -> None:
     """Print the table of a run's trials and the verdict, or another table."""
     from dyno.cli import commands
@@ -128,6 +141,8 @@ def show(
         commands.list_tables(format)
     elif run is None:
         raise UserError("give the run folder to show, such as runs/demo")
+    elif over_time or trials:
+        commands.over_time(run, over_time, trials, overrides)
     else:
         commands.show(run, format, by, table, overrides)
 

@@ -165,6 +165,16 @@ def show(run: Path, format: str, by: str, table: str, overrides: Overrides) -> N
         Console(stderr=True).print(f"dyno: {escape(plain(problem))}", style="yellow", soft_wrap=True)
 
 
+def over_time(run: Path, file: str, trials: str, overrides: Overrides) -> None:
+    """Write the trials over time to the file, and say so."""
+    from dyno.api.over_time import save
+
+    if not file:
+        raise UserError("--trials chooses what is drawn over time; add --over-time FILE.svg")
+    chosen = [name for name in map(str.strip, trials.split(",")) if name]
+    print(f"saved {save(_read(run, overrides), Path(file), chosen)}", file=sys.stderr)
+
+
 def list_tables(format: str) -> None:
     """Print the name of every table there can be, with a sentence on it and the command that prints it."""
     from dyno.analysis import tables

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from dyno.analysis.records import gpu_remarks, timeline
 from dyno.engine import ensemble, further_rounds, precision_search, retry, self_test
 from dyno.engine.ensemble import model_key
 from dyno.engine.gpu_lock import launch_in_turn
-from dyno.engine.peak import find_peak
+from dyno.engine.peak import SUSTAINED_S, find_peak, keep_idle
 from dyno.engine.run_folder import prepare_folder, refuse_other
 from dyno.jobs.progress import Progress
 from dyno.planning.checks import check_device
@@ -25,7 +25,7 @@ from dyno.study import Study
 from dyno.worker import registry, system
 from dyno.worker.facts.job import Facts
 from dyno.worker.record import TIMING, Record, refuse_links, write_bytes, write_record, write_text
-from dyno.worker.spec import BUILD, DECIDED, TIMING_CACHE, Artifact, Job, Recipe, Trial
+from dyno.worker.spec import BUILD, DECIDED, ENERGY, TIMING_CACHE, Artifact, Job, Recipe, Trial
 
 Fits = Callable[[Trial], bool] | None  # whether a trial is the reference that was requested; None: nothing was
 Launch = Callable[[Job, Path, float, Progress], Record]  # runs a round's job in the folder, for so long at most
@@ -61,12 +61,15 @@ def execute(
         for line in (*notes, *retry.clear(run, todo, retry_failed), *retry.clear_damaged(run, todo)):
             progress.note(line)
         files = Files(progress)
+        if study.energy:  # before the first job heats the device
+            keep_idle(study, run.folder, progress)
         if study.peak:
             with progress.running([]):
                 find_peak(study, run.folder / "peak", progress)
 
         fits = references.matcher(study.reference, todo) if study.reference else None
-        rounds = Rounds(run, files, progress, fits, launch)
+        options = {ENERGY: SUSTAINED_S} if study.energy else {}
+        rounds = Rounds(run, files, progress, fits, launch, options)
         rounds.all(todo)
         if study.searches:
             todo += precision_search.search(study, folder, todo, rounds.all)
@@ -80,13 +83,15 @@ def execute(
 
 @dataclass(frozen=True)
 class Rounds:
-    """Measures rounds of a study's trials; `fits` says which of them is the reference that was requested."""
+    """Measures rounds of a study's trials; `fits` says which of them is the reference that was requested, and `options`
+    are further ones of the jobs of the planned rounds."""
 
     run: Run
     files: Files
     progress: Progress
     fits: Fits
     launch: Launch | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def all(self, trials: list[Trial], others: Sequence[Trial] = ()) -> None:
         """Every round of the trials that isn't stored yet, one model after the other; in turns also with their
@@ -107,10 +112,10 @@ class Rounds:
                 self.files.all([*same_model, *beside] if turns and incomplete else incomplete)
                 if turns:
                     for number in range(max(trial.plan.rounds for trial in same_model)):
-                        self._in_turns([t for t in same_model if number < t.plan.rounds], number, beside)
+                        self._in_turns([t for t in same_model if number < t.plan.rounds], number, beside, self.options)
                     continue
                 for trial, number in order:
-                    self._alone(trial, number)
+                    self._alone(trial, number, self.options)
 
     def further(self, trials: list[Trial], number: int, boundaries: Sequence[str]) -> None:
         """Measure round `number` of trials of one model, at these boundaries only."""

@@ -1,17 +1,23 @@
-"""The device's peak as a job: measured once for a machine, driver, PyTorch and number of threads, then cached."""
+"""What the device can do, as a job: measured once for a machine, driver, PyTorch and threads, then cached; and what
+it draws while idle: watched once for a run folder."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
+import time
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dyno.engine.gpu_lock import launch_in_turn
+from dyno.analysis.telemetry.energy import IDLE
+from dyno.engine.gpu_lock import held, launch_in_turn
+from dyno.jobs.launcher import environment
 from dyno.jobs.progress import Progress
+from dyno.jobs.telemetry import Telemetry
 from dyno.planning.interpreters import runtime_of
 from dyno.store import good_record, gpu_identity, remember, remembered, versions, worker_code_sha256
 from dyno.study import Choice, Study
@@ -20,6 +26,8 @@ from dyno.worker.record import Record
 from dyno.worker.spec import Job, Runtime
 
 TIMEOUT_S = 300.0
+IDLE_S = 3.0
+SUSTAINED_S = 3.0  # that a trial runs at full load, for the energy of an image
 
 
 def find_peak(study: Study, folder: Path, progress: Progress) -> Record:
@@ -52,6 +60,21 @@ def find_ceilings(runtime: Runtime, types: Collection[str], folder: Path, progre
     progress.other(f"ceilings of {runtime.device}")
     job = Job("peak", runtime, options={"types": sorted(types), "copy": True})
     return launch_in_turn(job, folder, TIMEOUT_S, progress)
+
+
+def keep_idle(study: Study, folder: Path, progress: Progress) -> None:
+    """Telemetry of IDLE_S seconds without any job, in the run folder, unless it is there."""
+    path = folder / IDLE / "telemetry.npz"
+    if path.is_file():
+        return
+    runtime = runtime_of(study, Choice("pytorch"))
+    progress.other(f"power of {study.device} while idle")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with held(runtime, progress.waiting):
+        telemetry = Telemetry(study.device, environment(runtime))
+        telemetry.watch(os.getpid())
+        time.sleep(IDLE_S)
+        telemetry.stop(path)
 
 
 def _key(runtime: Runtime) -> str:

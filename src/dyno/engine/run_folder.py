@@ -27,6 +27,7 @@ REPEATABLE = (
     "confirm",
     "search",
     "peak",
+    "energy",
     "routes",
     "equivalent",
     "minutes",

@@ -11,8 +11,8 @@ Query = Callable[[], float]
 
 # PCIe throughput is left out: NVML measures it while the caller waits, 20 ms a direction.
 COLUMNS = (
-    "gpu_memory", "gpu_util", "gpu_clock", "gpu_memory_clock", "gpu_power", "gpu_temperature", "gpu_throttle",
-    "gpu_processes", "gpu_own",
+    "gpu_memory", "gpu_util", "gpu_clock", "gpu_memory_clock", "gpu_power", "gpu_energy", "gpu_temperature",
+    "gpu_throttle", "gpu_processes", "gpu_own",
 )  # fmt: skip
 
 
@@ -34,6 +34,7 @@ class Gpu:
             lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
             lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM),
             lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
+            lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3,
             lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
             self._first(
                 lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(handle),
@@ -42,8 +43,8 @@ class Gpu:
         )
 
     def sample(self, own: Collection[int]) -> tuple[float, ...]:
-        """COLUMNS now: B, %, MHz, MHz, W, degrees C, NVML's bit mask of reasons, compute processes, and how many of
-        these are among `own`."""
+        """COLUMNS now: B, %, MHz, MHz, W, J since the driver was loaded, degrees C, NVML's bit mask of reasons, compute
+        processes, and how many of these are among `own`."""
         return (*(self._query(query) for query in self._queries), *self._processes(own))
 
     def free(self) -> float:

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from dyno.jobs import nvml
+from dyno.jobs import nvml, rapl
 from dyno.worker.record import save_arrays
 
 PERIOD_S, GPU_PERIOD_S = 0.25, 0.1
-COLUMNS = ("at", "rss", "cpu", "others", "frequency")
+COLUMNS = ("at", "rss", "cpu", "others", "frequency", "cpu_energy")
 PATIENCE_S = 5.0  # for a last sample; a driver that hangs must not hold up the study
 
 
@@ -23,9 +23,9 @@ class Telemetry:
     """Samples a job's process tree, the whole machine and the job's GPU from `watch` until `stop`.
 
     Columns: `at` (s since `epoch`, which is CLOCK_MONOTONIC's), `rss` (B, the tree's), `cpu` (processors the tree kept
-    busy), `others` (processors kept busy by everything else), `frequency` (MHz). A job on `cuda:N` adds
-    `nvml.COLUMNS` and, from before the job began, `gpu_before_memory`, `gpu_before_util` and
-    `gpu_before_processes`. What the system doesn't report is NaN.
+    busy), `others` (processors kept busy by everything else), `frequency` (MHz), `cpu_energy` (J of the whole
+    processors since some moment). A job on `cuda:N` adds `nvml.COLUMNS` and, from before the job began,
+    `gpu_before_memory`, `gpu_before_util` and `gpu_before_processes`. What the system doesn't report is NaN.
     """
 
     def __init__(
@@ -38,6 +38,7 @@ class Telemetry:
         """
         self._mates, self._mates_before = mates, frozenset(mates)
         self._gpu = nvml.find_gpu(device, os.environ if environment is None else environment)
+        self._rapl = rapl.find_rapl()
         self._names = COLUMNS + (nvml.COLUMNS if self._gpu else ())
         self._before = self._gpu.sample(()) if self._gpu else ()
         self._period = GPU_PERIOD_S if self._gpu else PERIOD_S
@@ -95,7 +96,7 @@ class Telemetry:
             if not self._whole:
                 cpu = others = float("nan")
             gpu = self._look_at_gpu(pids)
-            self._rows.append((now - self._epoch, rss, cpu, others, _frequency(), *gpu))
+            self._rows.append((now - self._epoch, rss, cpu, others, _frequency(), self._rapl.joules(), *gpu))
             before, busy, own = now, busy_now, own_now
             self._whole = not self._frozen.is_set()
 

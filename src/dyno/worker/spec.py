@@ -34,6 +34,7 @@ BUILD = (
     "build"  # option of backends whose builder times kernels, by which equal builds differ; of a job, the one it ran
 )
 TIMING_CACHE = "timing_cache"  # option of a backend whose builds take over the timings of earlier ones
+ENERGY = "energy"  # option of a job: for how many seconds it also runs at full load, for the energy of an image
 SLOWDOWN = "slowdown"  # option of a job, of the self-test's alone: by which share each run is slowed down on purpose
 
 Option = Union[str, int, float, bool]

@@ -171,6 +171,11 @@ COLUMNS = (
            kind=COUNT),
     Column("builds", "of its engine or its reference's that the speed is over; empty where builds don't differ",
            kind=COUNT),
+    Column("energy_j", "of an image, idle power taken off; with --energy", "J", title="J/image", rank=6, interval=True),
+    *_limits("energy_j", "the 95 % interval of energy_j", "J", "number"),
+    Column("energy_gross_j", "of an image, idle power included", "J"),
+    Column("idle_w", "power before the first job", "W"),
+    Column("energy_missing", "why there is no energy_j", kind=TEXT),
 )  # fmt: skip
 IDENTITY = ("model", "size", "batch", "device", "backend", "precision", "runtime", "options")
 _ACCURACY = [name for metric in known().values() for name in metric.printed_columns]
@@ -178,7 +183,7 @@ PRINTED = (
     *IDENTITY, "latency_model_ms_median", "latency_model_ms_p95", "latency_all_ms_median", "throughput_ips",
     "pipeline_ips", "speedup", "verdict", *(name for name in _ACCURACY if not name.endswith("_diff")),
     *(name for name in _ACCURACY if name.endswith("_diff")), "budget", "size_mb",
-    "build_s", "gpu_memory_mb", "gpu_util", "throttle", "ran_as",
+    "build_s", "energy_j", "gpu_memory_mb", "gpu_util", "throttle", "ran_as",
 )  # fmt: skip
 _BY_NAME = {column.name: column for column in COLUMNS}
 

@@ -29,6 +29,7 @@ from dyno.analysis.records.results import Results, TrialResult, by_build, clock_
 from dyno.analysis.records.rounds import LATENCIES, Round
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.tables.trial_columns import COLUMNS, FEW, LIMITS, PERCENTILES, PRINTED, STAGES, STATISTICS, few
+from dyno.analysis.telemetry.energy import Meter
 from dyno.worker.spec import UserError
 
 if TYPE_CHECKING:
@@ -91,7 +92,10 @@ def read(
     rule = speedups.rule(results.settings, equivalent)
     _decide(results.trials, rows, chosen, rule)
     peaks = work.peaks(results)
-    rows = [r | work.columns(t, r, results, peaks) for t, r in zip(results.trials, rows, strict=True)]
+    meter = Meter(results.folder)
+    rows = [
+        r | work.columns(t, r, results, peaks) | _energy(t, meter) for t, r in zip(results.trials, rows, strict=True)
+    ]
     table = pd.DataFrame.from_records(rows, columns=[c.name for c in COLUMNS])
     kinds = dict.fromkeys(table.columns, float) | dict.fromkeys(WHOLE, "Int64") | dict.fromkeys(TEXTS, object)
     table = table.astype(kinds).copy()  # the copy defragments the frame, about which pandas warns
@@ -218,6 +222,16 @@ def _gpu(t: TrialResult) -> dict[str, Any]:
         "gpu_util": t.gpu.utilisation, "gpu_clock_mhz": t.gpu.clock, "gpu_power_w": t.gpu.power,
         "gpu_temperature_c": t.gpu.temperature, "throttle": t.gpu.throttle, "gpu_others": t.gpu.others,
         "throttled_samples": sum(span.hit for span in gpu_remarks.throttled(t)),
+    }  # fmt: skip
+
+
+def _energy(t: TrialResult, meter: Meter) -> dict[str, Any]:
+    if not t.good:
+        return {}
+    found = meter.of(t)
+    return {
+        "energy_j": found.net.value, "energy_j_low": found.net.low, "energy_j_high": found.net.high,
+        "energy_gross_j": found.gross, "idle_w": found.idle, "energy_missing": found.missing,
     }  # fmt: skip
 
 

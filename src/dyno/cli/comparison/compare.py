@@ -13,7 +13,7 @@ from dyno.worker.spec import UserError
 
 GATE = "Gate"
 # Options that a comparison sets itself, or that its two sides can't have.
-OMITTED = "routes reference budget search confirm peak turns compared until minutes equivalent"
+OMITTED = "routes reference budget search confirm peak energy turns compared until minutes equivalent"
 DEFAULTS: dict[str, Any] = {"rounds": 5, "boundaries": "model", "backends": "the one for this kind of file"}
 
 Junit = Annotated[str, typer.Option(help="Write the verdicts as JUnit's XML into this file.", rich_help_panel=GATE)]

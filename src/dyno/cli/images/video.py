@@ -12,7 +12,7 @@ from dyno.cli.exits import INTERRUPTED
 from dyno.study_options import MODEL_HELP, Compared, DataOptions, Measurement, ModelOptions, RuntimeOptions
 from dyno.worker.video.options import VideoOptions
 
-UNUSED = "routes reference compared budget search confirm boundaries turns block until minutes peak timeout data"
+UNUSED = "routes reference compared budget search confirm boundaries turns block until minutes peak energy timeout data"
 SOURCE = "A video, an image, a folder of images, a URL, camera:0, or - for raw frames from standard input."
 
 

@@ -12,7 +12,7 @@ from dyno.study_options import MODEL_HELP, Compared, DataOptions, Measurement, M
 
 UNUSED = (
     "backends precisions batches routes reference compared budget search rounds samples interval confirm boundaries "
-    "turns block until minutes equivalent peak timeout"
+    "turns block until minutes equivalent peak energy timeout"
 )
 
 

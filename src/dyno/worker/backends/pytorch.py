@@ -21,6 +21,7 @@ from dyno.worker.nets import models
 from dyno.worker.option_values import Check, flag, one_of
 from dyno.worker.sessions.torch_copies import Copies
 from dyno.worker.sessions.torch_support import (
+    allocator_peaks,
     cast,
     compiler_errors,
     compute_layers,
@@ -304,6 +305,7 @@ class TorchSession(Session):
             weights_sha256=self._weights,
             options={**self._options, "allow_tf32": bool(cuda.allow_tf32)},
             threads=self._torch.get_num_threads(),
+            **allocator_peaks(self._torch, self._device),
             notes=tuple(notes(self._trial)),
         )
 

@@ -102,7 +102,8 @@ class EngineFacts(Layers, Origin, Compilation):
     """All that a session says of itself (`Session.facts`), as far as its engine reports it.
 
     `options` and `threads` are as the engine has them; `time_by_operator` are shares (0 to 1) of a profile's time;
-    `engine_memory` is in bytes; `notes` are sentences on what keeps the engine from being faster.
+    `engine_memory` is in bytes; `allocated` and `reserved` are the most bytes that PyTorch's allocator gave out on the
+    GPU and held for that; `notes` are sentences on what keeps the engine from being faster.
     """
 
     threads: int | None = None
@@ -112,6 +113,8 @@ class EngineFacts(Layers, Origin, Compilation):
     time_by_operator: dict[str, float] = field(default_factory=dict)
     slowest_layers: tuple[SlowLayer, ...] = ()
     engine_memory: int | None = None
+    allocated: int | None = None
+    reserved: int | None = None
     notes: tuple[str, ...] = ()
 
 

@@ -22,12 +22,23 @@ class Turns:
     place: int = 0
 
 
+@dataclass(frozen=True)
+class Sustained:
+    """Images that went through as fast as they could, for the energy: when, images/s, and how many processors other
+    programs kept busy meanwhile."""
+
+    window: Window
+    images_per_s: float
+    others_busy: float = 0.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Timing(Sparse):
     """How a job was timed: the processors it was pinned to, windows and blocks by boundary, and who else was busy.
 
     `others_busy` is how many processors other programs kept busy by boundary; above `contention_threshold` a timing has
-    a warning. `build` is which build of its engine ran, where rounds go through several. `slowdown` is the share by
+    a warning. `sustained` is of a job that also ran for the energy of an image. `build` is which build of its
+    engine ran, where rounds go through several. `slowdown` is the share by
     which a self-test slowed the job down on purpose.
     """
 
@@ -38,6 +49,7 @@ class Timing(Sparse):
     turns: Turns | None = None
     others_busy: dict[str, float] = field(default_factory=dict)
     contention_threshold: float | None = field(default=None, metadata={EARLIER: "others_bearable"})
+    sustained: Sustained | None = None
     build: int | None = None
     slowdown: float | None = None
 

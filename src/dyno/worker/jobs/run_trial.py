@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,15 +13,16 @@ from dyno.worker import measure, system
 from dyno.worker.backend import Arrays, Session
 from dyno.worker.evaluation import evaluate
 from dyno.worker.facts.engine import ORIGIN
-from dyno.worker.facts.job import Answered
+from dyno.worker.facts.job import Answered, Sustained
 from dyno.worker.inputs import input_data
 from dyno.worker.jobs.turns import Alone
 from dyno.worker.journal import Journal
 from dyno.worker.record import Measurement, one_line, save_arrays
 from dyno.worker.registry import find
 from dyno.worker.sessions import slowed
-from dyno.worker.spec import BUILD, SLOWDOWN, Job, Trial, UserError
+from dyno.worker.spec import BUILD, ENERGY, SLOWDOWN, Job, Trial, UserError
 
+SETTLING = 0.25  # of the time for the energy, before it: power and clocks of a device follow its load
 RANDOM = 1e-2  # of their size: outputs of two calls on one input that are further apart are drawn
 
 
@@ -41,6 +43,8 @@ def run_trial(job: Job, trial: Trial, journal: Journal, turns: Alone) -> None:
     feeds = [session.stage(feed) for feed in host_feeds]
     journal.timed("first_call", "first call", measure.step(session, "model", feeds))
     _time(session, job.boundaries, trial, feeds, journal, turns)
+    if ENERGY in job.options:
+        _sustain(session, trial, feeds, journal, float(job.options[ENERGY]))
     journal.add(Measurement("peak_memory", "B", "bytes", float(system.peak_memory())))
     if job.round == 0:
         journal.stage("evaluate")
@@ -91,6 +95,16 @@ def _time(
         journal.contended(boundary, contention.busy(), trial.runtime.device)
     if "all" in boundaries and (parts := measure.parts(session, feeds, trial.plan)):
         journal.parted(parts)
+
+
+def _sustain(session: Session, trial: Trial, feeds: measure.Feeds, journal: Journal, seconds: float) -> None:
+    """Keep every slot busy for so long, so that whoever reads the counters of energy sees nothing else."""
+    journal.stage("run for the energy")
+    endless = replace(trial.plan, max_samples=sys.maxsize)
+    measure.throughput(session, feeds, trial.dims.batch, replace(endless, seconds=SETTLING * seconds))
+    contention = system.CpuContention()
+    sampling = measure.throughput(session, feeds, trial.dims.batch, replace(endless, seconds=seconds))
+    journal.facts(sustained=Sustained(sampling.window, float(sampling.value or 0.0), round(contention.busy(), 3)))
 
 
 def _evaluate(session: Session, trial: Trial, journal: Journal) -> None:

@@ -146,6 +146,15 @@ def first_line(e: BaseException) -> str:
     return next((line.strip() for line in str(e).splitlines() if line.strip()), type(e).__name__)[:300]
 
 
+def allocator_peaks(torch: Any, device: Any) -> dict[str, Any]:
+    """The facts `allocated` and `reserved`, in bytes: the most that PyTorch's allocator gave out on the GPU so far, and
+    held for that; none on a CPU."""
+    if device.type != "cuda":
+        return {}
+    peaks = {"allocated": torch.cuda.max_memory_allocated, "reserved": torch.cuda.max_memory_reserved}
+    return {name: int(peak(device)) for name, peak in peaks.items()}
+
+
 def is_memory_error(e: BaseException) -> bool:
     """Whether the device or the host had no memory left; PyTorch has one type for the first and none for the second."""
     text = str(e)

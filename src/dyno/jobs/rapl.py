@@ -1,0 +1,58 @@
+"""RAPL's counters of the processors' energy, below /sys/class/powercap; often root alone may read them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+POWERCAP = Path("/sys/class/powercap")
+
+
+@dataclass
+class Package:
+    """One socket's counter: its file, where it starts again, its last value (all in uJ), and how often it started."""
+
+    file: Path
+    size: int
+    last: int
+    overflows: int = 0
+
+    def joules(self) -> float:
+        """The counter's value now as if it never began anew, which it may do once between two calls."""
+        now = int(self.file.read_text())
+        self.overflows += now < self.last
+        self.last = now
+        return 1e-6 * (now + self.overflows * self.size)
+
+
+class Rapl:
+    """The counters of all sockets together; memory is not in them, nor is a graphics card."""
+
+    def __init__(self, packages: list[Package]) -> None:
+        self._packages = packages
+
+    def joules(self) -> float:
+        """Joules since some moment in the past; NaN without a counter, and where one can no longer be read."""
+        try:
+            return sum(package.joules() for package in self._packages) if self._packages else math.nan
+        except (OSError, ValueError):
+            return math.nan
+
+
+def find_rapl(root: Path | None = None) -> Rapl:
+    """The sockets' counters that this process may read: of all sockets or of none, as a part would pass for the whole.
+
+    Intel's and AMD's processors have the same files.
+    """
+    try:
+        zones = sorted((root or POWERCAP).glob("intel-rapl:*"))
+        sockets = [zone for zone in zones if (zone / "name").read_text().startswith("package")]
+        return Rapl([_package(zone) for zone in sockets])
+    except (OSError, ValueError):
+        return Rapl([])
+
+
+def _package(zone: Path) -> Package:
+    file = zone / "energy_uj"
+    return Package(file, int((zone / "max_energy_range_uj").read_text()), int(file.read_text()))
