@@ -19,7 +19,7 @@ BEGIN, END = "<!-- made by tools/rooms.py -->", "<!-- end -->"
 # What of the worker the host may use: the border's data, what backends declare, and the hash of a model's own code.
 BORDER = (
     "facts spec inspection record backend registry tasks plugins system extras jobs.turns training.options "
-    "video.options nets.local_code"
+    "video.options serve.options serve.arrivals nets.local_code"
 )
 
 # Room -> rooms that it may import, within its own tree; nothing imports upwards, in a function or outside one.
@@ -51,10 +51,11 @@ ANALYSIS = {
     "numerics": "formatting presentation ranking inside",
     "gate": "stats metrics",
     "video": "formatting stats records presentation",
+    "serve": "formatting stats records presentation",
     "telemetry": "formatting stats records presentation",
-    "tables": "formatting stats records metrics presentation ranking gate video telemetry",
+    "tables": "formatting stats records metrics presentation ranking gate video serve telemetry",
     "verdict": "formatting stats records metrics presentation self_test ranking gate tables",
-    "charts": "formatting style records metrics presentation ranking video telemetry",
+    "charts": "formatting style records metrics presentation ranking video serve telemetry",
     "report": "formatting stats style records metrics presentation self_test ranking gate tables verdict charts",
     "trtexec": "stats records",
 }
@@ -82,15 +83,16 @@ WORKER = {
     "evaluation": "facts spec record backend inputs tasks",
     "training": "facts spec record inputs sessions nets",
     "video": "spec backend extras inputs tasks measure",
+    "serve": "spec backend extras measure",
     "snippets": "spec plugins registry inputs tasks sessions nets backends",
     "journal": "spec record backend system measure evaluation",
     "jobs": "facts spec inspection record backend registry extras system inputs sessions nets onnx_graph layers "
-    "numerics backends tasks measure evaluation video journal",
+    "numerics backends tasks measure evaluation video serve journal",
     "main": "facts spec record backend registry system training snippets jobs journal",
 }
 # What single rooms of the host take from the worker besides: pure functions that both sides must do alike.
 BESIDES = {
-    "dyno.analysis": "facts spec record extras plugins system tasks numerics.closeness",
+    "dyno.analysis": "facts spec record extras plugins system tasks numerics.closeness serve.judging",
     "dyno.api": f"{BORDER} numerics.closeness",
     "dyno.datasets": "spec record extras plugins inputs.letterbox",
     "dyno.cli": f"{BORDER} snippets",  # `dyno doctor` names what is broken of every kind that a plug-in may bring

@@ -26,6 +26,8 @@ if typing.TYPE_CHECKING:
     from dyno.api.result import load as load
     from dyno.api.runnable import Study as Study
     from dyno.api.runnable import run as run
+    from dyno.api.serve.session import Served as Served
+    from dyno.api.serve.session import serve_test as serve_test
     from dyno.api.video.session import Filmed as Filmed
     from dyno.api.video.session import video as video
     from dyno.training.session import TrainingResult as TrainingResult
@@ -42,6 +44,7 @@ __all__ = [
     "Profiled",
     "Result",
     "SelfTest",
+    "Served",
     "Study",
     "TrainingResult",
     "UserError",
@@ -55,6 +58,7 @@ __all__ = [
     "load",
     "profile",
     "run",
+    "serve_test",
     "train",
     "video",
 ]
@@ -80,6 +84,8 @@ _HOMES = {
     "profile": "dyno.api.inside.profiling",
     "video": "dyno.api.video.session",
     "Filmed": "dyno.api.video.session",
+    "serve_test": "dyno.api.serve.session",
+    "Served": "dyno.api.serve.session",
     "load": "dyno.api.result",
     "train": "dyno.training.session",
     "TrainingResult": "dyno.training.session",

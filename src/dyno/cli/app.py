@@ -10,7 +10,7 @@ import typer
 import typer.core
 
 from dyno import __version__
-from dyno.cli import data_commands, exits, hints, options, run_folders, take
+from dyno.cli import data_commands, exits, hints, options, run_folders, serve_test, take
 from dyno.cli.comparison import bisection, compare
 from dyno.cli.images import train, video
 from dyno.cli.inside import explaining, inspection, layer_agreement, profiling
@@ -289,6 +289,7 @@ def eval(
 command(MEASURE)(compare.compare)
 command(MEASURE)(bisection.bisect)
 command(MEASURE)(video.video)
+command(MEASURE, "serve-test")(serve_test.serve_test)
 command(MAKE)(train.train)
 command(MAKE)(take.take)
 command(READ)(inspection.inspect)

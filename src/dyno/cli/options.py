@@ -15,6 +15,7 @@ import typer.core
 
 from dyno.study import parse_budget
 from dyno.study_options import MODEL_HELP, Compared, DataOptions, Measurement, ModelOptions, RuntimeOptions
+from dyno.worker.serve.options import ServeOptions
 from dyno.worker.spec import UserError
 from dyno.worker.video.options import VideoOptions
 
@@ -22,6 +23,7 @@ OUTPUT = "Output"
 ALL = "--help-all"
 PANELS: dict[type, str] = {
     VideoOptions: "Video",
+    ServeOptions: "Requests",
     Compared: "What to compare",
     ModelOptions: "Model",
     DataOptions: "Data and accuracy",

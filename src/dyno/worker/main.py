@@ -177,10 +177,17 @@ def through_video(job: Job, journal: Journal) -> None:
     video(job, journal)
 
 
+def answer_requests(job: Job, journal: Journal) -> None:
+    """Requests to the trial's engine at given times."""
+    from dyno.worker.jobs.serve import serve_requests
+
+    serve_requests(job, journal)
+
+
 OTHER_JOBS = {"make": make_file, "probe": probe, "inspect": inspect_job, "layers": read_layers,
               "profile": of_layers, "reference": compare_layers, "layer_errors": compare_layers, "train": train_model,
               "stress": stress_trial, "peak": find_peak, "take": take_home, "annotate": of_layers,
-              "video": through_video}  # fmt: skip
+              "video": through_video, "serve": answer_requests}  # fmt: skip
 
 
 def perform(job: Job, journal: Journal, turns: Alone) -> Record:

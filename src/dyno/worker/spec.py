@@ -297,8 +297,8 @@ class Trial:
 class Job:
     """One process: `run` or `stress` a trial, `make` a file, `probe` a backend, `inspect` a model, read its `layers`,
     `profile` how long each takes, store the tensors of a `reference`, compare an engine's with them (`layer_errors`),
-    `train` one, find the device's `peak`, `annotate` a graph, `take` a trial home, or run a `video` through
-    one."""
+    `train` one, find the device's `peak`, `annotate` a graph, `take` a trial home, run a `video` through one,
+    or `serve` requests with one."""
 
     kind: str
     runtime: Runtime = Runtime()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from dyno.analysis import telemetry, video
+from dyno.analysis import serve, telemetry, video
 from dyno.analysis.presentation.table import TEXT, Column, Table, TableKind
 from dyno.analysis.records.run_data import RunData
 from dyno.worker import plugins
@@ -16,7 +16,7 @@ SECTIONS = ("tables", "accuracy", "side", "")  # of the report, in its order
 
 def kinds() -> list[TableKind]:
     """Every table there can be, in the report's order: Dyno's own, then those of installed distributions."""
-    declared = plugins.declared((sys.modules[__name__], video, telemetry), TableKind, GROUP).values()
+    declared = plugins.declared((sys.modules[__name__], video, serve, telemetry), TableKind, GROUP).values()
     return sorted(declared, key=lambda kind: (SECTIONS.index(kind.section), kind.place, kind.name))
 
 

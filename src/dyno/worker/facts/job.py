@@ -8,6 +8,7 @@ from dyno.worker.facts.engine import EngineFacts, Probe
 from dyno.worker.facts.inside import Function, Inside
 from dyno.worker.facts.json_values import EARLIER
 from dyno.worker.facts.numerics import LayerErrors
+from dyno.worker.facts.serve import ServeFacts
 from dyno.worker.facts.sparse import Sparse
 from dyno.worker.facts.video import VideoFacts
 
@@ -140,8 +141,8 @@ class Facts(EngineFacts, Timing):
 
     `random_outputs` is how far two calls on one input are apart, relative to their size; `no_route` says that no other
     route to the file would lead on, and `printed` is the end of what making it printed. `stress`, `peak`, `copy`,
-    `probe`, `training`, `inside`, `functions` (of a watched run), `layer_errors`, `files` and `video` are what jobs of
-    other kinds found.
+    `probe`, `training`, `inside`, `functions` (of a watched run), `layer_errors`, `files`, `video` and `serve` are what
+    jobs of other kinds found.
     """
 
     data: Answered | None = None
@@ -160,3 +161,4 @@ class Facts(EngineFacts, Timing):
     layer_errors: LayerErrors | None = None
     files: tuple[str, ...] = ()
     video: VideoFacts | None = None
+    serve: ServeFacts | None = None

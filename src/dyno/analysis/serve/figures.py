@@ -1,0 +1,112 @@
+"""The figures of requests that came at one rate, as pure functions of the stored times."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from dyno.analysis import stats
+from dyno.analysis.stats import Interval
+from dyno.worker.facts.serve import ServeFacts, ServeStep
+from dyno.worker.serve import judging
+
+QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
+SECTIONS = 10  # of consecutive requests, whose percentiles an interval is made from
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One rate in one round. Arrays have a value for each request, those of warm-up included, in seconds."""
+
+    step: ServeStep
+    facts: ServeFacts
+    arrays: Mapping[str, np.ndarray]
+    round: int = 0
+
+    def _counted(self, name: str) -> np.ndarray:
+        return self.arrays[name][self.step.first :]
+
+    @cached_property
+    def latencies(self) -> np.ndarray:
+        """Seconds from when each request was due until it was answered, inf where it never was."""
+        return judging.latencies(self._counted("arrival"), self._counted("ended"))
+
+    @cached_property
+    def _answered(self) -> np.ndarray:
+        return np.asarray(np.isfinite(self.latencies))
+
+    @property
+    def count(self) -> int:
+        """Requests that count."""
+        return len(self.latencies)
+
+    @property
+    def refused(self) -> int:
+        """Those that found the queue full."""
+        return int(self._counted("refused").sum())
+
+    @property
+    def left(self) -> int:
+        """Those that still waited when no more were answered."""
+        return self.count - int(self._answered.sum()) - self.refused
+
+    @property
+    def backlog(self) -> int:
+        """How many requests waited when the last one came."""
+        return judging.backlog(self.arrays["arrival"], self.arrays["began"], self.arrays["refused"])
+
+    @property
+    def served(self) -> float:
+        """Requests answered per second, of those that count, until the last of them was."""
+        if not self._answered.any():
+            return 0.0
+        first = self.step.first
+        since = float(self.arrays["arrival"][first - 1]) if first else 0.0
+        return float(self._answered.sum() / (np.nanmax(self._counted("ended")) - since))
+
+    @property
+    def mean_batch(self) -> float:
+        """Requests per batch."""
+        sizes = self._counted("size")[self._answered]
+        return float(len(sizes) / (1 / sizes).sum()) if len(sizes) else math.nan
+
+    @property
+    def queued(self) -> float:
+        """Mean seconds from when a request was due until its batch began."""
+        return self._mean(self._counted("began") - self._counted("arrival"))
+
+    @property
+    def computed(self) -> float:
+        """Mean seconds of a request's batch, from host memory to host memory."""
+        return self._mean(self._counted("ended") - self._counted("began"))
+
+    def _mean(self, seconds: np.ndarray) -> float:
+        chosen = seconds[self._answered]
+        return float(chosen.mean()) if len(chosen) else math.nan
+
+    def percentile(self, name: str) -> Interval | None:
+        """That percentile of the latencies; None where there are too few requests, or it falls on unanswered ones."""
+        if self.count < stats.samples_for(QUANTILES[name]):
+            return None
+        found = sectioned(self.latencies, QUANTILES[name])
+        return found if math.isfinite(found.value) else None
+
+
+def sectioned(samples: np.ndarray, q: float) -> Interval:
+    """A percentile with its 95 % interval from those of ten sections of consecutive samples, by Student's t.
+
+    Requests that follow each other wait in the same queue, so a section counts as one observation (sectioning; Asmussen
+    and Glynn, Stochastic Simulation, 2007, III.5). Without limits where a section has too few samples for that
+    percentile, or one that was never answered falls on it.
+    """
+    value = judging.percentile(samples, q)
+    each = [judging.percentile(part, q) for part in np.array_split(samples, SECTIONS) if len(part)]
+    if len(samples) // SECTIONS < stats.samples_for(q) or not np.isfinite([value, *each]).all():
+        return Interval(value, math.nan, math.nan)
+    spread = math.sqrt(sum((one - value) ** 2 for one in each) / (SECTIONS - 1))
+    reach = stats.t_quantile(SECTIONS - 1) * spread / math.sqrt(SECTIONS)
+    return Interval(value, max(0.0, value - reach), value + reach)

@@ -1,0 +1,104 @@
+"""The requests of a run: the rates that were tried with each trial, and the highest that holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from dyno.analysis import stats
+from dyno.analysis.records.arrays import read_npz
+from dyno.analysis.records.results import TrialResult
+from dyno.analysis.records.rounds import Round
+from dyno.analysis.records.run_data import RunData
+from dyno.analysis.serve.figures import QUANTILES, Tried
+from dyno.analysis.stats import Interval, Speedup
+from dyno.worker.facts.serve import ServeFacts
+from dyno.worker.serve import judging
+
+ARRAYS = "serve.npz"
+REFERENCE = "pytorch"  # the others are compared with it where it is among them
+
+
+@dataclass(frozen=True)
+class Served:
+    """A trial with the rates that were tried in each round."""
+
+    trial: TrialResult
+    facts: tuple[ServeFacts, ...]
+    tried: tuple[Tried, ...]
+
+    @property
+    def bounded(self) -> str:
+        """The percentile that has the bound."""
+        return next(name for name, q in QUANTILES.items() if q == self.facts[0].percentile)
+
+    @cached_property
+    def by_round(self) -> list[float]:
+        """The highest rate of each round that holds, 0 where none does."""
+        return [max((t.step.rate for t in self._holding(k)), default=0.0) if f.highest is None else f.highest
+                for k, f in enumerate(self.facts)]  # fmt: skip
+
+    def _holding(self, number: int) -> list[Tried]:
+        return [t for t in self.tried if t.round == number and t.step.verdict == judging.HOLDS]
+
+    @cached_property
+    def highest(self) -> Interval | None:
+        """The highest rate that holds: the geometric mean of the rounds with its 95 % interval; None where there is no
+        bound, or none in a round."""
+        if not self.facts[0].bound_s or not all(self.by_round):
+            return None
+        return stats.center(self.by_round)
+
+    @cached_property
+    def there(self) -> Tried | None:
+        """The rate in a round that is the highest, of the round in the middle; of several at one rate the last."""
+        if self.highest is None:
+            return None
+        middle = sorted(self.by_round)[(len(self.by_round) - 1) // 2]
+        holding = [t for k, rate in enumerate(self.by_round) if rate == middle for t in self._holding(k)]
+        return next((t for t in reversed(holding) if t.step.rate == middle), None)
+
+    @property
+    def capacity(self) -> Interval:
+        """Requests per second with full batches: the geometric mean of the rounds with its 95 % interval."""
+        return stats.center([f.capacity for f in self.facts])
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the rounds warn of, each sentence once."""
+        return tuple(dict.fromkeys(warning for r in self.trial.good for warning in r.warnings))
+
+
+def of_run(run: RunData) -> list[Served]:
+    """Each trial that answered requests, in the order of the trials."""
+    found = []
+    for trial in run.records:
+        rounds = [(r, r.facts.serve) for r in trial.good if r.facts.serve and (r.folder / ARRAYS).is_file()]
+        tried = tuple(t for k, (r, facts) in enumerate(rounds) for t in _tried(r, facts, k))
+        if tried:
+            found.append(Served(trial, tuple(facts for _, facts in rounds), tried))
+    return found
+
+
+def _tried(one: Round, facts: ServeFacts, number: int) -> list[Tried]:
+    arrays = read_npz(one.folder / ARRAYS)
+    names = ("arrival", "began", "ended", "size", "refused")
+    return [
+        Tried(step, facts, {name: arrays[f"{name}_{k}"] for name in names}, number)
+        for k, step in enumerate(facts.steps)
+    ]
+
+
+def reference(served: list[Served]) -> Served:
+    """What the others are compared with: PyTorch, else the first."""
+    return next((each for each in served if each.trial.backend == REFERENCE), served[0])
+
+
+def speedups(served: list[Served], run: RunData) -> list[Speedup | None]:
+    """How many times as high each one's highest rate is as the reference's, with a verdict; None where one of both has
+    none, and for the reference itself."""
+    first = reference(served)
+    others = [each for each in served if each is not first and each.highest and first.highest]
+    pairs = [stats.unpaired([1 / r for r in each.by_round], [1 / r for r in first.by_round]) for each in others]
+    decided = dict(zip(map(id, others), stats.decide_family(pairs, run.rule), strict=True))
+    return [decided.get(id(each)) for each in served]

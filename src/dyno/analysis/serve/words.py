@@ -1,0 +1,110 @@
+"""What the figures of requests say, in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from dyno.analysis import stats
+from dyno.analysis.formatting import counting, show, significant
+from dyno.analysis.serve.figures import QUANTILES, Tried
+from dyno.analysis.serve.runs import Served
+
+
+def of_run(served: Sequence[Served]) -> list[str]:
+    """The sentences of each trial, under its name where there are several."""
+    said = []
+    for each in served:
+        named = [f"{each.trial.label}:"] if len(served) > 1 else []
+        said += [*named, *sentences(each), *(f"{warning}." for warning in each.warnings)]
+    return said
+
+
+def sentences(served: Served) -> list[str]:
+    """The highest rate that holds, where the time goes there, which rates were too much, and which too short."""
+    return [*_highest(served), *_there(served), *_unstable(served), *_short(served)]
+
+
+def bound_of(served: Served) -> str:
+    """`p99 <= 20 ms`, "" without a bound."""
+    facts = served.facts[0]
+    if not facts.bound_s:
+        return ""
+    return f"{_name(served.bounded)} <= {show(facts.bound_s, 'duration')}"
+
+
+def _name(percentile: str) -> str:
+    return f"p{100 * QUANTILES[percentile]:g}"
+
+
+def _highest(served: Served) -> Iterator[str]:
+    facts = served.facts[0]
+    if not facts.bound_s:
+        return
+    bound = bound_of(served)
+    if served.highest is None:
+        lowest = min(served.tried, key=lambda t: t.step.rate)
+        latency = lowest.percentile(served.bounded)
+        found = f"{_name(served.bounded)} is {_duration(latency.value)}" if latency else "that can't be said"
+        some = " in every round" if any(served.by_round) else ""
+        yield f"No rate that was tried holds {bound}{some}: at {_rate(lowest.step.rate)}, the lowest, {found}."
+        return
+    share = served.highest.value / served.capacity.value
+    how = "Searched" if facts.searched else "Of the rates that were asked for"
+    yield (
+        f"{_rate(served.highest.value)} hold {bound}: {show(share, 'percentage')} of the "
+        f"{_rate(served.capacity.value)} that full batches of {facts.most} allow. {how}"
+        + (f", to steps of {show(facts.resolution, 'percentage')}." if facts.searched else " the highest.")
+    )
+
+
+def _there(served: Served) -> Iterator[str]:
+    there = served.there
+    if there is None:
+        return
+    queued, computed = there.queued, there.computed
+    yield (
+        f"There a request waits {_duration(queued)} and is computed in {_duration(computed)} on average: "
+        f"{show(queued / (queued + computed), 'percentage')} of its time it waits; a batch has "
+        f"{significant(there.mean_batch)} requests."
+    )
+    found = there.percentile(served.bounded)
+    if found and np.isfinite(found.high) and found.high > there.facts.bound_s:
+        yield f"The interval of that {_name(served.bounded)} reaches beyond the bound; a longer --duration narrows it."
+
+
+def _unstable(served: Served) -> Iterator[str]:
+    grown = [t for t in served.tried if t.step.unstable]
+    if grown:
+        lowest = min(grown, key=lambda t: t.step.rate)
+        yield (
+            f"At {_rate(lowest.step.rate)} more requests come than are answered ({_rate(lowest.served)}): "
+            f"{lowest.backlog:,} waited at the end, and latency grows for as long as it lasts."
+        )
+    if refused := sum(t.refused for t in served.tried):
+        yield f"{counting(refused, 'request')} found the queue full and count as beyond every bound."
+
+
+def _short(served: Served) -> Iterator[str]:
+    short = [t for t in served.tried if t.count < stats.samples_for(served.facts[0].percentile)]
+    if short:
+        fewest = min(short, key=lambda t: t.count)
+        yield f"{_too_short(fewest, served)}."
+
+
+def _too_short(tried: Tried, served: Served) -> str:
+    least = stats.samples_for(served.facts[0].percentile)
+    return (
+        f"{_rate(tried.step.rate)} came for too short a time: {counting(tried.count, 'request')}, and "
+        f"{_name(served.bounded)} needs {least:,}, so at least "
+        + (f"{least / tried.step.rate:,.0f} s; omit --duration" if not tried.facts.trace else "a longer trace")
+    )
+
+
+def _duration(value: float) -> str:
+    return show(value, "duration")
+
+
+def _rate(value: float) -> str:
+    return f"{significant(value)} requests/s"

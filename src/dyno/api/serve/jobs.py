@@ -1,0 +1,43 @@
+"""The jobs of requests: how one is launched, with what all of a run have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dyno.engine.gpu_lock import launch_in_turn
+from dyno.jobs.progress import Progress
+from dyno.worker.record import Record
+from dyno.worker.serve.options import ServeOptions
+from dyno.worker.spec import Job, to_json
+
+# OpenMP's threads spin while they wait for each other, and would take the processors from other instances.
+SHARED_PROCESSORS = {"OMP_WAIT_POLICY": "passive"}
+
+
+@dataclass(frozen=True)
+class Requests:
+    """When requests come, how they are batched, and the sha256 of a trace ("" without one), which lies at `path`.
+
+    `least` is how many the percentile needs.
+    """
+
+    options: ServeOptions
+    least: int
+    path: str = ""
+    sha256: str = ""
+
+    def settings(self) -> dict[str, Any]:
+        """What the run folder remembers, by which other requests are refused there."""
+        settings = to_json(self.options)
+        return {"options": {**settings, "trace": Path(self.options.trace).name}, "trace_sha256": self.sha256}
+
+    def launch(self, job: Job, folder: Path, timeout_s: float, progress: Progress) -> Record:
+        """The job's record; how long it takes is up to the rates, so it has no time limit."""
+        options = {"settings": to_json(self.options), "least": self.least, "trace": self.path}
+        own = dataclasses.replace(job, kind="serve", options={**job.options, **options})
+        several = self.options.instances > 1
+        return launch_in_turn(own, folder, math.inf, progress, SHARED_PROCESSORS if several else None)

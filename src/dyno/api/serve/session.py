@@ -1,0 +1,102 @@
+"""Send requests to each engine that is compared, in rounds, and read what that says."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dyno.api.result import Result
+from dyno.api.serve.jobs import Requests
+from dyno.engine.execute import execute
+from dyno.engine.run_folder import measured
+from dyno.jobs.progress import Progress
+from dyno.planning.defaults import new_folder, study_of
+from dyno.study import Study
+from dyno.worker.record import read_json, write_json
+from dyno.worker.serve.arrivals import read_trace
+from dyno.worker.serve.options import ServeOptions
+from dyno.worker.spec import FIXED, UserError
+
+if TYPE_CHECKING:
+    from dyno.analysis.presentation.table import Table
+
+ABOUT = "serve.json"  # in the run folder: which requests it is of
+COMPARED = 3  # rounds where engines are compared
+DEFAULTS: dict[str, Any] = {
+    "batches": (8,), "seconds": 1.0, "warmup": 0.5, "boundaries": ("all", "throughput"), "turns": False,
+    "until": FIXED, "confirm": 0, "search": False,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Served(Result):
+    """Requests that were sent to one or several engines: the run folder."""
+
+    folder: Path
+
+    @cached_property
+    def tables(self) -> list[Table]:
+        """The highest rate that holds by engine, and every rate that was tried."""
+        return [self.table(name) for name in ("serve", "serve-rates")]
+
+    @cached_property
+    def sentences(self) -> list[str]:
+        """For each engine the highest rate that holds, where the time goes there, and what is to be doubted."""
+        from dyno.analysis.serve import runs, words
+
+        return words.of_run(runs.of_run(self.data))
+
+
+def serve_test(
+    model: Any,
+    *,
+    out: str | Path | None = None,
+    options: ServeOptions | None = None,
+    quiet: bool = True,
+    **settings: Any,
+) -> Served:
+    """Find how many requests per second each engine answers within a bound, or measure given rates.
+
+    `options` say the bound, when requests come and how they are batched, and `settings` (fields of `Study`) name the
+    engines; `batches` are the largest batches. The run folder is `out`, or a new one below runs/serve-test. Raises
+    `UserError`, one line.
+    """
+    from dyno.analysis.stats import samples_for
+
+    options = options or ServeOptions(p99="20ms")
+    study = study_of(model, DEFAULTS, settings)
+    (name,) = study.models
+    several = len(study.backends) * max(1, len(study.precisions)) * max(1, len(study.batches)) > 1
+    if "rounds" not in settings:
+        study = replace(study, rounds=COMPARED if several else 1)
+    _check(options, study)
+    path = Path(options.trace).absolute() if options.trace else None
+    sha256 = hashlib.sha256(read_trace(path).tobytes()).hexdigest() if path else ""
+    requests = Requests(options, samples_for(options.quantile), str(path or ""), sha256)
+    folder = Path(out) if out else new_folder("serve-test", [name])
+    _remember(requests, folder)
+    execute(study, folder, Progress(quiet=quiet), retry_failed=True, launch=requests.launch)
+    return Served(folder)
+
+
+def _check(options: ServeOptions, study: Study) -> None:
+    """A `UserError` for what can't work, before anything is started."""
+    most = max(study.batches, default=1)
+    if options.queue and options.queue < most:
+        raise UserError(f"queue is {options.queue}; it must be at least the largest batch, {most}")
+    if any(size > most for size in options.engine_batches):
+        raise UserError(f"engine_batches has {max(options.engine_batches)}; --batch {most} is the most that comes")
+
+
+def _remember(requests: Requests, folder: Path) -> None:
+    """Store which requests the folder is of; a folder of others is refused."""
+    about, path = requests.settings(), folder / ABOUT
+    if path.is_file() and read_json(path) != about and measured(folder):
+        raise UserError(f"{folder} is of other requests; give another --out")
+    if (folder / "study.toml").is_file() and not path.is_file():
+        raise UserError(f"{folder} is of a run without requests; give another --out")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(path, about)

@@ -1,0 +1,157 @@
+"""Requests to a trial's engine at given times: its capacity, then each rate, or a search for the highest that holds."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from dyno.worker import measure, system
+from dyno.worker.backend import Arrays, Session
+from dyno.worker.facts.serve import ServeFacts, ServeStep
+from dyno.worker.inputs import input_data
+from dyno.worker.journal import Journal
+from dyno.worker.record import save_arrays
+from dyno.worker.registry import find
+from dyno.worker.serve import judging, search
+from dyno.worker.serve.arrivals import Arrivals, poisson, read_trace
+from dyno.worker.serve.batching import Batcher, Clock, Rules, serve
+from dyno.worker.serve.instances import Instances, Lane
+from dyno.worker.serve.options import ServeOptions
+from dyno.worker.spec import Job, Trial, from_json
+
+ARRAYS = "serve.npz"
+SEEDS = 1000  # of a round: a rate has one of its own
+
+
+def serve_requests(job: Job, journal: Journal) -> None:
+    """Measure the capacity, then each rate.
+
+    Options of the job: `settings` of `ServeOptions`, `least` (requests that the percentile needs), and `trace` (a file,
+    "" for none).
+    """
+    assert job.trial is not None
+    trial, backend = job.trial, find(job.trial.backend)
+    journal.record = replace(journal.record, system=system.describe(("numpy", *backend.requires)))
+    options = from_json(ServeOptions, job.options["settings"])
+    instances = journal.timed("load", "load", lambda: Instances(
+        trial, options.engine_batches or _powers(trial.dims.batch), lambda t: backend.load(t, job.artifact),
+        lambda session, size: _feeds(trial, session, size), options.instances,
+    ))  # fmt: skip
+    work = _Work(trial, options, instances, journal, int(job.options["least"]), job.round)
+    work.alone()
+    work.rates(str(job.options["trace"]))
+    journal.stage("inspect")
+    journal.record = replace(
+        journal.record, facts=journal.record.facts.joined(instances.call(instances.first.session.facts))
+    )
+    journal.stage("close")
+    instances.close()
+
+
+def _powers(most: int) -> list[int]:
+    """1, 2, 4, … below it, and itself."""
+    return [*(2**k for k in range(most.bit_length()) if 2**k < most), most]
+
+
+def _feeds(trial: Trial, session: Session, size: int) -> Sequence[Arrays]:
+    model, dims = trial.model, replace(trial.dims, batch=size)
+    return list(input_data.batches(trial.data, model.preprocess, session.inputs, dims, input_data.FEEDS, model.inputs))
+
+
+class _Work:
+    """One job: its instances, and what is stored of the rates."""
+
+    def __init__(
+        self, trial: Trial, options: ServeOptions, instances: Instances, journal: Journal, least: int, number: int
+    ) -> None:
+        self._trial, self._options, self._instances, self._journal = trial, options, instances, journal
+        self._seed = trial.data.seed + SEEDS * number
+        self._rules = Rules(trial.dims.batch, options.max_wait_s, options.queue)
+        self._arrays: dict[str, np.ndarray] = {}
+        self._facts = ServeFacts(
+            options.quantile, options.bound_s, least, trial.dims.batch, options.max_wait_s, options.queue,
+            options.instances, len(instances.lanes), instances.rungs, resolution=options.resolution,
+        )  # fmt: skip
+        if missing := sorted({*(options.engine_batches or _powers(trial.dims.batch))} - {*instances.rungs}):
+            sizes = ", ".join(map(str, missing))
+            journal.warn(f"the engine can't be loaded for batches of {sizes}; fewer requests are padded to the next")
+
+    def alone(self) -> None:
+        """Full batches one after the other on every lane; latency and throughput are a record's like any other's."""
+        journal, plan, rung = self._journal, self._trial.plan, self._instances.first
+        journal.stage("warm up")
+        self._instances.warm_up(plan)
+        journal.stage("full batches")
+        contention = system.CpuContention()
+        once = measure.step(rung.session, "all", rung.feeds)
+        journal.sampled("latency", "all", "s", "duration", self._instances.call(lambda: measure.latency(once, plan)))
+        rate = self._capacity(plan.seconds)
+        journal.sampled("throughput", "throughput", "1/s", "rate", rate)
+        journal.contended("all", contention.busy(), self._trial.runtime.device)
+        self._facts = replace(self._facts, capacity=float(rate.value or 0.0))
+
+    def _capacity(self, seconds: float) -> measure.Sampling:
+        """Requests per second with full batches on every lane; a sample for each lane and batch."""
+        done: list[float] = []
+        most, clock = self._rules.most, Clock()
+
+        def work(lane: Lane) -> None:
+            began = clock.now()
+            while began < seconds:
+                lane.answer(most)
+                began, before = clock.now(), began
+                done.append(began - before)
+
+        self._instances.each(work)
+        whole = clock.now()
+        rates = most * len(self._instances.lanes) / np.asarray(done)
+        return measure.Sampling(rates, "seconds", most * len(done) / whole)
+
+    def rates(self, trace: str) -> None:
+        """The trace, the rates that were asked for, or those of a search."""
+        options, least = self._options, self._facts.least
+        if trace:
+            self._facts = replace(self._facts, trace=Path(options.trace).name)
+            self._try(Arrivals(read_trace(Path(trace))))
+        for rate in options.rate:
+            self._try(poisson(rate, least, options.duration_s, self._fresh_seed()), rate)
+        if not trace and not options.rate:
+            self._facts = replace(self._facts, searched=True)
+            found = search.highest(self._holds, self._facts.capacity, options.resolution)
+            self._facts = replace(self._facts, highest=found)
+            self._journal.facts(serve=self._facts)
+
+    def _fresh_seed(self) -> int:
+        return self._seed + len(self._facts.steps)
+
+    def _holds(self, rate: float) -> bool:
+        arrivals = poisson(rate, self._facts.least, self._options.duration_s, self._fresh_seed())
+        return self._try(arrivals, rate).verdict == judging.HOLDS
+
+    def _try(self, arrivals: Arrivals, asked: float = 0.0) -> ServeStep:
+        """Requests at these times, as the facts and arrays keep them."""
+        journal, facts, number = self._journal, self._facts, len(self._facts.steps)
+        rate = asked or arrivals.rate
+        journal.stage(f"{rate:.3g} requests/s for {arrivals.times[-1]:.3g} s")
+        gc.collect()
+        gc.freeze()  # a collection in the middle would be measured as the model's
+        contention = system.CpuContention()
+        batcher = Batcher(arrivals, self._rules, Clock())
+        self._instances.each(lambda lane: serve(batcher, lane.answer))
+        first = arrivals.first
+        grows = judging.unstable(arrivals.times, batcher.began, batcher.refused, self._rules.most)
+        seconds = judging.latencies(arrivals.times[first:], batcher.ended[first:])
+        verdict = judging.verdict(seconds, facts.percentile, facts.bound_s, facts.least, grows)
+        step = ServeStep(rate, verdict, first, grows, round(contention.busy(), 3))
+        values = {"arrival": arrivals.times, "began": batcher.began, "ended": batcher.ended, "size": batcher.size,
+                  "refused": batcher.refused}  # fmt: skip
+        self._arrays |= {f"{name}_{number}": array for name, array in values.items()}
+        save_arrays(journal.folder / ARRAYS, self._arrays)
+        self._facts = replace(facts, steps=(*facts.steps, step))
+        journal.facts(serve=self._facts)
+        journal.contended(f"rate {number}", step.others_busy, self._trial.runtime.device)
+        return step

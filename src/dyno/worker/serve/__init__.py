@@ -1,0 +1,1 @@
+"""Requests to a network as they come: arrivals, batches with a deadline, instances, and the highest rate that holds."""

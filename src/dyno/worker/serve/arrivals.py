@@ -1,0 +1,54 @@
+"""When requests come: at random, or as a trace says; known before the first is sent, whatever the answers do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from dyno.worker.spec import UserError
+
+USUAL_S = 10.0
+WARM_UP = 0.1  # of the requests: they come before those that count, since the queue is empty at first
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """Times in seconds since the beginning, ascending; those from number `first` on count."""
+
+    times: np.ndarray
+    first: int = 0
+
+    @property
+    def rate(self) -> float:
+        """Requests per second, of those that count."""
+        counted = self.times[self.first :]
+        span = float(counted[-1] - (self.times[self.first - 1] if self.first else 0.0))
+        return len(counted) / span if span > 0 else float("inf")
+
+
+def poisson(rate: float, least: int, seconds: float, seed: int) -> Arrivals:
+    """A Poisson process: independent exponential intervals with the mean 1 / `rate`.
+
+    So many requests count as come in `seconds`, or, where that is 0, in ten seconds and at least `least`.
+    """
+    count = max(1, round(rate * seconds)) if seconds else max(least, round(rate * USUAL_S))
+    before = round(WARM_UP * count)
+    gaps = np.random.default_rng(seed).exponential(1 / rate, before + count)
+    return Arrivals(np.cumsum(gaps), before)
+
+
+def read_trace(path: Path) -> np.ndarray:
+    """The arrival times of a trace, from its first request on; a `UserError` for what is not one."""
+    try:
+        times = np.loadtxt(path, dtype=np.float64, ndmin=1)
+    except OSError as e:
+        raise UserError(f"{path} can't be read: {e.strerror or e}") from None
+    except ValueError as e:
+        raise UserError(f"{path} is no trace: {e}; write a time in seconds on each line") from None
+    if times.ndim != 1 or len(times) < 2:
+        raise UserError(f"{path} is no trace: it must have at least two times, one on each line")
+    if not np.isfinite(times).all() or (np.diff(times) < 0).any() or times[-1] == times[0]:
+        raise UserError(f"{path} is no trace: its times must be numbers of seconds in ascending order")
+    return np.asarray(times - times[0])

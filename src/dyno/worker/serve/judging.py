@@ -1,0 +1,53 @@
+"""What the times of requests say: percentiles with unanswered requests among them, stability, and the bound."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+HOLDS, OVER, UNSTABLE, TOO_FEW = "yes", "no", "unstable", "too few requests"
+DRIFTLESS = 3.0  # standard deviations of a queue that has no drift
+
+
+def percentile(latencies: np.ndarray, q: float) -> float:
+    """A percentile (q = 0.99: the 99th) by linear interpolation; unanswered requests are inf, and so is what falls on
+    them."""
+    ordered = np.sort(latencies)
+    place = q * (len(ordered) - 1)
+    low, high = math.floor(place), math.ceil(place)
+    if not math.isfinite(ordered[high]):
+        return math.inf
+    return float(ordered[low] + (ordered[high] - ordered[low]) * (place - low))
+
+
+def latencies(arrival: np.ndarray, ended: np.ndarray) -> np.ndarray:
+    """Seconds from when each request was due until it was answered, inf where it never was."""
+    return np.where(np.isnan(ended), np.inf, ended - arrival)
+
+
+def backlog(arrival: np.ndarray, began: np.ndarray, refused: np.ndarray) -> int:
+    """How many requests waited when the last one came."""
+    last = arrival[-1]
+    return int(((~(began <= last)) & ~refused).sum())
+
+
+def unstable(arrival: np.ndarray, began: np.ndarray, refused: np.ndarray, most: int) -> bool:
+    """Whether requests come faster than they are answered.
+
+    A queue whose arrivals and answers are equally fast is a reflected random walk: after n requests its length is the
+    absolute value of a normal variable with a standard deviation of about sqrt(n) (Feller, An Introduction to
+    Probability Theory II, 1971, VI.2). More than three of them, and the batch that forms, are drift.
+    """
+    return backlog(arrival, began, refused) > DRIFTLESS * math.sqrt(len(arrival)) + most
+
+
+def verdict(seconds: np.ndarray, q: float, bound: float, least: int, grows: bool) -> str:
+    """Whether that percentile of the latencies is within the bound; "" without a bound (0)."""
+    if grows:
+        return UNSTABLE
+    if not bound:
+        return ""
+    if len(seconds) < least:
+        return TOO_FEW
+    return HOLDS if percentile(seconds, q) <= bound else OVER

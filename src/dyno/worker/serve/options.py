@@ -1,0 +1,99 @@
+"""How requests come and are batched: settings of a job, checked before anything is started."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from dyno.worker.spec import UserError
+
+UNITS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
+DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([a-zµ]+)")
+PERCENTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
+BOUND = "Highest latency of so many of the requests that a rate still holds, with its unit"
+
+
+def _option(default: Any, help: str, usual: str = "", *, common: bool = False) -> Any:
+    """A field with its help for the command line; `usual` describes the default."""
+    return field(default=default, metadata={"help": help, "usual": usual, "common": common})
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """Requests."""
+
+    p99: str = _option("", f"{BOUND}: 20ms.", "none", common=True)
+    p50: str = _option("", f"{BOUND}.", "none")
+    p90: str = _option("", f"{BOUND}.", "none")
+    p999: str = _option("", f"{BOUND} (the 99.9th percentile).", "none")
+    rate: tuple[float, ...] = _option(
+        (), "Requests per second to try: 50,100,200.", "search for the highest that holds the bound", common=True
+    )
+    trace: str = _option("", "File of arrival times in seconds, one per line, in place of random ones.", "none")
+    max_wait: str = _option("2ms", "Longest that a request waits for others to fill the batch (0ms: never).")
+    instances: int = _option(1, "Sessions that answer at once, each with its own copy of the model.", common=True)
+    queue: int = _option(0, "Most requests that wait; those that come then are refused.", "no limit")
+    duration: str = _option(
+        "", "How long requests come at each rate, with its unit: 30s.", "10 s, longer where the percentile needs it"
+    )
+    resolution: float = _option(0.05, "The search ends when the next rate would be less than this share higher.")
+    engine_batches: tuple[int, ...] = _option(
+        (), "Batches that the engine is loaded for; others are padded to the next.", "powers of two up to --batch"
+    )
+
+    def __post_init__(self) -> None:
+        bounds = [name for name in PERCENTILES if getattr(self, name)]
+        if len(bounds) > 1:
+            raise UserError(f"{' and '.join(bounds)} are two bounds; give one")
+        for name in (*bounds, *(["duration"] if self.duration else [])):
+            if seconds(getattr(self, name), name) <= 0:
+                raise UserError(f"{name} is {getattr(self, name)}; it must be more than 0")
+        seconds(self.max_wait, "max_wait")
+        for name, least in (("instances", 1), ("queue", 0)):
+            if getattr(self, name) < least:
+                raise UserError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        if any(not 0 < rate < 1e7 for rate in self.rate):
+            raise UserError("rate must be more than 0 requests per second, and less than ten million")
+        if any(size < 1 for size in self.engine_batches):
+            raise UserError("engine_batches must be at least 1 each")
+        if not 0.001 <= self.resolution <= 1:
+            raise UserError(f"resolution is {self.resolution:g}; it must be between 0.001 and 1")
+        if self.trace and (self.rate or self.duration):
+            raise UserError("a trace says when requests come; omit --rate and --duration")
+        if not (bounds or self.rate or self.trace):
+            raise UserError("a search needs a bound; give --p99 20ms, or a --rate or a --trace to measure")
+
+    @property
+    def bounded(self) -> str:
+        """The percentile that has the bound, p99 where there is none."""
+        return next((name for name in PERCENTILES if getattr(self, name)), "p99")
+
+    @property
+    def quantile(self) -> float:
+        """The share of the requests that must hold the bound."""
+        return PERCENTILES[self.bounded]
+
+    @property
+    def bound_s(self) -> float:
+        """The bound in seconds, 0 where there is none."""
+        text = getattr(self, self.bounded)
+        return seconds(text, self.bounded) if text else 0.0
+
+    @property
+    def max_wait_s(self) -> float:
+        """Seconds that a request waits for others at most."""
+        return seconds(self.max_wait, "max_wait")
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds of each rate, 0 where nothing is said."""
+        return seconds(self.duration, "duration") if self.duration else 0.0
+
+
+def seconds(text: str, name: str) -> float:
+    """`20ms` in seconds; a `UserError` for a number without its unit."""
+    match = DURATION.fullmatch(text.strip())
+    if match is None or match[2] not in UNITS:
+        raise UserError(f"{name} is {text!r}; write a number with its unit, such as 20ms or 1.5s")
+    return float(match[1]) * UNITS[match[2]]

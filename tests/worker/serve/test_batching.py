@@ -1,0 +1,144 @@
+"""The queue against theory, by a clock that only goes on when it is told: no number here depends on the machine."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dyno.worker.serve import judging
+from dyno.worker.serve.arrivals import Arrivals, poisson
+from dyno.worker.serve.batching import Batcher, Clock, Rules, serve
+
+
+class Simulated(Clock):
+    """A clock whose time is what was slept and worked."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def now(self) -> float:
+        return self.time
+
+    def sleep_until(self, at: float) -> None:
+        self.time = max(self.time, at)
+
+
+def served(arrivals: Arrivals, rules: Rules, seconds: float, each: float = 0.0) -> Batcher:
+    """The requests, answered one batch after the other, in `seconds` and `each` for each request in it."""
+    clock = Simulated()
+    batcher = Batcher(arrivals, rules, clock)
+
+    def answer(count: int) -> None:
+        clock.time += seconds + each * count
+
+    serve(batcher, answer)
+    return batcher
+
+
+def at(*times: float) -> Arrivals:
+    return Arrivals(np.array(times))
+
+
+@pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
+def test_the_mean_wait_is_that_of_an_m_d_1_queue(load: float) -> None:
+    """Pollaczek and Khinchine: with service time s and load r the mean wait is r s / (2 (1 - r))."""
+    service = 0.01
+    arrivals = poisson(load / service, 200_000, 0.0, seed=1)
+    batcher = served(arrivals, Rules(1), service)
+    waits = (batcher.began - arrivals.times)[arrivals.first :]
+    assert waits.mean() == pytest.approx(load * service / (2 * (1 - load)), rel=0.04)
+    assert (batcher.ended - batcher.began == pytest.approx(service)) and (batcher.size == 1).all()
+
+
+def test_arrivals_are_a_poisson_process_of_that_rate() -> None:
+    gaps = np.diff(poisson(50.0, 100_000, 0.0, seed=3).times)
+    assert gaps.mean() == pytest.approx(0.02, rel=0.02) and gaps.std() == pytest.approx(0.02, rel=0.02)
+    assert (poisson(50.0, 10, 0.0, 3).times == poisson(50.0, 10, 0.0, 3).times).all()
+    assert (poisson(50.0, 10, 0.0, 3).times != poisson(50.0, 10, 0.0, 4).times).all()
+
+
+def test_so_many_requests_count_as_the_percentile_needs() -> None:
+    short, given = poisson(5.0, 662, 0.0, 0), poisson(100.0, 662, 2.0, 0)
+    assert len(short.times) - short.first == 662 and short.first == 66
+    assert len(given.times) - given.first == 200
+    assert Arrivals(np.arange(11.0)).rate == pytest.approx(1.1)
+
+
+def test_a_stall_delays_no_request_and_counts_in_all_that_were_due_meanwhile() -> None:
+    """One second in which nothing is answered: whoever sent only after an answer would see one slow request."""
+    arrivals = at(*np.arange(0.0, 2.0, 0.1))
+    clock, first = Simulated(), [True]
+    batcher = Batcher(arrivals, Rules(1), clock)
+
+    def answer(count: int) -> None:
+        clock.time += 1.0 if first else 0.01
+        first.clear()
+
+    serve(batcher, answer)
+    seconds = judging.latencies(arrivals.times, batcher.ended)
+    assert (seconds > 0.5).sum() == 5 and seconds[:3] == pytest.approx([1.0, 0.91, 0.82])
+
+
+def test_a_batch_begins_when_it_is_full_or_its_first_request_has_waited() -> None:
+    batcher = served(at(0.0, 0.001, 0.002, 0.003, 1.0, 1.001, 2.0), Rules(4, max_wait=0.01), 0.1)
+    assert batcher.size.tolist() == [4, 4, 4, 4, 2, 2, 1]
+    assert batcher.began == pytest.approx([0.003] * 4 + [1.01] * 2 + [2.01])
+
+
+def test_without_waiting_a_batch_has_what_is_there() -> None:
+    batcher = served(at(0.0, 0.01, 0.02, 0.03, 0.05), Rules(8), 0.04)
+    assert batcher.size.tolist() == [1, 3, 3, 3, 1]
+    assert batcher.began == pytest.approx([0.0, 0.04, 0.04, 0.04, 0.08])
+
+
+def test_those_who_find_the_queue_full_are_refused() -> None:
+    batcher = served(at(0.0, 0.1, 0.2, 0.3, 0.4, 1.1), Rules(1, queue=2), 1.0)
+    assert batcher.refused.tolist() == [False, False, False, True, True, False]
+    assert np.isnan(batcher.ended[3:5]).all() and batcher.size[3:5].sum() == 0
+    assert np.isinf(judging.latencies(at(0.3).times, batcher.ended[3:4])).all()
+
+
+@pytest.mark.parametrize(("load", "grows"), [(0.5, False), (0.9, False), (1.2, True), (3.0, True)])
+def test_a_rate_above_the_capacity_is_seen(load: float, grows: bool) -> None:
+    arrivals = poisson(load / 0.01, 2000, 0.0, seed=2)
+    batcher = served(arrivals, Rules(1), 0.01)
+    assert judging.unstable(arrivals.times, batcher.began, batcher.refused, 1) is grows
+    assert bool(np.isnan(batcher.ended).any()) is (load == 3.0), "patience ends with a queue that would take for ever"
+    verdict = judging.verdict(judging.latencies(arrivals.times, batcher.ended), 0.99, 1.0, 662, grows)
+    assert verdict == (judging.UNSTABLE if grows else judging.HOLDS)
+
+
+def test_batches_raise_the_capacity() -> None:
+    """A batch of n takes 10 ms + n 0.1 ms: one by one that is 99 requests/s, in eights 740."""
+    arrivals = poisson(400.0, 4000, 0.0, seed=5)
+    alone, eights = (served(arrivals, Rules(most), 0.01, 0.0001) for most in (1, 8))
+    assert judging.unstable(arrivals.times, alone.began, alone.refused, 1)
+    assert not judging.unstable(arrivals.times, eights.began, eights.refused, 8)
+
+
+@pytest.mark.parametrize(
+    ("count", "bound", "expected"),
+    [(1000, 0.992, judging.HOLDS), (1000, 0.98, judging.OVER), (500, 9.0, judging.TOO_FEW), (1000, 0.0, "")],
+)
+def test_the_verdict_on_a_bound(count: int, bound: float, expected: str) -> None:
+    seconds = np.linspace(0, 1, count)
+    assert judging.verdict(seconds, 0.99, bound, 662, grows=False) == expected
+
+
+def test_an_unanswered_request_is_beyond_every_bound() -> None:
+    seconds = np.full(1000, 0.001)
+    seconds[:9] = np.inf
+    assert judging.percentile(seconds, 0.99) == pytest.approx(0.001)
+    seconds[:12] = np.inf
+    assert np.isinf(judging.percentile(seconds, 0.99))
+
+
+def test_what_fails_in_an_answer_ends_everything() -> None:
+    batcher = Batcher(at(0.0, 0.1, 0.2), Rules(1), Simulated())
+
+    def answer(count: int) -> None:
+        raise MemoryError("no room")
+
+    with pytest.raises(MemoryError, match="no room"):
+        serve(batcher, answer)
+    assert batcher.take() is None

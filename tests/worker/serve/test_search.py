@@ -1,0 +1,90 @@
+"""The search for the highest rate that holds, and the options of a serve-test."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dyno.worker.serve.arrivals import read_trace
+from dyno.worker.serve.options import ServeOptions
+from dyno.worker.serve.search import highest
+from dyno.worker.spec import UserError
+
+
+@pytest.mark.parametrize("limit", [3.1, 40.0, 60.0, 99.0, 180.0])
+def test_it_ends_within_a_step_below_the_limit(limit: float) -> None:
+    tried: list[float] = []
+
+    def holds(rate: float) -> bool:
+        tried.append(rate)
+        return rate <= limit
+
+    found = highest(holds, 100.0, 0.05)
+    assert limit / 1.05 <= found <= limit
+    assert len(tried) < 16 and tried.count(found) == 2, "the result is tried once more"
+
+
+def test_there_may_be_none() -> None:
+    assert highest(lambda rate: False, 100.0, 0.05) == 0.0
+
+
+def test_what_held_by_luck_alone_is_not_the_result() -> None:
+    tried: list[float] = []
+
+    def holds(rate: float) -> bool:
+        tried.append(rate)
+        return rate <= 60 or (rate <= 70 and tried.count(rate) == 1)
+
+    assert 60 / 1.05 <= highest(holds, 100.0, 0.05) <= 60
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "a search needs a bound"),
+        ({"p99": "20"}, "p99 is '20'; write a number with its unit"),
+        ({"p99": "20ms", "p50": "5ms"}, "p99|p50 .*give one"),
+        ({"p99": "0ms"}, "it must be more than 0"),
+        ({"rate": (0.0,)}, "rate must be more than 0"),
+        ({"p99": "20ms", "instances": 0}, "instances is 0; it must be at least 1"),
+        ({"trace": "t.txt", "rate": (5.0,)}, "omit --rate"),
+        ({"p99": "1s", "resolution": 0.0}, "resolution is 0"),
+        ({"p99": "1s", "engine_batches": (0,)}, "engine_batches"),
+    ],
+)
+def test_a_wrong_option_is_one_line(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said) as caught:
+        ServeOptions(**options)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_bound_is_a_percentile_and_seconds() -> None:
+    options = ServeOptions(p999="1.5s", max_wait="500us")
+    assert (options.bounded, options.quantile, options.bound_s, options.max_wait_s) == ("p999", 0.999, 1.5, 0.0005)
+    assert ServeOptions(rate=(5.0,)).bound_s == 0
+
+
+def test_a_trace_begins_with_its_first_request(tmp_path: Path) -> None:
+    path = tmp_path / "trace.txt"
+    path.write_text("# seconds\n100.5\n100.75\n102\n")
+    assert read_trace(path).tolist() == [0.0, 0.25, 1.5]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("1\ntwo\n", "is no trace"), ("2\n1\n", "ascending"), ("1\n", "at least two"), ("1 2\n3 4\n", "one on each"),
+     ("1\nnan\n", "ascending"), ("1\n1\n", "ascending")],
+)  # fmt: skip
+def test_what_is_no_trace_is_one_line(text: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "trace.txt"
+    path.write_text(text)
+    with pytest.raises(UserError, match=said) as caught:
+        read_trace(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_trace_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="can't be read"):
+        read_trace(tmp_path / "none.txt")
