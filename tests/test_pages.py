@@ -36,16 +36,17 @@ FENCE = re.compile(
 HERE = {"ultralytics": find_spec("ultralytics") is not None}  # what a block may need that a machine may have
 # Flag: what it is set to, and the commands that get it where a page doesn't give it.
 SHORT = {
-    "--rounds": ("1", ("run", "explain")),
-    "--seconds": ("0.05", ("run", "time", "eval", "profile", "explain")),
-    "--warmup": ("0.05", ("run", "time", "profile", "explain")),
+    "--rounds": ("1", ("run", "serve-test", "explain")),
+    "--seconds": ("0.05", ("run", "serve-test", "time", "eval", "profile", "explain")),
+    "--warmup": ("0.05", ("run", "serve-test", "time", "profile", "explain")),
     "--epochs": ("1", ("train",)),
     "--confirm": ("0", ("run",)),
     "--inputs": ("4", ("run", "agree")),
     "--iterations": ("5", ("stress",)),
+    "--duration": ("1s", ("serve-test",)),
     "--threads": (
         "1",
-        ("run", "time", "stress", "eval", "agree", "train", "profile", "explain"),
+        ("run", "serve-test", "time", "stress", "eval", "agree", "train", "profile", "explain"),
     ),  # several wait for each other on a busy machine
 }
 SMALL = {
@@ -127,7 +128,7 @@ def shortened(words: list[str]) -> list[str]:
         kept += ["--rounds", "3"]
     if (
         "--size" not in kept
-        and words[1] in ("run", "export", "agree", "time", "profile", "explain")
+        and words[1] in ("run", "serve-test", "export", "agree", "time", "profile", "explain")
         and any(w.startswith("torchvision:") for w in kept)
     ):
         kept += ["--size", "32"]

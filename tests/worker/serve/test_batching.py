@@ -76,7 +76,7 @@ def test_a_stall_delays_no_request_and_counts_in_all_that_were_due_meanwhile() -
 
     serve(batcher, answer)
     seconds = judging.latencies(arrivals.times, batcher.ended)
-    assert (seconds > 0.5).sum() == 5 and seconds[:3] == pytest.approx([1.0, 0.91, 0.82])
+    assert (seconds > 0.5).sum() == 6 and seconds[:3] == pytest.approx([1.0, 0.91, 0.82])
 
 
 def test_a_batch_begins_when_it_is_full_or_its_first_request_has_waited() -> None:
@@ -106,6 +106,21 @@ def test_a_rate_above_the_capacity_is_seen(load: float, grows: bool) -> None:
     assert bool(np.isnan(batcher.ended).any()) is (load == 3.0), "patience ends with a queue that would take for ever"
     verdict = judging.verdict(judging.latencies(arrivals.times, batcher.ended), 0.99, 1.0, 662, grows)
     assert verdict == (judging.UNSTABLE if grows else judging.HOLDS)
+
+
+def test_a_stall_at_the_end_is_no_drift() -> None:
+    """Half a second in which nothing is answered, after nine and a half seconds at half of the capacity."""
+    arrivals = poisson(1000.0, 0, 10.0, seed=2)
+    clock = Simulated()
+    batcher = Batcher(arrivals, Rules(1), clock)
+    stall = float(arrivals.times[-1]) - 0.5
+
+    def answer(count: int) -> None:
+        clock.time += 0.5 if stall < clock.time < stall + 0.4 else 0.0005
+
+    serve(batcher, answer)
+    assert judging.backlog(arrivals.times, batcher.began, batcher.refused) > 400
+    assert not judging.unstable(arrivals.times, batcher.began, batcher.refused, 1)
 
 
 def test_batches_raise_the_capacity() -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from dyno.worker.serve.arrivals import Arrivals
 
-# For so long those that still wait are answered after the last has come: a share of the time in which requests come, and
+# How long those that still wait are answered after the last has come: a share of the time in which requests come, and
 # seconds.
 PATIENCE, LEAST_PATIENCE_S = 0.25, 1.0
 

@@ -8,6 +8,7 @@ import numpy as np
 
 HOLDS, OVER, UNSTABLE, TOO_FEW = "yes", "no", "unstable", "too few requests"
 DRIFTLESS = 3.0  # standard deviations of a queue that has no drift
+CHECKED = (0.5, 0.75, 1.0)  # of the requests
 
 
 def percentile(latencies: np.ndarray, q: float) -> float:
@@ -26,10 +27,11 @@ def latencies(arrival: np.ndarray, ended: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(ended), np.inf, ended - arrival)
 
 
-def backlog(arrival: np.ndarray, began: np.ndarray, refused: np.ndarray) -> int:
-    """How many requests waited when the last one came."""
-    last = arrival[-1]
-    return int(((~(began <= last)) & ~refused).sum())
+def backlog(arrival: np.ndarray, began: np.ndarray, refused: np.ndarray, share: float = 1.0) -> int:
+    """How many requests waited when the last one came, or the last of that share of them."""
+    count = max(1, round(share * len(arrival)))
+    last = arrival[count - 1]
+    return int((~(began[:count] <= last) & ~refused[:count]).sum())
 
 
 def unstable(arrival: np.ndarray, began: np.ndarray, refused: np.ndarray, most: int) -> bool:
@@ -37,9 +39,13 @@ def unstable(arrival: np.ndarray, began: np.ndarray, refused: np.ndarray, most: 
 
     A queue whose arrivals and answers are equally fast is a reflected random walk: after n requests its length is the
     absolute value of a normal variable with a standard deviation of about sqrt(n) (Feller, An Introduction to
-    Probability Theory II, 1971, VI.2). More than three of them, and the batch that forms, are drift.
+    Probability Theory II, 1971, VI.2). More than three of them, and the batch that forms, are drift, if there are so
+    many after a half and after three quarters too: a stall of the machine is over by then.
     """
-    return backlog(arrival, began, refused) > DRIFTLESS * math.sqrt(len(arrival)) + most
+    return all(
+        backlog(arrival, began, refused, share) > DRIFTLESS * math.sqrt(share * len(arrival)) + most
+        for share in CHECKED
+    )
 
 
 def verdict(seconds: np.ndarray, q: float, bound: float, least: int, grows: bool) -> str:

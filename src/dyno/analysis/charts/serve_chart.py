@@ -1,0 +1,63 @@
+"""Latency against the rate of requests: where an engine's queue begins to grow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dyno.analysis.formatting import show, significant
+from dyno.analysis.presentation.chart import Chart
+from dyno.analysis.records.run_data import RunData
+from dyno.analysis.serve import runs
+from dyno.analysis.serve.figures import Tried
+from dyno.analysis.serve.runs import Served
+from dyno.analysis.style import EDGE, LINES, WIDTH, color, marker, styled, tip
+
+HEIGHT = 3.8  # inches
+PALE = 0.35  # how opaque a median is
+MEDIAN = "p50"
+
+
+def latency_by_rate(run: RunData) -> Any:
+    """A line for the bounded percentile of each trial, and a pale one for its median, with a point for each stable rate
+    of each round; None where there is none."""
+    served = [each for each in runs.of_run(run) if _points(each, MEDIAN)]
+    if not served:
+        return None
+    with styled() as figure_class:
+        figure = figure_class(figsize=(WIDTH, HEIGHT), layout="constrained")
+        axes = figure.subplots()
+        for each in served:
+            _line(axes, each, MEDIAN, PALE)
+            _line(axes, each, each.bounded, 1.0)
+        if bound := served[0].facts[0].bound_s:
+            axes.axhline(1e3 * bound, color=EDGE, linestyle="--", linewidth=1)
+        axes.set(yscale="log", xlabel="requests/s", ylabel="latency, ms", xlim=(0, None))
+        axes.yaxis.set_major_formatter(lambda v, _: f"{v:g}")
+        axes.legend(loc="upper left")
+    return figure
+
+
+def _points(served: Served, name: str) -> list[tuple[Tried, float]]:
+    """The stable rates that have the percentile, in seconds, in ascending order."""
+    found = [(t, t.percentile(name)) for t in served.tried if not t.step.unstable]
+    return sorted(((t, p.value) for t, p in found if p), key=lambda pair: pair[0].step.rate)
+
+
+def _line(axes: Any, served: Served, name: str, alpha: float) -> None:
+    points, trial = _points(served, name), served.trial
+    label = f"{trial.label}, {name}"
+    rates, milliseconds = [t.step.rate for t, _ in points], [1e3 * value for _, value in points]
+    style = {"color": color(trial.backend), "alpha": alpha}
+    axes.plot(rates, milliseconds, linestyle=LINES.get(trial.precision, "-"), label=label, linewidth=1.2, **style)
+    for tried, value in points:
+        (point,) = axes.plot(tried.step.rate, 1e3 * value, marker=marker(trial.precision), markersize=4, **style)
+        tip(point, f"{trial.label}: {significant(tried.step.rate)} requests/s, {name} {show(value, 'duration')}")
+
+
+LATENCY_BY_RATE = Chart(
+    "serve-latency",
+    "Latency of requests against their rate: the bounded percentile, its median pale, the bound dashed. Rates at which "
+    "the queue grew without end have no point.",
+    latency_by_rate,
+    19,
+)

@@ -1,0 +1,160 @@
+"""`dyno serve-test` through the command line and from Python, with real engines and scripted ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import dyno
+from dyno.worker.facts.serve import ServeFacts
+from dyno.worker.record import read_record
+from dyno.worker.serve.options import ServeOptions
+
+pytestmark = pytest.mark.usefixtures("preloaded")
+
+Call = Callable[..., tuple[int, str, str]]
+FAKE = ("fake:net", "--channels", 1, "--seconds", 0.05, "--warmup", 0.02, "--threads", 1, "-o", "run")
+NET = """
+import torch
+
+def net():
+    torch.manual_seed(0)
+    pool = torch.nn.AdaptiveAvgPool2d(1)
+    return torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, 2), pool, torch.nn.Flatten(), torch.nn.Linear(8, 4))
+"""
+
+
+def facts(folder: Path) -> list[ServeFacts]:
+    records = [read_record(path) for path in sorted(folder.glob("trials/*/r*"))]
+    return [record.facts.serve for record in records if record is not None and record.facts.serve]
+
+
+def test_given_rates_are_measured_and_shown_again(call: Call, tmp_path: Path) -> None:
+    words = ("--backends", "fake@latency_ms=1", "--batch", 4, "--rate", "50,20000", "--duration", "1s", "--p99", "10s")
+    code, out, errors = call("serve-test", *FAKE, *words)
+    assert code == 0, errors
+    assert "p99 <= 10.0 s" in out and "was due, never from when it was sent" in out
+    (found,) = facts(tmp_path / "run")
+    assert [step.rate for step in found.steps] == [50, 20000] and found.rungs == (1, 2, 4)
+    slow, fast = found.steps
+    assert slow.verdict == "too few requests" and not slow.unstable
+    assert "50.0 requests/s came for too short a time: 50 requests, and p99 needs 662, so at least 13 s" in out
+    assert fast.verdict == "unstable" and fast.unstable, "a batch of four in 1 ms is 4,000 requests/s at most"
+    assert "more requests come than are answered" in out
+    code, out, _ = call("show", "run", "--table", "serve-rates", "--format", "json")
+    rows = json.loads(out)["rows"]
+    assert code == 0 and [row["rate"] for row in rows] == [50, 20000]
+    assert rows[0]["p99_s"] is None and rows[0]["p50_s"] >= 0.001 <= rows[0]["compute_s"]
+    assert rows[1]["served"] < 4000 and rows[1]["mean_batch"] > 3
+    code, out, errors = call("report", "run")
+    assert code == 0, errors
+    assert (tmp_path / "run/charts/serve-latency.png").is_file()
+    assert "serve-rates" in "".join(p.name for p in (tmp_path / "run/tables").iterdir())
+
+
+def test_the_search_ends_below_what_full_batches_allow(call: Call, tmp_path: Path) -> None:
+    words = ("--backends", "fake@latency_ms=2,fake@latency_ms=4", "--batch", 2, "--p50", "1s", "--resolution", 0.5,
+             "--duration", "0.5s", "--rounds", 1)  # fmt: skip
+    code, out, errors = call("serve-test", *FAKE, *words)
+    assert code == 0, errors
+    for found in facts(tmp_path / "run"):
+        assert found.searched and found.highest and found.capacity > 0
+        assert found.highest in [step.rate for step in found.steps if step.verdict == "yes"]
+        assert any(step.verdict != "yes" for step in found.steps)
+    assert "reference" in out and "hold p50 <= 1.00 s" in out
+    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").glob("trials/*/r0/record.json")}
+    assert len(written) == 2 and call("serve-test", *FAKE, *words)[0] == 0
+    assert all(path.stat().st_mtime_ns == at for path, at in written.items()), "nothing is measured twice"
+    code, _, errors = call("serve-test", *FAKE, "--backends", "fake@latency_ms=2", "--p50", "2s")
+    assert code == 2 and "run is of other requests; give another --out" in errors
+
+
+def test_real_engines_answer_requests(call: Call, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("onnxruntime")
+    (tmp_path / "small.py").write_text(NET)
+    backends = "pytorch,onnxruntime,onnxruntime@streams=2"
+    code, out, errors = call(
+        "serve-test", "small.py:net", "--size", 16, "--backends", backends, "--batch", 4, "--rate", 40,
+        "--instances", 2, "--duration", "1s", "--seconds", 0.05, "--warmup", 0.02, "--rounds", 1, "-o", "run",
+    )  # fmt: skip
+    assert code == 0, errors
+    found = facts(tmp_path / "run")
+    assert sorted(f.lanes for f in found) == [2, 2, 4] and all(f.instances == 2 for f in found)
+    assert all(f.rungs == (1, 2, 4) and not f.bound_s and f.highest is None for f in found)
+    for path in (tmp_path / "run").glob("trials/*/r0/serve.npz"):
+        arrays = np.load(path)
+        assert np.isfinite(arrays["ended_0"]).all() and (arrays["ended_0"] > arrays["began_0"]).all()
+        assert (arrays["began_0"] >= arrays["arrival_0"]).all(), "nobody is answered before it was due"
+    assert "40.0" in out and "hold" not in out.partition("Rates of requests")[0].partition("highest rate:")[0]
+
+
+def test_a_fixed_batch_is_padded_and_said(call: Call, onnx_file: Path, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    code, out, errors = call(
+        "serve-test", onnx_file, "--rate", 100, "--duration", "0.5s", "--seconds", 0.05, "--warmup", 0.02, "-o", "run"
+    )
+    assert code == 0, errors
+    (found,) = facts(tmp_path / "run")
+    assert found.most == 2 and found.rungs == (2,)
+    assert "can't be loaded for batches of 1; fewer requests are padded to the next" in out
+
+
+def test_a_trace_says_when_requests_come(call: Call, tmp_path: Path) -> None:
+    times = np.sort(np.random.default_rng(0).uniform(5, 6, 700))
+    (tmp_path / "trace.txt").write_text("\n".join(map(str, times)))
+    code, out, errors = call(
+        "serve-test", *FAKE, "--backends", "fake@latency_ms=0.1", "--trace", "trace.txt", "--p99", "9s"
+    )
+    assert code == 0, errors
+    (found,) = facts(tmp_path / "run")
+    (step,) = found.steps
+    assert found.trace == "trace.txt" and step.first == 0 and 600 < step.rate < 800
+    assert step.verdict == "yes" and "Of the rates that were asked for the highest" in out
+
+
+def test_a_full_queue_refuses(call: Call, tmp_path: Path) -> None:
+    code, out, errors = call(
+        "serve-test", *FAKE, "--backends", "fake@latency_ms=5", "--batch", 1, "--rate", 2000, "--duration", "0.5s",
+        "--queue", 3, "--p90", "1s",
+    )  # fmt: skip
+    assert code == 0, errors
+    (found,) = facts(tmp_path / "run")
+    assert found.steps[0].verdict == "no" and not found.steps[0].unstable
+    assert "found the queue full and count as beyond every bound" in out
+    assert "No rate that was tried holds p90 <= 1.00 s: at 2,000 requests/s, the lowest, that can't be said" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "a search needs a bound; give --p99 20ms"),
+        (("--p99", "20"), "p99 is '20'; write a number with its unit"),
+        (("--trace", "none.txt"), "none.txt can't be read"),
+        (("--p99", "1s", "--batch", 8, "--queue", 2), "queue is 2; it must be at least the largest batch, 8"),
+        (("--p99", "1s", "--batch", 4, "--engine-batches", "8"), "engine_batches has 8"),
+    ],
+)
+def test_bad_input_is_one_line(call: Call, words: tuple[object, ...], said: str) -> None:
+    code, _, errors = call("serve-test", *FAKE, *words)
+    assert code == 2 and said in errors and errors.count("\n") == 1
+
+
+def test_an_engine_that_fails_ends_as_its_row(call: Call) -> None:
+    code, _, errors = call("serve-test", *FAKE, "--backends", "fake@fail=exception", "--p99", "1s")
+    assert code == 3 and "scripted failure" in errors and "Traceback" not in errors
+
+
+def test_from_python(tmp_path: Path) -> None:
+    options = ServeOptions(p50="1s", rate=(200.0,), duration="0.5s")
+    served = dyno.serve_test(
+        "fake:net", channels=1, backends=("fake@latency_ms=1",), threads=1, seconds=0.05, warmup=0.02,
+        out=tmp_path / "run", options=options,
+    )  # fmt: skip
+    first, rates = served.tables
+    assert first.rows[0]["rate"] == pytest.approx(200) and rates.rows[0]["holds"] == "yes"
+    assert served.sentences[0].startswith("200 requests/s hold p50 <= 1.00 s")
