@@ -12,7 +12,13 @@ from dyno.worker import registry
 from dyno.worker.spec import NETWORK_FILES, UserError
 
 RUNS = Path("runs")
-LIBRARIES = ("torchvision", "timm", *NETWORK_FILES, "fake")  # whose models are identified by their names alone
+LIBRARIES = (
+    "torchvision",
+    "timm",
+    *NETWORK_FILES,
+    "fake",
+    "endpoint",
+)  # whose models are identified by their names alone
 LONGEST = 80
 HASH = re.compile("[0-9a-f]{16,}")  # a folder named by a hash, as of modules in memory: not a readable name
 OWN = {"lock"}  # files that a refused study may have left in its folder

@@ -30,6 +30,7 @@ from dyno.worker.inspection import Inspection
 from dyno.worker.nets.local_code import sha256_with_imports
 from dyno.worker.record import Record, regular
 from dyno.worker.spec import (
+    ENDPOINT,
     NETWORK_FILES,
     SAVED,
     Dims,
@@ -147,6 +148,8 @@ def inspect_model(model: ModelSpec, study: Study) -> tuple[ModelSpec, Inspection
     """
     if model.source.startswith("fake:"):
         return model, Inspection(size=(8, 8))
+    if model.source.startswith(ENDPOINT):  # a server's, which says what it takes where it is used
+        return model, Inspection()
     options = {
         "sizes": [list(parse_size(size)) for size in study.sizes],
         "overrides": input_options.overrides(study.inputs, study.shapes),

@@ -122,6 +122,7 @@ class Backend(ABC):
     takes, `values` the checks of its options' values (`option_values`), made before anything runs, and `files` the
     suffixes of model files that it can run (None: unknown). `profiled` are those of its devices on which its sessions
     can `profile`, and with `loads_onnx` its `load` takes any ONNX file as it is, so that parts of a graph can be run.
+    One that isn't `offered` runs only where it is named, such as a scripted one.
     What a backend does with its library happens in the worker; `refuse` and `recipe` are pure.
     """
 
@@ -134,6 +135,7 @@ class Backend(ABC):
     values: Mapping[str, Check] = {}
     files: tuple[str, ...] | None = None
     loads_onnx: bool = False
+    offered: bool = True
 
     def check_options(self, options: Mapping[str, Option]) -> None:
         """A `UserError` for an option that isn't this backend's, or a value that it never has."""

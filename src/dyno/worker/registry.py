@@ -26,8 +26,8 @@ def find(name: str) -> Backend:
 
 
 def names() -> list[str]:
-    """Names of the backends, in alphabetical order; scripted ones (`fake`) left out."""
-    return sorted(name for name in _backends() if not name.startswith("fake"))
+    """Names of the backends that are offered, in alphabetical order."""
+    return sorted(name for name, backend in _backends().items() if backend.offered)
 
 
 def maker(name: str) -> Maker:

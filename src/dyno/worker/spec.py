@@ -22,6 +22,7 @@ from dyno.worker.facts.sparse import Sparse
 SCHEMA = 2
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "int8", "fp8")
 BOUNDARIES = ("model", "all", "throughput")
+ENDPOINT = "endpoint:"  # prefix of the name of a model that a server has
 NETWORK_FILES = ("ultralytics", "darknet")  # prefixes behind which a user's own file may stand
 # Unless a study says otherwise; where rounds go on until decided, those before the first look. Three would have two
 # degrees of freedom, with which a row of a family of seven needs a difference of ten spreads; five need three.

@@ -23,7 +23,15 @@ def of_run(served: Sequence[Served]) -> list[str]:
 
 def sentences(served: Served) -> list[str]:
     """The highest rate that holds, where the time goes there, which rates were too much, and which too short."""
-    return [*_highest(served), *_there(served), *_unstable(served), *_short(served)]
+    return [*_at_server(served), *_highest(served), *_there(served), *_unstable(served), *_short(served)]
+
+
+def _at_server(served: Served) -> Iterator[str]:
+    if url := served.facts[0].endpoint:
+        yield (
+            f"Answered by {url}: times have the way there and back in them, and in which type and on which device it "
+            "computes isn't known."
+        )
 
 
 def bound_of(served: Served) -> str:

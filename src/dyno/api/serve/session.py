@@ -18,12 +18,13 @@ from dyno.study import Study
 from dyno.worker.record import read_json, write_json
 from dyno.worker.serve.arrivals import read_trace
 from dyno.worker.serve.options import ServeOptions
-from dyno.worker.spec import FIXED, UserError
+from dyno.worker.spec import ENDPOINT, FIXED, UserError
 
 if TYPE_CHECKING:
     from dyno.analysis.presentation.table import Table
 
 ABOUT = "serve.json"  # in the run folder: which requests it is of
+FLAGS = {"backends": "backends", "precisions": "precision"}  # on the command line
 COMPARED = 3  # rounds where engines are compared
 DEFAULTS: dict[str, Any] = {
     "batches": (8,), "seconds": 1.0, "warmup": 0.5, "boundaries": ("all", "throughput"), "turns": False,
@@ -67,6 +68,8 @@ def serve_test(
     from dyno.analysis.stats import samples_for
 
     options = options or ServeOptions(p99="20ms")
+    if options.endpoint:
+        model, settings = _at_server(model, options.endpoint, settings)
     study = study_of(model, DEFAULTS, settings)
     (name,) = study.models
     several = len(study.backends) * max(1, len(study.precisions)) * max(1, len(study.batches)) > 1
@@ -80,6 +83,14 @@ def serve_test(
     _remember(requests, folder)
     execute(study, folder, Progress(quiet=quiet), retry_failed=True, launch=requests.launch)
     return Served(folder)
+
+
+def _at_server(model: Any, url: str, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The model's name on the server, and the settings with the server in place of a backend."""
+    for name in ("backends", "precisions"):
+        if settings.get(name):
+            raise UserError(f"an endpoint takes the place of a backend; omit --{FLAGS[name]}")
+    return f"{ENDPOINT}{model}", {**settings, "backends": (f"{ENDPOINT.rstrip(':')}@url={url}",)}
 
 
 def _check(options: ServeOptions, study: Study) -> None:

@@ -28,6 +28,7 @@ class Fake(Backend):
     """
 
     name = "fake"
+    offered = False
     precisions = ("fp32", "fp16", "int8")
     options = ("latency_ms", "noise", "drift", "fail", "at")
     values: Mapping[str, Check] = {

@@ -75,6 +75,7 @@ class _Work:
         self._facts = ServeFacts(
             options.quantile, options.bound_s, least, trial.dims.batch, options.max_wait_s, options.queue,
             options.instances, len(instances.lanes), instances.rungs, resolution=options.resolution,
+            endpoint=options.endpoint,
         )  # fmt: skip
         if missing := sorted({*(options.engine_batches or _powers(trial.dims.batch))} - {*instances.rungs}):
             sizes = ", ".join(map(str, missing))

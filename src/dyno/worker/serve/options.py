@@ -31,6 +31,11 @@ class ServeOptions:
         (), "Requests per second to try: 50,100,200.", "search for the highest that holds the bound", common=True
     )
     trace: str = _option("", "File of arrival times in seconds, one per line, in place of random ones.", "none")
+    endpoint: str = _option(
+        "",
+        "Server of KServe's protocol v2 that has MODEL: http://HOST:PORT or grpc://HOST:PORT.",
+        "none: an engine here",
+    )
     max_wait: str = _option("2ms", "Longest that a request waits for others to fill the batch (0ms: never).")
     instances: int = _option(1, "Sessions that answer at once, each with its own copy of the model.", common=True)
     queue: int = _option(0, "Most requests that wait; those that come then are refused.", "no limit")

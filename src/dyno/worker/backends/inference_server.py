@@ -1,0 +1,119 @@
+"""A server that answers KServe's protocol v2 (Triton and others) in place of an engine here, for `dyno serve-test`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from dyno.worker.backend import Arrays, Backend, Session
+from dyno.worker.extras import install
+from dyno.worker.facts.engine import Probe
+from dyno.worker.spec import Artifact, Dims, Tensor, Trial, Unavailable, UserError
+
+SCHEMES = ("http", "https", "grpc")
+BINARY = "binary_tensor_data"  # the protocol's extension for tensors that aren't JSON
+
+
+class Endpoint(Backend):
+    """A model of a server. Option: `url` (http://, https:// or grpc://, host and port).
+
+    In which type and on which device the server computes it doesn't say; it takes any batch that its model takes.
+    """
+
+    name = "endpoint"
+    requires = ("tritonclient",)
+    precisions = ("fp32",)
+    options = ("url",)
+    files = ()
+    offered = False
+
+    def probe(self) -> Probe:
+        """There is nothing to run without a server."""
+        _library("http")
+        return Probe(version="", devices=("cpu",), detail="a server's")
+
+    def load(self, trial: Trial, artifact: Artifact | None) -> Session:
+        """A connection of its own; a `UserError` where there is no server, or no such model."""
+        scheme, _, host = str(trial.options.get("url", "")).partition("://")
+        if scheme not in SCHEMES or not host:
+            url = trial.options.get("url", "")
+            raise UserError(f"the endpoint is {url!r}; write http://HOST:PORT or grpc://HOST:PORT")
+        library = _library("grpc" if scheme == "grpc" else "http")
+        secure = {"ssl": True} if scheme == "https" else {}
+        client = library.InferenceServerClient(host.rstrip("/"), **secure)
+        return ServerSession(library, client, trial, as_json={"as_json": True} if scheme == "grpc" else {})
+
+
+ENDPOINT = Endpoint()
+
+
+class ServerSession(Session):
+    """One connection; a request is sent and answered in `run`, its tensors are written in `bind`."""
+
+    def __init__(self, library: Any, client: Any, trial: Trial, as_json: Mapping[str, bool]) -> None:
+        self._library, self._client = library, client
+        self._model, url = trial.model.source.partition(":")[2], trial.options["url"]
+        try:
+            server = client.get_server_metadata(**as_json)
+        except Exception as e:  # of gevent, of grpc, of the system
+            raise UserError(f"no server answers at {url}: {_first_line(e)}; check that it runs") from e
+        try:
+            described = client.get_model_metadata(self._model, **as_json)
+        except Exception as e:
+            raise UserError(f"{url} has no model {self._model!r}: {_first_line(e)}") from e
+        # gRPC always sends raw bytes.
+        self._written = {} if as_json else {"binary_data": BINARY in server.get("extensions", ())}
+        self._kinds = {t["name"]: t["datatype"] for t in described["inputs"]}
+        self.inputs = tuple(self._tensor(t, trial.dims) for t in described["inputs"])
+        self.outputs = tuple(self._tensor(t, trial.dims) for t in described["outputs"])
+
+    def _tensor(self, described: Mapping[str, Any], dims: Dims) -> Tensor:
+        """An input or output as the server describes it: -1 is a free axis, the first one the batch."""
+        name, kind = described["name"], _types()(described["datatype"])
+        shape = [int(n) for n in described["shape"]]
+        if shape and shape[0] < 0:
+            shape[0] = dims.batch
+        shape = list(dims.shapes.get(name, shape))
+        if kind is None or kind is np.object_:
+            raise UserError(f"{self._model}'s {name!r} is {described['datatype']}, which can't be made up here")
+        return Tensor(name, np.dtype(kind).name, tuple(n if n >= 0 else f"axis{k}" for k, n in enumerate(shape)))
+
+    def bind(self, feeds: Arrays, slot: int = 0) -> None:
+        self._bound = []
+        for tensor in self.inputs:
+            array = np.ascontiguousarray(feeds[tensor.name])
+            asked = self._library.InferInput(tensor.name, list(array.shape), self._kinds[tensor.name])
+            asked.set_data_from_numpy(array, **self._written)
+            self._bound.append(asked)
+
+    def run(self, slot: int = 0) -> None:
+        self._answer = self._client.infer(self._model, self._bound)
+
+    def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
+        return {tensor.name: self._answer.as_numpy(tensor.name) for tensor in self.outputs}
+
+    def close(self) -> None:
+        self._client.close()
+
+
+def _library(kind: str) -> Any:
+    try:
+        if kind == "grpc":
+            import tritonclient.grpc as library
+        else:
+            import tritonclient.http as library
+    except (ImportError, RuntimeError) as e:  # it raises the latter where the part for one protocol is missing
+        raise Unavailable(f"an endpoint needs tritonclient; {install('tritonclient')}") from e
+    return library
+
+
+def _types() -> Any:
+    from tritonclient.utils import triton_to_np_dtype
+
+    return triton_to_np_dtype
+
+
+def _first_line(e: Exception) -> str:
+    return (str(e).strip() or type(e).__name__).splitlines()[0]

@@ -1,0 +1,96 @@
+"""`dyno serve-test --endpoint`: a server of KServe's protocol v2 in place of an engine here."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import dyno
+import kserve_server
+from dyno.worker.backends.inference_server import ENDPOINT
+from dyno.worker.serve.options import ServeOptions
+from dyno.worker.spec import Dims, ModelSpec, Trial, Unavailable, UserError
+
+Call = Callable[..., tuple[int, str, str]]
+SHORT = ("--rate", 50, "--duration", "1s", "--seconds", 0.05, "--warmup", 0.02, "-o", "run")
+needs_client = pytest.mark.skipif(
+    find_spec("tritonclient") is None, reason="no tritonclient (pip install 'inference-dyno[serve]')"
+)
+
+
+def trial(url: str, name: str = kserve_server.MODEL) -> Trial:
+    return Trial(ModelSpec(name, f"endpoint:{name}"), "endpoint", "fp32", Dims(2, 0, 0), options={"url": url})
+
+
+@needs_client
+@pytest.mark.slow
+@pytest.mark.parametrize("binary", [False, True])
+def test_a_server_answers_in_place_of_an_engine(binary: bool, call: Call, tmp_path: Path) -> None:
+    with kserve_server.running(binary=binary) as (url, batches):
+        words = ("serve-test", kserve_server.MODEL, "--endpoint", url, "--batch", 2, "--instances", 2, "--p50", "9s")
+        code, out, errors = call(*words, *SHORT)
+    assert code == 0, errors
+    assert set(batches) == {1, 2} and len(batches) > 50
+    assert f"{kserve_server.MODEL} endpoint@url={url} fp32 b2" in out
+    assert f"Answered by {url}: times have the way there and back in them" in out
+    assert "50.0 requests/s hold p50 <= 9.00 s" in out
+    (row,) = dyno.load(tmp_path / "run").table("serve").rows
+    assert row["lanes"] == 2 and row["holds"] == "yes"
+
+
+@needs_client
+def test_what_the_server_answers_is_fetched() -> None:
+    with kserve_server.running() as (url, _):
+        session = ENDPOINT.load(trial(url), None)
+        assert [(t.name, t.dtype, t.shape) for t in session.inputs] == [("x", "float32", (2, 3, 4))]
+        session.bind({"x": np.arange(24, dtype=np.float32).reshape(2, 3, 4)})
+        session.run()
+        session.wait()
+        assert session.fetch()["y"].tolist() == [66.0, 210.0]
+        session.close()
+
+
+@needs_client
+def test_no_server_and_no_such_model_are_one_line() -> None:
+    with kserve_server.running() as (url, _):
+        with pytest.raises(UserError, match="has no model 'other'") as caught:
+            ENDPOINT.load(trial(url, "other"), None)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match=f"no server answers at {url}: .*; check that it runs"):
+        ENDPOINT.load(trial(url), None)
+    with pytest.raises(UserError, match="write http://HOST:PORT"):
+        ENDPOINT.load(trial("localhost:8000"), None)
+
+
+@needs_client
+@pytest.mark.slow
+def test_a_server_that_is_not_there_ends_as_its_row(call: Call) -> None:
+    with kserve_server.running() as (url, _):
+        pass
+    code, _, errors = call("serve-test", "net", "--endpoint", url, *SHORT)
+    assert code == 3 and f"no server answers at {url}" in errors and "Traceback" not in errors
+
+
+def test_without_tritonclient_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *rest: Any, **more: Any) -> Any:
+        if name.startswith("tritonclient"):
+            raise ModuleNotFoundError("No module named 'tritonclient'")
+        return real(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(Unavailable, match=r"an endpoint needs tritonclient; pip install 'inference-dyno\[serve\]'"):
+        ENDPOINT.load(trial("http://127.0.0.1:1"), None)
+
+
+def test_an_endpoint_takes_the_place_of_backends(tmp_path: Path) -> None:
+    options = ServeOptions(p99="1s", endpoint="http://127.0.0.1:1")
+    with pytest.raises(UserError, match="takes the place of a backend; omit --backends"):
+        dyno.serve_test("net", backends=("pytorch",), out=tmp_path / "run", options=options)

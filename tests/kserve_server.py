@@ -1,0 +1,79 @@
+"""A small server of KServe's protocol v2 over HTTP: one model, whose output is the sum of each input of its batch."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import numpy as np
+
+MODEL = "adder"
+LENGTH = "Inference-Header-Content-Length"
+
+
+class Handler(BaseHTTPRequestHandler):
+    """With `binary` tensors are raw bytes behind the JSON."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # or each answer waits for the client's delayed acknowledgement
+    binary = False
+    shape = (-1, 3, 4)
+    batches: list[int]
+
+    def do_GET(self) -> None:
+        described = [{"name": "x", "datatype": "FP32", "shape": self.shape}]
+        answers = {
+            "/v2": {"name": "test", "version": "1", "extensions": ["binary_tensor_data"] if self.binary else []},
+            f"/v2/models/{MODEL}": {
+                "name": MODEL, "platform": "test", "inputs": described,
+                "outputs": [{"name": "y", "datatype": "FP32", "shape": [-1]}],
+            },
+        }  # fmt: skip
+        found = answers.get(self.path)
+        self._send(200 if found else 404, found or {"error": f"unknown {self.path}"})
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        cut = int(self.headers.get(LENGTH, len(body)))
+        (asked,) = json.loads(body[:cut])["inputs"]
+        x = np.frombuffer(body[cut:], np.float32) if self.binary else np.asarray(asked["data"], np.float32)
+        y = x.reshape(asked["shape"]).sum((1, 2))
+        self.batches.append(len(y))
+        output: dict[str, Any] = {"name": "y", "datatype": "FP32", "shape": [len(y)]}
+        if self.binary:
+            output["parameters"] = {"binary_data_size": y.nbytes}
+        else:
+            output["data"] = y.tolist()
+        self._send(200, {"model_name": MODEL, "outputs": [output]}, y.tobytes() if self.binary else b"")
+
+    def _send(self, status: int, content: object, raw: bytes = b"") -> None:
+        text = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text) + len(raw)))
+        if raw:
+            self.send_header(LENGTH, str(len(text)))
+        self.end_headers()
+        self.wfile.write(text + raw)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def running(**settings: Any) -> Iterator[tuple[str, list[int]]]:
+    """The URL of a server while it runs, and the batches that it answered."""
+    batches: list[int] = []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Own", (Handler,), {"batches": batches, **settings}))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", batches
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
