@@ -144,6 +144,15 @@ def test_bad_input_is_one_line(call: Call, words: tuple[object, ...], said: str)
     assert code == 2 and said in errors and errors.count("\n") == 1
 
 
+def test_a_search_that_is_too_short_says_so(call: Call, tmp_path: Path) -> None:
+    words = ("--backends", "fake@latency_ms=50", "--batch", 1, "--p99", "1us", "--duration", "0.5s")
+    code, out, errors = call("serve-test", *FAKE, *words)
+    assert code == 0, errors
+    (found,) = facts(tmp_path / "run")
+    assert found.highest == 0 and [step.rate for step in found.steps] == [pytest.approx(662.1 / 0.5)]
+    assert "Below 1,320 requests/s the --duration brings fewer than the 662 requests that p99 needs" in out
+
+
 def test_an_engine_that_fails_ends_as_its_row(call: Call) -> None:
     code, _, errors = call("serve-test", *FAKE, "--backends", "fake@fail=exception", "--p99", "1s")
     assert code == 3 and "scripted failure" in errors and "Traceback" not in errors

@@ -30,6 +30,17 @@ def test_there_may_be_none() -> None:
     assert highest(lambda rate: False, 100.0, 0.05) == 0.0
 
 
+def test_no_rate_below_the_lowest_is_tried() -> None:
+    tried: list[float] = []
+
+    def holds(rate: float) -> bool:
+        tried.append(rate)
+        return False
+
+    assert highest(holds, 100.0, 0.05, lowest=20.0) == 0.0 and tried == [50.0, 25.0, 20.0]
+    assert 300 / 1.05 <= highest(lambda rate: rate <= 300, 100.0, 0.05, lowest=200.0) <= 300
+
+
 def test_what_held_by_luck_alone_is_not_the_result() -> None:
     tried: list[float] = []
 

@@ -57,6 +57,11 @@ def _highest(served: Served) -> Iterator[str]:
         found = f"{_name(served.bounded)} is {_duration(latency.value)}" if latency else "that can't be said"
         some = " in every round" if any(served.by_round) else ""
         yield f"No rate that was tried holds {bound}{some}: at {_rate(lowest.step.rate)}, the lowest, {found}."
+        if facts.lowest:
+            yield (
+                f"Below {_rate(facts.lowest)} the --duration brings fewer than the {facts.least:,} requests that "
+                f"{_name(served.bounded)} needs, so no lower rate was tried; omit it."
+            )
         return
     share = served.highest.value / served.capacity.value
     how = "Searched" if facts.searched else "Of the rates that were asked for"

@@ -121,8 +121,10 @@ class _Work:
         for rate in options.rate:
             self._try(poisson(rate, least, options.duration_s, self._fresh_seed()), rate)
         if not trace and not options.rate:
-            self._facts = replace(self._facts, searched=True)
-            found = search.highest(self._holds, self._facts.capacity, options.resolution)
+            # A tenth of a request more, so that rounding never has one less.
+            lowest = (least + 0.1) / options.duration_s if options.duration_s else 0.0
+            self._facts = replace(self._facts, searched=True, lowest=lowest)
+            found = search.highest(self._holds, self._facts.capacity, options.resolution, lowest)
             self._facts = replace(self._facts, highest=found)
             self._journal.facts(serve=self._facts)
 
@@ -154,5 +156,5 @@ class _Work:
         save_arrays(journal.folder / ARRAYS, self._arrays)
         self._facts = replace(facts, steps=(*facts.steps, step))
         journal.facts(serve=self._facts)
-        journal.contended(f"rate {number}", step.others_busy, self._trial.runtime.device)
+        journal.contended(f"{rate:.4g} requests/s", step.others_busy, self._trial.runtime.device)
         return step
