@@ -41,6 +41,16 @@ def test_no_rate_below_the_lowest_is_tried() -> None:
     assert 300 / 1.05 <= highest(lambda rate: rate <= 300, 100.0, 0.05, lowest=200.0) <= 300
 
 
+def test_the_lowest_is_tried_before_it_gives_up() -> None:
+    tried: list[float] = []
+
+    def holds(rate: float) -> bool:
+        tried.append(rate)
+        return rate <= 20 or (tried.count(rate) == 1 and rate < 30)
+
+    assert highest(holds, 100.0, 0.05, lowest=20.0) == 20.0
+
+
 def test_what_held_by_luck_alone_is_not_the_result() -> None:
     tried: list[float] = []
 

@@ -10,6 +10,7 @@ from dyno.analysis import stats
 from dyno.analysis.formatting import counting, show, significant
 from dyno.analysis.serve.figures import QUANTILES, Tried
 from dyno.analysis.serve.runs import Served
+from dyno.worker.serve import judging
 
 
 def of_run(served: Sequence[Served]) -> list[str]:
@@ -52,16 +53,7 @@ def _highest(served: Served) -> Iterator[str]:
         return
     bound = bound_of(served)
     if served.highest is None:
-        lowest = min(served.tried, key=lambda t: t.step.rate)
-        latency = lowest.percentile(served.bounded)
-        found = f"{_name(served.bounded)} is {_duration(latency.value)}" if latency else "that can't be said"
-        some = " in every round" if any(served.by_round) else ""
-        yield f"No rate that was tried holds {bound}{some}: at {_rate(lowest.step.rate)}, the lowest, {found}."
-        if facts.lowest:
-            yield (
-                f"Below {_rate(facts.lowest)} the --duration brings fewer than the {facts.least:,} requests that "
-                f"{_name(served.bounded)} needs, so no lower rate was tried; omit it."
-            )
+        yield from _none(served, bound)
         return
     share = served.highest.value / served.capacity.value
     how = "Searched" if facts.searched else "Of the rates that were asked for"
@@ -70,6 +62,25 @@ def _highest(served: Served) -> Iterator[str]:
         f"{_rate(served.capacity.value)} that full batches of {facts.most} allow. {how}"
         + (f", to steps of {show(facts.resolution, 'percentage')}." if facts.searched else " the highest.")
     )
+
+
+def _none(served: Served, bound: str) -> Iterator[str]:
+    facts, without = served.facts[0], served.by_round.count(0)
+    once = any(t.step.verdict == judging.HOLDS for t in served.tried)
+    if facts.searched and once:
+        of = f"{without} of {counting(len(served.facts), 'round')}"
+        yield f"{of} ended without a rate that holds {bound} twice."
+    else:
+        lowest = min(served.tried, key=lambda t: t.step.rate)
+        latency = lowest.percentile(served.bounded)
+        found = f"{_name(served.bounded)} is {_duration(latency.value)}" if latency else "that can't be said"
+        some = " in every round" if once else ""
+        yield f"No rate that was tried holds {bound}{some}: at {_rate(lowest.step.rate)}, the lowest, {found}."
+    if facts.lowest:
+        yield (
+            f"Below {_rate(facts.lowest)} the --duration brings fewer than the {facts.least:,} requests that "
+            f"{_name(served.bounded)} needs, so no lower rate was tried; omit it."
+        )
 
 
 def _there(served: Served) -> Iterator[str]:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dyno.api.video.jobs import SHARED_PROCESSORS
 from dyno.engine.gpu_lock import launch_in_turn
 from dyno.jobs.progress import Progress
 from dyno.worker.record import Record
 from dyno.worker.serve.options import ServeOptions
 from dyno.worker.spec import Job, to_json
-
-# OpenMP's threads spin while they wait for each other, and would take the processors from other instances.
-SHARED_PROCESSORS = {"OMP_WAIT_POLICY": "passive"}
 
 
 @dataclass(frozen=True)
@@ -39,5 +38,7 @@ class Requests:
         """The job's record; how long it takes is up to the rates, so it has no time limit."""
         options = {"settings": to_json(self.options), "least": self.least, "trace": self.path}
         own = dataclasses.replace(job, kind="serve", options={**job.options, **options})
-        several = self.options.instances > 1
-        return launch_in_turn(own, folder, math.inf, progress, SHARED_PROCESSORS if several else None)
+        said = {**os.environ, **own.runtime.env}
+        several = SHARED_PROCESSORS.items() if self.options.instances > 1 else ()
+        extra = {name: value for name, value in several if name not in said}
+        return launch_in_turn(own, folder, math.inf, progress, extra)

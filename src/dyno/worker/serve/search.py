@@ -30,7 +30,7 @@ def highest(holds: Callable[[float], bool], capacity: float, resolution: float, 
         middle = math.sqrt(low * high)
         low, high = (middle, high) if holds(middle) else (low, middle)
     confirmed, left = holds(low), MOST_LOWER
-    while not confirmed and left and low / (1 + resolution) >= floor:
-        low, left = low / (1 + resolution), left - 1
+    while not confirmed and left and low > floor:
+        low, left = max(low / (1 + resolution), floor), left - 1
         confirmed = holds(low) and holds(low)
     return low if confirmed else 0.0

@@ -1,0 +1,80 @@
+"""The figures of requests: percentiles with intervals, what is said of a rate, and of a trial."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from dyno.analysis.serve import words
+from dyno.analysis.serve.figures import Tried, sectioned
+from dyno.analysis.serve.runs import Served
+from dyno.worker.facts.serve import ServeFacts, ServeStep
+
+
+def tried(seconds: np.ndarray, verdict: str = "yes", rate: float = 100.0, first: int = 0, **facts: Any) -> Tried:
+    """Requests at regular times that took so long (NaN: never answered), half of it in the queue, two by two."""
+    arrival = np.arange(1, len(seconds) + 1) / rate
+    answered = np.isfinite(seconds)
+    arrays = {
+        "arrival": arrival, "began": arrival + seconds / 2, "ended": arrival + seconds,
+        "size": np.where(answered, 2, 0), "refused": ~answered,
+    }  # fmt: skip
+    return Tried(ServeStep(rate, verdict, first), ServeFacts(**facts), arrays)
+
+
+def test_what_a_request_s_time_is_made_of() -> None:
+    one = tried(np.full(1000, 0.01), first=100)
+    assert (one.count, one.refused, one.left, one.mean_batch) == (900, 0, 0, 2)
+    assert one.queued == pytest.approx(0.005) and one.computed == pytest.approx(0.005)
+    assert one.served == pytest.approx(100, rel=0.01)
+
+
+def test_a_percentile_needs_its_number_of_requests() -> None:
+    few, enough = tried(np.full(661, 0.01)), tried(np.full(662, 0.01))
+    assert few.percentile("p99") is None and enough.percentile("p999") is None
+    found, median = enough.percentile("p99"), enough.percentile("p50")
+    assert found and found.value == pytest.approx(0.01) and np.isnan(found.low), "ten sections need ten times as many"
+    assert median and [median.low, median.high] == pytest.approx([0.01, 0.01])
+
+
+def test_a_percentile_that_falls_on_unanswered_requests_has_no_value() -> None:
+    seconds = np.full(1000, 0.01)
+    seconds[:20] = np.nan
+    one = tried(seconds)
+    assert one.percentile("p99") is None and one.percentile("p90") is not None and one.refused == 20
+
+
+def test_an_interval_of_sections_covers_the_percentile_of_independent_requests() -> None:
+    """Of 400 sets about 95 % must; the chance that fewer than 350 do is below one in a million."""
+    rng = np.random.default_rng(0)
+    truth = -np.log(0.1)
+    found = [sectioned(rng.exponential(size=700), 0.9) for _ in range(400)]
+    assert sum(one.low <= truth <= one.high for one in found) > 350
+
+
+def served(*each: Tried, highest: tuple[float | None, ...], **facts: Any) -> Served:
+    own = tuple(ServeFacts(bound_s=0.02, least=662, capacity=200.0, most=8, highest=h, **facts) for h in highest)
+    trial = cast(Any, SimpleNamespace(label="net", backend="fake", good=()))
+    return Served(trial, own, each)
+
+
+def test_the_highest_rate_is_said_with_its_share_of_the_capacity() -> None:
+    good, bad = tried(np.full(700, 0.01)), tried(np.full(700, 0.05), "no", 150.0)
+    said = words.sentences(served(good, bad, highest=(100.0,), searched=True, resolution=0.05))
+    assert said[0].startswith("100 requests/s hold p99 <= 20.0 ms: 50.0 % of the 200 requests/s that full batches of 8")
+    assert "waits 5.00 ms and is computed in 5.00 ms on average: 50.0 % of its time it waits" in said[1]
+
+
+def test_where_none_holds_the_lowest_is_said() -> None:
+    bad = tried(np.full(700, 0.05), "no", 10.0)
+    (said,) = words.sentences(served(bad, highest=(0.0,), searched=True))
+    assert said == "No rate that was tried holds p99 <= 20.0 ms: at 10.0 requests/s, the lowest, p99 is 50.0 ms."
+
+
+def test_a_round_without_a_result_is_said() -> None:
+    good, bad = tried(np.full(700, 0.01)), tried(np.full(700, 0.05), "no", 50.0)
+    (said,) = words.sentences(served(good, bad, highest=(0.0, 100.0), searched=True))
+    assert said == "1 of 2 rounds ended without a rate that holds p99 <= 20.0 ms twice."
