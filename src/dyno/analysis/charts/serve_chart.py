@@ -26,14 +26,16 @@ def latency_by_rate(run: RunData) -> Any:
     with styled() as figure_class:
         figure = figure_class(figsize=(WIDTH, HEIGHT), layout="constrained")
         axes = figure.subplots()
-        for each in served:
-            _line(axes, each, MEDIAN, PALE)
-            _line(axes, each, each.bounded, 1.0)
+        for number, each in enumerate(served):
+            kinds = [(e.trial.backend, e.trial.precision) for e in served[: number + 1]]
+            hollow = kinds.count(kinds[-1]) > 1  # it differs from an earlier one by an option alone
+            _line(axes, each, MEDIAN, PALE, hollow)
+            _line(axes, each, each.bounded, 1.0, hollow)
         if bound := served[0].facts[0].bound_s:
             axes.axhline(1e3 * bound, color=EDGE, linestyle="--", linewidth=1)
         axes.set(yscale="log", xlabel="requests/s", ylabel="latency, ms", xlim=(0, None))
         axes.yaxis.set_major_formatter(lambda v, _: f"{v:g}")
-        axes.legend(loc="upper left")
+        figure.legend(loc="outside upper center", ncols=2)
     return figure
 
 
@@ -43,14 +45,19 @@ def _points(served: Served, name: str) -> list[tuple[Tried, float]]:
     return sorted(((t, p.value) for t, p in found if p), key=lambda pair: pair[0].step.rate)
 
 
-def _line(axes: Any, served: Served, name: str, alpha: float) -> None:
+def _line(axes: Any, served: Served, name: str, alpha: float, hollow: bool) -> None:
+    """A line for each round, and a point for each rate."""
     points, trial = _points(served, name), served.trial
-    label = f"{trial.label}, {name}"
-    rates, milliseconds = [t.step.rate for t, _ in points], [1e3 * value for _, value in points]
-    style = {"color": color(trial.backend), "alpha": alpha}
-    axes.plot(rates, milliseconds, linestyle=LINES.get(trial.precision, "-"), label=label, linewidth=1.2, **style)
+    style = {"color": color(trial.backend), "alpha": alpha, "marker": marker(trial.precision), "markersize": 4,
+             "fillstyle": "none" if hollow else "full"}  # fmt: skip
+    for number in sorted({t.round for t, _ in points}):
+        own = [(t.step.rate, 1e3 * value) for t, value in points if t.round == number]
+        label = None if number else f"{trial.label}, {name}"
+        axes.plot(
+            *zip(*own, strict=True), linestyle=LINES.get(trial.precision, "-"), label=label, linewidth=1.2, **style
+        )
     for tried, value in points:
-        (point,) = axes.plot(tried.step.rate, 1e3 * value, marker=marker(trial.precision), markersize=4, **style)
+        (point,) = axes.plot(tried.step.rate, 1e3 * value, **style)
         tip(point, f"{trial.label}: {significant(tried.step.rate)} requests/s, {name} {show(value, 'duration')}")
 
 

@@ -46,7 +46,7 @@ def read_trace(path: Path) -> np.ndarray:
     except OSError as e:
         raise UserError(f"{path} can't be read: {e.strerror or e}") from None
     except ValueError as e:
-        raise UserError(f"{path} is no trace: {e}; write a time in seconds on each line") from None
+        raise UserError(f"{path} is no trace: {str(e).rstrip('.')}; write a time in seconds on each line") from None
     if times.ndim != 1 or len(times) < 2:
         raise UserError(f"{path} is no trace: it must have at least two times, one on each line")
     if not np.isfinite(times).all() or (np.diff(times) < 0).any() or times[-1] == times[0]:
