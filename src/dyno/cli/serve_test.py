@@ -19,7 +19,7 @@ UNUSED = (
 
 @options.takes(
     Compared, ServeOptions, ModelOptions, DataOptions, Measurement, RuntimeOptions, omit=UNUSED,
-    backends="the one for this kind of model", batches="8, or the file's fixed batch",
+    backends="the one for this kind of model", batches="8; of a file 1, or its fixed batch",
     rounds="1, or 3 where engines are compared", seconds=1.0, warmup=0.5,
 )  # fmt: skip
 def serve_test(
