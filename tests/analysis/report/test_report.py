@@ -18,7 +18,7 @@ from PIL import Image, ImageStat
 from synthetic import Way
 
 from dyno.analysis import tables
-from dyno.analysis.records.results import Results
+from dyno.analysis.records.results import Results, load
 from dyno.analysis.report import report, sections
 from dyno.analysis.tables import trial_table
 from dyno.analysis.verdict import verdict
@@ -135,6 +135,14 @@ def test_several_runs_are_sections_of_one_page(demo: Results, hostile: Results, 
     table = pd.read_csv(tmp_path / "results.csv")
     assert table["run"].unique().tolist() == ["demo", "hostile"]
     assert (tmp_path / "charts" / "hostile-latency.png").exists()
+
+
+def test_the_gpu_stands_under_the_card(tmp_path: Path) -> None:
+    run = synthetic.write_run(tmp_path / "run", [Way("pytorch"), Way("onnxruntime")])
+    stored = json.loads((run / "environment.json").read_text())
+    (run / "environment.json").write_text(json.dumps({**stored, "gpu": "NVIDIA H200, driver 580.159.04"}))
+    assert "NVIDIA H200, driver 580.159.04" in sections.about(load(run))
+    assert "NVIDIA H200" in Page(report.write([trial_table.read(run)], tmp_path / "report")).text
 
 
 def test_a_run_without_anything_good_still_has_a_page(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def about(results: Results) -> list[str]:
         moment(began(results)),
         str(environment.get("cpu") or ""),
         counting(int(cores), "core") if cores else "",
-        str((environment.get("gpu") or {}).get("name", "")),
+        str(environment.get("gpu") or ""),
         f"Dyno {version}" if (version := (environment.get("versions") or {}).get("inference-dyno")) else "",
         counting(len(results.trials), "trial"),
     ]
