@@ -11,6 +11,7 @@ import numpy as np
 from dyno.analysis.formatting import counting
 from dyno.analysis.inside import align
 from dyno.analysis.inside.gpu import launching
+from dyno.analysis.inside.gpu.critical_path import Path
 from dyno.analysis.inside.gpu.launching import OnGpu
 from dyno.analysis.inside.roofline import rated as roofline
 from dyno.analysis.inside.roofline.ceilings import Ceilings
@@ -61,6 +62,12 @@ class Times:
     def latency(self) -> float:
         """Median seconds of a run that nobody watched."""
         return float(np.median(self.unprofiled))
+
+    @property
+    def path(self) -> Path:
+        """The critical path through its watched runs."""
+        idle = self.gpu.idle(self.latency) if self.gpu and self.gpu.busy.size else 0.0
+        return Path(self.functions, float(np.median(self.profiled)) / self.latency, idle)
 
     def ran(self, form: Inside) -> list[int]:
         """The form's layers, without those that have no time and don't run."""

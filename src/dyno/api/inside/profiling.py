@@ -61,7 +61,7 @@ class Profiled:
     def tables(self) -> list[Table]:
         """The layers of each form with their times, and what of the latency they explain; on a GPU the critical path
         where its functions were seen; the ceilings where they were measured."""
-        paths = {self.forms[k].library: each.functions for k, each in self.times.items() if each.functions}
+        paths = {self.forms[k].library: each.path for k, each in self.times.items() if each.functions}
         return [
             times.profile(self.forms, self.graph_of, self.module_of, self.times, self.order, self.top, self.ceilings),
             times.reconciliation(self.forms, self.times, self.graph_of, self.ceilings),

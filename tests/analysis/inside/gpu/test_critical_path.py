@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dyno.analysis.inside.gpu import critical_path
+from dyno.analysis.inside.gpu.critical_path import Path
 from dyno.analysis.presentation.export import export
 from dyno.worker.facts.inside import Function
 
@@ -17,15 +18,23 @@ FUNCTIONS = (
 
 
 def test_shares_add_up_and_the_rest_is_one_row() -> None:
-    found = critical_path.table({"PyTorch": FUNCTIONS}, 2)
+    found = critical_path.table({"PyTorch": Path(FUNCTIONS)}, 2)
     assert [row["function"] for row in found.rows] == ["outside of CUDA", "cudaLaunchKernel", "2 more functions"]
     assert sum(row["share"] for row in found.rows) == pytest.approx(100)
     assert found.rows[2]["time_us"] == pytest.approx(44)
-    assert len(critical_path.table({"PyTorch": FUNCTIONS}, 0).rows) == 4
-    assert len(critical_path.table({"PyTorch": FUNCTIONS}, 3).rows) == 4, "a row for one isn't worth it"
+    assert len(critical_path.table({"PyTorch": Path(FUNCTIONS)}, 0).rows) == 4
+    assert len(critical_path.table({"PyTorch": Path(FUNCTIONS)}, 3).rows) == 4, "a row for one isn't worth it"
 
 
 def test_words_and_cells() -> None:
-    text = export([critical_path.table({"PyTorch": FUNCTIONS, "other": FUNCTIONS[:1]}, 0)])
+    text = export([critical_path.table({"PyTorch": Path(FUNCTIONS), "other": Path(FUNCTIONS[:1])}, 0)])
     assert "PyTorch: the critical path is 60 % the host outside of CUDA, 28 % calls of CUDA, 12 % the GPU." in text
     assert "conv" in text and "\nother\n" in text
+
+
+def test_what_watching_leaves_open_is_said() -> None:
+    (divided,) = Path(FUNCTIONS, slowed=1.05, idle=0.2).sentences
+    assert divided == "the critical path is 60 % the host outside of CUDA, 28 % calls of CUDA, 12 % the GPU"
+    _, bounds = Path(FUNCTIONS, slowed=2.28, idle=0.132).sentences
+    assert bounds.startswith("watching made the run 2.3 times as long: unwatched, the host with its calls has")
+    assert "at least 13 % of the path" in bounds and bounds.endswith("at most 88 %")
