@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from dyno.worker.facts import kernels
 from dyno.worker.layers import kernel_trace, module, module_kernels, module_times
 
 CONV = (
@@ -100,7 +101,7 @@ def test_work_outside_of_runs_is_of_none() -> None:
     ],
 )
 def test_a_short_name_of_a_kernel(name: str, short: str) -> None:
-    assert kernel_trace.short(name) == short
+    assert kernels.short(name) == short
 
 
 class Calls(nn.Module):
