@@ -74,22 +74,23 @@ def _text(path: Path) -> str:
 
 def outcome(record: Record, report: Report, timeout_s: float) -> Report:
     """The report with the reason why it isn't whole; a `UserError` where it is empty."""
+    if report.kernels and record.status == "ok" and not any(FAILED in error for error in report.errors):
+        return report
     reason = _reason(record, report.errors, timeout_s)
     if report.kernels:
         return replace(report, cut_short=reason)
-    reason = reason or f"{TOOL} saw no kernel between the start and the stop of its profiling"
     raise UserError(f"no hardware counters: {reason}")
 
 
 def _reason(record: Record, errors: Sequence[str], timeout_s: float) -> str:
-    """Why not all kernels were counted, "" where they were: ncu's word before the job's, which it may have ended."""
+    """Why not all kernels were counted: ncu's word before the job's, which it may have ended."""
     known = next((said for sign, said in CAUSES.items() if any(sign in error for error in errors)), "")
     if known:
         return known
     if record.status == "timeout":
         return f"{TOOL} wasn't done after {timeout_s:g} s"
     if record.status == "ok" and not errors:
-        return ""
+        return f"{TOOL} saw no kernel between the start and the stop of its profiling"
     if record.status in ("failed", "skipped", "oom"):
         return record.reason
     failed = next((error for error in errors if FAILED in error), "")

@@ -165,14 +165,13 @@ def finding(kernel: Kernel) -> str:
 def sentences(report: Report, owners: Sequence[int | None]) -> list[str]:
     """What the kernels of one form say together, first of all where only a part of them was seen."""
     kernels = report.kernels
-    said = [f"only its first {counting(len(kernels), 'kernel')} were counted: {report.cut_short}"] * bool(
-        report.cut_short
-    )
-    said += [_bounds(kernels), _tensor_cores(kernels)]
+    said = [_bounds(kernels), _tensor_cores(kernels)]
+    if report.cut_short:
+        said.insert(0, f"only the first {len(kernels)} of its kernels were counted: {report.cut_short}")
     lost = [kernel for kernel, owner in zip(kernels, owners, strict=True) if owner is None]
     if lost:
         share = 100 * _seconds(lost) / (_seconds(kernels) or 1.0)
-        said.append(f"{counting(len(lost), 'kernel')}, {share:.0f} % of the time, belong to no layer")
+        said.append(f"of no layer: {counting(len(lost), 'kernel')}, {share:.0f} % of the time")
     return [one for one in said if one]
 
 

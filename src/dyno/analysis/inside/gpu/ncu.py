@@ -77,7 +77,7 @@ class Report:
 
 def read(text: str) -> Report:
     """The report in what ncu printed, with or without what the profiled program printed before."""
-    lines = text.split("\n")
+    lines = text.split("\n")  # not `splitlines`: TensorRT's JSON holds other separators
     errors = tuple(line.removeprefix(ERROR).strip() for line in lines if line.startswith(ERROR))
     begin = next((k for k, line in enumerate(lines) if line.startswith('"ID",')), len(lines))
     rows = [line for line in lines[begin:] if line.startswith('"')]
