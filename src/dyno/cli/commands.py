@@ -276,7 +276,9 @@ def agree(
     return UNFINISHED * (bool(failed) or len(folders) < len(models))
 
 
-def calibrate(overrides: Overrides, model: str, minutes: float, rounds: int, backend: str, format: str) -> None:
+def calibrate(
+    overrides: Overrides, model: str, minutes: float, rounds: int, backend: str, builds: bool, format: str
+) -> None:
     """Test the instrument on this machine and print what it can see."""
     from dyno.analysis.formatting import bullet, wrapped
     from dyno.analysis.presentation.export import export
@@ -286,7 +288,7 @@ def calibrate(overrides: Overrides, model: str, minutes: float, rounds: int, bac
 
     check_format(format)
     try:
-        result = module.calibrate(model, minutes=minutes, rounds=rounds, backend=backend, **overrides)
+        result = module.calibrate(model, minutes=minutes, rounds=rounds, backend=backend, builds=builds, **overrides)
     except KeyboardInterrupt:
         print("dyno: stopped; an unfinished self-test is not stored", file=sys.stderr)
         sys.exit(INTERRUPTED)
