@@ -33,7 +33,8 @@ HOST = {
     "analysis": "",
     "planning": "jobs store sources study datasets analysis",
     "engine": "jobs store study planning analysis",
-    "api": "jobs store sources study planning engine analysis",
+    "placement": "jobs store study planning engine analysis",
+    "api": "jobs store sources study planning engine placement analysis",
     "training": "jobs store study datasets planning engine api analysis",
     "cli": "jobs store study_options study datasets planning engine api training analysis",
 }

@@ -25,9 +25,10 @@ from dyno.worker.spec import Artifact, Job, Recipe, Runtime, Trial, UserError, d
 cache_dir = system.cache_dir
 LOCK = "lock"  # who works in a folder holds this file in it
 # What Dyno writes into a run folder; whatever else lies there is somebody's own.
-FOLDERS = ("trials", "archive", "charts", "tables", "truth", "peak", "idle")
+FOLDERS = ("trials", "archive", "charts", "tables", "truth", "peak", "idle", "blocks", "anchors", "placements")
 FILES = (
-    "study.toml", "environment.json", "models.json", "self-test.json", "results.csv", "tables.md", "report.html", LOCK
+    "study.toml", "environment.json", "models.json", "self-test.json", "devices.json", "results.csv", "tables.md",
+    "report.html", LOCK,
 )  # fmt: skip
 # What a round's folder is called: one that selects, one after the selection, or one that others took turns with.
 ROUND, CONFIRMATION, COMPANION = "r", "c", "t"

@@ -172,7 +172,9 @@ class Measurement:
 class RuntimeOptions:
     """Where it runs."""
 
-    device: str = option("cpu", "Device: cpu, or cuda:0, cuda:1…", common=True)
+    device: str = option(
+        "cpu", "Device: cpu, or cuda:0; several share the work of `dyno run`: cuda:0,cuda:1.", common=True
+    )
     threads: int = option(0, "CPU threads of every backend.", usual="one per physical core")
     runtime: dict[str, dict[str, Any]] = option(  # noqa: RUF009
         {}, "Another interpreter for a backend: tensorrt=/path/to/python.", "--python", usual="this one"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from dyno.api.result import Result
-from dyno.engine.execute import execute
 from dyno.engine.run_names import choose_folder
 from dyno.jobs.progress import Progress
+from dyno.placement import spread
 from dyno.study import Study as StudyData
 
 
@@ -20,7 +20,7 @@ def run(study: StudyData, out: str | Path | None = None, *, quiet: bool = False,
     folder, note = (Path(out), "") if out else choose_folder(study)
     if note:
         progress.note(note)
-    execute(study, folder, progress, retry_failed=retry_failed)
+    spread.run(study, folder, progress, retry_failed=retry_failed)
     return Result(folder)
 
 

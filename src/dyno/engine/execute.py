@@ -52,13 +52,10 @@ def execute(
     planned = expand(study)
     run = Run(folder)
     with run.locked():
-        refuse_links(folder, FOLDERS)
-        planned, notes = prepare_folder(study, run, planned)
-        _refuse(run, planned)
-        _copy_truth(run, planned)
+        planned = prepare(study, run, planned, progress)
         self_test.keep_in(run.folder, study.device)
         todo = [entry.trial for entry in planned if not entry.refusal and (only is None or entry.trial.id in only)]
-        for line in (*notes, *retry.clear(run, todo, retry_failed), *retry.clear_damaged(run, todo)):
+        for line in (*retry.clear(run, todo, retry_failed), *retry.clear_damaged(run, todo)):
             progress.note(line)
         files = Files(progress)
         if study.energy:  # before the first job heats the device
@@ -79,6 +76,17 @@ def execute(
             _confirm(run, further_rounds.finalists(folder, todo), study.confirmations, files, progress, fits)
         for trial in todo:
             shutil.rmtree(run.round_folder(trial, 0).parent / "compiler", ignore_errors=True)
+
+
+def prepare(study: Study, run: Run, planned: list[Planned], progress: Progress) -> list[Planned]:
+    """Fit the locked folder to the study: see `prepare_folder`, with the rows of trials that are refused."""
+    refuse_links(run.folder, FOLDERS)
+    planned, notes = prepare_folder(study, run, planned)
+    _refuse(run, planned)
+    _copy_truth(run, planned)
+    for line in notes:
+        progress.note(line)
+    return planned
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,10 @@ class Progress:
         """Something that the user should know of, whatever begins next."""
         self._say(Text(plain(line), "yellow"))
 
+    def relay(self, place: str, line: str) -> None:
+        """A line of another process, which measures at that place."""
+        self._say(Text.assemble((f"{plain(place)} ", "dim"), plain(line)))
+
     def start(self, trial: Trial, number: int, what: str = "round") -> None:
         """A job begins, the round (or confirmation) of that number, counted from 0."""
         step = f"{what} {number + 1} of {trial.plan.rounds}"

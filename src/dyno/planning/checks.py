@@ -26,7 +26,9 @@ def check_threads(study: Study) -> None:
 
 
 def check_device(study: Study) -> None:
-    """Refuse a GPU that isn't there."""
+    """Refuse a GPU that isn't there, and several devices where blocks aren't spread over them."""
+    if "," in study.device:
+        raise UserError(f"several devices ({study.device}) are for `dyno run` alone; give one --device here")
     if missing_gpu(study.device):
         raise UserError(
             f"there is no {study.device} here: neither NVML nor CUDA's driver sees such a GPU; omit --device to run on "

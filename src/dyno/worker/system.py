@@ -46,8 +46,13 @@ def cores() -> list[int]:
 
 def physical_cores() -> int:
     """How many physical cores this process may use."""
+    return len(core_threads())
+
+
+def core_threads() -> list[tuple[int, ...]]:
+    """The physical cores this process may use, each as its logical processors."""
     allowed = sorted(os.sched_getaffinity(0))
-    return len({min(_siblings(cpu, allowed)) for cpu in allowed})
+    return sorted({tuple(_siblings(cpu, allowed)) for cpu in allowed})
 
 
 def last_cache(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:

@@ -21,6 +21,7 @@ from dyno.analysis import stats
 from dyno.analysis.formatting import NO_IMAGE
 from dyno.analysis.records import gpu_remarks, timeline
 from dyno.analysis.records.forms import Form, forms, sides
+from dyno.analysis.records.placements import Placement, placements
 from dyno.analysis.records.rounds import GPU, HOST, Round
 from dyno.analysis.records.shapes import MODELS
 from dyno.analysis.records.stored import measured, read_job, read_round, read_table
@@ -52,6 +53,7 @@ class TrialResult:
     companions: list[Round] = field(default_factory=list)
     job_artifact: Artifact | None = None  # the file that the job names
     form: Form | None = None  # of a file that has another of the same network beside it
+    placement: Placement | None = None  # in a study on several devices
     computed: dict[str, Any] = field(default_factory=dict)  # results that are computed once, by name
 
     @property
@@ -210,7 +212,8 @@ class TrialResult:
     def warnings(self) -> list[str]:
         """Warnings of all rounds and of the file's makers, each once, in order."""
         stored = [w for r in self.rounds for w in r.warnings] + [*self.made_by.warnings]
-        return list(dict.fromkeys([*stored, *gpu_remarks.warnings(self)]))
+        moved = self.placement.warnings if self.placement else []
+        return list(dict.fromkeys([*stored, *moved, *gpu_remarks.warnings(self)]))
 
     def notes(self) -> list[str]:
         """What explains the numbers: `reasons`, and what INT8 was calibrated on where that weren't real images."""
@@ -343,10 +346,10 @@ def load(run: Path) -> Results:
         raise UserError(f"{run} has no trials yet; run the study first")
     study = run / "study.toml"
     models = _models(read_table(run / "models.json", problems, MODELS) or {})
-    file_forms = forms(models)
+    file_forms, placed = forms(models), placements(run, problems)
     side_forms = sides({t.side: t.given for t in trials if t.side})
     for t in trials:
-        t.form = side_forms.get(t.side) or file_forms.get(t.given)
+        t.form, t.placement = side_forms.get(t.side) or file_forms.get(t.given), placed.get(t.id)
     return Results(
         folder=run,
         trials=sorted(trials, key=_order),

@@ -13,6 +13,9 @@ TRIAL = {
     "plan": {"boundaries": [str], "seconds": NUMBER, "rounds": int, "builds": int}, "recipe": {},
 }  # fmt: skip
 JOB = {"trial": TRIAL, "round": int}
+PLACEMENT = {"place": str, "card": str, "lost": [str], "trials": [str]}
+TIMED = {"place": str, "card": str, "alone": [NUMBER], "beside": [NUMBER]}
+DEVICES_MEASURED = {"anchor": str, "side_by_side": bool, "devices": [TIMED]}
 MODELS = {"models": [{"model": str, "size": str, "flops": NUMBER, "parameters": NUMBER, "file": str}]}
 
 

@@ -176,6 +176,8 @@ COLUMNS = (
     Column("energy_gross_j", "of an image, idle power included", "J"),
     Column("idle_w", "power before the first job", "W"),
     Column("energy_missing", "why there is no energy_j", kind=TEXT),
+    Column("place", "the device of several that it was measured on", kind=TEXT),
+    Column("card", "which that is: model, driver and UUID of a GPU, or processors", kind=TEXT),
 )  # fmt: skip
 IDENTITY = ("model", "size", "batch", "device", "backend", "precision", "runtime", "options")
 _ACCURACY = [name for metric in known().values() for name in metric.printed_columns]

@@ -120,6 +120,8 @@ def row(t: TrialResult, against: Comparison, compare: bool = True) -> dict[str, 
         "options": " ".join(f"{k}={v}" for k, v in t.options.items()), "rounds": len(t.good),
         "warnings": len(t.warnings()), "builds": speedups.builds(t) or None,
     }  # fmt: skip
+    if t.placement:
+        columns |= {"place": t.placement.place, "card": t.placement.card}
     if t.good:
         columns |= _latencies(t) | _values(t) | _accuracy(t, against) | _speed(t, against, compare)
         columns |= _precision(t) | _gpu(t) | _evaluation(t)

@@ -20,7 +20,7 @@ from dyno.analysis.records import gpu_remarks
 from dyno.analysis.records.results import Results, TrialResult, clock_of
 from dyno.analysis.records.rounds import GPU
 from dyno.analysis.records.run_data import RunData
-from dyno.analysis.verdict import decisions, mixed_precision
+from dyno.analysis.verdict import decisions, devices, mixed_precision
 from dyno.analysis.verdict.findings import FAILURE, NOTE, WARNING, Decision, Finding
 
 COMPANY = "what the table calls faster or slower is so beside those programs; engines suffer from company differently"
@@ -79,11 +79,16 @@ def read(run: RunData) -> Verdict:
         failures = [decision for ranking in shown if (decision := decisions.failed(ranking)) is not None]
         apart = [finding for ranking in shown for finding in decisions.apart(ranking)]
         unranked = Decision(WARNING, "", contention.sentence, (("real", COMPANY), ("next", _unranked(run))))
-        return Verdict(wrong, (unranked, *failures), (*apart, *_truths(results), *_outcome(results, contention)))
+        return Verdict(
+            wrong,
+            (unranked, *failures),
+            (*apart, *_truths(results), *_outcome(results, contention), *devices.findings(results)),
+        )
     decided = tuple(decision for ranking in shown for decision in decisions.decisions(ranking, run))
     more = len(all_rankings) - MOST_GROUPS
     rest = [Finding(NOTE, f"{more} more models and sizes are in the tables.")] if more > 0 else []
     rest += [*mixed_precision.findings(run), *_truths(results), *_slow_precisions(run), *_outcome(results, contention)]
+    rest += devices.findings(results)
     return Verdict(wrong, decided, tuple(rest))
 
 

@@ -1,0 +1,85 @@
+"""Places: the devices that a study is spread over, each as the environment and processors of what runs there."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+from dyno.jobs.nvml import find_gpu
+from dyno.planning.checks import missing_gpu
+from dyno.worker import system
+from dyno.worker.spec import UserError
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True)
+class Place:
+    """One device by the user's name for it, and how a process is confined to it.
+
+    `device` is its name in there: a GPU is the only one that the process sees. `cores` are the logical processors of a
+    CPU's share, empty for all. `card` is the GPU's model, driver and UUID, or the processor's model and share.
+    """
+
+    name: str
+    device: str
+    card: str
+    cores: tuple[int, ...] = ()
+    env: dict[str, str] = field(default_factory=dict)
+
+
+def names(device: str) -> list[str]:
+    """The devices of a study's option, `cuda:0,cuda:1` being two."""
+    return device.split(",")
+
+
+def places(device: str) -> list[Place]:
+    """The places of a study's devices; a `UserError` for one that isn't there, two of a name, or two kinds."""
+    listed = names(device)
+    if len(set(listed)) < len(listed):
+        raise UserError(f"a device is named twice in {device!r}; name each once")
+    kinds = {name.partition(":")[0] for name in listed}
+    if len(kinds) > 1 or not kinds <= {"cpu", "cuda"}:
+        raise UserError(
+            f"a study is spread over devices of one kind, e.g. cuda:0,cuda:1 or cpu:0,cpu:1, not {device!r}"
+        )
+    return _shares(listed) if kinds == {"cpu"} else [_gpu(name) for name in listed]
+
+
+def _gpu(name: str) -> Place:
+    """The GPU of that name, as the only one that a process there sees."""
+    if missing_gpu(name):
+        raise UserError(f"there is no {name} here: neither NVML nor CUDA's driver sees such a GPU; omit it")
+    number = int(name.partition(":")[2] or 0)
+    visible = [one.strip() for one in os.environ.get(VISIBLE, "").split(",") if one.strip()]
+    gpu = find_gpu(name, os.environ)
+    if gpu is None:
+        return Place(name, "cuda:0", name, env={VISIBLE: visible[number] if visible else str(number)})
+    gpu.close()
+    return Place(name, "cuda:0", f"{gpu.name}, driver {gpu.driver}, {gpu.uuid}", env={VISIBLE: gpu.uuid})
+
+
+def _shares(listed: list[str]) -> list[Place]:
+    """Equal shares of the physical cores that this process may use, `cpu:0` the first; no core is in two of them."""
+    count = len(listed)
+    if sorted(listed) != [f"cpu:{k}" for k in range(count)]:
+        usual = ",".join(f"cpu:{k}" for k in range(count))
+        raise UserError(f"shares of the processor are numbered from 0, so {count} of them are {usual}")
+    threads, each = system.core_threads(), len(system.core_threads()) // count
+    if not each:
+        raise UserError(
+            f"{count} shares of the processor need as many physical cores, and there are {len(threads)} here"
+        )
+    model = system.describe()["cpu"]
+    found = []
+    for name in listed:
+        k = int(name.partition(":")[2])
+        cores = tuple(cpu for core in threads[k * each : (k + 1) * each] for cpu in core)
+        found.append(Place(name, "cpu", f"{model}, processors {','.join(map(str, cores))}", cores))
+    return found
+
+
+def threads(found: list[Place]) -> int:
+    """Physical cores of a share of the processor, 0 for places that aren't shares."""
+    own = set(found[0].cores)
+    return sum(own.issuperset(core) for core in system.core_threads()) if own else 0

@@ -1,0 +1,181 @@
+"""A study spread over devices: each block is measured by one of them, by the engine in a process of its own."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from dyno.analysis.records.placements import PLACEMENTS
+from dyno.engine.execute import execute, prepare
+from dyno.engine.run_folder import refuse_other
+from dyno.jobs.progress import Progress
+from dyno.placement import blocks, devices, places, process
+from dyno.placement.blocks import Block
+from dyno.placement.places import Place
+from dyno.planning.plan import expand
+from dyno.store import Run
+from dyno.study import Study
+from dyno.worker.record import read_json, write_json
+from dyno.worker.spec import SCHEMA, UserError, digest
+
+MOST_LOSSES = 3  # of a block's processes, after which it is left unmeasured
+OF_ONE_DEVICE = ("peak", "energy", "baseline")  # settings that are about a single device
+
+
+def run(study: Study, folder: Path, progress: Progress, *, retry_failed: bool = False) -> None:
+    """Measure whatever the folder doesn't hold yet, as `execute` does, on one device or spread over several."""
+    if len(places.names(study.device)) < 2:
+        execute(study, folder, progress, retry_failed=retry_failed)
+        return
+    for name in OF_ONE_DEVICE:
+        if getattr(study, name):
+            raise UserError(f"{name} is for a study on one device, and there are several ({study.device}); give one")
+    found = places.places(study.device)
+    own = replace(study, device=found[0].device, threads=study.threads or places.threads(found))
+    refuse_other(study, folder)
+    planned, store = expand(own), Run(folder)
+    with store.locked():
+        planned = prepare(study, store, planned, progress)
+        open_blocks = [block for block in blocks.blocks(planned) if retry_failed or not _done(store, block, study)]
+        if not open_blocks:
+            return
+        together = len(open_blocks) < 2 or devices.measure(own, folder, found, progress)
+        Spread(store, own, study, found, progress, retry_failed, together).measure(open_blocks)
+
+
+@dataclass
+class Spread:
+    """Blocks on their way to the places and back; `losses` are the places that each lost, with the reason."""
+
+    run: Run
+    own: Study  # as each process measures it
+    study: Study  # as the user gave it
+    places: Sequence[Place]
+    progress: Progress
+    retry_failed: bool
+    together: bool
+    running: dict[str, tuple[Block, process.BlockProcess]] = field(default_factory=dict)
+    losses: dict[str, list[str]] = field(default_factory=dict)
+
+    def measure(self, waiting: list[Block]) -> None:
+        """Measure the blocks, each at the place where it was begun, else at the first that is free."""
+        waiting = list(waiting)
+        try:
+            while waiting or self.running:
+                self._start(waiting)
+                time.sleep(devices.POLL_S)
+                waiting += self._ended()
+        finally:
+            for _, one in self.running.values():
+                one.end()
+
+    def _start(self, waiting: list[Block]) -> None:
+        for place in self.places:
+            if place.name in self.running or (self.running and not self.together):
+                continue
+            block = next((b for b in waiting if self._begun_at(b) in ("", place.name)), None)
+            if block is not None:
+                waiting.remove(block)
+                self._begin(block, place)
+
+    def _begun_at(self, block: Block) -> str:
+        """The place that the block belongs to, "" where it can go anywhere."""
+        name = str(stored(self.run, block).get("place", ""))
+        return name if name in {place.name for place in self.places} else ""
+
+    def _begin(self, block: Block, place: Place) -> None:
+        """Start the block's process, with the block's rows that the run folder has already."""
+        folder = _folder(self.run, block)
+        for trial in block.trials:
+            source, target = self.run.folder / "trials" / trial.id, folder / "trials" / trial.id
+            if source.is_dir() and not target.exists():
+                target.parent.mkdir(parents=True, exist_ok=True)
+                source.rename(target)
+        self._note(block, place.name, place.card, done="")
+        ids = [trial.id for trial in block.trials]
+        self.progress.relay(place.name, f"{block.label}: {len(ids)} trials")
+        one = process.start(folder, self.own, ids, place, retry_failed=self.retry_failed)
+        self.running[place.name] = block, one
+
+    def _ended(self) -> list[Block]:
+        """Take the results of the processes that ended; the blocks whose process was lost."""
+        lost = []
+        for name, (block, one) in list(self.running.items()):
+            one.pass_on(self.progress)
+            if not one.ended:
+                continue
+            one.pass_on(self.progress)
+            del self.running[name]
+            if reason := one.lost:
+                lost += self._lost(block, one.place, reason)
+            else:
+                self._take(block)
+                self._note(block, name, one.place.card, done=_request(block, self.study))
+        return lost
+
+    def _lost(self, block: Block, place: Place, reason: str) -> list[Block]:
+        """The block, to be begun anew elsewhere: no two of its rounds are of two devices."""
+        losses = self.losses.setdefault(block.id, [])
+        losses.append(f"{place.name}: {reason}")
+        if len(losses) >= MOST_LOSSES:
+            self._take(block)
+            self.progress.note(f"{block.label} is left unmeasured: its process was lost {len(losses)} times ({reason})")
+            return []
+        others = [other for other in self.places if other.name != place.name]
+        target = next((other for other in others if other.name not in self.running), others[0])
+        self.progress.note(f"{block.label}: its process on {place.name} was {reason}; it goes to {target.name}")
+        shutil.rmtree(_folder(self.run, block), ignore_errors=True)
+        self._note(block, target.name, target.card, done="")
+        return [block]
+
+    def _take(self, block: Block) -> None:
+        """Move what the block's folder has into the run folder, and remove it."""
+        folder = _folder(self.run, block)
+        for part in ("trials", "truth"):
+            for found in sorted((folder / part).glob("*")):
+                target = self.run.folder / part / found.name
+                if not target.exists():
+                    target.parent.mkdir(exist_ok=True)
+                    found.rename(target)
+        shutil.rmtree(folder)
+
+    def _note(self, block: Block, place: str, card: str, *, done: str) -> None:
+        earlier = stored(self.run, block).get("lost", [])
+        lost = [*dict.fromkeys([*earlier, *self.losses.get(block.id, [])])]
+        note = {
+            "schema": SCHEMA, "block": block.label, "place": place, "card": card, "host": platform.node(),
+            "trials": [trial.id for trial in block.trials], "lost": lost, "done": done,
+        }  # fmt: skip
+        write_json(_path(self.run, block), note)
+
+
+def stored(run: Run, block: Block) -> dict[str, Any]:
+    """Where the block was begun, as the run folder has it; empty before it is."""
+    path = _path(run, block)
+    return dict(read_json(path)) if path.is_file() else {}
+
+
+def _path(run: Run, block: Block) -> Path:
+    path = run.folder / PLACEMENTS / f"{block.id}.json"
+    path.parent.mkdir(exist_ok=True)
+    return path
+
+
+def _folder(run: Run, block: Block) -> Path:
+    return run.folder / "blocks" / block.id
+
+
+def _request(block: Block, study: Study) -> str:
+    """The hash of what was asked of a block."""
+    return digest([sorted(trial.id for trial in block.trials), study.to_toml()])
+
+
+def _done(run: Run, block: Block, study: Study) -> bool:
+    """Whether the folder has all of it already."""
+    present = all((run.folder / "trials" / trial.id).is_dir() for trial in block.trials)
+    return present and stored(run, block).get("done") == _request(block, study)

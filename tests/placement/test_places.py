@@ -1,0 +1,45 @@
+"""Devices by name: shares of the processor without a core in common, and what isn't there."""
+
+from __future__ import annotations
+
+import pytest
+
+from dyno import UserError
+from dyno.placement import places
+from dyno.worker import system
+
+CORES = [(0, 4), (1, 5), (2, 6), (3, 7)]
+
+
+@pytest.fixture(autouse=True)
+def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system, "core_threads", lambda: CORES)
+
+
+def test_shares_have_whole_cores_and_none_in_common() -> None:
+    found = places.places("cpu:1,cpu:0")
+    assert {place.name: place.cores for place in found} == {"cpu:0": (0, 4, 1, 5), "cpu:1": (2, 6, 3, 7)}
+    assert {place.device for place in found} == {"cpu"}
+    assert places.threads(found) == 2
+
+
+def test_of_three_shares_each_is_as_large() -> None:
+    found = places.places("cpu:0,cpu:1,cpu:2")
+    assert [place.cores for place in found] == [(0, 4), (1, 5), (2, 6)]
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        ("cpu:0,cpu:0", "named twice"),
+        ("cpu:0,cuda:0", "devices of one kind"),
+        ("cpu:0,cpu:2", "2 of them are cpu:0,cpu:1"),
+        ("cpu,cpu:1", "numbered from 0"),
+        ("cpu:0,cpu:1,cpu:2,cpu:3,cpu:4", "as many physical cores, and there are 4 here"),
+        ("cuda:98,cuda:99", "there is no cuda:98 here"),
+        ("cuda:0,cuda:x", "cuda:"),
+    ],
+)
+def test_devices_that_make_no_sense_are_refused(device: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        places.places(device)

@@ -1,0 +1,151 @@
+"""A study on two shares of the processor: every block whole on one of them, whatever is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from dyno import Study, UserError
+from dyno.analysis.records.results import load
+from dyno.analysis.tables.trial_table import read
+from dyno.analysis.verdict import verdict
+from dyno.engine.execute import execute
+from dyno.jobs.progress import Progress
+from dyno.placement import devices, process, spread
+from dyno.worker import system
+
+pytestmark = pytest.mark.skipif(system.physical_cores() < 2, reason="two shares need two physical cores")
+Studies = Callable[..., Study]
+DEVICES = "cpu:0,cpu:1"
+
+
+class Log(Progress):
+    """Keeps the lines of the blocks' processes, and calls `then` after each."""
+
+    def __init__(self, then: Callable[[], None] = lambda: None) -> None:
+        super().__init__(quiet=True)
+        self.lines_of: list[tuple[str, str]] = []
+        self.notes: list[str] = []
+        self.then = then
+
+    def relay(self, place: str, line: str) -> None:
+        self.lines_of.append((place, line))
+        self.then()
+
+    def note(self, line: str) -> None:
+        self.notes.append(line)
+
+
+def records(folder: Path) -> dict[str, int]:
+    """When every record was written, by trial and round."""
+    return {"/".join(path.parts[-3:-1]): path.stat().st_mtime_ns for path in folder.glob("trials/*/*/record.json")}
+
+
+@pytest.fixture
+def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody measures whether the shares disturb each other."""
+    monkeypatch.setattr(devices, "measure", lambda *_: True)
+
+
+def test_a_spread_study_is_that_of_one_device_but_for_its_places(fake_study: Studies, tmp_path: Path) -> None:
+    """Also that nothing is measured again, and what is said of the devices."""
+    fields = {"batches": (1, 2), "backends": ("fake@latency_ms=0.1", "fake@latency_ms=0.4"), "rounds": 2}
+    log = Log()
+    spread.run(fake_study(device=DEVICES, **fields), tmp_path / "two", log)
+    execute(fake_study(**fields), tmp_path / "one", Progress(quiet=True))
+    assert records(tmp_path / "two").keys() == records(tmp_path / "one").keys()
+
+    run = read(tmp_path / "two")
+    assert set(run.frame["status"]) == {"ok"}
+    assert (run.frame.groupby("batch")["place"].nunique() == 1).all(), "a block is on one device"
+    measured = json.loads((tmp_path / "two" / "devices.json").read_text())
+    assert [len(device[how]) for device in measured["devices"] for how in ("alone", "beside")] == [5] * 4
+    said = " ".join(verdict.sentences(run))
+    assert "Cards differ by" in said
+    assert ("Devices worked side by side" in said) is measured["side_by_side"]
+    for trial in run.records:
+        own = {cpu for r in trial.rounds for cpu in r.facts.affinity}
+        assert trial.placement is not None
+        assert trial.placement.card.endswith(f"processors {','.join(map(str, sorted(own)))}")
+
+    before, again = records(tmp_path / "two"), Log()
+    spread.run(fake_study(device=DEVICES, **fields), tmp_path / "two", again)
+    assert (records(tmp_path / "two"), again.lines_of) == (before, [])
+
+
+@pytest.mark.usefixtures("undisturbed")
+def test_a_killed_blocks_process_goes_elsewhere_and_its_rows_say_so(
+    fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[process.BlockProcess] = []
+    start = process.start
+
+    def noted(*arguments: Any, **named: Any) -> process.BlockProcess:
+        started.append(start(*arguments, **named))
+        return started[-1]
+
+    def kill() -> None:
+        if started and log.lines_of[-1][0] == started[0].place.name and " ok " in log.lines_of[-1][1]:
+            started[0].process.kill()
+
+    monkeypatch.setattr(process, "start", noted)
+    log = Log(kill)
+    # Enough rounds that the process is killed before it ends.
+    spread.run(fake_study(device=DEVICES, batches=(1, 2), rounds=6), tmp_path, log)
+    first = started[0]
+    results = load(tmp_path)
+    assert {t.status for t in results} == {"ok"} and all(len(t.rounds) == 6 for t in results)
+    (moved,) = [t for t in results if t.placement and t.placement.lost]
+    assert moved.placement is not None and moved.placement.place != first.place.name
+    said = f"begun anew on {moved.placement.place}, as its process was lost on {first.place.name}: killed by SIGKILL"
+    assert said in moved.warnings()
+    assert {r.facts.affinity for r in moved.rounds} == {tuple(started[1].place.cores)}, "all rounds are of one device"
+    assert any("it goes to" in note for note in log.notes)
+
+
+def test_a_killed_driver_takes_its_processes_along_and_nothing_is_measured_twice(
+    fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "measure", lambda *_: True)
+    study = fake_study(device=DEVICES, batches=(1, 2), rounds=6)
+    (tmp_path / "study.toml").write_text(study.to_toml())
+    code = (
+        "import sys; from pathlib import Path; from dyno import Study; from dyno.jobs.progress import Progress\n"
+        "from dyno.placement import devices, spread\n"
+        "devices.measure = lambda *_: True\n"
+        "spread.run(Study.from_toml(Path(sys.argv[1])), Path(sys.argv[2]), Progress(quiet=True))\n"
+    )
+    folder = tmp_path / "run"
+    driver = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "study.toml"), str(folder)])
+    while not (kept := [*folder.glob("blocks/*/trials/*/*/record.json")]):
+        assert driver.poll() is None, "the driver has a block measured first"
+        time.sleep(0.05)
+    children = psutil.Process(driver.pid).children(recursive=True)
+    with pytest.raises(UserError, match="is in use by another dyno"):
+        spread.run(study, folder, Progress(quiet=True))
+    os.kill(driver.pid, signal.SIGKILL)
+    driver.wait()
+    assert not psutil.wait_procs(children, timeout=60)[1], "none goes on without the driver"
+
+    before = {"/".join(path.parts[-3:-1]): path.stat().st_mtime_ns for path in kept}
+    spread.run(study, folder, Progress(quiet=True))
+    assert before.items() <= records(folder).items(), "what was measured is kept"
+    assert len(records(folder)) == 12
+    assert not [*folder.glob("blocks/*")]
+
+
+def test_what_is_about_one_device_is_refused_on_several(fake_study: Studies, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="energy is for a study on one device"):
+        spread.run(fake_study(device=DEVICES, energy=True), tmp_path, Progress(quiet=True))
+    with pytest.raises(UserError, match="give one --device here"):
+        execute(fake_study(device=DEVICES), tmp_path, Progress(quiet=True))
