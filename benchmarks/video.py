@@ -95,7 +95,7 @@ def pipeline(video: str, model: str, output: str, folder: str, *, threads: int) 
 
 
 def growing(path: Path, seconds: float) -> float:
-    """MiB by which the process tree was larger at the end of the video, which took so long, than half-way through it."""
+    """MiB by which the process tree was larger at the end of the video, which took so long, than half-way."""
     with np.load(path) as stored:
         at, held = stored["at"], stored["rss"]
     video = held[:-1][at[:-1] >= at[-1] - seconds]  # the last sample is of a process that ends
@@ -146,9 +146,10 @@ def main() -> None:
             print(f"round {number + 1}: loop {theirs:.1f} frames/s, dyno video {ours:.1f}, {ours / theirs:.2f}x, "
                   f"{shares[-1]:.0f} % of its bound, prediction off by {errors[-1]:.0f} %", flush=True)  # fmt: skip
     ratios = [a / b for a, b in zip(rates["pipeline"], rates["loop"], strict=True)]
-    print(f"dyno video is {statistics.median(ratios):.2f}x as fast (median of {len(ratios)} rounds, from "
-          f"{min(ratios):.2f} to {max(ratios):.2f}), at {statistics.median(shares):.0f} % of its bound, its prediction off by "
-          f"{statistics.median(errors):.0f} %; memory grew by {statistics.median(growths):.1f} MiB in the last half")  # fmt: skip
+    middle = [statistics.median(each) for each in (ratios, shares, errors, growths)]
+    print(f"dyno video is {middle[0]:.2f}x as fast (median of {len(ratios)} rounds, from {min(ratios):.2f} to "
+          f"{max(ratios):.2f}), at {middle[1]:.0f} % of its bound, its prediction off by {middle[2]:.0f} %; "
+          f"memory grew by {middle[3]:.1f} MiB in the last half")  # fmt: skip
 
 
 def environment() -> dict[str, str]:

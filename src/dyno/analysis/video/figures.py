@@ -160,13 +160,18 @@ class Video:
             alone,
             mean_interval(ended - began, len(began) / frames),
             cpu,
-            # An engine may have kept every processor busy by itself.
-            cpu * self.crowding(self.facts.processors) / self.crowding(cpu / alone.value),
+            self._crowded(name, cpu),
             float((ended - began).sum() / whole),
             float(starved.sum() / whole),
             float((handed - ended).sum() / whole),
             float(waiting.mean()) if len(waiting) else 0.0,
         )
+
+    def _crowded(self, name: str, cpu: float) -> float:
+        """Processor time of a frame with every processor at work; an engine's was measured by itself."""
+        if name == SHARED and self.facts.cpu_inference:
+            return max(cpu, self.facts.cpu_inference)
+        return cpu * self.crowding(self.facts.processors)
 
 
 def mean_interval(samples: np.ndarray, scale: float = 1.0) -> Interval:

@@ -48,9 +48,13 @@ def predict(video: Video, streams: int) -> Predicted:
 
 
 def _server(video: Video, stage: Stage) -> Server:
-    """The stage as the simulation has it; the engine answers one frame after the other, at its throughput."""
-    busy = stage.cpu / stage.alone.value
-    return Server(video.arrays[f"alone_{stage.name}"] / video.crowding(busy), busy, stage.name == SHARED)
+    """The stage as the simulation has it; the engine answers one frame after the other, at its throughput.
+
+    The simulation slows all stages down alike, so its seconds are what makes the stage as slow as it is in a crowd.
+    """
+    in_crowd = stage.crowded / stage.cpu / video.crowding(video.facts.processors) if stage.cpu else 1.0
+    seconds = video.arrays[f"alone_{stage.name}"] * in_crowd
+    return Server(seconds, stage.cpu / stage.alone.value, stage.name == SHARED)
 
 
 def fitting(video: Video, rate: float) -> int:

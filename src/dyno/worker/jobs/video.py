@@ -100,7 +100,7 @@ class _Work:
         self._facts = replace(self._facts, height=height, width=width, cpu={k: v.cpu for k, v in found.items()})
 
     def crowd(self) -> None:
-        """How much more processor time stages take with every processor at work; see `alone.crowding`."""
+        """How much processor time stages take with every processor at work; see `alone.crowded`."""
         count, answered = min(len(steps.STAGES), self._facts.processors // codec_threads()), self._answered
         if self._facts.processors == 1:
             return
@@ -110,11 +110,8 @@ class _Work:
         sinks: list[Sink | None] = [sink_of(path, self._source, self._options.codec) for path in paths]
         copies = [alone.Copy(self._source, preparation, self._answering, answered[0], sink)
                   for preparation, sink in zip(preparations, sinks or [None] * count, strict=True)]  # fmt: skip
-        again, inference = itertools.cycle(answered), steps.Infer(self._engine)
-        crowding = alone.crowding(copies, lambda: self._engine.call(lambda: inference.work(next(again))))
-        while inference.holds:
-            inference.rest()
-        self._facts = replace(self._facts, crowding=crowding)
+        found = alone.crowded(copies, self._engine, answered)
+        self._facts = replace(self._facts, crowding=found.factor, cpu_inference=found.inference)
         for copy in copies:
             copy.close()
         for path in paths:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -193,23 +193,56 @@ def _endless(source: Source) -> Iterator[Frame]:
         yield from source.read()
 
 
-def crowding(copies: Sequence[Copy], infer: Callable[[], object]) -> float:
-    """How many times the processor time a frame takes with all copies and the engine at work, over one copy alone.
+@dataclass(frozen=True)
+class Crowded:
+    """With every processor at work: how many times the processor time alone the stages but inference take for a frame,
+    and the seconds of it that inference takes."""
 
-    In turns: one, all, the next one, all. The first turn of all sets libraries up and doesn't count. `infer` has the
-    engine answer something. Where a codec has threads of its own, theirs are taken to be slowed down alike.
+    factor: float
+    inference: float
+
+
+def crowded(copies: Sequence[Copy], engine: steps.Engine, answered: Sequence[Batch]) -> Crowded:
+    """All copies and the engine at work, against one copy alone.
+
+    In turns: one, all, the next one, all. The first turn of all sets libraries up and doesn't count. A codec's own
+    threads are taken to be slowed down like the one that calls it; what the copies don't take is the engine's.
     """
-    alone = together = 0.0
+    alone, together = _Spent(), _Spent()
+    batches, inference, frames = itertools.cycle(answered), steps.Infer(engine), 0
     with ThreadPoolExecutor(len(copies)) as pool:
 
-        def everyone() -> float:
+        def everyone() -> int:
             turns = [pool.submit(copy.turn) for copy in copies]
+            done: list[Batch] = []
             while not all(turn.done() for turn in turns):
-                infer()
-            return sum(turn.result() for turn in turns) / len(turns)
+                done += inference.work(next(batches))
+            while inference.holds:
+                done += inference.rest()
+            together.threads += sum(turn.result() for turn in turns)
+            return sum(len(batch.frames) for batch in done)
 
-        everyone()
+        engine.call(everyone)
+        together.threads = 0.0
         for copy in itertools.islice(itertools.cycle(copies), TURNS):
-            alone += pool.submit(copy.turn).result()
-            together += everyone()
-    return together / alone if alone else 1.0
+            with alone.counting():
+                alone.threads += pool.submit(copy.turn).result()
+            with together.counting():
+                frames += engine.call(everyone)
+    of_copies = together.threads * alone.process / alone.threads
+    return Crowded(together.threads / len(copies) / alone.threads, max(0.0, together.process - of_copies) / frames)
+
+
+@dataclass
+class _Spent:
+    """Processor time in seconds: of the threads of copies, and of the whole process."""
+
+    threads: float = 0.0
+    process: float = 0.0
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """The block's processor time counts."""
+        began = time.process_time()
+        yield
+        self.process += time.process_time() - began
