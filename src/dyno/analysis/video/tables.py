@@ -186,7 +186,7 @@ STAGE_COLUMNS = (
     Column("beside_s_low", "its lower limit", "s"),
     Column("beside_s_high", "its upper limit", "s"),
     _duration("cpu_s", "processor time per frame, alone, of all threads", "processor time", rank=2),
-    _duration("crowded_s", "the same with every processor at work", "of busy processors", rank=3),
+    _duration("crowded_s", "the same with every processor at work", "processor time, all busy", rank=3),
     Column("working", "share of the pipeline's time in which it worked", "%"),
     Column("starved", "share in which it had nothing to do", "%", rank=1),
     Column("blocked", "share in which the next queue was full", "%", rank=1),
