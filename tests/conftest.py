@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -30,6 +31,14 @@ ROOT = Path(__file__).resolve().parents[1]
 QUICK = Plan(boundaries=("model", "all"), warmup_s=0.02, seconds=0.04, min_samples=5, rounds=1, timeout_s=1200.0)
 FORKS = "DYNO_TEST_FORKS"  # in the environment of tests that have `preloaded`
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _interruptible() -> None:
+    """Ctrl-C works where the tests run in the background of a shell, too, which ignores it there for all it starts: a
+    test that interrupts what never ends would fill the memory."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -15,6 +15,11 @@ from dyno.worker.record import Measurement, Record, write_json, write_record
 from dyno.worker.spec import Artifact, DataSpec, Dims, Job, ModelSpec, Plan, Runtime, Tensor, Trial, from_json, to_json
 
 CLASSES = 10
+ENVIRONMENT = {  # as `system.describe` has it
+    "cpu": "Synthetic CPU", "cpu_flags": ["avx2"], "cores": 2, "memory_bytes": 8 << 30, "os": "Linux 6",
+    "machine": "x86_64", "governor": "", "load_average": 0.1, "python": "3.11",
+    "versions": {"torch": "2.11.0", "inference-dyno": "0.1.0"},
+}  # fmt: skip
 NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "int8": "int8"}
 
 
@@ -101,8 +106,8 @@ def write_run(folder: Path, ways: list[Way], seed: int = 0, count: int = 360, sa
         for number, status in enumerate(way.statuses):
             path = folder / "trials" / way.trial.id / f"r{number}"
             _write_round(path, way, number, status, rng, labels, scores, samples)
-    write_json(folder / "environment.json", {"machine": {"cpu": "Synthetic CPU", "cores": 2, "memory": 8 << 30},
-                                             "versions": {"python": "3.11", "torch": "2.11.0"}})  # fmt: skip
+    gpu = {"gpu": "Synthetic GPU, driver 1"} if any(way.card for way in ways) else {}
+    write_json(folder / "environment.json", ENVIRONMENT | gpu)
     (folder / "study.toml").write_text('models = ["digits"]\nbackends = ["pytorch"]\n', encoding="utf-8")
     return folder
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -32,6 +33,38 @@ FAKE: dict[str, Any] = {
     "backend": "fake@latency_ms=2", "channels": 1, "sizes": ("8",), "seconds": 0.1, "warmup": 0.02, "block": 0.02,
     "threads": 1, "minutes": 30.0, "rounds": 5, "layout": COARSE, "quiet": True,
 }  # fmt: skip
+
+# A builder whose builds differ, by more than a busy machine can: every second one runs ten times as long.
+DRAWN = """
+import hashlib
+from pathlib import Path
+from dyno.worker.backend import Maker
+from dyno.worker.backends.fake import Fake
+from dyno.worker.spec import Artifact, Recipe, Tensor
+
+class Builder(Maker):
+    name = "uneven:Builder"
+
+    def make(self, recipe, parent, folder):
+        path, build = Path(folder) / "engine.bin", str(recipe.options["build"])
+        path.write_text(build)
+        ends = (Tensor("input", "float32", (1, 1, 8, 8)),)
+        sha256 = hashlib.sha256(build.encode()).hexdigest()
+        return Artifact("bin", str(path), sha256, len(build), "fp32", ends, ends, 0.0)
+
+class Engine(Fake):
+    name = "uneven:Engine"
+    options = (*Fake.options, "build")
+
+    def recipe(self, trial):
+        own = {"build": trial.options["build"]} if "build" in trial.options else {}
+        return Recipe("uneven:Builder", "bin", "fp32", trial.model, trial.dims, own)
+
+    def load(self, trial, artifact):
+        session = super().load(trial, artifact)
+        session.latency_s *= 1.0 if int(Path(artifact.path).read_text()) % 2 else 10.0
+        return session
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +105,25 @@ def test_it_tells_equal_processes_from_slowed_ones() -> None:
     kept, wrong = self_test.find("cpu")
     assert kept is not None and not wrong
     assert kept.stored == found.stored
+
+
+def test_builds_are_part_of_the_noise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
+) -> None:
+    (tmp_path / "uneven.py").write_text(DRAWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    given = {**FAKE, "backend": "uneven:Engine@latency_ms=2", "rounds": 3}
+    found = dyno.calibrate("fake:net", builds=True, **given)
+    assert found.stored.builds and len(found.rounds) == 3
+    logs = [pair.log for pair in found.pairs(0.0)]
+    assert all(log < -1 for log in logs), "the second of a pair has a build of its own, a slow one"
+    assert len(list((tmp_path / "cache").rglob("engine.bin"))) == 6, "two for each round"
+    assert "fresh builds and processes" in str(found)
+    assert self_test.find("cpu")[0] is None, "studies of one build see more"
+    assert "made the same every time" in refused(
+        "calibrate", "fake:net", "--channels", 1, "--backend", "fake", "--builds"
+    )
 
 
 @pytest.mark.usefixtures("quick", "unreported")

@@ -45,6 +45,8 @@ def test_given_rates_are_measured_and_shown_again(call: Call, tmp_path: Path) ->
     assert "50.0 requests/s came for too short a time: 50 requests, and p99 needs 662, so at least 13 s" in out
     assert fast.verdict == "unstable" and fast.unstable, "a batch of four in 1 ms is 4,000 requests/s at most"
     assert "more requests come than are answered" in out
+    code, shown, _ = call("show", "run")
+    assert code == 0 and shown in out, "the same tables and sentences, without what the trials' table makes of it"
     code, out, _ = call("show", "run", "--table", "serve-rates", "--format", "json")
     rows = json.loads(out)["rows"]
     assert code == 0 and [row["rate"] for row in rows] == [50, 20000]

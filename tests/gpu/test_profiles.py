@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -106,3 +108,21 @@ def test_inspect_reads_engines_on_the_gpu(trt: Any, heavy: str) -> None:
     done = trt("inspect", heavy, "onnx", "tensorrt/fp16", "--size", 128, "--device", "cuda:0", "--format", "json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["tables"]["aligned"]["rows"]
+
+
+@pytest.mark.skipif(not shutil.which("ncu"), reason="no ncu on the PATH")
+@pytest.mark.parametrize("form", [(), ("tensorrt/fp16",)], ids=["pytorch", "tensorrt"])
+def test_hardware_counters_of_the_heavy_layer(dyno: Any, heavy: str, form: tuple[str, ...]) -> None:
+    if form and not importlib.util.find_spec("tensorrt"):
+        pytest.skip("no TensorRT in this Python")
+    words = (heavy, *form, "--batch", 16, "--size", 128, *QUICK, "--counters", "--format", "json")
+    done = dyno("profile", *words)
+    if "ERR_NVGPUCTRPERM" in done.stderr or "another program uses" in done.stderr:
+        pytest.skip(done.stderr.strip().splitlines()[-1])
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)["tables"]["counters"]
+    for name in {row["form"] for row in found["rows"]}:
+        rows = [row for row in found["rows"] if row["form"] == name]
+        assert rows[0]["modules"].split()[0] == "1.0" and rows[0]["share"] > 30, rows
+        assert all(row["time_us"] > 0 and 0 <= row["sm"] <= 100 and row["blocks"] > 0 for row in rows), rows
+    assert not any("of no layer" in note for note in found["notes"]), found["notes"]

@@ -33,13 +33,14 @@ from dyno.store import versions
 from dyno.study import Study
 from dyno.worker import registry, system
 from dyno.worker.record import Record
-from dyno.worker.spec import ROUNDS, SLOWDOWN, Job, Trial, UserError
+from dyno.worker.spec import ROUNDS, SLOWDOWN, Artifact, Job, Trial, UserError
 
 MODEL = "dyno.worker.nets.digits:resnet18"  # the demo's network, with random weights: small, and the same everywhere
 OF_MODEL: dict[str, Any] = {"channels": 1, "sizes": ("64",)}
 BACKENDS = ("onnxruntime", "tensorrt", "openvino", "pytorch")  # the first one that is installed for the device
 USUAL: dict[str, Any] = {"seconds": 0.8, "warmup": 0.3, "timeout": 120.0}
 LEAST_ROUNDS = CURVE[0]  # fewer make no study
+MOST_BUILDS = 10**6  # more than any self-test makes: none comes twice
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ def calibrate(
     rounds: int = 0,
     backend: str = "",
     device: str = "cpu",
+    builds: bool = False,
     layout: Layout = AGAINST_THE_FIRST,
     keep: bool = True,
     quiet: bool = False,
@@ -69,9 +71,11 @@ def calibrate(
     """Test the instrument on this machine for `minutes`, or until there are `rounds` of them (0: no limit).
 
     In each round fresh processes of one trial measure in turns: equal ones, and some that are slowed down by 1, 2 and
-    5 %. `model` is a source as in `Study` (default: a small network of Dyno's), `fields` are others of `Study`. The
-    result has the figures; studies on this machine keep a summary of it, unless `keep` is False. UserError where the
-    minutes are too few, or where the trial does not run.
+    5 %. With `builds` each round has two builds of the engine of its own, one for the first process and one for the
+    others, so that what builds differ by is part of the noise. `model` is a source as in `Study` (default: a small
+    network of Dyno's), `fields` are others of `Study`. The result has the figures; studies on this machine keep a
+    summary of it, unless `keep` is False or it is of builds. UserError where the minutes are too few, where the trial
+    does not run, or where builds of its engine don't differ.
     """
     progress = Progress(quiet=quiet)
     study = _study(model, backend, device, fields)
@@ -79,20 +83,18 @@ def calibrate(
         raise UserError(f"{rounds} rounds are too few for a self-test; give {LEAST_ROUNDS} or more")
     if not minutes * 60 >= (least := LEAST_ROUNDS * len(layout.slowdowns) * study.seconds):
         raise _too_short(minutes, least)
-    trial = _trial(study)
-    artifact = Files(progress).file(trial.recipe) if trial.recipe else None
-    if isinstance(artifact, Record):
-        raise UserError(f"{trial.label}: {artifact.reason}")
-    job = Job("run", trial.runtime, trial, artifact=artifact)
+    trial = _trial(study, builds)
+    engines = _Engines(trial, Files(progress), builds)
+    engines.of(0)  # what can't be made ends the self-test before its time counts
     with progress.running([]):
-        measured = tuple(_rounds(job, layout, minutes, rounds, progress))
+        measured = tuple(_rounds(engines, layout, minutes, rounds, progress))
     stored = Stored(
         datetime.now().astimezone().isoformat(timespec="seconds"),
         system.versions(("inference-dyno",)).get("inference-dyno", ""), self_test.machine(device), device, trial.label,
         trial.runtime.threads, study.seconds, study.block, ROUNDS, measured,
-        versions(trial.runtime, registry.find(trial.backend).requires),
+        versions(trial.runtime, registry.find(trial.backend).requires), builds=builds,
     )  # fmt: skip
-    if keep:
+    if keep and not builds:
         self_test.keep(stored)
     return SelfTest(stored)
 
@@ -106,8 +108,29 @@ def _study(model: str, backend: str, device: str, fields: dict[str, Any]) -> Stu
     return replace(study, backends=tuple(chosen[:1]), turns=True)
 
 
-def _trial(study: Study) -> Trial:
-    planned = expand(study)
+@dataclass(frozen=True)
+class _Engines:
+    """The files that the processes of a round load: one for all, or builds of the round's own."""
+
+    trial: Trial
+    files: Files
+    builds: bool
+
+    def of(self, number: int) -> tuple[Artifact | None, Artifact | None]:
+        """The file of the round's first process, and that of the others; None where the trial needs none."""
+        if not self.builds:
+            return self._file(0), self._file(0)
+        return self._file(2 * number), self._file(2 * number + 1)
+
+    def _file(self, number: int) -> Artifact | None:
+        artifact = self.files.of(self.trial, number)
+        if isinstance(artifact, Record):
+            raise UserError(f"{self.trial.label}: {artifact.reason}")
+        return artifact
+
+
+def _trial(study: Study, builds: bool) -> Trial:
+    planned = expand(replace(study, builds=LEAST_ROUNDS) if builds else study)
     if len(planned) > 1:
         names = ", ".join(entry.trial.label for entry in planned[:3])
         raise UserError(
@@ -115,7 +138,8 @@ def _trial(study: Study) -> Trial:
         )
     if planned[0].refusal:
         raise UserError(planned[0].refusal)
-    return planned[0].trial
+    trial = planned[0].trial
+    return replace(trial, plan=replace(trial.plan, builds=MOST_BUILDS)) if builds else trial
 
 
 def _too_short(minutes: float, least_s: float) -> UserError:
@@ -126,7 +150,7 @@ def _too_short(minutes: float, least_s: float) -> UserError:
     )
 
 
-def _rounds(job: Job, layout: Layout, minutes: float, most: int, progress: Progress) -> Iterator[TestRound]:
+def _rounds(engines: _Engines, layout: Layout, minutes: float, most: int, progress: Progress) -> Iterator[TestRound]:
     """Rounds of fresh processes until the time is over, or until there are `most` of them (0: no limit)."""
     began, longest, number = time.monotonic(), 0.0, 0
     with tempfile.TemporaryDirectory(prefix="dyno-self-test-") as folder:
@@ -134,7 +158,7 @@ def _rounds(job: Job, layout: Layout, minutes: float, most: int, progress: Progr
             since = time.monotonic()
             progress.other(f"self-test, round {number + 1}, after {(since - began) / 60:.1f} of {minutes:g} minutes")
             place = Path(folder) / str(number)
-            yield _round(job, layout, place, number, progress)
+            yield _round(engines, layout, place, number, progress)
             shutil.rmtree(place, ignore_errors=True)
             longest = max(longest, time.monotonic() - since)
             if not number and longest * LEAST_ROUNDS > minutes * 60:
@@ -144,23 +168,25 @@ def _rounds(job: Job, layout: Layout, minutes: float, most: int, progress: Progr
                 return
 
 
-def _round(job: Job, layout: Layout, place: Path, number: int, progress: Progress) -> TestRound:
+def _round(engines: _Engines, layout: Layout, place: Path, number: int, progress: Progress) -> TestRound:
     """One round: a fresh process for each slow-down, all measured in turns."""
-    players = []
+    players, trial = [], engines.trial
+    first, others = engines.of(number)
     for index, share in enumerate(layout.slowdowns):
+        artifact = others if index else first
         # Counted from 1: round 0 of a trial evaluates, which nobody needs here.
-        own = replace(job, round=number + 1, options={SLOWDOWN: share})
+        own = Job("run", trial.runtime, trial, artifact=artifact, round=number + 1, options={SLOWDOWN: share})
         players.append(Player(own, place / str(index), number))
         players[-1].folder.mkdir(parents=True)
     before = psutil.cpu_times()
-    with held(job.runtime, progress.waiting):
+    with held(trial.runtime, progress.waiting):
         Group(players, f"self-test {number}", Progress(quiet=True), lambda _: None).play()
     measured = [_measured(player, len(players)) for player in players]
     medians = [process.block_medians("latency", "model") for process in measured]
     pairs = [Pair(layout.slowdowns[b], tuple(map(float, within(medians[a], medians[b])))) for a, b in layout.pairs]
-    others = [float(process.facts.others_busy.get("model", 0.0)) for process in measured]
+    busy = [float(process.facts.others_busy.get("model", 0.0)) for process in measured]
     first_s = statistics.median(medians[0].values())
-    return TestRound(first_s, tuple(pairs), statistics.fmean(others), _stolen(before), _clocks(measured))
+    return TestRound(first_s, tuple(pairs), statistics.fmean(busy), _stolen(before), _clocks(measured))
 
 
 def _measured(player: Player, count: int) -> Round:

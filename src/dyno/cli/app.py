@@ -314,12 +314,15 @@ def calibrate(
     backend: Annotated[
         str, typer.Option(help="Backend, with options as NAME@option=value.", show_default="one that is installed")
     ] = "",
+    builds: Annotated[
+        bool, typer.Option("--builds", help="Fresh builds of the engine in each round, as part of the noise.")
+    ] = False,
     format: options.Format = "text",
 ) -> None:
     """Test the instrument on this machine: false alarms, the smallest difference it can see, and a grade."""
     from dyno.cli import commands
 
-    commands.calibrate(overrides, model, minutes, rounds, backend, format)
+    commands.calibrate(overrides, model, minutes, rounds, backend, builds, format)
 
 
 @command(MACHINE)

@@ -144,7 +144,7 @@ def _say_visible(run: RunData) -> None:
 
 
 def show(run: Path, format: str, by: str, table: str, overrides: Overrides) -> None:
-    """Print a table of a stored run, or `all` of them; the trials' with the verdict."""
+    """Print a table of a stored run, or `all` of them; without a name what leads, or the trials with the verdict."""
     from dyno.analysis import tables
     from dyno.analysis.formatting import bullet, wrapped
     from dyno.analysis.presentation.export import export
@@ -153,14 +153,16 @@ def show(run: Path, format: str, by: str, table: str, overrides: Overrides) -> N
     from dyno.analysis.verdict.about import about
 
     data = _read(run, overrides)
-    chosen = tables.named(data, table or trial_table.TRIALS.name)
+    leading, sentences = tables.leading(data) if not (table or by) else ([], [])
+    chosen = leading or tables.named(data, table or trial_table.TRIALS.name)
     text = export(chosen, format, by, about(data) if format == "json" else None)
-    if format in ("text", "markdown") and not (table or by):
+    in_words = format in ("text", "markdown") and not (table or by)
+    if in_words and not leading:
         _say_visible(data)
     print(text or tables.nothing(table), end="" if text else "\n")
-    if format in ("text", "markdown") and not (table or by):
+    if in_words:
         shown = wrapped if format == "text" else bullet
-        print("\n" + "\n".join(map(shown, verdict.read(data).lines)))
+        print("\n" + "\n".join(map(shown, sentences or verdict.read(data).lines)))
     for problem in data.records.problems:
         Console(stderr=True).print(f"dyno: {escape(plain(problem))}", style="yellow", soft_wrap=True)
 
@@ -276,7 +278,9 @@ def agree(
     return UNFINISHED * (bool(failed) or len(folders) < len(models))
 
 
-def calibrate(overrides: Overrides, model: str, minutes: float, rounds: int, backend: str, format: str) -> None:
+def calibrate(
+    overrides: Overrides, model: str, minutes: float, rounds: int, backend: str, builds: bool, format: str
+) -> None:
     """Test the instrument on this machine and print what it can see."""
     from dyno.analysis.formatting import bullet, wrapped
     from dyno.analysis.presentation.export import export
@@ -286,7 +290,7 @@ def calibrate(overrides: Overrides, model: str, minutes: float, rounds: int, bac
 
     check_format(format)
     try:
-        result = module.calibrate(model, minutes=minutes, rounds=rounds, backend=backend, **overrides)
+        result = module.calibrate(model, minutes=minutes, rounds=rounds, backend=backend, builds=builds, **overrides)
     except KeyboardInterrupt:
         print("dyno: stopped; an unfinished self-test is not stored", file=sys.stderr)
         sys.exit(INTERRUPTED)

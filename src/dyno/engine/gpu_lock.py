@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,11 +16,16 @@ from dyno.worker.spec import Job, Runtime
 
 
 def launch_in_turn(
-    job: Job, folder: Path, timeout_s: float, progress: Progress, extra: Mapping[str, str] | None = None
+    job: Job,
+    folder: Path,
+    timeout_s: float,
+    progress: Progress,
+    extra: Mapping[str, str] | None = None,
+    tool: Sequence[str] = (),
 ) -> Record:
     """`launch` for a job that times something, when its GPU is `held`; the wait doesn't count towards `timeout_s`."""
     with held(job.runtime, progress.waiting):
-        return launch(job, folder, timeout_s, progress.tick, extra)
+        return launch(job, folder, timeout_s, progress.tick, extra, tool=tool)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from dyno.worker.spec import Job, Runtime, UserError, from_json, to_json
 
 MAIN = Path(__file__).parents[1] / "worker" / "main.py"
 POLL_S = 0.05
+LAST_WORDS_S = 30.0  # that a tool around a job has to write what it has
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 # Libraries that look for updates, hubs or telemetry hosts when imported or run.
 SILENCE = {
@@ -69,16 +70,21 @@ def launch(
     *,
     inherited: Sequence[int] = (),
     patience_s: float = 0.0,
+    tool: Sequence[str] = (),
 ) -> Record:
     """Run the job in the folder and return its record; a crash, a hang or an out-of-memory kill is a record too.
 
     `tick` is called about twenty times a second with the job's stage and its seconds so far; `extra` is added to the
     job's environment, and the job has the files `inherited` open. An interrupt kills it; with `patience_s` it is passed
     on to the job, which has so long to end well: the interrupt then goes on as `Interrupted`, with the job's record.
+    `tool` are the words of a command that starts the job's process and watches it, such as a profiler; when the time
+    is over it is interrupted first, so that it can write what it has.
     """
-    started = start(job, folder, extra, inherited)
+    started = start(job, folder, extra, inherited, tool=tool)
     try:
         timed_out = _watch(started.process, folder, timeout_s, tick)
+        if timed_out and tool:
+            _let_end(started.process)
     except KeyboardInterrupt:
         record = _interrupted(started, patience_s) if patience_s else None
         abandon(started)
@@ -103,6 +109,13 @@ def _interrupted(started: Started, patience_s: float) -> Record | None:
     return record if record is not None and record.status == "ok" else None
 
 
+def _let_end(process: subprocess.Popen[bytes]) -> None:
+    """Interrupt the process and all that it started, as a terminal does, and give them a while to end."""
+    with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+        os.killpg(process.pid, signal.SIGINT)
+        process.wait(LAST_WORDS_S)
+
+
 @dataclass(frozen=True)
 class Started:
     """A job that runs, or that has ended and wasn't looked at yet; `kills` is how many the kernel had killed before."""
@@ -120,10 +133,11 @@ def start(
     extra: Mapping[str, str] | None = None,
     inherited: Sequence[int] = (),
     mates: Collection[int] = (),
+    tool: Sequence[str] = (),
 ) -> Started:
     """Start the job's process in the folder, with `extra` in its environment and these files open.
 
-    `mates` are the processes that it takes turns with.
+    `mates` are the processes that it takes turns with; `tool` is as in `launch`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     # Files of an earlier job must not pass for this one's.
@@ -133,18 +147,21 @@ def start(
     python = job.runtime.python or sys.executable
     kills = _kernel_kills()
     telemetry = Telemetry(job.runtime.device, environment(job.runtime), mates)
+    launcher = system.UNDER_TOOL if tool else os.getpid()
     with open(folder / "stdout.log", "wb") as out, open(folder / "stderr.log", "wb") as err:
         try:
             process = subprocess.Popen(
-                [python, str(MAIN), str(folder.resolve())],
+                [*tool, python, str(MAIN), str(folder.resolve())],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                env={**_own(folder), **environment(job.runtime), **(extra or {}), "DYNO_LAUNCHER": str(os.getpid())},
+                env={**_own(folder), **environment(job.runtime), **(extra or {}), "DYNO_LAUNCHER": str(launcher)},
                 start_new_session=True,
                 pass_fds=inherited,
             )
         except OSError as e:
+            if tool:
+                raise UserError(f"{tool[0]} can't be started ({e.strerror})") from e
             raise UserError(f"the interpreter {python} can't be started ({e.strerror}); give another --python") from e
     telemetry.watch(process.pid)
     return Started(job, folder, process, telemetry, kills)

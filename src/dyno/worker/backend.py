@@ -111,6 +111,11 @@ class Session(ABC):
         """Time every layer in about so many runs of what slot 0 is bound to; nothing is timed afterwards."""
         raise Unavailable("this engine doesn't say how long its layers take")
 
+    def run_for_counters(self) -> None:
+        """Run what slot 0 is bound to once between the start and the stop of CUDA's profiler, kernel by kernel and not
+        as a graph, with NVTX ranges named by the layers; nothing is timed afterwards."""
+        raise Unavailable("this engine's kernels can't be told apart for hardware counters")
+
     def close(self) -> None:  # noqa: B027 - nothing to do where Python frees it
         """Free everything."""
 

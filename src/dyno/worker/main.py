@@ -110,6 +110,13 @@ def inspect_job(job: Job, journal: Journal) -> None:
     journal.record = replace(journal.record, inspection=inspection)
 
 
+def count_kernels(job: Job, journal: Journal) -> None:
+    """One inference of the trial's engine for a profiler of kernels."""
+    from dyno.worker.jobs.counters import count
+
+    count(job, journal)
+
+
 def read_layers(job: Job, journal: Journal) -> None:
     """The layers of one form of a model."""
     from dyno.worker.jobs.inspect_layers import read
@@ -185,9 +192,10 @@ def answer_requests(job: Job, journal: Journal) -> None:
 
 
 OTHER_JOBS = {"make": make_file, "probe": probe, "inspect": inspect_job, "layers": read_layers,
-              "profile": of_layers, "reference": compare_layers, "layer_errors": compare_layers, "train": train_model,
-              "stress": stress_trial, "peak": find_peak, "take": take_home, "annotate": of_layers,
-              "video": through_video, "serve": answer_requests}  # fmt: skip
+              "profile": of_layers, "counters": count_kernels, "reference": compare_layers,
+              "layer_errors": compare_layers, "train": train_model, "stress": stress_trial, "peak": find_peak,
+              "take": take_home, "annotate": of_layers, "video": through_video,
+              "serve": answer_requests}  # fmt: skip
 
 
 def perform(job: Job, journal: Journal, turns: Alone) -> Record:
@@ -230,7 +238,9 @@ def main(folder: Path) -> int:
     """Read the job, do it, write the record; 0 when a record was written, whatever it says."""
     begin = time.perf_counter()
     # Run by hand there is no launcher to name itself, and whoever is the parent now will do.
-    system.die_with_parent(int(os.environ.pop("DYNO_LAUNCHER", os.getppid())))
+    launcher = int(os.environ.pop("DYNO_LAUNCHER", os.getppid()))
+    if launcher != system.UNDER_TOOL:  # which ends with the job, and may start it from a thread that ends before
+        system.die_with_parent(launcher)
     data = read_json(folder / "job.json")
     if data.get("schema") != SCHEMA:
         print(f"job.json has schema {data.get('schema')}, this worker reads {SCHEMA}", file=sys.stderr)
@@ -252,5 +262,7 @@ def main(folder: Path) -> int:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python main.py FOLDER   (the folder holds job.json; record.json is written there)")
+    if os.environ.get("DYNO_LAUNCHER") == str(system.UNDER_TOOL):  # which may have to do something when Python ends
+        sys.exit(main(Path(sys.argv[1])))
     # The record is written, and what libraries do at their end only takes time (PyTorch 0.7 s) or crashes.
     system.end(main(Path(sys.argv[1])))

@@ -78,6 +78,9 @@ def pin(threads: int) -> list[int]:
     return chosen
 
 
+UNDER_TOOL = 0  # the launcher's id for a job whose process another program starts
+
+
 def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process when the one that started it dies: no orphan disturbs the next study.
 

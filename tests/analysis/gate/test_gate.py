@@ -54,7 +54,7 @@ def test_three_answers(gate: Gate) -> None:
 
 def elsewhere(run: Path) -> None:
     environment = json.loads((run / "environment.json").read_text())
-    write_json(run / "environment.json", {**environment, "cpu": "Another CPU", "machine": {"cpu": "Another CPU"}})
+    write_json(run / "environment.json", {**environment, "cpu": "Another CPU"})
 
 
 def disturbed(run: Path) -> None:

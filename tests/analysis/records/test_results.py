@@ -40,7 +40,7 @@ def test_trials_come_in_order_with_rounds_and_arrays(run: Path) -> None:
     assert trial.answers["topk_index"].shape == (30, 10)
     assert trial.value("parameters") == 701_466
     assert trial.value("nothing") is None
-    assert results.environment["machine"]["cores"] == 2
+    assert results.environment["cores"] == 2
 
 
 def test_samples_are_read_once_with_their_record(run: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 import synthetic
 from PIL import Image, ImageStat
 from synthetic import Way
+from synthetic_card import Card
 
 from dyno.analysis import tables
 from dyno.analysis.records.results import Results, load
@@ -137,12 +138,11 @@ def test_several_runs_are_sections_of_one_page(demo: Results, hostile: Results, 
     assert (tmp_path / "charts" / "hostile-latency.png").exists()
 
 
-def test_the_gpu_stands_under_the_card(tmp_path: Path) -> None:
-    run = synthetic.write_run(tmp_path / "run", [Way("pytorch"), Way("onnxruntime")])
-    stored = json.loads((run / "environment.json").read_text())
-    (run / "environment.json").write_text(json.dumps({**stored, "gpu": "NVIDIA H200, driver 580.159.04"}))
-    assert "NVIDIA H200, driver 580.159.04" in sections.about(load(run))
-    assert "NVIDIA H200" in Page(report.write([trial_table.read(run)], tmp_path / "report")).text
+def test_a_run_on_a_gpu_says_on_which(tmp_path: Path) -> None:
+    run = synthetic.write_run(tmp_path / "run", [Way("pytorch", card=Card()), Way("tensorrt", card=Card(gap=0.002))])
+    assert "Synthetic GPU, driver 1" in sections.about(load(run))
+    page = Page(report.write([trial_table.read(run)], tmp_path / "report"))
+    assert page.text.count("Synthetic GPU, driver 1") == 2, "under the card, and among the machine's facts"
 
 
 def test_a_run_without_anything_good_still_has_a_page(tmp_path: Path) -> None:

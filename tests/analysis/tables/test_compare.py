@@ -320,7 +320,7 @@ def test_two_of_one_name_are_told_apart_by_their_id_or_left_out(tmp_path: Path) 
 def test_machines_that_differ_are_said_and_not_refused(tmp_path: Path) -> None:
     a, b = write(tmp_path / "a"), write(tmp_path / "b")
     environment = json.loads((b / "environment.json").read_text())
-    environment["machine"]["cpu"] = "Another CPU"
+    environment["cpu"] = "Another CPU"
     environment["versions"] |= {"torch": "2.12.0", "openvino": "2026.4"}
     write_json(b / "environment.json", {**environment, "load_average": 3.0})
     table = dyno.compare(a, b).table

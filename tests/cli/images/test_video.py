@@ -137,6 +137,7 @@ def test_a_run_of_a_video_is_shown_like_any_other(run: Call, call: Call, clip: P
     code, shown, errors = call("show", "run", "--table", "video", "--format", "json")
     assert code == 0, errors
     assert json.loads(shown)["rows"] == json.loads(out)["tables"]["video"]["rows"]
+    assert json.loads(call("show", "run", "--format", "json")[1])["tables"] == json.loads(out)["tables"]
     code, again, errors = run(clip, "-o", "run", "--format", "json")  # nothing is measured twice
     assert (code, again) == (0, out), errors
     code, _, errors = call("report", "run")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from dyno.worker.facts import kernels
 from dyno.worker.layers import kernel_trace, module, module_kernels, module_times
 
 CONV = (
@@ -96,11 +97,11 @@ def test_work_outside_of_runs_is_of_none() -> None:
         ("sm80_xmma_fprop_implicit_gemm_f32f32", "sm80_xmma_fprop_implicit_gemm_f32f32"),
         ("void at::native::(anonymous namespace)::max_pool<float, int>(int, float*)", "max_pool<float, int>"),
         ("void f<g(h)>(int)", "f<g(h)>"),
-        ("k" * 200, "k" * kernel_trace.LONGEST + "…"),
+        ("k" * 200, "k" * kernels.LONGEST + "…"),
     ],
 )
 def test_a_short_name_of_a_kernel(name: str, short: str) -> None:
-    assert kernel_trace.short(name) == short
+    assert kernels.short(name) == short
 
 
 class Calls(nn.Module):

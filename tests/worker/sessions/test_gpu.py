@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -71,3 +72,14 @@ def test_an_error_says_which_call_and_memory_is_memory(monkeypatch: pytest.Monke
         gpu.call(cuMemAlloc, gpu.OUT_OF_MEMORY)
     with pytest.raises(gpu.CudaError, match="cuMemAlloc: CUDA_ERROR_NO_DEVICE"):
         gpu.call(cuMemAlloc, 1)
+
+
+def test_the_profiler_is_stopped_whatever_happened_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    driver: Any = Driver()
+    driver.cuProfilerStart = lambda: done.append("start") or (0,)  # type: ignore[func-returns-value]
+    driver.cuProfilerStop = lambda: done.append("stop") or (0,)  # type: ignore[func-returns-value]
+    installed(monkeypatch, driver)
+    with suppress(ZeroDivisionError), gpu.profiler_on():
+        done.append(f"run {1 // 0}")
+    assert done == ["start", "stop"]

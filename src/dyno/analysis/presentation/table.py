@@ -172,6 +172,8 @@ class TableKind:
 
     `make` fills it from a run, or returns None where the run has no data for it, which `nothing` says. A table that is
     not of a run has no `make`; `command` prints it. The report shows it in its `section`, in the order of `place`.
+    `leads` is said of a run of another kind than a study, such as of a video: `dyno show` prints its tables and the
+    `sentences` on them in place of the trials' and the verdict.
     """
 
     name: str
@@ -182,6 +184,8 @@ class TableKind:
     section: str = ""
     place: int = 100
     command: str = ""
+    leads: bool = False
+    sentences: Callable[[RunData], Sequence[str]] | None = None
 
     def of(self, columns: Sequence[Column], rows: Sequence[Row], **more: Any) -> Table:
         """The table with this content; `more` are fields of `Table`."""

@@ -50,7 +50,8 @@ class Stored:
 
     `machine` is what identifies the machine; `versions` the libraries; `configuration` the model and how it was run;
     `threads`, `seconds` of each process and of each `block` how it was measured, and `study_rounds` the rounds that a
-    study has unless told.
+    study has unless told. With `builds` the two processes of a pair ran different builds of the
+    engine, of their round's own.
     """
 
     date: str
@@ -64,6 +65,7 @@ class Stored:
     study_rounds: int
     rounds: tuple[TestRound, ...]
     versions: dict[str, str] = field(default_factory=dict)
+    builds: bool = False
     schema: int = SCHEMA
 
 

@@ -23,6 +23,7 @@ BOUND = {
     "block": "Noise within a process bounds it, and neither other programs, nor steal, nor clocks explain it. More "
              "seconds help.",
 }  # fmt: skip
+OF_BUILDS = "Builds and processes bound it: fresh ones differ, however long they measure. More builds help."
 
 
 def percent(share: float) -> str:
@@ -43,16 +44,21 @@ def grade(test: SelfTest) -> str:
     seen = test.visible(rounds)
     worst = f"more than {percent(max(GRADES.values()))}"
     limit = f"{percent(GRADES[test.grade])} or less" if test.grade != WORST else worst
+    own = ", each with builds of its own," if test.stored.builds else ""
     return (
-        f"Grade {test.grade} ({limit}): a study of {rounds} rounds in turns sees a difference of "
+        f"Grade {test.grade} ({limit}): a study of {rounds} rounds in turns{own} sees a difference of "
         f"{with_range(seen.value, seen.low, seen.high)} or more here, four times out of five."
     )
 
 
 def sentences(test: SelfTest) -> list[str]:
     """What the self-test found, the grade first."""
-    return [grade(test), BOUND[test.bound_by], _spread(test), _meanwhile(test), *_apart(test), _equal(test),
+    return [grade(test), _bound(test), _spread(test), _meanwhile(test), *_apart(test), _equal(test),
             *_surprises(test)]  # fmt: skip
+
+
+def _bound(test: SelfTest) -> str:
+    return OF_BUILDS if test.stored.builds and test.bound_by == "process" else BOUND[test.bound_by]
 
 
 def about(test: SelfTest) -> dict[str, Any]:
@@ -68,7 +74,7 @@ def about(test: SelfTest) -> dict[str, Any]:
     return {
         "date": stored.date, "machine": stored.machine, "device": stored.device, "versions": stored.versions,
         "configuration": stored.configuration, "threads": stored.threads, "seconds": stored.seconds,
-        "rounds": len(test.rounds), "grade": test.grade, "bound_by": test.bound_by,
+        "builds": stored.builds, "rounds": len(test.rounds), "grade": test.grade, "bound_by": test.bound_by,
         **{name: value if math.isfinite(value) else None for name, value in figures.items()},
         "sentences": sentences(test),
     }  # fmt: skip
@@ -77,9 +83,10 @@ def about(test: SelfTest) -> dict[str, Any]:
 def _spread(test: SelfTest) -> str:
     spread, parts = test.spread, test.levels
     total = parts.process + parts.block or math.nan
+    fresh = "builds and processes" if test.stored.builds else "processes"
     return (
         f"Two equal processes differ by {with_range(spread.value, spread.low, spread.high)} (standard deviation of the "
-        f"log ratio in a round); of its variance {percent(parts.process / total)} comes from fresh processes and "
+        f"log ratio in a round); of its variance {percent(parts.process / total)} comes from fresh {fresh} and "
         f"{percent(parts.block / total)} from the blocks within them."
     )
 

@@ -10,7 +10,7 @@ from dyno.analysis import stats
 from dyno.analysis.formatting import limits, show
 from dyno.analysis.presentation.table import COUNT, RATIO, TEXT, Column, Row, Table, TableKind
 from dyno.analysis.records.run_data import RunData
-from dyno.analysis.serve import runs
+from dyno.analysis.serve import runs, words
 from dyno.analysis.serve.figures import QUANTILES, Tried
 from dyno.analysis.serve.runs import Served
 from dyno.analysis.serve.words import bound_of
@@ -177,8 +177,9 @@ RATE_COLUMNS = (
 SERVE = TableKind(
     "serve", "Requests", "The highest rate of requests that holds a bound of latency, and where the time goes there.",
     _serve, "this run is of no requests; `dyno serve-test` makes one", "tables", 18,
+    leads=True, sentences=lambda run: words.of_run(runs.of_run(run)),
 )  # fmt: skip
 RATES = TableKind(
     "serve-rates", "Rates of requests", "Each rate that was tried: latency, batches, queue and compute.", _rates,
-    SERVE.nothing, "tables", 19,
+    SERVE.nothing, "tables", 19, leads=True,
 )  # fmt: skip

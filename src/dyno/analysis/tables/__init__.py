@@ -29,6 +29,14 @@ def named(run: RunData, name: str) -> list[Table]:
     return [table for kind in by_name.values() if kind.make and (table := kind.table(run)).rows]
 
 
+def leading(run: RunData) -> tuple[list[Table], list[str]]:
+    """The tables with rows that lead where the run isn't of a study, and the sentences on them; none of a study."""
+    leaders = [(kind, table) for kind in kinds() if kind.leads and (table := kind.table(run)).rows]
+    return [table for _, table in leaders], [
+        line for kind, _ in leaders if kind.sentences for line in kind.sentences(run)
+    ]
+
+
 def nothing(name: str) -> str:
     """Why the table of that name may be empty."""
     return next((kind.nothing for kind in kinds() if kind.name == name), "this run has no table with rows")

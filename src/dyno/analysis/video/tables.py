@@ -11,7 +11,7 @@ from dyno.analysis.formatting import counting, limits, show, significant
 from dyno.analysis.presentation.table import COUNT, RATIO, TEXT, Column, Row, Table, TableKind
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.stats import Interval, Speedup
-from dyno.analysis.video import runs, streams
+from dyno.analysis.video import runs, streams, words
 from dyno.analysis.video.figures import PERCENTILES, Stage, Video, inverse
 from dyno.analysis.video.runs import Filmed
 
@@ -207,12 +207,13 @@ STREAM_COLUMNS = (
 VIDEO = TableKind(
     "video", "Video", "Frames per second of a video end to end and of inference, what bounds it, and latency.", _video,
     "this run is of no video; `dyno video` makes one", "tables", 15,
+    leads=True, sentences=lambda run: words.of_run(runs.of_run(run)),
 )  # fmt: skip
 STAGES = TableKind(
     "video-stages", "Stages of the video", "Each stage of a video's pipeline, alone and beside the others.", _stages,
-    VIDEO.nothing, "tables", 16,
+    VIDEO.nothing, "tables", 16, leads=True,
 )  # fmt: skip
 STREAM_TABLE = TableKind(
     "video-streams", "Predicted streams", "How many frames per second several streams would reach through one engine.",
-    _streams, VIDEO.nothing, "tables", 17,
+    _streams, VIDEO.nothing, "tables", 17, leads=True,
 )  # fmt: skip

@@ -12,13 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dyno.analysis.inside import times
+from dyno.analysis.inside.gpu import counters as counters_table
 from dyno.analysis.inside.gpu import critical_path, launching
+from dyno.analysis.inside.gpu.ncu import Report
 from dyno.analysis.inside.roofline.ceilings import MEMORY, Ceilings, Rates, data_sheet
 from dyno.analysis.inside.roofline.work import types_of
 from dyno.analysis.inside.times import ORDERS, Times
 from dyno.analysis.presentation.table import Table
 from dyno.analysis.records import timeline
 from dyno.analysis.records.arrays import read_npz
+from dyno.api.inside import counters as hardware
 from dyno.api.inside import files, forms
 from dyno.api.inside.forms import GraphFile
 from dyno.engine.peak import find_ceilings
@@ -43,7 +46,7 @@ class Profiled:
     `records` are those of the jobs, in the order of `times`; none has a latency. The other forms are the ONNX graphs
     behind engines, by which layers get their names: `graph_of` has the index of each engine's, `module_of` that of its
     module, where that was profiled too, and `graphs` each graph's file. `ceilings` are the device's, where they were
-    asked for.
+    asked for, and so are the hardware `counters` of each form's kernels, which `counters` has by the index of the form.
     """
 
     forms: tuple[Inside, ...]
@@ -56,6 +59,7 @@ class Profiled:
     order: str = ORDERS[0]
     top: int = TOP
     ceilings: Ceilings | None = None
+    counters: Mapping[int, Report] = field(default_factory=dict)
 
     @cached_property
     def tables(self) -> list[Table]:
@@ -67,7 +71,12 @@ class Profiled:
             times.reconciliation(self.forms, self.times, self.graph_of, self.ceilings),
             *([critical_path.table(paths, self.top)] if paths else []),
             *([self.ceilings.table()] if self.ceilings else []),
+            *([self._counted()] if self.counters else []),
         ]
+
+    def _counted(self) -> Table:
+        behind = (self.graph_of, self.module_of)
+        return counters_table.table(self.forms, *behind, self.counters, self.order, self.top)
 
     @property
     def shown(self) -> tuple[int, ...]:
@@ -98,6 +107,7 @@ def profile(
     save: Sequence[str | Path] = (),
     roofline: bool = False,
     sheet: Sequence[str] = (),
+    counters: bool = False,
     quiet: bool = True,
     **settings: Any,
 ) -> Profiled:
@@ -108,7 +118,8 @@ def profile(
     first, then `runs` runs that are watched. `top` layers are listed (0: all) in one of ORDERS. `save` names files to
     write, whose names are checked first (see `Profiled.save`). With `roofline` the device's
     ceilings are measured then, and the layers are rated by them, and by those of the data sheet (`sheet`: texts such as
-    `fp16=989` in TFLOPS, `memory=4800` in GB/s). `settings` are fields of `dyno.Study`; `warmup` and
+    `fp16=989` in TFLOPS, `memory=4800` in GB/s). With `counters` NVIDIA's ncu counts what the kernels of another run of
+    each form do on a GPU. `settings` are fields of `dyno.Study`; `warmup` and
     `seconds` are those of the latency. On a GPU `Times.gpu` says how long it did nothing. Raises
     `UserError` where layers have no times.
     """
@@ -120,10 +131,10 @@ def profile(
     if sheet and not roofline:
         raise UserError("--data-sheet needs measured ceilings beside it; add --roofline")
     study = Study(models=(model,), **settings)
-    reading = Profiling(study, batch, Progress(quiet=quiet), runs)
     sides = engines(forms.sides(study, others))
     for side in sides:
-        check(side, study.device)
+        check(side, study.device, counters)
+    reading = Profiling(study, batch, Progress(quiet=quiet), runs, hardware.find_tool() if counters else "")
     paths = [Path(path) for path in save]
     files.check(paths, sides, timed=True, rated=roofline)
     for side in sides:
@@ -133,7 +144,8 @@ def profile(
     records = tuple(reading.records)
     found = Profiled(distinct(reading.forms, sources), reading.graph_of, reading.module_of(sides), timed, records,
                      reading.graphs, model_name(study.models[0]), order, top,
-                     reading.ceilings(study, rates) if roofline else None)  # fmt: skip
+                     reading.ceilings(study, rates) if roofline else None,
+                     dict(zip(reading.shown, reading.counted, strict=True)) if counters else {})  # fmt: skip
     files.save_all(found, paths, quiet)
     return found
 
@@ -169,8 +181,9 @@ def _usual(side: forms.Side) -> forms.Side:
     return replace(side, choice=Choice(kind.usual(Path(side.source))))
 
 
-def check(side: forms.Side, device: str) -> None:
-    """A `UserError` for a form whose layers nobody times there; an engine's file has its own device."""
+def check(side: forms.Side, device: str, counters: bool = False) -> None:
+    """A `UserError` for a form whose layers nobody times there, or for `counters` on a CPU; an engine's file has its
+    own device."""
     file_format = registry.format_of(side.source)
     if file_format and file_format.on_device and device == "cpu":
         device = file_format.device
@@ -181,17 +194,20 @@ def check(side: forms.Side, device: str) -> None:
         )
         able = [f"{each} ({', '.join(on)})" for each in registry.names() if (on := registry.find(each).profiled)]
         raise UserError(f"{what}; these have times of layers: {', '.join(able)}")
+    if counters and kind != "cuda":
+        raise UserError("hardware counters are those of an NVIDIA GPU; add --device cuda:0")
 
 
 class Profiling(forms.Reading):
     """Reads forms while they are timed."""
 
-    def __init__(self, study: Study, batch: int, progress: Progress, runs: int) -> None:
+    def __init__(self, study: Study, batch: int, progress: Progress, runs: int, tool: str = "") -> None:
         super().__init__(study, batch, progress)
-        self._runs = runs
+        self._runs, self._tool = runs, tool
         self._plan = Plan(("model",), study.warmup, study.seconds, rounds=1)
         self.times: list[Times] = []
         self.records: list[Record] = []
+        self.counted: list[Report] = []
         self._devices: set[str] = set()
 
     def module(self, study: Study, side: forms.Side, trial: Trial) -> None:
@@ -206,6 +222,8 @@ class Profiling(forms.Reading):
         """The form with its times, from one process."""
         if reason := registry.find(trial.backend).refuse(trial):
             raise UserError(reason)
+        if self._tool:  # first: where it can't count, nothing was measured in vain
+            self.counted.append(hardware.count(self._tool, trial, artifact, self._progress))
         job = Job("profile", trial.runtime, replace(trial, plan=self._plan), artifact=artifact,
                   options={"runs": self._runs})  # fmt: skip
         with tempfile.TemporaryDirectory() as scratch:

@@ -36,6 +36,9 @@ def profile(
             metavar="NAME=RATE",
         ),
     ] = [],  # noqa: B006
+    counters: Annotated[
+        bool, typer.Option(help="On a GPU: also read hardware counters of each kernel, by NVIDIA's ncu.")
+    ] = False,
     format: options.Format = "text",
 ) -> None:
     """Time every layer in PyTorch and in each engine, by the model's own names, beside the latency."""
@@ -55,6 +58,7 @@ def profile(
         save=save,
         roofline=roofline,
         sheet=data_sheet,
+        counters=counters,
         quiet=False,
         **overrides,
     )

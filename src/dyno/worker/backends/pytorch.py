@@ -16,7 +16,7 @@ from dyno.worker.facts.engine import EngineFacts, Probe
 from dyno.worker.facts.precision import precision_truth
 from dyno.worker.inputs import input_data
 from dyno.worker.inputs.specs import tensors as tensors_of
-from dyno.worker.layers import module_kernels, module_times
+from dyno.worker.layers import module_kernels, module_ranges, module_times
 from dyno.worker.nets import models
 from dyno.worker.option_values import Check, flag, one_of
 from dyno.worker.sessions.torch_copies import Copies
@@ -338,6 +338,10 @@ class TorchSession(Session):
             return super().profile(runs)
         measure = module_kernels.measure if self._on_gpu else module_times.measure
         return measure(self._module, self._once, lambda: self._eager(*self._bound[0].values()), runs)
+
+    def run_for_counters(self) -> None:
+        """With a range around the call of each part of the module; on a GPU."""
+        module_ranges.run(self._module, self._once)
 
     def close(self) -> None:
         """Drop the module and the tensors, and give the GPU's memory back."""

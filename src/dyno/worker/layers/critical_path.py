@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dyno.worker.facts.inside import Function
-from dyno.worker.layers.kernel_trace import HOST, RUN, WAITS, WORK, Event, is_kind, short
+from dyno.worker.facts.kernels import short
+from dyno.worker.layers.kernel_trace import HOST, RUN, WAITS, WORK, Event, is_kind
 
 CALL, GPU, BETWEEN = "CUDA call", "GPU", "host"  # where a function runs
 OUTSIDE = "outside of CUDA"

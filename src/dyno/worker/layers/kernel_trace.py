@@ -14,11 +14,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dyno.worker.facts.kernels import short
+
 RUN, CALL = "dyno run", "dyno call "  # names of ranges; behind CALL stands the part's name
 WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 HOST = ("cuda_runtime", "cuda_driver")
 WAITS = "Synchronize"  # in the name of a call that only waits for the GPU
-LONGEST = 90  # characters of a kernel's name
 Event = Mapping[str, Any]
 Rows = Mapping[tuple[str, int], int]  # the row of each call, by the part's name and which of its calls it is
 
@@ -142,19 +143,6 @@ def covered(events: Iterable[Event]) -> float:
         total += max(0.0, end - max(begin, until))
         until = max(until, end)
     return total * 1e-6
-
-
-def short(name: str) -> str:
-    """A kernel's name without its arguments and what says nothing about it."""
-    for useless in ("void ", "at::native::", "(anonymous namespace)::"):
-        name = name.replace(useless, "")
-    depth = 0
-    for k, letter in enumerate(name):  # arguments begin with the first bracket outside the template's
-        depth += (letter == "<") - (letter == ">")
-        if letter == "(" and not depth:
-            name = name[:k].rstrip()
-            break
-    return name if len(name) <= LONGEST else f"{name[:LONGEST]}…"
 
 
 def labels(runs: Sequence[Run], count: int) -> list[str]:

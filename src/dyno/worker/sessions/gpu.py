@@ -7,7 +7,8 @@ context, which TensorRT, ONNX Runtime and PyTorch use too. Needs cuda-bindings, 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -51,6 +52,16 @@ def call(function: Callable[..., Any], *arguments: Any) -> Any:
         text = f"{function.__name__}: {_meaning(driver(), error)}"
         raise MemoryError(f"the GPU's memory ran out ({text})") if int(error) == OUT_OF_MEMORY else CudaError(text)
     return values[0] if len(values) == 1 else values
+
+
+@contextmanager
+def profiler_on() -> Iterator[None]:
+    """Between the start and the stop of the profiler, if any, under which this process runs."""
+    call(driver().cuProfilerStart)
+    try:
+        yield
+    finally:
+        call(driver().cuProfilerStop)
 
 
 class Device:

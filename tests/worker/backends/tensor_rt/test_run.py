@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,6 +66,7 @@ class Context:
 
     def __init__(self, shared: bool = True) -> None:
         self.profiler: Any = None
+        self.nvtx_verbosity = "detailed"
         self.shared, self.shapes, self.addresses = shared, dict[str, Any](), dict[str, int]()
         self.runs = 0
 
@@ -92,6 +94,7 @@ class Library:
 
     __name__, __version__ = "tensorrt", "8.6.1"
     LayerInformationFormat = SimpleNamespace(JSON="json")
+    ProfilingVerbosity = SimpleNamespace(LAYER_NAMES_ONLY="names")
 
     class IProfiler:
         def __init__(self) -> None:
@@ -147,3 +150,19 @@ def test_a_library_that_reports_nothing_is_said() -> None:
     context.execute_async_v3 = lambda stream: True  # type: ignore[method-assign]
     with pytest.raises(Unavailable, match=r"TensorRT 8\.6\.1 reported no layer's time"):
         profiled(context)[0].profile(5)
+
+
+def test_for_counters_a_second_run_without_a_graph_is_between_start_and_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, own = profiled(context := Context())
+    runs: list[int] = []
+
+    @contextmanager
+    def noted() -> Iterator[None]:
+        runs.append(context.runs)
+        yield
+        runs.append(context.runs)
+
+    monkeypatch.setattr(run, "profiler_on", noted)
+    made.run_for_counters()
+    assert runs == [1, 2] and own.runs == 0
+    assert context.nvtx_verbosity == "names", "ncu doesn't escape the quotes of JSON"

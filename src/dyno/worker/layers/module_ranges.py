@@ -1,0 +1,41 @@
+"""A PyTorch module run once for a profiler of kernels, with an NVTX range around each call of a part."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from dyno.worker.facts.kernels import range_name
+from dyno.worker.layers import module as calls
+from dyno.worker.sessions.torch_support import import_torch
+
+
+def run(module: Any, once: Callable[[], None]) -> None:
+    """Call `once`, which returns when the GPU is done, between the start and the stop of CUDA's profiler.
+
+    Ranges are named by `range_name`. A part of TorchScript has none: its hooks would not be called.
+    """
+    torch = import_torch()
+    seen: Counter[str] = Counter()
+
+    def entering(name: str) -> Callable[..., None]:
+        def enter(*_: Any) -> None:
+            seen[name] += 1
+            torch.cuda.nvtx.range_push(range_name(name, seen[name]))
+
+        return enter
+
+    def leave(*_: Any) -> None:
+        torch.cuda.nvtx.range_pop()
+
+    hooks = []
+    for name, part in calls.parts(torch, module):
+        hooks.append(part.register_forward_pre_hook(entering(name)))
+        hooks.append(part.register_forward_hook(leave))
+    try:
+        with torch.cuda.profiler.profile():
+            once()
+    finally:
+        for hook in hooks:
+            hook.remove()

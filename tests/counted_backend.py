@@ -1,0 +1,44 @@
+"""A scripted backend whose layers have times and hardware counters, on a GPU that isn't there."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import numpy as np
+
+import ncu_files
+from dyno.analysis.inside.gpu import ncu
+from dyno.worker.backend import LayerTimes, Session
+from dyno.worker.backends.fake import Fake, FakeSession
+from dyno.worker.facts.inside import LAYERS, Inside, Layer
+from dyno.worker.spec import Artifact, Trial
+
+HANG = "TEST_COUNTED_HANGS"
+
+
+class Counted(Fake):
+    name = "counted"
+    devices = ("cpu", "cuda")
+    profiled = ("cuda",)
+
+    def load(self, trial: Trial, artifact: Artifact | None) -> Session:
+        return CountedSession(trial)
+
+
+class CountedSession(FakeSession):
+    def profile(self, runs: int) -> LayerTimes:
+        kernels = ncu.read(ncu_files.text(ncu_files.TENSORRT)).kernels
+        names = dict.fromkeys(kernel.ranges[-1] for kernel in kernels)
+        layers = tuple(Layer(name=name, nodes=tuple(name.split(" + "))) for name in names)
+        inside = Inside(form=LAYERS, library="Counted 1", layers=layers)
+        return LayerTimes(inside, np.full((runs, len(layers)), 1e-6), np.full(runs, 1e-3))
+
+    def run_for_counters(self) -> None:
+        if HANG in os.environ:
+            time.sleep(3600)
+        self.run()
+        print("ran for counters")
+
+
+COUNTED = Counted()
