@@ -34,7 +34,7 @@ if typing.TYPE_CHECKING:
     from dyno.training.session import train as train
     from dyno.worker.spec import UserError as UserError
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "Comparison",
     "Explained",

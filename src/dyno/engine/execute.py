@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import shutil
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -55,7 +56,8 @@ def execute(
         planned = prepare(study, run, planned, progress)
         self_test.keep_in(run.folder, study.device)
         todo = [entry.trial for entry in planned if not entry.refusal and (only is None or entry.trial.id in only)]
-        for line in (*retry.clear(run, todo, retry_failed), *retry.clear_damaged(run, todo)):
+        cleared = retry.clear(run, todo, retry_failed), retry.clear_damaged(run, todo), retry.clear_stopped(run, todo)
+        for line in itertools.chain(*cleared):
             progress.note(line)
         files = Files(progress)
         if study.energy:  # before the first job heats the device

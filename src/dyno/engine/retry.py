@@ -69,6 +69,20 @@ def clear_damaged(run: Run, trials: list[Trial]) -> list[str]:
     return notes
 
 
+def clear_stopped(run: Run, trials: list[Trial]) -> list[str]:
+    """Remove rounds of a video that the user stopped before its end, so that they are measured again: a rate of its
+    first frames is not one of the whole. A live source has no end, so its rounds stay. Returns what was done, in
+    sentences."""
+    notes = []
+    for trial in trials:
+        for folder in sorted(run.round_folder(trial, 0).parent.glob(f"{ROUND}[0-9]*")):
+            video = _json(folder / "record.json").get("facts", {}).get("video") or {}
+            if video.get("stopped") and not video.get("live"):
+                shutil.rmtree(folder)
+                notes.append(f"{trial.label}: {folder.name} was stopped before the video's end and is measured again")
+    return notes
+
+
 def _reason_to_retry(folder: Path, record: Record, trial: Trial) -> str:
     """Why the failure may not happen again, "" for no reason."""
     if record.status == "timeout" and not record.stage.startswith("make"):

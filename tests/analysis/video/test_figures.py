@@ -49,6 +49,26 @@ def test_few_processors_bound_the_sum_of_all() -> None:
     assert found.without("inference", 0.5).rate.value == pytest.approx(1 / 0.009)
 
 
+def crowded(found: Video, factor: float, inference: float = 0.0) -> Video:
+    """The same where the stages take so many times the processor time, or inference so many seconds of it, while every
+    processor works."""
+    return replace(found, facts=replace(found.facts, crowding=factor, cpu_inference=inference))
+
+
+def test_processors_that_slow_each_other_down_allow_less() -> None:
+    found = crowded(video(processors=2), 1.5)
+    assert found.bound.name == PROCESSORS and found.bound.rate.value == pytest.approx(2 / (1.5 * 0.014))
+    assert found.crowding(1) == 1 and found.crowding(1.5) == 1.25 and found.crowding(7) == 1.5
+    # One processor answers all the time, and is slowed down while the other one works, of which it has four tenths.
+    assert streams.predict(found, 4).rate == pytest.approx(80, rel=0.02)
+    assert "1.50 times the processor time" in " ".join(words.sentences(found))
+    steady = crowded(video(processors=2), 1.5, inference=0.010)  # the engine is no slower in a crowd
+    assert steady.crowded == pytest.approx(1.5 * 0.004 + 0.010)
+    assert streams.predict(steady, 4).rate > 1.1 * streams.predict(found, 4).rate
+    decoding = crowded(video({"decode": 0.010, "inference": 0.002, "postprocess": 0.0001}, processors=2), 1.5)
+    assert streams.predict(decoding, 4).rate == pytest.approx(2 / (1.5 * 0.0121), rel=0.02)
+
+
 def test_where_each_stage_s_time_went() -> None:
     by_name = {stage.name: stage for stage in video().stages}
     assert by_name["inference"].working == pytest.approx(1)

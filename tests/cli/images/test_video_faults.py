@@ -244,6 +244,18 @@ def test_an_interrupt_leaves_a_playable_file(interrupted: subprocess.Popen[bytes
     assert b"until it was stopped" in out
 
 
+def test_a_stopped_video_is_measured_again(interrupted: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    assert interrupted.wait(600) == 130  # with its standard input open
+    interrupted.communicate()
+    assert facts(tmp_path).stopped
+    raw = b"".join(frame.tobytes() for frame in videos.pictures(20))
+    again = [subprocess.run(interrupted.args, cwd=tmp_path, input=raw, capture_output=True) for _ in range(2)]
+    assert [done.returncode for done in again] == [0, 0], again[0].stderr
+    assert b"is measured again" in again[0].stderr and b"is measured again" not in again[1].stderr
+    assert not facts(tmp_path).stopped and facts(tmp_path).frames == 20
+    assert places(tmp_path / "out.mp4") == expected(20)
+
+
 def test_an_interrupt_counts_where_the_source_ends_with_it(interrupted: subprocess.Popen[bytes]) -> None:
     """As in a shell's pipe, whose other programs are interrupted too: the job may have ended before it is told."""
     _, errors = interrupted.communicate(timeout=600)

@@ -25,13 +25,15 @@ Arrays = Mapping[str, np.ndarray]
 @dataclass(frozen=True)
 class Stage:
     """One stage. `alone` is the mean seconds of a frame with nothing beside it and `beside` that in the pipeline, with
-    95 % intervals; `cpu` the processor time of a frame, alone. Shares of the pipeline's time: `working`, `starved` (its
-    queue was empty) and `blocked` (the next one's was full). `queue` is the mean number of items that waited."""
+    95 % intervals; `cpu` the processor time of a frame, alone, and `crowded` that with every processor at work. Shares
+    of the pipeline's time: `working`, `starved` (its queue was empty) and `blocked` (the next one's was full). `queue`
+    is the mean number of items that waited."""
 
     name: str
     alone: Interval
     beside: Interval
     cpu: float
+    crowded: float
     working: float
     starved: float
     blocked: float
@@ -96,7 +98,7 @@ class Video:
         """Frames per second that each stage and the processors allow so many streams together, if stages took only
         those `shares` of their time, and of their processor time."""
         rates = {s.name: self._times(s.name, streams) / (s.alone.value * shares.get(s.name, 1.0)) for s in self.stages}
-        return rates | {PROCESSORS: self._cpu_rate(sum(s.cpu * shares.get(s.name, 1.0) for s in self.stages))}
+        return rates | {PROCESSORS: self._cpu_rate(sum(s.crowded * shares.get(s.name, 1.0) for s in self.stages))}
 
     @staticmethod
     def _times(name: str, streams: int) -> int:
@@ -105,8 +107,21 @@ class Video:
 
     @cached_property
     def by_processors(self) -> Bound:
-        """What the processors allow that all stages share: their number over the processor time of a frame."""
-        return Bound(PROCESSORS, Interval(self._cpu_rate(sum(s.cpu for s in self.stages)), math.nan, math.nan))
+        """What the processors allow that all stages share: their number over the processor time of a frame while all
+        are at work."""
+        return Bound(PROCESSORS, Interval(self._cpu_rate(self.crowded), math.nan, math.nan))
+
+    @property
+    def crowded(self) -> float:
+        """Processor time of a frame with every processor at work, all stages together, in seconds."""
+        return sum(stage.crowded for stage in self.stages)
+
+    def crowding(self, busy: float) -> float:
+        """How many times the processor time work takes while so many processors are busy: as measured where all are,
+        and in proportion between that and one."""
+        others = self.facts.processors - 1
+        share = min(max((busy - 1) / others, 0.0), 1.0) if others else 0.0
+        return 1 + (max(self.facts.crowding, 1.0) - 1) * share
 
     def _cpu_rate(self, seconds: float) -> float:
         return self.facts.processors / seconds if seconds > 0 else math.inf
@@ -125,7 +140,7 @@ class Video:
     @property
     def heaviest(self) -> Stage:
         """The stage that takes the most processor time."""
-        return max(self.stages, key=lambda stage: stage.cpu)
+        return max(self.stages, key=lambda stage: stage.crowded)
 
     def latencies(self, to: str) -> np.ndarray:
         """Seconds from the beginning of a frame's reading until its boxes are `known`, or until it is `written`."""
@@ -139,16 +154,24 @@ class Video:
         frames, whole = max(1, len(self.arrays["frame_known"])), self.facts.seconds
         starved = began[1:] - handed[:-1]
         waiting = self.arrays[f"{name}_waiting"]
+        alone, cpu = mean_interval(self.arrays[f"alone_{name}"]), self.facts.cpu.get(name, 0.0)
         return Stage(
             name,
-            mean_interval(self.arrays[f"alone_{name}"]),
+            alone,
             mean_interval(ended - began, len(began) / frames),
-            self.facts.cpu.get(name, 0.0),
+            cpu,
+            self._crowded(name, cpu),
             float((ended - began).sum() / whole),
             float(starved.sum() / whole),
             float((handed - ended).sum() / whole),
             float(waiting.mean()) if len(waiting) else 0.0,
         )
+
+    def _crowded(self, name: str, cpu: float) -> float:
+        """Processor time of a frame with every processor at work; an engine's was measured by itself."""
+        if name == SHARED and self.facts.cpu_inference:
+            return max(cpu, self.facts.cpu_inference)
+        return cpu * self.crowding(self.facts.processors)
 
 
 def mean_interval(samples: np.ndarray, scale: float = 1.0) -> Interval:

@@ -56,8 +56,9 @@ def of_run(run: RunData) -> list[Filmed]:
             for r in rounds
             if r.facts.video
         )
-        if videos:
-            found.append(Filmed(trial, videos))
+        whole = tuple(video for video in videos if not video.facts.stopped)
+        if videos:  # a rate of the first frames is not one of the whole
+            found.append(Filmed(trial, whole or videos))
     return found
 
 

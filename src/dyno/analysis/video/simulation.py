@@ -1,15 +1,15 @@
 """What a pipeline would do, from its stages alone: a simulation with bounded queues and shared processors.
 
 Work is a fluid: while the stages at work ask for more processors than there are, all get slower alike (processor
-sharing; Kleinrock, Queueing Systems II, 1976, 4.4). So one clock of work done ends every piece in turn, and its speed
-says how long that takes.
+sharing; Kleinrock, Queueing Systems II, 1976, 4.4), and somewhat sooner, as processors that work at the same time share
+caches and memory. So one clock of work done ends every piece in turn, and its speed says how long that takes.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,8 +17,8 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Server:
-    """A stage: seconds of each frame alone (used again from the beginning), processors that it keeps busy meanwhile,
-    and whether all streams share it."""
+    """A stage: seconds of each frame while nothing else slows its processors (used again from the beginning), how many
+    of these it keeps busy meanwhile, and whether all streams share it."""
 
     seconds: np.ndarray
     processors: float
@@ -34,13 +34,15 @@ class Simulated:
 
 
 class Simulation:
-    """Streams of so many frames each through the servers; `known` is the number of the one that ends with boxes."""
+    """Streams of so many frames each through the servers; `known` is the number of the one that ends with boxes, and
+    `crowding` how many times the time work takes while so many processors are busy."""
 
     def __init__(
-        self, servers: Sequence[Server], known: int, streams: int, frames: int, processors: int, depth: int
-    ) -> None:
+        self, servers: Sequence[Server], known: int, streams: int, frames: int, processors: int, depth: int,
+        crowding: Callable[[float], float] = lambda busy: 1.0,
+    ) -> None:  # fmt: skip
         self._servers, self._known, self._frames = servers, known, frames
-        self._processors, self._depth, self._streams = processors, depth, streams
+        self._processors, self._depth, self._streams, self._crowding = processors, depth, streams, crowding
         stages = range(len(servers))
         self._queues = [[deque[int]() for _ in stages] for _ in range(streams)]
         self._held = [[-1 for _ in stages] for _ in range(streams)]  # the frame that a stage has, -1 for none
@@ -59,10 +61,14 @@ class Simulation:
             self._start(stream, 0)
         while self._heap:
             done, stream, stage = heapq.heappop(self._heap)
-            self._now += (done - self._done) * max(1.0, self._asked / self._processors)
+            self._now += (done - self._done) * self._slowdown()
             self._done = done
             self._finish(stream, stage)
         return Simulated(self._streams * self._frames / self._now, np.array(self._latencies))
+
+    def _slowdown(self) -> float:
+        """How many times the time all work takes at the moment."""
+        return max(1.0, self._asked / self._processors) * self._crowding(self._asked)
 
     def _start(self, stream: int, stage: int) -> None:
         """Begin the next frame that waits for the stage, where there is one and the stage is free."""

@@ -40,7 +40,7 @@ def predict(video: Video, streams: int) -> Predicted:
     known = [stage.name for stage in video.stages].index(KNOWN)
     frames = max(len(video.stages), min(FRAMES, PIECES // streams))
     facts = video.facts
-    found = Simulation(servers, known, streams, frames, facts.processors, facts.depth).run()
+    found = Simulation(servers, known, streams, frames, facts.processors, facts.depth, video.crowding).run()
     latency = stats.percentile_of(found.latencies, PERCENTILES[-1])
     more_in_flight = (facts.slots - 1) * next(s.alone.value for s in video.stages if s.name == SHARED)
     rates = video.limits(streams)
@@ -48,8 +48,13 @@ def predict(video: Video, streams: int) -> Predicted:
 
 
 def _server(video: Video, stage: Stage) -> Server:
-    """The stage as the simulation has it; the engine answers one frame after the other, at its throughput."""
-    return Server(video.arrays[f"alone_{stage.name}"], stage.cpu / stage.alone.value, stage.name == SHARED)
+    """The stage as the simulation has it; the engine answers one frame after the other, at its throughput.
+
+    The simulation slows all stages down alike, so its seconds are what makes the stage as slow as it is in a crowd.
+    """
+    in_crowd = stage.crowded / stage.cpu / video.crowding(video.facts.processors) if stage.cpu else 1.0
+    seconds = video.arrays[f"alone_{stage.name}"] * in_crowd
+    return Server(seconds, stage.cpu / stage.alone.value, stage.name == SHARED)
 
 
 def fitting(video: Video, rate: float) -> int:

@@ -76,7 +76,8 @@ def _stage_row(filmed: Filmed, stage: Stage) -> Row:
     return {
         "label": filmed.trial.label, "trial": filmed.trial.id, "stage": stage.name,
         **_limited("alone_s", stage.alone), "alone_fps": inverse(stage.alone).value,
-        **_limited("beside_s", stage.beside), "cpu_s": stage.cpu, "working": 100 * stage.working,
+        **_limited("beside_s", stage.beside), "cpu_s": stage.cpu, "crowded_s": stage.crowded,
+        "working": 100 * stage.working,
         "starved": 100 * stage.starved, "blocked": 100 * stage.blocked, "queue": stage.queue,
     }  # fmt: skip
 
@@ -185,6 +186,7 @@ STAGE_COLUMNS = (
     Column("beside_s_low", "its lower limit", "s"),
     Column("beside_s_high", "its upper limit", "s"),
     _duration("cpu_s", "processor time per frame, alone, of all threads", "processor time", rank=2),
+    _duration("crowded_s", "the same with every processor at work", "processor time, all busy", rank=3),
     Column("working", "share of the pipeline's time in which it worked", "%"),
     Column("starved", "share in which it had nothing to do", "%", rank=1),
     Column("blocked", "share in which the next queue was full", "%", rank=1),

@@ -48,9 +48,15 @@ def _bounds(video: Video) -> Iterator[str]:
     stage, processors = video.by_stage, video.by_processors
     yield (
         f"The slowest stage, {stage.name}, allows {_bound(stage)}: {_share(stage, video)} of that was reached. "
-        f"{_processors(video)} at {show(sum(s.cpu for s in video.stages), 'duration')} of processor time per frame "
+        f"{_processors(video)} at {show(video.crowded, 'duration')} of processor time per frame "
         f"{'allows' if video.facts.processors == 1 else 'allow'} {_bound(processors)}: {_share(processors, video)}."
     )
+    alone = sum(s.cpu for s in video.stages)
+    if video.crowded > (2 - REACHED) * alone:
+        yield (
+            f"With every processor at work a frame takes {video.crowded / alone:.2f} times the processor time that its "
+            "stages take one at a time: processors share caches and memory, and often two of them one core."
+        )
 
 
 def _changes(video: Video) -> Iterator[str]:
@@ -58,7 +64,7 @@ def _changes(video: Video) -> Iterator[str]:
     bound = video.bound
     if bound.name == PROCESSORS:
         stage = video.heaviest
-        share = stage.cpu / sum(s.cpu for s in video.stages)
+        share = stage.crowded / video.crowded
         what = (
             f"The processors bound the whole: the stages share them, and {stage.name} takes "
             f"{show(share, 'percentage')} of the processor time."
@@ -82,13 +88,13 @@ def _changes(video: Video) -> Iterator[str]:
 
 def _lost(video: Video) -> str:
     """Why less than the bound was reached, as far as it is known."""
-    facts, alone = video.facts, sum(s.cpu for s in video.stages)
-    more = facts.cpu_whole / alone if alone else 1.0
+    facts = video.facts
+    more = facts.cpu_whole / video.crowded if video.crowded else 1.0
     why = []
     if video.others > (1 - REACHED) * facts.processors:
         why.append(f"other programs kept {significant(video.others)} of {_processors(video)} busy")
     if more > 1 + (1 - REACHED):
-        why.append(f"a frame took {more:.2f} times the processor time in the pipeline that the stages take alone")
+        why.append(f"a frame took {more:.2f} times the processor time that the bound counts on")
     return ", and ".join(why) or "the rest is filling and emptying the pipeline, and stages that waited for each other"
 
 

@@ -15,6 +15,8 @@ class VideoFacts:
     `seconds` is the wall time from the first frame's reading to the closed file, `processors` how many the job could
     use, `slots` how many batches its engine has in flight, and `depth` how many items may wait for a stage. `cpu` is
     the processor time of each stage alone per frame, and `cpu_whole` that of the pipeline per frame, in seconds.
+    While every processor works the stages but inference take `crowding` times that time, and inference
+    `cpu_inference` (0: not measured).
     `stopped` says that the user ended it. `output` and `boxes` are the files written, "" for none.
     """
 
@@ -36,4 +38,6 @@ class VideoFacts:
     depth: int = 4
     cpu: dict[str, float] = field(default_factory=dict)
     cpu_whole: float = 0.0
+    crowding: float = 1.0
+    cpu_inference: float = 0.0
     stopped: bool = False

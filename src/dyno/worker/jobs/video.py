@@ -22,7 +22,7 @@ from dyno.worker.registry import find
 from dyno.worker.spec import Job, Trial, UserError
 from dyno.worker.tasks.detect import Detect
 from dyno.worker.video import alone, stages, steps
-from dyno.worker.video.ends import Sink, Source, disk_full, now
+from dyno.worker.video.ends import Batch, Sink, Source, codec_threads, disk_full, now
 from dyno.worker.video.opening import prepare_libraries, sink_of, source_of
 from dyno.worker.video.options import VideoOptions
 from dyno.worker.video.preparing import Preparation
@@ -48,6 +48,7 @@ def video(job: Job, journal: Journal) -> None:
     engine = steps.Engine(lambda: journal.timed("load", "load", lambda: backend.load(trial, job.artifact)))
     work = _Work(job, options, engine, source, journal)
     engine.call(work.alone)
+    work.crowd()
     work.pipeline()
     journal.record = replace(journal.record, facts=journal.record.facts.joined(engine.call(engine.session.facts)))
     engine.call(engine.session.close)
@@ -64,8 +65,9 @@ class _Work:
         self._answering = steps.Answering(_task(job.trial), job.trial, options.confidence, options.iou, options.most)
         self._output, self._boxes = (Path(job.options[k]) if job.options[k] else None for k in ("output", "boxes"))
         self._scratch, self._source_text = bool(job.options["scratch"]), str(job.options["source"])
-        self._preparation = Preparation(job.trial.model.preprocess, session.inputs, job.trial.dims)
+        self._preparation = self._new_preparation()
         self._arrays: dict[str, np.ndarray] = {}
+        self._answered: list[Batch] = []
         self._facts = VideoFacts(
             source.name, job.options["output"], job.options["boxes"], slots=session.slots, live=source.live,
             expected=source.count, rate=source.rate, processors=len(journal.record.facts.affinity),
@@ -87,6 +89,7 @@ class _Work:
             _remove(path)
         if bench.first is None:
             raise UserError(f"{self._source.name} has no frames")
+        self._answered = bench.answered
         inference, rate = alone.infer(session, bench.feeds, self._trial.plan, self._preparation.batch)
         journal.sampled("latency", "all", "s", "duration", measure.latency(once, self._trial.plan))
         journal.sampled("throughput", "throughput", "1/s", "rate", rate)
@@ -95,6 +98,27 @@ class _Work:
         self._arrays |= {f"alone_{name}": one.seconds for name, one in found.items()}
         height, width = bench.first.image.shape[:2]
         self._facts = replace(self._facts, height=height, width=width, cpu={k: v.cpu for k, v in found.items()})
+
+    def crowd(self) -> None:
+        """How much processor time stages take with every processor at work; see `alone.crowded`."""
+        count, answered = min(len(steps.STAGES), self._facts.processors // codec_threads()), self._answered
+        if self._facts.processors == 1:
+            return
+        suffix = self._output.suffix if self._output else ""
+        paths = [self._journal.folder / f"copy{number}{suffix}" for number in range(count)] if self._output else []
+        preparations = [self._new_preparation() for _ in range(count)]
+        sinks: list[Sink | None] = [sink_of(path, self._source, self._options.codec) for path in paths]
+        copies = [alone.Copy(self._source, preparation, self._answering, answered[0], sink)
+                  for preparation, sink in zip(preparations, sinks or [None] * count, strict=True)]  # fmt: skip
+        found = alone.crowded(copies, self._engine, answered)
+        self._facts = replace(self._facts, crowding=found.factor, cpu_inference=found.inference)
+        for copy in copies:
+            copy.close()
+        for path in paths:
+            _remove(path)
+
+    def _new_preparation(self) -> Preparation:
+        return Preparation(self._trial.model.preprocess, self._engine.session.inputs, self._trial.dims)
 
     def pipeline(self) -> None:
         """The whole video through all stages at once; stopped by the user, what was written until then."""
@@ -134,11 +158,10 @@ class _Work:
             output = self._journal.folder / f"stream{number}{output.suffix}"
         source = self._source if first else source_of(self._source_text, self._options)
         sink, keep = sink_of(output, source, self._options.codec), steps.Keep(self._boxes if first else None)
-        session = self._engine.session
-        preparation = Preparation(self._trial.model.preprocess, session.inputs, self._trial.dims)
+        session, preparation = self._engine.session, self._new_preparation()
         chain: list[stages.Step] = [
-            steps.Prepare(preparation, session), steps.Infer(self._engine),
-            steps.Postprocess(self._answering, preparation.size), keep,
+            steps.Prepare(preparation, session), steps.Infer(self._engine, shares=self._options.streams > 1),
+            steps.Postprocess(self._answering, preparation.size, keep),
         ]  # fmt: skip
         if output:
             chain += [steps.Draw(), steps.Encode(sink)]
@@ -175,12 +198,10 @@ class _Work:
         """The times of every stage and frame of the stream, in seconds since the pipeline began."""
         keep, every = line.keep, line.stages.timed
         for name, timed in every.items():
-            if name != keep.name:
-                self._arrays |= {f"{name}_{key}": array for key, array in timed.arrays(since).items()}
-        known = np.asarray(every[keep.name].ended[: len(keep.began)], np.int64)
-        began = np.asarray(keep.began, np.int64)[: len(known)]
+            self._arrays |= {f"{name}_{key}": array for key, array in timed.arrays(since).items()}
+        began, known, boxes = (np.asarray(each, np.int64) for each in (keep.began, keep.known, keep.boxes))
         self._arrays |= {"frame_began": (began - since) / 1e9, "frame_known": (known - since) / 1e9,
-                         "frame_boxes": np.asarray(keep.boxes[: len(known)], np.int64)}  # fmt: skip
+                         "frame_boxes": boxes}  # fmt: skip
         save_arrays(self._journal.folder / ARRAYS, self._arrays)
 
 

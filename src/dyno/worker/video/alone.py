@@ -1,10 +1,15 @@
-"""Each stage by itself on the first frames, with nothing beside it: its seconds, and the processor time it takes."""
+"""Each stage by itself on the first frames, with nothing beside it: its seconds, and the processor time it takes.
+
+Besides, how much more of that it takes while every processor works. Two processors are often two threads of one core,
+which a virtual machine need not say, and all share caches and memory: together they do less than each by itself.
+"""
 
 from __future__ import annotations
 
 import itertools
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -20,6 +25,7 @@ from dyno.worker.video.ends import Batch, Frame, Sink, Source, now
 from dyno.worker.video.preparing import Preparation
 
 FRAMES, CHUNK, SECONDS = 120, 12, 3.0  # frames at most, those of one turn, and how long no further turn begins
+TURNS = 6  # of all copies; with those of one alone, none writes more than the stages alone did
 
 
 @dataclass(frozen=True)
@@ -81,9 +87,13 @@ class Bench:
         count = -(-CHUNK // preparation.batch)
         self.feeds = [engine.session.stage(preparation.new_feed()) for _ in range(max(count, input_data.FEEDS))]
         self.first: Frame | None = None
+        self.answered: list[Batch] = []
 
     def run(self, most: int) -> None:
-        """On the source's first frames, at most so many (0: FRAMES); all `feeds` are full afterwards."""
+        """On the source's first frames, at most so many (0: FRAMES).
+
+        All `feeds` are full afterwards, and `answered` are the last batches, with outputs.
+        """
         reading, most, count = self._source.read(), most or FRAMES, 0
         until = time.perf_counter() + SECONDS
         while count < most and (frames := self._decoded(reading, min(CHUNK, most - count))):
@@ -119,8 +129,8 @@ class Bench:
             for place, frame in enumerate(batches[-1].frames):
                 with self._clocks[steps.PREPARE].timing():
                     self._preparation.write(frame.image, batches[-1].feed, place)
-        answered = [done for batch in batches for done in (*self._engine.work(batch), *self._engine.rest())]
-        for batch in answered:
+        self.answered = [done for batch in batches for done in (*self._engine.work(batch), *self._engine.rest())]
+        for batch in self.answered:
             with self._clocks[steps.POSTPROCESS].timing(len(batch.frames)):
                 self._answer.work(batch)
         if self._sink is None:
@@ -142,3 +152,97 @@ def infer(session: Session, feeds: Sequence[Arrays], plan: Plan, size: int) -> t
     share = (time.process_time() - cpu) / (time.perf_counter() - began)  # processors kept busy
     assert sampling.value is not None
     return Alone(1 / sampling.samples, share / sampling.value), sampling
+
+
+class Copy:
+    """All stages but inference, on the source's frames from the beginning again and again, with answers given."""
+
+    def __init__(
+        self, source: Source, preparation: Preparation, answering: steps.Answering, answered: Batch, sink: Sink | None
+    ) -> None:
+        self._preparation, self._sink = preparation, sink
+        self._feed, self._answer = preparation.new_feed(), steps.Postprocess(answering, preparation.size)
+        self._answered = replace(answered, frames=[replace(frame) for frame in answered.frames])
+        again = itertools.cycle(answered.frames) if source.once else _endless(source)
+        self._reading: Iterator[Frame] = iter(again)
+
+    def turn(self) -> float:
+        """A few frames through every stage; the processor time of this thread, in seconds."""
+        began = time.thread_time()
+        frames, size = list(itertools.islice(self._reading, CHUNK)), self._preparation.batch
+        for number, frame in enumerate(frames):
+            self._preparation.write(frame.image, self._feed, number % size)
+        for _ in range(0, len(frames), size):
+            self._answer.work(self._answered)
+        if self._sink is not None:
+            for frame, like in zip(frames, itertools.cycle(self._answered.frames), strict=False):
+                assert like.detections is not None
+                draw(frame.image, like.detections)
+            for frame in frames:
+                self._sink.write(replace(frame, packets=[]))
+        return time.thread_time() - began
+
+    def close(self) -> None:
+        """Close its file."""
+        if self._sink is not None:
+            self._sink.close()
+
+
+def _endless(source: Source) -> Iterator[Frame]:
+    while True:
+        yield from source.read()
+
+
+@dataclass(frozen=True)
+class Crowded:
+    """With every processor at work: how many times the processor time alone the stages but inference take for a frame,
+    and the seconds of it that inference takes."""
+
+    factor: float
+    inference: float
+
+
+def crowded(copies: Sequence[Copy], engine: steps.Engine, answered: Sequence[Batch]) -> Crowded:
+    """All copies and the engine at work, against one copy alone.
+
+    In turns: one, all, the next one, all. The first turn of all sets libraries up and doesn't count. A codec's own
+    threads are taken to be slowed down like the one that calls it; what the copies don't take is the engine's.
+    """
+    alone, together = _Spent(), _Spent()
+    batches, inference, frames = itertools.cycle(answered), steps.Infer(engine), 0
+    with ThreadPoolExecutor(len(copies)) as pool:
+
+        def everyone() -> int:
+            turns = [pool.submit(copy.turn) for copy in copies]
+            done: list[Batch] = []
+            while not all(turn.done() for turn in turns):
+                done += inference.work(next(batches))
+            while inference.holds:
+                done += inference.rest()
+            together.threads += sum(turn.result() for turn in turns)
+            return sum(len(batch.frames) for batch in done)
+
+        engine.call(everyone)
+        together.threads = 0.0
+        for copy in itertools.islice(itertools.cycle(copies), TURNS):
+            with alone.counting():
+                alone.threads += pool.submit(copy.turn).result()
+            with together.counting():
+                frames += engine.call(everyone)
+    of_copies = together.threads * alone.process / alone.threads
+    return Crowded(together.threads / len(copies) / alone.threads, max(0.0, together.process - of_copies) / frames)
+
+
+@dataclass
+class _Spent:
+    """Processor time in seconds: of the threads of copies, and of the whole process."""
+
+    threads: float = 0.0
+    process: float = 0.0
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """The block's processor time counts."""
+        began = time.process_time()
+        yield
+        self.process += time.process_time() - began

@@ -21,7 +21,7 @@ class VideoSource(Source):
 
     def __init__(self, place: str, live: bool) -> None:
         super().__init__(place if "://" in place else Path(place).name)
-        self.place, self.live = place, live
+        self.place, self.live, self.once = place, live, "://" in place
         with opened(place) as container:
             stream = container.streams.video[0]
             self.count, self.rate = int(stream.frames or 0), float(stream.average_rate or 0)

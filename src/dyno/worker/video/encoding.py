@@ -80,7 +80,7 @@ class VideoSink(Sink):
         import cv2
 
         if self._stream.pix_fmt == USUAL_PIXELS:
-            return av.VideoFrame.from_ndarray(cv2.cvtColor(image, cv2.COLOR_RGB2YUV_I420), format=USUAL_PIXELS)
+            return av.VideoFrame.from_numpy_buffer(cv2.cvtColor(image, cv2.COLOR_RGB2YUV_I420), format=USUAL_PIXELS)
         picture = av.VideoFrame.from_ndarray(image, format="rgb24")
         return self._reformat.reformat(picture, format=self._stream.pix_fmt, threads=1)
 

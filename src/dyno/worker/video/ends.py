@@ -55,14 +55,16 @@ class Source(ABC):
     """What frames are read from. `name` is for messages.
 
     `count` is the number of frames as far as the source says (0: it doesn't), `rate` its average per second (0: none).
-    `live` frames come when they come, and each is an image file of its own with `images`. After reading, `damaged` is
-    how many pieces could not be decoded, and `left` are packets of sound behind the last frame.
+    `live` frames come when they come, and each is an image file of its own with `images`. Some can be read only
+    `once`, or should be: they can't be read twice at the same time. After reading, `damaged` is how many pieces could
+    not be decoded, and `left` are packets of sound behind the last frame.
     """
 
     count = 0
     rate = 0.0
     live = False
     images = False
+    once = False
     damaged = 0
 
     def __init__(self, name: str) -> None:

@@ -45,6 +45,8 @@ class RawSource(Source):
     What the first reading took comes again at the beginning of the next.
     """
 
+    once = True
+
     def __init__(self, descriptor: int, width: int, height: int, rate: float) -> None:
         super().__init__("standard input")
         if not width:

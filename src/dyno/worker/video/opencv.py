@@ -22,7 +22,7 @@ class CaptureSource(Source):
         import cv2
 
         super().__init__(f"camera {place}" if isinstance(place, int) else Path(place).name)
-        self._place, self.live = place, live
+        self._place, self.live, self.once = place, live, isinstance(place, int) or "://" in place
         capture = self._opened()
         self.rate = max(0.0, float(capture.get(cv2.CAP_PROP_FPS)))
         if not live:

@@ -15,7 +15,7 @@ from dyno.worker.video.images import IMAGES, ImageSink, ImageSource, RawSource
 from dyno.worker.video.opencv import CaptureSource, WriterSink
 from dyno.worker.video.options import VideoOptions
 
-TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # glibc's numbers of them, in malloc.h
+TRIM_THRESHOLD, MMAP_THRESHOLD, ARENA_MAX = -1, -3, -8  # glibc's numbers of them, in malloc.h
 LARGEST, KEPT = 32 << 20, 1 << 30  # bytes: of one piece, glibc's own limit, and in all
 CAMERA, PIPE = "camera:", "pipe:"
 STREAMS = ("rtsp", "rtsps", "rtmp", "rtmps", "rtp", "udp", "tcp", "srt", "mms")
@@ -35,11 +35,16 @@ def prepare_libraries() -> None:
 
 
 def _keep_memory() -> None:
-    """Have glibc keep what frames free: given back to the kernel, every next one would be zeroed page by page."""
+    """Have glibc keep what frames free: given back to the kernel, every next one would be zeroed page by page.
+
+    All threads share one heap: those of other threads are given back whatever the thresholds say, and what one stage
+    frees would be of no use to another.
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(MMAP_THRESHOLD, LARGEST)
         mallopt(TRIM_THRESHOLD, KEPT)
+        mallopt(ARENA_MAX, 1)
 
 
 def has_pyav() -> bool:

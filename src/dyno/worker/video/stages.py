@@ -31,6 +31,10 @@ class Step:
 
     name = ""
 
+    def within(self, loop: Callable[[], None]) -> None:
+        """Run the stage's loop, which returns when no further item comes."""
+        loop()
+
     def work(self, item: Any) -> Iterable[Any]:
         """What is handed on after this item: nothing yet, the item, or earlier ones."""
         return (item,)
@@ -157,7 +161,7 @@ class Stages:
 
     def actions(self) -> list[tuple[str, Callable[[], None]]]:
         """What the thread of each stage does, the reader first."""
-        working = [(step.name, partial(self._work, k)) for k, step in enumerate(self._steps)]
+        working = [(step.name, partial(step.within, partial(self._work, k))) for k, step in enumerate(self._steps)]
         return [(self._first, self._read), *working]
 
     def stop(self) -> None:

@@ -19,7 +19,7 @@ from dyno.worker.spec import Trial
 from dyno.worker.tasks.detect import Detect
 from dyno.worker.tasks.postprocess import Detections
 from dyno.worker.video.drawing import draw
-from dyno.worker.video.ends import Batch, Frame, Sink
+from dyno.worker.video.ends import Batch, Frame, Sink, now
 from dyno.worker.video.preparing import Preparation
 from dyno.worker.video.stages import DEPTH, Step, numbers
 
@@ -121,13 +121,20 @@ class Engine:
 
 
 class Infer(Step):
-    """Batches through the engine, with as many in flight as it has slots."""
+    """Batches through the engine, with as many in flight as it has slots.
+
+    Where no other stream `shares` the engine the stage's loop runs in its thread: to hand each batch to another thread
+    and wait for it costs more than a small network's whole post-processing.
+    """
 
     name = INFER
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, shares: bool = True) -> None:
+        self._engine, self._shares = engine, shares
         self._flying: deque[tuple[Batch, int]] = deque()
+
+    def within(self, loop: Callable[[], None]) -> None:
+        loop() if self._shares else self._engine.call(loop)
 
     def work(self, item: Any) -> Iterable[Batch]:
         if self._engine.session.slots == 1:
@@ -153,13 +160,38 @@ class Infer(Step):
         return self._engine.finish(*self._flying.popleft())
 
 
+class Keep:
+    """The boxes of each frame as a line of JSON, and what is stored of each frame: when its reading began, when its
+    boxes were known, both in ns of `perf_counter_ns`, and how many it has."""
+
+    def __init__(self, path: Path | None) -> None:
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: IO[str] | None = path.open("w", encoding="utf-8") if path else None
+        self.began, self.known, self.boxes = numbers(), numbers(), numbers()
+
+    def add(self, frame: Frame) -> None:
+        """The next frame."""
+        assert frame.detections is not None
+        if self._file:
+            self._file.write(json.dumps(line(frame)) + "\n")
+        self.began.append(frame.began)
+        self.known.append(now())
+        self.boxes.append(len(frame.detections.scores))
+
+    def close(self) -> None:
+        """Write what is buffered."""
+        if self._file:
+            self._file.close()
+
+
 class Postprocess(Step):
-    """Outputs become boxes, and batches become frames again."""
+    """Outputs become boxes, which are kept, and batches become frames again."""
 
     name = POSTPROCESS
 
-    def __init__(self, answering: Answering, size: tuple[int, int]) -> None:
-        self._answering, self._size = answering, size
+    def __init__(self, answering: Answering, size: tuple[int, int], keep: Keep | None = None) -> None:
+        self._answering, self._size, self._keep = answering, size, keep
 
     def work(self, item: Any) -> Iterable[Frame]:
         count = len(item.frames)
@@ -167,6 +199,8 @@ class Postprocess(Step):
         found = self._answering.detections(outputs, item.frames, self._size)
         for frame, detections in zip(item.frames, found, strict=True):
             frame.detections = detections
+            if self._keep is not None:
+                self._keep.add(frame)
         return list(item.frames)
 
 
@@ -191,30 +225,6 @@ class Encode(Step):
     def work(self, item: Any) -> Iterable[Any]:
         self._sink.write(item)
         return ()
-
-
-class Keep(Step):
-    """The boxes of each frame as a line of JSON, and what is stored of each frame; it takes next to no time."""
-
-    name = "keep"
-
-    def __init__(self, path: Path | None) -> None:
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: IO[str] | None = path.open("w", encoding="utf-8") if path else None
-        self.began, self.boxes = numbers(), numbers()
-
-    def work(self, item: Any) -> Iterable[Frame]:
-        self.began.append(item.began)
-        self.boxes.append(len(item.detections.scores))
-        if self._file:
-            self._file.write(json.dumps(line(item)) + "\n")
-        return (item,)
-
-    def close(self) -> None:
-        """Write what is buffered."""
-        if self._file:
-            self._file.close()
 
 
 def line(frame: Frame) -> dict[str, Any]:
