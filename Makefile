@@ -13,7 +13,7 @@ TO_ENGINES := $(addprefix tests/,test_contract.py sources/test_in_memory.py test
 TO_ENGINES += $(addprefix tests/,test_described_inputs.py test_notebook.py test_offline.py test_suppressed_boxes.py cli/images cli/inside)
 ENGINES := tests/analysis tests/datasets tests/gpu tests/worker $(TO_ENGINES)
 JOBS := $(filter-out $(TO_ENGINES),$(wildcard tests/test_*.py tests/api/*.py tests/sources/*.py tests/cli/test_*.py))
-JOBS += $(addprefix tests/,cli/comparison engine jobs planning training)
+JOBS += $(addprefix tests/,cli/comparison engine jobs placement planning training)
 FAST := -q -m "not slow and not gpu"
 
 # A PYTHONPATH or an activated environment of the caller's must not decide what is tested here. The byte-code of what is
