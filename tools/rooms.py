@@ -36,7 +36,7 @@ HOST = {
     "placement": "jobs store study planning engine analysis",
     "api": "jobs store sources study planning engine placement analysis",
     "training": "jobs store study datasets planning engine api analysis",
-    "cli": "jobs store study_options study datasets planning engine api training analysis",
+    "cli": "jobs store study_options study datasets planning engine placement api training analysis",
 }
 ANALYSIS = {
     "formatting": "",

@@ -57,6 +57,7 @@ def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "measure", lambda *_: True)
 
 
+@pytest.mark.slow
 def test_a_spread_study_is_that_of_one_device_but_for_its_places(fake_study: Studies, tmp_path: Path) -> None:
     """Also that nothing is measured again, and what is said of the devices."""
     fields = {"batches": (1, 2), "backends": ("fake@latency_ms=0.1", "fake@latency_ms=0.4"), "rounds": 2}

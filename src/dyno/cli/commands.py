@@ -55,9 +55,11 @@ def folder(study: Study, models: Sequence[str], out: str) -> Path:
 def dry_run(study: Study) -> int:
     """List the trials and why any is refused."""
     from dyno.analysis.formatting import console, counting
+    from dyno.placement import places
     from dyno.planning.plan import expand
 
-    planned = expand(study)
+    several = len(places.names(study.device)) > 1
+    planned = expand(places.at_one(study, places.places(study.device)) if several else study)
     table = Table(box=None, pad_edge=False)
     for heading in ("trial", "model", "backend", "precision", "batch", "size", "file", "refused because"):
         table.add_column(heading, overflow="fold")

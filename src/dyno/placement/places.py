@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from dyno.jobs.nvml import find_gpu
 from dyno.planning.checks import missing_gpu
+from dyno.study import Study
 from dyno.worker import system
 from dyno.worker.spec import UserError
 
@@ -79,7 +81,12 @@ def _shares(listed: list[str]) -> list[Place]:
     return found
 
 
-def threads(found: list[Place]) -> int:
+def at_one(study: Study, found: Sequence[Place]) -> Study:
+    """The study as each place's process measures it."""
+    return replace(study, device=found[0].device, threads=study.threads or threads(found))
+
+
+def threads(found: Sequence[Place]) -> int:
     """Physical cores of a share of the processor, 0 for places that aren't shares."""
     own = set(found[0].cores)
     return sum(own.issuperset(core) for core in system.core_threads()) if own else 0

@@ -6,7 +6,7 @@ import platform
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ def run(study: Study, folder: Path, progress: Progress, *, retry_failed: bool = 
         if getattr(study, name):
             raise UserError(f"{name} is for a study on one device, and there are several ({study.device}); give one")
     found = places.places(study.device)
-    own = replace(study, device=found[0].device, threads=study.threads or places.threads(found))
+    own = places.at_one(study, found)
     refuse_other(study, folder)
     planned, store = expand(own), Run(folder)
     with store.locked():
