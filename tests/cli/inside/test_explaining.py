@@ -168,3 +168,29 @@ def test_bad_input_is_one_line(refused: Refused, net: str, tmp_path: Path) -> No
     assert refused("explain", "no.json").startswith("no.json can't be read")
     (tmp_path / "odd.json").write_text("[1]", encoding="utf-8")
     assert refused("explain", "odd.json") == "odd.json can't be read: it is not a JSON object"
+
+
+def test_prescriptions_are_trials_beside_b(call: Call, net: str, tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    for k in range(6):
+        Image.fromarray(np.random.default_rng(k).integers(0, 255, (32, 32, 3), np.uint8)).save(
+            tmp_path / f"photos/{k}.png"
+        )
+    asked = (net, "onnxruntime", "onnxruntime/int8", "--size", 32, "--calibration", "photos", *QUICK, "--try")
+    found = explained(call, *asked)
+    rows = found["tables"]["prescriptions"]["rows"]
+    assert rows, "small layers have conversions around them"
+    (folder,) = (tmp_path / "runs" / "explain").iterdir()
+    trials = dyno.load(folder).to_pandas()
+    assert len(trials) >= len(rows) + 2, "A, B and each variant"
+    for row in rows:
+        assert row["cost_us"] > 0 and (row["speedup"] or row["verdict"]), row
+        assert (row["kept"] == "yes") == (row["verdict"] == "faster" and row["outputs"] == "agree"), row
+    kept = sum(row["kept"] == "yes" for row in rows)
+    assert found["tried"][0] == f"{kept or 'None'} of {len(rows)} prescription{'s' * (len(rows) > 1)} helped."
+
+
+def test_what_has_no_variants_is_one_line(refused: Refused, net: str, tmp_path: Path) -> None:
+    (tmp_path / "m.onnx").write_bytes(b"")
+    for words in (("m.onnx", "onnxruntime", "openvino"), (net, net), ("p.json",)):
+        assert "--try makes variants" in refused("explain", *words, "--try")

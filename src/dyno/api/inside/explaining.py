@@ -22,7 +22,8 @@ from dyno.analysis.records.results import load
 from dyno.analysis.stats import center
 from dyno.analysis.style import laid_out, svg
 from dyno.analysis.style import save as save_figure
-from dyno.api.inside import files, forms, profiling
+from dyno.api.inside import files, forms, profiling, trying
+from dyno.api.inside.trying import Tried
 from dyno.api.take import find, measured_file
 from dyno.jobs.progress import Progress
 from dyno.study import Choice, Study
@@ -41,10 +42,12 @@ PREFIX = "waterfall"  # of the ids in a chart, which may stand in a page with ot
 
 @dataclass(frozen=True)
 class Explained:
-    """A pair and why its latencies differ: nothing here measures. `top` parts are listed (0: all)."""
+    """A pair and why its latencies differ: nothing here measures. `top` parts are listed (0: all); `tried` is what came
+    of prescriptions, where they were tried."""
 
     pair: Pair
     top: int = TOP
+    tried: Tried | None = None
 
     @cached_property
     def waterfall(self) -> Waterfall:
@@ -58,8 +61,14 @@ class Explained:
 
     @cached_property
     def tables(self) -> list[Table]:
-        """A row for each cause, and one for each part of the model."""
-        return waterfall_tables.tables(self.waterfall, self.top)
+        """A row for each cause, and one for each part of the model; then one for each prescription that was tried."""
+        tried = [self.tried.table] if self.tried and self.tried.outcomes else []
+        return [*waterfall_tables.tables(self.waterfall, self.top), *tried]
+
+    @property
+    def sentences(self) -> list[str]:
+        """The reasons in words, and what came of prescriptions."""
+        return [reason.text for reason in self.reasons] + (self.tried.sentences if self.tried else [])
 
     def to_pandas(self) -> pd.DataFrame:
         """The parts' rows."""
@@ -83,7 +92,7 @@ class Explained:
     @property
     def html(self) -> str:
         """The chart, the tables and the sentences: a part of a page."""
-        listed = "".join(f"<li>{escape(reason.text)}</li>\n" for reason in self.reasons)
+        listed = "".join(f"<li>{escape(sentence)}</li>\n" for sentence in self.sentences)
         return f"{self._svg()}\n{export(self.tables, 'html')}\n<ul>\n{listed}</ul>\n"
 
     def export(self, format: str = "text") -> str:
@@ -96,12 +105,13 @@ class Explained:
         if format == "csv":
             return tables
         as_line = wrapped if format == "text" else bullet
-        return tables + "\n" + "\n".join(as_line(reason.text) for reason in self.reasons) + "\n"
+        return tables + "\n" + "\n".join(map(as_line, self.sentences)) + "\n"
 
     def _about(self) -> dict[str, Any]:
         found = self.waterfall
         shares = {"attributed": found.attributed, "named": found.named} if found.gap.proven else {}
-        return {"a": self.pair.titles[0], "b": self.pair.titles[1], **shares}
+        tried = {"tried": self.tried.sentences} if self.tried else {}
+        return {"a": self.pair.titles[0], "b": self.pair.titles[1], **shares, **tried}
 
     def _svg(self) -> str:
         figure = waterfall_chart.draw(self.waterfall)
@@ -124,6 +134,7 @@ def explain(
     runs: int = RUNS,
     top: int = TOP,
     save: Sequence[str | Path] = (),
+    prescriptions: bool = False,
     quiet: bool = True,
     **settings: Any,
 ) -> Explained:
@@ -133,14 +144,23 @@ def explain(
     they are, `explain(run, a, b)` two trials of a run folder by BACKEND/PRECISION or id, and `explain(file)` a pair
     that `Explained.save` stored, for which nothing is measured. Both are profiled in `rounds` processes each, in turn,
     `runs` watched runs in each; `top` parts are listed (0: all). `save` names files to write, which are checked first
-    (see `Explained.save`). `settings` are fields of `dyno.Study`. Raises `UserError` where layers have no times.
+    (see `Explained.save`). With `prescriptions` variants of B that may cure what costs it time are then measured beside
+    it (see `Explained.tried`). `settings` are fields of `dyno.Study`. Raises `UserError` where layers have no times.
     """
     for name, value, least in (("batch", batch, 1), ("rounds", rounds, 1), ("runs", runs, 5), ("top", top, 0)):
         if value < least:
             raise UserError(f"{name} is {value}; it must be at least {least}")
     for path in save:
         check_saved(Path(path))
-    found = Explained(_pair(model, sides, batch, rounds, runs, settings, Progress(quiet=quiet)), top)
+    progress = Progress(quiet=quiet)
+    if prescriptions:
+        trying.check(model, sides)
+    found = Explained(_pair(model, sides, batch, rounds, runs, settings, progress), top)
+    if prescriptions:
+        study = Study(models=(model,), **settings)
+        found = replace(
+            found, tried=trying.run(found.waterfall, forms.sides(study, sides), study, batch, rounds, progress)
+        )
     for path in save:
         found.save(path)
     return found

@@ -30,6 +30,9 @@ def explain(
         typer.Option(help="File to write: .json keeps what was measured, .svg and .png draw it. May be repeated.",
                      metavar="FILE", rich_help_panel=options.OUTPUT),
     ] = [],  # noqa: B006  (typer copies it)
+    try_: Annotated[
+        bool, typer.Option("--try", help="Then measure variants of B that may cure what costs it time.")
+    ] = False,
     format: options.Format = "text",
 ) -> None:  # fmt: skip
     """Say why B is faster or slower than A: a waterfall in microseconds by parts of the model, and sentences."""
@@ -39,6 +42,15 @@ def explain(
     check_format(format)
     model, *sides = what
     found = explaining.explain(
-        model, *sides, batch=batch, rounds=rounds, runs=runs, top=top, save=save, quiet=False, **overrides
+        model,
+        *sides,
+        batch=batch,
+        rounds=rounds,
+        runs=runs,
+        top=top,
+        save=save,
+        prescriptions=try_,
+        quiet=False,
+        **overrides,
     )
     print(found.export(format), end="")

@@ -1,0 +1,129 @@
+"""Prescriptions tried: each variant of an engine is a trial beside it, in turns, and kept where it is proven."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dyno.analysis import stats
+from dyno.analysis.inside.cures import prescriptions, tried
+from dyno.analysis.inside.cures.prescriptions import Called
+from dyno.analysis.inside.cures.tried import Outcome
+from dyno.analysis.inside.waterfall import Waterfall
+from dyno.analysis.metrics import speedups
+from dyno.analysis.presentation.table import Table
+from dyno.analysis.ranking.correctness import AGREE
+from dyno.analysis.records.results import TrialResult
+from dyno.analysis.records.run_data import RunData
+from dyno.analysis.tables import trial_table
+from dyno.api.inside.forms import Side
+from dyno.engine.execute import execute
+from dyno.jobs.progress import Progress
+from dyno.planning.defaults import new_folder
+from dyno.study import Choice, Study
+from dyno.worker import registry
+from dyno.worker.spec import FIXED, UserError
+
+BOUNDARY = "model"
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What came of the prescriptions for B; `folder` is the run folder with their trials, None where none was called
+    for."""
+
+    title: str
+    outcomes: tuple[Outcome, ...]
+    folder: Path | None = None
+
+    @property
+    def table(self) -> Table:
+        """A row for each prescription."""
+        return tried.table(self.outcomes, self.title)
+
+    @property
+    def sentences(self) -> list[str]:
+        """How many helped, and the best of them."""
+        where = [f"The trials are in {self.folder}."] if self.folder else []
+        return [*tried.sentences(self.outcomes, self.title), *where]
+
+
+def check(model: Any, sides: Sequence[Any]) -> None:
+    """A `UserError` where no variant of B can be made: there is no module, or A and B aren't two forms of it."""
+    if len(sides) != 2 or not isinstance(model, str) or registry.format_of(model) is not None or Path(model).is_dir():
+        raise UserError("--try makes variants of an engine from its module; give the module and two forms of it: "
+                        "torchvision:resnet18 onnxruntime onnxruntime/int8")  # fmt: skip
+
+
+def run(found: Waterfall, sides: Sequence[Side], study: Study, batch: int, rounds: int, progress: Progress) -> Tried:
+    """Try what the waterfall from A to B calls for: A, B and each variant measure side by side for so many rounds.
+
+    `study` has the model, the data and how it is measured. A prescription is kept where its variant is proven faster
+    than B, all of them as one family, and its outputs are right.
+    """
+    a, b = ((side.choice, side.precision) for side in sides[-2:])
+    title = _text(*b)
+    called = prescriptions.called_for(found, b[0].name, b[1], study.device)
+    variants = {_text(*variant): (variant, one) for one in called if (variant := _variant(*b, one)) not in (a, b)}
+    if not variants:
+        return Tried(title, ())
+    asked = tuple(dict.fromkeys((_text(*a), _text(*b), *variants)))
+    own = replace(study, backends=asked, precisions=(), batches=(batch,), rounds=rounds, until=FIXED,
+                  boundaries=(BOUNDARY,))  # fmt: skip
+    folder = new_folder("explain", study.models)
+    execute(own, folder, progress)
+    data = trial_table.read(folder)
+    trials = {_key(t): t for t in data.records}
+    beside = trials.get(_named(*b))
+    if beside is None or not beside.good:
+        raise UserError(f"{title} did not run beside its variants; `dyno show {folder}` has the reason")
+    pairs = [(one, _text(*v), trials.get(_named(*v))) for v, one in variants.values()]
+    return Tried(title, _outcomes(pairs, beside, data), folder)
+
+
+def _outcomes(
+    pairs: Sequence[tuple[Called, str, TrialResult | None]], beside: TrialResult, data: RunData
+) -> tuple[Outcome, ...]:
+    """What came of each, decided as one family."""
+    rows = {row["trial"]: row for row in data.frame.to_dict("records")}
+    evidence = [
+        speedups.evidence(t, beside, BOUNDARY, rule=data.rule) if t is not None and t.good else None
+        for _, _, t in pairs
+    ]
+    decided = stats.decide_family(evidence, data.rule)
+    return tuple(
+        Outcome(called, text, speedup if e else None, *_state(t, rows))
+        for (called, text, t), e, speedup in zip(pairs, evidence, decided, strict=True)
+    )
+
+
+def _state(t: TrialResult | None, rows: Mapping[str, Mapping[str, Any]]) -> tuple[str, bool, str]:
+    """What is known of the trial's outputs, whether they are right, and why it has no speed."""
+    if t is None:
+        return "", False, "no such engine was planned"
+    outputs = str(rows[t.id]["outputs"] or "")
+    return outputs, outputs in ("", AGREE), "" if t.good else f"{t.status}: {t.reason}"
+
+
+def _variant(choice: Choice, precision: str, called: Called) -> tuple[Choice, str]:
+    """B with the prescription."""
+    new = called.prescription
+    kept = choice.options if new.backend in ("", choice.name) else {}
+    return replace(choice, name=new.backend or choice.name, options={**kept, **new.options}), new.precision or precision
+
+
+def _text(choice: Choice, precision: str) -> str:
+    """A configuration as `--backends` has it."""
+    named = {**choice.options, "precision": precision, **({"runtime": choice.runtime} if choice.runtime else {})}
+    return choice.name + "".join(f"@{key}={str(value).lower() if isinstance(value, bool) else value}"
+                                 for key, value in named.items())  # fmt: skip
+
+
+def _named(choice: Choice, precision: str) -> tuple[Any, ...]:
+    return choice.name, precision, tuple(sorted((k, str(v)) for k, v in choice.options.items()))
+
+
+def _key(t: TrialResult) -> tuple[Any, ...]:
+    return t.spec["backend"], t.precision, tuple(sorted((k, str(v)) for k, v in t.options.items()))

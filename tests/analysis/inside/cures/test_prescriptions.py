@@ -1,0 +1,63 @@
+"""Prescriptions: what they are made of exists, each fits where it should, and only what is proven is kept."""
+
+from __future__ import annotations
+
+import pytest
+
+from dyno.analysis.inside import causes
+from dyno.analysis.inside.cures import tried
+from dyno.analysis.inside.cures.prescriptions import PRESCRIPTIONS, Called, Prescription
+from dyno.analysis.inside.cures.tried import Outcome
+from dyno.analysis.presentation.export import export
+from dyno.analysis.stats import FASTER, UNDECIDED, Speedup
+from dyno.worker import registry
+
+
+def named(text: str) -> Prescription:
+    (found,) = [one for one in PRESCRIPTIONS if text in one.text]
+    return found
+
+
+@pytest.mark.parametrize("one", PRESCRIPTIONS, ids=lambda one: one.text)
+def test_each_makes_a_variant_that_backends_know(one: Prescription) -> None:
+    assert one.options or one.backend or one.precision, "it changes something"
+    for name in [one.backend] if one.backend else one.backends:
+        backend = registry.find(name)
+        assert set(one.options) <= set(backend.options), name
+        assert not one.precision or one.precision in backend.precisions
+        for option, value in one.options.items():
+            if option in backend.values:
+                assert not backend.values[option](value), (name, option)
+
+
+def test_it_fits_engines_that_it_would_change() -> None:
+    fewer, bf16, graph = named("fewer layers"), named("BF16"), named("a CUDA graph")
+    assert fewer.fits("onnxruntime", "int8", "cpu") and not fewer.fits("onnxruntime", "fp32", "cpu")
+    assert bf16.fits("openvino", "int8", "cpu") and not bf16.fits("openvino", "bf16", "cpu")
+    assert graph.fits("pytorch", "fp16", "cuda:1") and not graph.fits("pytorch", "fp16", "cpu")
+    assert not graph.fits("onnxruntime", "fp32", "cuda:0")
+
+
+def outcome(value: float, verdict: str, right: bool = True) -> Outcome:
+    called = Called(named("newer opset"), causes.SPLIT, 12e-6)
+    return Outcome(called, f"x@n={value}", Speedup(value, value - 0.1, value + 0.1, verdict), "agree", right)
+
+
+def test_what_is_proven_and_right_is_kept() -> None:
+    failed = Outcome(Called(named("newer opset"), causes.SPLIT, 1e-6), "x@n=0", None, "", True, "failed: no opset 20")
+    outcomes = (
+        outcome(1.2, FASTER),
+        outcome(1.5, FASTER),
+        outcome(2.0, FASTER, right=False),
+        outcome(1.3, UNDECIDED),
+        failed,
+    )
+    assert [one.kept for one in outcomes] == [True, True, False, False, False]
+    assert tried.sentences(outcomes, "x") == [
+        "2 of 5 prescriptions helped.",
+        f"The best is {outcomes[1].called.prescription.text}: 1.50x [1.40, 1.60] as fast, by --backends x@n=1.5.",
+    ]
+    assert tried.sentences(outcomes[2:], "x") == ["None of 3 prescriptions helped."]
+    assert tried.sentences((), "x") == ["Nothing of what costs x time calls for a prescription."]
+    text = export([tried.table(outcomes, "x")], "markdown")
+    assert "1.20x [1.10, 1.30]" in text and "failed: no opset 20" in text and "a layer of its own in B" in text
