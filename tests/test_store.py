@@ -32,6 +32,7 @@ def test_the_key_holds_all_that_shapes_a_file(tmp_path: Path, monkeypatch: pytes
 
     same = ModelSpec("b", "x:y", weights="/elsewhere", weights_sha256="1")
     assert key() == key(model=same)
+    assert key() == key(runtime=replace(recipe.runtime, threads=7)), "a file is made with all cores anyway"
     other = [key(), key(precision="fp16"), key(options={"a": 1}), key(dims=Dims(2, 8, 8)), key(parent=recipe)]
     other.append(key(model=ModelSpec("a", "x:y", weights_sha256="2")))
     monkeypatch.syspath_prepend(tmp_path)

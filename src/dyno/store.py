@@ -25,10 +25,12 @@ from dyno.worker.spec import Artifact, Job, Recipe, Runtime, Trial, UserError, d
 cache_dir = system.cache_dir
 LOCK = "lock"  # who works in a folder holds this file in it
 # What Dyno writes into a run folder; whatever else lies there is somebody's own.
-FOLDERS = ("trials", "archive", "charts", "tables", "truth", "peak", "idle", "blocks", "anchors", "placements")
+FOLDERS = (
+    "trials", "archive", "charts", "tables", "truth", "peak", "idle", "blocks", "anchors", "placements", "routes",
+)  # fmt: skip
 FILES = (
-    "study.toml", "environment.json", "models.json", "self-test.json", "devices.json", "results.csv", "tables.md",
-    "report.html", LOCK,
+    "study.toml", "environment.json", "models.json", "self-test.json", "devices.json", "routes.json",
+    "results.csv", "tables.md", "report.html", LOCK,
 )  # fmt: skip
 # What a round's folder is called: one that selects, one after the selection, or one that others took turns with.
 ROUND, CONFIRMATION, COMPANION = "r", "c", "t"
@@ -205,6 +207,12 @@ def _chain(recipe: Recipe | None) -> list[Recipe]:
     return [*_chain(recipe.parent), recipe] if recipe else []
 
 
+def _at_any_threads(recipe: Recipe) -> Recipe:
+    """The recipe without its threads and its parents': making a file takes all cores, however many its engine gets."""
+    parent = _at_any_threads(recipe.parent) if recipe.parent else None
+    return replace(recipe, runtime=replace(recipe.runtime, threads=0), parent=parent)
+
+
 class Cache:
     """Made files by everything that shaped them: recipe, weights, calibration data, code, versions, processor, GPU."""
 
@@ -221,7 +229,7 @@ class Cache:
         steps = [registry.maker(one.maker) for one in chain]
         processor = [gpu_identity(device)] if device != "cpu" else system.describe()["cpu_flags"]
         shaped_by = {
-            "recipe": digest(recipe),
+            "recipe": digest(_at_any_threads(recipe)),
             "makers": worker_code_sha256(*outside(*steps)),
             "versions": [versions(one.runtime, step.requires) for one, step in zip(chain, steps, strict=True)],
             "machine": [platform.machine(), *processor],

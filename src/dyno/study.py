@@ -54,6 +54,16 @@ class Choice:
     runtime: str = ""
     rounds: int = 0
 
+    @property
+    def text(self) -> str:
+        """It as `parse` reads it."""
+        given: dict[str, Option] = {**self.options}
+        given |= {"precision": "+".join(self.precisions)} if self.precisions else {}
+        given |= {"runtime": self.runtime} if self.runtime else {}
+        given |= {"rounds": self.rounds} if self.rounds else {}
+        return self.name + "".join(f"@{key}={str(value).lower() if isinstance(value, bool) else value}"
+                                   for key, value in given.items())  # fmt: skip
+
     @classmethod
     def parse(cls, text: str) -> Choice:
         """Read `compile@mode=max-autotune` or `onnxruntime@runtime=old`; a broken option is a `UserError`."""

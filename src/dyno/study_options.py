@@ -49,8 +49,8 @@ class Compared:
     )
     routes: tuple[str, ...] = option(
         (),
-        "Routes to the ONNX file, a row each: dynamo, torchscript, static, fold, opset17 joined by +; or all.",
-        usual="the usual one; others where it fails",
+        "Routes to the ONNX file, a row each: dynamo, torchscript, static, fold, opset17 joined by +; usual; or all.",
+        usual="the usual one, and another where that fails or another is faster",
     )
     baseline: dict[str, Any] = field(
         default_factory=dict,

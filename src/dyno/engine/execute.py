@@ -7,16 +7,18 @@ import random
 import shutil
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dyno.analysis.ranking import references
 from dyno.analysis.records import gpu_remarks, timeline
-from dyno.engine import ensemble, further_rounds, precision_search, retry, self_test
+from dyno.engine import ensemble, further_rounds, retry, self_test
 from dyno.engine.ensemble import model_key
 from dyno.engine.gpu_lock import launch_in_turn
 from dyno.engine.peak import SUSTAINED_S, find_peak, keep_idle
 from dyno.engine.run_folder import prepare_folder, refuse_other
+from dyno.engine.search import precisions, routes
 from dyno.jobs.progress import Progress
 from dyno.planning.checks import check_device
 from dyno.planning.plan import expand
@@ -44,10 +46,12 @@ def execute(
     retry_failed: bool = False,
     only: Container[str] | None = None,
     launch: Launch | None = None,
+    other_routes: bool = False,
 ) -> None:
     """Measure whatever the folder doesn't hold yet; of what is stored only failures whose reason may be gone are tried
     again, or all of them with `retry_failed`. With `only`, trials of other ids are left as they are. `launch` runs the
-    jobs of rounds that don't take turns (default: `launch_in_turn`), as jobs of another kind if it makes them such."""
+    jobs of rounds that don't take turns (default: `launch_in_turn`), as jobs of another kind if it makes them such.
+    With `other_routes`, other routes to the ONNX file are tried first where the study names none."""
     check_device(study)
     refuse_other(study, folder)
     planned = expand(study)
@@ -66,12 +70,16 @@ def execute(
             with progress.running([]):
                 find_peak(study, run.folder / "peak", progress)
 
+        if other_routes and not study.routes:
+            measure = partial(execute, progress=progress)
+            todo += routes.search(study, run.folder, todo, files.file, progress, measure)
+
         fits = references.matcher(study.reference, todo) if study.reference else None
         options = {ENERGY: SUSTAINED_S} if study.energy else {}
         rounds = Rounds(run, files, progress, fits, launch, options)
         rounds.all(todo)
         if study.searches:
-            todo += precision_search.search(study, folder, todo, rounds.all)
+            todo += precisions.search(study, folder, todo, rounds.all)
         if study.until == DECIDED:
             further_rounds.go_on(study, run, todo, rounds.further, progress)
         if study.confirmations:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dyno.analysis import stats
-from dyno.analysis.records.placements import DEVICES
+from dyno.analysis.records.notes.placements import DEVICES
 from dyno.analysis.records.results import load
 from dyno.jobs.progress import Progress
 from dyno.placement import blocks, process

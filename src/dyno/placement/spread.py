@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dyno.analysis.records.placements import PLACEMENTS
+from dyno.analysis.records.notes.placements import PLACEMENTS
 from dyno.engine.execute import execute, prepare
 from dyno.engine.run_folder import refuse_other
 from dyno.jobs.progress import Progress
@@ -30,7 +30,7 @@ OF_ONE_DEVICE = ("peak", "energy", "baseline")  # settings that are about a sing
 def run(study: Study, folder: Path, progress: Progress, *, retry_failed: bool = False) -> None:
     """Measure whatever the folder doesn't hold yet, as `execute` does, on one device or spread over several."""
     if len(places.names(study.device)) < 2:
-        execute(study, folder, progress, retry_failed=retry_failed)
+        execute(study, folder, progress, retry_failed=retry_failed, other_routes=not study.baseline)
         return
     for name in OF_ONE_DEVICE:
         if getattr(study, name):

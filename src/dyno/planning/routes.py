@@ -6,15 +6,27 @@ from dataclasses import replace
 
 from dyno.study import Choice
 from dyno.worker import registry
+from dyno.worker.facts.files import MadeBy
 from dyno.worker.spec import Option, UserError
 
+NAMES = ("exporter", "opset", "static", "fold")  # options that say which route
 PARTS = ("dynamo", "torchscript", "static", "fold", "opsetN")
 ALL = ("dynamo", "torchscript", "dynamo+static+fold", "torchscript+static+fold")
+USUAL = "usual"  # that one alone
+# Operators that the exporters write alike: a graph of these has the same work to do by every route. What they write
+# in many ways are attention, normalisation, and whatever depends on shapes.
+ALIKE = frozenset(
+    "Add AveragePool BatchNormalization Clip Concat Constant Conv ConvTranspose Div Elu Flatten Gemm GlobalAveragePool "
+    "GlobalMaxPool HardSigmoid HardSwish Identity LeakyRelu MaxPool Mul PRelu ReduceMean Relu Reshape Sigmoid Softmax "
+    "Squeeze Sub Tanh Unsqueeze".split()
+)
 
 
 def options_of(text: str) -> dict[str, Option]:
     """The backend's options that a route like `torchscript+opset17+static+fold` stands for; else a `UserError`."""
     options: dict[str, Option] = {}
+    if text == USUAL:
+        return options
     for part in text.split("+"):
         if part in ("dynamo", "torchscript"):
             options["exporter"] = part
@@ -23,7 +35,8 @@ def options_of(text: str) -> dict[str, Option]:
         elif part.startswith("opset") and part[len("opset") :].isdecimal():
             options["opset"] = int(part[len("opset") :])
         else:
-            raise UserError(f"unknown route {text!r}; a route is made of {', '.join(PARTS)}, joined by +, or it is all")
+            known = f"{', '.join(PARTS)}, joined by +, or is {USUAL} or all"
+            raise UserError(f"unknown route {text!r}; a route is made of {known}")
     return options
 
 
@@ -45,3 +58,14 @@ def routed(choices: list[Choice], routes: tuple[str, ...], *, file: bool = False
             else [choice]
         )
     return by_route
+
+
+def others(made: MadeBy, folds: bool) -> tuple[str, ...]:
+    """The routes that may give an engine another graph than the one that was exported first; `folds` says whether the
+    engine's usual route fixes and folds the shapes anyway."""
+    if made.operators.keys() <= ALIKE:
+        return ()
+    other = () if made.exporter == "torchscript" else ("torchscript",)
+    if folds:
+        return tuple(f"{name}+static+fold" for name in other)
+    return (*other, f"{made.exporter}+static+fold")

@@ -12,9 +12,10 @@ import pytest
 
 from dyno.engine.execute import Files
 from dyno.jobs.progress import Progress
-from dyno.planning.routes import options_of, routed
+from dyno.planning.routes import options_of, others, routed
 from dyno.study import Choice
 from dyno.worker import registry
+from dyno.worker.facts.files import MadeBy
 from dyno.worker.makers.static import OnnxStatic, static_of
 from dyno.worker.spec import Artifact, Dims, ModelSpec, Recipe, Runtime, Trial, UserError
 
@@ -129,6 +130,26 @@ def test_fixed_shapes_that_a_file_can_not_have_are_refused(tmp_path: Path) -> No
     made = OnnxStatic().make(replace(recipe, dims=Dims(4, 8, 8)), parent, tmp_path)
     assert made.inputs[0].shape == (4, 3, 8, 8) == made.outputs[0].shape
     assert np.prod(made.outputs[0].shape) == 768
+
+
+@pytest.mark.parametrize(
+    ("operators", "exporter", "folds", "routes"),
+    [
+        ("Conv Relu Add GlobalAveragePool Gemm", "dynamo", False, ()),
+        ("Conv Relu Add GlobalAveragePool Gemm", "dynamo", True, ()),
+        ("", "dynamo", False, ()),
+        ("Conv MatMul Softmax", "dynamo", False, ("torchscript", "dynamo+static+fold")),
+        ("Conv MatMul Softmax", "dynamo", True, ("torchscript+static+fold",)),
+        ("Conv MatMul Softmax", "torchscript", False, ("torchscript+static+fold",)),
+        ("Conv MatMul Softmax", "torchscript", True, ()),
+    ],
+)
+def test_other_routes_where_the_graph_may_differ(
+    operators: str, exporter: str, folds: bool, routes: tuple[str, ...]
+) -> None:
+    made_by = MadeBy(operators=dict.fromkeys(operators.split(), 1), exporter=exporter)
+    assert others(made_by, folds) == routes
+    assert all(options_of(route) for route in routes)
 
 
 def test_routes_by_name() -> None:

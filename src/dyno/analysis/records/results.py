@@ -21,7 +21,7 @@ from dyno.analysis import stats
 from dyno.analysis.formatting import NO_IMAGE
 from dyno.analysis.records import gpu_remarks, timeline
 from dyno.analysis.records.forms import Form, forms, sides
-from dyno.analysis.records.placements import Placement, placements
+from dyno.analysis.records.notes.placements import Placement, placements
 from dyno.analysis.records.rounds import GPU, HOST, Round
 from dyno.analysis.records.shapes import MODELS
 from dyno.analysis.records.stored import measured, read_job, read_round, read_table

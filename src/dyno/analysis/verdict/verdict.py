@@ -20,8 +20,9 @@ from dyno.analysis.records import gpu_remarks
 from dyno.analysis.records.results import Results, TrialResult, clock_of
 from dyno.analysis.records.rounds import GPU
 from dyno.analysis.records.run_data import RunData
-from dyno.analysis.verdict import decisions, devices, mixed_precision
+from dyno.analysis.verdict import decisions
 from dyno.analysis.verdict.findings import FAILURE, NOTE, WARNING, Decision, Finding
+from dyno.analysis.verdict.whole_run import devices, mixed_precision, routes
 
 COMPANY = "what the table calls faster or slower is so beside those programs; engines suffer from company differently"
 MOST_GROUPS = 8  # model x size pairs that get sentences of their own; the rest stands in the tables
@@ -82,13 +83,16 @@ def read(run: RunData) -> Verdict:
         return Verdict(
             wrong,
             (unranked, *failures),
-            (*apart, *_truths(results), *_outcome(results, contention), *devices.findings(results)),
+            (
+                *(*apart, *_truths(results), *_outcome(results, contention)),
+                *(*devices.findings(results), *routes.findings(results)),
+            ),
         )
     decided = tuple(decision for ranking in shown for decision in decisions.decisions(ranking, run))
     more = len(all_rankings) - MOST_GROUPS
     rest = [Finding(NOTE, f"{more} more models and sizes are in the tables.")] if more > 0 else []
     rest += [*mixed_precision.findings(run), *_truths(results), *_slow_precisions(run), *_outcome(results, contention)]
-    rest += devices.findings(results)
+    rest += [*devices.findings(results), *routes.findings(results)]
     return Verdict(wrong, decided, tuple(rest))
 
 

@@ -116,9 +116,7 @@ def _variant(choice: Choice, precision: str, called: Called) -> tuple[Choice, st
 
 def _text(choice: Choice, precision: str) -> str:
     """A configuration as `--backends` has it."""
-    named = {**choice.options, "precision": precision, **({"runtime": choice.runtime} if choice.runtime else {})}
-    return choice.name + "".join(f"@{key}={str(value).lower() if isinstance(value, bool) else value}"
-                                 for key, value in named.items())  # fmt: skip
+    return replace(choice, precisions=(precision,), rounds=0).text
 
 
 def _named(choice: Choice, precision: str) -> tuple[Any, ...]:

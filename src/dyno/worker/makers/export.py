@@ -24,7 +24,7 @@ from dyno.worker.makers.control_flow import check_control_flow, traced_values
 from dyno.worker.makers.verify import Case, Refused, Source, Wrong, doubtful, verified
 from dyno.worker.nets import models, task_facts, torchvision_detectors
 from dyno.worker.onnx_graph.attention import plain_transposes
-from dyno.worker.onnx_graph.file import artifact, import_onnx, opset_of, prepare_given, read_io
+from dyno.worker.onnx_graph.file import artifact, import_onnx, operators_of, opset_of, prepare_given, read_io
 from dyno.worker.onnx_graph.opset import lower_file
 from dyno.worker.sessions.torch_support import first_line, import_torch, memory_errors, named_outputs, positional
 from dyno.worker.spec import Artifact, DataSpec, Dims, ModelSpec, Option, Recipe, Runtime, Tensor, UserError
@@ -124,6 +124,7 @@ def _export(recipe: Recipe, path: Path) -> MadeBy:
             made_by,
             exporter=exporter,
             opset=opset_of(path),
+            operators=operators_of(path),
             fixed_batch=not source.free_batch,
             verified=checked,
             warnings=tuple(notes),

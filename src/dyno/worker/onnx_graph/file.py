@@ -157,6 +157,11 @@ def opset_of(path: Path) -> int:
     return opset.opset(_read(str(path)))
 
 
+def operators_of(path: Path) -> dict[str, int]:
+    """The number of the graph's nodes of each type, the most frequent first."""
+    return dict(Counter(node.op_type for node in _read(str(path)).graph.node).most_common())
+
+
 def import_onnx() -> Any:
     try:
         import onnx

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dyno.analysis import stats
-from dyno.analysis.records.placements import Device, Devices, devices
+from dyno.analysis.records.notes.placements import Device, Devices, devices
 from dyno.analysis.records.results import Results
 from dyno.analysis.verdict.findings import NOTE, Finding
 

@@ -24,7 +24,7 @@ def search(study: Study, folder: Path, trials: list[Trial], measure: Measure) ->
     an interrupted one takes the same steps when it is resumed.
     """
     from dyno.analysis.tables import trial_table
-    from dyno.analysis.verdict import mixed_precision
+    from dyno.analysis.verdict.whole_run import mixed_precision
 
     if not (folder / "trials").is_dir():
         return []

@@ -14,7 +14,7 @@ from dyno import Study, UserError
 from dyno.analysis.records import results
 from dyno.analysis.tables import trial_table
 from dyno.analysis.verdict import verdict
-from dyno.engine import precision_search
+from dyno.engine.search import precisions
 from dyno.planning.plan import expand
 
 pytestmark = pytest.mark.usefixtures("preloaded")
@@ -51,15 +51,15 @@ def test_the_command_line_finds_the_layer_that_must_stay_higher(
 
 def steps_of(needed: int, layers: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int | None, list[int]]:
     """What a search tries and finds where so many layers are needed."""
-    found = precision_search._Search(Study(models=("fake:x",)), Path(), None, [], [], lambda *_: None)  # type: ignore[arg-type]
+    found = precisions._Search(Study(models=("fake:x",)), Path(), None, [], [], lambda *_: None)  # type: ignore[arg-type]
     found.tried = {}
 
     def holds(self: Any, count: int) -> bool:
         self.tried[count] = count >= needed
         return count >= needed
 
-    monkeypatch.setattr(precision_search._Search, "_holds", holds)
-    monkeypatch.setattr(precision_search._Search, "_layers", lambda self: layers)
+    monkeypatch.setattr(precisions._Search, "_holds", holds)
+    monkeypatch.setattr(precisions._Search, "_layers", lambda self: layers)
     return found._fewest(), list(found.tried)
 
 
@@ -81,17 +81,14 @@ def test_the_fewest_layers_are_found_by_doubling_and_halving(
     needed: int, layers: int, fewest: int | None, tried: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found, seen = steps_of(needed, layers, monkeypatch)
-    assert seen == tried[: precision_search.MOST]
+    assert seen == tried[: precisions.MOST]
     assert found == (fewest if needed < 300 else 350), "at the limit the last one that holds counts"
 
 
 def test_only_what_has_layers_to_keep_is_tried(hostile: Path) -> None:
     study = Study(models=(str(hostile),), channels=1, data="digits", precisions=("fp16", "int8"),
                   backends=("onnxruntime", "openvino"))  # fmt: skip
-    can = {
-        (p.trial.backend, p.trial.precision): precision_search.with_kept_layers(study, p.trial, 2)
-        for p in expand(study)
-    }
+    can = {(p.trial.backend, p.trial.precision): precisions.with_kept_layers(study, p.trial, 2) for p in expand(study)}
     assert can[("openvino", "fp16")] is None, "it lowers types itself, whatever the file says"
     made = can[("openvino", "int8")]
     assert made is not None and made.options == {"keep": 2} and made.recipe is not None

@@ -1,0 +1,1 @@
+"""Notes that a study keeps beside its records: where blocks were measured, and which routes were tried."""

@@ -1,0 +1,32 @@
+"""What is said of the routes to the ONNX file that were tried beside the usual one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from dyno.analysis.records.notes.routes_tried import KEPT, NOT_FASTER, Attempt, Tried, attempts
+from dyno.analysis.records.results import Results
+from dyno.analysis.verdict.findings import BEST, NOTE, Finding
+
+
+def findings(results: Results) -> Iterator[Finding]:
+    """A sentence for each configuration of which a route was kept, and one on all others that were tried."""
+    models = {t.model for t in results}
+    tried = [one for one in attempts(results.folder) if one.model in models]
+    for one in tried:
+        if one.kept is not None:
+            text = f"{_about(one)} by the route {one.kept.route} ran {one.kept.ratio:.2f} times as fast as by the usual"
+            rest = _list(route for route in one.routes if route.outcome != KEPT)
+            yield Finding(BEST, f"{text} one in a round at batch {one.batch}; it has a row of its own{rest}.")
+    if others := [f"{_about(one)}{_list(one.routes)}" for one in tried if one.kept is None]:
+        yield Finding(NOTE, f"No other route to the ONNX file that was tried is faster: {', '.join(others)}.")
+
+
+def _about(one: Attempt) -> str:
+    return f"{one.model} {one.configuration}"
+
+
+def _list(routes: Iterable[Tried]) -> str:
+    """The routes with what came of each, in brackets."""
+    said = [f"{one.route} {f'{one.ratio:.2f}x' if one.outcome == NOT_FASTER else one.outcome}" for one in routes]
+    return f" ({', '.join(said)})" if said else ""

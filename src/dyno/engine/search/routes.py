@@ -1,0 +1,210 @@
+"""Other routes to the ONNX file, tried where they may give the network at hand another graph than the usual one.
+
+They run once beside the usual one, in a folder of their own; the fastest whose outputs are right becomes a trial like
+any other if it gains enough, and is measured like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dyno.analysis.metrics import speedups
+from dyno.analysis.ranking.correctness import AGREE
+from dyno.analysis.records.notes.routes_tried import FAILED, KEPT, NOT_FASTER, WRONG, Attempt, Tried, attempts, store
+from dyno.analysis.records.results import TrialResult
+from dyno.analysis.records.run_data import RunData
+from dyno.analysis.stats import Rule
+from dyno.jobs.progress import Progress
+from dyno.planning.interpreters import placed
+from dyno.planning.model_info import model_spec
+from dyno.planning.routes import NAMES, USUAL, options_of, others
+from dyno.study import Choice, Study
+from dyno.worker import registry
+from dyno.worker.record import Record
+from dyno.worker.spec import FIXED, Artifact, DataSpec, ModelSpec, Recipe, Trial, UserError, digest
+
+FOLDER = "routes"  # in a run folder
+BOUNDARY = "model"
+LEAST_GAIN = 1.05  # in one round beside the usual route; below it another round might say the opposite
+SECONDS = 1.0  # at most, of each process
+ONNX_STATIC = "onnx_static"  # the maker of files with fixed shapes
+LOWERED = ("int8", "fp8")  # their route is the one of a floating-point type, in this order:
+FROM = ("fp16", "bf16", "fp32", "tf32")
+
+FileOf = Callable[[Recipe], "Artifact | Record"]
+Measure = Callable[[Study, Path], None]
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A backend with its options in one floating-point type, at one shape of a model, and the routes to try for it."""
+
+    trial: Trial
+    routes: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return _name(self.trial, self.trial.precision)
+
+    @property
+    def key(self) -> str:
+        return _key(self.trial)
+
+    def by(self, route: str = "") -> Trial:
+        """Its trial by that route."""
+        return replace(self.trial, options={**self.trial.options, **(options_of(route) if route else {})})
+
+    def text(self, route: str = "") -> str:
+        """It by that route, as `--backends` has it."""
+        trial = self.by(route)
+        runtime = "" if trial.runtime.name == "main" else trial.runtime.name
+        return Choice(trial.backend, trial.options, (trial.precision,), runtime).text
+
+
+def search(
+    study: Study, run: Path, trials: Sequence[Trial], file_of: FileOf, progress: Progress, measure: Measure
+) -> list[Trial]:
+    """Try other routes for a study's trials; returns the trials that were added, by routes that are faster.
+
+    `file_of` makes a file, and `measure` runs a study in a folder. What was tried is stored in the run folder, so that
+    a study that goes on takes the same routes.
+    """
+    done = {(one.key, one.configuration): one for one in attempts(run)}
+    added: list[Trial] = []
+    for own in _by_model(trials):
+        wanted = [one for one in _configurations(own, file_of) if (one.key, one.name) not in done]
+        if wanted:
+            found = _tried(study, run / FOLDER / wanted[0].key, wanted, progress, measure)
+            done |= {(one.key, one.configuration): one for one in found}
+            store(run, tuple(done.values()))
+        for trial in filter(_open, own):
+            attempt = done.get((_key(own[0]), _name(trial, _float(trial, own))))
+            if attempt and attempt.kept and (other := _by(trial, attempt.kept.route, study)) is not None:
+                added.append(other)
+    return added
+
+
+def _key(trial: Trial) -> str:
+    """The model's content and the trial's shape, which the stored attempts are found by."""
+    return digest([trial.model, trial.dims])[:12]
+
+
+def _name(trial: Trial, precision: str) -> str:
+    return f"{trial.variant} {precision}"
+
+
+def _by_model(trials: Sequence[Trial]) -> list[list[Trial]]:
+    by_model: dict[str, list[Trial]] = {}
+    for trial in trials:
+        by_model.setdefault(digest(trial.model), []).append(trial)
+    return [*by_model.values()]
+
+
+def _configurations(own: Sequence[Trial], file_of: FileOf) -> Iterator[Configuration]:
+    """What may gain by another route, of one model's trials, with those routes."""
+    seen = set()
+    for trial in own:
+        if not _open(trial) or (probe := _probe(trial, own)) is None or probe.variant + probe.precision in seen:
+            continue
+        seen.add(probe.variant + probe.precision)
+        chain = [*_chain(trial.recipe)]
+        exported = file_of(chain[-1])
+        if isinstance(exported, Artifact):
+            folds = any(recipe.maker == ONNX_STATIC for recipe in chain)
+            if routes := others(exported.made_by, folds):
+                yield Configuration(probe, routes)
+
+
+def _open(trial: Trial) -> bool:
+    """Whether the trial's file is exported, by a route that nobody named."""
+    reads = "exporter" in registry.find(trial.backend).options
+    return reads and trial.recipe is not None and not trial.model.file and not trial.options.keys() & set(NAMES)
+
+
+def _chain(recipe: Recipe | None) -> Iterator[Recipe]:
+    """A recipe before those that its file is made from."""
+    while recipe is not None:
+        yield recipe
+        recipe = recipe.parent
+
+
+def _probe(trial: Trial, own: Sequence[Trial]) -> Trial | None:
+    """What is tried for the trial: it at the model's first shape, and in a floating-point type that the study has of
+    it, else in float32; None of a trial at another shape, whose first has its turn anyway."""
+    if trial.dims != own[0].dims:
+        return None
+    return replace(trial, precision=_float(trial, own), recipe=None, data=DataSpec())
+
+
+def _float(trial: Trial, own: Sequence[Trial]) -> str:
+    """The floating-point type that decides the trial's route."""
+    if trial.precision not in LOWERED:
+        return trial.precision
+    has = {other.precision for other in own if other.variant == trial.variant}
+    return next((precision for precision in FROM if precision in has), "fp32")
+
+
+def _tried(
+    study: Study, folder: Path, wanted: Sequence[Configuration], progress: Progress, measure: Measure
+) -> list[Attempt]:
+    """What came of each configuration's routes, in one round beside its usual one; none where they can't be planned."""
+    model, dims = wanted[0].trial.model, wanted[0].trial.dims
+    asked = dict.fromkeys(one.text(route) for one in wanted for route in ("", *one.routes))
+    own = replace(
+        study, models=(_source(study, model),), backends=tuple(asked), precisions=(), batches=(dims.batch,),
+        sizes=(dims.size,) if dims.height else (), data="", calibration="", budget={}, reference="", routes=(USUAL,),
+        confirm=0, search=False, peak=False, energy=False, builds=1, rounds=1, until=FIXED, boundaries=(BOUNDARY,),
+        seconds=min(study.seconds, SECONDS),
+    )  # fmt: skip
+    names = ", ".join(dict.fromkeys(route for one in wanted for route in one.routes))
+    progress.other(f"other routes of {model.name}: {names}")
+    try:
+        measure(own, folder)
+    except UserError as e:
+        progress.note(f"other routes of {model.name} can't be tried: {e}")
+        return []
+    from dyno.analysis.tables import trial_table
+
+    data = trial_table.read(folder)
+    return [_attempt(one, data) for one in wanted]
+
+
+def _source(study: Study, model: ModelSpec) -> str:
+    """The model as the study names it."""
+    return next(source for source in study.models if model_spec(study, source).source == model.source)
+
+
+def _attempt(one: Configuration, data: RunData) -> Attempt:
+    """What came of the routes: the fastest with the right outputs is kept, if it gains enough."""
+    ran = {(t.variant, t.precision): t for t in data.records}
+    of = {name: ran.get((one.by(name).variant, one.trial.precision)) for name in ("", *one.routes)}
+    outputs = {row["trial"]: row["outputs"] for row in data.frame.to_dict("records")}
+    routes = [_outcome(name, of[name], of[""], outputs, data.rule) for name in one.routes]
+    best = max(routes, key=lambda route: route.ratio)
+    if best.ratio >= LEAST_GAIN:
+        routes[routes.index(best)] = replace(best, outcome=KEPT)
+    return Attempt(one.key, one.trial.model.name, one.name, one.trial.dims.batch, tuple(routes))
+
+
+def _outcome(
+    name: str, t: TrialResult | None, usual: TrialResult | None, outputs: Mapping[str, Any], rule: Rule
+) -> Tried:
+    if t is None or not t.good:
+        return Tried(name, 0.0, FAILED, f"{t.status}: {t.reason}" if t is not None else "not planned")
+    if str(outputs[t.id] or "") not in ("", AGREE):
+        return Tried(name, 0.0, WRONG)
+    if usual is None or not usual.good:
+        return Tried(name, 0.0, NOT_FASTER, "the usual route did not run beside it")
+    return Tried(name, speedups.speedup(t, usual, BOUNDARY, rule=rule).value, NOT_FASTER)
+
+
+def _by(trial: Trial, route: str, study: Study) -> Trial | None:
+    """The trial by that route; None where its backend refuses it."""
+    engine = registry.find(trial.backend)
+    candidate = replace(trial, options={**trial.options, **options_of(route)}, recipe=None)
+    if engine.refuse(candidate):
+        return None
+    return replace(candidate, recipe=placed(engine.recipe(candidate), study))
