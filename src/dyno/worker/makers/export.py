@@ -23,8 +23,8 @@ from dyno.worker.inputs.specs import BATCH, arguments, has_batch, tensors
 from dyno.worker.makers.control_flow import check_control_flow, traced_values
 from dyno.worker.makers.verify import Case, Refused, Source, Wrong, doubtful, verified
 from dyno.worker.nets import models, task_facts, torchvision_detectors
-from dyno.worker.onnx_graph.attention import plain_transposes
 from dyno.worker.onnx_graph.file import artifact, import_onnx, operators_of, opset_of, prepare_given, read_io
+from dyno.worker.onnx_graph.fusible import fusible
 from dyno.worker.onnx_graph.opset import lower_file
 from dyno.worker.sessions.torch_support import first_line, import_torch, memory_errors, named_outputs, positional
 from dyno.worker.spec import Artifact, DataSpec, Dims, ModelSpec, Option, Recipe, Runtime, Tensor, UserError
@@ -257,7 +257,7 @@ def _write(torch: Any, source: Source, exporter: str, opset: int, path: Path) ->
         raise Wrong(f"failed, {_last_line(e)}") from e
     if dynamo and not options["external_data"]:
         onnx = import_onnx()
-        onnx.save(plain_transposes(onnx.load(path)), path)
+        onnx.save(fusible(onnx.load(path)), path)
     try:
         lower_file(path, opset)  # dynamo writes 18 at least, even if the opset is lower
     except UserError as e:
