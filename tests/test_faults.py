@@ -255,9 +255,9 @@ def test_a_short_fault_campaign_finds_nothing(preloaded: str, tmp_path: Path) ->
 
     campaign.command = start  # what is killed or has no room is a process of its own
     (tmp_path / "study.toml").write_text(faults.STUDY)
-    said = [faults.kills(campaign, 5), faults.full_disk(campaign), faults.mutations(campaign, 50)]
+    said = [faults.kills(campaign, 4), faults.full_disk(campaign), faults.mutations(campaign, 30)]
     assert campaign.wrong == [], said
-    assert said[2].startswith("mutations: 50 files of ") and "9 limits" in said[1]
+    assert said[2].startswith("mutations: 30 files of ") and "9 limits" in said[1]
 
 
 def test_what_write_json_writes_is_read_back(tmp_path: Path) -> None:

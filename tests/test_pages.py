@@ -50,7 +50,6 @@ SHORT = {
     ),  # several wait for each other on a busy machine
 }
 SMALL = {
-    "--minutes": {"2": "30", "3": "30"},  # of the self-test, which three rounds end long before
     "--size": {"224": "32", "320": "64", "96": "32", "64": "32", "64,96": "32"},
     "--precision": {"fp32,bf16": "fp32"},
     "--batch": {"1,8": "1"},  # "1,4" stays, as the best of one is no table
@@ -58,6 +57,7 @@ SMALL = {
 # The beginning of a command that another test runs and that takes long.
 ELSEWHERE = {
     "dyno doctor": "tests/test_offline.py runs it; half a minute of torch.compile",
+    "dyno calibrate": "tests/api/test_calibrate.py runs it; three rounds of six processes",
     "dyno export ultralytics:": "tests/test_yolo.py exports one; half a minute",
 }
 PHOTOGRAPHS = "examples/photographs.py"
@@ -124,8 +124,6 @@ def shortened(words: list[str]) -> list[str]:
         if flag in kept:
             value = kept[kept.index(flag) + 1]
             kept[kept.index(flag) + 1] = values.get(value, value)
-    if words[1] == "calibrate":
-        kept += ["--rounds", "3"]
     if words[1] == "serve-test" and "--backends" in kept:  # the search for the highest rate is long, and alike for each
         kept[kept.index("--backends") + 1] = "onnxruntime"
     if (
