@@ -112,14 +112,14 @@ def inspect_job(job: Job, journal: Journal) -> None:
 
 def count_kernels(job: Job, journal: Journal) -> None:
     """One inference of the trial's engine for a profiler of kernels."""
-    from dyno.worker.jobs.counters import count
+    from dyno.worker.jobs.layers.counters import count
 
     count(job, journal)
 
 
 def read_layers(job: Job, journal: Journal) -> None:
     """The layers of one form of a model."""
-    from dyno.worker.jobs.inspect_layers import read
+    from dyno.worker.jobs.layers.inspect_layers import read
 
     assert job.trial is not None
     journal.stage("read the layers")
@@ -128,14 +128,14 @@ def read_layers(job: Job, journal: Journal) -> None:
 
 def of_layers(job: Job, journal: Journal) -> None:
     """How long each layer of a trial's engine takes, or an ONNX file with notes at its nodes."""
-    from dyno.worker.jobs import annotate, layer_times
+    from dyno.worker.jobs.layers import annotate, layer_times
 
     {"profile": layer_times.profile, "annotate": annotate.annotate}[job.kind](job, journal)
 
 
 def compare_layers(job: Job, journal: Journal) -> None:
     """What every layer of a reference computes, or how far an engine's are from that."""
-    from dyno.worker.jobs.layer_errors import perform
+    from dyno.worker.jobs.layers.layer_errors import perform
 
     perform(job, journal)
 

@@ -14,7 +14,7 @@ from dyno.worker.backend import Backend, Session
 from dyno.worker.backends.onnx_runtime import ONNX_RUNTIME, OnnxRuntime
 from dyno.worker.backends.open_vino import OPENVINO
 from dyno.worker.facts.numerics import LayerErrors
-from dyno.worker.jobs import layer_errors
+from dyno.worker.jobs.layers import layer_errors
 from dyno.worker.numerics import reference
 from dyno.worker.spec import Artifact, DataSpec, Dims, Job, ModelSpec, Runtime, Trial, UserError
 
