@@ -14,6 +14,8 @@ if typing.TYPE_CHECKING:
     from dyno.api.comparison import Comparison as Comparison
     from dyno.api.comparison import compare as compare
     from dyno.api.evaluation import evaluate as evaluate
+    from dyno.api.inside.cold_start import ColdStarts as ColdStarts
+    from dyno.api.inside.cold_start import cold_start as cold_start
     from dyno.api.inside.explaining import Explained as Explained
     from dyno.api.inside.explaining import explain as explain
     from dyno.api.inside.inspection import Inspected as Inspected
@@ -36,6 +38,7 @@ if typing.TYPE_CHECKING:
 
 __version__ = "0.2.0"
 __all__ = [
+    "ColdStarts",
     "Comparison",
     "Explained",
     "Filmed",
@@ -51,6 +54,7 @@ __all__ = [
     "agree_layers",
     "bisect",
     "calibrate",
+    "cold_start",
     "compare",
     "evaluate",
     "explain",
@@ -74,6 +78,8 @@ _HOMES = {
     "calibrate": "dyno.api.calibrate",
     "SelfTest": "dyno.analysis.self_test.figures",
     "evaluate": "dyno.api.evaluation",
+    "ColdStarts": "dyno.api.inside.cold_start",
+    "cold_start": "dyno.api.inside.cold_start",
     "Explained": "dyno.api.inside.explaining",
     "explain": "dyno.api.inside.explaining",
     "LayerAgreement": "dyno.api.inside.layer_agreement",

@@ -13,7 +13,7 @@ from dyno import __version__
 from dyno.cli import data_commands, exits, hints, options, run_folders, serve_test, take
 from dyno.cli.comparison import bisection, compare
 from dyno.cli.images import train, video
-from dyno.cli.inside import explaining, inspection, layer_agreement, profiling
+from dyno.cli.inside import cold_starts, explaining, inspection, layer_agreement, profiling
 from dyno.planning.defaults import DEMO_MINUTES, EVALUATION, ONE_ROUND, SELF_TEST_MINUTES
 from dyno.study_options import MODEL_HELP, Compared, DataOptions, Measurement, ModelOptions, RuntimeOptions
 from dyno.worker.spec import ROUNDS, UserError
@@ -294,6 +294,7 @@ command(MAKE)(train.train)
 command(MAKE)(take.take)
 command(READ)(inspection.inspect)
 command(MEASURE)(profiling.profile)
+command(MEASURE, "cold-start")(cold_starts.cold_start)
 command(MEASURE)(explaining.explain)
 command(READ, "list")(run_folders.list_runs)
 command(READ, "rm")(run_folders.remove)

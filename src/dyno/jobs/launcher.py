@@ -16,7 +16,7 @@ from pathlib import Path
 from dyno.jobs.telemetry import Telemetry
 from dyno.worker import system
 from dyno.worker.record import Record, read_json, read_record, write_json, write_record
-from dyno.worker.spec import Job, Runtime, UserError, from_json, to_json
+from dyno.worker.spec import STARTED, Job, Runtime, UserError, from_json, to_json
 
 MAIN = Path(__file__).parents[1] / "worker" / "main.py"
 POLL_S = 0.05
@@ -155,10 +155,11 @@ def start(
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                env={**_own(folder), **environment(job.runtime), **(extra or {}), "DYNO_LAUNCHER": str(launcher)},
+                env={**_own(folder), **environment(job.runtime), **(extra or {}), "DYNO_LAUNCHER": str(launcher),
+                     STARTED: repr(time.monotonic())},
                 start_new_session=True,
                 pass_fds=inherited,
-            )
+            )  # fmt: skip
         except OSError as e:
             if tool:
                 raise UserError(f"{tool[0]} can't be started ({e.strerror})") from e

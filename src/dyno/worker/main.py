@@ -191,11 +191,18 @@ def answer_requests(job: Job, journal: Journal) -> None:
     serve_requests(job, journal)
 
 
+def start_cold(job: Job, journal: Journal) -> None:
+    """The trial's engine from the start of this process to its first answer."""
+    from dyno.worker.jobs.cold_start import cold_start
+
+    cold_start(job, journal)
+
+
 OTHER_JOBS = {"make": make_file, "probe": probe, "inspect": inspect_job, "layers": read_layers,
               "profile": of_layers, "counters": count_kernels, "reference": compare_layers,
               "layer_errors": compare_layers, "train": train_model, "stress": stress_trial, "peak": find_peak,
               "take": take_home, "annotate": of_layers, "video": through_video,
-              "serve": answer_requests}  # fmt: skip
+              "serve": answer_requests, "cold_start": start_cold}  # fmt: skip
 
 
 def perform(job: Job, journal: Journal, turns: Alone) -> Record:

@@ -36,6 +36,7 @@ BUILD = (
 )
 TIMING_CACHE = "timing_cache"  # option of a backend whose builds take over the timings of earlier ones
 ENERGY = "energy"  # option of a job: for how many seconds it also runs at full load, for the energy of an image
+STARTED = "DYNO_STARTED"  # in a job's environment: the time of CLOCK_MONOTONIC when its process was started
 SLOWDOWN = "slowdown"  # option of a job, of the self-test's alone: by which share each run is slowed down on purpose
 
 Option = Union[str, int, float, bool]
@@ -299,7 +300,7 @@ class Job:
     """One process: `run` or `stress` a trial, `make` a file, `probe` a backend, `inspect` a model, read its `layers`,
     `profile` how long each takes, store the tensors of a `reference`, compare an engine's with them (`layer_errors`),
     `train` one, find the device's `peak`, `annotate` a graph, `take` a trial home, run a `video` through one,
-    or `serve` requests with one."""
+    `serve` requests with one, or see how long its `cold_start` takes."""
 
     kind: str
     runtime: Runtime = Runtime()

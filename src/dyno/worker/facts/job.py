@@ -24,6 +24,22 @@ class Turns:
 
 
 @dataclass(frozen=True)
+class ColdStart:
+    """What passed from the start of a process to the first answer of its engine, in seconds by part, in order.
+
+    `first_answer` is the whole, which the parts don't fill: no part is between two. `later` are further answers.
+    `read_bytes` came from disk instead of from the kernel's cache (None where it doesn't say), and `files` are those
+    that the process read code or the model from.
+    """
+
+    parts: dict[str, float]
+    first_answer: float
+    later: tuple[float, ...] = ()
+    read_bytes: int | None = None
+    files: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Sustained:
     """Images that went through as fast as they could, for the energy: when, images/s, and how many processors other
     programs kept busy meanwhile."""
@@ -141,8 +157,8 @@ class Facts(EngineFacts, Timing):
 
     `random_outputs` is how far two calls on one input are apart, relative to their size; `no_route` says that no other
     route to the file would lead on, and `printed` is the end of what making it printed. `stress`, `peak`, `copy`,
-    `probe`, `training`, `inside`, `functions` (of a watched run), `layer_errors`, `files`, `video` and `serve` are what
-    jobs of other kinds found.
+    `probe`, `training`, `inside`, `functions` (of a watched run), `layer_errors`, `files`, `video`, `serve` and
+    `cold_start` are what jobs of other kinds found.
     """
 
     data: Answered | None = None
@@ -162,3 +178,4 @@ class Facts(EngineFacts, Timing):
     files: tuple[str, ...] = ()
     video: VideoFacts | None = None
     serve: ServeFacts | None = None
+    cold_start: ColdStart | None = None

@@ -1,0 +1,104 @@
+"""Cold starts of a model's forms: from the start of a process to the first answer, by part, beside each other."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dyno.analysis import stats
+from dyno.analysis.presentation.table import COUNT, RATIO, TEXT, Column, Row, Table, TableKind
+from dyno.worker.facts.job import ColdStart
+
+STARTS = TableKind("cold-start", "Cold start",
+                   "What passes from the start of a process to the first answer of an engine, part by part.",
+                   command="dyno cold-start MODEL")  # fmt: skip
+WARM, COLD = "in memory", "on disk"  # where the files are that a process reads
+PARTS = {
+    "start": "start of Python and of Dyno's worker",
+    "imports": "import of libraries",
+    "context": "making the GPU's context",
+    "load": "loading the engine, without imports",
+    "inputs": "reading or drawing the inputs",
+    "first_call": "the first call, from host to host",
+}
+COLUMNS = (
+    Column("form", "which engine", kind=TEXT, identity=True),
+    Column("files", "where code and model lie when the process starts", kind=TEXT, title="files are"),
+    Column("first_answer_ms", "from the start of the process to its first answer: the mean over rounds", "ms",
+           title="first answer, ms", interval=True),
+    *(Column(f"{name}_ms", f"{meaning}, in the round in the middle", "ms", title=name.replace("_", " "), rank=1)
+      for name, meaning in PARTS.items()),
+    Column("rest_ms", "what lies between the parts", "ms", title="rest", rank=2),
+    Column("later_ms", "a later call, from host to host: the median", "ms", title="later call"),
+    Column("read_mb", "read from disk for the process, in the round in the middle", "MB", title="read, MB", rank=1),
+    Column("speedup", "the first form's first answer over this one's, by rounds", kind=RATIO, title="speed-up",
+           interval=True),
+    Column("verdict", "whether that is real", kind=TEXT),
+    Column("rounds", "processes", kind=COUNT, rank=3),
+)  # fmt: skip
+NOTE = "Parts, in ms, are those of the round in the middle, and with the rest they sum to its first answer."
+NAMED = 2  # parts that a sentence names
+
+
+@dataclass(frozen=True)
+class Starts:
+    """A form's cold starts, a process each, in the order of rounds; `files` says where its files were: WARM or COLD."""
+
+    title: str
+    files: str
+    rounds: tuple[ColdStart, ...]
+
+    @property
+    def wholes(self) -> list[float]:
+        """Seconds to the first answer, by round."""
+        return [one.first_answer for one in self.rounds]
+
+    @property
+    def middle(self) -> ColdStart:
+        """The round whose first answer is the median, the later one of two."""
+        return sorted(self.rounds, key=lambda one: one.first_answer)[len(self.rounds) // 2]
+
+
+def table(each: Sequence[Starts]) -> Table:
+    """A row for each form and place of its files, compared with the first form's of the same place as one family."""
+    first = {one.files: one for one in reversed(each)}
+    evidence = [None if one is first[one.files] else _evidence(one, first[one.files]) for one in each]
+    decided = stats.decide_family(evidence)
+    rows = [_row(one, speedup if e else None) for one, e, speedup in zip(each, evidence, decided, strict=True)]
+    return STARTS.of(COLUMNS, rows, notes=(NOTE, *sentences(each)))
+
+
+def sentences(each: Sequence[Starts]) -> list[str]:
+    """What takes longest before the first answer, and how a later call compares."""
+    return [_sentence(one) for one in each]
+
+
+def _sentence(one: Starts) -> str:
+    middle = one.middle
+    largest = sorted(middle.parts.items(), key=lambda item: -item[1])[:NAMED]
+    named = " and ".join(f"{PARTS[name]} ({100 * s / middle.first_answer:.0f} %)" for name, s in largest)
+    times = middle.first_answer / statistics.median(middle.later)
+    return f"{one.title}, files {one.files}: most of it is {named}; a later call takes 1/{times:,.0f} of it."
+
+
+def _evidence(own: Starts, other: Starts) -> stats.Evidence | None:
+    """The two paired by round."""
+    return stats.paired([math.log(a / b) for a, b in zip(other.wholes, own.wholes, strict=True)])
+
+
+def _row(one: Starts, speedup: stats.Speedup | None) -> Row:
+    whole, middle = stats.center(one.wholes), one.middle
+    parts = {f"{name}_ms": 1e3 * seconds for name, seconds in middle.parts.items()}
+    row: Row = {
+        "form": one.title, "files": one.files, "first_answer_ms": 1e3 * whole.value,
+        "first_answer_ms_low": 1e3 * whole.low, "first_answer_ms_high": 1e3 * whole.high, **parts,
+        "rest_ms": 1e3 * (middle.first_answer - sum(middle.parts.values())),
+        "later_ms": 1e3 * statistics.median(value for each in one.rounds for value in each.later),
+        "read_mb": None if middle.read_bytes is None else middle.read_bytes / 1e6, "rounds": len(one.rounds),
+    }  # fmt: skip
+    if speedup is None:
+        return {**row, "verdict": "reference"}
+    bounds = {"speedup_low": speedup.low, "speedup_high": speedup.high}
+    return {**row, "speedup": speedup.value, **bounds, "verdict": speedup.verdict}

@@ -1,0 +1,162 @@
+"""`dyno cold-start`: how long each form of a model takes from the start of a process to its first answer."""
+
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dyno.analysis.inside import cold
+from dyno.analysis.inside.cold import COLD, WARM, Starts
+from dyno.analysis.presentation.table import Table
+from dyno.api.inside import forms
+from dyno.api.inside.profiling import engines
+from dyno.engine.gpu_lock import launch_in_turn
+from dyno.jobs.progress import Progress
+from dyno.study import Study
+from dyno.worker import registry
+from dyno.worker.facts.job import ColdStart
+from dyno.worker.spec import Artifact, Job, Recipe, Trial, UserError, check_known
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+ROUNDS = 5
+FILES = {"memory": (WARM,), "disk": (COLD,), "both": (WARM, COLD)}
+
+
+@dataclass(frozen=True)
+class ColdStarts:
+    """The cold starts of forms of a model: `starts` has those of each form and place of its files."""
+
+    starts: tuple[Starts, ...]
+
+    @property
+    def table(self) -> Table:
+        """A row for each form and place of its files."""
+        return cold.table(self.starts)
+
+    @property
+    def sentences(self) -> list[str]:
+        """What takes longest before the first answer, and how a later call compares."""
+        return cold.sentences(self.starts)
+
+    def to_pandas(self) -> pd.DataFrame:
+        """The table's rows."""
+        return self.table.to_pandas()
+
+
+def cold_start(
+    model: Any,
+    *others: Any,
+    batch: int = 1,
+    rounds: int = ROUNDS,
+    files: str = "both",
+    quiet: bool = True,
+    **settings: Any,
+) -> ColdStarts:
+    """How long each form of a model takes from the start of a process to its first answer, part by part.
+
+    `model` and `others` are as in `dyno.inspect`, but each has to be what a backend runs. Every form starts once
+    unmeasured, and then in `rounds` processes of its own, in shuffled order, with its code and model in the kernel's
+    cache (`files` "memory"), dropped from it ("disk"), or one after the other ("both"). `settings` are fields of
+    `dyno.Study`. Raises `UserError` for forms that don't run.
+    """
+    for name, value in (("batch", batch), ("rounds", rounds)):
+        if value < 1:
+            raise UserError(f"{name} is {value}; it must be at least 1")
+    check_known("files", files, FILES)
+    if COLD in FILES[files] and not hasattr(os, "posix_fadvise"):
+        raise UserError("this system can't drop files from its cache; give --files memory")
+    study, progress = Study(models=(model,), **settings), Progress(quiet=quiet)
+    reading = Starting(study, batch, progress)
+    for side in engines(forms.sides(study, others)):
+        if side.choice.name == forms.ONNX:
+            raise UserError("an ONNX graph doesn't run by itself; name a backend, such as onnxruntime")
+        reading.read(side)
+    return ColdStarts(tuple(_measured(reading.trials, rounds, FILES[files], progress)))
+
+
+class Starting(forms.Reading):
+    """Makes what forms run, and reads nothing."""
+
+    def __init__(self, study: Study, batch: int, progress: Progress) -> None:
+        super().__init__(study, batch, progress)
+        self.trials: list[tuple[Trial, Artifact | None]] = []
+
+    def module(self, study: Study, side: forms.Side, trial: Trial) -> None:
+        """A module is started as PyTorch runs it."""
+        self.engine(study, side, trial)
+
+    def built(self, study: Study, side: forms.Side, trial: Trial) -> None:
+        """An engine's file has shapes, which a look at it tells."""
+        self.engine(study, side, trial)
+
+    def made(self, trial: Trial, recipe: Recipe | None, artifact: Artifact | None) -> None:
+        """Note what is started."""
+        if reason := registry.find(trial.backend).refuse(trial):
+            raise UserError(reason)
+        if trial.id not in {other.id for other, _ in self.trials}:
+            self.trials.append((trial, artifact))
+
+
+@dataclass
+class Form:
+    """What is started, and what came of it; `read` are the files that a start reads."""
+
+    title: str
+    trial: Trial
+    artifact: Artifact | None
+    read: tuple[str, ...] = ()
+    rounds: dict[str, list[ColdStart]] = field(default_factory=dict)
+
+
+def _measured(
+    trials: Sequence[tuple[Trial, Artifact | None]], rounds: int, states: Sequence[str], progress: Progress
+) -> Iterator[Starts]:
+    several = len({trial.model.name for trial, _ in trials}) > 1
+    each = [Form(_title(trial, several), trial, artifact) for trial, artifact in trials]
+    with progress.running([]):
+        for form in each:
+            progress.other(f"start {form.title} unmeasured")
+            form.read = _start(form, progress).files
+        for number in range(rounds):
+            order = [(form, state) for form in each for state in states]
+            random.Random(number).shuffle(order)
+            for form, state in order:
+                progress.other(f"start {form.title}, files {state}, round {number + 1} of {rounds}")
+                if state == COLD:
+                    drop(form.read)
+                form.rounds.setdefault(state, []).append(_start(form, progress))
+    return (Starts(form.title, state, tuple(form.rounds[state])) for form in each for state in states)
+
+
+def _title(trial: Trial, several: bool) -> str:
+    return f"{f'{trial.model.name} ' if several else ''}{trial.variant} {trial.precision}"
+
+
+def _start(form: Form, progress: Progress) -> ColdStart:
+    """One start in a process of its own; a `UserError` where it doesn't answer."""
+    job = Job("cold_start", form.trial.runtime, form.trial, artifact=form.artifact)
+    with tempfile.TemporaryDirectory() as scratch:
+        record = launch_in_turn(job, Path(scratch) / "job", form.trial.plan.timeout_s, progress)
+    if record.status != "ok" or record.facts.cold_start is None:
+        raise UserError(f"{form.title}: {record.reason or record.status}")
+    return record.facts.cold_start
+
+
+def drop(files: Iterable[str]) -> None:
+    """Ask the kernel to drop these files from its cache; pages that another process has mapped stay."""
+    for path in files:
+        with suppress(OSError):
+            file = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(file)  # what isn't written yet can't be dropped
+                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(file)

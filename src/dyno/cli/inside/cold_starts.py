@@ -1,0 +1,37 @@
+"""The command `dyno cold-start`: from the start of a process to the first answer."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from dyno.cli import options
+from dyno.cli.inside.inspection import FORMS
+from dyno.study_options import MODEL_HELP, Compared, DataOptions, Measurement, ModelOptions, RuntimeOptions
+
+UNUSED = (
+    "backends precisions batches routes reference compared budget search rounds samples interval confirm boundaries "
+    "turns block until minutes equivalent peak energy timeout seconds warmup"
+)
+
+
+@options.takes(Compared, ModelOptions, DataOptions, Measurement, RuntimeOptions, omit=UNUSED)
+def cold_start(
+    overrides: options.Overrides,
+    models: Annotated[list[str], typer.Argument(help=f"{MODEL_HELP}; then {FORMS}.", metavar="MODEL [FORM...]")],
+    batch: Annotated[int, typer.Option(help="Batch.")] = 1,
+    rounds: Annotated[int, typer.Option(help="Starts of each form, a process each.")] = 5,
+    files: Annotated[
+        str, typer.Option(help="Where code and model lie before a start: memory, disk, or both.")
+    ] = "both",
+    format: options.Format = "text",
+) -> None:
+    """Time everything from the start of a process to the first answer: imports, loading, the first call."""
+    from dyno.analysis.presentation.export import export
+    from dyno.api.inside import cold_start
+    from dyno.planning.checks import check_format
+
+    check_format(format)
+    found = cold_start.cold_start(*models, batch=batch, rounds=rounds, files=files, quiet=False, **overrides)
+    print(export([found.table], format), end="")

@@ -1,0 +1,139 @@
+"""A cold start: what passes from the start of a process to the first answer of a trial's engine, part by part."""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import importlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from dyno.worker import measure, system
+from dyno.worker.facts.job import ColdStart
+from dyno.worker.inputs import input_data
+from dyno.worker.journal import Journal
+from dyno.worker.registry import find
+from dyno.worker.spec import STARTED, Artifact, Job, Trial, Unavailable, UserError
+
+LATER = 20  # answers after the first
+START, IMPORTS, CONTEXT, LOAD, INPUTS, FIRST = "start", "imports", "context", "load", "inputs", "first_call"
+
+
+def cold_start(job: Job, journal: Journal) -> None:
+    """Load the trial's engine, answer once, then a few times more, and say what each part took.
+
+    The clock runs from the moment at which the launcher started this process; a `UserError` where nobody did.
+    """
+    assert job.trial is not None
+    trial, clock = job.trial, Clock()
+    if STARTED not in os.environ:
+        raise UserError("nobody says when this process was started; a cold start is measured by `dyno cold-start`")
+    started = float(os.environ[STARTED])
+    clock.parts[START] = time.monotonic() - started
+    with clock.imports_apart():
+        backend = find(trial.backend)
+        with clock.part(CONTEXT):
+            device = _context(trial.runtime.device)
+        with clock.part(LOAD):
+            session = backend.load(trial, job.artifact)
+        with clock.part(INPUTS):
+            data = (trial.data, trial.model.preprocess, session.inputs, trial.dims, 1, trial.model.inputs)
+            feeds = [session.stage(feed) for feed in input_data.batches(*data)]
+        with clock.part(FIRST):
+            answer = measure.step(session, "all", feeds)
+            answer()
+    whole = time.monotonic() - started
+    later = tuple(_seconds(answer) for _ in range(LATER))
+    parts = {START: clock.parts.pop(START), IMPORTS: clock.imported, **clock.parts}
+    if device is None:
+        del parts[CONTEXT]
+    journal.record = replace(journal.record, system=system.describe(("numpy", *backend.requires)))
+    journal.facts(cold_start=ColdStart(parts, whole, later, _read_bytes(), _files(trial, job.artifact)))
+    journal.stage("close")
+    session.close()
+
+
+@dataclass
+class Clock:
+    """Seconds by part, without those inside of import statements, which are `imported`."""
+
+    parts: dict[str, float] = field(default_factory=dict)
+    imported: float = 0.0
+    _importing: bool = False
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """What the block takes is that part's."""
+        begin, before = time.monotonic(), self.imported
+        yield
+        self.parts[name] = time.monotonic() - begin - (self.imported - before)
+
+    @contextmanager
+    def imports_apart(self) -> Iterator[None]:
+        """Time every import while the block runs, the outermost of nested ones."""
+        usual = builtins.__import__, importlib.import_module
+        builtins.__import__, importlib.import_module = (self._timed(each) for each in usual)
+        try:
+            yield
+        finally:
+            builtins.__import__, importlib.import_module = usual
+
+    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def timed(*args: Any, **named: Any) -> Any:
+            if self._importing:
+                return function(*args, **named)
+            self._importing, begin = True, time.monotonic()
+            try:
+                return function(*args, **named)
+            finally:
+                self.imported += time.monotonic() - begin
+                self._importing = False
+
+        return timed
+
+
+def _context(device: str) -> Any:
+    """The GPU with its context made, apart from whatever loads an engine there; None of a CPU, and where the driver
+    can't be called from this Python, so that the engine makes it."""
+    if device == "cpu":
+        return None
+    from dyno.worker.sessions import gpu
+
+    with suppress(Unavailable):
+        own = gpu.Device(device)
+        own.allocate(1)
+        return own
+    return None
+
+
+def _seconds(action: Callable[[], None]) -> float:
+    begin = time.perf_counter()
+    action()
+    return time.perf_counter() - begin
+
+
+def _read_bytes() -> int | None:
+    """What the kernel read from disk for this process; None where it keeps no such count."""
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/self/io").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("read_bytes:")).split()[1])
+    return None
+
+
+def _files(trial: Trial, artifact: Artifact | None) -> tuple[str, ...]:
+    """The files of code that this process has mapped or imported, and the model's own."""
+    paths = {artifact.path} if artifact else {trial.model.file, trial.model.weights}
+    with suppress(OSError):
+        mapped = (line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines())
+        paths |= {parts[5] for parts in mapped if len(parts) == 6 and parts[5].startswith("/")}
+    for module in [*sys.modules.values()]:  # some answer to any name with an object, or an error
+        own = getattr(module, "__dict__", {})
+        paths |= {path for name in ("__file__", "__cached__") if isinstance(path := own.get(name), str)}
+    return tuple(sorted(path for path in paths if path.startswith("/") and Path(path).is_file()))

@@ -1,0 +1,83 @@
+"""`dyno cold-start`: parts that sum to the whole, in processes that really start, with files in memory and on disk."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+import dyno
+from dyno.analysis.inside.cold import COLD, WARM
+
+Call = Callable[..., Any]
+Refused = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("cold") / "small.onnx"
+    shape = ["batch", 3, 8, 8]
+    ends = [[helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)] for name in ("input", "output")]
+    graph = helper.make_graph([helper.make_node("Relu", ["input"], ["output"])], "small", *ends)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    return path
+
+
+@pytest.mark.slow
+def test_the_parts_sum_to_the_first_answer(file: Path) -> None:
+    started = dyno.cold_start(str(file), "onnxruntime", "openvino", rounds=2, threads=1)
+    assert [(one.title, one.files) for one in started.starts] == [
+        ("onnxruntime fp32", WARM), ("onnxruntime fp32", COLD), ("openvino fp32", WARM), ("openvino fp32", COLD),
+    ]  # fmt: skip
+    for one in started.starts:
+        assert len(one.rounds) == 2
+        for start in one.rounds:
+            assert list(start.parts) == ["start", "imports", "load", "inputs", "first_call"], "no GPU, no context"
+            rest = start.first_answer - sum(start.parts.values())
+            assert min(start.parts.values()) > 0 and rest >= 0
+            assert start.parts["imports"] > start.parts["first_call"], "an engine's library is large, the model is not"
+            assert len(start.later) > 5 and max(start.later) < start.first_answer
+            assert any("site-packages/onnxruntime" in path or "openvino" in path for path in start.files)
+    row = started.table.rows[0]
+    parts = [
+        value for name, value in row.items() if name.endswith("_ms") and name not in ("first_answer_ms", "later_ms")
+    ]
+    assert sum(parts) == pytest.approx(1e3 * started.starts[0].middle.first_answer)
+    assert started.to_pandas()["verdict"].tolist()[:2] == ["reference", "reference"]
+    assert all("of it is" in sentence for sentence in started.sentences)
+
+
+@pytest.mark.slow
+def test_the_command(file: Path, call: Call) -> None:
+    code, out, err = call("cold-start", file, "--rounds", 1, "--files", "memory", "--threads", 1, "--format", "csv")
+    assert code == 0, err
+    (row,) = csv.DictReader(io.StringIO(out))
+    assert row["form"] == "onnxruntime fp32" and row["files"] == WARM and row["rounds"] == "1"
+    assert float(row["first_answer_ms"]) > float(row["later_ms"]) > 0
+    assert "round 1 of 1" in err
+
+
+def test_what_cant_be_started(file: Path, refused: Refused) -> None:
+    assert "at least 1" in refused("cold-start", file, "--rounds", 0)
+    assert "memory" in refused("cold-start", file, "--files", "memry")
+    assert "name a backend" in refused("cold-start", "torchvision:resnet18", "onnx", "--size", 32)
+    assert "gone.onnx" in refused("cold-start", "gone.onnx")
+
+
+def test_by_hand_there_is_no_start_to_count_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dyno.worker import main
+    from dyno.worker.spec import Dims, Job, ModelSpec, Trial, to_json
+
+    monkeypatch.delenv("DYNO_STARTED", raising=False)
+    job = Job("cold_start", trial=Trial(ModelSpec("net", "net.py:net"), "onnxruntime", "fp32", Dims(1, 8, 8)))
+    (tmp_path / "job.json").write_text(json.dumps(to_json(job)))
+    assert main.main(tmp_path) == 0
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert record["status"] == "failed" and "dyno cold-start" in record["reason"]
