@@ -15,6 +15,7 @@ from dyno.analysis.records.results import Results, load
 from dyno.analysis.tables import compare as tables
 from dyno.analysis.verdict import comparison as verdict
 from dyno.analysis.verdict.changes import changes
+from dyno.analysis.video import comparison as videos
 from dyno.api.result import Result
 from dyno.engine.execute import execute
 from dyno.engine.run_folder import earlier, overwritten, stored
@@ -41,10 +42,11 @@ RULES = tuple(f.name for f in dataclasses.fields(Rules) if f.name != "gate")
 @dataclass(frozen=True)
 class Comparison:
     """B held against A: `table` has a row for each pair of trials, `folder` is the run folder of what was measured for
-    it, None where two stored runs were compared."""
+    it, None where two stored runs were compared. Of two runs of a video `video` has it end to end and by stage."""
 
     table: Table
     folder: Path | None = None
+    video: Table | None = None
 
     @property
     def rows(self) -> list[Row]:
@@ -138,7 +140,8 @@ def compare(
         loaded = [run for run in runs if run is not None]
         if len(loaded) == 1:
             return Comparison(tables.of_sides(loaded[0], rules), loaded[0].folder)
-        return Comparison(tables.compare(loaded[0], loaded[1], rules))
+        both = tables.pairs(loaded[0], loaded[1])
+        return Comparison(tables.compare(loaded[0], loaded[1], rules), video=videos.table(both))
     if len(runs) == 2 and None not in runs and not again:
         raise UserError("two stored runs are compared as they are; --again measures both here, with other settings")
     study = _study(sources, again, against, commits, settings)

@@ -100,6 +100,23 @@ def test_engines_are_compared_in_rounds(run: Call, clip: Path, tmp_path: Path) -
     assert [row["streams"] for row in streams[:6]] == "1 2 4 8 16 32".split()
 
 
+def test_two_runs_are_compared_end_to_end(run: Call, call: Call, clip: Path, tmp_path: Path) -> None:
+    for name, others in (("a", ()), ("b", ()), ("other", ("--frames", 10))):
+        code, _, errors = run(clip, *others, "--backends", "onnxruntime", "--rounds", 2, "-o", name)
+        assert code == 0, errors
+    code, out, errors = call("compare", "a", "b", "--format", "csv")
+    assert code == 0, errors
+    inference, parts = (list(csv.DictReader(io.StringIO(part))) for part in out.split("\n\n"))
+    assert len(inference) == 1
+    assert [row["part"] for row in parts] == ["end to end", "decode", "preprocess", "inference", "postprocess"]
+    for row in parts:
+        assert float(row["ratio"]) == pytest.approx(float(row["b_ms"]) / float(row["a_ms"]))
+        assert float(row["ratio_low"]) <= float(row["ratio"]) <= float(row["ratio_high"]) and row["verdict"]
+        assert (row["rounds_a"], row["rounds_b"]) == ("2", "2")
+    code, out, errors = call("compare", "a", "other")
+    assert code == 0 and "not comparable: another video" in " ".join(out.split()), errors
+
+
 def test_several_streams_share_one_engine(run: Call, clip: Path, tmp_path: Path) -> None:
     code, out, errors = run(
         clip, "out.mp4", "--streams", 3, "--json", "b.jsonl", "--backends", "onnxruntime@streams=2", "--threads", 2,

@@ -28,6 +28,8 @@ COLUMNS = (
     Column("files", "where code and model lie when the process starts", kind=TEXT, title="files are"),
     Column("first_answer_ms", "from the start of the process to its first answer: the mean over rounds", "ms",
            title="first answer, ms", interval=True),
+    Column("first_answer_ms_low", "its lower limit", "ms"),
+    Column("first_answer_ms_high", "its upper limit", "ms"),
     *(Column(f"{name}_ms", f"{meaning}, in the round in the middle", "ms", title=name.replace("_", " "), rank=1)
       for name, meaning in PARTS.items()),
     Column("rest_ms", "what lies between the parts", "ms", title="rest", rank=2),
@@ -35,9 +37,12 @@ COLUMNS = (
     Column("read_mb", "read from disk for the process, in the round in the middle", "MB", title="read, MB", rank=1),
     Column("speedup", "the first form's first answer over this one's, by rounds", kind=RATIO, title="speed-up",
            interval=True),
+    Column("speedup_low", "its lower limit", kind=RATIO),
+    Column("speedup_high", "its upper limit", kind=RATIO),
     Column("verdict", "whether that is real", kind=TEXT),
     Column("rounds", "processes", kind=COUNT, rank=3),
 )  # fmt: skip
+PRINTED = tuple(column.name for column in COLUMNS if not column.name.endswith(("_low", "_high")))
 NOTE = "Parts, in ms, are those of the round in the middle, and with the rest they sum to its first answer."
 NAMED = 2  # parts that a sentence names
 
@@ -67,7 +72,7 @@ def table(each: Sequence[Starts]) -> Table:
     evidence = [None if one is first[one.files] else _evidence(one, first[one.files]) for one in each]
     decided = stats.decide_family(evidence)
     rows = [_row(one, speedup if e else None) for one, e, speedup in zip(each, evidence, decided, strict=True)]
-    return STARTS.of(COLUMNS, rows, notes=(NOTE, *sentences(each)))
+    return STARTS.of(COLUMNS, rows, notes=(NOTE, *sentences(each)), printed=PRINTED)
 
 
 def sentences(each: Sequence[Starts]) -> list[str]:

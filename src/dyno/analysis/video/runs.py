@@ -48,18 +48,19 @@ class Filmed:
 
 def of_run(run: RunData) -> list[Filmed]:
     """Each trial that answered a video, in the order of the trials."""
-    found = []
-    for trial in run.records:
-        rounds = [r for r in trial.good if r.facts.video is not None and (r.folder / ARRAYS).is_file()]
-        videos = tuple(
-            Video(r.facts.video, read_npz(r.folder / ARRAYS), r.facts.others_busy.get("video", 0.0))
-            for r in rounds
-            if r.facts.video
-        )
-        whole = tuple(video for video in videos if not video.facts.stopped)
-        if videos:  # a rate of the first frames is not one of the whole
-            found.append(Filmed(trial, whole or videos))
-    return found
+    return [each for trial in run.records if (each := filmed(trial)) is not None]
+
+
+def filmed(trial: TrialResult) -> Filmed | None:
+    """The trial with its videos; None where it answered none."""
+    videos = tuple(
+        Video(r.facts.video, read_npz(r.folder / ARRAYS), r.facts.others_busy.get("video", 0.0))
+        for r in trial.good
+        if r.facts.video is not None and (r.folder / ARRAYS).is_file()
+    )
+    whole = tuple(video for video in videos if not video.facts.stopped)
+    # A rate of the first frames is not one of the whole.
+    return Filmed(trial, whole or videos) if videos else None
 
 
 def reference(filmed: list[Filmed]) -> Filmed:

@@ -22,7 +22,7 @@ def output(comparison: Comparison, format: str, junit: str, summary: str) -> int
         comparison.summary(summary)
     sentences = format in ("text", "markdown")
     table = replace(comparison.table, notes=()) if sentences else comparison.table
-    print(export([table], format), end="")
+    print(export([table, *([comparison.video] if comparison.video else [])], format), end="")
     if sentences:
         print("\n" + "\n".join(map(plain if format == "text" else bullet, comparison.verdicts)))
         if comparison.folder and format == "text":
