@@ -76,7 +76,7 @@ def test_every_frame_comes_out_in_order_with_its_own_boxes(run: Call, clip: Path
     assert "bound" in out and "frames/s end to end" in out
 
 
-def test_engines_are_compared_in_rounds(run: Call, clip: Path, tmp_path: Path) -> None:
+def test_engines_are_compared_in_rounds(run: Call, call: Call, clip: Path, tmp_path: Path) -> None:
     code, out, errors = run(
         clip, "out.mp4", "--json", "b.jsonl", "--backends", "pytorch,onnxruntime", "--rounds", 2, "-o", "run",
         "--format", "csv",
@@ -98,6 +98,12 @@ def test_engines_are_compared_in_rounds(run: Call, clip: Path, tmp_path: Path) -
         shares = [float(row[name]) for name in ("working", "starved", "blocked")]
         assert all(share >= 0 for share in shares) and sum(shares) <= 101
     assert [row["streams"] for row in streams[:6]] == "1 2 4 8 16 32".split()
+    code, out, errors = call("show", "run", "--table", "video-critical-path", "--format", "csv")
+    assert code == 0, errors
+    path = list(csv.DictReader(io.StringIO(out)))
+    assert [row["stage"] for row in path[:7]] == [row["stage"] for row in stages[:6]] + ["between stages"]
+    assert all(float(row["path_ms"]) >= 0 for row in path)
+    assert sum(float(row["share"]) for row in path) == pytest.approx(200), "of two trials"
 
 
 def test_two_runs_are_compared_end_to_end(run: Call, call: Call, clip: Path, tmp_path: Path) -> None:
