@@ -18,7 +18,7 @@ pytest.importorskip("torch")
 onnx = pytest.importorskip("onnx")
 
 ENGINES = ("pytorch", "onnxruntime", "openvino")
-QUICK = ("--rounds", 1, "--seconds", 0.02, "--warmup", 0.01, "--inputs", 4, "--threads", 1)
+QUICK = ("--routes", "usual", "--rounds", 1, "--seconds", 0.02, "--warmup", 0.01, "--inputs", 4, "--threads", 1)
 Call = Callable[..., tuple[int, str, str]]
 
 

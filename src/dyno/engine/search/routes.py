@@ -1,22 +1,31 @@
 """Other routes to the ONNX file, tried where they may give the network at hand another graph than the usual one.
 
-They run once beside the usual one, in a folder of their own; the fastest whose outputs are right becomes a trial like
-any other if it gains enough, and is measured like any other.
+They run beside the usual one, in a folder of their own; the fastest whose outputs are right becomes a trial like any
+other if its gain is proven, and is measured like any other.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
+from dyno.analysis import stats
 from dyno.analysis.metrics import speedups
 from dyno.analysis.ranking.correctness import AGREE
-from dyno.analysis.records.notes.routes_tried import FAILED, KEPT, NOT_FASTER, WRONG, Attempt, Tried, attempts, store
+from dyno.analysis.records.notes.routes_tried import (
+    BEATEN,
+    FAILED,
+    KEPT,
+    NOT_FASTER,
+    WRONG,
+    Attempt,
+    Tried,
+    attempts,
+    store,
+)
 from dyno.analysis.records.results import TrialResult
-from dyno.analysis.records.run_data import RunData
-from dyno.analysis.stats import Rule
 from dyno.jobs.progress import Progress
 from dyno.planning.interpreters import placed
 from dyno.planning.model_info import model_spec
@@ -28,7 +37,8 @@ from dyno.worker.spec import FIXED, Artifact, DataSpec, ModelSpec, Recipe, Trial
 
 FOLDER = "routes"  # in a run folder
 BOUNDARY = "model"
-LEAST_GAIN = 1.05  # in one round beside the usual route; below it another round might say the opposite
+LEAST_GAIN = 1.05  # that a route of its own is worth; where a round shows it, PROOF rounds have to prove it
+PROOF = 3
 SECONDS = 1.0  # at most, of each process
 ONNX_STATIC = "onnx_static"  # the maker of files with fixed shapes
 LOWERED = ("int8", "fp8")  # their route is the one of a floating-point type, in this order:
@@ -56,6 +66,10 @@ class Configuration:
     def by(self, route: str = "") -> Trial:
         """Its trial by that route."""
         return replace(self.trial, options={**self.trial.options, **(options_of(route) if route else {})})
+
+    def place(self, route: str = "") -> tuple[str, str]:
+        """What tells its row by that route from others."""
+        return self.by(route).variant, self.trial.precision
 
     def text(self, route: str = "") -> str:
         """It by that route, as `--backends` has it."""
@@ -150,26 +164,28 @@ def _float(trial: Trial, own: Sequence[Trial]) -> str:
 def _tried(
     study: Study, folder: Path, wanted: Sequence[Configuration], progress: Progress, measure: Measure
 ) -> list[Attempt]:
-    """What came of each configuration's routes, in one round beside its usual one; none where they can't be planned."""
+    """What came of each configuration's routes, beside its usual one; none where they can't be planned."""
     model, dims = wanted[0].trial.model, wanted[0].trial.dims
     asked = dict.fromkeys(one.text(route) for one in wanted for route in ("", *one.routes))
     own = replace(
         study, models=(_source(study, model),), backends=tuple(asked), precisions=(), batches=(dims.batch,),
         sizes=(dims.size,) if dims.height else (), data="", calibration="", budget={}, reference="", routes=(USUAL,),
-        confirm=0, search=False, peak=False, energy=False, builds=1, rounds=1, until=FIXED, boundaries=(BOUNDARY,),
+        confirm=0, search=False, peak=False, energy=False, builds=1, until=FIXED, boundaries=(BOUNDARY,),
         seconds=min(study.seconds, SECONDS),
     )  # fmt: skip
     names = ", ".join(dict.fromkeys(route for one in wanted for route in one.routes))
     progress.other(f"other routes of {model.name}: {names}")
-    try:
-        measure(own, folder)
-    except UserError as e:
-        progress.note(f"other routes of {model.name} can't be tried: {e}")
-        return []
-    from dyno.analysis.tables import trial_table
-
-    data = trial_table.read(folder)
-    return [_attempt(one, data) for one in wanted]
+    found: list[Attempt] = []
+    for rounds in (1, PROOF):
+        try:
+            measure(replace(own, rounds=rounds), folder)
+        except UserError as e:
+            progress.note(f"other routes of {model.name} can't be tried: {e}")
+            return []
+        found = _attempts(wanted, folder)
+        if not any(route.ratio >= LEAST_GAIN for one in found for route in one.routes):
+            break
+    return found
 
 
 def _source(study: Study, model: ModelSpec) -> str:
@@ -177,28 +193,43 @@ def _source(study: Study, model: ModelSpec) -> str:
     return next(source for source in study.models if model_spec(study, source).source == model.source)
 
 
-def _attempt(one: Configuration, data: RunData) -> Attempt:
-    """What came of the routes: the fastest with the right outputs is kept, if it gains enough."""
+def _attempts(wanted: Sequence[Configuration], folder: Path) -> list[Attempt]:
+    """What came of every route, all decided as one family; of each configuration the fastest is kept that is proven."""
+    from dyno.analysis.tables import trial_table
+
+    data = trial_table.read(folder)
     ran = {(t.variant, t.precision): t for t in data.records}
-    of = {name: ran.get((one.by(name).variant, one.trial.precision)) for name in ("", *one.routes)}
-    outputs = {row["trial"]: row["outputs"] for row in data.frame.to_dict("records")}
-    routes = [_outcome(name, of[name], of[""], outputs, data.rule) for name in one.routes]
-    best = max(routes, key=lambda route: route.ratio)
-    if best.ratio >= LEAST_GAIN:
-        routes[routes.index(best)] = replace(best, outcome=KEPT)
-    return Attempt(one.key, one.trial.model.name, one.name, one.trial.dims.batch, tuple(routes))
+    outputs = {row["trial"]: str(row["outputs"] or "") for row in data.frame.to_dict("records")}
+    pairs = [(one, name, ran.get(one.place(name)), ran.get(one.place())) for one in wanted for name in one.routes]
+    evidence = [
+        speedups.evidence(t, usual, BOUNDARY, rule=data.rule) if t and usual and t.good and usual.good else None
+        for _, _, t, usual in pairs
+    ]
+    decided = stats.decide_family(evidence, data.rule)
+    tried: dict[str, list[Tried]] = {}
+    for (one, name, t, _), speedup in zip(pairs, decided, strict=True):
+        tried.setdefault(one.name, []).append(_outcome(name, t, speedup, outputs))
+    return [
+        Attempt(one.key, one.trial.model.name, one.name, one.trial.dims.batch, tuple(_best_kept(tried[one.name])))
+        for one in wanted
+    ]
 
 
-def _outcome(
-    name: str, t: TrialResult | None, usual: TrialResult | None, outputs: Mapping[str, Any], rule: Rule
-) -> Tried:
+def _outcome(name: str, t: TrialResult | None, speedup: stats.Speedup, outputs: Mapping[str, str]) -> Tried:
     if t is None or not t.good:
         return Tried(name, 0.0, FAILED, f"{t.status}: {t.reason}" if t is not None else "not planned")
-    if str(outputs[t.id] or "") not in ("", AGREE):
+    if outputs[t.id] not in ("", AGREE):
         return Tried(name, 0.0, WRONG)
-    if usual is None or not usual.good:
+    if math.isnan(speedup.value):
         return Tried(name, 0.0, NOT_FASTER, "the usual route did not run beside it")
-    return Tried(name, speedups.speedup(t, usual, BOUNDARY, rule=rule).value, NOT_FASTER)
+    proven = speedup.verdict == stats.FASTER and speedup.value >= LEAST_GAIN
+    return Tried(name, speedup.value, KEPT if proven else NOT_FASTER)
+
+
+def _best_kept(routes: Sequence[Tried]) -> list[Tried]:
+    """The routes, of which the fastest that is to be kept is, and no other."""
+    best = max((route for route in routes if route.outcome == KEPT), key=lambda route: route.ratio, default=None)
+    return [replace(one, outcome=BEATEN) if one.outcome == KEPT and one is not best else one for one in routes]
 
 
 def _by(trial: Trial, route: str, study: Study) -> Trial | None:

@@ -12,7 +12,8 @@ from dyno.worker.record import write_json
 from dyno.worker.spec import SCHEMA, to_json
 
 FILE = "routes.json"  # in a run folder
-KEPT, NOT_FASTER, WRONG, FAILED = "kept", "not faster", "other outputs", "failed"
+KEPT, BEATEN, NOT_FASTER = "kept", "slower than another", "not proven faster"
+WRONG, FAILED = "other outputs", "failed"
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from dyno.analysis.records.notes.routes_tried import KEPT, NOT_FASTER, Attempt, Tried, attempts
+from dyno.analysis.records.notes.routes_tried import KEPT, Attempt, Tried, attempts
 from dyno.analysis.records.results import Results
 from dyno.analysis.verdict.findings import BEST, NOTE, Finding
 
@@ -17,9 +17,11 @@ def findings(results: Results) -> Iterator[Finding]:
         if one.kept is not None:
             text = f"{_about(one)} by the route {one.kept.route} ran {one.kept.ratio:.2f} times as fast as by the usual"
             rest = _list(route for route in one.routes if route.outcome != KEPT)
-            yield Finding(BEST, f"{text} one in a round at batch {one.batch}; it has a row of its own{rest}.")
+            yield Finding(BEST, f"{text} one beside it at batch {one.batch}; it has rows of its own{rest}.")
     if others := [f"{_about(one)}{_list(one.routes)}" for one in tried if one.kept is None]:
-        yield Finding(NOTE, f"No other route to the ONNX file that was tried is faster: {', '.join(others)}.")
+        yield Finding(
+            NOTE, f"No other route to the ONNX file that was tried is proven to be faster: {', '.join(others)}."
+        )
 
 
 def _about(one: Attempt) -> str:
@@ -28,5 +30,5 @@ def _about(one: Attempt) -> str:
 
 def _list(routes: Iterable[Tried]) -> str:
     """The routes with what came of each, in brackets."""
-    said = [f"{one.route} {f'{one.ratio:.2f}x' if one.outcome == NOT_FASTER else one.outcome}" for one in routes]
+    said = [f"{one.route} {f'{one.ratio:.2f}x' if one.ratio else one.outcome}" for one in routes]
     return f" ({', '.join(said)})" if said else ""
