@@ -135,8 +135,16 @@ def test_precision_truth_stands_beside_the_precision(whole: RunData, frame: pd.D
 def test_the_workers_judgement_of_precision_wins(tmp_path: Path) -> None:
     judged = {"precision_truth": {"ok": False, "sentence": "says nothing"}, "layers_by_type": {}}
     found = run(tmp_path, Way("pytorch"), Way("compile", facts=judged))
-    assert one(found.frame, "compile fp32")["precision_ok"] == "no"
+    assert one(found.frame, "compile fp32")["precision_ok"] == "unconfirmed"
     assert "fp32 (unconfirmed)" in printed.trials(found)
+
+
+def test_an_engine_that_hides_half_of_its_layers_is_neither_right_nor_wrong(tmp_path: Path) -> None:
+    judged = {"ok": False, "sentence": "parts that it doesn't open: 1, so fp16 is not confirmed"}
+    facts = {"precision_truth": judged, "layers_by_type": {"float16": 1, "unknown": 1}}
+    found = run(tmp_path, Way("pytorch", "fp16"), Way("tensorrt", "fp16", seconds=0.001, facts=facts))
+    assert one(found.frame, "tensorrt fp16")["precision_ok"] == "unconfirmed"
+    assert "fp16 (unconfirmed)" in printed.trials(found) and "50% fp16" not in printed.trials(found)
 
 
 def test_build_time_is_the_whole_chain_and_a_warm_cache_does_not_count(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ ALIASES = {
     "int8": ("int8", "uint8", "i8", "u8", "qint8", "quint8", "torch.int8", "torch.uint8"),
     "fp8": ("fp8", "f8", "float8", "float8e4m3fn", "float8_e4m3fn", "f8e4m3", "f8e5m2"),
 }
+YES, NO, UNCONFIRMED = "yes", "no", "unconfirmed"  # of whether an engine ran in the requested type
 NAMES = {alias: precision for precision, aliases in ALIASES.items() for alias in aliases}
 
 
@@ -25,19 +26,25 @@ NAMES = {alias: precision for precision, aliases in ALIASES.items() for alias in
 class Truth:
     """Compute layers by the precision they ran in, most first, and the share that ran as requested.
 
-    `ok` and `sentence` are the judgement of `worker.facts.precision`.
+    `ok`, `refuted` and `sentence` are the judgement of `worker.facts.precision`.
     """
 
     requested: str
     share: float
     types: dict[str, int]
     ok: bool
+    refuted: bool
     sentence: str
 
     @property
     def reported(self) -> bool:
         """Whether the engine reported its layers' types."""
         return bool(self.types)
+
+    @property
+    def answer(self) -> str:
+        """Whether it ran in the requested type, in a word."""
+        return YES if self.ok else NO if self.refuted else UNCONFIRMED
 
     def __str__(self) -> str:
         return ", ".join(f"{n} {name}" for name, n in self.types.items())
@@ -60,14 +67,14 @@ def truth(t: TrialResult) -> Truth | None:
     if judged is None:  # a plug-in's engine, which only counted its layers
         by_type = {TYPES.get(name, name): number for name, number in counts.items()}
         judged = precision_truth(t.precision, by_type, t.backend)
-    return Truth(t.precision, share, types, judged.ok, judged.sentence)
+    return Truth(t.precision, share, types, judged.ok, judged.refuted, judged.sentence)
 
 
 def named(row: Mapping[str, Any]) -> str:
     """A row's precision, with the truth beside it where the engine did something else or reported nothing."""
     precision, types, share = str(row["precision"]), str(row["ran_as"]), row["asked_share"]
-    if row["precision_ok"] != "no":
+    if row["precision_ok"] == YES:
         return precision
-    if not types:
-        return f"{precision} (unconfirmed)"
+    if row["precision_ok"] == UNCONFIRMED or not types:
+        return f"{precision} ({UNCONFIRMED})"
     return f"{precision} ({share:.0%} {precision})" if share else f"{precision} (ran {types.split()[1].strip(',')})"

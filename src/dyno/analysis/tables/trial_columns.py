@@ -132,7 +132,7 @@ COLUMNS = (
     Column("more_images", "about how many more would decide it", kind=COUNT),
     Column("ran_as", "compute layers by the type they ran in", kind=TEXT, title="ran as", rank=7),
     Column("asked_share", "of compute layers that ran as requested, 0 to 1"),
-    Column("precision_ok", "whether it ran in the requested type: yes or no", kind=TEXT),
+    Column("precision_ok", "whether it ran in the requested type: yes, no, or unconfirmed", kind=TEXT),
     *(Column(f"latency_{b}_ms_trimmed_std", f"standard deviation behind latency_{b}_ms_trimmed", "ms")
       for b in BOUNDARIES),
     Column("gflops", "operations of one image, in 1e9", "GFLOP"),

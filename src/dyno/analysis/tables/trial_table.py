@@ -155,7 +155,7 @@ def _precision(t: TrialResult) -> dict[str, Any]:
     if types is None:
         return {}
     share = types.share if types.reported else None
-    return {"ran_as": str(types), "asked_share": share, "precision_ok": "yes" if types.ok else "no"}
+    return {"ran_as": str(types), "asked_share": share, "precision_ok": types.answer}
 
 
 def exit_code(table: pd.DataFrame) -> int:

@@ -10,6 +10,7 @@ from dyno.analysis import stats
 from dyno.analysis.formatting import UNBOUNDED, counting, points, ratio, show
 from dyno.analysis.metrics import speedups
 from dyno.analysis.metrics.accuracy import UNDECIDED
+from dyno.analysis.metrics.precision import NO, UNCONFIRMED, YES
 from dyno.analysis.presentation.table import missing
 from dyno.analysis.ranking import frontier
 from dyno.analysis.ranking.contention import cpu_contention
@@ -25,6 +26,11 @@ if TYPE_CHECKING:
     import pandas as pd
 
 REASONS = "the reasons are below the table"
+RAN_AS = {
+    YES: "ran in the requested type",
+    NO: "did not run in the requested type",
+    UNCONFIRMED: "whether it ran in the requested type is not confirmed",
+}
 EXACT = 1e-5  # relative error below which digits say nothing
 ENOUGH = 3  # rounds that a study has by default
 
@@ -151,9 +157,7 @@ def right(ranking: Ranking, winner: pd.Series, run: RunData) -> str:
         parts.append("its outputs were not compared with any")
     parts += [_accuracy(ranking, winner)] * (not isnan(winner.get(ranking.metric.column, float("nan"))))
     if winner["precision_ok"]:
-        parts.append(
-            "ran in the requested type" if winner["precision_ok"] == "yes" else "did not run in the requested type"
-        )
+        parts.append(RAN_AS[winner["precision_ok"]])
     return "; ".join(parts)
 
 

@@ -11,7 +11,7 @@ from dyno.analysis import stats
 from dyno.analysis.formatting import counting, indentation, plain, ratio
 from dyno.analysis.metrics import speedups
 from dyno.analysis.metrics.accuracy import judged, set_aside
-from dyno.analysis.metrics.precision import truth
+from dyno.analysis.metrics.precision import NO, truth
 from dyno.analysis.ranking.contention import Contention, cpu_contention
 from dyno.analysis.ranking.correctness import WRONG
 from dyno.analysis.ranking.rankings import rankings, winners
@@ -127,7 +127,7 @@ def _truths(results: Results) -> Iterator[Finding]:
     for (_, sentence), trials in wrong.items():
         model = f"{trials[0].model} " if len({t.model for t in results}) > 1 else ""
         ran = truth(trials[0])
-        is_wrong = " did not run as requested" if ran and ran.reported else ""
+        is_wrong = " did not run as requested" if ran and ran.answer == NO else ""
         yield Finding(WARNING, f"{model}{trials[0].configuration} ({_places(trials)}){is_wrong}: {sentence}.")
 
 
