@@ -57,7 +57,8 @@ ANALYSIS = {
     "tables": "formatting stats records metrics presentation ranking gate video serve telemetry",
     "verdict": "formatting stats records metrics presentation self_test ranking gate tables",
     "charts": "formatting style records metrics presentation ranking video serve telemetry",
-    "report": "formatting stats style records metrics presentation self_test ranking gate tables verdict charts",
+    "report": "formatting stats style records metrics presentation self_test ranking gate tables verdict charts "
+    "inside layer_files",
     "trtexec": "stats records",
 }
 WORKER = {

@@ -5,8 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import re
-import shutil
-import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from PIL import Image, ImageStat
 from synthetic import Way
 from synthetic_card import Card
 
+from browser import browse
 from dyno.analysis import tables
 from dyno.analysis.records.results import Results, load
 from dyno.analysis.report import report, sections
@@ -26,8 +25,6 @@ from dyno.analysis.verdict import verdict
 from dyno.worker.spec import UserError
 
 pytestmark = pytest.mark.slow
-CHROMIUM = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars",
-            "--disable-background-networking", "--disable-component-update", "--disable-sync"]  # fmt: skip
 
 
 class Page(HTMLParser):
@@ -166,25 +163,8 @@ def test_an_unwritable_folder_is_one_line(demo: Results, tmp_path: Path) -> None
         report.write([trial_table.read(demo)], tmp_path / "file")
 
 
-@pytest.fixture(scope="module")
-def chromium() -> str:
-    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if not found:
-        pytest.skip("no Chromium on the PATH (Debian: apt-get install chromium)")
-    return found
-
-
-def browse(chromium: str, page: Path, profile: Path, *options: str) -> str:
-    done = subprocess.run([chromium, *CHROMIUM, f"--user-data-dir={profile}", *options, page.as_uri()],
-                          capture_output=True, text=True, timeout=1200)  # fmt: skip
-    assert done.returncode == 0, done.stderr[-500:]
-    return done.stdout
-
-
 @pytest.mark.slow
-def test_a_browser_sorts_the_tables_and_a_narrow_one_never_scrolls_sideways(
-    written: Path, chromium: str, tmp_path: Path
-) -> None:
+def test_a_browser_sorts_the_tables_and_a_narrow_one_never_scrolls_sideways(written: Path, tmp_path: Path) -> None:
     probe = """<script>
       const table = document.querySelector("table.sortable"), said = [];
       const shown = row => row.cells[0].textContent + row.cells[2].textContent;
@@ -198,7 +178,7 @@ def test_a_browser_sorts_the_tables_and_a_narrow_one_never_scrolls_sideways(
     </script></body>"""
     page = tmp_path / "probe.html"
     page.write_text(written.read_text(encoding="utf-8").replace("</body>", probe), encoding="utf-8")
-    dom = browse(chromium, page, tmp_path / "profile", "--window-size=500,900", "--dump-dom")
+    dom = browse(page, "--window-size=500,900", "--dump-dom")
     title = re.search(r"<title>(.*?)</title>", dom, re.DOTALL)[1]
     up, down, names = re.findall(r'"([^"]*)"', re.search(r'"said":\[(.*?)\]', title)[1])
     assert up.startswith("openvino0.816 openvino1.22 openvino1.83")
@@ -211,7 +191,7 @@ def test_a_browser_sorts_the_tables_and_a_narrow_one_never_scrolls_sideways(
 
 
 @pytest.mark.slow
-def test_a_browser_filters_copies_zooms_and_opens_what_is_linked(written: Path, chromium: str, tmp_path: Path) -> None:
+def test_a_browser_filters_copies_zooms_and_opens_what_is_linked(written: Path, tmp_path: Path) -> None:
     probe = """<script>
       const rows = [...document.querySelectorAll("section .table tbody tr")].filter(row => !row.closest(".trial"));
       const visible = () => rows.filter(row => !row.hidden);
@@ -234,7 +214,7 @@ def test_a_browser_filters_copies_zooms_and_opens_what_is_linked(written: Path, 
     </script></body>"""
     page = tmp_path / "probe.html"
     page.write_text(written.read_text(encoding="utf-8").replace("</body>", probe), encoding="utf-8")
-    dom = browse(chromium, page, tmp_path / "profile", "--dump-dom")
+    dom = browse(page, "--dump-dom")
     found = json.loads(base64.b64decode(re.search(r"<title>(.*?)</title>", dom, re.DOTALL)[1]))
     assert all("int8" in row for row in found["int8"]) and 0 < len(found["int8"]) < found["all"]
     assert re.fullmatch(r"\d+ of \d+ rows", found["count"])
@@ -251,14 +231,14 @@ def brightness(image: Image.Image) -> float:
 
 
 @pytest.mark.slow
-def test_a_screenshot_shows_the_report(written: Path, chromium: str, tmp_path: Path) -> None:
+def test_a_screenshot_shows_the_report(written: Path, tmp_path: Path) -> None:
     shot = tmp_path / "shot.png"
-    browse(chromium, written, tmp_path / "profile", "--window-size=1280,6400", f"--screenshot={shot}")
+    browse(written, "--window-size=1280,6400", f"--screenshot={shot}")
     with Image.open(shot) as image:
         assert image.size == (1280, 6400)
         colours = {c for _, c in image.convert("RGB").getcolors(1 << 22)}
     assert {(0, 158, 115), (230, 159, 0)} <= colours  # OpenVINO's and ONNX Runtime's points are on the page
     dark = tmp_path / "dark.png"
-    browse(chromium, written, tmp_path / "profile", "--blink-settings=preferredColorScheme=0", f"--screenshot={dark}")
+    browse(written, "--blink-settings=preferredColorScheme=0", f"--screenshot={dark}")
     with Image.open(shot) as bright, Image.open(dark) as dim:
         assert brightness(dim) < 60 < 200 < brightness(bright)

@@ -145,6 +145,15 @@ def test_two_trials_of_a_run(call: Call, refused: Refused, net: str) -> None:
     assert causes_of(found)["1 2"] == "fused or left out in B"
     builds = explained(call, "r", "onnxruntime", "onnxruntime@optimization=basic", "--rounds", 1, "--runs", 5)
     assert builds["b"].endswith("optimization=basic")
+    assert len(list(Path("r/explained").glob("*--*.json"))) == 2
+    Path("r/explained/gone--never.json").write_text("of trials that were removed", encoding="utf-8")
+    code, _, err = call("report", "r")
+    page = Path("r/report.html").read_text(encoding="utf-8")
+    assert code == 0 and "Why is it faster, or not: 2 explained" in page, err
+    assert page.count('<details class="layer-graph">') == 2 and page.count("cytoscape.js-dagre") == 1
+    damaged = next(Path("r/explained").glob("*--*.json"))
+    damaged.write_text("{", encoding="utf-8")
+    assert call("report", "r")[0] == 0 and "can&#39;t be read" in Path("r/report.html").read_text(encoding="utf-8")
     assert refused("explain", "r", "pytorch", "openvino").startswith(
         "no trial of r is 'openvino'; there are pytorch/fp32"
     )

@@ -16,6 +16,7 @@ from dyno.worker.facts.inside import Inside
 from dyno.worker.record import check_schema, read_json, write_json
 from dyno.worker.spec import SCHEMA, UserError, from_json, to_json
 
+FOLDER, JOIN = "explained", "--"  # in a run: where its pairs are stored, and what joins the ids of the trials
 KIND = "explained pair"  # what a file says that it holds
 NANO = 1e9
 NUMBER = re.compile(r"\d+(\.\d+)?")
@@ -61,6 +62,17 @@ class Pair:
     def graph_of(self) -> dict[int, int]:
         """The index of each engine's graph."""
         return {side.form: side.graph for side in self.sides if side.graph is not None}
+
+
+def of_run(folder: Path, a: str, b: str) -> Path:
+    """The file in a run folder for the pair of the trials with these ids."""
+    return folder / FOLDER / f"{a}{JOIN}{b}.json"
+
+
+def stored(folder: Path) -> list[tuple[Path, str, str]]:
+    """The files of pairs in a run folder, each with the ids of its two trials."""
+    files = sorted((folder / FOLDER).glob(f"*{JOIN}*.json"))
+    return [(file, *file.stem.split(JOIN, 1)) for file in files]  # type: ignore[misc]
 
 
 def write(path: Path, pair: Pair) -> None:

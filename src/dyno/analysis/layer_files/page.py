@@ -1,14 +1,15 @@
-"""Times of layers as one HTML page: the tree maps and the tables, readable without a network."""
+"""What was seen inside a model as one HTML page that is readable without a network."""
 
 from __future__ import annotations
 
 import html as escaping
 from collections.abc import Sequence
 
-from dyno.analysis.layer_files import tree_map
+from dyno.analysis.layer_files import layer_graph, tree_map
 from dyno.analysis.layer_files.steps import Timeline
 from dyno.analysis.presentation.export import export
 from dyno.analysis.presentation.table import Table
+from dyno.worker.facts.inside import Inside
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2430; --soft: #5b6675; --line: #dde2e9; --page: #f5f7f9; --card: #fff; }
@@ -29,11 +30,18 @@ def fragment(timelines: Sequence[Timeline], tables: Sequence[Table]) -> str:
     return f"{tree_map.figures(timelines)}\n{export(tables, 'html')}"
 
 
-def html(name: str, timelines: Sequence[Timeline], tables: Sequence[Table]) -> str:
-    """The whole page."""
-    title = escaping.escape(f"Time by layer: {name}")
+def html(name: str, forms: Sequence[Inside], timelines: Sequence[Timeline], tables: Sequence[Table]) -> str:
+    """The whole page of times by layer: `fragment`, and a graph of each form, which the timelines are of."""
+    graphs = [layer_graph.graph(form, timeline) for form, timeline in zip(forms, timelines, strict=True)]
+    figures = "\n".join(layer_graph.figure([each]) for each in graphs)
+    return whole(f"Time by layer: {name}", f"{fragment(timelines, tables)}\n{figures}\n{layer_graph.scripts()}")
+
+
+def whole(heading: str, body: str) -> str:
+    """A page with that heading around the HTML of its body."""
+    title = escaping.escape(heading)
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<style>{STYLE}</style>\n</head>\n'
-        f"<body>\n<h1>{title}</h1>\n{fragment(timelines, tables)}\n</body></html>"
+        f"<body>\n<h1>{title}</h1>\n{body}\n</body></html>"
     )

@@ -12,12 +12,13 @@ from typing import Any
 
 from dyno.analysis import charts, style, tables
 from dyno.analysis.formatting import counting, markdown, moment
+from dyno.analysis.layer_files import layer_graph
 from dyno.analysis.metrics import confusion
 from dyno.analysis.presentation.export import export, page_part
 from dyno.analysis.presentation.table import TEXT, Column, Table, joined
 from dyno.analysis.records.results import Results
 from dyno.analysis.records.run_data import RunData
-from dyno.analysis.report import method, sections
+from dyno.analysis.report import explained, method, sections
 from dyno.analysis.report.notebook import HEADLINES
 from dyno.analysis.self_test import words
 from dyno.analysis.tables.trial_table import TRIALS
@@ -50,7 +51,7 @@ class Drawn:
 @dataclass(frozen=True)
 class Section:
     """The page's content about one run: `about` and `date` in words, the trials' table and all others as HTML, those by
-    their section of the page, `side` with their titles; the chart that stands above, and the others."""
+    their section of the page, `side` with their titles; the chart that stands above, the others; explained pairs."""
 
     results: Results
     date: str
@@ -66,6 +67,7 @@ class Section:
     charts: list[Drawn]
     complaints: list[sections.Complaint]
     details: list[sections.Detail]
+    explained: list[explained.Explained]
 
 
 def write(runs: Sequence[RunData], out: Path) -> Path:
@@ -153,6 +155,7 @@ def _section(run: RunData, run_tables: Sequence[Table], out: Path, index: int, n
         charts=[chart for chart in drawn if chart is not headline],
         complaints=sections.complaints(run.records),
         details=sections.details(run.records, out),
+        explained=explained.explained(run.records, f"r{index}"),
     )
 
 
@@ -201,6 +204,7 @@ def _html(parts: list[Section], results: str) -> str:
         csv=base64.b64encode(results.encode()).decode(),
         style=Markup(_file_of_page("page.css")),
         script=Markup(_file_of_page("page.js")),
+        graph=Markup(layer_graph.scripts()) if any(part.explained for part in parts) else "",
         zoom=Markup(_file_of_page("svg-pan-zoom.min.js")),
     )
 

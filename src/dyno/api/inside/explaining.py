@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +16,12 @@ from dyno.analysis.inside.pairs import Pair, Side
 from dyno.analysis.inside.reasons import Reason
 from dyno.analysis.inside.times import Times
 from dyno.analysis.inside.waterfall import Waterfall
+from dyno.analysis.layer_files import explained_page
 from dyno.analysis.presentation.export import export
 from dyno.analysis.presentation.table import Table
 from dyno.analysis.records.results import load
 from dyno.analysis.stats import center
-from dyno.analysis.style import laid_out, svg
+from dyno.analysis.style import laid_out
 from dyno.analysis.style import save as save_figure
 from dyno.api.inside import files, forms, profiling, trying
 from dyno.api.inside.trying import Tried
@@ -36,8 +37,8 @@ if TYPE_CHECKING:
 
 ROUNDS, RUNS, TOP = 5, 50, 20  # processes of each side, watched runs in each, and parts that are listed
 STORED = ".json"
-SAVED = {STORED: "what was measured", ".svg": "the waterfall", ".png": "the waterfall"}
-PREFIX = "waterfall"  # of the ids in a chart, which may stand in a page with others
+PAGE = ".html"
+SAVED = {STORED: "what was measured", ".svg": "the waterfall", ".png": "the waterfall", PAGE: "a page with all of it"}
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,8 @@ class Explained:
         return self.tables[1].to_pandas()
 
     def save(self, path: str | Path) -> list[Path]:
-        """Store what was measured (.json), which `dyno.explain(path)` reads, or draw the waterfall (.svg, .png).
+        """Store what was measured (.json), which `dyno.explain(path)` reads, draw the waterfall (.svg, .png), or write
+        a page with the tables and the graphs of the layers, too (.html).
 
         Returns what was written."""
         place = Path(path)
@@ -85,15 +87,16 @@ class Explained:
         elif place.suffix == ".png":
             figure = waterfall_chart.draw(self.waterfall)
             save_figure(figure, place, laid_out(figure))
+        elif place.suffix == PAGE:
+            write_text(place, explained_page.html(self.waterfall, self.tables, self.sentences))
         else:
-            write_text(place, self._svg())
+            write_text(place, explained_page.chart(self.waterfall))
         return [place]
 
     @property
     def html(self) -> str:
         """The chart, the tables and the sentences: a part of a page."""
-        listed = "".join(f"<li>{escape(sentence)}</li>\n" for sentence in self.sentences)
-        return f"{self._svg()}\n{export(self.tables, 'html')}\n<ul>\n{listed}</ul>\n"
+        return explained_page.fragment(self.waterfall, self.tables, self.sentences)
 
     def export(self, format: str = "text") -> str:
         """Tables and sentences in one of the formats of tables."""
@@ -112,10 +115,6 @@ class Explained:
         shares = {"attributed": found.attributed, "named": found.named} if found.gap.proven else {}
         tried = {"tried": self.tried.sentences} if self.tried else {}
         return {"a": self.pair.titles[0], "b": self.pair.titles[1], **shares, **tried}
-
-    def _svg(self) -> str:
-        figure = waterfall_chart.draw(self.waterfall)
-        return svg(figure, PREFIX, laid_out(figure))
 
 
 def check_saved(path: Path) -> None:
@@ -230,7 +229,16 @@ def _of_run(
     a, b = (
         replace(side, stored=center(each.medians("model")).value) for side, each in zip(pair.sides, found, strict=True)
     )
-    return replace(pair, a=a, b=b, notes=tuple(notes))
+    whole = replace(pair, a=a, b=b, notes=tuple(notes))
+    _keep(whole, pairs.of_run(folder, *(each.id for each in found)))
+    return whole
+
+
+def _keep(pair: Pair, path: Path) -> None:
+    """Store the pair in its run, whose report then has it; a run that can't be written to goes without."""
+    with suppress(OSError):
+        path.parent.mkdir(exist_ok=True)
+        pairs.write(path, pair)
 
 
 class Explaining(profiling.Profiling):

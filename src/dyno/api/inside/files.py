@@ -79,7 +79,8 @@ KINDS: dict[str, Kind] = {
     GRAPH: Kind("Netron", None),
     ".svg": Kind("a browser", None, timed=True, rated=True),
     ".png": Kind("a viewer of images", None, timed=True, rated=True),
-    PAGE: Kind("a browser", lambda found, lines: page.html(found.name, lines, found.tables), timed=True),
+    PAGE: Kind("a browser", lambda found, lines: page.html(
+        found.name, [found.forms[k] for k in found.shown], lines, found.tables), timed=True),
 }  # fmt: skip
 
 
