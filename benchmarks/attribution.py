@@ -81,12 +81,17 @@ def row(asked: Asked) -> dict[str, str]:
         "network": asked.file.name.partition("--")[0],
         "from": asked.a, "to": asked.b,
         "A, ms": f"{1e3 * found.gap.a:.2f}", "B, ms": f"{1e3 * found.gap.b:.2f}",
-        "attributed": f"{found.attributed:.1%}" if shown else "no difference shown",
-        "interruptions": f"{outside.get('interrupted', 0.0):.1%}" if shown else "",
-        "outside the layers": f"{outside.get('between', 0.0):.1%}" if shown else "",
-        "watching slowed A and B by": ", ".join(f"{e.excess / e.latency[0]:.1%}" for e in (found.a, found.b)),
+        "attributed": percent(found.attributed) if shown else "no difference shown",
+        "interruptions": percent(outside.get("interrupted", 0.0)) if shown else "",
+        "outside the layers": percent(outside.get("between", 0.0)) if shown else "",
+        "watching slowed A and B by": ", ".join(percent(e.excess / e.latency[0]) for e in (found.a, found.b)),
     }  # fmt: skip
     return values | _tried(asked.file.with_suffix(".tried.json"))
+
+
+def percent(share: float) -> str:
+    """A share with its sign; nothing is no minus."""
+    return f"{100 * share + 0.0:.1f} %".replace("-0.0 ", "0.0 ")
 
 
 def _tried(file: Path) -> dict[str, str]:
@@ -126,7 +131,7 @@ def main() -> None:
         sys.exit("no pair is stored")
     heads = list(dict.fromkeys(name for each in rows for name in each))
     print(markdown_table(heads, [[each.get(name, "") for name in heads] for each in rows], [False] * len(heads)))
-    shares = [float(each["attributed"].rstrip("%")) / 100 for each in rows if each["attributed"].endswith("%")]
+    shares = [float(each["attributed"].removesuffix(" %")) / 100 for each in rows if each["attributed"].endswith("%")]
     held = sum(share >= WANTED for share in shares)
     print(f"{held} of {len(shares)} differences have {WANTED:.0%} or more in named layers")
     if options.csv:
