@@ -40,6 +40,40 @@ def net():
 """
 
 
+# Finds red squares of that size anywhere along the rows of a picture, to four pixels.
+ROWS_NET = f"""
+import torch
+
+
+class Rows(torch.nn.Module):
+    def forward(self, x):
+        red = torch.nn.functional.avg_pool2d(x[:, :1] - x[:, 2:], {CELL}, ({CELL}, 4))[:, 0]
+        count, rows, columns = red.shape
+        down, along = {CELL} * (torch.arange(rows) + 0.5), 4 * torch.arange(columns) + {CELL / 2}
+        y, x = torch.meshgrid(down, along, indexing="ij")
+        side = torch.full_like(x, {CELL})
+        places = [each.reshape(1, -1).expand(count, -1) for each in (x, y, side, side)]
+        return torch.stack([*places, red.reshape(count, -1)], 1)
+
+
+def net():
+    return Rows()
+"""
+
+
+def two_squares(count: int, hidden: range) -> Iterator[np.ndarray]:
+    """Frames of 288 x 384 in which two red squares pass each other; the lower one is `hidden` for some frames."""
+    from skimage import data
+
+    photo = np.repeat(data.camera()[:288, :384, None], 3, 2)
+    for k in range(count):
+        frame = photo.copy()
+        for row, left, seen in ((0, 4 * k, True), (3, 352 - 4 * k, k not in hidden)):
+            if seen:
+                frame[row * CELL : (row + 1) * CELL, left : left + CELL] = (255, 0, 0)
+        yield frame
+
+
 def pictures(count: int, height: int = 288, width: int = 384, first: int = 0) -> Iterator[np.ndarray]:
     """Frames, uint8 height x width x 3: a window that moves over a photograph, with the marker of each."""
     from skimage import data

@@ -212,3 +212,42 @@ def test_bad_input_is_one_line(refused: Callable[..., str], clip: Path, tmp_path
     assert "--frame-size" in refused("video", "-", *NET)
     assert "end its name in .trace.json" in refused("video", clip, *NET, "--save", "trace.txt")
     assert "omit --streams" in refused("video", "camera:0", *NET, "--streams", 2)
+
+
+@pytest.mark.parametrize("method", ["bytetrack", "botsort"])
+def test_objects_keep_their_identity(call: Call, tmp_path: Path, method: str) -> None:
+    pytest.importorskip("trackers")
+    hidden = range(30, 36)
+    videos.write(tmp_path / "two.mp4", videos.two_squares(60, hidden))
+    (tmp_path / "rows.py").write_text(videos.ROWS_NET)
+    code, out, errors = call(
+        "video", "two.mp4", "out.mp4", "--model", "rows.py:net", *NET[2:],
+        "--confidence", 0.6, "--iou", 0.2, "--track", method, "--json", "b.jsonl", "--backends", "onnxruntime", *QUICK,
+        "-o", "run", "--format", "json",
+    )  # fmt: skip
+    assert code == 0, errors
+    names: dict[bool, set[int]] = {True: set(), False: set()}  # of the square on top and of the other one
+    for k, line in enumerate(lines(tmp_path / "b.jsonl")):
+        assert len(line["boxes"]) == (1 if k in hidden else 2)
+        for box in line["boxes"]:
+            if k >= 3:
+                names[box["box"][1] < videos.CELL].add(box["identity"])
+    assert sorted(names[True] | names[False]) == [0, 1] and len(names[True]) == len(names[False]) == 1
+    tables = json.loads(out)["tables"]
+    assert tables["video"]["rows"][0]["objects"] == 2
+    stages = [row["stage"] for row in tables["video-stages"]["rows"]]
+    assert stages == "decode preprocess inference postprocess track draw encode".split()
+    code, out, errors = call("show", "run")
+    assert code == 0 and f"{method} followed 2 objects." in out, errors
+    frame = videos.read(tmp_path / "out.mp4")[0][-1]
+    assert len({tuple(frame[row * videos.CELL, ::8].reshape(-1)) for row in (0, 3)}) == 2, "each in its own colour"
+
+
+def test_trackers_are_checked_before_anything_starts(run: Call, clip: Path) -> None:
+    for words, says in (
+        (("--track", "bytetracks"), "unknown tracker 'bytetracks'; did you mean 'bytetrack'?"),
+        (("--track-confidence", 0.5), "give --track with one of"),
+        (("--track", "sort", "--track-confidence", 2), "must be between 0 and 1"),
+    ):
+        code, _, errors = run(clip, *words)
+        assert code == 2 and says in errors and errors.count("\n") == 1

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dyno.worker.video.ends import Frame, now
+from dyno.worker.video.media.ends import Frame, now
 from dyno.worker.video.stages import DEPTH, Stages, Step, run
 
 PICTURE = np.zeros((2, 2, 3), np.uint8)

@@ -14,7 +14,7 @@ from dyno.analysis import stats
 from dyno.analysis.stats import Interval
 from dyno.worker.facts.video import VideoFacts
 
-STAGES = ("decode", "preprocess", "inference", "postprocess", "draw", "encode")
+STAGES = ("decode", "preprocess", "inference", "postprocess", "track", "draw", "encode")
 PROCESSORS = "processors"
 SHARED = "inference"  # by all streams, like the processors; of every other stage each stream has one
 BLOCKS = 10  # of consecutive frames, whose means an interval is made from

@@ -14,7 +14,7 @@ from dyno.analysis.video.figures import PERCENTILES, SHARED, Stage, Video
 from dyno.analysis.video.simulation import Server, Simulation
 
 MOST_STREAMS = 32
-KNOWN = "postprocess"  # after it a frame's boxes are known
+KNOWN = ("postprocess", "track")  # after the last of them a frame's boxes are known
 FRAMES, PIECES = 400, 6400  # that are simulated: of a stream at most, and of all about
 
 
@@ -37,7 +37,7 @@ class Predicted:
 def predict(video: Video, streams: int) -> Predicted:
     """What so many streams reach, each like this one and read as fast as it is taken."""
     servers = [_server(video, stage) for stage in video.stages]
-    known = [stage.name for stage in video.stages].index(KNOWN)
+    known = max(place for place, stage in enumerate(video.stages) if stage.name in KNOWN)
     frames = max(len(video.stages), min(FRAMES, PIECES // streams))
     facts = video.facts
     found = Simulation(servers, known, streams, frames, facts.processors, facts.depth, video.crowding).run()

@@ -28,7 +28,7 @@ def of_run(filmed: Sequence[Filmed]) -> list[str]:
 
 def sentences(video: Video) -> list[str]:
     """How fast it was, what bounds it, what changing that would bring, and how long a frame takes."""
-    return [_rates(video), *_bounds(video), *_changes(video), *_latencies(video)]
+    return [_rates(video), *_bounds(video), *_changes(video), *_latencies(video), *_objects(video)]
 
 
 def _rates(video: Video) -> str:
@@ -112,6 +112,15 @@ def _latencies(video: Video) -> Iterator[str]:
                 if q == HALF or len(samples) >= stats.samples_for(q)
             ]
             yield f"From the beginning of a frame's reading until {what}: {', '.join(parts)}."
+
+
+def _objects(video: Video) -> Iterator[str]:
+    """How many objects were followed, by class."""
+    facts = video.facts
+    if facts.tracker:
+        each = ", ".join(f"{count} of class {kind}" for kind, count in facts.objects.items())
+        total = counting(sum(facts.objects.values()), "object")
+        yield f"{facts.tracker} followed {total}{f': {each}' if len(facts.objects) > 1 else ''}."
 
 
 def _rate(value: float) -> str:

@@ -22,10 +22,11 @@ from dyno.worker.registry import find
 from dyno.worker.spec import Job, Trial, UserError
 from dyno.worker.tasks.detect import Detect
 from dyno.worker.video import alone, stages, steps
-from dyno.worker.video.ends import Batch, Sink, Source, codec_threads, disk_full, now
-from dyno.worker.video.opening import prepare_libraries, sink_of, source_of
+from dyno.worker.video.media.ends import Batch, Sink, Source, codec_threads, disk_full, now
+from dyno.worker.video.media.opening import prepare_libraries, sink_of, source_of
 from dyno.worker.video.options import VideoOptions
 from dyno.worker.video.preparing import Preparation
+from dyno.worker.video.tracking import Tracker
 
 ARRAYS = "video.npz"
 REQUIRES = ("numpy", "av", "opencv-python")
@@ -42,8 +43,9 @@ def video(job: Job, journal: Journal) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had it ignored
     trial, backend = job.trial, find(job.trial.backend)
     prepare_libraries()
-    journal.record = replace(journal.record, system=system.describe((*REQUIRES, *backend.requires)))
     options = VideoOptions(**job.options["settings"])
+    libraries = (*REQUIRES, *(("trackers",) if options.track else ()), *backend.requires)
+    journal.record = replace(journal.record, system=system.describe(libraries))
     source = source_of(str(job.options["source"]), options)
     engine = steps.Engine(lambda: journal.timed("load", "load", lambda: backend.load(trial, job.artifact)))
     work = _Work(job, options, engine, source, journal)
@@ -70,7 +72,8 @@ class _Work:
         self._answered: list[Batch] = []
         self._facts = VideoFacts(
             source.name, job.options["output"], job.options["boxes"], slots=session.slots, live=source.live,
-            expected=source.count, rate=source.rate, processors=len(journal.record.facts.affinity),
+            tracker=options.track, expected=source.count, rate=source.rate,
+            processors=len(journal.record.facts.affinity),
         )  # fmt: skip
 
     def alone(self) -> None:
@@ -80,7 +83,7 @@ class _Work:
         contention = system.CpuContention()
         path = journal.folder / f"alone{self._output.suffix}" if self._output else None
         sink = sink_of(path, self._source, self._options.codec) if path else None
-        bench = alone.Bench(self._source, self._engine, self._preparation, self._answering, sink)
+        bench = alone.Bench(self._source, self._engine, self._preparation, self._answering, self._new_tracker(), sink)
         once = measure.step(session, "all", bench.feeds)
         journal.timed("first_call", "first call", once)
         journal.stage("each stage alone")
@@ -108,7 +111,7 @@ class _Work:
         paths = [self._journal.folder / f"copy{number}{suffix}" for number in range(count)] if self._output else []
         preparations = [self._new_preparation() for _ in range(count)]
         sinks: list[Sink | None] = [sink_of(path, self._source, self._options.codec) for path in paths]
-        copies = [alone.Copy(self._source, preparation, self._answering, answered[0], sink)
+        copies = [alone.Copy(self._source, preparation, self._answering, self._new_tracker(), sink, answered[0])
                   for preparation, sink in zip(preparations, sinks or [None] * count, strict=True)]  # fmt: skip
         found = alone.crowded(copies, self._engine, answered)
         self._facts = replace(self._facts, crowding=found.factor, cpu_inference=found.inference)
@@ -119,6 +122,11 @@ class _Work:
 
     def _new_preparation(self) -> Preparation:
         return Preparation(self._trial.model.preprocess, self._engine.session.inputs, self._trial.dims)
+
+    def _new_tracker(self) -> Tracker | None:
+        options = self._options
+        least = options.track_confidence or options.confidence
+        return Tracker(options.track, self._source.rate, least) if options.track else None
 
     def pipeline(self) -> None:
         """The whole video through all stages at once; stopped by the user, what was written until then."""
@@ -144,6 +152,7 @@ class _Work:
         self._facts = replace(
             self._facts, frames=counts[0], answered=sum(counts), streams=len(lines), seconds=seconds, stopped=stopped,
             dropped=sum(line.stages.dropped for line in lines), cpu_whole=cpu / max(1, sum(counts)), depth=stages.DEPTH,
+            objects=lines[0].tracker.counts if lines[0].tracker else {},
         )  # fmt: skip
         journal.facts(video=self._facts)
         for sentence in (*notes, *self._oddities(counts[0], stopped)):
@@ -158,15 +167,17 @@ class _Work:
             output = self._journal.folder / f"stream{number}{output.suffix}"
         source = self._source if first else source_of(self._source_text, self._options)
         sink, keep = sink_of(output, source, self._options.codec), steps.Keep(self._boxes if first else None)
-        session, preparation = self._engine.session, self._new_preparation()
+        session, preparation, tracker = self._engine.session, self._new_preparation(), self._new_tracker()
         chain: list[stages.Step] = [
             steps.Prepare(preparation, session), steps.Infer(self._engine, shares=self._options.streams > 1),
-            steps.Postprocess(self._answering, preparation.size, keep),
+            steps.Postprocess(self._answering, preparation.size, keep if tracker is None else None),
         ]  # fmt: skip
+        if tracker:
+            chain.append(steps.Track(tracker, keep))
         if output:
             chain += [steps.Draw(), steps.Encode(sink)]
         reading = itertools.islice(source.read(sound=output is not None), self._options.frames or None)
-        return _Line(source, sink, keep, stages.Stages(steps.DECODE, reading, chain, source.live),
+        return _Line(source, sink, keep, tracker, stages.Stages(steps.DECODE, reading, chain, source.live),
                      output if output != self._output else None)  # fmt: skip
 
     def _closed(self, lines: list[_Line]) -> list[str]:
@@ -212,6 +223,7 @@ class _Line:
     source: Source
     sink: Sink
     keep: steps.Keep
+    tracker: Tracker | None
     stages: stages.Stages
     scratch: Path | None
 

@@ -21,8 +21,9 @@ from dyno.worker.inputs import input_data
 from dyno.worker.spec import Plan
 from dyno.worker.video import steps
 from dyno.worker.video.drawing import draw
-from dyno.worker.video.ends import Batch, Frame, Sink, Source, now
+from dyno.worker.video.media.ends import Batch, Frame, Sink, Source, now
 from dyno.worker.video.preparing import Preparation
+from dyno.worker.video.tracking import Tracker
 
 FRAMES, CHUNK, SECONDS = 120, 12, 3.0  # frames at most, those of one turn, and how long no further turn begins
 TURNS = 6  # of all copies; with those of one alone, none writes more than the stages alone did
@@ -79,9 +80,10 @@ class Bench:
         engine: steps.Engine,
         preparation: Preparation,
         answering: steps.Answering,
+        tracker: Tracker | None,
         sink: Sink | None,
     ) -> None:
-        self._source, self._preparation, self._sink = source, preparation, sink
+        self._source, self._preparation, self._tracker, self._sink = source, preparation, tracker, sink
         self._engine, self._answer = steps.Infer(engine), steps.Postprocess(answering, preparation.size)
         self._clocks = {name: _Clock() for name in steps.STAGES if name != steps.INFER}
         count = -(-CHUNK // preparation.batch)
@@ -133,12 +135,15 @@ class Bench:
         for batch in self.answered:
             with self._clocks[steps.POSTPROCESS].timing(len(batch.frames)):
                 self._answer.work(batch)
+        if self._tracker is not None:
+            for frame in frames:
+                with self._clocks[steps.TRACK].timing():
+                    self._tracker.identify(frame)
         if self._sink is None:
             return
         for frame in frames:
-            assert frame.detections is not None
             with self._clocks[steps.DRAW].timing():
-                draw(frame.image, frame.detections)
+                draw(frame)
         for frame in frames:
             with self._clocks[steps.ENCODE].timing():
                 self._sink.write(replace(frame, packets=[]))
@@ -158,9 +163,15 @@ class Copy:
     """All stages but inference, on the source's frames from the beginning again and again, with answers given."""
 
     def __init__(
-        self, source: Source, preparation: Preparation, answering: steps.Answering, answered: Batch, sink: Sink | None
+        self,
+        source: Source,
+        preparation: Preparation,
+        answering: steps.Answering,
+        tracker: Tracker | None,
+        sink: Sink | None,
+        answered: Batch,
     ) -> None:
-        self._preparation, self._sink = preparation, sink
+        self._preparation, self._tracker, self._sink = preparation, tracker, sink
         self._feed, self._answer = preparation.new_feed(), steps.Postprocess(answering, preparation.size)
         self._answered = replace(answered, frames=[replace(frame) for frame in answered.frames])
         again = itertools.cycle(answered.frames) if source.once else _endless(source)
@@ -174,12 +185,16 @@ class Copy:
             self._preparation.write(frame.image, self._feed, number % size)
         for _ in range(0, len(frames), size):
             self._answer.work(self._answered)
-        if self._sink is not None:
-            for frame, like in zip(frames, itertools.cycle(self._answered.frames), strict=False):
-                assert like.detections is not None
-                draw(frame.image, like.detections)
+        likes = itertools.cycle(self._answered.frames)
+        frames = [replace(frame, packets=[], detections=next(likes).detections) for frame in frames]
+        if self._tracker is not None:
             for frame in frames:
-                self._sink.write(replace(frame, packets=[]))
+                self._tracker.identify(frame)
+        if self._sink is not None:
+            for frame in frames:
+                draw(frame)
+            for frame in frames:
+                self._sink.write(frame)
         return time.thread_time() - began
 
     def close(self) -> None:

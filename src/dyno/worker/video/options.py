@@ -6,9 +6,16 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from dyno.worker.spec import UserError
+from dyno.worker.spec import UserError, check_known
 
 SIZE = re.compile(r"(\d+)x(\d+)")
+# Methods that follow objects, by name, and their classes in the library `trackers`.
+TRACKERS = {
+    "bytetrack": "ByteTrackTracker",
+    "sort": "SORTTracker",
+    "ocsort": "OCSORTTracker",
+    "botsort": "BoTSORTTracker",
+}
 
 
 def _option(default: Any, help: str, usual: str = "", *, common: bool = False) -> Any:
@@ -25,6 +32,12 @@ class VideoOptions:
     most: int = _option(300, "Most boxes of a frame.")
     frames: int = _option(0, "Stop after this many frames.", "the whole video", common=True)
     streams: int = _option(1, "Run the video so many times at once through one engine; the first is written as OUT.")
+    track: str = _option(
+        "", f"Follow objects, and count them, by this method: {', '.join(TRACKERS)}.", "boxes alone", common=True
+    )
+    track_confidence: float = _option(
+        0.0, "Least score of a box by which an object is first seen; weaker boxes only carry it on.", "--confidence"
+    )
     codec: str = _option("", "Codec to write with: h264, hevc, vp9, av1, mpeg4…", "the container's own")
     live: bool | None = _option(
         None,
@@ -35,12 +48,16 @@ class VideoOptions:
     frame_rate: float = _option(30.0, "Of raw frames and folders of images, per second.")
 
     def __post_init__(self) -> None:
-        for name in ("confidence", "iou"):
+        for name in ("confidence", "iou", "track_confidence"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"{name} is {getattr(self, name):g}; it must be between 0 and 1")
         for name, least in (("most", 1), ("frames", 0), ("streams", 1)):
             if getattr(self, name) < least:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        if self.track:
+            check_known("tracker", self.track, TRACKERS)
+        if self.track_confidence and not self.track:
+            raise UserError(f"track_confidence needs a tracker; give --track with one of {', '.join(TRACKERS)}")
         if not 0 < self.frame_rate <= 1000:
             raise UserError(f"frame_rate is {self.frame_rate:g}; it must be more than 0 and at most 1000")
         if self.frame_size and self.width * self.height == 0:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker.video.ends import now
+from dyno.worker.video.media.ends import now
 
 DEPTH = 4  # items that may wait for a stage
 LIVE_DEPTH = 1  # of a live source: whatever waits is late

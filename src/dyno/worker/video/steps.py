@@ -1,4 +1,4 @@
-"""The steps of each frame behind its reading: prepare, infer, post-process, draw, write."""
+"""The steps of each frame behind its reading: prepare, infer, post-process, track, draw, write."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from dyno.worker.spec import Trial
 from dyno.worker.tasks.detect import Detect
 from dyno.worker.tasks.postprocess import Detections
 from dyno.worker.video.drawing import draw
-from dyno.worker.video.ends import Batch, Frame, Sink, now
+from dyno.worker.video.media.ends import Batch, Frame, Sink, now
 from dyno.worker.video.preparing import Preparation
 from dyno.worker.video.stages import DEPTH, Step, numbers
+from dyno.worker.video.tracking import NOBODY, Tracker
 
-DECODE, PREPARE, INFER, POSTPROCESS, DRAW, ENCODE = STAGES = (
-    "decode", "preprocess", "inference", "postprocess", "draw", "encode",
+DECODE, PREPARE, INFER, POSTPROCESS, TRACK, DRAW, ENCODE = STAGES = (
+    "decode", "preprocess", "inference", "postprocess", "track", "draw", "encode",
 )  # fmt: skip
 
 T = TypeVar("T")
@@ -204,13 +205,27 @@ class Postprocess(Step):
         return list(item.frames)
 
 
+class Track(Step):
+    """Boxes of the same object get its identity; then they are kept."""
+
+    name = TRACK
+
+    def __init__(self, tracker: Tracker, keep: Keep) -> None:
+        self._tracker, self._keep = tracker, keep
+
+    def work(self, item: Any) -> Iterable[Frame]:
+        self._tracker.identify(item)
+        self._keep.add(item)
+        return (item,)
+
+
 class Draw(Step):
     """Boxes are drawn on their frame."""
 
     name = DRAW
 
     def work(self, item: Any) -> Iterable[Frame]:
-        draw(item.image, item.detections)
+        draw(item)
         return (item,)
 
 
@@ -228,7 +243,8 @@ class Encode(Step):
 
 
 def line(frame: Frame) -> dict[str, Any]:
-    """A frame's boxes as JSON: pixels of the frame, left, top, right, bottom; run lengths of masks; keypoints."""
+    """A frame's boxes as JSON: pixels of the frame, left, top, right, bottom; the identity of its object (null: not
+    yet), where objects are tracked; run lengths of masks; keypoints."""
     found = frame.detections
     assert found is not None
     boxes = []
@@ -238,6 +254,8 @@ def line(frame: Frame) -> dict[str, Any]:
             "score": round(float(found.scores[k]), 4),
             "class": int(found.classes[k]),
         }
+        if frame.identities is not None:
+            box["identity"] = int(frame.identities[k]) if frame.identities[k] != NOBODY else None
         if found.masks is not None:
             box["mask"] = {"size": list(frame.image.shape[:2]), "counts": found.masks[k].tolist()}
         if found.keypoints is not None:

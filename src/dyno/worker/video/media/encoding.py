@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.spec import UserError, check_known
-from dyno.worker.video.ends import Frame, Sink, Source, codec_threads
+from dyno.worker.video.media.ends import Frame, Sink, Source, codec_threads
 
 # Quick presets: what is written is to be looked at, and the encoder shares the processors with the network.
 FASTEST = {

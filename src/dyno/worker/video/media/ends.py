@@ -29,7 +29,8 @@ class Frame:
 
     `pts` counts in the source's time base (None: the source has none), `seconds` is the same time; `name` is that of an
     image file. `packets` of sound come before it in the source. `began` is when its reading began, in ns of
-    `perf_counter_ns`; of a live source it is when the frame had arrived.
+    `perf_counter_ns`; of a live source it is when the frame had arrived. `identities` are those of the objects that
+    its detections are of (-1: of none yet), where they are tracked.
     """
 
     index: int
@@ -40,6 +41,7 @@ class Frame:
     name: str = ""
     packets: list[Any] = field(default_factory=list)
     detections: Detections | None = None
+    identities: np.ndarray | None = None
 
 
 @dataclass

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.spec import UserError
-from dyno.worker.video.ends import Frame, Sink, Source, now
+from dyno.worker.video.media.ends import Frame, Sink, Source, now
 
 FOURCC = {".mp4": "mp4v", ".mov": "mp4v", ".m4v": "mp4v", ".mkv": "mp4v", ".avi": "MJPG", ".webm": "VP80"}
 USUAL_RATE = 30.0  # of a source that doesn't say

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from dyno.worker.extras import install
 from dyno.worker.spec import Unavailable, UserError
-from dyno.worker.video.decoding import VideoSource
-from dyno.worker.video.encoding import VideoSink
-from dyno.worker.video.ends import Sink, Source
-from dyno.worker.video.images import IMAGES, ImageSink, ImageSource, RawSource
-from dyno.worker.video.opencv import CaptureSource, WriterSink
+from dyno.worker.video.media.decoding import VideoSource
+from dyno.worker.video.media.encoding import VideoSink
+from dyno.worker.video.media.ends import Sink, Source
+from dyno.worker.video.media.images import IMAGES, ImageSink, ImageSource, RawSource
+from dyno.worker.video.media.opencv import CaptureSource, WriterSink
 from dyno.worker.video.options import VideoOptions
 
 TRIM_THRESHOLD, MMAP_THRESHOLD, ARENA_MAX = -1, -3, -8  # glibc's numbers of them, in malloc.h

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.spec import UserError
-from dyno.worker.video.ends import Frame, Source, codec_threads, now
+from dyno.worker.video.media.ends import Frame, Source, codec_threads, now
 
 TURNS = {90: "ROTATE_90_COUNTERCLOCKWISE", 180: "ROTATE_180", 270: "ROTATE_90_CLOCKWISE"}
 PATIENCE_S = 10.0  # without a byte from a stream, after which it is gone

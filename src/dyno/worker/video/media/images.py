@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from dyno.worker.spec import UserError
-from dyno.worker.video.ends import Frame, Sink, Source, now
+from dyno.worker.video.media.ends import Frame, Sink, Source, now
 
 IMAGES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm")
 
