@@ -113,7 +113,8 @@ def may_import() -> dict[str, tuple[str, ...]]:
     for room, below in HOST.items():
         name = f"dyno.{room}"
         rules[name] = (name, *_named("dyno", below), *_named("dyno.worker", BESIDES.get(name, BORDER)))
-    rules["dyno.cli"] += ("dyno.__version__",)
+    for name in ("dyno.cli", "dyno.placement"):
+        rules[name] += ("dyno.__version__",)
     for root, rooms in (("dyno.analysis", ANALYSIS), ("dyno.worker", WORKER)):
         for room, below in rooms.items():
             name = f"{root}.{room}"

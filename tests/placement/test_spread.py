@@ -22,6 +22,7 @@ from dyno.analysis.verdict import verdict
 from dyno.engine.execute import execute
 from dyno.jobs.progress import Progress
 from dyno.placement import devices, process, spread
+from dyno.placement.running import Running
 from dyno.worker import system
 
 pytestmark = pytest.mark.skipif(system.physical_cores() < 2, reason="two shares need two physical cores")
@@ -88,10 +89,10 @@ def test_a_spread_study_is_that_of_one_device_but_for_its_places(fake_study: Stu
 def test_a_killed_blocks_process_goes_elsewhere_and_its_rows_say_so(
     fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started: list[process.BlockProcess] = []
+    started: list[Running] = []
     start = process.start
 
-    def noted(*arguments: Any, **named: Any) -> process.BlockProcess:
+    def noted(*arguments: Any, **named: Any) -> Running:
         started.append(start(*arguments, **named))
         return started[-1]
 

@@ -55,11 +55,14 @@ def folder(study: Study, models: Sequence[str], out: str) -> Path:
 def dry_run(study: Study) -> int:
     """List the trials and why any is refused."""
     from dyno.analysis.formatting import console, counting
-    from dyno.placement import places
+    from dyno.placement import places, spread
     from dyno.planning.plan import expand
 
-    several = len(places.names(study.device)) > 1
-    planned = expand(places.at_one(study, places.places(study.device)) if several else study)
+    if places.several(study):
+        with spread.found_places(study) as found:
+            planned = expand(places.at_one(study, found))
+    else:
+        planned = expand(study)
     table = Table(box=None, pad_edge=False)
     for heading in ("trial", "model", "backend", "precision", "batch", "size", "file", "refused because"):
         table.add_column(heading, overflow="fold")

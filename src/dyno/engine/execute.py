@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import platform
 import random
 import shutil
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ from dyno.study import Study
 from dyno.worker import registry, system
 from dyno.worker.facts.job import Facts
 from dyno.worker.record import TIMING, Record, refuse_links, write_bytes, write_record, write_text
-from dyno.worker.spec import BUILD, DECIDED, ENERGY, TIMING_CACHE, Artifact, Job, Recipe, Trial
+from dyno.worker.spec import BUILD, DECIDED, ENERGY, TIMING_CACHE, Artifact, Job, Recipe, Trial, UserError
 
 Fits = Callable[[Trial], bool] | None  # whether a trial is the reference that was requested; None: nothing was
 Launch = Callable[[Job, Path, float, Progress], Record]  # runs a round's job in the folder, for so long at most
@@ -44,17 +45,23 @@ def execute(
     progress: Progress,
     *,
     retry_failed: bool = False,
-    only: Container[str] | None = None,
+    only: Collection[str] | None = None,
     launch: Launch | None = None,
     other_routes: bool = False,
 ) -> None:
     """Measure whatever the folder doesn't hold yet; of what is stored only failures whose reason may be gone are tried
-    again, or all of them with `retry_failed`. With `only`, trials of other ids are left as they are. `launch` runs the
-    jobs of rounds that don't take turns (default: `launch_in_turn`), as jobs of another kind if it makes them such.
-    With `other_routes`, other routes to the ONNX file are tried first where the study names none."""
+    again, or all of them with `retry_failed`. With `only`, trials of other ids are left as they are; it is a
+    `UserError` where the study hasn't these here. `launch` runs the jobs of rounds that don't take turns (default:
+    `launch_in_turn`), as jobs of another kind if it makes them such. With `other_routes`, other routes to the ONNX file
+    are tried first where the study names none."""
     check_device(study)
     refuse_other(study, folder)
     planned = expand(study)
+    if strange := set(only or ()) - {entry.trial.id for entry in planned}:
+        raise UserError(
+            f"{platform.node()} plans other trials than those that are asked for ({len(strange)} differ); all hosts "
+            "need the same Dyno, libraries, models and data, at the same paths"
+        )
     run = Run(folder)
     with run.locked():
         planned = prepare(study, run, planned, progress)

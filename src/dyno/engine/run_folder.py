@@ -102,7 +102,8 @@ def contradictions(before: Study, study: Study) -> list[tuple[str, Any, Any]]:
     free = {*AXES, *REPEATABLE, "runtime"}.difference(fixed)
     names = [f.name for f in fields(Study) if f.name not in free]
     settings = [(name, a, b) for name in names if (a := getattr(before, name)) != (b := getattr(study, name))]
-    settings = [setting for setting in settings if setting[0] != "weights" or not _same_content(*setting[1:])]
+    same = {"weights": _same_content, "on": _same_kind}
+    settings = [(name, a, b) for name, a, b in settings if name not in same or not same[name](a, b)]
     for name in before.runtime.keys() & study.runtime.keys():
         if before.runtime[name] != study.runtime[name]:
             a, b = (one.runtime[name].get("python", "") for one in (before, study))
@@ -112,6 +113,11 @@ def contradictions(before: Study, study: Study) -> list[tuple[str, Any, Any]]:
 
 def _same_content(a: str, b: str) -> bool:
     return all(path and Path(path).is_file() for path in (a, b)) and sha256_of(Path(a)) == sha256_of(Path(b))
+
+
+def _same_kind(a: str, b: str) -> bool:
+    """Whether both are clusters of a kind, at whatever addresses, or neither is one."""
+    return a.partition("=")[0] == b.partition("=")[0]
 
 
 def differences(settings: Iterable[tuple[str, Any, Any]]) -> str:

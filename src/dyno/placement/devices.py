@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -70,7 +71,8 @@ def _together(study: Study, trial: str, folder: Path, places: Sequence[Place], h
 
 
 def _folder(folder: Path, place: Place, how: str) -> Path:
-    return folder / ANCHORS / f"{place.name.replace(':', '')}-{how}"
+    name = re.sub(r"[^\w.-]", "_", place.name.replace(":", ""))
+    return folder / ANCHORS / f"{name}-{how}"
 
 
 def _row(folder: Path, place: Place) -> dict[str, Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 from dyno.jobs.nvml import find_gpu
 from dyno.planning.checks import missing_gpu
@@ -12,7 +14,20 @@ from dyno.study import Study
 from dyno.worker import system
 from dyno.worker.spec import UserError
 
+if TYPE_CHECKING:
+    from dyno.placement.running import Running
+
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+class Host(Protocol):
+    """Where a place is, if not on this host; `gone` says that nothing can be begun there any more."""
+
+    gone: bool
+
+    def begin(self, folder: Path, place: Place) -> Running:
+        """Start measuring what the folder's order asks for."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -20,7 +35,9 @@ class Place:
     """One device by the user's name for it, and how a process is confined to it.
 
     `device` is its name in there: a GPU is the only one that the process sees. `cores` are the logical processors of a
-    CPU's share, empty for all. `card` is the GPU's model, driver and UUID, or the processor's model and share.
+    CPU's share, empty for all. `card` is the GPU's model, driver and UUID, or the processor's model and share. Each
+    backend gets so many `threads`, 0 for one per physical core that the process may use. `host` is None for a place on
+    this host.
     """
 
     name: str
@@ -28,6 +45,18 @@ class Place:
     card: str
     cores: tuple[int, ...] = ()
     env: dict[str, str] = field(default_factory=dict)
+    threads: int = 0
+    host: Host | None = None
+
+    @property
+    def gone(self) -> bool:
+        """Whether nothing can be begun there any more."""
+        return self.host is not None and self.host.gone
+
+
+def several(study: Study) -> bool:
+    """Whether the study is spread over devices, and not measured by this process."""
+    return bool(study.on) or len(names(study.device)) > 1
 
 
 def names(device: str) -> list[str]:
@@ -77,16 +106,25 @@ def _shares(listed: list[str]) -> list[Place]:
     for name in listed:
         k = int(name.partition(":")[2])
         cores = tuple(cpu for core in threads[k * each : (k + 1) * each] for cpu in core)
-        found.append(Place(name, "cpu", f"{model}, processors {','.join(map(str, cores))}", cores))
+        found.append(Place(name, "cpu", share(model, cores), cores, threads=each))
     return found
+
+
+def share(model: str, cores: Sequence[int]) -> str:
+    """The card of a share of a processor."""
+    return f"{model}, processors {','.join(map(str, cores))}"
+
+
+def left(found: Sequence[Place]) -> list[Place]:
+    """The places where something can be begun; a `UserError` where there is none left."""
+    there = [place for place in found if not place.gone]
+    if not there:
+        raise UserError("every device of the study was lost; the same command again goes on with what is missing")
+    return there
 
 
 def at_one(study: Study, found: Sequence[Place]) -> Study:
     """The study as each place's process measures it."""
-    return replace(study, device=found[0].device, threads=study.threads or threads(found))
-
-
-def threads(found: Sequence[Place]) -> int:
-    """Physical cores of a share of the processor, 0 for places that aren't shares."""
-    own = set(found[0].cores)
-    return sum(own.issuperset(core) for core in system.core_threads()) if own else 0
+    here = len(os.sched_getaffinity(0))  # it is planned here
+    few = min(here, *(place.threads for place in found))
+    return replace(study, device=found[0].device, threads=study.threads or few, on="")

@@ -1,4 +1,4 @@
-"""A block's process from outside: started at its place, its lines passed on, and how it ended."""
+"""A block's process: what it is asked for, and the process on this host from outside."""
 
 from __future__ import annotations
 
@@ -6,80 +6,67 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
-from dyno.jobs.progress import Progress
-from dyno.placement.block_process import BAD_INPUT, ORDER
+from dyno.placement.block_process import ORDER
 from dyno.placement.places import Place
+from dyno.placement.running import LOG, Running
 from dyno.study import Study
-from dyno.worker.record import write_json, write_text
-from dyno.worker.spec import SCHEMA, UserError
+from dyno.worker.record import read_json, write_bytes, write_json, write_text
+from dyno.worker.spec import SCHEMA
 
-REQUEST, LOG = "request.toml", "block.log"
+REQUEST = "request.toml"
 PATIENCE_S = 10.0  # that a process has to end its jobs after an interrupt
 
 
-@dataclass
-class BlockProcess:
-    """A process that measures trials of one block into `folder`; `read` is how much of its log was passed on."""
-
-    folder: Path
-    place: Place
-    process: subprocess.Popen[bytes]
-    read: int = field(default=0)
-
-    def pass_on(self, progress: Progress) -> None:
-        """Print the whole lines that it has written since."""
-        text = (self.folder / LOG).read_bytes()
-        end = text.rfind(b"\n") + 1
-        for line in text[self.read : end].decode("utf-8", "replace").splitlines():
-            progress.relay(self.place.name, line)
-        self.read = max(self.read, end)
-
-    @property
-    def ended(self) -> bool:
-        return self.process.poll() is not None
-
-    @property
-    def lost(self) -> str:
-        """How it died before its work was done; "" where it ended by itself. A `UserError` where it had bad input."""
-        code = self.process.returncode
-        if code == 0:
-            return ""
-        if code < 0:
-            return f"killed by {signal.Signals(-code).name}"
-        lines = (self.folder / LOG).read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        last = lines[-1] if lines else "no message"
-        if code == BAD_INPUT:
-            raise UserError(last)
-        return f"exit code {code}: {last}"
-
-    def end(self) -> None:
-        """Interrupt it, and kill it if it doesn't end; its jobs die with it."""
-        with suppress(ProcessLookupError):
-            self.process.send_signal(signal.SIGINT)
-        try:
-            self.process.wait(PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-
-
-def start(folder: Path, study: Study, trials: Collection[str], place: Place, *, retry_failed: bool) -> BlockProcess:
+def start(folder: Path, study: Study, trials: Collection[str], place: Place, *, retry_failed: bool) -> Running:
     """Start measuring those trials of the study at the place, into the folder, which may hold some of them already."""
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / REQUEST, replace(study, device=place.device).to_toml())
     order = {
         "schema": SCHEMA, "study": REQUEST, "trials": sorted(trials), "cores": list(place.cores),
-        "retry_failed": retry_failed, "driver": os.getpid(),
+        "retry_failed": retry_failed,
     }  # fmt: skip
     write_json(folder / ORDER, order)
-    with open(folder / LOG, "wb") as log:
-        process = subprocess.Popen(
+    write_bytes(folder / LOG, b"")
+    return place.host.begin(folder, place) if place.host else BlockProcess(folder, place)
+
+
+class BlockProcess(Running):
+    """A block's process on this host."""
+
+    def __init__(self, folder: Path, place: Place) -> None:
+        super().__init__(folder, place)
+        self.process = popen(folder, place.env)
+
+    @property
+    def code(self) -> int | None:
+        return self.process.poll()
+
+    def end(self) -> None:
+        end(self.process)
+
+
+def popen(folder: Path, env: Mapping[str, str], cwd: str | None = None) -> subprocess.Popen[bytes]:
+    """The process that measures what the folder's order asks for; it dies with the one that calls this."""
+    write_json(folder / ORDER, {**read_json(folder / ORDER), "driver": os.getpid()})
+    with open(folder / LOG, "ab") as log:
+        return subprocess.Popen(
             [sys.executable, "-m", "dyno.placement.block_process", str(folder)],
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**os.environ, **place.env}, start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**os.environ, **env}, cwd=cwd,
+            start_new_session=True,
         )  # fmt: skip
-    return BlockProcess(folder, place, process)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Interrupt it, and kill it if it doesn't end."""
+    with suppress(ProcessLookupError):
+        process.send_signal(signal.SIGINT)
+    try:
+        process.wait(PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import platform
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,15 @@ from dyno.analysis.records.notes.placements import PLACEMENTS
 from dyno.engine.execute import execute, prepare
 from dyno.engine.run_folder import refuse_other
 from dyno.jobs.progress import Progress
-from dyno.placement import blocks, devices, places, process
+from dyno.placement import blocks, devices, places, process, ray_cluster
 from dyno.placement.blocks import Block
 from dyno.placement.places import Place
+from dyno.placement.running import Running
 from dyno.planning.plan import expand
 from dyno.store import Run
 from dyno.study import Study
 from dyno.worker.record import read_json, write_json
-from dyno.worker.spec import SCHEMA, UserError, digest
+from dyno.worker.spec import SCHEMA, UserError, check_known, digest
 
 MOST_LOSSES = 3  # of a block's processes, after which it is left unmeasured
 OF_ONE_DEVICE = ("peak", "energy", "baseline")  # settings that are about a single device
@@ -29,15 +31,32 @@ OF_ONE_DEVICE = ("peak", "energy", "baseline")  # settings that are about a sing
 
 def run(study: Study, folder: Path, progress: Progress, *, retry_failed: bool = False) -> None:
     """Measure whatever the folder doesn't hold yet, as `execute` does, on one device or spread over several."""
-    if len(places.names(study.device)) < 2:
+    if not places.several(study):
         execute(study, folder, progress, retry_failed=retry_failed, other_routes=not study.baseline)
         return
     for name in OF_ONE_DEVICE:
         if getattr(study, name):
-            raise UserError(f"{name} is for a study on one device, and there are several ({study.device}); give one")
-    found = places.places(study.device)
-    own = places.at_one(study, found)
+            on = study.on or study.device
+            raise UserError(f"{name} is for a study on one device, and there are several ({on}); give one")
     refuse_other(study, folder)
+    with found_places(study) as found:
+        _run(study, folder, found, progress, retry_failed)
+
+
+@contextmanager
+def found_places(study: Study) -> Iterator[list[Place]]:
+    """The places over which the study is spread, as long as the block is entered."""
+    kind, _, address = study.on.partition("=")
+    if not kind:
+        yield places.places(study.device)
+        return
+    check_known("cluster", kind, ("ray",))
+    with ray_cluster.places(address, study.device) as found:
+        yield found
+
+
+def _run(study: Study, folder: Path, found: list[Place], progress: Progress, retry_failed: bool) -> None:
+    own = places.at_one(study, found)
     planned, store = expand(own), Run(folder)
     with store.locked():
         planned = prepare(study, store, planned, progress)
@@ -59,7 +78,7 @@ class Spread:
     progress: Progress
     retry_failed: bool
     together: bool
-    running: dict[str, tuple[Block, process.BlockProcess]] = field(default_factory=dict)
+    running: dict[str, tuple[Block, Running]] = field(default_factory=dict)
     losses: dict[str, list[str]] = field(default_factory=dict)
 
     def measure(self, waiting: list[Block]) -> None:
@@ -75,7 +94,7 @@ class Spread:
                 one.end()
 
     def _start(self, waiting: list[Block]) -> None:
-        for place in self.places:
+        for place in places.left(self.places):
             if place.name in self.running or (self.running and not self.together):
                 continue
             block = next((b for b in waiting if self._begun_at(b) in ("", place.name)), None)
@@ -86,7 +105,7 @@ class Spread:
     def _begun_at(self, block: Block) -> str:
         """The place that the block belongs to, "" where it can go anywhere."""
         name = str(stored(self.run, block).get("place", ""))
-        return name if name in {place.name for place in self.places} else ""
+        return name if name in {place.name for place in self.places if not place.gone} else ""
 
     def _begin(self, block: Block, place: Place) -> None:
         """Start the block's process, with the block's rows that the run folder has already."""
@@ -126,7 +145,8 @@ class Spread:
             self._take(block)
             self.progress.note(f"{block.label} is left unmeasured: its process was lost {len(losses)} times ({reason})")
             return []
-        others = [other for other in self.places if other.name != place.name]
+        left = places.left(self.places)
+        others = [other for other in left if other.name != place.name] or left
         target = next((other for other in others if other.name not in self.running), others[0])
         self.progress.note(f"{block.label}: its process on {place.name} was {reason}; it goes to {target.name}")
         shutil.rmtree(_folder(self.run, block), ignore_errors=True)

@@ -12,6 +12,7 @@ EXTRAS = {
     **dict.fromkeys(("jinja2", "matplotlib", "squarify"), "report"),
     **dict.fromkeys(("pillow", "pycocotools", "pyyaml", "scikit-learn"), "data"),
     **dict.fromkeys(("av", "opencv-python"), "video"),
+    "ray": "ray",
     "trackers": "track",
     "tritonclient": "serve",
     "ultralytics": "ultralytics",

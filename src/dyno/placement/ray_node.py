@@ -1,0 +1,154 @@
+"""What runs in Ray's process on a node: it starts a block's process there, and sends back the files that it writes.
+
+Ray only places and moves: what measures is the process that measures on one host too, in an environment like there.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import platform
+import shutil
+import tarfile
+import tempfile
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from subprocess import Popen
+
+from dyno import __version__
+from dyno.placement import places, process
+from dyno.placement.running import LOG
+from dyno.store import LOCK
+from dyno.worker import system
+
+NICE = "set RAY_worker_niceness=0"
+OF_RAY = ("OMP_NUM_THREADS",)  # which it sets for what it starts, and a study on one host hasn't
+
+
+@dataclass(frozen=True)
+class Described:
+    """A node: its host's name, Dyno's version, the card of the device that it has for a block, the GPU's number on the
+    host ("" for a CPU), and the logical processors of each of the host's physical cores."""
+
+    host: str
+    version: str
+    card: str
+    gpu: str
+    cores: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class News:
+    """What a block's folder has since the last question: the files that changed, as a tar, the names of all that there
+    are, and the process's exit code (None while it runs)."""
+
+    changed: bytes
+    names: tuple[str, ...]
+    code: int | None
+
+
+class Node:
+    """One device of one node; its methods are called from the host where `dyno run` was started."""
+
+    def __init__(self) -> None:
+        self._folder: Path | None = None
+        self._process: Popen[bytes] | None = None
+        self._sent: dict[str, tuple[int, int]] = {}
+
+    def describe(self, device: str) -> Described:
+        """What and where it is."""
+        host, cores = platform.node(), tuple(tuple(core) for core in system.core_threads())
+        if device == "cpu":
+            return Described(host, __version__, system.describe()["cpu"], "", cores)
+        visible = os.environ.get(places.VISIBLE, "0")
+        return Described(host, __version__, places.places("cuda:0")[0].card, visible, cores)
+
+    def begin(self, packed: bytes, env: Mapping[str, str], own: Collection[str], cwd: str) -> None:
+        """Start the block whose folder that is, with `env` besides; of Ray's variables the user has set `own`, too.
+
+        Paths in the study are relative to `cwd`, where this host has that.
+        """
+        self.end()
+        self._folder = Path(tempfile.mkdtemp(prefix="dyno-block-"))
+        unpack(packed, self._folder)
+        self._sent = _stamps(self._folder)
+        for name in OF_RAY:
+            if name not in own:
+                os.environ.pop(name, None)
+        with suppress(PermissionError):  # what a child inherits; Ray gives way to all other programs
+            os.setpriority(os.PRIO_PROCESS, 0, min(0, os.getpriority(os.PRIO_PROCESS, 0)))
+        if (nice := os.getpriority(os.PRIO_PROCESS, 0)) > 0:
+            self._say(f"Ray has its processes give way to others here (niceness {nice}); {NICE} before `ray start`")
+        self._process = process.popen(self._folder, env, cwd if Path(cwd).is_dir() else None)
+
+    def _say(self, line: str) -> None:
+        """A line of the block's log."""
+        assert self._folder is not None
+        with open(self._folder / LOG, "a", encoding="utf-8") as log:
+            log.write(f"{line}\n")
+
+    def news(self) -> News:
+        """What there is since the last call."""
+        assert self._folder is not None and self._process is not None
+        code = self._process.poll()  # before the files are looked at: those of a process that ended are all there
+        stamps = _stamps(self._folder)
+        changed = [name for name, stamp in stamps.items() if self._sent.get(name) != stamp]
+        self._sent = stamps
+        return News(pack(self._folder, changed), tuple(stamps), code)
+
+    def end(self) -> None:
+        """End the block's process, if there is one, and remove its folder."""
+        if self._process is not None:
+            process.end(self._process)
+            self._process = None
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+
+def _stamps(folder: Path) -> dict[str, tuple[int, int]]:
+    """Each file with its time and size."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        try:
+            status = path.stat()
+        except FileNotFoundError:  # it was there a moment ago
+            continue
+        if path.is_file() and path.name != LOCK:
+            found[path.relative_to(folder).as_posix()] = (status.st_mtime_ns, status.st_size)
+    return found
+
+
+def pack(folder: Path, names: Collection[str]) -> bytes:
+    """Those files of the folder as a tar; without those that are gone meanwhile."""
+    written = io.BytesIO()
+    with tarfile.open(fileobj=written, mode="w") as tar:
+        for name in names:
+            try:
+                content = (folder / name).read_bytes()
+            except FileNotFoundError:
+                continue
+            about = tarfile.TarInfo(name)
+            about.size = len(content)
+            tar.addfile(about, io.BytesIO(content))
+    return written.getvalue()
+
+
+def whole(folder: Path) -> bytes:
+    """All files of the folder as a tar."""
+    return pack(folder, list(_stamps(folder)))
+
+
+def unpack(packed: bytes, folder: Path) -> None:
+    """Write the files of a tar into the folder; nothing in it can reach beyond."""
+    with tarfile.open(fileobj=io.BytesIO(packed)) as tar:
+        tar.extractall(folder, filter="data")
+
+
+def mirror(news: News, folder: Path) -> None:
+    """Make the folder what the node's is: with what changed, and without what is gone."""
+    unpack(news.changed, folder)
+    for name in _stamps(folder).keys() - set(news.names):
+        (folder / name).unlink(missing_ok=True)

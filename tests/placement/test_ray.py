@@ -1,0 +1,190 @@
+"""A study on a Ray cluster of two nodes, which are two shares of this machine: every block whole on one of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from dyno import Study, UserError
+from dyno.analysis.records.results import load
+from dyno.engine.execute import execute
+from dyno.jobs.progress import Progress
+from dyno.placement import devices, ray_cluster, spread
+from dyno.worker import system
+
+pytest.importorskip("ray")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(system.physical_cores() < 2, reason="two nodes need two physical cores"),
+]
+Studies = Callable[..., Study]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """Two nodes of one processor each."""
+    from ray.cluster_utils import Cluster
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ray_cluster.SETTINGS.items():
+            patch.setenv(name, value)
+        two = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+        two.add_node(num_cpus=1)
+        two.wait_for_nodes()
+        yield two
+        two.shutdown()
+
+
+@pytest.fixture
+def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody measures whether the nodes disturb each other."""
+    monkeypatch.setattr(devices, "measure", lambda *_: True)
+
+
+def records(folder: Path) -> dict[str, int]:
+    """When every record was written, by trial and round."""
+    return {"/".join(path.parts[-3:-1]): path.stat().st_mtime_ns for path in folder.glob("trials/*/*/record.json")}
+
+
+class Log(Progress):
+    """Keeps the lines of the blocks' processes, and calls `then` after each."""
+
+    def __init__(self, then: Callable[[str, str], None] = lambda *_: None) -> None:
+        super().__init__(quiet=True)
+        self.then, self.said = then, list[str]()
+
+    def relay(self, place: str, line: str) -> None:
+        self.said.append(f"{place}: {line}")
+        self.then(place, line)
+
+    def note(self, line: str) -> None:
+        self.said.append(line)
+
+
+@pytest.mark.usefixtures("undisturbed")
+def test_a_study_on_two_nodes_is_that_of_one_host_but_for_its_places(
+    fake_study: Studies, tmp_path: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    fields = {"batches": (1, 2), "backends": ("fake@latency_ms=0.1", "fake@latency_ms=0.4"), "rounds": 2}
+    study, log = fake_study(on=f"ray={cluster.address}", **fields), Log()
+    spread.run(study, tmp_path / "two", log)
+    execute(fake_study(**fields), tmp_path / "one", Progress(quiet=True))
+    assert records(tmp_path / "two").keys() == records(tmp_path / "one").keys(), log.said
+    results = load(tmp_path / "two")
+    assert {t.status for t in results} == {"ok"}
+    own = {p.place: {cpu for t in results if t.placement == p for r in t.rounds for cpu in r.facts.affinity}
+           for p in {t.placement for t in results} if p is not None}  # fmt: skip
+    assert len(own) == 2 and not set.intersection(*own.values()), "each node has processors of its own"
+    job = next((tmp_path / "two").glob("trials/*/r0/job.json")).read_text()
+    assert "OMP_NUM_THREADS" not in job
+    assert not [*(tmp_path / "two").glob("blocks/*")]
+
+    before, again = records(tmp_path / "two"), Log()
+    spread.run(study, tmp_path / "two", again)
+    assert (records(tmp_path / "two"), again.said) == (before, [])
+    with pytest.raises(UserError, match=r"on=ray=.*this command says no on"):
+        spread.run(fake_study(**fields), tmp_path / "two", again)
+
+
+@pytest.mark.usefixtures("undisturbed")
+def test_a_lost_nodes_block_goes_elsewhere_and_its_rows_say_so(
+    fake_study: Studies, tmp_path: Path, cluster: Any
+) -> None:
+    third, gone = cluster.add_node(num_cpus=1), []
+    cluster.wait_for_nodes()
+
+    def kill(place: str, line: str) -> None:
+        if place.endswith("#3") and " ok " in line and not gone:
+            gone.append(place)
+            cluster.remove_node(third, allow_graceful=False)
+
+    log = Log(kill)
+    fields = {"batches": (1, 2, 3), "rounds": 5, "seconds": 0.2}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(system, "core_threads", lambda: [(k,) for k in range(3)])
+        patch.setattr(ray_cluster, "_processors", _anywhere)
+        spread.run(fake_study(on=f"ray={cluster.address}", **fields), tmp_path, log)
+    assert gone, log.said
+    results = load(tmp_path)
+    assert {t.status for t in results} == {"ok"} and all(len(t.rounds) == 5 for t in results)
+    (moved,) = [t for t in results if t.placement and t.placement.lost]
+    assert moved.placement is not None and not moved.placement.place.endswith("#3")
+    assert any("lost with its node" in warning for warning in moved.warnings())
+
+
+def _anywhere(about: Any, count: int, taken: Any, host: Any) -> Any:
+    """A place without processors of its own: there may be more nodes than cores."""
+    return ray_cluster.Place(about.host, "cpu", about.card, threads=1, host=host)
+
+
+def test_a_killed_driver_takes_the_blocks_along_and_nothing_is_measured_twice(
+    fake_study: Studies, tmp_path: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "measure", lambda *_: True)
+    study = fake_study(on=f"ray={cluster.address}", batches=(1, 2), rounds=4, seconds=0.2)
+    (tmp_path / "study.toml").write_text(study.to_toml())
+    code = (
+        "import sys; from pathlib import Path; from dyno import Study; from dyno.jobs.progress import Progress\n"
+        "from dyno.placement import devices, spread\n"
+        "devices.measure = lambda *_: True\n"
+        "spread.run(Study.from_toml(Path(sys.argv[1])), Path(sys.argv[2]), Progress(quiet=True))\n"
+    )
+    folder = tmp_path / "run"
+    driver = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "study.toml"), str(folder)])
+    while not (kept := [*folder.glob("blocks/*/trials/*/*/record.json")]):
+        assert driver.poll() is None, "the driver has a block measured first"
+        time.sleep(0.05)
+    measuring = _blocks()
+    assert measuring
+    os.kill(driver.pid, signal.SIGKILL)
+    driver.wait()
+    assert not psutil.wait_procs(measuring, timeout=120)[1], "none goes on without the driver"
+
+    before = {"/".join(path.parts[-3:-1]) for path in kept}
+    log = Log()
+    spread.run(study, folder, log)
+    assert before <= records(folder).keys() and len(records(folder)) == 8
+    assert not [*folder.glob("blocks/*")]
+
+
+def _blocks() -> list[psutil.Process]:
+    """The processes of blocks on this machine."""
+    return [p for p in psutil.process_iter(["cmdline"]) if "dyno.placement.block_process" in (p.info["cmdline"] or ())]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"on": "rey"}, "unknown cluster 'rey'; did you mean 'ray'"),
+        ({"on": "ray", "device": "cuda:0"}, "give --device cpu or cuda"),
+        ({"on": "ray", "energy": True}, "energy is for a study on one device"),
+        ({"on": "ray=127.0.0.1:1"}, "there is no Ray cluster at 127.0.0.1:1 that answers"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    fake_study: Studies, tmp_path: Path, fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        spread.run(fake_study(**fields), tmp_path, Progress(quiet=True))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_node_without_the_device(fake_study: Studies, tmp_path: Path, cluster: Any) -> None:
+    with pytest.raises(UserError, match="no node of the Ray cluster has a GPU"):
+        spread.run(fake_study(on=f"ray={cluster.address}", device="cuda"), tmp_path, Progress(quiet=True))
+
+
+def test_without_the_library(fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UserError, match=r"inference-dyno\[ray\]"):
+        spread.run(fake_study(on="ray"), tmp_path, Progress(quiet=True))
