@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -36,8 +37,8 @@ class Place:
 
     `device` is its name in there: a GPU is the only one that the process sees. `cores` are the logical processors of a
     CPU's share, empty for all. `card` is the GPU's model, driver and UUID, or the processor's model and share. Each
-    backend gets so many `threads`, 0 for one per physical core that the process may use. `host` is None for a place on
-    this host.
+    backend gets so many `threads`, 0 for one per physical core that the process may use. `machine` is the
+    name of its host, and `host` what begins a block there, None for this one.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Place:
     cores: tuple[int, ...] = ()
     env: dict[str, str] = field(default_factory=dict)
     threads: int = 0
+    machine: str = field(default_factory=platform.node)
     host: Host | None = None
 
     @property

@@ -89,7 +89,12 @@ def _places(device: str) -> list[Place]:
         about = _described(actor, node["NodeManagerHostname"], device)
         if device == "cuda":
             place = Place(
-                f"{about.host}/cuda:{about.gpu}", "cuda:0", about.card, threads=len(about.cores), host=RayHost(actor)
+                f"{about.host}/cuda:{about.gpu}",
+                "cuda:0",
+                about.card,
+                threads=len(about.cores),
+                machine=about.host,
+                host=RayHost(actor),
             )
         else:
             place = _processors(about, count, taken, RayHost(actor))
@@ -123,7 +128,7 @@ def _processors(about: Described, count: int, taken: Counter[str], host: RayHost
         raise UserError(f"the Ray nodes of {about.host} count more processors than it has physical cores")
     taken[about.host] += count
     cores = tuple(cpu for core in own for cpu in core)
-    return Place(about.host, "cpu", share(about.card, cores), cores, threads=len(own), host=host)
+    return Place(about.host, "cpu", share(about.card, cores), cores, threads=len(own), machine=about.host, host=host)
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dyno.analysis.formatting import counting
 from dyno.analysis.records.notes.placements import PLACEMENTS
 from dyno.engine.execute import execute, prepare
 from dyno.engine.run_folder import refuse_other
@@ -115,9 +115,9 @@ class Spread:
             if source.is_dir() and not target.exists():
                 target.parent.mkdir(parents=True, exist_ok=True)
                 source.rename(target)
-        self._note(block, place.name, place.card, done="")
+        self._note(block, place, done="")
         ids = [trial.id for trial in block.trials]
-        self.progress.relay(place.name, f"{block.label}: {len(ids)} trials")
+        self.progress.relay(place.name, f"{block.label}: {counting(len(ids), 'trial')}")
         one = process.start(folder, self.own, ids, place, retry_failed=self.retry_failed)
         self.running[place.name] = block, one
 
@@ -134,7 +134,7 @@ class Spread:
                 lost += self._lost(block, one.place, reason)
             else:
                 self._take(block)
-                self._note(block, name, one.place.card, done=_request(block, self.study))
+                self._note(block, one.place, done=_request(block, self.study))
         return lost
 
     def _lost(self, block: Block, place: Place, reason: str) -> list[Block]:
@@ -150,7 +150,7 @@ class Spread:
         target = next((other for other in others if other.name not in self.running), others[0])
         self.progress.note(f"{block.label}: its process on {place.name} was {reason}; it goes to {target.name}")
         shutil.rmtree(_folder(self.run, block), ignore_errors=True)
-        self._note(block, target.name, target.card, done="")
+        self._note(block, target, done="")
         return [block]
 
     def _take(self, block: Block) -> None:
@@ -164,11 +164,11 @@ class Spread:
                     found.rename(target)
         shutil.rmtree(folder)
 
-    def _note(self, block: Block, place: str, card: str, *, done: str) -> None:
+    def _note(self, block: Block, place: Place, *, done: str) -> None:
         earlier = stored(self.run, block).get("lost", [])
         lost = [*dict.fromkeys([*earlier, *self.losses.get(block.id, [])])]
         note = {
-            "schema": SCHEMA, "block": block.label, "place": place, "card": card, "host": platform.node(),
+            "schema": SCHEMA, "block": block.label, "place": place.name, "card": place.card, "host": place.machine,
             "trials": [trial.id for trial in block.trials], "lost": lost, "done": done,
         }  # fmt: skip
         write_json(_path(self.run, block), note)
