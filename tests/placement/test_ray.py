@@ -127,6 +127,14 @@ def _anywhere(about: Any, count: int, taken: Any, host: Any) -> Any:
     return ray_cluster.Place(about.host, "cpu", about.card, threads=1, host=host)
 
 
+def test_a_node_that_has_just_died_is_no_place(cluster: Any) -> None:
+    third = cluster.add_node(num_cpus=1)
+    cluster.wait_for_nodes()
+    cluster.remove_node(third, allow_graceful=False)
+    with ray_cluster.places(cluster.address, "cpu") as places:  # Ray still lists it
+        assert len(places) == 2
+
+
 def test_a_killed_driver_takes_the_blocks_along_and_nothing_is_measured_twice(
     fake_study: Studies, tmp_path: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

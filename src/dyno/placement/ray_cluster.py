@@ -72,11 +72,8 @@ def _places(device: str) -> list[Place]:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     remote: Any = ray.remote(Node)
-    cluster: Any = ray  # its list of nodes has no types
     actors = []
-    for node in sorted(
-        (n for n in cluster.nodes() if n["Alive"]), key=lambda n: (n["NodeManagerHostname"], n["NodeID"])
-    ):
+    for node in sorted(_alive().values(), key=lambda n: (n["NodeManagerHostname"], n["NodeID"])):
         there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         count = int(node["Resources"].get("GPU" if device == "cuda" else "CPU", 0))
         wanted = [{"num_gpus": 1, "num_cpus": 0}] * count if device == "cuda" else [{"num_cpus": count}] * (count > 0)
@@ -86,7 +83,9 @@ def _places(device: str) -> list[Place]:
         raise UserError(f"no node of the Ray cluster has a {kind}; see `ray status`")
     names, taken, found = Counter[str](), Counter[str](), []
     for node, count, actor in actors:
-        about = _described(actor, node["NodeManagerHostname"], device)
+        about = _described(actor, node, device)
+        if about is None:
+            continue
         if device == "cuda":
             place = Place(
                 f"{about.host}/cuda:{about.gpu}",
@@ -100,18 +99,32 @@ def _places(device: str) -> list[Place]:
             place = _processors(about, count, taken, RayHost(actor))
         names[place.name] += 1
         found.append(replace(place, name=f"{place.name}#{names[place.name]}") if names[place.name] > 1 else place)
+    if not found:
+        raise UserError("every node of the Ray cluster was lost while it was asked; see `ray status`")
     return found
 
 
-def _described(actor: Any, name: str, device: str) -> Described:
-    """What the node says of itself; a `UserError` where it can't take part."""
+def _alive() -> dict[str, dict[str, Any]]:
+    """The nodes that Ray takes for alive, by their identifiers."""
     import ray
 
+    cluster: Any = ray  # its list of nodes has no types
+    return {node["NodeID"]: node for node in cluster.nodes() if node["Alive"]}
+
+
+def _described(actor: Any, node: dict[str, Any], device: str) -> Described | None:
+    """What the node says of itself; None where it was dead already, which Ray notices late. A `UserError` where it
+    can't take part."""
+    import ray
+
+    name = node["NodeManagerHostname"]
     try:
         about: Described = ray.get(actor.describe.remote(device), timeout=START_S)
     except ray.exceptions.GetTimeoutError as e:
         raise UserError(f"{name} did not answer within {START_S:g} s; is it busy with other work of Ray?") from e
     except ray.exceptions.RayError as e:
+        if node["NodeID"] not in _alive():
+            return None
         last = str(e).strip().splitlines()[-1]
         raise UserError(f"{name} can't take part: {last}; install Dyno {__version__} there as here") from e
     if about.version != __version__:
