@@ -1,7 +1,7 @@
 """Are verdicts right? Studies of processes whose difference is known: equal ones, and some slowed down by 2 and 5 %.
 
     python benchmarks/verdicts.py [--minutes 10] [--backends onnxruntime,openvino] [--csv verdicts.csv --run NAME]
-    python benchmarks/verdicts.py --until 5 --minutes 60 [--threads 2] [--slowdown 0.01]
+    python benchmarks/verdicts.py --until 5 --minutes 60 [--threads 2] [--slowdown 0.01] [--beside]
     python benchmarks/verdicts.py --device cuda:0 --backends pytorch,tensorrt --python tensorrt=PATH --alone
     python benchmarks/verdicts.py --store FOLDER [...]; python benchmarks/verdicts.py --read FOLDER
     python benchmarks/verdicts.py --short
@@ -44,7 +44,7 @@ from dyno.worker.spec import ROUNDS, to_json
 
 # Two equal pairs that share no process, and one pair for each slow-down.
 LAYOUT = Layout((0.0, 0.0, 0.0, 0.0, 0.02, 0.05), ((0, 1), (2, 3), (0, 4), (2, 5)))
-# Three pairs that share no process: an equal one, and two of which one is slowed down.
+# Three pairs that share no process: an equal one, and two in which the second process is slowed down.
 UNTIL_PAIRS = ((0, 1), (2, 3), (4, 5))
 UNTIL_S = 2.0  # of each process and round, as `dyno run` has them
 SHORT: dict[str, Any] = {"rounds": 3, "seconds": 0.2, "warmup": 0.1}
@@ -194,9 +194,9 @@ def measured(asked: argparse.Namespace) -> Iterator[Measured]:
     fields |= SHORT if asked.short else {}
     pythons = dict(pair.split("=", 1) for pair in asked.python)
     fields["runtime"] = {name: {"python": python} for name, python in pythons.items()}
-    share, backends = asked.slowdown, asked.backends.split(",")
-    layout = Layout((0.0, 0.0, 0.0, share, 0.0, share), UNTIL_PAIRS) if asked.until else LAYOUT
-    conditions = (ALONE,) if asked.alone else (ALONE, BESIDE)
+    shares, backends = [float(share) for share in asked.slowdown.split(",")], asked.backends.split(",")
+    layout = Layout((0.0, 0.0, 0.0, shares[0], 0.0, shares[-1]), UNTIL_PAIRS) if asked.until else LAYOUT
+    conditions = [one for one, other in ((ALONE, asked.beside), (BESIDE, asked.alone)) if not other]
     for backend in backends:
         for condition in conditions:
             minutes = asked.minutes / len(backends) / len(conditions)
@@ -242,12 +242,14 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="", help="a source, as dyno calibrate has it (default: the demo's network)")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--python", action="append", default=[], help="NAME=PATH, as dyno run has it")
-    parser.add_argument("--alone", action="store_true", help="without the neighbour")
+    conditions = parser.add_mutually_exclusive_group()
+    conditions.add_argument("--alone", action="store_true", help="without the neighbour only")
+    conditions.add_argument("--beside", action="store_true", help="beside the neighbour only")
     parser.add_argument("--short", action="store_true", help="three short rounds: does it run at all?")
     parser.add_argument("--csv", type=Path, help="beginning of the names of two files for docs/measured/data")
     parser.add_argument("--run", default="", help="the run's name there")
     parser.add_argument("--until", type=float, default=0.0, help="studies of so many minutes at most, until decided")
-    parser.add_argument("--slowdown", type=float, default=0.02, help="of the slower process of --until")
+    parser.add_argument("--slowdown", default="0.02", help="of the slower processes of --until, one share or two")
     parser.add_argument("--threads", type=int, default=0, help="of each process (default: as in a study)")
     parser.add_argument("--store", type=Path, help="folder to keep the self-tests in")
     parser.add_argument("--read", type=Path, help="print the tables of a folder's self-tests; measure nothing")

@@ -10,19 +10,29 @@ import pytest
 from nbclient import NotebookClient
 
 NOTEBOOK = Path(__file__).resolve().parents[1] / "examples/quickstart.ipynb"
+# Before the first cell: jobs are forked as those of other tests are.
+FORKED = """
+import sys
+sys.path.insert(0, {tests!r})
+import preloaded
+from dyno.jobs import launcher
+launcher.subprocess = preloaded.Processes({server!r})
+"""
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def cells(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+def cells(tmp_path_factory: pytest.TempPathFactory, preloaded: str) -> list[Any]:
     """The notebook's cells of code, run in an empty folder."""
     folder = tmp_path_factory.mktemp("notebook")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells), "figures of another machine are no example"
+    code = FORKED.format(tests=str(Path(__file__).parent), server=preloaded)
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(code))
     NotebookClient(notebook, timeout=900, resources={"metadata": {"path": str(folder)}}).execute()
     assert (folder / "runs/notebook/report.html").is_file()
-    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+    return [cell for cell in notebook.cells[1:] if cell.cell_type == "code"]
 
 
 def shown(cell: Any, kind: str) -> str:

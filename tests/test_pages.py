@@ -1,8 +1,8 @@
 """Every command of the README's tour, the tour, the tutorial and the pages of inputs and of layer errors, typed in
 order in an empty folder.
 
-Only how long and on how large images things are measured and trained is less than on the page. A block below
-`<!-- needs: … -->` is left out where that is missing, and says so.
+Only how long and on how large images things are measured and trained is less than on the page, and the networks are
+smaller ones of their kind. A block below `<!-- needs: … -->` is left out where that is missing, and says so.
 """
 
 from __future__ import annotations
@@ -53,6 +53,12 @@ SMALL = {
     "--size": {"224": "32", "320": "64", "96": "32", "64": "32", "64,96": "32"},
     "--precision": {"fp32,bf16": "fp32"},
     "--batch": {"1,8": "1"},  # "1,4" stays, as the best of one is no table
+}
+# Part of a word, and what stands there instead: a network of its kind with fewer layers, and its run folder.
+NETWORKS = {
+    "torchvision:resnet18": "timm:test_resnet",
+    "runs/resnet18": "runs/test_resnet",
+    "torchvision:mobilenet_v3_small": "timm:test_resnet",
 }
 # The beginning of a command that another test runs and that takes long.
 ELSEWHERE = {
@@ -114,7 +120,7 @@ def blocks(page: str) -> list[Block]:
 
 def shortened(words: list[str]) -> list[str]:
     """The command with short measurements and trainings of small images, whatever it asked for."""
-    kept = list(words)
+    kept = [smaller(word) for word in words]
     for flag, (value, commands) in SHORT.items():
         if flag in kept:
             kept[kept.index(flag) + 1] = value
@@ -128,11 +134,18 @@ def shortened(words: list[str]) -> list[str]:
         kept[kept.index("--backends") + 1] = "onnxruntime"
     if (
         "--size" not in kept
-        and words[1] in ("run", "serve-test", "export", "agree", "time", "profile", "explain")
-        and any(w.startswith("torchvision:") for w in kept)
+        and words[1] in ("run", "serve-test", "export", "agree", "time", "inspect", "profile", "explain")
+        and any(w.startswith("timm:") for w in kept)
     ):
         kept += ["--size", "32"]
     return [*kept, "--no-search"] if "--budget" in kept and words[1] == "run" else kept
+
+
+def smaller(text: str) -> str:
+    """The text with smaller networks."""
+    for name, other in NETWORKS.items():
+        text = text.replace(name, other)
+    return text
 
 
 def left_out(words: list[str]) -> str:
@@ -169,7 +182,7 @@ def lay_out(folder: Path) -> None:
     shutil.copytree(ROOT / "studies", folder / "studies")
     for study in (folder / "studies").glob("*.toml"):
         text = study.read_text(encoding="utf-8").replace("peak = true", "peak = false").replace("samples = 100", "")
-        study.write_text(text, encoding="utf-8")
+        study.write_text(smaller(text), encoding="utf-8")
 
 
 def write_file(block: Block, folder: Path) -> None:
@@ -178,7 +191,7 @@ def write_file(block: Block, folder: Path) -> None:
         text = re.sub(r"^(rounds|seconds) = .*", lambda m: f"{m[1]} = {SHORT[f'--{m[1]}'][0]}", block.text, flags=re.M)
         text = re.sub(r'^sizes = \["(\d+)"\]', lambda m: f'sizes = ["{SMALL["--size"][m[1]]}"]', text, flags=re.M)
         text = text.replace("batches = [1, 8]", "batches = [1]")
-        (folder / name[1]).write_text(text, encoding="utf-8")
+        (folder / name[1]).write_text(smaller(text), encoding="utf-8")
 
 
 @pytest.mark.slow
@@ -220,5 +233,7 @@ def test_a_command_is_shortened_but_otherwise_what_it_is() -> None:
     assert shortened(words) == shlex.split(
         "dyno run m.onnx --rounds 1 --batch 1,16 --seconds 0.05 --warmup 0.05 --confirm 0 --inputs 4 --threads 1"
     )
-    assert shortened(shlex.split("dyno export torchvision:resnet18 -o m.onnx"))[-2:] == ["--size", "32"]
+    assert shlex.join(shortened(shlex.split("dyno export torchvision:resnet18 -o m.onnx"))) == (
+        "dyno export timm:test_resnet -o m.onnx --size 32"
+    )
     assert shortened(["dyno", "show", "runs/x"]) == ["dyno", "show", "runs/x"]

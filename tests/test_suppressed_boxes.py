@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("preloaded")
 
 Call = Callable[..., tuple[int, str, str]]
 Arrays = dict[str, np.ndarray]
-QUICK = "--rounds 1 --seconds 0.05 --warmup 0.02 --backends onnxruntime,openvino".split()
+QUICK = "--rounds 1 --seconds 0.05 --warmup 0.02 --routes usual --backends onnxruntime,openvino".split()
 
 
 def rows(folder: Path) -> dict[tuple[str, str], dict[str, str]]:
