@@ -41,6 +41,7 @@ SHORT = {
     "--warmup": ("0.05", ("run", "serve-test", "time", "profile", "explain")),
     "--epochs": ("1", ("train",)),
     "--confirm": ("0", ("run",)),
+    "--routes": ("usual", ("run",)),
     "--inputs": ("4", ("run", "agree")),
     "--iterations": ("5", ("stress",)),
     "--duration": ("1s", ("serve-test",)),
@@ -231,7 +232,8 @@ def test_what_is_left_out_says_what_it_needs(block: Block) -> None:
 def test_a_command_is_shortened_but_otherwise_what_it_is() -> None:
     words = shlex.split("dyno run m.onnx --rounds 5 --batch 1,16")
     assert shortened(words) == shlex.split(
-        "dyno run m.onnx --rounds 1 --batch 1,16 --seconds 0.05 --warmup 0.05 --confirm 0 --inputs 4 --threads 1"
+        "dyno run m.onnx --rounds 1 --batch 1,16 --seconds 0.05 --warmup 0.05 --confirm 0 --routes usual --inputs 4 "
+        "--threads 1"
     )
     assert shlex.join(shortened(shlex.split("dyno export torchvision:resnet18 -o m.onnx"))) == (
         "dyno export timm:test_resnet -o m.onnx --size 32"

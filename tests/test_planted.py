@@ -32,7 +32,8 @@ def test_a_planted_graph_is_said_first_and_never_ranked(dyno: Any, tmp_path: Pat
         f"planted_backends:{name}@precision={'fp32' if name == 'OtherBranch' else precision}" for name in PLANTED
     ]
     honest = ["pytorch@precision=fp32", f"onnxruntime@precision={precision}", f"openvino@precision={precision}"]
-    words = ("--data", photos, "--size", 32, "--rounds", 1, "--seconds", 0.1, "--warmup", 0.1, "--out", tmp_path / "r")
+    words = ("--data", photos, "--size", 32, "--rounds", 1, "--seconds", 0.1, "--warmup", 0.1, "--out", tmp_path / "r",
+             "--routes", "usual")  # fmt: skip
     environment = {"PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
     done = dyno(
         "run", f"{tmp_path / 'net.py'}:net", "--backends", ",".join([*honest, *planted]), *words, env=environment
