@@ -7,13 +7,12 @@ UV := $(BIN)/uv
 READY := $(VENV)/.ready
 OTHER_READY := $(OTHER)/.ready
 RUNS ?= runs
-# The tests run in two processes side by side: those that load engines into the process, and those that start jobs. A few
-# files stand with the other half, so that both take as long.
-TO_ENGINES := $(addprefix tests/,test_contract.py sources/test_in_memory.py test_onnx_files.py api/test_take.py test_yolo.py)
-TO_ENGINES += $(addprefix tests/,test_described_inputs.py test_notebook.py test_offline.py test_suppressed_boxes.py cli/images cli/inside)
-ENGINES := tests/analysis tests/datasets tests/gpu tests/worker $(TO_ENGINES)
-JOBS := $(filter-out $(TO_ENGINES),$(wildcard tests/test_*.py tests/api/*.py tests/sources/*.py tests/cli/test_*.py))
-JOBS += $(addprefix tests/,cli/comparison engine jobs placement planning training)
+# The tests run in three processes side by side, since jobs often wait: those of the whole program, those that load engines
+# into the process, and those that start jobs. Three files stand with the engines, so that all three take as long.
+LOADING := $(addprefix tests/,test_contract.py test_described_inputs.py test_onnx_files.py)
+PROGRAM := $(filter-out $(LOADING),$(wildcard tests/test_*.py))
+ENGINES := $(addprefix tests/,analysis cli/images cli/inside datasets gpu sources worker) $(LOADING)
+JOBS := $(addprefix tests/,api cli/comparison engine jobs placement planning training) $(wildcard tests/cli/test_*.py)
 FAST := -q -m "not slow and not gpu"
 
 # A PYTHONPATH or an activated environment of the caller's must not decide what is tested here. The byte-code of what is
@@ -26,7 +25,7 @@ test check: export OMP_WAIT_POLICY = PASSIVE
 
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo test test-engines test-jobs check style bench site format clean distclean
+.PHONY: help setup demo test test-program test-engines test-jobs check style bench site format clean distclean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,8 +36,11 @@ demo: $(READY)  ## the whole job on scikit-learn's digits, into runs/demo
 	$(BIN)/dyno demo
 
 test: setup  ## every test
-	@echo "two processes test side by side, for a quarter of an hour on two cores; each shows what it did when it ends"
-	@$(MAKE) --no-print-directory -j2 --output-sync=line --keep-going test-engines test-jobs
+	@echo "three processes test side by side, for a quarter of an hour on two cores; each shows what it did when it ends"
+	@$(MAKE) --no-print-directory -j3 --output-sync=line --keep-going test-program test-engines test-jobs
+
+test-program:
+	$(BIN)/python -m pytest $(PYTEST) $(PROGRAM)
 
 test-engines:
 	$(BIN)/python -m pytest $(PYTEST) $(ENGINES)
@@ -47,7 +49,7 @@ test-jobs:
 	$(BIN)/python -m pytest $(PYTEST) $(JOBS)
 
 check: setup  ## format, lint, types and the fast tests
-	@$(MAKE) --no-print-directory -j3 --output-sync=line --keep-going PYTEST='$(FAST)' style test-engines test-jobs
+	@$(MAKE) --no-print-directory -j4 --output-sync=line --keep-going PYTEST='$(FAST)' style test-program test-engines test-jobs
 
 style:
 	$(BIN)/ruff format --check .
