@@ -1,0 +1,134 @@
+"""A Ray cluster as places: one for each GPU of its nodes, or one for each node's processors."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from dyno import __version__
+from dyno.placement.clusters.node import Described, Node
+from dyno.placement.clusters.remote import Lost, RemoteHost, Silent, check_device, distinct, gpu, processors, same_dyno
+from dyno.placement.places import Place
+from dyno.worker.extras import install
+from dyno.worker.spec import UserError
+
+START_S = 120.0  # that a node has to start Ray's process with Dyno in it
+CONNECT_S = 10.0  # for a connection to the head node
+NICE = "; set RAY_worker_niceness=0 before `ray start`"
+# Of a cluster that is started here: nothing is sent to Ray's makers, and what measures gives way to nobody.
+SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+
+
+@contextmanager
+def places(address: str, device: str) -> Iterator[list[Place]]:
+    """The places of the cluster for a device, `cpu` or `cuda`, while the block is entered.
+
+    `address` is a head node's (HOST:PORT or ray://…), "" for the cluster of this host; where there is none Ray is
+    started here and ended afterwards. Raises `UserError`, one line.
+    """
+    check_device(device)
+    os.environ.update({name: value for name, value in SETTINGS.items() if name not in os.environ})
+    try:
+        import ray
+    except ImportError as e:
+        raise UserError(f"--on ray needs Ray: {e}; {install('ray')}") from e
+    _check_reachable(address)
+    try:
+        ray.init(address=address or None, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=None)
+    except (ConnectionError, RuntimeError, ValueError, OSError) as e:
+        where = f"at {address}" if address else "here"
+        raise UserError(f"there is no Ray cluster {where} that answers: {' '.join(str(e).split())[:200]}") from e
+    try:
+        yield _places(device)
+    finally:
+        ray.shutdown()
+
+
+def _check_reachable(address: str) -> None:
+    """A `UserError` where nobody listens at HOST:PORT: Ray would go on trying for minutes."""
+    host, _, port = address.rpartition("/")[2].rpartition(":")
+    if not (host and port.isdecimal()):
+        return
+    try:
+        socket.create_connection((host, int(port)), CONNECT_S).close()
+    except OSError as e:
+        raise UserError(f"there is no Ray cluster at {address} that answers: {e.strerror or e}") from e
+
+
+def _places(device: str) -> list[Place]:
+    """A place for each device, with an actor that has it for itself."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    remote: Any = ray.remote(Node)
+    cluster: Any = ray  # its list of nodes has no types
+    actors = []
+    for node in sorted(
+        (n for n in cluster.nodes() if n["Alive"]), key=lambda n: (n["NodeManagerHostname"], n["NodeID"])
+    ):
+        there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        count = int(node["Resources"].get("GPU" if device == "cuda" else "CPU", 0))
+        wanted = [{"num_gpus": 1, "num_cpus": 0}] * count if device == "cuda" else [{"num_cpus": count}] * (count > 0)
+        actors += [(node, count, remote.options(scheduling_strategy=there, **each).remote(NICE)) for each in wanted]
+    if not actors:
+        kind = "GPU" if device == "cuda" else "processor"
+        raise UserError(f"no node of the Ray cluster has a {kind}; see `ray status`")
+    taken, found = Counter[str](), []
+    for node, count, actor in actors:
+        host = RayHost(actor)
+        about = _described(host, node["NodeManagerHostname"], device)
+        found.append(
+            gpu(about, f"cuda:{about.gpu}", host) if device == "cuda" else _processors(about, count, taken, host)
+        )
+    return distinct(found)
+
+
+def _described(host: RayHost, name: str, device: str) -> Described:
+    """What the node says of itself; a `UserError` where it can't take part."""
+    try:
+        about: Described = host.call("describe", device, within=START_S)
+    except Silent as e:
+        raise UserError(f"{name} did not answer within {START_S:g} s; is it busy with other work of Ray?") from e
+    except Lost as e:
+        raise UserError(f"{name} can't take part: {e}; install Dyno {__version__} there as here") from e
+    return same_dyno(name, about)
+
+
+def _processors(about: Described, count: int, taken: Counter[str], host: RayHost) -> Place:
+    """A node's processors: all physical cores of its host, or as many as Ray counts where those are fewer; two nodes of
+    one host have no core in common while there are enough."""
+    first = taken[about.host]
+    own = about.cores[first : first + count] if count < len(about.cores) else about.cores
+    if not own:
+        raise UserError(f"the Ray nodes of {about.host} count more processors than it has physical cores")
+    taken[about.host] += count
+    return processors(about, own, host)
+
+
+class RayHost(RemoteHost):
+    """An actor of Ray that has a device."""
+
+    def __init__(self, actor: Any) -> None:
+        super().__init__()
+        self._actor = actor
+        self._pending: Any = None
+
+    def ask(self, call: str, *given: Any) -> None:
+        self._pending = getattr(self._actor, call).remote(*given)
+
+    def answer(self) -> tuple[Any] | None:
+        import ray
+
+        if not ray.wait([self._pending], timeout=0)[0]:
+            return None
+        try:
+            return (ray.get(self._pending),)
+        except ray.exceptions.RayActorError as e:
+            raise Lost(" ".join(str(e).split())) from e
+        except ray.exceptions.RayError as e:  # raised there: a trace, and what is wrong at its end
+            raise Lost(str(e).strip().splitlines()[-1]) from e
