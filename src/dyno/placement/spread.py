@@ -118,8 +118,10 @@ class Spread:
                 one.end()
 
     def _start(self, waiting: list[Block]) -> None:
-        for place in places.left(self.places):
-            if place.name in self.running or (self.running and not self.together):
+        if not self.running:  # else a block that runs says why its place is lost
+            places.left(self.places)
+        for place in self.places:
+            if place.gone or place.name in self.running or (self.running and not self.together):
                 continue
             block = next((b for b in waiting if self._begun_at(b) in ("", place.name)), None)
             if block is not None:
@@ -185,6 +187,8 @@ class Spread:
             self._take(block)
             self.progress.note(f"{block.label} is left unmeasured: its process was lost {len(losses)} times ({reason})")
             return []
+        if all(other.gone for other in self.places):
+            self.progress.note(f"{block.label}: its process on {place.name} was {reason}")
         left = places.left(self.places)
         others = [other for other in left if other.name != place.name] or left
         target = next((other for other in others if other.name not in self.running), others[0])

@@ -119,6 +119,27 @@ def test_a_killed_jobs_block_goes_elsewhere_and_its_rows_say_so(
 
 
 @pytest.mark.slow
+def test_where_no_job_is_left_that_is_said_and_what_was_measured_is_kept(fake_study: Studies, tmp_path: Path) -> None:
+    gone: list[str] = []
+
+    def kill(place: str, line: str) -> None:
+        if " ok " in line and not gone:
+            gone.append(place)
+            (host,) = [p for p in psutil.Process().children() if "submitit.local._local" in p.cmdline()]
+            for one in [host, *host.children(recursive=True)]:
+                one.kill()
+
+    log, study = Log(kill), fake_study(on="slurm=1,cluster=local", rounds=8, seconds=0.2)
+    with pytest.raises(UserError, match="every device of the study was lost; the same command again goes on"):
+        spread.run(study, tmp_path / "run", log)
+    assert "its process was killed" in log.said[-1]
+    before = _unfinished(tmp_path / "run")
+    assert before
+    spread.run(study, tmp_path / "run", Log())
+    assert before.items() <= records(tmp_path / "run").items() and len(records(tmp_path / "run")) == 8
+
+
+@pytest.mark.slow
 @two_cores
 def test_a_killed_driver_takes_the_jobs_along_and_nothing_is_measured_twice(
     fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -133,7 +135,8 @@ def _own(wanted: Wanted, device: str, number: int) -> dict[str, Any]:
 def _slurm(submitit: Any, wanted: Wanted, device: str, logs: Path) -> Any:
     """What submits to Slurm."""
     try:
-        executor = submitit.SlurmExecutor(logs)
+        # In place of the shell: Slurm kills what is left of a job as soon as its shell has ended, which a signal does.
+        executor = submitit.SlurmExecutor(logs, python=f"exec {shlex.quote(sys.executable)}")
     except RuntimeError as e:
         raise UserError(
             "--on slurm needs Slurm's commands (sbatch, squeue, scancel), and there are none here; "
