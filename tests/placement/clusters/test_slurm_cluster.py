@@ -19,7 +19,7 @@ from dyno.analysis.records.results import load
 from dyno.engine.execute import execute
 from dyno.jobs.progress import Progress
 from dyno.placement import devices, process, spread
-from dyno.placement.clusters import slurm_queue
+from dyno.placement.clusters import slurm_cluster, slurm_queue
 from dyno.placement.clusters.slurm_job import DRIVER, NODE, Mail, Pilot, write
 from dyno.placement.clusters.slurm_options import parse
 from dyno.placement.running import Running
@@ -238,6 +238,21 @@ def test_what_makes_no_sense_is_refused(
         spread.run(fake_study(**fields), tmp_path / "run", Progress(quiet=True))
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()
+
+
+def test_what_lies_in_a_folder_from_elsewhere_is_not_followed(
+    fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run").mkdir()
+    other = tmp_path / "other" / "jobs-1" / "0"
+    other.mkdir(parents=True)
+    (other / "id").write_text("--user=me")
+    (tmp_path / "run" / "slurm").symlink_to(tmp_path / "other")
+    asked: list[list[str]] = []
+    monkeypatch.setattr(slurm_cluster, "cancel", asked.append)
+    with pytest.raises(UserError, match="can't be made anew: File exists; remove what is there"):
+        spread.run(fake_study(on="slurm=1,cluster=local"), tmp_path / "run", Progress(quiet=True))
+    assert (other / "id").is_file() and asked == [[]]
 
 
 def test_a_plan_needs_no_job(fake_study: Studies) -> None:

@@ -18,7 +18,7 @@ from dyno.jobs.progress import Progress
 from dyno.placement import places as devices
 from dyno.placement.clusters import slurm_host, slurm_job
 from dyno.placement.clusters.remote import SILENT_S, Lost, check_device, distinct, gpu, processors, same_dyno
-from dyno.placement.clusters.slurm_host import SlurmHost, cancel
+from dyno.placement.clusters.slurm_host import JOB_NAME, SlurmHost, cancel
 from dyno.placement.clusters.slurm_job import BEAT_S, DRIVER, OVER, Mail
 from dyno.placement.clusters.slurm_options import Wanted, parse
 from dyno.placement.clusters.slurm_queue import Queue
@@ -49,9 +49,12 @@ def places(spec: str, device: str, folder: Path, progress: Progress) -> Iterator
     check_device(device)
     wanted, submitit = parse(spec), _library()
     base = folder.resolve() / SLURM
-    _end_earlier(base)
-    base.mkdir(parents=True)
-    mail = Path(tempfile.mkdtemp(prefix="jobs-", dir=base))
+    try:
+        _end_earlier(base)
+        base.mkdir(parents=True)
+        mail = Path(tempfile.mkdtemp(prefix="jobs-", dir=base))
+    except OSError as e:
+        raise UserError(f"{base} can't be made anew: {e.strerror}; remove what is there, or give another --out") from e
     jobs: list[SlurmHost] = []
     try:
         with _beating(mail):
@@ -67,7 +70,8 @@ def places(spec: str, device: str, folder: Path, progress: Progress) -> Iterator
 
 def _end_earlier(base: Path) -> None:
     """End what is left of a command that died: jobs that run end without its files, and others leave the queue."""
-    cancel([path.read_text() for path in base.glob(f"*/*/{ID}")])
+    found = [path.read_text(errors="replace").strip() for path in base.glob(f"*/*/{ID}") if path.is_file()]
+    cancel([one for one in found if one.isascii() and one.isdecimal()])  # a folder from elsewhere may hold anything
     shutil.rmtree(base, ignore_errors=True)
 
 
@@ -146,7 +150,7 @@ def _slurm(submitit: Any, wanted: Wanted, device: str, logs: Path) -> Any:
     # Without srun: where a version has it so, its step gets other processors than the job. A job that Slurm would start
     # a second time is lost to the study by then.
     executor.update_parameters(
-        job_name="dyno", time=wanted.minutes["time"], use_srun=False,
+        job_name=JOB_NAME, time=wanted.minutes["time"], use_srun=False,
         additional_parameters={"no-requeue": True, **own, **wanted.sbatch},
     )  # fmt: skip
     return executor

@@ -13,6 +13,7 @@ from dyno.placement.clusters.remote import Lost, RemoteHost
 from dyno.placement.clusters.slurm_job import ANSWER, ASK, NODE, OVER, Mail
 from dyno.worker.spec import UserError, plain
 
+JOB_NAME = "dyno"
 DEAD_S = 120.0  # without a sign of life, after which either side takes the other for dead
 SUSPECT_S = 10.0  # after which Slurm is asked
 QUEUE_S = 10.0  # between two questions to Slurm
@@ -138,7 +139,8 @@ def cancel(ids: Sequence[str]) -> None:
     """Take the jobs from Slurm; submitit's own way prints what scancel says of those that have ended."""
     if ids:
         with suppress(OSError, subprocess.SubprocessError):
-            subprocess.run(["scancel", "--quiet", *ids], capture_output=True, timeout=COMMAND_S, check=False)
+            command = ["scancel", "--quiet", f"--name={JOB_NAME}", *ids]
+            subprocess.run(command, capture_output=True, timeout=COMMAND_S, check=False)
 
 
 def over(state: str) -> bool:
