@@ -24,9 +24,11 @@ from dyno.worker.spec import Artifact, Job, Recipe, Runtime, Trial, UserError, d
 
 cache_dir = system.cache_dir
 LOCK = "lock"  # who works in a folder holds this file in it
+SLURM = "slurm"  # what jobs of Slurm and the host that started them say to each other, while a study is measured
 # What Dyno writes into a run folder; whatever else lies there is somebody's own.
 FOLDERS = (
     "trials", "archive", "charts", "tables", "truth", "peak", "idle", "blocks", "anchors", "placements", "routes",
+    SLURM,
 )  # fmt: skip
 FILES = (
     "study.toml", "environment.json", "models.json", "self-test.json", "devices.json", "routes.json",

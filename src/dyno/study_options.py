@@ -175,7 +175,10 @@ class RuntimeOptions:
     device: str = option(
         "cpu", "Device: cpu, or cuda:0; several share the work of `dyno run`: cuda:0,cuda:1.", common=True
     )
-    on: str = option("", "A cluster to spread the study over: ray, or ray=ADDRESS of its head node.", usual="this host")
+    on: str = option(
+        "", "A cluster to spread the study over: ray=ADDRESS of its head node, or slurm=4 for four jobs of Slurm.",
+        usual="this host",
+    )  # fmt: skip
     threads: int = option(0, "CPU threads of every backend.", usual="one per physical core")
     runtime: dict[str, dict[str, Any]] = option(  # noqa: RUF009
         {}, "Another interpreter for a backend: tensorrt=/path/to/python.", "--python", usual="this one"

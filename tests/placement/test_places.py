@@ -23,6 +23,12 @@ def test_shares_have_whole_cores_and_none_in_common() -> None:
     assert {place.threads for place in found} == {2}
 
 
+def test_of_a_dozen_shares_each_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system, "core_threads", lambda: [(k,) for k in range(12)])
+    found = places.places(",".join(f"cpu:{k}" for k in range(12)))
+    assert [place.cores for place in found] == [(k,) for k in range(12)]
+
+
 def test_of_three_shares_each_is_as_large() -> None:
     found = places.places("cpu:0,cpu:1,cpu:2")
     assert [place.cores for place in found] == [(0, 4), (1, 5), (2, 6)]

@@ -151,3 +151,24 @@ def test_what_is_about_one_device_is_refused_on_several(fake_study: Studies, tmp
         spread.run(fake_study(device=DEVICES, energy=True), tmp_path, Progress(quiet=True))
     with pytest.raises(UserError, match="give one --device here"):
         execute(fake_study(device=DEVICES), tmp_path, Progress(quiet=True))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("undisturbed")
+def test_a_block_whose_device_is_no_longer_there_is_begun_anew(fake_study: Studies, tmp_path: Path) -> None:
+    """No two rounds of a block are of two devices, and what was measured is kept."""
+    fields = {"device": DEVICES, "batches": (1, 2)}
+    spread.run(fake_study(**fields), tmp_path, Log())
+    before = records(tmp_path)
+    path = sorted((tmp_path / "placements").glob("*.json"))[0]
+    note = json.loads(path.read_text())
+    path.write_text(json.dumps({**note, "card": "another processor"}))
+    log = Log()
+    spread.run(fake_study(rounds=2, **fields), tmp_path, log)
+    (row,) = note["trials"]
+    assert [path.name for path in (tmp_path / "archive" / "elsewhere").iterdir()] == [row]
+    after = records(tmp_path)
+    assert {name for name in before if after[name] != before[name]} == {f"{row}/r0"} and len(after) == 4
+    (moved,) = [t for t in load(tmp_path) if t.placement and t.placement.lost]
+    assert any("the device is no longer one of the study's" in warning for warning in moved.warnings())
+    assert len([note for note in log.notes if "begun anew" in note]) == 1

@@ -59,7 +59,7 @@ def dry_run(study: Study) -> int:
     from dyno.planning.plan import expand
 
     if places.several(study):
-        with spread.found_places(study) as found:
+        with spread.expected_places(study) as found:
             planned = expand(places.at_one(study, found))
     else:
         planned = expand(study)

@@ -19,14 +19,16 @@ from typing import Any
 import numpy as np
 
 from dyno.datasets import rows
+from dyno.datasets.decode import threads
 from dyno.datasets.rows import Source
-from dyno.worker.record import lock, write_json
+from dyno.worker.record import lock, write_json, write_text
 from dyno.worker.spec import UserError
 
 FORMAT = 3  # of the data set folder; part of every key
 UNSURE_NS = (
     2_000_000_000  # a file changed this shortly before it was hashed may have changed again with the same time stamp
 )
+TOGETHER = 32  # files that a thread hashes before it waits for the interpreter's lock to take the next ones
 STALE_S = 7 * 24 * 3600  # a killed run can be resumed for so long
 
 
@@ -172,15 +174,17 @@ def content_hashes(paths: list[Path], cache: Path, folder: Path) -> list[str]:
         cached = json.loads(index.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         cached = {}
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        entries = list(pool.map(lambda path: _entry(path, cached.get(str(path))), paths))
+    parts = [paths[first : first + TOGETHER] for first in range(0, len(paths), TOGETHER)]
+    with ThreadPoolExecutor(threads()) as pool:
+        found = pool.map(lambda part: [_entry(path, cached.get(str(path))) for path in part], parts)
+        entries = [entry for part in found for entry in part]
     # Entries of other files stay: with and without its training images, a folder is listed differently.
     gone = {str(path) for path, entry in zip(paths, entries, strict=True) if not entry}
     fresh = {str(path): entry for path, entry in zip(paths, entries, strict=True) if entry}
     fresh = {**{path: entry for path, entry in cached.items() if path not in gone}, **fresh}
     if fresh != cached:
         with _file_errors_explained(Path(cache)), lock(index.with_suffix(".lock")):
-            write_json(index, fresh)
+            write_text(index, json.dumps(fresh))  # in one line, which json writes ten times as fast
     return [entry[-1] if entry else "" for entry in entries]
 
 

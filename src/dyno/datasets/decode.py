@@ -6,16 +6,18 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dyno.datasets.decoding import processes
 from dyno.datasets.rows import Row, Timed, timed
 from dyno.worker.extras import install
 from dyno.worker.inputs.letterbox import geometry
-from dyno.worker.spec import Preprocess, Unavailable, UserError
+from dyno.worker.spec import Preprocess, Unavailable, UserError, to_json
 
 Progress = Callable[[int, int], None]
 
@@ -25,6 +27,10 @@ INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming")
 IN_FLIGHT_BYTES = 64 << 20
 EXIF_ORIENTATION = 0x0112
 SIDEWAYS = (5, 6, 7, 8)  # orientations in which the stored image lies on its side
+REASON_CHARACTERS = 300  # of a file that can't be read: in JSON that is less than a pipe takes whole
+MOST_THREADS = 8  # sixteen were slower than eight: they wait for each other at the interpreter's lock
+FEW_CORES = 4  # which threads keep as busy as processes would
+WORTH_S = 1.5  # that threads would need, from which on it is worth while to start processes
 GREY = 114  # around a letterboxed image
 
 
@@ -48,6 +54,7 @@ class Transform:
             "channels": channels,
             "preprocess": {"resize": preprocess.resize, "interpolation": preprocess.interpolation},
         }
+        self.made_of = [list(size), to_json(preprocess), channels, upright]
         self._resize = preprocess.resize
         self._method = preprocess.interpolation.upper()
         self._letterbox = preprocess.letterbox
@@ -109,7 +116,7 @@ class Transform:
         except UnidentifiedImageError:
             return "not an image of a known format"
         except Exception as e:  # decoders raise nearly everything (OSError, SyntaxError, struct.error…) on bad data
-            return str(e).replace(str(path), path.name) or type(e).__name__
+            return (str(e).replace(str(path), path.name) or type(e).__name__)[:REASON_CHARACTERS]
 
     def size_of(self, path: Path) -> tuple[int, int] | None:
         """Height and width of the file's image before any of this, from its header; None where it can't be read."""
@@ -141,14 +148,41 @@ def decoded(
 ) -> Iterator[Timed]:
     """Each file's pixels, or why it can't be read, in order from `start` on, and the seconds that took one thread.
 
-    Threads do, because Pillow decodes and resizes outside the interpreter's lock.
+    Pixels don't depend on what decodes them. Threads begin, as Pillow decodes and resizes outside the interpreter's
+    lock; where there are more cores than they keep busy and much is left to do, processes go on.
     """
-    _register_formats()
-    workers = len(os.sched_getaffinity(0))
-    row_bytes = int(np.prod(transform.shape))
-    chunk = max(2 * workers, IN_FLIGHT_BYTES // row_bytes)
-    chunk = min(chunk, 64 * workers)
     report = progress or (lambda done, total: None)
+    cores = len(os.sched_getaffinity(0))
+    for done, row in enumerate(_decoded(paths, transform, start, cores), start + 1):
+        yield row
+        report(done, len(paths))
+
+
+def _decoded(paths: list[Path], transform: Transform, start: int, cores: int) -> Iterator[Timed]:
+    done, seconds = start, 0.0
+    for row in _by_threads(paths[: start + 8 * cores] if cores > FEW_CORES else paths, transform, start):
+        done, seconds = done + 1, seconds + row.seconds
+        yield row
+    left = len(paths) - done
+    if left and left * seconds / (done - start) > WORTH_S * MOST_THREADS:
+        slots = _in_flight(cores, transform)
+        with suppress(processes.Died, OSError):  # an image kills its decoder, there is too little memory: threads go on
+            for row in processes.rows(paths, transform.made_of, transform.shape, done, cores, slots):
+                done += 1
+                yield row
+    yield from _by_threads(paths, transform, done)
+
+
+def _in_flight(workers: int, transform: Transform) -> int:
+    """How many images are decoded ahead of the one that is asked for."""
+    many = max(2 * workers, IN_FLIGHT_BYTES // int(np.prod(transform.shape)))
+    return min(many, 64 * workers)
+
+
+def _by_threads(paths: list[Path], transform: Transform, start: int) -> Iterator[Timed]:
+    register_formats()
+    workers = threads()
+    chunk = _in_flight(workers, transform)
 
     def one(path: Path) -> Timed:
         began = time.perf_counter()
@@ -157,19 +191,22 @@ def decoded(
 
     with ThreadPoolExecutor(workers) as pool:
         for first in range(start, len(paths), chunk):
-            for offset, row in enumerate(pool.map(one, paths[first : first + chunk])):
-                yield row
-                report(first + offset + 1, len(paths))
+            yield from pool.map(one, paths[first : first + chunk])
+
+
+def threads() -> int:
+    """How many threads to work on images with."""
+    return min(len(os.sched_getaffinity(0)), MOST_THREADS)
 
 
 def image_sizes(paths: list[Path], transform: Transform) -> list[tuple[int, int] | None]:
     """Each file's height and width, None where they can't be read."""
-    _register_formats()
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    register_formats()
+    with ThreadPoolExecutor(threads()) as pool:
         return list(pool.map(transform.size_of, paths))
 
 
-def _register_formats() -> None:
+def register_formats() -> None:
     """Let Pillow register its decoders now: the first of several threads to open an image would do it for all."""
     from PIL import Image
 

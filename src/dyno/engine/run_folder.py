@@ -294,6 +294,11 @@ def _restore(run: Run, planned: list[Planned]) -> list[str]:
     return [f"{_trials(len(restored))} of the current files: restored from {run.folder / ARCHIVE}"] if restored else []
 
 
+def archive(run: Run, row: Path, name: str) -> None:
+    """Move a trial's folder to the run's folder of that name, from which nothing is taken back."""
+    _move(row, run.folder / name)
+
+
 def _trials(count: int) -> str:
     return f"{count} trial{'s' * (count != 1)}"
 

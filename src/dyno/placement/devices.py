@@ -14,7 +14,7 @@ from dyno.analysis.records.notes.placements import DEVICES
 from dyno.analysis.records.results import load
 from dyno.jobs.progress import Progress
 from dyno.placement import blocks, process
-from dyno.placement.places import Place
+from dyno.placement.places import Place, left
 from dyno.planning.plan import expand
 from dyno.study import Study
 from dyno.worker.record import read_json, write_json
@@ -40,10 +40,10 @@ def measure(study: Study, folder: Path, places: Sequence[Place], progress: Progr
     if path.is_file() and (stored := read_json(path)).get("key") == key:
         return bool(stored["side_by_side"])
     progress.other(f"{trial.label} on each device alone, then on all at once, for what they do to each other")
-    for place in places:
-        _together(own, trial.id, folder, [place], ALONE, progress)
-    _together(own, trial.id, folder, places, BESIDE, progress)
-    rows = [_row(folder, place) for place in places]
+    own_folder = folder / ANCHORS / key[:12]  # of these devices, and of this company
+    for together, how in [*(([place], ALONE) for place in places), (places, BESIDE)]:
+        _together(own, trial.id, own_folder, [place for place in together if not place.gone], how, progress)
+    rows = [_row(own_folder, place) for place in left(places)]
     slower = [row["place"] for row in rows if stats.speedup(row[BESIDE], row[ALONE]).verdict == stats.SLOWER]
     stored = {"schema": SCHEMA, "key": key, "anchor": trial.label, "side_by_side": not slower, "devices": rows}
     write_json(path, stored)
@@ -67,12 +67,15 @@ def _together(study: Study, trial: str, folder: Path, places: Sequence[Place], h
             one.end()
     for one in running:
         if lost := one.lost:
-            raise UserError(f"{one.place.name}: the trial that all devices repeat could not be measured ({lost})")
+            what = f"{one.place.name}: the trial that all devices repeat could not be measured ({lost})"
+            if not one.place.gone:
+                raise UserError(what)
+            progress.note(f"{what}; the study goes on without that device")
 
 
 def _folder(folder: Path, place: Place, how: str) -> Path:
     name = re.sub(r"[^\w.-]", "_", place.name.replace(":", ""))
-    return folder / ANCHORS / f"{name}-{how}"
+    return folder / f"{name}-{how}"
 
 
 def _row(folder: Path, place: Place) -> dict[str, Any]:

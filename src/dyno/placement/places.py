@@ -95,8 +95,8 @@ def _gpu(name: str) -> Place:
 def _shares(listed: list[str]) -> list[Place]:
     """Equal shares of the physical cores that this process may use, `cpu:0` the first; no core is in two of them."""
     count = len(listed)
-    if sorted(listed) != [f"cpu:{k}" for k in range(count)]:
-        usual = ",".join(f"cpu:{k}" for k in range(count))
+    if set(listed) != {f"cpu:{k}" for k in range(count)}:
+        usual = ",".join(f"cpu:{k}" for k in range(count)) if count < 5 else f"cpu:0,cpu:1,…,cpu:{count - 1}"
         raise UserError(f"shares of the processor are numbered from 0, so {count} of them are {usual}")
     threads, each = system.core_threads(), len(system.core_threads()) // count
     if not each:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,10 +13,11 @@ from typing import Any
 from dyno.analysis.formatting import counting
 from dyno.analysis.records.notes.placements import PLACEMENTS
 from dyno.engine.execute import execute, prepare
-from dyno.engine.run_folder import refuse_other
+from dyno.engine.run_folder import archive, refuse_other
 from dyno.jobs.progress import Progress
-from dyno.placement import blocks, devices, places, process, ray_cluster
+from dyno.placement import blocks, devices, places, process
 from dyno.placement.blocks import Block
+from dyno.placement.clusters import ray_cluster, slurm_cluster
 from dyno.placement.places import Place
 from dyno.placement.running import Running
 from dyno.planning.plan import expand
@@ -26,6 +27,7 @@ from dyno.worker.record import read_json, write_json
 from dyno.worker.spec import SCHEMA, UserError, check_known, digest
 
 MOST_LOSSES = 3  # of a block's processes, after which it is left unmeasured
+ELSEWHERE = "archive/elsewhere"  # rows of a device that a later command hadn't
 OF_ONE_DEVICE = ("peak", "energy", "baseline")  # settings that are about a single device
 
 
@@ -39,20 +41,42 @@ def run(study: Study, folder: Path, progress: Progress, *, retry_failed: bool = 
             on = study.on or study.device
             raise UserError(f"{name} is for a study on one device, and there are several ({on}); give one")
     refuse_other(study, folder)
-    with found_places(study) as found:
+    if folder.is_dir():
+        with Run(folder).locked():  # in use by another dyno: nobody should wait for a cluster first
+            pass
+    with _found_places(study, folder, progress) as found:
         _run(study, folder, found, progress, retry_failed)
 
 
+def _cluster(study: Study) -> tuple[str, str]:
+    """The kind of cluster, "" for this host, and what is said of it."""
+    kind, _, spec = study.on.partition("=")
+    if kind:
+        check_known("cluster", kind, ("ray", "slurm"))
+    return kind, spec
+
+
 @contextmanager
-def found_places(study: Study) -> Iterator[list[Place]]:
+def _found_places(study: Study, folder: Path, progress: Progress) -> Iterator[list[Place]]:
     """The places over which the study is spread, as long as the block is entered."""
-    kind, _, address = study.on.partition("=")
-    if not kind:
-        yield places.places(study.device)
-        return
-    check_known("cluster", kind, ("ray",))
-    with ray_cluster.places(address, study.device) as found:
-        yield found
+    kind, spec = _cluster(study)
+    if kind == "slurm":
+        with slurm_cluster.places(spec, study.device, folder, progress) as found:
+            yield found
+    else:
+        with expected_places(study) as found:
+            yield found
+
+
+@contextmanager
+def expected_places(study: Study) -> Iterator[list[Place]]:
+    """The places as a plan needs to know them: the same, but that no job is begun for it."""
+    kind, spec = _cluster(study)
+    if kind == "ray":
+        with ray_cluster.places(spec, study.device) as found:
+            yield found
+    else:
+        yield slurm_cluster.expected(spec, study.device) if kind else places.places(study.device)
 
 
 def _run(study: Study, folder: Path, found: list[Place], progress: Progress, retry_failed: bool) -> None:
@@ -94,8 +118,10 @@ class Spread:
                 one.end()
 
     def _start(self, waiting: list[Block]) -> None:
-        for place in places.left(self.places):
-            if place.name in self.running or (self.running and not self.together):
+        if not self.running:  # else a block that runs says why its place is lost
+            places.left(self.places)
+        for place in self.places:
+            if place.gone or place.name in self.running or (self.running and not self.together):
                 continue
             block = next((b for b in waiting if self._begun_at(b) in ("", place.name)), None)
             if block is not None:
@@ -104,12 +130,15 @@ class Spread:
 
     def _begun_at(self, block: Block) -> str:
         """The place that the block belongs to, "" where it can go anywhere."""
-        name = str(stored(self.run, block).get("place", ""))
-        return name if name in {place.name for place in self.places if not place.gone} else ""
+        note = stored(self.run, block)
+        return next((place.name for place in self.places if not place.gone and _is(place, note)), "")
 
     def _begin(self, block: Block, place: Place) -> None:
         """Start the block's process, with the block's rows that the run folder has already."""
         folder = _folder(self.run, block)
+        note = stored(self.run, block)
+        if note and not _is(place, note):
+            self._set_aside(block, str(note.get("place", "")))
         for trial in block.trials:
             source, target = self.run.folder / "trials" / trial.id, folder / "trials" / trial.id
             if source.is_dir() and not target.exists():
@@ -120,6 +149,19 @@ class Spread:
         self.progress.relay(place.name, f"{block.label}: {counting(len(ids), 'trial')}")
         one = process.start(folder, self.own, ids, place, retry_failed=self.retry_failed)
         self.running[place.name] = block, one
+
+    def _set_aside(self, block: Block, place: str) -> None:
+        """Archive the block's rows of a device that this command hasn't: all rounds of a block are of one device."""
+        rows = [self.run.folder / "trials" / trial.id for trial in block.trials]
+        rows += (_folder(self.run, block) / "trials").glob("*")
+        if rows := [row for row in rows if row.is_dir()]:
+            for row in rows:
+                archive(self.run, row, ELSEWHERE)
+            self.losses.setdefault(block.id, []).append(f"{place}: the device is no longer one of the study's")
+            self.progress.note(
+                f"{block.label}: begun anew, as {place} is no longer there; what was measured is in {ELSEWHERE}"
+            )
+        shutil.rmtree(_folder(self.run, block), ignore_errors=True)
 
     def _ended(self) -> list[Block]:
         """Take the results of the processes that ended; the blocks whose process was lost."""
@@ -145,6 +187,8 @@ class Spread:
             self._take(block)
             self.progress.note(f"{block.label} is left unmeasured: its process was lost {len(losses)} times ({reason})")
             return []
+        if all(other.gone for other in self.places):
+            self.progress.note(f"{block.label}: its process on {place.name} was {reason}")
         left = places.left(self.places)
         others = [other for other in left if other.name != place.name] or left
         target = next((other for other in others if other.name not in self.running), others[0])
@@ -172,6 +216,11 @@ class Spread:
             "trials": [trial.id for trial in block.trials], "lost": lost, "done": done,
         }  # fmt: skip
         write_json(_path(self.run, block), note)
+
+
+def _is(place: Place, note: Mapping[str, Any]) -> bool:
+    """Whether the place is the one of the note: its name, and what it is."""
+    return (place.name, place.card) == (note.get("place"), note.get("card"))
 
 
 def stored(run: Run, block: Block) -> dict[str, Any]:

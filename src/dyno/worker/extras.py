@@ -13,6 +13,7 @@ EXTRAS = {
     **dict.fromkeys(("pillow", "pycocotools", "pyyaml", "scikit-learn"), "data"),
     **dict.fromkeys(("av", "opencv-python"), "video"),
     "ray": "ray",
+    "submitit": "slurm",
     "trackers": "track",
     "tritonclient": "serve",
     "ultralytics": "ultralytics",

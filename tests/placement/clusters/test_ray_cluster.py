@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from dyno import Study, UserError
 from dyno.analysis.records.results import load
 from dyno.engine.execute import execute
 from dyno.jobs.progress import Progress
-from dyno.placement import devices, ray_cluster, spread
+from dyno.placement import devices, spread
+from dyno.placement.clusters import ray_cluster
 from dyno.worker import system
+from spreading import Log, kill_a_driver, records
 
 pytest.importorskip("ray")
 pytestmark = [
@@ -48,26 +45,6 @@ def cluster() -> Iterator[Any]:
 def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody measures whether the nodes disturb each other."""
     monkeypatch.setattr(devices, "measure", lambda *_: True)
-
-
-def records(folder: Path) -> dict[str, int]:
-    """When every record was written, by trial and round."""
-    return {"/".join(path.parts[-3:-1]): path.stat().st_mtime_ns for path in folder.glob("trials/*/*/record.json")}
-
-
-class Log(Progress):
-    """Keeps the lines of the blocks' processes, and calls `then` after each."""
-
-    def __init__(self, then: Callable[[str, str], None] = lambda *_: None) -> None:
-        super().__init__(quiet=True)
-        self.then, self.said = then, list[str]()
-
-    def relay(self, place: str, line: str) -> None:
-        self.said.append(f"{place}: {line}")
-        self.then(place, line)
-
-    def note(self, line: str) -> None:
-        self.said.append(line)
 
 
 @pytest.mark.usefixtures("undisturbed")
@@ -140,34 +117,12 @@ def test_a_killed_driver_takes_the_blocks_along_and_nothing_is_measured_twice(
 ) -> None:
     monkeypatch.setattr(devices, "measure", lambda *_: True)
     study = fake_study(on=f"ray={cluster.address}", batches=(1, 2), rounds=4, seconds=0.2)
-    (tmp_path / "study.toml").write_text(study.to_toml())
-    code = (
-        "import sys; from pathlib import Path; from dyno import Study; from dyno.jobs.progress import Progress\n"
-        "from dyno.placement import devices, spread\n"
-        "devices.measure = lambda *_: True\n"
-        "spread.run(Study.from_toml(Path(sys.argv[1])), Path(sys.argv[2]), Progress(quiet=True))\n"
-    )
     folder = tmp_path / "run"
-    driver = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "study.toml"), str(folder)])
-    while not (kept := [*folder.glob("blocks/*/trials/*/*/record.json")]):
-        assert driver.poll() is None, "the driver has a block measured first"
-        time.sleep(0.05)
-    measuring = _blocks()
-    assert measuring
-    os.kill(driver.pid, signal.SIGKILL)
-    driver.wait()
-    assert not psutil.wait_procs(measuring, timeout=120)[1], "none goes on without the driver"
-
-    before = {"/".join(path.parts[-3:-1]) for path in kept}
+    before = kill_a_driver(study, folder)
     log = Log()
     spread.run(study, folder, log)
     assert before <= records(folder).keys() and len(records(folder)) == 8
     assert not [*folder.glob("blocks/*")]
-
-
-def _blocks() -> list[psutil.Process]:
-    """The processes of blocks on this machine."""
-    return [p for p in psutil.process_iter(["cmdline"]) if "dyno.placement.block_process" in (p.info["cmdline"] or ())]
 
 
 @pytest.mark.parametrize(

@@ -5,26 +5,21 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any
 
 from dyno import __version__
-from dyno.placement.places import Place, share
-from dyno.placement.ray_node import OF_RAY, Described, News, Node, mirror, whole
-from dyno.placement.running import Running
+from dyno.placement.clusters.node import Described, Node
+from dyno.placement.clusters.remote import Lost, RemoteHost, Silent, check_device, distinct, gpu, processors, same_dyno
+from dyno.placement.places import Place
 from dyno.worker.extras import install
 from dyno.worker.spec import UserError
 
-POLL_S = 1.0  # between two questions to a node: each has it look through the block's files
 START_S = 120.0  # that a node has to start Ray's process with Dyno in it
 CONNECT_S = 10.0  # for a connection to the head node
-SILENT_S = 60.0  # without an answer, after which a node is taken for lost
-GONE = 70
+NICE = "; set RAY_worker_niceness=0 before `ray start`"
 # Of a cluster that is started here: nothing is sent to Ray's makers, and what measures gives way to nobody.
 SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
 
@@ -36,8 +31,7 @@ def places(address: str, device: str) -> Iterator[list[Place]]:
     `address` is a head node's (HOST:PORT or ray://…), "" for the cluster of this host; where there is none Ray is
     started here and ended afterwards. Raises `UserError`, one line.
     """
-    if device not in ("cpu", "cuda"):
-        raise UserError(f"on a cluster every device of a kind takes part; give --device cpu or cuda, not {device!r}")
+    check_device(device)
     os.environ.update({name: value for name, value in SETTINGS.items() if name not in os.environ})
     try:
         import ray
@@ -77,31 +71,21 @@ def _places(device: str) -> list[Place]:
         there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         count = int(node["Resources"].get("GPU" if device == "cuda" else "CPU", 0))
         wanted = [{"num_gpus": 1, "num_cpus": 0}] * count if device == "cuda" else [{"num_cpus": count}] * (count > 0)
-        actors += [(node, count, remote.options(scheduling_strategy=there, **each).remote()) for each in wanted]
+        actors += [(node, count, remote.options(scheduling_strategy=there, **each).remote(NICE)) for each in wanted]
     if not actors:
         kind = "GPU" if device == "cuda" else "processor"
         raise UserError(f"no node of the Ray cluster has a {kind}; see `ray status`")
-    names, taken, found = Counter[str](), Counter[str](), []
+    taken, found = Counter[str](), []
     for node, count, actor in actors:
-        about = _described(actor, node, device)
-        if about is None:
-            continue
-        if device == "cuda":
-            place = Place(
-                f"{about.host}/cuda:{about.gpu}",
-                "cuda:0",
-                about.card,
-                threads=len(about.cores),
-                machine=about.host,
-                host=RayHost(actor),
+        host = RayHost(actor)
+        about = _described(host, node, device)
+        if about is not None:
+            found.append(
+                gpu(about, f"cuda:{about.gpu}", host) if device == "cuda" else _processors(about, count, taken, host)
             )
-        else:
-            place = _processors(about, count, taken, RayHost(actor))
-        names[place.name] += 1
-        found.append(replace(place, name=f"{place.name}#{names[place.name]}") if names[place.name] > 1 else place)
     if not found:
         raise UserError("every node of the Ray cluster was lost while it was asked; see `ray status`")
-    return found
+    return distinct(found)
 
 
 def _alive() -> dict[str, dict[str, Any]]:
@@ -112,24 +96,19 @@ def _alive() -> dict[str, dict[str, Any]]:
     return {node["NodeID"]: node for node in cluster.nodes() if node["Alive"]}
 
 
-def _described(actor: Any, node: dict[str, Any], device: str) -> Described | None:
+def _described(host: RayHost, node: dict[str, Any], device: str) -> Described | None:
     """What the node says of itself; None where it was dead already, which Ray notices late. A `UserError` where it
     can't take part."""
-    import ray
-
     name = node["NodeManagerHostname"]
     try:
-        about: Described = ray.get(actor.describe.remote(device), timeout=START_S)
-    except ray.exceptions.GetTimeoutError as e:
+        about: Described = host.call("describe", device, within=START_S)
+    except Silent as e:
         raise UserError(f"{name} did not answer within {START_S:g} s; is it busy with other work of Ray?") from e
-    except ray.exceptions.RayError as e:
+    except Lost as e:
         if node["NodeID"] not in _alive():
             return None
-        last = str(e).strip().splitlines()[-1]
-        raise UserError(f"{name} can't take part: {last}; install Dyno {__version__} there as here") from e
-    if about.version != __version__:
-        raise UserError(f"{name} has Dyno {about.version}, and this is {__version__}; install the same on all hosts")
-    return about
+        raise UserError(f"{name} can't take part: {e}; install Dyno {__version__} there as here") from e
+    return same_dyno(name, about)
 
 
 def _processors(about: Described, count: int, taken: Counter[str], host: RayHost) -> Place:
@@ -140,76 +119,28 @@ def _processors(about: Described, count: int, taken: Counter[str], host: RayHost
     if not own:
         raise UserError(f"the Ray nodes of {about.host} count more processors than it has physical cores")
     taken[about.host] += count
-    cores = tuple(cpu for core in own for cpu in core)
-    return Place(about.host, "cpu", share(about.card, cores), cores, threads=len(own), machine=about.host, host=host)
+    return processors(about, own, host)
 
 
-@dataclass
-class RayHost:
-    """Where a Ray actor begins blocks; `gone` once it doesn't answer any more."""
+class RayHost(RemoteHost):
+    """An actor of Ray that has a device."""
 
-    actor: Any
-    gone: bool = False
+    def __init__(self, actor: Any) -> None:
+        super().__init__()
+        self._actor = actor
+        self._pending: Any = None
 
-    def begin(self, folder: Path, place: Place) -> Running:
-        """Send the block's folder there, and start."""
-        return RayBlock(folder, place, self)
+    def ask(self, call: str, *given: Any) -> None:
+        self._pending = getattr(self._actor, call).remote(*given)
 
-
-class RayBlock(Running):
-    """A block's process on a node of the cluster; its folder here follows the one there."""
-
-    def __init__(self, folder: Path, place: Place, host: RayHost) -> None:
-        super().__init__(folder, place)
-        self._host = host
-        self._code: int | None = None
-        self._why = ""
-        own = [name for name in OF_RAY if name in os.environ]
-        self._pending: Any = host.actor.begin.remote(whole(folder), place.env, own, str(Path.cwd()))
-        self._heard = self._asked = time.monotonic()
-
-    @property
-    def code(self) -> int | None:
-        if self._code is None:
-            self._listen()
-        return self._code
-
-    @property
-    def lost(self) -> str:
-        return f"lost with its node: {self._why}" if self._code == GONE else super().lost
-
-    def end(self) -> None:
+    def answer(self) -> tuple[Any] | None:
         import ray
 
-        if not self._host.gone:
-            with suppress(ray.exceptions.RayError):
-                ray.get(self._host.actor.end.remote(), timeout=SILENT_S)
-
-    def _listen(self) -> None:
-        """Take the answer to the last question if there is one, and ask the next when it is time."""
-        import ray
-
-        now = time.monotonic()
-        if self._pending is None:
-            if now - self._asked < POLL_S:
-                return
-            self._pending, self._asked = self._host.actor.news.remote(), now
         if not ray.wait([self._pending], timeout=0)[0]:
-            if now - self._heard > SILENT_S:
-                self._gone(f"no answer for {SILENT_S:g} s")
-            return
+            return None
         try:
-            answer: News | None = ray.get(self._pending)
+            return (ray.get(self._pending),)
         except ray.exceptions.RayActorError as e:
-            self._gone(" ".join(str(e).split()))
-            return
-        self._pending, self._heard = None, now
-        if answer is not None:  # begun, and this is no answer to that
-            mirror(answer, self.folder)
-            if answer.code is not None:
-                self.end()
-                self._code = answer.code
-
-    def _gone(self, why: str) -> None:
-        self._host.gone, self._code = True, GONE
-        self._why = why
+            raise Lost(" ".join(str(e).split())) from e
+        except ray.exceptions.RayError as e:  # raised there: a trace, and what is wrong at its end
+            raise Lost(str(e).strip().splitlines()[-1]) from e

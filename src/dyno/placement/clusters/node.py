@@ -1,6 +1,7 @@
-"""What runs in Ray's process on a node: it starts a block's process there, and sends back the files that it writes.
+"""What runs in a cluster's process on a node: it starts a block's process there, and sends back the files it writes.
 
-Ray only places and moves: what measures is the process that measures on one host too, in an environment like there.
+A cluster only places and moves: what measures is the process that measures on one host too, in an environment like
+that of the host where the command was given.
 """
 
 from __future__ import annotations
@@ -23,14 +24,23 @@ from dyno.placement.running import LOG
 from dyno.store import LOCK
 from dyno.worker import system
 
-NICE = "set RAY_worker_niceness=0"
-OF_RAY = ("OMP_NUM_THREADS",)  # which it sets for what it starts, and a study on one host hasn't
+# Clusters and their sites set these for what they start. A block has them as the host has where the command was given.
+CARRIED = (
+    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY",
+    "KMP_AFFINITY",
+)  # fmt: skip
+
+
+def carried(device: str) -> dict[str, str | None]:
+    """The environment's variables that a block of the device has from here, None for one that isn't set."""
+    names = (*CARRIED, places.VISIBLE) if device == "cpu" else CARRIED
+    return {name: os.environ.get(name) for name in names}
 
 
 @dataclass(frozen=True)
 class Described:
     """A node: its host's name, Dyno's version, the card of the device that it has for a block, the GPU's number on the
-    host ("" for a CPU), and the logical processors of each of the host's physical cores."""
+    host ("" for a CPU), and the logical processors of each physical core that it may use."""
 
     host: str
     version: str
@@ -50,9 +60,13 @@ class News:
 
 
 class Node:
-    """One device of one node; its methods are called from the host where `dyno run` was started."""
+    """One device of one node; its methods are called from the host where `dyno run` was started.
 
-    def __init__(self) -> None:
+    `nice` says what to do where the cluster has its processes give way to others, and may not undo that.
+    """
+
+    def __init__(self, nice: str = "") -> None:
+        self._nice = nice
         self._folder: Path | None = None
         self._process: Popen[bytes] | None = None
         self._sent: dict[str, tuple[int, int]] = {}
@@ -65,8 +79,8 @@ class Node:
         visible = os.environ.get(places.VISIBLE, "0")
         return Described(host, __version__, places.places("cuda:0")[0].card, visible, cores)
 
-    def begin(self, packed: bytes, env: Mapping[str, str], own: Collection[str], cwd: str) -> None:
-        """Start the block whose folder that is, with `env` besides; of Ray's variables the user has set `own`, too.
+    def begin(self, packed: bytes, env: Mapping[str, str], own: Mapping[str, str | None], cwd: str) -> None:
+        """Start the block whose folder that is, with `env` besides, and `own` as the user has these variables.
 
         Paths in the study are relative to `cwd`, where this host has that.
         """
@@ -74,13 +88,15 @@ class Node:
         self._folder = Path(tempfile.mkdtemp(prefix="dyno-block-"))
         unpack(packed, self._folder)
         self._sent = _stamps(self._folder)
-        for name in OF_RAY:
-            if name not in own:
+        for name, value in own.items():
+            if value is None:
                 os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
         with suppress(PermissionError):  # what a child inherits; Ray gives way to all other programs
             os.setpriority(os.PRIO_PROCESS, 0, min(0, os.getpriority(os.PRIO_PROCESS, 0)))
         if (nice := os.getpriority(os.PRIO_PROCESS, 0)) > 0:
-            self._say(f"Ray has its processes give way to others here (niceness {nice}); {NICE} before `ray start`")
+            self._say(f"processes of the cluster give way to others here (niceness {nice}){self._nice}")
         self._process = process.popen(self._folder, env, cwd if Path(cwd).is_dir() else None)
 
     def _say(self, line: str) -> None:

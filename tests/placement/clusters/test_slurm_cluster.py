@@ -1,0 +1,266 @@
+"""A study on jobs of Slurm: on two processes of this host, as submitit has them without Slurm, and on a Slurm whose
+commands are scripts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from dyno import Study, UserError
+from dyno.analysis.records.results import load
+from dyno.engine.execute import execute
+from dyno.jobs.progress import Progress
+from dyno.placement import devices, process, spread
+from dyno.placement.clusters import slurm_cluster, slurm_queue
+from dyno.placement.clusters.slurm_job import DRIVER, NODE, Mail, Pilot, write
+from dyno.placement.clusters.slurm_options import parse
+from dyno.placement.running import Running
+from dyno.worker import system
+from spreading import Log, blocks, kill_a_driver, records
+
+pytest.importorskip("submitit")
+Studies = Callable[..., Study]
+LOCAL = "slurm=2,cluster=local"
+two_cores = pytest.mark.skipif(system.physical_cores() < 2, reason="two jobs need two physical cores")
+FAKE = {
+    "srun": "",
+    "sbatch": """
+n=$(ls "$FAKE_SLURM"/*.sbatch 2>/dev/null | wc -l); n=$((n + 1)); cp "$1" "$FAKE_SLURM/$n.sbatch"
+if [ $n = 1 ]; then
+  SLURM_JOB_ID=$n OMP_NUM_THREADS=3 setsid bash "$1" >/dev/null 2>&1 & echo $! > "$FAKE_SLURM/$n.pid"
+fi
+echo "Submitted batch job $n"
+""",
+    "squeue": """
+echo . >> "$FAKE_SLURM/asked"
+[ $(wc -l < "$FAKE_SLURM/asked") -lt 3 ] && two="PENDING|Resources" || two="CANCELLED|None"
+case "$*" in *--jobs=2*|*,2*) echo "2|$two";; esac
+case "$*" in *--jobs=1*) echo "1|RUNNING|None";; esac
+""",
+    "scancel": """
+echo "$*" >> "$FAKE_SLURM/cancelled"
+""",
+}
+
+
+@pytest.fixture
+def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody measures whether the jobs disturb each other."""
+    monkeypatch.setattr(devices, "measure", lambda *_: True)
+
+
+@pytest.mark.slow
+@two_cores
+@pytest.mark.usefixtures("undisturbed")
+def test_a_study_on_two_jobs_is_that_of_one_host_but_for_its_places(
+    fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    around: list[dict[str, str]] = []
+    fields = {"batches": (1, 2), "backends": ("fake@latency_ms=0.1", "fake@latency_ms=0.4"), "rounds": 2}
+    study = fake_study(on=LOCAL, **fields)
+    log = Log(lambda *_: around.extend(p.environ() for p in blocks() if not around))
+    spread.run(study, tmp_path / "two", log)
+    execute(fake_study(**fields), tmp_path / "one", Progress(quiet=True))
+    assert records(tmp_path / "two").keys() == records(tmp_path / "one").keys(), log.said
+    results = load(tmp_path / "two")
+    assert {t.status for t in results} == {"ok"}
+    own = {p.place: {cpu for t in results if t.placement == p for r in t.rounds for cpu in r.facts.affinity}
+           for p in {t.placement for t in results} if p is not None}  # fmt: skip
+    assert len(own) == 2 and not set.intersection(*own.values()), "each job has processors of its own"
+    (env, *_) = around
+    assert env["OMP_NUM_THREADS"] == "7" and "CUDA_VISIBLE_DEVICES" not in env, "as where the command was given"
+    assert not [name for name in env if name.startswith(("SUBMITIT_", "SLURM_"))]
+    assert not (tmp_path / "two" / "slurm").exists() and not [*(tmp_path / "two").glob("blocks/*")]
+
+    before, again = records(tmp_path / "two"), Log()
+    spread.run(study, tmp_path / "two", again)
+    assert (records(tmp_path / "two"), again.said) == (before, [])
+
+
+@pytest.mark.slow
+@two_cores
+@pytest.mark.usefixtures("undisturbed")
+def test_a_killed_jobs_block_goes_elsewhere_and_its_rows_say_so(
+    fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, gone, start = list[Running](), list[str](), process.start
+
+    def noted(*arguments: Any, **named: Any) -> Running:
+        started.append(start(*arguments, **named))
+        return started[-1]
+
+    def kill(place: str, line: str) -> None:
+        if place.endswith("#2") and " ok " in line and not gone:
+            gone.append(place)
+            host: Any = next(one for one in started if one.place.name == place).place.host
+            job = psutil.Process(int(host.id))
+            for one in [job, *job.children(recursive=True)]:
+                one.kill()
+
+    monkeypatch.setattr(process, "start", noted)
+    log = Log(kill)
+    spread.run(fake_study(on=LOCAL, batches=(1, 2, 3), rounds=4, seconds=0.2), tmp_path, log)
+    assert gone, log.said
+    results = load(tmp_path)
+    assert {t.status for t in results} == {"ok"} and all(len(t.rounds) == 4 for t in results)
+    (moved,) = [t for t in results if t.placement and t.placement.lost]
+    assert moved.placement is not None and not moved.placement.place.endswith("#2")
+    assert any("lost with its node: job" in warning for warning in moved.warnings())
+
+
+@pytest.mark.slow
+def test_where_no_job_is_left_that_is_said_and_what_was_measured_is_kept(fake_study: Studies, tmp_path: Path) -> None:
+    gone: list[str] = []
+
+    def kill(place: str, line: str) -> None:
+        if " ok " in line and not gone:
+            gone.append(place)
+            (host,) = [p for p in psutil.Process().children() if "submitit.local._local" in p.cmdline()]
+            for one in [host, *host.children(recursive=True)]:
+                one.kill()
+
+    log, study = Log(kill), fake_study(on="slurm=1,cluster=local", rounds=8, seconds=0.2)
+    with pytest.raises(UserError, match="every device of the study was lost; the same command again goes on"):
+        spread.run(study, tmp_path / "run", log)
+    assert "its process was killed" in log.said[-1]
+    before = _unfinished(tmp_path / "run")
+    assert before
+    spread.run(study, tmp_path / "run", Log())
+    assert before.items() <= records(tmp_path / "run").items() and len(records(tmp_path / "run")) == 8
+
+
+@pytest.mark.slow
+@two_cores
+def test_a_killed_driver_takes_the_jobs_along_and_nothing_is_measured_twice(
+    fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "measure", lambda *_: True)
+    study = fake_study(on=LOCAL, batches=(1, 2), rounds=4, seconds=0.2)
+    folder = tmp_path / "run"
+    measured = kill_a_driver(study, folder)
+    before = {name: time for name, time in _unfinished(folder).items() if name in measured}
+    log = Log()
+    spread.run(study, folder, log)
+    after = records(folder)
+    assert before.items() <= after.items() and len(after) == 8, log.said
+    assert not [*folder.glob("blocks/*")] and not (folder / "slurm").exists()
+    assert not [line for line in log.said if "begun anew" in line]
+
+
+def _unfinished(folder: Path) -> dict[str, int]:
+    found = folder.glob("blocks/*/trials/*/*/record.json")
+    return {"/".join(path.parts[-3:-1]): path.stat().st_mtime_ns for path in found}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("undisturbed")
+def test_a_job_that_waits_is_spoken_of_and_one_that_never_starts_is_left_out(
+    fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = tmp_path / "slurm"
+    fake.mkdir()
+    for name, text in FAKE.items():
+        (fake / name).write_text(f"#!/bin/bash\n{text}")
+        (fake / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{fake}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("FAKE_SLURM", str(fake))
+    monkeypatch.setattr(slurm_queue, "QUEUE_S", 0.2)
+    log = Log()
+    study = fake_study(on="slurm=2,partition=fast,time=30,reservation=mine", rounds=2)
+    spread.run(study, tmp_path / "run", log)
+    said = "\n".join(log.said)
+    assert "job 2 waits in the queue (Resources)" in said
+    assert "job 2 did not start: it is cancelled (it wrote no log" in said
+    assert len(records(tmp_path / "run")) == 2
+    given = (fake / "1.sbatch").read_text()
+    for option in ("--partition=fast", "--time=30", "--reservation=mine", "--exclusive", "--no-requeue"):
+        assert f"#SBATCH {option}\n" in given
+    assert {"1", "2"} <= set((fake / "cancelled").read_text().split())
+    pid = int((fake / "1.pid").read_text())
+    gone = not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert gone or not psutil.wait_procs([psutil.Process(pid)], timeout=60)[1]
+
+
+def test_a_job_ends_when_nothing_is_heard_of_its_driver_or_slurm_ends_it(tmp_path: Path) -> None:
+    folder = tmp_path / "0"
+    folder.mkdir()
+    write(tmp_path / DRIVER, {"beat": 1})
+    Pilot(folder, 0.3, 0).serve()
+    assert "no sign of life" in str(Mail(folder).beat(NODE))
+    stopped = Pilot(folder, 100.0, 0)
+    stopped.interrupt(signal.SIGTERM, None)
+    stopped.serve()
+    assert "ended by SIGTERM" in str(Mail(folder).beat(NODE))
+    shutil.rmtree(folder)
+    Pilot(folder, 100.0, 0).serve()  # ends, as its study has removed the folder
+
+
+def test_what_is_asked_of_slurm() -> None:
+    assert parse("").jobs == parse("cluster=local").jobs == 1
+    wanted = parse("4, partition=gpu,time=60")
+    assert (wanted.jobs, wanted.sbatch, wanted.minutes) == (4, {"partition": "gpu"}, {"time": 60, "wait": 10})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"on": "slrum=2"}, "unknown cluster 'slrum'; did you mean 'slurm'"),
+        ({"on": "slurm=two"}, "'two' is no number of jobs; write e.g. --on slurm=4,partition=gpu"),
+        ({"on": "slurm=0"}, "'0' is no number of jobs"),
+        ({"on": "slurm=2,partion=gpu"}, "unknown option of --on slurm 'partion'; did you mean 'partition'"),
+        ({"on": "slurm=2,gpu"}, "'gpu' of --on slurm is not NAME=VALUE"),
+        ({"on": "slurm=2,,time=1"}, "'' of --on slurm is not NAME=VALUE"),
+        ({"on": "slurm=2,time=1:00"}, "time of --on slurm is a whole number of minutes, not '1:00'"),
+        ({"on": "slurm=2,time=1,time=2"}, "time is given twice"),
+        ({"on": "slurm=2,cluster=locl"}, "unknown cluster of --on slurm 'locl'; did you mean 'local'"),
+        ({"on": "slurm=2,cluster=local,partition=gpu"}, "where partition has no meaning"),
+        ({"on": "slurm=99999,cluster=local"}, "99999 shares of the processor need as many physical cores"),
+        ({"on": "slurm=2", "device": "cuda:0"}, "give --device cpu or cuda"),
+        ({"on": "slurm=2", "peak": True}, "peak is for a study on one device"),
+        ({"on": "slurm=2"}, "needs Slurm's commands"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match=message) as caught:
+        spread.run(fake_study(**fields), tmp_path / "run", Progress(quiet=True))
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_lies_in_a_folder_from_elsewhere_is_not_followed(
+    fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run").mkdir()
+    other = tmp_path / "other" / "jobs-1" / "0"
+    other.mkdir(parents=True)
+    (other / "id").write_text("--user=me")
+    (tmp_path / "run" / "slurm").symlink_to(tmp_path / "other")
+    asked: list[list[str]] = []
+    monkeypatch.setattr(slurm_cluster, "cancel", asked.append)
+    with pytest.raises(UserError, match="can't be made anew: File exists; remove what is there"):
+        spread.run(fake_study(on="slurm=1,cluster=local"), tmp_path / "run", Progress(quiet=True))
+    assert (other / "id").is_file() and asked == [[]]
+
+
+def test_a_plan_needs_no_job(fake_study: Studies) -> None:
+    with spread.expected_places(fake_study(on="slurm=9,partition=gpu", device="cuda")) as found:
+        assert [(place.device, place.host) for place in found] == [("cuda:0", None)]
+
+
+def test_without_the_library(fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    with pytest.raises(UserError, match=r"inference-dyno\[slurm\]"):
+        spread.run(fake_study(on="slurm"), tmp_path / "run", Progress(quiet=True))

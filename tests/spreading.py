@@ -1,0 +1,70 @@
+"""What tests of studies spread over places share: a log, when records were written, and a driver that can be killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+import psutil
+
+from dyno import Study
+from dyno.jobs.progress import Progress
+
+DRIVER = """
+import sys; from pathlib import Path; from dyno import Study; from dyno.jobs.progress import Progress
+from dyno.placement import devices, spread
+devices.measure = lambda *_: True
+spread.run(Study.from_toml(Path(sys.argv[1])), Path(sys.argv[2]), Progress(quiet=True))
+"""
+
+
+class Log(Progress):
+    """Keeps the lines of the blocks' processes and what is said besides, and calls `then` after each of the former."""
+
+    def __init__(self, then: Callable[[str, str], None] = lambda *_: None) -> None:
+        super().__init__(quiet=True)
+        self.then, self.said = then, list[str]()
+
+    def relay(self, place: str, line: str) -> None:
+        self.said.append(f"{place}: {line}")
+        self.then(place, line)
+
+    def note(self, line: str) -> None:
+        self.said.append(line)
+
+    def other(self, what: str) -> None:
+        self.said.append(what)
+
+
+def records(folder: Path) -> dict[str, int]:
+    """When every record was written, by trial and round."""
+    return {"/".join(path.parts[-3:-1]): path.stat().st_mtime_ns for path in folder.glob("trials/*/*/record.json")}
+
+
+def blocks() -> list[psutil.Process]:
+    """The processes of blocks on this machine."""
+    return [p for p in psutil.process_iter(["cmdline"]) if "dyno.placement.block_process" in (p.info["cmdline"] or ())]
+
+
+def kill_a_driver(study: Study, folder: Path) -> Collection[str]:
+    """Run the study in a process that is killed once a block has something measured, and see that nothing of it goes
+    on; what was measured by then, by trial and round."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    file = folder.parent / "study.toml"
+    file.write_text(study.to_toml())
+    before = {p.pid for p in blocks()}
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER, str(file), str(folder)])
+    while not (kept := [*folder.glob("blocks/*/trials/*/*/record.json")]):
+        assert driver.poll() is None, "the driver has a block measured first"
+        time.sleep(0.05)
+    measuring = [p for p in blocks() if p.pid not in before]
+    assert measuring
+    os.kill(driver.pid, signal.SIGKILL)
+    driver.wait()
+    assert not psutil.wait_procs(measuring, timeout=180)[1], "none goes on without the driver"
+    return {"/".join(path.parts[-3:-1]) for path in kept}
