@@ -7,7 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -49,6 +50,14 @@ def records(folder: Path) -> dict[str, int]:
 def blocks() -> list[psutil.Process]:
     """The processes of blocks on this machine."""
     return [p for p in psutil.process_iter(["cmdline"]) if "dyno.placement.block_process" in (p.info["cmdline"] or ())]
+
+
+def environments() -> Iterator[dict[str, str]]:
+    """What the processes of blocks have around them; one that just ends has nothing more."""
+    for process in blocks():
+        with suppress(psutil.Error):
+            if environment := process.environ():
+                yield environment
 
 
 def kill_a_driver(study: Study, folder: Path) -> Collection[str]:

@@ -24,7 +24,7 @@ from dyno.placement.clusters.slurm_job import DRIVER, NODE, Mail, Pilot, write
 from dyno.placement.clusters.slurm_options import parse
 from dyno.placement.running import Running
 from dyno.worker import system
-from spreading import Log, blocks, kill_a_driver, records
+from spreading import Log, environments, kill_a_driver, records
 
 pytest.importorskip("submitit")
 Studies = Callable[..., Study]
@@ -68,7 +68,7 @@ def test_a_study_on_two_jobs_is_that_of_one_host_but_for_its_places(
     around: list[dict[str, str]] = []
     fields = {"batches": (1, 2), "backends": ("fake@latency_ms=0.1", "fake@latency_ms=0.4"), "rounds": 2}
     study = fake_study(on=LOCAL, **fields)
-    log = Log(lambda *_: around.extend(p.environ() for p in blocks() if not around))
+    log = Log(lambda *_: around.extend(() if around else environments()))
     spread.run(study, tmp_path / "two", log)
     execute(fake_study(**fields), tmp_path / "one", Progress(quiet=True))
     assert records(tmp_path / "two").keys() == records(tmp_path / "one").keys(), log.said
