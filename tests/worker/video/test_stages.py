@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from dyno.worker.video.media.ends import Frame, now
+from dyno.worker.video.media.pictures import Rgb
 from dyno.worker.video.stages import DEPTH, Stages, Step, run
 
-PICTURE = np.zeros((2, 2, 3), np.uint8)
+PICTURE = Rgb(np.zeros((2, 2, 3), np.uint8))
 
 
 def frames(count: int, before: threading.Event | None = None) -> Iterator[Frame]:

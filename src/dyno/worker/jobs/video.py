@@ -47,7 +47,8 @@ def video(job: Job, journal: Journal) -> None:
     libraries = (*REQUIRES, *(("trackers",) if options.track else ()), *backend.requires)
     journal.record = replace(journal.record, system=system.describe(libraries))
     source = source_of(str(job.options["source"]), options)
-    engine = steps.Engine(lambda: journal.timed("load", "load", lambda: backend.load(trial, job.artifact)))
+    on_cpu = trial.runtime.device == "cpu"
+    engine = steps.Engine(lambda: journal.timed("load", "load", lambda: backend.load(trial, job.artifact)), on_cpu)
     work = _Work(job, options, engine, source, journal)
     engine.call(work.alone)
     work.crowd()
@@ -99,7 +100,7 @@ class _Work:
         journal.contended("all", contention.busy(), self._trial.runtime.device)
         found = {**bench.results(), steps.INFER: inference}
         self._arrays |= {f"alone_{name}": one.seconds for name, one in found.items()}
-        height, width = bench.first.image.shape[:2]
+        height, width = bench.first.size
         self._facts = replace(self._facts, height=height, width=width, cpu={k: v.cpu for k, v in found.items()})
 
     def crowd(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -130,7 +130,7 @@ class Bench:
             batches.append(Batch(frames[first : first + size], self.feeds[len(batches)]))
             for place, frame in enumerate(batches[-1].frames):
                 with self._clocks[steps.PREPARE].timing():
-                    self._preparation.write(frame.image, batches[-1].feed, place)
+                    self._preparation.write(frame.picture.rgb(), batches[-1].feed, place)
         self.answered = [done for batch in batches for done in (*self._engine.work(batch), *self._engine.rest())]
         for batch in self.answered:
             with self._clocks[steps.POSTPROCESS].timing(len(batch.frames)):
@@ -173,8 +173,10 @@ class Copy:
     ) -> None:
         self._preparation, self._tracker, self._sink = preparation, tracker, sink
         self._feed, self._answer = preparation.new_feed(), steps.Postprocess(answering, preparation.size)
-        self._answered = replace(answered, frames=[replace(frame) for frame in answered.frames])
-        again = itertools.cycle(answered.frames) if source.once else _endless(source)
+        # Drawn on and written by each copy for itself.
+        own = [replace(frame, picture=frame.picture.copy()) for frame in answered.frames]
+        self._answered = replace(answered, frames=own)
+        again = itertools.cycle(own) if source.once else _endless(source)
         self._reading: Iterator[Frame] = iter(again)
 
     def turn(self) -> float:
@@ -182,7 +184,7 @@ class Copy:
         began = time.thread_time()
         frames, size = list(itertools.islice(self._reading, CHUNK)), self._preparation.batch
         for number, frame in enumerate(frames):
-            self._preparation.write(frame.image, self._feed, number % size)
+            self._preparation.write(frame.picture.rgb(), self._feed, number % size)
         for _ in range(0, len(frames), size):
             self._answer.work(self._answered)
         likes = itertools.cycle(self._answered.frames)
@@ -225,17 +227,22 @@ def crowded(copies: Sequence[Copy], engine: steps.Engine, answered: Sequence[Bat
     """
     alone, together = _Spent(), _Spent()
     batches, inference, frames = itertools.cycle(answered), steps.Infer(engine), 0
-    with ThreadPoolExecutor(len(copies)) as pool:
+    with ThreadPoolExecutor(len(copies) + engine.lanes) as pool:
+
+        def answering(turns: Sequence[Future[float]]) -> int:
+            done: list[Batch] = []
+            while not all(turn.done() for turn in turns):
+                done += inference.work(replace(next(batches)))
+            while inference.holds:
+                done += inference.rest()
+            return sum(len(batch.frames) for batch in done)
 
         def everyone() -> int:
             turns = [pool.submit(copy.turn) for copy in copies]
-            done: list[Batch] = []
-            while not all(turn.done() for turn in turns):
-                done += inference.work(next(batches))
-            while inference.holds:
-                done += inference.rest()
+            lanes = [pool.submit(answering, turns) for _ in range(engine.lanes - 1)]
+            count = answering(turns)
             together.threads += sum(turn.result() for turn in turns)
-            return sum(len(batch.frames) for batch in done)
+            return count + sum(lane.result() for lane in lanes)
 
         engine.call(everyone)
         together.threads = 0.0

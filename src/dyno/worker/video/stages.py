@@ -21,15 +21,21 @@ import numpy as np
 from dyno.worker.video.media.ends import now
 
 DEPTH = 4  # items that may wait for a stage
+AHEAD = 2  # items for each lane of a stage that it may have taken and not yet handed on
 LIVE_DEPTH = 1  # of a live source: whatever waits is late
 TICK_S = 0.25
 READER_S = 1.0  # that a stopped reader has to come back, which may be waiting for its source's next byte
 
 
 class Step:
-    """The work of one stage; the base class hands each item on as it is."""
+    """The work of one stage; the base class hands each item on as it is.
+
+    A step of several `lanes` has a thread for each, which take items in turn and `work` at the same time: what one has
+    done waits for what was taken before it. Such a step holds nothing.
+    """
 
     name = ""
+    lanes = 1
 
     def within(self, loop: Callable[[], None]) -> None:
         """Run the stage's loop, which returns when no further item comes."""
@@ -118,6 +124,7 @@ class _Channel:
 
     def get(self, wait: bool) -> tuple[Any, int]:
         """The next item (None: there is none now, or none any more) and how many waited, this one included."""
+        self._check()
         if self.closed:
             return None, 0
         try:
@@ -146,6 +153,58 @@ class _Channel:
             raise Stopped
 
 
+class _Order:
+    """What the lanes of a stage take in turn is handed on in that order.
+
+    Work counts as one piece after the other, as of a stage with one thread: a piece ends when all before it have ended
+    too, and begins when it was taken, or when the one before it ends. So pieces add up to the time in which there was
+    work. No lane is more than a few items ahead of the slowest.
+    """
+
+    def __init__(self, lanes: int, timed: Timed) -> None:
+        self._timed, self._lanes = timed, lanes
+        self._taking, self._handing = threading.Lock(), threading.Lock()
+        self._tickets: SimpleQueue[None] = SimpleQueue()
+        for _ in range(AHEAD * lanes):
+            self._tickets.put(None)
+        self._taken = self._next = self._ended = 0
+        self._done: dict[int, tuple[int, int, int, list[Any]]] = {}
+
+    def take(self, channel: _Channel) -> tuple[Any, int, int]:
+        """The channel's next item (None: there is none any more), its number and how many waited."""
+        with self._taking:
+            self._tickets.get()
+            item, waiting = channel.get(wait=True)
+            self._taken += item is not None
+            return item, self._taken - 1, waiting
+
+    def hand_on(self, number: int, began: int, waiting: int, done: list[Any], onward: _Channel | None) -> None:
+        """Hand on what was done with the item of that number, and what waited for it."""
+        ended = now()
+        with self._handing:
+            self._done[number] = began, ended, waiting, done
+            while (next_ := self._done.pop(self._next, None)) is not None:
+                began, ended, waiting, done = next_
+                last, self._ended = self._ended, max(ended, self._ended)
+                self._timed.add(max(began, last), self._ended, waiting)
+                for one in done:
+                    if onward is not None:
+                        onward.put(one)
+                self._timed.handed.append(now())
+                self._next += 1
+                self._tickets.put(None)
+
+    def leave(self) -> bool:
+        """A lane has no more to do; True for the last one."""
+        with self._handing:
+            self._lanes -= 1
+            return not self._lanes
+
+    def stop(self) -> None:
+        """Whoever waits for its turn goes on."""
+        self._tickets.put(None)
+
+
 class Stages:
     """A source and the steps after it; `run` them once.
 
@@ -157,17 +216,25 @@ class Stages:
         self.dropped = 0
         self._channels = [_Channel(LIVE_DEPTH if live else DEPTH) for _ in steps]
         self.timed = {stage: Timed() for stage in (name, *(step.name for step in steps))}
+        self._orders = {k: _Order(step.lanes, self.timed[step.name]) for k, step in enumerate(steps) if step.lanes > 1}
         self._first = name
 
     def actions(self) -> list[tuple[str, Callable[[], None]]]:
-        """What the thread of each stage does, the reader first."""
-        working = [(step.name, partial(step.within, partial(self._work, k))) for k, step in enumerate(self._steps)]
+        """What the threads of each stage do, the reader first."""
+        working: list[tuple[str, Callable[[], None]]] = []
+        for k, step in enumerate(self._steps):
+            if k in self._orders:
+                working += [(step.name, partial(self._work_in_lane, k))] * step.lanes
+            else:
+                working.append((step.name, partial(step.within, partial(self._work, k))))
         return [(self._first, self._read), *working]
 
     def stop(self) -> None:
         """Every stage stops after the item that it is at."""
         for channel in self._channels:
             channel.stop()
+        for order in self._orders.values():
+            order.stop()
 
     def _read(self) -> None:
         timed, channel = self.timed[self._first], self._channels[0]
@@ -184,8 +251,7 @@ class Stages:
         channel.close()
 
     def _work(self, k: int) -> None:
-        step, timed = self._steps[k], self.timed[self._steps[k].name]
-        onward = self._channels[k + 1] if k + 1 < len(self._channels) else None
+        step, timed, onward = self._steps[k], self.timed[self._steps[k].name], self._onward(k)
         while True:
             item, waiting = self._channels[k].get(wait=not step.holds)
             at_end = item is None and self._channels[k].closed and not step.holds
@@ -201,6 +267,22 @@ class Stages:
                 break
         if onward is not None:
             onward.close()
+
+    def _work_in_lane(self, k: int) -> None:
+        step, order, onward = self._steps[k], self._orders[k], self._onward(k)
+        while True:
+            item, number, waiting = order.take(self._channels[k])
+            if item is None:
+                break
+            began = now()
+            order.hand_on(number, began, waiting, list(step.work(item)), onward)
+        order.stop()  # the next lane looks, too
+        if order.leave() and onward is not None:
+            onward.close()
+
+    def _onward(self, k: int) -> _Channel | None:
+        """The channel behind the step, None for the last one."""
+        return self._channels[k + 1] if k + 1 < len(self._channels) else None
 
 
 def run(lines: Sequence[Stages], tick: Callable[[], None]) -> None:
