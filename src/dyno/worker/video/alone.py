@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dyno.worker import measure
-from dyno.worker.backend import Arrays, Session
+from dyno.worker.backend import Arrays
 from dyno.worker.inputs import input_data
 from dyno.worker.spec import Plan
 from dyno.worker.video import steps
@@ -25,8 +25,10 @@ from dyno.worker.video.media.ends import Batch, Frame, Sink, Source, now
 from dyno.worker.video.preparing import Preparation
 from dyno.worker.video.tracking import Tracker
 
-FRAMES, CHUNK, SECONDS = 120, 12, 3.0  # frames at most, those of one turn, and how long no further turn begins
-TURNS = 6  # of all copies; with those of one alone, none writes more than the stages alone did
+# Of one measurement, of which there is one before the video and one behind it: frames at most, those of one turn, and
+# how long no further turn begins.
+FRAMES, CHUNK, SECONDS = 60, 12, 1.5
+TURNS = 3  # of all copies; with those of one alone, none writes more than the stages alone did
 
 
 @dataclass(frozen=True)
@@ -149,14 +151,37 @@ class Bench:
                 self._sink.write(replace(frame, packets=[]))
 
 
-def infer(session: Session, feeds: Sequence[Arrays], plan: Plan, size: int) -> tuple[Alone, measure.Sampling]:
+def infer(engine: steps.Engine, feeds: Sequence[Arrays], plan: Plan, size: int) -> tuple[Alone, measure.Sampling]:
     """Inference with every slot in flight, on batches of the video, and the sampling that says so."""
-    measure.warm_up(measure.step(session, "all", feeds), plan)
+    measure.warm_up(measure.step(engine.session, "all", feeds), plan)
     cpu, began = time.process_time(), time.perf_counter()
-    sampling = measure.throughput(session, feeds, size, plan)
+    sampling = (in_lanes if engine.lanes > 1 else _in_slots)(engine, feeds, plan, size)
     share = (time.process_time() - cpu) / (time.perf_counter() - began)  # processors kept busy
     assert sampling.value is not None
     return Alone(1 / sampling.samples, share / sampling.value), sampling
+
+
+def _in_slots(engine: steps.Engine, feeds: Sequence[Arrays], plan: Plan, size: int) -> measure.Sampling:
+    return measure.throughput(engine.session, feeds, size, plan)
+
+
+def in_lanes(engine: steps.Engine, feeds: Sequence[Arrays], plan: Plan, size: int) -> measure.Sampling:
+    """Images per second with every lane of the engine at work, as in the pipeline."""
+    turns, begin = itertools.cycle(feeds), now()
+    deadline = begin + int(plan.seconds * 1e9)
+
+    def lane() -> list[int]:
+        done: list[int] = []
+        while len(done) < measure.LEAST_SAMPLES or (len(done) < plan.max_samples and now() < deadline):
+            engine.answer(Batch([], next(turns)))
+            done.append(now())
+        return done
+
+    with ThreadPoolExecutor(engine.lanes) as pool:
+        lanes = [pool.submit(lane) for _ in range(engine.lanes)]
+        done = sorted(itertools.chain.from_iterable(each.result() for each in lanes))
+    rate = size * len(done) / ((done[-1] - begin) / 1e9)
+    return measure.Sampling(measure.rates(done, begin, size), "seconds", rate, window=(begin / 1e9, done[-1] / 1e9))
 
 
 class Copy:
@@ -253,6 +278,27 @@ def crowded(copies: Sequence[Copy], engine: steps.Engine, answered: Sequence[Bat
                 frames += engine.call(everyone)
     of_copies = together.threads * alone.process / alone.threads
     return Crowded(together.threads / len(copies) / alone.threads, max(0.0, together.process - of_copies) / frames)
+
+
+@dataclass(frozen=True)
+class Found:
+    """One measurement: each stage alone, and all of them in a crowd (None: there is one processor)."""
+
+    stages: dict[str, Alone]
+    crowd: Crowded | None
+
+
+def joined(found: Sequence[Found]) -> Found:
+    """Several measurements as one: all seconds, and the means of processor times and factors."""
+    stages = {}
+    for name in found[0].stages:
+        each = [one.stages[name] for one in found]
+        stages[name] = Alone(np.concatenate([a.seconds for a in each]), float(np.mean([a.cpu for a in each])))
+    crowds = [one.crowd for one in found if one.crowd is not None]
+    if not crowds:
+        return Found(stages, None)
+    factor, inference = (float(np.mean([getattr(c, name) for c in crowds])) for name in ("factor", "inference"))
+    return Found(stages, Crowded(factor, inference))
 
 
 @dataclass

@@ -156,9 +156,9 @@ class _Channel:
 class _Order:
     """What the lanes of a stage take in turn is handed on in that order.
 
-    Work counts as one piece after the other, as of a stage with one thread: a piece ends when all before it have ended
-    too, and begins when it was taken, or when the one before it ends. So pieces add up to the time in which there was
-    work. No lane is more than a few items ahead of the slowest.
+    Work counts as one piece after the other, as of a stage with one thread: a piece begins when it was taken, or when
+    the one before it was handed on. So pieces add up to the time in which there was work. No lane is more than a few
+    items ahead of the slowest.
     """
 
     def __init__(self, lanes: int, timed: Timed) -> None:
@@ -167,7 +167,7 @@ class _Order:
         self._tickets: SimpleQueue[None] = SimpleQueue()
         for _ in range(AHEAD * lanes):
             self._tickets.put(None)
-        self._taken = self._next = self._ended = 0
+        self._taken = self._next = self._handed = 0
         self._done: dict[int, tuple[int, int, int, list[Any]]] = {}
 
     def take(self, channel: _Channel) -> tuple[Any, int, int]:
@@ -185,12 +185,12 @@ class _Order:
             self._done[number] = began, ended, waiting, done
             while (next_ := self._done.pop(self._next, None)) is not None:
                 began, ended, waiting, done = next_
-                last, self._ended = self._ended, max(ended, self._ended)
-                self._timed.add(max(began, last), self._ended, waiting)
+                self._timed.add(max(began, self._handed), max(ended, self._handed), waiting)
                 for one in done:
                     if onward is not None:
                         onward.put(one)
-                self._timed.handed.append(now())
+                self._handed = now()
+                self._timed.handed.append(self._handed)
                 self._next += 1
                 self._tickets.put(None)
 
