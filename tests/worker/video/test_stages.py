@@ -129,6 +129,45 @@ def test_an_error_stops_all_and_is_raised() -> None:
     assert last.seen == list(range(len(last.seen))) and len(last.seen) <= 3
 
 
+def test_lanes_wait_for_none_but_keep_the_order() -> None:
+    """The first item of a lane stays until others went through the other one; they are handed on behind it."""
+    others = threading.Event()
+
+    class Lanes(Collect):
+        lanes = 2
+
+        def work(self, item: Any) -> Iterable[Any]:
+            if item.index == 0:
+                assert others.wait(60), "no lane works while one waits"
+            if item.index == 2:
+                others.set()
+            return super().work(item)
+
+    lanes, last = Lanes("lanes"), Collect("last")
+    stages = Stages("read", frames(50), [lanes, last])
+    run([stages], lambda: None)
+    assert last.seen == sorted(lanes.seen) == list(range(50))
+    assert lanes.seen[-1] != 0 and lanes.seen.index(0) >= 2
+    times = stages.timed["lanes"].arrays(0)
+    assert (times["began"][1:] >= times["handed"][:-1]).all(), "pieces follow each other"
+    assert (times["ended"] >= times["began"]).all() and (times["handed"] >= times["ended"]).all()
+
+
+def test_lanes_end_with_the_whole() -> None:
+    class Broken(Collect):
+        lanes = 3
+
+        def work(self, item: Any) -> Iterable[Any]:
+            if item.index == 5:
+                raise ValueError("broken")
+            return super().work(item)
+
+    gate = Gate()
+    with pytest.raises(ValueError, match="broken"):  # while the others wait for room, or for items
+        run([Stages("read", frames(1000), [Broken("broken"), gate])], lambda: gate.open.set())
+    assert not [t for t in threading.enumerate() if t.name in ("broken", "gate")]
+
+
 def test_several_run_side_by_side_and_end_together() -> None:
     lasts = [Collect(f"last{k}") for k in range(3)]
     run([Stages("read", frames(20 + k), [last]) for k, last in enumerate(lasts)], lambda: None)

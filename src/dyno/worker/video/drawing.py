@@ -41,8 +41,7 @@ def draw(frame: Frame) -> None:
             _mask(layers, frame.size, found.masks[k], found.boxes[k], colours[k])
     for k in order:
         left, top, right, bottom = (round(float(v)) for v in found.boxes[k])
-        for layer in layers:
-            _outline(layer, (left, top, right, bottom), thickness, colours[k])
+        _outline(layers, (left, top, right, bottom), thickness, colours[k])
         _label(layers, labels[k], 0.5 * unit, left, top, frame.size[0], colours[k])
         if found.keypoints is not None:
             _points(layers, found.keypoints[k], colours[k], thickness)
@@ -66,56 +65,57 @@ def _labels(frame: Frame) -> list[str]:
     return [f"#{k} {text}" if k != NOBODY else text for k, text in zip(frame.identities, said, strict=True)]
 
 
-def _fill(layer: Layer, region: Region, value: tuple[int, ...]) -> None:
-    """Fill as much of the region as there is, whose sides are multiples of the layer's step."""
-    left, top, right, bottom = (max(0, side) // layer.step for side in region)
-    layer.array[top:bottom, left:right] = value
+def _outline(layers: Sequence[Layer], box: Region, thickness: int, colour: Colour) -> None:
+    """The edge of a box, at least so thick around its sides."""
+    import cv2
 
-
-def _outline(layer: Layer, box: Region, thickness: int, colour: Colour) -> None:
-    """The edge of a box, so thick around its sides."""
-    step, value = layer.step, layer.value(colour)
+    step = max(layer.step for layer in layers)
     wide = -(-thickness // step) * step
     left, top, right, bottom = ((side - thickness // 2) // step * step for side in box)
-    _fill(layer, (left, top, right + wide, top + wide), value)
-    _fill(layer, (left, bottom, right + wide, bottom + wide), value)
-    _fill(layer, (left, top, left + wide, bottom), value)
-    _fill(layer, (right, top, right + wide, bottom), value)
+    for layer in layers:
+        array, value, last = layer.array, layer.value(colour), wide // layer.step - 1
+        x, y, x1, y1 = left // layer.step, top // layer.step, right // layer.step, bottom // layer.step
+        cv2.rectangle(array, (x, y), (x1 + last, y + last), value, -1)
+        cv2.rectangle(array, (x, y1), (x1 + last, y1 + last), value, -1)
+        cv2.rectangle(array, (x, y), (x + last, y1), value, -1)
+        cv2.rectangle(array, (x1, y), (x1 + last, y1), value, -1)
 
 
 def _label(layers: Sequence[Layer], text: str, scale: float, left: int, top: int, height: int, colour: Colour) -> None:
     """A text in black on the colour: above that place, or below it where there is no room."""
     step = max(layer.step for layer in layers)
-    high = len(_text(text, scale, 1))
+    high = len(_ink(text, scale, 1))
     first, begin = (v // step * step for v in (top - high if top > high else max(0, min(top, height - high)), left))
     for layer in layers:
-        ink, across, down = _text(text, scale, layer.step), begin // layer.step, first // layer.step
-        part = layer.array[max(down, 0) : down + len(ink), max(across, 0) : max(across + ink.shape[1], 0)]
-        ink = ink[max(-down, 0) :, max(-across, 0) :][: part.shape[0], : part.shape[1]]
-        shades = _shades(layer.value(colour), layer.value(BLACK))
-        part[:] = shades[ink].reshape(part.shape)
+        patch = _patch(text, scale, layer.step, layer.value(colour), layer.value(BLACK))
+        x, y = begin // layer.step, first // layer.step
+        if x < 0 or y < 0:
+            patch, x, y = patch[max(-y, 0) :, max(-x, 0) :], max(x, 0), max(y, 0)
+        part = layer.array[y : y + patch.shape[0], x : x + patch.shape[1]]
+        part[:] = patch[: part.shape[0], : part.shape[1]]
 
 
-@lru_cache(maxsize=1024)
-def _text(text: str, scale: float, step: int) -> np.ndarray:
+@lru_cache(maxsize=2048)
+def _patch(text: str, scale: float, step: int, paper: tuple[int, ...], ink: tuple[int, ...]) -> np.ndarray:
+    """A text as a layer of that step shows it, in those values of paper and ink."""
+    share = np.arange(256)[:, None] / 255
+    shades = np.round((1 - share) * paper + share * ink).astype(np.uint8)
+    return (shades if len(paper) > 1 else shades[:, 0])[_ink(text, scale, step)]
+
+
+@lru_cache(maxsize=2048)
+def _ink(text: str, scale: float, step: int) -> np.ndarray:
     """How much ink of a text there is at each place, with a margin, 0 to 255; its sides are even at a step of 1."""
     import cv2
 
     if step > 1:
-        whole = _text(text, scale, 1)
+        whole = _ink(text, scale, 1)
         size = (whole.shape[1] // step, whole.shape[0] // step)
         return np.asarray(cv2.resize(whole, size, interpolation=cv2.INTER_AREA))
     (wide, high), below = cv2.getTextSize(text, cv2.FONT_HERSHEY_SIMPLEX, scale, 1)
     ink = np.zeros((high + 2 * below + high % 2, wide + wide % 2), np.uint8)
     cv2.putText(ink, text, (0, high + below), cv2.FONT_HERSHEY_SIMPLEX, scale, 255, 1, cv2.LINE_AA)
     return ink
-
-
-@lru_cache(maxsize=64)
-def _shades(paper: tuple[int, ...], ink: tuple[int, ...]) -> np.ndarray:
-    """The values of each channel for 0 to 255 of ink."""
-    share = np.arange(256)[:, None] / 255
-    return np.round((1 - share) * paper + share * ink).astype(np.uint8)
 
 
 def _mask(layers: Sequence[Layer], size: tuple[int, int], counts: np.ndarray, box: np.ndarray, colour: Colour) -> None:
