@@ -108,7 +108,7 @@ def pipeline(
     from dyno.worker.video.options import VideoOptions
 
     options = VideoOptions(codec="mpeg4" if output else "", streams=streams)
-    made = dyno.video(video, output or None, model=model, out=folder, options=options, threads=threads,
+    made = dyno.video(video, output, model=model, out=folder, options=options, threads=threads,
                       backends=(engine or f"onnxruntime@streams={threads}",), task="detect")  # fmt: skip
     (row,) = made.table("video").rows
     seconds = row["frames"] * streams / row["fps"]

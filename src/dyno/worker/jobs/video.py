@@ -136,12 +136,13 @@ class _Work:
         sinks: list[Sink | None] = [sink_of(path, self._source, self._options.codec) for path in paths]
         copies = [alone.Copy(self._source, preparation, self._answering, self._new_tracker(), sink, answered[0])
                   for preparation, sink in zip(preparations, sinks or [None] * count, strict=True)]  # fmt: skip
-        found = alone.crowded(copies, self._engine, answered)
-        for copy in copies:
-            copy.close()
-        for path in paths:
-            _remove(path)
-        return found
+        try:
+            return alone.crowded(copies, self._engine, answered)
+        finally:
+            for copy in copies:
+                copy.close()
+            for path in paths:
+                _remove(path)
 
     def _keep(self) -> None:
         """Store what was found of the stages alone until now, and of the video where it has run."""
