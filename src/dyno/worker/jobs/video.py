@@ -93,7 +93,7 @@ class _Work:
         assert bench.first is not None
         height, width = bench.first.size
         self._facts = replace(self._facts, height=height, width=width)
-        self._found = [alone.Found(stages, self._crowd(bench.answered))]
+        self._found = [alone.Found(stages, self._crowd(bench.answered), alone.hand_over(len(stages) - 1))]
 
     def after(self) -> None:
         """The same once more, if the source can be read again and nobody is in a hurry."""
@@ -104,7 +104,8 @@ class _Work:
         damaged, left = self._source.damaged, self._source.left
         with suppress(KeyboardInterrupt):
             stages, bench, _ = self._engine.call(self._alone)
-            self._found.append(alone.Found(stages, self._crowd(bench.answered)))
+            crowd = self._crowd(bench.answered)
+            self._found.append(alone.Found(stages, crowd, alone.hand_over(len(stages) - 1)))
         self._source.damaged, self._source.left = damaged, left
         self._keep()
 
@@ -148,7 +149,8 @@ class _Work:
         """Store what was found of the stages alone until now, and of the video where it has run."""
         found = alone.joined(self._found)
         self._arrays |= {f"alone_{name}": one.seconds for name, one in found.stages.items()}
-        self._facts = replace(self._facts, cpu={name: one.cpu for name, one in found.stages.items()})
+        cpu = {name: one.cpu for name, one in found.stages.items()}
+        self._facts = replace(self._facts, cpu=cpu, hand_over=found.hand_over)
         if found.crowd is not None:
             self._facts = replace(self._facts, crowding=found.crowd.factor, cpu_inference=found.crowd.inference)
         save_arrays(self._journal.folder / ARRAYS, self._arrays)

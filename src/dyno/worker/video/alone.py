@@ -23,11 +23,13 @@ from dyno.worker.video import steps
 from dyno.worker.video.drawing import draw
 from dyno.worker.video.media.ends import Batch, Frame, Sink, Source, now
 from dyno.worker.video.preparing import Preparation
+from dyno.worker.video.stages import Stages, Step, run
 from dyno.worker.video.tracking import Tracker
 
 # Of one measurement, of which there is one before the video and one behind it: frames at most, those of one turn, and
 # how long no further turn begins.
 FRAMES, CHUNK, SECONDS = 60, 12, 1.5
+HANDED = 500  # items that go through stages that do nothing
 TURNS = 3  # of all copies; with those of one alone, none writes more than the stages alone did
 
 
@@ -281,11 +283,30 @@ def crowded(copies: Sequence[Copy], engine: steps.Engine, answered: Sequence[Bat
 
 
 @dataclass(frozen=True)
+class _Nothing:
+    """What stages that do nothing hand on."""
+
+    began: int = 0
+
+
+def hand_over(count: int) -> float:
+    """Processor time, in seconds, that it takes to hand something on: through so many stages that do nothing else."""
+    idle = [Step() for _ in range(count)]
+    for number, step in enumerate(idle):
+        step.name = str(number)
+    cpu = time.process_time()
+    run([Stages("source", itertools.repeat(_Nothing(), HANDED), idle)], lambda: None)
+    return (time.process_time() - cpu) / (HANDED * count)
+
+
+@dataclass(frozen=True)
 class Found:
-    """One measurement: each stage alone, and all of them in a crowd (None: there is one processor)."""
+    """One measurement: each stage alone, all of them in a crowd (None: there is one processor), and the processor time
+    of handing something on, in seconds."""
 
     stages: dict[str, Alone]
     crowd: Crowded | None
+    hand_over: float
 
 
 def joined(found: Sequence[Found]) -> Found:
@@ -295,10 +316,11 @@ def joined(found: Sequence[Found]) -> Found:
         each = [one.stages[name] for one in found]
         stages[name] = Alone(np.concatenate([a.seconds for a in each]), float(np.mean([a.cpu for a in each])))
     crowds = [one.crowd for one in found if one.crowd is not None]
+    handed = float(np.mean([one.hand_over for one in found]))
     if not crowds:
-        return Found(stages, None)
+        return Found(stages, None, handed)
     factor, inference = (float(np.mean([getattr(c, name) for c in crowds])) for name in ("factor", "inference"))
-    return Found(stages, Crowded(factor, inference))
+    return Found(stages, Crowded(factor, inference), handed)
 
 
 @dataclass

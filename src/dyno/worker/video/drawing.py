@@ -100,7 +100,7 @@ def _patch(text: str, scale: float, step: int, paper: tuple[int, ...], ink: tupl
     """A text as a layer of that step shows it, in those values of paper and ink."""
     share = np.arange(256)[:, None] / 255
     shades = np.round((1 - share) * paper + share * ink).astype(np.uint8)
-    return (shades if len(paper) > 1 else shades[:, 0])[_ink(text, scale, step)]
+    return np.asarray((shades if len(paper) > 1 else shades[:, 0])[_ink(text, scale, step)])
 
 
 @lru_cache(maxsize=2048)
