@@ -73,12 +73,10 @@ def _outline(layers: Sequence[Layer], box: Region, thickness: int, colour: Colou
     wide = -(-thickness // step) * step
     left, top, right, bottom = ((side - thickness // 2) // step * step for side in box)
     for layer in layers:
-        array, value, last = layer.array, layer.value(colour), wide // layer.step - 1
-        x, y, x1, y1 = left // layer.step, top // layer.step, right // layer.step, bottom // layer.step
-        cv2.rectangle(array, (x, y), (x1 + last, y + last), value, -1)
-        cv2.rectangle(array, (x, y1), (x1 + last, y1 + last), value, -1)
-        cv2.rectangle(array, (x, y), (x + last, y1), value, -1)
-        cv2.rectangle(array, (x1, y), (x1 + last, y1), value, -1)
+        value, last = layer.value(colour), wide // layer.step - 1
+        x, y, x1, y1 = left // layer.step, top // layer.step, right // layer.step + last, bottom // layer.step + last
+        for k in range(last + 1):
+            cv2.rectangle(layer.array, (x + k, y + k), (x1 - k, y1 - k), value)
 
 
 def _label(layers: Sequence[Layer], text: str, scale: float, left: int, top: int, height: int, colour: Colour) -> None:
@@ -92,7 +90,7 @@ def _label(layers: Sequence[Layer], text: str, scale: float, left: int, top: int
         if x < 0 or y < 0:
             patch, x, y = patch[max(-y, 0) :, max(-x, 0) :], max(x, 0), max(y, 0)
         part = layer.array[y : y + patch.shape[0], x : x + patch.shape[1]]
-        part[:] = patch[: part.shape[0], : part.shape[1]]
+        part[:] = patch if part.shape == patch.shape else patch[: part.shape[0], : part.shape[1]]
 
 
 @lru_cache(maxsize=2048)
