@@ -90,12 +90,14 @@ def test_a_slow_stage_holds_up_the_reader() -> None:
     seen: list[int] = []
 
     def tick() -> None:
+        if len(taken) <= DEPTH:
+            return
         seen.append(len(taken))
         if len(seen) > 1 and seen[-1] == seen[-2]:  # nothing more is read
             gate.open.set()
 
     run([stages], tick)
-    assert max(n for n in seen if n <= DEPTH + 2) == DEPTH + 2  # at the gate, in its queue, and in the reader's hand
+    assert seen[0] == seen[1] == DEPTH + 1  # at the gate and in its queue, of which places come free several at a time
     assert read.seen == list(range(50))
 
 
