@@ -204,9 +204,10 @@ class _Work:
         source = self._source if first else source_of(self._source_text, self._options)
         sink, keep = sink_of(output, source, self._options.codec), steps.Keep(self._boxes if first else None)
         session, preparation, tracker = self._engine.session, self._new_preparation(), self._new_tracker()
+        shares, batch = self._options.streams > 1, preparation.batch
         chain: list[stages.Step] = [
-            steps.Prepare(preparation, session), steps.Infer(self._engine, shares=self._options.streams > 1),
-            steps.Postprocess(self._answering, preparation.size, keep if tracker is None else None),
+            steps.Prepare(preparation, session), steps.Infer(self._engine, shares, batch),
+            steps.Postprocess(self._answering, preparation.size, keep if tracker is None else None, batch),
         ]  # fmt: skip
         if tracker:
             chain.append(steps.Track(tracker, keep))

@@ -36,6 +36,7 @@ class Step:
 
     name = ""
     lanes = 1
+    room = DEPTH  # items that may wait for it
 
     def within(self, loop: Callable[[], None]) -> None:
         """Run the stage's loop, which returns when no further item comes."""
@@ -220,7 +221,7 @@ class Stages:
     def __init__(self, name: str, source: Iterator[Any], steps: Sequence[Step], live: bool = False) -> None:
         self._source, self._steps, self._live = source, steps, live
         self.dropped = 0
-        self._channels = [_Channel(LIVE_DEPTH if live else DEPTH) for _ in steps]
+        self._channels = [_Channel(LIVE_DEPTH if live else step.room) for step in steps]
         self.timed = {stage: Timed() for stage in (name, *(step.name for step in steps))}
         self._orders = {k: _Order(step.lanes, self.timed[step.name]) for k, step in enumerate(steps) if step.lanes > 1}
         self._first = name

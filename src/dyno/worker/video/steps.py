@@ -52,6 +52,11 @@ class Answering:
         )  # fmt: skip
 
 
+def room_for(batch: int) -> int:
+    """How many batches of so many frames may wait for a stage: as many frames as elsewhere, and two at least."""
+    return max(2, DEPTH // batch)
+
+
 class Prepare(Step):
     """Frames become batches: each is letterboxed into the next place of one of a few arrays, which are used again."""
 
@@ -60,7 +65,8 @@ class Prepare(Step):
     def __init__(self, preparation: Preparation, session: Session) -> None:
         self._preparation = preparation
         # Waiting, in flight, being filled and being read: an array is free again before its turn comes round.
-        self._feeds = [session.stage(preparation.new_feed()) for _ in range(DEPTH + AHEAD * session.slots + 2)]
+        count = room_for(preparation.batch) + AHEAD * session.slots + 2
+        self._feeds = [session.stage(preparation.new_feed()) for _ in range(count)]
         self._turn, self._frames = 0, list[Frame]()
 
     def work(self, item: Any) -> Iterable[Batch]:
@@ -144,8 +150,9 @@ class Infer(Step):
 
     name = INFER
 
-    def __init__(self, engine: Engine, shares: bool = True) -> None:
+    def __init__(self, engine: Engine, shares: bool = True, batch: int = 1) -> None:
         self._engine, self._shares, self.lanes = engine, shares, engine.lanes
+        self.room = room_for(batch)
         self._flying: deque[tuple[Batch, int]] = deque()
 
     def within(self, loop: Callable[[], None]) -> None:
@@ -207,8 +214,9 @@ class Postprocess(Step):
 
     name = POSTPROCESS
 
-    def __init__(self, answering: Answering, size: tuple[int, int], keep: Keep | None = None) -> None:
+    def __init__(self, answering: Answering, size: tuple[int, int], keep: Keep | None = None, batch: int = 1) -> None:
         self._answering, self._size, self._keep = answering, size, keep
+        self.room = room_for(batch)
 
     def work(self, item: Any) -> Iterable[Frame]:
         count = len(item.frames)
