@@ -1,12 +1,18 @@
 """`dyno video` against a plain loop of the same steps, side by side: frames per second end to end.
 
     python benchmarks/video.py [--rounds 5] [--frames 600] [--size 128] [--model ultralytics:yolov8n.yaml]
+    python benchmarks/video.py --predictions [--frames 600] [--model ultralytics:yolov8n.yaml]
 
 The loop is what tutorials show: OpenCV reads a frame, letterboxes it, ONNX Runtime answers it with as many threads,
 OpenCV suppresses boxes, draws them and writes the frame, one after the other. Both run the same ONNX file on the same
 video of 960 x 540 and write MPEG-4; the loop has all threads on a frame, `dyno video` one on each of as many frames.
 In each round both run in fresh processes, in shuffled order. Only the reading to the closed file counts, not the start
 of either. Memory is held against that of half-way through the video, so give more frames to see whether it is flat.
+
+With `--predictions` there is no loop: ten configurations run (sizes of the network, with and without an output, batches
+in flight, streams, engines), and the rate that the stages alone predict is held against the one that was reached. Two
+factors make an error: how many times the processor time a frame took that was counted on, and how much of the
+processors' time the pipeline used.
 """
 
 from __future__ import annotations
@@ -28,6 +34,19 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
 CONFIDENCE, IOU, GREY = 0.25, 0.7, 114
+# Size of the network, engine, streams of video, and the codec of what is written ("": nothing is).
+CONFIGURATIONS = (
+    (96, "onnxruntime@streams=2", 1, "mpeg4"),
+    (128, "onnxruntime@streams=2", 1, "mpeg4"),
+    (128, "onnxruntime", 1, "mpeg4"),
+    (160, "openvino@streams=2", 1, "mpeg4"),
+    (224, "onnxruntime@streams=2", 1, ""),
+    (320, "onnxruntime@streams=2", 1, "mpeg4"),
+    (320, "openvino", 1, ""),
+    (96, "openvino@streams=2", 2, ""),
+    (160, "onnxruntime@streams=2", 2, "mpeg4"),
+    (128, "onnxruntime@streams=2", 4, ""),
+)
 
 
 def loop(video: str, model: str, output: str, *, threads: int) -> dict[str, float]:
@@ -79,19 +98,26 @@ def detections(rows: np.ndarray, scale: float) -> list[tuple[float, float, float
     return [(*boxes[k].tolist(), int(labels[k]), float(scores[k])) for k in np.asarray(chosen, int).reshape(-1)]
 
 
-def pipeline(video: str, model: str, output: str, folder: str, *, threads: int) -> dict[str, float]:
+def pipeline(
+    video: str, model: str, output: str, folder: str, *, threads: int, engine: str = "", streams: int = 1
+) -> dict[str, float]:
     """`dyno video`; its frames and seconds, how much of its bound it reached, how its memory grew, how far its
-    prediction was off."""
+    prediction was off, and both factors of that."""
     import dyno
+    from dyno.analysis.video import runs
     from dyno.worker.video.options import VideoOptions
 
-    made = dyno.video(video, output, model=model, out=folder, options=VideoOptions(codec="mpeg4"), threads=threads,
-                      backends=(f"onnxruntime@streams={threads}",), task="detect")  # fmt: skip
+    options = VideoOptions(codec="mpeg4" if output else "", streams=streams)
+    made = dyno.video(video, output, model=model, out=folder, options=options, threads=threads,
+                      backends=(engine or f"onnxruntime@streams={threads}",), task="detect")  # fmt: skip
     (row,) = made.table("video").rows
-    seconds = row["frames"] / row["fps"]
+    seconds = row["frames"] * streams / row["fps"]
     (growth,) = [growing(path, seconds) for path in Path(folder).glob("trials/*/r0/telemetry.npz")]
-    (error,) = [line["error"] for line in made.table("video-streams").rows if line["streams"] == 1]
-    return {"frames": row["frames"], "seconds": seconds, "reached": row["reached"], "growth": growth, "error": error}
+    (error,) = [line["error"] for line in made.table("video-streams").rows if line["streams"] == streams]
+    (filmed,) = runs.of_run(made.data)
+    found = filmed.typical
+    return {"frames": row["frames"], "seconds": seconds, "reached": row["reached"], "growth": growth, "error": error,
+            "cpu": found.facts.cpu_whole / found.crowded, "used": found.utilization}  # fmt: skip
 
 
 def growing(path: Path, seconds: float) -> float:
@@ -112,44 +138,80 @@ def measured(kind: str, *words: str) -> dict[str, float]:
 
 
 def main() -> None:
-    """Print the rates of both and their ratio, by round."""
+    """Print the rates of both and their ratio, by round, or how far predictions are off."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--frames", type=int, default=600)
     parser.add_argument("--size", default="128")
     parser.add_argument("--model", default="ultralytics:yolov8n.yaml")
     parser.add_argument("--threads", type=int, default=0, help="of inference, in both (default: one per core)")
+    parser.add_argument("--predictions", action="store_true", help="predictions of ten configurations, without a loop")
     chosen = parser.parse_args()
 
     import moving_photos
     from dyno.worker import system
 
     threads = str(chosen.threads or system.physical_cores())
+    with tempfile.TemporaryDirectory() as scratch:
+        video = f"{scratch}/video.mp4"
+        moving_photos.write(Path(video), moving_photos.pictures(chosen.frames, 540, 960))
+        (predictions if chosen.predictions else rounds)(chosen, scratch, video, threads)
+
+
+def exported(model: str, size: str, scratch: str) -> str:
+    """The ONNX file of the network for images of that size, made where it isn't there yet."""
+    path = f"{scratch}/network-{size}.onnx"
+    if not Path(path).exists():
+        export = [sys.executable, "-m", "dyno", "export", model, "-o", path, "--batch", "1", "--size", size]
+        subprocess.run(export, check=True, capture_output=True, env=environment())
+    return path
+
+
+def rounds(chosen: argparse.Namespace, scratch: str, video: str, threads: str) -> None:
+    """The loop and `dyno video`, in shuffled order in each round."""
     rates: dict[str, list[float]] = {"loop": [], "pipeline": []}
     shares, growths, errors = list[float](), list[float](), list[float]()
-    with tempfile.TemporaryDirectory() as scratch:
-        video, model = f"{scratch}/video.mp4", f"{scratch}/network.onnx"
-        moving_photos.write(Path(video), moving_photos.pictures(chosen.frames, 540, 960))
-        export = [sys.executable, "-m", "dyno", "export", chosen.model, "-o", model, "--batch", "1"]
-        subprocess.run([*export, "--size", chosen.size], check=True, capture_output=True, env=environment())
-        for number in range(chosen.rounds):
-            for kind in random.Random(number).sample(sorted(rates), 2):
-                own = [f"{scratch}/run{number}"] if kind == "pipeline" else []
-                found = measured(kind, video, model, f"{scratch}/{kind}.mp4", *own, threads)
-                assert found["frames"] == chosen.frames
-                rates[kind].append(found["frames"] / found["seconds"])
-                if kind == "pipeline":
-                    shares.append(found["reached"])
-                    growths.append(found["growth"])
-                    errors.append(abs(found["error"]))
-            ours, theirs = rates["pipeline"][-1], rates["loop"][-1]
-            print(f"round {number + 1}: loop {theirs:.1f} frames/s, dyno video {ours:.1f}, {ours / theirs:.2f}x, "
-                  f"{shares[-1]:.0f} % of its bound, prediction off by {errors[-1]:.0f} %", flush=True)  # fmt: skip
+    model = exported(chosen.model, chosen.size, scratch)
+    for number in range(chosen.rounds):
+        for kind in random.Random(number).sample(sorted(rates), 2):
+            own = [f"{scratch}/run{number}"] if kind == "pipeline" else []
+            found = measured(kind, video, model, f"{scratch}/{kind}.mp4", *own, threads)
+            assert found["frames"] == chosen.frames
+            rates[kind].append(found["frames"] / found["seconds"])
+            if kind == "pipeline":
+                shares.append(found["reached"])
+                growths.append(found["growth"])
+                errors.append(abs(found["error"]))
+                factors = shown_factors(found)
+        ours, theirs = rates["pipeline"][-1], rates["loop"][-1]
+        of_bound = f"{shares[-1]:.0f} % of its bound, prediction off by {errors[-1]:.0f} % ({factors})"
+        both = f"loop {theirs:.1f} frames/s, dyno video {ours:.1f}, {ours / theirs:.2f}x"
+        print(f"round {number + 1}: {both}, {of_bound}", flush=True)
     ratios = [a / b for a, b in zip(rates["pipeline"], rates["loop"], strict=True)]
     middle = [statistics.median(each) for each in (ratios, shares, errors, growths)]
     print(f"dyno video is {middle[0]:.2f}x as fast (median of {len(ratios)} rounds, from {min(ratios):.2f} to "
           f"{max(ratios):.2f}), at {middle[1]:.0f} % of its bound, its prediction off by {middle[2]:.0f} %; "
           f"memory grew by {middle[3]:.1f} MiB in the last half")  # fmt: skip
+
+
+def predictions(chosen: argparse.Namespace, scratch: str, video: str, threads: str) -> None:
+    """How far the prediction of each configuration is off."""
+    errors = []
+    for number, (size, engine, streams, codec) in enumerate(CONFIGURATIONS):
+        model, output = exported(chosen.model, str(size), scratch), f"{scratch}/out.mp4" if codec else ""
+        words = (video, model, output, f"{scratch}/run{number}", engine, str(streams), threads)
+        found = measured("configuration", *words)
+        errors.append(abs(found["error"]))
+        print(f"size {size}, {engine}, streams of video {streams}, {codec or 'no output'}: "
+              f"{found['frames'] * streams / found['seconds']:.1f} frames/s, {found['reached']:.0f} % of its bound, "
+              f"predicted {found['error']:+.1f} % ({shown_factors(found)})", flush=True)  # fmt: skip
+    print(f"predictions are off by {statistics.median(errors):.1f} % (median of {len(errors)} configurations), by "
+          f"{max(errors):.1f} % at most")  # fmt: skip
+
+
+def shown_factors(found: dict[str, float]) -> str:
+    """Both factors of an error, as words."""
+    return f"{found['cpu']:.2f}x the processor time, {100 * found['used']:.0f} % of the processors used"
 
 
 def environment() -> dict[str, str]:
@@ -161,8 +223,12 @@ def environment() -> dict[str, str]:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--only"]:
-        kind, film, net, *outputs, count = sys.argv[2:]
-        run = pipeline if kind == "pipeline" else loop
-        print(json.dumps(run(film, net, *outputs, threads=int(count))))
+        kind, film, net, target, *others, count = sys.argv[2:]
+        if kind == "loop":
+            result = loop(film, net, target, threads=int(count))
+        else:
+            folder, engine, times = (*others, "", "1")[:3]
+            result = pipeline(film, net, target, folder, threads=int(count), engine=engine, streams=int(times))
+        print(json.dumps(result))
     else:
         main()

@@ -82,6 +82,14 @@ class Session(ABC):
     def wait(self, slot: int = 0) -> None:  # noqa: B027 - nothing to do where `run` returns when it is done
         """Return only when the slot's inference is done."""
 
+    def complete(self, slot: int = 0) -> None:
+        """Run one inference on what is bound to its end, in the calling thread where the engine can.
+
+        On a CPU every slot may do so at the same time, in a thread of its own.
+        """
+        self.run(slot)
+        self.wait(slot)
+
     @abstractmethod
     def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
         """The slot's outputs as host arrays by name; valid until the slot runs again."""

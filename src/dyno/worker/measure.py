@@ -244,7 +244,7 @@ def throughput(session: Session, feeds: Feeds, batch: int, plan: Plan, blocks: I
         begin, done = _pipelined(session, feeds, plan.seconds, LEAST_SAMPLES, plan.max_samples)
     rate = batch * len(done) / ((done[-1] - begin) / 1e9)
     stopped = "samples" if len(done) >= plan.max_samples else "seconds"
-    return Sampling(_rates(done, begin, batch), stopped, rate, window=(begin / 1e9, done[-1] / 1e9))
+    return Sampling(rates(done, begin, batch), stopped, rate, window=(begin / 1e9, done[-1] / 1e9))
 
 
 def _throughput_in_blocks(session: Session, feeds: Feeds, batch: int, plan: Plan, blocks: Iterable[int]) -> Sampling:
@@ -288,7 +288,8 @@ def _finish(session: Session, slot: int, done: list[int]) -> None:
     done.append(now())
 
 
-def _rates(done: list[int], begin: int, batch: int) -> np.ndarray:
+def rates(done: Sequence[int], begin: int, batch: int) -> np.ndarray:
+    """Images per second in windows of 0.1 s or more, of batches that were done at those times, in ns, since `begin`."""
     rates, opened, images = [], begin, 0
     for at in done:
         images += batch

@@ -103,6 +103,15 @@ def test_streams_share_the_engine_and_the_processors() -> None:
     assert streams.fitting(found, 24.9) == 20 and streams.fitting(found, 101) == 0
 
 
+def test_handing_on_counts_in_the_prediction_alone() -> None:
+    found = video(processors=1, period=0.028)
+    handing = replace(found, facts=replace(found.facts, hand_over=0.001))
+    assert streams.predict(handing, 2).rate == pytest.approx(1 / 0.017, rel=0.02)  # to three stages
+    assert handing.bound.rate.value == found.bound.rate.value
+    assert found.utilization == pytest.approx(0.5)
+    assert "the stages kept 50.0 % of the processors' time busy" in " ".join(words.sentences(found))
+
+
 def test_bounds_of_several_streams_count_their_stages() -> None:
     found = video({"decode": 0.010, "inference": 0.002, "postprocess": 0.0001}, processors=64)
     several = replace(found, facts=replace(found.facts, streams=4, answered=400))

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from dyno.worker.video.media.ends import Frame, now
+from dyno.worker.video.media.pictures import Rgb
 from dyno.worker.video.stages import DEPTH, Stages, Step, run
 
-PICTURE = np.zeros((2, 2, 3), np.uint8)
+PICTURE = Rgb(np.zeros((2, 2, 3), np.uint8))
 
 
 def frames(count: int, before: threading.Event | None = None) -> Iterator[Frame]:
@@ -89,12 +90,14 @@ def test_a_slow_stage_holds_up_the_reader() -> None:
     seen: list[int] = []
 
     def tick() -> None:
+        if len(taken) <= DEPTH:
+            return
         seen.append(len(taken))
         if len(seen) > 1 and seen[-1] == seen[-2]:  # nothing more is read
             gate.open.set()
 
     run([stages], tick)
-    assert max(n for n in seen if n <= DEPTH + 2) == DEPTH + 2  # at the gate, in its queue, and in the reader's hand
+    assert seen[0] == seen[1] == DEPTH + 1  # at the gate and in its queue, of which places come free several at a time
     assert read.seen == list(range(50))
 
 
@@ -126,6 +129,45 @@ def test_an_error_stops_all_and_is_raised() -> None:
     with pytest.raises(ValueError, match="broken"):
         run([Stages("read", frames(1000), [broken, last])], lambda: None)
     assert last.seen == list(range(len(last.seen))) and len(last.seen) <= 3
+
+
+def test_lanes_wait_for_none_but_keep_the_order() -> None:
+    """The first item of a lane stays until others went through the other one; they are handed on behind it."""
+    others = threading.Event()
+
+    class Lanes(Collect):
+        lanes = 2
+
+        def work(self, item: Any) -> Iterable[Any]:
+            if item.index == 0:
+                assert others.wait(60), "no lane works while one waits"
+            if item.index == 2:
+                others.set()
+            return super().work(item)
+
+    lanes, last = Lanes("lanes"), Collect("last")
+    stages = Stages("read", frames(50), [lanes, last])
+    run([stages], lambda: None)
+    assert last.seen == sorted(lanes.seen) == list(range(50))
+    assert lanes.seen[-1] != 0 and lanes.seen.index(0) >= 2
+    times = stages.timed["lanes"].arrays(0)
+    assert (times["began"][1:] >= times["handed"][:-1]).all(), "pieces follow each other"
+    assert (times["ended"] >= times["began"]).all() and (times["handed"] >= times["ended"]).all()
+
+
+def test_lanes_end_with_the_whole() -> None:
+    class Broken(Collect):
+        lanes = 3
+
+        def work(self, item: Any) -> Iterable[Any]:
+            if item.index == 5:
+                raise ValueError("broken")
+            return super().work(item)
+
+    gate = Gate()
+    with pytest.raises(ValueError, match="broken"):  # while the others wait for room, or for items
+        run([Stages("read", frames(1000), [Broken("broken"), gate])], lambda: gate.open.set())
+    assert not [t for t in threading.enumerate() if t.name in ("broken", "gate")]
 
 
 def test_several_run_side_by_side_and_end_together() -> None:

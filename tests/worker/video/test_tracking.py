@@ -10,6 +10,7 @@ import pytest
 from dyno.worker.spec import Unavailable
 from dyno.worker.tasks.postprocess import Detections
 from dyno.worker.video.media.ends import Frame
+from dyno.worker.video.media.pictures import Rgb
 from dyno.worker.video.options import TRACKERS
 from dyno.worker.video.tracking import NOBODY, Tracker
 
@@ -25,7 +26,7 @@ def seen(
         boxes, np.array(scores or [0.9] * len(places)), np.array(kinds or [0] * len(places), int), None, None
     )
     image = np.zeros((100, 900, 3), np.uint8)
-    return Frame(k, image, 0, seconds=k / RATE if timed else None, detections=found)
+    return Frame(k, Rgb(image), 0, seconds=k / RATE if timed else None, detections=found)
 
 
 def followed(tracker: Tracker, frames: list[Frame]) -> list[list[int]]:

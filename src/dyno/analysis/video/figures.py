@@ -112,6 +112,11 @@ class Video:
         return Bound(PROCESSORS, Interval(self._cpu_rate(self.crowded), math.nan, math.nan))
 
     @property
+    def utilization(self) -> float:
+        """The share of the processors' time in which the pipeline worked."""
+        return self.facts.cpu_whole * self.rate / self.facts.processors
+
+    @property
     def crowded(self) -> float:
         """Processor time of a frame with every processor at work, all stages together, in seconds."""
         return sum(stage.crowded for stage in self.stages)

@@ -53,8 +53,10 @@ def _server(video: Video, stage: Stage) -> Server:
     The simulation slows all stages down alike, so its seconds are what makes the stage as slow as it is in a crowd.
     """
     in_crowd = stage.crowded / stage.cpu / video.crowding(video.facts.processors) if stage.cpu else 1.0
-    seconds = video.arrays[f"alone_{stage.name}"] * in_crowd
-    return Server(seconds, stage.cpu / stage.alone.value, stage.name == SHARED)
+    handed = video.facts.hand_over if stage is not video.stages[0] else 0.0
+    seconds = video.arrays[f"alone_{stage.name}"] * in_crowd + handed
+    processors = (stage.cpu + handed) / (stage.alone.value + handed)
+    return Server(seconds, processors, stage.name == SHARED)
 
 
 def fitting(video: Video, rate: float) -> int:

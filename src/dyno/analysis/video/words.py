@@ -95,6 +95,8 @@ def _lost(video: Video) -> str:
         why.append(f"other programs kept {significant(video.others)} of {_processors(video)} busy")
     if more > 1 + (1 - REACHED):
         why.append(f"a frame took {more:.2f} times the processor time that the bound counts on")
+    if video.bound.name == PROCESSORS and video.utilization < REACHED:
+        why.append(f"the stages kept {show(video.utilization, 'percentage')} of the processors' time busy")
     return ", and ".join(why) or "the rest is filling and emptying the pipeline, and stages that waited for each other"
 
 

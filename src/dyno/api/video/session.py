@@ -81,7 +81,7 @@ def video(
     several = len(study.backends) * max(1, len(study.precisions)) * max(1, len(study.batches)) > 1
     if "rounds" not in settings:
         study = replace(study, rounds=COMPARED if several else 1)
-    shot = Shot(_named(source), str(output), str(boxes), options or VideoOptions(), several)
+    shot = Shot(_named(source), str(output or ""), str(boxes or ""), options or VideoOptions(), several)
     _check(shot, study)
     if save and not str(save).endswith(TRACE):
         raise UserError(f"{str(save)!r} can't be saved; end its name in {TRACE} (Perfetto)")

@@ -16,7 +16,7 @@ class VideoFacts:
     use, `slots` how many batches its engine has in flight, and `depth` how many items may wait for a stage. `cpu` is
     the processor time of each stage alone per frame, and `cpu_whole` that of the pipeline per frame, in seconds.
     While every processor works the stages but inference take `crowding` times that time, and inference
-    `cpu_inference` (0: not measured).
+    `cpu_inference` (0: not measured); `hand_over` is that of handing something to a thread.
     `tracker` is the method by which objects were followed ("": none), and `objects` how many there were of each class.
     `stopped` says that the user ended it. `output` and `boxes` are the files written, "" for none.
     """
@@ -41,6 +41,7 @@ class VideoFacts:
     cpu_whole: float = 0.0
     crowding: float = 1.0
     cpu_inference: float = 0.0
+    hand_over: float = 0.0
     tracker: str = ""
     objects: dict[str, int] = field(default_factory=dict)
     stopped: bool = False

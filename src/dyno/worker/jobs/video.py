@@ -1,4 +1,4 @@
-"""A video through a trial's engine: each stage alone on its first frames, then the whole as a pipeline."""
+"""A video through a trial's engine: the whole as a pipeline, and before and behind it each stage alone."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +35,8 @@ RECENT = 8  # ticks over which the rate is said that the progress shows
 
 
 def video(job: Job, journal: Journal) -> None:
-    """Measure the stages alone, then run them as a pipeline.
+    """Measure the stages alone, run them as a pipeline, and measure them again: a machine that slowly changes its speed
+    changes that of both alike.
 
     Options of the job: `settings` of `VideoOptions`, `source`, `output` and `boxes` (files, "" for none), and
     `scratch`: both are removed in the end, as of rounds that only measure.
@@ -47,11 +49,12 @@ def video(job: Job, journal: Journal) -> None:
     libraries = (*REQUIRES, *(("trackers",) if options.track else ()), *backend.requires)
     journal.record = replace(journal.record, system=system.describe(libraries))
     source = source_of(str(job.options["source"]), options)
-    engine = steps.Engine(lambda: journal.timed("load", "load", lambda: backend.load(trial, job.artifact)))
+    on_cpu = trial.runtime.device == "cpu"
+    engine = steps.Engine(lambda: journal.timed("load", "load", lambda: backend.load(trial, job.artifact)), on_cpu)
     work = _Work(job, options, engine, source, journal)
-    engine.call(work.alone)
-    work.crowd()
+    work.before()
     work.pipeline()
+    work.after()
     journal.record = replace(journal.record, facts=journal.record.facts.joined(engine.call(engine.session.facts)))
     engine.call(engine.session.close)
 
@@ -69,56 +72,89 @@ class _Work:
         self._scratch, self._source_text = bool(job.options["scratch"]), str(job.options["source"])
         self._preparation = self._new_preparation()
         self._arrays: dict[str, np.ndarray] = {}
-        self._answered: list[Batch] = []
+        self._found: list[alone.Found] = []
         self._facts = VideoFacts(
             source.name, job.options["output"], job.options["boxes"], slots=session.slots, live=source.live,
             tracker=options.track, expected=source.count, rate=source.rate,
             processors=len(journal.record.facts.affinity),
         )  # fmt: skip
 
-    def alone(self) -> None:
-        """Every stage by itself, in the engine's thread; its latency and throughput are a record's like any other's."""
-        journal, session = self._journal, self._engine.session
+    def before(self) -> None:
+        """Every stage by itself, and all in a crowd; latency and throughput are a record's like any other's."""
+        journal = self._journal
         journal.stage("each stage alone")
         contention = system.CpuContention()
+        stages, bench, rate = self._engine.call(self._alone)
+        once = measure.step(self._engine.session, "all", bench.feeds)
+        latency = self._engine.call(lambda: measure.latency(once, self._trial.plan))
+        journal.sampled("latency", "all", "s", "duration", latency)
+        journal.sampled("throughput", "throughput", "1/s", "rate", rate)
+        journal.contended("all", contention.busy(), self._trial.runtime.device)
+        assert bench.first is not None
+        height, width = bench.first.size
+        self._facts = replace(self._facts, height=height, width=width)
+        self._found = [alone.Found(stages, self._crowd(bench.answered), alone.hand_over(len(stages) - 1))]
+
+    def after(self) -> None:
+        """The same once more, if the source can be read again and nobody is in a hurry."""
+        if self._facts.stopped or self._source.once:
+            return
+        self._journal.stage("each stage alone")
+        # What the video itself had of the source is said of it alone.
+        damaged, left = self._source.damaged, self._source.left
+        with suppress(KeyboardInterrupt):
+            stages, bench, _ = self._engine.call(self._alone)
+            crowd = self._crowd(bench.answered)
+            self._found.append(alone.Found(stages, crowd, alone.hand_over(len(stages) - 1)))
+        self._source.damaged, self._source.left = damaged, left
+        self._keep()
+
+    def _alone(self) -> tuple[dict[str, alone.Alone], alone.Bench, measure.Sampling]:
+        """Every stage by itself, in the engine's thread."""
+        journal, session, first = self._journal, self._engine.session, not self._found
         path = journal.folder / f"alone{self._output.suffix}" if self._output else None
         sink = sink_of(path, self._source, self._options.codec) if path else None
         bench = alone.Bench(self._source, self._engine, self._preparation, self._answering, self._new_tracker(), sink)
-        once = measure.step(session, "all", bench.feeds)
-        journal.timed("first_call", "first call", once)
-        journal.stage("each stage alone")
+        if first:
+            journal.timed("first_call", "first call", measure.step(session, "all", bench.feeds))
+            journal.stage("each stage alone")
         bench.run(self._options.frames)
         if path:
             _remove(path)
         if bench.first is None:
             raise UserError(f"{self._source.name} has no frames")
-        self._answered = bench.answered
-        inference, rate = alone.infer(session, bench.feeds, self._trial.plan, self._preparation.batch)
-        journal.sampled("latency", "all", "s", "duration", measure.latency(once, self._trial.plan))
-        journal.sampled("throughput", "throughput", "1/s", "rate", rate)
-        journal.contended("all", contention.busy(), self._trial.runtime.device)
-        found = {**bench.results(), steps.INFER: inference}
-        self._arrays |= {f"alone_{name}": one.seconds for name, one in found.items()}
-        height, width = bench.first.image.shape[:2]
-        self._facts = replace(self._facts, height=height, width=width, cpu={k: v.cpu for k, v in found.items()})
+        inference, rate = alone.infer(self._engine, bench.feeds, self._trial.plan, self._preparation.batch)
+        return {**bench.results(), steps.INFER: inference}, bench, rate
 
-    def crowd(self) -> None:
+    def _crowd(self, answered: list[Batch]) -> alone.Crowded | None:
         """How much processor time stages take with every processor at work; see `alone.crowded`."""
-        count, answered = min(len(steps.STAGES), self._facts.processors // codec_threads()), self._answered
+        count = min(len(steps.STAGES), self._facts.processors // codec_threads())
         if self._facts.processors == 1:
-            return
+            return None
         suffix = self._output.suffix if self._output else ""
         paths = [self._journal.folder / f"copy{number}{suffix}" for number in range(count)] if self._output else []
         preparations = [self._new_preparation() for _ in range(count)]
         sinks: list[Sink | None] = [sink_of(path, self._source, self._options.codec) for path in paths]
         copies = [alone.Copy(self._source, preparation, self._answering, self._new_tracker(), sink, answered[0])
                   for preparation, sink in zip(preparations, sinks or [None] * count, strict=True)]  # fmt: skip
-        found = alone.crowded(copies, self._engine, answered)
-        self._facts = replace(self._facts, crowding=found.factor, cpu_inference=found.inference)
-        for copy in copies:
-            copy.close()
-        for path in paths:
-            _remove(path)
+        try:
+            return alone.crowded(copies, self._engine, answered)
+        finally:
+            for copy in copies:
+                copy.close()
+            for path in paths:
+                _remove(path)
+
+    def _keep(self) -> None:
+        """Store what was found of the stages alone until now, and of the video where it has run."""
+        found = alone.joined(self._found)
+        self._arrays |= {f"alone_{name}": one.seconds for name, one in found.stages.items()}
+        cpu = {name: one.cpu for name, one in found.stages.items()}
+        self._facts = replace(self._facts, cpu=cpu, hand_over=found.hand_over)
+        if found.crowd is not None:
+            self._facts = replace(self._facts, crowding=found.crowd.factor, cpu_inference=found.crowd.inference)
+        save_arrays(self._journal.folder / ARRAYS, self._arrays)
+        self._journal.facts(video=self._facts)
 
     def _new_preparation(self) -> Preparation:
         return Preparation(self._trial.model.preprocess, self._engine.session.inputs, self._trial.dims)
@@ -154,7 +190,7 @@ class _Work:
             dropped=sum(line.stages.dropped for line in lines), cpu_whole=cpu / max(1, sum(counts)), depth=stages.DEPTH,
             objects=lines[0].tracker.counts if lines[0].tracker else {},
         )  # fmt: skip
-        journal.facts(video=self._facts)
+        self._keep()
         for sentence in (*notes, *self._oddities(counts[0], stopped)):
             journal.warn(sentence)
         for path in filter(None, (self._output, self._boxes) if self._scratch else ()):
@@ -168,9 +204,10 @@ class _Work:
         source = self._source if first else source_of(self._source_text, self._options)
         sink, keep = sink_of(output, source, self._options.codec), steps.Keep(self._boxes if first else None)
         session, preparation, tracker = self._engine.session, self._new_preparation(), self._new_tracker()
+        shares, batch = self._options.streams > 1, preparation.batch
         chain: list[stages.Step] = [
-            steps.Prepare(preparation, session), steps.Infer(self._engine, shares=self._options.streams > 1),
-            steps.Postprocess(self._answering, preparation.size, keep if tracker is None else None),
+            steps.Prepare(preparation, session), steps.Infer(self._engine, shares, batch),
+            steps.Postprocess(self._answering, preparation.size, keep if tracker is None else None, batch),
         ]  # fmt: skip
         if tracker:
             chain.append(steps.Track(tracker, keep))
@@ -213,7 +250,6 @@ class _Work:
         began, known, boxes = (np.asarray(each, np.int64) for each in (keep.began, keep.known, keep.boxes))
         self._arrays |= {"frame_began": (began - since) / 1e9, "frame_known": (known - since) / 1e9,
                          "frame_boxes": boxes}  # fmt: skip
-        save_arrays(self._journal.folder / ARRAYS, self._arrays)
 
 
 @dataclass(frozen=True)

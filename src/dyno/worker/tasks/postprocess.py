@@ -128,7 +128,10 @@ def best(
     prediction: np.ndarray, classes: int, confidence: float, iou: float, most: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Rows of the prediction after suppression, by falling score, with their classes and scores."""
-    table = prediction.T
+    seen = (prediction[4 : 4 + classes] > confidence).any(0)
+    table = prediction[:, seen].T  # of most anchors nothing is looked at but their scores
+    if not len(table):
+        return table.astype(np.float32), np.empty(0, np.int32), np.empty(0, np.float32)
     scores = np.ascontiguousarray(table[:, 4 : 4 + classes])
     pairs = np.flatnonzero(scores > confidence)
     values = scores.reshape(-1)[pairs].astype(np.float32)

@@ -9,24 +9,28 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from dyno.worker import measure
-from dyno.worker.backend import Arrays, Session
+from dyno.worker.backend import Arrays
 from dyno.worker.inputs import input_data
 from dyno.worker.spec import Plan
 from dyno.worker.video import steps
 from dyno.worker.video.drawing import draw
 from dyno.worker.video.media.ends import Batch, Frame, Sink, Source, now
 from dyno.worker.video.preparing import Preparation
+from dyno.worker.video.stages import Stages, Step, run
 from dyno.worker.video.tracking import Tracker
 
-FRAMES, CHUNK, SECONDS = 120, 12, 3.0  # frames at most, those of one turn, and how long no further turn begins
-TURNS = 6  # of all copies; with those of one alone, none writes more than the stages alone did
+# Of one measurement, of which there is one before the video and one behind it: frames at most, those of one turn, and
+# how long no further turn begins.
+FRAMES, CHUNK, SECONDS = 60, 12, 1.5
+HANDED = 500  # items that go through stages that do nothing
+TURNS = 3  # of all copies; with those of one alone, none writes more than the stages alone did
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,7 @@ class Bench:
             batches.append(Batch(frames[first : first + size], self.feeds[len(batches)]))
             for place, frame in enumerate(batches[-1].frames):
                 with self._clocks[steps.PREPARE].timing():
-                    self._preparation.write(frame.image, batches[-1].feed, place)
+                    self._preparation.write(frame.picture.rgb(), batches[-1].feed, place)
         self.answered = [done for batch in batches for done in (*self._engine.work(batch), *self._engine.rest())]
         for batch in self.answered:
             with self._clocks[steps.POSTPROCESS].timing(len(batch.frames)):
@@ -149,14 +153,37 @@ class Bench:
                 self._sink.write(replace(frame, packets=[]))
 
 
-def infer(session: Session, feeds: Sequence[Arrays], plan: Plan, size: int) -> tuple[Alone, measure.Sampling]:
+def infer(engine: steps.Engine, feeds: Sequence[Arrays], plan: Plan, size: int) -> tuple[Alone, measure.Sampling]:
     """Inference with every slot in flight, on batches of the video, and the sampling that says so."""
-    measure.warm_up(measure.step(session, "all", feeds), plan)
+    measure.warm_up(measure.step(engine.session, "all", feeds), plan)
     cpu, began = time.process_time(), time.perf_counter()
-    sampling = measure.throughput(session, feeds, size, plan)
+    sampling = (in_lanes if engine.lanes > 1 else _in_slots)(engine, feeds, plan, size)
     share = (time.process_time() - cpu) / (time.perf_counter() - began)  # processors kept busy
     assert sampling.value is not None
     return Alone(1 / sampling.samples, share / sampling.value), sampling
+
+
+def _in_slots(engine: steps.Engine, feeds: Sequence[Arrays], plan: Plan, size: int) -> measure.Sampling:
+    return measure.throughput(engine.session, feeds, size, plan)
+
+
+def in_lanes(engine: steps.Engine, feeds: Sequence[Arrays], plan: Plan, size: int) -> measure.Sampling:
+    """Images per second with every lane of the engine at work, as in the pipeline."""
+    turns, begin = itertools.cycle(feeds), now()
+    deadline = begin + int(plan.seconds * 1e9)
+
+    def lane() -> list[int]:
+        done: list[int] = []
+        while len(done) < measure.LEAST_SAMPLES or (len(done) < plan.max_samples and now() < deadline):
+            engine.answer(Batch([], next(turns)))
+            done.append(now())
+        return done
+
+    with ThreadPoolExecutor(engine.lanes) as pool:
+        lanes = [pool.submit(lane) for _ in range(engine.lanes)]
+        done = sorted(itertools.chain.from_iterable(each.result() for each in lanes))
+    rate = size * len(done) / ((done[-1] - begin) / 1e9)
+    return measure.Sampling(measure.rates(done, begin, size), "seconds", rate, window=(begin / 1e9, done[-1] / 1e9))
 
 
 class Copy:
@@ -173,8 +200,10 @@ class Copy:
     ) -> None:
         self._preparation, self._tracker, self._sink = preparation, tracker, sink
         self._feed, self._answer = preparation.new_feed(), steps.Postprocess(answering, preparation.size)
-        self._answered = replace(answered, frames=[replace(frame) for frame in answered.frames])
-        again = itertools.cycle(answered.frames) if source.once else _endless(source)
+        # Drawn on and written by each copy for itself.
+        own = [replace(frame, picture=frame.picture.copy()) for frame in answered.frames]
+        self._answered = replace(answered, frames=own)
+        again = itertools.cycle(own) if source.once else _endless(source)
         self._reading: Iterator[Frame] = iter(again)
 
     def turn(self) -> float:
@@ -182,7 +211,7 @@ class Copy:
         began = time.thread_time()
         frames, size = list(itertools.islice(self._reading, CHUNK)), self._preparation.batch
         for number, frame in enumerate(frames):
-            self._preparation.write(frame.image, self._feed, number % size)
+            self._preparation.write(frame.picture.rgb(), self._feed, number % size)
         for _ in range(0, len(frames), size):
             self._answer.work(self._answered)
         likes = itertools.cycle(self._answered.frames)
@@ -225,17 +254,22 @@ def crowded(copies: Sequence[Copy], engine: steps.Engine, answered: Sequence[Bat
     """
     alone, together = _Spent(), _Spent()
     batches, inference, frames = itertools.cycle(answered), steps.Infer(engine), 0
-    with ThreadPoolExecutor(len(copies)) as pool:
+    with ThreadPoolExecutor(len(copies) + engine.lanes) as pool:
+
+        def answering(turns: Sequence[Future[float]]) -> int:
+            done: list[Batch] = []
+            while not all(turn.done() for turn in turns):
+                done += inference.work(replace(next(batches)))
+            while inference.holds:
+                done += inference.rest()
+            return sum(len(batch.frames) for batch in done)
 
         def everyone() -> int:
             turns = [pool.submit(copy.turn) for copy in copies]
-            done: list[Batch] = []
-            while not all(turn.done() for turn in turns):
-                done += inference.work(next(batches))
-            while inference.holds:
-                done += inference.rest()
+            lanes = [pool.submit(answering, turns) for _ in range(engine.lanes - 1)]
+            count = answering(turns)
             together.threads += sum(turn.result() for turn in turns)
-            return sum(len(batch.frames) for batch in done)
+            return count + sum(lane.result() for lane in lanes)
 
         engine.call(everyone)
         together.threads = 0.0
@@ -246,6 +280,47 @@ def crowded(copies: Sequence[Copy], engine: steps.Engine, answered: Sequence[Bat
                 frames += engine.call(everyone)
     of_copies = together.threads * alone.process / alone.threads
     return Crowded(together.threads / len(copies) / alone.threads, max(0.0, together.process - of_copies) / frames)
+
+
+@dataclass(frozen=True)
+class _Nothing:
+    """What stages that do nothing hand on."""
+
+    began: int = 0
+
+
+def hand_over(count: int) -> float:
+    """Processor time, in seconds, that it takes to hand something on: through so many stages that do nothing else."""
+    idle = [Step() for _ in range(count)]
+    for number, step in enumerate(idle):
+        step.name = str(number)
+    cpu = time.process_time()
+    run([Stages("source", itertools.repeat(_Nothing(), HANDED), idle)], lambda: None)
+    return (time.process_time() - cpu) / (HANDED * count)
+
+
+@dataclass(frozen=True)
+class Found:
+    """One measurement: each stage alone, all of them in a crowd (None: there is one processor), and the processor time
+    of handing something on, in seconds."""
+
+    stages: dict[str, Alone]
+    crowd: Crowded | None
+    hand_over: float
+
+
+def joined(found: Sequence[Found]) -> Found:
+    """Several measurements as one: all seconds, and the means of processor times and factors."""
+    stages = {}
+    for name in found[0].stages:
+        each = [one.stages[name] for one in found]
+        stages[name] = Alone(np.concatenate([a.seconds for a in each]), float(np.mean([a.cpu for a in each])))
+    crowds = [one.crowd for one in found if one.crowd is not None]
+    handed = float(np.mean([one.hand_over for one in found]))
+    if not crowds:
+        return Found(stages, None, handed)
+    factor, inference = (float(np.mean([getattr(c, name) for c in crowds])) for name in ("factor", "inference"))
+    return Found(stages, Crowded(factor, inference), handed)
 
 
 @dataclass

@@ -1,46 +1,53 @@
-"""Boxes, masks and keypoints on a frame, by OpenCV, one colour for each class, or for each object that is tracked."""
+"""Boxes, masks and keypoints on a frame, one colour for each class, or for each object that is tracked.
+
+All is drawn on the layers of the frame's picture, be they red, green and blue or a decoder's planes of brightness and
+colour. Edges lie where each value of a layer is whole, so that no colour runs beside its box.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
 from dyno.worker.video.media.ends import Frame
+from dyno.worker.video.media.pictures import Colour, Layer
 from dyno.worker.video.tracking import NOBODY
 
 # Okabe and Ito's colours, which people tell apart who don't see all (2008); black is left out.
 COLOURS = ((230, 159, 0), (86, 180, 233), (0, 158, 115), (240, 228, 66), (0, 114, 178), (213, 94, 0), (204, 121, 167))
 UNNAMED = (160, 160, 160)  # of what is tracked and has no identity yet
+BLACK = (0, 0, 0)
 MASK_SHARE = 0.4  # of a mask's colour in the picture
 TEXT_HEIGHT = 480  # of a picture in which text has OpenCV's size 0.5
+FRACTION = 4  # bits behind the point of a dot's place
+
+Region = tuple[int, int, int, int]  # left, top, right, bottom, the last two outside
 
 
 def draw(frame: Frame) -> None:
-    """Draw on the frame's image: masks below boxes below keypoints, the best detection on top."""
-    import cv2
-
-    image, found = frame.image, frame.detections
+    """Draw on the frame's picture: masks below boxes below keypoints, the best detection on top."""
+    found = frame.detections
     assert found is not None
-    colours, labels = _colours(frame), _labels(frame)
-    unit = max(image.shape[0], image.shape[1] * 9 // 16) / TEXT_HEIGHT
+    if not len(found.scores):
+        return
+    layers, colours, labels = frame.picture.layers(), _colours(frame), _labels(frame)
+    unit = max(frame.size[0], frame.size[1] * 9 // 16) / TEXT_HEIGHT
     thickness = max(1, round(2 * unit))
     order = range(len(found.scores) - 1, -1, -1)
     if found.masks is not None:
         for k in order:
-            _mask(image, found.masks[k], found.boxes[k], colours[k])
+            _mask(layers, frame.size, found.masks[k], found.boxes[k], colours[k])
     for k in order:
-        colour, text = colours[k], labels[k]
         left, top, right, bottom = (round(float(v)) for v in found.boxes[k])
-        cv2.rectangle(image, (left, top), (right, bottom), colour, thickness)
-        scale = 0.5 * unit
-        (width, height), below = cv2.getTextSize(text, cv2.FONT_HERSHEY_SIMPLEX, scale, 1)
-        base = top - below if top > height + below else min(top + height + below, image.shape[0] - 1)
-        cv2.rectangle(image, (left, base - height - below), (left + width, base + below), colour, -1)
-        cv2.putText(image, text, (left, base), cv2.FONT_HERSHEY_SIMPLEX, scale, (0, 0, 0), 1, cv2.LINE_AA)
+        _outline(layers, (left, top, right, bottom), thickness, colours[k])
+        _label(layers, labels[k], 0.5 * unit, left, top, frame.size[0], colours[k])
         if found.keypoints is not None:
-            _points(image, found.keypoints[k], colour, thickness)
+            _points(layers, found.keypoints[k], colours[k], thickness)
 
 
-def _colours(frame: Frame) -> list[tuple[int, int, int]]:
+def _colours(frame: Frame) -> list[Colour]:
     """The colour of each detection: by its object where objects are tracked, grey before it has one; else by class."""
     assert frame.detections is not None
     if frame.identities is None:
@@ -58,25 +65,85 @@ def _labels(frame: Frame) -> list[str]:
     return [f"#{k} {text}" if k != NOBODY else text for k, text in zip(frame.identities, said, strict=True)]
 
 
-def _mask(image: np.ndarray, counts: np.ndarray, box: np.ndarray, colour: tuple[int, int, int]) -> None:
-    """Blend a mask, run lengths down the columns, into the image."""
+def _outline(layers: Sequence[Layer], box: Region, thickness: int, colour: Colour) -> None:
+    """The edge of a box, at least so thick around its sides."""
     import cv2
 
-    height, width = image.shape[:2]
-    left, top, right, bottom = (max(int(v), 0) for v in (*np.floor(box[:2]), *np.ceil(box[2:])))
-    inside = np.repeat(np.arange(len(counts)) % 2, counts).astype(np.uint8).reshape(width, height).T
-    part = image[top:bottom, left:right]
-    if not part.size:
+    step = max(layer.step for layer in layers)
+    wide = -(-thickness // step) * step
+    left, top, right, bottom = ((side - thickness // 2) // step * step for side in box)
+    for layer in layers:
+        value, last = layer.value(colour), wide // layer.step - 1
+        x, y, x1, y1 = left // layer.step, top // layer.step, right // layer.step + last, bottom // layer.step + last
+        for k in range(last + 1):
+            cv2.rectangle(layer.array, (x + k, y + k), (x1 - k, y1 - k), value)
+
+
+def _label(layers: Sequence[Layer], text: str, scale: float, left: int, top: int, height: int, colour: Colour) -> None:
+    """A text in black on the colour: above that place, or below it where there is no room."""
+    step = max(layer.step for layer in layers)
+    high = len(_ink(text, scale, 1))
+    first, begin = (v // step * step for v in (top - high if top > high else max(0, min(top, height - high)), left))
+    for layer in layers:
+        patch = _patch(text, scale, layer.step, layer.value(colour), layer.value(BLACK))
+        x, y = begin // layer.step, first // layer.step
+        if x < 0 or y < 0:
+            patch, x, y = patch[max(-y, 0) :, max(-x, 0) :], max(x, 0), max(y, 0)
+        part = layer.array[y : y + patch.shape[0], x : x + patch.shape[1]]
+        part[:] = patch if part.shape == patch.shape else patch[: part.shape[0], : part.shape[1]]
+
+
+@lru_cache(maxsize=2048)
+def _patch(text: str, scale: float, step: int, paper: tuple[int, ...], ink: tuple[int, ...]) -> np.ndarray:
+    """A text as a layer of that step shows it, in those values of paper and ink."""
+    share = np.arange(256)[:, None] / 255
+    shades = np.round((1 - share) * paper + share * ink).astype(np.uint8)
+    return np.asarray((shades if len(paper) > 1 else shades[:, 0])[_ink(text, scale, step)])
+
+
+@lru_cache(maxsize=2048)
+def _ink(text: str, scale: float, step: int) -> np.ndarray:
+    """How much ink of a text there is at each place, with a margin, 0 to 255; its sides are even at a step of 1."""
+    import cv2
+
+    if step > 1:
+        whole = _ink(text, scale, 1)
+        size = (whole.shape[1] // step, whole.shape[0] // step)
+        return np.asarray(cv2.resize(whole, size, interpolation=cv2.INTER_AREA))
+    (wide, high), below = cv2.getTextSize(text, cv2.FONT_HERSHEY_SIMPLEX, scale, 1)
+    ink = np.zeros((high + 2 * below + high % 2, wide + wide % 2), np.uint8)
+    cv2.putText(ink, text, (0, high + below), cv2.FONT_HERSHEY_SIMPLEX, scale, 255, 1, cv2.LINE_AA)
+    return ink
+
+
+def _mask(layers: Sequence[Layer], size: tuple[int, int], counts: np.ndarray, box: np.ndarray, colour: Colour) -> None:
+    """Blend a mask, run lengths down the columns, into the picture of that height and width."""
+    import cv2
+
+    height, width = size
+    step = max(layer.step for layer in layers)
+    left, top = (max(int(v), 0) // step * step for v in np.floor(box[:2]))
+    right, bottom = (max(int(v), 0) for v in np.ceil(box[2:]))
+    inside = np.repeat(np.arange(len(counts)) % 2 == 1, counts).reshape(width, height).T[top:bottom, left:right]
+    if not inside.size:
         return
-    flat = np.full_like(part, colour)
-    blended = cv2.addWeighted(part, 1 - MASK_SHARE, flat, MASK_SHARE, 0)
-    np.copyto(part, blended, where=inside[top:bottom, left:right, None].astype(bool))
+    for layer in layers:
+        where = inside[:: layer.step, :: layer.step]
+        part = layer.array[top // layer.step :, left // layer.step :][: where.shape[0], : where.shape[1]]
+        flat = np.full_like(part, layer.value(colour) if part.ndim > 2 else layer.value(colour)[0])
+        blended = cv2.addWeighted(part, 1 - MASK_SHARE, flat, MASK_SHARE, 0)
+        np.copyto(part, blended, where=where[..., None] if part.ndim > 2 else where)
 
 
-def _points(image: np.ndarray, points: np.ndarray, colour: tuple[int, int, int], thickness: int) -> None:
+def _points(layers: Sequence[Layer], points: np.ndarray, colour: Colour, thickness: int) -> None:
     """A dot for each keypoint; those whose third value, how sure the network is, is below a half are left out."""
     import cv2
 
     for point in points:
-        if len(point) < 3 or point[2] >= 0.5:
-            cv2.circle(image, (round(float(point[0])), round(float(point[1]))), 2 * thickness, colour, -1, cv2.LINE_AA)
+        if len(point) >= 3 and point[2] < 0.5:
+            continue
+        for layer in layers:
+            # The middle of a value lies between its pixels.
+            place = [round(((float(v) + 0.5) / layer.step - 0.5) * (1 << FRACTION)) for v in point[:2]]
+            radius = round(2 * thickness / layer.step * (1 << FRACTION))
+            cv2.circle(layer.array, place, radius, layer.value(colour), -1, cv2.LINE_AA, FRACTION)

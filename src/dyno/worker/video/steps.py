@@ -21,7 +21,7 @@ from dyno.worker.tasks.postprocess import Detections
 from dyno.worker.video.drawing import draw
 from dyno.worker.video.media.ends import Batch, Frame, Sink, now
 from dyno.worker.video.preparing import Preparation
-from dyno.worker.video.stages import DEPTH, Step, numbers
+from dyno.worker.video.stages import AHEAD, DEPTH, Step, numbers
 from dyno.worker.video.tracking import NOBODY, Tracker
 
 DECODE, PREPARE, INFER, POSTPROCESS, TRACK, DRAW, ENCODE = STAGES = (
@@ -44,12 +44,17 @@ class Answering:
 
     def detections(self, outputs: list[np.ndarray], frames: list[Frame], size: tuple[int, int]) -> list[Detections]:
         """The boxes of each frame of a batch, in the frame's own pixels."""
-        sizes = np.array([frame.image.shape[:2] for frame in frames])
+        sizes = np.array([frame.size for frame in frames])
         model = self.trial.model
         return self.task.detections(
             outputs, sizes, size, classes=model.classes or 0, keypoints=model.keypoints,
             confidence=self.confidence, iou=self.iou, most=self.most,
         )  # fmt: skip
+
+
+def room_for(batch: int) -> int:
+    """How many batches of so many frames may wait for a stage: as many frames as elsewhere, and two at least."""
+    return max(2, DEPTH // batch)
 
 
 class Prepare(Step):
@@ -60,12 +65,13 @@ class Prepare(Step):
     def __init__(self, preparation: Preparation, session: Session) -> None:
         self._preparation = preparation
         # Waiting, in flight, being filled and being read: an array is free again before its turn comes round.
-        self._feeds = [session.stage(preparation.new_feed()) for _ in range(DEPTH + session.slots + 2)]
+        count = room_for(preparation.batch) + AHEAD * session.slots + 2
+        self._feeds = [session.stage(preparation.new_feed()) for _ in range(count)]
         self._turn, self._frames = 0, list[Frame]()
 
     def work(self, item: Any) -> Iterable[Batch]:
         feed = self._feeds[self._turn % len(self._feeds)]
-        self._preparation.write(item.image, feed, len(self._frames))
+        self._preparation.write(item.picture.rgb(), feed, len(self._frames))
         self._frames.append(item)
         return self.rest() if len(self._frames) == self._preparation.batch else ()
 
@@ -81,13 +87,16 @@ class Engine:
     """A session in a thread of its own, in which it is loaded and called; several streams share it.
 
     OpenMP keeps threads for each thread that calls it. With two such pools on the same processors neither spins any
-    more, and PyTorch takes three times as long. A GPU's context belongs to a thread, too.
+    more, and PyTorch takes three times as long. A GPU's context belongs to a thread, too. But an engine that answers
+    several batches at once on a CPU does so in `lanes`: threads of the callers, one for each, of which none waits for
+    another's batch.
     """
 
-    def __init__(self, load: Callable[[], Session]) -> None:
+    def __init__(self, load: Callable[[], Session], on_cpu: bool = True) -> None:
         self._executor = ThreadPoolExecutor(1, "engine")
         self._thread = self._executor.submit(threading.current_thread).result()
         self.session = self.call(load)
+        self.lanes = self.session.slots if on_cpu and self.session.stream is None else 1
         self._free: SimpleQueue[int] = SimpleQueue()
         for slot in range(self.session.slots):
             self._free.put(slot)
@@ -96,6 +105,17 @@ class Engine:
         """The action's result, from the engine's thread."""
         in_it = threading.current_thread() is self._thread
         return action() if in_it else self._executor.submit(action).result()
+
+    def answer(self, batch: Batch) -> Batch:
+        """The batch with its outputs, from the calling thread, which is one of several lanes."""
+        slot = self._free.get()
+        try:
+            self.session.bind(batch.feed, slot)
+            self.session.complete(slot)
+            batch.outputs = [np.array(a) for a in self.session.fetch(slot).values()]
+        finally:
+            self._free.put(slot)
+        return batch
 
     def begin(self, batch: Batch, wait: bool) -> int | None:
         """Start the batch in a free slot and return it; where there is none, `wait` for one or return None."""
@@ -122,22 +142,25 @@ class Engine:
 
 
 class Infer(Step):
-    """Batches through the engine, with as many in flight as it has slots.
+    """Batches through the engine: in its lanes, or with as many in flight as it has slots.
 
-    Where no other stream `shares` the engine the stage's loop runs in its thread: to hand each batch to another thread
-    and wait for it costs more than a small network's whole post-processing.
+    Where no other stream `shares` an engine of one lane the stage's loop runs in its thread: to hand each batch to
+    another thread and wait for it costs more than a small network's whole post-processing.
     """
 
     name = INFER
 
-    def __init__(self, engine: Engine, shares: bool = True) -> None:
-        self._engine, self._shares = engine, shares
+    def __init__(self, engine: Engine, shares: bool = True, batch: int = 1) -> None:
+        self._engine, self._shares, self.lanes = engine, shares, engine.lanes
+        self.room = room_for(batch)
         self._flying: deque[tuple[Batch, int]] = deque()
 
     def within(self, loop: Callable[[], None]) -> None:
         loop() if self._shares else self._engine.call(loop)
 
     def work(self, item: Any) -> Iterable[Batch]:
+        if self.lanes > 1:
+            return (self._engine.answer(item),)
         if self._engine.session.slots == 1:
             return self._engine.call(lambda: self._answer(item))
         return self._answer(item)
@@ -191,8 +214,9 @@ class Postprocess(Step):
 
     name = POSTPROCESS
 
-    def __init__(self, answering: Answering, size: tuple[int, int], keep: Keep | None = None) -> None:
+    def __init__(self, answering: Answering, size: tuple[int, int], keep: Keep | None = None, batch: int = 1) -> None:
         self._answering, self._size, self._keep = answering, size, keep
+        self.room = room_for(batch)
 
     def work(self, item: Any) -> Iterable[Frame]:
         count = len(item.frames)
@@ -257,11 +281,11 @@ def line(frame: Frame) -> dict[str, Any]:
         if frame.identities is not None:
             box["identity"] = int(frame.identities[k]) if frame.identities[k] != NOBODY else None
         if found.masks is not None:
-            box["mask"] = {"size": list(frame.image.shape[:2]), "counts": found.masks[k].tolist()}
+            box["mask"] = {"size": list(frame.size), "counts": found.masks[k].tolist()}
         if found.keypoints is not None:
             box["keypoints"] = [[round(float(v), 2) for v in point] for point in found.keypoints[k]]
         boxes.append(box)
-    height, width = frame.image.shape[:2]
+    height, width = frame.size
     named = {"name": frame.name} if frame.name else {}
     seconds = None if frame.seconds is None else round(frame.seconds, 6)
     return {"frame": frame.index, **named, "seconds": seconds, "width": width, "height": height, "boxes": boxes}

@@ -49,7 +49,9 @@ class Tracker:
             xyxy=np.asarray(found.boxes, np.float32).reshape(count, 4), confidence=np.asarray(found.scores, np.float32),
             class_id=np.asarray(found.classes, int), data={"place": np.arange(count)},
         )  # fmt: skip
-        tracked = self._tracker.update(boxes, frame=frame.image if self._sees else None, timestamp=self._time(frame))
+        tracked = self._tracker.update(
+            boxes, frame=frame.picture.rgb() if self._sees else None, timestamp=self._time(frame)
+        )
         frame.identities = np.full(count, NOBODY)
         if len(tracked):
             frame.identities[tracked.data["place"]] = tracked.tracker_id

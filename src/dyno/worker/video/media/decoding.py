@@ -11,6 +11,7 @@ import numpy as np
 
 from dyno.worker.spec import UserError
 from dyno.worker.video.media.ends import Frame, Source, codec_threads, now
+from dyno.worker.video.media.pictures import Converter, Picture, Planes, Rgb, fits
 
 TURNS = {90: "ROTATE_90_COUNTERCLOCKWISE", 180: "ROTATE_180", 270: "ROTATE_90_CLOCKWISE"}
 PATIENCE_S = 10.0  # without a byte from a stream, after which it is gone
@@ -35,7 +36,7 @@ class VideoSource(Source):
             video = container.streams.video[0]
             video.thread_type, video.codec_context.thread_count = "AUTO", codec_threads()
             heard = container.streams.audio[:1] if sound else []
-            convert, index, packets, began = _Converter(), 0, [], now()
+            picture_of, index, packets, began = _Pictures(), 0, [], now()
             for packet in self._packets(container, [video, *heard]):
                 if packet.stream.type == "audio":
                     if packet.dts is not None:  # the last one is empty
@@ -45,7 +46,7 @@ class VideoSource(Source):
                     began = now()  # waiting for the camera is no work
                 for decoded in self._decoded(packet):
                     seconds = None if decoded.pts is None else float(decoded.pts * decoded.time_base)
-                    yield Frame(index, convert(decoded), began, decoded.pts, seconds, packets=packets)
+                    yield Frame(index, picture_of(decoded), began, decoded.pts, seconds, packets=packets)
                     index, packets, began = index + 1, [], now()
             if not index:
                 raise UserError(f"{self.place} has no frame that can be decoded; it is empty or damaged")
@@ -100,19 +101,18 @@ def opened(place: str) -> Any:
     return container
 
 
-class _Converter:
-    """Decoded frames as arrays of RGB, upright; one object for all, so that the conversion is set up once."""
+class _Pictures:
+    """Decoded frames as pictures, upright."""
 
     def __init__(self) -> None:
-        import av
+        self._convert = Converter()
 
-        self._reformat = av.video.reformatter.VideoReformatter()
-
-    def __call__(self, decoded: Any) -> np.ndarray:
+    def __call__(self, decoded: Any) -> Picture:
         import cv2
 
-        image: np.ndarray = self._reformat.reformat(decoded, format="rgb24", threads=1).to_ndarray()
         turn = None
         with suppress(AttributeError):
             turn = TURNS.get(int(decoded.rotation) % 360)
-        return image if turn is None else np.asarray(cv2.rotate(image, getattr(cv2, turn)))
+        if turn is not None:
+            return Rgb(np.asarray(cv2.rotate(self._convert(decoded), getattr(cv2, turn))))
+        return Planes(decoded, self._convert) if fits(decoded) else Rgb(self._convert(decoded))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 
 from dyno.worker.spec import UserError, check_known
 from dyno.worker.video.media.ends import Frame, Sink, Source, codec_threads
+from dyno.worker.video.media.pictures import ITU_601, PIXELS, UNKNOWN, Picture, Planes, matrix_of, of_image
 
 # Quick presets: what is written is to be looked at, and the encoder shares the processors with the network.
 FASTEST = {
@@ -25,10 +27,9 @@ USUAL = {"h264": "libx264", "hevc": "libx265", "vp9": "libvpx-vp9", "vp8": "libv
 IN_PIECES = {"movflags": "+hybrid_fragmented+delay_moov", "flush_packets": "1"}
 CLUSTERS = {"flush_packets": "1", "cluster_time_limit": "1000"}
 CONTAINERS = {".mp4": IN_PIECES, ".mov": IN_PIECES, ".m4v": IN_PIECES, ".mkv": CLUSTERS, ".webm": CLUSTERS}
-USUAL_PIXELS = "yuv420p"
-PIXELS = ("yuvj420p", USUAL_PIXELS)  # the first is Motion JPEG's alone
+KNOWN_PIXELS = {"mjpeg": ("yuvj420p",)}  # of codecs whose usual ones aren't `PIXELS`, which every player knows
+CODECS_CHOICE = 0  # FFmpeg's number of it: a frame must not become of the kind that it was in its source
 USUAL_RATE = 30  # of a source that doesn't say
-ITU_601 = 5  # how red, green and blue become brightness and colour: FFmpeg's number of it
 PIECE_S = 1  # seconds between pictures at which a player can begin, which also end a piece of an MP4
 
 
@@ -54,35 +55,46 @@ class VideoSink(Sink):
         self._resized = 0
         self._notes: list[str] = []
         self._reformat = av.video.reformatter.VideoReformatter()
+        self._tags = ITU_601, UNKNOWN, UNKNOWN
 
     def write(self, frame: Frame) -> None:
-        import cv2
-
         if self._stream is None:
-            self._begin(*frame.image.shape[:2])
-        stream, image = self._stream, frame.image
-        if image.shape[:2] != self._size:
-            self._resized += 1
-            image = cv2.resize(image, self._size[::-1], interpolation=cv2.INTER_AREA)
-        height, width = stream.height, stream.width
-        if image.shape[:2] != (height, width):
-            below, right = height - image.shape[0], width - image.shape[1]
-            image = cv2.copyMakeBorder(image, 0, below, 0, right, cv2.BORDER_REPLICATE)
-        picture = self._picture(np.ascontiguousarray(image))
+            self._begin(frame.picture)
+        self._resized += frame.size != self._size
+        picture, stream = self._video(frame.picture), self._stream
         picture.time_base, picture.pts = stream.codec_context.time_base, self._time(frame)
         self._mux_sound(frame.packets)
         self._put(stream.encode(picture))
         self.written += 1
 
-    def _picture(self, image: np.ndarray) -> Any:
+    def _video(self, picture: Picture) -> Any:
+        """The picture as the codec takes it."""
+        if not isinstance(picture, Planes) or self._stream.pix_fmt != PIXELS or picture.tags != self._tags:
+            return self._of_rgb(picture.rgb())
+        video, size = picture.video(), (self._stream.width, self._stream.height)
+        if (video.width, video.height) != size:
+            return self._reformat.reformat(video, *size, interpolation="AREA", threads=1)
+        video.pict_type = CODECS_CHOICE
+        with suppress(AttributeError):
+            video.duration = 0  # in the source's time base
+        return video
+
+    def _of_rgb(self, image: np.ndarray) -> Any:
         """The image in the codec's pixels; for the usual ones OpenCV takes a quarter of the time that FFmpeg does."""
         import av
         import cv2
 
-        if self._stream.pix_fmt == USUAL_PIXELS:
-            return av.VideoFrame.from_numpy_buffer(cv2.cvtColor(image, cv2.COLOR_RGB2YUV_I420), format=USUAL_PIXELS)
-        picture = av.VideoFrame.from_ndarray(image, format="rgb24")
-        return self._reformat.reformat(picture, format=self._stream.pix_fmt, threads=1)
+        if image.shape[:2] != self._size:
+            image = cv2.resize(image, self._size[::-1], interpolation=cv2.INTER_AREA)
+        below, right = self._stream.height - image.shape[0], self._stream.width - image.shape[1]
+        if below or right:
+            image = cv2.copyMakeBorder(image, 0, below, 0, right, cv2.BORDER_REPLICATE)
+        image, matrix = np.ascontiguousarray(image), self._tags[0]
+        if self._stream.pix_fmt == PIXELS and matrix == ITU_601:
+            return of_image(image)
+        made = av.VideoFrame.from_ndarray(image, format="rgb24")
+        colours = {} if matrix == UNKNOWN else {"dst_colorspace": matrix}
+        return self._reformat.reformat(made, format=self._stream.pix_fmt, threads=1, **colours)
 
     def close(self, left: list[Any] | None = None) -> list[str]:
         if self._container is None:
@@ -100,16 +112,21 @@ class VideoSink(Sink):
             self._notes.append(f"{self._resized} frames had another size than the first and were resized to it")
         return self._notes
 
-    def _begin(self, height: int, width: int) -> None:
-        """The streams, now that the first frame says how large it is."""
-        self._size = height, width
+    def _begin(self, picture: Picture) -> None:
+        """The streams, now that the first picture says how large it is, and how its colours were made."""
+        height, width = self._size = picture.height, picture.width
         rate = Fraction(self._source.rate or USUAL_RATE).limit_denominator(1001)
         options = {"g": str(max(1, round(PIECE_S * rate))), **FASTEST.get(self._codec, {})}
         self._stream = self._container.add_stream(self._codec, rate=rate, options=options)
         stream = self._stream
         stream.pix_fmt = self._pixels()
         stream.codec_context.thread_count = codec_threads()
-        stream.codec_context.colorspace = ITU_601  # players would guess another for large frames
+        if isinstance(picture, Planes) and stream.pix_fmt == PIXELS:
+            # Where the container doesn't say which matrix it is, a player's guess must be right.
+            guessed = picture.tags[0] in (UNKNOWN, matrix_of(UNKNOWN, height, width))
+            self._tags = picture.tags if guessed or self._path.suffix.lower() in CONTAINERS else self._tags
+        context = stream.codec_context  # players would guess another matrix for large frames
+        context.colorspace, context.color_primaries, context.color_trc = self._tags
         # Frames that refer to later ones take time to wait for those, and MP4 in pieces would begin late by as much.
         stream.codec_context.max_b_frames = 0
         stream.width, stream.height = width + width % 2, height + height % 2
@@ -131,7 +148,8 @@ class VideoSink(Sink):
         import av
 
         formats = [f.name for f in av.codec.Codec(self._codec, "w").video_formats or ()]
-        return next((name for name in PIXELS if name in formats), formats[0] if formats else USUAL_PIXELS)
+        known = KNOWN_PIXELS.get(self._codec, (PIXELS, "yuvj420p"))
+        return next((name for name in known if name in formats), formats[0] if formats else PIXELS)
 
     def _add_sound(self) -> None:
         tracks = self._template.streams.audio

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.tasks.postprocess import Detections
+from dyno.worker.video.media.pictures import Picture
 
 now = time.perf_counter_ns
 SHARE, MOST_THREADS = 4, 8  # of the processors that a codec's own threads take, and how many at most
@@ -25,7 +26,7 @@ def codec_threads() -> int:
 
 @dataclass
 class Frame:
-    """One frame: `image` is uint8, height x width x RGB, and belongs to it, so it may be drawn on.
+    """One frame, whose `picture` belongs to it, so it may be drawn on.
 
     `pts` counts in the source's time base (None: the source has none), `seconds` is the same time; `name` is that of an
     image file. `packets` of sound come before it in the source. `began` is when its reading began, in ns of
@@ -34,7 +35,7 @@ class Frame:
     """
 
     index: int
-    image: np.ndarray
+    picture: Picture
     began: int
     pts: int | None = None
     seconds: float | None = None
@@ -42,6 +43,11 @@ class Frame:
     packets: list[Any] = field(default_factory=list)
     detections: Detections | None = None
     identities: np.ndarray | None = None
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width, in pixels."""
+        return self.picture.height, self.picture.width
 
 
 @dataclass

@@ -11,6 +11,7 @@ import numpy as np
 
 from dyno.worker.spec import UserError
 from dyno.worker.video.media.ends import Frame, Sink, Source, now
+from dyno.worker.video.media.pictures import Rgb
 
 IMAGES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm")
 
@@ -36,7 +37,7 @@ class ImageSource(Source):
             if image is None:
                 raise UserError(f"{file} can't be read as an image; remove it")
             seconds = index / self.rate
-            yield Frame(index, cv2.cvtColor(image, cv2.COLOR_BGR2RGB), began, None, seconds, name=file.name)
+            yield Frame(index, Rgb(cv2.cvtColor(image, cv2.COLOR_BGR2RGB)), began, None, seconds, name=file.name)
 
 
 class RawSource(Source):
@@ -61,7 +62,7 @@ class RawSource(Source):
         while (began := now()) and (image := self._next()) is not None:
             if kept:
                 self._seen.append(image.copy())
-            yield Frame(index, image, began, None, index / self.rate)
+            yield Frame(index, Rgb(image), began, None, index / self.rate)
             index += 1
 
     def _next(self) -> np.ndarray | None:
@@ -89,7 +90,7 @@ class ImageSink(Sink):
         import cv2
 
         file = self._path if self._single else self._path / frame.name
-        done, encoded = cv2.imencode(file.suffix, cv2.cvtColor(frame.image, cv2.COLOR_RGB2BGR))
+        done, encoded = cv2.imencode(file.suffix, cv2.cvtColor(frame.picture.rgb(), cv2.COLOR_RGB2BGR))
         if not done:
             raise UserError(f"OpenCV can't write {file}; give another suffix, such as .png")
         file.write_bytes(encoded.tobytes())

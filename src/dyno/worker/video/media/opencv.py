@@ -10,6 +10,7 @@ import numpy as np
 
 from dyno.worker.spec import UserError
 from dyno.worker.video.media.ends import Frame, Sink, Source, now
+from dyno.worker.video.media.pictures import Rgb
 
 FOURCC = {".mp4": "mp4v", ".mov": "mp4v", ".m4v": "mp4v", ".mkv": "mp4v", ".avi": "MJPG", ".webm": "VP80"}
 USUAL_RATE = 30.0  # of a source that doesn't say
@@ -50,7 +51,7 @@ class CaptureSource(Source):
                     self.damaged += 1
                     continue
                 seconds = index / self.rate if self.rate else None
-                yield Frame(index, cv2.cvtColor(image, cv2.COLOR_BGR2RGB), began, None, seconds)
+                yield Frame(index, Rgb(cv2.cvtColor(image, cv2.COLOR_BGR2RGB)), began, None, seconds)
                 index, began = index + 1, now()
             if not index:
                 raise UserError(f"{self.name} has no frame that can be decoded; it is empty or damaged")
@@ -72,14 +73,16 @@ class WriterSink(Sink):
     def write(self, frame: Frame) -> None:
         import cv2
 
-        height, width = frame.image.shape[:2]
+        height, width = frame.size
         if self._writer is None:
             self._size = (width, height)
             code = cv2.VideoWriter.fourcc(*FOURCC[self._path.suffix.lower()])
             self._writer = cv2.VideoWriter(str(self._path), code, self._rate, self._size)
             if not self._writer.isOpened():
                 raise UserError(f"{self._path} can't be written by OpenCV; give .avi, or install PyAV")
-        image = frame.image if (width, height) == self._size else cv2.resize(frame.image, self._size)
+        image = frame.picture.rgb()
+        if (width, height) != self._size:
+            image = cv2.resize(image, self._size)
         self._writer.write(cv2.cvtColor(np.ascontiguousarray(image), cv2.COLOR_RGB2BGR))
         self.written += 1
 

@@ -1,0 +1,204 @@
+"""What a frame shows: red, green and blue, or the planes that its decoder gave; and the layers that are drawn on.
+
+A video's decoder gives brightness, and colour at half the height and width (4:2:0), and its encoder wants the same.
+So such a frame becomes RGB for the network alone: what is drawn is drawn on its planes, and where nothing is they are
+encoded as they are.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+Colour = tuple[int, int, int]  # red, green, blue
+# Of each channel of a layer: its shares of red, green and blue, and what is added.
+Weights = tuple[tuple[float, float, float, float], ...]
+
+PIXELS = "yuv420p"
+FULL_RANGE = 2  # FFmpeg's number of it: black is 0, not 16
+UNKNOWN = 2  # FFmpeg's number of a matrix that isn't said
+# How red and blue become brightness, by FFmpeg's number of the matrix; green takes the rest (ITU-T H.273, table 4).
+SHARES = {1: (0.2126, 0.0722), 5: (0.299, 0.114), 6: (0.299, 0.114), 7: (0.212, 0.087), 9: (0.2627, 0.0593)}
+ITU_709, ITU_601 = 1, 5
+LARGEST_601 = 1024, 576  # width and height up to which players take a video that doesn't say for ITU_601
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A part of a picture that is drawn on: uint8, rows x columns or rows x columns x channels, in which each value
+    is of `step` x `step` pixels."""
+
+    array: np.ndarray
+    step: int
+    weights: Weights
+
+    def value(self, colour: Colour) -> tuple[int, ...]:
+        """The colour as this layer's channels have it."""
+        return _value(self.weights, colour)
+
+
+@lru_cache(maxsize=256)
+def _value(weights: Weights, colour: Colour) -> tuple[int, ...]:
+    return tuple(round(sum(share * part for share, part in zip(row, (*colour, 1), strict=True))) for row in weights)
+
+
+class Picture(ABC):
+    """The pixels of a frame, `height` x `width`, which belong to it."""
+
+    height: int
+    width: int
+
+    @abstractmethod
+    def rgb(self) -> np.ndarray:
+        """As uint8, height x width x RGB, with what has been drawn; to be read only."""
+
+    @abstractmethod
+    def layers(self) -> tuple[Layer, ...]:
+        """What to draw on, so that the picture shows it."""
+
+    @abstractmethod
+    def copy(self) -> Picture:
+        """Another picture of the same pixels."""
+
+
+class Rgb(Picture):
+    """A picture of red, green and blue: uint8, height x width x RGB."""
+
+    def __init__(self, image: np.ndarray) -> None:
+        self._image = image
+        self.height, self.width = image.shape[:2]
+
+    def rgb(self) -> np.ndarray:
+        return self._image
+
+    def layers(self) -> tuple[Layer, ...]:
+        return (Layer(self._image, 1, ((1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0))),)
+
+    def copy(self) -> Rgb:
+        return Rgb(self._image.copy())
+
+
+class Planes(Picture):
+    """A decoded frame of PyAV's in `PIXELS`, whose own memory is only read: the decoder may refer to it.
+
+    `tags` are FFmpeg's numbers of the matrix, primaries and transfer characteristics that its values were made with.
+    """
+
+    def __init__(self, decoded: Any, convert: Callable[[Any], np.ndarray]) -> None:
+        self.height, self.width = decoded.height, decoded.width
+        self.tags = tags(decoded)
+        self._decoded, self._convert = decoded, convert
+        self._own: Any = None  # a frame like the decoded one
+
+    def rgb(self) -> np.ndarray:
+        image = self._convert(self._own or self._decoded)
+        return image[: self.height, : self.width]
+
+    def layers(self) -> tuple[Layer, ...]:
+        if self._own is None:
+            self._own = self._copied()
+        rows = weights(matrix_of(self.tags[0], self.height, self.width))
+        parts = zip(planes_of(self._own), (1, 2, 2), rows, strict=True)
+        return tuple(Layer(plane, step, (row,)) for plane, step, row in parts)
+
+    def copy(self) -> Planes:
+        made = Planes(self._copied(), self._convert)
+        made.height, made.width = self.height, self.width
+        return made
+
+    def video(self) -> Any:
+        """As a frame for an encoder, of even height and width: the last row and column are repeated where one lacks."""
+        if self._own is None and (self.height % 2 or self.width % 2):
+            self._own = self._copied()
+        return self._own or self._decoded
+
+    def _copied(self) -> Any:
+        made = blank(self.height, self.width)
+        for target, plane in zip(planes_of(made), planes_of(self._decoded), strict=True):
+            height, width = plane.shape
+            target[:height, :width] = plane
+            target[height:] = target[height - 1]
+            target[:, width:] = target[:, width - 1 : width]
+        made.colorspace, made.color_range = self._decoded.colorspace, self._decoded.color_range
+        return made
+
+
+def blank(height: int, width: int) -> Any:
+    """A frame of PyAV's in `PIXELS` with nothing in it, of that height and width, or one more where that is odd.
+
+    `VideoFrame.from_numpy_buffer` would spare a copy, but rounds heights to a multiple of four (PyAV 18.1).
+    """
+    import av
+
+    return av.VideoFrame(width + width % 2, height + height % 2, PIXELS)
+
+
+def of_image(image: np.ndarray) -> Any:
+    """A frame of PyAV's in `PIXELS` and `ITU_601`, of RGB of even height and width."""
+    import cv2
+
+    (height, width), made = image.shape[:2], blank(*image.shape[:2])
+    values = cv2.cvtColor(image, cv2.COLOR_RGB2YUV_I420)
+    blue, red = values[height:].reshape(2, height // 2, width // 2)
+    for target, plane in zip(planes_of(made), (values[:height], blue, red), strict=True):
+        target[:] = plane
+    return made
+
+
+def tags(decoded: Any) -> tuple[int, int, int]:
+    """FFmpeg's numbers of a frame's matrix, primaries and transfer characteristics."""
+    names = ("colorspace", "color_primaries", "color_trc")
+    return tuple(int(getattr(decoded, name, UNKNOWN)) for name in names)  # type: ignore[return-value]
+
+
+def fits(decoded: Any) -> bool:
+    """Whether `Planes` are made of such a frame: its pixels, their range and their matrix are the usual ones."""
+    known = int(decoded.colorspace) in (*SHARES, UNKNOWN) and int(decoded.color_range) != FULL_RANGE
+    return known and decoded.format.name == PIXELS and all(plane.line_size > 0 for plane in decoded.planes)
+
+
+def planes_of(frame: Any) -> list[np.ndarray]:
+    """The planes of a frame of PyAV's, uint8, in its own memory."""
+    rows = [np.frombuffer(plane, np.uint8).reshape(plane.height, plane.line_size) for plane in frame.planes]
+    return [part[:, : plane.width] for part, plane in zip(rows, frame.planes, strict=True)]
+
+
+def matrix_of(number: int, height: int, width: int) -> int:
+    """The matrix of that number; where it isn't said, the one that players take for pictures of that size."""
+    if number != UNKNOWN:
+        return number
+    return ITU_601 if width <= LARGEST_601[0] and height <= LARGEST_601[1] else ITU_709
+
+
+@lru_cache(maxsize=8)
+def weights(matrix: int) -> Weights:
+    """Brightness and both colours, from 16 to 235 and 240, of red, green and blue (ITU-T H.273, 8.3)."""
+    red, blue = SHARES[matrix]
+    bright = np.array([red, 1 - red - blue, blue])
+    bluish = (np.array([0, 0, 1]) - bright) / (2 * (1 - blue))
+    reddish = (np.array([1, 0, 0]) - bright) / (2 * (1 - red))
+    scaled = ((bright * 219 / 255, 16), (bluish * 224 / 255, 128), (reddish * 224 / 255, 128))
+    return tuple((*map(float, row), float(added)) for row, added in scaled)  # type: ignore[misc]
+
+
+class Converter:
+    """Decoded frames as arrays of RGB, in any thread; each has one object for all, so that it is set up once."""
+
+    def __init__(self) -> None:
+        self._own = threading.local()
+
+    def __call__(self, decoded: Any) -> np.ndarray:
+        import av
+
+        if not hasattr(self._own, "reformat"):
+            self._own.reformat = av.video.reformatter.VideoReformatter().reformat
+        made = self._own.reformat(decoded, format="rgb24", threads=1)
+        plane = made.planes[0]
+        rows = np.frombuffer(plane, np.uint8).reshape(plane.height, plane.line_size)[:, : 3 * made.width]
+        return np.lib.stride_tricks.as_strided(rows, (made.height, made.width, 3), (plane.line_size, 3, 1))

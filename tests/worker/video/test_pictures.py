@@ -1,0 +1,109 @@
+"""What frames show: a decoder's planes, drawn on and written, look like the same pictures in red, green and blue."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import moving_photos as videos
+from dyno.worker.tasks.postprocess import Detections, encode
+from dyno.worker.video.drawing import COLOURS, draw
+from dyno.worker.video.media.ends import Frame
+from dyno.worker.video.media.pictures import Picture, Planes, Rgb
+
+pytest.importorskip("cv2")
+av = pytest.importorskip("av")
+
+from dyno.worker.video.media.decoding import VideoSource  # noqa: E402
+from dyno.worker.video.media.encoding import VideoSink  # noqa: E402
+
+LOSSLESS = {"crf": "0", "preset": "ultrafast"}
+ITU_709, FULL = 1, 2
+
+
+def written(path: Path, height: int, width: int, pixels: str, codec: str, tag: int = 0, full: bool = False) -> Path:
+    """Two frames in that format, with the tags of a matrix where one is given."""
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream(codec, rate=25, options=LOSSLESS if codec == "libx264" else {})
+        stream.height, stream.width, stream.pix_fmt = height, width, pixels
+        if tag:
+            stream.codec_context.colorspace = tag
+        if full:
+            stream.codec_context.color_range = FULL
+        colours = ({"dst_colorspace": tag} if tag else {}) | ({"dst_color_range": FULL} if full else {})
+        for image in videos.pictures(2, height, width):
+            frame = av.VideoFrame.from_ndarray(image, format="rgb24").reformat(format=pixels, **colours)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return path
+
+
+def found(height: int, width: int) -> Detections:
+    """A box in the middle with a mask and a keypoint, and one that sticks out at a corner."""
+    boxes = np.array([[width / 4 + 0.3, height / 3, width * 0.7, height * 0.8], [-9, -7, 30, 40]], np.float32)
+    masks = [encode(np.ones((20, 30), np.int8), height // 2, width // 2, height, width),
+             encode(np.zeros((4, 4), np.int8), 0, 0, height, width)]  # fmt: skip
+    points = np.array([[[width / 3, height / 2, 1.0]], [[3.0, 3.0, 0.1]]], np.float32)
+    return Detections(boxes, np.array([0.9, 0.6]), np.array([0, 2]), masks, points)
+
+
+def drawn(picture: Picture) -> np.ndarray:
+    frame = Frame(0, picture, 0, detections=found(picture.height, picture.width))
+    draw(frame)
+    return np.array(frame.picture.rgb()).astype(int)
+
+
+def decoded(path: Path) -> list[Any]:
+    with av.open(str(path)) as container:
+        return list(container.decode(video=0))
+
+
+@pytest.mark.parametrize("tag", [0, ITU_709])
+@pytest.mark.parametrize("size", [(270, 480), (271, 481)])
+def test_what_is_drawn_on_planes_looks_like_on_rgb(tmp_path: Path, size: tuple[int, int], tag: int) -> None:
+    written(tmp_path / "clip.mkv", *size, "yuv420p", "libx264" if size[0] % 2 == 0 else "ffv1", tag)
+    first, second = (frame.picture for frame in VideoSource(str(tmp_path / "clip.mkv"), live=False).read())
+    assert isinstance(first, Planes)
+    before = first.rgb().copy()
+    on_planes, on_rgb = drawn(first), drawn(Rgb(before.copy()))
+    difference = np.abs(on_planes - on_rgb)
+    assert on_planes.shape == on_rgb.shape == (*size, 3) and difference.mean() < 3
+    row, column = size[0] // 2 // 2 * 2, int(size[1] / 4 + 0.3) // 2 * 2  # on the left edge of the box
+    np.testing.assert_allclose(on_planes[row - 9, column], COLOURS[0], atol=6)
+    untouched = (on_rgb == before).all(2)
+    assert difference[untouched].mean() < 2
+    assert second.rgb().shape == (*size, 3), "the decoder's own memory is not drawn on"
+
+
+@pytest.mark.parametrize("container", [".mp4", ".mkv", ".avi"])
+@pytest.mark.parametrize(("pixels", "codec", "size", "tag", "full"), [
+    ("yuv420p", "libx264", (270, 480), 0, False), ("yuv420p", "libx264", (270, 480), ITU_709, False),
+    ("yuv420p", "libx264", (270, 480), 0, True), ("yuv420p", "ffv1", (271, 481), 0, False),
+    ("yuv444p", "ffv1", (271, 481), 0, False), ("yuv422p10le", "ffv1", (270, 480), 0, False),
+    ("gray", "ffv1", (270, 480), 0, False), ("rgb24", "png", (270, 480), 0, False),
+    ("yuva420p", "ffv1", (270, 480), 0, False),
+])  # fmt: skip
+def test_every_kind_of_pixels_is_written_as_it_was(
+    tmp_path: Path, container: str, pixels: str, codec: str, size: tuple[int, int], tag: int, full: bool
+) -> None:
+    path = written(tmp_path / f"clip{'.mov' if codec == 'png' else '.mkv'}", *size, pixels, codec, tag, full)
+    source = VideoSource(str(path), live=False)
+    sink = VideoSink(tmp_path / f"out{container}", source, "mpeg4" if container == ".avi" else "")
+    images = []
+    for frame in source.read():
+        images.append(frame.picture.rgb().copy())
+        frame.detections = Detections(np.empty((0, 4), np.float32), np.empty(0), np.empty(0, int))
+        draw(frame)
+        sink.write(frame)
+    sink.close()
+    frames = decoded(tmp_path / f"out{container}")
+    assert len(frames) == len(images) == 2
+    assert (frames[0].height, frames[0].width) == tuple(side + side % 2 for side in size)
+    assert frames[0].format.name == "yuv420p" and int(frames[0].color_range) != FULL
+    for frame, image in zip(frames, images, strict=True):
+        shown = frame.to_ndarray(format="rgb24")[: size[0], : size[1]].astype(int)
+        change = shown - image
+        assert np.abs(change).mean() < 8 and np.abs(change.mean((0, 1))).max() < 2, "no tint, nothing is moved"
