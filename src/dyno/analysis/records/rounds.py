@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from dyno.analysis.records import timeline
-from dyno.analysis.records.arrays import read_npz
+from dyno.analysis.records.arrays import NUMBERS, read_answers, read_npz
 from dyno.worker.facts.job import Facts
 from dyno.worker.record import Measurement, Record
 
@@ -151,12 +151,19 @@ class Round:
     @cached_property
     def answers(self) -> dict[str, np.ndarray]:
         """A classifier's answers: topk_index and topk_score [N, k], label and sample [N], and the classes' names."""
-        return self.arrays("outputs.npz", ("topk_index", "topk_score", "label", "sample", "classes"))
+        try:
+            return read_answers(self.folder / "outputs.npz")
+        except (OSError, ValueError):  # absent or damaged
+            return {}
 
     def outputs(self) -> dict[str, np.ndarray]:
         """Raw model outputs by name, [N, ...], in input order; not kept, because they can be large."""
         arrays = self.arrays("outputs.npz")
-        return {name[len("output:") :]: a for name, a in arrays.items() if name.startswith("output:")}
+        return {
+            name.removeprefix("output:"): a
+            for name, a in arrays.items()
+            if name.startswith("output:") and a.dtype.kind in NUMBERS and a.ndim
+        }
 
     def output_rows(self, names: Collection[str]) -> dict[str, np.ndarray]:
         """How many rows of an output each batch or input has, by name, for those whose first axis isn't the inputs."""
