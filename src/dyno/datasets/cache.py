@@ -20,13 +20,14 @@ import numpy as np
 
 from dyno.datasets import rows
 from dyno.datasets.rows import Source
-from dyno.worker.record import lock, write_json
+from dyno.worker.record import lock, read_json, write_json
 from dyno.worker.spec import UserError
 
 FORMAT = 3  # of the data set folder; part of every key
 UNSURE_NS = (
     2_000_000_000  # a file changed this shortly before it was hashed may have changed again with the same time stamp
 )
+META = {"classes": list, "splits": dict, "count": int, "sha256": str, "files": list, "bytes": int, "unreadable": list}
 STALE_S = 7 * 24 * 3600  # a killed run can be resumed for so long
 
 
@@ -58,9 +59,10 @@ def find(cache: Path, key: str) -> Path | None:
     folder = Path(cache) / key
     try:
         about = meta(folder)
-        whole = (folder / "images.npy").stat().st_size == about["bytes"]
+        whole = all(isinstance(about[key], kind) for key, kind in META.items())
+        whole = whole and (folder / "images.npy").stat().st_size == about["bytes"]
         whole = whole and all((folder / name).exists() for name in about["files"])
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
     return folder if whole else None
 
@@ -168,10 +170,7 @@ def content_hashes(paths: list[Path], cache: Path, folder: Path) -> list[str]:
     read again, unless it had changed less than two seconds before it was hashed.
     """
     index = Path(cache) / "hashes" / f"{hashlib.sha256(os.fsencode(folder)).hexdigest()[:24]}.json"
-    try:
-        cached = json.loads(index.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        cached = {}
+    cached = _index(index)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         entries = list(pool.map(lambda path: _entry(path, cached.get(str(path))), paths))
     # Entries of other files stay: with and without its training images, a folder is listed differently.
@@ -182,6 +181,16 @@ def content_hashes(paths: list[Path], cache: Path, folder: Path) -> list[str]:
         with _file_errors_explained(Path(cache)), lock(index.with_suffix(".lock")):
             write_json(index, fresh)
     return [entry[-1] if entry else "" for entry in entries]
+
+
+def _index(path: Path) -> dict[str, list[Any]]:
+    """The entries of the index that are of the right types: see `_entry`."""
+    try:
+        stored = read_json(path)
+    except (OSError, ValueError):
+        return {}
+    kinds = [*5 * [int], str]
+    return {name: one for name, one in stored.items() if isinstance(one, list) and [*map(type, one)] == kinds}
 
 
 def _entry(path: Path, cached: list[Any] | None) -> list[Any] | None:
