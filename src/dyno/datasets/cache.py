@@ -20,6 +20,7 @@ import numpy as np
 
 from dyno.datasets import rows
 from dyno.datasets.rows import Source
+from dyno.worker.inputs.array_files import load_array
 from dyno.worker.record import lock, read_json, write_json
 from dyno.worker.spec import UserError
 
@@ -62,9 +63,19 @@ def find(cache: Path, key: str) -> Path | None:
         whole = all(isinstance(about[key], kind) for key, kind in META.items())
         whole = whole and (folder / "images.npy").stat().st_size == about["bytes"]
         whole = whole and all((folder / name).exists() for name in about["files"])
+        whole = whole and _numbers(folder / "labels.npy", about["count"])
+        splits = about["splits"].items() if whole else ()
+        whole = whole and all(_numbers(folder / f"{name}.npy", many, about["count"]) for name, many in splits)
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return folder if whole else None
+
+
+def _numbers(path: Path, many: int, below: int | None = None) -> bool:
+    """Whether the file holds so many whole numbers, places below a number if there is one."""
+    found = load_array(path)
+    whole = found.shape == (many,) and found.dtype.kind == "i"
+    return whole and (below is None or not many or bool(found.min() >= 0 and found.max() < below))
 
 
 def meta(folder: Path) -> dict[str, Any]:
