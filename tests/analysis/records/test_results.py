@@ -139,6 +139,24 @@ def test_telemetry_that_is_no_columns_of_numbers_is_none(run: Path) -> None:
             read_numbers(path)
 
 
+def test_a_value_that_is_not_finite_is_none(run: Path) -> None:
+    path = first_record(run)
+    record = json.loads(path.read_text())
+    record["measurements"] = [{"tag": "parameters", "unit": "1", "hint": "count", "value": float("inf")}]
+    path.write_text(json.dumps(record))
+    assert load(run).trial(path.parents[1].name).rounds[0].value("parameters") is None
+
+
+def test_a_job_of_no_known_precision_is_left_out_by_name(run: Path) -> None:
+    folder = first_record(run).parents[1]
+    for path in folder.glob("*/job.json"):
+        job = json.loads(path.read_text())
+        job["trial"]["precision"] = "../passwd"
+        path.write_text(json.dumps(job))
+    results = load(run)
+    assert folder.name not in {t.id for t in results} and "unknown precision" in results.problems[0]
+
+
 def test_a_trial_is_as_bad_as_its_worst_round(demo: Results) -> None:
     by = {t.configuration: t for t in demo if t.batch == 1}
     assert by["fake fp32"].status == "crashed"

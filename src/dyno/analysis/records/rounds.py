@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -60,7 +61,8 @@ class Round:
     def value(self, tag: str, boundary: str = "") -> float | None:
         """The single value measured under this tag and boundary (SI), or None."""
         measured = self.measurement(tag, boundary)
-        return None if measured is None or measured.value is None else float(measured.value)
+        value = math.nan if measured is None or measured.value is None else float(measured.value)
+        return value if math.isfinite(value) else None
 
     def raw_samples(self, tag: str, boundary: str, clock: str = "") -> np.ndarray:
         """All samples as they were taken (seconds for a latency, images/s for throughput), float64; empty without."""
