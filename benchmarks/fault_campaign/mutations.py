@@ -148,7 +148,8 @@ def _read(campaign: Campaign, subject: Subject, changed: dict[Path, bytes], word
     for path, content in changed.items():
         path.write_bytes(content)
     begin = time.monotonic()
-    what = f"{subject.kind}, turn {turn}, {' '.join(path.name for path in changed)}: dyno {' '.join(map(str, words))}"
+    names = " ".join(str(path.relative_to(campaign.folder)) for path in changed)
+    what = f"{subject.kind}, turn {turn}, {names}: dyno {' '.join(map(str, words))}"
     code, _, _ = campaign.run(what, *words, cache=subject.cache)
     campaign.unexpected(what)
     subject.seconds += time.monotonic() - begin
