@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Collection, Iterator
@@ -14,7 +15,7 @@ import numpy as np
 # What NumPy passes on from each step of reading a zip file and the header of an array.
 DAMAGED = (
     zipfile.BadZipFile, zlib.error, struct.error, EOFError, RuntimeError, TypeError, AttributeError, SyntaxError,
-    KeyError, MemoryError,
+    tokenize.TokenError, KeyError, MemoryError,
 )  # fmt: skip
 
 
