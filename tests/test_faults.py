@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -17,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import preloaded as forked
 from dyno.analysis.formatting import csv_cell
 from dyno.analysis.presentation.export import export
 from dyno.analysis.presentation.table import TEXT, Column, Table
@@ -30,7 +27,6 @@ from dyno.worker.spec import UserError, from_json
 Call = Callable[..., tuple[int, str, str]]
 Refused = Callable[..., str]
 ROOT = Path(__file__).resolve().parents[1]
-FAULTS = ROOT / "benchmarks/faults.py"
 BRACKETS = "[" * 100_000
 FAKE = ["run", "fake:net", "--channels", "1", "--backends", "fake@latency_ms=0.1"]
 SHORT = "--rounds 2 --seconds 0.04 --warmup 0.02 --threads 1".split()
@@ -232,32 +228,22 @@ def test_damaged_rounds_are_measured_again(call: Call, tmp_path: Path, preloaded
     assert first.read_bytes() == kept and np.all(read_npz(samples)["latency_model"] > 0)
 
 
-class Ended:
-    """A command that was forked and has ended, as the campaign asks for it."""
+def test_a_short_fault_campaign_finds_nothing(preloaded: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for library in ("onnx", "torch", "openvino", "safetensors", "av"):
+        pytest.importorskip(library)
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks import faults
+    from benchmarks.fault_campaign import campaign as under_test
+    from benchmarks.fault_campaign import mutations, world
 
-    def __init__(self, done: Any) -> None:
-        self.returncode, self._said = done.returncode, (done.stdout, done.stderr)
-
-    def communicate(self, timeout: float) -> tuple[str, str]:
-        return self._said
-
-
-def test_a_short_fault_campaign_finds_nothing(preloaded: str, tmp_path: Path) -> None:
-    spec = importlib.util.spec_from_file_location("faults_campaign", FAULTS)
-    assert spec is not None and spec.loader is not None
-    faults = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(faults)
-    campaign = faults.Campaign(tmp_path, random.Random(0))
-    environment = {**os.environ, "DYNO_CACHE": str(tmp_path / "cache"), "COLUMNS": "200"}
-
-    def start(*words: object) -> Ended:
-        return Ended(forked.command(preloaded, [*map(str, words)], tmp_path, environment, faults.LIMIT_S))
-
-    campaign.command = start  # what is killed or has no room is a process of its own
-    (tmp_path / "study.toml").write_text(faults.STUDY)
-    said = [faults.kills(campaign, 4), faults.full_disk(campaign), faults.mutations(campaign, 30)]
+    campaign = under_test.Campaign(tmp_path, server=preloaded)  # what is killed or has no room is started all the same
+    (tmp_path / "study.toml").write_text(under_test.STUDY)
+    said = [
+        world.kills(campaign, 2), world.full_disk(campaign, [10]), world.two_studies(campaign, 1),
+        mutations.mutate(campaign, faults.subjects(campaign, "study TOML,.pth,data.yaml,explained"), 30),
+    ]  # fmt: skip
     assert campaign.wrong == [], said
-    assert said[2].startswith("mutations: 30 files of ") and "9 limits" in said[1]
+    assert said[1].startswith("full disk: 1 limits") and said[3].startswith("mutations: "), said
 
 
 def test_what_write_json_writes_is_read_back(tmp_path: Path) -> None:

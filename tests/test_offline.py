@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,70 +11,9 @@ from pathlib import Path
 import pytest
 
 from dyno.planning.interpreters import installed
+from watched import Watch
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
-
-# Replaces what Python programs look hosts up with; every process of a test imports it, because it is on PYTHONPATH.
-PYTHON = """
-import os, socket
-
-def refuse(name):
-    def refused(host=None, *_, **__):
-        with open(os.environ["LOOKED_UP"] + ".python", "a") as f:
-            f.write(f"{name} {host}\\n")
-        raise socket.gaierror(socket.EAI_NONAME, "name resolution is off in this test")
-    return refused
-
-for name in ("getaddrinfo", "gethostbyname", "gethostbyname_ex", "create_connection"):
-    setattr(socket, name, refuse(name))
-"""
-
-# The same below Python: the C library's resolver, and connections to an address that needed none.
-NATIVE = """
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <errno.h>
-#include <netdb.h>
-#include <netinet/in.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <sys/socket.h>
-
-static void note(const char *name, const char *host) {
-    char path[4096];
-    const char *base = getenv("LOOKED_UP");
-    if (!base) return;
-    snprintf(path, sizeof path, "%s.native", base);
-    FILE *f = fopen(path, "a");
-    if (f) { fprintf(f, "%s %s\\n", name, host ? host : "(none)"); fclose(f); }
-}
-
-int getaddrinfo(const char *host, const char *port, const struct addrinfo *hints, struct addrinfo **found) {
-    note("getaddrinfo", host);
-    return EAI_NONAME;
-}
-
-struct hostent *gethostbyname(const char *host) { note("gethostbyname", host); h_errno = HOST_NOT_FOUND; return NULL; }
-
-struct hostent *gethostbyname2(const char *host, int family) { return gethostbyname(host); }
-
-int gethostbyname_r(const char *host, struct hostent *ret, char *buf, size_t len, struct hostent **found, int *code) {
-    note("gethostbyname_r", host);
-    *found = NULL;
-    *code = HOST_NOT_FOUND;
-    return 0;
-}
-
-int connect(int fd, const struct sockaddr *to, socklen_t length) {
-    if (to->sa_family == AF_INET || to->sa_family == AF_INET6) {
-        note("connect", "an address");
-        errno = ENETUNREACH;
-        return -1;
-    }
-    int (*real)(int, const struct sockaddr *, socklen_t) = dlsym(RTLD_NEXT, "connect");
-    return real(fd, to, length);
-}
-"""
 
 NET = """
 from torch import nn
@@ -84,39 +22,6 @@ def net(num_classes=10):
     stem = [nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 16, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
     return nn.Sequential(*stem, nn.Linear(16, num_classes))
 """
-
-
-class Watch:
-    """An environment in which every look-up fails and is noted."""
-
-    def __init__(self, folder: Path) -> None:
-        (folder / "python").mkdir()
-        (folder / "python/sitecustomize.py").write_text(PYTHON)
-        self._notes = folder / "looked_up"
-        (folder / "home").mkdir()
-        self.env = {
-            "PYTHONPATH": os.pathsep.join(filter(None, (str(folder / "python"), os.environ.get("PYTHONPATH")))),
-            "LOOKED_UP": str(self._notes),
-            "HOME": str(folder / "home"), "DYNO_CACHE": str(folder / "cache"),
-        }  # fmt: skip
-        self.native = self._build(folder)
-
-    def _build(self, folder: Path) -> str:
-        """The reason why native code is not watched, or ""."""
-        compiler = shutil.which("gcc") or shutil.which("cc")
-        if compiler is None:
-            return "no C compiler here, so look-ups in native code are not watched"
-        (folder / "shim.c").write_text(NATIVE)
-        built = [compiler, "-shared", "-fPIC", "-o", folder / "shim.so", folder / "shim.c", "-ldl"]
-        done = subprocess.run(built, capture_output=True, text=True, timeout=1200)
-        if done.returncode:
-            return f"the C compiler here can't build a shared library: {done.stderr.strip().splitlines()[-1]}"
-        self.env["LD_PRELOAD"] = str(folder / "shim.so")
-        return ""
-
-    def hosts(self, kind: str) -> list[str]:
-        path = self._notes.with_name(f"looked_up.{kind}")
-        return path.read_text().splitlines() if path.exists() else []
 
 
 @pytest.fixture

@@ -77,6 +77,7 @@ def test_one_thing_need_not_be_a_list() -> None:
         ({"channels": "a"}, "channels is 'a'; it must be a whole number"),
         ({"pretrained": "yes"}, "pretrained is 'yes'; it must be true or false"),
         ({"budget": 5}, "budget is 5; it must be a table of: a number"),
+        ({"runtime": {"fake": {"env": "A=1"}}}, "runtime 'fake' needs a path as python and a table as env"),
         ({"runtime": {"fake": "python3"}}, "runtime is {'fake': 'python3'}; it must be a table of: a table of"),
     ],
 )

@@ -96,9 +96,10 @@ WORKER = {
 BESIDES = {
     "dyno.analysis": "facts spec record extras plugins system tasks numerics.closeness serve.judging",
     "dyno.api": f"{BORDER} numerics.closeness",
-    "dyno.datasets": "spec record extras plugins inputs.letterbox",
+    "dyno.datasets": "spec record extras plugins inputs.array_files inputs.letterbox",
     "dyno.cli": f"{BORDER} snippets",  # `dyno doctor` names what is broken of every kind that a plug-in may bring
-    "dyno.sources": f"{BORDER} nets.models nets.saved_modules nets.torch_archive inputs.modules sessions.torch_support",
+    "dyno.sources": f"{BORDER} nets.models nets.saved_modules nets.torch_archive inputs.array_files inputs.modules "
+    "sessions.torch_support",
 }
 MOST_MODULES = 12
 

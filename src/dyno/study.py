@@ -154,6 +154,7 @@ class Study(RuntimeOptions, Measurement, DataOptions, ModelOptions, Compared):
         check_known("unreadable", self.unreadable, ("refuse", "skip"))
         for size in self.sizes:
             parse_size(size)
+        _check_runtimes(self.runtime)
         if self.shapes:
             from dyno.sources import input_options
 
@@ -383,6 +384,12 @@ def model_name(source: str) -> str:
     if registry.format_of(source) or source.endswith((*SAVED, ".pt", ".pth", ".cfg")):
         return Path(source).stem
     return source.rpartition(":")[2]
+
+
+def _check_runtimes(tables: Mapping[str, Mapping[str, Any]]) -> None:
+    for name, table in tables.items():
+        if not isinstance(table.get("env", {}), dict) or not isinstance(table.get("python", ""), str):
+            raise UserError(f'runtime {name!r} needs a path as python and a table as env, such as {{A = "1"}}')
 
 
 def runtimes(study: Study, choice: Choice) -> Mapping[str, Any]:

@@ -244,6 +244,8 @@ def test_what_is_wrong_with_a_folder(yolo: Callable[..., Path], make: Make, tmp_
         make(folder)
     for text, wrong in {
         "names: [": "is not valid YAML",
+        f"names: {'[' * 10_000}": "is not valid YAML",
+        "names: 2026-13-45": "is not valid YAML",
         "val: images": "names no classes",
         "names: {1: a, 2: b}": "not numbered from 0 to 1",
         "names: [a]\nnc: 2": "nc is 2, but names has 1",

@@ -59,6 +59,14 @@ def test_arrays_say_their_shapes_and_are_known_by_their_content(tmp_path: Path) 
     assert found["table"]["shape"] == [2, 5] and found["table"]["dtype"] == "float32"
     np.savez(path, ids=np.zeros((4, 3), np.int64), table=np.ones((2, 5)))
     assert overrides(inputs=[str(path)])["ids"]["feeds_sha256"] != found["ids"]["feeds_sha256"]
-    path.write_text("no arrays")
-    with pytest.raises(UserError, match=r"feeds.npz can't be read as arrays by input name"):
-        overrides(inputs=[str(path)])
+    for damaged in (b"no arrays", path.read_bytes()[:-9], path.read_bytes().replace(b"NUMPY", b"NUMPI")):
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match=r"feeds.npz can't be read as arrays by input name"):
+            overrides(inputs=[str(path)])
+
+
+@pytest.mark.parametrize(("array", "wrong"), [(np.full((2, 2), np.nan), "not finite"), (np.empty((0, 2)), "is empty")])
+def test_arrays_that_no_model_can_be_fed_are_refused(tmp_path: Path, array: np.ndarray, wrong: str) -> None:
+    np.savez(tmp_path / "feeds.npz", x=array)
+    with pytest.raises(UserError, match=wrong):
+        overrides(inputs=[str(tmp_path / "feeds.npz")])

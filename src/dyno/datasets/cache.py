@@ -21,7 +21,8 @@ import numpy as np
 from dyno.datasets import rows
 from dyno.datasets.decode import threads
 from dyno.datasets.rows import Source
-from dyno.worker.record import lock, write_json, write_text
+from dyno.worker.inputs.array_files import load_array
+from dyno.worker.record import lock, read_json, write_json, write_text
 from dyno.worker.spec import UserError
 
 FORMAT = 3  # of the data set folder; part of every key
@@ -29,6 +30,7 @@ UNSURE_NS = (
     2_000_000_000  # a file changed this shortly before it was hashed may have changed again with the same time stamp
 )
 TOGETHER = 32  # files that a thread hashes before it waits for the interpreter's lock to take the next ones
+META = {"classes": list, "splits": dict, "count": int, "sha256": str, "files": list, "bytes": int, "unreadable": list}
 STALE_S = 7 * 24 * 3600  # a killed run can be resumed for so long
 
 
@@ -60,11 +62,22 @@ def find(cache: Path, key: str) -> Path | None:
     folder = Path(cache) / key
     try:
         about = meta(folder)
-        whole = (folder / "images.npy").stat().st_size == about["bytes"]
+        whole = all(isinstance(about[key], kind) for key, kind in META.items())
+        whole = whole and (folder / "images.npy").stat().st_size == about["bytes"]
         whole = whole and all((folder / name).exists() for name in about["files"])
-    except (OSError, ValueError, KeyError):
+        whole = whole and _numbers(folder / "labels.npy", about["count"])
+        splits = about["splits"].items() if whole else ()
+        whole = whole and all(_numbers(folder / f"{name}.npy", many, about["count"]) for name, many in splits)
+    except (OSError, ValueError, KeyError, TypeError):
         return None
     return folder if whole else None
+
+
+def _numbers(path: Path, many: int, below: int | None = None) -> bool:
+    """Whether the file holds so many whole numbers, places below a number if there is one."""
+    found = load_array(path)
+    whole = found.shape == (many,) and found.dtype.kind == "i"
+    return whole and (below is None or not many or bool(found.min() >= 0 and found.max() < below))
 
 
 def meta(folder: Path) -> dict[str, Any]:
@@ -170,10 +183,7 @@ def content_hashes(paths: list[Path], cache: Path, folder: Path) -> list[str]:
     read again, unless it had changed less than two seconds before it was hashed.
     """
     index = Path(cache) / "hashes" / f"{hashlib.sha256(os.fsencode(folder)).hexdigest()[:24]}.json"
-    try:
-        cached = json.loads(index.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        cached = {}
+    cached = _index(index)
     parts = [paths[first : first + TOGETHER] for first in range(0, len(paths), TOGETHER)]
     with ThreadPoolExecutor(threads()) as pool:
         found = pool.map(lambda part: [_entry(path, cached.get(str(path))) for path in part], parts)
@@ -186,6 +196,16 @@ def content_hashes(paths: list[Path], cache: Path, folder: Path) -> list[str]:
         with _file_errors_explained(Path(cache)), lock(index.with_suffix(".lock")):
             write_text(index, json.dumps(fresh))  # in one line, which json writes ten times as fast
     return [entry[-1] if entry else "" for entry in entries]
+
+
+def _index(path: Path) -> dict[str, list[Any]]:
+    """The entries of the index that are of the right types: see `_entry`."""
+    try:
+        stored = read_json(path)
+    except (OSError, ValueError):
+        return {}
+    kinds = [*5 * [int], str]
+    return {name: one for name, one in stored.items() if isinstance(one, list) and [*map(type, one)] == kinds}
 
 
 def _entry(path: Path, cached: list[Any] | None) -> list[Any] | None:

@@ -121,7 +121,7 @@ def _from_yaml(file: Path) -> _Description:
         about = yaml.safe_load(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"there is no file {file}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as e:
+    except (yaml.YAMLError, ValueError, RecursionError) as e:  # of dates, of brackets
         raise UserError(f"{file} is not valid YAML: {' '.join(str(e).split())}") from e
     if not isinstance(about, dict) or not about.get("names"):
         raise UserError(f"{file} names no classes; write names: [one, two]")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from dyno.store import sha256_of
+from dyno.worker.inputs.array_files import load_arrays
 from dyno.worker.record import regular
 from dyno.worker.spec import UserError, check_known
 
@@ -72,10 +73,14 @@ def _arrays(path: Path) -> dict[str, dict[str, Any]]:
     """Shape, type and place of each array of an .npz file; the first axis of those as long as the first one's is the
     batch."""
     try:
-        with np.load(regular(path, "array file"), allow_pickle=False) as stored:
-            arrays = {name: (stored[name].shape, str(stored[name].dtype)) for name in stored.files}
+        stored = load_arrays(regular(path, "array file"))
     except (OSError, ValueError) as e:
         raise UserError(f"{path} can't be read as arrays by input name (numpy.savez): {e}") from e
+    if empty := [name for name, a in stored.items() if not a.size]:
+        raise UserError(f"the array {empty[0]!r} in {path} is empty; give one with values")
+    if unusable := [name for name, a in stored.items() if a.dtype.kind == "f" and not np.isfinite(a).all()]:
+        raise UserError(f"the array {unusable[0]!r} in {path} has values that are not finite; give numbers")
+    arrays = {name: (a.shape, str(a.dtype)) for name, a in stored.items()}
     rows = next((shape[0] for shape, _ in arrays.values() if shape), 0)
     sha256, by_name = sha256_of(path), {}
     for name, (shape, dtype) in arrays.items():

@@ -11,7 +11,7 @@ import synthetic
 from synthetic import Way
 
 from dyno.analysis.ranking.references import incomparable, references
-from dyno.analysis.records.arrays import read_npz
+from dyno.analysis.records.arrays import read_npz, read_numbers
 from dyno.analysis.records.results import Results, load
 from dyno.worker.spec import Job, UserError, from_json
 
@@ -110,6 +110,51 @@ def test_damaged_arrays_are_missing_arrays(run: Path) -> None:
     trial = load(run).trial(folder.parent.name)
     assert len(trial.medians("model")) == 2
     assert trial.answers  # another round has them
+
+
+@pytest.mark.parametrize(
+    "samples", [np.array(1.0), np.ones((2, 3)), np.array(["a"]), np.array(["2026-01-01"], "M8[s]")]
+)
+def test_samples_that_are_no_series_of_numbers_are_damaged(run: Path, samples: np.ndarray) -> None:
+    folder = first_record(run).parent
+    np.savez(folder / "samples.npz", latency_model=samples)
+    trial = load(run).trial(folder.parent.name)
+    assert trial.status == "failed" and "samples.npz is damaged" in trial.reason
+
+
+def test_answers_that_do_not_belong_together_are_none(run: Path) -> None:
+    folder = first_record(run).parent
+    whole = dict(np.load(folder / "outputs.npz"))
+    for name, other in (("topk_index", np.ones(3)), ("label", np.array(1)), ("sample", np.array(["2026"], "M8[Y]"))):
+        np.savez(folder / "outputs.npz", **{**whole, name: other})
+        assert not load(run).trial(folder.parent.name).rounds[0].answers
+
+
+def test_telemetry_that_is_no_columns_of_numbers_is_none(run: Path) -> None:
+    path = first_record(run).parent / "telemetry.npz"
+    for arrays in ({"at": np.ones(3), "cpu": np.ones(2), "epoch": 0.0}, {"at": np.ones(3), "epoch": np.array("a")},
+                   {"at": np.array(1.0), "epoch": 0.0}, {"at": np.ones(2), "epoch": np.ones(2)}):  # fmt: skip
+        np.savez(path, **arrays)
+        with pytest.raises(ValueError, match="is damaged"):
+            read_numbers(path)
+
+
+def test_a_value_that_is_not_finite_is_none(run: Path) -> None:
+    path = first_record(run)
+    record = json.loads(path.read_text())
+    record["measurements"] = [{"tag": "parameters", "unit": "1", "hint": "count", "value": float("inf")}]
+    path.write_text(json.dumps(record))
+    assert load(run).trial(path.parents[1].name).rounds[0].value("parameters") is None
+
+
+def test_a_job_of_no_known_precision_is_left_out_by_name(run: Path) -> None:
+    folder = first_record(run).parents[1]
+    for path in folder.glob("*/job.json"):
+        job = json.loads(path.read_text())
+        job["trial"]["precision"] = "../passwd"
+        path.write_text(json.dumps(job))
+    results = load(run)
+    assert folder.name not in {t.id for t in results} and "unknown precision" in results.problems[0]
 
 
 def test_a_trial_is_as_bad_as_its_worst_round(demo: Results) -> None:

@@ -95,6 +95,7 @@ def _nanoseconds(of: Times | OnGpu, names: Sequence[str]) -> dict[str, Any]:
     return {name: np.rint(NANO * getattr(of, name)).astype(int).tolist() for name in names}
 
 
+LONGEST_S = 1e6  # no inference takes that long
 ARRAYS = ("unprofiled", "profiled", "layers")
 GPU_ARRAYS = ("latency", "enqueue", "busy", "calls")
 
@@ -139,6 +140,10 @@ def _check(pair: Pair) -> None:
         layers = len(pair.forms[side.form].layers)
         if not side.processes or any(each.layers.shape[1:] != (layers,) for each in side.processes):
             raise ValueError(f"it has {layers} layers and other times")
+        for each in side.processes:
+            whole = each.unprofiled.ndim == each.profiled.ndim == 1 and len(each.unprofiled) and len(each.profiled)
+            if not whole or not all(((a >= 0) & (a < LONGEST_S)).all() for a in (getattr(each, n) for n in ARRAYS)):
+                raise ValueError("its times are no times")
         for index in (side.graph, side.module):
             if index is not None:
                 pair.forms[index]

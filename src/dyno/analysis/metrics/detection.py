@@ -20,6 +20,7 @@ from typing import Any, cast
 import numpy as np
 
 from dyno.analysis.metrics.average_precision import average, matches
+from dyno.analysis.records.arrays import read_npz
 from dyno.analysis.records.results import TrialResult
 from dyno.analysis.stats import Interval, t_quantile
 from dyno.worker.extras import install
@@ -127,9 +128,9 @@ class _Stored:
     def scores(self, kind: str) -> Scores:
         path = cache_dir() / "map" / f"{self._key(kind)}.npz"
         try:
-            with np.load(path, allow_pickle=False) as stored:
-                return Scores(stored["each"], tuple(map(str, stored["names"])), int(stored["images"]))
-        except (OSError, ValueError, KeyError):
+            stored = read_npz(path)
+            return Scores(stored["each"], tuple(map(str, stored["names"])), int(stored["images"]))
+        except (OSError, ValueError, KeyError, TypeError):
             computed = scores(self._arrays, _json(self._truth), kind)
         # In the order in which the cache gives it back, so that sums over it have the same rounding.
         computed = replace(computed, each=np.ascontiguousarray(computed.each))

@@ -15,6 +15,16 @@ from pathlib import Path
 import numpy as np
 
 MAGIC = b"\x93NUMPY"
+NUMBERS = "fiub"  # kinds of NumPy's types that are real numbers
+LAYERS = "layers"  # the one array of samples.npz with a row for each sample
+# A classifier's answers: what kinds of types they have, and how many axes.
+ANSWERS = {
+    "topk_index": ("iu", 2),
+    "topk_score": ("f", 2),
+    "label": ("iu", 1),
+    "sample": ("iu", 1),
+    "classes": ("U", 1),
+}
 
 
 def read_npz(path: Path, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
@@ -63,7 +73,32 @@ def read_samples(folder: Path) -> tuple[dict[str, np.ndarray], str]:
             continue
         except (OSError, ValueError):
             return {}, name
-    return arrays.get("samples.npz", {}), ""
+    samples = arrays.get("samples.npz", {})
+    whole = all(a.dtype.kind in NUMBERS and a.ndim == 1 + (name == LAYERS) for name, a in samples.items())
+    return (samples, "") if whole else ({}, "samples.npz")
+
+
+def read_numbers(path: Path, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
+    """The columns of telemetry.npz, of one length, and its single numbers; a ValueError for what holds something else.
+    See `read_npz`."""
+    arrays = read_npz(path, names)
+    lengths = {len(a) for a in arrays.values() if a.ndim}
+    if len(lengths) > 1 or any(a.dtype.kind not in NUMBERS or a.ndim > 1 for a in arrays.values()):
+        raise ValueError(f"{path} is damaged: its arrays are not columns of numbers")
+    if arrays.get("epoch", np.empty(())).ndim or (arrays and not arrays.get("at", np.empty(0)).ndim):
+        raise ValueError(f"{path} is damaged: its times are not numbers")
+    return arrays
+
+
+def read_answers(path: Path) -> dict[str, np.ndarray]:
+    """A classifier's answers in outputs.npz, or what there is of them; a ValueError where they don't belong together.
+    See `read_npz`."""
+    arrays = read_npz(path, ANSWERS)
+    rows = {len(a) for name, a in arrays.items() if a.ndim and name != "classes"}
+    if len(rows) > 1 or any((a.dtype.kind not in ANSWERS[name][0], a.ndim) != (False, ANSWERS[name][1])
+                            for name, a in arrays.items()):  # fmt: skip
+        raise ValueError(f"{path} is damaged: its arrays don't fit each other")
+    return arrays
 
 
 @lru_cache(maxsize=1024)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -10,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from dyno.analysis.records import timeline
-from dyno.analysis.records.arrays import read_npz
+from dyno.analysis.records.arrays import NUMBERS, read_answers, read_npz
 from dyno.worker.facts.job import Facts
 from dyno.worker.record import Measurement, Record
 
@@ -60,7 +61,8 @@ class Round:
     def value(self, tag: str, boundary: str = "") -> float | None:
         """The single value measured under this tag and boundary (SI), or None."""
         measured = self.measurement(tag, boundary)
-        return None if measured is None or measured.value is None else float(measured.value)
+        value = math.nan if measured is None or measured.value is None else float(measured.value)
+        return value if math.isfinite(value) else None
 
     def raw_samples(self, tag: str, boundary: str, clock: str = "") -> np.ndarray:
         """All samples as they were taken (seconds for a latency, images/s for throughput), float64; empty without."""
@@ -151,12 +153,19 @@ class Round:
     @cached_property
     def answers(self) -> dict[str, np.ndarray]:
         """A classifier's answers: topk_index and topk_score [N, k], label and sample [N], and the classes' names."""
-        return self.arrays("outputs.npz", ("topk_index", "topk_score", "label", "sample", "classes"))
+        try:
+            return read_answers(self.folder / "outputs.npz")
+        except (OSError, ValueError):  # absent or damaged
+            return {}
 
     def outputs(self) -> dict[str, np.ndarray]:
         """Raw model outputs by name, [N, ...], in input order; not kept, because they can be large."""
         arrays = self.arrays("outputs.npz")
-        return {name[len("output:") :]: a for name, a in arrays.items() if name.startswith("output:")}
+        return {
+            name.removeprefix("output:"): a
+            for name, a in arrays.items()
+            if name.startswith("output:") and a.dtype.kind in NUMBERS and a.ndim
+        }
 
     def output_rows(self, names: Collection[str]) -> dict[str, np.ndarray]:
         """How many rows of an output each batch or input has, by name, for those whose first axis isn't the inputs."""

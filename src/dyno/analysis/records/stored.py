@@ -11,7 +11,7 @@ import numpy as np
 from dyno.analysis.records.arrays import read_samples
 from dyno.analysis.records.shapes import JOB, wrong
 from dyno.worker.record import Record, check_schema, read_json
-from dyno.worker.spec import Artifact, UserError, from_json
+from dyno.worker.spec import PRECISIONS, Artifact, UserError, check_known, from_json
 
 
 def read_table(path: Path, problems: list[str], shape: dict[str, Any]) -> dict[str, Any] | None:
@@ -54,6 +54,7 @@ def read_job(path: Path, problems: list[str]) -> tuple[dict[str, Any] | None, Ar
         ran = from_json(Artifact, job["artifact"]) if job.get("artifact") else None
         trial = job["trial"]
         _ = trial["model"]["name"], trial["backend"], trial["precision"]
+        check_known("precision", trial["precision"], PRECISIONS)
         _ = trial["dims"]["batch"], trial["dims"]["height"], trial["dims"]["width"]
     except (KeyError, TypeError):
         problems.append(f"{path} describes no trial; it is left out")

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dyno.analysis.records.arrays import read_npz
+from dyno.analysis.records.arrays import read_numbers
 
 # NVML's reasons for a lower clock (nvmlClocksEventReasons) by their bit.
 REASONS = {
@@ -111,7 +111,7 @@ class Summary:
 def read(folder: Path) -> Trace | None:
     """The GPU's part of FOLDER/telemetry.npz; None when there is none."""
     try:
-        stored = read_npz(folder / "telemetry.npz", READ)
+        stored = read_numbers(folder / "telemetry.npz", READ)
     except (OSError, ValueError):  # absent, truncated, or not an npz
         return None
     if "gpu_memory" not in stored or "epoch" not in stored:

@@ -15,7 +15,7 @@ import numpy as np
 
 from dyno.analysis import stats
 from dyno.analysis.records import timeline
-from dyno.analysis.records.arrays import read_npz
+from dyno.analysis.records.arrays import read_numbers
 from dyno.analysis.records.results import TrialResult, by_build
 from dyno.analysis.records.rounds import Round
 from dyno.analysis.records.timeline import Window
@@ -144,7 +144,7 @@ def power(stored: dict[str, np.ndarray], counter: str, window: Window = (-math.i
 
 def _read(folder: Path) -> dict[str, np.ndarray]:
     try:
-        return read_npz(folder / "telemetry.npz", ("at", "epoch", "others", *COUNTERS.values()))
+        return read_numbers(folder / "telemetry.npz", ("at", "epoch", "others", *COUNTERS.values()))
     except (OSError, ValueError):  # absent, truncated, or not an npz
         return {}
 

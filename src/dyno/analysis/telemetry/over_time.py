@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dyno.analysis.records.arrays import read_npz
+from dyno.analysis.records.arrays import read_numbers
 from dyno.analysis.records.rounds import Round
 from dyno.analysis.records.timeline import Window
 
@@ -52,7 +52,7 @@ def read(r: Round) -> Series | None:
     The GPU's memory is that above what was used before the job began.
     """
     try:
-        stored = read_npz(r.folder / "telemetry.npz")
+        stored = read_numbers(r.folder / "telemetry.npz")
     except (OSError, ValueError):  # absent, truncated, or not an npz
         return None
     at = stored.get("at", np.empty(0))

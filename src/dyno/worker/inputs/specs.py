@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dyno.worker.inputs.array_files import load_arrays
 from dyno.worker.inputs.shapes import Shape
 from dyno.worker.spec import Dims, InputSpec, Tensor, UserError
 
@@ -115,8 +117,7 @@ def rows(spec: InputSpec) -> int:
 
 def _read(spec: InputSpec) -> np.ndarray:
     try:
-        with np.load(spec.feeds, allow_pickle=False) as stored:
-            array: np.ndarray = stored[spec.name]
+        array: np.ndarray = load_arrays(Path(spec.feeds), (spec.name,))[spec.name]
     except (OSError, ValueError, KeyError) as e:
         raise UserError(f"{spec.feeds} can't be read for input {spec.name!r}: {e}") from e
     return array
