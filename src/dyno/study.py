@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import signal
 import sys
 import tomllib
@@ -169,8 +170,8 @@ class Study(RuntimeOptions, Measurement, DataOptions, ModelOptions, Compared):
                 f"give --rounds {self.builds} or more"
             )
         for name in ("seconds", "warmup", "interval", "timeout", "block", "equivalent", "minutes"):
-            if not getattr(self, name) > 0:
-                raise UserError(f"{name} is {getattr(self, name)}; it must be more than 0")
+            if not 0 < getattr(self, name) < math.inf:
+                raise UserError(f"{name} is {getattr(self, name)}; it must be more than 0 and finite")
         if any(batch < 1 for batch in self.batches):
             raise UserError(f"batch sizes must be whole numbers of at least 1, not {', '.join(map(str, self.batches))}")
         if bool(self.mean) != bool(self.std) or (self.mean and {len(self.mean), len(self.std)} != {self.channels}):

@@ -99,6 +99,7 @@ def test_any_trial_comes_back_the_same(trial: Trial) -> None:
         (Dims, {"batch": 1, "height": 2}, "Dims is incomplete: .*'width'"),
         (Job, {"kind": "run", "runtime": {"pyton": ""}}, "Job.runtime has an unknown key 'pyton'"),
         (Job, {"kind": "run", "trial": {}}, "Job.trial is incomplete"),
+        (Dims, {"batch": 1, "height": 2, "width": 10**400}, "Dims.width is larger than any number that is stored"),
     ],
 )
 def test_a_wrong_key_is_named(kind: type, data: dict[str, Any], message: str) -> None:

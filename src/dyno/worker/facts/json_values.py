@@ -11,6 +11,7 @@ from typing import Any, Union
 
 from dyno.worker.facts.sparse import Sparse
 
+LARGEST = 2**63  # a whole number beyond fits no array, and is none that Dyno wrote
 EARLIER = "earlier name"  # in a field's metadata: the name under which older records store it
 
 
@@ -38,13 +39,26 @@ def reader(kind: Any) -> Callable[[Any], Any]:
         return _tuple_reader(args)
     if origin is dict:
         return _dict_reader(reader(args[1]))
-    return _plain_reader((float, int) if kind is float else object if kind is Any else kind)
+    if kind in (int, float):
+        return _number_reader((float, int) if kind is float else int)
+    return _plain_reader(object if kind is Any else kind)
 
 
 def _plain_reader(takes: Any) -> Callable[[Any], Any]:
     def read(data: Any) -> Any:
         if not isinstance(data, takes):
             raise Misfit(f" is of type {type(data).__name__}, which is wrong here")
+        return data
+
+    return read
+
+
+def _number_reader(takes: Any) -> Callable[[Any], Any]:
+    check = _plain_reader(takes)
+
+    def read(data: Any) -> Any:
+        if isinstance(check(data), int) and abs(data) >= LARGEST:
+            raise Misfit(" is larger than any number that is stored here")
         return data
 
     return read
