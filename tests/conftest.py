@@ -30,6 +30,7 @@ from yolo_small import Trained, trained
 ROOT = Path(__file__).resolve().parents[1]
 QUICK = Plan(boundaries=("model", "all"), warmup_s=0.02, seconds=0.04, min_samples=5, rounds=1, timeout_s=1200.0)
 FORKS = "DYNO_TEST_FORKS"  # in the environment of tests that have `preloaded`
+PROCESSORS = os.sched_getaffinity(0)
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
@@ -52,6 +53,13 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
         patch.setattr(os, "fsync", forked.unflushed)
         yield
+
+
+@pytest.fixture(autouse=True)
+def _all_processors() -> Iterator[None]:
+    """A job pins the process it runs in; where that was the tests' own, the others have all processors again."""
+    yield
+    os.sched_setaffinity(0, PROCESSORS)
 
 
 @pytest.fixture(autouse=True)

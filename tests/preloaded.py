@@ -52,7 +52,10 @@ class Server:
         self._folder = tempfile.TemporaryDirectory(prefix="dyno-", dir="/tmp")  # a socket's path has to be short
         self.path = str(Path(self._folder.name) / "socket")
         words = [sys.executable, __file__, self.path]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        from dyno.jobs.launcher import SILENCE  # of libraries that look up hosts when they are imported
+
+        threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        env = {**os.environ, **SILENCE, **threads}
         self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
         assert self._process.stdout is not None and self._process.stdout.readline() == b"ready\n"
 

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,14 +32,6 @@ from dyno.worker.spec import SCHEMA, Artifact, Dims, Job, Recipe, Tensor, Trial,
 
 Trials = Callable[..., Trial]
 TENSORS = (Tensor("input", "float32", (1, 1, 4, 4)),)
-
-
-@pytest.fixture(autouse=True)
-def _affinity() -> Iterator[None]:
-    """`perform` pins the process it runs in; here that is the tests'."""
-    before = os.sched_getaffinity(0)
-    yield
-    os.sched_setaffinity(0, before)
 
 
 def done(job: Job, folder: Path) -> Record:

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +13,6 @@ import psutil
 import pytest
 
 from dyno.worker import system
-
-
-@pytest.fixture
-def _affinity() -> Iterator[None]:
-    before = os.sched_getaffinity(0)
-    yield
-    os.sched_setaffinity(0, before)
 
 
 def test_the_description_is_plain_data() -> None:
@@ -40,7 +32,6 @@ def test_flags_are_those_of_the_processor() -> None:
     assert set(system.describe()["cpu_flags"]) == words & set(system.CPU_FLAGS)
 
 
-@pytest.mark.usefixtures("_affinity")
 def test_pinning_takes_as_many_processors_as_threads() -> None:
     allowed = os.sched_getaffinity(0)
     assert sorted(system.cores()) == sorted(allowed)
@@ -50,7 +41,6 @@ def test_pinning_takes_as_many_processors_as_threads() -> None:
         assert os.sched_getaffinity(0) == set(chosen)
 
 
-@pytest.mark.usefixtures("_affinity")
 def test_more_threads_than_processors_take_all() -> None:
     assert len(system.pin(10_000)) == len(os.sched_getaffinity(0))
 

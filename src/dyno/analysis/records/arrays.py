@@ -16,6 +16,7 @@ import numpy as np
 
 MAGIC = b"\x93NUMPY"
 NUMBERS = "fiub"  # kinds of NumPy's types that are real numbers
+TEXTS = ("gpu_name", "gpu_uuid")  # in telemetry.npz, besides its numbers
 LAYERS = "layers"  # the one array of samples.npz with a row for each sample
 # A classifier's answers: what kinds of types they have, and how many axes.
 ANSWERS = {
@@ -79,9 +80,9 @@ def read_samples(folder: Path) -> tuple[dict[str, np.ndarray], str]:
 
 
 def read_numbers(path: Path, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
-    """The columns of telemetry.npz, of one length, and its single numbers; a ValueError for what holds something else.
-    See `read_npz`."""
-    arrays = read_npz(path, names)
+    """The columns of telemetry.npz, of one length, and its single numbers, without its texts; a ValueError for what
+    holds something else. See `read_npz`."""
+    arrays = {name: a for name, a in read_npz(path, names).items() if name not in TEXTS}
     lengths = {len(a) for a in arrays.values() if a.ndim}
     if len(lengths) > 1 or any(a.dtype.kind not in NUMBERS or a.ndim > 1 for a in arrays.values()):
         raise ValueError(f"{path} is damaged: its arrays are not columns of numbers")
