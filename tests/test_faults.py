@@ -239,11 +239,11 @@ def test_a_short_fault_campaign_finds_nothing(preloaded: str, tmp_path: Path, mo
     campaign = under_test.Campaign(tmp_path, server=preloaded)  # what is killed or has no room is started all the same
     (tmp_path / "study.toml").write_text(under_test.STUDY)
     said = [
-        world.kills(campaign, 2), world.full_disk(campaign, [10]), world.two_studies(campaign, 1),
-        mutations.mutate(campaign, faults.subjects(campaign, "study TOML,.pth,data.yaml,explained"), 30),
+        world.kills(campaign, 1), world.full_disk(campaign, [10]),
+        mutations.mutate(campaign, faults.subjects(campaign, "study TOML,data.yaml"), 12),
     ]  # fmt: skip
     assert campaign.wrong == [], said
-    assert said[1].startswith("full disk: 1 limits") and said[3].startswith("mutations: "), said
+    assert said[1].startswith("full disk: 1 limits") and said[2].startswith("mutations: "), said
 
 
 def test_what_write_json_writes_is_read_back(tmp_path: Path) -> None:
