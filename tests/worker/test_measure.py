@@ -194,6 +194,21 @@ def test_throughput_keeps_every_slot_in_flight(slots: int) -> None:
     assert {call for call in session.calls if call.startswith("bind")} == {f"bind{k}" for k in range(slots)}
 
 
+def test_throughput_in_lanes_has_each_lane_answer_and_counts_them_all() -> None:
+    both, lanes, answered = threading.Barrier(2), list[int](), list[int]()
+
+    def answer(feed: dict[str, np.ndarray]) -> None:
+        both.wait(60)  # neither lane goes on without the other
+        lanes.append(threading.get_ident())
+        answered.append(int(feed["input"][0, 0]))
+
+    began = time.perf_counter()
+    found = measure.throughput_in_lanes(answer, 2, FEEDS, 4, replace(PLAN, seconds=1e6, max_samples=10))
+    assert sorted(map(lanes.count, set(lanes))) == [5, 5] and sorted(set(answered)) == [0, 1, 2]
+    assert found.stopped == "samples"
+    assert found.value is not None and found.value >= 4 * 10 / (time.perf_counter() - began)
+
+
 def test_throughput_samples_are_rates_of_windows(clock: Clock) -> None:
     found = measure.throughput(Scripted(0.01, sleep=clock.sleep), FEEDS, 4, replace(PLAN, seconds=0.5))
     assert (found.stopped, found.value) == ("seconds", pytest.approx(400))

@@ -41,7 +41,7 @@ RULES = tuple(f.name for f in dataclasses.fields(Rules) if f.name != "gate")
 
 @dataclass(frozen=True)
 class Comparison:
-    """B held against A: `table` has a row for each pair of trials, `folder` is the run folder of what was measured for
+    """B compared with A: `table` has a row for each pair of trials, `folder` is the run folder of what was measured for
     it, None where two stored runs were compared. Of two runs of a video `video` has it end to end and by stage."""
 
     table: Table
@@ -122,7 +122,7 @@ def compare(
     quiet: bool = True,
     **settings: Any,
 ) -> Comparison:
-    """B held against A, trial by trial: speed, accuracy, outputs, status.
+    """B compared with A, trial by trial: speed, accuracy, outputs, status.
 
     `a` and `b` are two run folders (or `Result`s), or anything else that a study takes as a model, which is then
     measured here in turns; a run folder beside a model, or two with `again`, is measured again as well.

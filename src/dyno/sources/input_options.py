@@ -78,8 +78,9 @@ def _arrays(path: Path) -> dict[str, dict[str, Any]]:
         raise UserError(f"{path} can't be read as arrays by input name (numpy.savez): {e}") from e
     if empty := [name for name, a in stored.items() if not a.size]:
         raise UserError(f"the array {empty[0]!r} in {path} is empty; give one with values")
-    if unusable := [name for name, a in stored.items() if a.dtype.kind == "f" and not np.isfinite(a).all()]:
-        raise UserError(f"the array {unusable[0]!r} in {path} has values that are not finite; give numbers")
+    # An infinite value is fine: masks of attention are made of it.
+    if unusable := [name for name, a in stored.items() if a.dtype.kind == "f" and np.isnan(a).any()]:
+        raise UserError(f"the array {unusable[0]!r} in {path} has values that are not numbers (NaN); replace them")
     arrays = {name: (a.shape, str(a.dtype)) for name, a in stored.items()}
     rows = next((shape[0] for shape, _ in arrays.values() if shape), 0)
     sha256, by_name = sha256_of(path), {}

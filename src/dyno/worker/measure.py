@@ -7,9 +7,11 @@ for can't become a latency.
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -242,9 +244,36 @@ def throughput(session: Session, feeds: Feeds, batch: int, plan: Plan, blocks: I
         return _throughput_in_blocks(session, feeds, batch, plan, blocks)
     with _no_garbage_collection():
         begin, done = _pipelined(session, feeds, plan.seconds, LEAST_SAMPLES, plan.max_samples)
+    return _over_all(begin, done, batch, plan.max_samples)
+
+
+def throughput_in_lanes(
+    answer: Callable[[Arrays], object], lanes: int, feeds: Feeds, batch: int, plan: Plan
+) -> Sampling:
+    """The same where so many threads answer one batch after the other, each with `answer`, which returns when its batch
+    is done."""
+    most, turns = -(-plan.max_samples // lanes), itertools.cycle(feeds)
+
+    def lane() -> list[int]:
+        done: list[int] = []
+        while len(done) < LEAST_SAMPLES or (len(done) < most and now() < deadline):
+            answer(next(turns))
+            done.append(now())
+        return done
+
+    with _no_garbage_collection(), ThreadPoolExecutor(lanes) as pool:
+        begin = now()
+        deadline = begin + int(plan.seconds * 1e9)
+        running = [pool.submit(lane) for _ in range(lanes)]
+        done = sorted(itertools.chain.from_iterable(one.result() for one in running))
+    return _over_all(begin, done, batch, plan.max_samples)
+
+
+def _over_all(begin: int, done: Sequence[int], batch: int, most: int) -> Sampling:
+    """Batches that were done at those times, in ns."""
     rate = batch * len(done) / ((done[-1] - begin) / 1e9)
-    stopped = "samples" if len(done) >= plan.max_samples else "seconds"
-    return Sampling(rates(done, begin, batch), stopped, rate, window=(begin / 1e9, done[-1] / 1e9))
+    stopped = "samples" if len(done) >= most else "seconds"
+    return Sampling(_rates(done, begin, batch), stopped, rate, window=(begin / 1e9, done[-1] / 1e9))
 
 
 def _throughput_in_blocks(session: Session, feeds: Feeds, batch: int, plan: Plan, blocks: Iterable[int]) -> Sampling:
@@ -288,8 +317,7 @@ def _finish(session: Session, slot: int, done: list[int]) -> None:
     done.append(now())
 
 
-def rates(done: Sequence[int], begin: int, batch: int) -> np.ndarray:
-    """Images per second in windows of 0.1 s or more, of batches that were done at those times, in ns, since `begin`."""
+def _rates(done: Sequence[int], begin: int, batch: int) -> np.ndarray:
     rates, opened, images = [], begin, 0
     for at in done:
         images += batch

@@ -168,7 +168,7 @@ def test_the_data_sheet_stands_beside_what_was_measured() -> None:
 @pytest.mark.parametrize(
     ("texts", "said"),
     [
-        (["fp64=1"], "'fp64' is no ceiling; give one of fp32, tf32, fp16, bf16, int8, memory"),
+        (["fp64=1"], "unknown ceiling 'fp64'; give one of fp32, tf32, fp16, bf16, int8, memory"),
         (["fp32"], "give fp32 as a number of TFLOPS, such as fp32=100"),
         (["memory=-3"], "give memory as a number of GB/s"),
         (["fp32=nan"], "give fp32 as a number"),

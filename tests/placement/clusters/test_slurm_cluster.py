@@ -215,8 +215,11 @@ def test_what_is_asked_of_slurm() -> None:
     ("fields", "message"),
     [
         ({"on": "slrum=2"}, "unknown cluster 'slrum'; did you mean 'slurm'"),
-        ({"on": "slurm=two"}, "'two' is no number of jobs; write e.g. --on slurm=4,partition=gpu"),
-        ({"on": "slurm=0"}, "'0' is no number of jobs"),
+        (
+            {"on": "slurm=two"},
+            "whole number of jobs of at least 1, not 'two'; write e.g. --on slurm=4,partition=gpu",
+        ),
+        ({"on": "slurm=0"}, "needs a whole number of jobs of at least 1, not '0'"),
         ({"on": "slurm=2,partion=gpu"}, "unknown option of --on slurm 'partion'; did you mean 'partition'"),
         ({"on": "slurm=2,gpu"}, "'gpu' of --on slurm is not NAME=VALUE"),
         ({"on": "slurm=2,,time=1"}, "'' of --on slurm is not NAME=VALUE"),

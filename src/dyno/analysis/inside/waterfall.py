@@ -118,7 +118,7 @@ class Waterfall:
         return replace(step, difference=Interval(step.difference.value, low, high))
 
     def share(self, seconds: float) -> float:
-        """What of the gap that difference is; NaN where there is no gap."""
+        """The difference as a share of the gap; NaN where the gap is 0."""
         whole = self.gap.difference.value
         return seconds / whole if whole else math.nan
 

@@ -69,7 +69,7 @@ def by_cause(found: Waterfall) -> Table:
 def _notes(found: Waterfall) -> tuple[str, ...]:
     rounds = len(found.pair.a.processes)
     process, spread = (
-        ("one process", "repeats in it, which say nothing of another process")
+        ("one process", "repeats within it; another process may differ")
         if rounds == 1
         else (f"{rounds} processes", "processes")
     )

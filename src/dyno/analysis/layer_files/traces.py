@@ -13,7 +13,7 @@ from dyno.analysis.presentation import trace_events
 SPEEDSCOPE = "https://www.speedscope.app/file-format-schema.json"
 HOW = (
     "Durations were measured layer by layer, while the engine was watched; a layer is drawn where the one before it "
-    "ended, so that what happens between layers is not in the trace. It is no latency."
+    "ended, so that what happens between layers is not in the trace. Its length is not a latency."
 )
 
 

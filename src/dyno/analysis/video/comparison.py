@@ -1,4 +1,4 @@
-"""Two runs of a video held against each other: end to end and stage by stage, B against A."""
+"""Two runs of a video compared end to end and stage by stage, B with A."""
 
 from __future__ import annotations
 

@@ -47,10 +47,10 @@ def rows(
     }  # fmt: skip
     try:
         process = subprocess.Popen(
-        [sys.executable, "-P", "-m", MODULE], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL, pass_fds=(memory, tasks, say), start_new_session=True,
-        env={**os.environ, **ONE_THREAD},
-    )  # fmt: skip
+            [sys.executable, "-P", "-m", MODULE], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL, pass_fds=(memory, tasks, say), start_new_session=True,
+            env={**os.environ, **ONE_THREAD},
+        )  # fmt: skip
     except OSError:
         os.close(ask)
         os.close(results)

@@ -34,7 +34,7 @@ def parse(spec: str) -> Wanted:
     items = [item.strip() for item in spec.split(",")] if spec.strip() else []
     jobs = items.pop(0) if items and "=" not in items[0] else "1"
     if not (jobs.isascii() and jobs.isdecimal() and int(jobs)):
-        raise UserError(f"{jobs!r} is no number of jobs; write e.g. {EXAMPLE}")
+        raise UserError(f"--on slurm needs a whole number of jobs of at least 1, not {jobs!r}; write e.g. {EXAMPLE}")
     given: dict[str, str] = {}
     for item in items:
         name, _, value = (part.strip() for part in item.partition("="))

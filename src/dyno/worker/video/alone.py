@@ -154,36 +154,18 @@ class Bench:
 
 
 def infer(engine: steps.Engine, feeds: Sequence[Arrays], plan: Plan, size: int) -> tuple[Alone, measure.Sampling]:
-    """Inference with every slot in flight, on batches of the video, and the sampling that says so."""
+    """Inference with every slot or lane at work, on batches of the video, and the sampling that says so."""
     measure.warm_up(measure.step(engine.session, "all", feeds), plan)
     cpu, began = time.process_time(), time.perf_counter()
-    sampling = (in_lanes if engine.lanes > 1 else _in_slots)(engine, feeds, plan, size)
+    if engine.lanes > 1:
+        sampling = measure.throughput_in_lanes(
+            lambda feed: engine.answer(Batch([], feed)), engine.lanes, feeds, size, plan
+        )
+    else:
+        sampling = measure.throughput(engine.session, feeds, size, plan)
     share = (time.process_time() - cpu) / (time.perf_counter() - began)  # processors kept busy
     assert sampling.value is not None
     return Alone(1 / sampling.samples, share / sampling.value), sampling
-
-
-def _in_slots(engine: steps.Engine, feeds: Sequence[Arrays], plan: Plan, size: int) -> measure.Sampling:
-    return measure.throughput(engine.session, feeds, size, plan)
-
-
-def in_lanes(engine: steps.Engine, feeds: Sequence[Arrays], plan: Plan, size: int) -> measure.Sampling:
-    """Images per second with every lane of the engine at work, as in the pipeline."""
-    turns, begin = itertools.cycle(feeds), now()
-    deadline = begin + int(plan.seconds * 1e9)
-
-    def lane() -> list[int]:
-        done: list[int] = []
-        while len(done) < measure.LEAST_SAMPLES or (len(done) < plan.max_samples and now() < deadline):
-            engine.answer(Batch([], next(turns)))
-            done.append(now())
-        return done
-
-    with ThreadPoolExecutor(engine.lanes) as pool:
-        lanes = [pool.submit(lane) for _ in range(engine.lanes)]
-        done = sorted(itertools.chain.from_iterable(each.result() for each in lanes))
-    rate = size * len(done) / ((done[-1] - begin) / 1e9)
-    return measure.Sampling(measure.rates(done, begin, size), "seconds", rate, window=(begin / 1e9, done[-1] / 1e9))
 
 
 class Copy:

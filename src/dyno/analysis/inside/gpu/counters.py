@@ -30,7 +30,7 @@ COLUMNS = (
            cell=names_cell("modules")),
     Column("layer", "the engine's own name of that layer", kind=TEXT, rank=12),
     Column("kernel", "its name", kind=TEXT, rank=3),
-    Column("time_us", "its time under ncu, which is no latency", "µs", title="time, µs"),
+    Column("time_us", "its time under ncu, not to be read as a latency", "µs", title="time, µs"),
     Column("share", "share of the time of all kernels", "%", PERCENT, title="share, %"),
     Column("sm", "the SMs' busiest unit, of its peak", "%", title="SM, %", rank=1),
     Column("memory", "the busiest part of the memory, caches included, of its peak", "%", title="memory, %", rank=1),

@@ -87,7 +87,7 @@ def data_sheet(texts: Sequence[str]) -> Rates:
     for text in texts:
         name, _, number = text.partition("=")
         if name not in (*TYPES, MEMORY):
-            raise UserError(f"--data-sheet {text}: {name!r} is no ceiling; give one of {', '.join(TYPES)}, {MEMORY}")
+            raise UserError(f"--data-sheet {text}: unknown ceiling {name!r}; give one of {', '.join(TYPES)}, {MEMORY}")
         if name in found:
             raise UserError(f"--data-sheet has {name} twice; give it once")
         try:
