@@ -223,7 +223,7 @@ def test_what_is_asked_of_slurm() -> None:
         ({"on": "slurm=2,partion=gpu"}, "unknown option of --on slurm 'partion'; did you mean 'partition'"),
         ({"on": "slurm=2,gpu"}, "'gpu' of --on slurm is not NAME=VALUE"),
         ({"on": "slurm=2,,time=1"}, "'' of --on slurm is not NAME=VALUE"),
-        ({"on": "slurm=2,time=1:00"}, "time of --on slurm is a whole number of minutes, not '1:00'"),
+        ({"on": "slurm=2,time=1:00"}, "time of --on slurm must be a whole number of minutes, not '1:00'"),
         ({"on": "slurm=2,time=1,time=2"}, "time is given twice"),
         ({"on": "slurm=2,cluster=locl"}, "unknown cluster of --on slurm 'locl'; did you mean 'local'"),
         ({"on": "slurm=2,cluster=local,partition=gpu"}, "where partition has no meaning"),

@@ -54,5 +54,5 @@ def parse(spec: str) -> Wanted:
 
 def _minutes(name: str, value: str) -> int:
     if not (value.isascii() and value.isdecimal() and int(value)):
-        raise UserError(f"{name} of --on slurm is a whole number of minutes, not {value!r}")
+        raise UserError(f"{name} of --on slurm must be a whole number of minutes, not {value!r}")
     return int(value)
