@@ -29,7 +29,6 @@ from yolo_small import Trained, trained
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICK = Plan(boundaries=("model", "all"), warmup_s=0.02, seconds=0.04, min_samples=5, rounds=1, timeout_s=1200.0)
-FORKS = "DYNO_TEST_FORKS"  # in the environment of tests that have `preloaded`
 PROCESSORS = os.sched_getaffinity(0)
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -82,7 +81,7 @@ def preloaded(_server: str) -> Iterator[str]:
     """Jobs and commands of this file are forked from a process that has imported the libraries; its socket."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launcher, "subprocess", forked.Processes(_server))
-        patch.setenv(FORKS, _server)
+        patch.setenv(forked.FORKS, _server)
         yield _server
 
 
@@ -119,7 +118,7 @@ def dyno() -> Command:
 
     def run(*words: object, cwd: Path | None = None, env: dict[str, str] | None = None, timeout: float = 1200.0) -> Any:
         every = {**os.environ, **(env or {})}
-        if server := every.pop(FORKS, ""):
+        if server := every.pop(forked.FORKS, ""):
             return forked.command(server, [*map(str, words)], cwd or Path.cwd(), every, timeout)
         command = [sys.executable, "-m", "dyno", *map(str, words)]
         return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=every, timeout=timeout)
@@ -213,7 +212,8 @@ def call(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp
 
 @pytest.fixture
 def unreported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs in this process write no report, whose charts take longer than what a test's study measures."""
+    """Runs here and in forked commands write no report, whose charts take longer than what a test's study measures."""
+    monkeypatch.setenv(forked.UNREPORTED, "1")
     monkeypatch.setattr(Result, "report", lambda run, *_, **__: run.folder / "report.html")
 
 

@@ -36,27 +36,35 @@ LIBRARIES = (
     "matplotlib.backends.backend_agg", "matplotlib.backends.backend_svg", "jinja2", "rich.progress",
     "torch", "torch._dynamo", "torch._inductor.compile_fx", "torch.onnx._internal.exporter._core",
     "torch.utils.flop_counter", "torchvision", "timm", "onnx", "onnxscript", "onnxruntime", "onnxruntime.quantization",
-    "openvino", "dyno.cli.app", "dyno.cli.commands", "dyno.analysis.report.report", "dyno.worker.main",
-    "dyno.worker.jobs.inspect_model",
+    "openvino", "av", "cv2", "dyno.cli.app", "dyno.cli.commands", "dyno.analysis.report.report", "dyno.worker.main",
+    "dyno.worker.jobs.inspect_model", "dyno.worker.jobs.peak",
 )  # fmt: skip
 PROGRAM = "-m", "dyno"
+FORKS = "DYNO_TEST_FORKS"  # in the environment of tests whose commands are forked: the socket
+UNREPORTED = "DYNO_TEST_UNREPORTED"  # in the environment of commands that write no report
 MOST_FILES = 16  # that a process is given: its output, its errors, and pipes to whoever conducts it
 LEAST_MEMORY = 10_000_000  # bytes of a process
+SIDES, PEAK_S = (128, 256), 0.1  # of the matrices that a CPU's peak is measured with, and for how long
 HIGH = 512  # file descriptors from here on are nobody's
 
 
 class Server:
-    """The process that forks: `start` it, ask it for processes, `stop` it. It ends with the process that started it."""
+    """The process that forks: start it, ask it for processes, `stop` it. It ends with the process that started it.
 
-    def __init__(self) -> None:
+    `libraries` are what it imports, `env` is its environment besides this one's, `python` runs it and what it forks.
+    """
+
+    def __init__(
+        self, libraries: Sequence[str] = LIBRARIES, env: Mapping[str, str] | None = None, python: object = ""
+    ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="dyno-", dir="/tmp")  # a socket's path has to be short
         self.path = str(Path(self._folder.name) / "socket")
-        words = [sys.executable, __file__, self.path]
+        words = [str(python) or sys.executable, __file__, self.path, *libraries]
         from dyno.jobs.launcher import SILENCE  # of libraries that look up hosts when they are imported
 
         threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-        env = {**os.environ, **SILENCE, **threads}
-        self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
+        self.env = {**os.environ, **SILENCE, **threads, **(env or {})}
+        self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=self.env)
         assert self._process.stdout is not None and self._process.stdout.readline() == b"ready\n"
 
     def stop(self) -> None:
@@ -141,9 +149,11 @@ def unflushed(_: int) -> None:
     """`os.fsync` that doesn't wait for the disk, which only guards against the machine's own end."""
 
 
-def _serve(path: str) -> None:
+def _serve(path: str, libraries: Sequence[str]) -> None:
     os.fsync = unflushed
-    for name in LIBRARIES:
+    if "openvino" in libraries:  # as where Dyno itself imports it
+        sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]
+    for name in libraries:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     _warm()
@@ -185,6 +195,10 @@ def _warm() -> None:
     from dyno.worker import registry
 
     assert registry.names() and registry.formats() and registry.maker("onnx_export")
+    if peak := sys.modules.get("dyno.worker.jobs.peak"):  # else it takes a quarter of a minute
+        peak.SIDES["cpu"] = SIDES
+        peak.measure.__defaults__ = PEAK_S, *peak.measure.__defaults__[1:]
+        peak.copy.__defaults__ = (PEAK_S,)
     if (compiler := sys.modules.get("torch._inductor.cpu_vec_isa")) is not None:
         with contextlib.suppress(Exception):
             compiler.valid_vec_isa_list()
@@ -300,6 +314,10 @@ def _command(code: str, words: Sequence[str], path: str) -> int:
     import dyno.jobs.launcher
 
     dyno.jobs.launcher.subprocess = Processes(path)
+    if os.environ.pop(UNREPORTED, ""):
+        from dyno.api.result import Result
+
+        Result.report = lambda run, *_, **__: run.folder / "report.html"
     sys.argv = ["dyno", *words]
     status = 0
     try:
@@ -312,4 +330,4 @@ def _command(code: str, words: Sequence[str], path: str) -> int:
 
 if __name__ == "__main__":
     sys.path.pop(0)  # this folder, which whoever starts a process by its path has there
-    _serve(sys.argv[1])
+    _serve(sys.argv[1], sys.argv[2:])

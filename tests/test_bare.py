@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+import preloaded as forked
 from dyno.worker import extras
 
 HIDE = """
@@ -35,22 +34,24 @@ IMPORTS = {name.replace("-", "_") for name in extras.EXTRAS} | set(extras.IMPORT
 Bare = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-@pytest.fixture
-def bare(tmp_path: Path, root: Path) -> Bare:
-    """A command in a process, and jobs below it, in which no extra is installed."""
-    (tmp_path / "hidden").mkdir()
+@pytest.fixture(scope="module")
+def nothing(tmp_path_factory: pytest.TempPathFactory, root: Path) -> Iterator[forked.Server]:
+    """A process, and what is forked from it, in which no extra is installed."""
+    folder = tmp_path_factory.mktemp("hidden")
     hidden = IMPORTS | {"torch_tensorrt", "tensorrt", "skimage"}
     names = set(extras.EXTRAS) | {"torch_tensorrt", "tensorrt", "scikit-image"}
-    (tmp_path / "hidden" / "sitecustomize.py").write_text(HIDE.format(hidden=hidden, names=names))
-    place = {"PYTHONPATH": f"{tmp_path / 'hidden'}{os.pathsep}{root / 'src'}", "DYNO_CACHE": str(tmp_path / "cache")}
+    (folder / "sitecustomize.py").write_text(HIDE.format(hidden=hidden, names=names))
+    libraries = ("numpy", "pandas", "scipy.stats", "dyno.cli.app", "dyno.cli.commands", "dyno.worker.main")
+    server = forked.Server(libraries, {"PYTHONPATH": f"{folder}{os.pathsep}{root / 'src'}"})
+    yield server
+    server.stop()
 
-    def run(*words: object) -> Any:
-        command = [sys.executable, "-m", "dyno", *map(str, words)]
-        return subprocess.run(
-            command, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, **place}, timeout=1200
-        )
 
-    return run
+@pytest.fixture
+def bare(tmp_path: Path, nothing: forked.Server) -> Bare:
+    """A command in a process, and jobs below it, in which no extra is installed."""
+    env = {**os.environ, "PYTHONPATH": nothing.env["PYTHONPATH"], "DYNO_CACHE": str(tmp_path / "cache")}
+    return lambda *words: forked.command(nothing.path, [*map(str, words)], tmp_path, env, 1200)
 
 
 def test_every_extra_is_in_the_table(root: Path) -> None:

@@ -12,8 +12,8 @@ import pytest
 
 from darknet_files import write
 
-pytestmark = pytest.mark.usefixtures("preloaded")
-QUICK = "--rounds 1 --seconds 0.05 --warmup 0.02 --routes usual".split()
+pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
+QUICK = "--rounds 1 --seconds 0.05 --block 0.01 --warmup 0.02 --routes usual".split()
 
 
 def test_a_detector_gives_the_same_boxes_on_every_engine_and_can_be_taken(dyno: Any, tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ pytest.importorskip("torch")
 onnx = pytest.importorskip("onnx")
 
 ENGINES = ("pytorch", "onnxruntime", "openvino")
-QUICK = ("--routes", "usual", "--rounds", 1, "--seconds", 0.02, "--warmup", 0.01, "--inputs", 4, "--threads", 1)
+QUICK = ("--routes", "usual", "--inputs", 4, "--threads", 1,
+         "--rounds", 1, "--seconds", 0.02, "--block", 0.01, "--warmup", 0.01)  # fmt: skip
 Call = Callable[..., tuple[int, str, str]]
 
 

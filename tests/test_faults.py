@@ -29,7 +29,7 @@ Refused = Callable[..., str]
 ROOT = Path(__file__).resolve().parents[1]
 BRACKETS = "[" * 100_000
 FAKE = ["run", "fake:net", "--channels", "1", "--backends", "fake@latency_ms=0.1"]
-SHORT = "--rounds 2 --seconds 0.04 --warmup 0.02 --threads 1".split()
+SHORT = "--rounds 2 --seconds 0.04 --block 0.01 --warmup 0.02 --threads 1".split()
 
 
 @pytest.fixture
@@ -240,7 +240,7 @@ def test_a_short_fault_campaign_finds_nothing(preloaded: str, tmp_path: Path, mo
     (tmp_path / "study.toml").write_text(under_test.STUDY)
     said = [
         world.kills(campaign, 1), world.full_disk(campaign, [10]),
-        mutations.mutate(campaign, faults.subjects(campaign, "study TOML,data.yaml"), 12),
+        mutations.mutate(campaign, faults.subjects(campaign, "study TOML,data.yaml"), 8),
     ]  # fmt: skip
     assert campaign.wrong == [], said
     assert said[1].startswith("full disk: 1 limits") and said[2].startswith("mutations: "), said

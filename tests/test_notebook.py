@@ -18,6 +18,7 @@ import preloaded
 from dyno.jobs import launcher
 launcher.subprocess = preloaded.Processes({server!r})
 """
+SHORT = "seconds=0.05, block=0.01, warmup=0.02"
 
 pytestmark = pytest.mark.slow
 
@@ -29,6 +30,8 @@ def cells(tmp_path_factory: pytest.TempPathFactory, preloaded: str) -> list[Any]
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells), "figures of another machine are no example"
     code = FORKED.format(tests=str(Path(__file__).parent), server=preloaded)
+    for cell in notebook.cells:
+        cell.source = cell.source.replace("seconds=0.2", SHORT)
     notebook.cells.insert(0, nbformat.v4.new_code_cell(code))
     NotebookClient(notebook, timeout=900, resources={"metadata": {"path": str(folder)}}).execute()
     assert (folder / "runs/notebook/report.html").is_file()

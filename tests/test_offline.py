@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import preloaded as forked
 from dyno.planning.interpreters import installed
 from watched import Watch
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
+ENGINES = ("onnxruntime", "openvino")
 
 NET = """
 from torch import nn
@@ -53,41 +56,66 @@ def test_a_look_up_in_native_code_is_seen(watch: Watch) -> None:
     assert watch.hosts("native")[-1] == "connect an address"
 
 
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Watch]]:
+    """The socket of a process that jobs and commands are forked from, and what it looked up itself.
+
+    Engines are none of its libraries: each job imports its own, as Dyno does it.
+    """
+    watch = Watch(tmp_path_factory.mktemp("watched"))
+    server = forked.Server([name for name in forked.LIBRARIES if not name.startswith(ENGINES)], watch.env)
+    yield server.path, watch
+    server.stop()
+
+
+@pytest.fixture
+def offline(watched: tuple[str, Watch], watch: Watch, dyno: Command) -> Command:
+    """A command that has to end well and, with its jobs, is watched."""
+
+    def run(*words: object) -> Any:
+        done = dyno(*words, env={**watch.env, forked.FORKS: watched[0]})
+        assert done.returncode == 0, done.stderr + done.stdout
+        return done
+
+    return run
+
+
+def nothing_is_looked_up(*watches: Watch) -> None:
+    assert [watch.hosts("python") for watch in watches] == [[]] * len(watches)
+    if why := watches[0].native:
+        pytest.skip(why)
+    assert [watch.hosts("native") for watch in watches] == [[]] * len(watches)
+
+
 @pytest.mark.slow
-def test_a_yolo_network_looks_nothing_up_and_leaves_the_home_alone(watch: Watch, dyno: Command, tmp_path: Path) -> None:
+def test_a_yolo_network_looks_nothing_up_and_leaves_the_home_alone(
+    watched: tuple[str, Watch], watch: Watch, offline: Command, tmp_path: Path
+) -> None:
     for library in ("ultralytics", "onnxruntime"):
         pytest.importorskip(library)
-    short = ("--size", 32, "--seconds", 0.1, "--warmup", 0.05, "--rounds", 1)
+    short = ("--size", 32, "--seconds", 0.03, "--block", 0.01, "--warmup", 0.02, "--rounds", 1)
     ways = ("--backends", "onnxruntime@exporter=torchscript")  # the one that takes less time
-    done = dyno(
-        "run", "ultralytics:yolov8n-cls.yaml", *short, *ways, "--out", tmp_path / "run", env=watch.env, timeout=1200
-    )
-    assert done.returncode == 0, done.stderr + done.stdout
+    offline("run", "ultralytics:yolov8n-cls.yaml", *short, *ways, "--out", tmp_path / "run")
     logs = "".join(log.read_text() for log in (tmp_path / "run").rglob("std*.log"))
     assert "ltralytics" not in logs
     assert not list((tmp_path / "home").rglob("*ltralytics*"))
-    assert watch.hosts("python") == []
-    if watch.native:
-        pytest.skip(watch.native)
-    assert watch.hosts("native") == []
+    nothing_is_looked_up(watch, watched[1])
 
 
 @pytest.mark.slow
-def test_a_study_over_every_backend_looks_nothing_up(watch: Watch, dyno: Command, tmp_path: Path) -> None:
+def test_a_study_over_every_backend_looks_nothing_up(
+    watched: tuple[str, Watch], watch: Watch, offline: Command, tmp_path: Path
+) -> None:
     for library in ("torch", "onnx", "sklearn"):
         pytest.importorskip(library)
     (tmp_path / "small.py").write_text(NET)
     model = (f"{tmp_path / 'small.py'}:net", "--channels", 1, "--size", 16)
-    short = ("--rounds", 1, "--seconds", 0.1, "--warmup", 0.05)
+    short = ("--rounds", 1, "--seconds", 0.03, "--block", 0.01, "--warmup", 0.02)
     every = installed("cpu")
     ways = [f"{name}@precision=int8" if name == "onnxruntime" else name for name in every]  # it calibrates too
     words = ("run", *model, "--data", "digits", "--backends", ",".join(ways), *short, "--out", tmp_path / "run")
     for command in (words, ("doctor",), ("show", tmp_path / "run")):
-        done = dyno(*command, env=watch.env, timeout=1200)
-        assert done.returncode == 0, done.stderr + done.stdout
+        offline(*command)
     rows = [line.split(",") for line in (tmp_path / "run/results.csv").read_text().splitlines()[1:]]
     assert {row[1].partition("@")[0] for row in rows} == set(every)
-    assert watch.hosts("python") == []
-    if watch.native:
-        pytest.skip(watch.native)
-    assert watch.hosts("native") == []
+    nothing_is_looked_up(watch, watched[1])

@@ -17,7 +17,7 @@ from PIL import Image
 
 pytestmark = pytest.mark.usefixtures("preloaded")
 
-QUICK = "--rounds 1 --seconds 0.05 --warmup 0.02 --backends onnxruntime,openvino".split()
+QUICK = "--rounds 1 --seconds 0.05 --block 0.01 --warmup 0.02 --backends onnxruntime,openvino".split()
 KINDS = onnx.TensorProto
 Call = Callable[..., tuple[int, str, str]]
 

@@ -38,7 +38,8 @@ HERE = {"ultralytics": find_spec("ultralytics") is not None}  # what a block may
 SHORT = {
     "--rounds": ("1", ("run", "serve-test", "explain")),
     "--seconds": ("0.05", ("run", "serve-test", "time", "eval", "profile", "explain")),
-    "--warmup": ("0.05", ("run", "serve-test", "time", "profile", "explain")),
+    "--block": ("0.01", ("run",)),
+    "--warmup": ("0.02", ("run", "serve-test", "time", "profile", "explain")),
     "--epochs": ("1", ("train",)),
     "--confirm": ("0", ("run",)),
     "--routes": ("usual", ("run",)),
@@ -88,7 +89,7 @@ from dyno.study import Study
 demo.SIZE = 32
 demo.TRAINING |= {{"epochs": 1, "threads": 1}}
 demo.BACKENDS = ("onnxruntime@precision=fp32+int8", "the last one is left out")
-demo.Study = lambda **asked: Study(**asked | {{"seconds": 0.05, "warmup": 0.05, "threads": 1}})
+demo.Study = lambda **asked: Study(**asked | {{"seconds": 0.05, "block": 0.01, "warmup": 0.02, "threads": 1}})
 app.main()
 """
 
@@ -153,12 +154,12 @@ def left_out(words: list[str]) -> str:
     return next((why for start, why in ELSEWHERE.items() if shlex.join(words).startswith(start)), "")
 
 
-def typed(words: list[str], folder: Path, server: str) -> subprocess.CompletedProcess[str]:
+def typed(words: list[str], folder: Path, server: str, unreported: str) -> subprocess.CompletedProcess[str]:
     """One command line; `dyno` and `python` are this interpreter's."""
     program, *rest = shortened(words) if words[0] == "dyno" else words
     if rest[0] == "rm" and len(rest) > 2:  # a trial's id is of the machine and the version
         rest[2] = next((folder / rest[1] / "trials").iterdir()).name
-    environment = {**os.environ, "BROWSER": "true"}
+    environment = {**os.environ, "BROWSER": "true", **({forked.UNREPORTED: "1"} if unreported == rest[0] else {})}
     if program == "dyno":
         start = DEMO if rest[0] == "demo" else DYNO
         return forked.command(server, rest, folder, environment, 1200, ("-c", start))
@@ -213,7 +214,7 @@ def test_every_command_of_a_page_runs(page: str, preloaded: str, tmp_path: Path)
                 print(f"left out: {shlex.join(words)}: {why}")
                 continue
             started = time.monotonic()
-            done = typed(words, tmp_path, preloaded)
+            done = typed(words, tmp_path, preloaded, "" if page == "README.md" else "run")
             print(f"{time.monotonic() - started:5.1f} s  {shlex.join(shortened(words))}", flush=True)
             fine = FINE.get(words[1], (0,)) if words[0] == "dyno" else (0,)
             assert done.returncode in fine, f"{shlex.join(words)}\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}"
@@ -232,8 +233,8 @@ def test_what_is_left_out_says_what_it_needs(block: Block) -> None:
 def test_a_command_is_shortened_but_otherwise_what_it_is() -> None:
     words = shlex.split("dyno run m.onnx --rounds 5 --batch 1,16")
     assert shortened(words) == shlex.split(
-        "dyno run m.onnx --rounds 1 --batch 1,16 --seconds 0.05 --warmup 0.05 --confirm 0 --routes usual --inputs 4 "
-        "--threads 1"
+        "dyno run m.onnx --rounds 1 --batch 1,16 --seconds 0.05 --block 0.01 --warmup 0.02 --confirm 0 --routes usual "
+        "--inputs 4 --threads 1"
     )
     assert shlex.join(shortened(shlex.split("dyno export torchvision:resnet18 -o m.onnx"))) == (
         "dyno export timm:test_resnet -o m.onnx --size 32"

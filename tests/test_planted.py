@@ -12,7 +12,7 @@ from PIL import Image
 
 import planted_backends
 
-pytestmark = pytest.mark.usefixtures("preloaded")
+pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
 PLANTED = ("ChangedWeight", "ChangedBlob", "OtherBranch")
 TESTS = Path(__file__).parent
@@ -32,8 +32,8 @@ def test_a_planted_graph_is_said_first_and_never_ranked(dyno: Any, tmp_path: Pat
         f"planted_backends:{name}@precision={'fp32' if name == 'OtherBranch' else precision}" for name in PLANTED
     ]
     honest = ["pytorch@precision=fp32", f"onnxruntime@precision={precision}", f"openvino@precision={precision}"]
-    words = ("--data", photos, "--size", 32, "--rounds", 1, "--seconds", 0.1, "--warmup", 0.1, "--out", tmp_path / "r",
-             "--routes", "usual")  # fmt: skip
+    words = ("--data", photos, "--size", 32, "--rounds", 1, "--seconds", 0.05, "--block", 0.01,
+             "--warmup", 0.02, "--routes", "usual", "--out", tmp_path / "r")  # fmt: skip
     environment = {"PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
     done = dyno(
         "run", f"{tmp_path / 'net.py'}:net", "--backends", ",".join([*honest, *planted]), *words, env=environment

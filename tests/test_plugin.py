@@ -10,17 +10,22 @@ import site
 import subprocess
 import sys
 import venv
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+import preloaded as forked
+
 ROOT = Path(__file__).resolve().parents[1]
 PLUGIN = ROOT / "examples/plugin"
 NET = f"{PLUGIN / 'dyno_example/numpy_net.py'}:net"
-QUICK = ("--rounds", "1", "--seconds", "0.05", "--warmup", "0.05")
+QUICK = ("--rounds", "1", "--seconds", "0.05", "--warmup", "0.02")
+# Those that the commands here need, but for what a test hides.
+LIBRARIES = ("pandas", "scipy.stats", "PIL.Image", "matplotlib.figure", "jinja2", "torch", "dyno.cli.app",
+             "dyno.cli.commands", "dyno.analysis.report.report", "dyno.worker.main")  # fmt: skip
 BROKEN = {"dyno.backends": "gone = no_such_module:X", "dyno.formats": "other = dyno_example.numpy_net:TYPES"}
 Call = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -51,20 +56,25 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def dyno(place: Path) -> Call:
-    """Runs a command there; another exit code than `code` fails the test."""
+def dyno(place: Path) -> Iterator[Call]:
+    """Runs a command there; another exit code than `code` fails the test. `env` makes it a process that is started."""
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment = {**clean, "DYNO_CACHE": str(place / "cache")}
+    python = place / "env/bin/python"
+    server = forked.Server(LIBRARIES, {"PYTHONPATH": ""}, python)
 
     def call(*words: object, code: int = 0, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(
-            [place / "env/bin/python", "-m", "dyno", *map(str, words)],
-            cwd=place, env={**environment, **(env or {})}, capture_output=True, text=True, timeout=1200,
-        )  # fmt: skip
+        if env:
+            command = [python, "-m", "dyno", *map(str, words)]
+            own = {**environment, **env}
+            done = subprocess.run(command, cwd=place, env=own, capture_output=True, text=True, timeout=1200)
+        else:
+            done = forked.command(server.path, [*map(str, words)], place, environment, 1200)
         assert done.returncode == code, done.stdout + done.stderr
         return done
 
-    return call
+    yield call
+    server.stop()
 
 
 def rows(text: str) -> list[dict[str, str]]:

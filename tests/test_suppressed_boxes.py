@@ -17,7 +17,8 @@ pytestmark = pytest.mark.usefixtures("preloaded")
 
 Call = Callable[..., tuple[int, str, str]]
 Arrays = dict[str, np.ndarray]
-QUICK = "--rounds 1 --seconds 0.05 --warmup 0.02 --routes usual --backends onnxruntime,openvino".split()
+QUICK = "--rounds 1 --seconds 0.03 --block 0.01 --warmup 0.01 --boundaries model --routes usual".split()
+ENGINES = ("--backends", "onnxruntime,openvino")
 
 
 def rows(folder: Path) -> dict[tuple[str, str], dict[str, str]]:
@@ -42,7 +43,7 @@ def run(call: Call, tmp_path: Path, unreported: None) -> Path:
     """Both kinds of outputs, with ONNX Runtime and OpenVINO, on random photographs."""
     files = [suppressing_net.write(tmp_path / f"{kind}.onnx", kind) for kind in suppressing_net.OUTPUTS]
     photos(tmp_path / "photos")
-    code, _, errors = call("run", *files, *QUICK, "--data", tmp_path / "photos", "--out", tmp_path / "run")
+    code, _, errors = call("run", *files, *QUICK, *ENGINES, "--data", tmp_path / "photos", "--out", tmp_path / "run")
     assert code == 0, errors
     return tmp_path / "run"
 

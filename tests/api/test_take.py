@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import dyno
+import preloaded as forked
 from dyno import Study
 from dyno.api.result import Result
 from dyno.worker.inputs import input_data, specs
@@ -72,7 +73,7 @@ np.savez(sys.argv[3], prepared=np.stack(prepared or [0]), **made)
 
 
 def ran(study: Study, folder: Path) -> Result:
-    short: dict[str, Any] = {"rounds": 1, "until": "rounds", "seconds": 0.04, "warmup": 0.02, "threads": 2}
+    short: dict[str, Any] = {"rounds": 1, "seconds": 0.04, "block": 0.01, "warmup": 0.02, "threads": 2}
     return Study(**{**{name: getattr(study, name) for name in study.to_table()}, **short}).run(folder, quiet=True)
 
 
@@ -121,9 +122,9 @@ def feeds(trial: Trial, batches: int) -> dict[str, np.ndarray]:
 
 def run_alone(script: Path, fed: dict[str, np.ndarray], pictures: list[Path], scratch: Path) -> dict[str, np.ndarray]:
     np.savez(scratch / "fed.npz", **fed)
-    words = [sys.executable, "-c", ALONE, script, scratch / "fed.npz", scratch / "made.npz", *pictures]
+    words = [str(word) for word in (script, scratch / "fed.npz", scratch / "made.npz", *pictures)]
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run([*map(str, words)], capture_output=True, text=True, cwd=scratch, env=clean, timeout=1200)
+    done = forked.command(os.environ[forked.FORKS], words, scratch, clean, 1200, ("-c", ALONE))
     assert done.returncode == 0, done.stderr
     return dict(np.load(scratch / "made.npz"))
 
@@ -179,7 +180,7 @@ def test_what_can_not_be_taken_is_one_line(run: Result, refused: Callable[..., s
 def test_a_run_prints_how_its_winner_is_taken(call: Callable[..., Any], tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     (tmp_path / "net.py").write_text(NET)
-    short = "--rounds 1 --seconds 0.04 --warmup 0.02".split()
+    short = "--rounds 1 --seconds 0.04 --block 0.01 --warmup 0.02".split()
     code, out, err = call("run", "net.py:net", "--size", "16", "--backends", "onnxruntime", *short, "--out", "r")
     assert code == 0 and ("take it: dyno take r\n" in out or "choose: dyno take r BACKEND/PRECISION\n" in out), err
     assert call("take", "r")[0] == 0 and (tmp_path / "net-onnxruntime-fp32.onnx").is_file()

@@ -18,7 +18,7 @@ from dyno import Study, __version__
 from dyno.cli import app
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
-SHORT = "--rounds 1 --seconds 0.04 --warmup 0.02 --threads 1".split()
+SHORT = "--rounds 1 --seconds 0.04 --block 0.01 --warmup 0.02 --threads 1".split()
 FAKE = ["run", "fake:net", "--channels", "1", "--backends", "fake@latency_ms=0.1", *SHORT]
 COMMANDS = "demo run show report export build time stress agree eval train list rm open doctor".split()
 

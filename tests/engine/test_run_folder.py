@@ -16,7 +16,7 @@ from dyno.analysis.records.forms import Form, forms
 pytestmark = pytest.mark.usefixtures("preloaded")
 
 Call = Callable[..., tuple[int, str, str]]
-SHORT = "--rounds 1 --seconds 0.04 --warmup 0.02 --threads 1".split()
+SHORT = "--rounds 1 --seconds 0.04 --block 0.01 --warmup 0.02 --threads 1".split()
 FAKE = ["--backends", "fake@latency_ms=0.1", *SHORT]
 
 

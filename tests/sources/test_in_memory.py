@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("preloaded")
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
-QUICK: dict[str, Any] = {"rounds": 1, "seconds": 0.05, "warmup": 0.02, "compared": 4, "threads": 1}
+QUICK: dict[str, Any] = {"rounds": 1, "seconds": 0.05, "block": 0.01, "warmup": 0.02, "compared": 4, "threads": 1}
 
 
 class Small(nn.Module):  # type: ignore[misc, name-defined]

@@ -17,10 +17,10 @@ from dyno.analysis.verdict import verdict
 from dyno.engine.search import precisions
 from dyno.planning.plan import expand
 
-pytestmark = pytest.mark.usefixtures("preloaded")
+pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
-QUICK = "--rounds 1 --seconds 0.05 --warmup 0.02 --threads 1 --confirm 0".split()
+QUICK = "--rounds 1 --seconds 0.05 --block 0.01 --warmup 0.02 --threads 1 --confirm 0".split()
 
 
 @pytest.mark.slow

@@ -14,11 +14,11 @@ from dyno.analysis.records.notes.routes_tried import FAILED, KEPT, Attempt, atte
 from dyno.engine.search import routes
 from dyno.worker.spec import Dims, ModelSpec, Trial
 
-pytestmark = pytest.mark.usefixtures("preloaded")
+pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
-QUICK = "--rounds 1 --seconds 0.1 --warmup 0.05 --threads 1 --size 16 --boundaries model".split()
-# What a tracer sees has a tenth of the work, and gives the same outputs; or, of `wrong`, others.
+QUICK = "--rounds 1 --seconds 0.05 --block 0.01 --warmup 0.02 --threads 1 --size 16 --boundaries model".split()
+# What a tracer sees has an eighth of the work, and gives the same outputs; or, of `wrong`, others.
 NETS = """
 import torch
 from torch import nn
@@ -27,11 +27,11 @@ class Net(nn.Module):
     def __init__(self, factor=1.0):
         super().__init__()
         self.factor, self.first, self.last = factor, nn.Linear(768, 512), nn.Linear(512, 4)
-        self.work = nn.ModuleList(nn.Linear(512, 512) for _ in range(40))
+        self.work = nn.ModuleList(nn.Linear(512, 512) for _ in range(24))
     def forward(self, x):
         x = torch.softmax(self.first(x.flatten(1)), 1).unsqueeze(1)
         y = x
-        for layer in self.work[: 4 if torch.jit.is_tracing() else None]:
+        for layer in self.work[: 3 if torch.jit.is_tracing() else None]:
             y = torch.softmax(layer(y), 2)
         kept = x + 1e-9 * y
         return self.last(kept * (self.factor if torch.jit.is_tracing() else 1.0)).squeeze(1)

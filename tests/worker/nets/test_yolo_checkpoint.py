@@ -191,9 +191,8 @@ def test_a_torchscript_program_is_a_model_whatever_its_suffix(tmp_path: Path) ->
 @pytest.mark.slow
 def test_a_checkpoint_runs_from_the_command_line(saved: Callable[..., Path], tmp_path: Path, dyno: Any) -> None:
     path = saved("yolov8n", 3)
-    words = (
-        "--backends pytorch,onnxruntime --size 64 --rounds 1 --seconds 0.1 --warmup 0.1 --routes usual --out r".split()
-    )
+    short = "--rounds 1 --seconds 0.05 --block 0.01 --warmup 0.02 --routes usual".split()
+    words = ("--backends", "pytorch,onnxruntime", "--size", 64, *short, "--out", "r")
     done = dyno("run", path, *words, cwd=tmp_path, timeout=300)
     assert done.returncode == 0, done.stderr
     shown = dyno("show", "r", "--format", "json", cwd=tmp_path)
