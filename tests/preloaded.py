@@ -37,7 +37,7 @@ LIBRARIES = (
     "torch", "torch._dynamo", "torch._inductor.compile_fx", "torch.onnx._internal.exporter._core",
     "torch.utils.flop_counter", "torchvision", "timm", "onnx", "onnxscript", "onnxruntime", "onnxruntime.quantization",
     "openvino", "av", "cv2", "dyno.cli.app", "dyno.cli.commands", "dyno.analysis.report.report", "dyno.worker.main",
-    "dyno.worker.jobs.inspect_model", "dyno.worker.jobs.peak",
+    "dyno.worker.jobs.inspect_model", "dyno.worker.jobs.peak", "dyno.worker.video.alone",
 )  # fmt: skip
 PROGRAM = "-m", "dyno"
 FORKS = "DYNO_TEST_FORKS"  # in the environment of tests whose commands are forked: the socket
@@ -45,6 +45,7 @@ UNREPORTED = "DYNO_TEST_UNREPORTED"  # in the environment of commands that write
 MOST_FILES = 16  # that a process is given: its output, its errors, and pipes to whoever conducts it
 LEAST_MEMORY = 10_000_000  # bytes of a process
 SIDES, PEAK_S = (128, 256), 0.1  # of the matrices that a CPU's peak is measured with, and for how long
+ALONE, CHUNK = 24, 6  # frames that the stages of a video are measured on alone, and how many at a time
 HIGH = 512  # file descriptors from here on are nobody's
 
 
@@ -199,6 +200,8 @@ def _warm() -> None:
         peak.SIDES["cpu"] = SIDES
         peak.measure.__defaults__ = PEAK_S, *peak.measure.__defaults__[1:]
         peak.copy.__defaults__ = (PEAK_S,)
+    if alone := sys.modules.get("dyno.worker.video.alone"):
+        alone.FRAMES, alone.CHUNK = ALONE, CHUNK
     if (compiler := sys.modules.get("torch._inductor.cpu_vec_isa")) is not None:
         with contextlib.suppress(Exception):
             compiler.valid_vec_isa_list()

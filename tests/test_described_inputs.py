@@ -13,7 +13,7 @@ import pytest
 import described_nets
 import dyno
 
-pytestmark = pytest.mark.usefixtures("preloaded")
+pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 pytest.importorskip("torch")
 onnx = pytest.importorskip("onnx")
 
@@ -38,7 +38,6 @@ def outputs(folder: Path) -> dict[str, dict[str, np.ndarray]]:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("unreported")
 @pytest.mark.parametrize(
     ("name", "words", "batch", "size", "shape"),
     [

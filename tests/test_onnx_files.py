@@ -15,7 +15,7 @@ from onnx import helper as h
 from onnx import numpy_helper
 from PIL import Image
 
-pytestmark = pytest.mark.usefixtures("preloaded")
+pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
 QUICK = "--rounds 1 --seconds 0.05 --block 0.01 --warmup 0.02 --backends onnxruntime,openvino".split()
 KINDS = onnx.TensorProto

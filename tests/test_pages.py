@@ -38,7 +38,6 @@ HERE = {"ultralytics": find_spec("ultralytics") is not None}  # what a block may
 SHORT = {
     "--rounds": ("1", ("run", "serve-test", "explain")),
     "--seconds": ("0.05", ("run", "serve-test", "time", "eval", "profile", "explain")),
-    "--block": ("0.01", ("run",)),
     "--warmup": ("0.02", ("run", "serve-test", "time", "profile", "explain")),
     "--epochs": ("1", ("train",)),
     "--confirm": ("0", ("run",)),
@@ -46,6 +45,7 @@ SHORT = {
     "--inputs": ("4", ("run", "agree")),
     "--iterations": ("5", ("stress",)),
     "--duration": ("1s", ("serve-test",)),
+    "--rate": ("10", ("serve-test",)),  # tests/cli/test_serve_test.py searches the highest
     "--threads": (
         "1",
         ("run", "serve-test", "time", "stress", "eval", "agree", "train", "profile", "explain"),
@@ -132,7 +132,7 @@ def shortened(words: list[str]) -> list[str]:
         if flag in kept:
             value = kept[kept.index(flag) + 1]
             kept[kept.index(flag) + 1] = values.get(value, value)
-    if words[1] == "serve-test" and "--backends" in kept:  # the search for the highest rate is long, and alike for each
+    if words[1] == "serve-test" and "--backends" in kept:  # alike for each
         kept[kept.index("--backends") + 1] = "onnxruntime"
     if (
         "--size" not in kept
@@ -154,13 +154,17 @@ def left_out(words: list[str]) -> str:
     return next((why for start, why in ELSEWHERE.items() if shlex.join(words).startswith(start)), "")
 
 
-def typed(words: list[str], folder: Path, server: str, unreported: str) -> subprocess.CompletedProcess[str]:
-    """One command line; `dyno` and `python` are this interpreter's."""
+def typed(words: list[str], folder: Path, server: str, brief: bool) -> subprocess.CompletedProcess[str]:
+    """One command line; `dyno` and `python` are this interpreter's. Where it is to be brief, a study is over before
+    much can be recorded of it, and has no report."""
     program, *rest = shortened(words) if words[0] == "dyno" else words
     if rest[0] == "rm" and len(rest) > 2:  # a trial's id is of the machine and the version
         rest[2] = next((folder / rest[1] / "trials").iterdir()).name
-    environment = {**os.environ, "BROWSER": "true", **({forked.UNREPORTED: "1"} if unreported == rest[0] else {})}
+    environment = {**os.environ, "BROWSER": "true"}
     if program == "dyno":
+        if brief and rest[0] == "run":
+            rest += ["--block", "0.01"]
+            environment[forked.UNREPORTED] = "1"
         start = DEMO if rest[0] == "demo" else DYNO
         return forked.command(server, rest, folder, environment, 1200, ("-c", start))
     command = [sys.executable if program == "python" else program, *rest]
@@ -214,7 +218,7 @@ def test_every_command_of_a_page_runs(page: str, preloaded: str, tmp_path: Path)
                 print(f"left out: {shlex.join(words)}: {why}")
                 continue
             started = time.monotonic()
-            done = typed(words, tmp_path, preloaded, "" if page == "README.md" else "run")
+            done = typed(words, tmp_path, preloaded, brief=page != "README.md" or "photos" in shlex.join(words))
             print(f"{time.monotonic() - started:5.1f} s  {shlex.join(shortened(words))}", flush=True)
             fine = FINE.get(words[1], (0,)) if words[0] == "dyno" else (0,)
             assert done.returncode in fine, f"{shlex.join(words)}\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}"
@@ -233,8 +237,8 @@ def test_what_is_left_out_says_what_it_needs(block: Block) -> None:
 def test_a_command_is_shortened_but_otherwise_what_it_is() -> None:
     words = shlex.split("dyno run m.onnx --rounds 5 --batch 1,16")
     assert shortened(words) == shlex.split(
-        "dyno run m.onnx --rounds 1 --batch 1,16 --seconds 0.05 --block 0.01 --warmup 0.02 --confirm 0 --routes usual "
-        "--inputs 4 --threads 1"
+        "dyno run m.onnx --rounds 1 --batch 1,16 --seconds 0.05 --warmup 0.02 --confirm 0 --routes usual --inputs 4 "
+        "--threads 1"
     )
     assert shlex.join(shortened(shlex.split("dyno export torchvision:resnet18 -o m.onnx"))) == (
         "dyno export timm:test_resnet -o m.onnx --size 32"

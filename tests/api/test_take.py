@@ -73,7 +73,8 @@ np.savez(sys.argv[3], prepared=np.stack(prepared or [0]), **made)
 
 
 def ran(study: Study, folder: Path) -> Result:
-    short: dict[str, Any] = {"rounds": 1, "seconds": 0.04, "block": 0.01, "warmup": 0.02, "threads": 2}
+    rounds: dict[str, Any] = {"rounds": 1, "until": "rounds", "routes": "usual"}
+    short: dict[str, Any] = {**rounds, "seconds": 0.04, "block": 0.01, "warmup": 0.02, "threads": 2}
     return Study(**{**{name: getattr(study, name) for name in study.to_table()}, **short}).run(folder, quiet=True)
 
 

@@ -115,6 +115,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("unreported")
 def test_a_full_disk_keeps_what_was_measured(call: Callable[..., Any], small_disk: Path) -> None:
     words = [*FAKE, "--batch", "1,2,3,4", "--out", small_disk]
     code, _, err = call(*words)
@@ -155,6 +156,7 @@ def test_a_budget_is_judged_against_the_reference(call: Callable[..., Any], phot
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("unreported")
 def test_too_little_agreement_is_exit_1(call: Callable[..., Any]) -> None:
     words = ["agree", "fake:net", "--channels", 1, "--backends", "fake", "--precision", "fp32,int8"]
     assert call(*words, "--out", "a")[0] == 0
@@ -175,8 +177,8 @@ def test_a_dry_run_lists_and_runs_nothing(call: Callable[..., Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("unreported")
 def test_a_study_file_names_its_folder(call: Callable[..., Any], tmp_path: Path) -> None:
-    text = "models = ['fake:n']\nbackends = ['fake']\nrounds = 1\nseconds = 0.04\nwarmup = 0.02\nchannels = 1\n"
-    (tmp_path / "mine.toml").write_text(text)
+    text = "models = ['fake:n']\nbackends = ['fake']\nrounds = 1\nseconds = 0.04\nblock = 0.01\nwarmup = 0.02\n"
+    (tmp_path / "mine.toml").write_text(f"{text}channels = 1\n")
     assert call("run", "mine.toml", "--threads", "1")[0] == 0
     assert (tmp_path / "runs/mine/study.toml").is_file()
     code, _, err = call("run", "runs/mine/study.toml")
@@ -184,6 +186,7 @@ def test_a_study_file_names_its_folder(call: Callable[..., Any], tmp_path: Path)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("unreported")
 def test_show_prints_every_format(call: Callable[..., Any]) -> None:
     call(*FAKE, "--out", "r")
     for format in ("text", "markdown", "csv", "json", "html"):

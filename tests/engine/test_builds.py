@@ -32,6 +32,8 @@ from dyno.worker.facts.job import Facts
 from dyno.worker.record import Measurement, Record, write_json, write_record
 from dyno.worker.spec import Job, Recipe, Runtime, Trial, to_json
 
+pytestmark = pytest.mark.usefixtures("preloaded")
+
 Studies = Callable[..., Study]
 PLUGIN = """
 import hashlib

@@ -17,7 +17,7 @@ from dyno.analysis.verdict import verdict
 from dyno.engine.execute import execute
 from dyno.jobs.progress import Progress
 
-pytestmark = pytest.mark.usefixtures("preloaded")
+pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
 Studies = Callable[..., Study]
 THREE = tuple(f"fake@latency_ms={ms}" for ms in (0.5, 1.5, 3.0))

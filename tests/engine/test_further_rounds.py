@@ -176,7 +176,7 @@ def test_a_folder_of_before_goes_on(study: Studies, tmp_path: Path, scripted: No
 
 
 FIRST_LOOK = tuple(f"r{number}" for number in range(ROUNDS))  # of a study that does not say how many
-COMMAND = "run fake:net --boundaries model --seconds 0.3 --warmup 0.02 --threads 1 --out run".split()
+COMMAND = "run fake:net --boundaries model --seconds 0.15 --block 0.05 --warmup 0.02 --threads 1 --out run".split()
 
 
 def ran(folder: Path) -> set[tuple[str, ...]]:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("preloaded")
+
 
 @pytest.fixture(scope="module")
 def onnx(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -35,7 +35,7 @@ SLOW, FAST = "fake@latency_ms=4", "fake@latency_ms=2"
 def study(fake_study: Studies) -> Studies:
     def make(*backends: str, **fields: Any) -> Study:
         return fake_study(
-            **{"backends": backends or (SLOW, FAST), "turns": True, "seconds": 0.3, "block": 0.05, **fields}
+            **{"backends": backends or (SLOW, FAST), "turns": True, "seconds": 0.15, "block": 0.05, **fields}
         )
 
     return make

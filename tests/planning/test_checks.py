@@ -124,7 +124,7 @@ def test_two_backends_of_one_file_are_enough_to_agree() -> None:
     assert commands.check_several is checks.check_several
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("preloaded")
 @pytest.mark.parametrize(
     ("model", "line"),
     [

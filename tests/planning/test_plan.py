@@ -229,6 +229,7 @@ def test_a_file_for_a_gpu_is_another_for_another_gpu(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("unreported")
 def test_a_model_that_dies_when_it_is_looked_at_is_rows_and_the_others_run(
     call: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -236,7 +237,7 @@ def test_a_model_that_dies_when_it_is_looked_at_is_rows_and_the_others_run(
     words = "run", "net.py:dies", "--backends", "fake", "--batch", "1,2", "--out", "run"
     code, out, err = call(*words)
     assert (code, err) == (2, "dyno: dies: model inspection: killed by SIGSEGV\n")
-    code, out, err = call(*words, "fake:[/x]", "--rounds", "1", "--samples", "5")
+    code, out, err = call(*words, "fake:[/x]", "--rounds", "1", "--samples", "5", "--warmup", "0.02")
     assert code == 3
     frame = load("run").to_pandas().sort_values(["model", "batch"])
     assert [*zip(frame["model"], frame["batch"], frame["status"], strict=True)] == [

@@ -24,7 +24,7 @@ from dyno.worker.record import Record, read_record
 
 pytest.importorskip("cv2")
 av = pytest.importorskip("av")
-pytestmark = pytest.mark.usefixtures("preloaded")
+pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
 Call = Callable[..., tuple[int, str, str]]
 COUNT = 40
@@ -235,19 +235,15 @@ def interrupted(tmp_path: Path) -> subprocess.Popen[bytes]:
     return process
 
 
-def test_an_interrupt_leaves_a_playable_file(interrupted: subprocess.Popen[bytes], tmp_path: Path) -> None:
-    assert interrupted.wait(600) == 130
+def test_an_interrupt_leaves_a_playable_file_and_the_video_is_measured_again(
+    interrupted: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    assert interrupted.wait(600) == 130  # with its standard input open
     out, _ = interrupted.communicate()
     found = places(tmp_path / "out.mp4")
     assert found and found == expected(len(found))
     assert facts(tmp_path).stopped and facts(tmp_path).frames == len(found)
     assert b"until it was stopped" in out
-
-
-def test_a_stopped_video_is_measured_again(interrupted: subprocess.Popen[bytes], tmp_path: Path) -> None:
-    assert interrupted.wait(600) == 130  # with its standard input open
-    interrupted.communicate()
-    assert facts(tmp_path).stopped
     raw = b"".join(frame.tobytes() for frame in videos.pictures(20))
     again = [subprocess.run(interrupted.args, cwd=tmp_path, input=raw, capture_output=True) for _ in range(2)]
     assert [done.returncode for done in again] == [0, 0], again[0].stderr

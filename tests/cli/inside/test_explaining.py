@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
 Call = Callable[..., Any]
 Refused = Callable[..., str]
-QUICK = ("--rounds", 2, "--runs", 6, "--seconds", 0.1, "--warmup", 0.1, "--threads", 1)
+QUICK = ("--rounds", 2, "--runs", 6, "--seconds", 0.03, "--warmup", 0.02, "--threads", 1)
 # `norm` is folded and `relu` fused by every engine; `slow` has most of the operations.
 NET = """
 from torch import nn
@@ -114,7 +114,7 @@ def test_from_python_with_two_files_and_two_builds_of_one_engine(
     assert call("export", net, "--size", "32", "-o", "n.onnx")[0] == 0
     (tmp_path / "copy.onnx").write_bytes((tmp_path / "n.onnx").read_bytes())
     monkeypatch.chdir(tmp_path)
-    short = {"rounds": 2, "runs": 5, "seconds": 0.1, "warmup": 0.1, "threads": 1}
+    short = {"rounds": 2, "runs": 5, "seconds": 0.03, "warmup": 0.02, "threads": 1}
     files = dyno.explain("n.onnx", "copy.onnx", **short)
     assert {part.cause.key for part in files.waterfall.parts} == {"same", "conversion"}
     assert len(files.pair.a.processes) == len(files.pair.b.processes) == 2
@@ -138,7 +138,8 @@ def test_int8_is_told_by_its_types(call: Call, net: str, tmp_path: Path) -> None
 
 def test_two_trials_of_a_run(call: Call, refused: Refused, net: str) -> None:
     code, _, err = call("run", net, "--backends", "pytorch,onnxruntime,onnxruntime@optimization=basic", "--size", 32,
-                        "--rounds", 1, "--seconds", 0.1, "--warmup", 0.1, "--threads", 1, "-o", "r")  # fmt: skip
+                        "--rounds", 1, "--seconds", 0.05, "--block", 0.01, "--warmup", 0.02, "--threads", 1,
+                        "-o", "r")  # fmt: skip
     assert code == 0, err
     found = explained(call, "r", "pytorch", "onnxruntime", "--rounds", 1, "--runs", 5)
     assert sum(note.endswith(" ms.") and " in the run: " in note for note in found["tables"]["waterfall"]["notes"]) == 2

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("preloaded")
 
 Call = Callable[..., Any]
 Refused = Callable[..., str]
-QUICK = ("--runs", 10, "--seconds", 0.1, "--warmup", 0.1)
+QUICK = ("--runs", 10, "--seconds", 0.03, "--warmup", 0.02)
 ENGINES = ("onnxruntime", "openvino")
 # `slow` has five hundred times the operations of all others together.
 NET = """
@@ -136,7 +136,7 @@ def test_an_engine_s_python_needs_no_onnx(
 
 def test_no_record_has_a_latency(net: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    found = dyno.profile(net, "openvino", sizes=("32",), runs=7, seconds=0.1, warmup=0.1)
+    found = dyno.profile(net, "openvino", sizes=("32",), runs=7, seconds=0.03, warmup=0.02)
     assert len(found.records) == len(found.times) == 2
     for record, times in zip(found.records, found.times.values(), strict=True):
         assert {m.tag for m in record.measurements} == {"load", "first_call", "unprofiled", "profiled", "layers"}
@@ -165,7 +165,9 @@ def test_what_has_no_times_is_one_line(refused: Refused, net: str) -> None:
     assert refused("profile", net, "--order", "tme") == "unknown order 'tme'; did you mean 'time'?"
     assert refused("profile", net, "--runs", "4") == "runs is 4; it must be at least 5"
     assert refused("profile", net, "--batch", "0") == "batch is 0; it must be at least 1"
-    assert "it is TorchScript, whose modules can't be watched" in refused("profile", "net.py:script", "--size", "32")
+    assert "it is TorchScript, whose modules can't be watched" in refused(
+        "profile", "net.py:script", "--size", "32", *QUICK
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

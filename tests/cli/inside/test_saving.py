@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("preloaded")
 
 Call = Callable[..., Any]
 Refused = Callable[..., str]
-QUICK = ("--runs", 10, "--seconds", 0.1, "--warmup", 0.1)
+QUICK = ("--runs", 10, "--seconds", 0.03, "--warmup", 0.02)
 FORMS = ("PyTorch", "ONNX Runtime", "OpenVINO")
 # What speedscope's file-format-spec.ts says of sampled profiles: https://github.com/jlfwong/speedscope
 SPEEDSCOPE = {
@@ -87,7 +87,7 @@ NODE_DATA = {
 @pytest.fixture(scope="module")
 def profiled() -> Profiled:
     return dyno.profile(
-        "torchvision:resnet18", "onnxruntime", "openvino", sizes=("64",), runs=10, top=0, seconds=0.1, warmup=0.1
+        "torchvision:resnet18", "onnxruntime", "openvino", sizes=("64",), runs=10, top=0, seconds=0.03, warmup=0.02
     )
 
 
@@ -162,7 +162,7 @@ def test_an_annotated_graph_computes_the_same(profiled: Profiled, tmp_path: Path
     (file,) = profiled.graphs.values()
     given = tmp_path / "given.onnx"
     onnx.save(onnx.load(file.path), given, save_as_external_data=beside, location="w.bin", size_threshold=1024)
-    found = dyno.profile(str(given), "onnxruntime", runs=10, top=0, seconds=0.1, warmup=0.1) if beside else profiled
+    found = dyno.profile(str(given), "onnxruntime", runs=10, top=0, seconds=0.03, warmup=0.02) if beside else profiled
     assert found.save(tmp_path / "r.onnx") == [tmp_path / "r.onnx"]
     assert (tmp_path / "r.onnx.data").exists() == beside
     onnx.checker.check_model(str(tmp_path / "r.onnx"), full_check=True)

@@ -63,7 +63,7 @@ def test_raw_pixels_and_a_lower_precision_build(digits: Any, made: Make, precisi
 @pytest.mark.parametrize(
     ("source", "size", "convolutions", "products"),
     [
-        ("torchvision:resnet18", 64, 20, 1),
+        ("timm:test_resnet", 64, 15, 1),
         ("timm:test_efficientnet", 64, 17, 1),
         ("timm:test_vit", 160, 1, 25),
     ],
@@ -89,7 +89,7 @@ def grown(data: DataSpec, size: int, folder: Path) -> DataSpec:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
-@pytest.mark.parametrize("source", ["torchvision:resnet18", "timm:test_efficientnet"])
+@pytest.mark.parametrize("source", ["timm:test_resnet", "timm:test_efficientnet"])
 def test_networks_come_in_the_opset_that_8_6_reads(noise: DataSpec, made: Make, source: str, exporter: str) -> None:
     model = ModelSpec(source.rpartition(":")[2], source)
     file = made(converted(trial(model, "fp32", 64, noise, exporter=exporter), "tensorrt"))

@@ -13,7 +13,7 @@ from dyno import load
 from dyno.worker.makers.control_flow import check_control_flow
 from dyno.worker.spec import NoRoute
 
-pytestmark = pytest.mark.usefixtures("preloaded")
+pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
 NETS = """
 import torch

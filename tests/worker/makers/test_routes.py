@@ -19,7 +19,7 @@ from dyno.worker.facts.files import MadeBy
 from dyno.worker.makers.static import OnnxStatic, static_of
 from dyno.worker.spec import Artifact, Dims, ModelSpec, Recipe, Runtime, Trial, UserError
 
-pytestmark = pytest.mark.usefixtures("preloaded")
+pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
 ATTENTION = """
 import torch

@@ -20,7 +20,7 @@ from dyno.worker.jobs.inspect_model import inspect_model
 from dyno.worker.nets import models, ultralytics_models
 from dyno.worker.spec import Dims, ModelSpec, Trial, UserError
 
-pytestmark = pytest.mark.usefixtures("preloaded")
+pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
 
 @pytest.fixture(scope="module")
