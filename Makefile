@@ -8,8 +8,8 @@ READY := $(VENV)/.ready
 OTHER_READY := $(OTHER)/.ready
 RUNS ?= runs
 # The tests run in three processes side by side, since jobs often wait: those of the whole program, those that load engines
-# into the process, and those that start jobs. Three files stand with the engines, so that all three take as long.
-LOADING := $(addprefix tests/,test_contract.py test_described_inputs.py test_onnx_files.py)
+# into the process, and those that start jobs. A file of the first stands with the engines, which it loads.
+LOADING := tests/test_contract.py
 PROGRAM := $(filter-out $(LOADING),$(wildcard tests/test_*.py))
 ENGINES := $(addprefix tests/,analysis cli/images cli/inside datasets gpu sources worker) $(LOADING)
 JOBS := $(addprefix tests/,api cli/comparison engine jobs placement planning training) $(wildcard tests/cli/test_*.py)

@@ -217,7 +217,8 @@ def test_the_report_is_written_before_anything_is_printed(shell: Callable[[str],
     assert done.returncode == 0 and (run / "report.html").exists() and (run / "results.csv").exists()
 
 
-def test_damaged_rounds_are_measured_again(call: Call, tmp_path: Path, preloaded: str) -> None:
+@pytest.mark.usefixtures("preloaded", "unreported")
+def test_damaged_rounds_are_measured_again(call: Call, tmp_path: Path) -> None:
     words = [*FAKE, *SHORT, "--out", tmp_path / "run"]
     assert call(*words)[0] == 0
     first, second = sorted((tmp_path / "run").glob("trials/*/r*/record.json"))

@@ -178,6 +178,7 @@ def test_what_can_not_be_taken_is_one_line(run: Result, refused: Callable[..., s
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("unreported")
 def test_a_run_prints_how_its_winner_is_taken(call: Callable[..., Any], tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     (tmp_path / "net.py").write_text(NET)

@@ -73,6 +73,7 @@ def parted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("unreported")
 def test_cyrillic_classes_become_weights_and_an_engine(flat: Path, call: Call, tmp_path: Path) -> None:
     words = ["train", flat, *QUICK, "--epochs", "6", "--out", "run", "--then", "onnxruntime"]
     code, out, said = call(*words)

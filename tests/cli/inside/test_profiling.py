@@ -161,7 +161,7 @@ def test_what_has_no_times_is_one_line(refused: Refused, net: str) -> None:
     on_gpu = ("--device", "cuda:0", "--size", "32")
     assert refused("profile", net, "onnxruntime", *on_gpu) == f"onnxruntime has no times of layers on cuda; {able}"
     assert refused("profile", net, "opnvino") == "unknown form 'opnvino'; did you mean 'openvino'?"
-    assert refused("profile", net, "pytorch/int8").startswith("pytorch has no int8 here")
+    assert refused("profile", net, "pytorch/int8", "--size", 32, *QUICK).startswith("pytorch has no int8 here")
     assert refused("profile", net, "--order", "tme") == "unknown order 'tme'; did you mean 'time'?"
     assert refused("profile", net, "--runs", "4") == "runs is 4; it must be at least 5"
     assert refused("profile", net, "--batch", "0") == "batch is 0; it must be at least 1"
