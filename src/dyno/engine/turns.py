@@ -10,11 +10,13 @@ import random
 import select
 import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 from uuid import uuid4
 
 import psutil
@@ -26,6 +28,7 @@ from dyno.worker.jobs.turns import CONDUCTOR, END, GO, LEAST_BLOCKS, READY
 from dyno.worker.record import Record
 from dyno.worker.spec import Job, Trial
 
+T = TypeVar("T")
 POLL_S = 0.05
 ROOM = 1.5  # times what the largest process took, that have to be free before another one is started
 UNKNOWN_B = 1 << 30  # what a process is taken to need before any was seen
@@ -34,18 +37,20 @@ UNKNOWN_B = 1 << 30  # what a process is taken to need before any was seen
 @dataclass
 class Player:
     """A job that measures in turns, its folder, the round it is (-1: none of the study's) and the most memory it is
-    known to need (bytes, 0: unknown).
+    known to need (bytes, 0: unknown). It is started within `where`, which may confine what is started there.
 
     The rest is what became of it: `said` is its last word, "" before any and once it has ended; `used_s` is the time
-    that it ran.
+    that it ran; `company` has for each of its blocks how many measured then, itself included.
     """
 
     job: Job
     folder: Path
     number: int
     memory: int = 0
+    where: Callable[[], AbstractContextManager[None]] = nullcontext
     said: str = ""
     used_s: float = 0.0
+    company: list[int] = field(default_factory=list)
     record: Record | None = None
     started: launcher.Started | None = None
     ends: tuple[int, int] = (-1, -1)
@@ -57,14 +62,30 @@ class Player:
         return self.job.trial
 
 
+def each(players: Sequence[Player]) -> list[list[Player]]:
+    """A turn for everyone."""
+    return [[player] for player in players]
+
+
+def each_and_all(players: Sequence[Player]) -> list[list[Player]]:
+    """A turn for everyone, and one for all of them at once."""
+    return [*each(players), list(players)]
+
+
 @dataclass
 class Group:
-    """Players that are compared with each other, the first of them with all others."""
+    """Players that are compared with each other, the first of them with all others.
+
+    `turns` says who measures together in a block, of those that are alive; the turns are then shuffled. Players on
+    devices of their own are `apart`: they start, warm up and end at once, and none waits for another's memory.
+    """
 
     players: Sequence[Player]
     seed: str
     progress: Progress
     ended: Callable[[Player], None]
+    turns: Callable[[Sequence[Player]], list[list[Player]]] = each
+    apart: bool = False
     name: str = field(default_factory=lambda: uuid4().hex[:12])  # of this set of processes, kept in their records
     alive: list[Player] = field(default_factory=list)
     largest: int = 0  # bytes that a process took
@@ -92,8 +113,13 @@ class Group:
                 self.gpu.close()
 
     def _load(self) -> None:
-        """Start one after the other, until each says that it is warm, or memory is full."""
+        """Start one after the other, until each says that it is warm, or memory is full; those apart all at once."""
         order = self._shuffled("start", self.players)
+        if self.apart:
+            for place, player in enumerate(order):
+                self._start(player, place)
+            self._advance(order)
+            return
         first, place = self.players[0], 0
         for player in order:
             reserved = first is not player and first.started is None
@@ -101,7 +127,7 @@ class Group:
                 continue
             free = self.gpu.free() if self.gpu else 0.0
             self._start(player, place)
-            self._advance(player)
+            self._advance([player])
             if self.gpu and player.said:
                 self.largest_on_gpu = max(self.largest_on_gpu, free - self.gpu.free())
             place += 1
@@ -122,7 +148,8 @@ class Group:
         listen, say = os.pipe()
         try:
             extra = {CONDUCTOR: f"{hear},{say}"}
-            player.started = launcher.start(job, player.folder, extra, (hear, say), self.pids)
+            with player.where():
+                player.started = launcher.start(job, player.folder, extra, (hear, say), self.pids)
             self.pids.add(player.started.process.pid)
         finally:
             os.close(hear)
@@ -136,46 +163,57 @@ class Group:
         last = self.alive[0].job.boundaries[-1]
         began, spent, number = len(self.alive), 0.0, 0
         while number < plan.blocks and (number < LEAST_BLOCKS or spent < plan.seconds * began):
-            for player in self._shuffled(f"{boundary} {number}", self.alive):
-                before = player.used_s
+            for turn in self._shuffled(f"{boundary} {number}", self.turns(self.alive)):
                 self.progress.tick(f"{boundary} in turns, block {number + 1}", spent)
-                self._advance(player, GO)
-                spent += player.used_s - before
+                spent += self._block([player for player in turn if player in self.alive])
             number += 1
         order = self._shuffled(f"{boundary} end", self.alive)
         if boundary == last:  # the first is what others are compared with: its record is on disk first
             order.sort(key=lambda player: player is not self.players[0])
-        for player in order:
-            self.progress.start(player.trial, player.number)
-            self._advance(player, END)
+        for together in [order] if self.apart else each(order):
+            self.progress.start(together[0].trial, together[0].number)
+            self._advance(together, END)
 
-    def _shuffled(self, what: str, players: Sequence[Player]) -> list[Player]:
-        return random.Random(f"{self.seed} {what}").sample(list(players), len(players))
+    def _block(self, players: Sequence[Player]) -> float:
+        """A block that these measure at once; the seconds that they ran, in sum."""
+        before = sum(player.used_s for player in players)
+        for player in players:
+            player.company.append(len(players))
+        self._advance(players, GO)
+        return sum(player.used_s for player in players) - before
 
-    def _advance(self, player: Player, word: str = "") -> None:
-        """Let the player run, after telling it the word, until it speaks again or ends."""
-        started = player.started
-        assert started is not None
-        begin = time.monotonic()
-        timed_out = False
-        try:
-            if word:
-                _signal(started, signal.SIGCONT)
-                started.telemetry.resume()
+    def _shuffled(self, what: str, listed: Sequence[T]) -> list[T]:
+        return random.Random(f"{self.seed} {what}").sample(list(listed), len(listed))
+
+    def _advance(self, players: Sequence[Player], word: str = "") -> None:
+        """Let the players run at once, after telling them the word, until each has spoken again or ended."""
+        running, begin = list(players), time.monotonic()
+        if word:
+            for player in running:
+                _wake(player)
+            for player in running:
                 with suppress(BrokenPipeError):
                     os.write(player.ends[1], f"{word}\n".encode())
+        for player in running:
             player.said = ""
-            while not player.said and started.process.poll() is None and not timed_out:
-                player.said = _hear(player)
-                elapsed = player.used_s + time.monotonic() - begin
-                timed_out = not player.said and elapsed > player.trial.plan.timeout_s
-                if word != GO:
-                    self.progress.tick(launcher.read_stage(player.folder), elapsed)
-        finally:
-            if player.said:
-                started.telemetry.pause()
-                _signal(started, signal.SIGSTOP)
-            player.used_s += time.monotonic() - begin
+        while running:
+            _hear(running)
+            elapsed = time.monotonic() - begin
+            late = [p for p in running if not p.said and p.used_s + elapsed > p.trial.plan.timeout_s]
+            for player in [p for p in running if p.said or p in late or _process(p).poll() is not None]:
+                running.remove(player)
+                self._stop(player, word, elapsed, player in late)
+            if word != GO:
+                self.progress.tick(launcher.read_stage(players[-1].folder), players[-1].used_s + elapsed)
+
+    def _stop(self, player: Player, word: str, elapsed: float, timed_out: bool) -> None:
+        """Freeze the player if it spoke, else take its record; it ran for so long after it was told the word."""
+        started = player.started
+        assert started is not None
+        if player.said:
+            _signal(started, signal.SIGSTOP)
+            started.telemetry.pause()
+        player.used_s += elapsed
         if player.said:
             self.largest = max(self.largest, _resident(started.process.pid)) if word != GO else self.largest
             return
@@ -188,19 +226,31 @@ class Group:
             self.ended(player)
 
 
-def _hear(player: Player) -> str:
-    """The player's next line, "" where none came within POLL_S."""
-    ready, _, _ = select.select([player.ends[0]], [], [], POLL_S)
-    if ready:
-        more = os.read(player.ends[0], 4096)
-        player.heard += more
-        if not more:  # closed: it is about to end
-            time.sleep(POLL_S)
-    line, newline, rest = player.heard.partition(b"\n")
-    if not newline:
-        return ""
-    player.heard = rest
-    return line.decode()
+def _wake(player: Player) -> None:
+    assert player.started is not None
+    _signal(player.started, signal.SIGCONT)
+    player.started.telemetry.resume()
+
+
+def _process(player: Player) -> subprocess.Popen[bytes]:
+    assert player.started is not None
+    return player.started.process
+
+
+def _hear(players: Sequence[Player]) -> None:
+    """Take down the next line of each player that has one within POLL_S."""
+    ready, _, _ = select.select([player.ends[0] for player in players], [], [], POLL_S)
+    closed = False
+    for player in players:
+        if player.ends[0] in ready:
+            more = os.read(player.ends[0], 4096)
+            player.heard += more
+            closed = closed or not more
+        line, newline, rest = player.heard.partition(b"\n")
+        if newline:
+            player.heard, player.said = rest, line.decode()
+    if closed and not any(player.said for player in players):  # one is about to end
+        time.sleep(POLL_S)
 
 
 def _signal(started: launcher.Started, number: int) -> None:
