@@ -73,7 +73,11 @@ def _more(run: Path, beside: Path) -> None:
     ids = sorted(path.name for path in (run / "trials").iterdir())
     card = {"place": "cuda:0", "card": "GPU 1"}
     place = {**card, "host": "a", "lost": ["cuda:1 (killed)"], "trials": ids, "done": "a"}
-    measured = {"anchor": ids[0], "side_by_side": True, "devices": [{**card, "alone": TIMES, "beside": TIMES}]}
+    measured = {
+        "anchor": ids[0],
+        "side_by_side": True,
+        "devices": [{**card, "alone": TIMES, "beside": TIMES, "ratios": [1.0, 1.1]}],
+    }
     tried = [{"route": "exporter=torchscript", "ratio": 1.2, "outcome": "kept", "reason": ""}]
     attempt = {"key": "a", "model": "net", "configuration": "onnxruntime fp32", "batch": 1, "routes": tried}
     test = {"date": "2026-11-24", "grade": "A", "configuration": "onnxruntime fp32", "seconds": 1.0}

@@ -49,3 +49,14 @@ def test_of_three_shares_each_is_as_large() -> None:
 def test_devices_that_make_no_sense_are_refused(device: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         places.places(device)
+
+
+def test_gpus_have_cores_of_their_own_where_threads_leave_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job pins itself to the first processors that it may use: two GPUs' jobs would share them."""
+    monkeypatch.setattr(places, "missing_gpu", lambda _: False)
+    monkeypatch.setattr(places, "find_gpu", lambda *_: None)
+    found = places.places("cuda:1,cuda:0", threads=2)
+    assert {place.name: place.cores for place in found} == {"cuda:0": (0, 4, 1, 5), "cuda:1": (2, 6, 3, 7)}
+    assert [place.env for place in found] == [{places.VISIBLE: "1"}, {places.VISIBLE: "0"}]
+    assert [place.cores for place in places.places("cuda:0,cuda:1", threads=3)] == [(), ()]
+    assert [place.cores for place in places.places("cuda:0,cuda:1")] == [(), ()]

@@ -55,7 +55,7 @@ def records(folder: Path) -> dict[str, int]:
 @pytest.fixture
 def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody measures whether the shares disturb each other."""
-    monkeypatch.setattr(devices, "measure", lambda *_: True)
+    monkeypatch.setattr(devices, "measure", lambda *asked: devices.Company(asked[2]))
 
 
 @pytest.mark.slow
@@ -71,7 +71,7 @@ def test_a_spread_study_is_that_of_one_device_but_for_its_places(fake_study: Stu
     assert set(run.frame["status"]) == {"ok"}
     assert (run.frame.groupby("batch")["place"].nunique() == 1).all(), "a block is on one device"
     measured = json.loads((tmp_path / "two" / "devices.json").read_text())
-    assert [len(device[how]) for device in measured["devices"] for how in ("alone", "beside")] == [5] * 4
+    assert [len(device[how]) for device in measured["devices"] for how in ("alone", "beside", "ratios")] == [3] * 6
     said = " ".join(verdict.sentences(run))
     assert "Cards differ by" in said
     assert ("Devices worked side by side" in said) is measured["side_by_side"]
@@ -118,13 +118,13 @@ def test_a_killed_blocks_process_goes_elsewhere_and_its_rows_say_so(
 def test_a_killed_driver_takes_its_processes_along_and_nothing_is_measured_twice(
     fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "measure", lambda *_: True)
+    monkeypatch.setattr(devices, "measure", lambda *asked: devices.Company(asked[2]))
     study = fake_study(device=DEVICES, batches=(1, 2), rounds=6)
     (tmp_path / "study.toml").write_text(study.to_toml())
     code = (
         "import sys; from pathlib import Path; from dyno import Study; from dyno.jobs.progress import Progress\n"
         "from dyno.placement import devices, spread\n"
-        "devices.measure = lambda *_: True\n"
+        "devices.measure = lambda *asked: devices.Company(asked[2])\n"
         "spread.run(Study.from_toml(Path(sys.argv[1])), Path(sys.argv[2]), Progress(quiet=True))\n"
     )
     folder = tmp_path / "run"

@@ -2,56 +2,95 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from dyno.analysis import stats
-from dyno.analysis.records.notes.placements import DEVICES
+from dyno.analysis.records.notes.devices import DEVICES, Device, Devices
 from dyno.analysis.records.results import load
 from dyno.jobs.progress import Progress
-from dyno.placement import blocks, process
+from dyno.placement import anchors, blocks, process
 from dyno.placement.places import Place, left
 from dyno.planning.plan import expand
 from dyno.study import Study
 from dyno.worker.record import read_json, write_json
-from dyno.worker.spec import FIXED, ROUNDS, SCHEMA, UserError, digest
+from dyno.worker.spec import FIXED, ROUNDS, SCHEMA, Trial, UserError, digest
 
 POLL_S = 0.1
 ALONE, BESIDE = "alone", "beside"
 ANCHORS = "anchors"
 
 
-def measure(study: Study, folder: Path, places: Sequence[Place], progress: Progress) -> bool:
-    """Measure the anchor trial at each place alone and beside the others, unless the folder has that; whether blocks
-    may be measured side by side: where no place is slower beside the others than alone, beyond the rounds' noise."""
+@dataclass(frozen=True)
+class Company:
+    """The places that a study goes on with, and whether blocks may be measured at all of them at once."""
+
+    places: Sequence[Place]
+    side_by_side: bool = True
+
+
+def measure(study: Study, folder: Path, places: Sequence[Place], progress: Progress) -> Company:
+    """Measure the anchor trial at each place alone and beside the others, unless the folder has that.
+
+    Places of this host do that in turns, in the same processes; a place where it can't be measured is left out, unless
+    that is so at all. Blocks may be measured side by side where no place is slower beside the others than alone, beyond
+    the spread between rounds and by what doesn't count as equal.
+    """
     own = replace(
         study, device=places[0].device, rounds=ROUNDS, until=FIXED, boundaries=("model",), budget={}, search=False,
         confirm=0, builds=1,
     )  # fmt: skip
     trial = blocks.anchor(expand(own))
     if trial is None or len(places) < 2:
-        return True
+        return Company(places)
+    in_turns = all(place.host is None for place in places)
+    if in_turns:
+        trial = anchors.planned(trial, len(places))
     key = digest([trial.id, [[place.name, place.card] for place in places]])
+    asked = f"{key} {study.equivalent:g}"
     path = folder / DEVICES
-    if path.is_file() and (stored := read_json(path)).get("key") == key:
-        return bool(stored["side_by_side"])
-    progress.other(f"{trial.label} on each device alone, then on all at once, for what they do to each other")
+    if path.is_file() and (stored := read_json(path)).get("key") == asked:
+        return Company(places, bool(stored["side_by_side"]))
+    progress.other(f"{trial.label} on each device alone and on all at once, for what they do to each other")
     own_folder = folder / ANCHORS / key[:12]  # of these devices, and of this company
-    for together, how in [*(([place], ALONE) for place in places), (places, BESIDE)]:
-        _together(own, trial.id, own_folder, [place for place in together if not place.gone], how, progress)
-    rows = [_row(own_folder, place) for place in left(places)]
-    slower = [row["place"] for row in rows if stats.speedup(row[BESIDE], row[ALONE]).verdict == stats.SLOWER]
-    stored = {"schema": SCHEMA, "key": key, "anchor": trial.label, "side_by_side": not slower, "devices": rows}
-    write_json(path, stored)
-    if slower:
-        progress.note(
-            f"{', '.join(slower)}: slower beside the other devices than alone; blocks are measured one at a time"
-        )
-    return not slower
+    if in_turns:
+        if lost := anchors.measure(trial, own_folder, places, progress):
+            return _without(lost, study, folder, places, progress)
+        rows = anchors.read(own_folder, places)
+    else:
+        rows = _apart(own, trial, own_folder, places, progress)
+    found = Devices(trial.label, tuple(rows), study.equivalent)
+    if slower := ", ".join(found.disturbed):
+        progress.note(f"{slower}: slower beside the other devices than alone; blocks are measured one at a time")
+    write_json(path, {"schema": SCHEMA, "key": asked, **asdict(replace(found, side_by_side=not slower))})
+    return Company(places, not slower)
+
+
+def _without(lost: anchors.Lost, study: Study, folder: Path, places: Sequence[Place], progress: Progress) -> Company:
+    """Go on without the places where the anchor could not be measured; with all where that is the trial's own fault."""
+    rest = [place for place in places if place.name not in lost]
+    for name, why in lost.items():
+        progress.note(f"{name}: the trial that all devices repeat could not be measured ({why})")
+    if not rest:
+        progress.note("so nothing is known of what the devices do to each other; they are used side by side")
+        return Company(places)
+    progress.note(f"the study goes on without {', '.join(lost)}")
+    return measure(study, folder, rest, progress)
+
+
+def _apart(study: Study, trial: Trial, folder: Path, places: Sequence[Place], progress: Progress) -> list[Device]:
+    """The anchor at places of a cluster: alone on its host, on all hosts at once, then at all places at once."""
+    hosts: dict[str, list[Place]] = {}
+    for place in places:
+        hosts.setdefault(place.machine, []).append(place)
+    alone = [[own[k] for own in hosts.values() if k < len(own)] for k in range(max(map(len, hosts.values())))]
+    for together, how in [*((some, ALONE) for some in alone), (places, BESIDE)]:
+        _together(study, trial.id, folder, [place for place in together if not place.gone], how, progress)
+    return [
+        Device(place.name, place.card, *(_medians(_folder(folder, place, how)) for how in (ALONE, BESIDE)))
+        for place in left(places)
+    ]
 
 
 def _together(study: Study, trial: str, folder: Path, places: Sequence[Place], how: str, progress: Progress) -> None:
@@ -74,13 +113,9 @@ def _together(study: Study, trial: str, folder: Path, places: Sequence[Place], h
 
 
 def _folder(folder: Path, place: Place, how: str) -> Path:
-    name = re.sub(r"[^\w.-]", "_", place.name.replace(":", ""))
-    return folder / f"{name}-{how}"
+    return folder / f"{anchors.file_name(place)}-{how}"
 
 
-def _row(folder: Path, place: Place) -> dict[str, Any]:
-    """Medians in seconds of the anchor's rounds at the place."""
-    medians = {
-        how: [m for t in load(_folder(folder, place, how)) for m in t.medians("model")] for how in (ALONE, BESIDE)
-    }
-    return {"place": place.name, "card": place.card, **medians}
+def _medians(folder: Path) -> tuple[float, ...]:
+    """Medians of the rounds in seconds."""
+    return tuple(median for t in load(folder) for median in t.medians("model"))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -35,8 +36,8 @@ class Host(Protocol):
 class Place:
     """One device by the user's name for it, and how a process is confined to it.
 
-    `device` is its name in there: a GPU is the only one that the process sees. `cores` are the logical processors of a
-    CPU's share, empty for all. `card` is the GPU's model, driver and UUID, or the processor's model and share. Each
+    `device` is its name in there: a GPU is the only one that the process sees. `cores` are the logical processors that
+    it may use, empty for all. `card` is the GPU's model, driver and UUID, or the processor's model and share. Each
     backend gets so many `threads`, 0 for one per physical core that the process may use. `machine` is the
     name of its host, and `host` what begins a block there, None for this one.
     """
@@ -56,6 +57,24 @@ class Place:
         return self.host is not None and self.host.gone
 
 
+@contextmanager
+def confined(place: Place) -> Iterator[None]:
+    """What this process starts in the block is confined to the place, as the processes of its blocks are."""
+    cores, before = os.sched_getaffinity(0), {name: os.environ.get(name) for name in place.env}
+    os.environ.update(place.env)
+    try:
+        if place.cores:
+            os.sched_setaffinity(0, place.cores)
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
 def several(study: Study) -> bool:
     """Whether the study is spread over devices, and not measured by this process."""
     return bool(study.on) or len(names(study.device)) > 1
@@ -66,8 +85,9 @@ def names(device: str) -> list[str]:
     return device.split(",")
 
 
-def places(device: str) -> list[Place]:
-    """The places of a study's devices; a `UserError` for one that isn't there, two of a name, or two kinds."""
+def places(device: str, threads: int = 0) -> list[Place]:
+    """The places of a study's devices, whose jobs have so many threads (0: not said); a `UserError` for one that isn't
+    there, two of a name, or two kinds."""
     listed = names(device)
     if len(set(listed)) < len(listed):
         raise UserError(f"a device is named twice in {device!r}; name each once")
@@ -76,7 +96,24 @@ def places(device: str) -> list[Place]:
         raise UserError(
             f"a study is spread over devices of one kind, e.g. cuda:0,cuda:1 or cpu:0,cpu:1, not {device!r}"
         )
-    return _shares(listed) if kinds == {"cpu"} else [_gpu(name) for name in listed]
+    return _shares(listed) if kinds == {"cpu"} else _gpus(listed, threads)
+
+
+def _gpus(listed: list[str], threads: int) -> list[Place]:
+    """The GPUs, with a share of the physical cores for each where that is enough for the threads: jobs pin themselves
+    to the first processors that they may use, which would be the same ones for all."""
+    cores = system.core_threads()
+    each = len(cores) // len(listed)
+    found = [_gpu(name) for name in listed]
+    if not 0 < threads <= each:
+        return found
+    order = sorted(listed)
+    return [replace(place, cores=_share(cores, each, order.index(place.name))) for place in found]
+
+
+def _share(cores: Sequence[Sequence[int]], each: int, k: int) -> tuple[int, ...]:
+    """The logical processors of the k-th share of so many physical cores."""
+    return tuple(cpu for core in cores[k * each : (k + 1) * each] for cpu in core)
 
 
 def _gpu(name: str) -> Place:
@@ -106,8 +143,7 @@ def _shares(listed: list[str]) -> list[Place]:
     model = system.describe()["cpu"]
     found = []
     for name in listed:
-        k = int(name.partition(":")[2])
-        cores = tuple(cpu for core in threads[k * each : (k + 1) * each] for cpu in core)
+        cores = _share(threads, each, int(name.partition(":")[2]))
         found.append(Place(name, "cpu", share(model, cores), cores, threads=each))
     return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -76,7 +77,7 @@ def expected_places(study: Study) -> Iterator[list[Place]]:
         with ray_cluster.places(spec, study.device) as found:
             yield found
     else:
-        yield slurm_cluster.expected(spec, study.device) if kind else places.places(study.device)
+        yield slurm_cluster.expected(spec, study.device) if kind else places.places(study.device, study.threads)
 
 
 def _run(study: Study, folder: Path, found: list[Place], progress: Progress, retry_failed: bool) -> None:
@@ -87,8 +88,10 @@ def _run(study: Study, folder: Path, found: list[Place], progress: Progress, ret
         open_blocks = [block for block in blocks.blocks(planned) if retry_failed or not _done(store, block, study)]
         if not open_blocks:
             return
-        together = len(open_blocks) < 2 or devices.measure(own, folder, found, progress)
-        Spread(store, own, study, found, progress, retry_failed, together).measure(open_blocks)
+        company = devices.Company(found)
+        if len(open_blocks) > 1:
+            company = devices.measure(own, folder, found, progress)
+        Spread(store, own, study, company.places, progress, retry_failed, company.side_by_side).measure(open_blocks)
 
 
 @dataclass
@@ -106,7 +109,7 @@ class Spread:
     losses: dict[str, list[str]] = field(default_factory=dict)
 
     def measure(self, waiting: list[Block]) -> None:
-        """Measure the blocks, each at the place where it was begun, else at the first that is free."""
+        """Measure the blocks, each at the place where it was begun, else at the free one that has had the fewest."""
         waiting = list(waiting)
         try:
             while waiting or self.running:
@@ -120,13 +123,19 @@ class Spread:
     def _start(self, waiting: list[Block]) -> None:
         if not self.running:  # else a block that runs says why its place is lost
             places.left(self.places)
-        for place in self.places:
+        begun = self._begun()
+        for place in sorted(self.places, key=lambda place: begun[place.name]):
             if place.gone or place.name in self.running or (self.running and not self.together):
                 continue
             block = next((b for b in waiting if self._begun_at(b) in ("", place.name)), None)
             if block is not None:
                 waiting.remove(block)
                 self._begin(block, place)
+
+    def _begun(self) -> Counter[str]:
+        """How many blocks each place has had so far; where blocks are measured one at a time, none stays idle."""
+        notes = (read_json(path) for path in (self.run.folder / PLACEMENTS).glob("*.json"))
+        return Counter(str(note.get("place", "")) for note in notes)
 
     def _begun_at(self, block: Block) -> str:
         """The place that the block belongs to, "" where it can go anywhere."""

@@ -54,7 +54,7 @@ echo "$*" >> "$FAKE_SLURM/cancelled"
 @pytest.fixture
 def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody measures whether the jobs disturb each other."""
-    monkeypatch.setattr(devices, "measure", lambda *_: True)
+    monkeypatch.setattr(devices, "measure", lambda *asked: devices.Company(asked[2]))
 
 
 @pytest.mark.slow
@@ -144,7 +144,7 @@ def test_where_no_job_is_left_that_is_said_and_what_was_measured_is_kept(fake_st
 def test_a_killed_driver_takes_the_jobs_along_and_nothing_is_measured_twice(
     fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "measure", lambda *_: True)
+    monkeypatch.setattr(devices, "measure", lambda *asked: devices.Company(asked[2]))
     study = fake_study(on=LOCAL, batches=(1, 2), rounds=4, seconds=0.2)
     folder = tmp_path / "run"
     measured = kill_a_driver(study, folder)

@@ -14,8 +14,8 @@ TRIAL = {
 }  # fmt: skip
 JOB = {"trial": TRIAL, "round": int}
 PLACEMENT = {"place": str, "card": str, "lost": [str], "trials": [str]}
-TIMED = {"place": str, "card": str, "alone": [NUMBER], "beside": [NUMBER]}
-DEVICES_MEASURED = {"anchor": str, "side_by_side": bool, "devices": [TIMED]}
+TIMED = {"place": str, "card": str, "alone": [NUMBER], "beside": [NUMBER], "ratios": [NUMBER]}
+DEVICES_MEASURED = {"anchor": str, "side_by_side": bool, "equivalent": NUMBER, "devices": [TIMED]}
 ROUTE_TRIED = {"route": str, "ratio": NUMBER, "outcome": str, "reason": str}
 ATTEMPT = {"key": str, "model": str, "configuration": str, "batch": int, "routes": [ROUTE_TRIED]}
 ROUTES_TRIED = {"attempts": [ATTEMPT]}

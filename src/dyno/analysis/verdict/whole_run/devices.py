@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from dyno.analysis import stats
-from dyno.analysis.records.notes.placements import Device, Devices, devices
+from dyno.analysis.records.notes.devices import Devices, center, devices
 from dyno.analysis.records.results import Results
 from dyno.analysis.verdict.findings import NOTE, Finding
 
@@ -17,24 +18,37 @@ def findings(results: Results) -> Iterator[Finding]:
         return
     if difference := _difference(found):
         yield Finding(NOTE, difference)
-    if found.side_by_side:
-        yield Finding(NOTE, "Devices worked side by side: none was measurably slower so than alone.")
-    else:
-        yield Finding(NOTE, "Blocks were measured one at a time: devices beside each other were slower than alone.")
+    yield Finding(NOTE, _company(found))
 
 
 def _difference(found: Devices) -> str:
     """How far the slowest device is from the fastest, by the anchor trial alone on each."""
-    timed = sorted((d for d in found.devices if d.alone), key=_center)
-    if len(timed) < 2:
+    if found.extremes is None:
         return ""
-    fastest, slowest = timed[0], timed[-1]
-    percent = 100 * (_center(slowest) / _center(fastest) - 1)
-    real = stats.speedup(fastest.alone, slowest.alone).verdict == stats.FASTER
+    fastest, slowest, real = found.extremes
+    percent = 100 * (center(slowest) / center(fastest) - 1)
     noise = "" if real else "; that is within the noise of its rounds"
     names = f"{slowest.place} is the slowest, {fastest.place} the fastest"
     return f"Cards differ by {percent:.2g} % ({found.anchor}, repeated on each: {names}{noise})."
 
 
-def _center(device: Device) -> float:
-    return stats.center(device.alone).value
+def _company(found: Devices) -> str:
+    """Whether devices worked side by side, and how much slower they are so than alone."""
+    if not found.side_by_side:
+        slower = ", ".join(f"{place} by {_slower(one.value)}" for place, one in found.disturbed.items())
+        by = f" ({found.anchor}: {slower})" if slower else ""
+        return f"Blocks were measured one at a time: devices beside each other were slower than alone{by}."
+    certain = {place: one for place, one in found.speedups.items() if one.verdict == stats.SLOWER}
+    if certain:
+        slower = ", ".join(f"{place} by {_slower(one.value)}" for place, one in certain.items())
+        equal = f"up to {found.equivalent:g} % count as equal"
+        return (
+            f"Devices worked side by side: they were hardly slower so than alone ({found.anchor}: {slower}; {equal})."
+        )
+    worst = min((one.low for one in found.speedups.values()), default=math.nan)
+    bound = f" (by less than {_slower(worst)}, with 95 % confidence)" if 0.5 < worst < 1 else ""
+    return f"Devices worked side by side: none was measurably slower so than alone{bound}."
+
+
+def _slower(speedup: float) -> str:
+    return f"{100 * (1 / speedup - 1):.2g} %"

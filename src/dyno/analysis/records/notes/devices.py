@@ -1,0 +1,118 @@
+"""What the trial that all devices of a study repeat measured: how they differ, and what they do to each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+
+from dyno.analysis import stats
+from dyno.analysis.records.blocks import within
+from dyno.analysis.records.shapes import DEVICES_MEASURED
+from dyno.analysis.records.stored import read_table
+
+DEVICES = "devices.json"  # in a run folder
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device with what the study's anchor trial measured there, a number for each round: its median latencies alone
+    and beside the others, in seconds, and, where it measured both in turns in one process, the `ratios` beside / alone.
+    """
+
+    place: str
+    card: str
+    alone: tuple[float, ...]
+    beside: tuple[float, ...]
+    ratios: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Devices:
+    """The devices of a study, the trial that all repeated, the percent by which two speeds count as equal, and whether
+    blocks were measured side by side."""
+
+    anchor: str
+    devices: tuple[Device, ...]
+    equivalent: float = 100 * stats.Rule.margin
+    side_by_side: bool = True
+
+    @property
+    def speedups(self) -> dict[str, stats.Speedup]:
+        """How many times as fast each place is beside the others as alone, judged as one family."""
+        family = [
+            stats.paired([-math.log(ratio) for ratio in d.ratios]) if d.ratios else stats.unpaired(d.beside, d.alone)
+            for d in self.devices
+        ]
+        rule = stats.Rule(self.equivalent / 100)
+        return dict(zip((d.place for d in self.devices), stats.decide_family(family, rule), strict=True))
+
+    @property
+    def disturbed(self) -> dict[str, stats.Speedup]:
+        """The places that are slower beside the others than alone, with certainty, and by more than counts as equal."""
+        limit = -stats.Rule(self.equivalent / 100).reach
+        return {
+            place: found
+            for place, found in self.speedups.items()
+            if found.verdict == stats.SLOWER and math.log(found.value) < limit
+        }
+
+    @property
+    def extremes(self) -> tuple[Device, Device, bool] | None:
+        """The fastest and the slowest alone, and whether they differ beyond the spread between processes, of all pairs
+        judged as one family; None where fewer than two were measured."""
+        timed = sorted((d for d in self.devices if d.alone), key=center)
+        pairs = [*combinations(timed, 2)]
+        if not pairs:
+            return None
+        judged = stats.decide_family([stats.unpaired(fast.alone, slow.alone) for fast, slow in pairs])
+        return timed[0], timed[-1], judged[pairs.index((timed[0], timed[-1]))].verdict == stats.FASTER
+
+
+def center(device: Device) -> float:
+    """Its latency alone, in seconds."""
+    return stats.center(device.alone).value
+
+
+def of_rounds(place: str, card: str, rounds: Sequence[tuple[Mapping[int, float], Sequence[int]]]) -> Device:
+    """The device of processes that measured in turns: for each the median seconds of its blocks by number, and how many
+    devices measured in each block, one or all. Two blocks that follow each other are one of each kind."""
+    alone, beside, ratios = [], [], []
+    for medians, company in rounds:
+        own = {number // 2: seconds for number, seconds in medians.items() if company[number] == 1}
+        all_at_once = {number // 2: seconds for number, seconds in medians.items() if company[number] > 1}
+        logs = within(all_at_once, own)
+        if logs.size:  # else throttling left no pair
+            alone.append(float(np.median([*own.values()])))
+            beside.append(float(np.median([*all_at_once.values()])))
+            ratios.append(math.exp(float(np.median(logs))))
+    return Device(place, card, tuple(alone), tuple(beside), tuple(ratios))
+
+
+def devices(run: Path) -> Devices | None:
+    """What the anchor trial measured; None for a study on one device."""
+    stored = read_table(run / DEVICES, [], DEVICES_MEASURED)
+    if stored is None:
+        return None
+    rows = [
+        Device(
+            d.get("place") or "", d.get("card") or "", *(_numbers(d.get(key)) for key in ("alone", "beside", "ratios"))
+        )
+        for d in stored.get("devices") or ()
+    ]
+    equivalent = stored.get("equivalent")
+    return Devices(
+        stored.get("anchor") or "",
+        tuple(rows),
+        Devices.equivalent if equivalent is None else max(0.0, equivalent),
+        bool(stored.get("side_by_side")),
+    )
+
+
+def _numbers(stored: Sequence[float] | None) -> tuple[float, ...]:
+    """Those that can be medians or ratios."""
+    return tuple(float(x) for x in stored or () if math.isfinite(x) and x > 0)

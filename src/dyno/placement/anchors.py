@@ -1,0 +1,130 @@
+"""The anchor trial on devices of this host, in turns: each alone, and all of them at once, in the same processes."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from dyno.analysis.records.notes.devices import Device, of_rounds
+from dyno.analysis.records.rounds import Round
+from dyno.engine.execute import Files
+from dyno.engine.gpu_lock import held
+from dyno.engine.turns import Group, Player, each_and_all
+from dyno.jobs.progress import Progress
+from dyno.placement.places import Place, confined
+from dyno.worker.record import Record, read_json, read_record, write_json
+from dyno.worker.spec import SCHEMA, Artifact, Job, Plan, Trial
+
+ROUNDS = 3  # of fresh processes: with two, Student's t is 12.7 and not 4.3 times the error
+BLOCKS = 5  # of a process alone, and as many beside the others
+BLOCK_S, STEP_S = 0.25, 1.0  # of a block; all devices alone, one after the other, take no longer than a step
+TRIES = 2  # of a round: a process may die for no fault of its device
+SLACK = 4  # times the seconds that the blocks should take, after which a slow trial has three blocks of each kind
+Lost = dict[str, str]  # place -> why the anchor could not be measured there
+
+
+def planned(trial: Trial, count: int) -> Trial:
+    """The anchor as so many devices measure it, however the study's own trials are timed."""
+    block_s = min(BLOCK_S, STEP_S / count)
+    own = Plan(
+        ("model",), trial.plan.warmup_s, SLACK * 2 * BLOCKS * block_s, rounds=ROUNDS, timeout_s=trial.plan.timeout_s,
+        blocks=BLOCKS, block_s=block_s,
+    )  # fmt: skip
+    return replace(trial, plan=own)
+
+
+def measure(trial: Trial, folder: Path, places: Sequence[Place], progress: Progress) -> Lost:
+    """Measure the rounds that the folder doesn't hold yet; where that failed, after which none is begun."""
+    lost: Lost = {}
+    with progress.running([]):
+        for number in range(ROUNDS):
+            tries = 0 if _complete(folder, places, number) else TRIES
+            for _ in range(tries):
+                if not (lost := _round(trial, folder, places, number, progress)):
+                    break
+            if lost:
+                break
+    for place in places:
+        shutil.rmtree(folder / file_name(place) / "compiler", ignore_errors=True)
+    return lost
+
+
+def read(folder: Path, places: Sequence[Place]) -> list[Device]:
+    """What the stored rounds say of each place."""
+    company = [read_json(folder / _company(number))["company"] for number in range(ROUNDS)]
+    return [
+        of_rounds(
+            place.name,
+            place.card,
+            [
+                (_stored(folder, place, number).block_medians("latency", "model"), company[number][place.name])
+                for number in range(ROUNDS)
+            ],
+        )
+        for place in places
+    ]
+
+
+def file_name(place: Place) -> str:
+    """The place's name as that of a folder."""
+    return re.sub(r"[^\w.-]", "_", place.name.replace(":", ""))
+
+
+def _round(trial: Trial, folder: Path, places: Sequence[Place], number: int, progress: Progress) -> Lost:
+    """One round in fresh processes, side by side; it counts once each device's process has ended well."""
+    with ExitStack() as stack:
+        files = {}
+        for place in sorted(places, key=lambda place: place.card):  # in one order, whoever else wants several
+            with confined(place):
+                stack.enter_context(held(trial.runtime, progress.waiting))
+        for place in places:
+            with confined(place):
+                files[place.name] = Files(progress).of(trial, 0)
+        if lost := {name: file.reason for name, file in files.items() if isinstance(file, Record)}:
+            return lost
+        players = [_player(trial, folder, place, number, files[place.name]) for place in places]
+        Group(players, f"{number} {trial.id}", progress, lambda _: None, turns=each_and_all, apart=True).play()
+    lost = {place.name: why for place, player in zip(places, players, strict=True) if (why := _why(player))}
+    if not lost:
+        company = {place.name: player.company for place, player in zip(places, players, strict=True)}
+        write_json(folder / _company(number), {"schema": SCHEMA, "company": company})
+    return lost
+
+
+def _player(trial: Trial, folder: Path, place: Place, number: int, file: Artifact | Record | None) -> Player:
+    # Rounds of a job count from 1 here: in round 0 it would answer all images.
+    job = Job("run", trial.runtime, trial, number + 1, artifact=file if isinstance(file, Artifact) else None)
+    return Player(job, _own(folder, place, number), number, where=partial(confined, place))
+
+
+def _why(player: Player) -> str:
+    """Why the player's process has nothing to say, "" where it has."""
+    record = player.record
+    if record is None:
+        return "it was not started"
+    return "" if record.status == "ok" else f"{record.status} at {record.stage}: {record.reason}"
+
+
+def _company(number: int) -> str:
+    return f"r{number}.json"
+
+
+def _own(folder: Path, place: Place, number: int) -> Path:
+    return folder / file_name(place) / f"r{number}"
+
+
+def _complete(folder: Path, places: Sequence[Place], number: int) -> bool:
+    """Whether the round is stored, and readable."""
+    if not (folder / _company(number)).is_file():
+        return False
+    return all(_stored(folder, place, number).block_medians("latency", "model") for place in places)
+
+
+def _stored(folder: Path, place: Place, number: int) -> Round:
+    own = _own(folder, place, number)
+    return Round(own, number, read_record(own) or Record("failed"), place.device)

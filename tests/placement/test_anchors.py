@@ -1,0 +1,151 @@
+"""The anchor trial on two shares of the processor: in turns alone and side by side, and what is killed meanwhile."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from dyno import Study
+from dyno.engine.turns import Group, Player
+from dyno.jobs.progress import Progress
+from dyno.placement import anchors, devices, places, spread
+from dyno.worker import system
+from dyno.worker.record import read_record
+from spreading import Log
+
+pytestmark = pytest.mark.skipif(system.physical_cores() < 2, reason="two shares need two physical cores")
+Studies = Callable[..., Study]
+DEVICES = "cpu:0,cpu:1"
+
+
+def measure(study: Study, folder: Path, progress: Progress) -> devices.Company:
+    folder.mkdir(exist_ok=True)
+    found = places.places(DEVICES)
+    return devices.measure(places.at_one(study, found), folder, found, progress)
+
+
+def wrap(
+    monkeypatch: pytest.MonkeyPatch, around: Callable[[Group, Sequence[Player], Callable[[], float]], float]
+) -> None:
+    """Have `around` called for each block, with who measures and what measures it."""
+    block = Group._block
+    monkeypatch.setattr(Group, "_block", lambda self, players: around(self, players, lambda: block(self, players)))
+
+
+def place_of(player: Player) -> str:
+    return player.folder.parent.name
+
+
+def process(player: Player) -> psutil.Process:
+    assert player.started is not None
+    return psutil.Process(player.started.process.pid)
+
+
+def overlap(a: Sequence[float], b: Sequence[float]) -> bool:
+    return a[0] < b[1] and b[0] < a[1]
+
+
+def test_each_is_alone_and_all_are_at_once_in_the_same_processes_and_a_killed_command_goes_on(
+    fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(anchors, "BLOCK_S", 0.1)
+    waited: list[tuple[str, float]] = []
+
+    def seen(group: Group, players: Sequence[Player], go: Callable[[], float]) -> float:
+        if players[0].number == 1 and killed:
+            raise KeyboardInterrupt
+        others = [process(p) for p in group.alive if p not in players]
+        before = [sum(p.cpu_times()[:2]) for p in others]
+        seconds = go()
+        waited.extend((p.status(), sum(p.cpu_times()[:2]) - b) for p, b in zip(others, before, strict=True))
+        return seconds
+
+    killed = True
+    wrap(monkeypatch, seen)
+    study = fake_study(threads=0)
+    with pytest.raises(KeyboardInterrupt):
+        measure(study, tmp_path, Log())
+    assert not [p for p in psutil.Process().children() if "main.py" in " ".join(p.cmdline())]
+    (folder,) = (tmp_path / "anchors").iterdir()
+    assert [path.name for path in folder.glob("r*.json")] == ["r0.json"]
+    kept = (folder / "cpu0" / "r0" / "record.json").stat().st_mtime_ns
+
+    killed = False
+    company = measure(study, tmp_path, Log())
+    assert (folder / "cpu0" / "r0" / "record.json").stat().st_mtime_ns == kept, "nothing is measured twice"
+    assert [place.name for place in company.places] == ["cpu:0", "cpu:1"]
+    assert len(waited) >= 3 * 3 * 2 and set(waited) == {(psutil.STATUS_STOPPED, 0.0)}, "whoever waits is frozen"
+
+    for number in range(3):
+        records = {name: read_record(folder / name / f"r{number}") for name in ("cpu0", "cpu1")}
+        one, other = (record.facts for record in records.values() if record is not None)
+        assert {*one.affinity} == {*places.places(DEVICES)[0].cores} and not {*one.affinity} & {*other.affinity}
+        kinds = json.loads((folder / f"r{number}.json").read_text())["company"]
+        for kind, together in ((1, False), (2, True)):
+            own, others = (
+                [w for w, k in zip(facts.blocks["model"], kinds[name], strict=True) if k == kind]
+                for facts, name in ((one, "cpu:0"), (other, "cpu:1"))
+            )
+            assert len(own) == len(others) >= 3
+            pairs = [overlap(a, b) for a, b in zip(own, others, strict=True)]
+            assert any(pairs) if together else not any(pairs)  # any: on a busy machine one of two may begin late
+            assert not any(overlap(a, b) for k, a in enumerate(own) for j, b in enumerate(others) if k != j)
+    stored = json.loads((tmp_path / "devices.json").read_text())
+    assert [len(row[key]) for row in stored["devices"] for key in ("alone", "beside", "ratios")] == [3] * 6
+    assert stored["side_by_side"] is company.side_by_side
+
+    (tmp_path / "devices.json").unlink()  # killed before it was written, or another --equivalent
+    (folder / "r1.json").unlink()
+    shutil.rmtree(folder / "cpu1" / "r1")
+    waited.clear()
+    measure(study, tmp_path, Log())
+    again = json.loads((tmp_path / "devices.json").read_text())
+    assert again["devices"][0]["alone"][::2] == stored["devices"][0]["alone"][::2]
+    assert 0 < len(waited) <= 2 * anchors.BLOCKS, "one round"
+
+
+def test_the_study_goes_on_without_a_device_whose_process_dies(
+    fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(group: Group, players: Sequence[Player], go: Callable[[], float]) -> float:
+        for player in players:
+            if place_of(player) == "cpu1":
+                process(player).kill()
+        return go()
+
+    wrap(monkeypatch, killed)
+    log = Log()
+    company = measure(fake_study(), tmp_path, log)
+    assert [place.name for place in company.places] == ["cpu:0"] and company.side_by_side
+    assert any("cpu:1" in line and "killed by SIGKILL" in line for line in log.said)
+    assert "the study goes on without cpu:1" in log.said
+    assert not (tmp_path / "devices.json").exists(), "the same command tries it again"
+
+
+def test_a_trial_that_runs_nowhere_costs_no_device(fake_study: Studies, tmp_path: Path) -> None:
+    log = Log()
+    company = measure(fake_study(backends=("fake@fail=exception",)), tmp_path, log)
+    assert [place.name for place in company.places] == ["cpu:0", "cpu:1"] and company.side_by_side
+    assert any("nothing is known" in line for line in log.said)
+
+
+def test_one_at_a_time_they_take_turns(fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "measure", lambda *asked: devices.Company(asked[2], side_by_side=False))
+    running: list[int] = []
+
+    class Counted(spread.Spread):
+        def _begin(self, *asked: Any) -> None:
+            super()._begin(*asked)
+            running.append(len(self.running))
+
+    monkeypatch.setattr(spread, "Spread", Counted)
+    spread.run(fake_study(device=DEVICES, batches=(1, 2, 4)), tmp_path, Log())
+    notes = [json.loads(path.read_text())["place"] for path in (tmp_path / "placements").glob("*.json")]
+    assert sorted(notes) in (["cpu:0", "cpu:0", "cpu:1"], ["cpu:0", "cpu:1", "cpu:1"])
+    assert running == [1, 1, 1]
