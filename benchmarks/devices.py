@@ -1,0 +1,160 @@
+"""A study over several devices against the same study on the first of them: seconds, and whether medians stay the same.
+
+    python benchmarks/devices.py --device-list cuda:0,cuda:1 --out runs/devices [--threads 16]
+    python benchmarks/devices.py … --only many; python benchmarks/devices.py … --only one     # in two calls
+    python benchmarks/devices.py --models torchvision:squeezenet1_1 --size 64 --batch 1,2 --backends pytorch
+
+Eight small classifiers at two batches in three configurations are 48 trials. Each half is a `dyno run`, first on all
+devices, then on the first alone, with a cache of its own: both make all files. What is timed is the whole command,
+report included; other routes to an ONNX file, which only a study on one device tries, are left out. A half whose
+seconds are stored in OUT isn't run again; one that was broken off begins anew.
+
+Both halves give each job as many threads: one for each physical core of a device's share of them, unless `--threads`
+says otherwise. Shares of the processor are `cpu:0,cpu:1`; the second half then runs on the cores of `cpu:0`, as if the
+machine had no others. A GPU alone has all cores of the host to make files with.
+
+Prints the seconds of both, their ratio against 1 / (0.9 N), and how far a round's median latency on one device is from
+a round's of the same trial in the study on all: |log ratio| of all such pairs of rounds, its median and 95th percentile
+over the trials' pairs in percent; and beside it the same between two rounds of the study on one device, its noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import combinations, product
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
+from dyno.analysis.formatting import markdown_table
+from dyno.analysis.records.results import load
+from dyno.placement.places import Place, names, places
+from dyno.worker import system
+from dyno.worker.record import read_json, write_json
+
+ROOT = Path(__file__).resolve().parents[1]
+MODELS = (
+    "torchvision:resnet18,torchvision:mobilenet_v3_small,torchvision:squeezenet1_1,torchvision:shufflenet_v2_x0_5,"
+    "torchvision:mnasnet0_5,torchvision:regnet_y_400mf,timm:resnet10t,timm:mobilenetv3_small_050"
+)
+MANY, ONE = "many", "one"
+SHARE = 0.9  # of N times the speed of one device
+GOOD = 0, 3  # exit codes after which a study was measured; 3: not every trial ended well
+
+
+def half(asked: argparse.Namespace, which: str, found: list[Place]) -> float:
+    """The seconds that the study took on all devices or on the first; run now unless they are stored."""
+    stored = asked.out / f"{which}.json"
+    if stored.is_file():
+        return float(read_json(stored)["seconds"])
+    folder, cache = asked.out / which, asked.out / f"cache-{which}"
+    for part in (folder, cache):  # a part of a study says nothing of how long the whole takes
+        shutil.rmtree(part, ignore_errors=True)
+    alone = found[0]
+    cpu = alone.device == "cpu"
+    device = asked.device_list if which == MANY else "cpu" if cpu else alone.name
+    words = [
+        "--batch",
+        asked.batch,
+        "--backends",
+        asked.backends,
+        "--precision",
+        asked.precision,
+        "--device",
+        device,
+        "--routes",
+        "usual",
+    ]
+    words += ["--rounds", asked.rounds, "--seconds", asked.seconds, "--threads", asked.threads, "--out", folder]
+    words += ["--size", asked.size] if asked.size else []
+    command = [sys.executable, "-m", "dyno", "run", *asked.models.split(","), *map(str, words)]
+    confine: Callable[[], None] | None = None
+    if which == ONE and cpu:
+        confine = partial(os.sched_setaffinity, 0, alone.cores)
+    since = time.monotonic()
+    code = subprocess.run(
+        command, env={**os.environ, "DYNO_CACHE": str(cache), "PYTHONPATH": str(ROOT / "src")}, preexec_fn=confine
+    ).returncode
+    seconds = time.monotonic() - since
+    if code not in GOOD:
+        sys.exit(f"devices.py: the study on {device} ended with exit code {code}")
+    write_json(stored, {"seconds": seconds, "device": device, "threads": asked.threads})
+    return seconds
+
+
+def rounds(folder: Path) -> dict[str, list[float]]:
+    """The median latencies (s) of each trial's rounds, by its id; without trials that did not end well."""
+    return {t.id: t.medians("model") for t in load(folder) if t.status == "ok" and t.medians("model")}
+
+
+def apart(pairs: Iterable[tuple[float, float]]) -> tuple[int, str, str]:
+    """How many pairs there are, and the median and 95th percentile of their |log ratio|, in percent."""
+    logs = np.abs([np.log(a / b) for a, b in pairs])
+    if not logs.size:
+        return 0, "", ""
+    median, high = 100 * np.percentile(logs, (50, 95))
+    return len(logs), f"{median:.2f}", f"{high:.2f}"
+
+
+def report(asked: argparse.Namespace, seconds: dict[str, float]) -> None:
+    """Print what both halves say of each other."""
+    count = len(names(asked.device_list))
+    ratio, limit = seconds[MANY] / seconds[ONE], 1 / (SHARE * count)
+    print(f"{count} devices: {seconds[MANY]:.1f} s; the first alone: {seconds[ONE]:.1f} s")
+    print(f"ratio {ratio:.3f}, at most {limit:.3f} is asked for: {'reached' if ratio <= limit else 'missed'}\n")
+    many, one = (rounds(asked.out / which) for which in (MANY, ONE))
+    both = sorted(many.keys() & one.keys())
+    print(f"{len(both)} trials were measured in both studies ({len(many)} and {len(one)})\n")
+    across = apart(pair for t in both for pair in product(many[t], one[t]))
+    within = apart(pair for t in both for pair in combinations(one[t], 2))
+    rows = [
+        (what, *map(str, figures))
+        for what, figures in (("all devices against one", across), ("two rounds on one device", within))
+    ]
+    head = ("rounds of one trial", "pairs", "median %", "95th percentile %")
+    print(markdown_table(head, rows, (False, True, True, True)))
+
+
+def main() -> None:
+    """Both halves, or the one that is asked for; figures once both are there."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device-list", default="cpu:0,cpu:1")
+    parser.add_argument("--models", default=MODELS)
+    parser.add_argument("--batch", default="1,32")
+    parser.add_argument("--size", default="")
+    parser.add_argument("--backends", help="default: pytorch, and on processors onnxruntime and openvino, too")
+    parser.add_argument("--precision", help="default: fp32, and on GPUs fp16 and bf16, too")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=1.0)
+    parser.add_argument("--threads", type=int, help="default: as many as a device's share of the physical cores has")
+    parser.add_argument("--only", choices=(MANY, ONE))
+    parser.add_argument("--out", type=Path, required=True)
+    asked = parser.parse_args()
+    found = places(asked.device_list)
+    if len(found) < 2:
+        parser.error("--device-list needs two devices or more")
+    cpu = found[0].device == "cpu"
+    asked.backends = asked.backends or ("pytorch,onnxruntime,openvino" if cpu else "pytorch")
+    asked.precision = asked.precision or ("fp32" if cpu else "fp32,fp16,bf16")
+    asked.threads = asked.threads or max(1, system.physical_cores() // len(found))
+    asked.out = asked.out.resolve()
+    asked.out.mkdir(parents=True, exist_ok=True)
+    for which in (MANY, ONE):
+        if asked.only in (None, which):
+            print(f"{which}: {half(asked, which, found):.1f} s", flush=True)
+    stored = {which: asked.out / f"{which}.json" for which in (MANY, ONE)}
+    if all(path.is_file() for path in stored.values()):
+        report(asked, {which: float(read_json(path)["seconds"]) for which, path in stored.items()})
+
+
+if __name__ == "__main__":
+    main()
