@@ -2,6 +2,7 @@
 
     python benchmarks/video.py [--rounds 5] [--frames 600] [--size 128] [--model ultralytics:yolov8n.yaml]
     python benchmarks/video.py --predictions [--frames 600] [--model ultralytics:yolov8n.yaml]
+    python benchmarks/video.py --device cuda:0 [--engines tensorrt@input=uint8] [--batch 32] [--python tensorrt=PATH]
 
 The loop is what tutorials show: OpenCV reads a frame, letterboxes it, ONNX Runtime answers it with as many threads,
 OpenCV suppresses boxes, draws them and writes the frame, one after the other. Both run the same ONNX file on the same
@@ -13,6 +14,10 @@ With `--predictions` there is no loop: ten configurations run (sizes of the netw
 in flight, streams, engines), and the rate that the stages alone predict is held against the one that was reached. Two
 factors make an error: how many times the processor time a frame took that was counted on, and how much of the
 processors' time the pipeline used.
+
+With `--device` there is no loop either: a GPU should never wait. Each engine answers frames that were decoded into
+memory before, and the rate end to end is held against that of inference alone; then it answers the video, without an
+output, and the rate is held against that of a loop that decodes the file with as many threads and does nothing else.
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -34,6 +40,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
 CONFIDENCE, IOU, GREY = 0.25, 0.7, 114
+PRELOADED, FROM_MEMORY = 256, 40  # frames in memory, and how often they are answered
 # Size of the network, engine, streams of video, and the codec of what is written ("": nothing is).
 CONFIGURATIONS = (
     (96, "onnxruntime@streams=2", 1, "mpeg4"),
@@ -128,12 +135,12 @@ def growing(path: Path, seconds: float) -> float:
     return float(video[-1] - video[len(video) // 2]) / 2**20 if len(video) > 3 else math.nan
 
 
-def measured(kind: str, *words: str) -> dict[str, float]:
+def measured(kind: str, *words: str) -> dict[str, Any]:
     """One of the two in a process of its own."""
     done = subprocess.run([sys.executable, __file__, "--only", kind, *words], capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(done.stderr)
-    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
 
 
@@ -145,6 +152,10 @@ def main() -> None:
     parser.add_argument("--size", default="128")
     parser.add_argument("--model", default="ultralytics:yolov8n.yaml")
     parser.add_argument("--threads", type=int, default=0, help="of inference, in both (default: one per core)")
+    parser.add_argument("--device", default="", help="how well this device is fed, without a loop; such as cuda:0")
+    parser.add_argument("--engines", default="pytorch", help="with --device: backends with options, with commas")
+    parser.add_argument("--batch", type=int, default=32, help="with --device")
+    parser.add_argument("--python", default="", help="with --device: another interpreter of a backend, BACKEND=PATH")
     parser.add_argument("--predictions", action="store_true", help="predictions of ten configurations, without a loop")
     chosen = parser.parse_args()
 
@@ -155,7 +166,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         video = f"{scratch}/video.mp4"
         moving_photos.write(Path(video), moving_photos.pictures(chosen.frames, 540, 960))
-        (predictions if chosen.predictions else rounds)(chosen, scratch, video, threads)
+        if chosen.device:
+            on_a_device(chosen, scratch, video)
+        else:
+            (predictions if chosen.predictions else rounds)(chosen, scratch, video, threads)
 
 
 def exported(model: str, size: str, scratch: str) -> str:
@@ -165,6 +179,50 @@ def exported(model: str, size: str, scratch: str) -> str:
         export = [sys.executable, "-m", "dyno", "export", model, "-o", path, "--batch", "1", "--size", size]
         subprocess.run(export, check=True, capture_output=True, env=environment())
     return path
+
+
+def on_a_device(chosen: argparse.Namespace, scratch: str, video: str) -> None:
+    """How well a GPU is fed, from memory and from a file."""
+    decoding = measured("decoding", video)["fps"]
+    print(f"decoding alone: {decoding:,.0f} frames/s")
+    for engine in chosen.engines.split(","):
+        own = [chosen.model, chosen.size, engine, chosen.device, str(chosen.batch), chosen.python]
+        for preload in (min(chosen.frames, PRELOADED), 0):
+            # From memory as many frames as take a few seconds, so that filling and emptying the pipeline is nothing.
+            frames = preload * FROM_MEMORY or chosen.frames
+            found = measured("device", video, f"{scratch}/run-{engine}-{preload}", str(preload), str(frames), *own)
+            best, what = (found["inference"], "inference alone") if preload else (decoding, "decoding alone")
+            print(f"{chosen.model}, {engine}, batch {chosen.batch}, {'from memory' if preload else 'from the file'}: "
+                  f"{found['fps']:,.0f} frames/s, {100 * found['fps'] / best:.1f} % of {what} ({best:,.0f}); bound by "
+                  f"{found['bound_by']}", flush=True)  # fmt: skip
+
+
+def decoding(video: str) -> dict[str, float]:
+    """Frames per second of a loop that decodes the file as `dyno video` does, and does nothing else."""
+    from dyno.worker.video.media.opening import prepare_libraries, source_of
+    from dyno.worker.video.options import VideoOptions
+
+    prepare_libraries()
+    began = time.perf_counter()
+    count = sum(1 for _ in source_of(video, VideoOptions()).read())
+    return {"fps": count / (time.perf_counter() - began)}
+
+
+def device(video: str, folder: str, preload: str, frames: str, model: str, size: str, engine: str, gpu: str,
+           batch: str, python: str) -> dict[str, Any]:  # fmt: skip
+    """`dyno video` without an output; what it reached, and what inference alone does."""
+    import dyno
+    from dyno.worker.video.options import VideoOptions
+
+    options = VideoOptions(preload=int(preload), frames=int(frames))
+    name, _, path = python.partition("=")
+    made = dyno.video(video, model=model, out=folder, options=options, backends=(engine,), task="detect", device=gpu,
+                      sizes=(size,), batches=(int(batch),),
+                      runtime={name: {"python": path}} if path else {})  # fmt: skip
+    if not made.table("video").rows:
+        raise SystemExit("; ".join(trial.reason for trial in made.records))
+    (row,) = made.table("video").rows
+    return {"fps": row["fps"], "inference": row["inference_fps"], "bound_by": row["bound_by"]}
 
 
 def rounds(chosen: argparse.Namespace, scratch: str, video: str, threads: str) -> None:
@@ -223,8 +281,12 @@ def environment() -> dict[str, str]:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--only"]:
-        kind, film, net, target, *others, count = sys.argv[2:]
-        if kind == "loop":
+        result: dict[str, Any]
+        kind, film, *words = sys.argv[2:]
+        net, target, *others, count = words if len(words) > 2 else ["", "", ""]
+        if kind in ("decoding", "device"):
+            result = decoding(film) if kind == "decoding" else device(film, *words)
+        elif kind == "loop":
             result = loop(film, net, target, threads=int(count))
         else:
             folder, engine, times = (*others, "", "1")[:3]

@@ -76,6 +76,15 @@ def test_every_frame_comes_out_in_order_with_its_own_boxes(run: Call, clip: Path
     assert "bound" in out and "frames/s end to end" in out
 
 
+def test_preloaded_frames_are_answered_again_and_again(run: Call, clip: Path, tmp_path: Path) -> None:
+    code, out, errors = run(clip, "out.mp4", "--json", "b.jsonl", "--preload", 4, "--frames", 10, "--batch", 3)
+    assert code == 0, errors
+    again = [k % 4 for k in range(10)]
+    assert [videos.place_of(frame) for frame in videos.read(tmp_path / "out.mp4")[0]] == again
+    assert places(lines(tmp_path / "b.jsonl")) == again
+    assert "4 frames at most were decoded before" in out
+
+
 def test_engines_are_compared_in_rounds(run: Call, call: Call, clip: Path, tmp_path: Path) -> None:
     code, out, errors = run(
         clip, "out.mp4", "--json", "b.jsonl", "--backends", "pytorch,onnxruntime", "--rounds", 2, "-o", "run",

@@ -28,7 +28,7 @@ def of_run(filmed: Sequence[Filmed]) -> list[str]:
 
 def sentences(video: Video) -> list[str]:
     """How fast it was, what bounds it, what changing that would bring, and how long a frame takes."""
-    return [_rates(video), *_bounds(video), *_changes(video), *_latencies(video), *_objects(video)]
+    return [_rates(video), *_set_up(video), *_bounds(video), *_changes(video), *_latencies(video), *_objects(video)]
 
 
 def _rates(video: Video) -> str:
@@ -42,6 +42,18 @@ def _rates(video: Video) -> str:
         f"{ended}: {_rate(video.rate)} end to end{realtime}; inference alone {_rate(video.inference_rate)}, "
         f"and {_rate(video.inference_beside)} beside the other stages."
     )
+
+
+def _set_up(video: Video) -> Iterator[str]:
+    """What is not as usual: threads, and where frames came from."""
+    facts = video.facts
+    if facts.lanes > 1:
+        yield f"{facts.lanes} threads prepare frames, and as many post-process them."
+    if facts.preloaded:
+        yield (
+            f"{counting(facts.preloaded, 'frame')} at most were decoded before and answered again and again: what "
+            "decoding takes is in no figure."
+        )
 
 
 def _bounds(video: Video) -> Iterator[str]:

@@ -13,10 +13,12 @@ class VideoFacts:
     `width` are those of its first frame and `rate` the source's own, per second. With several `streams`, the same
     video so many times at once, `answered` counts the frames of all, and what else is of one is of the first.
     `seconds` is the wall time from the first frame's reading to the closed file, `processors` how many the job could
-    use, `slots` how many batches its engine has in flight, and `depth` how many items may wait for a stage. `cpu` is
-    the processor time of each stage alone per frame, and `cpu_whole` that of the pipeline per frame, in seconds.
+    use, `slots` how many batches its engine has in flight, `lanes` how many threads prepare frames, and how many
+    post-process them, and `depth` how many items may wait for a stage. `cpu` is the processor time of each stage alone
+    per frame, and `cpu_whole` that of the pipeline per frame, in seconds.
     While every processor works the stages but inference take `crowding` times that time, and inference
     `cpu_inference` (0: not measured); `hand_over` is that of handing something to a thread.
+    `preloaded` is how many frames were decoded into memory before, and answered again and again (0: none).
     `tracker` is the method by which objects were followed ("": none), and `objects` how many there were of each class.
     `stopped` says that the user ended it. `output` and `boxes` are the files written, "" for none.
     """
@@ -36,12 +38,14 @@ class VideoFacts:
     seconds: float = 0.0
     processors: int = 1
     slots: int = 1
+    lanes: int = 1
     depth: int = 4
     cpu: dict[str, float] = field(default_factory=dict)
     cpu_whole: float = 0.0
     crowding: float = 1.0
     cpu_inference: float = 0.0
     hand_over: float = 0.0
+    preloaded: int = 0
     tracker: str = ""
     objects: dict[str, int] = field(default_factory=dict)
     stopped: bool = False

@@ -23,7 +23,8 @@ from dyno.worker.registry import find
 from dyno.worker.spec import Job, Trial, UserError
 from dyno.worker.tasks.detect import Detect
 from dyno.worker.video import alone, stages, steps
-from dyno.worker.video.media.ends import Batch, Sink, Source, codec_threads, disk_full, now
+from dyno.worker.video.media.ends import Batch, Sink, Source, codec_threads, disk_full, lanes_beside, now
+from dyno.worker.video.media.memory import MemorySource
 from dyno.worker.video.media.opening import prepare_libraries, sink_of, source_of
 from dyno.worker.video.options import VideoOptions
 from dyno.worker.video.preparing import Preparation
@@ -49,6 +50,9 @@ def video(job: Job, journal: Journal) -> None:
     libraries = (*REQUIRES, *(("trackers",) if options.track else ()), *backend.requires)
     journal.record = replace(journal.record, system=system.describe(libraries))
     source = source_of(str(job.options["source"]), options)
+    if options.preload:
+        journal.stage("decode")
+        source = MemorySource(source, options.preload, options.frames)
     on_cpu = trial.runtime.device == "cpu"
     engine = steps.Engine(lambda: journal.timed("load", "load", lambda: backend.load(trial, job.artifact)), on_cpu)
     work = _Work(job, options, engine, source, journal)
@@ -70,13 +74,14 @@ class _Work:
         self._answering = steps.Answering(_task(job.trial), job.trial, options.confidence, options.iou, options.most)
         self._output, self._boxes = (Path(job.options[k]) if job.options[k] else None for k in ("output", "boxes"))
         self._scratch, self._source_text = bool(job.options["scratch"]), str(job.options["source"])
+        self._lanes = lanes_beside(job.trial.runtime.device == "cpu")
         self._preparation = self._new_preparation()
         self._arrays: dict[str, np.ndarray] = {}
         self._found: list[alone.Found] = []
         self._facts = VideoFacts(
             source.name, job.options["output"], job.options["boxes"], slots=session.slots, live=source.live,
             tracker=options.track, expected=source.count, rate=source.rate,
-            processors=len(journal.record.facts.affinity),
+            lanes=self._lanes, preloaded=options.preload, processors=len(journal.record.facts.affinity),
         )  # fmt: skip
 
     def before(self) -> None:
@@ -114,7 +119,8 @@ class _Work:
         journal, session, first = self._journal, self._engine.session, not self._found
         path = journal.folder / f"alone{self._output.suffix}" if self._output else None
         sink = sink_of(path, self._source, self._options.codec) if path else None
-        bench = alone.Bench(self._source, self._engine, self._preparation, self._answering, self._new_tracker(), sink)
+        preparations, tracker = self._new_preparations(), self._new_tracker()
+        bench = alone.Bench(self._source, self._engine, preparations, self._answering, tracker, sink)
         if first:
             journal.timed("first_call", "first call", measure.step(session, "all", bench.feeds))
             journal.stage("each stage alone")
@@ -159,6 +165,10 @@ class _Work:
     def _new_preparation(self) -> Preparation:
         return Preparation(self._trial.model.preprocess, self._engine.session.inputs, self._trial.dims)
 
+    def _new_preparations(self) -> list[Preparation]:
+        """One for each thread that prepares frames."""
+        return [self._new_preparation() for _ in range(self._lanes)]
+
     def _new_tracker(self) -> Tracker | None:
         options = self._options
         least = options.track_confidence or options.confidence
@@ -201,13 +211,16 @@ class _Work:
         first, output = number == 0, self._output
         if output and not first:
             output = self._journal.folder / f"stream{number}{output.suffix}"
-        source = self._source if first else source_of(self._source_text, self._options)
+        preloaded = isinstance(self._source, MemorySource)
+        source = self._source if first or preloaded else source_of(self._source_text, self._options)
         sink, keep = sink_of(output, source, self._options.codec), steps.Keep(self._boxes if first else None)
-        session, preparation, tracker = self._engine.session, self._new_preparation(), self._new_tracker()
-        shares, batch = self._options.streams > 1, preparation.batch
+        preparations, tracker, engine = self._new_preparations(), self._new_tracker(), self._engine
+        shares, batch, size = self._options.streams > 1, preparations[0].batch, preparations[0].size
+        feeds = steps.Prepare.arrays(preparations[0], engine, self._lanes)
         chain: list[stages.Step] = [
-            steps.Prepare(preparation, session), steps.Infer(self._engine, shares, batch),
-            steps.Postprocess(self._answering, preparation.size, keep if tracker is None else None, batch),
+            steps.Prepare(preparations, feeds), steps.Infer(engine, shares, batch),
+            steps.Postprocess(self._answering, size, keep if tracker is None else None, batch, self._lanes,
+                              engine.take_back),
         ]  # fmt: skip
         if tracker:
             chain.append(steps.Track(tracker, keep))

@@ -66,9 +66,10 @@ class _Clock:
         self.seconds = [each + sum(held.seconds) / count for each in self.seconds]
         self.cpu = [each + sum(held.cpu) / count for each in self.cpu]
 
-    def result(self) -> Alone:
-        """The samples and the mean, without the first turn where there is another: in it libraries were set up."""
-        first = CHUNK if len(self.seconds) >= 2 * CHUNK else 0
+    def result(self, turn: int) -> Alone:
+        """The samples and the mean, without the first turn of so many frames where there is another: in it libraries
+        were set up."""
+        first = turn if len(self.seconds) >= 2 * turn else 0
         return Alone(np.asarray(self.seconds[first:]), float(np.mean(self.cpu[first:])))
 
 
@@ -82,27 +83,30 @@ class Bench:
         self,
         source: Source,
         engine: steps.Engine,
-        preparation: Preparation,
+        preparations: Sequence[Preparation],
         answering: steps.Answering,
         tracker: Tracker | None,
         sink: Sink | None,
     ) -> None:
-        self._source, self._preparation, self._tracker, self._sink = source, preparation, tracker, sink
-        self._engine, self._answer = steps.Infer(engine), steps.Postprocess(answering, preparation.size)
+        self._source, self._tracker, self._sink = source, tracker, sink
+        self._engine, self._answer = steps.Infer(engine), steps.Postprocess(answering, preparations[0].size)
         self._clocks = {name: _Clock() for name in steps.STAGES if name != steps.INFER}
-        count = -(-CHUNK // preparation.batch)
-        self.feeds = [engine.session.stage(preparation.new_feed()) for _ in range(max(count, input_data.FEEDS))]
+        self._batch, self._lanes = preparations[0].batch, len(preparations)
+        self._chunk = CHUNK if self._lanes == 1 else max(CHUNK, self._lanes * self._batch)
+        count = -(-self._chunk // self._batch)
+        self.feeds = [engine.session.stage(preparations[0].new_feed()) for _ in range(max(count, input_data.FEEDS))]
+        self._prepare = steps.Prepare(preparations, self.feeds)
         self.first: Frame | None = None
         self.answered: list[Batch] = []
 
     def run(self, most: int) -> None:
-        """On the source's first frames, at most so many (0: FRAMES).
+        """On the source's first frames, at most so many (0: `FRAMES`, or more where several threads work on them).
 
-        All `feeds` are full afterwards, and `answered` are the last batches, with outputs.
+        `feeds` hold frames afterwards, and `answered` are the last batches, with outputs.
         """
-        reading, most, count = self._source.read(), most or FRAMES, 0
+        reading, most, count = self._source.read(), most or FRAMES // CHUNK * self._chunk, 0
         until = time.perf_counter() + SECONDS
-        while count < most and (frames := self._decoded(reading, min(CHUNK, most - count))):
+        while count < most and (frames := self._decoded(reading, min(self._chunk, most - count))):
             self._turn(frames)
             self.first = self.first or frames[0]
             count += len(frames)
@@ -116,7 +120,7 @@ class Bench:
 
     def results(self) -> dict[str, Alone]:
         """Each stage that there is, without the engine's."""
-        return {name: clock.result() for name, clock in self._clocks.items() if clock.seconds}
+        return {name: clock.result(self._chunk) for name, clock in self._clocks.items() if clock.seconds}
 
     def _decoded(self, reading: Iterator[Frame], count: int) -> list[Frame]:
         """The next frames; of a live source one counts from when it had arrived."""
@@ -129,16 +133,9 @@ class Bench:
         return frames
 
     def _turn(self, frames: list[Frame]) -> None:
-        size, batches = self._preparation.batch, list[Batch]()
-        for first in range(0, len(frames), size):
-            batches.append(Batch(frames[first : first + size], self.feeds[len(batches)]))
-            for place, frame in enumerate(batches[-1].frames):
-                with self._clocks[steps.PREPARE].timing():
-                    self._preparation.write(frame.picture.rgb(), batches[-1].feed, place)
+        batches = self._prepared(frames)
         self.answered = [done for batch in batches for done in (*self._engine.work(batch), *self._engine.rest())]
-        for batch in self.answered:
-            with self._clocks[steps.POSTPROCESS].timing(len(batch.frames)):
-                self._answer.work(batch)
+        self._postprocess()
         if self._tracker is not None:
             for frame in frames:
                 with self._clocks[steps.TRACK].timing():
@@ -151,6 +148,29 @@ class Bench:
         for frame in frames:
             with self._clocks[steps.ENCODE].timing():
                 self._sink.write(replace(frame, packets=[]))
+
+    def _prepared(self, frames: list[Frame]) -> list[Batch]:
+        """The frames as batches; where several threads prepare them, their time is that of all together."""
+        clock, size, batches = self._clocks[steps.PREPARE], self._batch, list[Batch]()
+        together = size if self._lanes == 1 else len(frames)
+        for first in range(0, len(frames), together):
+            part = frames[first : first + together]
+            with clock.timing(len(part)):
+                batches += [batch for frame in part for batch in self._prepare.work(frame)]
+                while self._prepare.holds:
+                    batches += self._prepare.rest()
+                batches += self._prepare.rest()
+        return batches
+
+    def _postprocess(self) -> None:
+        clock = self._clocks[steps.POSTPROCESS]
+        if self._lanes == 1:
+            for batch in self.answered:
+                with clock.timing(len(batch.frames)):
+                    self._answer.work(batch)
+            return
+        with ThreadPoolExecutor(self._lanes) as pool, clock.timing(sum(len(batch.frames) for batch in self.answered)):
+            list(pool.map(self._answer.work, self.answered))
 
 
 def infer(engine: steps.Engine, feeds: Sequence[Arrays], plan: Plan, size: int) -> tuple[Alone, measure.Sampling]:

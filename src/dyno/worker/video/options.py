@@ -32,6 +32,10 @@ class VideoOptions:
     most: int = _option(300, "Most boxes of a frame.")
     frames: int = _option(0, "Stop after this many frames.", "the whole video", common=True)
     streams: int = _option(1, "Run the video so many times at once through one engine; the first is written as OUT.")
+    preload: int = _option(
+        0,
+        "Decode this many frames into memory first, and answer them again and again, until --frames: without decoding.",
+    )
     track: str = _option(
         "", f"Follow objects, and count them, by this method: {', '.join(TRACKERS)}.", "boxes alone", common=True
     )
@@ -51,7 +55,7 @@ class VideoOptions:
         for name in ("confidence", "iou", "track_confidence"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"{name} is {getattr(self, name):g}; it must be between 0 and 1")
-        for name, least in (("most", 1), ("frames", 0), ("streams", 1)):
+        for name, least in (("most", 1), ("frames", 0), ("streams", 1), ("preload", 0)):
             if getattr(self, name) < least:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least {least}")
         if self.track:

@@ -46,6 +46,9 @@ class Step:
         """What is handed on after this item: nothing yet, the item, or earlier ones."""
         return (item,)
 
+    def in_order(self, done: Sequence[Any]) -> None:
+        """Called with what `work` or `rest` gave before it is handed on: in the items' order, also of several lanes."""
+
     def rest(self) -> Iterable[Any]:
         """What it still holds: called at the end, and when nothing waits while it `holds`."""
         return ()
@@ -168,14 +171,14 @@ class _Order:
     items ahead of the slowest.
     """
 
-    def __init__(self, lanes: int, timed: Timed) -> None:
-        self._timed, self._lanes = timed, lanes
+    def __init__(self, step: Step, timed: Timed) -> None:
+        self._step, self._timed, self._lanes = step, timed, step.lanes
         self._taking, self._handing = threading.Lock(), threading.Lock()
         self._tickets: SimpleQueue[None] = SimpleQueue()
-        for _ in range(AHEAD * lanes):
+        for _ in range(AHEAD * step.lanes):
             self._tickets.put(None)
         self._taken = self._next = self._handed = 0
-        self._done: dict[int, tuple[int, int, int, list[Any]]] = {}
+        self._done: dict[int, tuple[int, int, list[Any]]] = {}
 
     def take(self, channel: _Channel) -> tuple[Any, int, int]:
         """The channel's next item (None: there is none any more), its number and how many waited."""
@@ -187,12 +190,12 @@ class _Order:
 
     def hand_on(self, number: int, began: int, waiting: int, done: list[Any], onward: _Channel | None) -> None:
         """Hand on what was done with the item of that number, and what waited for it."""
-        ended = now()
         with self._handing:
-            self._done[number] = began, ended, waiting, done
+            self._done[number] = began, waiting, done
             while (next_ := self._done.pop(self._next, None)) is not None:
-                began, ended, waiting, done = next_
-                self._timed.add(max(began, self._handed), max(ended, self._handed), waiting)
+                began, waiting, done = next_
+                self._step.in_order(done)
+                self._timed.add(max(began, self._handed), now(), waiting)
                 for one in done:
                     if onward is not None:
                         onward.put(one)
@@ -223,7 +226,7 @@ class Stages:
         self.dropped = 0
         self._channels = [_Channel(LIVE_DEPTH if live else step.room) for step in steps]
         self.timed = {stage: Timed() for stage in (name, *(step.name for step in steps))}
-        self._orders = {k: _Order(step.lanes, self.timed[step.name]) for k, step in enumerate(steps) if step.lanes > 1}
+        self._orders = {k: _Order(step, self.timed[step.name]) for k, step in enumerate(steps) if step.lanes > 1}
         self._first = name
 
     def actions(self) -> list[tuple[str, Callable[[], None]]]:
@@ -265,6 +268,7 @@ class Stages:
             began = now()
             done = list(step.rest() if item is None else step.work(item))
             if item is not None or done:
+                step.in_order(done)
                 timed.add(began, now(), waiting)
                 for one in done:
                     if onward is not None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -58,29 +58,90 @@ def room_for(batch: int) -> int:
 
 
 class Prepare(Step):
-    """Frames become batches: each is letterboxed into the next place of one of a few arrays, which are used again."""
+    """Frames become batches: each is letterboxed into its place of the next of a few arrays, which are used again.
+
+    With several preparations as many threads write into a batch, while the frames of the next one come.
+    """
 
     name = PREPARE
 
-    def __init__(self, preparation: Preparation, session: Session) -> None:
-        self._preparation = preparation
-        # Waiting, in flight, being filled and being read: an array is free again before its turn comes round.
-        count = room_for(preparation.batch) + AHEAD * session.slots + 2
-        self._feeds = [session.stage(preparation.new_feed()) for _ in range(count)]
+    def __init__(self, preparations: Sequence[Preparation], feeds: Sequence[Any]) -> None:
+        self._feeds, self._batch, self._threads = feeds, preparations[0].batch, len(preparations)
+        self._free: SimpleQueue[Preparation] = SimpleQueue()
+        for preparation in preparations:
+            self._free.put(preparation)
+        self._pool = ThreadPoolExecutor(self._threads, self.name) if self._threads > 1 else None
         self._turn, self._frames = 0, list[Frame]()
+        self._filling: deque[tuple[Batch, list[Future[None]]]] = deque()
+
+    @staticmethod
+    def arrays(preparation: Preparation, engine: Engine, threads: int) -> list[Any]:
+        """So many arrays that one is free again before its turn comes round: they wait, are in flight, being filled by
+        so many threads, and being read."""
+        session = engine.session
+        in_flight = AHEAD * engine.lanes if engine.lanes > 1 else session.slots
+        count = room_for(preparation.batch) + in_flight + (filling(preparation.batch, threads) + 1) + 1
+        return [session.stage(preparation.new_feed()) for _ in range(count)]
 
     def work(self, item: Any) -> Iterable[Batch]:
-        feed = self._feeds[self._turn % len(self._feeds)]
-        self._preparation.write(item.picture.rgb(), feed, len(self._frames))
+        if self._pool is None:
+            self._write([item], self._feeds[self._turn % len(self._feeds)], len(self._frames))
         self._frames.append(item)
-        return self.rest() if len(self._frames) == self._preparation.batch else ()
+        if len(self._frames) < self._batch:
+            return ()
+        batch, writing = self._next_batch()
+        if self._pool is None:
+            return (batch,)
+        self._filling.append((batch, writing))
+        return self._filled(filling(self._batch, self._threads))
+
+    @property
+    def holds(self) -> bool:
+        return bool(self._filling)
 
     def rest(self) -> Iterable[Batch]:
+        if self._filling:
+            return self._filled(len(self._filling) - 1)
         if not self._frames:
             return ()
-        batch = Batch(self._frames, self._feeds[self._turn % len(self._feeds)])
-        self._turn, self._frames = self._turn + 1, []
+        batch, writing = self._next_batch()
+        for each in writing:
+            each.result()
         return (batch,)
+
+    def _filled(self, most: int) -> list[Batch]:
+        """The batches that are full, so that at most so many are still being filled."""
+        done = []
+        while self._filling and (len(self._filling) > most or all(each.done() for each in self._filling[0][1])):
+            batch, writing = self._filling.popleft()
+            for each in writing:
+                each.result()
+            done.append(batch)
+        return done
+
+    def _next_batch(self) -> tuple[Batch, list[Future[None]]]:
+        """The frames that came as a batch, and the work of the threads that write them into it."""
+        frames, feed = self._frames, self._feeds[self._turn % len(self._feeds)]
+        self._turn, self._frames = self._turn + 1, []
+        if self._pool is None:
+            return Batch(frames, feed), []
+        share = -(-len(frames) // self._threads)
+        starts = range(0, len(frames), share)
+        return Batch(frames, feed), [self._pool.submit(self._write, frames[k : k + share], feed, k) for k in starts]
+
+    def _write(self, frames: list[Frame], feed: Any, place: int) -> None:
+        """The frames into the places from that one on."""
+        preparation = self._free.get()
+        try:
+            for number, frame in enumerate(frames):
+                preparation.write(frame.picture.rgb(), feed, place + number)
+        finally:
+            self._free.put(preparation)
+
+
+def filling(batch: int, threads: int) -> int:
+    """How many batches of so many frames so many threads write at once; none where there is one."""
+    return -(-threads // min(threads, batch)) if threads > 1 else 0
 
 
 class Engine:
@@ -100,6 +161,7 @@ class Engine:
         self._free: SimpleQueue[int] = SimpleQueue()
         for slot in range(self.session.slots):
             self._free.put(slot)
+        self._spare: SimpleQueue[list[np.ndarray]] = SimpleQueue()
 
     def call(self, action: Callable[[], T]) -> T:
         """The action's result, from the engine's thread."""
@@ -112,7 +174,7 @@ class Engine:
         try:
             self.session.bind(batch.feed, slot)
             self.session.complete(slot)
-            batch.outputs = [np.array(a) for a in self.session.fetch(slot).values()]
+            batch.outputs = self._copied(slot)
         finally:
             self._free.put(slot)
         return batch
@@ -138,7 +200,24 @@ class Engine:
 
     def _outputs(self, slot: int) -> list[np.ndarray]:
         self.session.wait(slot)
-        return [np.array(a) for a in self.session.fetch(slot).values()]
+        return self._copied(slot)
+
+    def take_back(self, outputs: list[np.ndarray]) -> None:
+        """These outputs have been read: a later batch's go into the same memory, which is there already."""
+        self._spare.put(outputs)
+
+    def _copied(self, slot: int) -> list[np.ndarray]:
+        """The slot's outputs, in memory that stays when the slot runs again."""
+        fetched = list(self.session.fetch(slot).values())
+        try:
+            room = self._spare.get_nowait()
+        except Empty:
+            room = []
+        if [(a.shape, a.dtype) for a in room] != [(a.shape, a.dtype) for a in fetched]:
+            return [np.array(a) for a in fetched]
+        for target, array in zip(room, fetched, strict=True):
+            np.copyto(target, array)
+        return room
 
 
 class Infer(Step):
@@ -210,13 +289,19 @@ class Keep:
 
 
 class Postprocess(Step):
-    """Outputs become boxes, which are kept, and batches become frames again."""
+    """Outputs become boxes, which are kept, and batches become frames again.
+
+    `read` takes outputs that nobody needs any more.
+    """
 
     name = POSTPROCESS
 
-    def __init__(self, answering: Answering, size: tuple[int, int], keep: Keep | None = None, batch: int = 1) -> None:
-        self._answering, self._size, self._keep = answering, size, keep
-        self.room = room_for(batch)
+    def __init__(
+        self, answering: Answering, size: tuple[int, int], keep: Keep | None = None, batch: int = 1, lanes: int = 1,
+        read: Callable[[list[np.ndarray]], None] | None = None,
+    ) -> None:  # fmt: skip
+        self._answering, self._size, self._keep, self._read = answering, size, keep, read
+        self.room, self.lanes = room_for(batch), lanes
 
     def work(self, item: Any) -> Iterable[Frame]:
         count = len(item.frames)
@@ -224,9 +309,15 @@ class Postprocess(Step):
         found = self._answering.detections(outputs, item.frames, self._size)
         for frame, detections in zip(item.frames, found, strict=True):
             frame.detections = detections
-            if self._keep is not None:
-                self._keep.add(frame)
+        if self._read is not None:
+            outputs, item.outputs = item.outputs, []
+            self._read(outputs)
         return list(item.frames)
+
+    def in_order(self, done: Sequence[Frame]) -> None:
+        if self._keep is not None:
+            for frame in done:
+                self._keep.add(frame)
 
 
 class Track(Step):

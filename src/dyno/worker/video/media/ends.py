@@ -17,11 +17,18 @@ from dyno.worker.video.media.pictures import Picture
 
 now = time.perf_counter_ns
 SHARE, MOST_THREADS = 4, 8  # of the processors that a codec's own threads take, and how many at most
+SHARE_OF_LANES = 4, 8  # of the processors that preparing and post-processing take each: beside a GPU, and beside a CPU
 
 
 def codec_threads() -> int:
     """How many threads a codec gets: the stages are threads already, and those of a codec cost processor time."""
     return min(MOST_THREADS, max(1, len(os.sched_getaffinity(0)) // SHARE))
+
+
+def lanes_beside(on_cpu: bool) -> int:
+    """How many threads prepare frames, and how many post-process them: on a CPU the engine takes the processors."""
+    share = SHARE_OF_LANES[on_cpu]
+    return min(MOST_THREADS, max(1, len(os.sched_getaffinity(0)) // share))
 
 
 @dataclass

@@ -64,7 +64,11 @@ class Picture(ABC):
 
     @abstractmethod
     def copy(self) -> Picture:
-        """Another picture of the same pixels."""
+        """Another picture of the same pixels, with what has been drawn."""
+
+    def again(self) -> Picture:
+        """Another picture of the same pixels, for as long as nothing has been drawn on this one."""
+        return self.copy()
 
 
 class Rgb(Picture):
@@ -111,6 +115,9 @@ class Planes(Picture):
         made = Planes(self._copied(), self._convert)
         made.height, made.width = self.height, self.width
         return made
+
+    def again(self) -> Planes:
+        return Planes(self._decoded, self._convert)
 
     def video(self) -> Any:
         """As a frame for an encoder, of even height and width: the last row and column are repeated where one lacks."""

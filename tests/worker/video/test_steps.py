@@ -1,0 +1,134 @@
+"""Steps with several threads: the same batches as by one, in order, and memory that is used again."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dyno.worker.spec import Dims, Preprocess, Tensor
+from dyno.worker.video import steps
+from dyno.worker.video.media.ends import Batch, Frame, Source, now
+from dyno.worker.video.media.memory import MemorySource
+from dyno.worker.video.media.pictures import Rgb
+from dyno.worker.video.preparing import Preparation
+from dyno.worker.video.stages import Stages, Step, run
+
+
+def frames(count: int) -> list[Frame]:
+    rng = np.random.default_rng(0)
+    sizes = [(int(rng.integers(5, 40)), int(rng.integers(5, 40))) for _ in range(count)]
+    return [Frame(k, Rgb(rng.integers(0, 256, (*size, 3), np.uint8)), now()) for k, size in enumerate(sizes)]
+
+
+def preparation(batch: int) -> Preparation:
+    tensor = Tensor("images", "float32", (batch, 3, 32, 32))
+    return Preparation(Preprocess((0.1, 0.2, 0.3), (1.0, 0.5, 0.25), letterbox=True), [tensor], Dims(batch, 32, 32))
+
+
+class Copies(Step):
+    """Keeps what every batch holds when it comes, whose array is used again."""
+
+    name = "copies"
+
+    def __init__(self, batch: int) -> None:
+        self.room = steps.room_for(batch)
+        self.seen: list[tuple[list[int], np.ndarray]] = []
+
+    def work(self, item: Any) -> Iterable[Any]:
+        time.sleep(random.random() * 1e-3)
+        numbers = [frame.index for frame in item.frames]
+        self.seen.append((numbers, item.feed["images"][: len(numbers)].copy()))
+        return ()
+
+
+@pytest.mark.parametrize(("batch", "threads"), [(1, 3), (4, 3), (3, 4)])
+def test_several_threads_make_the_batches_that_one_makes(batch: int, threads: int) -> None:
+    made = []
+    for count in (1, threads):
+        preparations = [preparation(batch) for _ in range(count)]
+        # As many arrays as wait, are being filled and are being read.
+        total = steps.room_for(batch) + steps.filling(batch, count) + 2
+        last = Copies(batch)
+        prepare = steps.Prepare(preparations, [preparations[0].new_feed() for _ in range(total)])
+        run([Stages("read", iter(frames(31)), [prepare, last])], lambda: None)
+        made.append(last.seen)
+    assert [numbers for numbers, _ in made[1]] == [list(range(31))[k : k + batch] for k in range(0, 31, batch)]
+    for (one, values), (several, others) in zip(*made, strict=True):
+        assert one == several
+        np.testing.assert_array_equal(values, others)
+
+
+def test_an_error_in_a_thread_ends_the_pipeline() -> None:
+    wrong = Frame(3, Rgb(np.zeros((0, 4, 3), np.uint8)), now())  # nothing to resize
+    preparations = [preparation(2), preparation(2)]
+    prepare = steps.Prepare(preparations, [preparations[0].new_feed() for _ in range(8)])
+    with pytest.raises(Exception, match="(?i)size|empty|zero"):
+        run([Stages("read", iter([*frames(3), wrong, *frames(20)]), [prepare, Copies(2)])], lambda: None)
+
+
+class InLanes(Step):
+    """Takes as long as it likes, in several lanes."""
+
+    name, lanes = "lanes", 3
+
+    def __init__(self) -> None:
+        self.worked: list[int] = []
+        self.ordered: list[int] = []
+
+    def work(self, item: Any) -> Iterable[Any]:
+        time.sleep(random.Random(item.index).random() * 5e-3)
+        self.worked.append(item.index)
+        return (item, item)
+
+    def in_order(self, done: Sequence[Any]) -> None:
+        self.ordered += [frame.index for frame in done]
+
+
+def test_what_lanes_did_is_kept_in_the_order_of_the_frames() -> None:
+    step = InLanes()
+    run([Stages("read", iter(frames(40)), [step])], lambda: None)
+    assert sorted(step.worked) == list(range(40)) != step.worked
+    assert step.ordered == [k for k in range(40) for _ in range(2)]
+
+
+def test_outputs_that_were_read_are_memory_for_later_ones() -> None:
+    class Answering:
+        def detections(self, outputs: Any, of: Any, size: Any) -> list[Any]:
+            return [float(row.sum()) for row in outputs[0]]
+
+    taken: list[list[np.ndarray]] = []
+    step = steps.Postprocess(Answering(), (32, 32), read=taken.append)  # type: ignore[arg-type]  # all that it needs
+    outputs = [np.ones((4, 2), np.float32)]
+    batch = Batch(frames(3), None, outputs)
+    assert [frame.detections for frame in step.work(batch)] == [2.0, 2.0, 2.0]
+    assert taken[0] is outputs and batch.outputs == []
+
+
+class Counted(Source):
+    """Ten frames, and how often they were decoded."""
+
+    rate = 20.0
+    decoded = 0
+
+    def read(self, sound: bool = False) -> Iterator[Frame]:
+        for frame in frames(10):
+            self.decoded += 1
+            yield frame
+
+
+def test_preloaded_frames_are_decoded_once_and_come_again() -> None:
+    source = Counted("counted")
+    memory = MemorySource(source, 4, 11)
+    whole = [(f.index, f.seconds, f.picture.rgb().sum()) for f in memory.read()]
+    for layer in next(memory.read()).picture.layers():
+        layer.array[:] = 0  # what is drawn stays with its frame
+    assert source.decoded == 4 and memory.count == 11
+    assert whole == [(f.index, f.seconds, f.picture.rgb().sum()) for f in memory.read()]
+    assert [index for index, _, _ in whole] == list(range(11)) and whole[4][1] == 4 / 20
+    assert [total for *_, total in whole[:4]] == [total for *_, total in whole[4:8]]
+    assert MemorySource(source, 99, 0).count == 10
