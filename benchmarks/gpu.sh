@@ -1,11 +1,15 @@
 #!/usr/bin/env bash
 # All GPU tests, the GPU benchmarks and the study of one network, in one call on a machine with a GPU: bash benchmarks/gpu.sh OUT
 # Nothing is installed: what the machine lacks is skipped with its reason. Every part writes into OUT as it goes, so that
-# a call that is cut short loses nothing; PARTS names the parts to do (default: tests doctor study benchmarks matrix;
-# beside them profile, verdicts, and cores: verdicts on the CPU, a copy on each two cores). MATRIX_MINUTES ends the matrix of
-# networks in time (default 9), MATRIX_JOBS says how many are built at once (default 3: with seven on one GPU, whose builders all time
-# kernels on it, none was done in seven minutes), VERDICT_MINUTES ends each copy of the last two (default 9). Other interpreters are named by
-# DYNO_TENSORRT_PYTHON, DYNO_ORTGPU_PYTHON and DYNO_TORCH_TENSORRT_PYTHON. Records end up in OUT/runs.tar.gz.
+# a call that is cut short loses nothing. PARTS names the parts to do (default: tests doctor study benchmarks matrix; beside
+# them profile; video: how well the GPU is fed; verdicts; and cores: verdicts on the CPU, a copy on each two cores). The tests
+# want a GPU for themselves: where the machine has two, tests and doctor have the first and everything else the second,
+# side by side.
+# STUDY_BATCHES are those of the study (default 1,32,256: twelve engines, so a quarter of an hour; 32 takes four minutes).
+# MATRIX_MINUTES ends the matrix of networks in time (default 9), MATRIX_JOBS says how many are built at once (default 3: with
+# seven on one GPU, whose builders all time kernels on it, none was done in seven minutes), VERDICT_MINUTES ends each copy of
+# the verdicts (default 9). Other interpreters are named by DYNO_TENSORRT_PYTHON, DYNO_ORTGPU_PYTHON and
+# DYNO_TORCH_TENSORRT_PYTHON. Records end up in OUT/runs.tar.gz.
 set -u
 out=${1:?usage: gpu.sh OUT}
 mkdir -p "$out"
@@ -24,17 +28,30 @@ check "${DYNO_TENSORRT_PYTHON:-}" tensorrt
 check "${DYNO_ORTGPU_PYTHON:-}" onnxruntime
 check "${DYNO_TORCH_TENSORRT_PYTHON:-}" torch_tensorrt
 
-wanted() { [[ " ${PARTS:-tests doctor study benchmarks matrix} " == *" $1 "* ]]; }
+PARTS=${PARTS:-tests doctor study benchmarks matrix}
+wanted() { [[ " $PARTS " == *" $1 "* ]]; }
+
+# Two GPUs: the script once on each.
+first=" tests doctor "
+if [ -z "${CUDA_VISIBLE_DEVICES:-}" ] && [ "$(nvidia-smi -L 2>/dev/null | wc -l)" -gt 1 ] && wanted tests; then
+  rest=$(for part in $PARTS; do [[ "$first" == *" $part "* ]] || echo -n "$part "; done)
+  CUDA_VISIBLE_DEVICES=0 PARTS=$(for part in $PARTS; do [[ "$first" == *" $part "* ]] && echo -n "$part "; done) bash "$0" "$out" &
+  CUDA_VISIBLE_DEVICES=1 PARTS=${rest:-none} bash "$0" "$out"
+  wait
+  exit
+fi
 
 if wanted tests; then
+  # Other tests need what a machine with a GPU often lacks, and it is said of them when they are read.
+  mapfile -t files < <(grep -rl "mark[.]gpu" tests)
   python3 -m pytest -c /dev/null --rootdir . --import-mode=importlib -q -m gpu -p no:cacheprovider \
-    -W ignore tests 2>&1 | tee "$out/tests.log" | tail -n 15
+    -W ignore --durations=12 "${files[@]}" 2>&1 | tee "$out/tests.log" | tail -n 30
 fi
 if wanted doctor; then dyno doctor "${pythons[@]}" | tee "$out/doctor.txt"; fi
 
 if wanted study; then
   python3 studies/photos.py "$runs/photos"
-  dyno run studies/gpu-classifiers.toml --data "$runs/photos" "${pythons[@]}" --out "$runs/classifiers" 2>&1 |
+  dyno run studies/gpu-classifiers.toml --batch "${STUDY_BATCHES:-1,32,256}" --data "$runs/photos" "${pythons[@]}" --out "$runs/classifiers" 2>&1 |
     tee "$out/run.log" | tail -n 60
   dyno show "$runs/classifiers" --format markdown >"$out/classifiers.md"
   dyno show "$runs/classifiers" --format csv >"$out/classifiers.csv"
@@ -68,6 +85,14 @@ if wanted profile; then
     python3 studies/photos.py "$runs/calibration" >/dev/null
     profile torchvision:resnet18 tensorrt/int8 --data "$runs/calibration"
   fi
+fi
+
+if wanted video; then
+  for network in ultralytics:yolov8n.yaml ultralytics:yolov8m.yaml; do
+    python3 benchmarks/video.py --device cuda:0 --model "$network" --size 640 --batch 16 --engines pytorch@precision=fp16
+    [ -n "${DYNO_TENSORRT_PYTHON:-}" ] && python3 benchmarks/video.py --device cuda:0 --model "$network" --size 640 --batch 16 \
+      --engines tensorrt@precision=fp16@optimization=1@input=uint8 --python "tensorrt=$DYNO_TENSORRT_PYTHON"
+  done 2>&1 | tee "$out/video.txt"
 fi
 
 verdicts() { python3 benchmarks/verdicts.py --minutes "${VERDICT_MINUTES:-9}" "$@"; }
