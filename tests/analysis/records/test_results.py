@@ -93,6 +93,18 @@ def test_a_job_that_is_no_trial_is_left_out_by_name(run: Path, text: str) -> Non
     assert "job.json" in results.problems[0]
 
 
+@pytest.mark.parametrize("key", ["runtime", "options", "plan", "data", "dims", "model", "backend"])
+def test_null_in_a_job_is_a_key_that_is_missing(run: Path, key: str) -> None:
+    folder = first_record(run).parents[1]
+    for path in folder.glob("r*/job.json"):
+        job = json.loads(path.read_text())
+        path.write_text(json.dumps({**job, "trial": {**job["trial"], key: None}}))
+    results = load(run)
+    assert len(results.trials) == (2 if key in ("dims", "model", "backend") else 3)
+    assert bool(results.problems) == (len(results.trials) == 2)
+    assert [t.size for t in results] and [t.device for t in results]
+
+
 def test_a_trial_without_any_record_is_unfinished(run: Path) -> None:
     folder = first_record(run).parents[1]
     for path in folder.glob("r*/record.json"):

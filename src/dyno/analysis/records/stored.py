@@ -47,9 +47,10 @@ def read_round(folder: Path, problems: list[str]) -> Record | None:
 
 def read_job(path: Path, problems: list[str]) -> tuple[dict[str, Any] | None, Artifact | None]:
     """The job as stored, and the file that it runs."""
-    job = read_table(path, problems, JOB)
-    if job is None:
+    stored = read_table(path, problems, JOB)
+    if stored is None:
         return None, None
+    job = _without_nulls(stored)
     try:
         ran = from_json(Artifact, job["artifact"]) if job.get("artifact") else None
         trial = job["trial"]
@@ -63,6 +64,12 @@ def read_job(path: Path, problems: list[str]) -> tuple[dict[str, Any] | None, Ar
         problems.append(f"{path} is damaged ({e}); it is left out")
         return None, None
     return job, ran
+
+
+def _without_nulls(data: dict[str, Any]) -> dict[str, Any]:
+    """The object without keys whose value is null, at any depth: null says what a missing key says."""
+    kept = {key: value for key, value in data.items() if value is not None}
+    return {key: _without_nulls(value) if isinstance(value, dict) else value for key, value in kept.items()}
 
 
 def measured(folder: Path, record: Record) -> tuple[Record, dict[str, np.ndarray] | None]:
