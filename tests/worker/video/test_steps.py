@@ -67,7 +67,7 @@ def test_an_error_in_a_thread_ends_the_pipeline() -> None:
     wrong = Frame(3, Rgb(np.zeros((0, 4, 3), np.uint8)), now())  # nothing to resize
     preparations = [preparation(2), preparation(2)]
     prepare = steps.Prepare(preparations, [preparations[0].new_feed() for _ in range(8)])
-    with pytest.raises(Exception, match="(?i)size|empty|zero"):
+    with pytest.raises(Exception, match=r"(?i)size|empty|zero"):
         run([Stages("read", iter([*frames(3), wrong, *frames(20)]), [prepare, Copies(2)])], lambda: None)
 
 
