@@ -98,6 +98,31 @@ def test_calibration_images_alone_are_enough_for_int8(call: Call, photos: Path) 
     assert code == 0 and "q.onnx" in out
 
 
+def test_calibration_images_alone_are_enough_for_a_detector(call: Call, photos: Path) -> None:
+    """Its boxes are in pixels of the image before the letterbox, so sizes are kept."""
+    shape = numpy_helper.from_array(np.array([0, 6, -1]), "shape")
+    weight = numpy_helper.from_array(np.random.default_rng(0).standard_normal((6, 3, 1, 1), np.float32), "w")
+    nodes = [h.make_node("Conv", ["image", "w"], ["c"]), h.make_node("Reshape", ["c", "shape"], ["boxes"])]
+    ends = [h.make_tensor_value_info(name, KINDS.FLOAT, dims)
+            for name, dims in (("image", ["n", 3, 24, 24]), ("boxes", ["n", 6, 576]))]  # fmt: skip
+    graph = h.make_graph(nodes, "detector", ends[:1], ends[1:], [weight, shape])
+    model = h.make_model(graph, opset_imports=[h.make_opsetid("", 17)], ir_version=8)
+    found = measured(call, model, "--task", "detect", "--classes", 2, "--calibration", photos)
+    assert [row["status"] for row in found] == ["ok"] * 2
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    (lambda m: setattr(m.graph.output[0].type.tensor_type, "elem_type", -1), "'y' is of a type that onnx"),
+    (lambda m: setattr(m.graph.node[0], "op_type", "Conv\N{SNOWMAN}"), "not a valid ONNX graph: a name in it is not UTF-8"),
+])  # fmt: skip
+def test_damaged_types_and_names_are_one_line(call: Call, change: Callable[[Any], None], said: str) -> None:
+    model = network(["n", 3, 24, 24])
+    change(model)
+    Path("net.onnx").write_bytes(model.SerializeToString().replace("\N{SNOWMAN}".encode(), b"\xd4at"))
+    code, _, err = call("time", "net.onnx", "--out", "timed")
+    assert code == 2 and said in err and len(err.strip().splitlines()) == 1, err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("opset", [9, 13, 24])
 def test_opsets_old_and_new(call: Call, photos: Path, opset: int) -> None:

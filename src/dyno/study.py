@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import signal
 import sys
 import tomllib
@@ -38,6 +37,7 @@ from dyno.worker.spec import (
 )
 
 LONGEST = 80  # characters of a value in a message
+LARGEST = 1e9  # of seconds, minutes and percent
 CAN_FREEZE = hasattr(signal, "SIGSTOP")  # what measuring in turns needs
 CONFIRMATIONS = 3  # of a winner, where the study has a budget and doesn't say
 LISTS = "models backends precisions batches sizes shapes inputs mean std boundaries".split()  # fields
@@ -170,8 +170,8 @@ class Study(RuntimeOptions, Measurement, DataOptions, ModelOptions, Compared):
                 f"give --rounds {self.builds} or more"
             )
         for name in ("seconds", "warmup", "interval", "timeout", "block", "equivalent", "minutes"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise UserError(f"{name} is {getattr(self, name)}; it must be more than 0 and finite")
+            if not 0 < getattr(self, name) <= LARGEST:
+                raise UserError(f"{name} is {getattr(self, name)}; it must be more than 0 and at most {LARGEST:,.0f}")
         if any(batch < 1 for batch in self.batches):
             raise UserError(f"batch sizes must be whole numbers of at least 1, not {', '.join(map(str, self.batches))}")
         if bool(self.mean) != bool(self.std) or (self.mean and {len(self.mean), len(self.std)} != {self.channels}):

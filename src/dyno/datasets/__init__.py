@@ -122,13 +122,17 @@ def calibration_alone(
     on_unreadable: OnUnreadable = "refuse",
     progress: Progress | None = None,
     channels: int = 3,
+    objects: bool = False,
 ) -> DataSpec:
     """All images below the folder, without labels, as test and as calibration images in one.
 
-    They serve for calibration, timing and comparing outputs; accuracy can't be measured. Decoded as in `load`.
+    They serve for calibration, timing and comparing outputs; accuracy can't be measured. Decoded as in `load`, with
+    `objects` for a network that gives boxes.
     """
-    options = DecodeOptions(Path(cache), Transform(size, preprocess, channels), on_unreadable, progress)
-    return cached_data(calibration_listing(folder), Path(folder).resolve(), options)
+    preprocess = dataclasses.replace(preprocess, letterbox=True) if objects else preprocess
+    transform = Transform(size, preprocess, channels, upright=objects)
+    listing = dataclasses.replace(calibration_listing(folder), sized=objects)
+    return cached_data(listing, Path(folder).resolve(), DecodeOptions(Path(cache), transform, on_unreadable, progress))
 
 
 def meta(data: DataSpec) -> dict[str, Any]:

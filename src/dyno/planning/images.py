@@ -37,10 +37,11 @@ def prepared(
         return DataSpec(count=study.compared, seed=study.seed)
     if not all(size):
         raise UserError(f"{model.name} has no image input (N x C x H x W) that images could be fed to; omit --data")
-    cache = cache_dir() / "datasets"
+    cache, task = cache_dir() / "datasets", tasks.find(model.task)
+    objects = task.labels == "objects"
     if not study.data:
         folder = Path(study.calibration)
-        options: dict[str, Any] = {"on_unreadable": study.unreadable, "channels": model.channels}
+        options: dict[str, Any] = {"on_unreadable": study.unreadable, "channels": model.channels, "objects": objects}
         with decoding(console) as progress:
             data = datasets.calibration_alone(folder, cache, size, model.preprocess, progress=progress, **options)
         warn_unreadable(datasets.meta(data), console)
@@ -48,8 +49,7 @@ def prepared(
     if study.data == "digits":
         return _digits(cache, model, size, outputs)
     path, outputs = Path(study.data), outputs or model.classes or 0
-    data_format, task = datasets.format_of(path), tasks.find(model.task)
-    objects = task.labels == "objects"
+    data_format = datasets.format_of(path)
     if data_format.labels not in ("", task.labels):
         expected = "annotations in COCO's or YOLO's format, or one folder of images" if objects else "class folders"
         raise UserError(

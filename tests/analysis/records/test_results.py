@@ -105,6 +105,13 @@ def test_null_in_a_job_is_a_key_that_is_missing(run: Path, key: str) -> None:
     assert [t.size for t in results] and [t.device for t in results]
 
 
+def test_settings_that_dyno_does_not_write_are_left_out_by_name(run: Path) -> None:
+    (run / "study.toml").write_text('budget = "../../etc"\nrounds = 2\n')
+    results = load(run)
+    assert results.settings == {}
+    assert any("study.toml is damaged" in problem for problem in results.problems)
+
+
 def test_a_trial_without_any_record_is_unfinished(run: Path) -> None:
     folder = first_record(run).parents[1]
     for path in folder.glob("r*/record.json"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -146,6 +147,13 @@ def test_what_is_stored_is_read_back_or_is_none() -> None:
     assert read({**content, "schema": 99}) is None
     assert read({**content, "more": 1}) is None
     assert read({**content, "rounds": [{"first_s": "x", "pairs": []}]}) is None
+    rounds = content["rounds"]
+    assert read({**content, "rounds": rounds[:1]}) is None, "one round has no spread"
+    less, other = copy.deepcopy(rounds[0]), copy.deepcopy(rounds[0])
+    less["pairs"] = less["pairs"][1:]
+    other["pairs"][0]["logs"][0] = 1e308
+    for damaged in (less, other):
+        assert read({**content, "rounds": [damaged, *rounds[1:]]}) is None
 
 
 def test_a_study_of_each_kind_needs_its_rounds() -> None:

@@ -109,9 +109,11 @@ def read(path: Path) -> Pair:
     try:
         forms = tuple(from_json(Inside, each) for each in data["forms"])
         pair = Pair(forms, _read(data["a"]), _read(data["b"]), data["source"], tuple(data["notes"]))
-        _check(pair)
-    except (KeyError, TypeError, ValueError, IndexError) as e:
-        raise UserError(f"{path} is damaged: {type(e).__name__}: {e}; measure the pair again") from e
+        problem = _problem(pair)
+    except (KeyError, TypeError, ValueError, IndexError, OverflowError) as e:
+        raise UserError(f"{path} is damaged: it isn't as Dyno writes it; measure the pair again") from e
+    if problem:
+        raise UserError(f"{path} is damaged: {problem}; measure the pair again")
     return pair
 
 
@@ -134,19 +136,20 @@ def _seconds(data: Mapping[str, Any], names: Sequence[str]) -> list[np.ndarray]:
     return [np.array(data[name], float) / NANO for name in names]
 
 
-def _check(pair: Pair) -> None:
-    """A `ValueError` where times and layers don't fit."""
+def _problem(pair: Pair) -> str:
+    """Where times and layers don't fit, "" where they do; an `IndexError` for a form that there isn't."""
     for side in pair.sides:
         layers = len(pair.forms[side.form].layers)
         if not side.processes or any(each.layers.shape[1:] != (layers,) for each in side.processes):
-            raise ValueError(f"it has {layers} layers and other times")
+            return f"it has {layers} layers and other times"
         for each in side.processes:
             whole = each.unprofiled.ndim == each.profiled.ndim == 1 and len(each.unprofiled) and len(each.profiled)
             if not whole or not all(((a >= 0) & (a < LONGEST_S)).all() for a in (getattr(each, n) for n in ARRAYS)):
-                raise ValueError("its times are no times")
+                return f"its times must be from 0 to {LONGEST_S:g} s"
         for index in (side.graph, side.module):
             if index is not None:
                 pair.forms[index]
+    return ""
 
 
 def warned(side: Side) -> list[str]:

@@ -23,7 +23,7 @@ from dyno.analysis.records import gpu_remarks, timeline
 from dyno.analysis.records.forms import Form, forms, sides
 from dyno.analysis.records.notes.placements import Placement, placements
 from dyno.analysis.records.rounds import GPU, HOST, Round
-from dyno.analysis.records.shapes import MODELS
+from dyno.analysis.records.shapes import MODELS, SETTINGS, wrong
 from dyno.analysis.records.stored import measured, read_job, read_round, read_table
 from dyno.worker import tasks
 from dyno.worker.facts.files import MadeBy
@@ -306,11 +306,12 @@ class Results:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """study.toml as a table; empty when there is none or it can't be read."""
+        """study.toml as a table; empty when there is none, or it can't be read or isn't what Dyno writes."""
         try:
-            return tomllib.loads(self.study)
+            table = tomllib.loads(self.study)
         except (tomllib.TOMLDecodeError, RecursionError):
             return {}
+        return {} if wrong(table, SETTINGS) else table
 
     @property
     def name(self) -> str:
@@ -350,7 +351,7 @@ def load(run: Path) -> Results:
     side_forms = sides({t.side: t.given for t in trials if t.side})
     for t in trials:
         t.form, t.placement = side_forms.get(t.side) or file_forms.get(t.given), placed.get(t.id)
-    return Results(
+    results = Results(
         folder=run,
         trials=sorted(trials, key=_order),
         environment=read_table(run / "environment.json", problems, {}) or {},
@@ -360,6 +361,9 @@ def load(run: Path) -> Results:
         peak=read_round(run / "peak", problems),
         self_test=read_table(run / SELF_TEST, problems, {}) or {},
     )
+    if results.study.strip() and not results.settings:
+        problems.append(f"{study} is damaged, or isn't what Dyno writes; its settings are left out")
+    return results
 
 
 def _models(stored: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:

@@ -10,7 +10,14 @@ TRIAL = {
     "model": {"name": str, "source": str, "task": str, "precision": str}, "backend": str, "precision": str,
     "dims": {"batch": int, "height": int, "width": int}, "options": {"": (str, int, float)},
     "runtime": {"device": str, "name": str, "python": str}, "data": {"name": str, "sha256": str, "folder": str},
-    "plan": {"boundaries": [str], "seconds": NUMBER, "rounds": int, "builds": int}, "recipe": {},
+    "plan": {
+        "boundaries": [str], "rounds": int, "builds": int, "blocks": int, "min_samples": int, "max_samples": int,
+        **dict.fromkeys(("warmup_s", "seconds", "interval", "timeout_s", "block_s"), NUMBER),
+    },
+    "recipe": {},
+}  # fmt: skip
+SETTINGS = {
+    "budget": {"": NUMBER}, "reference": str, "equivalent": NUMBER, "rounds": int, "until": str, "sizes": [(str, int)],
 }  # fmt: skip
 JOB = {"trial": TRIAL, "round": int}
 PLACEMENT = {"place": str, "card": str, "lost": [str], "trials": [str]}

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from dyno.worker.spec import SCHEMA, UserError, from_json
+
+LEAST_ROUNDS = 2  # for a spread
+LARGEST = 20.0  # of a log ratio or a share: no two equal processes differ by a factor of a hundred million
+MOST = 1e6  # no inference takes so many seconds, and no clock has so many MHz
 
 
 @dataclass(frozen=True)
@@ -75,5 +80,20 @@ def read(content: dict[str, Any]) -> Stored | None:
         stored = from_json(Stored, content)
     except (UserError, TypeError, ValueError, KeyError):
         return None
-    whole = stored.rounds and all(one.pairs and all(pair.logs for pair in one.pairs) for one in stored.rounds)
-    return stored if whole and stored.schema == SCHEMA else None
+    return stored if stored.schema == SCHEMA and _whole(stored) else None
+
+
+def _whole(stored: Stored) -> bool:
+    """Whether there are rounds enough for a spread, all of the same pairs, with numbers that can be measured."""
+    rounds = stored.rounds
+    layouts = {tuple(pair.slowdown for pair in one.pairs) for one in rounds}
+    if len(rounds) < LEAST_ROUNDS or len(layouts) > 1:
+        return False
+    (layout,) = layouts
+    if 0.0 not in layout or not all(0 <= slowdown <= LARGEST for slowdown in layout):
+        return False
+    logs = [pair.logs for one in rounds for pair in one.pairs]
+    if not all(logs) or not all(abs(log) <= LARGEST for log in itertools.chain(*logs)):
+        return False
+    watched = [number for one in rounds for number in (one.others, one.steal, *one.clock)]
+    return all(0 < one.first_s < MOST for one in rounds) and all(0 <= number < MOST for number in watched)

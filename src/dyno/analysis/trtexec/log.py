@@ -21,7 +21,7 @@ from dyno.worker.spec import UserError
 
 LINE = re.compile(r"\[[VIWEF]\] (.*)")
 RUNNING = re.compile(r"&&&& RUNNING \S+ (?:\[TensorRT v(\d+)\])?.*?# (.*)")
-VALUE = re.compile(r"([a-z]+(?:\([\d.]+%\))?) = (\S+) ms")
+VALUE = re.compile(r"([a-z]+(?:\(\d+(?:\.\d+)?%\))?) = (\S+) ms")
 EXPORTED = re.compile(r"\s*\[\s*[{\]]")
 SUMMARY = "=== Performance summary ==="
 METRICS = {

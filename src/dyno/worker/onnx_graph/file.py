@@ -58,6 +58,8 @@ def check(path: str) -> None:
             raise UserError(f"{path} keeps weights in {file}, which doesn't exist; put it back beside it")
     try:
         onnx.checker.check_model(path)
+    except UnicodeDecodeError as e:  # of the checker's own message, which names a node in other bytes than UTF-8
+        raise UserError(f"{path} is not a valid ONNX graph: a name in it is not UTF-8; export it again") from e
     except onnx.checker.ValidationError as e:
         reason = " ".join(line.strip() for line in str(e).splitlines()[:2] if line.strip())
         raise UserError(f"{path} is not a valid ONNX graph: {reason[:300]}") from e
@@ -137,8 +139,11 @@ def _tensor(value: Any) -> Tensor:
         dim.dim_value if dim.dim_value > 0 else dim.dim_param or f"{value.name}_{axis}"
         for axis, dim in enumerate(kind.shape.dim)
     )
-    typed = kind.elem_type != onnx.TensorProto.UNDEFINED
-    return Tensor(value.name, str(onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type)) if typed else "", shape)
+    if kind.elem_type == onnx.TensorProto.UNDEFINED:
+        return Tensor(value.name, "", shape)
+    if kind.elem_type not in onnx.TensorProto.DataType.values():
+        raise UserError(f"{value.name!r} is of a type that onnx {onnx.__version__} doesn't know; export the file again")
+    return Tensor(value.name, str(onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type)), shape)
 
 
 def _digest(path: str) -> str:
