@@ -8,7 +8,8 @@ READY := $(VENV)/.ready
 OTHER_READY := $(OTHER)/.ready
 RUNS ?= runs
 # The tests run in three processes side by side, since jobs often wait: those of the whole program, those that load engines
-# into the process, and those that start jobs. A file of the first stands with the engines, which it loads.
+# into the process, and those that start jobs. A file of the first stands with the engines, which it loads. All three
+# fork what they start from one server.
 LOADING := tests/test_contract.py
 PROGRAM := $(filter-out $(LOADING),$(wildcard tests/test_*.py))
 ENGINES := $(addprefix tests/,analysis cli/images cli/inside datasets gpu sources worker) $(LOADING)
@@ -37,7 +38,8 @@ demo: $(READY)  ## the whole job on scikit-learn's digits, into runs/demo
 
 test: setup  ## every test
 	@echo "three processes test side by side, for a quarter of an hour on two cores; each shows what it did when it ends"
-	@$(MAKE) --no-print-directory -j3 --output-sync=line --keep-going test-program test-engines test-jobs
+	@$(BIN)/python tests/one_server.py $(MAKE) --no-print-directory -j3 --output-sync=line --keep-going \
+	  test-program test-engines test-jobs
 
 test-program:
 	$(BIN)/python -m pytest $(PYTEST) $(PROGRAM)

@@ -51,7 +51,8 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         # torch.compile spends half of a cold compile on trying out which vector instructions its g++ knows.
         patch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")
         # And another part on its headers, which every trial of a study would compile for itself.
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        if not os.environ.get(forked.RUNNING):
+            patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
         patch.setattr(os, "fsync", forked.unflushed)
         yield
 
@@ -73,6 +74,9 @@ def _no_self_test() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def _server() -> Iterator[str]:
     """The socket of the process that jobs and commands are forked from; see `preloaded.py`."""
+    if running := os.environ.get(forked.RUNNING):
+        yield running
+        return
     server = forked.Server()
     yield server.path
     server.stop()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import faulthandler
 import fcntl
 import functools
@@ -25,7 +26,9 @@ import subprocess
 import sys
 import tempfile
 import traceback
+import types
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,11 +44,13 @@ LIBRARIES = (
 )  # fmt: skip
 PROGRAM = "-m", "dyno"
 FORKS = "DYNO_TEST_FORKS"  # in the environment of tests whose commands are forked: the socket
+RUNNING = "DYNO_TEST_SERVER"  # in the environment of tests beside others: the socket of a server that runs already
 UNREPORTED = "DYNO_TEST_UNREPORTED"  # in the environment of commands that write no report
 MOST_FILES = 16  # that a process is given: its output, its errors, and pipes to whoever conducts it
 LEAST_MEMORY = 10_000_000  # bytes of a process
 SIDES, PEAK_S = (128, 256), 0.1  # of the matrices that a CPU's peak is measured with, and for how long
 ALONE, CHUNK = 24, 6  # frames that the stages of a video are measured on alone, and how many at a time
+HUGE, COLLAPSE = 1 << 21, 25  # bytes of a large page, and Linux's MADV_COLLAPSE
 HIGH = 512  # file descriptors from here on are nobody's
 
 
@@ -158,8 +163,7 @@ def _serve(path: str, libraries: Sequence[str]) -> None:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     _warm()
-    gc.collect()
-    gc.freeze()
+    _share()
     own, ends = os.pipe()
     os.set_blocking(ends, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -202,13 +206,42 @@ def _warm() -> None:
         peak.copy.__defaults__ = (PEAK_S,)
     if alone := sys.modules.get("dyno.worker.video.alone"):
         alone.FRAMES, alone.CHUNK = ALONE, CHUNK
-    if (compiler := sys.modules.get("torch._inductor.cpu_vec_isa")) is not None:
+    if compiler := sys.modules.get("torch._inductor.cpu_vec_isa"):
+        # It starts a Python with PyTorch for each, to see that what was compiled can be loaded.
+        compiler.subprocess = types.SimpleNamespace(check_call=_load, DEVNULL=subprocess.DEVNULL)
         with contextlib.suppress(Exception):
             compiler.valid_vec_isa_list()
+        compiler.subprocess = subprocess
     if "torch.onnx._internal.exporter._core" in sys.modules and "onnxscript" in sys.modules:
         remember_operators()
         with contextlib.suppress(Exception):
             _export()
+
+
+def _share() -> None:
+    """What a fork costs, and the pages that it copies, are few: no garbage is looked for among what was loaded, nothing
+    of it is finalized where a forked process ends, and its memory is in pages as large as the system has them."""
+    gc.collect()
+    gc.freeze()
+    for each in list(getattr(weakref.finalize, "_registry", ())):
+        each.atexit = False
+    advise = getattr(ctypes.CDLL(None), "madvise", None)
+    if advise is None or not Path("/proc/self/maps").exists():
+        return
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        place, rights, _, _, file, *name = line.split()
+        if rights != "rw-p" or file != "0" or (name and name[0].startswith("[stack")):
+            continue
+        start, end = (int(each, 16) for each in place.split("-"))
+        for page in range(-(-start // HUGE) * HUGE, end // HUGE * HUGE, HUGE):
+            advise(
+                ctypes.c_void_p(page), ctypes.c_size_t(HUGE), COLLAPSE
+            )  # a kernel that can't says so, and all is well
+
+
+def _load(words: Sequence[str], **_: object) -> None:
+    """The library that the code in the last word loads, in this process."""
+    ctypes.CDLL(words[-1].split('"')[1])
 
 
 def remember_operators() -> None:
