@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # `import yolo_small` works in e
 import hostile_net
 import preloaded as forked
 from dyno import Study
-from dyno.api.result import Result
+from dyno.analysis.report import report
 from dyno.cli import app
 from dyno.jobs import launcher
 from dyno.worker.spec import DataSpec, Dims, ModelSpec, Plan, Runtime, Trial
@@ -218,9 +218,10 @@ def call(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp
 
 @pytest.fixture
 def unreported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs here and in forked commands write no report, whose charts take longer than what a test's study measures."""
+    """Runs here and in forked commands write the tables of a report alone: its charts take longer than what a test's
+    study measures."""
     monkeypatch.setenv(forked.UNREPORTED, "1")
-    monkeypatch.setattr(Result, "report", lambda run, *_, **__: run.folder / "report.html")
+    monkeypatch.setattr(report, "write", forked.tables_only)
 
 
 @pytest.fixture

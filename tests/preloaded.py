@@ -45,7 +45,7 @@ LIBRARIES = (
 PROGRAM = "-m", "dyno"
 FORKS = "DYNO_TEST_FORKS"  # in the environment of tests whose commands are forked: the socket
 RUNNING = "DYNO_TEST_SERVER"  # in the environment of tests beside others: the socket of a server that runs already
-UNREPORTED = "DYNO_TEST_UNREPORTED"  # in the environment of commands that write no report
+UNREPORTED = "DYNO_TEST_UNREPORTED"  # in the environment of commands whose reports have no page
 MOST_FILES = 16  # that a process is given: its output, its errors, and pipes to whoever conducts it
 LEAST_MEMORY = 10_000_000  # bytes of a process
 SIDES, PEAK_S = (128, 256), 0.1  # of the matrices that a CPU's peak is measured with, and for how long
@@ -153,6 +153,15 @@ def command(
 
 def unflushed(_: int) -> None:
     """`os.fsync` that doesn't wait for the disk, which only guards against the machine's own end."""
+
+
+def tables_only(runs: Sequence[Any], out: Path) -> Path:
+    """Stands for `write` in `dyno.analysis.report.report`: the tables of a report, without charts and page."""
+    from dyno.analysis import tables
+    from dyno.analysis.report import report
+
+    report.write_tables(runs, [tables.named(run, "all") for run in runs], Path(out))
+    return Path(out) / "report.html"
 
 
 def _serve(path: str, libraries: Sequence[str]) -> None:
@@ -351,9 +360,9 @@ def _command(code: str, words: Sequence[str], path: str) -> int:
 
     dyno.jobs.launcher.subprocess = Processes(path)
     if os.environ.pop(UNREPORTED, ""):
-        from dyno.api.result import Result
+        from dyno.analysis.report import report
 
-        Result.report = lambda run, *_, **__: run.folder / "report.html"
+        report.write = tables_only
     sys.argv = ["dyno", *words]
     status = 0
     try:

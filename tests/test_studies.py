@@ -14,7 +14,7 @@ from dyno import Study
 from dyno.study import Choice
 from dyno.worker import registry
 
-pytestmark = pytest.mark.usefixtures("preloaded")
+pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
 STUDIES = sorted((Path(__file__).resolve().parents[1] / "studies").glob("*.toml"))
 Command = Callable[..., "subprocess.CompletedProcess[str]"]

@@ -14,7 +14,7 @@ from dyno.engine.execute import execute
 from dyno.jobs import telemetry
 from dyno.jobs.progress import Progress
 
-pytestmark = pytest.mark.usefixtures("preloaded")
+pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
 
 @pytest.fixture

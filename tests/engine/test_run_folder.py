@@ -13,7 +13,7 @@ import pytest
 from dyno import Study, load
 from dyno.analysis.records.forms import Form, forms
 
-pytestmark = pytest.mark.usefixtures("preloaded")
+pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
 Call = Callable[..., tuple[int, str, str]]
 SHORT = "--rounds 1 --seconds 0.04 --block 0.01 --warmup 0.02 --threads 1".split()
@@ -30,12 +30,6 @@ def net(path: Path, factor: float = 2.0, name: str = "input", width: int = 8, gr
     opset = [onnx.helper.make_opsetid("", 17)]
     onnx.save(onnx.helper.make_model(made, opset_imports=opset, ir_version=9), path)
     return path
-
-
-@pytest.fixture(autouse=True)
-def _no_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Charts take most of a short run's time, and are not what is tested here."""
-    monkeypatch.setattr("dyno.api.result.Result.report", lambda self: self.folder / "report.html")
 
 
 def rows(folder: str | Path, *columns: str) -> list[tuple[Any, ...]]:

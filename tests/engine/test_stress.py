@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.usefixtures("preloaded")
+pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
 
 @pytest.fixture(scope="module")

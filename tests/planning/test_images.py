@@ -18,7 +18,7 @@ from dyno.planning import images
 from dyno.planning.images import decoding, prepared
 from dyno.worker.spec import DataSpec, ModelSpec, UserError
 
-pytestmark = pytest.mark.usefixtures("preloaded")
+pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
 SYNSETS = {"n01440764": 0, "n01751748": 65, "n15075141": 999}
 

@@ -14,7 +14,7 @@ import dyno
 from dyno import Study, UserError
 from dyno.engine.run_names import choose_folder
 
-pytestmark = pytest.mark.usefixtures("preloaded")
+pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
 torch = pytest.importorskip("torch")
 nn = torch.nn

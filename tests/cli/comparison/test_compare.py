@@ -13,7 +13,7 @@ import dyno
 from dyno import Study
 
 QUICK = ("--seconds", "0.1", "--warmup", "0.1", "--threads", "1")
-pytestmark = pytest.mark.usefixtures("preloaded")
+pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
 
 def test_two_files_in_turns_with_a_gate(call: Any, chain: Any, tmp_path: Path) -> None:

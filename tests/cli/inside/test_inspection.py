@@ -17,7 +17,7 @@ from dyno.worker.backends.tensor_rt import layers, library
 from dyno.worker.spec import UserError
 
 given: Any = importlib.import_module("dyno.worker.backends.tensor_rt.given")  # the package has a function of that name
-pytestmark = pytest.mark.usefixtures("preloaded")
+pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
 Call = Callable[..., Any]
 Refused = Callable[..., str]

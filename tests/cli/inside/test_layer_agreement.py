@@ -15,7 +15,7 @@ import pytest
 import dyno
 from dyno.worker.spec import UserError
 
-pytestmark = pytest.mark.usefixtures("preloaded")
+pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 onnx = pytest.importorskip("onnx")
 
 Call = Callable[..., Any]

@@ -16,7 +16,7 @@ from dyno.api.inside import forms
 from dyno.engine.gpu_lock import launch_in_turn
 from dyno.worker.spec import Job
 
-pytestmark = pytest.mark.usefixtures("preloaded")
+pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
 Call = Callable[..., Any]
 Refused = Callable[..., str]

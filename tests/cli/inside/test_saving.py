@@ -15,7 +15,7 @@ import pytest
 import dyno
 from dyno.api.inside.profiling import Profiled
 
-pytestmark = pytest.mark.usefixtures("preloaded")
+pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
 Call = Callable[..., Any]
 Refused = Callable[..., str]
