@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dyno.worker.backend import Session
 from dyno.worker.spec import Dims, Preprocess, Tensor
 from dyno.worker.video import steps
 from dyno.worker.video.media.ends import Batch, Frame, Source, now
@@ -107,6 +108,40 @@ def test_outputs_that_were_read_are_memory_for_later_ones() -> None:
     batch = Batch(frames(3), None, outputs)
     assert [frame.detections for frame in step.work(batch)] == [2.0, 2.0, 2.0]
     assert taken[0] is outputs and batch.outputs == []
+
+
+class OnGpu(Session):
+    """A session whose outputs are in memory that its next run writes to."""
+
+    slots = 2
+
+    def __init__(self) -> None:
+        self._ends = [np.zeros((4, 3, 1 << 17), np.float32) for _ in range(self.slots)]
+
+    def bind(self, feeds: Any, slot: int = 0) -> None:
+        self._ends[slot][:] = feeds["x"]
+
+    def run(self, slot: int = 0) -> None:
+        pass
+
+    def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
+        return {"y": self._ends[slot]}
+
+
+@pytest.mark.parametrize("copiers", [1, 3])
+def test_outputs_stay_when_their_slot_runs_again(copiers: int) -> None:
+    engine = steps.Engine(OnGpu, on_cpu=False, copiers=copiers)
+    infer, memory = steps.Infer(engine), set[int]()
+    for first in range(0, 9, 3):
+        batches = [Batch([], {"x": np.float32(first + k)}) for k in range(3)]
+        done = [done for batch in batches for done in infer.work(batch)]
+        while infer.holds:
+            done += infer.rest()
+        assert [float(batch.outputs[0].mean()) for batch in done] == [first, first + 1, first + 2]
+        memory |= {batch.outputs[0].ctypes.data for batch in done}
+        for batch in done:
+            engine.take_back(batch.outputs)
+    assert len(memory) == 3
 
 
 class Counted(Source):

@@ -54,7 +54,9 @@ def video(job: Job, journal: Journal) -> None:
         journal.stage("decode")
         source = MemorySource(source, options.preload, options.frames)
     on_cpu = trial.runtime.device == "cpu"
-    engine = steps.Engine(lambda: journal.timed("load", "load", lambda: backend.load(trial, job.artifact)), on_cpu)
+    engine = steps.Engine(
+        lambda: journal.timed("load", "load", lambda: backend.load(trial, job.artifact)), on_cpu, lanes_beside(on_cpu)
+    )
     work = _Work(job, options, engine, source, journal)
     work.before()
     work.pipeline()
