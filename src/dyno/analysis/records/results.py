@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import tomllib
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,8 +22,8 @@ from dyno.analysis.records import gpu_remarks, timeline
 from dyno.analysis.records.forms import Form, forms, sides
 from dyno.analysis.records.notes.placements import Placement, placements
 from dyno.analysis.records.rounds import GPU, HOST, Round
-from dyno.analysis.records.shapes import MODELS, SETTINGS, wrong
-from dyno.analysis.records.stored import measured, read_job, read_round, read_table
+from dyno.analysis.records.shapes import MODELS
+from dyno.analysis.records.stored import measured, read_job, read_round, read_settings, read_table
 from dyno.worker import tasks
 from dyno.worker.facts.files import MadeBy
 from dyno.worker.facts.job import Facts
@@ -307,11 +306,7 @@ class Results:
     @cached_property
     def settings(self) -> dict[str, Any]:
         """study.toml as a table; empty when there is none, or it can't be read or isn't what Dyno writes."""
-        try:
-            table = tomllib.loads(self.study)
-        except (tomllib.TOMLDecodeError, RecursionError):
-            return {}
-        return {} if wrong(table, SETTINGS) else table
+        return read_settings(self.study)
 
     @property
     def name(self) -> str:

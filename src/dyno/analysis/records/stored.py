@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from dyno.analysis.records.arrays import read_samples
-from dyno.analysis.records.shapes import JOB, wrong
+from dyno.analysis.records.shapes import JOB, SETTINGS, wrong
 from dyno.worker.record import Record, check_schema, read_json
 from dyno.worker.spec import PRECISIONS, Artifact, UserError, check_known, from_json
 
@@ -43,6 +44,15 @@ def read_round(folder: Path, problems: list[str]) -> Record | None:
     except UserError as e:
         problems.append(f"{path} is damaged ({e}); it is left out")
         return None
+
+
+def read_settings(text: str) -> dict[str, Any]:
+    """A study.toml as a table; empty where it can't be read or isn't what Dyno writes."""
+    try:
+        table = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError):
+        return {}
+    return {} if wrong(table, SETTINGS) else table
 
 
 def read_job(path: Path, problems: list[str]) -> tuple[dict[str, Any] | None, Artifact | None]:
