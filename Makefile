@@ -11,9 +11,9 @@ RUNS ?= runs
 # into the process, and those that start jobs. A file of the first stands with the engines, which it loads. All three
 # fork what they start from one server.
 LOADING := tests/test_contract.py
-PROGRAM := $(filter-out $(LOADING),$(wildcard tests/test_*.py))
+PROGRAM := $(filter-out $(LOADING),$(wildcard tests/test_*.py)) tests/cli/comparison
 ENGINES := $(addprefix tests/,analysis cli/images cli/inside datasets gpu sources worker) $(LOADING)
-JOBS := $(addprefix tests/,api cli/comparison engine jobs placement planning training) $(wildcard tests/cli/test_*.py)
+JOBS := $(addprefix tests/,api engine jobs placement planning training) $(wildcard tests/cli/test_*.py)
 FAST := -q -m "not slow and not gpu"
 
 # A PYTHONPATH or an activated environment of the caller's must not decide what is tested here. The byte-code of what is
@@ -37,7 +37,7 @@ demo: $(READY)  ## the whole job on scikit-learn's digits, into runs/demo
 	$(BIN)/dyno demo
 
 test: setup  ## every test
-	@echo "three processes test side by side, for a quarter of an hour on two cores; each shows what it did when it ends"
+	@echo "three processes test side by side, for twelve minutes on two quiet cores; each shows what it did when it ends"
 	@$(BIN)/python tests/one_server.py $(MAKE) --no-print-directory -j3 --output-sync=line --keep-going \
 	  test-program test-engines test-jobs
 

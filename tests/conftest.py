@@ -75,7 +75,7 @@ def _no_self_test() -> Iterator[None]:
 def _server() -> Iterator[str]:
     """The socket of the process that jobs and commands are forked from; see `preloaded.py`."""
     if running := os.environ.get(forked.RUNNING):
-        yield running
+        yield forked.ready(running)
         return
     server = forked.Server()
     yield server.path

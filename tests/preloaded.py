@@ -25,6 +25,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 import types
 import warnings
@@ -51,6 +52,7 @@ LEAST_MEMORY = 10_000_000  # bytes of a process
 SIDES, PEAK_S = (128, 256), 0.1  # of the matrices that a CPU's peak is measured with, and for how long
 ALONE, CHUNK = 24, 6  # frames that the stages of a video are measured on alone, and how many at a time
 HUGE, COLLAPSE = 1 << 21, 25  # bytes of a large page, and Linux's MADV_COLLAPSE
+PATIENCE_S = 900.0  # that a server may take to start
 HIGH = 512  # file descriptors from here on are nobody's
 
 
@@ -58,11 +60,13 @@ class Server:
     """The process that forks: start it, ask it for processes, `stop` it. It ends with the process that started it.
 
     `libraries` are what it imports, `env` is its environment besides this one's, `python` runs it and what it forks.
+    Without `wait` whoever asks it for something has to wait until it is `ready`.
     """
 
     def __init__(
-        self, libraries: Sequence[str] = LIBRARIES, env: Mapping[str, str] | None = None, python: object = ""
-    ) -> None:
+        self, libraries: Sequence[str] = LIBRARIES, env: Mapping[str, str] | None = None, python: object = "",
+        wait: bool = True,
+    ) -> None:  # fmt: skip
         self._folder = tempfile.TemporaryDirectory(prefix="dyno-", dir="/tmp")  # a socket's path has to be short
         self.path = str(Path(self._folder.name) / "socket")
         words = [str(python) or sys.executable, __file__, self.path, *libraries]
@@ -71,13 +75,24 @@ class Server:
         threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         self.env = {**os.environ, **SILENCE, **threads, **(env or {})}
         self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=self.env)
-        assert self._process.stdout is not None and self._process.stdout.readline() == b"ready\n"
+        if wait:
+            assert self._process.stdout is not None and self._process.stdout.readline() == b"ready\n"
 
     def stop(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
         self._folder.cleanup()
+
+
+def ready(path: str) -> str:
+    """Return the path of a server's socket once it answers."""
+    until = time.monotonic() + PATIENCE_S
+    while not Path(f"{path}.ready").exists():
+        if time.monotonic() > until:
+            raise RuntimeError("the server that processes are forked from did not start; its errors stand above")
+        time.sleep(0.1)
+    return path
 
 
 class Forked:
@@ -180,6 +195,7 @@ def _serve(path: str, libraries: Sequence[str]) -> None:
     server = socket.socket(socket.AF_UNIX)
     server.bind(path)
     server.listen(64)
+    Path(f"{path}.ready").touch()
     print("ready", flush=True)
     running: dict[int, socket.socket] = {}
     selector = selectors.DefaultSelector()
