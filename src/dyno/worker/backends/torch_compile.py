@@ -1,0 +1,105 @@
+"""PyTorch compiled by inductor (`compile`), on the CPU and on NVIDIA GPUs."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from dyno.worker.backend import Session
+from dyno.worker.backends.pytorch import PyTorch, TorchSession
+from dyno.worker.facts.engine import EngineFacts
+from dyno.worker.facts.precision import precision_truth
+from dyno.worker.option_values import Check, flag, one_of
+from dyno.worker.sessions.torch_support import compiler_errors, compute_layers, kernels, memory_errors, need_compiler
+from dyno.worker.spec import Artifact, Trial
+
+MODES = ("default", "reduce-overhead", "max-autotune")
+GRAPH_MODES = ("reduce-overhead", "max-autotune")  # these replay CUDA graphs, whose outputs the next run overwrites
+
+
+class Compile(PyTorch):
+    """torch.compile with inductor, compiled inside `load` for the trial's one shape.
+
+    Options besides those of `pytorch`: `mode` (default, reduce-overhead, max-autotune) and `freeze` (bool, default on
+    for a CPU: weights become constants of the compiled code, folded and packed, which about halves the latency).
+    """
+
+    name = "compile"
+    precisions = ("fp32", "tf32", "fp16", "bf16")
+    profiled = ()
+    options = ("channels_last", "cudnn_benchmark", "input", "mode", "freeze")
+    values: Mapping[str, Check] = {**PyTorch.values, "mode": one_of(*MODES), "freeze": flag}
+
+    def _convolve(self, torch: Any, device: str) -> None:
+        need_compiler()
+        weight = torch.randn(4, 3, 3, 3, device=device)
+        compiled = torch.compile(lambda x: torch.nn.functional.conv2d(x, weight).relu(), dynamic=False)
+        with torch.inference_mode(), compiler_errors():
+            compiled(torch.randn(1, 3, 8, 8, device=device)).cpu()
+
+    def load(self, trial: Trial, artifact: Artifact | None) -> Session:
+        """Compile with random input of the trial's shape; its seconds are `build_s` in the session's facts."""
+        options = self.checked(trial)
+        need_compiler()
+        with memory_errors():
+            return CompiledSession(trial, options)
+
+    def checked(self, trial: Trial) -> dict[str, Any]:
+        """See `PyTorch.checked`."""
+        defaults = {"mode": "default", "freeze": trial.runtime.device == "cpu"}
+        return {**defaults, **super().checked(trial)}
+
+
+COMPILE = Compile()
+
+
+class CompiledSession(TorchSession):
+    """A module behind torch.compile, compiled before the constructor returns."""
+
+    def __init__(self, trial: Trial, options: dict[str, Any]) -> None:
+        super().__init__(trial, options)
+        self.try_eager()
+        # The second call records a CUDA graph, the third replays it.
+        self._compile(calls=3 if options["mode"] in GRAPH_MODES else 1)
+
+    def _slots_wanted(self) -> int:
+        return 1 if self._options["mode"] in GRAPH_MODES else super()._slots_wanted()
+
+    def _compile(self, calls: int) -> None:
+        from torch._dynamo import reset
+        from torch._dynamo.utils import counters
+        from torch._inductor import config
+
+        reset()
+        counters.clear()
+        config.freezing = bool(self._options["freeze"])
+        mode = None if self._options["mode"] == "default" else self._options["mode"]
+        self._call = self._torch.compile(self._eager, backend="inductor", dynamic=False, mode=mode)
+        before, started = kernels(), time.perf_counter()
+        if before:  # an earlier round of this trial has asked the compiler what the processor has; it takes 14 s
+            config.cpp.vec_isa_ok = True
+        with compiler_errors():
+            for _ in range(calls):
+                self._once()
+        self._build_s = time.perf_counter() - started
+        self._counters = {key: dict(value) for key, value in counters.items()}
+        self._cached = bool(before) and not kernels() - before
+
+    def facts(self) -> EngineFacts:
+        """What compilation took and whether it was whole; the types are those that the code was compiled for."""
+        compute = compute_layers(self._torch)
+        layers: list[Any] = [m for m in self._module.modules() if isinstance(m, compute)]
+        weights: list[Any] = [next(m.parameters(), None) for m in layers]
+        kinds = dict(Counter(str(w.dtype).removeprefix("torch.") for w in weights if w is not None))
+        return replace(
+            self._common(),
+            layers_by_type=kinds,
+            precision_truth=precision_truth(self._trial.precision, kinds, "torch.compile"),
+            build_s=self._build_s,
+            build_cached=self._cached,
+            graph_breaks=sum(self._counters.get("graph_break", {}).values()),
+            graphs=self._counters.get("stats", {}).get("unique_graphs", 0),
+        )
